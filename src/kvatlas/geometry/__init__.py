@@ -1,0 +1,29 @@
+"""Geometry as a value: axes, layouts, fields, pages and placements, with numpy alone.
+
+Read `affine.py` and `placement.py` first; everything else is made of them.
+"""
+
+from kvatlas.geometry.dtype import ALL_DTYPES, DType
+from kvatlas.geometry.field import Cut, Field, FieldAxis, Piece, Section
+from kvatlas.geometry.layout import AXES, AXIS_NAMES, ENGINE_LAYOUTS, Layout
+from kvatlas.geometry.page import Page
+from kvatlas.geometry.placement import Placement, fold_together
+from kvatlas.geometry.validate import validate
+
+__all__ = [
+    "ALL_DTYPES",
+    "AXES",
+    "AXIS_NAMES",
+    "ENGINE_LAYOUTS",
+    "Cut",
+    "DType",
+    "Field",
+    "FieldAxis",
+    "Layout",
+    "Page",
+    "Piece",
+    "Placement",
+    "Section",
+    "fold_together",
+    "validate",
+]

@@ -1,0 +1,182 @@
+"""`Affine`: what a placement is, and what it can never be.
+
+Sizes, byte strides and an offset over named axes, canonical and checked when
+constructed: axes have names, sizes are whole and positive, every address fits in
+63 bits, and no two coordinates share a byte. `Placement` adds the verbs.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry import runs
+from kvatlas.geometry.integers import INT64_MAX, integer, natural, positive
+
+_AXIS_NAME = re.compile(r"[A-Za-z_]\w*(\*[A-Za-z_]\w*)*")
+
+
+@dataclass(frozen=True, slots=True)
+class Affine:
+    """The map itself: coordinates in, addresses out.
+
+    >>> p = Affine(("B", "N"), (3, 4), (64, 8), offset=16, item=8)
+    >>> p(B=2, N=1), p.count, p.nbytes, p.stop, p.contiguous
+    (152, 12, 96, 176, False)
+    >>> p == Affine(("B", "N"), (3, 4), (64, 8), offset=16, item=8)
+    True
+    """
+
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int = 0
+    item: int = 1
+
+    def __post_init__(self) -> None:
+        axes = tuple(self.axes)
+        named = all(isinstance(axis, str) and _AXIS_NAME.fullmatch(axis) for axis in axes)
+        if not named or len(set(axes)) < len(axes):
+            raise bad_axes("Axes have names, each its own", axes, "Name them 'B', 'H' and so on")
+        if not len(axes) == len(self.sizes) == len(self.strides):
+            got = f"axes {axes}, sizes {self.sizes}, strides {self.strides}"
+            raise bad_axes("Every axis has one size and one stride", got, "Match the lengths")
+        sizes = tuple(
+            positive(n, f"the size of axis {a}") for a, n in zip(axes, self.sizes, strict=True)
+        )
+        strides = tuple(
+            0 if n == 1 else natural(s, f"the stride of axis {a}")
+            for a, n, s in zip(axes, sizes, self.strides, strict=True)
+        )
+        for name, value in (
+            ("axes", axes),
+            ("sizes", sizes),
+            ("strides", strides),
+            ("offset", natural(self.offset, "the offset")),
+            ("item", positive(self.item, "the item")),
+        ):
+            object.__setattr__(self, name, value)
+        self._refuse_overflow(self.stop)
+        self._refuse_overlap()
+
+    # -- questions ------------------------------------------------------------------
+
+    def size(self, axis: str) -> int:
+        """How many coordinates `axis` has."""
+        return self.sizes[self._place(axis)]
+
+    def stride(self, axis: str) -> int:
+        """Bytes between neighbours along `axis`; 0 where there is only one."""
+        return self.strides[self._place(axis)]
+
+    @property
+    def count(self) -> int:
+        """Number of coordinates."""
+        return math.prod(self.sizes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that belong to the placement, gaps left out."""
+        return self.count * self.item
+
+    @property
+    def stop(self) -> int:
+        """The byte after the last one."""
+        reach = sum((n - 1) * s for n, s in zip(self.sizes, self.strides, strict=True))
+        return self.offset + reach + self.item
+
+    @property
+    def contiguous(self) -> bool:
+        """One stretch without a gap."""
+        return self.stop - self.offset == self.nbytes
+
+    def __call__(self, **coordinate: Any) -> Any:
+        """The address of a coordinate: an int, or an array where any index is one.
+
+        Axes of size 1 may be left out.
+
+        >>> Affine(("L", "B"), (1, 4), (32, 8), offset=1)(B=np.array([0, 3]))
+        array([ 1, 25])
+        """
+        for axis in coordinate:
+            self._place(axis)
+        address: Any = self.offset
+        for axis, size, stride in zip(self.axes, self.sizes, self.strides, strict=True):
+            if axis in coordinate:
+                address = address + self._checked(axis, coordinate[axis]) * stride
+            elif size > 1:
+                rule = "A coordinate names every axis that has more than one place"
+                raise bad_axes(rule, coordinate, f"Add {axis}=..., or select it first")
+        return address
+
+    # -- checks -----------------------------------------------------------------------
+
+    def _place(self, axis: str) -> int:
+        if axis not in self.axes:
+            raise AtlasError(
+                Code.UNKNOWN_AXIS,
+                "An axis is one of the placement's own",
+                got=repr(axis),
+                hint=f"This placement has {', '.join(self.axes) or 'no axes'}",
+            )
+        return self.axes.index(axis)
+
+    def _checked(self, axis: str, index: Any) -> Any:
+        """One or many indices into `axis`, all of them in range, as int or int64."""
+        size = self.size(axis)
+        array = np.asarray(index)
+        if array.size and array.dtype.kind not in "iu":
+            integer(array.reshape(-1)[0].item(), f"an index of axis {axis}")
+        if array.size and (array.min() < 0 or array.max() >= size):
+            raise out_of_range(axis, size, f"{array.min()}..{array.max()}")
+        return array.astype(np.int64) if array.ndim else int(array)
+
+    def _refuse_overflow(self, stop: int) -> None:
+        if stop > INT64_MAX:
+            raise AtlasError(
+                Code.OVERFLOW,
+                "Every address stays below 2**63",
+                got=f"a last byte at {stop - 1} for {self}",
+                hint="Check the sizes, the strides and the base address",
+            )
+
+    def _refuse_overlap(self) -> None:
+        if runs.is_nested(self.sizes, self.strides, self.item, apart=False):
+            return
+        step = runs.find_difference(self.sizes, self.strides, 0, self.item - 1)
+        if step is not None:
+            one = {a: max(0, -d) for a, d in zip(self.axes, step, strict=True)}
+            other = {a: max(0, d) for a, d in zip(self.axes, step, strict=True)}
+            raise AtlasError(
+                Code.OVERLAP,
+                "No two coordinates share a byte",
+                got=f"{one} and {other} in {self}",
+                hint="Widen the strides, or give replicas an allocation of their own",
+            )
+
+    def __repr__(self) -> str:
+        parts = [
+            f"{a}={n}:{s}" for a, n, s in zip(self.axes, self.sizes, self.strides, strict=True)
+        ]
+        parts += [f"offset={self.offset}", f"item={self.item}"]
+        return f"{type(self).__name__}({', '.join(parts)})"
+
+
+def bad_axes(rule: str, got: object, hint: str) -> AtlasError:
+    """A refusal of axis names."""
+    return AtlasError(Code.BAD_AXES, rule, got=got, hint=hint)
+
+
+def out_of_range(axis: str, size: int, got: object) -> AtlasError:
+    """A refusal of a coordinate that `axis` does not have."""
+    return AtlasError(
+        Code.OUT_OF_RANGE,
+        f"Axis {axis} has coordinates 0..{size - 1}",
+        got=got,
+        hint="Coordinates start at 0 and never count from the end",
+    )

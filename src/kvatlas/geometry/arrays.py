@@ -1,0 +1,102 @@
+"""Arrays of addresses: where numpy takes over from the algebra.
+
+A placement stays symbolic until somebody needs one number for each run or each
+block. These functions write those numbers, vectorised, and in address order
+where there is a choice: transports and prefetchers like that best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int64s = NDArray[np.int64]
+
+_ROWS_PER_TEMPLATE = 1 << 15
+
+
+def outer_sum(parts: Sequence[Int64s], offset: int = 0) -> Int64s:
+    """Every sum of one entry from each part, the first part slowest.
+
+    >>> outer_sum([np.array([0, 100]), np.array([0, 8, 16])], offset=1).tolist()
+    [1, 9, 17, 101, 109, 117]
+    """
+    total = np.array([offset], dtype=np.int64)
+    for part in parts:
+        total = (total[:, None] + part).reshape(-1)
+    return total
+
+
+def join(starts: Int64s, lengths: Int64s) -> tuple[Int64s, Int64s]:
+    """Sort stretches by address and join those that touch.
+
+    >>> join(np.array([8, 0, 32]), np.array([4, 8, 4]))
+    (array([ 0, 32]), array([12,  4]))
+    """
+    if not len(starts):
+        return starts, lengths
+    order = np.argsort(starts, kind="stable")
+    starts, lengths = starts[order], lengths[order]
+    first = np.ones(len(starts), dtype=bool)
+    np.not_equal(starts[1:], starts[:-1] + lengths[:-1], out=first[1:])
+    return starts[first], np.add.reduceat(lengths, np.flatnonzero(first))
+
+
+def fill_descriptors(
+    parts: Sequence[Int64s], starts: Int64s, lengths: Int64s, base: int, device: int
+) -> NDArray[np.uint64]:
+    """Rows (address, length, device) for every sum of parts and starts.
+
+    Rows of the inner parts are written once as a template; each further row
+    group is that template plus a constant, so that the array is written once,
+    in order, while it is still in the processor's cache.
+
+    >>> halves, starts, lengths = np.array([0, 100]), np.array([0, 16]), np.array([8, 8])
+    >>> fill_descriptors([halves], starts, lengths, base=1000, device=3).tolist()
+    [[1000, 8, 3], [1016, 8, 3], [1100, 8, 3], [1116, 8, 3]]
+    """
+    split = len(parts)
+    rows = len(starts)
+    while split and rows * len(parts[split - 1]) <= _ROWS_PER_TEMPLATE:
+        split -= 1
+        rows *= len(parts[split])
+    template = np.empty((rows // len(starts), len(starts), 3), dtype=np.uint64)
+    inner = outer_sum(parts[split:], base)
+    template[..., 0] = inner[:, None] + starts
+    template[..., 1] = lengths
+    template[..., 2] = device
+    outer = outer_sum(parts[:split]).astype(np.uint64)
+    out = np.empty((len(outer), rows, 3), dtype=np.uint64)
+    flat = template.reshape(rows, 3)
+    if rows < len(outer):
+        out[...] = flat
+        out[..., 0] += outer[:, None]
+    else:
+        for group, shift in zip(out, outer, strict=True):
+            group[...] = flat
+            group[:, 0] += shift
+    return out.reshape(-1, 3)
+
+
+def strided(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...], int, int] | None:
+    """(sizes, byte strides, byte offset in the storage, item) of a numpy or torch tensor.
+
+    torch is recognised by what its tensors can do, so that it is never imported here.
+
+    >>> strided(np.zeros((4, 8), np.float32)[1:])
+    ((3, 8), (32, 4), 32, 4)
+    """
+    if isinstance(tensor, np.ndarray):
+        root: NDArray[Any] = tensor
+        while isinstance(root.base, np.ndarray):
+            root = root.base
+        offset = tensor.__array_interface__["data"][0] - root.__array_interface__["data"][0]
+        return tensor.shape, tensor.strides, offset, tensor.itemsize
+    if all(callable(getattr(tensor, name, None)) for name in ("stride", "element_size")):
+        item = tensor.element_size()
+        strides = tuple(step * item for step in tensor.stride())
+        return tuple(tensor.shape), strides, tensor.storage_offset() * item, item
+    return None

@@ -1,0 +1,226 @@
+"""Element types to the bit, without torch or numpy.
+
+numpy has no bf16, torch has no int4, and neither knows that a 3-bit code is
+packed as a stream. A cache only needs three facts of a type: how many bits an
+element takes, how many bytes a row of them takes, and which number a bit
+pattern stands for. `DType` is those facts. The number is what quantisers are
+tested against, so it is written out here once rather than borrowed.
+
+Four kinds are enough: `float` (sign, exponent, mantissa), `int` (two's
+complement), `uint` (a plain code or raw byte) and `exponent` (ue8m0: a power of
+two without sign or mantissa).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from kvatlas.errors import AtlasError, Code
+
+Kind = Literal["float", "int", "uint", "exponent"]
+Specials = Literal["ieee", "nan_only", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """One element type.
+
+    >>> bf16 = DType.of("bfloat16")
+    >>> bf16.bits, bf16.storage(128)
+    (16, 256)
+    >>> DType.of("nvfp4").storage(128), DType.of("uint3").storage(128)
+    (64, 48)
+    >>> DType.of("e4m3").decode(0x7E), DType.of("e4m3").encode(448.0)
+    (448.0, 126)
+    """
+
+    name: str
+    bits: int
+    kind: Kind
+    exponent_bits: int = 0
+    mantissa_bits: int = 0
+    specials: Specials = "none"
+    block: int = 1
+    """Elements that share one block scale; 1 where there is none."""
+    scale: str | None = None
+    """The type of that block scale."""
+
+    @classmethod
+    def of(cls, name: object) -> DType:
+        """The type called `name`: ours, torch's, numpy's or a config's spelling.
+
+        >>> DType.of("torch.float8_e4m3fn") is DType.of("fp8")
+        True
+        """
+        if isinstance(name, DType):
+            return name
+        key = str(name).removeprefix("torch.").lower()
+        found = _TYPES.get(_ALIASES.get(key, key))
+        if found is None:
+            raise AtlasError(
+                Code.UNKNOWN_DTYPE,
+                "A dtype is one that kvatlas knows",
+                got=repr(name),
+                hint=f"Use one of {', '.join(_TYPES)}",
+            )
+        return found
+
+    @property
+    def item(self) -> int:
+        """Bytes of the smallest addressable piece: an element, or 1 where elements are packed."""
+        return max(1, self.bits // 8)
+
+    @property
+    def packed(self) -> bool:
+        """Several elements share a byte."""
+        return self.bits < 8
+
+    def storage(self, elements: int) -> int:
+        """Bytes that a row of `elements` takes, the last byte filled up."""
+        return -(-elements * self.bits // 8)
+
+    def scales(self, elements: int) -> int:
+        """Block scales that a row of `elements` needs: 0 for a type without."""
+        return 0 if self.scale is None else -(-elements // self.block)
+
+    def decode(self, code: int) -> float:
+        """The number that the bit pattern `code` stands for."""
+        if not 0 <= code < 1 << self.bits:
+            raise AtlasError(
+                Code.OUT_OF_RANGE,
+                f"A code of {self.name} has {self.bits} bits",
+                got=code,
+                hint=f"Pass a code from 0 to {(1 << self.bits) - 1}",
+            )
+        match self.kind:
+            case "uint":
+                return float(code)
+            case "int":
+                return float(code - (1 << self.bits) if code >> (self.bits - 1) else code)
+            case "exponent":
+                return math.nan if code == 255 else math.ldexp(1.0, code - 127)
+            case "float":
+                return self._decode_float(code)
+
+    def encode(self, value: float) -> int:
+        """The code nearest to `value`, ties to the even code; past the largest it saturates.
+
+        >>> DType.of("e2m1").encode(2.5), DType.of("e2m1").decode(4)
+        (4, 2.0)
+        """
+        if math.isnan(value):
+            return self._nan()
+        if self.kind == "int":
+            top = (1 << (self.bits - 1)) - 1
+            return int(min(max(round_half_even(value), -top - 1), top)) & ((1 << self.bits) - 1)
+        if self.kind == "uint":
+            return int(min(max(round_half_even(value), 0), (1 << self.bits) - 1))
+        if self.kind == "exponent":
+            return _nearest(self, max(value, 0.0), 0, 254)
+        magnitude = _nearest(self, abs(value), 0, self._largest())
+        negative = math.copysign(1.0, value) < 0
+        return magnitude | (1 << (self.bits - 1) if negative else 0)
+
+    def _decode_float(self, code: int) -> float:
+        bias = (1 << (self.exponent_bits - 1)) - 1
+        sign = -1.0 if code >> (self.bits - 1) else 1.0
+        exponent = (code >> self.mantissa_bits) & ((1 << self.exponent_bits) - 1)
+        mantissa = code & ((1 << self.mantissa_bits) - 1)
+        if exponent == (1 << self.exponent_bits) - 1:
+            if self.specials == "ieee":
+                return math.nan if mantissa else sign * math.inf
+            if self.specials == "nan_only" and mantissa == (1 << self.mantissa_bits) - 1:
+                return math.nan
+        if exponent == 0:
+            return sign * math.ldexp(mantissa, 1 - bias - self.mantissa_bits)
+        return sign * math.ldexp(
+            mantissa + (1 << self.mantissa_bits), exponent - bias - self.mantissa_bits
+        )
+
+    def _largest(self) -> int:
+        top = (1 << (self.bits - 1)) - 1
+        if self.specials == "ieee":
+            return top - (1 << self.mantissa_bits)
+        return top - 1 if self.specials == "nan_only" else top
+
+    def _nan(self) -> int:
+        if self.kind == "exponent":
+            return 255
+        if self.kind == "float" and self.specials != "none":
+            return (1 << (self.bits - 1)) - 1
+        raise AtlasError(
+            Code.NOT_REPRESENTABLE,
+            f"{self.name} has no NaN",
+            got="nan",
+            hint="Clean the values before they are quantised",
+        )
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def round_half_even(value: float) -> float:
+    """`round`, but infinities pass through to be clamped by the caller."""
+    return value if math.isinf(value) else float(round(value))
+
+
+def _nearest(dtype: DType, value: float, low: int, high: int) -> int:
+    """The code in [low, high] whose number is nearest: codes of one sign ascend in value."""
+    first, last = low, high
+    while first < last:
+        middle = (first + last + 1) // 2
+        if dtype.decode(middle) <= value:
+            first = middle
+        else:
+            last = middle - 1
+    if first == high:
+        return first
+    below, above = dtype.decode(first), dtype.decode(first + 1)
+    if value - below == above - value:
+        return first + (first & 1)
+    return first if value - below < above - value else first + 1
+
+
+_TYPES: dict[str, DType] = {
+    dtype.name: dtype
+    for dtype in (
+        DType("fp32", 32, "float", 8, 23, "ieee"),
+        DType("bf16", 16, "float", 8, 7, "ieee"),
+        DType("fp16", 16, "float", 5, 10, "ieee"),
+        DType("e4m3", 8, "float", 4, 3, "nan_only"),
+        DType("e5m2", 8, "float", 5, 2, "ieee"),
+        DType("e2m1", 4, "float", 2, 1),
+        DType("nvfp4", 4, "float", 2, 1, block=16, scale="e4m3"),
+        DType("mxfp4", 4, "float", 2, 1, block=32, scale="ue8m0"),
+        DType("ue8m0", 8, "exponent", 8),
+        DType("int8", 8, "int"),
+        DType("int4", 4, "int"),
+        DType("uint8", 8, "uint"),
+        DType("uint4", 4, "uint"),
+        DType("uint3", 3, "uint"),
+    )
+}
+
+_ALIASES = {
+    "float32": "fp32",
+    "float": "fp32",
+    "f32": "fp32",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+    "f16": "fp16",
+    "fp8": "e4m3",
+    "fp8_e4m3": "e4m3",
+    "float8_e4m3": "e4m3",
+    "float8_e4m3fn": "e4m3",
+    "fp8_e5m2": "e5m2",
+    "float8_e5m2": "e5m2",
+    "float4_e2m1fn": "e2m1",
+    "fp4": "e2m1",
+    "float8_e8m0fnu": "ue8m0",
+    "e8m0": "ue8m0",
+}
+
+ALL_DTYPES: tuple[DType, ...] = tuple(_TYPES.values())

@@ -1,0 +1,231 @@
+"""Fields: the named parts of a page, and which share of each a rank holds.
+
+A field has axes of its own (heads, states, elements, conv rows), and each walks
+the page in one of three ways: along H or N from cell to cell, or along C by
+bytes. That is enough for every packing in use: K and V side by side in a cell,
+in head groups, in planes, K transposed or tiled, scales inline or in a plane of
+their own. A field whose bytes along C leave its cell is said to be flat over
+the states (or heads) that it covers, and needs them to be contiguous.
+
+`Cut` says how tensor parallelism divides a field. One rule serves them all: an
+axis is a row of sections, a section is a number of units that stay whole (heads,
+groups), and each section is divided by itself. Heads are one section. Sections
+that are shared are replicated once there are more ranks than units.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry.dtype import DType
+from kvatlas.geometry.integers import integer, natural, positive
+
+Along = Literal["H", "N", "C"]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """`length` rows of a field's cut axis: `start` in the whole model, `local` on this rank."""
+
+    local: int
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Units of `rows` rows each, that tensor parallelism deals out whole.
+
+    With `shared`, ranks beyond the units hold replicas; without, they are refused.
+    """
+
+    units: int
+    rows: int = 1
+    shared: bool = False
+
+    def __post_init__(self) -> None:
+        positive(self.units, "the units of a section")
+        positive(self.rows, "the rows of a unit")
+
+    def deal(self, tp: int, rank: int) -> tuple[int, int]:
+        """(first, count) of the units that `rank` of `tp` holds.
+
+        >>> Section(8).deal(tp=2, rank=1), Section(2, shared=True).deal(tp=8, rank=5)
+        ((4, 4), (1, 1))
+        """
+        if self.units % tp == 0:
+            count = self.units // tp
+            return rank * count, count
+        if self.shared and tp % self.units == 0:
+            return rank * self.units // tp, 1
+        raise AtlasError(
+            Code.TP_HEADS,
+            "Tensor parallelism divides heads (or groups) evenly"
+            + (", or repeats them evenly" if self.shared else ""),
+            got=f"{self.units} over tp {tp}",
+            hint=f"Use a tp that divides {self.units}"
+            + (f", or a multiple of {self.units}" if self.shared else ""),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How tensor parallelism divides a field.
+
+    >>> Cut.heads(8).pieces(tp=4, rank=1)
+    (Piece(local=0, start=2, length=2),)
+    >>> qkv = Cut.sections("R", Section(4, 16), Section(4, 16), Section(8, 16))
+    >>> qkv.pieces(tp=4, rank=1)  # doctest: +NORMALIZE_WHITESPACE
+    (Piece(local=0, start=16, length=16),
+     Piece(local=16, start=80, length=16),
+     Piece(local=32, start=160, length=32))
+    >>> Cut.replicated().pieces(tp=4, rank=1)
+    ()
+    """
+
+    axis: str | None
+    parts: tuple[Section, ...] = ()
+    whole_only: bool = False
+
+    @classmethod
+    def heads(cls, heads: int, *, axis: str = "H", shared: bool = True) -> Cut:
+        """Cut by heads; key and value heads are repeated past their number."""
+        return cls(axis, (Section(heads, shared=shared),))
+
+    @classmethod
+    def sections(cls, axis: str, *parts: Section) -> Cut:
+        """Cut each section by itself: `q|k|v` or `x|B|C` of a convolution."""
+        return cls(axis, parts)
+
+    @classmethod
+    def replicated(cls) -> Cut:
+        """Every rank holds all of it, as with MLA latents."""
+        return cls(None)
+
+    @classmethod
+    def whole(cls) -> Cut:
+        """It cannot be divided or repeated: only tp 1 can hold it."""
+        return cls(None, whole_only=True)
+
+    def pieces(self, tp: int, rank: int) -> tuple[Piece, ...]:
+        """What `rank` holds along the cut axis; nothing named means all of it."""
+        tp, rank = positive(tp, "tp"), integer(rank, "the rank")
+        if not 0 <= rank < tp:
+            raise AtlasError(
+                Code.BAD_RANK,
+                "A rank is one of its tensor-parallel group",
+                got=f"rank {rank} of {tp}",
+                hint=f"Ranks are 0..{tp - 1}",
+            )
+        if self.whole_only and tp > 1:
+            raise AtlasError(
+                Code.TP_WHOLE,
+                "A field that is neither cut nor replicated lives on one rank",
+                got=f"tp {tp}",
+                hint="Use tp 1, or give the field a cut",
+            )
+        found: list[Piece] = []
+        local = base = 0
+        for part in self.parts:
+            first, count = part.deal(tp, rank)
+            piece = Piece(local, base + first * part.rows, count * part.rows)
+            last = found[-1] if found else None
+            if last and last.start + last.length == piece.start:
+                found[-1] = Piece(last.local, last.start, last.length + piece.length)
+            else:
+                found.append(piece)
+            local += piece.length
+            base += part.units * part.rows
+        return tuple(found)
+
+    def size(self, tp: int) -> int:
+        """Rows of the cut axis on each rank; every rank holds equally many."""
+        return sum(piece.length for piece in self.pieces(tp, 0))
+
+    def replicas(self, tp: int) -> int:
+        """How many ranks hold each byte, at least.
+
+        >>> Cut.heads(2).replicas(8), Cut.replicated().replicas(8)
+        (4, 8)
+        """
+        self.pieces(tp, 0)
+        return math.gcd(tp, *(max(1, tp // part.units) for part in self.parts))
+
+
+@dataclass(frozen=True, slots=True)
+class FieldAxis:
+    """One axis of a field: `step` heads, states or content bytes for each coordinate."""
+
+    name: str
+    size: int
+    along: Along
+    step: int = 1
+
+    def __post_init__(self) -> None:
+        positive(self.size, f"the size of field axis {self.name}")
+        natural(self.step, f"the step of field axis {self.name}")
+        if self.along not in ("H", "N", "C"):
+            raise AtlasError(
+                Code.BAD_FIELD,
+                "A field axis walks along H, N or C",
+                got=repr(self.along),
+                hint="Slots and blocks are outside the page",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A named part of a page, as one rank holds it.
+
+    `sizes` of the axes count storage items: elements, or bytes where a dtype
+    packs several into one. The last axis is the innermost in meaning, not
+    necessarily in memory.
+
+    >>> k = Field("k", DType.of("bf16"), (FieldAxis("H", 8, "H"), FieldAxis("C", 64, "C", 2)))
+    >>> k.nbytes, k.last_content_byte
+    (1024, 127)
+    """
+
+    name: str
+    dtype: DType
+    axes: tuple[FieldAxis, ...]
+    head: int = 0
+    """Head slot of the first coordinate: K and V as head groups or planes."""
+    offset: int = 0
+    """Content byte of the first coordinate, in its cell."""
+    cut: Cut = Cut(None)
+    pieces: tuple[Piece, ...] = ()
+    """Where this rank's rows of the cut axis lie in the whole model; empty for all of it."""
+
+    def __post_init__(self) -> None:
+        natural(self.head, "the head slot of a field")
+        natural(self.offset, "the content offset of a field")
+        names = [axis.name for axis in self.axes]
+        cut_size = next((axis.size for axis in self.axes if axis.name == self.cut.axis), None)
+        held = sum(piece.length for piece in self.pieces)
+        if len(set(names)) < len(names) or (self.pieces and held != cut_size):
+            raise AtlasError(
+                Code.BAD_FIELD,
+                "A field names each axis once and its pieces fill the axis that is cut",
+                got=f"{self.name} with axes {names}, cut along {self.cut.axis}, pieces of {held}",
+                hint="Build fields with the specs, or with Cut.pieces for the rank",
+            )
+
+    @property
+    def padding(self) -> bool:
+        """Named padding: bytes that belong to the page and mean nothing."""
+        return self.name.startswith("pad")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the field in one page."""
+        return math.prod(axis.size for axis in self.axes) * self.dtype.item
+
+    @property
+    def last_content_byte(self) -> int:
+        """The furthest byte along C; past the cell where the field is flat."""
+        walked = sum((axis.size - 1) * axis.step for axis in self.axes if axis.along == "C")
+        return self.offset + walked + self.dtype.item - 1

@@ -1,0 +1,180 @@
+"""Pages: what one layer keeps for one block, as a table of fields.
+
+A page has H x N cells of C bytes and perhaps padding at its end. Its fields must
+cover every byte of the cells exactly once, which is checked when it is made: a
+field that overlaps another, or a hole that is not named padding, never gets as
+far as memory. Where the page lies in memory is a `Layout`'s business; a field's
+view follows from both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry.field import Field
+from kvatlas.geometry.integers import natural, positive
+from kvatlas.geometry.layout import Layout
+from kvatlas.geometry.placement import Placement
+from kvatlas.geometry.validate import validate
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """H x N cells of C bytes, named by fields, and padding behind them.
+
+    >>> from kvatlas.geometry import DType, FieldAxis
+    >>> e4m3, cells = DType.of("e4m3"), (FieldAxis("H", 4, "H"), FieldAxis("N", 16, "N"))
+    >>> k = Field("k", e4m3, (*cells, FieldAxis("C", 64, "C")))
+    >>> v = Field("v", e4m3, (*cells, FieldAxis("C", 64, "C")), offset=64)
+    >>> page = Page(heads=4, states=16, content=128, fields=(k, v))
+    >>> page.nbytes
+    8192
+    >>> pool = page.place(Layout("BLHNC"), slots=2, blocks=10)
+    >>> page.view(pool, "v").select("L", 1)
+    Placement(B=10:16384, H=4:2048, N=16:128, C=64:1, offset=8256, item=1)
+    """
+
+    heads: int
+    states: int
+    content: int
+    fields: tuple[Field, ...]
+    padding: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("heads", "states", "content"):
+            positive(getattr(self, name), f"the number of {name} of a page")
+        natural(self.padding, "the padding of a page")
+        names = [field.name for field in self.fields]
+        if len(set(names)) < len(names):
+            raise AtlasError(
+                Code.BAD_FIELD, "No field is named twice", got=names, hint="Rename one of them"
+            )
+        alone = self.place(Layout("LBHNC"), slots=1, blocks=1)
+        parts = {name: self.view(alone, name) for name in names}
+        validate(parts, size=self.unpadded)
+
+    @property
+    def unpadded(self) -> int:
+        """Bytes of the cells."""
+        return self.heads * self.states * self.content
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the page, padding included."""
+        return self.unpadded + self.padding
+
+    def field(self, name: str) -> Field:
+        """The field called `name`."""
+        for field in self.fields:
+            if field.name == name:
+                return field
+        raise AtlasError(
+            Code.UNKNOWN_FIELD,
+            "A field is one of the page's own",
+            got=repr(name),
+            hint=f"This page has {', '.join(field.name for field in self.fields)}",
+        )
+
+    def padded(self, to: int) -> Page:
+        """The same page in `to` bytes, the rest named padding."""
+        to = positive(to, "the padded size")
+        if to < self.unpadded:
+            raise AtlasError(
+                Code.PAGE_TOO_SMALL,
+                "A page holds all of its cells",
+                got=f"{to} bytes for cells of {self.unpadded}",
+                hint="Take the largest page of all groups that share the block",
+            )
+        return replace(self, padding=to - self.unpadded)
+
+    def place(
+        self,
+        layout: Layout,
+        *,
+        slots: int,
+        blocks: int,
+        offset: int = 0,
+        slot_stride: int | None = None,
+        block_stride: int | None = None,
+    ) -> Placement:
+        """The cells of `slots` such pages in each of `blocks` blocks: axes L, B, H, N, C.
+
+        Padding lies behind each page, so a padded page must be one stretch.
+        """
+        strides = {"L": slot_stride, "B": block_stride}
+        inner = "B" if layout.outside("L", "B") else "L"
+        if self.padding and strides[inner] is None:
+            sizes = {"H": self.heads, "N": self.states, "C": self.content}
+            broken = [a for a in "HNC" if sizes[a] > 1 and layout.outside(a, inner)]
+            if broken:
+                raise AtlasError(
+                    Code.PADDING_INSIDE_PAGE,
+                    "A padded page is one stretch: only L, B and axes of size 1 lie outside it",
+                    got=f"{layout} with {broken[0]} of size {sizes[broken[0]]} outside {inner}",
+                    hint="Choose an order that starts with L and B, or remove the padding",
+                )
+            strides[inner] = self.nbytes
+        return layout.place(
+            L=slots,
+            B=blocks,
+            H=self.heads,
+            N=self.states,
+            C=self.content,
+            offset=offset,
+            strides={axis: stride for axis, stride in strides.items() if stride is not None},
+        )
+
+    def view(self, placement: Placement, name: str) -> Placement:
+        """One field, wherever the cells are: their other axes, then the field's own.
+
+        `placement` is what `place` gave, perhaps narrowed, selected or split along
+        slots and blocks.
+        """
+        field = self.field(name)
+        cells = {"H": self.heads, "N": self.states, "C": self.content}
+        for axis, size in cells.items():
+            if placement.size(axis) != size:
+                raise AtlasError(
+                    Code.UNLIKE_PLACEMENTS,
+                    "A field is viewed in a placement of its whole page",
+                    got=f"{axis} of {placement.size(axis)} for a page with {size}",
+                    hint="View the field first and narrow the view",
+                )
+        self._check_flat(field, placement)
+        steps = {axis: placement.stride(axis) for axis in cells}
+        if self.content == 1:
+            steps["C"] = 1
+        elif steps["C"] > 1 and field.dtype.item > 1:
+            raise AtlasError(
+                Code.SPLIT_ELEMENT,
+                "The bytes of an element are neighbours",
+                got=f"{field.dtype} elements where content bytes are {steps['C']} apart",
+                hint="Choose an order with C innermost",
+            )
+        others = [axis for axis in placement.axes if axis not in cells]
+        start = field.head * steps["H"] + field.offset * steps["C"]
+        return Placement(
+            (*others, *(axis.name for axis in field.axes)),
+            (*map(placement.size, others), *(axis.size for axis in field.axes)),
+            (*map(placement.stride, others), *(a.step * steps[a.along] for a in field.axes)),
+            placement.offset + start,
+            field.dtype.item,
+        )
+
+    def _check_flat(self, field: Field, placement: Placement) -> None:
+        """A field that runs past its cell needs the next cells right behind it."""
+        reach = self.content
+        for axis in ("N", "H"):
+            if field.last_content_byte < reach:
+                return
+            if placement.size(axis) > 1 and placement.stride(axis) != reach:
+                raise AtlasError(
+                    Code.NOT_CONTIGUOUS,
+                    f"Field {field.name} lies flat over the cells along {axis}, without gaps",
+                    got=f"a stride of {placement.stride(axis)} along {axis}, not {reach}",
+                    hint="Choose an order that ends in "
+                    + ("NC" if axis == "N" else "HNC")
+                    + ", or a packing by cells",
+                )
+            reach *= placement.size(axis)

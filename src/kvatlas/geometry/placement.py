@@ -1,0 +1,337 @@
+"""`Placement`: the affine map from named coordinates to byte addresses.
+
+It is the central value of kvatlas. A cache, one layer of it, one field, one TP
+slice, one kernel block: each is a placement, and each operation on one yields
+another. Nobody else multiplies strides.
+
+Why exactly these parts: `axes` with `sizes` and byte `strides` say where
+coordinates are; `offset` says where the first one is; `item` says how many
+bytes lie there without a gap. The item is a byte, an element, a cell or a whole
+run, depending on how far a placement has been folded, so that views, copies and
+descriptors are the same value seen at different zoom.
+
+Placements are canonical: an axis of size 1 has stride 0, so two placements with
+the same axes are equal exactly when they send every coordinate to the same
+bytes. They are free of overlap by construction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry import arrays, runs
+from kvatlas.geometry.affine import Affine, bad_axes, out_of_range
+from kvatlas.geometry.arrays import Int64s
+from kvatlas.geometry.integers import integer, natural, positive
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Placement(Affine):
+    """Sizes, byte strides and an offset, over named axes.
+
+    >>> p = Placement(("B", "N"), (3, 4), (64, 8), offset=16, item=8)
+    >>> p(B=2, N=1)
+    152
+    >>> p.narrow("N", 1, 2).runs()
+    (array([ 24,  88, 152]), array([16, 16, 16]))
+    >>> p.descriptors("B", base=4096).tolist()
+    [[4112, 32, 0], [4176, 32, 0], [4240, 32, 0]]
+    """
+
+    # -- constructors ---------------------------------------------------------------
+
+    @classmethod
+    def from_strides(
+        cls,
+        axes: Sequence[str],
+        sizes: Sequence[int],
+        strides: Sequence[int],
+        *,
+        offset: int = 0,
+        item: int = 1,
+    ) -> Placement:
+        """Memory that somebody else laid out, from its byte strides.
+
+        >>> Placement.from_strides("BN", (2, 4), (32, 8), item=8).nbytes
+        64
+        """
+        return cls(tuple(axes), tuple(sizes), tuple(strides), offset, item)
+
+    @classmethod
+    def packed(
+        cls,
+        axes: Sequence[tuple[str, int]],
+        *,
+        offset: int = 0,
+        item: int = 1,
+        strides: Mapping[str, int] | None = None,
+    ) -> Placement:
+        """Axes packed one inside the other, outermost first; `strides` fixes some.
+
+        >>> Placement.packed([("B", 3), ("N", 4), ("C", 8)]).strides
+        (32, 8, 1)
+        """
+        fixed = strides or {}
+        steps: list[int] = []
+        step = positive(item, "the item")
+        for axis, size in reversed(axes):
+            if axis in fixed:
+                step = natural(fixed[axis], f"the stride of axis {axis}")
+            steps.append(step)
+            step *= positive(size, f"the size of axis {axis}")
+        names, sizes = tuple(axis for axis, _ in axes), tuple(size for _, size in axes)
+        return cls(names, sizes, tuple(reversed(steps)), offset, item)
+
+    @classmethod
+    def from_tensor(cls, tensor: Any, axes: Sequence[str]) -> Placement:
+        """Where a torch (meta too) or numpy tensor's elements lie in its storage.
+
+        The caller names the axes: a shape alone cannot say whether a 2 is K and V
+        or two blocks.
+
+        >>> Placement.from_tensor(np.zeros((5, 4, 8), np.float32)[1:, ::2], axes="BNC")
+        Placement(B=4:128, N=2:64, C=8:4, offset=128, item=4)
+        """
+        found = arrays.strided(tensor)
+        if found is None:
+            raise AtlasError(
+                Code.BAD_TENSOR,
+                "A placement is read from a strided numpy or torch tensor",
+                got=type(tensor).__name__,
+                hint="Use Placement.from_strides for memory described in another way",
+            )
+        sizes, strides, offset, item = found
+        if len(axes) != len(sizes):
+            got = f"axes {tuple(axes)} for shape {sizes}"
+            raise bad_axes("Every axis of a tensor is named", got, "Pass one name for each axis")
+        return cls(tuple(axes), sizes, strides, offset, item)
+
+    # -- operations -----------------------------------------------------------------
+
+    def narrow(self, axis: str, start: int, length: int) -> Placement:
+        """Coordinates start .. start + length - 1 of `axis`, renumbered from 0.
+
+        >>> Placement.packed([("H", 8), ("C", 4)]).narrow("H", 6, 2)
+        Placement(H=2:4, C=4:1, offset=24, item=1)
+        """
+        place = self._place(axis)
+        start, length = integer(start, "the start"), positive(length, "the length")
+        if start < 0 or start + length > self.sizes[place]:
+            raise out_of_range(axis, self.sizes[place], f"{start}..{start + length - 1}")
+        sizes = (*self.sizes[:place], length, *self.sizes[place + 1 :])
+        return replace(self, sizes=sizes, offset=self.offset + start * self.strides[place])
+
+    def select(self, axis: str, index: int) -> Placement:
+        """One coordinate of `axis`; the axis goes.
+
+        >>> Placement.packed([("L", 2), ("B", 3)], item=8).select("L", 1)
+        Placement(B=3:8, offset=24, item=8)
+        """
+        place = self._place(axis)
+        number = integer(index, f"an index of axis {axis}")
+        if not 0 <= number < self.sizes[place]:
+            raise out_of_range(axis, self.sizes[place], number)
+        rest = [other for other in range(len(self.axes)) if other != place]
+        return self._pick(rest).shift(number * self.strides[place])
+
+    def split(self, axis: str, *, into: tuple[str, str], inner: int) -> Placement:
+        """`axis` as an outer and an inner axis of size `inner`.
+
+        A block of 64 states as 4 kernel blocks of 16, that then join the blocks:
+
+        >>> p = Placement.packed([("B", 10), ("N", 64), ("C", 8)])
+        >>> p.split("N", into=("k", "N"), inner=16).fold("B", "k", into="B")
+        Placement(B=40:128, N=16:8, C=8:1, offset=0, item=1)
+        """
+        place = self._place(axis)
+        size, stride = self.sizes[place], self.strides[place]
+        inner = positive(inner, "the inner size")
+        if size % inner:
+            raise AtlasError(
+                Code.NOT_DIVISIBLE,
+                f"The inner size divides axis {axis}",
+                got=f"{size} into pieces of {inner}",
+                hint="Narrow the axis to a multiple first",
+            )
+        return replace(
+            self,
+            axes=(*self.axes[:place], *into, *self.axes[place + 1 :]),
+            sizes=(*self.sizes[:place], size // inner, inner, *self.sizes[place + 1 :]),
+            strides=(*self.strides[:place], stride * inner, stride, *self.strides[place + 1 :]),
+        )
+
+    def fold(self, outer: str, inner: str, *, into: str | None = None) -> Placement:
+        """Two axes as one, where stepping over all of `inner` is one step of `outer`.
+
+        >>> Placement.packed([("H", 2), ("N", 4), ("C", 8)]).fold("H", "N")
+        Placement(H*N=8:8, C=8:1, offset=0, item=1)
+        """
+        o, i = self._place(outer), self._place(inner)
+        many, few, step = self.sizes[o], self.sizes[i], self.strides[i]
+        if o == i or (many > 1 and few > 1 and self.strides[o] != few * step):
+            raise AtlasError(
+                Code.NOT_FOLDABLE,
+                "Two axes fold where one step of the outer is all steps of the inner",
+                got=f"{outer} with stride {self.strides[o]} over {inner} of {few} x {step} bytes",
+                hint="Keep both axes, or choose an order in which they are neighbours",
+            )
+        name, stride = into or f"{outer}*{inner}", step if few > 1 else self.strides[o]
+        kept = [
+            (name, many * few, stride) if place == o else axis
+            for place, axis in enumerate(zip(self.axes, self.sizes, self.strides, strict=True))
+            if place != i
+        ]
+        axes, sizes, strides = zip(*kept, strict=True)
+        return Placement(axes, sizes, strides, self.offset, self.item)
+
+    def reorder(self, *axes: str) -> Placement:
+        """The same map with its axes listed in another order.
+
+        >>> Placement.packed([("B", 2), ("H", 3)]).reorder("H", "B")
+        Placement(H=3:1, B=2:3, offset=0, item=1)
+        """
+        places = [self._place(axis) for axis in axes]
+        if sorted(places) != list(range(len(self.axes))):
+            raise bad_axes("A new order lists every axis once", axes, f"Permute {self.axes}")
+        return self._pick(places)
+
+    def rename(self, **names: str) -> Placement:
+        """Other names for some axes.
+
+        >>> Placement.packed([("k", 2), ("N", 4)]).rename(k="B").axes
+        ('B', 'N')
+        """
+        for axis in names:
+            self._place(axis)
+        return replace(self, axes=tuple(names.get(axis, axis) for axis in self.axes))
+
+    def shift(self, by: int) -> Placement:
+        """The same map, `by` bytes further on."""
+        return replace(self, offset=self.offset + integer(by, "the shift"))
+
+    def folded(self) -> Placement:
+        """As few axes as possible, outermost first, and as large an item.
+
+        >>> Placement.packed([("B", 9), ("N", 4), ("C", 8)], strides={"B": 64}).folded()
+        Placement(B=9:64, offset=0, item=32)
+        """
+        return fold_together(self)[0]
+
+    # -- arrays ---------------------------------------------------------------------
+
+    def runs(self, **ids: Any) -> tuple[Int64s, Int64s]:
+        """The maximal stretches, as starts (ascending) and lengths.
+
+        `ids` picks coordinates of an axis: the blocks of a request, say.
+
+        >>> Placement.packed([("B", 9), ("N", 4)], item=8).runs(B=[7, 2, 3])
+        (array([ 64, 224]), array([64, 32]))
+        """
+        walked, rest = self._walk((), ids)
+        walked = [np.unique(steps) for steps in walked]
+        fold = rest.folded()
+        steps = [np.arange(n) * s for n, s in zip(fold.sizes, fold.strides, strict=True)]
+        starts = arrays.outer_sum([*walked, *steps], fold.offset)
+        lengths = np.full(len(starts), fold.item, dtype=np.int64)
+        if not ids and runs.is_nested(fold.sizes, fold.strides, fold.item, apart=True):
+            return starts, lengths
+        return arrays.join(starts, lengths)
+
+    def descriptors(
+        self, *over: str, base: int = 0, device: int = 0, **ids: Any
+    ) -> NDArray[np.uint64]:
+        """What a transport takes: rows of (address, length, device).
+
+        One row for every maximal run; or, with axes named, the rows of each of
+        their coordinates in turn, first axis slowest, and within a coordinate by
+        address. `ids` picks coordinates of an axis; such an axis comes last
+        unless named.
+
+        >>> p = Placement.packed([("L", 2), ("B", 100), ("C", 8)])
+        >>> p.descriptors("L", B=[70, 3], base=1000).tolist()
+        [[1560, 8, 0], [1024, 8, 0], [2360, 8, 0], [1824, 8, 0]]
+        """
+        base, device = natural(base, "the base address"), natural(device, "the device id")
+        self._refuse_overflow(base + self.stop)
+        walked, rest = self._walk(over, ids)
+        return arrays.fill_descriptors(walked, *rest.runs(), base, device)
+
+    def view(self, buffer: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """The items in a byte buffer, without a copy: one axis for each axis, then the item.
+
+        >>> Placement.packed([("B", 2), ("N", 3)], item=4).view(np.zeros(24, np.uint8)).shape
+        (2, 3, 4)
+        """
+        if buffer.dtype != np.uint8 or buffer.ndim != 1 or not buffer.flags.c_contiguous:
+            raise AtlasError(
+                Code.BAD_TENSOR,
+                "A buffer is one contiguous axis of uint8",
+                got=f"{buffer.dtype} of shape {buffer.shape}",
+                hint="Pass the whole allocation as bytes",
+            )
+        if self.stop > buffer.size:
+            raise AtlasError(
+                Code.OUT_OF_BOUNDS,
+                "A view stays inside its buffer",
+                got=f"bytes up to {self.stop} of a buffer of {buffer.size}",
+                hint="Allocate what the plan says, or narrow the view",
+            )
+        return np.lib.stride_tricks.as_strided(
+            buffer[self.offset :], (*self.sizes, self.item), (*self.strides, 1)
+        )
+
+    # -- inside ---------------------------------------------------------------------
+
+    def _walk(self, over: Sequence[str], ids: Mapping[str, Any]) -> tuple[list[Int64s], Placement]:
+        """Byte steps of the axes that are walked, and what is left of the placement."""
+        walked = [self._place(axis) for axis in (*over, *(a for a in ids if a not in over))]
+        if len(set(walked)) < len(walked):
+            raise bad_axes("No axis is walked twice", over, "Name each axis once")
+        steps: list[Int64s] = []
+        for place in walked:
+            axis, size = self.axes[place], self.sizes[place]
+            chosen = self._checked(axis, ids[axis]) if axis in ids else np.arange(size)
+            steps.append(np.atleast_1d(chosen) * self.strides[place])
+        return steps, self._pick([i for i in range(len(self.axes)) if i not in walked])
+
+    def _pick(self, places: Sequence[int]) -> Placement:
+        return Placement(
+            tuple(self.axes[place] for place in places),
+            tuple(self.sizes[place] for place in places),
+            tuple(self.strides[place] for place in places),
+            self.offset,
+            self.item,
+        )
+
+
+def fold_together(*sides: Placement) -> tuple[Placement, ...]:
+    """The sides of a copy, folded where every one of them is gapless.
+
+    What is left is the same axes for all of them, outermost first as the first
+    side has them; an item is then one run of the copy.
+
+    >>> a = Placement.packed([("B", 9), ("N", 4), ("C", 8)])
+    >>> b = Placement.packed([("B", 9), ("N", 4), ("C", 8)], strides={"B": 64})
+    >>> fold_together(a, b)
+    (Placement(B=9:32, offset=0, item=32), Placement(B=9:64, offset=0, item=32))
+    """
+    first = sides[0]
+    aligned = [side if side.axes == first.axes else side.reorder(*first.axes) for side in sides]
+    if any(side.sizes != first.sizes or side.item != first.item for side in aligned):
+        raise AtlasError(
+            Code.UNLIKE_PLACEMENTS,
+            "The sides of a copy have the same axes, sizes and item",
+            got=sides,
+            hint="Narrow and split both sides to the part that they share",
+        )
+    fold = runs.coalesce(first.axes, first.sizes, [s.strides for s in aligned], first.item)
+    return tuple(
+        Placement(fold.names, fold.sizes, strides, side.offset, fold.item)
+        for side, strides in zip(aligned, fold.strides, strict=True)
+    )

@@ -1,0 +1,138 @@
+"""Which bytes of an affine map touch: the arithmetic of runs, on plain numbers.
+
+An affine map is a set of axes (size, byte stride) over an item of some bytes.
+Two questions are asked of it everywhere, by one placement or by both sides of a
+copy at once:
+
+- do two coordinates share a byte, or touch end to end? (`is_nested`, `find_difference`)
+- which axes walk memory without a gap, so that they fold into one? (`coalesce`)
+
+Both cost O(axes), however many bytes the map covers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvatlas.errors import AtlasError, Code
+
+_SEARCH_LIMIT = 100_000
+
+
+class Folded(NamedTuple):
+    """Axes after folding, outermost first; `strides[side][axis]`."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    strides: tuple[tuple[int, ...], ...]
+    item: int
+
+
+def is_nested(sizes: Sequence[int], strides: Sequence[int], item: int, *, apart: bool) -> bool:
+    """Each axis steps over everything inside it, so that no two coordinates share a byte.
+
+    With `apart` the steps also leave a gap, so that no two stretches touch.
+
+    >>> is_nested((3, 4), (8, 2), 2, apart=False), is_nested((3, 4), (8, 2), 2, apart=True)
+    (True, False)
+    """
+    span = item
+    for stride, size in sorted((s, n) for n, s in zip(sizes, strides, strict=True) if n > 1):
+        if stride < span or (apart and stride == span):
+            return False
+        span += (size - 1) * stride
+    return True
+
+
+def find_difference(
+    sizes: Sequence[int], strides: Sequence[int], low: int, high: int
+) -> tuple[int, ...] | None:
+    """A step between two unlike coordinates that moves the address by low..high bytes.
+
+    Two coordinates overlap when such a step exists for 0..item-1, so the search
+    also proves a map free of overlap where its axes are interleaved rather than
+    nested. It walks from the widest stride down and gives up a branch as soon as
+    the narrower axes cannot make up for it.
+
+    >>> find_difference((2, 2), (3, 2), 1, 1)
+    (1, -1)
+    >>> find_difference((2, 2), (3, 2), 0, 0) is None
+    True
+    """
+    order = sorted(range(len(sizes)), key=lambda axis: -strides[axis])
+    reach = [0] * (len(order) + 1)
+    for depth in range(len(order) - 1, -1, -1):
+        axis = order[depth]
+        reach[depth] = reach[depth + 1] + (sizes[axis] - 1) * strides[axis]
+    steps = [0] * len(sizes)
+    budget = _SEARCH_LIMIT
+
+    def search(depth: int, moved: int, *, still: bool) -> bool:
+        nonlocal budget
+        budget -= 1
+        if budget < 0:
+            raise AtlasError(
+                Code.OVERLAP,
+                "A placement is shown to be free of overlap before it is used",
+                got=f"sizes {tuple(sizes)} with strides {tuple(strides)}, too tangled to decide",
+                hint="Nest the axes: each stride at least the span of the axes inside it",
+            )
+        if depth == len(order):
+            return not still and low <= moved <= high
+        axis, rest = order[depth], reach[depth + 1]
+        stride, most = strides[axis], sizes[axis] - 1
+        if stride == 0:
+            first, last = -most, most
+        else:
+            first = max(-most, -((moved + rest - low) // stride))
+            last = min(most, (high + rest - moved) // stride)
+        # Steps that keep still come last: the search wants a witness, and the
+        # mirror image of every step is one too.
+        for step in sorted(range(first, last + 1), key=lambda step: step == 0):
+            steps[axis] = step
+            if search(depth + 1, moved + step * stride, still=still and step == 0):
+                return True
+        steps[axis] = 0
+        return False
+
+    return tuple(steps) if search(0, 0, still=True) else None
+
+
+def coalesce(
+    names: Sequence[str], sizes: Sequence[int], strides: Sequence[Sequence[int]], item: int
+) -> Folded:
+    """Fold all axes that are gapless on every side, into each other and into the item.
+
+    >>> coalesce(("B", "N", "C"), (9, 4, 8), [(64, 8, 1)], 1)
+    Folded(names=('B',), sizes=(9,), strides=((64,),), item=32)
+    >>> coalesce(("N", "C"), (4, 8), [(8, 1), (16, 1)], 1)
+    Folded(names=('N',), sizes=(4,), strides=((8,), (16,)), item=8)
+    """
+    sides = range(len(strides))
+    axes = [
+        (name, size, tuple(strides[side][place] for side in sides))
+        for place, (name, size) in enumerate(zip(names, sizes, strict=True))
+        if size > 1
+    ]
+    axes.sort(key=lambda axis: axis[2])
+    kept: list[tuple[str, int, tuple[int, ...]]] = []
+    while axes:
+        name, size, steps = axes.pop(0)
+        if all(step == item for step in steps):
+            item *= size
+            continue
+        one_step_out = tuple(size * step for step in steps)
+        outer = next((axis for axis in axes if axis[2] == one_step_out), None)
+        if outer is None:
+            kept.append((name, size, steps))
+        else:
+            axes.remove(outer)
+            axes.insert(0, (f"{outer[0]}*{name}", outer[1] * size, steps))
+    kept.reverse()
+    return Folded(
+        tuple(name for name, _, _ in kept),
+        tuple(size for _, size, _ in kept),
+        tuple(tuple(steps[side] for _, _, steps in kept) for side in sides),
+        item,
+    )

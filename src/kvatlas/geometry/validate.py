@@ -1,0 +1,135 @@
+"""The one validator: what lies in a buffer is in bounds, apart, aligned and complete.
+
+It is called when a page or a plan is made and again when one is read from a peer
+or a file, so it must be exact, and fast for pools of a million pages. Axes that
+all parts share (the blocks of a pool, say) are looked at once: if everything
+fits in one step of such an axis, one step stands for all. Holes need no search
+at all: parts that are apart and in bounds cover the buffer exactly if their
+bytes add up to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry import arrays
+from kvatlas.geometry.arrays import Int64s
+from kvatlas.geometry.integers import positive
+from kvatlas.geometry.placement import Placement
+
+_MOST_RUNS = 1 << 24
+
+
+def validate(
+    parts: Mapping[str, Placement],
+    *,
+    size: int,
+    padding: Mapping[str, Placement] | None = None,
+    align: int = 1,
+) -> None:
+    """Refuse parts that leave the buffer, share bytes, are misaligned, or leave holes.
+
+    `padding` names the bytes that belong to no part. `align` holds for where a
+    part starts and for its steps along L and B. Groups that overlay each other
+    are validated one at a time: a block id belongs to one of them.
+
+    >>> rows = Placement.packed([("B", 4)], item=96, strides={"B": 128})
+    >>> gaps = Placement.packed([("B", 4)], item=32, strides={"B": 128}, offset=96)
+    >>> validate({"rows": rows}, size=512, padding={"gaps": gaps}, align=32)
+    >>> validate({"rows": rows}, size=512)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    kvatlas.errors.AtlasError: Every byte is in a part or in named padding. Got ... [hole]
+    """
+    size, align = positive(size, "the size of a buffer"), positive(align, "the alignment")
+    everything = {**parts, **(padding or {})}
+    if len(everything) < len(parts) + len(padding or {}):
+        raise AtlasError(
+            Code.OVERLAP,
+            "Padding is not also a part",
+            got=sorted(set(parts) & set(padding or {})),
+            hint="Give padding names of its own",
+        )
+    for name, part in everything.items():
+        if part.stop > size:
+            raise AtlasError(
+                Code.OUT_OF_BOUNDS,
+                "Every part lies inside the buffer",
+                got=f"{name} up to byte {part.stop} of {size}",
+                hint="Check the number of blocks against the memory",
+            )
+    for name, part in parts.items():
+        steps = {axis: part.stride(axis) for axis in ("L", "B") if axis in part.axes}
+        if part.offset % align or any(step % align for step in steps.values()):
+            raise AtlasError(
+                Code.MISALIGNED,
+                f"Parts, slots and blocks start at multiples of {align}",
+                got=f"{name} at {part.offset} with strides {steps}",
+                hint="Pad the pages or the blocks up to the alignment",
+            )
+    _refuse_shared_bytes(everything)
+    covered = sum(part.nbytes for part in everything.values())
+    if covered < size:
+        raise AtlasError(
+            Code.HOLE,
+            "Every byte is in a part or in named padding",
+            got=f"{size - covered} of {size} bytes unnamed{_first_hole(everything)}",
+            hint="Name the gap as padding, or close it",
+        )
+
+
+def _refuse_shared_bytes(parts: Mapping[str, Placement]) -> None:
+    names = list(parts)
+    starts, lengths, owners = _runs(_one_step(list(parts.values())))
+    order = np.argsort(starts, kind="stable")
+    starts, lengths, owners = starts[order], lengths[order], owners[order]
+    clash = np.flatnonzero(starts[1:] < starts[:-1] + lengths[:-1])
+    if clash.size:
+        first = int(clash[0])
+        raise AtlasError(
+            Code.OVERLAP,
+            "No two parts share a byte",
+            got=f"{names[owners[first]]} and {names[owners[first + 1]]} "
+            f"at byte {starts[first + 1]}",
+            hint="Move or shrink one of them; groups that overlay are validated apart",
+        )
+
+
+def _one_step(parts: list[Placement]) -> list[Placement]:
+    """The parts without the outer axes that they share, where one step stands for all."""
+    parts = [part.folded() for part in parts]
+    while parts and all(part.axes for part in parts):
+        outer = {(part.sizes[0], part.strides[0]) for part in parts}
+        inner = [part.select(part.axes[0], 0) for part in parts]
+        span = max(part.stop for part in inner) - min(part.offset for part in inner)
+        if len(outer) > 1 or span > outer.pop()[1]:
+            break
+        parts = inner
+    return parts
+
+
+def _runs(parts: list[Placement]) -> tuple[Int64s, Int64s, Int64s]:
+    if sum(part.count for part in parts) > _MOST_RUNS:
+        raise AtlasError(
+            Code.OVERLAP,
+            "Parts are shown to be apart before they are used",
+            got=f"{sum(part.count for part in parts)} runs that share no outer axis",
+            hint="Give the parts of a pool the same block axis",
+        )
+    found = [part.runs() for part in parts]
+    counts = [len(starts) for starts, _ in found]
+    return (
+        np.concatenate([starts for starts, _ in found]),
+        np.concatenate([lengths for _, lengths in found]),
+        np.repeat(np.arange(len(parts)), counts),
+    )
+
+
+def _first_hole(parts: Mapping[str, Placement]) -> str:
+    if sum(part.folded().count for part in parts.values()) > 1 << 20:
+        return ""
+    starts, lengths, _ = _runs([part.folded() for part in parts.values()])
+    starts, lengths = arrays.join(starts, lengths)
+    return f", the first at byte {0 if starts[0] else int(lengths[0])}"

@@ -1,0 +1,84 @@
+"""What one layer caches, as a small closed set of frozen kinds.
+
+Three families, because there are three shapes of page: attention keeps K and V
+for each head and state; latent attention keeps one row for each state, without
+heads; a recurrent layer keeps one state for each block. Within a family the kinds
+differ in numbers, not in shape. The set is closed so that a plan can travel as
+JSON and be checked when it arrives; a new kind is a new class here.
+"""
+
+from kvatlas.specs.attention import (
+    ChunkedAttention,
+    CrossAttention,
+    EncoderOnlyAttention,
+    FullAttention,
+    SinkAttention,
+    SlidingAttention,
+)
+from kvatlas.specs.base import Spec
+from kvatlas.specs.content import ATTENTION_CACHES
+from kvatlas.specs.latent import (
+    LATENT_CACHES,
+    CompressorState,
+    Indexer,
+    LatentAttention,
+    SlidingLatentAttention,
+    compressed_latent,
+    sparse_latent,
+)
+from kvatlas.specs.recurrent import (
+    GatedDeltaNet,
+    KimiDelta,
+    LightningAttention,
+    Mamba1,
+    Mamba2,
+    Rwkv7,
+    ShortConv,
+)
+
+AnySpec = (
+    FullAttention
+    | SlidingAttention
+    | ChunkedAttention
+    | SinkAttention
+    | CrossAttention
+    | EncoderOnlyAttention
+    | LatentAttention
+    | SlidingLatentAttention
+    | Indexer
+    | CompressorState
+    | Mamba1
+    | Mamba2
+    | GatedDeltaNet
+    | KimiDelta
+    | LightningAttention
+    | ShortConv
+    | Rwkv7
+)
+"""Every kind there is: what a decoder of plans accepts."""
+
+__all__ = [
+    "ATTENTION_CACHES",
+    "LATENT_CACHES",
+    "AnySpec",
+    "ChunkedAttention",
+    "CompressorState",
+    "CrossAttention",
+    "EncoderOnlyAttention",
+    "FullAttention",
+    "GatedDeltaNet",
+    "Indexer",
+    "KimiDelta",
+    "LatentAttention",
+    "LightningAttention",
+    "Mamba1",
+    "Mamba2",
+    "Rwkv7",
+    "ShortConv",
+    "SinkAttention",
+    "SlidingAttention",
+    "SlidingLatentAttention",
+    "Spec",
+    "compressed_latent",
+    "sparse_latent",
+]

@@ -1,0 +1,101 @@
+"""What a cell holds for each cache dtype: K's side and V's side of attention.
+
+A cache dtype is more than an element type: it decides which scales are kept and
+where. The byte formulas follow from the parts listed here; nothing else knows
+them.
+
+| cache dtype | one side of D elements |
+|---|---|
+| `auto` | D of the model's dtype |
+| `fp8`, `fp8_e4m3`, `fp8_e5m2` | D of fp8; one scale for the tensor, kept elsewhere |
+| `int8_per_token_head`, `fp8_per_token_head` | D bytes, one fp32 scale |
+| `int4_per_token_head` | D/2 bytes, 4 bytes of scale and zero point |
+| `nvfp4` | D/2 bytes, one e4m3 scale for each 16 |
+| `turboquant_*` | K: 8-bit, or codes and a norm; V: codes, a scale and a zero point |
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvatlas.geometry import DType
+from kvatlas.specs.base import Part, bad_spec
+
+_TURBOQUANT = {
+    "turboquant_k8v4": ("e4m3", "uint4"),
+    "turboquant_4bit_nc": ("uint4", "uint4"),
+    "turboquant_k3v4_nc": ("uint3", "uint4"),
+    "turboquant_3bit_nc": ("uint3", "uint3"),
+}
+
+_PER_TENSOR = {"fp8": "e4m3", "fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2"}
+
+_PER_TOKEN_HEAD = {
+    "int8_per_token_head": "int8",
+    "fp8_per_token_head": "e4m3",
+    "int4_per_token_head": "int4",
+}
+
+ATTENTION_CACHES: tuple[str, ...] = (
+    "auto",
+    *_PER_TENSOR,
+    *_PER_TOKEN_HEAD,
+    "nvfp4",
+    *_TURBOQUANT,
+)
+"""Cache dtypes of attention with separate K and V."""
+
+
+class Sides(NamedTuple):
+    """The parts of one K row and of one V row."""
+
+    k: list[Part]
+    v: list[Part]
+
+
+def sides(cache: str, dtype: DType, k_dim: int, v_dim: int) -> Sides:
+    """What K and V each keep for one head and state.
+
+    >>> both = sides("int8_per_token_head", DType.of("bf16"), 128, 128)
+    >>> [(part.name, str(part.dtype), part.nbytes) for part in (*both.k, *both.v)]
+    [('k', 'int8', 128), ('k_scale', 'fp32', 4), ('v', 'int8', 128), ('v_scale', 'fp32', 4)]
+    """
+    if cache == "auto" or cache in _PER_TENSOR:
+        element = DType.of(_PER_TENSOR[cache]) if cache in _PER_TENSOR else dtype
+        return Sides([Part("k", element, k_dim)], [Part("v", element, v_dim)])
+    if cache in _PER_TOKEN_HEAD:
+        element, scale = DType.of(_PER_TOKEN_HEAD[cache]), DType.of("fp32")
+        return Sides(
+            [Part("k", element, k_dim), Part("k_scale", scale, 1)],
+            [Part("v", element, v_dim), Part("v_scale", scale, 1)],
+        )
+    if cache == "nvfp4":
+        return Sides(_blocks("k", k_dim), _blocks("v", v_dim))
+    if cache in _TURBOQUANT:
+        key, value = (DType.of(name) for name in _TURBOQUANT[cache])
+        half = DType.of("fp16")
+        # 8-bit keys are stored as they are; codes need the norm that rotation took out.
+        norm = [] if key.bits == 8 else [Part("k_scale", half, 1)]
+        both = Sides(
+            [Part("k", key, k_dim), *norm],
+            [Part("v", value, v_dim), Part("v_scale", half, 1), Part("v_zero", half, 1)],
+        )
+        if sum(part.nbytes for part in (*both.k, *both.v)) % 2:
+            both.v.append(Part("pad", DType.of("uint8"), 1))
+        return both
+    raise bad_spec(
+        "An attention cache dtype is one that kvatlas knows",
+        repr(cache),
+        f"Use one of {', '.join(ATTENTION_CACHES)}",
+    )
+
+
+def _blocks(name: str, dim: int) -> list[Part]:
+    element = DType.of("nvfp4")
+    if dim % element.block:
+        raise bad_spec(
+            f"nvfp4 scales {element.block} elements together",
+            f"a head size of {dim}",
+            f"Use a head size that is a multiple of {element.block}",
+        )
+    return [Part(name, element, dim), Part(f"{name}_scale", DType.of("e4m3"), element.scales(dim))]

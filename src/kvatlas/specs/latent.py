@@ -1,0 +1,266 @@
+"""Latent attention: one row for all heads, and the small caches beside it.
+
+MLA keeps a compressed row (the latent) and a rotary part for each state, without
+heads, so every TP rank holds all of it. Sparse models keep an indexer's keys
+beside it. DeepSeek-V4 stores one state for 4 or 128 tokens, with a sliding window
+of uncompressed rows and the compressor's running states in caches of their own.
+
+`cache` is `auto` (the model's dtype), `fp8` (one scale for the tensor), or one of
+the formats that sparse kernels read: `fp8_ds_mla` and `nvfp4_ds_mla`, whose bytes
+depend on the model's `version`. V3's keep scales in the cell; V4's keep all rows
+of a page first and all scales behind them, so joining two pages byte by byte does
+not make one page of twice the states.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from kvatlas.geometry import DType, FieldAxis, Page
+from kvatlas.geometry.field import Cut
+from kvatlas.specs.base import Part, Spec, bad_spec, check_positive, in_cells, in_planes, row_bytes
+
+Version = Literal["v3", "v4", "v4.1"]
+
+
+class _Format(NamedTuple):
+    """How a sparse kernel reads a row: elements, what shares a scale, and where scales are."""
+
+    latent: str
+    rope: str
+    scale: str
+    block: int
+    rope_scaled: bool
+    inline: bool
+    align: int
+
+
+_FORMATS: dict[tuple[str, Version], _Format] = {
+    ("fp8_ds_mla", "v3"): _Format("e4m3", "bf16", "fp32", 128, False, True, 1),
+    ("nvfp4_ds_mla", "v3"): _Format("nvfp4", "e4m3", "e4m3", 16, False, True, 1),
+    ("fp8_ds_mla", "v4"): _Format("e4m3", "bf16", "ue8m0", 64, False, False, 576),
+    ("fp8_ds_mla", "v4.1"): _Format("e4m3", "e4m3", "ue8m0", 32, True, False, 512),
+    ("nvfp4_ds_mla", "v4.1"): _Format("nvfp4", "nvfp4", "e4m3", 16, True, False, 512),
+}
+
+LATENT_CACHES: tuple[str, ...] = ("auto", "fp8", "fp8_ds_mla", "nvfp4_ds_mla")
+"""Cache dtypes of latent attention."""
+
+
+class LatentAttention(Spec, frozen=True, kw_only=True, tag="latent_attention"):
+    """MLA: `latent` and `rope` elements for each state, on every rank.
+
+    >>> LatentAttention().page(64).nbytes
+    73728
+    >>> LatentAttention(cache="fp8_ds_mla").page(64).content
+    656
+    """
+
+    latent: int = 512
+    rope: int = 64
+    dtype: str = "bf16"
+    cache: str = "auto"
+    version: Version = "v3"
+    compress: int = 1
+    """Tokens that one state stands for: 4 or 128 in DeepSeek-V4."""
+    align: int | None = None
+    """Pages are padded to a multiple of this many bytes; None for what the format wants."""
+
+    def __post_init__(self) -> None:
+        check_positive(self, "latent", "rope", "compress", *(["align"] if self.align else []))
+        self._planes()
+
+    @property
+    def tokens_per_state(self) -> int | None:
+        """The compression ratio."""
+        return self.compress
+
+    def page(self, block: int, *, tp: int = 1, rank: int = 0) -> Page:
+        """The page, the same on every rank."""
+        form = _FORMATS.get((self.cache, self.version))
+        align = self.align or (form.align if form else 1)
+        return _page_of_planes(self._planes(), self.states(block), align, tp, rank)
+
+    def _planes(self) -> list[list[Part]]:
+        if self.cache in ("auto", "fp8", "fp8_e4m3"):
+            element = DType.of(self.dtype if self.cache == "auto" else "e4m3")
+            return [[Part("latent", element, self.latent), Part("rope", element, self.rope)]]
+        form = _FORMATS.get((self.cache, self.version))
+        if form is None:
+            known = ", ".join(f"{cache} ({version})" for cache, version in _FORMATS)
+            raise bad_spec(
+                "A latent cache dtype is one that kvatlas knows for the model's version",
+                f"{self.cache!r} for {self.version}",
+                f"Use auto, fp8, or one of {known}",
+            )
+        scaled = self.latent + (self.rope if form.rope_scaled else 0)
+        if scaled % form.block:
+            raise bad_spec(
+                f"{self.cache} scales {form.block} elements together",
+                f"{scaled} elements",
+                f"Use sizes that add up to a multiple of {form.block}",
+            )
+        latent = Part("latent", DType.of(form.latent), self.latent)
+        rope = Part("rope", DType.of(form.rope), self.rope)
+        scale = Part("latent_scale", DType.of(form.scale), scaled // form.block)
+        if form.inline:
+            # fp8 keeps its scales before the rotary part and nvfp4 behind it.
+            return [[latent, scale, rope] if form.latent == "e4m3" else [latent, rope, scale]]
+        scales = [scale]
+        if scale.nbytes % 8:
+            scales.append(Part("pad", DType.of("uint8"), -scale.nbytes % 8))
+        return [[latent, rope], scales]
+
+
+class SlidingLatentAttention(LatentAttention, frozen=True, kw_only=True, tag="sliding_latent"):
+    """Latent rows of the last `window` tokens, as beside DeepSeek-V4's compressed states."""
+
+    window: int
+
+    def __post_init__(self) -> None:
+        LatentAttention.__post_init__(self)
+        check_positive(self, "window")
+
+
+class Indexer(Spec, frozen=True, kw_only=True, tag="indexer"):
+    """Keys by which sparse attention chooses states: all rows of a page, then all scales.
+
+    >>> Indexer().page(64).content, Indexer(cache="mxfp4").page(64).content
+    (132, 68)
+    """
+
+    head_dim: int = 128
+    cache: Literal["fp8", "mxfp4"] = "fp8"
+    compress: int = 1
+    align: int = 1
+
+    def __post_init__(self) -> None:
+        check_positive(self, "head_dim", "compress", "align")
+        if self.head_dim % 32:
+            raise bad_spec(
+                "An indexer's keys are scaled in blocks of 32 or 128",
+                f"a head size of {self.head_dim}",
+                "Use a multiple of 32",
+            )
+
+    @property
+    def tokens_per_state(self) -> int | None:
+        """The compression ratio."""
+        return self.compress
+
+    def page(self, block: int, *, tp: int = 1, rank: int = 0) -> Page:
+        """The page, the same on every rank."""
+        if self.cache == "fp8":
+            key, scale = DType.of("e4m3"), Part("index_scale", DType.of("fp32"), 1)
+        else:
+            key = DType.of("mxfp4")
+            scale = Part("index_scale", DType.of("ue8m0"), key.scales(self.head_dim))
+        planes = [[Part("index", key, self.head_dim)], [scale]]
+        return _page_of_planes(planes, self.states(block), self.align, tp, rank)
+
+
+class CompressorState(Spec, frozen=True, kw_only=True, tag="compressor_state"):
+    """The running sums of a compressor over the last `window` tokens, one row for each.
+
+    >>> CompressorState(width=2048, window=8, align=576).page(4).nbytes
+    32832
+    """
+
+    width: int
+    window: int
+    dtype: str = "fp32"
+    align: int = 1
+
+    def __post_init__(self) -> None:
+        check_positive(self, "width", "window", "align")
+        DType.of(self.dtype)
+
+    @property
+    def tokens_per_state(self) -> int | None:
+        """One row for each token."""
+        return 1
+
+    def page(self, block: int, *, tp: int = 1, rank: int = 0) -> Page:
+        """The page, the same on every rank."""
+        planes = [[Part("state", DType.of(self.dtype), self.width)]]
+        return _page_of_planes(planes, self.states(block), self.align, tp, rank)
+
+
+def sparse_latent(
+    *, cache: str = "auto", dtype: str = "bf16", index_cache: Literal["fp8", "mxfp4"] = "fp8"
+) -> dict[str, Spec]:
+    """The two caches of a sparse MLA layer (DeepSeek-V3.2), by what they are for.
+
+    >>> {name: spec.page(64).content for name, spec in sparse_latent(cache="fp8_ds_mla").items()}
+    {'attn': 656, 'indexer': 132}
+    """
+    return {
+        "attn": LatentAttention(cache=cache, dtype=dtype),
+        "indexer": Indexer(cache=index_cache),
+    }
+
+
+def compressed_latent(
+    ratio: int,
+    *,
+    cache: str = "fp8_ds_mla",
+    version: Version = "v4",
+    window: int = 128,
+    head_dim: int = 512,
+    rope: int = 64,
+    index_dim: int = 128,
+    index_cache: Literal["fp8", "mxfp4"] = "fp8",
+) -> dict[str, Spec]:
+    """The caches of a DeepSeek-V4 layer that keeps one state for `ratio` tokens.
+
+    Ratio 4 overlaps its windows, so its compressor runs over twice as many tokens
+    with two sums each, and brings an indexer with a compressor of its own; a large
+    ratio needs neither. Ratio 0 is a layer with the window alone.
+
+    >>> {name: spec.page(256).states for name, spec in compressed_latent(128).items()}
+    {'swa': 256, 'attn': 2, 'compressor': 256}
+    """
+    form = _FORMATS.get((cache, version))
+    align = form.align if form else 512
+    window_rows = SlidingLatentAttention(
+        latent=head_dim - rope,
+        rope=rope,
+        cache=cache,
+        version=version,
+        align=align,
+        window=window,
+    )
+    caches: dict[str, Spec] = {"swa": window_rows}
+    if ratio == 0:
+        return caches
+    overlap = 2 if ratio == 4 else 1
+    span = overlap * ratio
+    caches["attn"] = LatentAttention(
+        latent=head_dim - rope,
+        rope=rope,
+        cache=cache,
+        version=version,
+        align=align,
+        compress=ratio,
+    )
+    caches["compressor"] = CompressorState(width=2 * overlap * head_dim, window=span, align=align)
+    if overlap == 2:
+        caches["indexer"] = Indexer(
+            head_dim=index_dim, cache=index_cache, compress=ratio, align=align
+        )
+        caches["indexer_compressor"] = CompressorState(
+            width=2 * overlap * index_dim, window=span, align=align
+        )
+    return caches
+
+
+def _page_of_planes(planes: list[list[Part]], states: int, align: int, tp: int, rank: int) -> Page:
+    cut = Cut.replicated()
+    pieces = cut.pieces(tp, rank)
+    if len(planes) == 1:
+        cells = (FieldAxis("N", states, "N"),)
+        fields = in_cells(planes[0], cells, cut=cut, pieces=pieces)
+    else:
+        fields = in_planes(planes, (("N", states),), cut=cut, pieces=pieces)
+    page = Page(1, states, sum(map(row_bytes, planes)), tuple(fields))
+    return page.padded(-(-page.unpadded // align) * align)
