@@ -91,8 +91,11 @@ def strided(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...], int, int] | 
     """
     if isinstance(tensor, np.ndarray):
         root: NDArray[Any] = tensor
-        while isinstance(root.base, np.ndarray):
-            root = root.base
+        base: Any = tensor.base
+        # as_strided hides the array it was made from behind an object of its own.
+        while base is not None:
+            root = base if isinstance(base, np.ndarray) else root
+            base = getattr(base, "base", None)
         offset = tensor.__array_interface__["data"][0] - root.__array_interface__["data"][0]
         return tensor.shape, tensor.strides, offset, tensor.itemsize
     if all(callable(getattr(tensor, name, None)) for name in ("stride", "element_size")):

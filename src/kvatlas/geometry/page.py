@@ -165,14 +165,15 @@ class Page:
     def _check_flat(self, field: Field, placement: Placement) -> None:
         """A field that runs past its cell needs the next cells right behind it."""
         reach = self.content
+        step = placement.stride("C") or 1
         for axis in ("N", "H"):
             if field.last_content_byte < reach:
                 return
-            if placement.size(axis) > 1 and placement.stride(axis) != reach:
+            if placement.size(axis) > 1 and placement.stride(axis) != reach * step:
                 raise AtlasError(
                     Code.NOT_CONTIGUOUS,
                     f"Field {field.name} lies flat over the cells along {axis}, without gaps",
-                    got=f"a stride of {placement.stride(axis)} along {axis}, not {reach}",
+                    got=f"a stride of {placement.stride(axis)} along {axis}, not {reach * step}",
                     hint="Choose an order that ends in "
                     + ("NC" if axis == "N" else "HNC")
                     + ", or a packing by cells",

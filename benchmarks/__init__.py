@@ -1,0 +1,1 @@
+"""Figures, each beside a limit measured in the same run: `make bench`."""

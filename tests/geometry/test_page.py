@@ -1,0 +1,176 @@
+"""Pages and fields: every byte has one owner, in every order that can hold the page."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from kvatlas import AtlasError, Code, DType, Field, Layout, Page
+from kvatlas.geometry import Cut, FieldAxis, Section
+from tests.oracle import ORDERS, byte_list, key, walk
+
+U8, BF16 = DType.of("uint8"), DType.of("bf16")
+
+
+def dense(heads: int, states: int, dim: int, dtype: DType = U8) -> Page:
+    cells = (FieldAxis("H", heads, "H"), FieldAxis("N", states, "N"))
+    element = FieldAxis("C", dim, "C", dtype.item)
+    half = dim * dtype.item
+    return Page(
+        heads,
+        states,
+        2 * half,
+        (Field("k", dtype, (*cells, element)), Field("v", dtype, (*cells, element), offset=half)),
+    )
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_fields_follow_their_cells_in_every_order(order: str) -> None:
+    page = dense(2, 3, 2)
+    sizes = {"L": 2, "B": 2, "H": 2, "N": 3, "C": 4}
+    pool, truth = page.place(Layout(order), slots=2, blocks=2), walk(order, sizes)
+    owners: dict[int, str] = {}
+    for name, first in (("k", 0), ("v", 2)):
+        view = page.view(pool, name)
+        for slot, b, h, n, c in product(range(2), range(2), range(2), range(3), range(2)):
+            address = view(L=slot, B=b, H=h, N=n, C=c)
+            assert address == truth[key({"L": slot, "B": b, "H": h, "N": n, "C": first + c})]
+            assert address not in owners
+            owners[address] = name
+    assert len(owners) == pool.nbytes
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_an_element_is_never_split(order: str) -> None:
+    page = dense(2, 3, 2, BF16)
+    pool = page.place(Layout(order), slots=2, blocks=2)
+    if Layout(order).cell_contiguous:
+        taken = byte_list(page.view(pool, "k")) + byte_list(page.view(pool, "v"))
+        assert sorted(taken) == list(range(pool.nbytes))
+    else:
+        with pytest.raises(AtlasError) as refusal:
+            page.view(pool, "k")
+        assert refusal.value.code is Code.SPLIT_ELEMENT
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_padding_lies_behind_each_page_or_is_refused(order: str) -> None:
+    page = dense(2, 3, 2).padded(32)
+    if Layout(order).page_contiguous:
+        pool = page.place(Layout(order), slots=2, blocks=3)
+        starts = {pool.select("L", i).select("B", b).offset for i in range(2) for b in range(3)}
+        assert starts == set(range(0, 6 * 32, 32))
+        assert all(pool(L=i, B=b, H=1, N=2, C=3) % 32 < 24 for i in range(2) for b in range(3))
+    else:
+        with pytest.raises(AtlasError) as refusal:
+            page.place(Layout(order), slots=2, blocks=3)
+        assert refusal.value.code is Code.PADDING_INSIDE_PAGE
+
+
+def test_axes_of_size_one_do_not_break_a_padded_page() -> None:
+    page = dense(1, 3, 2).padded(16)
+    assert page.place(Layout("BHLNC"), slots=2, blocks=3).stride("L") == 16
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_flat_field_needs_its_cells_in_a_row(order: str) -> None:
+    """K transposed over the states of a head: fine where N is right outside C, else refused."""
+    states, dim = 3, 2
+    k = (
+        FieldAxis("H", 2, "H"),
+        FieldAxis("N", states, "C", 1),
+        FieldAxis("C", dim, "C", states),
+    )
+    v = (FieldAxis("H", 2, "H"), FieldAxis("N", states, "C", dim), FieldAxis("C", dim, "C", 1))
+    page = Page(2, states, 2 * dim, (Field("k", U8, k), Field("v", U8, v, offset=states * dim)))
+    pool = page.place(Layout(order), slots=2, blocks=2)
+    if "NC" in order:
+        truth = walk(order, {"L": 2, "B": 2, "H": 2, "N": states, "C": 2 * dim})
+        view = page.view(pool, "k")
+        for n, d in product(range(states), range(dim)):
+            cell, byte = divmod(d * states + n, 2 * dim)
+            at = {"L": 1, "B": 1, "H": 1, "N": cell, "C": byte}
+            assert view(L=1, B=1, H=1, N=n, C=d) == truth[key(at)]
+    else:
+        with pytest.raises(AtlasError) as refusal:
+            page.view(pool, "k")
+        assert refusal.value.code is Code.NOT_CONTIGUOUS
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ([("a", 0, 4), ("b", 3, 4)], Code.OVERLAP),
+        ([("a", 0, 4), ("b", 5, 3)], Code.HOLE),
+        ([("a", 0, 4), ("b", 4, 5)], Code.OUT_OF_BOUNDS),
+        ([("a", 0, 4), ("a", 4, 4)], Code.BAD_FIELD),
+    ],
+)
+def test_a_page_whose_fields_do_not_tile_it_cannot_be_made(
+    fields: list[tuple[str, int, int]], code: Code
+) -> None:
+    made = tuple(
+        Field(name, U8, (FieldAxis("C", size, "C"),), offset=offset)
+        for name, offset, size in fields
+    )
+    with pytest.raises(AtlasError) as refusal:
+        Page(1, 1, 8, made)
+    assert refusal.value.code is code
+
+
+def test_a_hole_that_is_named_is_padding() -> None:
+    a = Field("a", U8, (FieldAxis("C", 5, "C"),))
+    pad = Field("pad", U8, (FieldAxis("C", 3, "C"),), offset=5)
+    page = Page(1, 1, 8, (a, pad))
+    assert [field.padding for field in page.fields] == [False, True]
+
+
+def test_cuts_deal_every_row_to_as_many_ranks_as_replicas_say() -> None:
+    cuts = [
+        Cut.heads(8),
+        Cut.heads(2),
+        Cut.sections("R", Section(4, 3), Section(4, 3), Section(8, 2)),
+        Cut.sections("R", Section(8, 2), Section(1, 5, shared=True), Section(1, 5, shared=True)),
+        Cut.sections("R", Section(8, 2), Section(2, 5, shared=True)),
+    ]
+    for cut, tp in product(cuts, (1, 2, 4, 8)):
+        total = sum(part.units * part.rows for part in cut.parts)
+        held = [0] * total
+        try:
+            pieces = [cut.pieces(tp, rank) for rank in range(tp)]
+        except AtlasError as refusal:
+            assert refusal.code is Code.TP_HEADS
+            assert any(not part.shared and part.units % tp for part in cut.parts)
+            continue
+        for mine in pieces:
+            local = 0
+            for piece in mine:
+                assert piece.local == local
+                local += piece.length
+                for row in range(piece.start, piece.start + piece.length):
+                    held[row] += 1
+            assert local == cut.size(tp)
+        assert min(held) >= 1
+        assert all(count % cut.replicas(tp) == 0 for count in held)
+        expected = [
+            1 if part.units % tp == 0 else tp // part.units
+            for part in cut.parts
+            for _ in range(part.units * part.rows)
+        ]
+        assert held == expected
+
+
+def test_a_section_is_never_cut_across_its_units() -> None:
+    """Rank r's rows of each section are whole units, so q, k and v of a head stay together."""
+    cut = Cut.sections("R", Section(4, 3), Section(4, 3), Section(8, 2))
+    for rank in range(4):
+        starts = [(piece.start, piece.length) for piece in cut.pieces(4, rank)]
+        assert starts == [(3 * rank, 3), (12 + 3 * rank, 3), (24 + 4 * rank, 4)]
+
+
+def test_whole_fields_live_on_one_rank() -> None:
+    assert Cut.whole().pieces(1, 0) == ()
+    with pytest.raises(AtlasError) as refusal:
+        Cut.whole().pieces(2, 0)
+    assert refusal.value.code is Code.TP_WHOLE

@@ -1,0 +1,31 @@
+"""Every Python block in the README and the docs runs, and prints what it says."""
+
+from __future__ import annotations
+
+import doctest
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```(python|pycon)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_code_in_docs_runs(page: Path) -> None:
+    scope: dict[str, object] = {}
+    for kind, code in BLOCK.findall(page.read_text()):
+        if kind == "python":
+            exec(compile(code, str(page), "exec"), scope)  # noqa: S102
+            continue
+        test = doctest.DocTestParser().get_doctest(code, scope, page.name, str(page), 0)
+        result = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, clear_globs=False)
+        assert result.failed == 0
+        assert result.attempted > 0
+        scope = test.globs
+
+
+def test_the_readme_has_a_tour() -> None:
+    assert BLOCK.search((ROOT / "README.md").read_text())

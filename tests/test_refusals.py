@@ -1,0 +1,179 @@
+"""Bad input: a stable code, and a message with the rule, the value and the remedy."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import re
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvatlas import AtlasError, Code, DType, Field, Layout, Page, Placement, validate
+from kvatlas.geometry import Cut, FieldAxis, Section, fold_together
+from kvatlas.specs import (
+    AnySpec,
+    FullAttention,
+    Indexer,
+    LatentAttention,
+    Mamba2,
+    ShortConv,
+    SlidingAttention,
+)
+
+P = Placement.packed([("B", 4), ("H", 2), ("N", 3)], item=8)
+HUGE = 2**62
+BYTE = DType.of("uint8")
+NVFP4: dict[str, Any] = {"heads": 1, "cache": "nvfp4", "packing": "head_groups"}
+CELL = (FieldAxis("C", 8, "C"),)
+
+REFUSALS: list[tuple[Code, Callable[[], Any]]] = [
+    (Code.UNKNOWN_AXIS, lambda: P.size("X")),
+    (Code.UNKNOWN_AXIS, lambda: P(B=0, H=0, Q=0)),
+    (Code.UNKNOWN_AXIS, lambda: P.narrow("C", 0, 1)),
+    (Code.UNKNOWN_AXIS, lambda: P.descriptors("L")),
+    (Code.UNKNOWN_AXIS, lambda: P.runs(L=[0])),
+    (Code.UNKNOWN_AXIS, lambda: P.rename(L="l")),
+    (Code.UNKNOWN_AXIS, lambda: Layout("LBNHC").outside("X", "L")),
+    (Code.UNKNOWN_AXIS, lambda: Layout("LBNHC").place(L=1, B=1, H=1, N=1)),
+    (Code.UNKNOWN_AXIS, lambda: Layout("LBNHC").place(L=1, B=1, H=1, N=1, C=1, strides={"X": 1})),
+    (Code.BAD_AXES, lambda: Placement(("B", "B"), (2, 2), (2, 1))),
+    (Code.BAD_AXES, lambda: Placement(("B", 1), (2, 2), (2, 1))),  # type: ignore[arg-type]
+    (Code.BAD_AXES, lambda: Placement(("B",), (2, 2), (2, 1))),
+    (Code.BAD_AXES, lambda: P.reorder("B", "H")),
+    (Code.BAD_AXES, lambda: P.reorder("B", "H", "H")),
+    (Code.BAD_AXES, lambda: P.split("N", into=("B", "n"), inner=3)),
+    (Code.BAD_AXES, lambda: P.descriptors("B", "B")),
+    (Code.BAD_AXES, lambda: P(B=1, H=1)),
+    (Code.BAD_ORDER, lambda: Layout("LBNH")),
+    (Code.BAD_ORDER, lambda: Layout("LBNHCC")),
+    (Code.NOT_AN_INTEGER, lambda: Placement(("B",), (2.0,), (1,))),  # type: ignore[arg-type]
+    (Code.NOT_AN_INTEGER, lambda: Placement(("B",), (math.nan,), (1,))),  # type: ignore[arg-type]
+    (Code.NOT_AN_INTEGER, lambda: Placement(("B",), (2,), (1.5,))),  # type: ignore[arg-type]
+    (Code.NOT_AN_INTEGER, lambda: Placement(("B",), (True,), (1,))),
+    (Code.NOT_AN_INTEGER, lambda: Placement(("B",), ("2",), (1,))),  # type: ignore[arg-type]
+    (Code.NOT_AN_INTEGER, lambda: Layout("LBNHC").place(L=1, B=1, H=1, N=16.0, C=8)),
+    (Code.NOT_AN_INTEGER, lambda: Layout("LBNHC").place(L=1, B=1, H=1, N=Fraction(3), C=8)),
+    (Code.NOT_AN_INTEGER, lambda: P(B=0.5, H=0, N=0)),
+    (Code.NOT_AN_INTEGER, lambda: P.select("B", 1.0)),  # type: ignore[arg-type]
+    (Code.NOT_AN_INTEGER, lambda: P.descriptors(B=np.array([0.0, 1.0]))),
+    (Code.NOT_AN_INTEGER, lambda: FullAttention(heads=8.0, head_dim=64)),  # type: ignore[arg-type]
+    (Code.BAD_SIZE, lambda: Placement(("B",), (0,), (1,))),
+    (Code.BAD_SIZE, lambda: Placement(("B",), (-2,), (1,))),
+    (Code.BAD_SIZE, lambda: Placement((), (), (), item=0)),
+    (Code.BAD_SIZE, lambda: P.narrow("B", 0, 0)),
+    (Code.BAD_SIZE, lambda: P.split("N", into=("a", "b"), inner=0)),
+    (Code.BAD_SIZE, lambda: FullAttention(heads=0, head_dim=64)),
+    (Code.BAD_SIZE, lambda: SlidingAttention(heads=1, head_dim=64, window=-1)),
+    (Code.BAD_SIZE, lambda: FullAttention(heads=1, head_dim=64).page(0)),
+    (Code.BAD_SIZE, lambda: Section(0)),
+    (Code.BAD_SIZE, lambda: validate({}, size=0)),
+    (Code.BAD_SIZE, lambda: Page(0, 1, 8, ())),
+    (Code.NEGATIVE, lambda: Placement(("B",), (2,), (-8,))),
+    (Code.NEGATIVE, lambda: Placement(("B",), (2,), (8,), offset=-1)),
+    (Code.NEGATIVE, lambda: P.shift(-1)),
+    (Code.NEGATIVE, lambda: P.descriptors(base=-1)),
+    (Code.NEGATIVE, lambda: Placement.from_tensor(np.zeros(4)[::-1], axes="B")),
+    (Code.OVERFLOW, lambda: Placement(("B",), (2**63,), (1,))),
+    (Code.OVERFLOW, lambda: Placement(("B", "N"), (4, 4), (HUGE, 1))),
+    (Code.OVERFLOW, lambda: Layout("LBNHC").place(L=HUGE, B=HUGE, H=1, N=1, C=1)),
+    (Code.OVERFLOW, lambda: P.descriptors(base=2**63 - 10)),
+    (Code.OUT_OF_RANGE, lambda: P(B=4, H=0, N=0)),
+    (Code.OUT_OF_RANGE, lambda: P(B=-1, H=0, N=0)),
+    (Code.OUT_OF_RANGE, lambda: P.select("B", 4)),
+    (Code.OUT_OF_RANGE, lambda: P.narrow("B", 2, 3)),
+    (Code.OUT_OF_RANGE, lambda: P.narrow("B", -1, 2)),
+    (Code.OUT_OF_RANGE, lambda: P.descriptors(B=[0, 4])),
+    (Code.OUT_OF_RANGE, lambda: P.runs(B=np.array([-1]))),
+    (Code.OUT_OF_BOUNDS, lambda: P.view(np.zeros(10, np.uint8))),
+    (Code.OVERLAP, lambda: Placement(("B", "N"), (2, 4), (3, 1))),
+    (Code.OVERLAP, lambda: Placement(("B",), (2,), (0,))),
+    (Code.OVERLAP, lambda: validate({"a": P, "b": P.shift(8)}, size=1000)),
+    (Code.HOLE, lambda: validate({"a": P}, size=1000)),
+    (Code.MISALIGNED, lambda: validate({"a": P}, size=P.nbytes, align=7)),
+    (Code.NOT_DIVISIBLE, lambda: P.split("N", into=("a", "b"), inner=2)),
+    (Code.NOT_DIVISIBLE, lambda: LatentAttention(compress=4).page(10)),
+    (Code.NOT_FOLDABLE, lambda: P.fold("N", "B")),
+    (Code.NOT_FOLDABLE, lambda: P.fold("B", "B")),
+    (Code.UNLIKE_PLACEMENTS, lambda: fold_together(P, P.narrow("B", 0, 2))),
+    (Code.UNKNOWN_DTYPE, lambda: DType.of("float7")),
+    (Code.UNKNOWN_DTYPE, lambda: FullAttention(heads=1, head_dim=8, dtype="tf32")),
+    (Code.UNKNOWN_DTYPE, lambda: ShortConv(width=8, conv_dtype="tf32")),
+    (Code.NOT_REPRESENTABLE, lambda: DType.of("int4").encode(math.nan)),
+    (Code.UNKNOWN_FIELD, lambda: FullAttention(heads=1, head_dim=8).page(1).field("q")),
+    (Code.BAD_FIELD, lambda: FieldAxis("H", 2, "L")),  # type: ignore[arg-type]
+    (Code.BAD_FIELD, lambda: Field("a", BYTE, (*CELL, *CELL))),
+    (Code.PAGE_TOO_SMALL, lambda: FullAttention(heads=1, head_dim=8).page(4).padded(100)),
+    (
+        Code.PADDING_INSIDE_PAGE,
+        lambda: FullAttention(heads=2, head_dim=8).page(4).padded(999).place(
+            Layout("BHLNC"), slots=2, blocks=2
+        ),
+    ),
+    (Code.BAD_TENSOR, lambda: Placement.from_tensor("cache", axes="B")),
+    (Code.BAD_TENSOR, lambda: P.view(np.zeros(999, np.int8))),
+    (Code.BAD_RANK, lambda: Cut.heads(4).pieces(2, 2)),
+    (Code.TP_HEADS, lambda: FullAttention(heads=10, head_dim=128).page(16, tp=4)),
+    (Code.TP_WHOLE, lambda: Cut.whole().pieces(2, 0)),
+    (Code.BAD_SPEC, lambda: FullAttention(heads=1, head_dim=8, cache="fp7")),
+    (Code.BAD_SPEC, lambda: FullAttention(**NVFP4, head_dim=24)),
+    (Code.BAD_SPEC, lambda: FullAttention(heads=1, head_dim=8, v_dim=4, packing="planes")),
+    (Code.BAD_SPEC, lambda: LatentAttention(cache="nvfp4")),
+    (Code.BAD_SPEC, lambda: LatentAttention(latent=500, cache="fp8_ds_mla")),
+    (Code.BAD_SPEC, lambda: Indexer(head_dim=100)),
+    (Code.BAD_SPEC, lambda: ShortConv(width=8, kernel=1)),
+    (Code.BAD_SPEC, lambda: Mamba2(heads=1, head_dim=1, groups=1, state_size=1, speculative=-1)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("code", "act"), REFUSALS, ids=[f"{code}-{i}" for i, (code, _) in enumerate(REFUSALS)]
+)
+def test_bad_input_is_refused_with_its_code(code: Code, act: Callable[[], Any]) -> None:
+    with pytest.raises(AtlasError) as refusal:
+        act()
+    error = refusal.value
+    assert error.code is code
+    assert str(error) == f"{error.rule}. Got {error.got}. {error.hint}. [{code}]"
+    assert error.rule
+    assert str(error.got)
+    assert error.hint
+
+
+def test_every_code_has_a_way_to_it() -> None:
+    elsewhere = {Code.NO_CACHE, Code.NOT_CONTIGUOUS, Code.SPLIT_ELEMENT}
+    assert {code for code, _ in REFUSALS} | elsewhere == set(Code)
+
+
+def test_every_code_is_documented() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "errors.md").read_text()
+    assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == set(Code)
+
+
+def test_a_refusal_is_a_value_error_and_survives_pickling() -> None:
+    error = AtlasError(Code.HOLE, "rule", got=1, hint="do this")
+    again = pickle.loads(pickle.dumps(error))  # noqa: S301
+    assert isinstance(error, ValueError)
+    assert (again.code, str(again)) == (Code.HOLE, str(error))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{"kind": "full_attention", "heads": -1, "head_dim": 64}',
+        b'{"kind": "full_attention", "heads": 1, "head_dim": 64, "more": 1}',
+        b'{"kind": "full_attention", "heads": 1.5, "head_dim": 64}',
+        b'{"kind": "no_such_kind"}',
+        b'{"kind": "mamba2", "heads": 4, "head_dim": 2, "groups": 0, "state_size": 3}',
+        b'{"kind": "full_attention", "heads": 1, "head_dim": 99999999999999999999}',
+        b'{"kind": "full_attention", "heads": 1, "head_dim": 64, "packing": "sideways"}',
+    ],
+)
+def test_specs_from_outside_are_checked_when_read(text: bytes) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.json.decode(text, type=AnySpec)
