@@ -29,7 +29,12 @@ from kvatlas.specs import (
 P = Placement.packed([("B", 4), ("H", 2), ("N", 3)], item=8)
 HUGE = 2**62
 BYTE = DType.of("uint8")
-NVFP4: dict[str, Any] = {"heads": 1, "cache": "nvfp4", "packing": "head_groups"}
+NVFP4: dict[str, Any] = {"heads": 1, "cache": "nvfp4"}
+PLANES: dict[str, Any] = {"scales": "planes"}
+PRIMES = (1000003, 1000033, 1000037, 1000039, 1000081)
+INT8: dict[str, Any] = {"cache": "int8_per_token_head"}
+TWO: dict[str, Any] = {"slots": 2, "blocks": 2}
+DENSE = FullAttention(heads=2, head_dim=16).page(4)
 CELL = (FieldAxis("C", 8, "C"),)
 
 REFUSALS: list[tuple[Code, Callable[[], Any]]] = [
@@ -127,7 +132,32 @@ REFUSALS: list[tuple[Code, Callable[[], Any]]] = [
     (Code.BAD_SPEC, lambda: LatentAttention(latent=500, cache="fp8_ds_mla")),
     (Code.BAD_SPEC, lambda: Indexer(head_dim=100)),
     (Code.BAD_SPEC, lambda: ShortConv(width=8, kernel=1)),
-    (Code.BAD_SPEC, lambda: Mamba2(heads=1, head_dim=1, groups=1, state_size=1, speculative=-1)),
+    (Code.NEGATIVE, lambda: Mamba2(heads=1, head_dim=1, groups=1, state_size=1, speculative=-1)),
+    (Code.BAD_SPEC, lambda: FullAttention(heads=1, head_dim=8, packing="sideways")),  # type: ignore[arg-type]
+    (Code.BAD_SPEC, lambda: FullAttention(heads=1, head_dim=16, **PLANES)),
+    (Code.BAD_SPEC, lambda: ShortConv(width=8, conv_order="SD")),  # type: ignore[arg-type]
+    (Code.BAD_SPEC, lambda: Indexer(cache="fp7")),  # type: ignore[arg-type]
+    (Code.BAD_SPEC, lambda: FullAttention(heads=1, head_dim=8, dtype="nvfp4")),
+    (Code.BAD_SPEC, lambda: ShortConv(width=8, conv_dtype="int4")),
+    (Code.BAD_SPEC, lambda: FullAttention(heads=1, head_dim=7, cache="int4_per_token_head")),
+    (Code.BAD_SIZE, lambda: LatentAttention(align=0)),
+    (Code.MISALIGNED, lambda: FullAttention(heads=1, head_dim=6, **INT8).page(1)),
+    (Code.UNDECIDED, lambda: Placement(tuple("abcde"), (997,) * 5, PRIMES)),
+    (Code.TOO_MANY, lambda: Placement(("B",), (2**40,), (16,)).runs()),
+    (Code.TOO_MANY, lambda: Placement(("B",), (2**40,), (16,), item=8).descriptors("B")),
+    (Code.HOLE, lambda: validate({}, size=8)),
+    (Code.HOLE, lambda: Page(1, 1, 8, ())),
+    (Code.BAD_AXES, lambda: fold_together()),
+    (Code.BAD_AXES, lambda: Placement(("self",), (2,), (8,))),
+    (Code.BAD_AXES, lambda: Placement.packed([("B", 2)], strides={"X": 64})),
+    (Code.BAD_ORDER, lambda: Layout(["L"])),  # type: ignore[arg-type]
+    (Code.BAD_SIZE, lambda: Section(2).deal(0, 0)),
+    (Code.NOT_AN_INTEGER, lambda: ShortConv(width=8, kernel="4")),  # type: ignore[arg-type]
+    (Code.BAD_TENSOR, lambda: P.view(bytearray(999))),  # type: ignore[arg-type]
+    (Code.UNKNOWN_DTYPE, lambda: DType("fp12", 12, "float", 5, 6)),
+    (Code.UNLIKE_PLACEMENTS, lambda: DENSE.view(DENSE.place("LBHNC", **TWO).folded(), "k")),
+    (Code.PAGE_TOO_SMALL, lambda: DENSE.padded(999).place("BLHNC", **TWO, slot_stride=512)),
+    (Code.PADDING_INSIDE_PAGE, lambda: DENSE.padded(999).place("BHLNC", **TWO, slot_stride=999)),
 ]  # fmt: skip
 
 
@@ -147,6 +177,15 @@ def test_bad_input_is_refused_with_its_code(code: Code, act: Callable[[], Any]) 
 
 def test_every_code_has_a_way_to_it() -> None:
     elsewhere = {Code.NO_CACHE, Code.NOT_CONTIGUOUS, Code.SPLIT_ELEMENT}
+    elsewhere |= {  # tests/models/test_bad_input.py
+        Code.UNREADABLE, Code.BAD_CONFIG, Code.MISSING_KEY, Code.UNKNOWN_ARCHITECTURE,
+        Code.UNKNOWN_MODEL, Code.NO_HUB, Code.UNKNOWN_ENGINE,
+    }  # fmt: skip
+    elsewhere |= {  # tests/plan/test_refusals.py
+        Code.UNKNOWN_BACKEND, Code.BACKEND_REFUSES, Code.BAD_TOPOLOGY, Code.LAYOUT_REFUSED,
+        Code.PAGES_NOT_UNIFIED, Code.NOT_ENOUGH_MEMORY, Code.BAD_PACK, Code.BAD_PLAN,
+        Code.UNKNOWN_POLICY, Code.UNKNOWN_LAYER, Code.BAD_QUANTITY,
+    }  # fmt: skip
     assert {code for code, _ in REFUSALS} | elsewhere == set(Code)
 
 

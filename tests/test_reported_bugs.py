@@ -194,10 +194,13 @@ def test_vllm_ascend_15408_a_block_larger_than_the_state_is_refused() -> None:
 def test_vllm_49011_nvfp4_is_head_groups_and_never_k_beside_v() -> None:
     """Packing K and V into the content turned nvfp4 caches into garbage."""
     with pytest.raises(AtlasError) as refusal:
-        FullAttention(heads=4, head_dim=32, cache="nvfp4")
+        FullAttention(heads=4, head_dim=32, cache="nvfp4", packing="cells")
     assert refusal.value.code is Code.BAD_SPEC
-    page = FullAttention(heads=4, head_dim=32, cache="nvfp4", packing="head_groups").page(2)
+    page = FullAttention(heads=4, head_dim=32, cache="nvfp4", scales="inline").page(2)
     assert [page.field(name).head for name in ("k", "k_scale", "v", "v_scale")] == [0, 0, 4, 4]
+    page = FullAttention(heads=4, head_dim=32, cache="nvfp4").page(2)
+    starts = [page.field(name).offset for name in ("k", "k_scale", "v", "v_scale")]
+    assert starts == [0, 4 * 2 * 16, 4 * 2 * 18, 4 * 2 * (18 + 16)]
 
 
 def test_vllm_cpu_block_64_to_128_two_pages_are_not_one_page() -> None:

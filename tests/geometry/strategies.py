@@ -10,14 +10,15 @@ AXIS_POOL = "LBHNCxyz"
 
 
 @st.composite
-def nested(draw: st.DrawFn, max_axes: int = 5, max_size: int = 4) -> Placement:
+def nested(draw: st.DrawFn, max_axes: int = 5, max_size: int = 9) -> Placement:
     """Axes in any order, each with room behind it."""
     count = draw(st.integers(0, max_axes))
-    item = draw(st.integers(1, 4))
-    step, axes = item, []
+    item = draw(st.integers(1, 8))
+    step, axes, room = item, [], 400
     for name in draw(st.permutations(AXIS_POOL))[:count]:
-        size = draw(st.integers(1, max_size))
-        step += draw(st.sampled_from([0, 0, 0, 1, item, 5]))
+        size = draw(st.integers(1, max(1, min(max_size, room))))
+        room //= size
+        step += draw(st.sampled_from([0, 0, 0, 1, item, 5, 64]))
         axes.append((name, size, step))
         step *= size
     axes = draw(st.permutations(axes))

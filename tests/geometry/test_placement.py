@@ -6,7 +6,7 @@ interleaved strides.
 
 from __future__ import annotations
 
-from itertools import permutations
+from itertools import pairwise, permutations
 from typing import Any
 
 import numpy as np
@@ -253,6 +253,63 @@ class TestAnyStrides:
         assert sorted(taken) == sorted(byte_list(p))
 
     @given(nested(), st.data())
+    def test_reorder_view_and_from_tensor(self, p: Placement, data: st.DataObject) -> None:
+        q = p.reorder(*data.draw(st.permutations(p.axes)))
+        assert dict(zip(q.axes, q.strides, strict=True)) == dict(
+            zip(p.axes, p.strides, strict=True)
+        )
+        assert sorted(byte_list(q)) == sorted(byte_list(p))
+        buffer = np.arange(q.stop, dtype=np.uint64).view(np.uint8)[: q.stop]
+        seen = q.view(buffer)
+        assert np.shares_memory(seen, buffer)
+        for c, address in items(q):
+            assert seen[tuple(c.values())].tolist() == buffer[address : address + q.item].tolist()
+        whole = np.zeros(q.stop, np.uint8)
+        found = Placement.from_tensor(q.view(whole), axes=(*q.axes, "byte"))
+        assert [found(**c, byte=0) for c, _ in items(q)] == [address for _, address in items(q)]
+
+    @given(nested(), st.data())
+    def test_fold_is_refused_exactly_when_memory_says_so(
+        self, p: Placement, data: st.DataObject
+    ) -> None:
+        assume(len(p.axes) > 1)
+        outer, inner = data.draw(st.permutations(p.axes))[:2]
+        walked = [
+            p.select(outer, i).select(inner, j).offset
+            for i in range(p.size(outer))
+            for j in range(p.size(inner))
+        ]
+        even = len({b - a for a, b in pairwise(walked)}) <= 1
+        try:
+            q = p.fold(outer, inner, into="f")
+        except AtlasError as refusal:
+            assert refusal.code is Code.NOT_FOLDABLE
+            assert not even
+        else:
+            assert even
+            assert [q.select("f", i).offset for i in range(q.size("f"))] == walked
+
+    @given(nested(), st.data())
+    def test_both_sides_of_a_copy_fold_alike(self, p: Placement, data: st.DataObject) -> None:
+        order = data.draw(st.permutations(list(zip(p.axes, p.sizes, strict=True))))
+        q = Placement.packed(order, item=p.item, offset=data.draw(st.integers(0, 5)))
+        a, b = fold_together(p, q)
+        moved = {}
+        for (_, x), (_, y) in zip(items(a), items(b), strict=True):
+            moved.update({x + i: y + i for i in range(a.item)})
+        truth = {p(**c) + i: q(**c) + i for c in coordinates(sizes_of(p)) for i in range(p.item)}
+        assert moved == truth
+
+    @given(nested(), st.data())
+    def test_runs_of_chosen_coordinates(self, p: Placement, data: st.DataObject) -> None:
+        assume(p.axes)
+        axis = data.draw(st.sampled_from(p.axes))
+        ids = data.draw(st.lists(st.integers(0, p.size(axis) - 1), min_size=1, max_size=6))
+        starts, lengths = p.runs(**{axis: ids})
+        taken = [address + i for c, address in items(p) if c[axis] in ids for i in range(p.item)]
+        assert list(zip(starts, lengths, strict=True)) == maximal_runs(taken)
+
+    @given(nested(), st.data())
     def test_calls_take_arrays(self, p: Placement, data: st.DataObject) -> None:
         chosen = {
             axis: np.array(data.draw(st.lists(st.integers(0, n - 1), min_size=3, max_size=3)))
@@ -281,7 +338,56 @@ def test_tangled_strides_are_refused_rather_than_searched_for_ever() -> None:
     primes = (1000003, 1000033, 1000037, 1000039, 1000081)
     with pytest.raises(AtlasError) as refusal:
         Placement(tuple("abcde"), (997,) * 5, primes)
-    assert refusal.value.code is Code.OVERLAP
+    assert refusal.value.code is Code.UNDECIDED
+
+
+@pytest.mark.parametrize(
+    ("sizes", "strides"), [((10**12,), (0,)), ((10**12, 10**12), (10, 9)), ((10**9,), (1,))]
+)
+def test_huge_axes_are_decided_at_once(sizes: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    with pytest.raises(AtlasError) as refusal:
+        Placement(tuple("ab"[: len(sizes)]), sizes, strides, item=8)
+    assert refusal.value.code in (Code.OVERLAP, Code.UNDECIDED)
+
+
+def test_rows_past_the_first_template_are_right_too() -> None:
+    """Enough rows that both ways of writing them are used, against one call for each."""
+    for sizes, over in (({"L": 3, "B": 40_000}, "LB"), ({"B": 40_000, "L": 3}, "BL")):
+        axes = [("L", 3), ("B", 40_000), ("N", 2)]
+        pool = Placement.packed(axes, item=8, strides={"B": 24})
+        rows = pool.descriptors(*over, base=1 << 40)
+        grids = np.meshgrid(*(np.arange(n) for n in sizes.values()), indexing="ij")
+        chosen = {axis: grid.ravel() for axis, grid in zip(sizes, grids, strict=True)}
+        starts = pool(**chosen, N=np.zeros(120_000, np.int64)) + (1 << 40)
+        assert np.array_equal(rows[:, 0].astype(np.int64), starts)
+        assert (rows[:, 1] == 16).all()
+        assert (rows[:, 2] == 0).all()
+    ids = np.random.default_rng(7).permutation(40_000)
+    chosen_rows = pool.descriptors("L", B=ids)
+    expected = [pool(L=slot, B=ids, N=np.zeros(40_000, np.int64)) for slot in range(3)]
+    assert np.array_equal(chosen_rows[:, 0].astype(np.int64), np.concatenate(expected))
+
+
+def test_ids_are_one_row_of_whole_numbers() -> None:
+    pool = Placement.packed([("L", 2), ("B", 8)], item=8)
+    empty = pool.descriptors("L", B=[])
+    assert empty.shape == (0, 3)
+    assert pool.descriptors(B=np.array([3], np.uint64)).tolist() == pool.descriptors(B=3).tolist()
+    for ids in ([[0, 1], [2, 3]], {1, 2}, None, 2**70, ["a"], [[1], [2, 3]], np.array([True])):
+        with pytest.raises(AtlasError) as refusal:
+            pool.descriptors("L", B=ids)
+        assert refusal.value.code is Code.NOT_AN_INTEGER
+
+
+def test_kept_axes_are_ready_for_block_ids() -> None:
+    src = Layout("BLHNC").place(L=3, B=6, H=2, N=4, C=8)
+    dst = Layout("LBNHC").place(L=3, B=6, H=2, N=4, C=8)
+    a, b = fold_together(src, dst, keep=("B",))
+    assert a.axes[0] == b.axes[0] == "B"
+    moved = {}
+    for (_, x), (_, y) in zip(items(a), items(b), strict=True):
+        moved.update({x + i: y + i for i in range(a.item)})
+    assert moved == {src(**c): dst(**c) for c in coordinates(sizes_of(src))}
 
 
 class TestTensors:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import msgspec
@@ -55,7 +56,7 @@ TABLE: list[tuple[str, Spec, int, tuple[int, int, int]]] = [
         16,
         (8, 16, 136),
     ),
-    ("nvfp4", FullAttention(**GQA, cache="nvfp4", packing="head_groups"), 16, (16, 16, 72)),
+    ("nvfp4", FullAttention(**GQA, cache="nvfp4"), 16, (16, 16, 72)),
     ("two planes", FullAttention(**GQA, packing="planes"), 16, (2, 16, 2048)),
     ("two tiled planes", FullAttention(**GQA, packing="tiled_planes"), 16, (2, 16, 2048)),
     (
@@ -171,7 +172,6 @@ def offsets(spec: Spec, block: int) -> dict[str, tuple[int, int]]:
             16,
             {"k": (0, 0), "k_scale": (0, 64), "v": (0, 68), "v_scale": (0, 132)},
         ),
-        ("nvfp4", 16, {"k": (0, 0), "k_scale": (0, 64), "v": (8, 0), "v_scale": (8, 64)}),
         ("two planes", 16, {"k": (0, 0), "v": (1, 0)}),
         ("K transposed", 128, {"k": (0, 0), "v": (0, 128 * 256)}),
         (
@@ -222,24 +222,84 @@ def test_tiled_keys_and_plain_values() -> None:
                 assert v(B=2, H=h, N=state, C=e) == 3 * plane + 2 * plane + flat * 2
 
 
-def test_nvfp4_scales_in_planes_as_flashinfer_reads_them() -> None:
-    """Each side of a page is all data, then all scales."""
-    spec = FullAttention(
-        heads=2, head_dim=32, cache="nvfp4", packing="head_groups", scales="planes"
-    )
-    page = spec.page(4)
-    pool = page.place(Layout("LBHNC"), slots=1, blocks=2)
-    side = 2 * 4 * 18
-    for name, start in (("k", 0), ("v", side)):
-        data, scale = page.view(pool, name), page.view(pool, f"{name}_scale")
-        for h in range(2):
-            for n in range(4):
-                cell = h * 4 + n
-                assert data(B=1, H=h, N=n, C=5) == 2 * side + start + cell * 16 + 5
-                assert scale(B=1, H=h, N=n, C=1) == 2 * side + start + 8 * 16 + cell * 2 + 1
+@pytest.mark.parametrize(("order", "scales"), [("LBHNC", "planes"), ("LBNHC", "state_planes")])
+def test_nvfp4_planes_as_flashinfer_reads_them(order: str, scales: Any) -> None:
+    """Flat over the page: K's data, K's scales, V's data, V's scales, rows as the page's order."""
+    heads, states, data_bytes, scale_bytes = 2, 4, 16, 2
+    page = FullAttention(heads=heads, head_dim=32, cache="nvfp4", scales=scales).page(states)
+    pool = page.place(Layout(order), slots=1, blocks=2)
+    start = page.nbytes
+    for name, width in (("k", data_bytes), ("k_scale", scale_bytes)) * 2:
+        name = name if start < page.nbytes * 3 // 2 else name.replace("k", "v", 1)
+        view = page.view(pool, name)
+        rows = [(h, n) for h in range(heads) for n in range(states)]
+        if scales == "state_planes":
+            rows.sort(key=lambda row: row[::-1])
+        for row, (h, n) in enumerate(rows):
+            assert view(B=1, H=h, N=n, C=width - 1) == start + row * width + width - 1
+        start += heads * states * width
+    assert start == 2 * page.nbytes
     with pytest.raises(AtlasError) as refusal:
-        page.view(page.place(Layout("LBNHC"), slots=1, blocks=2), "k_scale")
+        page.view(page.place(Layout("LHBNC"), slots=1, blocks=2), "k_scale")
     assert refusal.value.code is Code.NOT_CONTIGUOUS
+
+
+def test_every_element_of_a_transposed_page() -> None:
+    """K is [D, N] in each head and V is [N, D] behind it, every element of it."""
+    h, n, d = 2, 4, 3
+    page = FullAttention(heads=h, head_dim=d, dtype="fp16", packing="transposed").page(n)
+    pool = page.place(Layout("LBHNC"), slots=1, blocks=1)
+    k, v = page.view(pool, "k"), page.view(pool, "v")
+    for head, state, e in product(range(h), range(n), range(d)):
+        base = head * n * 2 * d * 2
+        assert k(H=head, N=state, C=e) == base + (e * n + state) * 2
+        assert v(H=head, N=state, C=e) == base + n * d * 2 + (state * d + e) * 2
+
+
+def test_every_element_of_recurrent_states() -> None:
+    """Taps outside rows; matrices as [value heads, value, key] and [heads, head, state]."""
+    gdn = GatedDeltaNet(key_heads=2, value_heads=4, key_dim=3, value_dim=2, ssm_dtype="fp32")
+    page = gdn.page(1)
+    conv = page.view(page.place("BLHNC", slots=1, blocks=1), "conv")
+    ssm = page.view(page.place("BLHNC", slots=1, blocks=1), "ssm")
+    rows = 2 * 3 * 2 + 4 * 2
+    assert all(conv(T=t, R=r) == (t * rows + r) * 2 for t in range(3) for r in range(rows))
+    for head, value, key_ in product(range(4), range(2), range(3)):
+        assert ssm(H=head, V=value, K=key_) == 3 * rows * 2 + ((head * 2 + value) * 3 + key_) * 4
+    mamba = Mamba2(heads=2, head_dim=3, groups=1, state_size=5)
+    page = mamba.page(1)
+    ssm = page.view(page.place("BLHNC", slots=1, blocks=1), "ssm")
+    start = 3 * (2 * 3 + 2 * 5) * 2
+    for head, p, s in product(range(2), range(3), range(5)):
+        assert ssm(H=head, P=p, S=s) == start + ((head * 3 + p) * 5 + s) * 2
+
+
+def test_nvfp4_latent_scales_are_dealt_out_in_fours() -> None:
+    page = LatentAttention(cache="nvfp4_ds_mla").page(2)
+    scale = page.view(page.place("LBHNC", slots=1, blocks=1), "latent_scale")
+    for n, s in product(range(2), range(32)):
+        assert scale(N=n, C=s // 4, c=s % 4) == n * 352 + 320 + 8 * (s & 3) + (s >> 2)
+
+
+def test_dtypes_of_fields() -> None:
+    def dtypes(spec: Spec, block: int = 256) -> dict[str, str]:
+        return {field.name: str(field.dtype) for field in spec.page(block).fields}
+
+    assert dtypes(Indexer(cache="mxfp4")) == {"index": "mxfp4", "index_scale": "ue8m0"}
+    assert dtypes(Indexer(cache="bf16")) == {"index": "bf16"}
+    assert dtypes(BY_NAME["int4 per token and head"])["k"] == "uint4"
+    assert dtypes(BY_NAME["fp8_ds_mla V4"])["latent_scale"] == "ue8m0"
+    assert dtypes(BY_NAME["fp8_ds_mla V3.2"])["latent_scale"] == "fp32"
+    assert dtypes(BY_NAME["turboquant k3v4"]) == {
+        "k": "uint3", "k_scale": "fp16", "v": "uint4", "v_scale": "fp16", "v_zero": "fp16",
+    }  # fmt: skip
+
+
+def test_fields_know_their_shape_in_the_whole_model() -> None:
+    page = FullAttention(heads=8, head_dim=64).page(16, tp=4, rank=1)
+    assert page.field("k").shape == {"H": 8, "N": 16, "C": 64}
+    conv = Mamba2(heads=8, head_dim=4, groups=1, state_size=6).page(1, tp=4).field("conv")
+    assert conv.shape == {"T": 3, "R": 8 * 4 + 2 * 6}
 
 
 def test_conv_states_in_both_orders() -> None:

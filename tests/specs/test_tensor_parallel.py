@@ -33,7 +33,7 @@ SPECS: dict[str, Spec] = {
     "mamba2 one group": Mamba2(heads=8, head_dim=2, groups=1, state_size=3),
     "mamba2 two groups": Mamba2(heads=8, head_dim=2, groups=2, state_size=3),
     "gdn": GatedDeltaNet(key_heads=4, value_heads=8, key_dim=3, value_dim=2),
-    "kda": KimiDelta(heads=8, head_dim=3),
+    "kda": KimiDelta(heads=8, head_dim=4),
     "lightning": LightningAttention(heads=8, head_dim=3),
     "short conv": ShortConv(width=16),
     "rwkv7": Rwkv7(heads=8, head_dim=2, hidden=16),

@@ -6,6 +6,7 @@ Read `affine.py` and `placement.py` first; everything else is made of them.
 from kvatlas.geometry.dtype import ALL_DTYPES, DType
 from kvatlas.geometry.field import Cut, Field, FieldAxis, Piece, Section
 from kvatlas.geometry.layout import AXES, AXIS_NAMES, ENGINE_LAYOUTS, Layout
+from kvatlas.geometry.packing import Part, Share, flat, in_cells, in_planes, row_bytes
 from kvatlas.geometry.page import Page
 from kvatlas.geometry.placement import Placement, fold_together
 from kvatlas.geometry.validate import validate
@@ -21,9 +22,15 @@ __all__ = [
     "FieldAxis",
     "Layout",
     "Page",
+    "Part",
     "Piece",
     "Placement",
     "Section",
+    "Share",
+    "flat",
     "fold_together",
+    "in_cells",
+    "in_planes",
+    "row_bytes",
     "validate",
 ]

@@ -12,11 +12,12 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import runs
-from kvatlas.geometry.integers import INT64_MAX, integer, natural, positive
+from kvatlas.geometry import arrays, runs
+from kvatlas.geometry.integers import INT64_MAX, natural, positive
+
+_TAKEN = ("self", "base", "device")
+"""Words that calls use for something else than an axis."""
 
 _AXIS_NAME = re.compile(r"[A-Za-z_]\w*(\*[A-Za-z_]\w*)*")
 
@@ -40,7 +41,10 @@ class Affine:
 
     def __post_init__(self) -> None:
         axes = tuple(self.axes)
-        named = all(isinstance(axis, str) and _AXIS_NAME.fullmatch(axis) for axis in axes)
+        named = all(
+            isinstance(axis, str) and _AXIS_NAME.fullmatch(axis) and axis not in _TAKEN
+            for axis in axes
+        )
         if not named or len(set(axes)) < len(axes):
             raise bad_axes("Axes have names, each its own", axes, "Name them 'B', 'H' and so on")
         if not len(axes) == len(self.sizes) == len(self.strides):
@@ -49,10 +53,10 @@ class Affine:
         sizes = tuple(
             positive(n, f"the size of axis {a}") for a, n in zip(axes, self.sizes, strict=True)
         )
-        strides = tuple(
-            0 if n == 1 else natural(s, f"the stride of axis {a}")
-            for a, n, s in zip(axes, sizes, self.strides, strict=True)
+        steps = tuple(
+            natural(s, f"the stride of axis {a}") for a, s in zip(axes, self.strides, strict=True)
         )
+        strides = tuple(0 if n == 1 else s for n, s in zip(sizes, steps, strict=True))
         for name, value in (
             ("axes", axes),
             ("sizes", sizes),
@@ -100,7 +104,7 @@ class Affine:
 
         Axes of size 1 may be left out.
 
-        >>> Affine(("L", "B"), (1, 4), (32, 8), offset=1)(B=np.array([0, 3]))
+        >>> Affine(("L", "B"), (1, 4), (32, 8), offset=1)(B=[0, 3])
         array([ 1, 25])
         """
         for axis in coordinate:
@@ -128,13 +132,8 @@ class Affine:
 
     def _checked(self, axis: str, index: Any) -> Any:
         """One or many indices into `axis`, all of them in range, as int or int64."""
-        size = self.size(axis)
-        array = np.asarray(index)
-        if array.size and array.dtype.kind not in "iu":
-            integer(array.reshape(-1)[0].item(), f"an index of axis {axis}")
-        if array.size and (array.min() < 0 or array.max() >= size):
-            raise out_of_range(axis, size, f"{array.min()}..{array.max()}")
-        return array.astype(np.int64) if array.ndim else int(array)
+        array = arrays.indices(index, self.size(axis), axis)
+        return array if array.ndim else int(array)
 
     def _refuse_overflow(self, stop: int) -> None:
         if stop > INT64_MAX:

@@ -7,15 +7,59 @@ where there is a choice: transports and prefetchers like that best.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvatlas.errors import AtlasError, Code
+
 Int64s = NDArray[np.int64]
 
 _ROWS_PER_TEMPLATE = 1 << 15
+_MOST_ROWS = 1 << 28
+
+
+def indices(chosen: Any, size: int, axis: str) -> Int64s:
+    """Indices from outside as one axis of int64, all of them within `size`.
+
+    >>> indices(np.array([3, 1], np.uint64), 4, "B")
+    array([3, 1])
+    """
+    try:
+        array = np.asarray(chosen)
+    except (ValueError, TypeError, OverflowError):
+        array = np.asarray(None)
+    if array.size == 0 and array.dtype.kind == "f":
+        array = array.astype(np.int64)  # an empty list has no type of its own
+    if array.dtype.kind not in "iu" or array.ndim > 1:
+        raise AtlasError(
+            Code.NOT_AN_INTEGER,
+            f"Indices of axis {axis} are whole numbers, one or a row of them",
+            got=f"{type(chosen).__name__} of {array.dtype} with {array.ndim} axes",
+            hint="Pass an int, a list of ints or a numpy array of one axis",
+        )
+    if array.size and (array.min() < 0 or array.max() >= size):
+        raise AtlasError(
+            Code.OUT_OF_RANGE,
+            f"Axis {axis} has coordinates 0..{size - 1}",
+            got=f"{array.min()}..{array.max()}",
+            hint="Coordinates start at 0 and never count from the end",
+        )
+    return array.astype(np.int64)
+
+
+def refuse_too_many(count: int, what: str) -> None:
+    """Refuse to write more rows than any machine would want."""
+    if count > _MOST_ROWS:
+        raise AtlasError(
+            Code.TOO_MANY,
+            f"At most {_MOST_ROWS:,} {what} are written at once",
+            got=f"{count:,}",
+            hint="Narrow the placement, or choose blocks",
+        )
 
 
 def outer_sum(parts: Sequence[Int64s], offset: int = 0) -> Int64s:
@@ -58,6 +102,7 @@ def fill_descriptors(
     >>> fill_descriptors([halves], starts, lengths, base=1000, device=3).tolist()
     [[1000, 8, 3], [1016, 8, 3], [1100, 8, 3], [1116, 8, 3]]
     """
+    refuse_too_many(math.prod([len(starts), *map(len, parts)]), "descriptors")
     split = len(parts)
     rows = len(starts)
     while split and rows * len(parts[split - 1]) <= _ROWS_PER_TEMPLATE:
@@ -98,8 +143,11 @@ def strided(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...], int, int] | 
             base = getattr(base, "base", None)
         offset = tensor.__array_interface__["data"][0] - root.__array_interface__["data"][0]
         return tensor.shape, tensor.strides, offset, tensor.itemsize
-    if all(callable(getattr(tensor, name, None)) for name in ("stride", "element_size")):
+    if not all(callable(getattr(tensor, name, None)) for name in ("stride", "element_size")):
+        return None
+    try:
         item = tensor.element_size()
         strides = tuple(step * item for step in tensor.stride())
         return tuple(tensor.shape), strides, tensor.storage_offset() * item, item
-    return None
+    except (RuntimeError, TypeError, AttributeError, NotImplementedError):
+        return None  # sparse and nested tensors have no strides

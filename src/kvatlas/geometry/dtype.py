@@ -47,6 +47,17 @@ class DType:
     scale: str | None = None
     """The type of that block scale."""
 
+    def __post_init__(self) -> None:
+        whole = self.bits in (8, 16, 32) or 0 < self.bits < 8
+        parts = 1 + self.exponent_bits + self.mantissa_bits
+        if not whole or (self.kind == "float" and parts != self.bits):
+            raise AtlasError(
+                Code.UNKNOWN_DTYPE,
+                "A dtype has 1 to 8, 16 or 32 bits, which a float's parts add up to",
+                got=f"{self.name} of {self.bits} bits",
+                hint="Use DType.of for the types there are",
+            )
+
     @classmethod
     def of(cls, name: object) -> DType:
         """The type called `name`: ours, torch's, numpy's or a config's spelling.

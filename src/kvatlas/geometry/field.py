@@ -34,6 +34,10 @@ class Piece:
     start: int
     length: int
 
+    def __post_init__(self) -> None:
+        for name, check in (("local", natural), ("start", natural), ("length", positive)):
+            object.__setattr__(self, name, check(getattr(self, name), f"the {name} of a piece"))
+
 
 @dataclass(frozen=True, slots=True)
 class Section:
@@ -47,8 +51,8 @@ class Section:
     shared: bool = False
 
     def __post_init__(self) -> None:
-        positive(self.units, "the units of a section")
-        positive(self.rows, "the rows of a unit")
+        object.__setattr__(self, "units", positive(self.units, "the number of units"))
+        object.__setattr__(self, "rows", positive(self.rows, "the rows of a unit"))
 
     def deal(self, tp: int, rank: int) -> tuple[int, int]:
         """(first, count) of the units that `rank` of `tp` holds.
@@ -56,6 +60,7 @@ class Section:
         >>> Section(8).deal(tp=2, rank=1), Section(2, shared=True).deal(tp=8, rank=5)
         ((4, 4), (1, 1))
         """
+        positive(tp, "the tensor-parallel size")
         if self.units % tp == 0:
             count = self.units // tp
             return rank * count, count
@@ -112,7 +117,7 @@ class Cut:
 
     def pieces(self, tp: int, rank: int) -> tuple[Piece, ...]:
         """What `rank` holds along the cut axis; nothing named means all of it."""
-        tp, rank = positive(tp, "tp"), integer(rank, "the rank")
+        tp, rank = positive(tp, "the tensor-parallel size"), integer(rank, "the rank")
         if not 0 <= rank < tp:
             raise AtlasError(
                 Code.BAD_RANK,
@@ -141,6 +146,11 @@ class Cut:
             base += part.units * part.rows
         return tuple(found)
 
+    @property
+    def rows(self) -> int:
+        """Rows of the cut axis in the whole model; 0 where nothing is cut."""
+        return sum(part.units * part.rows for part in self.parts)
+
     def size(self, tp: int) -> int:
         """Rows of the cut axis on each rank; every rank holds equally many."""
         return sum(piece.length for piece in self.pieces(tp, 0))
@@ -152,7 +162,7 @@ class Cut:
         (4, 8)
         """
         self.pieces(tp, 0)
-        return math.gcd(tp, *(max(1, tp // part.units) for part in self.parts))
+        return min((max(1, tp // part.units) for part in self.parts), default=tp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +175,9 @@ class FieldAxis:
     step: int = 1
 
     def __post_init__(self) -> None:
-        positive(self.size, f"the size of field axis {self.name}")
-        natural(self.step, f"the step of field axis {self.name}")
+        size = positive(self.size, f"the size of field axis {self.name}")
+        object.__setattr__(self, "size", size)
+        object.__setattr__(self, "step", natural(self.step, f"the step of field axis {self.name}"))
         if self.along not in ("H", "N", "C"):
             raise AtlasError(
                 Code.BAD_FIELD,
@@ -201,23 +212,47 @@ class Field:
     """Where this rank's rows of the cut axis lie in the whole model; empty for all of it."""
 
     def __post_init__(self) -> None:
-        natural(self.head, "the head slot of a field")
-        natural(self.offset, "the content offset of a field")
+        object.__setattr__(self, "dtype", DType.of(self.dtype))
+        object.__setattr__(self, "axes", tuple(self.axes))
+        object.__setattr__(self, "pieces", tuple(self.pieces))
+        object.__setattr__(self, "head", natural(self.head, "the head slot of a field"))
+        object.__setattr__(self, "offset", natural(self.offset, "the content offset of a field"))
         names = [axis.name for axis in self.axes]
         cut_size = next((axis.size for axis in self.axes if axis.name == self.cut.axis), None)
         held = sum(piece.length for piece in self.pieces)
-        if len(set(names)) < len(names) or (self.pieces and held != cut_size):
+        last = max((piece.start + piece.length for piece in self.pieces), default=0)
+        wrong = self.pieces and (held != cut_size or last > self.cut.rows)
+        if len(set(names)) < len(names) or wrong:
             raise AtlasError(
                 Code.BAD_FIELD,
                 "A field names each axis once and its pieces fill the axis that is cut",
                 got=f"{self.name} with axes {names}, cut along {self.cut.axis}, pieces of {held}",
                 hint="Build fields with the specs, or with Cut.pieces for the rank",
             )
+        steps = [axis.step for axis in self.axes if axis.along == "C"]
+        if any(step % self.dtype.item for step in (self.offset, *steps)):
+            raise AtlasError(
+                Code.MISALIGNED,
+                "Elements start at multiples of their size",
+                got=f"{self.name} of {self.dtype} at byte {self.offset} with steps {steps}",
+                hint="Pad what lies before it",
+            )
 
     @property
     def padding(self) -> bool:
         """Named padding: bytes that belong to the page and mean nothing."""
         return self.name.startswith("pad")
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """Sizes of its axes in the whole model, in storage items; states are those of a page.
+
+        >>> k = FieldAxis("H", 2, "H")
+        >>> Field("k", DType.of("e4m3"), (k,), cut=Cut.heads(8), pieces=(Piece(0, 4, 2),)).shape
+        {'H': 8}
+        """
+        whole = {self.cut.axis: self.cut.rows} if self.cut.parts else {}
+        return {axis.name: whole.get(axis.name, axis.size) for axis in self.axes}
 
     @property
     def nbytes(self) -> int:

@@ -15,6 +15,24 @@ from kvatlas.errors import AtlasError, Code
 INT64_MAX = 2**63 - 1
 
 
+def ceil_div(a: int, b: int) -> int:
+    """`a / b` rounded up.
+
+    >>> ceil_div(2134016, 16384)
+    131
+    """
+    return -(-a // b)
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The next multiple of `multiple` from `value` on.
+
+    >>> round_up(37376, 576)
+    37440
+    """
+    return ceil_div(value, multiple) * multiple
+
+
 def _sentence(words: str) -> str:
     return words[0].upper() + words[1:]
 

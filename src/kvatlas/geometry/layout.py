@@ -39,9 +39,9 @@ class Layout:
     order: str
 
     def __post_init__(self) -> None:
-        letters = self.order.upper() if isinstance(self.order, str) else self.order
+        letters = self.order.upper() if isinstance(self.order, str) else ""
         letters = _ALIASES.get(letters, letters)
-        if not isinstance(letters, str) or sorted(letters) != sorted(AXES):
+        if sorted(letters) != sorted(AXES):
             raise AtlasError(
                 Code.BAD_ORDER,
                 "A layout names each of L, B, H, N, C exactly once",
@@ -89,12 +89,12 @@ class Layout:
 
     @property
     def heads_outside_slots(self) -> bool:
-        """One head of all slots is one stretch inside a block: TP slices move as one piece."""
+        """H lies outside L: in BHLNC a TP slice of a whole block is one piece."""
         return self.outside("H", "L")
 
     @property
     def heads_outside_blocks(self) -> bool:
-        """One head of all blocks is one stretch, as planes of K and V want it."""
+        """H lies outside B: in LHBNC one head (or plane) of a layer is one piece."""
         return self.outside("H", "B")
 
     @property

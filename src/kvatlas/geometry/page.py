@@ -42,9 +42,11 @@ class Page:
     padding: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("heads", "states", "content"):
-            positive(getattr(self, name), f"the number of {name} of a page")
-        natural(self.padding, "the padding of a page")
+        for name, what in (("heads", "heads"), ("states", "states"), ("content", "content bytes")):
+            number = positive(getattr(self, name), f"the number of {what} of a page")
+            object.__setattr__(self, name, number)
+        object.__setattr__(self, "padding", natural(self.padding, "the padding of a page"))
+        object.__setattr__(self, "fields", tuple(self.fields))
         names = [field.name for field in self.fields]
         if len(set(names)) < len(names):
             raise AtlasError(
@@ -90,7 +92,7 @@ class Page:
 
     def place(
         self,
-        layout: Layout,
+        layout: Layout | str,
         *,
         slots: int,
         blocks: int,
@@ -102,9 +104,10 @@ class Page:
 
         Padding lies behind each page, so a padded page must be one stretch.
         """
+        layout = layout if isinstance(layout, Layout) else Layout(layout)
         strides = {"L": slot_stride, "B": block_stride}
         inner = "B" if layout.outside("L", "B") else "L"
-        if self.padding and strides[inner] is None:
+        if self.padding:
             sizes = {"H": self.heads, "N": self.states, "C": self.content}
             broken = [a for a in "HNC" if sizes[a] > 1 and layout.outside(a, inner)]
             if broken:
@@ -114,7 +117,17 @@ class Page:
                     got=f"{layout} with {broken[0]} of size {sizes[broken[0]]} outside {inner}",
                     hint="Choose an order that starts with L and B, or remove the padding",
                 )
-            strides[inner] = self.nbytes
+            if strides[inner] is None:
+                strides[inner] = self.nbytes
+        for axis, count in (("L", slots), ("B", blocks)):
+            step = strides[axis]
+            if self.padding and step is not None and count > 1 and step < self.nbytes:
+                raise AtlasError(
+                    Code.PAGE_TOO_SMALL,
+                    "Pages lie at least a page apart, padding included",
+                    got=f"a stride of {step} along {axis} for pages of {self.nbytes} bytes",
+                    hint="Widen the stride, or remove the padding",
+                )
         return layout.place(
             L=slots,
             B=blocks,
@@ -125,6 +138,19 @@ class Page:
             strides={axis: stride for axis, stride in strides.items() if stride is not None},
         )
 
+    def pool_strides(
+        self, layout: Layout, *, slots: int, blocks: int, block_stride: int | None = None
+    ) -> tuple[int, int]:
+        """(slot stride, block stride) of such a pool, also where there is only one of either.
+
+        A placement forgets the stride of an axis with a single coordinate; an engine
+        that reserves room for more still wants it.
+        """
+        many = {"slots": max(slots, 2), "blocks": blocks}
+        slot = self.place(layout, **many, block_stride=block_stride).stride("L")
+        many = {"slots": slots, "blocks": max(blocks, 2)}
+        return slot, self.place(layout, **many, block_stride=block_stride).stride("B")
+
     def view(self, placement: Placement, name: str) -> Placement:
         """One field, wherever the cells are: their other axes, then the field's own.
 
@@ -132,6 +158,13 @@ class Page:
         slots and blocks.
         """
         field = self.field(name)
+        if placement.item != 1:
+            raise AtlasError(
+                Code.UNLIKE_PLACEMENTS,
+                "A field is viewed in a placement of bytes",
+                got=f"items of {placement.item} bytes",
+                hint="Pass what Page.place gave, before it was folded",
+            )
         cells = {"H": self.heads, "N": self.states, "C": self.content}
         for axis, size in cells.items():
             if placement.size(axis) != size:
@@ -141,7 +174,7 @@ class Page:
                     got=f"{axis} of {placement.size(axis)} for a page with {size}",
                     hint="View the field first and narrow the view",
                 )
-        self._check_flat(field, placement)
+        self._refuse_gaps(field, placement)
         steps = {axis: placement.stride(axis) for axis in cells}
         if self.content == 1:
             steps["C"] = 1
@@ -162,20 +195,36 @@ class Page:
             field.dtype.item,
         )
 
-    def _check_flat(self, field: Field, placement: Placement) -> None:
+    def gaps(self, placement: Placement) -> Placement | None:
+        """The padding behind each page of a placement, to be named as such; None without."""
+        if not self.padding:
+            return None
+        others = [axis for axis in placement.axes if axis not in "HNC"]
+        return Placement(
+            tuple(others),
+            tuple(map(placement.size, others)),
+            tuple(map(placement.stride, others)),
+            placement.offset + self.unpadded,
+            self.padding,
+        )
+
+    def _refuse_gaps(self, field: Field, placement: Placement) -> None:
         """A field that runs past its cell needs the next cells right behind it."""
-        reach = self.content
+        if field.last_content_byte < self.content:
+            return
         step = placement.stride("C") or 1
-        for axis in ("N", "H"):
-            if field.last_content_byte < reach:
-                return
-            if placement.size(axis) > 1 and placement.stride(axis) != reach * step:
-                raise AtlasError(
-                    Code.NOT_CONTIGUOUS,
-                    f"Field {field.name} lies flat over the cells along {axis}, without gaps",
-                    got=f"a stride of {placement.stride(axis)} along {axis}, not {reach * step}",
-                    hint="Choose an order that ends in "
-                    + ("NC" if axis == "N" else "HNC")
-                    + ", or a packing by cells",
-                )
-            reach *= placement.size(axis)
+        if field.last_content_byte < self.states * self.content:
+            gapless = placement.size("N") == 1 or placement.stride("N") == self.content * step
+            over, ending = "states", "NC"
+        else:
+            # Over the whole page the order of its axes does not matter: only that it is whole.
+            reach = sum((placement.size(axis) - 1) * placement.stride(axis) for axis in "HNC")
+            gapless = step == 1 and reach + 1 == self.unpadded
+            over, ending = "page", "H, N and C, C last"
+        if not gapless:
+            raise AtlasError(
+                Code.NOT_CONTIGUOUS,
+                f"Field {field.name} lies flat over its {over}, without gaps",
+                got=f"strides { ({axis: placement.stride(axis) for axis in 'HNC'}) }",
+                hint=f"Choose an order that ends in {ending}, or a packing by cells",
+            )

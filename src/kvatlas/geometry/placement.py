@@ -17,6 +17,7 @@ bytes. They are free of overlap by construction.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -78,6 +79,9 @@ class Placement(Affine):
         (32, 8, 1)
         """
         fixed = strides or {}
+        unknown = set(fixed) - {axis for axis, _ in axes}
+        if unknown:
+            raise bad_axes("Fixed strides are of axes that exist", sorted(unknown), "Drop them")
         steps: list[int] = []
         step = positive(item, "the item")
         for axis, size in reversed(axes):
@@ -236,6 +240,7 @@ class Placement(Affine):
         walked, rest = self._walk((), ids)
         walked = [np.unique(steps) for steps in walked]
         fold = rest.folded()
+        arrays.refuse_too_many(math.prod([fold.count, *map(len, walked)]), "runs")
         steps = [np.arange(n) * s for n, s in zip(fold.sizes, fold.strides, strict=True)]
         starts = arrays.outer_sum([*walked, *steps], fold.offset)
         lengths = np.full(len(starts), fold.item, dtype=np.int64)
@@ -268,12 +273,17 @@ class Placement(Affine):
         >>> Placement.packed([("B", 2), ("N", 3)], item=4).view(np.zeros(24, np.uint8)).shape
         (2, 3, 4)
         """
-        if buffer.dtype != np.uint8 or buffer.ndim != 1 or not buffer.flags.c_contiguous:
+        if (
+            not isinstance(buffer, np.ndarray)
+            or buffer.dtype != np.uint8
+            or buffer.ndim != 1
+            or not buffer.flags.c_contiguous
+        ):
             raise AtlasError(
                 Code.BAD_TENSOR,
                 "A buffer is one contiguous axis of uint8",
-                got=f"{buffer.dtype} of shape {buffer.shape}",
-                hint="Pass the whole allocation as bytes",
+                got=f"{type(buffer).__name__} {getattr(buffer, 'shape', '')}",
+                hint="Pass the whole allocation as a numpy array of bytes",
             )
         if self.stop > buffer.size:
             raise AtlasError(
@@ -296,6 +306,8 @@ class Placement(Affine):
         steps: list[Int64s] = []
         for place in walked:
             axis, size = self.axes[place], self.sizes[place]
+            if axis not in ids:
+                arrays.refuse_too_many(size, "coordinates")
             chosen = self._checked(axis, ids[axis]) if axis in ids else np.arange(size)
             steps.append(np.atleast_1d(chosen) * self.strides[place])
         return steps, self._pick([i for i in range(len(self.axes)) if i not in walked])
@@ -310,18 +322,36 @@ class Placement(Affine):
         )
 
 
-def fold_together(*sides: Placement) -> tuple[Placement, ...]:
+def fold_together(*sides: Placement, keep: Sequence[str] = ()) -> tuple[Placement, ...]:
     """The sides of a copy, folded where every one of them is gapless.
 
     What is left is the same axes for all of them, outermost first as the first
-    side has them; an item is then one run of the copy.
+    side has them; an item is then one run of the copy. Axes to `keep` come first and
+    are not folded, so that block ids can be bound to them.
 
     >>> a = Placement.packed([("B", 9), ("N", 4), ("C", 8)])
     >>> b = Placement.packed([("B", 9), ("N", 4), ("C", 8)], strides={"B": 64})
     >>> fold_together(a, b)
     (Placement(B=9:32, offset=0, item=32), Placement(B=9:64, offset=0, item=32))
     """
+    if not sides:
+        raise bad_axes("A copy has sides", sides, "Pass at least one placement")
     first = sides[0]
+    if keep:
+        kept = [[side.size(axis) for axis in keep] for side in sides]
+        inner = fold_together(*(_first_of(side, keep) for side in sides))
+        if any(sizes != kept[0] for sizes in kept):
+            raise bad_axes("Axes that are kept have one size on all sides", kept, "Narrow them")
+        return tuple(
+            Placement(
+                (*keep, *part.axes),
+                (*kept[0], *part.sizes),
+                (*map(side.stride, keep), *part.strides),
+                part.offset,
+                part.item,
+            )
+            for side, part in zip(sides, inner, strict=True)
+        )
     aligned = [side if side.axes == first.axes else side.reorder(*first.axes) for side in sides]
     if any(side.sizes != first.sizes or side.item != first.item for side in aligned):
         raise AtlasError(
@@ -335,3 +365,9 @@ def fold_together(*sides: Placement) -> tuple[Placement, ...]:
         Placement(fold.names, fold.sizes, strides, side.offset, fold.item)
         for side, strides in zip(aligned, fold.strides, strict=True)
     )
+
+
+def _first_of(placement: Placement, axes: Sequence[str]) -> Placement:
+    for axis in axes:
+        placement = placement.select(axis, 0)
+    return placement

@@ -29,11 +29,13 @@ def validate(
     size: int,
     padding: Mapping[str, Placement] | None = None,
     align: int = 1,
+    holes: bool = False,
 ) -> None:
     """Refuse parts that leave the buffer, share bytes, are misaligned, or leave holes.
 
-    `padding` names the bytes that belong to no part. `align` holds for where a
-    part starts and for its steps along L and B. Groups that overlay each other
+    `padding` names the bytes that belong to no part; with `holes` all that is left
+    over is padding. `align` holds for where a part starts and for its steps along
+    L and B. Groups that overlay each other
     are validated one at a time: a block id belongs to one of them.
 
     >>> rows = Placement.packed([("B", 4)], item=96, strides={"B": 128})
@@ -61,7 +63,7 @@ def validate(
                 hint="Check the number of blocks against the memory",
             )
     for name, part in parts.items():
-        steps = {axis: part.stride(axis) for axis in ("L", "B") if axis in part.axes}
+        steps = {axis: part.stride(axis) for axis in part.axes if set("LB") & set(axis.split("*"))}
         if part.offset % align or any(step % align for step in steps.values()):
             raise AtlasError(
                 Code.MISALIGNED,
@@ -71,7 +73,7 @@ def validate(
             )
     _refuse_shared_bytes(everything)
     covered = sum(part.nbytes for part in everything.values())
-    if covered < size:
+    if covered < size and not holes:
         raise AtlasError(
             Code.HOLE,
             "Every byte is in a part or in named padding",
@@ -81,20 +83,32 @@ def validate(
 
 
 def _refuse_shared_bytes(parts: Mapping[str, Placement]) -> None:
-    names = list(parts)
-    starts, lengths, owners = _runs(_one_step(list(parts.values())))
-    order = np.argsort(starts, kind="stable")
-    starts, lengths, owners = starts[order], lengths[order], owners[order]
-    clash = np.flatnonzero(starts[1:] < starts[:-1] + lengths[:-1])
-    if clash.size:
-        first = int(clash[0])
-        raise AtlasError(
-            Code.OVERLAP,
-            "No two parts share a byte",
-            got=f"{names[owners[first]]} and {names[owners[first + 1]]} "
-            f"at byte {starts[first + 1]}",
-            hint="Move or shrink one of them; groups that overlay are validated apart",
-        )
+    for names in _neighbours(parts):
+        starts, lengths, owners = _runs(_one_step([parts[name] for name in names]))
+        order = np.argsort(starts, kind="stable")
+        starts, lengths, owners = starts[order], lengths[order], owners[order]
+        clash = np.flatnonzero(starts[1:] < starts[:-1] + lengths[:-1])
+        if clash.size:
+            first = int(clash[0])
+            raise AtlasError(
+                Code.OVERLAP,
+                "No two parts share a byte",
+                got=f"{names[owners[first]]} and {names[owners[first + 1]]} "
+                f"at byte {starts[first + 1]}",
+                hint="Move or shrink one of them; groups that overlay are validated apart",
+            )
+
+
+def _neighbours(parts: Mapping[str, Placement]) -> list[list[str]]:
+    """Parts whose extents meet, in sets: parts of unlike sets cannot share a byte."""
+    found: list[list[str]] = []
+    reach = 0
+    for name in sorted(parts, key=lambda name: parts[name].offset):
+        if not found or parts[name].offset >= reach:
+            found.append([])
+        found[-1].append(name)
+        reach = max(reach, parts[name].stop)
+    return [names for names in found if len(names) > 1]
 
 
 def _one_step(parts: list[Placement]) -> list[Placement]:
@@ -113,7 +127,7 @@ def _one_step(parts: list[Placement]) -> list[Placement]:
 def _runs(parts: list[Placement]) -> tuple[Int64s, Int64s, Int64s]:
     if sum(part.count for part in parts) > _MOST_RUNS:
         raise AtlasError(
-            Code.OVERLAP,
+            Code.UNDECIDED,
             "Parts are shown to be apart before they are used",
             got=f"{sum(part.count for part in parts)} runs that share no outer axis",
             hint="Give the parts of a pool the same block axis",
@@ -128,7 +142,7 @@ def _runs(parts: list[Placement]) -> tuple[Int64s, Int64s, Int64s]:
 
 
 def _first_hole(parts: Mapping[str, Placement]) -> str:
-    if sum(part.folded().count for part in parts.values()) > 1 << 20:
+    if not parts or sum(part.folded().count for part in parts.values()) > 1 << 20:
         return ""
     starts, lengths, _ = _runs([part.folded() for part in parts.values()])
     starts, lengths = arrays.join(starts, lengths)

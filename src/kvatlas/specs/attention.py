@@ -22,12 +22,22 @@ from __future__ import annotations
 from typing import Literal
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import DType, Field, FieldAxis, Page, Piece
-from kvatlas.geometry.field import Cut
-from kvatlas.specs.base import Part, Spec, bad_spec, check_positive, in_cells, in_planes, row_bytes
+from kvatlas.geometry import (
+    Cut,
+    Field,
+    FieldAxis,
+    Page,
+    Share,
+    flat,
+    in_cells,
+    in_planes,
+    row_bytes,
+)
+from kvatlas.specs.base import Spec, bad_spec, check, plain_dtype
 from kvatlas.specs.content import Sides, sides
 
 Packing = Literal["cells", "head_groups", "planes", "tiled_planes", "transposed"]
+Scales = Literal["inline", "planes", "state_planes"]
 
 _TILE_BYTES = 16
 
@@ -41,34 +51,56 @@ class Attention(Spec, frozen=True, kw_only=True):
     """Elements of a V row where they differ from K's."""
     dtype: str = "bf16"
     cache: str = "auto"
-    packing: Packing = "cells"
-    scales: Literal["inline", "planes"] = "inline"
-    """Head groups only: scales in each cell, or behind all data of a side as FlashInfer wants."""
+    packing: Packing | None = None
+    """None for what the cache dtype wants: head groups for nvfp4, else cells."""
+    scales: Scales | None = None
+    """Where head groups keep block scales: in each cell, or behind all data of a side.
+    FlashInfer reads `planes` of rows (H, N) in head-major pages and `state_planes` of rows
+    (N, H) in state-major ones. None for planes with nvfp4, else inline."""
 
     def __post_init__(self) -> None:
-        check_positive(self, "heads", "head_dim")
-        if self.v_dim is not None:
-            check_positive(self, "v_dim")
+        check(self, sizes=("heads", "head_dim", *(["v_dim"] if self.v_dim is not None else [])))
         both = self._sides()
-        uneven = row_bytes(both.k) != row_bytes(both.v)
-        if uneven and self.packing not in ("cells", "transposed"):
+        packing = self.packed_as
+        if row_bytes(both.k) != row_bytes(both.v) and packing not in ("cells", "transposed"):
             raise bad_spec(
-                f"Packing {self.packing} wants K and V rows of one size",
+                f"Packing {packing} wants K and V rows of one size",
                 f"{row_bytes(both.k)} and {row_bytes(both.v)} bytes",
                 "Use packing cells",
             )
-        if self.packing in ("tiled_planes", "transposed") and len(both.k) + len(both.v) > 2:
+        if packing in ("tiled_planes", "transposed") and len(both.k) + len(both.v) > 2:
             raise bad_spec(
-                f"Packing {self.packing} has no place for scales",
+                f"Packing {packing} has no place for scales",
                 f"cache dtype {self.cache}",
                 "Use packing cells or head_groups",
             )
-        if self.cache == "nvfp4" and self.packing != "head_groups":
+        if self.cache == "nvfp4" and packing != "head_groups":
             raise bad_spec(
-                "nvfp4 keeps K and V in head groups",
-                f"packing {self.packing}",
+                "nvfp4 keeps K and V in head groups", f"packing {packing}", "Leave packing out"
+            )
+        if self.scales not in (None, "inline") and packing != "head_groups":
+            raise bad_spec(
+                "Only head groups keep scales in planes",
+                f"scales {self.scales} with packing {packing}",
                 "Use packing head_groups",
             )
+        tile = _TILE_BYTES // both.k[0].dtype.item
+        if packing == "tiled_planes" and both.k[0].items % tile:
+            raise bad_spec(
+                f"Tiled K has tiles of {_TILE_BYTES} bytes",
+                f"{both.k[0].nbytes} bytes in a row",
+                "Use packing planes",
+            )
+
+    @property
+    def packed_as(self) -> Packing:
+        """The packing in use."""
+        return self.packing or ("head_groups" if self.cache == "nvfp4" else "cells")
+
+    @property
+    def scales_as(self) -> Scales:
+        """Where block scales lie."""
+        return self.scales or ("planes" if self.cache == "nvfp4" else "inline")
 
     @property
     def tokens_per_state(self) -> int | None:
@@ -82,85 +114,48 @@ class Attention(Spec, frozen=True, kw_only=True):
         32768
         """
         states, cut = self.states(block), Cut.heads(self.heads)
-        pieces, heads = cut.pieces(tp, rank), cut.size(tp)
+        heads, share = cut.size(tp), Share(cut, cut.pieces(tp, rank))
         both = self._sides()
-        if self.packing == "cells":
-            parts = [*both.k, *both.v]
-            fields = in_cells(parts, _cells(heads, states), cut=cut, pieces=pieces)
-            return Page(heads, states, row_bytes(parts), tuple(fields))
-        if self.packing == "transposed":
-            return self._transposed(both, heads, states, cut, pieces)
-        slots, content = 2 * heads, row_bytes(both.k)
-        if self.packing != "head_groups":
-            slots, content = 2, heads * row_bytes(both.k)
-        fields = []
-        for parts, head in ((both.k, 0), (both.v, slots // 2)):
-            fields += self._side(parts, head, heads, states, cut, pieces)
-        return Page(slots, states, content, tuple(fields))
+        row = row_bytes(both.k)
+        match self.packed_as:
+            case "cells":
+                parts = [*both.k, *both.v]
+                fields = in_cells(parts, _cells(heads, states), share)
+                return Page(heads, states, row_bytes(parts), tuple(fields))
+            case "transposed":
+                fields = _transposed(both, heads, states, share)
+                return Page(heads, states, row + row_bytes(both.v), tuple(fields))
+            case "head_groups":
+                fields = self._head_groups(both, heads, states, share)
+                return Page(2 * heads, states, row, tuple(fields))
+            case "planes":
+                cells = (FieldAxis("H", heads, "C", row), FieldAxis("N", states, "N"))
+                fields = in_cells(both.k, cells, share) + in_cells(both.v, cells, share, head=1)
+                return Page(2, states, heads * row, tuple(fields))
+            case "tiled_planes":
+                fields = _tiled(both, heads, states, share)
+                return Page(2, states, heads * row, tuple(fields))
 
     def _sides(self) -> Sides:
-        return sides(self.cache, DType.of(self.dtype), self.head_dim, self.v_dim or self.head_dim)
+        dtype = plain_dtype(self.dtype)
+        return sides(self.cache, dtype, self.head_dim, self.v_dim or self.head_dim)
 
-    def _side(
-        self,
-        parts: list[Part],
-        head: int,
-        heads: int,
-        states: int,
-        cut: Cut,
-        pieces: tuple[Piece, ...],
-    ) -> list[Field]:
-        """K's or V's fields in the packings that keep the sides apart."""
-        if self.packing == "head_groups":
-            if self.scales == "planes":
-                planes, rows = [[part] for part in parts], (("H", heads), ("N", states))
-                return in_planes(planes, rows, head=head, cut=cut, pieces=pieces)
-            return in_cells(parts, _cells(heads, states), head=head, cut=cut, pieces=pieces)
-        if self.packing == "planes":
-            cells = (FieldAxis("H", heads, "C", row_bytes(parts)), FieldAxis("N", states, "N"))
-            return in_cells(parts, cells, head=head, cut=cut, pieces=pieces)
-        (part,) = parts
-        item, dim = part.dtype.item, part.items
-        # K is tiled so that a thread loads 16 bytes of one state; V keeps states innermost.
-        x = _TILE_BYTES // item if part.name == "k" else 1
-        if dim % x:
-            raise bad_spec(
-                f"Tiled K has tiles of {_TILE_BYTES} bytes",
-                f"{dim} elements of {item} bytes",
-                "Use packing planes",
-            )
-        element = [FieldAxis("C", dim // x, "C", states * x * item)]
-        if x > 1:
-            element.append(FieldAxis("c", x, "C", item))
-        axes = (
-            FieldAxis("H", heads, "C", states * dim * item),
-            FieldAxis("N", states, "C", x * item),
-            *element,
-        )
-        return [Field(part.name, part.dtype, axes, head, cut=cut, pieces=pieces)]
-
-    def _transposed(
-        self, both: Sides, heads: int, states: int, cut: Cut, pieces: tuple[Piece, ...]
-    ) -> Page:
-        (k,), (v,) = both
-        item, head = k.dtype.item, FieldAxis("H", heads, "H")
-        k_axes = (
-            head,
-            FieldAxis("N", states, "C", item),
-            FieldAxis("C", k.items, "C", states * item),
-        )
-        v_axes = (head, FieldAxis("N", states, "C", v.nbytes), FieldAxis("C", v.items, "C", item))
-        fields = (
-            Field("k", k.dtype, k_axes, cut=cut, pieces=pieces),
-            Field("v", v.dtype, v_axes, offset=states * k.nbytes, cut=cut, pieces=pieces),
-        )
-        return Page(heads, states, k.nbytes + v.nbytes, fields)
+    def _head_groups(self, both: Sides, heads: int, states: int, share: Share) -> list[Field]:
+        """K in the first half of the head slots and V in the second."""
+        if self.scales_as == "inline":
+            cells = _cells(heads, states)
+            return in_cells(both.k, cells, share) + in_cells(both.v, cells, share, head=heads)
+        rows = [("H", heads), ("N", states)]
+        if self.scales_as == "state_planes":
+            rows.reverse()
+        planes = [[part] for part in (*both.k, *both.v)]
+        return in_planes(planes, rows, share, axes=("H", "N"))
 
 
 class FullAttention(Attention, frozen=True, kw_only=True, tag="full_attention"):
     """Every token is kept.
 
-    >>> page = FullAttention(heads=8, head_dim=128, cache="nvfp4", packing="head_groups").page(16)
+    >>> page = FullAttention(heads=8, head_dim=128, cache="nvfp4").page(16)
     >>> page.heads, page.states, page.content
     (16, 16, 72)
     """
@@ -173,7 +168,7 @@ class SlidingAttention(Attention, frozen=True, kw_only=True, tag="sliding_attent
 
     def __post_init__(self) -> None:
         Attention.__post_init__(self)
-        check_positive(self, "window")
+        check(self, sizes=("window",))
 
 
 class ChunkedAttention(Attention, frozen=True, kw_only=True, tag="chunked_attention"):
@@ -183,7 +178,7 @@ class ChunkedAttention(Attention, frozen=True, kw_only=True, tag="chunked_attent
 
     def __post_init__(self) -> None:
         Attention.__post_init__(self)
-        check_positive(self, "chunk")
+        check(self, sizes=("chunk",))
 
 
 class SinkAttention(Attention, frozen=True, kw_only=True, tag="sink_attention"):
@@ -197,7 +192,7 @@ class SinkAttention(Attention, frozen=True, kw_only=True, tag="sink_attention"):
 
     def __post_init__(self) -> None:
         Attention.__post_init__(self)
-        check_positive(self, "sinks", *(["window"] if self.window is not None else []))
+        check(self, sizes=("sinks", *(["window"] if self.window is not None else [])))
 
 
 class CrossAttention(Attention, frozen=True, kw_only=True, tag="cross_attention"):
@@ -207,7 +202,7 @@ class CrossAttention(Attention, frozen=True, kw_only=True, tag="cross_attention"
 
     def __post_init__(self) -> None:
         Attention.__post_init__(self)
-        check_positive(self, "source")
+        check(self, sizes=("source",))
 
 
 class EncoderOnlyAttention(Attention, frozen=True, kw_only=True, tag="encoder_only_attention"):
@@ -225,3 +220,27 @@ class EncoderOnlyAttention(Attention, frozen=True, kw_only=True, tag="encoder_on
 
 def _cells(heads: int, states: int) -> tuple[FieldAxis, FieldAxis]:
     return FieldAxis("H", heads, "H"), FieldAxis("N", states, "N")
+
+
+def _transposed(both: Sides, heads: int, states: int, share: Share) -> list[Field]:
+    """In each head K as [D, N], then V as [N, D]."""
+    (k,), (v,) = both
+    head = (FieldAxis("H", heads, "H"),)
+    k_rows, v_rows = [("C", k.items), ("N", states)], [("N", states), ("C", v.items)]
+    after = row_bytes([k]) * states
+    return [
+        flat("k", k.dtype, k_rows, share, axes=("N", "C"), cells=head),
+        flat("v", v.dtype, v_rows, share, cells=head, offset=after),
+    ]
+
+
+def _tiled(both: Sides, heads: int, states: int, share: Share) -> list[Field]:
+    """K as [H, D/x, N, x], so that a thread loads 16 bytes of one state; V as [H, D, N]."""
+    (k,), (v,) = both
+    tile = _TILE_BYTES // k.dtype.item
+    k_rows = [("H", heads), ("C", k.items // tile), ("N", states), ("c", tile)]
+    v_rows = [("H", heads), ("C", v.items), ("N", states)]
+    return [
+        flat("k", k.dtype, k_rows, share, axes=("H", "N", "C", "c")),
+        flat("v", v.dtype, v_rows, share, axes=("H", "N", "C"), head=1),
+    ]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import DType, Field, FieldAxis, Page, Piece
-from kvatlas.geometry.field import Cut
-from kvatlas.geometry.integers import positive
+from kvatlas.geometry import DType, Page, Piece
+from kvatlas.geometry.integers import natural, positive
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", forbid_unknown_fields=True):
@@ -48,9 +47,8 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", forbid_u
 
     def replicas(self, tp: int) -> int:
         """How many ranks of `tp` hold each byte of this layer, at least."""
-        block = self.tokens_per_state or 1
-        counts = [field.cut.replicas(tp) for field in self.page(block, tp=tp).fields]
-        return min(counts)
+        page = self.page(self.tokens_per_state or 1, tp=tp)
+        return min(field.cut.replicas(tp) for field in page.fields if not field.padding)
 
     def shares(self, tp: int, rank: int) -> dict[str, tuple[Piece, ...]]:
         """Which rows of each field's cut axis `rank` holds; empty for all of them."""
@@ -58,80 +56,60 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", forbid_u
         return {field.name: field.pieces for field in page.fields if not field.padding}
 
 
-class Part(msgspec.Struct, frozen=True):
-    """A row of elements in a cell: `k` of 128 e4m3, or one fp32 scale."""
+def check(spec: Spec, *, sizes: tuple[str, ...] = (), counts: tuple[str, ...] = ()) -> None:
+    """Refuse a spec with numbers or words that cannot be.
 
-    name: str
-    dtype: DType
-    elements: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the row."""
-        return self.dtype.storage(self.elements)
-
-    @property
-    def items(self) -> int:
-        """Storage items of the row: elements, or bytes where they are packed."""
-        return self.nbytes // self.dtype.item
-
-
-def row_bytes(parts: list[Part]) -> int:
-    """Bytes of parts that lie behind each other."""
-    return sum(part.nbytes for part in parts)
-
-
-def in_cells(
-    parts: list[Part],
-    cells: tuple[FieldAxis, ...],
-    *,
-    head: int = 0,
-    offset: int = 0,
-    cut: Cut,
-    pieces: tuple[Piece, ...],
-) -> list[Field]:
-    """Parts behind each other in every cell, as fields."""
-    fields = []
-    for part in parts:
-        axis = FieldAxis("C", part.items, "C", part.dtype.item)
-        fields.append(
-            Field(part.name, part.dtype, (*cells, axis), head, offset, cut=cut, pieces=pieces)
-        )
-        offset += part.nbytes
-    return fields
-
-
-def in_planes(
-    planes: list[list[Part]],
-    rows: tuple[tuple[str, int], ...],
-    *,
-    head: int = 0,
-    cut: Cut,
-    pieces: tuple[Piece, ...],
-) -> list[Field]:
-    """Planes flat behind each other, each with its parts in every row, as fields.
-
-    `rows` are the axes of a plane, outermost first.
+    msgspec checks what it decodes; this holds for what Python code constructs too.
     """
-    fields: list[Field] = []
-    offset = 0
-    for parts in planes:
-        step = row_bytes(parts)
-        axes: tuple[FieldAxis, ...] = ()
-        for name, size in reversed(rows):
-            axes = (FieldAxis(name, size, "C", step), *axes)
-            step *= size
-        fields += in_cells(parts, axes, head=head, offset=offset, cut=cut, pieces=pieces)
-        offset += step
-    return fields
-
-
-def check_positive(spec: Spec, *names: str) -> None:
-    """Refuse a spec whose named numbers are not whole and positive."""
-    for name in names:
+    for name in sizes:
         positive(getattr(spec, name), f"{name} of {type(spec).__name__}")
+    for name in counts:
+        natural(getattr(spec, name), f"{name} of {type(spec).__name__}")
+    for name, words in _words(type(spec)).items():
+        if getattr(spec, name) not in words:
+            raise bad_spec(
+                f"{name} of {type(spec).__name__} is one of its words",
+                repr(getattr(spec, name)),
+                f"Use one of {', '.join(map(str, words))}",
+            )
+
+
+def plain_dtype(name: str) -> DType:
+    """A dtype whose elements stand for themselves: no packing, no scales."""
+    dtype = DType.of(name)
+    if dtype.packed or dtype.scale:
+        raise bad_spec(
+            "What is kept as it is has whole bytes and no scales",
+            f"dtype {dtype}",
+            "Use a cache dtype for quantised content",
+        )
+    return dtype
 
 
 def bad_spec(rule: str, got: Any, hint: str) -> AtlasError:
     """A refusal of what a spec was given."""
     return AtlasError(Code.BAD_SPEC, rule, got=got, hint=hint)
+
+
+def _words(kind: type[Spec]) -> dict[str, tuple[Any, ...]]:
+    """Fields of a kind that take one of a few words, and those words."""
+    found = _WORDS.get(kind)
+    if found is None:
+        hints = get_type_hints(kind)
+        found = {name: words for name, hint in hints.items() if (words := _literals(hint))}
+        _WORDS[kind] = found
+    return found
+
+
+def _literals(hint: Any) -> tuple[Any, ...]:
+    """The words of a Literal, or of one in a union with None."""
+    words = get_args(hint)
+    if words and all(word is None or isinstance(word, str) for word in words):
+        return words
+    inner = [_literals(word) for word in words if word is not type(None)]
+    if len(inner) == 1 and inner[0] and type(None) in words:
+        return (*inner[0], None)
+    return ()
+
+
+_WORDS: dict[type[Spec], dict[str, tuple[Any, ...]]] = {}

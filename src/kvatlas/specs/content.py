@@ -9,7 +9,7 @@ them.
 | `auto` | D of the model's dtype |
 | `fp8`, `fp8_e4m3`, `fp8_e5m2` | D of fp8; one scale for the tensor, kept elsewhere |
 | `int8_per_token_head`, `fp8_per_token_head` | D bytes, one fp32 scale |
-| `int4_per_token_head` | D/2 bytes, 4 bytes of scale and zero point |
+| `int4_per_token_head` | D/2 bytes, an fp32 scale with the zero point in its low bits |
 | `nvfp4` | D/2 bytes, one e4m3 scale for each 16 |
 | `turboquant_*` | K: 8-bit, or codes and a norm; V: codes, a scale and a zero point |
 """
@@ -18,8 +18,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvatlas.geometry import DType
-from kvatlas.specs.base import Part, bad_spec
+from kvatlas.geometry import DType, Part
+from kvatlas.specs.base import bad_spec
 
 _TURBOQUANT = {
     "turboquant_k8v4": ("e4m3", "uint4"),
@@ -33,7 +33,7 @@ _PER_TENSOR = {"fp8": "e4m3", "fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2"}
 _PER_TOKEN_HEAD = {
     "int8_per_token_head": "int8",
     "fp8_per_token_head": "e4m3",
-    "int4_per_token_head": "int4",
+    "int4_per_token_head": "uint4",
 }
 
 ATTENTION_CACHES: tuple[str, ...] = (
@@ -65,6 +65,12 @@ def sides(cache: str, dtype: DType, k_dim: int, v_dim: int) -> Sides:
         return Sides([Part("k", element, k_dim)], [Part("v", element, v_dim)])
     if cache in _PER_TOKEN_HEAD:
         element, scale = DType.of(_PER_TOKEN_HEAD[cache]), DType.of("fp32")
+        if element.packed and (k_dim % 2 or v_dim % 2):
+            raise bad_spec(
+                "Two 4-bit codes share a byte",
+                f"head sizes {k_dim} and {v_dim}",
+                "Use even head sizes",
+            )
         return Sides(
             [Part("k", element, k_dim), Part("k_scale", scale, 1)],
             [Part("v", element, v_dim), Part("v_scale", scale, 1)],

@@ -16,9 +16,20 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from kvatlas.geometry import DType, FieldAxis, Page
-from kvatlas.geometry.field import Cut
-from kvatlas.specs.base import Part, Spec, bad_spec, check_positive, in_cells, in_planes, row_bytes
+from kvatlas.geometry import (
+    Cut,
+    DType,
+    Field,
+    FieldAxis,
+    Page,
+    Part,
+    Share,
+    in_cells,
+    in_planes,
+    row_bytes,
+)
+from kvatlas.geometry.integers import round_up
+from kvatlas.specs.base import Spec, bad_spec, check, plain_dtype
 
 Version = Literal["v3", "v4", "v4.1"]
 
@@ -67,8 +78,9 @@ class LatentAttention(Spec, frozen=True, kw_only=True, tag="latent_attention"):
     """Pages are padded to a multiple of this many bytes; None for what the format wants."""
 
     def __post_init__(self) -> None:
-        check_positive(self, "latent", "rope", "compress", *(["align"] if self.align else []))
-        self._planes()
+        given = ["align"] if self.align is not None else []
+        check(self, sizes=("latent", "rope", "compress", *given))
+        self.page(self.compress)
 
     @property
     def tokens_per_state(self) -> int | None:
@@ -79,11 +91,15 @@ class LatentAttention(Spec, frozen=True, kw_only=True, tag="latent_attention"):
         """The page, the same on every rank."""
         form = _FORMATS.get((self.cache, self.version))
         align = self.align or (form.align if form else 1)
-        return _page_of_planes(self._planes(), self.states(block), align, tp, rank)
+        page = _page_of_planes(self._planes(), self.states(block), align, tp, rank)
+        if (self.cache, self.version) != ("nvfp4_ds_mla", "v3"):
+            return page
+        fields = tuple(_dealt(f) if f.name == "latent_scale" else f for f in page.fields)
+        return Page(page.heads, page.states, page.content, fields, page.padding)
 
     def _planes(self) -> list[list[Part]]:
         if self.cache in ("auto", "fp8", "fp8_e4m3"):
-            element = DType.of(self.dtype if self.cache == "auto" else "e4m3")
+            element = plain_dtype(self.dtype if self.cache == "auto" else "e4m3")
             return [[Part("latent", element, self.latent), Part("rope", element, self.rope)]]
         form = _FORMATS.get((self.cache, self.version))
         if form is None:
@@ -119,23 +135,25 @@ class SlidingLatentAttention(LatentAttention, frozen=True, kw_only=True, tag="sl
 
     def __post_init__(self) -> None:
         LatentAttention.__post_init__(self)
-        check_positive(self, "window")
+        check(self, sizes=("window",))
 
 
 class Indexer(Spec, frozen=True, kw_only=True, tag="indexer"):
     """Keys by which sparse attention chooses states: all rows of a page, then all scales.
+
+    MiniMax-M3 keeps its keys in bf16, without scales.
 
     >>> Indexer().page(64).content, Indexer(cache="mxfp4").page(64).content
     (132, 68)
     """
 
     head_dim: int = 128
-    cache: Literal["fp8", "mxfp4"] = "fp8"
+    cache: Literal["fp8", "mxfp4", "bf16"] = "fp8"
     compress: int = 1
     align: int = 1
 
     def __post_init__(self) -> None:
-        check_positive(self, "head_dim", "compress", "align")
+        check(self, sizes=("head_dim", "compress", "align"))
         if self.head_dim % 32:
             raise bad_spec(
                 "An indexer's keys are scaled in blocks of 32 or 128",
@@ -150,6 +168,9 @@ class Indexer(Spec, frozen=True, kw_only=True, tag="indexer"):
 
     def page(self, block: int, *, tp: int = 1, rank: int = 0) -> Page:
         """The page, the same on every rank."""
+        if self.cache == "bf16":
+            rows = [[Part("index", DType.of("bf16"), self.head_dim)]]
+            return _page_of_planes(rows, self.states(block), self.align, tp, rank)
         if self.cache == "fp8":
             key, scale = DType.of("e4m3"), Part("index_scale", DType.of("fp32"), 1)
         else:
@@ -172,8 +193,8 @@ class CompressorState(Spec, frozen=True, kw_only=True, tag="compressor_state"):
     align: int = 1
 
     def __post_init__(self) -> None:
-        check_positive(self, "width", "window", "align")
-        DType.of(self.dtype)
+        check(self, sizes=("width", "window", "align"))
+        plain_dtype(self.dtype)
 
     @property
     def tokens_per_state(self) -> int | None:
@@ -204,7 +225,6 @@ def compressed_latent(
     ratio: int,
     *,
     cache: str = "fp8_ds_mla",
-    version: Version = "v4",
     window: int = 128,
     head_dim: int = 512,
     rope: int = 64,
@@ -214,12 +234,15 @@ def compressed_latent(
     """The caches of a DeepSeek-V4 layer that keeps one state for `ratio` tokens.
 
     Ratio 4 overlaps its windows, so its compressor runs over twice as many tokens
-    with two sums each, and brings an indexer with a compressor of its own; a large
-    ratio needs neither. Ratio 0 is a layer with the window alone.
+    with two sums each, and brings an indexer with a compressor of its own; ratio 128
+    needs neither. Ratio 0 is a layer with the window alone.
 
     >>> {name: spec.page(256).states for name, spec in compressed_latent(128).items()}
     {'swa': 256, 'attn': 2, 'compressor': 256}
     """
+    if ratio not in (0, 4, 128):
+        raise bad_spec("DeepSeek-V4 compresses by 4 or 128", f"ratio {ratio}", "Use 0, 4 or 128")
+    version: Version = "v4"
     form = _FORMATS.get((cache, version))
     align = form.align if form else 512
     window_rows = SlidingLatentAttention(
@@ -256,11 +279,24 @@ def compressed_latent(
 
 def _page_of_planes(planes: list[list[Part]], states: int, align: int, tp: int, rank: int) -> Page:
     cut = Cut.replicated()
-    pieces = cut.pieces(tp, rank)
+    share = Share(cut, cut.pieces(tp, rank))
     if len(planes) == 1:
-        cells = (FieldAxis("N", states, "N"),)
-        fields = in_cells(planes[0], cells, cut=cut, pieces=pieces)
+        fields = in_cells(planes[0], (FieldAxis("N", states, "N"),), share)
     else:
-        fields = in_planes(planes, (("N", states),), cut=cut, pieces=pieces)
+        fields = in_planes(planes, [("N", states)], share)
     page = Page(1, states, sum(map(row_bytes, planes)), tuple(fields))
-    return page.padded(-(-page.unpadded // align) * align)
+    return page.padded(round_up(page.unpadded, align))
+
+
+def _dealt(scales: Field) -> Field:
+    """Scales dealt out in fours, as FlashMLA reads nvfp4: scale s at byte 8 (s mod 4) + s // 4."""
+    *cells, row = scales.axes
+    if row.size % 4:
+        raise bad_spec(
+            "nvfp4_ds_mla deals its scales out in fours",
+            f"{row.size} scales",
+            "Use a latent that is a multiple of 64",
+        )
+    fours = FieldAxis("C", row.size // 4, "C", 1)
+    axes = (*cells, fours, FieldAxis("c", 4, "C", row.size // 4))
+    return Field(scales.name, scales.dtype, axes, offset=scales.offset, cut=scales.cut)

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from kvatlas.geometry import DType, Field, FieldAxis, Page, Section
-from kvatlas.geometry.field import Cut
-from kvatlas.specs.base import Spec, bad_spec, check_positive
+from kvatlas.geometry import Cut, Field, Page, Section, Share, flat
+from kvatlas.specs.base import Spec, bad_spec, check, plain_dtype
 
 
 class State(NamedTuple):
@@ -52,18 +51,12 @@ class Recurrent(Spec, frozen=True, kw_only=True):
         fields: list[Field] = []
         offset = 0
         for state in self.layer_states():
-            cut, dtype = state.cut, DType.of(state.dtype)
+            cut = state.cut
             sizes = [(a, cut.size(tp) if a == cut.axis else size) for a, size in state.axes]
-            axes: list[FieldAxis] = []
-            step = dtype.item
-            for name, size in reversed(sizes):
-                axes.insert(0, FieldAxis(name, size, "C", step))
-                step *= size
-            pieces = cut.pieces(tp, rank)
-            fields.append(
-                Field(state.name, dtype, tuple(axes), offset=offset, cut=cut, pieces=pieces)
-            )
-            offset += step
+            share = Share(cut, cut.pieces(tp, rank))
+            field = flat(state.name, plain_dtype(state.dtype), sizes, share, offset=offset)
+            fields.append(field)
+            offset += field.nbytes
         return Page(1, 1, offset, tuple(fields))
 
 
@@ -84,12 +77,12 @@ class _WithConv(Recurrent, frozen=True, kw_only=True):
         return State("conv", self.conv_dtype, axes, Cut.sections("R", *sections))
 
     def _check(self, *names: str) -> None:
-        check_positive(self, *names)
-        if self.kernel < 2 or self.speculative < 0:
+        check(self, sizes=(*names, "kernel"), counts=("speculative",))
+        if self.kernel < 2:
             raise bad_spec(
-                "A convolution has a kernel of at least 2 and no negative speculation",
-                f"kernel {self.kernel}, speculative {self.speculative}",
-                "Use ShortConv and its relatives only for layers with a convolution",
+                "A convolution has a kernel of at least 2",
+                f"kernel {self.kernel}",
+                "Leave the layer out if it has no convolution",
             )
         self.page(1)
 
@@ -183,8 +176,8 @@ class LightningAttention(Recurrent, frozen=True, kw_only=True, tag="lightning_at
     ssm_dtype: str = "bf16"
 
     def __post_init__(self) -> None:
-        check_positive(self, "heads", "head_dim")
-        DType.of(self.ssm_dtype)
+        check(self, sizes=("heads", "head_dim"))
+        self.page(1)
 
     def layer_states(self) -> tuple[State, ...]:
         """An ssm [heads, head_dim, head_dim]."""
@@ -218,7 +211,7 @@ class Rwkv7(Recurrent, frozen=True, kw_only=True, tag="rwkv7"):
     shift_dtype: str = "fp32"
 
     def __post_init__(self) -> None:
-        check_positive(self, "heads", "head_dim", "hidden")
+        check(self, sizes=("heads", "head_dim", "hidden"))
         self.page(1)
 
     def layer_states(self) -> tuple[State, ...]:
