@@ -1,0 +1,13 @@
+"""Models: from a config to what each layer caches.
+
+`Model.load` takes a config in any form, or a name from the built-in catalogue, and
+lists a model's caches in the order in which an engine registers them. A reader
+reads a family, not a model; families differ in patterns and in sizes, and every
+size is checked by the spec that it ends in.
+"""
+
+from kvatlas.models.catalogue import Entry, catalogue
+from kvatlas.models.load import load
+from kvatlas.models.model import Layer, Model
+
+__all__ = ["Entry", "Layer", "Model", "catalogue", "load"]

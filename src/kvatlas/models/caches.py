@@ -1,0 +1,106 @@
+"""Cache dtypes: what a checkpoint asks for, and a layer's spec under another one.
+
+The dtype of a cache is not the dtype of the weights: a checkpoint in 4 bits mostly
+keeps its cache in bf16. Only the quantisation section's own words about the cache
+count.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry import DType
+from kvatlas.models.config import Config
+from kvatlas.specs import (
+    ATTENTION_CACHES,
+    LATENT_CACHES,
+    AnySpec,
+    ChunkedAttention,
+    CrossAttention,
+    FullAttention,
+    LatentAttention,
+    SinkAttention,
+    SlidingAttention,
+)
+
+_ATTENTION = (FullAttention, SlidingAttention, ChunkedAttention, SinkAttention, CrossAttention)
+_ELEMENTS = ("bf16", "fp16", "fp32")
+_ALGORITHMS = {"fp8": "fp8_e4m3", "nvfp4": "nvfp4"}
+
+S = TypeVar("S", bound=AnySpec)
+
+
+def checkpoint_cache(root: Config, text: Config, warnings: list[str]) -> str:
+    """The cache dtype that a checkpoint asks for: `auto` where it says nothing.
+
+    >>> scheme = {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}
+    >>> checkpoint_cache(Config({"quantization_config": scheme}), Config({}), [])
+    'fp8_e4m3'
+    """
+    names = ("quantization_config", "compression_config")
+    section = root.section(*names) or text.section(*names)
+    if section is None:
+        return "auto"
+    scheme = section.get("kv_cache_scheme")
+    # ModelOpt writes a word, at the top or one level down; others write a small object.
+    inner = section.get("quantization")
+    word = section.get("kv_cache_quant_algo")
+    if word is None and isinstance(inner, dict):
+        word = inner.get("kv_cache_quant_algo")
+    if isinstance(scheme, dict) and (scheme.get("num_bits"), scheme.get("type")) == (8, "float"):
+        return "fp8_e4m3"
+    if isinstance(scheme, dict) and (scheme.get("num_bits"), scheme.get("type")) == (4, "float"):
+        return "nvfp4"
+    asked = word or scheme
+    if asked is None:
+        return "auto"
+    found = _ALGORITHMS.get(asked.lower()) if isinstance(asked, str) else None
+    if found is None:
+        warnings.append(f"the checkpoint's cache scheme {asked!r} is not known: auto assumed")
+    return found or "auto"
+
+
+def check_cache(kv_dtype: object) -> str:
+    """`kv_dtype` where some layer could be cached so, with its usual spelling."""
+    known = (*ATTENTION_CACHES, *LATENT_CACHES)
+    if kv_dtype in known:
+        return str(kv_dtype)
+    try:
+        name = DType.of(kv_dtype).name
+    except AtlasError:
+        name = ""
+    if name not in _ELEMENTS:
+        raise AtlasError(
+            Code.UNKNOWN_DTYPE,
+            "A cache dtype is one that some layer can be kept in",
+            got=repr(kv_dtype),
+            hint=f"Use one of {', '.join(dict.fromkeys((*known, *_ELEMENTS)))}",
+        )
+    return name
+
+
+def cached(spec: S, cache: str, *, sparse: bool = False) -> S:
+    """`spec` kept in `cache`; what is not attention, or fixed by its kernel, stays.
+
+    `sparse` is latent attention that an indexer chooses from: its kernels read fp8
+    in a format of their own, and DeepSeek-V4's read nothing else.
+    """
+    if isinstance(spec, _ATTENTION):
+        plain = {"packing": "cells", "scales": "inline"}
+        if cache in _ELEMENTS:
+            return msgspec.structs.replace(spec, cache="auto", dtype=cache, **plain)
+        if cache == "nvfp4":
+            plain = {"packing": "head_groups", "scales": "planes"}
+        return msgspec.structs.replace(spec, cache=cache, **plain)
+    if isinstance(spec, LatentAttention):
+        if spec.version != "v3" and cache == "auto":
+            cache = "fp8_ds_mla"
+        if (sparse or spec.version != "v3") and cache in ("fp8", "fp8_e4m3"):
+            cache = "fp8_ds_mla"
+        if cache in _ELEMENTS:
+            return msgspec.structs.replace(spec, cache="auto", dtype=cache)
+        return msgspec.structs.replace(spec, cache=cache)
+    return spec

@@ -1,0 +1,223 @@
+"""A config from outside: each value is asked for by name and checked when it is read.
+
+Configs are written by strangers and spelled by families, so a question names all
+spellings of a thing, and the answer is a number that can be used or a refusal that
+says which key was wrong. Nothing is written back into what was given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvatlas.errors import AtlasError, Code
+
+MOST_LAYERS = 4096
+"""More than any model has; a config that asks for more is a mistake or an attack."""
+
+QUERY_HEADS = ("decoder_attention_heads", "num_attention_heads", "n_head", "n_heads")
+"""The spellings of the heads that ask."""
+
+_LARGEST = 2**40
+
+
+class Config:
+    """A mapping that answers in the types it was asked for.
+
+    >>> config = Config({"n_head": 12, "layer_types": ["full_attention"] * 2})
+    >>> config.count("num_attention_heads", "n_head")
+    12
+    >>> config.per_layer("layer_types", 2)
+    ['full_attention', 'full_attention']
+    """
+
+    __slots__ = ("_values",)
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = values
+
+    def under(self, defaults: Mapping[str, Any]) -> Config:
+        """The same config with `defaults` where it says nothing."""
+        given = {key: value for key, value in self._values.items() if value is not None}
+        return Config({**defaults, **given})
+
+    def keys(self) -> list[str]:
+        """The keys that say something: neither null, nor off, nor empty."""
+        return [str(key) for key, value in self._values.items() if value not in _NOTHING]
+
+    def get(self, *names: str) -> Any:
+        """The first of `names` that is there and not null."""
+        for name in names:
+            value = self._values.get(name)
+            if value is not None:
+                return value
+        return None
+
+    def has(self, *names: str) -> bool:
+        """Whether one of `names` is there and not null."""
+        return self.get(*names) is not None
+
+    def count(self, *names: str, default: int | None = None) -> int:
+        """A number of things, at least 1."""
+        found = self.maybe(*names)
+        if found is not None:
+            return found
+        if default is None:
+            raise missing(*names)
+        return default
+
+    def maybe(self, *names: str) -> int | None:
+        """A number of things where the config gives one."""
+        for name in names:
+            value = self._values.get(name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise bad(f"{name} is a whole number", value, "Write it without quotes or a dot")
+            if not 1 <= value <= _LARGEST:
+                raise bad(f"{name} is between 1 and 2^40", value, "Check the config")
+            return value
+        return None
+
+    def size(self, name: str) -> int | None:
+        """A number of tokens or layers in which 0 and null mean none; never negative."""
+        return None if self._values.get(name) in (None, 0) else self.count(name)
+
+    def natural(self, name: str, *, default: int = 0) -> int:
+        """A number in which 0 is a number."""
+        value = self._values.get(name)
+        return value if value == 0 and type(value) is int else self.count(name, default=default)
+
+    def flag(self, name: str, *, default: bool = False) -> bool:
+        """A switch."""
+        value = self._values.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise bad(f"{name} is true or false", value, "Write it without quotes")
+        return value
+
+    def text(self, *names: str) -> str | None:
+        """A word where the config gives one."""
+        value = self.get(*names)
+        if value is not None and not isinstance(value, str):
+            raise bad(f"{names[0]} is a word", value, "Write it in quotes")
+        return value
+
+    def section(self, *names: str) -> Config | None:
+        """A nested mapping where the config gives one."""
+        value = self.get(*names)
+        if value is None:
+            return None
+        if not isinstance(value, Mapping):
+            raise bad(f"{names[0]} is an object", value, "Write it in braces")
+        return Config(value)
+
+    def listing(self, *names: str) -> list[Any] | None:
+        """A list where the config gives one."""
+        value = self.get(*names)
+        if value is None:
+            return None
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            raise bad(f"{names[0]} is a list", value, "Write it in brackets")
+        return list(value)
+
+    def per_layer(self, name: str, depth: int, *, extra: int = 0) -> list[Any]:
+        """A list with one entry for each layer.
+
+        Layers that predict further tokens may bring up to `extra` more entries,
+        which are dropped: they are no part of the model that is served.
+        """
+        found = self.listing(name)
+        if found is None:
+            raise missing(name)
+        if not depth <= len(found) <= depth + extra:
+            raise bad(
+                f"{name} has one entry for each of the {depth} layers",
+                f"{len(found)} entries",
+                "Check it against num_hidden_layers",
+            )
+        return found[:depth]
+
+    def indices(self, name: str, depth: int, *, first: int = 0) -> set[int]:
+        """Layers that a list names, counted from 0 whatever `first` it counts from."""
+        found = self.listing(name)
+        if found is None:
+            raise missing(name)
+        chosen = set()
+        for value in found:
+            known = isinstance(value, int) and not isinstance(value, bool)
+            if not known or not first <= value < first + depth:
+                raise bad(
+                    f"{name} names layers from {first} to {first + depth - 1}",
+                    value,
+                    "Check it against num_hidden_layers",
+                )
+            chosen.add(value - first)
+        return chosen
+
+    def depth(self) -> int:
+        """Decoder layers, those that predict further tokens not included."""
+        # Whisper's num_hidden_layers are the encoder's, so its own word goes first.
+        names = ("decoder_layers", "num_hidden_layers", "n_layer", "n_layers", "num_layers")
+        found = self.maybe(*names)
+        if found is None:
+            # Nemotron-3 leaves the number out: its list of layers has the length.
+            blocks = self.get("layers_block_type", "hybrid_override_pattern")
+            found = len(blocks) if isinstance(blocks, list | str) else None
+        if not found:
+            raise missing("num_hidden_layers")
+        if found > MOST_LAYERS:
+            raise bad(f"A model has at most {MOST_LAYERS} layers", found, "Check the config")
+        return found
+
+    def predictors(self) -> int:
+        """Layers that predict further tokens (MTP), which the lists of layers may include."""
+        names = ("num_nextn_predict_layers", "num_mtp_modules", "mtp_num_hidden_layers")
+        return max(self.size(name) or 0 for name in names)
+
+    def query_heads(self) -> int:
+        """Heads that ask, which tensor parallelism divides."""
+        return self.count(*QUERY_HEADS)
+
+    def hidden(self) -> int:
+        """Elements of a hidden row."""
+        return self.count("hidden_size", "n_embd", "d_model", "dim")
+
+    def key_heads(self) -> int:
+        """Heads that are cached: as many as query heads where nothing else is said."""
+        names = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
+        return self.maybe(*names, "num_attention_groups") or self.query_heads()
+
+    def head_dim(self) -> int:
+        """Elements of a cached row: often not hidden size / heads, so that is asked last."""
+        found = self.maybe("head_dim", "attention_head_dim", "kv_channels", "hidden_size_per_head")
+        if found is not None:
+            return found
+        hidden, heads = self.hidden(), self.query_heads()
+        if hidden % heads:
+            raise bad(
+                "Without head_dim, the heads divide the hidden size",
+                f"{hidden} elements and {heads} heads",
+                "Add head_dim to the config",
+            )
+        return hidden // heads
+
+
+_NOTHING: tuple[Any, ...] = (None, False, 0, "", [], {}, ())
+
+
+def bad(rule: str, got: object, hint: str) -> AtlasError:
+    """A refusal of a value that a config gives."""
+    shown = got if isinstance(got, str) else repr(got)
+    return AtlasError(Code.BAD_CONFIG, rule, got=shown[:200], hint=hint)
+
+
+def missing(*names: str) -> AtlasError:
+    """A refusal of a config that leaves out what its family needs."""
+    return AtlasError(
+        Code.MISSING_KEY,
+        "A config gives every size that its family caches by",
+        got=f"a config without {' or '.join(names)}",
+        hint=f"Add {names[0]}",
+    )

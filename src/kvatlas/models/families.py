@@ -1,0 +1,217 @@
+"""Which reader reads which architecture, and how its caches are called.
+
+A row is a family: the reader, the architectures and model types that it reads, and
+vLLM's names where they are not `model.layers.N.self_attn.attn`. An architecture
+that nobody listed is read as a plain decoder if it looks like one, and says so.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.models import dense, hybrids, latent, mamba
+from kvatlas.models.config import QUERY_HEADS, Config
+from kvatlas.models.decoder import Decoder
+from kvatlas.models.model import Layer
+
+Reader = Callable[[Decoder], Iterator[Layer]]
+
+
+class Family(NamedTuple):
+    """A reader, and the names of the caches that it yields."""
+
+    reader: Reader
+    layers: str = "model.layers"
+    attention: str = "self_attn.attn"
+
+
+_PLAIN = """
+    LlamaForCausalLM LLaMAForCausalLM llama MistralForCausalLM mistral Ministral3ForCausalLM
+    ministral3 MixtralForCausalLM mixtral Qwen2ForCausalLM qwen2 Qwen2MoeForCausalLM qwen2_moe
+    Qwen3ForCausalLM qwen3 Qwen3MoeForCausalLM qwen3_moe qwen3_vl_text qwen3_vl_moe_text
+    qwen2_5_vl_text qwen2_vl_text qwen2_5_omni_text qwen3_omni_moe_text
+    Qwen2VLForConditionalGeneration
+    Qwen2_5_VLForConditionalGeneration MiniMaxM2ForCausalLM minimax_m2 GemmaForCausalLM gemma
+    GlmForCausalLM glm Glm4ForCausalLM glm4 Glm4MoeForCausalLM glm4_moe glm4v_text glm4v_moe_text
+    Phi3ForCausalLM phi3 PhiForCausalLM phi PhiMoEForCausalLM phimoe Phi3VForCausalLM
+    Phi4MMForCausalLM StableLmForCausalLM stablelm SolarForCausalLM solar OrionForCausalLM orion
+    OlmoForCausalLM olmo Olmo2ForCausalLM olmo2 OlmoeForCausalLM olmoe FlexOlmoForCausalLM
+    NemotronForCausalLM nemotron GraniteForCausalLM granite GraniteMoeForCausalLM granitemoe
+    GraniteMoeSharedForCausalLM granitemoeshared InternLM3ForCausalLM internlm3
+    Ernie4_5ForCausalLM ernie4_5 Ernie4_5_MoeForCausalLM ernie4_5_moe ApertusForCausalLM apertus
+    ArceeForCausalLM arcee SeedOssForCausalLM seed_oss SmolLM3ForCausalLM smollm3
+    Starcoder2ForCausalLM starcoder2 MiMoForCausalLM mimo MiniCPMForCausalLM minicpm
+    CohereForCausalLM cohere DeepseekForCausalLM deepseek Dots1ForCausalLM dots1
+    HunYuanDenseV1ForCausalLM hunyuan_v1_dense HunYuanMoEV1ForCausalLM hunyuan_v1_moe
+    HyperCLOVAXForCausalLM TeleChat3ForCausalLM Step1ForCausalLM
+"""
+
+_FAMILIES: tuple[tuple[Family, str], ...] = (
+    (Family(dense.dense), _PLAIN),
+    (Family(dense.two_by_two), "Gemma2ForCausalLM gemma2 VaultGemmaForCausalLM vaultgemma"),
+    (Family(dense.two_by_two, attention="attn.attn"), "GptOssForCausalLM gpt_oss"),
+    (Family(dense.one_in_six), "Gemma3ForCausalLM gemma3_text Gemma3nForCausalLM gemma3n_text"),
+    (Family(dense.one_in_four), "Olmo3ForCausalLM olmo3 Exaone4ForCausalLM exaone4"),
+    (Family(dense.cohere), "Cohere2ForCausalLM cohere2"),
+    (Family(dense.llama4), "Llama4ForCausalLM llama4_text"),
+    (Family(dense.gemma4), "Gemma4ForCausalLM gemma4_text"),
+    (Family(dense.mimo), "MiMoV2FlashForCausalLM MiMoV2ForCausalLM mimo_v2_flash mimo_v2"),
+    (Family(dense.step), "Step3p5ForCausalLM step3p5 Step3p7FlashForCausalLM step3p7"),
+    (Family(dense.pruned), "DeciLMForCausalLM nemotron-nas deci"),
+    (
+        Family(dense.block_sparse),
+        "MiniMaxM3ForCausalLM MiniMaxM3SparseForCausalLM minimax_m3 minimax_m3_text",
+    ),
+    (
+        Family(dense.falcon, "transformer.h", "self_attention.attn"),
+        "FalconForCausalLM falcon",
+    ),
+    (Family(dense.dense, "transformer.h", "self_attention.attn"), "BloomForCausalLM bloom"),
+    (
+        Family(dense.dense, "transformer.h", "attn.attn"),
+        "GPT2LMHeadModel gpt2 GPTJForCausalLM gptj",
+    ),
+    (
+        Family(dense.dense, "transformer.encoder.layers", "self_attention.attn"),
+        "ChatGLMModel ChatGLMForConditionalGeneration chatglm",
+    ),
+    (
+        Family(dense.dbrx, "transformer.blocks", "norm_attn_norm.attn.attn"),
+        "DbrxForCausalLM dbrx",
+    ),
+    (
+        Family(dense.dense, attention="attention.attn"),
+        "InternLM2ForCausalLM internlm2 BailingMoeForCausalLM BailingMoeV2ForCausalLM bailing_moe",
+    ),
+    (Family(dense.dense, "model.decoder.layers"), "OPTForCausalLM opt"),
+    (
+        Family(latent.latent),
+        "DeepseekV2ForCausalLM deepseek_v2 DeepseekV3ForCausalLM deepseek_v3 kimi_k2 "
+        "Glm4MoeLiteForCausalLM glm4_moe_lite AXK1ForCausalLM axk1 "
+        "PanguUltraMoEForCausalLM pangu_ultra_moe",
+    ),
+    (
+        Family(latent.sparse_latent),
+        "DeepseekV32ForCausalLM deepseek_v32 GlmMoeDsaForCausalLM glm_moe_dsa",
+    ),
+    (Family(latent.compressed), "DeepseekV4ForCausalLM deepseek_v4"),
+    (Family(hybrids.delta_net), "Qwen3NextForCausalLM qwen3_next"),
+    (
+        Family(hybrids.delta_net_by_config),
+        "Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM qwen3_5_text qwen3_5_moe_text",
+    ),
+    # vLLM calls both kinds of Kimi's layers by the module that holds them.
+    (Family(hybrids.kimi_delta, attention="self_attn"), "KimiLinearForCausalLM kimi_linear"),
+    (
+        Family(hybrids.lightning),
+        "MiniMaxText01ForCausalLM MiniMaxM1ForCausalLM MiniMaxForCausalLM "
+        "minimax_text_01 minimax_m1 minimax",
+    ),
+    (Family(hybrids.short_conv), "Lfm2ForCausalLM lfm2 Lfm2MoeForCausalLM lfm2_moe"),
+    (Family(hybrids.rwkv), "RWKV7ForCausalLM rwkv7"),
+    (
+        Family(hybrids.whisper, ".decoder.layers", "layers.self_attn.attn"),
+        "WhisperForConditionalGeneration whisper",
+    ),
+    (Family(mamba.nemotron, attention="mixer.attn"), "NemotronHForCausalLM nemotron_h"),
+    (
+        Family(mamba.mamba2_hybrid),
+        "GraniteMoeHybridForCausalLM granitemoehybrid",
+    ),
+    (Family(mamba.mamba2_hybrid, attention="attn"), "BambaForCausalLM bamba"),
+    (Family(mamba.jamba, attention="attn"), "JambaForCausalLM jamba"),
+    (Family(mamba.side_by_side, attention="attn"), "FalconH1ForCausalLM falcon_h1"),
+    (Family(mamba.zamba), "Zamba2ForCausalLM zamba2"),
+    (
+        Family(mamba.mamba_alone, "backbone.layers"),
+        "MambaForCausalLM mamba FalconMambaForCausalLM falcon_mamba",
+    ),
+    (Family(mamba.mamba2_alone, "backbone.layers"), "Mamba2ForCausalLM mamba2"),
+)
+
+FAMILIES: dict[str, Family] = {
+    name: family for family, names in _FAMILIES for name in names.split()
+}
+"""A family by the architecture or the model type that a config gives."""
+
+PREFIXES = {
+    "Qwen2VLForConditionalGeneration": "language_model.",
+    "Qwen2_5_VLForConditionalGeneration": "language_model.",
+    "MiniCPMV": "llm.",
+    "MiniCPMO": "llm.",
+    "Ovis": "llm.",
+    "Ovis2_5": "llm.",
+    "DeepseekVLV2ForCausalLM": "language.",
+    "Lfm2VlForConditionalGeneration": "language.",
+}
+"""What a multimodal wrapper puts before its text model's names, where it is not the usual word."""
+
+# A wrapper's file leaves out what its text model's config class has as default.
+_DEFAULTS: dict[str, dict[str, int]] = {
+    "gemma3_text": {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131072,
+    },
+    "llama": {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32},
+}
+
+# Words in the keys of configs whose caches are not plain K and V.
+_SIGNS = re.compile(
+    r"lora_rank|ssm|mamba|linear_|conv_|_conv|compress|index_|indexer|rwkv|recurrent|lightning"
+    r"|state_size|block_type|hybrid|sparse_attention|attn_type|delta|retention|kda|cross_attention"
+    r"|is_encoder_decoder|kv_shared|block_configs|layer_group|time_mix|attention_other"
+)
+
+
+def find_family(config: Config, *candidates: str | None) -> tuple[str, Family] | None:
+    """The first candidate that is listed, with its family.
+
+    A DeepSeek or GLM that has an indexer is sparse, whatever it calls itself.
+    """
+    for name in candidates:
+        if name in FAMILIES:
+            family = FAMILIES[name]
+            if family.reader is latent.latent and config.has("index_topk"):
+                family = Family(latent.sparse_latent)
+            return name, family
+    return None
+
+
+def with_defaults(config: Config, model_type: str | None, warnings: list[str]) -> Config:
+    """A nested text config with its class's defaults, each named in `warnings`."""
+    defaults = _DEFAULTS.get(model_type or "", {})
+    absent = {name: value for name, value in defaults.items() if not config.has(name)}
+    warnings += [f"{name} is absent: {value} as by default" for name, value in absent.items()]
+    return config.under(absent)
+
+
+def plain_family(config: Config, architecture: str, warnings: list[str]) -> Family:
+    """A plain decoder of unknown architecture: what is assumed goes into `warnings`."""
+    signs = sorted(key for key in config.keys() if _SIGNS.search(key))  # noqa: SIM118
+    wanted = {"num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers")}
+    wanted |= {"num_attention_heads": QUERY_HEADS}
+    wanted |= {"hidden_size": ("hidden_size", "n_embd", "d_model", "head_dim")}
+    lacking = [name for name, names in wanted.items() if not config.has(*names)]
+    if signs or lacking:
+        why = [f"it lacks {', '.join(lacking)}"] if lacking else []
+        why += [f"{', '.join(signs)} say that it caches more than K and V"] if signs else []
+        raise AtlasError(
+            Code.UNKNOWN_ARCHITECTURE,
+            "An architecture is one that kvatlas knows, or a plain decoder",
+            got=f"{architecture or 'no architecture'}: {'; '.join(why)}",
+            hint="Add a reader for it, or give the config of a related model that is known",
+        )
+    warnings.append(f"{architecture or 'no architecture'} is not known: read as a plain decoder")
+    if not config.has("num_key_value_heads", "num_kv_heads", "n_head_kv"):
+        warnings.append("num_key_value_heads is absent: as many as query heads")
+    if not config.has("head_dim"):
+        warnings.append("head_dim is absent: hidden size / query heads")
+    if not config.has("layer_types", "sliding_window"):
+        warnings.append("layer_types and sliding_window are absent: every layer is full attention")
+    warnings.append("every layer keeps its own cache, called as in Llama")
+    return Family(dense.dense)

@@ -1,0 +1,163 @@
+"""Mamba in all its company: alone, between attention layers, and beside attention.
+
+The sizes have five spellings and one meaning, so one function reads them. The
+width of a mixer is heads x head size: `expand` x hidden size is often something
+else, and is asked only where nothing better is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvatlas.models.config import Config, bad
+from kvatlas.models.decoder import Decoder
+from kvatlas.models.model import Layer
+from kvatlas.models.patterns import block_kinds
+from kvatlas.specs import AnySpec, Mamba1, Mamba2
+
+_NO_CACHE = ("mlp", "moe")
+
+
+def mamba2(decoder: Decoder, *, vllm: str | None = None, asked: str | None = None) -> Mamba2:
+    """A Mamba-2 mixer."""
+    config = decoder.config
+    heads = config.count("mamba_num_heads", "mamba_n_heads", "n_mamba_heads", "num_heads")
+    return Mamba2(
+        heads=heads,
+        head_dim=_head_dim(config, heads),
+        groups=config.count("mamba_n_groups", "mamba_ngroups", "n_groups", default=1),
+        state_size=config.count("ssm_state_size", "mamba_d_state", "state_size"),
+        kernel=config.count("conv_kernel", "mamba_d_conv", default=4),
+        conv_dtype=decoder.conv_dtype,
+        ssm_dtype=decoder.ssm_dtype(vllm=vllm, asked=asked),
+    )
+
+
+def _head_dim(config: Config, heads: int) -> int:
+    name = next(
+        (n for n in ("mamba_head_dim", "mamba_d_head", "mamba_headdim") if config.has(n)), None
+    )
+    if name is None and config.has("num_heads"):
+        name = "head_dim"
+    if name is not None and config.get(name) != "auto":
+        return config.count(name)
+    inner = config.maybe("mamba_d_ssm")
+    if inner is None:
+        inner = config.count("mamba_expand", "expand", default=2) * config.hidden()
+    if inner % heads:
+        raise bad(
+            "Mamba's heads divide its width",
+            f"{heads} heads of {inner} elements",
+            "Give the head size in the config",
+        )
+    return inner // heads
+
+
+def mamba1(decoder: Decoder) -> Mamba1:
+    """A Mamba mixer. The config's `intermediate_size` is an MLP's in hybrids, the mixer's alone."""
+    config = decoder.config
+    expand = config.maybe("mamba_expand")
+    if expand is None:
+        inner = config.maybe("intermediate_size", "d_inner")
+        expand = config.count("expand", default=2)
+    else:
+        inner = None
+    return Mamba1(
+        inner=inner or expand * config.hidden(),
+        state_size=config.count("mamba_d_state", "state_size"),
+        kernel=config.count("mamba_d_conv", "conv_kernel", default=4),
+        conv_dtype=decoder.conv_dtype,
+        ssm_dtype=decoder.ssm_dtype(),
+    )
+
+
+def mamba_alone(decoder: Decoder) -> Iterator[Layer]:
+    """Mamba in every layer."""
+    yield from _alone(decoder, mamba1(decoder))
+
+
+def mamba2_alone(decoder: Decoder) -> Iterator[Layer]:
+    """Mamba-2 in every layer."""
+    yield from _alone(decoder, mamba2(decoder))
+
+
+def _alone(decoder: Decoder, spec: AnySpec) -> Iterator[Layer]:
+    for index in range(decoder.depth):
+        yield decoder.layer(index, "mixer", spec)
+
+
+def nemotron(decoder: Decoder) -> Iterator[Layer]:
+    """Nemotron-H: a layer is one of Mamba-2, attention, or an MLP that keeps nothing.
+
+    vLLM keeps its states in fp32 unless the config says otherwise.
+    """
+    asked = decoder.config.text("mamba_ssm_cache_dtype")
+    yield from _mixed(decoder, mamba2(decoder, asked=asked, vllm="fp32"))
+
+
+def mamba2_hybrid(decoder: Decoder) -> Iterator[Layer]:
+    """Bamba and Granite-4: Mamba-2 in most layers, attention in a few."""
+    yield from _mixed(decoder, mamba2(decoder))
+
+
+def jamba(decoder: Decoder) -> Iterator[Layer]:
+    """Jamba: Mamba in most layers, attention in one of eight."""
+    yield from _mixed(decoder, mamba1(decoder))
+
+
+def _mixed(decoder: Decoder, mixer: AnySpec) -> Iterator[Layer]:
+    kinds = block_kinds(decoder.config)
+    window = decoder.config.size("sliding_window")
+    attention = decoder.attention("sliding" if window else "full") if _attends(kinds) else None
+    for index, kind in enumerate(kinds):
+        if kind == "mamba":
+            yield decoder.layer(index, "mixer", mixer)
+        elif kind in ("attention", "full_attention") and attention is not None:
+            yield decoder.layer(index, decoder.attention_name, attention)
+        elif kind not in _NO_CACHE:
+            raise bad("A hybrid's layer is mamba, attention, mlp or moe", kind, "Check the pattern")
+
+
+def _attends(kinds: list[str]) -> bool:
+    return "attention" in kinds or "full_attention" in kinds
+
+
+def side_by_side(decoder: Decoder) -> Iterator[Layer]:
+    """Falcon-H1: each layer keeps attention and Mamba-2.
+
+    vLLM numbers the mixers on from the attention layers, and leaves `layers` out of
+    their names.
+    """
+    depth, top = decoder.depth, decoder.layers.removesuffix(".layers")
+    attention, mixer = decoder.attention(), mamba2(decoder)
+    for index in range(depth):
+        yield decoder.layer(index, decoder.attention_name, attention)
+        yield Layer(name=f"{top}.{depth + index}.mixer", index=index, spec=mixer)
+
+
+def zamba(decoder: Decoder) -> Iterator[Layer]:
+    """Zamba-2: Mamba-2 everywhere, and a few attention blocks whose weights take turns.
+
+    The weights are shared, the caches are not: each place where a block is used
+    keeps its own. vLLM registers all attention first, block by block.
+    """
+    config, depth = decoder.config, decoder.depth
+    top = decoder.layers.removesuffix(".layers")
+    if config.has("hybrid_layer_ids"):
+        places = sorted(config.indices("hybrid_layer_ids", depth))
+    else:
+        words = config.per_layer("layers_block_type", depth)
+        places = [index for index, word in enumerate(words) if word == "hybrid"]
+    blocks = config.count("num_mem_blocks", default=1)
+    head_dim = config.maybe("attention_head_dim")
+    if head_dim is None:
+        # Attention reads the hidden row and the embedding beside it.
+        head_dim = 2 * config.hidden() // config.query_heads()
+    attention = decoder.attention(head_dim=head_dim)
+    for block in range(min(blocks, len(places))):
+        first = block * (len(places) + blocks - 1) // blocks
+        for turn, index in enumerate(places[block::blocks]):
+            yield Layer(name=f"{top}.attn.{first + turn}", index=index, spec=attention)
+    mixer = mamba2(decoder)
+    for index in range(depth):
+        yield Layer(name=f"{len(places) + index}.mixer", index=index, spec=mixer)

@@ -1,0 +1,215 @@
+"""Attention backends as data: which blocks, orders and cache dtypes each takes.
+
+A plan never calls a backend; it only has to know what one will accept. The
+defaults are those that vLLM picks on a Hopper GPU, and `backend=` names another
+for the layers of its family.
+
+A block size is taken where it is a multiple of any size listed. A kernel reads
+blocks of exactly a listed size, or of any multiple where the backend says so;
+larger blocks are then split into kernel blocks.
+"""
+
+from __future__ import annotations
+
+from math import lcm
+from typing import Literal
+
+import msgspec
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.models.model import Layer, Model
+from kvatlas.specs import (
+    CompressorState,
+    Indexer,
+    LatentAttention,
+    SlidingLatentAttention,
+    Spec,
+)
+from kvatlas.specs.attention import Attention
+from kvatlas.specs.recurrent import Recurrent
+
+Family = Literal["dense", "latent", "sparse", "indexer", "other"]
+
+ANY_ORDER = ("LBNHC", "LBHNC", "BLNHC", "BLHNC", "BHLNC", "LHBNC")
+"""What a backend without a preference of its own takes, in vLLM's order of preference."""
+
+
+class Backend(msgspec.Struct, frozen=True):
+    """What one backend takes.
+
+    >>> BACKENDS["FLASHMLA"].takes(128), BACKENDS["FLASHMLA"].kernel_block(128)
+    (True, 64)
+    """
+
+    name: str
+    family: Family
+    sizes: tuple[int, ...]
+    """Kernel block sizes, in tokens."""
+    multiples: bool = True
+    """Any multiple of a size is a kernel block too."""
+    layouts: tuple[str, ...] = ()
+    """Orders it declares, best first; none declared means any."""
+    caches: tuple[str, ...] | None = None
+    """Cache dtypes it reads; None for whatever the specs can hold."""
+    whole_rows: bool = False
+    """Blocks must lie a whole number of rows apart: sparse kernels index rows."""
+
+    def takes(self, block: int) -> bool:
+        """A block of that many tokens can be served."""
+        return any(block % size == 0 for size in self.sizes)
+
+    def reads(self, block: int) -> bool:
+        """A block of that many tokens is a kernel block as it is."""
+        return self.takes(block) if self.multiples else block in self.sizes
+
+    def kernel_block(self, block: int) -> int | None:
+        """The largest kernel block that divides `block`, or None."""
+        if self.reads(block):
+            return block
+        return max((size for size in self.sizes if block % size == 0), default=None)
+
+
+def _backend(name: str, family: Family, *sizes: int, **more: object) -> Backend:
+    return msgspec.convert({"name": name, "family": family, "sizes": sizes, **more}, Backend)
+
+
+_FP8 = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
+_TOKEN_HEAD = ("int8_per_token_head", "fp8_per_token_head", "int4_per_token_head")
+_TURBO = ("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc")
+
+BACKENDS: dict[str, Backend] = {
+    backend.name: backend
+    for backend in (
+        _backend("FLASH_ATTN", "dense", 16, caches=_FP8),
+        _backend("FLASH_ATTN_DIFFKV", "dense", 16, caches=("auto",)),
+        _backend("TRITON_ATTN", "dense", 16, caches=(*_FP8, *_TOKEN_HEAD)),
+        _backend("TRITON_ATTN_DIFFKV", "dense", 16, caches=_FP8),
+        _backend("FLEX_ATTENTION", "dense", 16, layouts=("LBNHC",), caches=("auto",)),
+        _backend("FLASHINFER", "dense", 16, 32, 64, multiples=False, caches=(*_FP8, "nvfp4")),
+        _backend(
+            "FLASHINFER_SM100", "dense", 16, 32, 64, multiples=False,
+            layouts=("LBHNC", "BLHNC"), caches=(*_FP8, "nvfp4"),
+        ),
+        _backend(
+            "TURBOQUANT", "dense", 16, 32, 64, 128, multiples=False,
+            layouts=("LBNHC",), caches=_TURBO,
+        ),
+        _backend("CPU_ATTN", "dense", 32, layouts=("LBHNC",), caches=_FP8),
+        _backend("ROCM_ATTN", "dense", 16, layouts=("LHBNC", "LBHNC"), caches=_FP8),
+        _backend("ROCM_AITER_FA", "dense", 16, layouts=("LBHNC", "LHBNC"), caches=_FP8),
+        _backend("MINIMAX_M3_SPARSE", "other", 128, multiples=False),
+        _backend("FLASH_ATTN_MLA", "latent", 16, caches=("auto",)),
+        _backend("TRITON_MLA", "latent", 16, caches=_FP8),
+        _backend("FLASHMLA", "latent", 64, multiples=False, caches=_FP8),
+        _backend("FLASHINFER_MLA", "latent", 32, 64, multiples=False, caches=_FP8),
+        _backend("CUTLASS_MLA", "latent", 128, multiples=False, caches=_FP8),
+        _backend("FLASHMLA_SPARSE", "sparse", 64, whole_rows=True),
+        _backend("DEEPSEEK_V32_INDEXER", "indexer", 64, multiples=False),
+        _backend("FLASHMLA_SPARSE_DSV4", "other", 256, multiples=False),
+        _backend(
+            "DEEPSEEK_V4_INDEXER", "other", 256, multiples=False, layouts=("BLHNC", "BLNHC")
+        ),
+        _backend("DEEPSEEK_SPARSE_SWA", "other", 32),
+        _backend("COMPRESSOR", "other", 1),
+    )
+}  # fmt: skip
+"""Every backend that plans know, by name."""
+
+
+def find_backend(name: str) -> Backend:
+    """The backend called `name`, in any case."""
+    found = BACKENDS.get(name.upper())
+    if found is None:
+        raise AtlasError(
+            Code.UNKNOWN_BACKEND,
+            "A backend is one that kvatlas knows",
+            got=repr(name),
+            hint=f"Use one of {', '.join(BACKENDS)}",
+        )
+    return found
+
+
+def backends_of(model: Model, chosen: str | None) -> dict[str, Backend | None]:
+    """The backend of each layer by its name; None for recurrent layers.
+
+    Sparse and compressed attention bring backends of their own, which `chosen`
+    does not replace.
+    """
+    named = find_backend(chosen) if chosen else None
+    indexed = {layer.index for layer in model.layers if isinstance(layer.spec, Indexer)}
+    found: dict[str, Backend | None] = {}
+    for layer in model.layers:
+        name = _default(layer, sparse=layer.index in indexed)
+        backend = BACKENDS[name] if name else None
+        if named and backend and named.family == backend.family:
+            backend = named
+        found[layer.name] = backend
+    if named and named not in found.values():
+        raise AtlasError(
+            Code.UNKNOWN_BACKEND,
+            "A backend serves some layer of the model",
+            got=f"{named.name} for {model.architecture}",
+            hint=f"Its layers use {', '.join(sorted({b.name for b in found.values() if b}))}",
+        )
+    for layer in model.layers:
+        _check_cache(layer, found[layer.name])
+    return found
+
+
+def _default(layer: Layer, *, sparse: bool) -> str | None:
+    """What vLLM picks on Hopper for a layer, or None for a recurrent one."""
+    spec: Spec = layer.spec
+    if isinstance(spec, Recurrent):
+        return None
+    if isinstance(spec, Attention):
+        if sparse:
+            return "MINIMAX_M3_SPARSE"
+        if spec.v_dim not in (None, spec.head_dim):
+            return "TRITON_ATTN_DIFFKV"
+        if spec.cache in _TURBO:
+            return "TURBOQUANT"
+        if spec.cache == "nvfp4":
+            return "FLASHINFER"
+        return "TRITON_ATTN" if spec.cache in _TOKEN_HEAD else "FLASH_ATTN"
+    if isinstance(spec, CompressorState):
+        return "COMPRESSOR"
+    if isinstance(spec, SlidingLatentAttention):
+        return "DEEPSEEK_SPARSE_SWA"
+    if isinstance(spec, Indexer):
+        if spec.cache == "bf16":
+            return "MINIMAX_M3_SPARSE"
+        return "DEEPSEEK_V32_INDEXER" if spec.compress == 1 else "DEEPSEEK_V4_INDEXER"
+    if isinstance(spec, LatentAttention):
+        if spec.version != "v3" or spec.compress > 1:
+            return "FLASHMLA_SPARSE_DSV4"
+        if sparse or spec.cache.endswith("_ds_mla"):
+            return "FLASHMLA_SPARSE"
+        return "FLASH_ATTN_MLA" if spec.cache == "auto" else "FLASHMLA"
+    return None
+
+
+def _check_cache(layer: Layer, backend: Backend | None) -> None:
+    cache = getattr(layer.spec, "cache", "auto")
+    if backend and backend.caches is not None and cache not in backend.caches:
+        raise AtlasError(
+            Code.BACKEND_REFUSES,
+            f"{backend.name} reads {', '.join(backend.caches)}",
+            got=f"cache dtype {cache} in {layer.name}",
+            hint="Choose another cache dtype or another backend",
+        )
+
+
+def smallest_common_block(backends: list[Backend], wanted: int) -> int:
+    """The block size that all backends take: `wanted` if they do, else the smallest.
+
+    >>> smallest_common_block([BACKENDS["FLASHMLA"]], 16)
+    64
+    >>> smallest_common_block([BACKENDS["FLASH_ATTN"], BACKENDS["MINIMAX_M3_SPARSE"]], 16)
+    128
+    """
+    if all(backend.takes(wanted) for backend in backends):
+        return wanted
+    candidates = {1}
+    for backend in backends:
+        candidates = {lcm(block, size) for block in candidates for size in backend.sizes}
+    return min(block for block in candidates if all(b.takes(block) for b in backends))

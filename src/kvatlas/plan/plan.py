@@ -1,0 +1,294 @@
+"""`Plan`: groups, pools and regions of every rank, as data that travels.
+
+A plan holds no tensor and no device. It prints, compares, hashes, goes to JSON and
+back, and is checked whenever it is made or read.
+
+- A **group** is the layers that share one block table.
+- A **pool** is one allocation of a pipeline stage; the groups in it overlay each
+  other, since a block id belongs to one of them at a time.
+- A **region** is where alike layers of a group lie in a pool: an order, an offset,
+  and the strides of slots and blocks. Every tensor-parallel rank of a stage has the
+  same regions; they differ in which heads and rows those hold.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import msgspec
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry import Layout, Page, Placement, validate
+from kvatlas.geometry.integers import ceil_div
+from kvatlas.models.model import Layer
+from kvatlas.plan.wants import FULL_KINDS, Kind, page_of
+
+_LIMIT = 1 << 20
+"""Layers, groups, pools or ranks that a plan from outside may claim to have."""
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Layers that share one block table."""
+
+    kind: Kind
+    block: int
+    """Tokens in a block."""
+    pool: int
+    """Which pool of its stage it draws blocks from."""
+    window: int | None = None
+    held: int = 1
+    """Blocks that a request holds whatever its length, where the kind has such."""
+    source: int = 0
+    """Tokens of the encoder, for cross attention."""
+    mixed: bool = False
+    """Its layers have unlike pages."""
+
+    def blocks(self, length: int, *, in_flight: int = 0, dcp: int = 1) -> int:
+        """Blocks that a request of `length` tokens holds at most."""
+        if self.kind == "mamba":
+            return self.held
+        if self.kind == "cross_attention":
+            return ceil_div(self.source, self.block)
+        if self.kind in FULL_KINDS:
+            return ceil_div(ceil_div(length, dcp), self.block)
+        reach = self.window or length
+        if self.kind == "chunked_local_attention":
+            return ceil_div(min(reach + in_flight, length), self.block)
+        return ceil_div(min(reach - 1 + in_flight, length), self.block) + 1
+
+
+class Pool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One allocation on every rank of a pipeline stage."""
+
+    stage: int
+    index: int = 0
+    """Which pool of its stage this is: what groups refer to."""
+    blocks: int
+    block_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to allocate."""
+        return self.blocks * self.block_bytes
+
+
+class Region(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where alike layers of a group lie in a pool."""
+
+    stage: int
+    group: int
+    layers: tuple[Layer, ...]
+    block: int
+    kernel_block: int
+    """Tokens that a kernel reads as one block; pages are laid out for these."""
+    page_bytes: int
+    """Bytes of a page with its padding, for a whole block."""
+    layout: str
+    offset: int
+    slot_stride: int
+    block_stride: int
+
+    def page(self, tp: int, rank: int = 0, slot: int = 0) -> Page:
+        """The page of one kernel block of a layer on one rank."""
+        page = page_of(self.layers[slot].spec, self.kernel_block, tp, rank)
+        return page.padded(self.page_bytes) if self.kernel_block == self.block else page
+
+    def placement(self, tp: int, blocks: int) -> Placement:
+        """The cells of all its layers: axes L, B, H, N, C, and k for several kernel blocks."""
+        page = self.page(tp)
+        split = self.block // self.kernel_block
+        placed = page.place(
+            Layout(self.layout),
+            slots=len(self.layers),
+            blocks=blocks * split,
+            offset=self.offset,
+            slot_stride=self.slot_stride,
+            block_stride=self.block_stride // split,
+        )
+        return placed if split == 1 else placed.split("B", into=("B", "k"), inner=split)
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
+    """Where everything that a model caches lies, on every rank."""
+
+    model: str
+    policy: str
+    layout: str
+    tp: int
+    pp: int
+    dcp: int
+    memory: int
+    block_size: int
+    max_len: int
+    in_flight: int
+    groups: tuple[Group, ...]
+    pools: tuple[Pool, ...]
+    regions: tuple[Region, ...]
+    backends: tuple[str, ...] = ()
+    accepted_layouts: tuple[str, ...] = ()
+    pack: int = 1
+    prefix_caching: bool = True
+    reasons: tuple[str, ...] = ()
+    """Why the block is as large as it is, and what was traded for it."""
+    warnings: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.validate()
+
+    # -- travel ---------------------------------------------------------------------
+
+    def to_json(self) -> bytes:
+        """The plan as JSON."""
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def from_json(cls, text: bytes | str) -> Plan:
+        """A plan from JSON, checked as if it were made here."""
+        try:
+            return msgspec.json.decode(text, type=cls)
+        except (msgspec.MsgspecError, AtlasError) as problem:
+            raise AtlasError(
+                Code.BAD_PLAN,
+                "A plan that is read is as sound as one that is made",
+                got=str(problem),
+                hint="Make it again with the same version of kvatlas",
+            ) from problem
+
+    # -- checks ---------------------------------------------------------------------
+
+    def validate(self) -> None:
+        """Refuse a plan whose parts do not fit together, in bounds and apart."""
+        counts = (self.tp, self.pp, self.dcp, self.max_len, self.block_size)
+        if min(counts) < 1 or max(self.tp, self.pp, self.dcp) > _LIMIT:
+            raise _bad(f"tp, pp, dcp, max_len, block_size of {counts}")
+        for pool in self.pools:
+            if pool.blocks < 1 or pool.block_bytes < 1 or not 0 <= pool.stage < self.pp:
+                raise _bad(f"a pool of {pool.blocks} blocks at stage {pool.stage}")
+        if len(self._pools) < len(self.pools):
+            raise _bad("two pools with one index at one stage")
+        parts: dict[tuple[int, int], dict[str, Placement]] = {}
+        names: set[str] = set()
+        for region in self.regions:
+            if not 0 <= region.group < len(self.groups) or not region.layers:
+                raise _bad(f"a region of group {region.group} out of {len(self.groups)}")
+            group = self.groups[region.group]
+            if (region.stage, group.pool) not in self._pools:
+                raise _bad(f"group {region.group} in pool {group.pool} at stage {region.stage}")
+            if region.kernel_block < 1 or region.block % region.kernel_block:
+                raise _bad(f"a block of {region.block} in kernel blocks of {region.kernel_block}")
+            for layer in region.layers:
+                if layer.name in names:
+                    raise _bad(f"layer {layer.name} twice")
+                names.add(layer.name)
+            pool = self._pools[region.stage, group.pool]
+            placed = region.placement(self.tp, pool.blocks)
+            parts.setdefault((region.stage, region.group), {})[region.layers[0].name] = placed
+        for (stage, index), placed_parts in parts.items():
+            pool = self._pools[stage, self.groups[index].pool]
+            validate(placed_parts, size=pool.nbytes, holes=True)
+
+    # -- geometry -------------------------------------------------------------------
+
+    @cached_property
+    def _homes(self) -> dict[str, tuple[Region, int]]:
+        return {
+            layer.name: (region, slot)
+            for region in self.regions
+            for slot, layer in enumerate(region.layers)
+        }
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Names of all layers that keep a cache."""
+        return tuple(self._homes)
+
+    def region_of(self, layer: str) -> tuple[Region, int]:
+        """A layer's region and its slot there."""
+        if layer not in self._homes:
+            raise AtlasError(
+                Code.UNKNOWN_LAYER,
+                "A layer is one of the plan's own",
+                got=repr(layer),
+                hint=f"This plan has {len(self._homes)} layers, the first {self.layers[0]}",
+            )
+        return self._homes[layer]
+
+    def page(self, layer: str, rank: int = 0) -> Page:
+        """A layer's page, for one kernel block, on one tensor-parallel rank."""
+        region, slot = self.region_of(layer)
+        return region.page(self.tp, rank, slot)
+
+    def placement(self, layer: str) -> Placement:
+        """Where a layer's cells lie in its pool: axes B, H, N, C, and k for kernel blocks."""
+        region, slot = self.region_of(layer)
+        return region.placement(self.tp, self.pool_of(layer).blocks).select("L", slot)
+
+    def view(self, layer: str, field: str) -> Placement:
+        """Where one field of a layer lies in its pool."""
+        return self.page(layer).view(self.placement(layer), field)
+
+    def pool_of(self, layer: str) -> Pool:
+        """The pool that a layer lies in."""
+        region, _ = self.region_of(layer)
+        return self._pools[region.stage, self.groups[region.group].pool]
+
+    @cached_property
+    def _pools(self) -> dict[tuple[int, int], Pool]:
+        return {(pool.stage, pool.index): pool for pool in self.pools}
+
+    # -- capacity -------------------------------------------------------------------
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the first pool, one of which engines keep as the null block."""
+        return self.pools[0].blocks if self.pools else 1
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of a block of the first pool, on the first stage."""
+        return self.pools[0].block_bytes if self.pools else 0
+
+    def blocks_per_request(self, length: int | None = None) -> dict[int, int]:
+        """Blocks that a request of `length` tokens takes of each pool, by the pool's index."""
+        taken: dict[int, int] = {}
+        for group in self.groups:
+            blocks = group.blocks(length or self.max_len, in_flight=self.in_flight, dcp=self.dcp)
+            taken[group.pool] = taken.get(group.pool, 0) + blocks
+        return taken
+
+    def requests(self, length: int | None = None) -> float:
+        """How many requests of `length` tokens fit at once."""
+        taken = self.blocks_per_request(length)
+        return min(
+            (pool.blocks / taken[pool.index] for pool in self.pools if taken.get(pool.index)),
+            default=float("inf"),
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that fit in requests of the greatest length."""
+        if not self.groups:
+            return 0
+        return int(self.requests() * self.max_len)
+
+    def summary(self) -> dict[str, Any]:
+        """What an operator asks first, as one JSON object."""
+        from kvatlas.plan.report import summary
+
+        return summary(self)
+
+    def explain(self) -> str:
+        """The reason for the block size and for each byte of waste, in sentences."""
+        from kvatlas.plan.report import explain
+
+        return explain(self)
+
+
+def _bad(got: str) -> AtlasError:
+    return AtlasError(
+        Code.BAD_PLAN,
+        "The parts of a plan fit together",
+        got=got,
+        hint="Plans are made by kvatlas.plan.plan, not by hand",
+    )

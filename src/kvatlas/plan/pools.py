@@ -1,0 +1,251 @@
+"""From groups to pools: how memory is divided where groups do not all overlay one pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry import Layout
+from kvatlas.geometry.integers import ceil_div
+from kvatlas.plan.grouping import Draft
+from kvatlas.plan.plan import Group, Plan, Pool, Region
+from kvatlas.plan.request import Request
+from kvatlas.plan.sizing import BlockSize, bytes_per_block
+from kvatlas.plan.vllm import group_of, place_group
+from kvatlas.plan.wants import Want, page_of
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Groups that overlay each other in one pool."""
+
+    drafts: tuple[Draft, ...]
+    layout: Layout
+    pack: int = 1
+    """Attention layers in a page."""
+    page: int = 0
+    """Bytes of such a page, where attention layers and states share them."""
+    states: bool = False
+    """A pool of recurrent states, sized by the number of requests."""
+
+    def on(self, stages: dict[str, int], stage: int) -> Cluster:
+        """What of it lies on a pipeline stage."""
+        drafts = tuple(
+            Draft(tuple(w for w in draft.wants if stages[w.layer.name] == stage), draft.mixed)
+            for draft in self.drafts
+        )
+        return Cluster(drafts, self.layout, self.pack, self.page, self.states)
+
+    @property
+    def width(self) -> int:
+        """Bytes of a block; 0 where nothing is kept."""
+        filled = [draft for draft in self.drafts if draft.wants]
+        if not filled:
+            return 0
+        if not self.page:
+            return bytes_per_block(filled, self.layout)
+        return self.page * max(
+            len(d.wants) if d.wants[0].kind == "mamba" else ceil_div(len(d.wants), self.pack)
+            for d in filled
+        )
+
+    def needed(self, asked: Request) -> int:
+        """Blocks that a request of the greatest length holds."""
+        return sum(
+            max(w.blocks(asked.max_len, asked.in_flight, asked.dcp) for w in draft.wants)
+            for draft in self.drafts
+            if draft.wants
+        )
+
+
+def pooled(
+    asked: Request, clusters: list[Cluster], size: BlockSize, orders: tuple[str, ...]
+) -> Plan:
+    """The plan of policy atlas for groups that lie in these clusters."""
+    stages = [[c.on(asked.stages, stage) for c in clusters] for stage in range(asked.pp)]
+    counts = divide_memory(asked, clusters, stages)
+    regions: list[Region] = []
+    groups: list[Group] = []
+    warnings = list(asked.model.warnings)
+    for index, cluster in enumerate(clusters):
+        for place, draft in enumerate(cluster.drafts):
+            groups.append(group_of(draft, pool=index))
+            for stage in range(asked.pp):
+                part = stages[stage][index]
+                regions += _place(
+                    part, part.drafts[place], counts[index], stage, len(groups) - 1, warnings
+                )
+    return Plan(
+        model=asked.model.name,
+        policy="atlas",
+        layout=clusters[0].layout.order,
+        tp=asked.tp,
+        pp=asked.pp,
+        dcp=asked.dcp,
+        memory=asked.memory,
+        block_size=size.tokens,
+        max_len=asked.max_len,
+        in_flight=asked.in_flight,
+        groups=tuple(groups),
+        pools=tuple(
+            Pool(stage=stage, index=index, blocks=counts[index], block_bytes=part.width)
+            for stage in range(asked.pp)
+            for index, part in enumerate(stages[stage])
+            if part.width
+        ),
+        regions=tuple(regions),
+        backends=tuple(dict.fromkeys(b.name for b in asked.backends.values() if b)),
+        accepted_layouts=orders,
+        pack=max(cluster.pack for cluster in clusters),
+        prefix_caching=asked.prefix_caching,
+        reasons=size.reasons,
+        warnings=tuple(dict.fromkeys(warnings)),
+    )
+
+
+def divide_memory(
+    asked: Request, clusters: list[Cluster], stages: list[list[Cluster]]
+) -> list[int]:
+    """Blocks of each pool: what requests of the greatest length would use of each.
+
+    The null block, which engines never hand out, is counted to every pool.
+    """
+    needs = [cluster.needed(asked) for cluster in clusters]
+    found: list[list[int]] = []
+    for parts in stages:
+        widths = [part.width for part in parts]
+        least = sum((need + 1) * width for need, width in zip(needs, widths, strict=True))
+        if least > asked.memory:
+            raise AtlasError(
+                Code.NOT_ENOUGH_MEMORY,
+                f"One request of {asked.max_len:,} tokens fits in memory",
+                got=f"{asked.memory:,} bytes",
+                hint=f"Give at least {least:,} bytes, or a shorter max_len",
+            )
+        fixed = [
+            asked.requests * need + 1 if cluster.states and asked.requests else 0
+            for cluster, need in zip(clusters, needs, strict=True)
+        ]
+        free = asked.memory - sum(n * width for n, width in zip(fixed, widths, strict=True))
+        shares = [
+            0 if n else need * width for n, need, width in zip(fixed, needs, widths, strict=True)
+        ]
+        total = sum(shares)
+        found.append(
+            [
+                n or (free * share // total // width if width else 0)
+                for n, share, width in zip(fixed, shares, widths, strict=True)
+            ]
+        )
+    counts = [
+        min(stage[i] for stage, parts in zip(found, stages, strict=True) if parts[i].width)
+        for i in range(len(clusters))
+    ]
+    short = [i for i, (n, need) in enumerate(zip(counts, needs, strict=True)) if n < need + 1]
+    if short:
+        raise AtlasError(
+            Code.NOT_ENOUGH_MEMORY,
+            f"Every pool holds one request of {asked.max_len:,} tokens",
+            got=f"{counts[short[0]]} blocks where {needs[short[0]] + 1} are needed",
+            hint="Give more memory, a shorter max_len, or another number of requests",
+        )
+    return counts
+
+
+def _place(
+    cluster: Cluster, draft: Draft, blocks: int, stage: int, index: int, warnings: list[str]
+) -> list[Region]:
+    """The regions of a group on one stage."""
+    if not draft.wants:
+        return []
+    layout, width = cluster.layout, cluster.width
+    if cluster.page:
+        return _place_packed(cluster, draft, blocks, stage, index)
+    splits = {_split(want) for want in draft.wants}
+    if layout.block_outermost and splits != {1} and len(splits) == 1:
+        split = splits.pop()
+        if width % split == 0:
+            return _place_kernel_blocks(draft, layout, blocks, width, split, stage, index)
+    return place_group(draft, layout, blocks, width, stage, index, warnings)
+
+
+def _split(want: Want) -> int:
+    """Kernel blocks in a block of a layer."""
+    if want.backend is None or want.padded:
+        return 1
+    return want.block // (want.backend.kernel_block(want.block) or want.block)
+
+
+def _place_kernel_blocks(
+    draft: Draft, layout: Layout, blocks: int, width: int, split: int, stage: int, index: int
+) -> list[Region]:
+    """Kernel blocks of all layers, one after the other, so that they have one stride."""
+    regions = []
+    offset = 0
+    for wants in draft.regions:
+        want = wants[0]
+        kernel = want.block // split
+        page = page_of(want.layer.spec, kernel, want.tp)
+        slot_stride, _ = page.pool_strides(
+            layout, slots=len(wants), blocks=blocks * split, block_stride=width // split
+        )
+        regions.append(
+            Region(
+                stage=stage,
+                group=index,
+                layers=tuple(want.layer for want in wants),
+                block=want.block,
+                kernel_block=kernel,
+                page_bytes=want.nbytes,
+                layout=layout.order,
+                offset=offset,
+                slot_stride=slot_stride,
+                block_stride=width,
+            )
+        )
+        offset += len(wants) * page.nbytes
+    return regions
+
+
+def _place_packed(
+    cluster: Cluster, draft: Draft, blocks: int, stage: int, index: int
+) -> list[Region]:
+    """Packs of attention layers, or one state, in each page of a block.
+
+    Block by block a pack is just more slots. Layer by layer each page has its own
+    stretch of all blocks, with the layers of a pack inside every block of it.
+    """
+    layout, width, page_bytes = cluster.layout, cluster.width, cluster.page
+    wants, want = draft.wants, draft.wants[0]
+    state = want.kind == "mamba"
+    page = want.page
+    if layout.block_outermost:
+        slot_stride = page_bytes
+        if not state:
+            slot_stride, _ = page.pool_strides(
+                layout, slots=len(wants), blocks=blocks, block_stride=width
+            )
+        chunks = [(wants, 0, slot_stride, width)]
+    elif state:
+        chunks = [(wants, 0, page_bytes * blocks, page_bytes)]
+    else:
+        packs = [wants[i : i + cluster.pack] for i in range(0, len(wants), cluster.pack)]
+        chunks = [
+            (pack, slot * page_bytes * blocks, page.nbytes, page_bytes)
+            for slot, pack in enumerate(packs)
+        ]
+    return [
+        Region(
+            stage=stage,
+            group=index,
+            layers=tuple(want.layer for want in layers),
+            block=want.block,
+            kernel_block=want.block,
+            page_bytes=page_bytes if state else page.nbytes,
+            layout=layout.order,
+            offset=offset,
+            slot_stride=slot,
+            block_stride=block,
+        )
+        for layers, offset, slot, block in chunks
+    ]

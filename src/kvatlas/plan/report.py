@@ -1,0 +1,183 @@
+"""What a plan says of itself: figures for machines, sentences for people."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from kvatlas.plan.plan import Group, Plan, Region
+from kvatlas.plan.wants import page_of
+
+
+class Padding(msgspec.Struct, frozen=True):
+    """Bytes that a request of some length claims, and what of them means nothing."""
+
+    claimed: int
+    pages: int
+    """Behind pages that are smaller than what they share a slot with."""
+    slots: int
+    """Slots of a block that the group does not fill, and rounding of the block."""
+
+    @property
+    def share(self) -> float:
+        """Padding as a share of what is claimed."""
+        return (self.pages + self.slots) / self.claimed if self.claimed else 0.0
+
+
+def padding(plan: Plan, length: int | None = None) -> Padding:
+    """Padding in the blocks of a request of `length` tokens, over all stages."""
+    claimed = pages = slots = 0
+    for stage in range(plan.pp):
+        widths = {pool.index: pool.block_bytes for pool in plan.pools if pool.stage == stage}
+        for index, group in enumerate(plan.groups):
+            regions = [r for r in plan.regions if r.stage == stage and r.group == index]
+            if not regions:
+                continue
+            width = widths[group.pool]
+            blocks = group.blocks(length or plan.max_len, in_flight=plan.in_flight, dcp=plan.dcp)
+            filled = sum(region.page_bytes * len(region.layers) for region in regions)
+            useful = sum(unpadded(plan, region) * len(region.layers) for region in regions)
+            claimed += blocks * width
+            pages += blocks * (filled - useful)
+            slots += blocks * (width - filled)
+    return Padding(claimed, pages, slots)
+
+
+def unpadded(plan: Plan, region: Region) -> int:
+    """Bytes of a region's page without its padding."""
+    return page_of(region.layers[0].spec, region.block, plan.tp).unpadded
+
+
+def bytes_per_request(plan: Plan, group: int) -> tuple[int, float]:
+    """(fixed bytes, bytes for each further token) that a request takes of a group, per rank."""
+    found = plan.groups[group]
+    width = max(pool.block_bytes for pool in plan.pools if pool.index == found.pool)
+    grows = found.kind in ("full_attention", "mla_attention", "sink_full_attention")
+    if grows:
+        return 0, width / (found.block * plan.dcp)
+    return found.blocks(plan.max_len, in_flight=plan.in_flight) * width, 0.0
+
+
+def summary(plan: Plan) -> dict[str, Any]:
+    """One JSON object with what an operator asks first."""
+    waste = padding(plan)
+    return {
+        "model": plan.model,
+        "policy": plan.policy,
+        "layout": plan.layout,
+        "accepted_layouts": list(plan.accepted_layouts),
+        "backends": list(plan.backends),
+        "tp": plan.tp,
+        "pp": plan.pp,
+        "dcp": plan.dcp,
+        "pack": plan.pack,
+        "memory": plan.memory,
+        "max_len": plan.max_len,
+        "block_size": plan.block_size,
+        "num_blocks": plan.num_blocks,
+        "bytes_per_block": plan.bytes_per_block,
+        "tokens": plan.tokens,
+        "requests_at_max_len": round(plan.requests(), 4) if plan.groups else None,
+        "padding_share": round(waste.share, 6),
+        "pools": [
+            {"stage": p.stage, "blocks": p.blocks, "block_bytes": p.block_bytes, "bytes": p.nbytes}
+            for p in plan.pools
+        ],
+        "groups": [_group(plan, index) for index in range(len(plan.groups))],
+        "warnings": list(plan.warnings),
+    }
+
+
+def _group(plan: Plan, index: int) -> dict[str, Any]:
+    group = plan.groups[index]
+    regions = [region for region in plan.regions if region.group == index]
+    members = [_member(plan, group, region) for region in regions]
+    layers = [layer for region in regions for layer in region.layers]
+    layers.sort(key=lambda layer: layer.index)  # stable: caches of a layer stay in order
+    fixed, each = bytes_per_request(plan, index)
+    more = {
+        "pool": group.pool,
+        "window": group.window,
+        "fixed_bytes_per_request": fixed,
+        "bytes_per_token": each,
+    }
+    if not group.mixed and len({member["page_bytes"] for member in members}) == 1:
+        first = members[0]
+        return {
+            **first,
+            "num_layers": len(layers),
+            "first_layer": layers[0].name,
+            "last_layer": layers[-1].name,
+            **more,
+        }
+    return {
+        "kind": group.kind,
+        "num_layers": len(layers),
+        "first_layer": layers[0].name,
+        "last_layer": layers[-1].name,
+        "block_size": group.block,
+        "page_bytes": sum(member["page_bytes"] * member["num_layers"] for member in members),
+        "unpadded_page_bytes": sum(
+            member["unpadded_page_bytes"] * member["num_layers"] for member in members
+        ),
+        "heads": None,
+        "states": None,
+        "content_bytes": None,
+        "members": members,
+        **more,
+    }
+
+
+def _member(plan: Plan, group: Group, region: Region) -> dict[str, Any]:
+    page = page_of(region.layers[0].spec, region.block, plan.tp)
+    return {
+        "kind": group.kind,
+        "num_layers": len(region.layers),
+        "first_layer": region.layers[0].name,
+        "last_layer": region.layers[-1].name,
+        "block_size": region.block,
+        "kernel_block": region.kernel_block,
+        "page_bytes": region.page_bytes,
+        "unpadded_page_bytes": page.unpadded,
+        "heads": page.heads,
+        "states": page.states,
+        "content_bytes": page.content,
+        "offset": region.offset,
+        "slot_stride": region.slot_stride,
+        "block_stride": region.block_stride,
+    }
+
+
+def explain(plan: Plan) -> str:
+    """The reason for the block size and for each byte of waste, in sentences."""
+    lines = [
+        f"{plan.model} at tp {plan.tp}"
+        + (f", pp {plan.pp}" if plan.pp > 1 else "")
+        + f", policy {plan.policy}, order {plan.layout}: blocks of {plan.block_size} tokens.",
+        *plan.reasons,
+    ]
+    for index, group in enumerate(plan.groups):
+        fixed, each = bytes_per_request(plan, index)
+        count = sum(len(r.layers) for r in plan.regions if r.group == index)
+        takes = f"{each:,.0f} bytes for each token" if each else f"{fixed:,} bytes, however long"
+        reach = f" within {group.window:,} tokens" if group.window else ""
+        lines.append(
+            f"Group {index}: {count} layers of {group.kind}{reach}, blocks of {group.block} "
+            f"tokens; a request takes {takes}."
+        )
+    waste = padding(plan)
+    lines.append(
+        f"A request of {plan.max_len:,} tokens claims {waste.claimed:,} bytes on a "
+        f"tensor-parallel rank, of which {waste.share:.2%} is padding:"
+    )
+    if waste.pages:
+        lines.append(f"  {waste.pages:,} bytes behind pages smaller than their slot,")
+    if waste.slots:
+        lines.append(f"  {waste.slots:,} bytes of slots that a group leaves empty,")
+    if not waste.pages and not waste.slots:
+        lines.append("  none at all,")
+    tail = plan.memory * plan.pp - sum(pool.nbytes for pool in plan.pools)
+    lines.append(f"  and {tail:,} bytes of memory are too few for one more block.")
+    lines += [f"Note: {warning}" for warning in plan.warnings]
+    return "\n".join(lines)

@@ -1,0 +1,121 @@
+"""How large a block is, and how many of them the memory holds.
+
+The block is the smallest that all backends take. A hybrid's block is inflated until
+one attention page holds a recurrent state, since both share pages: with a state of
+`m` bytes and `a` bytes of attention for each token and layer, and kernels that want
+multiples of `k` tokens, that is k * ceil(m / (k * a)).
+"""
+
+from __future__ import annotations
+
+from math import lcm
+
+import msgspec
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry import Layout
+from kvatlas.geometry.integers import ceil_div, positive, round_up
+from kvatlas.models.model import Model
+from kvatlas.plan.backends import Backend, smallest_common_block
+from kvatlas.plan.grouping import Draft
+from kvatlas.plan.wants import kind_of, page_of
+from kvatlas.specs.latent import LatentAttention
+
+DEFAULT_BLOCK = 16
+_LATENT_MULTIPLE = 128
+
+
+class BlockSize(msgspec.Struct, frozen=True):
+    """A block size, what state pages are padded to, and why."""
+
+    tokens: int
+    state_padding: int | None
+    reasons: tuple[str, ...]
+
+
+def block_size(
+    model: Model, backends: dict[str, Backend | None], *, tp: int, asked: int | None
+) -> BlockSize:
+    """The block of a model, as vLLM sizes it."""
+    used = list({b.name: b for b in backends.values() if b}.values())
+    reasons: list[str] = []
+    if asked is not None:
+        block = positive(asked, "the block size")
+        for backend in used:
+            # Backends that come with a model are not chosen by their block size.
+            if backend.family in ("dense", "latent") and not backend.takes(block):
+                sizes = " or ".join(map(str, backend.sizes))
+                raise AtlasError(
+                    Code.BACKEND_REFUSES,
+                    f"{backend.name} takes blocks of a multiple of {sizes} tokens",
+                    got=f"a block of {block}",
+                    hint="Choose a multiple, or another backend",
+                )
+        reasons.append(f"A block of {block} tokens was asked for.")
+    elif used:
+        block = smallest_common_block(used, DEFAULT_BLOCK)
+        names = ", ".join(backend.name for backend in used)
+        reasons.append(f"{block} tokens is the smallest block from 16 on that {names} take.")
+    else:
+        block = DEFAULT_BLOCK
+    state = state_bytes(model, tp)
+    token = token_bytes(model, tp)
+    if not state or not token:
+        return BlockSize(block, None, tuple(reasons))
+    step = kernel_multiple(model, used, block)
+    inflated = round_up(step * ceil_div(state, step * token), lcm(*(min(b.sizes) for b in used)))
+    if inflated > block:
+        reasons.append(
+            f"A recurrent layer's state takes {state:,} bytes and shares pages with attention, "
+            f"which takes {token:,} bytes for each token and layer: {inflated} tokens, the next "
+            f"multiple of {step}, make a page that holds a state."
+        )
+        block = inflated
+    page = block * token
+    return BlockSize(block, None if page == state else page, tuple(reasons))
+
+
+def kernel_multiple(model: Model, used: list[Backend], block: int) -> int:
+    """Tokens that a hybrid's block is a multiple of."""
+    step = max(min(used[0].sizes), block) if used else block
+    latent = any(isinstance(layer.spec, LatentAttention) for layer in model.layers)
+    return max(step, _LATENT_MULTIPLE) if latent else step
+
+
+def state_bytes(model: Model, tp: int) -> int:
+    """Bytes of the largest recurrent state of one layer on one rank; 0 without."""
+    specs = {layer.spec for layer in model.layers if kind_of(layer.spec) == "mamba"}
+    return max((page_of(spec, 1, tp).unpadded for spec in specs), default=0)
+
+
+def token_bytes(model: Model, tp: int) -> int:
+    """Bytes that attention keeps for one token in one layer on one rank; 0 without."""
+    for layer in model.layers:
+        if kind_of(layer.spec) != "mamba":
+            return page_of(layer.spec, layer.spec.tokens_per_state or 1, tp).unpadded
+    return 0
+
+
+def bytes_per_block(drafts: list[Draft], layout: Layout) -> int:
+    """Bytes of a block: of the widest group, since groups overlay each other."""
+    filled = [draft for draft in drafts if draft.wants]
+    if not layout.block_outermost:
+        return max(sum(want.spread for want in draft.wants) for draft in filled)
+    widest = max(sum(want.nbytes for want in draft.wants) for draft in filled)
+    return round_up(widest, lcm(*(want.alignment for draft in filled for want in draft.wants)))
+
+
+def stages_of(model: Model, pp: int) -> dict[str, int]:
+    """The pipeline stage of each layer: equal shares, the rest before the last stage.
+
+    A remainder goes to the stages from the last but one backwards, since the last
+    also computes the logits.
+    """
+    shares = [model.depth // pp] * pp
+    for extra in range(model.depth % pp):
+        shares[-2 - extra] += 1
+    ends = [sum(shares[: stage + 1]) for stage in range(pp)]
+    return {
+        layer.name: next(stage for stage, end in enumerate(ends) if layer.index < end)
+        for layer in model.layers
+    }
