@@ -95,6 +95,21 @@ def test_bad_input_is_refused_with_its_code(code: Code, source: Any) -> None:
     assert time.perf_counter() - start < 5
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_billion_layers_are_refused_before_they_are_listed(family: str) -> None:
+    values = dict(FAMILIES[family])
+    part = values["text_config"] = dict(values["text_config"]) if "text_config" in values else {}
+    for keys in (values, part):
+        for key in ("decoder_layers", "num_hidden_layers", "n_layer", "n_layers"):
+            if key in keys:
+                keys[key] = 10**9
+    if not part:
+        del values["text_config"]
+    with pytest.raises(AtlasError) as refusal:
+        load(values)
+    assert refusal.value.code is Code.BAD_CONFIG
+
+
 @pytest.mark.parametrize(
     "content",
     [

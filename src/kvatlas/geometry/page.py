@@ -146,10 +146,12 @@ class Page:
         A placement forgets the stride of an axis with a single coordinate; an engine
         that reserves room for more still wants it.
         """
-        many = {"slots": max(slots, 2), "blocks": blocks}
-        slot = self.place(layout, **many, block_stride=block_stride).stride("L")
-        many = {"slots": slots, "blocks": max(blocks, 2)}
-        return slot, self.place(layout, **many, block_stride=block_stride).stride("B")
+        # Inside a block the slots' stride does not depend on the blocks', which may leave
+        # no room for the second slot that is only imagined here.
+        inside = None if layout.outside("B", "L") else block_stride
+        two = self.place(layout, slots=max(slots, 2), blocks=blocks, block_stride=inside)
+        more = self.place(layout, slots=slots, blocks=max(blocks, 2), block_stride=block_stride)
+        return two.stride("L"), more.stride("B")
 
     def view(self, placement: Placement, name: str) -> Placement:
         """One field, wherever the cells are: their other axes, then the field's own.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-import msgspec
+from msgspec.structs import replace
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import DType
@@ -89,18 +89,16 @@ def cached(spec: S, cache: str, *, sparse: bool = False) -> S:
     in a format of their own, and DeepSeek-V4's read nothing else.
     """
     if isinstance(spec, _ATTENTION):
-        plain = {"packing": "cells", "scales": "inline"}
+        # The spec knows which packing its cache dtype wants.
         if cache in _ELEMENTS:
-            return msgspec.structs.replace(spec, cache="auto", dtype=cache, **plain)
-        if cache == "nvfp4":
-            plain = {"packing": "head_groups", "scales": "planes"}
-        return msgspec.structs.replace(spec, cache=cache, **plain)
+            return replace(spec, cache="auto", dtype=cache, packing=None, scales=None)
+        return replace(spec, cache=cache, packing=None, scales=None)
     if isinstance(spec, LatentAttention):
         if spec.version != "v3" and cache == "auto":
             cache = "fp8_ds_mla"
         if (sparse or spec.version != "v3") and cache in ("fp8", "fp8_e4m3"):
             cache = "fp8_ds_mla"
         if cache in _ELEMENTS:
-            return msgspec.structs.replace(spec, cache="auto", dtype=cache)
-        return msgspec.structs.replace(spec, cache=cache)
+            return replace(spec, cache="auto", dtype=cache)
+        return replace(spec, cache=cache)
     return spec

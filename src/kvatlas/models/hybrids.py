@@ -140,6 +140,7 @@ def whisper(decoder: Decoder) -> Iterator[Layer]:
     own = decoder.attention(heads=heads, head_dim=head_dim)
     source = config.count("max_source_positions", default=1500)
     cross = CrossAttention(heads=heads, head_dim=head_dim, dtype=decoder.dtype, source=source)
-    for index in range(config.count("decoder_layers")):
+    cross = cached(cross, decoder.cache)
+    for index in range(decoder.depth):
         yield decoder.layer(index, decoder.attention_name, own)
-        yield decoder.layer(index, "layers.encoder_attn.attn", cached(cross, decoder.cache))
+        yield decoder.layer(index, "layers.encoder_attn.attn", cross)

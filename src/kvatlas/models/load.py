@@ -218,6 +218,7 @@ def read(
         layers=layers,
         depth=decoder.depth,
         attention_heads=text.maybe(*QUERY_HEADS) or 0,
+        output_groups=text.maybe("o_groups"),
         dtype=decoder.dtype,
         max_len=min(lengths) if lengths else None,
         cache=decoder.cache,

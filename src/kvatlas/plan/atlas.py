@@ -37,6 +37,8 @@ from kvatlas.plan.sizing import DEFAULT_BLOCK, BlockSize, block_size, kernel_mul
 from kvatlas.plan.vllm import plan_vllm, sized_wants
 from kvatlas.plan.wants import Want
 
+_ROUNDING = 1e-12
+
 SHRINK = 8
 """A hybrid's block is to be at most this fraction of vLLM's."""
 
@@ -137,7 +139,7 @@ def _hybrid(
         for pack in range(1, len(attention) + 1 if can_pack else 1)
     ]
     small = [p for p in packs if p.block * SHRINK <= block or p.block <= size.tokens]
-    tight = [p for p in small if p.padding <= bar]
+    tight = [p for p in small if p.padding <= bar + _ROUNDING]
     told: tuple[str, ...] = (
         f"vLLM's block is {block} tokens, and {bar:.2%} of what a request of {asked.max_len:,} "
         "tokens claims there is padding.",
@@ -165,15 +167,15 @@ def _hybrid(
 def _packing(asked: Request, attention: list[Want], states: list[Want], pack: int) -> Packing:
     """What packing `pack` layers into a page comes to."""
     token = attention[0].page.unpadded // attention[0].block
-    state = max(want.nbytes for want in states)
+    sizes = [want.nbytes for want in states]
     used = [want.backend for want in attention if want.backend]
     step = kernel_multiple(asked.model, used, asked.block_size or DEFAULT_BLOCK)
-    block = step * ceil_div(state, step * token * pack)
+    block = step * ceil_div(max(sizes), step * token * pack)
     slots, page = ceil_div(len(attention), pack), pack * block * token
     blocks = ceil_div(ceil_div(asked.max_len, asked.dcp), block)
     sets = states[0].blocks(asked.max_len, asked.in_flight, asked.dcp)
     claimed = (blocks + sets * ceil_div(len(states), slots)) * slots * page
-    useful = blocks * len(attention) * block * token + sets * sum(want.nbytes for want in states)
+    useful = blocks * len(attention) * block * token + sets * sum(sizes)
     return Packing(pack, block, slots, page, 1 - useful / claimed)
 
 
@@ -188,7 +190,8 @@ def _packed(
 ) -> Plan:
     layers = tuple(want.with_block(packing.block) for want in attention)
     groups = ceil_div(len(states), packing.slots)
-    drafts = [Draft(tuple(states[i::groups]), mixed=False) for i in range(groups)]
+    kept = [want.with_block(packing.block) for want in states]
+    drafts = [Draft(tuple(kept[i::groups]), mixed=False) for i in range(groups)]
     reasons = (
         *told,
         f"{packing.pack} of {len(attention)} attention layers share a page of {packing.page:,} "

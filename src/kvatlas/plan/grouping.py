@@ -15,9 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Layout
+from kvatlas.geometry import Cut, Layout
 from kvatlas.geometry.integers import ceil_div
-from kvatlas.plan.wants import FULL_KINDS, SLIDING_KINDS, Want, page_heads
+from kvatlas.plan.wants import FULL_KINDS, SLIDING_KINDS, Want
 from kvatlas.specs.attention import Attention
 
 STRETCH = 1.5
@@ -152,7 +152,7 @@ def pack_unlike_pages(wants: list[Want]) -> list[Draft]:
     """
     sets: list[list[Want]] = []
     for want in wants:
-        home = next((found for found in sets if same_tokens([*found, want])), None)
+        home = next((found for found in sets if same_tokens([found[0], want])), None)
         if home is None:
             sets.append([want])
         else:
@@ -201,8 +201,9 @@ def _merged(want: Want) -> tuple[object, ...]:
     spec = want.layer.spec
     if want.kind != "full_attention" or not isinstance(spec, Attention):
         return want.key
-    row = (spec.head_dim, spec.v_dim or spec.head_dim, spec.dtype, spec.cache, spec.packing)
-    return (want.kind, page_heads(want), row, want.block, want.padded, want.apart)
+    row = (spec.head_dim, spec.v_dim or spec.head_dim, spec.dtype, spec.cache, spec.packed_as)
+    heads = Cut.heads(spec.heads).size(want.tp)
+    return (want.kind, heads, row, want.block, want.padded, want.apart)
 
 
 def _by_page(wants: list[Want]) -> dict[int, list[Want]]:

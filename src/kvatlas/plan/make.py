@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry.integers import positive
+from kvatlas.geometry.integers import natural, positive
 from kvatlas.models.model import Model
 from kvatlas.plan.atlas import plan_atlas
 from kvatlas.plan.backends import backends_of
 from kvatlas.plan.plan import Plan
-from kvatlas.plan.request import Request, quantity
+from kvatlas.plan.request import Request, length, quantity
 from kvatlas.plan.sizing import stages_of
 from kvatlas.plan.vllm import plan_uniform, plan_vllm
 from kvatlas.specs import Mamba2
@@ -75,11 +75,13 @@ def plan(
         layout=layout,
         block_size=block_size,
         pack=pack,
-        max_len=quantity(max_len, "the length") if max_len is not None else default,
+        max_len=length(max_len) if max_len is not None else default,
         # Two batches are under way at once, and one more for each further stage.
-        in_flight=_BATCHED_TOKENS * (pp + 1) if in_flight is None else in_flight,
+        in_flight=_BATCHED_TOKENS * (pp + 1)
+        if in_flight is None
+        else natural(in_flight, "in_flight"),
         prefix_caching=prefix_caching,
-        requests=requests,
+        requests=None if requests is None else positive(requests, "the number of requests"),
     )
     return makers[policy](asked)
 
@@ -128,6 +130,12 @@ def check_topology(model: Model, tp: int, pp: int, dcp: int, *, strict: bool) ->
                 f"{spec.groups} groups over tp {tp}",
                 "Use policy atlas, which repeats groups evenly",
             )
+    if model.output_groups and tp > model.output_groups:
+        raise refuse(
+            "vLLM deals the groups of the output projection out to ranks",
+            f"{model.output_groups} groups over tp {tp}",
+            f"Use a tp of at most {model.output_groups}, or policy atlas",
+        )
     if model.architecture == "GptOssForCausalLM" and heads and tp > max(heads):
         raise refuse(
             "vLLM's gpt-oss does not repeat kv heads",

@@ -91,8 +91,8 @@ class Region(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def page(self, tp: int, rank: int = 0, slot: int = 0) -> Page:
         """The page of one kernel block of a layer on one rank."""
-        page = page_of(self.layers[slot].spec, self.kernel_block, tp, rank)
-        return page.padded(self.page_bytes) if self.kernel_block == self.block else page
+        padded = self.page_bytes if self.kernel_block == self.block else None
+        return page_of(self.layers[slot].spec, self.kernel_block, tp, rank, padded)
 
     def placement(self, tp: int, blocks: int) -> Placement:
         """The cells of all its layers: axes L, B, H, N, C, and k for several kernel blocks."""
@@ -177,16 +177,43 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 raise _bad(f"group {region.group} in pool {group.pool} at stage {region.stage}")
             if region.kernel_block < 1 or region.block % region.kernel_block:
                 raise _bad(f"a block of {region.block} in kernel blocks of {region.kernel_block}")
-            for layer in region.layers:
+            page = region.page(self.tp)
+            for slot, layer in enumerate(region.layers):
                 if layer.name in names:
                     raise _bad(f"layer {layer.name} twice")
                 names.add(layer.name)
+                own = region.page(self.tp, slot=slot)
+                if (own.heads, own.states, own.content) != (page.heads, page.states, page.content):
+                    raise _bad(f"layer {layer.name} in a region of unlike pages")
             pool = self._pools[region.stage, group.pool]
             placed = region.placement(self.tp, pool.blocks)
             parts.setdefault((region.stage, region.group), {})[region.layers[0].name] = placed
         for (stage, index), placed_parts in parts.items():
             pool = self._pools[stage, self.groups[index].pool]
             validate(placed_parts, size=pool.nbytes, holes=True)
+        self._refuse_mixed_blocks()
+
+    def _refuse_mixed_blocks(self) -> None:
+        """Refuse groups that overlay each other other than block by block.
+
+        A block id belongs to one group at a time, so a block of one group must not
+        touch another block of another. It does not if all groups step by the same
+        stride along B and a block's bytes stay in cells of that stride which no other
+        block visits: cell i belongs to block i modulo the number of blocks.
+        """
+        for (stage, index), pool in self._pools.items():
+            regions = [
+                r for r in self.regions if r.stage == stage and self.groups[r.group].pool == index
+            ]
+            if len({region.group for region in regions}) < 2:
+                continue
+            cell = regions[0].block_stride
+            for region in regions:
+                starts, lengths = region.placement(self.tp, pool.blocks).runs(B=[0])
+                first, last = starts // cell, (starts + lengths - 1) // cell
+                alone = (first == last) & (first % pool.blocks == 0)
+                if region.block_stride != cell or not alone.all():
+                    raise _bad(f"{region.layers[0].name} in blocks that other groups also use")
 
     # -- geometry -------------------------------------------------------------------
 

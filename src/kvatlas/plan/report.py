@@ -81,8 +81,14 @@ def summary(plan: Plan) -> dict[str, Any]:
         "requests_at_max_len": round(plan.requests(), 4) if plan.groups else None,
         "padding_share": round(waste.share, 6),
         "pools": [
-            {"stage": p.stage, "blocks": p.blocks, "block_bytes": p.block_bytes, "bytes": p.nbytes}
-            for p in plan.pools
+            {
+                "stage": pool.stage,
+                "index": pool.index,
+                "blocks": pool.blocks,
+                "block_bytes": pool.block_bytes,
+                "bytes": pool.nbytes,
+            }
+            for pool in plan.pools
         ],
         "groups": [_group(plan, index) for index in range(len(plan.groups))],
         "warnings": list(plan.warnings),

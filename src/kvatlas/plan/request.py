@@ -12,9 +12,9 @@ from kvatlas.geometry.integers import positive
 from kvatlas.models.model import Model
 from kvatlas.plan.backends import Backend
 
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-_UNITS |= {f"{unit}I": 2 ** (10 * power) for power, unit in enumerate("KMGT", start=1)}
-_QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", re.IGNORECASE)
+_DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_BINARY = {f"{unit}I": 2 ** (10 * power) for power, unit in enumerate("KMGT", start=1)}
+_QUANTITY = re.compile(r"\s*(\d{1,18})(?:\.(\d{1,9}))?\s*([KMGT]?I?)(B?)\s*", re.IGNORECASE)
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,22 +36,37 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     requests: int | None
 
 
-def quantity(value: int | str, what: str = "memory") -> int:
-    """Bytes or tokens from a number or a text such as 60GiB, 80GB or 32k.
+def quantity(value: int | str, what: str = "the memory") -> int:
+    """Bytes from a number or a text such as 60GiB or 80GB.
 
-    >>> quantity("60GiB"), quantity("80GB"), quantity("1.5k")
-    (64424509440, 80000000000, 1500)
+    >>> quantity("60GiB"), quantity("80GB"), quantity(1024)
+    (64424509440, 80000000000, 1024)
     """
-    if isinstance(value, str):
-        found = _QUANTITY.fullmatch(value)
-        if not found:
-            raise AtlasError(
-                Code.BAD_QUANTITY,
-                f"{what.capitalize()} is a number with an optional unit",
-                got=repr(value),
-                hint="Write 60GiB, 80GB, 32k or a plain number",
-            )
-        number, unit = found.groups()
-        exact = float(number) * _UNITS[unit.upper()] if "." in number else None
-        value = int(exact) if exact is not None else int(number) * _UNITS[unit.upper()]
-    return positive(value, what)
+    return positive(_parse(value, what, {**_DECIMAL, **_BINARY}), what)
+
+
+def length(value: int | str) -> int:
+    """Tokens from a number or a text: 32k is 32,000 and 32K is 32,768, as engines read them.
+
+    >>> length("32k"), length("32K"), length("1.5k"), length(4096)
+    (32000, 32768, 1500, 4096)
+    """
+    capitals = {unit: 2 ** (10 * power) for power, unit in enumerate("KMGT", start=1)}
+    small = {unit.lower(): size for unit, size in _DECIMAL.items()}
+    return positive(_parse(value, "the length", {**small, **capitals}, cased=True), "the length")
+
+
+def _parse(value: int | str, what: str, units: dict[str, int], *, cased: bool = False) -> int:
+    if not isinstance(value, str):
+        return value
+    found = _QUANTITY.fullmatch(value)
+    unit = found[3] if found and cased else found[3].upper() if found else None
+    if found is None or unit not in units or (cased and found[4]):
+        raise AtlasError(
+            Code.BAD_QUANTITY,
+            f"{what[0].upper()}{what[1:]} is a number with an optional unit",
+            got=repr(value[:60]),
+            hint="Write 32k or 32768" if cased else "Write 60GiB, 80GB or plain bytes",
+        )
+    size, part = units[unit], str(found[2] or "0")
+    return int(found[1]) * size + int(part) * size // int(10 ** len(part))

@@ -168,7 +168,7 @@ def place_group(
                 group=index,
                 layers=tuple(want.layer for want in wants),
                 block=want.block,
-                kernel_block=kernel_block(wants, warnings, dense=dense and layout.page_contiguous),
+                kernel_block=kernel_block(wants, warnings, dense=dense),
                 page_bytes=want.nbytes,
                 layout=layout.order,
                 offset=offset,

@@ -7,7 +7,7 @@ block table and one region of memory can serve both.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import gcd
 from typing import Any, Literal
@@ -15,7 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Page
+from kvatlas.geometry import Cut, Page
 from kvatlas.geometry.integers import ceil_div, round_up
 from kvatlas.models.model import Layer, Model
 from kvatlas.plan.backends import Backend
@@ -53,9 +53,24 @@ _WINDOW_BLOCK = 64
 
 
 @lru_cache(maxsize=4096)
-def page_of(spec: Spec, block: int, tp: int, rank: int = 0) -> Page:
+def page_of(spec: Spec, block: int, tp: int, rank: int = 0, padded: int | None = None) -> Page:
     """`spec.page`, remembered: layers share specs, and plans ask again and again."""
+    if padded is not None:
+        return page_of(spec, block, tp, rank).padded(padded)
     return spec.page(block, tp=tp, rank=rank)
+
+
+@lru_cache(maxsize=4096)
+def _alike(spec: Spec, tp: int) -> tuple[Any, ...]:
+    """What of a spec decides whether two layers can share a region, on a rank of `tp`.
+
+    Engines compare what a rank holds: 8 and 4 kv heads are alike at tp 8.
+    """
+    if not isinstance(spec, Attention):
+        return (spec,)
+    fields = msgspec.structs.asdict(spec)
+    fields["heads"] = Cut.heads(spec.heads).size(tp)
+    return (type(spec), *fields.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,17 +90,15 @@ class Want:
     """Tokens that stay within reach; for a chunk, its length."""
     checkpoints: int = 0
     """Further blocks that a recurrent layer keeps while it saves prefixes."""
+    page: Page = field(init=False, compare=False)
+    """Its page, with what padding it asks for."""
+    nbytes: int = field(init=False, compare=False)
+    """Bytes of its page."""
 
-    @property
-    def page(self) -> Page:
-        """Its page, with what padding it asks for."""
-        page = page_of(self.layer.spec, self.block, self.tp)
-        return page if self.padded is None else page.padded(self.padded)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its page."""
-        return self.page.nbytes
+    def __post_init__(self) -> None:
+        page = page_of(self.layer.spec, self.block, self.tp, 0, self.padded)
+        object.__setattr__(self, "page", page)
+        object.__setattr__(self, "nbytes", page.nbytes)
 
     @property
     def alignment(self) -> int:
@@ -106,10 +119,7 @@ class Want:
     @property
     def key(self) -> tuple[Any, ...]:
         """Equal for layers that one block table and one region can serve."""
-        spec: Any = self.layer.spec
-        if isinstance(spec, Attention):
-            # Engines compare what a rank holds: 8 and 4 heads are alike at tp 8.
-            spec = msgspec.structs.replace(spec, heads=page_heads(self))
+        spec = _alike(self.layer.spec, self.tp)
         return (self.kind, spec, self.block, self.padded, self.apart, self.leader)
 
     @property
@@ -151,12 +161,6 @@ class Want:
             return ceil_div(min(reach + in_flight, length), self.block)
         # A window may start in the middle of a block: one more.
         return ceil_div(min(reach - 1 + in_flight, length), self.block) + 1
-
-
-def page_heads(want: Want) -> int:
-    """Heads of a layer that one rank holds."""
-    field = want.page.fields[0]
-    return next((axis.size for axis in field.axes if axis.name == "H"), 1)
 
 
 def kind_of(spec: Spec) -> Kind:

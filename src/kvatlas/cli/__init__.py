@@ -1,0 +1,26 @@
+"""The command line: `kvatlas plan`, `explain`, `models`, `layouts`, `hybrids`.
+
+The one room that knows of typer and rich. They are optional, so nothing here
+imports them until a command runs.
+"""
+
+from __future__ import annotations
+
+import sys
+
+__all__ = ["main"]
+
+_EXTRAS = ("typer", "rich", "click", "shellingham")
+_UNAVAILABLE = 69
+
+
+def main() -> None:
+    """Run the command line; the entry point of the `kvatlas` script."""
+    try:
+        from kvatlas.cli.app import run
+    except ModuleNotFoundError as missing:
+        if (missing.name or "").partition(".")[0] not in _EXTRAS:
+            raise
+        sys.stderr.write(f"kvatlas: {missing.name} is missing. Try: pip install 'kvatlas[cli]'\n")
+        raise SystemExit(_UNAVAILABLE) from None
+    run()

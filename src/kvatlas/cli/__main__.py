@@ -1,0 +1,6 @@
+"""`python -m kvatlas.cli`."""
+
+from kvatlas.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Plans beside each other: one thing varies, everything else stays as asked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import typer
+
+from kvatlas.cli.ask import POLICIES, Ask
+from kvatlas.errors import AtlasError
+from kvatlas.models import Model
+from kvatlas.plan import Plan
+from kvatlas.plan.wants import kind_of
+
+AXES = {"policy": "policy", "kv-dtype": "kv_dtype", "tp": "tp", "pack": "pack"}
+"""What can vary: its name on the command line and in `plan()`."""
+
+_USUAL = {"tp": ("1", "2", "4", "8", "16"), "pack": ("auto", "1", "2", "4", "8", "16")}
+_DENSE = (
+    "auto",
+    "fp8",
+    "int8_per_token_head",
+    "int4_per_token_head",
+    "nvfp4",
+    "turboquant_4bit_nc",
+)
+_LATENT = ("auto", "fp8", "fp8_ds_mla", "nvfp4_ds_mla")
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One of the plans, or why there is none."""
+
+    compare: str
+    value: str | int
+    policy: str
+    tp: int
+    pack: int | None = None
+    layout: str | None = None
+    block_size: int | None = None
+    num_blocks: int | None = None
+    bytes_per_block: int | None = None
+    tokens: int | None = None
+    requests_at_max_len: float | None = None
+    padding_share: float | None = None
+    way: str | None = None
+    refused: dict[str, str] | None = None
+
+
+def axes_of(asked: list[str]) -> dict[str, tuple[str, ...]]:
+    """Axes to vary, and the values of those that were given some.
+
+    >>> axes_of(["policy,tp", "pack=1,3"])
+    {'policy': (), 'tp': (), 'pack': ('1', '3')}
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    for text in asked:
+        name, given, values = text.partition("=")
+        names = [name] if given else text.split(",")
+        for one in (part.strip().lower().replace("_", "-") for part in names):
+            if one not in AXES:
+                raise typer.BadParameter(
+                    f"{one!r} is none of {', '.join(AXES)}.", param_hint="'--compare'"
+                )
+            found[one] = tuple(v.strip() for v in values.split(",") if v.strip())
+    return found
+
+
+def rows(ask: Ask, axis: str, values: tuple[str, ...] = ()) -> list[Row]:
+    """A row for each value of an axis."""
+    model = ask.load()
+    return [_row(ask, model, axis, value) for value in values or usual(model, axis)]
+
+
+def usual(model: Model, axis: str) -> tuple[str, ...]:
+    """The values that are worth a look where none are given."""
+    if axis == "policy":
+        return POLICIES
+    if axis != "kv-dtype":
+        return _USUAL[axis]
+    latent = any("mla" in kind_of(layer.spec) for layer in model.layers)
+    known = _LATENT if latent else _DENSE
+    # A checkpoint that asks for a dtype is compared from there.
+    return known if model.cache in known else (model.cache, *known)
+
+
+def way_of(plan: Plan) -> str | None:
+    """How a hybrid's states and attention live together; None for other models."""
+    states = {group.pool for group in plan.groups if group.kind == "mamba"}
+    others = {group.pool for group in plan.groups if group.kind != "mamba"}
+    if not states or not others:
+        return None
+    return f"pack {plan.pack}" if states & others else "states apart"
+
+
+def _row(ask: Ask, model: Model, axis: str, value: str) -> Row:
+    said: str | int = _number(value) if axis == "tp" else value
+    common = {"compare": axis, "value": said, "policy": ask.policy, "tp": ask.tp}
+    common |= {axis: said} if axis in ("policy", "tp") else {}
+    try:
+        made = ask.plan(**{"model": model, AXES[axis]: said})
+    except AtlasError as refusal:
+        told = {"code": str(refusal.code), "message": str(refusal)}
+        return msgspec.convert({**common, "refused": told}, Row)
+    figures: dict[str, Any] = {**made.summary(), "way": way_of(made)}
+    wanted = {name: figures[name] for name in Row.__struct_fields__ if name in figures}
+    return msgspec.convert({**common, **wanted}, Row)
+
+
+def _number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a number.", param_hint="'--compare'") from None
