@@ -1,5 +1,6 @@
 """Run every benchmark."""
 
-from benchmarks import geometry
+from benchmarks import geometry, planning
 
 geometry.main()
+planning.main()

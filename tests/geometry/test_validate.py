@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvatlas import AtlasError, Code, Layout, Placement, validate
 from tests.geometry.strategies import placements
-from tests.oracle import byte_list
+from tests.oracle import byte_list, maximal_runs
 
 
 @given(st.lists(placements(), min_size=1, max_size=4), st.integers(1, 300))
@@ -38,9 +38,8 @@ def test_whatever_is_left_over_can_be_named_padding(part: Placement, data: st.Da
     size = part.stop + data.draw(st.integers(0, 5))
     taken = set(byte_list(part))
     gaps = {
-        f"pad {byte}": Placement((), (), (), offset=byte)
-        for byte in range(size)
-        if byte not in taken
+        f"pad {start}": Placement((), (), (), offset=start, item=length)
+        for start, length in maximal_runs(byte for byte in range(size) if byte not in taken)
     }
     validate({"part": part}, size=size, padding=gaps)
     if gaps:

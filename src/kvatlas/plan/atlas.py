@@ -4,11 +4,13 @@ Where vLLM's plan is already tight, it is the same plan. It differs where vLLM
 inflates or refuses:
 
 - **Hybrids.** vLLM makes a page of one attention layer hold a whole recurrent state,
-  so a block is thousands of tokens. Here `pack` attention layers share a page, and a
-  block shrinks to 1/pack. Packs are searched; the best is taken if its block is at
-  most 1/8 of vLLM's and it pads no more than vLLM does. Otherwise recurrent states
-  get a pool of their own, sized by the number of requests: no padding and the
-  smallest block that kernels take, at the price that memory is divided beforehand.
+  so a block is thousands of tokens. Here a block holds many attention layers of few
+  tokens, or several states, or parts of states cut by heads. Block sizes, layers in a
+  block and parts of a state are searched; the plan with the fewest block tables is
+  taken whose block is at most 1/8 of vLLM's and that pads no more than vLLM's. Where
+  there is none, states get a pool of their own, sized by the number of requests: no
+  padding and the smallest block that kernels take, but memory is divided beforehand.
+  `pack=N` packs just N attention layers into each page instead.
 - **Orders.** Groups with unlike pages overlay each other in any block-outermost order,
   because a block id belongs to one group at a time. Where an order would interleave
   the blocks of unlike pages, each group gets a pool of its own.
@@ -19,7 +21,7 @@ inflates or refuses:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -35,9 +37,13 @@ from kvatlas.plan.report import padding
 from kvatlas.plan.request import Request
 from kvatlas.plan.sizing import DEFAULT_BLOCK, BlockSize, block_size, kernel_multiple
 from kvatlas.plan.vllm import plan_vllm, sized_wants
-from kvatlas.plan.wants import Want
+from kvatlas.plan.wants import Want, page_of
 
 _ROUNDING = 1e-12
+_CUTS = (1, 2, 4, 8)
+"""Parts that a state may be cut into: each is one more call of its kernel."""
+_MOST_TABLES = 64
+"""Block tables that an engine may be asked to keep for a request."""
 
 SHRINK = 8
 """A hybrid's block is to be at most this fraction of vLLM's."""
@@ -54,6 +60,22 @@ class Packing:
     """Pages in a block."""
     page: int
     """Bytes of such a page."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """Blocks that hold either some attention layers or some states, or parts of them."""
+
+    block: int
+    """Tokens in a block."""
+    width: int
+    """Attention layers in a block."""
+    cut: int
+    """Parts that a state is cut into, by heads."""
+    fit: int
+    """Such parts in a block."""
+    tables: int
+    """Block tables, of attention and of states."""
     padding: float
     """Share of what a request claims that is padding."""
 
@@ -65,9 +87,13 @@ def plan_atlas(asked: Request) -> Plan:
     # DeepSeek-V4's backends declare orders so that pages pack, not because kernels need them.
     binding = {b.name: b for b in asked.backends.values() if b and b.family != "other"}
     orders = supported_orders(list(binding.values()))
-    layout = resolve_order(orders, asked.layout)
     states = [want for want in wants if want.kind == "mamba"]
     attention = [want for want in wants if want.kind != "mamba"]
+    preferred = asked.layout
+    if preferred is None and states and attention and asked.pack == "auto":
+        # Block by block, states and attention fit together whatever their shapes.
+        preferred = next((order for order in orders if Layout(order).block_outermost), None)
+    layout = resolve_order(orders, preferred)
     if states and attention:
         return _hybrid(asked, attention, states, layout, orders, size)
     if asked.pack not in ("auto", 1):
@@ -130,53 +156,109 @@ def _hybrid(
                 got=f"pack {asked.pack} of {len(attention)} attention layers in {layout}",
                 hint="Use pack auto",
             )
-        chosen = _packing(asked, attention, states, asked.pack)
-        return _packed(asked, attention, states, layout, orders, chosen, ())
+        packing = _packing(asked, attention, states, asked.pack)
+        return _packed(asked, attention, states, layout, orders, packing)
     reference = plan_vllm(msgspec.structs.replace(asked, layout=None))
     bar, block = padding(reference).share, reference.block_size
-    packs = [
-        _packing(asked, attention, states, pack)
-        for pack in range(1, len(attention) + 1 if can_pack else 1)
-    ]
-    small = [p for p in packs if p.block * SHRINK <= block or p.block <= size.tokens]
-    tight = [p for p in small if p.padding <= bar + _ROUNDING]
-    told: tuple[str, ...] = (
+    told = (
         f"vLLM's block is {block} tokens, and {bar:.2%} of what a request of {asked.max_len:,} "
         "tokens claims there is padding.",
     )
+    tried: list[Sharing] = []
+    if layout.block_outermost and alike(attention) and alike(states):
+        tried = _sharings(asked, attention, states, max(block // SHRINK, size.tokens))
+    tight = [sharing for sharing in tried if sharing.padding <= bar + _ROUNDING]
     if tight:
-        chosen = min(tight, key=lambda p: (p.block, p.padding))
-        return _packed(asked, attention, states, layout, orders, chosen, told)
-    if small:
-        near = min(small, key=lambda p: p.padding)
-        told += (
-            f"Packing {near.pack} attention layers into a page would give blocks of {near.block} "
-            f"tokens, but {near.padding:.2%} padding: a page holds a whole number of kernel "
-            "blocks of every layer, and a state does not fill it.",
+        chosen = min(tight, key=lambda sharing: (sharing.cut, sharing.tables, sharing.block))
+        return _shared(asked, attention, states, layout, orders, chosen, told)
+    if tried:
+        near = min(tried, key=lambda sharing: sharing.padding)
+        why = (
+            f"In one pool the tightest blocks of at most 1/{SHRINK} of that have {near.block} "
+            f"tokens and {near.padding:.2%} padding: blocks are whole kernel blocks of every "
+            "layer, and whole heads of states do not fill them."
         )
-    elif packs:
-        told += (
-            f"Even all {len(attention)} attention layers in one page give blocks of "
-            f"{packs[-1].block} tokens, more than 1/{SHRINK} of vLLM's.",
+    elif layout.block_outermost:
+        why = (
+            f"No block of at most 1/{SHRINK} of that holds a state or an even part of one with "
+            f"{_MOST_TABLES} block tables or fewer."
         )
     else:
-        told += (f"In {layout} attention pages and states of unlike shape cannot share a pool.",)
-    return _states_apart(asked, attention, states, layout, orders, size, told)
+        why = f"In {layout} attention and states of unlike shape share blocks only as packs."
+    return _states_apart(asked, attention, states, layout, orders, size, (*told, why))
+
+
+def _sharings(
+    asked: Request, attention: list[Want], states: list[Want], largest: int
+) -> list[Sharing]:
+    """Every way in which blocks of at most `largest` tokens hold attention or states."""
+    token = attention[0].page.unpadded // attention[0].block
+    used = [want.backend for want in attention if want.backend]
+    step = asked.block_size or smallest_common_block(used, DEFAULT_BLOCK)
+    sets = states[0].blocks(asked.max_len, asked.in_flight, asked.dcp)
+    useful = sets * sum(want.nbytes for want in states)
+    found = []
+    for cut in _CUTS:
+        try:
+            part = page_of(states[0].layer.spec, states[0].block, asked.tp * cut).nbytes
+        except AtlasError:
+            continue  # heads that do not divide so far
+        for width in (n for n in range(1, len(attention) + 1) if len(attention) % n == 0):
+            tables = len(attention) // width
+            for block in range(step, largest + 1, step):
+                nbytes = width * block * token
+                fit = nbytes // part
+                if not fit:
+                    continue
+                groups = ceil_div(len(states) * cut, fit)
+                blocks = ceil_div(ceil_div(asked.max_len, asked.dcp), block) * tables
+                claimed = (blocks + sets * groups) * nbytes
+                waste = 1 - (blocks * nbytes + useful) / claimed
+                if tables + groups <= _MOST_TABLES:
+                    found.append(Sharing(block, width, cut, fit, tables + groups, waste))
+    return found
+
+
+def _shared(
+    asked: Request,
+    attention: list[Want],
+    states: list[Want],
+    layout: Layout,
+    orders: tuple[str, ...],
+    chosen: Sharing,
+    told: tuple[str, ...],
+) -> Plan:
+    layers = [want.with_block(chosen.block) for want in attention]
+    tables = len(layers) // chosen.width
+    parts = [
+        replace(want, block=chosen.block, cut=chosen.cut, part=part)
+        for want in states
+        for part in range(chosen.cut)
+    ]
+    groups = ceil_div(len(parts), chosen.fit)
+    drafts = [Draft(tuple(layers[i::tables]), mixed=False) for i in range(tables)]
+    drafts += [Draft(tuple(parts[i::groups]), mixed=False) for i in range(groups)]
+    cut = chosen.cut
+    whole = "whole states" if cut == 1 else f"parts of states, each cut by heads into {cut}"
+    reasons = (
+        *told,
+        f"Here a block holds {chosen.width} of {len(layers)} attention layers for {chosen.block} "
+        f"tokens, or {chosen.fit} {whole}: {tables} block table(s) for attention and {groups} for "
+        f"the {len(states)} recurrent layers, and {chosen.padding:.2%} padding. The price is the "
+        "number of tables"
+        + ("." if cut == 1 else ", and kernels that are called once for each part."),
+    )
+    size = BlockSize(chosen.block, None, reasons)
+    return pooled(asked, [Cluster(tuple(drafts), layout, pack=chosen.width)], size, orders)
 
 
 def _packing(asked: Request, attention: list[Want], states: list[Want], pack: int) -> Packing:
     """What packing `pack` layers into a page comes to."""
     token = attention[0].page.unpadded // attention[0].block
-    sizes = [want.nbytes for want in states]
     used = [want.backend for want in attention if want.backend]
     step = kernel_multiple(asked.model, used, asked.block_size or DEFAULT_BLOCK)
-    block = step * ceil_div(max(sizes), step * token * pack)
-    slots, page = ceil_div(len(attention), pack), pack * block * token
-    blocks = ceil_div(ceil_div(asked.max_len, asked.dcp), block)
-    sets = states[0].blocks(asked.max_len, asked.in_flight, asked.dcp)
-    claimed = (blocks + sets * ceil_div(len(states), slots)) * slots * page
-    useful = blocks * len(attention) * block * token + sets * sum(sizes)
-    return Packing(pack, block, slots, page, 1 - useful / claimed)
+    block = step * ceil_div(max(want.nbytes for want in states), step * token * pack)
+    return Packing(pack, block, ceil_div(len(attention), pack), pack * block * token)
 
 
 def _packed(
@@ -186,23 +268,21 @@ def _packed(
     layout: Layout,
     orders: tuple[str, ...],
     packing: Packing,
-    told: tuple[str, ...],
 ) -> Plan:
     layers = tuple(want.with_block(packing.block) for want in attention)
-    groups = ceil_div(len(states), packing.slots)
     kept = [want.with_block(packing.block) for want in states]
+    groups = ceil_div(len(kept), packing.slots)
     drafts = [Draft(tuple(kept[i::groups]), mixed=False) for i in range(groups)]
-    reasons = (
-        *told,
+    reason = (
         f"{packing.pack} of {len(attention)} attention layers share a page of {packing.page:,} "
         f"bytes, which also holds a recurrent state of {states[0].nbytes:,}: blocks of "
         f"{packing.block} tokens. The {len(states)} recurrent layers form {groups} groups of up "
-        f"to {packing.slots}, so a request takes {groups} blocks for each set of states.",
+        f"to {packing.slots}, so a request takes {groups} blocks for each set of states."
     )
     cluster = Cluster(
         (Draft(layers, mixed=False), *drafts), layout, pack=packing.pack, page=packing.page
     )
-    return pooled(asked, [cluster], BlockSize(packing.block, None, reasons), orders)
+    return pooled(asked, [cluster], BlockSize(packing.block, None, (reason,)), orders)
 
 
 def _states_apart(

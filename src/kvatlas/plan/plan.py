@@ -88,11 +88,19 @@ class Region(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     offset: int
     slot_stride: int
     block_stride: int
+    cut: int = 1
+    """Parts that a layer's state is cut into by heads, each in a slot of its own."""
+    parts: tuple[int, ...] = ()
+    """Which part of its layer each slot holds, where states are cut."""
 
     def page(self, tp: int, rank: int = 0, slot: int = 0) -> Page:
-        """The page of one kernel block of a layer on one rank."""
+        """The page of one kernel block of a layer, or of a part of it, on one rank.
+
+        A part is what one of `cut` times as many ranks would hold.
+        """
         padded = self.page_bytes if self.kernel_block == self.block else None
-        return page_of(self.layers[slot].spec, self.kernel_block, tp, rank, padded)
+        part = rank * self.cut + (self.parts[slot] if self.parts else 0)
+        return page_of(self.layers[slot].spec, self.kernel_block, tp * self.cut, part, padded)
 
     def placement(self, tp: int, blocks: int) -> Placement:
         """The cells of all its layers: axes L, B, H, N, C, and k for several kernel blocks."""
@@ -167,8 +175,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 raise _bad(f"a pool of {pool.blocks} blocks at stage {pool.stage}")
         if len(self._pools) < len(self.pools):
             raise _bad("two pools with one index at one stage")
-        parts: dict[tuple[int, int], dict[str, Placement]] = {}
-        names: set[str] = set()
+        pieces: dict[tuple[int, int], dict[str, Placement]] = {}
+        names: set[tuple[str, int]] = set()
         for region in self.regions:
             if not 0 <= region.group < len(self.groups) or not region.layers:
                 raise _bad(f"a region of group {region.group} out of {len(self.groups)}")
@@ -177,18 +185,23 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 raise _bad(f"group {region.group} in pool {group.pool} at stage {region.stage}")
             if region.kernel_block < 1 or region.block % region.kernel_block:
                 raise _bad(f"a block of {region.block} in kernel blocks of {region.kernel_block}")
+            parts = region.parts or (0,) * len(region.layers)
+            wrong = region.cut < 1 or not all(0 <= part < region.cut for part in parts)
+            if wrong or len(parts) != len(region.layers) or region.cut * self.tp > _LIMIT:
+                raise _bad(f"states cut into {region.cut} with parts {parts[:8]}")
             page = region.page(self.tp)
             for slot, layer in enumerate(region.layers):
-                if layer.name in names:
+                if (layer.name, parts[slot]) in names:
                     raise _bad(f"layer {layer.name} twice")
-                names.add(layer.name)
-                own = region.page(self.tp, slot=slot)
+                names.add((layer.name, parts[slot]))
+                own = page_of(layer.spec, region.kernel_block, self.tp * region.cut)
                 if (own.heads, own.states, own.content) != (page.heads, page.states, page.content):
                     raise _bad(f"layer {layer.name} in a region of unlike pages")
             pool = self._pools[region.stage, group.pool]
             placed = region.placement(self.tp, pool.blocks)
-            parts.setdefault((region.stage, region.group), {})[region.layers[0].name] = placed
-        for (stage, index), placed_parts in parts.items():
+            key = f"{region.layers[0].name}, part {parts[0]}"
+            pieces.setdefault((region.stage, region.group), {})[key] = placed
+        for (stage, index), placed_parts in pieces.items():
             pool = self._pools[stage, self.groups[index].pool]
             validate(placed_parts, size=pool.nbytes, holes=True)
         self._refuse_mixed_blocks()
@@ -218,20 +231,29 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     # -- geometry -------------------------------------------------------------------
 
     @cached_property
-    def _homes(self) -> dict[str, tuple[Region, int]]:
-        return {
-            layer.name: (region, slot)
-            for region in self.regions
-            for slot, layer in enumerate(region.layers)
-        }
+    def _homes(self) -> dict[str, list[tuple[Region, int]]]:
+        homes: dict[str, list[tuple[Region, int]]] = {}
+        for region in self.regions:
+            for slot, layer in enumerate(region.layers):
+                homes.setdefault(layer.name, []).append((region, slot))
+        for found in homes.values():
+            found.sort(key=lambda home: home[0].parts[home[1]] if home[0].parts else 0)
+        return homes
 
     @property
     def layers(self) -> tuple[str, ...]:
         """Names of all layers that keep a cache."""
         return tuple(self._homes)
 
-    def region_of(self, layer: str) -> tuple[Region, int]:
-        """A layer's region and its slot there."""
+    def region_of(self, layer: str, part: int = 0) -> tuple[Region, int]:
+        """The region of a layer, or of one part of it, and the slot there."""
+        if part and not 0 < part < len(self._homes.get(layer, ())):
+            raise AtlasError(
+                Code.OUT_OF_RANGE,
+                "A part is one that the layer's state is cut into",
+                got=f"part {part} of {layer}",
+                hint="Plan.parts says how many there are",
+            )
         if layer not in self._homes:
             raise AtlasError(
                 Code.UNKNOWN_LAYER,
@@ -239,21 +261,26 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 got=repr(layer),
                 hint=f"This plan has {len(self._homes)} layers, the first {self.layers[0]}",
             )
-        return self._homes[layer]
+        return self._homes[layer][part]
 
-    def page(self, layer: str, rank: int = 0) -> Page:
+    def parts(self, layer: str) -> int:
+        """How many parts a layer's state is cut into: 1 unless the plan says otherwise."""
+        self.region_of(layer)
+        return len(self._homes[layer])
+
+    def page(self, layer: str, rank: int = 0, part: int = 0) -> Page:
         """A layer's page, for one kernel block, on one tensor-parallel rank."""
-        region, slot = self.region_of(layer)
+        region, slot = self.region_of(layer, part)
         return region.page(self.tp, rank, slot)
 
-    def placement(self, layer: str) -> Placement:
+    def placement(self, layer: str, part: int = 0) -> Placement:
         """Where a layer's cells lie in its pool: axes B, H, N, C, and k for kernel blocks."""
-        region, slot = self.region_of(layer)
+        region, slot = self.region_of(layer, part)
         return region.placement(self.tp, self.pool_of(layer).blocks).select("L", slot)
 
-    def view(self, layer: str, field: str) -> Placement:
+    def view(self, layer: str, field: str, part: int = 0) -> Placement:
         """Where one field of a layer lies in its pool."""
-        return self.page(layer).view(self.placement(layer), field)
+        return self.page(layer, part=part).view(self.placement(layer, part), field)
 
     def pool_of(self, layer: str) -> Pool:
         """The pool that a layer lies in."""

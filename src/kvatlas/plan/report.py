@@ -37,7 +37,7 @@ def padding(plan: Plan, length: int | None = None) -> Padding:
             width = widths[group.pool]
             blocks = group.blocks(length or plan.max_len, in_flight=plan.in_flight, dcp=plan.dcp)
             filled = sum(region.page_bytes * len(region.layers) for region in regions)
-            useful = sum(unpadded(plan, region) * len(region.layers) for region in regions)
+            useful = sum(unpadded(plan, r) * len(r.layers) // r.cut for r in regions)
             claimed += blocks * width
             pages += blocks * (filled - useful)
             slots += blocks * (width - filled)
@@ -45,7 +45,7 @@ def padding(plan: Plan, length: int | None = None) -> Padding:
 
 
 def unpadded(plan: Plan, region: Region) -> int:
-    """Bytes of a region's page without its padding."""
+    """Bytes of a whole layer's page in a region, without padding or repeated rows."""
     return page_of(region.layers[0].spec, region.block, plan.tp).unpadded
 
 
@@ -101,6 +101,7 @@ def _group(plan: Plan, index: int) -> dict[str, Any]:
     members = [_member(plan, group, region) for region in regions]
     layers = [layer for region in regions for layer in region.layers]
     layers.sort(key=lambda layer: layer.index)  # stable: caches of a layer stay in order
+    count = len({layer.name for layer in layers})
     fixed, each = bytes_per_request(plan, index)
     more = {
         "pool": group.pool,
@@ -112,20 +113,20 @@ def _group(plan: Plan, index: int) -> dict[str, Any]:
         first = members[0]
         return {
             **first,
-            "num_layers": len(layers),
+            "num_layers": count,
             "first_layer": layers[0].name,
             "last_layer": layers[-1].name,
             **more,
         }
     return {
         "kind": group.kind,
-        "num_layers": len(layers),
+        "num_layers": count,
         "first_layer": layers[0].name,
         "last_layer": layers[-1].name,
         "block_size": group.block,
-        "page_bytes": sum(member["page_bytes"] * member["num_layers"] for member in members),
+        "page_bytes": sum(member["page_bytes"] * member["slots"] for member in members),
         "unpadded_page_bytes": sum(
-            member["unpadded_page_bytes"] * member["num_layers"] for member in members
+            member["unpadded_page_bytes"] * member["slots"] for member in members
         ),
         "heads": None,
         "states": None,
@@ -136,10 +137,12 @@ def _group(plan: Plan, index: int) -> dict[str, Any]:
 
 
 def _member(plan: Plan, group: Group, region: Region) -> dict[str, Any]:
-    page = page_of(region.layers[0].spec, region.block, plan.tp)
+    page = page_of(region.layers[0].spec, region.block, plan.tp * region.cut)
     return {
         "kind": group.kind,
-        "num_layers": len(region.layers),
+        "num_layers": len({layer.name for layer in region.layers}),
+        "slots": len(region.layers),
+        "cut": region.cut,
         "first_layer": region.layers[0].name,
         "last_layer": region.layers[-1].name,
         "block_size": region.block,
@@ -163,15 +166,7 @@ def explain(plan: Plan) -> str:
         + f", policy {plan.policy}, order {plan.layout}: blocks of {plan.block_size} tokens.",
         *plan.reasons,
     ]
-    for index, group in enumerate(plan.groups):
-        fixed, each = bytes_per_request(plan, index)
-        count = sum(len(r.layers) for r in plan.regions if r.group == index)
-        takes = f"{each:,.0f} bytes for each token" if each else f"{fixed:,} bytes, however long"
-        reach = f" within {group.window:,} tokens" if group.window else ""
-        lines.append(
-            f"Group {index}: {count} layers of {group.kind}{reach}, blocks of {group.block} "
-            f"tokens; a request takes {takes}."
-        )
+    lines += _group_lines(plan)
     waste = padding(plan)
     lines.append(
         f"A request of {plan.max_len:,} tokens claims {waste.claimed:,} bytes on a "
@@ -187,3 +182,26 @@ def explain(plan: Plan) -> str:
     lines.append(f"  and {tail:,} bytes of memory are too few for one more block.")
     lines += [f"Note: {warning}" for warning in plan.warnings]
     return "\n".join(lines)
+
+
+def _group_lines(plan: Plan) -> list[str]:
+    """A sentence for each group, neighbours that say the same thing told together."""
+    said: list[tuple[str, list[int]]] = []
+    for index, group in enumerate(plan.groups):
+        fixed, each = bytes_per_request(plan, index)
+        slots = sum(len(r.layers) for r in plan.regions if r.group == index)
+        cut = any(r.cut > 1 for r in plan.regions if r.group == index)
+        what = f"{slots} {'parts of ' if cut else ''}layers of {group.kind}"
+        reach = f" within {group.window:,} tokens" if group.window else ""
+        takes = f"{each:,.0f} bytes for each token" if each else f"{fixed:,} bytes, however long"
+        text = f"{what}{reach}, blocks of {group.block} tokens; a request takes {takes}."
+        if said and said[-1][0] == text:
+            said[-1][1].append(index)
+        else:
+            said.append((text, [index]))
+    return [
+        f"Group {found[0]}: {text}"
+        if len(found) == 1
+        else f"Groups {found[0]} to {found[-1]}, each: {text}"
+        for text, found in said
+    ]

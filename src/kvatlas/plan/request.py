@@ -46,14 +46,15 @@ def quantity(value: int | str, what: str = "the memory") -> int:
 
 
 def length(value: int | str) -> int:
-    """Tokens from a number or a text: 32k is 32,000 and 32K is 32,768, as engines read them.
+    """Tokens from a number or a text: 32k is 32,000, and 32K or 32Ki 32,768, as engines read them.
 
     >>> length("32k"), length("32K"), length("1.5k"), length(4096)
     (32000, 32768, 1500, 4096)
     """
-    capitals = {unit: 2 ** (10 * power) for power, unit in enumerate("KMGT", start=1)}
-    small = {unit.lower(): size for unit, size in _DECIMAL.items()}
-    return positive(_parse(value, "the length", {**small, **capitals}, cased=True), "the length")
+    units = {unit.lower(): size for unit, size in _DECIMAL.items()}
+    for unit, size in _BINARY.items():
+        units |= {unit[0]: size, unit.capitalize(): size}
+    return positive(_parse(value, "the length", units, cased=True), "the length")
 
 
 def _parse(value: int | str, what: str, units: dict[str, int], *, cased: bool = False) -> int:

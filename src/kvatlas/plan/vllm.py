@@ -174,6 +174,8 @@ def place_group(
                 offset=offset,
                 slot_stride=slot_stride,
                 block_stride=block_stride,
+                cut=want.cut,
+                parts=tuple(want.part for want in wants) if want.cut > 1 else (),
             )
         )
         offset += count * (want.nbytes if layout.block_outermost else slot_stride)

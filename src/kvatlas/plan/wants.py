@@ -90,13 +90,19 @@ class Want:
     """Tokens that stay within reach; for a chunk, its length."""
     checkpoints: int = 0
     """Further blocks that a recurrent layer keeps while it saves prefixes."""
+    cut: int = 1
+    """Parts that a state is cut into by heads, each with a page of its own."""
+    part: int = 0
+    """Which of them this is."""
     page: Page = field(init=False, compare=False)
     """Its page, with what padding it asks for."""
     nbytes: int = field(init=False, compare=False)
     """Bytes of its page."""
 
     def __post_init__(self) -> None:
-        page = page_of(self.layer.spec, self.block, self.tp, 0, self.padded)
+        # A part of a rank's state is what one of `cut` times as many ranks would hold, and
+        # all of them hold equally much.
+        page = page_of(self.layer.spec, self.block, self.tp * self.cut, 0, self.padded)
         object.__setattr__(self, "page", page)
         object.__setattr__(self, "nbytes", page.nbytes)
 

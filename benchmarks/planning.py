@@ -1,0 +1,100 @@
+"""How long planning takes, for every model of the catalogue."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+from benchmarks import vllm_peer
+from benchmarks.timing import median_ms, show
+from kvatlas import AtlasError
+from kvatlas.models import Model, catalogue
+from kvatlas.plan import plan
+from kvatlas.plan.backends import backends_of
+from kvatlas.plan.sizing import block_size
+from kvatlas.plan.wants import page_of, wants_of
+
+MEMORY = 4 * 2**40
+"""Enough for one long request of every model at tp 1."""
+
+
+def ours() -> None:
+    """Each model planned from cold, at a tp that nothing was remembered for."""
+    rows = []
+    for policy in ("vllm", "atlas"):
+        taken = {}
+        for name in catalogue():
+            model = Model.load(name)
+            page_of.cache_clear()
+            start = time.perf_counter()
+            try:
+                plan(model, memory=MEMORY, policy=policy)
+            except AtlasError:
+                continue
+            taken[name] = (time.perf_counter() - start) * 1e3
+        worst = max(taken, key=lambda name: taken[name])
+        rows.append(
+            [
+                policy,
+                str(len(taken)),
+                f"{statistics.median(taken.values()):.1f}",
+                f"{taken[worst]:.1f}",
+                worst,
+            ]
+        )
+    loads = {name: _timed(name) for name in catalogue()}
+    slowest = max(loads, key=lambda name: loads[name])
+    rows.append(
+        [
+            "Model.load alone",
+            str(len(loads)),
+            f"{statistics.median(loads.values()):.1f}",
+            f"{loads[slowest]:.1f}",
+            slowest,
+        ]
+    )
+    show(
+        "Planning each model of the catalogue, nothing remembered (bar: none above 50 ms)",
+        ["policy", "models", "median ms", "worst ms", "worst model"],
+        rows,
+    )
+
+
+def _timed(name: str) -> float:
+    start = time.perf_counter()
+    Model.load(name)
+    return (time.perf_counter() - start) * 1e3
+
+
+def beside_vllm() -> None:
+    """Grouping and sizing of the same layers by vLLM, without reading a config."""
+    if not vllm_peer.installed():
+        print("vLLM is not installed here: its own planning is not timed.\n")
+        return
+    rows = []
+    for name in ("Llama-3.1-70B", "gpt-oss-120b", "Gemma-3-27B", "Qwen3.5-397B-A17B", "Kimi-K3"):
+        model = Model.load(name)
+        backends = backends_of(model, None)
+        size = block_size(model, backends, tp=1, asked=None)
+        wants = wants_of(
+            model,
+            backends,
+            block=size.tokens,
+            tp=1,
+            state_padding=size.state_padding,
+            prefix_caching=True,
+            max_len=32768,
+        )
+        theirs = median_ms(vllm_peer.planner(wants, "LBNHC", MEMORY))
+        mine = median_ms(lambda m=model: plan(m, memory=MEMORY, policy="vllm"))  # type: ignore[misc]
+        rows.append([name, f"{mine:.1f}", f"{theirs:.1f}"])
+    show(
+        "Whole plans here, checked, beside vLLM's grouping and sizing alone",
+        ["model", "kvatlas ms", "vLLM ms"],
+        rows,
+    )
+
+
+def main() -> None:
+    ours()
+    beside_vllm()

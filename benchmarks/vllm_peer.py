@@ -1,0 +1,84 @@
+"""vLLM's own planning of the same layers, where vLLM is installed."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from kvatlas.geometry import DType
+from kvatlas.plan.wants import Want
+
+_TORCH = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "e4m3": "float8_e4m3fn"}
+
+
+def installed() -> bool:
+    """Whether vLLM can be imported."""
+    return importlib.util.find_spec("vllm") is not None
+
+
+def planner(wants: list[Want], layout: str, memory: int) -> Callable[[], Any]:
+    """Grouping and sizing of these layers by vLLM, ready to be timed."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    utils = importlib.import_module("vllm.v1.core.kv_cache_utils")
+    layouts = importlib.import_module("vllm.v1.kv_cache_layout")
+    specs = {want.layer.name: _spec(want) for want in wants}
+    resolved = layouts.KVCacheLayout[layout]
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
+        attention_config=SimpleNamespace(hisparse_config=None),
+        speculative_config=None,
+        cache_config=SimpleNamespace(
+            get_resolved_kv_cache_layout=lambda: resolved,
+            num_gpu_blocks_override=None,
+            prefix_cache_retention_interval=None,
+        ),
+    )
+
+    def act() -> Any:
+        groups = utils.get_kv_cache_groups(config, dict(specs))
+        return utils.get_kv_cache_config_from_groups(config, groups, memory)
+
+    return act
+
+
+def _spec(want: Want) -> Any:
+    """A layer as vLLM describes it."""
+    kinds = importlib.import_module("vllm.v1.kv_cache_interface")
+    torch = importlib.import_module("torch")
+    spec: Any = want.layer.spec
+    page = want.page
+    if want.kind == "mamba":
+        shapes, dtypes = [], []
+        for field in page.fields:
+            shapes.append(tuple(axis.size for axis in field.axes))
+            dtypes.append(getattr(torch, _TORCH[field.dtype.name]))
+        return kinds.MambaSpec(
+            block_size=want.block,
+            shapes=tuple(shapes),
+            dtypes=tuple(dtypes),
+            page_size_padded=want.padded,
+        )
+    given: dict[str, Any] = {"block_size": want.block, "page_size_padded": want.padded}
+    given["tokens_per_state"] = spec.tokens_per_state or 1
+    given["state_content_bytes"] = page.content
+    dtype = DType.of(getattr(spec, "dtype", "bf16"))
+    given |= {"num_kv_heads": page.heads, "head_size": page.content // 2, "dtype": torch.uint8}
+    if dtype.name in _TORCH:
+        given["dtype"] = getattr(torch, _TORCH[dtype.name])
+    match want.kind:
+        case "sliding_window":
+            return kinds.SlidingWindowSpec(**given, sliding_window=want.window)
+        case "chunked_local_attention":
+            return kinds.ChunkedLocalAttentionSpec(**given, attention_chunk_size=want.window)
+        case "mla_attention":
+            return kinds.MLAAttentionSpec(**given, is_index_group_leader=want.leader)
+        case "sliding_window_mla":
+            return kinds.SlidingWindowMLASpec(**given, sliding_window=want.window)
+        case "cross_attention":
+            return kinds.CrossAttentionSpec(**given)
+        case _:
+            return kinds.FullAttentionSpec(**given)
