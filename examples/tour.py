@@ -10,6 +10,7 @@ from rich.text import Text
 
 from kvatlas import AtlasError, Layout, validate
 from kvatlas.geometry import ENGINE_LAYOUTS
+from kvatlas.plan import padding, plan
 from kvatlas.specs import (
     FullAttention,
     GatedDeltaNet,
@@ -122,7 +123,30 @@ def refusals() -> None:
             console.print(f"  {refusal}", style="yellow", highlight=False, markup=False)
 
 
+def plans() -> None:
+    console.print("\n[bold]A hybrid planned[/]: Kimi-K3 at tp 8, 60 GiB on each rank.")
+    table = Table()
+    for column in ("policy", "block", "blocks", "padding", "tokens", "requests of 4,096 tokens"):
+        table.add_column(column, justify="left" if column == "policy" else "right")
+    made = {}
+    for policy in ("vllm", "atlas"):
+        made[policy] = plan("Kimi-K3", memory="60GiB", tp=8, policy=policy)
+        found = made[policy]
+        table.add_row(
+            policy,
+            f"{found.block_size:,}",
+            f"{found.num_blocks:,}",
+            f"{padding(found).share:.2%}",
+            f"{found.tokens:,}",
+            f"{found.requests(4096):.0f}",
+        )
+    console.print(table)
+    console.print(made["atlas"].explain(), highlight=False, markup=False)
+
+
 if __name__ == "__main__":
+    plans()
+    console.print()
     pages()
     memory()
     slices()

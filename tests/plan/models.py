@@ -40,6 +40,9 @@ DELTA: dict[str, Spec] = {
     "linear": GatedDeltaNet(key_heads=4, value_heads=8, key_dim=8, value_dim=8, ssm_dtype="fp32")
 }
 MAMBA: dict[str, Spec] = {"mixer": Mamba2(heads=8, head_dim=8, groups=1, state_size=16)}
+LARGE: dict[str, Spec] = {
+    "linear": GatedDeltaNet(key_heads=4, value_heads=8, key_dim=12, value_dim=16, ssm_dtype="fp32")
+}
 CONV: dict[str, Spec] = {"conv": ShortConv(width=32)}
 LATENT: dict[str, Spec] = {"attn": LatentAttention(latent=64, rope=16)}
 
@@ -59,5 +62,6 @@ SMALL: dict[str, Model] = {
         compressed_latent(0),
         *[compressed_latent(4), compressed_latent(128)] * 2,
     ),
+    "cut hybrid": model_of("cut hybrid", *[LARGE] * 3, *[ATTENTION] * 2),
     "recurrent": model_of("recurrent", *[MAMBA] * 3),
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvatlas import AtlasError, Code
@@ -107,3 +109,19 @@ def test_groups_that_vllm_does_not_repeat() -> None:
     with pytest.raises(AtlasError):
         plan("Nemotron-H-8B", memory="60GiB", tp=16, policy="vllm")
     assert plan("Nemotron-H-8B", memory="60GiB", tp=16).tp == 16
+
+
+def test_states_can_be_told_where_to_lie() -> None:
+    """In one pool short requests borrow what long ones do not use."""
+    ask: dict[str, Any] = {"memory": "60GiB", "tp": 2}
+    auto, shared, apart = (
+        plan("Qwen3.5-397B-A17B", states=states, **ask)
+        for states in ("auto", "shared", "apart")  # type: ignore[arg-type]
+    )
+    assert auto == apart
+    assert (len(shared.pools), len(apart.pools)) == (1, 2)
+    assert shared.block_size * 8 <= 2096
+    assert shared.requests(4096) > 2 * apart.requests(4096)
+    assert padding(shared).share > padding(apart).share
+    kimi = plan("Kimi-K3", memory="60GiB", tp=8, states="apart")
+    assert len(kimi.pools) == 2

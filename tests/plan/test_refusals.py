@@ -58,6 +58,7 @@ REFUSALS: list[tuple[Code, Callable[[], Any]]] = [
     (Code.BAD_PACK, lambda: plan("Llama-3.1-8B", **GIB, pack=2)),
     (Code.BAD_PACK, lambda: plan("Nemotron-H-8B", **GIB, pack=2, layout="LHBNC")),
     (Code.UNKNOWN_POLICY, lambda: plan("Llama-3.1-8B", **GIB, policy="best")),  # type: ignore[arg-type]
+    (Code.UNKNOWN_POLICY, lambda: plan("Bamba-9B", **GIB, states="far")),  # type: ignore[arg-type]
 ]
 
 

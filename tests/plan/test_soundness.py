@@ -33,11 +33,11 @@ def check(made: Plan) -> None:
         user = np.full(pool.nbytes, -1, dtype=np.int64)
         for index in {region.group for region in mine}:
             used = np.zeros(pool.nbytes, dtype=bool)
-            layers = [
-                r.layers[i].name for r in mine if r.group == index for i in range(len(r.layers))
-            ]
-            for layer, block in product(layers, sorted({0, 1, pool.blocks - 1} - {pool.blocks})):
-                for start, stop in stretches(made, layer, block):
+            homes = [(r, slot) for r in mine if r.group == index for slot in range(len(r.layers))]
+            for (region, slot), block in product(homes, sorted({0, 1, pool.blocks - 1})):
+                layer = region.layers[slot].name
+                part = region.parts[slot] if region.parts else 0
+                for start, stop in stretches(made, layer, part, block % pool.blocks):
                     assert stop <= pool.nbytes, f"{layer} leaves its pool"
                     assert not used[start:stop].any(), f"{layer} shares bytes in its group"
                     others = user[start:stop]
@@ -48,16 +48,15 @@ def check(made: Plan) -> None:
         assert sum(pool.nbytes for pool in made.pools if pool.stage == stage) <= made.memory
 
 
-def stretches(made: Plan, layer: str, block: int) -> list[tuple[int, int]]:
+def stretches(made: Plan, layer: str, part: int, block: int) -> list[tuple[int, int]]:
     """Every run of every field of a layer in one block, as the field's own view has it."""
-    page, placed = made.page(layer), made.placement(layer)
+    page, placed = made.page(layer, part=part), made.placement(layer, part)
     found = []
     for field in page.fields:
         starts, lengths = page.view(placed, field.name).runs(B=[block])
         found += [(s, s + n) for s, n in zip(starts.tolist(), lengths.tolist(), strict=True)]
-    assert sum(b - a for a, b in found) == page.unpadded * (
-        placed.size("k") if "k" in placed.axes else 1
-    )
+    kernel_blocks = placed.size("k") if "k" in placed.axes else 1
+    assert sum(b - a for a, b in found) == page.unpadded * kernel_blocks
     return found
 
 
@@ -130,3 +129,32 @@ def test_states_apart_hold_what_was_asked() -> None:
     assert made.pools[1].blocks == 50 * held + 1
     assert made.block_size == 16
     assert any("pool of their own" in reason for reason in made.reasons)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_parts_of_a_state_are_together_the_whole(tp: int) -> None:
+    """Each row of a rank's conv and ssm is in exactly one part."""
+    model = SMALL["cut hybrid"]
+    made = plan(model, memory="32MiB", max_len=512, in_flight=32, tp=tp)
+    check(made)
+    layer = next(layer for layer in model.layers if layer.name.endswith("linear"))
+    assert made.parts(layer.name) == 2
+    for rank in range(tp):
+        whole = layer.spec.page(1, tp=tp, rank=rank)
+        parts = [made.page(layer.name, rank, part) for part in range(2)]
+        for field in whole.fields:
+            rows = [
+                row
+                for page in parts
+                for piece in page.field(field.name).pieces
+                for row in range(piece.start, piece.start + piece.length)
+            ]
+            expected = [
+                row
+                for piece in field.pieces
+                for row in range(piece.start, piece.start + piece.length)
+            ]
+            assert sorted(rows) == sorted(expected)
+    with pytest.raises(AtlasError) as refusal:
+        made.placement(layer.name, part=2)
+    assert refusal.value.code is Code.OUT_OF_RANGE

@@ -121,6 +121,14 @@ class Ask:
             rich_help_panel=_CACHE,
         ),
     ] = "auto"
+    states: Annotated[
+        str,
+        typer.Option(
+            help="Recurrent states: auto, shared (one pool, may pad more) or apart.",
+            autocompletion=completer("auto", "shared", "apart"),
+            rich_help_panel=_CACHE,
+        ),
+    ] = "auto"
     block_size: Annotated[
         int | None,
         typer.Option(help="Tokens in a block, before hybrids grow it.", rich_help_panel=_CACHE),

@@ -168,13 +168,15 @@ def _hybrid(
     if layout.block_outermost and alike(attention) and alike(states):
         tried = _sharings(asked, attention, states, max(block // SHRINK, size.tokens))
     tight = [sharing for sharing in tried if sharing.padding <= bar + _ROUNDING]
-    if tight:
+    if asked.states == "shared" and tried and not tight:
+        tight = [min(tried, key=lambda sharing: sharing.padding)]
+    if tight and asked.states != "apart":
         chosen = min(tight, key=lambda sharing: (sharing.cut, sharing.tables, sharing.block))
         return _shared(asked, attention, states, layout, orders, chosen, told)
     if tried:
         near = min(tried, key=lambda sharing: sharing.padding)
         why = (
-            f"In one pool the tightest blocks of at most 1/{SHRINK} of that have {near.block} "
+            f"In one pool (states shared) the tightest blocks of at most 1/{SHRINK} of that have {near.block} "
             f"tokens and {near.padding:.2%} padding: blocks are whole kernel blocks of every "
             "layer, and whole heads of states do not fill them."
         )

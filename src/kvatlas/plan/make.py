@@ -39,12 +39,15 @@ def plan(
     in_flight: int | None = None,
     prefix_caching: bool = True,
     requests: int | None = None,
+    states: Literal["auto", "shared", "apart"] = "auto",
 ) -> Plan:
     """Where a model's caches lie in `memory` bytes of each rank.
 
     `model` is a `Model` or whatever `Model.load` takes. `in_flight` are the tokens
     that an engine schedules before it settles them, which windows must also cover.
-    `requests` sizes a pool of recurrent states where a plan keeps those apart.
+    For hybrids under policy atlas, `states` says whether recurrent states share blocks
+    with attention even where that pads more than vLLM, or lie in a pool of their own,
+    which `requests` sizes.
 
     >>> made = plan("Qwen3.5-397B-A17B", memory="60GiB", tp=2, policy="vllm")
     >>> made.block_size, made.num_blocks
@@ -81,9 +84,21 @@ def plan(
         if in_flight is None
         else natural(in_flight, "in_flight"),
         prefix_caching=prefix_caching,
+        states=_one_of(states, "auto", "shared", "apart"),
         requests=None if requests is None else positive(requests, "the number of requests"),
     )
     return makers[policy](asked)
+
+
+def _one_of(word: Any, *words: Any) -> Any:
+    if word not in words:
+        raise AtlasError(
+            Code.UNKNOWN_POLICY,
+            "An option is one of its words",
+            got=repr(word),
+            hint=f"Use one of {', '.join(words)}",
+        )
+    return word
 
 
 def check_topology(model: Model, tp: int, pp: int, dcp: int, *, strict: bool) -> None:

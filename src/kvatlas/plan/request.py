@@ -34,6 +34,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     in_flight: int
     prefix_caching: bool
     requests: int | None
+    states: Literal["auto", "shared", "apart"]
 
 
 def quantity(value: int | str, what: str = "the memory") -> int:
