@@ -115,8 +115,7 @@ def test_states_can_be_told_where_to_lie() -> None:
     """In one pool short requests borrow what long ones do not use."""
     ask: dict[str, Any] = {"memory": "60GiB", "tp": 2}
     auto, shared, apart = (
-        plan("Qwen3.5-397B-A17B", states=states, **ask)
-        for states in ("auto", "shared", "apart")  # type: ignore[arg-type]
+        plan("Qwen3.5-397B-A17B", states=states, **ask) for states in ("auto", "shared", "apart")
     )
     assert auto == apart
     assert (len(shared.pools), len(apart.pools)) == (1, 2)

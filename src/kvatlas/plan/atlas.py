@@ -176,9 +176,9 @@ def _hybrid(
     if tried:
         near = min(tried, key=lambda sharing: sharing.padding)
         why = (
-            f"In one pool (states shared) the tightest blocks of at most 1/{SHRINK} of that have {near.block} "
-            f"tokens and {near.padding:.2%} padding: blocks are whole kernel blocks of every "
-            "layer, and whole heads of states do not fill them."
+            f"In one pool the tightest blocks of at most 1/{SHRINK} of that have {near.block} "
+            f"tokens and {near.padding:.2%} padding (states shared): blocks are whole kernel "
+            "blocks of every layer, and whole heads of states do not fill them."
         )
     elif layout.block_outermost:
         why = (
