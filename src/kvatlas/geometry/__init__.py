@@ -3,6 +3,7 @@
 Read `affine.py` and `placement.py` first; everything else is made of them.
 """
 
+from kvatlas.geometry.combine import append, stack
 from kvatlas.geometry.dtype import ALL_DTYPES, DType
 from kvatlas.geometry.field import Cut, Field, FieldAxis, Piece, Section
 from kvatlas.geometry.layout import AXES, AXIS_NAMES, ENGINE_LAYOUTS, Layout
@@ -27,10 +28,12 @@ __all__ = [
     "Placement",
     "Section",
     "Share",
+    "append",
     "flat",
     "fold_together",
     "in_cells",
     "in_planes",
     "row_bytes",
+    "stack",
     "validate",
 ]

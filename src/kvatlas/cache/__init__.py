@@ -1,0 +1,9 @@
+"""Plans come to life: buffers, and views of them in the shapes that backends take.
+
+This room needs torch (`pip install kvatlas[torch]`).
+"""
+
+from kvatlas.cache import adapters
+from kvatlas.cache.cache import ALIGNMENT, Cache, LayerCache, allocate, bind
+
+__all__ = ["ALIGNMENT", "Cache", "LayerCache", "adapters", "allocate", "bind"]

@@ -1,0 +1,148 @@
+"""The shapes that attention backends take today, as views.
+
+Each function returns tensors in a backend's own shape, sharing the pool's storage.
+K and V are affine in the same coordinates, so putting them on one axis is affine too:
+its stride is the distance between them. Where a shape is not affine in an order, the
+function refuses and names an order in which it is.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+
+from kvatlas.cache.cache import LayerCache
+from kvatlas.cache.tensors import torch_dtype, view
+from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry import Placement, append, stack
+
+Order = Literal["NHD", "HND"]
+
+_AXES = {"NHD": ("B", "N", "H", "C"), "HND": ("B", "H", "N", "C")}
+
+
+class KV(NamedTuple):
+    """K and V, each a view."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+class Strided(NamedTuple):
+    """What a stride-driven kernel takes: a pointer, and byte strides by axis."""
+
+    base: torch.Tensor
+    """Bytes from the field's first element on."""
+    sizes: dict[str, int]
+    strides: dict[str, int]
+
+
+def flash_attention(layer: LayerCache) -> KV:
+    """K and V as [B, N, H, D]: FlashAttention, and vLLM's name for it."""
+    return flashinfer(layer, "NHD")
+
+
+def flashinfer(layer: LayerCache, order: Order) -> KV:
+    """K and V as a tuple, [B, N, H, D] or [B, H, N, D]."""
+    return KV(_view(layer, "k", _AXES[order]), _view(layer, "v", _AXES[order]))
+
+
+def flashinfer_packed(layer: LayerCache, order: Order) -> torch.Tensor:
+    """K and V on one axis: [B, 2, N, H, D] or [B, 2, H, N, D]."""
+    return _together(layer, "k", "v", _AXES[order])
+
+
+def flashinfer_nvfp4(layer: LayerCache) -> KV:
+    """Data [B, 2, H, N, D/2] and scales [B, 2, H, N, D/16] of an nvfp4 cache."""
+    data = _together(layer, "k", "v", _AXES["HND"])
+    return KV(data, _together(layer, "k_scale", "v_scale", _AXES["HND"]))
+
+
+def flex_attention(layer: LayerCache) -> KV:
+    """K and V as [B * N, H, D]: states of all blocks on one axis."""
+    return KV(_flat_states(layer, "k"), _flat_states(layer, "v"))
+
+
+def sdpa(layer: LayerCache, first: int, blocks: int) -> KV:
+    """K and V of neighbouring blocks as [1, H, blocks * N, D], for torch's own attention."""
+
+    def one(name: str) -> torch.Tensor:
+        placed = layer.place(name).narrow("B", first, blocks)
+        folded = _fold(placed, layer).reorder("H", "B*N", "C")
+        return view(layer.buffer, folded, _dtype(layer, name)).unsqueeze(0)
+
+    return KV(one("k"), one("v"))
+
+
+def triton(layer: LayerCache, name: str) -> Strided:
+    """A field's bytes from its first element on, and its strides."""
+    placed = layer.place(name)
+    return Strided(
+        layer.buffer[placed.offset :],
+        dict(zip(placed.axes, placed.sizes, strict=True)),
+        dict(zip(placed.axes, placed.strides, strict=True)),
+    )
+
+
+def rocm_planes(layer: LayerCache) -> KV:
+    """K as [B, H, D/x, N, x] of 16-byte tiles and V as [B, H, D, N]."""
+    return KV(_view(layer, "k", ("B", "H", "C", "N", "c")), _view(layer, "v", ("B", "H", "C", "N")))
+
+
+def latent(layer: LayerCache) -> torch.Tensor:
+    """Latent and rotary part as one row, [B, N, latent + rope]: MLA kernels."""
+    row = append(layer.place("latent"), layer.place("rope"), axis="C")
+    return view(layer.buffer, row, _dtype(layer, "latent"))
+
+
+def mamba(layer: LayerCache, order: Literal["SD", "DS"]) -> tuple[torch.Tensor, ...]:
+    """The states of a recurrent layer; conv as [B, taps, rows] (SD) or [B, rows, taps] (DS)."""
+    axes = ("B", "T", "R") if order == "SD" else ("B", "R", "T")
+    return tuple(
+        _view(layer, name, axes) if name == "conv" else layer.field(name)
+        for name in (field.name for field in layer.page.fields)
+    )
+
+
+def _dtype(layer: LayerCache, name: str) -> torch.dtype:
+    return torch_dtype(layer.page.field(name).dtype)
+
+
+def _view(layer: LayerCache, name: str, axes: tuple[str, ...]) -> torch.Tensor:
+    return view(layer.buffer, _axes(layer.place(name), name, axes), _dtype(layer, name))
+
+
+def _axes(placed: Placement, name: str, axes: tuple[str, ...]) -> Placement:
+    if set(axes) != set(placed.axes):
+        raise AtlasError(
+            Code.BAD_AXES,
+            "A backend's shape has the field's own axes",
+            got=f"{name} with axes {placed.axes}, wanted {axes}",
+            hint="Use the adapter of the packing that the layer has",
+        )
+    return placed.reorder(*axes)
+
+
+def _together(layer: LayerCache, first: str, second: str, axes: tuple[str, ...]) -> torch.Tensor:
+    """Two fields on one axis behind B, where they differ by a constant distance alone."""
+    a = _axes(layer.place(first), first, axes)
+    b = _axes(layer.place(second), second, axes)
+    return view(layer.buffer, stack(a, b, axis="kv", behind="B"), _dtype(layer, first))
+
+
+def _flat_states(layer: LayerCache, name: str) -> torch.Tensor:
+    folded = _fold(layer.place(name), layer).reorder("B*N", "H", "C")
+    return view(layer.buffer, folded, _dtype(layer, name))
+
+
+def _fold(placed: Placement, layer: LayerCache) -> Placement:
+    try:
+        return placed.fold("B", "N")
+    except AtlasError as refusal:
+        raise AtlasError(
+            Code.NOT_FOLDABLE,
+            "States of all blocks are one axis where blocks follow each other state by state",
+            got=f"{layer.name} with strides {dict(zip(placed.axes, placed.strides, strict=True))}",
+            hint="Use LBNHC, or an adapter that keeps blocks",
+        ) from refusal

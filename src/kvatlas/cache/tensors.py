@@ -1,0 +1,79 @@
+"""Placements as torch tensors: one strided view, never a copy.
+
+Every view of a cache is made here, from a placement and the pool's bytes. What
+cannot be a view (an element that does not start at a multiple of its size, say) is
+refused with the reason.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry import DType, Placement
+
+_TORCH: dict[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "e4m3": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2,
+    "int8": torch.int8,
+}
+
+
+def torch_dtype(dtype: DType) -> torch.dtype:
+    """The torch type of a field's storage items; bytes where torch has no such type.
+
+    >>> torch_dtype(DType.of("bf16")), torch_dtype(DType.of("nvfp4"))
+    (torch.bfloat16, torch.uint8)
+    """
+    return _TORCH.get(dtype.name, torch.uint8)
+
+
+def view(buffer: torch.Tensor, placement: Placement, dtype: torch.dtype) -> torch.Tensor:
+    """The items of a placement in a pool's bytes, as a tensor with one axis for each axis.
+
+    >>> rows = Placement.packed([("B", 2), ("C", 3)], item=4, strides={"B": 16})
+    >>> view(torch.zeros(32, dtype=torch.uint8), rows, torch.float32).stride()
+    (4, 1)
+    """
+    item = dtype.itemsize
+    if buffer.dtype != torch.uint8 or buffer.ndim != 1 or not buffer.is_contiguous():
+        raise AtlasError(
+            Code.BAD_TENSOR,
+            "A pool is one contiguous axis of uint8",
+            got=f"{buffer.dtype} of shape {tuple(buffer.shape)}",
+            hint="Pass the whole allocation as bytes",
+        )
+    if placement.item != item:
+        raise AtlasError(
+            Code.UNLIKE_PLACEMENTS,
+            "A view's elements are as large as the placement's items",
+            got=f"{dtype} of {item} bytes for items of {placement.item}",
+            hint="View the field, not the cells",
+        )
+    if placement.stop > buffer.numel():
+        raise AtlasError(
+            Code.OUT_OF_BOUNDS,
+            "A view stays inside its pool",
+            got=f"bytes up to {placement.stop} of a pool of {buffer.numel()}",
+            hint="Allocate what the plan says",
+        )
+    if any(step % item for step in (placement.offset, *placement.strides)):
+        raise AtlasError(
+            Code.MISALIGNED,
+            "Elements of a view start at multiples of their size",
+            got=f"{placement} as {dtype}",
+            hint="Plan pages and blocks whose sizes are multiples of the element",
+        )
+    whole = buffer[: buffer.numel() // item * item].view(dtype)
+    # A placement forgets the stride of an axis of size 1; kernels that look at strides
+    # without looking at sizes want what a contiguous tensor would have.
+    steps: list[int] = []
+    inner = 1
+    for size, stride in zip(reversed(placement.sizes), reversed(placement.strides), strict=True):
+        steps.insert(0, stride // item if size > 1 else inner)
+        inner = steps[0] * size
+    start = whole.storage_offset() + placement.offset // item
+    return torch.as_strided(whole, placement.sizes, steps, start)
