@@ -75,6 +75,25 @@ def tampered(path: str, value: Any) -> bytes:
         ("tp", 10**9),
         ("pp", -1),
         ("extra", 1),
+        ("memory", 1),
+        ("memory", -1),
+        ("groups.0.block", 0),
+        ("groups.0.block", -5),
+        ("groups.0.block", 32),
+        ("groups.0.window", -100),
+        ("groups.0.held", -1),
+        ("groups.0.source", -4),
+        ("groups.0.kind", "mamba"),
+        ("groups.1.kind", "cross_attention"),
+        ("in_flight", -(10**9)),
+        ("dcp", 3),
+        ("layout", "nonsense"),
+        ("pack", -3),
+        ("max_len", 10**30),
+        ("regions", []),
+        ("regions.0.cut", 0),
+        ("regions.0.cut", 10**6),
+        ("regions.0.parts", [0]),
     ],
 )
 def test_a_plan_from_outside_is_never_trusted(path: str, value: Any) -> None:
@@ -83,10 +102,12 @@ def test_a_plan_from_outside_is_never_trusted(path: str, value: Any) -> None:
     assert refusal.value.code is Code.BAD_PLAN
 
 
-@pytest.mark.parametrize(
-    "text", [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"model": 1}', b"1" * 99]
-)
-def test_what_is_no_plan_is_refused(text: bytes) -> None:
+NO_PLANS: list[Any] = [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"model": 1}', b"1" * 99]
+NO_PLANS += [None, 7, '"\ud800"']
+
+
+@pytest.mark.parametrize("text", NO_PLANS, ids=range(len(NO_PLANS)))
+def test_what_is_no_plan_is_refused(text: Any) -> None:
     with pytest.raises(AtlasError) as refusal:
         Plan.from_json(text)
     assert refusal.value.code is Code.BAD_PLAN

@@ -10,6 +10,7 @@ import pytest
 from kvatlas import AtlasError, Code
 from kvatlas.plan import plan, quantity
 from kvatlas.plan.request import length
+from tests.plan.models import model_of
 
 GIB: dict[str, Any] = {"memory": "60GiB"}
 
@@ -58,6 +59,15 @@ REFUSALS: list[tuple[Code, Callable[[], Any]]] = [
     (Code.BAD_PACK, lambda: plan("Llama-3.1-8B", **GIB, pack=2)),
     (Code.BAD_PACK, lambda: plan("Nemotron-H-8B", **GIB, pack=2, layout="LHBNC")),
     (Code.UNKNOWN_POLICY, lambda: plan("Llama-3.1-8B", **GIB, policy="best")),  # type: ignore[arg-type]
+    (Code.UNKNOWN_POLICY, lambda: plan("Llama-3.1-8B", **GIB, policy=[])),  # type: ignore[arg-type]
+    (Code.UNKNOWN_BACKEND, lambda: plan("Llama-3.1-8B", **GIB, backend=5)),  # type: ignore[arg-type]
+    (Code.UNKNOWN_BACKEND, lambda: plan("Llama-3.1-8B", **GIB, backend="")),
+    (Code.NOT_AN_INTEGER, lambda: plan("Bamba-9B", **GIB, pack="x")),  # type: ignore[arg-type]
+    (Code.NOT_AN_INTEGER, lambda: plan("Bamba-9B", **GIB, pack=2.5)),  # type: ignore[arg-type]
+    (Code.NOT_AN_INTEGER, lambda: plan("Bamba-9B", **GIB, pack=True)),
+    (Code.BAD_PACK, lambda: plan("Bamba-9B", **GIB, pack=2, policy="vllm")),
+    (Code.BACKEND_REFUSES, lambda: plan("DeepSeek-V3.2", **GIB, block_size=32)),
+    (Code.NO_CACHE, lambda: plan(model_of("empty"), **GIB)),
     (Code.UNKNOWN_POLICY, lambda: plan("Bamba-9B", **GIB, states="far")),  # type: ignore[arg-type]
 ]
 

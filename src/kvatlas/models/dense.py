@@ -92,7 +92,11 @@ def gemma4(decoder: Decoder) -> Iterator[Layer]:
             "head_dim": config.count("global_head_dim", default=config.head_dim()),
         }
 
-    yield from dense(decoder, every=6, sizes=sizes)
+    def kinds(config: Config) -> list[Kind]:
+        # The last layer is full whatever the pattern says.
+        return [*attention_kinds(config, every=6)[:-1], "full"]
+
+    yield from dense(decoder, kinds=kinds, sizes=sizes)
 
 
 def mimo(decoder: Decoder) -> Iterator[Layer]:

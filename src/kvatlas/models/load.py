@@ -126,10 +126,14 @@ def _from_file(path: Path) -> tuple[Mapping[str, Any], str]:
     if path.is_dir():
         path = path / "config.json"
     try:
-        if path.stat().st_size > LARGEST_FILE:
-            raise _unreadable(path, f"{path.stat().st_size} bytes", "Pass the config.json alone")
+        if path.exists() and not path.is_file():
+            raise _unreadable(path, "no plain file", "Pass a config.json")
+        with path.open("rb") as file:
+            text = file.read(LARGEST_FILE + 1)
+        if len(text) > LARGEST_FILE:
+            raise _unreadable(path, "a larger file", "Pass the config.json alone")
         # The standard library's reader takes the Infinity that some real configs hold.
-        values = json.loads(path.read_bytes())
+        values = json.loads(text)
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise _unreadable(path, reason, "Check the path") from error
@@ -218,6 +222,8 @@ def read(
         layers=layers,
         depth=decoder.depth,
         attention_heads=text.maybe(*QUERY_HEADS) or 0,
+        # vLLM's gpt-oss divides its kv heads and stops there.
+        repeats_heads=architecture != "GptOssForCausalLM",
         output_groups=text.maybe("o_groups"),
         dtype=decoder.dtype,
         max_len=min(lengths) if lengths else None,

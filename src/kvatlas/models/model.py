@@ -44,6 +44,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Decoder layers, those without a cache included: what pipeline stages divide."""
     attention_heads: int
     """Query heads, which tensor parallelism must divide; 0 where there are none."""
+    repeats_heads: bool = True
+    """Whether vLLM's implementation repeats kv heads where there are more ranks."""
     output_groups: int | None = None
     """Groups of the output projection, where it has such: vLLM deals them out to ranks."""
     dtype: str = "bf16"

@@ -29,7 +29,7 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Layout
 from kvatlas.geometry.integers import ceil_div
 from kvatlas.plan.backends import smallest_common_block
-from kvatlas.plan.grouping import Draft, alike, group_layers
+from kvatlas.plan.grouping import Draft, alike, by_tokens, group_layers
 from kvatlas.plan.orders import resolve_order, supported_orders
 from kvatlas.plan.plan import Plan
 from kvatlas.plan.pools import Cluster, pooled
@@ -42,6 +42,7 @@ from kvatlas.plan.wants import Want, page_of
 _ROUNDING = 1e-12
 _CUTS = (1, 2, 4, 8)
 """Parts that a state may be cut into: each is one more call of its kernel."""
+_MOST_TRIES = 16
 _MOST_TABLES = 64
 """Block tables that an engine may be asked to keep for a request."""
 
@@ -120,12 +121,14 @@ def kernel_size(asked: Request) -> BlockSize:
 
 def _clusters(wants: list[Want], layout: Layout) -> list[Cluster]:
     """Groups that can overlay each other in one pool, or each in a pool of its own."""
-    try:
-        drafts = group_layers(wants, layout)
-    except AtlasError as refusal:
-        if refusal.code is not Code.PAGES_NOT_UNIFIED:
-            raise
-        drafts = group_layers(wants, Layout("BLHNC"))
+    drafts = by_tokens(wants)
+    for order in (layout, Layout("BLHNC")):
+        try:
+            drafts = group_layers(wants, order)
+            break
+        except AtlasError as refusal:
+            if refusal.code is not Code.PAGES_NOT_UNIFIED:
+                raise
     pages = {want.nbytes for draft in drafts for want in draft.wants}
     shapes = {
         (want.page.heads, want.page.states, want.nbytes) for draft in drafts for want in draft.wants
@@ -146,7 +149,7 @@ def _hybrid(
     size: BlockSize,
 ) -> Plan:
     striped = not layout.page_contiguous and not layout.block_outermost
-    can_pack = alike(attention) and not (striped and attention[0].page.heads > 1)
+    can_pack = alike(attention) and alike(states) and not (striped and attention[0].page.heads > 1)
     if asked.pack != "auto":
         if not can_pack or not 1 <= asked.pack <= len(attention):
             raise AtlasError(
@@ -158,28 +161,28 @@ def _hybrid(
             )
         packing = _packing(asked, attention, states, asked.pack)
         return _packed(asked, attention, states, layout, orders, packing)
-    reference = plan_vllm(msgspec.structs.replace(asked, layout=None))
-    bar, block = padding(reference).share, reference.block_size
-    told = (
-        f"vLLM's block is {block} tokens, and {bar:.2%} of what a request of {asked.max_len:,} "
-        "tokens claims there is padding.",
-    )
+    bar, block, told = _yardstick(asked)
     tried: list[Sharing] = []
     if layout.block_outermost and alike(attention) and alike(states):
         tried = _sharings(asked, attention, states, max(block // SHRINK, size.tokens))
+    tried.sort(key=lambda sharing: (sharing.cut, sharing.tables, sharing.block))
     tight = [sharing for sharing in tried if sharing.padding <= bar + _ROUNDING]
-    if asked.states == "shared" and tried and not tight:
-        tight = [min(tried, key=lambda sharing: sharing.padding)]
-    if tight and asked.states != "apart":
-        chosen = min(tight, key=lambda sharing: (sharing.cut, sharing.tables, sharing.block))
-        return _shared(asked, attention, states, layout, orders, chosen, told)
-    if tried:
-        near = min(tried, key=lambda sharing: sharing.padding)
+    near = min(tried, key=lambda sharing: sharing.padding, default=None)
+    if asked.states == "shared" and near and not tight:
+        return _shared(asked, attention, states, layout, orders, near, told)
+    for chosen in tight[:_MOST_TRIES] if asked.states != "apart" else ():
+        made = _shared(asked, attention, states, layout, orders, chosen, told)
+        # Stages hold unlike shares of each group, which only the whole plan shows.
+        if asked.pp == 1 or padding(made).share <= bar + _ROUNDING:
+            return made
+    if near:
         why = (
             f"In one pool the tightest blocks of at most 1/{SHRINK} of that have {near.block} "
             f"tokens and {near.padding:.2%} padding (states shared): blocks are whole kernel "
             "blocks of every layer, and whole heads of states do not fill them."
         )
+    elif not alike(attention) or not alike(states):
+        why = "Its attention layers, or its recurrent ones, are of several kinds."
     elif layout.block_outermost:
         why = (
             f"No block of at most 1/{SHRINK} of that holds a state or an even part of one with "
@@ -187,17 +190,42 @@ def _hybrid(
         )
     else:
         why = f"In {layout} attention and states of unlike shape share blocks only as packs."
-    return _states_apart(asked, attention, states, layout, orders, size, (*told, why))
+    try:
+        return _states_apart(asked, attention, states, layout, orders, size, (*told, why))
+    except AtlasError as refusal:
+        # Pools of their own need more for the first request than a shared one.
+        told_to = asked.states == "apart" or asked.requests is not None
+        if refusal.code is not Code.NOT_ENOUGH_MEMORY or told_to or not can_pack:
+            raise
+        return _packed(
+            asked, attention, states, layout, orders, _packing(asked, attention, states, 1)
+        )
+
+
+def _yardstick(asked: Request) -> tuple[float, int, tuple[str, ...]]:
+    """(padding, block, sentence) of vLLM's own plan; any padding will do where it refuses."""
+    try:
+        reference = plan_vllm(msgspec.structs.replace(asked, layout=None))
+    except AtlasError as refusal:
+        size = block_size(asked.model, asked.backends, tp=asked.tp, asked=asked.block_size)
+        return 1.0, size.tokens, (f"vLLM has no plan to compare with ({refusal.code}).",)
+    bar, block = padding(reference).share, reference.block_size
+    said = (
+        f"vLLM's block is {block} tokens, and {bar:.2%} of what a request of {asked.max_len:,} "
+        "tokens claims there is padding."
+    )
+    return bar, block, (said,)
 
 
 def _sharings(
     asked: Request, attention: list[Want], states: list[Want], largest: int
 ) -> list[Sharing]:
     """Every way in which blocks of at most `largest` tokens hold attention or states."""
-    token = attention[0].page.unpadded // attention[0].block
+    first, request = attention[0], (asked.max_len, asked.in_flight, asked.dcp)
+    token = first.page.unpadded // first.block
     used = [want.backend for want in attention if want.backend]
     step = asked.block_size or smallest_common_block(used, DEFAULT_BLOCK)
-    sets = states[0].blocks(asked.max_len, asked.in_flight, asked.dcp)
+    sets = states[0].blocks(*request)
     useful = sets * sum(want.nbytes for want in states)
     found = []
     for cut in _CUTS:
@@ -213,7 +241,7 @@ def _sharings(
                 if not fit:
                     continue
                 groups = ceil_div(len(states) * cut, fit)
-                blocks = ceil_div(ceil_div(asked.max_len, asked.dcp), block) * tables
+                blocks = first.blocks(*request, block=block) * tables
                 claimed = (blocks + sets * groups) * nbytes
                 waste = 1 - (blocks * nbytes + useful) / claimed
                 if tables + groups <= _MOST_TABLES:
@@ -250,6 +278,8 @@ def _shared(
         "number of tables"
         + ("." if cut == 1 else ", and kernels that are called once for each part."),
     )
+    if chosen.block == attention[0].block:
+        reasons += (f"Kernels take no smaller block than {chosen.block} tokens.",)
     size = BlockSize(chosen.block, None, reasons)
     return pooled(asked, [Cluster(tuple(drafts), layout, pack=chosen.width)], size, orders)
 
@@ -303,7 +333,9 @@ def _states_apart(
         *told,
         f"So recurrent states get a pool of their own: {every:,} bytes for all {len(states)} "
         f"layers in one block, {held} blocks for each request, no padding. The price: that pool "
-        "is sized by the number of requests, and neither pool can borrow from the other.",
+        "is sized by the number of requests, and neither pool can borrow from the other: more "
+        "requests cannot run at once when they are short, and saved prefixes take from the same "
+        "pool. `requests` sizes it, `states` shared avoids it.",
     )
     rows = Cluster((Draft(tuple(states), mixed=True),), Layout("BLHNC"), states=True)
     clusters = [*_clusters(attention, layout), rows]

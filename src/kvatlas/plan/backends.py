@@ -118,7 +118,7 @@ BACKENDS: dict[str, Backend] = {
 
 def find_backend(name: str) -> Backend:
     """The backend called `name`, in any case."""
-    found = BACKENDS.get(name.upper())
+    found = BACKENDS.get(name.upper()) if isinstance(name, str) else None
     if found is None:
         raise AtlasError(
             Code.UNKNOWN_BACKEND,
@@ -135,7 +135,7 @@ def backends_of(model: Model, chosen: str | None) -> dict[str, Backend | None]:
     Sparse and compressed attention bring backends of their own, which `chosen`
     does not replace.
     """
-    named = find_backend(chosen) if chosen else None
+    named = find_backend(chosen) if chosen is not None else None
     indexed = {layer.index for layer in model.layers if isinstance(layer.spec, Indexer)}
     found: dict[str, Backend | None] = {}
     for layer in model.layers:

@@ -150,13 +150,7 @@ def pack_unlike_pages(wants: list[Want]) -> list[Draft]:
     pattern, one layer of each page size, it is cut into groups of as many repeats as
     leave the least unused; states are cut further, so as not to widen the block.
     """
-    sets: list[list[Want]] = []
-    for want in wants:
-        home = next((found for found in sets if same_tokens([found[0], want])), None)
-        if home is None:
-            sets.append([want])
-        else:
-            home.append(want)
+    sets = [list(draft.wants) for draft in by_tokens(wants)]
     by_page = [_by_page(found) for found in sets]
     repeats = [max(map(len, pages.values())) for pages in by_page]
     regular = [len({len(layers) for layers in pages.values()}) == 1 for pages in by_page]
@@ -193,7 +187,26 @@ def pack_unlike_pages(wants: list[Want]) -> list[Draft]:
         for first in range(groups):
             layers = [want for repeat in pattern[first::groups] for want in repeat]
             drafts.append(Draft(tuple(layers), mixed=True))
-    return drafts
+    if sum(len(draft.wants) for draft in drafts) < len(wants):
+        raise AtlasError(
+            Code.PAGES_NOT_UNIFIED,
+            "Layers that need the same tokens repeat a pattern, one layer of each page size",
+            got=f"{[len(found) for found in sets]} layers in sets of unlike pages",
+            hint="Use policy atlas, which gives each set one group",
+        )
+    return [draft for draft in drafts if draft.wants]
+
+
+def by_tokens(wants: list[Want]) -> list[Draft]:
+    """One group for all layers that need the same tokens, whatever their pages."""
+    sets: list[list[Want]] = []
+    for want in wants:
+        home = next((found for found in sets if same_tokens([found[0], want])), None)
+        if home is None:
+            sets.append([want])
+        else:
+            home.append(want)
+    return [Draft(tuple(found), mixed=True) for found in sets]
 
 
 def _merged(want: Want) -> tuple[object, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry.integers import natural, positive
+from kvatlas.geometry.integers import integer, natural, positive
 from kvatlas.models.model import Model
 from kvatlas.plan.atlas import plan_atlas
 from kvatlas.plan.backends import backends_of
@@ -54,7 +54,7 @@ def plan(
     (2096, 2001)
     """
     makers = {"atlas": plan_atlas, "vllm": plan_vllm, "uniform": plan_uniform}
-    if policy not in makers:
+    if not isinstance(policy, str) or policy not in makers:
         raise AtlasError(
             Code.UNKNOWN_POLICY,
             "A policy is one that kvatlas knows",
@@ -62,6 +62,22 @@ def plan(
             hint=f"Use one of {', '.join(makers)}",
         )
     loaded = model if isinstance(model, Model) else Model.load(model)
+    if not loaded.layers:
+        raise AtlasError(
+            Code.NO_CACHE,
+            "A model that is planned keeps something",
+            got=f"{loaded.name} without layers that cache",
+            hint="There is nothing to plan",
+        )
+    if pack != "auto":
+        pack = integer(pack, "the pack")
+    if policy != "atlas" and pack not in ("auto", 1):
+        raise AtlasError(
+            Code.BAD_PACK,
+            "Only policy atlas packs attention layers",
+            got=f"pack {pack} with policy {policy}",
+            hint="Leave pack out, or use policy atlas",
+        )
     if kv_dtype is not None:
         loaded = loaded.with_cache(kv_dtype)
     tp, pp, dcp = positive(tp, "tp"), positive(pp, "pp"), positive(dcp, "dcp")
@@ -151,9 +167,9 @@ def check_topology(model: Model, tp: int, pp: int, dcp: int, *, strict: bool) ->
             f"{model.output_groups} groups over tp {tp}",
             f"Use a tp of at most {model.output_groups}, or policy atlas",
         )
-    if model.architecture == "GptOssForCausalLM" and heads and tp > max(heads):
+    if not model.repeats_heads and heads and tp > max(heads):
         raise refuse(
-            "vLLM's gpt-oss does not repeat kv heads",
+            "vLLM does not repeat this model's kv heads",
             f"{max(heads)} kv heads over tp {tp}",
             "Use policy atlas, which repeats them",
         )

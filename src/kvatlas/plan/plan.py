@@ -20,12 +20,26 @@ import msgspec
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Layout, Page, Placement, validate
-from kvatlas.geometry.integers import ceil_div
+from kvatlas.geometry.integers import INT64_MAX, positive
 from kvatlas.models.model import Layer
-from kvatlas.plan.wants import FULL_KINDS, Kind, page_of
+from kvatlas.plan.wants import Kind, blocks_held, kind_of, page_of
 
-_LIMIT = 1 << 20
-"""Layers, groups, pools or ranks that a plan from outside may claim to have."""
+_LIMIT = 1 << 16
+"""Regions, groups, pools, ranks or stages that a plan from outside may claim to have."""
+
+_FAR = 1 << 62
+
+_TOGETHER = {
+    ("sliding_window", "full_attention"),
+    ("chunked_local_attention", "full_attention"),
+    ("sliding_window_mla", "mla_attention"),
+    ("mla_attention", "full_attention"),
+    ("full_attention", "mla_attention"),
+    ("sink_full_attention", "full_attention"),
+    ("full_attention", "sink_full_attention"),
+    ("sliding_window_mla", "sliding_window"),
+}
+"""(layer, group): kinds that may share a group of another kind, kept at full length or mixed."""
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -46,16 +60,16 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     def blocks(self, length: int, *, in_flight: int = 0, dcp: int = 1) -> int:
         """Blocks that a request of `length` tokens holds at most."""
-        if self.kind == "mamba":
-            return self.held
-        if self.kind == "cross_attention":
-            return ceil_div(self.source, self.block)
-        if self.kind in FULL_KINDS:
-            return ceil_div(ceil_div(length, dcp), self.block)
-        reach = self.window or length
-        if self.kind == "chunked_local_attention":
-            return ceil_div(min(reach + in_flight, length), self.block)
-        return ceil_div(min(reach - 1 + in_flight, length), self.block) + 1
+        return blocks_held(
+            self.kind,
+            self.block,
+            length,
+            in_flight=in_flight,
+            dcp=dcp,
+            window=self.window,
+            held=self.held,
+            source=self.source,
+        )
 
 
 class Pool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -155,7 +169,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """A plan from JSON, checked as if it were made here."""
         try:
             return msgspec.json.decode(text, type=cls)
-        except (msgspec.MsgspecError, AtlasError) as problem:
+        except (msgspec.MsgspecError, ValueError, TypeError) as problem:
             raise AtlasError(
                 Code.BAD_PLAN,
                 "A plan that is read is as sound as one that is made",
@@ -167,44 +181,70 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def validate(self) -> None:
         """Refuse a plan whose parts do not fit together, in bounds and apart."""
-        counts = (self.tp, self.pp, self.dcp, self.max_len, self.block_size)
-        if min(counts) < 1 or max(self.tp, self.pp, self.dcp) > _LIMIT:
-            raise _bad(f"tp, pp, dcp, max_len, block_size of {counts}")
-        for pool in self.pools:
-            if pool.blocks < 1 or pool.block_bytes < 1 or not 0 <= pool.stage < self.pp:
-                raise _bad(f"a pool of {pool.blocks} blocks at stage {pool.stage}")
+        self._check_numbers()
+        for stage in range(self.pp):
+            claimed = sum(pool.nbytes for pool in self.pools if pool.stage == stage)
+            if claimed > self.memory:
+                raise _bad(f"pools of {claimed} bytes in {self.memory} at stage {stage}")
         if len(self._pools) < len(self.pools):
             raise _bad("two pools with one index at one stage")
-        pieces: dict[tuple[int, int], dict[str, Placement]] = {}
         names: set[tuple[str, int]] = set()
+        pieces: dict[tuple[int, int], dict[str, Placement]] = {}
         for region in self.regions:
             if not 0 <= region.group < len(self.groups) or not region.layers:
                 raise _bad(f"a region of group {region.group} out of {len(self.groups)}")
             group = self.groups[region.group]
             if (region.stage, group.pool) not in self._pools:
                 raise _bad(f"group {region.group} in pool {group.pool} at stage {region.stage}")
-            if region.kernel_block < 1 or region.block % region.kernel_block:
-                raise _bad(f"a block of {region.block} in kernel blocks of {region.kernel_block}")
-            parts = region.parts or (0,) * len(region.layers)
-            wrong = region.cut < 1 or not all(0 <= part < region.cut for part in parts)
-            if wrong or len(parts) != len(region.layers) or region.cut * self.tp > _LIMIT:
-                raise _bad(f"states cut into {region.cut} with parts {parts[:8]}")
-            page = region.page(self.tp)
-            for slot, layer in enumerate(region.layers):
-                if (layer.name, parts[slot]) in names:
-                    raise _bad(f"layer {layer.name} twice")
-                names.add((layer.name, parts[slot]))
-                own = page_of(layer.spec, region.kernel_block, self.tp * region.cut)
-                if (own.heads, own.states, own.content) != (page.heads, page.states, page.content):
-                    raise _bad(f"layer {layer.name} in a region of unlike pages")
-            pool = self._pools[region.stage, group.pool]
-            placed = region.placement(self.tp, pool.blocks)
-            key = f"{region.layers[0].name}, part {parts[0]}"
+            self._check_region(region, group, names)
+            placed = region.placement(self.tp, self._pools[region.stage, group.pool].blocks)
+            part = region.parts[0] if region.parts else 0
+            key = f"{region.layers[0].name}, part {part}"
             pieces.setdefault((region.stage, region.group), {})[key] = placed
-        for (stage, index), placed_parts in pieces.items():
-            pool = self._pools[stage, self.groups[index].pool]
-            validate(placed_parts, size=pool.nbytes, holes=True)
+        if {region.group for region in self.regions} != set(range(len(self.groups))):
+            raise _bad("a group without layers")
+        for (stage, index), parts in pieces.items():
+            validate(parts, size=self._pools[stage, self.groups[index].pool].nbytes, holes=True)
         self._refuse_mixed_blocks()
+
+    def _check_numbers(self) -> None:
+        """Counts are counts, and few enough that nothing from outside costs much."""
+        if not self.pools or not self.groups:
+            raise _bad("no pools or no groups")
+        if max(len(self.groups), len(self.pools), len(self.regions)) > _LIMIT:
+            raise _bad("more parts than any model has")
+        Layout(self.layout)
+        counts = [self.tp, self.pp, self.dcp, self.max_len, self.block_size, self.memory, self.pack]
+        counts += [n for pool in self.pools for n in (pool.blocks, pool.block_bytes)]
+        counts += [n for group in self.groups for n in (group.block, group.held, group.window or 1)]
+        naturals = [self.in_flight, *(group.source for group in self.groups)]
+        if not 1 <= min(counts) <= max(counts) <= INT64_MAX or not 0 <= min(naturals) <= _FAR:
+            raise _bad(f"a count outside 1..2**63 among {sorted({*counts})[:4]}")
+        if max(self.tp, self.pp) > _LIMIT or self.tp % self.dcp or max(naturals) > _FAR:
+            raise _bad(f"tp {self.tp}, pp {self.pp}, dcp {self.dcp}")
+        if not all(0 <= pool.stage < self.pp for pool in self.pools):
+            raise _bad(f"a pool at a stage that is none of {self.pp}")
+
+    def _check_region(self, region: Region, group: Group, names: set[tuple[str, int]]) -> None:
+        if region.kernel_block < 1 or region.block < 1 or region.block % region.kernel_block:
+            raise _bad(f"a block of {region.block} in kernel blocks of {region.kernel_block}")
+        if region.block != group.block:
+            raise _bad(f"a region with blocks of {region.block} in a group with {group.block}")
+        parts = region.parts or (0,) * len(region.layers)
+        wrong = region.cut < 1 or not all(0 <= part < region.cut for part in parts)
+        if wrong or len(parts) != len(region.layers) or region.cut * self.tp > _LIMIT:
+            raise _bad(f"states cut into {region.cut} with parts {parts[:8]}")
+        page = region.page(self.tp)
+        for slot, layer in enumerate(region.layers):
+            if (layer.name, parts[slot]) in names:
+                raise _bad(f"layer {layer.name} twice")
+            names.add((layer.name, parts[slot]))
+            own = page_of(layer.spec, region.kernel_block, self.tp * region.cut)
+            if (own.heads, own.states, own.content) != (page.heads, page.states, page.content):
+                raise _bad(f"layer {layer.name} in a region of unlike pages")
+            kind = kind_of(layer.spec)
+            if kind != group.kind and (kind, group.kind) not in _TOGETHER:
+                raise _bad(f"layer {layer.name} of kind {kind} in a group of {group.kind}")
 
     def _refuse_mixed_blocks(self) -> None:
         """Refuse groups that overlay each other other than block by block.
@@ -214,10 +254,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         stride along B and a block's bytes stay in cells of that stride which no other
         block visits: cell i belongs to block i modulo the number of blocks.
         """
-        for (stage, index), pool in self._pools.items():
-            regions = [
-                r for r in self.regions if r.stage == stage and self.groups[r.group].pool == index
-            ]
+        homes: dict[tuple[int, int], list[Region]] = {}
+        for region in self.regions:
+            homes.setdefault((region.stage, self.groups[region.group].pool), []).append(region)
+        for place, regions in homes.items():
+            pool = self._pools[place]
             if len({region.group for region in regions}) < 2:
                 continue
             cell = regions[0].block_stride
@@ -259,7 +300,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 Code.UNKNOWN_LAYER,
                 "A layer is one of the plan's own",
                 got=repr(layer),
-                hint=f"This plan has {len(self._homes)} layers, the first {self.layers[0]}",
+                hint=f"This plan has {len(self._homes)} layers: {', '.join(self.layers[:2])}, ...",
             )
         return self._homes[layer][part]
 
@@ -294,20 +335,25 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     # -- capacity -------------------------------------------------------------------
 
     @property
+    def _first_pool(self) -> Pool:
+        return min(self.pools, key=lambda pool: (pool.index, pool.stage))
+
+    @property
     def num_blocks(self) -> int:
         """Blocks of the first pool, one of which engines keep as the null block."""
-        return self.pools[0].blocks if self.pools else 1
+        return self._first_pool.blocks
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of a block of the first pool, on the first stage."""
-        return self.pools[0].block_bytes if self.pools else 0
+        """Bytes of a block of the first pool, on the first stage that has it."""
+        return self._first_pool.block_bytes
 
     def blocks_per_request(self, length: int | None = None) -> dict[int, int]:
         """Blocks that a request of `length` tokens takes of each pool, by the pool's index."""
+        tokens = self.max_len if length is None else positive(length, "the length")
         taken: dict[int, int] = {}
         for group in self.groups:
-            blocks = group.blocks(length or self.max_len, in_flight=self.in_flight, dcp=self.dcp)
+            blocks = group.blocks(tokens, in_flight=self.in_flight, dcp=self.dcp)
             taken[group.pool] = taken.get(group.pool, 0) + blocks
         return taken
 

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Layout
 from kvatlas.geometry.integers import ceil_div
+from kvatlas.plan.assemble import assemble
 from kvatlas.plan.grouping import Draft
 from kvatlas.plan.plan import Group, Plan, Pool, Region
 from kvatlas.plan.request import Request
 from kvatlas.plan.sizing import BlockSize, bytes_per_block
-from kvatlas.plan.vllm import group_of, place_group
+from kvatlas.plan.vllm import group_of, kernel_block, place_group
 from kvatlas.plan.wants import Want, page_of
 
 
@@ -66,7 +67,9 @@ def pooled(
     counts = divide_memory(asked, clusters, stages)
     regions: list[Region] = []
     groups: list[Group] = []
-    warnings = list(asked.model.warnings)
+    warnings: list[str] = []
+    if asked.requests and not any(cluster.states for cluster in clusters):
+        warnings.append("requests= sizes a pool of recurrent states, and this plan has none.")
     for index, cluster in enumerate(clusters):
         for place, draft in enumerate(cluster.drafts):
             groups.append(group_of(draft, pool=index))
@@ -75,31 +78,23 @@ def pooled(
                 regions += _place(
                     part, part.drafts[place], counts[index], stage, len(groups) - 1, warnings
                 )
-    return Plan(
-        model=asked.model.name,
+    pools = [
+        Pool(stage=stage, index=index, blocks=counts[index], block_bytes=part.width)
+        for stage in range(asked.pp)
+        for index, part in enumerate(stages[stage])
+        if part.width
+    ]
+    return assemble(
+        asked,
         policy="atlas",
         layout=clusters[0].layout.order,
-        tp=asked.tp,
-        pp=asked.pp,
-        dcp=asked.dcp,
-        memory=asked.memory,
-        block_size=size.tokens,
-        max_len=asked.max_len,
-        in_flight=asked.in_flight,
-        groups=tuple(groups),
-        pools=tuple(
-            Pool(stage=stage, index=index, blocks=counts[index], block_bytes=part.width)
-            for stage in range(asked.pp)
-            for index, part in enumerate(stages[stage])
-            if part.width
-        ),
-        regions=tuple(regions),
-        backends=tuple(dict.fromkeys(b.name for b in asked.backends.values() if b)),
-        accepted_layouts=orders,
+        orders=orders,
+        size=size,
+        groups=groups,
+        pools=pools,
+        regions=regions,
+        warnings=warnings,
         pack=max(cluster.pack for cluster in clusters),
-        prefix_caching=asked.prefix_caching,
-        reasons=size.reasons,
-        warnings=tuple(dict.fromkeys(warnings)),
     )
 
 
@@ -111,45 +106,38 @@ def divide_memory(
     The null block, which engines never hand out, is counted to every pool.
     """
     needs = [cluster.needed(asked) for cluster in clusters]
+    # Every pool first gets one request and its null block, or the requests asked for.
+    least = [
+        need * (asked.requests if cluster.states and asked.requests else 1) + 1
+        for cluster, need in zip(clusters, needs, strict=True)
+    ]
     found: list[list[int]] = []
     for parts in stages:
         widths = [part.width for part in parts]
-        least = sum((need + 1) * width for need, width in zip(needs, widths, strict=True))
-        if least > asked.memory:
+        taken = sum(blocks * width for blocks, width in zip(least, widths, strict=True))
+        if taken > asked.memory:
             raise AtlasError(
                 Code.NOT_ENOUGH_MEMORY,
-                f"One request of {asked.max_len:,} tokens fits in memory",
+                f"One request of {asked.max_len:,} tokens fits in memory"
+                + (f", and states of {asked.requests:,}" if asked.requests else ""),
                 got=f"{asked.memory:,} bytes",
-                hint=f"Give at least {least:,} bytes, or a shorter max_len",
+                hint=f"Give at least {taken:,} bytes, or a shorter max_len",
             )
-        fixed = [
-            asked.requests * need + 1 if cluster.states and asked.requests else 0
-            for cluster, need in zip(clusters, needs, strict=True)
-        ]
-        free = asked.memory - sum(n * width for n, width in zip(fixed, widths, strict=True))
         shares = [
-            0 if n else need * width for n, need, width in zip(fixed, needs, widths, strict=True)
+            0 if part.states and asked.requests else need * width
+            for part, need, width in zip(parts, needs, widths, strict=True)
         ]
-        total = sum(shares)
+        free, total = asked.memory - taken, sum(shares)
         found.append(
             [
-                n or (free * share // total // width if width else 0)
-                for n, share, width in zip(fixed, shares, widths, strict=True)
+                first + (free * share // total // width if share else 0)
+                for first, share, width in zip(least, shares, widths, strict=True)
             ]
         )
-    counts = [
+    return [
         min(stage[i] for stage, parts in zip(found, stages, strict=True) if parts[i].width)
         for i in range(len(clusters))
     ]
-    short = [i for i, (n, need) in enumerate(zip(counts, needs, strict=True)) if n < need + 1]
-    if short:
-        raise AtlasError(
-            Code.NOT_ENOUGH_MEMORY,
-            f"Every pool holds one request of {asked.max_len:,} tokens",
-            got=f"{counts[short[0]]} blocks where {needs[short[0]] + 1} are needed",
-            hint="Give more memory, a shorter max_len, or another number of requests",
-        )
-    return counts
 
 
 def _place(
@@ -160,7 +148,7 @@ def _place(
         return []
     layout, width = cluster.layout, cluster.width
     if cluster.page:
-        return _place_packed(cluster, draft, blocks, stage, index)
+        return _place_packed(cluster, draft, blocks, stage, index, warnings)
     splits = {_split(want) for want in draft.wants}
     if layout.block_outermost and splits != {1} and len(splits) == 1:
         split = splits.pop()
@@ -208,7 +196,7 @@ def _place_kernel_blocks(
 
 
 def _place_packed(
-    cluster: Cluster, draft: Draft, blocks: int, stage: int, index: int
+    cluster: Cluster, draft: Draft, blocks: int, stage: int, index: int, warnings: list[str]
 ) -> list[Region]:
     """Packs of attention layers, or one state, in each page of a block.
 
@@ -240,7 +228,7 @@ def _place_packed(
             group=index,
             layers=tuple(want.layer for want in layers),
             block=want.block,
-            kernel_block=want.block,
+            kernel_block=kernel_block(wants, warnings, dense=False),
             page_bytes=page_bytes if state else page.nbytes,
             layout=layout.order,
             offset=offset,

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from kvatlas.plan.plan import Group, Plan, Region
-from kvatlas.plan.wants import page_of
+from kvatlas.plan.wants import FULL_KINDS, page_of
 
 
 class Padding(msgspec.Struct, frozen=True):
@@ -27,21 +27,22 @@ class Padding(msgspec.Struct, frozen=True):
 
 def padding(plan: Plan, length: int | None = None) -> Padding:
     """Padding in the blocks of a request of `length` tokens, over all stages."""
-    claimed = pages = slots = 0
-    for stage in range(plan.pp):
-        widths = {pool.index: pool.block_bytes for pool in plan.pools if pool.stage == stage}
-        for index, group in enumerate(plan.groups):
-            regions = [r for r in plan.regions if r.stage == stage and r.group == index]
-            if not regions:
-                continue
-            width = widths[group.pool]
-            blocks = group.blocks(length or plan.max_len, in_flight=plan.in_flight, dcp=plan.dcp)
-            filled = sum(region.page_bytes * len(region.layers) for region in regions)
-            useful = sum(unpadded(plan, r) * len(r.layers) // r.cut for r in regions)
-            claimed += blocks * width
-            pages += blocks * (filled - useful)
-            slots += blocks * (width - filled)
-    return Padding(claimed, pages, slots)
+    tokens = plan.max_len if length is None else length
+    blocks = [g.blocks(tokens, in_flight=plan.in_flight, dcp=plan.dcp) for g in plan.groups]
+    # A block id is taken on every stage, also where its group has no layer there.
+    claimed = sum(
+        count * pool.block_bytes
+        for pool in plan.pools
+        for count, group in zip(blocks, plan.groups, strict=True)
+        if group.pool == pool.index
+    )
+    pages = slots = 0
+    for region in plan.regions:
+        count, nbytes = blocks[region.group], region.page_bytes * len(region.layers)
+        useful = unpadded(plan, region) * len(region.layers) // region.cut
+        pages += count * (nbytes - useful)
+        slots += count * nbytes
+    return Padding(claimed, pages, claimed - slots)
 
 
 def unpadded(plan: Plan, region: Region) -> int:
@@ -53,8 +54,7 @@ def bytes_per_request(plan: Plan, group: int) -> tuple[int, float]:
     """(fixed bytes, bytes for each further token) that a request takes of a group, per rank."""
     found = plan.groups[group]
     width = max(pool.block_bytes for pool in plan.pools if pool.index == found.pool)
-    grows = found.kind in ("full_attention", "mla_attention", "sink_full_attention")
-    if grows:
+    if found.kind in FULL_KINDS:
         return 0, width / (found.block * plan.dcp)
     return found.blocks(plan.max_len, in_flight=plan.in_flight) * width, 0.0
 
@@ -168,18 +168,21 @@ def explain(plan: Plan) -> str:
     ]
     lines += _group_lines(plan)
     waste = padding(plan)
+    where = "over all pipeline stages" if plan.pp > 1 else "on each tensor-parallel rank"
     lines.append(
-        f"A request of {plan.max_len:,} tokens claims {waste.claimed:,} bytes on a "
-        f"tensor-parallel rank, of which {waste.share:.2%} is padding:"
+        f"A request of {plan.max_len:,} tokens claims {waste.claimed:,} bytes {where}, of which "
+        f"{waste.share:.2%} is padding:"
     )
     if waste.pages:
         lines.append(f"  {waste.pages:,} bytes behind pages smaller than their slot,")
     if waste.slots:
         lines.append(f"  {waste.slots:,} bytes of slots that a group leaves empty,")
     if not waste.pages and not waste.slots:
-        lines.append("  none at all,")
-    tail = plan.memory * plan.pp - sum(pool.nbytes for pool in plan.pools)
-    lines.append(f"  and {tail:,} bytes of memory are too few for one more block.")
+        lines.append("  none at all.")
+    for stage in range(plan.pp):
+        idle = plan.memory - sum(pool.nbytes for pool in plan.pools if pool.stage == stage)
+        name = f"Stage {stage} leaves" if plan.pp > 1 else "It leaves"
+        lines.append(f"{name} {idle:,} of {plan.memory:,} bytes of memory unused.")
     lines += [f"Note: {warning}" for warning in plan.warnings]
     return "\n".join(lines)
 
@@ -193,7 +196,9 @@ def _group_lines(plan: Plan) -> list[str]:
         cut = any(r.cut > 1 for r in plan.regions if r.group == index)
         what = f"{slots} {'parts of ' if cut else ''}layers of {group.kind}"
         reach = f" within {group.window:,} tokens" if group.window else ""
-        takes = f"{each:,.0f} bytes for each token" if each else f"{fixed:,} bytes, however long"
+        takes = f"{each:,.0f} bytes for each token" if each else f"{fixed:,} bytes at most"
+        if group.window:
+            takes += f", with {plan.in_flight:,} tokens in flight"
         text = f"{what}{reach}, blocks of {group.block} tokens; a request takes {takes}."
         if said and said[-1][0] == text:
             said[-1][1].append(index)

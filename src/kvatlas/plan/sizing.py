@@ -43,7 +43,7 @@ def block_size(
         block = positive(asked, "the block size")
         for backend in used:
             # Backends that come with a model are not chosen by their block size.
-            if backend.family in ("dense", "latent") and not backend.takes(block):
+            if backend.family != "other" and not backend.takes(block):
                 sizes = " or ".join(map(str, backend.sizes))
                 raise AtlasError(
                     Code.BACKEND_REFUSES,
@@ -116,6 +116,6 @@ def stages_of(model: Model, pp: int) -> dict[str, int]:
         shares[-2 - extra] += 1
     ends = [sum(shares[: stage + 1]) for stage in range(pp)]
     return {
-        layer.name: next(stage for stage, end in enumerate(ends) if layer.index < end)
+        layer.name: next((stage for stage, end in enumerate(ends) if layer.index < end), pp - 1)
         for layer in model.layers
     }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Layout
+from kvatlas.plan.assemble import assemble
 from kvatlas.plan.grouping import Draft, group_layers, promote
 from kvatlas.plan.orders import candidate_orders, resolve_order
 from kvatlas.plan.plan import Group, Plan, Pool, Region
@@ -74,7 +75,6 @@ def overlay(
     *,
     policy: str,
     orders: tuple[str, ...],
-    pack: int = 1,
 ) -> Plan:
     """Groups that overlay each other in one pool on each stage."""
     staged = [
@@ -86,34 +86,25 @@ def overlay(
     ]
     blocks, widths = count_blocks(asked, drafts, staged, layout)
     regions: list[Region] = []
-    warnings = list(asked.model.warnings)
+    warnings: list[str] = []
     for stage, stage_drafts in enumerate(staged):
         for index, draft in enumerate(stage_drafts):
             regions += place_group(draft, layout, blocks, widths[stage], stage, index, warnings)
-    return Plan(
-        model=asked.model.name,
+    pools = [
+        Pool(stage=stage, blocks=blocks, block_bytes=width)
+        for stage, width in enumerate(widths)
+        if width
+    ]
+    return assemble(
+        asked,
         policy=policy,
         layout=layout.order,
-        tp=asked.tp,
-        pp=asked.pp,
-        dcp=asked.dcp,
-        memory=asked.memory,
-        block_size=size.tokens,
-        max_len=asked.max_len,
-        in_flight=asked.in_flight,
-        groups=tuple(group_of(draft, pool=0) for draft in drafts),
-        pools=tuple(
-            Pool(stage=stage, blocks=blocks, block_bytes=width)
-            for stage, width in enumerate(widths)
-            if width
-        ),
-        regions=tuple(regions),
-        backends=tuple(dict.fromkeys(b.name for b in asked.backends.values() if b)),
-        accepted_layouts=orders,
-        pack=pack,
-        prefix_caching=asked.prefix_caching,
-        reasons=size.reasons,
-        warnings=tuple(dict.fromkeys(warnings)),
+        orders=orders,
+        size=size,
+        groups=[group_of(draft, pool=0) for draft in drafts],
+        pools=pools,
+        regions=regions,
+        warnings=warnings,
     )
 
 
@@ -207,7 +198,7 @@ def group_of(draft: Draft, pool: int) -> Group:
         block=want.block,
         pool=pool,
         window=want.window,
-        held=1 + want.checkpoints,
+        held=1 + max(want.checkpoints for want in draft.wants),
         source=spec.source if isinstance(spec, CrossAttention) else 0,
         mixed=draft.mixed,
     )

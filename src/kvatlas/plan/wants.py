@@ -143,30 +143,57 @@ class Want:
         """The same layer with blocks of `block` tokens."""
         return replace(self, block=block)
 
-    def blocks(self, length: int, in_flight: int, dcp: int) -> int:
+    def blocks(self, length: int, in_flight: int, dcp: int, *, block: int | None = None) -> int:
         """Blocks that a request of `length` tokens holds at most, while it is computed.
 
-        A window must also cover the tokens that are scheduled but not settled.
+        `block` asks about blocks of another size than its own.
         """
-        if self.kind == "mamba":
-            return 1 + self.checkpoints
-        if self.kind == "cross_attention":
-            spec = self.layer.spec
-            return ceil_div(spec.source, self.block) if isinstance(spec, CrossAttention) else 0
-        if self.kind in FULL_KINDS:
-            return ceil_div(ceil_div(length, dcp), self.block)
-        if dcp > 1:
+        if dcp > 1 and self.kind not in (*FULL_KINDS, "mamba", "cross_attention"):
             raise AtlasError(
                 Code.BAD_TOPOLOGY,
                 "Decode context parallelism divides attention over all tokens",
                 got=f"dcp {dcp} with {self.kind} in {self.layer.name}",
                 hint="Use dcp 1 for models with windows or chunks",
             )
-        reach = self.window or length
-        if self.kind == "chunked_local_attention":
-            return ceil_div(min(reach + in_flight, length), self.block)
-        # A window may start in the middle of a block: one more.
-        return ceil_div(min(reach - 1 + in_flight, length), self.block) + 1
+        spec = self.layer.spec
+        return blocks_held(
+            self.kind,
+            block or self.block,
+            length,
+            in_flight=in_flight,
+            dcp=dcp,
+            window=self.window,
+            held=1 + self.checkpoints,
+            source=spec.source if isinstance(spec, CrossAttention) else 0,
+        )
+
+
+def blocks_held(
+    kind: Kind,
+    block: int,
+    length: int,
+    *,
+    in_flight: int,
+    dcp: int,
+    window: int | None,
+    held: int,
+    source: int,
+) -> int:
+    """Blocks that a request of `length` tokens holds at most of a group.
+
+    A window must also cover the tokens that are scheduled but not settled.
+    """
+    if kind == "mamba":
+        return held
+    if kind == "cross_attention":
+        return ceil_div(source, block)
+    if kind in FULL_KINDS:
+        return ceil_div(ceil_div(length, dcp), block)
+    reach = window or length
+    if kind == "chunked_local_attention":
+        return ceil_div(min(reach + in_flight, length), block)
+    # A window may start in the middle of a block: one more.
+    return ceil_div(min(reach - 1 + in_flight, length), block) + 1
 
 
 def kind_of(spec: Spec) -> Kind:
