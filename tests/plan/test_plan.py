@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
-from kvatlas import AtlasError, Code
+from kvatlas import AtlasError, Code, Placement
 from kvatlas.models import catalogue
-from kvatlas.plan import Plan, padding, plan
+from kvatlas.plan import Plan, Region, padding, plan
+from kvatlas.plan.plan import _refuse_mixed_blocks
 from tests.plan.models import SMALL
 
 
@@ -164,3 +166,62 @@ def test_rooms_of_a_layer() -> None:
     with pytest.raises(AtlasError) as refusal:
         made.placement("layer 3")
     assert refusal.value.code is Code.UNKNOWN_LAYER
+
+
+class TestBlocksOfUnlikeGroups:
+    """A block of one group may not touch another block of another."""
+
+    @staticmethod
+    def region(group: int, **numbers: int) -> Region:
+        found = small().regions[group]
+        return msgspec.structs.replace(found, group=group, **numbers)
+
+    def check(self, *placed: tuple[Region, Placement]) -> None:
+        _refuse_mixed_blocks(list(placed), blocks=4)
+
+    def test_equal_strides_and_cells_pass(self) -> None:
+        one = Placement(("B",), (4,), (64,), item=64)
+        two = Placement(("L", "B"), (2, 4), (16, 64), item=16)
+        slabs = Placement(("L", "B"), (2, 4), (256, 64), item=40)
+        for other in (two, slabs):
+            self.check(
+                (self.region(0, block_stride=64), one), (self.region(1, block_stride=64), other)
+            )
+
+    @pytest.mark.parametrize(
+        ("placement", "stride"),
+        [
+            (Placement(("B",), (4,), (32,), item=32), 32),  # steps by another stride
+            (Placement(("B",), (4,), (64,), offset=32, item=64), 64),  # reaches into the next cell
+            (Placement(("L", "B"), (2, 2), (128, 64), item=64), 64),  # a slot in another's block
+        ],
+    )
+    def test_other_cells_are_refused(self, placement: Placement, stride: int) -> None:
+        one = Placement(("B",), (4,), (64,), item=64)
+        with pytest.raises(AtlasError) as refusal:
+            self.check(
+                (self.region(0, block_stride=64), one),
+                (self.region(1, block_stride=stride), placement),
+            )
+        assert refusal.value.code is Code.BAD_PLAN
+
+    def test_one_group_alone_may_lie_as_it_likes(self) -> None:
+        odd = Placement(("B",), (4,), (96,), offset=32, item=64)
+        self.check((self.region(0, block_stride=96), odd))
+
+
+def test_two_pools_with_one_index_are_refused() -> None:
+    text = json.loads(small().to_json())
+    text["pools"].append(dict(text["pools"][0], blocks=1))
+    text["memory"] *= 2
+    with pytest.raises(AtlasError, match="one index"):
+        Plan.from_json(json.dumps(text))
+
+
+def test_decode_context_parallelism_divides_tokens() -> None:
+    alone = plan("DeepSeek-V3", memory="60GiB", tp=8, policy="vllm")
+    shared = plan("DeepSeek-V3", memory="60GiB", tp=8, dcp=8, policy="vllm")
+    assert shared.num_blocks == alone.num_blocks
+    assert shared.requests() == pytest.approx(8 * alone.requests())
+    # 4,100 tokens over 8 ranks are 513 on the fullest: 33 blocks of 16.
+    assert shared.blocks_per_request(4100) == {0: 33}

@@ -190,6 +190,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise _bad("two pools with one index at one stage")
         names: set[tuple[str, int]] = set()
         pieces: dict[tuple[int, int], dict[str, Placement]] = {}
+        homes: dict[tuple[int, int], list[tuple[Region, Placement]]] = {}
         for region in self.regions:
             if not 0 <= region.group < len(self.groups) or not region.layers:
                 raise _bad(f"a region of group {region.group} out of {len(self.groups)}")
@@ -198,6 +199,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 raise _bad(f"group {region.group} in pool {group.pool} at stage {region.stage}")
             self._check_region(region, group, names)
             placed = region.placement(self.tp, self._pools[region.stage, group.pool].blocks)
+            homes.setdefault((region.stage, group.pool), []).append((region, placed))
             part = region.parts[0] if region.parts else 0
             key = f"{region.layers[0].name}, part {part}"
             pieces.setdefault((region.stage, region.group), {})[key] = placed
@@ -205,7 +207,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise _bad("a group without layers")
         for (stage, index), parts in pieces.items():
             validate(parts, size=self._pools[stage, self.groups[index].pool].nbytes, holes=True)
-        self._refuse_mixed_blocks()
+        for place, regions in homes.items():
+            _refuse_mixed_blocks(regions, self._pools[place].blocks)
 
     def _check_numbers(self) -> None:
         """Counts are counts, and few enough that nothing from outside costs much."""
@@ -245,29 +248,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             kind = kind_of(layer.spec)
             if kind != group.kind and (kind, group.kind) not in _TOGETHER:
                 raise _bad(f"layer {layer.name} of kind {kind} in a group of {group.kind}")
-
-    def _refuse_mixed_blocks(self) -> None:
-        """Refuse groups that overlay each other other than block by block.
-
-        A block id belongs to one group at a time, so a block of one group must not
-        touch another block of another. It does not if all groups step by the same
-        stride along B and a block's bytes stay in cells of that stride which no other
-        block visits: cell i belongs to block i modulo the number of blocks.
-        """
-        homes: dict[tuple[int, int], list[Region]] = {}
-        for region in self.regions:
-            homes.setdefault((region.stage, self.groups[region.group].pool), []).append(region)
-        for place, regions in homes.items():
-            pool = self._pools[place]
-            if len({region.group for region in regions}) < 2:
-                continue
-            cell = regions[0].block_stride
-            for region in regions:
-                starts, lengths = region.placement(self.tp, pool.blocks).runs(B=[0])
-                first, last = starts // cell, (starts + lengths - 1) // cell
-                alone = (first == last) & (first % pool.blocks == 0)
-                if region.block_stride != cell or not alone.all():
-                    raise _bad(f"{region.layers[0].name} in blocks that other groups also use")
 
     # -- geometry -------------------------------------------------------------------
 
@@ -392,3 +372,22 @@ def _bad(got: str) -> AtlasError:
         got=got,
         hint="Plans are made by kvatlas.plan.plan, not by hand",
     )
+
+
+def _refuse_mixed_blocks(regions: list[tuple[Region, Placement]], blocks: int) -> None:
+    """Refuse groups that overlay each other in a pool other than block by block.
+
+    A block id belongs to one group at a time, so a block of one group must not touch
+    another block of another. It does not if all groups step by the same stride along B
+    and a block's bytes stay in cells of that stride which no other block visits: cell i
+    belongs to block i modulo the number of blocks.
+    """
+    if len({region.group for region, _ in regions}) < 2:
+        return
+    cell = regions[0][0].block_stride
+    for region, placed in regions:
+        starts, lengths = placed.runs(B=[0])
+        first, last = starts // cell, (starts + lengths - 1) // cell
+        alone = (first == last) & (first % blocks == 0)
+        if region.block_stride != cell or not alone.all():
+            raise _bad(f"{region.layers[0].name} in blocks that other groups also use")

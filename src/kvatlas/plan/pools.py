@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Layout
@@ -16,7 +17,7 @@ from kvatlas.plan.vllm import group_of, kernel_block, place_group
 from kvatlas.plan.wants import Want, page_of
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Cluster:
     """Groups that overlay each other in one pool."""
 
@@ -37,7 +38,7 @@ class Cluster:
         )
         return Cluster(drafts, self.layout, self.pack, self.page, self.states)
 
-    @property
+    @cached_property
     def width(self) -> int:
         """Bytes of a block; 0 where nothing is kept."""
         filled = [draft for draft in self.drafts if draft.wants]
