@@ -11,7 +11,11 @@ from enum import StrEnum
 
 
 class Code(StrEnum):
-    """Every reason for which kvatlas refuses. Codes are never renamed or reused."""
+    """Every reason for which kvatlas refuses. Codes are never renamed or reused.
+
+    >>> Code("overlap") is Code.OVERLAP
+    True
+    """
 
     UNKNOWN_AXIS = "unknown_axis"
     BAD_AXES = "bad_axes"

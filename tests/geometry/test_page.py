@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from kvatlas import AtlasError, Code, DType, Field, Layout, Page
+from kvatlas import AtlasError, Code, DType, Field, Layout, Page, validate
 from kvatlas.geometry import Cut, FieldAxis, Section
 from tests.oracle import ORDERS, byte_list, key, walk
 
@@ -66,6 +66,17 @@ def test_padding_lies_behind_each_page_or_is_refused(order: str) -> None:
         with pytest.raises(AtlasError) as refusal:
             page.place(Layout(order), slots=2, blocks=3)
         assert refusal.value.code is Code.PADDING_INSIDE_PAGE
+
+
+@pytest.mark.parametrize("order", ["LBHNC", "LBNHC", "BLHNC", "BLNHC"])
+def test_padding_can_be_named_and_then_nothing_is_left_over(order: str) -> None:
+    page = dense(2, 3, 2).padded(32)
+    pool = page.place(Layout(order), slots=2, blocks=3)
+    gaps = page.gaps(pool)
+    assert gaps is not None
+    validate({"cells": pool}, size=6 * 32, padding={"padding": gaps}, align=32)
+    assert not set(byte_list(pool)) & set(byte_list(gaps))
+    assert dense(2, 3, 2).gaps(pool) is None
 
 
 def test_axes_of_size_one_do_not_break_a_padded_page() -> None:

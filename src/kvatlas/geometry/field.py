@@ -28,7 +28,11 @@ Along = Literal["H", "N", "C"]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """`length` rows of a field's cut axis: `start` in the whole model, `local` on this rank."""
+    """`length` rows of a field's cut axis: `start` in the whole model, `local` on this rank.
+
+    >>> Cut.heads(8).pieces(tp=2, rank=1)
+    (Piece(local=0, start=4, length=4),)
+    """
 
     local: int
     start: int
@@ -44,6 +48,9 @@ class Section:
     """Units of `rows` rows each, that tensor parallelism deals out whole.
 
     With `shared`, ranks beyond the units hold replicas; without, they are refused.
+
+    >>> Section(units=4, rows=128).deal(tp=2, rank=1)  # the first unit, and how many
+    (2, 2)
     """
 
     units: int
@@ -167,7 +174,11 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class FieldAxis:
-    """One axis of a field: `step` heads, states or content bytes for each coordinate."""
+    """One axis of a field: `step` heads, states or content bytes for each coordinate.
+
+    >>> FieldAxis("C", 128, "C", 2)  # 128 elements of 2 bytes, one behind the other
+    FieldAxis(name='C', size=128, along='C', step=2)
+    """
 
     name: str
     size: int

@@ -47,7 +47,11 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """How a field is cut, and which pieces this rank holds."""
+    """How a field is cut, and which pieces this rank holds.
+
+    >>> Share(Cut.heads(4), Cut.heads(4).pieces(tp=2, rank=0)).pieces
+    (Piece(local=0, start=0, length=2),)
+    """
 
     cut: Cut
     pieces: tuple[Piece, ...] = ()

@@ -7,7 +7,8 @@ manager). The result is a `Plan`: pure data.
 
 from kvatlas.plan.backends import BACKENDS, Backend
 from kvatlas.plan.make import plan
-from kvatlas.plan.plan import Group, Plan, Pool, Region
+from kvatlas.plan.parts import Group, Pool, Region
+from kvatlas.plan.plan import Plan
 from kvatlas.plan.report import Padding, padding
 from kvatlas.plan.request import quantity
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvatlas.plan.plan import Group, Plan, Pool, Region
+from kvatlas.plan.parts import Group, Pool, Region
+from kvatlas.plan.plan import Plan
 from kvatlas.plan.request import Request
 from kvatlas.plan.sizing import BlockSize
 

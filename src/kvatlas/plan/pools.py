@@ -10,7 +10,8 @@ from kvatlas.geometry import Layout
 from kvatlas.geometry.integers import ceil_div
 from kvatlas.plan.assemble import assemble
 from kvatlas.plan.grouping import Draft
-from kvatlas.plan.plan import Group, Plan, Pool, Region
+from kvatlas.plan.parts import Group, Pool, Region
+from kvatlas.plan.plan import Plan
 from kvatlas.plan.request import Request
 from kvatlas.plan.sizing import BlockSize, bytes_per_block
 from kvatlas.plan.vllm import group_of, kernel_block, place_group

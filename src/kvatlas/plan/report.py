@@ -6,7 +6,8 @@ from typing import Any
 
 import msgspec
 
-from kvatlas.plan.plan import Group, Plan, Region
+from kvatlas.plan.parts import Group, Region
+from kvatlas.plan.plan import Plan
 from kvatlas.plan.wants import FULL_KINDS, page_of
 
 

@@ -11,7 +11,8 @@ from kvatlas.geometry import Layout
 from kvatlas.plan.assemble import assemble
 from kvatlas.plan.grouping import Draft, group_layers, promote
 from kvatlas.plan.orders import candidate_orders, resolve_order
-from kvatlas.plan.plan import Group, Plan, Pool, Region
+from kvatlas.plan.parts import Group, Pool, Region
+from kvatlas.plan.plan import Plan
 from kvatlas.plan.request import Request
 from kvatlas.plan.sizing import BlockSize, block_size, bytes_per_block
 from kvatlas.plan.wants import Want, wants_of
