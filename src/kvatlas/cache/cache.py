@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from kvatlas.cache.tensors import torch_dtype, view
+from kvatlas.cache.tensors import check_pool, torch_dtype, view
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Field, Page, Placement
 from kvatlas.plan import Plan, Pool
@@ -225,13 +225,7 @@ def bind(buffers: Mapping[int, Any] | Any, plan: Plan, *, rank: int = 0) -> Cach
     pools = {}
     for index, memory in given.items():
         tensor = memory if isinstance(memory, torch.Tensor) else _from_buffer(memory)
-        if tensor.dtype != torch.uint8 or tensor.ndim != 1 or not tensor.is_contiguous():
-            raise AtlasError(
-                Code.BAD_TENSOR,
-                "A pool is one contiguous axis of uint8",
-                got=f"{tensor.dtype} of shape {tuple(tensor.shape)}",
-                hint="Pass the whole allocation as bytes",
-            )
+        check_pool(tensor)
         if tensor.numel() < mine[index].nbytes:
             raise AtlasError(
                 Code.OUT_OF_BOUNDS,

@@ -31,6 +31,17 @@ def torch_dtype(dtype: DType) -> torch.dtype:
     return _TORCH.get(dtype.name, torch.uint8)
 
 
+def check_pool(buffer: torch.Tensor) -> None:
+    """Refuse what is not one contiguous axis of bytes."""
+    if buffer.dtype != torch.uint8 or buffer.ndim != 1 or not buffer.is_contiguous():
+        raise AtlasError(
+            Code.BAD_TENSOR,
+            "A pool is one contiguous axis of uint8",
+            got=f"{buffer.dtype} of shape {tuple(buffer.shape)}",
+            hint="Pass the whole allocation as bytes",
+        )
+
+
 def view(buffer: torch.Tensor, placement: Placement, dtype: torch.dtype) -> torch.Tensor:
     """The items of a placement in a pool's bytes, as a tensor with one axis for each axis.
 
@@ -39,13 +50,7 @@ def view(buffer: torch.Tensor, placement: Placement, dtype: torch.dtype) -> torc
     (4, 1)
     """
     item = dtype.itemsize
-    if buffer.dtype != torch.uint8 or buffer.ndim != 1 or not buffer.is_contiguous():
-        raise AtlasError(
-            Code.BAD_TENSOR,
-            "A pool is one contiguous axis of uint8",
-            got=f"{buffer.dtype} of shape {tuple(buffer.shape)}",
-            hint="Pass the whole allocation as bytes",
-        )
+    check_pool(buffer)
     if placement.item != item:
         raise AtlasError(
             Code.UNLIKE_PLACEMENTS,

@@ -153,6 +153,12 @@ def check_topology(model: Model, tp: int, pp: int, dcp: int, *, strict: bool) ->
         )
     if not strict:
         return
+    if dcp > 1 and heads and model.attention_heads // max(heads) % dcp:
+        raise refuse(
+            "vLLM divides the query heads of each kv head over context-parallel ranks",
+            f"{model.attention_heads} query and {max(heads)} kv heads with dcp {dcp}",
+            "Use a dcp that divides their ratio, or policy atlas",
+        )
     for layer in model.layers:
         spec = layer.spec
         if isinstance(spec, Mamba2) and spec.groups % tp and spec.groups != 1:
