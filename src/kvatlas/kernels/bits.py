@@ -1,0 +1,107 @@
+"""Codes of fewer than 8 bits, in and out of bytes, and the rotation that spreads outliers."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def split(values: torch.Tensor, *sizes: int) -> torch.Tensor:
+    """The last axis as several, a view.
+
+    >>> split(torch.zeros(3, 8), 2, 4).shape
+    torch.Size([3, 2, 4])
+    """
+    return values.view(*values.shape[:-1], *sizes)
+
+
+def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes of `bits` bits along the last axis as bytes, the first code in the lowest bits.
+
+    >>> pack(torch.tensor([1, 2, 3]), 4).tolist(), pack(torch.arange(8), 3).tolist()
+    ([33, 3], [136, 198, 250])
+    """
+    count = codes.shape[-1]
+    nbytes = -(-count * bits // 8)
+    shifts = torch.arange(bits, device=codes.device)
+    stream = ((codes.to(torch.int32).unsqueeze(-1) >> shifts) & 1).flatten(-2)
+    stream = torch.nn.functional.pad(stream, (0, nbytes * 8 - count * bits))
+    weights = 1 << torch.arange(8, device=codes.device)
+    return (split(stream, nbytes, 8) * weights).sum(-1).to(torch.uint8)
+
+
+def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
+    """The first `count` codes of `bits` bits in bytes along the last axis.
+
+    >>> unpack(torch.tensor([136, 198, 250], dtype=torch.uint8), 3, 8).tolist()
+    [0, 1, 2, 3, 4, 5, 6, 7]
+    """
+    shifts = torch.arange(8, device=packed.device)
+    stream = ((packed.to(torch.int32).unsqueeze(-1) >> shifts) & 1).flatten(-2)
+    weights = 1 << torch.arange(bits, device=packed.device)
+    return (split(stream[..., : count * bits], count, bits) * weights).sum(-1)
+
+
+def to_e2m1(values: torch.Tensor) -> torch.Tensor:
+    """The nearest e2m1 code of each value, ties to the even code.
+
+    >>> to_e2m1(torch.tensor([0.24, 0.25, 2.5, -6.0, 9.0])).tolist()
+    [0, 0, 4, 15, 7]
+    """
+    table = torch.tensor(_E2M1, device=values.device, dtype=values.dtype)
+    size = values.abs().clamp(max=_E2M1[-1])
+    above = torch.bucketize(size, table).clamp(max=7)
+    below = (above - 1).clamp(min=0)
+    up, down = table[above] - size, size - table[below]
+    even = torch.where(above % 2 == 0, above, below)
+    code = torch.where(up < down, above, torch.where(up > down, below, even))
+    return code | (torch.signbit(values).to(code.dtype) << 3)
+
+
+def from_e2m1(codes: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The numbers that e2m1 codes stand for."""
+    table = torch.tensor([*_E2M1, *(-x for x in _E2M1)], device=codes.device, dtype=dtype)
+    return table[codes.long()]
+
+
+def rotate(values: torch.Tensor) -> torch.Tensor:
+    """The orthonormal Hadamard transform of the last axis: its own inverse.
+
+    >>> x = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    >>> rotate(x).tolist(), bool(torch.allclose(rotate(rotate(x)), x))
+    ([5.0, -1.0, -2.0, 0.0], True)
+    """
+    size = values.shape[-1]
+    found = values
+    width = 1
+    while width < size:
+        pairs = split(found, size // (2 * width), 2, width)
+        first, second = pairs[..., 0, :], pairs[..., 1, :]
+        found = torch.stack((first + second, first - second), dim=-2).flatten(-3)
+        width *= 2
+    return found * float(size**-0.5)
+
+
+@lru_cache(maxsize=8)
+def normal_levels(bits: int) -> tuple[float, ...]:
+    """The 2**bits levels that quantise a normal variable with the least squared error.
+
+    Lloyd's iteration on a fine grid: levels are the means of their cells, cells end
+    half way between levels.
+
+    >>> [round(level, 3) for level in normal_levels(2)]
+    [-1.51, -0.453, 0.453, 1.51]
+    """
+    grid = torch.linspace(-6, 6, 200_001, dtype=torch.float64)
+    weight = torch.exp(-grid * grid / 2)
+    count = 1 << bits
+    levels = torch.linspace(-2, 2, count, dtype=torch.float64)
+    for _ in range(300):
+        cells = torch.bucketize(grid, (levels[1:] + levels[:-1]) / 2)
+        mass = torch.zeros(count, dtype=torch.float64).index_add_(0, cells, weight)
+        total = torch.zeros(count, dtype=torch.float64).index_add_(0, cells, weight * grid)
+        levels = total / mass
+    return tuple(levels.tolist())
