@@ -147,3 +147,20 @@ def _first_hole(parts: Mapping[str, Placement]) -> str:
     starts, lengths, _ = _runs([part.folded() for part in parts.values()])
     starts, lengths = arrays.join(starts, lengths)
     return f", the first at byte {0 if starts[0] else int(lengths[0])}"
+
+
+def keeps_to_its_blocks(placement: Placement, cell: int, blocks: int) -> bool:
+    """A block's bytes stay in cells of `cell` bytes that no other block visits.
+
+    Groups that overlay each other in a pool may then hold different blocks at once:
+    cell i belongs to block i modulo the number of blocks, for all of them.
+
+    >>> rows = Placement.packed([("L", 2), ("B", 4)], item=64)
+    >>> keeps_to_its_blocks(rows, 64, 4), keeps_to_its_blocks(rows.shift(32), 64, 4)
+    (True, False)
+    """
+    if placement.size("B") > 1 and placement.stride("B") != cell:
+        return False
+    starts, lengths = placement.runs(B=[0])
+    first, last = starts // cell, (starts + lengths - 1) // cell
+    return bool(((first == last) & (first % blocks == 0)).all())

@@ -21,6 +21,7 @@ import msgspec
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Layout, Page, Placement, validate
 from kvatlas.geometry.integers import INT64_MAX, positive
+from kvatlas.geometry.validate import keeps_to_its_blocks
 from kvatlas.plan.parts import Group, Pool, Region
 from kvatlas.plan.wants import kind_of, page_of
 
@@ -306,16 +307,14 @@ def _refuse_mixed_blocks(regions: list[tuple[Region, Placement]], blocks: int) -
     """Refuse groups that overlay each other in a pool other than block by block.
 
     A block id belongs to one group at a time, so a block of one group must not touch
-    another block of another. It does not if all groups step by the same stride along B
-    and a block's bytes stay in cells of that stride which no other block visits: cell i
-    belongs to block i modulo the number of blocks.
+    another block of another.
     """
     if len({region.group for region, _ in regions}) < 2:
         return
     cell = regions[0][0].block_stride
     for region, placed in regions:
-        starts, lengths = placed.runs(B=[0])
-        first, last = starts // cell, (starts + lengths - 1) // cell
-        alone = (first == last) & (first % blocks == 0)
-        if region.block_stride != cell or not alone.all():
+        whole = placed.fold("B", "k", into="B") if "k" in placed.axes else placed
+        split = region.block // region.kernel_block
+        kept = keeps_to_its_blocks(whole, cell // split, blocks * split)
+        if region.block_stride != cell or not kept:
             raise _bad(f"{region.layers[0].name} in blocks that other groups also use")

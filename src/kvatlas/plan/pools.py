@@ -7,6 +7,7 @@ from functools import cached_property
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Layout
+from kvatlas.geometry.arrange import Row, packs, shared_pages, side_by_side
 from kvatlas.geometry.integers import ceil_div
 from kvatlas.plan.assemble import assemble
 from kvatlas.plan.grouping import Draft
@@ -14,7 +15,7 @@ from kvatlas.plan.parts import Group, Pool, Region
 from kvatlas.plan.plan import Plan
 from kvatlas.plan.request import Request
 from kvatlas.plan.sizing import BlockSize, bytes_per_block
-from kvatlas.plan.vllm import group_of, kernel_block, place_group
+from kvatlas.plan.vllm import group_of, kernel_block, place_group, region_of
 from kvatlas.plan.wants import Want, page_of
 
 
@@ -170,72 +171,35 @@ def _place_kernel_blocks(
     draft: Draft, layout: Layout, blocks: int, width: int, split: int, stage: int, index: int
 ) -> list[Region]:
     """Kernel blocks of all layers, one after the other, so that they have one stride."""
-    regions = []
-    offset = 0
+    rows = []
     for wants in draft.regions:
         want = wants[0]
-        kernel = want.block // split
-        page = page_of(want.layer.spec, kernel, want.tp)
-        slot_stride, _ = page.pool_strides(
-            layout, slots=len(wants), blocks=blocks * split, block_stride=width // split
-        )
-        regions.append(
-            Region(
-                stage=stage,
-                group=index,
-                layers=tuple(want.layer for want in wants),
-                block=want.block,
-                kernel_block=kernel,
-                page_bytes=want.nbytes,
-                layout=layout.order,
-                offset=offset,
-                slot_stride=slot_stride,
-                block_stride=width,
-            )
-        )
-        offset += len(wants) * page.nbytes
-    return regions
+        page = page_of(want.layer.spec, want.block // split, want.tp)
+        rows.append(Row(page, len(wants), page.nbytes))
+    spots = side_by_side(rows, layout, blocks=blocks, width=width, split=split)
+    return [
+        region_of(wants, layout, spot, stage, index, kernel=wants[0].block // split)
+        for wants, spot in zip(draft.regions, spots, strict=True)
+    ]
 
 
 def _place_packed(
     cluster: Cluster, draft: Draft, blocks: int, stage: int, index: int, warnings: list[str]
 ) -> list[Region]:
-    """Packs of attention layers, or one state, in each page of a block.
-
-    Block by block a pack is just more slots. Layer by layer each page has its own
-    stretch of all blocks, with the layers of a pack inside every block of it.
-    """
-    layout, width, page_bytes = cluster.layout, cluster.width, cluster.page
+    """Packs of attention layers, or one state, in each page of a block."""
+    layout, width = cluster.layout, cluster.width
     wants, want = draft.wants, draft.wants[0]
-    state = want.kind == "mamba"
-    page = want.page
-    if layout.block_outermost:
-        slot_stride = page_bytes
-        if not state:
-            slot_stride, _ = page.pool_strides(
-                layout, slots=len(wants), blocks=blocks, block_stride=width
-            )
-        chunks = [(wants, 0, slot_stride, width)]
-    elif state:
-        chunks = [(wants, 0, page_bytes * blocks, page_bytes)]
-    else:
-        packs = [wants[i : i + cluster.pack] for i in range(0, len(wants), cluster.pack)]
-        chunks = [
-            (pack, slot * page_bytes * blocks, page.nbytes, page_bytes)
-            for slot, pack in enumerate(packs)
-        ]
-    return [
-        Region(
-            stage=stage,
-            group=index,
-            layers=tuple(want.layer for want in layers),
-            block=want.block,
-            kernel_block=kernel_block(wants, warnings, dense=False),
-            page_bytes=page_bytes if state else page.nbytes,
-            layout=layout.order,
-            offset=offset,
-            slot_stride=slot,
-            block_stride=block,
-        )
-        for layers, offset, slot, block in chunks
-    ]
+    shared = shared_pages(layout, cluster.page, blocks=blocks, width=width)
+    if want.kind == "mamba":
+        kept = {"kernel": want.block, "page_bytes": cluster.page}
+        return [region_of(wants, layout, shared, stage, index, **kept)]
+    kernel = kernel_block(wants, warnings, dense=False)
+    found = packs(
+        want.page, len(wants), cluster.pack, layout, shared=shared, blocks=blocks, width=width
+    )
+    regions = []
+    rest = list(wants)
+    for count, spot in found:
+        mine, rest = rest[:count], rest[count:]
+        regions.append(region_of(mine, layout, spot, stage, index, kernel=kernel))
+    return regions

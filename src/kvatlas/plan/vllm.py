@@ -6,8 +6,11 @@ at full length, so that one block table serves all layers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Layout
+from kvatlas.geometry.arrange import Row, Spot, side_by_side
 from kvatlas.plan.assemble import assemble
 from kvatlas.plan.grouping import Draft, group_layers, promote
 from kvatlas.plan.orders import candidate_orders, resolve_order
@@ -143,38 +146,45 @@ def place_group(
     warnings: list[str],
 ) -> list[Region]:
     """The regions of a group on one stage, one behind the other."""
+    rows = [Row(wants[0].page, len(wants), wants[0].spread) for wants in draft.regions]
+    spots = side_by_side(rows, layout, blocks=blocks, width=width)
     regions = []
-    offset = 0
-    for wants in draft.regions:
-        want, count = wants[0], len(wants)
-        fixed = width if layout.block_outermost else None
-        if fixed is None and want.spread != want.nbytes:
-            fixed = want.spread
-        slot_stride, block_stride = want.page.pool_strides(
-            layout, slots=count, blocks=blocks, block_stride=fixed
-        )
-        dense = not layout.block_outermost or block_stride <= slot_stride
-        regions.append(
-            Region(
-                stage=stage,
-                group=index,
-                layers=tuple(want.layer for want in wants),
-                block=want.block,
-                kernel_block=kernel_block(wants, warnings, dense=dense),
-                page_bytes=want.nbytes,
-                layout=layout.order,
-                offset=offset,
-                slot_stride=slot_stride,
-                block_stride=block_stride,
-                cut=want.cut,
-                parts=tuple(want.part for want in wants) if want.cut > 1 else (),
-            )
-        )
-        offset += count * (want.nbytes if layout.block_outermost else slot_stride)
+    for wants, spot in zip(draft.regions, spots, strict=True):
+        dense = not layout.block_outermost or spot.block_stride <= spot.slot_stride
+        kernel = kernel_block(wants, warnings, dense=dense)
+        regions.append(region_of(wants, layout, spot, stage, index, kernel=kernel))
     return regions
 
 
-def kernel_block(wants: tuple[Want, ...], warnings: list[str], *, dense: bool) -> int:
+def region_of(
+    wants: Sequence[Want],
+    layout: Layout,
+    spot: Spot,
+    stage: int,
+    index: int,
+    *,
+    kernel: int,
+    page_bytes: int | None = None,
+) -> Region:
+    """Alike layers of a group, where they lie."""
+    want = wants[0]
+    return Region(
+        stage=stage,
+        group=index,
+        layers=tuple(want.layer for want in wants),
+        block=want.block,
+        kernel_block=kernel,
+        page_bytes=page_bytes or want.nbytes,
+        layout=layout.order,
+        offset=spot.offset,
+        slot_stride=spot.slot_stride,
+        block_stride=spot.block_stride,
+        cut=want.cut,
+        parts=tuple(want.part for want in wants) if want.cut > 1 else (),
+    )
+
+
+def kernel_block(wants: Sequence[Want], warnings: list[str], *, dense: bool) -> int:
     """Tokens that the layers' kernel reads at once; the whole block where it cannot be split."""
     want = wants[0]
     if want.backend is None or want.backend.reads(want.block):
