@@ -27,8 +27,8 @@ _PAGE = f"""\
 Every hybrid of the catalogue with {MEMORY} of cache memory on each rank. *Tokens* are those that
 fit in requests of {MAX_LEN:,} tokens, also where a model was trained for fewer; *padding* is
 its share of what such a request claims. *Way* is how atlas keeps recurrent states: in blocks that
-otherwise hold N attention layers (`pack N`), or in a pool of their own (`states apart`). A plan that is
-refused shows the [code of the refusal](errors.md).
+otherwise hold N attention layers (`pack N`), or in a pool of their own (`states apart`). A refused
+plan shows the [code of the refusal](errors.md).
 
 This page is made by a command, and a test holds it to what the command prints:
 
