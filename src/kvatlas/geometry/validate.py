@@ -159,6 +159,8 @@ def keeps_to_its_blocks(placement: Placement, cell: int, blocks: int) -> bool:
     >>> keeps_to_its_blocks(rows, 64, 4), keeps_to_its_blocks(rows.shift(32), 64, 4)
     (True, False)
     """
+    if blocks == 1:
+        return True  # there is no other block to meet
     if placement.size("B") > 1 and placement.stride("B") != cell:
         return False
     starts, lengths = placement.runs(B=[0])

@@ -35,7 +35,13 @@ from kvatlas.plan.plan import Plan
 from kvatlas.plan.pools import Cluster, pooled
 from kvatlas.plan.report import padding
 from kvatlas.plan.request import Request
-from kvatlas.plan.sizing import DEFAULT_BLOCK, BlockSize, block_size, kernel_multiple
+from kvatlas.plan.sizing import (
+    DEFAULT_BLOCK,
+    BlockSize,
+    block_size,
+    kernel_multiple,
+    kernel_size,
+)
 from kvatlas.plan.vllm import plan_vllm, sized_wants
 from kvatlas.plan.wants import Want, page_of
 
@@ -81,9 +87,22 @@ class Sharing:
     """Share of what a request claims that is padding."""
 
 
+@dataclass(frozen=True, slots=True)
+class Hybrid:
+    """A model with both attention and recurrent layers, and what is decided of its plan."""
+
+    asked: Request
+    attention: list[Want]
+    states: list[Want]
+    layout: Layout
+    orders: tuple[str, ...]
+    size: BlockSize
+    """The block that kernels take, before states are looked at."""
+
+
 def plan_atlas(asked: Request) -> Plan:
     """The plan of policy atlas."""
-    size = kernel_size(asked)
+    size = kernel_size(asked.backends, asked.block_size)
     wants = sized_wants(asked, size)
     # DeepSeek-V4's backends declare orders so that pages pack, not because kernels need them.
     binding = {b.name: b for b in asked.backends.values() if b and b.family != "other"}
@@ -96,7 +115,7 @@ def plan_atlas(asked: Request) -> Plan:
         preferred = next((order for order in orders if Layout(order).block_outermost), None)
     layout = resolve_order(orders, preferred)
     if states and attention:
-        return _hybrid(asked, attention, states, layout, orders, size)
+        return _hybrid(Hybrid(asked, attention, states, layout, orders, size))
     if asked.pack not in ("auto", 1):
         raise AtlasError(
             Code.BAD_PACK,
@@ -105,18 +124,6 @@ def plan_atlas(asked: Request) -> Plan:
             hint="Leave pack out",
         )
     return pooled(asked, _clusters(wants, layout), size, orders)
-
-
-def kernel_size(asked: Request) -> BlockSize:
-    """The block that kernels take, before any state inflates it."""
-    used = list({b.name: b for b in asked.backends.values() if b}.values())
-    if asked.block_size is not None or not used:
-        size = block_size(asked.model, asked.backends, tp=asked.tp, asked=asked.block_size)
-        return BlockSize(asked.block_size or size.tokens, None, size.reasons[:1])
-    block = smallest_common_block(used, DEFAULT_BLOCK)
-    names = ", ".join(backend.name for backend in used)
-    reason = f"{block} tokens is the smallest block from {DEFAULT_BLOCK} on that {names} take."
-    return BlockSize(block, None, (reason,))
 
 
 def _clusters(wants: list[Want], layout: Layout) -> list[Cluster]:
@@ -140,14 +147,9 @@ def _clusters(wants: list[Want], layout: Layout) -> list[Cluster]:
     return [Cluster((draft,), layout) for draft in drafts]
 
 
-def _hybrid(
-    asked: Request,
-    attention: list[Want],
-    states: list[Want],
-    layout: Layout,
-    orders: tuple[str, ...],
-    size: BlockSize,
-) -> Plan:
+def _hybrid(hybrid: Hybrid) -> Plan:
+    asked, attention, states = hybrid.asked, hybrid.attention, hybrid.states
+    layout, size = hybrid.layout, hybrid.size
     striped = not layout.page_contiguous and not layout.block_outermost
     can_pack = alike(attention) and alike(states) and not (striped and attention[0].page.heads > 1)
     if asked.pack != "auto":
@@ -159,19 +161,19 @@ def _hybrid(
                 got=f"pack {asked.pack} of {len(attention)} attention layers in {layout}",
                 hint="Use pack auto",
             )
-        packing = _packing(asked, attention, states, asked.pack)
-        return _packed(asked, attention, states, layout, orders, packing)
+        packing = _packing(hybrid, asked.pack)
+        return _packed(hybrid, packing)
     bar, block, told = _yardstick(asked)
     tried: list[Sharing] = []
     if layout.block_outermost and alike(attention) and alike(states):
-        tried = _sharings(asked, attention, states, max(block // SHRINK, size.tokens))
+        tried = _sharings(hybrid, max(block // SHRINK, size.tokens))
     tried.sort(key=lambda sharing: (sharing.cut, sharing.tables, sharing.block))
     tight = [sharing for sharing in tried if sharing.padding <= bar + _ROUNDING]
     near = min(tried, key=lambda sharing: sharing.padding, default=None)
     if asked.states == "shared" and near and not tight:
-        return _shared(asked, attention, states, layout, orders, near, told)
+        return _shared(hybrid, near, told)
     for chosen in tight[:_MOST_TRIES] if asked.states != "apart" else ():
-        made = _shared(asked, attention, states, layout, orders, chosen, told)
+        made = _shared(hybrid, chosen, told)
         # Stages hold unlike shares of each group, which only the whole plan shows.
         if asked.pp == 1 or padding(made).share <= bar + _ROUNDING:
             return made
@@ -191,15 +193,13 @@ def _hybrid(
     else:
         why = f"In {layout} attention and states of unlike shape share blocks only as packs."
     try:
-        return _states_apart(asked, attention, states, layout, orders, size, (*told, why))
+        return _states_apart(hybrid, (*told, why))
     except AtlasError as refusal:
         # Pools of their own need more for the first request than a shared one.
         told_to = asked.states == "apart" or asked.requests is not None
         if refusal.code is not Code.NOT_ENOUGH_MEMORY or told_to or not can_pack:
             raise
-        return _packed(
-            asked, attention, states, layout, orders, _packing(asked, attention, states, 1)
-        )
+        return _packed(hybrid, _packing(hybrid, 1))
 
 
 def _yardstick(asked: Request) -> tuple[float, int, tuple[str, ...]]:
@@ -217,10 +217,9 @@ def _yardstick(asked: Request) -> tuple[float, int, tuple[str, ...]]:
     return bar, block, (said,)
 
 
-def _sharings(
-    asked: Request, attention: list[Want], states: list[Want], largest: int
-) -> list[Sharing]:
+def _sharings(hybrid: Hybrid, largest: int) -> list[Sharing]:
     """Every way in which blocks of at most `largest` tokens hold attention or states."""
+    asked, attention, states = hybrid.asked, hybrid.attention, hybrid.states
     first, request = attention[0], (asked.max_len, asked.in_flight, asked.dcp)
     token = first.page.unpadded // first.block
     used = [want.backend for want in attention if want.backend]
@@ -249,15 +248,8 @@ def _sharings(
     return found
 
 
-def _shared(
-    asked: Request,
-    attention: list[Want],
-    states: list[Want],
-    layout: Layout,
-    orders: tuple[str, ...],
-    chosen: Sharing,
-    told: tuple[str, ...],
-) -> Plan:
+def _shared(hybrid: Hybrid, chosen: Sharing, told: tuple[str, ...]) -> Plan:
+    asked, attention, states = hybrid.asked, hybrid.attention, hybrid.states
     layers = [want.with_block(chosen.block) for want in attention]
     tables = len(layers) // chosen.width
     parts = [
@@ -281,11 +273,13 @@ def _shared(
     if chosen.block == attention[0].block:
         reasons += (f"Kernels take no smaller block than {chosen.block} tokens.",)
     size = BlockSize(chosen.block, None, reasons)
-    return pooled(asked, [Cluster(tuple(drafts), layout, pack=chosen.width)], size, orders)
+    cluster = Cluster(tuple(drafts), hybrid.layout, pack=chosen.width)
+    return pooled(asked, [cluster], size, hybrid.orders)
 
 
-def _packing(asked: Request, attention: list[Want], states: list[Want], pack: int) -> Packing:
+def _packing(hybrid: Hybrid, pack: int) -> Packing:
     """What packing `pack` layers into a page comes to."""
+    asked, attention, states = hybrid.asked, hybrid.attention, hybrid.states
     token = attention[0].page.unpadded // attention[0].block
     used = [want.backend for want in attention if want.backend]
     step = kernel_multiple(asked.model, used, asked.block_size or DEFAULT_BLOCK)
@@ -293,14 +287,8 @@ def _packing(asked: Request, attention: list[Want], states: list[Want], pack: in
     return Packing(pack, block, ceil_div(len(attention), pack), pack * block * token)
 
 
-def _packed(
-    asked: Request,
-    attention: list[Want],
-    states: list[Want],
-    layout: Layout,
-    orders: tuple[str, ...],
-    packing: Packing,
-) -> Plan:
+def _packed(hybrid: Hybrid, packing: Packing) -> Plan:
+    asked, attention, states = hybrid.asked, hybrid.attention, hybrid.states
     layers = tuple(want.with_block(packing.block) for want in attention)
     kept = [want.with_block(packing.block) for want in states]
     groups = ceil_div(len(kept), packing.slots)
@@ -312,20 +300,16 @@ def _packed(
         f"to {packing.slots}, so a request takes {groups} blocks for each set of states."
     )
     cluster = Cluster(
-        (Draft(layers, mixed=False), *drafts), layout, pack=packing.pack, page=packing.page
+        (Draft(layers, mixed=False), *drafts),
+        hybrid.layout,
+        pack=packing.pack,
+        page=packing.page,
     )
-    return pooled(asked, [cluster], BlockSize(packing.block, None, (reason,)), orders)
+    return pooled(asked, [cluster], BlockSize(packing.block, None, (reason,)), hybrid.orders)
 
 
-def _states_apart(
-    asked: Request,
-    attention: list[Want],
-    states: list[Want],
-    layout: Layout,
-    orders: tuple[str, ...],
-    size: BlockSize,
-    told: tuple[str, ...],
-) -> Plan:
+def _states_apart(hybrid: Hybrid, told: tuple[str, ...]) -> Plan:
+    asked, states, size = hybrid.asked, hybrid.states, hybrid.size
     every = sum(want.nbytes for want in states)
     held = states[0].blocks(asked.max_len, asked.in_flight, asked.dcp)
     reasons = (
@@ -338,5 +322,5 @@ def _states_apart(
         "pool. `requests` sizes it, `states` shared avoids it.",
     )
     rows = Cluster((Draft(tuple(states), mixed=True),), Layout("BLHNC"), states=True)
-    clusters = [*_clusters(attention, layout), rows]
-    return pooled(asked, clusters, BlockSize(size.tokens, None, reasons), orders)
+    clusters = [*_clusters(hybrid.attention, hybrid.layout), rows]
+    return pooled(asked, clusters, BlockSize(size.tokens, None, reasons), hybrid.orders)

@@ -33,35 +33,41 @@ class BlockSize(msgspec.Struct, frozen=True):
     reasons: tuple[str, ...]
 
 
+def kernel_size(backends: dict[str, Backend | None], asked: int | None) -> BlockSize:
+    """The block that kernels take, before any state inflates it."""
+    used = list({b.name: b for b in backends.values() if b}.values())
+    if asked is None:
+        if not used:
+            return BlockSize(DEFAULT_BLOCK, None, ())
+        block = smallest_common_block(used, DEFAULT_BLOCK)
+        names = ", ".join(backend.name for backend in used)
+        reason = f"{block} tokens is the smallest block from {DEFAULT_BLOCK} on that {names} take."
+        return BlockSize(block, None, (reason,))
+    block = positive(asked, "the block size")
+    for backend in used:
+        # Backends that come with a model are not chosen by their block size.
+        if backend.family != "other" and not backend.takes(block):
+            raise AtlasError(
+                Code.BACKEND_REFUSES,
+                f"{backend.name} takes blocks of a multiple of "
+                f"{' or '.join(map(str, backend.sizes))} tokens",
+                got=f"a block of {block}",
+                hint="Choose a multiple, or another backend",
+            )
+    return BlockSize(block, None, (f"A block of {block} tokens was asked for.",))
+
+
 def block_size(
     model: Model, backends: dict[str, Backend | None], *, tp: int, asked: int | None
 ) -> BlockSize:
     """The block of a model, as vLLM sizes it."""
     used = list({b.name: b for b in backends.values() if b}.values())
-    reasons: list[str] = []
-    if asked is not None:
-        block = positive(asked, "the block size")
-        for backend in used:
-            # Backends that come with a model are not chosen by their block size.
-            if backend.family != "other" and not backend.takes(block):
-                sizes = " or ".join(map(str, backend.sizes))
-                raise AtlasError(
-                    Code.BACKEND_REFUSES,
-                    f"{backend.name} takes blocks of a multiple of {sizes} tokens",
-                    got=f"a block of {block}",
-                    hint="Choose a multiple, or another backend",
-                )
-        reasons.append(f"A block of {block} tokens was asked for.")
-    elif used:
-        block = smallest_common_block(used, DEFAULT_BLOCK)
-        names = ", ".join(backend.name for backend in used)
-        reasons.append(f"{block} tokens is the smallest block from 16 on that {names} take.")
-    else:
-        block = DEFAULT_BLOCK
+    plain = kernel_size(backends, asked)
+    block, reasons = plain.tokens, list(plain.reasons)
     state = state_bytes(model, tp)
     token = token_bytes(model, tp)
     if not state or not token:
-        return BlockSize(block, None, tuple(reasons))
+        return plain
     step = kernel_multiple(model, used, block)
     inflated = round_up(step * ceil_div(state, step * token), lcm(*(min(b.sizes) for b in used)))
     if inflated > block:
