@@ -66,6 +66,14 @@ class Code(StrEnum):
     UNKNOWN_POLICY = "unknown_policy"
     UNKNOWN_LAYER = "unknown_layer"
     BAD_QUANTITY = "bad_quantity"
+    UNLIKE_MODELS = "unlike_models"
+    UNLIKE_LAYERS = "unlike_layers"
+    UNLIKE_DTYPES = "unlike_dtypes"
+    MISSING_LAYERS = "missing_layers"
+    NOT_A_SOURCE = "not_a_source"
+    BAD_TOKENS = "bad_tokens"
+    MISSING_BLOCKS = "missing_blocks"
+    TWICE = "twice"
 
 
 class AtlasError(ValueError):

@@ -89,6 +89,24 @@ def join(starts: Int64s, lengths: Int64s) -> tuple[Int64s, Int64s]:
     return starts[first], np.add.reduceat(lengths, np.flatnonzero(first))
 
 
+def join_pairs(src: Int64s, dst: Int64s, length: Int64s) -> tuple[Int64s, Int64s, Int64s]:
+    """Sort copies by destination and join those that touch at both ends.
+
+    >>> join_pairs(np.array([8, 0, 32]), np.array([108, 100, 200]), np.array([4, 8, 4]))
+    (array([ 0, 32]), array([100, 200]), array([12,  4]))
+    """
+    if len(src) < 2:
+        return src, dst, length
+    if not bool((dst[1:] > dst[:-1]).all()):
+        order = np.argsort(dst, kind="stable")
+        src, dst, length = src[order], dst[order], length[order]
+    apart = (dst[:-1] + length[:-1] != dst[1:]) | (src[:-1] + length[:-1] != src[1:])
+    if bool(apart.all()):
+        return src, dst, length
+    first = np.concatenate(([0], np.flatnonzero(apart) + 1))
+    return src[first], dst[first], np.add.reduceat(length, first)
+
+
 def fill_descriptors(
     parts: Sequence[Int64s], starts: Int64s, lengths: Int64s, base: int, device: int
 ) -> NDArray[np.uint64]:

@@ -1,0 +1,140 @@
+"""Strips: bytes that two affine maps share, block by block and state by state.
+
+A copy between two caches is a family of runs. What all runs of a family have in common
+is a `Strip`: how far apart blocks, kernel blocks and states lie at either end, further
+axes with a stride at either end, and an item that is gapless at both. Blocks, kernel
+blocks and states stay open, since block ids and tokens are only known later; the other
+axes fold here, once.
+
+- `between` makes a strip from the same field at either end;
+- `merged` joins strips that touch at both ends, such as K and V, or neighbouring layers;
+- `closed` folds the states in as well, for blocks that are copied whole.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry.arrays import Int64s
+from kvatlas.geometry.placement import Placement
+from kvatlas.geometry.runs import coalesce
+
+_OPEN = ("B", "k", "N")
+
+Ends = tuple[int, int]
+"""A number for the source and one for the destination."""
+
+
+class Strip(NamedTuple):
+    """A family of runs, open along blocks, kernel blocks and states.
+
+    >>> k = Placement.packed([("B", 9), ("H", 4), ("N", 16), ("C", 8)])
+    >>> between(k, k.rename(B="X").rename(X="B"))
+    Strip(block=(512, 512), kernel=(0, 0), state=(8, 8), sizes=(4,), steps=((128,), (128,)), \
+at=(0, 0), item=8)
+    """
+
+    block: Ends
+    kernel: Ends
+    state: Ends
+    sizes: tuple[int, ...]
+    steps: tuple[tuple[int, ...], tuple[int, ...]]
+    """Byte strides of the further axes, at either end."""
+    at: Ends
+    """Where the first item lies, at either end."""
+    item: int
+
+    def moved(self, src: int, dst: int) -> Strip:
+        """The same strip, so many bytes further on at either end."""
+        return self._replace(at=(self.at[0] + src, self.at[1] + dst))
+
+    def rows(self, end: int) -> Int64s:
+        """Where its items lie at one end, in the first state of block 0, first axis slowest."""
+        total = np.array([self.at[end]], dtype=np.int64)
+        for size, step in zip(self.sizes, self.steps[end], strict=True):
+            total = (total[:, None] + np.arange(size) * step).reshape(-1)
+        return total
+
+
+def between(src: Placement, dst: Placement) -> Strip:
+    """What two views of one field share; both have the same axes, blocks and states apart."""
+    inner = [axis for axis in src.axes if axis not in _OPEN]
+    unlike = sorted(inner) != sorted(axis for axis in dst.axes if axis not in _OPEN)
+    if unlike or src.item != dst.item or any(src.size(a) != dst.size(a) for a in inner):
+        raise AtlasError(
+            Code.UNLIKE_PLACEMENTS,
+            "The ends of a copy have the same axes, sizes and item",
+            got=(src, dst),
+            hint="Narrow and split both ends to the part that they share",
+        )
+    ends = (src, dst)
+    sizes = [src.size(axis) for axis in inner]
+    fold = coalesce(inner, sizes, [[end.stride(a) for a in inner] for end in ends], src.item)
+    block, kernel, state = ((_stride(src, axis), _stride(dst, axis)) for axis in _OPEN)
+    return Strip(
+        block, kernel, state, fold.sizes, (fold.strides[0], fold.strides[1]),
+        (src.offset, dst.offset), fold.item,
+    )  # fmt: skip
+
+
+def merged(strips: Iterable[Strip]) -> list[Strip]:
+    """As few strips as possible: those that touch at both ends are one.
+
+    >>> cell = Placement.packed([("B", 9), ("N", 4), ("C", 16)])
+    >>> k, v = cell.narrow("C", 0, 8), cell.narrow("C", 8, 8)
+    >>> [strip.item for strip in merged([between(k, k), between(v, v)])]
+    [16]
+    """
+    found = list(strips)
+    count = len(found) + 1
+    while len(found) < count:
+        count = len(found)
+        alike: dict[object, list[Strip]] = defaultdict(list)
+        for strip in found:
+            alike[strip[:5]].append(strip)
+        found = [folded(strip) for family in alike.values() for strip in _joined(family)]
+    return found
+
+
+def closed(strip: Strip, states: int) -> Strip:
+    """The strip with `states` states as one more axis, folded where they are gapless.
+
+    >>> page = Placement.packed([("B", 9), ("H", 4), ("N", 16), ("C", 8)])
+    >>> closed(between(page, page), 16).item
+    512
+    """
+    if states == 1:
+        return strip._replace(state=(0, 0))
+    sizes = (*strip.sizes, states)
+    steps = tuple((*strip.steps[end], strip.state[end]) for end in (0, 1))
+    return folded(strip._replace(state=(0, 0), sizes=sizes, steps=(steps[0], steps[1])))
+
+
+def folded(strip: Strip) -> Strip:
+    """Axes that are gapless at both ends folded into each other and into the item."""
+    if not strip.sizes:
+        return strip
+    fold = coalesce([""] * len(strip.sizes), strip.sizes, strip.steps, strip.item)
+    return strip._replace(
+        sizes=fold.sizes, steps=(fold.strides[0], fold.strides[1]), item=fold.item
+    )
+
+
+def _joined(family: Sequence[Strip]) -> list[Strip]:
+    kept: list[Strip] = []
+    for strip in sorted(family, key=lambda strip: strip.at[1]):
+        last = kept[-1] if kept else None
+        if last and all(last.at[end] + last.item == strip.at[end] for end in (0, 1)):
+            kept[-1] = last._replace(item=last.item + strip.item)
+        else:
+            kept.append(strip)
+    return kept
+
+
+def _stride(placement: Placement, axis: str) -> int:
+    return placement.stride(axis) if axis in placement.axes else 0

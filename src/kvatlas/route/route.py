@@ -1,0 +1,205 @@
+"""`Route`: the compiled copy from any plan to any plan of the same model.
+
+A route knows, for every pair of ranks, which bytes of the one are which bytes of the
+other. It holds no memory and no block ids; `bind` takes those and gives byte ranges.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry.arrays import Int64s, join
+from kvatlas.geometry.stretches import Spots, Stretches, stretches
+from kvatlas.plan import Plan
+from kvatlas.route.bind import Copy, Sheet, Tables, joined, ranges, sheet_of
+from kvatlas.route.compile import Compiler, Lane
+from kvatlas.route.ends import Blocks, End, checked_rank
+from kvatlas.route.match import reasons, refuse
+from kvatlas.route.sides import Side
+from kvatlas.route.tokens import Span, reach_of, token_range
+
+
+@dataclass(frozen=True, eq=False)
+class Bound:
+    """A route bound to block ids and tokens: byte ranges, ready for a transport."""
+
+    src_rank: int
+    dst_rank: int
+    copies: tuple[Copy, ...]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.copies))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that move."""
+        return sum(copy.nbytes for copy in self.copies)
+
+
+class Route:
+    """The copy from one plan to another.
+
+    >>> from kvatlas.plan import plan
+    >>> prefill = plan("Qwen3-8B", memory="4GiB", tp=2, layout="LBNHC", max_len=512)
+    >>> decode = plan("Qwen3-8B", memory="8GiB", layout="BLHNC", block_size=32, max_len=512)
+    >>> way = route(prefill, decode)
+    >>> way.sources(dst_rank=0)
+    (0, 1)
+    >>> bound = way.bind(src_rank=1, dst_rank=0, src_blocks=[7, 4], dst_blocks=[2], tokens=32)
+    >>> len(bound), bound.nbytes
+    (4608, 2359296)
+    """
+
+    def __init__(
+        self, src: Plan, dst: Plan, *, layers: Collection[str] | None = None, renamed: bool = False
+    ) -> None:
+        self.src, self.dst = src, dst
+        ends = Side(src), Side(dst)
+        refuse(reasons(*ends, renamed=renamed, layers=layers))
+        self.layers = tuple(name for name in dst.layers if layers is None or name in layers)
+        groups = [(src.groups[ends[0].group(n)], dst.groups[ends[1].group(n)]) for n in self.layers]
+        reaches = {n: reach_of(*pair) for n, pair in zip(self.layers, groups, strict=True)}
+        self._compiler = Compiler(*ends, reaches)
+        self._echo = Compiler(ends[1], ends[1], reaches)
+        self._sheets: dict[tuple[object, ...], list[Sheet]] = {}
+
+    def __repr__(self) -> str:
+        return f"<Route from {self.src} to {self.dst}>"
+
+    def sources(self, dst_rank: int) -> tuple[int, ...]:
+        """The source ranks that a destination rank reads; each byte from one of them."""
+        return self._compiler.sources(checked_rank(self.dst, dst_rank, "destination"))
+
+    def bind(
+        self,
+        *,
+        src_rank: int,
+        dst_rank: int,
+        src_blocks: Blocks,
+        dst_blocks: Blocks,
+        tokens: Any,
+        layers: Collection[str] | None = None,
+    ) -> Bound:
+        """Byte ranges that carry a request's tokens from one rank to another.
+
+        Blocks are those of the request in the order of its tokens, for each group;
+        entries that are not needed may hold anything. A group of recurrent layers has
+        either one id, or a table in which the entry of the last token has the state.
+        `layers` moves some layers alone, to stream them as they are computed.
+        """
+        src_rank = checked_rank(self.src, src_rank, "source")
+        if src_rank not in self.sources(dst_rank):
+            raise AtlasError(
+                Code.NOT_A_SOURCE,
+                f"Destination rank {dst_rank} reads from ranks {self.sources(dst_rank)}",
+                got=f"source rank {src_rank}",
+                hint="Ask Route.sources for the ranks to read",
+            )
+        span = token_range(tokens, min(self.src.max_len, self.dst.max_len))
+        ends = (
+            End(self.src, src_rank, src_blocks, "source"),
+            End(self.dst, dst_rank, dst_blocks, "destination"),
+        )
+        return Bound(src_rank, dst_rank, self._copies(self._compiler, ends, span, layers))
+
+    def needs(
+        self,
+        *,
+        dst_rank: int,
+        dst_blocks: Blocks,
+        tokens: Any,
+        layers: Collection[str] | None = None,
+    ) -> dict[int, tuple[Int64s, Int64s]]:
+        """Every byte that must arrive at a destination rank: starts and lengths by pool.
+
+        It follows from the destination's plan alone, so that what has arrived can be held
+        against it: a block is ready when all of its bytes are.
+        """
+        rank = checked_rank(self.dst, dst_rank, "destination")
+        span = token_range(tokens, min(self.src.max_len, self.dst.max_len))
+        end = End(self.dst, rank, dst_blocks, "destination")
+        copies = self._copies(self._echo, (end, end), span, layers)
+        return {copy.dst_pool: join(copy.dst, copy.length) for copy in copies}
+
+    # -- inside -----------------------------------------------------------------------
+
+    def _copies(
+        self,
+        compiler: Compiler,
+        ends: tuple[End, End],
+        span: Span,
+        layers: Collection[str] | None,
+    ) -> tuple[Copy, ...]:
+        parts: dict[tuple[int, int], list[tuple[Int64s, Int64s, Int64s]]] = defaultdict(list)
+        bound = []
+        for sheet in self.sheets(compiler, ends[0].rank, ends[1].rank, layers):
+            found = _stretches(sheet.lane, ends, span)
+            if len(found.length):
+                ids = Tables(
+                    ends[0].ids(sheet.lane.src_group, found.src.entry),
+                    ends[1].ids(sheet.lane.dst_group, found.dst.entry),
+                )
+                bound.append((sheet, found, ids))
+        for end in ends:
+            end.refuse_twice()
+        for sheet, found, ids in bound:
+            key = (ends[0].pool(sheet.lane.src_group), ends[1].pool(sheet.lane.dst_group))
+            parts[key] += ranges(sheet, found, ids)
+        return joined(parts)
+
+    def sheets(
+        self, compiler: Compiler, src_rank: int, dst_rank: int, layers: Collection[str] | None
+    ) -> list[Sheet]:
+        """The strips between two ranks, remembered."""
+        names = None if layers is None else frozenset(self._known(layers))
+        key = (compiler, src_rank, dst_rank, names)
+        if key not in self._sheets:
+            lanes = compiler.lanes(src_rank, dst_rank, names)
+            self._sheets[key] = [sheet_of(lane, strips) for lane, strips in lanes.items()]
+        return self._sheets[key]
+
+    def _known(self, layers: Collection[str]) -> Collection[str]:
+        for name in layers:
+            if name not in self.layers:
+                self.dst.region_of(name)
+                raise AtlasError(
+                    Code.UNKNOWN_LAYER,
+                    "A layer is one that the route moves",
+                    got=repr(name),
+                    hint=f"It moves {len(self.layers)} layers",
+                )
+        return layers
+
+
+def route(
+    src: Plan, dst: Plan, *, layers: Collection[str] | None = None, renamed: bool = False
+) -> Route:
+    """The route from one plan to another, or a coded refusal where they are unlike.
+
+    `layers` routes some layers alone; `renamed` accepts two names for one model.
+    """
+    return Route(src, dst, layers=layers, renamed=renamed)
+
+
+def _stretches(lane: Lane, ends: tuple[End, End], span: Span) -> Stretches:
+    start, stop = span
+    if lane.per_state is not None:
+        return stretches(*lane.reach.states(lane.per_state, start, stop), lane.src, lane.dst)
+    if start == stop:
+        return stretches(0, 0, lane.src, lane.dst)
+    spots = [
+        _spot(end.state_entry(group, stop))
+        for end, group in zip(ends, (lane.src_group, lane.dst_group), strict=True)
+    ]
+    return Stretches(spots[0], spots[1], np.ones(1, dtype=np.int64))
+
+
+def _spot(entry: int) -> Spots:
+    zero = np.zeros(1, dtype=np.int64)
+    return Spots(zero + entry, zero, zero)

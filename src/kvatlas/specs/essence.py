@@ -1,0 +1,42 @@
+"""What of a spec two engines must agree on before one can read the other's bytes."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+
+from kvatlas.specs.base import Spec
+
+_PLACING = ("packing", "scales", "align", "conv_order")
+"""Where bytes lie in a page: a route follows it, whatever it is."""
+
+_ENCODING = ("dtype", "cache", "conv_dtype", "ssm_dtype", "shift_dtype")
+"""How values are written."""
+
+S = TypeVar("S", bound=Spec)
+
+
+def essence(spec: S) -> S:
+    """The spec without what only says where bytes lie in a page.
+
+    >>> from kvatlas.specs import FullAttention
+    >>> planes = FullAttention(heads=8, head_dim=64, packing="planes")
+    >>> essence(planes) == FullAttention(heads=8, head_dim=64)
+    True
+    """
+    return _with_defaults(spec, _PLACING)
+
+
+def shape_of(spec: S) -> S:
+    """The spec without its dtypes either: what is left is the model's own."""
+    return _with_defaults(essence(spec), _ENCODING)
+
+
+def _with_defaults(spec: S, names: tuple[str, ...]) -> S:
+    defaults: dict[str, Any] = {
+        field.name: field.default
+        for field in msgspec.structs.fields(type(spec))
+        if field.name in names and field.default is not msgspec.NODEFAULT
+    }
+    return msgspec.structs.replace(spec, **defaults)
