@@ -97,10 +97,15 @@ def join_pairs(src: Int64s, dst: Int64s, length: Int64s) -> tuple[Int64s, Int64s
     """
     if len(src) < 2:
         return src, dst, length
-    if not bool((dst[1:] > dst[:-1]).all()):
+    ahead = np.diff(dst)
+    nearest = int(ahead.min())
+    if nearest > int(length.max()):
+        return src, dst, length  # in order, and with a gap everywhere
+    if nearest <= 0:
         order = np.argsort(dst, kind="stable")
         src, dst, length = src[order], dst[order], length[order]
-    apart = (dst[:-1] + length[:-1] != dst[1:]) | (src[:-1] + length[:-1] != src[1:])
+        ahead = np.diff(dst)
+    apart = (ahead != length[:-1]) | (np.diff(src) != length[:-1])
     if bool(apart.all()):
         return src, dst, length
     first = np.concatenate(([0], np.flatnonzero(apart) + 1))

@@ -78,22 +78,23 @@ def stretches(first: int, stop: int, src: Cells, dst: Cells) -> Stretches:
     many = max(0, -(-(stop - start) // period))
     steps = (period // src.every, period // dst.every)
     places = ((start - src.residue) // src.every, (start - dst.residue) // dst.every)
-    if steps == (1, 1):
-        edges = [
-            np.arange(-(-place // end.states) * end.states - place, many, end.states)
-            for place, end in zip(places, (src, dst), strict=True)
-        ]
-        begins = np.union1d(*edges)
-        if many and (not len(begins) or begins[0] > 0):
-            begins = np.concatenate(([0], begins))
-    else:
-        begins = np.arange(many)
+    begins = _edges(places, many, src, dst) if steps == (1, 1) else np.arange(many)
     counts = np.diff(begins, append=many)
     return Stretches(
         _spots(places[0] + begins * steps[0], src),
         _spots(places[1] + begins * steps[1], dst),
         counts,
     )
+
+
+def _edges(places: tuple[int, int], many: int, src: Cells, dst: Cells) -> Int64s:
+    """Where a cell begins at either end, counted from the first of `many` states."""
+    offsets = [-place % end.states for place, end in zip(places, (src, dst), strict=True)]
+    small, large = sorted(zip((src.states, dst.states), offsets, strict=True))
+    edges = np.arange(small[1], many, small[0])
+    if large[0] % small[0] or (large[1] - small[1]) % small[0]:
+        edges = np.union1d(edges, np.arange(large[1], many, large[0]))
+    return edges if not many or (len(edges) and edges[0] == 0) else np.concatenate(([0], edges))
 
 
 def _spots(local: Int64s, end: Cells) -> Spots:

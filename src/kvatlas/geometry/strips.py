@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry.arrays import Int64s
+from kvatlas.geometry.arrays import Int64s, outer_sum
 from kvatlas.geometry.placement import Placement
 from kvatlas.geometry.runs import coalesce
 
@@ -55,10 +55,8 @@ at=(0, 0), item=8)
 
     def rows(self, end: int) -> Int64s:
         """Where its items lie at one end, in the first state of block 0, first axis slowest."""
-        total = np.array([self.at[end]], dtype=np.int64)
-        for size, step in zip(self.sizes, self.steps[end], strict=True):
-            total = (total[:, None] + np.arange(size) * step).reshape(-1)
-        return total
+        steps = [np.arange(n) * s for n, s in zip(self.sizes, self.steps[end], strict=True)]
+        return outer_sum(steps, self.at[end])
 
 
 def between(src: Placement, dst: Placement) -> Strip:
@@ -97,22 +95,29 @@ def merged(strips: Iterable[Strip]) -> list[Strip]:
         alike: dict[object, list[Strip]] = defaultdict(list)
         for strip in found:
             alike[strip[:5]].append(strip)
-        found = [folded(strip) for family in alike.values() for strip in _joined(family)]
+        found = [strip for family in alike.values() for strip in _joined(family)]
     return found
 
 
-def closed(strip: Strip, states: int) -> Strip:
-    """The strip with `states` states as one more axis, folded where they are gapless.
+def closed(strips: Iterable[Strip], states: int) -> list[Strip]:
+    """Strips with `states` states as one more axis, folded and merged where that is gapless.
 
     >>> page = Placement.packed([("B", 9), ("H", 4), ("N", 16), ("C", 8)])
-    >>> closed(between(page, page), 16).item
-    512
+    >>> [strip.item for strip in closed([between(page, page)], 16)]
+    [512]
     """
-    if states == 1:
-        return strip._replace(state=(0, 0))
-    sizes = (*strip.sizes, states)
-    steps = tuple((*strip.steps[end], strip.state[end]) for end in (0, 1))
-    return folded(strip._replace(state=(0, 0), sizes=sizes, steps=(steps[0], steps[1])))
+    found = []
+    # Strips mostly differ in where they start alone: each kind is folded once.
+    kinds: dict[tuple[object, ...], Strip] = {}
+    for strip in strips:
+        kind = (strip[:5], strip.item)
+        if kind not in kinds:
+            steps = [(*strip.steps[end], strip.state[end]) for end in (0, 1)]
+            sizes = (*strip.sizes, states)
+            wider = strip._replace(state=(0, 0), sizes=sizes, steps=(steps[0], steps[1]))
+            kinds[kind] = folded(wider if states > 1 else strip._replace(state=(0, 0)))
+        found.append(kinds[kind]._replace(at=strip.at))
+    return merged(found)
 
 
 def folded(strip: Strip) -> Strip:
@@ -127,13 +132,15 @@ def folded(strip: Strip) -> Strip:
 
 def _joined(family: Sequence[Strip]) -> list[Strip]:
     kept: list[Strip] = []
+    longer = False
     for strip in sorted(family, key=lambda strip: strip.at[1]):
         last = kept[-1] if kept else None
         if last and all(last.at[end] + last.item == strip.at[end] for end in (0, 1)):
             kept[-1] = last._replace(item=last.item + strip.item)
+            longer = True
         else:
             kept.append(strip)
-    return kept
+    return list(map(folded, kept)) if longer else kept
 
 
 def _stride(placement: Placement, axis: str) -> int:

@@ -11,9 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvatlas.geometry.arrays import Int64s, join_pairs, refuse_too_many
+from kvatlas.geometry.integers import INT64_MAX
 from kvatlas.geometry.stretches import Spots, Stretches
-from kvatlas.geometry.strips import Ends, Strip, closed, merged
+from kvatlas.geometry.strips import Ends, Strip, closed
 from kvatlas.route.compile import Lane
+from kvatlas.route.request import Placed
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,68 +70,77 @@ def sheet_of(lane: Lane, strips: Sequence[Strip]) -> Sheet:
     """Strips as families, also with the states of a cell folded in."""
     whole: list[Strip] = []
     if lane.per_state is not None and lane.src.states == lane.dst.states:
-        whole = merged(closed(strip, lane.src.states) for strip in strips)
-    return Sheet(lane, _families(strips), _families(whole))
+        whole = closed(strips, lane.src.states)
+    return Sheet(lane, families(strips), families(whole))
 
 
-def _families(strips: Sequence[Strip]) -> list[Family]:
-    alike: dict[Strip, list[Strip]] = defaultdict(list)
+def families(strips: Sequence[Strip]) -> list[Family]:
+    """Strips that differ only in where they start, together."""
+    alike: dict[object, list[Strip]] = defaultdict(list)
     for strip in strips:
-        alike[strip._replace(at=(0, 0))].append(strip)
+        alike[strip[:5], strip.item].append(strip)
     found = []
-    for key, members in alike.items():
-        rows = [np.concatenate([strip.rows(end) for strip in members]) for end in (0, 1)]
+    for members in alike.values():
+        key = members[0]._replace(at=(0, 0))
+        starts = np.array([strip.at for strip in members], dtype=np.int64)
+        rows = [(starts[:, end, None] + key.rows(end)).reshape(-1) for end in (0, 1)]
         order = np.argsort(rows[1], kind="stable")
         found.append(Family(key, (rows[0][order], rows[1][order])))
     return found
 
 
-class Tables(NamedTuple):
-    """Block ids of the stretches of a lane, at either end."""
+class Runs(NamedTuple):
+    """Byte ranges at either end; `fewest` where they are in order and none touches the next."""
 
     src: Int64s
     dst: Int64s
+    length: Int64s
+    fewest: bool
 
 
-def ranges(sheet: Sheet, found: Stretches, ids: Tables) -> Iterator[tuple[Int64s, Int64s, Int64s]]:
-    """(source, destination, length) of every run of a lane, in groups."""
-    lane = sheet.lane
+def ranges(sheet: Sheet, place: Placed) -> Iterator[Runs]:
+    """Every run of a lane, in groups."""
     if sheet.whole:
-        full = found.length == lane.src.states
-        yield from _runs(sheet.whole, _pick(found, full), _pick_ids(ids, full), whole=True)
-        found, ids = _pick(found, ~full), _pick_ids(ids, ~full)
-    yield from _runs(sheet.states, found, ids, whole=False)
+        full = place.found.length == sheet.lane.src.states
+        yield from _runs(sheet.whole, _pick(place, full), whole=True)
+        place = _pick(place, ~full)
+    yield from _runs(sheet.states, place, whole=False)
 
 
-def _runs(
-    families: list[Family], found: Stretches, ids: Tables, *, whole: bool
-) -> Iterator[tuple[Int64s, Int64s, Int64s]]:
-    if not len(found.length):
+def _runs(families: list[Family], place: Placed, *, whole: bool) -> Iterator[Runs]:
+    if not len(place.found.length):
         return
     remembered: dict[tuple[object, ...], tuple[Int64s, Int64s, Int64s]] = {}
     for strip, rows in families:
         key = (strip.block, strip.kernel, strip.state, strip.item)
         if key not in remembered:
-            remembered[key] = _along_states(strip, found, ids, whole=whole)
-        src, dst, length = remembered[key]
-        refuse_too_many(len(rows[0]) * len(src), "descriptors")
-        # The slower of the two is the one that steps further at the destination.
-        outside = len(dst) > 1 and len(rows[1]) > 1 and _step(dst) > _step(rows[1])
-        if outside:
-            starts = [(a[:, None] + b).reshape(-1) for a, b in ((src, rows[0]), (dst, rows[1]))]
-            yield starts[0], starts[1], np.repeat(length, len(rows[0]))
-        else:
-            starts = [(b[:, None] + a).reshape(-1) for a, b in ((src, rows[0]), (dst, rows[1]))]
-            yield starts[0], starts[1], np.tile(length, len(rows[0]))
+            remembered[key] = _along_states(strip, place, whole=whole)
+        yield _all_sums(rows, remembered[key])
 
 
-def _along_states(
-    strip: Strip, found: Stretches, ids: Tables, *, whole: bool
-) -> tuple[Int64s, Int64s, Int64s]:
+def _all_sums(rows: tuple[Int64s, Int64s], along: tuple[Int64s, Int64s, Int64s]) -> Runs:
+    """Every row of a family with every stretch, the one that steps further slowest."""
+    src, dst, length = along
+    refuse_too_many(len(rows[0]) * len(src), "descriptors")
+    count, most = len(rows[0]) * len(src), int(length.max())
+    alike = most == int(length.min())
+    if _step(dst) > _step(rows[1]):
+        starts = [(a[:, None] + b).reshape(-1) for a, b in ((src, rows[0]), (dst, rows[1]))]
+        inner, outer = rows[1], dst
+        lengths = np.full(count, most) if alike else np.repeat(length, len(rows[0]))
+    else:
+        starts = [(b[:, None] + a).reshape(-1) for a, b in ((src, rows[0]), (dst, rows[1]))]
+        inner, outer = dst, rows[1]
+        lengths = np.full(count, most) if alike else np.tile(length, len(rows[0]))
+    span = int(inner[-1] - inner[0]) + most
+    return Runs(starts[0], starts[1], lengths, _step(inner) > most and _step(outer) > span)
+
+
+def _along_states(strip: Strip, place: Placed, *, whole: bool) -> tuple[Int64s, Int64s, Int64s]:
     """Where the stretches of a strip lie, and how long each is, joined where they touch."""
-    src = _offsets(strip, 0, found.src, ids.src)
-    dst = _offsets(strip, 1, found.dst, ids.dst)
-    count = found.length
+    src = _offsets(strip, 0, place.found.src, place.src)
+    dst = _offsets(strip, 1, place.found.dst, place.dst)
+    count = place.found.length
     if whole or int(count.max()) == 1:
         length = np.full(len(count), strip.item, dtype=np.int64)
     elif strip.state == (strip.item, strip.item):
@@ -153,39 +164,34 @@ def _offsets(strip: Strip, end: int, spots: Spots, ids: Int64s) -> Int64s:
     return total
 
 
-def joined(
-    parts: Mapping[tuple[int, int], list[tuple[Int64s, Int64s, Int64s]]],
-) -> tuple[Copy, ...]:
+def joined(parts: Mapping[tuple[int, int], list[Runs]]) -> tuple[Copy, ...]:
     """Runs by (source pool, destination pool), the fewest that carry the same bytes."""
     copies = []
     for (src_pool, dst_pool), runs in sorted(parts.items()):
         src, dst, length = (
-            runs[0]
+            runs[0][:3]
             if len(runs) == 1
-            else (np.concatenate(part) for part in zip(*runs, strict=True))
+            else (np.concatenate([r[place] for r in runs]) for place in range(3))
         )
-        if len(length):
-            copies.append(Copy(src_pool, dst_pool, *join_pairs(src, dst, length)))
+        if len(runs) > 1 or not runs[0].fewest:
+            src, dst, length = join_pairs(src, dst, length)
+        copies.append(Copy(src_pool, dst_pool, src, dst, length))
     return tuple(copies)
 
 
-def _pick(found: Stretches, mask: NDArray[np.bool_]) -> Stretches:
+def _pick(place: Placed, mask: NDArray[np.bool_]) -> Placed:
     if bool(mask.all()):
-        return found
-    return Stretches(
-        Spots(*(part[mask] for part in found.src)),
-        Spots(*(part[mask] for part in found.dst)),
-        found.length[mask],
+        return place
+    src, dst, length = place.found
+    found = Stretches(
+        Spots(*(part[mask] for part in src)), Spots(*(part[mask] for part in dst)), length[mask]
     )
-
-
-def _pick_ids(ids: Tables, mask: NDArray[np.bool_]) -> Tables:
-    return ids if bool(mask.all()) else Tables(ids.src[mask], ids.dst[mask])
+    return Placed(found, place.src[mask], place.dst[mask])
 
 
 def _step(places: Int64s) -> int:
-    """How far the first two of ascending places are apart."""
-    return int(places[1] - places[0])
+    """The least that ascending places are apart; more than anything where there is one."""
+    return int(np.diff(places).min()) if len(places) > 1 else INT64_MAX
 
 
 def _rows(starts: Int64s, length: Int64s, base: int, device: int) -> NDArray[np.uint64]:

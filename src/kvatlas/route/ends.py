@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.arrays import Int64s
@@ -24,7 +25,7 @@ class End:
         self.plan, self.rank, self.name = plan, rank, name
         self.stage = rank // plan.tp
         self._tables = _tables(plan, blocks, name)
-        self._used: dict[int, Int64s] = {}
+        self._used: dict[int, NDArray[np.bool_]] = {}
 
     def pool(self, group: int) -> int:
         """The pool of a group."""
@@ -56,24 +57,22 @@ class End:
                 got=f"{int(ids.min())}..{int(ids.max())}",
                 hint="Check the block table, and that it is the right rank's",
             )
-        used = self._used.get(group)
-        entries = np.unique(entries)
-        self._used[group] = entries if used is None else np.union1d(used, entries)
+        self._used.setdefault(group, np.zeros(len(table), dtype=bool))[entries] = True
         return ids
 
     def refuse_twice(self) -> None:
         """Refuse a block that two places of a request would share, in a group or across."""
         by_pool: dict[int, list[Int64s]] = {}
-        for group, entries in self._used.items():
-            by_pool.setdefault(self.pool(group), []).append(self._table(group)[entries])
+        for group, used in self._used.items():
+            by_pool.setdefault(self.pool(group), []).append(self._table(group)[used])
         for pool, parts in by_pool.items():
-            ids, counts = np.unique(np.concatenate(parts), return_counts=True)
-            if len(ids) < int(counts.sum()):
+            ids = np.sort(np.concatenate(parts))
+            again = ids[1:][ids[1:] == ids[:-1]]
+            if len(again):
                 raise AtlasError(
                     Code.TWICE,
                     "A block belongs to one place of one request",
-                    got=f"blocks {ids[counts > 1][:_SHOWN].tolist()} twice in pool {pool} "
-                    f"at the {self.name}",
+                    got=f"blocks {again[:_SHOWN].tolist()} twice in pool {pool} at the {self.name}",
                     hint="Groups that share a pool draw unlike ids from it",
                 )
 

@@ -11,18 +11,17 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.arrays import Int64s, join
-from kvatlas.geometry.stretches import Spots, Stretches, stretches
 from kvatlas.plan import Plan
-from kvatlas.route.bind import Copy, Sheet, Tables, joined, ranges, sheet_of
-from kvatlas.route.compile import Compiler, Lane
+from kvatlas.route.bind import Copy, Runs, Sheet, joined, ranges, sheet_of
+from kvatlas.route.compile import Compiler
 from kvatlas.route.ends import Blocks, End, checked_rank
 from kvatlas.route.match import reasons, refuse
+from kvatlas.route.prepared import Base, Place, Prepared
+from kvatlas.route.request import Request
 from kvatlas.route.sides import Side
-from kvatlas.route.tokens import Span, reach_of, token_range
+from kvatlas.route.tokens import reach_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,20 +92,14 @@ class Route:
         either one id, or a table in which the entry of the last token has the state.
         `layers` moves some layers alone, to stream them as they are computed.
         """
-        src_rank = checked_rank(self.src, src_rank, "source")
-        if src_rank not in self.sources(dst_rank):
-            raise AtlasError(
-                Code.NOT_A_SOURCE,
-                f"Destination rank {dst_rank} reads from ranks {self.sources(dst_rank)}",
-                got=f"source rank {src_rank}",
-                hint="Ask Route.sources for the ranks to read",
-            )
-        span = token_range(tokens, min(self.src.max_len, self.dst.max_len))
-        ends = (
+        src_rank = self._source(src_rank, dst_rank)
+        request = Request(
             End(self.src, src_rank, src_blocks, "source"),
-            End(self.dst, dst_rank, dst_blocks, "destination"),
+            End(self.dst, int(dst_rank), dst_blocks, "destination"),
+            tokens,
         )
-        return Bound(src_rank, dst_rank, self._copies(self._compiler, ends, span, layers))
+        copies = self._copies(self._compiler, request, layers)
+        return Bound(src_rank, int(dst_rank), copies)
 
     def needs(
         self,
@@ -122,49 +115,72 @@ class Route:
         against it: a block is ready when all of its bytes are.
         """
         rank = checked_rank(self.dst, dst_rank, "destination")
-        span = token_range(tokens, min(self.src.max_len, self.dst.max_len))
         end = End(self.dst, rank, dst_blocks, "destination")
-        copies = self._copies(self._echo, (end, end), span, layers)
+        copies = self._copies(self._echo, Request(end, end, tokens), layers)
         return {copy.dst_pool: join(copy.dst, copy.length) for copy in copies}
+
+    def prepare(
+        self,
+        *,
+        src_rank: int,
+        dst_rank: int,
+        src_base: Base = 0,
+        dst_base: Base = 0,
+        src_device: int = 0,
+        dst_device: int = 0,
+        layers: Collection[str] | None = None,
+    ) -> Prepared:
+        """Descriptors of all blocks of two ranks, for transports that register them once."""
+        src_rank = self._source(src_rank, dst_rank)
+        lanes = self._compiler.lanes(src_rank, int(dst_rank), self._known(layers))
+        return Prepared(
+            lanes,
+            Place(self.src, src_rank, src_base, src_device),
+            Place(self.dst, int(dst_rank), dst_base, dst_device),
+        )
 
     # -- inside -----------------------------------------------------------------------
 
     def _copies(
-        self,
-        compiler: Compiler,
-        ends: tuple[End, End],
-        span: Span,
-        layers: Collection[str] | None,
+        self, compiler: Compiler, request: Request, layers: Collection[str] | None
     ) -> tuple[Copy, ...]:
-        parts: dict[tuple[int, int], list[tuple[Int64s, Int64s, Int64s]]] = defaultdict(list)
-        bound = []
-        for sheet in self.sheets(compiler, ends[0].rank, ends[1].rank, layers):
-            found = _stretches(sheet.lane, ends, span)
-            if len(found.length):
-                ids = Tables(
-                    ends[0].ids(sheet.lane.src_group, found.src.entry),
-                    ends[1].ids(sheet.lane.dst_group, found.dst.entry),
-                )
-                bound.append((sheet, found, ids))
-        for end in ends:
-            end.refuse_twice()
-        for sheet, found, ids in bound:
-            key = (ends[0].pool(sheet.lane.src_group), ends[1].pool(sheet.lane.dst_group))
-            parts[key] += ranges(sheet, found, ids)
+        sheets = self._sheets_of(compiler, request.src.rank, request.dst.rank, layers)
+        placed = [(sheet, request.place(sheet.lane)) for sheet in sheets]
+        request.refuse_twice()
+        parts: dict[tuple[int, int], list[Runs]] = defaultdict(list)
+        for sheet, place in placed:
+            pools = (
+                request.src.pool(sheet.lane.src_group),
+                request.dst.pool(sheet.lane.dst_group),
+            )
+            parts[pools] += ranges(sheet, place)
         return joined(parts)
 
-    def sheets(
+    def _sheets_of(
         self, compiler: Compiler, src_rank: int, dst_rank: int, layers: Collection[str] | None
     ) -> list[Sheet]:
-        """The strips between two ranks, remembered."""
-        names = None if layers is None else frozenset(self._known(layers))
-        key = (compiler, src_rank, dst_rank, names)
+        names = self._known(layers)
+        key = (compiler is self._echo, src_rank, dst_rank, names)
         if key not in self._sheets:
             lanes = compiler.lanes(src_rank, dst_rank, names)
             self._sheets[key] = [sheet_of(lane, strips) for lane, strips in lanes.items()]
         return self._sheets[key]
 
-    def _known(self, layers: Collection[str]) -> Collection[str]:
+    def _source(self, src_rank: int, dst_rank: int) -> int:
+        src_rank = checked_rank(self.src, src_rank, "source")
+        sources = self.sources(dst_rank)
+        if src_rank not in sources:
+            raise AtlasError(
+                Code.NOT_A_SOURCE,
+                f"Destination rank {dst_rank} reads from ranks {sources}",
+                got=f"source rank {src_rank}",
+                hint="Ask Route.sources for the ranks to read",
+            )
+        return src_rank
+
+    def _known(self, layers: Collection[str] | None) -> frozenset[str] | None:
+        if layers is None:
+            return None
         for name in layers:
             if name not in self.layers:
                 self.dst.region_of(name)
@@ -174,7 +190,7 @@ class Route:
                     got=repr(name),
                     hint=f"It moves {len(self.layers)} layers",
                 )
-        return layers
+        return frozenset(layers)
 
 
 def route(
@@ -185,21 +201,3 @@ def route(
     `layers` routes some layers alone; `renamed` accepts two names for one model.
     """
     return Route(src, dst, layers=layers, renamed=renamed)
-
-
-def _stretches(lane: Lane, ends: tuple[End, End], span: Span) -> Stretches:
-    start, stop = span
-    if lane.per_state is not None:
-        return stretches(*lane.reach.states(lane.per_state, start, stop), lane.src, lane.dst)
-    if start == stop:
-        return stretches(0, 0, lane.src, lane.dst)
-    spots = [
-        _spot(end.state_entry(group, stop))
-        for end, group in zip(ends, (lane.src_group, lane.dst_group), strict=True)
-    ]
-    return Stretches(spots[0], spots[1], np.ones(1, dtype=np.int64))
-
-
-def _spot(entry: int) -> Spots:
-    zero = np.zeros(1, dtype=np.int64)
-    return Spots(zero + entry, zero, zero)

@@ -11,6 +11,8 @@ from contextlib import suppress
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+import numpy as np
+
 from kvatlas.errors import AtlasError
 from kvatlas.geometry import Cut, Field, Page, Piece, Placement
 from kvatlas.geometry.stretches import Cells
@@ -50,9 +52,10 @@ class Side:
         found: dict[str, dict[Home, int]] = {}
         for index, region in enumerate(self.plan.regions):
             placed = self._placed(index)
-            for slot, layer in enumerate(region.layers):
+            first = {axis: 0 for axis in placed.axes if axis != "L"}
+            starts = placed(L=np.arange(len(region.layers)), **first) - placed.offset
+            for slot, (layer, shift) in enumerate(zip(region.layers, starts.tolist(), strict=True)):
                 home = Home(index, region.parts[slot] if region.parts else 0)
-                shift = placed.select("L", slot).offset - placed.offset
                 found.setdefault(layer.name, {})[home] = shift
         return found
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from functools import lru_cache
+from typing import Any
 
 import msgspec
 
@@ -14,10 +15,9 @@ _PLACING = ("packing", "scales", "align", "conv_order")
 _ENCODING = ("dtype", "cache", "conv_dtype", "ssm_dtype", "shift_dtype")
 """How values are written."""
 
-S = TypeVar("S", bound=Spec)
 
-
-def essence(spec: S) -> S:
+@lru_cache(maxsize=4096)
+def essence(spec: Spec) -> Spec:
     """The spec without what only says where bytes lie in a page.
 
     >>> from kvatlas.specs import FullAttention
@@ -28,12 +28,13 @@ def essence(spec: S) -> S:
     return _with_defaults(spec, _PLACING)
 
 
-def shape_of(spec: S) -> S:
+@lru_cache(maxsize=4096)
+def shape_of(spec: Spec) -> Spec:
     """The spec without its dtypes either: what is left is the model's own."""
     return _with_defaults(essence(spec), _ENCODING)
 
 
-def _with_defaults(spec: S, names: tuple[str, ...]) -> S:
+def _with_defaults(spec: Spec, names: tuple[str, ...]) -> Spec:
     defaults: dict[str, Any] = {
         field.name: field.default
         for field in msgspec.structs.fields(type(spec))
