@@ -16,6 +16,8 @@ import pytest
 
 from kvatlas import AtlasError, Code, DType, Field, Layout, Page, Placement, validate
 from kvatlas.geometry import Cut, FieldAxis, Section, fold_together
+from kvatlas.geometry.stretches import Cells, stretches
+from kvatlas.geometry.strips import between
 from kvatlas.specs import (
     AnySpec,
     FullAttention,
@@ -38,6 +40,10 @@ DENSE = FullAttention(heads=2, head_dim=16).page(4)
 CELL = (FieldAxis("C", 8, "C"),)
 
 REFUSALS: list[tuple[Code, Callable[[], Any]]] = [
+    (Code.UNLIKE_PLACEMENTS, lambda: between(P, P.rename(H="R"))),
+    (Code.UNLIKE_PLACEMENTS, lambda: between(P, P.narrow("H", 0, 1))),
+    (Code.BAD_SIZE, lambda: stretches(0, 8, Cells(4, every=2, residue=2), Cells(4))),
+    (Code.BAD_SIZE, lambda: stretches(0, 8, Cells(0), Cells(4))),
     (Code.UNKNOWN_AXIS, lambda: P.size("X")),
     (Code.UNKNOWN_AXIS, lambda: P(B=0, H=0, Q=0)),
     (Code.UNKNOWN_AXIS, lambda: P.narrow("C", 0, 1)),
@@ -185,6 +191,10 @@ def test_every_code_has_a_way_to_it() -> None:
         Code.UNKNOWN_BACKEND, Code.BACKEND_REFUSES, Code.BAD_TOPOLOGY, Code.LAYOUT_REFUSED,
         Code.PAGES_NOT_UNIFIED, Code.NOT_ENOUGH_MEMORY, Code.BAD_PACK, Code.BAD_PLAN,
         Code.UNKNOWN_POLICY, Code.UNKNOWN_LAYER, Code.BAD_QUANTITY,
+    }  # fmt: skip
+    elsewhere |= {  # tests/route/test_refusals.py
+        Code.UNLIKE_MODELS, Code.UNLIKE_LAYERS, Code.UNLIKE_DTYPES, Code.MISSING_LAYERS,
+        Code.NOT_A_SOURCE, Code.BAD_TOKENS, Code.MISSING_BLOCKS, Code.TWICE,
     }  # fmt: skip
     assert {code for code, _ in REFUSALS} | elsewhere == set(Code)
 

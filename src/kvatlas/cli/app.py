@@ -11,6 +11,7 @@ import typer
 from rich.text import Text
 
 import kvatlas
+from kvatlas.cli import checking
 from kvatlas.cli import compare as comparing
 from kvatlas.cli import hybrids as hybrid_page
 from kvatlas.cli.ask import Ask, asks, complete_model, completer
@@ -30,6 +31,7 @@ from kvatlas.cli.render import (
 )
 from kvatlas.models import Model, catalogue
 from kvatlas.plan import BACKENDS
+from kvatlas.route import check as check_route
 
 app = typer.Typer(
     name="kvatlas",
@@ -158,6 +160,45 @@ def explain(ask: Ask, as_json: Json = False) -> None:
         return
     # The first sentence says what the headline has just said.
     show(headline(made.summary()), sentences(lines[1:]))
+
+
+@app.command(
+    epilog=_examples(
+        "check Qwen3-8B --from tp=2,layout=LBHNC --to tp=3,layout=BHLNC",
+        "check prefill.json decode.json --tokens 8192 --json",
+    )
+)
+@guarded
+def check(
+    first: Annotated[str, typer.Argument(metavar="MODEL|PLAN", show_default=False)],
+    second: Annotated[str | None, typer.Argument(metavar="[PLAN]", show_default=False)] = None,
+    source: Annotated[
+        str | None, typer.Option("--from", help="What the source changes: tp=2,layout=LBHNC")
+    ] = None,
+    target: Annotated[
+        str | None, typer.Option("--to", help="What the destination changes: tp=4,block-size=32")
+    ] = None,
+    many: Annotated[
+        int | None, typer.Option("--tokens", help="Tokens of the request to count for.")
+    ] = None,
+    renamed: Annotated[
+        bool, typer.Option("--renamed", help="Two names stand for one model.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Whether one plan's caches can go to another, and with how many descriptors.
+
+    Takes a model with --from and --to, or two plans that `kvatlas plan --save` wrote.
+    Exits with 1 where they cannot.
+    """
+    src, dst = checking.two_plans(first, second, source, target)
+    found = check_route(src, dst, tokens=many, renamed=renamed)
+    if as_json:
+        _print_json(found.as_dict())
+    else:
+        show(*checking.check_parts(src, dst, found))
+    if not found.ok:
+        raise typer.Exit(1)
 
 
 @app.command(epilog=_examples("models", "models gpt-oss-20b", "models ./config.json --json"))

@@ -6,6 +6,7 @@ manager). The result is a `Plan`: pure data.
 """
 
 from kvatlas.plan.backends import BACKENDS, Backend
+from kvatlas.plan.foreign import foreign
 from kvatlas.plan.make import plan
 from kvatlas.plan.parts import Group, Pool, Region
 from kvatlas.plan.plan import Plan
@@ -20,6 +21,7 @@ __all__ = [
     "Plan",
     "Pool",
     "Region",
+    "foreign",
     "padding",
     "plan",
     "quantity",

@@ -15,10 +15,12 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.arrays import Int64s, join
 from kvatlas.plan import Plan
 from kvatlas.route.bind import Copy, Runs, Sheet, joined, ranges, sheet_of
+from kvatlas.route.check import Check, check
 from kvatlas.route.compile import Compiler
 from kvatlas.route.ends import Blocks, End, checked_rank
 from kvatlas.route.match import reasons, refuse
 from kvatlas.route.prepared import Base, Place, Prepared
+from kvatlas.route.report import Costs, Report, report
 from kvatlas.route.request import Request
 from kvatlas.route.sides import Side
 from kvatlas.route.tokens import reach_of
@@ -39,6 +41,10 @@ class Bound:
     def nbytes(self) -> int:
         """Bytes that move."""
         return sum(copy.nbytes for copy in self.copies)
+
+    def report(self, costs: Costs | None = None) -> Report:
+        """How many descriptors, how long they are, and whether staging them would be faster."""
+        return report(self.copies, costs)
 
 
 class Route:
@@ -137,6 +143,12 @@ class Route:
             lanes,
             Place(self.src, src_rank, src_base, src_device),
             Place(self.dst, int(dst_rank), dst_base, dst_device),
+        )
+
+    def check(self, *, tokens: int | None = None, costs: Costs | None = None) -> Check:
+        """How many descriptors a request takes, for every pair of ranks, and how long they are."""
+        return check(
+            self.src, self.dst, tokens=tokens, layers=self.layers, renamed=True, costs=costs
         )
 
     # -- inside -----------------------------------------------------------------------
