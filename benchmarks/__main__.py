@@ -1,6 +1,7 @@
 """Run every benchmark."""
 
-from benchmarks import geometry, planning
+from benchmarks import geometry, planning, routes
 
 geometry.main()
 planning.main()
+routes.main()

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from kvatlas.geometry import DType
 from kvatlas.plan.wants import Want
 
@@ -43,6 +45,33 @@ def planner(wants: list[Want], layout: str, memory: int) -> Callable[[], Any]:
         return utils.get_kv_cache_config_from_groups(config, groups, memory)
 
     return act
+
+
+def splitter(layers: int, blocks: int) -> Callable[[], Any]:
+    """What vLLM does with a decode rank's descriptors when two prefill ranks feed it."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    worker = importlib.import_module(
+        "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker"
+    )
+    kinds = importlib.import_module("vllm.v1.kv_cache_interface")
+    page = 8 * 16 * 512
+    count = layers * blocks
+    rows = np.empty((count, 3), dtype=np.uint64)
+    rows[:, 0] = np.arange(count) * page
+    rows[:, 1], rows[:, 2] = page, 0
+    stand_in = SimpleNamespace(
+        _group_spec_types=[kinds.FullAttentionSpec],
+        _fa_desc_replicated=lambda many, _ratio=1: [False] * many,
+        _ple_region_index=None,
+        _logical_num_blocks=blocks,
+    )
+    mapping = SimpleNamespace(
+        source_ranks_per_group=((0, 1),),
+        all_source_ranks=(0, 1),
+        rank_to_attention_slot={0: 0, 1: 1},
+    )
+    split = worker.NixlBaseConnectorWorker._build_local_splits_from_plan
+    return lambda: list(split(stand_in, mapping, rows, count))
 
 
 def _spec(want: Want) -> Any:

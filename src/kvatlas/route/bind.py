@@ -121,19 +121,30 @@ def _runs(families: list[Family], place: Placed, *, whole: bool) -> Iterator[Run
 def _all_sums(rows: tuple[Int64s, Int64s], along: tuple[Int64s, Int64s, Int64s]) -> Runs:
     """Every row of a family with every stretch, the one that steps further slowest."""
     src, dst, length = along
-    refuse_too_many(len(rows[0]) * len(src), "descriptors")
     count, most = len(rows[0]) * len(src), int(length.max())
+    refuse_too_many(count, "descriptors")
     alike = most == int(length.min())
-    if _step(dst) > _step(rows[1]):
-        starts = [(a[:, None] + b).reshape(-1) for a, b in ((src, rows[0]), (dst, rows[1]))]
-        inner, outer = rows[1], dst
-        lengths = np.full(count, most) if alike else np.repeat(length, len(rows[0]))
-    else:
-        starts = [(b[:, None] + a).reshape(-1) for a, b in ((src, rows[0]), (dst, rows[1]))]
-        inner, outer = dst, rows[1]
-        lengths = np.full(count, most) if alike else np.tile(length, len(rows[0]))
-    span = int(inner[-1] - inner[0]) + most
-    return Runs(starts[0], starts[1], lengths, _step(inner) > most and _step(outer) > span)
+    slow = _step(dst) > _step(rows[1])
+    outer, inner = ((src, dst), rows) if slow else (rows, (src, dst))
+    starts = [(one[:, None] + two).reshape(-1) for one, two in zip(outer, inner, strict=True)]
+    if alike:
+        # Seen everywhere and kept once: a third less to write.
+        same = np.broadcast_to(np.int64(most), count)
+        return Runs(starts[0], starts[1], same, _apart(outer, inner, most))
+    many = len(rows[0])
+    lengths = np.repeat(length, many) if slow else np.tile(length, many)
+    return Runs(starts[0], starts[1], lengths, fewest=False)
+
+
+def _apart(outer: tuple[Int64s, Int64s], inner: tuple[Int64s, Int64s], item: int) -> bool:
+    """Whether all sums are in order at the destination and none touches the next at both ends."""
+    span = int(inner[1][-1] - inner[1][0]) + item
+    reach = int(inner[0][-1] - inner[0][0]) + item
+    for (src, dst), near, far in ((inner, item, item), (outer, span, reach)):
+        ahead = np.diff(dst)
+        if len(ahead) and (ahead.min() < near or ((ahead == near) & (np.diff(src) == far)).any()):
+            return False
+    return True
 
 
 def _along_states(strip: Strip, place: Placed, *, whole: bool) -> tuple[Int64s, Int64s, Int64s]:

@@ -81,6 +81,12 @@ class Route:
         """The source ranks that a destination rank reads; each byte from one of them."""
         return self._compiler.sources(checked_rank(self.dst, dst_rank, "destination"))
 
+    def compile(self, *, src_rank: int, dst_rank: int) -> int:
+        """Compile one pair of ranks ahead of its first transfer; how many strips it has."""
+        src_rank = self._source(src_rank, dst_rank)
+        sheets = self._sheets_of(self._compiler, src_rank, int(dst_rank), None)
+        return sum(len(family.rows[0]) for sheet in sheets for family in sheet.states)
+
     def bind(
         self,
         *,
