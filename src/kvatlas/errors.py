@@ -74,6 +74,18 @@ class Code(StrEnum):
     BAD_TOKENS = "bad_tokens"
     MISSING_BLOCKS = "missing_blocks"
     TWICE = "twice"
+    DEADLINE = "deadline"
+    PEER_LOST = "peer_lost"
+    WIRE_FAILED = "wire_failed"
+    BAD_HANDSHAKE = "bad_handshake"
+    BAD_SECRET = "bad_secret"
+    UNLIKE_VERSIONS = "unlike_versions"
+    UNKNOWN_SESSION = "unknown_session"
+    UNKNOWN_REQUEST = "unknown_request"
+    LEASE_EXPIRED = "lease_expired"
+    CHECKSUM = "checksum"
+    CANCELLED = "cancelled"
+    MISSING_EXTRA = "missing_extra"
 
 
 class AtlasError(ValueError):

@@ -1,0 +1,1 @@
+"""Wires: bytes moved along routes, by transports that people run."""
