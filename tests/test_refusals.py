@@ -197,7 +197,7 @@ def test_every_code_has_a_way_to_it() -> None:
         Code.NOT_A_SOURCE, Code.BAD_TOKENS, Code.MISSING_BLOCKS, Code.TWICE,
     }  # fmt: skip
     elsewhere |= {  # tests/wire
-        Code.DEADLINE, Code.PEER_LOST, Code.WIRE_FAILED, Code.BAD_HANDSHAKE, Code.BAD_SECRET,
+        Code.DEADLINE, Code.PEER_LOST, Code.WIRE_FAILED, Code.BAD_HANDSHAKE, Code.BAD_SIGNATURE,
         Code.UNLIKE_VERSIONS, Code.UNKNOWN_SESSION, Code.UNKNOWN_REQUEST, Code.LEASE_EXPIRED,
         Code.CHECKSUM, Code.CANCELLED, Code.MISSING_EXTRA,
     }  # fmt: skip

@@ -78,7 +78,7 @@ class Code(StrEnum):
     PEER_LOST = "peer_lost"
     WIRE_FAILED = "wire_failed"
     BAD_HANDSHAKE = "bad_handshake"
-    BAD_SECRET = "bad_secret"
+    BAD_SIGNATURE = "bad_signature"
     UNLIKE_VERSIONS = "unlike_versions"
     UNKNOWN_SESSION = "unknown_session"
     UNKNOWN_REQUEST = "unknown_request"
