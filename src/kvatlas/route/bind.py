@@ -179,6 +179,8 @@ def joined(parts: Mapping[tuple[int, int], list[Runs]]) -> tuple[Copy, ...]:
     """Runs by (source pool, destination pool), the fewest that carry the same bytes."""
     copies = []
     for (src_pool, dst_pool), runs in sorted(parts.items()):
+        if not runs:
+            continue
         src, dst, length = (
             runs[0][:3]
             if len(runs) == 1

@@ -161,8 +161,8 @@ class Compiler:
         src = self._view(self.src, layer, source.home)[meeting.field]
         dst = self._view(self.dst, layer, meeting.home)[meeting.field]
         lane = Lane(
-            self.src.group(layer),
-            self.dst.group(layer),
+            self.src.region(source.home).group,
+            self.dst.region(meeting.home).group,
             self.src.specs[layer].tokens_per_state,
             self.reaches[layer],
             source.cells,

@@ -73,7 +73,7 @@ class Side:
         return {layer.name: r.stage for r in self.plan.regions for layer in r.layers}
 
     def group(self, layer: str) -> int:
-        """The group whose block table a layer uses."""
+        """The group of a layer; the parts of a cut state may each have one of their own."""
         return self.region(self.homes[layer][0]).group
 
     def region(self, home: Home) -> Region:

@@ -60,8 +60,6 @@ class Reach(NamedTuple):
         >>> Reach(window=128).states(1, 0, 1000), Reach().states(4, 0, 1001)
         ((873, 1000), (0, 250))
         """
-        if start == stop:
-            return 0, 0
         if self.source is not None:
             return 0, self.source // per_state
         if self.window is not None:
