@@ -12,7 +12,8 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.arrays import Int64s
 from kvatlas.plan import Plan, Pool
 
-Blocks = Mapping[int, Sequence[int]] | Sequence[int]
+Ids = Sequence[int] | Int64s
+Blocks = Mapping[int, Sequence[int]] | Mapping[int, Int64s] | Ids
 """Block ids by group, or the ids of the only group."""
 
 _SHOWN = 8
@@ -116,7 +117,8 @@ def _tables(plan: Plan, blocks: Any, name: str) -> dict[int, Int64s]:
                 hint="Groups are numbered as in Plan.groups",
             )
         return {
-            int(group): _row(ids, f"group {group} at the {name}") for group, ids in blocks.items()
+            int(group): block_table(ids, f"group {group} at the {name}")
+            for group, ids in blocks.items()
         }
     if len(plan.groups) > 1:
         raise AtlasError(
@@ -125,10 +127,10 @@ def _tables(plan: Plan, blocks: Any, name: str) -> dict[int, Int64s]:
             got=f"{type(blocks).__name__} for {len(plan.groups)} groups at the {name}",
             hint="Pass a mapping from group index to block ids",
         )
-    return {0: _row(blocks, f"the {name}")}
+    return {0: block_table(blocks, f"the {name}")}
 
 
-def _row(given: Any, what: str) -> Int64s:
+def block_table(given: Any, what: str) -> Int64s:
     """A block table from outside: one axis of whole numbers."""
     try:
         ids = np.asarray(given)

@@ -88,11 +88,16 @@ class Server(threading.Thread):
     """Answers questions, one after the other, until it is closed."""
 
     def __init__(
-        self, listen: str, answer: Callable[[Any], Message], *, secret: bytes | None
+        self,
+        listen: str,
+        answer: Callable[[Any], Message],
+        *,
+        secret: bytes | None,
+        idle: Callable[[], None],
     ) -> None:
         super().__init__(name="kvatlas-wire", daemon=True)
         lib = zmq()
-        self._answer, self._secret = answer, secret
+        self._answer, self._idle, self._secret = answer, idle, secret
         self._seen: OrderedDict[bytes, None] = OrderedDict()
         self._over = threading.Event()
         self._socket = lib.Context.instance().socket(lib.ROUTER)
@@ -123,6 +128,7 @@ class Server(threading.Thread):
                 reply = self._reply(frames)
                 if reply is not None:
                     self._socket.send_multipart([sender, *reply])
+            self._idle()
         self._socket.close()
 
     def close(self) -> None:

@@ -92,6 +92,8 @@ class Open(Message, frozen=True, kw_only=True, tag="open"):
     stop: Whole
     layers: Annotated[tuple[Name, ...], Meta(max_length=16384)] | None = None
     seconds: Annotated[float, Meta(gt=0, le=86400)]
+    slots: Annotated[int, Meta(ge=0, le=16)] = 0
+    """Staging slots that the speaker would like."""
 
 
 class Opened(Message, frozen=True, kw_only=True, tag="opened"):
@@ -100,6 +102,10 @@ class Opened(Message, frozen=True, kw_only=True, tag="opened"):
     lease: Key
     seconds: float
     blocks: Packed
+    slots: tuple[Whole, ...] = ()
+    """Staging slots that are the lease's own while it lasts; none where none are free."""
+    piece: Whole = 0
+    """Bytes of a slot."""
 
 
 class Renew(Message, frozen=True, kw_only=True, tag="renew"):

@@ -1,0 +1,137 @@
+"""`Transfer`: one request on its way, and whether it is all there."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+from kvatlas.errors import AtlasError, Code
+
+
+class Transfer:
+    """A request on its way over several ranks.
+
+    It is ready when every rank has delivered; the first failure ends it.
+    """
+
+    def __init__(self, request: str, ranks: Sequence[int], total: int | None) -> None:
+        self.request = request
+        self.total = total
+        """Bytes that must arrive, from the destination's plan; None for a push."""
+        self._bytes: dict[int, int] = dict.fromkeys(ranks, 0)
+        self._layers: dict[int, set[str]] = {rank: set() for rank in ranks}
+        self._waiting = set(ranks)
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._cancel = threading.Event()
+        self.error: AtlasError | None = None
+        self.begun = time.monotonic()
+        self.seconds = 0.0
+        if not self._waiting:
+            self._end()
+
+    @property
+    def moved(self) -> int:
+        """Bytes that have moved so far, of all ranks."""
+        with self._lock:
+            return sum(self._bytes.values())
+
+    @property
+    def layers(self) -> set[str]:
+        """Layers that every rank has delivered, of a transfer that is streamed."""
+        with self._lock:
+            return set.intersection(*self._layers.values()) if self._layers else set()
+
+    @property
+    def done(self) -> bool:
+        """Whether it is over, well or not."""
+        return self._over.is_set()
+
+    @property
+    def ready(self) -> bool:
+        """Whether every byte has arrived and every source has confirmed it."""
+        return self._over.is_set() and self.error is None
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether somebody has called it off."""
+        return self._cancel.is_set()
+
+    def cancel(self) -> None:
+        """Call it off: it ends soon, and delivers nothing unless it already has."""
+        self._cancel.set()
+
+    def wait(self, seconds: float | None = None) -> Transfer:
+        """Wait until it is over; raises its failure, or that time is up."""
+        if not self._over.wait(seconds):
+            raise AtlasError(
+                Code.DEADLINE,
+                "A transfer ends before its deadline",
+                got=f"request {self.request} after {time.monotonic() - self.begun:.1f} s",
+                hint="Wait longer, or cancel it",
+            )
+        if self.error is not None:
+            raise self.error
+        return self
+
+    # -- for those who carry it out ---------------------------------------------------------
+
+    def refuse_cancelled(self) -> None:
+        """Raise where it was called off, or another rank has failed."""
+        if self.cancelled or self.error is not None:
+            raise AtlasError(
+                Code.CANCELLED,
+                "A transfer that is called off delivers nothing",
+                got=f"request {self.request}",
+                hint="Start it again",
+            )
+
+    def add(self, rank: int, nbytes: int) -> None:
+        """Count bytes of a rank."""
+        with self._lock:
+            self._bytes[rank] += nbytes
+
+    def layer(self, rank: int, name: str) -> None:
+        """A rank has delivered a layer."""
+        with self._lock:
+            self._layers[rank].add(name)
+
+    def again(self, rank: int) -> None:
+        """A rank starts over, on another replica."""
+        with self._lock:
+            self._bytes[rank] = 0
+            self._layers[rank].clear()
+
+    def finished(self, rank: int) -> None:
+        """A rank has delivered and its source has confirmed."""
+        with self._lock:
+            self._waiting.discard(rank)
+            over = not self._waiting
+            short = self.total is not None and sum(self._bytes.values()) != self.total
+        if over and self.error is None and short:
+            self.failed(
+                rank,
+                AtlasError(
+                    Code.WIRE_FAILED,
+                    "What arrives is what the destination's plan needs",
+                    got=f"{self.moved} of {self.total} bytes",
+                    hint="Please report it: a route has left bytes out",
+                ),
+            )
+        elif over:
+            self._end()
+
+    def failed(self, rank: int, problem: AtlasError) -> None:
+        """A rank has failed on every replica; the others are called off."""
+        with self._lock:
+            self._waiting.discard(rank)
+            if self.error is None or self.error.code is Code.CANCELLED:
+                self.error = problem
+            over = not self._waiting
+        if over:
+            self._end()
+
+    def _end(self) -> None:
+        self.seconds = time.monotonic() - self.begun
+        self._over.set()
