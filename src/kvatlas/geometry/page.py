@@ -215,14 +215,16 @@ class Page:
         if field.last_content_byte < self.content:
             return
         step = placement.stride("C") or 1
+        reach = sum((placement.size(axis) - 1) * placement.stride(axis) for axis in "HNC")
+        # Over a whole page the order of its axes does not matter: only that it is whole.
+        whole = step == 1 and reach + 1 == self.unpadded
+        over, ending = "page", "H, N and C, C last"
+        gapless = whole
         if field.last_content_byte < self.states * self.content:
-            gapless = placement.size("N") == 1 or placement.stride("N") == self.content * step
+            by_bytes = field.head == 0 and all(axis.along == "C" for axis in field.axes)
+            in_states = placement.size("N") == 1 or placement.stride("N") == self.content * step
+            gapless = in_states or (whole and by_bytes)
             over, ending = "states", "NC"
-        else:
-            # Over the whole page the order of its axes does not matter: only that it is whole.
-            reach = sum((placement.size(axis) - 1) * placement.stride(axis) for axis in "HNC")
-            gapless = step == 1 and reach + 1 == self.unpadded
-            over, ending = "page", "H, N and C, C last"
         if not gapless:
             raise AtlasError(
                 Code.NOT_CONTIGUOUS,

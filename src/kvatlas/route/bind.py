@@ -10,8 +10,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.arrays import Int64s, join_pairs, refuse_too_many
-from kvatlas.geometry.integers import INT64_MAX
+from kvatlas.geometry.integers import INT64_MAX, natural
 from kvatlas.geometry.stretches import Spots, Stretches
 from kvatlas.geometry.strips import Ends, Strip, closed
 from kvatlas.route.compile import Lane
@@ -208,6 +209,15 @@ def _step(places: Int64s) -> int:
 
 
 def _rows(starts: Int64s, length: Int64s, base: int, device: int) -> NDArray[np.uint64]:
+    base, device = natural(base, "the base address"), natural(device, "the device id")
+    last = base + int((starts + length).max(initial=0))
+    if last > INT64_MAX or device > INT64_MAX:
+        raise AtlasError(
+            Code.OVERFLOW,
+            "Every address stays below 2**63",
+            got=f"a last byte at {last - 1} on device {device}",
+            hint="Check the base address",
+        )
     rows = np.empty((len(starts), 3), dtype=np.uint64)
     rows[:, 0] = starts
     rows[:, 0] += np.uint64(base)

@@ -108,7 +108,8 @@ def checked_rank(plan: Plan, rank: Any, name: str) -> int:
 
 def _tables(plan: Plan, blocks: Any, name: str) -> dict[int, Int64s]:
     if isinstance(blocks, Mapping):
-        unknown = [group for group in blocks if group not in range(len(plan.groups))]
+        known = range(len(plan.groups))
+        unknown = [g for g in blocks if isinstance(g, bool) or g not in known]
         if unknown:
             raise AtlasError(
                 Code.OUT_OF_RANGE,
@@ -136,6 +137,8 @@ def block_table(given: Any, what: str) -> Int64s:
         ids = np.asarray(given)
     except (ValueError, TypeError, OverflowError):
         ids = np.asarray(None)
+    if isinstance(given, list | tuple) and any(isinstance(block, bool) for block in given):
+        ids = np.asarray(None)  # numpy takes True for 1; nobody means that
     if ids.size == 0 and ids.ndim == 1:
         ids = ids.astype(np.int64)
     if ids.dtype.kind not in "iu" or ids.ndim != 1:

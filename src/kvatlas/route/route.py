@@ -64,6 +64,14 @@ class Route:
     def __init__(
         self, src: Plan, dst: Plan, *, layers: Collection[str] | None = None, renamed: bool = False
     ) -> None:
+        for end in (src, dst):
+            if not isinstance(end, Plan):
+                raise AtlasError(
+                    Code.BAD_PLAN,
+                    "Routes go from plan to plan",
+                    got=type(end).__name__,
+                    hint="Make both with kvatlas.plan, or describe memory with plan.foreign",
+                )
         self.src, self.dst = src, dst
         ends = Side(src), Side(dst)
         refuse(reasons(*ends, renamed=renamed, layers=layers))
