@@ -71,7 +71,8 @@ class Request:
                 hint="Use Route.bind for a range that starts elsewhere",
             )
         first, stop = lane.reach.states(per_state, self.start, self.stop)
-        first, stop = first // whole * whole, -(-stop // whole) * whole
+        if first < stop:
+            first, stop = first // whole * whole, -(-stop // whole) * whole
         return stretches(first, stop, _chunked(lane.src, chunk), _chunked(lane.dst, chunk))
 
 
