@@ -1,0 +1,368 @@
+"""NIXL over UCX: between processes and machines, one-sided.
+
+A link describes a pool to NIXL by its grid: one row (address, length, device, stride,
+count) says where every run of the usual length can lie, and a transfer is then two
+arrays of indices into such rows. Only runs that are off the grid get rows of their own.
+That makes a million descriptors as cheap to prepare as two arrays of numbers.
+
+NIXL fences nothing: a read of memory whose lease has ended is as good a read to it as
+any. Readiness and leases are decided above this file.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, ClassVar, Literal, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry.arrays import Int64s
+from kvatlas.route import Copy
+from kvatlas.wire.faults import (
+    bad_metadata,
+    cancelled,
+    check_note,
+    closed,
+    failed,
+    missing,
+    peer_lost,
+    read_metadata,
+    write_metadata,
+)
+from kvatlas.wire.transport import Handle, Link, Memory, Transport
+
+Kind = Literal["DRAM", "VRAM"]
+Result = TypeVar("Result")
+
+_MOST_INDICES = 2**31 - 1
+_INITIATOR = "NIXL_INIT_AGENT"
+_CLOSING = 5.0
+"""Seconds that closing waits for operations that NIXL cannot give up at once."""
+
+
+class _Published(msgspec.Struct, tag="nixl", forbid_unknown_fields=True):
+    agent: str
+    kind: Kind
+    check: int
+    metadata: bytes
+
+
+class NixlTransport(Transport):
+    """Moves bytes through a NIXL agent of its own.
+
+    `kind` says where this end's memory is: "DRAM" on the host, "VRAM" on GPUs, whose
+    numbers are then the regions' devices. The two ends may differ.
+    """
+
+    name: ClassVar[str] = "nixl"
+
+    def __init__(self, *, kind: Kind = "DRAM", backend: str = "UCX") -> None:
+        super().__init__()
+        try:
+            from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
+        except ImportError as problem:
+            raise missing("NIXL", "nixl", problem) from problem
+        self.kind: Kind = kind
+        # A name is never used twice: a peer that starts again is another peer.
+        self._name = f"kvatlas-{secrets.token_hex(16)}"
+        strict = nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+        config = nixl_agent_config(backends=[backend], sync_mode=strict)
+        self.agent: Any = translated(lambda: nixl_agent(self._name, config))
+        if backend not in self.agent.backends:
+            raise failed(f"no backend {backend}", hint="Choose one that NIXL brings")
+        self._registered: list[Any] = []
+        self._links: Counter[str] = Counter()
+        self._pending: list[NixlHandle] = []
+
+    def _register(self, memory: Mapping[int, Memory]) -> None:
+        if self.agent is None:
+            raise closed("transport")
+        if memory:
+            rows = np.array([_region(region) for region in memory.values()], dtype=np.uint64)
+            self._registered.append(translated(lambda: self.agent.register_memory(rows, self.kind)))
+
+    def publish(self) -> bytes:
+        """The agent's own metadata, with what shows that it arrived whole."""
+        if self.agent is None:
+            raise closed("transport")
+        metadata = translated(self.agent.get_agent_metadata)
+        return write_metadata(
+            _Published(self._name, self.kind, zlib.crc32(metadata), bytes(metadata))
+        )
+
+    def connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link:
+        """A link to a peer's agent, once it is seen to have registered these regions."""
+        if self.agent is None:
+            raise closed("transport")
+        published = read_metadata(metadata, _Published)
+        if published.check != zlib.crc32(published.metadata):
+            raise bad_metadata("bytes that were changed on their way")
+        try:
+            if not self._links[published.agent]:
+                found = self.agent.add_remote_agent(published.metadata)
+                if found != published.agent.encode():
+                    self.forget(found.decode(errors="replace"))
+                    raise bad_metadata(f"an agent that is not {published.agent[:64]!r}")
+            self._links[published.agent] += 1
+            link = NixlLink(self, published.agent, published.kind, memory)
+        except AtlasError:
+            raise
+        except Exception as problem:
+            raise bad_metadata(f"{type(problem).__name__}: {problem}") from problem
+        try:
+            link.probe()
+        except AtlasError as problem:
+            link.close()
+            raise bad_metadata("regions that the peer has not registered") from problem
+        return link
+
+    def notes(self) -> list[bytes]:
+        """Notes since the last call."""
+        if self.agent is None:
+            return []
+        found = translated(self.agent.get_new_notifs)
+        return [bytes(note) for notes in found.values() for note in notes]
+
+    def leave(self, peer: str) -> None:
+        """One link fewer; the last one makes the agent forget the peer."""
+        self._links[peer] -= 1
+        if self._links[peer] <= 0:
+            del self._links[peer]
+            self.forget(peer)
+
+    def forget(self, peer: str) -> None:
+        """Remove a peer's agent, so that it can be added again."""
+        if self.agent is not None:
+            with suppress(Exception):  # it is gone, and that was wanted
+                self.agent.remove_remote_agent(peer)
+
+    def keep(self, handle: NixlHandle) -> None:
+        """Remember an operation that could not be given up yet."""
+        self._pending.append(handle)
+
+    def close(self) -> None:
+        """Give up operations, forget peers, deregister, and end the agent."""
+        if self.agent is None:
+            return
+        deadline = time.monotonic() + _CLOSING
+        while self._pending and time.monotonic() < deadline:
+            pending, self._pending = self._pending, []
+            for handle in pending:
+                handle.release()
+            if self._pending:
+                time.sleep(1e-3)
+        for peer in list(self._links):
+            self.forget(peer)
+        self._links.clear()
+        for rows in self._registered:
+            with suppress(Exception):
+                self.agent.deregister_memory(rows)
+        self._registered.clear()
+        self.agent = None
+        super().close()
+
+
+class NixlLink(Link):
+    """A peer's agent, and the grids of its pools."""
+
+    def __init__(
+        self, owner: NixlTransport, peer: str, kind: Kind, theirs: Mapping[int, Memory]
+    ) -> None:
+        super().__init__(owner.memory, theirs)
+        self.owner, self.peer, self._kind = owner, peer, kind
+        self._open, self._lost = True, False
+
+    def probe(self) -> None:
+        """Refuse regions that the peer's agent does not know."""
+        if self.theirs:
+            rows = np.array([_region(r) for r in self.theirs.values()], dtype=np.uint64)
+            agent = self.owner.agent
+            translated(lambda: agent.prep_xfer_dlist(self.peer, rows, self._kind)).release()
+
+    def _read(self, copies: Sequence[Copy], note: bytes) -> Handle:
+        return self._post("READ", copies, note, near_is_src=False)
+
+    def _write(self, copies: Sequence[Copy], note: bytes) -> Handle:
+        return self._post("WRITE", copies, note, near_is_src=True)
+
+    def _post(self, act: str, copies: Sequence[Copy], note: bytes, *, near_is_src: bool) -> Handle:
+        check_note(note)
+        self.check()
+        if not copies:
+            if note:
+                self.call(lambda: self.owner.agent.send_notif(self.peer, note))
+            return NixlHandle(self, None)
+        near, mine = describe(copies, self.mine, src=near_is_src)
+        far, theirs = describe(copies, self.theirs, src=not near_is_src)
+        return NixlHandle(self, self.call(lambda: self._make(act, near, mine, far, theirs, note)))
+
+    def _make(
+        self, act: str, near: Rows, mine: Indices, far: Rows, theirs: Indices, note: bytes
+    ) -> Any:
+        agent = self.owner.agent
+        local = agent.prep_xfer_dlist(_INITIATOR, near, self.owner.kind)
+        try:
+            remote = agent.prep_xfer_dlist(self.peer, far, self._kind)
+            try:
+                posted = agent.make_prepped_xfer(act, local, mine, remote, theirs, note)
+            finally:
+                remote.release()
+        finally:
+            local.release()
+        try:
+            agent.transfer(posted)
+        except BaseException:
+            with suppress(Exception):
+                posted.release()
+            raise
+        return posted
+
+    def check(self) -> None:
+        """Refuse once the link is closed or the peer lost."""
+        if self._lost:
+            raise peer_lost("a peer that this link has lost")
+        if not self._open or self.owner.agent is None:
+            raise closed("link")
+
+    def call(self, act: Callable[[], Result]) -> Result:
+        """Call NIXL; a peer that turns out to be gone is forgotten."""
+        try:
+            return translated(act)
+        except AtlasError as problem:
+            if problem.code is Code.PEER_LOST:
+                self._lost = True
+                self.close()
+            raise
+
+    def close(self) -> None:
+        """Forget the peer."""
+        if self._open:
+            self._open = False
+            self.owner.leave(self.peer)
+
+
+class NixlHandle(Handle):
+    """A transfer that NIXL carries out."""
+
+    def __init__(self, link: NixlLink, posted: Any) -> None:
+        self._link, self._posted = link, posted
+        self._done = posted is None
+        self._failure: AtlasError | None = None
+
+    def poll(self) -> bool:
+        """Ask NIXL."""
+        if self._failure is not None:
+            raise self._failure
+        if self._done:
+            return True
+        if self._link.owner.agent is None:
+            raise closed("transport")
+        try:
+            state = self._link.call(lambda: self._link.owner.agent.check_xfer_state(self._posted))
+            if state == "ERR":
+                raise failed("a transfer that NIXL calls an error")
+        except AtlasError as failure:
+            self._failure = failure
+            raise
+        self._done = state == "DONE"
+        return self._done
+
+    def release(self) -> None:
+        """Free it, or end it; what NIXL cannot end yet is ended when the transport closes."""
+        if not self._done and self._failure is None:
+            self._failure = cancelled()
+        if self._posted is None or self._link.owner.agent is None:
+            return
+        try:
+            self._posted.release()
+        except Exception:
+            self._link.owner.keep(self)
+        else:
+            self._posted = None
+
+
+Rows = NDArray[np.uint64]
+Indices = NDArray[np.int32]
+
+
+def describe(
+    copies: Sequence[Copy], regions: Mapping[int, Memory], *, src: bool
+) -> tuple[Rows, Indices]:
+    """One end of some copies as strided rows, and the index of each run among them.
+
+    >>> at = np.array([128, 0, 192, 40])
+    >>> copy = Copy(0, 0, at, at, np.array([64, 64, 64, 8]))
+    >>> rows, indices = describe([copy], {0: Memory(4096, 256)}, src=True)
+    >>> rows.tolist()  # address, length, device, stride, count
+    [[4096, 64, 0, 64, 4], [4136, 8, 0, 8, 1]]
+    >>> indices.tolist()
+    [2, 0, 3, 4]
+    """
+    rows, indices, first = [], [], 0
+    for copy in copies:
+        region = regions[copy.src_pool if src else copy.dst_pool]
+        starts = copy.src if src else copy.dst
+        found, chosen, count = _grid(starts, copy.length, region, first)
+        rows.append(found)
+        indices.append(chosen)
+        first += count
+    if first > _MOST_INDICES:
+        raise failed(f"{first:,} places for runs", hint="Split the transfer, or the pools")
+    return np.concatenate(rows), indices[0] if len(indices) == 1 else np.concatenate(indices)
+
+
+def _grid(starts: Int64s, length: Int64s, region: Memory, first: int) -> tuple[Rows, Indices, int]:
+    """A row for the runs of the usual length and place, and one for each of the others.
+
+    The usual run is the one in the middle: the first and the last are often cut short.
+    """
+    size = int(length[len(length) // 2])
+    place, phase = np.divmod(starts, size)
+    usual = int(phase[len(phase) // 2])
+    count = (region.nbytes - usual) // size
+    apart = phase != usual
+    if length.strides != (0,):
+        apart |= length != size
+    row = (region.address + usual, size, region.device, size, count)
+    if not bool(apart.any()) and first + count <= _MOST_INDICES:
+        place += first
+        return np.array([row], dtype=np.uint64), place.astype(np.int32), count
+    if count > _MOST_INDICES - first - len(starts):
+        apart[:] = True
+    others = np.flatnonzero(apart)
+    rows = np.empty((1 + len(others), 5), dtype=np.uint64)
+    rows[0] = row
+    rows[1:, 0] = starts[others] + region.address
+    rows[1:, 1] = rows[1:, 3] = length[others]
+    rows[1:, 2], rows[1:, 4] = region.device, 1
+    if len(others) == len(starts):
+        rows, count = rows[1:], 0
+    place[others] = np.arange(count, count + len(others))
+    place += first
+    return rows, place.astype(np.int32), count + len(others)
+
+
+def _region(memory: Memory) -> tuple[int, int, int]:
+    return memory.address, memory.nbytes, memory.device
+
+
+def translated(act: Callable[[], Result]) -> Result:
+    """Call NIXL, and refuse in the words of kvatlas where it raises."""
+    try:
+        return act()
+    except AtlasError:
+        raise
+    except Exception as problem:
+        name = type(problem).__name__
+        got = f"{name}: {problem}"
+        if name == "nixlRemoteDisconnectError":
+            raise peer_lost(got) from problem
+        raise failed(got) from problem
