@@ -14,8 +14,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.arrays import Int64s
 from kvatlas.plan import Plan
@@ -28,11 +26,17 @@ from kvatlas.wire.channel import Server, log
 from kvatlas.wire.leases import Expected, Leases, Offer, Released
 from kvatlas.wire.metrics import Metrics
 from kvatlas.wire.peers import Peer, Plans, check_memory, plan_hash
-from kvatlas.wire.staging import view
+from kvatlas.wire.staging import Bytes, view
 from kvatlas.wire.transport import STAGING, Memory, Transport
 
 _SESSIONS = 1024
 _LONGEST = 3600.0
+
+
+def pools_for(plan: Plan, rank: int, transport: Transport) -> dict[int, Bytes]:
+    """Memory for the pools of a rank that peers of a transport can reach, by index."""
+    stage = rank // plan.tp
+    return {p.index: transport.allocate(p.nbytes) for p in plan.pools if p.stage == stage}
 
 
 class Node:
@@ -65,7 +69,7 @@ class Node:
         self.plan_hash = plan_hash(plan)
         self.offers: dict[str, Offer] = {}
         self.expected: dict[str, Expected] = {}
-        self.staging = np.zeros(piece * slots, dtype=np.uint8)
+        self.staging = transport.allocate(piece * slots)
         self._free = list(range(slots))
         self.memory = dict(memory)
         check_memory(plan, rank, self.memory)

@@ -92,6 +92,10 @@ class ShmTransport(Transport):
                 segment, start = found
                 self._regions[pool] = _Region(segment.name, start, region.nbytes)
 
+    def allocate(self, nbytes: int) -> Bytes:
+        """Shared memory; it goes when the last view of it does."""
+        return np.frombuffer(allocate(nbytes), dtype=np.uint8)
+
     def publish(self) -> bytes:
         """Its door, and where its regions are in shared memory."""
         return write_metadata(_Published(self._door, self._regions))

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.arrays import Int64s
@@ -131,6 +132,10 @@ class Transport(ABC):
     @abstractmethod
     def connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link:
         """A link to a peer that published `metadata` and has these regions."""
+
+    def allocate(self, nbytes: int) -> NDArray[np.uint8]:
+        """Memory of this process, zeroed, that peers of this transport can reach."""
+        return np.zeros(nbytes, dtype=np.uint8)
 
     def notes(self) -> list[bytes]:
         """Notes that peers' operations have left here since the last call."""
