@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -198,6 +199,47 @@ def check(
     else:
         show(*checking.check_parts(src, dst, found))
     if not found.ok:
+        raise typer.Exit(1)
+
+
+@app.command(
+    epilog=_examples(
+        "move Qwen3-8B --from tp=2,layout=LBNHC --to layout=BHLNC,block-size=32",
+        "move gpt-oss-20b --from tp=2 --to pp=2 --transport shm --how direct",
+    )
+)
+@guarded
+def move(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", autocompletion=complete_model, show_default=False)
+    ],
+    source: Annotated[str, typer.Option("--from", help="The source: tp=2,layout=LBNHC")] = "",
+    target: Annotated[str, typer.Option("--to", help="The destination: block-size=32")] = "",
+    many: Annotated[int, typer.Option("--tokens", help="Tokens of the request.")] = 512,
+    transport: Annotated[
+        str | None, typer.Option(help="nixl, mooncake or shm. [dim]By default the first here.[/]")
+    ] = None,
+    how: Annotated[str, typer.Option(help="auto, direct or staged.")] = "auto",
+    as_json: Json = False,
+) -> None:
+    """Move a request between two processes with unlike plans, and compare every byte."""
+    from kvatlas.cli import moving
+
+    if how not in ("auto", "direct", "staged"):
+        raise typer.BadParameter("it is auto, direct or staged.", param_hint="'--how'")
+    ends = (("'--from'", source), ("'--to'", target))
+    src, dst = (
+        moving.small_plan(Ask(model=model, **checking.changes(text, where)), many)
+        for where, text in ends
+    )
+    with moving.quiet():
+        chosen = transport or moving.first_transport()
+        found = list(moving.move(src, dst, many, chosen, how))  # type: ignore[arg-type]
+    if as_json:
+        _print_json({"transport": chosen, "ranks": [dataclasses.asdict(one) for one in found]})
+    else:
+        show(*moving.move_parts(src, dst, chosen, found))
+    if any(one.wrong for one in found):
         raise typer.Exit(1)
 
 
