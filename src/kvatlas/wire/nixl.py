@@ -11,12 +11,14 @@ any. Readiness and leases are decided above this file.
 
 from __future__ import annotations
 
+import os
 import secrets
 import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
 import msgspec
@@ -66,6 +68,7 @@ class NixlTransport(Transport):
 
     def __init__(self, *, kind: Kind = "DRAM", backend: str = "UCX") -> None:
         super().__init__()
+        _without_rdma()
         try:
             from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
         except ImportError as problem:
@@ -348,6 +351,17 @@ def _grid(starts: Int64s, length: Int64s, region: Memory, first: int) -> tuple[R
     place[others] = np.arange(count, count + len(others))
     place += first
     return rows, place.astype(np.int32), count + len(others)
+
+
+def _without_rdma() -> None:
+    """Keep UCX from loading its RDMA module on hosts without such a device.
+
+    Where the system's own libibverbs is installed too, two copies of what it needs are
+    loaded then, and the process crashes when it exits.
+    """
+    devices = Path("/sys/class/infiniband")
+    if not devices.is_dir() or not any(devices.iterdir()):
+        os.environ.setdefault("UCX_MODULES", "^ib")
 
 
 def _region(memory: Memory) -> tuple[int, int, int]:
