@@ -86,6 +86,9 @@ class Code(StrEnum):
     CHECKSUM = "checksum"
     CANCELLED = "cancelled"
     MISSING_EXTRA = "missing_extra"
+    NO_BLOCKS = "no_blocks"
+    ENGINE_REFUSES = "engine_refuses"
+    CANNOT_TAKE_BACK = "cannot_take_back"
 
 
 class AtlasError(ValueError):

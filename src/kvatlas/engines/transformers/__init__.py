@@ -1,0 +1,13 @@
+"""transformers on kvatlas: `AtlasCache`, and `attn_implementation="kvatlas"`.
+
+Importing this package registers the attention. It needs transformers 5
+(`pip install kvatlas[transformers]`).
+"""
+
+from kvatlas.engines.transformers.cache import AtlasCache
+from kvatlas.engines.transformers.make import make_cache, make_plan
+from kvatlas.engines.transformers.reading import NAME, register
+
+register()
+
+__all__ = ["NAME", "AtlasCache", "make_cache", "make_plan", "register"]
