@@ -53,12 +53,25 @@ class LayerCache:
 
     def place(self, name: str) -> Placement:
         """Where a field lies, by kernel blocks."""
-        return self.page.view(self.kernel_blocks, name)
+        if name not in self._places:
+            self._places[name] = self.page.view(self.kernel_blocks, name)
+        return self._places[name]
 
     def field(self, name: str) -> torch.Tensor:
         """A field as a typed tensor: blocks first, then the field's own axes."""
-        found: Field = self.page.field(name)
-        return view(self.buffer, self.place(name), torch_dtype(found.dtype))
+        if name not in self._views:
+            found: Field = self.page.field(name)
+            self._views[name] = view(self.buffer, self.place(name), torch_dtype(found.dtype))
+        return self._views[name]
+
+    # Kernels ask for the same few fields at every step, and a view never goes stale.
+    @cached_property
+    def _places(self) -> dict[str, Placement]:
+        return {}
+
+    @cached_property
+    def _views(self) -> dict[str, torch.Tensor]:
+        return {}
 
     @property
     def fields(self) -> dict[str, torch.Tensor]:

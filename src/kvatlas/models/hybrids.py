@@ -62,18 +62,30 @@ def _alternate(decoder: Decoder, tail: str, recurrent: AnySpec) -> Iterator[Laye
 
 
 def kimi_delta(decoder: Decoder) -> Iterator[Layer]:
-    """Kimi-Linear and Kimi-K3: KDA in the layers that the config lists, counted from 1."""
-    section = decoder.config.section("linear_attn_config")
-    if section is None:
+    """Kimi-Linear and Kimi-K3: KDA in the layers that the config lists, counted from 1.
+
+    A checkpoint has a section for it. transformers spreads the section out when it reads
+    one, and then says of each layer what it is.
+    """
+    config = decoder.config
+    section = config.section("linear_attn_config")
+    if section is None and not config.has("linear_num_heads"):
         raise missing("linear_attn_config")
+    sizes = section or config
     recurrent = KimiDelta(
-        heads=section.count("num_heads"),
-        head_dim=section.count("head_dim"),
-        kernel=section.count("short_conv_kernel_size", default=4),
+        heads=sizes.count("num_heads" if section else "linear_num_heads"),
+        head_dim=sizes.count("head_dim" if section else "linear_head_dim"),
+        kernel=sizes.count(
+            "short_conv_kernel_size" if section else "linear_conv_kernel_dim", default=4
+        ),
         conv_dtype=decoder.conv_dtype,
         ssm_dtype=decoder.ssm_dtype(vllm="fp32"),
     )
-    chosen = section.indices("kda_layers", decoder.depth, first=1)
+    if section is not None:
+        chosen = section.indices("kda_layers", decoder.depth, first=1)
+    else:
+        words = config.per_layer("layer_types", decoder.depth)
+        chosen = {index for index, word in enumerate(words) if word == "linear_attention"}
     attention = latent_attention(decoder)
     for index in range(decoder.depth):
         if index in chosen:

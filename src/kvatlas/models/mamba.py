@@ -110,7 +110,7 @@ def _mixed(decoder: Decoder, mixer: AnySpec) -> Iterator[Layer]:
     window = decoder.config.size("sliding_window")
     attention = decoder.attention("sliding" if window else "full") if _attends(kinds) else None
     for index, kind in enumerate(kinds):
-        if kind == "mamba":
+        if kind in ("mamba", "linear_attention"):  # transformers' own word for it
             yield decoder.layer(index, "mixer", mixer)
         elif kind in ("attention", "full_attention") and attention is not None:
             yield decoder.layer(index, decoder.attention_name, attention)

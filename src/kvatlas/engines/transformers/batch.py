@@ -32,9 +32,10 @@ class Batch:
                 hint="Use reset, batch_select_indices or batch_repeat_interleave between them",
             )
         for table in self.tables:
-            table.admit(count)
+            table.admit(count, padded=self._paged is None)
         self.rows = count
-        self.skipped = self.skipped or [0] * count
+        if len(self.skipped) != count:
+            self.skipped = [0] * count
 
     def clear(self) -> None:
         """No rows."""

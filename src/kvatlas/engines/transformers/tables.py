@@ -32,6 +32,8 @@ class Table:
         self.chunk = group.window if group.kind.startswith("chunked") else None
         self.keep_all = False
         """Nothing is left behind, so that tokens can be taken back."""
+        self.padded = False
+        """Rows may hold padding, so that chunks begin nobody knows where."""
         self.rows: list[list[int]] = []
         self._layers = list(layers)
         self._blocks = blocks
@@ -45,8 +47,9 @@ class Table:
 
     # -- rows -----------------------------------------------------------------------
 
-    def admit(self, count: int) -> None:
+    def admit(self, count: int, *, padded: bool) -> None:
         """Rows for a new batch; a recurrent row gets the block that it will keep."""
+        self.padded = padded
         self.rows = [[self._fresh()] if self.recurrent else [] for _ in range(count)]
         self._changed()
 
@@ -140,11 +143,10 @@ class Table:
 
     def _first_seen(self, position: int) -> int:
         """The first position that a token at `position` sees."""
-        if self.window is not None:
-            return max(0, position - self.window + 1)
-        if self.chunk is not None:
+        if self.chunk is not None and not self.padded:
             return position // self.chunk * self.chunk
-        return 0
+        reach = self.window or self.chunk
+        return 0 if reach is None else max(0, position - reach + 1)
 
     def _leave(self, row: list[int], first: int) -> None:
         for index in range(min(first // self.block, len(row))):

@@ -1,0 +1,262 @@
+"""Tiny models with real modeling code and random weights, large enough that tokens vary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+import transformers
+
+VOCABULARY = 97
+NEW = 64
+PROMPTS = (21, 16, 9)
+"""Tokens of each prompt of the batch; the shorter ones are padded on the left."""
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+_DELTA: dict[str, Any] = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+}
+_MAMBA2: dict[str, Any] = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 8,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 8,
+}
+_ALTERNATE = ["linear_attention", "full_attention", "full_attention"] * 2
+"""As many attention layers as the largest pack, and two recurrent ones."""
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A model's config class, what makes it tiny, and what it has."""
+
+    config: str
+    options: dict[str, Any]
+    recurrent: bool = False
+    attention: bool = True
+    plain: dict[str, Any] = field(default_factory=lambda: _COMMON)
+    spread: float = 0.25
+    """Deviation of the random weights."""
+
+    @property
+    def argument(self) -> str:
+        """What `generate` calls the cache of this model."""
+        return "cache_params" if "Mamba" in self.config else "past_key_values"
+
+
+ZOO: dict[str, Tiny] = {
+    "Llama": Tiny("LlamaConfig", {"num_hidden_layers": 2}),
+    "Qwen3": Tiny("Qwen3Config", {"num_hidden_layers": 2, "head_dim": 16}),
+    "Mistral": Tiny("MistralConfig", {"num_hidden_layers": 2, "sliding_window": 24}),
+    "Gemma2": Tiny(
+        "Gemma2Config",
+        {"num_hidden_layers": 2, "head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 16},
+    ),
+    "Gemma3": Tiny(
+        "Gemma3TextConfig",
+        {
+            "num_hidden_layers": 3,
+            "head_dim": 16,
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        },
+    ),
+    "GptOss": Tiny(
+        "GptOssConfig",
+        {
+            "num_hidden_layers": 2,
+            "head_dim": 16,
+            "sliding_window": 24,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "Llama4": Tiny(
+        "Llama4TextConfig",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "attention_chunk_size": 24,
+            "intermediate_size_mlp": 48,
+            "num_local_experts": 2,
+            "interleave_moe_layer_step": 4,
+        },
+    ),
+    "DeepseekV3": Tiny(
+        "DeepseekV3Config",
+        {
+            "num_hidden_layers": 2,
+            "num_key_value_heads": 4,
+            "q_lora_rank": 24,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 12,
+            "v_head_dim": 10,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "moe_intermediate_size": 16,
+        },
+    ),
+    "Qwen3Next": Tiny(
+        "Qwen3NextConfig",
+        {**_DELTA, **_EXPERTS, "num_hidden_layers": 6, "layer_types": _ALTERNATE,
+         "mlp_only_layers": list(range(1, 6))},
+        recurrent=True,
+    ),
+    "Qwen3_5": Tiny(
+        "Qwen3_5TextConfig",
+        {**_DELTA, "num_hidden_layers": 6, "layer_types": _ALTERNATE},
+        recurrent=True,
+    ),
+    "KimiLinear": Tiny(
+        "KimiLinearConfig",
+        {
+            "num_hidden_layers": 6,
+            "layer_types": _ALTERNATE,
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 12,
+            "v_head_dim": 10,
+            "linear_head_dim": 8,
+            "linear_num_heads": 4,
+            "mlp_layer_types": ["dense"] * 5 + ["sparse"],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+        },
+        recurrent=True,
+    ),
+    "Bamba": Tiny(
+        "BambaConfig",
+        {**_MAMBA2, "num_hidden_layers": 6, "attn_layer_indices": [1, 2, 4, 5]},
+        recurrent=True,
+    ),
+    "NemotronH": Tiny(
+        "NemotronHConfig",
+        {
+            "layers_block_type": ["mamba", "attention", "attention"] * 2 + ["mlp"],
+            "num_hidden_layers": 7,
+            "head_dim": 16,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 16,
+            "n_groups": 2,
+            "ssm_state_size": 8,
+            "conv_kernel": 4,
+            "chunk_size": 8,
+        },
+        recurrent=True,
+    ),
+    "Jamba": Tiny(
+        "JambaConfig",
+        {
+            "num_hidden_layers": 8,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 8,
+            "expert_layer_offset": 0,
+            "num_experts": 2,
+            "mamba_d_state": 8,
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+            "mamba_dt_rank": 4,
+            "use_mamba_kernels": False,
+        },
+        recurrent=True,
+    ),
+    "FalconH1": Tiny(
+        "FalconH1Config",
+        {**_MAMBA2, "mamba_d_ssm": 64, "num_hidden_layers": 4, "head_dim": 16},
+        recurrent=True,
+    ),
+    "Lfm2": Tiny(
+        "Lfm2Config",
+        {
+            "num_hidden_layers": 6,
+            "layer_types": ["conv", "full_attention", "full_attention"] * 2,
+            "block_multiple_of": 8,
+        },
+        recurrent=True,
+    ),
+    "Mamba2": Tiny(
+        "Mamba2Config",
+        {
+            "num_hidden_layers": 3,
+            "num_heads": 4,
+            "head_dim": 16,
+            "expand": 2,
+            "n_groups": 2,
+            "state_size": 8,
+            "conv_kernel": 4,
+            "chunk_size": 8,
+        },
+        recurrent=True,
+        attention=False,
+    ),
+}
+
+
+@lru_cache(maxsize=4)
+def model_of(name: str) -> Any:
+    """The model with random weights, the same ones every time."""
+    tiny = ZOO[name]
+    config = getattr(transformers, tiny.config)(**{**tiny.plain, **tiny.options})
+    torch.manual_seed(7)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for weight in model.parameters():
+        if weight.ndim > 1:
+            torch.nn.init.normal_(weight, std=tiny.spread)
+    return model
+
+
+def prompts() -> dict[str, torch.Tensor]:
+    """Three prompts of unlike lengths, padded on the left."""
+    longest = max(PROMPTS)
+    ids = torch.randint(1, VOCABULARY, (len(PROMPTS), longest), generator=seeded(3))
+    seen = torch.arange(longest) >= longest - torch.tensor(PROMPTS).unsqueeze(1)
+    return {"input_ids": ids * seen, "attention_mask": seen.long()}
+
+
+def seeded(number: int) -> torch.Generator:
+    """Random numbers that are the same every time."""
+    return torch.Generator().manual_seed(number)
+
+
+def generate(name: str, cache: Any = None, **options: Any) -> torch.Tensor:
+    """Greedy tokens behind the prompts."""
+    inputs = {**prompts(), "max_new_tokens": NEW, "do_sample": False, **options}
+    if cache is not None:
+        inputs[ZOO[name].argument] = cache
+    found: torch.Tensor = model_of(name).generate(**inputs)
+    return found[:, inputs["input_ids"].shape[1] :]
