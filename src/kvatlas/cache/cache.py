@@ -51,27 +51,27 @@ class LayerCache:
             placed = placed.fold("B", "k", into="B")
         return placed.reorder("B", "H", "N", "C")
 
+    @cached_property
+    def _places(self) -> dict[str, Placement]:
+        return {}
+
+    @cached_property
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return {}
+
     def place(self, name: str) -> Placement:
         """Where a field lies, by kernel blocks."""
+        # Kernels ask for every layer of every step, so answers are remembered.
         if name not in self._places:
             self._places[name] = self.page.view(self.kernel_blocks, name)
         return self._places[name]
 
     def field(self, name: str) -> torch.Tensor:
         """A field as a typed tensor: blocks first, then the field's own axes."""
-        if name not in self._views:
+        if name not in self._tensors:
             found: Field = self.page.field(name)
-            self._views[name] = view(self.buffer, self.place(name), torch_dtype(found.dtype))
-        return self._views[name]
-
-    # Kernels ask for the same few fields at every step, and a view never goes stale.
-    @cached_property
-    def _places(self) -> dict[str, Placement]:
-        return {}
-
-    @cached_property
-    def _views(self) -> dict[str, torch.Tensor]:
-        return {}
+            self._tensors[name] = view(self.buffer, self.place(name), torch_dtype(found.dtype))
+        return self._tensors[name]
 
     @property
     def fields(self) -> dict[str, torch.Tensor]:

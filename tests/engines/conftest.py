@@ -1,0 +1,24 @@
+"""One thread, so that results do not depend on the machine; edges checked after every test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.engines.guarded import Guarded, guarded
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def pages() -> Iterator[Guarded]:
+    with guarded() as made:
+        yield made
