@@ -248,6 +248,13 @@ def prompts() -> dict[str, torch.Tensor]:
     return {"input_ids": ids * seen, "attention_mask": seen.long()}
 
 
+def behind(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The prompts with these tokens behind them."""
+    ids, mask = prompts().values()
+    more = torch.nn.functional.pad(mask, (0, tokens.shape[1]), value=1)
+    return {"input_ids": torch.cat((ids, tokens), dim=1), "attention_mask": more}
+
+
 def seeded(number: int) -> torch.Generator:
     """Random numbers that are the same every time."""
     return torch.Generator().manual_seed(number)

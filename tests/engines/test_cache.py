@@ -1,0 +1,312 @@
+"""Beams, prefixes, fewer rows, taking back, freed blocks: what a cache does besides growing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvatlas.cache import allocate
+from kvatlas.engines.transformers import AtlasCache, make_plan
+from kvatlas.errors import AtlasError, Code
+from kvatlas.kernels import zero_blocks
+from kvatlas.plan import plan
+from tests.engines.guarded import LONGEST, Guarded
+from tests.engines.zoo import NEW, PROMPTS, ZOO, behind, generate, model_of, prompts
+
+BEAMS = 3
+SHORT = 24
+
+
+def own(name: str, **options: Any) -> torch.Tensor:
+    model_of(name).set_attn_implementation("eager")
+    return generate(name, **{"max_new_tokens": SHORT, **options})
+
+
+def on_pages(name: str, cache: AtlasCache, attention: str, **options: Any) -> torch.Tensor:
+    model_of(name).set_attn_implementation(attention)
+    return generate(name, cache, **{"max_new_tokens": SHORT, **options})
+
+
+def owned(cache: AtlasCache) -> int:
+    """Blocks that some row owns."""
+    return sum(blocks.count - blocks.free for blocks in cache.blocks.values())
+
+
+@pytest.mark.parametrize("attention", ["kvatlas", "eager"])
+@pytest.mark.parametrize("name", ["Llama", "Gemma3", "DeepseekV3", "Qwen3Next", "FalconH1", "Lfm2"])
+def test_beam_search(name: str, attention: str, pages: Guarded) -> None:
+    cache = pages.cache(name, batch=BEAMS * len(PROMPTS))
+    found = on_pages(name, cache, attention, num_beams=BEAMS)
+    assert torch.equal(found, own(name, num_beams=BEAMS))
+    assert cache.batch_size == BEAMS * len(PROMPTS)
+
+
+def test_beams_share_blocks_until_they_write(pages: Guarded) -> None:
+    cache = pages.cache("Llama", batch=12)
+    model_of("Llama").set_attn_implementation("kvatlas")
+    ids = prompts()["input_ids"][:1].repeat(1, 2)[:, :40]
+    with torch.no_grad():
+        model_of("Llama")(ids, past_key_values=cache)
+        assert owned(cache) == 3
+        cache.batch_repeat_interleave(4)
+        assert owned(cache) == 3
+        model_of("Llama")(torch.tensor([[5], [6], [7], [8]]), past_key_values=cache)
+    table = cache.batch.tables[0].rows
+    assert owned(cache) == 2 + 4
+    assert len({tuple(row[:2]) for row in table}) == 1
+    assert len({row[2] for row in table}) == 4
+
+
+@pytest.mark.parametrize("attention", ["kvatlas", "eager"])
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Llama4", "DeepseekV3", "Qwen3Next", "Jamba"])
+def test_going_on_from_a_prefix(name: str, attention: str, pages: Guarded) -> None:
+    """Generate, then again with what was said and more; the same as transformers' own cache."""
+    from transformers import DynamicCache
+
+    def two_turns(cache: Any) -> torch.Tensor:
+        first = generate(name, cache, max_new_tokens=20)
+        more = torch.cat((first, first.flip(1)[:, :7]), dim=1)
+        return generate(name, cache, **behind(more), max_new_tokens=20)
+
+    model = model_of(name)
+    model.set_attn_implementation("eager")
+    expected = two_turns(DynamicCache(config=model.config))
+    model.set_attn_implementation(attention)
+    assert torch.equal(two_turns(pages.cache(name)), expected)
+
+
+@pytest.mark.parametrize("name", ["Gemma2", "Llama4", "Qwen3_5", "FalconH1"])
+def test_reset_and_again(name: str, pages: Guarded) -> None:
+    """Nothing of the first use is seen in the second, and every block was given back."""
+    cache = pages.cache(name, layout="BHLNC")
+    expected = own(name)
+    assert torch.equal(on_pages(name, cache, "kvatlas"), expected)
+    cache.reset()
+    assert owned(cache) == 0
+    assert cache.lengths == []
+    for turn, attention in enumerate(("kvatlas", "eager")):
+        one = {key: rows[turn : turn + 1] for key, rows in prompts().items()}
+        alone = own(name, **one)
+        assert torch.equal(on_pages(name, cache, attention, **one), alone)
+        cache.reset()
+
+
+@pytest.mark.parametrize("name", ["Llama", "GptOss", "KimiLinear", "NemotronH"])
+def test_fewer_rows(name: str, pages: Guarded) -> None:
+    cache = pages.cache(name)
+    expected = own(name)
+    first = on_pages(name, cache, "kvatlas", max_new_tokens=10)
+    before = owned(cache)
+    kept = torch.tensor([2, 0])
+    cache.batch_select_indices(kept)
+    assert owned(cache) < before
+    inputs = {key: rows[kept] for key, rows in behind(first).items()}
+    more = on_pages(name, cache, "kvatlas", **inputs, max_new_tokens=SHORT - 10)
+    assert torch.equal(more, expected[kept][:, 10:])
+
+
+@pytest.mark.parametrize("name", ["Llama", "DeepseekV3"])
+def test_taking_tokens_back(name: str, pages: Guarded) -> None:
+    cache = pages.cache(name)
+    expected = own(name)
+    first = on_pages(name, cache, "kvatlas")
+    cache.crop(-14)
+    assert cache.seen == max(PROMPTS) + SHORT - 1 - 14
+    inputs = behind(first[:, : SHORT - 14])
+    more = on_pages(name, cache, "kvatlas", **inputs, max_new_tokens=14)
+    assert torch.equal(more, expected[:, SHORT - 14 :])
+    owners = owned(cache)
+    cache.crop(-cache.seen)
+    assert owned(cache) == 0 < owners
+
+
+def test_what_cannot_be_taken_back(pages: Guarded) -> None:
+    for name in ("Mistral", "Qwen3Next"):
+        cache = pages.cache(name)
+        on_pages(name, cache, "kvatlas", max_new_tokens=NEW)
+        lengths, owners = cache.lengths, owned(cache)
+        with pytest.raises(AtlasError) as refusal:
+            cache.crop(-30)
+        assert refusal.value.code is Code.CANNOT_TAKE_BACK
+        assert (cache.lengths, owned(cache)) == (lengths, owners)
+    with pytest.raises(AtlasError) as refusal:
+        cache.activate_past_recording()
+    assert refusal.value.code is Code.CANNOT_TAKE_BACK
+
+
+def test_a_window_that_is_told_to_keeps_its_past(pages: Guarded) -> None:
+    cache = pages.cache("Mistral")
+    expected = own("Mistral", max_new_tokens=NEW)
+    cache.activate_past_recording()
+    first = on_pages("Mistral", cache, "kvatlas", max_new_tokens=NEW)
+    cache.crop(-30)
+    inputs = behind(first[:, : NEW - 30])
+    more = on_pages("Mistral", cache, "kvatlas", **inputs, max_new_tokens=30)
+    assert torch.equal(more, expected[:, NEW - 30 :])
+
+
+@pytest.mark.parametrize("name", ["Mistral", "Llama4"])
+def test_windows_and_chunks_give_blocks_back(name: str, pages: Guarded) -> None:
+    """A plan for few tokens at once holds less than all of them, and that is enough."""
+    tight = make_plan(model_of(name).config, batch=3, max_len=LONGEST, in_flight=max(PROMPTS))
+    ample = make_plan(model_of(name).config, batch=3, max_len=LONGEST)
+    assert tight.num_blocks < ample.num_blocks
+    cache = pages.bind(tight)
+    assert torch.equal(on_pages(name, cache, "kvatlas", max_new_tokens=NEW), own(name, max_new_tokens=NEW))
+
+
+def states_of(cache: AtlasCache) -> list[torch.Tensor]:
+    """Every byte of the blocks that state groups own."""
+    found = []
+    for table in cache.batch.tables:
+        if table.recurrent:
+            ids = table.ids.flatten()
+            found += [layer.tensor[ids] for layer in table._layers]
+    return found
+
+
+@pytest.mark.parametrize("layout", ["BHLNC", "BLNHC", "LBHNC"])
+@pytest.mark.parametrize("name", ["Qwen3Next", "FalconH1", "Lfm2"])
+def test_a_freed_block_shows_no_old_bytes(name: str, layout: str, pages: Guarded) -> None:
+    """Blocks that held attention become states: they are clear before anybody reads them."""
+    cache = pages.cache(name, layout=layout, pack=2)
+    assert len(cache.plan.pools) == 1 < len(cache.plan.groups)
+    on_pages(name, cache, "kvatlas", max_new_tokens=NEW)
+    held = {b for t in cache.batch.tables if not t.recurrent for row in t.rows for b in row}
+    cache.reset()
+    cache.batch.admit(len(PROMPTS))
+    taken = {b for t in cache.batch.tables if t.recurrent for row in t.rows for b in row}
+    assert taken & held
+    assert all(bool((rows == 0).all()) for rows in states_of(cache))
+    cache.reset()
+    assert torch.equal(on_pages(name, cache, "kvatlas"), own(name))
+
+
+def test_without_clearing_old_bytes_would_show(
+    pages: Guarded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control for the test above."""
+    monkeypatch.setattr("kvatlas.engines.transformers.tables.zero_blocks", lambda *_: None)
+    cache = pages.cache("Qwen3Next", layout="BHLNC", pack=2)
+    cache.batch.admit(len(PROMPTS))
+    assert not all(bool((rows == 0).all()) for rows in states_of(cache))
+    assert zero_blocks.__name__ == "zero_blocks"
+
+
+@pytest.mark.parametrize("name", ["Qwen3Next", "Bamba", "KimiLinear"])
+def test_states_lie_where_the_plan_says(name: str, pages: Guarded) -> None:
+    """Bytes of the pages, read through the plan alone, are the states of transformers."""
+    from transformers import DynamicCache
+
+    model = model_of(name)
+    model.set_attn_implementation("eager")
+    theirs = DynamicCache(config=model.config)
+    generate(name, theirs, max_new_tokens=SHORT)
+    mine = pages.cache(name, layout="BHLNC", pack=2)
+    generate(name, mine, max_new_tokens=SHORT)
+    for layer in (layer for region in mine.plan.regions for layer in region.layers):
+        state = theirs.layers[layer.index]
+        if not hasattr(layer.spec, "ssm_dtype"):
+            continue
+        page = mine.cache[layer.name]
+        blocks = mine.layers[layer.index].states.ids[:, 0]
+        taps = layer.spec.kernel - 1
+        conv = page.conv[blocks].transpose(1, 2)
+        torch.testing.assert_close(conv, state.conv_states[0][..., -taps:])
+        ssm = page.ssm[blocks]
+        turned = ssm.transpose(-1, -2) if name in ("Qwen3Next", "KimiLinear") else ssm
+        torch.testing.assert_close(turned, state.recurrent_states[0], rtol=1e-4, atol=1e-5)
+
+
+def test_states_that_are_cut_by_heads(pages: Guarded) -> None:
+    """A plan that cuts a state into parts, each in a slot of its own."""
+    from kvatlas.models import Model
+
+    config = model_of("Bamba").config
+    model = Model.load(config, conv_dtype="fp32", ssm_dtype="fp32")
+    found = None
+    for tokens in (16, 32, 48, 64):
+        made = plan(
+            model, memory="4MiB", max_len=LONGEST, in_flight=LONGEST, kv_dtype="fp32",
+            layout="BLHNC", states="shared", block_size=tokens,
+        )  # fmt: skip
+        if any(made.parts(name) > 1 for name in made.layers):
+            found = made
+    if found is None:
+        pytest.skip("no plan for this model cuts its states")
+    assert torch.equal(on_pages("Bamba", pages.bind(found), "kvatlas"), own("Bamba"))
+
+
+def test_every_step_can_be_taken_without_generate(pages: Guarded) -> None:
+    """Plain forward calls, one token or several at a time."""
+    model = model_of("Qwen3Next")
+    model.set_attn_implementation("kvatlas")
+    ids = prompts()["input_ids"][:1]
+    cache = pages.cache("Qwen3Next", batch=1)
+    with torch.no_grad():
+        whole = model(ids, use_cache=False).logits
+        parts = [model(part, past_key_values=cache).logits for part in ids.split([9, 1, 1, 10], 1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=1e-3, atol=1e-3)
+    assert cache.lengths == [ids.shape[1]]
+
+
+@pytest.mark.parametrize("name", ["Llama", "GptOss", "Gemma2", "Llama4", "DeepseekV3"])
+def test_without_a_cache_attention_is_plain(name: str) -> None:
+    model = model_of(name)
+    inputs = prompts()
+    seen = inputs["attention_mask"].bool()
+    with torch.no_grad():
+        model.set_attn_implementation("eager")
+        expected = model(**inputs, use_cache=False).logits[seen]
+        model.set_attn_implementation("kvatlas")
+        found = model(**inputs, use_cache=False).logits[seen]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_pool_runs_out_of_blocks(pages: Guarded) -> None:
+    cache = pages.cache("Llama", batch=1, max_len=48)
+    with pytest.raises(AtlasError) as refusal:
+        on_pages("Llama", cache, "kvatlas", max_new_tokens=NEW)
+    assert refusal.value.code is Code.NO_BLOCKS
+
+
+def test_refusals(pages: Guarded) -> None:
+    cache = pages.cache("Llama")
+    on_pages("Llama", cache, "kvatlas", max_new_tokens=2)
+    model = model_of("Llama")
+    with pytest.raises(AtlasError) as refusal:
+        model(torch.tensor([[1]]), past_key_values=cache)
+    assert refusal.value.code in (Code.BAD_TENSOR, Code.ENGINE_REFUSES)
+    with pytest.raises(AtlasError) as refusal:
+        AtlasCache(allocate(plan("Qwen3-8B", memory="64MiB", tp=2, max_len=16)))
+    assert refusal.value.code is Code.BAD_TOPOLOGY
+    with pytest.raises(AtlasError) as refusal:
+        AtlasCache(allocate(plan("DeepSeek-V3.2", memory="64MiB", max_len=64)))
+    assert refusal.value.code is Code.ENGINE_REFUSES
+
+
+def test_padding_that_is_not_on_the_left_is_refused(pages: Guarded) -> None:
+    model = model_of("Llama")
+    model.set_attn_implementation("kvatlas")
+    inputs = prompts()
+    with pytest.raises(AtlasError) as refusal:
+        model(inputs["input_ids"], attention_mask=inputs["attention_mask"].flip(1),
+              past_key_values=pages.cache("Llama"))
+    assert refusal.value.code is Code.ENGINE_REFUSES
+
+
+def test_a_mask_that_the_plan_does_not_know_is_refused(pages: Guarded) -> None:
+    """Pages planned for one window, read by a model with another."""
+    model = model_of("Mistral")
+    model.set_attn_implementation("kvatlas")
+    config = type(model.config)(**{**model.config.to_dict(), "sliding_window": 12})
+    cache = pages.bind(make_plan(config, batch=3, max_len=LONGEST))
+    with pytest.raises(AtlasError) as refusal:
+        generate("Mistral", cache)
+    assert refusal.value.code is Code.ENGINE_REFUSES
+
+
+def test_the_zoo_is_whole() -> None:
+    assert len(ZOO) == 17
