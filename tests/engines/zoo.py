@@ -227,10 +227,26 @@ ZOO: dict[str, Tiny] = {
 }
 
 
+OTHERS: dict[str, Tiny] = {
+    "Bamba in parts": Tiny(
+        "BambaConfig",
+        {
+            **_MAMBA2,
+            "num_hidden_layers": 6,
+            "attn_layer_indices": [1, 2, 4, 5],
+            "num_key_value_heads": 1,
+            "mamba_d_state": 32,
+        },
+        recurrent=True,
+    ),
+}
+"""Models for one test alone: this one's states are larger than a block of its attention."""
+
+
 @lru_cache(maxsize=4)
 def model_of(name: str) -> Any:
     """The model with random weights, the same ones every time."""
-    tiny = ZOO[name]
+    tiny = tiny_of(name)
     config = getattr(transformers, tiny.config)(**{**tiny.plain, **tiny.options})
     torch.manual_seed(7)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -238,6 +254,11 @@ def model_of(name: str) -> Any:
         if weight.ndim > 1:
             torch.nn.init.normal_(weight, std=tiny.spread)
     return model
+
+
+def tiny_of(name: str) -> Tiny:
+    """A model of the zoo, or one of the others."""
+    return ZOO.get(name) or OTHERS[name]
 
 
 def prompts() -> dict[str, torch.Tensor]:
@@ -264,6 +285,6 @@ def generate(name: str, cache: Any = None, **options: Any) -> torch.Tensor:
     """Greedy tokens behind the prompts."""
     inputs = {**prompts(), "max_new_tokens": NEW, "do_sample": False, **options}
     if cache is not None:
-        inputs[ZOO[name].argument] = cache
+        inputs[tiny_of(name).argument] = cache
     found: torch.Tensor = model_of(name).generate(**inputs)
     return found[:, inputs["input_ids"].shape[1] :]

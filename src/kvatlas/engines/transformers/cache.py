@@ -133,19 +133,19 @@ class AtlasCache(TransformersCache):
 
     def _pages(self, layer: Layer) -> AnyPages:
         spec, parts = layer.spec, self._cache.parts(layer.name)
-        region, _ = self.plan.region_of(layer.name)
-        table = self._tables[region.group]
+        homes = [self.plan.region_of(layer.name, part)[0] for part in range(len(parts))]
+        tables = [self._tables[region.group] for region in homes]
         unlike = (CrossAttention, SinkAttention, SlidingLatentAttention)
         if isinstance(spec, Attention) and not isinstance(spec, unlike):
-            return AttentionPages(self.batch, KeyValueRows(parts[0], spec), table)
+            return AttentionPages(self.batch, KeyValueRows(parts[0], spec), tables[0])
         if isinstance(spec, LatentAttention) and not isinstance(spec, unlike):
             plain = spec.compress == 1 and spec.cache in ("auto", "fp8", "fp8_e4m3")
             if plain:
-                return AttentionPages(self.batch, LatentRows(parts[0], spec), table)
+                return AttentionPages(self.batch, LatentRows(parts[0], spec), tables[0])
         if isinstance(spec, Recurrent):
             fields = state_fields(parts, spec)
             if fields is not None:
-                return StatePages(self.batch, fields, table)
+                return StatePages(self.batch, fields, tables)
         raise _not_served(layer)
 
     # -- what models ask ------------------------------------------------------------
@@ -155,6 +155,7 @@ class AtlasCache(TransformersCache):
     ) -> Pair:
         """Store new rows of a layer, and return what its attention is to see."""
         self.settle()
+        masks_asked(None)
         pages = self.layers[layer_idx]
         found: Pair = pages.update(key_states, value_states)
         count = key_states.shape[-2]

@@ -6,6 +6,7 @@ all of them share (rows of the batch, padding, block tables) belongs to the batc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -92,19 +93,23 @@ class AttentionPages(CacheLayerMixin):
 
 
 class StatePages(LinearAttentionCacheLayerMixin):
-    """The conv and ssm states of one layer in the block of each row."""
+    """The conv and ssm states of one layer, in a block of each row or in one for each part."""
 
     is_compileable = False
 
-    def __init__(self, batch: Batch, fields: dict[str, StateField], table: Table) -> None:
-        self.init_states(batch, fields, table)
+    def __init__(
+        self, batch: Batch, fields: dict[str, StateField], tables: Sequence[Table]
+    ) -> None:
+        self.init_states(batch, fields, tables)
 
-    def init_states(self, batch: Batch, fields: dict[str, StateField], table: Table) -> None:
-        """The states' own part of a layer."""
+    def init_states(
+        self, batch: Batch, fields: dict[str, StateField], tables: Sequence[Table]
+    ) -> None:
+        """The states' own part of a layer; a table for each part that they are cut into."""
         LinearAttentionCacheLayerMixin.__init__(self)
         self.batch = batch
         self.fields = fields
-        self.states = table
+        self.states = tuple(tables)
         self._lent: dict[str, torch.Tensor] = {}
 
     @property
@@ -116,8 +121,8 @@ class StatePages(LinearAttentionCacheLayerMixin):
         """Nothing to do: the pages are there."""
 
     @property
-    def _blocks(self) -> torch.Tensor:
-        return self.states.ids[:, 0]
+    def _blocks(self) -> list[torch.Tensor]:
+        return [table.ids[:, 0] for table in self.states]
 
     def lend(self, name: str) -> torch.Tensor | None:
         """A state for the model to read and to change; None before there is one."""

@@ -70,7 +70,7 @@ def page_mask(
     pages = _ASKED.get()
     masks_asked(None)
     _WRITTEN.set(None)
-    if pages is None:
+    if pages is None or pages.seen != q_offset:
         found: torch.Tensor | None = sdpa_mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
             allow_is_causal_skip=False, use_vmap=use_vmap, device=device,

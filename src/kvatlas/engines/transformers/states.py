@@ -52,21 +52,21 @@ class StateField:
         sizes = dict(self.state.axes)
         return tuple(sizes[axis] for axis in self.axes)
 
-    def read(self, blocks: torch.Tensor) -> torch.Tensor:
-        """The whole state of each of `blocks`."""
+    def read(self, blocks: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The whole state of each row; `blocks` are the rows' blocks for each part."""
         dtype = torch_dtype(DType.of(self.state.dtype))
-        found = torch.empty((len(blocks), *self.shape), dtype=dtype, device=blocks.device)
-        for view, pieces in self._places:
-            rows = view[blocks]
+        found = torch.empty((len(blocks[0]), *self.shape), dtype=dtype, device=blocks[0].device)
+        for (view, pieces), ids in zip(self._places, blocks, strict=True):
+            rows = view[ids]
             for mine, whole in pieces:
                 found[whole] = rows[mine]
         return found
 
-    def write(self, blocks: torch.Tensor, values: torch.Tensor) -> None:
-        """Put the whole state of each of `blocks`, every part where it lies."""
-        for view, pieces in self._places:
+    def write(self, blocks: Sequence[torch.Tensor], values: torch.Tensor) -> None:
+        """Put the whole state of each row, every part where it lies."""
+        for (view, pieces), ids in zip(self._places, blocks, strict=True):
             for mine, whole in pieces:
-                view[(blocks, *mine[1:])] = values[whole].to(view.dtype)
+                view[(ids, *mine[1:])] = values[whole].to(view.dtype)
 
     @cached_property
     def _places(self) -> list[tuple[torch.Tensor, list[Piece]]]:
