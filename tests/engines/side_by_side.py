@@ -46,7 +46,8 @@ class SideBySide(Cache):
         sizes = set(self.ask(lambda m: m.get_mask_sizes(query_length, layer_idx)))
         _ASKED.set((self, query_length, layer_idx))
         assert len(sizes) == 1
-        return sizes.pop()
+        found: tuple[int, int] = sizes.pop()
+        return found
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         return self._lend(layer_idx, "conv", lambda m: m.get_conv_state(layer_idx, state_idx))
@@ -88,7 +89,7 @@ def _mask(batch_size: int, attention_mask: torch.Tensor | None = None, **more: A
     assert asked is not None
     cache, length, layer = asked
     rows = batch_size // len(cache.members)
-    found = []
+    found: list[Any] = []
     for index, member in enumerate(cache.members):
         member.get_mask_sizes(length, layer)
         mask = None if attention_mask is None else cache.split(attention_mask)[index]

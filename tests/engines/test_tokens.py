@@ -39,7 +39,11 @@ def ways(name: str) -> list[Way]:
     packed = [{"layout": order, "pack": pack} for order in ORDERS for pack in PACKS]
     if name != "KimiLinear":
         packed = [way for way in packed if way["layout"] != "LHBNC"]
-    return [*packed, {"layout": "LHBNC", "states": "apart"}, {"layout": "BHLNC", "states": "shared"}]
+    return [
+        *packed,
+        {"layout": "LHBNC", "states": "apart"},
+        {"layout": "BHLNC", "states": "shared"},
+    ]
 
 
 def some_ways(name: str) -> list[Way]:

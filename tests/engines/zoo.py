@@ -130,8 +130,13 @@ ZOO: dict[str, Tiny] = {
     ),
     "Qwen3Next": Tiny(
         "Qwen3NextConfig",
-        {**_DELTA, **_EXPERTS, "num_hidden_layers": 6, "layer_types": _ALTERNATE,
-         "mlp_only_layers": list(range(1, 6))},
+        {
+            **_DELTA,
+            **_EXPERTS,
+            "num_hidden_layers": 6,
+            "layer_types": _ALTERNATE,
+            "mlp_only_layers": list(range(1, 6)),
+        },
         recurrent=True,
     ),
     "Qwen3_5": Tiny(

@@ -45,8 +45,7 @@ class AtlasCache(TransformersCache):
     ... )
     >>> cache = AtlasCache.from_config(config, batch=3, max_len=64, layout="BHLNC")
     >>> print(cache.plan)  # doctest: +NORMALIZE_WHITESPACE
-    LlamaForCausalLM, tp 1, policy atlas, order BHLNC: blocks of 16 tokens, 1 group(s),
-    13 x 4,096 bytes
+    llama, tp 1, policy atlas, order BHLNC: blocks of 16 tokens, 1 group(s), 13 x 4,096 bytes
     """
 
     def __init__(self, cache: Cache) -> None:
@@ -105,7 +104,10 @@ class AtlasCache(TransformersCache):
     def _table(self, index: int) -> Table:
         plan, group = self.plan, self.plan.groups[index]
         names = [
-            layer.name for region in plan.regions if region.group == index for layer in region.layers
+            layer.name
+            for region in plan.regions
+            if region.group == index
+            for layer in region.layers
         ]
         layers = [part for name in dict.fromkeys(names) for part in self._in_group(name, index)]
         return Table(group, layers, self.blocks[group.pool])
@@ -116,9 +118,7 @@ class AtlasCache(TransformersCache):
         return [p for i, p in enumerate(parts) if self.plan.region_of(name, i)[0].group == index]
 
     def _build(self) -> list[AnyPages]:
-        homes = {
-            layer.name: layer for region in self.plan.regions for layer in region.layers
-        }
+        homes = {layer.name: layer for region in self.plan.regions for layer in region.layers}
         found: dict[int, AnyPages] = {}
         for layer in homes.values():
             pages, known = self._pages(layer), found.get(layer.index)
@@ -151,7 +151,12 @@ class AtlasCache(TransformersCache):
     # -- what models ask ------------------------------------------------------------
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *_: Any,
+        **__: Any,
     ) -> Pair:
         """Store new rows of a layer, and return what its attention is to see."""
         self.settle()

@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from kvatlas.engines.transformers.rows import KeyValueRows, LatentRows
+from kvatlas.engines.transformers.rows import LatentRows
 from kvatlas.errors import AtlasError, Code
 from kvatlas.kernels import attend, attend_latent
 from kvatlas.specs import ChunkedAttention, SlidingAttention
@@ -38,6 +38,14 @@ class Reading:
     pages: AttentionPages
     start: int
     count: int
+
+
+class Where(TypedDict):
+    """Whose pages a kernel reads, and how many tokens of each ask."""
+
+    tables: torch.Tensor
+    lengths: torch.Tensor
+    queries: torch.Tensor
 
 
 _ASKED: ContextVar[AttentionPages | None] = ContextVar("_ASKED", default=None)
@@ -78,7 +86,9 @@ def page_mask(
         return found
     pages.batch.read_pages(attention_mask, batch_size, q_offset, q_length)
     places = range(kv_offset, kv_offset + kv_length)
-    if use_vmap or not _as_planned(pages, mask_function, range(q_offset, q_offset + q_length), places):
+    if use_vmap or not _as_planned(
+        pages, mask_function, range(q_offset, q_offset + q_length), places
+    ):
         raise AtlasError(
             Code.ENGINE_REFUSES,
             "Pages are read causally, within the window or the chunk of the plan",
@@ -137,30 +147,25 @@ def page_attention(
     skipped = torch.tensor(pages.batch.skipped, device=query.device)
     at = torch.arange(reading.start, reading.start + reading.count, device=query.device)
     real = at >= skipped.unsqueeze(1)
-    rows = query.transpose(1, 2)[real]
-    where = {
+    where: Where = {
         "tables": pages.table.kernel_ids(pages.rows.layer),
         "lengths": (reading.start + reading.count - skipped).clamp(min=0),
         "queries": real.sum(1),
     }
-    if isinstance(pages.rows, LatentRows):
-        answer = _latent(module, pages.rows, rows, scale, where)
+    q, rows = query.transpose(1, 2)[real], pages.rows
+    if isinstance(rows, LatentRows):
+        answer = _latent(module, rows, q, scale, where)
     else:
         answer = attend(
-            pages.rows.layer, pages.rows.spec, rows, scale=scale, sinks=s_aux, softcap=softcap,
-            **where,
-        )  # fmt: skip
+            rows.layer, rows.spec, q, scale=scale, sinks=s_aux, softcap=softcap, **where
+        )
     found = answer.new_zeros((*real.shape, *answer.shape[1:]))
     found[real] = answer
     return found.to(query.dtype), None
 
 
 def _latent(
-    module: torch.nn.Module,
-    rows: LatentRows,
-    query: torch.Tensor,
-    scale: float,
-    where: dict[str, torch.Tensor],
+    module: Any, rows: LatentRows, query: torch.Tensor, scale: float, where: Where
 ) -> torch.Tensor:
     """Absorbed MLA: queries go into the latent's space, and values come out of it."""
     weight = module.kv_b_proj.weight.view(query.shape[1], -1, rows.spec.latent)

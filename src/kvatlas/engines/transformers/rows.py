@@ -9,7 +9,6 @@ them to K and V of every head after it has read them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -23,22 +22,6 @@ _E4M3_MAX = 448.0
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-class Rows(Protocol):
-    """What a layer keeps of each token."""
-
-    layer: LayerCache
-
-    @property
-    def reach(self) -> int | None:
-        """Tokens that a window or a chunk holds at most; None for all."""
-
-    def put(self, first: torch.Tensor, second: torch.Tensor, slots: torch.Tensor) -> None:
-        """Write [tokens, heads, elements] to slots; negative ones are skipped."""
-
-    def get(self, slots: torch.Tensor) -> Pair:
-        """Read slots, as float32 [tokens, heads, elements]."""
-
-
 @dataclass(frozen=True)
 class KeyValueRows:
     """K and V for each head, in whatever cache dtype the spec says."""
@@ -48,17 +31,17 @@ class KeyValueRows:
 
     @property
     def reach(self) -> int | None:
-        """The spec's window or chunk."""
+        """Tokens that a window or a chunk holds at most; None for all."""
         if isinstance(self.spec, SlidingAttention):
             return self.spec.window
         return self.spec.chunk if isinstance(self.spec, ChunkedAttention) else None
 
     def put(self, first: torch.Tensor, second: torch.Tensor, slots: torch.Tensor) -> None:
-        """Quantised on the way."""
+        """Write [tokens, heads, elements] to slots, quantised; negative ones are skipped."""
         write(self.layer, self.spec, first, second, slots)
 
     def get(self, slots: torch.Tensor) -> Pair:
-        """Dequantised on the way."""
+        """Read slots, as float32 [tokens, heads, elements]."""
         return read(self.layer, self.spec, slots)
 
 
@@ -75,7 +58,7 @@ class LatentRows:
         return None
 
     def put(self, first: torch.Tensor, second: torch.Tensor, slots: torch.Tensor) -> None:
-        """As they are, or in fp8 with a scale of one, which saturates."""
+        """Write them as they are, or in fp8 with a scale of one, which saturates."""
         kept = slots >= 0
         states = self.layer.kernel_blocks.size("N")
         at = (slots[kept] // states, slots[kept] % states)
@@ -87,8 +70,12 @@ class LatentRows:
             field[at] = rows.to(field.dtype)
 
     def get(self, slots: torch.Tensor) -> Pair:
-        """Both, with one head."""
+        """Read both, as float32 with one head."""
         states = self.layer.kernel_blocks.size("N")
         at = (slots // states, slots % states)
         latent, rope = (self.layer.field(name)[at].float() for name in ("latent", "rope"))
         return latent.unsqueeze(1), rope.unsqueeze(1)
+
+
+Rows = KeyValueRows | LatentRows
+"""What a layer keeps of each token."""

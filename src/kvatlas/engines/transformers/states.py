@@ -66,7 +66,8 @@ class StateField:
         """Put the whole state of each row, every part where it lies."""
         for (view, pieces), ids in zip(self._places, blocks, strict=True):
             for mine, whole in pieces:
-                view[(ids, *mine[1:])] = values[whole].to(view.dtype)
+                at: tuple[torch.Tensor | slice, ...] = (ids, *mine[1:])
+                view[at] = values[whole].to(view.dtype)
 
     @cached_property
     def _places(self) -> list[tuple[torch.Tensor, list[Piece]]]:

@@ -108,7 +108,7 @@ class Table:
             first, stop = max(start - skip, 0), start + count - skip
             if not self.keep_all:
                 self._leave(row, self._first_seen(first))
-            for index in range(len(row), ceil_div(max(stop, 0), self.block)):
+            for _ in range(len(row), ceil_div(max(stop, 0), self.block)):
                 row.append(self._fresh())
                 self._ids = None
             for index in range(first // self.block, ceil_div(max(stop, 0), self.block)):
