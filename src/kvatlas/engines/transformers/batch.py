@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -31,6 +31,7 @@ class Batch:
                 got=f"a batch of {count} after one of {self.rows}",
                 hint="Use reset, batch_select_indices or batch_repeat_interleave between them",
             )
+        self._require({table: count for table in self.tables if table.recurrent})
         for table in self.tables:
             table.admit(count, padded=self._paged is None)
         self.rows = count
@@ -46,12 +47,19 @@ class Batch:
     def select(self, indices: torch.Tensor) -> None:
         """Rows by their old numbers, or by a mask over them."""
         chosen = torch.arange(self.rows)[indices.cpu()].tolist()
+        self._require({table: table.copies(chosen) for table in self.tables})
         for table in self.tables:
             table.select(chosen)
         self.skipped = [self.skipped[i] for i in chosen]
         self.rows = len(chosen)
         if not chosen:
             self.clear()
+
+    def _require(self, needs: Mapping[Table, int]) -> None:
+        """Refuse what some pool has too few blocks for, before any table changes."""
+        pools = {id(table.blocks): table.blocks for table in needs}
+        for key, blocks in pools.items():
+            blocks.require(sum(n for table, n in needs.items() if id(table.blocks) == key))
 
     # -- how pages are read ---------------------------------------------------------
 

@@ -30,15 +30,19 @@ class Blocks:
         """How many ids nobody owns."""
         return len(self._free)
 
-    def take(self) -> int:
-        """An id for one owner."""
-        if not self._free:
+    def require(self, count: int) -> None:
+        """Refuse what needs more ids than are free, before anything is done."""
+        if count > self.free:
             raise AtlasError(
                 Code.NO_BLOCKS,
                 "A pool has a free block when one is needed",
-                got=f"all {self.count} blocks taken",
+                got=f"{count} needed and {self.free} free of {self.count}",
                 hint="Make the cache for more rows or longer ones, or reset it",
             )
+
+    def take(self) -> int:
+        """An id for one owner."""
+        self.require(1)
         block = self._free.pop()
         self._owners[block] = 1
         return block

@@ -36,7 +36,7 @@ class Table:
         """Rows may hold padding, so that chunks begin nobody knows where."""
         self.rows: list[list[int]] = []
         self._layers = list(layers)
-        self._blocks = blocks
+        self.blocks = blocks
         self._slots: tuple[int, int, torch.Tensor] | None = None
         self._ids: torch.Tensor | None = None
 
@@ -52,6 +52,10 @@ class Table:
         self.padded = padded
         self.rows = [[self._fresh()] if self.recurrent else [] for _ in range(count)]
         self._changed()
+
+    def copies(self, chosen: Sequence[int]) -> int:
+        """Blocks more than it has now that `select` takes at once: states that come twice."""
+        return max(0, len(chosen) - len(self.rows)) if self.recurrent else 0
 
     def clear(self) -> None:
         """Give everything back."""
@@ -69,7 +73,7 @@ class Table:
         if not self.recurrent:
             self.rows = [list(old[i]) for i in chosen]
             for block in (block for row in self.rows for block in row if block != GONE):
-                self._blocks.share(block)
+                self.blocks.share(block)
             self._drop(block for row in old for block in row)
         else:
             self._drop(block for i in set(range(len(old))) - set(chosen) for block in old[i])
@@ -157,7 +161,7 @@ class Table:
 
     def _own(self, row: list[int], index: int) -> None:
         """Copy a block before it is written to, if others own it too."""
-        if self._blocks.shared(row[index]):
+        if self.blocks.shared(row[index]):
             mine = self._copied(row[index])
             self._drop([row[index]])
             row[index] = mine
@@ -165,7 +169,7 @@ class Table:
 
     def _fresh(self) -> int:
         """A block of the pool; states are read before all of them is written."""
-        block = self._blocks.take()
+        block = self.blocks.take()
         if self.recurrent:
             for layer in self._layers:
                 zero_blocks(layer, self._split(layer, torch.tensor([block], device=self.device)))
@@ -189,7 +193,7 @@ class Table:
     def _drop(self, blocks: Iterable[int]) -> None:
         for block in blocks:
             if block != GONE:
-                self._blocks.drop(block)
+                self.blocks.drop(block)
 
     def _changed(self) -> None:
         self._slots = self._ids = None
