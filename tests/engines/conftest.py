@@ -11,10 +11,12 @@ from tests.engines.guarded import Guarded, guarded
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
+def _tiny_matrices() -> Iterator[None]:
+    """One thread and no oneDNN, which takes longer to set up than tiny matrices take."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
+    with torch.backends.mkldnn.flags(enabled=False):
+        yield
     torch.set_num_threads(threads)
 
 

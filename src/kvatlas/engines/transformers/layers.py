@@ -59,12 +59,11 @@ class AttentionPages(CacheLayerMixin):
         """Rows that the mask of transformers covers, gathered; zeros where none is stored."""
         slots = self.table.slots(range(self._offset(start), self.seen), self.batch.skipped)
         flat = slots.flatten()
-        found = self.rows.get(flat.clamp(min=0))
-        shape = (*slots.shape, -1)
-        keys, values = (
-            rows.masked_fill((flat < 0).view(-1, 1, 1), 0).view(*shape, rows.shape[-1])
-            for rows in found
-        )
+        missing = flat < 0
+        keys, values = self.rows.get(flat.clamp(min=0))
+        if bool(missing.any()):
+            keys[missing], values[missing] = 0, 0
+        keys, values = (rows.view(*slots.shape, *rows.shape[1:]) for rows in (keys, values))
         return keys.transpose(1, 2).to(k.dtype), values.transpose(1, 2).to(v.dtype)
 
     def _offset(self, start: int) -> int:

@@ -40,13 +40,13 @@ class StateField:
         """What the field is called in the page."""
         return self.state.name
 
-    @property
+    @cached_property
     def axes(self) -> tuple[str, ...]:
         """Its axes as the model has them."""
         own = {axis for axis, _ in self.state.axes}
         return next(axes for axes in _MODEL_AXES[self.name] if set(axes) == own)
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """Its shape for one row."""
         sizes = dict(self.state.axes)

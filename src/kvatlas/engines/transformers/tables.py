@@ -37,7 +37,8 @@ class Table:
         self.rows: list[list[int]] = []
         self._layers = list(layers)
         self.blocks = blocks
-        self._slots: tuple[int, int, torch.Tensor] | None = None
+        self._slots: dict[range, torch.Tensor] = {}
+        self._reserved: range | None = None
         self._ids: torch.Tensor | None = None
 
     @property
@@ -106,8 +107,10 @@ class Table:
         `skipped` are the tokens of each row that are padding and have no slot. All
         layers of the group ask the same, and the first one finds the blocks.
         """
-        if self._slots is not None and self._slots[:2] == (start, count):
-            return self._slots[2]
+        places = range(start, start + count)
+        if self._reserved == places:
+            return self.slots(places, skipped)
+        self._slots.clear()
         for row, skip in zip(self.rows, skipped, strict=True):
             first, stop = max(start - skip, 0), start + count - skip
             if not self.keep_all:
@@ -117,12 +120,16 @@ class Table:
                 self._ids = None
             for index in range(first // self.block, ceil_div(max(stop, 0), self.block)):
                 self._own(row, index)
-        slots = self.slots(range(start, start + count), skipped)
-        self._slots = (start, count, slots)
-        return slots
+        self._reserved = places
+        return self.slots(places, skipped)
 
     def slots(self, places: range, skipped: Sequence[int]) -> torch.Tensor:
         """Slots [rows, places] of tokens by their place in the batch; negative for none."""
+        if places not in self._slots:
+            self._slots[places] = self._find(places, skipped)
+        return self._slots[places]
+
+    def _find(self, places: range, skipped: Sequence[int]) -> torch.Tensor:
         skip = torch.tensor(skipped, device=self.device).unsqueeze(1)
         at = torch.arange(places.start, places.stop, device=self.device) - skip
         ids = self.ids
@@ -196,4 +203,5 @@ class Table:
                 self.blocks.drop(block)
 
     def _changed(self) -> None:
-        self._slots = self._ids = None
+        self._ids = self._reserved = None
+        self._slots.clear()
