@@ -200,6 +200,7 @@ def test_every_code_has_a_way_to_it() -> None:
         Code.DEADLINE, Code.PEER_LOST, Code.WIRE_FAILED, Code.BAD_HANDSHAKE, Code.BAD_SIGNATURE,
         Code.UNLIKE_VERSIONS, Code.UNKNOWN_SESSION, Code.UNKNOWN_REQUEST, Code.LEASE_EXPIRED,
         Code.CHECKSUM, Code.CANCELLED, Code.MISSING_EXTRA,
+    }  # fmt: skip
     elsewhere |= {  # tests/engines/test_cache.py
         Code.NO_BLOCKS, Code.ENGINE_REFUSES, Code.CANNOT_TAKE_BACK,
     }  # fmt: skip
