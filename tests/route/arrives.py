@@ -1,0 +1,75 @@
+"""The check that all tests of transfers share: every byte, and no byte more."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from kvatlas.route import Route, route
+from tests.route import oracle
+from tests.route.oracle import Memory, Move
+
+
+def ask(move: Move) -> dict[str, Any]:
+    """What `Route.bind` is told of a move, ranks apart."""
+    return {
+        "src_blocks": move.src_blocks,
+        "dst_blocks": move.dst_blocks,
+        "tokens": move.tokens,
+        "layers": move.layers,
+    }
+
+
+def assert_arrives(
+    move: Move, *, made: Route | None = None, seed: int = 0, spell_out: bool = True
+) -> dict[tuple[int, int], int]:
+    """Carry a move out and compare every byte; descriptors for each pair of ranks.
+
+    Every byte that is needed is named once, `needs` names the same ones, nothing else
+    changes, and no fewer descriptors would do.
+    """
+    rng = np.random.default_rng(seed)
+    made = made or route(move.src, move.dst)
+    sources = oracle.fill(move, rng)
+    found: dict[tuple[int, int], int] = {}
+    for rank in oracle.ranks(move.dst):
+        poison = Memory(move.dst, rank, rng)
+        after = poison.copy()
+        named: dict[int, list[Any]] = {}
+        for source in made.sources(rank):
+            bound = made.bind(src_rank=source, dst_rank=rank, **ask(move))
+            oracle.carry_out(bound.copies, sources[source], after)
+            pairs = [(copy.src_pool, copy.dst_pool) for copy in bound.copies]
+            assert len(set(pairs)) == len(pairs), "one copy for each pair of pools"
+            for copy in bound.copies:
+                named.setdefault(copy.dst_pool, []).append((copy.dst, copy.length))
+                least = oracle.minimum(copy) if spell_out else joined(copy)
+                assert len(copy.dst) == least, "the fewest descriptors"
+            found[source, rank] = sum(len(copy.dst) for copy in bound.copies)
+        after.assert_equal(oracle.expected(move, rank, poison), f"destination rank {rank}")
+        assert_named_once(named, move, rank, "copies")
+        needs = made.needs(
+            dst_rank=rank, dst_blocks=move.dst_blocks, tokens=move.tokens, layers=move.layers
+        )
+        assert_named_once({pool: [pair] for pool, pair in needs.items()}, move, rank, "needs")
+    return found
+
+
+def assert_named_once(named: Mapping[int, list[Any]], move: Move, rank: int, what: str) -> None:
+    counts = oracle.times_named(named, move.dst, rank)
+    for pool, needed in oracle.needed(move, rank).items():
+        wrong = np.flatnonzero(counts[pool] != needed)
+        assert not wrong.size, (
+            f"{what}: rank {rank}, pool {pool}, bytes {wrong[:6]}... are named "
+            f"{counts[pool][wrong][:6]} times"
+        )
+
+
+def joined(copy: Any) -> int:
+    """`oracle.minimum` by stretches instead of bytes, for large transfers."""
+    order = np.argsort(copy.dst, kind="stable")
+    src, dst, length = copy.src[order], copy.dst[order], copy.length[order]
+    together = (dst[1:] == (dst + length)[:-1]) & (src[1:] == (src + length)[:-1])
+    return len(dst) - int(np.count_nonzero(together))
