@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvatlas.route import Route, route
 from tests.route import oracle
@@ -48,22 +49,27 @@ def assert_arrives(
                 least = oracle.minimum(copy) if spell_out else joined(copy)
                 assert len(copy.dst) == least, "the fewest descriptors"
             found[source, rank] = sum(len(copy.dst) for copy in bound.copies)
-        after.assert_equal(oracle.expected(move, rank, poison), f"destination rank {rank}")
-        assert_named_once(named, move, rank, "copies")
+        right, arrived = oracle.expected(move, rank, poison)
+        after.assert_equal(right, f"destination rank {rank}")
+        assert_named_once(named, arrived, f"copies to rank {rank}")
         needs = made.needs(
             dst_rank=rank, dst_blocks=move.dst_blocks, tokens=move.tokens, layers=move.layers
         )
-        assert_named_once({pool: [pair] for pool, pair in needs.items()}, move, rank, "needs")
+        listed = {pool: [pair] for pool, pair in needs.items()}
+        assert_named_once(listed, arrived, f"needs of rank {rank}")
     return found
 
 
-def assert_named_once(named: Mapping[int, list[Any]], move: Move, rank: int, what: str) -> None:
-    counts = oracle.times_named(named, move.dst, rank)
-    for pool, needed in oracle.needed(move, rank).items():
-        wrong = np.flatnonzero(counts[pool] != needed)
+def assert_named_once(
+    named: Mapping[int, list[Any]], arrived: Mapping[int, NDArray[np.bool_]], what: str
+) -> None:
+    """Every byte that must arrive is named once, and no other."""
+    assert named.keys() <= arrived.keys()
+    for pool, needed in arrived.items():
+        counts = oracle.times_named(named.get(pool, []), needed.size)
+        wrong = np.flatnonzero(counts != needed)
         assert not wrong.size, (
-            f"{what}: rank {rank}, pool {pool}, bytes {wrong[:6]}... are named "
-            f"{counts[pool][wrong][:6]} times"
+            f"{what}: bytes {wrong[:6]}... of pool {pool} are named {counts[wrong][:6]} times"
         )
 
 

@@ -10,7 +10,7 @@ at a time (as long arrays of coordinates, where speed asks for it), and each add
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal
@@ -302,27 +302,18 @@ def fill(move: Move, rng: np.random.Generator) -> dict[int, Memory]:
     return found
 
 
-def expected(move: Move, rank: int, poison: Memory) -> Memory:
-    """A destination rank's memory after the transfer, poison wherever nothing arrives."""
+def expected(move: Move, rank: int, poison: Memory) -> tuple[Memory, dict[int, NDArray[np.bool_]]]:
+    """A destination rank's memory after the transfer, and which bytes of it have arrived.
+
+    Wherever nothing arrives there is poison.
+    """
     after = poison.copy()
+    arrived = {index: np.zeros(pool.size, dtype=bool) for index, pool in after.pools.items()}
     for elements in held(move, "dst", rank):
         at, marks = elements.bytes()
         after.pools[elements.pool][at] = marks
-    return after
-
-
-def needed(move: Move, rank: int) -> dict[int, NDArray[np.bool_]]:
-    """Which bytes of a destination rank's pools must arrive."""
-    stage = rank // move.dst.tp
-    found = {
-        pool.index: np.zeros(pool.nbytes, dtype=bool)
-        for pool in move.dst.pools
-        if pool.stage == stage
-    }
-    for elements in held(move, "dst", rank):
-        for byte in range(elements.item):
-            found[elements.pool][elements.address + byte] = True
-    return found
+        arrived[elements.pool][at] = True
+    return after, arrived
 
 
 def carry_out(copies: Sequence[Any], src: Memory, dst: Memory) -> int:
@@ -357,13 +348,12 @@ def minimum(copy: Any) -> int:
     return int(dst.size > 0) + int(np.count_nonzero(~joined))
 
 
-def times_named(stretches: Mapping[int, Sequence[tuple[Ints, Ints]]], plan: Plan, rank: int) -> Any:
-    """How often each byte of a rank's pools is named, by pool."""
-    stage = rank // plan.tp
-    counts = {
-        pool.index: np.zeros(pool.nbytes, np.int64) for pool in plan.pools if pool.stage == stage
-    }
-    for pool, lists in stretches.items():
-        for starts, lengths in lists:
-            counts[pool] += np.bincount(spelled_out(starts, lengths), minlength=counts[pool].size)
-    return counts
+def times_named(stretches: Sequence[tuple[Ints, Ints]], size: int) -> NDArray[np.int16]:
+    """How often each of `size` bytes is named by lists of starts and lengths."""
+    change = np.zeros(size + 1, np.int16)
+    for starts, lengths in stretches:
+        assert len(starts) == len(lengths)
+        assert (lengths > 0).all()
+        np.add.at(change, starts, 1)
+        np.add.at(change, starts + lengths, -1)
+    return np.cumsum(change, dtype=np.int16)[:-1]
