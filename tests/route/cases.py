@@ -58,19 +58,25 @@ def tables(
     rng = np.random.default_rng(seed)
     made = move.plan(side)
     free = {pool.index: _ids(pool.blocks, style, rng) for pool in made.pools}
-    found: Tables = {}
+    wanted = {index: oracle.entries(move, side, index) for index in range(len(made.groups))}
     for index, group in enumerate(made.groups):
-        wanted = oracle.entries(move, side, index)
-        length = max(wanted, default=-1) + 1
-        if single and group.kind == "mamba":
-            wanted, length = ({0}, 1) if wanted else (set(), 0)
-        if complete:
-            wanted = set(range(length))
-        found[index] = [
-            next(free[group.pool]) if entry in wanted else int(rng.choice([-1, 0, 1 << 40]))
-            for entry in range(length)
+        if single and group.kind == "mamba" and wanted[index]:
+            wanted[index] = {0}
+    if complete:
+        full = {index: set(range(max(found, default=-1) + 1)) for index, found in wanted.items()}
+        taken = {pool.index: 0 for pool in made.pools}
+        for index, group in enumerate(made.groups):
+            taken[group.pool] += len(full[index])
+        # A pool may hold what a request keeps, and not all that windows have left behind.
+        if all(taken[pool.index] <= pool.blocks for pool in made.pools):
+            wanted = full
+    return {
+        index: [
+            next(free[group.pool]) if entry in wanted[index] else int(rng.choice([-1, 0, 1 << 40]))
+            for entry in range(max(wanted[index], default=-1) + 1)
         ]
-    return found
+        for index, group in enumerate(made.groups)
+    }
 
 
 def moving(

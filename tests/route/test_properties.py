@@ -1,0 +1,129 @@
+"""Any model, any two plans of it, any request: hypothesis draws, and brute force compares.
+
+A few hundred examples by default, 10,000 with the deep profile.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvatlas.plan import Plan
+from kvatlas.route import Route, route
+from tests.route import oracle
+from tests.route.arrives import ask, assert_arrives
+from tests.route.oracle import Memory, Move
+from tests.route.strategies import requests
+
+SPECS = {
+    "FullAttention", "SlidingAttention", "ChunkedAttention", "SinkAttention", "CrossAttention",
+    "LatentAttention", "SlidingLatentAttention", "Indexer", "CompressorState", "Mamba1", "Mamba2",
+    "GatedDeltaNet", "KimiDelta", "LightningAttention", "ShortConv", "Rwkv7",
+}  # fmt: skip
+
+slow = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+fewer = settings(slow, max_examples=max(settings().max_examples // 4, 1))
+
+
+def test_every_byte_arrives_once_and_nothing_else_is_touched() -> None:
+    seen: Counter[str] = Counter()
+
+    @slow
+    @given(requests())
+    def run(move: Move) -> None:
+        assert_arrives(move)
+        seen.update(traits(move))
+
+    run()
+    assert seen["moves"] >= settings().max_examples * 0.9
+    assert seen.keys() >= SPECS
+    for trait, share in (
+        ("unlike tp", 0.3), ("unlike orders", 0.3), ("unlike blocks", 0.1), ("pipelines", 0.1),
+        ("context parallel", 0.02), ("unlike packing", 0.1), ("part of a prompt", 0.2),
+        ("some layers", 0.2), ("kernel blocks", 0.005), ("something moves", 0.5),
+    ):  # fmt: skip
+        assert seen[trait] >= share * seen["moves"], trait
+
+
+def traits(move: Move) -> list[str]:
+    both = (move.src, move.dst)
+    specs = [{n: r.layers[s].spec for n in p.layers for r, s in [p.region_of(n)]} for p in both]
+    found = {
+        "moves": True,
+        "something moves": any(oracle.states(move, name) for name in move.dst.layers),
+        "unlike tp": move.src.tp != move.dst.tp,
+        "unlike orders": move.src.layout != move.dst.layout,
+        "unlike blocks": {g.block for g in move.src.groups} != {g.block for g in move.dst.groups},
+        "pipelines": max(p.pp for p in both) > 1,
+        "context parallel": max(p.dcp for p in both) > 1,
+        "unlike packing": specs[0] != specs[1],
+        "part of a prompt": move.tokens[0] > 0,
+        "some layers": move.layers is not None,
+        "kernel blocks": any(r.kernel_block != r.block for p in both for r in p.regions),
+    }
+    names = {type(spec).__name__ for spec in specs[0].values()}
+    return [*names, *(trait for trait, held in found.items() if held)]
+
+
+@fewer
+@given(requests())
+def test_plans_that_travelled_give_the_same_copies(move: Move) -> None:
+    here = route(move.src, move.dst)
+    there = route(*(Plan.from_json(made.to_json()) for made in (move.src, move.dst)))
+    for rank in oracle.ranks(move.dst):
+        assert here.sources(rank) == there.sources(rank)
+        for source in here.sources(rank):
+            one, other = (
+                r.bind(src_rank=source, dst_rank=rank, **ask(move)).copies for r in (here, there)
+            )
+            assert list(map(listed, one)) == list(map(listed, other))
+
+
+def listed(copy: Any) -> list[Any]:
+    return [
+        copy.src_pool,
+        copy.dst_pool,
+        copy.src.tolist(),
+        copy.dst.tolist(),
+        copy.length.tolist(),
+    ]
+
+
+@fewer
+@given(requests(), st.data())
+def test_a_request_in_pieces_is_the_whole(move: Move, data: st.DataObject) -> None:
+    """Layer by layer, and up to a token and on from it: the same memory as in one go."""
+    rng = np.random.default_rng(0)
+    made = route(move.src, move.dst)
+    sources = oracle.fill(move, rng)
+    rank = data.draw(st.sampled_from(oracle.ranks(move.dst)))
+    start, stop = move.tokens
+    cut = data.draw(st.integers(start, stop))
+    poison = Memory(move.dst, rank, rng)
+    after = poison.copy()
+    names = [name for name in move.dst.layers if move.layers is None or name in move.layers]
+    for name in names:
+        for piece in pieces(move, made, name, cut):
+            bring(made, piece, rank, sources, after)
+    right, _ = oracle.expected(move, rank, poison)
+    after.assert_equal(right, f"rank {rank} in pieces")
+
+
+def pieces(move: Move, made: Route, name: str, cut: int) -> list[Move]:
+    """One layer's transfer in two pieces; in one where it has a window, or a single state."""
+    start, stop = move.tokens
+    groups = {p.groups[p.region_of(name)[0].group].kind for p in (made.src, made.dst)}
+    alone = move.only(name)
+    if not groups <= {"full_attention", "mla_attention", "sink_full_attention"}:
+        return [alone]
+    return [alone.between(start, cut), alone.between(cut, stop)]
+
+
+def bring(made: Route, move: Move, rank: int, sources: dict[int, Memory], after: Memory) -> None:
+    for source in made.sources(rank):
+        bound = made.bind(src_rank=source, dst_rank=rank, **ask(move))
+        oracle.carry_out(bound.copies, sources[source], after)
