@@ -6,7 +6,6 @@ it, plans it and numbers its blocks. What no policy can plan is given up with `a
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -56,31 +55,29 @@ def one_of(*values: Any) -> st.SearchStrategy[Any]:
 
 
 @st.composite
-def attention(draw: st.DrawFn) -> Spec:
+def attention(draw: st.DrawFn, kind: type[Spec]) -> Caches:
     cache = draw(st.sampled_from(ATTENTION_CACHES) | st.just("auto"))
     # Codes fill whole bytes, and the scales behind them start where their dtype may.
     whole = cache in ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
     common: dict[str, Any] = {
-        "heads": draw(one_of(1, 2, 3, 4, 6, 8)),
+        "heads": draw(one_of(2, 4, 6, 8, 3, 1)),
         "head_dim": draw(one_of(2, 4, 8, 16) if whole else one_of(16, 32)),
         "dtype": draw(st.sampled_from(PLAIN)),
         "cache": cache,
     }
     if cache in ("auto", "fp8") and draw(one_of(False, False, False, True)):
         common["v_dim"] = common["head_dim"] * 2
-    kinds: dict[type[Attention], dict[str, Any]] = {
-        FullAttention: {},
+    more: dict[type[Spec], dict[str, Any]] = {
         SlidingAttention: {"window": draw(st.integers(1, 60))},
         ChunkedAttention: {"chunk": draw(one_of(8, 16, 20, 64))},
         SinkAttention: {"sinks": 4, "window": draw(one_of(None, 16))},
         CrossAttention: {"source": 37},
     }
-    kind = draw(st.sampled_from([FullAttention, FullAttention, SlidingAttention, *kinds]))
-    return kind(**common, **kinds[kind])
+    return {"attn": kind(**common, **more.get(kind, {}))}
 
 
 @st.composite
-def latent(draw: st.DrawFn) -> Caches:
+def latent(draw: st.DrawFn, kind: type[Spec]) -> Caches:
     """One layer's caches: a latent, perhaps with an indexer, a window or a compressor."""
     cache, version = draw(
         one_of(
@@ -91,70 +88,89 @@ def latent(draw: st.DrawFn) -> Caches:
     size = {"latent": draw(one_of(16, 24)), "rope": draw(one_of(4, 8))}
     if cache.endswith("_ds_mla"):
         size = {"latent": {"v3": 128, "v4": 64, "v4.1": 48}[version], "rope": 16}
-    more = {"cache": cache, "version": version, **size}
+    more: dict[str, Any] = {"cache": cache, "version": version, **size}
     found: Caches = {}
-    shape = draw(one_of("plain", "compressed", "sparse", "window"))
-    if shape == "window":
+    if kind is SlidingLatentAttention:
         found["swa"] = SlidingLatentAttention(window=draw(st.integers(1, 70)), **more)
         if draw(st.booleans()):
             return found
-    compress = draw(one_of(2, 4, 16)) if shape == "compressed" else 1
+    compressed = kind is CompressorState or (kind is Indexer and draw(st.booleans()))
+    compress = draw(one_of(4, 2, 16)) if compressed else 1
     found["attn"] = LatentAttention(compress=compress, **more)
-    if shape in ("sparse", "compressed"):
+    if kind in (Indexer, CompressorState):
         index = draw(one_of("fp8", "mxfp4"))
         found["indexer"] = Indexer(head_dim=32, cache=index, compress=compress)
-    if shape == "compressed":
+    if kind is CompressorState:
         window = draw(one_of(3, 8, 12))
         found["compressor"] = CompressorState(width=draw(one_of(4, 6)), window=window)
     return found
 
 
 @st.composite
-def recurrent(draw: st.DrawFn) -> Spec:
-    conv = {
-        "kernel": draw(one_of(2, 4)),
+def recurrent(draw: st.DrawFn, kind: type[Spec]) -> Caches:
+    conv: dict[str, Any] = {
+        "kernel": draw(one_of(4, 2)),
         "conv_dtype": draw(st.sampled_from(PLAIN)),
         "speculative": draw(one_of(0, 0, 1)),
     }
-    ssm = {"ssm_dtype": draw(one_of("bf16", "fp32"))}
-    heads, dim = draw(one_of(4, 6, 8, 12)), draw(one_of(2, 4))
-    makers: tuple[Callable[[], Spec], ...] = (
-        lambda: Mamba1(inner=heads * 4, state_size=dim, **conv, **ssm),
-        lambda: Mamba2(
-            heads=heads,
-            head_dim=dim,
-            groups=draw(one_of(1, 1, 2, heads)),
-            state_size=3,
-            **conv,
-            **ssm,
-        ),
-        lambda: GatedDeltaNet(
-            key_heads=heads, value_heads=heads * 2, key_dim=dim, value_dim=3, **conv, **ssm
-        ),
-        lambda: KimiDelta(heads=heads, head_dim=dim, **conv, **ssm),
-        lambda: LightningAttention(heads=heads, head_dim=dim, **ssm),
-        lambda: ShortConv(width=heads * 2, **conv),
-        lambda: Rwkv7(heads=heads, head_dim=dim, hidden=heads * dim, **ssm),
-    )
-    return draw(st.sampled_from(makers))()
+    ssm: dict[str, Any] = {"ssm_dtype": draw(one_of("bf16", "fp32"))}
+    heads, dim = draw(one_of(4, 8, 6, 12)), draw(one_of(4, 2, 8))
+    groups = draw(one_of(1, 2, heads))
+    sizes: dict[type[Spec], dict[str, Any]] = {
+        Mamba1: {"inner": heads * 4, "state_size": dim, **conv, **ssm},
+        Mamba2: {
+            "heads": heads, "head_dim": dim, "groups": groups, "state_size": 3, **conv, **ssm
+        },
+        GatedDeltaNet: {
+            "key_heads": heads, "value_heads": heads * 2, "key_dim": dim, "value_dim": 3,
+            **conv, **ssm,
+        },
+        KimiDelta: {"heads": heads, "head_dim": dim, **conv, **ssm},
+        LightningAttention: {"heads": heads, "head_dim": dim, **ssm},
+        ShortConv: {"width": heads * 2, **conv},
+        Rwkv7: {"heads": heads, "head_dim": dim, "hidden": heads * dim, **ssm},
+    }  # fmt: skip
+    return {"mixer": kind(**sizes[kind])}
+
+
+ATTENTION: tuple[type[Spec], ...] = (
+    FullAttention, SlidingAttention, ChunkedAttention, SinkAttention, CrossAttention,
+)  # fmt: skip
+LATENT: tuple[type[Spec], ...] = (
+    LatentAttention, SlidingLatentAttention, Indexer, CompressorState,
+)  # fmt: skip
+RECURRENT: tuple[type[Spec], ...] = (
+    Mamba1, Mamba2, GatedDeltaNet, KimiDelta, LightningAttention, ShortConv, Rwkv7,
+)  # fmt: skip
+KINDS = (*ATTENTION, *LATENT, *RECURRENT)
+
+thin = st.builds(FullAttention, heads=one_of(1, 2), head_dim=one_of(2, 4))
+"""Attention whose small blocks hold no whole state, so that plans cut states by heads."""
+
+
+def caches_of(kind: type[Spec]) -> st.SearchStrategy[Caches]:
+    if kind in RECURRENT:
+        return recurrent(kind)
+    return latent(kind) if kind in LATENT else attention(kind)
 
 
 @st.composite
-def models(draw: st.DrawFn) -> Model:
-    """A few layers of one family, or attention with recurrent layers between."""
-    family = draw(one_of("attention", "attention", "latent", "recurrent", "hybrid", "hybrid"))
-    if family == "attention":
-        kinds = draw(st.lists(attention(), min_size=1, max_size=2))
-        layers: list[Caches] = [{"attn": spec} for spec in kinds]
-    elif family == "latent":
-        layers = [draw(latent())]
-    else:
-        layers = [{"mixer": spec} for spec in draw(st.lists(recurrent(), min_size=1, max_size=2))]
-        if family == "hybrid":
-            keeps = draw(
-                latent() if draw(one_of(False, False, True)) else st.builds(_attn, attention())
-            )
-            layers = [*layers[:1], keeps] if draw(st.booleans()) else [{**layers[0], **keeps}]
+def models(draw: st.DrawFn, kind: type[Spec]) -> Model:
+    """A few layers of a kind, alone or beside others, and perhaps with recurrent ones."""
+    layers = [draw(caches_of(kind))]
+    hybrid = draw(st.booleans()) if kind not in LATENT else draw(one_of(False, False, True))
+    if hybrid and kind in RECURRENT:
+        beside = draw(one_of("thin", "attention", "latent"))
+        if beside == "thin":
+            layers.append({"attn": draw(thin)})
+        else:
+            layers.append(draw(caches_of(draw(one_of(*ATTENTION, LatentAttention)))))
+    elif hybrid:
+        layers.append(draw(caches_of(draw(st.sampled_from(RECURRENT)))))
+    elif kind in ATTENTION and draw(st.booleans()):
+        layers.append(draw(caches_of(draw(st.sampled_from(ATTENTION)))))
+    if hybrid and draw(one_of(False, False, True)):
+        layers = [{**layers[0], **layers[1]}]  # both in one decoder layer
     pattern = layers * draw(st.integers(1, 4 // len(layers)))
     found = [
         Layer(name=f"layers.{index}.{part}", index=index, spec=spec)  # type: ignore[arg-type]
@@ -162,17 +178,13 @@ def models(draw: st.DrawFn) -> Model:
         for part, spec in caches.items()
     ]
     return Model(
-        name=family,
+        name="hybrid" if hybrid else "plain",
         architecture="Drawn",
         layers=tuple(found),
         depth=len(pattern),
         attention_heads=24,
         max_len=512,
     )
-
-
-def _attn(spec: Spec) -> Caches:
-    return {"attn": spec}
 
 
 # -- what each side does with it ------------------------------------------------------------------
@@ -249,8 +261,11 @@ def planned(draw: st.DrawFn, model: Model, max_len: int) -> Plan:
         plain = caches <= {"auto", "fp8", None}
         ask["backend"] = draw(one_of(None, None, "FLASHINFER")) if plain else None
     if model.name == "hybrid" and ask["policy"] == "atlas":
-        ask["pack"] = draw(one_of("auto", "auto", "auto", 1, 2))
-        ask["states"] = draw(one_of("auto", "auto", "shared", "apart"))
+        ask["pack"] = draw(one_of("auto", "auto", 1, 2))
+        ask["states"] = draw(one_of("shared", "auto", "apart"))
+        if ask["states"] == "shared":
+            # Block by block, states may be cut by heads to fit where attention lies.
+            ask["layout"] = draw(one_of("BLHNC", "BLNHC", "BHLNC"))
     try:
         return seen(small_plan(mine, **ask))
     except AtlasError:
@@ -275,9 +290,9 @@ def seen(made: Plan) -> Plan:
 
 
 @st.composite
-def requests(draw: st.DrawFn) -> Move:
-    """A model, its plans on both sides, and what of a request moves in which blocks."""
-    model = draw(models())
+def requests(draw: st.DrawFn, kind: type[Spec] | None = None) -> Move:
+    """A model with a kind of layer, its plans on both sides, and what moves in which blocks."""
+    model = draw(models(kind or draw(st.sampled_from(KINDS))))
     large = any(not isinstance(layer.spec, Attention) for layer in model.layers)
     max_len = draw(one_of(96, 200)) if large else 96
     src, dst = draw(planned(model, max_len)), draw(planned(model, max_len))
