@@ -79,3 +79,44 @@ def joined(copy: Any) -> int:
     src, dst, length = copy.src[order], copy.dst[order], copy.length[order]
     together = (dst[1:] == (dst + length)[:-1]) & (src[1:] == (src + length)[:-1])
     return len(dst) - int(np.count_nonzero(together))
+
+
+_FAR = 40
+"""Pools are this many bits of address apart, so that an address tells its pool."""
+
+
+def assert_prepared_arrives(move: Move, seed: int = 0) -> None:
+    """Whole chunks of the prepared form: what is needed arrives, inside the request's blocks."""
+    rng = np.random.default_rng(seed)
+    made = route(move.src, move.dst)
+    sources = oracle.fill(move, rng)
+    bases = {pool: pool << _FAR for pool in range(8)}
+    for rank in oracle.ranks(move.dst):
+        poison = Memory(move.dst, rank, rng)
+        after = poison.copy()
+        for source in made.sources(rank):
+            prepared = made.prepare(
+                src_rank=source, dst_rank=rank, src_base=bases, dst_base=bases,
+                src_device=5, dst_device=6, layers=move.layers,
+            )  # fmt: skip
+            mine, theirs = prepared.select(
+                src_blocks=move.src_blocks, dst_blocks=move.dst_blocks, tokens=move.tokens
+            )
+            rows, into = prepared.src[mine], prepared.dst[theirs]
+            assert (rows[:, 1] == into[:, 1]).all()
+            assert set(rows[:, 2].tolist()) <= {5}
+            assert set(into[:, 2].tolist()) <= {6}
+            for (a, n, _), (b, _, _) in zip(rows.tolist(), into.tolist(), strict=True):
+                here, there = sources[source].pools[a >> _FAR], after.pools[b >> _FAR]
+                a, b = a & (1 << _FAR) - 1, b & (1 << _FAR) - 1
+                assert a + n <= here.size
+                assert b + n <= there.size
+                there[b : b + n] = here[a : a + n]
+        right, arrived = oracle.expected(move, rank, poison)
+        own = oracle.own_blocks(move, rank)
+        for pool, mask in arrived.items():
+            assert (after.pools[pool][mask] == right.pools[pool][mask]).all()
+            changed = after.pools[pool] != poison.pools[pool]
+            assert not (changed & ~own[pool]).any(), "blocks of others were written"
+            after.pools[pool][own[pool]] = poison.pools[pool][own[pool]]
+        after.assert_equal(poison, "outside the request's blocks")

@@ -10,12 +10,19 @@ import numpy as np
 from kvatlas import AtlasError, Code
 from kvatlas.models.model import Model
 from kvatlas.plan import Plan, plan
+from kvatlas.specs import Spec
+from tests.plan.models import model_of
 from tests.route import oracle
 from tests.route.oracle import Move, Side, Tables
 
 Style = Literal["shuffled", "neighbours", "reversed", "gaps"]
 
 _MEMORIES = [1 << n for n in (15, 17, 19, 21, 23, 25, 27)]
+
+
+def stacked(name: str, *specs: Spec) -> Model:
+    """A model with one cache in each of its layers."""
+    return model_of(name, *({"cache": spec} for spec in specs), heads=24)
 
 
 def small_plan(model: Model, **ask: Any) -> Plan:

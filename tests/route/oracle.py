@@ -316,6 +316,30 @@ def expected(move: Move, rank: int, poison: Memory) -> tuple[Memory, dict[int, N
     return after, arrived
 
 
+def own_blocks(move: Move, rank: int) -> dict[int, NDArray[np.bool_]]:
+    """Which bytes of a destination rank's pools are fields in the blocks that are used."""
+    plan = move.dst
+    stage, tp_rank = divmod(rank, plan.tp)
+    found = {p.index: np.zeros(p.nbytes, dtype=bool) for p in plan.pools if p.stage == stage}
+    for layer, part in homes(plan):
+        region, slot = plan.region_of(layer, part)
+        used = [
+            (-1 if len(move.dst_blocks[region.group]) == 1 else entry)
+            for entry in entries(move, "dst", region.group)
+        ]
+        each = region.layers[slot].spec.tokens_per_state
+        spots = [
+            (0, move.dst_blocks[region.group][entry], within)
+            for entry in used
+            for within in range(region.block // each if each else 1)
+        ]
+        if region.stage == stage and spots:
+            for elements in _fields(plan, layer, part, tp_rank, spots):
+                for byte in range(elements.item):
+                    found[elements.pool][elements.address + byte] = True
+    return found
+
+
 def carry_out(copies: Sequence[Any], src: Memory, dst: Memory) -> int:
     """The copies, one by one; how many bytes they moved."""
     moved = 0

@@ -160,8 +160,7 @@ def models(draw: st.DrawFn, kind: type[Spec]) -> Model:
     layers = [draw(caches_of(kind))]
     hybrid = draw(st.booleans()) if kind not in LATENT else draw(one_of(False, False, True))
     if hybrid and kind in RECURRENT:
-        beside = draw(one_of("thin", "attention", "latent"))
-        if beside == "thin":
+        if draw(st.booleans()):
             layers.append({"attn": draw(thin)})
         else:
             layers.append(draw(caches_of(draw(one_of(*ATTENTION, LatentAttention)))))
@@ -173,7 +172,7 @@ def models(draw: st.DrawFn, kind: type[Spec]) -> Model:
         layers = [{**layers[0], **layers[1]}]  # both in one decoder layer
     pattern = layers * draw(st.integers(1, 4 // len(layers)))
     found = [
-        Layer(name=f"layers.{index}.{part}", index=index, spec=spec)  # type: ignore[arg-type]
+        Layer(name=f"layers.{index}.{part}", index=index, spec=spec)
         for index, caches in enumerate(pattern)
         for part, spec in caches.items()
     ]
@@ -218,10 +217,7 @@ def packed(draw: st.DrawFn, model: Model) -> Model:
                 continue
         return spec
 
-    layers = tuple(
-        msgspec.structs.replace(layer, spec=pack(layer.spec))  # type: ignore[arg-type]
-        for layer in model.layers
-    )
+    layers = tuple(msgspec.structs.replace(layer, spec=pack(layer.spec)) for layer in model.layers)
     return msgspec.structs.replace(model, layers=layers)
 
 
@@ -261,8 +257,8 @@ def planned(draw: st.DrawFn, model: Model, max_len: int) -> Plan:
         plain = caches <= {"auto", "fp8", None}
         ask["backend"] = draw(one_of(None, None, "FLASHINFER")) if plain else None
     if model.name == "hybrid" and ask["policy"] == "atlas":
-        ask["pack"] = draw(one_of("auto", "auto", 1, 2))
-        ask["states"] = draw(one_of("shared", "auto", "apart"))
+        ask["pack"] = draw(one_of("auto", "auto", "auto", 1, 2))
+        ask["states"] = draw(one_of("shared", "shared", "auto", "apart"))
         if ask["states"] == "shared":
             # Block by block, states may be cut by heads to fit where attention lies.
             ask["layout"] = draw(one_of("BLHNC", "BLNHC", "BHLNC"))

@@ -36,7 +36,7 @@ def test_a_walk_by_arrays_is_a_walk_by_elements(index: int, side: Side) -> None:
     move = move_of(index)
     last = len(oracle.ranks(move.plan(side))) - 1
     slow = oracle.walk_slowly(move, side, last)
-    fast = {}
+    fast: dict[tuple[int, int], int] = {}
     for elements in oracle.held(move, side, last):
         at, marks = elements.bytes()
         assert not fast.keys() & {(elements.pool, byte) for byte in at.tolist()}

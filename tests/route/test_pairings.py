@@ -27,9 +27,8 @@ from kvatlas.specs import (
     SlidingAttention,
     Spec,
 )
-from tests.plan.models import model_of
 from tests.route.arrives import assert_arrives
-from tests.route.cases import moving, small_plan
+from tests.route.cases import moving, small_plan, stacked
 
 FACTS = Path(os.environ.get("KVATLAS_FACTS", "")) / "facts" / "pairings.json"
 ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
@@ -37,23 +36,22 @@ ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 
 def dense(heads: int = 4, layers: int = 3, **more: Any) -> Model:
     spec = FullAttention(heads=heads, head_dim=16 if more.get("cache") == "nvfp4" else 8, **more)
-    return model_of("dense", *[{"attn": spec}] * layers, heads=24)
+    return stacked("dense", *[spec] * layers)
 
 
 def windowed() -> Model:
     full = FullAttention(heads=4, head_dim=8)
     window = SlidingAttention(heads=4, head_dim=8, window=40)
-    return model_of("swa", *[{"attn": window}, {"attn": full}] * 2, heads=24)
+    return stacked("swa", *[window, full] * 2)
 
 
 def latent() -> Model:
-    return model_of("latent", *[{"attn": LatentAttention(latent=32, rope=8)}] * 3, heads=24)
+    return stacked("latent", *[LatentAttention(latent=32, rope=8)] * 3)
 
 
 def hybrid(recurrent: Spec, heads: int = 4) -> Model:
     attention = FullAttention(heads=heads, head_dim=8)
-    layers: list[dict[str, Spec]] = [{"mixer": recurrent}, {"mixer": recurrent}]
-    return model_of("hybrid", *[*layers, {"attn": attention}] * 2, heads=24)
+    return stacked("hybrid", *[recurrent, recurrent, attention] * 2)
 
 
 GDN = GatedDeltaNet(key_heads=4, value_heads=8, key_dim=8, value_dim=8, ssm_dtype="fp32")
@@ -69,7 +67,7 @@ def qwen() -> Model:
         key_heads=16, value_heads=64, key_dim=128, value_dim=128, ssm_dtype="fp32"
     )
     attention = FullAttention(heads=2, head_dim=256)
-    return model_of("qwen", {"mixer": recurrent}, {"attn": attention})
+    return stacked("qwen", recurrent, attention)
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,12 @@ import pytest
 from hypothesis import HealthCheck, Phase, find, given, settings
 from hypothesis import strategies as st
 
+from kvatlas import AtlasError, Code
 from kvatlas.plan import Plan
 from kvatlas.route import Route, route
 from kvatlas.specs import Spec
 from tests.route import oracle
-from tests.route.arrives import ask, assert_arrives
+from tests.route.arrives import ask, assert_arrives, assert_prepared_arrives
 from tests.route.oracle import Memory, Move
 from tests.route.strategies import KINDS, requests
 
@@ -131,3 +132,15 @@ def bring(made: Route, move: Move, rank: int, sources: dict[int, Memory], after:
     for source in made.sources(rank):
         bound = made.bind(src_rank=source, dst_rank=rank, **ask(move))
         oracle.carry_out(bound.copies, sources[source], after)
+
+
+@fewer
+@given(requests())
+def test_prepared_blocks_bring_at_least_the_same(move: Move) -> None:
+    try:
+        assert_prepared_arrives(move)
+    except AtlasError as refusal:
+        # Whole chunks cannot start in the middle of one.
+        assert refusal.code is Code.BAD_TOKENS
+        assert move.tokens[0] > 0
+        assert_prepared_arrives(move.between(0, move.tokens[1]))
