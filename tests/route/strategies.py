@@ -155,12 +155,17 @@ def caches_of(kind: type[Spec]) -> st.SearchStrategy[Caches]:
 
 
 @st.composite
-def models(draw: st.DrawFn, kind: type[Spec]) -> Model:
-    """A few layers of a kind, alone or beside others, and perhaps with recurrent ones."""
+def models(draw: st.DrawFn, kind: type[Spec], *, shared: bool = False) -> Model:
+    """A few layers of a kind, alone or beside others, and perhaps with recurrent ones.
+
+    With `shared`, recurrent layers beside thin attention.
+    """
     layers = [draw(caches_of(kind))]
-    hybrid = draw(st.booleans()) if kind not in LATENT else draw(one_of(False, False, True))
+    hybrid = (
+        shared or draw(st.booleans()) if kind not in LATENT else draw(one_of(False, False, True))
+    )
     if hybrid and kind in RECURRENT:
-        if draw(st.booleans()):
+        if shared or draw(st.booleans()):
             layers.append({"attn": draw(thin)})
         else:
             layers.append(draw(caches_of(draw(one_of(*ATTENTION, LatentAttention)))))
@@ -172,7 +177,7 @@ def models(draw: st.DrawFn, kind: type[Spec]) -> Model:
         layers = [{**layers[0], **layers[1]}]  # both in one decoder layer
     pattern = layers * draw(st.integers(1, 4 // len(layers)))
     found = [
-        Layer(name=f"layers.{index}.{part}", index=index, spec=spec)
+        Layer(name=f"layers.{index}.{part}", index=index, spec=spec)  # type: ignore[arg-type]
         for index, caches in enumerate(pattern)
         for part, spec in caches.items()
     ]
@@ -235,8 +240,8 @@ def allowed(spec: Spec) -> frozenset[int]:
 
 
 @st.composite
-def planned(draw: st.DrawFn, model: Model, max_len: int) -> Plan:
-    """One side's plan of a model."""
+def planned(draw: st.DrawFn, model: Model, max_len: int, *, shared: bool = False) -> Plan:
+    """One side's plan of a model; with `shared`, one whose states may be cut by heads."""
     mine = draw(packed(model))
     tps = frozenset.intersection(*(allowed(layer.spec) for layer in model.layers))
     tp = draw(st.sampled_from(sorted(tps, key=lambda tp: (tp == 1, tp))))
@@ -249,6 +254,9 @@ def planned(draw: st.DrawFn, model: Model, max_len: int) -> Plan:
         "prefix_caching": draw(one_of(True, True, False)),
         "max_len": max_len,
     }
+    if shared:
+        ask |= {"policy": "atlas", "block_size": None, "states": "shared"}
+        ask["layout"] = draw(one_of("BLHNC", "BLNHC", "BHLNC"))
     kinds = {type(layer.spec) for layer in model.layers}
     if kinds <= {FullAttention, SinkAttention, LatentAttention, Indexer, CrossAttention, Mamba2}:
         ask["dcp"] = draw(st.sampled_from([d for d in (2, 4, 3, 1) if tp % d == 0]))
@@ -256,12 +264,9 @@ def planned(draw: st.DrawFn, model: Model, max_len: int) -> Plan:
     if any(isinstance(layer.spec, Attention) for layer in model.layers):
         plain = caches <= {"auto", "fp8", None}
         ask["backend"] = draw(one_of(None, None, "FLASHINFER")) if plain else None
-    if model.name == "hybrid" and ask["policy"] == "atlas":
-        ask["pack"] = draw(one_of("auto", "auto", "auto", 1, 2))
-        ask["states"] = draw(one_of("shared", "shared", "auto", "apart"))
-        if ask["states"] == "shared":
-            # Block by block, states may be cut by heads to fit where attention lies.
-            ask["layout"] = draw(one_of("BLHNC", "BLNHC", "BHLNC"))
+    if model.name == "hybrid" and ask["policy"] == "atlas" and not shared:
+        ask["pack"] = draw(one_of("auto", "auto", 1, 2))
+        ask["states"] = draw(one_of("auto", "shared", "apart"))
     try:
         return seen(small_plan(mine, **ask))
     except AtlasError:
@@ -286,12 +291,21 @@ def seen(made: Plan) -> Plan:
 
 
 @st.composite
-def requests(draw: st.DrawFn, kind: type[Spec] | None = None) -> Move:
-    """A model with a kind of layer, its plans on both sides, and what moves in which blocks."""
-    model = draw(models(kind or draw(st.sampled_from(KINDS))))
+def requests(
+    draw: st.DrawFn, kind: type[Spec] | None = None, *, shared: bool | None = None
+) -> Move:
+    """A model with a kind of layer, its plans on both sides, and what moves in which blocks.
+
+    `shared` is about recurrent kinds: beside thin attention, in blocks that both share.
+    """
+    kind = kind or draw(st.sampled_from(KINDS))
+    if shared is None:
+        shared = kind in RECURRENT and draw(st.booleans())
+    model = draw(models(kind, shared=shared))
     large = any(not isinstance(layer.spec, Attention) for layer in model.layers)
     max_len = draw(one_of(96, 200)) if large else 96
-    src, dst = draw(planned(model, max_len)), draw(planned(model, max_len))
+    src = draw(planned(model, max_len, shared=shared))
+    dst = draw(planned(model, max_len, shared=shared and draw(st.booleans())))
     stop = draw(st.integers(0, max_len) | one_of(16, 32, 64, max_len))
     start = draw(st.integers(0, stop) | st.just(0))
     names = draw(st.none() | st.sets(st.sampled_from(src.layers)))
