@@ -25,10 +25,10 @@ def stacked(name: str, *specs: Spec) -> Model:
     return model_of(name, *({"cache": spec} for spec in specs), heads=24)
 
 
-def small_plan(model: Model, **ask: Any) -> Plan:
+def small_plan(model: Model, *, least: int = 0, **ask: Any) -> Plan:
     """A plan in the least memory that takes a request, so that every byte can be walked."""
     ask = {"max_len": 96, "in_flight": 0, **ask}
-    for memory in _MEMORIES:
+    for memory in [max(memory, least) for memory in _MEMORIES]:
         try:
             return plan(model, memory=memory, **ask)
         except AtlasError as refusal:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from tests.route import oracle
 from tests.route.cases import moving, small_plan
 from tests.route.oracle import Move, Side
 
-PLANS: list[tuple[str, dict[str, object], dict[str, object]]] = [
+PLANS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("dense", {"tp": 2}, {"tp": 4, "layout": "BLHNC"}),
     ("dense", {"tp": 8, "dcp": 2}, {"block_size": 32, "backend": "FLASHINFER"}),
     ("sliding", {"tp": 2, "layout": "LBHNC"}, {"policy": "uniform"}),

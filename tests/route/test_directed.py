@@ -1,0 +1,398 @@
+"""What routes are for, case by case: few descriptors, windows, streaming, replicas, PP, DCP."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvatlas.models.model import Model
+from kvatlas.plan import Plan
+from kvatlas.route import Route, fingerprint, route
+from kvatlas.specs import (
+    ChunkedAttention,
+    CrossAttention,
+    FullAttention,
+    GatedDeltaNet,
+    LatentAttention,
+    Mamba2,
+    SinkAttention,
+    SlidingAttention,
+)
+from tests.plan.models import SMALL
+from tests.route import oracle
+from tests.route.arrives import ask, assert_arrives
+from tests.route.cases import moving, small_plan, stacked
+from tests.route.oracle import Memory, Move
+
+ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
+DENSE = stacked("dense", *[FullAttention(heads=4, head_dim=8)] * 3)
+FULL = FullAttention(heads=2, head_dim=4)
+ROOM = 1 << 18
+"""Memory in which every entry of a block table can have a block of its own."""
+WINDOW = SlidingAttention(heads=2, head_dim=4, window=20)
+
+
+def bound(made: Route, blocks: list[int], to: list[int], tokens: Any, **ranks: Any) -> list[Any]:
+    given: dict[str, Any] = {"src_rank": 0, "dst_rank": 0, **ranks}
+    (copy,) = made.bind(src_blocks=blocks, dst_blocks=to, tokens=tokens, **given).copies
+    return list(zip(copy.src.tolist(), copy.dst.tolist(), copy.length.tolist(), strict=True))
+
+
+# -- the fewest descriptors ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["BLHNC", "BLNHC", "BHLNC"])
+def test_whole_blocks_at_equal_topology_are_one_descriptor_for_each_run_of_neighbours(
+    order: str,
+) -> None:
+    """All layers of a block are one stretch, and so are blocks that follow each other."""
+    made = small_plan(DENSE, tp=2, layout=order)
+    size = made.bytes_per_block
+    for rank in (0, 1):
+        got = bound(
+            route(made, made),
+            [4, 5, 6, 1, 9, 8],
+            [2, 3, 4, 5, 7, 0],
+            96,
+            src_rank=rank,
+            dst_rank=rank,
+        )
+        assert got == [
+            (8 * size, 0, size), (4 * size, 2 * size, 3 * size), (size, 5 * size, size),
+            (9 * size, 7 * size, size),
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize("order", ["LBHNC", "LBNHC"])
+def test_whole_blocks_in_layer_outermost_orders_are_one_for_each_layer(order: str) -> None:
+    made = small_plan(DENSE, layout=order)
+    got = bound(route(made, made), [4, 5, 6], [1, 2, 3], 48)
+    assert len(got) == len(made.layers)
+    assert {length for _, _, length in got} == {3 * made.page(made.layers[0]).nbytes}
+
+
+def test_neighbours_on_one_side_alone_do_not_join() -> None:
+    made = small_plan(DENSE, layout="BLHNC")
+    assert len(bound(route(made, made), [1, 2, 3], [1, 3, 5], 48)) == 3
+    assert len(bound(route(made, made), [1, 2, 3], [3, 2, 1], 48)) == 3
+    assert len(bound(route(made, made), [1, 2, 3], [7, 8, 9], 48)) == 1
+
+
+def test_half_the_heads_of_all_layers_are_one_stretch_in_head_major_blocks() -> None:
+    """tp 2 to tp 4 in BHLNC: every block of a source rank holds what a reader wants as one run."""
+    src, dst = (small_plan(DENSE, tp=tp, layout="BHLNC") for tp in (2, 4))
+    got = bound(route(src, dst), [3, 7], [0, 1], 32, dst_rank=1)
+    assert [length for _, _, length in got] == [dst.bytes_per_block] * 2
+
+
+def test_addresses_and_devices_are_added_on_request() -> None:
+    made = small_plan(DENSE, layout="BLHNC")
+    whole = route(made, made).bind(
+        src_rank=0, dst_rank=0, src_blocks=[2, 5], dst_blocks=[1, 3], tokens=32
+    )
+    (copy,) = whole.copies
+    base = (1 << 47) + 4096
+    src, dst = copy.descriptors(src_base=base, dst_base=64, src_device=3, dst_device=1)
+    assert src.dtype == dst.dtype == np.dtype(np.uint64)
+    assert src.tolist() == [
+        [base + a, n, 3] for a, n in zip(copy.src.tolist(), copy.length.tolist(), strict=True)
+    ]
+    assert dst.tolist() == [
+        [64 + b, n, 1] for b, n in zip(copy.dst.tolist(), copy.length.tolist(), strict=True)
+    ]
+    plain, _ = copy.descriptors()
+    assert plain[:, 0].tolist() == copy.src.tolist()
+
+
+# -- only what is needed --------------------------------------------------------------------------
+
+
+def bytes_moved(move: Move) -> Counter[str]:
+    """Bytes that move to rank 0, for each layer."""
+    made, found = route(move.src, move.dst), Counter[str]()
+    for name in move.dst.layers:
+        for source in made.sources(0):
+            part = made.bind(src_rank=source, dst_rank=0, **ask(move.only(name)))
+            found[name] += sum(int(copy.length.sum()) for copy in part.copies)
+    return found
+
+
+@pytest.mark.parametrize("stop", [1, 16, 19, 20, 21, 64, 75, 96])
+@pytest.mark.parametrize("start", [0, 1, 60])
+def test_a_window_moves_what_the_next_token_sees(start: int, stop: int) -> None:
+    model = stacked("windows", WINDOW, FULL)
+    src, dst = small_plan(model), small_plan(model, layout="BLHNC", block_size=32)
+    start = min(start, stop)
+    move = moving(src, dst, (start, stop))
+    assert_arrives(move)
+    row = 2 * 4 * 2 * 2  # heads, head_dim, K and V, bytes
+    moved = bytes_moved(move)
+    assert moved["layers.0.cache"] == row * min(stop - start, 19)
+    assert moved["layers.1.cache"] == row * (stop - start)
+
+
+def test_a_window_of_one_side_counts_for_both() -> None:
+    """A side that keeps windows at full length neither sends nor asks for more than they reach."""
+    model = stacked("windows", WINDOW, FULL)
+    kept, full = small_plan(model, policy="vllm"), small_plan(model, policy="uniform")
+    assert [group.kind for group in full.groups] == ["full_attention"]
+    for src, dst in ((kept, full), (full, kept), (full, full)):
+        move = moving(src, dst, 75)
+        assert_arrives(move)
+        reach = 75 if src is dst else 19
+        assert bytes_moved(move)["layers.0.cache"] == 2 * 4 * 2 * 2 * reach
+
+
+@pytest.mark.parametrize("stop", [31, 32, 33, 64, 65])
+def test_a_chunk_moves_from_its_beginning(stop: int) -> None:
+    model = stacked("chunks", ChunkedAttention(heads=2, head_dim=4, chunk=32), FULL)
+    src, dst = small_plan(model), small_plan(model, tp=2, layout="LBHNC")
+    move = moving(src, dst, stop)
+    assert_arrives(move)
+    assert bytes_moved(move)["layers.0.cache"] == 1 * 4 * 2 * 2 * (stop % 32)
+
+
+def test_sinks_move_with_everything_else() -> None:
+    model = stacked("sinks", SinkAttention(heads=2, head_dim=4, sinks=4, window=8))
+    move = moving(small_plan(model), small_plan(model, tp=2), 50)
+    assert_arrives(move)
+    assert bytes_moved(move)["layers.0.cache"] == 1 * 4 * 2 * 2 * 50
+
+
+@pytest.mark.parametrize("tokens", [(0, 5), (40, 96)])
+def test_an_encoders_states_move_whatever_the_tokens(tokens: tuple[int, int]) -> None:
+    model = stacked("cross", CrossAttention(heads=2, head_dim=4, source=37), FULL)
+    move = moving(small_plan(model), small_plan(model, tp=2, layout="BLHNC"), tokens)
+    assert_arrives(move)
+    assert bytes_moved(move)["layers.0.cache"] == 1 * 4 * 2 * 2 * 37
+
+
+@pytest.mark.parametrize(("tokens", "states"), [((0, 3), 0), ((0, 4), 1), ((3, 9), 2), ((4, 8), 1)])
+def test_compressed_states_move_once_they_are_complete(
+    tokens: tuple[int, int], states: int
+) -> None:
+    model = stacked("compressed", LatentAttention(latent=16, rope=8, compress=4))
+    src, dst = (small_plan(model, max_len=512, layout=order) for order in ("LBNHC", "BLHNC"))
+    move = moving(src, dst, tokens)
+    assert_arrives(move)
+    assert bytes_moved(move)["layers.0.cache"] == states * 24 * 2
+
+
+# -- in pieces ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["sliding", "delta hybrid", "sparse", "cut hybrid"])
+def test_layer_by_layer_adds_up_to_the_whole(name: str) -> None:
+    src = small_plan(SMALL[name], tp=2, layout="BLHNC")
+    dst = small_plan(SMALL[name], tp=1, policy="vllm")
+    move = moving(src, dst, (5, 60))
+    made, rng = route(src, dst), np.random.default_rng(0)
+    sources, poison = oracle.fill(move, rng), Memory(dst, 0, rng)
+    after, total = poison.copy(), 0
+    for layer in dst.layers:
+        one = move.only(layer)
+        assert_arrives(one, made=made)
+        for source in made.sources(0):
+            copies = made.bind(src_rank=source, dst_rank=0, **ask(one)).copies
+            total += oracle.carry_out(copies, sources[source], after)
+    right, arrived = oracle.expected(move, 0, poison)
+    after.assert_equal(right, "all layers")
+    assert total == sum(int(mask.sum()) for mask in arrived.values())
+
+
+@pytest.mark.parametrize("step", [5, 16, 40])
+def test_chunk_by_chunk_adds_up_to_the_whole(step: int) -> None:
+    """A prefill sends what it has computed, and the state after every chunk."""
+    model = SMALL["mamba hybrid"]
+    src = small_plan(model, tp=2, least=ROOM)
+    dst = small_plan(model, tp=4, policy="vllm", least=ROOM)
+    whole = moving(src, dst, 96, complete=True)
+    made = route(src, dst)
+    for start in range(0, 96, 5 * step):
+        assert_arrives(whole.between(start, min(start + step, 96)), made=made)
+    rng = np.random.default_rng(0)
+    sources, poison = oracle.fill(whole, rng), Memory(dst, 1, rng)
+    after = poison.copy()
+    attention = [name for name in dst.layers if name.endswith("attn")]
+    for start in range(0, 96, step):
+        piece = whole.between(start, min(start + step, 96)).only(*attention)
+        for source in made.sources(1):
+            copies = made.bind(src_rank=source, dst_rank=1, **ask(piece)).copies
+            oracle.carry_out(copies, sources[source], after)
+    after.assert_equal(oracle.expected(whole.only(*attention), 1, poison)[0], "all chunks")
+
+
+def test_the_state_is_the_one_after_the_last_token() -> None:
+    """Exactly at a block's end it is that block's; one token later it is the next one's."""
+    model = SMALL["delta hybrid"]
+    src, dst = (small_plan(model, policy="vllm", tp=tp, least=ROOM) for tp in (1, 2))
+    group = next(i for i, g in enumerate(src.groups) if g.kind == "mamba")
+    size, made = src.groups[group].block, route(src, dst)
+    whole = moving(src, dst, 96, complete=True)
+    layer = next(name for name in src.layers if src.region_of(name)[0].group == group)
+    for stop, entry in ((1, 0), (size - 1, 0), (size, 0), (size + 1, 1), (2 * size, 1)):
+        piece = whole.between(0, stop).only(layer)
+        assert_arrives(piece, made=made)
+        (copy,) = made.bind(src_rank=0, dst_rank=0, **ask(piece)).copies
+        page = src.placement(layer).select("B", whole.src_blocks[group][entry])
+        assert copy.src.min() >= page.offset
+        assert (copy.src + copy.length).max() <= page.stop
+
+
+# -- who reads from whom --------------------------------------------------------------------------
+
+
+def test_replicas_are_read_once_and_spread() -> None:
+    """Two kv heads at tp 8 are four replicas each: eight readers use all eight ranks."""
+    model = stacked("gqa", *[FullAttention(heads=2, head_dim=8)] * 2)
+    src, dst = small_plan(model, tp=8), small_plan(model, tp=8, layout="BLHNC")
+    made = route(src, dst)
+    chosen = [made.sources(rank) for rank in range(8)]
+    assert all(len(ranks) == 1 for ranks in chosen)
+    assert [ranks[0] // 4 for ranks in chosen] == [rank // 4 for rank in range(8)]
+    assert len({ranks[0] for ranks in chosen}) == 8
+    assert_arrives(moving(src, dst, 40))
+    for one in ("latent", "sparse"):
+        src, dst = (small_plan(SMALL[one], tp=tp) for tp in (4, 8))
+        chosen = [route(src, dst).sources(rank) for rank in range(8)]
+        assert all(len(ranks) == 1 for ranks in chosen)
+        assert Counter(ranks[0] for ranks in chosen) == dict.fromkeys(range(4), 2)
+
+
+@pytest.mark.parametrize(("tp", "to"), [(2, 3), (3, 2), (4, 6), (6, 4), (1, 12), (12, 1)])
+def test_tp_sizes_that_are_no_multiples(tp: int, to: int) -> None:
+    model = stacked("twelve", *[FullAttention(heads=12, head_dim=4)] * 2)
+    for order in ("LBHNC", "LBNHC", "BHLNC"):
+        src, dst = small_plan(model, tp=tp, layout=order), small_plan(model, tp=to)
+        assert_arrives(moving(src, dst, 40))
+        made = route(src, dst)
+        for rank in range(to):
+            held = range(rank * 12 // to, (rank + 1) * 12 // to)
+            assert made.sources(rank) == tuple(sorted({head * tp // 12 for head in held}))
+
+
+@pytest.mark.parametrize(("pp", "to"), [(1, 2), (2, 1), (2, 3), (3, 2), (4, 2)])
+@pytest.mark.parametrize("name", ["dense", "delta hybrid", "sliding"])
+def test_pipelines_on_either_side(pp: int, to: int, name: str) -> None:
+    src, dst = small_plan(SMALL[name], pp=pp, tp=2), small_plan(SMALL[name], pp=to, layout="BLHNC")
+    assert_arrives(moving(src, dst, 50))
+    made = route(src, dst)
+    for rank, layer in product(range(to), dst.layers):
+        if dst.region_of(layer)[0].stage == rank:
+            assert 2 * src.region_of(layer)[0].stage in made.sources(rank)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"tp": 4, "dcp": 2}, {"tp": 2}),
+        ({"tp": 2}, {"tp": 4, "dcp": 2}),
+        ({"tp": 8, "dcp": 4}, {"tp": 4, "dcp": 2}),
+        ({"tp": 6, "dcp": 3}, {"tp": 8, "dcp": 2}),
+        ({"tp": 8, "dcp": 4, "pp": 2}, {"tp": 1, "block_size": 32}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["dense", "latent", "hybrid"])
+def test_tokens_sharded_over_context_parallel_ranks(
+    one: dict[str, Any], other: dict[str, Any], kind: str
+) -> None:
+    attention = FullAttention(heads=2, head_dim=4)
+    models: dict[str, Model] = {
+        "dense": stacked("dense", attention, attention),
+        "latent": stacked("latent", *[LatentAttention(latent=16, rope=4)] * 2),
+        "hybrid": stacked(
+            "hybrid", Mamba2(heads=24, head_dim=2, groups=1, state_size=2), attention
+        ),
+    }
+    src, dst = small_plan(models[kind], **one), small_plan(models[kind], **other)
+    for tokens in ((0, 70), (13, 14), (16, 33)):
+        assert_arrives(moving(src, dst, tokens))
+
+
+# -- any two orders, packings and blocks ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("to", ORDERS)
+def test_any_two_orders(order: str, to: str) -> None:
+    src, dst = small_plan(DENSE, tp=2, layout=order), small_plan(DENSE, tp=4, layout=to)
+    assert_arrives(moving(src, dst, (3, 40)))
+
+
+PACKINGS = ("cells", "head_groups", "planes", "tiled_planes", "transposed")
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("to", PACKINGS)
+def test_any_two_packings(packing: Any, to: Any) -> None:
+    def packed(word: Any, block: int, tp: int) -> Plan:
+        spec = FullAttention(heads=4, head_dim=16, packing=word)
+        return small_plan(stacked("m", spec, spec), layout="LBHNC", block_size=block, tp=tp)
+
+    for blocks in ((16, 16), (64, 128), (48, 32)):
+        src, dst = packed(packing, blocks[0], 2), packed(to, blocks[1], 1)
+        assert_arrives(moving(src, dst, (0, 70)))
+        assert fingerprint(src) == fingerprint(dst)
+
+
+@pytest.mark.parametrize(("block", "to"), [(16, 48), (48, 32), (128, 64), (192, 128), (80, 112)])
+@pytest.mark.parametrize("order", ["LBHNC", "BLHNC"])
+def test_blocks_and_kernel_blocks_of_any_two_sizes(block: int, to: int, order: str) -> None:
+    more: dict[str, Any] = {"backend": "FLASHINFER", "max_len": 300}
+    src = small_plan(DENSE, block_size=block, layout=order, **more)
+    dst = small_plan(DENSE, block_size=to, tp=2, **more)
+    for tokens in ((0, 250), (77, 191)):
+        assert_arrives(moving(src, dst, tokens))
+
+
+@pytest.mark.parametrize("scales", ["inline", "planes", "state_planes"])
+def test_scales_go_where_each_side_keeps_them(scales: Any) -> None:
+    def made(where: Any, order: str, tp: int, block: int) -> Plan:
+        spec = FullAttention(heads=4, head_dim=32, cache="nvfp4", scales=where)
+        return small_plan(stacked("m", spec), layout=order, tp=tp, block_size=block)
+
+    for where, order in (("inline", "LBHNC"), ("planes", "LBHNC"), ("state_planes", "LBNHC")):
+        src = made(scales, "LBNHC" if scales == "state_planes" else "LBHNC", 2, 16)
+        assert_arrives(moving(src, made(where, order, 1, 32), 40))
+
+
+def test_a_fingerprint_is_that_of_the_model() -> None:
+    latent = LatentAttention(latent=16, rope=8)
+    model = stacked("m", FULL, latent)
+    same = [
+        small_plan(model), small_plan(model, tp=4, pp=2, layout="BLHNC"),
+        small_plan(stacked("m", FullAttention(heads=2, head_dim=4, packing="planes"), latent)),
+    ]  # fmt: skip
+    assert len({fingerprint(made) for made in same}) == 1
+    others = [
+        stacked("m", FullAttention(heads=4, head_dim=4), latent),
+        stacked("m", FullAttention(heads=2, head_dim=4, dtype="fp16"), latent),
+        stacked("m", FullAttention(heads=2, head_dim=4, cache="fp8"), latent),
+        stacked("m", WINDOW, latent),
+        stacked("m", FULL, LatentAttention(latent=8, rope=16)),
+        stacked("m", latent, FULL),
+        stacked("m", FULL, latent, latent),
+        stacked("n", FULL, latent),
+    ]
+    seen = {fingerprint(small_plan(other)) for other in others}
+    assert len(seen) == len(others)
+    assert fingerprint(same[0]) not in seen
+
+
+def test_conv_rows_of_any_two_orders_and_tp_sizes() -> None:
+    def made(order: Any, tp: int, policy: str) -> Plan:
+        conv = GatedDeltaNet(
+            key_heads=12, value_heads=24, key_dim=2, value_dim=3, conv_order=order, kernel=4
+        )
+        return small_plan(stacked("m", conv, conv, FULL), tp=tp, policy=policy)
+
+    for (one, tp), (two, to) in product(
+        product(("TR", "RT"), (1, 4)), product(("TR", "RT"), (2, 6))
+    ):
+        move = moving(made(one, tp, "atlas"), made(two, to, "vllm"), 40, single=True)
+        assert_arrives(move)
