@@ -291,23 +291,18 @@ def seen(made: Plan) -> Plan:
 
 
 @st.composite
-def requests(
-    draw: st.DrawFn, kind: type[Spec] | None = None, *, shared: bool | None = None
-) -> Move:
-    """A model with a kind of layer, its plans on both sides, and what moves in which blocks.
-
-    `shared` is about recurrent kinds: beside thin attention, in blocks that both share.
-    """
+def requests(draw: st.DrawFn, kind: type[Spec] | None = None, *, from_start: bool = False) -> Move:
+    """A model with a kind of layer, its plans on both sides, and what moves in which blocks."""
     kind = kind or draw(st.sampled_from(KINDS))
-    if shared is None:
-        shared = kind in RECURRENT and draw(st.booleans())
+    # Recurrent layers beside thin attention, in blocks that both share.
+    shared = kind in RECURRENT and draw(st.booleans())
     model = draw(models(kind, shared=shared))
     large = any(not isinstance(layer.spec, Attention) for layer in model.layers)
     max_len = draw(one_of(96, 200)) if large else 96
     src = draw(planned(model, max_len, shared=shared))
     dst = draw(planned(model, max_len, shared=shared and draw(st.booleans())))
     stop = draw(st.integers(0, max_len) | one_of(16, 32, 64, max_len))
-    start = draw(st.integers(0, stop) | st.just(0))
+    start = 0 if from_start else draw(st.integers(0, stop) | st.just(0))
     names = draw(st.none() | st.sets(st.sampled_from(src.layers)))
     return moving(
         src,
