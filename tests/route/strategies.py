@@ -258,7 +258,14 @@ def planned(draw: st.DrawFn, model: Model, max_len: int, *, shared: bool = False
         ask |= {"policy": "atlas", "block_size": None, "states": "shared"}
         ask["layout"] = draw(one_of("BLHNC", "BLNHC", "BHLNC"))
     kinds = {type(layer.spec) for layer in model.layers}
-    if kinds <= {FullAttention, SinkAttention, LatentAttention, Indexer, CrossAttention, Mamba2}:
+    if kinds <= {
+        *RECURRENT,
+        FullAttention,
+        SinkAttention,
+        LatentAttention,
+        Indexer,
+        CrossAttention,
+    }:
         ask["dcp"] = draw(st.sampled_from([d for d in (2, 4, 3, 1) if tp % d == 0]))
     caches = {getattr(layer.spec, "cache", None) for layer in model.layers}
     if any(isinstance(layer.spec, Attention) for layer in model.layers):
@@ -297,8 +304,9 @@ def requests(draw: st.DrawFn, kind: type[Spec] | None = None, *, from_start: boo
     # Recurrent layers beside thin attention, in blocks that both share.
     shared = kind in RECURRENT and draw(st.booleans())
     model = draw(models(kind, shared=shared))
-    large = any(not isinstance(layer.spec, Attention) for layer in model.layers)
-    max_len = draw(one_of(96, 200)) if large else 96
+    # Several blocks of every group: DeepSeek-V4's kernels read 256 tokens at once.
+    most = {CompressorState: 600, Indexer: 600}.get(kind, 200)
+    max_len = draw(one_of(96, most)) if kind not in ATTENTION else 96
     src = draw(planned(model, max_len, shared=shared))
     dst = draw(planned(model, max_len, shared=shared and draw(st.booleans())))
     stop = draw(st.integers(0, max_len) | one_of(16, 32, 64, max_len))

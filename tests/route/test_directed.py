@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvatlas import Placement
 from kvatlas.models.model import Model
-from kvatlas.plan import Plan
+from kvatlas.plan import Plan, foreign
 from kvatlas.route import Route, fingerprint, route
 from kvatlas.specs import (
     ChunkedAttention,
@@ -396,3 +397,20 @@ def test_conv_rows_of_any_two_orders_and_tp_sizes() -> None:
     ):
         move = moving(made(one, tp, "atlas"), made(two, to, "vllm"), 40, single=True)
         assert_arrives(move)
+
+
+@pytest.mark.parametrize("axes", ["BNHC", "BHNC", "NBHC", "HBNC"])
+@pytest.mark.parametrize("layers_inside", [False, True])
+def test_an_engines_own_tensors(axes: str, layers_inside: bool) -> None:
+    """Memory that was not planned here, with its axes named, is an end like any other."""
+    sizes = {"B": 7, "N": 16, "H": 2, "C": 16}
+    shape = [sizes[axis] for axis in axes]
+    memory = np.zeros((shape[0], 3, *shape[1:]) if layers_inside else (3, *shape), np.uint16)
+    tensors = {
+        name: Placement.from_tensor(memory[:, i] if layers_inside else memory[i], axes=axes)
+        for i, name in enumerate(layer.name for layer in DENSE.layers)
+    }
+    engine = foreign(DENSE, tensors, tp=2, max_len=96)
+    for other in (small_plan(DENSE, tp=4, layout="BHLNC"), small_plan(DENSE, block_size=48)):
+        assert_arrives(moving(engine, other, (3, 80)))
+        assert_arrives(moving(other, engine, 75))
