@@ -183,6 +183,42 @@ def test_compressed_states_move_once_they_are_complete(
     assert bytes_moved(move)["layers.0.cache"] == states * 24 * 2
 
 
+@pytest.mark.parametrize("tokens", [0, (0, 0), (37, 37), (96, 96)])
+def test_of_no_tokens_nothing_moves_but_an_encoders_states(tokens: Any) -> None:
+    spec = CrossAttention(heads=2, head_dim=4, source=37)
+    for model in (DENSE, SMALL["delta hybrid"], SMALL["sliding"], stacked("cross", spec, FULL)):
+        src, dst = small_plan(model, tp=2), small_plan(model, layout="BLHNC")
+        move = moving(src, dst, tokens)
+        assert_arrives(move)
+        cross = model.name == "cross"
+        assert sum(bytes_moved(move).values()) == (2 * 4 * 2 * 2 * 37 if cross else 0)
+
+
+def test_parts_of_a_cut_state_lie_in_blocks_of_their_own_tables() -> None:
+    """Policy atlas deals the parts of a state over several groups, each with its table."""
+    src = small_plan(SMALL["cut hybrid"], max_len=512)
+    layer = next(name for name in src.layers if src.parts(name) > 1)
+    tables = [src.region_of(layer, part)[0].group for part in range(src.parts(layer))]
+    assert len(set(tables)) == len(tables) > 1
+    move = moving(src, small_plan(SMALL["cut hybrid"], policy="vllm"), 16)
+    assert_arrives(move)
+    one = move.only(layer)
+    read = {
+        int(start) // src.bytes_per_block
+        for copy in route(src, move.dst).bind(src_rank=0, dst_rank=0, **ask(one)).copies
+        for start in copy.src
+    }
+    assert read == {move.src_blocks[table][0] for table in tables}
+
+
+def test_prepared_blocks_that_a_chunk_has_left_behind_are_not_asked_for() -> None:
+    made = small_plan(stacked("m", ChunkedAttention(heads=2, head_dim=4, chunk=8)))
+    prepared = route(made, made).prepare(src_rank=0, dst_rank=0)
+    for tokens, count in ((40, 0), (41, 1)):
+        src, dst = prepared.select(src_blocks=[-1, -1, 5], dst_blocks=[-1, -1, 6], tokens=tokens)
+        assert len(src) == len(dst) == count
+
+
 # -- in pieces ------------------------------------------------------------------------------------
 
 
@@ -359,7 +395,7 @@ def test_scales_go_where_each_side_keeps_them(scales: Any) -> None:
 
     for where, order in (("inline", "LBHNC"), ("planes", "LBHNC"), ("state_planes", "LBNHC")):
         src = made(scales, "LBNHC" if scales == "state_planes" else "LBHNC", 2, 16)
-        assert_arrives(moving(src, made(where, order, 1, 32), 40))
+        assert_arrives(moving(src, made(where, order, 4, 32), 40))
 
 
 def test_a_fingerprint_is_that_of_the_model() -> None:
