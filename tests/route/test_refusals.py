@@ -124,7 +124,7 @@ def test_numpy_numbers_are_numbers() -> None:
     same = WAY.bind(
         src_rank=np.int32(0),  # type: ignore[arg-type]
         dst_rank=np.uint8(1),  # type: ignore[arg-type]
-        src_blocks=np.array([3, 1, 2], np.uint16),  # type: ignore[arg-type]
+        src_blocks=np.array([3, 1, 2], np.uint16),
         dst_blocks=(np.int64(5), np.int8(0)),  # type: ignore[arg-type]
         tokens=(np.int64(0), np.uint64(40)),
     )
