@@ -3,7 +3,7 @@
 Read `affine.py` and `placement.py` first; everything else is made of them.
 """
 
-from kvatlas.geometry.combine import append, stack
+from kvatlas.geometry.combine import append, fold_beside, in_lanes, stack, widest
 from kvatlas.geometry.dtype import ALL_DTYPES, DType
 from kvatlas.geometry.field import Cut, Field, FieldAxis, Piece, Section
 from kvatlas.geometry.layout import AXES, AXIS_NAMES, ENGINE_LAYOUTS, Layout
@@ -30,10 +30,13 @@ __all__ = [
     "Share",
     "append",
     "flat",
+    "fold_beside",
     "fold_together",
     "in_cells",
+    "in_lanes",
     "in_planes",
     "row_bytes",
     "stack",
     "validate",
+    "widest",
 ]

@@ -1,11 +1,14 @@
-"""Two placements as one, where they are: stacked on a new axis, or one behind the other."""
+"""Two placements as one, where they are: stacked, one behind the other, or the sides of a copy."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry.placement import Placement
+from kvatlas.geometry.placement import Placement, fold_together
+
+WIDEST = 16
+"""Bytes of the widest element that anything moves as one."""
 
 
 def stack(first: Placement, second: Placement, *, axis: str, behind: str) -> Placement:
@@ -68,4 +71,62 @@ def append(first: Placement, second: Placement, *, axis: str) -> Placement:
         (*first.strides[:place], step, *first.strides[place + 1 :]),
         first.offset,
         first.item,
+    )
+
+
+def fold_beside(*sides: Placement, axis: str) -> tuple[Placement, ...]:
+    """The sides of a copy that picks coordinates of `axis`, folded inside it.
+
+    Each side keeps its own number of coordinates there, so that blocks of a small pool
+    can go to a large one.
+
+    >>> a = Placement.packed([("B", 9), ("N", 4), ("C", 8)])
+    >>> b = Placement.packed([("B", 5), ("N", 4), ("C", 8)], strides={"B": 64})
+    >>> fold_beside(a, b, axis="B")
+    (Placement(B=9:32, offset=0, item=32), Placement(B=5:64, offset=0, item=32))
+    """
+    inner = fold_together(*(side.select(axis, 0) for side in sides))
+    return tuple(
+        Placement(
+            (axis, *part.axes),
+            (side.size(axis), *part.sizes),
+            (side.stride(axis), *part.strides),
+            part.offset,
+            part.item,
+        )
+        for side, part in zip(sides, inner, strict=True)
+    )
+
+
+def widest(*sides: Placement) -> int:
+    """Bytes of the widest element, up to 16, in which all sides can be walked.
+
+    >>> widest(Placement.packed([("B", 4)], item=24, offset=8))
+    8
+    """
+    lane = WIDEST
+    while any(n % lane for side in sides for n in (side.offset, side.item, *side.strides)):
+        lane //= 2
+    return lane
+
+
+def in_lanes(placement: Placement, lane: int, *, axis: str = "w") -> Placement:
+    """Items as an axis of `lane` bytes each, listed last.
+
+    >>> in_lanes(Placement.packed([("B", 4)], item=24), 8)
+    Placement(B=4:24, w=3:8, offset=0, item=8)
+    """
+    if placement.item % lane:
+        raise AtlasError(
+            Code.SPLIT_ELEMENT,
+            "An item is whole lanes",
+            got=f"items of {placement.item} bytes in lanes of {lane}",
+            hint="Ask widest() for a lane that divides all of them",
+        )
+    return Placement(
+        (*placement.axes, axis),
+        (*placement.sizes, placement.item // lane),
+        (*placement.strides, lane),
+        placement.offset,
+        lane,
     )

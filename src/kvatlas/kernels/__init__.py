@@ -1,7 +1,8 @@
 """Kernels: writing, reading, copying, clearing and attending to what a cache holds, with torch."""
 
 from kvatlas.kernels.attend import attend, attend_latent
-from kvatlas.kernels.blocks import copy_blocks, read, write, zero_blocks
+from kvatlas.kernels.attention import read, write
+from kvatlas.kernels.blocks import copy_blocks, gather_blocks, zero_blocks
 from kvatlas.kernels.codec import decode, encode
 
 __all__ = [
@@ -10,6 +11,7 @@ __all__ = [
     "copy_blocks",
     "decode",
     "encode",
+    "gather_blocks",
     "read",
     "write",
     "zero_blocks",

@@ -13,7 +13,7 @@ import torch
 
 from kvatlas.cache import LayerCache
 from kvatlas.errors import AtlasError, Code
-from kvatlas.kernels.blocks import read
+from kvatlas.kernels.attention import read
 from kvatlas.specs import ChunkedAttention, LatentAttention, SlidingAttention
 from kvatlas.specs.attention import Attention
 

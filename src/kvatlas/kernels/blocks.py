@@ -1,79 +1,29 @@
-"""Moving rows and blocks in and out of a cache, with torch on any device.
+"""Whole blocks: copied across orders, gathered, and cleared for a new owner.
 
 Everything works on the strided views of a layer, in whatever order they lie, and
-allocates no more than the rows or blocks that move.
+allocates no more than the blocks that move.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 
 from kvatlas.cache import LayerCache
 from kvatlas.errors import AtlasError, Code
-from kvatlas.kernels.codec import decode, encode
-from kvatlas.specs.attention import Attention
-
-_CHUNK = 64
-"""Blocks that are copied at once: what is staged on the way stays small."""
-
-
-def write(
-    layer: LayerCache,
-    spec: Attention,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    slots: torch.Tensor,
-    *,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-) -> None:
-    """K and V [tokens, heads, D] into the states that `slots` name, quantised on the way.
-
-    A slot is block * N + state, as engines number them; a negative one is skipped.
-    """
-    states = layer.kernel_blocks.size("N")
-    kept = slots >= 0
-    if not bool(kept.all()):
-        slots, k, v = slots[kept], k[kept], v[kept]
-    blocks = _ids(layer, slots // states)
-    places = slots % states
-    for side, rows, scale in (("k", k, k_scale), ("v", v, v_scale)):
-        for name, values in encode(spec, side, rows, scale=scale).items():  # type: ignore[arg-type]
-            view = _by_row(layer, name)
-            view[blocks, places] = values.to(view.dtype)
-
-
-def read(
-    layer: LayerCache,
-    spec: Attention,
-    slots: torch.Tensor,
-    *,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of the states that `slots` name, as float32 [tokens, heads, D]."""
-    states = layer.kernel_blocks.size("N")
-    blocks, places = _ids(layer, slots // states), slots % states
-    found = {
-        f.name: _by_row(layer, f.name)[blocks, places] for f in layer.page.fields if not f.padding
-    }
-    return (
-        decode(spec, "k", found, scale=k_scale),
-        decode(spec, "v", found, scale=v_scale),
-    )
+from kvatlas.geometry import Placement
+from kvatlas.kernels.move import move_blocks
+from kvatlas.kernels.rows import checked
 
 
 def copy_blocks(
     source: LayerCache, ids: torch.Tensor, target: LayerCache, places: torch.Tensor
 ) -> None:
-    """Whole blocks of one layer into another's, across orders, field by field."""
-    if [f.name for f in source.page.fields] != [f.name for f in target.page.fields]:
-        raise AtlasError(
-            Code.UNLIKE_PLACEMENTS,
-            "Blocks are copied between caches of the same fields",
-            got=f"{list(source.fields)} and {list(target.fields)}",
-            hint="Convert the cache dtype first",
-        )
+    """Whole blocks of one layer into another's, across orders.
+
+    Where both pack their pages alike, whole cells move; else field by field.
+    """
     if ids.numel() != places.numel():
         raise AtlasError(
             Code.UNLIKE_PLACEMENTS,
@@ -81,47 +31,105 @@ def copy_blocks(
             got=f"{ids.numel()} blocks for {places.numel()} places",
             hint="Pass two lists of one length",
         )
-    ids, places = _ids(source, ids), _ids(target, places)
-    for name, view in target.fields.items():
-        rows = source.field(name)
-        if rows.shape[1:] != view.shape[1:]:
-            raise AtlasError(
-                Code.UNLIKE_PLACEMENTS,
-                "Blocks that are copied have the same shape",
-                got=f"{name} of {tuple(rows.shape[1:])} and {tuple(view.shape[1:])}",
-                hint="Route between unlike block sizes or ranks instead",
-            )
-        for start in range(0, ids.numel(), _CHUNK):
-            part = slice(start, start + _CHUNK)
-            view[places[part]] = rows[ids[part]]
+    ids, places = block_ids(source, ids), block_ids(target, places)
+    _refuse_clash(source, ids, target, places)
+    for a, b in _sides(source, target):
+        move_blocks((source.buffer, a), ids, (target.buffer, b), places)
+
+
+def gather_blocks(
+    layer: LayerCache, ids: torch.Tensor, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Blocks of a layer as bytes [blocks, H, N, C], one behind the other, in `out` if given."""
+    ids = block_ids(layer, ids)
+    cells = layer.kernel_blocks
+    shape = (ids.numel(), *cells.sizes[1:])
+    if out is None:
+        out = torch.empty(shape, dtype=torch.uint8, device=layer.buffer.device)
+    if tuple(out.shape) != shape or out.dtype != torch.uint8 or not out.is_contiguous():
+        raise AtlasError(
+            Code.BAD_TENSOR,
+            "Blocks are gathered into contiguous bytes [blocks, H, N, C]",
+            got=f"{out.dtype} of shape {tuple(out.shape)} for {shape}",
+            hint="Leave `out` away, or make it with torch.empty",
+        )
+    if ids.numel():
+        rows = Placement.packed(list(zip("BHNC", shape, strict=True)))
+        places = torch.arange(len(ids), device=ids.device)
+        move_blocks((layer.buffer, cells), ids, (out.view(-1), rows), places)
+    return out
 
 
 def zero_blocks(layer: LayerCache, ids: torch.Tensor) -> None:
     """Clear blocks of a layer: a new owner must not read what the last one left."""
-    layer.tensor[_ids(layer, ids)] = 0
+    layer.tensor.index_fill_(0, block_ids(layer, ids), 0)
 
 
-def _by_row(layer: LayerCache, name: str) -> torch.Tensor:
-    """A field as [B, N, H, row], whatever its own axes are called."""
-    view = layer.field(name)
-    axes = layer.place(name).axes
-    if "c" in axes:
+def block_ids(layer: LayerCache, ids: torch.Tensor) -> torch.Tensor:
+    """Ids of a layer's kernel blocks as int64, refused where there are no such blocks."""
+    hint = "Ids count kernel blocks, from 0"
+    return checked(ids, layer.kernel_blocks.size("B"), "Block ids", hint)
+
+
+def _sides(source: LayerCache, target: LayerCache) -> Iterator[tuple[Placement, Placement]]:
+    """What moves: the cells of both where their pages are alike, else each field."""
+    a, b = source.page, target.page
+    if [f.name for f in a.fields] != [f.name for f in b.fields]:
         raise AtlasError(
-            Code.NOT_CONTIGUOUS,
-            "Rows are written where they lie as one axis",
-            got=f"{name} with axes {axes}",
-            hint="Tiled keys need a kernel of their own",
+            Code.UNLIKE_PLACEMENTS,
+            "Blocks are copied between caches of the same fields",
+            got=f"{list(source.fields)} and {list(target.fields)}",
+            hint="Convert the cache dtype first",
         )
-    return view.permute([axes.index(axis) for axis in ("B", "N", "H", "C")])
+    for one, other in zip(a.fields, b.fields, strict=True):
+        sizes = [{axis.name: axis.size for axis in field.axes} for field in (one, other)]
+        if sizes[0] != sizes[1] or one.dtype != other.dtype:
+            raise AtlasError(
+                Code.UNLIKE_PLACEMENTS,
+                "Blocks that are copied have the same shape and type",
+                got=f"{one.name} of {one.dtype} {sizes[0]} and {other.dtype} {sizes[1]}",
+                hint="Route between unlike block sizes or ranks instead",
+            )
+    if _cells_alike(source, target):
+        yield source.kernel_blocks, target.kernel_blocks
+        return
+    for field in a.fields:
+        if not field.padding:
+            yield source.place(field.name), target.place(field.name)
 
 
-def _ids(layer: LayerCache, ids: torch.Tensor) -> torch.Tensor:
-    count = layer.kernel_blocks.size("B")
-    if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= count):
+def _cells_alike(source: LayerCache, target: LayerCache) -> bool:
+    """Cells can move as they are: fields lie alike in them, in both orders.
+
+    A field that lies flat over a whole page has no cells of its own, so that the order of
+    heads and states must be the same on both sides.
+    """
+    a, b = source.page, target.page
+    if (a.heads, a.states, a.content) != (b.heads, b.states, b.content):
+        return False
+    for one, other in zip(a.fields, b.fields, strict=True):
+        if (one.axes, one.head, one.offset) != (other.axes, other.head, other.offset):
+            return False
+    reach = max(field.last_content_byte for field in a.fields)
+    sides = source.kernel_blocks, target.kernel_blocks
+    order = {tuple(side.stride(axis) for axis in "HNC") for side in sides}
+    return reach < a.states * a.content or len(order) == 1
+
+
+def _refuse_clash(
+    source: LayerCache, ids: torch.Tensor, target: LayerCache, places: torch.Tensor
+) -> None:
+    """Refuse a block that is written twice, or both read and written."""
+    count = target.kernel_blocks.size("B")
+    written = torch.zeros(count, dtype=torch.bool, device=places.device)
+    written[places] = True
+    twice = int(written.sum()) < places.numel()
+    pools = [layer.buffer.untyped_storage().data_ptr() for layer in (source, target)]
+    here = pools[0] == pools[1] and source.placement == target.placement
+    if twice or (here and ids.numel() and bool(written[ids].any())):
         raise AtlasError(
-            Code.OUT_OF_RANGE,
-            f"Block ids are 0..{count - 1}",
-            got=f"{int(ids.min())}..{int(ids.max())}",
-            hint="Check the block table, and slots = block * states + state",
+            Code.OVERLAP,
+            "One copy writes a block once, and does not read what it writes",
+            got="a block that is written twice" if twice else "a block that is read and written",
+            hint="Copy in two steps",
         )
-    return ids.long()
