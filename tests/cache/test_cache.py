@@ -11,50 +11,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from kvatlas import AtlasError, Code, Layout  # noqa: E402
-from kvatlas.cache import ALIGNMENT, Cache, adapters, allocate, bind  # noqa: E402
-from kvatlas.geometry import ENGINE_LAYOUTS  # noqa: E402
-from kvatlas.models.model import Model  # noqa: E402
-from kvatlas.plan import Plan, plan  # noqa: E402
-from kvatlas.specs import FullAttention, LatentAttention, Spec, compressed_latent  # noqa: E402
-from tests.plan.models import SMALL, model_of  # noqa: E402
-
-GUARD = 4096
-ORDERS = [layout.order for layout in ENGINE_LAYOUTS]
-
-
-def small_plan(model: Model, blocks: int | None = None, **more: Any) -> Plan:
-    """A plan of a small model, with just so many blocks if asked."""
-    ask: dict[str, Any] = {"max_len": 64, "in_flight": 32, **more}
-    made = plan(model, memory="32MiB", **ask)
-    if blocks is None:
-        return made
-    ask["max_len"] = 16
-    return plan(model, memory=made.bytes_per_block * blocks, **ask)
-
-
-class Guarded:
-    """A plan's pools with bytes around them that nothing may touch."""
-
-    def __init__(self, made: Plan, rank: int = 0) -> None:
-        stage = rank // made.tp
-        self.raw, pools = {}, {}
-        for pool in made.pools:
-            if pool.stage == stage:
-                raw = torch.full((pool.nbytes + 2 * GUARD,), 0xA5, dtype=torch.uint8)
-                self.raw[pool.index] = raw
-                pools[pool.index] = raw[GUARD : GUARD + pool.nbytes]
-        self.cache = bind(pools, made, rank=rank)
-
-    def check(self) -> None:
-        for raw in self.raw.values():
-            assert (raw[:GUARD] == 0xA5).all()
-            assert (raw[-GUARD:] == 0xA5).all()
-
-
-def one_storage(cache: Cache, *tensors: Any) -> None:
-    homes = {pool.untyped_storage().data_ptr() for pool in cache.pools.values()}
-    assert all(tensor.untyped_storage().data_ptr() in homes for tensor in tensors)
-
+from kvatlas.cache import ALIGNMENT, adapters, allocate, bind  # noqa: E402
+from kvatlas.specs import FullAttention, LatentAttention, compressed_latent  # noqa: E402
+from tests.guards import ORDERS, Guarded, one_storage, small_plan, spec_plan  # noqa: E402
+from tests.plan.models import SMALL  # noqa: E402
 
 @pytest.mark.parametrize("name", list(SMALL))
 @pytest.mark.parametrize("order", ORDERS)
@@ -132,11 +92,6 @@ def test_states_of_all_blocks_on_one_axis_or_a_refusal(order: str) -> None:
         with pytest.raises(AtlasError):
             adapters.sdpa(layer, 0, 2)
     assert foldable == (order in ("LBNHC", "LHBNC"))
-
-
-def spec_plan(spec: Spec, layout: str = "LBHNC", block: int | None = None) -> Plan:
-    model = model_of("one kind", *[{"attn": spec}] * 2)
-    return small_plan(model, layout=layout, block_size=block)
 
 
 def test_nvfp4_data_and_scales() -> None:

@@ -10,15 +10,17 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from kvatlas import AtlasError, Code  # noqa: E402
-from kvatlas.kernels import attend, attend_latent, write  # noqa: E402
+from kvatlas.kernels import attend, attend_latent, decode, encode, write, write_latent  # noqa: E402
 from kvatlas.specs import (  # noqa: E402
+    ATTENTION_CACHES,
     ChunkedAttention,
+    CrossAttention,
     FullAttention,
     LatentAttention,
+    SinkAttention,
     SlidingAttention,
 )
-from tests.cache.test_cache import ORDERS  # noqa: E402
-from tests.kernels.test_blocks import cache_of  # noqa: E402
+from tests.guards import ORDERS, cache_of  # noqa: E402
 
 LENGTHS = [37, 5, 20]
 QUERIES = [4, 1, 20]
@@ -72,6 +74,9 @@ KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "unlike V": (FullAttention(**BASE, v_dim=4), lambda t, s: s <= t, {}),
     "softcap": (FullAttention(**BASE), lambda t, s: s <= t, {"softcap": 2.0}),
     "sinks": (FullAttention(**BASE), lambda t, s: s <= t, {"sinks": torch.randn(4)}),
+    "tokens that stay": (
+        SinkAttention(**BASE, sinks=3, window=5), lambda t, s: s <= t and (s < 3 or s > t - 5), {},
+    ),
     "sinks in a window": (
         SlidingAttention(**BASE, window=5), lambda t, s: t - 5 < s <= t, {"sinks": torch.randn(4)},
     ),
@@ -110,21 +115,63 @@ def test_blocks_out_of_reach_are_never_read() -> None:
     assert torch.equal(attend(layer, spec, q, tables=gone, **ask), out)
 
 
-@pytest.mark.parametrize("cache", ["fp8", "int8_per_token_head", "int4_per_token_head", "nvfp4"])
+@pytest.mark.parametrize("cache", ATTENTION_CACHES)
 def test_quantised_caches_attend_to_what_they_hold(cache: str) -> None:
     spec = FullAttention(heads=2, head_dim=32, cache=cache)
-    _, layer = cache_of(spec, "LBHNC")
+    _, layer = cache_of(spec, "LBNHC" if cache.startswith("turbo") else "LBHNC")
     q, tables, rows = batch(layer, spec, poison=False)
     ask: dict[str, Any] = {"lengths": torch.tensor(LENGTHS), "queries": torch.tensor(QUERIES)}
     out = attend(layer, spec, q, tables=tables, **ask)
-    exact = []
     start = 0
     for (k, v), count in zip(rows, QUERIES, strict=True):
         mine = q[start : start + count]
-        exact.append(slowly(mine, k, v, lambda t, s: s <= t, 32**-0.5, None, None))
+        k, v = (decode(spec, s, encode(spec, s, x)) for s, x in (("k", k), ("v", v)))  # type: ignore[arg-type]
+        expected = slowly(mine, k, v, lambda t, s: s <= t, 32**-0.5, None, None)
+        assert torch.allclose(out[start : start + count], expected, atol=1e-4)
         start += count
-    error = (out - torch.cat(exact)).abs().max().item()
-    assert error < {"fp8": 0.1, "int8_per_token_head": 0.02}.get(cache, 0.4)
+
+
+PACKED = {
+    "transposed": ("LBHNC", "BLHNC", "BHLNC", "LHBNC"),
+    "tiled_planes": ("LBHNC", "LHBNC"),
+    "planes": ORDERS,
+    "head_groups": ORDERS,
+}
+
+
+@pytest.mark.parametrize(("packing", "order"), [(p, o) for p, os in PACKED.items() for o in os])
+def test_other_packings_are_attended_to_where_they_lie(packing: Any, order: str) -> None:
+    spec = FullAttention(**BASE, packing=packing)
+    _, layer = cache_of(spec, order)
+    q, tables, rows = batch(layer, spec)
+    out = attend(
+        layer, spec, q, tables=tables, lengths=torch.tensor(LENGTHS),
+        queries=torch.tensor(QUERIES),
+    )  # fmt: skip
+    start = 0
+    for (k, v), count in zip(rows, QUERIES, strict=True):
+        mine = q[start : start + count]
+        expected = slowly(mine, k, v, lambda t, s: s <= t, 8**-0.5, None, None)
+        assert torch.allclose(out[start : start + count], expected, atol=1e-5)
+        start += count
+
+
+def test_cross_attention_sees_all_of_the_encoder() -> None:
+    """More queries than tokens, and no order between them."""
+    spec = CrossAttention(**BASE, source=37)
+    _, layer = cache_of(spec, "LBNHC", max_len=64)
+    _, tables, rows = batch(layer, spec)
+    counts = [2, 9, 1]
+    q = torch.randn(sum(counts), 4, 8, generator=torch.Generator().manual_seed(3))
+    out = attend(
+        layer, spec, q, tables=tables, lengths=torch.tensor(LENGTHS), queries=torch.tensor(counts)
+    )
+    start = 0
+    for (k, v), count in zip(rows, counts, strict=True):
+        mine = q[start : start + count]
+        expected = slowly(mine, k, v, lambda t, s: True, 8**-0.5, None, None)  # noqa: ARG005
+        assert torch.allclose(out[start : start + count], expected, atol=1e-5)
+        start += count
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -137,8 +184,7 @@ def test_absorbed_latents(order: str) -> None:
     rows = [torch.randn(n, 24, generator=generator) for n in LENGTHS]
     for table, row in zip(tables, rows, strict=True):
         at = torch.arange(len(row))
-        layer.latent[table[at // 16], at % 16] = row[:, :16]
-        layer.rope[table[at // 16], at % 16] = row[:, 16:]
+        write_latent(layer, spec, row[:, :16], row[:, 16:], table[at // 16] * 16 + at % 16)
     q = torch.randn(sum(QUERIES), 4, 24, generator=generator)
     out = attend_latent(
         layer, spec, q, tables=tables, lengths=torch.tensor(LENGTHS),

@@ -11,16 +11,9 @@ torch = pytest.importorskip("torch")
 from kvatlas import AtlasError, Code  # noqa: E402
 from kvatlas.cache import allocate  # noqa: E402
 from kvatlas.kernels import copy_blocks, decode, encode, read, write, zero_blocks  # noqa: E402
-from kvatlas.specs import ATTENTION_CACHES, FullAttention, Spec  # noqa: E402
-from tests.cache.test_cache import ORDERS, Guarded, small_plan  # noqa: E402
-from tests.plan.models import SMALL, model_of  # noqa: E402
-
-
-def cache_of(spec: Spec, order: str, **more: Any) -> tuple[Guarded, Any]:
-    guarded = Guarded(small_plan(model_of("one kind", *[{"attn": spec}] * 3), layout=order, **more))
-    for pool in guarded.cache.pools.values():
-        pool.zero_()
-    return guarded, guarded.cache["layers.1.attn"]
+from kvatlas.specs import ATTENTION_CACHES, FullAttention  # noqa: E402
+from tests.guards import ORDERS, Guarded, cache_of, small_plan  # noqa: E402
+from tests.plan.models import SMALL  # noqa: E402
 
 
 @pytest.mark.parametrize("order", ORDERS)

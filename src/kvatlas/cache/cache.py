@@ -139,6 +139,35 @@ class Cache(Mapping[str, LayerCache]):
         self[layer]
         return [self.stage_layer(layer, part) for part in range(self.plan.parts(layer))]
 
+    def clear(self, group: int, ids: Sequence[int] | torch.Tensor) -> bool:
+        """Make blocks ready for a group that takes them: zeroed where the plan needs it.
+
+        Says whether it was needed. Only what the group itself can read is written.
+        """
+        regions = [
+            region
+            for region in self.plan.regions
+            if (region.stage, region.group) == (self.stage, group)
+        ]
+        if not 0 <= group < len(self.plan.groups):
+            raise AtlasError(
+                Code.OUT_OF_RANGE,
+                "A group is one of the plan's own",
+                got=group,
+                hint=f"This plan has {len(self.plan.groups)} groups",
+            )
+        index = self.plan.groups[group].pool
+        chosen = torch.as_tensor(ids, dtype=torch.long)
+        if regions:
+            self._refuse_ids(chosen.tolist(), self._pool(index).blocks)
+        if group not in self.plan.groups_to_clear:
+            return False
+        for region in regions:
+            placed = region.placement(self.plan.tp, self._pool(index).blocks)
+            cells = view(self.pools[index], placed, torch.uint8)
+            cells.index_fill_(placed.axes.index("B"), chosen.to(cells.device), 0)
+        return True
+
     def block(self, ids: Sequence[int] | torch.Tensor | int, pool: int = 0) -> torch.Tensor:
         """Whole blocks of a pool across all layers, as rows of bytes.
 
@@ -155,13 +184,14 @@ class Cache(Mapping[str, LayerCache]):
         rows = self.pools[pool].view(found.blocks, found.block_bytes)
         chosen = [ids] if isinstance(ids, int) else [int(i) for i in ids]
         steps = {b - a for a, b in pairwise(chosen)}
-        if not chosen or min(chosen) < 0 or max(chosen) >= found.blocks:
+        if not chosen:
             raise AtlasError(
                 Code.OUT_OF_RANGE,
-                f"Block ids are 0..{found.blocks - 1}",
-                got=chosen[:8],
-                hint="Ask for at least one block of the pool",
+                "A view holds at least one block",
+                got=chosen,
+                hint="Ask for some blocks of the pool",
             )
+        self._refuse_ids(chosen, found.blocks)
         if len(steps) > 1 or min(steps, default=1) < 1:
             raise AtlasError(
                 Code.NOT_CONTIGUOUS,
@@ -170,6 +200,16 @@ class Cache(Mapping[str, LayerCache]):
                 hint="Gather scattered blocks with a copy kernel",
             )
         return rows[chosen[0] : chosen[-1] + 1 : min(steps, default=1)]
+
+    @staticmethod
+    def _refuse_ids(ids: Sequence[int], blocks: int) -> None:
+        if ids and (min(ids) < 0 or max(ids) >= blocks):
+            raise AtlasError(
+                Code.OUT_OF_RANGE,
+                f"Block ids are 0..{blocks - 1}",
+                got=list(ids[:8]),
+                hint="Ids are those of the pool's own blocks",
+            )
 
     def _pool(self, index: int) -> Pool:
         for pool in self.plan.pools:
@@ -196,18 +236,16 @@ class Cache(Mapping[str, LayerCache]):
 def allocate(plan: Plan, *, rank: int = 0, device: Any = "cpu") -> Cache:
     """Memory for one rank of a plan, one buffer for each pool.
 
-    Buffers are zeroed where groups would otherwise read each other's old bytes:
-    recurrent states are read before they are written.
+    Buffers are zeroed where some group needs it: recurrent states are read before they
+    are written, and groups that keep unlike numbers overlay each other.
     """
     stage, _ = stage_of(plan, rank)
-    zero = any(group.kind == "mamba" for group in plan.groups)
-    make = torch.zeros if zero else torch.empty
-    pools = {}
-    for pool in plan.pools:
-        if pool.stage == stage:
-            raw = make(pool.nbytes + ALIGNMENT, dtype=torch.uint8, device=device)
-            skip = -raw.data_ptr() % ALIGNMENT
-            pools[pool.index] = raw[skip : skip + pool.nbytes]
+    zero = bool(plan.groups_to_clear)
+    pools = {
+        pool.index: _memory(pool.nbytes, zero, device)
+        for pool in plan.pools
+        if pool.stage == stage
+    }
     return Cache(plan, rank, pools)
 
 
@@ -260,6 +298,14 @@ def stage_of(plan: Plan, rank: int) -> tuple[int, int]:
             hint=f"Ranks are 0..{plan.tp * plan.pp - 1}",
         )
     return divmod(rank, plan.tp)
+
+
+def _memory(nbytes: int, zero: bool, device: Any) -> torch.Tensor:
+    """Aligned bytes; the allocator need not align, so a little more is asked for."""
+    make = torch.zeros if zero else torch.empty
+    raw = make(nbytes + ALIGNMENT, dtype=torch.uint8, device=device)
+    skip = -raw.data_ptr() % ALIGNMENT
+    return raw[skip : skip + nbytes]
 
 
 def _from_buffer(memory: Any) -> torch.Tensor:

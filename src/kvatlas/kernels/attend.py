@@ -1,24 +1,89 @@
 """Paged attention over the views of a layer, in float32: the reference that others are held to.
 
 Prefill and decode are one batch: each sequence brings its last few tokens as queries
-and a block table for all of them. Only blocks within reach are read, so table entries
-that a window has left behind may hold anything.
+and a block table for all of them. Only states within reach are read, so table entries
+that a window has left behind may hold anything. Rows of several sequences are read at
+once, then each is attended to by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 
 from kvatlas.cache import LayerCache
 from kvatlas.errors import AtlasError, Code
 from kvatlas.kernels.attention import read
-from kvatlas.specs import ChunkedAttention, LatentAttention, SlidingAttention
+from kvatlas.kernels.latent import read_latent
+from kvatlas.specs import (
+    ChunkedAttention,
+    CrossAttention,
+    LatentAttention,
+    SinkAttention,
+    SlidingAttention,
+    SlidingLatentAttention,
+    Spec,
+)
 from kvatlas.specs.attention import Attention
 
 Rows = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """From slots to K [tokens, kv heads, D] and V [tokens, kv heads, Dv]."""
+
+_ROWS_AT_ONCE = 1 << 14
+
+
+class _Sight(NamedTuple):
+    """Which tokens a query sees."""
+
+    causal: bool = True
+    window: int | None = None
+    chunk: int | None = None
+    first: int = 0
+    """Tokens at the beginning that stay in sight of a window."""
+
+    @classmethod
+    def of(cls, spec: Spec) -> _Sight:
+        if isinstance(spec, CrossAttention):
+            return cls(causal=False)
+        if isinstance(spec, SlidingAttention | SlidingLatentAttention):
+            return cls(window=spec.window)
+        if isinstance(spec, ChunkedAttention):
+            return cls(chunk=spec.chunk)
+        if isinstance(spec, SinkAttention) and spec.window is not None:
+            return cls(window=spec.window, first=spec.sinks)
+        return cls()
+
+    def seen(self, length: int, count: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Positions that the last `count` of `length` tokens see, and who sees which."""
+        if not self.causal:
+            return torch.arange(length), None
+        reach = 0
+        if self.window is not None:
+            reach = max(0, length - count - self.window + 1)
+        if self.chunk is not None:
+            reach = (length - count) // self.chunk * self.chunk
+        seen = torch.arange(reach, length)
+        if self.first and reach:
+            seen = torch.cat((torch.arange(min(self.first, reach)), seen))
+        if count == 1:
+            return seen, None  # the last token sees all that is in reach
+        at = torch.arange(length - count, length).unsqueeze(1)
+        mask = seen <= at
+        if self.window is not None:
+            mask &= (seen > at - self.window) | (seen < self.first)
+        if self.chunk is not None:
+            mask &= seen // self.chunk == at // self.chunk
+        return seen, mask
+
+
+class _Sequence(NamedTuple):
+    start: int
+    """Its first row in the batch of queries."""
+    count: int
+    slots: torch.Tensor
+    mask: torch.Tensor | None
 
 
 def attend(
@@ -38,27 +103,19 @@ def attend(
     """Attention of `q` [tokens, query heads, D] over each sequence's cache.
 
     `tables` [sequences, blocks] holds block ids, `lengths` the tokens in the cache,
-    and `queries` how many of them, the last ones, are in `q`. Window and chunk are the
-    spec's; `sinks` are learned logits, one for each query head, that take part in the
-    softmax alone.
+    and `queries` how many of them, the last ones, are in `q`. Window, chunk and tokens
+    that stay are the spec's; `sinks` are learned logits, one for each query head, that take
+    part in the softmax alone. Cross attention sees all of the encoder's tokens, which
+    `lengths` then counts.
     """
 
     def rows(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return read(layer, spec, slots, k_scale=k_scale, v_scale=v_scale)
 
-    return _attend(
-        layer,
-        rows,
-        q,
-        tables,
-        lengths,
-        queries,
-        scale=q.shape[-1] ** -0.5 if scale is None else scale,
-        window=spec.window if isinstance(spec, SlidingAttention) else None,
-        chunk=spec.chunk if isinstance(spec, ChunkedAttention) else None,
-        sinks=sinks,
-        softcap=softcap,
-    )
+    width = spec.v_dim or spec.head_dim
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    batch = _batch(layer, _Sight.of(spec), q, tables, lengths, queries)
+    return _attend(batch, rows, q, width, scale, sinks, softcap)
 
 
 def attend_latent(
@@ -71,108 +128,126 @@ def attend_latent(
     queries: torch.Tensor,
     scale: float,
     kv_scale: float = 1.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Absorbed MLA: `q` [tokens, heads, latent + rope] over rows that all heads share.
 
-    What comes back is [tokens, heads, latent], before the value projection.
+    What comes back is [tokens, heads, latent], before the value projection. Every cache
+    dtype of latents is read as its kernels would.
     """
-    if spec.cache not in ("auto", "fp8", "fp8_e4m3"):
-        raise AtlasError(
-            Code.BAD_SPEC,
-            "The reference reads latents that stand for themselves or have one scale",
-            got=f"cache dtype {spec.cache}",
-            hint="Use auto or fp8",
-        )
-    latent, rope = layer.field("latent"), layer.field("rope")
-    states = latent.shape[1]
 
     def rows(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        blocks, places = slots // states, slots % states
-        value = latent[blocks, places].float() * kv_scale
-        key = torch.cat((value, rope[blocks, places].float() * kv_scale), dim=-1)
-        return key.unsqueeze(1), value.unsqueeze(1)
+        value, rope = read_latent(layer, spec, slots, kv_scale=kv_scale)
+        return torch.cat((value, rope), dim=-1).unsqueeze(1), value.unsqueeze(1)
 
-    return _attend(layer, rows, q, tables, lengths, queries, scale=scale)
+    batch = _batch(layer, _Sight.of(spec), q, tables, lengths, queries)
+    return _attend(batch, rows, q, spec.latent, scale, sinks, None)
 
 
 def _attend(
-    layer: LayerCache,
+    batch: list[_Sequence],
     rows: Rows,
     q: torch.Tensor,
-    tables: torch.Tensor,
-    lengths: torch.Tensor,
-    queries: torch.Tensor,
-    *,
+    width: int,
     scale: float,
-    window: int | None = None,
-    chunk: int | None = None,
-    sinks: torch.Tensor | None = None,
-    softcap: float | None = None,
+    sinks: torch.Tensor | None,
+    softcap: float | None,
 ) -> torch.Tensor:
-    _refuse_batch(layer, q, tables, lengths, queries)
-    states = layer.kernel_blocks.size("N")
-    found = []
-    start = 0
-    for table, length, count in zip(tables, lengths.tolist(), queries.tolist(), strict=True):
-        if not count:
-            continue
-        at = torch.arange(length - count, length)
-        reach = 0
-        if window is not None:
-            reach = max(0, length - count - window + 1)
-        if chunk is not None:
-            reach = (length - count) // chunk * chunk
-        seen = torch.arange(reach, length)
-        k, v = rows(table[seen // states].long() * states + seen % states)
-        mask = seen <= at.unsqueeze(1)
-        if window is not None:
-            mask &= seen > at.unsqueeze(1) - window
-        if chunk is not None:
-            mask &= seen // chunk == at.unsqueeze(1) // chunk
-        mine = q[start : start + count].float()
-        found.append(_one(mine, k, v, mask, scale, sinks, softcap))
-        start += count
-    return torch.cat(found).to(q.dtype)
+    out = q.new_empty((q.shape[0], q.shape[1], width))
+    for group in _grouped(batch):
+        keys, values = rows(torch.cat([sequence.slots for sequence in group]))
+        sizes = [len(sequence.slots) for sequence in group]
+        for sequence, k, v in zip(group, keys.split(sizes), values.split(sizes), strict=True):
+            mine = slice(sequence.start, sequence.start + sequence.count)
+            found = _one(q[mine].float(), k, v, sequence.mask, scale, sinks, softcap)
+            out[mine] = found.to(q.dtype)
+    return out
+
+
+def _grouped(batch: list[_Sequence]) -> Iterator[list[_Sequence]]:
+    """Sequences that are read at once: many short ones, or a long one by itself."""
+    group: list[_Sequence] = []
+    taken = 0
+    for sequence in batch:
+        if group and taken + len(sequence.slots) > _ROWS_AT_ONCE:
+            yield group
+            group, taken = [], 0
+        group.append(sequence)
+        taken += len(sequence.slots)
+    if group:
+        yield group
 
 
 def _one(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    mask: torch.Tensor,
+    mask: torch.Tensor | None,
     scale: float,
     sinks: torch.Tensor | None,
     softcap: float | None,
 ) -> torch.Tensor:
     """One sequence: q [T, Hq, D], k [S, H, D], v [S, H, Dv]; query heads share kv heads evenly."""
-    shared = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
-    logits = torch.einsum("thd,shd->hts", q, k) * scale
+    tokens, heads, kv_heads = q.shape[0], q.shape[1], k.shape[1]
+    # [H, queries of all heads that share it, D] x [H, D, S]: keys are never repeated.
+    rows = q.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
+    logits = (rows @ k.permute(1, 2, 0)).mul_(scale)
     if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    logits = logits.masked_fill(~mask, float("-inf"))
+        logits = logits.div_(softcap).tanh_().mul_(softcap)
+    if mask is not None:
+        logits.unflatten(1, (-1, tokens)).masked_fill_(~mask, float("-inf"))
     if sinks is not None:
-        column = sinks.float().view(-1, 1, 1).expand(-1, logits.shape[1], 1)
-        logits = torch.cat((logits, column), dim=-1)
+        column = sinks.float().view(kv_heads, -1, 1).expand(-1, -1, tokens).flatten(1)
+        logits = torch.cat((logits, column.unsqueeze(-1)), dim=-1)
     weights = logits.softmax(-1)[..., : v.shape[0]]
-    return torch.einsum("hts,shd->thd", weights, v)
+    found = weights @ v.transpose(0, 1)
+    return found.unflatten(1, (-1, tokens)).permute(2, 0, 1, 3).reshape(tokens, heads, -1)
 
 
-def _refuse_batch(
+def _batch(
     layer: LayerCache,
+    sight: _Sight,
     q: torch.Tensor,
     tables: torch.Tensor,
     lengths: torch.Tensor,
     queries: torch.Tensor,
-) -> None:
+) -> list[_Sequence]:
+    """What each sequence sees, as slots."""
     states = layer.kernel_blocks.size("N")
-    counts = (len(tables), len(lengths), len(queries))
+    tokens, counts = lengths.tolist(), queries.tolist()
+    _refuse_batch(q, tables, tokens, counts, states, causal=sight.causal)
+    batch, start = [], 0
+    for table, length, count in zip(tables.long(), tokens, counts, strict=True):
+        if count:
+            seen, mask = sight.seen(length, count)
+            seen = seen.to(table.device)
+            slots = table[seen // states] * states + seen % states
+            batch.append(
+                _Sequence(start, count, slots, None if mask is None else mask.to(q.device))
+            )
+        start += count
+    return batch
+
+
+def _refuse_batch(
+    q: torch.Tensor,
+    tables: torch.Tensor,
+    lengths: list[int],
+    queries: list[int],
+    states: int,
+    *,
+    causal: bool,
+) -> None:
     room = tables.shape[-1] * states
-    wrong = len(set(counts)) > 1 or int(queries.sum()) != q.shape[0]
-    if wrong or bool((queries > lengths).any()) or int(lengths.max()) > room:
+    found = (len(tables), len(lengths), len(queries))
+    wrong = len(set(found)) > 1 or sum(queries) != q.shape[0] or min(queries, default=0) < 0
+    if not wrong:
+        over = causal and any(n > m for n, m in zip(queries, lengths, strict=True))
+        wrong = over or max(lengths, default=0) > room or min(lengths, default=1) < 1
+    if wrong:
         raise AtlasError(
             Code.BAD_TENSOR,
             "Each sequence has a table for its length and no more queries than tokens",
-            got=f"{counts} tables, lengths and queries; {q.shape[0]} rows; room for {room}",
+            got=f"{found} tables, lengths and queries; {q.shape[0]} rows; room for {room}",
             hint="Queries are the last tokens of their sequences",
         )

@@ -5,9 +5,15 @@ from __future__ import annotations
 import torch
 
 from kvatlas.cache import LayerCache
-from kvatlas.errors import AtlasError, Code
-from kvatlas.kernels.codec import Side, decode, encode
-from kvatlas.kernels.rows import by_row, find_slots, put_rows, take_rows
+from kvatlas.kernels.codec import decode, encode
+from kvatlas.kernels.rows import (
+    by_row,
+    find_slots,
+    kept_slots,
+    read_fields,
+    take_rows,
+    write_fields,
+)
 from kvatlas.specs.attention import Attention
 
 
@@ -27,22 +33,10 @@ def write(
     packing is written where it lies, tiled and transposed keys too. Cross attention
     writes the encoder's tokens once in the same way.
     """
-    if slots.numel() and int(slots.min()) < 0:
-        kept = slots >= 0
-        slots, k, v = slots[kept], k[kept], v[kept]
-    if not len(slots) == len(k) == len(v):
-        raise AtlasError(
-            Code.BAD_TENSOR,
-            "Every row has a slot",
-            got=f"{len(k)} rows of K and {len(v)} of V for {len(slots)} slots",
-            hint="Pass one slot for each token, negative where it is not stored",
-        )
+    slots, k, v = kept_slots(slots, k, v)
     found = find_slots(layer, slots)
-    sides: tuple[tuple[Side, torch.Tensor, float], ...] = (("k", k, k_scale), ("v", v, v_scale))
-    for side, rows, scale in sides:
-        for name, values in encode(spec, side, rows, scale=scale).items():
-            view = by_row(layer, name)
-            put_rows(view, found, values.to(view.dtype))
+    write_fields(layer, found, encode(spec, "k", k, scale=k_scale))
+    write_fields(layer, found, encode(spec, "v", v, scale=v_scale))
 
 
 def read(
@@ -66,11 +60,7 @@ def read(
             shaped = rows.unflatten(-1, view.shape[-2:]) if view.dim() == 5 else rows
             take_rows(view, found, shaped)
         return out
-    fields = {
-        f.name: _whole_rows(take_rows(by_row(layer, f.name), found))
-        for f in layer.page.fields
-        if not f.padding
-    }
+    fields = read_fields(layer, found)
     if spec.cache == "auto" and dtype == fields["k"].dtype:
         k, v = fields["k"], fields["v"]
     else:
@@ -80,7 +70,3 @@ def read(
         return k, v
     return out[0].copy_(k), out[1].copy_(v)
 
-
-def _whole_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Tiles of a row on one axis again."""
-    return rows.flatten(-2) if rows.dim() == 4 else rows

@@ -74,6 +74,11 @@ def rotate(values: torch.Tensor) -> torch.Tensor:
     >>> rotate(x).tolist(), bool(torch.allclose(rotate(rotate(x)), x))
     ([5.0, -1.0, -2.0, 0.0], True)
     """
+    return _hadamard(values) * float(values.shape[-1] ** -0.5)
+
+
+def _hadamard(values: torch.Tensor) -> torch.Tensor:
+    """Sums and differences alone: exact where the numbers are."""
     size = values.shape[-1]
     found = values
     width = 1
@@ -82,7 +87,50 @@ def rotate(values: torch.Tensor) -> torch.Tensor:
         first, second = pairs[..., 0, :], pairs[..., 1, :]
         found = torch.stack((first + second, first - second), dim=-2).flatten(-3)
         width *= 2
-    return found * float(size**-0.5)
+    return found
+
+
+def round_away(values: torch.Tensor) -> torch.Tensor:
+    """The nearest whole number, halves away from zero.
+
+    >>> round_away(torch.tensor([0.5, 2.5, -1.5])).tolist()
+    [1.0, 3.0, -2.0]
+    """
+    return (values + torch.copysign(torch.full_like(values, 0.5), values)).trunc()
+
+
+def spread(rows: torch.Tensor) -> torch.Tensor:
+    """Rows under fixed signs and a Hadamard transform, so that no channel stands out.
+
+    The transform is not normed: it lengthens a row by the root of its block, the largest
+    power of two that divides the row. That is vLLM's rotation for int4, signs included.
+
+    >>> x = torch.randn(3, 96)
+    >>> bool(torch.allclose(spread_back(spread(x)), x, atol=1e-5))
+    True
+    """
+    blocks = split(rows, -1, _block(rows))
+    signs = _signs(blocks.shape[-1]).to(rows.device)
+    return _hadamard(blocks * signs).flatten(-2)
+
+
+def spread_back(rows: torch.Tensor) -> torch.Tensor:
+    """Undo `spread`."""
+    blocks = split(rows, -1, _block(rows))
+    signs = _signs(blocks.shape[-1]).to(rows.device)
+    return (_hadamard(blocks) * (signs / blocks.shape[-1])).flatten(-2)
+
+
+def _block(rows: torch.Tensor) -> int:
+    size = rows.shape[-1]
+    return int(size & -size)
+
+
+@lru_cache(maxsize=32)
+def _signs(size: int) -> torch.Tensor:
+    """Signs that never change: caches outlive processes."""
+    generator = torch.Generator().manual_seed(0x9E3779B9)
+    return torch.full((size,), 0.5).bernoulli(generator=generator) * 2 - 1
 
 
 @lru_cache(maxsize=8)

@@ -5,14 +5,20 @@ One side (K or V) at a time: `encode` gives a tensor for each field of that side
 on any batch of rows. The bytes are those that the page has room for; nothing here
 knows where they lie.
 
-| cache dtype | scale | error of a row with largest element a |
+| cache dtype | scale | error of an element x, where a is the largest of those that share the scale |
 |---|---|---|
-| `fp8` | one for the tensor, given | 1/16 of each element, while a / scale is below 448 |
+| `fp8` | one for the tensor, given | x / 16, while a / scale is below 448 |
+| `fp8_e5m2` | one for the tensor, given | x / 8, while a / scale is below 57344 |
 | `int8_per_token_head` | a / 127 | a / 254 |
-| `fp8_per_token_head` | a / 448 | 1/16 of each element |
-| `int4_per_token_head` | (max - min) / 15, with a zero point | (max - min) / 30, zero included |
-| `nvfp4` | one for 16 elements in e4m3, one for the tensor | 1/4 of the block's largest |
-| `turboquant_*` | the row's norm after a rotation; V's range | see `tests/kernels` |
+| `fp8_per_token_head` | a / 448 | x / 16 + a / 448 / 1024 |
+| `int4_per_token_head` | (max - min) / 15 of the rotated row, with a zero point | one step, after the rotation |
+| `nvfp4` | one for 16 elements in e4m3, one for the tensor | a / 4 |
+| `turboquant_*` | the row's norm after a rotation; V's range | see `docs/cache.md` |
+
+What is not finite: `auto` keeps it, fp8 with one scale saturates infinities and keeps NaN,
+and where a scale is computed, everything that shares it comes back as NaN: a row that was
+never right does not turn into numbers. Scales for each token and head are never below 1e-6,
+so that rows below that vanish, as they do in vLLM.
 """
 
 from __future__ import annotations
@@ -25,15 +31,16 @@ from kvatlas.cache.tensors import torch_dtype
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import DType
 from kvatlas.kernels import bits
+from kvatlas.kernels.scaled import E4M3_MAX, from_nvfp4, not_finite_is_nan, to_fp8, to_nvfp4
 from kvatlas.specs.attention import Attention
 from kvatlas.specs.content import sides
 
 Side = Literal["k", "v"]
 Fields = dict[str, torch.Tensor]
 
-_E4M3_MAX = 448.0
-_E5M2_MAX = 57344.0
+_LEAST = 1e-6
 _TINY = 1e-12
+_HALF_MAX = 65504.0
 
 
 def encode(spec: Attention, side: Side, rows: torch.Tensor, *, scale: float = 1.0) -> Fields:
@@ -43,16 +50,18 @@ def encode(spec: Attention, side: Side, rows: torch.Tensor, *, scale: float = 1.
     """
     _refuse_size(spec, side, rows)
     cache = spec.cache
-    exact = rows.float()
     if cache == "auto":
         return {side: rows.to(torch_dtype(DType.of(spec.dtype)))}
     if cache in ("fp8", "fp8_e4m3", "fp8_e5m2"):
-        return {side: _to_fp8(exact / scale, cache)}
+        return {side: to_fp8(rows.float() / scale, e5m2=cache == "fp8_e5m2")}
+    if cache == "int4_per_token_head":
+        return _int4(side, rows)
     if cache.endswith("_per_token_head"):
-        return _token_head(cache, side, exact)
+        return _token_head(cache, side, rows.float())
     if cache == "nvfp4":
-        return _nvfp4(side, exact, scale)
-    return _turboquant(spec, side, exact)
+        data, step = to_nvfp4(rows.float(), scale)
+        return {side: data, f"{side}_scale": step}
+    return _turboquant(spec, side, rows.float())
 
 
 def decode(spec: Attention, side: Side, fields: Fields, *, scale: float = 1.0) -> torch.Tensor:
@@ -66,68 +75,65 @@ def decode(spec: Attention, side: Side, fields: Fields, *, scale: float = 1.0) -
     if cache == "int4_per_token_head":
         stored = fields[f"{side}_scale"].view(torch.int32)
         zero, step = stored & 15, (stored & ~15).view(torch.float32)
-        return (bits.unpack(data, 4, dim) - zero) * step
+        return bits.spread_back((bits.unpack(data, 4, dim) - zero) * step)
     if cache.endswith("_per_token_head"):
         return data.float() * fields[f"{side}_scale"]
     if cache == "nvfp4":
-        blocks = fields[f"{side}_scale"].float() * scale
-        values = bits.split(bits.from_e2m1(bits.unpack(data, 4, dim)), -1, 16)
-        return (values * blocks.unsqueeze(-1)).flatten(-2)
+        return from_nvfp4(data, fields[f"{side}_scale"], dim, scale)
     return _from_turboquant(spec, side, fields)
 
 
-def _to_fp8(values: torch.Tensor, cache: str) -> torch.Tensor:
-    # torch's own cast turns what is too large into NaN; a cache saturates.
-    if cache == "fp8_e5m2":
-        return values.clamp(-_E5M2_MAX, _E5M2_MAX).to(torch.float8_e5m2)
-    return values.clamp(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn)
+def _int4(side: Side, rows: torch.Tensor) -> Fields:
+    """Rotated rows as 4-bit codes, bit for bit what vLLM stores.
+
+    With one exception: a rotated row that lies on one side of zero still has zero in its
+    range here, where vLLM's codes saturate and lose the row.
+    """
+    # vLLM rounds the rotated row to the model's own type before it quantises.
+    spread = bits.spread(rows.float()).to(rows.dtype).float()
+    low = spread.amin(-1, keepdim=True).clamp(max=0)
+    high = spread.amax(-1, keepdim=True).clamp(min=0)
+    step = not_finite_is_nan(((high - low) / 15).clamp(min=_LEAST))
+    zero = _codes(-low / step)
+    codes = _codes(spread * (1 / step) + zero).to(torch.uint8)
+    # The zero point rides in the scale's lowest bits.
+    stored = (step.view(torch.int32) & ~15) | zero.to(torch.int32)
+    return {side: bits.pack(codes, 4), f"{side}_scale": stored.view(torch.float32)}
+
+
+def _codes(values: torch.Tensor) -> torch.Tensor:
+    return bits.round_away(values).nan_to_num(0).clamp(0, 15)
 
 
 def _token_head(cache: str, side: Side, rows: torch.Tensor) -> Fields:
-    if cache == "int4_per_token_head":
-        low = rows.amin(-1, keepdim=True).clamp(max=0)
-        high = rows.amax(-1, keepdim=True).clamp(min=0)
-        step = ((high - low) / 15).clamp(min=_TINY)
-        # The zero point rides in the scale's lowest bits, which it must not disturb.
-        step = (step.view(torch.int32) & ~15).view(torch.float32)
-        zero = (-low / step).round().clamp(0, 15)
-        codes = (rows / step + zero).round().clamp(0, 15).to(torch.uint8)
-        stored = (step.view(torch.int32) | zero.to(torch.int32)).view(torch.float32)
-        return {side: bits.pack(codes, 4), f"{side}_scale": stored}
     largest = rows.abs().amax(-1, keepdim=True)
+    top = 127.0 if cache == "int8_per_token_head" else E4M3_MAX
+    step = not_finite_is_nan((largest / top).clamp(min=_LEAST))
+    scaled = rows * (1 / step)
     if cache == "int8_per_token_head":
-        step = (largest / 127).clamp(min=_TINY)
-        return {side: (rows / step).round().to(torch.int8), f"{side}_scale": step}
-    step = (largest / _E4M3_MAX).clamp(min=_TINY)
-    return {side: _to_fp8(rows / step, "fp8"), f"{side}_scale": step}
-
-
-def _nvfp4(side: Side, rows: torch.Tensor, scale: float) -> Fields:
-    blocks = bits.split(rows, -1, 16)
-    largest = blocks.abs().amax(-1)
-    step = _to_fp8(largest / 6 / scale, "fp8")
-    exact = (step.float() * scale).unsqueeze(-1)
-    values = torch.where(exact > 0, blocks / exact.clamp(min=_TINY), torch.zeros_like(blocks))
-    return {side: bits.pack(bits.to_e2m1(values).flatten(-2), 4), f"{side}_scale": step}
+        codes = bits.round_away(scaled).nan_to_num(0).clamp(-128, 127)
+        return {side: codes.to(torch.int8), f"{side}_scale": step}
+    return {side: to_fp8(scaled.nan_to_num(0)), f"{side}_scale": step}
 
 
 def _turboquant(spec: Attention, side: Side, rows: torch.Tensor) -> Fields:
     width = _code_bits(spec, side)
     if width == 8:
-        return {side: _to_fp8(rows, "fp8")}
+        return {side: to_fp8(rows)}
     if side == "v":
         low, high = rows.amin(-1, keepdim=True), rows.amax(-1, keepdim=True)
         top = (1 << width) - 1
-        step = ((high - low) / top).half().float().clamp(min=6e-8)
-        zero = low.half().float()
-        codes = ((rows - zero) / step).round().clamp(0, top).to(torch.uint8)
-        return {"v": bits.pack(codes, width), "v_scale": step.half(), "v_zero": zero.half()}
-    norm = rows.norm(dim=-1, keepdim=True).half()
+        step = not_finite_is_nan((high - low) / top)
+        step = step.clamp(6e-8, _HALF_MAX).half()
+        zero = low.clamp(-_HALF_MAX, _HALF_MAX).half()
+        codes = ((rows - zero.float()) / step.float()).round().nan_to_num(0).clamp(0, top)
+        packed = bits.pack(codes.to(torch.uint8), width)
+        return {"v": packed, "v_scale": step, "v_zero": zero}
+    norm = not_finite_is_nan(rows.norm(dim=-1, keepdim=True))
     # After the rotation a row of norm 1 has elements of variance 1 / D, near enough normal.
-    spread = bits.rotate(rows) / norm.float().clamp(min=_TINY) * rows.shape[-1] ** 0.5
-    levels = torch.tensor(bits.normal_levels(width), dtype=torch.float32, device=rows.device)
-    codes = torch.bucketize(spread, (levels[1:] + levels[:-1]) / 2)
-    return {"k": bits.pack(codes, width), "k_scale": norm}
+    unit = bits.rotate(rows) / norm.clamp(min=_TINY) * rows.shape[-1] ** 0.5
+    codes = torch.bucketize(unit.nan_to_num(0), _borders(width, rows.device))
+    return {"k": bits.pack(codes, width), "k_scale": norm.clamp(max=_HALF_MAX).half()}
 
 
 def _from_turboquant(spec: Attention, side: Side, fields: Fields) -> torch.Tensor:
@@ -137,11 +143,19 @@ def _from_turboquant(spec: Attention, side: Side, fields: Fields) -> torch.Tenso
     codes = bits.unpack(fields[side], width, dim)
     if side == "v":
         return codes * fields["v_scale"].float() + fields["v_zero"].float()
-    levels = torch.tensor(bits.normal_levels(width), dtype=torch.float32, device=codes.device)
-    unit = levels[codes.long()]
+    unit = _levels(width, codes.device)[codes.long()]
     # Rounding shortens a row; its length is known, so it is put right.
     unit = unit / unit.norm(dim=-1, keepdim=True).clamp(min=_TINY)
     return bits.rotate(unit) * fields["k_scale"].float()
+
+
+def _levels(width: int, device: torch.device) -> torch.Tensor:
+    return torch.tensor(bits.normal_levels(width), dtype=torch.float32, device=device)
+
+
+def _borders(width: int, device: torch.device) -> torch.Tensor:
+    levels = _levels(width, device)
+    return (levels[1:] + levels[:-1]) / 2
 
 
 def _code_bits(spec: Attention, side: Side) -> int:
@@ -159,7 +173,7 @@ def _refuse_size(spec: Attention, side: Side, rows: torch.Tensor) -> None:
     if rows.shape[-1] != dim or (spec.cache.startswith("turboquant") and not power):
         raise AtlasError(
             Code.BAD_TENSOR,
-            "Rows are as long as the head, a power of two where they are rotated",
+            "Rows are as long as the head, a power of two where they are rotated whole",
             got=f"{side} of {rows.shape[-1]} for a head of {dim} in {spec.cache}",
             hint="Pass [tokens, heads, head size]",
         )

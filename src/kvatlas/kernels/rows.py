@@ -7,6 +7,7 @@ move as one indexed copy. Both work on the views of a field, in whatever order i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -101,6 +102,39 @@ def take_rows(
     else:
         _walk(pages, rows, slots.pieces, into_pages=False)
     return found
+
+
+def write_fields(layer: LayerCache, slots: Slots, fields: Mapping[str, torch.Tensor]) -> None:
+    """Rows of several fields into the same states."""
+    for name, rows in fields.items():
+        target = by_row(layer, name)
+        put_rows(target, slots, rows.to(target.dtype))
+
+
+def read_fields(layer: LayerCache, slots: Slots) -> dict[str, torch.Tensor]:
+    """Rows of all fields of the same states, tiles put together again."""
+    found = {}
+    for field in layer.page.fields:
+        if not field.padding:
+            rows = take_rows(by_row(layer, field.name), slots)
+            tiled = any(axis.name == "c" for axis in field.axes)
+            found[field.name] = rows.flatten(-2) if tiled else rows
+    return found
+
+
+def kept_slots(slots: torch.Tensor, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Slots and rows without those that are not stored, refused where their numbers differ."""
+    if any(len(row) != len(slots) for row in rows):
+        raise AtlasError(
+            Code.BAD_TENSOR,
+            "Every row has a slot",
+            got=f"{[len(row) for row in rows]} rows for {len(slots)} slots",
+            hint="Pass one slot for each row, negative where it is not stored",
+        )
+    if slots.numel() and int(slots.min()) < 0:
+        kept = slots >= 0
+        return (slots[kept], *(row[kept] for row in rows))
+    return (slots, *rows)
 
 
 def _pieces(slots: NDArray[np.int64], states: int) -> list[Piece] | None:

@@ -241,6 +241,30 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def _pools(self) -> dict[tuple[int, int], Pool]:
         return {(pool.stage, pool.index): pool for pool in self.pools}
 
+    @cached_property
+    def groups_to_clear(self) -> tuple[int, ...]:
+        """Groups whose blocks are zeroed when they take them.
+
+        Recurrent states are read before they are written. And where groups of one pool keep
+        unlike numbers, the bytes that one leaves can be NaN to the other, whose kernels read
+        whole blocks: what a mask multiplies by zero is then NaN all the same.
+
+        >>> from kvatlas.plan import plan
+        >>> plan("gpt-oss-20b", memory="40GiB").groups_to_clear
+        ()
+        """
+        kept: dict[int, set[str]] = {index: set() for index in range(len(self.groups))}
+        for region in self.regions:
+            fields = region.page(self.tp).fields
+            kept[region.group] |= {field.dtype.name for field in fields}
+        found = []
+        for index, group in enumerate(self.groups):
+            shared = [n for n, other in enumerate(self.groups) if other.pool == group.pool]
+            numbers = set().union(*(kept[n] for n in shared))
+            if group.kind == "mamba" or (len(shared) > 1 and len(numbers) > 1):
+                found.append(index)
+        return tuple(found)
+
     # -- capacity -------------------------------------------------------------------
 
     @property

@@ -1,0 +1,277 @@
+"""Every kind of cache is written and read where its page says, by an address for each element."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from kvatlas import AtlasError, Code, DType  # noqa: E402
+from kvatlas.cache import LayerCache  # noqa: E402
+from kvatlas.kernels import (  # noqa: E402
+    attend_latent,
+    decode_latent,
+    encode_latent,
+    read,
+    read_latent,
+    read_rows,
+    read_states,
+    write,
+    write_latent,
+    write_rows,
+    write_states,
+)
+from kvatlas.specs import (  # noqa: E402
+    CompressorState,
+    CrossAttention,
+    FullAttention,
+    Indexer,
+    LatentAttention,
+)
+from tests.guards import ORDERS, Guarded, cache_of, small_plan  # noqa: E402
+from tests.plan.models import SMALL, model_of  # noqa: E402
+
+
+def number(layer: LayerCache, field: str, dtype: str, **at: int) -> float:
+    """One element, read from the bytes at its address and decoded without torch."""
+    start = layer.place(field)(**at)
+    code = bytes(layer.buffer[start : start + DType.of(dtype).item].tolist())
+    return DType.of(dtype).decode(int.from_bytes(code, "little"))
+
+
+def rows_of(seed: int, *shape: int) -> Any:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+PACKINGS = ["cells", "head_groups", "planes", "tiled_planes", "transposed"]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_keys_of_every_packing_lie_where_the_page_says(packing: Any, order: str) -> None:
+    """Whole prefills, pieces and single slots alike, in bf16 that represents them exactly."""
+    spec = CrossAttention(heads=2, head_dim=16, source=64, packing=packing)
+    try:
+        _, layer = cache_of(spec, order)
+        layer.place("k")
+    except AtlasError as refusal:
+        assert packing in ("tiled_planes", "transposed")  # noqa: PT017
+        assert refusal.code in (Code.NOT_CONTIGUOUS, Code.LAYOUT_REFUSED)  # noqa: PT017
+        return
+    k, v = (rows_of(seed, 45, 2, 16).bfloat16() for seed in (1, 2))
+    slots = torch.cat((torch.arange(35, 75), torch.tensor([3, 90, 5, 101, 4])))
+    write(layer, spec, k, v, slots)
+    for row, head, element in product((0, 7, 39, 40, 44), (0, 1), (0, 9, 15)):
+        block, state = divmod(int(slots[row]), 16)
+        at = {"B": block, "H": head, "N": state}
+        inside = {"C": element}
+        if packing == "tiled_planes":
+            inside = {"C": element // 8, "c": element % 8}
+        assert number(layer, "k", "bf16", **at, **inside) == k[row, head, element]
+        assert number(layer, "v", "bf16", **at, C=element) == v[row, head, element]
+    for chosen in (torch.arange(45), torch.tensor([44, 2, 17])):
+        for dtype in (torch.float32, torch.bfloat16):
+            found = read(layer, spec, slots[chosen], dtype=dtype)
+            assert found[0].dtype is dtype
+            assert torch.equal(found[0].bfloat16(), k[chosen])
+            assert torch.equal(found[1].bfloat16(), v[chosen])
+    out = torch.empty_like(k), torch.empty_like(v)
+    read(layer, spec, slots, out=out)
+    assert torch.equal(out[0], k)
+    assert torch.equal(out[1], v)
+
+
+LATENTS = [
+    {}, {"cache": "fp8"}, {"cache": "fp8_ds_mla"}, {"cache": "nvfp4_ds_mla"},
+    {"cache": "fp8_ds_mla", "version": "v4", "latent": 448},
+    {"cache": "fp8_ds_mla", "version": "v4.1", "latent": 448},
+    {"cache": "nvfp4_ds_mla", "version": "v4.1", "latent": 448},
+]  # fmt: skip
+# Largest relative error of a latent in the 2-norm; of its rotary part.
+LATENT_BOUNDS = [(0.01, 0.01), (0.04, 0.04), (0.04, 0.01), (0.15, 0.04)]
+LATENT_BOUNDS += [(0.04, 0.01), (0.04, 0.04), (0.15, 0.15)]
+
+
+@pytest.mark.parametrize("order", ["LBNHC", "BLHNC", "BHLNC"])
+@pytest.mark.parametrize(("form", "bounds"), list(zip(LATENTS, LATENT_BOUNDS, strict=True)))
+def test_latents_of_every_format(form: Any, bounds: tuple[float, float], order: str) -> None:
+    spec = LatentAttention(**form)
+    _, layer = cache_of(spec, order, block_size=64)
+    latent, rope = rows_of(3, 70, spec.latent), rows_of(4, 70, 64)
+    slots = torch.cat((torch.arange(30, 98), torch.tensor([5, -1])))
+    write_latent(layer, spec, latent, rope, slots)
+    kept = slots >= 0
+    found = read_latent(layer, spec, slots[kept])
+    for got, rows, bound in zip(found, (latent, rope), bounds, strict=True):
+        error = (got - rows[kept]).norm(dim=-1) / rows[kept].norm(dim=-1)
+        assert bound / 8 < error.max() < bound or form == {}
+    again = decode_latent(spec, encode_latent(spec, layer.page, latent[kept], rope[kept]))
+    assert torch.equal(found[0], again[0])
+    assert torch.equal(found[1], again[1])
+    nothing = [torch.zeros(1, n) for n in (spec.latent, 64)]
+    write_latent(layer, spec, *nothing, slots[:1])
+    assert not torch.cat(read_latent(layer, spec, slots[:1]), -1).any()
+
+
+@pytest.mark.parametrize("form", LATENTS)
+def test_attention_over_latents_of_every_format(form: Any) -> None:
+    """Scores and values are those of the rows that the cache holds."""
+    spec = LatentAttention(**form)
+    _, layer = cache_of(spec, "LBNHC", block_size=64)
+    latent, rope = rows_of(3, 70, spec.latent), rows_of(4, 70, 64)
+    slots = torch.cat((3 * 64 + torch.arange(64), 64 + torch.arange(6)))
+    write_latent(layer, spec, latent, rope, slots)
+    value, rotary = read_latent(layer, spec, slots)
+    q = rows_of(5, 2, 3, spec.latent + 64)
+    out = attend_latent(
+        layer, spec, q, tables=torch.tensor([[3, 1]]), lengths=torch.tensor([70]),
+        queries=torch.tensor([2]), scale=0.05,
+    )  # fmt: skip
+    logits = torch.einsum("thd,sd->ths", q, torch.cat((value, rotary), -1)) * 0.05
+    logits[0, :, 69] = -torch.inf
+    assert torch.allclose(out, logits.softmax(-1) @ value, atol=1e-4)
+
+
+def test_scales_of_latents_lie_where_kernels_read_them() -> None:
+    """FlashMLA's nvfp4 deals scales out: that of block s is at byte 8 (s mod 4) + s // 4."""
+    spec = LatentAttention(cache="nvfp4_ds_mla")
+    _, layer = cache_of(spec, "LBNHC", block_size=64)
+    latent = torch.ones(1, 512) * (torch.arange(512) // 16 + 1)
+    write_latent(layer, spec, latent, torch.zeros(1, 64), torch.tensor([64 + 5]))
+    row = layer.tensor[1, 0, 5]
+    for s in range(32):
+        stored = DType.of("e4m3").decode(int(row[320 + 8 * (s % 4) + s // 4]))
+        assert stored == DType.of("e4m3").decode(DType.of("e4m3").encode((s + 1) / 6))
+    v4 = LatentAttention(cache="fp8_ds_mla", version="v4", latent=448)
+    _, layer = cache_of(v4, "LBNHC", block_size=64)
+    write_latent(layer, v4, torch.full((1, 448), 300.0), torch.zeros(1, 64), torch.tensor([64]))
+    page = layer.tensor[1].flatten()
+    assert page[:448].tolist() == [DType.of("e4m3").encode(300.0)] * 448
+    assert page[64 * 576 : 64 * 576 + 8].tolist() == [127] * 7 + [0]  # 2**0, and the pad
+
+
+@pytest.mark.parametrize("order", ["LBNHC", "BLHNC", "BHLNC"])
+@pytest.mark.parametrize(("cache", "bound"), [("fp8", 0.04), ("mxfp4", 0.2), ("bf16", 0.005)])
+def test_indexer_rows_and_their_scales(cache: Any, bound: float, order: str) -> None:
+    spec = Indexer(cache=cache)
+    _, layer = cache_of(spec, order, block_size=64)
+    keys = rows_of(6, 70, 128)
+    slots = torch.arange(30, 100)
+    write_rows(layer, spec, keys, slots)
+    error = (read_rows(layer, spec, slots) - keys).norm(dim=-1) / keys.norm(dim=-1)
+    assert bound / 8 < error.max() < bound
+    exact = torch.randint(-4, 5, (70, 128)) * 2.0
+    exact[:, ::32] = 8.0
+    write_rows(layer, spec, exact / 2, slots)
+    assert torch.equal(read_rows(layer, spec, slots), exact / 2)
+
+
+def test_compressor_sums() -> None:
+    spec = CompressorState(width=64, window=8)
+    _, layer = cache_of(spec, "BLHNC")
+    rows, slots = rows_of(7, 9, 64), torch.tensor([3, 9, 1, 0, 14, 8, 20, 21, 5])
+    write_rows(layer, spec, rows, slots)
+    assert torch.equal(read_rows(layer, spec, slots), rows)
+    with pytest.raises(AtlasError) as refusal:
+        write_rows(layer, spec, rows[:, :9], slots)
+    assert refusal.value.code is Code.BAD_TENSOR
+
+
+RECURRENT = ["delta hybrid", "mamba hybrid", "conv hybrid", "cut hybrid", "recurrent"]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", RECURRENT)
+def test_states_go_into_blocks_and_come_back(name: str, order: str) -> None:
+    made = small_plan(SMALL[name], layout=order)
+    guarded = Guarded(made)
+    for layer in guarded.cache:
+        parts = guarded.cache.parts(layer)
+        if made.groups[made.region_of(layer)[0].group].kind != "mamba":
+            continue
+        whole = made.region_of(layer)[0].layers[0].spec.page(1)
+        shapes = {f.name: [axis.size for axis in f.axes] for f in whole.fields}
+        ids: Any = torch.tensor([5, 1, 3])
+        if len({made.region_of(layer, part)[0].group for part in range(len(parts))}) > 1:
+            with pytest.raises(AtlasError) as refusal:
+                read_states(parts, ids)
+            assert refusal.value.code is Code.OVERLAP
+            ids = [torch.tensor([5, 1, 3]) + 6 * part for part in range(len(parts))]
+        back = [one.flip(0) for one in ids] if isinstance(ids, list) else ids.flip(0)
+        states = {n: rows_of(len(n), 3, *shape).bfloat16() for n, shape in shapes.items()}
+        write_states(parts, states, ids)
+        found = read_states(parts, ids)
+        for field, given in states.items():
+            assert torch.equal(found[field].bfloat16(), given)
+            _check_addresses(parts, field, given, ids)
+        turned = read_states(parts, ids, conv="DS")["conv"]
+        assert torch.equal(turned.transpose(1, 2), found["conv"])
+        write_states(parts, {"conv": turned}, back, conv="DS")
+        assert torch.equal(read_states(parts, back)["conv"], found["conv"])
+
+
+def _check_addresses(parts: list[LayerCache], name: str, given: Any, ids: Any) -> None:
+    """Each row of a part is the row of the model that its pieces name."""
+    for part, places in zip(parts, ids if isinstance(ids, list) else [ids] * 9, strict=False):
+        field = part.page.field(name)
+        axes = [axis.name for axis in field.axes]
+        cut = axes.index(str(field.cut.axis))
+        for piece in field.pieces:
+            at = dict.fromkeys(axes, 0) | {axes[cut]: piece.local + piece.length - 1}
+            there = [0] * len(axes)
+            there[cut] = piece.start + piece.length - 1  # one rank: rows are the model's own
+            stored = number(part, name, field.dtype.name, B=int(places[1]), **at)
+            assert stored == given[(1, *there)], (name, piece)
+
+
+def test_both_conv_orders_of_a_spec() -> None:
+    for order in ("TR", "RT"):
+        spec = SMALL["conv hybrid"].layers[0].spec
+        turned = type(spec)(width=32, conv_order=order)  # type: ignore[call-arg]
+        made = small_plan(model_of("conv", *[{"conv": turned}] * 3))
+        layer = Guarded(made).cache["layers.1.conv"]
+        state = rows_of(8, 2, 2, 32).bfloat16()
+        write_states(layer, {"conv": state}, torch.tensor([4, 2]), conv="SD")
+        assert torch.equal(read_states(layer, torch.tensor([4, 2]), conv="SD")["conv"], state)
+        assert number(layer, "conv", "bf16", B=2, T=1, R=30) == state[1, 1, 30]
+
+
+def test_states_that_do_not_fit_are_refused() -> None:
+    parts = Guarded(small_plan(SMALL["delta hybrid"])).cache.parts("layers.0.linear")
+    good = {n: torch.zeros(t.shape) for n, t in read_states(parts, torch.tensor([1])).items()}
+    for states, ids in (
+        ({"conv": good["conv"][:, :, 1:]}, [1]),
+        (good, [1, 2]),
+        ({"ssm": good["ssm"][:, 1:]}, [1]),
+    ):
+        with pytest.raises(AtlasError) as refusal:
+            write_states(parts, states, torch.tensor(ids))
+        assert refusal.value.code is Code.BAD_TENSOR
+    for wrong in ([torch.tensor([1])] * 2, []):
+        with pytest.raises(AtlasError) as refusal:
+            read_states(parts, wrong)
+        assert refusal.value.code is Code.BAD_TENSOR
+    with pytest.raises(AtlasError) as refusal:
+        write_states(parts, good, torch.tensor([10**6]))
+    assert refusal.value.code is Code.OUT_OF_RANGE
+
+
+def test_rows_and_slots_are_as_many() -> None:
+    spec = FullAttention(heads=2, head_dim=8)
+    _, layer = cache_of(spec, "LBNHC")
+    rows = torch.zeros(3, 2, 8)
+    with pytest.raises(AtlasError) as refusal:
+        write(layer, spec, rows, rows, torch.tensor([1, 2]))
+    assert refusal.value.code is Code.BAD_TENSOR
+    with pytest.raises(AtlasError) as refusal:
+        read_rows_of_states()
+    assert refusal.value.code is Code.BAD_AXES
+
+
+def read_rows_of_states() -> None:
+    """Rows of a recurrent page: there are none."""
+    layer = Guarded(small_plan(SMALL["recurrent"])).cache["layers.0.mixer"]
+    read_rows(layer, CompressorState(width=8, window=8), torch.tensor([0]))
