@@ -1,7 +1,8 @@
 """Run every benchmark."""
 
-from benchmarks import geometry, planning, routes
+from benchmarks import geometry, kernels, planning, routes
 
 geometry.main()
 planning.main()
 routes.main()
+kernels.main()

@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ import torch
 from benchmarks.timing import show
 from kvatlas.cache import Cache, LayerCache, allocate
 from kvatlas.geometry import ENGINE_LAYOUTS, fold_together
-from kvatlas.kernels import copy_blocks, read, write
+from kvatlas.kernels import copy_blocks, gather_blocks, read, write
 from kvatlas.models.model import Layer, Model
 from kvatlas.plan import plan
 from kvatlas.specs import FullAttention
@@ -42,6 +43,7 @@ class Case:
 
     @classmethod
     def of(cls, kib: int, order: str) -> Case:
+        """A page of so many KiB, live."""
         heads, dim = PAGES[kib]
         spec = FullAttention(heads=heads, head_dim=dim)
         layers = [Layer(name=f"layers.{i}.attn", index=i, spec=spec) for i in range(2)]
@@ -59,12 +61,24 @@ class Case:
             pool.fill_(1)
         return cls(spec, cache)
 
+    def rows(self, *, scattered: bool) -> tuple[float, float]:
+        """Fractions of writing and of reading K and V of half of all blocks."""
+        ids = choose(self.blocks, scattered=scattered, seed=3)
+        slots = (ids.unsqueeze(1) * 16 + torch.arange(16)).flatten()
+        shape = (len(slots), self.spec.heads, self.spec.head_dim)
+        k, v = (torch.ones(shape, dtype=torch.bfloat16) for _ in range(2))
+        puts = partial(write, self.layer, self.spec, k, v, slots)
+        gets = partial(read, self.layer, self.spec, slots, out=(k, v))
+        return fraction(puts, 2 * k.nbytes), fraction(gets, 2 * k.nbytes)
+
     @property
     def layer(self) -> LayerCache:
+        """The layer that is measured."""
         return self.cache[NAME]
 
     @property
     def blocks(self) -> int:
+        """Blocks of it."""
         return int(self.layer.kernel_blocks.size("B"))
 
 
@@ -114,10 +128,7 @@ def copies(kib: int) -> None:
             row = [order]
             for b in targets.values():
                 places = choose(b.blocks, scattered=scattered, seed=2)[: len(ids)]
-                got = fraction(
-                    lambda a=a, b=b, i=ids, p=places: copy_blocks(a.layer, i, b.layer, p),  # type: ignore[misc]
-                    nbytes,
-                )
+                got = fraction(partial(copy_blocks, a.layer, ids, b.layer, places), nbytes)
                 row.append(f"{got:.2f} ({_size(run_of(a, b))})")
             rows.append(row)
         how = "scattered blocks" if scattered else f"stretches of {STRETCH} neighbouring blocks"
@@ -129,31 +140,40 @@ def copies(kib: int) -> None:
 
 
 def rows_in_and_out() -> None:
-    """Writing and reading K and V by slots."""
+    """Writing and reading K and V by slots, whole blocks of them."""
     found = []
     for kib in PAGES:
         for order in ORDERS:
             case = Case.of(kib, order)
             row = [f"{kib} KiB, {order}"]
             for scattered in (False, True):
-                ids = choose(case.blocks, scattered=scattered, seed=3)
-                slots = (ids.unsqueeze(1) * 16 + torch.arange(16)).flatten()
-                shape = (len(slots), case.spec.heads, case.spec.head_dim)
-                k, v = (torch.ones(shape, dtype=torch.bfloat16) for _ in range(2))
-                nbytes = 2 * k.nbytes
-                puts = fraction(lambda c=case, k=k, v=v, s=slots: write(c.layer, c.spec, k, v, s), nbytes)  # type: ignore[misc]
-                gets = fraction(lambda c=case, k=k, v=v, s=slots: _read(c, k, v, s), nbytes)  # type: ignore[misc]
-                row += [f"{puts:.2f}", f"{gets:.2f}"]
+                row += [f"{part:.2f}" for part in case.rows(scattered=scattered)]
             found.append(row)
     show(
-        "K and V by slots, as a fraction of memcpy",
+        "K and V by slots, as a fraction of memcpy (runs of one head's row: 128 or 256 B)",
         ["page, order", "write, neighbours", "read", "write, scattered blocks", "read"],
         found,
     )
 
 
-def _read(case: Case, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
-    read(case.layer, case.spec, slots, out=(k, v))
+def gathers() -> None:
+    """Whole blocks out of a layer, one behind the other."""
+    found = []
+    for kib in PAGES:
+        for order in ORDERS:
+            case = Case.of(kib, order)
+            row = [f"{kib} KiB, {order}"]
+            for scattered in (False, True):
+                ids = choose(case.blocks, scattered=scattered, seed=4)
+                out = gather_blocks(case.layer, ids)
+                got = fraction(partial(gather_blocks, case.layer, ids, out=out), out.nbytes)
+                row.append(f"{got:.2f}")
+            found.append(row)
+    show(
+        "Gather of blocks, as a fraction of memcpy",
+        ["page, order", "neighbours", "scattered"],
+        found,
+    )
 
 
 def _size(nbytes: int) -> str:
@@ -166,6 +186,7 @@ def main() -> None:
     try:
         for kib in PAGES:
             copies(kib)
+        gathers()
         rows_in_and_out()
     finally:
         torch.set_num_threads(threads)

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from kvatlas import AtlasError, Code  # noqa: E402
+from kvatlas import AtlasError, Code, Layout  # noqa: E402
 from kvatlas.cache import Cache, bind  # noqa: E402
 from kvatlas.geometry import ENGINE_LAYOUTS  # noqa: E402
 from kvatlas.models.model import Model  # noqa: E402
 from kvatlas.plan import Plan, plan  # noqa: E402
 from kvatlas.specs import Spec  # noqa: E402
+from kvatlas.specs.recurrent import Recurrent  # noqa: E402
 from tests.plan.models import model_of  # noqa: E402
 
 GUARD = 4096
@@ -71,7 +73,9 @@ def small_plan(model: Model, blocks: int | None = None, **more: Any) -> Plan:
     ask: dict[str, Any] = {"max_len": 64, "in_flight": 32, **more}
     made = plan(model, memory="32MiB", **ask)
     if blocks is not None:
-        return plan(model, memory=made.bytes_per_block * blocks, **{**ask, "max_len": 16})
+        ask["max_len"] = 16
+        two = plan(model, memory=made.bytes_per_block * max(blocks, 2), **ask)
+        return two if blocks > 1 else _one_block(two)
     claimed = sum(pool.nbytes for pool in made.pools if pool.stage == 0)
     few = min(made.num_blocks, max(8, min(BLOCKS, (4 << 20) // made.bytes_per_block)))
     try:
@@ -81,12 +85,26 @@ def small_plan(model: Model, blocks: int | None = None, **more: Any) -> Plan:
         return made
 
 
+def _one_block(two: Plan) -> Plan:
+    """A plan of one region with two blocks, with one: planners keep a null block besides."""
+    (region,), (pool,) = two.regions, two.pools
+    assert region.offset == 0
+    apart = region.slot_stride if Layout(two.layout).block_outermost else region.slot_stride // 2
+    return msgspec.structs.replace(
+        two,
+        pools=(msgspec.structs.replace(pool, blocks=1),),
+        regions=(msgspec.structs.replace(region, slot_stride=apart),),
+    )
+
+
 def spec_plan(
     spec: Spec, layout: str = "LBHNC", block: int | None = None, blocks: int | None = None
 ) -> Plan:
     """A plan of a model of two layers of one kind."""
     model = model_of("one kind", *[{"attn": spec}] * 2)
-    return small_plan(model, blocks, layout=layout, block_size=block)
+    # Saving prefixes would take further blocks of a recurrent layer.
+    prefixes = not isinstance(spec, Recurrent)
+    return small_plan(model, blocks, layout=layout, block_size=block, prefix_caching=prefixes)
 
 
 def cache_of(spec: Spec, order: str, **more: Any) -> tuple[Guarded, Any]:

@@ -30,6 +30,8 @@ from kvatlas.specs import (  # noqa: E402
     FullAttention,
     Indexer,
     LatentAttention,
+    ShortConv,
+    Spec,
 )
 from tests.guards import ORDERS, Guarded, cache_of, small_plan  # noqa: E402
 from tests.plan.models import SMALL, model_of  # noqa: E402
@@ -58,8 +60,8 @@ def test_keys_of_every_packing_lie_where_the_page_says(packing: Any, order: str)
         _, layer = cache_of(spec, order)
         layer.place("k")
     except AtlasError as refusal:
-        assert packing in ("tiled_planes", "transposed")  # noqa: PT017
-        assert refusal.code in (Code.NOT_CONTIGUOUS, Code.LAYOUT_REFUSED)  # noqa: PT017
+        assert packing in ("tiled_planes", "transposed")
+        assert refusal.code in (Code.NOT_CONTIGUOUS, Code.LAYOUT_REFUSED)
         return
     k, v = (rows_of(seed, 45, 2, 16).bfloat16() for seed in (1, 2))
     slots = torch.cat((torch.arange(35, 75), torch.tensor([3, 90, 5, 101, 4])))
@@ -111,8 +113,7 @@ def test_latents_of_every_format(form: Any, bounds: tuple[float, float], order: 
     again = decode_latent(spec, encode_latent(spec, layer.page, latent[kept], rope[kept]))
     assert torch.equal(found[0], again[0])
     assert torch.equal(found[1], again[1])
-    nothing = [torch.zeros(1, n) for n in (spec.latent, 64)]
-    write_latent(layer, spec, *nothing, slots[:1])
+    write_latent(layer, spec, torch.zeros(1, spec.latent), torch.zeros(1, 64), slots[:1])
     assert not torch.cat(read_latent(layer, spec, slots[:1]), -1).any()
 
 
@@ -229,9 +230,8 @@ def _check_addresses(parts: list[LayerCache], name: str, given: Any, ids: Any) -
 
 def test_both_conv_orders_of_a_spec() -> None:
     for order in ("TR", "RT"):
-        spec = SMALL["conv hybrid"].layers[0].spec
-        turned = type(spec)(width=32, conv_order=order)  # type: ignore[call-arg]
-        made = small_plan(model_of("conv", *[{"conv": turned}] * 3))
+        turned: dict[str, Spec] = {"conv": ShortConv(width=32, conv_order=order)}
+        made = small_plan(model_of("conv", *[turned] * 3))
         layer = Guarded(made).cache["layers.1.conv"]
         state = rows_of(8, 2, 2, 32).bfloat16()
         write_states(layer, {"conv": state}, torch.tensor([4, 2]), conv="SD")

@@ -53,10 +53,30 @@ def flashinfer_packed(layer: LayerCache, order: Order) -> torch.Tensor:
     return _together(layer, "k", "v", _AXES[order])
 
 
-def flashinfer_nvfp4(layer: LayerCache) -> KV:
-    """Data [B, 2, H, N, D/2] and scales [B, 2, H, N, D/16] of an nvfp4 cache."""
-    data = _together(layer, "k", "v", _AXES["HND"])
-    return KV(data, _together(layer, "k_scale", "v_scale", _AXES["HND"]))
+class Quantised(NamedTuple):
+    """Codes and their scales, each a view with K and V on one axis."""
+
+    data: torch.Tensor
+    scales: torch.Tensor
+
+
+def flashinfer_nvfp4(layer: LayerCache, order: Order = "HND") -> Quantised:
+    """Data [B, 2, H, N, D/2] and scales [B, 2, H, N, D/16] of an nvfp4 cache; N, H in NHD."""
+    data = _together(layer, "k", "v", _AXES[order])
+    return Quantised(data, _together(layer, "k_scale", "v_scale", _AXES[order]))
+
+
+def scales(layer: LayerCache) -> KV:
+    """Scales for each token and head as [B, N, H]: int8, fp8 and int4 kernels."""
+    found = [_view(layer, name, _AXES["NHD"]) for name in ("k_scale", "v_scale")]
+    if any(scale.shape[-1] != 1 for scale in found):
+        raise AtlasError(
+            Code.BAD_AXES,
+            "A row has one scale",
+            got=f"{found[0].shape[-1]} of them in {layer.name}",
+            hint="Use flashinfer_nvfp4 for block scales",
+        )
+    return KV(found[0].squeeze(-1), found[1].squeeze(-1))
 
 
 def flex_attention(layer: LayerCache) -> KV:
@@ -88,6 +108,19 @@ def triton(layer: LayerCache, name: str) -> Strided:
 def rocm_planes(layer: LayerCache) -> KV:
     """K as [B, H, D/x, N, x] of 16-byte tiles and V as [B, H, D, N]."""
     return KV(_view(layer, "k", ("B", "H", "C", "N", "c")), _view(layer, "v", ("B", "H", "C", "N")))
+
+
+def cpu_attention(layer: LayerCache) -> KV:
+    """K as [B, H, D, N] and V as [B, H, N, D]: vLLM's CPU attention, and what is packed like it."""
+    k = _view(layer, "k", ("B", "H", "C", "N"))
+    if k.stride(-1) != 1 and k.shape[-1] > 1:
+        raise AtlasError(
+            Code.NOT_CONTIGUOUS,
+            "CPU attention reads the states of one element side by side",
+            got=f"states {k.stride(-1)} elements apart in {layer.name}",
+            hint="Use packing transposed",
+        )
+    return KV(k, _view(layer, "v", _AXES["HND"]))
 
 
 def latent(layer: LayerCache) -> torch.Tensor:

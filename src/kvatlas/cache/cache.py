@@ -242,9 +242,7 @@ def allocate(plan: Plan, *, rank: int = 0, device: Any = "cpu") -> Cache:
     stage, _ = stage_of(plan, rank)
     zero = bool(plan.groups_to_clear)
     pools = {
-        pool.index: _memory(pool.nbytes, zero, device)
-        for pool in plan.pools
-        if pool.stage == stage
+        pool.index: _memory(pool.nbytes, zero, device) for pool in plan.pools if pool.stage == stage
     }
     return Cache(plan, rank, pools)
 

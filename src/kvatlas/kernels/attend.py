@@ -81,7 +81,7 @@ class _Sight(NamedTuple):
 class _Sequence(NamedTuple):
     start: int
     """Its first row in the batch of queries."""
-    count: int
+    tokens: int
     slots: torch.Tensor
     mask: torch.Tensor | None
 
@@ -157,8 +157,10 @@ def _attend(
     for group in _grouped(batch):
         keys, values = rows(torch.cat([sequence.slots for sequence in group]))
         sizes = [len(sequence.slots) for sequence in group]
-        for sequence, k, v in zip(group, keys.split(sizes), values.split(sizes), strict=True):
-            mine = slice(sequence.start, sequence.start + sequence.count)
+        for sequence, k, v in zip(
+            group, torch.split(keys, sizes), torch.split(values, sizes), strict=True
+        ):
+            mine = slice(sequence.start, sequence.start + sequence.tokens)
             found = _one(q[mine].float(), k, v, sequence.mask, scale, sinks, softcap)
             out[mine] = found.to(q.dtype)
     return out
@@ -190,18 +192,18 @@ def _one(
     """One sequence: q [T, Hq, D], k [S, H, D], v [S, H, Dv]; query heads share kv heads evenly."""
     tokens, heads, kv_heads = q.shape[0], q.shape[1], k.shape[1]
     # [H, queries of all heads that share it, D] x [H, D, S]: keys are never repeated.
-    rows = q.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
+    rows = torch.unflatten(q, 1, (kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
     logits = (rows @ k.permute(1, 2, 0)).mul_(scale)
     if softcap is not None:
         logits = logits.div_(softcap).tanh_().mul_(softcap)
     if mask is not None:
-        logits.unflatten(1, (-1, tokens)).masked_fill_(~mask, float("-inf"))
+        torch.unflatten(logits, 1, (-1, tokens)).masked_fill_(~mask, float("-inf"))
     if sinks is not None:
         column = sinks.float().view(kv_heads, -1, 1).expand(-1, -1, tokens).flatten(1)
         logits = torch.cat((logits, column.unsqueeze(-1)), dim=-1)
     weights = logits.softmax(-1)[..., : v.shape[0]]
     found = weights @ v.transpose(0, 1)
-    return found.unflatten(1, (-1, tokens)).permute(2, 0, 1, 3).reshape(tokens, heads, -1)
+    return torch.unflatten(found, 1, (-1, tokens)).permute(2, 0, 1, 3).reshape(tokens, heads, -1)
 
 
 def _batch(

@@ -57,7 +57,7 @@ def read(
     if out is not None and spec.cache == "auto" and out[0].dtype == layer.field("k").dtype:
         for side, rows in zip(("k", "v"), out, strict=True):
             view = by_row(layer, side)
-            shaped = rows.unflatten(-1, view.shape[-2:]) if view.dim() == 5 else rows
+            shaped = torch.unflatten(rows, -1, view.shape[-2:]) if view.dim() == 5 else rows
             take_rows(view, found, shaped)
         return out
     fields = read_fields(layer, found)
@@ -69,4 +69,3 @@ def read(
     if out is None:
         return k, v
     return out[0].copy_(k), out[1].copy_(v)
-

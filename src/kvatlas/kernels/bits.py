@@ -143,7 +143,7 @@ def normal_levels(bits: int) -> tuple[float, ...]:
     >>> [round(level, 3) for level in normal_levels(2)]
     [-1.51, -0.453, 0.453, 1.51]
     """
-    grid = torch.linspace(-6, 6, 200_001, dtype=torch.float64)
+    grid = torch.linspace(-6, 6, 40_001, dtype=torch.float64)
     weight = torch.exp(-grid * grid / 2)
     count = 1 << bits
     levels = torch.linspace(-2, 2, count, dtype=torch.float64)

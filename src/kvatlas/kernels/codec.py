@@ -5,13 +5,15 @@ One side (K or V) at a time: `encode` gives a tensor for each field of that side
 on any batch of rows. The bytes are those that the page has room for; nothing here
 knows where they lie.
 
-| cache dtype | scale | error of an element x, where a is the largest of those that share the scale |
+Errors are those of an element x, where a is the largest of those that share its scale.
+
+| cache dtype | scale | error |
 |---|---|---|
 | `fp8` | one for the tensor, given | x / 16, while a / scale is below 448 |
 | `fp8_e5m2` | one for the tensor, given | x / 8, while a / scale is below 57344 |
 | `int8_per_token_head` | a / 127 | a / 254 |
 | `fp8_per_token_head` | a / 448 | x / 16 + a / 448 / 1024 |
-| `int4_per_token_head` | (max - min) / 15 of the rotated row, with a zero point | one step, after the rotation |
+| `int4_per_token_head` | (max - min) / 15, with a zero point | one step, of the rotated row |
 | `nvfp4` | one for 16 elements in e4m3, one for the tensor | a / 4 |
 | `turboquant_*` | the row's norm after a rotation; V's range | see `docs/cache.md` |
 

@@ -137,19 +137,17 @@ def _runs(
 ) -> None:
     """Stretches that are one run each: nothing copies bytes with less ado than a memoryview."""
     (given, a), (taken, b) = source, target
-    rows, out = memoryview(given.numpy()), memoryview(taken.numpy())
+    rows, out = (memoryview(buffer.numpy().data) for buffer in (given, taken))
     for i, j, n in zip(a(B=ids).tolist(), b(B=places).tolist(), nbytes, strict=True):
         out[j : j + n] = rows[i : i + n]
 
 
-def _staged(
-    rows: torch.Tensor, ids: torch.Tensor, out: torch.Tensor, places: torch.Tensor
-) -> None:
+def _staged(rows: torch.Tensor, ids: torch.Tensor, out: torch.Tensor, places: torch.Tensor) -> None:
     """Small blocks through a stage that stays in the processor's cache."""
     nbytes = rows[0].numel() * rows.element_size()
     count = max(1, _STAGE // nbytes)
     stage = torch.empty((min(count, len(ids)), *rows.shape[1:]), dtype=rows.dtype)
-    for some, there in zip(ids.split(count), places.split(count), strict=True):
+    for some, there in zip(torch.split(ids, count), torch.split(places, count), strict=True):
         part = stage[: len(some)]
         torch.index_select(rows, 0, some, out=part)
         out.index_put_((there,), part)
@@ -160,5 +158,5 @@ def _indexed(
 ) -> None:
     """Anywhere else: indexed copies of 64 blocks, so that what is staged stays small."""
     ids, places = ids.to(rows.device), places.to(out.device)
-    for some, there in zip(ids.split(64), places.split(64), strict=True):
+    for some, there in zip(torch.split(ids, 64), torch.split(places, 64), strict=True):
         out.index_put_((there,), rows.index_select(0, some).to(out.device))

@@ -82,7 +82,7 @@ def by_row(layer: LayerCache, name: str) -> torch.Tensor:
 def put_rows(target: torch.Tensor, slots: Slots, rows: torch.Tensor) -> None:
     """Rows [T, ...] into a field [B, N, ...]."""
     if target.dim() == rows.dim() + 2:
-        rows = rows.unflatten(-1, target.shape[-2:])
+        rows = torch.unflatten(rows, -1, target.shape[-2:])
     target, rows = _in_lanes(target, rows)
     if slots.pieces is None:
         target.index_put_((slots.blocks, slots.states), rows)
@@ -90,9 +90,7 @@ def put_rows(target: torch.Tensor, slots: Slots, rows: torch.Tensor) -> None:
         _walk(target, rows, slots.pieces, into_pages=True)
 
 
-def take_rows(
-    source: torch.Tensor, slots: Slots, out: torch.Tensor | None = None
-) -> torch.Tensor:
+def take_rows(source: torch.Tensor, slots: Slots, out: torch.Tensor | None = None) -> torch.Tensor:
     """Rows [T, ...] of a field [B, N, ...], in a new tensor or in `out`."""
     shape = (slots.blocks.numel(), *source.shape[2:])
     found = source.new_empty(shape) if out is None else out
@@ -168,7 +166,7 @@ def _walk(
             target, source = (page, line) if into_pages else (line, page)
             target[...] = source
             continue
-        lines = rows[row : row + length].unflatten(0, (len(blocks), states))
+        lines = torch.unflatten(rows[row : row + length], 0, (len(blocks), states))
         _walk_blocks(pages, blocks, lines, into_pages=into_pages)
 
 
