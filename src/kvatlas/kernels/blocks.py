@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from kvatlas.cache import LayerCache
+from kvatlas.cache.tensors import view
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Placement
 from kvatlas.kernels.move import move_blocks
@@ -40,23 +41,32 @@ def copy_blocks(
 def gather_blocks(
     layer: LayerCache, ids: torch.Tensor, *, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Blocks of a layer as bytes [blocks, H, N, C], one behind the other, in `out` if given."""
+    """Blocks of a layer as bytes [blocks, H, N, C], one behind the other.
+
+    Bytes keep the order that they have in the layer's pages, so that the tensor may be
+    strided inside a block; `out` is what an earlier call gave, to be filled again.
+    """
     ids = block_ids(layer, ids)
     cells = layer.kernel_blocks
-    shape = (ids.numel(), *cells.sizes[1:])
+    outward = sorted("HNC", key=cells.stride)[::-1]
+    sizes = [("B", max(1, ids.numel())), *((axis, cells.size(axis)) for axis in outward)]
+    rows = Placement.packed(sizes).reorder("B", "H", "N", "C")
     if out is None:
-        out = torch.empty(shape, dtype=torch.uint8, device=layer.buffer.device)
-    if tuple(out.shape) != shape or out.dtype != torch.uint8 or not out.is_contiguous():
+        memory = torch.empty(rows.nbytes, dtype=torch.uint8, device=layer.buffer.device)
+        out = view(memory, rows, torch.uint8)[: ids.numel()]
+    expected = view(torch.empty(rows.nbytes, dtype=torch.uint8, device="meta"), rows, torch.uint8)
+    same = out.dtype == torch.uint8 and out.stride() == expected.stride()
+    if not same or out.shape[1:] != expected.shape[1:] or len(out) != ids.numel():
         raise AtlasError(
             Code.BAD_TENSOR,
-            "Blocks are gathered into contiguous bytes [blocks, H, N, C]",
-            got=f"{out.dtype} of shape {tuple(out.shape)} for {shape}",
-            hint="Leave `out` away, or make it with torch.empty",
+            "Blocks are gathered into bytes [blocks, H, N, C] in the order of their pages",
+            got=f"{out.dtype} of shape {tuple(out.shape)} and strides {out.stride()}",
+            hint="Leave `out` away, or pass what an earlier call gave",
         )
     if ids.numel():
-        rows = Placement.packed(list(zip("BHNC", shape, strict=True)))
+        flat = torch.as_strided(out, (rows.nbytes,), (1,))
         places = torch.arange(len(ids), device=ids.device)
-        move_blocks((layer.buffer, cells), ids, (out.view(-1), rows), places)
+        move_blocks((layer.buffer, cells), ids, (flat, rows), places)
     return out
 
 

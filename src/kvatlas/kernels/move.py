@@ -6,6 +6,7 @@ because three costs compete:
 
 - neighbours on both sides are joined, and go as one copy of their runs;
 - scattered blocks go one by one: a call for each costs less than staging every byte;
+  from neighbours or to neighbours they go in one call;
 - blocks too small for that are gathered into a small stage that stays in the cache.
 
 On other devices than the processor one indexed copy in pieces does it.
@@ -58,6 +59,8 @@ def move_blocks(
     if given.device.type != "cpu" or taken.device.type != "cpu":
         _indexed(_lanes(given, a, lane), ids, _lanes(taken, b, lane), places)
         return
+    if a.axes == ("B",) and len(ids) > 1 and _one_sided(given, a, ids, taken, b, places, lane):
+        return
     first, second, counts = _stretches(ids.numpy(), places.numpy())
     block = a.item * math.prod(a.sizes[1:])
     joined = len(counts) == len(ids) or (a.contiguous and b.contiguous)
@@ -73,6 +76,30 @@ def move_blocks(
         pages, pool = (as_runs(p.view(buffer.numpy())) for buffer, p in ((given, a), (taken, b)))
         for i, j, n in zip(first.tolist(), second.tolist(), counts.tolist(), strict=True):
             pool[j : j + n] = pages[i : i + n]
+
+
+def _one_sided(
+    given: torch.Tensor,
+    a: Placement,
+    ids: torch.Tensor,
+    taken: torch.Tensor,
+    b: Placement,
+    places: torch.Tensor,
+    lane: int,
+) -> bool:
+    """Scattered blocks from or to neighbours: one call that is given all ids. Says if it was so."""
+    here, there = (len(stretch_starts(side.numpy())) for side in (ids, places))
+    if max(here, there) * 4 < len(ids):
+        return False  # neighbours on both sides, better joined
+    if there == 1 and b.contiguous:
+        out = _lanes(taken, b, lane)[int(places[0]) :][: len(places)]
+        torch.index_select(_lanes(given, a, lane), 0, ids, out=out)
+        return True
+    if here == 1 and a.item >= _SMALL:
+        rows, pool = (as_runs(p.view(buffer.numpy())) for buffer, p in ((given, a), (taken, b)))
+        pool[places.numpy()] = rows[int(ids[0]) :][: len(ids)]
+        return True
+    return False
 
 
 def as_runs(array: NDArray[Any]) -> NDArray[np.void]:
