@@ -51,10 +51,14 @@ def rows_of(seed: int, *shape: int) -> Any:
 PACKINGS = ["cells", "head_groups", "planes", "tiled_planes", "transposed"]
 
 
+@pytest.mark.parametrize("many", [1, 256])
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_keys_of_every_packing_lie_where_the_page_says(packing: Any, order: str) -> None:
+def test_keys_of_every_packing_lie_where_the_page_says(
+    packing: Any, order: str, many: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whole prefills, pieces and single slots alike, in bf16 that represents them exactly."""
+    monkeypatch.setattr("kvatlas.kernels.rows._MANY", many)
     spec = CrossAttention(heads=2, head_dim=16, source=64, packing=packing)
     try:
         _, layer = cache_of(spec, order)
@@ -99,7 +103,10 @@ LATENT_BOUNDS += [(0.04, 0.01), (0.04, 0.04), (0.15, 0.15)]
 
 @pytest.mark.parametrize("order", ["LBNHC", "BLHNC", "BHLNC"])
 @pytest.mark.parametrize(("form", "bounds"), list(zip(LATENTS, LATENT_BOUNDS, strict=True)))
-def test_latents_of_every_format(form: Any, bounds: tuple[float, float], order: str) -> None:
+def test_latents_of_every_format(
+    form: Any, bounds: tuple[float, float], order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvatlas.kernels.rows._MANY", 1)
     spec = LatentAttention(**form)
     _, layer = cache_of(spec, order, block_size=64)
     latent, rope = rows_of(3, 70, spec.latent), rows_of(4, 70, 64)

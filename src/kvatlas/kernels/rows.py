@@ -21,6 +21,8 @@ from kvatlas.kernels.move import LANES, as_runs, stretch_starts
 _ROW_AXES = ("B", "N", "H", "C", "c")
 _LONG = 4
 """States in a stretch from which a copy for each costs less than indexing every row."""
+_MANY = 256
+"""Rows from which it is worth looking for stretches at all."""
 _LARGE = 128 << 10
 """Bytes from which torch's strided copy is worth the price of its call."""
 
@@ -49,7 +51,7 @@ def find_slots(layer: LayerCache, slots: torch.Tensor) -> Slots:
     count = layer.kernel_blocks.size("B") * states
     slots = checked(slots, count, "Slots", "Check the block table, and slots = block * N + state")
     pieces = None
-    if slots.device.type == "cpu" and slots.numel():
+    if slots.device.type == "cpu" and slots.numel() >= _MANY:
         pieces = _pieces(slots.numpy(), states)
     return Slots(
         torch.div(slots, states, rounding_mode="floor"), torch.remainder(slots, states), pieces
@@ -92,6 +94,9 @@ def put_rows(target: torch.Tensor, slots: Slots, rows: torch.Tensor) -> None:
 
 def take_rows(source: torch.Tensor, slots: Slots, out: torch.Tensor | None = None) -> torch.Tensor:
     """Rows [T, ...] of a field [B, N, ...], in a new tensor or in `out`."""
+    if slots.pieces is None and out is None:
+        (pages,) = _in_lanes(source)
+        return pages[slots.blocks, slots.states].view(source.dtype)
     shape = (slots.blocks.numel(), *source.shape[2:])
     found = source.new_empty(shape) if out is None else out
     pages, rows = _in_lanes(source, found)
