@@ -88,7 +88,9 @@ def test_bind(case: tuple[Code, dict[str, Any]]) -> None:
 TYPES: list[Any] = [1.0, 1.5, True, None, "1", b"1", float("nan"), float("inf"), object(), 1j]
 
 
-@pytest.mark.parametrize("wrong", TYPES, ids=lambda wrong: f"{type(wrong).__name__} {str(wrong)[:7]}")
+@pytest.mark.parametrize(
+    "wrong", TYPES, ids=lambda wrong: f"{type(wrong).__name__} {str(wrong)[:7]}"
+)
 def test_words_and_fractions_are_not_numbers(wrong: Any) -> None:
     """Wherever a number is asked for, and nothing but an `AtlasError` comes out."""
     for changed in (
