@@ -8,6 +8,7 @@ STAMP := $(VENV)/.installed
 
 demo: $(STAMP)  ## The tour of what kvatlas does
 	$(BIN)/python examples/tour.py
+	$(BIN)/python examples/generate.py
 
 test: $(STAMP)  ## Unit, property and documentation tests
 	$(BIN)/python -m pytest -n auto
@@ -27,6 +28,15 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# The transports are whole without what their wheels ask for (gigabytes of CUDA). Where one
+# is not offered or cannot be loaded, its tests are skipped and say so.
+define WIRES
+-$(BIN)/pip install --quiet --no-deps 'nixl==1.5.1' 'nixl-cu12==1.5.1'
+-$(BIN)/pip install --quiet --no-deps 'mooncake-transfer-engine-non-cuda==0.3.13.post1'
+-ldconfig -p | grep -q libibverbs.so.1 || \
+	(apt-get -qq update && apt-get -qq install -y libibverbs1) >/dev/null 2>&1
+endef
+
 # torch comes first and alone: its exact pin selects the CPU build where one is
 # offered, and nothing installed later may then pull another.
 $(STAMP): pyproject.toml constraints.txt
@@ -34,6 +44,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(WIRES)
 	touch $@
 
 clean:

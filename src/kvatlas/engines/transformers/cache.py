@@ -205,6 +205,37 @@ class AtlasCache(TransformersCache):
 
     # -- rows and tokens ------------------------------------------------------------
 
+    def blocks_of(self, row: int) -> dict[int, list[int]]:
+        """The blocks of one row by group, as routes take them: what to send elsewhere."""
+        self.settle()
+        return {group: list(table.rows[row]) for group, table in enumerate(self._tables)}
+
+    def adopt(self, tokens: int, rows: int = 1) -> list[dict[int, list[int]]]:
+        """Begin with `rows` rows of `tokens` tokens that come from elsewhere.
+
+        The blocks are taken and returned, by row and group; whoever asked fills them before
+        the model goes on behind those tokens.
+
+        >>> from transformers import LlamaConfig
+        >>> sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+        >>> cache = AtlasCache.from_config(LlamaConfig(**sizes), batch=1, max_len=64)
+        >>> cache.adopt(40)
+        [{0: [0, 1, 2]}]
+        >>> cache.get_seq_length()
+        40
+        """
+        self.reset()
+        self.batch.admit(rows)
+        for table in self._tables:
+            if not table.recurrent:
+                table.reserve(0, tokens, self.batch.skipped)
+        for pages in self.layers:
+            if isinstance(pages, AttentionPages):
+                pages.seen = tokens
+            if isinstance(pages, StatePages):
+                pages.has_previous_state[0] = True
+        return [self.blocks_of(row) for row in range(rows)]
+
     def reset(self) -> None:
         """Forget everything and give every block back."""
         for pages in self.layers:
