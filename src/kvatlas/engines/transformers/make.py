@@ -26,6 +26,8 @@ def make_plan(
     block_size: int | None = None,
     in_flight: int | None = None,
     states: Literal["auto", "shared", "apart"] = "auto",
+    tp: int = 1,
+    pp: int = 1,
 ) -> Plan:
     """A plan for `batch` rows of `max_len` tokens, and nothing more.
 
@@ -46,12 +48,17 @@ def make_plan(
         "in_flight": max_len if in_flight is None else in_flight,
         "states": states,
         "prefix_caching": False,
+        "tp": tp,
+        "pp": pp,
     }
     probe = plan(model, memory=_AMPLE, **asked)
     rows = positive(batch, "the batch")
     needed = probe.blocks_per_request()
     # Plans keep one block of each pool for engines that want a null block.
-    memory = sum((needed[p.index] * rows + 1) * p.block_bytes for p in probe.pools)
+    stages = [[p for p in probe.pools if p.stage == stage] for stage in range(pp)]
+    memory = max(
+        sum((needed[p.index] * rows + 1) * p.block_bytes for p in pools) for pools in stages
+    )
     return plan(model, memory=memory, **asked)
 
 

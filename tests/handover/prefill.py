@@ -1,0 +1,53 @@
+"""The prefill process: runs prompts, puts their caches on the wire, one task after another.
+
+Each line of stdin is a task, each answer a marked line of stdout; an empty line ends it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+
+from kvatlas.engines.transformers import AtlasCache, make_plan
+from kvatlas.engines.transformers.ranks import Ranks
+from tests.handover.tiny import LONGEST, PROMPT, model_of, prompt
+
+MARK = "prefilled "
+
+
+def run(task: dict[str, Any]) -> tuple[Ranks, dict[str, Any]]:
+    model = model_of(task["model"])
+    plan = make_plan(model.config, batch=4, max_len=LONGEST, **task["plan"])
+    ranks = Ranks(plan, task["transport"], name="prefill", secret=b"shared")
+    said = {}
+    for number in task["prompts"]:
+        cache = AtlasCache.from_config(model.config, batch=1, max_len=LONGEST)
+        with torch.no_grad():
+            first = model.generate(
+                prompt(number), past_key_values=cache, max_new_tokens=1, do_sample=False
+            )
+        blocks = ranks.fill(cache, PROMPT)
+        # The ranks' blocks are the same for all prompts: only the last is on offer.
+        for node in ranks.nodes:
+            node.withdraw("request")
+            node.offer("request", blocks, PROMPT, seconds=120)
+        said[number] = int(first[0, -1])
+    return ranks, {"endpoints": ranks.endpoints, "first": said}
+
+
+def main() -> None:
+    ranks: Ranks | None = None
+    for line in sys.stdin:
+        if ranks is not None:
+            ranks.close()
+        if not line.strip():
+            break
+        ranks, said = run(json.loads(line))
+        print(MARK + json.dumps(said), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""Prefill in one process and topology, decode in another: the tokens of an undisturbed run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvatlas import AtlasError
+from kvatlas.engines.transformers import AtlasCache, make_plan
+from kvatlas.engines.transformers.ranks import Ranks
+from kvatlas.route import route, scattered
+from kvatlas.wire import Session
+from kvatlas.wire.transports import make
+from tests.handover.prefill import MARK
+from tests.handover.tiny import LONGEST, MODELS, NEW, PROMPT, model_of, prompt
+
+ROOT = Path(__file__).parents[2]
+
+TOPOLOGIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "tp 2 to 1": ({"tp": 2, "layout": "LBNHC"}, {"tp": 1, "layout": "BHLNC", "block_size": 32}),
+    "tp 1 to 2": ({"tp": 1, "layout": "BLHNC"}, {"tp": 2, "layout": "LBHNC"}),
+    "tp 2 to 3": ({"tp": 2, "layout": "BHLNC"}, {"tp": 3, "layout": "BLNHC", "block_size": 32}),
+    "pp 2 to 1": ({"pp": 2, "layout": "LBHNC", "block_size": 32}, {"tp": 2, "layout": "BLHNC"}),
+}
+HYBRIDS = ("delta hybrid", "mamba hybrid")
+
+
+class Prefill:
+    """The other process."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.handover.prefill"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
+        )  # fmt: skip
+
+    def __call__(self, **task: Any) -> dict[str, Any]:
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        stdin.write(json.dumps(task) + "\n")
+        stdin.flush()
+        line = next((said for said in stdout if said.startswith(MARK)), None)
+        assert line is not None, "the prefill process has ended"
+        found: dict[str, Any] = json.loads(line[len(MARK) :])
+        return found
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(20)
+
+
+@pytest.fixture(scope="module")
+def prefill() -> Iterator[Prefill]:
+    made = Prefill()
+    yield made
+    made.close()
+
+
+def available(transport: str) -> None:
+    try:
+        make(transport).close()
+    except AtlasError as missing:
+        pytest.skip(f"{transport}: {missing}")
+
+
+@lru_cache
+def undisturbed(name: str, number: int) -> list[int]:
+    """What the model says when nobody moves its cache."""
+    with torch.no_grad():
+        found = model_of(name).generate(prompt(number), max_new_tokens=NEW, do_sample=False)
+    return found[0, PROMPT:].tolist()  # type: ignore[no-any-return]
+
+
+@lru_cache
+def own_cache(name: str, number: int) -> AtlasCache:
+    """The cache of the prompt, made here."""
+    model = model_of(name)
+    cache = AtlasCache.from_config(model.config, batch=1, max_len=LONGEST)
+    with torch.no_grad():
+        model.generate(prompt(number), past_key_values=cache, max_new_tokens=1, do_sample=False)
+    return cache
+
+
+def go_on(name: str, ranks: Ranks, blocks: dict[int, list[int]], number: int, first: int) -> Any:
+    """The tokens from the first one on, on what the ranks hold."""
+    model = model_of(name)
+    cache = AtlasCache.from_config(model.config, batch=1, max_len=LONGEST, layout="LBHNC")
+    ranks.pour(blocks, cache, PROMPT)
+    ids = torch.cat((prompt(number), torch.tensor([[first]])), dim=1)
+    with torch.no_grad():
+        found = model.generate(ids, past_key_values=cache, max_new_tokens=NEW - 1, do_sample=False)
+    return found[0, PROMPT:].tolist()
+
+
+def plans(name: str, topology: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    src, dst = (dict(end) for end in TOPOLOGIES[topology])
+    if name in HYBRIDS:
+        src["pack"], dst["pack"] = 1, 2
+        for end in (src, dst):
+            end.pop("block_size", None)  # hybrids find their own
+    return src, dst
+
+
+def pull(ranks: Ranks, endpoints: list[str], **options: Any) -> dict[int, list[int]]:
+    blocks = scattered(ranks.plan, PROMPT)
+    for node in ranks.nodes:
+        with Session(node, endpoints) as session:
+            asked = {"dst_blocks": blocks, "tokens": PROMPT, "seconds": 60, **options}
+            transfer = session.pull("request", **asked).wait()
+            assert transfer.ready
+    return blocks
+
+
+CASES = [
+    (name, topology, transport)
+    for name in MODELS
+    for topology in TOPOLOGIES
+    for transport in ("shm", "nixl", "mooncake")
+    # Every transport carries every model and every topology, not every pair of them.
+    if transport == "shm" or topology == list(TOPOLOGIES)[list(MODELS).index(name) % 4]
+]
+
+
+@pytest.mark.parametrize(("name", "topology", "transport"), CASES)
+def test_tokens_after_a_hand_over(
+    name: str, topology: str, transport: str, prefill: Prefill
+) -> None:
+    available(transport)
+    src, dst = plans(name, topology)
+    said = prefill(model=name, plan=src, transport=transport, prompts=[5])
+    plan = make_plan(model_of(name).config, batch=4, max_len=LONGEST, **dst)
+    with Ranks(plan, transport, name="decode", secret=b"shared") as ranks:
+        how = {"how": "direct"} if topology == "tp 1 to 2" else {}
+        blocks = pull(ranks, said["endpoints"], checksums=True, **how)
+        same_bytes(name, ranks, blocks)
+        assert go_on(name, ranks, blocks, 5, said["first"]["5"]) == undisturbed(name, 5)
+        assert all(len(node.leases) == 0 for node in ranks.nodes)
+
+
+def same_bytes(name: str, ranks: Ranks, blocks: dict[int, list[int]]) -> None:
+    """What arrived is what this process would have computed and placed there."""
+    with Ranks(ranks.plan, "memory", name="expected") as expected:
+        assert expected.fill(own_cache(name, 5), PROMPT) == blocks
+        way = route(ranks.plan, ranks.plan)
+        for rank, pools in ranks.pools.items():
+            needs = way.needs(dst_rank=rank, dst_blocks=blocks, tokens=PROMPT)
+            for pool, (starts, lengths) in needs.items():
+                for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
+                    place = slice(start, start + length)
+                    assert np.array_equal(pools[pool][place], expected.pools[rank][pool][place])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_another_requests_cache_gives_other_tokens(name: str, prefill: Prefill) -> None:
+    """The negative control: were the cache of no consequence, nothing above would mean much."""
+    src, dst = plans(name, "tp 2 to 1")
+    said = prefill(model=name, plan=src, transport="shm", prompts=[5, 6])
+    plan = make_plan(model_of(name).config, batch=4, max_len=LONGEST, **dst)
+    with Ranks(plan, "shm", name="decode", secret=b"shared") as ranks:
+        blocks = pull(ranks, said["endpoints"])
+        other = go_on(name, ranks, blocks, 5, undisturbed(name, 5)[0])
+        assert other[1:] != undisturbed(name, 5)[1:]
