@@ -11,12 +11,12 @@ from tests.engines.guarded import Guarded, guarded
 
 
 @pytest.fixture(autouse=True)
-def _tiny_matrices() -> Iterator[None]:
+def _tiny_matrices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """One thread and no oneDNN, which takes longer to set up than tiny matrices take."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    with torch.backends.mkldnn.flags(enabled=False):
-        yield
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+    yield
     torch.set_num_threads(threads)
 
 
