@@ -4,11 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-deep lint bench format clean
+.PHONY: demo tour test test-deep lint bench format clean
 
-demo: $(STAMP)  ## The tour of what kvatlas does
-	$(BIN)/python examples/tour.py
-	$(BIN)/python examples/generate.py
+demo: $(STAMP)  ## The main job: plan, prefill, ship the cache, decode elsewhere
+	$(BIN)/python -m examples.handover
+
+tour: $(STAMP)  ## What else there is: geometry, plans, a model on its cache
+	$(BIN)/python -m examples.tour
+	$(BIN)/python -m examples.generate
 
 test: $(STAMP)  ## Unit, property and documentation tests
 	$(BIN)/python -m pytest -n auto
