@@ -95,7 +95,7 @@ def read_metadata(metadata: bytes, kind: type[Published]) -> Published:
         raise bad_metadata(f"{type(metadata).__name__}, not at most {MOST_METADATA:,} bytes")
     try:
         return msgspec.msgpack.decode(metadata, type=kind)
-    except (msgspec.DecodeError, RecursionError) as problem:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
         raise bad_metadata(f"{len(metadata)} bytes: {problem}") from problem
 
 

@@ -79,7 +79,7 @@ class MooncakeTransport(Transport):
     def _register(self, memory: Mapping[int, Memory]) -> None:
         if self.engine is None:
             raise closed("transport")
-        done: list[Any] = []
+        done: list[int] = []
         for region in memory.values():
             answer = self.engine.register_memory(region.address, region.nbytes)
             if answer != 0:

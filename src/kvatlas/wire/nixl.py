@@ -11,7 +11,8 @@ any. Readiness and leases are decided above this file.
 
 from __future__ import annotations
 
-import os
+import importlib
+import importlib.util
 import secrets
 import time
 import zlib
@@ -44,6 +45,7 @@ from kvatlas.wire.transport import Handle, Link, Memory, Transport
 Kind = Literal["DRAM", "VRAM"]
 Result = TypeVar("Result")
 
+_BUILDS = ("nixl_cu13", "nixl_cu12", "nixl_rocm")
 _MOST_INDICES = 2**31 - 1
 _INITIATOR = "NIXL_INIT_AGENT"
 _CLOSING = 5.0
@@ -68,17 +70,13 @@ class NixlTransport(Transport):
 
     def __init__(self, *, kind: Kind = "DRAM", backend: str = "UCX") -> None:
         super().__init__()
-        _without_rdma()
-        try:
-            from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
-        except ImportError as problem:
-            raise missing("NIXL", "nixl", problem) from problem
+        library = _library()
         self.kind: Kind = kind
         # A name is never used twice: a peer that starts again is another peer.
         self._name = f"kvatlas-{secrets.token_hex(16)}"
-        strict = nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
-        config = nixl_agent_config(backends=[backend], sync_mode=strict)
-        self.agent: Any = translated(lambda: nixl_agent(self._name, config))
+        strict = library.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+        config = library.nixl_agent_config(backends=[backend], sync_mode=strict)
+        self.agent: Any = translated(lambda: library.nixl_agent(self._name, config))
         if backend not in self.agent.backends:
             raise failed(f"no backend {backend}", hint="Choose one that NIXL brings")
         self._registered: list[Any] = []
@@ -353,15 +351,18 @@ def _grid(starts: Int64s, length: Int64s, region: Memory, first: int) -> tuple[R
     return rows, place.astype(np.int32), count + len(others)
 
 
-def _without_rdma() -> None:
-    """Keep UCX from loading its RDMA module on hosts without such a device.
+def _library() -> Any:
+    """NIXL's interface.
 
-    Where the system's own libibverbs is installed too, two copies of what it needs are
-    loaded then, and the process crashes when it exits.
+    The package `nixl` imports all of torch to choose between the builds that are
+    installed. Where there is one, there is nothing to choose.
     """
-    devices = Path("/sys/class/infiniband")
-    if not devices.is_dir() or not any(devices.iterdir()):
-        os.environ.setdefault("UCX_MODULES", "^ib")
+    builds = [name for name in _BUILDS if importlib.util.find_spec(name) is not None]
+    chosen = builds[0] if len(builds) == 1 else "nixl"
+    try:
+        return importlib.import_module(f"{chosen}._api")
+    except ImportError as problem:
+        raise missing("NIXL", "nixl", problem) from problem
 
 
 def _region(memory: Memory) -> tuple[int, int, int]:

@@ -11,7 +11,7 @@ NAMES = ("nixl", "mooncake", "shm", "memory", "file")
 """In the order of preference: first what reaches furthest and runs fastest."""
 
 
-def make(name: str, **options: Any) -> Transport:
+def make(name: str, /, **options: Any) -> Transport:
     """A transport by its name, with the options of its class.
 
     >>> make("memory").name

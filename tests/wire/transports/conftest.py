@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.wire.transports import make
+from tests.wire.transports.ends import KINDS, Here, Kind, Peer
+from tests.wire.transports.peer import SIZES, End
+
+Far = Peer | Here
+
+
+def skip_without(kind: Kind) -> None:
+    """Skip, with the reason, where a transport's library is missing or broken."""
+    try:
+        make(kind.name).close()
+    except AtlasError as problem:
+        if problem.code is not Code.MISSING_EXTRA:
+            raise
+        pytest.skip(str(problem))
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=lambda kind: kind.label)
+def kind(request: pytest.FixtureRequest) -> Iterator[Kind]:
+    found: Kind = request.param
+    if found.library:
+        skip_without(found)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in found.settings.items():
+            patch.setenv(name, value)
+        yield found
+
+
+@pytest.fixture(scope="module")
+def near_options(kind: Kind, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return {"folder": str(tmp_path_factory.mktemp("tier"))} if kind.name == "file" else {}
+
+
+def other_end(
+    kind: Kind, options: dict[str, Any], name: str, sizes: dict[int, int] | None = None
+) -> Far:
+    given = {**options, "name": name} if kind.name == "file" else options
+    return Peer(kind, given, sizes) if kind.remote else Here(kind, given)
+
+
+@pytest.fixture(scope="module")
+def far(kind: Kind, near_options: dict[str, Any]) -> Iterator[Far]:
+    """A peer that lives as long as the tests that do it no harm."""
+    made = other_end(kind, near_options, "shared")
+    yield made
+    made.end()
+
+
+@pytest.fixture(scope="module")
+def near(kind: Kind, near_options: dict[str, Any]) -> Iterator[End]:
+    made = End(kind.name, near_options, SIZES)
+    yield made
+    made.drop()
+
+
+@pytest.fixture
+def fresh_far(kind: Kind, near_options: dict[str, Any], tmp_path: Path) -> Iterator[Callable[..., Peer]]:
+    """Peers that may be harmed."""
+    made: list[Far] = []
+
+    def start(sizes: dict[int, int] | None = None) -> Peer:
+        one = other_end(kind, near_options, f"{tmp_path.name}-{len(made)}", sizes)
+        made.append(one)
+        assert isinstance(one, Peer)
+        return one
+
+    yield start
+    for one in made:
+        one.end()

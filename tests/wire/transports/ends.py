@@ -1,0 +1,200 @@
+"""Both ends of a conformance test, and the oracle that says what a copy does."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvatlas.route import Copy
+from kvatlas.wire.transport import Memory
+from tests.wire.transports.peer import SIZES, End
+
+SCRIPT = Path(__file__).with_name("peer.py")
+SOURCE = Path(__file__).parents[3] / "src"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A transport under test, and what may be expected of it."""
+
+    label: str
+    name: str
+    library: str = ""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    notes: bool = True
+    remote: bool = True
+    """Its peers are other processes, which can be killed."""
+    outlives: bool = False
+    """What was published can be reached after its publisher has ended."""
+    needs_peer: bool = False
+    """The peer's processor takes part, so that one that stands still stops everything."""
+
+
+KINDS = [
+    Kind("memory", "memory", remote=False),
+    Kind("shm", "shm"),
+    Kind("file", "file", notes=False, outlives=True),
+    Kind("nixl", "nixl", "nixl"),
+    Kind("mooncake", "mooncake", "mooncake.engine", needs_peer=True),
+]
+OVER_TCP =     Kind("nixl-tcp", "nixl", "nixl", {"UCX_TLS": "tcp"}, needs_peer=True)
+"""NIXL where the peer's processor has to serve."""
+
+
+class Peer:
+    """The other end, in a process of its own."""
+
+    def __init__(
+        self, kind: Kind, options: dict[str, Any], sizes: dict[int, int] | None = None
+    ) -> None:
+        self.kind, self.options = kind, options
+        given = json.dumps([kind.name, options, sizes or SIZES])
+        self.process = subprocess.Popen(
+            [sys.executable, str(SCRIPT), given],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, **kind.settings, "PYTHONPATH": str(SOURCE)},
+        )
+        metadata, regions = self.hear()
+        self.metadata = base64.b64decode(metadata)
+        self.regions = {int(pool): Memory(*numbers) for pool, numbers in regions.items()}
+
+    def hear(self, seconds: float = 30) -> Any:
+        assert self.process.stdout is not None
+        with selectors.DefaultSelector() as ready:
+            ready.register(self.process.stdout, selectors.EVENT_READ)
+            assert ready.select(seconds), "the peer says nothing"
+        line = self.process.stdout.readline()
+        assert line, f"the peer ended with {self.process.wait()}"
+        return json.loads(line)
+
+    def ask(self, *words: Any) -> Any:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(words).encode() + b"\n")
+        self.process.stdin.flush()
+        return self.hear()
+
+    def _file(self) -> Path | None:
+        return Path(self.options["folder"], self.options["name"]) if self.kind.outlives else None
+
+    def fill(self, seed: int) -> NDArray[np.uint8]:
+        path = self._file()
+        if path is None:
+            self.ask("fill", seed)
+        else:
+            size = path.stat().st_size
+            with path.open("r+b") as file:
+                file.write(np.random.default_rng(seed).integers(0, 256, size, np.uint8).tobytes())
+        return self.bytes()
+
+    def bytes(self) -> NDArray[np.uint8]:
+        path = self._file()
+        found = path.read_bytes() if path else base64.b64decode(self.ask("bytes"))
+        return np.frombuffer(found, np.uint8).copy()
+
+    def notes(self) -> list[bytes]:
+        return [base64.b64decode(note) for note in self.ask("notes")]
+
+    def close(self) -> int:
+        return int(self.ask("close"))
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self.process.pid, number)
+        if number is signal.SIGKILL:
+            self.process.wait()
+
+    def end(self) -> None:
+        try:
+            self.process.communicate(b'["exit"]\n', timeout=5)
+        except (subprocess.TimeoutExpired, BrokenPipeError):
+            self.process.kill()
+            self.process.communicate()
+
+
+class Here:
+    """The other end in this process, for the transport that has no other."""
+
+    def __init__(self, kind: Kind, options: dict[str, Any]) -> None:
+        self._end = End(kind.name, options, SIZES)
+        self.metadata, self.regions = self._end.transport.publish(), self._end.regions
+
+    def fill(self, seed: int) -> NDArray[np.uint8]:
+        self._end.fill(seed)
+        return self.bytes()
+
+    def bytes(self) -> NDArray[np.uint8]:
+        return self._end.bytes.copy()
+
+    def notes(self) -> list[bytes]:
+        return self._end.transport.notes()
+
+    def close(self) -> int:
+        return self._end.close()
+
+    def end(self) -> None:
+        self._end.close()
+
+
+def soon(seconds: float = 20) -> float:
+    return time.monotonic() + seconds
+
+
+def eventually(ask: Callable[[], Any], seconds: float = 10) -> Any:
+    """The first answer that is not empty, or the last one."""
+    deadline = soon(seconds)
+    while not (answer := ask()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return answer
+
+
+def scattered(
+    rng: np.random.Generator, sizes: Mapping[int, int], most: int, *, lengths: str
+) -> list[Copy]:
+    """Random runs between random regions; no byte is written twice."""
+    copies = []
+    for target in sizes:
+        source = int(rng.choice(list(sizes)))
+        src, dst, length, place = [], [], [], int(rng.integers(0, 40))
+        while len(src) < most:
+            size = {"alike": 96, "mixed": int(rng.integers(1, 300)), "long": 4500}[lengths]
+            size += int(rng.integers(0, 5000)) if lengths == "long" else 0
+            if place + size > sizes[target] or size > sizes[source]:
+                break
+            src.append(int(rng.integers(0, sizes[source] - size + 1)))
+            dst.append(place)
+            length.append(size)
+            place += size + int(rng.choice([0, 1, 32, 200]))
+        if src:
+            order = rng.permutation(len(src))
+            rows = [np.array(column, dtype=np.int64)[order] for column in (src, dst, length)]
+            copies.append(Copy(source, target, *rows))
+    return copies
+
+
+def expected(
+    src: NDArray[np.uint8], dst: NDArray[np.uint8], copies: Sequence[Copy], offsets: dict[int, int]
+) -> NDArray[np.uint8]:
+    """What the destination's whole buffer holds after some copies, byte by byte."""
+    want = bytearray(dst.tobytes())
+    have = src.tobytes()
+    for copy in copies:
+        rows = zip(copy.src.tolist(), copy.dst.tolist(), copy.length.tolist(), strict=True)
+        for start, to, size in rows:
+            start += offsets[copy.src_pool]
+            to += offsets[copy.dst_pool]
+            want[to : to + size] = have[start : start + size]
+    return np.frombuffer(bytes(want), np.uint8)
