@@ -47,6 +47,7 @@ Result = TypeVar("Result")
 
 _BUILDS = ("nixl_cu13", "nixl_cu12", "nixl_rocm")
 _MOST_INDICES = 2**31 - 1
+_LOST = "nixlRemoteDisconnectError"
 _INITIATOR = "NIXL_INIT_AGENT"
 _CLOSING = 5.0
 """Seconds that closing waits for operations that NIXL cannot give up at once."""
@@ -117,7 +118,10 @@ class NixlTransport(Transport):
         except AtlasError:
             raise
         except Exception as problem:
-            raise bad_metadata(f"{type(problem).__name__}: {problem}") from problem
+            got = f"{type(problem).__name__}: {problem}"
+            # The metadata is whole, so what fails below NIXL is the way to the peer.
+            unreachable = type(problem).__name__ in (_LOST, "nixlBackendError")
+            raise (peer_lost if unreachable else bad_metadata)(got) from problem
         try:
             link.probe()
         except AtlasError as problem:
@@ -378,6 +382,6 @@ def translated(act: Callable[[], Result]) -> Result:
     except Exception as problem:
         name = type(problem).__name__
         got = f"{name}: {problem}"
-        if name == "nixlRemoteDisconnectError":
+        if name == _LOST:
             raise peer_lost(got) from problem
         raise failed(got) from problem

@@ -32,7 +32,6 @@ class Kind:
 
     label: str
     name: str
-    library: str = ""
     settings: Mapping[str, str] = field(default_factory=dict)
     notes: bool = True
     remote: bool = True
@@ -47,10 +46,10 @@ KINDS = [
     Kind("memory", "memory", remote=False),
     Kind("shm", "shm"),
     Kind("file", "file", notes=False, outlives=True),
-    Kind("nixl", "nixl", "nixl"),
-    Kind("mooncake", "mooncake", "mooncake.engine", needs_peer=True),
+    Kind("nixl", "nixl"),
+    Kind("mooncake", "mooncake", needs_peer=True),
 ]
-OVER_TCP =     Kind("nixl-tcp", "nixl", "nixl", {"UCX_TLS": "tcp"}, needs_peer=True)
+OVER_TCP = Kind("nixl-tcp", "nixl", {"UCX_TLS": "tcp"}, needs_peer=True)
 """NIXL where the peer's processor has to serve."""
 
 
@@ -99,9 +98,9 @@ class Peer:
             size = path.stat().st_size
             with path.open("r+b") as file:
                 file.write(np.random.default_rng(seed).integers(0, 256, size, np.uint8).tobytes())
-        return self.bytes()
+        return self.held()
 
-    def bytes(self) -> NDArray[np.uint8]:
+    def held(self) -> NDArray[np.uint8]:
         path = self._file()
         found = path.read_bytes() if path else base64.b64decode(self.ask("bytes"))
         return np.frombuffer(found, np.uint8).copy()
@@ -134,9 +133,9 @@ class Here:
 
     def fill(self, seed: int) -> NDArray[np.uint8]:
         self._end.fill(seed)
-        return self.bytes()
+        return self.held()
 
-    def bytes(self) -> NDArray[np.uint8]:
+    def held(self) -> NDArray[np.uint8]:
         return self._end.bytes.copy()
 
     def notes(self) -> list[bytes]:
@@ -168,7 +167,10 @@ def scattered(
     copies = []
     for target in sizes:
         source = int(rng.choice(list(sizes)))
-        src, dst, length, place = [], [], [], int(rng.integers(0, 40))
+        src: list[int] = []
+        dst: list[int] = []
+        length: list[int] = []
+        place = int(rng.integers(0, 40))
         while len(src) < most:
             size = {"alike": 96, "mixed": int(rng.integers(1, 300)), "long": 4500}[lengths]
             size += int(rng.integers(0, 5000)) if lengths == "long" else 0

@@ -1,0 +1,144 @@
+"""The disk tier: a file among files, some of them not meant for anybody."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.route import Copy
+from kvatlas.wire.file import FileTransport, stretches
+from kvatlas.wire.transport import Link, Memory
+from tests.wire.transports.ends import SOURCE, soon
+
+SIZE = 1 << 16
+RUNS = [Copy(0, 0, np.array([0]), np.array([0]), np.array([4096]))]
+
+
+def linked(folder: Path, *, sync: bool = False) -> tuple[Link, np.ndarray, FileTransport]:
+    disk, host = FileTransport(folder, "tier"), FileTransport(folder, sync=sync)
+    disk.register({0: Memory(0, SIZE)})
+    pool = np.arange(SIZE, dtype=np.uint64).astype(np.uint8)
+    host.register({0: Memory(pool.ctypes.data, SIZE)})
+    return host.connect(disk.publish(), disk.memory), pool, disk
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_what_was_written_is_there(tmp_path: Path, sync: bool) -> None:
+    link, pool, _ = linked(tmp_path, sync=sync)
+    link.write(RUNS).wait(soon())
+    assert (tmp_path / "tier").read_bytes() == pool[:4096].tobytes() + bytes(SIZE - 4096)
+    link.close()
+
+
+def test_a_file_that_was_cut_short(tmp_path: Path) -> None:
+    link, _pool, _ = linked(tmp_path)
+    os.truncate(tmp_path / "tier", 100)
+    with pytest.raises(AtlasError) as refusal:
+        link.read(RUNS).wait(soon())
+    assert refusal.value.code is Code.WIRE_FAILED
+
+
+def test_a_file_that_was_removed(tmp_path: Path) -> None:
+    link, _pool, disk = linked(tmp_path)
+    (tmp_path / "tier").unlink()
+    for act in (link.read, link.write):
+        with pytest.raises(AtlasError) as refusal:
+            act(RUNS)
+        assert refusal.value.code is Code.PEER_LOST
+    with pytest.raises(AtlasError) as refusal:
+        FileTransport(tmp_path).connect(disk.publish(), disk.memory)
+    assert refusal.value.code is Code.PEER_LOST
+
+
+def _another(folder: Path) -> None:
+    (folder / "new").write_bytes(bytes(SIZE))
+    (folder / "new").replace(folder / "tier")
+
+
+def _link(folder: Path) -> None:
+    (folder / "tier").rename(folder / "real")
+    (folder / "tier").symlink_to(folder / "real")
+
+
+def _pipe(folder: Path) -> None:
+    (folder / "tier").unlink()
+    os.mkfifo(folder / "tier")
+
+
+@pytest.mark.parametrize("change", [_another, _link, _pipe])
+def test_a_file_that_is_not_the_one(tmp_path: Path, change: Callable[[Path], None]) -> None:
+    _, _pool, disk = linked(tmp_path)
+    metadata = disk.publish()
+    change(tmp_path)
+    with pytest.raises(AtlasError) as refusal:
+        FileTransport(tmp_path).connect(metadata, disk.memory)
+    assert refusal.value.code is Code.BAD_HANDSHAKE
+
+
+@pytest.mark.parametrize(
+    "name", ["../tier", "/etc/passwd", "", ".", "..", "a/b", "a\0b", "x" * 300]
+)
+def test_names_that_lead_elsewhere(tmp_path: Path, name: str) -> None:
+    with pytest.raises(AtlasError) as refusal:
+        FileTransport(tmp_path, name)
+    assert refusal.value.code is Code.WIRE_FAILED
+
+
+def test_a_folder_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(AtlasError) as refusal:
+        FileTransport(tmp_path / "missing")
+    assert refusal.value.code is Code.WIRE_FAILED
+
+
+def test_more_than_the_disk_has(tmp_path: Path) -> None:
+    disk = FileTransport(tmp_path, "tier")
+    with pytest.raises(AtlasError) as refusal:
+        disk.register({0: Memory(0, 1 << 60)})
+    assert refusal.value.code in (Code.NOT_ENOUGH_MEMORY, Code.WIRE_FAILED)
+    assert disk.registered == 0
+
+
+def test_a_killed_writer_leaves_what_it_had_finished(tmp_path: Path) -> None:
+    code = (
+        "import sys, numpy as np; from pathlib import Path\n"
+        "from tests.wire.transports.test_file import RUNS, linked, soon\n"
+        "link, pool, _ = linked(Path(sys.argv[1])); link.write(RUNS).wait(soon())\n"
+        "print('done', flush=True); sys.stdin.readline()"
+    )
+    root = str(SOURCE.parent)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": f"{SOURCE}:{root}"},
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"done\n"
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    _, pool, _ = linked(tmp_path)
+    assert (tmp_path / "tier").read_bytes()[:4096] == pool[:4096].tobytes()
+
+
+def test_stretches_cover_every_run_once() -> None:
+    rng = np.random.default_rng(0)
+    length = rng.integers(1, 9, 5_000)
+    far = np.cumsum(length + rng.integers(0, 2, 5_000)) - length
+    near = rng.permutation(5_000) * 16
+    order = rng.permutation(5_000)
+    found = {}
+    for pieces, offset in stretches(near[order], far[order], length[order]):
+        assert len(pieces) <= 1024
+        for address, size in pieces.tolist():
+            found[offset] = (address, size)
+            offset += size
+    want = zip(far.tolist(), near.tolist(), length.tolist(), strict=True)
+    assert found == {offset: (address, size) for offset, address, size in want}
