@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.arrays import Int64s
 from kvatlas.route import Copy
-from kvatlas.wire.faults import cancelled
+from kvatlas.wire.faults import cancelled, failed
 from kvatlas.wire.transport import Handle, Memory
 
 STEP = 16 << 20
@@ -37,6 +37,7 @@ _UNLOCKED = 1 << 20
 Bytes = NDArray[np.uint8]
 Steps = Iterator[bool]
 """Yields True after a step, False where somebody else has to act first."""
+Rows = list[tuple[int, int, int]]
 
 
 def as_bytes(memory: Memory) -> Bytes:
@@ -55,14 +56,17 @@ def copied(src: Bytes, dst: Bytes, copy: Copy) -> Steps:
     >>> dst.tolist()
     [6, 7, 0, 0, 0, 0, 1, 2]
     """
-    short = copy.length <= _SHORT
-    if bool(short.all()):
-        yield from _short(src, dst, copy.src, copy.dst, copy.length)
-        return
-    if bool(short.any()):
-        yield from _short(src, dst, copy.src[short], copy.dst[short], copy.length[short])
-    long = ~short
-    yield from _one_by_one(src, dst, copy.src[long], copy.dst[long], copy.length[long])
+    least, most = int(copy.length.min()), int(copy.length.max())
+    ways = ((_short, 0, _SHORT), (_middle, _SHORT, _UNLOCKED), (_long, _UNLOCKED, most))
+    for way, above, upto in ways:
+        if most <= above or least > upto:
+            continue
+        columns = (copy.src, copy.dst, copy.length)
+        if least <= above or most > upto:
+            chosen = (copy.length > above) & (copy.length <= upto)
+            columns = (copy.src[chosen], copy.dst[chosen], copy.length[chosen])
+        if len(columns[0]):
+            yield from way(src, dst, *columns)
 
 
 def _short(src: Bytes, dst: Bytes, src_at: Int64s, dst_at: Int64s, length: Int64s) -> Steps:
@@ -77,7 +81,7 @@ def _short(src: Bytes, dst: Bytes, src_at: Int64s, dst_at: Int64s, length: Int64
         rest &= ~alike
         yield from _gathered(src, dst, src_at[alike], dst_at[alike], size)
     if bool(rest.any()):
-        yield from _one_by_one(src, dst, src_at[rest], dst_at[rest], length[rest])
+        yield from _middle(src, dst, src_at[rest], dst_at[rest], length[rest])
 
 
 def _gathered(src: Bytes, dst: Bytes, src_at: Int64s, dst_at: Int64s, size: int) -> Steps:
@@ -96,25 +100,46 @@ def _rows(region: Bytes, size: int) -> NDArray[Any]:
     return np.ndarray((len(region) - size + 1,), f"V{size}", region, strides=(1,))
 
 
-def _one_by_one(src: Bytes, dst: Bytes, src_at: Int64s, dst_at: Int64s, length: Int64s) -> Steps:
+def _middle(src: Bytes, dst: Bytes, src_at: Int64s, dst_at: Int64s, length: Int64s) -> Steps:
     source, target = src.data, dst.data
-    src_base, dst_base = src.ctypes.data, dst.ctypes.data
-    done = 0
-    for start, to, size in zip(src_at.tolist(), dst_at.tolist(), length.tolist(), strict=True):
-        if size < _UNLOCKED:
+    for rows in _in_steps(src_at, dst_at, length):
+        for start, to, size in rows:
             target[to : to + size] = source[start : start + size]
-            done += size
-        else:
-            for piece in range(0, size, STEP):
-                now = min(STEP, size - piece)
-                ctypes.memmove(dst_base + to + piece, src_base + start + piece, now)
-                done += now
-                if done >= STEP:
-                    yield True
-                    done = 0
-        if done >= STEP:
-            yield True
-            done = 0
+        yield True
+
+
+def _long(src: Bytes, dst: Bytes, src_at: Int64s, dst_at: Int64s, length: Int64s) -> Steps:
+    move = ctypes.memmove
+    pieces = cut(src_at + src.ctypes.data, dst_at + dst.ctypes.data, length)
+    for rows in _in_steps(*pieces):
+        for start, to, size in rows:
+            move(to, start, size)
+        yield True
+
+
+def _in_steps(src_at: Int64s, dst_at: Int64s, length: Int64s) -> Iterator[Rows]:
+    """Rows (source, destination, length), a step's worth at a time."""
+    share = (np.cumsum(length) - 1) // STEP
+    rows = list(zip(src_at.tolist(), dst_at.tolist(), length.tolist(), strict=True))
+    ends = [*(np.flatnonzero(np.diff(share)) + 1).tolist(), len(rows)]
+    first = 0
+    for end in ends:
+        yield rows[first:end]
+        first = end
+
+
+def cut(src_at: Int64s, dst_at: Int64s, length: Int64s) -> tuple[Int64s, Int64s, Int64s]:
+    """The same runs, none longer than a step.
+
+    >>> [column.tolist() for column in cut(np.array([0]), np.array([7]), np.array([STEP + 1]))]
+    [[0, 16777216], [7, 16777223], [16777216, 1]]
+    """
+    if int(length.max()) <= STEP:
+        return src_at, dst_at, length
+    parts = -(-length // STEP)
+    skip = (np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)) * STEP
+    left = np.repeat(length, parts) - skip
+    return np.repeat(src_at, parts) + skip, np.repeat(dst_at, parts) + skip, np.minimum(left, STEP)
 
 
 class Stepwise(Handle):
@@ -144,6 +169,10 @@ class Stepwise(Handle):
         except AtlasError as failure:
             self._failure = failure
             raise
+        except Exception as problem:
+            # Steps that have raised look finished when asked again: they are not.
+            self._failure = failed(f"{type(problem).__name__}: {problem}")
+            raise self._failure from problem
         return self._done
 
     def wait(self, deadline: float) -> None:

@@ -16,7 +16,7 @@ import re
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import msgspec
 import numpy as np
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.arrays import Int64s
 from kvatlas.route import Copy
-from kvatlas.wire.copying import STEP, Stepwise
+from kvatlas.wire.copying import STEP, Stepwise, cut
 from kvatlas.wire.faults import (
     bad_metadata,
     check_note,
@@ -173,36 +173,37 @@ class _FileLink(Link):
         self._owner, self._open_file, self._sync = owner, file, sync
 
     def _read(self, copies: Sequence[Copy], note: bytes) -> Handle:
-        return self._start(copies, note, _system.preadv, writes=False)
-
-    def _write(self, copies: Sequence[Copy], note: bytes) -> Handle:
-        return self._start(copies, note, _system.pwritev, writes=True)
-
-    def _start(
-        self, copies: Sequence[Copy], note: bytes, act: Callable[..., int], *, writes: bool
-    ) -> Handle:
         check_note(note)
         self._check()
-        if not copies:
-            return Stepwise(iter(()))
-        offsets = addresses(copies, self.mine if not writes else self.theirs, src=False)
-        others = addresses(copies, self.theirs if not writes else self.mine, src=True)
-        near, far = (others, offsets) if writes else (offsets, others)
-        length = np.concatenate([copy.length for copy in copies])
-        return Stepwise(self._steps(act, near, far, length, sync=writes and self._sync))
+        return Stepwise(self._steps(copies, writes=False))
 
-    def _steps(
-        self, act: Callable[..., int], near: Int64s, far: Int64s, length: Int64s, *, sync: bool
-    ) -> Iterator[bool]:
-        done = 0
-        for pieces, offset in stretches(near, far, length):
-            for part, start in _bounded(pieces, offset):
-                done += _carry_out(act, self._open_file, part, start)
-                if done >= STEP:
-                    yield True
-                    self._check()
-                    done = 0
-        if sync:
+    def _write(self, copies: Sequence[Copy], note: bytes) -> Handle:
+        check_note(note)
+        self._check()
+        return Stepwise(self._steps(copies, writes=True))
+
+    def _steps(self, copies: Sequence[Copy], *, writes: bool) -> Iterator[bool]:
+        if not copies:
+            return
+        near = addresses(copies, self.mine, src=writes)
+        far = addresses(copies, self.theirs, src=not writes)
+        calls = in_file_order(near, far, np.concatenate([copy.length for copy in copies]))
+        act = _system.pwritev if writes else _system.preadv
+        row, step = calls.pieces.ctypes.data, calls.pieces.strides[0]
+        moved = 0
+        for first, count, offset, nbytes in calls.each():
+            if moved >= STEP:
+                yield True
+                self._check()
+                moved = 0
+            done = act(self._open_file, row + first * step, count, offset)
+            if done != nbytes:
+                _go_on(
+                    act, self._open_file, calls.pieces[first : first + count].copy(), offset, done
+                )
+            moved += nbytes
+        if writes and self._sync:
+            yield True
             self._check()
             try:
                 os.fdatasync(self._open_file)
@@ -222,59 +223,72 @@ class _FileLink(Link):
             self._open_file = -1
 
 
-Pieces = NDArray[np.uint64]
-"""Rows (address, length), as the system's vectored calls take them."""
+class Calls(NamedTuple):
+    """Pieces of memory in the order of the file, and which of them go in one call."""
+
+    pieces: NDArray[np.uint64]
+    """Rows (address, length), as the system's vectored calls take them."""
+    first: Int64s
+    """Where each call's pieces begin."""
+    offset: Int64s
+    """Where each call begins in the file."""
+    nbytes: Int64s
+
+    def each(self) -> Iterator[tuple[int, int, int, int]]:
+        """First piece, number of pieces, offset and bytes of every call."""
+        count = np.diff(self.first, append=len(self.pieces))
+        columns = (self.first, count, self.offset, self.nbytes)
+        yield from zip(*(column.tolist() for column in columns), strict=True)
 
 
-def stretches(near: Int64s, far: Int64s, length: Int64s) -> Iterator[tuple[Pieces, int]]:
-    """Pieces of memory that are neighbours in the file, and where they start there.
+def in_file_order(near: Int64s, far: Int64s, length: Int64s) -> Calls:
+    """Runs as calls: neighbours in the file together, as many as the system takes at once.
 
     >>> near, far, length = np.array([70, 50, 10]), np.array([4, 0, 90]), np.array([4, 4, 8])
-    >>> [(pieces.tolist(), offset) for pieces, offset in stretches(near, far, length)]
-    [([[50, 4], [70, 4]], 0), ([[10, 8]], 90)]
+    >>> calls = in_file_order(near, far, length)
+    >>> calls.pieces.tolist(), list(calls.each())
+    ([[50, 4], [70, 4], [10, 8]], [(0, 2, 0, 8), (2, 1, 90, 8)])
     """
+    near, far, length = cut(near, far, length)
     if len(far) > 1 and int(np.diff(far).min()) < 0:
         order = np.argsort(far, kind="stable")
         near, far, length = near[order], far[order], length[order]
+    new = np.ones(len(far), dtype=bool)
+    np.not_equal(far[1:], far[:-1] + length[:-1], out=new[1:])
+    place = np.arange(len(far))
+    start = np.maximum.accumulate(np.where(new, place, 0))
+    before = np.cumsum(length) - length
+    share = (before - before[start]) // STEP
+    new |= (place - start) % _MOST_PIECES == 0
+    new[1:] |= share[1:] != share[:-1]
+    first = np.flatnonzero(new)
     pieces = np.stack([near, length], axis=1).astype(np.uint64)
-    first = np.flatnonzero(np.concatenate(([True], far[1:] != far[:-1] + length[:-1])))
-    stops = [*first[1:].tolist(), len(far)]
-    for start, stop in zip(first.tolist(), stops, strict=True):
-        for part in range(start, stop, _MOST_PIECES):
-            yield pieces[part : min(part + _MOST_PIECES, stop)], int(far[part])
+    return Calls(pieces, first, far[first], np.add.reduceat(length, first))
 
 
-def _bounded(pieces: Pieces, offset: int) -> Iterator[tuple[Pieces, int]]:
-    """The same pieces, no more than a step's bytes at once."""
-    lengths = pieces[:, 1].astype(np.int64)
-    if int(lengths.sum()) <= STEP:
-        yield pieces, offset
-        return
-    for (address, _), size in zip(pieces.tolist(), lengths.tolist(), strict=True):
-        for start in range(0, size, STEP):
-            part = [[address + start, min(STEP, size - start)]]
-            yield np.array(part, dtype=np.uint64), offset + start
-        offset += size
-
-
-def _carry_out(act: Callable[..., int], file: int, pieces: Pieces, offset: int) -> int:
-    """All of some pieces: a call may do less than it was asked, and is then repeated."""
-    pieces, first = np.ascontiguousarray(pieces), offset
-    while len(pieces):
-        done = act(file, pieces.ctypes.data, len(pieces), offset)
-        if done < 0:
-            problem = ctypes.get_errno()
-            if problem == errno.EINTR:
-                continue
+def _go_on(
+    act: Callable[..., int], file: int, pieces: NDArray[np.uint64], offset: int, done: int
+) -> None:
+    """A call may do less than it was asked, and is then repeated for the rest."""
+    while True:
+        problem = ctypes.get_errno() if done < 0 else 0
+        if problem and problem != errno.EINTR:
             raise failed(os.strerror(problem), hint="Look at the disk and its file system")
         if done == 0:
             raise failed(f"a file that ends at byte {offset}", hint="Make the file again")
-        offset += done
-        pieces = _after(pieces, done)
-    return offset - first
+        offset += max(done, 0)
+        pieces = after(pieces, max(done, 0))
+        if not len(pieces):
+            return
+        done = act(file, pieces.ctypes.data, len(pieces), offset)
 
 
-def _after(pieces: Pieces, done: int) -> Pieces:
+def after(pieces: NDArray[np.uint64], done: int) -> NDArray[np.uint64]:
+    """What is left of some pieces after so many bytes of them.
+
+    >>> after(np.array([[100, 4], [200, 4]], np.uint64), 5).tolist()
+    [[201, 3]]
+    """
     ends = np.cumsum(pieces[:, 1].astype(np.int64))
     whole = int(np.searchsorted(ends, done, side="right"))
     rest = pieces[whole:].copy()

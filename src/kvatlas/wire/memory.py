@@ -40,8 +40,7 @@ class MemoryTransport(Transport):
     ...     end.register({0: Memory(pool.ctypes.data, 4)})
     >>> link = ends[1].connect(ends[0].publish(), ends[0].memory)
     >>> runs = Copy(0, 0, np.array([1]), np.array([0]), np.array([3]))
-    >>> link.read([runs], note=b"done").poll()
-    True
+    >>> link.read([runs], note=b"done").wait(float("inf"))
     >>> pools[1].tolist(), ends[0].notes()
     ([1, 2, 3, 0], [b'done'])
     """

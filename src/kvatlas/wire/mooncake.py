@@ -16,6 +16,7 @@ import queue
 import re
 import socket
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -250,6 +251,12 @@ class MooncakeHandle(Handle):
         if self._done.is_set() and self._failure is not None:
             raise self._failure
         return self._done.is_set()
+
+    def wait(self, deadline: float) -> None:
+        """Wait for the thread to say so."""
+        # What the system takes as a timeout ends somewhere; a deadline need not.
+        self._done.wait(min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX))
+        super().wait(deadline)
 
     def release(self) -> None:
         """No further call for it; one that is under way cannot be taken back."""

@@ -63,16 +63,20 @@ def test_work_goes_in_steps_that_can_be_given_up() -> None:
     assert 0 < dst.sum() < size
 
 
-def test_a_failure_stays_one() -> None:
+@pytest.mark.parametrize(
+    "problem", [AtlasError(Code.WIRE_FAILED, "rule", got=1, hint="hint"), OSError("disk")]
+)
+def test_a_failure_stays_one(problem: Exception) -> None:
     def steps() -> Iterator[bool]:
         yield True
-        raise AtlasError(Code.PEER_LOST, "rule", got=1, hint="hint")
+        raise problem
 
     handle = Stepwise(steps())
     assert not handle.poll()
     for _ in range(2):
-        with pytest.raises(AtlasError):
+        with pytest.raises(AtlasError) as refusal:
             handle.poll()
+        assert refusal.value.code is Code.WIRE_FAILED
 
 
 @st.composite

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import signal
 import subprocess
@@ -14,7 +16,9 @@ import pytest
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.route import Copy
-from kvatlas.wire.file import FileTransport, stretches
+from kvatlas.wire import file
+from kvatlas.wire.copying import STEP
+from kvatlas.wire.file import FileTransport, in_file_order
 from kvatlas.wire.transport import Link, Memory
 from tests.wire.transports.ends import SOURCE, soon
 
@@ -128,17 +132,54 @@ def test_a_killed_writer_leaves_what_it_had_finished(tmp_path: Path) -> None:
     assert (tmp_path / "tier").read_bytes()[:4096] == pool[:4096].tobytes()
 
 
-def test_stretches_cover_every_run_once() -> None:
+def test_calls_cover_every_byte_once() -> None:
     rng = np.random.default_rng(0)
     length = rng.integers(1, 9, 5_000)
+    length[77] = 3 * STEP + 5
     far = np.cumsum(length + rng.integers(0, 2, 5_000)) - length
-    near = rng.permutation(5_000) * 16
+    near = np.cumsum(rng.permutation(length) + 4 * STEP)
     order = rng.permutation(5_000)
-    found = {}
-    for pieces, offset in stretches(near[order], far[order], length[order]):
-        assert len(pieces) <= 1024
-        for address, size in pieces.tolist():
-            found[offset] = (address, size)
+    calls = in_file_order(near[order], far[order], length[order])
+    found: list[list[int]] = []
+    for first, count, offset, nbytes in calls.each():
+        assert count <= 1024
+        assert nbytes <= 2 * STEP
+        for address, size in calls.pieces[first : first + count].tolist():
+            if found and (found[-1][0] + found[-1][2], found[-1][1] + found[-1][2]) == (
+                offset,
+                address,
+            ):
+                found[-1][2] += size  # the run that was cut
+            else:
+                found.append([offset, address, size])
             offset += size
+            nbytes -= size
+        assert nbytes == 0
     want = zip(far.tolist(), near.tolist(), length.tolist(), strict=True)
-    assert found == {offset: (address, size) for offset, address, size in want}
+    assert found == [list(row) for row in want]
+
+
+def test_long_runs_and_calls_that_do_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system may stop anywhere: the rest follows."""
+    real, asked = file._system.preadv, []
+
+    def lazy(descriptor: int, rows: int, count: int, offset: int) -> int:
+        asked.append(count)
+        if len(asked) % 3 == 0:
+            ctypes.set_errno(errno.EINTR)
+            return -1
+        first = (ctypes.c_uint64 * 2).from_address(rows)
+        piece = (ctypes.c_uint64 * 2)(first[0], max(1, first[1] // 2))
+        return int(real(descriptor, ctypes.addressof(piece), 1, offset))
+
+    link, pool, _ = linked(tmp_path)
+    (tmp_path / "tier").write_bytes(np.random.default_rng(0).bytes(SIZE))
+    monkeypatch.setattr(file._system, "preadv", lazy)
+    at = np.arange(64) * 1000
+    link.read([Copy(0, 0, at, at[::-1].copy(), np.full(64, 1000))]).wait(soon())
+    monkeypatch.undo()
+    disk = np.frombuffer((tmp_path / "tier").read_bytes(), np.uint8)
+    for start in at.tolist():
+        to = 63_000 - start
+        assert np.array_equal(pool[to : to + 1000], disk[start : start + 1000])
+    assert len(asked) > 64

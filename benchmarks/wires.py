@@ -1,0 +1,279 @@
+"""How fast transports move scattered runs between two processes, beside the raw calls below them.
+
+`python -m benchmarks.wires`: the same runs, the same memory and the same peer for both, in turns.
+"""
+
+from __future__ import annotations
+
+import base64
+import ctypes
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from benchmarks.timing import median_ms, show
+from kvatlas.errors import AtlasError, Code
+from kvatlas.route import Copy
+from kvatlas.wire.nixl import describe
+from kvatlas.wire.segments import allocate, attach
+from kvatlas.wire.transport import Link, Memory, Transport
+from kvatlas.wire.transports import make
+
+POOL = 128 << 20
+RUNS = (4 << 10, 64 << 10, 1 << 20)
+MOVED = {"mooncake": {4 << 10: 4 << 20, 64 << 10: 32 << 20, 1 << 20: 64 << 20}}
+TURNS = 11
+NAMES = ("memory", "shm", "file", "nixl", "mooncake")
+Act = Callable[[], Any]
+
+
+def _memory(name: str) -> tuple[Any, int]:
+    """A pool that is written once, so that every page of it exists, and its address."""
+    pool: Any = allocate(POOL) if name == "shm" else np.empty(POOL, np.uint8)
+    seen = np.frombuffer(pool, np.uint8)
+    seen[:] = 1
+    return pool, seen.ctypes.data
+
+
+def serve(name: str, folder: str) -> None:
+    """The peer's process: registers a pool, says where, and waits."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    transport = make(name, **({"folder": folder, "name": "pool"} if name == "file" else {}))
+    pool, address = _memory(name)
+    transport.register({0: Memory(0 if name == "file" else address, POOL)})
+    segment = getattr(pool, "name", "")
+    said = [base64.b64encode(transport.publish()).decode(), transport.memory[0].address, segment]
+    out.write(json.dumps(said) + "\n")
+    out.flush()
+    sys.stdin.readline()
+    transport.close()
+
+
+@contextmanager
+def peer(name: str, folder: str) -> Iterator[tuple[bytes, int, str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.wires", "--serve", name, folder],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    if process.stdout is None:
+        raise SystemExit("no pipe to the peer")
+    try:
+        metadata, address, segment = json.loads(process.stdout.readline())
+        yield base64.b64decode(metadata), address, segment
+    finally:
+        process.communicate(b"\n", timeout=30)
+
+
+def scattered(size: int, moved: int) -> Copy:
+    rng = np.random.default_rng(size)
+    count = moved // size
+    src, dst = (rng.permutation(POOL // size)[:count] * size for _ in range(2))
+    return Copy(0, 0, src, dst, np.broadcast_to(np.int64(size), count))
+
+
+def in_turns(acts: list[Act]) -> list[float]:
+    """Least seconds of each, taken in turns so that the machine's moods hit all alike."""
+    taken: list[list[float]] = [[] for _ in acts]
+    for turn in range(TURNS + 1):
+        for act, times in zip(acts, taken, strict=True):
+            start = time.perf_counter()
+            act()
+            if turn:
+                times.append(time.perf_counter() - start)
+    return [min(times) for times in taken]
+
+
+def through(link: Link, copy: Copy) -> Act:
+    def act() -> None:
+        handle = link.read([copy])
+        handle.wait(time.monotonic() + 60)
+        handle.release()
+
+    return act
+
+
+def memcpy(src: int, dst: int, copy: Copy) -> Act:
+    """One call for each run, its arguments at hand."""
+    size = int(copy.length[0])
+    ends = list(zip((copy.dst + dst).tolist(), (copy.src + src).tolist(), strict=True))
+
+    def act() -> None:
+        move = ctypes.memmove
+        for to, start in ends:
+            move(to, start, size)
+
+    return act
+
+
+def pread(folder: str, pool: Any, copy: Copy) -> Act:
+    size, seen = int(copy.length[0]), memoryview(pool)
+    ends = list(zip(copy.dst.tolist(), copy.src.tolist(), strict=True))
+    file = os.open(f"{folder}/pool", os.O_RDONLY)
+
+    def act() -> None:
+        for to, start in ends:
+            os.preadv(file, [seen[to : to + size]], start)
+
+    return act
+
+
+def nixl_rows(starts: Any, base: int, size: int) -> Any:
+    rows = np.zeros((len(starts), 3), np.uint64)
+    rows[:, 0] = starts + base
+    rows[:, 1] = size
+    return rows
+
+
+def raw_nixl(agent: Any, remote: str, src: int, dst: int, copy: Copy) -> Act:
+    size = int(copy.length[0])
+    near, far = nixl_rows(copy.dst, dst, size), nixl_rows(copy.src, src, size)
+    every = np.arange(len(copy), dtype=np.int32)
+
+    def act() -> None:
+        local = agent.prep_xfer_dlist("NIXL_INIT_AGENT", near, "DRAM")
+        there = agent.prep_xfer_dlist(remote, far, "DRAM")
+        posted = agent.make_prepped_xfer("READ", local, every, there, every, b"")
+        state = agent.transfer(posted)
+        while state != "DONE":
+            state = agent.check_xfer_state(posted)
+        for handle in (posted, local, there):
+            handle.release()
+
+    return act
+
+
+def raw_mooncake(engine: Any, session: str, src: int, dst: int, copy: Copy) -> Act:
+    near, far, length = (copy.dst + dst), (copy.src + src), copy.length
+    parts = [
+        [column[first : first + 1_000].tolist() for column in (near, far, length)]
+        for first in range(0, len(copy), 1_000)
+    ]
+
+    def act() -> None:
+        for part in parts:
+            if engine.batch_transfer_sync_read(session, *part) != 0:
+                raise SystemExit("Mooncake failed")
+
+    return act
+
+
+def raw(name: str, end: Transport, link: Any, pool: Any, folder: str, segment: str) -> Any:
+    """Makes the raw counterpart of a copy."""
+    near = end.memory[0].address
+    far = link.theirs[0].address
+    if name == "nixl":
+        return lambda copy: raw_nixl(link.owner.agent, link.peer, far, near, copy)
+    if name == "mooncake":
+        engine, session = link._owner.engine, f"{link._host}:{link._port}"
+        return lambda copy: raw_mooncake(engine, session, far, near, copy)
+    if name == "file":
+        return lambda copy: pread(folder, pool, copy)
+    if name == "shm":
+        mapped = np.frombuffer(attach(segment, 0, POOL) or b"", np.uint8)
+        return lambda copy: (mapped, memcpy(mapped.ctypes.data, near, copy))[1]
+    return lambda copy: memcpy(far, near, copy)
+
+
+def measure(name: str) -> list[list[str]]:
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            end = make(name, **({"folder": folder} if name == "file" else {}))
+        except AtlasError as refusal:
+            if refusal.code is not Code.MISSING_EXTRA:
+                raise
+            return [[f"{name} (not installed here)", *["-"] * 4]]
+        pool, address = _memory(name)
+        end.register({0: Memory(address, POOL)})
+        if name == "memory":
+            other = make("memory")
+            _, theirs = held = _memory(name)
+            other.register({0: Memory(theirs, POOL)})
+            rows = _rows(name, end, other.publish(), theirs, pool, folder, "")
+            del held
+        else:
+            with peer(name, folder) as (metadata, theirs, segment):
+                rows = _rows(name, end, metadata, theirs, pool, folder, segment)
+        end.close()
+        return rows
+
+
+def _rows(
+    name: str, end: Transport, metadata: bytes, far: int, pool: Any, folder: str, segment: str
+) -> list[list[str]]:
+    link = end.connect(metadata, {0: Memory(far, POOL)})
+    beside = raw(name, end, link, pool, folder, segment)
+    rows = []
+    for size in RUNS:
+        moved = MOVED.get(name, {}).get(size, 64 << 20)
+        copy = scattered(size, moved)
+        ours, theirs = in_turns([through(link, copy), beside(copy)])
+        speeds = [moved / seconds / 1e9 for seconds in (ours, theirs)]
+        ratio = speeds[0] / speeds[1]
+        rows.append([name, f"{size >> 10} KiB", *(f"{s:.2f}" for s in speeds), f"{ratio:.2f}"])
+    if name == "nixl":
+        preparing(link)
+    link.close()
+    return rows
+
+
+def preparing(link: Any) -> None:
+    """A million descriptors, from runs to what NIXL transfers by."""
+    count = 1 << 20
+    copy = scattered(POOL // count, POOL)
+    odd = Copy(0, 0, copy.src, copy.dst, np.where(np.arange(count) % 2, 128, 96))
+    agent, far, near = link.owner.agent, link.theirs[0], link.mine[0]
+    rows = nixl_rows(copy.dst, near.address, 128), nixl_rows(copy.src, far.address, 128)
+
+    def alone() -> None:
+        agent.prep_xfer_dlist("NIXL_INIT_AGENT", rows[0], "DRAM").release()
+        agent.prep_xfer_dlist(link.peer, rows[1], "DRAM").release()
+
+    def prepared(runs: Copy) -> Act:
+        def act() -> None:
+            mine, _ = describe([runs], link.mine, src=False)
+            theirs, _ = describe([runs], link.theirs, src=True)
+            agent.prep_xfer_dlist("NIXL_INIT_AGENT", mine, "DRAM").release()
+            agent.prep_xfer_dlist(link.peer, theirs, "DRAM").release()
+
+        return act
+
+    limit = median_ms(alone, 5)
+    lines = [["NIXL alone, from arrays that are at hand", f"{limit:.1f}", "1.00"]]
+    for what, runs in (
+        ("kvatlas, runs on a grid", copy),
+        ("kvatlas, every second one off it", odd),
+    ):
+        taken = median_ms(prepared(runs), 5)
+        lines.append([what, f"{taken:.1f}", f"{taken / limit:.2f}"])
+    show(f"{count:,} descriptors prepared at both ends", ["what", "ms", "of NIXL's"], lines)
+    print("The bar: at most 2.00.\n")
+
+
+def main() -> None:
+    rows = [row for name in NAMES for row in measure(name)]
+    columns = ["transport", "run", "GB/s", "raw GB/s", "of raw"]
+    show("Scattered runs between two processes, beside the raw calls", columns, rows)
+    whole = [np.ones(POOL, np.uint8) for _ in range(2)]
+    ends = [one.ctypes.data for one in whole]
+    speed = POOL / median_ms(lambda: ctypes.memmove(ends[0], ends[1], POOL), 7) / 1e6
+    print("Raw: for memory and shm one memcpy for each run, for file one preadv.")
+    print(f"One memcpy of {POOL >> 20} MiB in this run: {speed:.1f} GB/s.")
+    print("The bar: at least 0.90 of raw for 64 KiB and more.\n")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--serve"]:
+        serve(*sys.argv[2:])
+    else:
+        main()
