@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import secrets
 import time
 import zlib
@@ -371,12 +372,24 @@ def _library() -> Any:
     The package `nixl` imports all of torch to choose between the builds that are
     installed. Where there is one, there is nothing to choose.
     """
+    _without_rdma()
     builds = [name for name in _BUILDS if importlib.util.find_spec(name) is not None]
     chosen = builds[0] if len(builds) == 1 else "nixl"
     try:
         return importlib.import_module(f"{chosen}._api")
     except ImportError as problem:
         raise missing("NIXL", "nixl", problem) from problem
+
+
+def _without_rdma() -> None:
+    """Keep UCX from loading its RDMA module on hosts without such a device.
+
+    Where the system's own libibverbs is installed too, two copies of what it needs are
+    loaded then, and the process crashes when it exits.
+    """
+    devices = Path("/sys/class/infiniband")
+    if not devices.is_dir() or not any(devices.iterdir()):
+        os.environ.setdefault("UCX_MODULES", "^ib")
 
 
 def _region(memory: Memory) -> tuple[int, int, int]:
