@@ -232,7 +232,7 @@ def move(
         moving.small_plan(Ask(model=model, **checking.changes(text, where)), many)
         for where, text in ends
     )
-    with moving.quiet():
+    with moving.quiet("Moving a request between two processes ..."):
         chosen = transport or moving.first_transport()
         found = list(moving.move(src, dst, many, chosen, how))  # type: ignore[arg-type]
     if as_json:
@@ -241,6 +241,25 @@ def move(
         show(*moving.move_parts(src, dst, chosen, found))
     if any(one.wrong for one in found):
         raise typer.Exit(1)
+
+
+@app.command(epilog=_examples("bench wire", "bench wire --json"))
+@guarded
+def bench(
+    what: Annotated[str, typer.Argument(metavar="wire", help="What to measure.")],
+    as_json: Json = False,
+) -> None:
+    """What the transports give between two processes of this host."""
+    from kvatlas.cli import benching, moving
+
+    if what != "wire":
+        raise typer.BadParameter("only wire can be measured here.", param_hint="'WHAT'")
+    with moving.quiet("Measuring transports between two processes ..."):
+        found = list(benching.rates())
+    if as_json:
+        _print_json({"rates": [dataclasses.asdict(rate) for rate in found]})
+    else:
+        show(*benching.bench_parts(found))
 
 
 @app.command(epilog=_examples("models", "models gpt-oss-20b", "models ./config.json --json"))

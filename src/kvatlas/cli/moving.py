@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from rich.console import RenderableType
+from rich.console import Console, RenderableType
 from rich.text import Text
 
 from kvatlas.cli.ask import Ask
@@ -124,13 +124,14 @@ def _wrong(way: Route, rank: int, pools: dict[int, Bytes], tokens: int) -> int:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Keep libraries of transports from talking over the answer."""
+def quiet(doing: str) -> Iterator[None]:
+    """Say on a terminal what takes its time; keep transports from talking over the answer."""
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
-    os.environ.setdefault("GLOG_minloglevel", "3")
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
     logging.disable(logging.INFO)
     try:
-        yield
+        with Console(stderr=True).status(doing):
+            yield
     finally:
         logging.disable(logging.NOTSET)
 

@@ -23,6 +23,7 @@ from kvatlas.wire.moving import About, Connected, How, Moving
 from kvatlas.wire.node import Node
 from kvatlas.wire.peers import Peer, checked_peer
 from kvatlas.wire.transfer import Transfer
+from kvatlas.wire.transport import Link
 
 _RETRIED = {
     Code.DEADLINE,
@@ -62,6 +63,19 @@ class Session:
             for rank in sorted(self._replicas)
             for endpoint in self._replicas[rank]
         ]
+
+    def link(self, rank: int) -> Link:
+        """The transport's own connection to a rank, for those who know what they read."""
+        with self._lock:
+            for endpoint in self._replicas.get(rank, ()):
+                if endpoint in self._connected:
+                    return self._connected[endpoint].link
+        raise AtlasError(
+            Code.NOT_A_SOURCE,
+            "A link is to a rank that the session is connected to",
+            got=f"rank {rank}, not one of {sorted(self._replicas)}",
+            hint="Pass the endpoints of all ranks",
+        )
 
     def pull(
         self,
