@@ -1,0 +1,6 @@
+"""The host and disk tier: what one topology stored, another can load."""
+
+from kvatlas.wire.tier.books import Stored
+from kvatlas.wire.tier.tier import Held, Tier
+
+__all__ = ["Held", "Stored", "Tier"]
