@@ -124,6 +124,11 @@ class Books:
         with self.lock:
             return (group, key) in self._whole
 
+    def names(self) -> list[tuple[int, bytes]]:
+        """Every (group, key) that is whole, the one used longest ago first."""
+        with self.lock:
+            return [row.name for rows in self._recent.values() for row in rows if row.whole]
+
     def pin(self, needs: Sequence[Need]) -> list[Row] | None:
         """All rows that are needed, held fast; None where one is absent."""
         with self.lock:

@@ -150,7 +150,8 @@ def keys_by_group(plan: Plan, keys: Any) -> dict[int, Sequence[bytes | None]]:
             hint="Pass a mapping from the tier's group index to its keys",
         )
     else:
-        found = dict.fromkeys(groups, list(keys))
+        row = list(keys)
+        found = dict.fromkeys(groups, row)
     for row in found.values():
         for key in row:
             sound = isinstance(key, bytes) and 1 <= len(key) <= LONGEST_KEY

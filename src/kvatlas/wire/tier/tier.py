@@ -19,20 +19,18 @@ import numpy as np
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.plan import Plan
-from kvatlas.route import Copy, Route, route
+from kvatlas.route import Route, route
 from kvatlas.route.ends import checked_rank
 from kvatlas.route.tokens import token_range
 from kvatlas.wire.metrics import Metrics
 from kvatlas.wire.staging import Bytes, stream_bytes
 from kvatlas.wire.tier.books import Books, Claim, Row, Stored
 from kvatlas.wire.tier.file import TierFile
+from kvatlas.wire.tier.held import Carry, Held, longest
 from kvatlas.wire.tier.intake import Intake, check_tier_plan
 from kvatlas.wire.tier.runs import carry_out, pools_of
-from kvatlas.wire.tier.spans import Keys, Need, Spans, keys_by_group
+from kvatlas.wire.tier.spans import Keys, Spans, keys_by_group
 from kvatlas.wire.transport import Memory
-
-Carry = Callable[[Sequence[Copy]], None]
-"""Carries copies out, by any transport, and returns when all bytes are there."""
 
 _PLANS = 16
 _Kept = TypeVar("_Kept")
@@ -146,8 +144,10 @@ class Tier:
             start, stop = token_range(tokens, min(plan.max_len, self.plan.max_len))
             start = intake.spans.whole_blocks(start)
             needs = intake.spans.needs(start, stop, keys_by_group(self.plan, keys))
-            if rank not in intake.sources:
-                needs = []
+            if rank not in intake.sources:  # others bring what this one also holds
+                asked = [need for need in needs if need.key is not None]
+                whole = sum(self._books.find(need) is not None for need in asked)
+                return Stored(whole, len(asked) - whole, 0)
             claim = self._books.claim(needs, intake, rank)
             try:
                 if claim.rows:
@@ -210,7 +210,7 @@ class Tier:
         """
         with self._using():
             start, stop = token_range(tokens, self.plan.max_len)
-            return self._longest(start, stop, keys_by_group(self.plan, keys))
+            return longest(self._books, self._spans, start, stop, keys_by_group(self.plan, keys))
 
     @contextmanager
     def hold(self, keys: Keys, tokens: Any) -> Iterator[Held]:
@@ -267,6 +267,10 @@ class Tier:
     def has(self, key: bytes, group: int = 0) -> bool:
         """Whether a key of a group is whole."""
         return self._books.has(group, key)
+
+    def keys(self) -> list[tuple[int, bytes]]:
+        """Every (group, key) that is whole, the one used longest ago first."""
+        return self._books.names()
 
     @property
     def evicted(self) -> int:
@@ -329,34 +333,10 @@ class Tier:
     def _route_to(self, plan: Plan) -> Route:
         return self._remembered(self._routes, plan, lambda: route(self.plan, plan))
 
-    def _needs(self, start: int, stop: int, keys: dict[int, Sequence[bytes | None]]) -> list[Need]:
-        return self._spans.needs(start, stop, keys)
-
-    def _longest(self, start: int, stop: int, keys: dict[int, Sequence[bytes | None]]) -> int:
-        """The most tokens that every group has what it needs for; 0 where that is none."""
-        step: int = self._spans.step
-        ends: list[int] = [stop, *range((stop - 1) // step * step, start, -step)]
-        # Groups that need everything say how far it can be at most.
-        for group in self._spans.keeping_all:
-            row = keys.get(group, ())
-            for need in self._spans.of_group(group, start, stop, row):
-                if self._books.find(need) is None:
-                    begin = need.entry * self.plan.groups[group].block
-                    ends = [end for end in ends if end <= begin]
-                    break
-        others = [g for g in range(len(self.plan.groups)) if g not in self._spans.keeping_all]
-        for end in ends:
-            needs = (
-                n for g in others for n in self._spans.of_group(g, start, end, keys.get(g, ()))
-            )
-            if all(self._books.find(need) is not None for need in needs):
-                return end
-        return 0
-
     def _held(self, start: int, stop: int, keys: dict[int, Sequence[bytes | None]]) -> Held:
         while True:
-            end = self._longest(start, stop, keys)
-            needs = self._needs(start, end, keys)
+            end = longest(self._books, self._spans, start, stop, keys)
+            needs = self._spans.needs(start, end, keys)
             rows = self._books.pin(needs)
             if rows is None:
                 continue  # gone since it was found
@@ -379,67 +359,3 @@ class Tier:
         with self.metrics.phase("checksum"):
             row.verified = self._file.sum(row) == row.checksum
         return row.verified
-
-
-class Held:
-    """Rows of a tier that stay as they are until they are released."""
-
-    def __init__(
-        self, tier: Tier, start: int, tokens: int, needs: list[Need], rows: list[Row]
-    ) -> None:
-        self.start, self.tokens = start, tokens
-        """`tokens` is how many of the request, from its first, can be loaded; 0 for none."""
-        self._tier, self._needs, self._rows = tier, needs, rows
-
-    def load(
-        self,
-        pools: Mapping[int, Any] | None,
-        plan: Plan,
-        *,
-        rank: int = 0,
-        blocks: Any,
-        carry: Carry | None = None,
-    ) -> None:
-        """Fill one rank's blocks, as routes take them."""
-        tier = self._tier
-        with tier._using():
-            rank = checked_rank(plan, rank, "destination")
-            copies = self.copies(plan, rank=rank, blocks=blocks)
-            with tier.metrics.phase("load"):
-                if carry is None:
-                    carry_out(copies, tier.pools, pools_of(plan, rank, pools or {}))
-                else:
-                    carry(copies)
-            tier.metrics.add(loaded_bytes=stream_bytes(copies), descriptors=sum(map(len, copies)))
-
-    def copies(self, plan: Plan, *, rank: int = 0, blocks: Any) -> tuple[Copy, ...]:
-        """The byte ranges from `tier.memory` to a rank's pools, for any transport."""
-        way = self._tier._route_to(plan)
-        if not self.tokens or 0 not in way.sources(rank):
-            return ()
-        with self._tier.metrics.phase("bind"):
-            return way.bind(
-                src_rank=0,
-                dst_rank=rank,
-                src_blocks=self._tables(),
-                dst_blocks=blocks,
-                tokens=(self.start, self.tokens),
-            ).copies
-
-    def release(self) -> None:
-        """Let the rows go; a second call does nothing."""
-        rows, self._rows = self._rows, []
-        self._tier._books.unpin(rows)
-
-    def _tables(self) -> dict[int, Any]:
-        """Rows by group; entries that nobody needs are no rows, and refused if somebody does."""
-        groups = self._tier.plan.groups
-        tables: dict[int, Any] = {group: [-1] for group in range(len(groups))}
-        for need, row in zip(self._needs, self._rows, strict=True):
-            table = tables[need.group]
-            if groups[need.group].kind == "mamba":
-                table[0] = row.number
-                continue
-            table += [-1] * (need.entry + 1 - len(table))
-            table[need.entry] = row.number
-        return tables
