@@ -1,8 +1,9 @@
 """Run every benchmark."""
 
-from benchmarks import geometry, kernels, planning, routes
+from benchmarks import geometry, kernels, planning, routes, tier
 
 geometry.main()
 planning.main()
 routes.main()
 kernels.main()
+tier.main()

@@ -47,6 +47,11 @@ def keys(name: int) -> list[bytes]:
     return [b"%d of %d" % (entry, name) for entry in range(3)]
 
 
+def store(tier: Tier, name: int, rank: int) -> None:
+    asked: Any = {"blocks": TABLES, "tokens": TOKENS, "keys": keys(name)}
+    tier.store(pools(SRC, name), SRC, rank=rank, **asked)
+
+
 def store_for_ever(path: Path, seed: int, *, durable: bool) -> None:
     rng = np.random.default_rng(seed)
     tier = Tier.open(path, durable=durable)
@@ -55,9 +60,7 @@ def store_for_ever(path: Path, seed: int, *, durable: bool) -> None:
         if rng.random() < 0.1:
             tier.drop(keys(name))
         for rank in rng.permutation(2).tolist():
-            tier.store(
-                pools(SRC, name), SRC, rank=rank, blocks=TABLES, tokens=TOKENS, keys=keys(name)
-            )
+            store(tier, name, rank)
 
 
 def die_at(step: int, how: str) -> None:
@@ -92,15 +95,20 @@ def look(path: Path) -> tuple[int, int]:
         rows = len(tier)
         for name in range(NAMES):
             with tier.hold(keys(name), TOKENS) as held:
+                if not held.tokens:
+                    continue
                 got = {p.index: np.zeros(p.nbytes, dtype=np.uint8) for p in DST.pools}
                 held.load(got, DST, blocks=tables)
-                found = np.concatenate([np.unique(pool) for pool in got.values()])
-                assert set(found.tolist()) == ({0, 1 + name} if held.tokens else {0}), found
-                names += held.tokens == TOKENS
+                found = sum(np.bincount(pool, minlength=256) for pool in got.values())
+                moved = sum(copy.nbytes for copy in held.copies(DST, blocks=tables))
+                assert held.tokens == TOKENS, "the state is after all tokens"
+                assert found[1 + name] == moved > 0, "bytes of another row, or none"
+                assert found[0] + moved == found.sum(), "bytes of another row"
+                names += 1
         assert tier.metrics.values["damaged"] == 0, "a record was written before its row"
         # It goes on working, and the next process finds that too.
         for rank in (0, 1):
-            tier.store(pools(SRC, 77), SRC, rank=rank, blocks=TABLES, tokens=TOKENS, keys=keys(77))
+            store(tier, 77, rank)
         assert tier.match(keys(77), TOKENS) == TOKENS
         assert tier.drop(keys(77)) == 3 + len([g for g in tier.plan.groups if g.kind == "mamba"])
     return names, rows
@@ -108,7 +116,11 @@ def look(path: Path) -> tuple[int, int]:
 
 def main(path: Path, trials: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    Tier.open(path, kept()).close()
+    with Tier.open(path, kept()) as tier:
+        for name in range(NAMES):
+            for rank in (0, 1):
+                store(tier, name, rank)
+        assert tier.evicted
     found = []
     for trial in range(trials):
         child = os.fork()
@@ -119,7 +131,7 @@ def main(path: Path, trials: int, seed: int) -> None:
         if trial % 2:
             rng.integers(1, 60)
         else:
-            time.sleep(float(rng.uniform(0.005, 0.12)))
+            time.sleep(float(rng.uniform(0.02, 0.25)))
             os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
         assert os.WIFSIGNALED(status), "the child ended by itself"

@@ -25,5 +25,5 @@ def test_every_block_is_whole_or_absent_after_kill_9(tmp_path: Path) -> None:
     found = [tuple(map(int, word.split("/"))) for word in run.stdout.split()]
     assert len(found) == TRIALS
     # The trials mean something: keys were there, and were lost and stored anew meanwhile.
-    assert max(names for names, _ in found) >= 5
-    assert len(set(found)) > 5
+    assert min(names for names, _ in found) > 0
+    assert len(set(found)) > TRIALS // 4

@@ -68,7 +68,7 @@ def test_a_carry_that_fails_leaves_nothing() -> None:
     world, tier = World(DENSE, 64), Tier(tier_plan(DENSE))
     made = small(DENSE)
 
-    def fails(copies: Sequence[Copy]) -> None:
+    def fails(_: Sequence[Copy]) -> None:
         raise OSError("the wire broke")
 
     with pytest.raises(OSError, match="broke"):
@@ -213,7 +213,7 @@ def test_what_was_used_longest_ago_makes_room() -> None:
     one_block(tier, b"b")  # stored again: used again
     assert one_block(tier, b"e") == Stored(1, 0, 0)
     assert one_block(tier, b"f") == Stored(1, 0, 0)
-    assert [key for _, key in tier.keys()] == [b"a", b"b", b"e", b"f"]
+    assert [key for _, key in tier.names()] == [b"a", b"b", b"e", b"f"]
     assert tier.evicted == 2
 
 
@@ -246,7 +246,7 @@ def test_what_is_being_loaded_stays() -> None:
             source[0][view(B=5, H=2, N=4, C=[0, 7])]
         )
     assert one_block(tier, b"c") == Stored(1, 0, 0)
-    assert sorted(key for _, key in tier.keys()) == [b"b", b"c"]
+    assert sorted(key for _, key in tier.names()) == [b"b", b"c"]
 
 
 def test_a_request_larger_than_the_tier_keeps_its_beginning() -> None:
@@ -422,5 +422,5 @@ def test_what_windows_left_behind_is_not_read() -> None:
     tables[window][:gone] = [-1] * gone
     tier = Tier(tier_plan(SLIDING))
     tier.store(held, made, blocks=tables, tokens=150, keys=world.keys(tier))
-    assert sum(group == window for group, _ in tier.keys()) == len(tables[window]) - gone
+    assert sum(group == window for group, _ in tier.names()) == len(tables[window]) - gone
     world.check(tier, small(SLIDING, tp=2))

@@ -154,7 +154,7 @@ def test_through_a_file_that_was_closed_between(name: str, tmp_path: Path) -> No
 
 
 def test_a_window_stored_as_it_goes_is_loaded_at_any_block() -> None:
-    """Block by block every key is whole; the whole request at once leaves behind what windows do."""
+    """Stored block by block every key is whole; at once, what windows left behind is not."""
     model = MODELS["sliding"]
     world = World(model, 160)
     src = small(model, tp=2)

@@ -29,10 +29,13 @@ def carry_out(copies: Iterable[Copy], src: Mapping[int, Bytes], dst: Mapping[int
     array([6, 7, 0, 0, 0, 1, 2, 0], dtype=uint8)
     """
     for copy in copies:
+        pools = src[copy.src_pool], dst[copy.dst_pool]
+        if len(copy) and copy.length.min() == copy.length.max():
+            _of_one_length(*pools, copy.src, copy.dst, int(copy.length[0]))
+            continue
         for length in np.unique(copy.length).tolist():
             alike = copy.length == length
-            starts = copy.src[alike], copy.dst[alike]
-            _of_one_length(src[copy.src_pool], dst[copy.dst_pool], *starts, length)
+            _of_one_length(*pools, copy.src[alike], copy.dst[alike], length)
 
 
 def _of_one_length(src: Bytes, dst: Bytes, starts: Any, ends: Any, length: int) -> None:

@@ -192,8 +192,8 @@ class Tier:
             self._books.number(rows)
             if self._file is not None and rows:
                 with self.metrics.phase("checksum"):
-                    for row in rows:
-                        row.checksum = self._file.sum(row)
+                    for row, found in zip(rows, self._file.sums(rows), strict=True):
+                        row.checksum = found
                 with self.metrics.phase("commit"):
                     self._file.commit(rows)
             done = True
@@ -268,7 +268,7 @@ class Tier:
         """Whether a key of a group is whole."""
         return self._books.has(group, key)
 
-    def keys(self) -> list[tuple[int, bytes]]:
+    def names(self) -> list[tuple[int, bytes]]:
         """Every (group, key) that is whole, the one used longest ago first."""
         return self._books.names()
 
@@ -341,7 +341,7 @@ class Tier:
             if rows is None:
                 continue  # gone since it was found
             try:
-                bad = [row for row in rows if not self._sound(row)]
+                bad = self._damaged(rows)
             except BaseException:
                 self._books.unpin(rows)
                 raise
@@ -352,10 +352,14 @@ class Tier:
                 self.metrics.add(damaged=1)
                 self._books.drop(row)
 
-    def _sound(self, row: Row) -> bool:
-        """Whether a row's bytes are those that were stored."""
-        if self._file is None or (row.verified and self._verify == "once"):
-            return True
+    def _damaged(self, rows: list[Row]) -> list[Row]:
+        """The rows whose bytes are not those that were stored."""
+        if self._file is None:
+            return []
+        doubted = [row for row in rows if not row.verified or self._verify == "always"]
         with self.metrics.phase("checksum"):
-            row.verified = self._file.sum(row) == row.checksum
-        return row.verified
+            found = zip(doubted, self._file.sums(doubted), strict=True)
+        bad = [row for row, checksum in found if checksum != row.checksum]
+        for row in doubted:
+            row.verified = row not in bad
+        return bad

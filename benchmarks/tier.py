@@ -1,0 +1,159 @@
+"""The tier: storing and loading, beside a plain copy and a plain file of the same bytes."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.timing import median_ms, show
+from kvatlas.models import Model
+from kvatlas.models.model import Layer
+from kvatlas.plan import Plan, plan
+from kvatlas.specs import FullAttention
+from kvatlas.wire.tier import Tier
+
+LAYERS, TOKENS, BLOCK = 32, 1024, 16
+REPEAT = 5
+
+
+def dense() -> Model:
+    spec = FullAttention(heads=8, head_dim=128)
+    layers = tuple(Layer(name=f"layers.{i}.attn", index=i, spec=spec) for i in range(LAYERS))
+    return Model(
+        name="dense",
+        architecture="Dense",
+        layers=layers,
+        depth=LAYERS,
+        attention_heads=32,
+        max_len=TOKENS,
+    )
+
+
+def planned(tp: int, layout: str, times: float = 1.5) -> Plan:
+    nbytes = LAYERS * TOKENS * 8 * 128 * 2 * 2 // tp
+    return plan(dense(), memory=int(times * nbytes), tp=tp, layout=layout)
+
+
+class Moved:
+    """One request on one topology, with its blocks in no order."""
+
+    def __init__(self, made: Plan) -> None:
+        rng = np.random.default_rng(0)
+        self.made = made
+        self.table = rng.permutation(made.num_blocks)[: TOKENS // BLOCK]
+        self.pools = [
+            {0: rng.integers(0, 256, made.pools[0].nbytes, dtype=np.uint8)} for _ in range(made.tp)
+        ]
+        self.asked: dict[str, Any] = {
+            "blocks": self.table,
+            "tokens": TOKENS,
+            "keys": [b"%d" % block for block in range(TOKENS // BLOCK)],
+        }
+
+    def store(self, tier: Tier) -> None:
+        tier.drop(self.asked["keys"])
+        for rank, pools in enumerate(self.pools):
+            stored = tier.store(pools, self.made, rank=rank, **self.asked)
+        if stored.whole != TOKENS // BLOCK:
+            raise SystemExit(f"stored {stored}")
+
+    def load(self, tier: Tier) -> None:
+        for rank, pools in enumerate(self.pools):
+            tier.load(pools, self.made, rank=rank, **self.asked)
+
+
+def rate(nbytes: int, act: Callable[[], Any]) -> float:
+    return nbytes / median_ms(act, REPEAT) / 1e6
+
+
+def limits(tier: Plan, folder: Path) -> dict[str, float]:
+    """What the machine does with as many bytes: row by row in memory, and into a file."""
+    row, many = tier.pools[0].block_bytes, TOKENS // BLOCK
+    data = np.random.default_rng(1).integers(0, 256, row * many, dtype=np.uint8)
+    room = np.zeros(tier.pools[0].nbytes, dtype=np.uint8)
+    order = np.random.default_rng(2).permutation(tier.pools[0].blocks)[:many].tolist()
+
+    def copy() -> None:
+        for n, at in enumerate(order):
+            room[at * row : (at + 1) * row] = data[n * row : (n + 1) * row]
+
+    fd = os.open(folder / "plain", os.O_RDWR | os.O_CREAT, 0o600)
+    os.posix_fallocate(fd, 0, room.nbytes)
+
+    def write(*, sync: bool) -> None:
+        for n, at in enumerate(order):
+            os.pwrite(fd, data[n * row : (n + 1) * row].data, at * row)
+        if sync:
+            os.fdatasync(fd)
+
+    def read() -> None:
+        for at in order:
+            os.pread(fd, row, at * row)
+
+    found = {
+        "copy": rate(data.nbytes, copy),
+        "write": rate(data.nbytes, lambda: write(sync=False)),
+        "write, synced": rate(data.nbytes, lambda: write(sync=True)),
+        "read": rate(data.nbytes, read),
+        "checksum": rate(data.nbytes, lambda: zlib.crc32(data.data)),
+    }
+    os.close(fd)
+    return found
+
+
+def measure(name: str, tier: Tier, ends: Mapping[str, Moved], store: float, load: float) -> Any:
+    rows = []
+    for about, moved in ends.items():
+        nbytes = TOKENS // BLOCK * tier.plan.pools[0].block_bytes
+        stored = rate(nbytes, lambda moved=moved: moved.store(tier))  # type: ignore[misc]
+        loaded = rate(nbytes, lambda moved=moved: moved.load(tier))  # type: ignore[misc]
+        rows.append(
+            [
+                f"{name}, {about}",
+                *(f"{one:.2f}" for one in (stored, store)),
+                f"{stored / store:.0%}",
+                *(f"{one:.2f}" for one in (loaded, load)),
+                f"{loaded / load:.0%}",
+            ]
+        )
+    return rows
+
+
+def main() -> None:
+    kept = planned(1, "BLHNC", times=2)
+    ends = {
+        "BLHNC tp 1": Moved(planned(1, "BLHNC")),
+        "LBNHC tp 1": Moved(planned(1, "LBNHC")),
+        "LBHNC tp 2": Moved(planned(2, "LBHNC")),
+        "LBNHC tp 2": Moved(planned(2, "LBNHC")),
+    }
+    rows = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        limit = limits(kept, folder)
+        rows += measure("memory", Tier(kept), ends, limit["copy"], limit["copy"])
+        with Tier.open(folder / "t", kept, durable=False) as tier:
+            rows += measure("file", tier, ends, limit["write"], limit["read"])
+        with Tier.open(folder / "t", kept) as tier:
+            rows += measure("durable file", tier, ends, limit["write, synced"], limit["read"])
+    nbytes = TOKENS // BLOCK * kept.pools[0].block_bytes / 1e6
+    show(
+        f"{TOKENS:,} tokens of {LAYERS} layers, {nbytes:.0f} MB, into rows BLHNC and back",
+        ["GB/s", "store", "plain", "", "load", "plain", ""],
+        rows,
+    )
+    print(
+        "Plain: as many bytes row by row, copied in memory, or written to and read from a file.\n"
+        "Runs are of 2 MB from BLHNC, 64 or 32 KB from LBHNC, 512 bytes from LBNHC. A file also\n"
+        f"takes a checksum of every row, at {limit['checksum']:.2f} GB/s a core, on up to 4 cores.\n"
+    )
+
+
+if __name__ == "__main__":
+    main()
