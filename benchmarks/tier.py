@@ -57,6 +57,7 @@ class Moved:
         }
 
     def store(self, tier: Tier) -> None:
+        """All ranks, all keys anew."""
         tier.drop(self.asked["keys"])
         for rank, pools in enumerate(self.pools):
             stored = tier.store(pools, self.made, rank=rank, **self.asked)
@@ -64,6 +65,7 @@ class Moved:
             raise SystemExit(f"stored {stored}")
 
     def load(self, tier: Tier) -> None:
+        """All ranks."""
         for rank, pools in enumerate(self.pools):
             tier.load(pools, self.made, rank=rank, **self.asked)
 
@@ -150,8 +152,8 @@ def main() -> None:
     )
     print(
         "Plain: as many bytes row by row, copied in memory, or written to and read from a file.\n"
-        "Runs are of 2 MB from BLHNC, 64 or 32 KB from LBHNC, 512 bytes from LBNHC. A file also\n"
-        f"takes a checksum of every row, at {limit['checksum']:.2f} GB/s a core, on up to 4 cores.\n"
+        "Runs are of 2 MB from BLHNC, 64 or 32 KB from LBHNC, 512 bytes from LBNHC.\n"
+        f"A file also takes a checksum of each row: {limit['checksum']:.2f} GB/s on each of 4 cores.\n"
     )
 
 

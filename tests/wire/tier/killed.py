@@ -99,7 +99,7 @@ def look(path: Path) -> tuple[int, int]:
                     continue
                 got = {p.index: np.zeros(p.nbytes, dtype=np.uint8) for p in DST.pools}
                 held.load(got, DST, blocks=tables)
-                found = sum(np.bincount(pool, minlength=256) for pool in got.values())
+                found = np.bincount(np.concatenate(list(got.values())), minlength=256)
                 moved = sum(copy.nbytes for copy in held.copies(DST, blocks=tables))
                 assert held.tokens == TOKENS, "the state is after all tokens"
                 assert found[1 + name] == moved > 0, "bytes of another row, or none"

@@ -18,6 +18,7 @@ from kvatlas import AtlasError, Code
 from kvatlas.plan import Plan
 from kvatlas.wire.tier import Stored, Tier
 from kvatlas.wire.tier import file as format_
+from kvatlas.wire.tier.books import Row
 from kvatlas.wire.tier.file import PAGE, RECORD, Extent, header
 from tests.plan.models import ATTENTION, DELTA, SMALL, model_of
 from tests.wire.tier.world import World, pools, small, tier_plan
@@ -112,7 +113,7 @@ def test_evicted_and_replaced_rows_stay_away(tmp_path: Path) -> None:
     with Tier.open(tmp_path / "t", tier_plan(dense, max_len=64, memory=5 * 8192)) as tier:
         world.store(tier, made, tokens=50)
         world.store(tier, made, tokens=60, keys=world.keys(tier, 50))
-        one = {"blocks": [9], "tokens": 16, "keys": [b"new"]}
+        one: dict[str, Any] = {"blocks": [9], "tokens": 16, "keys": [b"new"]}
         for _ in range(3):
             tier.store(pools(made, 0, 3), made, **one)
         left = tier.names()
@@ -131,7 +132,7 @@ def test_of_two_records_for_one_key_the_later_counts(sample: Sample, tmp_path: P
         sample.world.store(tier, sample.made)
         group, key = next(name for name in tier.names() if name[0] == 0)
         row = tier._books._whole[group, key]
-        later = format_.Row(row.pool, tier._books._free[row.pool][0], group, key, row.cover)
+        later = Row(row.pool, tier._books._free[row.pool][0], group, key, row.cover)
         nbytes = tier.plan.pools[row.pool].block_bytes
         pool = tier.pools[row.pool]
         pool[later.number * nbytes :][:nbytes] = pool[row.number * nbytes :][:nbytes]

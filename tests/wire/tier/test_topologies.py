@@ -25,6 +25,7 @@ SIX: dict[str, Any] = {"attn": FullAttention(heads=6, head_dim=8)}
 SIX_DELTA: dict[str, Any] = {
     "linear": GatedDeltaNet(key_heads=6, value_heads=6, key_dim=8, value_dim=8, ssm_dtype="fp32")
 }
+WIDE: dict[str, Any] = {"attn": FullAttention(heads=4, head_dim=32)}
 CHUNKED: dict[str, Any] = {"attn": ChunkedAttention(heads=4, head_dim=8, chunk=48)}
 NARROW: dict[str, Any] = {"attn": SlidingAttention(heads=4, head_dim=8, window=9)}
 CROSS: dict[str, Any] = {
@@ -117,7 +118,7 @@ def test_compressed_caches_with_unlike_blocks() -> None:
 
 @pytest.mark.parametrize("dtype", ["fp8", "nvfp4", "int8_per_token_head", "int4_per_token_head"])
 def test_quantised_caches(dtype: str) -> None:
-    model = model_of("wide", *[{"attn": FullAttention(heads=4, head_dim=32)}] * 2)
+    model = model_of("wide", *[WIDE] * 2)
     model = model.with_cache(dtype)
     world = World(model, 90, layout="LBHNC")
     tier = Tier(tier_plan(model))
@@ -172,6 +173,23 @@ def test_a_window_stored_as_it_goes_is_loaded_at_any_block() -> None:
     assert [steps.match(keys, n) for n in (160, 159, 144, 100, 32)] == [160, 159, 144, 100, 32]
     for stop in (160, 144, 100, 32):
         world.check(steps, small(model), tokens=stop)
+
+
+def test_a_tier_that_keeps_windows_and_all_tokens_in_one_block() -> None:
+    """Such a row has what all of its layers have: nothing less is said to be there."""
+    model = MODELS["sliding"]
+    world = World(model, 160)
+    uniform, apart = small(model, policy="uniform"), small(model)
+    kept = tier_plan(model, policy="uniform")
+    tier = Tier(kept)
+    keys = world.keys(tier)
+    world.store(tier, apart)
+    assert 0 < len(tier) < len(keys[0])
+    assert tier.match(keys, 160) == 0
+    world.store(tier, uniform)
+    assert tier.match(keys, 160) == 160
+    world.check(tier, uniform)
+    world.check(tier, small(model, tp=2))
 
 
 def test_a_prefix_is_loaded_from_where_the_engine_has_it() -> None:

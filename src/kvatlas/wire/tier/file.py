@@ -43,7 +43,7 @@ MAGIC = b"kvatlas\x00"
 VERSION = 1
 PAGE = 4096
 LONGEST_PLAN = 16 << 20
-MOST_ROWS = 1 << 26
+MOST_ROWS = 1 << 22
 
 _HEADER = struct.Struct("<8sIIQ32s16sQQQ")
 """Magic, version, record bytes, plan bytes, plan's sha256, id, rows, index offset, file bytes."""

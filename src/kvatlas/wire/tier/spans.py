@@ -127,7 +127,7 @@ def covers(one: Cover, two: Cover, *, exact: bool) -> bool:
     return one.first <= two.first and two.stop <= one.stop
 
 
-def keys_by_group(plan: Plan, keys: Any) -> dict[int, Sequence[bytes | None]]:
+def keys_by_group(plan: Plan, keys: Any) -> dict[int, tuple[bytes | None, ...]]:
     """Keys from outside, by group, each of them sound."""
     groups = range(len(plan.groups))
     if isinstance(keys, Mapping):
@@ -139,9 +139,7 @@ def keys_by_group(plan: Plan, keys: Any) -> dict[int, Sequence[bytes | None]]:
                 got=unknown[:8],
                 hint="Groups are numbered as in the tier's own plan",
             )
-        found: dict[int, Sequence[bytes | None]] = {
-            int(group): list(row) for group, row in keys.items()
-        }
+        found = {int(group): tuple(row) for group, row in keys.items()}
     elif len({group.block for group in plan.groups}) > 1:
         raise AtlasError(
             Code.MISSING_BLOCKS,
@@ -150,8 +148,7 @@ def keys_by_group(plan: Plan, keys: Any) -> dict[int, Sequence[bytes | None]]:
             hint="Pass a mapping from the tier's group index to its keys",
         )
     else:
-        row = list(keys)
-        found = dict.fromkeys(groups, row)
+        found = dict.fromkeys(groups, tuple(keys))
     for row in found.values():
         for key in row:
             sound = isinstance(key, bytes) and 1 <= len(key) <= LONGEST_KEY

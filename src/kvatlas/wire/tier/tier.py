@@ -333,7 +333,7 @@ class Tier:
     def _route_to(self, plan: Plan) -> Route:
         return self._remembered(self._routes, plan, lambda: route(self.plan, plan))
 
-    def _held(self, start: int, stop: int, keys: dict[int, Sequence[bytes | None]]) -> Held:
+    def _held(self, start: int, stop: int, keys: Mapping[int, Sequence[bytes | None]]) -> Held:
         while True:
             end = longest(self._books, self._spans, start, stop, keys)
             needs = self._spans.needs(start, end, keys)
