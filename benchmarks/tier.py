@@ -153,7 +153,7 @@ def main() -> None:
     print(
         "Plain: as many bytes row by row, copied in memory, or written to and read from a file.\n"
         "Runs are of 2 MB from BLHNC, 64 or 32 KB from LBHNC, 512 bytes from LBNHC.\n"
-        f"A file also takes a checksum of each row: {limit['checksum']:.2f} GB/s on each of 4 cores.\n"
+        f"A file also takes a checksum of each row: {limit['checksum']:.2f} GB/s on each core.\n"
     )
 
 

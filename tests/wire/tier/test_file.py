@@ -180,7 +180,7 @@ def test_files_that_cannot_be(tmp_path: Path) -> None:
     assert code_of(lambda: Tier.open(tmp_path / "nothing")) == Code.UNREADABLE
     assert code_of(lambda: Tier.open(tmp_path)) == Code.UNREADABLE
     assert code_of(lambda: Tier.open(tmp_path / "no" / "t", tiny_plan())) == Code.UNREADABLE
-    vast = tier_plan(SMALL["dense"], memory=1 << 55, block_size=1 << 20, max_len=1 << 20)
+    vast = tier_plan(SMALL["dense"], memory=1 << 50, block_size=1 << 20, max_len=1 << 20)
     assert code_of(lambda: Tier.open(tmp_path / "t", vast)) == Code.NOT_ENOUGH_MEMORY
     many = tier_plan(SMALL["dense"], memory=1 << 55)
     assert code_of(lambda: Tier.open(tmp_path / "t", many)) == Code.TOO_MANY

@@ -178,7 +178,7 @@ def test_a_window_stored_as_it_goes_is_loaded_at_any_block() -> None:
 def test_a_tier_that_keeps_windows_and_all_tokens_in_one_block() -> None:
     """Such a row has what all of its layers have: nothing less is said to be there."""
     model = MODELS["sliding"]
-    world = World(model, 160)
+    world = World(model, 160, policy="uniform")
     uniform, apart = small(model, policy="uniform"), small(model)
     kept = tier_plan(model, policy="uniform")
     tier = Tier(kept)
