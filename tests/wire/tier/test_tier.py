@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -277,10 +278,14 @@ def test_half_stored_rows_make_room_in_their_turn() -> None:
 # -- many at once -------------------------------------------------------------------------
 
 
-def test_threads_store_and_load_while_rows_come_and_go() -> None:
+@pytest.mark.parametrize("kind", ["memory", "file"])
+def test_threads_store_and_load_while_rows_come_and_go(kind: str, tmp_path: Path) -> None:
     """Whatever a thread loads is what was stored under that key, all of it."""
     made, names = small(DENSE, tp=2), [bytes([n]) * 5 for n in range(12)]
-    tier = Tier(tight(6))
+    if kind == "memory":
+        tier = Tier(tight(6))
+    else:
+        tier = Tier.open(tmp_path / "t", tight(6), durable=False, verify="always")
     worlds = {name: World(DENSE, 16, seed=seed) for seed, name in enumerate(names)}
     ready = {name: [world.holding(made, rank) for rank in (0, 1)] for name, world in worlds.items()}
     alone = small(DENSE)
@@ -318,10 +323,12 @@ def test_threads_store_and_load_while_rows_come_and_go() -> None:
     assert not failed
     assert loaded
     assert tier.evicted
+    assert tier.metrics.values["damaged"] == 0
     assert all(row.pins == 0 for row in tier._books._whole.values())
     tier.drop([names[0]])
     waiting = len(tier._books._filling)
     assert free(tier) + len(tier) + waiting == rows(tier)
+    tier.close()
 
 
 def test_ranks_store_at_once() -> None:

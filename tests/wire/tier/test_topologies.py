@@ -17,8 +17,8 @@ from kvatlas.specs import (
     GatedDeltaNet,
     SlidingAttention,
 )
-from kvatlas.wire.tier import Tier
-from tests.plan.models import SMALL, model_of
+from kvatlas.wire.tier import Stored, Tier
+from tests.plan.models import LATENT, SMALL, model_of
 from tests.wire.tier.world import World, every_block, pools, small, tier_plan
 
 SIX: dict[str, Any] = {"attn": FullAttention(heads=6, head_dim=8)}
@@ -132,6 +132,18 @@ def test_context_parallel_ranks_store_and_load() -> None:
     tier = Tier(tier_plan(model))
     world.store(tier, small(model, tp=4, dcp=2))
     world.check(tier, small(model, tp=4, dcp=4))
+    world.check(tier, small(model))
+
+
+def test_which_rank_brings_a_token_depends_on_where_it_is() -> None:
+    """Of three context-parallel ranks the second has token 16, as the first has token 0."""
+    model = model_of("latent", *[LATENT] * 2, heads=6)
+    world, tier, made = World(model, 17), Tier(tier_plan(model)), small(model, tp=6, dcp=3)
+    keys = world.keys(tier)
+    assert world.store(tier, made, ranks=[0], tokens=1, keys=[b"one"]) == [Stored(1, 0, 0)]
+    assert world.store(tier, made, ranks=[0, 2]) == [Stored(0, 2, 0), Stored(0, 2, 0)]
+    assert world.store(tier, made, ranks=[1]) == [Stored(2, 0, 0)]
+    assert tier.match(keys, 17) == 17
     world.check(tier, small(model))
 
 
