@@ -24,7 +24,7 @@ import secrets
 import stat
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -119,7 +119,7 @@ class TierFile:
             pool.index: everything[self.extent.rows[pool.index] :][: pool.nbytes]
             for pool in self.plan.pools
         }
-        self._helpers = ThreadPoolExecutor(_SUMMING, thread_name_prefix="kvatlas-tier")
+        self._helpers = ThreadPoolExecutor(1 + _SUMMING, thread_name_prefix="kvatlas-tier")
         self._row_bytes = {pool.index: pool.block_bytes for pool in self.plan.pools}
 
     # -- rows ---------------------------------------------------------------------------
@@ -133,10 +133,13 @@ class TierFile:
         nbytes = self._row_bytes[row.pool]
         return zlib.crc32(self.pools[row.pool][row.number * nbytes :][:nbytes].data)
 
-    def commit(self, rows: Iterable[Row]) -> None:
-        """Write the records of rows whose bytes are all there."""
-        if self.durable:
-            os.fdatasync(self._fd)
+    def commit(self, rows: Sequence[Row]) -> None:
+        """Write the records of rows whose bytes are all there, and on the disk where asked."""
+        synced = self._helpers.submit(os.fdatasync, self._fd) if self.durable else None
+        for row, found in zip(rows, self.sums(rows), strict=True):
+            row.checksum = found
+        if synced is not None:
+            synced.result()
         for row in rows:
             os.pwrite(self._fd, self._record(row), self._place(row))
         if self.durable:
