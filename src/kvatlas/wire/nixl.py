@@ -50,7 +50,7 @@ _BUILDS = ("nixl_cu13", "nixl_cu12", "nixl_rocm")
 _MOST_INDICES = 2**31 - 1
 _LOST = "nixlRemoteDisconnectError"
 _INITIATOR = "NIXL_INIT_AGENT"
-_CLOSING = 5.0
+_CLOSING = 2.0
 """Seconds that closing waits for operations that NIXL cannot give up at once."""
 
 

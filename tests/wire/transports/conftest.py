@@ -26,14 +26,18 @@ def skip_without(kind: Kind) -> None:
         pytest.skip(str(problem))
 
 
+def in_its_settings(kind: Kind) -> Iterator[Kind]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in kind.settings.items():
+            patch.setenv(name, value)
+        skip_without(kind)
+        yield kind
+
+
 @pytest.fixture(scope="module", params=KINDS, ids=lambda kind: kind.label)
 def kind(request: pytest.FixtureRequest) -> Iterator[Kind]:
     found: Kind = request.param
-    skip_without(found)
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in found.settings.items():
-            patch.setenv(name, value)
-        yield found
+    yield from in_its_settings(found)
 
 
 @pytest.fixture(scope="module")

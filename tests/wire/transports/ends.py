@@ -42,14 +42,18 @@ class Kind:
     """The peer's processor takes part, so that one that stands still stops everything."""
 
 
+# NIXL's wheel brings its own libibverbs. Where the system has one too, UCX loads both, and
+# the process then crashes as it exits. Nothing here needs InfiniBand.
+_NO_IB = {"UCX_MODULES": "^ib"}
+
 KINDS = [
     Kind("memory", "memory", remote=False),
     Kind("shm", "shm"),
     Kind("file", "file", notes=False, outlives=True),
-    Kind("nixl", "nixl"),
+    Kind("nixl", "nixl", _NO_IB),
     Kind("mooncake", "mooncake", needs_peer=True),
 ]
-OVER_TCP = Kind("nixl-tcp", "nixl", {"UCX_TLS": "tcp"}, needs_peer=True)
+OVER_TCP = Kind("nixl-tcp", "nixl", {**_NO_IB, "UCX_TLS": "tcp"}, needs_peer=True)
 """NIXL where the peer's processor has to serve."""
 
 
@@ -117,6 +121,7 @@ class Peer:
             self.process.wait()
 
     def end(self) -> None:
+        """Let it close and exit; end it where it does not."""
         try:
             self.process.communicate(b'["exit"]\n', timeout=5)
         except (subprocess.TimeoutExpired, BrokenPipeError):

@@ -13,7 +13,7 @@ from kvatlas.route import Copy
 from kvatlas.wire.faults import MOST_METADATA, MOST_NOTE
 from kvatlas.wire.transport import STAGING, Memory
 from tests.wire.transports.conftest import Far, other_end
-from tests.wire.transports.ends import Kind, eventually, expected, scattered, soon
+from tests.wire.transports.ends import Kind, Peer, eventually, expected, scattered, soon
 from tests.wire.transports.peer import SIZES, End
 
 ROUNDS = [(1, "mixed"), (7, "long"), (40, "alike"), (300, "alike"), (200, "mixed"), (60, "long")]
@@ -254,6 +254,8 @@ def test_a_peer_that_closed_holds_nothing(
     link.read([one(0, 0, 64)]).wait(soon())
     assert gone.close() == 0
     gone.end()
+    if isinstance(gone, Peer):
+        assert gone.process.returncode == 0
     if not kind.outlives:
         with pytest.raises(AtlasError) as refusal:
             link.read([one(0, 0, 64)]).wait(soon())

@@ -14,7 +14,7 @@ import pytest
 from kvatlas.errors import AtlasError, Code
 from kvatlas.route import Copy
 from kvatlas.wire.transport import Link
-from tests.wire.transports.conftest import other_end, skip_without
+from tests.wire.transports.conftest import in_its_settings, other_end
 from tests.wire.transports.ends import KINDS, OVER_TCP, Kind, Peer, soon
 from tests.wire.transports.peer import SIZES, End
 
@@ -26,11 +26,7 @@ REMOTE = [kind for kind in (*KINDS, OVER_TCP) if kind.remote and not kind.outliv
 @pytest.fixture(scope="module", params=REMOTE, ids=lambda kind: kind.label)
 def kind(request: pytest.FixtureRequest) -> Iterator[Kind]:
     found: Kind = request.param
-    skip_without(found)
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in found.settings.items():
-            patch.setenv(name, value)
-        yield found
+    yield from in_its_settings(found)
 
 
 @pytest.fixture
