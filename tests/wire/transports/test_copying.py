@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvatlas.errors import AtlasError, Code
 from kvatlas.route import Copy
 from kvatlas.wire.copying import STEP, Stepwise, copied
-from kvatlas.wire.nixl import describe
+from kvatlas.wire.grid import describe
 from kvatlas.wire.transport import Memory
 from kvatlas.wire.transports import NAMES, make
 
