@@ -119,6 +119,9 @@ class Peer:
         os.kill(self.process.pid, number)
         if number is signal.SIGKILL:
             self.process.wait()
+        elif number is signal.SIGSTOP:
+            # Its threads go on for a moment after the call, and may still serve a read.
+            os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
 
     def end(self) -> None:
         """Let it close and exit; end it where it does not."""
