@@ -31,13 +31,15 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# The transports are whole without what their wheels ask for (gigabytes of CUDA). Where one
-# is not offered or cannot be loaded, its tests are skipped and say so.
+# The transports are whole without what their wheels ask for (gigabytes of CUDA). Mooncake
+# wants libibverbs even over TCP; NIXL's wheel brings one, and a second copy from the system
+# would crash NIXL at exit. Where a transport cannot be had, its tests are skipped, saying so.
 define WIRES
 -$(BIN)/pip install --quiet --no-deps 'nixl==1.5.1' 'nixl-cu12==1.5.1'
 -$(BIN)/pip install --quiet --no-deps 'mooncake-transfer-engine-non-cuda==0.3.13.post1'
--ldconfig -p | grep -q libibverbs.so.1 || \
-	(apt-get -qq update && apt-get -qq install -y libibverbs1) >/dev/null 2>&1
+-cd $(VENV)/lib/python3*/site-packages/mooncake_transfer_engine_non_cuda.libs && \
+	ln -sf ../nixl_cu12.libs/libibverbs-*.so.* ../nixl_cu12.libs/libnl-*.so.* . && \
+	ln -sf $$(ls libibverbs-*.so.* | head -1) libibverbs.so.1
 endef
 
 # torch comes first and alone: its exact pin selects the CPU build where one is
