@@ -51,11 +51,7 @@ class Answers:
             case say.Gather():
                 return self._stage(question)
             case say.Sums():
-                lease = self._lease(question)
-                at_source = lease.way == "pull"
-                found = sums(lease.copies, self.node.pools, question.piece, src=at_source)
-                self._lease(question)
-                return say.Summed(sums=found.astype("<u4").tobytes())
+                return self._sum(question)
             case say.Close():
                 return self._close(question)
         raise say.bad_handshake(type(question).__name__)
@@ -76,10 +72,10 @@ class Answers:
             }
             for key in gone:
                 del self._sessions[key]
-            self.node.leases.drop_all(gone)
             self._sessions[session] = peer
             while len(self._sessions) > _SESSIONS:
-                self._sessions.popitem(last=False)
+                gone.add(self._sessions.popitem(last=False)[0])
+            self.node.leases.drop_all(gone)
         log.info("welcome name=%s rank=%d transport=%s", peer.name, peer.rank, peer.transport)
         return say.Welcome(hello=self.node.hello(with_plan=True), session=session)
 
@@ -88,7 +84,7 @@ class Answers:
         theirs = say.unpack(asked.blocks)
         known = None if asked.peer_blocks is None else say.unpack(asked.peer_blocks)
         with self.node.lock:
-            held = self._held(asked)
+            held = self._held(asked, peer)
             _refuse_other_blocks(held.blocks, known)
             _refuse_outside(held, asked.start, asked.stop, self.node.plan)
             about: dict[str, Any] = {"tokens": (asked.start, asked.stop), "layers": asked.layers}
@@ -105,6 +101,9 @@ class Answers:
             seconds = asked.seconds
             if isinstance(held, Offer):
                 seconds = min(seconds, held.expires - time.monotonic())
+            else:
+                # Who writes again has not arrived until it is done again.
+                held.arrived.discard(peer.rank)
             lease = self.node.leases.add(
                 seconds,
                 session=asked.session,
@@ -123,19 +122,21 @@ class Answers:
             piece=self.node.piece,
         )
 
-    def _held(self, asked: say.Open) -> Offer | Expected:
-        books: Mapping[str, Offer | Expected] = (
-            self.node.offers if asked.way == "pull" else self.node.expected
+    def _held(self, asked: say.Open, peer: Peer) -> Offer | Expected:
+        offer = self.node.offers.get(asked.request) if asked.way == "pull" else None
+        if offer is not None and offer.expires > time.monotonic():
+            return offer
+        expected = self.node.expected.get(asked.request) if asked.way == "push" else None
+        wanted = expected is not None and expected.source == peer.plan_hash
+        if expected is not None and wanted and not expected.ready.is_set():
+            return expected
+        raise AtlasError(
+            Code.UNKNOWN_REQUEST,
+            "A request is offered where it is read, and where it is written it is expected "
+            "from that plan and not yet there",
+            got=repr(asked.request),
+            hint="Offer it first, and for long enough",
         )
-        found = books.get(asked.request)
-        if found is None or (isinstance(found, Offer) and found.expires <= time.monotonic()):
-            raise AtlasError(
-                Code.UNKNOWN_REQUEST,
-                "A request is offered where it is read and expected where it is written",
-                got=repr(asked.request),
-                hint="Offer it first, and for long enough",
-            )
-        return found
 
     def _stage(self, asked: say.Gather) -> say.Message:
         lease = self._lease(asked)
@@ -145,13 +146,25 @@ class Answers:
             raise say.bad_handshake(f"slot {asked.slot}, not one of the lease's")
         part = cut(lease.copies, asked.start, asked.stop)
         room = self.node.staging[asked.slot * self.node.piece :][: asked.stop - asked.start]
-        with self.node.metrics.phase("stage"):
+        with lease.guard, self.node.metrics.phase("stage"):
+            self._lease(asked)
             if lease.way == "pull":
                 gather(part, self.node.pools, room)
             else:
                 scatter(part, room, self.node.pools)
         # What was gathered counts only if the blocks were still held when it was done.
         return say.Fine(seconds=self._lease(asked).left)
+
+    def _sum(self, asked: say.Sums) -> say.Message:
+        lease = self._lease(asked)
+        if not 0 <= asked.stop - asked.start <= say.SUMMED:
+            raise say.bad_handshake(f"checksums of bytes {asked.start}..{asked.stop}")
+        span, pools = (asked.start, asked.stop), self.node.pools
+        with lease.guard:
+            self._lease(asked)
+            found = sums(lease.copies, pools, span, asked.piece, src=lease.way == "pull")
+        self._lease(asked)
+        return say.Summed(sums=found.astype("<u4").tobytes())
 
     def _close(self, asked: say.Close) -> say.Message:
         self._peer(asked.session)
@@ -172,10 +185,14 @@ class Answers:
             offer = self.node.offers.get(lease.request)
             if offer is None:
                 return False
-            offer.readers.add(peer.rank)
+            offer.readers.add((peer.plan_hash, peer.rank))
             way = self.node.route_to(peer)
             ranks = range(peer.plan.tp * peer.plan.pp)
-            return {r for r in ranks if self.node.rank in way.sources(r)} <= offer.readers
+            return all(
+                (peer.plan_hash, rank) in offer.readers
+                for rank in ranks
+                if self.node.rank in way.sources(rank)
+            )
 
     def _arrived(self, lease: Lease) -> None:
         with self.node.lock:
@@ -184,11 +201,15 @@ class Answers:
                 return
             expected.arrived.add(lease.peer_rank)
             if expected.sources <= expected.arrived:
+                # Nobody may write any more to what is now there.
+                self.node.leases.drop_request(lease.request, "push")
                 expected.ready.set()
 
     def _peer(self, session: bytes) -> Peer:
         with self.node.lock:
             peer = self._sessions.get(session)
+            if peer is not None:
+                self._sessions.move_to_end(session)
         if peer is None:
             raise AtlasError(
                 Code.UNKNOWN_SESSION,

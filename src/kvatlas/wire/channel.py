@@ -27,6 +27,8 @@ from kvatlas.wire.messages import (
 log = logging.getLogger("kvatlas.wire")
 
 _POLL_MS = 50
+_QUEUED = 16
+"""Messages of a connection that wait in memory; the rest wait at the other end."""
 _REMEMBERED = 4096
 
 
@@ -44,6 +46,15 @@ def zmq() -> Any:
     return found
 
 
+def _limited(socket: Any) -> Any:
+    lib = zmq()
+    socket.setsockopt(lib.LINGER, 0)
+    socket.setsockopt(lib.MAXMSGSIZE, MOST + 64)
+    socket.setsockopt(lib.RCVHWM, _QUEUED)
+    socket.setsockopt(lib.SNDHWM, _QUEUED)
+    return socket
+
+
 def ask(endpoint: str, message: Message, *, secret: bytes | None, deadline: float) -> Any:
     """The peer's answer, or its refusal raised here; never later than `deadline` (monotonic).
 
@@ -52,9 +63,7 @@ def ask(endpoint: str, message: Message, *, secret: bytes | None, deadline: floa
     """
     lib = zmq()
     nonce = new_key()
-    socket = lib.Context.instance().socket(lib.DEALER)
-    socket.setsockopt(lib.LINGER, 0)
-    socket.setsockopt(lib.MAXMSGSIZE, MOST + 64)
+    socket = _limited(lib.Context.instance().socket(lib.DEALER))
     try:
         socket.connect(endpoint)
         socket.send_multipart(seal(message, nonce, secret))
@@ -100,9 +109,7 @@ class Server(threading.Thread):
         self._answer, self._idle, self._secret = answer, idle, secret
         self._seen: OrderedDict[bytes, None] = OrderedDict()
         self._over = threading.Event()
-        self._socket = lib.Context.instance().socket(lib.ROUTER)
-        self._socket.setsockopt(lib.LINGER, 0)
-        self._socket.setsockopt(lib.MAXMSGSIZE, MOST + 64)
+        self._socket = _limited(lib.Context.instance().socket(lib.ROUTER))
         try:
             if listen.endswith(":0"):
                 port = self._socket.bind_to_random_port(listen[:-2])
@@ -128,7 +135,10 @@ class Server(threading.Thread):
                 reply = self._reply(frames)
                 if reply is not None:
                     self._socket.send_multipart([sender, *reply])
-            self._idle()
+            try:
+                self._idle()
+            except Exception:
+                log.exception("housekeeping failed")
         self._socket.close()
 
     def close(self) -> None:

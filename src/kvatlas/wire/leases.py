@@ -19,6 +19,9 @@ Released = Callable[[str, str], None]
 _MOST = 1 << 16
 """Leases that may be open at once: a peer cannot make this process keep more."""
 
+_MOST_RUNS = 1 << 24
+"""Runs that all open leases may have together, for the same reason."""
+
 
 @dataclass
 class Offer:
@@ -30,8 +33,8 @@ class Offer:
     stop: int
     expires: float
     released: Released | None = None
-    readers: set[int] = field(default_factory=set)
-    """Destination ranks that have read all of it."""
+    readers: set[tuple[bytes, int]] = field(default_factory=set)
+    """Destinations that have read all of it: the hash of a plan, and a rank of it."""
 
 
 @dataclass
@@ -42,8 +45,10 @@ class Expected:
     blocks: Mapping[int, Int64s]
     start: int
     stop: int
+    source: bytes
+    """The hash of the plan that it comes from."""
     sources: frozenset[int]
-    """Source ranks that all have to arrive."""
+    """Ranks of that plan that all have to arrive."""
     arrived: set[int] = field(default_factory=set)
     ready: threading.Event = field(default_factory=threading.Event)
 
@@ -62,6 +67,8 @@ class Lease:
     copies: tuple[Copy, ...]
     slots: tuple[int, ...]
     expires: float
+    guard: threading.Lock = field(default_factory=threading.Lock)
+    """Held while this process copies for it: it ends before or after, never during."""
 
     @property
     def held(self) -> bool:
@@ -79,6 +86,7 @@ class Leases:
 
     def __init__(self, ended: Callable[[Lease], None]) -> None:
         self._open: dict[bytes, Lease] = {}
+        self._runs = 0
         self._ended = ended
         self._lock = threading.Lock()
 
@@ -89,15 +97,17 @@ class Leases:
     def add(self, seconds: float, **about: Any) -> Lease:
         """A new lease of so many seconds."""
         lease = Lease(key=new_key(), expires=time.monotonic() + seconds, **about)
+        runs = sum(map(len, lease.copies))
         with self._lock:
-            if len(self._open) >= _MOST:
+            if len(self._open) >= _MOST or self._runs + runs > _MOST_RUNS:
                 raise AtlasError(
                     Code.TOO_MANY,
-                    f"At most {_MOST:,} transfers are open at once",
-                    got="one more",
+                    f"At most {_MOST:,} transfers of {_MOST_RUNS:,} runs are open at once",
+                    got=f"one more of {runs:,} runs",
                     hint="Close transfers, or wait until their leases expire",
                 )
             self._open[lease.key] = lease
+            self._runs += runs
         return lease
 
     def find(self, key: bytes, session: bytes) -> Lease:
@@ -118,11 +128,13 @@ class Leases:
         lease.expires = max(lease.expires, time.monotonic() + seconds)
 
     def drop(self, lease: Lease) -> None:
-        """End a lease."""
+        """End a lease; what is being copied for it is over when this returns."""
         with self._lock:
             found = self._open.pop(lease.key, None)
+            self._runs -= sum(map(len, found.copies)) if found is not None else 0
         if found is not None:
-            self._ended(found)
+            with found.guard:
+                self._ended(found)
 
     def sweep(self) -> None:
         """Forget leases that have expired."""
@@ -131,10 +143,12 @@ class Leases:
         for lease in over:
             self.drop(lease)
 
-    def of_request(self, request: str) -> list[Lease]:
-        """Leases that are held on a request."""
+    def drop_request(self, request: str, way: str) -> None:
+        """End all leases of a request that go one way: it may be offered and expected at once."""
         with self._lock:
-            return [one for one in self._open.values() if one.request == request and one.held]
+            mine = [one for one in self._open.values() if (one.request, one.way) == (request, way)]
+        for lease in mine:
+            self.drop(lease)
 
     def drop_all(self, sessions: set[bytes] | None = None) -> None:
         """End all leases, or those of some sessions."""

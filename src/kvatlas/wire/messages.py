@@ -24,6 +24,12 @@ VERSION = 1
 MOST = 4 << 20
 """Bytes of a message, the plan in it included."""
 
+SUMMED = 16 << 20
+"""Bytes of a stream that one question about checksums may span: an answer takes no time."""
+
+SMALLEST_PIECE = 4096
+"""Bytes that a staging slot has at least, so that a stream is never cut into dust."""
+
 NONCE = 16
 _SIGNATURE = 32
 
@@ -102,7 +108,7 @@ class Opened(Message, frozen=True, kw_only=True, tag="opened"):
     lease: Key
     seconds: float
     blocks: Packed
-    slots: tuple[Whole, ...] = ()
+    slots: Annotated[tuple[Whole, ...], Meta(max_length=16)] = ()
     """Staging slots that are the lease's own while it lasts; none where none are free."""
     piece: Whole = 0
     """Bytes of a slot."""
@@ -130,10 +136,12 @@ class Gather(Message, frozen=True, kw_only=True, tag="gather"):
 
 
 class Sums(Message, frozen=True, kw_only=True, tag="sums"):
-    """Ask for checksums of the lease's stream, piece by piece."""
+    """Ask for checksums of bytes start .. stop - 1 of the lease's stream, piece by piece."""
 
     session: Key
     lease: Key
+    start: Whole
+    stop: Whole
     piece: Annotated[int, Meta(ge=4096, le=1 << 30)]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
@@ -24,14 +24,13 @@ if TYPE_CHECKING:
     from kvatlas.wire.node import Node
     from kvatlas.wire.transfer import Transfer
 
+A = TypeVar("A", bound=say.Message)
 How = Literal["auto", "direct", "staged"]
 
 _BATCH = 64 << 20
 """Bytes that are posted at once: progress, and a chance to call it off, after each."""
 
 _SUMMED = 1 << 20
-_ANSWER = 5.0
-"""Seconds that a peer has for an answer, within the transfer's own deadline."""
 
 _SLOTS = 2
 """Staging slots of a transfer at each end: one is filled while the other is sent."""
@@ -46,6 +45,9 @@ class Connected:
     session: bytes
     link: Link
     costs: Costs | None = None
+    users: int = 0
+    """Transfers that use it now: the link is closed after the last of them."""
+    gone: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,71 +71,112 @@ class Moving:
     """One rank's part of a transfer, with one peer."""
 
     def __init__(
-        self, node: Node, connected: Connected, about: About, transfer: Transfer, deadline: float
+        self,
+        node: Node,
+        connected: Connected,
+        about: About,
+        transfer: Transfer,
+        *,
+        deadline: float,
+        patience: float,
     ) -> None:
         self.node, self.connected, self.about, self.transfer = node, connected, about, transfer
-        self.deadline = deadline
+        self.deadline, self.patience = deadline, patience
         self.rank = connected.peer.rank
         self.link = connected.link
 
     def run(self) -> None:
         """Carry it out, or raise why not; what was leased is given back either way."""
         self.transfer.refuse_cancelled()
-        opened = self._open()
+        with self.node.borrowed(self._slots()) as slots:
+            self._run(slots)
+
+    def _slots(self) -> list[int]:
+        """Staging slots of this node; a transfer that must be staged waits for them."""
+        if self.about.how == "direct" or self.about.streamed:
+            return []
+        slots = self.node.take(_SLOTS)
+        waits = self.about.how == "staged" and self.node.slots >= _SLOTS
+        while not slots and waits and time.monotonic() < self.deadline:
+            self.transfer.refuse_cancelled()
+            time.sleep(1e-3)
+            slots = self.node.take(_SLOTS)
+        return slots
+
+    def _run(self, slots: list[int]) -> None:
+        opened = self._open(len(slots))
         whole = False
         try:
+            self._believe(opened)
             copies = self._copies(self.about.layers)
-            self._move(copies, opened)
+            self._move(copies, slots, opened)
             if self.about.checksums:
                 self._compare(copies)
             whole = True
         finally:
             self._close(whole=whole)
         # Only now: the source has said that it held the blocks until after the last byte.
+        for name in self._streamed_layers() if self.about.streamed else ():
+            self.transfer.layer(self.rank, name)
         many = sum(map(len, copies))
         self.node.metrics.add(bytes=stream_bytes(copies), descriptors=many)
 
     # -- talking -------------------------------------------------------------------------
 
-    def _ask(self, question: say.Message) -> Any:
-        deadline = min(self.deadline, time.monotonic() + _ANSWER)
-        return ask(self.connected.endpoint, question, secret=self.node.secret, deadline=deadline)
+    def _ask(self, question: say.Message, kind: type[A]) -> A:
+        deadline = min(self.deadline, time.monotonic() + self.patience)
+        endpoint, secret = self.connected.endpoint, self.node.secret
+        said = ask(endpoint, question, secret=secret, deadline=deadline)
+        if not isinstance(said, kind):
+            raise say.bad_handshake(f"{type(said).__name__} instead of {kind.__name__}")
+        return said
 
-    def _open(self) -> say.Opened:
+    def _open(self, slots: int) -> say.Opened:
         about = self.about
         self.start, self.stop = token_range(about.tokens, self.node.plan.max_len)
-        mine = _by_group(about.blocks)
+        self.mine = _by_group(about.blocks)
         theirs = None if about.peer_blocks is None else _by_group(about.peer_blocks)
-        staged = about.how != "direct" and not about.streamed
         with self.node.metrics.phase("open"):
             opened = self._ask(
                 say.Open(
                     session=self.connected.session,
                     way=about.way,
                     request=about.request,
-                    blocks=say.pack(mine),
+                    blocks=say.pack(self.mine),
                     peer_blocks=None if theirs is None else say.pack(theirs),
                     start=self.start,
                     stop=self.stop,
                     layers=None if about.layers is None else tuple(about.layers),
                     seconds=max(0.001, self.deadline - time.monotonic()),
-                    slots=_SLOTS if staged else 0,
-                )
+                    slots=slots,
+                ),
+                say.Opened,
             )
-        if not isinstance(opened, say.Opened):
-            raise say.bad_handshake(f"{type(opened).__name__} instead of a lease")
         self._lease = opened.lease
         self._renew_at = time.monotonic() + opened.seconds / 2
-        self.mine = mine
-        self.theirs = say.unpack(opened.blocks) if theirs is None else theirs
         return opened
 
+    def _believe(self, opened: say.Opened) -> None:
+        """Take the peer's blocks and slots, the slots only inside its staging buffer."""
+        about = self.about
+        told = say.unpack(opened.blocks)
+        self.theirs = told if about.peer_blocks is None else _by_group(about.peer_blocks)
+        staging = self.connected.peer.memory.get(STAGING)
+        most = 0 if staging is None else staging.nbytes
+        small = opened.piece < say.SMALLEST_PIECE
+        outside = any((slot + 1) * opened.piece > most for slot in opened.slots)
+        if opened.slots and (small or outside or len(set(opened.slots)) < len(opened.slots)):
+            raise say.bad_handshake(f"slots {opened.slots} of {opened.piece} bytes in {most}")
+
     def _renew(self) -> None:
-        if time.monotonic() < self._renew_at:
-            return
+        if time.monotonic() >= self._renew_at:
+            self._confirm()
+
+    def _confirm(self) -> None:
+        """Have the peer say that the lease is held, and for longer."""
         seconds = max(0.001, self.deadline - time.monotonic())
         session = self.connected.session
-        fine = self._ask(say.Renew(session=session, lease=self._lease, seconds=seconds))
+        fine = self._ask(say.Renew(session=session, lease=self._lease, seconds=seconds), say.Fine)
         self._renew_at = time.monotonic() + fine.seconds / 2
 
     def _close(self, *, whole: bool) -> None:
@@ -141,26 +184,38 @@ class Moving:
         question = say.Close(session=self.connected.session, lease=self._lease, whole=whole)
         with self.node.metrics.phase("confirm"):
             if whole:
-                self._ask(question)
+                self._ask(question, say.Fine)
             else:
                 with suppress(AtlasError):
-                    self._ask(question)
+                    self._ask(question, say.Fine)
 
     def _compare(self, copies: Sequence[Copy]) -> None:
         """Refuse bytes that are not those of the other end."""
-        with self.node.metrics.phase("checksums"):
-            question = say.Sums(session=self.connected.session, lease=self._lease, piece=_SUMMED)
-            said = self._ask(question)
-            theirs = np.frombuffer(said.sums, dtype="<u4").astype(np.int64)
-            ours = sums(copies, self.node.pools, _SUMMED, src=self.about.way == "push")
-        if not np.array_equal(ours, theirs):
-            wrong = int((ours != theirs).sum()) if len(ours) == len(theirs) else len(ours)
+        total = stream_bytes(copies)
+        wrong = 0
+        for start in range(0, total, say.SUMMED):
+            self.transfer.refuse_cancelled()
+            self._renew()
+            with self.node.metrics.phase("checksums"):
+                wrong += self._unlike(copies, start, min(total, start + say.SUMMED))
+        if wrong:
             raise AtlasError(
                 Code.CHECKSUM,
                 "The bytes that arrive are the bytes that were sent",
-                got=f"{wrong} of {len(ours)} pieces that differ",
+                got=f"{wrong} of {-(-total // _SUMMED)} pieces that differ",
                 hint="Transfer them again, and mistrust the wire",
             )
+
+    def _unlike(self, copies: Sequence[Copy], start: int, stop: int) -> int:
+        """How many pieces of a span of the stream are not the same at both ends."""
+        session, lease = self.connected.session, self._lease
+        question = say.Sums(session=session, lease=lease, start=start, stop=stop, piece=_SUMMED)
+        said = self._ask(question, say.Summed)
+        pools, at_source = self.node.pools, self.about.way == "push"
+        ours = sums(copies, pools, (start, stop), _SUMMED, src=at_source)
+        if len(said.sums) != 4 * len(ours):
+            raise say.bad_handshake(f"{len(said.sums)} bytes for {len(ours)} checksums")
+        return int((ours != np.frombuffer(said.sums, dtype="<u4")).sum())
 
     # -- moving --------------------------------------------------------------------------
 
@@ -175,17 +230,20 @@ class Moving:
         given |= {"src_blocks": self.mine, "dst_blocks": self.theirs}
         return node.route_to(peer).bind(**given).copies
 
-    def _move(self, copies: Sequence[Copy], opened: say.Opened) -> None:
+    def _move(self, copies: Sequence[Copy], slots: list[int], opened: say.Opened) -> None:
         if self.about.streamed:
             for name in self._streamed_layers():
+                self.transfer.refuse_cancelled()
                 self._directly(self._copies([name]))
-                self.transfer.layer(self.rank, name)
+                if not self.about.checksums:
+                    # What was read counts once the source says that it still held it.
+                    self._confirm()
+                    self.transfer.layer(self.rank, name)
             return
-        with self.node.borrowed(_SLOTS) as slots:
-            able = len(slots) == len(opened.slots) == _SLOTS
-            if able and self._staged(copies, slots, opened):
-                self._by_stages(copies, slots, opened)
-                return
+        able = len(slots) == len(opened.slots) == _SLOTS
+        if able and self._staged(copies, slots, opened):
+            self._by_stages(copies, slots, opened)
+            return
         if self.about.how == "staged" and stream_bytes(copies):
             raise AtlasError(
                 Code.TOO_MANY,
@@ -239,23 +297,24 @@ class Moving:
         """Gather, send in large pieces, scatter; one piece is gathered while another is sent."""
         piece = min(self.node.piece, opened.piece)
         total = stream_bytes(copies)
-        spans = [(a, min(total, a + piece)) for a in range(0, total, piece)]
+        spans = range(0, total, piece)
         with ThreadPoolExecutor(1, thread_name_prefix="kvatlas-stage") as beside:
             waiting: list[Future[Any]] = []
 
             def remotely(number: int) -> None:
-                start, stop = spans[number]
+                start, stop = spans[number], min(total, spans[number] + piece)
                 slot = opened.slots[number % _SLOTS]
                 session, lease = self.connected.session, self._lease
                 question = say.Gather(
                     session=session, lease=lease, start=start, stop=stop, slot=slot
                 )
-                waiting.append(beside.submit(self._ask, question))
+                waiting.append(beside.submit(self._ask, question, say.Fine))
 
             pull = self.about.way == "pull"
             if pull and spans:
                 remotely(0)
-            for number, (start, stop) in enumerate(spans):
+            for number, start in enumerate(spans):
+                stop = min(total, start + piece)
                 self.transfer.refuse_cancelled()
                 self._renew()
                 far = opened.slots[number % _SLOTS] * opened.piece

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +19,7 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.arrays import Int64s
 from kvatlas.plan import Plan
 from kvatlas.route import Route, fingerprint, route
-from kvatlas.route.ends import block_table
+from kvatlas.route.ends import block_table, checked_rank
 from kvatlas.route.tokens import token_range
 from kvatlas.wire import messages as say
 from kvatlas.wire.answers import Answers
@@ -29,7 +30,7 @@ from kvatlas.wire.peers import Peer, Plans, check_memory, plan_hash
 from kvatlas.wire.staging import Bytes, view
 from kvatlas.wire.transport import STAGING, Memory, Transport
 
-_SESSIONS = 1024
+_ROUTES = 128
 _LONGEST = 3600.0
 
 
@@ -44,7 +45,8 @@ class Node:
 
     `memory` says where the rank's pools are, by index; `listen` is where peers knock. With
     a `secret`, both ends sign what they say. `slots` pieces of `piece` bytes are kept for
-    staged transfers.
+    staged transfers. A process that keeps its `name` over a restart takes the place of the
+    one that was: peers give back what that one had leased.
     """
 
     def __init__(
@@ -54,31 +56,38 @@ class Node:
         rank: int = 0,
         memory: Mapping[int, Memory],
         transport: Transport,
-        name: str = "kvatlas",
+        name: str | None = None,
         listen: str = "tcp://127.0.0.1:0",
         secret: bytes | None = None,
         piece: int = 4 << 20,
         slots: int = 8,
     ) -> None:
-        self.plan, self.rank, self.name = plan, rank, name
+        self.plan, self.rank = plan, rank
         self.transport, self.secret, self.piece = transport, secret, piece
         self.run = say.new_key()
+        self.name = name or f"kvatlas-{self.run.hex()[:12]}"
+        _refuse_dust(piece)
         self.metrics = Metrics()
         self.leases = Leases(lambda lease: self._give_back(lease.slots))
         self.plans = Plans()
         self.plan_hash = plan_hash(plan)
         self.offers: dict[str, Offer] = {}
         self.expected: dict[str, Expected] = {}
-        self.staging = transport.allocate(piece * slots)
+        self.slots = slots
         self._free = list(range(slots))
         self.memory = dict(memory)
-        check_memory(plan, rank, self.memory)
-        self.memory[STAGING] = Memory(self.staging.ctypes.data, self.staging.nbytes)
-        self.pools = {index: view(at) for index, at in self.memory.items() if at.device == 0}
-        self._routes: dict[tuple[bytes, str], Route] = {}
+        check_memory(plan, checked_rank(plan, rank, "node"), self.memory)
+        self._routes: OrderedDict[tuple[bytes, str], Route] = OrderedDict()
         self.lock = threading.RLock()
-        transport.register(self.memory)
-        self._server = Server(listen, Answers(self), secret=secret, idle=self._sweep)
+        try:
+            self.staging = transport.allocate(piece * slots)
+            self.memory[STAGING] = Memory(self.staging.ctypes.data, self.staging.nbytes)
+            self.pools = {i: view(at) for i, at in self.memory.items() if at.device == 0}
+            transport.register(self.memory)
+            self._server = Server(listen, Answers(self), secret=secret, idle=self._sweep)
+        except BaseException:
+            transport.close()
+            raise
 
     @property
     def endpoint(self) -> str:
@@ -115,17 +124,17 @@ class Node:
         start, stop = token_range(tokens, self.plan.max_len)
         found = self._tables(blocks)
         sources = frozenset(route(source, self.plan).sources(self.rank))
+        known = plan_hash(source)
         with self.lock:
             self._refuse_known(request, self.expected)
-            self.expected[request] = Expected(request, found, start, stop, sources)
+            self.expected[request] = Expected(request, found, start, stop, known, sources)
             return self.expected[request]
 
     def forget(self, request: str) -> None:
         """Stop waiting for a request; its blocks may be used again once this returns."""
         with self.lock:
             self.expected.pop(request, None)
-            for lease in self.leases.of_request(request):
-                self.leases.drop(lease)
+            self.leases.drop_request(request, "push")
 
     def close(self) -> None:
         """Leave: nobody is answered, nothing is leased, no memory stays registered."""
@@ -176,12 +185,14 @@ class Node:
             if key not in self._routes:
                 ends = (peer.plan, self.plan) if way == "from" else (self.plan, peer.plan)
                 self._routes[key] = route(*ends)
+                while len(self._routes) > _ROUTES:
+                    self._routes.popitem(last=False)
+            self._routes.move_to_end(key)
             return self._routes[key]
 
     @contextmanager
-    def borrowed(self, many: int) -> Iterator[list[int]]:
-        """Staging slots for a while: as many as asked, or none."""
-        slots = self.take(many)
+    def borrowed(self, slots: list[int]) -> Iterator[list[int]]:
+        """Staging slots that were taken, for a while."""
         try:
             yield slots
         finally:
@@ -204,10 +215,13 @@ class Node:
         """End an offer and its leases, and tell whoever made it."""
         with self.lock:
             offer = self.offers.pop(request, None)
-            for lease in self.leases.of_request(request):
-                self.leases.drop(lease)
+            self.leases.drop_request(request, "pull")
         if offer is not None and offer.released is not None:
-            offer.released(request, why)
+            try:
+                offer.released(request, why)
+            except Exception:
+                # Whoever made the offer has failed; peers and other requests have not.
+                log.exception("a release failed request=%s why=%s", request, why)
 
     def _sweep(self) -> None:
         self.leases.sweep()
@@ -235,3 +249,13 @@ class Node:
                 got=request,
                 hint="Withdraw or forget it first",
             )
+
+
+def _refuse_dust(piece: int) -> None:
+    if piece < say.SMALLEST_PIECE:
+        raise AtlasError(
+            Code.BAD_SIZE,
+            f"A staging slot has at least {say.SMALLEST_PIECE} bytes",
+            got=piece,
+            hint="Leave it out, or give slots=0 for no staging",
+        )

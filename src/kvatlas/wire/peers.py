@@ -46,6 +46,7 @@ class Plans:
 
     def find(self, hello: Hello) -> Plan | None:
         """The plan that a hello is about; None where it has to be sent."""
+        refuse_version(hello)
         if hello.plan is None:
             return self._known.get(hello.plan_hash)
         if hashlib.sha256(hello.plan).digest() != hello.plan_hash:
@@ -87,8 +88,8 @@ def plan_hash(plan: Plan) -> bytes:
     return hashlib.sha256(plan.to_json()).digest()
 
 
-def checked_peer(hello: Hello, plan: Plan, transport: str) -> Peer:
-    """The peer behind a hello, or a coded refusal."""
+def refuse_version(hello: Hello) -> None:
+    """Refuse another version before anything else that it says is read."""
     if hello.version != VERSION:
         raise AtlasError(
             Code.UNLIKE_VERSIONS,
@@ -96,6 +97,10 @@ def checked_peer(hello: Hello, plan: Plan, transport: str) -> Peer:
             got=f"version {hello.version}",
             hint="Run the same version of kvatlas at both ends",
         )
+
+
+def checked_peer(hello: Hello, plan: Plan, transport: str) -> Peer:
+    """The peer behind a hello, or a coded refusal."""
     if hello.transport != transport:
         raise bad_handshake(f"transport {hello.transport!r} where this end has {transport!r}")
     if hello.fingerprint != fingerprint(plan):

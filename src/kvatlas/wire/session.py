@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.route import Costs
@@ -37,32 +40,39 @@ _RETRIED = {
 """What another replica may do better."""
 
 
+_ANSWER = 5.0
+"""Seconds that a peer has for an answer, within the transfer's own deadline."""
+
+_GONE = {Code.PEER_LOST, Code.UNKNOWN_SESSION, Code.DEADLINE, Code.WIRE_FAILED}
+"""What a peer that is gone, or has started anew, is known by."""
+
+
 class Session:
-    """Connections of a node to peers of one plan; several of one rank are replicas."""
+    """Connections of a node to the ranks of one plan; several of one rank are replicas."""
 
     def __init__(self, node: Node, endpoints: Sequence[str], *, seconds: float = 10.0) -> None:
         self.node = node
         self._replicas: dict[int, list[str]] = {}
+        self._known: dict[str, Peer] = {}
         self._connected: dict[str, Connected] = {}
+        self._shaking = {endpoint: threading.Lock() for endpoint in endpoints}
         self._lock = threading.RLock()
         self._workers = ThreadPoolExecutor(16, thread_name_prefix="kvatlas-transfer")
+        self._running: WeakSet[Transfer] = WeakSet()
         self._closed = False
         try:
-            for endpoint in endpoints:
-                found = self._shake_hands(endpoint, time.monotonic() + seconds)
-                self._replicas.setdefault(found.peer.rank, []).append(endpoint)
+            for endpoint in dict.fromkeys(endpoints):
+                made = self._shake_hands(endpoint, time.monotonic() + seconds)
+                self._connected[endpoint], self._known[endpoint] = made, made.peer
+                self._replicas.setdefault(made.peer.rank, []).append(endpoint)
         except BaseException:
             self.close()
             raise
 
     @property
     def peers(self) -> list[Peer]:
-        """The peers, in the order of their ranks."""
-        return [
-            self._connected[endpoint].peer
-            for rank in sorted(self._replicas)
-            for endpoint in self._replicas[rank]
-        ]
+        """The peers as they were met, in the order of their ranks."""
+        return [self._known[one] for rank in sorted(self._replicas) for one in self._replicas[rank]]
 
     def link(self, rank: int) -> Link:
         """The transport's own connection to a rank, for those who know what they read."""
@@ -140,7 +150,10 @@ class Session:
         """Forget all peers; transfers under way are cancelled."""
         with self._lock:
             self._closed = True
-        self._workers.shutdown(wait=True, cancel_futures=True)
+            running = list(self._running)
+        for transfer in running:
+            transfer.cancel()
+        self._workers.shutdown(wait=True)
         for found in self._connected.values():
             found.link.close()
         self._connected.clear()
@@ -154,15 +167,14 @@ class Session:
     # -- inside ---------------------------------------------------------------------------
 
     def _any_peer(self) -> Peer:
-        with self._lock:
-            if self._closed or not self._connected:
-                raise AtlasError(
-                    Code.PEER_LOST,
-                    "A session has peers",
-                    got="none, or the session is closed",
-                    hint="Connect to the ranks of the other plan",
-                )
-            return next(iter(self._connected.values())).peer
+        if self._closed or not self._known:
+            raise AtlasError(
+                Code.PEER_LOST,
+                "A session has peers",
+                got="none, or the session is closed",
+                hint="Connect to the ranks of the other plan",
+            )
+        return next(iter(self._known.values()))
 
     def _start(self, about: About, ranks: Sequence[int], total: int | None) -> Transfer:
         missing = [rank for rank in ranks if rank not in self._replicas]
@@ -175,53 +187,104 @@ class Session:
             )
         transfer = Transfer(about.request, ranks, total)
         deadline = time.monotonic() + about.seconds
-        for rank in ranks:
-            self._workers.submit(self._one_rank, transfer, about, rank, deadline)
+        with self._lock:
+            self._any_peer()
+            self._running.add(transfer)
+            for rank in ranks:
+                self._workers.submit(self._one_rank, transfer, about, rank, deadline)
         return transfer
 
     def _one_rank(self, transfer: Transfer, about: About, rank: int, deadline: float) -> None:
-        """Carry out one rank's part, on one replica after the other until one does it."""
-        problem: AtlasError | None = None
-        for endpoint in self._replicas[rank]:
-            try:
-                connected = self._connection(endpoint, deadline)
-                Moving(self.node, connected, about, transfer, deadline).run()
-            except AtlasError as refused:
-                problem = refused
-                self._after(endpoint, refused)
-                if refused.code not in _RETRIED or transfer.cancelled:
-                    break
-                transfer.again(rank)
-                continue
-            except Exception as defect:
-                log.exception("a transfer failed")
-                problem = AtlasError(
-                    Code.WIRE_FAILED,
-                    "A transfer ends whole or with a reason",
-                    got=f"{type(defect).__name__}: {defect}",
-                    hint="See the log",
-                )
-                break
+        """Carry out one rank's part, and say how it went."""
+        try:
+            self._on_replicas(transfer, about, rank, deadline)
+        except AtlasError as refused:
+            problem = refused
+        except Exception as defect:
+            log.exception("a transfer failed")
+            problem = AtlasError(
+                Code.WIRE_FAILED,
+                "A transfer ends whole or with a reason",
+                got=f"{type(defect).__name__}: {defect}",
+                hint="See the log",
+            )
+        else:
             self.node.metrics.ended(about.way, "ok")
             transfer.finished(rank)
             return
-        assert problem is not None  # noqa: S101  # there is at least one replica
         self.node.metrics.ended(about.way, str(problem.code))
         log.warning("failed request=%s rank=%d code=%s", about.request, rank, problem.code)
         transfer.failed(rank, problem)
 
-    def _after(self, endpoint: str, refused: AtlasError) -> None:
-        """Forget a peer that is gone, or that has started anew."""
-        if refused.code in (Code.PEER_LOST, Code.UNKNOWN_SESSION, Code.DEADLINE, Code.WIRE_FAILED):
-            with self._lock:
-                gone = self._connected.pop(endpoint, None)
-            if gone is not None:
-                gone.link.close()
+    def _on_replicas(self, transfer: Transfer, about: About, rank: int, deadline: float) -> None:
+        """One replica after the other until one does it; those at hand come first."""
+        left = deque(sorted(self._replicas[rank], key=lambda one: one not in self._connected))
+        anew: set[str] = set()
+        while True:
+            endpoint = left.popleft()
+            # Who never answers leaves time for the others.
+            patience = min(_ANSWER, (deadline - time.monotonic()) / (len(left) + 1))
+            try:
+                transfer.refuse_cancelled()
+                with self._connection(endpoint, time.monotonic() + patience) as connected:
+                    moving = Moving(
+                        self.node, connected, about, transfer, deadline=deadline, patience=patience
+                    )
+                    moving.run()
+            except AtlasError as refused:
+                if refused.code is Code.UNKNOWN_SESSION and endpoint not in anew:
+                    # It has started again, and hands can be shaken again.
+                    anew.add(endpoint)
+                    left.appendleft(endpoint)
+                if refused.code not in _RETRIED or transfer.cancelled or not left:
+                    raise
+                transfer.again(rank)
+            else:
+                return
 
-    def _connection(self, endpoint: str, deadline: float) -> Connected:
+    @contextmanager
+    def _connection(self, endpoint: str, deadline: float) -> Iterator[Connected]:
+        """A peer for one transfer; its link stays open while anyone uses it."""
+        connected = self._enter(endpoint, deadline)
+        try:
+            yield connected
+        except AtlasError as refused:
+            if refused.code in _GONE:
+                self._forget(connected)
+            raise
+        finally:
+            self._leave(connected)
+
+    def _enter(self, endpoint: str, deadline: float) -> Connected:
+        shaking = self._shaking[endpoint]
+        if not shaking.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise AtlasError(
+                Code.DEADLINE,
+                "A peer answers before the deadline",
+                got=f"nothing from {endpoint} so far",
+                hint="Check that it runs and can be reached, or allow more time",
+            )
+        try:
+            found = self._connected.get(endpoint) or self._shake_hands(endpoint, deadline)
+            with self._lock:
+                self._connected[endpoint] = found
+                found.users += 1
+            return found
+        finally:
+            shaking.release()
+
+    def _forget(self, connected: Connected) -> None:
         with self._lock:
-            found = self._connected.get(endpoint)
-        return found or self._shake_hands(endpoint, deadline)
+            connected.gone = True
+            if self._connected.get(connected.endpoint) is connected:
+                del self._connected[connected.endpoint]
+
+    def _leave(self, connected: Connected) -> None:
+        with self._lock:
+            connected.users -= 1
+            over = connected.gone and not connected.users
+        if over:
+            connected.link.close()
 
     def _shake_hands(self, endpoint: str, deadline: float) -> Connected:
         node = self.node
@@ -238,9 +301,19 @@ class Session:
             if plan is None:
                 raise say.bad_handshake("a welcome without a plan")
             peer = checked_peer(answer.hello, plan, node.transport.name)
+            self._refuse_stranger(endpoint, peer)
             node.route_from(peer)
             link = node.transport.connect(peer.metadata, peer.memory)
-        made = Connected(endpoint, peer, answer.session, link)
-        with self._lock:
-            self._connected[endpoint] = made
-        return made
+        return Connected(endpoint, peer, answer.session, link)
+
+    def _refuse_stranger(self, endpoint: str, peer: Peer) -> None:
+        """Refuse ranks of another plan: parts of two plans do not make up a request."""
+        known = self._known.get(endpoint, peer)
+        plans = {one.plan_hash for one in self._known.values()}
+        if known.rank != peer.rank or not plans <= {peer.plan_hash}:
+            raise AtlasError(
+                Code.PEER_LOST,
+                "A session is with ranks of one plan, each where it was met",
+                got=f"rank {peer.rank} of {peer.plan} at {endpoint}",
+                hint="Open a new session",
+            )

@@ -86,17 +86,21 @@ def scatter(copies: Sequence[Copy], stream: Bytes, pools: Mapping[int, Bytes]) -
     return at
 
 
-def sums(copies: Sequence[Copy], pools: Mapping[int, Bytes], piece: int, *, src: bool) -> Int64s:
-    """A checksum for every `piece` bytes of the stream, read at one end."""
-    found = []
-    room = np.empty(piece, dtype=np.uint8)
-    total = stream_bytes(copies)
-    for start in range(0, total, piece):
-        part = cut(copies, start, min(total, start + piece))
-        if not src:
-            part = [Copy(c.dst_pool, c.src_pool, c.dst, c.src, c.length) for c in part]
-        many = gather(part, pools, room)
-        found.append(zlib.crc32(room[:many].data))
+def sums(
+    copies: Sequence[Copy],
+    pools: Mapping[int, Bytes],
+    span: tuple[int, int],
+    piece: int,
+    *,
+    src: bool,
+) -> Int64s:
+    """A checksum for every `piece` bytes of a span of the stream, read at one end."""
+    part = cut(copies, *span)
+    if not src:
+        part = [Copy(c.dst_pool, c.src_pool, c.dst, c.src, c.length) for c in part]
+    room = np.empty(stream_bytes(part), dtype=np.uint8)
+    gather(part, pools, room)
+    found = [zlib.crc32(room[at : at + piece].data) for at in range(0, room.size, piece)]
     return np.array(found, dtype=np.int64)
 
 

@@ -1,0 +1,269 @@
+"""What the tests of wires share: guarded pools, two small transports, and who must hold what.
+
+`Local` moves bytes inside one process and `Mapped` between processes of one machine, both
+byte range by byte range; `around` lets a test slow a transport down, spoil it or stop it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvatlas.plan import Plan, plan
+from kvatlas.route import Copy, route, scattered
+from kvatlas.wire import Handle, Link, Memory, Node, Session, Transport
+from kvatlas.wire.transport import Done
+from tests.plan.models import SMALL
+
+GUARD = 64
+Bytes = NDArray[np.uint8]
+Pools = dict[int, Bytes]
+Around = Callable[[Callable[[], Handle], Sequence[Copy]], Handle]
+"""Called instead of an operation, with the operation and its copies."""
+
+
+def as_it_is(act: Callable[[], Handle], copies: Sequence[Copy]) -> Handle:
+    del copies
+    return act()
+
+
+class Buffers:
+    """The pools of a rank, each between guard bytes, in memory or in files that can be mapped."""
+
+    def __init__(self, made: Plan, rank: int, *, seed: int = 0, folder: Path | None = None) -> None:
+        rng = np.random.default_rng((seed, rank))
+        self.files: dict[int, tuple[str, int]] = {}
+        self.whole: Pools = {}
+        for pool in made.pools:
+            if pool.stage == rank // made.tp:
+                self.whole[pool.index] = self._room(pool.index, pool.nbytes + 3 * GUARD, folder)
+        self.first = {i: GUARD + -b.ctypes.data % GUARD for i, b in self.whole.items()}
+        for whole in self.whole.values():
+            whole[:] = rng.integers(0, 256, whole.size, dtype=np.uint8)
+        self.sizes = {p.index: p.nbytes for p in made.pools if p.index in self.whole}
+        self.before = self.copy()
+
+    def _room(self, index: int, nbytes: int, folder: Path | None) -> Bytes:
+        if folder is None:
+            return np.empty(nbytes, dtype=np.uint8)
+        path = folder / f"pool-{time.monotonic_ns()}-{index}"
+        path.write_bytes(bytes(nbytes))
+        self.files[index] = (str(path), nbytes)
+        return _mapped(str(path))
+
+    @property
+    def memory(self) -> dict[int, Memory]:
+        return {
+            i: Memory(b.ctypes.data + self.first[i], self.sizes[i]) for i, b in self.whole.items()
+        }
+
+    @property
+    def pools(self) -> Pools:
+        return {i: b[self.first[i] :][: self.sizes[i]] for i, b in self.whole.items()}
+
+    def copy(self) -> Pools:
+        return {index: whole.copy() for index, whole in self.whole.items()}
+
+    def assert_untouched(self) -> None:
+        for index, whole in self.whole.items():
+            assert np.array_equal(whole, self.before[index]), f"pool {index} has changed"
+
+
+def _mapped(path: str) -> Bytes:
+    with Path(path).open("r+b") as file:
+        return np.frombuffer(mmap.mmap(file.fileno(), 0), dtype=np.uint8)
+
+
+class LocalLink(Link):
+    """Copies inside one process."""
+
+    around: Around = staticmethod(as_it_is)
+    closed = False
+
+    def _read(self, copies: Sequence[Copy], note: bytes) -> Handle:
+        del note
+        return self.around(lambda: self._move(copies, self.theirs, self.mine), copies)
+
+    def _write(self, copies: Sequence[Copy], note: bytes) -> Handle:
+        del note
+        return self.around(lambda: self._move(copies, self.mine, self.theirs), copies)
+
+    def _move(
+        self, copies: Sequence[Copy], src: Mapping[int, Memory], dst: Mapping[int, Memory]
+    ) -> Handle:
+        assert not self.closed, "a link is used after it was closed"
+        for copy in copies:
+            far, near = src[copy.src_pool].address, dst[copy.dst_pool].address
+            rows = zip(copy.src.tolist(), copy.dst.tolist(), copy.length.tolist(), strict=True)
+            for a, b, n in rows:
+                ctypes.memmove(near + b, far + a, n)
+        return Done()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Local(Transport):
+    """A transport inside one process."""
+
+    name = "local"
+
+    def __init__(self, around: Around = as_it_is) -> None:
+        super().__init__()
+        self.around = around
+        self.links: list[LocalLink] = []
+
+    def _register(self, memory: Mapping[int, Memory]) -> None:
+        del memory
+
+    def publish(self) -> bytes:
+        return b""
+
+    def connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link:
+        del metadata
+        link = LocalLink(self.memory, memory)
+        link.around = lambda act, copies: self.around(act, copies)
+        self.links.append(link)
+        return link
+
+
+class Mapped(Local):
+    """A transport between processes of one machine: pools are files that the other end maps."""
+
+    name = "mapped"
+
+    def __init__(self, around: Around = as_it_is) -> None:
+        super().__init__(around)
+        self.files: dict[int, tuple[str, int, int]] = {}
+
+    def publish(self) -> bytes:
+        return msgspec.msgpack.encode(self.files)
+
+    def connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link:
+        there = msgspec.msgpack.decode(metadata, type=dict[int, tuple[str, int, int]])
+        mapped = {index: _mapped(path) for index, (path, _, _) in there.items()}
+        at = {
+            index: Memory(room.ctypes.data + there[index][1], there[index][2])
+            for index, room in mapped.items()
+        }
+        link = super().connect(metadata, {index: at[index] for index in memory if index in at})
+        link.keep = mapped  # type: ignore[attr-defined]
+        return link
+
+
+def small(name: str, tokens: int = 64, **given: Any) -> Plan:
+    """A plan of a small model."""
+    given = {"memory": "2MiB", "max_len": tokens, "in_flight": 0} | given
+    return plan(SMALL[name], **given)
+
+
+class End:
+    """All ranks of a plan as nodes of this process, with the request that they hold."""
+
+    def __init__(self, made: Plan, tokens: int, *, seed: int = 0, **given: Any) -> None:
+        self.plan = made
+        self.tokens = tokens
+        self.blocks = scattered(made, tokens)
+        self.arounds: Around = as_it_is
+        self.buffers = [Buffers(made, r, seed=seed) for r in range(made.tp * made.pp)]
+        self.released: list[tuple[int, str, str]] = []
+        self.nodes = [
+            Node(
+                made,
+                rank=rank,
+                memory=buffers.memory,
+                transport=Local(lambda act, copies: self.arounds(act, copies)),
+                **{"piece": 4096, "slots": 4, "name": f"end-{seed}"} | given,
+            )
+            for rank, buffers in enumerate(self.buffers)
+        ]
+
+    @property
+    def endpoints(self) -> list[str]:
+        return [node.endpoint for node in self.nodes]
+
+    def offer(self, request: str, **given: Any) -> None:
+        for node in self.nodes:
+            node.offer(request, self.blocks, self.tokens, released=self._note(node.rank), **given)
+
+    def _note(self, rank: int) -> Callable[[str, str], None]:
+        return lambda request, why: self.released.append((rank, request, why))
+
+    def assert_idle(self, slots: int = 4) -> None:
+        """Nothing is leased and every slot is back."""
+        for node in self.nodes:
+            assert len(node.leases) == 0
+            assert sorted(node._free) == list(range(slots))
+
+    def close(self) -> None:
+        for node in self.nodes:
+            node._server._over.set()  # all at once, so that they need not wait for each other
+        for node in self.nodes:
+            node.close()
+            assert node.transport.registered == 0
+
+
+@contextmanager
+def ends(*made: End) -> Iterator[tuple[End, ...]]:
+    with ExitStack() as stack:
+        for end in made:
+            stack.callback(end.close)
+        yield made
+
+
+def expected(
+    src: End, dst: End, rank: int, *, tokens: Any = None, layers: Any = None
+) -> dict[int, Bytes]:
+    """What the buffers of a destination rank hold after a transfer, guards and all."""
+    way = route(src.plan, dst.plan)
+    right = {index: whole.copy() for index, whole in dst.buffers[rank].before.items()}
+    for source in way.sources(rank):
+        copies = way.bind(
+            src_rank=source, dst_rank=rank, src_blocks=src.blocks, dst_blocks=dst.blocks,
+            tokens=dst.tokens if tokens is None else tokens, layers=layers,
+        ).copies  # fmt: skip
+        for copy in copies:
+            there, first = src.buffers[source].pools[copy.src_pool], dst.buffers[rank].first
+            for a, b, n in zip(copy.src, copy.dst, copy.length, strict=True):
+                into = first[copy.dst_pool] + b
+                right[copy.dst_pool][into : into + n] = there[a : a + n]
+    return right
+
+
+def assert_arrived(src: End, dst: End, rank: int, **about: Any) -> None:
+    """Every byte that was asked for is there, nothing else has changed at either end."""
+    right = expected(src, dst, rank, **about)
+    for index, whole in dst.buffers[rank].whole.items():
+        wrong = np.flatnonzero(whole != right[index])
+        assert not wrong.size, f"rank {rank}, pool {index}: bytes {wrong[:8]} are wrong"
+    for buffers in src.buffers:
+        buffers.assert_untouched()
+
+
+def pull_all(src: End, dst: End, request: str, **about: Any) -> None:
+    """Every destination rank pulls, and has the right bytes."""
+    about = {"tokens": dst.tokens} | about
+    for node in dst.nodes:
+        with Session(node, src.endpoints) as session:
+            transfer = session.pull(request, dst_blocks=dst.blocks, **about).wait(20)
+            assert transfer.ready
+            assert transfer.moved == transfer.total
+        given = {key: about[key] for key in ("tokens", "layers") if key in about}
+        assert_arrived(src, dst, node.rank, **given)
+
+
+def until(true: Callable[[], bool], seconds: float = 5.0) -> None:
+    """Wait until something is so; fail where it does not become so."""
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "it did not become so in time"
+        time.sleep(0.002)
