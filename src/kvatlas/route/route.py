@@ -26,6 +26,10 @@ from kvatlas.route.sides import Side
 from kvatlas.route.tokens import reach_of
 
 
+_SHEETS = 4096
+"""Pairs of ranks, and choices of layers, that a route keeps compiled; the oldest go first."""
+
+
 @dataclass(frozen=True, eq=False)
 class Bound:
     """A route bound to block ids and tokens: byte ranges, ready for a transport."""
@@ -187,10 +191,14 @@ class Route:
     ) -> list[Sheet]:
         names = self._known(layers)
         key = (compiler is self._echo, src_rank, dst_rank, names)
-        if key not in self._sheets:
+        found = self._sheets.get(key)
+        if found is None:
             lanes = compiler.lanes(src_rank, dst_rank, names)
-            self._sheets[key] = [sheet_of(lane, strips) for lane, strips in lanes.items()]
-        return self._sheets[key]
+            found = [sheet_of(lane, strips) for lane, strips in lanes.items()]
+            self._sheets[key] = found
+            for old in list(self._sheets)[:-_SHEETS]:
+                self._sheets.pop(old, None)
+        return found
 
     def _source(self, src_rank: int, dst_rank: int) -> int:
         src_rank = checked_rank(self.src, src_rank, "source")

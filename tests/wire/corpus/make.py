@@ -1,0 +1,271 @@
+"""Writes the corpus of bad handshakes: a good one, and everything that can be wrong with it."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from kvatlas.plan import Plan
+from kvatlas.route import fingerprint
+from kvatlas.wire.messages import MOST, VERSION
+from tests.wire.corpus import HERE
+from tests.wire.helpers import small
+
+NONCE = bytes(range(16))
+Json = dict[str, Any]
+Change = Callable[[Json], object]
+
+
+def plan_json(made: Plan) -> Json:
+    found: Json = json.loads(made.to_json())
+    return found
+
+
+def hello(made: Plan | None = None, plan: bytes | None = None, **changed: Any) -> Json:
+    """A good hello, but for what is changed."""
+    made = made or small("dense", tp=2)
+    text = made.to_json() if plan is None else plan
+    said: Json = {
+        "say": "hello",
+        "version": VERSION,
+        "name": "stranger",
+        "run": bytes(16),
+        "fingerprint": fingerprint(made),
+        "plan_hash": hashlib.sha256(text).digest(),
+        "plan": text,
+        "rank": 0,
+        "spots": [spot(pool.index, 1 << 30, pool.nbytes) for pool in made.pools],
+        "transport": "local",
+        "metadata": b"",
+    }
+    return said | changed
+
+
+def spot(index: int, address: int, nbytes: int, device: int = 0) -> Json:
+    return {"index": index, "address": address, "nbytes": nbytes, "device": device}
+
+
+def sealed(said: Any) -> list[bytes]:
+    return [b"", NONCE + msgspec.msgpack.encode(said)]
+
+
+def with_plan(change: Change, **changed: Any) -> list[bytes]:
+    """A hello whose plan is changed and whose hash is right."""
+    made = plan_json(small("dense", tp=2))
+    change(made)
+    return sealed(hello(plan=json.dumps(made).encode(), **changed))
+
+
+def without(key: str) -> Json:
+    return {name: value for name, value in hello().items() if name != key}
+
+
+def put(*path: Any) -> Change:
+    """Set one value deep inside a plan: the last of the path."""
+
+    def change(made: Json) -> None:
+        *way, last, value = path
+        found: Any = made
+        for key in way:
+            found = found[key]
+        found[last] = value
+
+    return change
+
+
+def cases() -> dict[str, tuple[str, list[bytes]]]:
+    """Every case: how it is answered, and its frames."""
+    good = sealed(hello())
+    return framing(good) | fields() | numbers() | regions() | plans() | bombs()
+
+
+def framing(good: list[bytes]) -> dict[str, tuple[str, list[bytes]]]:
+    payload = good[1]
+    bad = "bad_handshake"
+    return {
+        "good": ("welcome", good),
+        "no_frames": (bad, []),
+        "empty_frames": (bad, [b"", b""]),
+        "one_frame": (bad, [payload]),
+        "three_frames": (bad, [*good, b""]),
+        "a_hundred_frames": (bad, [b""] * 100),
+        "nonce_alone": (bad, [b"", NONCE]),
+        "nonce_cut": (bad, [b"", NONCE[:7]]),
+        "cut_after_a_byte": (bad, [b"", payload[:17]]),
+        "cut_in_half": (bad, [b"", payload[: len(payload) // 2]]),
+        "cut_before_the_last_byte": (bad, [b"", payload[:-1]]),
+        "more_behind_it": (bad, [b"", payload + b"\x00"]),
+        "as_large_as_allowed": (bad, [b"", payload + bytes(MOST - len(payload))]),
+        "a_byte_too_large": (bad, [b"", payload + bytes(MOST + 1 - len(payload))]),
+        "far_too_large": ("nothing", [b"", bytes(2 * MOST)]),
+        "large_signature": ("bad_signature", [bytes(MOST), payload]),
+        "signed_by_another": (
+            "bad_signature", [hmac.digest(b"theirs", payload, "sha256"), payload],
+        ),
+        "signed_with_zeros": ("bad_signature", [bytes(32), payload]),
+    }  # fmt: skip
+
+
+def fields() -> dict[str, tuple[str, list[bytes]]]:
+    bad = "bad_handshake"
+    said: dict[str, Any] = {
+        "no_map": [1, 2, 3],
+        "a_number": 7,
+        "nothing_at_all": None,
+        "unknown_tag": hello(say="goodbye"),
+        "an_answer": {"say": "fine", "seconds": 1.0},
+        "no_tag": without("say"),
+        "no_name": without("name"),
+        "no_rank": without("rank"),
+        "unknown_field": hello(admin=True),
+        "empty_name": hello(name=""),
+        "long_name": hello(name="x" * 257),
+        "megabyte_name": hello(name="x" * (1 << 20)),
+        "name_of_bytes": hello(name=b"stranger"),
+        "short_run": hello(run=bytes(15)),
+        "long_run": hello(run=bytes(17)),
+        "short_hash": hello(plan_hash=bytes(31)),
+        "short_fingerprint": hello(fingerprint="00"),
+        "other_fingerprint": hello(fingerprint="0" * 32),
+        "version_as_text": hello(version="1"),
+        "version_as_float": hello(version=1.5),
+        "large_metadata": hello(metadata=bytes((1 << 18) + 1)),
+        "other_transport": hello(transport="carrier pigeon"),
+        "plan_as_map": hello() | {"plan": {}},
+        "infinite_rank": hello(rank=float("inf")),
+        "undefined_address": hello(spots=[spot(0, 0, 0) | {"address": float("nan")}]),
+    }
+    versions = {f"version_{n}": hello(version=n) for n in (0, 2, -1, 2**63)}
+    return {name: (bad, sealed(value)) for name, value in said.items()} | {
+        name: ("unlike_versions", sealed(value)) for name, value in versions.items()
+    }
+
+
+def numbers() -> dict[str, tuple[str, list[bytes]]]:
+    bad = "bad_handshake"
+    pool = small("dense", tp=2).pools[0]
+    changed: dict[str, Any] = {
+        "negative_rank": {"rank": -1},
+        "rank_too_large": {"rank": 2},
+        "rank_far_too_large": {"rank": 65536},
+        "negative_index": {"spots": [spot(-2, 1 << 30, pool.nbytes)]},
+        "negative_address": {"spots": [spot(0, -(1 << 30), pool.nbytes)]},
+        "negative_size": {"spots": [spot(0, 1 << 30, -pool.nbytes)]},
+        "negative_device": {"spots": [spot(0, 1 << 30, pool.nbytes, -1)]},
+        "address_past_all": {"spots": [spot(0, (1 << 62) + 8, pool.nbytes)]},
+        "address_of_64_bits": {"spots": [spot(0, (1 << 64) - 8, pool.nbytes)]},
+        "size_past_all": {"spots": [spot(0, 8, (1 << 62) + 1)]},
+    }
+    return {name: (bad, sealed(hello(**value))) for name, value in changed.items()}
+
+
+def regions() -> dict[str, tuple[str, list[bytes]]]:
+    size, at = small("dense", tp=2).pools[0].nbytes, 1 << 30
+    spots: dict[str, list[Json]] = {
+        "no_regions": [],
+        "staging_alone": [spot(-1, at, 4096)],
+        "a_region_twice": [spot(0, at, size), spot(0, at + size, size)],
+        "a_region_too_many": [spot(0, at, size), spot(1, at + size, size)],
+        "another_region": [spot(1, at, size)],
+        "a_byte_too_small": [spot(0, at, size - 1)],
+        "empty_region": [spot(0, at, 0)],
+        "misaligned": [spot(0, at + 4, size)],
+        "at_address_zero": [spot(0, 0, size)],
+        "overlapping": [spot(0, at, size), spot(-1, at + size - 1, 4096)],
+        "one_inside_the_other": [spot(0, at, size), spot(-1, at + 64, 64)],
+        "the_same_place": [spot(0, at, size), spot(-1, at, size)],
+        "too_many_regions": [spot(i, at + i * size, size) for i in range(1025)],
+    }
+    return {name: ("bad_handshake", sealed(hello(spots=some))) for name, some in spots.items()}
+
+
+def plans() -> dict[str, tuple[str, list[bytes]]]:
+    other = small("sliding", tp=2)
+    many: Json = {"regions": [{"layers": [{}] * 20_000}], "tp": 1, "pp": 1}
+    huge = 10**9
+    found: dict[str, tuple[str, list[bytes]]] = {
+        "unknown_hash": ("send_plan", sealed(hello(plan_hash=bytes(32)) | {"plan": None})),
+        "other_hash": ("bad_handshake", sealed(hello(plan_hash=bytes(32)))),
+        "other_model": ("unlike_models", sealed(hello(other))),
+        "other_models_fingerprint": ("bad_handshake", sealed(hello(fingerprint=fingerprint(other)))),
+        "empty_plan": ("bad_handshake", sealed(hello(plan=b""))),
+        "plan_is_no_json": ("bad_handshake", sealed(hello(plan=b"\x80\x04pickle"))),
+        "plan_cut": ("bad_handshake", sealed(hello(plan=small("dense").to_json()[:-9]))),
+        "plan_of_lists": ("bad_handshake", sealed(hello(plan=b"[" * 100_000))),
+        "plan_of_maps": ("bad_handshake", sealed(hello(plan=b'{"a":' * 100_000))),
+        "layers_of_lists": (
+            "bad_handshake",
+            sealed(hello(plan=b'{"regions":[{"layers":[' + b"[" * 100_000)),
+        ),
+        "many_layers": ("bad_handshake", sealed(hello(plan=json.dumps(many).encode()))),
+        "empty_json": ("bad_handshake", sealed(hello(plan=b"{}"))),
+        "more_in_the_plan": ("bad_plan", with_plan(put("more", 1))),
+        "wrong_order": ("bad_plan", with_plan(put("regions", 0, "layout", "LBNHH"))),
+    }  # fmt: skip
+    ranks: dict[str, Change] = {
+        "a_billion_ranks": put("tp", huge),
+        "a_billion_stages": put("pp", huge),
+        "ranks_and_stages": lambda p: p.update(tp=100_000, pp=100_000),
+        "no_ranks": put("tp", 0),
+        "ranks_as_text": put("tp", "2"),
+        "half_a_rank": put("tp", 1.5),
+    }
+    inside: dict[str, Change] = {
+        "negative_ranks": lambda p: p.update(tp=-2, pp=-1),
+        "a_billion_context_ranks": put("dcp", huge),
+        "a_billion_blocks": put("pools", 0, "blocks", huge),
+        "negative_blocks": put("pools", 0, "blocks", -1),
+        "a_billion_groups": put("regions", 0, "group", huge),
+        "slots_far_apart": put("regions", 0, "slot_stride", 2**62),
+        "blocks_in_one_place": put("regions", 0, "block_stride", 0),
+        "a_billion_cuts": put("regions", 0, "cut", huge),
+        "a_billion_bytes_in_a_page": put("regions", 0, "page_bytes", huge),
+        "a_billion_heads": put("regions", 0, "layers", 0, "spec", "heads", huge),
+        "a_billion_elements": put("regions", 0, "layers", 0, "spec", "head_dim", huge),
+        "a_billion_tokens_in_a_block": put("groups", 0, "block", huge),
+        "negative_offset": put("regions", 0, "offset", -8),
+        "an_offset_past_all": put("regions", 0, "offset", 2**62),
+        "a_number_past_all": put("memory", 10**30),
+        "no_memory": put("memory", 1),
+        "a_billion_parts": put("regions", 0, "parts", [huge, huge]),
+    }
+    found |= {name: ("bad_handshake", with_plan(change)) for name, change in ranks.items()}
+    return found | {name: ("bad_plan", with_plan(change)) for name, change in inside.items()}
+
+
+def bombs() -> dict[str, tuple[str, list[bytes]]]:
+    """Few bytes that claim to be many."""
+    raw = {
+        "four_billion_items": b"\xdd\xff\xff\xff\xff",
+        "four_billion_pairs": b"\xdf\xff\xff\xff\xff",
+        "four_billion_characters": b"\xdb\xff\xff\xff\xff",
+        "four_billion_bytes": b"\xc6\xff\xff\xff\xff",
+        "deep_lists": b"\x91" * 200_000,
+        "deep_maps": b"\x81\xa1a" * 200_000,
+        "an_extension": b"\xc9\xff\xff\xff\xff\x01",
+    }
+    said = {name: ("bad_handshake", [b"", NONCE + text]) for name, text in raw.items()}
+    inside = msgspec.msgpack.encode(hello(metadata=b"mark"))
+    claims = inside.replace(b"\xc4\x04mark", b"\xc6\xff\xff\xff\xffmark")
+    said["metadata_that_claims_to_be_large"] = ("bad_handshake", [b"", NONCE + claims])
+    return said
+
+
+def main() -> None:
+    for old in HERE.glob("*.z"):
+        old.unlink()
+    answers = {}
+    for name, (answer, some) in sorted(cases().items()):
+        (HERE / f"{name}.z").write_bytes(zlib.compress(msgspec.msgpack.encode(some), 9))
+        answers[name] = answer
+    (HERE / "expected.json").write_text(json.dumps(answers, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
