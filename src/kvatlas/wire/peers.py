@@ -21,6 +21,8 @@ ALIGNMENT = 8
 
 _RANKS = 1024
 _SLOTS = 1 << 14
+_PARTS = 1 << 11
+"""Regions or pools of a plan; the largest that models need have tens."""
 _PLANS = 64
 
 
@@ -67,6 +69,7 @@ class _Sized(msgspec.Struct):
 
 class _Counted(msgspec.Struct):
     regions: list[_Sized]
+    pools: list[msgspec.Raw] = []
     tp: Any = 1
     pp: Any = 1
 
@@ -77,10 +80,12 @@ def refuse_large(plan: bytes) -> None:
         counted = msgspec.json.decode(plan, type=_Counted)
     except (msgspec.MsgspecError, ValueError, RecursionError) as problem:
         raise bad_handshake(f"a plan that cannot be read: {problem}"[:200]) from None
+    parts = max(len(counted.regions), len(counted.pools))
     slots = sum(len(region.layers) for region in counted.regions)
     sizes = [size for size in (counted.tp, counted.pp) if isinstance(size, int)]
-    if slots > _SLOTS or len(sizes) < 2 or not 0 < sizes[0] * sizes[1] <= _RANKS:
-        raise bad_handshake(f"a plan with {slots} slots on {sizes} ranks and stages")
+    ranks = sizes[0] * sizes[1] if len(sizes) == 2 else 0
+    if slots > _SLOTS or parts > _PARTS or not 0 < ranks <= _RANKS:
+        raise bad_handshake(f"a plan with {slots} slots in {parts} parts on {ranks} ranks")
 
 
 def plan_hash(plan: Plan) -> bytes:

@@ -209,6 +209,8 @@ def plans() -> dict[str, tuple[str, list[bytes]]]:
         "wrong_order": ("bad_plan", with_plan(put("regions", 0, "layout", "LBNHH"))),
     }  # fmt: skip
     ranks: dict[str, Change] = {
+        "many_regions": apart,
+        "many_pools": lambda p: p.update(pp=1000, tp=1, pools=p["pools"] * 40_000),
         "a_billion_ranks": put("tp", huge),
         "a_billion_stages": put("pp", huge),
         "ranks_and_stages": lambda p: p.update(tp=100_000, pp=100_000),
@@ -237,6 +239,15 @@ def plans() -> dict[str, tuple[str, list[bytes]]]:
     }
     found |= {name: ("bad_handshake", with_plan(change)) for name, change in ranks.items()}
     return found | {name: ("bad_plan", with_plan(change)) for name, change in inside.items()}
+
+
+def apart(made: Json) -> None:
+    """Each layer of many in a region of its own: sound, and much to check."""
+    (region,) = made["regions"]
+    first = region["layers"][0]
+    layers = [first | {"name": f"layers.{i}.attn", "index": i} for i in range(8000)]
+    made["regions"] = [region | {"layers": [one], "group": n} for n, one in enumerate(layers)]
+    made["groups"] *= len(layers)
 
 
 def bombs() -> dict[str, tuple[str, list[bytes]]]:
