@@ -1,0 +1,291 @@
+"""A peer that answers, and lies: what it says is held against its plan before it is used."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from kvatlas import AtlasError
+from kvatlas.errors import Code
+from kvatlas.wire import Session
+from kvatlas.wire import messages as say
+from kvatlas.wire.channel import Server, ask
+from tests.wire.corpus.make import spot
+from tests.wire.helpers import End, assert_arrived, ends, small
+
+Twist = Callable[[Any, Any], Any]
+"""What is said instead, from the question and the honest answer."""
+
+
+@contextmanager
+def liar(source: End, twist: Twist) -> Iterator[str]:
+    """An endpoint that answers as a node does, but for a twist."""
+    honest = source.nodes[0]._server._answer
+    server = Server(
+        "tcp://127.0.0.1:0",
+        lambda question: twist(question, honest(question)),
+        secret=None,
+        idle=lambda: None,
+    )
+    try:
+        yield server.endpoint
+    finally:
+        server.close()
+
+
+@contextmanager
+def told(answer: Callable[[list[bytes]], list[list[bytes]]]) -> Iterator[str]:
+    """An endpoint that answers frames with frames."""
+    socket = zmq.Context.instance().socket(zmq.ROUTER)
+    socket.setsockopt(zmq.LINGER, 0)
+    port = socket.bind_to_random_port("tcp://127.0.0.1")
+    over = threading.Event()
+
+    def run() -> None:
+        while not over.is_set():
+            if socket.poll(20):
+                sender, *frames = socket.recv_multipart()
+                for reply in answer(frames):
+                    socket.send_multipart([sender, *reply])
+        socket.close()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield f"tcp://127.0.0.1:{port}"
+    finally:
+        over.set()
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def both() -> Iterator[tuple[End, End]]:
+    source = End(small("dense", layout="BLHNC"), 50, seed=1)
+    target = End(small("dense"), 50, seed=2)
+    with ends(source, target):
+        yield source, target
+
+
+@pytest.fixture(autouse=True)
+def fresh(both: tuple[End, End]) -> Iterator[None]:
+    """After each lie: nothing is lent, nothing outside the request was touched, all works."""
+    source, target = both
+    offer_anew(source)
+    yield
+    source.nodes[0].leases.drop_all()
+    source.assert_idle()
+    target.assert_idle()
+    offer_anew(source)
+    with Session(target.nodes[0], source.endpoints) as session:
+        session.pull("r", dst_blocks=target.blocks, tokens=50, how="staged").wait(10)
+    assert_arrived(source, target, 0)
+    for buffers in target.buffers:
+        for index, whole in buffers.whole.items():
+            whole[:] = buffers.before[index]
+
+
+def offer_anew(source: End) -> None:
+    source.nodes[0].withdraw("r")
+    source.nodes[0].offer("r", source.blocks, 50, seconds=600)
+
+
+def of(kind: type, **changed: Any) -> Twist:
+    """Change some fields of one kind of answer."""
+
+    def twist(question: Any, answer: Any) -> Any:
+        del question
+        return msgspec.structs.replace(answer, **changed) if isinstance(answer, kind) else answer
+
+    return twist
+
+
+def instead(kind: type, said: say.Message) -> Twist:
+    """Answer one kind of question with something else."""
+    return lambda question, answer: said if isinstance(question, kind) else answer
+
+
+def introduced(**changed: Any) -> Twist:
+    """Change some fields of the hello in a welcome."""
+
+    def twist(question: Any, answer: Any) -> Any:
+        del question
+        if not isinstance(answer, say.Welcome):
+            return answer
+        hello = msgspec.structs.replace(answer.hello, **changed)
+        return say.Welcome(hello=hello, session=answer.session)
+
+    return twist
+
+
+SIZE = small("dense").pools[0].nbytes
+
+
+def spots(*some: dict[str, Any]) -> Twist:
+    return introduced(spots=tuple(msgspec.convert(one, say.Spot) for one in some))
+
+
+WELCOMES: list[tuple[Code, Twist]] = [
+    (Code.UNLIKE_VERSIONS, introduced(version=7)),
+    (Code.BAD_HANDSHAKE, introduced(plan=None, plan_hash=bytes(32))),
+    (Code.BAD_HANDSHAKE, introduced(plan_hash=bytes(32))),
+    (Code.BAD_HANDSHAKE, introduced(plan=b"{}")),
+    (Code.BAD_HANDSHAKE, introduced(fingerprint="0" * 32)),
+    (Code.BAD_HANDSHAKE, introduced(transport="other")),
+    (Code.BAD_HANDSHAKE, introduced(rank=1)),
+    (Code.BAD_HANDSHAKE, spots()),
+    (Code.BAD_HANDSHAKE, spots(spot(0, 64, SIZE - 1))),
+    (Code.BAD_HANDSHAKE, spots(spot(0, 0, SIZE))),
+    (Code.BAD_HANDSHAKE, spots(spot(0, 64, SIZE), spot(-1, 128, 4096))),
+    (Code.BAD_HANDSHAKE, spots(spot(0, 64, SIZE), spot(3, 1 << 40, 4096))),
+    (Code.BAD_HANDSHAKE, instead(say.Hello, say.SendPlan())),
+    (Code.BAD_HANDSHAKE, instead(say.Hello, say.Fine())),
+    (Code.BAD_HANDSHAKE, instead(say.Hello, say.Summed(sums=b""))),
+    (Code.WIRE_FAILED, instead(say.Hello, say.Refusal(code="?", rule="", got="", hint=""))),
+]
+
+
+@pytest.mark.parametrize(("code", "twist"), WELCOMES)
+def test_a_bad_welcome_is_refused(both: tuple[End, End], code: Code, twist: Twist) -> None:
+    source, target = both
+    transport: Any = target.nodes[0].transport
+    before = len(transport.links)
+    with liar(source, twist) as endpoint, pytest.raises(AtlasError) as refusal:
+        Session(target.nodes[0], [endpoint], seconds=5)
+    assert refusal.value.code is code
+    assert len(transport.links) == before, "nobody connects to memory that was not checked"
+    target.buffers[0].assert_untouched()
+
+
+PACK = say.pack
+OPENINGS: list[tuple[Code, Twist]] = [
+    (Code.BAD_HANDSHAKE, of(say.Opened, slots=(0, 2**40))),
+    (Code.BAD_HANDSHAKE, of(say.Opened, slots=(2**61, 2**62))),
+    (Code.BAD_HANDSHAKE, of(say.Opened, slots=(1, 1))),
+    (Code.BAD_HANDSHAKE, of(say.Opened, slots=(3, 4))),
+    (Code.BAD_HANDSHAKE, of(say.Opened, piece=0)),
+    (Code.BAD_HANDSHAKE, of(say.Opened, piece=1)),
+    (Code.BAD_HANDSHAKE, of(say.Opened, piece=2**62)),
+    (Code.BAD_HANDSHAKE, of(say.Opened, slots=(0, 1, 2, 3), piece=8192)),
+    (Code.BAD_HANDSHAKE, of(say.Opened, blocks={0: bytes(15)})),
+    (Code.MISSING_BLOCKS, of(say.Opened, blocks={})),
+    (Code.MISSING_BLOCKS, of(say.Opened, blocks=PACK({0: [1, 2]}))),
+    (Code.OUT_OF_RANGE, of(say.Opened, blocks=PACK({0: [0, 1, 2, 2**31]}))),
+    (Code.OUT_OF_RANGE, of(say.Opened, blocks=PACK({0: [0, 1, 2, 3], 1: [0]}))),
+    (Code.TWICE, of(say.Opened, blocks=PACK({0: [5, 5, 5, 5]}))),
+    (Code.BAD_HANDSHAKE, of(say.Opened, slots=tuple(range(17)))),
+    (Code.BAD_HANDSHAKE, instead(say.Open, say.Fine(seconds=9.0))),
+    (Code.BAD_HANDSHAKE, instead(say.Gather, say.Summed(sums=b""))),
+    (Code.BAD_HANDSHAKE, instead(say.Sums, say.Fine())),
+    (Code.BAD_HANDSHAKE, instead(say.Sums, say.Summed(sums=b""))),
+    (Code.BAD_HANDSHAKE, instead(say.Sums, say.Summed(sums=bytes(3)))),
+    (Code.CHECKSUM, instead(say.Sums, say.Summed(sums=bytes(4)))),
+    (Code.BAD_HANDSHAKE, instead(say.Close, say.Summed(sums=b""))),
+    (Code.TOO_MANY, of(say.Opened, slots=())),
+]
+
+
+@pytest.mark.parametrize(("code", "twist"), OPENINGS)
+def test_a_bad_lease_delivers_nothing(both: tuple[End, End], code: Code, twist: Twist) -> None:
+    source, target = both
+    with liar(source, twist) as endpoint, Session(target.nodes[0], [endpoint]) as session:
+        transfer = session.pull(
+            "r", dst_blocks=target.blocks, tokens=50, how="staged", checksums=True, seconds=5
+        )
+        with pytest.raises(AtlasError) as refusal:
+            transfer.wait(10)
+        assert refusal.value.code is code
+        assert not transfer.ready
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -5.0, 0.0, 1e300])
+@pytest.mark.parametrize("kind", [say.Opened, say.Fine])
+def test_absurd_times_change_nothing(both: tuple[End, End], kind: type, seconds: float) -> None:
+    source, target = both
+    with liar(source, of(kind, seconds=seconds)) as endpoint:
+        with Session(target.nodes[0], [endpoint]) as session:
+            session.pull("r", dst_blocks=target.blocks, tokens=50, streamed=True).wait(10)
+        assert_arrived(source, target, 0)
+
+
+def test_a_renewal_that_is_none_ends_a_stream(both: tuple[End, End]) -> None:
+    source, target = both
+    with liar(source, instead(say.Renew, say.Summed(sums=b""))) as endpoint:
+        with Session(target.nodes[0], [endpoint]) as session:
+            transfer = session.pull("r", dst_blocks=target.blocks, tokens=50, streamed=True)
+            with pytest.raises(AtlasError) as refusal:
+                transfer.wait(10)
+            assert refusal.value.code is Code.BAD_HANDSHAKE
+            assert transfer.layers == set()
+
+
+# -- below messages -----------------------------------------------------------------------
+
+QUESTION = say.Renew(session=bytes(16), lease=bytes(16), seconds=1.0)
+FINE = say.Fine(seconds=1.0)
+
+
+def heard(frames: list[bytes]) -> bytes:
+    return frames[1][:16]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        [], [b"x"], [b"", b""], [b"", bytes(16)], [b"", bytes(16) + b"\xdd\xff\xff\xff\xff"],
+        [b"", bytes(16) + b"\x91" * 100_000], [b"a", b"b", b"c"], [bytes(1 << 20), bytes(17)],
+        say.seal(QUESTION, bytes(16), None), [b"", bytes(16) + b"\x81\xa3say\xa4tell"],
+    ],
+    ids=range(10),
+)  # fmt: skip
+def test_garbage_is_refused_at_once(answer: list[bytes]) -> None:
+    with told(lambda _: [answer or [b""]]) as endpoint, pytest.raises(AtlasError) as refusal:
+        ask(endpoint, QUESTION, secret=None, deadline=time.monotonic() + 10)
+    assert refusal.value.code in (Code.BAD_HANDSHAKE, Code.BAD_SIGNATURE)
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        lambda _: [],
+        lambda _: [say.seal(FINE, bytes(16), None)],
+        lambda _: [say.seal(FINE, bytes(16), None)] * 2000,
+        lambda frames: [[b"", heard(frames) + bytes(8 << 20)]],
+    ],
+    ids=["silence", "wrong nonce", "a flood of wrong nonces", "far too large"],
+)
+def test_no_answer_is_a_deadline(answers: Any) -> None:
+    with told(answers) as endpoint:
+        begun = time.monotonic()
+        with pytest.raises(AtlasError) as refusal:
+            ask(endpoint, QUESTION, secret=None, deadline=begun + 0.3)
+        assert refusal.value.code is Code.DEADLINE
+        assert time.monotonic() - begun < 2
+
+
+def test_a_late_answer_is_nobodys() -> None:
+    """The answer to a question that was given up is not the answer to the next one."""
+    late: list[list[bytes]] = []
+
+    def answer(frames: list[bytes]) -> list[list[bytes]]:
+        late.append(say.seal(say.Fine(seconds=float(len(late))), heard(frames), None))
+        return late[-1:] if len(late) == 1 else [late[0], late[-1]]
+
+    with told(lambda frames: answer(frames) if late else (answer(frames), [])[1]) as endpoint:
+        with pytest.raises(AtlasError):
+            ask(endpoint, QUESTION, secret=None, deadline=time.monotonic() + 0.2)
+        said = ask(endpoint, QUESTION, secret=None, deadline=time.monotonic() + 10)
+        assert said == say.Fine(seconds=1.0)
+
+
+def test_an_answer_is_signed_too() -> None:
+    with told(lambda frames: [say.seal(FINE, heard(frames), None)]) as endpoint:
+        with pytest.raises(AtlasError) as refusal:
+            ask(endpoint, QUESTION, secret=b"s", deadline=time.monotonic() + 10)
+        assert refusal.value.code is Code.BAD_SIGNATURE
