@@ -1,20 +1,17 @@
-"""What the tests of wires share: guarded pools, two small transports, and who must hold what.
+"""What the tests of wires share: guarded pools, a small transport, and who must hold what.
 
-`Local` moves bytes inside one process and `Mapped` between processes of one machine, both
-byte range by byte range; `around` lets a test slow a transport down, spoil it or stop it.
+`Local` moves bytes inside one process, range by range; `around` lets a test slow it down,
+spoil it or stop it.
 """
 
 from __future__ import annotations
 
 import ctypes
-import mmap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -37,28 +34,21 @@ def as_it_is(act: Callable[[], Handle], copies: Sequence[Copy]) -> Handle:
 
 
 class Buffers:
-    """The pools of a rank, each between guard bytes, in memory or in files that can be mapped."""
+    """The pools of a rank, each between guard bytes."""
 
-    def __init__(self, made: Plan, rank: int, *, seed: int = 0, folder: Path | None = None) -> None:
+    def __init__(self, made: Plan, rank: int, *, seed: int = 0) -> None:
         rng = np.random.default_rng((seed, rank))
-        self.files: dict[int, tuple[str, int]] = {}
-        self.whole: Pools = {}
-        for pool in made.pools:
-            if pool.stage == rank // made.tp:
-                self.whole[pool.index] = self._room(pool.index, pool.nbytes + 3 * GUARD, folder)
+        self.whole: Pools = {
+            pool.index: np.empty(pool.nbytes + 3 * GUARD, dtype=np.uint8)
+            for pool in made.pools
+            if pool.stage == rank // made.tp
+        }
         self.first = {i: GUARD + -b.ctypes.data % GUARD for i, b in self.whole.items()}
-        for whole in self.whole.values():
-            whole[:] = rng.integers(0, 256, whole.size, dtype=np.uint8)
         self.sizes = {p.index: p.nbytes for p in made.pools if p.index in self.whole}
+        for index, whole in self.whole.items():
+            whole[:] = 0xA5
+            self.pools[index][:] = rng.integers(0, 256, self.sizes[index], dtype=np.uint8)
         self.before = self.copy()
-
-    def _room(self, index: int, nbytes: int, folder: Path | None) -> Bytes:
-        if folder is None:
-            return np.empty(nbytes, dtype=np.uint8)
-        path = folder / f"pool-{time.monotonic_ns()}-{index}"
-        path.write_bytes(bytes(nbytes))
-        self.files[index] = (str(path), nbytes)
-        return _mapped(str(path))
 
     @property
     def memory(self) -> dict[int, Memory]:
@@ -76,11 +66,6 @@ class Buffers:
     def assert_untouched(self) -> None:
         for index, whole in self.whole.items():
             assert np.array_equal(whole, self.before[index]), f"pool {index} has changed"
-
-
-def _mapped(path: str) -> Bytes:
-    with Path(path).open("r+b") as file:
-        return np.frombuffer(mmap.mmap(file.fileno(), 0), dtype=np.uint8)
 
 
 class LocalLink(Link):
@@ -136,30 +121,6 @@ class Local(Transport):
         return link
 
 
-class Mapped(Local):
-    """A transport between processes of one machine: pools are files that the other end maps."""
-
-    name = "mapped"
-
-    def __init__(self, around: Around = as_it_is) -> None:
-        super().__init__(around)
-        self.files: dict[int, tuple[str, int, int]] = {}
-
-    def publish(self) -> bytes:
-        return msgspec.msgpack.encode(self.files)
-
-    def connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link:
-        there = msgspec.msgpack.decode(metadata, type=dict[int, tuple[str, int, int]])
-        mapped = {index: _mapped(path) for index, (path, _, _) in there.items()}
-        at = {
-            index: Memory(room.ctypes.data + there[index][1], there[index][2])
-            for index, room in mapped.items()
-        }
-        link = super().connect(metadata, {index: at[index] for index in memory if index in at})
-        link.keep = mapped  # type: ignore[attr-defined]
-        return link
-
-
 def small(name: str, tokens: int = 64, **given: Any) -> Plan:
     """A plan of a small model."""
     given = {"memory": "2MiB", "max_len": tokens, "in_flight": 0} | given
@@ -169,7 +130,16 @@ def small(name: str, tokens: int = 64, **given: Any) -> Plan:
 class End:
     """All ranks of a plan as nodes of this process, with the request that they hold."""
 
-    def __init__(self, made: Plan, tokens: int, *, seed: int = 0, **given: Any) -> None:
+    def __init__(
+        self,
+        made: Plan,
+        tokens: int,
+        *,
+        seed: int = 0,
+        listen: Sequence[str] | None = None,
+        **given: Any,
+    ) -> None:
+        listen = listen or ["tcp://127.0.0.1:0"] * (made.tp * made.pp)
         self.plan = made
         self.tokens = tokens
         self.blocks = scattered(made, tokens)
@@ -182,6 +152,7 @@ class End:
                 rank=rank,
                 memory=buffers.memory,
                 transport=Local(lambda act, copies: self.arounds(act, copies)),
+                listen=listen[rank],
                 **{"piece": 4096, "slots": 4, "name": f"end-{seed}"} | given,
             )
             for rank, buffers in enumerate(self.buffers)

@@ -156,19 +156,21 @@ def test_the_corpus_is_what_its_script_makes(tmp_path: Path, monkeypatch: Any) -
 def test_ends_that_share_no_secret_refuse_each_other(ours: bytes | None, theirs: Any) -> None:
     source = End(small("dense"), 50, secret=ours)
     target = End(small("dense"), 50, secret=theirs)
-    with ends(source, target):
-        with pytest.raises(AtlasError) as refusal:
-            Session(target.nodes[0], source.endpoints, seconds=5)
-        assert refusal.value.code is Code.BAD_SIGNATURE
+    with ends(source, target), pytest.raises(AtlasError) as refusal:
+        Session(target.nodes[0], source.endpoints, seconds=5)
+    assert refusal.value.code is Code.BAD_SIGNATURE
 
 
 def test_a_message_is_heard_once() -> None:
-    with ends(End(small("dense"), 50, secret=b"s")) as (source,):
-        with Raw(source.endpoints[0], b"s") as raw:
-            frames = say.seal(greeting(), say.new_key(), b"s")
-            assert isinstance(raw.tell(frames), say.Welcome)
-            for _ in range(2):
-                assert code_of(raw.tell(frames)) == "bad_handshake"
+    with ends(End(small("dense"), 50, secret=b"s")) as (source,), Raw(*of(source)) as raw:
+        frames = say.seal(greeting(), say.new_key(), b"s")
+        assert isinstance(raw.tell(frames), say.Welcome)
+        for _ in range(2):
+            assert code_of(raw.tell(frames)) == "bad_handshake"
+
+
+def of(source: End) -> tuple[str, bytes | None]:
+    return source.endpoints[0], source.nodes[0].secret
 
 
 def test_a_message_that_is_not_signed_is_not_remembered() -> None:
@@ -272,11 +274,11 @@ def test_a_piece_lies_in_a_slot_of_the_lease(attacked: Attacked) -> None:
         (0, 10, free), (0, 10, 1024), (0, 4097, slot), (10, 0, slot), (0, 2**62, slot),
         (2**62, 0, slot),
     ):  # fmt: skip
-        question = say.Gather(session=session, lease=opened.lease, start=start, stop=stop, slot=into)
+        question = say.Gather(
+            session=session, lease=opened.lease, start=start, stop=stop, slot=into
+        )
         assert code_of(attacked.raw.ask(question)) == "bad_handshake"
-    far = say.Gather(
-        session=session, lease=opened.lease, start=2**61, stop=2**61 + 4096, slot=slot
-    )
+    far = say.Gather(session=session, lease=opened.lease, start=2**61, stop=2**61 + 4096, slot=slot)
     assert code_of(attacked.raw.ask(far)) == "fine", "nothing is there, so nothing is gathered"
     assert np.array_equal(attacked.node.staging, before)
     attacked.raw.ask(say.Close(session=session, lease=opened.lease, whole=False))

@@ -216,13 +216,13 @@ def test_absurd_times_change_nothing(both: tuple[End, End], kind: type, seconds:
 
 def test_a_renewal_that_is_none_ends_a_stream(both: tuple[End, End]) -> None:
     source, target = both
-    with liar(source, instead(say.Renew, say.Summed(sums=b""))) as endpoint:
-        with Session(target.nodes[0], [endpoint]) as session:
-            transfer = session.pull("r", dst_blocks=target.blocks, tokens=50, streamed=True)
-            with pytest.raises(AtlasError) as refusal:
-                transfer.wait(10)
-            assert refusal.value.code is Code.BAD_HANDSHAKE
-            assert transfer.layers == set()
+    twist = instead(say.Renew, say.Summed(sums=b""))
+    with liar(source, twist) as endpoint, Session(target.nodes[0], [endpoint]) as session:
+        transfer = session.pull("r", dst_blocks=target.blocks, tokens=50, streamed=True)
+        with pytest.raises(AtlasError) as refusal:
+            transfer.wait(10)
+        assert refusal.value.code is Code.BAD_HANDSHAKE
+        assert transfer.layers == set()
 
 
 # -- below messages -----------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,15 @@ from kvatlas.route import Costs, route
 from kvatlas.wire import Memory, Node, Session
 from tests.plan.models import SMALL
 from tests.wire.helpers import (
-    Buffers, End, Local, assert_arrived, ends, expected, pull_all, small, until,
+    Buffers,
+    End,
+    Local,
+    assert_arrived,
+    ends,
+    expected,
+    pull_all,
+    small,
+    until,
 )  # fmt: skip
 
 PAIRS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
@@ -117,7 +126,7 @@ def test_layers_arrive_one_after_the_other(
                     seen.append(transfer.layers)
                 transfer.wait(10)
                 assert transfer.layers == set(target.plan.layers)
-                assert all(one <= two for one, two in zip(seen, seen[1:], strict=False))
+                assert all(one <= two for one, two in pairwise(seen))
             assert_arrived(source, target, node.rank)
             seen.clear()
         source.assert_idle()

@@ -25,7 +25,6 @@ from kvatlas.route.request import Request
 from kvatlas.route.sides import Side
 from kvatlas.route.tokens import reach_of
 
-
 _SHEETS = 4096
 """Pairs of ranks, and choices of layers, that a route keeps compiled; the oldest go first."""
 

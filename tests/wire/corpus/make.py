@@ -193,7 +193,7 @@ def plans() -> dict[str, tuple[str, list[bytes]]]:
         "unknown_hash": ("send_plan", sealed(hello(plan_hash=bytes(32)) | {"plan": None})),
         "other_hash": ("bad_handshake", sealed(hello(plan_hash=bytes(32)))),
         "other_model": ("unlike_models", sealed(hello(other))),
-        "other_models_fingerprint": ("bad_handshake", sealed(hello(fingerprint=fingerprint(other)))),
+        "models_mixed_up": ("bad_handshake", sealed(hello(fingerprint=fingerprint(other)))),
         "empty_plan": ("bad_handshake", sealed(hello(plan=b""))),
         "plan_is_no_json": ("bad_handshake", sealed(hello(plan=b"\x80\x04pickle"))),
         "plan_cut": ("bad_handshake", sealed(hello(plan=small("dense").to_json()[:-9]))),
