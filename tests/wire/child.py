@@ -1,17 +1,18 @@
-"""A process with one rank of a plan, told what to do line by line, so that it can be killed.
+"""A process with one rank of a plan, told what to do, so that it can be killed.
 
-`python -m tests.wire.child` reads one JSON object a line and answers each with one; what a
-transport prints besides is told apart by a mark. `Child` is the other end of that.
+Processes are forked from a server that has imported what they need and nothing has run in,
+so that a test can afford many. `Child` is the side of whoever tells them what to do.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
+import time
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,10 @@ from kvatlas.wire import moving as kvatlas_moving
 from kvatlas.wire.node import pools_for
 from kvatlas.wire.transports import make
 
-MARK = "child says "
+HAS_NIXL = importlib.util.find_spec("nixl") is not None
+_FORKED = get_context("forkserver")
+_FORKED.set_forkserver_preload(["tests.wire.child", *["nixl._api"] * HAS_NIXL])
+
 TOKENS = 500
 PIECE, SLOTS = 8192, 4
 Json = dict[str, Any]
@@ -77,14 +81,10 @@ def answer(rank: Rank, asked: Json) -> Json:
         case "expect":
             source = Plan.from_json(about.pop("source").encode())
             rank.node.expect(blocks=rank.blocks, tokens=TOKENS, source=source, **about)
-        case "ready":
-            return {"ready": rank.node.expected[about["request"]].ready.is_set()}
         case "move":
             return moved(rank, **about)
         case "state":
             return rank.state() | {"released": rank.released}
-        case "bytes":
-            return {"bytes": {i: pool.tobytes().hex() for i, pool in rank.pools.items()}}
     return {}
 
 
@@ -101,48 +101,52 @@ def moved(rank: Rank, way: str, endpoints: list[str], **about: Any) -> Json:
     return {"code": "ok"}
 
 
-def main() -> None:
-    rank: Rank | None = None
-    for line in sys.stdin:
-        asked = json.loads(line)
-        if rank is None:
-            batch = asked.pop("batch", None)
-            if batch is not None:
-                kvatlas_moving._BATCH = batch
-            rank = Rank(Plan.from_json(asked.pop("plan").encode()), **asked)
-            said: Json = {"endpoint": rank.node.endpoint}
-        else:
-            said = answer(rank, asked)
-        print(MARK + json.dumps(said), flush=True)
-    if rank is not None:
-        rank.close()
+def slow_down(seconds: float) -> None:
+    """Let every operation of the transport take longer, so that there is time to strike."""
+    wait = kvatlas_moving.Moving._wait
+
+    def slowly(moving: kvatlas_moving.Moving, handle: Any) -> None:
+        time.sleep(seconds)
+        wait(moving, handle)
+
+    if seconds:
+        kvatlas_moving.Moving._wait = slowly  # type: ignore[method-assign]
+
+
+def main(told: Connection) -> None:
+    """Be one rank until nobody tells it anything any more."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    asked = json.loads(told.recv_bytes())
+    kvatlas_moving._BATCH = asked.pop("batch", kvatlas_moving._BATCH)
+    slow_down(asked.pop("slow", 0.0))
+    rank = Rank(Plan.from_json(asked.pop("plan").encode()), **asked)
+    said: Json = {"endpoint": rank.node.endpoint}
+    while True:
+        try:
+            told.send_bytes(json.dumps(said).encode())
+            asked = json.loads(told.recv_bytes())
+        except (EOFError, BrokenPipeError):
+            return rank.close()
+        said = answer(rank, asked)
 
 
 class Child:
     """The process, from the side of whoever tells it what to do."""
 
     def __init__(self) -> None:
-        root = Path(__file__).parents[2]
-        paths = [str(root / "src"), str(root), os.environ.get("PYTHONPATH", "")]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.wire.child"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+        self._pipe, far = _FORKED.Pipe()
+        self.process = _FORKED.Process(target=main, args=(far,), daemon=True)
+        self.process.start()
+        far.close()
         self.endpoint = ""
 
     def tell(self, asked: Json) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(asked) + "\n")
-        self.process.stdin.flush()
+        self._pipe.send_bytes(json.dumps(asked).encode())
 
     def heard(self) -> Json:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith(MARK):
-                said: Json = json.loads(line.removeprefix(MARK))
-                return said
-        raise EOFError("the child is gone")
+        assert self._pipe.poll(30), "the child says nothing"
+        said: Json = json.loads(self._pipe.recv_bytes())
+        return said
 
     def start(self, plan: Plan, transport: str, seed: int, rank: int = 0, **given: Any) -> Child:
         self.tell(
@@ -157,25 +161,22 @@ class Child:
         return self.heard()
 
     def signal(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
 
     def kill(self) -> None:
         """As if the machine had gone: nothing is said or given back."""
         self.process.kill()
-        self.process.wait()
+        self.process.join()
 
     def close(self) -> None:
-        """Let it end by itself; it must."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.close()
-        try:
-            assert self.process.wait(10) in (0, -signal.SIGKILL)
-        finally:
-            self.process.kill()
-            self.process.wait()
-            self.process.stdout.close()
-
-
-if __name__ == "__main__":
-    main()
+        """Let it end by itself; it must, unless it was killed."""
+        self._pipe.close()
+        if self.process.is_alive():
+            self.signal(signal.SIGCONT)
+        self.process.join(15)
+        code = self.process.exitcode
+        self.process.kill()
+        self.process.join()
+        self.process.close()
+        assert code in (0, -signal.SIGKILL), f"the child did not end by itself: {code}"
