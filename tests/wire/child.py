@@ -110,7 +110,7 @@ def slow_down(seconds: float) -> None:
         wait(moving, handle)
 
     if seconds:
-        kvatlas_moving.Moving._wait = slowly  # type: ignore[method-assign]
+        kvatlas_moving.Moving._wait = slowly  # type: ignore[method-assign, assignment]
 
 
 def main(told: Connection) -> None:

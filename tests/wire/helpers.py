@@ -20,6 +20,8 @@ from kvatlas.route import Copy, route, scattered
 from kvatlas.wire import Handle, Link, Memory, Node, Session, Transport
 from kvatlas.wire.transport import Done
 from tests.plan.models import SMALL
+from tests.route import oracle
+from tests.route.oracle import Move
 
 GUARD = 64
 Bytes = NDArray[np.uint8]
@@ -58,7 +60,11 @@ class Buffers:
 
     @property
     def pools(self) -> Pools:
-        return {i: b[self.first[i] :][: self.sizes[i]] for i, b in self.whole.items()}
+        return self.pools_of(self.whole)
+
+    def pools_of(self, whole: Pools) -> Pools:
+        """The pools alone, of all that is there or was there."""
+        return {i: b[self.first[i] :][: self.sizes[i]] for i, b in whole.items()}
 
     def copy(self) -> Pools:
         return {index: whole.copy() for index, whole in self.whole.items()}
@@ -123,8 +129,8 @@ class Local(Transport):
 
 def small(name: str, tokens: int = 64, **given: Any) -> Plan:
     """A plan of a small model."""
-    given = {"memory": "2MiB", "max_len": tokens, "in_flight": 0} | given
-    return plan(SMALL[name], **given)
+    about: dict[str, Any] = {"memory": "2MiB", "max_len": tokens, "in_flight": 0}
+    return plan(SMALL[name], **about | given)
 
 
 class End:
@@ -139,6 +145,7 @@ class End:
         listen: Sequence[str] | None = None,
         **given: Any,
     ) -> None:
+        about: dict[str, Any] = {"piece": 4096, "slots": 4, "name": f"end-{seed}"}
         listen = listen or ["tcp://127.0.0.1:0"] * (made.tp * made.pp)
         self.plan = made
         self.tokens = tokens
@@ -153,7 +160,7 @@ class End:
                 memory=buffers.memory,
                 transport=Local(lambda act, copies: self.arounds(act, copies)),
                 listen=listen[rank],
-                **{"piece": 4096, "slots": 4, "name": f"end-{seed}"} | given,
+                **about | given,
             )
             for rank, buffers in enumerate(self.buffers)
         ]
@@ -218,6 +225,31 @@ def assert_arrived(src: End, dst: End, rank: int, **about: Any) -> None:
         assert not wrong.size, f"rank {rank}, pool {index}: bytes {wrong[:8]} are wrong"
     for buffers in src.buffers:
         buffers.assert_untouched()
+
+
+def fill_by_oracle(src: End, dst: End) -> Move:
+    """Give the source the values that brute force knows; what is to move between the two."""
+    rng = np.random.default_rng(5)
+    whole = (0, src.tokens)
+    move = Move(src.plan, dst.plan, src.blocks, dst.blocks, whole)
+    for rank, memory in oracle.fill(move, rng).items():
+        for index, pool in memory.pools.items():
+            src.buffers[rank].pools[index][:] = pool
+        src.buffers[rank].before = src.buffers[rank].copy()
+    return move
+
+
+def assert_by_oracle(move: Move, dst: End, rank: int) -> None:
+    """Every element is where it belongs, found without any route."""
+    buffers = dst.buffers[rank]
+    now, before = buffers.pools, buffers.pools_of(buffers.before)
+    poison = oracle.Memory(move.dst, rank, np.random.default_rng(6))
+    for index, pool in poison.pools.items():
+        pool[:] = before[index]
+    right, arrived = oracle.expected(move, rank, poison)
+    assert any(mask.any() for mask in arrived.values())
+    for index, pool in right.pools.items():
+        assert np.array_equal(now[index], pool)
 
 
 def pull_all(src: End, dst: End, request: str, **about: Any) -> None:

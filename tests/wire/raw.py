@@ -16,7 +16,7 @@ class Raw:
 
     def __init__(self, endpoint: str, secret: bytes | None = None) -> None:
         self.secret = secret
-        self._socket = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket: Any = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.connect(endpoint)
 

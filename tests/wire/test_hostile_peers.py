@@ -390,7 +390,7 @@ def test_a_peer_that_never_listens_fills_no_memory(attacked: Attacked) -> None:
     gc.collect()
     before = resident()
     text = b"", bytes(16) + bytes(1 << 20)
-    sockets = [zmq.Context.instance().socket(zmq.DEALER) for _ in range(4)]
+    sockets: list[Any] = [zmq.Context.instance().socket(zmq.DEALER) for _ in range(4)]
     sent = 0
     try:
         for socket in sockets:

@@ -43,7 +43,7 @@ def liar(source: End, twist: Twist) -> Iterator[str]:
 @contextmanager
 def told(answer: Callable[[list[bytes]], list[list[bytes]]]) -> Iterator[str]:
     """An endpoint that answers frames with frames."""
-    socket = zmq.Context.instance().socket(zmq.ROUTER)
+    socket: Any = zmq.Context.instance().socket(zmq.ROUTER)
     socket.setsockopt(zmq.LINGER, 0)
     port = socket.bind_to_random_port("tcp://127.0.0.1")
     over = threading.Event()
@@ -96,7 +96,7 @@ def offer_anew(source: End) -> None:
     source.nodes[0].offer("r", source.blocks, 50, seconds=600)
 
 
-def of(kind: type, **changed: Any) -> Twist:
+def of(kind: Any, **changed: Any) -> Twist:
     """Change some fields of one kind of answer."""
 
     def twist(question: Any, answer: Any) -> Any:

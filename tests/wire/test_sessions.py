@@ -14,14 +14,17 @@ from kvatlas import AtlasError
 from kvatlas.errors import Code
 from kvatlas.route import Costs, route
 from kvatlas.wire import Memory, Node, Session
+from kvatlas.wire.moving import How
 from tests.plan.models import SMALL
 from tests.wire.helpers import (
     Buffers,
     End,
     Local,
     assert_arrived,
+    assert_by_oracle,
     ends,
     expected,
+    fill_by_oracle,
     pull_all,
     small,
     until,
@@ -67,30 +70,29 @@ def test_a_pull_delivers_every_byte_and_no_other(
     name: str, src: dict[str, Any], dst: dict[str, Any], how: str
 ) -> None:
     with ends(*two_ends(name, src, dst)) as (source, target):
+        move = fill_by_oracle(source, target)
         source.offer("r")
         pull_all(source, target, "r", how=how, checksums=True)
-        assert source.released == [(rank, "r", "read") for _, rank in sorted(released(source))]
-        assert {rank for rank, _, _ in source.released} == readers(source, target)
+        for node in target.nodes:
+            assert_by_oracle(move, target, node.rank)
+        assert sorted(source.released) == [(rank, "r", "read") for rank in readers(source, target)]
         source.assert_idle()
         target.assert_idle()
 
 
-def released(end: End) -> list[tuple[int, int]]:
-    return [(at, rank) for at, (rank, _, _) in enumerate(end.released)]
-
-
-def readers(source: End, target: End) -> set[int]:
+def readers(source: End, target: End) -> list[int]:
     """Ranks that someone reads: only they learn that all was read."""
     way = route(source.plan, target.plan)
-    return {rank for node in target.nodes for rank in way.sources(node.rank)}
+    return sorted({rank for node in target.nodes for rank in way.sources(node.rank)})
 
 
 @pytest.mark.parametrize(("name", "src", "dst"), PAIRS)
 @pytest.mark.parametrize("how", ["direct", "staged"])
 def test_a_push_delivers_every_byte_and_no_other(
-    name: str, src: dict[str, Any], dst: dict[str, Any], how: str
+    name: str, src: dict[str, Any], dst: dict[str, Any], how: How
 ) -> None:
     with ends(*two_ends(name, src, dst, secret=b"between us")) as (source, target):
+        move = fill_by_oracle(source, target)
         waiting = [
             node.expect("r", target.blocks, target.tokens, source=source.plan)
             for node in target.nodes
@@ -105,6 +107,7 @@ def test_a_push_delivers_every_byte_and_no_other(
         assert all(one.ready.is_set() for one in waiting)
         for node in target.nodes:
             assert_arrived(source, target, node.rank)
+            assert_by_oracle(move, target, node.rank)
         source.assert_idle()
         target.assert_idle()
 
