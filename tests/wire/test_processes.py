@@ -6,182 +6,30 @@ every byte, and leaves no lease, no slot and no registration; the next one works
 
 from __future__ import annotations
 
-import random
 import signal
-import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import settings
 
-from kvatlas import AtlasError
-from kvatlas.route import route, scattered
-from kvatlas.wire import Session, Transfer
+from kvatlas.wire import Session
 from kvatlas.wire.moving import Moving
-from tests.wire.child import HAS_NIXL, SLOTS, TOKENS, Child, Rank, noise
+from tests.wire.child import TOKENS
 from tests.wire.helpers import small, until
-
-DEEP = settings().max_examples >= 10_000
-POINTS = 1000 if DEEP else 10
-"""Moments at which something is killed, over all transports."""
-SECONDS = 3.0
-SLACK = 4.0
-"""Seconds past its deadline after which a transfer counts as hanging: the machine may be busy."""
-
-SOURCE = small("dense", 512, layout="LBNHC", memory="4MiB")
-TARGET = small("dense", 512, layout="BHLNC", block_size=32, memory="4MiB")
-SMALL_BATCH = 32 << 10
-
-TRANSPORTS = ["shm", *["nixl"] * HAS_NIXL]
-over = pytest.mark.parametrize("here", TRANSPORTS, indirect=True, scope="module")
-"""Over every transport."""
-mostly = pytest.mark.parametrize(
-    "here", TRANSPORTS if DEEP else ["shm"], indirect=True, scope="module"
+from tests.wire.processes import (
+    LOST,
+    SECONDS,
+    SLACK,
+    SOURCE,
+    Children,
+    Here,
+    Slow,
+    mostly,
+    outcome,
+    over,
+    works,
 )
-"""Over one, and over the others where there is time: what happens is above transports."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def small_batches() -> Iterator[None]:
-    """Many operations a transfer, so that there is something to interrupt."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvatlas.wire.moving._BATCH", SMALL_BATCH)
-        yield
-
-
-class Children:
-    """Processes to be killed; the next one always starts beside the test."""
-
-    def __init__(self) -> None:
-        self.spare = Child()
-        self.used: list[Child] = []
-
-    def take(self, plan: Any, transport: str, seed: int, **given: Any) -> Child:
-        child, self.spare = self.spare, Child()
-        self.used.append(child)
-        return child.start(plan, transport, seed, batch=SMALL_BATCH, **given)
-
-    def end(self) -> None:
-        """All that were used, some of which may be stopped or dead."""
-        used, self.used = self.used, []
-        for child in used:
-            child.close()
-
-
-@pytest.fixture(scope="module")
-def spares() -> Iterator[Children]:
-    made = Children()
-    yield made
-    made.end()
-    made.spare.kill()
-    made.spare.close()
-
-
-@pytest.fixture
-def children(spares: Children) -> Iterator[Children]:
-    yield spares
-    spares.end()
-
-
-class Here:
-    """The rank of this process, and what is right for it."""
-
-    def __init__(self, transport: str, plan: Any) -> None:
-        self.transport = transport
-        self.rank = Rank(plan, 0, transport, seed=7, name="here")
-        self.node, self.blocks = self.rank.node, self.rank.blocks
-        self.clean = {index: pool.copy() for index, pool in self.rank.pools.items()}
-        self.idle = self.rank.state()
-
-    def pull(self, session: Session, request: str = "r", **about: Any) -> Transfer:
-        about = {"seconds": SECONDS} | about
-        return session.pull(request, dst_blocks=self.blocks, tokens=TOKENS, **about)
-
-    def wipe(self) -> None:
-        for index, pool in self.rank.pools.items():
-            pool[:] = self.clean[index]
-
-    def assert_has(self, source: Any, seed: int) -> None:
-        """Every byte of a source plan's request is here, and nothing else has changed."""
-        right = {index: pool.copy() for index, pool in self.clean.items()}
-        carry(source, self.node.plan, right, seed)
-        for index, pool in self.rank.pools.items():
-            assert np.array_equal(pool, right[index])
-
-    def settled(self, seconds: float = SECONDS + SLACK) -> None:
-        """Nothing is lent to anyone any more, and as much is registered as at first."""
-        until(lambda: self.rank.state() == self.idle, seconds)
-
-
-def carry(source: Any, target: Any, into: dict[int, Any], seed: int) -> None:
-    """A request as the route says, from bytes that are made again here."""
-    way = route(source, target)
-    for rank in way.sources(0):
-        there = {p.index: noise(p.nbytes, seed, rank, p.index) for p in source.pools}
-        for copy in way.bind(
-            src_rank=rank, dst_rank=0, src_blocks=scattered(source, TOKENS),
-            dst_blocks=scattered(target, TOKENS), tokens=TOKENS,
-        ).copies:  # fmt: skip
-            for a, b, n in zip(copy.src, copy.dst, copy.length, strict=True):
-                into[copy.dst_pool][b : b + n] = there[copy.src_pool][a : a + n]
-
-
-@pytest.fixture(scope="module")
-def here(request: pytest.FixtureRequest) -> Iterator[Here]:
-    """One node for all that happens over a transport: what leaks, adds up."""
-    made = Here(request.param, TARGET)
-    yield made
-    made.settled()
-    made.rank.close()
-
-
-def outcome(transfer: Transfer, begun: float) -> str:
-    """How it ended, which it must in time."""
-    try:
-        transfer.wait(begun + SECONDS + SLACK - time.monotonic())
-    except AtlasError as refused:
-        assert transfer.done, "it hangs"
-        assert not transfer.ready
-        return str(refused.code)
-    return "ok"
-
-
-def works(here: Here, child: Child, plan: Any = SOURCE, seed: int = 1) -> None:
-    """A transfer after all that: right to the byte, and nothing is left of it."""
-    here.wipe()
-    child.ask("offer", request="next")
-    with Session(here.node, [child.endpoint]) as session:
-        here.pull(session, "next", seconds=20, checksums=True).wait(20)
-    here.assert_has(plan, seed)
-    here.settled()
-    state = child.ask("state")
-    assert (state["leases"], state["slots"]) == (0, SLOTS)
-    assert ["next", "read"] in state["released"]
-
-
-LOST = {"deadline", "peer_lost", "wire_failed"}
-
-
-class Slow:
-    """Makes this node's operations take longer, and says when the n-th has begun."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float, number: int = 1) -> None:
-        self.reached = threading.Event()
-        self.left = number
-        wait = Moving._wait
-
-        def slowly(moving: Moving, handle: Any) -> None:
-            self.left -= 1
-            if self.left <= 0:
-                self.reached.set()
-            time.sleep(seconds)
-            wait(moving, handle)
-
-        monkeypatch.setattr(Moving, "_wait", slowly)
-
 
 # -- the source -----------------------------------------------------------------------------
 
@@ -434,64 +282,3 @@ def test_the_source_of_a_push_is_killed(here: Here, children: Children, how: str
     here.assert_has(SOURCE, 1)
     here.node.forget("pushed")
     here.settled()
-
-
-# -- any moment -----------------------------------------------------------------------------
-
-
-@over
-@pytest.mark.parametrize("point", range(POINTS // len(TRANSPORTS)))
-def test_killed_at_any_moment(here: Here, children: Children, point: int) -> None:
-    """A transfer of some kind, and the other process dies at some moment of it."""
-    rng = random.Random(f"{point} {here.transport}")  # noqa: S311
-    way = rng.choice(["pull", "push", "pulled", "pushed"])
-    how = rng.choice(["direct", "staged", "auto"])
-    checksums, stop = rng.random() < 0.3, rng.random() < 0.2
-    moment = rng.random() ** 2 * (0.12 if how == "staged" else 0.03)
-    child = children.take(SOURCE, here.transport, 1, name="other")
-    here.wipe()
-    about: dict[str, Any] = {"how": how, "seconds": 1.0, "checksums": checksums}
-    there = about | {"endpoints": [here.node.endpoint], "request": "r"}
-
-    def strike() -> None:
-        time.sleep(moment)
-        child.signal(signal.SIGSTOP if stop else signal.SIGKILL)
-
-    striking = threading.Thread(target=strike)
-    if way in ("pull", "push"):
-        if way == "pull":
-            child.ask("offer", request="r")
-        else:
-            child.ask("expect", request="r", source=TARGET.to_json().decode())
-        with Session(here.node, [child.endpoint]) as session:
-            begun = time.monotonic()
-            if way == "pull":
-                transfer = here.pull(session, **about)
-            else:
-                transfer = session.push("r", src_blocks=here.blocks, tokens=TOKENS, **about)
-            striking.start()
-            said = outcome(transfer, begun)
-        if way == "pull" and said == "ok":
-            here.assert_has(SOURCE, 1)
-        assert said in LOST | {"ok", "lease_expired", "unknown_session"}
-    else:
-        if way == "pulled":
-            here.rank.offer("r")
-        else:
-            expected = here.node.expect("r", here.blocks, TOKENS, source=SOURCE)
-        child.tell({"do": "move", "about": there | {"way": way.removesuffix("ed")}})
-        until(lambda: here.node.metrics.values["messages"] > 0)
-        striking.start()
-        striking.join()
-        here.settled()
-        if way == "pushed":
-            if expected.ready.is_set():
-                here.assert_has(SOURCE, 1)
-            here.node.forget("r")
-        else:
-            here.node.withdraw("r")
-            assert [why for _, why in here.rank.released] in (["withdrawn"], ["read"])
-            here.rank.released.clear()
-    striking.join()
-    here.settled()
-    works(here, children.take(SOURCE, here.transport, 1, name="other"))

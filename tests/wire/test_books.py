@@ -1,0 +1,226 @@
+"""Leases, transfers and metrics by themselves, in every order of events."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvatlas import AtlasError
+from kvatlas.errors import Code
+from kvatlas.route import Copy
+from kvatlas.wire import Metrics, Transfer
+from kvatlas.wire.leases import Leases
+from kvatlas.wire.transport import Done, Handle
+
+KEY = bytes(range(16))
+REFUSAL = AtlasError(Code.PEER_LOST, "rule", got="got", hint="hint")
+
+# -- leases -------------------------------------------------------------------------------
+
+
+def lease_of(leases: Leases, seconds: float = 60.0, **about: Any) -> Any:
+    given: dict[str, Any] = {
+        "session": KEY, "request": "r", "way": "pull", "peer_rank": 0, "whole": True,
+        "copies": (), "slots": (),
+    }  # fmt: skip
+    return leases.add(seconds, **given | about)
+
+
+def test_a_lease_is_found_by_its_own_session_while_it_is_held() -> None:
+    ended: list[Any] = []
+    leases = Leases(ended.append)
+    held, over = lease_of(leases), lease_of(leases, 0.0)
+    assert leases.find(held.key, KEY) is held
+    for key, session in ((held.key, bytes(16)), (over.key, KEY), (bytes(16), KEY)):
+        with pytest.raises(AtlasError) as refusal:
+            leases.find(key, session)
+        assert refusal.value.code is Code.LEASE_EXPIRED
+    leases.sweep()
+    assert ended == [over]
+    leases.renew(held, 0.0)
+    assert held.left > 50
+    leases.drop(held)
+    leases.drop(held)
+    assert ended == [over, held]
+    assert len(leases) == 0
+
+
+def test_leases_of_a_request_end_one_way_only() -> None:
+    leases = Leases(lambda _: None)
+    pull, push, other = lease_of(leases), lease_of(leases, way="push"), lease_of(leases, request="")
+    leases.drop_request("r", "pull")
+    assert {one.key for one in leases._open.values()} == {push.key, other.key}
+    assert pull.key not in leases._open
+    leases.drop_all({bytes(16)})
+    assert len(leases) == 2
+    leases.drop_all({KEY})
+    assert len(leases) == 0
+
+
+def test_leases_are_bounded_in_number_and_in_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvatlas.wire.leases._MOST", 3)
+    monkeypatch.setattr("kvatlas.wire.leases._MOST_RUNS", 10)
+    leases = Leases(lambda _: None)
+    six = (Copy(0, 0, *[np.arange(6)] * 3),)
+    first = lease_of(leases, copies=six)
+    with pytest.raises(AtlasError) as refusal:
+        lease_of(leases, copies=six)
+    assert refusal.value.code is Code.TOO_MANY
+    leases.drop(first)
+    for _ in range(3):
+        lease_of(leases)
+    with pytest.raises(AtlasError) as refusal:
+        lease_of(leases)
+    assert refusal.value.code is Code.TOO_MANY
+
+
+def test_a_lease_does_not_end_while_bytes_are_copied_for_it() -> None:
+    ended = threading.Event()
+    leases = Leases(lambda _: ended.set())
+    lease = lease_of(leases)
+    with lease.guard:
+        ending = threading.Thread(target=leases.drop, args=(lease,))
+        ending.start()
+        assert not ended.wait(0.05)
+        with pytest.raises(AtlasError):
+            leases.find(lease.key, KEY)
+    ending.join(5)
+    assert ended.is_set()
+
+
+# -- transfers ----------------------------------------------------------------------------
+
+STEPS = ["ok", "fail", "cancelled"]
+
+
+@pytest.mark.parametrize("outcome", list(itertools.product(STEPS, repeat=3)))
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_a_transfer_is_ready_exactly_when_every_rank_has_delivered(
+    outcome: tuple[str, ...], order: tuple[int, ...]
+) -> None:
+    transfer = Transfer("r", (4, 5, 6), 30)
+    called_off = AtlasError(Code.CANCELLED, "rule", got="got", hint="hint")
+    failed = False
+    for step, rank in enumerate(order):
+        assert not transfer.done
+        assert not transfer.ready
+        if outcome[rank] == "ok":
+            transfer.add(4 + rank, 10)
+            transfer.finished(4 + rank)
+        else:
+            transfer.failed(4 + rank, REFUSAL if outcome[rank] == "fail" else called_off)
+            failed = True
+        assert transfer.done is (step == 2)
+        assert transfer.ready is (step == 2 and not failed)
+        if failed:
+            with pytest.raises(AtlasError) as refusal:
+                transfer.refuse_cancelled()
+            assert refusal.value.code is Code.CANCELLED
+    if failed:
+        with pytest.raises(AtlasError) as refusal:
+            transfer.wait(1)
+        right = Code.PEER_LOST if "fail" in outcome else Code.CANCELLED
+        assert refusal.value.code is right
+    else:
+        assert transfer.wait(1).moved == 30
+
+
+def test_too_few_bytes_are_never_ready() -> None:
+    transfer = Transfer("r", (0, 1), 30)
+    transfer.add(0, 10)
+    transfer.finished(0)
+    transfer.add(1, 10)
+    transfer.finished(1)
+    assert transfer.done
+    assert not transfer.ready
+    with pytest.raises(AtlasError) as refusal:
+        transfer.wait(1)
+    assert refusal.value.code is Code.WIRE_FAILED
+
+
+def test_a_rank_that_starts_over_counts_from_nothing() -> None:
+    transfer = Transfer("r", (0,), 30)
+    transfer.add(0, 20)
+    transfer.layer(0, "a")
+    transfer.again(0)
+    assert (transfer.moved, transfer.layers) == (0, set())
+    transfer.add(0, 30)
+    transfer.finished(0)
+    assert transfer.ready
+
+
+def test_a_transfer_of_no_ranks_is_over_at_once_and_others_wait() -> None:
+    assert Transfer("r", (), 0).wait(0).ready
+    with pytest.raises(AtlasError) as refusal:
+        Transfer("r", (0,), 0).wait(0.01)
+    assert refusal.value.code is Code.DEADLINE
+
+
+def test_layers_are_those_of_every_rank() -> None:
+    transfer = Transfer("r", (0, 1), None)
+    transfer.layer(0, "a")
+    assert transfer.layers == set()
+    transfer.layer(1, "a")
+    transfer.layer(1, "b")
+    assert transfer.layers == {"a"}
+
+
+def test_a_handle_that_never_ends_is_given_up() -> None:
+    class Never(Handle):
+        def poll(self) -> bool:
+            return False
+
+    Done().wait(0.0)
+    with pytest.raises(AtlasError) as refusal:
+        Never().wait(0.0)
+    assert refusal.value.code is Code.DEADLINE
+
+
+# -- metrics and the channel --------------------------------------------------------------
+
+
+def test_metrics_are_what_prometheus_reads() -> None:
+    metrics = Metrics()
+    with ThreadsOf(8) as threads:
+        threads.run(lambda: counted(metrics))
+    with pytest.raises(ValueError, match="x"), metrics.phase("open"):
+        raise ValueError("x")
+    metrics.ended("pull", "ok")
+    metrics.ended("pull", "deadline")
+    assert metrics.values == {"bytes": 12000, "descriptors": 4000}
+    assert metrics.seconds["open"] > 0
+    line = re.compile(r'^(# TYPE \w+ counter|\w+(\{\w+="\w+"(,\w+="\w+")*\})? [0-9.]+)$')
+    text = metrics.prometheus()
+    assert text.endswith("\n")
+    assert all(line.match(one) for one in text.splitlines())
+    assert 'kvatlas_wire_transfers_total{way="pull",outcome="deadline"} 1' in text
+
+
+def counted(metrics: Metrics) -> None:
+    for _ in range(500):
+        metrics.add(bytes=3, descriptors=1)
+
+
+class ThreadsOf:
+    """The same thing in several threads at once."""
+
+    def __init__(self, many: int) -> None:
+        self.many = many
+
+    def __enter__(self) -> ThreadsOf:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def run(self, act: Any) -> None:
+        threads = [threading.Thread(target=act) for _ in range(self.many)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()

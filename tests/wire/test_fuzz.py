@@ -1,0 +1,121 @@
+"""A live node, asked anything: a coded answer each time, within its limits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvatlas.errors import Code
+from kvatlas.wire import messages as say
+from tests.wire.attacked import SECONDS, Attacked, code_of, opening
+from tests.wire.corpus.make import hello, plan_json, sealed
+from tests.wire.helpers import small
+from tests.wire.raw import Clock
+
+LEAVES: st.SearchStrategy[Any] = (
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats()
+    | st.sampled_from([0, 1, -1, 2**31, 2**32, 2**62, 2**63 - 1, 10**9])
+    | st.text(max_size=20) | st.binary(max_size=40)
+)  # fmt: skip
+ANY = st.recursive(
+    LEAVES,
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=20,
+)  # fmt: skip
+FUZZ = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+
+
+def assert_coded(said: Any, clock: Clock) -> None:
+    """An answer, or a refusal that is no defect of the node."""
+    assert said is not None
+    assert code_of(said) != Code.WIRE_FAILED
+    assert clock.seconds < SECONDS
+
+
+@FUZZ
+@given(change=st.tuples(st.sampled_from(sorted(hello())), ANY))
+def test_any_hello_is_answered(attacked: Attacked, change: tuple[str, Any]) -> None:
+    said = hello()
+    said[change[0]] = change[1]
+    with Clock() as clock:
+        answer = attacked.raw.tell([b"", say.new_key() + msgspec.msgpack.encode(said)])
+    assert_coded(answer, clock)
+
+
+def paths(value: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    if way:
+        yield way
+    if isinstance(value, dict | list):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from paths(inner, (*way, key))
+
+
+JSON_ANY = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.text(max_size=8)
+    | st.floats(allow_nan=False, allow_infinity=False),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=5,
+)  # fmt: skip
+HYBRID = plan_json(small("delta hybrid", tp=2))
+DENSE = plan_json(small("dense", tp=2))
+
+
+@FUZZ
+@given(data=st.data())
+def test_any_plan_is_answered(attacked: Attacked, data: st.DataObject) -> None:
+    """Plans with some of their values replaced, their hash right."""
+    made = json.loads(json.dumps(data.draw(st.sampled_from([HYBRID, DENSE]))))
+    for _ in range(data.draw(st.integers(1, 3))):
+        *way, last = data.draw(st.sampled_from(list(paths(made))))
+        inner: Any = made
+        for key in way:
+            inner = inner[key]
+        small_change = isinstance(inner[last], int) and data.draw(st.booleans())
+        near = st.integers(-3, 70) | st.sampled_from([2**31, 2**62, 10**9, 4096])
+        inner[last] = data.draw(near if small_change else JSON_ANY)
+    with Clock() as clock:
+        frames = sealed(hello(plan=json.dumps(made).encode()))
+        answer = attacked.raw.tell([b"", say.new_key() + frames[1][16:]])
+    assert_coded(answer, clock)
+
+
+@FUZZ
+@given(tag=st.sampled_from(["open", "renew", "gather", "sums", "close"]), data=st.data())
+def test_any_question_is_answered(attacked: Attacked, tag: str, data: st.DataObject) -> None:
+    session = attacked.session()
+    lease = attacked.open(session).lease
+    question: dict[str, Any] = {
+        "open": msgspec.to_builtins(opening(session), builtin_types=(bytes,)),
+        "renew": {"seconds": 1.0}, "close": {"whole": True},
+        "gather": {"start": 0, "stop": 99, "slot": 0},
+        "sums": {"start": 0, "stop": 99, "piece": 4096},
+    }[tag]  # fmt: skip
+    question = {"say": tag, "session": session} | question
+    if tag != "open":
+        question["lease"] = lease
+    key = data.draw(st.sampled_from(sorted(question)))
+    question[key] = data.draw(ANY | st.dictionaries(st.integers(-1, 3), st.binary(max_size=16)))
+    with Clock() as clock:
+        answer = attacked.raw.tell([b"", say.new_key() + msgspec.msgpack.encode(question)])
+    assert_coded(answer, clock)
+    attacked.raw.ask(say.Close(session=session, lease=lease, whole=False))
+    attacked.node.leases.drop_all()
+    attacked.node.offers["secret"].readers.clear()
+
+
+@FUZZ
+@given(st.lists(st.binary(max_size=64), min_size=1, max_size=4))
+def test_any_frames_are_answered(attacked: Attacked, some: list[bytes]) -> None:
+    with Clock() as clock:
+        answer = attacked.raw.tell(some)
+    assert_coded(answer, clock)
+
+
+def test_the_node_works_after_the_fuzzing(attacked: Attacked) -> None:
+    attacked.works()
+    attacked.source.assert_idle()

@@ -1,0 +1,85 @@
+"""Processes that are killed or stopped at any moment of a transfer."""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from kvatlas.wire import Session
+from tests.wire.child import TOKENS
+from tests.wire.helpers import until
+from tests.wire.processes import (
+    LOST,
+    POINTS,
+    SOURCE,
+    TARGET,
+    TRANSPORTS,
+    Children,
+    Here,
+    outcome,
+    over,
+    works,
+)
+
+
+@over
+@pytest.mark.parametrize("point", range(POINTS // len(TRANSPORTS)))
+def test_killed_at_any_moment(here: Here, children: Children, point: int) -> None:
+    """A transfer of some kind, and the other process dies at some moment of it."""
+    rng = random.Random(f"{point} {here.transport}")  # noqa: S311
+    way = rng.choice(["pull", "push", "pulled", "pushed"])
+    how = rng.choice(["direct", "staged", "auto"])
+    checksums, stop = rng.random() < 0.3, rng.random() < 0.2
+    moment = rng.random() ** 2 * (0.12 if how == "staged" else 0.03)
+    child = children.take(SOURCE, here.transport, 1, name="other")
+    here.wipe()
+    about: dict[str, Any] = {"how": how, "seconds": 1.0, "checksums": checksums}
+    there = about | {"endpoints": [here.node.endpoint], "request": "r"}
+
+    def strike() -> None:
+        time.sleep(moment)
+        child.signal(signal.SIGSTOP if stop else signal.SIGKILL)
+
+    striking = threading.Thread(target=strike)
+    if way in ("pull", "push"):
+        if way == "pull":
+            child.ask("offer", request="r")
+        else:
+            child.ask("expect", request="r", source=TARGET.to_json().decode())
+        with Session(here.node, [child.endpoint]) as session:
+            begun = time.monotonic()
+            if way == "pull":
+                transfer = here.pull(session, **about)
+            else:
+                transfer = session.push("r", src_blocks=here.blocks, tokens=TOKENS, **about)
+            striking.start()
+            said = outcome(transfer, begun)
+        if way == "pull" and said == "ok":
+            here.assert_has(SOURCE, 1)
+        assert said in LOST | {"ok", "lease_expired", "unknown_session"}
+    else:
+        if way == "pulled":
+            here.rank.offer("r")
+        else:
+            expected = here.node.expect("r", here.blocks, TOKENS, source=SOURCE)
+        child.tell({"do": "move", "about": there | {"way": way.removesuffix("ed")}})
+        until(lambda: here.node.metrics.values["messages"] > 0)
+        striking.start()
+        striking.join()
+        here.settled()
+        if way == "pushed":
+            if expected.ready.is_set():
+                here.assert_has(SOURCE, 1)
+            here.node.forget("r")
+        else:
+            here.node.withdraw("r")
+            assert [why for _, why in here.rank.released] in (["withdrawn"], ["read"])
+            here.rank.released.clear()
+    striking.join()
+    here.settled()
+    works(here, children.take(SOURCE, here.transport, 1, name="other"))

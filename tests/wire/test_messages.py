@@ -1,0 +1,128 @@
+"""What is said travels whole, signed and limited; anything else is refused."""
+
+from __future__ import annotations
+
+import sys
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvatlas import AtlasError
+from kvatlas.errors import Code
+from kvatlas.wire import messages as say
+from kvatlas.wire.channel import ask, zmq
+
+KEY = bytes(range(16))
+SOME: list[say.Message] = [
+    say.Open(session=KEY, way="pull", request="r", blocks={0: b""}, start=0, stop=9, seconds=1.0),
+    say.Renew(session=KEY, lease=KEY, seconds=2.0),
+    say.Gather(session=KEY, lease=KEY, start=0, stop=4096, slot=1),
+    say.Sums(session=KEY, lease=KEY, start=0, stop=1 << 20, piece=4096),
+    say.Close(session=KEY, lease=KEY, whole=True),
+]
+
+
+@pytest.mark.parametrize("message", SOME, ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize("secret", [None, b"", b"secret"])
+def test_a_message_arrives_as_it_was_said(message: say.Message, secret: bytes | None) -> None:
+    frames = say.seal(message, KEY, secret)
+    assert say.unseal(frames, say.Question, secret) == (KEY, message)
+
+
+@given(st.integers(0, 4), st.data())
+def test_a_signed_message_cannot_be_changed(number: int, data: st.DataObject) -> None:
+    frames = say.seal(SOME[number], KEY, b"secret")
+    which = data.draw(st.integers(0, 1))
+    at = data.draw(st.integers(0, len(frames[which]) - 1))
+    changed = bytearray(frames[which])
+    changed[at] ^= data.draw(st.integers(1, 255))
+    frames[which] = bytes(changed)
+    with pytest.raises(AtlasError) as refusal:
+        say.unseal(frames, say.Question, b"secret")
+    assert refusal.value.code is Code.BAD_SIGNATURE
+
+
+@given(st.lists(st.binary(max_size=200), max_size=4))
+def test_any_frames_are_a_message_or_a_coded_refusal(frames: list[bytes]) -> None:
+    for kind in (say.Question, say.Answer):
+        with pytest.raises(AtlasError) as refusal:
+            say.unseal(frames, kind, None)
+        assert refusal.value.code in (Code.BAD_HANDSHAKE, Code.BAD_SIGNATURE)
+
+
+@given(st.integers(0, 4), st.data())
+def test_a_changed_message_is_another_or_a_coded_refusal(n: int, data: st.DataObject) -> None:
+    payload = bytearray(say.seal(SOME[n], KEY, None)[1])
+    for _ in range(data.draw(st.integers(1, 4))):
+        payload[data.draw(st.integers(16, len(payload) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        _, said = say.unseal([b"", bytes(payload)], say.Question, None)
+    except AtlasError as refused:
+        assert refused.code is Code.BAD_HANDSHAKE
+    else:
+        assert isinstance(said, say.Message)
+
+
+@given(st.dictionaries(st.integers(0, 9), st.lists(st.integers(0, 2**32 - 1), max_size=20)))
+def test_block_tables_travel(blocks: dict[int, list[int]]) -> None:
+    back = say.unpack(say.pack(blocks))
+    assert {group: ids.tolist() for group, ids in back.items()} == blocks
+
+
+@pytest.mark.parametrize("nbytes", [1, 2, 3, 5, 4097])
+def test_a_block_table_is_whole_numbers(nbytes: int) -> None:
+    with pytest.raises(AtlasError) as refusal:
+        say.unpack({0: bytes(nbytes)})
+    assert refusal.value.code is Code.BAD_HANDSHAKE
+
+
+@pytest.mark.parametrize("code", list(Code))
+def test_every_refusal_reaches_the_peer_with_its_code(code: Code) -> None:
+    said = say.refusal_of(AtlasError(code, "rule" * 2000, got={1: 2}, hint="hint"))
+    _, back = say.unseal(say.seal(said, KEY, None), say.Answer, None)
+    with pytest.raises(AtlasError) as refusal:
+        say.raise_refusal(back)
+    assert refusal.value.code is code
+
+
+def test_a_refusal_of_a_later_version_is_still_one() -> None:
+    said = say.Refusal(code="not_yet_thought_of", rule="r", got="g", hint="h")
+    with pytest.raises(AtlasError) as refusal:
+        say.raise_refusal(said)
+    assert refusal.value.code is Code.WIRE_FAILED
+
+
+def test_questions_and_answers_are_never_taken_for_each_other() -> None:
+    """A message that is sent back to its sender means nothing."""
+    tags = [
+        {kind.__struct_config__.tag for kind in union.__args__}
+        for union in (say.Question, say.Answer)
+    ]
+    assert not tags[0] & tags[1]
+    for message in SOME:
+        with pytest.raises(AtlasError):
+            say.unseal(say.seal(message, KEY, None), say.Answer, None)
+
+
+def test_a_message_holds_no_more_than_its_bytes() -> None:
+    """No field allocates what a length in it claims: lengths are those of the message."""
+    hollow = msgspec.msgpack.encode({"say": "renew"})[:-5] + b"\xdd\xff\xff\xff\xff"
+    with pytest.raises(AtlasError) as refusal:
+        say.unseal([b"", KEY + hollow], say.Question, None)
+    assert refusal.value.code is Code.BAD_HANDSHAKE
+
+
+def test_without_zeromq_a_wire_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "zmq", None)
+    with pytest.raises(AtlasError) as refusal:
+        zmq()
+    assert refusal.value.code is Code.MISSING_EXTRA
+    assert "kvatlas[wire]" in refusal.value.hint
+
+
+def test_an_endpoint_that_is_none_is_refused() -> None:
+    with pytest.raises(AtlasError) as refusal:
+        ask("nowhere", SOME[1], secret=None, deadline=1e18)
+    assert refusal.value.code is Code.WIRE_FAILED

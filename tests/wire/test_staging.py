@@ -1,0 +1,161 @@
+"""Streams of runs, and the bounds of runs, against brute force."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvatlas import AtlasError
+from kvatlas.errors import Code
+from kvatlas.route import Copy
+from kvatlas.wire import Memory
+from kvatlas.wire.staging import cut, gather, scatter, stream_bytes, sums, view
+from kvatlas.wire.transport import check_bounds
+
+POOL = 4096
+
+# -- staging ------------------------------------------------------------------------------
+
+
+@st.composite
+def copies(draw: st.DrawFn) -> list[Copy]:
+    """Runs that share no destination byte, of one length or of many, in two pools."""
+    found = []
+    for pool in range(draw(st.integers(1, 2))):
+        length = draw(st.integers(1, 40))
+        alike = draw(st.booleans())
+        rows = draw(st.lists(st.integers(1, 40), max_size=24))
+        lengths = np.array([length if alike else n for n in rows], dtype=np.int64)
+        gaps = np.array([draw(st.integers(0, 9)) for _ in rows], dtype=np.int64)
+        dst = np.cumsum(lengths + gaps) - lengths
+        step = draw(st.sampled_from([1, length]))
+        top = (POOL - 40) // step
+        src = [draw(st.integers(0, top)) * step for _ in rows]
+        order = np.array(draw(st.permutations(range(len(rows)))), dtype=np.int64)
+        starts = np.array(src, dtype=np.int64)
+        found.append(Copy(pool, 1 - pool, starts, dst[order], lengths[order]))
+    return found
+
+
+def spelled_out(given: list[Copy]) -> list[tuple[int, int, int, int]]:
+    """Every byte of a stream: (source pool, offset, destination pool, offset)."""
+    return [
+        (copy.src_pool, int(a) + i, copy.dst_pool, int(b) + i)
+        for copy in given
+        for a, b, n in zip(copy.src, copy.dst, copy.length, strict=True)
+        for i in range(int(n))
+    ]
+
+
+def pools_of(seed: int) -> dict[int, Any]:
+    rng = np.random.default_rng(seed)
+    return {i: rng.integers(0, 256, POOL, dtype=np.uint8) for i in (0, 1)}
+
+
+@given(copies(), st.data())
+def test_a_cut_is_that_part_of_the_stream(whole: list[Copy], data: st.DataObject) -> None:
+    every = spelled_out(whole)
+    assert stream_bytes(whole) == len(every)
+    start = data.draw(st.integers(0, len(every) + 3))
+    stop = data.draw(st.integers(start, len(every) + 5))
+    assert spelled_out(cut(whole, start, stop)) == every[start:stop]
+
+
+@given(copies(), st.integers(1, 300))
+def test_pieces_make_up_the_stream(whole: list[Copy], piece: int) -> None:
+    total = stream_bytes(whole)
+    parts = [cut(whole, a, min(total, a + piece)) for a in range(0, total, piece)]
+    assert [byte for part in parts for byte in spelled_out(part)] == spelled_out(whole)
+
+
+@given(copies())
+def test_gathering_and_scattering_touch_nothing_else(whole: list[Copy]) -> None:
+    src, dst = pools_of(1), pools_of(2)
+    total = stream_bytes(whole)
+    room = np.full(total + 64, 7, dtype=np.uint8)
+    assert gather(whole, src, room[32 : 32 + total]) == total
+    every = spelled_out(whole)
+    assert room[32 : 32 + total].tolist() == [int(src[p][a]) for p, a, _, _ in every]
+    assert (room[:32] == 7).all()
+    assert (room[32 + total :] == 7).all()
+    right = {i: pool.copy() for i, pool in dst.items()}
+    for pool, a, other, b in every:
+        right[other][b] = src[pool][a]
+    assert scatter(whole, room[32 : 32 + total], dst) == total
+    for i in dst:
+        assert np.array_equal(dst[i], right[i])
+    for i, before in pools_of(1).items():
+        assert np.array_equal(src[i], before)
+
+
+@given(copies(), st.integers(1, 200), st.data())
+def test_checksums_are_those_of_the_bytes(
+    whole: list[Copy], piece: int, data: st.DataObject
+) -> None:
+    src, dst = pools_of(1), pools_of(2)
+    every = spelled_out(whole)
+    start = data.draw(st.integers(0, len(every)))
+    stop = data.draw(st.integers(start, len(every)))
+    stream = bytes(int(src[p][a]) for p, a, _, _ in every[start:stop])
+    right = [zlib.crc32(stream[a : a + piece]) for a in range(0, len(stream), piece)]
+    assert sums(whole, src, (start, stop), piece, src=True).tolist() == right
+    room = np.empty(len(every), dtype=np.uint8)
+    gather(whole, src, room)
+    scatter(whole, room, dst)
+    assert sums(whole, dst, (start, stop), piece, src=False).tolist() == right
+
+
+@pytest.mark.parametrize("length", [1, 3, 4096, 32 << 10, 40_000])
+@pytest.mark.parametrize("many", [1, 3, 4, 9])
+@pytest.mark.parametrize("step", ["whole", "odd"])
+def test_long_and_short_runs_are_gathered_alike(length: int, many: int, step: str) -> None:
+    rng = np.random.default_rng(length * many)
+    pool = rng.integers(0, 256, (length + 7) * (many + 2), dtype=np.uint8)
+    apart = length if step == "whole" else length + 5
+    starts = rng.permutation(many) * apart + 3
+    lengths = np.full(many, length)
+    one = Copy(0, 0, starts, np.sort(starts), lengths)
+    out = np.empty(length * many, dtype=np.uint8)
+    gather([one], {0: pool}, out)
+    assert out.tobytes() == b"".join(pool[s : s + length].tobytes() for s in starts)
+
+
+def test_a_view_is_the_memory_itself() -> None:
+    room = np.zeros(64, dtype=np.uint8)
+    view(Memory(room.ctypes.data + 8, 16))[:] = 9
+    assert room.tolist() == [0] * 8 + [9] * 16 + [0] * 40
+    assert view(Memory(room.ctypes.data, 0)).size == 0
+
+
+# -- bounds -------------------------------------------------------------------------------
+
+REGIONS = {0: Memory(4096, 1000)}
+
+
+def one_run(src: int, dst: int, length: int, pool: int = 0) -> list[Copy]:
+    src_at, dst_at, many = (np.array([n], dtype=np.int64) for n in (src, dst, length))
+    return [Copy(pool, 0, src_at, dst_at, many)]
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        one_run(-1, 0, 4), one_run(0, -1, 4), one_run(998, 0, 3), one_run(0, 998, 3),
+        one_run(0, 0, 0), one_run(0, 0, -5), one_run(0, 0, 4, pool=3), one_run(0, 0, 1001),
+        one_run(2**63 - 10, 0, 4096), one_run(0, 2**63 - 1, 2**62), one_run(5, 5, 2**63 - 1),
+    ],
+)  # fmt: skip
+def test_ranges_outside_their_regions_are_refused(runs: list[Copy]) -> None:
+    """Also where the sum of start and length is too large for its type."""
+    with pytest.raises(AtlasError) as refusal:
+        check_bounds(runs, REGIONS, REGIONS)
+    assert refusal.value.code is Code.OUT_OF_BOUNDS
+
+
+def test_ranges_up_to_the_edges_are_taken() -> None:
+    check_bounds(one_run(0, 0, 1000) + one_run(999, 0, 1), REGIONS, REGIONS)
