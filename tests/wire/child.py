@@ -125,7 +125,7 @@ def main(told: Connection) -> None:
         try:
             told.send_bytes(json.dumps(said).encode())
             asked = json.loads(told.recv_bytes())
-        except (EOFError, BrokenPipeError):
+        except (EOFError, OSError):
             return rank.close()
         said = answer(rank, asked)
 
