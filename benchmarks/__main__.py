@@ -1,9 +1,11 @@
 """Run every benchmark."""
 
-from benchmarks import geometry, kernels, planning, routes, tier
+from benchmarks import geometry, handing_over, kernels, planning, routes, tier, wires
 
 geometry.main()
 planning.main()
 routes.main()
 kernels.main()
 tier.main()
+wires.main()
+handing_over.main()

@@ -19,6 +19,7 @@ from kvatlas.engines.transformers import AtlasCache, make_plan
 from kvatlas.engines.transformers.ranks import Ranks
 from kvatlas.route import route, scattered
 from kvatlas.wire import Session
+from kvatlas.wire.tier import Tier
 from kvatlas.wire.transports import make
 from tests.handover.prefill import MARK
 from tests.handover.tiny import LONGEST, MODELS, NEW, PROMPT, model_of, prompt
@@ -146,6 +147,54 @@ def test_tokens_after_a_hand_over(
         same_bytes(name, ranks, blocks)
         assert go_on(name, ranks, blocks, 5, said["first"]["5"]) == undisturbed(name, 5)
         assert all(len(node.leases) == 0 for node in ranks.nodes)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_after_a_hand_over_within_a_process(name: str) -> None:
+    """The memory transport: both ends here, pushed rather than pulled."""
+    src, dst = plans(name, "tp 2 to 1")
+    made = [make_plan(model_of(name).config, batch=4, max_len=LONGEST, **p) for p in (src, dst)]
+    with (
+        Ranks(made[0], "memory", name="prefill") as prefilled,
+        Ranks(made[1], "memory", name="decode") as ranks,
+    ):
+        blocks = prefilled.fill(own_cache(name, 5), PROMPT)
+        mine = scattered(ranks.plan, PROMPT)
+        waiting = [n.expect("request", mine, PROMPT, source=made[0]) for n in ranks.nodes]
+        for node in prefilled.nodes:
+            with Session(node, ranks.endpoints) as session:
+                session.push("request", src_blocks=blocks, tokens=PROMPT).wait(30)
+        assert all(expected.ready.is_set() for expected in waiting)
+        first = undisturbed(name, 5)[0]
+        assert go_on(name, ranks, mine, 5, first) == undisturbed(name, 5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_after_a_stay_on_disk(name: str, tmp_path: Path) -> None:
+    """Stored by two ranks, the file closed and opened again, loaded by one of another plan."""
+    src, dst = plans(name, "tp 2 to 1")
+    config = model_of(name).config
+    made = [make_plan(config, batch=4, max_len=LONGEST, **p) for p in (src, dst)]
+    rows = make_plan(config, batch=4, max_len=LONGEST, layout="BLHNC")
+    keys = {
+        group: [f"{group} {number}".encode() for number in range(-(-PROMPT // one.block))]
+        for group, one in enumerate(rows.groups)
+    }
+    path = tmp_path / "blocks"
+    with (
+        Ranks(made[0], "memory", name="prefill") as prefilled,
+        Ranks(made[1], "memory", name="decode") as ranks,
+    ):
+        blocks = prefilled.fill(own_cache(name, 5), PROMPT)
+        with Tier.open(path, rows) as tier:
+            for rank, pools in prefilled.pools.items():
+                tier.store(pools, made[0], rank=rank, blocks=blocks, tokens=PROMPT, keys=keys)
+        mine = scattered(ranks.plan, PROMPT)
+        with Tier.open(path) as tier:
+            for rank, pools in ranks.pools.items():
+                tier.load(pools, made[1], rank=rank, blocks=mine, tokens=PROMPT, keys=keys)
+        first = undisturbed(name, 5)[0]
+        assert go_on(name, ranks, mine, 5, first) == undisturbed(name, 5)
 
 
 def same_bytes(name: str, ranks: Ranks, blocks: dict[int, list[int]]) -> None:

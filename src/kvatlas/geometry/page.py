@@ -221,7 +221,11 @@ class Page:
         over, ending = "page", "H, N and C, C last"
         gapless = whole
         if field.last_content_byte < self.states * self.content:
-            by_bytes = field.head == 0 and all(axis.along == "C" for axis in field.axes)
+            # Where every field counts bytes from the page's start, none minds the order either.
+            by_bytes = all(
+                other.head == 0 and all(axis.along == "C" for axis in other.axes)
+                for other in self.fields
+            )
             in_states = placement.size("N") == 1 or placement.stride("N") == self.content * step
             gapless = in_states or (whole and by_bytes)
             over, ending = "states", "NC"

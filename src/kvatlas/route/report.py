@@ -45,11 +45,14 @@ class Costs:
         return descriptors * self.descriptor + nbytes / self.wire
 
     def staged(self, nbytes: int) -> float:
-        """Seconds with a gather, large pieces and a scatter, all three under way at once."""
+        """Seconds with a gather, large pieces and a scatter.
+
+        A piece is gathered at one end while the other receives and scatters the last one.
+        """
         pieces = -(-nbytes // self.piece)
-        slowest = nbytes / min(self.wire, self.copy)
-        ends = 2 * min(nbytes, self.piece) / self.copy
-        return slowest + ends + pieces * self.descriptor
+        received = nbytes / self.wire + nbytes / self.copy
+        first = min(nbytes, self.piece) / self.copy
+        return received + first + pieces * self.descriptor
 
 
 @dataclass(frozen=True)

@@ -362,10 +362,14 @@ class Moving:
                 self._wait(act([copy]))
                 best = min(best, time.perf_counter() - begun)
             timed.append(best)
-        rows = self.node.pools[STAGING][near : near + piece]
+        # A scatter of such short runs, as a staged transfer ends with, into scratch memory.
+        spread = Copy(STAGING, 0, order, order, np.full(many, short))
+        room = {0: np.empty(2 * many * short, dtype=np.uint8)}
+        stream = self.node.pools[STAGING][near : near + many * short]
+        scatter([spread], stream, room)
         begun = time.perf_counter()
-        rows[:] = rows.copy()
-        copied = 2 * piece / max(1e-9, time.perf_counter() - begun)
+        scatter([spread], stream, room)
+        copied = many * short / max(1e-9, time.perf_counter() - begun)
         wire = piece / max(1e-9, timed[1])
         each = max(0.0, (timed[0] - many * short / wire) / many)
         return Costs(descriptor=each, wire=wire, copy=copied, piece=piece)

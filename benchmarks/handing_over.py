@@ -1,0 +1,93 @@
+"""One request from tp 2 to tp 1 between two processes: direct descriptors against staging."""
+
+from __future__ import annotations
+
+import os
+
+from benchmarks.timing import show
+from kvatlas import AtlasError
+from kvatlas.models import Model
+from kvatlas.models.model import Layer
+from kvatlas.plan import Plan, plan
+from kvatlas.route import scattered
+from kvatlas.specs import FullAttention
+from kvatlas.wire import Node, Session
+from kvatlas.wire.moving import How
+from kvatlas.wire.node import pools_for
+from kvatlas.wire.serve import Task, memory_of, served
+from kvatlas.wire.transports import make
+
+LAYERS, TOKENS, TURNS = 32, 4096, 3
+TRANSPORTS = ("shm", "nixl", "mooncake")
+ORDERS = (("LBHNC", "LBHNC"), ("BLHNC", "BHLNC"))
+WAYS: tuple[How, ...] = ("direct", "staged", "auto")
+
+
+def ends(src_order: str, dst_order: str) -> tuple[Plan, Plan]:
+    spec = FullAttention(heads=8, head_dim=128)
+    layers = tuple(Layer(name=f"layers.{i}.attn", index=i, spec=spec) for i in range(LAYERS))
+    model = Model(
+        name="dense", architecture="Dense", layers=layers, depth=LAYERS, attention_heads=32,
+        max_len=TOKENS,
+    )  # fmt: skip
+    room = 2 * LAYERS * TOKENS * 512 * 4
+    return (
+        plan(model, memory=room, tp=2, layout=src_order),
+        plan(model, memory=2 * room, layout=dst_order),
+    )
+
+
+def seconds(src: Plan, dst: Plan, transport: str) -> dict[str, tuple[float, int, int]]:
+    """The best of several turns for each way, with its bytes and descriptors."""
+    names = tuple(f"{way} {turn}" for way in WAYS for turn in range(TURNS))
+    task = Task(plan=src, transport=transport, seed=1, requests=names, tokens=TOKENS)
+    near = make(transport)
+    pools = pools_for(dst, 0, near)
+    found: dict[str, tuple[float, int, int]] = {}
+    with (
+        served(task) as far,
+        Node(dst, memory=memory_of(pools), transport=near, name="bench") as node,
+        Session(node, far.endpoints) as session,
+    ):
+        blocks = scattered(dst, TOKENS)
+        for turn in range(TURNS):  # in turns, so that a busy moment meets all of them
+            for way in WAYS:
+                before = node.metrics.values["descriptors"]
+                transfer = session.pull(
+                    f"{way} {turn}",
+                    dst_blocks=blocks,
+                    tokens=TOKENS,
+                    how=way,
+                    seconds=120,
+                ).wait()
+                many = node.metrics.values["descriptors"] - before
+                taken = min(transfer.seconds, found.get(way, (1e9, 0, 0))[0])
+                found[way] = (taken, transfer.moved, many)
+    return found
+
+
+def main() -> None:
+    os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+    rows = []
+    for src_order, dst_order in ORDERS:
+        src, dst = ends(src_order, dst_order)
+        for transport in TRANSPORTS:
+            name = f"{src_order} -> {dst_order}, {transport}"
+            try:
+                found = seconds(src, dst, transport)
+            except AtlasError as refusal:
+                rows.append([name, str(refusal.code), "", "", "", ""])
+                continue
+            nbytes, many = found["direct"][1:]
+            times = [f"{found[way][0] * 1e3:.0f}" for way in WAYS]
+            rows.append([name, f"{nbytes / 1e6:.0f}", f"{many:,}", *times])
+    show(
+        f"tp 2 -> 1 of {LAYERS} layers, {TOKENS:,} tokens, blocks scattered, two processes",
+        ["what", "MB", "descriptors", "direct ms", "staged ms", "auto ms"],
+        rows,
+    )
+
+
+if __name__ == "__main__":
+    main()
