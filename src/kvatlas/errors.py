@@ -89,6 +89,8 @@ class Code(StrEnum):
     NO_BLOCKS = "no_blocks"
     ENGINE_REFUSES = "engine_refuses"
     CANNOT_TAKE_BACK = "cannot_take_back"
+    WRONG_DEVICE = "wrong_device"
+    NO_KERNEL = "no_kernel"
 
 
 class AtlasError(ValueError):

@@ -1,0 +1,77 @@
+"""Addresses as kernels take them: whole numbers of a unit that the compiler may rely on.
+
+A compiler loads 16 bytes at once where it can prove that an address is a multiple of
+them. It knows of an argument only whether 16 divides it, which says nothing of rows of
+264 bytes. So strides travel divided by the largest power of two that divides them all,
+and kernels multiply by it: a constant factor is a proof.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import gcd
+from typing import NamedTuple
+
+from kvatlas.cache import LayerCache
+from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry import Page, Placement
+
+VECTOR = 16
+"""Bytes that one thread loads at once, at most."""
+
+
+class Rows(NamedTuple):
+    """Where the rows of a field lie in its pool: `unit` elements to a step."""
+
+    steps: tuple[int, int, int, int]
+    """The first row, and the steps of B, N and H, in units."""
+    content: int
+    """Elements between neighbours of a row."""
+    unit: int
+
+
+def common(numbers: tuple[int, ...], most: int) -> int:
+    """The largest power of two up to `most` that divides all numbers.
+
+    >>> common((264, 132), 16), common((0, 64), 16), common((), 16)
+    (4, 16, 16)
+    """
+    found = gcd(most, *numbers)
+    return found & -found
+
+
+def rows(layer: LayerCache, name: str) -> Rows:
+    """Where the rows of a layer's field lie.
+
+    >>> from kvatlas.cache import allocate
+    >>> from kvatlas.plan import plan
+    >>> cache = allocate(plan("Qwen3-8B", memory="1GiB", max_len=512))
+    >>> rows(cache["model.layers.1.self_attn.attn"], "v")
+    Rows(steps=(3727376, 8192, 512, 64), content=1, unit=8)
+    """
+    return _rows(layer.page, layer.kernel_blocks, name)
+
+
+@lru_cache(maxsize=4096)
+def _rows(page: Page, placed: Placement, name: str) -> Rows:
+    field = page.view(placed, name)
+    if not set(field.axes) <= {"B", "N", "H", "C"}:
+        raise AtlasError(
+            Code.NOT_CONTIGUOUS,
+            "A kernel reads rows that lie along one axis",
+            got=f"{name} with axes {field.axes}",
+            hint="Tiled keys are read by the kernels that tile them",
+        )
+    item = field.item
+    steps = [field.offset, *(field.stride(axis) if axis in field.axes else 0 for axis in "BNH")]
+    content = field.stride("C") or item
+    if any(step % item for step in (*steps, content)):
+        raise AtlasError(
+            Code.MISALIGNED,
+            "Elements that kernels read start at multiples of their size",
+            got=f"{field} of items of {item} bytes",
+            hint="Plan pages and blocks whose sizes are multiples of the element",
+        )
+    unit = common(tuple(step // item for step in steps), max(1, VECTOR // item))
+    first, block, state, head = (step // item // unit for step in steps)
+    return Rows((first, block, state, head), content // item, unit)

@@ -1,0 +1,362 @@
+"""Paged attention: decode and prefill in one batch, over pages in any order.
+
+Sequences with few queries share out all of their tiles evenly over the chip; those with
+many take a program for each tile of queries. Both read K and V where they lie, through
+the block table, and dequantise on the way. Nothing waits for the host: a call can be
+captured in a graph, which then replays with whatever lengths and tables hold.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from kvatlas.cache import LayerCache
+from kvatlas.kernels import bits
+from kvatlas.kernels.triton import checks, forms, tune
+from kvatlas.kernels.triton.decoding import decode, merge
+from kvatlas.kernels.triton.forms import Stored
+from kvatlas.kernels.triton.prefilling import prefill
+from kvatlas.kernels.triton.schedule import ALIGN, Cut, Schedule, schedule
+from kvatlas.specs import ChunkedAttention, LatentAttention, SinkAttention, SlidingAttention
+from kvatlas.specs.attention import Attention
+
+_LOG2E = 1.4426950408889634
+_MOST_ROWS = 64
+"""Rows of queries that one decoding program holds, at most."""
+
+
+class _Job(NamedTuple):
+    """One call, all of it decided: what the kernels of decode and prefill share."""
+
+    layer: LayerCache
+    q: torch.Tensor
+    out: torch.Tensor
+    tables: torch.Tensor
+    lengths: torch.Tensor
+    k: Stored
+    v: Stored
+    dims: dict[str, Any]
+    heads: int
+    group: int
+    bound: tuple[str, int]
+    numbers: tuple[float, float, float]
+    """Scale, softcap and V's scale."""
+    sinks: torch.Tensor | None
+    levels: torch.Tensor
+
+
+def attend(
+    layer: LayerCache,
+    spec: Attention,
+    q: torch.Tensor,
+    *,
+    tables: torch.Tensor,
+    lengths: torch.Tensor,
+    queries: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
+    scale: float | None = None,
+    sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    out: torch.Tensor | None = None,
+    max_queries: int | None = None,
+    prepared: Schedule | None = None,
+    **choice: Any,
+) -> torch.Tensor:
+    """Attention of `q` [tokens, query heads, D] over each sequence's cache.
+
+    As `kvatlas.kernels.attend`, and what engines have at hand besides: `starts`
+    [sequences + 1] in place of counts of queries, `out` to write into, `max_queries` that
+    no sequence exceeds (1 leaves out what prefill needs), and a `prepared` schedule, which
+    all layers of a kind share in a step. `choice` overrides what the tuner says.
+    """
+    if isinstance(spec, SinkAttention) and spec.window is not None:
+        raise checks.no_kernel(
+            "A window is one stretch of states",
+            f"{spec.sinks} first tokens beside a window of {spec.window}",
+            "Keep sinks as learned logits, or attend with the CPU's kernels",
+        )
+    v_dim = spec.v_dim or spec.head_dim
+    forms.refuse_head(spec.head_dim, "K")
+    forms.refuse_head(v_dim, "V")
+    checks.rows_of(q, "q", (None, None, spec.head_dim))
+    k, v = forms.stored(layer, spec, "k"), forms.stored(layer, spec, "v")
+    heads = layer.place("k").size("H")
+    bound = ("none", 0)
+    if isinstance(spec, SlidingAttention):
+        bound = ("window", spec.window)
+    if isinstance(spec, ChunkedAttention):
+        bound = ("chunk", spec.chunk)
+    width, v_width = _width(spec.head_dim), _width(v_dim)
+    own = forms.dot_of(q)
+    job = _Job(
+        layer, bits.rotate(q.float()).to(q.dtype) if k.form.kind == "levels" else q,
+        _out(q, out, v_dim), tables, lengths, k, v,
+        {
+            "DIM": spec.head_dim, "WIDTH": width, "V_DIM": v_dim, "V_WIDTH": v_width, "ROPE": 16,
+            "LATENT": False, "K_DOT": _dot(own, k, plain_only=False),
+            "V_DOT": _dot(own, v, plain_only=True),
+        },
+        heads, _group(q, heads), bound,
+        (
+            (spec.head_dim**-0.5 if scale is None else scale)
+            * (k_scale if spec.cache.startswith(("fp8", "nvfp4")) and k.form.kind != "scaled" else 1),
+            softcap or 0.0,
+            v_scale if spec.cache.startswith(("fp8", "nvfp4")) and v.form.kind != "scaled" else 1.0,
+        ),
+        sinks,
+        forms.levels(k.form.bits, q.device) if k.form.kind == "levels" else lengths,
+    )  # fmt: skip
+    _run(job, spec.cache, queries, starts, max_queries, prepared, choice)
+    return job.out
+
+
+def attend_latent(
+    layer: LayerCache,
+    spec: LatentAttention,
+    q: torch.Tensor,
+    *,
+    tables: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    queries: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
+    kv_scale: float = 1.0,
+    out: torch.Tensor | None = None,
+    max_queries: int | None = None,
+    prepared: Schedule | None = None,
+    **choice: Any,
+) -> torch.Tensor:
+    """Absorbed MLA: `q` [tokens, heads, latent + rope] over rows that all heads share.
+
+    What comes back is [tokens, heads, latent], before the value projection.
+    """
+    sizes = spec.latent, spec.rope
+    if spec.cache not in ("auto", "fp8", "fp8_e4m3") or any(n & (n - 1) or n < 16 for n in sizes):
+        raise checks.no_kernel(
+            "Latents stand for themselves or have one scale, in rows of a power of two",
+            f"{spec.cache} of {spec.latent} + {spec.rope}",
+            "Use auto or fp8",
+        )
+    forms.refuse_head(spec.latent, "the latent")
+    checks.rows_of(q, "q", (None, None, spec.latent + spec.rope))
+    latent, rope = forms.plain(layer, "latent"), forms.plain(layer, "rope")
+    dot = _dot(forms.dot_of(q), latent, plain_only=True)
+    job = _Job(
+        layer, q, _out(q, out, spec.latent), tables, lengths, latent, rope,
+        {
+            "DIM": spec.latent, "WIDTH": spec.latent, "V_DIM": spec.latent,
+            "V_WIDTH": spec.latent, "ROPE": spec.rope, "LATENT": True, "K_DOT": dot, "V_DOT": dot,
+        },
+        1, q.shape[1], ("none", 0), (scale * kv_scale, 0.0, kv_scale), None, lengths,
+    )  # fmt: skip
+    _run(job, spec.cache, queries, starts, max_queries, prepared, choice)
+    return job.out
+
+
+def cut_of(
+    device: torch.device,
+    *,
+    group: int,
+    dim: int,
+    cache: str = "auto",
+    bound: tuple[str, int] = ("none", 0),
+    max_queries: int | None = None,
+    **choice: Any,
+) -> Cut:
+    """How batches of such layers are cut, for `schedule` to be called once in a step."""
+    few, use = _rows(group, max_queries), tune.choose("decode", device, dim=dim, cache=cache)
+    many = tune.choose("prefill", device, dim=dim, cache=cache)
+    return Cut(
+        group,
+        triton.cdiv(group, few) * few,
+        choice.get("tile", use["tile"]),
+        choice.get("rows", many["rows"]),
+        *bound,
+    )
+
+
+def _run(
+    job: _Job,
+    cache: str,
+    queries: torch.Tensor | None,
+    starts: torch.Tensor | None,
+    max_queries: int | None,
+    prepared: Schedule | None,
+    choice: dict[str, Any],
+) -> None:
+    _check(job, queries, starts)
+    device, dim = job.q.device, job.dims["DIM"]
+    if not job.q.shape[0]:
+        return
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        if prepared is None:
+            cut = cut_of(
+                device, group=job.group, dim=dim, cache=cache, bound=job.bound,
+                max_queries=max_queries, **choice,
+            )  # fmt: skip
+            prepared = schedule(cut, job.lengths, queries, starts)
+        _decode(job, cache, prepared, max_queries, choice)
+        if max_queries is None or max_queries * job.group > prepared.cut.few:
+            _prefill(job, cache, prepared, choice)
+
+
+def _decode(
+    job: _Job, cache: str, plan: Schedule, max_queries: int | None, choice: dict[str, Any]
+) -> None:
+    device, dims = job.q.device, job.dims
+    use = {**tune.choose("decode", device, dim=dims["DIM"], cache=cache), **choice}
+    rows = _rows(job.group, max_queries)
+    parts = triton.cdiv(job.group, rows)
+    lanes = job.heads * parts
+    workers = max(1, tune.processors(device) * use["per_sm"] // lanes)
+    sums = torch.empty(2 * workers * lanes * rows * dims["V_WIDTH"], device=device)
+    tops = torch.empty(2 * workers * lanes * rows * 2, device=device)
+    sinks = job.lengths if job.sinks is None else job.sinks
+    count = job.lengths.shape[0]
+    decode[(workers * lanes,)](
+        *_operands(job), plan.ends[0], plan.ends[1], count, sums, tops, sinks, *_numbers(job),
+        job.bound[1], **_constants(job), PARTS=parts, LANES=lanes, ROWS=rows, TILE=plan.cut.tile,
+        EVICT=use.get("evict", ""), num_warps=use["warps"], num_stages=use["stages"],
+    )  # fmt: skip
+    deep = rows if max_queries is None else min(rows, max_queries * job.group)
+    merge[(count, lanes * deep)](
+        job.out, _steps(job.out), plan.ends[0], plan.ends[1], count, sums, tops, sinks,
+        job.numbers[2], workers, GROUP=job.group, PARTS=parts, LANES=lanes, ROWS=rows, DEEP=deep,
+        V_DIM=dims["V_DIM"], V_WIDTH=dims["V_WIDTH"], SINKS=job.sinks is not None, SLOTS=16,
+        num_warps=4,
+    )  # fmt: skip
+
+
+def _prefill(job: _Job, cache: str, plan: Schedule, choice: dict[str, Any]) -> None:
+    use = {**tune.choose("prefill", job.q.device, dim=job.dims["DIM"], cache=cache), **choice}
+    count = job.lengths.shape[0]
+    units = job.q.shape[0] * job.group // plan.cut.rows + count
+    prefill[(units * job.heads,)](
+        *_operands(job), plan.ends[0], plan.ends[2], count,
+        job.lengths if job.sinks is None else job.sinks, *_numbers(job), job.bound[1],
+        **_constants(job), HEADS=job.heads, ROWS=plan.cut.rows,
+        TILE=use.get("prefill_tile", use["tile"]), EVICT="", num_warps=use["warps"],
+        num_stages=use["stages"],
+    )  # fmt: skip
+
+
+def _operands(job: _Job) -> tuple[Any, ...]:
+    return (
+        job.q, _steps(job.q), job.out, _steps(job.out), job.layer.buffer, job.k.at,
+        job.k.scale_at, job.v.at, job.v.scale_at, job.v.zero_at, job.levels, job.tables,
+        job.tables.stride(0), job.lengths,
+    )  # fmt: skip
+
+
+def _constants(job: _Job) -> dict[str, Any]:
+    return {
+        **job.dims,
+        "K_FORM": tuple(job.k.form),
+        "V_FORM": tuple(job.v.form),
+        "STATES": job.layer.kernel_blocks.size("N"),
+        "GROUP": job.group,
+        "ALIGN": ALIGN,
+        "SOFTCAP": job.numbers[1] > 0,
+        "SINKS": job.sinks is not None,
+        "BOUND": job.bound[0],
+        "PRECISION": "ieee" if job.dims["K_DOT"] == tl.float32 else "tf32",
+    }
+
+
+def _numbers(job: _Job) -> tuple[float, float, float]:
+    """Logits are in base 2, and turned there by the softcap where there is one."""
+    scale, softcap, v_scale = job.numbers
+    return (scale if softcap else scale * _LOG2E), softcap, v_scale
+
+
+def _steps(tensor: torch.Tensor) -> tuple[int, int]:
+    return tensor.stride(0), tensor.stride(1)
+
+
+def _rows(group: int, max_queries: int | None) -> int:
+    """Rows of a decoding program: the heads of one query, or of several where few are."""
+    wanted = group * max(1, max_queries or 1)
+    if wanted > _MOST_ROWS:
+        wanted = group
+    return max(16, min(_MOST_ROWS, int(triton.next_power_of_2(wanted))))
+
+
+def _width(dim: int) -> int:
+    return max(16, int(triton.next_power_of_2(dim)))
+
+
+def _dot(own: Any, side: Stored, *, plain_only: bool) -> Any:
+    """The type of a dot: 8-bit floats become halves in one instruction."""
+    eight = side.form.element in (tl.float8e4nv, tl.float8e5)
+    if own == tl.float32 or not eight or (plain_only and side.form.kind != "plain"):
+        return own
+    return tl.float16
+
+
+def _out(q: torch.Tensor, out: torch.Tensor | None, dim: int) -> torch.Tensor:
+    if out is None:
+        return q.new_empty((*q.shape[:2], dim))
+    checks.rows_of(out, "out", (q.shape[0], q.shape[1], dim))
+    return out
+
+
+def _group(q: torch.Tensor, heads: int) -> int:
+    if q.shape[1] % heads:
+        raise checks.no_kernel(
+            "Query heads share kv heads evenly",
+            f"{q.shape[1]} query heads for {heads}",
+            "Pass the heads that this rank holds",
+        )
+    return int(q.shape[1] // heads)
+
+
+def _check(job: _Job, queries: torch.Tensor | None, starts: torch.Tensor | None) -> None:
+    checks.same_device(
+        job.layer.buffer, q=job.q, out=job.out, tables=job.tables, lengths=job.lengths,
+        queries=queries, starts=starts, sinks=job.sinks,
+    )  # fmt: skip
+    checks.integers(job.tables, "tables", axes=2)
+    for name, given in (("lengths", job.lengths), ("queries", queries), ("starts", starts)):
+        if given is not None:
+            checks.integers(given, name, axes=1)
+    _refuse_batch(job, queries, starts)
+
+
+def _refuse_batch(job: _Job, queries: torch.Tensor | None, starts: torch.Tensor | None) -> None:
+    count = job.lengths.shape[0]
+    sizes = [job.tables.shape[0], *([] if queries is None else [queries.shape[0]])]
+    sizes += [] if starts is None else [starts.shape[0] - 1]
+    wrong = any(size != count for size in sizes) or (queries is None) == (starts is None)
+    wrong |= job.sinks is not None and job.sinks.shape != (job.q.shape[1],)
+    room = job.tables.shape[1] * job.layer.kernel_blocks.size("N")
+    got = f"{count} lengths, {sizes} tables and queries, {job.q.shape[0]} rows, room for {room}"
+    if not wrong and checks.debugging() and count:
+        asked = queries if queries is not None else starts.diff()  # type: ignore[union-attr]
+        wrong = int(asked.sum()) != job.q.shape[0] or bool((asked > job.lengths).any())
+        wrong |= int(job.lengths.max()) > room
+        _debug_tables(job, asked)
+    if wrong:
+        raise checks.bad_batch(got)
+
+
+def _debug_tables(job: _Job, asked: torch.Tensor) -> None:
+    """Only blocks within reach count: what a window has left behind may hold anything."""
+    states = job.layer.kernel_blocks.size("N")
+    first = job.lengths - asked
+    kind, size = job.bound
+    low = first * 0
+    if kind == "window":
+        low = (first - size + 1).clamp(min=0)
+    if kind == "chunk":
+        low = first // size * size
+    at = torch.arange(job.tables.shape[1], device=job.tables.device)
+    reached = (at >= (low // states)[:, None]) & (at * states < job.lengths[:, None])
+    reached &= (asked > 0)[:, None]
+    checks.in_range(job.tables[reached], job.layer.kernel_blocks.size("B"))

@@ -1,0 +1,136 @@
+"""Device code of attention: the walk over a sequence's states that decode and prefill share.
+
+Softmax is kept as a running maximum, a running total and an unscaled sum, all in base 2.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvatlas.kernels.triton.reading import read
+
+LOWEST = tl.constexpr(-1.0e30)
+"""A maximum below all logits that still can be subtracted from minus infinity."""
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def first_seen(position, bound, BOUND: tl.constexpr):
+    """The earliest state that a query at `position` sees: of its window, of its chunk, or 0."""
+    if BOUND == "window":
+        return tl.maximum(position - bound + 1, 0)
+    if BOUND == "chunk":
+        return position // bound * bound
+    return position * 0
+
+
+@triton.jit
+def find(ends, count, wanted):
+    """The sequence that unit number `wanted` belongs to; `ends` starts with 0."""
+    low = 0
+    high = count
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(ends + middle + 1) <= wanted:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def query_rows(
+    q, q_steps, start, row, valid, head, GROUP: tl.constexpr, FROM: tl.constexpr,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Elements FROM .. FROM + DIM - 1 of query rows: `GROUP` heads of each token, packed."""
+    column = tl.arange(0, WIDTH)
+    token = (start + row // GROUP).to(tl.int64)
+    pointers = q + token * q_steps[0] + (head * GROUP + row % GROUP) * q_steps[1]
+    mask = valid[:, None] & (column < DIM)[None, :]
+    return tl.load(pointers[:, None] + (FROM + column)[None, :], mask=mask, other=0.0).to(DOT)
+
+
+@triton.jit
+def walk(
+    acc, top, total, q, q_rope, position, least, begin, end, low, high, head, table, buffer,
+    k_at, k_scale_at, v_at, v_scale_at, v_zero_at, levels, scale, softcap,
+    K_FORM: tl.constexpr, V_FORM: tl.constexpr, STATES: tl.constexpr, TILE: tl.constexpr,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, V_DIM: tl.constexpr, V_WIDTH: tl.constexpr,
+    ROPE: tl.constexpr, LATENT: tl.constexpr, SOFTCAP: tl.constexpr, BOUNDED: tl.constexpr,
+    MASKED: tl.constexpr, K_DOT: tl.constexpr, V_DOT: tl.constexpr, PRECISION: tl.constexpr,
+    EVICT: tl.constexpr,
+):  # fmt: skip
+    """States begin .. end - 1 in tiles, of which low .. high - 1 may be read."""
+    for n in tl.range(begin, end, TILE):
+        states = n + tl.arange(0, TILE)
+        there = (states >= low) & (states < high)
+        if MASKED:
+            page = tl.load(table + states // STATES, mask=there, other=0).to(tl.int64)
+        else:
+            page = tl.load(table + states // STATES).to(tl.int64)
+        state = states % STATES
+        k, k_factor = read(
+            buffer, k_at, k_scale_at, v_zero_at, levels, page, state, head, there,
+            K_FORM, DIM, WIDTH, K_DOT, MASKED, EVICT,
+        )  # fmt: skip
+        logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if LATENT:
+            rope, _ = read(
+                buffer, v_at, k_scale_at, v_zero_at, levels, page, state, head, there,
+                V_FORM, ROPE, ROPE, K_DOT, MASKED, EVICT,
+            )  # fmt: skip
+            logits = tl.dot(q_rope, tl.trans(rope), logits, input_precision=PRECISION)
+        if K_FORM[0] == "scaled" or K_FORM[0] == "int4" or K_FORM[0] == "levels":
+            logits = logits * k_factor[None, :]
+        logits = logits * scale
+        if SOFTCAP:
+            # tanh by exp: 1 - 2 / (exp(2 x) + 1), in base 2.
+            folded = tl.exp2(logits * (2.0 * LOG2E / softcap))
+            logits = softcap * LOG2E * (1.0 - 2.0 / (folded + 1.0))
+        if MASKED:
+            seen = (states[None, :] <= position[:, None]) & there[None, :]
+            if BOUNDED:
+                seen = seen & (states[None, :] >= least[:, None])
+            logits = tl.where(seen, logits, float("-inf"))
+        higher = tl.maximum(top, tl.max(logits, 1))
+        shrink = tl.exp2(top - higher)
+        weights = tl.exp2(logits - higher[:, None])
+        total = total * shrink + tl.sum(weights, 1)
+        top = higher
+        acc = acc * shrink[:, None]
+        if LATENT:
+            v = k
+        else:
+            v, v_factor = read(
+                buffer, v_at, v_scale_at, v_zero_at, levels, page, state, head, there,
+                V_FORM, V_DIM, V_WIDTH, V_DOT, MASKED, EVICT,
+            )  # fmt: skip
+            if V_FORM[0] == "scaled" or V_FORM[0] == "int4":
+                weights = weights * v_factor[None, :]
+        acc = tl.dot(weights.to(V_DOT), v, acc, input_precision=PRECISION)
+    return acc, top, total
+
+
+@triton.jit
+def finish(acc, top, total, sinks, heads, valid, v_scale, SINKS: tl.constexpr):
+    """Attention from the running sums: a sink takes part in the total alone."""
+    if SINKS:
+        sink = tl.load(sinks + heads, mask=valid, other=0.0).to(tl.float32) * LOG2E
+        higher = tl.maximum(top, sink)
+        shrink = tl.exp2(top - higher)
+        total = total * shrink + tl.exp2(sink - higher)
+        acc = acc * shrink[:, None]
+    return acc * (v_scale / tl.where(total == 0.0, 1.0, total))[:, None]
+
+
+@triton.jit
+def put(out, out_steps, start, row, valid, head, rows, GROUP: tl.constexpr, DIM: tl.constexpr,
+        WIDTH: tl.constexpr):  # fmt: skip
+    """Rows into the output, where their queries were read."""
+    column = tl.arange(0, WIDTH)
+    token = (start + row // GROUP).to(tl.int64)
+    pointers = out + token * out_steps[0] + (head * GROUP + row % GROUP) * out_steps[1]
+    mask = valid[:, None] & (column < DIM)[None, :]
+    tl.store(pointers[:, None] + column[None, :], rows.to(out.dtype.element_ty), mask=mask)

@@ -1,0 +1,93 @@
+"""What is refused before a kernel is launched: a bad pointer on a device is not an exception."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from kvatlas.errors import AtlasError, Code
+
+_INTEGERS = (torch.int32, torch.int64)
+
+
+def debugging() -> bool:
+    """Whether block ids are looked at, which waits for the device: `KVATLAS_DEBUG=1`."""
+    return os.environ.get("KVATLAS_DEBUG", "0") not in ("", "0")
+
+
+def same_device(first: torch.Tensor, **others: torch.Tensor | None) -> torch.device:
+    """The device of all tensors; those that are None do not matter."""
+    for name, other in others.items():
+        if other is not None and other.device != first.device:
+            raise AtlasError(
+                Code.WRONG_DEVICE,
+                "What one kernel reads and writes is on one device",
+                got=f"{name} on {other.device}, the cache on {first.device}",
+                hint="Move it first; kernels never do, since that would wait",
+            )
+    return first.device
+
+
+def reachable(buffer: torch.Tensor, device: torch.device) -> None:
+    """Refuse memory that a kernel on `device` cannot address."""
+    pinned = device.type == "cuda" and buffer.device.type == "cpu" and buffer.is_pinned()
+    if buffer.device != device and not pinned:
+        raise AtlasError(
+            Code.WRONG_DEVICE,
+            "A kernel reaches its own device and pinned host memory",
+            got=f"memory on {buffer.device}, not pinned, from {device}",
+            hint="Allocate host pools with pin_memory=True",
+        )
+
+
+def integers(tensor: torch.Tensor, name: str, *, axes: int) -> None:
+    """Refuse what is not a tensor of whole numbers with so many axes, the last contiguous."""
+    tight = tensor.ndim == axes and (tensor.shape[-1] <= 1 or tensor.stride(-1) == 1)
+    if tensor.dtype not in _INTEGERS or not tight:
+        raise AtlasError(
+            Code.BAD_TENSOR,
+            f"{name} are int32 or int64, {axes} axes, the last one contiguous",
+            got=f"{tensor.dtype} of shape {tuple(tensor.shape)}, strides {tensor.stride()}",
+            hint="Pass them as the scheduler made them",
+        )
+
+
+def in_range(ids: torch.Tensor, count: int, name: str = "Block ids") -> None:
+    """Refuse ids that the pool does not have, where that is asked for."""
+    if debugging() and ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= count):
+        raise AtlasError(
+            Code.OUT_OF_RANGE,
+            f"{name} are 0..{count - 1}",
+            got=f"{int(ids.min())}..{int(ids.max())}",
+            hint="Check the block table, and slots = block * states + state",
+        )
+
+
+def rows_of(tensor: torch.Tensor, name: str, shape: tuple[int | None, ...]) -> None:
+    """Refuse floating rows of another shape, or whose elements are not neighbours."""
+    fits = tensor.ndim == len(shape) and all(
+        want is None or want == size for want, size in zip(shape, tensor.shape, strict=True)
+    )
+    if not fits or not tensor.is_floating_point() or tensor.stride(-1) != 1:
+        raise AtlasError(
+            Code.BAD_TENSOR,
+            f"{name} is floating point, of shape {shape}, its last axis contiguous",
+            got=f"{tensor.dtype} of shape {tuple(tensor.shape)}, strides {tensor.stride()}",
+            hint="Slices of a fused projection are fine; transposed rows are not",
+        )
+
+
+def no_kernel(rule: str, got: object, hint: str) -> AtlasError:
+    """A refusal of what no kernel is written for."""
+    return AtlasError(Code.NO_KERNEL, rule, got=got, hint=hint)
+
+
+def bad_batch(got: object) -> AtlasError:
+    """A refusal of sequences that do not fit together."""
+    return AtlasError(
+        Code.BAD_TENSOR,
+        "Each sequence has a table for its length, and no more queries than tokens",
+        got=got,
+        hint="Pass queries or starts, one of them; queries are the last tokens",
+    )

@@ -1,0 +1,153 @@
+"""Device code that reads rows of a cache through a block table, dequantising on the way.
+
+A side of the cache is described by where its rows, scales and zero points lie (`at`,
+tuples of a first row, the steps of B, N and H in units, and the step of C in elements)
+and by its form: (kind, element, unit, unit of the scales, unit of the zeros, bits).
+
+| kind | what a tile is | what is left to multiply by, for each state |
+|---|---|---|
+| `plain` | the elements | |
+| `scaled` | the elements | the scale |
+| `int4` | codes less their zero point | the scale |
+| `nvfp4` | numbers | |
+| `levels` | levels of a normal variable | the norm over theirs |
+| `range` | numbers | |
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def row_offsets(at, page, state, head, UNIT: tl.constexpr):
+    """Elements from the pool's start to the first one of each state's row."""
+    steps = at[0] + page * at[1] + state.to(tl.int64) * at[2] + head.to(tl.int64) * at[3]
+    return steps.to(tl.int64) * UNIT
+
+
+@triton.jit
+def elements(
+    buffer, at, page, state, head, there, KIND: tl.constexpr, UNIT: tl.constexpr,
+    COUNT: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr, EVICT: tl.constexpr,
+):  # fmt: skip
+    """Rows of `COUNT` elements of type `KIND` as a tile of `WIDTH` columns."""
+    column = tl.arange(0, WIDTH)
+    rows = row_offsets(at, page, state, head, UNIT)
+    pointers = buffer.to(tl.pointer_type(KIND)) + rows[:, None] + (column * at[4])[None, :]
+    if MASKED:
+        mask = there[:, None]
+        if COUNT != WIDTH:
+            mask = mask & (column < COUNT)[None, :]
+        return tl.load(pointers, mask=mask, other=0.0, eviction_policy=EVICT)
+    if COUNT != WIDTH:
+        mask = (column < COUNT)[None, :] & (rows >= 0)[:, None]
+        return tl.load(pointers, mask=mask, other=0.0, eviction_policy=EVICT)
+    return tl.load(pointers, eviction_policy=EVICT)
+
+
+@triton.jit
+def column_of(
+    buffer, at, page, state, head, there, KIND: tl.constexpr, UNIT: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """One element for each state: a scale, a norm or a zero point."""
+    pointers = buffer.to(tl.pointer_type(KIND)) + row_offsets(at, page, state, head, UNIT)
+    if MASKED:
+        return tl.load(pointers, mask=there, other=0.0)
+    return tl.load(pointers)
+
+
+@triton.jit
+def nibbles(
+    buffer, at, page, state, head, there, UNIT: tl.constexpr, DIM: tl.constexpr,
+    WIDTH: tl.constexpr, MASKED: tl.constexpr, EVICT: tl.constexpr,
+):  # fmt: skip
+    """Codes of 4 bits, the first one of a byte in its low half."""
+    HALF: tl.constexpr = DIM // 2
+    packed = elements(
+        buffer, at, page, state, head, there, tl.uint8, UNIT, HALF, WIDTH // 2, MASKED, EVICT
+    )
+    both = tl.join(packed & 15, packed >> 4)
+    return tl.reshape(both, [packed.shape[0], WIDTH])
+
+
+@triton.jit
+def octals(
+    buffer, at, page, state, head, there, UNIT: tl.constexpr, DIM: tl.constexpr,
+    WIDTH: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Codes of 3 bits: each lies in one byte or across two."""
+    LAST: tl.constexpr = (3 * DIM + 7) // 8 - 1
+    bit = tl.arange(0, WIDTH) * 3
+    byte = tl.minimum(bit // 8, LAST)
+    rows = row_offsets(at, page, state, head, UNIT)[:, None]
+    mask = (there[:, None] | (not MASKED)) & (bit < 3 * DIM)[None, :]
+    low = tl.load(buffer + rows + (byte * at[4])[None, :], mask=mask, other=0)
+    after = tl.minimum(byte + 1, LAST)
+    high = tl.load(buffer + rows + (after * at[4])[None, :], mask=mask, other=0)
+    word = low.to(tl.int32) | (high.to(tl.int32) << 8)
+    return (word >> (bit % 8)[None, :]) & 7
+
+
+@triton.jit
+def from_e2m1(codes):
+    """The numbers that e2m1 codes stand for, by way of the bits of a half."""
+    code = codes.to(tl.int16)
+    half = ((code & 8) << 12) | ((code & 7) << 9)
+    return half.to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
+
+
+@triton.jit
+def read(
+    buffer, at, scale_at, zero_at, levels, page, state, head, there,
+    FORM: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, DOT: tl.constexpr,
+    MASKED: tl.constexpr, EVICT: tl.constexpr,
+):  # fmt: skip
+    """A tile of rows in the type of the dot, and a factor for each state (or 1)."""
+    KIND: tl.constexpr = FORM[0]
+    UNIT: tl.constexpr = FORM[2]
+    factor = 1.0
+    if KIND == "plain":
+        tile = elements(
+            buffer, at, page, state, head, there, FORM[1], UNIT, DIM, WIDTH, MASKED, EVICT
+        ).to(DOT)
+    elif KIND == "scaled":
+        tile = elements(
+            buffer, at, page, state, head, there, FORM[1], UNIT, DIM, WIDTH, MASKED, EVICT
+        ).to(DOT)
+        factor = column_of(
+            buffer, scale_at, page, state, head, there, tl.float32, FORM[3], MASKED
+        )
+    elif KIND == "int4":
+        codes = nibbles(buffer, at, page, state, head, there, UNIT, DIM, WIDTH, MASKED, EVICT)
+        word = column_of(buffer, scale_at, page, state, head, there, tl.int32, FORM[3], MASKED)
+        tile = (codes.to(tl.int32) - (word & 15)[:, None]).to(tl.float32).to(DOT)
+        factor = (word & -16).to(tl.float32, bitcast=True)
+    elif KIND == "nvfp4":
+        codes = nibbles(buffer, at, page, state, head, there, UNIT, DIM, WIDTH, MASKED, EVICT)
+        steps = elements(
+            buffer, scale_at, page, state, head, there, tl.float8e4nv, FORM[3], DIM // 16,
+            WIDTH // 16, MASKED, EVICT,
+        ).to(tl.float32)  # fmt: skip
+        wide = tl.broadcast_to(steps[:, :, None], [codes.shape[0], WIDTH // 16, 16])
+        tile = (from_e2m1(codes) * tl.reshape(wide, [codes.shape[0], WIDTH])).to(DOT)
+    else:
+        if FORM[5] == 4:
+            codes = nibbles(buffer, at, page, state, head, there, UNIT, DIM, WIDTH, MASKED, EVICT)
+        else:
+            codes = octals(buffer, at, page, state, head, there, UNIT, DIM, WIDTH, MASKED)
+        step = column_of(
+            buffer, scale_at, page, state, head, there, tl.float16, FORM[3], MASKED
+        ).to(tl.float32)
+        if KIND == "levels":
+            exact = tl.load(levels + codes.to(tl.int32))
+            tile = exact.to(DOT)
+            factor = step / tl.sqrt(tl.sum(exact * exact, 1))
+        else:
+            zero = column_of(
+                buffer, zero_at, page, state, head, there, tl.float16, FORM[4], MASKED
+            ).to(tl.float32)
+            tile = (codes.to(tl.float32) * step[:, None] + zero[:, None]).to(DOT)
+    return tile, factor
