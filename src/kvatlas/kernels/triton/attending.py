@@ -53,6 +53,13 @@ def query_rows(
 
 
 @triton.jit
+def pages(table, begin, low, high, STATES: tl.constexpr, TILE: tl.constexpr):
+    """The block of each state of a tile; 0 for states out of reach, whatever the table says."""
+    states = begin + tl.arange(0, TILE)
+    return tl.load(table + states // STATES, mask=(states >= low) & (states < high), other=0)
+
+
+@triton.jit
 def walk(
     acc, top, total, q, q_rope, position, least, begin, end, low, high, head, table, buffer,
     k_at, k_scale_at, v_at, v_scale_at, v_zero_at, levels, scale, softcap,
@@ -63,22 +70,23 @@ def walk(
     EVICT: tl.constexpr,
 ):  # fmt: skip
     """States begin .. end - 1 in tiles, of which low .. high - 1 may be read."""
+    # Pages are looked up a tile ahead: a load that waits for another would halve the
+    # loads that the compiler keeps in flight.
+    page = pages(table, begin, low, high, STATES, TILE)
     for n in tl.range(begin, end, TILE):
         states = n + tl.arange(0, TILE)
         there = (states >= low) & (states < high)
-        if MASKED:
-            page = tl.load(table + states // STATES, mask=there, other=0).to(tl.int64)
-        else:
-            page = tl.load(table + states // STATES).to(tl.int64)
+        here = page.to(tl.int64)
+        page = pages(table, n + TILE, low, high, STATES, TILE)
         state = states % STATES
         k, k_factor = read(
-            buffer, k_at, k_scale_at, v_zero_at, levels, page, state, head, there,
+            buffer, k_at, k_scale_at, v_zero_at, levels, here, state, head, there,
             K_FORM, DIM, WIDTH, K_DOT, MASKED, EVICT,
         )  # fmt: skip
         logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if LATENT:
             rope, _ = read(
-                buffer, v_at, k_scale_at, v_zero_at, levels, page, state, head, there,
+                buffer, v_at, k_scale_at, v_zero_at, levels, here, state, head, there,
                 V_FORM, ROPE, ROPE, K_DOT, MASKED, EVICT,
             )  # fmt: skip
             logits = tl.dot(q_rope, tl.trans(rope), logits, input_precision=PRECISION)
@@ -104,7 +112,7 @@ def walk(
             v = k
         else:
             v, v_factor = read(
-                buffer, v_at, v_scale_at, v_zero_at, levels, page, state, head, there,
+                buffer, v_at, v_scale_at, v_zero_at, levels, here, state, head, there,
                 V_FORM, V_DIM, V_WIDTH, V_DOT, MASKED, EVICT,
             )  # fmt: skip
             if V_FORM[0] == "scaled" or V_FORM[0] == "int4":

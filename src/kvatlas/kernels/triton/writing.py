@@ -1,0 +1,235 @@
+"""Device code that quantises rows and puts them into pages: `reading`, the other way round."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvatlas.kernels.triton.reading import row_offsets
+
+TINY = tl.constexpr(1e-12)
+E4M3_MAX = tl.constexpr(448.0)
+E5M2_MAX = tl.constexpr(57344.0)
+
+
+@triton.jit
+def nearest(values):
+    """Whole numbers, ties to the even one, for values below 2**22."""
+    return (values + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def as_element(values, KIND: tl.constexpr):
+    """Numbers in an element's type; 8-bit floats saturate rather than overflow."""
+    if KIND == tl.float8e4nv:
+        values = tl.clamp(values.to(tl.float32), -E4M3_MAX, E4M3_MAX)
+    elif KIND == tl.float8e5:
+        values = tl.clamp(values.to(tl.float32), -E5M2_MAX, E5M2_MAX)
+    return values.to(KIND)
+
+
+@triton.jit
+def to_e2m1(values):
+    """The nearest e2m1 code of each value, ties to the even code."""
+    size = tl.abs(values)
+    code = (size > 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32) + (size > 1.25).to(tl.int32)
+    code += (size >= 1.75).to(tl.int32) + (size > 2.5).to(tl.int32)
+    code += (size >= 3.5).to(tl.int32) + (size > 5.0).to(tl.int32)
+    negative = values.to(tl.int32, bitcast=True) < 0
+    return code | (negative.to(tl.int32) << 3)
+
+
+@triton.jit
+def mix(rows, NEAR: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexpr):
+    """Sums and differences of elements that are `NEAR` apart."""
+    pairs = tl.reshape(rows, [COUNT, WIDTH // (2 * NEAR), 2, NEAR])
+    first, second = tl.split(tl.permute(pairs, [0, 1, 3, 2]))
+    both = tl.join(first + second, first - second)
+    return tl.reshape(tl.permute(both, [0, 1, 3, 2]), [COUNT, WIDTH])
+
+
+@triton.jit
+def rotate(rows, COUNT: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr):
+    """The Hadamard transform of each row, without its factor."""
+    for i in tl.static_range(STEPS):
+        rows = mix(rows, 2**i, COUNT, WIDTH)
+    return rows
+
+
+@triton.jit
+def put_elements(
+    buffer, at, page, state, head, there, values, KIND: tl.constexpr, UNIT: tl.constexpr,
+    COUNT: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Tiles of `WIDTH` columns, of which `COUNT` are stored."""
+    column = tl.arange(0, WIDTH)
+    rows = row_offsets(at, page, state, head, UNIT)
+    pointers = buffer.to(tl.pointer_type(KIND)) + rows[:, None] + (column * at[4])[None, :]
+    mask = there[:, None]
+    if COUNT != WIDTH:
+        mask = mask & (column < COUNT)[None, :]
+    tl.store(pointers, values, mask=mask)
+
+
+@triton.jit
+def put_column(
+    buffer, at, page, state, head, there, values, KIND: tl.constexpr, UNIT: tl.constexpr
+):
+    """One element for each row."""
+    pointers = buffer.to(tl.pointer_type(KIND)) + row_offsets(at, page, state, head, UNIT)
+    tl.store(pointers, values, mask=there)
+
+
+@triton.jit
+def put_codes(
+    buffer, at, page, state, head, there, codes, BITS: tl.constexpr, UNIT: tl.constexpr,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """Codes of 4 or 3 bits, the first one of a byte in its lowest bits."""
+    if BITS == 4:
+        low, high = tl.split(tl.reshape(codes, [COUNT, WIDTH // 2, 2]))
+        put_elements(
+            buffer, at, page, state, head, there, (low | (high << 4)).to(tl.uint8), tl.uint8,
+            UNIT, DIM // 2, WIDTH // 2,
+        )  # fmt: skip
+    else:
+        place = tl.arange(0, 8)[None, None, :]
+        words = tl.sum(tl.reshape(codes, [COUNT, WIDTH // 8, 8]) << (3 * place), 2)
+        column = 3 * tl.arange(0, WIDTH // 8)
+        rows = row_offsets(at, page, state, head, UNIT)
+        for i in tl.static_range(3):
+            pointers = buffer + rows[:, None] + ((column + i) * at[4])[None, :]
+            mask = there[:, None] & (column + i < DIM * 3 // 8)[None, :]
+            tl.store(pointers, ((words >> (8 * i)) & 255).to(tl.uint8), mask=mask)
+
+
+@triton.jit
+def put_side(
+    buffer, at, scale_at, zero_at, bounds, page, state, head, there, rows, scale,
+    FORM: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr,
+    COUNT: tl.constexpr, PER_TENSOR: tl.constexpr,
+):  # fmt: skip
+    """Rows of one side, with their scales, as their form wants them."""
+    KIND: tl.constexpr = FORM[0]
+    ELEMENT: tl.constexpr = FORM[1]
+    UNIT: tl.constexpr = FORM[2]
+    if KIND == "plain":
+        if PER_TENSOR:
+            rows = tl.div_rn(rows.to(tl.float32), scale)
+        put_elements(
+            buffer, at, page, state, head, there, as_element(rows, ELEMENT), ELEMENT, UNIT,
+            DIM, WIDTH,
+        )  # fmt: skip
+    elif KIND == "scaled":
+        exact = rows.to(tl.float32)
+        largest = tl.max(tl.abs(exact), 1)
+        if ELEMENT == tl.int8:
+            step = tl.maximum(tl.div_rn(largest, largest * 0 + 127.0), TINY)
+            stored = nearest(tl.div_rn(exact, tl.broadcast_to(step[:, None], [COUNT, WIDTH])))
+        else:
+            step = tl.maximum(tl.div_rn(largest, largest * 0 + E4M3_MAX), TINY)
+            stored = tl.div_rn(exact, tl.broadcast_to(step[:, None], [COUNT, WIDTH]))
+        put_elements(
+            buffer, at, page, state, head, there, as_element(stored, ELEMENT), ELEMENT, UNIT,
+            DIM, WIDTH,
+        )  # fmt: skip
+        put_column(buffer, scale_at, page, state, head, there, step, tl.float32, FORM[3])
+    elif KIND == "int4":
+        exact = rows.to(tl.float32)
+        low = tl.minimum(tl.min(exact, 1), 0.0)
+        high = tl.maximum(tl.max(exact, 1), 0.0)
+        step = tl.maximum(tl.div_rn(high - low, low * 0 + 15.0), TINY)
+        # The zero point rides in the scale's lowest bits, which it must not disturb.
+        word = step.to(tl.int32, bitcast=True) & -16
+        step = word.to(tl.float32, bitcast=True)
+        zero = tl.clamp(nearest(tl.div_rn(-low, step)), 0.0, 15.0)
+        wide = tl.broadcast_to(step[:, None], [COUNT, WIDTH])
+        codes = tl.clamp(nearest(tl.div_rn(exact, wide) + zero[:, None]), 0.0, 15.0).to(tl.int32)
+        put_codes(buffer, at, page, state, head, there, codes, 4, UNIT, DIM, WIDTH, COUNT)
+        word = word | zero.to(tl.int32)
+        put_column(buffer, scale_at, page, state, head, there, word, tl.int32, FORM[3])
+    elif KIND == "nvfp4":
+        blocks = tl.reshape(rows.to(tl.float32), [COUNT, WIDTH // 16, 16])
+        largest = tl.max(tl.abs(blocks), 2)
+        share = tl.div_rn(tl.div_rn(largest, largest * 0 + 6.0), largest * 0 + scale)
+        step = as_element(share, tl.float8e4nv)
+        exact = step.to(tl.float32) * scale
+        wide = tl.broadcast_to(tl.maximum(exact, TINY)[:, :, None], [COUNT, WIDTH // 16, 16])
+        values = tl.where((exact > 0.0)[:, :, None], tl.div_rn(blocks, wide), 0.0)
+        codes = to_e2m1(tl.reshape(values, [COUNT, WIDTH]))
+        put_codes(buffer, at, page, state, head, there, codes, 4, UNIT, DIM, WIDTH, COUNT)
+        put_elements(
+            buffer, scale_at, page, state, head, there, step, tl.float8e4nv, FORM[3], DIM // 16,
+            WIDTH // 16,
+        )  # fmt: skip
+    elif KIND == "levels":
+        exact = rows.to(tl.float32)
+        norm = tl.sqrt_rn(tl.sum(exact * exact, 1)).to(tl.float16)
+        length = tl.maximum(norm.to(tl.float32), TINY)
+        # A rotation of rows of norm 1 has elements of variance 1 / D: sqrt(D) cancels.
+        unit = tl.div_rn(
+            rotate(exact, COUNT, WIDTH, STEPS), tl.broadcast_to(length[:, None], [COUNT, WIDTH])
+        )
+        codes = tl.zeros([COUNT, WIDTH], tl.int32)
+        for i in tl.static_range((1 << FORM[5]) - 1):
+            codes += (unit > tl.load(bounds + i)).to(tl.int32)
+        put_codes(buffer, at, page, state, head, there, codes, FORM[5], UNIT, DIM, WIDTH, COUNT)
+        put_column(buffer, scale_at, page, state, head, there, norm, tl.float16, FORM[3])
+    else:
+        exact = rows.to(tl.float32)
+        MOST: tl.constexpr = (1 << FORM[5]) - 1
+        low = tl.min(exact, 1)
+        span = tl.max(exact, 1) - low
+        half = tl.div_rn(span, span * 0 + MOST).to(tl.float16).to(tl.float32)
+        step = tl.maximum(half, 6e-8)
+        zero = low.to(tl.float16)
+        wide = tl.broadcast_to(step[:, None], [COUNT, WIDTH])
+        steps = tl.div_rn(exact - zero.to(tl.float32)[:, None], wide)
+        codes = tl.clamp(nearest(tl.clamp(steps, -1.0, 64.0)), 0.0, MOST).to(tl.int32)
+        put_codes(buffer, at, page, state, head, there, codes, FORM[5], UNIT, DIM, WIDTH, COUNT)
+        put_column(
+            buffer, scale_at, page, state, head, there, step.to(tl.float16), tl.float16, FORM[3]
+        )
+        put_column(buffer, zero_at, page, state, head, there, zero, tl.float16, FORM[4])
+
+
+@triton.jit
+def get_rows(
+    values, steps, token, head, there, DIM: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Rows of a batch [tokens, heads, D], as an engine has them."""
+    column = tl.arange(0, WIDTH)
+    pointers = values + token.to(tl.int64) * steps[0] + head * steps[1]
+    mask = there[:, None]
+    if DIM != WIDTH:
+        mask = mask & (column < DIM)[None, :]
+    return tl.load(
+        pointers[:, None] + column[None, :], mask=mask, other=0.0, eviction_policy="evict_first"
+    )
+
+
+@triton.jit
+def write_rows(
+    k, k_steps, v, v_steps, slots, tokens, buffer, k_at, k_scale_at, v_at, v_scale_at, v_zero_at,
+    bounds, k_scale, v_scale, K_FORM: tl.constexpr, V_FORM: tl.constexpr, HEADS: tl.constexpr,
+    STATES: tl.constexpr, COUNT: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    STEPS: tl.constexpr, V_DIM: tl.constexpr, V_WIDTH: tl.constexpr, PER_TENSOR: tl.constexpr,
+):  # fmt: skip
+    """A program takes `COUNT` rows of K and of V; a negative slot is skipped."""
+    row = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
+    token = row // HEADS
+    head = row % HEADS
+    slot = tl.load(slots + token, mask=token < tokens, other=-1).to(tl.int64)
+    there = slot >= 0
+    page = slot // STATES
+    state = slot % STATES
+    k_rows = get_rows(k, k_steps, token, head, there, DIM, WIDTH)
+    v_rows = get_rows(v, v_steps, token, head, there, V_DIM, V_WIDTH)
+    put_side(
+        buffer, k_at, k_scale_at, v_zero_at, bounds, page, state, head, there, k_rows, k_scale,
+        K_FORM, DIM, WIDTH, STEPS, COUNT, PER_TENSOR,
+    )  # fmt: skip
+    put_side(
+        buffer, v_at, v_scale_at, v_zero_at, bounds, page, state, head, there, v_rows, v_scale,
+        V_FORM, V_DIM, V_WIDTH, STEPS, COUNT, PER_TENSOR,
+    )  # fmt: skip
