@@ -319,7 +319,7 @@ def _group(q: torch.Tensor, heads: int) -> int:
 
 def _check(job: _Job, queries: torch.Tensor | None, starts: torch.Tensor | None) -> None:
     checks.same_device(
-        job.layer.buffer, q=job.q, out=job.out, tables=job.tables, lengths=job.lengths,
+        job.layer.buffer.device, q=job.q, out=job.out, tables=job.tables, lengths=job.lengths,
         queries=queries, starts=starts, sinks=job.sinks,
     )  # fmt: skip
     checks.integers(job.tables, "tables", axes=2)

@@ -16,17 +16,17 @@ def debugging() -> bool:
     return os.environ.get("KVATLAS_DEBUG", "0") not in ("", "0")
 
 
-def same_device(first: torch.Tensor, **others: torch.Tensor | None) -> torch.device:
-    """The device of all tensors; those that are None do not matter."""
-    for name, other in others.items():
-        if other is not None and other.device != first.device:
+def same_device(device: torch.device, **tensors: torch.Tensor | None) -> torch.device:
+    """The device, where all tensors are on it; those that are None do not matter."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.device != device:
             raise AtlasError(
                 Code.WRONG_DEVICE,
                 "What one kernel reads and writes is on one device",
-                got=f"{name} on {other.device}, the cache on {first.device}",
+                got=f"{name} on {tensor.device}, the cache on {device}",
                 hint="Move it first; kernels never do, since that would wait",
             )
-    return first.device
+    return device
 
 
 def reachable(buffer: torch.Tensor, device: torch.device) -> None:

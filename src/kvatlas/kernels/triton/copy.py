@@ -184,7 +184,7 @@ class Copy:
             )
         for name, chosen, limit in (("ids", ids, 0), ("places", places, 1)):
             checks.integers(chosen, name, axes=1)
-            checks.same_device(torch.empty(0, device=self.device), **{name: chosen})
+            checks.same_device(self.device, **{name: chosen})
             checks.in_range(chosen, self.limits[limit])
         if ids.numel():
             with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
@@ -328,7 +328,7 @@ def _shared_fields(a: LayerCache, b: LayerCache) -> list[str]:
 def zero_blocks(layer: LayerCache, ids: torch.Tensor, **choice: Any) -> None:
     """Clear blocks of a layer: a new owner must not read what the last one left."""
     side = Side(layer.buffer, layer.kernel_blocks)
-    device = checks.same_device(layer.buffer, ids=ids)
+    device = checks.same_device(layer.buffer.device, ids=ids)
     checks.integers(ids, "ids", axes=1)
     checks.in_range(ids, side.placement.size("B"))
     how = moves(side.placement, side.placement, common((side.address,), VECTOR))

@@ -87,7 +87,7 @@ def _write(
     per_tensor: bool,
     choice: dict[str, Any],
 ) -> None:
-    device = checks.same_device(layer.buffer, k=k, v=v, slots=slots)
+    device = checks.same_device(layer.buffer.device, k=k, v=v, slots=slots)
     checks.integers(slots, "slots", axes=1)
     states = layer.kernel_blocks.size("N")
     checks.in_range(slots.clamp(min=0) if checks.debugging() else slots,

@@ -1,0 +1,121 @@
+"""What a figure is: a case that is built, checked against float64, and timed by graph replay."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from kvatlas.cache import LayerCache
+from kvatlas.geometry import ENGINE_LAYOUTS, Layout
+from kvatlas.specs import Spec
+
+DEVICE = os.environ.get("KVATLAS_BENCH_DEVICE", "cuda")
+"""A CPU runs the cases in Triton's interpreter, which shows that they are right and no more."""
+ORDERS = [layout.order for layout in ENGINE_LAYOUTS]
+SLOTS = 4
+"""Layers in a pool, so that orders which interleave them do."""
+
+
+class Case(NamedTuple):
+    """Ready to run: calls that take turns, so that no cache holds their data, and a check."""
+
+    calls: Sequence[Callable[[], Any]]
+    work: float
+    """What one call does, in the unit of the figure: bytes, or operations."""
+    right: Callable[[], bool]
+    """Poisons what is written, calls, and compares with float64."""
+
+
+class Cell(NamedTuple):
+    """One figure of the table."""
+
+    group: str
+    name: str
+    build: Callable[[dict[str, Any]], Case]
+    unit: str = "GB/s"
+    ceiling: str = "copy"
+    bar: float | None = None
+    """The share of the ceiling, or the figure where there is no ceiling, that is wanted."""
+    graph: bool = True
+
+
+class Found(NamedTuple):
+    """A figure, or why there is none."""
+
+    cell: Cell
+    figure: float | None
+    spread: float
+    right: bool
+    note: str = ""
+
+
+def layers_of(
+    spec: Spec, order: str, *, block: int, blocks: int, device: str = DEVICE, slots: int = SLOTS
+) -> list[LayerCache]:
+    """The layers of a pool of random bytes; on the host it is pinned."""
+    page = spec.page(block)
+    placed = page.place(Layout(order), slots=slots, blocks=blocks)
+    pinned = device == "cpu" and DEVICE == "cuda"
+    buffer = torch.empty(placed.stop, dtype=torch.uint8, device=device, pin_memory=pinned)
+    return [
+        LayerCache(f"layers.{i}", page, placed.select("L", i), buffer) for i in range(slots)
+    ]
+
+
+def shuffled(count: int, of: int, seed: int) -> torch.Tensor:
+    """So many different numbers below `of`, on the GPU."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randperm(of, generator=generator)[:count].to(torch.int32).to(DEVICE)
+
+
+def milliseconds(case: Case, *, graph: bool = True, repeat: int = 15) -> tuple[float, float]:
+    """Median milliseconds of a call, and the spread of the middle half."""
+    for call in case.calls:
+        call()
+    torch.cuda.synchronize()
+    play: Callable[[], Any] = lambda: [call() for call in case.calls]  # noqa: E731
+    if graph:
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            for call in case.calls:
+                call()
+        play = captured.replay
+    taken = []
+    for _ in range(repeat + 2):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        play()
+        end.record()
+        end.synchronize()
+        taken.append(begin.elapsed_time(end) / len(case.calls))
+    low, middle, high = statistics.quantiles(taken[2:], n=4)
+    return middle, (high - low) / middle
+
+
+def measure(cell: Cell, choice: dict[str, Any] | None = None, *, repeat: int = 15) -> Found:
+    """Check a cell and time it; whatever goes wrong is what the table shows."""
+    try:
+        case = cell.build(choice or {})
+        right = case.right()
+        torch.cuda.synchronize()
+        if not repeat:
+            return Found(cell, None, 0.0, right)
+        taken, spread = milliseconds(case, graph=cell.graph, repeat=repeat)
+    except Exception as error:  # noqa: BLE001
+        return Found(cell, None, 0.0, False, f"{type(error).__name__}: {str(error)[:300]}")
+    scale = 1e9 if cell.unit == "TFLOP/s" else 1e6
+    return Found(cell, case.work / taken / scale, spread, right)
+
+
+def close(found: torch.Tensor, exact: torch.Tensor, tolerance: float) -> bool:
+    """Within a share of the norm, and nothing left unwritten."""
+    found, exact = found.double(), exact.double()
+    error = (found - exact).norm() / exact.norm()
+    worst = (found - exact).abs().max() / exact.abs().max()
+    return bool(torch.isfinite(found).all()) and float(error) < tolerance and float(
+        worst
+    ) < 10 * tolerance

@@ -1,0 +1,101 @@
+"""Copies: between orders on the device, and to and from pinned memory with few programs."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.cells import DEVICE, ORDERS, Case, Cell, layers_of, shuffled
+from kvatlas.kernels.triton.copy import between
+from kvatlas.specs import FullAttention
+
+MIB = 1 << 20
+PAGES = {16: 2, 32: 4, 64: 8}
+"""KiB of a page of 16 states, and its heads of 128."""
+HELD = 16
+"""Programs, and so multiprocessors, that a transfer may hold."""
+
+
+def on_device(source: str, target: str, kib: int, layers: int, choice: dict[str, Any]) -> Case:
+    """Scattered blocks from one pool to another, `layers` of them in one launch."""
+    moved = 256 * 1024 // kib // layers
+    spec = FullAttention(heads=PAGES[kib], head_dim=128)
+    first, second = (
+        layers_of(spec, order, block=16, blocks=2 * moved) for order in (source, target)
+    )
+    first[0].buffer.random_()
+    ids, places = shuffled(moved, 2 * moved, 1), shuffled(moved, 2 * moved, 2)
+    copy = between(first[:layers], second[:layers])
+
+    def right() -> bool:
+        second[0].buffer.fill_(0xA5)
+        copy(ids, places, **choice)
+        left = torch.ones(2 * moved, dtype=torch.bool, device=DEVICE)
+        left[places.long()] = False
+        return all(
+            bool((b.tensor[places.long()] == a.tensor[ids.long()]).all())
+            and bool((b.tensor[left] == 0xA5).all())
+            for a, b in zip(first[:layers], second[:layers], strict=True)
+        ) and bool((second[-1].tensor == 0xA5).all() or layers == len(second))
+
+    return Case([lambda: copy(ids, places, **choice)], 2 * moved * copy.block_bytes, right)
+
+
+def to_or_from_host(
+    order: str, other: str, kib: int, to_host: bool, choice: dict[str, Any]
+) -> Case:
+    """Scattered pages of one layer between a pool and a pinned one, by a kernel."""
+    moved = 128 * 1024 // kib
+    spec = FullAttention(heads=PAGES[kib], head_dim=128)
+    there = layers_of(spec, order, block=16, blocks=2 * moved, slots=2)
+    here = layers_of(spec, other, block=16, blocks=moved + 8, device="cpu", slots=2)
+    there[0].buffer.random_()
+    here[0].buffer.copy_(torch.randint(0, 256, (here[0].buffer.numel(),), dtype=torch.uint8))
+    far, near = shuffled(moved, 2 * moved, 1), shuffled(moved, moved + 8, 2)
+    copy = between(there[0], here[0]) if to_host else between(here[0], there[0])
+    ids, places = (far, near) if to_host else (near, far)
+
+    def right() -> bool:
+        (here if to_host else there)[0].buffer.fill_(0xA5)
+        copy(ids, places, **choice)
+        torch.cuda.synchronize()
+        mine = there[0].tensor[far.long()].cpu()
+        return bool((here[0].tensor[near.long().cpu()] == mine).all()) and bool(
+            (mine != 0xA5).any()
+        )
+
+    return Case([lambda: copy(ids, places, **choice)], moved * copy.block_bytes, right)
+
+
+def cells() -> list[Cell]:
+    """36 pairs of orders in each size, several layers at once, and the host link."""
+    found = [
+        Cell(
+            f"copy on the device, {kib} KiB pages", f"{source} to {target}",
+            partial(on_device, source, target, kib, 1), bar=0.9,
+        )
+        for kib in PAGES
+        for source in ORDERS
+        for target in ORDERS
+    ]  # fmt: skip
+    found += [
+        Cell(
+            "copy of 4 layers in one launch, 32 KiB pages", f"{source} to {target}",
+            partial(on_device, source, target, 32, 4), bar=0.9,
+        )
+        for source, target in (("LBNHC", "BLHNC"), ("BHLNC", "LBHNC"), ("BLNHC", "BLNHC"))
+    ]  # fmt: skip
+    for to_host in (True, False):
+        way, link = ("to the host", "to host") if to_host else ("from the host", "from host")
+        found += [
+            Cell(
+                f"copy {way}, {kib} KiB pages, {HELD} programs", f"{order} to {other}",
+                partial(to_or_from_host, order, other, kib, to_host), ceiling=link, bar=0.92,
+                graph=False,
+            )
+            for kib in PAGES
+            for order, other in [*((order, order) for order in ORDERS), ("LBNHC", "BHLNC")]
+        ]  # fmt: skip
+    return found

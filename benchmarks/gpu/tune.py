@@ -1,0 +1,195 @@
+"""Measures launch parameters on this GPU and writes the best into a file of rules.
+
+`python -m benchmarks.gpu.tune rules.json [kernel ...]`; `KVATLAS_TUNE=rules.json` then uses
+them, and `src/kvatlas/kernels/triton/choices.json` is where they are shipped.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import os
+import sys
+import time
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.gpu import attention, copies, writes
+from benchmarks.gpu.cells import Cell, measure
+from kvatlas.kernels.triton import tune
+from kvatlas.specs import FullAttention
+
+JOBS = 12
+"""Processes that compile side by side before anything is timed."""
+
+
+class Search(NamedTuple):
+    """Choices that are tried for a kernel, and the cells that judge them."""
+
+    kernel: str
+    when: dict[str, Any]
+    cells: list[Cell]
+    choices: list[dict[str, Any]]
+
+
+def _grid(**axes: list[Any]) -> list[dict[str, Any]]:
+    return [dict(zip(axes, values, strict=True)) for values in product(*axes.values())]
+
+
+def _list(names: str, *rows: tuple[Any, ...]) -> list[dict[str, Any]]:
+    return [dict(zip(names.split(), row, strict=True)) for row in rows]
+
+
+def _decode(spec: FullAttention, *where: tuple[str, int, tuple[int, int]]) -> list[Cell]:
+    return [
+        Cell(
+            f"decode {batch[0]} x {batch[1]} {spec.cache} D {spec.head_dim}", f"{order} {block}",
+            partial(attention.decode, spec, order, block, batch, 4, 1 if batch[0] > 16 else 2),
+        )
+        for order, block, batch in where
+    ]  # fmt: skip
+
+
+def searches() -> list[Search]:
+    """Everything that is tuned."""
+    big, long = attention.BIG, attention.LONG
+    both = (("LBNHC", 16, big), ("LBHNC", 64, big))
+    decode = "tile warps stages per_sm evict"
+    found = [
+        Search(
+            "copy", {},
+            [Cell("copy", f"{a} {b} {kib}", partial(copies.on_device, a, b, kib, 1))
+             for a, b, kib in (("LBNHC", "LBHNC", 32), ("LBHNC", "LBHNC", 64),
+                               ("BHLNC", "LBNHC", 16))],
+            _list("tile warps per_sm evict",
+                  (8192, 4, 0, ""), (16384, 4, 0, ""), (16384, 4, 0, "evict_first"),
+                  (16384, 8, 0, ""), (32768, 8, 0, ""), (32768, 4, 0, ""), (8192, 2, 0, ""),
+                  (16384, 4, 8, ""), (16384, 4, 8, "evict_first"), (32768, 8, 4, "evict_first"),
+                  (65536, 16, 0, ""), (4096, 1, 0, "")),
+        ),
+        Search(
+            "copy_host", {},
+            [Cell("host", f"{a} {b} {kib} {way}", partial(copies.to_or_from_host, a, b, kib, way),
+                  graph=False)
+             for a, b, kib in (("LBNHC", "LBNHC", 16), ("LBNHC", "BHLNC", 32))
+             for way in (True, False)],
+            _list("tile warps programs evict",
+                  (16384, 8, 16, ""), (32768, 8, 16, ""), (32768, 16, 16, ""),
+                  (65536, 16, 16, ""), (65536, 32, 16, ""), (131072, 32, 16, ""),
+                  (32768, 16, 8, ""), (32768, 16, 16, "evict_first"), (16384, 16, 16, "")),
+        ),
+        Search(
+            "write", {},
+            [Cell("write", f"{order} {block}",
+                  partial(writes.new_tokens, attention.BASE, order, block, 8192))
+             for order, block in (("LBNHC", 16), ("LHBNC", 64))],
+            _list("tile warps", (1024, 1), (1024, 2), (2048, 2), (2048, 4), (4096, 4), (4096, 8),
+                  (8192, 4), (8192, 8), (512, 1), (1024, 4)),
+        ),
+        Search(
+            "decode", {"dim": 128}, _decode(attention.BASE, *both),
+            _list(decode, (64, 4, 3, 2, ""), (64, 4, 4, 2, ""), (64, 4, 3, 3, ""),
+                  (32, 4, 4, 4, ""), (32, 4, 6, 2, ""), (32, 4, 4, 3, ""), (128, 4, 2, 2, ""),
+                  (128, 4, 3, 1, ""), (128, 8, 3, 1, ""), (64, 4, 5, 1, ""), (64, 2, 3, 3, ""),
+                  (32, 2, 4, 4, ""), (64, 8, 4, 2, ""), (64, 4, 4, 2, "evict_first"),
+                  (64, 4, 2, 4, ""), (16, 2, 6, 6, ""), (32, 4, 3, 4, "")),
+        ),
+        Search(
+            "decode_long", {"dim": 128}, _decode(
+                attention.BASE, ("LBNHC", 16, long), ("LBHNC", 64, attention.MIDDLE)),
+            _list(decode, (64, 4, 3, 2, ""), (64, 4, 4, 2, ""), (64, 4, 3, 3, ""),
+                  (32, 4, 4, 4, ""), (32, 4, 4, 3, ""), (128, 4, 2, 2, "")),
+        ),
+    ]  # fmt: skip
+    for cache in ("fp8", "int8_per_token_head"):
+        spec = FullAttention(heads=8, head_dim=128, cache=cache)
+        found.append(
+            Search(
+                "decode", {"dim": 128, "cache": cache}, _decode(spec, both[0]),
+                _list(decode, (64, 4, 4, 2, ""), (64, 4, 4, 3, ""), (128, 4, 3, 2, ""),
+                      (128, 8, 3, 2, ""), (128, 8, 4, 2, ""), (64, 8, 4, 2, ""),
+                      (128, 4, 4, 2, ""), (32, 4, 4, 4, ""), (64, 4, 3, 4, "")),
+            )
+        )  # fmt: skip
+    for dim in (64, 256):
+        spec = FullAttention(heads=8, head_dim=dim)
+        found.append(
+            Search(
+                "decode", {"dim": dim}, _decode(spec, ("LBNHC", 16, (64, 4096))),
+                _list(decode, (64, 4, 3, 2, ""), (32, 4, 4, 2, ""), (128, 4, 3, 2, ""),
+                      (32, 4, 3, 2, ""), (64, 4, 4, 3, ""), (64, 8, 3, 1, "")),
+            )
+        )  # fmt: skip
+    found.append(
+        Search(
+            "decode", {"dim": 512},
+            [Cell("MLA", "64 x 4096", partial(attention.latent, (64, 4096), "auto", "LBNHC"))],
+            _list(decode, (32, 8, 2, 1, ""), (64, 8, 2, 1, ""), (16, 8, 3, 1, ""),
+                  (32, 8, 3, 1, ""), (32, 4, 2, 1, ""), (64, 4, 2, 1, "")),
+        )
+    )  # fmt: skip
+    found.append(
+        Search(
+            "prefill", {"dim": 128},
+            [Cell("prefill", f"{order} {block}",
+                  partial(attention.prefill, attention.BASE, order, block, (1, 8192)),
+                  unit="TFLOP/s") for order, block in (("LBNHC", 16), ("LBHNC", 64))],
+            _list("rows tile warps stages", (128, 64, 8, 3), (128, 64, 4, 3), (128, 128, 8, 2),
+                  (128, 128, 8, 3), (64, 64, 4, 3), (128, 32, 4, 4), (64, 128, 4, 2),
+                  (128, 64, 8, 2), (128, 64, 4, 2)),
+        )
+    )  # fmt: skip
+    return found
+
+
+def _compile(task: tuple[int, int, int]) -> None:
+    """Run one choice on one cell, so that its kernels are in Triton's cache on disk."""
+    search, choice, cell = task
+    this = searches()[search]
+    measure(this.cells[cell], this.choices[choice], repeat=0)
+    torch.cuda.empty_cache()
+
+
+def main(path: Path, kernels: list[str]) -> None:
+    """Compile everything side by side, then time one after the other."""
+    begun = time.time()
+    chosen = [
+        (i, search) for i, search in enumerate(searches()) if not kernels or search.kernel in kernels
+    ]
+    tasks = [
+        (i, j, k)
+        for i, search in chosen
+        for j in range(len(search.choices))
+        for k in range(len(search.cells))
+    ]
+    os.environ["KVATLAS_BENCH_SMALL"] = "1"
+    with multiprocessing.get_context("spawn").Pool(JOBS) as pool:
+        pool.map(_compile, tasks, chunksize=1)
+    del os.environ["KVATLAS_BENCH_SMALL"]
+    print(f"compiled {len(tasks)} in {time.time() - begun:.0f} s", flush=True)
+    log = []
+    for _, search in chosen:
+        scores = []
+        for choice in search.choices:
+            results = [measure(cell, choice, repeat=11) for cell in search.cells]
+            figures = [r.figure if r.figure and r.right else 1e-9 for r in results]
+            scores.append(math.exp(sum(map(math.log, figures)) / len(figures)))
+            notes = [r.note[:120] or ("" if r.right else "WRONG") for r in results]
+            print(
+                search.kernel, search.when, choice, [round(r.figure or 0) for r in results],
+                *filter(None, notes), flush=True,
+            )  # fmt: skip
+            log.append([search.kernel, search.when, choice, [r.figure for r in results], notes])
+        best = search.choices[max(range(len(scores)), key=scores.__getitem__)]
+        print("best:", search.kernel, search.when, best, f"{time.time() - begun:.0f} s", flush=True)
+        tune.remember(path, tune.family(torch.device("cuda", 0)), search.kernel, search.when, best)
+        path.with_suffix(".log.json").write_text(json.dumps(log))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
