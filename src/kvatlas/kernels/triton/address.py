@@ -72,6 +72,13 @@ def _rows(page: Page, placed: Placement, name: str) -> Rows:
             got=f"{field} of items of {item} bytes",
             hint="Plan pages and blocks whose sizes are multiples of the element",
         )
+    if max(steps[1] // item, steps[2] // item) >= 1 << 31:
+        raise AtlasError(
+            Code.OVERFLOW,
+            "Blocks and states lie less than 2**31 elements apart",
+            got=f"{field}",
+            hint="Split the pool",
+        )
     unit = common(tuple(step // item for step in steps), max(1, VECTOR // item))
     first, block, state, head = (step // item // unit for step in steps)
     return Rows((first, block, state, head), content // item, unit)

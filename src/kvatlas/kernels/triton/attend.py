@@ -21,7 +21,7 @@ from kvatlas.kernels.triton import checks, forms, tune
 from kvatlas.kernels.triton.decoding import decode, merge
 from kvatlas.kernels.triton.forms import Stored
 from kvatlas.kernels.triton.prefilling import prefill
-from kvatlas.kernels.triton.schedule import ALIGN, Cut, Schedule, schedule
+from kvatlas.kernels.triton.schedule import Cut, Schedule, fit_of, schedule
 from kvatlas.specs import ChunkedAttention, LatentAttention, SinkAttention, SlidingAttention
 from kvatlas.specs.attention import Attention
 
@@ -165,6 +165,7 @@ def cut_of(
     *,
     group: int,
     dim: int,
+    states: int,
     cache: str = "auto",
     bound: tuple[str, int] = ("none", 0),
     max_queries: int | None = None,
@@ -173,13 +174,11 @@ def cut_of(
     """How batches of such layers are cut, for `schedule` to be called once in a step."""
     few, use = _rows(group, max_queries), tune.choose("decode", device, dim=dim, cache=cache)
     many = tune.choose("prefill", device, dim=dim, cache=cache)
+    tile = choice.get("tile", use["tile"])
     return Cut(
-        group,
-        triton.cdiv(group, few) * few,
-        choice.get("tile", use["tile"]),
-        choice.get("rows", many["rows"]),
-        *bound,
-    )
+        group, triton.cdiv(group, few) * few, tile, choice.get("rows", many["rows"]),
+        fit_of(states, tile)[1], *bound,
+    )  # fmt: skip
 
 
 def _run(
@@ -199,6 +198,7 @@ def _run(
         if prepared is None:
             cut = cut_of(
                 device, group=job.group, dim=dim, cache=cache, bound=job.bound,
+                states=job.layer.kernel_blocks.size("N"),
                 max_queries=max_queries, **choice,
             )  # fmt: skip
             prepared = schedule(cut, job.lengths, queries, starts)
@@ -222,7 +222,7 @@ def _decode(
     count = job.lengths.shape[0]
     decode[(workers * lanes,)](
         *_operands(job), plan.ends[0], plan.ends[1], count, sums, tops, sinks, *_numbers(job),
-        job.bound[1], **_constants(job), PARTS=parts, LANES=lanes, ROWS=rows, TILE=plan.cut.tile,
+        job.bound[1], **_constants(job, plan.cut.tile), PARTS=parts, LANES=lanes, ROWS=rows, TILE=plan.cut.tile,
         EVICT=use.get("evict", ""), num_warps=use["warps"], num_stages=use["stages"],
     )  # fmt: skip
     deep = rows if max_queries is None else min(rows, max_queries * job.group)
@@ -241,8 +241,8 @@ def _prefill(job: _Job, cache: str, plan: Schedule, choice: dict[str, Any]) -> N
     prefill[(units * job.heads,)](
         *_operands(job), plan.ends[0], plan.ends[2], count,
         job.lengths if job.sinks is None else job.sinks, *_numbers(job), job.bound[1],
-        **_constants(job), HEADS=job.heads, ROWS=plan.cut.rows,
-        TILE=use.get("prefill_tile", use["tile"]), EVICT="", num_warps=use["warps"],
+        **_constants(job, use["tile"]), HEADS=job.heads, ROWS=plan.cut.rows,
+        TILE=use["tile"], EVICT="", num_warps=use["warps"],
         num_stages=use["stages"],
     )  # fmt: skip
 
@@ -255,14 +255,16 @@ def _operands(job: _Job) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def _constants(job: _Job) -> dict[str, Any]:
+def _constants(job: _Job, tile: int) -> dict[str, Any]:
+    fit, align = fit_of(job.layer.kernel_blocks.size("N"), tile)
     return {
         **job.dims,
         "K_FORM": tuple(job.k.form),
         "V_FORM": tuple(job.v.form),
         "STATES": job.layer.kernel_blocks.size("N"),
         "GROUP": job.group,
-        "ALIGN": ALIGN,
+        "FIT": fit,
+        "ALIGN": align,
         "SOFTCAP": job.numbers[1] > 0,
         "SINKS": job.sinks is not None,
         "BOUND": job.bound[0],

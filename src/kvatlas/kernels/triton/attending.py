@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvatlas.kernels.triton.reading import read
+from kvatlas.kernels.triton.reading import by_shared_memory, read
 
 LOWEST = tl.constexpr(-1.0e30)
 """A maximum below all logits that still can be subtracted from minus infinity."""
@@ -53,10 +53,15 @@ def query_rows(
 
 
 @triton.jit
-def pages(table, begin, low, high, STATES: tl.constexpr, TILE: tl.constexpr):
-    """The block of each state of a tile; 0 for states out of reach, whatever the table says."""
-    states = begin + tl.arange(0, TILE)
-    return tl.load(table + states // STATES, mask=(states >= low) & (states < high), other=0)
+def pages(table, begin, low, high, STATES: tl.constexpr, TILE: tl.constexpr, FIT: tl.constexpr):
+    """The block of each state of a tile; past the ends the last one that may be looked up."""
+    if FIT == "tile in page":
+        at = begin // STATES
+    elif FIT == "pages in tile":
+        at = begin // STATES + tl.arange(0, TILE) // STATES
+    else:
+        at = (begin + tl.arange(0, TILE)) // STATES
+    return tl.load(table + tl.minimum(tl.maximum(at, low // STATES), (high - 1) // STATES))
 
 
 @triton.jit
@@ -65,29 +70,37 @@ def walk(
     k_at, k_scale_at, v_at, v_scale_at, v_zero_at, levels, scale, softcap,
     K_FORM: tl.constexpr, V_FORM: tl.constexpr, STATES: tl.constexpr, TILE: tl.constexpr,
     DIM: tl.constexpr, WIDTH: tl.constexpr, V_DIM: tl.constexpr, V_WIDTH: tl.constexpr,
-    ROPE: tl.constexpr, LATENT: tl.constexpr, SOFTCAP: tl.constexpr, BOUNDED: tl.constexpr,
+    FIT: tl.constexpr, ROPE: tl.constexpr, LATENT: tl.constexpr, SOFTCAP: tl.constexpr, BOUNDED: tl.constexpr,
     MASKED: tl.constexpr, K_DOT: tl.constexpr, V_DOT: tl.constexpr, PRECISION: tl.constexpr,
     EVICT: tl.constexpr,
 ):  # fmt: skip
     """States begin .. end - 1 in tiles, of which low .. high - 1 may be read."""
     # Pages are looked up a tile ahead: a load that waits for another would halve the
-    # loads that the compiler keeps in flight.
-    page = pages(table, begin, low, high, STATES, TILE)
+    # loads that the compiler keeps in flight. Keys out of reach are read all the same, in
+    # pages that are within reach, and masked as logits; values would be multiplied by 0,
+    # which is no mask for what is not a number.
+    lane = tl.arange(0, TILE)
+    page = pages(table, begin, low, high, STATES, TILE, FIT)
     for n in tl.range(begin, end, TILE):
-        states = n + tl.arange(0, TILE)
+        states = n + lane
         there = (states >= low) & (states < high)
-        here = page.to(tl.int64)
-        page = pages(table, n + TILE, low, high, STATES, TILE)
-        state = states % STATES
+        here = page.to(tl.int32)
+        page = pages(table, n + TILE, low, high, STATES, TILE, FIT)
+        if FIT == "tile in page":
+            state = n % STATES + lane
+        elif FIT == "pages in tile":
+            state = lane % STATES
+        else:
+            state = states % STATES
         k, k_factor = read(
             buffer, k_at, k_scale_at, v_zero_at, levels, here, state, head, there,
-            K_FORM, DIM, WIDTH, K_DOT, MASKED, EVICT,
+            K_FORM, DIM, WIDTH, K_DOT, MASKED and LATENT, EVICT,
         )  # fmt: skip
         logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if LATENT:
             rope, _ = read(
                 buffer, v_at, k_scale_at, v_zero_at, levels, here, state, head, there,
-                V_FORM, ROPE, ROPE, K_DOT, MASKED, EVICT,
+                V_FORM, ROPE, ROPE, K_DOT, False, EVICT,
             )  # fmt: skip
             logits = tl.dot(q_rope, tl.trans(rope), logits, input_precision=PRECISION)
         if K_FORM[0] == "scaled" or K_FORM[0] == "int4" or K_FORM[0] == "levels":
@@ -98,7 +111,7 @@ def walk(
             folded = tl.exp2(logits * (2.0 * LOG2E / softcap))
             logits = softcap * LOG2E * (1.0 - 2.0 / (folded + 1.0))
         if MASKED:
-            seen = (states[None, :] <= position[:, None]) & there[None, :]
+            seen = states[None, :] <= position[:, None]
             if BOUNDED:
                 seen = seen & (states[None, :] >= least[:, None])
             logits = tl.where(seen, logits, float("-inf"))
@@ -115,6 +128,10 @@ def walk(
                 buffer, v_at, v_scale_at, v_zero_at, levels, here, state, head, there,
                 V_FORM, V_DIM, V_WIDTH, V_DOT, MASKED, EVICT,
             )  # fmt: skip
+            if V_FORM[1].primitive_bitwidth == 8 and (
+                V_FORM[0] == "plain" or V_FORM[0] == "scaled"
+            ):
+                v = by_shared_memory(v)
             if V_FORM[0] == "scaled" or V_FORM[0] == "int4":
                 weights = weights * v_factor[None, :]
         acc = tl.dot(weights.to(V_DOT), v, acc, input_precision=PRECISION)

@@ -30,7 +30,7 @@ def decode(
     scale, softcap, v_scale, bound,
     K_FORM: tl.constexpr, V_FORM: tl.constexpr, STATES: tl.constexpr, GROUP: tl.constexpr,
     PARTS: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    ALIGN: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, V_DIM: tl.constexpr,
+    ALIGN: tl.constexpr, FIT: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, V_DIM: tl.constexpr,
     V_WIDTH: tl.constexpr, ROPE: tl.constexpr, LATENT: tl.constexpr, SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr, BOUND: tl.constexpr, K_DOT: tl.constexpr, V_DOT: tl.constexpr, PRECISION: tl.constexpr,
     EVICT: tl.constexpr,
@@ -72,7 +72,7 @@ def decode(
                 origin + (tile - first) * TILE, origin + (until - first) * TILE, low, length,
                 head, tables + sequence.to(tl.int64) * table_step, buffer, k_at, k_scale_at,
                 v_at, v_scale_at, v_zero_at, levels, scale, softcap, K_FORM, V_FORM, STATES,
-                TILE, DIM, WIDTH, V_DIM, V_WIDTH, ROPE, LATENT, SOFTCAP, BOUND != "none", True,
+                TILE, DIM, WIDTH, V_DIM, V_WIDTH, FIT, ROPE, LATENT, SOFTCAP, BOUND != "none", True,
                 K_DOT, V_DOT, PRECISION, EVICT,
             )  # fmt: skip
             if (tile == first) & (until == last):

@@ -21,7 +21,7 @@ def prefill(
     q, q_steps, out, out_steps, buffer, k_at, k_scale_at, v_at, v_scale_at, v_zero_at, levels,
     tables, table_step, lengths, starts, ends, sequences, sinks, scale, softcap, v_scale, bound,
     K_FORM: tl.constexpr, V_FORM: tl.constexpr, STATES: tl.constexpr, GROUP: tl.constexpr,
-    HEADS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, ALIGN: tl.constexpr,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, ALIGN: tl.constexpr, FIT: tl.constexpr,
     DIM: tl.constexpr, WIDTH: tl.constexpr, V_DIM: tl.constexpr, V_WIDTH: tl.constexpr,
     ROPE: tl.constexpr, LATENT: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
     BOUND: tl.constexpr, K_DOT: tl.constexpr, V_DOT: tl.constexpr, PRECISION: tl.constexpr, EVICT: tl.constexpr,
@@ -60,13 +60,13 @@ def prefill(
             acc, top, total = walk(
                 acc, top, total, queries, rotary, position, least, 0, whole, low, high,
                 head, table, buffer, k_at, k_scale_at, v_at, v_scale_at, v_zero_at, levels,
-                scale, softcap, K_FORM, V_FORM, STATES, TILE, DIM, WIDTH, V_DIM, V_WIDTH, ROPE,
+                scale, softcap, K_FORM, V_FORM, STATES, TILE, DIM, WIDTH, V_DIM, V_WIDTH, FIT, ROPE,
                 LATENT, SOFTCAP, False, False, K_DOT, V_DOT, PRECISION, EVICT,
             )  # fmt: skip
         acc, top, total = walk(
             acc, top, total, queries, rotary, position, least, whole, high, low, high,
             head, table, buffer, k_at, k_scale_at, v_at, v_scale_at, v_zero_at, levels,
-            scale, softcap, K_FORM, V_FORM, STATES, TILE, DIM, WIDTH, V_DIM, V_WIDTH, ROPE,
+            scale, softcap, K_FORM, V_FORM, STATES, TILE, DIM, WIDTH, V_DIM, V_WIDTH, FIT, ROPE,
             LATENT, SOFTCAP, BOUND != "none", True, K_DOT, V_DOT, PRECISION, EVICT,
         )  # fmt: skip
         heads = head * GROUP + row % GROUP

@@ -22,9 +22,25 @@ import triton.language as tl
 
 @triton.jit
 def row_offsets(at, page, state, head, UNIT: tl.constexpr):
-    """Elements from the pool's start to the first one of each state's row."""
-    steps = at[0] + page * at[1] + state.to(tl.int64) * at[2] + head.to(tl.int64) * at[3]
-    return steps.to(tl.int64) * UNIT
+    """Elements from the pool's start to the first one of each state's row.
+
+    Steps of blocks and states fit 32 bits, so that each product is one instruction.
+    """
+    first = (at[0] + head.to(tl.int64) * at[3]) * UNIT
+    within = state.to(tl.int64) * (at[2] * UNIT) + first
+    return page.to(tl.int64) * (at[1] * UNIT) + within
+
+
+@triton.jit
+def by_shared_memory(tile):
+    """The same tile, that the compiler will not load element by element as a dot wants it.
+
+    Eight-bit elements of V would be gathered byte by byte, across states; converted where
+    they were loaded and then written to shared memory they are read back in whole matrices.
+    """
+    pairs = tl.reshape(tile, [tile.shape[0], tile.shape[1] // 2, 2])
+    even, odd = tl.split(pairs)
+    return tl.reshape(tl.join(even, odd), [tile.shape[0], tile.shape[1]])
 
 
 @triton.jit
@@ -109,17 +125,14 @@ def read(
     KIND: tl.constexpr = FORM[0]
     UNIT: tl.constexpr = FORM[2]
     factor = 1.0
-    if KIND == "plain":
+    if KIND == "plain" or KIND == "scaled":
         tile = elements(
             buffer, at, page, state, head, there, FORM[1], UNIT, DIM, WIDTH, MASKED, EVICT
         ).to(DOT)
-    elif KIND == "scaled":
-        tile = elements(
-            buffer, at, page, state, head, there, FORM[1], UNIT, DIM, WIDTH, MASKED, EVICT
-        ).to(DOT)
-        factor = column_of(
-            buffer, scale_at, page, state, head, there, tl.float32, FORM[3], MASKED
-        )
+        if KIND == "scaled":
+            factor = column_of(
+                buffer, scale_at, page, state, head, there, tl.float32, FORM[3], MASKED
+            )
     elif KIND == "int4":
         codes = nibbles(buffer, at, page, state, head, there, UNIT, DIM, WIDTH, MASKED, EVICT)
         word = column_of(buffer, scale_at, page, state, head, there, tl.int32, FORM[3], MASKED)

@@ -27,6 +27,8 @@ class Cut(NamedTuple):
     """States in a tile of a decoded sequence."""
     rows: int
     """Rows in a tile of a prefilled one."""
+    align: int
+    """What states a walk starts at multiples of."""
     bound: str = "none"
     size: int = 0
     """Window or chunk."""
@@ -73,8 +75,17 @@ def _plan(
         units += tl.sum(packed, 0)
 
 
-ALIGN = 16
-"""Walks that do not start at 0 start at a multiple of this."""
+def fit_of(states: int, tile: int) -> tuple[str, int]:
+    """How tiles of states meet pages, and what states a walk starts at multiples of.
+
+    >>> fit_of(16, 64), fit_of(64, 64), fit_of(256, 64), fit_of(24, 64)
+    (('pages in tile', 16), ('tile in page', 64), ('tile in page', 64), ('neither', 16))
+    """
+    if states % tile == 0:
+        return "tile in page", tile
+    if tile % states == 0:
+        return "pages in tile", states
+    return "neither", 16
 
 
 def schedule(
@@ -89,7 +100,8 @@ def schedule(
     with torch.cuda.device(lengths.device) if lengths.is_cuda else nullcontext():
         _plan[(1,)](
             lengths, lengths if queries is None else queries, lengths if starts is None else starts,
-            ends, count, cut.few, cut.rows, cut.size, GROUP=cut.group, TILE=cut.tile, ALIGN=ALIGN,
+            ends, count, cut.few, cut.rows, cut.size, GROUP=cut.group, TILE=cut.tile,
+            ALIGN=cut.align,
             BOUND=cut.bound, STARTS=starts is not None,
             SPAN=min(1024, triton.next_power_of_2(max(count, 16))), num_warps=4,
         )  # fmt: skip

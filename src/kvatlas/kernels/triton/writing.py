@@ -221,8 +221,8 @@ def write_rows(
     head = row % HEADS
     slot = tl.load(slots + token, mask=token < tokens, other=-1).to(tl.int64)
     there = slot >= 0
-    page = slot // STATES
-    state = slot % STATES
+    page = (slot // STATES).to(tl.int32)
+    state = (slot % STATES).to(tl.int32)
     k_rows = get_rows(k, k_steps, token, head, there, DIM, WIDTH)
     v_rows = get_rows(v, v_steps, token, head, there, V_DIM, V_WIDTH)
     put_side(
