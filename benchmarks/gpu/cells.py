@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +19,12 @@ DEVICE = os.environ.get("KVATLAS_BENCH_DEVICE", "cuda")
 ORDERS = [layout.order for layout in ENGINE_LAYOUTS]
 SLOTS = 4
 """Layers in a pool, so that orders which interleave them do."""
+
+
+_WARM = 0.05
+"""Seconds of work before the clock starts: an idle chip clocks down."""
+_LONG = 30.0
+"""Milliseconds that are timed, at least."""
 
 
 class Case(NamedTuple):
@@ -84,15 +91,19 @@ def milliseconds(case: Case, *, graph: bool = True, repeat: int = 15) -> tuple[f
             for call in case.calls:
                 call()
         play = captured.replay
-    taken = []
-    for _ in range(repeat + 2):
+    clock = time.perf_counter()
+    while time.perf_counter() - clock < _WARM:
+        play()
+        torch.cuda.synchronize()
+    taken: list[float] = []
+    while len(taken) < repeat or (sum(taken) * len(case.calls) < _LONG and len(taken) < 500):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         play()
         end.record()
         end.synchronize()
         taken.append(begin.elapsed_time(end) / len(case.calls))
-    low, middle, high = statistics.quantiles(taken[2:], n=4)
+    low, middle, high = statistics.quantiles(taken, n=4)
     return middle, (high - low) / middle
 
 

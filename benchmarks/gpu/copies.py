@@ -20,7 +20,7 @@ HELD = 16
 
 def on_device(source: str, target: str, kib: int, layers: int, choice: dict[str, Any]) -> Case:
     """Scattered blocks from one pool to another, `layers` of them in one launch."""
-    moved = 256 * 1024 // kib // layers
+    moved = 512 * 1024 // kib // layers
     spec = FullAttention(heads=PAGES[kib], head_dim=128)
     first, second = (
         layers_of(spec, order, block=16, blocks=2 * moved) for order in (source, target)

@@ -100,8 +100,8 @@ def attend(
         _out(q, out, v_dim), tables, lengths, k, v,
         {
             "DIM": spec.head_dim, "WIDTH": width, "V_DIM": v_dim, "V_WIDTH": v_width, "ROPE": 16,
-            "LATENT": False, "K_DOT": _dot(own, k, plain_only=False),
-            "V_DOT": _dot(own, v, plain_only=True),
+            "LATENT": False, "K_DOT": _dot(own, k),
+            "V_DOT": _dot(own, v),
         },
         heads, _group(q, heads), bound,
         (
@@ -147,7 +147,7 @@ def attend_latent(
     forms.refuse_head(spec.latent, "the latent")
     checks.rows_of(q, "q", (None, None, spec.latent + spec.rope))
     latent, rope = forms.plain(layer, "latent"), forms.plain(layer, "rope")
-    dot = _dot(forms.dot_of(q), latent, plain_only=True)
+    dot = _dot(forms.dot_of(q), latent)
     job = _Job(
         layer, q, _out(q, out, spec.latent), tables, lengths, latent, rope,
         {
@@ -294,12 +294,10 @@ def _width(dim: int) -> int:
     return max(16, int(triton.next_power_of_2(dim)))
 
 
-def _dot(own: Any, side: Stored, *, plain_only: bool) -> Any:
-    """The type of a dot: 8-bit floats become halves in one instruction."""
-    eight = side.form.element in (tl.float8e4nv, tl.float8e5)
-    if own == tl.float32 or not eight or (plain_only and side.form.kind != "plain"):
-        return own
-    return tl.float16
+def _dot(own: Any, side: Stored) -> Any:
+    """The type of a dot: elements of 8 bits are exact as halves, and get there fast."""
+    eight = side.form.element in (tl.float8e4nv, tl.float8e5, tl.int8)
+    return tl.float16 if eight and own != tl.float32 else own
 
 
 def _out(q: torch.Tensor, out: torch.Tensor | None, dim: int) -> torch.Tensor:

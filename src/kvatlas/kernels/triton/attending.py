@@ -115,12 +115,6 @@ def walk(
             if BOUNDED:
                 seen = seen & (states[None, :] >= least[:, None])
             logits = tl.where(seen, logits, float("-inf"))
-        higher = tl.maximum(top, tl.max(logits, 1))
-        shrink = tl.exp2(top - higher)
-        weights = tl.exp2(logits - higher[:, None])
-        total = total * shrink + tl.sum(weights, 1)
-        top = higher
-        acc = acc * shrink[:, None]
         if LATENT:
             v = k
         else:
@@ -132,8 +126,25 @@ def walk(
                 V_FORM[0] == "plain" or V_FORM[0] == "scaled"
             ):
                 v = by_shared_memory(v)
-            if V_FORM[0] == "scaled" or V_FORM[0] == "int4":
-                weights = weights * v_factor[None, :]
+        if V_FORM[0] == "scaled" or V_FORM[0] == "int4":
+            # Scales of V are part of the weights. Their exponents are added to the logits, so
+            # that the largest weight is near 1 whatever the scales are, and halves are wide
+            # enough for the others; the total takes them out again.
+            power = (v_factor.to(tl.int32, bitcast=True) >> 23) & 255
+            v_factor = v_factor.to(tl.int32, bitcast=True) & 0x7FFFFF | 0x3F800000
+            v_factor = v_factor.to(tl.float32, bitcast=True)
+            v_inverse = ((254 - power) << 23).to(tl.float32, bitcast=True)
+            logits = logits + (power - 127).to(tl.float32)[None, :]
+        higher = tl.maximum(top, tl.max(logits, 1))
+        shrink = tl.exp2(top - higher)
+        weights = tl.exp2(logits - higher[:, None])
+        if V_FORM[0] == "scaled" or V_FORM[0] == "int4":
+            total = total * shrink + tl.sum(weights * v_inverse[None, :], 1)
+            weights = weights * v_factor[None, :]
+        else:
+            total = total * shrink + tl.sum(weights, 1)
+        top = higher
+        acc = acc * shrink[:, None]
         acc = tl.dot(weights.to(V_DOT), v, acc, input_precision=PRECISION)
     return acc, top, total
 

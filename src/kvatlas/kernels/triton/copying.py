@@ -29,7 +29,7 @@ def copy_rows(
     source, target, source_table, target_table, ids, places, blocks, layers, from_steps, to_steps,
     SIZES: tl.constexpr, WORDS: tl.constexpr, WORD: tl.constexpr, UNIT: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TABLE: tl.constexpr, FILL: tl.constexpr,
-    EVICT: tl.constexpr,
+    EVICT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Rows of `WORDS` words that are contiguous on both sides; `FILL` writes zeros instead.
 
@@ -41,7 +41,8 @@ def copy_rows(
     CHUNKS: tl.constexpr = (WORDS + COLUMNS - 1) // COLUMNS
     count = blocks * PER_BLOCK
     groups = (count + ROWS - 1) // ROWS
-    for tile in range(tl.program_id(0), groups * layers * CHUNKS, tl.num_programs(0)):
+    tiles = groups * layers * CHUNKS
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
         chunk = tile % CHUNKS
         group = tile // CHUNKS
         layer = group // groups

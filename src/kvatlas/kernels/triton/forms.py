@@ -43,6 +43,8 @@ class Form(NamedTuple):
     scale_unit: int
     zero_unit: int
     bits: int
+    assembly: bool
+    """Whether the device takes PTX: not where Triton interprets."""
 
 
 class Stored(NamedTuple):
@@ -76,15 +78,19 @@ def stored(layer: LayerCache, spec: Attention, side: str) -> Stored:
     names = {field.name for field in layer.page.fields}
     scale_at, scale_unit = _at(layer, f"{side}_scale") if f"{side}_scale" in names else (at, 1)
     zero_at, zero_unit = _at(layer, f"{side}_zero") if f"{side}_zero" in names else (at, 1)
-    form = Form(kind, element, unit, scale_unit, zero_unit, width)
+    form = Form(kind, element, unit, scale_unit, zero_unit, width, _takes_ptx(layer))
     return Stored(form, at, scale_at, zero_at)
 
 
 def plain(layer: LayerCache, name: str) -> Stored:
     """A field whose elements stand for themselves."""
     at, unit = _at(layer, name)
-    form = Form("plain", element_of(layer.page.field(name).dtype), unit, 1, 1, 0)
+    form = Form("plain", element_of(layer.page.field(name).dtype), unit, 1, 1, 0, _takes_ptx(layer))
     return Stored(form, at, at, at)
+
+
+def _takes_ptx(layer: LayerCache) -> bool:
+    return layer.buffer.is_cuda and torch.version.hip is None
 
 
 def _at(layer: LayerCache, name: str) -> tuple[tuple[int, ...], int]:

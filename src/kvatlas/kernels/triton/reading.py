@@ -2,7 +2,8 @@
 
 A side of the cache is described by where its rows, scales and zero points lie (`at`,
 tuples of a first row, the steps of B, N and H in units, and the step of C in elements)
-and by its form: (kind, element, unit, unit of the scales, unit of the zeros, bits).
+and by its form: (kind, element, unit, unit of the scales, unit of the zeros,
+bits, whether it may be converted by machine instructions).
 
 | kind | what a tile is | what is left to multiply by, for each state |
 |---|---|---|
@@ -29,6 +30,31 @@ def row_offsets(at, page, state, head, UNIT: tl.constexpr):
     first = (at[0] + head.to(tl.int64) * at[3]) * UNIT
     within = state.to(tl.int64) * (at[2] * UNIT) + first
     return page.to(tl.int64) * (at[1] * UNIT) + within
+
+
+_FOUR_BYTES = tl.constexpr("""
+    {
+        .reg .b32 biased, excess;
+        mov.b32 excess, 0x64806480;
+        xor.b32 biased, $2, 0x80808080;
+        prmt.b32 $0, biased, 0x64646464, 0x4140;
+        prmt.b32 $1, biased, 0x64646464, 0x4342;
+        sub.f16x2 $0, $0, excess;
+        sub.f16x2 $1, $1, excess;
+    }
+""")
+"""Four int8 as halves. 0x6400 is 1024 and its lowest bits count ones, so that a byte put
+there with its sign turned is 1024 + 128 + the number."""
+
+
+@triton.jit
+def as_dot(tile, DOT: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """Elements in the type of a dot."""
+    if ASSEMBLY and tile.dtype == tl.int8 and DOT == tl.float16:
+        return tl.inline_asm_elementwise(
+            _FOUR_BYTES, "=r,=r,r", [tile], dtype=tl.float16, is_pure=True, pack=4
+        )
+    return tile.to(DOT)
 
 
 @triton.jit
@@ -71,7 +97,7 @@ def column_of(
     """One element for each state: a scale, a norm or a zero point."""
     pointers = buffer.to(tl.pointer_type(KIND)) + row_offsets(at, page, state, head, UNIT)
     if MASKED:
-        return tl.load(pointers, mask=there, other=0.0)
+        return tl.load(pointers, mask=there, other=0)
     return tl.load(pointers)
 
 
@@ -126,9 +152,10 @@ def read(
     UNIT: tl.constexpr = FORM[2]
     factor = 1.0
     if KIND == "plain" or KIND == "scaled":
-        tile = elements(
+        stored = elements(
             buffer, at, page, state, head, there, FORM[1], UNIT, DIM, WIDTH, MASKED, EVICT
-        ).to(DOT)
+        )
+        tile = as_dot(stored, DOT, FORM[6])
         if KIND == "scaled":
             factor = column_of(
                 buffer, scale_at, page, state, head, there, tl.float32, FORM[3], MASKED
