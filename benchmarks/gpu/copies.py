@@ -47,7 +47,7 @@ def to_or_from_host(
     order: str, other: str, kib: int, to_host: bool, choice: dict[str, Any]
 ) -> Case:
     """Scattered pages of one layer between a pool and a pinned one, by a kernel."""
-    moved = 128 * 1024 // kib
+    moved = 256 * 1024 // kib
     spec = FullAttention(heads=PAGES[kib], head_dim=128)
     there = layers_of(spec, order, block=16, blocks=2 * moved, slots=2)
     here = layers_of(spec, other, block=16, blocks=moved + 8, device="cpu", slots=2)
@@ -93,7 +93,6 @@ def cells() -> list[Cell]:
             Cell(
                 f"copy {way}, {kib} KiB pages, {HELD} programs", f"{order} to {other}",
                 partial(to_or_from_host, order, other, kib, to_host), ceiling=link, bar=0.92,
-                graph=False,
             )
             for kib in PAGES
             for order, other in [*((order, order) for order in ORDERS), ("LBNHC", "BHLNC")]

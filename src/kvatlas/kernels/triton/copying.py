@@ -29,7 +29,7 @@ def copy_rows(
     source, target, source_table, target_table, ids, places, blocks, layers, from_steps, to_steps,
     SIZES: tl.constexpr, WORDS: tl.constexpr, WORD: tl.constexpr, UNIT: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TABLE: tl.constexpr, FILL: tl.constexpr,
-    EVICT: tl.constexpr, STAGES: tl.constexpr,
+    EVICT: tl.constexpr, LOAD: tl.constexpr, STORE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Rows of `WORDS` words that are contiguous on both sides; `FILL` writes zeros instead.
 
@@ -64,10 +64,10 @@ def copy_rows(
             at += second.to(tl.int64) * from_steps[2] + third.to(tl.int64) * from_steps[3]
             begin = _base(source, source_table, layer, WORD, ALIGN, TABLE)
             pointers = begin + (at * UNIT)[:, None] + column[None, :]
-            words = tl.load(pointers, mask=mask, eviction_policy=EVICT)
+            words = tl.load(pointers, mask=mask, eviction_policy=EVICT, cache_modifier=LOAD)
         end = _base(target, target_table, layer, WORD, ALIGN, TABLE)
         pointers = end + (to * UNIT)[:, None] + column[None, :]
-        tl.store(pointers, words, mask=mask, eviction_policy=EVICT)
+        tl.store(pointers, words, mask=mask, eviction_policy=EVICT, cache_modifier=STORE)
 
 
 @triton.jit

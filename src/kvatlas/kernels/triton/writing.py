@@ -219,12 +219,13 @@ def write_rows(
     row = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
     token = row // HEADS
     head = row % HEADS
+    # Rows are read before it is known whether their slot wants them: no load waits for another.
     slot = tl.load(slots + token, mask=token < tokens, other=-1).to(tl.int64)
+    k_rows = get_rows(k, k_steps, token, head, token < tokens, DIM, WIDTH)
+    v_rows = get_rows(v, v_steps, token, head, token < tokens, V_DIM, V_WIDTH)
     there = slot >= 0
     page = (slot // STATES).to(tl.int32)
     state = (slot % STATES).to(tl.int32)
-    k_rows = get_rows(k, k_steps, token, head, there, DIM, WIDTH)
-    v_rows = get_rows(v, v_steps, token, head, there, V_DIM, V_WIDTH)
     put_side(
         buffer, k_at, k_scale_at, v_zero_at, bounds, page, state, head, there, k_rows, k_scale,
         K_FORM, DIM, WIDTH, STEPS, COUNT, PER_TENSOR,
