@@ -223,7 +223,8 @@ def _decode(
     decode[(workers * lanes,)](
         *_operands(job), plan.ends[0], plan.ends[1], count, sums, tops, sinks, *_numbers(job),
         job.bound[1], **_constants(job, plan.cut.tile), PARTS=parts, LANES=lanes, ROWS=rows, TILE=plan.cut.tile,
-        EVICT=use.get("evict", ""), num_warps=use["warps"], num_stages=use["stages"],
+        EVICT=use.get("evict", ""), PAIRED=_paired(job), num_warps=use["warps"],
+        num_stages=use["stages"],
     )  # fmt: skip
     deep = rows if max_queries is None else min(rows, max_queries * job.group)
     merge[(count, lanes * deep)](
@@ -298,6 +299,21 @@ def _dot(own: Any, side: Stored) -> Any:
     """The type of a dot: elements of 8 bits are exact as halves, and get there fast."""
     eight = side.form.element in (tl.float8e4nv, tl.float8e5, tl.int8)
     return tl.float16 if eight and own != tl.float32 else own
+
+
+def _paired(job: _Job) -> bool:
+    """Whether K and V are 8-bit elements that can be read in pairs."""
+    dims = job.dims
+    return not dims["LATENT"] and all(
+        side.form.kind in ("plain", "scaled")
+        and side.form.element in (tl.float8e4nv, tl.float8e5, tl.int8)
+        and side.form.unit >= 2
+        and side.at[4] == 1
+        and dim == width >= 32
+        for side, dim, width in (
+            (job.k, dims["DIM"], dims["WIDTH"]), (job.v, dims["V_DIM"], dims["V_WIDTH"])
+        )
+    )  # fmt: skip
 
 
 def _out(q: torch.Tensor, out: torch.Tensor | None, dim: int) -> torch.Tensor:

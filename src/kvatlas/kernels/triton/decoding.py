@@ -21,6 +21,7 @@ from kvatlas.kernels.triton.attending import (
     query_rows,
     walk,
 )
+from kvatlas.kernels.triton.pairing import walk_pairs
 
 
 @triton.jit
@@ -33,7 +34,7 @@ def decode(
     ALIGN: tl.constexpr, FIT: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, V_DIM: tl.constexpr,
     V_WIDTH: tl.constexpr, ROPE: tl.constexpr, LATENT: tl.constexpr, SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr, BOUND: tl.constexpr, K_DOT: tl.constexpr, V_DOT: tl.constexpr, PRECISION: tl.constexpr,
-    EVICT: tl.constexpr,
+    EVICT: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     lane = tl.program_id(0) % LANES
     worker = tl.program_id(0) // LANES
@@ -67,14 +68,23 @@ def decode(
             acc = tl.zeros([ROWS, V_WIDTH], tl.float32)
             top = tl.full([ROWS], LOWEST, tl.float32)
             total = tl.zeros([ROWS], tl.float32)
-            acc, top, total = walk(
-                acc, top, total, queries, rotary, position, least,
-                origin + (tile - first) * TILE, origin + (until - first) * TILE, low, length,
-                head, tables + sequence.to(tl.int64) * table_step, buffer, k_at, k_scale_at,
-                v_at, v_scale_at, v_zero_at, levels, scale, softcap, K_FORM, V_FORM, STATES,
-                TILE, DIM, WIDTH, V_DIM, V_WIDTH, FIT, ROPE, LATENT, SOFTCAP, BOUND != "none", True,
-                K_DOT, V_DOT, PRECISION, EVICT,
-            )  # fmt: skip
+            begin = origin + (tile - first) * TILE
+            end = origin + (until - first) * TILE
+            table = tables + sequence.to(tl.int64) * table_step
+            if PAIRED:
+                acc, top, total = walk_pairs(
+                    acc, top, total, queries, position, least, begin, end, low, length, head,
+                    table, buffer, k_at, k_scale_at, v_at, v_scale_at, scale, softcap, K_FORM,
+                    V_FORM, STATES, TILE, WIDTH, V_WIDTH, FIT, SOFTCAP, BOUND != "none", K_DOT,
+                    PRECISION, EVICT,
+                )  # fmt: skip
+            else:
+                acc, top, total = walk(
+                    acc, top, total, queries, rotary, position, least, begin, end, low, length,
+                    head, table, buffer, k_at, k_scale_at, v_at, v_scale_at, v_zero_at, levels,
+                    scale, softcap, K_FORM, V_FORM, STATES, TILE, DIM, WIDTH, V_DIM, V_WIDTH, FIT,
+                    ROPE, LATENT, SOFTCAP, BOUND != "none", True, K_DOT, V_DOT, PRECISION, EVICT,
+                )  # fmt: skip
             if (tile == first) & (until == last):
                 heads = head * GROUP + row % GROUP
                 rows = finish(acc, top, total, sinks, heads, valid, v_scale, SINKS)
