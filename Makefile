@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo tour test test-deep lint bench format clean
+.PHONY: demo tour test test-deep test-gpu lint bench bench-gpu format clean
 
 demo: $(STAMP)  ## The main job: plan, prefill, ship the cache, decode elsewhere
 	$(BIN)/python -m examples.handover
@@ -19,6 +19,9 @@ test: $(STAMP)  ## Unit, property and documentation tests
 test-deep: $(STAMP)  ## The same properties with many more examples
 	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest -n auto
 
+test-gpu: $(STAMP)  ## The kernels on a CUDA device; nothing is run where there is none
+	$(BIN)/python -m pytest -n auto tests/gpu
+
 lint: $(STAMP)  ## Formatting, lints and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -26,6 +29,9 @@ lint: $(STAMP)  ## Formatting, lints and types
 
 bench: $(STAMP)  ## Figures, each beside a limit measured in the same run
 	$(BIN)/python -m benchmarks
+
+bench-gpu: $(STAMP)  ## The kernels on a CUDA device, beside its own limits
+	$(BIN)/python -m benchmarks.gpu
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from typing import Any
 
 import torch
 
-from benchmarks.gpu.cells import DEVICE, ORDERS, Case, Cell, close, layers_of, shuffled
+from benchmarks.gpu.cells import DEVICE, ORDERS, Case, Cell, close, layers_of, shuffled, small
 from benchmarks.gpu.ceilings import prefill_work
 from kvatlas.cache import LayerCache
 from kvatlas.kernels import read
@@ -63,8 +62,7 @@ def decode(
 ) -> Case:  # fmt: skip
     """One query for each sequence; `sets` of sequences take turns."""
     sequences, length = batch
-    if os.environ.get("KVATLAS_BENCH_SMALL"):
-        sequences = min(sequences, 16)
+    sequences = min(sequences, 16) if small() else sequences
     blocks = sets * sequences * -(-length // block) + 3
     layer = layers_of(spec, order, block=block, blocks=blocks)[1]
     _fill(layer, spec)
@@ -139,9 +137,7 @@ def prefill(
     layer = layers_of(spec, order, block=block, blocks=blocks)[1]
     _fill(layer, spec)
     tables = _tables(sequences, length, block, blocks, 5)
-    q = torch.randn(
-        sequences * length, spec.heads * 4, spec.head_dim, dtype=BF16, device=DEVICE
-    )
+    q = torch.randn(sequences * length, spec.heads * 4, spec.head_dim, dtype=BF16, device=DEVICE)
     out = torch.empty_like(q)
     lengths = torch.full((sequences,), length, dtype=torch.int32, device=DEVICE)
 

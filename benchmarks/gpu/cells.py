@@ -6,6 +6,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -55,6 +56,7 @@ class Found(NamedTuple):
 
     cell: Cell
     figure: float | None
+    milliseconds: float
     spread: float
     right: bool
     note: str = ""
@@ -66,11 +68,22 @@ def layers_of(
     """The layers of a pool of random bytes; on the host it is pinned."""
     page = spec.page(block)
     placed = page.place(Layout(order), slots=slots, blocks=blocks)
-    pinned = device == "cpu" and DEVICE == "cuda"
-    buffer = torch.empty(placed.stop, dtype=torch.uint8, device=device, pin_memory=pinned)
-    return [
-        LayerCache(f"layers.{i}", page, placed.select("L", i), buffer) for i in range(slots)
-    ]
+    if device == "cpu" and DEVICE == "cuda":
+        buffer = _pinned(1 << (placed.stop - 1).bit_length())[: placed.stop]
+    else:
+        buffer = torch.empty(placed.stop, dtype=torch.uint8, device=device)
+    return [LayerCache(f"layers.{i}", page, placed.select("L", i), buffer) for i in range(slots)]
+
+
+@lru_cache(maxsize=1)
+def _pinned(nbytes: int) -> torch.Tensor:
+    """Pinned memory that cases use one after the other: to pin it takes longer than to use it."""
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+
+def small() -> bool:
+    """Whether a case is only run so that its kernels are compiled."""
+    return bool(os.environ.get("KVATLAS_BENCH_SMALL"))
 
 
 def shuffled(count: int, of: int, seed: int) -> torch.Tensor:
@@ -114,12 +127,12 @@ def measure(cell: Cell, choice: dict[str, Any] | None = None, *, repeat: int = 1
         right = case.right()
         torch.cuda.synchronize()
         if not repeat:
-            return Found(cell, None, 0.0, right)
+            return Found(cell, None, 0.0, 0.0, right)
         taken, spread = milliseconds(case, graph=cell.graph, repeat=repeat)
     except Exception as error:  # noqa: BLE001
-        return Found(cell, None, 0.0, False, f"{type(error).__name__}: {str(error)[:300]}")
+        return Found(cell, None, 0.0, 0.0, False, f"{type(error).__name__}: {str(error)[:300]}")
     scale = 1e9 if cell.unit == "TFLOP/s" else 1e6
-    return Found(cell, case.work / taken / scale, spread, right)
+    return Found(cell, case.work / taken / scale, taken, spread, right)
 
 
 def close(found: torch.Tensor, exact: torch.Tensor, tolerance: float) -> bool:
@@ -127,6 +140,8 @@ def close(found: torch.Tensor, exact: torch.Tensor, tolerance: float) -> bool:
     found, exact = found.double(), exact.double()
     error = (found - exact).norm() / exact.norm()
     worst = (found - exact).abs().max() / exact.abs().max()
-    return bool(torch.isfinite(found).all()) and float(error) < tolerance and float(
-        worst
-    ) < 10 * tolerance
+    return (
+        bool(torch.isfinite(found).all())
+        and float(error) < tolerance
+        and float(worst) < 10 * tolerance
+    )

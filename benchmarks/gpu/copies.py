@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.cells import DEVICE, ORDERS, Case, Cell, layers_of, shuffled
+from benchmarks.gpu.cells import DEVICE, ORDERS, Case, Cell, layers_of, shuffled, small
 from kvatlas.kernels.triton.copy import between
 from kvatlas.specs import FullAttention
 
@@ -20,7 +20,7 @@ HELD = 16
 
 def on_device(source: str, target: str, kib: int, layers: int, choice: dict[str, Any]) -> Case:
     """Scattered blocks from one pool to another, `layers` of them in one launch."""
-    moved = 512 * 1024 // kib // layers
+    moved = (16 if small() else 512) * 1024 // kib // layers
     spec = FullAttention(heads=PAGES[kib], head_dim=128)
     first, second = (
         layers_of(spec, order, block=16, blocks=2 * moved) for order in (source, target)
@@ -47,12 +47,12 @@ def to_or_from_host(
     order: str, other: str, kib: int, to_host: bool, choice: dict[str, Any]
 ) -> Case:
     """Scattered pages of one layer between a pool and a pinned one, by a kernel."""
-    moved = 256 * 1024 // kib
+    moved = (16 if small() else 256) * 1024 // kib
     spec = FullAttention(heads=PAGES[kib], head_dim=128)
     there = layers_of(spec, order, block=16, blocks=2 * moved, slots=2)
     here = layers_of(spec, other, block=16, blocks=moved + 8, device="cpu", slots=2)
     there[0].buffer.random_()
-    here[0].buffer.copy_(torch.randint(0, 256, (here[0].buffer.numel(),), dtype=torch.uint8))
+    here[0].buffer.copy_(there[0].buffer[: here[0].buffer.numel()])
     far, near = shuffled(moved, 2 * moved, 1), shuffled(moved, moved + 8, 2)
     copy = between(there[0], here[0]) if to_host else between(here[0], there[0])
     ids, places = (far, near) if to_host else (near, far)

@@ -22,7 +22,7 @@ import triton.language as tl
 
 from kvatlas.cache import LayerCache
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Placement, fold_together
+from kvatlas.geometry import Field, Placement, fold_together
 from kvatlas.kernels.triton import checks, tune
 from kvatlas.kernels.triton.address import VECTOR, common
 from kvatlas.kernels.triton.copying import copy_rows, copy_turned
@@ -300,19 +300,23 @@ def between(
             to_sides.append(Side(b.buffer, b.kernel_blocks))
             continue
         for name in _shared_fields(a, b):
-            from_sides.append(Side(a.buffer, a.place(name)))
-            to_sides.append(Side(b.buffer, b.place(name)))
+            first, second = a.place(name), b.place(name)
+            from_sides.append(Side(a.buffer, _tiled_like(second, first)))
+            to_sides.append(Side(b.buffer, _tiled_like(first, second)))
     return Copy(from_sides, to_sides)
+
+
+def _tiled_like(other: Placement, mine: Placement) -> Placement:
+    """A field whose rows are in tiles where the other side's are."""
+    if "c" in other.axes and "c" not in mine.axes:
+        return mine.split("C", into=("C", "c"), inner=other.size("c"))
+    return mine
 
 
 def _shared_fields(a: LayerCache, b: LayerCache) -> list[str]:
     """The fields of both, refused where they are not the same numbers."""
     mine, other = (
-        {
-            f.name: (f.dtype, sorted((x.name, x.size) for x in f.axes))
-            for f in layer.page.fields
-            if not f.padding
-        }
+        {f.name: (f.dtype, _sizes(f)) for f in layer.page.fields if not f.padding}
         for layer in (a, b)
     )
     if mine != other:
@@ -323,6 +327,15 @@ def _shared_fields(a: LayerCache, b: LayerCache) -> list[str]:
             hint="Convert the cache dtype first; route between unlike block sizes or ranks",
         )
     return list(mine)
+
+
+def _sizes(field: Field) -> dict[str, int]:
+    """Sizes by axis, elements of a row in tiles or not."""
+    found: dict[str, int] = {}
+    for axis in field.axes:
+        name = axis.name.upper()
+        found[name] = found.get(name, 1) * axis.size
+    return found
 
 
 def zero_blocks(layer: LayerCache, ids: torch.Tensor, **choice: Any) -> None:

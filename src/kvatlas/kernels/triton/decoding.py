@@ -57,9 +57,7 @@ def decode(
             least = first_seen(position, bound, BOUND)
             low = first_seen(length - count, bound, BOUND)
             origin = low // ALIGN * ALIGN
-            queries = query_rows(
-                q, q_steps, start, row, valid, head, GROUP, 0, DIM, WIDTH, K_DOT
-            )
+            queries = query_rows(q, q_steps, start, row, valid, head, GROUP, 0, DIM, WIDTH, K_DOT)
             rotary = queries
             if LATENT:
                 rotary = query_rows(

@@ -1,0 +1,126 @@
+"""Attention and writing on a GPU: kinds, orders, cache dtypes, latents, captured graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvatlas import AtlasError, Code
+from kvatlas.kernels.triton import attend, write
+from kvatlas.specs import (
+    ATTENTION_CACHES,
+    ChunkedAttention,
+    FullAttention,
+    LatentAttention,
+    SlidingAttention,
+)
+from tests.kernels.triton.cases import (
+    ORDERS,
+    Pool,
+    check_attend,
+    check_latent,
+    check_write,
+    exact_attention,
+)
+
+BASE: dict[str, Any] = {"heads": 2, "head_dim": 128}
+MIXED: dict[str, Any] = {
+    "lengths": [1037, 5, 200, 9, 700], "queries": [4, 1, 200, 0, 33], "group": 4,
+    "dtype": torch.bfloat16, "tolerance": 0.02,
+}  # fmt: skip
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "causal": (FullAttention(**BASE), {}),
+    "window": (SlidingAttention(**BASE, window=70), {}),
+    "chunks": (ChunkedAttention(**BASE, chunk=64), {}),
+    "unlike V": (FullAttention(heads=2, head_dim=192, v_dim=128), {}),
+    "small heads": (FullAttention(heads=2, head_dim=64), {}),
+    "large heads": (FullAttention(heads=2, head_dim=256), {}),
+    "odd heads": (FullAttention(heads=3, head_dim=80), {}),
+    "softcap": (FullAttention(**BASE), {"softcap": 2.0}),
+    "sinks": (FullAttention(**BASE), {"sinks": True}),
+    "sinks in a window": (SlidingAttention(**BASE, window=50), {"sinks": True}),
+    "starts": (FullAttention(**BASE), {"starts": True}),
+    "halves": (FullAttention(**BASE, dtype="fp16"), {"dtype": torch.float16}),
+    "K transposed": (FullAttention(**BASE, packing="transposed"), {}),
+}
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_attention_is_what_float64_says(kind: str) -> None:
+    spec, more = KINDS[kind]
+    check_attend(spec, "LBHNC", "cuda", **{**MIXED, **more})
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("block", [16, 24, 64, 256])
+def test_orders_and_blocks_make_no_difference(order: str, block: int) -> None:
+    check_attend(FullAttention(**BASE), order, "cuda", **MIXED, block=block)
+
+
+@pytest.mark.parametrize("cache", ATTENTION_CACHES)
+def test_every_cache_dtype_is_read(cache: str) -> None:
+    check_attend(FullAttention(**BASE, cache=cache), "LBHNC", "cuda", **MIXED)
+
+
+@pytest.mark.parametrize("cache", ATTENTION_CACHES)
+def test_every_cache_dtype_is_written(cache: str) -> None:
+    spec = FullAttention(heads=4, head_dim=128, cache=cache)
+    check_write(spec, "LBHNC", "cuda", exact="turbo" not in cache, tokens=150)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_rows_are_written_in_every_order(order: str) -> None:
+    check_write(FullAttention(heads=4, head_dim=96, v_dim=64), order, "cuda", exact=True)
+
+
+@pytest.mark.parametrize("order", ["LBNHC", "BLHNC"])
+@pytest.mark.parametrize("cache", ["auto", "fp8"])
+def test_absorbed_latents(order: str, cache: str) -> None:
+    check_latent(
+        LatentAttention(cache=cache), order, "cuda", dtype=torch.bfloat16, tolerance=0.05, heads=128
+    )
+
+
+def test_a_captured_graph_replays_with_other_lengths() -> None:
+    spec = FullAttention(**BASE)
+    pool = Pool(spec, "BHLNC", "cuda", blocks=64)
+    layer = pool.layer
+    layer.k.normal_()
+    layer.v.normal_()
+    tables = torch.randperm(64, device="cuda").view(2, 32).int()
+    lengths = torch.tensor([64, 500], device="cuda").int()
+    queries = torch.ones_like(lengths)
+    q = torch.randn(2, 8, 128, device="cuda", dtype=torch.bfloat16)
+    out = torch.empty_like(q)
+
+    def act() -> None:
+        attend(
+            layer, spec, q, tables=tables, lengths=lengths, queries=queries, out=out, max_queries=1
+        )
+
+    act()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        act()
+    for new in ([64, 500], [511, 1], [17, 300]):
+        lengths.copy_(torch.tensor(new))
+        q.normal_()
+        out.fill_(float("nan"))
+        graph.replay()
+        for i, length in enumerate(new):
+            at = torch.arange(length, device="cuda")
+            where = tables[i, at // 16].long(), slice(None), at % 16
+            k, v = layer.k[where[0], :, where[2]], layer.v[where[0], :, where[2]]
+            expected = exact_attention(spec, q[i : i + 1], k, v, 128**-0.5, None, None)
+            assert float((out[i].double() - expected[0]).abs().max()) < 0.02
+
+
+def test_memory_that_a_kernel_cannot_reach_is_refused() -> None:
+    spec = FullAttention(**BASE)
+    layer = Pool(spec, "LBNHC", "cuda").layer
+    rows, slots = torch.zeros(2, 2, 128), torch.tensor([1, 2])
+    with pytest.raises(AtlasError) as refusal:
+        write(layer, spec, rows, rows, slots.cuda())
+    assert refusal.value.code is Code.WRONG_DEVICE

@@ -1,0 +1,228 @@
+"""Cases that hold on any device: the interpreter runs them on a CPU, `tests/gpu` on a GPU.
+
+Pools have guard bytes around them and are full of garbage; outputs are poisoned. What is
+right is said by float64, or by the torch kernels where bytes are compared.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvatlas.cache import LayerCache
+from kvatlas.geometry import ENGINE_LAYOUTS, Layout
+from kvatlas.kernels import read
+from kvatlas.kernels import write as write_by_torch
+from kvatlas.kernels.triton import attend, attend_latent, between, write, zero_blocks
+from kvatlas.specs import ChunkedAttention, LatentAttention, SlidingAttention, Spec
+
+ORDERS = [layout.order for layout in ENGINE_LAYOUTS]
+GUARD = 512
+
+
+class Pool:
+    """Three layers in one pool, with guards."""
+
+    def __init__(
+        self, spec: Spec, order: str, device: str, *, block: int = 16, blocks: int = 12,
+        seed: int = 0, pinned: bool = False,
+    ) -> None:  # fmt: skip
+        page = spec.page(block)
+        placed = page.place(Layout(order), slots=3, blocks=blocks)
+        self.raw = torch.empty(
+            placed.stop + 2 * GUARD, dtype=torch.uint8, device=device, pin_memory=pinned
+        )
+        generator = torch.Generator(device=device).manual_seed(seed)
+        self.raw.random_(0, 256, generator=generator)
+        self.raw[:GUARD] = 0xA5
+        self.raw[-GUARD:] = 0xA5
+        buffer = self.raw[GUARD : GUARD + placed.stop]
+        self.layers = [
+            LayerCache(f"layers.{i}", page, placed.select("L", i), buffer) for i in range(3)
+        ]
+        self.layer = self.layers[1]
+
+    def untouched(self) -> None:
+        assert (self.raw[:GUARD] == 0xA5).all()
+        assert (self.raw[-GUARD:] == 0xA5).all()
+
+
+def check_copy(
+    spec: Spec, other: Spec, orders: tuple[str, str], device: str, *, layers: int = 1,
+    hosts: tuple[bool, bool] = (False, False), **sizes: int,
+) -> None:  # fmt: skip
+    """Blocks arrive, and nothing else changes."""
+    places_of = ["cpu" if host else device for host in hosts]
+    source, target = (
+        Pool(one, order, where, seed=i, pinned=host, **sizes)
+        for i, (one, order, where, host) in enumerate(
+            zip((spec, other), orders, places_of, hosts, strict=True)
+        )
+    )
+    ids = torch.tensor([5, 0, 7, 11], device=device)
+    places = torch.tensor([2, 9, 3, 0], device=device)
+    before = target.raw.clone()
+    between(source.layers[:layers], target.layers[:layers])(ids, places)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    found = target.raw.clone()
+    target.raw.copy_(before)
+    for a, b in zip(source.layers[:layers], target.layers[:layers], strict=True):
+        for name, view in b.fields.items():
+            bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[view.element_size()]
+            rows = a.field(name).view(bits)[ids.to(a.buffer.device)].to(view.device)
+            view.view(bits)[places.to(view.device)] = rows.reshape(-1, *view.shape[1:])
+    assert torch.equal(found, target.raw)
+
+
+def check_zero(spec: Spec, order: str, device: str) -> None:
+    pool = Pool(spec, order, device)
+    before = pool.raw.clone()
+    ids = torch.tensor([3, 8], device=device)
+    zero_blocks(pool.layer, ids)
+    found = pool.raw.clone()
+    pool.raw.copy_(before)
+    pool.layer.tensor[ids] = 0
+    assert torch.equal(found, pool.raw)
+
+
+def check_write(
+    spec: Any, order: str, device: str, *, exact: bool, dtype: torch.dtype = torch.bfloat16,
+    tokens: int = 40,
+) -> None:  # fmt: skip
+    """The bytes that the torch kernels write, from slices of a fused projection."""
+    pool = Pool(spec, order, device)
+    layer, v_dim = pool.layer, spec.v_dim or spec.head_dim
+    generator = torch.Generator().manual_seed(11)
+    fused = torch.randn(tokens, spec.heads, spec.head_dim + v_dim, generator=generator)
+    fused = fused.to(dtype).to(device)
+    k, v = fused[..., : spec.head_dim], fused[..., spec.head_dim :]
+    total = layer.kernel_blocks.size("B") * layer.kernel_blocks.size("N")
+    slots = torch.randperm(total, generator=generator)[:tokens].to(device)
+    slots[5] = -1
+    before = pool.raw.clone()
+    write(layer, spec, k, v, slots, k_scale=0.5, v_scale=0.25)
+    found = pool.raw.clone()
+    pool.raw.copy_(before)
+    write_by_torch(layer, spec, k, v, slots, k_scale=0.5, v_scale=0.25)
+    unlike = (found != pool.raw).nonzero().flatten()
+    if exact:
+        assert not unlike.numel()
+        return
+    # The interpreter rounds to 8-bit floats its own way: at most the next code.
+    assert unlike.numel() < 0.2 * tokens * spec.heads * (spec.head_dim + v_dim)
+    mine = [rows.clone() for rows in read(layer, spec, slots[slots >= 0])]
+    pool.raw.copy_(found)
+    for a, b in zip(mine, read(layer, spec, slots[slots >= 0]), strict=True):
+        assert float((a - b).norm() / a.norm()) < 0.15
+    pool.untouched()
+
+
+def seen_by(spec: Any, position: int, count: int, device: str) -> torch.Tensor:
+    """Which of `count` states a query at `position` sees."""
+    at = torch.arange(count, device=device)
+    seen = at <= position
+    if isinstance(spec, SlidingAttention):
+        seen &= at > position - spec.window
+    if isinstance(spec, ChunkedAttention):
+        seen &= at // spec.chunk == position // spec.chunk
+    return seen
+
+
+def exact_attention(
+    spec: Any, q: Any, k: Any, v: Any, scale: float, sinks: Any, softcap: float | None
+) -> torch.Tensor:
+    """One sequence, in float64: the last queries over all rows."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (rows.double().repeat_interleave(group, 1) for rows in (k, v))
+    logits = torch.einsum("thd,shd->ths", q.double(), k) * scale
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    first = k.shape[0] - q.shape[0]
+    seen = torch.stack(
+        [seen_by(spec, first + i, k.shape[0], str(q.device)) for i in range(q.shape[0])]
+    )
+    logits = logits.masked_fill(~seen[:, None], float("-inf"))
+    if sinks is not None:
+        column = sinks.double().view(1, -1, 1).expand(q.shape[0], -1, 1)
+        logits = torch.cat((logits, column), -1)
+    return torch.einsum("ths,shd->thd", logits.softmax(-1)[..., : k.shape[0]], v)
+
+
+def check_attend(
+    spec: Any, order: str, device: str, *, lengths: list[int], queries: list[int], group: int = 2,
+    block: int = 16, dtype: torch.dtype = torch.float32, tolerance: float = 1e-5,
+    sinks: bool = False, softcap: float | None = None, starts: bool = False, **choice: Any,
+) -> None:  # fmt: skip
+    """A batch over scattered blocks of a pool of garbage, against float64."""
+    per = -(-max(lengths) // block)
+    pool = Pool(spec, order, device, block=block, blocks=len(lengths) * per + 2)
+    layer = pool.layer
+    generator = torch.Generator().manual_seed(3)
+    tables = torch.randperm(len(lengths) * per + 2, generator=generator)[: len(lengths) * per]
+    tables = tables.view(len(lengths), per).to(device)
+    v_dim = spec.v_dim or spec.head_dim
+    rows = []
+    for table, length in zip(tables, lengths, strict=True):
+        k = torch.randn(length, spec.heads, spec.head_dim, generator=generator).to(device)
+        v = torch.randn(length, spec.heads, v_dim, generator=generator).to(device)
+        at = torch.arange(length, device=device)
+        slots = table[at // block] * block + at % block
+        write_by_torch(layer, spec, k, v, slots, k_scale=0.5, v_scale=0.25)
+        rows.append(read(layer, spec, slots, k_scale=0.5, v_scale=0.25))
+    heads = spec.heads * group
+    q = torch.randn(sum(queries), heads, spec.head_dim, generator=generator).to(dtype).to(device)
+    given: dict[str, Any] = {"queries": torch.tensor(queries, device=device)}
+    if starts:
+        ends = torch.tensor([0, *queries]).cumsum(0).to(device)
+        given = {"starts": ends, "max_queries": max(queries)}
+    logits = torch.randn(heads, generator=generator).to(device) if sinks else None
+    out = torch.full((sum(queries), heads, v_dim), float("nan"), dtype=dtype, device=device)
+    attend(
+        layer, spec, q, tables=tables.int(), lengths=torch.tensor(lengths, device=device).int(),
+        out=out, sinks=logits, softcap=softcap, k_scale=0.5, v_scale=0.25, **given, **choice,
+    )  # fmt: skip
+    start = 0
+    for (k, v), count in zip(rows, queries, strict=True):
+        mine = slice(start, start + count)
+        if count:
+            expected = exact_attention(spec, q[mine], k, v, spec.head_dim**-0.5, logits, softcap)
+            error = (out[mine].double() - expected).abs().max() / expected.abs().max()
+            assert float(error) < tolerance, (count, float(error))
+        start += count
+    pool.untouched()
+
+
+def check_latent(
+    spec: LatentAttention, order: str, device: str, *, dtype: torch.dtype, tolerance: float,
+    heads: int, **choice: Any,
+) -> None:  # fmt: skip
+    lengths, queries = [37, 5, 20], [4, 1, 20]
+    pool = Pool(spec, order, device)
+    layer = pool.layer
+    generator = torch.Generator().manual_seed(3)
+    tables = torch.randperm(12, generator=generator)[:9].view(3, 3).to(device)
+    width = spec.latent + spec.rope
+    rows = [torch.randn(n, width, generator=generator).to(device) for n in lengths]
+    for table, row in zip(tables, rows, strict=True):
+        at = torch.arange(len(row), device=device)
+        layer.latent[table[at // 16], at % 16] = row[:, : spec.latent].to(layer.latent.dtype)
+        layer.rope[table[at // 16], at % 16] = row[:, spec.latent :].to(layer.rope.dtype)
+    q = torch.randn(sum(queries), heads, width, generator=generator).to(dtype).to(device)
+    out = attend_latent(
+        layer, spec, q, tables=tables, lengths=torch.tensor(lengths, device=device),
+        queries=torch.tensor(queries, device=device), scale=0.2, kv_scale=1.0, **choice,
+    )  # fmt: skip
+    start = 0
+    for table, length, count in zip(tables, lengths, queries, strict=True):
+        at = torch.arange(length, device=device)
+        value = layer.latent[table[at // 16], at % 16].double().unsqueeze(1)
+        rope = layer.rope[table[at // 16], at % 16].double().unsqueeze(1)
+        mine = slice(start, start + count)
+        expected = exact_attention(
+            spec, q[mine], torch.cat((value, rope), -1), value, 0.2, None, None
+        )
+        assert float((out[mine].double() - expected).abs().max()) < tolerance
+        start += count
+    pool.untouched()

@@ -1,0 +1,97 @@
+"""Attention and writing in Triton's interpreter, against float64 and the torch kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+torch = pytest.importorskip("torch")
+
+from kvatlas.kernels.triton import cut_of, schedule  # noqa: E402
+from kvatlas.specs import (  # noqa: E402
+    ATTENTION_CACHES,
+    ChunkedAttention,
+    FullAttention,
+    LatentAttention,
+    SlidingAttention,
+)
+from tests.kernels.triton.cases import (  # noqa: E402
+    ORDERS,
+    check_attend,
+    check_latent,
+    check_write,
+)
+
+BASE: dict[str, Any] = {"heads": 2, "head_dim": 16, "dtype": "fp32"}
+MIXED: dict[str, Any] = {"lengths": [37, 5, 20, 9], "queries": [4, 1, 20, 0]}
+SMALL: dict[str, Any] = {"tile": 16, "rows": 16}
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "causal": (FullAttention(**BASE), {}),
+    "window": (SlidingAttention(**BASE, window=7), {}),
+    "chunks": (ChunkedAttention(**BASE, chunk=8), {}),
+    "unlike V": (FullAttention(**BASE, v_dim=4), {}),
+    "odd heads": (FullAttention(heads=3, head_dim=24, dtype="fp32"), {}),
+    "softcap": (FullAttention(**BASE), {"softcap": 2.0}),
+    "sinks": (FullAttention(**BASE), {"sinks": True}),
+    "sinks in a window": (SlidingAttention(**BASE, window=5), {"sinks": True}),
+    "starts": (FullAttention(**BASE), {"starts": True}),
+    "K transposed": (FullAttention(**BASE, packing="transposed"), {}),
+}
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_attention_is_what_float64_says(kind: str) -> None:
+    spec, more = KINDS[kind]
+    check_attend(spec, "LBHNC", "cpu", **MIXED, **SMALL, **more)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_orders_make_no_difference(order: str) -> None:
+    check_attend(FullAttention(**BASE), order, "cpu", **MIXED, **SMALL)
+
+
+@pytest.mark.parametrize("block", [4, 16, 24, 64])
+def test_blocks_of_any_size(block: int) -> None:
+    spec = SlidingAttention(**BASE, window=30)
+    check_attend(spec, "BLNHC", "cpu", **MIXED, tile=32, rows=16, block=block)
+
+
+@pytest.mark.parametrize("cache", ATTENTION_CACHES)
+def test_every_cache_dtype_is_read(cache: str) -> None:
+    spec = FullAttention(heads=2, head_dim=32, cache=cache, dtype="fp32")
+    check_attend(spec, "LBHNC", "cpu", **MIXED, **SMALL)
+
+
+@pytest.mark.parametrize("cache", ATTENTION_CACHES)
+def test_every_cache_dtype_is_written(cache: str) -> None:
+    spec = FullAttention(heads=2, head_dim=32, cache=cache)
+    exact = not any(part in cache for part in ("fp8", "nvfp4", "k8"))
+    check_write(spec, "LBHNC", "cpu", exact=exact)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_rows_are_written_in_every_order(order: str) -> None:
+    check_write(FullAttention(heads=2, head_dim=24, v_dim=8), order, "cpu", exact=True)
+
+
+def test_one_long_sequence_is_shared_out() -> None:
+    """More tiles than workers, so that a sequence is put together from several sums."""
+    spec = FullAttention(**BASE)
+    check_attend(spec, "LBNHC", "cpu", lengths=[150], queries=[1], **SMALL, per_sm=3, sinks=True)
+    check_attend(
+        spec, "LBNHC", "cpu", lengths=[3, 90, 1, 61], queries=[1, 2, 1, 3], **SMALL, per_sm=2
+    )
+
+
+@pytest.mark.parametrize("cache", ["auto", "fp8"])
+def test_absorbed_latents(cache: str) -> None:
+    spec = LatentAttention(latent=32, rope=16, dtype="fp32", cache=cache)
+    check_latent(spec, "LBNHC", "cpu", dtype=torch.float32, tolerance=1e-5, heads=4, **SMALL)
+
+
+def test_a_schedule_counts_what_there_is() -> None:
+    cut = cut_of(torch.device("cpu"), group=2, dim=16, states=16, tile=16, rows=16)
+    made = schedule(cut, torch.tensor([37, 5, 20, 9]), torch.tensor([4, 1, 20, 0]))
+    assert made.ends.tolist() == [[0, 4, 5, 25, 25], [0, 3, 4, 4, 4], [0, 0, 0, 3, 3]]
