@@ -105,7 +105,10 @@ def check_write(
     write(layer, spec, k, v, slots, k_scale=0.5, v_scale=0.25)
     found = pool.raw.clone()
     pool.raw.copy_(before)
-    write_by_torch(layer, spec, k, v, slots, k_scale=0.5, v_scale=0.25)
+    # Torch divides by a number as a CPU does only on a CPU.
+    plain = LayerCache(layer.name, layer.page, layer.placement, layer.buffer.cpu())
+    write_by_torch(plain, spec, k.cpu(), v.cpu(), slots.cpu(), k_scale=0.5, v_scale=0.25)
+    layer.buffer.copy_(plain.buffer)
     unlike = (found != pool.raw).nonzero().flatten()
     if exact:
         assert not unlike.numel()

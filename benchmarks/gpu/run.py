@@ -1,0 +1,167 @@
+"""`make bench-gpu`: one table, each figure beside a limit measured in the same run.
+
+A row is a group of cells (all orders, say); it shows the lowest and the highest, and how
+many are wrong or could not run. `--all` shows every cell, `--json FILE` keeps them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.gpu import attention, ceilings, copies, writes
+from benchmarks.gpu.cells import Cell, Found, measure
+
+JOBS = 12
+
+
+def every_cell() -> list[Cell]:
+    return [*copies.cells(), *attention.cells(), *writes.cells()]
+
+
+def limits() -> dict[str, float]:
+    """Name to figure: GB/s, or TFLOP/s for `flash`."""
+    dense = ceilings.dense_decode()
+    found = {
+        "copy": max(ceilings.copy_rate(), ceilings.copy_rate(4 * ceilings.GIB)),
+        "copy of 32 MiB": ceilings.copy_rate(32 << 20, 6),
+        "to host": ceilings.link_rate(True),
+        "from host": ceilings.link_rate(False),
+        "dense": max(dense.values()),
+        "flash": ceilings.dense_prefill()["flash"],
+    }
+    for kib in copies.PAGES:
+        for way, to_host in (("to", True), ("from", False)):
+            name = f"{way} host, one copy for each page of {kib} KiB"
+            found[name] = ceilings.page_by_page(to_host, kib << 10)
+    torch.cuda.empty_cache()
+    return found
+
+
+def _compile(index: int) -> None:
+    measure(every_cell()[index], repeat=0)
+    torch.cuda.empty_cache()
+
+
+def compile_all(chosen: list[int]) -> None:
+    """Run every cell small, side by side, so that nothing is compiled between timings."""
+    os.environ["KVATLAS_BENCH_SMALL"] = "1"
+    with multiprocessing.get_context("spawn").Pool(JOBS) as pool:
+        pool.map(_compile, chosen, chunksize=1)
+    del os.environ["KVATLAS_BENCH_SMALL"]
+
+
+def share_of(found: Found, known: dict[str, float], results: list[Found]) -> float | None:
+    """A figure as a share of its ceiling."""
+    if not found.figure:
+        return None
+    if found.cell.ceiling == "bf16 tokens":
+        plain = [r for r in results if _beside(found.cell, r.cell) and r.milliseconds]
+        return plain[0].milliseconds / found.milliseconds if plain else None
+    return found.figure / known[found.cell.ceiling] if found.cell.ceiling else None
+
+
+def _beside(cell: Cell, plain: Cell) -> bool:
+    order, block = cell.name.split(", block ")
+    return plain.group == f"decode 64 x 8192, block {block}" and plain.name == order
+
+
+def verdict(found: Found, share: float | None) -> str:
+    if found.note:
+        return "skipped"
+    if not found.right:
+        return "WRONG"
+    if found.cell.bar is None or found.figure is None:
+        return "right"
+    reached = found.figure if share is None else share
+    return "ok" if reached >= found.cell.bar else "below"
+
+
+def rows_of(results: list[Found], known: dict[str, float], each: bool) -> Iterator[list[str]]:
+    for group, some in groupby(results, key=lambda r: (r.cell.group, r.cell.name if each else "")):
+        cells = list(some)
+        shares = [share_of(r, known, results) for r in cells]
+        verdicts = [verdict(r, share) for r, share in zip(cells, shares, strict=True)]
+        figures = [r.figure for r in cells if r.figure]
+        have = [share for share in shares if share]
+        cell = cells[0].cell
+        bar = (
+            "" if cell.bar is None else (f"{cell.bar:.0%}" if cell.ceiling else f"{cell.bar:,.0f}")
+        )
+        counted = {v: verdicts.count(v) for v in dict.fromkeys(verdicts)}
+        yield [
+            ", ".join(filter(None, group)),
+            str(len(cells)),
+            _span(figures, "{:,.0f}" if max(figures, default=0) > 99 else "{:.1f}"),
+            cell.unit,
+            _span(have, "{:.0%}"),
+            cell.ceiling,
+            bar,
+            ", ".join(v if n == len(cells) else f"{n} {v}" for v, n in counted.items()),
+        ]
+
+
+def _span(numbers: list[Any], form: str) -> str:
+    if not numbers:
+        return ""
+    low, high = form.format(min(numbers)), form.format(max(numbers))
+    return low if low == high else f"{low} - {high}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.gpu")
+    parser.add_argument("--all", action="store_true", help="a row for every cell")
+    parser.add_argument("--json", type=Path, help="keep every figure in a file")
+    parser.add_argument("--only", default="", help="groups that contain this")
+    given = parser.parse_args()
+    console = Console(width=150)
+    if not torch.cuda.is_available():
+        console.print("No CUDA device here: nothing is measured.")
+        return
+    chosen = [i for i, cell in enumerate(every_cell()) if given.only in cell.group]
+    compile_all(chosen)
+    known = limits()
+    cells = every_cell()
+    results = []
+    for index in chosen:
+        results.append(measure(cells[index]))
+        torch.cuda.empty_cache()
+    table = Table(title=f"{torch.cuda.get_device_name()}, torch {torch.__version__}, medians")
+    for i, column in enumerate(
+        ("what", "cells", "lowest - highest", "", "of the ceiling", "ceiling", "bar", "verdict")
+    ):
+        table.add_column(column, justify="left" if i in (0, 5, 7) else "right")
+    for name, figure in known.items():
+        unit = "TFLOP/s" if name == "flash" else "GB/s"
+        table.add_row(f"ceiling: {name}", "", f"{figure:,.1f}", unit, "", "", "", "")
+    table.add_section()
+    for row in rows_of(results, known, given.all):
+        table.add_row(*row)
+    console.print(table)
+    for found in results:
+        share = share_of(found, known, results)
+        if verdict(found, share) in ("WRONG", "skipped", "below"):
+            at = "" if share is None else f"{share:.1%}"
+            what = f"{found.cell.group}, {found.cell.name}"
+            console.print(f"{verdict(found, share)}: {what} {at} {found.note}", highlight=False)
+    if given.json:
+        kept = [
+            {
+                "group": r.cell.group, "cell": r.cell.name, "figure": r.figure,
+                "unit": r.cell.unit, "ms": r.milliseconds, "spread": r.spread,
+                "share": share_of(r, known, results), "ceiling": r.cell.ceiling,
+                "bar": r.cell.bar, "verdict": verdict(r, share_of(r, known, results)),
+            }
+            for r in results
+        ]  # fmt: skip
+        given.json.write_text(json.dumps({"ceilings": known, "cells": kept}, indent=1))
