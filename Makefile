@@ -13,11 +13,11 @@ tour: $(STAMP)  ## What else there is: geometry, plans, a model on its cache
 	$(BIN)/python -m examples.tour
 	$(BIN)/python -m examples.generate
 
-test: $(STAMP)  ## Unit, property and documentation tests
-	$(BIN)/python -m pytest -n auto
+test: $(STAMP)  ## Unit, property and documentation tests; Triton interprets
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n auto
 
 test-deep: $(STAMP)  ## The same properties with many more examples
-	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest -n auto
+	TRITON_INTERPRET=1 HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest -n auto
 
 test-gpu: $(STAMP)  ## The kernels on a CUDA device; nothing is run where there is none
 	$(BIN)/python -m pytest -n auto tests/gpu

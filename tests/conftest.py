@@ -1,6 +1,11 @@
 import os
+from pathlib import Path
 
 from hypothesis import HealthCheck, settings
+
+# Triton asks once, when it is first imported, whether it is to interpret.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 settings.register_profile("quick", max_examples=200, deadline=None)
 settings.register_profile(

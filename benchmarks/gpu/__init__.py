@@ -1,0 +1,1 @@
+"""The kernels on a GPU, beside what the chip gives."""

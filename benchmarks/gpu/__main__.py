@@ -1,3 +1,5 @@
+"""`python -m benchmarks.gpu`."""
+
 from benchmarks.gpu.run import main
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.cells import DEVICE, ORDERS, Case, Cell, close, layers_of, shuffled, small
 from benchmarks.gpu.ceilings import prefill_work
+from benchmarks.gpu.cells import DEVICE, ORDERS, Case, Cell, close, layers_of, shuffled, small
 from kvatlas.cache import LayerCache
 from kvatlas.kernels import read
 from kvatlas.kernels.triton.attend import attend, attend_latent

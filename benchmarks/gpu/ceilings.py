@@ -29,7 +29,7 @@ def copy_rate(nbytes: int = GIB, sets: int = 1) -> float:
         tuple(torch.randint(0, 99, (nbytes // 4,), dtype=torch.int32, device=DEVICE) for _ in "ab")
         for _ in range(sets)
     ]
-    calls = [lambda a=a, b=b: a.copy_(b) for a, b in pairs]  # type: ignore[misc]
+    calls = [lambda a=a, b=b: a.copy_(b) for a, b in pairs]
     # A captured copy may run on another engine than one that is called: the faster counts.
     return max(2 * nbytes / _time(*calls, graph=graph) / 1e6 for graph in (False, True))
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvatlas import AtlasError, Code
+from kvatlas import AtlasError, Code, kernels
+from kvatlas.kernels import triton as gpu
 from kvatlas.kernels.triton import attend, write
 from kvatlas.specs import (
     ATTENTION_CACHES,
@@ -124,3 +125,21 @@ def test_memory_that_a_kernel_cannot_reach_is_refused() -> None:
     with pytest.raises(AtlasError) as refusal:
         write(layer, spec, rows, rows, slots.cuda())
     assert refusal.value.code is Code.WRONG_DEVICE
+
+
+def test_tensors_on_a_gpu_find_these_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The functions of `kvatlas.kernels` are the same ones, wherever a cache lives."""
+    called = []
+    for name in ("attend", "attend_latent", "write", "copy_blocks", "zero_blocks"):
+        monkeypatch.setattr(gpu, name, lambda *_, name=name, **__: called.append(name))
+    spec = FullAttention(**BASE)
+    layer = Pool(spec, "LBNHC", "cuda").layer
+    some = torch.zeros(1, dtype=torch.int64, device="cuda")
+    q = torch.zeros(1, 2, 128, device="cuda")
+    more: dict[str, Any] = {"tables": some, "lengths": some, "queries": some}
+    kernels.attend(layer, spec, q, **more)
+    kernels.attend_latent(layer, LatentAttention(), q, scale=1.0, **more)
+    kernels.write(layer, spec, q, q, some)
+    kernels.copy_blocks(layer, some, layer, some)
+    kernels.zero_blocks(layer, some)
+    assert called == ["attend", "attend_latent", "write", "copy_blocks", "zero_blocks"]

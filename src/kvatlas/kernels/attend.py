@@ -16,6 +16,7 @@ import torch
 from kvatlas.cache import LayerCache
 from kvatlas.errors import AtlasError, Code
 from kvatlas.kernels.attention import read
+from kvatlas.kernels.device import gpu_kernels
 from kvatlas.kernels.latent import read_latent
 from kvatlas.specs import (
     ChunkedAttention,
@@ -108,6 +109,11 @@ def attend(
     part in the softmax alone. Cross attention sees all of the encoder's tokens, which
     `lengths` then counts.
     """
+    if gpu := gpu_kernels(q):
+        return gpu.attend(  # type: ignore[no-any-return]
+            layer, spec, q, tables=tables, lengths=lengths, queries=queries, scale=scale,
+            sinks=sinks, softcap=softcap, k_scale=k_scale, v_scale=v_scale,
+        )  # fmt: skip
 
     def rows(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return read(layer, spec, slots, k_scale=k_scale, v_scale=v_scale)
@@ -135,6 +141,11 @@ def attend_latent(
     What comes back is [tokens, heads, latent], before the value projection. Every cache
     dtype of latents is read as its kernels would.
     """
+    if sinks is None and (gpu := gpu_kernels(q)):
+        return gpu.attend_latent(  # type: ignore[no-any-return]
+            layer, spec, q, tables=tables, lengths=lengths, queries=queries, scale=scale,
+            kv_scale=kv_scale,
+        )  # fmt: skip
 
     def rows(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         value, rope = read_latent(layer, spec, slots, kv_scale=kv_scale)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvatlas.cache import LayerCache
+from kvatlas.kernels.device import gpu_kernels
 from kvatlas.kernels.codec import decode, encode
 from kvatlas.kernels.rows import (
     by_row,
@@ -33,6 +34,9 @@ def write(
     packing is written where it lies, tiled and transposed keys too. Cross attention
     writes the encoder's tokens once in the same way.
     """
+    if gpu := gpu_kernels(layer.buffer):
+        gpu.write(layer, spec, k, v, slots, k_scale=k_scale, v_scale=v_scale)
+        return
     slots, k, v = kept_slots(slots, k, v)
     found = find_slots(layer, slots)
     write_fields(layer, found, encode(spec, "k", k, scale=k_scale))

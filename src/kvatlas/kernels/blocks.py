@@ -14,6 +14,7 @@ from kvatlas.cache import LayerCache
 from kvatlas.cache.tensors import view
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Placement
+from kvatlas.kernels.device import gpu_kernels
 from kvatlas.kernels.move import move_blocks
 from kvatlas.kernels.rows import checked
 
@@ -25,6 +26,9 @@ def copy_blocks(
 
     Where both pack their pages alike, whole cells move; else field by field.
     """
+    if gpu := gpu_kernels(source.buffer, target.buffer):
+        gpu.copy_blocks(source, ids, target, places)
+        return
     if ids.numel() != places.numel():
         raise AtlasError(
             Code.UNLIKE_PLACEMENTS,
@@ -72,6 +76,9 @@ def gather_blocks(
 
 def zero_blocks(layer: LayerCache, ids: torch.Tensor) -> None:
     """Clear blocks of a layer: a new owner must not read what the last one left."""
+    if gpu := gpu_kernels(layer.buffer):
+        gpu.zero_blocks(layer, ids)
+        return
     layer.tensor.index_fill_(0, block_ids(layer, ids), 0)
 
 

@@ -47,7 +47,7 @@ def rows(layer: LayerCache, name: str) -> Rows:
     >>> from kvatlas.plan import plan
     >>> cache = allocate(plan("Qwen3-8B", memory="1GiB", max_len=512))
     >>> rows(cache["model.layers.1.self_attn.attn"], "v")
-    Rows(steps=(3727376, 8192, 512, 64), content=1, unit=8)
+    Rows(steps=(1863696, 4096, 256, 32), content=1, unit=8)
     """
     return _rows(layer.page, layer.kernel_blocks, name)
 

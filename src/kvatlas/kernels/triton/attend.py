@@ -95,6 +95,7 @@ def attend(
         bound = ("chunk", spec.chunk)
     width, v_width = _width(spec.head_dim), _width(v_dim)
     own = forms.dot_of(q)
+    whole = spec.cache in ("fp8", "fp8_e4m3", "fp8_e5m2", "nvfp4")
     job = _Job(
         layer, bits.rotate(q.float()).to(q.dtype) if k.form.kind == "levels" else q,
         _out(q, out, v_dim), tables, lengths, k, v,
@@ -106,9 +107,9 @@ def attend(
         heads, _group(q, heads), bound,
         (
             (spec.head_dim**-0.5 if scale is None else scale)
-            * (k_scale if spec.cache.startswith(("fp8", "nvfp4")) and k.form.kind != "scaled" else 1),
+            * (k_scale if whole else 1.0),
             softcap or 0.0,
-            v_scale if spec.cache.startswith(("fp8", "nvfp4")) and v.form.kind != "scaled" else 1.0,
+            v_scale if whole else 1.0,
         ),
         sinks,
         forms.levels(k.form.bits, q.device) if k.form.kind == "levels" else lengths,
@@ -174,9 +175,10 @@ def cut_of(
     """How batches of such layers are cut, for `schedule` to be called once in a step."""
     few, use = _rows(group, max_queries), tune.choose("decode", device, dim=dim, cache=cache)
     many = tune.choose("prefill", device, dim=dim, cache=cache)
-    tile = choice.get("tile", use["tile"])
+    tile: int = choice.get("tile") or use["tile"]
+    rows: int = choice.get("rows") or many["rows"]
     return Cut(
-        group, triton.cdiv(group, few) * few, tile, choice.get("rows", many["rows"]),
+        group, triton.cdiv(group, few) * few, tile, rows,
         fit_of(states, tile)[1], *bound,
     )  # fmt: skip
 
@@ -222,9 +224,10 @@ def _decode(
     count = job.lengths.shape[0]
     decode[(workers * lanes,)](
         *_operands(job), plan.ends[0], plan.ends[1], count, sums, tops, sinks, *_numbers(job),
-        job.bound[1], **_constants(job, plan.cut.tile), PARTS=parts, LANES=lanes, ROWS=rows, TILE=plan.cut.tile,
-        EVICT=use.get("evict", ""), PAIRED=_paired(job), num_warps=use["warps"],
-        num_stages=use["stages"],
+        job.bound[1], **_constants(job, plan.cut.tile), PARTS=parts, LANES=lanes,
+        ROWS=rows, TILE=plan.cut.tile, EVICT=use.get("evict", ""), PAIRED=_paired(job),
+        num_warps=use["warps"],
+        num_stages=use["stages"], maxnreg=use.get("registers"),
     )  # fmt: skip
     deep = rows if max_queries is None else min(rows, max_queries * job.group)
     merge[(count, lanes * deep)](

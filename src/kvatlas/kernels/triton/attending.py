@@ -70,7 +70,8 @@ def walk(
     k_at, k_scale_at, v_at, v_scale_at, v_zero_at, levels, scale, softcap,
     K_FORM: tl.constexpr, V_FORM: tl.constexpr, STATES: tl.constexpr, TILE: tl.constexpr,
     DIM: tl.constexpr, WIDTH: tl.constexpr, V_DIM: tl.constexpr, V_WIDTH: tl.constexpr,
-    FIT: tl.constexpr, ROPE: tl.constexpr, LATENT: tl.constexpr, SOFTCAP: tl.constexpr, BOUNDED: tl.constexpr,
+    FIT: tl.constexpr, ROPE: tl.constexpr, LATENT: tl.constexpr, SOFTCAP: tl.constexpr,
+    BOUNDED: tl.constexpr,
     MASKED: tl.constexpr, K_DOT: tl.constexpr, V_DOT: tl.constexpr, PRECISION: tl.constexpr,
     EVICT: tl.constexpr,
 ):  # fmt: skip

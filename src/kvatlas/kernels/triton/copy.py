@@ -249,7 +249,8 @@ def launch_rows(
     copy_rows[(min(tiles, most),)](
         *given, SIZES=how.sizes, WORDS=how.words, WORD=_WORDS[how.word], UNIT=how.unit,
         ROWS=rows, COLUMNS=columns, TABLE=table, FILL=fill, EVICT=use["evict"],
-        LOAD=use.get("load", ""), STORE=use.get("store", ""), STAGES=use.get("stages", 1), num_warps=use["warps"],
+        LOAD=use.get("load", ""), STORE=use.get("store", ""), STAGES=use.get("stages", 1),
+        num_warps=use["warps"],
     )  # fmt: skip
 
 

@@ -31,11 +31,14 @@ def decode(
     scale, softcap, v_scale, bound,
     K_FORM: tl.constexpr, V_FORM: tl.constexpr, STATES: tl.constexpr, GROUP: tl.constexpr,
     PARTS: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    ALIGN: tl.constexpr, FIT: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, V_DIM: tl.constexpr,
+    ALIGN: tl.constexpr,
+    FIT: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, V_DIM: tl.constexpr,
     V_WIDTH: tl.constexpr, ROPE: tl.constexpr, LATENT: tl.constexpr, SOFTCAP: tl.constexpr,
-    SINKS: tl.constexpr, BOUND: tl.constexpr, K_DOT: tl.constexpr, V_DOT: tl.constexpr, PRECISION: tl.constexpr,
+    SINKS: tl.constexpr, BOUND: tl.constexpr, K_DOT: tl.constexpr,
+    V_DOT: tl.constexpr, PRECISION: tl.constexpr,
     EVICT: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
+    """A worker's stretch of tiles, sequence by sequence."""
     lane = tl.program_id(0) % LANES
     worker = tl.program_id(0) // LANES
     head = lane // PARTS

@@ -21,10 +21,12 @@ def prefill(
     q, q_steps, out, out_steps, buffer, k_at, k_scale_at, v_at, v_scale_at, v_zero_at, levels,
     tables, table_step, lengths, starts, ends, sequences, sinks, scale, softcap, v_scale, bound,
     K_FORM: tl.constexpr, V_FORM: tl.constexpr, STATES: tl.constexpr, GROUP: tl.constexpr,
-    HEADS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, ALIGN: tl.constexpr, FIT: tl.constexpr,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, ALIGN: tl.constexpr,
+    FIT: tl.constexpr,
     DIM: tl.constexpr, WIDTH: tl.constexpr, V_DIM: tl.constexpr, V_WIDTH: tl.constexpr,
     ROPE: tl.constexpr, LATENT: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
-    BOUND: tl.constexpr, K_DOT: tl.constexpr, V_DOT: tl.constexpr, PRECISION: tl.constexpr, EVICT: tl.constexpr,
+    BOUND: tl.constexpr, K_DOT: tl.constexpr,
+    V_DOT: tl.constexpr, PRECISION: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
     """Rows are (query, head of the group); the longest walks come first."""
     head = tl.program_id(0) % HEADS

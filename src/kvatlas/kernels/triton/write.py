@@ -104,8 +104,9 @@ def _write(
         write_rows[(triton.cdiv(slots.shape[0] * heads, count),)](
             k, (k.stride(0), k.stride(1)), v, (v.stride(0), v.stride(1)), slots, slots.shape[0],
             layer.buffer, sides[0].at, sides[0].scale_at, sides[1].at, sides[1].scale_at,
-            sides[1].zero_at, bounds, *scales, K_FORM=tuple(sides[0].form), V_FORM=tuple(sides[1].form),
-            HEADS=heads, STATES=states, COUNT=count, DIM=dim, WIDTH=width,
+            sides[1].zero_at, bounds, *scales, K_FORM=tuple(sides[0].form),
+            V_FORM=tuple(sides[1].form), HEADS=heads, STATES=states, COUNT=count, DIM=dim,
+            WIDTH=width,
             STEPS=width.bit_length() - 1, V_DIM=v_dim, V_WIDTH=v_width, PER_TENSOR=per_tensor,
             num_warps=use["warps"],
         )  # fmt: skip
