@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from kvatlas.cache import LayerCache
-from kvatlas.kernels.device import gpu_kernels
 from kvatlas.kernels.codec import decode, encode
+from kvatlas.kernels.device import gpu_kernels
 from kvatlas.kernels.rows import (
     by_row,
     find_slots,
