@@ -112,14 +112,14 @@ def spread(rows: torch.Tensor) -> torch.Tensor:
     True
     """
     blocks = split(rows, -1, _block(rows))
-    signs = _signs(blocks.shape[-1]).to(rows.device)
+    signs = _signs(blocks.shape[-1], rows.device)
     return _hadamard(blocks * signs).flatten(-2)
 
 
 def spread_back(rows: torch.Tensor) -> torch.Tensor:
     """Undo `spread`."""
     blocks = split(rows, -1, _block(rows))
-    signs = _signs(blocks.shape[-1]).to(rows.device)
+    signs = _signs(blocks.shape[-1], rows.device)
     return (_hadamard(blocks) * (signs / blocks.shape[-1])).flatten(-2)
 
 
@@ -129,10 +129,11 @@ def _block(rows: torch.Tensor) -> int:
 
 
 @lru_cache(maxsize=32)
-def _signs(size: int) -> torch.Tensor:
+def _signs(size: int, device: torch.device) -> torch.Tensor:
     """Signs that never change: caches outlive processes."""
     generator = torch.Generator().manual_seed(0x9E3779B9)
-    return torch.full((size,), 0.5).bernoulli(generator=generator) * 2 - 1
+    signs = torch.full((size,), 0.5).bernoulli(generator=generator) * 2 - 1
+    return signs.to(device)
 
 
 @lru_cache(maxsize=8)

@@ -97,7 +97,7 @@ def attend(
     own = forms.dot_of(q)
     whole = spec.cache in ("fp8", "fp8_e4m3", "fp8_e5m2", "nvfp4")
     job = _Job(
-        layer, bits.rotate(q.float()).to(q.dtype) if k.form.kind == "levels" else q,
+        layer, _turned(q, k.form.kind),
         _out(q, out, v_dim), tables, lengths, k, v,
         {
             "DIM": spec.head_dim, "WIDTH": width, "V_DIM": v_dim, "V_WIDTH": v_width, "ROPE": 16,
@@ -115,7 +115,19 @@ def attend(
         forms.levels(k.form.bits, q.device) if k.form.kind == "levels" else lengths,
     )  # fmt: skip
     _run(job, spec.cache, queries, starts, max_queries, prepared, choice)
+    if v.form.kind == "int4":
+        job.out.copy_(bits.spread_back(job.out.float()))
     return job.out
+
+
+def _turned(q: torch.Tensor, kind: str) -> torch.Tensor:
+    """Queries for keys that are kept rotated: a product does not change if both are."""
+    if kind == "levels":
+        return bits.rotate(q.float()).to(q.dtype)
+    if kind == "int4":
+        size = q.shape[-1]
+        return (bits.spread(q.float()) / (size & -size)).to(q.dtype)
+    return q
 
 
 def attend_latent(

@@ -45,6 +45,9 @@ def write(
         )
     checks.rows_of(k, "k", (slots.shape[0], heads, spec.head_dim))
     checks.rows_of(v, "v", (slots.shape[0], heads, v_dim))
+    if spec.cache == "int4_per_token_head":
+        # Rotated as the torch kernels do it, and rounded to the model's own type.
+        k, v = (bits.spread(rows.float()).to(rows.dtype) for rows in (k, v))
     sides = forms.stored(layer, spec, "k"), forms.stored(layer, spec, "v")
     per_tensor = spec.cache in ("fp8", "fp8_e4m3", "fp8_e5m2")
     scales = (k_scale, v_scale) if per_tensor or spec.cache == "nvfp4" else (1.0, 1.0)

@@ -8,6 +8,7 @@ import triton.language as tl
 from kvatlas.kernels.triton.reading import row_offsets
 
 TINY = tl.constexpr(1e-12)
+LEAST = tl.constexpr(1e-6)
 E4M3_MAX = tl.constexpr(448.0)
 E5M2_MAX = tl.constexpr(57344.0)
 
@@ -16,6 +17,13 @@ E5M2_MAX = tl.constexpr(57344.0)
 def nearest(values):
     """Whole numbers, ties to the even one, for values below 2**22."""
     return (values + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def away(values):
+    """Whole numbers, halves away from zero."""
+    moved = values + tl.where(values < 0.0, -0.5, 0.5)
+    return tl.where(moved < 0.0, tl.ceil(moved), tl.floor(moved))
 
 
 @triton.jit
@@ -124,11 +132,11 @@ def put_side(
         exact = rows.to(tl.float32)
         largest = tl.max(tl.abs(exact), 1)
         if ELEMENT == tl.int8:
-            step = tl.maximum(tl.div_rn(largest, largest * 0 + 127.0), TINY)
-            stored = nearest(tl.div_rn(exact, tl.broadcast_to(step[:, None], [COUNT, WIDTH])))
+            step = tl.maximum(tl.div_rn(largest, largest * 0 + 127.0), LEAST)
+            stored = tl.clamp(away(exact * tl.div_rn(step * 0 + 1.0, step)[:, None]), -128.0, 127.0)
         else:
-            step = tl.maximum(tl.div_rn(largest, largest * 0 + E4M3_MAX), TINY)
-            stored = tl.div_rn(exact, tl.broadcast_to(step[:, None], [COUNT, WIDTH]))
+            step = tl.maximum(tl.div_rn(largest, largest * 0 + E4M3_MAX), LEAST)
+            stored = exact * tl.div_rn(step * 0 + 1.0, step)[:, None]
         put_elements(
             buffer, at, page, state, head, there, as_element(stored, ELEMENT), ELEMENT, UNIT,
             DIM, WIDTH,
@@ -138,15 +146,13 @@ def put_side(
         exact = rows.to(tl.float32)
         low = tl.minimum(tl.min(exact, 1), 0.0)
         high = tl.maximum(tl.max(exact, 1), 0.0)
-        step = tl.maximum(tl.div_rn(high - low, low * 0 + 15.0), TINY)
-        # The zero point rides in the scale's lowest bits, which it must not disturb.
-        word = step.to(tl.int32, bitcast=True) & -16
-        step = word.to(tl.float32, bitcast=True)
-        zero = tl.clamp(nearest(tl.div_rn(-low, step)), 0.0, 15.0)
-        wide = tl.broadcast_to(step[:, None], [COUNT, WIDTH])
-        codes = tl.clamp(nearest(tl.div_rn(exact, wide) + zero[:, None]), 0.0, 15.0).to(tl.int32)
+        step = tl.maximum(tl.div_rn(high - low, low * 0 + 15.0), LEAST)
+        zero = tl.clamp(away(tl.div_rn(-low, step)), 0.0, 15.0)
+        steps = exact * tl.div_rn(step * 0 + 1.0, step)[:, None]
+        codes = tl.clamp(away(steps + zero[:, None]), 0.0, 15.0).to(tl.int32)
         put_codes(buffer, at, page, state, head, there, codes, 4, UNIT, DIM, WIDTH, COUNT)
-        word = word | zero.to(tl.int32)
+        # The zero point rides in the scale's lowest bits.
+        word = (step.to(tl.int32, bitcast=True) & -16) | zero.to(tl.int32)
         put_column(buffer, scale_at, page, state, head, there, word, tl.int32, FORM[3])
     elif KIND == "nvfp4":
         blocks = tl.reshape(rows.to(tl.float32), [COUNT, WIDTH // 16, 16])
@@ -164,8 +170,8 @@ def put_side(
         )  # fmt: skip
     elif KIND == "levels":
         exact = rows.to(tl.float32)
-        norm = tl.sqrt_rn(tl.sum(exact * exact, 1)).to(tl.float16)
-        length = tl.maximum(norm.to(tl.float32), TINY)
+        norm = tl.sqrt_rn(tl.sum(exact * exact, 1))
+        length = tl.maximum(norm, TINY)
         # A rotation of rows of norm 1 has elements of variance 1 / D: sqrt(D) cancels.
         unit = tl.div_rn(
             rotate(exact, COUNT, WIDTH, STEPS), tl.broadcast_to(length[:, None], [COUNT, WIDTH])
@@ -174,7 +180,8 @@ def put_side(
         for i in tl.static_range((1 << FORM[5]) - 1):
             codes += (unit > tl.load(bounds + i)).to(tl.int32)
         put_codes(buffer, at, page, state, head, there, codes, FORM[5], UNIT, DIM, WIDTH, COUNT)
-        put_column(buffer, scale_at, page, state, head, there, norm, tl.float16, FORM[3])
+        half = norm.to(tl.float16)
+        put_column(buffer, scale_at, page, state, head, there, half, tl.float16, FORM[3])
     else:
         exact = rows.to(tl.float32)
         MOST: tl.constexpr = (1 << FORM[5]) - 1
