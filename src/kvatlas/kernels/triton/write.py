@@ -112,6 +112,8 @@ def _write(
             WIDTH=width,
             STEPS=width.bit_length() - 1, V_DIM=v_dim, V_WIDTH=v_width, PER_TENSOR=per_tensor,
             num_warps=use["warps"],
+            # A fused product and sum rounds once, and codes would differ from torch's.
+            enable_fp_fusion=sides[0].form.kind not in ("scaled", "int4"),
         )  # fmt: skip
 
 
