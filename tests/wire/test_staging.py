@@ -14,7 +14,8 @@ from kvatlas import AtlasError
 from kvatlas.errors import Code
 from kvatlas.route import Copy
 from kvatlas.wire import Memory
-from kvatlas.wire.staging import cut, gather, scatter, stream_bytes, sums, view
+from kvatlas.wire.copying import as_bytes
+from kvatlas.wire.staging import cut, gather, scatter, stream_bytes, sums
 from kvatlas.wire.transport import check_bounds
 
 POOL = 4096
@@ -127,9 +128,9 @@ def test_long_and_short_runs_are_gathered_alike(length: int, many: int, step: st
 
 def test_a_view_is_the_memory_itself() -> None:
     room = np.zeros(64, dtype=np.uint8)
-    view(Memory(room.ctypes.data + 8, 16))[:] = 9
+    as_bytes(Memory(room.ctypes.data + 8, 16))[:] = 9
     assert room.tolist() == [0] * 8 + [9] * 16 + [0] * 40
-    assert view(Memory(room.ctypes.data, 0)).size == 0
+    assert as_bytes(Memory(room.ctypes.data, 0)).size == 0
 
 
 # -- bounds -------------------------------------------------------------------------------

@@ -20,9 +20,10 @@ from typing import NamedTuple
 import numpy as np
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry.arrays import Int64s, outer_sum
+from kvatlas.geometry.arrays import Int64s, join_pairs, outer_sum
 from kvatlas.geometry.placement import Placement
 from kvatlas.geometry.runs import coalesce
+from kvatlas.geometry.stretches import Spots, Stretches
 
 _OPEN = ("B", "k", "N")
 
@@ -57,6 +58,26 @@ at=(0, 0), item=8)
         """Where its items lie at one end, in the first state of block 0, first axis slowest."""
         steps = [np.arange(n) * s for n, s in zip(self.sizes, self.steps[end], strict=True)]
         return outer_sum(steps, self.at[end])
+
+    def starts(self, end: int, spots: Spots, ids: Int64s) -> Int64s:
+        """How far into the pool stretches start at one end, in the blocks that `ids` names."""
+        total = np.zeros(len(ids), dtype=np.int64)
+        for step, place in (
+            (self.block, ids),
+            (self.kernel, spots.kernel),
+            (self.state, spots.state),
+        ):
+            if step[end]:
+                total += place * step[end]
+        return total
+
+    def kernels(self, end: int, split: int) -> Int64s:
+        """Where the kernel blocks of a block lie, from its start."""
+        return np.arange(split) * self.kernel[end]
+
+    def blocks(self, end: int, count: int) -> Int64s:
+        """Where the blocks of a pool lie, from its start."""
+        return np.arange(count) * self.block[end]
 
 
 def between(src: Placement, dst: Placement) -> Strip:
@@ -118,6 +139,29 @@ def closed(strips: Iterable[Strip], states: int) -> list[Strip]:
             kinds[kind] = folded(wider if states > 1 else strip._replace(state=(0, 0)))
         found.append(kinds[kind]._replace(at=strip.at))
     return merged(found)
+
+
+def along(
+    strip: Strip, found: Stretches, ids: tuple[Int64s, Int64s], *, whole: bool
+) -> tuple[Int64s, Int64s, Int64s]:
+    """Where the stretches of a strip lie at either end, and how long each is, in bytes.
+
+    Stretches that touch at both ends are joined. With `whole` the strip has the states of
+    a cell folded in.
+    """
+    src, dst = strip.starts(0, found.src, ids[0]), strip.starts(1, found.dst, ids[1])
+    count = found.length
+    if whole or int(count.max()) == 1:
+        length = np.full(len(count), strip.item, dtype=np.int64)
+    elif strip.state == (strip.item, strip.item):
+        length = count * strip.item
+    else:
+        # States that are apart at one end or the other go one by one.
+        nth = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+        src = np.repeat(src, count) + nth * strip.state[0]
+        dst = np.repeat(dst, count) + nth * strip.state[1]
+        length = np.full(len(nth), strip.item, dtype=np.int64)
+    return join_pairs(src, dst, length)
 
 
 def folded(strip: Strip) -> Strip:

@@ -14,7 +14,7 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.arrays import Int64s, join_pairs, refuse_too_many
 from kvatlas.geometry.integers import INT64_MAX, natural
 from kvatlas.geometry.stretches import Spots, Stretches
-from kvatlas.geometry.strips import Ends, Strip, closed
+from kvatlas.geometry.strips import Strip, along, closed
 from kvatlas.route.compile import Lane
 from kvatlas.route.request import Placed
 
@@ -115,7 +115,7 @@ def _runs(families: list[Family], place: Placed, *, whole: bool) -> Iterator[Run
     for strip, rows in families:
         key = (strip.block, strip.kernel, strip.state, strip.item)
         if key not in remembered:
-            remembered[key] = _along_states(strip, place, whole=whole)
+            remembered[key] = along(strip, place.found, (place.src, place.dst), whole=whole)
         yield _all_sums(rows, remembered[key])
 
 
@@ -146,34 +146,6 @@ def _apart(outer: tuple[Int64s, Int64s], inner: tuple[Int64s, Int64s], item: int
         if len(ahead) and (ahead.min() < near or ((ahead == near) & (np.diff(src) == far)).any()):
             return False
     return True
-
-
-def _along_states(strip: Strip, place: Placed, *, whole: bool) -> tuple[Int64s, Int64s, Int64s]:
-    """Where the stretches of a strip lie, and how long each is, joined where they touch."""
-    src = _offsets(strip, 0, place.found.src, place.src)
-    dst = _offsets(strip, 1, place.found.dst, place.dst)
-    count = place.found.length
-    if whole or int(count.max()) == 1:
-        length = np.full(len(count), strip.item, dtype=np.int64)
-    elif strip.state == (strip.item, strip.item):
-        length = count * strip.item
-    else:
-        # States that are apart at one end or the other go one by one.
-        nth = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
-        src = np.repeat(src, count) + nth * strip.state[0]
-        dst = np.repeat(dst, count) + nth * strip.state[1]
-        length = np.full(len(nth), strip.item, dtype=np.int64)
-    return join_pairs(src, dst, length)
-
-
-def _offsets(strip: Strip, end: int, spots: Spots, ids: Int64s) -> Int64s:
-    steps: list[Ends] = [strip.block, strip.kernel, strip.state]
-    places = (ids, spots.kernel, spots.state)
-    total = np.zeros(len(ids), dtype=np.int64)
-    for step, place in zip(steps, places, strict=True):
-        if step[end]:
-            total += place * step[end]
-    return total
 
 
 def joined(parts: Mapping[tuple[int, int], list[Runs]]) -> tuple[Copy, ...]:

@@ -85,7 +85,7 @@ class Part(NamedTuple):
 
     def steps(self, end: int) -> list[Int64s]:
         """Offsets of rows, kernel blocks and chunks, all of them sums of one of each."""
-        kernel = np.arange(self.cells(end).split) * self.family.strip.kernel[end]
+        kernel = self.family.strip.kernels(end, self.cells(end).split)
         chunk = np.arange(self.chunks(end)) * (self.chunk * self.state[end])
         return [self.family.rows[end], kernel, chunk]
 
@@ -174,8 +174,8 @@ class Prepared:
     def _rows(self, end: int) -> NDArray[np.uint64]:
         found = []
         for part in self.parts:
-            blocks = np.arange(self.ends[end].blocks(part.group(end)))
-            steps = [*part.steps(end), blocks * part.family.strip.block[end]]
+            many = self.ends[end].blocks(part.group(end))
+            steps = [*part.steps(end), part.family.strip.blocks(end, many)]
             found.append(fill_descriptors(steps, *self._unit(part, end)))
         if len(found) == 1:
             return found[0]

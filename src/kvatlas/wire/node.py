@@ -24,10 +24,11 @@ from kvatlas.route.tokens import token_range
 from kvatlas.wire import messages as say
 from kvatlas.wire.answers import Answers
 from kvatlas.wire.channel import Server, log
+from kvatlas.wire.copying import as_bytes
 from kvatlas.wire.leases import Expected, Leases, Offer, Released
 from kvatlas.wire.metrics import Metrics
 from kvatlas.wire.peers import Peer, Plans, check_memory, plan_hash
-from kvatlas.wire.staging import Bytes, view
+from kvatlas.wire.staging import Bytes
 from kvatlas.wire.transport import STAGING, Memory, Transport
 
 _ROUTES = 128
@@ -82,7 +83,7 @@ class Node:
         try:
             self.staging = transport.allocate(piece * slots)
             self.memory[STAGING] = Memory(self.staging.ctypes.data, self.staging.nbytes)
-            self.pools = {i: view(at) for i, at in self.memory.items() if at.device == 0}
+            self.pools = {i: as_bytes(at) for i, at in self.memory.items() if at.device == 0}
             transport.register(self.memory)
             self._server = Server(listen, Answers(self), secret=secret, idle=self._sweep)
         except BaseException:

@@ -7,7 +7,6 @@ no description but where it starts and stops.
 
 from __future__ import annotations
 
-import ctypes
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -16,18 +15,11 @@ from numpy.typing import NDArray
 
 from kvatlas.geometry.arrays import Int64s
 from kvatlas.route import Copy
-from kvatlas.wire.transport import Memory
 
 Bytes = NDArray[np.uint8]
 
 _LONG = 32 << 10
 _FEW = 4
-
-
-def view(memory: Memory) -> Bytes:
-    """Memory of this process as bytes."""
-    raw = (ctypes.c_uint8 * memory.nbytes).from_address(memory.address)
-    return np.ctypeslib.as_array(raw)
 
 
 def stream_bytes(copies: Sequence[Copy]) -> int:

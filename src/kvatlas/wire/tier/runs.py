@@ -10,7 +10,8 @@ import numpy as np
 from kvatlas.errors import AtlasError, Code
 from kvatlas.plan import Plan
 from kvatlas.route import Copy
-from kvatlas.wire.staging import Bytes, view
+from kvatlas.wire.copying import as_bytes
+from kvatlas.wire.staging import Bytes
 from kvatlas.wire.transport import Memory
 
 _LONG = 16 << 10
@@ -78,9 +79,9 @@ def pools_of(plan: Plan, rank: int, given: Mapping[int, Any]) -> dict[int, Bytes
 def _bytes_of(pool: Any) -> Bytes | None:
     """Memory of this process as bytes; None where it is not, or not in one piece."""
     if isinstance(pool, Memory):
-        return view(pool) if pool.device == 0 else None
+        return as_bytes(pool) if pool.device == 0 else None
     if isinstance(pool, np.ndarray):
         return pool.reshape(-1).view(np.uint8) if pool.flags.c_contiguous else None
     if not callable(getattr(pool, "data_ptr", None)) or pool.device.type != "cpu":
         return None
-    return view(Memory(pool.data_ptr(), pool.nbytes)) if pool.is_contiguous() else None
+    return as_bytes(Memory(pool.data_ptr(), pool.nbytes)) if pool.is_contiguous() else None
