@@ -13,9 +13,12 @@ from kvatlas.kernels.triton import attend, write
 from kvatlas.specs import (
     ATTENTION_CACHES,
     ChunkedAttention,
+    CrossAttention,
     FullAttention,
     LatentAttention,
+    SinkAttention,
     SlidingAttention,
+    SlidingLatentAttention,
 )
 from tests.kernels.triton.cases import (
     ORDERS,
@@ -42,10 +45,20 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "softcap": (FullAttention(**BASE), {"softcap": 2.0}),
     "sinks": (FullAttention(**BASE), {"sinks": True}),
     "sinks in a window": (SlidingAttention(**BASE, window=50), {"sinks": True}),
+    "tokens that stay": (SinkAttention(**BASE, sinks=90, window=100), {}),
+    "cross": (CrossAttention(**BASE, source=2048), {"queries": [4, 7, 200, 1, 33]}),
     "starts": (FullAttention(**BASE), {"starts": True}),
     "halves": (FullAttention(**BASE, dtype="fp16"), {"dtype": torch.float16}),
     "K transposed": (FullAttention(**BASE, packing="transposed"), {}),
-}
+    "K in tiles": (FullAttention(**BASE, packing="tiled_planes"), {}),
+    "int8 in a window": (SlidingAttention(**BASE, window=70, cache="int8_per_token_head"), {}),
+    "int4 in a window": (SlidingAttention(**BASE, window=70, cache="int4_per_token_head"), {}),
+    "fp8 that stay": (
+        SinkAttention(**BASE, sinks=90, window=100, cache="fp8_per_token_head"), {}
+    ),
+    "int4, softcap": (FullAttention(**BASE, cache="int4_per_token_head"), {"softcap": 2.0}),
+    "int8, sinks": (FullAttention(**BASE, cache="int8_per_token_head"), {"sinks": True}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
@@ -66,6 +79,16 @@ def test_every_cache_dtype_is_read(cache: str) -> None:
 
 
 @pytest.mark.parametrize("cache", ATTENTION_CACHES)
+@pytest.mark.parametrize("order", ["LBNHC", "BHLNC"])
+def test_one_query_alone(cache: str, order: str) -> None:
+    """Decode with the tiles that are shipped, sums of several workers put together."""
+    check_attend(
+        FullAttention(heads=8, head_dim=128, cache=cache), order, "cuda", lengths=[5000, 1, 16, 33],
+        queries=[1, 1, 1, 1], group=4, dtype=torch.bfloat16, tolerance=0.02, max_queries=1,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("cache", ATTENTION_CACHES)
 def test_every_cache_dtype_is_written(cache: str) -> None:
     spec = FullAttention(heads=4, head_dim=128, cache=cache)
     check_write(spec, "LBHNC", "cuda", exact="turbo" not in cache, tokens=150)
@@ -76,12 +99,19 @@ def test_rows_are_written_in_every_order(order: str) -> None:
     check_write(FullAttention(heads=4, head_dim=96, v_dim=64), order, "cuda", exact=True)
 
 
+@pytest.mark.parametrize("packing", ["tiled_planes", "transposed"])
+def test_tiled_and_transposed_keys_are_written(packing: Any) -> None:
+    spec = FullAttention(heads=4, head_dim=128, packing=packing)
+    check_write(spec, "LBHNC", "cuda", exact=True)
+
+
 @pytest.mark.parametrize("order", ["LBNHC", "BLHNC"])
 @pytest.mark.parametrize("cache", ["auto", "fp8"])
 def test_absorbed_latents(order: str, cache: str) -> None:
-    check_latent(
-        LatentAttention(cache=cache), order, "cuda", dtype=torch.bfloat16, tolerance=0.05, heads=128
-    )
+    more: dict[str, Any] = {"dtype": torch.bfloat16, "tolerance": 0.05, "heads": 128}
+    check_latent(LatentAttention(cache=cache), order, "cuda", **more)
+    check_latent(LatentAttention(cache=cache), order, "cuda", sinks=True, **more)
+    check_latent(SlidingLatentAttention(cache=cache, window=9), order, "cuda", **more)
 
 
 def test_a_captured_graph_replays_with_other_lengths() -> None:

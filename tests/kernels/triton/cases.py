@@ -15,7 +15,15 @@ from kvatlas.geometry import ENGINE_LAYOUTS, Layout
 from kvatlas.kernels import read
 from kvatlas.kernels import write as write_by_torch
 from kvatlas.kernels.triton import attend, attend_latent, between, write, zero_blocks
-from kvatlas.specs import ChunkedAttention, LatentAttention, SlidingAttention, Spec
+from kvatlas.specs import (
+    ChunkedAttention,
+    CrossAttention,
+    LatentAttention,
+    SinkAttention,
+    SlidingAttention,
+    SlidingLatentAttention,
+    Spec,
+)
 
 ORDERS = [layout.order for layout in ENGINE_LAYOUTS]
 GUARD = 512
@@ -125,9 +133,13 @@ def check_write(
 def seen_by(spec: Any, position: int, count: int, device: str) -> torch.Tensor:
     """Which of `count` states a query at `position` sees."""
     at = torch.arange(count, device=device)
+    if isinstance(spec, CrossAttention):
+        return at >= 0
     seen = at <= position
-    if isinstance(spec, SlidingAttention):
+    if isinstance(spec, SlidingAttention | SlidingLatentAttention):
         seen &= at > position - spec.window
+    if isinstance(spec, SinkAttention) and spec.window is not None:
+        seen &= (at > position - spec.window) | (at < spec.sinks)
     if isinstance(spec, ChunkedAttention):
         seen &= at // spec.chunk == position // spec.chunk
     return seen
@@ -199,7 +211,7 @@ def check_attend(
 
 def check_latent(
     spec: LatentAttention, order: str, device: str, *, dtype: torch.dtype, tolerance: float,
-    heads: int, **choice: Any,
+    heads: int, sinks: bool = False, **choice: Any,
 ) -> None:  # fmt: skip
     lengths, queries = [37, 5, 20], [4, 1, 20]
     pool = Pool(spec, order, device)
@@ -213,8 +225,9 @@ def check_latent(
         layer.latent[table[at // 16], at % 16] = row[:, : spec.latent].to(layer.latent.dtype)
         layer.rope[table[at // 16], at % 16] = row[:, spec.latent :].to(layer.rope.dtype)
     q = torch.randn(sum(queries), heads, width, generator=generator).to(dtype).to(device)
+    logits = torch.randn(heads, generator=generator).to(device) if sinks else None
     out = attend_latent(
-        layer, spec, q, tables=tables, lengths=torch.tensor(lengths, device=device),
+        layer, spec, q, sinks=logits, tables=tables, lengths=torch.tensor(lengths, device=device),
         queries=torch.tensor(queries, device=device), scale=0.2, kv_scale=1.0, **choice,
     )  # fmt: skip
     start = 0
@@ -224,7 +237,7 @@ def check_latent(
         rope = layer.rope[table[at // 16], at % 16].double().unsqueeze(1)
         mine = slice(start, start + count)
         expected = exact_attention(
-            spec, q[mine], torch.cat((value, rope), -1), value, 0.2, None, None
+            spec, q[mine], torch.cat((value, rope), -1), value, 0.2, logits, None
         )
         assert float((out[mine].double() - expected).abs().max()) < tolerance
         start += count

@@ -13,9 +13,12 @@ from kvatlas.kernels.triton import cut_of, schedule  # noqa: E402
 from kvatlas.specs import (  # noqa: E402
     ATTENTION_CACHES,
     ChunkedAttention,
+    CrossAttention,
     FullAttention,
     LatentAttention,
+    SinkAttention,
     SlidingAttention,
+    SlidingLatentAttention,
 )
 from tests.kernels.triton.cases import (  # noqa: E402
     ORDERS,
@@ -36,15 +39,56 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "softcap": (FullAttention(**BASE), {"softcap": 2.0}),
     "sinks": (FullAttention(**BASE), {"sinks": True}),
     "sinks in a window": (SlidingAttention(**BASE, window=5), {"sinks": True}),
+    "tokens that stay": (SinkAttention(**BASE, sinks=5, window=6), {}),
+    "many tokens that stay": (SinkAttention(**BASE, sinks=21, window=9), {"sinks": True}),
+    "cross": (CrossAttention(**BASE, source=64), {"queries": [4, 7, 20, 1]}),
     "starts": (FullAttention(**BASE), {"starts": True}),
     "K transposed": (FullAttention(**BASE, packing="transposed"), {}),
+    "K in tiles": (FullAttention(**BASE, packing="tiled_planes"), {}),
 }
+NARROW: dict[str, Any] = {"heads": 2, "head_dim": 64, "dtype": "fp16"}
+WORDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "halves": (FullAttention(**NARROW), {"sinks": True}),
+    "halves, softcap": (FullAttention(**NARROW), {"softcap": 2.0}),
+    "halves in a window": (SlidingAttention(**NARROW, window=7), {}),
+    "halves in chunks": (ChunkedAttention(**NARROW, chunk=8), {}),
+    "halves that stay": (SinkAttention(**NARROW, sinks=21, window=9), {}),
+    "halves of an encoder": (CrossAttention(**NARROW, source=64), {"queries": [4, 7, 20, 1]}),
+    "unlike V": (FullAttention(**NARROW, v_dim=32), {}),
+    "fp8": (FullAttention(**NARROW, cache="fp8"), {"softcap": 2.0}),
+    "int8": (FullAttention(**NARROW, cache="int8_per_token_head"), {"sinks": True}),
+    "int8 in a window": (SlidingAttention(**NARROW, window=7, cache="int8_per_token_head"), {}),
+    "int8 that stay": (
+        SinkAttention(**NARROW, sinks=21, window=9, cache="int8_per_token_head"), {}
+    ),
+    "int4": (FullAttention(**NARROW, cache="int4_per_token_head"), {"softcap": 2.0}),
+    "int4 in a window": (SlidingAttention(**NARROW, window=7, cache="int4_per_token_head"), {}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_attention_is_what_float64_says(kind: str) -> None:
     spec, more = KINDS[kind]
-    check_attend(spec, "LBHNC", "cpu", **MIXED, **SMALL, **more)
+    check_attend(spec, "LBHNC", "cpu", **{**MIXED, **SMALL, **more})
+
+
+@pytest.mark.parametrize("kind", list(WORDS))
+@pytest.mark.parametrize(("order", "tile"), [("LBHNC", 16), ("BLNHC", 32)])
+def test_words_are_taken_apart(kind: str, order: str, tile: int) -> None:
+    """Elements of 16, 8 and 4 bits; tiles of one page and of two."""
+    spec, more = WORDS[kind]
+    check_attend(spec, order, "cpu", **{**MIXED, **more, "tile": tile, "rows": 16})
+
+
+@pytest.mark.parametrize("cache", ["auto", "int8_per_token_head", "int4_per_token_head"])
+def test_words_of_one_long_sequence(cache: str) -> None:
+    """Partial sums, whose columns may be turned, put together again; and one query alone."""
+    spec = FullAttention(**NARROW, cache=cache)
+    lengths, queries = [150, 1, 37, 16], [1, 1, 1, 1]
+    check_attend(
+        spec, "LBNHC", "cpu", lengths=lengths, queries=queries, **SMALL, per_sm=3, sinks=True,
+        max_queries=1,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -76,6 +120,12 @@ def test_rows_are_written_in_every_order(order: str) -> None:
     check_write(FullAttention(heads=2, head_dim=24, v_dim=8), order, "cpu", exact=True)
 
 
+def test_tiled_and_transposed_keys_are_written() -> None:
+    for packing in ("tiled_planes", "transposed"):
+        spec = FullAttention(heads=2, head_dim=32, packing=packing)
+        check_write(spec, "LBHNC", "cpu", exact=True)
+
+
 def test_one_long_sequence_is_shared_out() -> None:
     """More tiles than workers, so that a sequence is put together from several sums."""
     spec = FullAttention(**BASE)
@@ -87,8 +137,11 @@ def test_one_long_sequence_is_shared_out() -> None:
 
 @pytest.mark.parametrize("cache", ["auto", "fp8"])
 def test_absorbed_latents(cache: str) -> None:
+    more: dict[str, Any] = {"dtype": torch.float32, "tolerance": 1e-5, "heads": 4, **SMALL}
     spec = LatentAttention(latent=32, rope=16, dtype="fp32", cache=cache)
-    check_latent(spec, "LBNHC", "cpu", dtype=torch.float32, tolerance=1e-5, heads=4, **SMALL)
+    check_latent(spec, "LBNHC", "cpu", sinks=True, **more)
+    spec = SlidingLatentAttention(latent=32, rope=16, dtype="fp32", cache=cache, window=9)
+    check_latent(spec, "LBNHC", "cpu", **more)
 
 
 def test_a_schedule_counts_what_there_is() -> None:

@@ -19,7 +19,7 @@ from kvatlas.kernels.triton import (  # noqa: E402
     write,
     zero_blocks,
 )
-from kvatlas.specs import FullAttention, LatentAttention, SinkAttention  # noqa: E402
+from kvatlas.specs import FullAttention, LatentAttention  # noqa: E402
 from tests.kernels.triton.cases import Pool  # noqa: E402
 
 SPEC = FullAttention(heads=2, head_dim=16)
@@ -56,7 +56,6 @@ REFUSALS: list[tuple[Code, Callable[[], Any]]] = [
     (Code.NO_KERNEL, lambda: run(spec=WIDE, layer=layer_of(WIDE))),
     (Code.NO_KERNEL, lambda: run(torch.zeros(2, 3, 16))),
     (Code.NO_KERNEL, lambda: run(torch.zeros(2, 4, 16, dtype=torch.float64))),
-    (Code.NO_KERNEL, lambda: run(spec=SinkAttention(heads=2, head_dim=16, sinks=4, window=8))),
     (Code.NO_KERNEL, lambda: write(layer_of(ODD), ODD, torch.zeros(2, 1, 24), torch.zeros(2, 1, 24),
                                    IDS)),
     (Code.NO_KERNEL, lambda: attend_latent(layer_of(LATENT), LATENT, torch.zeros(2, 4, 32),
@@ -76,8 +75,6 @@ REFUSALS: list[tuple[Code, Callable[[], Any]]] = [
     (Code.UNLIKE_PLACEMENTS, lambda: between(LAYER, layer_of(FullAttention(heads=4, head_dim=8)))),
     (Code.UNLIKE_PLACEMENTS, lambda: between(
         LAYER, layer_of(FullAttention(heads=2, head_dim=16, cache="fp8")))),
-    (Code.NOT_CONTIGUOUS, lambda: run(layer=layer_of(
-        FullAttention(heads=2, head_dim=16, packing="tiled_planes")))),
 ]  # fmt: skip
 LOOKED_AT: list[tuple[Code, Callable[[], Any]]] = [
     (Code.OUT_OF_RANGE, lambda: run(tables=torch.tensor([[1, 12], [3, 4]]))),

@@ -25,9 +25,11 @@ class Rows(NamedTuple):
 
     steps: tuple[int, int, int, int]
     """The first row, and the steps of B, N and H, in units."""
-    content: int
-    """Elements between neighbours of a row."""
+    content: tuple[int, int]
+    """Elements between neighbours of a row, and between its tiles."""
     unit: int
+    tile: int
+    """Elements of a tile, where the rows of a page are in tiles; else 0."""
 
 
 def common(numbers: tuple[int, ...], most: int) -> int:
@@ -47,7 +49,7 @@ def rows(layer: LayerCache, name: str) -> Rows:
     >>> from kvatlas.plan import plan
     >>> cache = allocate(plan("Qwen3-8B", memory="1GiB", max_len=512))
     >>> rows(cache["model.layers.1.self_attn.attn"], "v")
-    Rows(steps=(1863696, 4096, 256, 32), content=1, unit=8)
+    Rows(steps=(1863696, 4096, 256, 32), content=(1, 0), unit=8, tile=0)
     """
     return _rows(layer.page, layer.kernel_blocks, name)
 
@@ -55,17 +57,19 @@ def rows(layer: LayerCache, name: str) -> Rows:
 @lru_cache(maxsize=4096)
 def _rows(page: Page, placed: Placement, name: str) -> Rows:
     field = page.view(placed, name)
-    if not set(field.axes) <= {"B", "N", "H", "C"}:
+    if not set(field.axes) <= {"B", "N", "H", "C", "c"}:
         raise AtlasError(
             Code.NOT_CONTIGUOUS,
-            "A kernel reads rows that lie along one axis",
+            "A kernel reads rows that lie along one axis, in tiles or not",
             got=f"{name} with axes {field.axes}",
-            hint="Tiled keys are read by the kernels that tile them",
+            hint="Select one of what the other axes count",
         )
     item = field.item
     steps = [field.offset, *(field.stride(axis) if axis in field.axes else 0 for axis in "BNH")]
-    content = field.stride("C") or item
-    if any(step % item for step in (*steps, content)):
+    tiled = "c" in field.axes
+    near = field.stride("c" if tiled else "C") or item
+    far = field.stride("C") if tiled else 0
+    if any(step % item for step in (*steps, near, far)):
         raise AtlasError(
             Code.MISALIGNED,
             "Elements that kernels read start at multiples of their size",
@@ -81,4 +85,5 @@ def _rows(page: Page, placed: Placement, name: str) -> Rows:
         )
     unit = common(tuple(step // item for step in steps), max(1, VECTOR // item))
     first, block, state, head = (step // item // unit for step in steps)
-    return Rows((first, block, state, head), content // item, unit)
+    tile = field.size("c") if tiled else 0
+    return Rows((first, block, state, head), (near // item, far // item), unit, tile)

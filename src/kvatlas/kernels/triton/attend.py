@@ -19,15 +19,29 @@ from kvatlas.cache import LayerCache
 from kvatlas.kernels import bits
 from kvatlas.kernels.triton import checks, forms, tune
 from kvatlas.kernels.triton.decoding import decode, merge
+from kvatlas.kernels.triton.early import early
 from kvatlas.kernels.triton.forms import Stored
 from kvatlas.kernels.triton.prefilling import prefill
 from kvatlas.kernels.triton.schedule import Cut, Schedule, fit_of, schedule
-from kvatlas.specs import ChunkedAttention, LatentAttention, SinkAttention, SlidingAttention
+from kvatlas.specs import (
+    ChunkedAttention,
+    CrossAttention,
+    LatentAttention,
+    SinkAttention,
+    SlidingAttention,
+    SlidingLatentAttention,
+)
 from kvatlas.specs.attention import Attention
 
 _LOG2E = 1.4426950408889634
 _MOST_ROWS = 64
 """Rows of queries that one decoding program holds, at most."""
+_FEW_ROWS = 16
+"""Rows up to which 16-bit caches are walked with states as the rows of the dots."""
+_NEAR = 1 << 20
+"""Bytes that an instruction can add to an address, less than it can."""
+_SCALE = 4
+"""Bytes of a row's own scale."""
 
 
 class _Job(NamedTuple):
@@ -43,7 +57,8 @@ class _Job(NamedTuple):
     dims: dict[str, Any]
     heads: int
     group: int
-    bound: tuple[str, int]
+    bound: tuple[str, int, int]
+    """What queries see, the size of a window or chunk, and the states that stay besides."""
     numbers: tuple[float, float, float]
     """Scale, softcap and V's scale."""
     sinks: torch.Tensor | None
@@ -76,23 +91,12 @@ def attend(
     no sequence exceeds (1 leaves out what prefill needs), and a `prepared` schedule, which
     all layers of a kind share in a step. `choice` overrides what the tuner says.
     """
-    if isinstance(spec, SinkAttention) and spec.window is not None:
-        raise checks.no_kernel(
-            "A window is one stretch of states",
-            f"{spec.sinks} first tokens beside a window of {spec.window}",
-            "Keep sinks as learned logits, or attend with the CPU's kernels",
-        )
     v_dim = spec.v_dim or spec.head_dim
     forms.refuse_head(spec.head_dim, "K")
     forms.refuse_head(v_dim, "V")
     checks.rows_of(q, "q", (None, None, spec.head_dim))
     k, v = forms.stored(layer, spec, "k"), forms.stored(layer, spec, "v")
     heads = layer.place("k").size("H")
-    bound = ("none", 0)
-    if isinstance(spec, SlidingAttention):
-        bound = ("window", spec.window)
-    if isinstance(spec, ChunkedAttention):
-        bound = ("chunk", spec.chunk)
     width, v_width = _width(spec.head_dim), _width(v_dim)
     own = forms.dot_of(q)
     whole = spec.cache in ("fp8", "fp8_e4m3", "fp8_e5m2", "nvfp4")
@@ -104,7 +108,7 @@ def attend(
             "LATENT": False, "K_DOT": _dot(own, k),
             "V_DOT": _dot(own, v),
         },
-        heads, _group(q, heads), bound,
+        heads, _group(q, heads), _bound(spec),
         (
             (spec.head_dim**-0.5 if scale is None else scale)
             * (k_scale if whole else 1.0),
@@ -118,6 +122,19 @@ def attend(
     if v.form.kind == "int4":
         job.out.copy_(bits.spread_back(job.out.float()))
     return job.out
+
+
+def _bound(spec: Attention | LatentAttention) -> tuple[str, int, int]:
+    """Which states queries see, as kernels take it."""
+    if isinstance(spec, CrossAttention):
+        return "all", 0, 0
+    if isinstance(spec, SlidingAttention | SlidingLatentAttention):
+        return "window", spec.window, 0
+    if isinstance(spec, ChunkedAttention):
+        return "chunk", spec.chunk, 0
+    if isinstance(spec, SinkAttention) and spec.window is not None:
+        return "kept", spec.window, spec.sinks
+    return "none", 0, 0
 
 
 def _turned(q: torch.Tensor, kind: str) -> torch.Tensor:
@@ -141,6 +158,7 @@ def attend_latent(
     queries: torch.Tensor | None = None,
     starts: torch.Tensor | None = None,
     kv_scale: float = 1.0,
+    sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     max_queries: int | None = None,
     prepared: Schedule | None = None,
@@ -167,7 +185,7 @@ def attend_latent(
             "DIM": spec.latent, "WIDTH": spec.latent, "V_DIM": spec.latent,
             "V_WIDTH": spec.latent, "ROPE": spec.rope, "LATENT": True, "K_DOT": dot, "V_DOT": dot,
         },
-        1, q.shape[1], ("none", 0), (scale * kv_scale, 0.0, kv_scale), None, lengths,
+        1, q.shape[1], _bound(spec), (scale * kv_scale, 0.0, kv_scale), sinks, lengths,
     )  # fmt: skip
     _run(job, spec.cache, queries, starts, max_queries, prepared, choice)
     return job.out
@@ -180,7 +198,7 @@ def cut_of(
     dim: int,
     states: int,
     cache: str = "auto",
-    bound: tuple[str, int] = ("none", 0),
+    bound: tuple[str, int, int] = ("none", 0, 0),
     max_queries: int | None = None,
     **choice: Any,
 ) -> Cut:
@@ -227,6 +245,10 @@ def _decode(
     device, dims = job.q.device, job.dims
     use = {**tune.choose("decode", device, dim=dims["DIM"], cache=cache), **choice}
     rows = _rows(job.group, max_queries)
+    narrow = _narrow(job, rows)
+    rows = rows if narrow else max(16, rows)
+    lead = _lead(job) if narrow else 0
+    turn = lead * 8 // (_bits(job.v) or 8)
     parts = triton.cdiv(job.group, rows)
     lanes = job.heads * parts
     workers = max(1, tune.processors(device) * use["per_sm"] // lanes)
@@ -236,17 +258,18 @@ def _decode(
     count = job.lengths.shape[0]
     decode[(workers * lanes,)](
         *_operands(job), plan.ends[0], plan.ends[1], count, sums, tops, sinks, *_numbers(job),
-        job.bound[1], **_constants(job, plan.cut.tile), PARTS=parts, LANES=lanes,
-        ROWS=rows, TILE=plan.cut.tile, EVICT=use.get("evict", ""), PAIRED=_paired(job),
+        *job.bound[1:], **_constants(job, plan.cut.tile), PARTS=parts, LANES=lanes,
+        ROWS=rows, TILE=plan.cut.tile, EVICT=use.get("evict", ""), NARROW=narrow,
+        DELTA=_delta(job), LEAD=lead, TURN=turn, STAGES=use["stages"],
         num_warps=use["warps"],
-        num_stages=use["stages"], maxnreg=use.get("registers"),
+        num_stages=use["stages"], maxnreg=use.get("registers"), EARLY=early(device)["EARLY"],
     )  # fmt: skip
     deep = rows if max_queries is None else min(rows, max_queries * job.group)
     merge[(count, lanes * deep)](
         job.out, _steps(job.out), plan.ends[0], plan.ends[1], count, sums, tops, sinks,
         job.numbers[2], workers, GROUP=job.group, PARTS=parts, LANES=lanes, ROWS=rows, DEEP=deep,
         V_DIM=dims["V_DIM"], V_WIDTH=dims["V_WIDTH"], SINKS=job.sinks is not None, SLOTS=16,
-        num_warps=4,
+        TURN=turn, num_warps=4, **early(device),
     )  # fmt: skip
 
 
@@ -256,9 +279,9 @@ def _prefill(job: _Job, cache: str, plan: Schedule, choice: dict[str, Any]) -> N
     units = job.q.shape[0] * job.group // plan.cut.rows + count
     prefill[(units * job.heads,)](
         *_operands(job), plan.ends[0], plan.ends[2], count,
-        job.lengths if job.sinks is None else job.sinks, *_numbers(job), job.bound[1],
+        job.lengths if job.sinks is None else job.sinks, *_numbers(job), *job.bound[1:],
         **_constants(job, use["tile"]), HEADS=job.heads, ROWS=plan.cut.rows,
-        TILE=use["tile"], EVICT="", num_warps=use["warps"],
+        TILE=use["tile"], EVICT="", STAGES=use["stages"], num_warps=use["warps"],
         num_stages=use["stages"],
     )  # fmt: skip
 
@@ -303,7 +326,9 @@ def _rows(group: int, max_queries: int | None) -> int:
     wanted = group * max(1, max_queries or 1)
     if wanted > _MOST_ROWS:
         wanted = group
-    return max(16, min(_MOST_ROWS, int(triton.next_power_of_2(wanted))))
+    # Where a batch may have anything, sequences of a few queries are still decoded.
+    least = 16 if max_queries is None else 8
+    return max(least, min(_MOST_ROWS, int(triton.next_power_of_2(wanted))))
 
 
 def _width(dim: int) -> int:
@@ -311,24 +336,68 @@ def _width(dim: int) -> int:
 
 
 def _dot(own: Any, side: Stored) -> Any:
-    """The type of a dot: elements of 8 bits are exact as halves, and get there fast."""
-    eight = side.form.element in (tl.float8e4nv, tl.float8e5, tl.int8)
-    return tl.float16 if eight and own != tl.float32 else own
+    """The type of a dot: elements of 8 and 4 bits are exact as halves, and get there fast."""
+    exact = side.form.element in (tl.float8e4nv, tl.float8e5, tl.int8) or side.form.kind == "int4"
+    return tl.float16 if exact and own != tl.float32 else own
 
 
-def _paired(job: _Job) -> bool:
-    """Whether K and V are 8-bit elements that can be read in pairs."""
-    dims = job.dims
-    return not dims["LATENT"] and all(
-        side.form.kind in ("plain", "scaled")
-        and side.form.element in (tl.float8e4nv, tl.float8e5, tl.int8)
-        and side.form.unit >= 2
-        and side.at[4] == 1
-        and dim == width >= 32
-        for side, dim, width in (
-            (job.k, dims["DIM"], dims["WIDTH"]), (job.v, dims["V_DIM"], dims["V_WIDTH"])
+def _narrow(job: _Job, rows: int) -> bool:
+    """Whether K and V can be walked as words of 16 bits."""
+    dims, bits = job.dims, _bits(job.k)
+    return (
+        not dims["LATENT"]
+        and bits in (4, 8, 16)
+        and bits == _bits(job.v)
+        and (bits < 16 or rows <= _FEW_ROWS)
+        and _delta(job) is not None
+        and all(
+            side.form.unit * _bytes(side) >= 2 and side.at[4] == 1 and not side.form.tile
+            and dim == width >= 16 * (16 // bits)
+            for side, dim, width in (
+                (job.k, dims["DIM"], dims["WIDTH"]), (job.v, dims["V_DIM"], dims["V_WIDTH"])
+            )
         )
     )  # fmt: skip
+
+
+def _bits(side: Stored) -> int:
+    """Bits of an element; 0 where elements are not numbers by themselves."""
+    if side.form.kind == "int4":
+        return 4
+    return 8 * _bytes(side) if side.form.kind in ("plain", "scaled") else 0
+
+
+def _bytes(side: Stored) -> int:
+    return int(side.form.element.primitive_bitwidth) // 8
+
+
+def _delta(job: _Job) -> int | None:
+    """Bytes from a row of K to that of V, where that is one number for all rows."""
+    k, v = ([step * side.form.unit * _bytes(side) for step in side.at[:4]]
+            for side in (job.k, job.v))  # fmt: skip
+    return v[0] - k[0] if k[1:] == v[1:] and abs(v[0] - k[0]) < _NEAR else None
+
+
+def _lead(job: _Job) -> int:
+    """Bytes before V from which on it can be read in pieces as wide as those of K.
+
+    A row with its own scale is 264 bytes, say: K, its scale, V, its scale. V starts at a
+    multiple of 4 alone, its neighbours' scales at one of 8.
+    """
+    if not all(side.form.kind in ("scaled", "int4") for side in (job.k, job.v)):
+        return 0
+    k, k_scale, v, v_scale = (
+        [step * unit * size for step in at[:4]]
+        for side in (job.k, job.v)
+        for at, unit, size in (
+            (side.at, side.form.unit, 1), (side.scale_at, side.form.scale_unit, 4)
+        )
+    )  # fmt: skip
+    length = job.dims["V_DIM"] * _bits(job.v) // 8
+    between = (v[0] - k_scale[0], v_scale[0] - v[0]) == (_SCALE, length)
+    alike = k[1:] == k_scale[1:] == v[1:] == v_scale[1:]
+    aligned = all(step % (2 * _SCALE) == 0 for step in (k_scale[0], *k[1:], length))
+    return _SCALE if between and alike and aligned else 0
 
 
 def _out(q: torch.Tensor, out: torch.Tensor | None, dim: int) -> torch.Tensor:
@@ -370,7 +439,8 @@ def _refuse_batch(job: _Job, queries: torch.Tensor | None, starts: torch.Tensor 
     got = f"{count} lengths, {sizes} tables and queries, {job.q.shape[0]} rows, room for {room}"
     if not wrong and checks.debugging() and count:
         asked = queries if queries is not None else starts.diff()  # type: ignore[union-attr]
-        wrong = int(asked.sum()) != job.q.shape[0] or bool((asked > job.lengths).any())
+        wrong = int(asked.sum()) != job.q.shape[0]
+        wrong |= job.bound[0] != "all" and bool((asked > job.lengths).any())
         wrong |= int(job.lengths.max()) > room
         _debug_tables(job, asked)
     if wrong:
@@ -381,13 +451,14 @@ def _debug_tables(job: _Job, asked: torch.Tensor) -> None:
     """Only blocks within reach count: what a window has left behind may hold anything."""
     states = job.layer.kernel_blocks.size("N")
     first = job.lengths - asked
-    kind, size = job.bound
+    kind, size, kept = job.bound
     low = first * 0
-    if kind == "window":
+    if kind in ("window", "kept"):
         low = (first - size + 1).clamp(min=0)
     if kind == "chunk":
         low = first // size * size
     at = torch.arange(job.tables.shape[1], device=job.tables.device)
-    reached = (at >= (low // states)[:, None]) & (at * states < job.lengths[:, None])
+    reached = (at >= (low // states)[:, None]) | (at * states < kept)
+    reached &= at * states < job.lengths[:, None]
     reached &= (asked > 0)[:, None]
     checks.in_range(job.tables[reached], job.layer.kernel_blocks.size("B"))

@@ -17,12 +17,27 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def first_seen(position, bound, BOUND: tl.constexpr):
-    """The earliest state that a query at `position` sees: of its window, of its chunk, or 0."""
-    if BOUND == "window":
+    """The earliest state that a query at `position` sees: of its window, of its chunk, or 0.
+
+    A bound is `none`, `window`, `chunk`, `kept` (a window, and the first states besides) or
+    `all`, for queries that see states after their own.
+    """
+    if BOUND == "window" or BOUND == "kept":
         return tl.maximum(position - bound + 1, 0)
     if BOUND == "chunk":
         return position // bound * bound
     return position * 0
+
+
+@triton.jit
+def seen_by(states, position, least, kept, BOUND: tl.constexpr):
+    """Which states queries see, where both have the axes of the result."""
+    seen = states <= position
+    if BOUND == "kept":
+        seen = seen & ((states >= least) | (states < kept))
+    elif BOUND == "window" or BOUND == "chunk":
+        seen = seen & (states >= least)
+    return seen
 
 
 @triton.jit
@@ -66,14 +81,14 @@ def pages(table, begin, low, high, STATES: tl.constexpr, TILE: tl.constexpr, FIT
 
 @triton.jit
 def walk(
-    acc, top, total, q, q_rope, position, least, begin, end, low, high, head, table, buffer,
+    acc, top, total, q, q_rope, position, least, kept, begin, end, low, high, head, table, buffer,
     k_at, k_scale_at, v_at, v_scale_at, v_zero_at, levels, scale, softcap,
     K_FORM: tl.constexpr, V_FORM: tl.constexpr, STATES: tl.constexpr, TILE: tl.constexpr,
     DIM: tl.constexpr, WIDTH: tl.constexpr, V_DIM: tl.constexpr, V_WIDTH: tl.constexpr,
     FIT: tl.constexpr, ROPE: tl.constexpr, LATENT: tl.constexpr, SOFTCAP: tl.constexpr,
-    BOUNDED: tl.constexpr,
+    BOUND: tl.constexpr,
     MASKED: tl.constexpr, K_DOT: tl.constexpr, V_DOT: tl.constexpr, PRECISION: tl.constexpr,
-    EVICT: tl.constexpr,
+    EVICT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """States begin .. end - 1 in tiles, of which low .. high - 1 may be read."""
     # Pages are looked up a tile ahead: a load that waits for another would halve the
@@ -82,7 +97,7 @@ def walk(
     # which is no mask for what is not a number.
     lane = tl.arange(0, TILE)
     page = pages(table, begin, low, high, STATES, TILE, FIT)
-    for n in tl.range(begin, end, TILE):
+    for n in tl.range(begin, end, TILE, num_stages=STAGES):
         states = n + lane
         there = (states >= low) & (states < high)
         here = page.to(tl.int32)
@@ -112,9 +127,7 @@ def walk(
             folded = tl.exp2(logits * (2.0 * LOG2E / softcap))
             logits = softcap * LOG2E * (1.0 - 2.0 / (folded + 1.0))
         if MASKED:
-            seen = states[None, :] <= position[:, None]
-            if BOUNDED:
-                seen = seen & (states[None, :] >= least[:, None])
+            seen = seen_by(states[None, :], position[:, None], least[:, None], kept, BOUND)
             logits = tl.where(seen, logits, float("-inf"))
         if LATENT:
             v = k
@@ -164,10 +177,12 @@ def finish(acc, top, total, sinks, heads, valid, v_scale, SINKS: tl.constexpr):
 
 @triton.jit
 def put(out, out_steps, start, row, valid, head, rows, GROUP: tl.constexpr, DIM: tl.constexpr,
-        WIDTH: tl.constexpr):  # fmt: skip
-    """Rows into the output, where their queries were read."""
+        WIDTH: tl.constexpr, TURN: tl.constexpr):  # fmt: skip
+    """Rows into the output, where their queries were; the first `TURN` elements come last."""
     column = tl.arange(0, WIDTH)
     token = (start + row // GROUP).to(tl.int64)
     pointers = out + token * out_steps[0] + (head * GROUP + row % GROUP) * out_steps[1]
     mask = valid[:, None] & (column < DIM)[None, :]
+    if TURN:
+        column = (column + (WIDTH - TURN)) % WIDTH
     tl.store(pointers[:, None] + column[None, :], rows.to(out.dtype.element_ty), mask=mask)

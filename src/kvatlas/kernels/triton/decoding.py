@@ -21,14 +21,15 @@ from kvatlas.kernels.triton.attending import (
     query_rows,
     walk,
 )
-from kvatlas.kernels.triton.pairing import walk_pairs
+from kvatlas.kernels.triton.early import after_previous, before_next
+from kvatlas.kernels.triton.narrow import walk_narrow
 
 
 @triton.jit
 def decode(
     q, q_steps, out, out_steps, buffer, k_at, k_scale_at, v_at, v_scale_at, v_zero_at, levels,
     tables, table_step, lengths, starts, ends, sequences, sums, tops, sinks,
-    scale, softcap, v_scale, bound,
+    scale, softcap, v_scale, bound, kept,
     K_FORM: tl.constexpr, V_FORM: tl.constexpr, STATES: tl.constexpr, GROUP: tl.constexpr,
     PARTS: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
     ALIGN: tl.constexpr,
@@ -36,9 +37,11 @@ def decode(
     V_WIDTH: tl.constexpr, ROPE: tl.constexpr, LATENT: tl.constexpr, SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr, BOUND: tl.constexpr, K_DOT: tl.constexpr,
     V_DOT: tl.constexpr, PRECISION: tl.constexpr,
-    EVICT: tl.constexpr, PAIRED: tl.constexpr,
+    EVICT: tl.constexpr, NARROW: tl.constexpr, DELTA: tl.constexpr, LEAD: tl.constexpr,
+    TURN: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A worker's stretch of tiles, sequence by sequence."""
+    before_next(EARLY)
     lane = tl.program_id(0) % LANES
     worker = tl.program_id(0) // LANES
     head = lane // PARTS
@@ -57,8 +60,12 @@ def decode(
             length = tl.load(lengths + sequence).to(tl.int32)
             valid = row < count * GROUP
             position = length - count + row // GROUP
-            least = first_seen(position, bound, BOUND)
             low = first_seen(length - count, bound, BOUND)
+            sure = length - count + 1
+            if BOUND == "all":
+                position = position * 0 + length - 1
+                sure = length
+            least = first_seen(position, bound, BOUND)
             origin = low // ALIGN * ALIGN
             queries = query_rows(q, q_steps, start, row, valid, head, GROUP, 0, DIM, WIDTH, K_DOT)
             rotary = queries
@@ -69,27 +76,47 @@ def decode(
             acc = tl.zeros([ROWS, V_WIDTH], tl.float32)
             top = tl.full([ROWS], LOWEST, tl.float32)
             total = tl.zeros([ROWS], tl.float32)
-            begin = origin + (tile - first) * TILE
-            end = origin + (until - first) * TILE
             table = tables + sequence.to(tl.int64) * table_step
-            if PAIRED:
-                acc, top, total = walk_pairs(
-                    acc, top, total, queries, position, least, begin, end, low, length, head,
-                    table, buffer, k_at, k_scale_at, v_at, v_scale_at, scale, softcap, K_FORM,
-                    V_FORM, STATES, TILE, WIDTH, V_WIDTH, FIT, SOFTCAP, BOUND != "none", K_DOT,
-                    PRECISION, EVICT,
+            begin = (tile - first) * TILE
+            end = (until - first) * TILE
+            if BOUND == "kept":
+                # Tiles of the states that stay come first; the window's begin at `origin`.
+                stay = tl.minimum(kept, origin)
+                ahead = tl.cdiv(stay, TILE) * TILE
+                acc, top, total = some_states(
+                    acc, top, total, queries, rotary, tl.minimum(position, stay - 1), least * 0, 0,
+                    begin, tl.minimum(end, ahead), 0, stay, head, table, buffer, k_at, k_scale_at,
+                    v_at, v_scale_at, v_zero_at, levels, scale, softcap, K_FORM, V_FORM, STATES,
+                    TILE, DIM, WIDTH, V_DIM, V_WIDTH, FIT, ROPE, LATENT, SOFTCAP, "none", True,
+                    K_DOT, V_DOT, PRECISION, EVICT, NARROW, DELTA, LEAD, 1,
                 )  # fmt: skip
-            else:
-                acc, top, total = walk(
-                    acc, top, total, queries, rotary, position, least, begin, end, low, length,
-                    head, table, buffer, k_at, k_scale_at, v_at, v_scale_at, v_zero_at, levels,
-                    scale, softcap, K_FORM, V_FORM, STATES, TILE, DIM, WIDTH, V_DIM, V_WIDTH, FIT,
-                    ROPE, LATENT, SOFTCAP, BOUND != "none", True, K_DOT, V_DOT, PRECISION, EVICT,
+                begin = tl.maximum(begin - ahead, 0)
+                end = tl.maximum(end - ahead, 0)
+                low = tl.where(origin < kept, origin, low)
+            begin += origin
+            end += origin
+            whole = begin
+            if NARROW and (BOUND == "none" or BOUND == "all"):
+                # Tiles that every query sees whole need no mask.
+                whole += tl.maximum(tl.minimum(sure, end) - begin, 0) // TILE * TILE
+                acc, top, total = some_states(
+                    acc, top, total, queries, rotary, position, least, kept, begin, whole, low,
+                    length, head, table, buffer, k_at, k_scale_at, v_at, v_scale_at, v_zero_at,
+                    levels, scale, softcap, K_FORM, V_FORM, STATES, TILE, DIM, WIDTH, V_DIM,
+                    V_WIDTH, FIT, ROPE, LATENT, SOFTCAP, BOUND, False, K_DOT, V_DOT, PRECISION,
+                    EVICT, NARROW, DELTA, LEAD, STAGES,
                 )  # fmt: skip
+            acc, top, total = some_states(
+                acc, top, total, queries, rotary, position, least, kept, whole, end, low, length,
+                head, table, buffer, k_at, k_scale_at, v_at, v_scale_at, v_zero_at, levels, scale,
+                softcap, K_FORM, V_FORM, STATES, TILE, DIM, WIDTH, V_DIM, V_WIDTH, FIT, ROPE,
+                LATENT, SOFTCAP, BOUND, True, K_DOT, V_DOT, PRECISION, EVICT, NARROW, DELTA, LEAD,
+                1 if NARROW and (BOUND == "none" or BOUND == "all") else STAGES,
+            )  # fmt: skip
             if (tile == first) & (until == last):
                 heads = head * GROUP + row % GROUP
                 rows = finish(acc, top, total, sinks, heads, valid, v_scale, SINKS)
-                put(out, out_steps, start, row, valid, head, rows, GROUP, V_DIM, V_WIDTH)
+                put(out, out_steps, start, row, valid, head, rows, GROUP, V_DIM, V_WIDTH, TURN)
             else:
                 # A worker leaves one sum of a sequence that began before it, one of the last.
                 slot = 2 * worker + (tile == first).to(tl.int32)
@@ -104,13 +131,43 @@ def decode(
 
 
 @triton.jit
+def some_states(
+    acc, top, total, q, q_rope, position, least, kept, begin, end, low, high, head, table, buffer,
+    k_at, k_scale_at, v_at, v_scale_at, v_zero_at, levels, scale, softcap,
+    K_FORM: tl.constexpr, V_FORM: tl.constexpr, STATES: tl.constexpr, TILE: tl.constexpr,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, V_DIM: tl.constexpr, V_WIDTH: tl.constexpr,
+    FIT: tl.constexpr, ROPE: tl.constexpr, LATENT: tl.constexpr, SOFTCAP: tl.constexpr,
+    BOUND: tl.constexpr, MASKED: tl.constexpr, K_DOT: tl.constexpr, V_DOT: tl.constexpr,
+    PRECISION: tl.constexpr, EVICT: tl.constexpr, NARROW: tl.constexpr, DELTA: tl.constexpr,
+    LEAD: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A walk over states begin .. end - 1, by words or as they are."""
+    if NARROW:
+        acc, top, total = walk_narrow(
+            acc, top, total, q, position, least, kept, begin, end, low, high, head, table, buffer,
+            k_at, k_scale_at, v_scale_at, scale, softcap, K_FORM, V_FORM, STATES, TILE, WIDTH,
+            V_WIDTH, FIT, SOFTCAP, BOUND, MASKED, K_DOT, PRECISION, EVICT, DELTA, LEAD, STAGES,
+        )  # fmt: skip
+    else:
+        acc, top, total = walk(
+            acc, top, total, q, q_rope, position, least, kept, begin, end, low, high, head, table,
+            buffer, k_at, k_scale_at, v_at, v_scale_at, v_zero_at, levels, scale, softcap, K_FORM,
+            V_FORM, STATES, TILE, DIM, WIDTH, V_DIM, V_WIDTH, FIT, ROPE, LATENT, SOFTCAP, BOUND,
+            MASKED, K_DOT, V_DOT, PRECISION, EVICT, STAGES,
+        )  # fmt: skip
+    return acc, top, total
+
+
+@triton.jit
 def merge(
     out, out_steps, starts, ends, sequences, sums, tops, sinks, v_scale, workers,
     GROUP: tl.constexpr, PARTS: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
     DEEP: tl.constexpr, V_DIM: tl.constexpr, V_WIDTH: tl.constexpr, SINKS: tl.constexpr,
-    SLOTS: tl.constexpr,
+    SLOTS: tl.constexpr, TURN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One row of one sequence, from the sums that several workers left of it."""
+    after_previous(EARLY)
+    before_next(EARLY)
     sequence = tl.program_id(0)
     lane = tl.program_id(1) // DEEP
     place = tl.program_id(1) % DEEP
@@ -152,5 +209,9 @@ def merge(
                 acc = acc * tl.exp2(top - higher)
             acc = acc * (v_scale / total)
             token = (start + row // GROUP).to(tl.int64)
-            pointers = out + token * out_steps[0] + head * out_steps[1] + column
+            pointers = out + token * out_steps[0] + head * out_steps[1]
+            if TURN:
+                pointers += (column + (V_WIDTH - TURN)) % V_WIDTH
+            else:
+                pointers += column
             tl.store(pointers, acc.to(out.dtype.element_ty), mask=column < V_DIM)

@@ -45,6 +45,8 @@ class Form(NamedTuple):
     bits: int
     assembly: bool
     """Whether the device takes PTX: not where Triton interprets."""
+    tile: int
+    """Elements of a tile of a row, or 0."""
 
 
 class Stored(NamedTuple):
@@ -74,19 +76,22 @@ def dot_of(q: torch.Tensor) -> Any:
 def stored(layer: LayerCache, spec: Attention, side: str) -> Stored:
     """One side of an attention layer, as kernels take it."""
     kind, element, width = _kind(spec.cache, spec.dtype, side)
-    at, unit = _at(layer, side)
+    found = rows(layer, side)
     names = {field.name for field in layer.page.fields}
+    at = (*found.steps, *found.content)
     scale_at, scale_unit = _at(layer, f"{side}_scale") if f"{side}_scale" in names else (at, 1)
     zero_at, zero_unit = _at(layer, f"{side}_zero") if f"{side}_zero" in names else (at, 1)
-    form = Form(kind, element, unit, scale_unit, zero_unit, width, _takes_ptx(layer))
+    form = Form(
+        kind, element, found.unit, scale_unit, zero_unit, width, _takes_ptx(layer), found.tile
+    )
     return Stored(form, at, scale_at, zero_at)
 
 
 def plain(layer: LayerCache, name: str) -> Stored:
     """A field whose elements stand for themselves."""
     at, unit = _at(layer, name)
-    form = Form("plain", element_of(layer.page.field(name).dtype), unit, 1, 1, 0, _takes_ptx(layer))
-    return Stored(form, at, at, at)
+    element = element_of(layer.page.field(name).dtype)
+    return Stored(Form("plain", element, unit, 1, 1, 0, _takes_ptx(layer), 0), at, at, at)
 
 
 def _takes_ptx(layer: LayerCache) -> bool:
@@ -95,7 +100,7 @@ def _takes_ptx(layer: LayerCache) -> bool:
 
 def _at(layer: LayerCache, name: str) -> tuple[tuple[int, ...], int]:
     found = rows(layer, name)
-    return (*found.steps, found.content), found.unit
+    return (*found.steps, *found.content), found.unit
 
 
 @lru_cache(maxsize=256)

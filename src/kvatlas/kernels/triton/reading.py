@@ -1,9 +1,9 @@
 """Device code that reads rows of a cache through a block table, dequantising on the way.
 
 A side of the cache is described by where its rows, scales and zero points lie (`at`,
-tuples of a first row, the steps of B, N and H in units, and the step of C in elements)
-and by its form: (kind, element, unit, unit of the scales, unit of the zeros,
-bits, whether it may be converted by machine instructions).
+tuples of a first row, the steps of B, N and H in units, and those of C and of tiles of C
+in elements) and by its form: (kind, element, unit, unit of the scales, unit of the zeros,
+bits, whether it may be converted by machine instructions, elements of a tile).
 
 | kind | what a tile is | what is left to multiply by, for each state |
 |---|---|---|
@@ -30,6 +30,14 @@ def row_offsets(at, page, state, head, UNIT: tl.constexpr):
     first = (at[0] + head.to(tl.int64) * at[3]) * UNIT
     within = state.to(tl.int64) * (at[2] * UNIT) + first
     return page.to(tl.int64) * (at[1] * UNIT) + within
+
+
+@triton.jit
+def column_offsets(column, at, TILED: tl.constexpr):
+    """Elements from the first one of a row to its columns."""
+    if TILED:
+        return (column % TILED) * at[4] + (column // TILED) * at[5]
+    return column * at[4]
 
 
 _FOUR_BYTES = tl.constexpr("""
@@ -73,11 +81,13 @@ def by_shared_memory(tile):
 def elements(
     buffer, at, page, state, head, there, KIND: tl.constexpr, UNIT: tl.constexpr,
     COUNT: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr, EVICT: tl.constexpr,
+    TILED: tl.constexpr = 0,
 ):  # fmt: skip
     """Rows of `COUNT` elements of type `KIND` as a tile of `WIDTH` columns."""
     column = tl.arange(0, WIDTH)
     rows = row_offsets(at, page, state, head, UNIT)
-    pointers = buffer.to(tl.pointer_type(KIND)) + rows[:, None] + (column * at[4])[None, :]
+    columns = column_offsets(column, at, TILED)
+    pointers = buffer.to(tl.pointer_type(KIND)) + rows[:, None] + columns[None, :]
     if MASKED:
         mask = there[:, None]
         if COUNT != WIDTH:
@@ -153,7 +163,7 @@ def read(
     factor = 1.0
     if KIND == "plain" or KIND == "scaled":
         stored = elements(
-            buffer, at, page, state, head, there, FORM[1], UNIT, DIM, WIDTH, MASKED, EVICT
+            buffer, at, page, state, head, there, FORM[1], UNIT, DIM, WIDTH, MASKED, EVICT, FORM[7]
         )
         tile = as_dot(stored, DOT, FORM[6])
         if KIND == "scaled":

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from kvatlas.kernels.triton.attending import first_seen
+from kvatlas.kernels.triton.early import after_previous, before_next, early
 
 
 class Cut(NamedTuple):
@@ -32,6 +33,8 @@ class Cut(NamedTuple):
     bound: str = "none"
     size: int = 0
     """Window or chunk."""
+    kept: int = 0
+    """First states that stay in sight of a window."""
 
 
 class Schedule(NamedTuple):
@@ -44,10 +47,12 @@ class Schedule(NamedTuple):
 
 @triton.jit
 def _plan(
-    lengths, queries, given, ends, sequences, few, rows, bound, GROUP: tl.constexpr,
+    lengths, queries, given, ends, sequences, few, rows, bound, kept, GROUP: tl.constexpr,
     TILE: tl.constexpr, ALIGN: tl.constexpr, BOUND: tl.constexpr, STARTS: tl.constexpr,
-    SPAN: tl.constexpr,
+    SPAN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    after_previous(EARLY)
+    before_next(EARLY)
     tokens = 0
     tiles = 0
     units = 0
@@ -65,7 +70,10 @@ def _plan(
             count = tl.load(queries + at, mask=there, other=0).to(tl.int32)
         low = first_seen(length - count, bound, BOUND) // ALIGN * ALIGN
         short = count * GROUP <= few
-        walked = tl.where((count > 0) & short, tl.cdiv(length - low, TILE), 0)
+        walked = tl.cdiv(length - low, TILE)
+        if BOUND == "kept":
+            walked += tl.cdiv(tl.minimum(kept, low), TILE)
+        walked = tl.where((count > 0) & short, walked, 0)
         packed = tl.where(short, 0, tl.cdiv(count * GROUP, rows))
         tl.store(ends + at + 1, tokens + tl.cumsum(count, 0), mask=there)
         tl.store(ends + width + at + 1, tiles + tl.cumsum(walked, 0), mask=there)
@@ -100,9 +108,10 @@ def schedule(
     with torch.cuda.device(lengths.device) if lengths.is_cuda else nullcontext():
         _plan[(1,)](
             lengths, lengths if queries is None else queries, lengths if starts is None else starts,
-            ends, count, cut.few, cut.rows, cut.size, GROUP=cut.group, TILE=cut.tile,
+            ends, count, cut.few, cut.rows, cut.size, cut.kept, GROUP=cut.group, TILE=cut.tile,
             ALIGN=cut.align,
             BOUND=cut.bound, STARTS=starts is not None,
             SPAN=min(1024, triton.next_power_of_2(max(count, 16))), num_warps=4,
+            **early(lengths.device),
         )  # fmt: skip
     return Schedule(ends, cut)

@@ -12,6 +12,7 @@ import triton
 from kvatlas.cache import LayerCache
 from kvatlas.kernels import bits
 from kvatlas.kernels.triton import checks, forms, tune
+from kvatlas.kernels.triton.early import early
 from kvatlas.kernels.triton.forms import Stored
 from kvatlas.kernels.triton.writing import write_rows
 from kvatlas.specs import LatentAttention
@@ -111,7 +112,7 @@ def _write(
             V_FORM=tuple(sides[1].form), HEADS=heads, STATES=states, COUNT=count, DIM=dim,
             WIDTH=width,
             STEPS=width.bit_length() - 1, V_DIM=v_dim, V_WIDTH=v_width, PER_TENSOR=per_tensor,
-            num_warps=use["warps"],
+            num_warps=use["warps"], **early(device),
             # A fused product and sum rounds once, and codes would differ from torch's.
             enable_fp_fusion=sides[0].form.kind not in ("scaled", "int4"),
         )  # fmt: skip

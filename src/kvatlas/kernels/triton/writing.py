@@ -5,7 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvatlas.kernels.triton.reading import row_offsets
+from kvatlas.kernels.triton.early import after_previous, before_next
+from kvatlas.kernels.triton.reading import column_offsets, row_offsets
 
 TINY = tl.constexpr(1e-12)
 LEAST = tl.constexpr(1e-6)
@@ -67,12 +68,13 @@ def rotate(rows, COUNT: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr):
 @triton.jit
 def put_elements(
     buffer, at, page, state, head, there, values, KIND: tl.constexpr, UNIT: tl.constexpr,
-    COUNT: tl.constexpr, WIDTH: tl.constexpr,
+    COUNT: tl.constexpr, WIDTH: tl.constexpr, TILED: tl.constexpr = 0,
 ):  # fmt: skip
     """Tiles of `WIDTH` columns, of which `COUNT` are stored."""
     column = tl.arange(0, WIDTH)
     rows = row_offsets(at, page, state, head, UNIT)
-    pointers = buffer.to(tl.pointer_type(KIND)) + rows[:, None] + (column * at[4])[None, :]
+    columns = column_offsets(column, at, TILED)
+    pointers = buffer.to(tl.pointer_type(KIND)) + rows[:, None] + columns[None, :]
     mask = there[:, None]
     if COUNT != WIDTH:
         mask = mask & (column < COUNT)[None, :]
@@ -126,7 +128,7 @@ def put_side(
             rows = tl.div_rn(rows.to(tl.float32), scale)
         put_elements(
             buffer, at, page, state, head, there, as_element(rows, ELEMENT), ELEMENT, UNIT,
-            DIM, WIDTH,
+            DIM, WIDTH, FORM[7],
         )  # fmt: skip
     elif KIND == "scaled":
         exact = rows.to(tl.float32)
@@ -219,8 +221,11 @@ def write_rows(
     bounds, k_scale, v_scale, K_FORM: tl.constexpr, V_FORM: tl.constexpr, HEADS: tl.constexpr,
     STATES: tl.constexpr, COUNT: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
     STEPS: tl.constexpr, V_DIM: tl.constexpr, V_WIDTH: tl.constexpr, PER_TENSOR: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program takes `COUNT` rows of K and of V; a negative slot is skipped."""
+    after_previous(EARLY)
+    before_next(EARLY)
     row = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
     token = row // HEADS
     head = row % HEADS
