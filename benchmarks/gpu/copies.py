@@ -8,10 +8,13 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.cells import DEVICE, ORDERS, Case, Cell, layers_of, shuffled, small
-from kvatlas.kernels.triton.copy import between
-from kvatlas.specs import FullAttention
+from kvatlas.kernels.triton import Staging
+from kvatlas.kernels.triton.copy import between, zero_blocks
+from kvatlas.specs import FullAttention, Mamba2
 
 MIB = 1 << 20
+MOVED = 1024
+"""MiB that a copy on the device moves: as many as the plain copy beside it."""
 PAGES = {16: 2, 32: 4, 64: 8}
 """KiB of a page of 16 states, and its heads of 128."""
 HELD = 16
@@ -20,7 +23,7 @@ HELD = 16
 
 def on_device(source: str, target: str, kib: int, layers: int, choice: dict[str, Any]) -> Case:
     """Scattered blocks from one pool to another, `layers` of them in one launch."""
-    moved = (16 if small() else 512) * 1024 // kib // layers
+    moved = (16 if small() else MOVED) * 1024 // kib // layers
     spec = FullAttention(heads=PAGES[kib], head_dim=128)
     first, second = (
         layers_of(spec, order, block=16, blocks=2 * moved) for order in (source, target)
@@ -69,6 +72,65 @@ def to_or_from_host(
     return Case([lambda: copy(ids, places, **choice)], moved * copy.block_bytes, right)
 
 
+def staged(order: str, kib: int, to_host: bool, choice: dict[str, Any]) -> Case:
+    """The same pages of four layers by way of a staging buffer and one transfer."""
+    moved = (16 if small() else 256) * 1024 // kib // 4
+    spec = FullAttention(heads=PAGES[kib], head_dim=128)
+    layers = layers_of(spec, order, block=16, blocks=2 * moved)
+    layers[0].buffer.random_()
+    ids = shuffled(moved, 2 * moved, 1)
+    staging = Staging(layers, moved)
+    rows = torch.empty(moved, staging.row_bytes, dtype=torch.uint8, pin_memory=DEVICE == "cuda")
+
+    def call() -> None:
+        if to_host:
+            staging.store(ids, rows, **choice)
+        else:
+            staging.load(rows, ids, **choice)
+
+    def right() -> bool:
+        before = [layer.tensor[ids.long()].clone() for layer in layers]
+        rows.fill_(0xA5)
+        staging.store(ids, rows, **choice)
+        layers[0].buffer.fill_(0xA5)
+        staging.load(rows, ids, **choice)
+        torch.cuda.synchronize()
+        return all(
+            torch.equal(layer.tensor[ids.long()], one)
+            for layer, one in zip(layers, before, strict=True)
+        )
+
+    return Case([call], rows.numel(), right)
+
+
+def states(order: str, other: str, zero: bool, choice: dict[str, Any]) -> Case:
+    """Pages of a recurrent layer: copied between orders, or cleared."""
+    spec = Mamba2(heads=64, head_dim=64, groups=8, state_size=128)
+    page = spec.page(16).nbytes
+    moved = (16 if small() else MOVED) * MIB // page
+    first, second = (
+        layers_of(spec, one, block=16, blocks=moved + moved // 2) for one in (order, other)
+    )
+    first[0].buffer.random_()
+    ids, places = (shuffled(moved, moved + moved // 2, seed) for seed in (1, 2))
+    copy = between(first[1], second[1])
+
+    def call() -> None:
+        if zero:
+            zero_blocks(second[1], places, **choice)
+        else:
+            copy(ids, places, **choice)
+
+    def right() -> bool:
+        second[0].buffer.fill_(0xA5)
+        call()
+        mine = second[1].tensor[places.long()]
+        wanted = torch.zeros_like(mine) if zero else first[1].tensor[ids.long()]
+        return torch.equal(mine, wanted) and bool((second[2].tensor == 0xA5).all())
+
+    return Case([call], (1 if zero else 2) * moved * page, right)
+
+
 def cells() -> list[Cell]:
     """36 pairs of orders in each size, several layers at once, and the host link."""
     found = [
@@ -87,6 +149,13 @@ def cells() -> list[Cell]:
         )
         for source, target in (("LBNHC", "BLHNC"), ("BHLNC", "LBHNC"), ("BLNHC", "BLNHC"))
     ]  # fmt: skip
+    found += [
+        Cell("copy of Mamba2 states", f"{one} to {other}", partial(states, one, other, False))
+        for one, other in (("LBNHC", "LBNHC"), ("BLNHC", "LBHNC"))
+    ]
+    found.append(
+        Cell("clearing of Mamba2 states", "BLNHC", partial(states, "BLNHC", "BLNHC", True))
+    )
     for to_host in (True, False):
         way, link = ("to the host", "to host") if to_host else ("from the host", "from host")
         found += [
@@ -96,5 +165,13 @@ def cells() -> list[Cell]:
             )
             for kib in PAGES
             for order, other in [*((order, order) for order in ORDERS), ("LBNHC", "BHLNC")]
+        ]  # fmt: skip
+        found += [
+            Cell(
+                f"copy {way} by staging, {kib} KiB pages", order,
+                partial(staged, order, kib, to_host), ceiling=link, bar=0.92,
+            )
+            for kib in PAGES
+            for order in ("LBNHC", "BHLNC")
         ]  # fmt: skip
     return found

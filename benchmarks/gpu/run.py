@@ -17,12 +17,14 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 from benchmarks.gpu import attention, ceilings, copies, writes
 from benchmarks.gpu.cells import Cell, Found, measure
 
 JOBS = 12
+CONSOLE = Console(width=150)
 
 
 def every_cell() -> list[Cell]:
@@ -57,7 +59,9 @@ def compile_all(chosen: list[int]) -> None:
     """Run every cell small, side by side, so that nothing is compiled between timings."""
     os.environ["KVATLAS_BENCH_SMALL"] = "1"
     with multiprocessing.get_context("spawn").Pool(JOBS) as pool:
-        pool.map(_compile, chosen, chunksize=1)
+        done = pool.imap_unordered(_compile, chosen, chunksize=1)
+        for _ in track(done, "compiled", total=len(chosen), console=CONSOLE):
+            pass
     del os.environ["KVATLAS_BENCH_SMALL"]
 
 
@@ -124,7 +128,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="keep every figure in a file")
     parser.add_argument("--only", default="", help="groups that contain this")
     given = parser.parse_args()
-    console = Console(width=150)
+    console = CONSOLE
     if not torch.cuda.is_available():
         console.print("No CUDA device here: nothing is measured.")
         return
@@ -133,7 +137,7 @@ def main() -> None:
     known = limits()
     cells = every_cell()
     results = []
-    for index in chosen:
+    for index in track(chosen, "measured", console=console):
         results.append(measure(cells[index]))
         torch.cuda.empty_cache()
     table = Table(title=f"{torch.cuda.get_device_name()}, torch {torch.__version__}, medians")

@@ -59,7 +59,7 @@ def cells() -> list[Cell]:
         Cell(
             f"write 8192 tokens, block {block}", order,
             partial(new_tokens, FullAttention(heads=8, head_dim=128), order, block, 8192),
-            ceiling="copy of 32 MiB", bar=0.8,
+            ceiling="copy", bar=0.8,
         )
         for block in (16, 64)
         for order in ORDERS
@@ -74,7 +74,7 @@ def cells() -> list[Cell]:
             partial(
                 new_tokens, FullAttention(heads=8, head_dim=128, cache=cache), "LBNHC", 16, 8192
             ),
-            ceiling="copy of 32 MiB",
+            ceiling="copy",
         )
         for cache in caches
     ]  # fmt: skip

@@ -112,15 +112,14 @@ def spread(rows: torch.Tensor) -> torch.Tensor:
     True
     """
     blocks = split(rows, -1, _block(rows))
-    signs = _signs(blocks.shape[-1], rows.device)
-    return _hadamard(blocks * signs).flatten(-2)
+    return _hadamard(blocks * signs(blocks.shape[-1], rows.device)).flatten(-2)
 
 
 def spread_back(rows: torch.Tensor) -> torch.Tensor:
     """Undo `spread`."""
     blocks = split(rows, -1, _block(rows))
-    signs = _signs(blocks.shape[-1], rows.device)
-    return (_hadamard(blocks) * (signs / blocks.shape[-1])).flatten(-2)
+    size = blocks.shape[-1]
+    return (_hadamard(blocks) * (signs(size, rows.device) / size)).flatten(-2)
 
 
 def _block(rows: torch.Tensor) -> int:
@@ -129,11 +128,14 @@ def _block(rows: torch.Tensor) -> int:
 
 
 @lru_cache(maxsize=32)
-def _signs(size: int, device: torch.device) -> torch.Tensor:
-    """Signs that never change: caches outlive processes."""
+def signs(size: int, device: torch.device) -> torch.Tensor:
+    """Signs that never change: caches outlive processes.
+
+    >>> signs(4, torch.device("cpu")).abs().tolist()
+    [1.0, 1.0, 1.0, 1.0]
+    """
     generator = torch.Generator().manual_seed(0x9E3779B9)
-    signs = torch.full((size,), 0.5).bernoulli(generator=generator) * 2 - 1
-    return signs.to(device)
+    return (torch.full((size,), 0.5).bernoulli(generator=generator) * 2 - 1).to(device)
 
 
 @lru_cache(maxsize=8)

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 
 from kvatlas.cache import LayerCache
-from kvatlas.kernels import bits
-from kvatlas.kernels.triton import checks, forms, tune
+from kvatlas.errors import AtlasError, Code
+from kvatlas.kernels.triton import checks, forms, tune, turning
 from kvatlas.kernels.triton.decoding import decode, merge
 from kvatlas.kernels.triton.early import early
 from kvatlas.kernels.triton.forms import Stored
@@ -89,7 +89,8 @@ def attend(
     As `kvatlas.kernels.attend`, and what engines have at hand besides: `starts`
     [sequences + 1] in place of counts of queries, `out` to write into, `max_queries` that
     no sequence exceeds (1 leaves out what prefill needs), and a `prepared` schedule, which
-    all layers of a kind share in a step. `choice` overrides what the tuner says.
+    all layers of a kind share in a step. `choice` overrides what the tuner says. With 8-bit
+    and 4-bit caches queries become halves: none may be beyond 65504.
     """
     v_dim = spec.v_dim or spec.head_dim
     forms.refuse_head(spec.head_dim, "K")
@@ -112,7 +113,7 @@ def attend(
         (
             (spec.head_dim**-0.5 if scale is None else scale)
             * (k_scale if whole else 1.0),
-            softcap or 0.0,
+            abs(softcap or 0.0),
             v_scale if whole else 1.0,
         ),
         sinks,
@@ -120,7 +121,7 @@ def attend(
     )  # fmt: skip
     _run(job, spec.cache, queries, starts, max_queries, prepared, choice)
     if v.form.kind == "int4":
-        job.out.copy_(bits.spread_back(job.out.float()))
+        turning.spread_back(job.out)
     return job.out
 
 
@@ -140,10 +141,10 @@ def _bound(spec: Attention | LatentAttention) -> tuple[str, int, int]:
 def _turned(q: torch.Tensor, kind: str) -> torch.Tensor:
     """Queries for keys that are kept rotated: a product does not change if both are."""
     if kind == "levels":
-        return bits.rotate(q.float()).to(q.dtype)
+        return turning.rotated(q)
     if kind == "int4":
         size = q.shape[-1]
-        return (bits.spread(q.float()) / (size & -size)).to(q.dtype)
+        return turning.spread(q, 1.0 / (size & -size))
     return q
 
 
@@ -192,17 +193,37 @@ def attend_latent(
 
 
 def cut_of(
-    device: torch.device,
+    layer: LayerCache,
+    spec: Attention | LatentAttention,
+    query_heads: int,
     *,
-    group: int,
-    dim: int,
-    states: int,
-    cache: str = "auto",
-    bound: tuple[str, int, int] = ("none", 0, 0),
     max_queries: int | None = None,
     **choice: Any,
 ) -> Cut:
-    """How batches of such layers are cut, for `schedule` to be called once in a step."""
+    """How batches of such layers are cut, for `schedule` to be called once in a step.
+
+    The schedule serves every layer of the same kind, with the same `max_queries`.
+    """
+    if isinstance(spec, LatentAttention):
+        heads, dim = 1, spec.latent
+    else:
+        heads, dim = layer.place("k").size("H"), spec.head_dim
+    return _cut(
+        layer.buffer.device, query_heads // heads, dim, layer.kernel_blocks.size("N"), spec.cache,
+        _bound(spec), max_queries, choice,
+    )  # fmt: skip
+
+
+def _cut(
+    device: torch.device,
+    group: int,
+    dim: int,
+    states: int,
+    cache: str,
+    bound: tuple[str, int, int],
+    max_queries: int | None,
+    choice: dict[str, Any],
+) -> Cut:
     few, use = _rows(group, max_queries), tune.choose("decode", device, dim=dim, cache=cache)
     many = tune.choose("prefill", device, dim=dim, cache=cache)
     tile: int = choice.get("tile") or use["tile"]
@@ -222,21 +243,32 @@ def _run(
     prepared: Schedule | None,
     choice: dict[str, Any],
 ) -> None:
-    _check(job, queries, starts)
+    _check(job, queries, starts, max_queries)
     device, dim = job.q.device, job.dims["DIM"]
     if not job.q.shape[0]:
         return
+    cut = _cut(
+        device, job.group, dim, job.layer.kernel_blocks.size("N"), cache, job.bound, max_queries,
+        choice,
+    )  # fmt: skip
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         if prepared is None:
-            cut = cut_of(
-                device, group=job.group, dim=dim, cache=cache, bound=job.bound,
-                states=job.layer.kernel_blocks.size("N"),
-                max_queries=max_queries, **choice,
-            )  # fmt: skip
             prepared = schedule(cut, job.lengths, queries, starts)
+        _refuse_schedule(prepared, cut, job.lengths.shape[0])
         _decode(job, cache, prepared, max_queries, choice)
         if max_queries is None or max_queries * job.group > prepared.cut.few:
             _prefill(job, cache, prepared, choice)
+
+
+def _refuse_schedule(given: Schedule, cut: Cut, count: int) -> None:
+    """Refuse a schedule of other batches or layers: rows would be left unwritten."""
+    if given.cut != cut or given.ends.shape != (3, count + 1):
+        raise AtlasError(
+            Code.BAD_TENSOR,
+            "A schedule serves one batch, and layers that are cut alike",
+            got=f"{given.cut} of {given.ends.shape[1] - 1} sequences for {cut} of {count}",
+            hint="Make it by cut_of() of such a layer, with the same max_queries",
+        )
 
 
 def _decode(
@@ -260,7 +292,7 @@ def _decode(
         *_operands(job), plan.ends[0], plan.ends[1], count, sums, tops, sinks, *_numbers(job),
         *job.bound[1:], **_constants(job, plan.cut.tile), PARTS=parts, LANES=lanes,
         ROWS=rows, TILE=plan.cut.tile, EVICT=use.get("evict", ""), NARROW=narrow,
-        DELTA=_delta(job), LEAD=lead, TURN=turn, STAGES=use["stages"],
+        DELTA=_delta(job), LEAD=lead, TURN=turn, STAGES=max(2, use["stages"]) if narrow else use["stages"],
         num_warps=use["warps"],
         num_stages=use["stages"], maxnreg=use.get("registers"), EARLY=early(device)["EARLY"],
     )  # fmt: skip
@@ -342,7 +374,12 @@ def _dot(own: Any, side: Stored) -> Any:
 
 
 def _narrow(job: _Job, rows: int) -> bool:
-    """Whether K and V can be walked as words of 16 bits."""
+    """Whether K and V can be walked as words of 16 bits.
+
+    Words of 2 bytes that stand for themselves must come in fours of bytes: shared memory is
+    filled by pieces of 4 bytes, or by way of registers, which matrix units then read wrongly
+    where the tile is turned.
+    """
     dims, bits = job.dims, _bits(job.k)
     return (
         not dims["LATENT"]
@@ -351,7 +388,8 @@ def _narrow(job: _Job, rows: int) -> bool:
         and (bits < 16 or rows <= _FEW_ROWS)
         and _delta(job) is not None
         and all(
-            side.form.unit * _bytes(side) >= 2 and side.at[4] == 1 and not side.form.tile
+            side.form.unit * _bytes(side) >= (4 if bits == 16 else 2)
+            and side.at[4] == 1 and not side.form.tile
             and dim == width >= 16 * (16 // bits)
             for side, dim, width in (
                 (job.k, dims["DIM"], dims["WIDTH"]), (job.v, dims["V_DIM"], dims["V_WIDTH"])
@@ -362,9 +400,7 @@ def _narrow(job: _Job, rows: int) -> bool:
 
 def _bits(side: Stored) -> int:
     """Bits of an element; 0 where elements are not numbers by themselves."""
-    if side.form.kind == "int4":
-        return 4
-    return 8 * _bytes(side) if side.form.kind in ("plain", "scaled") else 0
+    return side.form.bits if side.form.kind in ("plain", "scaled", "int4") else 0
 
 
 def _bytes(side: Stored) -> int:
@@ -396,7 +432,8 @@ def _lead(job: _Job) -> int:
     length = job.dims["V_DIM"] * _bits(job.v) // 8
     between = (v[0] - k_scale[0], v_scale[0] - v[0]) == (_SCALE, length)
     alike = k[1:] == k_scale[1:] == v[1:] == v_scale[1:]
-    aligned = all(step % (2 * _SCALE) == 0 for step in (k_scale[0], *k[1:], length))
+    starts = (job.layer.buffer.data_ptr(), k_scale[0], *k[1:], length)
+    aligned = all(step % (2 * _SCALE) == 0 for step in starts)
     return _SCALE if between and alike and aligned else 0
 
 
@@ -417,7 +454,12 @@ def _group(q: torch.Tensor, heads: int) -> int:
     return int(q.shape[1] // heads)
 
 
-def _check(job: _Job, queries: torch.Tensor | None, starts: torch.Tensor | None) -> None:
+def _check(
+    job: _Job,
+    queries: torch.Tensor | None,
+    starts: torch.Tensor | None,
+    max_queries: int | None,
+) -> None:
     checks.same_device(
         job.layer.buffer.device, q=job.q, out=job.out, tables=job.tables, lengths=job.lengths,
         queries=queries, starts=starts, sinks=job.sinks,
@@ -426,22 +468,29 @@ def _check(job: _Job, queries: torch.Tensor | None, starts: torch.Tensor | None)
     for name, given in (("lengths", job.lengths), ("queries", queries), ("starts", starts)):
         if given is not None:
             checks.integers(given, name, axes=1)
-    _refuse_batch(job, queries, starts)
+    if job.sinks is not None:
+        checks.rows_of(job.sinks, "sinks", (job.q.shape[1],))
+    _refuse_batch(job, queries, starts, max_queries)
 
 
-def _refuse_batch(job: _Job, queries: torch.Tensor | None, starts: torch.Tensor | None) -> None:
+def _refuse_batch(
+    job: _Job,
+    queries: torch.Tensor | None,
+    starts: torch.Tensor | None,
+    max_queries: int | None,
+) -> None:
     count = job.lengths.shape[0]
     sizes = [job.tables.shape[0], *([] if queries is None else [queries.shape[0]])]
     sizes += [] if starts is None else [starts.shape[0] - 1]
     wrong = any(size != count for size in sizes) or (queries is None) == (starts is None)
-    wrong |= job.sinks is not None and job.sinks.shape != (job.q.shape[1],)
     room = job.tables.shape[1] * job.layer.kernel_blocks.size("N")
     got = f"{count} lengths, {sizes} tables and queries, {job.q.shape[0]} rows, room for {room}"
     if not wrong and checks.debugging() and count:
         asked = queries if queries is not None else starts.diff()  # type: ignore[union-attr]
         wrong = int(asked.sum()) != job.q.shape[0]
         wrong |= job.bound[0] != "all" and bool((asked > job.lengths).any())
-        wrong |= int(job.lengths.max()) > room
+        wrong |= bool(((asked > 0) & (job.lengths < 1)).any()) or int(job.lengths.max()) > room
+        wrong |= max_queries is not None and int(asked.max()) > max_queries
         _debug_tables(job, asked)
     if wrong:
         raise checks.bad_batch(got)

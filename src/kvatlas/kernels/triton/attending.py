@@ -96,10 +96,13 @@ def walk(
     # pages that are within reach, and masked as logits; values would be multiplied by 0,
     # which is no mask for what is not a number.
     lane = tl.arange(0, TILE)
+    reach = tl.min(least, 0)
     page = pages(table, begin, low, high, STATES, TILE, FIT)
     for n in tl.range(begin, end, TILE, num_stages=STAGES):
         states = n + lane
         there = (states >= low) & (states < high)
+        if BOUND == "kept":
+            there = there & ((states >= reach) | (states < kept))
         here = page.to(tl.int32)
         page = pages(table, n + TILE, low, high, STATES, TILE, FIT)
         if FIT == "tile in page":
@@ -145,9 +148,13 @@ def walk(
             # that the largest weight is near 1 whatever the scales are, and halves are wide
             # enough for the others; the total takes them out again.
             power = (v_factor.to(tl.int32, bitcast=True) >> 23) & 255
+            # Blocks that were cleared have scales of 0: 2**-60 is as good.
+            power = tl.where(power == 0, 67, power)
             v_factor = v_factor.to(tl.int32, bitcast=True) & 0x7FFFFF | 0x3F800000
             v_factor = v_factor.to(tl.float32, bitcast=True)
             v_inverse = ((254 - power) << 23).to(tl.float32, bitcast=True)
+            # A row whose scale is no number does not turn into numbers.
+            v_inverse = tl.where(power == 255, float("nan"), v_inverse)
             logits = logits + (power - 127).to(tl.float32)[None, :]
         higher = tl.maximum(top, tl.max(logits, 1))
         shrink = tl.exp2(top - higher)

@@ -5,6 +5,9 @@ wherever that begins and ends; a worker is one program for each kv head (or for 
 of its query heads), so that programs that run at once read neighbouring bytes. A sequence
 that one worker walks to its end is written by it; of others the workers leave partial
 sums, at most two each, that `merge` puts together.
+
+`decode` itself is not launched early: beside programs of a kernel before it, its own would
+be placed unevenly, and there is one for each place. `merge` is, once all of them are placed.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import triton
 import triton.language as tl
 
 from kvatlas.kernels.triton.attending import (
+    LOG2E,
     LOWEST,
     find,
     finish,
@@ -88,7 +92,7 @@ def decode(
                     begin, tl.minimum(end, ahead), 0, stay, head, table, buffer, k_at, k_scale_at,
                     v_at, v_scale_at, v_zero_at, levels, scale, softcap, K_FORM, V_FORM, STATES,
                     TILE, DIM, WIDTH, V_DIM, V_WIDTH, FIT, ROPE, LATENT, SOFTCAP, "none", True,
-                    K_DOT, V_DOT, PRECISION, EVICT, NARROW, DELTA, LEAD, 1,
+                    K_DOT, V_DOT, PRECISION, EVICT, NARROW, DELTA, LEAD, STAGES,
                 )  # fmt: skip
                 begin = tl.maximum(begin - ahead, 0)
                 end = tl.maximum(end - ahead, 0)
@@ -111,7 +115,7 @@ def decode(
                 head, table, buffer, k_at, k_scale_at, v_at, v_scale_at, v_zero_at, levels, scale,
                 softcap, K_FORM, V_FORM, STATES, TILE, DIM, WIDTH, V_DIM, V_WIDTH, FIT, ROPE,
                 LATENT, SOFTCAP, BOUND, True, K_DOT, V_DOT, PRECISION, EVICT, NARROW, DELTA, LEAD,
-                1 if NARROW and (BOUND == "none" or BOUND == "all") else STAGES,
+                STAGES,
             )  # fmt: skip
             if (tile == first) & (until == last):
                 heads = head * GROUP + row % GROUP
@@ -203,11 +207,11 @@ def merge(
                 top = higher
             head = (lane // PARTS) * GROUP + row % GROUP
             if SINKS:
-                sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+                sink = tl.load(sinks + head).to(tl.float32) * LOG2E
                 higher = tl.maximum(top, sink)
                 total = total * tl.exp2(top - higher) + tl.exp2(sink - higher)
                 acc = acc * tl.exp2(top - higher)
-            acc = acc * (v_scale / total)
+            acc = acc * (v_scale / tl.where(total == 0.0, 1.0, total))
             token = (start + row // GROUP).to(tl.int64)
             pointers = out + token * out_steps[0] + head * out_steps[1]
             if TURN:

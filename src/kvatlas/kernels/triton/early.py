@@ -3,6 +3,7 @@
 On NVIDIA chips from Hopper on, a kernel that is launched early waits on the device for
 the one before, whatever that was, and then lets the next one be placed. What is saved is
 the time in which a chip stands empty between kernels: a microsecond or two for each.
+Every kernel that is launched so waits before its first access, and so must others'.
 """
 
 from __future__ import annotations

@@ -78,6 +78,8 @@ _INT4 = tl.constexpr("""
 """0x3C00 is 1; a code in the uppermost bits of its fraction counts sixteenths."""
 INT8_RAISE = tl.constexpr(1152.0)
 INT4_RAISE = tl.constexpr(16.0)
+CLEARED = tl.constexpr(2.0**-60)
+"""A scale that is as good as 0."""
 HEADROOM = tl.constexpr(8.0)
 """Powers of 2 that weights may grow before sums are scaled down, which most tiles spare."""
 
@@ -118,7 +120,7 @@ def quarters(words, DOT: tl.constexpr, ASSEMBLY: tl.constexpr):
 
 @triton.jit
 def apart(words, FORM: tl.constexpr, DOT: tl.constexpr, RAISED: tl.constexpr, PARTS: tl.constexpr):
-    """The first, second, ... elements of words; where there are fewer than four, the last again."""
+    """The first, second, ... elements of words; past `PARTS` of them whatever comes."""
     if PARTS == 4:
         a, b, c, d = quarters(words, DOT, FORM[6])
     elif PARTS == 2:
@@ -233,11 +235,14 @@ def walk_narrow(
     a, b, c, d = columns_apart(acc, PARTS)
     a, b, c, d = tl.trans(a), tl.trans(b), tl.trans(c), tl.trans(d)
     lane = tl.arange(0, TILE)
+    reach = tl.min(least, 0)
     words = buffer.to(tl.pointer_type(WORD))
     page, after = two_pages(table, begin, low, high, STATES, TILE, FIT)
     for n in tl.range(begin, end, TILE, num_stages=STAGES):
         states = n + lane
         there = (states >= low) & (states < high)
+        if BOUND == "kept":
+            there = there & ((states >= reach) | (states < kept))
         here = page.to(tl.int32)
         if FIT == "pages in tile" and TILE == 2 * STATES:
             here = tl.where(lane < STATES, here, after.to(tl.int32))
@@ -296,7 +301,9 @@ def walk_narrow(
             if INT4:
                 zero = (word & 15).to(tl.float32)
                 word = word & -16
-            power = logarithm(word.to(tl.float32, bitcast=True), V_FORM[6])
+            step = word.to(tl.float32, bitcast=True)
+            # Blocks that were cleared have scales of 0, whose logarithm no sum survives.
+            power = logarithm(tl.where(step == 0.0, CLEARED, step), V_FORM[6])
             logits = logits + power[:, None]
         if MASKED:
             seen = seen_by(states[:, None], position[None, :], least[None, :], kept, BOUND)
@@ -321,9 +328,10 @@ def walk_narrow(
             total = total + tl.sum(weights * tl.exp2(-power)[:, None], 0)
         else:
             total = total + tl.sum(weights, 0)
-        if INT4:
-            shift = shift + tl.sum(weights * (zero + INT4_RAISE)[:, None], 0)
         weights = weights.to(DOT)
+        if INT4:
+            # Of weights as the dots see them: what was added must cancel.
+            shift = shift + tl.sum(weights.to(tl.float32) * (zero + INT4_RAISE)[:, None], 0)
         parts = apart(v, V_FORM, DOT, False, PARTS)
         a = tl.dot(parts[0], weights, a, input_precision=PRECISION)
         if PARTS >= 2:

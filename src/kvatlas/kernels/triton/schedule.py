@@ -41,7 +41,7 @@ class Schedule(NamedTuple):
     """Ends of queries, decode tiles and prefill tiles, sequence by sequence, on the device."""
 
     ends: torch.Tensor
-    """[3, sequences + 1] of int32, each row from 0."""
+    """[3, sequences + 1] of int32, each row from 0, or from where queries start."""
     cut: Cut
 
 
@@ -54,10 +54,13 @@ def _plan(
     after_previous(EARLY)
     before_next(EARLY)
     tokens = 0
+    if STARTS:
+        tokens += tl.load(given).to(tl.int32)
     tiles = 0
     units = 0
     width = sequences + 1
-    for row in tl.static_range(3):
+    tl.store(ends, tokens)
+    for row in tl.static_range(1, 3):
         tl.store(ends + row * width, 0)
     for begin in range(0, sequences, SPAN):
         at = begin + tl.arange(0, SPAN)

@@ -46,9 +46,6 @@ def write(
         )
     checks.rows_of(k, "k", (slots.shape[0], heads, spec.head_dim))
     checks.rows_of(v, "v", (slots.shape[0], heads, v_dim))
-    if spec.cache == "int4_per_token_head":
-        # Rotated as the torch kernels do it, and rounded to the model's own type.
-        k, v = (bits.spread(rows.float()).to(rows.dtype) for rows in (k, v))
     sides = forms.stored(layer, spec, "k"), forms.stored(layer, spec, "v")
     per_tensor = spec.cache in ("fp8", "fp8_e4m3", "fp8_e5m2")
     scales = (k_scale, v_scale) if per_tensor or spec.cache == "nvfp4" else (1.0, 1.0)
@@ -102,16 +99,21 @@ def _write(
     count = max(1, use["tile"] // max(width, v_width))
     if not slots.shape[0]:
         return
-    rotated = sides[0].form.kind == "levels"
-    bounds = _bounds(sides[0].form.bits, device) if rotated else slots
+    # What a row is turned by: signs of int4, the ends of a level's cell for codes of levels.
+    given, blocks = [slots, slots], [width, v_width]
+    if sides[0].form.kind == "levels":
+        given[0] = _bounds(sides[0].form.bits, device)
+    if sides[0].form.kind == "int4":
+        blocks = [dim & -dim, v_dim & -v_dim]
+        given = [bits.signs(block, device) for block in blocks]
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         write_rows[(triton.cdiv(slots.shape[0] * heads, count),)](
             k, (k.stride(0), k.stride(1)), v, (v.stride(0), v.stride(1)), slots, slots.shape[0],
             layer.buffer, sides[0].at, sides[0].scale_at, sides[1].at, sides[1].scale_at,
-            sides[1].zero_at, bounds, *scales, K_FORM=tuple(sides[0].form),
+            sides[1].zero_at, *given, *scales, K_FORM=tuple(sides[0].form),
             V_FORM=tuple(sides[1].form), HEADS=heads, STATES=states, COUNT=count, DIM=dim,
-            WIDTH=width,
-            STEPS=width.bit_length() - 1, V_DIM=v_dim, V_WIDTH=v_width, PER_TENSOR=per_tensor,
+            WIDTH=width, STEPS=blocks[0].bit_length() - 1, V_DIM=v_dim, V_WIDTH=v_width,
+            V_STEPS=blocks[1].bit_length() - 1, PER_TENSOR=per_tensor,
             num_warps=use["warps"], **early(device),
             # A fused product and sum rounds once, and codes would differ from torch's.
             enable_fp_fusion=sides[0].form.kind not in ("scaled", "int4"),

@@ -7,6 +7,7 @@ import triton.language as tl
 
 from kvatlas.kernels.triton.early import after_previous, before_next
 from kvatlas.kernels.triton.reading import column_offsets, row_offsets
+from kvatlas.kernels.triton.turning import rotate
 
 TINY = tl.constexpr(1e-12)
 LEAST = tl.constexpr(1e-6)
@@ -46,23 +47,6 @@ def to_e2m1(values):
     code += (size >= 3.5).to(tl.int32) + (size > 5.0).to(tl.int32)
     negative = values.to(tl.int32, bitcast=True) < 0
     return code | (negative.to(tl.int32) << 3)
-
-
-@triton.jit
-def mix(rows, NEAR: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexpr):
-    """Sums and differences of elements that are `NEAR` apart."""
-    pairs = tl.reshape(rows, [COUNT, WIDTH // (2 * NEAR), 2, NEAR])
-    first, second = tl.split(tl.permute(pairs, [0, 1, 3, 2]))
-    both = tl.join(first + second, first - second)
-    return tl.reshape(tl.permute(both, [0, 1, 3, 2]), [COUNT, WIDTH])
-
-
-@triton.jit
-def rotate(rows, COUNT: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr):
-    """The Hadamard transform of each row, without its factor."""
-    for i in tl.static_range(STEPS):
-        rows = mix(rows, 2**i, COUNT, WIDTH)
-    return rows
 
 
 @triton.jit
@@ -145,7 +129,10 @@ def put_side(
         )  # fmt: skip
         put_column(buffer, scale_at, page, state, head, there, step, tl.float32, FORM[3])
     elif KIND == "int4":
-        exact = rows.to(tl.float32)
+        # Turned, and rounded to the model's own type, as the torch kernels do it.
+        sign = tl.load(bounds + tl.arange(0, WIDTH) % 2**STEPS)[None, :]
+        turned = rotate(rows.to(tl.float32) * sign, COUNT, WIDTH, STEPS)
+        exact = turned.to(rows.dtype).to(tl.float32)
         low = tl.minimum(tl.min(exact, 1), 0.0)
         high = tl.maximum(tl.max(exact, 1), 0.0)
         step = tl.maximum(tl.div_rn(high - low, low * 0 + 15.0), LEAST)
@@ -218,10 +205,10 @@ def get_rows(values, steps, token, head, there, DIM: tl.constexpr, WIDTH: tl.con
 @triton.jit
 def write_rows(
     k, k_steps, v, v_steps, slots, tokens, buffer, k_at, k_scale_at, v_at, v_scale_at, v_zero_at,
-    bounds, k_scale, v_scale, K_FORM: tl.constexpr, V_FORM: tl.constexpr, HEADS: tl.constexpr,
-    STATES: tl.constexpr, COUNT: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
-    STEPS: tl.constexpr, V_DIM: tl.constexpr, V_WIDTH: tl.constexpr, PER_TENSOR: tl.constexpr,
-    EARLY: tl.constexpr,
+    bounds, v_signs, k_scale, v_scale, K_FORM: tl.constexpr, V_FORM: tl.constexpr,
+    HEADS: tl.constexpr, STATES: tl.constexpr, COUNT: tl.constexpr, DIM: tl.constexpr,
+    WIDTH: tl.constexpr, STEPS: tl.constexpr, V_DIM: tl.constexpr, V_WIDTH: tl.constexpr,
+    V_STEPS: tl.constexpr, PER_TENSOR: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program takes `COUNT` rows of K and of V; a negative slot is skipped."""
     after_previous(EARLY)
@@ -241,6 +228,6 @@ def write_rows(
         K_FORM, DIM, WIDTH, STEPS, COUNT, PER_TENSOR,
     )  # fmt: skip
     put_side(
-        buffer, v_at, v_scale_at, v_zero_at, bounds, page, state, head, there, v_rows, v_scale,
-        V_FORM, V_DIM, V_WIDTH, STEPS, COUNT, PER_TENSOR,
+        buffer, v_at, v_scale_at, v_zero_at, v_signs, page, state, head, there, v_rows, v_scale,
+        V_FORM, V_DIM, V_WIDTH, V_STEPS, COUNT, PER_TENSOR,
     )  # fmt: skip
