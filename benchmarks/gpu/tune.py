@@ -57,7 +57,7 @@ def _decode(spec: FullAttention, *where: tuple[str, int, tuple[int, int]]) -> li
 
 def searches() -> list[Search]:
     """Everything that is tuned."""
-    big, long = attention.BIG, attention.LONG
+    big = attention.BIG
     both = (("LBNHC", 16, big), ("LBHNC", 64, big))
     decode = "tile warps stages per_sm evict"
     found = [
@@ -98,28 +98,22 @@ def searches() -> list[Search]:
                   (8192, 4), (8192, 8), (512, 1), (1024, 4)),
         ),
         Search(
-            "decode", {"dim": 128}, _decode(attention.BASE, *both),
+            "decode", {"cache": "auto", "dim": 128, "rows": 8},
+            _decode(attention.BASE, *both, ("LBNHC", 16, attention.LONG)),
             _list(decode, (64, 4, 3, 2, ""), (64, 4, 4, 2, ""), (64, 4, 3, 3, ""),
-                  (32, 4, 4, 4, ""), (32, 4, 6, 2, ""), (32, 4, 4, 3, ""), (128, 4, 2, 2, ""),
-                  (128, 4, 3, 1, ""), (128, 8, 3, 1, ""), (64, 4, 5, 1, ""), (64, 2, 3, 3, ""),
-                  (32, 2, 4, 4, ""), (64, 8, 4, 2, ""), (32, 1, 4, 4, ""), (32, 1, 3, 6, ""),
-                  (64, 2, 4, 3, ""), (64, 2, 3, 4, "")),
-        ),
-        Search(
-            "decode_long", {"dim": 128}, _decode(
-                attention.BASE, ("LBNHC", 16, long), ("LBHNC", 64, attention.MIDDLE)),
-            _list(decode, (64, 4, 3, 2, ""), (64, 4, 4, 2, ""), (64, 4, 3, 3, ""),
-                  (32, 4, 4, 4, ""), (32, 4, 4, 3, ""), (128, 4, 2, 2, "")),
+                  (32, 4, 4, 4, ""), (128, 4, 2, 2, ""), (64, 2, 3, 3, ""), (32, 2, 4, 4, ""),
+                  (32, 1, 4, 4, ""), (32, 1, 3, 6, ""), (32, 1, 2, 8, "")),
         ),
     ]  # fmt: skip
-    for cache in ("fp8", "int8_per_token_head", "fp8_per_token_head"):
+    for cache in ("fp8", "int8_per_token_head", "fp8_per_token_head", "int4_per_token_head"):
         spec = FullAttention(heads=8, head_dim=128, cache=cache)
         found.append(
             Search(
-                "decode", {"dim": 128, "cache": cache}, _decode(spec, both[0]),
+                "decode", {"cache": cache, "dim": 128, "rows": 8}, _decode(spec, both[0]),
                 _list(
                     f"{decode} registers",
-                    (32, 1, 3, 8, "", None), (64, 2, 3, 4, "", None), (128, 4, 3, 2, "", None),
+                    (32, 1, 2, 8, "", None), (32, 1, 4, 8, "", None), (32, 1, 3, 8, "", None),
+                    (64, 2, 3, 4, "", None), (128, 4, 3, 2, "", None),
                     (64, 4, 3, 3, "", 168), (64, 4, 2, 3, "", 168), (64, 4, 3, 4, "", 128),
                     (32, 4, 3, 4, "", 128), (32, 2, 3, 6, "", 168), (128, 8, 2, 2, "", 128),
                     (128, 8, 3, 2, "", 128), (32, 4, 3, 3, "", 168), (64, 4, 4, 3, "", 168),
@@ -131,8 +125,10 @@ def searches() -> list[Search]:
         spec = FullAttention(heads=8, head_dim=dim)
         found.append(
             Search(
-                "decode", {"dim": dim}, _decode(spec, ("LBNHC", 16, (64, 4096))),
-                _list(decode, (64, 4, 3, 2, ""), (32, 4, 4, 2, ""), (128, 4, 3, 2, ""),
+                "decode", {"cache": "auto", "dim": dim, "rows": 8},
+                _decode(spec, ("LBNHC", 16, (64, 4096))),
+                _list(decode, (64, 1, 2, 8, ""), (16, 1, 4, 4, ""), (64, 4, 3, 2, ""),
+                      (32, 4, 4, 2, ""), (128, 4, 3, 2, ""),
                       (32, 4, 3, 2, ""), (64, 4, 4, 3, ""), (64, 8, 3, 1, "")),
             )
         )  # fmt: skip

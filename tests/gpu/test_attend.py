@@ -79,7 +79,7 @@ def test_every_cache_dtype_is_read(cache: str) -> None:
 
 
 @pytest.mark.parametrize("cache", ATTENTION_CACHES)
-@pytest.mark.parametrize("order", ["LBNHC", "BHLNC"])
+@pytest.mark.parametrize("order", ["LBNHC", "BLHNC"])
 def test_one_query_alone(cache: str, order: str) -> None:
     """Decode with the tiles that are shipped, sums of several workers put together."""
     check_attend(

@@ -36,8 +36,12 @@ from kvatlas.specs.attention import Attention
 _LOG2E = 1.4426950408889634
 _MOST_ROWS = 64
 """Rows of queries that one decoding program holds, at most."""
-_FEW_ROWS = 16
-"""Rows up to which 16-bit caches are walked with states as the rows of the dots."""
+_FEW_ROWS = 8
+"""Rows up to which 16-bit caches are walked with states as the rows of the dots.
+
+With more, Triton 3.6 takes other matrix instructions, whose operands it lays out wrongly
+where a tile is turned and was not copied to shared memory by the pipeline.
+"""
 _NEAR = 1 << 20
 """Bytes that an instruction can add to an address, less than it can."""
 _SCALE = 4
@@ -224,8 +228,9 @@ def _cut(
     max_queries: int | None,
     choice: dict[str, Any],
 ) -> Cut:
-    few, use = _rows(group, max_queries), tune.choose("decode", device, dim=dim, cache=cache)
-    many = tune.choose("prefill", device, dim=dim, cache=cache)
+    few = _rows(group, max_queries)
+    use = tune.choose("decode", device, dim=dim, cache=_stored_as(cache), rows=few)
+    many = tune.choose("prefill", device, dim=dim, cache=_stored_as(cache))
     tile: int = choice.get("tile") or use["tile"]
     rows: int = choice.get("rows") or many["rows"]
     return Cut(
@@ -275,8 +280,9 @@ def _decode(
     job: _Job, cache: str, plan: Schedule, max_queries: int | None, choice: dict[str, Any]
 ) -> None:
     device, dims = job.q.device, job.dims
-    use = {**tune.choose("decode", device, dim=dims["DIM"], cache=cache), **choice}
     rows = _rows(job.group, max_queries)
+    facts = {"dim": dims["DIM"], "cache": _stored_as(cache), "rows": rows}
+    use = {**tune.choose("decode", device, **facts), **choice}
     narrow = _narrow(job, rows)
     rows = rows if narrow else max(16, rows)
     lead = _lead(job) if narrow else 0
@@ -292,8 +298,7 @@ def _decode(
         *_operands(job), plan.ends[0], plan.ends[1], count, sums, tops, sinks, *_numbers(job),
         *job.bound[1:], **_constants(job, plan.cut.tile), PARTS=parts, LANES=lanes,
         ROWS=rows, TILE=plan.cut.tile, EVICT=use.get("evict", ""), NARROW=narrow,
-        DELTA=_delta(job), LEAD=lead, TURN=turn, STAGES=max(2, use["stages"]) if narrow else use["stages"],
-        num_warps=use["warps"],
+        DELTA=_delta(job), LEAD=lead, TURN=turn, STAGES=use["stages"], num_warps=use["warps"],
         num_stages=use["stages"], maxnreg=use.get("registers"), EARLY=early(device)["EARLY"],
     )  # fmt: skip
     deep = rows if max_queries is None else min(rows, max_queries * job.group)
@@ -306,7 +311,10 @@ def _decode(
 
 
 def _prefill(job: _Job, cache: str, plan: Schedule, choice: dict[str, Any]) -> None:
-    use = {**tune.choose("prefill", job.q.device, dim=job.dims["DIM"], cache=cache), **choice}
+    use = {
+        **tune.choose("prefill", job.q.device, dim=job.dims["DIM"], cache=_stored_as(cache)),
+        **choice,
+    }
     count = job.lengths.shape[0]
     units = job.q.shape[0] * job.group // plan.cut.rows + count
     prefill[(units * job.heads,)](
@@ -363,6 +371,11 @@ def _rows(group: int, max_queries: int | None) -> int:
     return max(least, min(_MOST_ROWS, int(triton.next_power_of_2(wanted))))
 
 
+def _stored_as(cache: str) -> str:
+    """What rules call a cache dtype: 8-bit floats of one scale are alike."""
+    return "fp8" if cache in ("fp8_e4m3", "fp8_e5m2") else cache
+
+
 def _width(dim: int) -> int:
     return max(16, int(triton.next_power_of_2(dim)))
 
@@ -374,12 +387,7 @@ def _dot(own: Any, side: Stored) -> Any:
 
 
 def _narrow(job: _Job, rows: int) -> bool:
-    """Whether K and V can be walked as words of 16 bits.
-
-    Words of 2 bytes that stand for themselves must come in fours of bytes: shared memory is
-    filled by pieces of 4 bytes, or by way of registers, which matrix units then read wrongly
-    where the tile is turned.
-    """
+    """Whether K and V can be walked as words of 16 bits."""
     dims, bits = job.dims, _bits(job.k)
     return (
         not dims["LATENT"]
@@ -388,8 +396,7 @@ def _narrow(job: _Job, rows: int) -> bool:
         and (bits < 16 or rows <= _FEW_ROWS)
         and _delta(job) is not None
         and all(
-            side.form.unit * _bytes(side) >= (4 if bits == 16 else 2)
-            and side.at[4] == 1 and not side.form.tile
+            side.form.unit * _bytes(side) >= 2 and side.at[4] == 1 and not side.form.tile
             and dim == width >= 16 * (16 // bits)
             for side, dim, width in (
                 (job.k, dims["DIM"], dims["WIDTH"]), (job.v, dims["V_DIM"], dims["V_WIDTH"])
