@@ -1,0 +1,42 @@
+"""Kernels as a Hopper chip would run them, compiled where there is none."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+LOOK = """
+import json
+from benchmarks.gpu import sass
+with sass.elsewhere() as found:
+    sass.decode("int8_per_token_head")
+    sass.put("int4_per_token_head")
+    sass.move("")
+print(json.dumps([kernel._asdict() for kernel in found]))
+"""
+
+
+@pytest.mark.skipif(not TOOL.exists(), reason="this Triton has no disassembler")
+def test_kernels_compile_for_a_chip_that_is_not_here() -> None:
+    """Nothing is spilled, and the next tiles of decode are on their way while one is walked."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    root = Path(__file__).parents[3]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", LOOK], env=env, cwd=root, capture_output=True,
+        text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = {kernel["name"]: kernel for kernel in json.loads(done.stdout.splitlines()[-1])}
+    assert set(found) == {"_plan", "decode", "merge", "write_rows", "copy_rows"}
+    assert not any(kernel["spilled"] for kernel in found.values())
+    loop = found["decode"]["loop"]
+    assert loop["LDGSTS"] > loop.get("LDG", 0)
+    assert loop["HMMA"] > 0
