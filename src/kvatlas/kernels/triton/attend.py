@@ -18,6 +18,7 @@ import triton.language as tl
 from kvatlas.cache import LayerCache
 from kvatlas.errors import AtlasError, Code
 from kvatlas.kernels.triton import checks, forms, tune, turning
+from kvatlas.kernels.triton.attending import LOG2E
 from kvatlas.kernels.triton.decoding import decode, merge
 from kvatlas.kernels.triton.early import early
 from kvatlas.kernels.triton.forms import Stored
@@ -33,7 +34,6 @@ from kvatlas.specs import (
 )
 from kvatlas.specs.attention import Attention
 
-_LOG2E = 1.4426950408889634
 _MOST_ROWS = 64
 """Rows of queries that one decoding program holds, at most."""
 _FEW_ROWS = 8
@@ -106,8 +106,7 @@ def attend(
     own = forms.dot_of(q)
     whole = spec.cache in ("fp8", "fp8_e4m3", "fp8_e5m2", "nvfp4")
     job = _Job(
-        layer, _turned(q, k.form.kind),
-        _out(q, out, v_dim), tables, lengths, k, v,
+        layer, q, _out(q, out, v_dim), tables, lengths, k, v,
         {
             "DIM": spec.head_dim, "WIDTH": width, "V_DIM": v_dim, "V_WIDTH": v_width, "ROPE": 16,
             "LATENT": False, "K_DOT": _dot(own, k),
@@ -252,6 +251,7 @@ def _run(
     device, dim = job.q.device, job.dims["DIM"]
     if not job.q.shape[0]:
         return
+    job = job._replace(q=_turned(job.q, job.k.form.kind))
     cut = _cut(
         device, job.group, dim, job.layer.kernel_blocks.size("N"), cache, job.bound, max_queries,
         choice,
@@ -354,7 +354,7 @@ def _constants(job: _Job, tile: int) -> dict[str, Any]:
 def _numbers(job: _Job) -> tuple[float, float, float]:
     """Logits are in base 2, and turned there by the softcap where there is one."""
     scale, softcap, v_scale = job.numbers
-    return (scale if softcap else scale * _LOG2E), softcap, v_scale
+    return (scale if softcap else scale * LOG2E.value), softcap, v_scale
 
 
 def _steps(tensor: torch.Tensor) -> tuple[int, int]:
