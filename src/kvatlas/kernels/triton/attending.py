@@ -80,6 +80,32 @@ def pages(table, begin, low, high, STATES: tl.constexpr, TILE: tl.constexpr, FIT
 
 
 @triton.jit
+def state_of(n, lane, STATES: tl.constexpr, FIT: tl.constexpr):
+    """The places in their pages of the states of a tile that begins at `n`."""
+    if FIT == "tile in page":
+        return n % STATES + lane
+    if FIT == "pages in tile":
+        return lane % STATES
+    return (n + lane) % STATES
+
+
+@triton.jit
+def within(states, low, high, reach, kept, BOUND: tl.constexpr):
+    """Which states some query may see."""
+    there = (states >= low) & (states < high)
+    if BOUND == "kept":
+        there = there & ((states >= reach) | (states < kept))
+    return there
+
+
+@triton.jit
+def capped(logits, softcap):
+    """Softcap * tanh(logits / softcap), in base 2: tanh is 1 - 2 / (exp(2 x) + 1)."""
+    folded = tl.exp2(logits * (2.0 * LOG2E / softcap))
+    return softcap * LOG2E * (1.0 - 2.0 / (folded + 1.0))
+
+
+@triton.jit
 def walk(
     acc, top, total, q, q_rope, position, least, kept, begin, end, low, high, head, table, buffer,
     k_at, k_scale_at, v_at, v_scale_at, v_zero_at, levels, scale, softcap,
@@ -100,17 +126,10 @@ def walk(
     page = pages(table, begin, low, high, STATES, TILE, FIT)
     for n in tl.range(begin, end, TILE, num_stages=STAGES):
         states = n + lane
-        there = (states >= low) & (states < high)
-        if BOUND == "kept":
-            there = there & ((states >= reach) | (states < kept))
+        there = within(states, low, high, reach, kept, BOUND)
         here = page.to(tl.int32)
         page = pages(table, n + TILE, low, high, STATES, TILE, FIT)
-        if FIT == "tile in page":
-            state = n % STATES + lane
-        elif FIT == "pages in tile":
-            state = lane % STATES
-        else:
-            state = states % STATES
+        state = state_of(n, lane, STATES, FIT)
         k, k_factor = read(
             buffer, k_at, k_scale_at, v_zero_at, levels, here, state, head, there,
             K_FORM, DIM, WIDTH, K_DOT, MASKED and LATENT, EVICT,
@@ -126,9 +145,7 @@ def walk(
             logits = logits * k_factor[None, :]
         logits = logits * scale
         if SOFTCAP:
-            # tanh by exp: 1 - 2 / (exp(2 x) + 1), in base 2.
-            folded = tl.exp2(logits * (2.0 * LOG2E / softcap))
-            logits = softcap * LOG2E * (1.0 - 2.0 / (folded + 1.0))
+            logits = capped(logits, softcap)
         if MASKED:
             seen = seen_by(states[None, :], position[:, None], least[:, None], kept, BOUND)
             logits = tl.where(seen, logits, float("-inf"))

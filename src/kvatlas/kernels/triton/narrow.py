@@ -21,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvatlas.kernels.triton.attending import LOG2E, pages, seen_by
+from kvatlas.kernels.triton.attending import capped, pages, seen_by, state_of, within
 from kvatlas.kernels.triton.reading import column_of, row_offsets
 
 _E4M3 = tl.constexpr("""
@@ -240,19 +240,12 @@ def walk_narrow(
     page, after = two_pages(table, begin, low, high, STATES, TILE, FIT)
     for n in tl.range(begin, end, TILE, num_stages=STAGES):
         states = n + lane
-        there = (states >= low) & (states < high)
-        if BOUND == "kept":
-            there = there & ((states >= reach) | (states < kept))
+        there = within(states, low, high, reach, kept, BOUND)
         here = page.to(tl.int32)
         if FIT == "pages in tile" and TILE == 2 * STATES:
             here = tl.where(lane < STATES, here, after.to(tl.int32))
         page, after = two_pages(table, n + TILE, low, high, STATES, TILE, FIT)
-        if FIT == "tile in page":
-            state = n % STATES + lane
-        elif FIT == "pages in tile":
-            state = lane % STATES
-        else:
-            state = states % STATES
+        state = state_of(n, lane, STATES, FIT)
         k_rows = row_offsets(k_at, here, state, head, K_FORM[2] if PARTS == 1 else K_FORM[2] // 2)
         v_rows = k_rows + (DELTA - LEAD) // 2
         k_pointers = words + k_rows[:, None] + tl.arange(0, WIDTH // PARTS)[None, :]
@@ -280,8 +273,7 @@ def walk_narrow(
         else:
             logits = logits * scale
         if SOFTCAP:
-            folded = tl.exp2(logits * (2.0 * LOG2E / softcap))
-            logits = softcap * LOG2E * (1.0 - 2.0 / (folded + 1.0))
+            logits = capped(logits, softcap)
         if V_FORM[0] == "scaled" or INT4:
             # Scales of V are part of the weights. They are added to the logits, so that the
             # largest weight is near 1 whatever the scales are, and halves are wide enough for
