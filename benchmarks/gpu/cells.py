@@ -24,7 +24,7 @@ SLOTS = 4
 
 _WARM = 0.05
 """Seconds of work before the clock starts: an idle chip clocks down."""
-_LONG = 30.0
+_LONG = 100.0
 """Milliseconds that are timed, at least."""
 
 
