@@ -47,24 +47,24 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "K transposed": (FullAttention(**BASE, packing="transposed"), {}),
     "K in tiles": (FullAttention(**BASE, packing="tiled_planes"), {}),
 }
-NARROW: dict[str, Any] = {"heads": 2, "head_dim": 64, "dtype": "fp16"}
+HALVES: dict[str, Any] = {"heads": 2, "head_dim": 64, "dtype": "fp16"}
 WORDS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "halves": (FullAttention(**NARROW), {"sinks": True}),
-    "halves, softcap": (FullAttention(**NARROW), {"softcap": 2.0}),
-    "halves in a window": (SlidingAttention(**NARROW, window=7), {}),
-    "halves in chunks": (ChunkedAttention(**NARROW, chunk=8), {}),
-    "halves that stay": (SinkAttention(**NARROW, sinks=21, window=9), {}),
-    "halves of an encoder": (CrossAttention(**NARROW, source=64), {"queries": [4, 7, 20, 1]}),
-    "unlike V": (FullAttention(**NARROW, v_dim=32), {}),
-    "fp8": (FullAttention(**NARROW, cache="fp8"), {"softcap": 2.0}),
-    "fp8 by row": (FullAttention(**NARROW, cache="fp8_per_token_head"), {"sinks": True}),
-    "int8": (FullAttention(**NARROW, cache="int8_per_token_head"), {"sinks": True}),
-    "int8 in a window": (SlidingAttention(**NARROW, window=7, cache="int8_per_token_head"), {}),
+    "halves": (FullAttention(**HALVES), {"sinks": True}),
+    "halves, softcap": (FullAttention(**HALVES), {"softcap": 2.0}),
+    "halves in a window": (SlidingAttention(**HALVES, window=7), {}),
+    "halves in chunks": (ChunkedAttention(**HALVES, chunk=8), {}),
+    "halves that stay": (SinkAttention(**HALVES, sinks=21, window=9), {}),
+    "halves of an encoder": (CrossAttention(**HALVES, source=64), {"queries": [4, 7, 20, 1]}),
+    "unlike V": (FullAttention(**HALVES, v_dim=32), {}),
+    "fp8": (FullAttention(**HALVES, cache="fp8"), {"softcap": 2.0}),
+    "fp8 by row": (FullAttention(**HALVES, cache="fp8_per_token_head"), {"sinks": True}),
+    "int8": (FullAttention(**HALVES, cache="int8_per_token_head"), {"sinks": True}),
+    "int8 in a window": (SlidingAttention(**HALVES, window=7, cache="int8_per_token_head"), {}),
     "int8 that stay": (
-        SinkAttention(**NARROW, sinks=21, window=9, cache="int8_per_token_head"), {}
+        SinkAttention(**HALVES, sinks=21, window=9, cache="int8_per_token_head"), {}
     ),
-    "int4": (FullAttention(**NARROW, cache="int4_per_token_head"), {"softcap": 2.0}),
-    "int4 in a window": (SlidingAttention(**NARROW, window=7, cache="int4_per_token_head"), {}),
+    "int4": (FullAttention(**HALVES, cache="int4_per_token_head"), {"softcap": 2.0}),
+    "int4 in a window": (SlidingAttention(**HALVES, window=7, cache="int4_per_token_head"), {}),
 }  # fmt: skip
 
 
@@ -94,7 +94,7 @@ def test_words_are_taken_apart(kind: str, order: str, tile: int) -> None:
 @pytest.mark.parametrize("cache", ["auto", "int8_per_token_head", "int4_per_token_head"])
 def test_words_of_one_long_sequence(cache: str) -> None:
     """Partial sums, whose columns may be turned, put together again; and one query alone."""
-    spec = FullAttention(**NARROW, cache=cache)
+    spec = FullAttention(**HALVES, cache=cache)
     lengths, queries = [150, 1, 37, 16], [1, 1, 1, 1]
     check_attend(
         spec, "LBNHC", "cpu", lengths=lengths, queries=queries, **SMALL, per_sm=3, sinks=True,

@@ -15,7 +15,7 @@ from kvatlas.kernels.triton import attend, cut_of, forms, schedule  # noqa: E402
 from kvatlas.specs import FullAttention, SinkAttention  # noqa: E402
 from tests.kernels.triton.cases import Pool, check_attend  # noqa: E402
 
-NARROW: dict[str, Any] = {"heads": 2, "head_dim": 64, "dtype": "fp16"}
+HALVES: dict[str, Any] = {"heads": 2, "head_dim": 64, "dtype": "fp16"}
 WIDE: dict[str, Any] = {"heads": 2, "head_dim": 16, "dtype": "fp32"}
 TABLE = torch.tensor([[3, 1], [7, 4]]).int()
 SCALED = ["int8_per_token_head", "fp8_per_token_head", "int4_per_token_head"]
@@ -46,7 +46,7 @@ def both(layer: Any, spec: Any, *, queries: int = 1, states: int = 20, **more: A
 @pytest.mark.parametrize("queries", [1, 20])
 @pytest.mark.parametrize("cache", SCALED)
 def test_cleared_blocks_are_rows_of_zeros(cache: str, queries: int) -> None:
-    spec = FullAttention(**NARROW, cache=cache)
+    spec = FullAttention(**HALVES, cache=cache)
     layer = filled(spec)
     layer.tensor[TABLE[0, 0]] = 0
     layer.tensor[TABLE[1]] = 0
@@ -67,7 +67,7 @@ def test_rows_that_are_no_numbers_stay_so(dim: int, queries: int) -> None:
     assert torch.allclose(mine[queries:], theirs[queries:], atol=1e-4)
 
 
-@pytest.mark.parametrize("base", [NARROW, WIDE])
+@pytest.mark.parametrize("base", [HALVES, WIDE])
 @pytest.mark.parametrize("queries", [1, 20])
 def test_rows_that_no_query_sees_do_not_matter(base: dict[str, Any], queries: int) -> None:
     """Between the tokens that stay and the window, in a block that both touch."""
@@ -104,7 +104,8 @@ def test_a_schedule_serves_what_it_was_made_for() -> None:
         assert refusal.value.code is Code.BAD_TENSOR
 
 
-def test_queries_may_start_anywhere() -> None:
+def test_queries_may_start_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVATLAS_DEBUG", "1")
     spec = FullAttention(**WIDE)
     layer = filled(spec)
     q = torch.randn(7, 4, 16)
@@ -129,6 +130,7 @@ def test_a_softcap_has_no_sign() -> None:
         {"sinks": torch.zeros(4, dtype=torch.int32)},
         {"lengths": torch.tensor([20, 0])},
         {"max_queries": 1, "queries": torch.tensor([2, 1])},
+        {"queries": None, "starts": torch.tensor([0, 1, 9])},
     ],
 )
 def test_batches_that_do_not_fit(monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]) -> None:
@@ -139,7 +141,7 @@ def test_batches_that_do_not_fit(monkeypatch: pytest.MonkeyPatch, more: dict[str
         "tables": TABLE, "lengths": torch.tensor([20, 20]), "queries": torch.tensor([1, 1]), **more,
     }  # fmt: skip
     with pytest.raises(AtlasError) as refusal:
-        attend(layer, spec, torch.zeros(int(where["queries"].sum()), 4, 16), **where)
+        attend(layer, spec, torch.zeros(3 if "max_queries" in more else 2, 4, 16), **where)
     assert refusal.value.code is Code.BAD_TENSOR
 
 
@@ -147,7 +149,7 @@ def test_batches_that_do_not_fit(monkeypatch: pytest.MonkeyPatch, more: dict[str
 def test_halves_are_enough(monkeypatch: pytest.MonkeyPatch, cache: str) -> None:
     """Dots of halves, as on a GPU: what is added to codes and taken out again cancels."""
     monkeypatch.setattr(forms, "dot_of", lambda _: tl.float16)
-    spec = FullAttention(**NARROW, cache=cache)
+    spec = FullAttention(**HALVES, cache=cache)
     check_attend(
         spec, "LBHNC", "cpu", lengths=[150, 40], queries=[1, 1], tolerance=1e-3, tile=32, rows=16,
         max_queries=1,

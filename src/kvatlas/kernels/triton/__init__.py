@@ -5,8 +5,9 @@ This room needs triton (`pip install kvatlas[triton]`), which also interprets it
 where `TRITON_INTERPRET=1` is set.
 """
 
-from kvatlas.kernels.triton.attend import attend, attend_latent, cut_of
+from kvatlas.kernels.triton.attend import attend, attend_latent
 from kvatlas.kernels.triton.copy import Copy, Side, between, copy_blocks, zero_blocks
+from kvatlas.kernels.triton.jobs import cut_of
 from kvatlas.kernels.triton.schedule import Schedule, schedule
 from kvatlas.kernels.triton.staging import Staging
 from kvatlas.kernels.triton.write import write, write_latent

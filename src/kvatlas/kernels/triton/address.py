@@ -87,3 +87,25 @@ def _rows(page: Page, placed: Placement, name: str) -> Rows:
     first, block, state, head = (step // item // unit for step in steps)
     tile = field.size("c") if tiled else 0
     return Rows((first, block, state, head), (near // item, far // item), unit, tile)
+
+
+def gap(layer: LayerCache, one: str, other: str) -> int | None:
+    """Bytes from each row of a field to that of another; None where that is not one number.
+
+    >>> from kvatlas.cache import allocate
+    >>> from kvatlas.plan import plan
+    >>> cache = allocate(plan("Qwen3-8B", memory="1GiB", max_len=512))
+    >>> gap(cache["model.layers.1.self_attn.attn"], "k", "v")
+    256
+    """
+    return _gap(layer.page, layer.kernel_blocks, one, other)
+
+
+@lru_cache(maxsize=4096)
+def _gap(page: Page, placed: Placement, one: str, other: str) -> int | None:
+    first, second = page.view(placed, one), page.view(placed, other)
+    steps, others = (
+        [field.stride(axis) if axis in field.axes else 0 for axis in "BNH"]
+        for field in (first, second)
+    )
+    return second.offset - first.offset if steps == others else None

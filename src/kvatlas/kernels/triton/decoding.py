@@ -26,7 +26,7 @@ from kvatlas.kernels.triton.attending import (
     walk,
 )
 from kvatlas.kernels.triton.early import after_previous, before_next
-from kvatlas.kernels.triton.narrow import walk_narrow
+from kvatlas.kernels.triton.words import walk_words
 
 
 @triton.jit
@@ -41,7 +41,7 @@ def decode(
     V_WIDTH: tl.constexpr, ROPE: tl.constexpr, LATENT: tl.constexpr, SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr, BOUND: tl.constexpr, K_DOT: tl.constexpr,
     V_DOT: tl.constexpr, PRECISION: tl.constexpr,
-    EVICT: tl.constexpr, NARROW: tl.constexpr, DELTA: tl.constexpr, LEAD: tl.constexpr,
+    EVICT: tl.constexpr, BY_WORDS: tl.constexpr, DELTA: tl.constexpr, LEAD: tl.constexpr,
     TURN: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A worker's stretch of tiles, sequence by sequence."""
@@ -92,7 +92,7 @@ def decode(
                     begin, tl.minimum(end, ahead), 0, stay, head, table, buffer, k_at, k_scale_at,
                     v_at, v_scale_at, v_zero_at, levels, scale, softcap, K_FORM, V_FORM, STATES,
                     TILE, DIM, WIDTH, V_DIM, V_WIDTH, FIT, ROPE, LATENT, SOFTCAP, "none", True,
-                    K_DOT, V_DOT, PRECISION, EVICT, NARROW, DELTA, LEAD, STAGES,
+                    K_DOT, V_DOT, PRECISION, EVICT, BY_WORDS, DELTA, LEAD, STAGES,
                 )  # fmt: skip
                 begin = tl.maximum(begin - ahead, 0)
                 end = tl.maximum(end - ahead, 0)
@@ -100,7 +100,7 @@ def decode(
             begin += origin
             end += origin
             whole = begin
-            if NARROW and (BOUND == "none" or BOUND == "all"):
+            if BY_WORDS and (BOUND == "none" or BOUND == "all"):
                 # Tiles that every query sees whole need no mask.
                 whole += tl.maximum(tl.minimum(sure, end) - begin, 0) // TILE * TILE
                 acc, top, total = some_states(
@@ -108,13 +108,13 @@ def decode(
                     length, head, table, buffer, k_at, k_scale_at, v_at, v_scale_at, v_zero_at,
                     levels, scale, softcap, K_FORM, V_FORM, STATES, TILE, DIM, WIDTH, V_DIM,
                     V_WIDTH, FIT, ROPE, LATENT, SOFTCAP, BOUND, False, K_DOT, V_DOT, PRECISION,
-                    EVICT, NARROW, DELTA, LEAD, STAGES,
+                    EVICT, BY_WORDS, DELTA, LEAD, STAGES,
                 )  # fmt: skip
             acc, top, total = some_states(
                 acc, top, total, queries, rotary, position, least, kept, whole, end, low, length,
                 head, table, buffer, k_at, k_scale_at, v_at, v_scale_at, v_zero_at, levels, scale,
                 softcap, K_FORM, V_FORM, STATES, TILE, DIM, WIDTH, V_DIM, V_WIDTH, FIT, ROPE,
-                LATENT, SOFTCAP, BOUND, True, K_DOT, V_DOT, PRECISION, EVICT, NARROW, DELTA, LEAD,
+                LATENT, SOFTCAP, BOUND, True, K_DOT, V_DOT, PRECISION, EVICT, BY_WORDS, DELTA, LEAD,
                 STAGES,
             )  # fmt: skip
             if (tile == first) & (until == last):
@@ -142,12 +142,12 @@ def some_states(
     DIM: tl.constexpr, WIDTH: tl.constexpr, V_DIM: tl.constexpr, V_WIDTH: tl.constexpr,
     FIT: tl.constexpr, ROPE: tl.constexpr, LATENT: tl.constexpr, SOFTCAP: tl.constexpr,
     BOUND: tl.constexpr, MASKED: tl.constexpr, K_DOT: tl.constexpr, V_DOT: tl.constexpr,
-    PRECISION: tl.constexpr, EVICT: tl.constexpr, NARROW: tl.constexpr, DELTA: tl.constexpr,
+    PRECISION: tl.constexpr, EVICT: tl.constexpr, BY_WORDS: tl.constexpr, DELTA: tl.constexpr,
     LEAD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A walk over states begin .. end - 1, by words or as they are."""
-    if NARROW:
-        acc, top, total = walk_narrow(
+    if BY_WORDS:
+        acc, top, total = walk_words(
             acc, top, total, q, position, least, kept, begin, end, low, high, head, table, buffer,
             k_at, k_scale_at, v_scale_at, scale, softcap, K_FORM, V_FORM, STATES, TILE, WIDTH,
             V_WIDTH, FIT, SOFTCAP, BOUND, MASKED, K_DOT, PRECISION, EVICT, DELTA, LEAD, STAGES,

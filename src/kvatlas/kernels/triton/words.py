@@ -202,7 +202,7 @@ def two_pages(table, begin, low, high, STATES: tl.constexpr, TILE: tl.constexpr,
 
 
 @triton.jit
-def walk_narrow(
+def walk_words(
     acc, top, total, q, position, least, kept, begin, end, low, high, head, table, buffer,
     k_at, k_scale_at, v_scale_at, scale, softcap,
     K_FORM: tl.constexpr, V_FORM: tl.constexpr, STATES: tl.constexpr, TILE: tl.constexpr,
