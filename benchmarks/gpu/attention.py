@@ -93,7 +93,9 @@ def decode(
     return Case([partial(call, table) for table in tables], sequences * length * row, right)
 
 
-def latent(batch: tuple[int, int], cache: str, order: str, choice: dict[str, Any]) -> Case:
+def latent(
+    batch: tuple[int, int], cache: str, order: str, unit: str, choice: dict[str, Any]
+) -> Case:
     """Absorbed MLA, 128 heads over rows of 512 + 64."""
     sequences, length = batch
     spec, block = LatentAttention(cache=cache), 64
@@ -125,7 +127,9 @@ def latent(batch: tuple[int, int], cache: str, order: str, choice: dict[str, Any
                 return False
         return bool(torch.isfinite(out).all())
 
-    return Case([call], sequences * length * 576 * (1 if cache == "fp8" else 2), right)
+    # Every state takes part in two products with each of 128 heads.
+    each = 2 * 128 * (576 + 512) if unit == "TFLOP/s" else 576 * (1 if cache == "fp8" else 2)
+    return Case([call], sequences * length * each, right)
 
 
 def prefill(
@@ -194,6 +198,14 @@ def cells() -> list[Cell]:
                 partial(decode, spec, "LBHNC", 64, BIG, 4, 1), ceiling="bf16 tokens",
             )
         )  # fmt: skip
+    found += [
+        Cell(
+            f"decode 64 x 8192, {group} query heads to a kv head", f"{order}, block {block}",
+            partial(decode, BASE, order, block, BIG, group, 1), ceiling="dense",
+        )
+        for group in (1, 8, 16)
+        for order, block in (("LBNHC", 16), ("LBHNC", 64))
+    ]  # fmt: skip
     for dim, heads in ((64, 8), (256, 8)):
         found.append(
             Cell(
@@ -203,12 +215,13 @@ def cells() -> list[Cell]:
             )
         )  # fmt: skip
     for cache in ("auto", "fp8"):
-        found.append(
-            Cell(
-                f"decode MLA 64 x 4096, 128 heads, {cache}", "LBNHC, block 64",
-                partial(latent, (64, 4096), cache, "LBNHC"), ceiling="dense",
-            )
-        )  # fmt: skip
+        for unit, ceiling in (("GB/s", "dense"), ("TFLOP/s", "matrix product")):
+            found.append(
+                Cell(
+                    f"decode MLA 64 x 4096, 128 heads, {cache}, {unit}", "LBNHC, block 64",
+                    partial(latent, (64, 4096), cache, "LBNHC", unit), unit=unit, ceiling=ceiling,
+                )
+            )  # fmt: skip
     found += [
         Cell(
             "prefill of 8192 tokens", f"{order}, block {block}",
@@ -216,5 +229,15 @@ def cells() -> list[Cell]:
             bar=0.6,
         )
         for order, block in (("LBNHC", 16), ("LBHNC", 64), ("BHLNC", 16))
+    ]  # fmt: skip
+    found += [
+        Cell(
+            f"prefill of 8192 tokens, {cache}", "LBNHC, block 16",
+            partial(prefill, FullAttention(heads=8, head_dim=128, cache=cache), "LBNHC", 16,
+                    (1, 8192)), unit="TFLOP/s", ceiling="flash",
+        )
+        for cache in (
+            "fp8", "int8_per_token_head", "fp8_per_token_head", "int4_per_token_head", "nvfp4"
+        )
     ]  # fmt: skip
     return found

@@ -101,6 +101,12 @@ def dense_prefill(
     return found
 
 
+def matrix_product(size: int = 8192) -> float:
+    """Torch's product of two square matrices of random numbers: TFLOP/s."""
+    a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=DEVICE) for _ in "ab")
+    return 2.0 * size**3 / _time(lambda: a @ b, repeat=9) / 1e9
+
+
 def prefill_work(length: int, heads: int, dim: int) -> float:
     """Operations of causal attention: two products over half of the square."""
     return 2.0 * heads * length * length * dim

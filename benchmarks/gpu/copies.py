@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.cells import DEVICE, ORDERS, Case, Cell, layers_of, shuffled, small
-from kvatlas.kernels.triton import Staging
+from kvatlas.kernels.triton import Staging, tune
 from kvatlas.kernels.triton.copy import between, zero_blocks
 from kvatlas.specs import FullAttention, Mamba2
 
@@ -17,8 +17,6 @@ MOVED = 1024
 """MiB that a copy on the device moves: as many as the plain copy beside it."""
 PAGES = {16: 2, 32: 4, 64: 8}
 """KiB of a page of 16 states, and its heads of 128."""
-HELD = 16
-"""Programs, and so multiprocessors, that a transfer may hold."""
 
 
 def on_device(source: str, target: str, kib: int, layers: int, choice: dict[str, Any]) -> Case:
@@ -156,11 +154,12 @@ def cells() -> list[Cell]:
     found.append(
         Cell("clearing of Mamba2 states", "BLNHC", partial(states, "BLNHC", "BLNHC", True))
     )
+    held = tune.choose("copy_host", torch.device(DEVICE))["programs"]
     for to_host in (True, False):
         way, link = ("to the host", "to host") if to_host else ("from the host", "from host")
         found += [
             Cell(
-                f"copy {way}, {kib} KiB pages, {HELD} programs", f"{order} to {other}",
+                f"copy {way}, {kib} KiB pages, {held} programs", f"{order} to {other}",
                 partial(to_or_from_host, order, other, kib, to_host), ceiling=link, bar=0.92,
             )
             for kib in PAGES

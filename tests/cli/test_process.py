@@ -53,12 +53,13 @@ def test_a_closed_pipe_is_no_error_message(args: tuple[str, ...]) -> None:
 
 def test_interrupt_is_quiet() -> None:
     child = subprocess.Popen(
-        # Fires while the command runs, however fast the machine is.
+        # Fires while the command runs, however fast the machine is; another thread may be
+        # the one that is told, so the command waits until it is interrupted.
         [
             sys.executable,
             "-c",
-            "import os, signal, kvatlas.cli.app as app;"
-            "app.layout_facts = lambda: os.kill(os.getpid(), signal.SIGINT);"
+            "import os, signal, time, kvatlas.cli.app as app;"
+            "app.layout_facts = lambda: (os.kill(os.getpid(), signal.SIGINT), time.sleep(50));"
             "import sys; sys.argv = ['kvatlas', 'layouts']; app.run()",
         ],
         stdout=subprocess.PIPE,
