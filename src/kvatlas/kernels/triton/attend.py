@@ -76,7 +76,6 @@ def attend(
             v_scale if whole else 1.0,
         ),
         sinks,
-        forms.levels(k.form.bits, q.device) if k.form.kind == "levels" else lengths,
     )  # fmt: skip
     _run(job, spec.cache, queries, starts, max_queries, prepared, choice)
     if v.form.kind == "int4":
@@ -132,7 +131,7 @@ def attend_latent(
             "DIM": spec.latent, "WIDTH": spec.latent, "V_DIM": spec.latent,
             "V_WIDTH": spec.latent, "ROPE": spec.rope, "LATENT": True, "K_DOT": dot, "V_DOT": dot,
         },
-        1, q.shape[1], jobs.bound_of(spec), (scale * kv_scale, 0.0, kv_scale), sinks, lengths,
+        1, q.shape[1], jobs.bound_of(spec), (scale * kv_scale, 0.0, kv_scale), sinks,
     )  # fmt: skip
     _run(job, spec.cache, queries, starts, max_queries, prepared, choice)
     return job.out

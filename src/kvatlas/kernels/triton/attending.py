@@ -108,7 +108,7 @@ def capped(logits, softcap):
 @triton.jit
 def walk(
     acc, top, total, q, q_rope, position, least, kept, begin, end, low, high, head, table, buffer,
-    k_at, k_scale_at, v_at, v_scale_at, v_zero_at, levels, scale, softcap,
+    k_at, k_scale_at, v_at, v_scale_at, v_zero_at, scale, softcap,
     K_FORM: tl.constexpr, V_FORM: tl.constexpr, STATES: tl.constexpr, TILE: tl.constexpr,
     DIM: tl.constexpr, WIDTH: tl.constexpr, V_DIM: tl.constexpr, V_WIDTH: tl.constexpr,
     FIT: tl.constexpr, ROPE: tl.constexpr, LATENT: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -131,13 +131,13 @@ def walk(
         page = pages(table, n + TILE, low, high, STATES, TILE, FIT)
         state = state_of(n, lane, STATES, FIT)
         k, k_factor = read(
-            buffer, k_at, k_scale_at, v_zero_at, levels, here, state, head, there,
+            buffer, k_at, k_scale_at, v_zero_at, here, state, head, there,
             K_FORM, DIM, WIDTH, K_DOT, MASKED and LATENT, EVICT,
         )  # fmt: skip
         logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if LATENT:
             rope, _ = read(
-                buffer, v_at, k_scale_at, v_zero_at, levels, here, state, head, there,
+                buffer, v_at, k_scale_at, v_zero_at, here, state, head, there,
                 V_FORM, ROPE, ROPE, K_DOT, False, EVICT,
             )  # fmt: skip
             logits = tl.dot(q_rope, tl.trans(rope), logits, input_precision=PRECISION)
@@ -153,7 +153,7 @@ def walk(
             v = k
         else:
             v, v_factor = read(
-                buffer, v_at, v_scale_at, v_zero_at, levels, here, state, head, there,
+                buffer, v_at, v_scale_at, v_zero_at, here, state, head, there,
                 V_FORM, V_DIM, V_WIDTH, V_DOT, MASKED, EVICT,
             )  # fmt: skip
             if V_FORM[1].primitive_bitwidth == 8 and (

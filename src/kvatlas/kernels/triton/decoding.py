@@ -31,7 +31,7 @@ from kvatlas.kernels.triton.words import walk_words
 
 @triton.jit
 def decode(
-    q, q_steps, out, out_steps, buffer, k_at, k_scale_at, v_at, v_scale_at, v_zero_at, levels,
+    q, q_steps, out, out_steps, buffer, k_at, k_scale_at, v_at, v_scale_at, v_zero_at,
     tables, table_step, lengths, starts, ends, sequences, sums, tops, sinks,
     scale, softcap, v_scale, bound, kept,
     K_FORM: tl.constexpr, V_FORM: tl.constexpr, STATES: tl.constexpr, GROUP: tl.constexpr,
@@ -90,7 +90,7 @@ def decode(
                 acc, top, total = some_states(
                     acc, top, total, queries, rotary, tl.minimum(position, stay - 1), least * 0, 0,
                     begin, tl.minimum(end, ahead), 0, stay, head, table, buffer, k_at, k_scale_at,
-                    v_at, v_scale_at, v_zero_at, levels, scale, softcap, K_FORM, V_FORM, STATES,
+                    v_at, v_scale_at, v_zero_at, scale, softcap, K_FORM, V_FORM, STATES,
                     TILE, DIM, WIDTH, V_DIM, V_WIDTH, FIT, ROPE, LATENT, SOFTCAP, "none", True,
                     K_DOT, V_DOT, PRECISION, EVICT, BY_WORDS, DELTA, LEAD, STAGES,
                 )  # fmt: skip
@@ -106,13 +106,13 @@ def decode(
                 acc, top, total = some_states(
                     acc, top, total, queries, rotary, position, least, kept, begin, whole, low,
                     length, head, table, buffer, k_at, k_scale_at, v_at, v_scale_at, v_zero_at,
-                    levels, scale, softcap, K_FORM, V_FORM, STATES, TILE, DIM, WIDTH, V_DIM,
+                    scale, softcap, K_FORM, V_FORM, STATES, TILE, DIM, WIDTH, V_DIM,
                     V_WIDTH, FIT, ROPE, LATENT, SOFTCAP, BOUND, False, K_DOT, V_DOT, PRECISION,
                     EVICT, BY_WORDS, DELTA, LEAD, STAGES,
                 )  # fmt: skip
             acc, top, total = some_states(
                 acc, top, total, queries, rotary, position, least, kept, whole, end, low, length,
-                head, table, buffer, k_at, k_scale_at, v_at, v_scale_at, v_zero_at, levels, scale,
+                head, table, buffer, k_at, k_scale_at, v_at, v_scale_at, v_zero_at, scale,
                 softcap, K_FORM, V_FORM, STATES, TILE, DIM, WIDTH, V_DIM, V_WIDTH, FIT, ROPE,
                 LATENT, SOFTCAP, BOUND, True, K_DOT, V_DOT, PRECISION, EVICT, BY_WORDS, DELTA, LEAD,
                 STAGES,
@@ -137,7 +137,7 @@ def decode(
 @triton.jit
 def some_states(
     acc, top, total, q, q_rope, position, least, kept, begin, end, low, high, head, table, buffer,
-    k_at, k_scale_at, v_at, v_scale_at, v_zero_at, levels, scale, softcap,
+    k_at, k_scale_at, v_at, v_scale_at, v_zero_at, scale, softcap,
     K_FORM: tl.constexpr, V_FORM: tl.constexpr, STATES: tl.constexpr, TILE: tl.constexpr,
     DIM: tl.constexpr, WIDTH: tl.constexpr, V_DIM: tl.constexpr, V_WIDTH: tl.constexpr,
     FIT: tl.constexpr, ROPE: tl.constexpr, LATENT: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -155,7 +155,7 @@ def some_states(
     else:
         acc, top, total = walk(
             acc, top, total, q, q_rope, position, least, kept, begin, end, low, high, head, table,
-            buffer, k_at, k_scale_at, v_at, v_scale_at, v_zero_at, levels, scale, softcap, K_FORM,
+            buffer, k_at, k_scale_at, v_at, v_scale_at, v_zero_at, scale, softcap, K_FORM,
             V_FORM, STATES, TILE, DIM, WIDTH, V_DIM, V_WIDTH, FIT, ROPE, LATENT, SOFTCAP, BOUND,
             MASKED, K_DOT, V_DOT, PRECISION, EVICT, STAGES,
         )  # fmt: skip

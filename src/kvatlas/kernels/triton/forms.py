@@ -10,7 +10,6 @@ import triton.language as tl
 
 from kvatlas.cache import LayerCache
 from kvatlas.geometry import DType
-from kvatlas.kernels import bits
 from kvatlas.kernels.triton import checks
 from kvatlas.kernels.triton.address import rows
 from kvatlas.specs.attention import Attention
@@ -116,12 +115,6 @@ def _kind(cache: str, dtype: str, side: str) -> tuple[str, Any, int]:
     if cache.startswith("turboquant") and data.bits < 8:
         return ("levels" if side == "k" else "range"), tl.uint8, data.bits
     return "plain", element_of(data), data.bits
-
-
-@lru_cache(maxsize=16)
-def levels(width: int, device: torch.device) -> torch.Tensor:
-    """The levels of codes of so many bits, on a device."""
-    return torch.tensor(bits.normal_levels(width), dtype=torch.float32, device=device)
 
 
 def refuse_head(dim: int, name: str) -> None:

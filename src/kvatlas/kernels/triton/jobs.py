@@ -56,7 +56,6 @@ class Job(NamedTuple):
     numbers: tuple[float, float, float]
     """Scale, softcap and V's scale."""
     sinks: torch.Tensor | None
-    levels: torch.Tensor
 
 
 def bound_of(spec: Attention | LatentAttention) -> tuple[str, int, int]:
@@ -120,7 +119,7 @@ def operands(job: Job) -> tuple[Any, ...]:
     """Tensors and where rows lie in them, in the order in which kernels take them."""
     return (
         job.q, steps(job.q), job.out, steps(job.out), job.layer.buffer, job.k.at,
-        job.k.scale_at, job.v.at, job.v.scale_at, job.v.zero_at, job.levels, job.tables,
+        job.k.scale_at, job.v.at, job.v.scale_at, job.v.zero_at, job.tables,
         job.tables.stride(0), job.lengths,
     )  # fmt: skip
 

@@ -18,7 +18,7 @@ from kvatlas.kernels.triton.attending import (
 
 @triton.jit
 def prefill(
-    q, q_steps, out, out_steps, buffer, k_at, k_scale_at, v_at, v_scale_at, v_zero_at, levels,
+    q, q_steps, out, out_steps, buffer, k_at, k_scale_at, v_at, v_scale_at, v_zero_at,
     tables, table_step, lengths, starts, ends, sequences, sinks, scale, softcap, v_scale, bound,
     kept,
     K_FORM: tl.constexpr, V_FORM: tl.constexpr, STATES: tl.constexpr, GROUP: tl.constexpr,
@@ -67,7 +67,7 @@ def prefill(
         if BOUND == "none" or BOUND == "all":
             acc, top, total = walk(
                 acc, top, total, queries, rotary, position, least, kept, 0, whole, low, high,
-                head, table, buffer, k_at, k_scale_at, v_at, v_scale_at, v_zero_at, levels,
+                head, table, buffer, k_at, k_scale_at, v_at, v_scale_at, v_zero_at,
                 scale, softcap, K_FORM, V_FORM, STATES, TILE, DIM, WIDTH, V_DIM, V_WIDTH, FIT, ROPE,
                 LATENT, SOFTCAP, BOUND, False, K_DOT, V_DOT, PRECISION, EVICT, STAGES,
             )  # fmt: skip
@@ -77,13 +77,13 @@ def prefill(
             acc, top, total = walk(
                 acc, top, total, queries, rotary, tl.minimum(position, stay - 1), least * 0, 0, 0,
                 stay, 0, stay, head, table, buffer, k_at, k_scale_at, v_at, v_scale_at, v_zero_at,
-                levels, scale, softcap, K_FORM, V_FORM, STATES, TILE, DIM, WIDTH, V_DIM, V_WIDTH,
+                scale, softcap, K_FORM, V_FORM, STATES, TILE, DIM, WIDTH, V_DIM, V_WIDTH,
                 FIT, ROPE, LATENT, SOFTCAP, "none", True, K_DOT, V_DOT, PRECISION, EVICT, STAGES,
             )  # fmt: skip
             low = tl.where(origin < kept, origin, low)
         acc, top, total = walk(
             acc, top, total, queries, rotary, position, least, kept, whole, high, low, high,
-            head, table, buffer, k_at, k_scale_at, v_at, v_scale_at, v_zero_at, levels,
+            head, table, buffer, k_at, k_scale_at, v_at, v_scale_at, v_zero_at,
             scale, softcap, K_FORM, V_FORM, STATES, TILE, DIM, WIDTH, V_DIM, V_WIDTH, FIT, ROPE,
             LATENT, SOFTCAP, BOUND, True, K_DOT, V_DOT, PRECISION, EVICT, STAGES,
         )  # fmt: skip

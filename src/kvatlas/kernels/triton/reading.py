@@ -20,6 +20,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvatlas.kernels.bits import normal_levels
+
+_LEVELS_OF_8 = tl.constexpr(normal_levels(3))
+_LEVELS_OF_16 = tl.constexpr(normal_levels(4))
+
 
 @triton.jit
 def row_offsets(at, page, state, head, UNIT: tl.constexpr):
@@ -152,8 +157,19 @@ def from_e2m1(codes):
 
 
 @triton.jit
+def level_of(codes, BITS: tl.constexpr):
+    """The levels that codes stand for, out of a table on the chip."""
+    place = tl.arange(0, 1 << BITS)
+    table = place * 0.0
+    for i in tl.static_range(1 << BITS):
+        table = tl.where(place == i, _LEVELS_OF_8[i] if BITS == 3 else _LEVELS_OF_16[i], table)
+    flat = tl.reshape(codes.to(tl.int32), [codes.shape[0] * codes.shape[1]])
+    return tl.reshape(tl.gather(table, flat, 0), [codes.shape[0], codes.shape[1]])
+
+
+@triton.jit
 def read(
-    buffer, at, scale_at, zero_at, levels, page, state, head, there,
+    buffer, at, scale_at, zero_at, page, state, head, there,
     FORM: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, DOT: tl.constexpr,
     MASKED: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
@@ -192,7 +208,10 @@ def read(
             buffer, scale_at, page, state, head, there, tl.float16, FORM[3], MASKED
         ).to(tl.float32)
         if KIND == "levels":
-            exact = tl.load(levels + codes.to(tl.int32))
+            exact = level_of(codes, FORM[5])
+            if DIM != WIDTH:
+                # Code 0 stands for a level, which is no part of a row that has ended.
+                exact = tl.where((tl.arange(0, WIDTH) < DIM)[None, :], exact, 0.0)
             tile = exact.to(DOT)
             factor = step / tl.sqrt(tl.sum(exact * exact, 1))
         else:
