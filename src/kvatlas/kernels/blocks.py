@@ -107,7 +107,7 @@ def _sides(source: LayerCache, target: LayerCache) -> Iterator[tuple[Placement, 
                 got=f"{one.name} of {one.dtype} {sizes[0]} and {other.dtype} {sizes[1]}",
                 hint="Route between unlike block sizes or ranks instead",
             )
-    if _cells_alike(source, target):
+    if cells_alike(source, target):
         yield source.kernel_blocks, target.kernel_blocks
         return
     for field in a.fields:
@@ -115,22 +115,27 @@ def _sides(source: LayerCache, target: LayerCache) -> Iterator[tuple[Placement, 
             yield source.place(field.name), target.place(field.name)
 
 
-def _cells_alike(source: LayerCache, target: LayerCache) -> bool:
+def cells_alike(source: LayerCache, target: LayerCache) -> bool:
     """Cells can move as they are: fields lie alike in them, in both orders.
 
-    A field that lies flat over a whole page has no cells of its own, so that the order of
-    heads and states must be the same on both sides.
+    Where a field lies flat over a whole page, the order of heads and states must be the same
+    on both sides.
     """
     a, b = source.page, target.page
-    if (a.heads, a.states, a.content) != (b.heads, b.states, b.content):
+    places = [[(f.axes, f.head, f.offset) for f in page.fields] for page in (a, b)]
+    sizes = {(page.heads, page.states, page.content) for page in (a, b)}
+    if places[0] != places[1] or len(sizes) > 1:
         return False
-    for one, other in zip(a.fields, b.fields, strict=True):
-        if (one.axes, one.head, one.offset) != (other.axes, other.head, other.offset):
-            return False
-    reach = max(field.last_content_byte for field in a.fields)
     sides = source.kernel_blocks, target.kernel_blocks
     order = {tuple(side.stride(axis) for axis in "HNC") for side in sides}
-    return reach < a.states * a.content or len(order) == 1
+    return len(order) == 1 or not lies_flat(source)
+
+
+def lies_flat(layer: LayerCache) -> bool:
+    """Whether a field reaches over a whole page, so that cells mean nothing by themselves."""
+    page = layer.page
+    reach = max(field.last_content_byte for field in page.fields)
+    return reach >= page.states * page.content
 
 
 def _refuse_clash(

@@ -7,7 +7,8 @@ import pytest
 pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
-from kvatlas.kernels.triton import Staging, tune  # noqa: E402
+from kvatlas import AtlasError, Code  # noqa: E402
+from kvatlas.kernels.triton import Staging, between, tune  # noqa: E402
 from kvatlas.kernels.triton.copy import moves  # noqa: E402
 from kvatlas.specs import FullAttention, Mamba2, ShortConv  # noqa: E402
 from tests.kernels.triton.cases import ORDERS, Pool, check_copy, check_zero  # noqa: E402
@@ -27,6 +28,51 @@ def test_fields_cross_packings(packing: str) -> None:
     other = FullAttention(heads=2, head_dim=8, packing=packing)  # type: ignore[arg-type]
     check_copy(DENSE, other, ("LBHNC", "LBHNC"), "cpu")
     check_copy(other, DENSE, ("LBHNC", "LBNHC"), "cpu")
+
+
+FLAT = FullAttention(heads=2, head_dim=32, cache="nvfp4")
+WHOLE = [order for order in ORDERS if order.index("B") < order.index("H") and order != "BHLNC"]
+"""Orders in which a page is one stretch of memory, as fields that lie flat over it want."""
+
+
+@pytest.mark.parametrize("target", WHOLE)
+@pytest.mark.parametrize("source", WHOLE)
+def test_fields_that_lie_flat_cross_orders(source: str, target: str) -> None:
+    check_copy(FLAT, FLAT, (source, target), "cpu")
+
+
+@pytest.mark.parametrize("cache", ["int8_per_token_head", "int4_per_token_head", "fp8"])
+@pytest.mark.parametrize("orders", [("LBNHC", "BHLNC"), ("LHBNC", "BLNHC")])
+def test_quantised_cells_cross_orders(cache: str, orders: tuple[str, str]) -> None:
+    spec = FullAttention(heads=2, head_dim=16, cache=cache)
+    check_copy(spec, spec, orders, "cpu")
+
+
+@pytest.mark.parametrize("order", ["LHBNC", "BHLNC"])
+def test_fields_that_lie_flat_are_not_torn(order: str) -> None:
+    torn = Pool(FLAT, order, "cpu").layer
+    for act in (
+        lambda: between(torn, Pool(FLAT, "LBNHC", "cpu").layer),
+        lambda: Staging([torn], 1),
+    ):
+        with pytest.raises(AtlasError) as refusal:
+            act()
+        assert refusal.value.code is Code.NOT_CONTIGUOUS
+
+
+@pytest.mark.parametrize("target", WHOLE)
+def test_flat_fields_come_back_from_staging(target: str) -> None:
+    first, second = Pool(FLAT, "LBNHC", "cpu", seed=1), Pool(FLAT, target, "cpu", seed=2)
+    staging = Staging(first.layers, 2)
+    rows = torch.zeros(2, staging.row_bytes, dtype=torch.uint8)
+    ids, places = torch.tensor([4, 9]), torch.tensor([1, 0])
+    staging.store(ids, rows)
+    Staging(second.layers, 2).load(rows, places)
+    for a, b in zip(first.layers, second.layers, strict=True):
+        for name, view in a.fields.items():
+            mine, theirs = view[ids], b.fields[name][places]
+            assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+    second.untouched()
 
 
 @pytest.mark.parametrize("orders", [("LBNHC", "BHLNC"), ("BLHNC", "LHBNC")])

@@ -23,6 +23,7 @@ import triton.language as tl
 from kvatlas.cache import LayerCache
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Field, Placement, fold_together
+from kvatlas.kernels.blocks import cells_alike
 from kvatlas.kernels.triton import checks, tune
 from kvatlas.kernels.triton.address import VECTOR, common
 from kvatlas.kernels.triton.copying import copy_rows, copy_turned
@@ -74,7 +75,8 @@ def moves(source: Placement, target: Placement, alignment: int = VECTOR) -> Move
     """  # noqa: E501
     a, b = fold_together(source.select("B", 0), target.select("B", 0))
     axes = list(zip(a.sizes, a.strides, b.strides, strict=True))
-    turned = _turned(a, b)
+    blocks = source.stride("B"), target.stride("B")
+    turned = _turned(a, b, blocks)
     if turned is not None:
         axes = [axis for axis in axes if axis not in turned]
     if len(axes) > 3:
@@ -85,7 +87,7 @@ def moves(source: Placement, target: Placement, alignment: int = VECTOR) -> Move
             hint="Copy the fields one by one",
         )
     axes = [(1, 0, 0)] * (3 - len(axes)) + axes
-    steps = [(source.stride("B"), target.stride("B")), *((s, t) for _, s, t in axes)]
+    steps = [blocks, *((s, t) for _, s, t in axes)]
     sizes = (axes[0][0], axes[1][0], axes[2][0])
     if turned is not None:
         down, across = turned
@@ -108,14 +110,16 @@ def moves(source: Placement, target: Placement, alignment: int = VECTOR) -> Move
     )
 
 
-def _turned(a: Placement, b: Placement) -> tuple[tuple[int, int, int], ...] | None:
+def _turned(
+    a: Placement, b: Placement, blocks: tuple[int, int]
+) -> tuple[tuple[int, int, int], ...] | None:
     """The target's innermost axis and the source's, where a copy is better turned."""
     axes = list(zip(a.sizes, a.strides, b.strides, strict=True))
     across = next((axis for axis in axes if axis[1] == a.item), None)
     down = next((axis for axis in axes if axis[2] == b.item), None)
     if a.item >= _SHORT or a.item not in _WORDS or across is None or down is None or across == down:
         return None
-    whole = (a.offset, b.offset, *(s for axis in axes for s in axis[1:]))
+    whole = (a.offset, b.offset, *blocks, *(s for axis in axes for s in axis[1:]))
     return (down, across) if all(number % a.item == 0 for number in whole) else None
 
 
@@ -173,7 +177,8 @@ class Copy:
     def __call__(self, ids: torch.Tensor, places: torch.Tensor, **choice: Any) -> None:
         """Blocks `ids` of the sources into blocks `places` of the targets.
 
-        Both lists are on the device that copies. `choice` overrides what the tuner says.
+        Both lists are on the device that copies. No block may be written twice, or be both
+        read and written. `choice` overrides what the tuner says.
         """
         if ids.numel() != places.numel():
             raise AtlasError(
@@ -186,10 +191,25 @@ class Copy:
             checks.integers(chosen, name, axes=1)
             checks.same_device(self.device, **{name: chosen})
             checks.in_range(chosen, self.limits[limit])
+        if checks.debugging():
+            self._refuse_clash(ids, places)
         if ids.numel():
             with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
                 for group in self._groups:
                     self._launch(group, ids, places, choice)
+
+    def _refuse_clash(self, ids: torch.Tensor, places: torch.Tensor) -> None:
+        """Refuse a block that is written twice, or both read and written: programs race."""
+        twice = torch.unique(places).numel() < places.numel()
+        pairs = [pair for group in self._groups for pair in group.pairs]
+        here = any(a.address == b.address and a.placement == b.placement for a, b in pairs)
+        if twice or (here and bool(torch.isin(ids, places).any())):
+            raise AtlasError(
+                Code.OVERLAP,
+                "One copy writes a block once, and does not read what it writes",
+                got="a block that is written twice" if twice else "a block, read and written",
+                hint="Copy in two steps",
+            )
 
     def _tables(self, pairs: list[tuple[Side, Side]]) -> tuple[torch.Tensor, torch.Tensor] | None:
         if len(pairs) == 1:
@@ -282,8 +302,8 @@ def between(
 ) -> Copy:
     """The copy from some layers to as many others, ready to be launched with ids.
 
-    Whole cells move where both pages are the same; fields by their names where the same
-    fields are packed in another way.
+    Whole cells move where fields lie alike in them; fields by their names where the same
+    fields are packed in another way, or lie flat over pages of another order.
     """
     sources = [source] if isinstance(source, LayerCache) else list(source)
     targets = [target] if isinstance(target, LayerCache) else list(target)
@@ -296,11 +316,12 @@ def between(
         )
     from_sides, to_sides = [], []
     for a, b in zip(sources, targets, strict=True):
-        if a.page == b.page:
+        shared = _shared_fields(a, b)
+        if cells_alike(a, b):
             from_sides.append(Side(a.buffer, a.kernel_blocks))
             to_sides.append(Side(b.buffer, b.kernel_blocks))
             continue
-        for name in _shared_fields(a, b):
+        for name in shared:
             first, second = a.place(name), b.place(name)
             from_sides.append(Side(a.buffer, _tiled_like(second, first)))
             to_sides.append(Side(b.buffer, _tiled_like(first, second)))

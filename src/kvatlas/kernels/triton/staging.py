@@ -14,33 +14,27 @@ import torch
 from kvatlas.cache import LayerCache
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Placement
+from kvatlas.kernels.blocks import lies_flat
 from kvatlas.kernels.triton.copy import Copy, Side
 
 
 class Staging:
     """Room on the device for some blocks of some layers, each block one row.
 
-    In a row the layers' pages follow each other, head-major whatever order the cache has.
+    In a row the layers' pages follow each other, head-major whatever order the cache has;
+    pages over which fields lie flat, field by field.
     """
 
     def __init__(self, layers: Sequence[LayerCache], blocks: int) -> None:
-        sizes = [[layer.kernel_blocks.size(axis) for axis in "HNC"] for layer in layers]
-        pages = [heads * states * content for heads, states, content in sizes]
-        self.row_bytes = sum(pages)
+        inside = [Side(layer.buffer, part) for layer in layers for part in _parts(layer)]
+        sizes = [side.placement.nbytes // side.placement.size("B") for side in inside]
+        self.row_bytes = sum(sizes)
         device = layers[0].buffer.device
         self.buffer = torch.empty(blocks * self.row_bytes, dtype=torch.uint8, device=device)
         self.places = torch.arange(blocks, device=device)
-        inside = [Side(layer.buffer, layer.kernel_blocks) for layer in layers]
         rows = [
-            Side(
-                self.buffer,
-                Placement.packed(
-                    [("B", blocks), *zip("HNC", size, strict=True)],
-                    offset=sum(pages[:i]),
-                    strides={"B": self.row_bytes},
-                ),
-            )
-            for i, size in enumerate(sizes)
+            Side(self.buffer, _in_rows(side.placement, blocks, sum(sizes[:i]), self.row_bytes))
+            for i, side in enumerate(inside)
         ]
         self._gather, self._scatter = Copy(inside, rows), Copy(rows, inside)
 
@@ -65,3 +59,17 @@ class Staging:
                 hint=f"Pass at most {self.places.numel()} rows of {self.row_bytes} bytes",
             )
         return self.buffer[: rows.numel()].view(rows.shape)
+
+
+def _parts(layer: LayerCache) -> list[Placement]:
+    """What means the same in every order: cells, or the fields where those lie flat."""
+    if not lies_flat(layer):
+        return [layer.kernel_blocks]
+    return [layer.place(field.name) for field in layer.page.fields if not field.padding]
+
+
+def _in_rows(part: Placement, blocks: int, offset: int, row_bytes: int) -> Placement:
+    """The same axes packed in rows, head-major."""
+    axes = sorted(set(part.axes) - {"B"}, key="HNCc".index)
+    sizes = [("B", blocks), *((axis, part.size(axis)) for axis in axes)]
+    return Placement.packed(sizes, offset=offset, item=part.item, strides={"B": row_bytes})
