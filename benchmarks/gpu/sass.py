@@ -33,6 +33,8 @@ from kvatlas.specs import FullAttention, LatentAttention, Spec
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 PROCESSORS = 132
+SHARED = 232_448
+"""Bytes of shared memory that a program may hold."""
 EARLY = [
     import_module(f"kvatlas.kernels.triton.{name}")
     for name in ("attend", "schedule", "turning", "write")
@@ -120,6 +122,8 @@ def elsewhere() -> Iterator[list[Compiled]]:
             (forms, "dot_of", lambda q: forms._OF_TORCH[q.dtype]),
             (tune, "family", lambda _: "hopper"),
             (tune, "processors", lambda _: PROCESSORS),
+            (tune, "shared_memory", lambda _: SHARED),
+            (tune, "capability", lambda _: (9, 0)),
             *((module, "early", lambda _: early) for module in EARLY),
         ):
             stack.enter_context(patch.object(module, name, value))

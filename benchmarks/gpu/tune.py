@@ -134,7 +134,7 @@ def searches() -> list[Search]:
         )  # fmt: skip
     found.append(
         Search(
-            "decode", {"dim": 512},
+            "decode", {"latent": True, "dim": 512},
             [Cell("MLA", "64 x 4096",
                   partial(attention.latent, (64, 4096), "auto", "LBNHC", "GB/s"))],
             _list(decode, (32, 8, 2, 1, ""), (64, 8, 2, 1, ""), (16, 8, 3, 1, ""),

@@ -12,6 +12,7 @@ from kvatlas.kernels.rows import (
     find_slots,
     kept_slots,
     read_fields,
+    refuse_other,
     take_rows,
     write_fields,
 )
@@ -37,6 +38,7 @@ def write(
     if gpu := gpu_kernels(layer.buffer):
         gpu.write(layer, spec, k, v, slots, k_scale=k_scale, v_scale=v_scale)
         return
+    refuse_other(layer, spec)
     slots, k, v = kept_slots(slots, k, v)
     found = find_slots(layer, slots)
     write_fields(layer, found, encode(spec, "k", k, scale=k_scale))
@@ -57,6 +59,7 @@ def read(
 
     With `out` they are put there, in its dtype.
     """
+    refuse_other(layer, spec)
     found = find_slots(layer, slots)
     if out is not None and spec.cache == "auto" and out[0].dtype == layer.field("k").dtype:
         for side, rows in zip(("k", "v"), out, strict=True):

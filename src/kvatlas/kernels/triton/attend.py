@@ -18,7 +18,7 @@ from kvatlas.cache import LayerCache
 from kvatlas.kernels.triton import batches, checks, forms, jobs, tune, turning
 from kvatlas.kernels.triton.decoding import decode, merge
 from kvatlas.kernels.triton.early import early
-from kvatlas.kernels.triton.jobs import Job
+from kvatlas.kernels.triton.jobs import Job, Kind
 from kvatlas.kernels.triton.prefilling import prefill
 from kvatlas.kernels.triton.schedule import Schedule, schedule
 from kvatlas.specs import LatentAttention
@@ -77,9 +77,7 @@ def attend(
         ),
         sinks,
     )  # fmt: skip
-    _run(job, spec.cache, queries, starts, max_queries, prepared, choice)
-    if v.form.kind == "int4":
-        turning.spread_back(job.out)
+    _run(job, spec, queries, starts, max_queries, prepared, choice)
     return job.out
 
 
@@ -123,7 +121,8 @@ def attend_latent(
         )
     forms.refuse_head(spec.latent, "the latent")
     checks.rows_of(q, "q", (None, None, spec.latent + spec.rope))
-    latent, rope = forms.plain(layer, "latent"), forms.plain(layer, "rope")
+    latent, rope = forms.plain(layer, spec, "latent"), forms.plain(layer, spec, "rope")
+    kv_scale = 1.0 if spec.cache == "auto" else kv_scale
     dot = jobs.dot_for(forms.dot_of(q), latent)
     job = Job(
         layer, q, _out(q, out, spec.latent), tables, lengths, latent, rope,
@@ -133,44 +132,44 @@ def attend_latent(
         },
         1, q.shape[1], jobs.bound_of(spec), (scale * kv_scale, 0.0, kv_scale), sinks,
     )  # fmt: skip
-    _run(job, spec.cache, queries, starts, max_queries, prepared, choice)
+    _run(job, spec, queries, starts, max_queries, prepared, choice)
     return job.out
 
 
 def _run(
     job: Job,
-    cache: str,
+    spec: Attention | LatentAttention,
     queries: torch.Tensor | None,
     starts: torch.Tensor | None,
     max_queries: int | None,
     prepared: Schedule | None,
     choice: dict[str, Any],
 ) -> None:
-    batches.check(job, queries, starts, max_queries)
-    device, dim = job.q.device, job.dims["DIM"]
+    batches.check(job, queries, starts, max_queries, prepared is not None)
+    device = job.q.device
     if not job.q.shape[0]:
         return
+    kind = jobs.kind_of(job.layer, spec, job.q.shape[1], job.q.dtype)
     job = job._replace(q=_turned(job.q, job.k.form.kind))
-    cut = jobs.cut_for(
-        device, job.group, dim, job.layer.kernel_blocks.size("N"), cache, job.bound, max_queries,
-        choice,
-    )  # fmt: skip
+    states = job.layer.kernel_blocks.size("N")
+    cut = jobs.cut_for(kind, states, job.bound, max_queries, choice)
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         if prepared is None:
             prepared = schedule(cut, job.lengths, queries, starts)
         batches.refuse_schedule(prepared, cut, job.lengths.shape[0])
-        _decode(job, cache, prepared, max_queries, choice)
+        _decode(job, kind, prepared, max_queries, choice)
         if max_queries is None or max_queries * job.group > prepared.cut.few:
-            _prefill(job, cache, prepared, choice)
+            _prefill(job, kind, prepared, choice)
+    if job.v.form.kind == "int4":
+        turning.spread_back(job.out, prepared.ends[0])
 
 
 def _decode(
-    job: Job, cache: str, plan: Schedule, max_queries: int | None, choice: dict[str, Any]
+    job: Job, kind: Kind, plan: Schedule, max_queries: int | None, choice: dict[str, Any]
 ) -> None:
     device, dims = job.q.device, job.dims
     rows = jobs.rows_for(job.group, max_queries)
-    facts = {"dim": dims["DIM"], "cache": jobs.stored_as(cache), "rows": rows}
-    use = {**tune.choose("decode", device, **facts), **choice}
+    use = jobs.use_for("decode", kind, rows, choice)
     by_words = jobs.by_words(job, rows)
     rows = rows if by_words else max(16, rows)
     lead, delta = (jobs.lead_of(job), jobs.delta(job)) if by_words else (0, None)
@@ -178,8 +177,9 @@ def _decode(
     parts = triton.cdiv(job.group, rows)
     lanes = job.heads * parts
     workers = max(1, tune.processors(device) * use["per_sm"] // lanes)
-    sums = torch.empty(2 * workers * lanes * rows * dims["V_WIDTH"], device=device)
-    tops = torch.empty(2 * workers * lanes * rows * 2, device=device)
+    slots = 2 * workers * lanes * rows
+    sums = torch.empty(slots * dims["V_WIDTH"], dtype=torch.float32, device=device)
+    tops = torch.empty(slots * 2, dtype=torch.float32, device=device)
     sinks = job.lengths if job.sinks is None else job.sinks
     count = job.lengths.shape[0]
     decode[(workers * lanes,)](
@@ -194,16 +194,14 @@ def _decode(
     merge[(count, lanes * deep)](
         job.out, jobs.steps(job.out), plan.ends[0], plan.ends[1], count, sums, tops, sinks,
         job.numbers[2], workers, GROUP=job.group, PARTS=parts, LANES=lanes, ROWS=rows, DEEP=deep,
-        V_DIM=dims["V_DIM"], V_WIDTH=dims["V_WIDTH"], SINKS=job.sinks is not None, SLOTS=16,
+        FEW=plan.cut.few, V_DIM=dims["V_DIM"], V_WIDTH=dims["V_WIDTH"],
+        SINKS=job.sinks is not None, SLOTS=16,
         TURN=turn, num_warps=4, **early(device),
     )  # fmt: skip
 
 
-def _prefill(job: Job, cache: str, plan: Schedule, choice: dict[str, Any]) -> None:
-    use = {
-        **tune.choose("prefill", job.q.device, dim=job.dims["DIM"], cache=jobs.stored_as(cache)),
-        **choice,
-    }
+def _prefill(job: Job, kind: Kind, plan: Schedule, choice: dict[str, Any]) -> None:
+    use = jobs.use_for("prefill", kind, 0, choice)
     count = job.lengths.shape[0]
     units = job.q.shape[0] * job.group // plan.cut.rows + count
     prefill[(units * job.heads,)](
@@ -219,11 +217,12 @@ def _out(q: torch.Tensor, out: torch.Tensor | None, dim: int) -> torch.Tensor:
     if out is None:
         return q.new_empty((*q.shape[:2], dim))
     checks.rows_of(out, "out", (q.shape[0], q.shape[1], dim))
+    checks.apart(out, "out")
     return out
 
 
 def _group(q: torch.Tensor, heads: int) -> int:
-    if q.shape[1] % heads:
+    if q.shape[1] % heads or not q.shape[1]:
         raise checks.no_kernel(
             "Query heads share kv heads evenly",
             f"{q.shape[1]} query heads for {heads}",

@@ -62,7 +62,8 @@ def query_rows(
     """Elements FROM .. FROM + DIM - 1 of query rows: `GROUP` heads of each token, packed."""
     column = tl.arange(0, WIDTH)
     token = (start + row // GROUP).to(tl.int64)
-    pointers = q + token * q_steps[0] + (head * GROUP + row % GROUP) * q_steps[1]
+    heads = (head * GROUP + row % GROUP).to(tl.int64)
+    pointers = q + token * q_steps[0] + heads * q_steps[1]
     mask = valid[:, None] & (column < DIM)[None, :]
     return tl.load(pointers[:, None] + (FROM + column)[None, :], mask=mask, other=0.0).to(DOT)
 
@@ -148,6 +149,9 @@ def walk(
             logits = capped(logits, softcap)
         if MASKED:
             seen = seen_by(states[None, :], position[:, None], least[:, None], kept, BOUND)
+            if BOUND == "kept":
+                # States that stay and lie before the window's had a walk of their own.
+                seen = seen & there[None, :]
             logits = tl.where(seen, logits, float("-inf"))
         if LATENT:
             v = k
@@ -205,7 +209,8 @@ def put(out, out_steps, start, row, valid, head, rows, GROUP: tl.constexpr, DIM:
     """Rows into the output, where their queries were; the first `TURN` elements come last."""
     column = tl.arange(0, WIDTH)
     token = (start + row // GROUP).to(tl.int64)
-    pointers = out + token * out_steps[0] + (head * GROUP + row % GROUP) * out_steps[1]
+    heads = (head * GROUP + row % GROUP).to(tl.int64)
+    pointers = out + token * out_steps[0] + heads * out_steps[1]
     mask = valid[:, None] & (column < DIM)[None, :]
     if TURN:
         column = (column + (WIDTH - TURN)) % WIDTH

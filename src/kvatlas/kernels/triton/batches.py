@@ -15,6 +15,7 @@ def check(
     queries: torch.Tensor | None,
     starts: torch.Tensor | None,
     max_queries: int | None,
+    prepared: bool,
 ) -> None:
     """Refuse what no kernel can be trusted with; ids and lengths in debug mode alone."""
     checks.same_device(
@@ -27,6 +28,8 @@ def check(
             checks.integers(given, name, axes=1)
     if job.sinks is not None:
         checks.rows_of(job.sinks, "sinks", (job.q.shape[1],))
+    if queries is None and starts is None and prepared:
+        return
     _refuse_batch(job, queries, starts, max_queries)
 
 

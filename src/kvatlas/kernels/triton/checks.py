@@ -78,6 +78,24 @@ def rows_of(tensor: torch.Tensor, name: str, shape: tuple[int | None, ...]) -> N
         )
 
 
+def apart(tensor: torch.Tensor, name: str) -> None:
+    """Refuse rows that share memory: programs would write over each other's."""
+    axes = sorted(
+        (stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+        if size > 1
+    )  # fmt: skip
+    reach = 1
+    for stride, size in axes:
+        if stride < reach:
+            raise AtlasError(
+                Code.BAD_TENSOR,
+                f"Rows of {name} lie apart",
+                got=f"shape {tuple(tensor.shape)}, strides {tensor.stride()}",
+                hint="Pass memory of its own for every row",
+            )
+        reach = stride * (size - 1) + reach
+
+
 def no_kernel(rule: str, got: object, hint: str) -> AtlasError:
     """A refusal of what no kernel is written for."""
     return AtlasError(Code.NO_KERNEL, rule, got=got, hint=hint)

@@ -85,7 +85,7 @@ def decode(
             end = (until - first) * TILE
             if BOUND == "kept":
                 # Tiles of the states that stay come first; the window's begin at `origin`.
-                stay = tl.minimum(kept, origin)
+                stay = tl.minimum(kept, low)
                 ahead = tl.cdiv(stay, TILE) * TILE
                 acc, top, total = some_states(
                     acc, top, total, queries, rotary, tl.minimum(position, stay - 1), least * 0, 0,
@@ -96,7 +96,6 @@ def decode(
                 )  # fmt: skip
                 begin = tl.maximum(begin - ahead, 0)
                 end = tl.maximum(end - ahead, 0)
-                low = tl.where(origin < kept, origin, low)
             begin += origin
             end += origin
             whole = begin
@@ -166,8 +165,8 @@ def some_states(
 def merge(
     out, out_steps, starts, ends, sequences, sums, tops, sinks, v_scale, workers,
     GROUP: tl.constexpr, PARTS: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
-    DEEP: tl.constexpr, V_DIM: tl.constexpr, V_WIDTH: tl.constexpr, SINKS: tl.constexpr,
-    SLOTS: tl.constexpr, TURN: tl.constexpr, EARLY: tl.constexpr,
+    DEEP: tl.constexpr, FEW: tl.constexpr, V_DIM: tl.constexpr, V_WIDTH: tl.constexpr,
+    SINKS: tl.constexpr, SLOTS: tl.constexpr, TURN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One row of one sequence, from the sums that several workers left of it."""
     after_previous(EARLY)
@@ -213,9 +212,16 @@ def merge(
                 acc = acc * tl.exp2(top - higher)
             acc = acc * (v_scale / tl.where(total == 0.0, 1.0, total))
             token = (start + row // GROUP).to(tl.int64)
-            pointers = out + token * out_steps[0] + head * out_steps[1]
+            pointers = out + token * out_steps[0] + head.to(tl.int64) * out_steps[1]
             if TURN:
                 pointers += (column + (V_WIDTH - TURN)) % V_WIDTH
             else:
                 pointers += column
             tl.store(pointers, acc.to(out.dtype.element_ty), mask=column < V_DIM)
+    if (first == last) & (row < count * GROUP) & (count * GROUP <= FEW):
+        # A sequence without states attends to nothing: batches are padded with such.
+        column = tl.arange(0, V_WIDTH)
+        head = ((lane // PARTS) * GROUP + row % GROUP).to(tl.int64)
+        pointers = out + (start + row // GROUP).to(tl.int64) * out_steps[0] + head * out_steps[1]
+        nothing = tl.zeros([V_WIDTH], out.dtype.element_ty)
+        tl.store(pointers + column, nothing, mask=column < V_DIM)

@@ -10,8 +10,10 @@ import triton.language as tl
 
 from kvatlas.cache import LayerCache
 from kvatlas.geometry import DType
-from kvatlas.kernels.triton import checks
+from kvatlas.kernels.rows import refuse_other
+from kvatlas.kernels.triton import checks, tune
 from kvatlas.kernels.triton.address import rows
+from kvatlas.specs import LatentAttention
 from kvatlas.specs.attention import Attention
 from kvatlas.specs.content import sides
 
@@ -29,6 +31,7 @@ _OF_TORCH: dict[torch.dtype, Any] = {
     torch.float16: tl.float16,
 }
 
+_E4M3_SINCE = (8, 9)
 WIDEST = 512
 """Elements of the longest row that a program holds."""
 
@@ -74,6 +77,8 @@ def dot_of(q: torch.Tensor) -> Any:
 
 def stored(layer: LayerCache, spec: Attention, side: str) -> Stored:
     """One side of an attention layer, as kernels take it."""
+    refuse_other(layer, spec)
+    _refuse_old_chip(layer)
     kind, element, width = _kind(spec.cache, spec.dtype, side)
     found = rows(layer, side)
     names = {field.name for field in layer.page.fields}
@@ -86,11 +91,26 @@ def stored(layer: LayerCache, spec: Attention, side: str) -> Stored:
     return Stored(form, at, scale_at, zero_at)
 
 
-def plain(layer: LayerCache, name: str) -> Stored:
+def plain(layer: LayerCache, spec: LatentAttention, name: str) -> Stored:
     """A field whose elements stand for themselves."""
+    refuse_other(layer, spec)
+    _refuse_old_chip(layer)
     at, unit = _at(layer, name)
     element = element_of(layer.page.field(name).dtype)
     return Stored(Form("plain", element, unit, 1, 1, 0, _takes_ptx(layer), 0), at, at, at)
+
+
+def _refuse_old_chip(layer: LayerCache) -> None:
+    """Refuse e4m3, as elements or as scales, where the chip cannot convert it."""
+    if not _takes_ptx(layer) or all(f.dtype.name != "e4m3" for f in layer.page.fields):
+        return
+    found = tune.capability(layer.buffer.device)
+    if found < _E4M3_SINCE:
+        raise checks.no_kernel(
+            "Caches with e4m3 want compute capability 8.9",
+            ".".join(str(n) for n in found),
+            "Use int8_per_token_head, or auto",
+        )
 
 
 def _takes_ptx(layer: LayerCache) -> bool:

@@ -36,6 +36,8 @@ _NEAR = 1 << 20
 """Bytes that an instruction can add to an address, less than it can."""
 _SCALE = 4
 """Bytes of a row's own scale."""
+_LEAST = 16
+"""States, or rows of queries, in the smallest tile."""
 
 
 class Job(NamedTuple):
@@ -71,46 +73,105 @@ def bound_of(spec: Attention | LatentAttention) -> tuple[str, int, int]:
     return "none", 0, 0
 
 
+class Kind(NamedTuple):
+    """What the parameters of launches depend on."""
+
+    device: torch.device
+    group: int
+    """Query heads that share a kv head."""
+    dim: int
+    """Elements of the longest row."""
+    cache: str
+    """What rules call a cache dtype."""
+    latent: bool
+    query: int
+    """Bytes of a query."""
+    stored: int
+    """Bytes of a state's K and V, as they are loaded."""
+    converted: int
+    """Bytes of them as dots take them, where that is something else."""
+
+
+def kind_of(
+    layer: LayerCache, spec: Attention | LatentAttention, query_heads: int, dtype: torch.dtype
+) -> Kind:
+    """The kind of a layer's launches, for queries of a dtype."""
+    if isinstance(spec, LatentAttention):
+        rows, heads = [("latent", spec.latent + spec.rope)], 1
+        dim, query = spec.latent, spec.latent + spec.rope
+    else:
+        v_dim = spec.v_dim or spec.head_dim
+        rows = [("k", width_of(spec.head_dim)), ("v", width_of(v_dim))]
+        heads, dim, query = layer.place("k").size("H"), max(spec.head_dim, v_dim), rows[0][1]
+    bits = [layer.page.field(name).dtype.bits for name, _ in rows]
+    size = 4 if dtype == torch.float32 else 2
+    elements = sum(width for _, width in rows)
+    return Kind(
+        layer.buffer.device, query_heads // heads, dim,
+        "fp32" if size == 4 or 32 in bits else stored_as(spec.cache),
+        isinstance(spec, LatentAttention), query * size,
+        sum(width * n for (_, width), n in zip(rows, bits, strict=True)) // 8,
+        elements * size if any(n != 8 * size for n in bits) else 0,
+    )  # fmt: skip
+
+
+def use_for(kernel: str, kind: Kind, rows: int, choice: dict[str, Any]) -> dict[str, Any]:
+    """Parameters of a launch, as few stages and as small tiles as the chip has room for."""
+    facts = {"dim": kind.dim, "cache": kind.cache, "latent": kind.latent}
+    if kernel == "decode":
+        facts["rows"] = rows
+    use = {**tune.choose(kernel, kind.device, **facts), **choice}
+    limit = tune.shared_memory(kind.device)
+    while _shared(use, kind, rows) > limit:
+        if use["stages"] > 2 or (use["stages"] > 1 and use["tile"] <= _LEAST):
+            use["stages"] -= 1
+        elif use["tile"] > _LEAST:
+            use["tile"] //= 2
+        elif use.get("rows", 0) > _LEAST:
+            use["rows"] //= 2
+        else:
+            break
+    return use
+
+
+def _shared(use: dict[str, Any], kind: Kind, rows: int) -> int:
+    """Bytes of shared memory that a program holds, at most."""
+    states = use["tile"] * (use["stages"] * kind.stored + kind.converted)
+    return int(use.get("rows", rows) * kind.query + states)
+
+
 def cut_of(
     layer: LayerCache,
     spec: Attention | LatentAttention,
     query_heads: int,
     *,
+    dtype: torch.dtype = torch.bfloat16,
     max_queries: int | None = None,
     **choice: Any,
 ) -> Cut:
     """How batches of such layers are cut, for `schedule` to be called once in a step.
 
-    The schedule serves every layer of the same kind, with the same `max_queries`.
+    The schedule serves every layer of the same kind, with queries of the same `dtype` and
+    with the same `max_queries`.
     """
-    if isinstance(spec, LatentAttention):
-        heads, dim = 1, spec.latent
-    else:
-        heads, dim = layer.place("k").size("H"), spec.head_dim
-    return cut_for(
-        layer.buffer.device, query_heads // heads, dim, layer.kernel_blocks.size("N"), spec.cache,
-        bound_of(spec), max_queries, choice,
-    )  # fmt: skip
+    kind = kind_of(layer, spec, query_heads, dtype)
+    states = layer.kernel_blocks.size("N")
+    return cut_for(kind, states, bound_of(spec), max_queries, choice)
 
 
 def cut_for(
-    device: torch.device,
-    group: int,
-    dim: int,
+    kind: Kind,
     states: int,
-    cache: str,
     bound: tuple[str, int, int],
     max_queries: int | None,
     choice: dict[str, Any],
 ) -> Cut:
-    """The cut of layers with so many heads in a group, elements in a row, states in a page."""
-    few = rows_for(group, max_queries)
-    use = tune.choose("decode", device, dim=dim, cache=stored_as(cache), rows=few)
-    many = tune.choose("prefill", device, dim=dim, cache=stored_as(cache))
-    tile: int = choice.get("tile") or use["tile"]
-    rows: int = choice.get("rows") or many["rows"]
+    """The cut of layers of a kind, with so many states in a page."""
+    few = rows_for(kind.group, max_queries)
+    tile = use_for("decode", kind, few, choice)["tile"]
+    rows = use_for("prefill", kind, 0, choice)["rows"]
     return Cut(
-        group, triton.cdiv(group, few) * few, tile, rows,
+        kind.group, triton.cdiv(kind.group, few) * few, tile, rows,
         fit_of(states, tile)[1], *bound,
     )  # fmt: skip
 

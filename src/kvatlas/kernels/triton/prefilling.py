@@ -73,14 +73,13 @@ def prefill(
             )  # fmt: skip
         if BOUND == "kept":
             # States that stay and lie before the window's.
-            stay = tl.minimum(kept, origin)
+            stay = tl.minimum(kept, low)
             acc, top, total = walk(
                 acc, top, total, queries, rotary, tl.minimum(position, stay - 1), least * 0, 0, 0,
                 stay, 0, stay, head, table, buffer, k_at, k_scale_at, v_at, v_scale_at, v_zero_at,
                 scale, softcap, K_FORM, V_FORM, STATES, TILE, DIM, WIDTH, V_DIM, V_WIDTH,
                 FIT, ROPE, LATENT, SOFTCAP, "none", True, K_DOT, V_DOT, PRECISION, EVICT, STAGES,
             )  # fmt: skip
-            low = tl.where(origin < kept, origin, low)
         acc, top, total = walk(
             acc, top, total, queries, rotary, position, least, kept, whole, high, low, high,
             head, table, buffer, k_at, k_scale_at, v_at, v_scale_at, v_zero_at,

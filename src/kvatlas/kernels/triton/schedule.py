@@ -71,9 +71,9 @@ def _plan(
             count = (count - tl.load(given + at, mask=there, other=0)).to(tl.int32)
         else:
             count = tl.load(queries + at, mask=there, other=0).to(tl.int32)
-        low = first_seen(length - count, bound, BOUND) // ALIGN * ALIGN
+        low = first_seen(length - count, bound, BOUND)
         short = count * GROUP <= few
-        walked = tl.cdiv(length - low, TILE)
+        walked = tl.cdiv(length - low // ALIGN * ALIGN, TILE)
         if BOUND == "kept":
             walked += tl.cdiv(tl.minimum(kept, low), TILE)
         walked = tl.where((count > 0) & short, walked, 0)

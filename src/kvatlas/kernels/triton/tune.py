@@ -8,12 +8,14 @@ is the most that a fact may be, anything else must be equal.
 from __future__ import annotations
 
 import json
+import math
 import os
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from triton.runtime import driver
 
 Facts = dict[str, Any]
 Choice = dict[str, Any]
@@ -42,8 +44,14 @@ def family(device: torch.device) -> str:
     'any'
     """
     if device.type == "cuda" and torch.version.cuda:
-        return {9: "hopper"}.get(torch.cuda.get_device_capability(device)[0], "any")
+        return {9: "hopper"}.get(capability(device)[0], "any")
     return "any"
+
+
+@lru_cache(maxsize=16)
+def capability(device: torch.device) -> tuple[int, int]:
+    """What an NVIDIA chip can do."""
+    return torch.cuda.get_device_capability(device)
 
 
 @lru_cache(maxsize=16)
@@ -52,6 +60,15 @@ def processors(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).multi_processor_count)
     return 4
+
+
+@lru_cache(maxsize=16)
+def shared_memory(device: torch.device) -> float:
+    """Bytes that a program may hold on the chip; where a CPU plays one, any number."""
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])
+    return math.inf
 
 
 def choose(kernel: str, device: torch.device, **facts: Any) -> Choice:

@@ -38,18 +38,24 @@ def rotate(rows, COUNT: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr):
 
 @triton.jit
 def turn_rows(
-    source, source_steps, target, target_steps, signs, count, factor, HEADS: tl.constexpr,
-    COUNT: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr,
-    BACK: tl.constexpr, EARLY: tl.constexpr,
+    source, source_steps, target, target_steps, signs, starts, last, count, factor,
+    HEADS: tl.constexpr, COUNT: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    STEPS: tl.constexpr, BACK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Rows [tokens, heads, D] under signs and a transform, or under a transform and signs."""
+    """Rows [tokens, heads, D] under signs and a transform, or under a transform and signs.
+
+    Those that are turned back are of a batch, whose queries start and end somewhere.
+    """
     after_previous(EARLY)
     before_next(EARLY)
     row = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
     column = tl.arange(0, WIDTH)
     token = (row // HEADS).to(tl.int64)
     head = row % HEADS
-    mask = (row < count)[:, None] & (column < DIM)[None, :]
+    there = row < count
+    if BACK:
+        there = there & (token >= tl.load(starts)) & (token < tl.load(starts + last))
+    mask = there[:, None] & (column < DIM)[None, :]
     at = (token * source_steps[0] + head * source_steps[1])[:, None] + column[None, :]
     rows = tl.load(source + at, mask=mask, other=0.0).to(tl.float32)
     sign = tl.load(signs + column % 2**STEPS)[None, :]
@@ -69,21 +75,21 @@ def spread(rows: torch.Tensor, factor: float) -> torch.Tensor:
     """
     dtype = torch.float16 if rows.dtype is torch.bfloat16 else rows.dtype
     found = torch.empty(rows.shape, dtype=dtype, device=rows.device)
-    _turn(rows, found, bits.signs(_block(rows), rows.device), factor, back=False)
+    _turn(rows, found, bits.signs(_block(rows), rows.device), factor)
     return found
 
 
-def spread_back(rows: torch.Tensor) -> None:
-    """`bits.spread_back` of rows [tokens, heads, D], where they are."""
+def spread_back(rows: torch.Tensor, starts: torch.Tensor) -> None:
+    """`bits.spread_back` of a batch's rows [tokens, heads, D], where they are."""
     block = _block(rows)
-    _turn(rows, rows, bits.signs(block, rows.device), 1.0 / block, back=True)
+    _turn(rows, rows, bits.signs(block, rows.device), 1.0 / block, starts)
 
 
 def rotated(rows: torch.Tensor) -> torch.Tensor:
     """`bits.rotate` of rows [tokens, heads, D] of a power of two."""
     found = torch.empty_like(rows, memory_format=torch.contiguous_format)
     size = rows.shape[-1]
-    _turn(rows, found, _no_signs(size, rows.device), size**-0.5, back=False)
+    _turn(rows, found, _no_signs(size, rows.device), size**-0.5)
     return found
 
 
@@ -97,7 +103,11 @@ def _no_signs(size: int, device: torch.device) -> torch.Tensor:
 
 
 def _turn(
-    source: torch.Tensor, target: torch.Tensor, signs: torch.Tensor, factor: float, *, back: bool
+    source: torch.Tensor,
+    target: torch.Tensor,
+    signs: torch.Tensor,
+    factor: float,
+    starts: torch.Tensor | None = None,
 ) -> None:
     tokens, heads, size = source.shape
     width = max(16, int(triton.next_power_of_2(size)))
@@ -107,7 +117,8 @@ def _turn(
     with torch.cuda.device(source.device) if source.is_cuda else nullcontext():
         turn_rows[(triton.cdiv(tokens * heads, count),)](
             source, (source.stride(0), source.stride(1)), target,
-            (target.stride(0), target.stride(1)), signs, tokens * heads, factor, HEADS=heads,
-            COUNT=count, DIM=size, WIDTH=width, STEPS=len(signs).bit_length() - 1, BACK=back,
-            num_warps=4, **early(source.device),
+            (target.stride(0), target.stride(1)), signs, signs if starts is None else starts,
+            0 if starts is None else len(starts) - 1, tokens * heads, factor, HEADS=heads,
+            COUNT=count, DIM=size, WIDTH=width, STEPS=len(signs).bit_length() - 1,
+            BACK=starts is not None, num_warps=4, **early(source.device),
         )  # fmt: skip

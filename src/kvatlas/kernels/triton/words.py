@@ -299,6 +299,8 @@ def walk_words(
             logits = logits + power[:, None]
         if MASKED:
             seen = seen_by(states[:, None], position[None, :], least[None, :], kept, BOUND)
+            if BOUND == "kept":
+                seen = seen & there[:, None]
             logits = tl.where(seen, logits, float("-inf"))
         higher = tl.maximum(top, tl.max(logits, 0))
         if tl.max(higher - top, 0) > HEADROOM:

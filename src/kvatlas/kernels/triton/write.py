@@ -70,7 +70,7 @@ def write_latent(
     forms.refuse_head(spec.latent, "the latent")
     checks.rows_of(latent, "latent", (slots.shape[0], spec.latent))
     checks.rows_of(rope, "rope", (slots.shape[0], spec.rope))
-    sides = forms.plain(layer, "latent"), forms.plain(layer, "rope")
+    sides = forms.plain(layer, spec, "latent"), forms.plain(layer, spec, "rope")
     _write(
         layer, latent.unsqueeze(1), rope.unsqueeze(1), slots, sides, 1, (kv_scale, kv_scale),
         spec.cache != "auto", choice,

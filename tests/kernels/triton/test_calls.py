@@ -1,0 +1,208 @@
+"""How engines call: padded batches, rows outside a batch, odd dtypes, unusual strides and chips."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+torch = pytest.importorskip("torch")
+
+from kvatlas import AtlasError, Code, kernels  # noqa: E402
+from kvatlas.kernels.triton import (  # noqa: E402
+    attend,
+    attend_latent,
+    between,
+    cut_of,
+    forms,
+    jobs,
+    schedule,
+    tune,
+)
+from kvatlas.specs import FullAttention, LatentAttention, SinkAttention  # noqa: E402
+from tests.kernels.triton.cases import Pool  # noqa: E402
+
+SPEC = FullAttention(heads=2, head_dim=16, dtype="fp32")
+TABLES = torch.tensor([[3, 1], [7, 4], [2, 0]]).int()
+
+
+def filled(spec: Any, *, block: int = 16, blocks: int = 12) -> Any:
+    layer = Pool(spec, "LBNHC", "cpu", block=block, blocks=blocks).layer
+    generator = torch.Generator().manual_seed(2)
+    slots = torch.arange(block * blocks)
+    k, v = (torch.randn(len(slots), spec.heads, spec.head_dim, generator=generator) for _ in "kv")
+    kernels.write(layer, spec, k, v, slots)
+    return layer
+
+
+def queries_of(count: int, dim: int = 16, heads: int = 4) -> Any:
+    return torch.randn(count, heads, dim, generator=torch.Generator().manual_seed(5))
+
+
+@pytest.mark.parametrize("max_queries", [1, None])
+def test_sequences_that_pad_a_batch_attend_to_nothing(max_queries: int | None) -> None:
+    layer, q = filled(SPEC), queries_of(3)
+    out = torch.full_like(q, float("nan"))
+    where = {"tables": TABLES, "queries": torch.ones(3, dtype=torch.int32)}
+    attend(
+        layer, SPEC, q, lengths=torch.tensor([20, 0, 5]), max_queries=max_queries, out=out, **where
+    )
+    theirs = kernels.attend(layer, SPEC, q, lengths=torch.tensor([20, 1, 5]), **where)
+    assert (out[1] == 0).all()
+    assert torch.allclose(out[[0, 2]], theirs[[0, 2]], atol=1e-5)
+
+
+@pytest.mark.parametrize("cache", ["auto", "int4_per_token_head"])
+def test_rows_outside_the_batch_stay(cache: str) -> None:
+    spec = FullAttention(heads=2, head_dim=16, cache=cache)
+    layer, q = filled(spec), queries_of(5)
+    out = torch.ones(5, 4, 16)
+    attend(
+        layer, spec, q, tables=TABLES[:1], lengths=torch.tensor([20]), starts=torch.tensor([2, 3]),
+        max_queries=1, out=out,
+    )  # fmt: skip
+    theirs = kernels.attend(
+        layer, spec, q[2:3], tables=TABLES[:1], lengths=torch.tensor([20]),
+        queries=torch.tensor([1]),
+    )  # fmt: skip
+    assert (out[[0, 1, 3, 4]] == 1).all()
+    assert torch.allclose(out[2:3], theirs, atol=1e-4)
+
+
+def test_scales_are_for_caches_that_have_them() -> None:
+    spec = LatentAttention(latent=16, rope=16, dtype="fp32")
+    layer, generator = Pool(spec, "LBNHC", "cpu").layer, torch.Generator().manual_seed(1)
+    for view in (layer.latent, layer.rope):
+        view.copy_(torch.randn(view.shape, generator=generator))
+    where = {
+        "tables": TABLES[:1], "lengths": torch.tensor([20]), "queries": torch.tensor([1]),
+        "scale": 0.2, "kv_scale": 0.5,
+    }  # fmt: skip
+    q = queries_of(1, 32)
+    mine = attend_latent(layer, spec, q, **where)
+    assert torch.allclose(mine, kernels.attend_latent(layer, spec, q, **where), atol=1e-5)
+
+
+def test_sums_do_not_depend_on_the_default_dtype() -> None:
+    layer, q = filled(SPEC), queries_of(1)
+    where = {"tables": TABLES[:1], "lengths": torch.tensor([31]), "queries": torch.tensor([1])}
+    plain = attend(layer, SPEC, q, tile=16, **where)
+    torch.set_default_dtype(torch.float16)
+    try:
+        found = attend(layer, SPEC, q, tile=16, **where)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found, plain)
+
+
+def test_a_prepared_schedule_is_enough() -> None:
+    layer, q = filled(SPEC), queries_of(3)
+    lengths = torch.tensor([20, 9, 5])
+    cut = cut_of(layer, SPEC, 4, dtype=q.dtype, max_queries=1)
+    plan = schedule(cut, lengths, queries=torch.ones(3, dtype=torch.int32))
+    where = {"tables": TABLES, "lengths": lengths, "max_queries": 1}
+    mine = attend(layer, SPEC, q, prepared=plan, **where)
+    again = attend(layer, SPEC, q, queries=torch.ones(3, dtype=torch.int32), **where)
+    assert torch.equal(mine, again)
+
+
+@pytest.mark.parametrize(("block", "length", "count", "tile"), [(6, 19, 1, 64), (5, 77, 9, 16)])
+def test_blocks_between_the_first_tokens_and_a_window_may_be_anything(
+    block: int, length: int, count: int, tile: int
+) -> None:
+    spec = SinkAttention(heads=2, head_dim=16, dtype="fp32", sinks=2, window=5)
+    layer, q = filled(spec, block=block, blocks=20), queries_of(count)
+    table = torch.randperm(20, generator=torch.Generator().manual_seed(1))[None]
+    where = {"lengths": torch.tensor([length]), "queries": torch.tensor([count])}
+    theirs = kernels.attend(layer, spec, q, tables=table, **where)
+    left = table.clone()
+    left[0, 1 : (length - count - 4) // block] = 10**9
+    mine = attend(layer, spec, q, tables=left, tile=tile, **where)
+    assert int(left.max()) == 10**9
+    assert torch.allclose(mine, theirs, atol=1e-5)
+
+
+def test_short_rows_of_levels() -> None:
+    spec = FullAttention(heads=2, head_dim=8, cache="turboquant_4bit_nc")
+    layer, q = filled(spec), queries_of(1, 8)
+    where = {"tables": TABLES[:1], "lengths": torch.tensor([20]), "queries": torch.tensor([1])}
+    mine = attend(layer, spec, q, **where)
+    assert torch.allclose(mine, kernels.attend(layer, spec, q, **where), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("spec", "dtype"),
+    [
+        (SPEC, torch.float32),
+        (FullAttention(heads=2, head_dim=128), torch.float32),
+        (FullAttention(heads=2, head_dim=128, dtype="fp32"), torch.bfloat16),
+        (FullAttention(heads=2, head_dim=512), torch.bfloat16),
+        (FullAttention(heads=2, head_dim=64, v_dim=512), torch.bfloat16),
+        (FullAttention(heads=2, head_dim=256, cache="nvfp4"), torch.float16),
+        (LatentAttention(), torch.bfloat16),
+        (LatentAttention(cache="fp8"), torch.bfloat16),
+    ],
+)
+@pytest.mark.parametrize(("chip", "room"), [("hopper", 232_448), ("any", 101_376)])
+def test_programs_fit_the_chip(
+    spec: Any, dtype: Any, chip: str, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = Pool(spec, "LBNHC", "cpu").layer
+    monkeypatch.setattr(tune, "family", lambda _: chip)
+    free = jobs.kind_of(layer, spec, 128, dtype)
+    wanted = {kernel: jobs.use_for(kernel, free, 64, {}) for kernel in ("decode", "prefill")}
+    monkeypatch.setattr(tune, "shared_memory", lambda _: room)
+    for kernel, use in wanted.items():
+        found = jobs.use_for(kernel, free, 64, {})
+        rows = found.get("rows", 64) * free.query
+        states = found["tile"] * (found["stages"] * free.stored + free.converted)
+        assert rows + states <= room
+        assert min(found["tile"], found.get("rows", 16)) >= 16
+        assert all(found[name] <= use[name] for name in ("tile", "stages"))
+        assert math.log2(found["tile"]).is_integer()
+
+
+def test_old_chips_have_no_eight_bit_floats(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = FullAttention(heads=2, head_dim=16, cache="fp8")
+    layer = Pool(spec, "LBNHC", "cpu").layer
+    monkeypatch.setattr(forms, "_takes_ptx", lambda _: True)
+    monkeypatch.setattr(tune, "capability", lambda _: (8, 0))
+    with pytest.raises(AtlasError) as refusal:
+        forms.stored(layer, spec, "k")
+    assert refusal.value.code is Code.NO_KERNEL
+    plain = Pool(SPEC, "LBNHC", "cpu").layer
+    assert forms.stored(plain, SPEC, "k").form.kind == "plain"
+
+
+def test_blocks_do_not_race(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = filled(SPEC)
+    copy = between(layer, layer)
+    monkeypatch.setenv("KVATLAS_DEBUG", "1")
+    for ids, places in (([0, 1], [1, 2]), ([0, 1], [3, 3])):
+        with pytest.raises(AtlasError) as refusal:
+            copy(torch.tensor(ids), torch.tensor(places))
+        assert refusal.value.code is Code.OVERLAP
+    copy(torch.tensor([0, 1]), torch.tensor([2, 3]))
+
+
+OTHERS = [
+    FullAttention(heads=2, head_dim=32, dtype="fp32"),
+    FullAttention(heads=2, head_dim=16, dtype="fp16"),
+    FullAttention(heads=2, head_dim=16, dtype="fp32", cache="fp8"),
+]
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=str)
+def test_a_layer_is_read_by_its_own_spec(other: Any) -> None:
+    layer, rows = filled(SPEC), torch.zeros(1, 2, other.head_dim)
+    where = {"tables": TABLES[:1], "lengths": torch.tensor([5]), "queries": torch.tensor([1])}
+    for act in (
+        lambda: attend(layer, other, queries_of(1, other.head_dim), **where),
+        lambda: kernels.attend(layer, other, queries_of(1, other.head_dim), **where),
+        lambda: kernels.write(layer, other, rows, rows, torch.tensor([0])),
+    ):
+        with pytest.raises(AtlasError) as refusal:
+            act()
+        assert refusal.value.code is Code.BAD_SPEC
