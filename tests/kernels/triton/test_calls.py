@@ -164,6 +164,25 @@ def test_programs_fit_the_chip(
         assert math.log2(found["tile"]).is_integer()
 
 
+def test_what_fits_no_chip_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = LatentAttention(cache="fp8")
+    kind = jobs.kind_of(Pool(spec, "LBNHC", "cpu").layer, spec, 128, torch.bfloat16)
+    monkeypatch.setattr(tune, "shared_memory", lambda _: 49_152)
+    with pytest.raises(AtlasError) as refusal:
+        jobs.use_for("decode", kind, 64, {})
+    assert refusal.value.code is Code.NO_KERNEL
+
+
+def test_tiles_of_converted_elements_are_not_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = FullAttention(heads=2, head_dim=16, cache="nvfp4")
+    kind = jobs.kind_of(Pool(spec, "LBNHC", "cpu").layer, spec, 4, torch.bfloat16)
+    monkeypatch.setattr(tune, "family", lambda _: "hopper")
+    monkeypatch.setattr(tune, "shared_memory", lambda _: 232_448)
+    there = kind._replace(device=torch.device("cuda", 0))
+    assert jobs.use_for("decode", there, 16, {"tile": 16})["tile"] == 32
+    assert jobs.use_for("decode", there._replace(converted=0), 16, {"tile": 16})["tile"] == 16
+
+
 def test_old_chips_have_no_eight_bit_floats(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = FullAttention(heads=2, head_dim=16, cache="fp8")
     layer = Pool(spec, "LBNHC", "cpu").layer

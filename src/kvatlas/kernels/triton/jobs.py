@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from kvatlas.cache import LayerCache
-from kvatlas.kernels.triton import tune
+from kvatlas.kernels.triton import checks, tune
 from kvatlas.kernels.triton.address import gap
 from kvatlas.kernels.triton.attending import LOG2E
 from kvatlas.kernels.triton.forms import Stored
@@ -38,6 +38,11 @@ _SCALE = 4
 """Bytes of a row's own scale."""
 _LEAST = 16
 """States, or rows of queries, in the smallest tile."""
+_LEAST_CONVERTED = 32
+"""States in the smallest tile of elements that are converted.
+
+Triton 3.6 spreads narrow elements over more states than a smaller one has, and errs.
+"""
 
 
 class Job(NamedTuple):
@@ -121,16 +126,24 @@ def use_for(kernel: str, kind: Kind, rows: int, choice: dict[str, Any]) -> dict[
     if kernel == "decode":
         facts["rows"] = rows
     use = {**tune.choose(kernel, kind.device, **facts), **choice}
+    least = _LEAST
+    if kind.converted and kind.device.type == "cuda":
+        least = _LEAST_CONVERTED
+        use["tile"] = max(use["tile"], least)
     limit = tune.shared_memory(kind.device)
-    while _shared(use, kind, rows) > limit:
-        if use["stages"] > 2 or (use["stages"] > 1 and use["tile"] <= _LEAST):
+    while (wanted := _shared(use, kind, rows)) > limit:
+        if use["stages"] > 2 or (use["stages"] > 1 and use["tile"] <= least):
             use["stages"] -= 1
-        elif use["tile"] > _LEAST:
+        elif use["tile"] > least:
             use["tile"] //= 2
         elif use.get("rows", 0) > _LEAST:
             use["rows"] //= 2
         else:
-            break
+            raise checks.no_kernel(
+                "A program's queries and its smallest tile fit the shared memory of its chip",
+                f"{wanted} bytes of {limit}",
+                "Pass fewer query heads in one call",
+            )
     return use
 
 
@@ -235,9 +248,11 @@ def rows_for(group: int, max_queries: int | None) -> int:
 def stored_as(cache: str) -> str:
     """What rules call a cache dtype: 8-bit floats of one scale are alike.
 
-    >>> stored_as("fp8_e5m2"), stored_as("auto")
-    ('fp8', 'auto')
+    >>> stored_as("fp8_e5m2"), stored_as("turboquant_4bit_nc"), stored_as("auto")
+    ('fp8', 'turboquant', 'auto')
     """
+    if cache.startswith("turboquant"):
+        return "turboquant"
     return "fp8" if cache in ("fp8_e4m3", "fp8_e5m2") else cache
 
 
