@@ -135,7 +135,9 @@ def signs(size: int, device: torch.device) -> torch.Tensor:
     [1.0, 1.0, 1.0, 1.0]
     """
     generator = torch.Generator().manual_seed(0x9E3779B9)
-    return (torch.full((size,), 0.5).bernoulli(generator=generator) * 2 - 1).to(device)
+    # A generator draws other numbers for another dtype, and a process may have its own default.
+    half = torch.full((size,), 0.5, dtype=torch.float32, device="cpu")
+    return (half.bernoulli(generator=generator) * 2 - 1).to(device)
 
 
 @lru_cache(maxsize=8)
