@@ -17,7 +17,8 @@ def split(values: torch.Tensor, *sizes: int) -> torch.Tensor:
     >>> split(torch.zeros(3, 8), 2, 4).shape
     torch.Size([3, 2, 4])
     """
-    return values.view(*values.shape[:-1], *sizes)
+    # Not by view(), which finds no size for -1 where there are no rows.
+    return torch.unflatten(values, -1, sizes)
 
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
