@@ -14,7 +14,15 @@ from kvatlas.cache import LayerCache
 from kvatlas.geometry import ENGINE_LAYOUTS, Layout
 from kvatlas.kernels import read
 from kvatlas.kernels import write as write_by_torch
-from kvatlas.kernels.triton import attend, attend_latent, between, write, zero_blocks
+from kvatlas.kernels import write_latent as write_latent_by_torch
+from kvatlas.kernels.triton import (
+    attend,
+    attend_latent,
+    between,
+    write,
+    write_latent,
+    zero_blocks,
+)
 from kvatlas.specs import (
     ChunkedAttention,
     CrossAttention,
@@ -127,6 +135,25 @@ def check_write(
     pool.raw.copy_(found)
     for a, b in zip(mine, read(layer, spec, slots[slots >= 0]), strict=True):
         assert float((a - b).norm() / a.norm()) < 0.15
+    pool.untouched()
+
+
+def check_write_latent(
+    spec: LatentAttention, order: str, device: str, *, dtype: torch.dtype, whole: bool
+) -> None:
+    """The bytes that the torch kernels write; all types here hold small whole numbers exactly."""
+    pool = Pool(spec, order, device)
+    layer = pool.layer
+    twin = LayerCache(layer.name, layer.page, layer.placement, layer.buffer.cpu().clone())
+    generator = torch.Generator().manual_seed(12)
+    fused = 4 * torch.randn(40, spec.latent + spec.rope, generator=generator)
+    fused = (fused.round().clamp(-15, 15) if whole else fused).to(dtype)
+    latent, rope = fused[:, : spec.latent], fused[:, spec.latent :]
+    slots = torch.randperm(12 * 16, generator=generator)[:40]
+    slots[5] = -1
+    write_latent_by_torch(twin, spec, latent, rope, slots, kv_scale=0.5)
+    write_latent(layer, spec, *(part.to(device) for part in (latent, rope, slots)), kv_scale=0.5)
+    assert torch.equal(layer.buffer.cpu(), twin.buffer)
     pool.untouched()
 
 

@@ -12,6 +12,7 @@ from kvatlas.cache import LayerCache
 from kvatlas.geometry import DType
 from kvatlas.kernels.triton import checks
 from kvatlas.kernels.triton.address import rows
+from kvatlas.specs import LatentAttention
 from kvatlas.specs.attention import Attention
 from kvatlas.specs.content import sides
 
@@ -28,6 +29,7 @@ _OF_TORCH: dict[torch.dtype, Any] = {
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
 }
+_LATENTS = ("auto", "fp8", "fp8_e4m3")
 
 WIDEST = 512
 """Elements of the longest row that a program holds."""
@@ -91,6 +93,25 @@ def plain(layer: LayerCache, name: str) -> Stored:
     at, unit = _at(layer, name)
     element = element_of(layer.page.field(name).dtype)
     return Stored(Form("plain", element, unit, 1, 1, 0, _takes_ptx(layer), 0), at, at, at)
+
+
+def writes_latent(spec: LatentAttention) -> bool:
+    """Whether a kernel writes such latents: those that stand for themselves or have one scale.
+
+    >>> writes_latent(LatentAttention()), writes_latent(LatentAttention(cache="fp8_ds_mla"))
+    (True, False)
+    """
+    return spec.cache in _LATENTS and spec.latent <= WIDEST
+
+
+def attends_latent(spec: LatentAttention) -> bool:
+    """Whether a kernel attends to such latents: those that one writes, in rows as dots want them.
+
+    >>> attends_latent(LatentAttention()), attends_latent(LatentAttention(latent=448))
+    (True, False)
+    """
+    sizes = spec.latent, spec.rope
+    return writes_latent(spec) and all(size >= 16 and not size & (size - 1) for size in sizes)
 
 
 def _takes_ptx(layer: LayerCache) -> bool:

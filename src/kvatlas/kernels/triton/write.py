@@ -65,11 +65,11 @@ def write_latent(
 ) -> None:
     """Latent and rotary rows [states, elements] into the states that `slots` name."""
     checks.integers(slots, "slots", axes=1)
-    if spec.cache not in ("auto", "fp8", "fp8_e4m3"):
+    forms.refuse_head(spec.latent, "the latent")
+    if not forms.writes_latent(spec):
         raise checks.no_kernel(
             "Latents stand for themselves or have one scale", spec.cache, "Use auto or fp8"
         )
-    forms.refuse_head(spec.latent, "the latent")
     checks.rows_of(latent, "latent", (slots.shape[0], spec.latent))
     checks.rows_of(rope, "rope", (slots.shape[0], spec.rope))
     sides = forms.plain(layer, "latent"), forms.plain(layer, "rope")

@@ -1,0 +1,58 @@
+"""Writing in Triton's interpreter: latents."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+torch = pytest.importorskip("torch")
+
+from kvatlas import kernels  # noqa: E402
+from kvatlas.kernels import triton as gpu  # noqa: E402
+from kvatlas.specs import LatentAttention  # noqa: E402
+from tests.kernels.triton.cases import Pool, check_write_latent  # noqa: E402
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("form", [{"dtype": "fp32"}, {"dtype": "bf16"}, {"cache": "fp8"}])
+def test_latents_are_written(form: dict[str, str], dtype: Any) -> None:
+    spec = LatentAttention(latent=48, rope=16, **form)  # type: ignore[arg-type]
+    check_write_latent(spec, "BLNHC", "cpu", dtype=dtype, whole=True)
+
+
+LATENTS: list[tuple[dict[str, Any], list[str]]] = [
+    ({}, ["write_latent", "attend_latent"]),
+    ({"cache": "fp8"}, ["write_latent", "attend_latent"]),
+    ({"latent": 448}, ["write_latent"]),
+    ({"cache": "fp8_ds_mla"}, []),
+    ({"cache": "nvfp4_ds_mla"}, []),
+    ({"cache": "fp8_ds_mla", "version": "v4", "latent": 448}, []),
+]
+
+
+@pytest.mark.parametrize(("form", "names"), LATENTS)
+def test_latents_find_a_kernel_where_there_is_one(
+    form: dict[str, Any], names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: what no kernel is written for is left to torch."""
+    called = []
+    for name in ("write_latent", "attend_latent"):
+        monkeypatch.setattr(gpu, name, lambda *_, name=name, **__: called.append(name))
+    for room in ("latent", "attend"):
+        module = import_module(f"kvatlas.kernels.{room}")
+        monkeypatch.setattr(module, "gpu_kernels", lambda *_: gpu)
+    spec = LatentAttention(**form)
+    layer = Pool(spec, "LBNHC", "cpu", block=64, blocks=2).layer
+    layer.tensor.zero_()
+    rows, some = torch.ones(1, spec.latent), torch.ones(1, dtype=torch.int64)
+    kernels.write_latent(layer, spec, rows, torch.ones(1, 64), some * 64)
+    out = kernels.attend_latent(
+        layer, spec, torch.ones(1, 2, spec.latent + 64), tables=some[None], lengths=some,
+        queries=some, scale=1.0,
+    )  # fmt: skip
+    assert called == names
+    if not names:
+        assert torch.allclose(out, torch.ones(1, 2, spec.latent), rtol=0.05)
