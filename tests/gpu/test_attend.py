@@ -25,6 +25,7 @@ from tests.kernels.triton.cases import (
     Pool,
     check_attend,
     check_latent,
+    check_not_finite,
     check_write,
     check_write_latent,
     exact_attention,
@@ -104,6 +105,11 @@ def test_rows_are_written_in_every_order(order: str) -> None:
 def test_tiled_and_transposed_keys_are_written(packing: Any) -> None:
     spec = FullAttention(heads=4, head_dim=128, packing=packing)
     check_write(spec, "LBHNC", "cuda", exact=True)
+
+
+@pytest.mark.parametrize("cache", ATTENTION_CACHES)
+def test_what_is_not_finite_stays_so(cache: str) -> None:
+    check_not_finite(FullAttention(heads=2, head_dim=128, cache=cache), "cuda")
 
 
 @pytest.mark.parametrize("order", ["LBNHC", "BLHNC"])

@@ -35,6 +35,9 @@ from kvatlas.specs import (
 
 ORDERS = [layout.order for layout in ENGINE_LAYOUTS]
 GUARD = 512
+NAN, INF = float("nan"), float("inf")
+NOT_FINITE = [(NAN,), (INF,), (-INF,), (INF, -INF), (INF, NAN), (NAN,) * 16]
+"""What a row has from its first element on."""
 
 
 class Pool:
@@ -135,6 +138,35 @@ def check_write(
     pool.raw.copy_(found)
     for a, b in zip(mine, read(layer, spec, slots[slots >= 0]), strict=True):
         assert float((a - b).norm() / a.norm()) < 0.15
+    pool.untouched()
+
+
+def check_not_finite(spec: Any, device: str) -> None:
+    """Of rows that are no numbers, and of their neighbours, comes back what torch would store."""
+    pool = Pool(spec, "LBHNC", device)
+    layer = pool.layer
+    twin = LayerCache(layer.name, layer.page, layer.placement, layer.buffer.cpu().clone())
+    generator = torch.Generator().manual_seed(4)
+    slots = torch.arange(len(NOT_FINITE) + 2)
+    k, v = (
+        torch.randint(-8, 9, (len(slots), 2, dim), generator=generator).half()
+        for dim in (spec.head_dim, spec.v_dim or spec.head_dim)
+    )
+    for rows in (k, v):
+        for row, bad in enumerate(NOT_FINITE):
+            rows[row, 0, : len(bad)] = torch.tensor(bad)
+        rows[-2, 0] *= 8000  # sums, norms and ranges of these are beyond the largest half
+    write_by_torch(twin, spec, k, v, slots)
+    write(layer, spec, *(part.to(device) for part in (k, v, slots)))
+    for mine, theirs in zip(
+        read(layer, spec, slots.to(device)), read(twin, spec, slots), strict=True
+    ):
+        found = mine.cpu()
+        assert torch.equal(found.isnan(), theirs.isnan())
+        assert torch.equal(found.isinf(), theirs.isinf())
+        found, theirs = (rows.nan_to_num(0, 0, 0) for rows in (found, theirs))
+        # The interpreter rounds to 8-bit floats its own way.
+        assert ((found - theirs).norm(dim=-1) <= 0.2 * theirs.norm(dim=-1)).all()
     pool.untouched()
 
 

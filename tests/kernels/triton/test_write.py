@@ -1,4 +1,4 @@
-"""Writing in Triton's interpreter: latents."""
+"""Writing in Triton's interpreter: rows that are no numbers, latents."""
 
 from __future__ import annotations
 
@@ -12,8 +12,22 @@ torch = pytest.importorskip("torch")
 
 from kvatlas import kernels  # noqa: E402
 from kvatlas.kernels import triton as gpu  # noqa: E402
-from kvatlas.specs import LatentAttention  # noqa: E402
-from tests.kernels.triton.cases import Pool, check_write_latent  # noqa: E402
+from kvatlas.specs import ATTENTION_CACHES, FullAttention, LatentAttention  # noqa: E402
+from tests.kernels.triton.cases import (  # noqa: E402
+    Pool,
+    check_not_finite,
+    check_write_latent,
+)
+
+
+@pytest.mark.parametrize("cache", ATTENTION_CACHES)
+def test_what_is_not_finite_stays_so(cache: str) -> None:
+    check_not_finite(FullAttention(heads=2, head_dim=32, cache=cache), "cpu")
+
+
+def test_one_block_of_a_turned_row_spoils_all_of_it() -> None:
+    spec = FullAttention(heads=2, head_dim=48, v_dim=16, cache="int4_per_token_head")
+    check_not_finite(spec, "cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
