@@ -48,7 +48,7 @@ def turn_rows(
     row = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
     column = tl.arange(0, WIDTH)
     token = (row // HEADS).to(tl.int64)
-    head = row % HEADS
+    head = (row % HEADS).to(tl.int64)
     mask = (row < count)[:, None] & (column < DIM)[None, :]
     at = (token * source_steps[0] + head * source_steps[1])[:, None] + column[None, :]
     rows = tl.load(source + at, mask=mask, other=0.0).to(tl.float32)

@@ -238,7 +238,7 @@ def put_side(
 def get_rows(values, steps, token, head, there, DIM: tl.constexpr, WIDTH: tl.constexpr):
     """Rows of a batch [tokens, heads, D], as an engine has them."""
     column = tl.arange(0, WIDTH)
-    pointers = values + token.to(tl.int64) * steps[0] + head * steps[1]
+    pointers = values + token.to(tl.int64) * steps[0] + head.to(tl.int64) * steps[1]
     mask = there[:, None]
     if DIM != WIDTH:
         mask = mask & (column < DIM)[None, :]
