@@ -25,7 +25,9 @@ from tests.kernels.triton.cases import (
     Pool,
     check_attend,
     check_latent,
+    check_not_finite,
     check_write,
+    check_write_latent,
     exact_attention,
 )
 
@@ -105,6 +107,19 @@ def test_tiled_and_transposed_keys_are_written(packing: Any) -> None:
     check_write(spec, "LBHNC", "cuda", exact=True)
 
 
+@pytest.mark.parametrize("cache", ATTENTION_CACHES)
+def test_what_is_not_finite_stays_so(cache: str) -> None:
+    check_not_finite(FullAttention(heads=2, head_dim=128, cache=cache), "cuda")
+
+
+@pytest.mark.parametrize("order", ["LBNHC", "BLHNC"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("cache", ["auto", "fp8"])
+def test_latents_are_written(cache: str, dtype: torch.dtype, order: str) -> None:
+    spec = LatentAttention(cache=cache)
+    check_write_latent(spec, order, "cuda", dtype=dtype, whole=False)
+
+
 @pytest.mark.parametrize("order", ["LBNHC", "BLHNC"])
 @pytest.mark.parametrize("cache", ["auto", "fp8"])
 def test_absorbed_latents(order: str, cache: str) -> None:
@@ -112,6 +127,33 @@ def test_absorbed_latents(order: str, cache: str) -> None:
     check_latent(LatentAttention(cache=cache), order, "cuda", **more)
     check_latent(LatentAttention(cache=cache), order, "cuda", sinks=True, **more)
     check_latent(SlidingLatentAttention(cache=cache, window=9), order, "cuda", **more)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"cache": "fp8_ds_mla"},
+        {"cache": "nvfp4_ds_mla"},
+        {"cache": "fp8_ds_mla", "version": "v4", "latent": 448},
+    ],
+)
+def test_latents_without_a_kernel_are_left_to_torch(form: dict[str, Any]) -> None:
+    spec = LatentAttention(**form)
+    generator = torch.Generator().manual_seed(7)
+    rows = torch.randn(70, spec.latent + 64, generator=generator)
+    q = torch.randn(2, 3, spec.latent + 64, generator=generator)
+    found = []
+    for device in ("cpu", "cuda"):
+        layer = Pool(spec, "LBNHC", device, block=64, blocks=4).layer
+        slots = torch.cat((3 * 64 + torch.arange(64), 64 + torch.arange(6))).to(device)
+        latent, rope = rows[:, : spec.latent].to(device), rows[:, spec.latent :].to(device)
+        kernels.write_latent(layer, spec, latent, rope, slots)
+        out = kernels.attend_latent(
+            layer, spec, q.to(device), tables=torch.tensor([[3, 1]], device=device), scale=0.05,
+            lengths=torch.tensor([70], device=device), queries=torch.tensor([2], device=device),
+        )  # fmt: skip
+        found.append(out.cpu())
+    assert torch.allclose(found[0], found[1], atol=0.01)
 
 
 def test_a_captured_graph_replays_with_other_lengths() -> None:
@@ -160,7 +202,8 @@ def test_memory_that_a_kernel_cannot_reach_is_refused() -> None:
 def test_tensors_on_a_gpu_find_these_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The functions of `kvatlas.kernels` are the same ones, wherever a cache lives."""
     called = []
-    for name in ("attend", "attend_latent", "write", "copy_blocks", "zero_blocks"):
+    names = ["attend", "attend_latent", "write", "write_latent", "copy_blocks", "zero_blocks"]
+    for name in names:
         monkeypatch.setattr(gpu, name, lambda *_, name=name, **__: called.append(name))
     spec = FullAttention(**BASE)
     layer = Pool(spec, "LBNHC", "cuda").layer
@@ -170,6 +213,7 @@ def test_tensors_on_a_gpu_find_these_kernels(monkeypatch: pytest.MonkeyPatch) ->
     kernels.attend(layer, spec, q, **more)
     kernels.attend_latent(layer, LatentAttention(), q, scale=1.0, **more)
     kernels.write(layer, spec, q, q, some)
+    kernels.write_latent(layer, LatentAttention(), q, q, some)
     kernels.copy_blocks(layer, some, layer, some)
     kernels.zero_blocks(layer, some)
-    assert called == ["attend", "attend_latent", "write", "copy_blocks", "zero_blocks"]
+    assert called == names

@@ -18,6 +18,7 @@ D = 128
 CACHES = [cache for cache in ATTENTION_CACHES if cache != "auto"]
 TURBO = [cache for cache in CACHES if cache.startswith("turboquant")]
 SCALED = [cache for cache in CACHES if cache.endswith("_per_token_head")]
+SIGNS = bits.signs(128, torch.device("cpu"))
 DOCS = Path(__file__).parents[2] / "docs" / "cache.md"
 
 
@@ -130,6 +131,23 @@ def test_the_rotation_of_int4_never_changes() -> None:
     rows = torch.randn(5, 96)
     parts = [bits.spread(part.contiguous()) for part in rows.split(32, dim=-1)]
     assert torch.equal(bits.spread(rows), torch.cat(parts, dim=-1))
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.float16])
+def test_no_default_dtype_changes_what_is_stored(default: Any) -> None:
+    values = rows(9, 4, 8)
+    sides = [(cache, side) for cache in ATTENTION_CACHES for side in ("k", "v")]
+    before = [there_and_back(cache, side, values) for cache, side in sides]
+    usual = torch.get_default_dtype()
+    bits.signs.cache_clear()
+    torch.set_default_dtype(default)
+    try:
+        for found, (cache, side) in zip(before, sides, strict=True):
+            assert torch.equal(there_and_back(cache, side, values), found), (cache, side)
+        assert torch.equal(bits.signs(128, values.device), SIGNS)
+    finally:
+        torch.set_default_dtype(usual)
+        bits.signs.cache_clear()
 
 
 @pytest.mark.parametrize("cache", CACHES)

@@ -25,6 +25,7 @@ from kvatlas.kernels import (  # noqa: E402
     write_states,
 )
 from kvatlas.specs import (  # noqa: E402
+    ATTENTION_CACHES,
     CompressorState,
     CrossAttention,
     FullAttention,
@@ -266,12 +267,35 @@ def test_states_that_do_not_fit_are_refused() -> None:
     assert refusal.value.code is Code.OUT_OF_RANGE
 
 
+def test_batches_of_padding_leave_no_trace() -> None:
+    """Every slot is negative, in every format."""
+    nowhere = torch.full((3,), -1)
+    specs: list[Any] = [FullAttention(heads=2, head_dim=32, cache=c) for c in ATTENTION_CACHES]
+    forms: list[Any] = LATENTS
+    specs += [LatentAttention(**form) for form in forms]
+    specs += [Indexer(cache=cache) for cache in ("fp8", "mxfp4", "bf16")]
+    for spec in specs:
+        _, layer = cache_of(spec, "LBNHC", block_size=64)
+        before = layer.buffer.clone()
+        if isinstance(spec, FullAttention):
+            write(layer, spec, torch.ones(3, 2, 32), torch.ones(3, 2, 32), nowhere)
+        elif isinstance(spec, LatentAttention):
+            write_latent(layer, spec, torch.ones(3, spec.latent), torch.ones(3, 64), nowhere)
+        else:
+            write_rows(layer, spec, torch.ones(3, 128), nowhere)
+        assert torch.equal(layer.buffer, before), spec
+
+
 def test_rows_and_slots_are_as_many() -> None:
     spec = FullAttention(heads=2, head_dim=8)
     _, layer = cache_of(spec, "LBNHC")
     rows = torch.zeros(3, 2, 8)
+    for slots in (torch.tensor([1, 2]), torch.tensor(1), torch.tensor([[1], [2], [3]])):
+        with pytest.raises(AtlasError) as refusal:
+            write(layer, spec, rows, rows, slots)
+        assert refusal.value.code is Code.BAD_TENSOR
     with pytest.raises(AtlasError) as refusal:
-        write(layer, spec, rows, rows, torch.tensor([1, 2]))
+        write(layer, spec, rows, torch.tensor(0.0), torch.tensor([1, 2, 3]))
     assert refusal.value.code is Code.BAD_TENSOR
     with pytest.raises(AtlasError) as refusal:
         read_rows_of_states()

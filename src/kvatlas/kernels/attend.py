@@ -141,7 +141,7 @@ def attend_latent(
     What comes back is [tokens, heads, latent], before the value projection. Every cache
     dtype of latents is read as its kernels would.
     """
-    if gpu := gpu_kernels(q):
+    if (gpu := gpu_kernels(q)) and gpu.attends_latent(spec):
         return gpu.attend_latent(  # type: ignore[no-any-return]
             layer, spec, q, tables=tables, lengths=lengths, queries=queries, scale=scale,
             kv_scale=kv_scale, sinks=sinks,

@@ -17,7 +17,8 @@ def split(values: torch.Tensor, *sizes: int) -> torch.Tensor:
     >>> split(torch.zeros(3, 8), 2, 4).shape
     torch.Size([3, 2, 4])
     """
-    return values.view(*values.shape[:-1], *sizes)
+    # Not by view(), which finds no size for -1 where there are no rows.
+    return torch.unflatten(values, -1, sizes)
 
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
@@ -135,7 +136,9 @@ def signs(size: int, device: torch.device) -> torch.Tensor:
     [1.0, 1.0, 1.0, 1.0]
     """
     generator = torch.Generator().manual_seed(0x9E3779B9)
-    return (torch.full((size,), 0.5).bernoulli(generator=generator) * 2 - 1).to(device)
+    # A generator draws other numbers for another dtype, and a process may have its own default.
+    half = torch.full((size,), 0.5, dtype=torch.float32, device="cpu")
+    return (half.bernoulli(generator=generator) * 2 - 1).to(device)
 
 
 @lru_cache(maxsize=8)

@@ -13,6 +13,7 @@ from kvatlas.cache.tensors import torch_dtype
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Page
 from kvatlas.kernels import bits
+from kvatlas.kernels.device import gpu_kernels
 from kvatlas.kernels.rows import find_slots, kept_slots, read_fields, write_fields
 from kvatlas.kernels.scaled import (
     from_blocks,
@@ -42,6 +43,9 @@ def write_latent(
 
     A negative slot is skipped. `kv_scale` is the tensor's own, for plain fp8.
     """
+    if (gpu := gpu_kernels(layer.buffer)) and gpu.writes_latent(spec):
+        gpu.write_latent(layer, spec, latent, rope, slots, kv_scale=kv_scale)
+        return
     slots, latent, rope = kept_slots(slots, latent, rope)
     fields = encode_latent(spec, layer.page, latent, rope, scale=kv_scale)
     write_fields(layer, find_slots(layer, slots), fields)

@@ -160,11 +160,11 @@ def _row_sizes(page: Page) -> dict[str, tuple[DType, int]]:
 
 def kept_slots(slots: torch.Tensor, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Slots and rows without those that are not stored, refused where their numbers differ."""
-    if any(len(row) != len(slots) for row in rows):
+    if slots.dim() != 1 or any(row.shape[:1] != slots.shape for row in rows):
         raise AtlasError(
             Code.BAD_TENSOR,
             "Every row has a slot",
-            got=f"{[len(row) for row in rows]} rows for {len(slots)} slots",
+            got=f"rows {[tuple(row.shape) for row in rows]} for slots {tuple(slots.shape)}",
             hint="Pass one slot for each row, negative where it is not stored",
         )
     if slots.numel() and int(slots.min()) < 0:

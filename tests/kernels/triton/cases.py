@@ -14,7 +14,15 @@ from kvatlas.cache import LayerCache
 from kvatlas.geometry import ENGINE_LAYOUTS, Layout
 from kvatlas.kernels import read
 from kvatlas.kernels import write as write_by_torch
-from kvatlas.kernels.triton import attend, attend_latent, between, write, zero_blocks
+from kvatlas.kernels import write_latent as write_latent_by_torch
+from kvatlas.kernels.triton import (
+    attend,
+    attend_latent,
+    between,
+    write,
+    write_latent,
+    zero_blocks,
+)
 from kvatlas.specs import (
     ChunkedAttention,
     CrossAttention,
@@ -27,6 +35,9 @@ from kvatlas.specs import (
 
 ORDERS = [layout.order for layout in ENGINE_LAYOUTS]
 GUARD = 512
+NAN, INF = float("nan"), float("inf")
+NOT_FINITE = [(NAN,), (INF,), (-INF,), (INF, -INF), (INF, NAN), (NAN,) * 16]
+"""What a row has from its first element on."""
 
 
 class Pool:
@@ -127,6 +138,54 @@ def check_write(
     pool.raw.copy_(found)
     for a, b in zip(mine, read(layer, spec, slots[slots >= 0]), strict=True):
         assert float((a - b).norm() / a.norm()) < 0.15
+    pool.untouched()
+
+
+def check_not_finite(spec: Any, device: str) -> None:
+    """Of rows that are no numbers, and of their neighbours, comes back what torch would store."""
+    pool = Pool(spec, "LBHNC", device)
+    layer = pool.layer
+    twin = LayerCache(layer.name, layer.page, layer.placement, layer.buffer.cpu().clone())
+    generator = torch.Generator().manual_seed(4)
+    slots = torch.arange(len(NOT_FINITE) + 2)
+    k, v = (
+        torch.randint(-8, 9, (len(slots), 2, dim), generator=generator).half()
+        for dim in (spec.head_dim, spec.v_dim or spec.head_dim)
+    )
+    for rows in (k, v):
+        for row, bad in enumerate(NOT_FINITE):
+            rows[row, 0, : len(bad)] = torch.tensor(bad)
+        rows[-2, 0] *= 8000  # sums, norms and ranges of these are beyond the largest half
+    write_by_torch(twin, spec, k, v, slots)
+    write(layer, spec, *(part.to(device) for part in (k, v, slots)))
+    for mine, theirs in zip(
+        read(layer, spec, slots.to(device)), read(twin, spec, slots), strict=True
+    ):
+        found = mine.cpu()
+        assert torch.equal(found.isnan(), theirs.isnan())
+        assert torch.equal(found.isinf(), theirs.isinf())
+        found, theirs = (rows.nan_to_num(0, 0, 0) for rows in (found, theirs))
+        # The interpreter rounds to 8-bit floats its own way.
+        assert ((found - theirs).norm(dim=-1) <= 0.2 * theirs.norm(dim=-1)).all()
+    pool.untouched()
+
+
+def check_write_latent(
+    spec: LatentAttention, order: str, device: str, *, dtype: torch.dtype, whole: bool
+) -> None:
+    """The bytes that the torch kernels write; all types here hold small whole numbers exactly."""
+    pool = Pool(spec, order, device)
+    layer = pool.layer
+    twin = LayerCache(layer.name, layer.page, layer.placement, layer.buffer.cpu().clone())
+    generator = torch.Generator().manual_seed(12)
+    fused = 4 * torch.randn(40, spec.latent + spec.rope, generator=generator)
+    fused = (fused.round().clamp(-15, 15) if whole else fused).to(dtype)
+    latent, rope = fused[:, : spec.latent], fused[:, spec.latent :]
+    slots = torch.randperm(12 * 16, generator=generator)[:40]
+    slots[5] = -1
+    write_latent_by_torch(twin, spec, latent, rope, slots, kv_scale=0.5)
+    write_latent(layer, spec, *(part.to(device) for part in (latent, rope, slots)), kv_scale=0.5)
+    assert torch.equal(layer.buffer.cpu(), twin.buffer)
     pool.untouched()
 
 

@@ -17,6 +17,7 @@ from kvatlas.kernels.triton import (  # noqa: E402
     attend_latent,
     between,
     write,
+    write_latent,
     zero_blocks,
 )
 from kvatlas.specs import FullAttention, LatentAttention  # noqa: E402
@@ -31,6 +32,8 @@ META = torch.device("meta")
 WIDE = FullAttention(heads=1, head_dim=1024)
 ODD = FullAttention(heads=1, head_dim=24, cache="turboquant_4bit_nc")
 LATENT = LatentAttention(latent=24, rope=8)
+LONG = LatentAttention(latent=1024)
+SPARSE = LatentAttention(cache="fp8_ds_mla")
 BATCH: dict[str, Any] = {
     "tables": torch.tensor([[1, 2], [3, 4]]),
     "lengths": torch.tensor([20, 7]),
@@ -59,6 +62,10 @@ REFUSALS: list[tuple[Code, Callable[[], Any]]] = [
     (Code.NO_KERNEL, lambda: run(torch.zeros(2, 4, 16, dtype=torch.float64))),
     (Code.NO_KERNEL, lambda: write(layer_of(ODD), ODD, torch.zeros(2, 1, 24), torch.zeros(2, 1, 24),
                                    IDS)),
+    (Code.NO_KERNEL, lambda: write_latent(layer_of(SPARSE), SPARSE, torch.zeros(2, 512),
+                                          torch.zeros(2, 64), IDS)),
+    (Code.NO_KERNEL, lambda: write_latent(layer_of(LONG), LONG, torch.zeros(2, 1024),
+                                          torch.zeros(2, 64), IDS)),
     (Code.NO_KERNEL, lambda: attend_latent(layer_of(LATENT), LATENT, torch.zeros(2, 4, 32),
                                            scale=1.0, **BATCH)),
     (Code.BAD_TENSOR, lambda: run(torch.zeros(2, 16, 4).transpose(1, 2))),
@@ -71,6 +78,10 @@ REFUSALS: list[tuple[Code, Callable[[], Any]]] = [
     (Code.BAD_TENSOR, lambda: run(out=torch.zeros(2, 1, 16).expand(2, 4, 16))),
     (Code.BAD_TENSOR, lambda: write(LAYER, SPEC, ROWS[:1], ROWS, IDS)),
     (Code.BAD_TENSOR, lambda: write(LAYER, SPEC, ROWS, ROWS[:, :1], IDS)),
+    (Code.BAD_TENSOR, lambda: write(LAYER, SPEC, ROWS[:1], ROWS[:1], IDS[0])),
+    (Code.BAD_TENSOR, lambda: write(LAYER, SPEC, ROWS, ROWS, IDS[:, None])),
+    (Code.BAD_TENSOR, lambda: write_latent(layer_of(LATENT), LATENT, torch.zeros(1, 24),
+                                           torch.zeros(1, 8), IDS[0])),
     (Code.BAD_TENSOR, lambda: Staging([LAYER], 1).store(IDS, torch.zeros(2, 9))),
     (Code.UNLIKE_PLACEMENTS, lambda: between(LAYER, LAYER)(IDS, IDS[:1])),
     (Code.UNLIKE_PLACEMENTS, lambda: between([LAYER], [])),

@@ -7,6 +7,7 @@ where `TRITON_INTERPRET=1` is set.
 
 from kvatlas.kernels.triton.attend import attend, attend_latent
 from kvatlas.kernels.triton.copy import Copy, Side, between, copy_blocks, zero_blocks
+from kvatlas.kernels.triton.forms import attends_latent, writes_latent
 from kvatlas.kernels.triton.jobs import cut_of
 from kvatlas.kernels.triton.schedule import Schedule, schedule
 from kvatlas.kernels.triton.staging import Staging
@@ -19,11 +20,13 @@ __all__ = [
     "Staging",
     "attend",
     "attend_latent",
+    "attends_latent",
     "between",
     "copy_blocks",
     "cut_of",
     "schedule",
     "write",
     "write_latent",
+    "writes_latent",
     "zero_blocks",
 ]

@@ -112,14 +112,13 @@ def attend_latent(
 
     What comes back is [tokens, heads, latent], before the value projection.
     """
-    sizes = spec.latent, spec.rope
-    if spec.cache not in ("auto", "fp8", "fp8_e4m3") or any(n & (n - 1) or n < 16 for n in sizes):
+    forms.refuse_head(spec.latent, "the latent")
+    if not forms.attends_latent(spec):
         raise checks.no_kernel(
             "Latents stand for themselves or have one scale, in rows of a power of two",
             f"{spec.cache} of {spec.latent} + {spec.rope}",
             "Use auto or fp8",
         )
-    forms.refuse_head(spec.latent, "the latent")
     checks.rows_of(q, "q", (None, None, spec.latent + spec.rope))
     latent, rope = forms.plain(layer, spec, "latent"), forms.plain(layer, spec, "rope")
     kv_scale = 1.0 if spec.cache == "auto" else kv_scale

@@ -30,6 +30,7 @@ _OF_TORCH: dict[torch.dtype, Any] = {
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
 }
+_LATENTS = ("auto", "fp8", "fp8_e4m3")
 
 _E4M3_SINCE = (8, 9)
 WIDEST = 512
@@ -111,6 +112,25 @@ def _refuse_old_chip(layer: LayerCache) -> None:
             ".".join(str(n) for n in found),
             "Use int8_per_token_head, or auto",
         )
+
+
+def writes_latent(spec: LatentAttention) -> bool:
+    """Whether a kernel writes such latents: those that stand for themselves or have one scale.
+
+    >>> writes_latent(LatentAttention()), writes_latent(LatentAttention(cache="fp8_ds_mla"))
+    (True, False)
+    """
+    return spec.cache in _LATENTS and spec.latent <= WIDEST
+
+
+def attends_latent(spec: LatentAttention) -> bool:
+    """Whether a kernel attends to such latents: those that one writes, in rows as dots want them.
+
+    >>> attends_latent(LatentAttention()), attends_latent(LatentAttention(latent=448))
+    (True, False)
+    """
+    sizes = spec.latent, spec.rope
+    return writes_latent(spec) and all(size >= 16 and not size & (size - 1) for size in sizes)
 
 
 def _takes_ptx(layer: LayerCache) -> bool:

@@ -51,7 +51,7 @@ def turn_rows(
     row = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
     column = tl.arange(0, WIDTH)
     token = (row // HEADS).to(tl.int64)
-    head = row % HEADS
+    head = (row % HEADS).to(tl.int64)
     there = row < count
     if BACK:
         there = there & (token >= tl.load(starts)) & (token < tl.load(starts + last))

@@ -35,6 +35,7 @@ def write(
     A slot is block * N + state, as engines number them; a negative one is skipped. K and V
     may be slices of a fused projection: only their last axis must be contiguous.
     """
+    checks.integers(slots, "slots", axes=1)
     heads, v_dim = layer.place("k").size("H"), spec.v_dim or spec.head_dim
     forms.refuse_head(spec.head_dim, "K")
     forms.refuse_head(v_dim, "V")
@@ -63,11 +64,12 @@ def write_latent(
     **choice: Any,
 ) -> None:
     """Latent and rotary rows [states, elements] into the states that `slots` name."""
-    if spec.cache not in ("auto", "fp8", "fp8_e4m3"):
+    checks.integers(slots, "slots", axes=1)
+    forms.refuse_head(spec.latent, "the latent")
+    if not forms.writes_latent(spec):
         raise checks.no_kernel(
             "Latents stand for themselves or have one scale", spec.cache, "Use auto or fp8"
         )
-    forms.refuse_head(spec.latent, "the latent")
     checks.rows_of(latent, "latent", (slots.shape[0], spec.latent))
     checks.rows_of(rope, "rope", (slots.shape[0], spec.rope))
     sides = forms.plain(layer, spec, "latent"), forms.plain(layer, spec, "rope")
@@ -89,7 +91,6 @@ def _write(
     choice: dict[str, Any],
 ) -> None:
     device = checks.same_device(layer.buffer.device, k=k, v=v, slots=slots)
-    checks.integers(slots, "slots", axes=1)
     states = layer.kernel_blocks.size("N")
     checks.in_range(slots.clamp(min=0) if checks.debugging() else slots,
                     layer.kernel_blocks.size("B") * states, "Slots")  # fmt: skip

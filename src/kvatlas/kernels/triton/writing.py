@@ -1,4 +1,8 @@
-"""Device code that quantises rows and puts them into pages: `reading`, the other way round."""
+"""Device code that quantises rows and puts them into pages: `reading`, the other way round.
+
+A chip's minima, maxima and clamps pass over NaN, and so would make numbers of what is none:
+scales are found in ways that do not, and are NaN where what shares them is not all finite.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,10 @@ TINY = tl.constexpr(1e-12)
 LEAST = tl.constexpr(1e-6)
 E4M3_MAX = tl.constexpr(448.0)
 E5M2_MAX = tl.constexpr(57344.0)
+HALF_MAX = tl.constexpr(65504.0)
+HALF_LEAST = tl.constexpr(6e-8)
+SIZE_BITS = tl.constexpr(0x7FFFFFFF)
+EIGHT_BIT_NAN = tl.constexpr(0x7F)
 
 
 @triton.jit
@@ -29,13 +37,52 @@ def away(values):
 
 
 @triton.jit
-def as_element(values, KIND: tl.constexpr):
-    """Numbers in an element's type; 8-bit floats saturate rather than overflow."""
-    if KIND == tl.float8e4nv:
-        values = tl.clamp(values.to(tl.float32), -E4M3_MAX, E4M3_MAX)
-    elif KIND == tl.float8e5:
-        values = tl.clamp(values.to(tl.float32), -E5M2_MAX, E5M2_MAX)
+def as_element(values, KIND: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """Numbers in an element's type; 8-bit floats saturate rather than overflow, and keep NaN."""
+    if KIND == tl.float8e4nv or KIND == tl.float8e5:
+        MOST: tl.constexpr = E4M3_MAX if KIND == tl.float8e4nv else E5M2_MAX
+        exact = tl.clamp(values.to(tl.float32), -MOST, MOST, propagate_nan=tl.PropagateNan.ALL)
+        found = exact.to(KIND)
+        if not ASSEMBLY:
+            # PTX converts NaN to NaN; others may make a number of it.
+            code = tl.where(exact == exact, found.to(tl.uint8, bitcast=True), EIGHT_BIT_NAN)
+            found = code.to(KIND, bitcast=True)
+        return found
     return values.to(KIND)
+
+
+@triton.jit
+def largest_of(values, AXIS: tl.constexpr):
+    """The largest size along an axis; not finite where one of them is not.
+
+    Bits of sizes are in the order of sizes, infinity above them and NaN above that.
+    """
+    size = values.to(tl.int32, bitcast=True) & SIZE_BITS
+    return tl.max(size, AXIS).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def infinite_for_nan(values):
+    """Values that a minimum and a maximum do not pass over."""
+    return tl.where(values == values, values, float("inf"))
+
+
+@triton.jit
+def nan_unless_finite(found, span):
+    """What was found from a span, or NaN where the span is not finite."""
+    return tl.where(span < float("inf"), found, float("nan"))
+
+
+@triton.jit
+def share_of(span, parts):
+    """One of so many parts of each span."""
+    return tl.div_rn(span, tl.full(span.shape, parts, tl.float32))
+
+
+@triton.jit
+def inverse_of(step):
+    """What a step is multiplied by to be 1."""
+    return tl.div_rn(tl.full(step.shape, 1.0, tl.float32), step)
 
 
 @triton.jit
@@ -111,33 +158,33 @@ def put_side(
         if PER_TENSOR:
             rows = tl.div_rn(rows.to(tl.float32), scale)
         put_elements(
-            buffer, at, page, state, head, there, as_element(rows, ELEMENT), ELEMENT, UNIT,
-            DIM, WIDTH, FORM[7],
+            buffer, at, page, state, head, there, as_element(rows, ELEMENT, FORM[6]), ELEMENT,
+            UNIT, DIM, WIDTH, FORM[7],
         )  # fmt: skip
     elif KIND == "scaled":
         exact = rows.to(tl.float32)
-        largest = tl.max(tl.abs(exact), 1)
+        largest = largest_of(exact, 1)
+        TOP: tl.constexpr = 127.0 if ELEMENT == tl.int8 else E4M3_MAX
+        step = nan_unless_finite(tl.maximum(share_of(largest, TOP), LEAST), largest)
+        stored = exact * inverse_of(step)[:, None]
         if ELEMENT == tl.int8:
-            step = tl.maximum(tl.div_rn(largest, largest * 0 + 127.0), LEAST)
-            stored = tl.clamp(away(exact * tl.div_rn(step * 0 + 1.0, step)[:, None]), -128.0, 127.0)
+            stored = tl.clamp(away(stored), -128.0, 127.0)
         else:
-            step = tl.maximum(tl.div_rn(largest, largest * 0 + E4M3_MAX), LEAST)
-            stored = exact * tl.div_rn(step * 0 + 1.0, step)[:, None]
+            stored = tl.clamp(stored, -E4M3_MAX, E4M3_MAX)
         put_elements(
-            buffer, at, page, state, head, there, as_element(stored, ELEMENT), ELEMENT, UNIT,
-            DIM, WIDTH,
-        )  # fmt: skip
+            buffer, at, page, state, head, there, stored.to(ELEMENT), ELEMENT, UNIT, DIM, WIDTH
+        )
         put_column(buffer, scale_at, page, state, head, there, step, tl.float32, FORM[3])
     elif KIND == "int4":
         # Turned, and rounded to the model's own type, as the torch kernels do it.
         sign = tl.load(bounds + tl.arange(0, WIDTH) % 2**STEPS)[None, :]
         turned = rotate(rows.to(tl.float32) * sign, COUNT, WIDTH, STEPS)
-        exact = turned.to(rows.dtype).to(tl.float32)
+        exact = infinite_for_nan(turned.to(rows.dtype).to(tl.float32))
         low = tl.minimum(tl.min(exact, 1), 0.0)
-        high = tl.maximum(tl.max(exact, 1), 0.0)
-        step = tl.maximum(tl.div_rn(high - low, low * 0 + 15.0), LEAST)
+        span = tl.maximum(tl.max(exact, 1), 0.0) - low
+        step = nan_unless_finite(tl.maximum(share_of(span, 15.0), LEAST), span)
         zero = tl.clamp(away(tl.div_rn(-low, step)), 0.0, 15.0)
-        steps = exact * tl.div_rn(step * 0 + 1.0, step)[:, None]
+        steps = exact * inverse_of(step)[:, None]
         codes = tl.clamp(away(steps + zero[:, None]), 0.0, 15.0).to(tl.int32)
         put_codes(buffer, at, page, state, head, there, codes, 4, UNIT, DIM, WIDTH, COUNT)
         # The zero point rides in the scale's lowest bits.
@@ -145,9 +192,9 @@ def put_side(
         put_column(buffer, scale_at, page, state, head, there, word, tl.int32, FORM[3])
     elif KIND == "nvfp4":
         blocks = tl.reshape(rows.to(tl.float32), [COUNT, WIDTH // 16, 16])
-        largest = tl.max(tl.abs(blocks), 2)
-        share = tl.div_rn(tl.div_rn(largest, largest * 0 + 6.0), largest * 0 + scale)
-        step = as_element(share, tl.float8e4nv)
+        largest = largest_of(blocks, 2)
+        share = nan_unless_finite(share_of(share_of(largest, 6.0), scale), largest)
+        step = as_element(share, tl.float8e4nv, FORM[6])
         exact = step.to(tl.float32) * scale
         wide = tl.broadcast_to(tl.maximum(exact, TINY)[:, :, None], [COUNT, WIDTH // 16, 16])
         values = tl.where((exact > 0.0)[:, :, None], tl.div_rn(blocks, wide), 0.0)
@@ -169,23 +216,21 @@ def put_side(
         for i in tl.static_range((1 << FORM[5]) - 1):
             codes += (unit > tl.load(bounds + i)).to(tl.int32)
         put_codes(buffer, at, page, state, head, there, codes, FORM[5], UNIT, DIM, WIDTH, COUNT)
-        half = norm.to(tl.float16)
+        half = nan_unless_finite(tl.minimum(norm, HALF_MAX), norm).to(tl.float16)
         put_column(buffer, scale_at, page, state, head, there, half, tl.float16, FORM[3])
     else:
-        exact = rows.to(tl.float32)
+        exact = infinite_for_nan(rows.to(tl.float32))
         MOST: tl.constexpr = (1 << FORM[5]) - 1
         low = tl.min(exact, 1)
         span = tl.max(exact, 1) - low
-        half = tl.div_rn(span, span * 0 + MOST).to(tl.float16).to(tl.float32)
-        step = tl.maximum(half, 6e-8)
-        zero = low.to(tl.float16)
-        wide = tl.broadcast_to(step[:, None], [COUNT, WIDTH])
+        step = tl.clamp(share_of(span, MOST), HALF_LEAST, HALF_MAX)
+        half = nan_unless_finite(step, span).to(tl.float16)
+        zero = tl.clamp(low, -HALF_MAX, HALF_MAX).to(tl.float16)
+        wide = tl.broadcast_to(half.to(tl.float32)[:, None], [COUNT, WIDTH])
         steps = tl.div_rn(exact - zero.to(tl.float32)[:, None], wide)
         codes = tl.clamp(nearest(tl.clamp(steps, -1.0, 64.0)), 0.0, MOST).to(tl.int32)
         put_codes(buffer, at, page, state, head, there, codes, FORM[5], UNIT, DIM, WIDTH, COUNT)
-        put_column(
-            buffer, scale_at, page, state, head, there, step.to(tl.float16), tl.float16, FORM[3]
-        )
+        put_column(buffer, scale_at, page, state, head, there, half, tl.float16, FORM[3])
         put_column(buffer, zero_at, page, state, head, there, zero, tl.float16, FORM[4])
 
 
@@ -193,7 +238,7 @@ def put_side(
 def get_rows(values, steps, token, head, there, DIM: tl.constexpr, WIDTH: tl.constexpr):
     """Rows of a batch [tokens, heads, D], as an engine has them."""
     column = tl.arange(0, WIDTH)
-    pointers = values + token.to(tl.int64) * steps[0] + head * steps[1]
+    pointers = values + token.to(tl.int64) * steps[0] + head.to(tl.int64) * steps[1]
     mask = there[:, None]
     if DIM != WIDTH:
         mask = mask & (column < DIM)[None, :]

@@ -1,0 +1,108 @@
+"""Writing in Triton's interpreter: rows that are no numbers, rows far apart, latents."""
+
+from __future__ import annotations
+
+import mmap
+import sys
+from importlib import import_module
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+torch = pytest.importorskip("torch")
+
+from kvatlas import kernels  # noqa: E402
+from kvatlas.kernels import bits  # noqa: E402
+from kvatlas.kernels import triton as gpu  # noqa: E402
+from kvatlas.kernels.triton import turning  # noqa: E402
+from kvatlas.specs import ATTENTION_CACHES, FullAttention, LatentAttention  # noqa: E402
+from tests.kernels.triton.cases import (  # noqa: E402
+    Pool,
+    check_not_finite,
+    check_write_latent,
+)
+
+
+@pytest.mark.parametrize("cache", ATTENTION_CACHES)
+def test_what_is_not_finite_stays_so(cache: str) -> None:
+    check_not_finite(FullAttention(heads=2, head_dim=32, cache=cache), "cpu")
+
+
+def test_one_block_of_a_turned_row_spoils_all_of_it() -> None:
+    spec = FullAttention(heads=2, head_dim=48, v_dim=16, cache="int4_per_token_head")
+    check_not_finite(spec, "cpu")
+
+
+@pytest.fixture
+def far() -> Any:
+    """Rows whose heads are 2**30 elements apart, with as much before them as behind.
+
+    Memory is mapped for all of that, and there for what is touched alone.
+    """
+    if sys.platform != "linux":
+        pytest.skip("memory is mapped as Linux does")
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+    try:
+        memory = mmap.mmap(-1, (2**32 + 2**12) * 2, flags=flags)
+    except OSError:
+        pytest.skip("no address space of 8 GiB")
+    whole = torch.frombuffer(memory, dtype=torch.float16)
+    rows = whole.as_strided((4, 3, 16), (16, 2**30, 1), 2**31)
+    rows.copy_(torch.randn(4, 3, 16, generator=torch.Generator().manual_seed(1)))
+    return rows
+
+
+def test_heads_may_be_far_apart(far: Any) -> None:
+    spec = FullAttention(heads=3, head_dim=16, dtype="fp16")
+    layer, slots = Pool(spec, "LBNHC", "cpu").layer, torch.tensor([5, 40, 9, 77])
+    gpu.write(layer, spec, far, far, slots)
+    for rows in kernels.read(layer, spec, slots):
+        assert torch.equal(rows.half(), far)
+    turned = bits.spread(rows)
+    assert torch.allclose(turning.spread(far, 1.0).float(), turned, atol=0.02)
+    far.copy_(turned)
+    turning.spread_back(far)
+    assert torch.allclose(far.float(), rows, atol=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("form", [{"dtype": "fp32"}, {"dtype": "bf16"}, {"cache": "fp8"}])
+def test_latents_are_written(form: dict[str, str], dtype: Any) -> None:
+    spec = LatentAttention(latent=48, rope=16, **form)  # type: ignore[arg-type]
+    check_write_latent(spec, "BLNHC", "cpu", dtype=dtype, whole=True)
+
+
+LATENTS: list[tuple[dict[str, Any], list[str]]] = [
+    ({}, ["write_latent", "attend_latent"]),
+    ({"cache": "fp8"}, ["write_latent", "attend_latent"]),
+    ({"latent": 448}, ["write_latent"]),
+    ({"cache": "fp8_ds_mla"}, []),
+    ({"cache": "nvfp4_ds_mla"}, []),
+    ({"cache": "fp8_ds_mla", "version": "v4", "latent": 448}, []),
+]
+
+
+@pytest.mark.parametrize(("form", "names"), LATENTS)
+def test_latents_find_a_kernel_where_there_is_one(
+    form: dict[str, Any], names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: what no kernel is written for is left to torch."""
+    called = []
+    for name in ("write_latent", "attend_latent"):
+        monkeypatch.setattr(gpu, name, lambda *_, name=name, **__: called.append(name))
+    for room in ("latent", "attend"):
+        module = import_module(f"kvatlas.kernels.{room}")
+        monkeypatch.setattr(module, "gpu_kernels", lambda *_: gpu)
+    spec = LatentAttention(**form)
+    layer = Pool(spec, "LBNHC", "cpu", block=64, blocks=2).layer
+    layer.tensor.zero_()
+    rows, some = torch.ones(1, spec.latent), torch.ones(1, dtype=torch.int64)
+    kernels.write_latent(layer, spec, rows, torch.ones(1, 64), some * 64)
+    out = kernels.attend_latent(
+        layer, spec, torch.ones(1, 2, spec.latent + 64), tables=some[None], lengths=some,
+        queries=some, scale=1.0,
+    )  # fmt: skip
+    assert called == names
+    if not names:
+        assert torch.allclose(out, torch.ones(1, 2, spec.latent), rtol=0.05)
