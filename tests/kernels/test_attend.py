@@ -216,3 +216,26 @@ def test_batches_that_do_not_fit_are_refused(lengths: list[int], queries: list[i
             queries=torch.tensor(queries),
         )  # fmt: skip
     assert refusal.value.code is Code.BAD_TENSOR
+
+
+def test_starts_say_what_counts_say() -> None:
+    spec = FullAttention(heads=2, head_dim=8, dtype="fp32")
+    _, layer = cache_of(spec, "LBNHC")
+    rows = torch.randn(60, 2, 8, generator=torch.Generator().manual_seed(1))
+    write(layer, spec, rows, rows, torch.arange(60))
+    where = {"tables": torch.tensor([[0, 1], [2, 3]]), "lengths": torch.tensor([20, 28])}
+    q, out = rows[:6].repeat(1, 2, 1), torch.full((6, 4, 8), 7.0)
+    wanted = attend(layer, spec, q[1:5], queries=torch.tensor([3, 1]), **where)
+    found = attend(layer, spec, q, starts=torch.tensor([1, 4, 5]), out=out, max_queries=3, **where)
+    assert found is out
+    assert torch.equal(out[1:5], wanted)
+    assert (out[[0, 5]] == 7.0).all()
+    for wrong in (
+        {},
+        {"starts": torch.tensor([1, 4, 7])},
+        {"starts": torch.tensor([0, 5, 6]), "queries": torch.tensor([5, 1])},
+        {"starts": torch.tensor([0, 5, 6]), "out": out[:5]},
+    ):
+        with pytest.raises(AtlasError) as refusal:
+            attend(layer, spec, q, **{**where, **wrong})
+        assert refusal.value.code is Code.BAD_TENSOR

@@ -94,25 +94,32 @@ def attend(
     *,
     tables: torch.Tensor,
     lengths: torch.Tensor,
-    queries: torch.Tensor,
+    queries: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
     scale: float | None = None,
     sinks: torch.Tensor | None = None,
     softcap: float | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    out: torch.Tensor | None = None,
+    max_queries: int | None = None,
 ) -> torch.Tensor:
     """Attention of `q` [tokens, query heads, D] over each sequence's cache.
 
     `tables` [sequences, blocks] holds block ids, `lengths` the tokens in the cache,
-    and `queries` how many of them, the last ones, are in `q`. Window, chunk and tokens
-    that stay are the spec's; `sinks` are learned logits, one for each query head, that take
-    part in the softmax alone. Cross attention sees all of the encoder's tokens, which
-    `lengths` then counts.
+    and `queries` how many of them, the last ones, are in `q`; `starts` [sequences + 1] says
+    the same by where they begin and end. Window, chunk and tokens that stay are the spec's;
+    `sinks` are learned logits, one for each query head, that take part in the softmax alone.
+    Cross attention sees all of the encoder's tokens, which `lengths` then counts.
+
+    `out` is written into, rows of the batch alone. A caller who knows that no sequence has
+    more than `max_queries` says so: on a GPU a step of 1 is decoded the fastest way.
     """
     if gpu := gpu_kernels(q):
         return gpu.attend(  # type: ignore[no-any-return]
-            layer, spec, q, tables=tables, lengths=lengths, queries=queries, scale=scale,
-            sinks=sinks, softcap=softcap, k_scale=k_scale, v_scale=v_scale,
+            layer, spec, q, tables=tables, lengths=lengths, queries=queries, starts=starts,
+            scale=scale, sinks=sinks, softcap=softcap, k_scale=k_scale, v_scale=v_scale, out=out,
+            max_queries=max_queries,
         )  # fmt: skip
 
     def rows(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -120,8 +127,8 @@ def attend(
 
     width = spec.v_dim or spec.head_dim
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    batch = _batch(layer, _Sight.of(spec), q, tables, lengths, queries)
-    return _attend(batch, rows, q, width, scale, sinks, softcap)
+    batch = _batch(layer, _Sight.of(spec), q, tables, lengths, queries, starts)
+    return _attend(batch, rows, q, _out(q, width, out), scale, sinks, softcap)
 
 
 def attend_latent(
@@ -131,40 +138,54 @@ def attend_latent(
     *,
     tables: torch.Tensor,
     lengths: torch.Tensor,
-    queries: torch.Tensor,
     scale: float,
+    queries: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
     kv_scale: float = 1.0,
     sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    max_queries: int | None = None,
 ) -> torch.Tensor:
     """Absorbed MLA: `q` [tokens, heads, latent + rope] over rows that all heads share.
 
     What comes back is [tokens, heads, latent], before the value projection. Every cache
-    dtype of latents is read as its kernels would.
+    dtype of latents is read as its kernels would. The rest is as for `attend`.
     """
     if (gpu := gpu_kernels(q)) and gpu.attends_latent(spec):
         return gpu.attend_latent(  # type: ignore[no-any-return]
-            layer, spec, q, tables=tables, lengths=lengths, queries=queries, scale=scale,
-            kv_scale=kv_scale, sinks=sinks,
+            layer, spec, q, tables=tables, lengths=lengths, queries=queries, starts=starts,
+            scale=scale, kv_scale=kv_scale, sinks=sinks, out=out, max_queries=max_queries,
         )  # fmt: skip
 
     def rows(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         value, rope = read_latent(layer, spec, slots, kv_scale=kv_scale)
         return torch.cat((value, rope), dim=-1).unsqueeze(1), value.unsqueeze(1)
 
-    batch = _batch(layer, _Sight.of(spec), q, tables, lengths, queries)
-    return _attend(batch, rows, q, spec.latent, scale, sinks, None)
+    batch = _batch(layer, _Sight.of(spec), q, tables, lengths, queries, starts)
+    return _attend(batch, rows, q, _out(q, spec.latent, out), scale, sinks, None)
+
+
+def _out(q: torch.Tensor, width: int, given: torch.Tensor | None) -> torch.Tensor:
+    shape = q.shape[0], q.shape[1], width
+    if given is not None and given.shape != shape:
+        raise AtlasError(
+            Code.BAD_TENSOR,
+            "A result has a row for every query",
+            got=f"out of shape {tuple(given.shape)} for {shape}",
+            hint="Leave `out` away, or pass one of that shape",
+        )
+    return q.new_empty(shape) if given is None else given
 
 
 def _attend(
     batch: list[_Sequence],
     rows: Rows,
     q: torch.Tensor,
-    width: int,
+    out: torch.Tensor,
     scale: float,
     sinks: torch.Tensor | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    out = q.new_empty((q.shape[0], q.shape[1], width))
     for group in _grouped(batch):
         keys, values = rows(torch.cat([sequence.slots for sequence in group]))
         sizes = [len(sequence.slots) for sequence in group]
@@ -173,7 +194,7 @@ def _attend(
         ):
             mine = slice(sequence.start, sequence.start + sequence.tokens)
             found = _one(q[mine].float(), k, v, sequence.mask, scale, sinks, softcap)
-            out[mine] = found.to(q.dtype)
+            out[mine] = found.to(out.dtype)
     return out
 
 
@@ -223,13 +244,22 @@ def _batch(
     q: torch.Tensor,
     tables: torch.Tensor,
     lengths: torch.Tensor,
-    queries: torch.Tensor,
+    queries: torch.Tensor | None,
+    starts: torch.Tensor | None,
 ) -> list[_Sequence]:
     """What each sequence sees, as slots."""
     states = layer.kernel_blocks.size("N")
-    tokens, counts = lengths.tolist(), queries.tolist()
-    _refuse_batch(q, tables, tokens, counts, states, causal=sight.causal)
-    batch, start = [], 0
+    if (queries is None) == (starts is None):
+        raise _bad_batch(f"queries {queries}, starts {starts}")
+    tokens, start = lengths.tolist(), 0
+    if starts is None:
+        counts = [] if queries is None else queries.tolist()
+        rows = sum(counts)
+    else:
+        counts, (start, *_, rows) = starts.diff().tolist(), starts.tolist()
+        rows = q.shape[0] if start >= 0 and rows <= q.shape[0] else -1
+    _refuse_batch(q, rows, tables, tokens, counts, states, causal=sight.causal)
+    batch = []
     for table, length, count in zip(tables.long(), tokens, counts, strict=True):
         if count:
             seen, mask = sight.seen(length, count)
@@ -244,6 +274,7 @@ def _batch(
 
 def _refuse_batch(
     q: torch.Tensor,
+    rows: int,
     tables: torch.Tensor,
     lengths: list[int],
     queries: list[int],
@@ -253,14 +284,18 @@ def _refuse_batch(
 ) -> None:
     room = tables.shape[-1] * states
     found = (len(tables), len(lengths), len(queries))
-    wrong = len(set(found)) > 1 or sum(queries) != q.shape[0] or min(queries, default=0) < 0
+    wrong = len(set(found)) > 1 or rows != q.shape[0] or min(queries, default=0) < 0
     if not wrong:
         over = causal and any(n > m for n, m in zip(queries, lengths, strict=True))
         wrong = over or max(lengths, default=0) > room or min(lengths, default=1) < 1
     if wrong:
-        raise AtlasError(
-            Code.BAD_TENSOR,
-            "Each sequence has a table for its length and no more queries than tokens",
-            got=f"{found} tables, lengths and queries; {q.shape[0]} rows; room for {room}",
-            hint="Queries are the last tokens of their sequences",
-        )
+        raise _bad_batch(f"{found} tables, lengths and queries; {q.shape[0]} rows; room for {room}")
+
+
+def _bad_batch(got: str) -> AtlasError:
+    return AtlasError(
+        Code.BAD_TENSOR,
+        "Each sequence has a table for its length and no more queries than tokens",
+        got=got,
+        hint="Pass queries or starts, one of them; queries are the last tokens of sequences",
+    )

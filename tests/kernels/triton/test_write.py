@@ -62,8 +62,21 @@ def test_heads_may_be_far_apart(far: Any) -> None:
     turned = bits.spread(rows)
     assert torch.allclose(turning.spread(far, 1.0).float(), turned, atol=0.02)
     far.copy_(turned)
-    turning.spread_back(far)
+    turning.spread_back(far, torch.tensor([0, len(far)]))
     assert torch.allclose(far.float(), rows, atol=0.02)
+
+
+def test_heads_of_queries_may_be_far_apart(far: Any) -> None:
+    spec = FullAttention(heads=3, head_dim=16, dtype="fp16")
+    layer, slots = Pool(spec, "LBNHC", "cpu").layer, torch.tensor([16, 17, 18, 19])
+    rows, near = far.clone(), far.contiguous()
+    kernels.write(layer, spec, rows, rows, slots)
+    where: dict[str, Any] = {"tables": torch.ones(2, 1, dtype=torch.int32)}
+    where |= {"lengths": torch.tensor([4, 3]), "queries": torch.tensor([1, 3])}
+    found = gpu.attend(layer, spec, near, tile=16, **where)
+    assert torch.equal(gpu.attend(layer, spec, far, tile=16, **where), found)
+    gpu.attend(layer, spec, near, tile=16, out=far, **where)
+    assert torch.equal(far, found)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -46,6 +46,7 @@ class Where(TypedDict):
     tables: torch.Tensor
     lengths: torch.Tensor
     queries: torch.Tensor
+    max_queries: int
 
 
 _ASKED: ContextVar[AttentionPages | None] = ContextVar("_ASKED", default=None)
@@ -151,6 +152,7 @@ def page_attention(
         "tables": pages.table.kernel_ids(pages.rows.layer),
         "lengths": (reading.start + reading.count - skipped).clamp(min=0),
         "queries": real.sum(1),
+        "max_queries": reading.count,
     }
     q, rows = query.transpose(1, 2)[real], pages.rows
     if isinstance(rows, LatentRows):
