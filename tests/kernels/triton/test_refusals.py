@@ -31,6 +31,7 @@ ROWS = torch.zeros(2, 2, 16)
 META = torch.device("meta")
 WIDE = FullAttention(heads=1, head_dim=1024)
 ODD = FullAttention(heads=1, head_dim=24, cache="turboquant_4bit_nc")
+SHORT = FullAttention(heads=1, head_dim=8, cache="turboquant_4bit_nc")
 LATENT = LatentAttention(latent=24, rope=8)
 LONG = LatentAttention(latent=1024)
 SPARSE = LatentAttention(cache="fp8_ds_mla")
@@ -66,6 +67,8 @@ REFUSALS: list[tuple[Code, Callable[[], Any]]] = [
                                           torch.zeros(2, 64), IDS)),
     (Code.NO_KERNEL, lambda: write_latent(layer_of(LONG), LONG, torch.zeros(2, 1024),
                                           torch.zeros(2, 64), IDS)),
+    (Code.NO_KERNEL, lambda: write(layer_of(SHORT), SHORT, torch.zeros(2, 1, 8),
+                                   torch.zeros(2, 1, 8), IDS)),
     (Code.NO_KERNEL, lambda: attend_latent(layer_of(LATENT), LATENT, torch.zeros(2, 4, 32),
                                            scale=1.0, **BATCH)),
     (Code.BAD_TENSOR, lambda: run(torch.zeros(2, 16, 4).transpose(1, 2))),

@@ -39,9 +39,10 @@ def write(
     heads, v_dim = layer.place("k").size("H"), spec.v_dim or spec.head_dim
     forms.refuse_head(spec.head_dim, "K")
     forms.refuse_head(v_dim, "V")
-    if spec.cache.startswith("turboquant") and any(n & (n - 1) for n in (spec.head_dim, v_dim)):
+    odd = any(n & (n - 1) or n < 16 for n in (spec.head_dim, v_dim))
+    if spec.cache.startswith("turboquant") and odd:
         raise checks.no_kernel(
-            "Rows that are rotated are of a power of two",
+            "Rows that are rotated are of a power of two, 16 at least",
             f"heads of {spec.head_dim} and {v_dim} in {spec.cache}",
             "Use another cache dtype",
         )
