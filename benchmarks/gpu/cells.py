@@ -133,15 +133,3 @@ def measure(cell: Cell, choice: dict[str, Any] | None = None, *, repeat: int = 1
         return Found(cell, None, 0.0, 0.0, False, f"{type(error).__name__}: {str(error)[:300]}")
     scale = 1e9 if cell.unit == "TFLOP/s" else 1e6
     return Found(cell, case.work / taken / scale, taken, spread, right)
-
-
-def close(found: torch.Tensor, exact: torch.Tensor, tolerance: float) -> bool:
-    """Within a share of the norm, and nothing left unwritten."""
-    found, exact = found.double(), exact.double()
-    error = (found - exact).norm() / exact.norm()
-    worst = (found - exact).abs().max() / exact.abs().max()
-    return (
-        bool(torch.isfinite(found).all())
-        and float(error) < tolerance
-        and float(worst) < 10 * tolerance
-    )
