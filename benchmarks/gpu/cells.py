@@ -49,6 +49,8 @@ class Cell(NamedTuple):
     bar: float | None = None
     """The share of the ceiling, or the figure where there is no ceiling, that is wanted."""
     graph: bool = True
+    apart: float | None = None
+    """How far the cells of the group may lie apart, as a share of the highest."""
 
 
 class Found(NamedTuple):

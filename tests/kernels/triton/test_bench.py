@@ -14,8 +14,8 @@ pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
 with patch.dict(os.environ, KVATLAS_BENCH_DEVICE="cpu"):
-    from benchmarks.gpu import attention, exact
-    from benchmarks.gpu.cells import Case
+    from benchmarks.gpu import attention, exact, run
+    from benchmarks.gpu.cells import Case, Cell, Found
 
 from kvatlas import kernels  # noqa: E402
 from kvatlas.kernels.triton import attend  # noqa: E402
@@ -107,3 +107,14 @@ def test_one_state_of_many_is_missed_in_no_sequence() -> None:
         left[missing] = False
         found = exact.attention(q, k[left], v[left], 64**-0.5, torch.tensor([int(left.sum()) - 1]))
         assert not exact.close(found.bfloat16(), wanted, allowed)
+
+
+def test_orders_that_lie_apart_are_told() -> None:
+    cells = [Cell("decode", str(i), lambda _: None, apart=0.05) for i in range(2)]  # type: ignore[arg-type,return-value]
+    figures = [Found(cell, 100.0 - 4 * i, 1.0, 0.0, True) for i, cell in enumerate(cells)]
+    (near,) = run.apart(figures)
+    assert (near.verdict, round(near.share or 0, 3)) == ("ok", 0.04)
+    (far,) = run.apart([figures[0], figures[1]._replace(figure=90.0)])
+    assert far.verdict == "below"
+    (wrong,) = run.apart([figures[0], figures[1]._replace(right=False)])
+    assert wrong.verdict == "skipped"
