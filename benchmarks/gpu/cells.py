@@ -49,6 +49,8 @@ class Cell(NamedTuple):
     bar: float | None = None
     """The share of the ceiling, or the figure where there is no ceiling, that is wanted."""
     graph: bool = True
+    apart: float | None = None
+    """How far the cells of the group may lie apart, as a share of the highest."""
 
 
 class Found(NamedTuple):
@@ -133,15 +135,3 @@ def measure(cell: Cell, choice: dict[str, Any] | None = None, *, repeat: int = 1
         return Found(cell, None, 0.0, 0.0, False, f"{type(error).__name__}: {str(error)[:300]}")
     scale = 1e9 if cell.unit == "TFLOP/s" else 1e6
     return Found(cell, case.work / taken / scale, taken, spread, right)
-
-
-def close(found: torch.Tensor, exact: torch.Tensor, tolerance: float) -> bool:
-    """Within a share of the norm, and nothing left unwritten."""
-    found, exact = found.double(), exact.double()
-    error = (found - exact).norm() / exact.norm()
-    worst = (found - exact).abs().max() / exact.abs().max()
-    return (
-        bool(torch.isfinite(found).all())
-        and float(error) < tolerance
-        and float(worst) < 10 * tolerance
-    )

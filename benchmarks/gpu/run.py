@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -31,19 +31,44 @@ def every_cell() -> list[Cell]:
     return [*copies.cells(), *attention.cells(), *writes.cells()]
 
 
-OPERATIONS = ("flash", "matrix product")
-"""Limits in TFLOP/s; the others are in GB/s."""
+OPERATIONS = ("flash", "best prefill", "matrix product")
+"""Limits in TFLOP/s, by how they begin; the others are in GB/s."""
+
+
+class Apart(NamedTuple):
+    """How far the cells of a group lie apart: orders that should make no difference."""
+
+    group: str
+    cells: int
+    share: float | None
+    """The lowest figure lacks this much of the highest; None where a figure is missing or wrong."""
+    bar: float
+
+    @property
+    def verdict(self) -> str:
+        """As that of a cell."""
+        if self.share is None:
+            return "skipped"
+        return "ok" if self.share <= self.bar else "below"
+
+    def row(self) -> list[str]:
+        """As a row of the table."""
+        share = "" if self.share is None else f"{self.share:.1%}"
+        what = f"{self.group}: how far apart"
+        return [what, str(self.cells), share, "", "", "", f"{self.bar:.0%}", self.verdict]
 
 
 def limits() -> dict[str, float]:
     """Name to figure."""
-    dense = ceilings.dense_decode()
+    dense, prefill = ceilings.dense_decode(), ceilings.dense_prefill()
+    best = max(prefill, key=prefill.__getitem__)
     found = {
         "copy": max(ceilings.copy_rate(), ceilings.copy_rate(4 * ceilings.GIB)),
         "copy of 32 MiB": ceilings.copy_rate(32 << 20, 6),
         **links(),
         "dense": max(dense.values()),
-        "flash": ceilings.dense_prefill()["flash"],
+        "flash": prefill["flash"],
+        f"best prefill, {best}": prefill[best],
         "matrix product": ceilings.matrix_product(),
     }
     for kib in copies.PAGES:
@@ -97,6 +122,18 @@ def verdict(found: Found, share: float | None) -> str:
         return "right"
     reached = found.figure if share is None else share
     return "ok" if reached >= found.cell.bar else "below"
+
+
+def apart(results: list[Found]) -> list[Apart]:
+    """Groups whose cells are to be alike."""
+    found = []
+    wanted = [r for r in results if r.cell.apart is not None]
+    for group, some in groupby(wanted, key=lambda r: r.cell.group):
+        cells = list(some)
+        figures = [r.figure for r in cells if r.figure and r.right]
+        share = 1 - min(figures) / max(figures) if len(figures) == len(cells) else None
+        found.append(Apart(group, len(cells), share, cells[0].cell.apart or 0.0))
+    return found
 
 
 def rows_of(results: list[Found], known: dict[str, float], each: bool) -> Iterator[list[str]]:
@@ -156,11 +193,15 @@ def main() -> None:
     ):
         table.add_column(column, justify="left" if i in (0, 5, 7) else "right")
     for name, figure in known.items():
-        unit = "TFLOP/s" if name in OPERATIONS else "GB/s"
+        unit = "TFLOP/s" if name.startswith(OPERATIONS) else "GB/s"
         table.add_row(f"ceiling: {name}", "", f"{figure:,.1f}", unit, "", "", "", "")
     table.add_section()
     for row in rows_of(results, known, given.all):
         table.add_row(*row)
+    table.add_section()
+    unlike = apart(results)
+    for one in unlike:
+        table.add_row(*one.row())
     console.print(table)
     for found in results:
         share = share_of(found, known, results)
@@ -168,6 +209,9 @@ def main() -> None:
             at = "" if share is None else f"{share:.1%}"
             what = f"{found.cell.group}, {found.cell.name}"
             console.print(f"{verdict(found, share)}: {what} {at} {found.note}", highlight=False)
+    for one in unlike:
+        if one.verdict != "ok":
+            console.print(f"{one.verdict}: {one.row()[0]} {one.row()[2]}", highlight=False)
     if given.json:
         kept = [
             {
@@ -178,4 +222,6 @@ def main() -> None:
             }
             for r in results
         ]  # fmt: skip
-        given.json.write_text(json.dumps({"ceilings": known, "cells": kept}, indent=1))
+        spreads = [{**one._asdict(), "verdict": one.verdict} for one in unlike]
+        everything = {"ceilings": known, "cells": kept, "apart": spreads}
+        given.json.write_text(json.dumps(everything, indent=1))

@@ -36,7 +36,21 @@ MIXED: dict[str, Any] = {
     "lengths": [1037, 5, 200, 9, 700], "queries": [4, 1, 200, 0, 33], "group": 4,
     "dtype": torch.bfloat16, "tolerance": 0.02,
 }  # fmt: skip
+WHOLE: dict[str, Any] = {"dtype": torch.float32, "tolerance": 1e-4}
+"""Queries of float32, whose products are not rounded."""
+LARGE: dict[str, tuple[Any, dict[str, Any]]] = {
+    "float32": (FullAttention(**BASE, dtype="fp32"), WHOLE),
+    "float32 over bf16": (FullAttention(heads=2, head_dim=256), WHOLE),
+    "float32 over int8": (FullAttention(**BASE, cache="int8_per_token_head"), WHOLE),
+    "longer V": (FullAttention(heads=2, head_dim=128, v_dim=256), {}),
+    "longer V of fp8": (FullAttention(heads=2, head_dim=64, v_dim=256, cache="fp8"), {}),
+    "widest heads": (FullAttention(heads=2, head_dim=512), {}),
+    "widest heads of int4": (FullAttention(heads=2, head_dim=512, cache="int4_per_token_head"), {}),
+    "widest heads, float32": (FullAttention(heads=2, head_dim=512, dtype="fp32"), WHOLE),
+}
+"""What takes more shared memory than heads of 128."""
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    **LARGE,
     "causal": (FullAttention(**BASE), {}),
     "window": (SlidingAttention(**BASE, window=70), {}),
     "chunks": (ChunkedAttention(**BASE, chunk=64), {}),
@@ -88,6 +102,13 @@ def test_one_query_alone(cache: str, order: str) -> None:
         FullAttention(heads=8, head_dim=128, cache=cache), order, "cuda", lengths=[5000, 1, 16, 33],
         queries=[1, 1, 1, 1], group=4, dtype=torch.bfloat16, tolerance=0.02, max_queries=1,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", list(LARGE))
+def test_one_query_alone_over_large_rows(kind: str) -> None:
+    spec, more = LARGE[kind]
+    alone: dict[str, Any] = {"lengths": [1037, 1, 16, 33], "queries": [1, 1, 1, 1]}
+    check_attend(spec, "LBNHC", "cuda", **{**MIXED, **alone, **more}, max_queries=1)
 
 
 @pytest.mark.parametrize("cache", ATTENTION_CACHES)
@@ -154,6 +175,12 @@ def test_latents_without_a_kernel_are_left_to_torch(form: dict[str, Any]) -> Non
         )  # fmt: skip
         found.append(out.cpu())
     assert torch.allclose(found[0], found[1], atol=0.01)
+
+
+def test_absorbed_latents_of_float32() -> None:
+    more: dict[str, Any] = {"dtype": torch.float32, "tolerance": 1e-3, "heads": 16}
+    check_latent(LatentAttention(), "LBNHC", "cuda", **more)
+    check_latent(LatentAttention(dtype="fp32"), "LBNHC", "cuda", **more)
 
 
 def test_a_captured_graph_replays_with_other_lengths() -> None:

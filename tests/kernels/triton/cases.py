@@ -285,9 +285,11 @@ def check_latent(
         layer.rope[table[at // 16], at % 16] = row[:, spec.latent :].to(layer.rope.dtype)
     q = torch.randn(sum(queries), heads, width, generator=generator).to(dtype).to(device)
     logits = torch.randn(heads, generator=generator).to(device) if sinks else None
-    out = attend_latent(
+    shape = (sum(queries), heads, spec.latent)
+    out = torch.full(shape, float("nan"), dtype=dtype, device=device)
+    attend_latent(
         layer, spec, q, sinks=logits, tables=tables, lengths=torch.tensor(lengths, device=device),
-        queries=torch.tensor(queries, device=device), scale=0.2, kv_scale=1.0, **choice,
+        queries=torch.tensor(queries, device=device), scale=0.2, kv_scale=1.0, out=out, **choice,
     )  # fmt: skip
     start = 0
     for table, length, count in zip(tables, lengths, queries, strict=True):
