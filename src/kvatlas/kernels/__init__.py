@@ -1,4 +1,7 @@
-"""Kernels: writing, reading, copying, clearing and attending to what a cache holds, with torch."""
+"""Kernels: writing, reading, copying, clearing and attending to what a cache holds.
+
+With torch anywhere; on a GPU most of them are Triton's.
+"""
 
 from kvatlas.kernels.attend import attend, attend_latent
 from kvatlas.kernels.attention import read, write
