@@ -24,7 +24,7 @@ SLOTS = 4
 
 _WARM = 0.05
 """Seconds of work before the clock starts: an idle chip clocks down."""
-_LONG = 100.0
+LONG = 100.0
 """Milliseconds that are timed, at least."""
 
 
@@ -49,6 +49,8 @@ class Cell(NamedTuple):
     bar: float | None = None
     """The share of the ceiling, or the figure where there is no ceiling, that is wanted."""
     graph: bool = True
+    long: float = LONG
+    """Milliseconds that are timed, at least."""
     apart: float | None = None
     """How far the cells of the group may lie apart, as a share of the highest."""
 
@@ -94,7 +96,9 @@ def shuffled(count: int, of: int, seed: int) -> torch.Tensor:
     return torch.randperm(of, generator=generator)[:count].to(torch.int32).to(DEVICE)
 
 
-def milliseconds(case: Case, *, graph: bool = True, repeat: int = 15) -> tuple[float, float]:
+def milliseconds(
+    case: Case, *, graph: bool = True, repeat: int = 15, long: float = LONG
+) -> tuple[float, float]:
     """Median milliseconds of a call, and the spread of the middle half."""
     for call in case.calls:
         call()
@@ -111,7 +115,7 @@ def milliseconds(case: Case, *, graph: bool = True, repeat: int = 15) -> tuple[f
         play()
         torch.cuda.synchronize()
     taken: list[float] = []
-    while len(taken) < repeat or (sum(taken) * len(case.calls) < _LONG and len(taken) < 500):
+    while len(taken) < repeat or (sum(taken) * len(case.calls) < long and len(taken) < 500):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in "ab")  # type: ignore[no-untyped-call]
         begin.record()
         play()
@@ -130,7 +134,7 @@ def measure(cell: Cell, choice: dict[str, Any] | None = None, *, repeat: int = 1
         torch.cuda.synchronize()
         if not repeat:
             return Found(cell, None, 0.0, 0.0, right)
-        taken, spread = milliseconds(case, graph=cell.graph, repeat=repeat)
+        taken, spread = milliseconds(case, graph=cell.graph, repeat=repeat, long=cell.long)
     except Exception as error:
         return Found(cell, None, 0.0, 0.0, False, f"{type(error).__name__}: {str(error)[:300]}")
     scale = 1e9 if cell.unit == "TFLOP/s" else 1e6

@@ -15,6 +15,8 @@ from kvatlas.specs import FullAttention, Mamba2
 MIB = 1 << 20
 MOVED = 1024
 """MiB that a copy on the device moves: as many as the plain copy beside it."""
+LONG_LINK = 500.0
+"""Milliseconds that the link is timed: others use the host's memory too, now and then."""
 PAGES = {16: 2, 32: 4, 64: 8}
 """KiB of a page of 16 states, and its heads of 128."""
 
@@ -161,6 +163,7 @@ def cells() -> list[Cell]:
             Cell(
                 f"copy {way}, {kib} KiB pages, {held} programs", f"{order} to {other}",
                 partial(to_or_from_host, order, other, kib, to_host), ceiling=link, bar=0.92,
+                long=LONG_LINK,
             )
             for kib in PAGES
             for order, other in [*((order, order) for order in ORDERS), ("LBNHC", "BHLNC")]
