@@ -145,9 +145,9 @@ def _batch(queries: int) -> dict[str, Any]:
     return {"tables": tables, "lengths": lengths, "queries": counts, "max_queries": queries}
 
 
-def decode(cache: str, queries: int = 1) -> None:
-    spec = FullAttention(heads=8, head_dim=128, cache=cache)
-    q = torch.empty(4 * queries, 32, 128, dtype=torch.bfloat16)
+def decode(cache: str, queries: int = 1, dim: int = 128) -> None:
+    spec = FullAttention(heads=8, head_dim=dim, cache=cache)
+    q = torch.empty(4 * queries, 32, dim, dtype=torch.bfloat16)
     attend(_layer(spec), spec, q, **_batch(queries))
 
 

@@ -233,6 +233,8 @@ def test_starts_say_what_counts_say() -> None:
     for wrong in (
         {},
         {"starts": torch.tensor([1, 4, 7])},
+        {"starts": torch.tensor([], dtype=torch.int32)},
+        {"starts": torch.tensor([0])},
         {"starts": torch.tensor([0, 5, 6]), "queries": torch.tensor([5, 1])},
         {"starts": torch.tensor([0, 5, 6]), "out": out[:5]},
     ):

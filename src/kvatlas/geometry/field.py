@@ -275,3 +275,17 @@ class Field:
         """The furthest byte along C; past the cell where the field is flat."""
         walked = sum((axis.size - 1) * axis.step for axis in self.axes if axis.along == "C")
         return self.offset + walked + self.dtype.item - 1
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Sizes by axis; a row that is cut into tiles counts whole.
+
+        >>> tiles = FieldAxis("C", 4, "C", 16), FieldAxis("c", 8, "C", 2)
+        >>> Field("k", DType.of("bf16"), (FieldAxis("H", 2, "H"), *tiles)).sizes
+        {'H': 2, 'C': 32}
+        """
+        found: dict[str, int] = {}
+        for axis in self.axes:
+            name = axis.name.upper()
+            found[name] = found.get(name, 1) * axis.size
+        return found

@@ -66,6 +66,11 @@ class Page:
         """Bytes of the page, padding included."""
         return self.unpadded + self.padding
 
+    @property
+    def lies_flat(self) -> bool:
+        """Whether a field reaches over the whole page, so that cells mean nothing by themselves."""
+        return any(self._over_page(field) for field in self.fields)
+
     def field(self, name: str) -> Field:
         """The field called `name`."""
         for field in self.fields:
@@ -210,6 +215,9 @@ class Page:
             self.padding,
         )
 
+    def _over_page(self, field: Field) -> bool:
+        return field.last_content_byte >= self.states * self.content
+
     def _refuse_gaps(self, field: Field, placement: Placement) -> None:
         """A field that runs past its cell needs the next cells right behind it."""
         if field.last_content_byte < self.content:
@@ -220,7 +228,7 @@ class Page:
         whole = step == 1 and reach + 1 == self.unpadded
         over, ending = "page", "H, N and C, C last"
         gapless = whole
-        if field.last_content_byte < self.states * self.content:
+        if not self._over_page(field):
             # Where every field counts bytes from the page's start, none minds the order either.
             by_bytes = all(
                 other.head == 0 and all(axis.along == "C" for axis in other.axes)

@@ -249,16 +249,9 @@ def _batch(
 ) -> list[_Sequence]:
     """What each sequence sees, as slots."""
     states = layer.kernel_blocks.size("N")
-    if (queries is None) == (starts is None):
-        raise _bad_batch(f"queries {queries}, starts {starts}")
-    tokens, start = lengths.tolist(), 0
-    if starts is None:
-        counts = [] if queries is None else queries.tolist()
-        rows = sum(counts)
-    else:
-        counts, (start, *_, rows) = starts.diff().tolist(), starts.tolist()
-        rows = q.shape[0] if start >= 0 and rows <= q.shape[0] else -1
-    _refuse_batch(q, rows, tables, tokens, counts, states, causal=sight.causal)
+    counts, start = _asked(q, queries, starts)
+    tokens = lengths.tolist()
+    _refuse_batch(q, tables, tokens, counts, states, causal=sight.causal)
     batch = []
     for table, length, count in zip(tables.long(), tokens, counts, strict=True):
         if count:
@@ -272,9 +265,27 @@ def _batch(
     return batch
 
 
+def _asked(
+    q: torch.Tensor, queries: torch.Tensor | None, starts: torch.Tensor | None
+) -> tuple[list[int], int]:
+    """How many queries each sequence has, and the row of the first; refused if `q` has others."""
+    first = 0
+    if starts is not None and queries is None and len(starts):
+        edges = starts.tolist()
+        counts, first = starts.diff().tolist(), edges[0]
+        wrong = first < 0 or edges[-1] > q.shape[0]
+    elif queries is not None and starts is None:
+        counts = queries.tolist()
+        wrong = sum(counts) != q.shape[0]
+    else:
+        counts, wrong = [], True
+    if wrong:
+        raise _bad_batch(f"queries {queries}, starts {starts} for {q.shape[0]} rows")
+    return counts, first
+
+
 def _refuse_batch(
     q: torch.Tensor,
-    rows: int,
     tables: torch.Tensor,
     lengths: list[int],
     queries: list[int],
@@ -284,7 +295,7 @@ def _refuse_batch(
 ) -> None:
     room = tables.shape[-1] * states
     found = (len(tables), len(lengths), len(queries))
-    wrong = len(set(found)) > 1 or rows != q.shape[0] or min(queries, default=0) < 0
+    wrong = len(set(found)) > 1 or min(queries, default=0) < 0
     if not wrong:
         over = causal and any(n > m for n, m in zip(queries, lengths, strict=True))
         wrong = over or max(lengths, default=0) > room or min(lengths, default=1) < 1

@@ -128,14 +128,7 @@ def cells_alike(source: LayerCache, target: LayerCache) -> bool:
         return False
     sides = source.kernel_blocks, target.kernel_blocks
     order = {tuple(side.stride(axis) for axis in "HNC") for side in sides}
-    return len(order) == 1 or not lies_flat(source)
-
-
-def lies_flat(layer: LayerCache) -> bool:
-    """Whether a field reaches over a whole page, so that cells mean nothing by themselves."""
-    page = layer.page
-    reach = max(field.last_content_byte for field in page.fields)
-    return reach >= page.states * page.content
+    return len(order) == 1 or not a.lies_flat
 
 
 def _refuse_clash(

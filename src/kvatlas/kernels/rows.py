@@ -7,7 +7,6 @@ move as one indexed copy. Both work on the views of a field, in whatever order i
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import NamedTuple
@@ -148,14 +147,7 @@ def _alike(page: Page, spec: Spec) -> bool:
 
 def _row_sizes(page: Page) -> dict[str, tuple[DType, int]]:
     """The type and the elements of a row of each field, heads and order left out."""
-    return {
-        field.name: (
-            field.dtype,
-            math.prod(axis.size for axis in field.axes if axis.name.upper() == "C"),
-        )
-        for field in page.fields
-        if not field.padding
-    }
+    return {f.name: (f.dtype, f.sizes.get("C", 1)) for f in page.fields if not f.padding}
 
 
 def kept_slots(slots: torch.Tensor, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -20,13 +20,16 @@ with sass.elsewhere() as found:
     sass.decode("int8_per_token_head")
     sass.put("int4_per_token_head")
     sass.move("")
-print(json.dumps([kernel._asdict() for kernel in found]))
+with sass.elsewhere() as wide:
+    sass.decode("auto", dim=512)
+found = [kernel._asdict() for kernel in found]
+print(json.dumps([found, [kernel.shared for kernel in wide], sass.SHARED]))
 """
 
 
 @pytest.mark.skipif(not TOOL.exists(), reason="this Triton has no disassembler")
 def test_kernels_compile_for_a_chip_that_is_not_here() -> None:
-    """Nothing is spilled, and the next tiles of decode are on their way while one is walked."""
+    """Nothing is spilled, all fits, and decode's next tiles are on their way while one is walked."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     root = Path(__file__).parents[3]
     done = subprocess.run(
@@ -34,7 +37,9 @@ def test_kernels_compile_for_a_chip_that_is_not_here() -> None:
         text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    found = {kernel["name"]: kernel for kernel in json.loads(done.stdout.splitlines()[-1])}
+    kernels, wide, room = json.loads(done.stdout.splitlines()[-1])
+    assert max(*wide, *(kernel["shared"] for kernel in kernels)) <= room
+    found = {kernel["name"]: kernel for kernel in kernels}
     assert set(found) == {"_plan", "decode", "merge", "write_rows", "copy_rows"}
     assert not any(kernel["spilled"] for kernel in found.values())
     loop = found["decode"]["loop"]

@@ -22,7 +22,7 @@ import triton.language as tl
 
 from kvatlas.cache import LayerCache
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Field, Placement, fold_together
+from kvatlas.geometry import Placement, fold_together
 from kvatlas.kernels.blocks import cells_alike
 from kvatlas.kernels.triton import checks, tune
 from kvatlas.kernels.triton.address import VECTOR, common
@@ -338,8 +338,7 @@ def _tiled_like(other: Placement, mine: Placement) -> Placement:
 def _shared_fields(a: LayerCache, b: LayerCache) -> list[str]:
     """The fields of both, refused where they are not the same numbers."""
     mine, other = (
-        {f.name: (f.dtype, _sizes(f)) for f in layer.page.fields if not f.padding}
-        for layer in (a, b)
+        {f.name: (f.dtype, f.sizes) for f in layer.page.fields if not f.padding} for layer in (a, b)
     )
     if mine != other:
         raise AtlasError(
@@ -349,15 +348,6 @@ def _shared_fields(a: LayerCache, b: LayerCache) -> list[str]:
             hint="Convert the cache dtype first; route between unlike block sizes or ranks",
         )
     return list(mine)
-
-
-def _sizes(field: Field) -> dict[str, int]:
-    """Sizes by axis, elements of a row in tiles or not."""
-    found: dict[str, int] = {}
-    for axis in field.axes:
-        name = axis.name.upper()
-        found[name] = found.get(name, 1) * axis.size
-    return found
 
 
 def zero_blocks(layer: LayerCache, ids: torch.Tensor, **choice: Any) -> None:

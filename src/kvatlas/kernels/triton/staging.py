@@ -14,7 +14,6 @@ import torch
 from kvatlas.cache import LayerCache
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Placement
-from kvatlas.kernels.blocks import lies_flat
 from kvatlas.kernels.triton.copy import Copy, Side
 
 
@@ -63,7 +62,7 @@ class Staging:
 
 def _parts(layer: LayerCache) -> list[Placement]:
     """What means the same in every order: cells, or the fields where those lie flat."""
-    if not lies_flat(layer):
+    if not layer.page.lies_flat:
         return [layer.kernel_blocks]
     return [layer.place(field.name) for field in layer.page.fields if not field.padding]
 
