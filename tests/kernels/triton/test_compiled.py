@@ -29,7 +29,7 @@ print(json.dumps([found, [kernel.shared for kernel in wide], sass.SHARED]))
 
 @pytest.mark.skipif(not TOOL.exists(), reason="this Triton has no disassembler")
 def test_kernels_compile_for_a_chip_that_is_not_here() -> None:
-    """Nothing is spilled, all fits, and decode's next tiles are on their way while one is walked."""
+    """Nothing is spilled, all fits, and decode's next tiles are on their way meanwhile."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     root = Path(__file__).parents[3]
     done = subprocess.run(

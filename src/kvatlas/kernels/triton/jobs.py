@@ -121,7 +121,7 @@ def kind_of(
 
 
 def use_for(kernel: str, kind: Kind, rows: int, choice: dict[str, Any]) -> dict[str, Any]:
-    """Parameters of a launch, as few stages and as small tiles as the chip has room for."""
+    """Parameters of a launch: stages and tiles that were chosen, or fewer, so that they fit."""
     facts = {"dim": kind.dim, "cache": kind.cache, "latent": kind.latent}
     if kernel == "decode":
         facts["rows"] = rows
