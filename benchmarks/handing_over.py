@@ -8,14 +8,14 @@ from benchmarks.timing import show
 from kvatlas import AtlasError
 from kvatlas.models import Model
 from kvatlas.models.model import Layer
-from kvatlas.plan import Plan, plan
-from kvatlas.route import scattered
+from kvatlas.planning import Plan, plan
+from kvatlas.routing import scattered
 from kvatlas.specs import FullAttention
 from kvatlas.wire import Node, Session
-from kvatlas.wire.moving import How
-from kvatlas.wire.node import pools_for
-from kvatlas.wire.serve import Task, memory_of, served
-from kvatlas.wire.transports import make
+from kvatlas.wire.client.rank_transfer import How
+from kvatlas.wire.sample_server import Task, memory_of, served
+from kvatlas.wire.server.node import pools_for
+from kvatlas.wire.transports.registry import make
 
 LAYERS, TOKENS, TURNS = 32, 4096, 3
 TRANSPORTS = ("shm", "nixl", "mooncake")

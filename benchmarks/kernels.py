@@ -20,7 +20,7 @@ from kvatlas.cache import Cache, LayerCache, allocate
 from kvatlas.geometry import ENGINE_LAYOUTS, fold_together
 from kvatlas.kernels import copy_blocks, gather_blocks, read, write
 from kvatlas.models.model import Layer, Model
-from kvatlas.plan import plan
+from kvatlas.planning import plan
 from kvatlas.specs import FullAttention
 
 ORDERS = [layout.order for layout in ENGINE_LAYOUTS]

@@ -9,10 +9,10 @@ from benchmarks import vllm_peer
 from benchmarks.timing import median_ms, show
 from kvatlas import AtlasError
 from kvatlas.models import Model, catalogue
-from kvatlas.plan import plan
-from kvatlas.plan.backends import backends_of
-from kvatlas.plan.sizing import block_size
-from kvatlas.plan.wants import page_of, wants_of
+from kvatlas.planning import plan
+from kvatlas.planning.backends import backends_of
+from kvatlas.planning.block_size import block_size
+from kvatlas.planning.sized_layers import page_of, wants_of
 
 MEMORY = 4 * 2**40
 """Enough for one long request of every model at tp 1."""

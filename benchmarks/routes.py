@@ -12,8 +12,8 @@ from benchmarks import vllm_peer
 from benchmarks.timing import median_ms, show
 from kvatlas.models import Model
 from kvatlas.models.model import Layer
-from kvatlas.plan import Plan, plan
-from kvatlas.route import Route, route
+from kvatlas.planning import Plan, plan
+from kvatlas.routing import Route, route
 from kvatlas.specs import FullAttention
 
 LAYERS, BLOCKS, BOUND = 64, 20_000, 2_048

@@ -14,9 +14,9 @@ import numpy as np
 from benchmarks.timing import median_ms, show
 from kvatlas.models import Model
 from kvatlas.models.model import Layer
-from kvatlas.plan import Plan, plan
+from kvatlas.planning import Plan, plan
 from kvatlas.specs import FullAttention
-from kvatlas.wire.tier import Tier
+from kvatlas.tier import Tier
 
 LAYERS, TOKENS, BLOCK = 32, 1024, 16
 REPEAT = 5

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from kvatlas.geometry import DType
-from kvatlas.plan.wants import Want
+from kvatlas.planning.sized_layers import Want
 
 _TORCH = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "e4m3": "float8_e4m3fn"}
 

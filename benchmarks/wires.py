@@ -21,11 +21,11 @@ import numpy as np
 
 from benchmarks.timing import median_ms, show
 from kvatlas.errors import AtlasError, Code
-from kvatlas.route import Copy
-from kvatlas.wire.grid import describe
-from kvatlas.wire.segments import allocate, attach
-from kvatlas.wire.transport import Link, Memory, Transport
-from kvatlas.wire.transports import make
+from kvatlas.routing import Copy
+from kvatlas.wire.transports.base import Link, Memory, Transport
+from kvatlas.wire.transports.nixl_strided import describe
+from kvatlas.wire.transports.registry import make
+from kvatlas.wire.transports.shared_memory import allocate, attach
 
 POOL = 128 << 20
 RUNS = (4 << 10, 64 << 10, 1 << 20)

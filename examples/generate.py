@@ -12,7 +12,7 @@ from rich.table import Table
 from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
 from kvatlas.engines.transformers import AtlasCache
-from kvatlas.plan import Plan
+from kvatlas.planning import Plan
 
 console = Console(width=112)
 PROMPTS = ([3, 14, 15, 92, 65], [2, 71, 82], [16, 18, 3, 39, 88, 7, 49])

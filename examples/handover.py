@@ -23,11 +23,11 @@ from rich.table import Table
 
 from kvatlas import AtlasError
 from kvatlas.engines.transformers import AtlasCache, make_plan
-from kvatlas.engines.transformers.ranks import Ranks
-from kvatlas.plan import Plan
-from kvatlas.route import check, scattered
+from kvatlas.engines.transformers.ranks_on_wire import Ranks
+from kvatlas.planning import Plan
+from kvatlas.routing import check, scattered
 from kvatlas.wire import Session
-from kvatlas.wire.transports import make
+from kvatlas.wire.transports.registry import make
 
 console = Console(width=112)
 PROMPT, NEW = 150, 40

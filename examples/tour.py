@@ -10,7 +10,7 @@ from rich.text import Text
 
 from kvatlas import AtlasError, Layout, validate
 from kvatlas.geometry import ENGINE_LAYOUTS
-from kvatlas.plan import padding, plan
+from kvatlas.planning import padding, plan
 from kvatlas.specs import (
     FullAttention,
     GatedDeltaNet,

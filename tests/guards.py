@@ -14,10 +14,10 @@ from kvatlas import AtlasError, Code, Layout  # noqa: E402
 from kvatlas.cache import Cache, bind  # noqa: E402
 from kvatlas.geometry import ENGINE_LAYOUTS  # noqa: E402
 from kvatlas.models.model import Model  # noqa: E402
-from kvatlas.plan import Plan, plan  # noqa: E402
+from kvatlas.planning import Plan, plan  # noqa: E402
 from kvatlas.specs import Spec  # noqa: E402
 from kvatlas.specs.recurrent import Recurrent  # noqa: E402
-from tests.plan.models import model_of  # noqa: E402
+from tests.planning.models import model_of  # noqa: E402
 
 GUARD = 4096
 BLOCKS = 24

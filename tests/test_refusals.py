@@ -16,8 +16,8 @@ import pytest
 
 from kvatlas import AtlasError, Code, DType, Field, Layout, Page, Placement, validate
 from kvatlas.geometry import Cut, FieldAxis, Section, fold_together
-from kvatlas.geometry.stretches import Cells, stretches
-from kvatlas.geometry.strips import between
+from kvatlas.geometry.state_spans import Cells, stretches
+from kvatlas.geometry.strided_runs import between
 from kvatlas.specs import (
     AnySpec,
     FullAttention,
@@ -187,12 +187,12 @@ def test_every_code_has_a_way_to_it() -> None:
         Code.UNREADABLE, Code.BAD_CONFIG, Code.MISSING_KEY, Code.UNKNOWN_ARCHITECTURE,
         Code.UNKNOWN_MODEL, Code.NO_HUB, Code.UNKNOWN_ENGINE,
     }  # fmt: skip
-    elsewhere |= {  # tests/plan/test_refusals.py
+    elsewhere |= {  # tests/planning/test_refusals.py
         Code.UNKNOWN_BACKEND, Code.BACKEND_REFUSES, Code.BAD_TOPOLOGY, Code.LAYOUT_REFUSED,
         Code.PAGES_NOT_UNIFIED, Code.NOT_ENOUGH_MEMORY, Code.BAD_PACK, Code.BAD_PLAN,
         Code.UNKNOWN_POLICY, Code.UNKNOWN_LAYER, Code.BAD_QUANTITY,
     }  # fmt: skip
-    elsewhere |= {  # tests/route/test_refusals.py
+    elsewhere |= {  # tests/routing/test_refusals.py
         Code.UNLIKE_MODELS, Code.UNLIKE_LAYERS, Code.UNLIKE_DTYPES, Code.MISSING_LAYERS,
         Code.NOT_A_SOURCE, Code.BAD_TOKENS, Code.MISSING_BLOCKS, Code.TWICE,
     }  # fmt: skip

@@ -13,8 +13,8 @@ from benchmarks.gpu.cells import DEVICE, ORDERS, Case, Cell, layers_of, shuffled
 from kvatlas import kernels
 from kvatlas.cache import LayerCache
 from kvatlas.kernels import read, read_latent, write_latent
-from kvatlas.kernels.triton.attend import attend, attend_latent
-from kvatlas.kernels.triton.write import write
+from kvatlas.kernels.triton.attention.launch import attend, attend_latent
+from kvatlas.kernels.triton.launch_write import write
 from kvatlas.specs import FullAttention, LatentAttention
 
 BF16 = torch.bfloat16

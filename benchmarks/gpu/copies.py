@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.gpu.cells import DEVICE, ORDERS, Case, Cell, layers_of, shuffled, small
 from kvatlas.kernels.triton import Staging, tune
-from kvatlas.kernels.triton.copy import between, zero_blocks
+from kvatlas.kernels.triton.launch_copy import between, zero_blocks
 from kvatlas.specs import FullAttention, Mamba2
 
 MIB = 1 << 20

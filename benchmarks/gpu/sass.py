@@ -28,7 +28,8 @@ from triton.runtime import driver, jit
 
 from kvatlas.cache import LayerCache
 from kvatlas.geometry import Layout
-from kvatlas.kernels.triton import attend, attend_latent, copy_blocks, forms, tune, write
+from kvatlas.kernels.triton import attend, attend_latent, copy_blocks, tune, write
+from kvatlas.kernels.triton import storage_formats as forms
 from kvatlas.specs import FullAttention, LatentAttention, Spec
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"

@@ -10,7 +10,7 @@ import torch
 from benchmarks.gpu.cells import DEVICE, ORDERS, Case, Cell, layers_of, shuffled
 from kvatlas.cache import LayerCache
 from kvatlas.kernels import write as by_torch
-from kvatlas.kernels.triton.write import write
+from kvatlas.kernels.triton.launch_write import write
 from kvatlas.specs import FullAttention
 
 SETS = 6

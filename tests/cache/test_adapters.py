@@ -19,7 +19,7 @@ from kvatlas.cache import adapters, allocate  # noqa: E402
 from kvatlas.kernels import attend, write  # noqa: E402
 from kvatlas.specs import FullAttention, GatedDeltaNet, LatentAttention, ShortConv, Spec  # noqa: E402
 from tests.guards import ORDERS, Guarded, cache_of, one_storage, small_plan, spec_plan  # noqa: E402
-from tests.plan.models import SMALL  # noqa: E402
+from tests.planning.models import SMALL  # noqa: E402
 
 Views = dict[str, tuple[Any, str]]
 """By field: a view, and its axes in order."""

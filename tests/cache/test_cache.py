@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from kvatlas import AtlasError, Code, Layout  # noqa: E402
 from kvatlas.cache import ALIGNMENT, allocate, bind  # noqa: E402
 from tests.guards import ORDERS, Guarded, one_storage, small_plan  # noqa: E402
-from tests.plan.models import SMALL  # noqa: E402
+from tests.planning.models import SMALL  # noqa: E402
 
 
 @pytest.mark.parametrize("name", list(SMALL))

@@ -10,7 +10,7 @@ from typing import Any
 
 from typer.testing import CliRunner, Result
 
-from kvatlas.cli.app import app
+from kvatlas.cli.commands import app
 
 # Terminals and CI services set these; the tests want what a pipe gets.
 PLAIN: dict[str, str | None] = {

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from kvatlas.cli.checking import read_plan
-from kvatlas.plan import plan
-from kvatlas.route import check
+from kvatlas.cli.check import read_plan
+from kvatlas.planning import plan
+from kvatlas.routing import check
 from tests.cli.helpers import kvatlas, said, shown
 
 

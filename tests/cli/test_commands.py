@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from kvatlas.cli.ask import POLICIES
-from kvatlas.cli.facts import fixed, grows
-from kvatlas.cli.hybrids import hybrids
+from kvatlas.cli.hybrids_page import hybrids
+from kvatlas.cli.model_facts import fixed, grows
+from kvatlas.cli.options import POLICIES
 from kvatlas.models import Model, catalogue
-from kvatlas.plan import BACKENDS, Plan, plan
+from kvatlas.planning import BACKENDS, Plan, plan
 from tests.cli.helpers import kvatlas, said, shown
 
 TOP = {

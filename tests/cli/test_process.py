@@ -58,7 +58,7 @@ def test_interrupt_is_quiet() -> None:
         [
             sys.executable,
             "-c",
-            "import os, signal, time, kvatlas.cli.app as app;"
+            "import os, signal, time, kvatlas.cli.commands as app;"
             "app.layout_facts = lambda: (os.kill(os.getpid(), signal.SIGINT), time.sleep(50));"
             "import sys; sys.argv = ['kvatlas', 'layouts']; app.run()",
         ],

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvatlas.cli import app as commands
-from kvatlas.cli.guard import plain
+from kvatlas.cli import commands as commands
+from kvatlas.cli.failures import plain
 from kvatlas.errors import Code
 from kvatlas.models import catalogue
 from tests.cli.helpers import kvatlas, process

@@ -10,7 +10,7 @@ import torch
 
 from kvatlas.cache import bind
 from kvatlas.engines.transformers import AtlasCache, make_plan
-from kvatlas.plan import Plan
+from kvatlas.planning import Plan
 from tests.engines.zoo import NEW, PROMPTS, model_of
 
 GUARD = 4096

@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
 
 from kvatlas.engines.transformers import AtlasCache
-from kvatlas.engines.transformers.reading import page_attention, page_mask, pages_written
+from kvatlas.engines.transformers.paged_attention import page_attention, page_mask, pages_written
 
 NAME = "kvatlas_side_by_side"
 

@@ -12,7 +12,7 @@ from kvatlas.cache import allocate
 from kvatlas.engines.transformers import AtlasCache, make_plan
 from kvatlas.errors import AtlasError, Code
 from kvatlas.kernels import zero_blocks
-from kvatlas.plan import plan
+from kvatlas.planning import plan
 from kvatlas.specs import GatedDeltaNet, KimiDelta, Mamba2
 from tests.engines.guarded import LONGEST, Guarded
 from tests.engines.zoo import NEW, OTHERS, PROMPTS, ZOO, behind, generate, model_of, prompts
@@ -196,7 +196,7 @@ def test_without_clearing_old_bytes_would_show(
     pages: Guarded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control for the test above."""
-    monkeypatch.setattr("kvatlas.engines.transformers.tables.zero_blocks", lambda *_: None)
+    monkeypatch.setattr("kvatlas.engines.transformers.block_tables.zero_blocks", lambda *_: None)
     cache = pages.cache("Qwen3Next", layout="BHLNC", pack=2)
     cache.batch.admit(len(PROMPTS))
     assert not all(bool((rows == 0).all()) for rows in states_of(cache))

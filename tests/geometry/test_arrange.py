@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvatlas import Layout, Page, Placement, validate
 from kvatlas.geometry import ENGINE_LAYOUTS
-from kvatlas.geometry.arrange import Row, Spot, packs, shared_pages, side_by_side
+from kvatlas.geometry.page_arrangement import Row, Spot, packs, shared_pages, side_by_side
 from kvatlas.geometry.validate import keeps_to_its_blocks
 from kvatlas.specs import FullAttention
 from tests.oracle import byte_list

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvatlas import Layout, Placement
-from kvatlas.geometry.arrays import join_pairs
-from kvatlas.geometry.stretches import Cells, meet, stretches
-from kvatlas.geometry.strips import Strip, between, closed, merged
+from kvatlas.geometry.address_arrays import join_pairs
+from kvatlas.geometry.state_spans import Cells, meet, stretches
+from kvatlas.geometry.strided_runs import Strip, between, closed, merged
 
 SIZES: dict[str, Any] = {"L": 2, "B": 3, "H": 2, "N": 4, "C": 6}
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from kvatlas.engines.transformers import AtlasCache, make_plan
-from kvatlas.engines.transformers.ranks import Ranks
+from kvatlas.engines.transformers.ranks_on_wire import Ranks
 from tests.handover.tiny import LONGEST, PROMPT, model_of, prompt
 
 MARK = "prefilled "

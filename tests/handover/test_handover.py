@@ -17,11 +17,11 @@ import torch
 
 from kvatlas import AtlasError
 from kvatlas.engines.transformers import AtlasCache, make_plan
-from kvatlas.engines.transformers.ranks import Ranks
-from kvatlas.route import route, scattered
+from kvatlas.engines.transformers.ranks_on_wire import Ranks
+from kvatlas.routing import route, scattered
+from kvatlas.tier import Tier
 from kvatlas.wire import Session
-from kvatlas.wire.tier import Tier
-from kvatlas.wire.transports import make
+from kvatlas.wire.transports.registry import make
 from tests.handover.prefill import MARK
 from tests.handover.tiny import LONGEST, MODELS, NEW, PROMPT, model_of, prompt
 

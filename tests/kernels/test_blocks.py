@@ -14,7 +14,7 @@ from kvatlas.cache import allocate  # noqa: E402
 from kvatlas.kernels import copy_blocks, decode, encode, gather_blocks, read, write, zero_blocks  # noqa: E402
 from kvatlas.specs import ATTENTION_CACHES, FullAttention  # noqa: E402
 from tests.guards import ORDERS, Guarded, cache_of, small_plan  # noqa: E402
-from tests.plan.models import SMALL  # noqa: E402
+from tests.planning.models import SMALL  # noqa: E402
 
 
 @pytest.mark.parametrize("order", ORDERS)

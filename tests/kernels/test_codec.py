@@ -11,7 +11,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from kvatlas import AtlasError, Code, DType  # noqa: E402
-from kvatlas.kernels import bits, decode, encode  # noqa: E402
+from kvatlas.kernels import bit_codes as bits  # noqa: E402
+from kvatlas.kernels import decode, encode  # noqa: E402
 from kvatlas.specs import ATTENTION_CACHES, FullAttention  # noqa: E402
 
 D = 128

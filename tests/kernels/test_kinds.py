@@ -35,7 +35,7 @@ from kvatlas.specs import (  # noqa: E402
     Spec,
 )
 from tests.guards import ORDERS, Guarded, cache_of, small_plan  # noqa: E402
-from tests.plan.models import SMALL, model_of  # noqa: E402
+from tests.planning.models import SMALL, model_of  # noqa: E402
 
 
 def number(layer: LayerCache, field: str, dtype: str, **at: int) -> float:
@@ -59,7 +59,7 @@ def test_keys_of_every_packing_lie_where_the_page_says(
     packing: Any, order: str, many: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whole prefills, pieces and single slots alike, in bf16 that represents them exactly."""
-    monkeypatch.setattr("kvatlas.kernels.rows._MANY", many)
+    monkeypatch.setattr("kvatlas.kernels.slot_rows._MANY", many)
     spec = CrossAttention(heads=2, head_dim=16, source=64, packing=packing)
     try:
         _, layer = cache_of(spec, order)
@@ -107,7 +107,7 @@ LATENT_BOUNDS += [(0.04, 0.01), (0.04, 0.04), (0.15, 0.15)]
 def test_latents_of_every_format(
     form: Any, bounds: tuple[float, float], order: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvatlas.kernels.rows._MANY", 1)
+    monkeypatch.setattr("kvatlas.kernels.slot_rows._MANY", 1)
     spec = LatentAttention(**form)
     _, layer = cache_of(spec, order, block_size=64)
     latent, rope = rows_of(3, 70, spec.latent), rows_of(4, 70, 64)

@@ -36,7 +36,7 @@ from kvatlas.specs import (  # noqa: E402
     Spec,
 )
 from tests.guards import ORDERS, Guarded, small_plan  # noqa: E402
-from tests.plan.models import model_of  # noqa: E402
+from tests.planning.models import model_of  # noqa: E402
 
 
 class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -96,7 +96,7 @@ LIMIT = 1 << 20
 def test_rows_and_blocks_take_what_moves(
     packing: Any, order: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvatlas.kernels.rows._MANY", 1)
+    monkeypatch.setattr("kvatlas.kernels.slot_rows._MANY", 1)
     if packing == "transposed" and order in ("LBNHC", "BLNHC"):
         return  # refused: see the adapters
     spec = FullAttention(heads=2, head_dim=32, packing=packing)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvatlas import AtlasError, Code
 from kvatlas.models import Model, load
-from kvatlas.models.load import LARGEST_FILE
+from kvatlas.models.loading import LARGEST_FILE
 from tests.models.configs import FAMILIES, GQA, config
 
 LLAMA = FAMILIES["llama"]

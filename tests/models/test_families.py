@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from kvatlas.models import Model, load
-from kvatlas.models.families import FAMILIES as KNOWN
+from kvatlas.models.architectures import FAMILIES as KNOWN
 from kvatlas.specs import FullAttention, Indexer, SlidingAttention, Spec
 from tests.models.configs import FAMILIES, GQA, config, nested
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from kvatlas.wire import messages as say
+from kvatlas.wire import protocol as say
 from tests.wire.corpus.make import hello
 from tests.wire.helpers import End, pull_all
 from tests.wire.raw import Raw

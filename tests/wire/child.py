@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 
 from kvatlas import AtlasError
-from kvatlas.plan import Plan
-from kvatlas.route import scattered
+from kvatlas.planning import Plan
+from kvatlas.routing import scattered
 from kvatlas.wire import Memory, Node, Session
-from kvatlas.wire import moving as kvatlas_moving
-from kvatlas.wire.node import pools_for
-from kvatlas.wire.transports import make
+from kvatlas.wire.client import rank_transfer as kvatlas_moving
+from kvatlas.wire.server.node import pools_for
+from kvatlas.wire.transports.registry import make
 
 HAS_NIXL = importlib.util.find_spec("nixl") is not None
 _FORKED = get_context("forkserver")

@@ -10,7 +10,7 @@ import pytest
 
 from kvatlas import AtlasError
 from kvatlas.errors import Code
-from kvatlas.route import Copy
+from kvatlas.routing import Copy
 from kvatlas.wire import Handle, Session, Transfer
 from tests.wire.helpers import Around, End, as_it_is, pull_all, small, until
 

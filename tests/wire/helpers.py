@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvatlas.plan import Plan, plan
-from kvatlas.route import Copy, route, scattered
+from kvatlas.planning import Plan, plan
+from kvatlas.routing import Copy, route, scattered
 from kvatlas.wire import Handle, Link, Memory, Node, Session, Transport
-from kvatlas.wire.transport import Done
-from tests.plan.models import SMALL
-from tests.route import oracle
-from tests.route.oracle import Move
+from kvatlas.wire.transports.base import Done
+from tests.planning.models import SMALL
+from tests.routing import oracle
+from tests.routing.oracle import Move
 
 GUARD = 64
 Bytes = NDArray[np.uint8]

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import settings
 
 from kvatlas import AtlasError
-from kvatlas.route import route, scattered
+from kvatlas.routing import route, scattered
 from kvatlas.wire import Session, Transfer
-from kvatlas.wire.moving import Moving
+from kvatlas.wire.client.rank_transfer import Moving
 from tests.wire.child import HAS_NIXL, SLOTS, TOKENS, Child, Rank, noise
 from tests.wire.helpers import small, until
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import zmq
 
-from kvatlas.wire import messages as say
+from kvatlas.wire import protocol as say
 
 
 class Raw:

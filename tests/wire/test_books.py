@@ -12,10 +12,10 @@ import pytest
 
 from kvatlas import AtlasError
 from kvatlas.errors import Code
-from kvatlas.route import Copy
+from kvatlas.routing import Copy
 from kvatlas.wire import Metrics, Transfer
 from kvatlas.wire.leases import Leases
-from kvatlas.wire.transport import Done, Handle
+from kvatlas.wire.transports.base import Done, Handle
 
 KEY = bytes(range(16))
 REFUSAL = AtlasError(Code.PEER_LOST, "rule", got="got", hint="hint")

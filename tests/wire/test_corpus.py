@@ -11,7 +11,7 @@ import pytest
 from kvatlas import AtlasError
 from kvatlas.errors import Code
 from kvatlas.wire import Session
-from kvatlas.wire import messages as say
+from kvatlas.wire import protocol as say
 from tests.wire import corpus
 from tests.wire.attacked import BYTES, SECONDS, Attacked, code_of, greeting
 from tests.wire.helpers import End, ends, small
@@ -105,7 +105,7 @@ def test_a_message_that_is_not_signed_is_not_remembered() -> None:
 
 
 def test_what_was_heard_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvatlas.wire.channel._REMEMBERED", 8)
+    monkeypatch.setattr("kvatlas.wire.rpc._REMEMBERED", 8)
     with ends(End(small("dense"), 50)) as (source,), Raw(source.endpoints[0]) as raw:
         for _ in range(20):
             raw.ask(say.Renew(session=bytes(16), lease=bytes(16), seconds=1.0))

@@ -11,9 +11,9 @@ import pytest
 
 from kvatlas import AtlasError
 from kvatlas.errors import Code
-from kvatlas.route import Copy
+from kvatlas.routing import Copy
 from kvatlas.wire import Handle, Session
-from kvatlas.wire.transport import STAGING
+from kvatlas.wire.transports.base import STAGING
 from tests.wire.faulty import Act, Gate, Stuck, failure, pair, pull, spoiled, works
 from tests.wire.helpers import assert_arrived, ends, pull_all, until
 
@@ -54,7 +54,7 @@ def test_layers_count_only_while_the_lease_is_held() -> None:
 
 def test_a_long_transfer_renews_its_lease(monkeypatch: pytest.MonkeyPatch) -> None:
     """The offer lasts; the lease is asked for again while bytes are still on their way."""
-    monkeypatch.setattr("kvatlas.wire.moving._BATCH", 1000)
+    monkeypatch.setattr("kvatlas.wire.client.rank_transfer._BATCH", 1000)
     with ends(*pair()) as (source, target):
         source.offer("r")
         (node,) = source.nodes

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvatlas.errors import Code
-from kvatlas.wire import messages as say
+from kvatlas.wire import protocol as say
 from tests.wire.attacked import SECONDS, Attacked, code_of, opening
 from tests.wire.corpus.make import hello, plan_json, sealed
 from tests.wire.helpers import small

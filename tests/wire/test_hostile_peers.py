@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import zmq
 
-from kvatlas.wire import messages as say
+from kvatlas.wire import protocol as say
 from tests.wire.attacked import BYTES, SECONDS, Attacked, code_of, opening
 from tests.wire.corpus.make import plan_json
 from tests.wire.helpers import small
@@ -151,7 +151,7 @@ def test_a_reader_that_reads_nothing_releases_nothing_it_should_not(attacked: At
 def test_sessions_are_bounded_and_the_oldest_leave_nothing(
     attacked: Attacked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvatlas.wire.answers._SESSIONS", 4)
+    monkeypatch.setattr("kvatlas.wire.server.answers._SESSIONS", 4)
     used, idle = attacked.session(), attacked.session()
     kept = attacked.open(used).lease
     lost = attacked.open(idle).lease
@@ -181,7 +181,7 @@ def test_a_process_that_starts_again_leaves_nothing_of_its_last_run(attacked: At
 def test_plans_and_routes_of_strangers_are_bounded(
     attacked: Attacked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvatlas.wire.node._ROUTES", 4)
+    monkeypatch.setattr("kvatlas.wire.server.node._ROUTES", 4)
     monkeypatch.setattr("kvatlas.wire.peers._PLANS", 4)
     for number in range(8):
         made = plan_json(small("dense", tp=2))
@@ -196,7 +196,7 @@ def test_layers_in_every_combination_are_not_all_kept(
     attacked: Attacked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A route keeps what it has compiled, but not for every subset that a peer can name."""
-    monkeypatch.setattr(sys.modules["kvatlas.route.route"], "_SHEETS", 6)
+    monkeypatch.setattr(sys.modules["kvatlas.routing.routes"], "_SHEETS", 6)
     session = attacked.session()
     for number in range(1, 16):
         layers = tuple(f"layers.{i}.attn" for i in range(4) if number >> i & 1)

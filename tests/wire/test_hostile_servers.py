@@ -15,8 +15,8 @@ import zmq
 from kvatlas import AtlasError
 from kvatlas.errors import Code
 from kvatlas.wire import Session
-from kvatlas.wire import messages as say
-from kvatlas.wire.channel import Server, ask
+from kvatlas.wire import protocol as say
+from kvatlas.wire.rpc import Server, ask
 from tests.wire.corpus.make import spot
 from tests.wire.helpers import End, assert_arrived, ends, small
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from kvatlas import AtlasError
 from kvatlas.errors import Code
-from kvatlas.wire import messages as say
-from kvatlas.wire.channel import ask, zmq
+from kvatlas.wire import protocol as say
+from kvatlas.wire.rpc import ask, zmq
 
 KEY = bytes(range(16))
 SOME: list[say.Message] = [

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kvatlas.wire import Session
-from kvatlas.wire.moving import Moving
+from kvatlas.wire.client.rank_transfer import Moving
 from tests.wire.child import TOKENS
 from tests.wire.helpers import small, until
 from tests.wire.processes import (

@@ -11,7 +11,7 @@ import pytest
 
 from kvatlas import AtlasError
 from kvatlas.errors import Code
-from kvatlas.route import Copy
+from kvatlas.routing import Copy
 from kvatlas.wire import Handle, Session
 from tests.wire.faulty import Act, Gate, Stuck, failure, lost, pair, pull, spoiled, works
 from tests.wire.helpers import End, as_it_is, assert_arrived, ends, small

@@ -12,10 +12,10 @@ import pytest
 
 from kvatlas import AtlasError
 from kvatlas.errors import Code
-from kvatlas.route import Costs, route
+from kvatlas.routing import Costs, route
 from kvatlas.wire import Memory, Node, Session
-from kvatlas.wire.moving import How
-from tests.plan.models import SMALL
+from kvatlas.wire.client.rank_transfer import How
+from tests.planning.models import SMALL
 from tests.wire.helpers import (
     Buffers,
     End,

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from kvatlas import AtlasError
 from kvatlas.errors import Code
-from kvatlas.route import Copy
+from kvatlas.routing import Copy
 from kvatlas.wire import Memory
-from kvatlas.wire.copying import as_bytes
+from kvatlas.wire.memory_copy import as_bytes
 from kvatlas.wire.staging import cut, gather, scatter, stream_bytes, sums
-from kvatlas.wire.transport import check_bounds
+from kvatlas.wire.transports.base import check_bounds
 
 POOL = 4096
 

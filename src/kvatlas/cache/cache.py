@@ -18,7 +18,7 @@ import torch
 from kvatlas.cache.tensors import check_pool, torch_dtype, view
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Field, Page, Placement
-from kvatlas.plan import Plan, Pool
+from kvatlas.planning import Plan, Pool
 
 ALIGNMENT = 2 << 20
 """Bytes that a pool starts at a multiple of: what large pages and transports like."""
@@ -87,7 +87,7 @@ class LayerCache:
 class Cache(Mapping[str, LayerCache]):
     """The caches of one rank, by layer.
 
-    >>> from kvatlas.plan import plan
+    >>> from kvatlas.planning import plan
     >>> cache = allocate(plan("Qwen3-8B", memory="1GiB", max_len=512))
     >>> layer = cache["model.layers.3.self_attn.attn"]
     >>> layer.k.shape, layer.k.dtype
@@ -253,7 +253,7 @@ def bind(buffers: Mapping[int, Any] | Any, plan: Plan, *, rank: int = 0) -> Cach
     `buffers` are bytes for each pool by its index, or one for a plan with one pool; a
     torch tensor, or anything with a writable buffer.
 
-    >>> from kvatlas.plan import plan
+    >>> from kvatlas.planning import plan
     >>> made = plan("Qwen3-8B", memory="1GiB", max_len=512)
     >>> memory = bytearray(made.pools[0].nbytes)
     >>> bind(memory, made)["model.layers.0.self_attn.attn"].k.fill_(1).sum().item() > 0

@@ -17,7 +17,7 @@ _UNAVAILABLE = 69
 def main() -> None:
     """Run the command line; the entry point of the `kvatlas` script."""
     try:
-        from kvatlas.cli.app import run
+        from kvatlas.cli.commands import run
     except ModuleNotFoundError as missing:
         if (missing.name or "").partition(".")[0] not in _EXTRAS:
             raise

@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 import typer
 
-from kvatlas.cli.ask import POLICIES, Ask
+from kvatlas.cli.options import POLICIES, Ask
 from kvatlas.errors import AtlasError
 from kvatlas.models import Model
-from kvatlas.plan import Plan
-from kvatlas.plan.wants import kind_of
+from kvatlas.planning import Plan
+from kvatlas.planning.sized_layers import kind_of
 
 AXES = {"policy": "policy", "kv-dtype": "kv_dtype", "tp": "tp", "pack": "pack"}
 """What can vary: its name on the command line and in `plan()`."""

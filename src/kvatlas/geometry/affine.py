@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import arrays, runs
+from kvatlas.geometry import address_arrays as arrays
+from kvatlas.geometry import runs
 from kvatlas.geometry.integers import INT64_MAX, natural, positive
 
 _TAKEN = ("self", "base", "device")

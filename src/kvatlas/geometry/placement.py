@@ -26,9 +26,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import arrays, runs
+from kvatlas.geometry import address_arrays as arrays
+from kvatlas.geometry import runs
+from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.geometry.affine import Affine, bad_axes, out_of_range
-from kvatlas.geometry.arrays import Int64s
 from kvatlas.geometry.integers import integer, natural, positive
 
 

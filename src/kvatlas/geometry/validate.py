@@ -15,8 +15,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import arrays
-from kvatlas.geometry.arrays import Int64s
+from kvatlas.geometry import address_arrays as arrays
+from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.geometry.integers import positive
 from kvatlas.geometry.placement import Placement
 

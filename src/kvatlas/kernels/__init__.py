@@ -3,11 +3,10 @@
 With torch anywhere; on a GPU most of them are Triton's.
 """
 
-from kvatlas.kernels.attend import attend, attend_latent
-from kvatlas.kernels.attention import read, write
-from kvatlas.kernels.blocks import copy_blocks, gather_blocks, zero_blocks
-from kvatlas.kernels.codec import decode, encode
-from kvatlas.kernels.latent import (
+from kvatlas.kernels.block_copy import copy_blocks, gather_blocks, zero_blocks
+from kvatlas.kernels.kv_formats import decode, encode
+from kvatlas.kernels.kv_rows import read, write
+from kvatlas.kernels.latent_rows import (
     decode_latent,
     encode_latent,
     read_latent,
@@ -15,7 +14,8 @@ from kvatlas.kernels.latent import (
     write_latent,
     write_rows,
 )
-from kvatlas.kernels.states import read_states, write_states
+from kvatlas.kernels.paged_attention import attend, attend_latent
+from kvatlas.kernels.recurrent_states import read_states, write_states
 
 __all__ = [
     "attend",

@@ -7,7 +7,7 @@ size is checked by the spec that it ends in.
 """
 
 from kvatlas.models.catalogue import Entry, catalogue
-from kvatlas.models.load import load
+from kvatlas.models.loading import load
 from kvatlas.models.model import Layer, Model
 
 __all__ = ["Entry", "Layer", "Model", "catalogue", "load"]

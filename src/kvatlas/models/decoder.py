@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from kvatlas.geometry import DType
-from kvatlas.models.caches import cached
+from kvatlas.models.cache_dtypes import cached
 from kvatlas.models.config import Config
 from kvatlas.models.model import Layer
 from kvatlas.specs import AnySpec, ChunkedAttention, FullAttention, SlidingAttention

@@ -12,8 +12,8 @@ from typing import TypedDict
 
 from kvatlas.models.config import Config, bad, missing
 from kvatlas.models.decoder import Decoder, Kind
+from kvatlas.models.layer_patterns import attention_kinds, chunked_kinds, owns_cache
 from kvatlas.models.model import Layer
-from kvatlas.models.patterns import attention_kinds, chunked_kinds, owns_cache
 from kvatlas.specs import Indexer
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvatlas.models.caches import cached
+from kvatlas.models.cache_dtypes import cached
 from kvatlas.models.config import bad, missing
 from kvatlas.models.decoder import Decoder
 from kvatlas.models.latent import latent_attention
+from kvatlas.models.layer_patterns import block_kinds
 from kvatlas.models.model import Layer
-from kvatlas.models.patterns import block_kinds
 from kvatlas.specs import (
     AnySpec,
     CrossAttention,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import cast
 
-from kvatlas.models.caches import cached
+from kvatlas.models.cache_dtypes import cached
 from kvatlas.models.config import bad
 from kvatlas.models.decoder import Decoder
 from kvatlas.models.dense import dense

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 from kvatlas.models.config import Config, bad
 from kvatlas.models.decoder import Decoder
+from kvatlas.models.layer_patterns import block_kinds
 from kvatlas.models.model import Layer
-from kvatlas.models.patterns import block_kinds
 from kvatlas.specs import AnySpec, Mamba1, Mamba2
 
 _NO_CACHE = ("mlp", "moe")

@@ -59,8 +59,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @classmethod
     def load(cls, source: Any, **options: Any) -> Model:
-        """A model from a config, a catalogue name or a hub id: see `kvatlas.models.load`."""
-        from kvatlas.models.load import load
+        """A model from a config, a catalogue name or a hub id: see `kvatlas.models.loading`."""
+        from kvatlas.models.loading import load
 
         return load(source, **options)
 
@@ -73,7 +73,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         >>> Model.load("Llama-3.1-8B").with_cache("fp8").layers[0].spec.page(16).content
         256
         """
-        from kvatlas.models.caches import cached, check_cache
+        from kvatlas.models.cache_dtypes import cached, check_cache
 
         cache = check_cache(kv_dtype)
         sparse = any(isinstance(layer.spec, Indexer) for layer in self.layers)

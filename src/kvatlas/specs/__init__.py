@@ -16,7 +16,7 @@ from kvatlas.specs.attention import (
     SlidingAttention,
 )
 from kvatlas.specs.base import Spec
-from kvatlas.specs.content import ATTENTION_CACHES
+from kvatlas.specs.cell_content import ATTENTION_CACHES
 from kvatlas.specs.latent import (
     LATENT_CACHES,
     CompressorState,

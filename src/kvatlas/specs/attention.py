@@ -34,7 +34,7 @@ from kvatlas.geometry import (
     row_bytes,
 )
 from kvatlas.specs.base import Spec, bad_spec, check, plain_dtype
-from kvatlas.specs.content import Sides, sides
+from kvatlas.specs.cell_content import Sides, sides
 
 Packing = Literal["cells", "head_groups", "planes", "tiled_planes", "transposed"]
 Scales = Literal["inline", "planes", "state_planes"]

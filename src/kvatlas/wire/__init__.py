@@ -4,10 +4,10 @@ A `Node` puts one rank's caches on the wire, a `Session` connects it to its peer
 `Transfer` is one request on its way.
 """
 
+from kvatlas.wire.client.session import Session
+from kvatlas.wire.client.transfer import Transfer
 from kvatlas.wire.metrics import Metrics
-from kvatlas.wire.node import Node
-from kvatlas.wire.session import Session
-from kvatlas.wire.transfer import Transfer
-from kvatlas.wire.transport import Handle, Link, Memory, Transport
+from kvatlas.wire.server.node import Node
+from kvatlas.wire.transports.base import Handle, Link, Memory, Transport
 
 __all__ = ["Handle", "Link", "Memory", "Metrics", "Node", "Session", "Transfer", "Transport"]

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry.arrays import Int64s
-from kvatlas.route import Copy
-from kvatlas.wire.messages import new_key
+from kvatlas.geometry.address_arrays import Int64s
+from kvatlas.routing import Copy
+from kvatlas.wire.protocol import new_key
 
 Released = Callable[[str, str], None]
 """Called with a request and why it was released: `read`, `expired`, `withdrawn`, `closed`."""

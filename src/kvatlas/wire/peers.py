@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.plan import Plan
-from kvatlas.route import fingerprint
-from kvatlas.wire.messages import VERSION, Hello, bad_handshake
-from kvatlas.wire.transport import STAGING, Memory
+from kvatlas.planning import Plan
+from kvatlas.routing import fingerprint
+from kvatlas.wire.protocol import VERSION, Hello, bad_handshake
+from kvatlas.wire.transports.base import STAGING, Memory
 
 ALIGNMENT = 8
 """Bytes that a pool's address is a multiple of: no element of any dtype is larger."""

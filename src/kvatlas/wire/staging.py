@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvatlas.geometry.arrays import Int64s
-from kvatlas.route import Copy
+from kvatlas.geometry.address_arrays import Int64s
+from kvatlas.routing import Copy
 
 Bytes = NDArray[np.uint8]
 

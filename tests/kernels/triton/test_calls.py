@@ -16,11 +16,11 @@ from kvatlas.kernels.triton import (  # noqa: E402
     attend_latent,
     between,
     cut_of,
-    forms,
-    jobs,
     schedule,
     tune,
 )
+from kvatlas.kernels.triton import storage_formats as forms  # noqa: E402
+from kvatlas.kernels.triton.attention import call as jobs  # noqa: E402
 from kvatlas.specs import FullAttention, LatentAttention, SinkAttention  # noqa: E402
 from tests.kernels.triton.cases import Pool  # noqa: E402
 

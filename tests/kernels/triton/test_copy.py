@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 
 from kvatlas import AtlasError, Code  # noqa: E402
 from kvatlas.kernels.triton import Staging, between, tune  # noqa: E402
-from kvatlas.kernels.triton.copy import moves  # noqa: E402
+from kvatlas.kernels.triton.launch_copy import moves  # noqa: E402
 from kvatlas.specs import FullAttention, Mamba2, ShortConv  # noqa: E402
 from tests.kernels.triton.cases import ORDERS, Pool, check_copy, check_zero  # noqa: E402
 

@@ -11,7 +11,8 @@ torch = pytest.importorskip("torch")
 tl = pytest.importorskip("triton.language")
 
 from kvatlas import AtlasError, Code, kernels  # noqa: E402
-from kvatlas.kernels.triton import attend, cut_of, forms, schedule  # noqa: E402
+from kvatlas.kernels.triton import attend, cut_of, schedule  # noqa: E402
+from kvatlas.kernels.triton import storage_formats as forms  # noqa: E402
 from kvatlas.specs import FullAttention, SinkAttention  # noqa: E402
 from tests.kernels.triton.cases import Pool, check_attend  # noqa: E402
 

@@ -13,9 +13,9 @@ pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
 from kvatlas import kernels  # noqa: E402
-from kvatlas.kernels import bits  # noqa: E402
+from kvatlas.kernels import bit_codes as bits  # noqa: E402
 from kvatlas.kernels import triton as gpu  # noqa: E402
-from kvatlas.kernels.triton import turning  # noqa: E402
+from kvatlas.kernels.triton import hadamard as turning  # noqa: E402
 from kvatlas.specs import ATTENTION_CACHES, FullAttention, LatentAttention  # noqa: E402
 from tests.kernels.triton.cases import (  # noqa: E402
     Pool,

@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 
-from kvatlas.plan import Plan
-from kvatlas.route import fingerprint
-from kvatlas.wire.messages import MOST, VERSION
+from kvatlas.planning import Plan
+from kvatlas.routing import fingerprint
+from kvatlas.wire.protocol import MOST, VERSION
 from tests.wire.corpus import HERE
 from tests.wire.helpers import small
 

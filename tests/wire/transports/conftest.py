@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.wire.transports import make
+from kvatlas.wire.transports.registry import make
 from tests.wire.transports.ends import KINDS, Here, Kind, Peer
 from tests.wire.transports.peer import SIZES, End
 

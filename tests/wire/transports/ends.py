@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvatlas.route import Copy
-from kvatlas.wire.transport import Memory
+from kvatlas.routing import Copy
+from kvatlas.wire.transports.base import Memory
 from tests.wire.transports.peer import SIZES, End
 
 SCRIPT = Path(__file__).with_name("peer.py")

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvatlas.wire.segments import allocate
-from kvatlas.wire.transport import STAGING, Memory, Transport
-from kvatlas.wire.transports import make
+from kvatlas.wire.transports.base import STAGING, Memory, Transport
+from kvatlas.wire.transports.registry import make
+from kvatlas.wire.transports.shared_memory import allocate
 
 GUARD = 4099
 SIZES = {0: 300_007, 1: 65_536, STAGING: 20_001}

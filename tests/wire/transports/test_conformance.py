@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.route import Copy
-from kvatlas.wire.faults import MOST_METADATA, MOST_NOTE
-from kvatlas.wire.transport import STAGING, Memory
+from kvatlas.routing import Copy
+from kvatlas.wire.transports.base import STAGING, Memory
+from kvatlas.wire.transports.errors import MOST_METADATA, MOST_NOTE
 from tests.wire.transports.conftest import Far, other_end
 from tests.wire.transports.ends import Kind, Peer, eventually, expected, scattered, soon
 from tests.wire.transports.peer import SIZES, End

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.route import Copy
-from kvatlas.wire.copying import STEP, Stepwise, copied
-from kvatlas.wire.grid import describe
-from kvatlas.wire.transport import Memory
-from kvatlas.wire.transports import NAMES, make
+from kvatlas.routing import Copy
+from kvatlas.wire.memory_copy import STEP, Stepwise, copied
+from kvatlas.wire.transports.base import Memory
+from kvatlas.wire.transports.nixl_strided import describe
+from kvatlas.wire.transports.registry import NAMES, make
 
 
 def carried_out(src: np.ndarray, dst: np.ndarray, copy: Copy) -> int:
@@ -138,7 +138,7 @@ def test_a_grid_too_fine_for_indices_has_rows_of_its_own() -> None:
 def test_a_library_that_is_missing(
     name: str, modules: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvatlas.wire.nixl._BUILDS", ())
+    monkeypatch.setattr("kvatlas.wire.transports.nixl._BUILDS", ())
     for module in modules:
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(AtlasError) as refusal:

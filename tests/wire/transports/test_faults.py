@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.route import Copy
-from kvatlas.wire.transport import Link
+from kvatlas.routing import Copy
+from kvatlas.wire.transports.base import Link
 from tests.wire.transports.conftest import in_its_settings, other_end
 from tests.wire.transports.ends import KINDS, OVER_TCP, Kind, Peer, soon
 from tests.wire.transports.peer import SIZES, End

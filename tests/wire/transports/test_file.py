@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.route import Copy
-from kvatlas.wire import file
-from kvatlas.wire.copying import STEP
-from kvatlas.wire.file import FileTransport, in_file_order
-from kvatlas.wire.transport import Link, Memory
+from kvatlas.routing import Copy
+from kvatlas.wire.memory_copy import STEP
+from kvatlas.wire.transports import file
+from kvatlas.wire.transports.base import Link, Memory
+from kvatlas.wire.transports.file import FileTransport, in_file_order
 from tests.wire.transports.ends import SOURCE, soon
 
 SIZE = 1 << 16

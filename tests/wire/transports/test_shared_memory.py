@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.route import Copy
-from kvatlas.wire.segments import FOLDER, allocate, attach, containing, sweep
-from kvatlas.wire.shm import ShmTransport
-from kvatlas.wire.transport import Link, Memory
+from kvatlas.routing import Copy
+from kvatlas.wire.transports.base import Link, Memory
+from kvatlas.wire.transports.shared_memory import FOLDER, allocate, attach, containing, sweep
+from kvatlas.wire.transports.shm import ShmTransport
 from tests.wire.transports.ends import SOURCE, soon
 
 CHILD = """
 import sys
-from kvatlas.wire.shm import allocate
+from kvatlas.wire.transports.shm import allocate
 pool = allocate(4096)
 pool[:3] = b"abc"
 print(pool.name, flush=True)
@@ -120,7 +120,7 @@ def test_nothing_beyond_a_segment_is_mapped(tmp_path: Path) -> None:
 def test_a_cache_in_shared_memory_and_pools_outside_it() -> None:
     pytest.importorskip("torch")
     from kvatlas.cache import bind
-    from kvatlas.plan import plan
+    from kvatlas.planning import plan
 
     made = plan("Qwen3-8B", memory="80MiB", max_len=16)
     pool = allocate(made.pools[0].nbytes)

@@ -5,8 +5,8 @@ Importing this package registers the attention. It needs transformers 5
 """
 
 from kvatlas.engines.transformers.cache import AtlasCache
-from kvatlas.engines.transformers.make import make_cache, make_plan
-from kvatlas.engines.transformers.reading import NAME, register
+from kvatlas.engines.transformers.paged_attention import NAME, register
+from kvatlas.engines.transformers.plan_for_model import make_cache, make_plan
 
 register()
 

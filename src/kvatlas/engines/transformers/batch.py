@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from kvatlas.engines.transformers.tables import Table
+from kvatlas.engines.transformers.block_tables import Table
 from kvatlas.errors import AtlasError, Code
 
 

@@ -14,16 +14,16 @@ from transformers.cache_utils import Cache as TransformersCache
 
 from kvatlas.cache import Cache, LayerCache
 from kvatlas.engines.transformers.batch import Batch, cannot_take_back
-from kvatlas.engines.transformers.blocks import Blocks
+from kvatlas.engines.transformers.block_ids import Blocks
+from kvatlas.engines.transformers.block_tables import Table
 from kvatlas.engines.transformers.layers import AttentionPages, BothPages, NoPages, StatePages
-from kvatlas.engines.transformers.make import make_cache
-from kvatlas.engines.transformers.reading import masks_asked, pages_written
+from kvatlas.engines.transformers.paged_attention import masks_asked, pages_written
+from kvatlas.engines.transformers.plan_for_model import make_cache
 from kvatlas.engines.transformers.rows import KeyValueRows, LatentRows, Pair
 from kvatlas.engines.transformers.states import state_fields
-from kvatlas.engines.transformers.tables import Table
 from kvatlas.errors import AtlasError, Code
 from kvatlas.models.model import Layer
-from kvatlas.plan import Plan
+from kvatlas.planning import Plan
 from kvatlas.specs import CrossAttention, LatentAttention, SinkAttention, SlidingLatentAttention
 from kvatlas.specs.attention import Attention
 from kvatlas.specs.recurrent import Recurrent

@@ -13,9 +13,9 @@ import torch
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from kvatlas.engines.transformers.batch import Batch, cannot_take_back, not_planned
+from kvatlas.engines.transformers.block_tables import Table
 from kvatlas.engines.transformers.rows import Pair, Rows
 from kvatlas.engines.transformers.states import StateField
-from kvatlas.engines.transformers.tables import Table
 
 
 class AttentionPages(CacheLayerMixin):

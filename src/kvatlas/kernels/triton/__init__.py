@@ -5,13 +5,13 @@ This room needs triton (`pip install kvatlas[triton]`), which also interprets it
 where `TRITON_INTERPRET=1` is set.
 """
 
-from kvatlas.kernels.triton.attend import attend, attend_latent
-from kvatlas.kernels.triton.copy import Copy, Side, between, copy_blocks, zero_blocks
-from kvatlas.kernels.triton.forms import attends_latent, writes_latent
-from kvatlas.kernels.triton.jobs import cut_of
-from kvatlas.kernels.triton.schedule import Schedule, schedule
-from kvatlas.kernels.triton.staging import Staging
-from kvatlas.kernels.triton.write import write, write_latent
+from kvatlas.kernels.triton.attention.call import cut_of
+from kvatlas.kernels.triton.attention.launch import attend, attend_latent
+from kvatlas.kernels.triton.attention.schedule import Schedule, schedule
+from kvatlas.kernels.triton.host_staging import Staging
+from kvatlas.kernels.triton.launch_copy import Copy, Side, between, copy_blocks, zero_blocks
+from kvatlas.kernels.triton.launch_write import write, write_latent
+from kvatlas.kernels.triton.storage_formats import attends_latent, writes_latent
 
 __all__ = [
     "Copy",

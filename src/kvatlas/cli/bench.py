@@ -1,0 +1,127 @@
+"""`kvatlas bench wire`: what each transport gives between two processes of this host."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from rich.console import RenderableType
+from rich.text import Text
+
+from kvatlas.cli.tables import size, table
+from kvatlas.errors import AtlasError
+from kvatlas.models.model import Layer, Model
+from kvatlas.planning import Plan, plan
+from kvatlas.routing import Copy
+from kvatlas.specs import FullAttention
+from kvatlas.wire.client.session import Session
+from kvatlas.wire.sample_server import Task, memory_of, noise, served
+from kvatlas.wire.server.node import Node, pools_for
+from kvatlas.wire.staging import Bytes
+from kvatlas.wire.transports.base import Link
+from kvatlas.wire.transports.registry import make
+
+TRANSPORTS = ("nixl", "mooncake", "shm")
+RUNS = (4 << 10, 64 << 10, 1 << 20)
+_POOL = 64 << 20
+_MOVED = 16 << 20
+_SEED = 7
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Gigabytes a second of one transport at one run size, beside a plain copy in that run."""
+
+    transport: str
+    run: int
+    gigabytes: float
+    memcpy: float
+    refused: str = ""
+
+
+def rates(transports: tuple[str, ...] = TRANSPORTS) -> Iterator[Rate]:
+    """Measure each transport that runs here; the others say why they do not."""
+    for name in transports:
+        try:
+            yield from _rates(name)
+        except AtlasError as refusal:
+            yield Rate(name, 0, 0.0, 0.0, f"{refusal.code}: {refusal.got}")
+
+
+def _rates(name: str) -> Iterator[Rate]:
+    made = _plan()
+    transport = make(name)
+    pools = pools_for(made, 0, transport)
+    task = Task(plan=made, transport=name, seed=_SEED, requests=(), tokens=16)
+    with (
+        served(task) as far,
+        Node(made, memory=memory_of(pools), transport=transport, name="bench") as node,
+        Session(node, far.endpoints) as session,
+    ):
+        link = session.link(0)
+        source = noise(made.pools[0].nbytes, _SEED, 0, 0)
+        for run in RUNS:
+            copy = _scattered(run, made.pools[0].nbytes)
+            taken = _best(partial(_read, link, copy))
+            _compare(copy, source, pools[0])
+            here = np.empty(_MOVED, dtype=np.uint8)
+            plainly = _best(partial(np.copyto, here, source[:_MOVED]))
+            yield Rate(name, run, copy.nbytes / taken / 1e9, _MOVED / plainly / 1e9)
+
+
+def _plan() -> Plan:
+    spec = FullAttention(heads=8, head_dim=128)
+    layers = (Layer(name="layers.0.attn", index=0, spec=spec),)
+    model = Model(
+        name="bench", architecture="Bench", layers=layers, depth=1, attention_heads=8, max_len=16
+    )
+    return plan(model, memory=_POOL)
+
+
+def _scattered(run: int, room: int) -> Copy:
+    """Runs in a random order at both ends, none beside the one before."""
+    rng = np.random.default_rng(run)
+    many, places = _MOVED // run, room // run
+    src, dst = (rng.permutation(places)[:many].astype(np.int64) * run for _ in range(2))
+    return Copy(0, 0, src, dst, np.full(many, run))
+
+
+def _read(link: Link, copy: Copy) -> None:
+    link.read([copy]).wait(time.monotonic() + 60)
+
+
+def _compare(copy: Copy, source: Bytes, here: Bytes) -> None:
+    for start, to, length in zip(copy.src, copy.dst, copy.length, strict=True):
+        if not np.array_equal(source[start : start + length], here[to : to + length]):
+            raise RuntimeError("bytes that arrived are not those that were sent")
+
+
+def _best(act: Callable[[], object]) -> float:
+    taken = []
+    for _ in range(4):
+        begun = time.perf_counter()
+        act()
+        taken.append(time.perf_counter() - begun)
+    return min(taken[1:])
+
+
+def bench_parts(found: list[Rate]) -> list[RenderableType]:
+    """The rates for people."""
+    made = table("transport", "runs of", "GB/s", "memcpy here", "of memcpy", words=(0,))
+    notes = []
+    for rate in found:
+        if rate.refused:
+            notes.append(Text(f"{rate.transport} does not run here: {rate.refused}", style="dim"))
+            continue
+        made.add_row(
+            rate.transport,
+            size(rate.run),
+            f"{rate.gigabytes:.2f}",
+            f"{rate.memcpy:.2f}",
+            f"{rate.gigabytes / rate.memcpy:.0%}",
+        )
+    legend = f"{size(_MOVED)} in scattered runs, read from another process of this host."
+    return [made, *notes, Text(legend, style="dim")]

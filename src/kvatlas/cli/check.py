@@ -1,0 +1,118 @@
+"""`kvatlas check`: two plans, from files or made of a model, and whether one fills the other."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import RenderableType
+from rich.text import Text
+
+from kvatlas.cli.failures import plain
+from kvatlas.cli.options import Ask
+from kvatlas.cli.tables import indented, size, table
+from kvatlas.errors import AtlasError, Code
+from kvatlas.planning import Plan
+from kvatlas.routing import Check, Pair
+
+_NUMBERS = ("tp", "pp", "dcp", "requests", "block_size")
+_OTHERS = ("model", "prefix_caching", *_NUMBERS)
+_WORDS = tuple(f.name for f in dataclasses.fields(Ask) if f.name not in _OTHERS)
+_MOST = 64 << 20
+"""Bytes of a plan in a file: the largest that a model could have is far smaller."""
+
+
+def two_plans(first: str, second: str | None, source: str | None, target: str | None) -> list[Plan]:
+    """Both ends: two files, or one model with what each end changes."""
+    if second is not None:
+        if source is not None or target is not None:
+            raise typer.BadParameter("two plans leave nothing to change.", param_hint="'--from'")
+        return [read_plan(first), read_plan(second)]
+    ends = (("'--from'", source), ("'--to'", target))
+    return [Ask(model=first, **changes(text or "", where)).plan() for where, text in ends]
+
+
+def changes(text: str, where: str) -> dict[str, Any]:
+    """Options of a plan, written as name=value with commas between.
+
+    >>> changes("tp=2,layout=LBHNC,max-len=4k", "'--from'")
+    {'tp': 2, 'layout': 'LBHNC', 'max_len': '4k'}
+    """
+    found: dict[str, Any] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, given, value = part.partition("=")
+        name = name.strip().lower().replace("-", "_")
+        if not given or name not in (*_NUMBERS, *_WORDS):
+            known = ", ".join(word.replace("_", "-") for word in (*_NUMBERS, *_WORDS))
+            raise typer.BadParameter(
+                f"{plain(part)!r} is none of name=value with {known}.", param_hint=where
+            )
+        try:
+            found[name] = int(value) if name in _NUMBERS else value.strip()
+        except ValueError:
+            raise typer.BadParameter(
+                f"{plain(name)} is a number, not {plain(value)!r}.", param_hint=where
+            ) from None
+    return found
+
+
+def read_plan(path: str) -> Plan:
+    """A plan that `kvatlas plan --save` wrote, checked as if it were made here."""
+    try:
+        with Path(path).open("rb") as file:
+            text = file.read(_MOST + 1)
+    except OSError as problem:
+        raise AtlasError(
+            Code.UNREADABLE,
+            "A plan is a file that kvatlas plan --save wrote",
+            got=f"{path}: {problem.strerror}",
+            hint="Save one, or name a model with --from and --to",
+        ) from problem
+    if len(text) > _MOST:
+        raise AtlasError(
+            Code.BAD_PLAN,
+            f"A plan in a file has at most {size(_MOST)}",
+            got=path,
+            hint="Save it again",
+        )
+    return Plan.from_json(text)
+
+
+def check_parts(src: Plan, dst: Plan, found: Check) -> list[RenderableType]:
+    """The answer for people: yes with its price, or no with every reason."""
+    head = Text("from  ", style="dim")
+    head.append(plain(src), style="not dim")
+    head.append("\nto    ", style="dim").append(plain(dst), style="not dim")
+    if not found.ok:
+        no = Text("No.", style="bold red")
+        why = table("code", "what is unlike", words=(0, 1), wraps=(1,))
+        for reason in found.reasons:
+            why.add_row(str(reason.code), plain(reason.got))
+        return [head, no, indented(why)]
+    yes = Text("Yes: ", style="bold green")
+    yes.append(
+        f"{found.tokens:,} tokens are {size(found.nbytes)} in {found.descriptors:,} descriptors, "
+        "blocks scattered.",
+        style="not bold default",
+    )
+    columns = ("from rank", "to rank", "bytes", "descriptors", "median", "largest", "better")
+    made = table(*columns, words=(6,))
+    for pair in found.pairs:
+        made.add_row(*_row(pair))
+    note = "direct: a descriptor for every run; staged: gather, send large pieces, scatter."
+    return [head, yes, indented(made), Text(note, style="dim")]
+
+
+def _row(pair: Pair) -> tuple[str, ...]:
+    report = pair.report
+    return (
+        str(pair.src_rank),
+        str(pair.dst_rank),
+        size(report.nbytes),
+        f"{report.descriptors:,}",
+        size(report.median),
+        size(report.largest),
+        "staged" if report.stage else "direct",
+    )

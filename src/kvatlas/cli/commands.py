@@ -1,0 +1,376 @@
+"""The commands. Each asks another room and shows the answer; none computes."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.text import Text
+
+import kvatlas
+from kvatlas.cli import check as checking
+from kvatlas.cli import compare as comparing
+from kvatlas.cli import hybrids_page as hybrid_page
+from kvatlas.cli.failures import guarded, no_traceback, plain
+from kvatlas.cli.model_facts import layer_facts, layout_facts, model_facts
+from kvatlas.cli.options import Ask, asks, complete_model, completer
+from kvatlas.cli.tables import (
+    comparison,
+    headline,
+    indented,
+    notes,
+    plan_parts,
+    sentences,
+    show,
+    size,
+    table,
+    tokens,
+)
+from kvatlas.models import Model, catalogue
+from kvatlas.planning import BACKENDS
+from kvatlas.routing import check as check_route
+
+app = typer.Typer(
+    name="kvatlas",
+    help="What of a model's KV cache fits, where every byte lies, and why.",
+    epilog="[dim]Example[/]  kvatlas plan Qwen3.5-397B-A17B --tp 2 --memory 60GiB",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+_NARROW = 16
+"""Columns that a table of 80 has left for a list of kinds."""
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else.")]
+
+
+def run() -> None:
+    """Run the command line of this process."""
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal that cannot show a character is no reason to fail.
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    with no_traceback():
+        app(prog_name="kvatlas")
+
+
+def _examples(*lines: str) -> str:
+    return "\n".join(("[dim]Examples[/]", *(f"  kvatlas {line}" for line in lines)))
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"kvatlas {kvatlas.__version__}")
+        raise typer.Exit
+
+
+def _print_json(value: object) -> None:
+    # Bytes, so that the encoding of the terminal cannot make it something else than JSON.
+    typer.echo(msgspec.json.format(msgspec.json.encode(value), indent=2))
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Show the version.", callback=_version, is_eager=True),
+    ] = False,
+) -> None:
+    """What of a model's KV cache fits, where every byte lies, and why."""
+
+
+@app.command(
+    epilog=_examples(
+        "plan Qwen3.5-397B-A17B --tp 2 --memory 60GiB",
+        "plan ./config.json --kv-dtype fp8 --max-len 128Ki --json",
+        "plan gpt-oss-20b --compare policy,tp",
+        "plan DeepSeek-V3 --backend FLASHMLA --compare kv-dtype=auto,fp8",
+    )
+)
+@guarded
+@asks
+def plan(
+    ask: Ask,
+    compare: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Plans side by side over policy, kv-dtype, tp or pack; or over values of "
+            "one: tp=1,3,8. Commas, or repeated.",
+            autocompletion=completer(*comparing.AXES),
+            show_default=False,
+        ),
+    ] = None,
+    save: Annotated[
+        Path | None, typer.Option(help="Write the whole plan to a file, as JSON.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """What fits: blocks, tokens, requests, and the groups of layers behind them."""
+    if compare:
+        if save:
+            raise typer.BadParameter("one plan is saved, not several.", param_hint="'--save'")
+        _compare(ask, compare, as_json=as_json)
+        return
+    made = ask.plan()
+    if save:
+        _save(save, made.to_json())
+    if as_json:
+        _print_json(made.summary())
+    else:
+        show(*plan_parts(made.summary()))
+
+
+def _compare(ask: Ask, asked: list[str], *, as_json: bool) -> None:
+    axes = comparing.axes_of(asked)
+    found = {axis: comparing.rows(ask, axis, values) for axis, values in axes.items()}
+    if as_json:
+        _print_json({"rows": [row for rows in found.values() for row in rows]})
+        return
+    title = Text(plain(ask.load().name), style="bold")
+    show(title, *(comparison(axis, rows) for axis, rows in found.items()))
+
+
+def _save(path: Path, content: bytes) -> None:
+    try:
+        path.write_bytes(content + b"\n")
+    except OSError as problem:
+        raise typer.BadParameter(
+            f"cannot write {plain(path)}: {problem.strerror}.", param_hint="'--save'"
+        ) from None
+
+
+@app.command(
+    epilog=_examples(
+        "explain Qwen3.5-397B-A17B --tp 2 --policy vllm", "explain Nemotron-H-8B --memory 20GiB"
+    )
+)
+@guarded
+@asks
+def explain(ask: Ask, as_json: Json = False) -> None:
+    """Why: the reason for the block size and for each byte of waste, in sentences."""
+    made = ask.plan()
+    lines = made.explain().splitlines()
+    if as_json:
+        _print_json({**made.summary(), "explain": [line.strip() for line in lines]})
+        return
+    # The first sentence says what the headline has just said.
+    show(headline(made.summary()), sentences(lines[1:]))
+
+
+@app.command(
+    epilog=_examples(
+        "check Qwen3-8B --from tp=2,layout=LBHNC --to tp=3,layout=BHLNC",
+        "check prefill.json decode.json --tokens 8192 --json",
+    )
+)
+@guarded
+def check(
+    first: Annotated[str, typer.Argument(metavar="MODEL|PLAN", show_default=False)],
+    second: Annotated[str | None, typer.Argument(metavar="[PLAN]", show_default=False)] = None,
+    source: Annotated[
+        str | None, typer.Option("--from", help="What the source changes: tp=2,layout=LBHNC")
+    ] = None,
+    target: Annotated[
+        str | None, typer.Option("--to", help="What the destination changes: tp=4,block-size=32")
+    ] = None,
+    many: Annotated[
+        int | None, typer.Option("--tokens", help="Tokens of the request to count for.")
+    ] = None,
+    renamed: Annotated[
+        bool, typer.Option("--renamed", help="Two names stand for one model.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Whether one plan's caches can go to another, and with how many descriptors.
+
+    Takes a model with --from and --to, or two plans that `kvatlas plan --save` wrote.
+    Exits with 1 where they cannot.
+    """
+    src, dst = checking.two_plans(first, second, source, target)
+    found = check_route(src, dst, tokens=many, renamed=renamed)
+    if as_json:
+        _print_json(found.as_dict())
+    else:
+        show(*checking.check_parts(src, dst, found))
+    if not found.ok:
+        raise typer.Exit(1)
+
+
+@app.command(
+    epilog=_examples(
+        "move Qwen3-8B --from tp=2,layout=LBNHC --to layout=BHLNC,block-size=32",
+        "move gpt-oss-20b --from tp=2 --to pp=2 --transport shm --how direct",
+    )
+)
+@guarded
+def move(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", autocompletion=complete_model, show_default=False)
+    ],
+    source: Annotated[str, typer.Option("--from", help="The source: tp=2,layout=LBNHC")] = "",
+    target: Annotated[str, typer.Option("--to", help="The destination: block-size=32")] = "",
+    many: Annotated[int, typer.Option("--tokens", help="Tokens of the request.")] = 512,
+    transport: Annotated[
+        str | None, typer.Option(help="nixl, mooncake or shm. [dim]By default the first here.[/]")
+    ] = None,
+    how: Annotated[str, typer.Option(help="auto, direct or staged.")] = "auto",
+    as_json: Json = False,
+) -> None:
+    """Move a request between two processes with unlike plans, and compare every byte."""
+    from kvatlas.cli import move as moving
+
+    if how not in ("auto", "direct", "staged"):
+        raise typer.BadParameter("it is auto, direct or staged.", param_hint="'--how'")
+    ends = (("'--from'", source), ("'--to'", target))
+    src, dst = (
+        moving.small_plan(Ask(model=model, **checking.changes(text, where)), many)
+        for where, text in ends
+    )
+    with moving.quiet("Moving a request between two processes ..."):
+        chosen = transport or moving.first_transport()
+        found = list(moving.move(src, dst, many, chosen, how))  # type: ignore[arg-type]
+    if as_json:
+        _print_json({"transport": chosen, "ranks": [dataclasses.asdict(one) for one in found]})
+    else:
+        show(*moving.move_parts(src, dst, chosen, found))
+    if any(one.wrong for one in found):
+        raise typer.Exit(1)
+
+
+@app.command(epilog=_examples("bench wire", "bench wire --json"))
+@guarded
+def bench(
+    what: Annotated[str, typer.Argument(metavar="wire", help="What to measure.")],
+    as_json: Json = False,
+) -> None:
+    """What the transports give between two processes of this host."""
+    from kvatlas.cli import bench as benching
+    from kvatlas.cli import move as moving
+
+    if what != "wire":
+        raise typer.BadParameter("only wire can be measured here.", param_hint="'WHAT'")
+    with moving.quiet("Measuring transports between two processes ..."):
+        found = list(benching.rates())
+    if as_json:
+        _print_json({"rates": [dataclasses.asdict(rate) for rate in found]})
+    else:
+        show(*benching.bench_parts(found))
+
+
+@app.command(epilog=_examples("models", "models gpt-oss-20b", "models ./config.json --json"))
+@guarded
+def models(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="A catalogue name, a config.json, or a folder with one.",
+            autocompletion=complete_model,
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """The catalogue; or one model, with what each of its layers caches."""
+    if name is not None:
+        _one_model(Model.load(name), as_json=as_json)
+        return
+    facts = [model_facts(Model.load(known)) for known in catalogue()]
+    if as_json:
+        _print_json({"models": facts})
+        return
+    columns = ("model", "layers", "B/token", "fixed", "max len", "trust")
+    made = table(*columns, words=(0, 1, 5), wraps=(1,))
+    for fact in facts:
+        made.add_row(
+            Text(fact["name"], style="bold"),
+            _kinds(fact["layers"]),
+            *_sizes(fact),
+            tokens(fact["max_len"]) if fact["max_len"] else "-",
+            fact["confidence"],
+        )
+    legend = (
+        "fixed: windows and one state of a request, however long; "
+        "trust: how sure the numbers are. All at tp 1."
+    )
+    show(made, Text(legend, style="dim"))
+
+
+def _one_model(model: Model, *, as_json: bool) -> None:
+    facts, layers = model_facts(model), layer_facts(model)
+    if as_json:
+        _print_json({**facts, "caches": layers})
+        return
+    title = Text(plain(model.name), style="bold")
+    title.append(f"  {plain(model.architecture)}, {model.depth} layers", style="not bold dim")
+    columns = ("layers", "number", "B/token", "fixed", "what each keeps")
+    made = table(*columns, words=(0, 4), wraps=(0, 4))
+    specs = dict.fromkeys(layer.spec for layer in model.layers)
+    for row, spec in zip(layers, specs, strict=True):
+        made.add_row(row["layers"], str(row["num_layers"]), *_sizes(row), _spec(spec))
+    length = f"{model.max_len:,} tokens at most" if model.max_len else "any length"
+    total = f"{facts['bytes_per_token']:,} bytes for each token, "
+    total += f"{facts['fixed_bytes_per_request']:,} for each request; {length}."
+    source = [Text(f"From {plain(model.source)}", style="dim")] if model.source else []
+    show(title, indented(made), Text(total), *notes(model.warnings), *source)
+
+
+def _sizes(fact: dict[str, Any]) -> tuple[str, str]:
+    each, fixed = fact["bytes_per_token"], fact["fixed_bytes_per_request"]
+    return f"{each:,.0f}" if each else "-", size(fixed) if fixed else "-"
+
+
+def _kinds(layers: dict[str, int]) -> str:
+    short = (("_attention", ""), ("sliding_window", "sliding"), ("chunked_local", "chunked"))
+    words = []
+    for kind, number in layers.items():
+        for long, brief in short:
+            kind = kind.replace(long, brief)
+        words.append(f"{number} {kind}")
+    # One line where it is short, else a line each, rather than a break inside a name.
+    return (" " if len(" ".join(words)) <= _NARROW else "\n").join(words)
+
+
+def _spec(spec: Any) -> str:
+    """What a spec says beyond its defaults, in words that break between lines."""
+    fields = msgspec.structs.fields(spec)
+    values = [(field.name, getattr(spec, field.name), field.default) for field in fields]
+    said = [f"{name} {value}" for name, value, default in values if value != default]
+    return " ".join((type(spec).__name__, ", ".join(said)))
+
+
+@app.command(epilog=_examples("layouts", "layouts --json"))
+@guarded
+def layouts(as_json: Json = False) -> None:
+    """The orders that a cache can have in memory, and the backends that take them."""
+    facts = layout_facts()
+    if as_json:
+        _print_json({"layouts": facts})
+        return
+    words = ("block outermost", "layer compact", "page contiguous", "heads outside slots")
+    # Two lines in the head, so that the table stays narrow.
+    heads = ("order", "alias", *(word.replace(" ", "\n", 1) for word in words))
+    made = table(*heads, words=range(6))
+    for fact in facts:
+        marks = ("yes" if fact[word.replace(" ", "_")] else "-" for word in words)
+        made.add_row(Text(fact["order"], style="bold"), fact["alias"] or "", *marks)
+    takes = table("backend", "orders it takes", words=(0, 1), wraps=(1,))
+    for backend in BACKENDS.values():
+        if backend.layouts:
+            takes.add_row(backend.name, ", ".join(backend.layouts))
+    takes.add_row("every other", "all six")
+    legend = "Axes, outermost first: L slot, B block, H head, N state, C content."
+    show(indented(made), indented(takes), Text(legend, style="dim"))
+
+
+@app.command(epilog="[dim]Example[/]  kvatlas hybrids > docs/hybrids.md")
+@guarded
+def hybrids() -> None:
+    """Markdown: every hybrid of the catalogue, vLLM's plan beside atlas's."""
+    typer.echo(hybrid_page.page(), nl=False)

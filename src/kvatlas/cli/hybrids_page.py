@@ -1,0 +1,96 @@
+"""The page `docs/hybrids.md`: vLLM's plan of every hybrid beside atlas's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+from rich.console import Console
+from rich.progress import Progress
+
+from kvatlas.cli.compare import way_of
+from kvatlas.errors import AtlasError
+from kvatlas.models import Model, catalogue
+from kvatlas.planning import Plan, padding, plan
+from kvatlas.planning.planner import Policy
+from kvatlas.planning.sized_layers import kind_of
+
+TP = (1, 2, 8)
+MEMORY = "60GiB"
+MAX_LEN = 32768
+_PATIENCE = 2.0
+
+_PAGE = f"""\
+# Hybrids: vLLM's plan beside atlas's
+
+Every hybrid of the catalogue with {MEMORY} of cache memory on each rank. *Tokens* are those that
+fit in requests of {MAX_LEN:,} tokens, also where a model was trained for fewer; *padding* is
+its share of what such a request claims. *Way* is how atlas keeps recurrent states: in blocks that
+otherwise hold N attention layers (`pack N`), or in a pool of their own (`states apart`). A refused
+plan shows the [code of the refusal](errors.md).
+
+This page is made by a command, and a test holds it to what the command prints:
+
+```sh
+kvatlas hybrids > docs/hybrids.md
+```
+
+| model | tp | vLLM: block | padding | tokens | atlas: block | padding | tokens | way |
+|---|--:|--:|--:|--:|--:|--:|--:|---|
+"""
+
+T = TypeVar("T")
+
+
+def page() -> str:
+    """The whole page, in Markdown."""
+    cases = [(name, tp) for name in hybrids() for tp in TP]
+    return _PAGE + "".join(_line(name, tp) for name, tp in patiently(cases, "Planning hybrids"))
+
+
+def hybrids() -> list[str]:
+    """Names of the models that have both recurrent states and attention."""
+    found = []
+    for name in catalogue():
+        states = [kind_of(layer.spec) == "mamba" for layer in Model.load(name).layers]
+        if any(states) and not all(states):
+            found.append(name)
+    return found
+
+
+def patiently(items: Sequence[T], what: str) -> Iterator[T]:
+    """The items, with a progress bar on a terminal's stderr once two seconds have passed."""
+    console = Console(stderr=True)
+    progress = Progress(console=console, transient=True)
+    task = progress.add_task(what, total=len(items))
+    start = time.monotonic()
+    try:
+        for item in items:
+            if console.is_terminal and time.monotonic() - start > _PATIENCE:
+                progress.start()
+            yield item
+            progress.advance(task)
+    finally:
+        if progress.live.is_started:  # stopping says so, even on no terminal
+            progress.stop()
+
+
+def _line(name: str, tp: int) -> str:
+    theirs, ours = _plan(name, tp, "vllm"), _plan(name, tp, "atlas")
+    way = way_of(ours) or "" if isinstance(ours, Plan) else ""
+    cells = (name, str(tp), *_figures(theirs), *_figures(ours), way)
+    return f"| {' | '.join(cells)} |\n"
+
+
+def _plan(name: str, tp: int, policy: Policy) -> Plan | AtlasError:
+    try:
+        return plan(name, memory=MEMORY, tp=tp, max_len=MAX_LEN, policy=policy)
+    except AtlasError as refusal:
+        return refusal
+
+
+def _figures(made: Plan | AtlasError) -> tuple[str, str, str]:
+    if isinstance(made, AtlasError):
+        return f"`{made.code}`", "", ""
+    return f"{made.block_size:,}", f"{padding(made).share:.2%}", f"{made.tokens:,}"

@@ -1,0 +1,131 @@
+"""What models and layouts are, apart from any plan: the rows of `models` and `layouts`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+
+from kvatlas.geometry import ENGINE_LAYOUTS
+from kvatlas.models import Model
+from kvatlas.planning import BACKENDS
+from kvatlas.planning.backends import ANY_ORDER
+from kvatlas.planning.sized_layers import FULL_KINDS, kind_of
+from kvatlas.specs import AnySpec, EncoderOnlyAttention
+
+
+def model_facts(model: Model) -> dict[str, Any]:
+    """A model's size in the cache, before any page, block or rank."""
+    per_token = sum(grows(layer.spec) for layer in model.layers)
+    return {
+        "name": model.name,
+        "architecture": model.architecture,
+        "depth": model.depth,
+        "layers": dict(Counter(kind_of(layer.spec) for layer in model.layers)),
+        "bytes_per_token": int(per_token) if per_token == int(per_token) else per_token,
+        "fixed_bytes_per_request": sum(fixed(layer.spec) for layer in model.layers),
+        "max_len": model.max_len,
+        "attention_heads": model.attention_heads,
+        "dtype": model.dtype,
+        "cache": model.cache,
+        "confidence": model.confidence,
+        "source": model.source,
+        "warnings": list(model.warnings),
+    }
+
+
+def grows(spec: AnySpec) -> float:
+    """Bytes that a layer keeps for each further token of a request.
+
+    >>> from kvatlas.specs import FullAttention, SlidingAttention
+    >>> grows(FullAttention(heads=8, head_dim=128))
+    4096.0
+    >>> grows(SlidingAttention(heads=8, head_dim=128, window=128))
+    0
+    """
+    if kind_of(spec) not in FULL_KINDS or isinstance(spec, EncoderOnlyAttention):
+        return 0
+    return _per_token(spec)
+
+
+def fixed(spec: AnySpec) -> int:
+    """Bytes that a layer keeps of a request at most, however long: a window or a state.
+
+    >>> from kvatlas.specs import SlidingAttention
+    >>> fixed(SlidingAttention(heads=8, head_dim=128, window=128))
+    524288
+    """
+    if kind_of(spec) in FULL_KINDS:
+        return 0
+    if spec.tokens_per_state is None:
+        return int(_per_token(spec))
+    reach = next(
+        (found for name in ("window", "chunk", "source") if (found := getattr(spec, name, 0))), 0
+    )
+    return int(reach * _per_token(spec))
+
+
+@cache
+def _per_token(spec: AnySpec) -> float:
+    tokens = spec.tokens_per_state or 1
+    return spec.page(tokens).unpadded / tokens
+
+
+def layer_facts(model: Model) -> list[dict[str, Any]]:
+    """Every kind of cache in a model once, with the layers that keep it."""
+    alike: dict[AnySpec, list[int]] = {}
+    for layer in model.layers:
+        alike.setdefault(layer.spec, []).append(layer.index)
+    return [
+        {
+            "kind": kind_of(spec),
+            "num_layers": len(indices),
+            "layers": runs(indices),
+            "bytes_per_token": grows(spec),
+            "fixed_bytes_per_request": fixed(spec),
+            "spec": msgspec.to_builtins(spec),
+        }
+        for spec, indices in alike.items()
+    ]
+
+
+def runs(indices: list[int]) -> str:
+    """Layer numbers as runs; a long row of runs by its first two and its last.
+
+    >>> runs([0, 1, 2, 5, 6]), runs([3, 7, 11, 15]), runs([4])
+    ('0-2, 5-6', '3, 7, ... 15', '4')
+    """
+    found: list[list[int]] = []
+    for index in indices:
+        if found and index == found[-1][-1] + 1:
+            found[-1].append(index)
+        else:
+            found.append([index])
+    said = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in found]
+    steps = {(after[0] - before[0], len(after)) for before, after in pairwise(found)}
+    if len(found) > 3 and len(steps) == 1 and len(found[0]) == len(found[1]):
+        said = [*said[:2], f"... {said[-1]}"]
+    return ", ".join(said)
+
+
+def layout_facts() -> list[dict[str, Any]]:
+    """The orders that engines use, what each is good for, and who takes it."""
+    return [
+        {
+            "order": layout.order,
+            "alias": layout.alias,
+            "block_outermost": layout.block_outermost,
+            "layer_compact": layout.layer_compact,
+            "page_contiguous": layout.page_contiguous,
+            "heads_outside_slots": layout.heads_outside_slots,
+            "backends": [
+                name
+                for name, backend in BACKENDS.items()
+                if layout.order in (backend.layouts or ANY_ORDER)
+            ],
+        }
+        for layout in ENGINE_LAYOUTS
+    ]

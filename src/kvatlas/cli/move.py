@@ -1,0 +1,163 @@
+"""`kvatlas move`: two processes, two topologies, one transport, and every byte compared."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from rich.console import Console, RenderableType
+from rich.text import Text
+
+from kvatlas.cli.failures import plain
+from kvatlas.cli.options import Ask
+from kvatlas.cli.tables import indented, size, table
+from kvatlas.errors import AtlasError, Code
+from kvatlas.planning import Plan
+from kvatlas.routing import Route, scattered
+from kvatlas.wire import Node, Session
+from kvatlas.wire.client.rank_transfer import How
+from kvatlas.wire.sample_server import Task, memory_of, noise, served
+from kvatlas.wire.server.node import pools_for
+from kvatlas.wire.staging import Bytes
+from kvatlas.wire.transports.registry import NAMES, make
+
+_SEED = 20260
+_LEAST, _MOST = 1 << 26, 1 << 33
+_REQUEST = "moved"
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What one destination rank received."""
+
+    rank: int
+    sources: tuple[int, ...]
+    nbytes: int
+    descriptors: int
+    seconds: float
+    wrong: int
+    """Bytes that are not what they must be, those that nothing should have touched included."""
+    staged: bool
+
+
+def small_plan(ask: Ask, tokens: int) -> Plan:
+    """A plan of real pages in little memory: enough for the request, and some room."""
+    memory = _LEAST
+    while True:
+        try:
+            made = ask.plan(memory=memory, max_len=tokens)
+            scattered(made, tokens)
+        except AtlasError as refusal:
+            small = refusal.code in (Code.NOT_ENOUGH_MEMORY, Code.MISSING_BLOCKS)
+            if not small or memory >= _MOST:
+                raise
+            memory *= 2
+        else:
+            return made
+
+
+def first_transport() -> str:
+    """The transport that reaches furthest among those that run here, of one host or more."""
+    for name in NAMES:
+        try:
+            make(name).close()
+        except AtlasError:
+            continue
+        return name
+    return "shm"
+
+
+def move(src: Plan, dst: Plan, tokens: int, transport: str, how: How) -> Iterator[Moved]:
+    """Move one request between two processes, rank by rank, and compare every byte."""
+    task = Task(plan=src, transport=transport, seed=_SEED, requests=(_REQUEST,), tokens=tokens)
+    way = Route(src, dst)
+    with served(task) as far:
+        for rank in range(dst.tp * dst.pp):
+            near = make(transport)
+            pools = pools_for(dst, rank, near)
+            for index, pool in pools.items():
+                pool[:] = noise(pool.nbytes, _SEED + 1, rank, index)
+            node = Node(
+                dst, rank=rank, memory=memory_of(pools), transport=near, name=f"destination-{rank}"
+            )
+            with node, Session(node, far.endpoints) as session:
+                blocks = scattered(dst, tokens)
+                transfer = session.pull(
+                    _REQUEST, dst_blocks=blocks, tokens=tokens, how=how, seconds=120
+                )
+                transfer.wait()
+                yield Moved(
+                    rank,
+                    way.sources(rank),
+                    transfer.moved,
+                    node.metrics.values["descriptors"],
+                    transfer.seconds,
+                    _wrong(way, rank, pools, tokens),
+                    node.metrics.seconds["staged"] > 0,
+                )
+
+
+def _wrong(way: Route, rank: int, pools: dict[int, Bytes], tokens: int) -> int:
+    """Bytes of a rank that are not what a copy in one process would have made them."""
+    expected = {i: noise(p.nbytes, _SEED + 1, rank, i) for i, p in pools.items()}
+    tables = scattered(way.src, tokens), scattered(way.dst, tokens)
+    for source in way.sources(rank):
+        bound = way.bind(
+            src_rank=source, dst_rank=rank, src_blocks=tables[0], dst_blocks=tables[1],
+            tokens=tokens,
+        )  # fmt: skip
+        theirs: dict[int, Any] = {}
+        for copy in bound.copies:
+            if copy.src_pool not in theirs:
+                stage = source // way.src.tp
+                (pool,) = [p for p in way.src.pools if (p.stage, p.index) == (stage, copy.src_pool)]
+                theirs[copy.src_pool] = noise(pool.nbytes, _SEED, source, copy.src_pool)
+            pool_bytes, target = theirs[copy.src_pool], expected[copy.dst_pool]
+            for start, to, length in zip(copy.src, copy.dst, copy.length, strict=True):
+                target[to : to + length] = pool_bytes[start : start + length]
+    return sum(int(np.count_nonzero(expected[i] != pools[i])) for i in pools)
+
+
+@contextmanager
+def quiet(doing: str) -> Iterator[None]:
+    """Say on a terminal what takes its time; keep transports from talking over the answer."""
+    os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+    logging.disable(logging.INFO)
+    try:
+        with Console(stderr=True).status(doing):
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def move_parts(src: Plan, dst: Plan, transport: str, found: list[Moved]) -> list[RenderableType]:
+    """The answer for people."""
+    head = Text("from  ", style="dim")
+    head.append(plain(src), style="not dim")
+    head.append("\nto    ", style="dim").append(plain(dst), style="not dim")
+    columns = ("to rank", "from ranks", "bytes", "descriptors", "ms", "GB/s", "way", "wrong bytes")
+    made = table(*columns, words=(1, 6))
+    for one in found:
+        made.add_row(
+            str(one.rank),
+            ", ".join(map(str, one.sources)),
+            size(one.nbytes),
+            f"{one.descriptors:,}",
+            f"{one.seconds * 1e3:.1f}",
+            f"{one.nbytes / max(one.seconds, 1e-9) / 1e9:.2f}",
+            "staged" if one.staged else "direct",
+            str(one.wrong),
+        )
+    wrong = sum(one.wrong for one in found)
+    word = (
+        Text(f"Every byte arrived over {transport}, and no other was touched.", style="green")
+        if not wrong
+        else Text(f"{wrong:,} bytes are wrong.", style="bold red")
+    )
+    return [head, indented(made), word]

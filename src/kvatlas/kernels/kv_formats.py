@@ -1,0 +1,181 @@
+"""K and V to what a cache dtype stores, and back.
+
+One side (K or V) at a time: `encode` gives a tensor for each field of that side,
+`decode` the numbers again. Rows are [..., D] and scales sit beside them, so both work
+on any batch of rows. The bytes are those that the page has room for; nothing here
+knows where they lie.
+
+Errors are those of an element x, where a is the largest of those that share its scale.
+
+| cache dtype | scale | error |
+|---|---|---|
+| `fp8` | one for the tensor, given | x / 16, while a / scale is below 448 |
+| `fp8_e5m2` | one for the tensor, given | x / 8, while a / scale is below 57344 |
+| `int8_per_token_head` | a / 127 | a / 254 |
+| `fp8_per_token_head` | a / 448 | x / 16 + a / 448 / 1024 |
+| `int4_per_token_head` | (max - min) / 15, with a zero point | one step, of the rotated row |
+| `nvfp4` | one for 16 elements in e4m3, one for the tensor | a / 4 |
+| `turboquant_*` | the row's norm after a rotation; V's range | see `docs/cache.md` |
+
+What is not finite: `auto` keeps it, fp8 with one scale saturates infinities and keeps NaN,
+and where a scale is computed, everything that shares it comes back as NaN: a row that was
+never right does not turn into numbers. Scales for each token and head are never below 1e-6,
+so that rows below that vanish, as they do in vLLM.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from kvatlas.cache.tensors import torch_dtype
+from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry import DType
+from kvatlas.kernels import bit_codes as bits
+from kvatlas.kernels.block_scales import E4M3_MAX, from_nvfp4, not_finite_is_nan, to_fp8, to_nvfp4
+from kvatlas.specs.attention import Attention
+from kvatlas.specs.cell_content import sides
+
+Side = Literal["k", "v"]
+Fields = dict[str, torch.Tensor]
+
+_LEAST = 1e-6
+_TINY = 1e-12
+_HALF_MAX = 65504.0
+
+
+def encode(spec: Attention, side: Side, rows: torch.Tensor, *, scale: float = 1.0) -> Fields:
+    """What a cache stores of rows [..., D]: a tensor for each field of that side.
+
+    `scale` is the tensor's own, for fp8 and nvfp4.
+    """
+    _refuse_size(spec, side, rows)
+    cache = spec.cache
+    if cache == "auto":
+        return {side: rows.to(torch_dtype(DType.of(spec.dtype)))}
+    if cache in ("fp8", "fp8_e4m3", "fp8_e5m2"):
+        return {side: to_fp8(rows.float() / scale, e5m2=cache == "fp8_e5m2")}
+    if cache == "int4_per_token_head":
+        return _int4(side, rows)
+    if cache.endswith("_per_token_head"):
+        return _token_head(cache, side, rows.float())
+    if cache == "nvfp4":
+        data, step = to_nvfp4(rows.float(), scale)
+        return {side: data, f"{side}_scale": step}
+    return _turboquant(spec, side, rows.float())
+
+
+def decode(spec: Attention, side: Side, fields: Fields, *, scale: float = 1.0) -> torch.Tensor:
+    """The rows that `encode` stored, as float32."""
+    cache, data = spec.cache, fields[side]
+    dim = _dim(spec, side)
+    if cache == "auto":
+        return data.float()
+    if cache in ("fp8", "fp8_e4m3", "fp8_e5m2"):
+        return data.float() * scale
+    if cache == "int4_per_token_head":
+        stored = fields[f"{side}_scale"].view(torch.int32)
+        zero, step = stored & 15, (stored & ~15).view(torch.float32)
+        return bits.spread_back((bits.unpack(data, 4, dim) - zero) * step)
+    if cache.endswith("_per_token_head"):
+        return data.float() * fields[f"{side}_scale"]
+    if cache == "nvfp4":
+        return from_nvfp4(data, fields[f"{side}_scale"], dim, scale)
+    return _from_turboquant(spec, side, fields)
+
+
+def _int4(side: Side, rows: torch.Tensor) -> Fields:
+    """Rotated rows as 4-bit codes, bit for bit what vLLM stores.
+
+    With one exception: a rotated row that lies on one side of zero still has zero in its
+    range here, where vLLM's codes saturate and lose the row.
+    """
+    # vLLM rounds the rotated row to the model's own type before it quantises.
+    spread = bits.spread(rows.float()).to(rows.dtype).float()
+    low = spread.amin(-1, keepdim=True).clamp(max=0)
+    high = spread.amax(-1, keepdim=True).clamp(min=0)
+    step = not_finite_is_nan(((high - low) / 15).clamp(min=_LEAST))
+    zero = _codes(-low / step)
+    codes = _codes(spread * (1 / step) + zero).to(torch.uint8)
+    # The zero point rides in the scale's lowest bits.
+    stored = (step.view(torch.int32) & ~15) | zero.to(torch.int32)
+    return {side: bits.pack(codes, 4), f"{side}_scale": stored.view(torch.float32)}
+
+
+def _codes(values: torch.Tensor) -> torch.Tensor:
+    return bits.round_away(values).nan_to_num(0).clamp(0, 15)
+
+
+def _token_head(cache: str, side: Side, rows: torch.Tensor) -> Fields:
+    largest = rows.abs().amax(-1, keepdim=True)
+    top = 127.0 if cache == "int8_per_token_head" else E4M3_MAX
+    step = not_finite_is_nan((largest / top).clamp(min=_LEAST))
+    scaled = rows * (1 / step)
+    if cache == "int8_per_token_head":
+        codes = bits.round_away(scaled).nan_to_num(0).clamp(-128, 127)
+        return {side: codes.to(torch.int8), f"{side}_scale": step}
+    return {side: to_fp8(scaled.nan_to_num(0)), f"{side}_scale": step}
+
+
+def _turboquant(spec: Attention, side: Side, rows: torch.Tensor) -> Fields:
+    width = _code_bits(spec, side)
+    if width == 8:
+        return {side: to_fp8(rows)}
+    if side == "v":
+        low, high = rows.amin(-1, keepdim=True), rows.amax(-1, keepdim=True)
+        top = (1 << width) - 1
+        step = not_finite_is_nan((high - low) / top)
+        step = step.clamp(6e-8, _HALF_MAX).half()
+        zero = low.clamp(-_HALF_MAX, _HALF_MAX).half()
+        codes = ((rows - zero.float()) / step.float()).round().nan_to_num(0).clamp(0, top)
+        packed = bits.pack(codes.to(torch.uint8), width)
+        return {"v": packed, "v_scale": step, "v_zero": zero}
+    norm = not_finite_is_nan(rows.norm(dim=-1, keepdim=True))
+    # After the rotation a row of norm 1 has elements of variance 1 / D, near enough normal.
+    unit = bits.rotate(rows) / norm.clamp(min=_TINY) * rows.shape[-1] ** 0.5
+    codes = torch.bucketize(unit.nan_to_num(0), _borders(width, rows.device))
+    return {"k": bits.pack(codes, width), "k_scale": norm.clamp(max=_HALF_MAX).half()}
+
+
+def _from_turboquant(spec: Attention, side: Side, fields: Fields) -> torch.Tensor:
+    width, dim = _code_bits(spec, side), _dim(spec, side)
+    if width == 8:
+        return fields[side].float()
+    codes = bits.unpack(fields[side], width, dim)
+    if side == "v":
+        return codes * fields["v_scale"].float() + fields["v_zero"].float()
+    unit = _levels(width, codes.device)[codes.long()]
+    # Rounding shortens a row; its length is known, so it is put right.
+    unit = unit / unit.norm(dim=-1, keepdim=True).clamp(min=_TINY)
+    return bits.rotate(unit) * fields["k_scale"].float()
+
+
+def _levels(width: int, device: torch.device) -> torch.Tensor:
+    return torch.tensor(bits.normal_levels(width), dtype=torch.float32, device=device)
+
+
+def _borders(width: int, device: torch.device) -> torch.Tensor:
+    levels = _levels(width, device)
+    return (levels[1:] + levels[:-1]) / 2
+
+
+def _code_bits(spec: Attention, side: Side) -> int:
+    dims = sides(spec.cache, DType.of(spec.dtype), spec.head_dim, spec.v_dim or spec.head_dim)
+    return (dims.k if side == "k" else dims.v)[0].dtype.bits
+
+
+def _dim(spec: Attention, side: Side) -> int:
+    return spec.head_dim if side == "k" else spec.v_dim or spec.head_dim
+
+
+def _refuse_size(spec: Attention, side: Side, rows: torch.Tensor) -> None:
+    dim = _dim(spec, side)
+    power = dim & (dim - 1) == 0
+    if rows.shape[-1] != dim or (spec.cache.startswith("turboquant") and not power):
+        raise AtlasError(
+            Code.BAD_TENSOR,
+            "Rows are as long as the head, a power of two where they are rotated whole",
+            got=f"{side} of {rows.shape[-1]} for a head of {dim} in {spec.cache}",
+            hint="Pass [tokens, heads, head size]",
+        )

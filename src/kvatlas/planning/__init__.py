@@ -1,0 +1,28 @@
+"""Plans: from what layers cache to where every byte lies.
+
+`plan()` takes a model, memory and a topology, and a policy: `atlas` (the default),
+`vllm` (vLLM 0.32's answer to the byte) or `uniform` (vLLM without its hybrid
+manager). The result is a `Plan`: pure data.
+"""
+
+from kvatlas.planning.backends import BACKENDS, Backend
+from kvatlas.planning.foreign_memory import foreign
+from kvatlas.planning.plan_parts import Group, Pool, Region
+from kvatlas.planning.planner import plan
+from kvatlas.planning.plans import Plan
+from kvatlas.planning.report import Padding, padding
+from kvatlas.planning.request import quantity
+
+__all__ = [
+    "BACKENDS",
+    "Backend",
+    "Group",
+    "Padding",
+    "Plan",
+    "Pool",
+    "Region",
+    "foreign",
+    "padding",
+    "plan",
+    "quantity",
+]

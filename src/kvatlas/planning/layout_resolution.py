@@ -1,0 +1,67 @@
+"""Which memory order a plan uses: resolved once, here, for all layers.
+
+Backends declare orders, or none. What all of them take is a candidate, unless the
+model's pages differ in shape: then only orders in which a page is one stretch can
+hold them side by side. The first candidate is used, or the one asked for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry import ENGINE_LAYOUTS, Layout
+from kvatlas.planning.backends import ANY_ORDER, Backend
+from kvatlas.planning.sized_layers import Want
+
+
+def supported_orders(backends: list[Backend]) -> tuple[str, ...]:
+    """Orders that every backend takes, the most preferred first.
+
+    >>> from kvatlas.planning.backends import BACKENDS
+    >>> supported_orders([BACKENDS["FLASHINFER_SM100"], BACKENDS["FLASH_ATTN"]])
+    ('LBHNC', 'BLHNC')
+    """
+    declared = list(
+        {backend.name: backend.layouts for backend in backends if backend.layouts}.values()
+    )
+    if not declared:
+        return ANY_ORDER
+    if len(set(declared)) == 1:
+        return declared[0]
+    common = set.intersection(*map(set, declared))
+    first = Counter(orders[0] for orders in declared)
+    ranked = [layout.order for layout in ENGINE_LAYOUTS if layout.order in common]
+    return tuple(sorted(ranked, key=lambda order: -first[order]))
+
+
+def candidate_orders(wants: list[Want]) -> tuple[str, ...]:
+    """Orders that can hold the pages of all layers."""
+    backends = {want.backend.name: want.backend for want in wants if want.backend}
+    orders = supported_orders(list(backends.values()))
+    shapes = {(want.page.heads, want.page.states, want.nbytes) for want in wants}
+    if len(shapes) > 1:
+        orders = tuple(order for order in orders if Layout(order).page_contiguous)
+    return orders
+
+
+def resolve_order(candidates: tuple[str, ...], asked: str | None) -> Layout:
+    """The order asked for, if it is a candidate; else the first."""
+    if not candidates:
+        raise AtlasError(
+            Code.LAYOUT_REFUSED,
+            "Some order suits every backend of the model",
+            got="backends that share none",
+            hint="Choose another backend",
+        )
+    if asked is None:
+        return Layout(candidates[0])
+    layout = Layout(asked)
+    if layout.order not in candidates:
+        raise AtlasError(
+            Code.LAYOUT_REFUSED,
+            "An order holds the pages of all layers and suits every backend",
+            got=str(layout),
+            hint=f"Use one of {', '.join(candidates)}, or policy atlas",
+        )
+    return layout

@@ -1,0 +1,98 @@
+"""The parts of a plan: groups, pools and regions, as data."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvatlas.geometry import Layout, Page, Placement
+from kvatlas.models.model import Layer
+from kvatlas.planning.sized_layers import Kind, blocks_held, page_of
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Layers that share one block table."""
+
+    kind: Kind
+    block: int
+    """Tokens in a block."""
+    pool: int
+    """Which pool of its stage it draws blocks from."""
+    window: int | None = None
+    held: int = 1
+    """Blocks that a request holds whatever its length, where the kind has such."""
+    source: int = 0
+    """Tokens of the encoder, for cross attention."""
+    mixed: bool = False
+    """Its layers have unlike pages."""
+
+    def blocks(self, length: int, *, in_flight: int = 0, dcp: int = 1) -> int:
+        """Blocks that a request of `length` tokens holds at most."""
+        return blocks_held(
+            self.kind,
+            self.block,
+            length,
+            in_flight=in_flight,
+            dcp=dcp,
+            window=self.window,
+            held=self.held,
+            source=self.source,
+        )
+
+
+class Pool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One allocation on every rank of a pipeline stage."""
+
+    stage: int
+    index: int = 0
+    """Which pool of its stage this is: what groups refer to."""
+    blocks: int
+    block_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to allocate."""
+        return self.blocks * self.block_bytes
+
+
+class Region(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where alike layers of a group lie in a pool."""
+
+    stage: int
+    group: int
+    layers: tuple[Layer, ...]
+    block: int
+    kernel_block: int
+    """Tokens that a kernel reads as one block; pages are laid out for these."""
+    page_bytes: int
+    """Bytes of a page with its padding, for a whole block."""
+    layout: str
+    offset: int
+    slot_stride: int
+    block_stride: int
+    cut: int = 1
+    """Parts that a layer's state is cut into by heads, each in a slot of its own."""
+    parts: tuple[int, ...] = ()
+    """Which part of its layer each slot holds, where states are cut."""
+
+    def page(self, tp: int, rank: int = 0, slot: int = 0) -> Page:
+        """The page of one kernel block of a layer, or of a part of it, on one rank.
+
+        A part is what one of `cut` times as many ranks would hold.
+        """
+        padded = self.page_bytes if self.kernel_block == self.block else None
+        part = rank * self.cut + (self.parts[slot] if self.parts else 0)
+        return page_of(self.layers[slot].spec, self.kernel_block, tp * self.cut, part, padded)
+
+    def placement(self, tp: int, blocks: int) -> Placement:
+        """The cells of all its layers: axes L, B, H, N, C, and k for several kernel blocks."""
+        page = self.page(tp)
+        split = self.block // self.kernel_block
+        placed = page.place(
+            Layout(self.layout),
+            slots=len(self.layers),
+            blocks=blocks * split,
+            offset=self.offset,
+            slot_stride=self.slot_stride,
+            block_stride=self.block_stride // split,
+        )
+        return placed if split == 1 else placed.split("B", into=("B", "k"), inner=split)

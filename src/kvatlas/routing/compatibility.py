@@ -1,0 +1,109 @@
+"""Whether two plans cache the same model, and the coded reasons where they do not."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from hashlib import blake2b
+from typing import NamedTuple
+
+import msgspec
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.planning import Plan
+from kvatlas.routing.plan_ends import Side
+from kvatlas.specs.identity import essence, shape_of
+
+_SHOWN = 3
+
+
+class Reason(NamedTuple):
+    """Why two plans cannot exchange bytes: a code, and what is unlike."""
+
+    code: Code
+    got: str
+
+
+_RULES = {
+    Code.UNLIKE_MODELS: (
+        "Both ends of a route cache the same model",
+        "Names that differ for one model are accepted with renamed=True",
+    ),
+    Code.MISSING_LAYERS: (
+        "Both ends of a route have the same layers",
+        "Name the layers to move with layers=",
+    ),
+    Code.UNLIKE_LAYERS: (
+        "A layer keeps the same things at both ends",
+        "Check the configs: heads, sizes, windows and ratios must agree",
+    ),
+    Code.UNLIKE_DTYPES: (
+        "A layer keeps the same dtype at both ends",
+        "Plan both ends with one cache dtype: nothing is converted on the way",
+    ),
+}
+
+
+def fingerprint(plan: Plan) -> str:
+    """The same for two plans exactly when they cache the same model in the same dtypes.
+
+    Topology, order, blocks, packing and memory do not matter.
+
+    >>> from kvatlas.planning import plan
+    >>> one = plan("gpt-oss-20b", memory="20GiB", tp=2, layout="BHLNC")
+    >>> two = plan("gpt-oss-20b", memory="40GiB", block_size=64)
+    >>> fingerprint(one) == fingerprint(two)
+    True
+    >>> fingerprint(one) == fingerprint(plan("gpt-oss-20b", memory="40GiB", kv_dtype="fp8"))
+    False
+    """
+    specs = Side(plan).specs
+    kept = [[name, essence(specs[name])] for name in sorted(specs)]
+    encoded = msgspec.json.encode([plan.model, kept])
+    return blake2b(encoded, digest_size=16).hexdigest()
+
+
+def reasons(
+    src: Side, dst: Side, *, renamed: bool = False, layers: Collection[str] | None = None
+) -> list[Reason]:
+    """Everything that keeps two plans from exchanging bytes."""
+    found = []
+    if src.plan.model != dst.plan.model and not renamed:
+        found.append(Reason(Code.UNLIKE_MODELS, f"{src.plan.model!r} and {dst.plan.model!r}"))
+    wanted = set(src.specs) | set(dst.specs) if layers is None else set(layers)
+    for name, side in (("source", src), ("destination", dst)):
+        missing = sorted(wanted - set(side.specs))
+        if missing:
+            got = f"no {_some(missing)} at the {name}"
+            found.append(Reason(Code.MISSING_LAYERS, got))
+    unlike: dict[Code, list[str]] = {}
+    for layer in sorted(wanted & set(src.specs) & set(dst.specs)):
+        one, two = src.specs[layer], dst.specs[layer]
+        if essence(one) != essence(two):
+            same = shape_of(one) == shape_of(two)
+            code = Code.UNLIKE_DTYPES if same else Code.UNLIKE_LAYERS
+            unlike.setdefault(code, []).append(layer)
+    for code, names in unlike.items():
+        one, two = src.specs[names[0]], dst.specs[names[0]]
+        found.append(Reason(code, f"{_some(names)}: {_difference(one, two)}"))
+    return found
+
+
+def refuse(found: list[Reason]) -> None:
+    """Raise the first reason, and count the others."""
+    if not found:
+        return
+    rule, hint = _RULES[found[0].code]
+    more = f", and {len(found) - 1} more reason(s)" if len(found) > 1 else ""
+    raise AtlasError(found[0].code, rule, got=found[0].got + more, hint=hint)
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def _difference(one: msgspec.Struct, two: msgspec.Struct) -> str:
+    if type(one) is not type(two):
+        return f"{type(one).__name__} and {type(two).__name__}"
+    a, b = msgspec.structs.asdict(one), msgspec.structs.asdict(two)
+    return ", ".join(f"{key} {a[key]} and {b[key]}" for key in a if a[key] != b[key])

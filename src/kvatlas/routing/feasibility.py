@@ -1,0 +1,171 @@
+"""Whether one plan's caches can go to another, with how many descriptors, or why not."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry.integers import ceil_div, positive
+from kvatlas.planning import Group, Plan
+from kvatlas.routing.compatibility import Reason, fingerprint, reasons
+from kvatlas.routing.costs import Costs, Report, report
+from kvatlas.routing.plan_ends import Side
+from kvatlas.routing.token_ranges import token_range
+
+if TYPE_CHECKING:
+    from kvatlas.routing.routes import Route
+
+_TOKENS = 4096
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What one destination rank reads from one source rank."""
+
+    src_rank: int
+    dst_rank: int
+    report: Report
+
+
+@dataclass(frozen=True)
+class Check:
+    """The answer: pairs of ranks with their descriptors for one request, or reasons."""
+
+    reasons: tuple[Reason, ...]
+    fingerprints: tuple[str, str]
+    tokens: int
+    pairs: tuple[Pair, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every byte can arrive."""
+        return not self.reasons
+
+    @property
+    def descriptors(self) -> int:
+        """Descriptors of one request, over all ranks."""
+        return sum(pair.report.descriptors for pair in self.pairs)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one request, over all ranks."""
+        return sum(pair.report.nbytes for pair in self.pairs)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The answer as one JSON object."""
+        return {
+            "ok": self.ok,
+            "reasons": [{"code": str(r.code), "got": r.got} for r in self.reasons],
+            "fingerprints": list(self.fingerprints),
+            "tokens": self.tokens,
+            "descriptors": self.descriptors,
+            "bytes": self.nbytes,
+            "pairs": [
+                {
+                    "src_rank": pair.src_rank,
+                    "dst_rank": pair.dst_rank,
+                    "descriptors": pair.report.descriptors,
+                    "bytes": pair.report.nbytes,
+                    "smallest": pair.report.smallest,
+                    "median": pair.report.median,
+                    "largest": pair.report.largest,
+                    "direct_seconds": pair.report.direct,
+                    "staged_seconds": pair.report.staged,
+                    "stage": pair.report.stage,
+                }
+                for pair in self.pairs
+            ],
+        }
+
+
+def check(
+    src: Plan,
+    dst: Plan,
+    *,
+    tokens: int | None = None,
+    layers: Collection[str] | None = None,
+    renamed: bool = False,
+    costs: Costs | None = None,
+) -> Check:
+    """Whether `src` can fill `dst`: all reasons at once where it cannot.
+
+    Descriptors are counted for a request of `tokens` whose blocks are scattered over the
+    pools, which is the worst that an engine deals out.
+
+    >>> from kvatlas.planning import plan
+    >>> prefill = plan("Qwen3-8B", memory="8GiB", tp=2, layout="BLHNC")
+    >>> decode = plan("Qwen3-8B", memory="8GiB", layout="BHLNC", kv_dtype="fp8")
+    >>> [str(reason.code) for reason in check(prefill, decode).reasons]
+    ['unlike_dtypes']
+    >>> found = check(prefill, plan("Qwen3-8B", memory="8GiB", layout="BLHNC"), tokens=1024)
+    >>> found.ok, found.descriptors
+    (True, 4608)
+    """
+    from kvatlas.routing.routes import Route
+
+    found = reasons(Side(src), Side(dst), layers=layers, renamed=renamed)
+    prints = (fingerprint(src), fingerprint(dst))
+    most = min(src.max_len, dst.max_len)
+    many = token_range(min(_TOKENS, most) if tokens is None else positive(tokens, "tokens"), most)[
+        1
+    ]
+    if found:
+        return Check(tuple(found), prints, many, ())
+    way = Route(src, dst, layers=layers, renamed=renamed)
+    return Check((), prints, many, tuple(_pairs(way, many, costs)))
+
+
+def _pairs(way: Route, tokens: int, costs: Costs | None) -> Iterator[Pair]:
+    ends = scattered(way.src, tokens), scattered(way.dst, tokens)
+    for dst_rank in range(way.dst.tp * way.dst.pp):
+        for src_rank in way.sources(dst_rank):
+            bound = way.bind(
+                src_rank=src_rank,
+                dst_rank=dst_rank,
+                src_blocks=ends[0],
+                dst_blocks=ends[1],
+                tokens=tokens,
+            )
+            yield Pair(src_rank, dst_rank, report(bound.copies, costs))
+
+
+def scattered(plan: Plan, tokens: int) -> dict[int, list[int]]:
+    """Block tables for one request, no block beside the next where there is room for that.
+
+    >>> from kvatlas.planning import plan
+    >>> scattered(plan("Qwen3-8B", memory="1GiB", max_len=512), 48)
+    {0: [4, 2, 0]}
+    """
+    sizes = [_entries(group, tokens, plan.dcp) for group in plan.groups]
+    tables: dict[int, list[int]] = {}
+    for pool in sorted({group.pool for group in plan.groups}):
+        mine = [index for index, group in enumerate(plan.groups) if group.pool == pool]
+        blocks = min(p.blocks for p in plan.pools if p.index == pool)
+        needed = sum(sizes[index][1] for index in mine)
+        if needed > blocks:
+            raise AtlasError(
+                Code.MISSING_BLOCKS,
+                "A request fits into its pool",
+                got=f"{needed} blocks of {blocks} for {tokens} tokens",
+                hint="Ask about fewer tokens, or plan with more memory",
+            )
+        step = 2 if 2 * needed <= blocks + 1 else 1
+        free = iter(range((needed - 1) * step, -1, -step))
+        for index in mine:
+            entries, held = sizes[index]
+            behind = [0] * (entries - held)
+            tables[index] = [*behind, *(next(free) for _ in range(held))]
+    return tables
+
+
+def _entries(group: Group, tokens: int, dcp: int) -> tuple[int, int]:
+    """Entries of a group's table, and how many of them, the last ones, are still held."""
+    if group.kind == "mamba":
+        return 1, 1
+    held = group.blocks(tokens, dcp=dcp)
+    if group.kind == "cross_attention":
+        return held, held
+    entries = ceil_div(tokens, group.block * dcp)
+    return entries, min(entries, held)

@@ -1,0 +1,346 @@
+"""The file of a tier: a header, the rows, and a record for each row.
+
+    0       header: magic, version, the plan's length and digest, sizes, the file's own id
+    4096    the plan, as JSON
+    ...     the rows of each pool, from a multiple of 4096 bytes on
+    ...     a record of 128 bytes for each row, in the same order
+
+A record says what its row has: a key, the tokens, a checksum of the row's bytes, a place
+in the sequence; and it has a digest of its own. Zeros say that the row is empty. A record
+is cleared before its row is written to and written after all bytes of the row are there,
+so a process may die anywhere: a row is whole, or absent. What a record says is never
+believed before its digest and the row's checksum were found right. Nothing else in the
+file ever changes, and all of it follows from the plan, so the header is compared and not
+interpreted.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import mmap
+import os
+import secrets
+import stat
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry.integers import round_up
+from kvatlas.planning import Plan
+from kvatlas.tier.index import Row
+from kvatlas.tier.keys import LONGEST_KEY, Cover
+from kvatlas.wire.peers import refuse_large
+from kvatlas.wire.staging import Bytes
+
+MAGIC = b"kvatlas\x00"
+VERSION = 1
+PAGE = 4096
+LONGEST_PLAN = 16 << 20
+MOST_ROWS = 1 << 22
+
+_HEADER = struct.Struct("<8sIIQ32s16sQQQ")
+"""Magic, version, record bytes, plan bytes, plan's sha256, id, rows, index offset, file bytes."""
+
+_RECORD = struct.Struct("<4sIIIQQQQ64s")
+"""Mark, group, key bytes, checksum, sequence, row, first and last token, key."""
+
+_MARK = b"row\x01"
+_DIGEST = 16
+RECORD = _RECORD.size + _DIGEST
+_EMPTY = bytes(RECORD)
+_AT_ONCE = 8192
+_LATEST = 1 << 62
+_SUMMING = min(4, os.cpu_count() or 1)
+
+
+class Extent:
+    """Where everything lies in the file of a plan."""
+
+    def __init__(self, plan: Plan, plan_bytes: int) -> None:
+        self.rows: dict[int, int] = {}
+        """Where the rows of each pool begin."""
+        self.numbers: dict[int, int] = {}
+        """The number, in the file, of the first row of each pool."""
+        at, many = round_up(PAGE + plan_bytes, PAGE), 0
+        for pool in sorted(plan.pools, key=lambda one: one.index):
+            self.rows[pool.index], self.numbers[pool.index] = at, many
+            at, many = round_up(at + pool.nbytes, PAGE), many + pool.blocks
+        self.index, self.many = at, many
+        self.nbytes = at + many * RECORD
+        if many > MOST_ROWS or self.nbytes >= 1 << 62:
+            raise AtlasError(
+                Code.TOO_MANY,
+                f"A tier's file has at most {MOST_ROWS:,} rows",
+                got=f"{many:,} rows in {self.nbytes:,} bytes",
+                hint="Plan the tier with less memory, or larger blocks",
+            )
+
+
+def header(text: bytes, identity: bytes, extent: Extent) -> bytes:
+    """The first page of a file."""
+    digest = hashlib.sha256(text).digest()
+    sizes = (extent.many, extent.index, extent.nbytes)
+    packed = _HEADER.pack(MAGIC, VERSION, RECORD, len(text), digest, identity, *sizes)
+    said = packed.ljust(PAGE - _DIGEST, b"\x00")
+    return said + hashlib.blake2b(said, digest_size=_DIGEST).digest()
+
+
+class TierFile:
+    """A file that is open, locked, mapped, and as sound as its header says."""
+
+    def __init__(self, path: Path, plan: Plan | None, *, durable: bool) -> None:
+        self.path, self.durable = path, durable
+        if plan is not None and not path.exists():
+            _create(path, plan)
+        self._fd = _opened(path)
+        try:
+            _lock(self._fd, path)
+            self.plan, self._identity, self.extent = _checked(self._fd, path)
+            if plan is not None and plan.to_json() != self.plan.to_json():
+                raise AtlasError(
+                    Code.BAD_PLAN,
+                    "A tier's file is opened with the plan that it was made for",
+                    got=f"{plan} for a file of {self.plan}",
+                    hint="Leave the plan out, or use another path",
+                )
+            self._map = mmap.mmap(self._fd, self.extent.nbytes)
+        except BaseException:
+            os.close(self._fd)
+            raise
+        everything = np.frombuffer(self._map, dtype=np.uint8)
+        self.pools: dict[int, Bytes] = {
+            pool.index: everything[self.extent.rows[pool.index] :][: pool.nbytes]
+            for pool in self.plan.pools
+        }
+        self._helpers = ThreadPoolExecutor(1 + _SUMMING, thread_name_prefix="kvatlas-tier")
+        self._row_bytes = {pool.index: pool.block_bytes for pool in self.plan.pools}
+
+    # -- rows ---------------------------------------------------------------------------
+
+    def sums(self, rows: Sequence[Row]) -> list[int]:
+        """The checksums of rows, as their bytes are now; on several cores where there are."""
+        return list(self._helpers.map(self.sum, rows) if len(rows) > 1 else map(self.sum, rows))
+
+    def sum(self, row: Row) -> int:
+        """The checksum of one row."""
+        nbytes = self._row_bytes[row.pool]
+        return zlib.crc32(self.pools[row.pool][row.number * nbytes :][:nbytes].data)
+
+    def commit(self, rows: Sequence[Row]) -> None:
+        """Write the records of rows whose bytes are all there, and on the disk where asked."""
+        synced = self._helpers.submit(os.fdatasync, self._fd) if self.durable else None
+        for row, found in zip(rows, self.sums(rows), strict=True):
+            row.checksum = found
+        if synced is not None:
+            synced.result()
+        for row in rows:
+            os.pwrite(self._fd, self._record(row), self._place(row))
+        if self.durable:
+            os.fdatasync(self._fd)
+
+    def clear(self, row: Row) -> None:
+        """Say that a row is empty, before anything is written to it."""
+        os.pwrite(self._fd, _EMPTY, self._place(row))
+
+    def found(self) -> Iterator[Row]:
+        """The rows that have sound records; their bytes are yet to be verified."""
+        for first in range(0, self.extent.many, _AT_ONCE):
+            many = min(_AT_ONCE, self.extent.many - first)
+            text = os.pread(self._fd, many * RECORD, self.extent.index + first * RECORD)
+            rows = np.frombuffer(text, dtype=np.uint8).reshape(-1, RECORD)
+            for place in np.flatnonzero(rows.any(axis=1)).tolist():
+                row = self._read(first + place, rows[place].tobytes())
+                if row is not None:
+                    yield row
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._helpers.shutdown()
+        self.pools.clear()
+        with suppress(BufferError):  # somebody still looks at it; it goes with the last view
+            self._map.close()
+        os.close(self._fd)
+
+    # -- records ------------------------------------------------------------------------
+
+    def _place(self, row: Row) -> int:
+        return self.extent.index + (self.extent.numbers[row.pool] + row.number) * RECORD
+
+    def _record(self, row: Row) -> bytes:
+        number = self.extent.numbers[row.pool] + row.number
+        about = (row.group, len(row.key), row.checksum, row.sequence, number)
+        said = _RECORD.pack(_MARK, *about, *row.cover, row.key)
+        return said + self._digest(said)
+
+    def _digest(self, said: bytes) -> bytes:
+        return hashlib.blake2b(said, digest_size=_DIGEST, key=self._identity).digest()
+
+    def _read(self, number: int, text: bytes) -> Row | None:
+        """The row that a record speaks of, if the record is sound."""
+        said, digest = text[: _RECORD.size], text[_RECORD.size :]
+        if digest != self._digest(said):
+            return None
+        mark, group, length, checksum, sequence, place, first, stop, key = _RECORD.unpack(said)
+        sound = (
+            mark == _MARK
+            and place == number
+            and group < len(self.plan.groups)
+            and 1 <= length <= LONGEST_KEY
+            and 0 < sequence < _LATEST
+        )
+        if not sound:
+            return None
+        pool = self.plan.groups[group].pool
+        row = number - self.extent.numbers[pool]
+        state = self.plan.groups[group].kind == "mamba"
+        longest = self.plan.max_len if state else self.plan.groups[group].block
+        blocks = next(p.blocks for p in self.plan.pools if p.index == pool)
+        if not 0 <= row < blocks or not first < stop <= longest or (state and first):
+            return None
+        return Row(
+            pool,
+            row,
+            group,
+            key[:length],
+            Cover(first, stop),
+            whole=True,
+            verified=False,
+            checksum=checksum,
+            sequence=sequence,
+        )
+
+
+# -- opening -----------------------------------------------------------------------------
+
+
+def _opened(path: Path) -> int:
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as problem:
+        raise _unreadable(path, str(problem)) from None
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise _unreadable(path, "something that is not a file")
+    return fd
+
+
+def _lock(fd: int, path: Path) -> None:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise AtlasError(
+            Code.TWICE,
+            "One process at a time has a tier's file open",
+            got=f"{path}, which is open elsewhere",
+            hint="Close it there, or use another path",
+        ) from None
+
+
+def _create(path: Path, plan: Plan) -> None:
+    """Make the file under another name, so that under its own it is there whole or not at all."""
+    text = plan.to_json()
+    extent = Extent(plan, len(text))
+    if len(text) > LONGEST_PLAN:
+        raise _unreadable(path, f"a plan of {len(text):,} bytes")
+    beside = path.with_name(path.name + ".new")
+    try:
+        fd = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as problem:
+        raise _unreadable(path, str(problem)) from None
+    try:
+        _lock(fd, path)
+        if path.exists() or not _still(beside, fd):
+            return  # somebody was faster: theirs is as good
+        os.ftruncate(fd, 0)
+        _allocate(fd, extent.nbytes)
+        os.pwrite(fd, header(text, secrets.token_bytes(16), extent) + text, 0)
+        os.fsync(fd)
+        beside.rename(path)
+    finally:
+        os.close(fd)
+
+
+def _still(path: Path, fd: int) -> bool:
+    """Whether a path is still the file that was opened there."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(fd))
+    except FileNotFoundError:
+        return False
+
+
+def _allocate(fd: int, nbytes: int) -> None:
+    """Take the room now: a mapped file that finds the disk full kills its process."""
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+    except OSError as problem:
+        os.ftruncate(fd, 0)
+        raise AtlasError(
+            Code.NOT_ENOUGH_MEMORY,
+            f"The disk has room for {nbytes:,} bytes",
+            got=str(problem),
+            hint="Plan the tier with less memory, or use another disk",
+        ) from None
+
+
+def _checked(fd: int, path: Path) -> tuple[Plan, bytes, Extent]:
+    """The plan, id and extent of a file, everything held against the plan."""
+    found = os.pread(fd, PAGE, 0)
+    if len(found) < PAGE or not found.startswith(MAGIC):
+        raise _unreadable(path, "a file that is too short, or no tier's")
+    _, version, _, length, digest, identity, *_ = _HEADER.unpack_from(found)
+    if version != VERSION:
+        raise AtlasError(
+            Code.UNLIKE_VERSIONS,
+            f"A tier's file is of version {VERSION}",
+            got=f"version {version}",
+            hint="Remove it: everything in it can be computed again",
+        )
+    if not 0 < length <= LONGEST_PLAN:
+        raise _unreadable(path, f"a plan of {length:,} bytes")
+    text = os.pread(fd, length, PAGE)
+    if hashlib.sha256(text).digest() != digest:
+        raise _wrong(path, "a plan whose digest is another")
+    try:
+        refuse_large(text)
+        plan = Plan.from_json(text)
+        extent = Extent(plan, len(text))
+    except AtlasError as problem:
+        if problem.code is Code.BAD_PLAN:
+            raise
+        raise AtlasError(
+            Code.BAD_PLAN,
+            "The plan in a tier's file is one that a tier can have",
+            got=str(problem)[:200],
+            hint="Remove the file",
+        ) from None
+    if found != header(text, identity, extent):
+        raise _wrong(path, "a header that is not its plan's")
+    if os.fstat(fd).st_size != extent.nbytes:
+        got = f"{os.fstat(fd).st_size:,} bytes instead of {extent.nbytes:,}"
+        raise _unreadable(path, got)
+    return plan, identity, extent
+
+
+def _wrong(path: Path, got: str) -> AtlasError:
+    return AtlasError(
+        Code.CHECKSUM,
+        "The header of a tier's file is as it was written",
+        got=f"{got} in {path}",
+        hint="Remove the file: everything in it can be computed again",
+    )
+
+
+def _unreadable(path: Path, got: str) -> AtlasError:
+    return AtlasError(
+        Code.UNREADABLE,
+        "A tier's file can be read and is as long as its plan says",
+        got=f"{got}: {path}",
+        hint="Check the path; a damaged file can be removed, since all of it can be computed again",
+    )

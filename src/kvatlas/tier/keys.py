@@ -1,0 +1,166 @@
+"""Which blocks of a tier a request's tokens fall into, and how much of each.
+
+A key stands for one block of tokens of one group of the tier, or for a recurrent state.
+A row need not have all tokens of its block: the last block of a request may have begun
+only, and a window leaves tokens behind in the middle of one. So a row has a `Cover`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from math import lcm
+from typing import Any, NamedTuple
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.planning import Plan
+from kvatlas.routing.plan_ends import Side
+from kvatlas.routing.token_ranges import Reach, Span, reach_of
+
+LONGEST_KEY = 64
+"""Bytes of a key: room for any digest."""
+
+Keys = Sequence[bytes | None] | Mapping[int, Sequence[bytes | None]]
+"""A key for each block in the order of tokens, for all groups alike, or by group."""
+
+
+class Cover(NamedTuple):
+    """The tokens of its block that a row has; for a state 0 and the tokens that it is after."""
+
+    first: int
+    stop: int
+
+
+class Need(NamedTuple):
+    """One row that a request needs, or brings."""
+
+    group: int
+    entry: int
+    key: bytes | None
+    cover: Cover
+    shape: tuple[Any, ...]
+    """The same for two rows exactly when the same bytes of them are needed."""
+
+
+class Spans:
+    """What a request touches of each group of a tier, between the tier and another plan."""
+
+    def __init__(self, tier: Plan, other: Plan) -> None:
+        self.tier, self.other = tier, other
+        side = Side(other)
+        found: dict[int, set[Reach]] = {}
+        for region in tier.regions:
+            group = tier.groups[region.group]
+            found.setdefault(region.group, set()).update(
+                reach_of(group, other.groups[side.group(layer.name)])
+                for layer in region.layers
+                if layer.name in side.homes
+            )
+        self.reaches = {group: sorted(reaches, key=str) for group, reaches in found.items()}
+
+    def recurrent(self, group: int) -> bool:
+        """Whether a group keeps states."""
+        return self.tier.groups[group].kind == "mamba"
+
+    def touched(self, group: int, start: int, stop: int) -> Span:
+        """Every token of a group that some layer of it needs."""
+        spans = [reach.states(1, start, stop) for reach in self.reaches[group]]
+        return min(first for first, _ in spans), max(last for _, last in spans)
+
+    def needs(
+        self, start: int, stop: int, keys: Mapping[int, Sequence[bytes | None]]
+    ) -> list[Need]:
+        """The rows that tokens start .. stop - 1 need, in the order of groups and tokens."""
+        return [
+            need
+            for group in range(len(self.tier.groups))
+            for need in self.of_group(group, start, stop, keys.get(group, ()))
+        ]
+
+    def of_group(
+        self, group: int, start: int, stop: int, keys: Sequence[bytes | None]
+    ) -> Iterator[Need]:
+        """The rows of one group."""
+        if start >= stop:
+            return
+        block = self.tier.groups[group].block
+        if self.recurrent(group):
+            entry = (stop - 1) // block
+            key = keys[0] if len(keys) == 1 else _at(keys, entry)
+            yield Need(group, entry, key, Cover(0, stop), (group,))
+            return
+        spans = [reach.states(1, start, stop) for reach in self.reaches[group]]
+        # A row is said to have only what all layers of the group have of it.
+        first, last = max(one for one, _ in spans), min(two for _, two in spans)
+        for entry in range(first // block, -(-last // block)):
+            begin = entry * block
+            parts = tuple(Cover(max(a - begin, 0), min(b - begin, block)) for a, b in spans)
+            cover = Cover(max(first - begin, 0), min(last - begin, block))
+            # Context parallelism deals tokens out by their place in the request.
+            where = begin if self.other.dcp > 1 else 0
+            yield Need(group, entry, _at(keys, entry), cover, (group, where, parts))
+
+    @property
+    def step(self) -> int:
+        """Tokens that are whole blocks in every group."""
+        groups = self.tier.groups
+        return lcm(*(g.block for i, g in enumerate(groups) if not self.recurrent(i)))
+
+    @cached_property
+    def keeping_all(self) -> frozenset[int]:
+        """Groups that need every token there is."""
+        return frozenset(
+            group
+            for group, reaches in self.reaches.items()
+            if not self.recurrent(group) and Reach() in reaches
+        )
+
+    def whole_blocks(self, start: int) -> int:
+        """The last token up to `start` that begins a block in every group."""
+        return start // self.step * self.step
+
+
+def covers(one: Cover, two: Cover, *, exact: bool) -> bool:
+    """Whether a row that has `one` serves who needs `two`; a state is after its tokens alone."""
+    if exact:
+        return one == two
+    return one.first <= two.first and two.stop <= one.stop
+
+
+def keys_by_group(plan: Plan, keys: Any) -> dict[int, tuple[bytes | None, ...]]:
+    """Keys from outside, by group, each of them sound."""
+    groups = range(len(plan.groups))
+    if isinstance(keys, Mapping):
+        unknown = [group for group in keys if group not in groups]
+        if unknown:
+            raise AtlasError(
+                Code.OUT_OF_RANGE,
+                f"Groups of the tier are 0..{len(groups) - 1}",
+                got=unknown[:8],
+                hint="Groups are numbered as in the tier's own plan",
+            )
+        found = {int(group): tuple(row) for group, row in keys.items()}
+    elif len({group.block for group in plan.groups}) > 1:
+        raise AtlasError(
+            Code.MISSING_BLOCKS,
+            "Groups with unlike blocks have keys of their own",
+            got=f"one row of keys for blocks of {sorted({g.block for g in plan.groups})} tokens",
+            hint="Pass a mapping from the tier's group index to its keys",
+        )
+    else:
+        found = dict.fromkeys(groups, tuple(keys))
+    for row in found.values():
+        for key in row:
+            sound = isinstance(key, bytes) and 1 <= len(key) <= LONGEST_KEY
+            if key is not None and not sound:
+                raise AtlasError(
+                    Code.BAD_SIZE,
+                    f"A key is 1 to {LONGEST_KEY} bytes, or None where there is none",
+                    got=repr(key)[:80],
+                    hint="Use a digest of the tokens up to the end of the block",
+                )
+    return found
+
+
+def _at(keys: Sequence[bytes | None], entry: int) -> bytes | None:
+    return keys[entry] if entry < len(keys) else None

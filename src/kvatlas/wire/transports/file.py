@@ -1,0 +1,299 @@
+"""Between memory and a file: the disk tier.
+
+A file has pools as a process has, at offsets instead of addresses. The system's
+scattering reads and gathering writes take a stretch of the file and a thousand pieces of
+memory in one call, so runs are handed over in the order of the file. A disk that fails
+or fills is then an error that can be reported, which a mapped file would turn into the
+end of the process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import ClassVar, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry.address_arrays import Int64s
+from kvatlas.routing import Copy
+from kvatlas.wire.memory_copy import STEP, Stepwise, cut
+from kvatlas.wire.transports.base import Handle, Link, Memory, Transport, addresses
+from kvatlas.wire.transports.errors import (
+    bad_metadata,
+    check_note,
+    closed,
+    failed,
+    peer_lost,
+    read_metadata,
+    write_metadata,
+)
+
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
+_MOST_PIECES = 1024
+"""What the system takes in one call."""
+
+_system = ctypes.CDLL(None, use_errno=True)
+for _call in (_system.preadv, _system.pwritev):
+    _call.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64)
+    _call.restype = ctypes.c_ssize_t
+
+
+class _Published(msgspec.Struct, tag="file", forbid_unknown_fields=True):
+    name: str
+    inode: int
+
+
+class FileTransport(Transport):
+    r"""Moves bytes between pools in memory and pools in a file.
+
+    The end with a `name` is a file in `folder`: its regions are offsets, and registering
+    them makes the file as large as they need. The other end has its regions in memory
+    and connects to files in the same folder, never to any other. With `sync`, a write is
+    done only when the disk has it.
+
+    >>> import tempfile
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> disk, host = FileTransport(folder.name, "tier"), FileTransport(folder.name)
+    >>> disk.register({0: Memory(0, 4096)})
+    >>> pool = np.arange(16, dtype=np.uint8)
+    >>> host.register({0: Memory(pool.ctypes.data, 16)})
+    >>> link = host.connect(disk.publish(), disk.memory)
+    >>> runs = Copy(0, 0, np.array([4]), np.array([1000]), np.array([3]))
+    >>> link.write([runs]).wait(float("inf"))
+    >>> (Path(folder.name) / "tier").read_bytes()[999:1004]
+    b'\x00\x04\x05\x06\x00'
+    >>> link.close(), host.close(), disk.close(), folder.cleanup()
+    (None, None, None, None)
+    """
+
+    name: ClassVar[str] = "file"
+
+    def __init__(self, folder: str | Path, name: str | None = None, *, sync: bool = False) -> None:
+        super().__init__()
+        if name is not None and not _NAME.fullmatch(name):
+            raise failed(f"a file named {name!r}", hint="Use letters, digits, '.', '_' and '-'")
+        self._file, self._sync = name, sync
+        self._own = -1
+        try:
+            self._folder = os.open(folder, os.O_DIRECTORY | os.O_CLOEXEC)
+            if name is not None:
+                self._own = open_in(self._folder, name, os.O_CREAT)
+        except OSError as problem:
+            raise failed(f"{folder}: {problem}", hint="Name a folder that can be used") from problem
+
+    def _register(self, memory: Mapping[int, Memory]) -> None:
+        if self._folder < 0:
+            raise closed("transport")
+        if self._own < 0:
+            return
+        stop = max((region.address + region.nbytes for region in memory.values()), default=0)
+        try:
+            if stop > os.fstat(self._own).st_size:
+                # Room now, so that no write finds the disk full.
+                os.posix_fallocate(self._own, 0, stop)
+        except OSError as problem:
+            raise AtlasError(
+                Code.NOT_ENOUGH_MEMORY
+                if problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+                else Code.WIRE_FAILED,
+                "The disk can hold the pools of a file",
+                got=f"{stop:,} bytes: {problem}",
+                hint="Make room, or plan for less",
+            ) from problem
+
+    def publish(self) -> bytes:
+        """The file's name in its folder, and which file it is."""
+        if self._own < 0 or self._file is None:
+            return write_metadata(_Published("", 0))
+        return write_metadata(_Published(self._file, os.fstat(self._own).st_ino))
+
+    def connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link:
+        """A link to a file of the same folder."""
+        published = read_metadata(metadata, _Published)
+        if self._folder < 0:
+            raise closed("transport")
+        if not _NAME.fullmatch(published.name):
+            raise bad_metadata(f"a file named {published.name[:64]!r}")
+        try:
+            found = open_in(self._folder, published.name, 0)
+        except FileNotFoundError as problem:
+            raise peer_lost(f"no file {published.name}") from problem
+        except OSError as problem:
+            raise bad_metadata(f"{problem}") from problem
+        state = os.fstat(found)
+        stop = max((region.address + region.nbytes for region in memory.values()), default=0)
+        starts = [region.address for region in memory.values()]
+        if state.st_ino != published.inode or min(starts, default=0) < 0 or stop > state.st_size:
+            os.close(found)
+            raise bad_metadata(f"another file, or one of less than {stop:,} bytes")
+        return _FileLink(self, found, memory, sync=self._sync)
+
+    @property
+    def open(self) -> bool:
+        """Whether it has not been closed."""
+        return self._folder >= 0
+
+    def close(self) -> None:
+        """The file stays; a link keeps it open until it is closed itself."""
+        for descriptor in (self._own, self._folder):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._own = self._folder = -1
+        super().close()
+
+
+def open_in(folder: int, name: str, flags: int) -> int:
+    """A plain file of a folder; never a link out of it, nor a device."""
+    found = os.open(
+        name,
+        os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | flags,
+        0o600,
+        dir_fd=folder,
+    )
+    if not stat.S_ISREG(os.fstat(found).st_mode):
+        os.close(found)
+        raise OSError(errno.EINVAL, f"{name} is not a plain file")
+    return found
+
+
+class _FileLink(Link):
+    def __init__(
+        self, owner: FileTransport, file: int, theirs: Mapping[int, Memory], *, sync: bool
+    ) -> None:
+        super().__init__(owner.memory, theirs)
+        self._owner, self._open_file, self._sync = owner, file, sync
+
+    def _read(self, copies: Sequence[Copy], note: bytes) -> Handle:
+        check_note(note)
+        self._check()
+        return Stepwise(self._steps(copies, writes=False))
+
+    def _write(self, copies: Sequence[Copy], note: bytes) -> Handle:
+        check_note(note)
+        self._check()
+        return Stepwise(self._steps(copies, writes=True))
+
+    def _steps(self, copies: Sequence[Copy], *, writes: bool) -> Iterator[bool]:
+        if not copies:
+            return
+        near = addresses(copies, self.mine, src=writes)
+        far = addresses(copies, self.theirs, src=not writes)
+        calls = in_file_order(near, far, np.concatenate([copy.length for copy in copies]))
+        act = _system.pwritev if writes else _system.preadv
+        row, step = calls.pieces.ctypes.data, calls.pieces.strides[0]
+        moved = 0
+        for first, count, offset, nbytes in calls.each():
+            if moved >= STEP:
+                yield True
+                self._check()
+                moved = 0
+            done = act(self._open_file, row + first * step, count, offset)
+            if done != nbytes:
+                _go_on(
+                    act, self._open_file, calls.pieces[first : first + count].copy(), offset, done
+                )
+            moved += nbytes
+        if writes and self._sync:
+            yield True
+            self._check()
+            try:
+                os.fdatasync(self._open_file)
+            except OSError as problem:
+                raise failed(f"{problem}") from problem
+
+    def _check(self) -> None:
+        if self._open_file < 0 or not self._owner.open:
+            raise closed("link")
+        if os.fstat(self._open_file).st_nlink == 0:
+            raise peer_lost("a file that was removed")
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._open_file >= 0:
+            os.close(self._open_file)
+            self._open_file = -1
+
+
+class Calls(NamedTuple):
+    """Pieces of memory in the order of the file, and which of them go in one call."""
+
+    pieces: NDArray[np.uint64]
+    """Rows (address, length), as the system's vectored calls take them."""
+    first: Int64s
+    """Where each call's pieces begin."""
+    offset: Int64s
+    """Where each call begins in the file."""
+    nbytes: Int64s
+
+    def each(self) -> Iterator[tuple[int, int, int, int]]:
+        """First piece, number of pieces, offset and bytes of every call."""
+        count = np.diff(self.first, append=len(self.pieces))
+        columns = (self.first, count, self.offset, self.nbytes)
+        yield from zip(*(column.tolist() for column in columns), strict=True)
+
+
+def in_file_order(near: Int64s, far: Int64s, length: Int64s) -> Calls:
+    """Runs as calls: neighbours in the file together, as many as the system takes at once.
+
+    >>> near, far, length = np.array([70, 50, 10]), np.array([4, 0, 90]), np.array([4, 4, 8])
+    >>> calls = in_file_order(near, far, length)
+    >>> calls.pieces.tolist(), list(calls.each())
+    ([[50, 4], [70, 4], [10, 8]], [(0, 2, 0, 8), (2, 1, 90, 8)])
+    """
+    near, far, length = cut(near, far, length)
+    if len(far) > 1 and int(np.diff(far).min()) < 0:
+        order = np.argsort(far, kind="stable")
+        near, far, length = near[order], far[order], length[order]
+    new = np.ones(len(far), dtype=bool)
+    np.not_equal(far[1:], far[:-1] + length[:-1], out=new[1:])
+    place = np.arange(len(far))
+    start = np.maximum.accumulate(np.where(new, place, 0))
+    before = np.cumsum(length) - length
+    share = (before - before[start]) // STEP
+    new |= (place - start) % _MOST_PIECES == 0
+    new[1:] |= share[1:] != share[:-1]
+    first = np.flatnonzero(new)
+    pieces = np.stack([near, length], axis=1).astype(np.uint64)
+    return Calls(pieces, first, far[first], np.add.reduceat(length, first))
+
+
+def _go_on(
+    act: Callable[..., int], file: int, pieces: NDArray[np.uint64], offset: int, done: int
+) -> None:
+    """A call may do less than it was asked, and is then repeated for the rest."""
+    while True:
+        problem = ctypes.get_errno() if done < 0 else 0
+        if problem and problem != errno.EINTR:
+            raise failed(os.strerror(problem), hint="Look at the disk and its file system")
+        if done == 0:
+            raise failed(f"a file that ends at byte {offset}", hint="Make the file again")
+        offset += max(done, 0)
+        pieces = after(pieces, max(done, 0))
+        if not len(pieces):
+            return
+        done = act(file, pieces.ctypes.data, len(pieces), offset)
+
+
+def after(pieces: NDArray[np.uint64], done: int) -> NDArray[np.uint64]:
+    """What is left of some pieces after so many bytes of them.
+
+    >>> after(np.array([[100, 4], [200, 4]], np.uint64), 5).tolist()
+    [[201, 3]]
+    """
+    ends = np.cumsum(pieces[:, 1].astype(np.int64))
+    whole = int(np.searchsorted(ends, done, side="right"))
+    rest = pieces[whole:].copy()
+    if len(rest):
+        into = np.uint64(done - (int(ends[whole - 1]) if whole else 0))
+        rest[0, 0] += into
+        rest[0, 1] -= into
+    return rest

@@ -1,0 +1,80 @@
+"""Runs as NIXL's strided rows: where runs can lie, and which of those places they are.
+
+A row (address, length, device, stride, count) stands for `count` descriptors. Runs of
+one length that lie on a grid need one row for the whole pool and an index each, however
+many they are; only runs that are off the grid get rows of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvatlas.geometry.address_arrays import Int64s
+from kvatlas.routing import Copy
+from kvatlas.wire.transports.base import Memory
+from kvatlas.wire.transports.errors import failed
+
+_MOST_INDICES = 2**31 - 1
+
+Rows = NDArray[np.uint64]
+Indices = NDArray[np.int32]
+
+
+def describe(
+    copies: Sequence[Copy], regions: Mapping[int, Memory], *, src: bool
+) -> tuple[Rows, Indices]:
+    """One end of some copies as strided rows, and the index of each run among them.
+
+    >>> at = np.array([128, 0, 192, 40])
+    >>> copy = Copy(0, 0, at, at, np.array([64, 64, 64, 8]))
+    >>> rows, indices = describe([copy], {0: Memory(4096, 256)}, src=True)
+    >>> rows.tolist()  # address, length, device, stride, count
+    [[4096, 64, 0, 64, 4], [4136, 8, 0, 8, 1]]
+    >>> indices.tolist()
+    [2, 0, 3, 4]
+    """
+    rows, indices, first = [], [], 0
+    for copy in copies:
+        region = regions[copy.src_pool if src else copy.dst_pool]
+        starts = copy.src if src else copy.dst
+        found, chosen, count = _grid(starts, copy.length, region, first)
+        rows.append(found)
+        indices.append(chosen)
+        first += count
+    if first > _MOST_INDICES:
+        raise failed(f"{first:,} places for runs", hint="Split the transfer, or the pools")
+    return np.concatenate(rows), indices[0] if len(indices) == 1 else np.concatenate(indices)
+
+
+def _grid(starts: Int64s, length: Int64s, region: Memory, first: int) -> tuple[Rows, Indices, int]:
+    """A row for the runs of the usual length and place, and one for each of the others.
+
+    The usual run is the one in the middle: the first and the last are often cut short.
+    """
+    size = int(length[len(length) // 2])
+    place, phase = np.divmod(starts, size)
+    usual = int(phase[len(phase) // 2])
+    count = (region.nbytes - usual) // size
+    apart = phase != usual
+    if length.strides != (0,):
+        apart |= length != size
+    row = (region.address + usual, size, region.device, size, count)
+    if not bool(apart.any()) and first + count <= _MOST_INDICES:
+        place += first
+        return np.array([row], dtype=np.uint64), place.astype(np.int32), count
+    if count > _MOST_INDICES - first - len(starts):
+        apart[:] = True
+    others = np.flatnonzero(apart)
+    rows = np.empty((1 + len(others), 5), dtype=np.uint64)
+    rows[0] = row
+    rows[1:, 0] = starts[others] + region.address
+    rows[1:, 1] = rows[1:, 3] = length[others]
+    rows[1:, 2], rows[1:, 4] = region.device, 1
+    if len(others) == len(starts):
+        rows, count = rows[1:], 0
+    place[others] = np.arange(count, count + len(others))
+    place += first
+    return rows, place.astype(np.int32), count + len(others)

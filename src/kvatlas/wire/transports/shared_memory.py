@@ -1,0 +1,170 @@
+"""Shared memory that goes away with its owner.
+
+A segment is a file in the host's shared memory, locked by the process that made it. It
+gets its name only once it is locked and as large as it will be, so a name without a
+lock is what a killed owner left behind: whoever next makes or maps a segment removes
+it. Linux gives the lock back whatever way a process ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import re
+import secrets
+import stat
+import struct
+from contextlib import suppress
+from pathlib import Path
+from weakref import WeakSet
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.wire.transports.base import Memory
+
+FOLDER = Path("/dev/shm")  # noqa: S108
+_NAME = re.compile(r"kvatlas-[0-9a-f]{32}")
+_LOCK = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+
+_mine: WeakSet[Segment] = WeakSet()
+"""The segments that this process has made and not closed."""
+
+
+class Segment(mmap.mmap):
+    """Shared memory as a writable buffer, for `kvatlas.cache.bind` and for registration.
+
+    Made by `allocate`. It is removed when it is closed, collected, or its process ends.
+    """
+
+    name: str
+    nbytes: int
+    owner: int
+    descriptor: int
+
+    @property
+    def memory(self) -> Memory:
+        """What to register."""
+        start = ctypes.c_uint8.from_buffer(self)
+        return Memory(ctypes.addressof(start), self.nbytes)
+
+    def close(self) -> None:
+        """Remove its name now, and its bytes once no view of them is left."""
+        if self.descriptor >= 0:
+            if self.owner == os.getpid():
+                (FOLDER / self.name).unlink(missing_ok=True)
+            os.close(self.descriptor)
+            self.descriptor = -1
+        _mine.discard(self)
+        with suppress(BufferError):
+            super().close()
+
+    def __del__(self) -> None:
+        if getattr(self, "descriptor", -1) >= 0:
+            self.close()
+
+
+def allocate(nbytes: int) -> Segment:
+    r"""Shared memory of this process, zeroed, that peers on the same host can map.
+
+    >>> pool = allocate(1 << 20)
+    >>> len(pool), pool[:2]
+    (1048576, b'\x00\x00')
+    >>> pool.close()
+    """
+    if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1:
+        raise AtlasError(
+            Code.BAD_SIZE,
+            "Shared memory has at least one byte",
+            got=nbytes,
+            hint="Ask for the bytes of a pool",
+        )
+    sweep()
+    descriptor = -1
+    try:
+        descriptor = os.open(FOLDER, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _LOCK)
+        # Every page exists before anyone writes: a host that runs out of shared memory
+        # says so here, and not by killing whoever touches a page too many.
+        os.posix_fallocate(descriptor, 0, nbytes)
+        name = f"kvatlas-{secrets.token_hex(16)}"
+        # Only linkat follows the link to a file without a name, and only a folder's
+        # descriptor makes os.link call it; for a full path it can be any.
+        os.link(f"/proc/self/fd/{descriptor}", FOLDER / name, src_dir_fd=descriptor)
+        segment = Segment(descriptor, nbytes)
+    except OSError as problem:
+        if descriptor >= 0:
+            os.close(descriptor)
+        raise AtlasError(
+            Code.NOT_ENOUGH_MEMORY if problem.errno == errno.ENOSPC else Code.WIRE_FAILED,
+            f"{FOLDER} can hold a pool",
+            got=f"{nbytes:,} bytes: {problem}",
+            hint="Enlarge it (in a container: --shm-size), or use another transport",
+        ) from problem
+    segment.name, segment.nbytes = name, nbytes
+    segment.owner, segment.descriptor = os.getpid(), descriptor
+    _mine.add(segment)
+    return segment
+
+
+def containing(memory: Memory) -> tuple[Segment, int] | None:
+    """The segment of this process that holds a region, and where it starts there."""
+    for segment in _mine:
+        whole = segment.memory
+        start = memory.address - whole.address
+        if start >= 0 and start + memory.nbytes <= whole.nbytes:
+            return segment, start
+    return None
+
+
+def attach(name: str, start: int, nbytes: int) -> mmap.mmap | None:
+    """A peer's segment, mapped; None where there is no such thing, or not of this size."""
+    if not _NAME.fullmatch(name) or start < 0 or nbytes < 1:
+        return None
+    try:
+        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        descriptor = os.open(FOLDER / name, flags)
+    except OSError:
+        return None
+    try:
+        found = os.fstat(descriptor)
+        own = stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid()
+        if not own or start + nbytes > found.st_size:
+            return None
+        return mmap.mmap(descriptor, start + nbytes)
+    finally:
+        os.close(descriptor)
+
+
+def sweep() -> int:
+    """Remove the segments of processes that have ended; how many there were."""
+    swept = 0
+    for path in FOLDER.glob("kvatlas-*"):
+        if _NAME.fullmatch(path.name) and _abandoned(path):
+            path.unlink(missing_ok=True)
+            swept += 1
+    return swept
+
+
+def _abandoned(path: Path) -> bool:
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _LOCK)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def _remove_all() -> None:
+    for segment in list(_mine):
+        segment.close()
+
+
+atexit.register(_remove_all)

@@ -1,0 +1,160 @@
+"""Every plan of small models, byte by byte: who owns what, and when.
+
+The oracle walks the bytes of every layer in every block. Inside a group nothing may
+share a byte. A block of one group and another block of another group in the same
+pool may not either, since both can be in use at once. Nothing leaves its pool.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvatlas import AtlasError, Code
+from kvatlas.planning import Plan, plan
+from kvatlas.specs import FullAttention
+from tests.planning.models import SMALL
+
+POLICIES: tuple[Any, ...] = ("vllm", "atlas")
+ORDERS = ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
+
+
+def check(made: Plan) -> None:
+    for pool in made.pools:
+        mine = [
+            region
+            for region in made.regions
+            if (region.stage, made.groups[region.group].pool) == (pool.stage, pool.index)
+        ]
+        # Which block uses a byte, over all groups; and which bytes a group has used.
+        user = np.full(pool.nbytes, -1, dtype=np.int64)
+        for index in {region.group for region in mine}:
+            used = np.zeros(pool.nbytes, dtype=bool)
+            homes = [(r, slot) for r in mine if r.group == index for slot in range(len(r.layers))]
+            for (region, slot), block in product(homes, sorted({0, 1, pool.blocks - 1})):
+                layer = region.layers[slot].name
+                part = region.parts[slot] if region.parts else 0
+                for start, stop in stretches(made, layer, part, block % pool.blocks):
+                    assert stop <= pool.nbytes, f"{layer} leaves its pool"
+                    assert not used[start:stop].any(), f"{layer} shares bytes in its group"
+                    others = user[start:stop]
+                    assert ((others == -1) | (others == block)).all(), f"{layer} in another block"
+                    used[start:stop] = True
+                    user[start:stop] = block
+    for stage in range(made.pp):
+        assert sum(pool.nbytes for pool in made.pools if pool.stage == stage) <= made.memory
+
+
+def stretches(made: Plan, layer: str, part: int, block: int) -> list[tuple[int, int]]:
+    """Every run of every field of a layer in one block, as the field's own view has it."""
+    page, placed = made.page(layer, part=part), made.placement(layer, part)
+    found = []
+    for field in page.fields:
+        starts, lengths = page.view(placed, field.name).runs(B=[block])
+        found += [(s, s + n) for s, n in zip(starts.tolist(), lengths.tolist(), strict=True)]
+    kernel_blocks = placed.size("k") if "k" in placed.axes else 1
+    assert sum(b - a for a, b in found) == page.unpadded * kernel_blocks
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "policy", "order"), list(product(SMALL, ["vllm", "atlas", "uniform"], ORDERS))
+)
+def test_every_byte_has_one_owner(name: str, policy: Any, order: str) -> None:
+    """Refusals are fine for vllm and uniform; atlas plans every order."""
+    for tp in (1, 4):
+        try:
+            made = plan(
+                SMALL[name], memory="32MiB", tp=tp, layout=order, policy=policy, max_len=64,
+                in_flight=32,
+            )  # fmt: skip
+        except AtlasError as refusal:
+            assert policy != "atlas" or name == "recurrent", refusal
+            assert refusal.code in (
+                Code.LAYOUT_REFUSED, Code.PAGES_NOT_UNIFIED, Code.NOT_CONTIGUOUS
+            )  # fmt: skip
+            continue
+        check(made)
+
+
+@pytest.mark.parametrize("name", ["delta hybrid", "mamba hybrid", "parallel"])
+@pytest.mark.parametrize("order", ["LBHNC", "LBNHC", "BLHNC", "BLNHC", "BHLNC"])
+@pytest.mark.parametrize("pack", [1, 2, 3])
+def test_packs(name: str, order: str, pack: int) -> None:
+    attention = sum(isinstance(layer.spec, FullAttention) for layer in SMALL[name].layers)
+    pack = min(pack, attention)
+    made = plan(SMALL[name], memory="32MiB", layout=order, pack=pack, max_len=64, in_flight=32)
+    check(made)
+    assert made.pack == pack
+    assert len(made.pools) == 1
+    whole = plan(SMALL[name], memory="32MiB", layout=order, pack=1, max_len=64, in_flight=32)
+    assert made.block_size <= whole.block_size
+
+
+@pytest.mark.parametrize("name", list(SMALL))
+@pytest.mark.parametrize("pp", [2, 3])
+def test_pipelines(name: str, pp: int) -> None:
+    for policy in POLICIES:
+        made = plan(SMALL[name], memory="32MiB", pp=pp, policy=policy, max_len=64, in_flight=32)
+        check(made)
+        stages = {layer: made.region_of(layer)[0].stage for layer in made.layers}
+        assert set(stages.values()) == set(range(pp))
+        assert sorted(stages) == sorted(layer.name for layer in SMALL[name].layers)
+        blocks = {(pool.index, pool.blocks) for pool in made.pools}
+        assert len(blocks) == len({pool.index for pool in made.pools})
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_kernel_blocks_of_larger_blocks(order: str) -> None:
+    """FlashInfer reads at most 64 states at once: larger blocks are split, in every order."""
+    made = plan(
+        SMALL["dense"], memory="32MiB", layout=order, backend="FLASHINFER", block_size=128,
+        max_len=256,
+    )  # fmt: skip
+    check(made)
+    assert {region.kernel_block for region in made.regions} == {64}
+    placed = made.placement("layers.0.attn").fold("B", "k", into="B")
+    assert placed.size("B") == made.num_blocks * 2
+    assert placed.size("N") == 64
+    assert not made.warnings
+
+
+def test_states_apart_hold_what_was_asked() -> None:
+    made = plan("Nemotron-H-8B", memory="20GiB", max_len=4096, requests=50)
+    assert [pool.index for pool in made.pools] == [0, 1]
+    held = next(group.held for group in made.groups if group.kind == "mamba")
+    assert made.pools[1].blocks == 50 * held + 1
+    assert made.block_size == 16
+    assert any("pool of their own" in reason for reason in made.reasons)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_parts_of_a_state_are_together_the_whole(tp: int) -> None:
+    """Each row of a rank's conv and ssm is in exactly one part."""
+    model = SMALL["cut hybrid"]
+    made = plan(model, memory="32MiB", max_len=512, in_flight=32, tp=tp)
+    check(made)
+    layer = next(layer for layer in model.layers if layer.name.endswith("linear"))
+    assert made.parts(layer.name) == 2
+    for rank in range(tp):
+        whole = layer.spec.page(1, tp=tp, rank=rank)
+        parts = [made.page(layer.name, rank, part) for part in range(2)]
+        for field in whole.fields:
+            rows = [
+                row
+                for page in parts
+                for piece in page.field(field.name).pieces
+                for row in range(piece.start, piece.start + piece.length)
+            ]
+            expected = [
+                row
+                for piece in field.pieces
+                for row in range(piece.start, piece.start + piece.length)
+            ]
+            assert sorted(rows) == sorted(expected)
+    with pytest.raises(AtlasError) as refusal:
+        made.placement(layer.name, part=2)
+    assert refusal.value.code is Code.OUT_OF_RANGE

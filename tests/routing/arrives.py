@@ -1,0 +1,122 @@
+"""The check that all tests of transfers share: every byte, and no byte more."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvatlas.routing import Route, route
+from tests.routing import oracle
+from tests.routing.oracle import Memory, Move
+
+
+def ask(move: Move) -> dict[str, Any]:
+    """What `Route.bind` is told of a move, ranks apart."""
+    return {
+        "src_blocks": move.src_blocks,
+        "dst_blocks": move.dst_blocks,
+        "tokens": move.tokens,
+        "layers": move.layers,
+    }
+
+
+def assert_arrives(
+    move: Move, *, made: Route | None = None, seed: int = 0, spell_out: bool = True
+) -> dict[tuple[int, int], int]:
+    """Carry a move out and compare every byte; descriptors for each pair of ranks.
+
+    Every byte that is needed is named once, `needs` names the same ones, nothing else
+    changes, and no fewer descriptors would do.
+    """
+    rng = np.random.default_rng(seed)
+    made = made or route(move.src, move.dst)
+    sources = oracle.fill(move, rng)
+    found: dict[tuple[int, int], int] = {}
+    for rank in oracle.ranks(move.dst):
+        poison = Memory(move.dst, rank, rng)
+        after = poison.copy()
+        named: dict[int, list[Any]] = {}
+        for source in made.sources(rank):
+            bound = made.bind(src_rank=source, dst_rank=rank, **ask(move))
+            oracle.carry_out(bound.copies, sources[source], after)
+            pairs = [(copy.src_pool, copy.dst_pool) for copy in bound.copies]
+            assert len(set(pairs)) == len(pairs), "one copy for each pair of pools"
+            for copy in bound.copies:
+                named.setdefault(copy.dst_pool, []).append((copy.dst, copy.length))
+                least = oracle.minimum(copy) if spell_out else joined(copy)
+                assert len(copy.dst) == least, "the fewest descriptors"
+            found[source, rank] = sum(len(copy.dst) for copy in bound.copies)
+        right, arrived = oracle.expected(move, rank, poison)
+        after.assert_equal(right, f"destination rank {rank}")
+        assert_named_once(named, arrived, f"copies to rank {rank}")
+        needs = made.needs(
+            dst_rank=rank, dst_blocks=move.dst_blocks, tokens=move.tokens, layers=move.layers
+        )
+        listed = {pool: [pair] for pool, pair in needs.items()}
+        assert_named_once(listed, arrived, f"needs of rank {rank}")
+    return found
+
+
+def assert_named_once(
+    named: Mapping[int, list[Any]], arrived: Mapping[int, NDArray[np.bool_]], what: str
+) -> None:
+    """Every byte that must arrive is named once, and no other."""
+    assert named.keys() <= arrived.keys()
+    for pool, needed in arrived.items():
+        counts = oracle.times_named(named.get(pool, []), needed.size)
+        wrong = np.flatnonzero(counts != needed)
+        assert not wrong.size, (
+            f"{what}: bytes {wrong[:6]}... of pool {pool} are named {counts[wrong][:6]} times"
+        )
+
+
+def joined(copy: Any) -> int:
+    """`oracle.minimum` by stretches instead of bytes, for large transfers."""
+    order = np.argsort(copy.dst, kind="stable")
+    src, dst, length = copy.src[order], copy.dst[order], copy.length[order]
+    together = (dst[1:] == (dst + length)[:-1]) & (src[1:] == (src + length)[:-1])
+    return len(dst) - int(np.count_nonzero(together))
+
+
+_FAR = 40
+"""Pools are this many bits of address apart, so that an address tells its pool."""
+
+
+def assert_prepared_arrives(move: Move, seed: int = 0) -> None:
+    """Whole chunks of the prepared form: what is needed arrives, inside the request's blocks."""
+    rng = np.random.default_rng(seed)
+    made = route(move.src, move.dst)
+    sources = oracle.fill(move, rng)
+    bases = {pool: pool << _FAR for pool in range(8)}
+    for rank in oracle.ranks(move.dst):
+        poison = Memory(move.dst, rank, rng)
+        after = poison.copy()
+        for source in made.sources(rank):
+            prepared = made.prepare(
+                src_rank=source, dst_rank=rank, src_base=bases, dst_base=bases,
+                src_device=5, dst_device=6, layers=move.layers,
+            )  # fmt: skip
+            mine, theirs = prepared.select(
+                src_blocks=move.src_blocks, dst_blocks=move.dst_blocks, tokens=move.tokens
+            )
+            rows, into = prepared.src[mine], prepared.dst[theirs]
+            assert (rows[:, 1] == into[:, 1]).all()
+            assert set(rows[:, 2].tolist()) <= {5}
+            assert set(into[:, 2].tolist()) <= {6}
+            for (a, n, _), (b, _, _) in zip(rows.tolist(), into.tolist(), strict=True):
+                here, there = sources[source].pools[a >> _FAR], after.pools[b >> _FAR]
+                a, b = a & (1 << _FAR) - 1, b & (1 << _FAR) - 1
+                assert a + n <= here.size
+                assert b + n <= there.size
+                there[b : b + n] = here[a : a + n]
+        right, arrived = oracle.expected(move, rank, poison)
+        own = oracle.own_blocks(move, rank)
+        for pool, mask in arrived.items():
+            assert (after.pools[pool][mask] == right.pools[pool][mask]).all()
+            changed = after.pools[pool] != poison.pools[pool]
+            assert not (changed & ~own[pool]).any(), "blocks of others were written"
+            after.pools[pool][own[pool]] = poison.pools[pool][own[pool]]
+        after.assert_equal(poison, "outside the request's blocks")

@@ -1,0 +1,383 @@
+"""Brute force: what a transfer must leave in memory, element by element.
+
+Nothing here knows of routes, runs or folding. Every element of every field of the whole
+model has a number, found from its state, its row of the cut axis and its other coordinates;
+every byte of it has a value, found from that number. A rank's memory is walked one element
+at a time (as long arrays of coordinates, where speed asks for it), and each address is what
+`page.view(placement, field)` says of the coordinate.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvatlas.geometry import Field
+from kvatlas.planning import Plan
+
+Tables = dict[int, list[int]]
+"""Block ids of a request by group."""
+Bytes = NDArray[np.uint8]
+Ints = NDArray[np.int64]
+
+Side = Literal["src", "dst"]
+
+GUARD = 48
+_WINDOWS = ("sliding_window", "sliding_window_mla")
+
+
+@dataclass(frozen=True)
+class Move:
+    """One request on its way: between which plans, in which blocks, and what of it."""
+
+    src: Plan
+    dst: Plan
+    src_blocks: Tables
+    dst_blocks: Tables
+    tokens: tuple[int, int]
+    layers: tuple[str, ...] | None = None
+
+    def plan(self, side: Side) -> Plan:
+        return self.src if side == "src" else self.dst
+
+    def blocks(self, side: Side) -> Tables:
+        return self.src_blocks if side == "src" else self.dst_blocks
+
+    def only(self, *layers: str) -> Move:
+        return replace(self, layers=layers)
+
+    def between(self, start: int, stop: int) -> Move:
+        return replace(self, tokens=(start, stop))
+
+
+class Memory:
+    """A rank's pools by index, each with guard bytes on both sides."""
+
+    def __init__(self, plan: Plan, rank: int, rng: np.random.Generator) -> None:
+        stage = rank // plan.tp
+        self.whole: dict[int, Bytes] = {
+            pool.index: np.frombuffer(rng.bytes(pool.nbytes + 2 * GUARD), np.uint8).copy()
+            for pool in plan.pools
+            if pool.stage == stage
+        }
+        self.pools: dict[int, Bytes] = {i: b[GUARD:-GUARD] for i, b in self.whole.items()}
+
+    def copy(self) -> Memory:
+        other = Memory.__new__(Memory)
+        other.whole = {index: whole.copy() for index, whole in self.whole.items()}
+        other.pools = {index: whole[GUARD:-GUARD] for index, whole in other.whole.items()}
+        return other
+
+    def assert_equal(self, expected: Memory, what: str) -> None:
+        """The same bytes everywhere, guard bytes included."""
+        assert self.whole.keys() == expected.whole.keys()
+        for index, whole in self.whole.items():
+            wrong = np.flatnonzero(whole != expected.whole[index]) - GUARD
+            assert not wrong.size, f"{what}: {wrong.size} bytes of pool {index}, {wrong[:8]}..."
+
+
+# -- which states move --------------------------------------------------------------------
+
+
+def ranks(plan: Plan) -> range:
+    return range(plan.tp * plan.pp)
+
+
+def states(move: Move, layer: str) -> range:
+    """Global states of a layer that move; of a recurrent layer its one state."""
+    if move.layers is not None and layer not in move.layers:
+        return range(0)
+    start, stop = move.tokens
+    region, slot = move.dst.region_of(layer)
+    spec = region.layers[slot].spec
+    groups = [plan.groups[plan.region_of(layer)[0].group] for plan in (move.src, move.dst)]
+    if groups[1].kind == "mamba":
+        return range(1 if stop > start else 0)
+    if groups[1].kind == "cross_attention":
+        return range(groups[1].source)
+    for group in groups:
+        if group.kind in _WINDOWS and group.window is not None:
+            start = max(start, stop - (group.window - 1))
+        if group.kind == "chunked_local_attention" and group.window is not None:
+            start = max(start, stop // group.window * group.window)
+    each = spec.tokens_per_state or 1
+    return range(start // each, max(stop // each, start // each))
+
+
+def place_of(plan: Plan, layer: str, part: int, state: int, stop: int) -> tuple[int, int, int]:
+    """(rank among the context-parallel ones, entry of the block table, state in the block).
+
+    The first is -1 where every rank keeps the state.
+    """
+    region, slot = plan.region_of(layer, part)
+    group = plan.groups[region.group]
+    if group.kind == "mamba":
+        return -1, (stop - 1) // group.block, 0
+    each = region.layers[slot].spec.tokens_per_state or 1
+    entry, within = divmod(state // plan.dcp, group.block // each)
+    return state % plan.dcp, entry, within
+
+
+def entries(move: Move, side: Side, group: int) -> set[int]:
+    """Entries of a group's table that any rank needs."""
+    plan, found = move.plan(side), set()
+    for layer, part in homes(plan):
+        if plan.region_of(layer, part)[0].group == group:
+            for state in states(move, layer):
+                found.add(place_of(plan, layer, part, state, move.tokens[1])[1])
+    return found
+
+
+def homes(plan: Plan) -> list[tuple[str, int]]:
+    """Every layer and part of a layer; parts may lie in groups of their own."""
+    return [(layer, part) for layer in plan.layers for part in range(plan.parts(layer))]
+
+
+# -- where they are -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Elements:
+    """Elements of one field on one rank: where each lies, and its number in the model."""
+
+    pool: int
+    layer: str
+    field: str
+    item: int
+    address: Ints
+    number: Ints
+
+    def bytes(self) -> tuple[Ints, Bytes]:
+        """Every byte's address and value."""
+        step = np.arange(self.item)
+        at = (self.address[:, None] + step).ravel()
+        numbers = (self.number[:, None] * self.item + step).ravel()
+        return at, values(self.layer, self.field, numbers)
+
+
+def values(layer: str, field: str, numbers: Ints) -> Bytes:
+    """A value for each byte of a field, by a hash that mixes every bit of its number."""
+    mixed = numbers.astype(np.uint64) + np.uint64(zlib.crc32(f"{layer}/{field}".encode()) << 31)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed ^= mixed >> np.uint64(shift)
+        mixed *= np.uint64(factor)
+    return ((mixed >> np.uint64(31)) & np.uint64(255)).astype(np.uint8)
+
+
+def held(move: Move, side: Side, rank: int) -> Iterator[Elements]:
+    """Every element that moves and that a rank of one side keeps."""
+    plan = move.plan(side)
+    stage, tp_rank = divmod(rank, plan.tp)
+    for layer, part in homes(plan):
+        region, _ = plan.region_of(layer, part)
+        if region.stage != stage:
+            continue
+        table, spots = move.blocks(side)[region.group], []
+        for state in states(move, layer):
+            owner, entry, within = place_of(plan, layer, part, state, move.tokens[1])
+            if owner < 0 and len(table) == 1:
+                entry = 0
+            if owner in (-1, tp_rank % plan.dcp):
+                spots.append((state, table[entry], within))
+        if spots:
+            yield from _fields(plan, layer, part, tp_rank, spots)
+
+
+def _fields(
+    plan: Plan, layer: str, part: int, tp_rank: int, spots: Sequence[tuple[int, int, int]]
+) -> Iterator[Elements]:
+    page, placement = plan.page(layer, tp_rank, part), plan.placement(layer, part)
+    region, _ = plan.region_of(layer, part)
+    pool = plan.groups[region.group].pool
+    for field in page.fields:
+        if field.padding:
+            continue
+        view = page.view(placement, field.name)
+        rows = _rows(field)
+        other = [axis for axis in field.axes if axis.name != "N"]
+        grid = np.meshgrid(
+            np.arange(len(spots)), *(np.arange(axis.size) for axis in other), indexing="ij"
+        )
+        chosen = np.array(spots, dtype=np.int64)[grid[0].ravel()]
+        local = {axis.name: g.ravel() for axis, g in zip(other, grid[1:], strict=True)}
+        at: dict[str, Any] = {"B": chosen[:, 1], **local}
+        if any(axis.name == "N" for axis in field.axes):
+            at["N"] = chosen[:, 2] % page.states
+        if "k" in view.axes:
+            at["k"] = chosen[:, 2] // page.states
+        number = chosen[:, 0]
+        for name, size in _global_sizes(field).items():
+            if name == "C" and "c" in local:
+                tile = next(axis.size for axis in field.axes if axis.name == "c")
+                coordinate = local["C"] * tile + local["c"]
+            else:
+                coordinate = rows[local[name]] if name == field.cut.axis else local[name]
+            number = number * size + coordinate
+        address = np.broadcast_to(np.asarray(view(**at), dtype=np.int64), number.shape)
+        yield Elements(pool, layer, field.name, field.dtype.item, address, number)
+
+
+def _rows(field: Field) -> Ints:
+    """Global rows of the cut axis, by the rank's own."""
+    if not field.pieces:
+        size = next((axis.size for axis in field.axes if axis.name == field.cut.axis), 1)
+        return np.arange(size)
+    rows = np.full(sum(piece.length for piece in field.pieces), -1, dtype=np.int64)
+    for piece in field.pieces:
+        for row in range(piece.length):
+            rows[piece.local + row] = piece.start + row
+    return rows
+
+
+def _global_sizes(field: Field) -> dict[str, int]:
+    """Axes of the whole model in an order that no packing changes; tiles are elements."""
+    sizes = {name: size for name, size in field.shape.items() if name != "N"}
+    if "c" in sizes:
+        sizes["C"] *= sizes.pop("c")
+    return {name: sizes[name] for name in sorted(sizes)}
+
+
+def walk_slowly(move: Move, side: Side, rank: int) -> dict[tuple[int, int], int]:
+    """The same as `held`, in plain Python: (pool, address of a byte) to its value."""
+    plan, tables = move.plan(side), move.blocks(side)
+    stage, tp_rank = divmod(rank, plan.tp)
+    found: dict[tuple[int, int], int] = {}
+    for layer, part in homes(plan):
+        region, _ = plan.region_of(layer, part)
+        group = plan.groups[region.group]
+        page = plan.page(layer, tp_rank, part)
+        placement = plan.placement(layer, part)
+        views = {field.name: page.view(placement, field.name) for field in page.fields}
+        wanted = states(move, layer) if region.stage == stage else ()
+        for state, field in product(wanted, page.fields):
+            owner, entry, within = place_of(plan, layer, part, state, move.tokens[1])
+            if field.padding or owner not in (-1, tp_rank % plan.dcp):
+                continue
+            ids = tables[region.group]
+            block = ids[0] if group.kind == "mamba" and len(ids) == 1 else ids[entry]
+            view = views[field.name]
+            names = [axis.name for axis in field.axes if axis.name != "N"]
+            shape = [axis.size for axis in field.axes if axis.name != "N"]
+            for values_ in product(*map(range, shape)):
+                local = dict(zip(names, values_, strict=True))
+                at = {"B": block, "N": within % page.states, "k": within // page.states, **local}
+                address = view(**{name: at[name] for name in view.axes})
+                number = state
+                for name, size in _global_sizes(field).items():
+                    coordinate = local[name]
+                    if name == "C" and "c" in local:
+                        coordinate = local["C"] * shape[names.index("c")] + local["c"]
+                    if name == field.cut.axis and field.pieces:
+                        coordinate = next(
+                            piece.start + coordinate - piece.local
+                            for piece in field.pieces
+                            if 0 <= coordinate - piece.local < piece.length
+                        )
+                    number = number * size + coordinate
+                item = field.dtype.item
+                marks = values(layer, field.name, number * item + np.arange(item))
+                for byte in range(item):
+                    assert (group.pool, address + byte) not in found
+                    found[group.pool, address + byte] = int(marks[byte])
+    return found
+
+
+# -- what happens to memory -------------------------------------------------------------------
+
+
+def fill(move: Move, rng: np.random.Generator) -> dict[int, Memory]:
+    """Each source rank's memory: the request's values where it has them, junk elsewhere."""
+    found = {}
+    for rank in ranks(move.src):
+        found[rank] = Memory(move.src, rank, rng)
+        for elements in held(move, "src", rank):
+            at, marks = elements.bytes()
+            found[rank].pools[elements.pool][at] = marks
+    return found
+
+
+def expected(move: Move, rank: int, poison: Memory) -> tuple[Memory, dict[int, NDArray[np.bool_]]]:
+    """A destination rank's memory after the transfer, and which bytes of it have arrived.
+
+    Wherever nothing arrives there is poison.
+    """
+    after = poison.copy()
+    arrived = {index: np.zeros(pool.size, dtype=bool) for index, pool in after.pools.items()}
+    for elements in held(move, "dst", rank):
+        at, marks = elements.bytes()
+        after.pools[elements.pool][at] = marks
+        arrived[elements.pool][at] = True
+    return after, arrived
+
+
+def own_blocks(move: Move, rank: int) -> dict[int, NDArray[np.bool_]]:
+    """Which bytes of a destination rank's pools are fields in the blocks that are used."""
+    plan = move.dst
+    stage, tp_rank = divmod(rank, plan.tp)
+    found = {p.index: np.zeros(p.nbytes, dtype=bool) for p in plan.pools if p.stage == stage}
+    for layer, part in homes(plan):
+        region, slot = plan.region_of(layer, part)
+        used = [
+            (-1 if len(move.dst_blocks[region.group]) == 1 else entry)
+            for entry in entries(move, "dst", region.group)
+        ]
+        each = region.layers[slot].spec.tokens_per_state
+        spots = [
+            (0, move.dst_blocks[region.group][entry], within)
+            for entry in used
+            for within in range(region.block // each if each else 1)
+        ]
+        if region.stage == stage and spots:
+            for elements in _fields(plan, layer, part, tp_rank, spots):
+                for byte in range(elements.item):
+                    found[elements.pool][elements.address + byte] = True
+    return found
+
+
+def carry_out(copies: Sequence[Any], src: Memory, dst: Memory) -> int:
+    """The copies, one by one; how many bytes they moved."""
+    moved = 0
+    for copy in copies:
+        here, there = src.pools[copy.src_pool], dst.pools[copy.dst_pool]
+        assert len(copy.src) == len(copy.dst) == len(copy.length)
+        for a, b, n in zip(copy.src.tolist(), copy.dst.tolist(), copy.length.tolist(), strict=True):
+            assert n > 0
+            assert 0 <= a <= here.size - n, f"reads {a}..{a + n} of {here.size}"
+            assert 0 <= b <= there.size - n, f"writes {b}..{b + n} of {there.size}"
+            there[b : b + n] = here[a : a + n]
+            moved += n
+    return moved
+
+
+def spelled_out(starts: Ints, lengths: Ints) -> Ints:
+    """Every byte of a list of stretches, in its order."""
+    if not len(starts):
+        return np.zeros(0, np.int64)
+    ends = np.cumsum(lengths)
+    within = np.arange(int(ends[-1])) - np.repeat(ends - lengths, lengths)
+    return np.asarray(np.repeat(starts, lengths) + within, dtype=np.int64)
+
+
+def minimum(copy: Any) -> int:
+    """The fewest descriptors that move these bytes: stretches without a gap on both sides."""
+    src, dst = spelled_out(copy.src, copy.length), spelled_out(copy.dst, copy.length)
+    order = np.argsort(dst, kind="stable")
+    joined = (np.diff(dst[order]) == 1) & (np.diff(src[order]) == 1)
+    return int(dst.size > 0) + int(np.count_nonzero(~joined))
+
+
+def times_named(stretches: Sequence[tuple[Ints, Ints]], size: int) -> NDArray[np.int16]:
+    """How often each of `size` bytes is named by lists of starts and lengths."""
+    change = np.zeros(size + 1, np.int16)
+    for starts, lengths in stretches:
+        assert len(starts) == len(lengths)
+        assert (lengths > 0).all()
+        np.add.at(change, starts, 1)
+        np.add.at(change, starts + lengths, -1)
+    return np.cumsum(change, dtype=np.int16)[:-1]

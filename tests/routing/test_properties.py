@@ -1,0 +1,166 @@
+"""Any model, any two plans of it, any request: hypothesis draws, and brute force compares.
+
+A few hundred examples by default, 10,000 with the deep profile.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, find, given, settings
+from hypothesis import strategies as st
+
+from kvatlas import AtlasError, Code
+from kvatlas.planning import Plan
+from kvatlas.routing import Route, route
+from kvatlas.specs import (
+    FullAttention,
+    GatedDeltaNet,
+    Indexer,
+    LatentAttention,
+    SlidingAttention,
+    Spec,
+)
+from tests.routing import oracle
+from tests.routing.arrives import ask, assert_arrives, assert_prepared_arrives
+from tests.routing.oracle import Memory, Move
+from tests.routing.strategies import KINDS, requests
+
+quiet = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+each = settings(quiet, max_examples=settings().max_examples // len(KINDS) + 1)
+fewer = settings(quiet, max_examples=settings().max_examples // 4)
+first = settings(quiet, max_examples=1000, phases=[Phase.generate], database=None)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_every_byte_arrives_once_and_nothing_else_is_touched(kind: type[Spec]) -> None:
+    """The examples of a profile, divided among all kinds of layers."""
+    moved = []
+
+    @each
+    @given(requests(kind))
+    def run(move: Move) -> None:
+        assert_arrives(move)
+        moved.append("something moves" in traits(move))
+
+    run()
+    # Plans that are refused are drawn again: enough must be left, with something to move.
+    assert len(moved) >= 0.9 * each.max_examples
+    assert any(moved)
+
+
+TRAITS: dict[str, type[Spec]] = {
+    "unlike tp": FullAttention,
+    "unlike orders": FullAttention,
+    "unlike blocks": FullAttention,
+    "unlike packing": FullAttention,
+    "kernel blocks": FullAttention,
+    "pipelines": SlidingAttention,
+    "context parallel": LatentAttention,
+    "part of a prompt": LatentAttention,
+    "some layers": Indexer,
+    "cut states": GatedDeltaNet,
+}
+"""What makes a transfer hard, and a kind of layer among whose examples it must be found."""
+
+
+@pytest.mark.parametrize("trait", TRAITS)
+def test_what_is_drawn_has_every_trait(trait: str) -> None:
+    find(requests(TRAITS[trait]), lambda move: trait in traits(move), settings=first)
+
+
+def traits(move: Move) -> list[str]:
+    both = (move.src, move.dst)
+    specs = [{n: r.layers[s].spec for n in p.layers for r, s in [p.region_of(n)]} for p in both]
+    found = {
+        "something moves": any(oracle.states(move, name) for name in move.dst.layers),
+        "unlike tp": move.src.tp != move.dst.tp,
+        "unlike orders": move.src.layout != move.dst.layout,
+        "unlike blocks": {g.block for g in move.src.groups} != {g.block for g in move.dst.groups},
+        "pipelines": max(p.pp for p in both) > 1,
+        "context parallel": max(p.dcp for p in both) > 1,
+        "unlike packing": specs[0] != specs[1],
+        "part of a prompt": move.tokens[0] > 0,
+        "some layers": move.layers is not None,
+        "cut states": any(r.cut > 1 for p in both for r in p.regions),
+        "kernel blocks": any(r.kernel_block != r.block for p in both for r in p.regions),
+    }
+    return [trait for trait, held in found.items() if held]
+
+
+@fewer
+@given(requests())
+def test_plans_that_travelled_give_the_same_copies(move: Move) -> None:
+    here = route(move.src, move.dst)
+    there = route(*(Plan.from_json(made.to_json()) for made in (move.src, move.dst)))
+    for rank in oracle.ranks(move.dst):
+        assert here.sources(rank) == there.sources(rank)
+        for source in here.sources(rank):
+            one, other = (
+                r.bind(src_rank=source, dst_rank=rank, **ask(move)).copies for r in (here, there)
+            )
+            assert list(map(listed, one)) == list(map(listed, other))
+
+
+def listed(copy: Any) -> list[Any]:
+    return [
+        copy.src_pool,
+        copy.dst_pool,
+        copy.src.tolist(),
+        copy.dst.tolist(),
+        copy.length.tolist(),
+    ]
+
+
+@fewer
+@given(requests(), st.data())
+def test_a_request_in_pieces_is_the_whole(move: Move, data: st.DataObject) -> None:
+    """Layer by layer, and up to a token and on from it: the same memory as in one go."""
+    rng = np.random.default_rng(0)
+    made = route(move.src, move.dst)
+    sources = oracle.fill(move, rng)
+    rank = data.draw(st.sampled_from(oracle.ranks(move.dst)))
+    start, stop = move.tokens
+    cut = data.draw(st.integers(start, stop))
+    poison = Memory(move.dst, rank, rng)
+    after = poison.copy()
+    names = [name for name in move.dst.layers if move.layers is None or name in move.layers]
+    for name in names:
+        for piece in pieces(move, made, name, cut):
+            bring(made, piece, rank, sources, after)
+    right, _ = oracle.expected(move, rank, poison)
+    after.assert_equal(right, f"rank {rank} in pieces")
+
+
+def pieces(move: Move, made: Route, name: str, cut: int) -> list[Move]:
+    """One layer's transfer in two pieces; in one where it has a window, or a single state."""
+    start, stop = move.tokens
+    groups = {p.groups[p.region_of(name)[0].group].kind for p in (made.src, made.dst)}
+    alone = move.only(name)
+    if not groups <= {"full_attention", "mla_attention", "sink_full_attention"}:
+        return [alone]
+    return [alone.between(start, cut), alone.between(cut, stop)]
+
+
+def bring(made: Route, move: Move, rank: int, sources: dict[int, Memory], after: Memory) -> None:
+    for source in made.sources(rank):
+        bound = made.bind(src_rank=source, dst_rank=rank, **ask(move))
+        oracle.carry_out(bound.copies, sources[source], after)
+
+
+@fewer
+@given(requests(from_start=True))
+def test_prepared_blocks_bring_at_least_the_same(move: Move) -> None:
+    assert_prepared_arrives(move)
+
+
+@fewer
+@given(requests())
+def test_prepared_blocks_start_with_a_whole_chunk_or_not_at_all(move: Move) -> None:
+    try:
+        assert_prepared_arrives(move)
+    except AtlasError as refusal:
+        assert refusal.code is Code.BAD_TOKENS
+        assert move.tokens[0] > 0

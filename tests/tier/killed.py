@@ -1,0 +1,144 @@
+"""A process that stores until it is killed, again and again, and one that looks afterwards.
+
+Run as `python -m tests.tier.killed PATH TRIALS SEED`. It imports once and forks for
+every trial. A child is killed with SIGKILL: at a random moment; or by itself just before,
+in the middle of or just after a chosen write or sync, so that every step is met.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvatlas.planning import Plan
+from kvatlas.specs import FullAttention
+from kvatlas.tier import Tier
+from tests.planning.models import DELTA, model_of
+from tests.tier.world import small, tier_plan
+
+LAYER: Any = {"attn": FullAttention(heads=4, head_dim=64)}
+MODEL = model_of("killed", *[LAYER] * 3, DELTA)
+TOKENS, NAMES = 48, 40
+SRC = small(MODEL, tp=2, layout="LBNHC", max_len=64, memory="1MiB")
+DST = small(MODEL, max_len=64, memory="1MiB")
+TABLES: dict[int, list[int]] = {
+    index: [3 * index + n for n in range(3 if group.kind != "mamba" else 1)]
+    for index, group in enumerate(SRC.groups)
+}
+
+
+def kept() -> Plan:
+    """Room for about a third of the names, so that rows are evicted all the time."""
+    return tier_plan(MODEL, max_len=64, memory="2MiB", states="apart")
+
+
+def pools(made: Plan, name: int) -> dict[int, Any]:
+    """Each pool has one byte, which says whose it is: every byte of a row shows its origin."""
+    return {p.index: np.full(p.nbytes, 1 + name, dtype=np.uint8) for p in made.pools}
+
+
+def keys(name: int) -> list[bytes]:
+    return [b"%d of %d" % (entry, name) for entry in range(3)]
+
+
+def store(tier: Tier, name: int, rank: int) -> None:
+    asked: Any = {"blocks": TABLES, "tokens": TOKENS, "keys": keys(name)}
+    tier.store(pools(SRC, name), SRC, rank=rank, **asked)
+
+
+def store_for_ever(path: Path, seed: int, *, durable: bool) -> None:
+    rng = np.random.default_rng(seed)
+    tier = Tier.open(path, durable=durable)
+    while True:
+        name = int(rng.integers(NAMES))
+        if rng.random() < 0.1:
+            tier.drop(keys(name))
+        for rank in rng.permutation(2).tolist():
+            store(tier, name, rank)
+
+
+def die_at(step: int, how: str) -> None:
+    """Make this process kill itself at its n-th write or sync."""
+    count = 0
+
+    def dying(act: Any) -> Any:
+        def called(fd: int, *rest: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count == step:
+                if how == "torn" and rest:
+                    act(fd, rest[0][: len(rest[0]) * 5 // 8], *rest[1:])
+                elif how == "after":
+                    act(fd, *rest)
+                os.kill(os.getpid(), signal.SIGKILL)
+            return act(fd, *rest)
+
+        return called
+
+    os.pwrite, os.fdatasync = dying(os.pwrite), dying(os.fdatasync)
+
+
+def look(path: Path) -> tuple[int, int]:
+    """Everything that is said to be there is what was stored; how many names, how many rows."""
+    tables = {
+        index: [2 + 5 * index + n for n in range(3 if group.kind != "mamba" else 1)]
+        for index, group in enumerate(DST.groups)
+    }
+    names = 0
+    with Tier.open(path) as tier:
+        rows = len(tier)
+        for name in range(NAMES):
+            with tier.hold(keys(name), TOKENS) as held:
+                if not held.tokens:
+                    continue
+                got = {p.index: np.zeros(p.nbytes, dtype=np.uint8) for p in DST.pools}
+                held.load(got, DST, blocks=tables)
+                found = np.bincount(np.concatenate(list(got.values())), minlength=256)
+                moved = sum(copy.nbytes for copy in held.copies(DST, blocks=tables))
+                assert held.tokens == TOKENS, "the state is after all tokens"
+                assert found[1 + name] == moved > 0, "bytes of another row, or none"
+                assert found[0] + moved == found.sum(), "bytes of another row"
+                names += 1
+        assert tier.metrics.values["damaged"] == 0, "a record was written before its row"
+        # It goes on working, and the next process finds that too.
+        for rank in (0, 1):
+            store(tier, 77, rank)
+        assert tier.match(keys(77), TOKENS) == TOKENS
+        assert tier.drop(keys(77)) == 3 + len([g for g in tier.plan.groups if g.kind == "mamba"])
+    return names, rows
+
+
+def main(path: Path, trials: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    with Tier.open(path, kept()) as tier:
+        for name in range(NAMES):
+            for rank in (0, 1):
+                store(tier, name, rank)
+        assert tier.evicted
+    found = []
+    for trial in range(trials):
+        child = os.fork()
+        if not child:
+            if trial % 2:
+                die_at(int(rng.integers(1, 60)), ("before", "torn", "after")[trial // 2 % 3])
+            store_for_ever(path, seed + trial, durable=trial % 4 < 2)
+        if trial % 2:
+            rng.integers(1, 60)
+        else:
+            time.sleep(float(rng.uniform(0.02, 0.25)))
+            os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        assert os.WIFSIGNALED(status), "the child ended by itself"
+        assert os.WTERMSIG(status) == signal.SIGKILL, "the child ended by itself"
+        found.append(look(path))
+    print(*(f"{names}/{rows}" for names, rows in found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
