@@ -26,14 +26,14 @@ def descriptors() -> None:
     floor = median_ms(fill)
     rows = [["numpy fill of that array (lower bound)", f"{floor:.1f}", "1.0"]]
     for order, over in (("LBNHC", ("L", "B")), ("BLHNC", ("L", "B")), ("BLHNC", ("B", "L"))):
-        pool = page.place(Layout(order), slots=LAYERS, blocks=BLOCKS)
+        pool = page.place(Layout(order), pages=LAYERS, blocks=BLOCKS)
         made = pool.descriptors(*over)
         if made.shape != (count, 3):
             raise SystemExit(f"expected {count} descriptors, got {made.shape}")
         taken = median_ms(lambda p=pool, o=over: p.descriptors(*o, base=1 << 40))  # type: ignore[misc]
         name = f"{order}, slots then blocks" if over[0] == "L" else f"{order}, blocks then slots"
         rows.append([name, f"{taken:.1f}", f"{taken / floor:.1f}"])
-    pool = page.place(Layout("LBNHC"), slots=LAYERS, blocks=BLOCKS)
+    pool = page.place(Layout("LBNHC"), pages=LAYERS, blocks=BLOCKS)
     ids = np.random.default_rng(0).permutation(BLOCKS)[:2048]
     taken = median_ms(lambda: pool.descriptors("L", B=ids, base=1 << 40))
     rows.append(["LBNHC, 2,048 chosen blocks (131,072 rows)", f"{taken:.2f}", ""])
@@ -49,7 +49,7 @@ def validation() -> None:
     page = FullAttention(heads=8, head_dim=128).page(16)
     rows = []
     for order in ("LBNHC", "BLHNC", "BHLNC"):
-        pool = page.place(Layout(order), slots=LAYERS, blocks=BLOCKS)
+        pool = page.place(Layout(order), pages=LAYERS, blocks=BLOCKS)
         slots = {f"layer {i}": pool.select("L", i) for i in range(LAYERS)}
         taken = median_ms(lambda s=slots, p=pool: validate(s, size=p.nbytes))  # type: ignore[misc]
         rows.append([order, f"{taken:.2f}"])

@@ -70,7 +70,7 @@ def memory() -> None:
     )
     page = FullAttention(heads=2, head_dim=2, dtype="e4m3").page(4)
     for layout in ENGINE_LAYOUTS:
-        pool = page.place(layout, slots=2, blocks=2)
+        pool = page.place(layout, pages=2, blocks=2)
         cells = {}
         for slot in range(2):
             for block in range(2):
@@ -96,7 +96,7 @@ def slices() -> None:
         table.add_column(column, justify="right")
     ids = [(7 * i) % 20_000 for i in range(2048)]
     for layout in ENGINE_LAYOUTS:
-        pool = page.place(layout, slots=32, blocks=20_000)
+        pool = page.place(layout, pages=32, blocks=20_000)
         rows = pool.narrow("H", 0, 4).descriptors(B=ids)
         table.add_row(str(layout), f"{len(rows):,}", f"{int(rows[0, 1]):,}")
     console.print(table)
@@ -105,7 +105,7 @@ def slices() -> None:
 def refusals() -> None:
     console.print("\n[bold]What cannot be right is refused[/], with a code and a remedy:\n")
     page = FullAttention(heads=2, head_dim=64).page(16)
-    pool = page.place(Layout("BLHNC"), slots=2, blocks=4)
+    pool = page.place(Layout("BLHNC"), pages=2, blocks=4)
 
     def overlapping() -> None:
         first = pool.select("L", 0)
@@ -113,7 +113,7 @@ def refusals() -> None:
 
     attempts = (
         lambda: FullAttention(heads=10, head_dim=128).page(16, tp=4),
-        lambda: page.padded(page.nbytes + 512).place(Layout("BHLNC"), slots=2, blocks=4),
+        lambda: page.padded(page.nbytes + 512).place(Layout("BHLNC"), pages=2, blocks=4),
         overlapping,
     )
     for attempt in attempts:

@@ -89,11 +89,11 @@ def _one_block(two: Plan) -> Plan:
     """A plan of one region with two blocks, with one: planners keep a null block besides."""
     (region,), (pool,) = two.regions, two.pools
     assert region.offset == 0
-    apart = region.slot_stride if Layout(two.layout).block_outermost else region.slot_stride // 2
+    apart = region.page_stride if Layout(two.layout).block_outermost else region.page_stride // 2
     return msgspec.structs.replace(
         two,
         pools=(msgspec.structs.replace(pool, blocks=1),),
-        regions=(msgspec.structs.replace(region, slot_stride=apart),),
+        regions=(msgspec.structs.replace(region, page_stride=apart),),
     )
 
 

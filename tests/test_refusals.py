@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from kvatlas import AtlasError, Code, DType, Field, Layout, Page, Placement, validate
-from kvatlas.geometry import Cut, FieldAxis, Section, fold_together
+from kvatlas.geometry import FieldAxis, Section, Sharding, fold_together
 from kvatlas.geometry.state_spans import Cells, stretches
 from kvatlas.geometry.strided_runs import between
 from kvatlas.specs import (
@@ -123,14 +123,14 @@ REFUSALS: list[tuple[Code, Callable[[], Any]]] = [
     (
         Code.PADDING_INSIDE_PAGE,
         lambda: FullAttention(heads=2, head_dim=8).page(4).padded(999).place(
-            Layout("BHLNC"), slots=2, blocks=2
+            Layout("BHLNC"), pages=2, blocks=2
         ),
     ),
     (Code.BAD_TENSOR, lambda: Placement.from_tensor("cache", axes="B")),
     (Code.BAD_TENSOR, lambda: P.view(np.zeros(999, np.int8))),
-    (Code.BAD_RANK, lambda: Cut.heads(4).pieces(2, 2)),
+    (Code.BAD_RANK, lambda: Sharding.by_heads(4).ranges(2, 2)),
     (Code.TP_HEADS, lambda: FullAttention(heads=10, head_dim=128).page(16, tp=4)),
-    (Code.TP_WHOLE, lambda: Cut.whole().pieces(2, 0)),
+    (Code.TP_WHOLE, lambda: Sharding.whole().ranges(2, 0)),
     (Code.BAD_SPEC, lambda: FullAttention(heads=1, head_dim=8, cache="fp7")),
     (Code.BAD_SPEC, lambda: FullAttention(**NVFP4, head_dim=24)),
     (Code.BAD_SPEC, lambda: FullAttention(heads=1, head_dim=8, v_dim=4, packing="planes")),
@@ -162,8 +162,8 @@ REFUSALS: list[tuple[Code, Callable[[], Any]]] = [
     (Code.BAD_TENSOR, lambda: P.view(bytearray(999))),  # type: ignore[arg-type]
     (Code.UNKNOWN_DTYPE, lambda: DType("fp12", 12, "float", 5, 6)),
     (Code.UNLIKE_PLACEMENTS, lambda: DENSE.view(DENSE.place("LBHNC", **TWO).folded(), "k")),
-    (Code.PAGE_TOO_SMALL, lambda: DENSE.padded(999).place("BLHNC", **TWO, slot_stride=512)),
-    (Code.PADDING_INSIDE_PAGE, lambda: DENSE.padded(999).place("BHLNC", **TWO, slot_stride=999)),
+    (Code.PAGE_TOO_SMALL, lambda: DENSE.padded(999).place("BLHNC", **TWO, page_stride=512)),
+    (Code.PADDING_INSIDE_PAGE, lambda: DENSE.padded(999).place("BHLNC", **TWO, page_stride=999)),
 ]  # fmt: skip
 
 
@@ -175,8 +175,9 @@ def test_bad_input_is_refused_with_its_code(code: Code, act: Callable[[], Any]) 
         act()
     error = refusal.value
     assert error.code is code
-    assert str(error) == f"{error.rule}. Got {error.got}. {error.hint}. [{code}]"
-    assert error.rule
+    assert str(error).startswith(f"{error.problem}. Got {error.got}. {error.hint}")
+    assert str(error).endswith(f" [{code}]")
+    assert error.problem
     assert str(error.got)
     assert error.hint
 
@@ -210,7 +211,8 @@ def test_every_code_has_a_way_to_it() -> None:
 
 def test_every_code_is_documented() -> None:
     page = (Path(__file__).parents[1] / "docs" / "errors.md").read_text()
-    assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == set(Code)
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", page, re.MULTILINE)
+    assert rows == [(str(code), code.problem) for code in Code]
 
 
 def test_a_refusal_is_a_value_error_and_survives_pickling() -> None:

@@ -20,7 +20,7 @@ def test_vllm_42374_two_blocks_are_not_k_and_v() -> None:
     """`shape[0] == 2` was read as K and V; axes have names, so two blocks stay two blocks."""
     page = FullAttention(heads=2, head_dim=4).page(2)
     for blocks in (1, 2, 3):
-        pool = page.place(Layout("LBHNC"), slots=1, blocks=blocks)
+        pool = page.place(Layout("LBHNC"), pages=1, blocks=blocks)
         k, v = page.view(pool, "k"), page.view(pool, "v")
         assert k.size("B") == v.size("B") == blocks
         assert sorted(byte_list(k) + byte_list(v)) == list(range(pool.nbytes))
@@ -37,7 +37,7 @@ def test_vllm_42374_two_blocks_are_not_k_and_v() -> None:
 def test_vllm_42374_views_of_k_and_v_never_copy(layout: Layout) -> None:
     """`.contiguous()` and `reshape(-1, ...)` copied the cache in every order but NHD."""
     page = FullAttention(heads=2, head_dim=4, dtype="fp16").page(4)
-    pool = page.place(layout, slots=2, blocks=3)
+    pool = page.place(layout, pages=2, blocks=3)
     buffer = np.zeros(pool.stop, np.uint8)
     for name in ("k", "v"):
         seen = page.view(pool, name).select("L", 1).reorder("B", "N", "H", "C").view(buffer)
@@ -52,7 +52,7 @@ def test_vllm_42374_views_of_k_and_v_never_copy(layout: Layout) -> None:
 def test_vllm_42374_v_strides_by_name_not_by_position(layout: Layout) -> None:
     """V's strides were passed as (position, element) instead of (element, position)."""
     page = FullAttention(heads=3, head_dim=4, dtype="fp16").page(5)
-    pool = page.place(layout, slots=2, blocks=3)
+    pool = page.place(layout, pages=2, blocks=3)
     v = page.view(pool, "v").select("L", 1)
     transposed = v.reorder("B", "H", "C", "N")
     assert transposed.stride("N") == v.stride("N") != transposed.stride("C") == 2
@@ -63,7 +63,7 @@ def test_vllm_42374_v_strides_by_name_not_by_position(layout: Layout) -> None:
 def test_vllm_42374_block_size_is_the_state_axis_not_the_third() -> None:
     """`shape[2]` was taken for the block size where it was the head size."""
     page = FullAttention(heads=3, head_dim=128).page(16)
-    v = page.view(page.place(Layout("LBHNC"), slots=1, blocks=2), "v").reorder(*"LBHCN")
+    v = page.view(page.place(Layout("LBHNC"), pages=1, blocks=2), "v").reorder(*"LBHCN")
     assert v.sizes[3] == 128
     assert v.size("N") == 16
     with pytest.raises(AtlasError) as refusal:
@@ -74,7 +74,7 @@ def test_vllm_42374_block_size_is_the_state_axis_not_the_third() -> None:
 def test_vllm_44456_a_sliced_and_transposed_cache_is_still_a_view() -> None:
     """`.view()` on a sliced and transposed cache crashed; here it is another placement."""
     page = FullAttention(heads=4, head_dim=8, dtype="fp16").page(4)
-    pool = page.place(Layout("LBHNC"), slots=1, blocks=3)
+    pool = page.place(Layout("LBHNC"), pages=1, blocks=3)
     k = page.view(pool, "k").narrow("H", 1, 2).reorder("L", "B", "N", "H", "C")
     tiled = k.split("C", into=("x", "c"), inner=4)
     for c in coordinates({"L": 1, "B": 3, "N": 4, "H": 2, "C": 8}):
@@ -89,7 +89,7 @@ def test_vllm_44456_a_sliced_and_transposed_cache_is_still_a_view() -> None:
 def test_vllm_44456_a_recurrent_page_is_one_tensor_that_the_layer_unpacks() -> None:
     spec = GatedDeltaNet(key_heads=2, value_heads=4, key_dim=3, value_dim=2, ssm_dtype="fp32")
     page = spec.page(16)
-    pool = page.place(Layout("BLHNC"), slots=2, blocks=3)
+    pool = page.place(Layout("BLHNC"), pages=2, blocks=3)
     assert pool.sizes == (2, 3, 1, 1, page.content)
     conv, ssm = page.view(pool, "conv"), page.view(pool, "ssm")
     assert (conv.item, ssm.item) == (2, 4)
@@ -112,7 +112,7 @@ def test_vllm_35703_strides_belong_to_the_axes_they_were_computed_for() -> None:
 def test_vllm_35703_layers_packed_into_one_page_stay_apart(pack: int, order: str) -> None:
     """A pack is extra slots: [slot, H, N, C] or, head-major, [H, slot, N, C] in each block."""
     page = FullAttention(heads=2, head_dim=4).page(8 // pack)
-    pool = page.place(Layout(order), slots=pack, blocks=3)
+    pool = page.place(Layout(order), pages=pack, blocks=3)
     layers = {f"layer {i}": pool.select("L", i) for i in range(pack)}
     validate(layers, size=pool.nbytes)
     assert pool.nbytes == 3 * FullAttention(heads=2, head_dim=4).page_bytes(8)
@@ -148,7 +148,7 @@ def test_vllm_55208_sglang_23746_conv_is_cut_section_by_section(spec: Spec, tp: 
             units = len(section)
             mine = np.array_split(section, tp)[rank] if units % tp == 0 else section[[0]]
             expected += mine.ravel().tolist()
-        pieces = spec.shares(tp, rank)["conv"]
+        pieces = spec.shard(tp, rank)["conv"]
         assert [r for p in pieces for r in range(p.start, p.start + p.length)] == expected
         slab = sum(section.size for section in sections) // tp
         assert expected != list(range(rank * slab, (rank + 1) * slab))
@@ -157,7 +157,7 @@ def test_vllm_55208_sglang_23746_conv_is_cut_section_by_section(spec: Spec, tp: 
 def test_vllm_52516_replicated_heads_are_whole_on_every_rank() -> None:
     """With 2 kv heads at tp 8 three quarters of the bytes were never sent."""
     spec = FullAttention(heads=2, head_dim=128)
-    held = [spec.shares(8, rank)["k"][0] for rank in range(8)]
+    held = [spec.shard(8, rank)["k"][0] for rank in range(8)]
     assert [piece.start for piece in held] == [0, 0, 0, 0, 1, 1, 1, 1]
     assert all(piece.length == 1 for piece in held)
     assert spec.page(16, tp=8).nbytes * 2 == spec.page(16).nbytes
@@ -170,9 +170,9 @@ def test_lmcache_4358_unlike_head_dims_in_one_model() -> None:
     full = FullAttention(heads=2, head_dim=8).page(4)
     assert sliding.nbytes != full.nbytes
     block = 2 * sliding.nbytes + full.nbytes
-    small = sliding.place(Layout("BLHNC"), slots=2, blocks=3, block_stride=block)
+    small = sliding.place(Layout("BLHNC"), pages=2, blocks=3, block_stride=block)
     large = full.place(
-        Layout("BLHNC"), slots=1, blocks=3, block_stride=block, offset=2 * sliding.nbytes
+        Layout("BLHNC"), pages=1, blocks=3, block_stride=block, offset=2 * sliding.nbytes
     )
     validate({"sliding": small, "full": large}, size=3 * block)
     assert (sliding.view(small, "v").size("C"), full.view(large, "v").size("C")) == (4, 8)
@@ -207,8 +207,8 @@ def test_vllm_cpu_block_64_to_128_two_pages_are_not_one_page() -> None:
     """K is transposed inside a head's page, so joining pages byte by byte is wrong."""
     spec = FullAttention(heads=1, head_dim=4, dtype="fp16", packing="transposed")
     half, whole = spec.page(4), spec.page(8)
-    two = half.place(Layout("LBHNC"), slots=1, blocks=2)
-    one = whole.place(Layout("LBHNC"), slots=1, blocks=1)
+    two = half.place(Layout("LBHNC"), pages=1, blocks=2)
+    one = whole.place(Layout("LBHNC"), pages=1, blocks=1)
     assert two.nbytes == one.nbytes
     k2, k1 = half.view(two, "k"), whole.view(one, "k")
     moved = [

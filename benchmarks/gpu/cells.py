@@ -71,7 +71,7 @@ def layers_of(
 ) -> list[LayerCache]:
     """The layers of a pool of random bytes; on the host it is pinned."""
     page = spec.page(block)
-    placed = page.place(Layout(order), slots=slots, blocks=blocks)
+    placed = page.place(Layout(order), pages=slots, blocks=blocks)
     if device == "cpu" and DEVICE == "cuda":
         buffer = _pinned(1 << (placed.stop - 1).bit_length())[: placed.stop]
     else:

@@ -134,7 +134,7 @@ def elsewhere() -> Iterator[list[Compiled]]:
 
 def _layer(spec: Spec, order: str = "LBNHC", block: int = 16) -> LayerCache:
     page = spec.page(block)
-    placed = page.place(Layout(order), slots=4, blocks=16)
+    placed = page.place(Layout(order), pages=4, blocks=16)
     buffer = torch.empty(placed.stop, dtype=torch.uint8)
     return LayerCache("layers.1", page, placed.select("L", 1), buffer)
 

@@ -1,18 +1,75 @@
-"""kvatlas knows where every byte of an LLM's KV cache lives, and moves it anywhere."""
+"""kvatlas knows where every byte of an LLM's KV cache lives, and moves it anywhere.
+
+The names that people come for are here, each loaded from its room when it is first used:
+
+>>> import kvatlas
+>>> fits = kvatlas.plan("Qwen3-8B", memory="80GiB")
+>>> fits.block_size, fits.num_blocks
+(16, 36408)
+>>> kvatlas.route(fits, kvatlas.plan("Qwen3-8B", memory="80GiB", tp=2, layout="BHLNC"))
+<Route Qwen3-8B: tp 1 LBNHC -> tp 2 BHLNC>
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import DType, Field, Layout, Page, Placement, validate
+
+if TYPE_CHECKING:
+    from kvatlas.cache import Cache, allocate, bind
+    from kvatlas.geometry import DType, Field, Layout, Page, Placement, validate
+    from kvatlas.models import Model
+    from kvatlas.planning import Plan, plan
+    from kvatlas.routing import Route, route
+    from kvatlas.tier import Tier
+    from kvatlas.wire import Node, Session
 
 __version__ = "0.1.0"
 
+_ROOMS = {
+    "geometry": ("DType", "Field", "Layout", "Page", "Placement", "validate"),
+    "models": ("Model",),
+    "planning": ("Plan", "plan"),
+    "cache": ("Cache", "allocate", "bind"),
+    "routing": ("Route", "route"),
+    "wire": ("Node", "Session"),
+    "tier": ("Tier",),
+}
+_ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
+
 __all__ = [
     "AtlasError",
+    "Cache",
     "Code",
     "DType",
     "Field",
     "Layout",
+    "Model",
+    "Node",
     "Page",
     "Placement",
+    "Plan",
+    "Route",
+    "Session",
+    "Tier",
     "__version__",
+    "allocate",
+    "bind",
+    "plan",
+    "route",
     "validate",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ROOM_OF:
+        raise AttributeError(f"module 'kvatlas' has no attribute {name!r}")
+    value = getattr(import_module(f"kvatlas.{_ROOM_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -87,7 +87,7 @@ def test_every_rank_of_a_pipeline_has_its_layers() -> None:
     found = [set(allocate(made, rank=rank)) for rank in range(4)]
     assert found[0] == found[1] != found[2] == found[3]
     assert found[0] | found[2] == set(made.layers)
-    heads = [allocate(made, rank=r)["layers.0.attn"].page.field("k").pieces for r in (0, 1)]
+    heads = [allocate(made, rank=r)["layers.0.attn"].page.field("k").ranges for r in (0, 1)]
     assert [pieces[0].start for pieces in heads] == [0, 2]
     with pytest.raises(AtlasError) as refusal:
         allocate(made, rank=0)["layers.5.attn"]

@@ -146,7 +146,7 @@ def test_layouts_knows_six_orders_and_every_backend() -> None:
     assert len(orders) == 6
     assert orders["LBNHC"]["alias"] == "NHD"
     assert orders["BHLNC"]["block_outermost"]
-    assert orders["BHLNC"]["heads_outside_slots"]
+    assert orders["BHLNC"]["heads_outside_pages"]
     assert not orders["BHLNC"]["page_contiguous"]
     assert {name for fact in orders.values() for name in fact["backends"]} == set(BACKENDS)
     assert "CPU_ATTN" not in orders["BLHNC"]["backends"]

@@ -10,8 +10,14 @@ from hypothesis import strategies as st
 
 from kvatlas import Layout, Page, Placement, validate
 from kvatlas.geometry import ENGINE_LAYOUTS
-from kvatlas.geometry.page_arrangement import Row, Spot, packs, shared_pages, side_by_side
-from kvatlas.geometry.validate import keeps_to_its_blocks
+from kvatlas.geometry.page_arrangement import (
+    PageSet,
+    PoolPosition,
+    packs,
+    shared_pages,
+    side_by_side,
+)
+from kvatlas.geometry.validation import keeps_to_its_blocks
 from kvatlas.specs import FullAttention
 from tests.oracle import byte_list
 
@@ -20,24 +26,30 @@ SMALL = FullAttention(heads=2, head_dim=2).page(4)
 LARGE = FullAttention(heads=2, head_dim=3).page(4)
 
 
-def placed(page: Page, slots: int, layout: Layout, spot: Spot, blocks: int = BLOCKS) -> Placement:
+def placed(
+    page: Page, pages: int, layout: Layout, spot: PoolPosition, blocks: int = BLOCKS
+) -> Placement:
     return page.place(
         layout,
-        slots=slots,
+        pages=pages,
         blocks=blocks,
         offset=spot.offset,
-        slot_stride=spot.slot_stride,
+        page_stride=spot.page_stride,
         block_stride=spot.block_stride,
     )
 
 
 @pytest.mark.parametrize("layout", ENGINE_LAYOUTS, ids=str)
 def test_rows_tile_the_pool(layout: Layout) -> None:
-    rows = [Row(SMALL, 2, SMALL.nbytes), Row(LARGE, 1, LARGE.nbytes), Row(SMALL, 1, SMALL.nbytes)]
-    width = sum(row.page.nbytes * row.slots for row in rows)
+    rows = [
+        PageSet(SMALL, 2, SMALL.nbytes),
+        PageSet(LARGE, 1, LARGE.nbytes),
+        PageSet(SMALL, 1, SMALL.nbytes),
+    ]
+    width = sum(row.page.nbytes * row.pages for row in rows)
     spots = side_by_side(rows, layout, blocks=BLOCKS, width=width)
     parts = {
-        str(i): placed(row.page, row.slots, layout, spot)
+        str(i): placed(row.page, row.pages, layout, spot)
         for i, (row, spot) in enumerate(zip(rows, spots, strict=True))
     }
     validate(parts, size=width * BLOCKS)
@@ -50,13 +62,13 @@ def test_rows_tile_the_pool(layout: Layout) -> None:
 
 @pytest.mark.parametrize("order", ["BLHNC", "BLNHC", "BHLNC"])
 def test_kernel_blocks_lie_inside_their_block_at_one_stride(order: str) -> None:
-    layout, slots, split = Layout(order), 3, 2
-    width = slots * SMALL.nbytes * split
-    row = Row(SMALL, slots, SMALL.nbytes)
+    layout, pages, split = Layout(order), 3, 2
+    width = pages * SMALL.nbytes * split
+    row = PageSet(SMALL, pages, SMALL.nbytes)
     (spot,) = side_by_side([row], layout, blocks=BLOCKS, width=width, split=split)
     assert spot.block_stride == width
-    kernel = Spot(spot.offset, spot.slot_stride, width // split)
-    part = placed(SMALL, slots, layout, kernel, BLOCKS * split)
+    kernel = PoolPosition(spot.offset, spot.page_stride, width // split)
+    part = placed(SMALL, pages, layout, kernel, BLOCKS * split)
     assert sorted(byte_list(part)) == list(range(width * BLOCKS))
     for block in range(BLOCKS):
         mine = byte_list(part.narrow("B", block * split, split))
@@ -75,7 +87,7 @@ def test_packs_keep_to_the_bytes_of_the_pages_they_share(order: str, count: int,
     parts = {str(i): placed(SMALL, n, layout, spot) for i, (n, spot) in enumerate(found)}
     validate(parts, size=pages * page_bytes * BLOCKS, holes=True)
     whole = Placement(
-        ("L", "B"), (pages, BLOCKS), (shared.slot_stride, shared.block_stride), item=page_bytes
+        ("L", "B"), (pages, BLOCKS), (shared.page_stride, shared.block_stride), item=page_bytes
     )
     for block in range(BLOCKS):
         home = set(byte_list(whole.narrow("B", block, 1)))
@@ -88,19 +100,19 @@ def test_packs_keep_to_the_bytes_of_the_pages_they_share(order: str, count: int,
     st.integers(1, 8), st.sampled_from([4, 8, 16, 32]),
 )  # fmt: skip
 def test_keeping_to_blocks_means_what_it_says(
-    slots: int, blocks: int, cell: int, offset: int, item: int, slot: int
+    pages: int, blocks: int, cell: int, offset: int, item: int, slot: int
 ) -> None:
     """Every byte of every block lies in a cell whose number is that block's, modulo all blocks.
 
     A single block has nothing to meet, wherever it lies.
     """
     try:
-        part = Placement(("L", "B"), (slots, blocks), (slot, cell), offset, item)
+        part = Placement(("L", "B"), (pages, blocks), (slot, cell), offset, item)
     except ValueError:
         return
     kept = blocks == 1 or all(
         byte // cell % blocks == block and first // cell == byte // cell
-        for block, index in product(range(blocks), range(slots))
+        for block, index in product(range(blocks), range(pages))
         for first in [part(L=index, B=block)]
         for byte in range(first, first + item)
     )

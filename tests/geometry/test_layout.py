@@ -33,7 +33,7 @@ def test_questions_mean_what_memory_shows(order: str) -> None:
     assert layout.layer_compact == one_stretch(order, L=1)
     assert layout.page_contiguous == one_stretch(order, L=1, B=1)
     assert layout.cell_contiguous == one_stretch(order, L=1, B=1, H=1, N=1)
-    assert layout.heads_outside_slots == (order.index("H") < order.index("L"))
+    assert layout.heads_outside_pages == (order.index("H") < order.index("L"))
     assert layout.heads_outside_blocks == (order.index("H") < order.index("B"))
     assert layout.heads_outside_states == (order.index("H") < order.index("N"))
 

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from kvatlas import AtlasError, Code, DType, Field, Layout, Page, validate
-from kvatlas.geometry import Cut, FieldAxis, Section
+from kvatlas.geometry import FieldAxis, Section, Sharding
 from tests.oracle import ORDERS, byte_list, key, walk
 
 U8, BF16 = DType.of("uint8"), DType.of("bf16")
@@ -29,7 +29,7 @@ def dense(heads: int, states: int, dim: int, dtype: DType = U8) -> Page:
 def test_fields_follow_their_cells_in_every_order(order: str) -> None:
     page = dense(2, 3, 2)
     sizes = {"L": 2, "B": 2, "H": 2, "N": 3, "C": 4}
-    pool, truth = page.place(Layout(order), slots=2, blocks=2), walk(order, sizes)
+    pool, truth = page.place(Layout(order), pages=2, blocks=2), walk(order, sizes)
     owners: dict[int, str] = {}
     for name, first in (("k", 0), ("v", 2)):
         view = page.view(pool, name)
@@ -44,7 +44,7 @@ def test_fields_follow_their_cells_in_every_order(order: str) -> None:
 @pytest.mark.parametrize("order", ORDERS)
 def test_an_element_is_never_split(order: str) -> None:
     page = dense(2, 3, 2, BF16)
-    pool = page.place(Layout(order), slots=2, blocks=2)
+    pool = page.place(Layout(order), pages=2, blocks=2)
     if Layout(order).cell_contiguous:
         taken = byte_list(page.view(pool, "k")) + byte_list(page.view(pool, "v"))
         assert sorted(taken) == list(range(pool.nbytes))
@@ -58,20 +58,20 @@ def test_an_element_is_never_split(order: str) -> None:
 def test_padding_lies_behind_each_page_or_is_refused(order: str) -> None:
     page = dense(2, 3, 2).padded(32)
     if Layout(order).page_contiguous:
-        pool = page.place(Layout(order), slots=2, blocks=3)
+        pool = page.place(Layout(order), pages=2, blocks=3)
         starts = {pool.select("L", i).select("B", b).offset for i in range(2) for b in range(3)}
         assert starts == set(range(0, 6 * 32, 32))
         assert all(pool(L=i, B=b, H=1, N=2, C=3) % 32 < 24 for i in range(2) for b in range(3))
     else:
         with pytest.raises(AtlasError) as refusal:
-            page.place(Layout(order), slots=2, blocks=3)
+            page.place(Layout(order), pages=2, blocks=3)
         assert refusal.value.code is Code.PADDING_INSIDE_PAGE
 
 
 @pytest.mark.parametrize("order", ["LBHNC", "LBNHC", "BLHNC", "BLNHC"])
 def test_padding_can_be_named_and_then_nothing_is_left_over(order: str) -> None:
     page = dense(2, 3, 2).padded(32)
-    pool = page.place(Layout(order), slots=2, blocks=3)
+    pool = page.place(Layout(order), pages=2, blocks=3)
     gaps = page.gaps(pool)
     assert gaps is not None
     validate({"cells": pool}, size=6 * 32, padding={"padding": gaps}, align=32)
@@ -81,7 +81,7 @@ def test_padding_can_be_named_and_then_nothing_is_left_over(order: str) -> None:
 
 def test_axes_of_size_one_do_not_break_a_padded_page() -> None:
     page = dense(1, 3, 2).padded(16)
-    assert page.place(Layout("BHLNC"), slots=2, blocks=3).stride("L") == 16
+    assert page.place(Layout("BHLNC"), pages=2, blocks=3).stride("L") == 16
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -95,7 +95,7 @@ def test_a_flat_field_needs_its_cells_in_a_row(order: str) -> None:
     )
     v = (FieldAxis("H", 2, "H"), FieldAxis("N", states, "C", dim), FieldAxis("C", dim, "C", 1))
     page = Page(2, states, 2 * dim, (Field("k", U8, k), Field("v", U8, v, offset=states * dim)))
-    pool = page.place(Layout(order), slots=2, blocks=2)
+    pool = page.place(Layout(order), pages=2, blocks=2)
     if "NC" in order:
         truth = walk(order, {"L": 2, "B": 2, "H": 2, "N": states, "C": 2 * dim})
         view = page.view(pool, "k")
@@ -138,21 +138,23 @@ def test_a_hole_that_is_named_is_padding() -> None:
 
 
 def test_cuts_deal_every_row_to_as_many_ranks_as_replicas_say() -> None:
-    cuts = [
-        Cut.heads(8),
-        Cut.heads(2),
-        Cut.sections("R", Section(4, 3), Section(4, 3), Section(8, 2)),
-        Cut.sections("R", Section(8, 2), Section(1, 5, shared=True), Section(1, 5, shared=True)),
-        Cut.sections("R", Section(8, 2), Section(2, 5, shared=True)),
+    shardings = [
+        Sharding.by_heads(8),
+        Sharding.by_heads(2),
+        Sharding.by_sections("R", Section(4, 3), Section(4, 3), Section(8, 2)),
+        Sharding.by_sections(
+            "R", Section(8, 2), Section(1, 5, shared=True), Section(1, 5, shared=True)
+        ),
+        Sharding.by_sections("R", Section(8, 2), Section(2, 5, shared=True)),
     ]
-    for cut, tp in product(cuts, (1, 2, 4, 8)):
-        total = sum(part.units * part.rows for part in cut.parts)
+    for sharding, tp in product(shardings, (1, 2, 4, 8)):
+        total = sum(section.units * section.rows for section in sharding.sections)
         held = [0] * total
         try:
-            pieces = [cut.pieces(tp, rank) for rank in range(tp)]
+            pieces = [sharding.ranges(tp, rank) for rank in range(tp)]
         except AtlasError as refusal:
             assert refusal.code is Code.TP_HEADS
-            assert any(not part.shared and part.units % tp for part in cut.parts)
+            assert any(not section.shared and section.units % tp for section in sharding.sections)
             continue
         for mine in pieces:
             local = 0
@@ -161,27 +163,27 @@ def test_cuts_deal_every_row_to_as_many_ranks_as_replicas_say() -> None:
                 local += piece.length
                 for row in range(piece.start, piece.start + piece.length):
                     held[row] += 1
-            assert local == cut.size(tp)
+            assert local == sharding.size(tp)
         assert min(held) >= 1
-        assert all(count % cut.replicas(tp) == 0 for count in held)
+        assert all(count % sharding.replicas(tp) == 0 for count in held)
         expected = [
-            1 if part.units % tp == 0 else tp // part.units
-            for part in cut.parts
-            for _ in range(part.units * part.rows)
+            1 if section.units % tp == 0 else tp // section.units
+            for section in sharding.sections
+            for _ in range(section.units * section.rows)
         ]
         assert held == expected
 
 
 def test_a_section_is_never_cut_across_its_units() -> None:
     """Rank r's rows of each section are whole units, so q, k and v of a head stay together."""
-    cut = Cut.sections("R", Section(4, 3), Section(4, 3), Section(8, 2))
+    sharding = Sharding.by_sections("R", Section(4, 3), Section(4, 3), Section(8, 2))
     for rank in range(4):
-        starts = [(piece.start, piece.length) for piece in cut.pieces(4, rank)]
+        starts = [(piece.start, piece.length) for piece in sharding.ranges(4, rank)]
         assert starts == [(3 * rank, 3), (12 + 3 * rank, 3), (24 + 4 * rank, 4)]
 
 
 def test_whole_fields_live_on_one_rank() -> None:
-    assert Cut.whole().pieces(1, 0) == ()
+    assert Sharding.whole().ranges(1, 0) == ()
     with pytest.raises(AtlasError) as refusal:
-        Cut.whole().pieces(2, 0)
+        Sharding.whole().ranges(2, 0)
     assert refusal.value.code is Code.TP_WHOLE

@@ -227,8 +227,8 @@ def _check_addresses(parts: list[LayerCache], name: str, given: Any, ids: Any) -
     for part, places in zip(parts, ids if isinstance(ids, list) else [ids] * 9, strict=False):
         field = part.page.field(name)
         axes = [axis.name for axis in field.axes]
-        cut = axes.index(str(field.cut.axis))
-        for piece in field.pieces:
+        cut = axes.index(str(field.sharding.axis))
+        for piece in field.ranges:
             at = dict.fromkeys(axes, 0) | {axes[cut]: piece.local + piece.length - 1}
             there = [0] * len(axes)
             there[cut] = piece.start + piece.length - 1  # one rank: rows are the model's own

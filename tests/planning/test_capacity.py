@@ -36,7 +36,7 @@ def test_pools_fit_and_claims_add_up(name: str, pp: int, policy: Any) -> None:
     assert set(made.layers) == {layer.name for layer in SMALL[name].layers}
     useful = padding(made)
     assert useful.pages >= 0
-    assert useful.slots >= 0
+    assert useful.empty >= 0
 
 
 @pytest.mark.parametrize("pp", [5, 6, 7, 8])

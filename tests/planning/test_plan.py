@@ -49,8 +49,8 @@ def tampered(path: str, value: Any) -> bytes:
         ("regions.0.offset", -1),
         ("regions.0.offset", 2**70),
         ("regions.0.offset", 10**15),
-        ("regions.0.slot_stride", 0),
-        ("regions.0.slot_stride", 8),
+        ("regions.0.page_stride", 0),
+        ("regions.0.page_stride", 8),
         ("regions.0.block_stride", 1),
         ("regions.0.block_stride", 1.5),
         ("regions.0.layout", "LBNHX"),
@@ -93,8 +93,8 @@ def tampered(path: str, value: Any) -> bytes:
         ("pack", -3),
         ("max_len", 10**30),
         ("regions", []),
-        ("regions.0.cut", 0),
-        ("regions.0.cut", 10**6),
+        ("regions.0.splits", 0),
+        ("regions.0.splits", 10**6),
         ("regions.0.parts", [0]),
     ],
 )
@@ -119,7 +119,7 @@ def test_groups_may_not_mix_blocks() -> None:
     """Two groups that step by unlike strides would write into each other's blocks."""
     text = json.loads(small().to_json())
     text["regions"][1]["block_stride"] *= 2
-    text["regions"][1]["slot_stride"] *= 2
+    text["regions"][1]["page_stride"] *= 2
     text["pools"][0]["blocks"] //= 4
     with pytest.raises(AtlasError) as refusal:
         Plan.from_json(json.dumps(text))

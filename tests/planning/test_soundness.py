@@ -146,12 +146,12 @@ def test_parts_of_a_state_are_together_the_whole(tp: int) -> None:
             rows = [
                 row
                 for page in parts
-                for piece in page.field(field.name).pieces
+                for piece in page.field(field.name).ranges
                 for row in range(piece.start, piece.start + piece.length)
             ]
             expected = [
                 row
-                for piece in field.pieces
+                for piece in field.ranges
                 for row in range(piece.start, piece.start + piece.length)
             ]
             assert sorted(rows) == sorted(expected)

@@ -28,7 +28,7 @@ def name_of(case: dict[str, Any]) -> str:
 
 def regions_of(made: Plan) -> list[list[Any]]:
     return [
-        [region.slot_stride, region.block_stride, region.offset, len(region.layers)]
+        [region.page_stride, region.block_stride, region.offset, len(region.layers)]
         for region in made.regions
     ]
 

@@ -217,7 +217,7 @@ def _fields(
                 tile = next(axis.size for axis in field.axes if axis.name == "c")
                 coordinate = local["C"] * tile + local["c"]
             else:
-                coordinate = rows[local[name]] if name == field.cut.axis else local[name]
+                coordinate = rows[local[name]] if name == field.sharding.axis else local[name]
             number = number * size + coordinate
         address = np.broadcast_to(np.asarray(view(**at), dtype=np.int64), number.shape)
         yield Elements(pool, layer, field.name, field.dtype.item, address, number)
@@ -225,11 +225,11 @@ def _fields(
 
 def _rows(field: Field) -> Ints:
     """Global rows of the cut axis, by the rank's own."""
-    if not field.pieces:
-        size = next((axis.size for axis in field.axes if axis.name == field.cut.axis), 1)
+    if not field.ranges:
+        size = next((axis.size for axis in field.axes if axis.name == field.sharding.axis), 1)
         return np.arange(size)
-    rows = np.full(sum(piece.length for piece in field.pieces), -1, dtype=np.int64)
-    for piece in field.pieces:
+    rows = np.full(sum(piece.length for piece in field.ranges), -1, dtype=np.int64)
+    for piece in field.ranges:
         for row in range(piece.length):
             rows[piece.local + row] = piece.start + row
     return rows
@@ -273,10 +273,10 @@ def walk_slowly(move: Move, side: Side, rank: int) -> dict[tuple[int, int], int]
                     coordinate = local[name]
                     if name == "C" and "c" in local:
                         coordinate = local["C"] * shape[names.index("c")] + local["c"]
-                    if name == field.cut.axis and field.pieces:
+                    if name == field.sharding.axis and field.ranges:
                         coordinate = next(
                             piece.start + coordinate - piece.local
-                            for piece in field.pieces
+                            for piece in field.ranges
                             if 0 <= coordinate - piece.local < piece.length
                         )
                     number = number * size + coordinate

@@ -232,7 +232,7 @@ def allowed(spec: Spec) -> frozenset[int]:
     found = []
     for tp in TPS:
         try:
-            spec.shares(tp, 0)
+            spec.shard(tp, 0)
         except AtlasError:
             continue
         found.append(tp)

@@ -84,7 +84,7 @@ def traits(move: Move) -> list[str]:
         "unlike packing": specs[0] != specs[1],
         "part of a prompt": move.tokens[0] > 0,
         "some layers": move.layers is not None,
-        "cut states": any(r.cut > 1 for p in both for r in p.regions),
+        "cut states": any(r.splits > 1 for p in both for r in p.regions),
         "kernel blocks": any(r.kernel_block != r.block for p in both for r in p.regions),
     }
     return [trait for trait, held in found.items() if held]

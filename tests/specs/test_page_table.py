@@ -209,7 +209,7 @@ def test_fields_lie_where_kernels_read_them(
 def test_tiled_keys_and_plain_values() -> None:
     """ROCm's K is [H, D/x, N, x] with 16-byte tiles; its V is [H, D, N]."""
     page = FullAttention(heads=2, head_dim=16, dtype="fp16", packing="tiled_planes").page(4)
-    pool = page.place(Layout("LHBNC"), slots=1, blocks=3)
+    pool = page.place(Layout("LHBNC"), pages=1, blocks=3)
     k, v = page.view(pool, "k"), page.view(pool, "v")
     x, n, d = 8, 4, 16
     plane = 2 * n * d * 2
@@ -227,7 +227,7 @@ def test_nvfp4_planes_as_flashinfer_reads_them(order: str, scales: Any) -> None:
     """Flat over the page: K's data, K's scales, V's data, V's scales, rows as the page's order."""
     heads, states, data_bytes, scale_bytes = 2, 4, 16, 2
     page = FullAttention(heads=heads, head_dim=32, cache="nvfp4", scales=scales).page(states)
-    pool = page.place(Layout(order), slots=1, blocks=2)
+    pool = page.place(Layout(order), pages=1, blocks=2)
     start = page.nbytes
     for name, width in (("k", data_bytes), ("k_scale", scale_bytes)) * 2:
         name = name if start < page.nbytes * 3 // 2 else name.replace("k", "v", 1)
@@ -240,7 +240,7 @@ def test_nvfp4_planes_as_flashinfer_reads_them(order: str, scales: Any) -> None:
         start += heads * states * width
     assert start == 2 * page.nbytes
     with pytest.raises(AtlasError) as refusal:
-        page.view(page.place(Layout("LHBNC"), slots=1, blocks=2), "k_scale")
+        page.view(page.place(Layout("LHBNC"), pages=1, blocks=2), "k_scale")
     assert refusal.value.code is Code.NOT_CONTIGUOUS
 
 
@@ -248,7 +248,7 @@ def test_every_element_of_a_transposed_page() -> None:
     """K is [D, N] in each head and V is [N, D] behind it, every element of it."""
     h, n, d = 2, 4, 3
     page = FullAttention(heads=h, head_dim=d, dtype="fp16", packing="transposed").page(n)
-    pool = page.place(Layout("LBHNC"), slots=1, blocks=1)
+    pool = page.place(Layout("LBHNC"), pages=1, blocks=1)
     k, v = page.view(pool, "k"), page.view(pool, "v")
     for head, state, e in product(range(h), range(n), range(d)):
         base = head * n * 2 * d * 2
@@ -260,15 +260,15 @@ def test_every_element_of_recurrent_states() -> None:
     """Taps outside rows; matrices as [value heads, value, key] and [heads, head, state]."""
     gdn = GatedDeltaNet(key_heads=2, value_heads=4, key_dim=3, value_dim=2, ssm_dtype="fp32")
     page = gdn.page(1)
-    conv = page.view(page.place("BLHNC", slots=1, blocks=1), "conv")
-    ssm = page.view(page.place("BLHNC", slots=1, blocks=1), "ssm")
+    conv = page.view(page.place("BLHNC", pages=1, blocks=1), "conv")
+    ssm = page.view(page.place("BLHNC", pages=1, blocks=1), "ssm")
     rows = 2 * 3 * 2 + 4 * 2
     assert all(conv(T=t, R=r) == (t * rows + r) * 2 for t in range(3) for r in range(rows))
     for head, value, key_ in product(range(4), range(2), range(3)):
         assert ssm(H=head, V=value, K=key_) == 3 * rows * 2 + ((head * 2 + value) * 3 + key_) * 4
     mamba = Mamba2(heads=2, head_dim=3, groups=1, state_size=5)
     page = mamba.page(1)
-    ssm = page.view(page.place("BLHNC", slots=1, blocks=1), "ssm")
+    ssm = page.view(page.place("BLHNC", pages=1, blocks=1), "ssm")
     start = 3 * (2 * 3 + 2 * 5) * 2
     for head, p, s in product(range(2), range(3), range(5)):
         assert ssm(H=head, P=p, S=s) == start + ((head * 3 + p) * 5 + s) * 2
@@ -276,7 +276,7 @@ def test_every_element_of_recurrent_states() -> None:
 
 def test_nvfp4_latent_scales_are_dealt_out_in_fours() -> None:
     page = LatentAttention(cache="nvfp4_ds_mla").page(2)
-    scale = page.view(page.place("LBHNC", slots=1, blocks=1), "latent_scale")
+    scale = page.view(page.place("LBHNC", pages=1, blocks=1), "latent_scale")
     for n, s in product(range(2), range(32)):
         assert scale(N=n, C=s // 4, c=s % 4) == n * 352 + 320 + 8 * (s & 3) + (s >> 2)
 
@@ -307,7 +307,7 @@ def test_conv_states_in_both_orders() -> None:
     rows_outside = ShortConv(width=10, kernel=4, conv_order="RT")
     for spec, strides in ((taps_outside, {"T": 20, "R": 2}), (rows_outside, {"R": 6, "T": 2})):
         page = spec.page(1)
-        view = page.view(page.place(Layout("BLHNC"), slots=1, blocks=2), "conv")
+        view = page.view(page.place(Layout("BLHNC"), pages=1, blocks=2), "conv")
         assert {axis: view.stride(axis) for axis in "TR"} == strides
 
 

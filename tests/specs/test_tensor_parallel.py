@@ -62,9 +62,9 @@ ALLOWED = {
 
 def rows_of(field: Field) -> list[int]:
     """Global rows of the cut axis, in local order."""
-    if not field.pieces:
+    if not field.ranges:
         return [-1]
-    return [row for p in field.pieces for row in range(p.start, p.start + p.length)]
+    return [row for p in field.ranges for row in range(p.start, p.start + p.length)]
 
 
 @pytest.mark.parametrize(("name", "tp"), list(product(SPECS, (1, 2, 3, 4, 6, 8, 16))))
@@ -80,9 +80,9 @@ def test_ranks_together_hold_every_row(name: str, tp: int) -> None:
     whole = spec.page(4)
     for field in whole.fields:
         held = Counter(row for page in pages for row in rows_of(page.field(field.name)))
-        assert set(held) == set(rows_of(field)) if field.pieces else held == {-1: tp}
-        assert all(count % field.cut.replicas(tp) == 0 for count in held.values())
-    assert spec.replicas(tp) == min(field.cut.replicas(tp) for field in whole.fields)
+        assert set(held) == set(rows_of(field)) if field.ranges else held == {-1: tp}
+        assert all(count % field.sharding.replicas(tp) == 0 for count in held.values())
+    assert spec.replicas(tp) == min(field.sharding.replicas(tp) for field in whole.fields)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_kv_heads_divide_or_repeat(heads: int, tp: int, each: int, replicas: int
     assert spec.page(16, tp=tp).heads == each
     assert spec.replicas(tp) == replicas
     for rank in range(tp):
-        (piece,) = spec.shares(tp, rank)["k"]
+        (piece,) = spec.shard(tp, rank)["k"]
         assert (piece.start, piece.length) == (
             rank * heads // tp if each == 1 else rank * each,
             each,

@@ -51,7 +51,7 @@ def renewed(some: list[bytes]) -> list[bytes]:
 
 
 def texts(said: Any) -> list[str]:
-    return [said.rule, said.got, said.hint] if isinstance(said, say.Refusal) else []
+    return [said.problem, said.got, said.hint] if isinstance(said, say.Refusal) else []
 
 
 def test_the_node_works_after_the_corpus(attacked: Attacked) -> None:

@@ -147,7 +147,7 @@ WELCOMES: list[tuple[Code, Twist]] = [
     (Code.BAD_HANDSHAKE, instead(say.Hello, say.SendPlan())),
     (Code.BAD_HANDSHAKE, instead(say.Hello, say.Fine())),
     (Code.BAD_HANDSHAKE, instead(say.Hello, say.Summed(sums=b""))),
-    (Code.WIRE_FAILED, instead(say.Hello, say.Refusal(code="?", rule="", got="", hint=""))),
+    (Code.WIRE_FAILED, instead(say.Hello, say.Refusal(code="?", problem="", got="", hint=""))),
 ]
 
 

@@ -88,7 +88,7 @@ def test_every_refusal_reaches_the_peer_with_its_code(code: Code) -> None:
 
 
 def test_a_refusal_of_a_later_version_is_still_one() -> None:
-    said = say.Refusal(code="not_yet_thought_of", rule="r", got="g", hint="h")
+    said = say.Refusal(code="not_yet_thought_of", problem="r", got="g", hint="h")
     with pytest.raises(AtlasError) as refusal:
         say.raise_refusal(said)
     assert refusal.value.code is Code.WIRE_FAILED

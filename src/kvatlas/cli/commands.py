@@ -353,7 +353,7 @@ def layouts(as_json: Json = False) -> None:
     if as_json:
         _print_json({"layouts": facts})
         return
-    words = ("block outermost", "layer compact", "page contiguous", "heads outside slots")
+    words = ("block outermost", "layer compact", "page contiguous", "heads outside pages")
     # Two lines in the head, so that the table stays narrow.
     heads = ("order", "alias", *(word.replace(" ", "\n", 1) for word in words))
     made = table(*heads, words=range(6))
@@ -365,7 +365,7 @@ def layouts(as_json: Json = False) -> None:
         if backend.layouts:
             takes.add_row(backend.name, ", ".join(backend.layouts))
     takes.add_row("every other", "all six")
-    legend = "Axes, outermost first: L slot, B block, H head, N state, C content."
+    legend = "Axes, outermost first: L page, B block, H head, N state, C content."
     show(indented(made), indented(takes), Text(legend, style="dim"))
 
 

@@ -61,7 +61,7 @@ def no_traceback() -> Iterator[None]:
         raise
     except AtlasError as refusal:
         _tell(
-            ("error: ", f"{refusal.rule}."),
+            ("error: ", f"{refusal.problem}."),
             ("  got:  ", refusal.got),
             ("  hint: ", f"{refusal.hint}."),
             ("  code: ", refusal.code),

@@ -120,7 +120,7 @@ def layout_facts() -> list[dict[str, Any]]:
             "block_outermost": layout.block_outermost,
             "layer_compact": layout.layer_compact,
             "page_contiguous": layout.page_contiguous,
-            "heads_outside_slots": layout.heads_outside_slots,
+            "heads_outside_pages": layout.heads_outside_pages,
             "backends": [
                 name
                 for name, backend in BACKENDS.items()

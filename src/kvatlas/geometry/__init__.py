@@ -5,29 +5,29 @@ Read `affine.py` and `placement.py` first; everything else is made of them.
 
 from kvatlas.geometry.combine import append, fold_beside, in_lanes, stack, widest
 from kvatlas.geometry.dtype import ALL_DTYPES, DType
-from kvatlas.geometry.field import Cut, Field, FieldAxis, Piece, Section
+from kvatlas.geometry.field import Field, FieldAxis, Section, Sharding, ShardRange
 from kvatlas.geometry.layout import AXES, AXIS_NAMES, ENGINE_LAYOUTS, Layout
-from kvatlas.geometry.packing import Part, Share, flat, in_cells, in_planes, row_bytes
+from kvatlas.geometry.packing import ElementRow, Shard, flat, in_cells, in_planes, row_bytes
 from kvatlas.geometry.page import Page
 from kvatlas.geometry.placement import Placement, fold_together
-from kvatlas.geometry.validate import validate
+from kvatlas.geometry.validation import validate
 
 __all__ = [
     "ALL_DTYPES",
     "AXES",
     "AXIS_NAMES",
     "ENGINE_LAYOUTS",
-    "Cut",
     "DType",
+    "ElementRow",
     "Field",
     "FieldAxis",
     "Layout",
     "Page",
-    "Part",
-    "Piece",
     "Placement",
     "Section",
-    "Share",
+    "Shard",
+    "ShardRange",
+    "Sharding",
     "append",
     "flat",
     "fold_beside",

@@ -1,4 +1,4 @@
-"""Fields: the named parts of a page, and which share of each a rank holds.
+"""Fields: the named parts of a page, and which shard of each a rank holds.
 
 A field has axes of its own (heads, states, elements, conv rows), and each walks
 the page in one of three ways: along H or N from cell to cell, or along C by
@@ -7,7 +7,7 @@ in head groups, in planes, K transposed or tiled, scales inline or in a plane of
 their own. A field whose bytes along C leave its cell is said to be flat over
 the states (or heads) that it covers, and needs them to be contiguous.
 
-`Cut` says how tensor parallelism divides a field. One rule serves them all: an
+`Sharding` says how tensor parallelism divides a field. One rule serves them all: an
 axis is a row of sections, a section is a number of units that stay whole (heads,
 groups), and each section is divided by itself. Heads are one section. Sections
 that are shared are replicated once there are more ranks than units.
@@ -27,11 +27,11 @@ Along = Literal["H", "N", "C"]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """`length` rows of a field's cut axis: `start` in the whole model, `local` on this rank.
+class ShardRange:
+    """`length` rows of a sharded axis: `start` in the whole model, `local` on this rank.
 
-    >>> Cut.heads(8).pieces(tp=2, rank=1)
-    (Piece(local=0, start=4, length=4),)
+    >>> Sharding.by_heads(8).ranges(tp=2, rank=1)
+    (ShardRange(local=0, start=4, length=4),)
     """
 
     local: int
@@ -40,7 +40,9 @@ class Piece:
 
     def __post_init__(self) -> None:
         for name, check in (("local", natural), ("start", natural), ("length", positive)):
-            object.__setattr__(self, name, check(getattr(self, name), f"the {name} of a piece"))
+            object.__setattr__(
+                self, name, check(getattr(self, name), f"the {name} of a shard range")
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,46 +86,46 @@ class Section:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class Sharding:
     """How tensor parallelism divides a field.
 
-    >>> Cut.heads(8).pieces(tp=4, rank=1)
-    (Piece(local=0, start=2, length=2),)
-    >>> qkv = Cut.sections("R", Section(4, 16), Section(4, 16), Section(8, 16))
-    >>> qkv.pieces(tp=4, rank=1)  # doctest: +NORMALIZE_WHITESPACE
-    (Piece(local=0, start=16, length=16),
-     Piece(local=16, start=80, length=16),
-     Piece(local=32, start=160, length=32))
-    >>> Cut.replicated().pieces(tp=4, rank=1)
+    >>> Sharding.by_heads(8).ranges(tp=4, rank=1)
+    (ShardRange(local=0, start=2, length=2),)
+    >>> qkv = Sharding.by_sections("R", Section(4, 16), Section(4, 16), Section(8, 16))
+    >>> qkv.ranges(tp=4, rank=1)  # doctest: +NORMALIZE_WHITESPACE
+    (ShardRange(local=0, start=16, length=16),
+     ShardRange(local=16, start=80, length=16),
+     ShardRange(local=32, start=160, length=32))
+    >>> Sharding.replicated().ranges(tp=4, rank=1)
     ()
     """
 
     axis: str | None
-    parts: tuple[Section, ...] = ()
+    sections: tuple[Section, ...] = ()
     whole_only: bool = False
 
     @classmethod
-    def heads(cls, heads: int, *, axis: str = "H", shared: bool = True) -> Cut:
-        """Cut by heads; key and value heads are repeated past their number."""
+    def by_heads(cls, heads: int, *, axis: str = "H", shared: bool = True) -> Sharding:
+        """By heads; key and value heads are repeated past their number."""
         return cls(axis, (Section(heads, shared=shared),))
 
     @classmethod
-    def sections(cls, axis: str, *parts: Section) -> Cut:
-        """Cut each section by itself: `q|k|v` or `x|B|C` of a convolution."""
-        return cls(axis, parts)
+    def by_sections(cls, axis: str, *sections: Section) -> Sharding:
+        """Each section by itself: `q|k|v` or `x|B|C` of a convolution."""
+        return cls(axis, sections)
 
     @classmethod
-    def replicated(cls) -> Cut:
+    def replicated(cls) -> Sharding:
         """Every rank holds all of it, as with MLA latents."""
         return cls(None)
 
     @classmethod
-    def whole(cls) -> Cut:
+    def whole(cls) -> Sharding:
         """It cannot be divided or repeated: only tp 1 can hold it."""
         return cls(None, whole_only=True)
 
-    def pieces(self, tp: int, rank: int) -> tuple[Piece, ...]:
-        """What `rank` holds along the cut axis; nothing named means all of it."""
+    def ranges(self, tp: int, rank: int) -> tuple[ShardRange, ...]:
+        """What `rank` holds along the sharded axis; nothing named means all of it."""
         tp, rank = positive(tp, "the tensor-parallel size"), integer(rank, "the rank")
         if not 0 <= rank < tp:
             raise AtlasError(
@@ -135,41 +137,41 @@ class Cut:
         if self.whole_only and tp > 1:
             raise AtlasError(
                 Code.TP_WHOLE,
-                "A field that is neither cut nor replicated lives on one rank",
+                "A field that is neither sharded nor replicated lives on one rank",
                 got=f"tp {tp}",
-                hint="Use tp 1, or give the field a cut",
+                hint="Use tp 1, or give the field a sharding",
             )
-        found: list[Piece] = []
+        held: list[ShardRange] = []
         local = base = 0
-        for part in self.parts:
-            first, count = part.deal(tp, rank)
-            piece = Piece(local, base + first * part.rows, count * part.rows)
-            last = found[-1] if found else None
-            if last and last.start + last.length == piece.start:
-                found[-1] = Piece(last.local, last.start, last.length + piece.length)
+        for section in self.sections:
+            first, count = section.deal(tp, rank)
+            held_range = ShardRange(local, base + first * section.rows, count * section.rows)
+            last = held[-1] if held else None
+            if last and last.start + last.length == held_range.start:
+                held[-1] = ShardRange(last.local, last.start, last.length + held_range.length)
             else:
-                found.append(piece)
-            local += piece.length
-            base += part.units * part.rows
-        return tuple(found)
+                held.append(held_range)
+            local += held_range.length
+            base += section.units * section.rows
+        return tuple(held)
 
     @property
     def rows(self) -> int:
-        """Rows of the cut axis in the whole model; 0 where nothing is cut."""
-        return sum(part.units * part.rows for part in self.parts)
+        """Rows of the sharded axis in the whole model; 0 where nothing is sharded."""
+        return sum(section.units * section.rows for section in self.sections)
 
     def size(self, tp: int) -> int:
-        """Rows of the cut axis on each rank; every rank holds equally many."""
-        return sum(piece.length for piece in self.pieces(tp, 0))
+        """Rows of the sharded axis on each rank; every rank holds equally many."""
+        return sum(held_range.length for held_range in self.ranges(tp, 0))
 
     def replicas(self, tp: int) -> int:
         """How many ranks hold each byte, at least.
 
-        >>> Cut.heads(2).replicas(8), Cut.replicated().replicas(8)
+        >>> Sharding.by_heads(2).replicas(8), Sharding.replicated().replicas(8)
         (4, 8)
         """
-        self.pieces(tp, 0)
-        return min((max(1, tp // part.units) for part in self.parts), default=tp)
+        self.ranges(tp, 0)
+        return min((max(1, tp // section.units) for section in self.sections), default=tp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +196,7 @@ class FieldAxis:
                 Code.BAD_FIELD,
                 "A field axis walks along H, N or C",
                 got=repr(self.along),
-                hint="Slots and blocks are outside the page",
+                hint="Pages and blocks are outside the page",
             )
 
 
@@ -215,30 +217,32 @@ class Field:
     dtype: DType
     axes: tuple[FieldAxis, ...]
     head: int = 0
-    """Head slot of the first coordinate: K and V as head groups or planes."""
+    """Head of the first coordinate: K and V as head groups or planes."""
     offset: int = 0
     """Content byte of the first coordinate, in its cell."""
-    cut: Cut = Cut(None)
-    pieces: tuple[Piece, ...] = ()
-    """Where this rank's rows of the cut axis lie in the whole model; empty for all of it."""
+    sharding: Sharding = Sharding(None)
+    ranges: tuple[ShardRange, ...] = ()
+    """Where this rank's rows of the sharded axis lie in the whole model; empty for all of it."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", DType.of(self.dtype))
         object.__setattr__(self, "axes", tuple(self.axes))
-        object.__setattr__(self, "pieces", tuple(self.pieces))
-        object.__setattr__(self, "head", natural(self.head, "the head slot of a field"))
+        object.__setattr__(self, "ranges", tuple(self.ranges))
+        object.__setattr__(self, "head", natural(self.head, "the first head of a field"))
         object.__setattr__(self, "offset", natural(self.offset, "the content offset of a field"))
         names = [axis.name for axis in self.axes]
-        cut_size = next((axis.size for axis in self.axes if axis.name == self.cut.axis), None)
-        held = sum(piece.length for piece in self.pieces)
-        last = max((piece.start + piece.length for piece in self.pieces), default=0)
-        wrong = self.pieces and (held != cut_size or last > self.cut.rows)
+        sharded_size = next(
+            (axis.size for axis in self.axes if axis.name == self.sharding.axis), None
+        )
+        held = sum(held_range.length for held_range in self.ranges)
+        last = max((held_range.start + held_range.length for held_range in self.ranges), default=0)
+        wrong = self.ranges and (held != sharded_size or last > self.sharding.rows)
         if len(set(names)) < len(names) or wrong:
             raise AtlasError(
                 Code.BAD_FIELD,
-                "A field names each axis once and its pieces fill the axis that is cut",
-                got=f"{self.name} with axes {names}, cut along {self.cut.axis}, pieces of {held}",
-                hint="Build fields with the specs, or with Cut.pieces for the rank",
+                "A field names each axis once and its ranges fill the sharded axis",
+                got=f"{self.name}: axes {names}, sharded on {self.sharding.axis}, ranges of {held}",
+                hint="Build fields with the specs, or with Sharding.ranges for the rank",
             )
         steps = [axis.step for axis in self.axes if axis.along == "C"]
         if any(step % self.dtype.item for step in (self.offset, *steps)):
@@ -259,10 +263,11 @@ class Field:
         """Sizes of its axes in the whole model, in storage items; states are those of a page.
 
         >>> k = FieldAxis("H", 2, "H")
-        >>> Field("k", DType.of("e4m3"), (k,), cut=Cut.heads(8), pieces=(Piece(0, 4, 2),)).shape
+        >>> eight = Sharding.by_heads(8)
+        >>> Field("k", DType.of("e4m3"), (k,), sharding=eight, ranges=eight.ranges(4, 2)).shape
         {'H': 8}
         """
-        whole = {self.cut.axis: self.cut.rows} if self.cut.parts else {}
+        whole = {self.sharding.axis: self.sharding.rows} if self.sharding.sections else {}
         return {axis.name: whole.get(axis.name, axis.size) for axis in self.axes}
 
     @property

@@ -1,6 +1,6 @@
 """The order of the axes in memory, as a value that can be asked questions.
 
-Every cache has the logical shape [L, B, H, N, C]: slot, block, head, state,
+Every cache has the logical shape [L, B, H, N, C]: page, block, head, state,
 content. A `Layout` says in which order those axes lie in memory, outermost
 first, and is written as its letters. All 120 orders are legal values. Six of
 them are in use by engines today and have names here; engines' older names NHD
@@ -19,7 +19,7 @@ from kvatlas.geometry.placement import Placement
 AXES = "LBHNC"
 """The logical axes, in logical order."""
 
-AXIS_NAMES = {"L": "slot", "B": "block", "H": "head", "N": "state", "C": "content"}
+AXIS_NAMES = {"L": "page", "B": "block", "H": "head", "N": "state", "C": "content"}
 
 _ALIASES = {"NHD": "LBNHC", "HND": "LBHNC"}
 
@@ -44,7 +44,6 @@ class Layout:
         if sorted(letters) != sorted(AXES):
             raise AtlasError(
                 Code.BAD_ORDER,
-                "A layout names each of L, B, H, N, C exactly once",
                 got=repr(self.order),
                 hint="Write an order such as 'LBNHC', or one of the aliases NHD and HND",
             )
@@ -69,12 +68,12 @@ class Layout:
 
     @property
     def block_outermost(self) -> bool:
-        """All slots' pages of a block are one stretch: a block moves as one piece."""
+        """All pages of a block are one stretch: a block moves as one piece."""
         return self.order[0] == "B"
 
     @property
     def layer_compact(self) -> bool:
-        """All blocks of a slot are one stretch: a layer's cache is a tensor of its own."""
+        """All blocks of a page are one stretch: a layer's cache is a tensor of its own."""
         return self.order[0] == "L"
 
     @property
@@ -88,7 +87,7 @@ class Layout:
         return self.order[4] == "C"
 
     @property
-    def heads_outside_slots(self) -> bool:
+    def heads_outside_pages(self) -> bool:
         """H lies outside L: in BHLNC a TP slice of a whole block is one piece."""
         return self.outside("H", "L")
 
@@ -141,7 +140,7 @@ class Layout:
                 Code.UNKNOWN_AXIS,
                 "A layout has the axes L, B, H, N, C",
                 got=repr(axis),
-                hint="L is slot, B block, H head, N state, C content",
+                hint="L is page, B block, H head, N state, C content",
             )
         return self.order.index(axis)
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvatlas.geometry.dtype import DType
-from kvatlas.geometry.field import Cut, Field, FieldAxis, Piece
+from kvatlas.geometry.field import Field, FieldAxis, Sharding, ShardRange
 from kvatlas.geometry.integers import positive
 
 Sizes = Sequence[tuple[str, int]]
@@ -20,10 +20,10 @@ Sizes = Sequence[tuple[str, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ElementRow:
     """A row of elements: `k` of 128 e4m3, or one fp32 scale.
 
-    >>> Part("k", DType.of("int4"), 128).nbytes
+    >>> ElementRow("k", DType.of("int4"), 128).nbytes
     64
     """
 
@@ -46,26 +46,26 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """How a field is cut, and which pieces this rank holds.
+class Shard:
+    """How a field is sharded, and which ranges this rank holds.
 
-    >>> Share(Cut.heads(4), Cut.heads(4).pieces(tp=2, rank=0)).pieces
-    (Piece(local=0, start=0, length=2),)
+    >>> Shard(Sharding.by_heads(4), Sharding.by_heads(4).ranges(tp=2, rank=0)).ranges
+    (ShardRange(local=0, start=0, length=2),)
     """
 
-    cut: Cut
-    pieces: tuple[Piece, ...] = ()
+    sharding: Sharding
+    ranges: tuple[ShardRange, ...] = ()
 
 
-def row_bytes(parts: Sequence[Part]) -> int:
+def row_bytes(parts: Sequence[ElementRow]) -> int:
     """Bytes of parts that lie behind each other."""
     return sum(part.nbytes for part in parts)
 
 
 def in_cells(
-    parts: Sequence[Part],
+    parts: Sequence[ElementRow],
     cells: tuple[FieldAxis, ...],
-    share: Share,
+    shard: Shard,
     *,
     head: int = 0,
     offset: int = 0,
@@ -74,7 +74,9 @@ def in_cells(
     fields = []
     for part in parts:
         axes = (*cells, FieldAxis("C", part.items, "C", part.dtype.item))
-        fields.append(Field(part.name, part.dtype, axes, head, offset, share.cut, share.pieces))
+        fields.append(
+            Field(part.name, part.dtype, axes, head, offset, shard.sharding, shard.ranges)
+        )
         offset += part.nbytes
     return fields
 
@@ -83,7 +85,7 @@ def flat(
     name: str,
     dtype: DType,
     memory: Sizes,
-    share: Share,
+    shard: Shard,
     *,
     axes: Sequence[str] = (),
     cells: tuple[FieldAxis, ...] = (),
@@ -95,7 +97,7 @@ def flat(
     `axes` lists them in another order than memory's; `cells` are axes that still walk
     from cell to cell.
 
-    >>> k = flat("k", DType.of("fp16"), [("C", 64), ("N", 16)], Share(Cut(None)), axes="NC")
+    >>> k = flat("k", DType.of("fp16"), [("C", 64), ("N", 16)], Shard(Sharding(None)), axes="NC")
     >>> [(axis.name, axis.step) for axis in k.axes]
     [('N', 2), ('C', 32)]
     """
@@ -105,13 +107,13 @@ def flat(
         step *= size
     order = axes or [axis for axis, _ in memory]
     listed = (*cells, *(found[axis] for axis in order))
-    return Field(name, dtype, listed, head, offset, share.cut, share.pieces)
+    return Field(name, dtype, listed, head, offset, shard.sharding, shard.ranges)
 
 
 def in_planes(
-    planes: Sequence[Sequence[Part]],
+    planes: Sequence[Sequence[ElementRow]],
     rows: Sizes,
-    share: Share,
+    shard: Shard,
     *,
     axes: Sequence[str] = (),
     offset: int = 0,
@@ -127,6 +129,6 @@ def in_planes(
             found[axis] = FieldAxis(axis, size, "C", step)
             step *= size
         cells = tuple(found[axis] for axis in axes or [axis for axis, _ in rows])
-        fields += in_cells(parts, cells, share, offset=offset)
+        fields += in_cells(parts, cells, shard, offset=offset)
         offset += step
     return fields

@@ -16,7 +16,7 @@ from kvatlas.geometry.field import Field
 from kvatlas.geometry.integers import natural, positive
 from kvatlas.geometry.layout import Layout
 from kvatlas.geometry.placement import Placement
-from kvatlas.geometry.validate import validate
+from kvatlas.geometry.validation import validate
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Page:
     >>> page = Page(heads=4, states=16, content=128, fields=(k, v))
     >>> page.nbytes
     8192
-    >>> pool = page.place(Layout("BLHNC"), slots=2, blocks=10)
+    >>> pool = page.place(Layout("BLHNC"), pages=2, blocks=10)
     >>> page.view(pool, "v").select("L", 1)
     Placement(B=10:16384, H=4:2048, N=16:128, C=64:1, offset=8256, item=1)
     """
@@ -52,7 +52,7 @@ class Page:
             raise AtlasError(
                 Code.BAD_FIELD, "No field is named twice", got=names, hint="Rename one of them"
             )
-        alone = self.place(Layout("LBHNC"), slots=1, blocks=1)
+        alone = self.place(Layout("LBHNC"), pages=1, blocks=1)
         parts = {name: self.view(alone, name) for name in names}
         validate(parts, size=self.unpadded)
 
@@ -99,18 +99,18 @@ class Page:
         self,
         layout: Layout | str,
         *,
-        slots: int,
+        pages: int,
         blocks: int,
         offset: int = 0,
-        slot_stride: int | None = None,
+        page_stride: int | None = None,
         block_stride: int | None = None,
     ) -> Placement:
-        """The cells of `slots` such pages in each of `blocks` blocks: axes L, B, H, N, C.
+        """The cells of `pages` such pages in each of `blocks` blocks: axes L, B, H, N, C.
 
         Padding lies behind each page, so a padded page must be one stretch.
         """
         layout = layout if isinstance(layout, Layout) else Layout(layout)
-        strides = {"L": slot_stride, "B": block_stride}
+        strides = {"L": page_stride, "B": block_stride}
         inner = "B" if layout.outside("L", "B") else "L"
         if self.padding:
             sizes = {"H": self.heads, "N": self.states, "C": self.content}
@@ -124,7 +124,7 @@ class Page:
                 )
             if strides[inner] is None:
                 strides[inner] = self.nbytes
-        for axis, count in (("L", slots), ("B", blocks)):
+        for axis, count in (("L", pages), ("B", blocks)):
             step = strides[axis]
             if self.padding and step is not None and count > 1 and step < self.nbytes:
                 raise AtlasError(
@@ -134,7 +134,7 @@ class Page:
                     hint="Widen the stride, or remove the padding",
                 )
         return layout.place(
-            L=slots,
+            L=pages,
             B=blocks,
             H=self.heads,
             N=self.states,
@@ -144,25 +144,25 @@ class Page:
         )
 
     def pool_strides(
-        self, layout: Layout, *, slots: int, blocks: int, block_stride: int | None = None
+        self, layout: Layout, *, pages: int, blocks: int, block_stride: int | None = None
     ) -> tuple[int, int]:
-        """(slot stride, block stride) of such a pool, also where there is only one of either.
+        """(page stride, block stride) of such a pool, also where there is only one of either.
 
         A placement forgets the stride of an axis with a single coordinate; an engine
         that reserves room for more still wants it.
         """
-        # Inside a block the slots' stride does not depend on the blocks', which may leave
-        # no room for the second slot that is only imagined here.
+        # Inside a block the pages' stride does not depend on the blocks', which may leave
+        # no room for the second page that is only imagined here.
         inside = None if layout.outside("B", "L") else block_stride
-        two = self.place(layout, slots=max(slots, 2), blocks=blocks, block_stride=inside)
-        more = self.place(layout, slots=slots, blocks=max(blocks, 2), block_stride=block_stride)
+        two = self.place(layout, pages=max(pages, 2), blocks=blocks, block_stride=inside)
+        more = self.place(layout, pages=pages, blocks=max(blocks, 2), block_stride=block_stride)
         return two.stride("L"), more.stride("B")
 
     def view(self, placement: Placement, name: str) -> Placement:
         """One field, wherever the cells are: their other axes, then the field's own.
 
         `placement` is what `place` gave, perhaps narrowed, selected or split along
-        slots and blocks.
+        pages and blocks.
         """
         field = self.field(name)
         if placement.item != 1:

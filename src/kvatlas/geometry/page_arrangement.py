@@ -14,25 +14,25 @@ from kvatlas.geometry.layout import Layout
 from kvatlas.geometry.page import Page
 
 
-class Spot(NamedTuple):
-    """Where alike pages lie in a pool: the first byte, and the strides of slots and blocks."""
+class PoolPosition(NamedTuple):
+    """Where alike pages lie in a pool: the first byte, and the strides of pages and blocks."""
 
     offset: int
-    slot_stride: int
+    page_stride: int
     block_stride: int
 
 
-class Row(NamedTuple):
-    """`slots` alike pages; `apart` bytes between blocks where each has a stretch of its own."""
+class PageSet(NamedTuple):
+    """`pages` alike pages; `apart` bytes between blocks where each has a stretch of its own."""
 
     page: Page
-    slots: int
+    pages: int
     apart: int
 
 
 def side_by_side(
-    rows: Sequence[Row], layout: Layout, *, blocks: int, width: int, split: int = 1
-) -> list[Spot]:
+    rows: Sequence[PageSet], layout: Layout, *, blocks: int, width: int, split: int = 1
+) -> list[PoolPosition]:
     """Rows of pages one behind the other in blocks of `width` bytes.
 
     With `split`, pages are those of kernel blocks: a block is `split` of them, each with
@@ -40,46 +40,53 @@ def side_by_side(
 
     >>> from kvatlas.specs import FullAttention
     >>> page = FullAttention(heads=2, head_dim=64).page(16)
-    >>> rows = [Row(page, 3, page.nbytes), Row(page, 2, page.nbytes)]
-    >>> for spot in side_by_side(rows, Layout("BLHNC"), blocks=10, width=5 * page.nbytes):
-    ...     print(spot)
-    Spot(offset=0, slot_stride=8192, block_stride=40960)
-    Spot(offset=24576, slot_stride=8192, block_stride=40960)
+    >>> rows = [PageSet(page, 3, page.nbytes), PageSet(page, 2, page.nbytes)]
+    >>> for position in side_by_side(rows, Layout("BLHNC"), blocks=10, width=5 * page.nbytes):
+    ...     print(position)
+    PoolPosition(offset=0, page_stride=8192, block_stride=40960)
+    PoolPosition(offset=24576, page_stride=8192, block_stride=40960)
     """
     found = []
     offset = 0
-    for page, slots, apart in rows:
+    for page, count, apart in rows:
         fixed = width // split if layout.block_outermost else None
         if fixed is None and apart != page.nbytes:
             fixed = apart
-        slot, block = page.pool_strides(
-            layout, slots=slots, blocks=blocks * split, block_stride=fixed
+        page_stride, block_stride = page.pool_strides(
+            layout, pages=count, blocks=blocks * split, block_stride=fixed
         )
-        found.append(Spot(offset, slot, block * split))
-        offset += slots * (page.nbytes if layout.block_outermost else slot)
+        found.append(PoolPosition(offset, page_stride, block_stride * split))
+        offset += count * (page.nbytes if layout.block_outermost else page_stride)
     return found
 
 
-def shared_pages(layout: Layout, page_bytes: int, *, blocks: int, width: int) -> Spot:
+def shared_pages(layout: Layout, page_bytes: int, *, blocks: int, width: int) -> PoolPosition:
     """Pages of `page_bytes` that several kinds of layers share, in blocks of `width` bytes."""
     if layout.block_outermost:
-        return Spot(0, page_bytes, width)
-    return Spot(0, page_bytes * blocks, page_bytes)
+        return PoolPosition(0, page_bytes, width)
+    return PoolPosition(0, page_bytes * blocks, page_bytes)
 
 
 def packs(
-    page: Page, count: int, pack: int, layout: Layout, *, shared: Spot, blocks: int, width: int
-) -> list[tuple[int, Spot]]:
-    """`count` pages, `pack` of them in each shared page, as (pages, spot).
+    page: Page,
+    count: int,
+    pack: int,
+    layout: Layout,
+    *,
+    shared: PoolPosition,
+    blocks: int,
+    width: int,
+) -> list[tuple[int, PoolPosition]]:
+    """`count` pages, `pack` of them in each shared page, as (pages, position).
 
-    Block by block a pack is just more slots. Layer by layer each shared page has its
+    Block by block a pack is just more pages along L. Layer by layer each shared page has its
     own stretch of all blocks, with the pages of a pack inside every block of it.
     """
     if layout.block_outermost:
-        row = Row(page, count, page.nbytes)
-        return [(count, side_by_side([row], layout, blocks=blocks, width=width)[0])]
+        pack_pages = PageSet(page, count, page.nbytes)
+        return [(count, side_by_side([pack_pages], layout, blocks=blocks, width=width)[0])]
     found = []
-    for slot, first in enumerate(range(0, count, pack)):
-        spot = Spot(slot * shared.slot_stride, page.nbytes, shared.block_stride)
-        found.append((min(pack, count - first), spot))
+    for index, first in enumerate(range(0, count, pack)):
+        position = PoolPosition(index * shared.page_stride, page.nbytes, shared.block_stride)
+        found.append((min(pack, count - first), position))
     return found

@@ -121,11 +121,11 @@ def _shares(
     for part, places in zip(parts, ids, strict=True):
         view, axes = _oriented(part, name, conv)
         field = part.page.field(name)
-        if not field.pieces:  # every part holds all of it
+        if not field.ranges:  # every part holds all of it
             yield _Share(view, places, 1, 0, 0, view.shape[1])
             continue
-        axis = axes.index(str(field.cut.axis)) + 1
-        for piece in field.pieces:
+        axis = axes.index(str(field.sharding.axis)) + 1
+        for piece in field.ranges:
             first = max(start for start in starts if start <= piece.start)
             start = starts[first] + piece.start - first
             yield _Share(view, places, axis, piece.local, start, piece.length)
@@ -140,7 +140,7 @@ def _rows_held(parts: Sequence[LayerCache], name: str) -> tuple[dict[int, int], 
     pieces = sorted(
         (piece.start, piece.start + piece.length)
         for part in parts
-        for piece in part.page.field(name).pieces
+        for piece in part.page.field(name).ranges
     )
     found: dict[int, int] = {}
     rows = end = 0
@@ -157,8 +157,8 @@ def _shape(parts: Sequence[LayerCache], name: str, conv: ConvOrder | None) -> tu
     view, axes = _oriented(parts[0], name, conv)
     shape = list(view.shape[1:])
     field: Field = parts[0].page.field(name)
-    if field.pieces:
-        shape[axes.index(str(field.cut.axis))] = _rows_held(parts, name)[1]
+    if field.ranges:
+        shape[axes.index(str(field.sharding.axis))] = _rows_held(parts, name)[1]
     return tuple(shape)
 
 

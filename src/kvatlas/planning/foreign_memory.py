@@ -109,12 +109,12 @@ class _Seen:
 
     @property
     def alike(self) -> tuple[object, ...]:
-        """Equal for layers that one region may hold, if their slots step evenly."""
+        """Equal for layers that one region may hold, if their pages step evenly."""
         return (self.stage, self.block, self.page, self.placed.shift(-self.placed.offset))
 
 
 def _regions(seen: list[_Seen], tables: dict[str, int], tp: int) -> list[Region]:
-    """As few regions as hold the tensors: layers that step evenly through memory are slots."""
+    """As few regions as hold the tensors: layers at even steps through memory share one."""
     families: dict[tuple[int, object], list[_Seen]] = defaultdict(list)
     for one in seen:
         families[tables[one.layer.name], one.alike].append(one)
@@ -145,7 +145,7 @@ def _region(family: list[_Seen], group: int, step: int) -> Region:
         page_bytes=one.page.nbytes * one.split,
         layout=_order(one.placed, step),
         offset=one.placed.offset,
-        slot_stride=step or one.page.nbytes,
+        page_stride=step or one.page.nbytes,
         block_stride=apart * one.split,
     )
 
@@ -158,8 +158,8 @@ def _same(region: Region, family: list[_Seen], tp: int) -> bool:
         return False
     placed = placed.fold("B", "k", into="B") if "k" in placed.axes else placed
     return all(
-        placed.select("L", slot).reorder(*"BHNC") == _whole(one.placed)
-        for slot, one in enumerate(family)
+        placed.select("L", index).reorder(*"BHNC") == _whole(one.placed)
+        for index, one in enumerate(family)
     )
 
 

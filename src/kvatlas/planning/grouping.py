@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Cut, Layout
+from kvatlas.geometry import Layout, Sharding
 from kvatlas.geometry.integers import ceil_div
 from kvatlas.planning.sized_layers import FULL_KINDS, SLIDING_KINDS, Want
 from kvatlas.specs.attention import Attention
@@ -215,7 +215,7 @@ def _merged(want: Want) -> tuple[object, ...]:
     if want.kind != "full_attention" or not isinstance(spec, Attention):
         return want.key
     row = (spec.head_dim, spec.v_dim or spec.head_dim, spec.dtype, spec.cache, spec.packed_as)
-    heads = Cut.heads(spec.heads).size(want.tp)
+    heads = Sharding.by_heads(spec.heads).size(want.tp)
     return (want.kind, heads, row, want.block, want.padded, want.apart)
 
 

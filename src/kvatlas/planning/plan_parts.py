@@ -67,21 +67,21 @@ class Region(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Bytes of a page with its padding, for a whole block."""
     layout: str
     offset: int
-    slot_stride: int
+    page_stride: int
     block_stride: int
-    cut: int = 1
-    """Parts that a layer's state is cut into by heads, each in a slot of its own."""
+    splits: int = 1
+    """Parts that a layer's state is split into by heads, each in a page of its own."""
     parts: tuple[int, ...] = ()
-    """Which part of its layer each slot holds, where states are cut."""
+    """Which part of its layer's state each page along L holds, where states are split."""
 
-    def page(self, tp: int, rank: int = 0, slot: int = 0) -> Page:
+    def page(self, tp: int, rank: int = 0, index: int = 0) -> Page:
         """The page of one kernel block of a layer, or of a part of it, on one rank.
 
-        A part is what one of `cut` times as many ranks would hold.
+        A part is what one of `splits` times as many ranks would hold.
         """
         padded = self.page_bytes if self.kernel_block == self.block else None
-        part = rank * self.cut + (self.parts[slot] if self.parts else 0)
-        return page_of(self.layers[slot].spec, self.kernel_block, tp * self.cut, part, padded)
+        part = rank * self.splits + (self.parts[index] if self.parts else 0)
+        return page_of(self.layers[index].spec, self.kernel_block, tp * self.splits, part, padded)
 
     def placement(self, tp: int, blocks: int) -> Placement:
         """The cells of all its layers: axes L, B, H, N, C, and k for several kernel blocks."""
@@ -89,10 +89,10 @@ class Region(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         split = self.block // self.kernel_block
         placed = page.place(
             Layout(self.layout),
-            slots=len(self.layers),
+            pages=len(self.layers),
             blocks=blocks * split,
             offset=self.offset,
-            slot_stride=self.slot_stride,
+            page_stride=self.page_stride,
             block_stride=self.block_stride // split,
         )
         return placed if split == 1 else placed.split("B", into=("B", "k"), inner=split)

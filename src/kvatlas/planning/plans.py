@@ -7,7 +7,7 @@ back, and is checked whenever it is made or read.
 - A **pool** is one allocation of a pipeline stage; the groups in it overlay each
   other, since a block id belongs to one of them at a time.
 - A **region** is where alike layers of a group lie in a pool: an order, an offset,
-  and the strides of slots and blocks. Every tensor-parallel rank of a stage has the
+  and the strides of pages and blocks. Every tensor-parallel rank of a stage has the
   same regions; they differ in which heads and rows those hold.
 """
 
@@ -21,7 +21,7 @@ import msgspec
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Layout, Page, Placement, validate
 from kvatlas.geometry.integers import INT64_MAX, positive
-from kvatlas.geometry.validate import keeps_to_its_blocks
+from kvatlas.geometry.validation import keeps_to_its_blocks
 from kvatlas.planning.plan_parts import Group, Pool, Region
 from kvatlas.planning.sized_layers import kind_of, page_of
 
@@ -163,15 +163,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         if region.block != group.block:
             raise _bad(f"a region with blocks of {region.block} in a group with {group.block}")
         parts = region.parts or (0,) * len(region.layers)
-        wrong = region.cut < 1 or not all(0 <= part < region.cut for part in parts)
-        if wrong or len(parts) != len(region.layers) or region.cut * self.tp > _LIMIT:
-            raise _bad(f"states cut into {region.cut} with parts {parts[:8]}")
+        wrong = region.splits < 1 or not all(0 <= part < region.splits for part in parts)
+        if wrong or len(parts) != len(region.layers) or region.splits * self.tp > _LIMIT:
+            raise _bad(f"states split into {region.splits} with parts {parts[:8]}")
         page = region.page(self.tp)
-        for slot, layer in enumerate(region.layers):
-            if (layer.name, parts[slot]) in names:
+        for index, layer in enumerate(region.layers):
+            if (layer.name, parts[index]) in names:
                 raise _bad(f"layer {layer.name} twice")
-            names.add((layer.name, parts[slot]))
-            own = page_of(layer.spec, region.kernel_block, self.tp * region.cut)
+            names.add((layer.name, parts[index]))
+            own = page_of(layer.spec, region.kernel_block, self.tp * region.splits)
             if (own.heads, own.states, own.content) != (page.heads, page.states, page.content):
                 raise _bad(f"layer {layer.name} in a region of unlike pages")
             kind = kind_of(layer.spec)
@@ -184,8 +184,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def _homes(self) -> dict[str, list[tuple[Region, int]]]:
         homes: dict[str, list[tuple[Region, int]]] = {}
         for region in self.regions:
-            for slot, layer in enumerate(region.layers):
-                homes.setdefault(layer.name, []).append((region, slot))
+            for index, layer in enumerate(region.layers):
+                homes.setdefault(layer.name, []).append((region, index))
         for found in homes.values():
             found.sort(key=lambda home: home[0].parts[home[1]] if home[0].parts else 0)
         return homes
@@ -196,11 +196,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return tuple(self._homes)
 
     def region_of(self, layer: str, part: int = 0) -> tuple[Region, int]:
-        """The region of a layer, or of one part of it, and the slot there."""
+        """The region of a layer, or of one part of it, and its index along L there."""
         if part and not 0 < part < len(self._homes.get(layer, ())):
             raise AtlasError(
                 Code.OUT_OF_RANGE,
-                "A part is one that the layer's state is cut into",
+                "A part is one that the layer's state is split into",
                 got=f"part {part} of {layer}",
                 hint="Plan.parts says how many there are",
             )
@@ -214,19 +214,19 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return self._homes[layer][part]
 
     def parts(self, layer: str) -> int:
-        """How many parts a layer's state is cut into: 1 unless the plan says otherwise."""
+        """How many parts a layer's state is split into: 1 unless the plan says otherwise."""
         self.region_of(layer)
         return len(self._homes[layer])
 
     def page(self, layer: str, rank: int = 0, part: int = 0) -> Page:
         """A layer's page, for one kernel block, on one tensor-parallel rank."""
-        region, slot = self.region_of(layer, part)
-        return region.page(self.tp, rank, slot)
+        region, index = self.region_of(layer, part)
+        return region.page(self.tp, rank, index)
 
     def placement(self, layer: str, part: int = 0) -> Placement:
         """Where a layer's cells lie in its pool: axes B, H, N, C, and k for kernel blocks."""
-        region, slot = self.region_of(layer, part)
-        return region.placement(self.tp, self.pool_of(layer).blocks).select("L", slot)
+        region, index = self.region_of(layer, part)
+        return region.placement(self.tp, self.pool_of(layer).blocks).select("L", index)
 
     def view(self, layer: str, field: str, part: int = 0) -> Placement:
         """Where one field of a layer lies in its pool."""

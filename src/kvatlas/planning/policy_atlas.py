@@ -5,7 +5,7 @@ inflates or refuses:
 
 - **Hybrids.** vLLM makes a page of one attention layer hold a whole recurrent state,
   so a block is thousands of tokens. Here a block holds many attention layers of few
-  tokens, or several states, or parts of states cut by heads. Block sizes, layers in a
+  tokens, or several states, or parts of states splits by heads. Block sizes, layers in a
   block and parts of a state are searched; the plan with the fewest block tables is
   taken whose block is at most 1/8 of vLLM's and that pads no more than vLLM's. Where
   there is none, states get a pool of their own, sized by the number of requests: no
@@ -47,7 +47,7 @@ from kvatlas.planning.sized_layers import Want, page_of
 
 _ROUNDING = 1e-12
 _CUTS = (1, 2, 4, 8)
-"""Parts that a state may be cut into: each is one more call of its kernel."""
+"""Parts that a state may be splits into: each is one more call of its kernel."""
 _MOST_TRIES = 16
 _MOST_TABLES = 64
 """Block tables that an engine may be asked to keep for a request."""
@@ -63,7 +63,7 @@ class Packing:
     pack: int
     block: int
     """Tokens in a block."""
-    slots: int
+    pages: int
     """Pages in a block."""
     page: int
     """Bytes of such a page."""
@@ -77,8 +77,8 @@ class Sharing:
     """Tokens in a block."""
     width: int
     """Attention layers in a block."""
-    cut: int
-    """Parts that a state is cut into, by heads."""
+    splits: int
+    """Parts that a state is splits into, by heads."""
     fit: int
     """Such parts in a block."""
     tables: int
@@ -167,7 +167,7 @@ def _hybrid(hybrid: Hybrid) -> Plan:
     tried: list[Sharing] = []
     if layout.block_outermost and alike(attention) and alike(states):
         tried = _sharings(hybrid, max(block // SHRINK, size.tokens))
-    tried.sort(key=lambda sharing: (sharing.cut, sharing.tables, sharing.block))
+    tried.sort(key=lambda sharing: (sharing.splits, sharing.tables, sharing.block))
     tight = [sharing for sharing in tried if sharing.padding <= bar + _ROUNDING]
     near = min(tried, key=lambda sharing: sharing.padding, default=None)
     if asked.states == "shared" and near and not tight:
@@ -227,9 +227,9 @@ def _sharings(hybrid: Hybrid, largest: int) -> list[Sharing]:
     sets = states[0].blocks(*request)
     useful = sets * sum(want.nbytes for want in states)
     found = []
-    for cut in _CUTS:
+    for splits in _CUTS:
         try:
-            part = page_of(states[0].layer.spec, states[0].block, asked.tp * cut).nbytes
+            part = page_of(states[0].layer.spec, states[0].block, asked.tp * splits).nbytes
         except AtlasError:
             continue  # heads that do not divide so far
         for width in (n for n in range(1, len(attention) + 1) if len(attention) % n == 0):
@@ -239,12 +239,12 @@ def _sharings(hybrid: Hybrid, largest: int) -> list[Sharing]:
                 fit = nbytes // part
                 if not fit:
                     continue
-                groups = ceil_div(len(states) * cut, fit)
+                groups = ceil_div(len(states) * splits, fit)
                 blocks = first.blocks(*request, block=block) * tables
                 claimed = (blocks + sets * groups) * nbytes
                 waste = 1 - (blocks * nbytes + useful) / claimed
                 if tables + groups <= _MOST_TABLES:
-                    found.append(Sharing(block, width, cut, fit, tables + groups, waste))
+                    found.append(Sharing(block, width, splits, fit, tables + groups, waste))
     return found
 
 
@@ -253,22 +253,24 @@ def _shared(hybrid: Hybrid, chosen: Sharing, told: tuple[str, ...]) -> Plan:
     layers = [want.with_block(chosen.block) for want in attention]
     tables = len(layers) // chosen.width
     parts = [
-        replace(want, block=chosen.block, cut=chosen.cut, part=part)
+        replace(want, block=chosen.block, splits=chosen.splits, part=part)
         for want in states
-        for part in range(chosen.cut)
+        for part in range(chosen.splits)
     ]
     groups = ceil_div(len(parts), chosen.fit)
     drafts = [Draft(tuple(layers[i::tables]), mixed=False) for i in range(tables)]
     drafts += [Draft(tuple(parts[i::groups]), mixed=False) for i in range(groups)]
-    cut = chosen.cut
-    whole = "whole states" if cut == 1 else f"parts of states, each cut by heads into {cut}"
+    splits = chosen.splits
+    whole = (
+        "whole states" if splits == 1 else f"parts of states, each splits by heads into {splits}"
+    )
     reasons = (
         *told,
         f"Here a block holds {chosen.width} of {len(layers)} attention layers for {chosen.block} "
         f"tokens, or {chosen.fit} {whole}: {tables} block table(s) for attention and {groups} for "
         f"the {len(states)} recurrent layers, and {chosen.padding:.2%} padding. The price is the "
         "number of tables"
-        + ("." if cut == 1 else ", and kernels that are called once for each part."),
+        + ("." if splits == 1 else ", and kernels that are called once for each part."),
     )
     if chosen.block == attention[0].block:
         reasons += (f"Kernels take no smaller block than {chosen.block} tokens.",)
@@ -291,13 +293,13 @@ def _packed(hybrid: Hybrid, packing: Packing) -> Plan:
     asked, attention, states = hybrid.asked, hybrid.attention, hybrid.states
     layers = tuple(want.with_block(packing.block) for want in attention)
     kept = [want.with_block(packing.block) for want in states]
-    groups = ceil_div(len(kept), packing.slots)
+    groups = ceil_div(len(kept), packing.pages)
     drafts = [Draft(tuple(kept[i::groups]), mixed=False) for i in range(groups)]
     reason = (
         f"{packing.pack} of {len(attention)} attention layers share a page of {packing.page:,} "
         f"bytes, which also holds a recurrent state of {states[0].nbytes:,}: blocks of "
         f"{packing.block} tokens. The {len(states)} recurrent layers form {groups} groups of up "
-        f"to {packing.slots}, so a request takes {groups} blocks for each set of states."
+        f"to {packing.pages}, so a request takes {groups} blocks for each set of states."
     )
     cluster = Cluster(
         (Draft(layers, mixed=False), *drafts),

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Layout
-from kvatlas.geometry.page_arrangement import Row, Spot, side_by_side
+from kvatlas.geometry.page_arrangement import PageSet, PoolPosition, side_by_side
 from kvatlas.planning.assemble import assemble
 from kvatlas.planning.block_size import BlockSize, block_size, bytes_per_block
 from kvatlas.planning.grouping import Draft, group_layers, promote
@@ -146,20 +146,20 @@ def place_group(
     warnings: list[str],
 ) -> list[Region]:
     """The regions of a group on one stage, one behind the other."""
-    rows = [Row(wants[0].page, len(wants), wants[0].spread) for wants in draft.regions]
+    rows = [PageSet(wants[0].page, len(wants), wants[0].spread) for wants in draft.regions]
     spots = side_by_side(rows, layout, blocks=blocks, width=width)
     regions = []
-    for wants, spot in zip(draft.regions, spots, strict=True):
-        dense = not layout.block_outermost or spot.block_stride <= spot.slot_stride
+    for wants, position in zip(draft.regions, spots, strict=True):
+        dense = not layout.block_outermost or position.block_stride <= position.page_stride
         kernel = kernel_block(wants, warnings, dense=dense)
-        regions.append(region_of(wants, layout, spot, stage, index, kernel=kernel))
+        regions.append(region_of(wants, layout, position, stage, index, kernel=kernel))
     return regions
 
 
 def region_of(
     wants: Sequence[Want],
     layout: Layout,
-    spot: Spot,
+    position: PoolPosition,
     stage: int,
     index: int,
     *,
@@ -176,11 +176,11 @@ def region_of(
         kernel_block=kernel,
         page_bytes=page_bytes or want.nbytes,
         layout=layout.order,
-        offset=spot.offset,
-        slot_stride=spot.slot_stride,
-        block_stride=spot.block_stride,
-        cut=want.cut,
-        parts=tuple(want.part for want in wants) if want.cut > 1 else (),
+        offset=position.offset,
+        page_stride=position.page_stride,
+        block_stride=position.block_stride,
+        splits=want.splits,
+        parts=tuple(want.part for want in wants) if want.splits > 1 else (),
     )
 
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Layout
 from kvatlas.geometry.integers import ceil_div
-from kvatlas.geometry.page_arrangement import Row, packs, shared_pages, side_by_side
+from kvatlas.geometry.page_arrangement import PageSet, packs, shared_pages, side_by_side
 from kvatlas.planning.assemble import assemble
 from kvatlas.planning.block_size import BlockSize, bytes_per_block
 from kvatlas.planning.grouping import Draft
@@ -175,7 +175,7 @@ def _place_kernel_blocks(
     for wants in draft.regions:
         want = wants[0]
         page = page_of(want.layer.spec, want.block // split, want.tp)
-        rows.append(Row(page, len(wants), page.nbytes))
+        rows.append(PageSet(page, len(wants), page.nbytes))
     spots = side_by_side(rows, layout, blocks=blocks, width=width, split=split)
     return [
         region_of(wants, layout, spot, stage, index, kernel=wants[0].block // split)

@@ -16,14 +16,14 @@ class Padding(msgspec.Struct, frozen=True):
 
     claimed: int
     pages: int
-    """Behind pages that are smaller than what they share a slot with."""
-    slots: int
+    """Behind pages that are smaller than what they share a page with."""
+    empty: int
     """Slots of a block that the group does not fill, and rounding of the block."""
 
     @property
     def share(self) -> float:
         """Padding as a share of what is claimed."""
-        return (self.pages + self.slots) / self.claimed if self.claimed else 0.0
+        return (self.pages + self.empty) / self.claimed if self.claimed else 0.0
 
 
 def padding(plan: Plan, length: int | None = None) -> Padding:
@@ -37,13 +37,13 @@ def padding(plan: Plan, length: int | None = None) -> Padding:
         for count, group in zip(blocks, plan.groups, strict=True)
         if group.pool == pool.index
     )
-    pages = slots = 0
+    pages = used = 0
     for region in plan.regions:
         count, nbytes = blocks[region.group], region.page_bytes * len(region.layers)
-        useful = unpadded(plan, region) * len(region.layers) // region.cut
+        useful = unpadded(plan, region) * len(region.layers) // region.splits
         pages += count * (nbytes - useful)
-        slots += count * nbytes
-    return Padding(claimed, pages, claimed - slots)
+        used += count * nbytes
+    return Padding(claimed, pages, claimed - used)
 
 
 def unpadded(plan: Plan, region: Region) -> int:
@@ -125,9 +125,9 @@ def _group(plan: Plan, index: int) -> dict[str, Any]:
         "first_layer": layers[0].name,
         "last_layer": layers[-1].name,
         "block_size": group.block,
-        "page_bytes": sum(member["page_bytes"] * member["slots"] for member in members),
+        "page_bytes": sum(member["page_bytes"] * member["pages"] for member in members),
         "unpadded_page_bytes": sum(
-            member["unpadded_page_bytes"] * member["slots"] for member in members
+            member["unpadded_page_bytes"] * member["pages"] for member in members
         ),
         "heads": None,
         "states": None,
@@ -138,12 +138,12 @@ def _group(plan: Plan, index: int) -> dict[str, Any]:
 
 
 def _member(plan: Plan, group: Group, region: Region) -> dict[str, Any]:
-    page = page_of(region.layers[0].spec, region.block, plan.tp * region.cut)
+    page = page_of(region.layers[0].spec, region.block, plan.tp * region.splits)
     return {
         "kind": group.kind,
         "num_layers": len({layer.name for layer in region.layers}),
-        "slots": len(region.layers),
-        "cut": region.cut,
+        "pages": len(region.layers),
+        "splits": region.splits,
         "first_layer": region.layers[0].name,
         "last_layer": region.layers[-1].name,
         "block_size": region.block,
@@ -154,7 +154,7 @@ def _member(plan: Plan, group: Group, region: Region) -> dict[str, Any]:
         "states": page.states,
         "content_bytes": page.content,
         "offset": region.offset,
-        "slot_stride": region.slot_stride,
+        "page_stride": region.page_stride,
         "block_stride": region.block_stride,
     }
 
@@ -175,10 +175,10 @@ def explain(plan: Plan) -> str:
         f"{waste.share:.2%} is padding:"
     )
     if waste.pages:
-        lines.append(f"  {waste.pages:,} bytes behind pages smaller than their slot,")
-    if waste.slots:
-        lines.append(f"  {waste.slots:,} bytes of slots that a group leaves empty,")
-    if not waste.pages and not waste.slots:
+        lines.append(f"  {waste.pages:,} bytes behind pages smaller than their share of a block,")
+    if waste.empty:
+        lines.append(f"  {waste.empty:,} bytes of pages that a group leaves empty,")
+    if not waste.pages and not waste.empty:
         lines.append("  none at all.")
     for stage in range(plan.pp):
         idle = plan.memory - sum(pool.nbytes for pool in plan.pools if pool.stage == stage)
@@ -193,9 +193,9 @@ def _group_lines(plan: Plan) -> list[str]:
     said: list[tuple[str, list[int]]] = []
     for index, group in enumerate(plan.groups):
         fixed, each = bytes_per_request(plan, index)
-        slots = sum(len(r.layers) for r in plan.regions if r.group == index)
-        cut = any(r.cut > 1 for r in plan.regions if r.group == index)
-        what = f"{slots} {'parts of ' if cut else ''}layers of {group.kind}"
+        pages = sum(len(r.layers) for r in plan.regions if r.group == index)
+        cut = any(r.splits > 1 for r in plan.regions if r.group == index)
+        what = f"{pages} {'parts of ' if cut else ''}layers of {group.kind}"
         reach = f" within {group.window:,} tokens" if group.window else ""
         takes = f"{each:,.0f} bytes for each token" if each else f"{fixed:,} bytes at most"
         if group.window:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Cut, Page
+from kvatlas.geometry import Page, Sharding
 from kvatlas.geometry.integers import ceil_div, round_up
 from kvatlas.models.model import Layer, Model
 from kvatlas.planning.backends import Backend
@@ -69,7 +69,7 @@ def _alike(spec: Spec, tp: int) -> tuple[Any, ...]:
     if not isinstance(spec, Attention):
         return (spec,)
     fields = msgspec.structs.asdict(spec)
-    fields["heads"] = Cut.heads(spec.heads).size(tp)
+    fields["heads"] = Sharding.by_heads(spec.heads).size(tp)
     return (type(spec), *fields.items())
 
 
@@ -90,7 +90,7 @@ class Want:
     """Tokens that stay within reach; for a chunk, its length."""
     checkpoints: int = 0
     """Further blocks that a recurrent layer keeps while it saves prefixes."""
-    cut: int = 1
+    splits: int = 1
     """Parts that a state is cut into by heads, each with a page of its own."""
     part: int = 0
     """Which of them this is."""
@@ -102,7 +102,7 @@ class Want:
     def __post_init__(self) -> None:
         # A part of a rank's state is what one of `cut` times as many ranks would hold, and
         # all of them hold equally much.
-        page = page_of(self.layer.spec, self.block, self.tp * self.cut, 0, self.padded)
+        page = page_of(self.layer.spec, self.block, self.tp * self.splits, 0, self.padded)
         object.__setattr__(self, "page", page)
         object.__setattr__(self, "nbytes", page.nbytes)
 

@@ -3,7 +3,7 @@
 Every field of every layer is a box of the whole model's coordinates. A destination rank
 needs some rows of it; each source rank holds some. Their meetings are cut out here, the
 source of each is chosen, and the bytes of both ends become strips. Layers that lie in
-the same regions share all of this and differ only in their slots.
+the same regions share all of this and differ only in their pages.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
-from kvatlas.geometry import Piece, Placement
+from kvatlas.geometry import Placement, ShardRange
 from kvatlas.geometry.state_spans import Cells, meet
 from kvatlas.geometry.strided_runs import Strip, between, merged
 from kvatlas.planning.sized_layers import kind_of
@@ -136,16 +136,18 @@ class Compiler:
             for name, view in self._view(self.dst, layer, home).items():
                 cells = _sharded(view.cells, self.dst, layer, dst_tp_rank)
                 holders = list(self._holders(layer, name, cells))
-                for piece in self.dst.pieces(view.field.cut, home, dst_tp_rank):
+                for piece in self.dst.ranges(view.field.sharding, home, dst_tp_rank):
                     yield from _cut_out(name, home, cells, piece, holders)
 
-    def _holders(self, layer: str, field: str, needed: Cells) -> Iterator[tuple[Holding, Piece]]:
+    def _holders(
+        self, layer: str, field: str, needed: Cells
+    ) -> Iterator[tuple[Holding, ShardRange]]:
         for home in self.src.homes[layer]:
             view = self._view(self.src, layer, home)[field]
             for rank in range(self.src.plan.tp):
                 cells = _sharded(view.cells, self.src, layer, rank)
                 if meet(cells, needed):
-                    for piece in self.src.pieces(view.field.cut, home, rank):
+                    for piece in self.src.ranges(view.field.sharding, home, rank):
                         yield Holding(rank, home, piece.local, cells), piece
 
     # -- bytes ------------------------------------------------------------------------
@@ -169,7 +171,7 @@ class Compiler:
             meeting.cells,
         )
         ends = _aligned(src.placement, dst.placement)
-        axis = dst.field.cut.axis
+        axis = dst.field.sharding.axis
         if axis is None:
             return lane, between(*ends)
         narrowed = (
@@ -196,7 +198,11 @@ def _sharded(cells: Cells, side: Side, layer: str, tp_rank: int) -> Cells:
 
 
 def _cut_out(
-    field: str, home: Home, cells: Cells, piece: Piece, holders: list[tuple[Holding, Piece]]
+    field: str,
+    home: Home,
+    cells: Cells,
+    piece: ShardRange,
+    holders: list[tuple[Holding, ShardRange]],
 ) -> Iterator[Meeting]:
     """A piece that is needed, in stretches that have the same holders from end to end.
 

@@ -1,8 +1,8 @@
 """One end of a route: what a plan says of each layer, in the terms in which ends meet.
 
 All tensor-parallel ranks of a stage lay their caches out alike and differ in which rows
-of the model those hold. So an end keeps one view for each field, taken at slot 0 of a
-region, how far on a layer's slot is, and the pieces of the whole that each rank holds.
+of the model those hold. So an end keeps one view for each field, taken at page 0 of a
+region, how far on a layer's page is, and the ranges of the whole that each rank holds.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvatlas.errors import AtlasError
-from kvatlas.geometry import Cut, Field, Page, Piece, Placement
+from kvatlas.geometry import Field, Page, Placement, Sharding, ShardRange
 from kvatlas.geometry.state_spans import Cells
 from kvatlas.planning import Plan, Region
 from kvatlas.specs import Spec
@@ -28,7 +28,7 @@ class Home(NamedTuple):
 
 
 class View(NamedTuple):
-    """A field as every rank of a stage has it, at slot 0 of a region."""
+    """A field as every rank of a stage has it, at page 0 of a region."""
 
     field: Field
     placement: Placement
@@ -48,14 +48,16 @@ class Side:
 
     @cached_property
     def shifts(self) -> dict[str, dict[Home, int]]:
-        """How far on from slot 0 of its region each part of each layer lies, in bytes."""
+        """How far on from page 0 of its region each part of each layer lies, in bytes."""
         found: dict[str, dict[Home, int]] = {}
         for index, region in enumerate(self.plan.regions):
             placed = self._placed(index)
             first = {axis: 0 for axis in placed.axes if axis != "L"}
             starts = placed(L=np.arange(len(region.layers)), **first) - placed.offset
-            for slot, (layer, shift) in enumerate(zip(region.layers, starts.tolist(), strict=True)):
-                home = Home(index, region.parts[slot] if region.parts else 0)
+            for index, (layer, shift) in enumerate(
+                zip(region.layers, starts.tolist(), strict=True)
+            ):
+                home = Home(index, region.parts[index] if region.parts else 0)
                 found.setdefault(layer.name, {})[home] = shift
         return found
 
@@ -87,13 +89,13 @@ class Side:
         page = self._page(region, layer)
         return {f.name: _view(page, placed, f) for f in page.fields if not f.padding}
 
-    def pieces(self, cut: Cut, home: Home, tp_rank: int) -> tuple[Piece, ...]:
+    def ranges(self, sharding: Sharding, home: Home, tp_rank: int) -> tuple[ShardRange, ...]:
         """What one rank holds of a field in one home, as rows of the whole model."""
-        return _pieces(cut, self.plan.tp, self.region(home).cut, tp_rank, home.part)
+        return _ranges(sharding, self.plan.tp, self.region(home).splits, tp_rank, home.part)
 
     def _page(self, region: Region, layer: str) -> Page:
-        slot = next(slot for slot, found in enumerate(region.layers) if found.name == layer)
-        return region.page(self.plan.tp, 0, slot)
+        index = next(index for index, found in enumerate(region.layers) if found.name == layer)
+        return region.page(self.plan.tp, 0, index)
 
     def _placed(self, index: int) -> Placement:
         if index not in self._placements:
@@ -112,10 +114,12 @@ class Side:
 
 
 @lru_cache(maxsize=65536)
-def _pieces(cut: Cut, tp: int, parts: int, tp_rank: int, part: int) -> tuple[Piece, ...]:
+def _ranges(
+    sharding: Sharding, tp: int, parts: int, tp_rank: int, part: int
+) -> tuple[ShardRange, ...]:
     # A part is what one of `parts` times as many ranks would hold.
-    held = cut.pieces(tp * parts, tp_rank * parts + part)
-    return held or (Piece(0, 0, max(1, cut.rows if cut.parts else 1)),)
+    held = sharding.ranges(tp * parts, tp_rank * parts + part)
+    return held or (ShardRange(0, 0, max(1, sharding.rows if sharding.sections else 1)),)
 
 
 def _view(page: Page, placed: Placement, field: Field) -> View:

@@ -9,9 +9,9 @@ a number or two.
 `packing` says where K and V sit in the page:
 
 - `cells`: K then V in each cell, what most backends take;
-- `head_groups`: K in the first half of the head slots, V in the second
+- `head_groups`: K in the first half of the heads, V in the second
   (FlashInfer's fp8 and nvfp4);
-- `planes`: one head slot holds K of all heads, the other V (two-plane backends);
+- `planes`: one head holds K of all heads, the other V (two-plane backends);
 - `tiled_planes`: planes with K as [H, D/x, N, x] of 16-byte tiles and V as [H, D, N]
   (ROCm's paged attention);
 - `transposed`: in each head K as [D, N], then V as [N, D] (vLLM's CPU attention).
@@ -23,11 +23,11 @@ from typing import Literal
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import (
-    Cut,
     Field,
     FieldAxis,
     Page,
-    Share,
+    Shard,
+    Sharding,
     flat,
     in_cells,
     in_planes,
@@ -113,43 +113,43 @@ class Attention(Spec, frozen=True, kw_only=True):
         >>> FullAttention(heads=8, head_dim=128).page(16, tp=2).nbytes
         32768
         """
-        states, cut = self.states(block), Cut.heads(self.heads)
-        heads, share = cut.size(tp), Share(cut, cut.pieces(tp, rank))
+        states, sharding = self.states(block), Sharding.by_heads(self.heads)
+        heads, shard = sharding.size(tp), Shard(sharding, sharding.ranges(tp, rank))
         both = self._sides()
         row = row_bytes(both.k)
         match self.packed_as:
             case "cells":
                 parts = [*both.k, *both.v]
-                fields = in_cells(parts, _cells(heads, states), share)
+                fields = in_cells(parts, _cells(heads, states), shard)
                 return Page(heads, states, row_bytes(parts), tuple(fields))
             case "transposed":
-                fields = _transposed(both, heads, states, share)
+                fields = _transposed(both, heads, states, shard)
                 return Page(heads, states, row + row_bytes(both.v), tuple(fields))
             case "head_groups":
-                fields = self._head_groups(both, heads, states, share)
+                fields = self._head_groups(both, heads, states, shard)
                 return Page(2 * heads, states, row, tuple(fields))
             case "planes":
                 cells = (FieldAxis("H", heads, "C", row), FieldAxis("N", states, "N"))
-                fields = in_cells(both.k, cells, share) + in_cells(both.v, cells, share, head=1)
+                fields = in_cells(both.k, cells, shard) + in_cells(both.v, cells, shard, head=1)
                 return Page(2, states, heads * row, tuple(fields))
             case "tiled_planes":
-                fields = _tiled(both, heads, states, share)
+                fields = _tiled(both, heads, states, shard)
                 return Page(2, states, heads * row, tuple(fields))
 
     def _sides(self) -> Sides:
         dtype = plain_dtype(self.dtype)
         return sides(self.cache, dtype, self.head_dim, self.v_dim or self.head_dim)
 
-    def _head_groups(self, both: Sides, heads: int, states: int, share: Share) -> list[Field]:
-        """K in the first half of the head slots and V in the second."""
+    def _head_groups(self, both: Sides, heads: int, states: int, shard: Shard) -> list[Field]:
+        """K in the first half of the heads and V in the second."""
         if self.scales_as == "inline":
             cells = _cells(heads, states)
-            return in_cells(both.k, cells, share) + in_cells(both.v, cells, share, head=heads)
+            return in_cells(both.k, cells, shard) + in_cells(both.v, cells, shard, head=heads)
         rows = [("H", heads), ("N", states)]
         if self.scales_as == "state_planes":
             rows.reverse()
         planes = [[part] for part in (*both.k, *both.v)]
-        return in_planes(planes, rows, share, axes=("H", "N"))
+        return in_planes(planes, rows, shard, axes=("H", "N"))
 
 
 class FullAttention(Attention, frozen=True, kw_only=True, tag="full_attention"):
@@ -222,25 +222,25 @@ def _cells(heads: int, states: int) -> tuple[FieldAxis, FieldAxis]:
     return FieldAxis("H", heads, "H"), FieldAxis("N", states, "N")
 
 
-def _transposed(both: Sides, heads: int, states: int, share: Share) -> list[Field]:
+def _transposed(both: Sides, heads: int, states: int, shard: Shard) -> list[Field]:
     """In each head K as [D, N], then V as [N, D]."""
     (k,), (v,) = both
     head = (FieldAxis("H", heads, "H"),)
     k_rows, v_rows = [("C", k.items), ("N", states)], [("N", states), ("C", v.items)]
     after = row_bytes([k]) * states
     return [
-        flat("k", k.dtype, k_rows, share, axes=("N", "C"), cells=head),
-        flat("v", v.dtype, v_rows, share, cells=head, offset=after),
+        flat("k", k.dtype, k_rows, shard, axes=("N", "C"), cells=head),
+        flat("v", v.dtype, v_rows, shard, cells=head, offset=after),
     ]
 
 
-def _tiled(both: Sides, heads: int, states: int, share: Share) -> list[Field]:
+def _tiled(both: Sides, heads: int, states: int, shard: Shard) -> list[Field]:
     """K as [H, D/x, N, x], so that a thread loads 16 bytes of one state; V as [H, D, N]."""
     (k,), (v,) = both
     tile = _TILE_BYTES // k.dtype.item
     k_rows = [("H", heads), ("C", k.items // tile), ("N", states), ("c", tile)]
     v_rows = [("H", heads), ("C", v.items), ("N", states)]
     return [
-        flat("k", k.dtype, k_rows, share, axes=("H", "N", "C", "c")),
-        flat("v", v.dtype, v_rows, share, axes=("H", "N", "C"), head=1),
+        flat("k", k.dtype, k_rows, shard, axes=("H", "N", "C", "c")),
+        flat("v", v.dtype, v_rows, shard, axes=("H", "N", "C"), head=1),
     ]

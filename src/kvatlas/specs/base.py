@@ -7,7 +7,7 @@ from typing import Any, get_args, get_type_hints
 import msgspec
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import DType, Page, Piece
+from kvatlas.geometry import DType, Page, ShardRange
 from kvatlas.geometry.integers import natural, positive
 
 
@@ -48,12 +48,12 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", forbid_u
     def replicas(self, tp: int) -> int:
         """How many ranks of `tp` hold each byte of this layer, at least."""
         page = self.page(self.tokens_per_state or 1, tp=tp)
-        return min(field.cut.replicas(tp) for field in page.fields if not field.padding)
+        return min(field.sharding.replicas(tp) for field in page.fields if not field.padding)
 
-    def shares(self, tp: int, rank: int) -> dict[str, tuple[Piece, ...]]:
+    def shard(self, tp: int, rank: int) -> dict[str, tuple[ShardRange, ...]]:
         """Which rows of each field's cut axis `rank` holds; empty for all of them."""
         page = self.page(self.tokens_per_state or 1, tp=tp, rank=rank)
-        return {field.name: field.pieces for field in page.fields if not field.padding}
+        return {field.name: field.ranges for field in page.fields if not field.padding}
 
 
 def check(spec: Spec, *, sizes: tuple[str, ...] = (), counts: tuple[str, ...] = ()) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvatlas.geometry import DType, Part
+from kvatlas.geometry import DType, ElementRow
 from kvatlas.specs.base import bad_spec
 
 _TURBOQUANT = {
@@ -49,8 +49,8 @@ ATTENTION_CACHES: tuple[str, ...] = (
 class Sides(NamedTuple):
     """The parts of one K row and of one V row."""
 
-    k: list[Part]
-    v: list[Part]
+    k: list[ElementRow]
+    v: list[ElementRow]
 
 
 def sides(cache: str, dtype: DType, k_dim: int, v_dim: int) -> Sides:
@@ -62,7 +62,7 @@ def sides(cache: str, dtype: DType, k_dim: int, v_dim: int) -> Sides:
     """
     if cache == "auto" or cache in _PER_TENSOR:
         element = DType.of(_PER_TENSOR[cache]) if cache in _PER_TENSOR else dtype
-        return Sides([Part("k", element, k_dim)], [Part("v", element, v_dim)])
+        return Sides([ElementRow("k", element, k_dim)], [ElementRow("v", element, v_dim)])
     if cache in _PER_TOKEN_HEAD:
         element, scale = DType.of(_PER_TOKEN_HEAD[cache]), DType.of("fp32")
         if element.packed and (k_dim % 2 or v_dim % 2):
@@ -72,8 +72,8 @@ def sides(cache: str, dtype: DType, k_dim: int, v_dim: int) -> Sides:
                 "Use even head sizes",
             )
         return Sides(
-            [Part("k", element, k_dim), Part("k_scale", scale, 1)],
-            [Part("v", element, v_dim), Part("v_scale", scale, 1)],
+            [ElementRow("k", element, k_dim), ElementRow("k_scale", scale, 1)],
+            [ElementRow("v", element, v_dim), ElementRow("v_scale", scale, 1)],
         )
     if cache == "nvfp4":
         return Sides(_blocks("k", k_dim), _blocks("v", v_dim))
@@ -81,13 +81,17 @@ def sides(cache: str, dtype: DType, k_dim: int, v_dim: int) -> Sides:
         key, value = (DType.of(name) for name in _TURBOQUANT[cache])
         half = DType.of("fp16")
         # 8-bit keys are stored as they are; codes need the norm that rotation took out.
-        norm = [] if key.bits == 8 else [Part("k_scale", half, 1)]
+        norm = [] if key.bits == 8 else [ElementRow("k_scale", half, 1)]
         both = Sides(
-            [Part("k", key, k_dim), *norm],
-            [Part("v", value, v_dim), Part("v_scale", half, 1), Part("v_zero", half, 1)],
+            [ElementRow("k", key, k_dim), *norm],
+            [
+                ElementRow("v", value, v_dim),
+                ElementRow("v_scale", half, 1),
+                ElementRow("v_zero", half, 1),
+            ],
         )
         if sum(part.nbytes for part in (*both.k, *both.v)) % 2:
-            both.v.append(Part("pad", DType.of("uint8"), 1))
+            both.v.append(ElementRow("pad", DType.of("uint8"), 1))
         return both
     raise bad_spec(
         "An attention cache dtype is one that kvatlas knows",
@@ -96,7 +100,7 @@ def sides(cache: str, dtype: DType, k_dim: int, v_dim: int) -> Sides:
     )
 
 
-def _blocks(name: str, dim: int) -> list[Part]:
+def _blocks(name: str, dim: int) -> list[ElementRow]:
     element = DType.of("nvfp4")
     if dim % element.block:
         raise bad_spec(
@@ -104,4 +108,7 @@ def _blocks(name: str, dim: int) -> list[Part]:
             f"a head size of {dim}",
             f"Use a head size that is a multiple of {element.block}",
         )
-    return [Part(name, element, dim), Part(f"{name}_scale", DType.of("e4m3"), element.scales(dim))]
+    return [
+        ElementRow(name, element, dim),
+        ElementRow(f"{name}_scale", DType.of("e4m3"), element.scales(dim)),
+    ]

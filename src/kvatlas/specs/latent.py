@@ -17,13 +17,13 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from kvatlas.geometry import (
-    Cut,
     DType,
+    ElementRow,
     Field,
     FieldAxis,
     Page,
-    Part,
-    Share,
+    Shard,
+    Sharding,
     in_cells,
     in_planes,
     row_bytes,
@@ -97,10 +97,12 @@ class LatentAttention(Spec, frozen=True, kw_only=True, tag="latent_attention"):
         fields = tuple(_dealt(f) if f.name == "latent_scale" else f for f in page.fields)
         return Page(page.heads, page.states, page.content, fields, page.padding)
 
-    def _planes(self) -> list[list[Part]]:
+    def _planes(self) -> list[list[ElementRow]]:
         if self.cache in ("auto", "fp8", "fp8_e4m3"):
             element = plain_dtype(self.dtype if self.cache == "auto" else "e4m3")
-            return [[Part("latent", element, self.latent), Part("rope", element, self.rope)]]
+            return [
+                [ElementRow("latent", element, self.latent), ElementRow("rope", element, self.rope)]
+            ]
         form = _FORMATS.get((self.cache, self.version))
         if form is None:
             known = ", ".join(f"{cache} ({version})" for cache, version in _FORMATS)
@@ -116,15 +118,15 @@ class LatentAttention(Spec, frozen=True, kw_only=True, tag="latent_attention"):
                 f"{scaled} elements",
                 f"Use sizes that add up to a multiple of {form.block}",
             )
-        latent = Part("latent", DType.of(form.latent), self.latent)
-        rope = Part("rope", DType.of(form.rope), self.rope)
-        scale = Part("latent_scale", DType.of(form.scale), scaled // form.block)
+        latent = ElementRow("latent", DType.of(form.latent), self.latent)
+        rope = ElementRow("rope", DType.of(form.rope), self.rope)
+        scale = ElementRow("latent_scale", DType.of(form.scale), scaled // form.block)
         if form.inline:
             # fp8 keeps its scales before the rotary part and nvfp4 behind it.
             return [[latent, scale, rope] if form.latent == "e4m3" else [latent, rope, scale]]
         scales = [scale]
         if scale.nbytes % 8:
-            scales.append(Part("pad", DType.of("uint8"), -scale.nbytes % 8))
+            scales.append(ElementRow("pad", DType.of("uint8"), -scale.nbytes % 8))
         return [[latent, rope], scales]
 
 
@@ -169,14 +171,14 @@ class Indexer(Spec, frozen=True, kw_only=True, tag="indexer"):
     def page(self, block: int, *, tp: int = 1, rank: int = 0) -> Page:
         """The page, the same on every rank."""
         if self.cache == "bf16":
-            rows = [[Part("index", DType.of("bf16"), self.head_dim)]]
+            rows = [[ElementRow("index", DType.of("bf16"), self.head_dim)]]
             return _page_of_planes(rows, self.states(block), self.align, tp, rank)
         if self.cache == "fp8":
-            key, scale = DType.of("e4m3"), Part("index_scale", DType.of("fp32"), 1)
+            key, scale = DType.of("e4m3"), ElementRow("index_scale", DType.of("fp32"), 1)
         else:
             key = DType.of("mxfp4")
-            scale = Part("index_scale", DType.of("ue8m0"), key.scales(self.head_dim))
-        planes = [[Part("index", key, self.head_dim)], [scale]]
+            scale = ElementRow("index_scale", DType.of("ue8m0"), key.scales(self.head_dim))
+        planes = [[ElementRow("index", key, self.head_dim)], [scale]]
         return _page_of_planes(planes, self.states(block), self.align, tp, rank)
 
 
@@ -203,7 +205,7 @@ class CompressorState(Spec, frozen=True, kw_only=True, tag="compressor_state"):
 
     def page(self, block: int, *, tp: int = 1, rank: int = 0) -> Page:
         """The page, the same on every rank."""
-        planes = [[Part("state", DType.of(self.dtype), self.width)]]
+        planes = [[ElementRow("state", DType.of(self.dtype), self.width)]]
         return _page_of_planes(planes, self.states(block), self.align, tp, rank)
 
 
@@ -277,13 +279,15 @@ def compressed_latent(
     return caches
 
 
-def _page_of_planes(planes: list[list[Part]], states: int, align: int, tp: int, rank: int) -> Page:
-    cut = Cut.replicated()
-    share = Share(cut, cut.pieces(tp, rank))
+def _page_of_planes(
+    planes: list[list[ElementRow]], states: int, align: int, tp: int, rank: int
+) -> Page:
+    sharding = Sharding.replicated()
+    shard = Shard(sharding, sharding.ranges(tp, rank))
     if len(planes) == 1:
-        fields = in_cells(planes[0], (FieldAxis("N", states, "N"),), share)
+        fields = in_cells(planes[0], (FieldAxis("N", states, "N"),), shard)
     else:
-        fields = in_planes(planes, [("N", states)], share)
+        fields = in_planes(planes, [("N", states)], shard)
     page = Page(1, states, sum(map(row_bytes, planes)), tuple(fields))
     return page.padded(round_up(page.unpadded, align))
 
@@ -299,4 +303,4 @@ def _dealt(scales: Field) -> Field:
         )
     fours = FieldAxis("C", row.size // 4, "C", 1)
     axes = (*cells, fours, FieldAxis("c", 4, "C", row.size // 4))
-    return Field(scales.name, scales.dtype, axes, offset=scales.offset, cut=scales.cut)
+    return Field(scales.name, scales.dtype, axes, offset=scales.offset, sharding=scales.sharding)

@@ -13,17 +13,17 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from kvatlas.geometry import Cut, Field, Page, Section, Share, flat
+from kvatlas.geometry import Field, Page, Section, Shard, Sharding, flat
 from kvatlas.specs.base import Spec, bad_spec, check, plain_dtype
 
 
 class State(NamedTuple):
-    """One state of a layer: its axes in memory order, for the whole model, and its cut."""
+    """One state of a layer: its axes in memory order, for the whole model, and its sharding."""
 
     name: str
     dtype: str
     axes: tuple[tuple[str, int], ...]
-    cut: Cut
+    sharding: Sharding
 
 
 class Recurrent(Spec, frozen=True, kw_only=True):
@@ -51,10 +51,12 @@ class Recurrent(Spec, frozen=True, kw_only=True):
         fields: list[Field] = []
         offset = 0
         for state in self.layer_states():
-            cut = state.cut
-            sizes = [(a, cut.size(tp) if a == cut.axis else size) for a, size in state.axes]
-            share = Share(cut, cut.pieces(tp, rank))
-            field = flat(state.name, plain_dtype(state.dtype), sizes, share, offset=offset)
+            sharding = state.sharding
+            sizes = [
+                (a, sharding.size(tp) if a == sharding.axis else size) for a, size in state.axes
+            ]
+            shard = Shard(sharding, sharding.ranges(tp, rank))
+            field = flat(state.name, plain_dtype(state.dtype), sizes, shard, offset=offset)
             fields.append(field)
             offset += field.nbytes
         return Page(1, 1, offset, tuple(fields))
@@ -74,7 +76,7 @@ class _WithConv(Recurrent, frozen=True, kw_only=True):
         taps = ("T", self.kernel - 1 + self.speculative)
         rows = ("R", sum(part.units * part.rows for part in sections))
         axes = (taps, rows) if self.conv_order == "TR" else (rows, taps)
-        return State("conv", self.conv_dtype, axes, Cut.sections("R", *sections))
+        return State("conv", self.conv_dtype, axes, Sharding.by_sections("R", *sections))
 
     def _check(self, *names: str) -> None:
         check(self, sizes=(*names, "kernel"), counts=("speculative",))
@@ -99,7 +101,7 @@ class Mamba1(_WithConv, frozen=True, kw_only=True, tag="mamba1"):
 
     def layer_states(self) -> tuple[State, ...]:
         """A conv [taps, rows] and ssm [rows, state]."""
-        rows = Cut.sections("R", Section(self.inner))
+        rows = Sharding.by_sections("R", Section(self.inner))
         ssm = State("ssm", self.ssm_dtype, (("R", self.inner), ("S", self.state_size)), rows)
         return self._conv(Section(self.inner)), ssm
 
@@ -109,8 +111,8 @@ class Mamba2(_WithConv, frozen=True, kw_only=True, tag="mamba2"):
 
     Rank 0 of 2 holds half of x, and all of B and C, which are one group:
 
-    >>> Mamba2(heads=128, head_dim=64, groups=1, state_size=128).shares(tp=2, rank=0)["conv"]
-    (Piece(local=0, start=0, length=4096), Piece(local=4096, start=8192, length=256))
+    >>> Mamba2(heads=128, head_dim=64, groups=1, state_size=128).shard(tp=2, rank=0)["conv"]
+    (ShardRange(local=0, start=0, length=4096), ShardRange(local=4096, start=8192, length=256))
     """
 
     heads: int
@@ -126,7 +128,7 @@ class Mamba2(_WithConv, frozen=True, kw_only=True, tag="mamba2"):
         """A conv of x|B|C and ssm [heads, head_dim, state]."""
         group = Section(self.groups, self.state_size, shared=True)
         axes = (("H", self.heads), ("P", self.head_dim), ("S", self.state_size))
-        ssm = State("ssm", self.ssm_dtype, axes, Cut.heads(self.heads, shared=False))
+        ssm = State("ssm", self.ssm_dtype, axes, Sharding.by_heads(self.heads, shared=False))
         return self._conv(Section(self.heads, self.head_dim), group, group), ssm
 
 
@@ -146,7 +148,7 @@ class GatedDeltaNet(_WithConv, frozen=True, kw_only=True, tag="gated_delta_net")
         """A conv of q|k|v and ssm [value heads, value_dim, key_dim]."""
         key = Section(self.key_heads, self.key_dim)
         axes = (("H", self.value_heads), ("V", self.value_dim), ("K", self.key_dim))
-        ssm = State("ssm", self.ssm_dtype, axes, Cut.heads(self.value_heads, shared=False))
+        ssm = State("ssm", self.ssm_dtype, axes, Sharding.by_heads(self.value_heads, shared=False))
         return self._conv(key, key, Section(self.value_heads, self.value_dim)), ssm
 
 
@@ -219,11 +221,11 @@ class Rwkv7(Recurrent, frozen=True, kw_only=True, tag="rwkv7"):
         rows = (("R", self.hidden),)
         return (
             _matrix(self.heads, self.head_dim, self.ssm_dtype),
-            State("shift_time", self.shift_dtype, rows, Cut.replicated()),
-            State("shift_channel", self.shift_dtype, rows, Cut.replicated()),
+            State("shift_time", self.shift_dtype, rows, Sharding.replicated()),
+            State("shift_channel", self.shift_dtype, rows, Sharding.replicated()),
         )
 
 
 def _matrix(heads: int, dim: int, dtype: str) -> State:
     axes = (("H", heads), ("V", dim), ("K", dim))
-    return State("ssm", dtype, axes, Cut.heads(heads, shared=False))
+    return State("ssm", dtype, axes, Sharding.by_heads(heads, shared=False))

@@ -169,7 +169,7 @@ class Refusal(Message, frozen=True, kw_only=True, tag="refusal"):
     """No, and why."""
 
     code: Annotated[str, Meta(max_length=64)]
-    rule: Annotated[str, Meta(max_length=4096)]
+    problem: Annotated[str, Meta(max_length=4096)]
     got: Annotated[str, Meta(max_length=4096)]
     hint: Annotated[str, Meta(max_length=4096)]
 
@@ -238,15 +238,15 @@ def unpack(blocks: Packed) -> dict[int, Int64s]:
 
 def refusal_of(problem: AtlasError) -> Refusal:
     """A refusal as it travels."""
-    texts = [str(text)[:4096] for text in (problem.rule, problem.got, problem.hint)]
-    return Refusal(code=str(problem.code), rule=texts[0], got=texts[1], hint=texts[2])
+    texts = [str(text)[:4096] for text in (problem.problem, problem.got, problem.hint)]
+    return Refusal(code=str(problem.code), problem=texts[0], got=texts[1], hint=texts[2])
 
 
 def raise_refusal(said: Refusal) -> None:
     """A refusal that came from a peer, raised here with its own code."""
     known = {str(code): code for code in Code}
     code = known.get(said.code, Code.WIRE_FAILED)
-    raise AtlasError(code, said.rule, got=f"{said.got} (says the peer)", hint=said.hint)
+    raise AtlasError(code, said.problem, got=f"{said.got} (says the peer)", hint=said.hint)
 
 
 def bad_handshake(got: str) -> AtlasError:

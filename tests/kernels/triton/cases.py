@@ -48,7 +48,7 @@ class Pool:
         seed: int = 0, pinned: bool = False,
     ) -> None:  # fmt: skip
         page = spec.page(block)
-        placed = page.place(Layout(order), slots=3, blocks=blocks)
+        placed = page.place(Layout(order), pages=3, blocks=blocks)
         self.raw = torch.empty(
             placed.stop + 2 * GUARD, dtype=torch.uint8, device=device, pin_memory=pinned
         )

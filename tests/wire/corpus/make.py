@@ -224,7 +224,7 @@ def plans() -> dict[str, tuple[str, list[bytes]]]:
         "a_billion_blocks": put("pools", 0, "blocks", huge),
         "negative_blocks": put("pools", 0, "blocks", -1),
         "a_billion_groups": put("regions", 0, "group", huge),
-        "slots_far_apart": put("regions", 0, "slot_stride", 2**62),
+        "slots_far_apart": put("regions", 0, "page_stride", 2**62),
         "blocks_in_one_place": put("regions", 0, "block_stride", 0),
         "a_billion_cuts": put("regions", 0, "cut", huge),
         "a_billion_bytes_in_a_page": put("regions", 0, "page_bytes", huge),

@@ -81,16 +81,16 @@ class StateField:
     def _pieces(self, layer: LayerCache) -> list[Piece]:
         everything = (slice(None),) * (1 + len(self.shape))
         field = layer.page.field(self.name)
-        if self.state.cut.axis is None or not field.pieces:
+        if self.state.sharding.axis is None or not field.ranges:
             return [(everything, everything)]
-        axis = 1 + self.axes.index(self.state.cut.axis)
+        axis = 1 + self.axes.index(self.state.sharding.axis)
 
         def stretch(start: int, length: int) -> tuple[slice, ...]:
             at = list(everything)
             at[axis] = slice(start, start + length)
             return tuple(at)
 
-        return [(stretch(p.local, p.length), stretch(p.start, p.length)) for p in field.pieces]
+        return [(stretch(p.local, p.length), stretch(p.start, p.length)) for p in field.ranges]
 
 
 def state_fields(parts: Sequence[LayerCache], spec: Recurrent) -> dict[str, StateField] | None:

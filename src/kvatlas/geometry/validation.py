@@ -67,7 +67,7 @@ def validate(
         if part.offset % align or any(step % align for step in steps.values()):
             raise AtlasError(
                 Code.MISALIGNED,
-                f"Parts, slots and blocks start at multiples of {align}",
+                f"Parts, pages and blocks start at multiples of {align}",
                 got=f"{name} at {part.offset} with strides {steps}",
                 hint="Pad the pages or the blocks up to the alignment",
             )
