@@ -61,7 +61,7 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "softcap": (FullAttention(**BASE), {"softcap": 2.0}),
     "sinks": (FullAttention(**BASE), {"sinks": True}),
     "sinks in a window": (SlidingAttention(**BASE, window=50), {"sinks": True}),
-    "tokens that stay": (SinkAttention(**BASE, sinks=90, window=100), {}),
+    "tokens that stay": (SinkAttention(**BASE, sink_tokens=90, window=100), {}),
     "cross": (CrossAttention(**BASE, source=2048), {"queries": [4, 7, 200, 1, 33]}),
     "starts": (FullAttention(**BASE), {"starts": True}),
     "halves": (FullAttention(**BASE, dtype="fp16"), {"dtype": torch.float16}),
@@ -70,7 +70,7 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "int8 in a window": (SlidingAttention(**BASE, window=70, cache="int8_per_token_head"), {}),
     "int4 in a window": (SlidingAttention(**BASE, window=70, cache="int4_per_token_head"), {}),
     "fp8 that stay": (
-        SinkAttention(**BASE, sinks=90, window=100, cache="fp8_per_token_head"), {}
+        SinkAttention(**BASE, sink_tokens=90, window=100, cache="fp8_per_token_head"), {}
     ),
     "int4, softcap": (FullAttention(**BASE, cache="int4_per_token_head"), {"softcap": 2.0}),
     "int8, sinks": (FullAttention(**BASE, cache="int8_per_token_head"), {"sinks": True}),

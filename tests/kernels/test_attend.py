@@ -75,7 +75,9 @@ KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "softcap": (FullAttention(**BASE), lambda t, s: s <= t, {"softcap": 2.0}),
     "sinks": (FullAttention(**BASE), lambda t, s: s <= t, {"sinks": torch.randn(4)}),
     "tokens that stay": (
-        SinkAttention(**BASE, sinks=3, window=5), lambda t, s: s <= t and (s < 3 or s > t - 5), {},
+        SinkAttention(**BASE, sink_tokens=3, window=5),
+        lambda t, s: s <= t and (s < 3 or s > t - 5),
+        {},
     ),
     "sinks in a window": (
         SlidingAttention(**BASE, window=5), lambda t, s: t - 5 < s <= t, {"sinks": torch.randn(4)},

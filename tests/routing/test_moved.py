@@ -151,7 +151,7 @@ def test_a_chunk_moves_from_its_beginning(stop: int) -> None:
 
 
 def test_sinks_move_with_everything_else() -> None:
-    model = stacked("sinks", SinkAttention(heads=2, head_dim=4, sinks=4, window=8))
+    model = stacked("sinks", SinkAttention(heads=2, head_dim=4, sink_tokens=4, window=8))
     move = moving(small_plan(model), small_plan(model, tp=2), 50)
     assert_arrives(move)
     assert bytes_moved(move)["layers.0.cache"] == 1 * 4 * 2 * 2 * 50

@@ -95,7 +95,7 @@ TABLE: list[tuple[str, Spec, int, tuple[int, int, int]]] = [
     ("compressor state", CompressorState(width=1024, window=128), 8, (1, 8, 4096)),
     ("sliding", SlidingAttention(**GQA, window=128), 16, (8, 16, 512)),
     ("chunked", ChunkedAttention(**GQA, chunk=8192), 16, (8, 16, 512)),
-    ("sinks", SinkAttention(**GQA, sinks=4, window=1024), 16, (8, 16, 512)),
+    ("sinks", SinkAttention(**GQA, sink_tokens=4, window=1024), 16, (8, 16, 512)),
     ("cross", CrossAttention(heads=20, head_dim=64, source=1500), 16, (20, 16, 256)),
     (
         "sliding latent",

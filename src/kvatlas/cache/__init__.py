@@ -5,5 +5,15 @@ This room needs torch (`pip install kvatlas[torch]`).
 
 from kvatlas.cache import adapters
 from kvatlas.cache.cache import ALIGNMENT, Cache, LayerCache, allocate, bind
+from kvatlas.cache.tensors import torch_dtype, view
 
-__all__ = ["ALIGNMENT", "Cache", "LayerCache", "adapters", "allocate", "bind"]
+__all__ = [
+    "ALIGNMENT",
+    "Cache",
+    "LayerCache",
+    "adapters",
+    "allocate",
+    "bind",
+    "torch_dtype",
+    "view",
+]

@@ -13,16 +13,11 @@ from rich.text import Text
 
 from kvatlas.cli.tables import size, table
 from kvatlas.errors import AtlasError
-from kvatlas.models.model import Layer, Model
+from kvatlas.models import Layer, Model
 from kvatlas.planning import Plan, plan
 from kvatlas.routing import Copy
 from kvatlas.specs import FullAttention
-from kvatlas.wire.client.session import Session
-from kvatlas.wire.sample_server import Task, memory_of, noise, served
-from kvatlas.wire.server.node import Node, pools_for
-from kvatlas.wire.staging import Bytes
-from kvatlas.wire.transports.base import Link
-from kvatlas.wire.transports.registry import make
+from kvatlas.wire import Bytes, Link, Node, Session, Task, make, memory_of, noise, pools_for, served
 
 TRANSPORTS = ("nixl", "mooncake", "shm")
 RUNS = (4 << 10, 64 << 10, 1 << 20)

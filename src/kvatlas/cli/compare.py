@@ -10,8 +10,7 @@ import typer
 from kvatlas.cli.options import POLICIES, Ask
 from kvatlas.errors import AtlasError
 from kvatlas.models import Model
-from kvatlas.planning import Plan
-from kvatlas.planning.sized_layers import kind_of
+from kvatlas.planning import Plan, kind_of
 
 AXES = {"policy": "policy", "kv-dtype": "kv_dtype", "tp": "tp", "pack": "pack"}
 """What can vary: its name on the command line and in `plan()`."""

@@ -12,9 +12,7 @@ from rich.progress import Progress
 from kvatlas.cli.compare import way_of
 from kvatlas.errors import AtlasError
 from kvatlas.models import Model, catalogue
-from kvatlas.planning import Plan, padding, plan
-from kvatlas.planning.planner import Policy
-from kvatlas.planning.sized_layers import kind_of
+from kvatlas.planning import Plan, Policy, kind_of, padding, plan
 
 TP = (1, 2, 8)
 MEMORY = "60GiB"

@@ -19,12 +19,19 @@ from kvatlas.cli.tables import indented, size, table
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
 from kvatlas.routing import Route, scattered
-from kvatlas.wire import Node, Session
-from kvatlas.wire.client.rank_transfer import How
-from kvatlas.wire.sample_server import Task, memory_of, noise, served
-from kvatlas.wire.server.node import pools_for
-from kvatlas.wire.staging import Bytes
-from kvatlas.wire.transports.registry import NAMES, make
+from kvatlas.wire import (
+    NAMES,
+    Bytes,
+    How,
+    Node,
+    Session,
+    Task,
+    make,
+    memory_of,
+    noise,
+    pools_for,
+    served,
+)
 
 _SEED = 20260
 _LEAST, _MOST = 1 << 26, 1 << 33

@@ -17,8 +17,7 @@ import typer
 
 from kvatlas.geometry import ENGINE_LAYOUTS
 from kvatlas.models import Model, catalogue
-from kvatlas.planning import BACKENDS, Plan, plan
-from kvatlas.planning.planner import Policy
+from kvatlas.planning import BACKENDS, Plan, Policy, plan
 from kvatlas.specs import ATTENTION_CACHES, LATENT_CACHES
 
 POLICIES: tuple[str, ...] = get_args(Policy)

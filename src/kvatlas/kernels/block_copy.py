@@ -10,8 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
-from kvatlas.cache import LayerCache
-from kvatlas.cache.tensors import view
+from kvatlas.cache import LayerCache, view
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Placement
 from kvatlas.kernels.dispatch import gpu_kernels

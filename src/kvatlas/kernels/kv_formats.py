@@ -29,13 +29,12 @@ from typing import Literal
 
 import torch
 
-from kvatlas.cache.tensors import torch_dtype
+from kvatlas.cache import torch_dtype
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import DType
 from kvatlas.kernels import bit_codes as bits
 from kvatlas.kernels.block_scales import E4M3_MAX, from_nvfp4, not_finite_is_nan, to_fp8, to_nvfp4
-from kvatlas.specs.attention import Attention
-from kvatlas.specs.cell_content import sides
+from kvatlas.specs import Attention, sides
 
 Side = Literal["k", "v"]
 Fields = dict[str, torch.Tensor]

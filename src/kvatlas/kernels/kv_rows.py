@@ -16,7 +16,7 @@ from kvatlas.kernels.slot_rows import (
     take_rows,
     write_fields,
 )
-from kvatlas.specs.attention import Attention
+from kvatlas.specs import Attention
 
 
 def write(

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from kvatlas.cache import LayerCache
-from kvatlas.cache.tensors import torch_dtype
+from kvatlas.cache import LayerCache, torch_dtype
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Page
 from kvatlas.kernels import bit_codes as bits

@@ -19,6 +19,7 @@ from kvatlas.kernels.dispatch import gpu_kernels
 from kvatlas.kernels.kv_rows import read
 from kvatlas.kernels.latent_rows import read_latent
 from kvatlas.specs import (
+    Attention,
     ChunkedAttention,
     CrossAttention,
     LatentAttention,
@@ -27,7 +28,6 @@ from kvatlas.specs import (
     SlidingLatentAttention,
     Spec,
 )
-from kvatlas.specs.attention import Attention
 
 Rows = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """From slots to K [tokens, kv heads, D] and V [tokens, kv heads, Dv]."""
@@ -53,7 +53,7 @@ class _Sight(NamedTuple):
         if isinstance(spec, ChunkedAttention):
             return cls(chunk=spec.chunk)
         if isinstance(spec, SinkAttention) and spec.window is not None:
-            return cls(window=spec.window, first=spec.sinks)
+            return cls(window=spec.window, first=spec.sink_tokens)
         return cls()
 
     def seen(self, length: int, count: int) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvatlas.cache.tensors import view
+from kvatlas.cache import view
 from kvatlas.geometry import Placement, fold_beside, in_lanes, widest
 
 Int64s = NDArray[np.int64]

@@ -10,4 +10,10 @@ from kvatlas.models.catalogue import Entry, catalogue
 from kvatlas.models.loading import load
 from kvatlas.models.model import Layer, Model
 
-__all__ = ["Entry", "Layer", "Model", "catalogue", "load"]
+__all__ = [
+    "Entry",
+    "Layer",
+    "Model",
+    "catalogue",
+    "load",
+]

@@ -5,23 +5,29 @@
 manager). The result is a `Plan`: pure data.
 """
 
-from kvatlas.planning.backends import BACKENDS, Backend
+from kvatlas.planning.backends import ANY_ORDER, BACKENDS, Backend
 from kvatlas.planning.foreign_memory import foreign
 from kvatlas.planning.plan_parts import Group, Pool, Region
-from kvatlas.planning.planner import plan
+from kvatlas.planning.planner import Policy, plan
 from kvatlas.planning.plans import Plan
 from kvatlas.planning.report import Padding, padding
 from kvatlas.planning.request import quantity
+from kvatlas.planning.sized_layers import FULL_KINDS, SLIDING_KINDS, kind_of
 
 __all__ = [
+    "ANY_ORDER",
     "BACKENDS",
+    "FULL_KINDS",
+    "SLIDING_KINDS",
     "Backend",
     "Group",
     "Padding",
     "Plan",
+    "Policy",
     "Pool",
     "Region",
     "foreign",
+    "kind_of",
     "padding",
     "plan",
     "quantity",

@@ -17,16 +17,16 @@ from typing import Literal
 import msgspec
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.models.model import Layer, Model
+from kvatlas.models import Layer, Model
 from kvatlas.specs import (
+    Attention,
     CompressorState,
     Indexer,
     LatentAttention,
+    Recurrent,
     SlidingLatentAttention,
     Spec,
 )
-from kvatlas.specs.attention import Attention
-from kvatlas.specs.recurrent import Recurrent
 
 Family = Literal["dense", "latent", "sparse", "indexer", "other"]
 

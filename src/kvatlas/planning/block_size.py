@@ -13,13 +13,12 @@ from math import lcm
 import msgspec
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Layout
-from kvatlas.geometry.integers import ceil_div, positive, round_up
-from kvatlas.models.model import Model
+from kvatlas.geometry import Layout, ceil_div, positive, round_up
+from kvatlas.models import Model
 from kvatlas.planning.backends import Backend, smallest_common_block
 from kvatlas.planning.grouping import Draft
 from kvatlas.planning.sized_layers import kind_of, page_of
-from kvatlas.specs.latent import LatentAttention
+from kvatlas.specs import LatentAttention
 
 DEFAULT_BLOCK = 16
 _LATENT_MULTIPLE = 128

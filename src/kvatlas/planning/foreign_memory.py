@@ -16,14 +16,12 @@ from typing import Any
 import msgspec
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Page, Placement
-from kvatlas.geometry.integers import ceil_div, natural, positive
-from kvatlas.models.model import Layer, Model
+from kvatlas.geometry import Page, Placement, ceil_div, natural, positive
+from kvatlas.models import Layer, Model
 from kvatlas.planning.plan_parts import Group, Pool, Region
 from kvatlas.planning.plans import Plan
 from kvatlas.planning.sized_layers import kind_of, page_of
-from kvatlas.specs import CrossAttention, Spec
-from kvatlas.specs.attention import Attention, Packing
+from kvatlas.specs import Attention, CrossAttention, Packing, Spec
 
 _FAR = 1 << 62
 

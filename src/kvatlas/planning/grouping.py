@@ -15,10 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Layout, Sharding
-from kvatlas.geometry.integers import ceil_div
+from kvatlas.geometry import Layout, Sharding, ceil_div
 from kvatlas.planning.sized_layers import FULL_KINDS, SLIDING_KINDS, Want
-from kvatlas.specs.attention import Attention
+from kvatlas.specs import Attention
 
 STRETCH = 1.5
 """A group is widened to the largest kind while that is less than this times the smallest."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from kvatlas.geometry import Layout, Page, Placement
-from kvatlas.models.model import Layer
+from kvatlas.models import Layer
 from kvatlas.planning.sized_layers import Kind, blocks_held, page_of
 
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry.integers import integer, natural, positive
-from kvatlas.models.model import Model
+from kvatlas.geometry import integer, natural, positive
+from kvatlas.models import Model
 from kvatlas.planning.backends import backends_of
 from kvatlas.planning.block_size import stages_of
 from kvatlas.planning.plans import Plan
 from kvatlas.planning.policy_atlas import plan_atlas
 from kvatlas.planning.policy_vllm import plan_uniform, plan_vllm
 from kvatlas.planning.request import Request, length, quantity
-from kvatlas.specs import Mamba2
-from kvatlas.specs.attention import Attention
+from kvatlas.specs import Attention, Mamba2
 
 Policy = Literal["atlas", "vllm", "uniform"]
 

@@ -19,9 +19,15 @@ from typing import Any
 import msgspec
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Layout, Page, Placement, validate
-from kvatlas.geometry.integers import INT64_MAX, positive
-from kvatlas.geometry.validation import keeps_to_its_blocks
+from kvatlas.geometry import (
+    INT64_MAX,
+    Layout,
+    Page,
+    Placement,
+    keeps_to_its_blocks,
+    positive,
+    validate,
+)
 from kvatlas.planning.plan_parts import Group, Pool, Region
 from kvatlas.planning.sized_layers import kind_of, page_of
 

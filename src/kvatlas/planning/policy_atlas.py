@@ -26,8 +26,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Layout
-from kvatlas.geometry.integers import ceil_div
+from kvatlas.geometry import Layout, ceil_div
 from kvatlas.planning.backends import smallest_common_block
 from kvatlas.planning.block_size import (
     DEFAULT_BLOCK,

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Layout
-from kvatlas.geometry.page_arrangement import PageSet, PoolPosition, side_by_side
+from kvatlas.geometry import Layout, PageSet, PoolPosition, side_by_side
 from kvatlas.planning.assemble import assemble
 from kvatlas.planning.block_size import BlockSize, block_size, bytes_per_block
 from kvatlas.planning.grouping import Draft, group_layers, promote

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Layout
-from kvatlas.geometry.integers import ceil_div
-from kvatlas.geometry.page_arrangement import PageSet, packs, shared_pages, side_by_side
+from kvatlas.geometry import Layout, PageSet, ceil_div, packs, shared_pages, side_by_side
 from kvatlas.planning.assemble import assemble
 from kvatlas.planning.block_size import BlockSize, bytes_per_block
 from kvatlas.planning.grouping import Draft

@@ -8,8 +8,8 @@ from typing import Literal
 import msgspec
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry.integers import positive
-from kvatlas.models.model import Model
+from kvatlas.geometry import positive
+from kvatlas.models import Model
 from kvatlas.planning.backends import Backend
 
 _DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}

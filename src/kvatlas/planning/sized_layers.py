@@ -15,24 +15,23 @@ from typing import Any, Literal
 import msgspec
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Page, Sharding
-from kvatlas.geometry.integers import ceil_div, round_up
-from kvatlas.models.model import Layer, Model
+from kvatlas.geometry import Page, Sharding, ceil_div, round_up
+from kvatlas.models import Layer, Model
 from kvatlas.planning.backends import Backend
 from kvatlas.specs import (
+    Attention,
     ChunkedAttention,
     CompressorState,
     CrossAttention,
     Indexer,
     LatentAttention,
     Mamba2,
+    Recurrent,
     SinkAttention,
     SlidingAttention,
     SlidingLatentAttention,
     Spec,
 )
-from kvatlas.specs.attention import Attention
-from kvatlas.specs.recurrent import Recurrent
 
 Kind = Literal[
     "full_attention",

@@ -11,10 +11,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry.address_arrays import Int64s, join_pairs, refuse_too_many
-from kvatlas.geometry.integers import INT64_MAX, natural
-from kvatlas.geometry.state_spans import Spots, Stretches
-from kvatlas.geometry.strided_runs import Strip, along, closed
+from kvatlas.geometry import (
+    INT64_MAX,
+    Int64s,
+    Spots,
+    Stretches,
+    Strip,
+    along,
+    closed,
+    join_pairs,
+    natural,
+    refuse_too_many,
+)
 from kvatlas.routing.compiler import Lane
 from kvatlas.routing.request import Placed
 

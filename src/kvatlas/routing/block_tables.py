@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry.address_arrays import Int64s
+from kvatlas.geometry import Int64s
 from kvatlas.planning import Plan, Pool
 
 Ids = Sequence[int] | Int64s

@@ -11,7 +11,7 @@ import msgspec
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
 from kvatlas.routing.plan_ends import Side
-from kvatlas.specs.identity import essence, shape_of
+from kvatlas.specs import essence, shape_of
 
 _SHOWN = 3
 

@@ -13,10 +13,8 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
-from kvatlas.geometry import Placement, ShardRange
-from kvatlas.geometry.state_spans import Cells, meet
-from kvatlas.geometry.strided_runs import Strip, between, merged
-from kvatlas.planning.sized_layers import kind_of
+from kvatlas.geometry import Cells, Placement, ShardRange, Strip, between, meet, merged
+from kvatlas.planning import kind_of
 from kvatlas.routing.plan_ends import Home, Side, View
 from kvatlas.routing.token_ranges import Reach
 

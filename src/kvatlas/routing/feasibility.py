@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry.integers import ceil_div, positive
+from kvatlas.geometry import ceil_div, positive
 from kvatlas.planning import Group, Plan
 from kvatlas.routing.compatibility import Reason, fingerprint, reasons
 from kvatlas.routing.costs import Costs, Report, report

@@ -14,8 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvatlas.errors import AtlasError
-from kvatlas.geometry import Field, Page, Placement, Sharding, ShardRange
-from kvatlas.geometry.state_spans import Cells
+from kvatlas.geometry import Cells, Field, Page, Placement, Sharding, ShardRange
 from kvatlas.planning import Plan, Region
 from kvatlas.specs import Spec
 

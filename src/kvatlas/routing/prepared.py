@@ -17,10 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry.address_arrays import Int64s, fill_descriptors
-from kvatlas.geometry.integers import natural
-from kvatlas.geometry.state_spans import Cells, Spots
-from kvatlas.geometry.strided_runs import Ends, Strip, closed
+from kvatlas.geometry import Cells, Ends, Int64s, Spots, Strip, closed, fill_descriptors, natural
 from kvatlas.planning import Plan
 from kvatlas.routing.binding import Family, families
 from kvatlas.routing.block_tables import Blocks, End

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry.address_arrays import Int64s
-from kvatlas.geometry.state_spans import Cells, Spots, Stretches, stretches
+from kvatlas.geometry import Cells, Int64s, Spots, Stretches, stretches
 from kvatlas.routing.block_tables import End
 from kvatlas.routing.compiler import Lane
 from kvatlas.routing.token_ranges import token_range

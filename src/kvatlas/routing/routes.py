@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry.address_arrays import Int64s, join
+from kvatlas.geometry import Int64s, join
 from kvatlas.planning import Plan
 from kvatlas.routing.binding import Copy, Runs, Sheet, joined, ranges, sheet_of
 from kvatlas.routing.block_tables import Blocks, End, checked_rank

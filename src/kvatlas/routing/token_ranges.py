@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry.integers import integer
-from kvatlas.planning import Group
-from kvatlas.planning.sized_layers import SLIDING_KINDS
+from kvatlas.geometry import integer
+from kvatlas.planning import SLIDING_KINDS, Group
 
 Span = tuple[int, int]
 

@@ -8,15 +8,18 @@ JSON and be checked when it arrives; a new kind is a new class here.
 """
 
 from kvatlas.specs.attention import (
+    Attention,
     ChunkedAttention,
     CrossAttention,
     EncoderOnlyAttention,
     FullAttention,
+    Packing,
     SinkAttention,
     SlidingAttention,
 )
 from kvatlas.specs.base import Spec
-from kvatlas.specs.cell_content import ATTENTION_CACHES
+from kvatlas.specs.cell_content import ATTENTION_CACHES, sides
+from kvatlas.specs.identity import essence, shape_of
 from kvatlas.specs.latent import (
     LATENT_CACHES,
     CompressorState,
@@ -32,9 +35,12 @@ from kvatlas.specs.recurrent import (
     LightningAttention,
     Mamba1,
     Mamba2,
+    Recurrent,
     Rwkv7,
     ShortConv,
+    State,
 )
+from kvatlas.specs.visibility import Visibility
 
 AnySpec = (
     FullAttention
@@ -61,6 +67,7 @@ __all__ = [
     "ATTENTION_CACHES",
     "LATENT_CACHES",
     "AnySpec",
+    "Attention",
     "ChunkedAttention",
     "CompressorState",
     "CrossAttention",
@@ -73,12 +80,19 @@ __all__ = [
     "LightningAttention",
     "Mamba1",
     "Mamba2",
+    "Packing",
+    "Recurrent",
     "Rwkv7",
     "ShortConv",
     "SinkAttention",
     "SlidingAttention",
     "SlidingLatentAttention",
     "Spec",
+    "State",
+    "Visibility",
     "compressed_latent",
+    "essence",
+    "shape_of",
+    "sides",
     "sparse_latent",
 ]

@@ -2,7 +2,7 @@
 
 The kinds differ in which tokens a request still needs, never in the bytes of a
 page: full keeps all, sliding the last `window`, chunked those since the last
-multiple of `chunk`, sink the last ones and the first `sinks`, cross the
+multiple of `chunk`, sink the last ones and the first `sink_tokens`, cross the
 encoder's, encoder-only none. So one base class owns the page, and each kind adds
 a number or two.
 
@@ -182,17 +182,17 @@ class ChunkedAttention(Attention, frozen=True, kw_only=True, tag="chunked_attent
 
 
 class SinkAttention(Attention, frozen=True, kw_only=True, tag="sink_attention"):
-    """The first `sinks` tokens stay for ever; of the others the last `window`, or all.
+    """The first `sink_tokens` tokens stay for ever; of the others the last `window`, or all.
 
     Sinks that are learned weights rather than rows take no cache: use the other kinds.
     """
 
-    sinks: int
+    sink_tokens: int
     window: int | None = None
 
     def __post_init__(self) -> None:
         Attention.__post_init__(self)
-        check(self, sizes=("sinks", *(["window"] if self.window is not None else [])))
+        check(self, sizes=("sink_tokens", *(["window"] if self.window is not None else [])))
 
 
 class CrossAttention(Attention, frozen=True, kw_only=True, tag="cross_attention"):

@@ -7,8 +7,8 @@ from typing import Any, get_args, get_type_hints
 import msgspec
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import DType, Page, ShardRange
-from kvatlas.geometry.integers import natural, positive
+from kvatlas.geometry import DType, Page, ShardRange, natural, positive
+from kvatlas.specs.visibility import Visibility
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", forbid_unknown_fields=True):
@@ -21,6 +21,18 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", forbid_u
     def tokens_per_state(self) -> int | None:
         """Tokens that one stored state stands for; None where a block keeps a single state."""
         raise NotImplementedError
+
+    @property
+    def visibility(self) -> Visibility:
+        """Which tokens a query sees of what the layer keeps."""
+        source = getattr(self, "source", None)
+        return Visibility(
+            causal=source is None,
+            window=getattr(self, "window", None),
+            chunk=getattr(self, "chunk", None),
+            sink_tokens=getattr(self, "sink_tokens", 0),
+            source=source,
+        )
 
     def page(self, block: int, *, tp: int = 1, rank: int = 0) -> Page:
         """The page of a block of `block` tokens on `rank` of `tp`."""
@@ -51,7 +63,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", forbid_u
         return min(field.sharding.replicas(tp) for field in page.fields if not field.padding)
 
     def shard(self, tp: int, rank: int) -> dict[str, tuple[ShardRange, ...]]:
-        """Which rows of each field's cut axis `rank` holds; empty for all of them."""
+        """Which rows of each field's sharded axis `rank` holds; empty for all of them."""
         page = self.page(self.tokens_per_state or 1, tp=tp, rank=rank)
         return {field.name: field.ranges for field in page.fields if not field.padding}
 

@@ -26,9 +26,9 @@ from kvatlas.geometry import (
     Sharding,
     in_cells,
     in_planes,
+    round_up,
     row_bytes,
 )
-from kvatlas.geometry.integers import round_up
 from kvatlas.specs.base import Spec, bad_spec, check, plain_dtype
 
 Version = Literal["v3", "v4", "v4.1"]

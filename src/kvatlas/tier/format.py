@@ -32,12 +32,11 @@ from pathlib import Path
 import numpy as np
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry.integers import round_up
+from kvatlas.geometry import round_up
 from kvatlas.planning import Plan
 from kvatlas.tier.index import Row
 from kvatlas.tier.keys import LONGEST_KEY, Cover
-from kvatlas.wire.peers import refuse_large
-from kvatlas.wire.staging import Bytes
+from kvatlas.wire import Bytes, refuse_large
 
 MAGIC = b"kvatlas\x00"
 VERSION = 1

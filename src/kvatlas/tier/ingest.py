@@ -17,9 +17,7 @@ import msgspec
 import numpy as np
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Layout
-from kvatlas.geometry.address_arrays import Int64s, join
-from kvatlas.geometry.integers import ceil_div
+from kvatlas.geometry import Int64s, Layout, ceil_div, join
 from kvatlas.planning import Plan
 from kvatlas.routing import Copy, route
 from kvatlas.tier.keys import Need, Spans

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
-from kvatlas.routing.plan_ends import Side
-from kvatlas.routing.token_ranges import Reach, Span, reach_of
+from kvatlas.routing import Reach, Side, Span, reach_of
 
 LONGEST_KEY = 64
 """Bytes of a key: room for any digest."""

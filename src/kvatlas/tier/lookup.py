@@ -6,12 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvatlas.planning import Plan
-from kvatlas.routing import Copy
-from kvatlas.routing.block_tables import checked_rank
+from kvatlas.routing import Copy, checked_rank
 from kvatlas.tier.index import Books, Row
 from kvatlas.tier.keys import Need, Spans
 from kvatlas.tier.runs import carry_out, pools_of
-from kvatlas.wire.staging import stream_bytes
+from kvatlas.wire import stream_bytes
 
 if TYPE_CHECKING:
     from kvatlas.tier.tier import Tier

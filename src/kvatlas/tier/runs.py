@@ -10,9 +10,7 @@ import numpy as np
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
 from kvatlas.routing import Copy
-from kvatlas.wire.memory_copy import as_bytes
-from kvatlas.wire.staging import Bytes
-from kvatlas.wire.transports.base import Memory
+from kvatlas.wire import Bytes, Memory, as_bytes
 
 _LONG = 16 << 10
 """From here on a run by itself costs less than its share of an indexed copy."""

@@ -19,18 +19,14 @@ import numpy as np
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
-from kvatlas.routing import Route, route
-from kvatlas.routing.block_tables import checked_rank
-from kvatlas.routing.token_ranges import token_range
+from kvatlas.routing import Route, checked_rank, route, token_range
 from kvatlas.tier.format import TierFile
 from kvatlas.tier.index import Books, Claim, Row, Stored
 from kvatlas.tier.ingest import Intake, check_tier_plan
 from kvatlas.tier.keys import Keys, Spans, keys_by_group
 from kvatlas.tier.lookup import Carry, Held, longest
 from kvatlas.tier.runs import carry_out, pools_of
-from kvatlas.wire.metrics import Metrics
-from kvatlas.wire.staging import Bytes, stream_bytes
-from kvatlas.wire.transports.base import Memory
+from kvatlas.wire import Bytes, Memory, Metrics, stream_bytes
 
 _PLANS = 16
 _Kept = TypeVar("_Kept")

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry.address_arrays import Int64s
+from kvatlas.geometry import Int64s
 from kvatlas.routing import Copy
 from kvatlas.wire.transports.base import Handle, Memory
 from kvatlas.wire.transports.errors import cancelled, failed

@@ -18,7 +18,7 @@ import numpy as np
 from msgspec import Meta
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry.address_arrays import Int64s
+from kvatlas.geometry import Int64s
 
 VERSION = 1
 MOST = 4 << 20

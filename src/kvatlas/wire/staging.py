@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvatlas.geometry.address_arrays import Int64s
+from kvatlas.geometry import Int64s
 from kvatlas.routing import Copy
 
 Bytes = NDArray[np.uint8]

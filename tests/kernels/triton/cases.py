@@ -198,7 +198,7 @@ def seen_by(spec: Any, position: int, count: int, device: str) -> torch.Tensor:
     if isinstance(spec, SlidingAttention | SlidingLatentAttention):
         seen &= at > position - spec.window
     if isinstance(spec, SinkAttention) and spec.window is not None:
-        seen &= (at > position - spec.window) | (at < spec.sinks)
+        seen &= (at > position - spec.window) | (at < spec.sink_tokens)
     if isinstance(spec, ChunkedAttention):
         seen &= at // spec.chunk == position // spec.chunk
     return seen

@@ -40,8 +40,8 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "softcap": (FullAttention(**BASE), {"softcap": 2.0}),
     "sinks": (FullAttention(**BASE), {"sinks": True}),
     "sinks in a window": (SlidingAttention(**BASE, window=5), {"sinks": True}),
-    "tokens that stay": (SinkAttention(**BASE, sinks=5, window=6), {}),
-    "many tokens that stay": (SinkAttention(**BASE, sinks=21, window=9), {"sinks": True}),
+    "tokens that stay": (SinkAttention(**BASE, sink_tokens=5, window=6), {}),
+    "many tokens that stay": (SinkAttention(**BASE, sink_tokens=21, window=9), {"sinks": True}),
     "cross": (CrossAttention(**BASE, source=64), {"queries": [4, 7, 20, 1]}),
     "starts": (FullAttention(**BASE), {"starts": True}),
     "K transposed": (FullAttention(**BASE, packing="transposed"), {}),
@@ -53,7 +53,7 @@ WORDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "halves, softcap": (FullAttention(**HALVES), {"softcap": 2.0}),
     "halves in a window": (SlidingAttention(**HALVES, window=7), {}),
     "halves in chunks": (ChunkedAttention(**HALVES, chunk=8), {}),
-    "halves that stay": (SinkAttention(**HALVES, sinks=21, window=9), {}),
+    "halves that stay": (SinkAttention(**HALVES, sink_tokens=21, window=9), {}),
     "halves of an encoder": (CrossAttention(**HALVES, source=64), {"queries": [4, 7, 20, 1]}),
     "unlike V": (FullAttention(**HALVES, v_dim=32), {}),
     "fp8": (FullAttention(**HALVES, cache="fp8"), {"softcap": 2.0}),
@@ -61,7 +61,7 @@ WORDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "int8": (FullAttention(**HALVES, cache="int8_per_token_head"), {"sinks": True}),
     "int8 in a window": (SlidingAttention(**HALVES, window=7, cache="int8_per_token_head"), {}),
     "int8 that stay": (
-        SinkAttention(**HALVES, sinks=21, window=9, cache="int8_per_token_head"), {}
+        SinkAttention(**HALVES, sink_tokens=21, window=9, cache="int8_per_token_head"), {}
     ),
     "int4": (FullAttention(**HALVES, cache="int4_per_token_head"), {"softcap": 2.0}),
     "int4 in a window": (SlidingAttention(**HALVES, window=7, cache="int4_per_token_head"), {}),

@@ -112,7 +112,7 @@ def test_a_prepared_schedule_is_enough() -> None:
 def test_blocks_between_the_first_tokens_and_a_window_may_be_anything(
     block: int, length: int, count: int, tile: int
 ) -> None:
-    spec = SinkAttention(heads=2, head_dim=16, dtype="fp32", sinks=2, window=5)
+    spec = SinkAttention(heads=2, head_dim=16, dtype="fp32", sink_tokens=2, window=5)
     layer, q = filled(spec, block=block, blocks=20), queries_of(count)
     table = torch.randperm(20, generator=torch.Generator().manual_seed(1))[None]
     where = {"lengths": torch.tensor([length]), "queries": torch.tensor([count])}

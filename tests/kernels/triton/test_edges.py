@@ -74,7 +74,7 @@ def test_rows_that_no_query_sees_do_not_matter(
     base: dict[str, Any], queries: int, states: int
 ) -> None:
     """Between the tokens that stay and the window, in a block that both touch."""
-    spec = SinkAttention(**base, sinks=3, window=4)
+    spec = SinkAttention(**base, sink_tokens=3, window=4)
     layer = filled(spec, states)
     # Queries begin at 12 or later, and windows at 9 or later.
     for side in (layer.k, layer.v):
@@ -96,7 +96,7 @@ def test_a_schedule_serves_what_it_was_made_for() -> None:
     }  # fmt: skip
     assert torch.equal(attend(layer, spec, q, prepared=made, **where), mine)
     assert torch.allclose(mine, theirs, atol=1e-5)
-    window = SinkAttention(**WIDE, sinks=2, window=4)
+    window = SinkAttention(**WIDE, sink_tokens=2, window=4)
     others = [
         schedule(cut_of(layer, spec, 4, tile=16, rows=16, max_queries=40), lengths, queries),
         schedule(cut_of(layer, spec, 8, tile=16, rows=16), lengths, queries),

@@ -14,7 +14,7 @@ import torch
 
 from kvatlas.cache import LayerCache
 from kvatlas.engines.transformers.block_ids import Blocks
-from kvatlas.geometry.integers import ceil_div
+from kvatlas.geometry import ceil_div
 from kvatlas.kernels import copy_blocks, zero_blocks
 from kvatlas.planning import Group
 

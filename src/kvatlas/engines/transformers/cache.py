@@ -22,11 +22,16 @@ from kvatlas.engines.transformers.plan_for_model import make_cache
 from kvatlas.engines.transformers.rows import KeyValueRows, LatentRows, Pair
 from kvatlas.engines.transformers.states import state_fields
 from kvatlas.errors import AtlasError, Code
-from kvatlas.models.model import Layer
+from kvatlas.models import Layer
 from kvatlas.planning import Plan
-from kvatlas.specs import CrossAttention, LatentAttention, SinkAttention, SlidingLatentAttention
-from kvatlas.specs.attention import Attention
-from kvatlas.specs.recurrent import Recurrent
+from kvatlas.specs import (
+    Attention,
+    CrossAttention,
+    LatentAttention,
+    Recurrent,
+    SinkAttention,
+    SlidingLatentAttention,
+)
 
 AnyPages = AttentionPages | StatePages | BothPages | NoPages
 

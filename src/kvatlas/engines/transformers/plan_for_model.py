@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from kvatlas.cache import Cache, allocate
-from kvatlas.geometry import DType
-from kvatlas.geometry.integers import positive
+from kvatlas.geometry import DType, positive
 from kvatlas.models import Model
 from kvatlas.planning import Plan, plan
 

@@ -13,10 +13,7 @@ from typing import Any
 from kvatlas.engines.transformers.cache import AtlasCache
 from kvatlas.planning import Plan
 from kvatlas.routing import route, scattered
-from kvatlas.wire import Memory, Node, Transport
-from kvatlas.wire.local_copy import carry
-from kvatlas.wire.server.node import pools_for
-from kvatlas.wire.transports.registry import make
+from kvatlas.wire import Memory, Node, Transport, carry, make, pools_for
 
 
 class Ranks:

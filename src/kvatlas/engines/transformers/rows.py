@@ -14,8 +14,7 @@ import torch
 
 from kvatlas.cache import LayerCache
 from kvatlas.kernels import read, write
-from kvatlas.specs import ChunkedAttention, LatentAttention, SlidingAttention
-from kvatlas.specs.attention import Attention
+from kvatlas.specs import Attention, ChunkedAttention, LatentAttention, SlidingAttention
 
 _E4M3_MAX = 448.0
 

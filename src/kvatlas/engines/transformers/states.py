@@ -13,10 +13,9 @@ from functools import cached_property
 
 import torch
 
-from kvatlas.cache import LayerCache
-from kvatlas.cache.tensors import torch_dtype
+from kvatlas.cache import LayerCache, torch_dtype
 from kvatlas.geometry import DType
-from kvatlas.specs.recurrent import Recurrent, State
+from kvatlas.specs import Recurrent, State
 
 _MODEL_AXES: dict[str, tuple[tuple[str, ...], ...]] = {
     "conv": (("R", "T"),),

@@ -16,8 +16,7 @@ from kvatlas.kernels.triton import storage_formats as forms
 from kvatlas.kernels.triton.dependent_launch_device import early
 from kvatlas.kernels.triton.storage_formats import Stored
 from kvatlas.kernels.triton.write_device import write_rows
-from kvatlas.specs import LatentAttention
-from kvatlas.specs.attention import Attention
+from kvatlas.specs import Attention, LatentAttention
 
 
 def write(

@@ -13,9 +13,7 @@ from kvatlas.geometry import DType
 from kvatlas.kernels.slot_rows import refuse_other
 from kvatlas.kernels.triton import checks, tune
 from kvatlas.kernels.triton.addresses import rows
-from kvatlas.specs import LatentAttention
-from kvatlas.specs.attention import Attention
-from kvatlas.specs.cell_content import sides
+from kvatlas.specs import Attention, LatentAttention, sides
 
 _ELEMENTS: dict[str, Any] = {
     "fp32": tl.float32,

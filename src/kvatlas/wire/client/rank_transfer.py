@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import numpy as np
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.routing import Copy, Costs, report
-from kvatlas.routing.token_ranges import token_range
+from kvatlas.routing import Copy, Costs, report, token_range
 from kvatlas.wire import protocol as say
 from kvatlas.wire.peers import Peer
 from kvatlas.wire.rpc import ask

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry.address_arrays import Int64s
+from kvatlas.geometry import Int64s
 from kvatlas.planning import Plan
 from kvatlas.wire import protocol as say
 from kvatlas.wire.leases import Expected, Lease, Offer

@@ -16,11 +16,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry.address_arrays import Int64s
+from kvatlas.geometry import Int64s
 from kvatlas.planning import Plan
-from kvatlas.routing import Route, fingerprint, route
-from kvatlas.routing.block_tables import block_table, checked_rank
-from kvatlas.routing.token_ranges import token_range
+from kvatlas.routing import Route, block_table, checked_rank, fingerprint, route, token_range
 from kvatlas.wire import protocol as say
 from kvatlas.wire.leases import Expected, Leases, Offer, Released
 from kvatlas.wire.memory_copy import as_bytes

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry.address_arrays import Int64s
+from kvatlas.geometry import Int64s
 from kvatlas.routing import Copy
 
 STAGING = -1

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry.address_arrays import Int64s
+from kvatlas.geometry import Int64s
 from kvatlas.routing import Copy
 from kvatlas.wire.memory_copy import STEP, Stepwise, cut
 from kvatlas.wire.transports.base import Handle, Link, Memory, Transport, addresses

@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 
 from kvatlas.errors import AtlasError
-from kvatlas.geometry.address_arrays import Int64s
+from kvatlas.geometry import Int64s
 from kvatlas.routing import Copy
 from kvatlas.wire.transports.base import Handle, Link, Memory, Transport, addresses
 from kvatlas.wire.transports.errors import (

@@ -15,6 +15,7 @@ from kvatlas.kernels.triton.attention.schedule import Cut, fit_of
 from kvatlas.kernels.triton.attention.walk_device import LOG2E
 from kvatlas.kernels.triton.storage_formats import Stored
 from kvatlas.specs import (
+    Attention,
     ChunkedAttention,
     CrossAttention,
     LatentAttention,
@@ -22,7 +23,6 @@ from kvatlas.specs import (
     SlidingAttention,
     SlidingLatentAttention,
 )
-from kvatlas.specs.attention import Attention
 
 _MOST_ROWS = 64
 """Rows of queries that one decoding program holds, at most."""
@@ -74,7 +74,7 @@ def bound_of(spec: Attention | LatentAttention) -> tuple[str, int, int]:
     if isinstance(spec, ChunkedAttention):
         return "chunk", spec.chunk, 0
     if isinstance(spec, SinkAttention) and spec.window is not None:
-        return "kept", spec.window, spec.sinks
+        return "kept", spec.window, spec.sink_tokens
     return "none", 0, 0
 
 

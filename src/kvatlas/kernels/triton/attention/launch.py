@@ -25,8 +25,7 @@ from kvatlas.kernels.triton.attention.decode_device import decode, merge
 from kvatlas.kernels.triton.attention.prefill_device import prefill
 from kvatlas.kernels.triton.attention.schedule import Schedule, schedule
 from kvatlas.kernels.triton.dependent_launch_device import early
-from kvatlas.specs import LatentAttention
-from kvatlas.specs.attention import Attention
+from kvatlas.specs import Attention, LatentAttention
 
 
 def attend(
