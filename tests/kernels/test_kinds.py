@@ -200,7 +200,7 @@ def test_states_go_into_blocks_and_come_back(name: str, order: str) -> None:
     guarded = Guarded(made)
     for layer in guarded.cache:
         parts = guarded.cache.parts(layer)
-        if made.groups[made.region_of(layer)[0].group].kind != "mamba":
+        if made.groups[made.region_of(layer)[0].group].kind != "recurrent":
             continue
         whole = made.region_of(layer)[0].layers[0].spec.page(1)
         shapes = {f.name: [axis.size for axis in f.axes] for f in whole.fields}

@@ -190,7 +190,7 @@ def _alike(src: Side, dst: Side, reaches: Mapping[str, Reach]) -> list[Family]:
 def _sharded(cells: Cells, side: Side, layer: str, tp_rank: int) -> Cells:
     """Context parallelism deals the states of attention out; recurrent states stay whole."""
     dcp = side.plan.dcp
-    if dcp == 1 or kind_of(side.specs[layer]) == "mamba":
+    if dcp == 1 or kind_of(side.specs[layer]) == "recurrent":
         return cells
     return cells._replace(every=dcp, residue=tp_rank % dcp)
 

@@ -162,7 +162,7 @@ def scattered(plan: Plan, tokens: int) -> dict[int, list[int]]:
 
 def _entries(group: Group, tokens: int, dcp: int) -> tuple[int, int]:
     """Entries of a group's table, and how many of them, the last ones, are still held."""
-    if group.kind == "mamba":
+    if group.kind == "recurrent":
         return 1, 1
     held = group.blocks(tokens, dcp=dcp)
     if group.kind == "cross_attention":
