@@ -113,8 +113,12 @@ $(TOOLS)/.installed: pyproject.toml
 	$(TOOLS)/bin/pip install --quiet --group tools
 	touch $@
 
-lint-workflows: $(TOOLS)/.installed  ## The workflow files: their form, and what an attacker could use
+lint-workflows: $(TOOLS)/.installed  ## .github: the form of its files, and what an attacker could use
 	$(TOOLS)/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(TOOLS)/bin/check-jsonschema --builtin-schema vendor.github-issue-forms \
+		$(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
+	$(TOOLS)/bin/check-jsonschema --builtin-schema vendor.github-issue-config \
+		.github/ISSUE_TEMPLATE/config.yml
 	$(TOOLS)/bin/zizmor --offline --quiet .github/workflows
 
 # The wheel is made from the sdist, so both are known to build. It is then used as somebody
