@@ -138,6 +138,7 @@ check-release: $(TOOLS)/.installed  ## TAG=v1.2.3 is the package's version, and 
 DOCS := .venv-docs
 
 docs: $(DOCS)/.installed  ## The documentation as a site, in site/; a broken link is an error
+	$(DOCS)/bin/python -m doctest tools/docs_examples.py
 	NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(DOCS)/bin/python -m mkdocs build --strict
 
 $(DOCS)/.installed: pyproject.toml

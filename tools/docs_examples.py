@@ -13,15 +13,8 @@ EXAMPLE = re.compile(r"^( *)>>> .*\n?(?:^(?! *$).*\n?)*", re.MULTILINE)
 def fenced(docstring: str) -> str:
     r"""Put a fence around every example, which ends at an empty line.
 
-    >>> print(fenced("Adds.\n\n>>> 1 + 1\n2\n\nNo more."))
-    Adds.
-    <BLANKLINE>
-    ```pycon
-    >>> 1 + 1
-    2
-    ```
-    <BLANKLINE>
-    No more.
+    >>> fenced("Adds.\n\n>>> 1 + 1\n2\n\nNo more.")
+    'Adds.\n\n```pycon\n>>> 1 + 1\n2\n```\n\nNo more.'
     """
     return EXAMPLE.sub(lambda found: f"```pycon\n{found[0].rstrip()}\n```\n", docstring)
 
