@@ -14,12 +14,11 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import (
     INT64_MAX,
     Int64s,
-    Spots,
-    Stretches,
-    Strip,
-    along,
-    closed,
-    join_pairs,
+    SpanStarts,
+    StateSpans,
+    StridedRuns,
+    fold_states,
+    join_copies,
     natural,
     refuse_too_many,
 )
@@ -62,7 +61,7 @@ class Copy:
 class Family(NamedTuple):
     """Strips that differ only in where they start."""
 
-    strip: Strip
+    strip: StridedRuns
     rows: tuple[Int64s, Int64s]
     """Where its items lie at either end, by destination, in the first state of block 0."""
 
@@ -75,24 +74,24 @@ class Sheet(NamedTuple):
     whole: list[Family]
 
 
-def sheet_of(lane: Lane, strips: Sequence[Strip]) -> Sheet:
+def sheet_of(lane: Lane, strips: Sequence[StridedRuns]) -> Sheet:
     """Strips as families, also with the states of a cell folded in."""
-    whole: list[Strip] = []
+    whole: list[StridedRuns] = []
     if lane.per_state is not None and lane.src.states == lane.dst.states:
-        whole = closed(strips, lane.src.states)
+        whole = fold_states(strips, lane.src.states)
     return Sheet(lane, families(strips), families(whole))
 
 
-def families(strips: Sequence[Strip]) -> list[Family]:
+def families(strips: Sequence[StridedRuns]) -> list[Family]:
     """Strips that differ only in where they start, together."""
-    alike: dict[object, list[Strip]] = defaultdict(list)
+    alike: dict[object, list[StridedRuns]] = defaultdict(list)
     for strip in strips:
         alike[strip[:5], strip.item].append(strip)
     found = []
     for members in alike.values():
-        key = members[0]._replace(at=(0, 0))
-        starts = np.array([strip.at for strip in members], dtype=np.int64)
-        rows = [(starts[:, end, None] + key.rows(end)).reshape(-1) for end in (0, 1)]
+        key = members[0]._replace(offsets=(0, 0))
+        starts = np.array([strip.offsets for strip in members], dtype=np.int64)
+        rows = [(starts[:, end, None] + key.item_offsets(end)).reshape(-1) for end in (0, 1)]
         order = np.argsort(rows[1], kind="stable")
         found.append(Family(key, (rows[0][order], rows[1][order])))
     return found
@@ -121,9 +120,9 @@ def _runs(families: list[Family], place: Placed, *, whole: bool) -> Iterator[Run
         return
     remembered: dict[tuple[object, ...], tuple[Int64s, Int64s, Int64s]] = {}
     for strip, rows in families:
-        key = (strip.block, strip.kernel, strip.state, strip.item)
+        key = (strip.block_strides, strip.kernel_strides, strip.state_strides, strip.item)
         if key not in remembered:
-            remembered[key] = along(strip, place.found, (place.src, place.dst), whole=whole)
+            remembered[key] = strip.byte_ranges(place.found, (place.src, place.dst), whole=whole)
         yield _all_sums(rows, remembered[key])
 
 
@@ -168,7 +167,7 @@ def joined(parts: Mapping[tuple[int, int], list[Runs]]) -> tuple[Copy, ...]:
             else (np.concatenate([r[place] for r in runs]) for place in range(3))
         )
         if len(runs) > 1 or not runs[0].fewest:
-            src, dst, length = join_pairs(src, dst, length)
+            src, dst, length = join_copies(src, dst, length)
         copies.append(Copy(src_pool, dst_pool, src, dst, length))
     return tuple(copies)
 
@@ -177,8 +176,10 @@ def _pick(place: Placed, mask: NDArray[np.bool_]) -> Placed:
     if bool(mask.all()):
         return place
     src, dst, length = place.found
-    found = Stretches(
-        Spots(*(part[mask] for part in src)), Spots(*(part[mask] for part in dst)), length[mask]
+    found = StateSpans(
+        SpanStarts(*(part[mask] for part in src)),
+        SpanStarts(*(part[mask] for part in dst)),
+        length[mask],
     )
     return Placed(found, place.src[mask], place.dst[mask])
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
-from kvatlas.geometry import Cells, Placement, ShardRange, Strip, between, meet, merged
+from kvatlas.geometry import Placement, ShardRange, StateBlocks, StridedRuns, merge_runs
 from kvatlas.planning import kind_of
 from kvatlas.routing.plan_ends import Home, Side, View
 from kvatlas.routing.token_ranges import Reach
@@ -30,8 +30,8 @@ class Lane(NamedTuple):
     per_state: int | None
     """Tokens that a state stands for; None for recurrent states."""
     reach: Reach
-    src: Cells
-    dst: Cells
+    src: StateBlocks
+    dst: StateBlocks
 
 
 class Holding(NamedTuple):
@@ -40,7 +40,7 @@ class Holding(NamedTuple):
     tp_rank: int
     home: Home
     row: int
-    cells: Cells
+    cells: StateBlocks
 
 
 class Meeting(NamedTuple):
@@ -50,7 +50,7 @@ class Meeting(NamedTuple):
     home: Home
     row: int
     rows: int
-    cells: Cells
+    cells: StateBlocks
     held: tuple[Holding, ...]
 
 
@@ -77,21 +77,21 @@ class Compiler:
 
     def lanes(
         self, src_rank: int, dst_rank: int, layers: frozenset[str] | None = None
-    ) -> dict[Lane, list[Strip]]:
+    ) -> dict[Lane, list[StridedRuns]]:
         """The strips between two ranks, as few as possible, by lane."""
-        found: dict[Lane, list[Strip]] = defaultdict(list)
+        found: dict[Lane, list[StridedRuns]] = defaultdict(list)
         for family, chosen in self._choose(dst_rank).get(src_rank, {}).items():
             names = [name for name in family if layers is None or name in layers]
             for choice in chosen if names else ():
                 lane, strip = self._strip(names[0], choice)
                 found[lane] += [
-                    strip.moved(
+                    strip.shift(
                         self.src.shifts[name][choice.source.home],
                         self.dst.shifts[name][choice.meeting.home],
                     )
                     for name in names
                 ]
-        return {lane: merged(strips) for lane, strips in found.items()}
+        return {lane: merge_runs(strips) for lane, strips in found.items()}
 
     # -- who reads whom ---------------------------------------------------------------
 
@@ -138,13 +138,13 @@ class Compiler:
                     yield from _cut_out(name, home, cells, piece, holders)
 
     def _holders(
-        self, layer: str, field: str, needed: Cells
+        self, layer: str, field: str, needed: StateBlocks
     ) -> Iterator[tuple[Holding, ShardRange]]:
         for home in self.src.homes[layer]:
             view = self._view(self.src, layer, home)[field]
             for rank in range(self.src.plan.tp):
                 cells = _sharded(view.cells, self.src, layer, rank)
-                if meet(cells, needed):
+                if cells.overlaps(needed):
                     for piece in self.src.ranges(view.field.sharding, home, rank):
                         yield Holding(rank, home, piece.local, cells), piece
 
@@ -156,7 +156,7 @@ class Compiler:
             self._views[key] = side.views(layer, home)
         return self._views[key]
 
-    def _strip(self, layer: str, choice: Chosen) -> tuple[Lane, Strip]:
+    def _strip(self, layer: str, choice: Chosen) -> tuple[Lane, StridedRuns]:
         meeting, source = choice
         src = self._view(self.src, layer, source.home)[meeting.field]
         dst = self._view(self.dst, layer, meeting.home)[meeting.field]
@@ -171,12 +171,12 @@ class Compiler:
         ends = _aligned(src.placement, dst.placement)
         axis = dst.field.sharding.axis
         if axis is None:
-            return lane, between(*ends)
+            return lane, StridedRuns.between(*ends)
         narrowed = (
             ends[0].narrow(axis, source.row, meeting.rows),
             ends[1].narrow(axis, meeting.row, meeting.rows),
         )
-        return lane, between(*narrowed)
+        return lane, StridedRuns.between(*narrowed)
 
 
 def _alike(src: Side, dst: Side, reaches: Mapping[str, Reach]) -> list[Family]:
@@ -187,7 +187,7 @@ def _alike(src: Side, dst: Side, reaches: Mapping[str, Reach]) -> list[Family]:
     return [tuple(names) for names in families.values()]
 
 
-def _sharded(cells: Cells, side: Side, layer: str, tp_rank: int) -> Cells:
+def _sharded(cells: StateBlocks, side: Side, layer: str, tp_rank: int) -> StateBlocks:
     """Context parallelism deals the states of attention out; recurrent states stay whole."""
     dcp = side.plan.dcp
     if dcp == 1 or kind_of(side.specs[layer]) == "mamba":
@@ -198,7 +198,7 @@ def _sharded(cells: Cells, side: Side, layer: str, tp_rank: int) -> Cells:
 def _cut_out(
     field: str,
     home: Home,
-    cells: Cells,
+    cells: StateBlocks,
     piece: ShardRange,
     holders: list[tuple[Holding, ShardRange]],
 ) -> Iterator[Meeting]:

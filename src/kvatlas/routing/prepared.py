@@ -17,7 +17,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Cells, Ends, Int64s, Spots, Strip, closed, fill_descriptors, natural
+from kvatlas.geometry import (
+    Ends,
+    Int64s,
+    SpanStarts,
+    StateBlocks,
+    StridedRuns,
+    fill_descriptors,
+    fold_states,
+    natural,
+)
 from kvatlas.planning import Plan
 from kvatlas.routing.binding import Family, families
 from kvatlas.routing.block_tables import Blocks, End
@@ -68,7 +77,7 @@ class Part(NamedTuple):
     first: Ends
     """Its first descriptor in the list of either end."""
 
-    def cells(self, end: int) -> Cells:
+    def cells(self, end: int) -> StateBlocks:
         """How one end keeps its states."""
         return self.lane.dst if end else self.lane.src
 
@@ -82,11 +91,11 @@ class Part(NamedTuple):
 
     def steps(self, end: int) -> list[Int64s]:
         """Offsets of rows, kernel blocks and chunks, all of them sums of one of each."""
-        kernel = self.family.strip.kernels(end, self.cells(end).split)
+        kernel = self.family.strip.kernel_offsets(end, self.cells(end).split)
         chunk = np.arange(self.chunks(end)) * (self.chunk * self.state[end])
         return [self.family.rows[end], kernel, chunk]
 
-    def indices(self, end: int, spots: Spots, ids: Int64s, blocks: int) -> Int64s:
+    def indices(self, end: int, spots: SpanStarts, ids: Int64s, blocks: int) -> Int64s:
         """Where the descriptors of these chunks are in the list, for every row in turn."""
         each = self.cells(end).split * self.chunks(end) * blocks
         rows = np.arange(len(self.family.rows[end])) * each
@@ -99,7 +108,7 @@ class Prepared:
     Made by `Route.prepare`. Lists are written when they are first asked for.
     """
 
-    def __init__(self, lanes: Mapping[Lane, Sequence[Strip]], src: Place, dst: Place) -> None:
+    def __init__(self, lanes: Mapping[Lane, Sequence[StridedRuns]], src: Place, dst: Place) -> None:
         self.ends = (src, dst)
         self.parts: list[Part] = []
         first = [0, 0]
@@ -137,7 +146,7 @@ class Prepared:
             starts = fill_descriptors(part.steps(end), *self._unit(part, end))
             rows = np.empty((len(starts), 5), dtype=np.uint64)
             rows[:, :3] = starts
-            rows[:, 3] = strip.block[end]
+            rows[:, 3] = strip.block_strides[end]
             rows[:, 4] = side.blocks(part.group(end))
             found.append(rows)
         return np.concatenate(found)
@@ -172,7 +181,7 @@ class Prepared:
         found = []
         for part in self.parts:
             many = self.ends[end].blocks(part.group(end))
-            steps = [*part.steps(end), part.family.strip.blocks(end, many)]
+            steps = [*part.steps(end), part.family.strip.block_offsets(end, many)]
             found.append(fill_descriptors(steps, *self._unit(part, end)))
         if len(found) == 1:
             return found[0]
@@ -192,14 +201,14 @@ def chunk_of(lane: Lane) -> int:
     return gcd(lane.src.states, lane.dst.states)
 
 
-def _closed(lane: Lane, strips: Sequence[Strip], chunk: int) -> Iterator[tuple[Ends, Family]]:
+def _closed(lane: Lane, strips: Sequence[StridedRuns], chunk: int) -> Iterator[tuple[Ends, Family]]:
     """Families with the states of a chunk folded in, and how far apart their states are."""
     if lane.per_state is None:
         yield from (((0, 0), family) for family in families(strips))
         return
-    by_state: dict[Ends, list[Strip]] = defaultdict(list)
+    by_state: dict[Ends, list[StridedRuns]] = defaultdict(list)
     whole = lane.src.states == lane.dst.states == chunk
     for strip in strips:
-        by_state[(0, 0) if whole else strip.state].append(strip)
+        by_state[(0, 0) if whole else strip.state_strides].append(strip)
     for state, alike in by_state.items():
-        yield from ((state, family) for family in families(closed(alike, chunk)))
+        yield from ((state, family) for family in families(fold_states(alike, chunk)))

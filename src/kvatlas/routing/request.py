@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Cells, Int64s, Spots, Stretches, stretches
+from kvatlas.geometry import Int64s, SpanStarts, StateBlocks, StateSpans
 from kvatlas.routing.block_tables import End
 from kvatlas.routing.compiler import Lane
 from kvatlas.routing.token_ranges import token_range
@@ -16,7 +16,7 @@ from kvatlas.routing.token_ranges import token_range
 class Placed(NamedTuple):
     """The stretches of a lane, and the block ids that they are in at either end."""
 
-    found: Stretches
+    found: StateSpans
     src: Int64s
     dst: Int64s
 
@@ -35,7 +35,7 @@ class Request:
             found = self._state(lane)
         elif chunk is None:
             reach = lane.reach.states(lane.per_state, self.start, self.stop)
-            found = stretches(*reach, lane.src, lane.dst)
+            found = StateSpans.between(*reach, lane.src, lane.dst)
         else:
             found = self._chunks(lane, lane.per_state, chunk)
         if not len(found.length):
@@ -51,16 +51,16 @@ class Request:
         self.src.refuse_twice()
         self.dst.refuse_twice()
 
-    def _state(self, lane: Lane) -> Stretches:
+    def _state(self, lane: Lane) -> StateSpans:
         """The one state of a recurrent lane, where it lies after the last token."""
         if self.start == self.stop:
-            return stretches(0, 0, lane.src, lane.dst)
+            return StateSpans.between(0, 0, lane.src, lane.dst)
         zero = np.zeros(1, dtype=np.int64)
-        src = Spots(zero + self.src.state_entry(lane.src_group, self.stop), zero, zero)
-        dst = Spots(zero + self.dst.state_entry(lane.dst_group, self.stop), zero, zero)
-        return Stretches(src, dst, zero + 1)
+        src = SpanStarts(zero + self.src.state_entry(lane.src_group, self.stop), zero, zero)
+        dst = SpanStarts(zero + self.dst.state_entry(lane.dst_group, self.stop), zero, zero)
+        return StateSpans(src, dst, zero + 1)
 
-    def _chunks(self, lane: Lane, per_state: int, chunk: int) -> Stretches:
+    def _chunks(self, lane: Lane, per_state: int, chunk: int) -> StateSpans:
         whole = chunk * lane.src.every if lane.src.every == lane.dst.every else 1
         if self.start // per_state % whole and self.start < self.stop:
             raise AtlasError(
@@ -72,9 +72,9 @@ class Request:
         first, stop = lane.reach.states(per_state, self.start, self.stop)
         if first < stop:
             first, stop = first // whole * whole, -(-stop // whole) * whole
-        return stretches(first, stop, _chunked(lane.src, chunk), _chunked(lane.dst, chunk))
+        return StateSpans.between(first, stop, _chunked(lane.src, chunk), _chunked(lane.dst, chunk))
 
 
-def _chunked(cells: Cells, chunk: int) -> Cells:
+def _chunked(cells: StateBlocks, chunk: int) -> StateBlocks:
     """The same cells with each chunk as a cell of its own."""
     return cells._replace(states=chunk, split=cells.split * (cells.states // chunk))
