@@ -6,8 +6,7 @@ import os
 
 from benchmarks.timing import show
 from kvatlas import AtlasError
-from kvatlas.models import Model
-from kvatlas.models.model import Layer
+from kvatlas.models import Layer, Model
 from kvatlas.planning import Plan, plan
 from kvatlas.routing import scattered
 from kvatlas.specs import FullAttention
