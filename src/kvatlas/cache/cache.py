@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,9 +19,12 @@ from kvatlas.cache.tensors import check_pool, torch_dtype, view
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Field, Page, Placement
 from kvatlas.planning import Plan, Pool
+from kvatlas.specs import Spec
 
 ALIGNMENT = 2 << 20
 """Bytes that a pool starts at a multiple of: what large pages and transports like."""
+
+_S = TypeVar("_S", bound=Spec)
 
 
 @dataclass(frozen=True)
@@ -32,11 +35,24 @@ class LayerCache:
     """
 
     name: str
+    spec: Spec
+    """What the whole layer caches; a rank's `page` holds a shard of it."""
     page: Page
     placement: Placement
     """Where its cells lie: axes B, H, N, C, and k where blocks hold several kernel blocks."""
     buffer: torch.Tensor
     """Its pool's bytes."""
+
+    def spec_as(self, kind: type[_S]) -> _S:
+        """The layer's spec, refused where it is not of a kind that a kernel serves."""
+        if not isinstance(self.spec, kind):
+            raise AtlasError(
+                Code.BAD_SPEC,
+                f"This kernel is for layers of {kind.__name__}",
+                got=f"{type(self.spec).__name__} in {self.name}",
+                hint="Call the kernel of the layer's own kind",
+            )
+        return self.spec
 
     @cached_property
     def tensor(self) -> torch.Tensor:
@@ -126,9 +142,10 @@ class Cache(Mapping[str, LayerCache]):
 
     def stage_layer(self, layer: str, part: int = 0) -> LayerCache:
         """A layer, or one part of a state that the plan cuts by heads."""
-        region, _ = self.plan.region_of(layer, part)
+        region, index = self.plan.region_of(layer, part)
         return LayerCache(
             name=layer,
+            spec=region.layers[index].spec,
             page=self.plan.page(layer, self.tp_rank, part),
             placement=self.plan.placement(layer, part),
             buffer=self.pools[self.plan.groups[region.group].pool],

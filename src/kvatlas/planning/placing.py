@@ -18,7 +18,7 @@ from kvatlas.geometry import (
     PageSet,
     PoolPosition,
     ceil_div,
-    packs,
+    pack_positions,
     round_up,
     shared_pages,
     side_by_side,
@@ -232,7 +232,7 @@ def _place_packed(
         yield Spot(layers, shared, first.block, pool.page)
         return
     kernel = _kernel_block(first, warnings, dense=False)
-    packed = packs(
+    packed = pack_positions(
         first.page, len(layers), pool.pack, layout, shared=shared, blocks=blocks, width=width
     )
     for count, position in packed:
