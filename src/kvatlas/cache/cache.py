@@ -114,7 +114,7 @@ class Cache(Mapping[str, LayerCache]):
 
     def __init__(self, plan: Plan, rank: int, pools: Mapping[int, torch.Tensor]) -> None:
         self.plan = plan
-        self.stage, self.tp_rank = stage_of(plan, rank)
+        self.stage, self.tp_rank = plan.split_rank(rank)
         self.rank = rank
         self.pools = dict(pools)
         self._layers = {
@@ -229,15 +229,15 @@ class Cache(Mapping[str, LayerCache]):
             )
 
     def _pool(self, index: int) -> Pool:
-        for pool in self.plan.pools:
-            if (pool.stage, pool.index) == (self.stage, index):
-                return pool
-        raise AtlasError(
-            Code.OUT_OF_RANGE,
-            "A pool is one of the rank's own",
-            got=index,
-            hint=f"This rank has pools {sorted(self.pools)}",
-        )
+        pools = self.plan.rank_pools(self.rank)
+        if index not in pools:
+            raise AtlasError(
+                Code.OUT_OF_RANGE,
+                "The rank has no such pool",
+                got=index,
+                hint=f"This rank has pools {sorted(pools)}",
+            )
+        return pools[index]
 
     def _rows(self, index: int) -> bool:
         """Every region of a pool keeps a block's bytes in one row of it."""
@@ -256,12 +256,9 @@ def allocate(plan: Plan, *, rank: int = 0, device: Any = "cpu") -> Cache:
     Buffers are zeroed where some group needs it: recurrent states are read before they
     are written, and groups that keep unlike numbers overlay each other.
     """
-    stage, _ = stage_of(plan, rank)
     zero = bool(plan.groups_to_clear)
-    pools = {
-        pool.index: _memory(pool.nbytes, zero, device) for pool in plan.pools if pool.stage == stage
-    }
-    return Cache(plan, rank, pools)
+    pools = plan.rank_pools(rank).items()
+    return Cache(plan, rank, {index: _memory(p.nbytes, zero, device) for index, p in pools})
 
 
 def bind(buffers: Mapping[int, Any] | Any, plan: Plan, *, rank: int = 0) -> Cache:
@@ -278,8 +275,7 @@ def bind(buffers: Mapping[int, Any] | Any, plan: Plan, *, rank: int = 0) -> Cach
     >>> memory[1]
     63
     """
-    stage, _ = stage_of(plan, rank)
-    mine = {pool.index: pool for pool in plan.pools if pool.stage == stage}
+    mine = plan.rank_pools(rank)
     given = buffers if isinstance(buffers, Mapping) else {0: buffers}
     if set(given) != set(mine):
         raise AtlasError(
@@ -301,18 +297,6 @@ def bind(buffers: Mapping[int, Any] | Any, plan: Plan, *, rank: int = 0) -> Cach
             )
         pools[index] = tensor[: mine[index].nbytes]
     return Cache(plan, rank, pools)
-
-
-def stage_of(plan: Plan, rank: int) -> tuple[int, int]:
-    """(pipeline stage, tensor-parallel rank) of a rank; stages count slowest."""
-    if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < plan.tp * plan.pp:
-        raise AtlasError(
-            Code.BAD_RANK,
-            "A rank is one of the plan's",
-            got=f"rank {rank!r} of tp {plan.tp} x pp {plan.pp}",
-            hint=f"Ranks are 0..{plan.tp * plan.pp - 1}",
-        )
-    return divmod(rank, plan.tp)
 
 
 def _memory(nbytes: int, zero: bool, device: Any) -> torch.Tensor:

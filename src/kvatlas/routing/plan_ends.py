@@ -53,11 +53,9 @@ class Side:
             placed = self._placed(index)
             first = {axis: 0 for axis in placed.axes if axis != "L"}
             starts = placed(L=np.arange(len(region.layers)), **first) - placed.offset
-            for index, (layer, shift) in enumerate(
-                zip(region.layers, starts.tolist(), strict=True)
-            ):
-                home = Home(index, region.parts[index] if region.parts else 0)
-                found.setdefault(layer.name, {})[home] = shift
+            parts = region.parts or (0,) * len(region.layers)
+            for layer, part, shift in zip(region.layers, parts, starts.tolist(), strict=True):
+                found.setdefault(layer.name, {})[Home(index, part)] = shift
         return found
 
     @cached_property
