@@ -61,7 +61,7 @@ def test_nothing_old_is_seen_where_it_must_not(name: str, order: str) -> None:
         changed = set(torch.nonzero(pool != 0x7F).flatten().tolist())
         assert changed == (mine if cleared else set())
         for layer, part in layers_of(made, group):
-            view = cache.stage_layer(layer, part)
+            view = cache.parts(layer)[part]
             split = view.kernel_blocks.size("B") // made.pool_of(layer).blocks
             for tensor in view.fields.values():
                 taken = tensor[block * split : (block + 1) * split]
