@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import mmap
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,13 @@ from tests.planning.models import SMALL  # noqa: E402
 
 
 @pytest.mark.parametrize("name", list(SMALL))
-@pytest.mark.parametrize("order", ORDERS)
-def test_fields_lie_where_the_plan_says(name: str, order: str) -> None:
+def test_fields_lie_where_the_plan_says(name: str) -> None:
     """Writing one element through a view changes exactly the bytes that its placement names."""
+    for order in ORDERS:
+        check_fields(name, order)
+
+
+def check_fields(name: str, order: str) -> None:
     made = small_plan(SMALL[name], layout=order)
     guarded = Guarded(made)
     for pool in guarded.cache.pools.values():
@@ -115,8 +121,33 @@ MEMORY: list[Any] = [bytearray(10), torch.zeros(10, dtype=torch.uint8), torch.ze
 MEMORY += ["text", None, {}, {1: bytearray(9)}]
 
 
-@pytest.mark.parametrize("memory", MEMORY, ids=range(len(MEMORY)))
-def test_memory_that_does_not_fit_is_refused(memory: Any) -> None:
-    with pytest.raises(AtlasError) as refusal:
-        bind(memory, small_plan(SMALL["dense"]))
-    assert refusal.value.code in (Code.BAD_TENSOR, Code.OUT_OF_BOUNDS)
+def test_memory_that_does_not_fit_is_refused() -> None:
+    made = small_plan(SMALL["dense"])
+    for memory in MEMORY:
+        with pytest.raises(AtlasError) as refusal:
+            bind(memory, made)
+        assert refusal.value.code in (Code.BAD_TENSOR, Code.OUT_OF_BOUNDS)
+
+
+def test_a_cache_prints_itself() -> None:
+    made = small_plan(SMALL["sliding"], tp=2, pp=2)
+    text = repr(allocate(made, rank=3))
+    nbytes = sum(pool.nbytes for pool in made.pools if pool.stage == 1)
+    for part in (made.model, "rank 3 of 4", f"{nbytes:,} bytes", "on cpu"):
+        assert part in text, text
+    assert "tensor(" not in repr(allocate(made)["layers.0.attn"])
+
+
+@pytest.mark.parametrize("room", ["cache", "kernels"])
+def test_without_torch_the_extra_is_named(room: str) -> None:
+    code = f"""
+import sys
+sys.modules["torch"] = None
+import kvatlas
+try:
+    import kvatlas.{room}
+except kvatlas.AtlasError as error:
+    print(error.code, isinstance(error, ImportError), error.hint)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "missing_extra True Try: pip install 'kvatlas[torch]'\n"
