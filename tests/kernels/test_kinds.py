@@ -209,7 +209,7 @@ def check_states(name: str, order: str) -> None:
     guarded = Guarded(made)
     for layer in guarded.cache:
         parts = guarded.cache.parts(layer)
-        if made.groups[made.region_of(layer)[0].group].kind != "mamba":
+        if made.groups[made.region_of(layer)[0].group].kind != "recurrent":
             continue
         whole = made.region_of(layer)[0].layers[0].spec.page(1)
         shapes = {f.name: [axis.size for axis in f.axes] for f in whole.fields}

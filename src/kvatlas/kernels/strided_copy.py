@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvatlas.cache import view
-from kvatlas.geometry import Placement, fold_beside, in_lanes, widest
+from kvatlas.geometry import Placement, fold_beside, in_words, widest_word
 
 Int64s = NDArray[np.int64]
 
@@ -51,7 +51,7 @@ class StridedBlocks(NamedTuple):
 
     def words(self, word: int) -> torch.Tensor:
         """The blocks as a tensor of words."""
-        return view(self.buffer, in_lanes(self.placement, word), WORDS[word])
+        return view(self.buffer, in_words(self.placement, word), WORDS[word])
 
     def runs(self) -> NDArray[np.void]:
         """The blocks as an array whose elements are whole runs."""
@@ -125,7 +125,7 @@ def as_runs(array: NDArray[Any]) -> NDArray[np.void]:
 def _folded(a: Placement, b: Placement) -> tuple[Placement, Placement, int]:
     """Both ends folded inside their blocks, and the widest word that they share."""
     a, b = fold_beside(a, b, axis="B")
-    return a, b, widest(a, b)
+    return a, b, widest_word(a, b)
 
 
 def _alignment(buffer: torch.Tensor) -> int:

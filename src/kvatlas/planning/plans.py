@@ -323,7 +323,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         for index, group in enumerate(self.groups):
             shared = [n for n, other in enumerate(self.groups) if other.pool == group.pool]
             numbers = set().union(*(kept[n] for n in shared))
-            if group.kind == "mamba" or (len(shared) > 1 and len(numbers) > 1):
+            if group.kind == "recurrent" or (len(shared) > 1 and len(numbers) > 1):
                 found.append(index)
         return tuple(found)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Layout, PageSet, ceil_div, packs, shared_pages, side_by_side
+from kvatlas.geometry import Layout, PageSet, ceil_div, pack_positions, shared_pages, side_by_side
 from kvatlas.planning.assemble import assemble
 from kvatlas.planning.block_size import BlockSize, bytes_per_block
 from kvatlas.planning.grouping import Draft
@@ -47,7 +47,7 @@ class Cluster:
         if not self.page:
             return bytes_per_block(filled, self.layout)
         return self.page * max(
-            len(d.wants) if d.wants[0].kind == "mamba" else ceil_div(len(d.wants), self.pack)
+            len(d.wants) if d.wants[0].kind == "recurrent" else ceil_div(len(d.wants), self.pack)
             for d in filled
         )
 
@@ -188,11 +188,11 @@ def _place_packed(
     layout, width = cluster.layout, cluster.width
     wants, want = draft.wants, draft.wants[0]
     shared = shared_pages(layout, cluster.page, blocks=blocks, width=width)
-    if want.kind == "mamba":
+    if want.kind == "recurrent":
         kept = {"kernel": want.block, "page_bytes": cluster.page}
         return [region_of(wants, layout, shared, stage, index, **kept)]
     kernel = kernel_block(wants, warnings, dense=False)
-    found = packs(
+    found = pack_positions(
         want.page, len(wants), cluster.pack, layout, shared=shared, blocks=blocks, width=width
     )
     regions = []
