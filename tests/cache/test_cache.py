@@ -31,18 +31,18 @@ def check_fields(name: str, order: str) -> None:
     for pool in guarded.cache.pools.values():
         pool.zero_()
     for layer in guarded.cache:
-        for part, found in enumerate(guarded.cache.parts(layer)):
-            one_storage(guarded.cache, found.tensor, *found.fields.values())
-            for field, tensor in found.fields.items():
-                placed = found.place(field)
+        for part, held in enumerate(guarded.cache.parts(layer)):
+            one_storage(guarded.cache, held.tensor, *held.fields.values())
+            for field, tensor in held.fields.items():
+                placed = held.place(field)
                 assert tuple(tensor.shape) == placed.sizes
                 last = tuple(n - 1 for n in placed.sizes)
                 at = placed(**dict(zip(placed.axes, last, strict=True)))
                 tensor.view(torch.uint8)[last[:-1]][-placed.item :] = 0xFF
-                touched = found.buffer[at : at + placed.item]
+                touched = held.buffer[at : at + placed.item]
                 assert (touched == 0xFF).all(), (layer, part, field)
                 touched.zero_()
-            assert not found.buffer.any(), (layer, part)  # nothing else was touched
+            assert not held.buffer.any(), (layer, part)  # nothing else was touched
     guarded.check()
 
 
@@ -90,9 +90,9 @@ def test_pools_are_aligned_and_states_start_at_zero() -> None:
 
 def test_every_rank_of_a_pipeline_has_its_layers() -> None:
     made = small_plan(SMALL["sliding"], tp=2, pp=2)
-    found = [set(allocate(made, rank=rank)) for rank in range(4)]
-    assert found[0] == found[1] != found[2] == found[3]
-    assert found[0] | found[2] == set(made.layers)
+    layers = [set(allocate(made, rank=rank)) for rank in range(4)]
+    assert layers[0] == layers[1] != layers[2] == layers[3]
+    assert layers[0] | layers[2] == set(made.layers)
     heads = [allocate(made, rank=r)["layers.0.attn"].page.field("k").ranges for r in (0, 1)]
     assert [pieces[0].start for pieces in heads] == [0, 2]
     with pytest.raises(AtlasError) as refusal:

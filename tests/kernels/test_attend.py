@@ -227,8 +227,7 @@ def test_starts_say_what_counts_say() -> None:
     where = {"tables": torch.tensor([[0, 1], [2, 3]]), "lengths": torch.tensor([20, 28])}
     q, out = rows[:6].repeat(1, 2, 1), torch.full((6, 4, 8), 7.0)
     wanted = attend(layer, q[1:5], queries=torch.tensor([3, 1]), **where)
-    found = attend(layer, q, starts=torch.tensor([1, 4, 5]), out=out, max_queries=3, **where)
-    assert found is out
+    assert attend(layer, q, starts=torch.tensor([1, 4, 5]), out=out, max_queries=3, **where) is out
     assert torch.equal(out[1:5], wanted)
     assert (out[[0, 5]] == 7.0).all()
     for wrong in (

@@ -30,11 +30,11 @@ def spec_of(cache: str, dim: int = D) -> FullAttention:
 
 def rows(seed: int, *shape: int, dim: int = D, outliers: bool = True) -> Any:
     """Rows as models make them: normal, with a few channels that are much larger."""
-    found = torch.randn(*shape, dim, generator=torch.Generator().manual_seed(seed))
+    drawn = torch.randn(*shape, dim, generator=torch.Generator().manual_seed(seed))
     if outliers:
-        found[..., 7] *= 12
-        found[..., dim // 2 + 16] *= 6
-    return found
+        drawn[..., 7] *= 12
+        drawn[..., dim // 2 + 16] *= 6
+    return drawn
 
 
 def there_and_back(cache: str, side: Any, values: Any, scale: float = 1.0) -> Any:
@@ -144,8 +144,8 @@ def test_no_default_dtype_changes_what_is_stored(default: Any) -> None:
     hadamard.signs.cache_clear()
     torch.set_default_dtype(default)
     try:
-        for found, (cache, side) in zip(before, sides, strict=True):
-            assert torch.equal(there_and_back(cache, side, values), found), (cache, side)
+        for usually, (cache, side) in zip(before, sides, strict=True):
+            assert torch.equal(there_and_back(cache, side, values), usually), (cache, side)
         assert torch.equal(hadamard.signs(128, values.device), SIGNS)
     finally:
         torch.set_default_dtype(usual)
@@ -230,8 +230,8 @@ def test_e2m1_is_what_the_dtype_says() -> None:
     dtype = DType.of("e2m1")
     values = torch.linspace(-7, 7, 2801, dtype=torch.float64)
     ours = [dtype.decode(dtype.encode(value)) for value in values.tolist()]
-    found = bits.from_e2m1(bits.to_e2m1(values), torch.float64)
-    assert found.tolist() == ours
+    theirs = bits.from_e2m1(bits.to_e2m1(values), torch.float64)
+    assert theirs.tolist() == ours
 
 
 def test_rows_of_another_size_are_refused() -> None:

@@ -85,10 +85,10 @@ def check_packing(packing: Any, order: str) -> None:
         assert number(layer, "v", "bf16", **at, C=element) == v[row, head, element]
     for chosen in (torch.arange(45), torch.tensor([44, 2, 17])):
         for dtype in (torch.float32, torch.bfloat16):
-            found = read(layer, slots[chosen], dtype=dtype)
-            assert found[0].dtype is dtype
-            assert torch.equal(found[0].bfloat16(), k[chosen])
-            assert torch.equal(found[1].bfloat16(), v[chosen])
+            stored = read(layer, slots[chosen], dtype=dtype)
+            assert stored[0].dtype is dtype
+            assert torch.equal(stored[0].bfloat16(), k[chosen])
+            assert torch.equal(stored[1].bfloat16(), v[chosen])
     out = torch.empty_like(k), torch.empty_like(v)
     read(layer, slots, out=out)
     assert torch.equal(out[0], k)
@@ -122,13 +122,13 @@ def check_latent_format(form: Any, bounds: tuple[float, float], order: str) -> N
     slots = torch.cat((torch.arange(30, 98), torch.tensor([5, -1])))
     write_latent(layer, latent, rope, slots)
     kept = slots >= 0
-    found = read_latent(layer, slots[kept])
-    for got, rows, bound in zip(found, (latent, rope), bounds, strict=True):
+    stored = read_latent(layer, slots[kept])
+    for got, rows, bound in zip(stored, (latent, rope), bounds, strict=True):
         error = (got - rows[kept]).norm(dim=-1) / rows[kept].norm(dim=-1)
         assert bound / 8 < error.max() < bound or form == {}
     again = decode_latent(spec, encode_latent(spec, layer.page, latent[kept], rope[kept]))
-    assert torch.equal(found[0], again[0])
-    assert torch.equal(found[1], again[1])
+    assert torch.equal(stored[0], again[0])
+    assert torch.equal(stored[1], again[1])
     write_latent(layer, torch.zeros(1, spec.latent), torch.zeros(1, 64), slots[:1])
     assert not torch.cat(read_latent(layer, slots[:1]), -1).any()
 
@@ -222,14 +222,14 @@ def check_states(name: str, order: str) -> None:
         back = [one.flip(0) for one in ids] if isinstance(ids, list) else ids.flip(0)
         states = {n: rows_of(len(n), 3, *shape).bfloat16() for n, shape in shapes.items()}
         write_states(parts, states, ids)
-        found = read_states(parts, ids)
+        stored = read_states(parts, ids)
         for field, given in states.items():
-            assert torch.equal(found[field].bfloat16(), given)
+            assert torch.equal(stored[field].bfloat16(), given)
             _check_addresses(parts, field, given, ids)
         turned = read_states(parts, ids, conv="DS")["conv"]
-        assert torch.equal(turned.transpose(1, 2), found["conv"])
+        assert torch.equal(turned.transpose(1, 2), stored["conv"])
         write_states(parts, {"conv": turned}, back, conv="DS")
-        assert torch.equal(read_states(parts, back)["conv"], found["conv"])
+        assert torch.equal(read_states(parts, back)["conv"], stored["conv"])
 
 
 def _check_addresses(parts: list[LayerCache], name: str, given: Any, ids: Any) -> None:

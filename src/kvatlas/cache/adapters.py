@@ -81,18 +81,15 @@ def scales(layer: LayerCache) -> KV:
 
 def flex_attention(layer: LayerCache) -> KV:
     """K and V as [B * N, H, D]: states of all blocks on one axis."""
-    return KV(_flat_states(layer, "k"), _flat_states(layer, "v"))
+    k, v = (_flat_states(layer, name, layer.place(name)) for name in "kv")
+    return KV(k, v)
 
 
 def sdpa(layer: LayerCache, first: int, blocks: int) -> KV:
     """K and V of neighbouring blocks as [1, H, blocks * N, D], for torch's own attention."""
-
-    def one(name: str) -> torch.Tensor:
-        placed = layer.place(name).narrow("B", first, blocks)
-        folded = _fold(placed, layer).reorder("H", "B*N", "C")
-        return view(layer.buffer, folded, _dtype(layer, name)).unsqueeze(0)
-
-    return KV(one("k"), one("v"))
+    chosen = ((name, layer.place(name).narrow("B", first, blocks)) for name in "kv")
+    k, v = (_flat_states(layer, name, placed).transpose(0, 1)[None] for name, placed in chosen)
+    return KV(k, v)
 
 
 def triton(layer: LayerCache, name: str) -> Strided:
@@ -149,12 +146,9 @@ def _view(layer: LayerCache, name: str, axes: tuple[str, ...]) -> torch.Tensor:
 def _place(layer: LayerCache, name: str, axes: tuple[str, ...]) -> Placement:
     placed = layer.place(name)
     if set(axes) != set(placed.axes):
-        raise AtlasError(
-            Code.BAD_AXES,
-            "The backend's shape has other axes than the field",
-            got=f"{name} with axes {placed.axes}, not {axes}",
-            hint="Use the adapter of the packing that the layer has",
-        )
+        problem = f"The backend's shape has other axes than {name}: {axes}"
+        hint = "Use the adapter of the packing that the layer has"
+        raise AtlasError(Code.BAD_AXES, problem, got=placed.axes, hint=hint)
     return placed.reorder(*axes)
 
 
@@ -164,14 +158,10 @@ def _together(layer: LayerCache, first: str, second: str, axes: tuple[str, ...])
     return view(layer.buffer, stack(a, b, axis="kv", behind="B"), _dtype(layer, first))
 
 
-def _flat_states(layer: LayerCache, name: str) -> torch.Tensor:
-    folded = _fold(layer.place(name), layer).reorder("B*N", "H", "C")
-    return view(layer.buffer, folded, _dtype(layer, name))
-
-
-def _fold(placed: Placement, layer: LayerCache) -> Placement:
+def _flat_states(layer: LayerCache, name: str, placed: Placement) -> torch.Tensor:
+    """A field of some blocks as [B * N, H, D]."""
     try:
-        return placed.fold("B", "N")
+        folded = placed.fold("B", "N")
     except AtlasError as refusal:
         raise AtlasError(
             Code.NOT_FOLDABLE,
@@ -179,3 +169,4 @@ def _fold(placed: Placement, layer: LayerCache) -> Placement:
             got=f"{layer.name} with strides {dict(zip(placed.axes, placed.strides, strict=True))}",
             hint="Use LBNHC, or an adapter that keeps blocks",
         ) from refusal
+    return view(layer.buffer, folded.reorder("B*N", "H", "C"), _dtype(layer, name))

@@ -172,20 +172,17 @@ class Cache(Mapping[str, LayerCache]):
         Returns whether it was needed. Only bytes that the group itself reads are written.
         """
         if not 0 <= group < len(self.plan.groups):
-            raise AtlasError(
-                Code.OUT_OF_RANGE,
-                "The plan has no such group",
-                got=group,
-                hint=f"Its groups are 0..{len(self.plan.groups) - 1}",
-            )
-        index, needed = self.plan.groups[group].pool, group in self.plan.groups_to_clear
-        here = (self.stage, group)
+            hint = f"Groups are 0..{len(self.plan.groups) - 1}"
+            raise AtlasError(Code.OUT_OF_RANGE, "There is no such group", got=group, hint=hint)
+        needed, here = group in self.plan.groups_to_clear, (self.stage, group)
         regions = [r for r in self.plan.regions if (r.stage, r.group) == here]
         if regions:
-            chosen = self._block_ids(ids, self._pool(index)).to(self.pools[index].device)
+            pool = self.plan.pool(self.rank, group)
+            buffer = self.pools[pool.index]
+            chosen = _block_ids(ids, pool).to(buffer.device)
         for region in regions if needed else ():
-            placed = region.placement(self.plan.tp, self._pool(index).blocks)
-            cells = view(self.pools[index], placed, torch.uint8)
+            placed = region.placement(self.plan.tp, pool.blocks)
+            cells = view(buffer, placed, torch.uint8)
             cells.index_fill_(placed.axes.index("B"), chosen, 0)
         return needed
 
@@ -194,7 +191,11 @@ class Cache(Mapping[str, LayerCache]):
 
         One id, or ids that step evenly, are a view; a scattered choice cannot be.
         """
-        planned = self._pool(pool)
+        pools = self.plan.rank_pools(self.rank)
+        if pool not in pools:
+            hint = f"Rank {self.rank} has pools {sorted(pools)}"
+            raise AtlasError(Code.OUT_OF_RANGE, "There is no such pool", got=pool, hint=hint)
+        planned = pools[pool]
         strides = {
             region.block_stride
             for region in self.plan.regions
@@ -208,7 +209,7 @@ class Cache(Mapping[str, LayerCache]):
                 hint="Use a layout that starts with B, or Placement.runs for each stretch of bytes",
             )
         rows = self.pools[pool].view(planned.blocks, planned.block_bytes)
-        chosen = self._block_ids([ids] if isinstance(ids, int) else ids, planned).tolist()
+        chosen = _block_ids([ids] if isinstance(ids, int) else ids, planned).tolist()
         if not chosen:
             raise AtlasError(Code.OUT_OF_RANGE, "No blocks", got=ids, hint="Pass one id or more")
         steps = {b - a for a, b in pairwise(chosen)} or {1}
@@ -220,21 +221,6 @@ class Cache(Mapping[str, LayerCache]):
                 hint="Gather scattered blocks with kernels.gather_blocks",
             )
         return rows[chosen[0] : chosen[-1] + 1 : steps.pop()]
-
-    def _block_ids(self, ids: Sequence[int] | torch.Tensor, pool: Pool) -> torch.Tensor:
-        chosen = torch.as_tensor(ids, dtype=torch.long)
-        return checked_ids(chosen, pool.blocks, "Block ids", "Pass ids of the pool's own blocks")
-
-    def _pool(self, index: int) -> Pool:
-        pools = self.plan.rank_pools(self.rank)
-        if index not in pools:
-            raise AtlasError(
-                Code.OUT_OF_RANGE,
-                f"Rank {self.rank} has no such pool",
-                got=index,
-                hint=f"Its pools are {sorted(pools)}",
-            )
-        return pools[index]
 
 
 def allocate(plan: Plan, *, rank: int = 0, device: Any = "cpu") -> Cache:
@@ -274,8 +260,13 @@ def bind(buffers: Mapping[int, Any] | Any, plan: Plan, *, rank: int = 0) -> Cach
     return Cache(plan, rank, {i: _bytes_of(buffers[i], pool) for i, pool in planned.items()})
 
 
+def _block_ids(ids: Sequence[int] | torch.Tensor, pool: Pool) -> torch.Tensor:
+    chosen = torch.as_tensor(ids, dtype=torch.long)
+    return checked_ids(chosen, pool.blocks, "Block ids", "Pass ids of the pool's own blocks")
+
+
 def _memory(nbytes: int, zero: bool, device: Any) -> torch.Tensor:
-    """Aligned bytes; the allocator need not align, so a little more is asked for."""
+    """Aligned bytes; the allocator need not align, so a little more is allocated."""
     make = torch.zeros if zero else torch.empty
     raw = make(nbytes + ALIGNMENT, dtype=torch.uint8, device=device)
     skip = -raw.data_ptr() % ALIGNMENT

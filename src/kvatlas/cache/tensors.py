@@ -62,19 +62,12 @@ def view(buffer: torch.Tensor, placement: Placement, dtype: torch.dtype) -> torc
     item = dtype.itemsize
     check_pool(buffer)
     if placement.item != item:
-        raise AtlasError(
-            Code.UNLIKE_PLACEMENTS,
-            "Elements of the view are not as large as the placement's items",
-            got=f"{dtype} of {item} bytes for items of {placement.item}",
-            hint="View the field, not the cells",
-        )
+        problem = f"Elements of {item} bytes are not as large as the placement's items"
+        got, hint = f"{dtype} for items of {placement.item}", "View the field, not the cells"
+        raise AtlasError(Code.UNLIKE_PLACEMENTS, problem, got=got, hint=hint)
     if placement.stop > buffer.numel():
-        raise AtlasError(
-            Code.OUT_OF_BOUNDS,
-            "The view reaches past the end of its pool",
-            got=f"bytes up to {placement.stop} of a pool of {buffer.numel()}",
-            hint="Allocate what the plan says",
-        )
+        got = f"bytes up to {placement.stop} of a pool of {buffer.numel()}"
+        raise AtlasError(Code.OUT_OF_BOUNDS, got=got, hint="Allocate what the plan says")
     if any(step % item for step in (placement.offset, *placement.strides)):
         raise AtlasError(
             Code.MISALIGNED,

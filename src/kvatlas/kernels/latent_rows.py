@@ -12,16 +12,8 @@ from kvatlas.cache import LayerCache, torch_dtype
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Page
 from kvatlas.kernels import bit_packing as bits
-from kvatlas.kernels.block_scales import (
-    from_blocks,
-    from_nvfp4,
-    from_ue8m0,
-    to_fp8,
-    to_fp8_blocks,
-    to_mxfp4,
-    to_nvfp4,
-    to_ue8m0,
-)
+from kvatlas.kernels import block_scales
+from kvatlas.kernels.block_scales import to_fp8
 from kvatlas.kernels.dispatch import gpu_kernels
 from kvatlas.kernels.slot_rows import find_slots, kept_slots, read_field, read_fields, write_fields
 from kvatlas.specs import CompressorState, Indexer, LatentAttention
@@ -69,10 +61,10 @@ def write_rows(layer: LayerCache, rows: torch.Tensor, slots: torch.Tensor) -> No
         if spec.cache == "bf16":
             fields = {"index": rows}
         elif spec.cache == "mxfp4":
-            data, scales = to_mxfp4(rows.float())
+            data, scales = block_scales.to_mxfp4(rows.float())
             fields = {"index": data, "index_scale": scales}
         else:
-            data, power = to_fp8_blocks(rows.float(), spec.head_dim, powers=True)
+            data, power = block_scales.to_fp8_blocks(rows.float(), spec.head_dim, powers=True)
             fields = {"index": data, "index_scale": torch.exp2(power)}
     write_fields(layer, find_slots(layer, slots), fields)
 
@@ -85,7 +77,7 @@ def read_rows(layer: LayerCache, slots: torch.Tensor) -> torch.Tensor:
     fields = read_fields(layer, find_slots(layer, slots))
     if spec.cache == "mxfp4":
         values = bits.from_e2m1(bits.unpack(fields["index"], 4, spec.head_dim))
-        return from_blocks(values, from_ue8m0(fields["index_scale"]), 32)
+        return block_scales.from_blocks(values, block_scales.from_ue8m0(fields["index_scale"]), 32)
     keys = fields["index"].float()
     return keys * fields["index_scale"] if "index_scale" in fields else keys
 
@@ -108,15 +100,14 @@ def encode_latent(
         return {"latent": to_fp8(latent.float() / scale), "rope": to_fp8(rope.float() / scale)}
     scaled = torch.cat((latent, rope), dim=-1) if _rope_scaled(spec) else latent
     if spec.cache == "nvfp4_ds_mla":
-        data, scales = to_nvfp4(scaled.float())
-        width = spec.latent // 2
-        plain = to_fp8(rope.float())
+        data, scales = block_scales.to_nvfp4(scaled.float())
+        width, plain = spec.latent // 2, to_fp8(rope.float())
     else:
         stored = page.field("latent_scale")
         powers = stored.dtype.name == "ue8m0"
         block = scaled.shape[-1] // stored.sizes["C"]
-        data, scales = to_fp8_blocks(scaled.float(), block, powers=powers)
-        scales = to_ue8m0(scales) if powers else scales
+        data, scales = block_scales.to_fp8_blocks(scaled.float(), block, powers=powers)
+        scales = block_scales.to_ue8m0(scales) if powers else scales
         width, plain = spec.latent, rope.to(dtype)
     if _rope_scaled(spec):
         plain = data[..., width:]
@@ -134,10 +125,10 @@ def decode_latent(
     data = torch.cat((latent, rope), dim=-1) if _rope_scaled(spec) else latent
     scales = fields["latent_scale"]
     if spec.cache == "nvfp4_ds_mla":
-        values = from_nvfp4(data, scales, 2 * data.shape[-1])
+        values = block_scales.from_nvfp4(data, scales, 2 * data.shape[-1])
     else:
-        exact = from_ue8m0(scales) if scales.dtype == torch.uint8 else scales
-        values = from_blocks(data.float(), exact, data.shape[-1] // scales.shape[-1])
+        exact = block_scales.from_ue8m0(scales) if scales.dtype == torch.uint8 else scales
+        values = block_scales.from_blocks(data.float(), exact, data.shape[-1] // scales.shape[-1])
     if _rope_scaled(spec):
         return values[..., : spec.latent], values[..., spec.latent :]
     return values, rope.float()
@@ -150,10 +141,7 @@ def _rope_scaled(spec: LatentAttention) -> bool:
 
 def _checked(rows: torch.Tensor, width: int) -> torch.Tensor:
     if rows.dim() != 2 or rows.shape[-1] != width:
-        raise AtlasError(
-            Code.BAD_TENSOR,
-            f"Rows must be [states, {width}]",
-            got=tuple(rows.shape),
-            hint="Pass one row for each state, as wide as the spec says",
-        )
+        hint = "Pass one row for each state, as wide as the spec says"
+        problem = f"Rows must be [states, {width}]"
+        raise AtlasError(Code.BAD_TENSOR, problem, got=tuple(rows.shape), hint=hint)
     return rows

@@ -43,9 +43,8 @@ def cells_alike(source: LayerCache, target: LayerCache) -> bool:
 
 def _tiled_alike(a: Placement, b: Placement) -> tuple[Placement, Placement]:
     """Both with rows in tiles, where one of them has rows in tiles."""
-    tiles = {end.size("c") for end in (a, b) if "c" in end.axes}
-    first, second = (
-        end.split("C", into=("C", "c"), inner=min(tiles)) if tiles and "c" not in end.axes else end
-        for end in (a, b)
-    )
-    return first, second
+    for one, other in ((a, b), (b, a)):
+        if "c" in one.axes and "c" not in other.axes:
+            tiled = other.split("C", into=("C", "c"), inner=one.size("c"))
+            return (a, tiled) if one is a else (tiled, b)
+    return a, b

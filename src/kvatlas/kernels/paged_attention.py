@@ -27,6 +27,14 @@ Rows = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 _ROWS_AT_ONCE = 1 << 14
 
 
+class _Softmax(NamedTuple):
+    """What turns products of queries and keys into weights."""
+
+    scale: float
+    softcap: float | None
+    sink_logits: torch.Tensor | None
+
+
 class _Sequence(NamedTuple):
     queries: slice
     """Its rows in the batch of queries."""
@@ -75,9 +83,9 @@ def attend(
 
     spec = layer.spec_as(Attention)
     out = _out(q, spec.v_dim or spec.head_dim, out)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    softmax = _Softmax(q.shape[-1] ** -0.5 if scale is None else scale, softcap, sink_logits)
     batch = _batch(layer, q, tables, lengths, queries, starts)
-    return _attend(batch, rows, q, out, scale, sink_logits, softcap)
+    return _attend(batch, rows, q, out, softmax)
 
 
 def attend_latent(
@@ -113,37 +121,27 @@ def attend_latent(
 
     out = _out(q, spec.latent, out)
     batch = _batch(layer, q, tables, lengths, queries, starts)
-    return _attend(batch, rows, q, out, scale, sink_logits, None)
+    return _attend(batch, rows, q, out, _Softmax(scale, None, sink_logits))
 
 
 def _out(q: torch.Tensor, width: int, out: torch.Tensor | None) -> torch.Tensor:
     shape = q.shape[0], q.shape[1], width
     if out is not None and out.shape != shape:
-        raise AtlasError(
-            Code.BAD_TENSOR,
-            f"`out` must be of shape {shape}",
-            got=tuple(out.shape),
-            hint="Leave `out` away, or pass a row for every query",
-        )
+        hint = "Leave `out` away, or pass a row for every query"
+        problem = f"`out` must be of shape {shape}"
+        raise AtlasError(Code.BAD_TENSOR, problem, got=tuple(out.shape), hint=hint)
     return q.new_empty(shape) if out is None else out
 
 
 def _attend(
-    batch: list[_Sequence],
-    rows: Rows,
-    q: torch.Tensor,
-    out: torch.Tensor,
-    scale: float,
-    sink_logits: torch.Tensor | None,
-    softcap: float | None,
+    batch: list[_Sequence], rows: Rows, q: torch.Tensor, out: torch.Tensor, softmax: _Softmax
 ) -> torch.Tensor:
     for group in _read_together(batch):
         keys, values = rows(torch.cat([sequence.slots for sequence in group]))
         sizes = [len(sequence.slots) for sequence in group]
-        for (mine, _, mask), k, v in zip(
-            group, keys.split(sizes), values.split(sizes), strict=True
-        ):
-            out[mine] = _one(q[mine].float(), k, v, mask, scale, sink_logits, softcap)
+        for sequence, k, v in zip(group, keys.split(sizes), values.split(sizes), strict=True):
+            mine = sequence.queries
+            out[mine] = _one(q[mine].float(), k, v, sequence.mask, softmax)
     return out
 
 
@@ -162,18 +160,13 @@ def _read_together(batch: list[_Sequence]) -> Iterator[list[_Sequence]]:
 
 
 def _one(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-    sink_logits: torch.Tensor | None,
-    softcap: float | None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, softmax: _Softmax
 ) -> torch.Tensor:
     """One sequence: q [T, Hq, D], k [S, H, D], v [S, H, Dv]; query heads share kv heads evenly."""
     tokens, heads, kv_heads = q.shape[0], q.shape[1], k.shape[1]
     # [H, queries of all heads that share it, D] x [H, D, S]: keys are never repeated.
     rows = torch.unflatten(q, 1, (kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
+    scale, softcap, sink_logits = softmax
     logits = (rows @ k.permute(1, 2, 0)).mul_(scale)
     if softcap is not None:
         logits = logits.div_(softcap).tanh_().mul_(softcap)

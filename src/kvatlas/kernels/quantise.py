@@ -125,9 +125,10 @@ def _token_head(cache: str, side: Side, rows: torch.Tensor) -> Fields:
     step = not_finite_is_nan((largest / top).clamp(min=_LEAST))
     scaled = rows * (1 / step)
     if cache == "int8_per_token_head":
-        codes = round_away(scaled).nan_to_num(0).clamp(-128, 127)
-        return {side: codes.to(torch.int8), f"{side}_scale": step}
-    return {side: to_fp8(scaled.nan_to_num(0)), f"{side}_scale": step}
+        codes = round_away(scaled).nan_to_num(0).clamp(-128, 127).to(torch.int8)
+    else:
+        codes = to_fp8(scaled.nan_to_num(0))
+    return {side: codes, f"{side}_scale": step}
 
 
 def _turboquant(spec: Attention, side: Side, rows: torch.Tensor) -> Fields:
@@ -137,8 +138,7 @@ def _turboquant(spec: Attention, side: Side, rows: torch.Tensor) -> Fields:
     if side == "v":
         low, high = rows.amin(-1, keepdim=True), rows.amax(-1, keepdim=True)
         top = (1 << width) - 1
-        step = not_finite_is_nan((high - low) / top)
-        step = step.clamp(6e-8, _HALF_MAX).half()
+        step = not_finite_is_nan((high - low) / top).clamp(6e-8, _HALF_MAX).half()
         zero = low.clamp(-_HALF_MAX, _HALF_MAX).half()
         codes = ((rows - zero.float()) / step.float()).round().nan_to_num(0).clamp(0, top)
         packed = bits.pack(codes.to(torch.uint8), width)
@@ -146,7 +146,8 @@ def _turboquant(spec: Attention, side: Side, rows: torch.Tensor) -> Fields:
     norm = not_finite_is_nan(rows.norm(dim=-1, keepdim=True))
     # After the rotation a row of norm 1 has elements of variance 1 / D, near enough normal.
     unit = hadamard.rotate(rows) / norm.clamp(min=_TINY) * rows.shape[-1] ** 0.5
-    codes = torch.bucketize(unit.nan_to_num(0), _borders(width, rows.device))
+    levels = _levels(width, rows.device)
+    codes = torch.bucketize(unit.nan_to_num(0), (levels[1:] + levels[:-1]) / 2)
     return {"k": bits.pack(codes, width), "k_scale": norm.clamp(max=_HALF_MAX).half()}
 
 
@@ -193,11 +194,6 @@ def _levels(width: int, device: torch.device) -> torch.Tensor:
     return torch.tensor(normal_levels(width), dtype=torch.float32, device=device)
 
 
-def _borders(width: int, device: torch.device) -> torch.Tensor:
-    levels = _levels(width, device)
-    return (levels[1:] + levels[:-1]) / 2
-
-
 def _code_bits(spec: Attention, side: Side) -> int:
     dims = sides(spec.cache, DType.of(spec.dtype), spec.head_dim, spec.v_dim or spec.head_dim)
     return (dims.k if side == "k" else dims.v)[0].dtype.bits
@@ -209,15 +205,12 @@ def _dim(spec: Attention, side: Side) -> int:
 
 def _check_size(spec: Attention, side: Side, rows: torch.Tensor) -> None:
     dim = _dim(spec, side)
-    if rows.shape[-1] != dim:
-        problem = f"Rows of {side.upper()} are not as long as its heads"
-    elif spec.cache.startswith("turboquant") and dim & (dim - 1):
-        problem = "Rows that are rotated whole must be of a power of two elements"
-    else:
-        return
-    raise AtlasError(
-        Code.BAD_TENSOR,
-        problem,
-        got=f"{side} of {rows.shape[-1]} for heads of {dim} in {spec.cache}",
-        hint="Pass [tokens, heads, head size]",
-    )
+    rotated_whole = spec.cache.startswith("turboquant")
+    if rows.shape[-1] != dim or (rotated_whole and dim & (dim - 1)):
+        power = ", a power of two," if rotated_whole else ""
+        raise AtlasError(
+            Code.BAD_TENSOR,
+            f"Rows of {side.upper()} must be as long as its heads{power} in {spec.cache}",
+            got=f"rows of {rows.shape[-1]} for heads of {dim}",
+            hint="Pass [tokens, heads, head size]",
+        )

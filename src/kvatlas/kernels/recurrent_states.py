@@ -8,12 +8,16 @@ part says which of the rows it holds.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvatlas.cache import LayerCache
 from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry import ShardRange
 from kvatlas.kernels.block_copy import block_ids
 
 ConvOrder = Literal["SD", "DS"]
@@ -114,7 +118,6 @@ def _part_ranges(
     parts: Sequence[LayerCache], ids: list[torch.Tensor], name: str, conv: ConvOrder | None
 ) -> Iterator[_PartRange]:
     """What each part holds of a field, with rows counted in the state that is whole here."""
-    starts, _ = _rows_held(parts, name)
     for part, blocks in zip(parts, ids, strict=True):
         view, axes = _oriented(part, name, conv)
         field = part.page.field(name)
@@ -123,27 +126,19 @@ def _part_ranges(
             continue
         axis = axes.index(str(field.sharding.axis))
         for rows in field.ranges:
-            first = max(start for start in starts if start <= rows.start)
-            start = starts[first] + rows.start - first
+            start = int(np.searchsorted(_rows_held(parts, name), rows.start))
             yield _PartRange(view, blocks, axis, rows.local, start, rows.length)
 
 
-def _rows_held(parts: Sequence[LayerCache], name: str) -> tuple[dict[int, int], int]:
-    """Where stretches of the whole model's rows start in this state, by their first row.
+def _rows_held(parts: Sequence[LayerCache], name: str) -> NDArray[np.int64]:
+    """The whole model's rows that a state has, in order; parts may repeat some."""
+    return _union(tuple(rows for part in parts for rows in part.page.field(name).ranges))
 
-    Sections follow each other in a state as they do in the model; parts may repeat some.
-    Beside it the number of rows.
-    """
-    ranges = [rows for part in parts for rows in part.page.field(name).ranges]
-    starts: dict[int, int] = {}
-    count = end = 0
-    for start, stop in sorted((rows.start, rows.start + rows.length) for rows in ranges):
-        if start > end or not starts:
-            starts[start] = count
-            end = start
-        count += max(0, stop - end)
-        end = max(end, stop)
-    return starts, count
+
+@lru_cache(maxsize=256)
+def _union(ranges: tuple[ShardRange, ...]) -> NDArray[np.int64]:
+    rows = [np.arange(held.start, held.start + held.length) for held in ranges]
+    return np.unique(np.concatenate(rows))
 
 
 def _shape(parts: Sequence[LayerCache], name: str, conv: ConvOrder | None) -> tuple[int, ...]:
@@ -151,7 +146,7 @@ def _shape(parts: Sequence[LayerCache], name: str, conv: ConvOrder | None) -> tu
     shape = list(view.shape)
     field = parts[0].page.field(name)
     if field.ranges:
-        shape[axes.index(str(field.sharding.axis))] = _rows_held(parts, name)[1]
+        shape[axes.index(str(field.sharding.axis))] = len(_rows_held(parts, name))
     return tuple(shape[1:])
 
 

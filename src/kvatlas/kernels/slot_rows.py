@@ -145,14 +145,11 @@ def _copy_runs(
     pages: torch.Tensor, rows: torch.Tensor, runs: list[SlotRun], *, into_pages: bool
 ) -> None:
     states = pages.shape[1]
-    page_array, row_array = pages.numpy(), rows.numpy()
+    arrays = pages.numpy(), rows.numpy()
     for blocks, state, row, length in runs:
         if length < states:
-            page, line = (
-                page_array[blocks[0], state : state + length],
-                row_array[row : row + length],
-            )
-            target, source = (page, line) if into_pages else (line, page)
+            ends = arrays[0][blocks[0], state : state + length], arrays[1][row : row + length]
+            target, source = ends if into_pages else ends[::-1]
             target[...] = source
             continue
         lines = torch.unflatten(rows[row : row + length], 0, (len(blocks), states))
@@ -164,8 +161,7 @@ def _copy_whole_blocks(
 ) -> None:
     """Whole blocks: neighbours as one copy where that is large, else all of them by index."""
     starts = stretch_starts(blocks)
-    nbytes = lines.numel() * lines.element_size()
-    if nbytes < _LARGE * len(starts) and len(starts) > 1:
+    if len(starts) > 1 and lines.nbytes < _LARGE * len(starts):
         if not into_pages:
             torch.index_select(pages, 0, torch.from_numpy(blocks), out=lines)
         elif pages.stride(-1) == lines.stride(-1) == 1:
@@ -174,8 +170,8 @@ def _copy_whole_blocks(
             pages.index_put_((torch.from_numpy(blocks),), lines)
         return
     for i, n in zip(starts.tolist(), np.diff(starts, append=len(blocks)).tolist(), strict=True):
-        page, line = pages[blocks[i] : blocks[i] + n], lines[i : i + n]
-        target, source = (page, line) if into_pages else (line, page)
+        ends = pages[blocks[i] : blocks[i] + n], lines[i : i + n]
+        target, source = ends if into_pages else ends[::-1]
         target.copy_(source)
 
 

@@ -185,5 +185,5 @@ def _indexed(
 ) -> None:
     """Indexed copies of some blocks at a time, so that what is staged stays small."""
     ids, places = ids.to(rows.device), places.to(out.device)
-    for some, there in zip(ids.split(_INDEXED), places.split(_INDEXED), strict=True):
+    for some, there in zip(torch.split(ids, _INDEXED), torch.split(places, _INDEXED), strict=True):
         out.index_put_((there,), rows.index_select(0, some).to(out.device))
