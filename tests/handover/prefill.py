@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from kvatlas.engines.transformers import AtlasCache, make_plan
-from kvatlas.engines.transformers.ranks_on_wire import Ranks
+from kvatlas.engines.transformers.simulated_ranks import SimulatedRanks
 from tests.handover.tiny import LONGEST, PROMPT, model_of, prompt
 
 MARK = "prefilled "
@@ -21,7 +21,7 @@ MARK = "prefilled "
 def run(task: dict[str, Any]) -> tuple[Ranks, dict[str, Any]]:
     model = model_of(task["model"])
     plan = make_plan(model.config, batch=4, max_len=LONGEST, **task["plan"])
-    ranks = Ranks(plan, task["transport"], name="prefill", secret=b"shared")
+    ranks = SimulatedRanks(plan, task["transport"], name="prefill", secret=b"shared")
     said = {}
     for number in task["prompts"]:
         cache = AtlasCache.from_config(model.config, batch=1, max_len=LONGEST)

@@ -17,7 +17,7 @@ import torch
 
 from kvatlas import AtlasError
 from kvatlas.engines.transformers import AtlasCache, make_plan
-from kvatlas.engines.transformers.ranks_on_wire import Ranks
+from kvatlas.engines.transformers.simulated_ranks import SimulatedRanks
 from kvatlas.routing import route, scattered
 from kvatlas.tier import Tier
 from kvatlas.wire import Session
@@ -144,7 +144,7 @@ def test_tokens_after_a_hand_over(
     src, dst = plans(name, topology)
     said = prefill(model=name, plan=src, transport=transport, prompts=[5])
     plan = make_plan(model_of(name).config, batch=4, max_len=LONGEST, **dst)
-    with Ranks(plan, transport, name="decode", secret=b"shared") as ranks:
+    with SimulatedRanks(plan, transport, name="decode", secret=b"shared") as ranks:
         how = {"how": "direct"} if topology == "tp 1 to 2" else {}
         blocks = pull(ranks, said["endpoints"], checksums=True, **how)
         same_bytes(name, ranks, blocks)
@@ -158,8 +158,8 @@ def test_tokens_after_a_hand_over_within_a_process(name: str) -> None:
     src, dst = plans(name, "tp 2 to 1")
     made = [make_plan(model_of(name).config, batch=4, max_len=LONGEST, **p) for p in (src, dst)]
     with (
-        Ranks(made[0], "memory", name="prefill") as prefilled,
-        Ranks(made[1], "memory", name="decode") as ranks,
+        SimulatedRanks(made[0], "memory", name="prefill") as prefilled,
+        SimulatedRanks(made[1], "memory", name="decode") as ranks,
     ):
         blocks = prefilled.fill(own_cache(name, 5), PROMPT)
         mine = scattered(ranks.plan, PROMPT)
@@ -185,8 +185,8 @@ def test_tokens_after_a_stay_on_disk(name: str, tmp_path: Path) -> None:
     }
     path = tmp_path / "blocks"
     with (
-        Ranks(made[0], "memory", name="prefill") as prefilled,
-        Ranks(made[1], "memory", name="decode") as ranks,
+        SimulatedRanks(made[0], "memory", name="prefill") as prefilled,
+        SimulatedRanks(made[1], "memory", name="decode") as ranks,
     ):
         blocks = prefilled.fill(own_cache(name, 5), PROMPT)
         with Tier.open(path, rows) as tier:
@@ -202,7 +202,7 @@ def test_tokens_after_a_stay_on_disk(name: str, tmp_path: Path) -> None:
 
 def same_bytes(name: str, ranks: Ranks, blocks: dict[int, list[int]]) -> None:
     """What arrived is what this process would have computed and placed there."""
-    with Ranks(ranks.plan, "memory", name="expected") as expected:
+    with SimulatedRanks(ranks.plan, "memory", name="expected") as expected:
         assert expected.fill(own_cache(name, 5), PROMPT) == blocks
         way = route(ranks.plan, ranks.plan)
         for rank, pools in ranks.pools.items():
@@ -219,7 +219,7 @@ def test_another_requests_cache_gives_other_tokens(name: str, prefill: Prefill) 
     src, dst = plans(name, "tp 2 to 1")
     said = prefill(model=name, plan=src, transport="shm", prompts=[5, 6])
     plan = make_plan(model_of(name).config, batch=4, max_len=LONGEST, **dst)
-    with Ranks(plan, "shm", name="decode", secret=b"shared") as ranks:
+    with SimulatedRanks(plan, "shm", name="decode", secret=b"shared") as ranks:
         blocks = pull(ranks, said["endpoints"])
         other = go_on(name, ranks, blocks, 5, undisturbed(name, 5)[0])
         assert other[1:] != undisturbed(name, 5)[1:]

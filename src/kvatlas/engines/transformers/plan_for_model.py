@@ -10,7 +10,7 @@ from kvatlas.models import Model
 from kvatlas.planning import Plan, plan
 
 _AMPLE = 1 << 44
-"""Bytes in which any cache fits: the first plan only tells how many blocks a row takes."""
+"""Bytes in which any cache fits: the first plan only tells how many blocks a sequence takes."""
 
 
 def make_plan(
@@ -28,7 +28,7 @@ def make_plan(
     tp: int = 1,
     pp: int = 1,
 ) -> Plan:
-    """A plan for `batch` rows of `max_len` tokens, and nothing more.
+    """A plan for `batch` sequences of `max_len` tokens, and nothing more.
 
     K, V and latents are kept in `kv_dtype`, or in the model's own dtype; recurrent states
     in `ssm_dtype`, since transformers computes them in fp32. `in_flight` are the most
@@ -38,7 +38,7 @@ def make_plan(
     model = Model.load(config, conv_dtype=dtype, ssm_dtype=ssm_dtype)
     if kv_dtype is None and model.cache == "auto":
         kv_dtype = dtype
-    asked: dict[str, Any] = {
+    options: dict[str, Any] = {
         "layout": layout,
         "pack": pack,
         "kv_dtype": kv_dtype,
@@ -50,15 +50,15 @@ def make_plan(
         "tp": tp,
         "pp": pp,
     }
-    probe = plan(model, memory=_AMPLE, **asked)
-    rows = positive(batch, "the batch")
+    probe = plan(model, memory=_AMPLE, **options)
+    sequences = positive(batch, "the batch")
     needed = probe.blocks_per_request()
     # Plans keep one block of each pool for engines that want a null block.
     stages = [[p for p in probe.pools if p.stage == stage] for stage in range(pp)]
     memory = max(
-        sum((needed[p.index] * rows + 1) * p.block_bytes for p in pools) for pools in stages
+        sum((needed[p.index] * sequences + 1) * p.block_bytes for p in pools) for pools in stages
     )
-    return plan(model, memory=memory, **asked)
+    return plan(model, memory=memory, **options)
 
 
 def make_cache(
@@ -71,5 +71,5 @@ def make_cache(
 def _dtype(config: Any) -> str:
     """What the model computes in: fp32 where its config does not say."""
     text = config.get_text_config(decoder=True)
-    found = getattr(config, "dtype", None) or getattr(text, "dtype", None)
-    return "fp32" if found is None else DType.of(str(found).removeprefix("torch.")).name
+    dtype = getattr(config, "dtype", None) or getattr(text, "dtype", None)
+    return "fp32" if dtype is None else DType.of(str(dtype).removeprefix("torch.")).name

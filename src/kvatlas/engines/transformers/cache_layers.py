@@ -1,0 +1,297 @@
+"""The layers of an `AtlasCache` as transformers asks for them: attention, recurrent, both, none.
+
+Models change recurrent states in place, in one tensor for the batch, while the states of its
+sequences lie in scattered blocks. So a model is lent a tensor, and what it made of it is
+written to the pages when the cache is next asked for anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
+
+from kvatlas.cache import LayerCache
+from kvatlas.engines.transformers.block_table import BlockTable
+from kvatlas.engines.transformers.sequence_batch import SequenceBatch
+from kvatlas.errors import AtlasError, Code
+from kvatlas.kernels import read, read_latent, read_states, write, write_latent, write_states
+from kvatlas.specs import Attention, LatentAttention, Recurrent, State
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""K and V, or the latent and the rotary part of MLA as one head: [batch, heads, tokens, D]."""
+
+_MODEL_AXES = {"conv": ("RT",), "ssm": ("HKV", "HPS", "RS")}
+"""Axes of one sequence's state as modeling code has them; pages may have another order."""
+
+
+class PagedAttentionLayer(CacheLayerMixin):
+    """K and V, or latents, of one layer in the pages of its group."""
+
+    supports_early_init = False
+
+    def __init__(
+        self,
+        batch: SequenceBatch,
+        pages: LayerCache,
+        spec: Attention | LatentAttention,
+        table: BlockTable,
+    ) -> None:
+        super().__init__()
+        self.batch = batch
+        self.pages = pages
+        self.spec = spec
+        self.table = table
+        self.reach = spec.visibility.window or spec.visibility.chunk
+        """The most tokens that a window or a chunk holds; None for all."""
+        self.seen = 0
+        """Tokens of the batch so far, padding included."""
+
+    @property
+    def is_sliding(self) -> bool:
+        """A window or a chunk: transformers calls both so."""
+        return self.reach is not None
+
+    @property
+    def is_croppable(self) -> bool:
+        """Tokens can be taken back while nothing was left behind."""
+        return self.reach is None or self.table.keep_all
+
+    def lazy_initialization(self, *_: Any, **__: Any) -> None:
+        """Nothing to do: the pages are there."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any) -> Pair:
+        """Store new tokens; return all in sight, or the new ones alone where pages are read."""
+        self.batch.admit(key_states.shape[0])
+        start, count = self.seen, key_states.shape[-2]
+        slots = self.table.reserve(start, count, self.batch.padding).flatten()
+        rows = (states.transpose(1, 2).flatten(0, 1) for states in (key_states, value_states))
+        if isinstance(self.spec, LatentAttention):
+            latent, rope = (row.squeeze(1) for row in rows)
+            write_latent(self.pages, self.spec, latent, rope, slots)
+        else:
+            write(self.pages, self.spec, *rows, slots)
+        self.seen += count
+        if self.batch.is_paged(start, count):
+            return key_states, value_states
+        keys, values = self._in_sight(start)
+        return keys.to(key_states.dtype), values.to(value_states.dtype)
+
+    def _in_sight(self, start: int) -> Pair:
+        """What the mask of transformers covers, gathered; zeros where nothing is stored."""
+        slots = self.table.slots(range(self._offset(start), self.seen), self.batch.padding)
+        stored = slots.flatten().clamp(min=0)
+        if isinstance(self.spec, LatentAttention):
+            pair = tuple(row.unsqueeze(1) for row in read_latent(self.pages, self.spec, stored))
+        else:
+            pair = read(self.pages, self.spec, stored)
+        missing = slots < 0
+        keys, values = (rows.view(*slots.shape, *rows.shape[1:]) for rows in pair)
+        if bool(missing.any()):
+            keys[missing], values[missing] = 0, 0
+        return keys.transpose(1, 2), values.transpose(1, 2)
+
+    def _offset(self, start: int) -> int:
+        return 0 if self.reach is None else max(start - self.reach + 1, 0)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(number, first) of the tokens that `update` will return."""
+        offset = self._offset(self.seen)
+        return self.seen + query_length - offset, offset
+
+    def get_seq_length(self) -> int:
+        """Tokens so far, padding included."""
+        return self.seen
+
+    def get_max_length(self) -> int:
+        """The window, or -1."""
+        return self.reach or -1
+
+    def activate_past_recording(self) -> None:
+        """Leave no block behind from now on."""
+        self.table.keep_all = True
+
+    def reset(self) -> None:
+        """Forget; the batch gives the blocks back."""
+        self.seen = 0
+
+
+@dataclass(frozen=True)
+class LentState:
+    """A layer's `conv_states` or `recurrent_states`: models read item 0 and change it in place."""
+
+    layer: PagedStateLayer
+    name: str
+
+    def __getitem__(self, state_idx: int) -> torch.Tensor | None:
+        _refuse_further_states(state_idx)
+        return self.layer.lend(self.name)
+
+
+class PagedStateLayer(LinearAttentionCacheLayerMixin):
+    """The conv and ssm states of one layer, in a block of each sequence, or one for each part."""
+
+    is_compileable = False
+    is_croppable = False
+
+    def __init__(
+        self,
+        batch: SequenceBatch,
+        parts: Sequence[LayerCache],
+        spec: Recurrent,
+        tables: Sequence[BlockTable],
+    ) -> None:
+        LinearAttentionCacheLayerMixin.__init__(self)
+        self.batch = batch
+        self.parts = parts
+        self.spec = spec
+        self.state_tables = tables
+        self.conv_states = LentState(self, "conv")
+        self.recurrent_states = LentState(self, "ssm")
+        self._lent: dict[str, torch.Tensor] = {}
+        self._to_model: dict[str, list[int]] = {}
+        for state in spec.layer_states():
+            axes = parts[0].place(state.name).axes
+            self._to_model[state.name] = [axes.index(a) for a in f"B{model_axes(state)}"]
+
+    def lazy_initialization(self, *_: Any, **__: Any) -> None:
+        """Nothing to do: the pages are there."""
+
+    def lend(self, name: str) -> torch.Tensor | None:
+        """A state for the model to read and to change in place; None before there is one."""
+        self.batch.lend(self.settle)
+        if not self.has_previous_state[0]:
+            return None
+        if name not in self._lent:
+            states = read_states(self.parts, self._blocks)
+            model = {n: rows.permute(self._to_model[n]).contiguous() for n, rows in states.items()}
+            self._lent = {**model, **self._lent}
+        return self._lent.get(name)
+
+    def settle(self) -> None:
+        """Write what was lent to the pages."""
+        if self._lent:
+            self._write(self._lent)
+            self._lent = {}
+
+    def _write(self, states: dict[str, torch.Tensor]) -> None:
+        turned = {n: rows.permute(_inverse(self._to_model[n])) for n, rows in states.items()}
+        write_states(self.parts, turned, self._blocks)
+
+    @property
+    def _blocks(self) -> list[torch.Tensor]:
+        return [table.ids[:, 0] for table in self.state_tables]
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, state_idx: int = 0, **_: Any
+    ) -> torch.Tensor:
+        """Keep the last inputs; return the new ones behind those that were kept before."""
+        _refuse_further_states(state_idx)
+        self.batch.admit(conv_states.shape[0])
+        before = self.lend("conv")
+        if before is not None:
+            conv_states = torch.cat((before.to(conv_states.dtype), conv_states), dim=-1)
+        taps = self.parts[0].place("conv").size("T")
+        short = max(0, taps - conv_states.shape[-1])
+        self._keep("conv", torch.nn.functional.pad(conv_states, (short, 0))[..., -taps:])
+        return conv_states
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, state_idx: int = 0, **_: Any
+    ) -> torch.Tensor:
+        """Keep a new state."""
+        _refuse_further_states(state_idx)
+        self.batch.admit(recurrent_states.shape[0])
+        self._keep("ssm", recurrent_states)
+        return recurrent_states
+
+    def _keep(self, name: str, states: torch.Tensor) -> None:
+        self._lent.pop(name, None)
+        self._write({name: states})
+        self.has_previous_state[0] = True
+
+    def activate_past_recording(self) -> None:
+        """Refused: a recurrent state holds no past."""
+        raise cannot_take_back("recurrent states")
+
+    def reset(self) -> None:
+        """Forget; the batch gives the blocks back."""
+        self._lent = {}
+        self.has_previous_state[0] = False
+
+
+class PagedHybridLayer(PagedAttentionLayer, PagedStateLayer):
+    """Attention and a recurrent state side by side in one decoder layer."""
+
+    is_croppable = False
+
+    def __init__(self, attention: PagedAttentionLayer, states: PagedStateLayer) -> None:
+        PagedAttentionLayer.__init__(
+            self, attention.batch, attention.pages, attention.spec, attention.table
+        )
+        PagedStateLayer.__init__(
+            self, states.batch, states.parts, states.spec, states.state_tables
+        )
+
+    activate_past_recording = PagedStateLayer.activate_past_recording
+
+    def reset(self) -> None:
+        """Forget both."""
+        PagedAttentionLayer.reset(self)
+        PagedStateLayer.reset(self)
+
+
+class EmptyLayer(LinearAttentionCacheLayerMixin):
+    """A decoder layer that keeps nothing, such as an MLP."""
+
+    is_compileable = False
+    is_croppable = True
+
+    def update(self, *_: Any, **__: Any) -> NoReturn:
+        """Refused: the plan has no page for it."""
+        raise AtlasError(
+            Code.ENGINE_REFUSES,
+            "The plan has no page for this decoder layer",
+            got="new tokens or states of it",
+            hint="Plan from the config of the model that runs",
+        )
+
+    update_conv_state = update_recurrent_state = update
+
+    def lazy_initialization(self, *_: Any, **__: Any) -> None:
+        """Nothing to do."""
+
+    def activate_past_recording(self) -> None:
+        """Nothing to record."""
+
+
+def model_axes(state: State) -> str | None:
+    """Axes of a recurrent state as modeling code has them; None where it keeps no such state."""
+    own = {axis for axis, _ in state.axes}
+    return next((axes for axes in _MODEL_AXES.get(state.name, ()) if set(axes) == own), None)
+
+
+def cannot_take_back(got: str) -> AtlasError:
+    """A refusal to go back to fewer tokens."""
+    return AtlasError(
+        Code.CANNOT_TAKE_BACK,
+        got=got,
+        hint="Begin again with reset, or keep what a window leaves with activate_past_recording",
+    )
+
+
+def _refuse_further_states(state_idx: int) -> None:
+    if state_idx:
+        raise AtlasError(
+            Code.ENGINE_REFUSES,
+            "The model keeps several states of one kind in a layer, and the plan has pages for one",
+            got=f"state {state_idx}",
+            hint="Run this model with transformers' own cache",
+        )
+
+
+def _inverse(permutation: list[int]) -> list[int]:
+    return sorted(range(len(permutation)), key=permutation.__getitem__)
