@@ -64,7 +64,7 @@ def prefill(transport: str) -> None:
     first = model.generate(prompt(), past_key_values=cache, max_new_tokens=1, do_sample=False)
     taken = time.perf_counter() - begun
     with SimulatedRanks(plan_for(PREFILL), transport, name="prefill", secret=b"shared") as ranks:
-        blocks = ranks.fill(cache, PROMPT)
+        blocks = ranks.copy_from(cache, PROMPT)
         for node in ranks.nodes:
             node.offer("request 17", blocks, PROMPT, seconds=300)
         said = {"endpoints": ranks.endpoints, "first": int(first[0, -1]), "seconds": taken}
@@ -96,7 +96,7 @@ def decode(transport: str, said: dict[str, object]) -> list[int]:
                     f"{transfer.seconds * 1e3:.1f}",
                 )
         cache = AtlasCache.from_config(model.config, batch=1, max_len=LONGEST, layout="BHLNC")
-        ranks.pour(blocks, cache, PROMPT)
+        ranks.copy_to(cache, blocks, PROMPT)
     console.print(table)
     ids = torch.cat((prompt(), torch.tensor([[said["first"]]])), dim=1)
     found = model.generate(ids, past_key_values=cache, max_new_tokens=NEW - 1, do_sample=False)

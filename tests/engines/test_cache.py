@@ -182,7 +182,9 @@ def test_a_freed_block_shows_no_old_bytes(name: str, layout: str, pages: Guarded
     cache = pages.cache(name, layout=layout, pack=2)
     assert len(cache.plan.pools) == 1 < len(cache.plan.groups)
     on_pages(name, cache, "kvatlas", max_new_tokens=12)
-    held = {b for t in cache.batch.tables if not t.recurrent for blocks in t.sequences for b in blocks}
+    held = {
+        b for t in cache.batch.tables if not t.recurrent for blocks in t.sequences for b in blocks
+    }
     cache.reset()
     while held and cache.blocks[0].take() not in held:
         pass  # blocks that held states before, out of the way

@@ -97,7 +97,7 @@ def states(move: Move, layer: str) -> range:
     region, slot = move.dst.region_of(layer)
     spec = region.layers[slot].spec
     groups = [plan.groups[plan.region_of(layer)[0].group] for plan in (move.src, move.dst)]
-    if groups[1].kind == "mamba":
+    if groups[1].kind == "recurrent":
         return range(1 if stop > start else 0)
     if groups[1].kind == "cross_attention":
         return range(groups[1].source)
@@ -117,7 +117,7 @@ def place_of(plan: Plan, layer: str, part: int, state: int, stop: int) -> tuple[
     """
     region, slot = plan.region_of(layer, part)
     group = plan.groups[region.group]
-    if group.kind == "mamba":
+    if group.kind == "recurrent":
         return -1, (stop - 1) // group.block, 0
     each = region.layers[slot].spec.tokens_per_state or 1
     entry, within = divmod(state // plan.dcp, group.block // each)
@@ -260,7 +260,7 @@ def walk_slowly(move: Move, side: Side, rank: int) -> dict[tuple[int, int], int]
             if field.padding or owner not in (-1, tp_rank % plan.dcp):
                 continue
             ids = tables[region.group]
-            block = ids[0] if group.kind == "mamba" and len(ids) == 1 else ids[entry]
+            block = ids[0] if group.kind == "recurrent" and len(ids) == 1 else ids[entry]
             view = views[field.name]
             names = [axis.name for axis in field.axes if axis.name != "N"]
             shape = [axis.size for axis in field.axes if axis.name != "N"]

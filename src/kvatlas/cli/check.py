@@ -15,7 +15,7 @@ from kvatlas.cli.options import Ask
 from kvatlas.cli.tables import indented, size, table
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
-from kvatlas.routing import Check, Pair
+from kvatlas.routing import Check, RankPair
 
 _NUMBERS = ("tp", "pp", "dcp", "requests", "block_size")
 _OTHERS = ("model", "prefix_caching", *_NUMBERS)
@@ -105,7 +105,7 @@ def check_parts(src: Plan, dst: Plan, found: Check) -> list[RenderableType]:
     return [head, yes, indented(made), Text(note, style="dim")]
 
 
-def _row(pair: Pair) -> tuple[str, ...]:
+def _row(pair: RankPair) -> tuple[str, ...]:
     report = pair.report
     return (
         str(pair.src_rank),

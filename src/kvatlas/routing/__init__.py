@@ -4,32 +4,31 @@ from kvatlas.routing.binding import Copy
 from kvatlas.routing.block_tables import block_table, checked_rank
 from kvatlas.routing.compatibility import Reason, fingerprint
 from kvatlas.routing.costs import Costs, Report, report
-from kvatlas.routing.feasibility import Check, Pair, check, scattered
-from kvatlas.routing.plan_ends import Side
-from kvatlas.routing.prepared import Prepared
-from kvatlas.routing.routes import Bound, Route, route
-from kvatlas.routing.token_ranges import Reach, Span, reach_of, token_range
+from kvatlas.routing.feasibility import Check, RankPair, check, scattered
+from kvatlas.routing.plan_ends import PlanEnd
+from kvatlas.routing.prepared import PreparedRoute
+from kvatlas.routing.routes import BoundRoute, Route, route
+from kvatlas.routing.token_ranges import needed_states, shared_visibility, token_range
 
 __all__ = [
-    "Bound",
+    "BoundRoute",
     "Check",
     "Copy",
     "Costs",
-    "Pair",
-    "Prepared",
-    "Reach",
+    "PlanEnd",
+    "PreparedRoute",
+    "RankPair",
     "Reason",
     "Report",
     "Route",
-    "Side",
-    "Span",
     "block_table",
     "check",
     "checked_rank",
     "fingerprint",
-    "reach_of",
+    "needed_states",
     "report",
     "route",
     "scattered",
+    "shared_visibility",
     "token_range",
 ]

@@ -23,8 +23,11 @@ from kvatlas.geometry import (
     natural,
     refuse_too_many,
 )
-from kvatlas.routing.compiler import Lane
-from kvatlas.routing.request import Placed
+from kvatlas.routing.compiler import GroupPair
+from kvatlas.routing.request import BoundStates
+
+_Starts = tuple[Int64s, Int64s]
+"""Offsets at the source, and at the destination."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,43 +62,44 @@ class Copy:
         )
 
 
-class Family(NamedTuple):
-    """Strips that differ only in where they start."""
+class RepeatedRuns(NamedTuple):
+    """Strips that differ only in where they start: one of them, and all starts."""
 
     strip: Strip
-    rows: tuple[Int64s, Int64s]
-    """Where its items lie at either end, by destination, in the first state of block 0."""
+    starts: _Starts
+    """Where items lie at either end, by destination, in the first state of block 0."""
 
 
-class Sheet(NamedTuple):
-    """The strips of a lane, ready to be bound: state by state, and for whole cells."""
+class CompiledPair(NamedTuple):
+    """What moves between two groups, ready to be bound: state by state, and for whole cells."""
 
-    lane: Lane
-    states: list[Family]
-    whole: list[Family]
-
-
-def sheet_of(lane: Lane, strips: Sequence[Strip]) -> Sheet:
-    """Strips as families, also with the states of a cell folded in."""
-    whole: list[Strip] = []
-    if lane.per_state is not None and lane.src.states == lane.dst.states:
-        whole = closed(strips, lane.src.states)
-    return Sheet(lane, families(strips), families(whole))
+    pair: GroupPair
+    states: list[RepeatedRuns]
+    whole: list[RepeatedRuns]
 
 
-def families(strips: Sequence[Strip]) -> list[Family]:
+def compile_pair(pair: GroupPair, strips: Sequence[Strip]) -> CompiledPair:
+    """Strips as repeated runs, also with the states of a cell folded in where both ends agree."""
+    src, dst = pair.cells
+    fold = pair.per_state is not None and src.states == dst.states
+    return CompiledPair(
+        pair, repeated(strips), repeated(closed(strips, src.states) if fold else ())
+    )
+
+
+def repeated(strips: Sequence[Strip]) -> list[RepeatedRuns]:
     """Strips that differ only in where they start, together."""
     alike: dict[object, list[Strip]] = defaultdict(list)
     for strip in strips:
         alike[strip[:5], strip.item].append(strip)
-    found = []
+    runs = []
     for members in alike.values():
-        key = members[0]._replace(at=(0, 0))
-        starts = np.array([strip.at for strip in members], dtype=np.int64)
-        rows = [(starts[:, end, None] + key.rows(end)).reshape(-1) for end in (0, 1)]
-        order = np.argsort(rows[1], kind="stable")
-        found.append(Family(key, (rows[0][order], rows[1][order])))
-    return found
+        strip = members[0]._replace(at=(0, 0))
+        at = np.array([member.at for member in members], dtype=np.int64)
+        src, dst = ((at[:, end, None] + strip.rows(end)).reshape(-1) for end in (0, 1))
+        order = np.argsort(dst, kind="stable")
+        runs.append(RepeatedRuns(strip, (src[order], dst[order])))
+    return runs
 
 
 class Runs(NamedTuple):
@@ -107,45 +111,43 @@ class Runs(NamedTuple):
     fewest: bool
 
 
-def ranges(sheet: Sheet, place: Placed) -> Iterator[Runs]:
-    """Every run of a lane, in groups."""
-    if sheet.whole:
-        full = place.found.length == sheet.lane.src.states
-        yield from _runs(sheet.whole, _pick(place, full), whole=True)
-        place = _pick(place, ~full)
-    yield from _runs(sheet.states, place, whole=False)
+def ranges(compiled: CompiledPair, bound: BoundStates) -> Iterator[Runs]:
+    """Every run that moves between two groups, in arrays."""
+    if compiled.whole:
+        full = bound.states.length == compiled.pair.cells[0].states
+        yield from _runs(compiled.whole, _pick(bound, full), whole=True)
+        bound = _pick(bound, ~full)
+    yield from _runs(compiled.states, bound, whole=False)
 
 
-def _runs(families: list[Family], place: Placed, *, whole: bool) -> Iterator[Runs]:
-    if not len(place.found.length):
+def _runs(runs: list[RepeatedRuns], bound: BoundStates, *, whole: bool) -> Iterator[Runs]:
+    if not len(bound.states.length):
         return
-    remembered: dict[tuple[object, ...], tuple[Int64s, Int64s, Int64s]] = {}
-    for strip, rows in families:
+    computed: dict[tuple[object, ...], tuple[Int64s, Int64s, Int64s]] = {}
+    for strip, starts in runs:
         key = (strip.block, strip.kernel, strip.state, strip.item)
-        if key not in remembered:
-            remembered[key] = along(strip, place.found, (place.src, place.dst), whole=whole)
-        yield _all_sums(rows, remembered[key])
+        if key not in computed:
+            computed[key] = along(strip, bound.states, bound.ids, whole=whole)
+        yield _all_sums(starts, *computed[key])
 
 
-def _all_sums(rows: tuple[Int64s, Int64s], along: tuple[Int64s, Int64s, Int64s]) -> Runs:
-    """Every row of a family with every stretch, the one that steps further slowest."""
-    src, dst, length = along
-    count, most = len(rows[0]) * len(src), int(length.max())
+def _all_sums(starts: _Starts, src: Int64s, dst: Int64s, length: Int64s) -> Runs:
+    """Every start with every stretch, the one that steps further slowest."""
+    many, most = len(starts[0]), int(length.max())
+    count = many * len(src)
     refuse_too_many(count, "descriptors")
-    alike = most == int(length.min())
-    slow = _step(dst) > _step(rows[1])
-    outer, inner = ((src, dst), rows) if slow else (rows, (src, dst))
-    starts = [(one[:, None] + two).reshape(-1) for one, two in zip(outer, inner, strict=True)]
-    if alike:
+    slow = _step(dst) > _step(starts[1])
+    outer, inner = ((src, dst), starts) if slow else (starts, (src, dst))
+    sums = [(one[:, None] + two).reshape(-1) for one, two in zip(outer, inner, strict=True)]
+    if most == int(length.min()):
         # Seen everywhere and kept once: a third less to write.
         same = np.broadcast_to(np.int64(most), count)
-        return Runs(starts[0], starts[1], same, _apart(outer, inner, most))
-    many = len(rows[0])
+        return Runs(sums[0], sums[1], same, _apart(outer, inner, most))
     lengths = np.repeat(length, many) if slow else np.tile(length, many)
-    return Runs(starts[0], starts[1], lengths, fewest=False)
+    return Runs(sums[0], sums[1], lengths, fewest=False)
 
 
-def _apart(outer: tuple[Int64s, Int64s], inner: tuple[Int64s, Int64s], item: int) -> bool:
+def _apart(outer: _Starts, inner: _Starts, item: int) -> bool:
     """Whether all sums are in order at the destination and none touches the next at both ends."""
     span = int(inner[1][-1] - inner[1][0]) + item
     reach = int(inner[0][-1] - inner[0][0]) + item
@@ -156,31 +158,27 @@ def _apart(outer: tuple[Int64s, Int64s], inner: tuple[Int64s, Int64s], item: int
     return True
 
 
-def joined(parts: Mapping[tuple[int, int], list[Runs]]) -> tuple[Copy, ...]:
+def joined(runs_by_pools: Mapping[tuple[int, int], list[Runs]]) -> tuple[Copy, ...]:
     """Runs by (source pool, destination pool), the fewest that carry the same bytes."""
     copies = []
-    for (src_pool, dst_pool), runs in sorted(parts.items()):
+    for pools, runs in sorted(runs_by_pools.items()):
         if not runs:
             continue
-        src, dst, length = (
-            runs[0][:3]
-            if len(runs) == 1
-            else (np.concatenate([r[place] for r in runs]) for place in range(3))
-        )
+        arrays = runs[0][:3]
+        if len(runs) > 1:
+            arrays = tuple(np.concatenate([r[n] for r in runs]) for n in range(3))
         if len(runs) > 1 or not runs[0].fewest:
-            src, dst, length = join_pairs(src, dst, length)
-        copies.append(Copy(src_pool, dst_pool, src, dst, length))
+            arrays = join_pairs(*arrays)
+        copies.append(Copy(*pools, *arrays))
     return tuple(copies)
 
 
-def _pick(place: Placed, mask: NDArray[np.bool_]) -> Placed:
+def _pick(bound: BoundStates, mask: NDArray[np.bool_]) -> BoundStates:
     if bool(mask.all()):
-        return place
-    src, dst, length = place.found
-    found = Stretches(
-        Spots(*(part[mask] for part in src)), Spots(*(part[mask] for part in dst)), length[mask]
-    )
-    return Placed(found, place.src[mask], place.dst[mask])
+        return bound
+    src, dst = (Spots(*(array[mask] for array in end)) for end in bound.states[:2])
+    states = Stretches(src, dst, bound.states.length[mask])
+    return BoundStates(states, (bound.ids[0][mask], bound.ids[1][mask]))
 
 
 def _step(places: Int64s) -> int:
@@ -191,13 +189,9 @@ def _step(places: Int64s) -> int:
 def _rows(starts: Int64s, length: Int64s, base: int, device: int) -> NDArray[np.uint64]:
     base, device = natural(base, "the base address"), natural(device, "the device id")
     last = base + int((starts + length).max(initial=0))
-    if last > INT64_MAX or device > INT64_MAX:
-        raise AtlasError(
-            Code.OVERFLOW,
-            "Every address stays below 2**63",
-            got=f"a last byte at {last - 1} on device {device}",
-            hint="Check the base address",
-        )
+    if max(last, device) > INT64_MAX:
+        got = f"a last byte at {last - 1} on device {device}"
+        raise AtlasError(Code.OVERFLOW, got=got, hint="Check the base address")
     rows = np.empty((len(starts), 3), dtype=np.uint64)
     rows[:, 0] = starts
     rows[:, 0] += np.uint64(base)

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Int64s
-from kvatlas.planning import Plan, Pool
+from kvatlas.planning import Plan
+from kvatlas.routing.plan_ends import pool_of
 
 Ids = Sequence[int] | Int64s
 Blocks = Mapping[int, Sequence[int]] | Mapping[int, Int64s] | Ids
@@ -19,18 +20,13 @@ Blocks = Mapping[int, Sequence[int]] | Mapping[int, Int64s] | Ids
 _SHOWN = 8
 
 
-class End:
+class RequestTables:
     """One rank's block tables for one request, and which of their entries are used."""
 
-    def __init__(self, plan: Plan, rank: int, blocks: Any, name: str) -> None:
-        self.plan, self.rank, self.name = plan, rank, name
-        self.stage = rank // plan.tp
-        self._tables = _tables(plan, blocks, name)
+    def __init__(self, plan: Plan, rank: int, blocks: Any, end: str) -> None:
+        self.plan, self.rank, self.end = plan, rank, end
+        self._tables = _tables(plan, blocks, end)
         self._used: dict[int, NDArray[np.bool_]] = {}
-
-    def pool(self, group: int) -> int:
-        """The pool of a group."""
-        return self.plan.groups[group].pool
 
     def state_entry(self, group: int, stop: int) -> int:
         """Which entry of its table has a recurrent group's state after `stop` tokens."""
@@ -45,90 +41,84 @@ class End:
         if last >= len(table):
             raise AtlasError(
                 Code.MISSING_BLOCKS,
-                "A block table covers every token that moves",
-                got=f"{len(table)} blocks for group {group} at the {self.name}, {last + 1} needed",
+                f"The block table of group {group} at the {self.end} is too short",
+                got=f"{len(table)} blocks where {last + 1} are needed",
                 hint=f"Blocks of that group have {self.plan.groups[group].block} tokens",
             )
         ids = table[entries]
-        blocks = self._pool_of(group).blocks
-        if int(ids.min()) < 0 or int(ids.max()) >= blocks:
+        low, high = int(ids.min()), int(ids.max())
+        blocks = pool_of(self.plan, self.rank // self.plan.tp, group).blocks
+        if low < 0 or high >= blocks:
             raise AtlasError(
                 Code.OUT_OF_RANGE,
-                f"Block ids of group {group} at the {self.name} are 0..{blocks - 1}",
-                got=f"{int(ids.min())}..{int(ids.max())}",
+                f"A block id of group {group} at the {self.end} is outside 0..{blocks - 1}",
+                got=f"{low}..{high}",
                 hint="Check the block table, and that it is the right rank's",
             )
         self._used.setdefault(group, np.zeros(len(table), dtype=bool))[entries] = True
         return ids
 
-    def refuse_twice(self) -> None:
-        """Refuse a block that two places of a request would share, in a group or across."""
+    def check_distinct(self) -> None:
+        """Refuse a block that two entries would share, in a group or across groups of a pool."""
         by_pool: dict[int, list[Int64s]] = {}
         for group, used in self._used.items():
-            by_pool.setdefault(self.pool(group), []).append(self._table(group)[used])
-        for pool, parts in by_pool.items():
-            ids = np.sort(np.concatenate(parts))
+            pool = self.plan.groups[group].pool
+            by_pool.setdefault(pool, []).append(self._table(group)[used])
+        for pool, tables in by_pool.items():
+            ids = np.sort(np.concatenate(tables))
             again = ids[1:][ids[1:] == ids[:-1]]
             if len(again):
                 raise AtlasError(
                     Code.TWICE,
-                    "A block belongs to one place of one request",
-                    got=f"blocks {again[:_SHOWN].tolist()} twice in pool {pool} at the {self.name}",
-                    hint="Groups that share a pool draw unlike ids from it",
+                    got=f"blocks {again[:_SHOWN].tolist()} in pool {pool} at the {self.end}",
+                    hint="Groups that share a pool draw different ids from it",
                 )
 
     def _table(self, group: int) -> Int64s:
         if group not in self._tables:
             raise AtlasError(
                 Code.MISSING_BLOCKS,
-                "Every group that moves has a block table",
-                got=f"none for group {group} at the {self.name}",
+                f"Group {group} has no block table at the {self.end}",
+                got=f"tables of groups {sorted(self._tables)}",
                 hint=f"Pass block ids for groups 0..{len(self.plan.groups) - 1} by their index",
             )
         return self._tables[group]
 
-    def _pool_of(self, group: int) -> Pool:
-        place = (self.stage, self.pool(group))
-        return next(pool for pool in self.plan.pools if (pool.stage, pool.index) == place)
 
-
-def checked_rank(plan: Plan, rank: Any, name: str) -> int:
+def checked_rank(plan: Plan, rank: Any, end: str) -> int:
     """A rank of a plan, or a refusal."""
     ranks = plan.tp * plan.pp
     whole = isinstance(rank, int | np.integer) and not isinstance(rank, bool)
     if not whole or not 0 <= rank < ranks:
         raise AtlasError(
             Code.BAD_RANK,
-            f"Ranks of the {name} are 0..{ranks - 1}",
+            f"There is no such rank at the {end}",
             got=repr(rank),
-            hint="Stages count slowest: rank = stage * tp + tensor-parallel rank",
+            hint=f"Ranks are 0..{ranks - 1}: stage * tp + tensor-parallel rank",
         )
     return int(rank)
 
 
-def _tables(plan: Plan, blocks: Any, name: str) -> dict[int, Int64s]:
+def _tables(plan: Plan, blocks: Any, end: str) -> dict[int, Int64s]:
+    groups = range(len(plan.groups))
     if isinstance(blocks, Mapping):
-        known = range(len(plan.groups))
-        unknown = [g for g in blocks if isinstance(g, bool) or g not in known]
+        unknown = [group for group in blocks if isinstance(group, bool) or group not in groups]
         if unknown:
             raise AtlasError(
                 Code.OUT_OF_RANGE,
-                f"Groups of the {name} are 0..{len(plan.groups) - 1}",
+                f"There is no such group at the {end}",
                 got=unknown[:_SHOWN],
-                hint="Groups are numbered as in Plan.groups",
+                hint=f"Groups are 0..{len(groups) - 1}, as in Plan.groups",
             )
-        return {
-            int(group): block_table(ids, f"group {group} at the {name}")
-            for group, ids in blocks.items()
-        }
-    if len(plan.groups) > 1:
+        return {int(g): block_table(ids, f"group {g} at the {end}") for g, ids in blocks.items()}
+    if len(groups) > 1:
         raise AtlasError(
             Code.MISSING_BLOCKS,
-            "Every group has a block table of its own",
-            got=f"{type(blocks).__name__} for {len(plan.groups)} groups at the {name}",
+            f"The {end} has {len(groups)} groups, and each has a block table of its own",
+            got=type(blocks).__name__,
             hint="Pass a mapping from group index to block ids",
         )
-    return {0: block_table(blocks, f"the {name}")}
+    return {0: block_table(blocks, f"the {end}")}
 
 
 def block_table(given: Any, what: str) -> Int64s:
@@ -144,15 +134,12 @@ def block_table(given: Any, what: str) -> Int64s:
     if ids.dtype.kind not in "iu" or ids.ndim != 1:
         raise AtlasError(
             Code.NOT_AN_INTEGER,
-            f"The block ids of {what} are one row of whole numbers",
+            f"The block ids of {what} are not one row of whole numbers",
             got=f"{type(given).__name__} of {ids.dtype} with {ids.ndim} axes",
             hint="Pass a list of ints or a numpy array of one axis",
         )
     if ids.dtype.kind == "u" and ids.size and int(ids.max()) >= 1 << 63:
         raise AtlasError(
-            Code.OUT_OF_RANGE,
-            f"The block ids of {what} are ids of its pool",
-            got=int(ids.max()),
-            hint="Check the block table",
+            Code.OUT_OF_RANGE, got=f"block {ids.max()} of {what}", hint="Check the block table"
         )
     return ids.astype(np.int64)

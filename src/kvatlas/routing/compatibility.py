@@ -10,7 +10,7 @@ import msgspec
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
-from kvatlas.routing.plan_ends import Side
+from kvatlas.routing.plan_ends import PlanEnd
 from kvatlas.specs import essence, shape_of
 
 _SHOWN = 3
@@ -23,23 +23,11 @@ class Reason(NamedTuple):
     got: str
 
 
-_RULES = {
-    Code.UNLIKE_MODELS: (
-        "Both ends of a route cache the same model",
-        "Names that differ for one model are accepted with renamed=True",
-    ),
-    Code.MISSING_LAYERS: (
-        "Both ends of a route have the same layers",
-        "Name the layers to move with layers=",
-    ),
-    Code.UNLIKE_LAYERS: (
-        "A layer keeps the same things at both ends",
-        "Check the configs: heads, sizes, windows and ratios must agree",
-    ),
-    Code.UNLIKE_DTYPES: (
-        "A layer keeps the same dtype at both ends",
-        "Plan both ends with one cache dtype: nothing is converted on the way",
-    ),
+_HINTS = {
+    Code.UNLIKE_MODELS: "Names that differ for one model are accepted with renamed=True",
+    Code.MISSING_LAYERS: "Name the layers to move with layers=",
+    Code.UNLIKE_LAYERS: "Check the configs: heads, sizes, windows and ratios must agree",
+    Code.UNLIKE_DTYPES: "Plan both ends with one cache dtype: nothing is converted on the way",
 }
 
 
@@ -56,25 +44,24 @@ def fingerprint(plan: Plan) -> str:
     >>> fingerprint(one) == fingerprint(plan("gpt-oss-20b", memory="40GiB", kv_dtype="fp8"))
     False
     """
-    specs = Side(plan).specs
+    specs = PlanEnd(plan).specs
     kept = [[name, essence(specs[name])] for name in sorted(specs)]
     encoded = msgspec.json.encode([plan.model, kept])
     return blake2b(encoded, digest_size=16).hexdigest()
 
 
 def reasons(
-    src: Side, dst: Side, *, renamed: bool = False, layers: Collection[str] | None = None
+    src: PlanEnd, dst: PlanEnd, *, renamed: bool = False, layers: Collection[str] | None = None
 ) -> list[Reason]:
     """Everything that keeps two plans from exchanging bytes."""
-    found = []
+    reasons = []
     if src.plan.model != dst.plan.model and not renamed:
-        found.append(Reason(Code.UNLIKE_MODELS, f"{src.plan.model!r} and {dst.plan.model!r}"))
+        reasons.append(Reason(Code.UNLIKE_MODELS, f"{src.plan.model!r} and {dst.plan.model!r}"))
     wanted = set(src.specs) | set(dst.specs) if layers is None else set(layers)
-    for name, side in (("source", src), ("destination", dst)):
-        missing = sorted(wanted - set(side.specs))
+    for name, end in (("source", src), ("destination", dst)):
+        missing = sorted(wanted - set(end.specs))
         if missing:
-            got = f"no {_some(missing)} at the {name}"
-            found.append(Reason(Code.MISSING_LAYERS, got))
+            reasons.append(Reason(Code.MISSING_LAYERS, f"no {_some(missing)} at the {name}"))
     unlike: dict[Code, list[str]] = {}
     for layer in sorted(wanted & set(src.specs) & set(dst.specs)):
         one, two = src.specs[layer], dst.specs[layer]
@@ -83,18 +70,17 @@ def reasons(
             code = Code.UNLIKE_DTYPES if same else Code.UNLIKE_LAYERS
             unlike.setdefault(code, []).append(layer)
     for code, names in unlike.items():
-        one, two = src.specs[names[0]], dst.specs[names[0]]
-        found.append(Reason(code, f"{_some(names)}: {_difference(one, two)}"))
-    return found
+        difference = _difference(src.specs[names[0]], dst.specs[names[0]])
+        reasons.append(Reason(code, f"{_some(names)}: {difference}"))
+    return reasons
 
 
-def refuse(found: list[Reason]) -> None:
+def refuse(reasons: list[Reason]) -> None:
     """Raise the first reason, and count the others."""
-    if not found:
-        return
-    rule, hint = _RULES[found[0].code]
-    more = f", and {len(found) - 1} more reason(s)" if len(found) > 1 else ""
-    raise AtlasError(found[0].code, rule, got=found[0].got + more, hint=hint)
+    if reasons:
+        code, got = reasons[0]
+        more = f", and {len(reasons) - 1} more reason(s)" if len(reasons) > 1 else ""
+        raise AtlasError(code, got=got + more, hint=_HINTS[code])
 
 
 def _some(names: list[str]) -> str:

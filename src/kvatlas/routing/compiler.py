@@ -1,7 +1,7 @@
 """Which bytes of which source rank fill which bytes of a destination rank.
 
 Every field of every layer is a box of the whole model's coordinates. A destination rank
-needs some rows of it; each source rank holds some. Their meetings are cut out here, the
+needs some rows of it; each source rank holds some. Their intersections are found here, the
 source of each is chosen, and the bytes of both ends become strips. Layers that lie in
 the same regions share all of this and differ only in their pages.
 """
@@ -13,223 +13,200 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
-from kvatlas.geometry import Cells, Placement, ShardRange, Strip, between, meet, merged
+from kvatlas.geometry import Cells, Ends, Placement, ShardRange, Strip, between, meet, merged
 from kvatlas.planning import kind_of
-from kvatlas.routing.plan_ends import Home, Side, View
-from kvatlas.routing.token_ranges import Reach
+from kvatlas.routing.plan_ends import LayerPart, PlanEnd
+from kvatlas.specs import Visibility
 
-Family = tuple[str, ...]
+Layers = tuple[str, ...]
 """Layers that lie in the same regions at both ends."""
 
 
-class Lane(NamedTuple):
-    """What strips have in common that bind to the same tables and count states alike."""
+class GroupPair(NamedTuple):
+    """A source and a destination group, and how states of one become states of the other.
 
-    src_group: int
-    dst_group: int
+    Strips with equal pairs bind to the same block tables and count states alike.
+    """
+
+    groups: Ends
     per_state: int | None
     """Tokens that a state stands for; None for recurrent states."""
-    reach: Reach
-    src: Cells
-    dst: Cells
+    visibility: Visibility
+    cells: tuple[Cells, Cells]
 
 
-class Holding(NamedTuple):
-    """Rows that a source rank holds: which rank, where, from which row there, which states."""
+class SourceRows(NamedTuple):
+    """Rows of a field as one source rank holds them: where, from which row of its own."""
 
     tp_rank: int
-    home: Home
+    part: LayerPart
     row: int
     cells: Cells
 
 
-class Meeting(NamedTuple):
-    """Rows of one field that a destination rank needs, and every rank that holds them."""
+class NeededRows(NamedTuple):
+    """Rows of one field that a destination rank needs, and the source ranks that hold them."""
 
     field: str
-    home: Home
+    part: LayerPart
     row: int
     rows: int
     cells: Cells
-    held: tuple[Holding, ...]
-
-
-class Chosen(NamedTuple):
-    """A meeting with the one source that it is read from."""
-
-    meeting: Meeting
-    source: Holding
+    sources: tuple[SourceRows, ...]
+    """All that hold these rows; the one to read from, once that is chosen."""
 
 
 class Compiler:
     """Strips between two plans, found for one pair of ranks at a time."""
 
-    def __init__(self, src: Side, dst: Side, reaches: Mapping[str, Reach]) -> None:
-        self.src, self.dst = src, dst
-        self.reaches = reaches
-        self._families = _alike(src, dst, reaches)
-        self._views: dict[tuple[object, ...], dict[str, View]] = {}
-        self._chosen: dict[int, dict[int, dict[Family, list[Chosen]]]] = {}
+    def __init__(self, src: PlanEnd, dst: PlanEnd, visibilities: Mapping[str, Visibility]) -> None:
+        self.src, self.dst, self.visibilities = src, dst, visibilities
+        alike: dict[object, list[str]] = defaultdict(list)
+        for name, seen in visibilities.items():
+            ends = [(end.specs[name], end.parts[name]) for end in (src, dst)]
+            alike[seen, *ends].append(name)
+        self._alike = [tuple(names) for names in alike.values()]
+        self._chosen: dict[int, dict[int, list[tuple[Layers, NeededRows]]]] = {}
 
     def sources(self, dst_rank: int) -> tuple[int, ...]:
         """The source ranks that a destination rank reads."""
         return tuple(sorted(self._choose(dst_rank)))
 
-    def lanes(
+    def strips(
         self, src_rank: int, dst_rank: int, layers: frozenset[str] | None = None
-    ) -> dict[Lane, list[Strip]]:
-        """The strips between two ranks, as few as possible, by lane."""
-        found: dict[Lane, list[Strip]] = defaultdict(list)
-        for family, chosen in self._choose(dst_rank).get(src_rank, {}).items():
-            names = [name for name in family if layers is None or name in layers]
-            for choice in chosen if names else ():
-                lane, strip = self._strip(names[0], choice)
-                found[lane] += [
+    ) -> dict[GroupPair, list[Strip]]:
+        """The strips between two ranks, as few as possible, by pair of groups."""
+        strips: dict[GroupPair, list[Strip]] = defaultdict(list)
+        for alike, rows in self._choose(dst_rank).get(src_rank, ()):
+            names = [name for name in alike if layers is None or name in layers]
+            if names:
+                pair, strip = self._strip(names[0], rows)
+                source = rows.sources[0].part
+                strips[pair] += [
                     strip.moved(
-                        self.src.shifts[name][choice.source.home],
-                        self.dst.shifts[name][choice.meeting.home],
+                        self.src.page_offsets[name][source], self.dst.page_offsets[name][rows.part]
                     )
                     for name in names
                 ]
-        return {lane: merged(strips) for lane, strips in found.items()}
+        return {pair: merged(own) for pair, own in strips.items()}
 
     # -- who reads whom ---------------------------------------------------------------
 
-    def _choose(self, dst_rank: int) -> dict[int, dict[Family, list[Chosen]]]:
-        """For each source rank, the meetings that a destination rank reads from it."""
+    def _choose(self, dst_rank: int) -> dict[int, list[tuple[Layers, NeededRows]]]:
+        """For each source rank, the rows that a destination rank reads from it."""
         if dst_rank in self._chosen:
             return self._chosen[dst_rank]
         stage, tp_rank = divmod(dst_rank, self.dst.plan.tp)
-        needs: list[tuple[Family, int, Meeting]] = []
-        for family in self._families:
-            if self.dst.stages[family[0]] == stage:
-                first = self.src.stages[family[0]] * self.src.plan.tp
-                needs += [(family, first, m) for m in self._meetings(family[0], tp_rank)]
+        needs: list[tuple[Layers, int, NeededRows]] = []
+        for alike in self._alike:
+            if self.dst.stages[alike[0]] == stage:
+                first = self.src.stages[alike[0]] * self.src.plan.tp
+                needs += [(alike, first, rows) for rows in self._needed(alike[0], tp_rank)]
         must = {
-            first + meeting.held[0].tp_rank
-            for _, first, meeting in needs
-            if len({holding.tp_rank for holding in meeting.held}) == 1
+            first + rows.sources[0].tp_rank
+            for _, first, rows in needs
+            if len({source.tp_rank for source in rows.sources}) == 1
         }
         near = tp_rank * self.src.plan.tp // self.dst.plan.tp
-        chosen: dict[int, dict[Family, list[Chosen]]] = {}
-        for family, first, meeting in needs:
+        chosen: dict[int, list[tuple[Layers, NeededRows]]] = defaultdict(list)
+        for alike, first, rows in needs:
             # Of replicas, one that is read anyway; else the one that lies as this rank does,
             # so that destination ranks spread over them.
             source = min(
-                meeting.held,
-                key=lambda held: (
-                    first + held.tp_rank not in must,
-                    abs(held.tp_rank - near),
-                    held.tp_rank,
+                rows.sources,
+                key=lambda source: (
+                    first + source.tp_rank not in must,
+                    abs(source.tp_rank - near),
+                    source.tp_rank,
                 ),
             )
-            mine = chosen.setdefault(first + source.tp_rank, {})
-            mine.setdefault(family, []).append(Chosen(meeting, source))
-        self._chosen[dst_rank] = chosen
-        return chosen
+            chosen[first + source.tp_rank].append((alike, rows._replace(sources=(source,))))
+        self._chosen[dst_rank] = dict(chosen)
+        return self._chosen[dst_rank]
 
-    def _meetings(self, layer: str, dst_tp_rank: int) -> Iterator[Meeting]:
-        """What a rank needs of a layer, in pieces that source ranks hold whole."""
-        for home in self.dst.homes[layer]:
-            for name, view in self._view(self.dst, layer, home).items():
-                cells = _sharded(view.cells, self.dst, layer, dst_tp_rank)
-                holders = list(self._holders(layer, name, cells))
-                for piece in self.dst.ranges(view.field.sharding, home, dst_tp_rank):
-                    yield from _cut_out(name, home, cells, piece, holders)
+    def _needed(self, layer: str, dst_tp_rank: int) -> Iterator[NeededRows]:
+        """What a rank needs of a layer, in ranges that source ranks hold from end to end."""
+        for part in self.dst.parts[layer]:
+            for name, view in self.dst.views(layer, part).items():
+                cells = _dealt_out(view.cells, self.dst, layer, dst_tp_rank)
+                sources = list(self._sources(layer, name, cells))
+                for needed in self.dst.ranges(view.field.sharding, part, dst_tp_rank):
+                    yield from _intersect(name, part, cells, needed, sources)
 
-    def _holders(
+    def _sources(
         self, layer: str, field: str, needed: Cells
-    ) -> Iterator[tuple[Holding, ShardRange]]:
-        for home in self.src.homes[layer]:
-            view = self._view(self.src, layer, home)[field]
+    ) -> Iterator[tuple[SourceRows, ShardRange]]:
+        """Every range of a field that source ranks hold, of the states that are needed."""
+        for part in self.src.parts[layer]:
+            view = self.src.views(layer, part)[field]
             for rank in range(self.src.plan.tp):
-                cells = _sharded(view.cells, self.src, layer, rank)
+                cells = _dealt_out(view.cells, self.src, layer, rank)
                 if meet(cells, needed):
-                    for piece in self.src.ranges(view.field.sharding, home, rank):
-                        yield Holding(rank, home, piece.local, cells), piece
+                    for held in self.src.ranges(view.field.sharding, part, rank):
+                        yield SourceRows(rank, part, held.local, cells), held
 
     # -- bytes ------------------------------------------------------------------------
 
-    def _view(self, side: Side, layer: str, home: Home) -> dict[str, View]:
-        key = (id(side), side.specs[layer], home.region)
-        if key not in self._views:
-            self._views[key] = side.views(layer, home)
-        return self._views[key]
-
-    def _strip(self, layer: str, choice: Chosen) -> tuple[Lane, Strip]:
-        meeting, source = choice
-        src = self._view(self.src, layer, source.home)[meeting.field]
-        dst = self._view(self.dst, layer, meeting.home)[meeting.field]
-        lane = Lane(
-            self.src.region(source.home).group,
-            self.dst.region(meeting.home).group,
+    def _strip(self, layer: str, rows: NeededRows) -> tuple[GroupPair, Strip]:
+        source = rows.sources[0]
+        src = self.src.views(layer, source.part)[rows.field]
+        dst = self.dst.views(layer, rows.part)[rows.field]
+        pair = GroupPair(
+            (self.src.region(source.part).group, self.dst.region(rows.part).group),
             self.src.specs[layer].tokens_per_state,
-            self.reaches[layer],
-            source.cells,
-            meeting.cells,
+            self.visibilities[layer],
+            (source.cells, rows.cells),
         )
-        ends = _aligned(src.placement, dst.placement)
+        here, there = _alike_tiles(src.placement, dst.placement)
         axis = dst.field.sharding.axis
-        if axis is None:
-            return lane, between(*ends)
-        narrowed = (
-            ends[0].narrow(axis, source.row, meeting.rows),
-            ends[1].narrow(axis, meeting.row, meeting.rows),
-        )
-        return lane, between(*narrowed)
+        if axis is not None:
+            here = here.narrow(axis, source.row, rows.rows)
+            there = there.narrow(axis, rows.row, rows.rows)
+        return pair, between(here, there)
 
 
-def _alike(src: Side, dst: Side, reaches: Mapping[str, Reach]) -> list[Family]:
-    families: dict[object, list[str]] = defaultdict(list)
-    for name, reach in reaches.items():
-        ends = [(side.specs[name], side.homes[name]) for side in (src, dst)]
-        families[reach, *ends].append(name)
-    return [tuple(names) for names in families.values()]
-
-
-def _sharded(cells: Cells, side: Side, layer: str, tp_rank: int) -> Cells:
+def _dealt_out(cells: Cells, end: PlanEnd, layer: str, tp_rank: int) -> Cells:
     """Context parallelism deals the states of attention out; recurrent states stay whole."""
-    dcp = side.plan.dcp
-    if dcp == 1 or kind_of(side.specs[layer]) == "mamba":
+    dcp = end.plan.dcp
+    if dcp == 1 or kind_of(end.specs[layer]) == "recurrent":
         return cells
     return cells._replace(every=dcp, residue=tp_rank % dcp)
 
 
-def _cut_out(
+def _intersect(
     field: str,
-    home: Home,
+    part: LayerPart,
     cells: Cells,
-    piece: ShardRange,
-    holders: list[tuple[Holding, ShardRange]],
-) -> Iterator[Meeting]:
-    """A piece that is needed, in stretches that have the same holders from end to end.
+    needed: ShardRange,
+    sources: list[tuple[SourceRows, ShardRange]],
+) -> Iterator[NeededRows]:
+    """A range that is needed, cut where the ranges of source ranks begin and end.
 
-    Holders of unlike states each have their own share of it.
+    Sources of unlike states each have their own share of it.
     """
-    stop = piece.start + piece.length
-    for residue in sorted({holding.cells.residue for holding, _ in holders}):
+    stop = needed.start + needed.length
+    for residue in sorted({source.cells.residue for source, _ in sources}):
         mine = [
-            (holding, theirs)
-            for holding, theirs in holders
-            if holding.cells.residue == residue
-            and theirs.start < stop
-            and piece.start < theirs.start + theirs.length
+            (source, held)
+            for source, held in sources
+            if source.cells.residue == residue
+            and held.start < stop
+            and needed.start < held.start + held.length
         ]
-        edges = {piece.start, stop}
-        for _, theirs in mine:
-            edges |= {theirs.start, theirs.start + theirs.length}
-        inside = sorted(edge for edge in edges if piece.start <= edge <= stop)
-        for first, last in pairwise(inside):
-            held = tuple(
-                holding._replace(row=holding.row + first - theirs.start)
-                for holding, theirs in mine
-                if theirs.start <= first and last <= theirs.start + theirs.length
+        edges = {needed.start, stop}
+        for _, held in mine:
+            edges |= {held.start, held.start + held.length}
+        for first, last in pairwise(sorted(e for e in edges if needed.start <= e <= stop)):
+            holders = tuple(
+                source._replace(row=source.row + first - held.start)
+                for source, held in mine
+                if held.start <= first and last <= held.start + held.length
             )
-            row = piece.local + first - piece.start
-            yield Meeting(field, home, row, last - first, cells, held)
+            row = needed.local + first - needed.start
+            yield NeededRows(field, part, row, last - first, cells, holders)
 
 
-def _aligned(src: Placement, dst: Placement) -> tuple[Placement, Placement]:
+def _alike_tiles(src: Placement, dst: Placement) -> tuple[Placement, Placement]:
     """Both ends with the same element axes: one may keep elements in tiles."""
     if "c" in src.axes and "c" not in dst.axes:
         return src, dst.split("C", into=("C", "c"), inner=src.size("c"))

@@ -35,7 +35,7 @@ class Costs:
         if not all(np.isfinite(rate) and rate > 0 for rate in rates) or not self.descriptor >= 0:
             raise AtlasError(
                 Code.BAD_SIZE,
-                "Costs are seconds and bytes a second, above nothing",
+                "A rate is not above zero, or a cost is below it",
                 got=self,
                 hint="Measure them, or leave them out",
             )
@@ -88,8 +88,8 @@ def report(copies: Sequence[Copy], costs: Costs | None = None) -> Report:
     """Count and weigh the runs of a transfer.
 
     >>> runs = np.array([0, 4096]), np.array([0, 8192]), np.array([4096, 1024])
-    >>> found = report([Copy(0, 0, *runs)])
-    >>> found.descriptors, found.nbytes, found.sizes, found.stage
+    >>> counted = report([Copy(0, 0, *runs)])
+    >>> counted.descriptors, counted.nbytes, counted.sizes, counted.stage
     (2, 5120, {1024: 1, 4096: 1}, True)
     """
     lengths = np.concatenate([np.zeros(0, np.int64), *(copy.length for copy in copies)])

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import ceil_div, positive
 from kvatlas.planning import Group, Plan
 from kvatlas.routing.compatibility import Reason, fingerprint, reasons
-from kvatlas.routing.costs import Costs, Report, report
-from kvatlas.routing.plan_ends import Side
+from kvatlas.routing.costs import Costs, Report
+from kvatlas.routing.plan_ends import PlanEnd
+from kvatlas.routing.routes import Route
 from kvatlas.routing.token_ranges import token_range
-
-if TYPE_CHECKING:
-    from kvatlas.routing.routes import Route
 
 _TOKENS = 4096
 
 
 @dataclass(frozen=True)
-class Pair:
+class RankPair:
     """What one destination rank reads from one source rank."""
 
     src_rank: int
@@ -36,7 +34,7 @@ class Check:
     reasons: tuple[Reason, ...]
     fingerprints: tuple[str, str]
     tokens: int
-    pairs: tuple[Pair, ...]
+    pairs: tuple[RankPair, ...]
 
     @property
     def ok(self) -> bool:
@@ -99,36 +97,24 @@ def check(
     >>> decode = plan("Qwen3-8B", memory="8GiB", layout="BHLNC", kv_dtype="fp8")
     >>> [str(reason.code) for reason in check(prefill, decode).reasons]
     ['unlike_dtypes']
-    >>> found = check(prefill, plan("Qwen3-8B", memory="8GiB", layout="BLHNC"), tokens=1024)
-    >>> found.ok, found.descriptors
+    >>> answer = check(prefill, plan("Qwen3-8B", memory="8GiB", layout="BLHNC"), tokens=1024)
+    >>> answer.ok, answer.descriptors
     (True, 4608)
     """
-    from kvatlas.routing.routes import Route
-
-    found = reasons(Side(src), Side(dst), layers=layers, renamed=renamed)
-    prints = (fingerprint(src), fingerprint(dst))
+    refused = tuple(reasons(PlanEnd(src), PlanEnd(dst), layers=layers, renamed=renamed))
     most = min(src.max_len, dst.max_len)
-    many = token_range(min(_TOKENS, most) if tokens is None else positive(tokens, "tokens"), most)[
-        1
-    ]
-    if found:
-        return Check(tuple(found), prints, many, ())
-    way = Route(src, dst, layers=layers, renamed=renamed)
-    return Check((), prints, many, tuple(_pairs(way, many, costs)))
-
-
-def _pairs(way: Route, tokens: int, costs: Costs | None) -> Iterator[Pair]:
-    ends = scattered(way.src, tokens), scattered(way.dst, tokens)
-    for dst_rank in range(way.dst.tp * way.dst.pp):
-        for src_rank in way.sources(dst_rank):
-            bound = way.bind(
-                src_rank=src_rank,
-                dst_rank=dst_rank,
-                src_blocks=ends[0],
-                dst_blocks=ends[1],
-                tokens=tokens,
-            )
-            yield Pair(src_rank, dst_rank, report(bound.copies, costs))
+    _, stop = token_range(
+        min(_TOKENS, most) if tokens is None else positive(tokens, "tokens"), most
+    )
+    pairs = []
+    if not refused:
+        way = Route(src, dst, layers=layers, renamed=renamed)
+        tables = {"src_blocks": scattered(src, stop), "dst_blocks": scattered(dst, stop)}
+        for dst_rank in range(dst.tp * dst.pp):
+            for src_rank in way.sources(dst_rank):
+                bound = way.bind(src_rank=src_rank, dst_rank=dst_rank, tokens=stop, **tables)
+                pairs.append(RankPair(src_rank, dst_rank, bound.report(costs)))
+    return Check(refused, (fingerprint(src), fingerprint(dst)), stop, tuple(pairs))
 
 
 def scattered(plan: Plan, tokens: int) -> dict[int, list[int]]:
@@ -147,8 +133,8 @@ def scattered(plan: Plan, tokens: int) -> dict[int, list[int]]:
         if needed > blocks:
             raise AtlasError(
                 Code.MISSING_BLOCKS,
-                "A request fits into its pool",
-                got=f"{needed} blocks of {blocks} for {tokens} tokens",
+                f"A request of {tokens} tokens does not fit into pool {pool}",
+                got=f"{blocks} blocks where {needed} are needed",
                 hint="Ask about fewer tokens, or plan with more memory",
             )
         step = 2 if 2 * needed <= blocks + 1 else 1
@@ -162,7 +148,7 @@ def scattered(plan: Plan, tokens: int) -> dict[int, list[int]]:
 
 def _entries(group: Group, tokens: int, dcp: int) -> tuple[int, int]:
     """Entries of a group's table, and how many of them, the last ones, are still held."""
-    if group.kind == "mamba":
+    if group.kind == "recurrent":
         return 1, 1
     held = group.blocks(tokens, dcp=dcp)
     if group.kind == "cross_attention":

@@ -1,4 +1,4 @@
-"""`Prepared`: descriptors of all blocks, made once; a transfer is then two index arrays.
+"""`PreparedRoute`: descriptors of all blocks, made once; a transfer is then two index arrays.
 
 Transports register long descriptor lists once and take indices afterwards. A chunk is
 as many states as both ends can address whole: a block where both have the same one,
@@ -17,19 +17,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Cells, Ends, Int64s, Spots, Strip, closed, fill_descriptors, natural
+from kvatlas.geometry import Ends, Int64s, Spots, Strip, closed, fill_descriptors, natural
 from kvatlas.planning import Plan
-from kvatlas.routing.binding import Family, families
-from kvatlas.routing.block_tables import Blocks, End
-from kvatlas.routing.compiler import Lane
-from kvatlas.routing.request import Request
+from kvatlas.routing.binding import RepeatedRuns, repeated
+from kvatlas.routing.block_tables import Blocks, RequestTables
+from kvatlas.routing.compiler import GroupPair
+from kvatlas.routing.plan_ends import pool_of
+from kvatlas.routing.request import RequestEnds
 
 Base = int | Mapping[int, int]
 """An address for every pool by its index, or one address for all of them."""
 
 
-class Place(NamedTuple):
-    """One end of a prepared transfer: whose pools, and where they are in memory."""
+class RankMemory(NamedTuple):
+    """Where the pools of one rank are in memory."""
 
     plan: Plan
     rank: int
@@ -38,8 +39,7 @@ class Place(NamedTuple):
 
     def blocks(self, group: int) -> int:
         """Blocks of a group's pool."""
-        place = (self.rank // self.plan.tp, self.plan.groups[group].pool)
-        return next(p.blocks for p in self.plan.pools if (p.stage, p.index) == place)
+        return pool_of(self.plan, self.rank // self.plan.tp, group).blocks
 
     def address(self, group: int) -> int:
         """Where a group's pool begins."""
@@ -49,18 +49,18 @@ class Place(NamedTuple):
         if pool not in self.base:
             raise AtlasError(
                 Code.OUT_OF_RANGE,
-                "Every pool that takes part has a base address",
-                got=f"none for pool {pool}",
+                f"Pool {pool} has no base address",
+                got=f"addresses of pools {sorted(self.base)}",
                 hint="Pass a mapping from pool index to address, or one address",
             )
         return natural(self.base[pool], "the base address")
 
 
-class Part(NamedTuple):
-    """Descriptors of one family: rows x kernel blocks x chunks x blocks, blocks fastest."""
+class DescriptorGrid(NamedTuple):
+    """Descriptors of repeated runs: starts x kernel blocks x chunks x blocks, blocks fastest."""
 
-    lane: Lane
-    family: Family
+    pair: GroupPair
+    runs: RepeatedRuns
     state: Ends
     """Bytes between states, at either end."""
     chunk: int
@@ -68,50 +68,43 @@ class Part(NamedTuple):
     first: Ends
     """Its first descriptor in the list of either end."""
 
-    def cells(self, end: int) -> Cells:
-        """How one end keeps its states."""
-        return self.lane.dst if end else self.lane.src
-
-    def group(self, end: int) -> int:
-        """The group at one end."""
-        return self.lane.dst_group if end else self.lane.src_group
-
     def chunks(self, end: int) -> int:
         """Chunks in a cell."""
-        return self.cells(end).states // self.chunk
+        return self.pair.cells[end].states // self.chunk
 
     def steps(self, end: int) -> list[Int64s]:
-        """Offsets of rows, kernel blocks and chunks, all of them sums of one of each."""
-        kernel = self.family.strip.kernels(end, self.cells(end).split)
+        """Offsets of starts, kernel blocks and chunks, all of them sums of one of each."""
+        kernel = self.runs.strip.kernels(end, self.pair.cells[end].split)
         chunk = np.arange(self.chunks(end)) * (self.chunk * self.state[end])
-        return [self.family.rows[end], kernel, chunk]
+        return [self.runs.starts[end], kernel, chunk]
 
     def indices(self, end: int, spots: Spots, ids: Int64s, blocks: int) -> Int64s:
-        """Where the descriptors of these chunks are in the list, for every row in turn."""
-        each = self.cells(end).split * self.chunks(end) * blocks
-        rows = np.arange(len(self.family.rows[end])) * each
-        return (rows[:, None] + (spots.kernel * blocks + ids + self.first[end])).reshape(-1)
+        """Where the descriptors of these chunks are in the list, for every start in turn."""
+        each = self.pair.cells[end].split * self.chunks(end) * blocks
+        starts = np.arange(len(self.runs.starts[end])) * each
+        return (starts[:, None] + (spots.kernel * blocks + ids + self.first[end])).reshape(-1)
 
 
-class Prepared:
+class PreparedRoute:
     """All blocks of two ranks as descriptors, and how a transfer indexes them.
 
     Made by `Route.prepare`. Lists are written when they are first asked for.
     """
 
-    def __init__(self, lanes: Mapping[Lane, Sequence[Strip]], src: Place, dst: Place) -> None:
+    def __init__(
+        self, strips: Mapping[GroupPair, Sequence[Strip]], src: RankMemory, dst: RankMemory
+    ) -> None:
         self.ends = (src, dst)
-        self.parts: list[Part] = []
+        self.grids: list[DescriptorGrid] = []
         first = [0, 0]
-        for lane, strips in lanes.items():
-            chunk = chunk_of(lane)
-            for state, family in _closed(lane, strips, chunk):
-                part = Part(lane, family, state, chunk, (first[0], first[1]))
-                self.parts.append(part)
+        for pair, own in strips.items():
+            chunk = chunk_of(pair)
+            for state, runs in _by_chunk(pair, own, chunk):
+                grid = DescriptorGrid(pair, runs, state, chunk, (first[0], first[1]))
+                self.grids.append(grid)
                 for end in (0, 1):
-                    many = [len(steps) for steps in part.steps(end)]
-                    blocks = self.ends[end].blocks(part.group(end))
-                    first[end] += int(np.prod(many)) * blocks
+                    sizes = [len(steps) for steps in grid.steps(end)]
+                    first[end] += int(np.prod(sizes)) * self._blocks(grid, end)
         self.counts = (first[0], first[1])
 
     @cached_property
@@ -131,16 +124,15 @@ class Prepared:
         what a transport that knows strides takes instead of millions of rows. End 0 is
         the source and 1 the destination.
         """
-        found = [np.zeros((0, 5), dtype=np.uint64)]
-        for part in self.parts:
-            side, strip = self.ends[end], part.family.strip
-            starts = fill_descriptors(part.steps(end), *self._unit(part, end))
+        lists = [np.zeros((0, 5), dtype=np.uint64)]
+        for grid in self.grids:
+            starts = fill_descriptors(grid.steps(end), *self._unit(grid, end))
             rows = np.empty((len(starts), 5), dtype=np.uint64)
             rows[:, :3] = starts
-            rows[:, 3] = strip.block[end]
-            rows[:, 4] = side.blocks(part.group(end))
-            found.append(rows)
-        return np.concatenate(found)
+            rows[:, 3] = grid.runs.strip.block[end]
+            rows[:, 4] = self._blocks(grid, end)
+            lists.append(rows)
+        return np.concatenate(lists)
 
     def select(
         self, *, src_blocks: Blocks, dst_blocks: Blocks, tokens: Any
@@ -152,54 +144,60 @@ class Prepared:
         inside a chunk is refused.
         """
         src, dst = self.ends
-        request = Request(
-            End(src.plan, src.rank, src_blocks, "source"),
-            End(dst.plan, dst.rank, dst_blocks, "destination"),
+        request = RequestEnds(
+            RequestTables(src.plan, src.rank, src_blocks, "source"),
+            RequestTables(dst.plan, dst.rank, dst_blocks, "destination"),
             tokens,
         )
-        placed = [(part, request.place(part.lane, part.chunk)) for part in self.parts]
-        request.refuse_twice()
-        nothing = np.zeros(0, dtype=np.int64)
-        chosen: tuple[list[Int64s], list[Int64s]] = ([nothing], [nothing])
-        for part, place in placed:
-            spots, ids = (place.found.src, place.found.dst), (place.src, place.dst)
-            for end in (0, 1):
-                blocks = self.ends[end].blocks(part.group(end))
-                chosen[end].append(part.indices(end, spots[end], ids[end], blocks))
-        return np.concatenate(chosen[0]), np.concatenate(chosen[1])
+        bound = [(grid, request.bind(grid.pair, grid.chunk)) for grid in self.grids]
+        request.check_distinct()
+
+        def indices(end: int) -> Int64s:
+            lists = [np.zeros(0, dtype=np.int64)]
+            for grid, (states, ids) in bound:
+                spots = states.dst if end else states.src
+                lists.append(grid.indices(end, spots, ids[end], self._blocks(grid, end)))
+            return np.concatenate(lists)
+
+        return indices(0), indices(1)
 
     def _rows(self, end: int) -> NDArray[np.uint64]:
-        found = []
-        for part in self.parts:
-            many = self.ends[end].blocks(part.group(end))
-            steps = [*part.steps(end), part.family.strip.blocks(end, many)]
-            found.append(fill_descriptors(steps, *self._unit(part, end)))
-        if len(found) == 1:
-            return found[0]
-        return np.concatenate(found) if found else np.zeros((0, 3), dtype=np.uint64)
+        lists = []
+        for grid in self.grids:
+            blocks = grid.runs.strip.blocks(end, self._blocks(grid, end))
+            lists.append(fill_descriptors([*grid.steps(end), blocks], *self._unit(grid, end)))
+        if len(lists) == 1:
+            return lists[0]
+        return np.concatenate(lists) if lists else np.zeros((0, 3), dtype=np.uint64)
 
-    def _unit(self, part: Part, end: int) -> tuple[Int64s, Int64s, int, int]:
+    def _blocks(self, grid: DescriptorGrid, end: int) -> int:
+        return self.ends[end].blocks(grid.pair.groups[end])
+
+    def _unit(self, grid: DescriptorGrid, end: int) -> tuple[Int64s, Int64s, int, int]:
         """A descriptor at the start of its pool: start, length, base and device."""
-        one = np.zeros(1, dtype=np.int64)
-        side = self.ends[end]
-        return one, one + part.family.strip.item, side.address(part.group(end)), side.device
+        one, memory = np.zeros(1, dtype=np.int64), self.ends[end]
+        base = memory.address(grid.pair.groups[end])
+        return one, one + grid.runs.strip.item, base, memory.device
 
 
-def chunk_of(lane: Lane) -> int:
+def chunk_of(pair: GroupPair) -> int:
     """States that both ends can address whole."""
-    if lane.per_state is None or lane.src.every != lane.dst.every:
+    src, dst = pair.cells
+    if pair.per_state is None or src.every != dst.every:
         return 1
-    return gcd(lane.src.states, lane.dst.states)
+    return gcd(src.states, dst.states)
 
 
-def _closed(lane: Lane, strips: Sequence[Strip], chunk: int) -> Iterator[tuple[Ends, Family]]:
-    """Families with the states of a chunk folded in, and how far apart their states are."""
-    if lane.per_state is None:
-        yield from (((0, 0), family) for family in families(strips))
+def _by_chunk(
+    pair: GroupPair, strips: Sequence[Strip], chunk: int
+) -> Iterator[tuple[Ends, RepeatedRuns]]:
+    """Runs with the states of a chunk folded in, and how far apart their states are."""
+    if pair.per_state is None:
+        yield from (((0, 0), runs) for runs in repeated(strips))
         return
     by_state: dict[Ends, list[Strip]] = defaultdict(list)
-    whole = lane.src.states == lane.dst.states == chunk
+    whole = pair.cells[0].states == pair.cells[1].states == chunk
     for strip in strips:
         by_state[(0, 0) if whole else strip.state].append(strip)
     for state, alike in by_state.items():
-        yield from ((state, family) for family in families(closed(alike, chunk)))
+        yield from ((state, runs) for runs in repeated(closed(alike, chunk)))

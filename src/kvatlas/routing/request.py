@@ -1,4 +1,4 @@
-"""One request at both ends of a route: its tokens, and which blocks of each lane have them."""
+"""One request at both ends of a route: its tokens, and which blocks have their states."""
 
 from __future__ import annotations
 
@@ -8,71 +8,68 @@ import numpy as np
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Cells, Int64s, Spots, Stretches, stretches
-from kvatlas.routing.block_tables import End
-from kvatlas.routing.compiler import Lane
-from kvatlas.routing.token_ranges import token_range
+from kvatlas.routing.block_tables import RequestTables
+from kvatlas.routing.compiler import GroupPair
+from kvatlas.routing.token_ranges import needed_states, token_range
 
 
-class Placed(NamedTuple):
-    """The stretches of a lane, and the block ids that they are in at either end."""
+class BoundStates(NamedTuple):
+    """States that move between two groups, and the block ids that they are in at either end."""
 
-    found: Stretches
-    src: Int64s
-    dst: Int64s
+    states: Stretches
+    ids: tuple[Int64s, Int64s]
 
 
-class Request:
-    """Tokens of one request, with block tables for two ranks."""
+class RequestEnds:
+    """Tokens of one request, with block tables for a source and a destination rank."""
 
-    def __init__(self, src: End, dst: End, tokens: Any) -> None:
+    def __init__(self, src: RequestTables, dst: RequestTables, tokens: Any) -> None:
         self.src, self.dst = src, dst
         most = min(src.plan.max_len, dst.plan.max_len)
         self.start, self.stop = token_range(tokens, most)
 
-    def place(self, lane: Lane, chunk: int | None = None) -> Placed:
-        """Where the states of a lane are, in stretches or in whole chunks of states."""
-        if lane.per_state is None:
-            found = self._state(lane)
+    def bind(self, pair: GroupPair, chunk: int | None = None) -> BoundStates:
+        """The states that move between two groups, in stretches or in whole chunks of states."""
+        if pair.per_state is None:
+            states = self._recurrent(pair)
         elif chunk is None:
-            reach = lane.reach.states(lane.per_state, self.start, self.stop)
-            found = stretches(*reach, lane.src, lane.dst)
+            span = needed_states(pair.visibility, pair.per_state, self.start, self.stop)
+            states = stretches(*span, *pair.cells)
         else:
-            found = self._chunks(lane, lane.per_state, chunk)
-        if not len(found.length):
-            return Placed(found, found.length, found.length)
-        return Placed(
-            found,
-            self.src.ids(lane.src_group, found.src.entry),
-            self.dst.ids(lane.dst_group, found.dst.entry),
-        )
+            states = self._chunks(pair, pair.per_state, chunk)
+        if not len(states.length):
+            return BoundStates(states, (states.length, states.length))
+        src = self.src.ids(pair.groups[0], states.src.entry)
+        return BoundStates(states, (src, self.dst.ids(pair.groups[1], states.dst.entry)))
 
-    def refuse_twice(self) -> None:
-        """Refuse a block that two places of the request would share."""
-        self.src.refuse_twice()
-        self.dst.refuse_twice()
+    def check_distinct(self) -> None:
+        """Refuse a block that two entries of the request's tables would share."""
+        self.src.check_distinct()
+        self.dst.check_distinct()
 
-    def _state(self, lane: Lane) -> Stretches:
-        """The one state of a recurrent lane, where it lies after the last token."""
+    def _recurrent(self, pair: GroupPair) -> Stretches:
+        """The one state of a recurrent group, where it lies after the last token."""
         if self.start == self.stop:
-            return stretches(0, 0, lane.src, lane.dst)
+            return stretches(0, 0, *pair.cells)
         zero = np.zeros(1, dtype=np.int64)
-        src = Spots(zero + self.src.state_entry(lane.src_group, self.stop), zero, zero)
-        dst = Spots(zero + self.dst.state_entry(lane.dst_group, self.stop), zero, zero)
+        src = Spots(zero + self.src.state_entry(pair.groups[0], self.stop), zero, zero)
+        dst = Spots(zero + self.dst.state_entry(pair.groups[1], self.stop), zero, zero)
         return Stretches(src, dst, zero + 1)
 
-    def _chunks(self, lane: Lane, per_state: int, chunk: int) -> Stretches:
-        whole = chunk * lane.src.every if lane.src.every == lane.dst.every else 1
+    def _chunks(self, pair: GroupPair, per_state: int, chunk: int) -> Stretches:
+        src, dst = pair.cells
+        whole = chunk * src.every if src.every == dst.every else 1
         if self.start // per_state % whole and self.start < self.stop:
             raise AtlasError(
                 Code.BAD_TOKENS,
-                f"Prepared transfers start at a whole chunk of {whole} states",
+                f"The range starts inside a prepared chunk of {whole} states",
                 got=f"token {self.start}",
-                hint="Use Route.bind for a range that starts elsewhere",
+                hint="Use Route.bind for a range that starts there",
             )
-        first, stop = lane.reach.states(per_state, self.start, self.stop)
+        first, stop = needed_states(pair.visibility, per_state, self.start, self.stop)
         if first < stop:
             first, stop = first // whole * whole, -(-stop // whole) * whole
-        return stretches(first, stop, _chunked(lane.src, chunk), _chunked(lane.dst, chunk))
+        return stretches(first, stop, _chunked(src, chunk), _chunked(dst, chunk))
 
 
 def _chunked(cells: Cells, chunk: int) -> Cells:

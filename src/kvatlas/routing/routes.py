@@ -14,23 +14,22 @@ from typing import Any
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Int64s, join
 from kvatlas.planning import Plan
-from kvatlas.routing.binding import Copy, Runs, Sheet, joined, ranges, sheet_of
-from kvatlas.routing.block_tables import Blocks, End, checked_rank
+from kvatlas.routing.binding import CompiledPair, Copy, Runs, compile_pair, joined, ranges
+from kvatlas.routing.block_tables import Blocks, RequestTables, checked_rank
 from kvatlas.routing.compatibility import reasons, refuse
 from kvatlas.routing.compiler import Compiler
 from kvatlas.routing.costs import Costs, Report, report
-from kvatlas.routing.feasibility import Check, check
-from kvatlas.routing.plan_ends import Side
-from kvatlas.routing.prepared import Base, Place, Prepared
-from kvatlas.routing.request import Request
-from kvatlas.routing.token_ranges import reach_of
+from kvatlas.routing.plan_ends import PlanEnd
+from kvatlas.routing.prepared import Base, PreparedRoute, RankMemory
+from kvatlas.routing.request import RequestEnds
+from kvatlas.routing.token_ranges import shared_visibility
 
-_SHEETS = 4096
+_MOST_COMPILED = 4096
 """Pairs of ranks, and choices of layers, that a route keeps compiled; the oldest go first."""
 
 
 @dataclass(frozen=True, eq=False)
-class Bound:
+class BoundRoute:
     """A route bound to block ids and tokens: byte ranges, ready for a transport."""
 
     src_rank: int
@@ -57,6 +56,9 @@ class Route:
     >>> prefill = plan("Qwen3-8B", memory="4GiB", tp=2, layout="LBNHC", max_len=512)
     >>> decode = plan("Qwen3-8B", memory="8GiB", layout="BLHNC", block_size=32, max_len=512)
     >>> way = route(prefill, decode)
+    >>> way  # doctest: +NORMALIZE_WHITESPACE
+    <Route of Qwen3-8B, 36 layers: tp 2, pp 1, LBNHC, blocks of 16
+    -> tp 1, pp 1, BLHNC, blocks of 32>
     >>> way.sources(dst_rank=0)
     (0, 1)
     >>> bound = way.bind(src_rank=1, dst_rank=0, src_blocks=[7, 4], dst_blocks=[2], tokens=32)
@@ -71,22 +73,30 @@ class Route:
             if not isinstance(end, Plan):
                 raise AtlasError(
                     Code.BAD_PLAN,
-                    "Routes go from plan to plan",
+                    "One end of the route is not a plan",
                     got=type(end).__name__,
-                    hint="Make both with kvatlas.planning, or describe memory with plan.foreign",
+                    hint="Plan both ends, or describe memory with kvatlas.planning.foreign",
                 )
         self.src, self.dst = src, dst
-        ends = Side(src), Side(dst)
+        ends = PlanEnd(src), PlanEnd(dst)
         refuse(reasons(*ends, renamed=renamed, layers=layers))
         self.layers = tuple(name for name in dst.layers if layers is None or name in layers)
-        groups = [(src.groups[ends[0].group(n)], dst.groups[ends[1].group(n)]) for n in self.layers]
-        reaches = {n: reach_of(*pair) for n, pair in zip(self.layers, groups, strict=True)}
-        self._compiler = Compiler(*ends, reaches)
-        self._echo = Compiler(ends[1], ends[1], reaches)
-        self._sheets: dict[tuple[object, ...], list[Sheet]] = {}
+        visibilities = {
+            name: shared_visibility(
+                src.groups[ends[0].group(name)], dst.groups[ends[1].group(name)]
+            )
+            for name in self.layers
+        }
+        self._compiler = Compiler(*ends, visibilities)
+        self._arrivals = Compiler(ends[1], ends[1], visibilities)
+        self._compiled: dict[tuple[object, ...], list[CompiledPair]] = {}
 
     def __repr__(self) -> str:
-        return f"<Route from {self.src} to {self.dst}>"
+        src, dst = (
+            f"tp {plan.tp}, pp {plan.pp}, {plan.layout}, blocks of {plan.block_size}"
+            for plan in (self.src, self.dst)
+        )
+        return f"<Route of {self.dst.model}, {len(self.layers)} layers: {src} -> {dst}>"
 
     def sources(self, dst_rank: int) -> tuple[int, ...]:
         """The source ranks that a destination rank reads; each byte from one of them."""
@@ -94,9 +104,9 @@ class Route:
 
     def compile(self, *, src_rank: int, dst_rank: int) -> int:
         """Compile one pair of ranks ahead of its first transfer; how many strips it has."""
-        src_rank = self._source(src_rank, dst_rank)
-        sheets = self._sheets_of(self._compiler, src_rank, int(dst_rank), None)
-        return sum(len(family.rows[0]) for sheet in sheets for family in sheet.states)
+        src_rank = self._checked_source(src_rank, dst_rank)
+        pairs = self._pairs(self._compiler, src_rank, int(dst_rank), None)
+        return sum(len(runs.starts[0]) for pair in pairs for runs in pair.states)
 
     def bind(
         self,
@@ -107,7 +117,7 @@ class Route:
         dst_blocks: Blocks,
         tokens: Any,
         layers: Collection[str] | None = None,
-    ) -> Bound:
+    ) -> BoundRoute:
         """Byte ranges that carry a request's tokens from one rank to another.
 
         Blocks are those of the request in the order of its tokens, for each group;
@@ -115,14 +125,14 @@ class Route:
         either one id, or a table in which the entry of the last token has the state.
         `layers` moves some layers alone, to stream them as they are computed.
         """
-        src_rank = self._source(src_rank, dst_rank)
-        request = Request(
-            End(self.src, src_rank, src_blocks, "source"),
-            End(self.dst, int(dst_rank), dst_blocks, "destination"),
+        src_rank = self._checked_source(src_rank, dst_rank)
+        request = RequestEnds(
+            RequestTables(self.src, src_rank, src_blocks, "source"),
+            RequestTables(self.dst, int(dst_rank), dst_blocks, "destination"),
             tokens,
         )
         copies = self._copies(self._compiler, request, layers)
-        return Bound(src_rank, int(dst_rank), copies)
+        return BoundRoute(src_rank, int(dst_rank), copies)
 
     def needs(
         self,
@@ -138,8 +148,8 @@ class Route:
         against it: a block is ready when all of its bytes are.
         """
         rank = checked_rank(self.dst, dst_rank, "destination")
-        end = End(self.dst, rank, dst_blocks, "destination")
-        copies = self._copies(self._echo, Request(end, end, tokens), layers)
+        tables = RequestTables(self.dst, rank, dst_blocks, "destination")
+        copies = self._copies(self._arrivals, RequestEnds(tables, tables, tokens), layers)
         return {copy.dst_pool: join(copy.dst, copy.length) for copy in copies}
 
     def prepare(
@@ -152,78 +162,65 @@ class Route:
         src_device: int = 0,
         dst_device: int = 0,
         layers: Collection[str] | None = None,
-    ) -> Prepared:
+    ) -> PreparedRoute:
         """Descriptors of all blocks of two ranks, for transports that register them once."""
-        src_rank = self._source(src_rank, dst_rank)
-        lanes = self._compiler.lanes(src_rank, int(dst_rank), self._known(layers))
-        return Prepared(
-            lanes,
-            Place(self.src, src_rank, src_base, src_device),
-            Place(self.dst, int(dst_rank), dst_base, dst_device),
-        )
-
-    def check(self, *, tokens: int | None = None, costs: Costs | None = None) -> Check:
-        """How many descriptors a request takes, for every pair of ranks, and how long they are."""
-        return check(
-            self.src, self.dst, tokens=tokens, layers=self.layers, renamed=True, costs=costs
+        src_rank = self._checked_source(src_rank, dst_rank)
+        return PreparedRoute(
+            self._compiler.strips(src_rank, int(dst_rank), self._checked_layers(layers)),
+            RankMemory(self.src, src_rank, src_base, src_device),
+            RankMemory(self.dst, int(dst_rank), dst_base, dst_device),
         )
 
     # -- inside -----------------------------------------------------------------------
 
     def _copies(
-        self, compiler: Compiler, request: Request, layers: Collection[str] | None
+        self, compiler: Compiler, request: RequestEnds, layers: Collection[str] | None
     ) -> tuple[Copy, ...]:
-        sheets = self._sheets_of(compiler, request.src.rank, request.dst.rank, layers)
-        placed = [(sheet, request.place(sheet.lane)) for sheet in sheets]
-        request.refuse_twice()
-        parts: dict[tuple[int, int], list[Runs]] = defaultdict(list)
-        for sheet, place in placed:
-            pools = (
-                request.src.pool(sheet.lane.src_group),
-                request.dst.pool(sheet.lane.dst_group),
-            )
-            parts[pools] += ranges(sheet, place)
-        return joined(parts)
+        pairs = self._pairs(compiler, request.src.rank, request.dst.rank, layers)
+        bound = [(compiled, request.bind(compiled.pair)) for compiled in pairs]
+        request.check_distinct()
+        runs: dict[tuple[int, int], list[Runs]] = defaultdict(list)
+        for compiled, states in bound:
+            src, dst = compiled.pair.groups
+            pools = request.src.plan.groups[src].pool, request.dst.plan.groups[dst].pool
+            runs[pools] += ranges(compiled, states)
+        return joined(runs)
 
-    def _sheets_of(
+    def _pairs(
         self, compiler: Compiler, src_rank: int, dst_rank: int, layers: Collection[str] | None
-    ) -> list[Sheet]:
-        names = self._known(layers)
-        key = (compiler is self._echo, src_rank, dst_rank, names)
-        found = self._sheets.get(key)
-        if found is None:
-            lanes = compiler.lanes(src_rank, dst_rank, names)
-            found = [sheet_of(lane, strips) for lane, strips in lanes.items()]
-            self._sheets[key] = found
-            for old in list(self._sheets)[:-_SHEETS]:
-                self._sheets.pop(old, None)
-        return found
+    ) -> list[CompiledPair]:
+        names = self._checked_layers(layers)
+        key = (compiler is self._arrivals, src_rank, dst_rank, names)
+        pairs = self._compiled.get(key)
+        if pairs is None:
+            strips = compiler.strips(src_rank, dst_rank, names)
+            pairs = self._compiled[key] = [compile_pair(pair, own) for pair, own in strips.items()]
+            for old in list(self._compiled)[:-_MOST_COMPILED]:
+                self._compiled.pop(old, None)
+        return pairs
 
-    def _source(self, src_rank: int, dst_rank: int) -> int:
+    def _checked_source(self, src_rank: int, dst_rank: int) -> int:
         src_rank = checked_rank(self.src, src_rank, "source")
         sources = self.sources(dst_rank)
         if src_rank not in sources:
             raise AtlasError(
                 Code.NOT_A_SOURCE,
-                f"Destination rank {dst_rank} reads from ranks {sources}",
+                f"Destination rank {dst_rank} does not read from this rank",
                 got=f"source rank {src_rank}",
-                hint="Ask Route.sources for the ranks to read",
+                hint=f"It reads from {sources}, as Route.sources says",
             )
         return src_rank
 
-    def _known(self, layers: Collection[str] | None) -> frozenset[str] | None:
-        if layers is None:
-            return None
-        for name in layers:
-            if name not in self.layers:
-                self.dst.region_of(name)
-                raise AtlasError(
-                    Code.UNKNOWN_LAYER,
-                    "A layer is one that the route moves",
-                    got=repr(name),
-                    hint=f"It moves {len(self.layers)} layers",
-                )
-        return frozenset(layers)
+    def _checked_layers(self, layers: Collection[str] | None) -> frozenset[str] | None:
+        unknown = [name for name in layers or () if name not in self.layers]
+        if unknown:
+            raise AtlasError(
+                Code.UNKNOWN_LAYER,
+                "The route moves no such layer",
+                got=repr(unknown[0]),
+                hint=f"It moves {len(self.layers)} layers: {', '.join(self.layers[:2])}, ...",
+            )
+        return None if layers is None else frozenset(layers)
 
 
 def route(

@@ -1,77 +1,62 @@
-"""Which states of a lane a token range stands for: what a window has left behind stays there."""
+"""Token ranges from outside, and the states that move for them: windows leave some behind."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import integer
 from kvatlas.planning import SLIDING_KINDS, Group
+from kvatlas.specs import Visibility
 
-Span = tuple[int, int]
 
-
-def token_range(tokens: Any, most: int) -> Span:
+def token_range(tokens: Any, most: int) -> tuple[int, int]:
     """(start, stop) of a number of tokens, or of a pair or range from outside.
 
     >>> token_range(100, 512), token_range((32, 100), 512)
     ((0, 100), (32, 100))
     """
+    pair: tuple[Any, ...] = (0, tokens)
     if isinstance(tokens, range):
-        pair: tuple[Any, ...] = (tokens.start, tokens.stop) if tokens.step == 1 else ()
+        pair = (tokens.start, tokens.stop) if tokens.step == 1 else ()
     elif isinstance(tokens, tuple | list):
         pair = tuple(tokens)
-    else:
-        pair = (0, tokens)
-    if len(pair) != 2:
-        raise _bad(tokens, most)
-    start, stop = (integer(edge, "a token") for edge in pair)
-    if not 0 <= start <= stop <= most:
-        raise _bad(tokens, most)
-    return start, stop
-
-
-def _bad(tokens: Any, most: int) -> AtlasError:
-    return AtlasError(
+    if len(pair) == 2:
+        start, stop = (integer(edge, "a token") for edge in pair)
+        if 0 <= start <= stop <= most:
+            return start, stop
+    raise AtlasError(
         Code.BAD_TOKENS,
-        f"Tokens are a number, or a start and a stop, within 0..{most}",
+        f"This is not a range of tokens within 0..{most}",
         got=repr(tokens),
         hint="Pass tokens=n for the first n, or tokens=(start, stop)",
     )
 
 
-class Reach(NamedTuple):
-    """Which tokens of a layer are still needed once the last one is known.
+def needed_states(visibility: Visibility, per_state: int, start: int, stop: int) -> tuple[int, int]:
+    """(first, stop) of the states that move for tokens start .. stop - 1.
 
-    All of them, unless a window or a chunk has left some behind; an encoder's states are
-    needed whatever the tokens are.
+    A window needs what the token at `stop` still sees, a chunk what it has begun; an
+    encoder's states are needed whatever the tokens are.
+
+    >>> needed_states(Visibility(window=128), 1, 0, 1000), needed_states(Visibility(), 4, 0, 1001)
+    ((873, 1000), (0, 250))
     """
-
-    window: int | None = None
-    chunk: int | None = None
-    source: int | None = None
-
-    def states(self, per_state: int, start: int, stop: int) -> Span:
-        """(first, stop) of the states that move for tokens start .. stop - 1.
-
-        A window needs what the next token still sees, a chunk what it has begun.
-
-        >>> Reach(window=128).states(1, 0, 1000), Reach().states(4, 0, 1001)
-        ((873, 1000), (0, 250))
-        """
-        if self.source is not None:
-            return 0, self.source // per_state
-        if self.window is not None:
-            start = max(start, stop - self.window + 1)
-        if self.chunk is not None:
-            start = max(start, stop // self.chunk * self.chunk)
-        return min(start, stop) // per_state, stop // per_state
+    if visibility.source is not None:
+        return 0, visibility.source // per_state
+    first = min(max(start, visibility.first(stop)), stop)
+    return first // per_state, stop // per_state
 
 
-def reach_of(src: Group, dst: Group) -> Reach:
-    """What moves between two groups: what both keep."""
-    windows = [g.window for g in (src, dst) if g.window and g.kind in SLIDING_KINDS]
-    chunked = "chunked_local_attention"
-    chunks = [g.window for g in (src, dst) if g.window and g.kind == chunked]
-    sources = [g.source for g in (src, dst) if g.kind == "cross_attention"]
-    return Reach(min(windows, default=None), min(chunks, default=None), min(sources, default=None))
+def shared_visibility(src: Group, dst: Group) -> Visibility:
+    """What moves between two groups: the tokens that both keep."""
+
+    def least(*kinds: str) -> int | None:
+        return min((g.window for g in (src, dst) if g.window and g.kind in kinds), default=None)
+
+    sources = [group.source for group in (src, dst) if group.kind == "cross_attention"]
+    return Visibility(
+        window=least(*SLIDING_KINDS),
+        chunk=least("chunked_local_attention"),
+        source=min(sources, default=None),
+    )

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
-from kvatlas.routing import Reach, Side, Span, reach_of
+from kvatlas.routing import PlanEnd, needed_states, shared_visibility
+from kvatlas.specs import Visibility
 
 LONGEST_KEY = 64
 """Bytes of a key: room for any digest."""
@@ -46,24 +47,24 @@ class Spans:
 
     def __init__(self, tier: Plan, other: Plan) -> None:
         self.tier, self.other = tier, other
-        side = Side(other)
-        found: dict[int, set[Reach]] = {}
+        end = PlanEnd(other)
+        found: dict[int, set[Visibility]] = {}
         for region in tier.regions:
             group = tier.groups[region.group]
             found.setdefault(region.group, set()).update(
-                reach_of(group, other.groups[side.group(layer.name)])
+                shared_visibility(group, other.groups[end.group(layer.name)])
                 for layer in region.layers
-                if layer.name in side.homes
+                if layer.name in end.parts
             )
         self.reaches = {group: sorted(reaches, key=str) for group, reaches in found.items()}
 
     def recurrent(self, group: int) -> bool:
         """Whether a group keeps states."""
-        return self.tier.groups[group].kind == "mamba"
+        return self.tier.groups[group].kind == "recurrent"
 
-    def touched(self, group: int, start: int, stop: int) -> Span:
+    def touched(self, group: int, start: int, stop: int) -> tuple[int, int]:
         """Every token of a group that some layer of it needs."""
-        spans = [reach.states(1, start, stop) for reach in self.reaches[group]]
+        spans = [needed_states(seen, 1, start, stop) for seen in self.reaches[group]]
         return min(first for first, _ in spans), max(last for _, last in spans)
 
     def needs(
@@ -88,7 +89,7 @@ class Spans:
             key = keys[0] if len(keys) == 1 else _at(keys, entry)
             yield Need(group, entry, key, Cover(0, stop), (group,))
             return
-        spans = [reach.states(1, start, stop) for reach in self.reaches[group]]
+        spans = [needed_states(seen, 1, start, stop) for seen in self.reaches[group]]
         # A row is said to have only what all layers of the group have of it.
         first, last = max(one for one, _ in spans), min(two for _, two in spans)
         for entry in range(first // block, -(-last // block)):
@@ -111,7 +112,7 @@ class Spans:
         return frozenset(
             group
             for group, reaches in self.reaches.items()
-            if not self.recurrent(group) and Reach() in reaches
+            if not self.recurrent(group) and Visibility() in reaches
         )
 
     def whole_blocks(self, start: int) -> int:

@@ -27,7 +27,7 @@ class BlockTable:
         self, group: Group, layers: Sequence[LayerCache], allocator: BlockAllocator
     ) -> None:
         self.block = group.block
-        self.recurrent = group.kind == "mamba"
+        self.recurrent = group.kind == "recurrent"
         self.visibility = Visibility(
             window=group.window if group.kind.startswith("sliding") else None,
             chunk=group.window if group.kind.startswith("chunked") else None,

@@ -159,9 +159,9 @@ class AtlasCache(TransformersCache):
         spec, parts = layer.spec, self._cache.parts(layer.name)
         tables = [self._tables[group] for group in self._groups_of(layer.name)]
         if isinstance(spec, Recurrent) and all(map(model_axes, spec.layer_states())):
-            return PagedStateLayer(self.batch, parts, spec, tables)
+            return PagedStateLayer(self.batch, parts, tables)
         if isinstance(spec, Attention | LatentAttention) and _is_plain(spec):
-            return PagedAttentionLayer(self.batch, parts[0], spec, tables[0])
+            return PagedAttentionLayer(self.batch, parts[0], tables[0])
         raise _not_served(layer)
 
     # -- what models ask ------------------------------------------------------------

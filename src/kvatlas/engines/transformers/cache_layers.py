@@ -19,7 +19,7 @@ from kvatlas.engines.transformers.block_table import BlockTable
 from kvatlas.engines.transformers.sequence_batch import SequenceBatch
 from kvatlas.errors import AtlasError, Code
 from kvatlas.kernels import read, read_latent, read_states, write, write_latent, write_states
-from kvatlas.specs import Attention, LatentAttention, Recurrent, State
+from kvatlas.specs import LatentAttention, Recurrent, State
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """K and V, or the latent and the rotary part of MLA as one head: [batch, heads, tokens, D]."""
@@ -33,19 +33,12 @@ class PagedAttentionLayer(CacheLayerMixin):
 
     supports_early_init = False
 
-    def __init__(
-        self,
-        batch: SequenceBatch,
-        pages: LayerCache,
-        spec: Attention | LatentAttention,
-        table: BlockTable,
-    ) -> None:
+    def __init__(self, batch: SequenceBatch, pages: LayerCache, table: BlockTable) -> None:
         super().__init__()
         self.batch = batch
         self.pages = pages
-        self.spec = spec
         self.table = table
-        self.reach = spec.visibility.window or spec.visibility.chunk
+        self.reach = pages.spec.visibility.window or pages.spec.visibility.chunk
         """The most tokens that a window or a chunk holds; None for all."""
         self.seen = 0
         """Tokens of the batch so far, padding included."""
@@ -69,11 +62,11 @@ class PagedAttentionLayer(CacheLayerMixin):
         start, count = self.seen, key_states.shape[-2]
         slots = self.table.reserve(start, count, self.batch.padding).flatten()
         rows = (states.transpose(1, 2).flatten(0, 1) for states in (key_states, value_states))
-        if isinstance(self.spec, LatentAttention):
+        if isinstance(self.pages.spec, LatentAttention):
             latent, rope = (row.squeeze(1) for row in rows)
-            write_latent(self.pages, self.spec, latent, rope, slots)
+            write_latent(self.pages, latent, rope, slots)
         else:
-            write(self.pages, self.spec, *rows, slots)
+            write(self.pages, *rows, slots)
         self.seen += count
         if self.batch.is_paged(start, count):
             return key_states, value_states
@@ -84,10 +77,10 @@ class PagedAttentionLayer(CacheLayerMixin):
         """What the mask of transformers covers, gathered; zeros where nothing is stored."""
         slots = self.table.slots(range(self._offset(start), self.seen), self.batch.padding)
         stored = slots.flatten().clamp(min=0)
-        if isinstance(self.spec, LatentAttention):
-            pair = tuple(row.unsqueeze(1) for row in read_latent(self.pages, self.spec, stored))
+        if isinstance(self.pages.spec, LatentAttention):
+            pair = tuple(row.unsqueeze(1) for row in read_latent(self.pages, stored))
         else:
-            pair = read(self.pages, self.spec, stored)
+            pair = read(self.pages, stored)
         missing = slots < 0
         keys, values = (rows.view(*slots.shape, *rows.shape[1:]) for rows in pair)
         if bool(missing.any()):
@@ -138,22 +131,17 @@ class PagedStateLayer(LinearAttentionCacheLayerMixin):
     is_croppable = False
 
     def __init__(
-        self,
-        batch: SequenceBatch,
-        parts: Sequence[LayerCache],
-        spec: Recurrent,
-        tables: Sequence[BlockTable],
+        self, batch: SequenceBatch, parts: Sequence[LayerCache], tables: Sequence[BlockTable]
     ) -> None:
         LinearAttentionCacheLayerMixin.__init__(self)
         self.batch = batch
         self.parts = parts
-        self.spec = spec
         self.state_tables = tables
         self.conv_states = LentState(self, "conv")
         self.recurrent_states = LentState(self, "ssm")
         self._lent: dict[str, torch.Tensor] = {}
         self._to_model: dict[str, list[int]] = {}
-        for state in spec.layer_states():
+        for state in parts[0].spec_as(Recurrent).layer_states():
             axes = parts[0].place(state.name).axes
             self._to_model[state.name] = [axes.index(a) for a in f"B{model_axes(state)}"]
 
@@ -229,12 +217,8 @@ class PagedHybridLayer(PagedAttentionLayer, PagedStateLayer):
     is_croppable = False
 
     def __init__(self, attention: PagedAttentionLayer, states: PagedStateLayer) -> None:
-        PagedAttentionLayer.__init__(
-            self, attention.batch, attention.pages, attention.spec, attention.table
-        )
-        PagedStateLayer.__init__(
-            self, states.batch, states.parts, states.spec, states.state_tables
-        )
+        PagedAttentionLayer.__init__(self, attention.batch, attention.pages, attention.table)
+        PagedStateLayer.__init__(self, states.batch, states.parts, states.state_tables)
 
     activate_past_recording = PagedStateLayer.activate_past_recording
 

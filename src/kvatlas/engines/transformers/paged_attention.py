@@ -18,6 +18,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
+from kvatlas.cache import LayerCache
 from kvatlas.errors import AtlasError, Code
 from kvatlas.kernels import attend, attend_latent
 from kvatlas.specs import LatentAttention
@@ -100,7 +101,7 @@ def _as_planned(
     sequence = torch.arange(len(padding), device=device).view(-1, 1, 1, 1)
     q = torch.tensor([queries.start, queries.stop - 1], device=device).view(1, 1, -1, 1)
     kv = torch.arange(keys.start, keys.stop, device=device).view(1, 1, 1, -1)
-    planned = layer.spec.visibility.sees(q - padding, kv - padding)
+    planned = layer.pages.spec.visibility.sees(q - padding, kv - padding)
     wanted = function(sequence, torch.zeros_like(sequence), q, kv)
     return bool(((planned == wanted) | (kv < padding) | (q < padding)).all())
 
@@ -130,38 +131,36 @@ def page_attention(
             hint="Layers that share another's K and V need attn_implementation sdpa or eager",
         )
     _, layer, start, count = written
+    pages = layer.pages
     padding = torch.tensor(layer.batch.padding, device=query.device)
     stored = torch.arange(start, start + count, device=query.device) >= padding.unsqueeze(1)
     where = {
-        "tables": layer.table.kernel_ids(layer.pages),
+        "tables": layer.table.kernel_ids(pages),
         "lengths": (start + count - padding).clamp(min=0),
         "queries": stored.sum(1),
         "max_queries": count,
         "scale": scale,
     }
     q = query.transpose(1, 2)[stored]
-    if isinstance(layer.spec, LatentAttention):
-        answers = _absorbed(module, layer, layer.spec, q, where)
+    if isinstance(pages.spec, LatentAttention):
+        answers = _absorbed(module, pages, q, where)
     else:
-        answers = attend(layer.pages, layer.spec, q, sinks=s_aux, softcap=softcap, **where)
+        answers = attend(pages, q, sink_logits=s_aux, softcap=softcap, **where)
     padded = answers.new_zeros((*stored.shape, *answers.shape[1:]))
     padded[stored] = answers
     return padded.to(query.dtype), None
 
 
 def _absorbed(
-    module: Any,
-    layer: PagedAttentionLayer,
-    spec: LatentAttention,
-    query: torch.Tensor,
-    where: dict[str, Any],
+    module: Any, pages: LayerCache, query: torch.Tensor, where: dict[str, Any]
 ) -> torch.Tensor:
     """Absorbed MLA: queries go into the latent's space, and values come out of it."""
+    spec = pages.spec_as(LatentAttention)
     weight = module.kv_b_proj.weight.view(query.shape[1], -1, spec.latent)
     plain = query.shape[-1] - spec.rope
     latent = torch.einsum("thd,hdl->thl", query[..., :plain], weight[:, :plain])
     q = torch.cat((latent, query[..., plain:]), dim=-1)
-    answers = attend_latent(layer.pages, spec, q, **where)
+    answers = attend_latent(pages, q, **where)
     return torch.einsum("thl,hdl->thd", answers, weight[:, plain:])
 
 

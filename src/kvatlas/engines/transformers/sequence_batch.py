@@ -95,7 +95,9 @@ class SequenceBatch:
             return
         tokens = torch.arange(start, start + count, device=mask.device)
         left = tokens < torch.tensor(padding, device=mask.device).unsqueeze(1)
-        if self.padding != padding or not bool((mask[:, start : start + count].bool() | left).all()):
+        if self.padding != padding or not bool(
+            (mask[:, start : start + count].bool() | left).all()
+        ):
             raise AtlasError(
                 Code.ENGINE_REFUSES,
                 "Attention that reads pages takes padding on the left of the first tokens only",

@@ -38,9 +38,7 @@ class SimulatedRanks(ExitStack):
         """Where the ranks listen."""
         return [node.endpoint for node in self.nodes]
 
-    def copy_from(
-        self, cache: AtlasCache, tokens: int, sequence: int = 0
-    ) -> dict[int, list[int]]:
+    def copy_from(self, cache: AtlasCache, tokens: int, sequence: int = 0) -> dict[int, list[int]]:
         """Copy a sequence of a cache to the ranks; returns the blocks that it takes there."""
         blocks = scattered(self.plan, tokens)
         carry(
