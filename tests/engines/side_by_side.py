@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 
 from kvatlas.engines.transformers import AtlasCache
 from kvatlas.engines.transformers.cache_layers import PagedStateLayer
-from kvatlas.engines.transformers.paged_attention import page_attention, page_mask, tokens_written
+from kvatlas.engines.transformers.paged_attention import WRITTEN, page_attention, page_mask
 
 NAME = "kvatlas_side_by_side"
 
@@ -52,7 +52,7 @@ class SideBySide(Cache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         (sizes,) = set(self.ask(lambda m: m.get_mask_sizes(query_length, layer_idx)))
-        _ASKED.set((self, query_length, layer_idx))
+        _EXPECTED.set((self, query_length, layer_idx))
         return sizes  # type: ignore[no-any-return]
 
     def update_conv_state(self, states: Any, layer_idx: int, *_: Any, **__: Any) -> torch.Tensor:
@@ -96,23 +96,23 @@ class JoinedStates:
         return self.cache.lend(self.layers, self.name)
 
 
-_ASKED: ContextVar[tuple[SideBySide, int, int] | None] = ContextVar("_ASKED", default=None)
+_EXPECTED: ContextVar[tuple[SideBySide, int, int] | None] = ContextVar("_EXPECTED", default=None)
 _UPDATED: ContextVar[tuple[SideBySide, int] | None] = ContextVar("_UPDATED", default=None)
 
 
 def _mask(batch_size: int, attention_mask: torch.Tensor | None = None, **more: Any) -> Any:
-    asked = _ASKED.get()
-    assert asked is not None
-    cache, length, layer = asked
+    expected = _EXPECTED.get()
+    assert expected is not None
+    cache, length, layer = expected
     rows = batch_size // len(cache.members)
-    found: list[Any] = []
+    masks: list[Any] = []
     for index, member in enumerate(cache.members):
         member.get_mask_sizes(length, layer)
         mask = None if attention_mask is None else cache.split(attention_mask)[index]
         mine = dict(more)
         mine["mask_function"] = _rows_from(more["mask_function"], index * rows)
-        found.append(page_mask(batch_size=rows, attention_mask=mask, **mine))
-    return torch.cat(found)
+        masks.append(page_mask(batch_size=rows, attention_mask=mask, **mine))
+    return torch.cat(masks)
 
 
 def _rows_from(function: Callable[..., torch.Tensor], first: int) -> Callable[..., torch.Tensor]:
@@ -127,12 +127,11 @@ def _attention(
     cache, index = updated
     assert index == module.layer_idx
     parts = zip(*map(cache.split, (query, key, value, attention_mask)), strict=True)
-    found = []
+    answers = []
     for member, (q, k, v, mask) in zip(cache.members, parts, strict=True):
-        layer, count = member.layers[index], q.shape[-2]
-        tokens_written(index, layer, layer.seen - count, count)
-        found.append(page_attention(module, q, k, v, mask, **more)[0])
-    return torch.cat(found), None
+        WRITTEN.set((index, member.layers[index]))
+        answers.append(page_attention(module, q, k, v, mask, **more)[0])
+    return torch.cat(answers), None
 
 
 AttentionInterface.register(NAME, _attention)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from kvatlas.cache import LayerCache
 from kvatlas.engines.transformers.block_allocator import GONE, BlockAllocator
@@ -39,9 +40,9 @@ class BlockTable:
         self.sequences: list[list[int]] = []
         self.layers = list(layers)
         self.allocator = allocator
-        self._slots: dict[range, torch.Tensor] = {}
+        self._slots: dict[range, Tensor] = {}
         self._reserved: range | None = None
-        self._ids: torch.Tensor | None = None
+        self._ids: Tensor | None = None
 
     @property
     def device(self) -> torch.device:
@@ -82,10 +83,6 @@ class BlockTable:
                 self.allocator.release(blocks)
         self._changed()
 
-    def clear(self) -> None:
-        """End the batch and give its blocks back."""
-        self.select([])
-
     def can_crop(self, lengths: Sequence[int]) -> bool:
         """Whether everything is still there that sequences cut to these lengths see next."""
         return not any(
@@ -103,7 +100,7 @@ class BlockTable:
 
     # -- slots ----------------------------------------------------------------------
 
-    def reserve(self, start: int, count: int, padding: Sequence[int]) -> torch.Tensor:
+    def reserve(self, start: int, count: int, padding: Sequence[int]) -> Tensor:
         """Slots [sequences, count] for the batch's tokens from `start` on, in blocks of their own.
 
         `padding` is how many tokens on the left of each sequence have no slot. All layers
@@ -117,7 +114,7 @@ class BlockTable:
             self._reserved = tokens
         return self.slots(tokens, padding)
 
-    def slots(self, tokens: range, padding: Sequence[int]) -> torch.Tensor:
+    def slots(self, tokens: range, padding: Sequence[int]) -> Tensor:
         """Slots [sequences, tokens] of tokens of the batch; -1 where nothing is stored."""
         if tokens not in self._slots:
             skipped = torch.tensor(padding, device=self.device).unsqueeze(1)
@@ -129,7 +126,7 @@ class BlockTable:
         return self._slots[tokens]
 
     @property
-    def ids(self) -> torch.Tensor:
+    def ids(self) -> Tensor:
         """Block ids [sequences, blocks], filled up with `GONE`."""
         if self._ids is None:
             width = max(1, *map(len, self.sequences))
@@ -137,9 +134,9 @@ class BlockTable:
             self._ids = torch.tensor(filled, dtype=torch.long, device=self.device)
         return self._ids
 
-    def kernel_ids(self, layer: LayerCache, ids: torch.Tensor | None = None) -> torch.Tensor:
-        """These ids, or all, as kernels number blocks: a block may be several kernel blocks."""
-        ids = self.ids if ids is None else ids
+    def kernel_ids(self, layer: LayerCache, block: int | None = None) -> Tensor:
+        """All ids, or one, as kernels number blocks: a block may be several kernel blocks."""
+        ids = self.ids if block is None else torch.tensor([block], device=self.device)
         placed = layer.placement
         if "k" not in placed.axes or (split := placed.size("k")) == 1:
             return ids
@@ -178,18 +175,15 @@ class BlockTable:
         block = self.allocator.take()
         if self.recurrent:
             for layer in self.layers:
-                zero_blocks(layer, self._kernel_blocks(layer, block))
+                zero_blocks(layer, self.kernel_ids(layer, block))
         return block
 
     def _copy(self, block: int) -> int:
         copy = self._take()
         for layer in self.layers:
-            old, new = (self._kernel_blocks(layer, b) for b in (block, copy))
+            old, new = (self.kernel_ids(layer, one) for one in (block, copy))
             copy_blocks(layer, old, layer, new)
         return copy
-
-    def _kernel_blocks(self, layer: LayerCache, block: int) -> torch.Tensor:
-        return self.kernel_ids(layer, torch.tensor([block], device=self.device))
 
     def _changed(self) -> None:
         self._ids = self._reserved = None

@@ -10,9 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.cache_utils import Cache as TransformersCache
 
-from kvatlas.cache import Cache, LayerCache
+from kvatlas.cache import Cache, LayerCache, allocate
 from kvatlas.engines.transformers.block_allocator import BlockAllocator
 from kvatlas.engines.transformers.block_table import BlockTable
 from kvatlas.engines.transformers.cache_layers import (
@@ -24,21 +25,13 @@ from kvatlas.engines.transformers.cache_layers import (
     cannot_take_back,
     model_axes,
 )
-from kvatlas.engines.transformers.paged_attention import mask_sizes_given, tokens_written
-from kvatlas.engines.transformers.plan_for_model import make_cache
+from kvatlas.engines.transformers.paged_attention import MASKED, WRITTEN
+from kvatlas.engines.transformers.plan_for_model import make_plan
 from kvatlas.engines.transformers.sequence_batch import SequenceBatch
 from kvatlas.errors import AtlasError, Code
 from kvatlas.models import Layer
 from kvatlas.planning import Plan
-from kvatlas.specs import (
-    Attention,
-    CrossAttention,
-    LatentAttention,
-    Recurrent,
-    SinkAttention,
-    SlidingLatentAttention,
-    Spec,
-)
+from kvatlas.specs import Attention, LatentAttention, Recurrent, Spec
 
 AnyLayer = PagedAttentionLayer | PagedStateLayer | EmptyLayer
 
@@ -83,13 +76,16 @@ class AtlasCache(TransformersCache):
         super().__init__(layers=self._build())
 
     @classmethod
-    def from_config(cls, config: Any, *, batch: int, max_len: int, **options: Any) -> AtlasCache:
+    def from_config(
+        cls, config: Any, *, batch: int, max_len: int, device: Any = "cpu", **options: Any
+    ) -> AtlasCache:
         """A cache for `batch` sequences of `max_len` tokens of the model that `config` describes.
 
-        Each beam of a beam search counts as a sequence. `options` are those of `make_cache`:
-        the layout, the pack, the cache dtype, the block size, the device.
+        Each beam of a beam search counts as a sequence. `options` are those of `make_plan`:
+        the layout, the pack, the cache dtype, the block size.
         """
-        return cls(make_cache(config, batch=batch, max_len=max_len, **options))
+        plan = make_plan(config, batch=batch, max_len=max_len, **options)
+        return cls(allocate(plan, device=device))
 
     def __repr__(self) -> str:
         total = sum(allocator.count for allocator in self.blocks.values())
@@ -160,38 +156,31 @@ class AtlasCache(TransformersCache):
         tables = [self._tables[group] for group in self._groups_of(layer.name)]
         if isinstance(spec, Recurrent) and all(map(model_axes, spec.layer_states())):
             return PagedStateLayer(self.batch, parts, tables)
-        if isinstance(spec, Attention | LatentAttention) and _is_plain(spec):
+        if _is_plain(spec):
             return PagedAttentionLayer(self.batch, parts[0], tables[0])
         raise _not_served(layer)
 
     # -- what models ask ------------------------------------------------------------
 
     def update(
-        self,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
-        layer_idx: int,
-        *_: Any,
-        **__: Any,
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> Pair:
         """Store a layer's K and V of new tokens, and return what its attention is to see."""
         self.settle()
-        mask_sizes_given(None)
+        MASKED.set(None)
         layer = self.layers[layer_idx]
         visible: Pair = layer.update(key_states, value_states)
-        count = key_states.shape[-2]
-        tokens_written(layer_idx, layer, layer.seen - count, count)
+        WRITTEN.set((layer_idx, layer))
         return visible
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """(number, first) of the tokens that a layer's attention is to see."""
         self.settle()
         layer = self.layers[layer_idx]
-        if not isinstance(layer, PagedAttentionLayer) and layer_idx == 0:
-            layer = next(iter(self._attention), layer)
-        mask_sizes_given(layer if isinstance(layer, PagedAttentionLayer) else None)
-        sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
-        return sizes
+        if not isinstance(layer, PagedAttentionLayer):
+            layer = next(iter(self._attention), None)
+        MASKED.set(layer)
+        return super().get_mask_sizes(query_length, layer_idx)  # type: ignore[no-any-return]
 
     def settle(self) -> None:
         """Write to the pages what models were lent and have changed in place."""
@@ -235,11 +224,11 @@ class AtlasCache(TransformersCache):
             layer.reset()
         self.batch.clear()
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+    def reorder_cache(self, beam_idx: Tensor) -> None:
         """Go on with these sequences: attention shares blocks copy-on-write, states are copied."""
         self.batch.select(beam_idx)
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
+    def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these sequences alone, and give the others' blocks back."""
         self.batch.select(indices)
 
@@ -273,10 +262,11 @@ class AtlasCache(TransformersCache):
 
 def _is_plain(spec: Spec) -> bool:
     """Whether transformers keeps what the spec says: K and V, or one latent, of every token."""
+    sees = spec.visibility
     if isinstance(spec, LatentAttention):
         plain = spec.compress == 1 and spec.cache in ("auto", "fp8", "fp8_e4m3")
-        return plain and not isinstance(spec, SlidingLatentAttention)
-    return not isinstance(spec, CrossAttention | SinkAttention)
+        return plain and sees.window is None
+    return isinstance(spec, Attention) and sees.causal and not sees.sink_tokens
 
 
 def _not_served(layer: Layer) -> AtlasError:

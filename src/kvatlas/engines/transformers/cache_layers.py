@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from kvatlas.cache import LayerCache
@@ -21,7 +22,7 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.kernels import read, read_latent, read_states, write, write_latent, write_states
 from kvatlas.specs import LatentAttention, Recurrent, State
 
-Pair = tuple[torch.Tensor, torch.Tensor]
+Pair = tuple[Tensor, Tensor]
 """K and V, or the latent and the rotary part of MLA as one head: [batch, heads, tokens, D]."""
 
 _MODEL_AXES = {"conv": ("RT",), "ssm": ("HKV", "HPS", "RS")}
@@ -38,15 +39,12 @@ class PagedAttentionLayer(CacheLayerMixin):
         self.batch = batch
         self.pages = pages
         self.table = table
+        self.latent = isinstance(pages.spec, LatentAttention)
         self.reach = pages.spec.visibility.window or pages.spec.visibility.chunk
         """The most tokens that a window or a chunk holds; None for all."""
+        self.is_sliding = self.reach is not None
         self.seen = 0
         """Tokens of the batch so far, padding included."""
-
-    @property
-    def is_sliding(self) -> bool:
-        """A window or a chunk: transformers calls both so."""
-        return self.reach is not None
 
     @property
     def is_croppable(self) -> bool:
@@ -56,33 +54,26 @@ class PagedAttentionLayer(CacheLayerMixin):
     def lazy_initialization(self, *_: Any, **__: Any) -> None:
         """Nothing to do: the pages are there."""
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any) -> Pair:
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any) -> Pair:
         """Store new tokens; return all in sight, or the new ones alone where pages are read."""
         self.batch.admit(key_states.shape[0])
         start, count = self.seen, key_states.shape[-2]
         slots = self.table.reserve(start, count, self.batch.padding).flatten()
-        rows = (states.transpose(1, 2).flatten(0, 1) for states in (key_states, value_states))
-        if isinstance(self.pages.spec, LatentAttention):
-            latent, rope = (row.squeeze(1) for row in rows)
-            write_latent(self.pages, latent, rope, slots)
-        else:
-            write(self.pages, *rows, slots)
+        # By token; a latent is the row of one head, which its kernels leave out.
+        k, v = (s.transpose(1, 2).flatten(0, 1 + self.latent) for s in (key_states, value_states))
+        (write_latent if self.latent else write)(self.pages, k, v, slots)
         self.seen += count
-        if self.batch.is_paged(start, count):
+        if self.batch.paged_tokens == (start, count):
             return key_states, value_states
-        keys, values = self._in_sight(start)
+        keys, values = self._in_sight(start, heads=key_states.shape[1])
         return keys.to(key_states.dtype), values.to(value_states.dtype)
 
-    def _in_sight(self, start: int) -> Pair:
+    def _in_sight(self, start: int, heads: int) -> Pair:
         """What the mask of transformers covers, gathered; zeros where nothing is stored."""
         slots = self.table.slots(range(self._offset(start), self.seen), self.batch.padding)
-        stored = slots.flatten().clamp(min=0)
-        if isinstance(self.pages.spec, LatentAttention):
-            pair = tuple(row.unsqueeze(1) for row in read_latent(self.pages, stored))
-        else:
-            pair = read(self.pages, stored)
+        pair = (read_latent if self.latent else read)(self.pages, slots.flatten().clamp(min=0))
+        keys, values = (rows.view(*slots.shape, heads, -1) for rows in pair)
         missing = slots < 0
-        keys, values = (rows.view(*slots.shape, *rows.shape[1:]) for rows in pair)
         if bool(missing.any()):
             keys[missing], values[missing] = 0, 0
         return keys.transpose(1, 2), values.transpose(1, 2)
@@ -119,8 +110,7 @@ class LentState:
     layer: PagedStateLayer
     name: str
 
-    def __getitem__(self, state_idx: int) -> torch.Tensor | None:
-        _refuse_further_states(state_idx)
+    def __getitem__(self, _: int) -> Tensor | None:
         return self.layer.lend(self.name)
 
 
@@ -139,24 +129,24 @@ class PagedStateLayer(LinearAttentionCacheLayerMixin):
         self.state_tables = tables
         self.conv_states = LentState(self, "conv")
         self.recurrent_states = LentState(self, "ssm")
-        self._lent: dict[str, torch.Tensor] = {}
-        self._to_model: dict[str, list[int]] = {}
+        self._lent: dict[str, Tensor] = {}
+        self._to_model: dict[str, tuple[int, ...]] = {}
         for state in parts[0].spec_as(Recurrent).layer_states():
             axes = parts[0].place(state.name).axes
-            self._to_model[state.name] = [axes.index(a) for a in f"B{model_axes(state)}"]
+            self._to_model[state.name] = tuple(map(axes.index, f"B{model_axes(state)}"))
 
     def lazy_initialization(self, *_: Any, **__: Any) -> None:
         """Nothing to do: the pages are there."""
 
-    def lend(self, name: str) -> torch.Tensor | None:
+    def lend(self, name: str) -> Tensor | None:
         """A state for the model to read and to change in place; None before there is one."""
         self.batch.lend(self.settle)
         if not self.has_previous_state[0]:
             return None
         if name not in self._lent:
             states = read_states(self.parts, self._blocks)
-            model = {n: rows.permute(self._to_model[n]).contiguous() for n, rows in states.items()}
-            self._lent = {**model, **self._lent}
+            for field, rows in states.items():
+                self._lent.setdefault(field, rows.permute(self._to_model[field]).contiguous())
         return self._lent.get(name)
 
     def settle(self) -> None:
@@ -165,19 +155,19 @@ class PagedStateLayer(LinearAttentionCacheLayerMixin):
             self._write(self._lent)
             self._lent = {}
 
-    def _write(self, states: dict[str, torch.Tensor]) -> None:
-        turned = {n: rows.permute(_inverse(self._to_model[n])) for n, rows in states.items()}
-        write_states(self.parts, turned, self._blocks)
+    def _write(self, states: dict[str, Tensor]) -> None:
+        paged = {
+            name: rows.movedim(tuple(range(rows.dim())), self._to_model[name])
+            for name, rows in states.items()
+        }
+        write_states(self.parts, paged, self._blocks)
 
     @property
-    def _blocks(self) -> list[torch.Tensor]:
+    def _blocks(self) -> list[Tensor]:
         return [table.ids[:, 0] for table in self.state_tables]
 
-    def update_conv_state(
-        self, conv_states: torch.Tensor, state_idx: int = 0, **_: Any
-    ) -> torch.Tensor:
+    def update_conv_state(self, conv_states: Tensor, *_: Any, **__: Any) -> Tensor:
         """Keep the last inputs; return the new ones behind those that were kept before."""
-        _refuse_further_states(state_idx)
         self.batch.admit(conv_states.shape[0])
         before = self.lend("conv")
         if before is not None:
@@ -187,16 +177,13 @@ class PagedStateLayer(LinearAttentionCacheLayerMixin):
         self._keep("conv", torch.nn.functional.pad(conv_states, (short, 0))[..., -taps:])
         return conv_states
 
-    def update_recurrent_state(
-        self, recurrent_states: torch.Tensor, state_idx: int = 0, **_: Any
-    ) -> torch.Tensor:
+    def update_recurrent_state(self, recurrent_states: Tensor, *_: Any, **__: Any) -> Tensor:
         """Keep a new state."""
-        _refuse_further_states(state_idx)
         self.batch.admit(recurrent_states.shape[0])
         self._keep("ssm", recurrent_states)
         return recurrent_states
 
-    def _keep(self, name: str, states: torch.Tensor) -> None:
+    def _keep(self, name: str, states: Tensor) -> None:
         self._lent.pop(name, None)
         self._write({name: states})
         self.has_previous_state[0] = True
@@ -265,17 +252,3 @@ def cannot_take_back(got: str) -> AtlasError:
         got=got,
         hint="Begin again with reset, or keep what a window leaves with activate_past_recording",
     )
-
-
-def _refuse_further_states(state_idx: int) -> None:
-    if state_idx:
-        raise AtlasError(
-            Code.ENGINE_REFUSES,
-            "The model keeps several states of one kind in a layer, and the plan has pages for one",
-            got=f"state {state_idx}",
-            hint="Run this model with transformers' own cache",
-        )
-
-
-def _inverse(permutation: list[int]) -> list[int]:
-    return sorted(range(len(permutation)), key=permutation.__getitem__)

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
@@ -30,27 +31,10 @@ NAME = "kvatlas"
 """The name to pass as `attn_implementation`."""
 
 
-class WrittenTokens(NamedTuple):
-    """The tokens that a layer stored last, for the attention that follows."""
-
-    layer_idx: int
-    layer: PagedAttentionLayer
-    start: int
-    count: int
-
-
-_MASKED: ContextVar[PagedAttentionLayer | None] = ContextVar("_MASKED", default=None)
-_WRITTEN: ContextVar[WrittenTokens | None] = ContextVar("_WRITTEN", default=None)
-
-
-def mask_sizes_given(layer: PagedAttentionLayer | None) -> None:
-    """Transformers was told the sizes of a mask for this layer, and makes the mask next."""
-    _MASKED.set(layer)
-
-
-def tokens_written(layer_idx: int, layer: PagedAttentionLayer, start: int, count: int) -> None:
-    """A layer has stored `count` tokens from `start` on, and attends next."""
-    _WRITTEN.set(WrittenTokens(layer_idx, layer, start, count))
+MASKED: ContextVar[PagedAttentionLayer | None] = ContextVar("MASKED", default=None)
+"""The layer whose mask transformers makes next: it was just told the sizes."""
+WRITTEN: ContextVar[tuple[int, PagedAttentionLayer] | None] = ContextVar("WRITTEN", default=None)
+"""The layer that has just stored its new tokens and attends next, behind its index."""
 
 
 def page_mask(
@@ -59,16 +43,16 @@ def page_mask(
     kv_length: int,
     q_offset: int = 0,
     kv_offset: int = 0,
-    mask_function: Callable[..., torch.Tensor] | None = None,
-    attention_mask: torch.Tensor | None = None,
+    mask_function: Callable[..., Tensor] | None = None,
+    attention_mask: Tensor | None = None,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
     **_: Any,
-) -> torch.Tensor | None:
+) -> Tensor | None:
     """The mask that transformers passes on to attention: empty where pages are read."""
-    layer = _MASKED.get()
-    mask_sizes_given(None)
-    _WRITTEN.set(None)
+    layer = MASKED.get()
+    MASKED.set(None)
+    WRITTEN.set(None)
     if layer is None or layer.seen != q_offset:
         return sdpa_mask(  # type: ignore[no-any-return]
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
@@ -89,7 +73,7 @@ def page_mask(
 
 def _as_planned(
     layer: PagedAttentionLayer,
-    function: Callable[..., torch.Tensor] | None,
+    function: Callable[..., Tensor] | None,
     queries: range,
     keys: range,
 ) -> bool:
@@ -108,35 +92,37 @@ def _as_planned(
 
 def page_attention(
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     scaling: float | None = None,
-    s_aux: torch.Tensor | None = None,
+    s_aux: Tensor | None = None,
     softcap: float | None = None,
     **_: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Attention of `query` [batch, heads, tokens, D] over pages; [batch, tokens, heads, Dv]."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    written = _WRITTEN.get()
-    _WRITTEN.set(None)
+    written = WRITTEN.get()
+    WRITTEN.set(None)
     if attention_mask is None or attention_mask.shape[-1]:
         return _plain(query, key, value, attention_mask, scale, s_aux, softcap), None
-    if written is None or written.layer_idx != getattr(module, "layer_idx", written.layer_idx):
+    if written is None or written[0] != getattr(module, "layer_idx", written[0]):
         raise AtlasError(
             Code.ENGINE_REFUSES,
             "A layer reads pages that it has not written",
             got=f"{type(module).__name__} without K and V of its own",
             hint="Layers that share another's K and V need attn_implementation sdpa or eager",
         )
-    _, layer, start, count = written
+    layer, count = written[1], query.shape[-2]
     pages = layer.pages
     padding = torch.tensor(layer.batch.padding, device=query.device)
-    stored = torch.arange(start, start + count, device=query.device) >= padding.unsqueeze(1)
-    where = {
+    stored = torch.arange(layer.seen - count, layer.seen, device=query.device) >= padding.unsqueeze(
+        1
+    )
+    where: dict[str, Any] = {
         "tables": layer.table.kernel_ids(pages),
-        "lengths": (start + count - padding).clamp(min=0),
+        "lengths": (layer.seen - padding).clamp(min=0),
         "queries": stored.sum(1),
         "max_queries": count,
         "scale": scale,
@@ -151,9 +137,7 @@ def page_attention(
     return padded.to(query.dtype), None
 
 
-def _absorbed(
-    module: Any, pages: LayerCache, query: torch.Tensor, where: dict[str, Any]
-) -> torch.Tensor:
+def _absorbed(module: Any, pages: LayerCache, query: Tensor, where: dict[str, Any]) -> Tensor:
     """Absorbed MLA: queries go into the latent's space, and values come out of it."""
     spec = pages.spec_as(LatentAttention)
     weight = module.kv_b_proj.weight.view(query.shape[1], -1, spec.latent)
@@ -165,14 +149,9 @@ def _absorbed(
 
 
 def _plain(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-    sinks: torch.Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, sinks: Tensor | None,
     softcap: float | None,
-) -> torch.Tensor:
+) -> Tensor:  # fmt: skip
     """Attention over K and V as they are given, with learned sinks and a soft cap."""
     shared = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from kvatlas.engines.transformers.block_table import BlockTable
 from kvatlas.errors import AtlasError, Code
@@ -19,7 +20,8 @@ class SequenceBatch:
         """Sequences, or beams of them."""
         self.padding: list[int] = []
         """Tokens on the left of each sequence that are padding and not stored."""
-        self._read_by_attention: tuple[int, int] | None = None
+        self.paged_tokens: tuple[int, int] | None = None
+        """(start, count) of the tokens for which attention said that it reads the pages."""
         self._take_back: Callable[[], None] | None = None
 
     def admit(self, size: int) -> None:
@@ -35,7 +37,7 @@ class SequenceBatch:
             )
         self._require({table: size for table in self.tables if table.recurrent})
         for table in self.tables:
-            table.admit(size, padded=self._read_by_attention is None)
+            table.admit(size, padded=self.paged_tokens is None)
         self.size = size
         if len(self.padding) != size:
             self.padding = [0] * size
@@ -43,11 +45,11 @@ class SequenceBatch:
     def clear(self) -> None:
         """End the batch and give all blocks back."""
         for table in self.tables:
-            table.clear()
+            table.select([])
         self.size, self.padding = 0, []
-        self._read_by_attention = self._take_back = None
+        self.paged_tokens = self._take_back = None
 
-    def select(self, indices: torch.Tensor) -> None:
+    def select(self, indices: Tensor) -> None:
         """Go on with these sequences, given by their numbers or by a mask over them."""
         self.settle()
         chosen = torch.arange(self.size)[indices.cpu()].tolist()
@@ -81,13 +83,13 @@ class SequenceBatch:
     # -- how pages are read ---------------------------------------------------------
 
     def expect_paged_attention(
-        self, mask: torch.Tensor | None, size: int, start: int, count: int
+        self, mask: Tensor | None, size: int, start: int, count: int
     ) -> None:
         """Attention will read the pages for `count` tokens from `start` on.
 
         `mask` [sequences, tokens] tells padding apart, which is then not stored.
         """
-        self._read_by_attention = (start, count)
+        self.paged_tokens = (start, count)
         padding = [0] * size if mask is None else (mask.cumsum(-1) == 0).sum(-1).tolist()
         if start == 0 and not self.size:
             self.padding = padding
@@ -104,7 +106,3 @@ class SequenceBatch:
                 got="padding elsewhere, or padding that was stored under another attention",
                 hint="Use attn_implementation sdpa or eager from the first token on",
             )
-
-    def is_paged(self, start: int, count: int) -> bool:
-        """Whether these are the tokens for which attention said it reads the pages."""
-        return self._read_by_attention == (start, count)
