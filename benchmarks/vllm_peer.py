@@ -80,7 +80,7 @@ def _spec(want: Want) -> Any:
     torch = importlib.import_module("torch")
     spec: Any = want.layer.spec
     page = want.page
-    if want.kind == "mamba":
+    if want.kind == "recurrent":
         shapes, dtypes = [], []
         for field in page.fields:
             shapes.append(tuple(axis.size for axis in field.axes))

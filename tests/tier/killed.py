@@ -110,7 +110,9 @@ def look(path: Path) -> tuple[int, int]:
         for rank in (0, 1):
             store(tier, 77, rank)
         assert tier.match(keys(77), TOKENS) == TOKENS
-        assert tier.drop(keys(77)) == 3 + len([g for g in tier.plan.groups if g.kind == "recurrent"])
+        assert tier.drop(keys(77)) == 3 + len(
+            [g for g in tier.plan.groups if g.kind == "recurrent"]
+        )
     return names, rows
 
 

@@ -53,7 +53,7 @@ class DType:
         if not whole or (self.kind == "float" and parts != self.bits):
             raise AtlasError(
                 Code.UNKNOWN_DTYPE,
-                "A dtype has 1 to 8, 16 or 32 bits, which a float's parts add up to",
+                "A dtype has other than 1 to 8, 16 or 32 bits, or its parts do not add up to them",
                 got=f"{self.name} of {self.bits} bits",
                 hint="Use DType.of for the types there are",
             )
@@ -68,15 +68,12 @@ class DType:
         if isinstance(name, DType):
             return name
         key = str(name).removeprefix("torch.").lower()
-        found = _TYPES.get(_ALIASES.get(key, key))
-        if found is None:
+        dtype = _TYPES.get(_ALIASES.get(key, key))
+        if dtype is None:
             raise AtlasError(
-                Code.UNKNOWN_DTYPE,
-                "A dtype is one that kvatlas knows",
-                got=repr(name),
-                hint=f"Use one of {', '.join(_TYPES)}",
+                Code.UNKNOWN_DTYPE, got=repr(name), hint=f"Use one of {', '.join(_TYPES)}"
             )
-        return found
+        return dtype
 
     @property
     def item(self) -> int:
@@ -101,7 +98,7 @@ class DType:
         if not 0 <= code < 1 << self.bits:
             raise AtlasError(
                 Code.OUT_OF_RANGE,
-                f"A code of {self.name} has {self.bits} bits",
+                f"Codes of {self.name} have only {self.bits} bits",
                 got=code,
                 hint=f"Pass a code from 0 to {(1 << self.bits) - 1}",
             )

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvatlas.cache import view
-from kvatlas.geometry import Placement, fold_beside, in_lanes, widest
+from kvatlas.geometry import Placement, fold_beside, in_words, widest_word
 
 Int64s = NDArray[np.int64]
 
@@ -117,7 +117,7 @@ def as_runs(array: NDArray[Any]) -> NDArray[np.void]:
 def _folded(a: Placement, b: Placement) -> tuple[Placement, Placement, int]:
     """Both sides folded inside their blocks, and the widest lane that they share."""
     a, b = fold_beside(a, b, axis="B")
-    return a, b, widest(a, b)
+    return a, b, widest_word(a, b)
 
 
 def aligned(buffer: torch.Tensor) -> int:
@@ -127,7 +127,7 @@ def aligned(buffer: torch.Tensor) -> int:
 
 
 def _lanes(buffer: torch.Tensor, placement: Placement, lane: int) -> torch.Tensor:
-    return view(buffer, in_lanes(placement, lane), LANES[lane])
+    return view(buffer, in_words(placement, lane), LANES[lane])
 
 
 def _stretches(ids: Int64s, places: Int64s) -> tuple[Int64s, Int64s, Int64s]:

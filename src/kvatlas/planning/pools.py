@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Layout, PageSet, ceil_div, packs, shared_pages, side_by_side
+from kvatlas.geometry import Layout, PageSet, ceil_div, pack_positions, shared_pages, side_by_side
 from kvatlas.planning.assemble import assemble
 from kvatlas.planning.block_size import BlockSize, bytes_per_block
 from kvatlas.planning.grouping import Draft
@@ -192,7 +192,7 @@ def _place_packed(
         kept = {"kernel": want.block, "page_bytes": cluster.page}
         return [region_of(wants, layout, shared, stage, index, **kept)]
     kernel = kernel_block(wants, warnings, dense=False)
-    found = packs(
+    found = pack_positions(
         want.page, len(wants), cluster.pack, layout, shared=shared, blocks=blocks, width=width
     )
     regions = []

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
-from kvatlas.geometry import Cells, Ends, Placement, ShardRange, Strip, between, meet, merged
+from kvatlas.geometry import Ends, Placement, ShardRange, StateBlocks, StridedRuns, merge_runs
 from kvatlas.planning import kind_of
 from kvatlas.routing.plan_ends import LayerPart, PlanEnd
 from kvatlas.specs import Visibility
@@ -32,7 +32,7 @@ class GroupPair(NamedTuple):
     per_state: int | None
     """Tokens that a state stands for; None for recurrent states."""
     visibility: Visibility
-    cells: tuple[Cells, Cells]
+    cells: tuple[StateBlocks, StateBlocks]
 
 
 class SourceRows(NamedTuple):
@@ -41,7 +41,7 @@ class SourceRows(NamedTuple):
     tp_rank: int
     part: LayerPart
     row: int
-    cells: Cells
+    cells: StateBlocks
 
 
 class NeededRows(NamedTuple):
@@ -51,7 +51,7 @@ class NeededRows(NamedTuple):
     part: LayerPart
     row: int
     rows: int
-    cells: Cells
+    cells: StateBlocks
     sources: tuple[SourceRows, ...]
     """All that hold these rows; the one to read from, once that is chosen."""
 
@@ -74,21 +74,21 @@ class Compiler:
 
     def strips(
         self, src_rank: int, dst_rank: int, layers: frozenset[str] | None = None
-    ) -> dict[GroupPair, list[Strip]]:
+    ) -> dict[GroupPair, list[StridedRuns]]:
         """The strips between two ranks, as few as possible, by pair of groups."""
-        strips: dict[GroupPair, list[Strip]] = defaultdict(list)
+        strips: dict[GroupPair, list[StridedRuns]] = defaultdict(list)
         for alike, rows in self._choose(dst_rank).get(src_rank, ()):
             names = [name for name in alike if layers is None or name in layers]
             if names:
                 pair, strip = self._strip(names[0], rows)
                 source = rows.sources[0].part
                 strips[pair] += [
-                    strip.moved(
+                    strip.shift(
                         self.src.page_offsets[name][source], self.dst.page_offsets[name][rows.part]
                     )
                     for name in names
                 ]
-        return {pair: merged(own) for pair, own in strips.items()}
+        return {pair: merge_runs(own) for pair, own in strips.items()}
 
     # -- who reads whom ---------------------------------------------------------------
 
@@ -134,20 +134,20 @@ class Compiler:
                     yield from _intersect(name, part, cells, needed, sources)
 
     def _sources(
-        self, layer: str, field: str, needed: Cells
+        self, layer: str, field: str, needed: StateBlocks
     ) -> Iterator[tuple[SourceRows, ShardRange]]:
         """Every range of a field that source ranks hold, of the states that are needed."""
         for part in self.src.parts[layer]:
             view = self.src.views(layer, part)[field]
             for rank in range(self.src.plan.tp):
                 cells = _dealt_out(view.cells, self.src, layer, rank)
-                if meet(cells, needed):
+                if cells.overlaps(needed):
                     for held in self.src.ranges(view.field.sharding, part, rank):
                         yield SourceRows(rank, part, held.local, cells), held
 
     # -- bytes ------------------------------------------------------------------------
 
-    def _strip(self, layer: str, rows: NeededRows) -> tuple[GroupPair, Strip]:
+    def _strip(self, layer: str, rows: NeededRows) -> tuple[GroupPair, StridedRuns]:
         source = rows.sources[0]
         src = self.src.views(layer, source.part)[rows.field]
         dst = self.dst.views(layer, rows.part)[rows.field]
@@ -162,10 +162,10 @@ class Compiler:
         if axis is not None:
             here = here.narrow(axis, source.row, rows.rows)
             there = there.narrow(axis, rows.row, rows.rows)
-        return pair, between(here, there)
+        return pair, StridedRuns.between(here, there)
 
 
-def _dealt_out(cells: Cells, end: PlanEnd, layer: str, tp_rank: int) -> Cells:
+def _dealt_out(cells: StateBlocks, end: PlanEnd, layer: str, tp_rank: int) -> StateBlocks:
     """Context parallelism deals the states of attention out; recurrent states stay whole."""
     dcp = end.plan.dcp
     if dcp == 1 or kind_of(end.specs[layer]) == "recurrent":
@@ -176,7 +176,7 @@ def _dealt_out(cells: Cells, end: PlanEnd, layer: str, tp_rank: int) -> Cells:
 def _intersect(
     field: str,
     part: LayerPart,
-    cells: Cells,
+    cells: StateBlocks,
     needed: ShardRange,
     sources: list[tuple[SourceRows, ShardRange]],
 ) -> Iterator[NeededRows]:

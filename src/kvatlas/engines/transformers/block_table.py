@@ -29,10 +29,8 @@ class BlockTable:
     ) -> None:
         self.block = group.block
         self.recurrent = group.kind == "recurrent"
-        self.visibility = Visibility(
-            window=group.window if group.kind.startswith("sliding") else None,
-            chunk=group.window if group.kind.startswith("chunked") else None,
-        )
+        alike = {layer.spec.visibility for layer in layers}
+        self.visibility = alike.pop() if len(alike) == 1 else Visibility()
         self.keep_all = False
         """Windows leave no block behind, so that tokens can be taken back."""
         self.padded = False

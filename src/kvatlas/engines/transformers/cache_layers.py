@@ -117,7 +117,6 @@ class LentState:
 class PagedStateLayer(LinearAttentionCacheLayerMixin):
     """The conv and ssm states of one layer, in a block of each sequence, or one for each part."""
 
-    is_compileable = False
     is_croppable = False
 
     def __init__(
@@ -218,7 +217,6 @@ class PagedHybridLayer(PagedAttentionLayer, PagedStateLayer):
 class EmptyLayer(LinearAttentionCacheLayerMixin):
     """A decoder layer that keeps nothing, such as an MLP."""
 
-    is_compileable = False
     is_croppable = True
 
     def update(self, *_: Any, **__: Any) -> NoReturn:
@@ -234,9 +232,6 @@ class EmptyLayer(LinearAttentionCacheLayerMixin):
 
     def lazy_initialization(self, *_: Any, **__: Any) -> None:
         """Nothing to do."""
-
-    def activate_past_recording(self) -> None:
-        """Nothing to record."""
 
 
 def model_axes(state: State) -> str | None:

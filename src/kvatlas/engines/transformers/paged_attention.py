@@ -117,9 +117,8 @@ def page_attention(
     layer, count = written[1], query.shape[-2]
     pages = layer.pages
     padding = torch.tensor(layer.batch.padding, device=query.device)
-    stored = torch.arange(layer.seen - count, layer.seen, device=query.device) >= padding.unsqueeze(
-        1
-    )
+    tokens = torch.arange(layer.seen - count, layer.seen, device=query.device)
+    stored = tokens >= padding.unsqueeze(1)
     where: dict[str, Any] = {
         "tables": layer.table.kernel_ids(pages),
         "lengths": (layer.seen - padding).clamp(min=0),
