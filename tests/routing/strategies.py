@@ -70,7 +70,7 @@ def attention(draw: st.DrawFn, kind: type[Spec]) -> Caches:
     more: dict[type[Spec], dict[str, Any]] = {
         SlidingAttention: {"window": draw(st.integers(1, 60))},
         ChunkedAttention: {"chunk": draw(one_of(8, 16, 20, 64))},
-        SinkAttention: {"sinks": 4, "window": draw(one_of(None, 16))},
+        SinkAttention: {"sink_tokens": 4, "window": draw(one_of(None, 16))},
         CrossAttention: {"source": 37},
     }
     return {"attn": kind(**common, **more.get(kind, {}))}
