@@ -67,8 +67,8 @@ class Case:
         slots = (ids.unsqueeze(1) * 16 + torch.arange(16)).flatten()
         shape = (len(slots), self.spec.heads, self.spec.head_dim)
         k, v = (torch.ones(shape, dtype=torch.bfloat16) for _ in range(2))
-        puts = partial(write, self.layer, self.spec, k, v, slots)
-        gets = partial(read, self.layer, self.spec, slots, out=(k, v))
+        puts = partial(write, self.layer, k, v, slots)
+        gets = partial(read, self.layer, slots, out=(k, v))
         return fraction(puts, 2 * k.nbytes), fraction(gets, 2 * k.nbytes)
 
     @property

@@ -39,7 +39,7 @@ def _fill(layer: LayerCache, spec: FullAttention) -> None:
             torch.randn(len(slots), spec.heads, spec.head_dim, dtype=BF16, device=DEVICE)
             for _ in range(2)
         )
-        write(layer, spec, k, v, slots)
+        write(layer, k, v, slots)
 
 
 def _slots(tables: torch.Tensor, states: torch.Tensor, block: int) -> torch.Tensor:
@@ -54,12 +54,12 @@ def _draw(
     """Draw keys to queries, where they are cached: pair i is of q[i] and slots[i]."""
     once, to = torch.unique(slots, return_inverse=True)
     if isinstance(spec, LatentAttention):
-        both = torch.cat(read_latent(layer, spec, once), -1)[:, None]
+        both = torch.cat(read_latent(layer, once), -1)[:, None]
         both = exact.drawn(both, q, logits, to)[:, 0]
-        write_latent(layer, spec, both[:, : spec.latent], both[:, spec.latent :], once)
+        write_latent(layer, both[:, : spec.latent], both[:, spec.latent :], once)
         return
-    k, v = read(layer, spec, once)
-    write(layer, spec, exact.drawn(k, q, logits, to).to(BF16), v.to(BF16), once)
+    k, v = read(layer, once)
+    write(layer, exact.drawn(k, q, logits, to).to(BF16), v.to(BF16), once)
 
 
 def _drawn_tables(
@@ -83,10 +83,10 @@ def _right(
     """Rows of one sequence beside float64 over what is cached; its last query alone, or some."""
     slots = _slots(table, torch.arange(length, device=DEVICE), layer.kernel_blocks.size("N"))
     if isinstance(spec, LatentAttention):
-        value, rope = read_latent(layer, spec, slots)
+        value, rope = read_latent(layer, slots)
         k, v = torch.cat((value, rope), -1)[:, None], value[:, None]
     else:
-        k, v = read(layer, spec, slots)
+        k, v = read(layer, slots)
     if queries is None:
         queries = torch.tensor([length - 1], device=DEVICE)
     wanted = exact.attention(q, k, v, q.shape[-1] ** -0.5, queries)
@@ -114,9 +114,9 @@ def decode(
 
     def call(table: torch.Tensor) -> torch.Tensor:
         if public:
-            return kernels.attend(layer, spec, q, tables=table, lengths=lengths, queries=ones)
+            return kernels.attend(layer, q, tables=table, lengths=lengths, queries=ones)
         return attend(
-            layer, spec, q, tables=table, lengths=lengths, queries=ones, out=out, max_queries=1,
+            layer, q, tables=table, lengths=lengths, queries=ones, out=out, max_queries=1,
             **choice,
         )  # fmt: skip
 
@@ -155,7 +155,7 @@ def latent(
 
     def call() -> torch.Tensor:
         return attend_latent(
-            layer, spec, q, tables=tables, lengths=lengths, queries=ones, scale=576**-0.5, out=out,
+            layer, q, tables=tables, lengths=lengths, queries=ones, scale=576**-0.5, out=out,
             max_queries=1, **choice,
         )  # fmt: skip
 
@@ -191,7 +191,7 @@ def prefill(
 
     def call() -> torch.Tensor:
         return attend(
-            layer, spec, q, tables=tables, lengths=lengths, queries=lengths, out=out,
+            layer, q, tables=tables, lengths=lengths, queries=lengths, out=out,
             max_queries=length, **choice,
         )  # fmt: skip
 

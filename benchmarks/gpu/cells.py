@@ -76,7 +76,9 @@ def layers_of(
         buffer = _pinned(1 << (placed.stop - 1).bit_length())[: placed.stop]
     else:
         buffer = torch.empty(placed.stop, dtype=torch.uint8, device=device)
-    return [LayerCache(f"layers.{i}", page, placed.select("L", i), buffer) for i in range(slots)]
+    return [
+        LayerCache(f"layers.{i}", spec, page, placed.select("L", i), buffer) for i in range(slots)
+    ]
 
 
 @lru_cache(maxsize=1)

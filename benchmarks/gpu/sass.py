@@ -136,7 +136,7 @@ def _layer(spec: Spec, order: str = "LBNHC", block: int = 16) -> LayerCache:
     page = spec.page(block)
     placed = page.place(Layout(order), pages=4, blocks=16)
     buffer = torch.empty(placed.stop, dtype=torch.uint8)
-    return LayerCache("layers.1", page, placed.select("L", 1), buffer)
+    return LayerCache("layers.1", spec, page, placed.select("L", 1), buffer)
 
 
 def _batch(queries: int) -> dict[str, Any]:
@@ -149,19 +149,19 @@ def _batch(queries: int) -> dict[str, Any]:
 def decode(cache: str, queries: int = 1, dim: int = 128) -> None:
     spec = FullAttention(heads=8, head_dim=dim, cache=cache)
     q = torch.empty(4 * queries, 32, dim, dtype=torch.bfloat16)
-    attend(_layer(spec), spec, q, **_batch(queries))
+    attend(_layer(spec), q, **_batch(queries))
 
 
 def latent(cache: str) -> None:
     spec = LatentAttention(cache=cache)
     q = torch.empty(4, 128, 576, dtype=torch.bfloat16)
-    attend_latent(_layer(spec, block=64), spec, q, scale=1.0, **_batch(1))
+    attend_latent(_layer(spec, block=64), q, scale=1.0, **_batch(1))
 
 
 def put(cache: str) -> None:
     spec = FullAttention(heads=8, head_dim=128, cache=cache)
     k, v = (torch.empty(64, 8, 128, dtype=torch.bfloat16) for _ in "kv")
-    write(_layer(spec), spec, k, v, torch.arange(64))
+    write(_layer(spec), k, v, torch.arange(64))
 
 
 def move(_: str) -> None:

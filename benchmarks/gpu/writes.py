@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from benchmarks.gpu.cells import DEVICE, ORDERS, Case, Cell, layers_of, shuffled
-from kvatlas.cache import LayerCache
 from kvatlas.kernels import write as by_torch
 from kvatlas.kernels.triton.launch_write import write
 from kvatlas.specs import FullAttention
@@ -30,19 +30,14 @@ def new_tokens(
     k, v = (torch.randn(shape, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
 
     def call(i: int) -> None:
-        write(layer, spec, k[i], v[i], slots[i], k_scale=0.5, v_scale=0.5, **choice)
+        write(layer, k[i], v[i], slots[i], k_scale=0.5, v_scale=0.5, **choice)
 
     def right() -> bool:
         """The bytes that torch's kernels write on a CPU, which divides as it should."""
         layer.buffer.fill_(0x3C)
         call(0)
-        plain = LayerCache(
-            layer.name,
-            layer.page,
-            layer.placement,
-            torch.full_like(layer.buffer, 0x3C, device="cpu"),
-        )
-        by_torch(plain, spec, k[0].cpu(), v[0].cpu(), slots[0].cpu(), k_scale=0.5, v_scale=0.5)
+        plain = replace(layer, buffer=torch.full_like(layer.buffer, 0x3C, device="cpu"))
+        by_torch(plain, k[0].cpu(), v[0].cpu(), slots[0].cpu(), k_scale=0.5, v_scale=0.5)
         unlike = int((layer.buffer.cpu() != plain.buffer).sum())
         # A norm that is summed in another order may round to another half.
         return unlike <= (1e-3 * k[0].numel() if spec.cache.startswith("turbo") else 0)

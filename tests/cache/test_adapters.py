@@ -194,10 +194,10 @@ def filled(order: str) -> tuple[Any, Any, Any, Any]:
     _, layer = cache_of(spec, order)
     generator = torch.Generator().manual_seed(4)
     k, v = (torch.randn(27, 2, 16, generator=generator) for _ in range(2))
-    write(layer, spec, k, v, 5 * 16 + torch.arange(27))
+    write(layer, k, v, 5 * 16 + torch.arange(27))
     q = torch.randn(3, 4, 16, generator=generator)
     out = attend(
-        layer, spec, q, tables=torch.tensor([[5, 6]]), lengths=torch.tensor([27]),
+        layer, q, tables=torch.tensor([[5, 6]]), lengths=torch.tensor([27]),
         queries=torch.tensor([3]),
     )  # fmt: skip
     return layer, q, out, torch.arange(27) <= torch.arange(24, 27).unsqueeze(1)

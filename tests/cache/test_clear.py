@@ -74,8 +74,8 @@ def test_what_needs_clearing_is_derived_from_the_plan() -> None:
         made = small_plan(model)
         for index, group in enumerate(made.groups):
             others = [g for g in made.groups if g is not group and g.pool == group.pool]
-            hybrid = any(other.kind == "mamba" for other in others)
-            if group.kind == "mamba":
+            hybrid = any(other.kind == "recurrent" for other in others)
+            if group.kind == "recurrent":
                 assert index in made.groups_to_clear
             elif not others:
                 assert index not in made.groups_to_clear

@@ -59,8 +59,8 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "large heads": (FullAttention(heads=2, head_dim=256), {}),
     "odd heads": (FullAttention(heads=3, head_dim=80), {}),
     "softcap": (FullAttention(**BASE), {"softcap": 2.0}),
-    "sinks": (FullAttention(**BASE), {"sinks": True}),
-    "sinks in a window": (SlidingAttention(**BASE, window=50), {"sinks": True}),
+    "sinks": (FullAttention(**BASE), {"sink_logits": True}),
+    "sinks in a window": (SlidingAttention(**BASE, window=50), {"sink_logits": True}),
     "tokens that stay": (SinkAttention(**BASE, sink_tokens=90, window=100), {}),
     "cross": (CrossAttention(**BASE, source=2048), {"queries": [4, 7, 200, 1, 33]}),
     "starts": (FullAttention(**BASE), {"starts": True}),
@@ -73,7 +73,7 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
         SinkAttention(**BASE, sink_tokens=90, window=100, cache="fp8_per_token_head"), {}
     ),
     "int4, softcap": (FullAttention(**BASE, cache="int4_per_token_head"), {"softcap": 2.0}),
-    "int8, sinks": (FullAttention(**BASE, cache="int8_per_token_head"), {"sinks": True}),
+    "int8, sinks": (FullAttention(**BASE, cache="int8_per_token_head"), {"sink_logits": True}),
 }  # fmt: skip
 
 
@@ -146,7 +146,7 @@ def test_latents_are_written(cache: str, dtype: torch.dtype, order: str) -> None
 def test_absorbed_latents(order: str, cache: str) -> None:
     more: dict[str, Any] = {"dtype": torch.bfloat16, "tolerance": 0.05, "heads": 128}
     check_latent(LatentAttention(cache=cache), order, "cuda", **more)
-    check_latent(LatentAttention(cache=cache), order, "cuda", sinks=True, **more)
+    check_latent(LatentAttention(cache=cache), order, "cuda", sink_logits=True, **more)
     check_latent(SlidingLatentAttention(cache=cache, window=9), order, "cuda", **more)
 
 
@@ -168,9 +168,9 @@ def test_latents_without_a_kernel_are_left_to_torch(form: dict[str, Any]) -> Non
         layer = Pool(spec, "LBNHC", device, block=64, blocks=4).layer
         slots = torch.cat((3 * 64 + torch.arange(64), 64 + torch.arange(6))).to(device)
         latent, rope = rows[:, : spec.latent].to(device), rows[:, spec.latent :].to(device)
-        kernels.write_latent(layer, spec, latent, rope, slots)
+        kernels.write_latent(layer, latent, rope, slots)
         out = kernels.attend_latent(
-            layer, spec, q.to(device), tables=torch.tensor([[3, 1]], device=device), scale=0.05,
+            layer, q.to(device), tables=torch.tensor([[3, 1]], device=device), scale=0.05,
             lengths=torch.tensor([70], device=device), queries=torch.tensor([2], device=device),
         )  # fmt: skip
         found.append(out.cpu())
@@ -196,9 +196,7 @@ def test_a_captured_graph_replays_with_other_lengths() -> None:
     out = torch.empty_like(q)
 
     def act() -> None:
-        attend(
-            layer, spec, q, tables=tables, lengths=lengths, queries=queries, out=out, max_queries=1
-        )
+        attend(layer, q, tables=tables, lengths=lengths, queries=queries, out=out, max_queries=1)
 
     act()
     graph = torch.cuda.CUDAGraph()
@@ -222,7 +220,7 @@ def test_memory_that_a_kernel_cannot_reach_is_refused() -> None:
     layer = Pool(spec, "LBNHC", "cuda").layer
     rows, slots = torch.zeros(2, 2, 128), torch.tensor([1, 2])
     with pytest.raises(AtlasError) as refusal:
-        write(layer, spec, rows, rows, slots.cuda())
+        write(layer, rows, rows, slots.cuda())
     assert refusal.value.code is Code.WRONG_DEVICE
 
 
@@ -232,15 +230,15 @@ def test_tensors_on_a_gpu_find_these_kernels(monkeypatch: pytest.MonkeyPatch) ->
     names = ["attend", "attend_latent", "write", "write_latent", "copy_blocks", "zero_blocks"]
     for name in names:
         monkeypatch.setattr(gpu, name, lambda *_, name=name, **__: called.append(name))
-    spec = FullAttention(**BASE)
-    layer = Pool(spec, "LBNHC", "cuda").layer
+    layer = Pool(FullAttention(**BASE), "LBNHC", "cuda").layer
+    latent = Pool(LatentAttention(), "LBNHC", "cuda").layer
     some = torch.zeros(1, dtype=torch.int64, device="cuda")
     q = torch.zeros(1, 2, 128, device="cuda")
     more: dict[str, Any] = {"tables": some, "lengths": some, "queries": some}
-    kernels.attend(layer, spec, q, **more)
-    kernels.attend_latent(layer, LatentAttention(), q, scale=1.0, **more)
-    kernels.write(layer, spec, q, q, some)
-    kernels.write_latent(layer, LatentAttention(), q, q, some)
+    kernels.attend(layer, q, **more)
+    kernels.attend_latent(latent, q, scale=1.0, **more)
+    kernels.write(layer, q, q, some)
+    kernels.write_latent(latent, q, q, some)
     kernels.copy_blocks(layer, some, layer, some)
     kernels.zero_blocks(layer, some)
     assert called == names

@@ -61,7 +61,7 @@ def batch(layer: Any, spec: Any, poison: bool = True) -> tuple[Any, Any, list[An
         k = torch.randn(length, spec.heads, spec.head_dim, generator=generator)
         v = torch.randn(length, spec.heads, spec.v_dim or spec.head_dim, generator=generator)
         at = torch.arange(length)
-        write(layer, spec, k, v, table[at // 16] * 16 + at % 16)
+        write(layer, k, v, table[at // 16] * 16 + at % 16)
         rows.append((k, v))
     q = torch.randn(sum(QUERIES), 4, spec.head_dim, generator=generator)
     return q, blocks, rows
@@ -73,14 +73,16 @@ KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "chunks": (ChunkedAttention(**BASE, chunk=8), lambda t, s: s <= t and s // 8 == t // 8, {}),
     "unlike V": (FullAttention(**BASE, v_dim=4), lambda t, s: s <= t, {}),
     "softcap": (FullAttention(**BASE), lambda t, s: s <= t, {"softcap": 2.0}),
-    "sinks": (FullAttention(**BASE), lambda t, s: s <= t, {"sinks": torch.randn(4)}),
+    "sinks": (FullAttention(**BASE), lambda t, s: s <= t, {"sink_logits": torch.randn(4)}),
     "tokens that stay": (
         SinkAttention(**BASE, sink_tokens=3, window=5),
         lambda t, s: s <= t and (s < 3 or s > t - 5),
         {},
     ),
     "sinks in a window": (
-        SlidingAttention(**BASE, window=5), lambda t, s: t - 5 < s <= t, {"sinks": torch.randn(4)},
+        SlidingAttention(**BASE, window=5),
+        lambda t, s: t - 5 < s <= t,
+        {"sink_logits": torch.randn(4)},
     ),
 }  # fmt: skip
 
@@ -92,13 +94,13 @@ def test_attention_is_what_its_definition_says(kind: str, order: str) -> None:
     guarded, layer = cache_of(spec, order)
     q, tables, rows = batch(layer, spec)
     out = attend(
-        layer, spec, q, tables=tables, lengths=torch.tensor(LENGTHS),
+        layer, q, tables=tables, lengths=torch.tensor(LENGTHS),
         queries=torch.tensor(QUERIES), **more,
     )  # fmt: skip
     start = 0
     for (k, v), count in zip(rows, QUERIES, strict=True):
         mine = q[start : start + count]
-        expected = slowly(mine, k, v, sees, 8**-0.5, more.get("sinks"), more.get("softcap"))
+        expected = slowly(mine, k, v, sees, 8**-0.5, more.get("sink_logits"), more.get("softcap"))
         assert torch.allclose(out[start : start + count], expected, atol=1e-5)
         start += count
     guarded.check()
@@ -111,10 +113,10 @@ def test_blocks_out_of_reach_are_never_read() -> None:
     q, tables, _ = batch(layer, spec)
     ask: dict[str, Any] = {"lengths": torch.tensor(LENGTHS), "queries": torch.tensor([4, 1, 1])}
     q = torch.cat((q[:5], q[-1:]))
-    out = attend(layer, spec, q, tables=tables, **ask)
+    out = attend(layer, q, tables=tables, **ask)
     gone = tables.clone()
     gone[0, 0] = 10**6
-    assert torch.equal(attend(layer, spec, q, tables=gone, **ask), out)
+    assert torch.equal(attend(layer, q, tables=gone, **ask), out)
 
 
 @pytest.mark.parametrize("cache", ATTENTION_CACHES)
@@ -123,7 +125,7 @@ def test_quantised_caches_attend_to_what_they_hold(cache: str) -> None:
     _, layer = cache_of(spec, "LBNHC" if cache.startswith("turbo") else "LBHNC")
     q, tables, rows = batch(layer, spec, poison=False)
     ask: dict[str, Any] = {"lengths": torch.tensor(LENGTHS), "queries": torch.tensor(QUERIES)}
-    out = attend(layer, spec, q, tables=tables, **ask)
+    out = attend(layer, q, tables=tables, **ask)
     start = 0
     for (k, v), count in zip(rows, QUERIES, strict=True):
         mine = q[start : start + count]
@@ -147,7 +149,7 @@ def test_other_packings_are_attended_to_where_they_lie(packing: Any, order: str)
     _, layer = cache_of(spec, order)
     q, tables, rows = batch(layer, spec)
     out = attend(
-        layer, spec, q, tables=tables, lengths=torch.tensor(LENGTHS),
+        layer, q, tables=tables, lengths=torch.tensor(LENGTHS),
         queries=torch.tensor(QUERIES),
     )  # fmt: skip
     start = 0
@@ -166,7 +168,7 @@ def test_cross_attention_sees_all_of_the_encoder() -> None:
     counts = [2, 9, 1]
     q = torch.randn(sum(counts), 4, 8, generator=torch.Generator().manual_seed(3))
     out = attend(
-        layer, spec, q, tables=tables, lengths=torch.tensor(LENGTHS), queries=torch.tensor(counts)
+        layer, q, tables=tables, lengths=torch.tensor(LENGTHS), queries=torch.tensor(counts)
     )
     start = 0
     for (k, v), count in zip(rows, counts, strict=True):
@@ -186,10 +188,10 @@ def test_absorbed_latents(order: str) -> None:
     rows = [torch.randn(n, 24, generator=generator) for n in LENGTHS]
     for table, row in zip(tables, rows, strict=True):
         at = torch.arange(len(row))
-        write_latent(layer, spec, row[:, :16], row[:, 16:], table[at // 16] * 16 + at % 16)
+        write_latent(layer, row[:, :16], row[:, 16:], table[at // 16] * 16 + at % 16)
     q = torch.randn(sum(QUERIES), 4, 24, generator=generator)
     out = attend_latent(
-        layer, spec, q, tables=tables, lengths=torch.tensor(LENGTHS),
+        layer, q, tables=tables, lengths=torch.tensor(LENGTHS),
         queries=torch.tensor(QUERIES), scale=0.2,
     )  # fmt: skip
     start = 0
@@ -214,7 +216,7 @@ def test_batches_that_do_not_fit_are_refused(lengths: list[int], queries: list[i
     q, tables, _ = batch(layer, spec)
     with pytest.raises(AtlasError) as refusal:
         attend(
-            layer, spec, q, tables=tables, lengths=torch.tensor(lengths),
+            layer, q, tables=tables, lengths=torch.tensor(lengths),
             queries=torch.tensor(queries),
         )  # fmt: skip
     assert refusal.value.code is Code.BAD_TENSOR
@@ -224,11 +226,11 @@ def test_starts_say_what_counts_say() -> None:
     spec = FullAttention(heads=2, head_dim=8, dtype="fp32")
     _, layer = cache_of(spec, "LBNHC")
     rows = torch.randn(60, 2, 8, generator=torch.Generator().manual_seed(1))
-    write(layer, spec, rows, rows, torch.arange(60))
+    write(layer, rows, rows, torch.arange(60))
     where = {"tables": torch.tensor([[0, 1], [2, 3]]), "lengths": torch.tensor([20, 28])}
     q, out = rows[:6].repeat(1, 2, 1), torch.full((6, 4, 8), 7.0)
-    wanted = attend(layer, spec, q[1:5], queries=torch.tensor([3, 1]), **where)
-    found = attend(layer, spec, q, starts=torch.tensor([1, 4, 5]), out=out, max_queries=3, **where)
+    wanted = attend(layer, q[1:5], queries=torch.tensor([3, 1]), **where)
+    found = attend(layer, q, starts=torch.tensor([1, 4, 5]), out=out, max_queries=3, **where)
     assert found is out
     assert torch.equal(out[1:5], wanted)
     assert (out[[0, 5]] == 7.0).all()
@@ -241,5 +243,5 @@ def test_starts_say_what_counts_say() -> None:
         {"starts": torch.tensor([0, 5, 6]), "out": out[:5]},
     ):
         with pytest.raises(AtlasError) as refusal:
-            attend(layer, spec, q, **{**where, **wrong})
+            attend(layer, q, **{**where, **wrong})
         assert refusal.value.code is Code.BAD_TENSOR

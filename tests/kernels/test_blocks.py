@@ -30,9 +30,9 @@ def test_what_is_written_is_read(order: str, cache: str) -> None:
     k, v = (torch.randn(40, 4, 32, generator=generator) for _ in range(2))
     slots = torch.randperm(layer.k.shape[0] * 16, generator=generator)[:40]
     slots[5] = -1
-    write(layer, spec, k, v, slots)
+    write(layer, k, v, slots)
     kept = slots >= 0
-    found = read(layer, spec, slots[kept])
+    found = read(layer, slots[kept])
     for side, rows, got in (("k", k, found[0]), ("v", v, found[1])):
         expected = decode(spec, side, encode(spec, side, rows[kept]))  # type: ignore[arg-type]
         assert torch.equal(got, expected)
@@ -136,13 +136,12 @@ def test_a_block_that_changes_hands_shows_nothing_old(order: str) -> None:
 
 
 def test_what_cannot_be_is_refused() -> None:
-    spec = FullAttention(heads=4, head_dim=8)
     layer = allocate(small_plan(SMALL["dense"]))["layers.0.attn"]
     rows = torch.zeros(1, 4, 8)
     count = layer.k.shape[0]
     for act in (
-        lambda: write(layer, spec, rows, rows, torch.tensor([count * 16])),
-        lambda: read(layer, spec, torch.tensor([-1])),
+        lambda: write(layer, rows, rows, torch.tensor([count * 16])),
+        lambda: read(layer, torch.tensor([-1])),
         lambda: zero_blocks(layer, torch.tensor([count])),
         lambda: copy_blocks(layer, torch.tensor([0]), layer, torch.tensor([count])),
     ):

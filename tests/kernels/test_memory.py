@@ -107,16 +107,16 @@ def test_rows_and_blocks_take_what_moves(
     ids = torch.tensor([5, 900, 77, 78, 79])
     near, far = torch.arange(40), torch.arange(40) * 97
     for act in (
-        lambda: write(layer, spec, rows, rows, near),
-        lambda: write(layer, spec, rows, rows, far),
-        lambda: read(layer, spec, near),
-        lambda: read(layer, spec, far),
+        lambda: write(layer, rows, rows, near),
+        lambda: write(layer, rows, rows, far),
+        lambda: read(layer, near),
+        lambda: read(layer, far),
         lambda: copy_blocks(layer, ids, other, ids.flip(0)),
         lambda: copy_blocks(other, ids, layer, ids.flip(0)),
         lambda: gather_blocks(layer, ids),
         lambda: zero_blocks(layer, ids),
         lambda: attend(
-            layer, spec, rows[:3], tables=table, lengths=torch.tensor([40]),
+            layer, rows[:3], tables=table, lengths=torch.tensor([40]),
             queries=torch.tensor([3]),
         ),
     ):  # fmt: skip
@@ -129,8 +129,8 @@ def test_quantised_rows_take_what_moves(cache: str) -> None:
     layer = large(spec, "LBNHC")
     rows = torch.randn(20, 2, 32)
     for slots in (torch.arange(20), torch.arange(20) * 97):
-        assert taken_by(lambda s=slots: write(layer, spec, rows, rows, s)) < LIMIT  # type: ignore[misc]
-        assert taken_by(lambda s=slots: read(layer, spec, s)) < LIMIT  # type: ignore[misc]
+        assert taken_by(lambda s=slots: write(layer, rows, rows, s)) < LIMIT  # type: ignore[misc]
+        assert taken_by(lambda s=slots: read(layer, s)) < LIMIT  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -146,14 +146,14 @@ def test_latents_indexers_and_states_take_what_moves(order: str) -> None:
     ids = torch.tensor([5, 1])
     held = read_states(states, ids)
     for act in (
-        lambda: write_latent(layer, latent, rows, rope, slots),
-        lambda: read_latent(layer, latent, slots),
+        lambda: write_latent(layer, rows, rope, slots),
+        lambda: read_latent(layer, slots),
         lambda: attend_latent(
-            layer, latent, q, tables=table, lengths=torch.tensor([20]),
+            layer, q, tables=table, lengths=torch.tensor([20]),
             queries=torch.tensor([2]), scale=1.0,
         ),
-        lambda: write_rows(keys, index, rows[:, :128], slots),
-        lambda: read_rows(keys, index, slots),
+        lambda: write_rows(keys, rows[:, :128], slots),
+        lambda: read_rows(keys, slots),
         lambda: write_states(states, held, ids),
         lambda: read_states(states, ids),
     ):  # fmt: skip

@@ -14,7 +14,7 @@ from kvatlas.planning.sized_layers import kind_of
 
 def is_hybrid(name: str) -> bool:
     kinds = {kind_of(layer.spec) for layer in Model.load(name).layers}
-    return "mamba" in kinds and len(kinds) > 1
+    return "recurrent" in kinds and len(kinds) > 1
 
 
 HYBRIDS = [name for name in catalogue() if is_hybrid(name)]

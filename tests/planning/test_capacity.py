@@ -100,7 +100,7 @@ def test_little_memory_is_shared_rather_than_refused() -> None:
 def test_unlike_recurrent_layers() -> None:
     model = model_of("unlike", CONV, MAMBA, ATTENTION, MAMBA, CONV, ATTENTION)
     made = plan(model, memory="1MiB", **SHORT)
-    assert max(group.held for group in made.groups if group.kind == "mamba") == 3
+    assert max(group.held for group in made.groups if group.kind == "recurrent") == 3
     with pytest.raises(AtlasError) as refusal:
         plan(model, memory="1MiB", pack=2, **SHORT)
     assert refusal.value.code is Code.BAD_PACK
@@ -118,7 +118,7 @@ def test_kernels_that_cannot_read_a_pack_are_named() -> None:
     made = plan("Qwen3.5-35B-A3B", memory="60GiB", tp=2, backend="FLASHINFER", pack=4)
     assert any("FLASHINFER reads blocks of" in warning for warning in made.warnings)
     auto = plan("Kimi-K3", memory="60GiB", tp=4, backend="FLASHMLA")
-    blocks = {r.kernel_block for r in auto.regions if auto.groups[r.group].kind != "mamba"}
+    blocks = {r.kernel_block for r in auto.regions if auto.groups[r.group].kind != "recurrent"}
     assert blocks <= {64} or auto.warnings
 
 

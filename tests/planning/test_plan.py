@@ -85,7 +85,7 @@ def tampered(path: str, value: Any) -> bytes:
         ("groups.0.window", -100),
         ("groups.0.held", -1),
         ("groups.0.source", -4),
-        ("groups.0.kind", "mamba"),
+        ("groups.0.kind", "recurrent"),
         ("groups.1.kind", "cross_attention"),
         ("in_flight", -(10**9)),
         ("dcp", 3),

@@ -125,7 +125,7 @@ def test_kernel_blocks_of_larger_blocks(order: str) -> None:
 def test_states_apart_hold_what_was_asked() -> None:
     made = plan("Nemotron-H-8B", memory="20GiB", max_len=4096, requests=50)
     assert [pool.index for pool in made.pools] == [0, 1]
-    held = next(group.held for group in made.groups if group.kind == "mamba")
+    held = next(group.held for group in made.groups if group.kind == "recurrent")
     assert made.pools[1].blocks == 50 * held + 1
     assert made.block_size == 16
     assert any("pool of their own" in reason for reason in made.reasons)

@@ -67,7 +67,7 @@ def tables(
     free = {pool.index: _ids(pool.blocks, style, rng) for pool in made.pools}
     wanted = {index: oracle.entries(move, side, index) for index in range(len(made.groups))}
     for index, group in enumerate(made.groups):
-        if single and group.kind == "mamba" and wanted[index]:
+        if single and group.kind == "recurrent" and wanted[index]:
             wanted[index] = {0}
     if complete:
         full = {index: set(range(max(found, default=-1) + 1)) for index, found in wanted.items()}

@@ -12,13 +12,14 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvatlas.geometry import Field
+from kvatlas.geometry import Field, Placement
 from kvatlas.planning import Plan
 
 Tables = dict[int, list[int]]
@@ -102,7 +103,7 @@ def states(move: Move, layer: str) -> range:
     region, slot = move.dst.region_of(layer)
     spec = region.layers[slot].spec
     groups = [plan.groups[plan.region_of(layer)[0].group] for plan in (move.src, move.dst)]
-    if groups[1].kind == "mamba":
+    if groups[1].kind == "recurrent":
         return range(1 if stop > start else 0)
     if groups[1].kind == "cross_attention":
         return range(groups[1].source)
@@ -122,7 +123,7 @@ def place_of(plan: Plan, layer: str, part: int, state: Any, stop: int) -> tuple[
     """
     region, index = plan.region_of(layer, part)
     group = plan.groups[region.group]
-    if group.kind == "mamba":
+    if group.kind == "recurrent":
         return state * 0 - 1, state * 0 + (stop - 1) // group.block, state * 0
     each = region.layers[index].spec.tokens_per_state or 1
     states = group.block // each
@@ -206,7 +207,7 @@ def _fields(
     plan: Plan, layer: str, part: int, tp_rank: int, states: Ints, blocks: Ints, within: Ints
 ) -> Iterator[Elements]:
     """Elements of states that lie in these blocks, so many states into each."""
-    page, placement = plan.page(layer, tp_rank, part), plan.placement(layer, part)
+    page, placement = plan.page(layer, tp_rank, part), _placement(plan, layer, part)
     region, _ = plan.region_of(layer, part)
     pool = plan.groups[region.group].pool
     for field in page.fields:
@@ -241,6 +242,12 @@ def _fields(
             number = number * size + coordinate
         assert number.shape == address.shape
         yield Elements(pool, layer, field.name, field.dtype.item, address.ravel(), number.ravel())
+
+
+@lru_cache(maxsize=1024)
+def _placement(plan: Plan, layer: str, part: int) -> Placement:
+    """The same on every rank of a stage."""
+    return plan.placement(layer, part)
 
 
 def _rows(field: Field) -> Ints:
@@ -279,7 +286,7 @@ def walk_slowly(move: Move, side: Side, rank: int) -> dict[tuple[int, int], int]
             if field.padding or owner not in (-1, tp_rank % plan.dcp):
                 continue
             ids = tables[region.group]
-            block = ids[0] if group.kind == "mamba" and len(ids) == 1 else ids[entry]
+            block = ids[0] if group.kind == "recurrent" and len(ids) == 1 else ids[entry]
             view = views[field.name]
             names = [axis.name for axis in field.axes if axis.name != "N"]
             shape = [axis.size for axis in field.axes if axis.name != "N"]

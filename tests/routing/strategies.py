@@ -291,9 +291,10 @@ def planned(draw: st.DrawFn, model: Model, max_len: int, *, shared: bool = False
 
 def seen(made: Plan) -> Plan:
     """A plan whose fields can all be viewed: flat packings need orders that keep them whole."""
-    for name in made.layers:
-        for field in made.page(name).fields:
-            made.view(name, field.name)
+    for region in made.regions:
+        for layer in {layer.spec: layer for layer in region.layers}.values():
+            for field in made.page(layer.name).fields:
+                made.view(layer.name, field.name)
     return made
 
 

@@ -260,7 +260,7 @@ def test_the_state_is_the_one_after_the_last_token() -> None:
     """Exactly at a block's end it is that block's; one token later it is the next one's."""
     model = SMALL["delta hybrid"]
     src, dst = (small_plan(model, policy="vllm", tp=tp, least=ROOM) for tp in (1, 2))
-    group = next(i for i, g in enumerate(src.groups) if g.kind == "mamba")
+    group = next(i for i, g in enumerate(src.groups) if g.kind == "recurrent")
     size, made = src.groups[group].block, route(src, dst)
     whole = moving(src, dst, 96, complete=True)
     layer = next(name for name in src.layers if src.region_of(name)[0].group == group)

@@ -143,7 +143,7 @@ def test_vllm_51094_the_state_at_an_exact_boundary(blocks: int, off: int) -> Non
     size = src.block_size
     stop = blocks * size + off
     move = moving(src, dst, stop, complete=True)
-    group = next(i for i, g in enumerate(src.groups) if g.kind == "mamba")
+    group = next(i for i, g in enumerate(src.groups) if g.kind == "recurrent")
     assert len(move.src_blocks[group]) == (blocks + 1 if off == 1 else blocks)
     assert_arrives(move)
     # The table that an engine keeps may already have the next block: it is not the one.
@@ -175,7 +175,7 @@ def test_lmcache_2863_states_come_with_the_attention_blocks(policy: Any) -> None
         )
         assert sum(int(lengths.sum()) for _, lengths in needs.values()) == expected
     # Without a block for the state nothing is moved at all.
-    group = next(i for i, g in enumerate(dst.groups) if g.kind == "mamba")
+    group = next(i for i, g in enumerate(dst.groups) if g.kind == "recurrent")
     with pytest.raises(AtlasError) as refusal:
         route(src, dst).bind(
             src_rank=0, dst_rank=0, **{**ask(move), "dst_blocks": {**move.dst_blocks, group: []}}

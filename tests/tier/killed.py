@@ -28,7 +28,7 @@ TOKENS, NAMES = 48, 40
 SRC = small(MODEL, tp=2, layout="LBNHC", max_len=64, memory="1MiB")
 DST = small(MODEL, max_len=64, memory="1MiB")
 TABLES: dict[int, list[int]] = {
-    index: [3 * index + n for n in range(3 if group.kind != "mamba" else 1)]
+    index: [3 * index + n for n in range(3 if group.kind != "recurrent" else 1)]
     for index, group in enumerate(SRC.groups)
 }
 
@@ -87,7 +87,7 @@ def die_at(step: int, how: str) -> None:
 def look(path: Path) -> tuple[int, int]:
     """Everything that is said to be there is what was stored; how many names, how many rows."""
     tables = {
-        index: [2 + 5 * index + n for n in range(3 if group.kind != "mamba" else 1)]
+        index: [2 + 5 * index + n for n in range(3 if group.kind != "recurrent" else 1)]
         for index, group in enumerate(DST.groups)
     }
     names = 0
@@ -110,7 +110,7 @@ def look(path: Path) -> tuple[int, int]:
         for rank in (0, 1):
             store(tier, 77, rank)
         assert tier.match(keys(77), TOKENS) == TOKENS
-        assert tier.drop(keys(77)) == 3 + len([g for g in tier.plan.groups if g.kind == "mamba"])
+        assert tier.drop(keys(77)) == 3 + len([g for g in tier.plan.groups if g.kind == "recurrent"])
     return names, rows
 
 

@@ -58,7 +58,7 @@ def every_block(made: Plan, tokens: int) -> dict[int, list[int]]:
 
 
 def _paged(group: Group) -> bool:
-    return group.kind != "mamba"
+    return group.kind != "recurrent"
 
 
 class World:

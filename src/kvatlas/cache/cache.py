@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,9 +19,12 @@ from kvatlas.cache.tensors import check_pool, torch_dtype, view
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Field, Page, Placement
 from kvatlas.planning import Plan, Pool
+from kvatlas.specs import Spec
 
 ALIGNMENT = 2 << 20
 """Bytes that a pool starts at a multiple of: what large pages and transports like."""
+
+_S = TypeVar("_S", bound=Spec)
 
 
 @dataclass(frozen=True)
@@ -32,11 +35,24 @@ class LayerCache:
     """
 
     name: str
+    spec: Spec
+    """What the whole layer caches; a rank's `page` holds a shard of it."""
     page: Page
     placement: Placement
     """Where its cells lie: axes B, H, N, C, and k where blocks hold several kernel blocks."""
     buffer: torch.Tensor
     """Its pool's bytes."""
+
+    def spec_as(self, kind: type[_S]) -> _S:
+        """The layer's spec, refused where it is not of a kind that a kernel serves."""
+        if not isinstance(self.spec, kind):
+            raise AtlasError(
+                Code.BAD_SPEC,
+                f"This kernel is for layers of {kind.__name__}",
+                got=f"{type(self.spec).__name__} in {self.name}",
+                hint="Call the kernel of the layer's own kind",
+            )
+        return self.spec
 
     @cached_property
     def tensor(self) -> torch.Tensor:
@@ -98,7 +114,7 @@ class Cache(Mapping[str, LayerCache]):
 
     def __init__(self, plan: Plan, rank: int, pools: Mapping[int, torch.Tensor]) -> None:
         self.plan = plan
-        self.stage, self.tp_rank = stage_of(plan, rank)
+        self.stage, self.tp_rank = plan.split_rank(rank)
         self.rank = rank
         self.pools = dict(pools)
         self._layers = {
@@ -126,9 +142,10 @@ class Cache(Mapping[str, LayerCache]):
 
     def stage_layer(self, layer: str, part: int = 0) -> LayerCache:
         """A layer, or one part of a state that the plan cuts by heads."""
-        region, _ = self.plan.region_of(layer, part)
+        region, index = self.plan.region_of(layer, part)
         return LayerCache(
             name=layer,
+            spec=region.layers[index].spec,
             page=self.plan.page(layer, self.tp_rank, part),
             placement=self.plan.placement(layer, part),
             buffer=self.pools[self.plan.groups[region.group].pool],
@@ -212,15 +229,15 @@ class Cache(Mapping[str, LayerCache]):
             )
 
     def _pool(self, index: int) -> Pool:
-        for pool in self.plan.pools:
-            if (pool.stage, pool.index) == (self.stage, index):
-                return pool
-        raise AtlasError(
-            Code.OUT_OF_RANGE,
-            "A pool is one of the rank's own",
-            got=index,
-            hint=f"This rank has pools {sorted(self.pools)}",
-        )
+        pools = self.plan.rank_pools(self.rank)
+        if index not in pools:
+            raise AtlasError(
+                Code.OUT_OF_RANGE,
+                "The rank has no such pool",
+                got=index,
+                hint=f"This rank has pools {sorted(pools)}",
+            )
+        return pools[index]
 
     def _rows(self, index: int) -> bool:
         """Every region of a pool keeps a block's bytes in one row of it."""
@@ -239,12 +256,9 @@ def allocate(plan: Plan, *, rank: int = 0, device: Any = "cpu") -> Cache:
     Buffers are zeroed where some group needs it: recurrent states are read before they
     are written, and groups that keep unlike numbers overlay each other.
     """
-    stage, _ = stage_of(plan, rank)
     zero = bool(plan.groups_to_clear)
-    pools = {
-        pool.index: _memory(pool.nbytes, zero, device) for pool in plan.pools if pool.stage == stage
-    }
-    return Cache(plan, rank, pools)
+    pools = plan.rank_pools(rank).items()
+    return Cache(plan, rank, {index: _memory(p.nbytes, zero, device) for index, p in pools})
 
 
 def bind(buffers: Mapping[int, Any] | Any, plan: Plan, *, rank: int = 0) -> Cache:
@@ -261,8 +275,7 @@ def bind(buffers: Mapping[int, Any] | Any, plan: Plan, *, rank: int = 0) -> Cach
     >>> memory[1]
     63
     """
-    stage, _ = stage_of(plan, rank)
-    mine = {pool.index: pool for pool in plan.pools if pool.stage == stage}
+    mine = plan.rank_pools(rank)
     given = buffers if isinstance(buffers, Mapping) else {0: buffers}
     if set(given) != set(mine):
         raise AtlasError(
@@ -284,18 +297,6 @@ def bind(buffers: Mapping[int, Any] | Any, plan: Plan, *, rank: int = 0) -> Cach
             )
         pools[index] = tensor[: mine[index].nbytes]
     return Cache(plan, rank, pools)
-
-
-def stage_of(plan: Plan, rank: int) -> tuple[int, int]:
-    """(pipeline stage, tensor-parallel rank) of a rank; stages count slowest."""
-    if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < plan.tp * plan.pp:
-        raise AtlasError(
-            Code.BAD_RANK,
-            "A rank is one of the plan's",
-            got=f"rank {rank!r} of tp {plan.tp} x pp {plan.pp}",
-            hint=f"Ranks are 0..{plan.tp * plan.pp - 1}",
-        )
-    return divmod(rank, plan.tp)
 
 
 def _memory(nbytes: int, zero: bool, device: Any) -> torch.Tensor:

@@ -85,8 +85,8 @@ def usual(model: Model, axis: str) -> tuple[str, ...]:
 
 def way_of(plan: Plan) -> str | None:
     """How a hybrid's states and attention live together; None for other models."""
-    states = {group.pool for group in plan.groups if group.kind == "mamba"}
-    others = {group.pool for group in plan.groups if group.kind != "mamba"}
+    states = {group.pool for group in plan.groups if group.kind == "recurrent"}
+    others = {group.pool for group in plan.groups if group.kind != "recurrent"}
     if not states or not others:
         return None
     return f"pack {plan.pack}" if states & others else "states apart"

@@ -51,7 +51,7 @@ def hybrids() -> list[str]:
     """Names of the models that have both recurrent states and attention."""
     found = []
     for name in catalogue():
-        states = [kind_of(layer.spec) == "mamba" for layer in Model.load(name).layers]
+        states = [kind_of(layer.spec) == "recurrent" for layer in Model.load(name).layers]
         if any(states) and not all(states):
             found.append(name)
     return found

@@ -12,7 +12,6 @@ from kvatlas.kernels.slot_rows import (
     find_slots,
     kept_slots,
     read_fields,
-    refuse_other,
     take_rows,
     write_fields,
 )
@@ -21,7 +20,6 @@ from kvatlas.specs import Attention
 
 def write(
     layer: LayerCache,
-    spec: Attention,
     k: torch.Tensor,
     v: torch.Tensor,
     slots: torch.Tensor,
@@ -36,9 +34,9 @@ def write(
     writes the encoder's tokens once in the same way.
     """
     if gpu := gpu_kernels(layer.buffer):
-        gpu.write(layer, spec, k, v, slots, k_scale=k_scale, v_scale=v_scale)
+        gpu.write(layer, k, v, slots, k_scale=k_scale, v_scale=v_scale)
         return
-    refuse_other(layer, spec)
+    spec = layer.spec_as(Attention)
     slots, k, v = kept_slots(slots, k, v)
     found = find_slots(layer, slots)
     write_fields(layer, found, encode(spec, "k", k, scale=k_scale))
@@ -47,7 +45,6 @@ def write(
 
 def read(
     layer: LayerCache,
-    spec: Attention,
     slots: torch.Tensor,
     *,
     k_scale: float = 1.0,
@@ -59,7 +56,7 @@ def read(
 
     With `out` they are put there, in its dtype.
     """
-    refuse_other(layer, spec)
+    spec = layer.spec_as(Attention)
     found = find_slots(layer, slots)
     if out is not None and spec.cache == "auto" and out[0].dtype == layer.field("k").dtype:
         for side, rows in zip(("k", "v"), out, strict=True):

@@ -31,7 +31,6 @@ Fields = dict[str, torch.Tensor]
 
 def write_latent(
     layer: LayerCache,
-    spec: LatentAttention,
     latent: torch.Tensor,
     rope: torch.Tensor,
     slots: torch.Tensor,
@@ -42,8 +41,9 @@ def write_latent(
 
     A negative slot is skipped. `kv_scale` is the tensor's own, for plain fp8.
     """
+    spec = layer.spec_as(LatentAttention)
     if (gpu := gpu_kernels(layer.buffer)) and gpu.writes_latent(spec):
-        gpu.write_latent(layer, spec, latent, rope, slots, kv_scale=kv_scale)
+        gpu.write_latent(layer, latent, rope, slots, kv_scale=kv_scale)
         return
     slots, latent, rope = kept_slots(slots, latent, rope)
     fields = encode_latent(spec, layer.page, latent, rope, scale=kv_scale)
@@ -51,16 +51,16 @@ def write_latent(
 
 
 def read_latent(
-    layer: LayerCache, spec: LatentAttention, slots: torch.Tensor, *, kv_scale: float = 1.0
+    layer: LayerCache, slots: torch.Tensor, *, kv_scale: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Latents and rotary parts of the states of `slots`, as float32."""
+    spec = layer.spec_as(LatentAttention)
     return decode_latent(spec, read_fields(layer, find_slots(layer, slots)), scale=kv_scale)
 
 
-def write_rows(
-    layer: LayerCache, spec: Indexer | CompressorState, rows: torch.Tensor, slots: torch.Tensor
-) -> None:
+def write_rows(layer: LayerCache, rows: torch.Tensor, slots: torch.Tensor) -> None:
     """An indexer's keys or a compressor's sums, one row for each state."""
+    spec = _rows_spec(layer)
     slots, rows = kept_slots(slots, rows)
     _refuse_width(rows, spec.head_dim if isinstance(spec, Indexer) else spec.width)
     if isinstance(spec, CompressorState):
@@ -76,10 +76,9 @@ def write_rows(
     write_fields(layer, find_slots(layer, slots), fields)
 
 
-def read_rows(
-    layer: LayerCache, spec: Indexer | CompressorState, slots: torch.Tensor
-) -> torch.Tensor:
+def read_rows(layer: LayerCache, slots: torch.Tensor) -> torch.Tensor:
     """What `write_rows` stored, as float32."""
+    spec = _rows_spec(layer)
     found = read_fields(layer, find_slots(layer, slots))
     if isinstance(spec, CompressorState):
         return found["state"].float()
@@ -88,6 +87,11 @@ def read_rows(
         return from_blocks(values, from_ue8m0(found["index_scale"]), 32)
     keys = found["index"].float()
     return keys * found["index_scale"] if "index_scale" in found else keys
+
+
+def _rows_spec(layer: LayerCache) -> Indexer | CompressorState:
+    spec = layer.spec
+    return spec if isinstance(spec, CompressorState) else layer.spec_as(Indexer)
 
 
 def encode_latent(

@@ -89,7 +89,6 @@ class _Sequence(NamedTuple):
 
 def attend(
     layer: LayerCache,
-    spec: Attention,
     q: torch.Tensor,
     *,
     tables: torch.Tensor,
@@ -97,7 +96,7 @@ def attend(
     queries: torch.Tensor | None = None,
     starts: torch.Tensor | None = None,
     scale: float | None = None,
-    sinks: torch.Tensor | None = None,
+    sink_logits: torch.Tensor | None = None,
     softcap: float | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
@@ -109,7 +108,7 @@ def attend(
     `tables` [sequences, blocks] holds block ids, `lengths` the tokens in the cache,
     and `queries` how many of them, the last ones, are in `q`; `starts` [sequences + 1] says
     the same by where they begin and end. Window, chunk and tokens that stay are the spec's;
-    `sinks` are learned logits, one for each query head, that take part in the softmax alone.
+    `sink_logits` are learned logits, one for each query head, that take part in the softmax alone.
     Cross attention sees all of the encoder's tokens, which `lengths` then counts.
 
     `out` is written into, rows of the batch alone. A caller who knows that no sequence has
@@ -117,23 +116,23 @@ def attend(
     """
     if gpu := gpu_kernels(q):
         return gpu.attend(  # type: ignore[no-any-return]
-            layer, spec, q, tables=tables, lengths=lengths, queries=queries, starts=starts,
-            scale=scale, sinks=sinks, softcap=softcap, k_scale=k_scale, v_scale=v_scale, out=out,
-            max_queries=max_queries,
+            layer, q, tables=tables, lengths=lengths, queries=queries, starts=starts,
+            scale=scale, sink_logits=sink_logits, softcap=softcap, k_scale=k_scale,
+            v_scale=v_scale, out=out, max_queries=max_queries,
         )  # fmt: skip
 
     def rows(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return read(layer, spec, slots, k_scale=k_scale, v_scale=v_scale)
+        return read(layer, slots, k_scale=k_scale, v_scale=v_scale)
 
+    spec = layer.spec_as(Attention)
     width = spec.v_dim or spec.head_dim
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     batch = _batch(layer, _Sight.of(spec), q, tables, lengths, queries, starts)
-    return _attend(batch, rows, q, _out(q, width, out), scale, sinks, softcap)
+    return _attend(batch, rows, q, _out(q, width, out), scale, sink_logits, softcap)
 
 
 def attend_latent(
     layer: LayerCache,
-    spec: LatentAttention,
     q: torch.Tensor,
     *,
     tables: torch.Tensor,
@@ -142,7 +141,7 @@ def attend_latent(
     queries: torch.Tensor | None = None,
     starts: torch.Tensor | None = None,
     kv_scale: float = 1.0,
-    sinks: torch.Tensor | None = None,
+    sink_logits: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     max_queries: int | None = None,
 ) -> torch.Tensor:
@@ -151,18 +150,20 @@ def attend_latent(
     What comes back is [tokens, heads, latent], before the value projection. Every cache
     dtype of latents is read as its kernels would. The rest is as for `attend`.
     """
+    spec = layer.spec_as(LatentAttention)
     if (gpu := gpu_kernels(q)) and gpu.attends_latent(spec):
         return gpu.attend_latent(  # type: ignore[no-any-return]
-            layer, spec, q, tables=tables, lengths=lengths, queries=queries, starts=starts,
-            scale=scale, kv_scale=kv_scale, sinks=sinks, out=out, max_queries=max_queries,
+            layer, q, tables=tables, lengths=lengths, queries=queries, starts=starts,
+            scale=scale, kv_scale=kv_scale, sink_logits=sink_logits, out=out,
+            max_queries=max_queries,
         )  # fmt: skip
 
     def rows(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        value, rope = read_latent(layer, spec, slots, kv_scale=kv_scale)
+        value, rope = read_latent(layer, slots, kv_scale=kv_scale)
         return torch.cat((value, rope), dim=-1).unsqueeze(1), value.unsqueeze(1)
 
     batch = _batch(layer, _Sight.of(spec), q, tables, lengths, queries, starts)
-    return _attend(batch, rows, q, _out(q, spec.latent, out), scale, sinks, None)
+    return _attend(batch, rows, q, _out(q, spec.latent, out), scale, sink_logits, None)
 
 
 def _out(q: torch.Tensor, width: int, given: torch.Tensor | None) -> torch.Tensor:
@@ -183,7 +184,7 @@ def _attend(
     q: torch.Tensor,
     out: torch.Tensor,
     scale: float,
-    sinks: torch.Tensor | None,
+    sink_logits: torch.Tensor | None,
     softcap: float | None,
 ) -> torch.Tensor:
     for group in _grouped(batch):
@@ -193,7 +194,7 @@ def _attend(
             group, torch.split(keys, sizes), torch.split(values, sizes), strict=True
         ):
             mine = slice(sequence.start, sequence.start + sequence.tokens)
-            found = _one(q[mine].float(), k, v, sequence.mask, scale, sinks, softcap)
+            found = _one(q[mine].float(), k, v, sequence.mask, scale, sink_logits, softcap)
             out[mine] = found.to(out.dtype)
     return out
 
@@ -218,7 +219,7 @@ def _one(
     v: torch.Tensor,
     mask: torch.Tensor | None,
     scale: float,
-    sinks: torch.Tensor | None,
+    sink_logits: torch.Tensor | None,
     softcap: float | None,
 ) -> torch.Tensor:
     """One sequence: q [T, Hq, D], k [S, H, D], v [S, H, Dv]; query heads share kv heads evenly."""
@@ -230,8 +231,8 @@ def _one(
         logits = logits.div_(softcap).tanh_().mul_(softcap)
     if mask is not None:
         torch.unflatten(logits, 1, (-1, tokens)).masked_fill_(~mask, float("-inf"))
-    if sinks is not None:
-        column = sinks.float().view(kv_heads, -1, 1).expand(-1, -1, tokens).flatten(1)
+    if sink_logits is not None:
+        column = sink_logits.float().view(kv_heads, -1, 1).expand(-1, -1, tokens).flatten(1)
         logits = torch.cat((logits, column.unsqueeze(-1)), dim=-1)
     weights = logits.softmax(-1)[..., : v.shape[0]]
     found = weights @ v.transpose(0, 1)

@@ -8,7 +8,6 @@ move as one indexed copy. Both work on the views of a field, in whatever order i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -17,9 +16,7 @@ from numpy.typing import NDArray
 
 from kvatlas.cache import LayerCache
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import DType, Page
 from kvatlas.kernels.strided_copy import LANES, as_runs, stretch_starts
-from kvatlas.specs import Spec
 
 _ROW_AXES = ("B", "N", "H", "C", "c")
 _LONG = 4
@@ -126,28 +123,6 @@ def read_fields(layer: LayerCache, slots: Slots) -> dict[str, torch.Tensor]:
             tiled = any(axis.name == "c" for axis in field.axes)
             found[field.name] = rows.flatten(-2) if tiled else rows
     return found
-
-
-def refuse_other(layer: LayerCache, spec: Spec) -> None:
-    """Refuse a spec whose rows are not the layer's: its bytes would be taken for something else."""
-    if not _alike(layer.page, spec):
-        rows = {name: f"{size} x {dtype}" for name, (dtype, size) in _row_sizes(layer.page).items()}
-        raise AtlasError(
-            Code.BAD_SPEC,
-            "A layer is read and written by the spec that it was planned for",
-            got=f"{spec} for rows of {rows}",
-            hint="Pass the layer's own spec",
-        )
-
-
-@lru_cache(maxsize=1024)
-def _alike(page: Page, spec: Spec) -> bool:
-    return _row_sizes(page) == _row_sizes(spec.page(page.states))
-
-
-def _row_sizes(page: Page) -> dict[str, tuple[DType, int]]:
-    """The type and the elements of a row of each field, heads and order left out."""
-    return {f.name: (f.dtype, f.sizes.get("C", 1)) for f in page.fields if not f.padding}
 
 
 def kept_slots(slots: torch.Tensor, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -89,14 +89,14 @@ def kernel_multiple(model: Model, used: list[Backend], block: int) -> int:
 
 def state_bytes(model: Model, tp: int) -> int:
     """Bytes of the largest recurrent state of one layer on one rank; 0 without."""
-    specs = {layer.spec for layer in model.layers if kind_of(layer.spec) == "mamba"}
+    specs = {layer.spec for layer in model.layers if kind_of(layer.spec) == "recurrent"}
     return max((page_of(spec, 1, tp).unpadded for spec in specs), default=0)
 
 
 def token_bytes(model: Model, tp: int) -> int:
     """Bytes that attention keeps for one token in one layer on one rank; 0 without."""
     for layer in model.layers:
-        if kind_of(layer.spec) != "mamba":
+        if kind_of(layer.spec) != "recurrent":
             return page_of(layer.spec, layer.spec.tokens_per_state or 1, tp).unpadded
     return 0
 

@@ -66,9 +66,9 @@ def same_tokens(wants: list[Want]) -> bool:
         return False
     if first.kind in FULL_KINDS:
         return all(want.kind in FULL_KINDS for want in wants)
-    if first.kind == "mamba":
+    if first.kind == "recurrent":
         return all(
-            want.kind == "mamba"
+            want.kind == "recurrent"
             and (want.nbytes, want.checkpoints) == (first.nbytes, first.checkpoints)
             for want in wants
         )
@@ -114,7 +114,7 @@ def unify_pages(wants: list[Want]) -> list[Want]:
     for want in wants:
         if want.nbytes == largest:
             unified.append(want)
-        elif want.kind != "mamba" and largest % want.nbytes == 0:
+        elif want.kind != "recurrent" and largest % want.nbytes == 0:
             unified.append(want.with_block(want.block * (largest // want.nbytes)))
         elif want.kind == "mla_attention":
             raise AtlasError(
@@ -168,7 +168,7 @@ def pack_unlike_pages(wants: list[Want]) -> list[Draft]:
 
     def is_state(i: int) -> bool:
         kind = sets[i][0].kind
-        return kind == "mamba" or (not each and kind in SLIDING_KINDS)
+        return kind == "recurrent" or (not each and kind in SLIDING_KINDS)
 
     widest = max(
         _width(by_page[i], len(sets[i]) if is_state(i) else cuts(i)) for i in range(len(sets))

@@ -30,6 +30,7 @@ from kvatlas.geometry import (
 )
 from kvatlas.planning.plan_parts import Group, Pool, Region
 from kvatlas.planning.sized_layers import kind_of, page_of
+from kvatlas.specs import Spec
 
 _LIMIT = 1 << 16
 """Regions, groups, pools, ranks or stages that a plan from outside may claim to have."""
@@ -238,10 +239,65 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Where one field of a layer lies in its pool."""
         return self.page(layer, part=part).view(self.placement(layer, part), field)
 
+    def spec(self, layer: str) -> Spec:
+        """What a layer caches.
+
+        >>> from kvatlas.planning import plan
+        >>> plan("gpt-oss-20b", memory="40GiB").spec("model.layers.0.attn.attn").visibility.window
+        128
+        """
+        region, index = self.region_of(layer)
+        return region.layers[index].spec
+
     def pool_of(self, layer: str) -> Pool:
         """The pool that a layer lies in."""
         region, _ = self.region_of(layer)
         return self._pools[region.stage, self.groups[region.group].pool]
+
+    # -- ranks ----------------------------------------------------------------------
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are: those of tensor parallelism on every pipeline stage."""
+        return self.tp * self.pp
+
+    def split_rank(self, rank: int) -> tuple[int, int]:
+        """(pipeline stage, tensor-parallel rank) of a rank; stages count slowest.
+
+        >>> from kvatlas.planning import plan
+        >>> plan("gpt-oss-20b", memory="40GiB", tp=2, pp=2).split_rank(3)
+        (1, 1)
+        """
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.ranks:
+            raise AtlasError(
+                Code.BAD_RANK,
+                got=f"rank {rank!r} of tp {self.tp} x pp {self.pp}",
+                hint=f"Ranks are 0..{self.ranks - 1}",
+            )
+        return divmod(rank, self.tp)
+
+    def rank_pools(self, rank: int) -> dict[int, Pool]:
+        """The pools of a rank by their index: those of its pipeline stage."""
+        stage, _ = self.split_rank(rank)
+        return {pool.index: pool for pool in self.pools if pool.stage == stage}
+
+    def pool(self, rank: int, group: int) -> Pool:
+        """The pool that a group draws blocks from on a rank.
+
+        >>> from kvatlas.planning import plan
+        >>> plan("gpt-oss-20b", memory="40GiB").pool(rank=0, group=1).blocks
+        109226
+        """
+        stage, _ = self.split_rank(rank)
+        pool = self._pools.get((stage, self.groups[group].pool))
+        if pool is None:
+            raise AtlasError(
+                Code.OUT_OF_RANGE,
+                f"Rank {rank} has no pool for group {group}",
+                got=f"pools {sorted(self.rank_pools(rank))} on stage {stage}",
+                hint="None of the group's layers lie on that stage",
+            )
+        return pool
 
     @cached_property
     def _pools(self) -> dict[tuple[int, int], Pool]:
@@ -267,7 +323,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         for index, group in enumerate(self.groups):
             shared = [n for n, other in enumerate(self.groups) if other.pool == group.pool]
             numbers = set().union(*(kept[n] for n in shared))
-            if group.kind == "mamba" or (len(shared) > 1 and len(numbers) > 1):
+            if group.kind == "recurrent" or (len(shared) > 1 and len(numbers) > 1):
                 found.append(index)
         return tuple(found)
 

@@ -106,8 +106,8 @@ def plan_atlas(asked: Request) -> Plan:
     # DeepSeek-V4's backends declare orders so that pages pack, not because kernels need them.
     binding = {b.name: b for b in asked.backends.values() if b and b.family != "other"}
     orders = supported_orders(list(binding.values()))
-    states = [want for want in wants if want.kind == "mamba"]
-    attention = [want for want in wants if want.kind != "mamba"]
+    states = [want for want in wants if want.kind == "recurrent"]
+    attention = [want for want in wants if want.kind != "recurrent"]
     preferred = asked.layout
     if preferred is None and states and attention and asked.pack == "auto":
         # Block by block, states and attention fit together whatever their shapes.

@@ -47,7 +47,7 @@ class Cluster:
         if not self.page:
             return bytes_per_block(filled, self.layout)
         return self.page * max(
-            len(d.wants) if d.wants[0].kind == "mamba" else ceil_div(len(d.wants), self.pack)
+            len(d.wants) if d.wants[0].kind == "recurrent" else ceil_div(len(d.wants), self.pack)
             for d in filled
         )
 
@@ -188,7 +188,7 @@ def _place_packed(
     layout, width = cluster.layout, cluster.width
     wants, want = draft.wants, draft.wants[0]
     shared = shared_pages(layout, cluster.page, blocks=blocks, width=width)
-    if want.kind == "mamba":
+    if want.kind == "recurrent":
         kept = {"kernel": want.block, "page_bytes": cluster.page}
         return [region_of(wants, layout, shared, stage, index, **kept)]
     kernel = kernel_block(wants, warnings, dense=False)

@@ -41,7 +41,7 @@ Kind = Literal[
     "cross_attention",
     "mla_attention",
     "sliding_window_mla",
-    "mamba",
+    "recurrent",
 ]
 
 FULL_KINDS = ("full_attention", "mla_attention", "sink_full_attention")
@@ -147,7 +147,7 @@ class Want:
 
         `block` asks about blocks of another size than its own.
         """
-        if dcp > 1 and self.kind not in (*FULL_KINDS, "mamba", "cross_attention"):
+        if dcp > 1 and self.kind not in (*FULL_KINDS, "recurrent", "cross_attention"):
             raise AtlasError(
                 Code.BAD_TOPOLOGY,
                 "Decode context parallelism divides attention over all tokens",
@@ -182,7 +182,7 @@ def blocks_held(
 
     A window must also cover the tokens that are scheduled but not settled.
     """
-    if kind == "mamba":
+    if kind == "recurrent":
         return held
     if kind == "cross_attention":
         return ceil_div(source, block)
@@ -198,7 +198,7 @@ def blocks_held(
 def kind_of(spec: Spec) -> Kind:
     """What engines call a layer's cache."""
     if isinstance(spec, Recurrent):
-        return "mamba"
+        return "recurrent"
     if isinstance(spec, SlidingLatentAttention | CompressorState):
         return "sliding_window_mla"
     if isinstance(spec, LatentAttention | Indexer):
@@ -247,10 +247,10 @@ def wants_of(
         spec, backend = layer.spec, backends[layer.name]
         kind = kind_of(spec)
         size = own_block(spec, backend, block)
-        if kind == "mamba" and not prefix_caching:
+        if kind == "recurrent" and not prefix_caching:
             size = max_len  # one state, never saved on the way
         page = page_of(spec, size, tp)
-        padded = state_padding if kind == "mamba" else None
+        padded = state_padding if kind == "recurrent" else None
         if page.padding:
             padded = page.nbytes
         # While prefixes are saved, a state is written to a new block and the old one kept;
@@ -268,7 +268,7 @@ def wants_of(
                 and spec.compress == 1
                 and layer.index in indexed,
                 window=getattr(spec, "window", getattr(spec, "chunk", None)),
-                checkpoints=checkpoints if kind == "mamba" else 0,
+                checkpoints=checkpoints if kind == "recurrent" else 0,
             )
         )
     return found

@@ -168,7 +168,7 @@ class Compiler:
 def _dealt_out(cells: Cells, end: PlanEnd, layer: str, tp_rank: int) -> Cells:
     """Context parallelism deals the states of attention out; recurrent states stay whole."""
     dcp = end.plan.dcp
-    if dcp == 1 or kind_of(end.specs[layer]) == "mamba":
+    if dcp == 1 or kind_of(end.specs[layer]) == "recurrent":
         return cells
     return cells._replace(every=dcp, residue=tp_rank % dcp)
 

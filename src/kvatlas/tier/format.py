@@ -198,7 +198,7 @@ class TierFile:
             return None
         pool = self.plan.groups[group].pool
         row = number - self.extent.numbers[pool]
-        state = self.plan.groups[group].kind == "mamba"
+        state = self.plan.groups[group].kind == "recurrent"
         longest = self.plan.max_len if state else self.plan.groups[group].block
         blocks = next(p.blocks for p in self.plan.pools if p.index == pool)
         if not 0 <= row < blocks or not first < stop <= longest or (state and first):

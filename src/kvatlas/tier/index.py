@@ -293,7 +293,7 @@ class Books:
             self._free[row.pool].append(row.number)
 
     def _exact(self, group: int) -> bool:
-        return self.plan.groups[group].kind == "mamba"
+        return self.plan.groups[group].kind == "recurrent"
 
 
 def _idle(row: Row) -> bool:

@@ -60,7 +60,7 @@ class Spans:
 
     def recurrent(self, group: int) -> bool:
         """Whether a group keeps states."""
-        return self.tier.groups[group].kind == "mamba"
+        return self.tier.groups[group].kind == "recurrent"
 
     def touched(self, group: int, start: int, stop: int) -> tuple[int, int]:
         """Every token of a group that some layer of it needs."""

@@ -97,7 +97,7 @@ class Held:
         tables: dict[int, Any] = {group: [-1] for group in range(len(groups))}
         for need, row in zip(self._needs, self._rows, strict=True):
             table = tables[need.group]
-            if groups[need.group].kind == "mamba":
+            if groups[need.group].kind == "recurrent":
                 table[0] = row.number
                 continue
             table += [-1] * (need.entry + 1 - len(table))

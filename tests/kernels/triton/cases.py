@@ -6,6 +6,7 @@ right is said by float64, or by the torch kernels where bytes are compared.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ class Pool:
         self.raw[-GUARD:] = 0xA5
         buffer = self.raw[GUARD : GUARD + placed.stop]
         self.layers = [
-            LayerCache(f"layers.{i}", page, placed.select("L", i), buffer) for i in range(3)
+            LayerCache(f"layers.{i}", spec, page, placed.select("L", i), buffer) for i in range(3)
         ]
         self.layer = self.layers[1]
 
@@ -121,12 +122,12 @@ def check_write(
     slots = torch.randperm(total, generator=generator)[:tokens].to(device)
     slots[5] = -1
     before = pool.raw.clone()
-    write(layer, spec, k, v, slots, k_scale=0.5, v_scale=0.25)
+    write(layer, k, v, slots, k_scale=0.5, v_scale=0.25)
     found = pool.raw.clone()
     pool.raw.copy_(before)
     # Torch divides by a number as a CPU does only on a CPU.
-    plain = LayerCache(layer.name, layer.page, layer.placement, layer.buffer.cpu())
-    write_by_torch(plain, spec, k.cpu(), v.cpu(), slots.cpu(), k_scale=0.5, v_scale=0.25)
+    plain = replace(layer, buffer=layer.buffer.cpu())
+    write_by_torch(plain, k.cpu(), v.cpu(), slots.cpu(), k_scale=0.5, v_scale=0.25)
     layer.buffer.copy_(plain.buffer)
     unlike = (found != pool.raw).nonzero().flatten()
     if exact:
@@ -134,9 +135,9 @@ def check_write(
         return
     # The interpreter rounds to 8-bit floats its own way: at most the next code.
     assert unlike.numel() < 0.2 * tokens * spec.heads * (spec.head_dim + v_dim)
-    mine = [rows.clone() for rows in read(layer, spec, slots[slots >= 0])]
+    mine = [rows.clone() for rows in read(layer, slots[slots >= 0])]
     pool.raw.copy_(found)
-    for a, b in zip(mine, read(layer, spec, slots[slots >= 0]), strict=True):
+    for a, b in zip(mine, read(layer, slots[slots >= 0]), strict=True):
         assert float((a - b).norm() / a.norm()) < 0.15
     pool.untouched()
 
@@ -145,7 +146,7 @@ def check_not_finite(spec: Any, device: str) -> None:
     """Of rows that are no numbers, and of their neighbours, comes back what torch would store."""
     pool = Pool(spec, "LBHNC", device)
     layer = pool.layer
-    twin = LayerCache(layer.name, layer.page, layer.placement, layer.buffer.cpu().clone())
+    twin = replace(layer, buffer=layer.buffer.cpu().clone())
     generator = torch.Generator().manual_seed(4)
     slots = torch.arange(len(NOT_FINITE) + 2)
     k, v = (
@@ -156,11 +157,9 @@ def check_not_finite(spec: Any, device: str) -> None:
         for row, bad in enumerate(NOT_FINITE):
             rows[row, 0, : len(bad)] = torch.tensor(bad)
         rows[-2, 0] *= 8000  # sums, norms and ranges of these are beyond the largest half
-    write_by_torch(twin, spec, k, v, slots)
-    write(layer, spec, *(part.to(device) for part in (k, v, slots)))
-    for mine, theirs in zip(
-        read(layer, spec, slots.to(device)), read(twin, spec, slots), strict=True
-    ):
+    write_by_torch(twin, k, v, slots)
+    write(layer, *(part.to(device) for part in (k, v, slots)))
+    for mine, theirs in zip(read(layer, slots.to(device)), read(twin, slots), strict=True):
         found = mine.cpu()
         assert torch.equal(found.isnan(), theirs.isnan())
         assert torch.equal(found.isinf(), theirs.isinf())
@@ -176,15 +175,15 @@ def check_write_latent(
     """The bytes that the torch kernels write; all types here hold small whole numbers exactly."""
     pool = Pool(spec, order, device)
     layer = pool.layer
-    twin = LayerCache(layer.name, layer.page, layer.placement, layer.buffer.cpu().clone())
+    twin = replace(layer, buffer=layer.buffer.cpu().clone())
     generator = torch.Generator().manual_seed(12)
     fused = 4 * torch.randn(40, spec.latent + spec.rope, generator=generator)
     fused = (fused.round().clamp(-15, 15) if whole else fused).to(dtype)
     latent, rope = fused[:, : spec.latent], fused[:, spec.latent :]
     slots = torch.randperm(12 * 16, generator=generator)[:40]
     slots[5] = -1
-    write_latent_by_torch(twin, spec, latent, rope, slots, kv_scale=0.5)
-    write_latent(layer, spec, *(part.to(device) for part in (latent, rope, slots)), kv_scale=0.5)
+    write_latent_by_torch(twin, latent, rope, slots, kv_scale=0.5)
+    write_latent(layer, *(part.to(device) for part in (latent, rope, slots)), kv_scale=0.5)
     assert torch.equal(layer.buffer.cpu(), twin.buffer)
     pool.untouched()
 
@@ -205,7 +204,7 @@ def seen_by(spec: Any, position: int, count: int, device: str) -> torch.Tensor:
 
 
 def exact_attention(
-    spec: Any, q: Any, k: Any, v: Any, scale: float, sinks: Any, softcap: float | None
+    spec: Any, q: Any, k: Any, v: Any, scale: float, sink_logits: Any, softcap: float | None
 ) -> torch.Tensor:
     """One sequence, in float64: the last queries over all rows."""
     group = q.shape[1] // k.shape[1]
@@ -218,8 +217,8 @@ def exact_attention(
         [seen_by(spec, first + i, k.shape[0], str(q.device)) for i in range(q.shape[0])]
     )
     logits = logits.masked_fill(~seen[:, None], float("-inf"))
-    if sinks is not None:
-        column = sinks.double().view(1, -1, 1).expand(q.shape[0], -1, 1)
+    if sink_logits is not None:
+        column = sink_logits.double().view(1, -1, 1).expand(q.shape[0], -1, 1)
         logits = torch.cat((logits, column), -1)
     return torch.einsum("ths,shd->thd", logits.softmax(-1)[..., : k.shape[0]], v)
 
@@ -227,7 +226,7 @@ def exact_attention(
 def check_attend(
     spec: Any, order: str, device: str, *, lengths: list[int], queries: list[int], group: int = 2,
     block: int = 16, dtype: torch.dtype = torch.float32, tolerance: float = 1e-5,
-    sinks: bool = False, softcap: float | None = None, starts: bool = False, **choice: Any,
+    sink_logits: bool = False, softcap: float | None = None, starts: bool = False, **choice: Any,
 ) -> None:  # fmt: skip
     """A batch over scattered blocks of a pool of garbage, against float64."""
     per = -(-max(lengths) // block)
@@ -243,19 +242,19 @@ def check_attend(
         v = torch.randn(length, spec.heads, v_dim, generator=generator).to(device)
         at = torch.arange(length, device=device)
         slots = table[at // block] * block + at % block
-        write_by_torch(layer, spec, k, v, slots, k_scale=0.5, v_scale=0.25)
-        rows.append(read(layer, spec, slots, k_scale=0.5, v_scale=0.25))
+        write_by_torch(layer, k, v, slots, k_scale=0.5, v_scale=0.25)
+        rows.append(read(layer, slots, k_scale=0.5, v_scale=0.25))
     heads = spec.heads * group
     q = torch.randn(sum(queries), heads, spec.head_dim, generator=generator).to(dtype).to(device)
     given: dict[str, Any] = {"queries": torch.tensor(queries, device=device)}
     if starts:
         ends = torch.tensor([0, *queries]).cumsum(0).to(device)
         given = {"starts": ends, "max_queries": max(queries)}
-    logits = torch.randn(heads, generator=generator).to(device) if sinks else None
+    logits = torch.randn(heads, generator=generator).to(device) if sink_logits else None
     out = torch.full((sum(queries), heads, v_dim), float("nan"), dtype=dtype, device=device)
     attend(
-        layer, spec, q, tables=tables.int(), lengths=torch.tensor(lengths, device=device).int(),
-        out=out, sinks=logits, softcap=softcap, k_scale=0.5, v_scale=0.25, **given, **choice,
+        layer, q, tables=tables.int(), lengths=torch.tensor(lengths, device=device).int(),
+        out=out, sink_logits=logits, softcap=softcap, k_scale=0.5, v_scale=0.25, **given, **choice,
     )  # fmt: skip
     start = 0
     for (k, v), count in zip(rows, queries, strict=True):
@@ -270,7 +269,7 @@ def check_attend(
 
 def check_latent(
     spec: LatentAttention, order: str, device: str, *, dtype: torch.dtype, tolerance: float,
-    heads: int, sinks: bool = False, **choice: Any,
+    heads: int, sink_logits: bool = False, **choice: Any,
 ) -> None:  # fmt: skip
     lengths, queries = [37, 5, 20], [4, 1, 20]
     pool = Pool(spec, order, device)
@@ -284,11 +283,11 @@ def check_latent(
         layer.latent[table[at // 16], at % 16] = row[:, : spec.latent].to(layer.latent.dtype)
         layer.rope[table[at // 16], at % 16] = row[:, spec.latent :].to(layer.rope.dtype)
     q = torch.randn(sum(queries), heads, width, generator=generator).to(dtype).to(device)
-    logits = torch.randn(heads, generator=generator).to(device) if sinks else None
+    logits = torch.randn(heads, generator=generator).to(device) if sink_logits else None
     shape = (sum(queries), heads, spec.latent)
     out = torch.full(shape, float("nan"), dtype=dtype, device=device)
     attend_latent(
-        layer, spec, q, sinks=logits, tables=tables, lengths=torch.tensor(lengths, device=device),
+        layer, q, sink_logits=logits, tables=tables, lengths=torch.tensor(lengths, device=device),
         queries=torch.tensor(queries, device=device), scale=0.2, kv_scale=1.0, out=out, **choice,
     )  # fmt: skip
     start = 0

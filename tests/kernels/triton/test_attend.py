@@ -38,10 +38,13 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "unlike V": (FullAttention(**BASE, v_dim=4), {}),
     "odd heads": (FullAttention(heads=3, head_dim=24, dtype="fp32"), {}),
     "softcap": (FullAttention(**BASE), {"softcap": 2.0}),
-    "sinks": (FullAttention(**BASE), {"sinks": True}),
-    "sinks in a window": (SlidingAttention(**BASE, window=5), {"sinks": True}),
+    "sinks": (FullAttention(**BASE), {"sink_logits": True}),
+    "sinks in a window": (SlidingAttention(**BASE, window=5), {"sink_logits": True}),
     "tokens that stay": (SinkAttention(**BASE, sink_tokens=5, window=6), {}),
-    "many tokens that stay": (SinkAttention(**BASE, sink_tokens=21, window=9), {"sinks": True}),
+    "many tokens that stay": (
+        SinkAttention(**BASE, sink_tokens=21, window=9),
+        {"sink_logits": True},
+    ),
     "cross": (CrossAttention(**BASE, source=64), {"queries": [4, 7, 20, 1]}),
     "starts": (FullAttention(**BASE), {"starts": True}),
     "K transposed": (FullAttention(**BASE, packing="transposed"), {}),
@@ -49,7 +52,7 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 HALVES: dict[str, Any] = {"heads": 2, "head_dim": 64, "dtype": "fp16"}
 WORDS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "halves": (FullAttention(**HALVES), {"sinks": True}),
+    "halves": (FullAttention(**HALVES), {"sink_logits": True}),
     "halves, softcap": (FullAttention(**HALVES), {"softcap": 2.0}),
     "halves in a window": (SlidingAttention(**HALVES, window=7), {}),
     "halves in chunks": (ChunkedAttention(**HALVES, chunk=8), {}),
@@ -57,8 +60,8 @@ WORDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "halves of an encoder": (CrossAttention(**HALVES, source=64), {"queries": [4, 7, 20, 1]}),
     "unlike V": (FullAttention(**HALVES, v_dim=32), {}),
     "fp8": (FullAttention(**HALVES, cache="fp8"), {"softcap": 2.0}),
-    "fp8 by row": (FullAttention(**HALVES, cache="fp8_per_token_head"), {"sinks": True}),
-    "int8": (FullAttention(**HALVES, cache="int8_per_token_head"), {"sinks": True}),
+    "fp8 by row": (FullAttention(**HALVES, cache="fp8_per_token_head"), {"sink_logits": True}),
+    "int8": (FullAttention(**HALVES, cache="int8_per_token_head"), {"sink_logits": True}),
     "int8 in a window": (SlidingAttention(**HALVES, window=7, cache="int8_per_token_head"), {}),
     "int8 that stay": (
         SinkAttention(**HALVES, sink_tokens=21, window=9, cache="int8_per_token_head"), {}
@@ -97,7 +100,7 @@ def test_words_of_one_long_sequence(cache: str) -> None:
     spec = FullAttention(**HALVES, cache=cache)
     lengths, queries = [150, 1, 37, 16], [1, 1, 1, 1]
     check_attend(
-        spec, "LBNHC", "cpu", lengths=lengths, queries=queries, **SMALL, per_sm=3, sinks=True,
+        spec, "LBNHC", "cpu", lengths=lengths, queries=queries, **SMALL, per_sm=3, sink_logits=True,
         max_queries=1,
     )  # fmt: skip
 
@@ -148,7 +151,9 @@ def test_tiled_and_transposed_keys_are_written() -> None:
 def test_one_long_sequence_is_shared_out() -> None:
     """More tiles than workers, so that a sequence is put together from several sums."""
     spec = FullAttention(**BASE)
-    check_attend(spec, "LBNHC", "cpu", lengths=[150], queries=[1], **SMALL, per_sm=3, sinks=True)
+    check_attend(
+        spec, "LBNHC", "cpu", lengths=[150], queries=[1], **SMALL, per_sm=3, sink_logits=True
+    )
     check_attend(
         spec, "LBNHC", "cpu", lengths=[3, 90, 1, 61], queries=[1, 2, 1, 3], **SMALL, per_sm=2
     )
@@ -158,13 +163,13 @@ def test_one_long_sequence_is_shared_out() -> None:
 def test_absorbed_latents(cache: str) -> None:
     more: dict[str, Any] = {"dtype": torch.float32, "tolerance": 1e-5, "heads": 4, **SMALL}
     spec = LatentAttention(latent=32, rope=16, dtype="fp32", cache=cache)
-    check_latent(spec, "LBNHC", "cpu", sinks=True, **more)
+    check_latent(spec, "LBNHC", "cpu", sink_logits=True, **more)
     spec = SlidingLatentAttention(latent=32, rope=16, dtype="fp32", cache=cache, window=9)
     check_latent(spec, "LBNHC", "cpu", **more)
 
 
 def test_a_schedule_counts_what_there_is() -> None:
     layer = Pool(FullAttention(**BASE), "LBNHC", "cpu").layer
-    cut = cut_of(layer, FullAttention(**BASE), 4, tile=16, rows=16)
+    cut = cut_of(layer, 4, tile=16, rows=16)
     made = schedule(cut, torch.tensor([37, 5, 20, 9]), torch.tensor([4, 1, 20, 0]))
     assert made.ends.tolist() == [[0, 4, 5, 25, 25], [0, 3, 4, 4, 4], [0, 0, 0, 3, 3]]

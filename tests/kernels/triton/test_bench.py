@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -78,8 +79,8 @@ def test_queries_that_see_what_comes_after_them_are_found() -> None:
     case = CASES["prefill"]({})
     ahead = CrossAttention(heads=2, head_dim=64, source=70)
 
-    def act(layer: Any, _: Any, q: Any, **given: Any) -> Any:
-        return attend(layer, ahead, q, **given)
+    def act(layer: Any, q: Any, **given: Any) -> Any:
+        return attend(replace(layer, spec=ahead), q, **given)
 
     with patch.object(attention, "attend", act):
         assert not case.right()

@@ -18,10 +18,12 @@ from kvatlas.kernels.triton import (  # noqa: E402
     cut_of,
     schedule,
     tune,
+    write,
+    write_latent,
 )
 from kvatlas.kernels.triton import storage_formats as forms  # noqa: E402
 from kvatlas.kernels.triton.attention import call as jobs  # noqa: E402
-from kvatlas.specs import FullAttention, LatentAttention, SinkAttention  # noqa: E402
+from kvatlas.specs import FullAttention, Indexer, LatentAttention, SinkAttention  # noqa: E402
 from tests.kernels.triton.cases import Pool  # noqa: E402
 
 SPEC = FullAttention(heads=2, head_dim=16, dtype="fp32")
@@ -33,7 +35,7 @@ def filled(spec: Any, *, block: int = 16, blocks: int = 12) -> Any:
     generator = torch.Generator().manual_seed(2)
     slots = torch.arange(block * blocks)
     k, v = (torch.randn(len(slots), spec.heads, spec.head_dim, generator=generator) for _ in "kv")
-    kernels.write(layer, spec, k, v, slots)
+    kernels.write(layer, k, v, slots)
     return layer
 
 
@@ -46,10 +48,8 @@ def test_sequences_that_pad_a_batch_attend_to_nothing(max_queries: int | None) -
     layer, q = filled(SPEC), queries_of(3)
     out = torch.full_like(q, float("nan"))
     where = {"tables": TABLES, "queries": torch.ones(3, dtype=torch.int32)}
-    attend(
-        layer, SPEC, q, lengths=torch.tensor([20, 0, 5]), max_queries=max_queries, out=out, **where
-    )
-    theirs = kernels.attend(layer, SPEC, q, lengths=torch.tensor([20, 1, 5]), **where)
+    attend(layer, q, lengths=torch.tensor([20, 0, 5]), max_queries=max_queries, out=out, **where)
+    theirs = kernels.attend(layer, q, lengths=torch.tensor([20, 1, 5]), **where)
     assert (out[1] == 0).all()
     assert torch.allclose(out[[0, 2]], theirs[[0, 2]], atol=1e-5)
 
@@ -60,11 +60,11 @@ def test_rows_outside_the_batch_stay(cache: str) -> None:
     layer, q = filled(spec), queries_of(5)
     out = torch.ones(5, 4, 16)
     attend(
-        layer, spec, q, tables=TABLES[:1], lengths=torch.tensor([20]), starts=torch.tensor([2, 3]),
+        layer, q, tables=TABLES[:1], lengths=torch.tensor([20]), starts=torch.tensor([2, 3]),
         max_queries=1, out=out,
     )  # fmt: skip
     theirs = kernels.attend(
-        layer, spec, q[2:3], tables=TABLES[:1], lengths=torch.tensor([20]),
+        layer, q[2:3], tables=TABLES[:1], lengths=torch.tensor([20]),
         queries=torch.tensor([1]),
     )  # fmt: skip
     assert (out[[0, 1, 3, 4]] == 1).all()
@@ -81,17 +81,17 @@ def test_scales_are_for_caches_that_have_them() -> None:
         "scale": 0.2, "kv_scale": 0.5,
     }  # fmt: skip
     q = queries_of(1, 32)
-    mine = attend_latent(layer, spec, q, **where)
-    assert torch.allclose(mine, kernels.attend_latent(layer, spec, q, **where), atol=1e-5)
+    mine = attend_latent(layer, q, **where)
+    assert torch.allclose(mine, kernels.attend_latent(layer, q, **where), atol=1e-5)
 
 
 def test_sums_do_not_depend_on_the_default_dtype() -> None:
     layer, q = filled(SPEC), queries_of(1)
     where = {"tables": TABLES[:1], "lengths": torch.tensor([31]), "queries": torch.tensor([1])}
-    plain = attend(layer, SPEC, q, tile=16, **where)
+    plain = attend(layer, q, tile=16, **where)
     torch.set_default_dtype(torch.float16)
     try:
-        found = attend(layer, SPEC, q, tile=16, **where)
+        found = attend(layer, q, tile=16, **where)
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.equal(found, plain)
@@ -100,11 +100,11 @@ def test_sums_do_not_depend_on_the_default_dtype() -> None:
 def test_a_prepared_schedule_is_enough() -> None:
     layer, q = filled(SPEC), queries_of(3)
     lengths = torch.tensor([20, 9, 5])
-    cut = cut_of(layer, SPEC, 4, dtype=q.dtype, max_queries=1)
+    cut = cut_of(layer, 4, dtype=q.dtype, max_queries=1)
     plan = schedule(cut, lengths, queries=torch.ones(3, dtype=torch.int32))
     where = {"tables": TABLES, "lengths": lengths, "max_queries": 1}
-    mine = attend(layer, SPEC, q, prepared=plan, **where)
-    again = attend(layer, SPEC, q, queries=torch.ones(3, dtype=torch.int32), **where)
+    mine = attend(layer, q, prepared=plan, **where)
+    again = attend(layer, q, queries=torch.ones(3, dtype=torch.int32), **where)
     assert torch.equal(mine, again)
 
 
@@ -116,10 +116,10 @@ def test_blocks_between_the_first_tokens_and_a_window_may_be_anything(
     layer, q = filled(spec, block=block, blocks=20), queries_of(count)
     table = torch.randperm(20, generator=torch.Generator().manual_seed(1))[None]
     where = {"lengths": torch.tensor([length]), "queries": torch.tensor([count])}
-    theirs = kernels.attend(layer, spec, q, tables=table, **where)
+    theirs = kernels.attend(layer, q, tables=table, **where)
     left = table.clone()
     left[0, 1 : (length - count - 4) // block] = 10**9
-    mine = attend(layer, spec, q, tables=left, tile=tile, **where)
+    mine = attend(layer, q, tables=left, tile=tile, **where)
     assert int(left.max()) == 10**9
     assert torch.allclose(mine, theirs, atol=1e-5)
 
@@ -128,8 +128,8 @@ def test_short_rows_of_levels() -> None:
     spec = FullAttention(heads=2, head_dim=8, cache="turboquant_4bit_nc")
     layer, q = filled(spec), queries_of(1, 8)
     where = {"tables": TABLES[:1], "lengths": torch.tensor([20]), "queries": torch.tensor([1])}
-    mine = attend(layer, spec, q, **where)
-    assert torch.allclose(mine, kernels.attend(layer, spec, q, **where), atol=1e-4)
+    mine = attend(layer, q, **where)
+    assert torch.allclose(mine, kernels.attend(layer, q, **where), atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_programs_fit_the_chip(
 ) -> None:
     layer = Pool(spec, "LBNHC", "cpu").layer
     monkeypatch.setattr(tune, "family", lambda _: chip)
-    free = jobs.kind_of(layer, spec, 128, dtype)
+    free = jobs.kind_of(layer, 128, dtype)
     wanted = {kernel: jobs.use_for(kernel, free, 64, {}) for kernel in ("decode", "prefill")}
     monkeypatch.setattr(tune, "shared_memory", lambda _: room)
     for kernel, use in wanted.items():
@@ -166,7 +166,7 @@ def test_programs_fit_the_chip(
 
 def test_what_fits_no_chip_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = LatentAttention(cache="fp8")
-    kind = jobs.kind_of(Pool(spec, "LBNHC", "cpu").layer, spec, 128, torch.bfloat16)
+    kind = jobs.kind_of(Pool(spec, "LBNHC", "cpu").layer, 128, torch.bfloat16)
     monkeypatch.setattr(tune, "shared_memory", lambda _: 49_152)
     with pytest.raises(AtlasError) as refusal:
         jobs.use_for("decode", kind, 64, {})
@@ -175,7 +175,7 @@ def test_what_fits_no_chip_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_tiles_of_converted_elements_are_not_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = FullAttention(heads=2, head_dim=16, cache="nvfp4")
-    kind = jobs.kind_of(Pool(spec, "LBNHC", "cpu").layer, spec, 4, torch.bfloat16)
+    kind = jobs.kind_of(Pool(spec, "LBNHC", "cpu").layer, 4, torch.bfloat16)
     monkeypatch.setattr(tune, "family", lambda _: "hopper")
     monkeypatch.setattr(tune, "shared_memory", lambda _: 232_448)
     there = kind._replace(device=torch.device("cuda", 0))
@@ -206,21 +206,24 @@ def test_blocks_do_not_race(monkeypatch: pytest.MonkeyPatch) -> None:
     copy(torch.tensor([0, 1]), torch.tensor([2, 3]))
 
 
-OTHERS = [
-    FullAttention(heads=2, head_dim=32, dtype="fp32"),
-    FullAttention(heads=2, head_dim=16, dtype="fp16"),
-    FullAttention(heads=2, head_dim=16, dtype="fp32", cache="fp8"),
-]
-
-
-@pytest.mark.parametrize("other", OTHERS, ids=str)
-def test_a_layer_is_read_by_its_own_spec(other: Any) -> None:
-    layer, rows = filled(SPEC), torch.zeros(1, 2, other.head_dim)
+def test_a_layer_is_served_by_the_kernels_of_its_kind() -> None:
+    attention, latent = filled(SPEC), Pool(LatentAttention(), "LBNHC", "cpu").layer
+    rows, slots = torch.zeros(1, 2, 16), torch.tensor([0])
     where = {"tables": TABLES[:1], "lengths": torch.tensor([5]), "queries": torch.tensor([1])}
     for act in (
-        lambda: attend(layer, other, queries_of(1, other.head_dim), **where),
-        lambda: kernels.attend(layer, other, queries_of(1, other.head_dim), **where),
-        lambda: kernels.write(layer, other, rows, rows, torch.tensor([0])),
+        lambda: attend(latent, rows, **where),
+        lambda: attend_latent(attention, rows, scale=1.0, **where),
+        lambda: write(latent, rows, rows, slots),
+        lambda: write_latent(attention, rows, rows, slots),
+        lambda: cut_of(Pool(Indexer(), "LBNHC", "cpu").layer, 4),
+        lambda: kernels.attend(latent, rows, **where),
+        lambda: kernels.attend_latent(attention, rows, scale=1.0, **where),
+        lambda: kernels.write(latent, rows, rows, slots),
+        lambda: kernels.read(latent, slots),
+        lambda: kernels.write_latent(attention, rows, rows, slots),
+        lambda: kernels.read_latent(attention, slots),
+        lambda: kernels.write_rows(attention, rows, slots),
+        lambda: kernels.read_rows(latent, slots),
     ):
         with pytest.raises(AtlasError) as refusal:
             act()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ def filled(spec: Any, states: int = 20) -> Any:
     for row in TABLE:
         k, v = (torch.randn(states, 2, spec.head_dim, generator=generator) for _ in "kv")
         at = torch.arange(states)
-        kernels.write(layer, spec, k, v, row[at // 16].long() * 16 + at % 16)
+        kernels.write(layer, k, v, row[at // 16].long() * 16 + at % 16)
     return layer
 
 
@@ -40,8 +41,8 @@ def both(layer: Any, spec: Any, *, queries: int = 1, states: int = 20, **more: A
         "tables": TABLE, "lengths": torch.tensor([states, states]),
         "queries": torch.tensor([queries, queries]), **more,
     }  # fmt: skip
-    mine = attend(layer, spec, q, tile=16, rows=16, **where)
-    return mine, kernels.attend(layer, spec, q, **where)
+    mine = attend(layer, q, tile=16, rows=16, **where)
+    return mine, kernels.attend(layer, q, **where)
 
 
 @pytest.mark.parametrize("queries", [1, 20])
@@ -88,24 +89,24 @@ def test_a_schedule_serves_what_it_was_made_for() -> None:
     spec = FullAttention(**WIDE)
     layer = filled(spec)
     lengths, queries = torch.tensor([20, 20]), torch.tensor([1, 1])
-    made = schedule(cut_of(layer, spec, 4, tile=16, rows=16), lengths, queries)
+    made = schedule(cut_of(layer, 4, tile=16, rows=16), lengths, queries)
     mine, theirs = both(layer, spec)
     q = torch.randn(2, 4, 16, generator=torch.Generator().manual_seed(5))
     where: dict[str, Any] = {
         "tables": TABLE, "lengths": lengths, "queries": queries, "tile": 16, "rows": 16,
     }  # fmt: skip
-    assert torch.equal(attend(layer, spec, q, prepared=made, **where), mine)
+    assert torch.equal(attend(layer, q, prepared=made, **where), mine)
     assert torch.allclose(mine, theirs, atol=1e-5)
-    window = SinkAttention(**WIDE, sink_tokens=2, window=4)
+    window = replace(layer, spec=SinkAttention(**WIDE, sink_tokens=2, window=4))
     others = [
-        schedule(cut_of(layer, spec, 4, tile=16, rows=16, max_queries=40), lengths, queries),
-        schedule(cut_of(layer, spec, 8, tile=16, rows=16), lengths, queries),
-        schedule(cut_of(layer, window, 4, tile=16, rows=16), lengths, queries),
+        schedule(cut_of(layer, 4, tile=16, rows=16, max_queries=40), lengths, queries),
+        schedule(cut_of(layer, 8, tile=16, rows=16), lengths, queries),
+        schedule(cut_of(window, 4, tile=16, rows=16), lengths, queries),
         schedule(made.cut, lengths[:1], queries[:1]),
     ]
     for other in others:
         with pytest.raises(AtlasError) as refusal:
-            attend(layer, spec, q, prepared=other, **where)
+            attend(layer, q, prepared=other, **where)
         assert refusal.value.code is Code.BAD_TENSOR
 
 
@@ -116,8 +117,8 @@ def test_queries_may_start_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.randn(7, 4, 16)
     out = torch.full_like(q, float("nan"))
     where: dict[str, Any] = {"tables": TABLE, "lengths": torch.tensor([20, 20])}
-    attend(layer, spec, q, starts=torch.tensor([3, 5, 6]), out=out, tile=16, rows=16, **where)
-    theirs = kernels.attend(layer, spec, q[3:6], queries=torch.tensor([2, 1]), **where)
+    attend(layer, q, starts=torch.tensor([3, 5, 6]), out=out, tile=16, rows=16, **where)
+    theirs = kernels.attend(layer, q[3:6], queries=torch.tensor([2, 1]), **where)
     assert torch.allclose(out[3:6], theirs, atol=1e-5)
     assert torch.isnan(out[[0, 1, 2, 6]]).all()
 
@@ -131,8 +132,8 @@ def test_a_softcap_has_no_sign() -> None:
 @pytest.mark.parametrize(
     "more",
     [
-        {"sinks": torch.randn(4, 3)[:, 0]},
-        {"sinks": torch.zeros(4, dtype=torch.int32)},
+        {"sink_logits": torch.randn(4, 3)[:, 0]},
+        {"sink_logits": torch.zeros(4, dtype=torch.int32)},
         {"lengths": torch.tensor([20, 0])},
         {"max_queries": 1, "queries": torch.tensor([2, 1])},
         {"queries": None, "starts": torch.tensor([0, 1, 9])},
@@ -146,7 +147,7 @@ def test_batches_that_do_not_fit(monkeypatch: pytest.MonkeyPatch, more: dict[str
         "tables": TABLE, "lengths": torch.tensor([20, 20]), "queries": torch.tensor([1, 1]), **more,
     }  # fmt: skip
     with pytest.raises(AtlasError) as refusal:
-        attend(layer, spec, torch.zeros(3 if "max_queries" in more else 2, 4, 16), **where)
+        attend(layer, torch.zeros(3 if "max_queries" in more else 2, 4, 16), **where)
     assert refusal.value.code is Code.BAD_TENSOR
 
 

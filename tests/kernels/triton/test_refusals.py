@@ -46,44 +46,44 @@ def layer_of(spec: Any) -> Any:
     return Pool(spec, "LBNHC", "cpu").layer
 
 
-def run(q: Any = None, spec: Any = SPEC, layer: Any = LAYER, **more: Any) -> Any:
-    q = torch.zeros(2, 4, spec.head_dim) if q is None else q
-    return attend(layer, spec, q, **{**BATCH, **more})
+def run(q: Any = None, layer: Any = LAYER, **more: Any) -> Any:
+    q = torch.zeros(2, 4, layer.spec.head_dim) if q is None else q
+    return attend(layer, q, **{**BATCH, **more})
 
 
 REFUSALS: list[tuple[Code, Callable[[], Any]]] = [
     (Code.WRONG_DEVICE, lambda: run(torch.zeros(2, 4, 16, device=META))),
     (Code.WRONG_DEVICE, lambda: run(tables=torch.zeros(2, 2, dtype=torch.int32, device=META))),
-    (Code.WRONG_DEVICE, lambda: write(LAYER, SPEC, ROWS, ROWS, IDS.to(META))),
+    (Code.WRONG_DEVICE, lambda: write(LAYER, ROWS, ROWS, IDS.to(META))),
     (Code.WRONG_DEVICE, lambda: between(LAYER, LAYER)(IDS.to(META), IDS.to(META))),
     (Code.WRONG_DEVICE, lambda: zero_blocks(LAYER, IDS.to(META))),
-    (Code.NO_KERNEL, lambda: run(spec=WIDE, layer=layer_of(WIDE))),
+    (Code.NO_KERNEL, lambda: run(layer=layer_of(WIDE))),
     (Code.NO_KERNEL, lambda: run(torch.zeros(2, 3, 16))),
     (Code.NO_KERNEL, lambda: run(torch.zeros(2, 0, 16))),
     (Code.NO_KERNEL, lambda: run(torch.zeros(2, 4, 16, dtype=torch.float64))),
-    (Code.NO_KERNEL, lambda: write(layer_of(ODD), ODD, torch.zeros(2, 1, 24), torch.zeros(2, 1, 24),
+    (Code.NO_KERNEL, lambda: write(layer_of(ODD), torch.zeros(2, 1, 24), torch.zeros(2, 1, 24),
                                    IDS)),
-    (Code.NO_KERNEL, lambda: write_latent(layer_of(SPARSE), SPARSE, torch.zeros(2, 512),
+    (Code.NO_KERNEL, lambda: write_latent(layer_of(SPARSE), torch.zeros(2, 512),
                                           torch.zeros(2, 64), IDS)),
-    (Code.NO_KERNEL, lambda: write_latent(layer_of(LONG), LONG, torch.zeros(2, 1024),
+    (Code.NO_KERNEL, lambda: write_latent(layer_of(LONG), torch.zeros(2, 1024),
                                           torch.zeros(2, 64), IDS)),
-    (Code.NO_KERNEL, lambda: write(layer_of(SHORT), SHORT, torch.zeros(2, 1, 8),
+    (Code.NO_KERNEL, lambda: write(layer_of(SHORT), torch.zeros(2, 1, 8),
                                    torch.zeros(2, 1, 8), IDS)),
-    (Code.NO_KERNEL, lambda: attend_latent(layer_of(LATENT), LATENT, torch.zeros(2, 4, 32),
+    (Code.NO_KERNEL, lambda: attend_latent(layer_of(LATENT), torch.zeros(2, 4, 32),
                                            scale=1.0, **BATCH)),
     (Code.BAD_TENSOR, lambda: run(torch.zeros(2, 16, 4).transpose(1, 2))),
     (Code.BAD_TENSOR, lambda: run(torch.zeros(2, 4, 8))),
     (Code.BAD_TENSOR, lambda: run(queries=torch.tensor([1]))),
     (Code.BAD_TENSOR, lambda: run(queries=None)),
     (Code.BAD_TENSOR, lambda: run(tables=torch.zeros(2, 2))),
-    (Code.BAD_TENSOR, lambda: run(sinks=torch.zeros(3))),
+    (Code.BAD_TENSOR, lambda: run(sink_logits=torch.zeros(3))),
     (Code.BAD_TENSOR, lambda: run(out=torch.zeros(2, 4, 8))),
     (Code.BAD_TENSOR, lambda: run(out=torch.zeros(2, 1, 16).expand(2, 4, 16))),
-    (Code.BAD_TENSOR, lambda: write(LAYER, SPEC, ROWS[:1], ROWS, IDS)),
-    (Code.BAD_TENSOR, lambda: write(LAYER, SPEC, ROWS, ROWS[:, :1], IDS)),
-    (Code.BAD_TENSOR, lambda: write(LAYER, SPEC, ROWS[:1], ROWS[:1], IDS[0])),
-    (Code.BAD_TENSOR, lambda: write(LAYER, SPEC, ROWS, ROWS, IDS[:, None])),
-    (Code.BAD_TENSOR, lambda: write_latent(layer_of(LATENT), LATENT, torch.zeros(1, 24),
+    (Code.BAD_TENSOR, lambda: write(LAYER, ROWS[:1], ROWS, IDS)),
+    (Code.BAD_TENSOR, lambda: write(LAYER, ROWS, ROWS[:, :1], IDS)),
+    (Code.BAD_TENSOR, lambda: write(LAYER, ROWS[:1], ROWS[:1], IDS[0])),
+    (Code.BAD_TENSOR, lambda: write(LAYER, ROWS, ROWS, IDS[:, None])),
+    (Code.BAD_TENSOR, lambda: write_latent(layer_of(LATENT), torch.zeros(1, 24),
                                            torch.zeros(1, 8), IDS[0])),
     (Code.BAD_TENSOR, lambda: Staging([LAYER], 1).store(IDS, torch.zeros(2, 9))),
     (Code.UNLIKE_PLACEMENTS, lambda: between(LAYER, LAYER)(IDS, IDS[:1])),
@@ -94,7 +94,7 @@ REFUSALS: list[tuple[Code, Callable[[], Any]]] = [
 ]  # fmt: skip
 LOOKED_AT: list[tuple[Code, Callable[[], Any]]] = [
     (Code.OUT_OF_RANGE, lambda: run(tables=torch.tensor([[1, 12], [3, 4]]))),
-    (Code.OUT_OF_RANGE, lambda: write(LAYER, SPEC, ROWS, ROWS, torch.tensor([0, 12 * 16]))),
+    (Code.OUT_OF_RANGE, lambda: write(LAYER, ROWS, ROWS, torch.tensor([0, 12 * 16]))),
     (Code.OUT_OF_RANGE, lambda: between(LAYER, LAYER)(IDS, torch.tensor([0, 12]))),
     (Code.OUT_OF_RANGE, lambda: zero_blocks(LAYER, torch.tensor([-1]))),
     (Code.BAD_TENSOR, lambda: run(lengths=torch.tensor([33, 7]))),
@@ -124,4 +124,4 @@ def test_blocks_that_a_window_left_may_be_anything(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setenv("KVATLAS_DEBUG", "1")
     spec = SlidingAttention(heads=2, head_dim=16, window=4)
-    run(spec=spec, tables=torch.tensor([[10**6, 2], [3, -7]]))
+    run(layer=layer_of(spec), tables=torch.tensor([[10**6, 2], [3, -7]]))

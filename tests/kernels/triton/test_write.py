@@ -56,8 +56,8 @@ def far() -> Any:
 def test_heads_may_be_far_apart(far: Any) -> None:
     spec = FullAttention(heads=3, head_dim=16, dtype="fp16")
     layer, slots = Pool(spec, "LBNHC", "cpu").layer, torch.tensor([5, 40, 9, 77])
-    gpu.write(layer, spec, far, far, slots)
-    for rows in kernels.read(layer, spec, slots):
+    gpu.write(layer, far, far, slots)
+    for rows in kernels.read(layer, slots):
         assert torch.equal(rows.half(), far)
     turned = bits.spread(rows)
     assert torch.allclose(turning.spread(far, 1.0).float(), turned, atol=0.02)
@@ -70,12 +70,12 @@ def test_heads_of_queries_may_be_far_apart(far: Any) -> None:
     spec = FullAttention(heads=3, head_dim=16, dtype="fp16")
     layer, slots = Pool(spec, "LBNHC", "cpu").layer, torch.tensor([16, 17, 18, 19])
     rows, near = far.clone(), far.contiguous()
-    kernels.write(layer, spec, rows, rows, slots)
+    kernels.write(layer, rows, rows, slots)
     where: dict[str, Any] = {"tables": torch.ones(2, 1, dtype=torch.int32)}
     where |= {"lengths": torch.tensor([4, 3]), "queries": torch.tensor([1, 3])}
-    found = gpu.attend(layer, spec, near, tile=16, **where)
-    assert torch.equal(gpu.attend(layer, spec, far, tile=16, **where), found)
-    gpu.attend(layer, spec, near, tile=16, out=far, **where)
+    found = gpu.attend(layer, near, tile=16, **where)
+    assert torch.equal(gpu.attend(layer, far, tile=16, **where), found)
+    gpu.attend(layer, near, tile=16, out=far, **where)
     assert torch.equal(far, found)
 
 
@@ -111,9 +111,9 @@ def test_latents_find_a_kernel_where_there_is_one(
     layer = Pool(spec, "LBNHC", "cpu", block=64, blocks=2).layer
     layer.tensor.zero_()
     rows, some = torch.ones(1, spec.latent), torch.ones(1, dtype=torch.int64)
-    kernels.write_latent(layer, spec, rows, torch.ones(1, 64), some * 64)
+    kernels.write_latent(layer, rows, torch.ones(1, 64), some * 64)
     out = kernels.attend_latent(
-        layer, spec, torch.ones(1, 2, spec.latent + 64), tables=some[None], lengths=some,
+        layer, torch.ones(1, 2, spec.latent + 64), tables=some[None], lengths=some,
         queries=some, scale=1.0,
     )  # fmt: skip
     assert called == names

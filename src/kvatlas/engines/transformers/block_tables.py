@@ -27,7 +27,7 @@ class Table:
 
     def __init__(self, group: Group, layers: Sequence[LayerCache], blocks: Blocks) -> None:
         self.block = group.block
-        self.recurrent = group.kind == "mamba"
+        self.recurrent = group.kind == "recurrent"
         self.window = group.window if group.kind.startswith("sliding") else None
         self.chunk = group.window if group.kind.startswith("chunked") else None
         self.keep_all = False

@@ -158,9 +158,7 @@ def page_attention(
     if isinstance(rows, LatentRows):
         answer = _latent(module, rows, q, scale, where)
     else:
-        answer = attend(
-            rows.layer, rows.spec, q, scale=scale, sinks=s_aux, softcap=softcap, **where
-        )
+        answer = attend(rows.layer, q, scale=scale, sink_logits=s_aux, softcap=softcap, **where)
     found = answer.new_zeros((*real.shape, *answer.shape[1:]))
     found[real] = answer
     return found.to(query.dtype), None
@@ -174,7 +172,7 @@ def _latent(
     plain = query.shape[-1] - rows.spec.rope
     absorbed = torch.einsum("thd,hdl->thl", query[..., :plain], weight[:, :plain])
     q = torch.cat((absorbed, query[..., plain:]), dim=-1)
-    found = attend_latent(rows.layer, rows.spec, q, scale=scale, **where)
+    found = attend_latent(rows.layer, q, scale=scale, **where)
     return torch.einsum("thl,hdl->thd", found, weight[:, plain:])
 
 

@@ -37,11 +37,11 @@ class KeyValueRows:
 
     def put(self, first: torch.Tensor, second: torch.Tensor, slots: torch.Tensor) -> None:
         """Write [tokens, heads, elements] to slots, quantised; negative ones are skipped."""
-        write(self.layer, self.spec, first, second, slots)
+        write(self.layer, first, second, slots)
 
     def get(self, slots: torch.Tensor) -> Pair:
         """Read slots, as float32 [tokens, heads, elements]."""
-        return read(self.layer, self.spec, slots)
+        return read(self.layer, slots)
 
 
 @dataclass(frozen=True)

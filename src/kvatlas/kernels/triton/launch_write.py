@@ -21,7 +21,6 @@ from kvatlas.specs import Attention, LatentAttention
 
 def write(
     layer: LayerCache,
-    spec: Attention,
     k: torch.Tensor,
     v: torch.Tensor,
     slots: torch.Tensor,
@@ -35,6 +34,7 @@ def write(
     A slot is block * N + state, as engines number them; a negative one is skipped. K and V
     may be slices of a fused projection: only their last axis must be contiguous.
     """
+    spec = layer.spec_as(Attention)
     checks.integers(slots, "slots", axes=1)
     heads, v_dim = layer.place("k").size("H"), spec.v_dim or spec.head_dim
     forms.refuse_head(spec.head_dim, "K")
@@ -56,7 +56,6 @@ def write(
 
 def write_latent(
     layer: LayerCache,
-    spec: LatentAttention,
     latent: torch.Tensor,
     rope: torch.Tensor,
     slots: torch.Tensor,
@@ -65,6 +64,7 @@ def write_latent(
     **choice: Any,
 ) -> None:
     """Latent and rotary rows [states, elements] into the states that `slots` name."""
+    spec = layer.spec_as(LatentAttention)
     checks.integers(slots, "slots", axes=1)
     forms.refuse_head(spec.latent, "the latent")
     if not forms.writes_latent(spec):
@@ -73,7 +73,7 @@ def write_latent(
         )
     checks.rows_of(latent, "latent", (slots.shape[0], spec.latent))
     checks.rows_of(rope, "rope", (slots.shape[0], spec.rope))
-    sides = forms.plain(layer, spec, "latent"), forms.plain(layer, spec, "rope")
+    sides = forms.plain(layer, "latent"), forms.plain(layer, "rope")
     _write(
         layer, latent.unsqueeze(1), rope.unsqueeze(1), slots, sides, 1, (kv_scale, kv_scale),
         spec.cache != "auto", choice,

@@ -10,7 +10,6 @@ import triton.language as tl
 
 from kvatlas.cache import LayerCache
 from kvatlas.geometry import DType
-from kvatlas.kernels.slot_rows import refuse_other
 from kvatlas.kernels.triton import checks, tune
 from kvatlas.kernels.triton.addresses import rows
 from kvatlas.specs import Attention, LatentAttention, sides
@@ -76,7 +75,6 @@ def dot_of(q: torch.Tensor) -> Any:
 
 def stored(layer: LayerCache, spec: Attention, side: str) -> Stored:
     """One side of an attention layer, as kernels take it."""
-    refuse_other(layer, spec)
     _refuse_old_chip(layer)
     kind, element, width = _kind(spec.cache, spec.dtype, side)
     found = rows(layer, side)
@@ -90,9 +88,8 @@ def stored(layer: LayerCache, spec: Attention, side: str) -> Stored:
     return Stored(form, at, scale_at, zero_at)
 
 
-def plain(layer: LayerCache, spec: LatentAttention, name: str) -> Stored:
+def plain(layer: LayerCache, name: str) -> Stored:
     """A field whose elements stand for themselves."""
-    refuse_other(layer, spec)
     _refuse_old_chip(layer)
     at, unit = _at(layer, name)
     element = element_of(layer.page.field(name).dtype)

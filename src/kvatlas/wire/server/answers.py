@@ -243,7 +243,7 @@ def _refuse_other_blocks(mine: Mapping[int, Int64s], known: Mapping[int, Int64s]
 def _refuse_outside(held: Offer | Expected, start: int, stop: int, plan: Plan) -> None:
     """Refuse tokens that are not there; a lone recurrent state is the one after the last."""
     alone = any(
-        group.kind == "mamba" and len(held.blocks.get(index, ())) == 1
+        group.kind == "recurrent" and len(held.blocks.get(index, ())) == 1
         for index, group in enumerate(plan.groups)
     )
     if not held.start <= start <= stop <= held.stop or (alone and stop != held.stop):

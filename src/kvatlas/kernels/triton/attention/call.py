@@ -97,10 +97,13 @@ class Kind(NamedTuple):
     """Bytes of them as dots take them, where that is something else."""
 
 
-def kind_of(
-    layer: LayerCache, spec: Attention | LatentAttention, query_heads: int, dtype: torch.dtype
-) -> Kind:
+def _spec(layer: LayerCache) -> Attention | LatentAttention:
+    return layer.spec if isinstance(layer.spec, LatentAttention) else layer.spec_as(Attention)
+
+
+def kind_of(layer: LayerCache, query_heads: int, dtype: torch.dtype) -> Kind:
     """The kind of a layer's launches, for queries of a dtype."""
+    spec = _spec(layer)
     if isinstance(spec, LatentAttention):
         rows, heads = [("latent", spec.latent + spec.rope)], 1
         dim, query = spec.latent, spec.latent + spec.rope
@@ -155,7 +158,6 @@ def _shared(use: dict[str, Any], kind: Kind, rows: int) -> int:
 
 def cut_of(
     layer: LayerCache,
-    spec: Attention | LatentAttention,
     query_heads: int,
     *,
     dtype: torch.dtype = torch.bfloat16,
@@ -167,9 +169,9 @@ def cut_of(
     The schedule serves every layer of the same kind, with queries of the same `dtype` and
     with the same `max_queries`.
     """
-    kind = kind_of(layer, spec, query_heads, dtype)
+    kind = kind_of(layer, query_heads, dtype)
     states = layer.kernel_blocks.size("N")
-    return cut_for(kind, states, bound_of(spec), max_queries, choice)
+    return cut_for(kind, states, bound_of(_spec(layer)), max_queries, choice)
 
 
 def cut_for(

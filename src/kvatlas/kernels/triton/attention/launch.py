@@ -30,7 +30,6 @@ from kvatlas.specs import Attention, LatentAttention
 
 def attend(
     layer: LayerCache,
-    spec: Attention,
     q: torch.Tensor,
     *,
     tables: torch.Tensor,
@@ -38,7 +37,7 @@ def attend(
     queries: torch.Tensor | None = None,
     starts: torch.Tensor | None = None,
     scale: float | None = None,
-    sinks: torch.Tensor | None = None,
+    sink_logits: torch.Tensor | None = None,
     softcap: float | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
@@ -55,6 +54,7 @@ def attend(
     all layers of a kind share in a step. `choice` overrides what the tuner says. With 8-bit
     and 4-bit caches queries become halves: none may be beyond 65504.
     """
+    spec = layer.spec_as(Attention)
     v_dim = spec.v_dim or spec.head_dim
     forms.refuse_head(spec.head_dim, "K")
     forms.refuse_head(v_dim, "V")
@@ -78,9 +78,9 @@ def attend(
             abs(softcap or 0.0),
             v_scale if whole else 1.0,
         ),
-        sinks,
+        sink_logits,
     )  # fmt: skip
-    _run(job, spec, queries, starts, max_queries, prepared, choice)
+    _run(job, queries, starts, max_queries, prepared, choice)
     return job.out
 
 
@@ -96,7 +96,6 @@ def _turned(q: torch.Tensor, kind: str) -> torch.Tensor:
 
 def attend_latent(
     layer: LayerCache,
-    spec: LatentAttention,
     q: torch.Tensor,
     *,
     tables: torch.Tensor,
@@ -105,7 +104,7 @@ def attend_latent(
     queries: torch.Tensor | None = None,
     starts: torch.Tensor | None = None,
     kv_scale: float = 1.0,
-    sinks: torch.Tensor | None = None,
+    sink_logits: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     max_queries: int | None = None,
     prepared: Schedule | None = None,
@@ -115,6 +114,7 @@ def attend_latent(
 
     What comes back is [tokens, heads, latent], before the value projection.
     """
+    spec = layer.spec_as(LatentAttention)
     forms.refuse_head(spec.latent, "the latent")
     if not forms.attends_latent(spec):
         raise checks.no_kernel(
@@ -123,7 +123,7 @@ def attend_latent(
             "Use auto or fp8",
         )
     checks.rows_of(q, "q", (None, None, spec.latent + spec.rope))
-    latent, rope = forms.plain(layer, spec, "latent"), forms.plain(layer, spec, "rope")
+    latent, rope = forms.plain(layer, "latent"), forms.plain(layer, "rope")
     kv_scale = 1.0 if spec.cache == "auto" else kv_scale
     dot = jobs.dot_for(forms.dot_of(q), latent)
     job = Job(
@@ -132,15 +132,14 @@ def attend_latent(
             "DIM": spec.latent, "WIDTH": spec.latent, "V_DIM": spec.latent,
             "V_WIDTH": spec.latent, "ROPE": spec.rope, "LATENT": True, "K_DOT": dot, "V_DOT": dot,
         },
-        1, q.shape[1], jobs.bound_of(spec), (scale * kv_scale, 0.0, kv_scale), sinks,
+        1, q.shape[1], jobs.bound_of(spec), (scale * kv_scale, 0.0, kv_scale), sink_logits,
     )  # fmt: skip
-    _run(job, spec, queries, starts, max_queries, prepared, choice)
+    _run(job, queries, starts, max_queries, prepared, choice)
     return job.out
 
 
 def _run(
     job: Job,
-    spec: Attention | LatentAttention,
     queries: torch.Tensor | None,
     starts: torch.Tensor | None,
     max_queries: int | None,
@@ -151,7 +150,7 @@ def _run(
     device = job.q.device
     if not job.q.shape[0]:
         return
-    kind = jobs.kind_of(job.layer, spec, job.q.shape[1], job.q.dtype)
+    kind = jobs.kind_of(job.layer, job.q.shape[1], job.q.dtype)
     job = job._replace(q=_turned(job.q, job.k.form.kind))
     states = job.layer.kernel_blocks.size("N")
     cut = jobs.cut_for(kind, states, job.bound, max_queries, choice)
