@@ -197,7 +197,7 @@ def test_tokens_after_a_stay_on_disk(name: str, tmp_path: Path) -> None:
         mine = scattered(ranks.plan, PROMPT)
         with Tier.open(path) as tier:
             for rank, pools in ranks.pools.items():
-                tier.load(pools, made[1], rank=rank, blocks=mine, tokens=PROMPT, keys=keys)
+                tier.fetch(pools, made[1], rank=rank, blocks=mine, tokens=PROMPT, keys=keys)
         first = undisturbed(name, 5)[0]
         assert go_on(name, ranks, mine, 5, first) == undisturbed(name, 5)
 
