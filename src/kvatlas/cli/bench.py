@@ -17,7 +17,18 @@ from kvatlas.models import Layer, Model
 from kvatlas.planning import Plan, plan
 from kvatlas.routing import Copy
 from kvatlas.specs import FullAttention
-from kvatlas.wire import Bytes, Link, Node, Session, Task, make, memory_of, noise, pools_for, served
+from kvatlas.wire import (
+    Bytes,
+    Link,
+    Node,
+    SampleTask,
+    Session,
+    make_transport,
+    memory_of,
+    pools_for,
+    random_bytes,
+    run_sample_server,
+)
 
 TRANSPORTS = ("nixl", "mooncake", "shm")
 RUNS = (4 << 10, 64 << 10, 1 << 20)
@@ -48,16 +59,16 @@ def rates(transports: tuple[str, ...] = TRANSPORTS) -> Iterator[Rate]:
 
 def _rates(name: str) -> Iterator[Rate]:
     made = _plan()
-    transport = make(name)
+    transport = make_transport(name)
     pools = pools_for(made, 0, transport)
-    task = Task(plan=made, transport=name, seed=_SEED, requests=(), tokens=16)
+    task = SampleTask(plan=made, transport=name, seed=_SEED, requests=(), tokens=16)
     with (
-        served(task) as far,
+        run_sample_server(task) as endpoints,
         Node(made, memory=memory_of(pools), transport=transport, name="bench") as node,
-        Session(node, far.endpoints) as session,
+        Session(node, endpoints) as session,
     ):
         link = session.link(0)
-        source = noise(made.pools[0].nbytes, _SEED, 0, 0)
+        source = random_bytes(made.pools[0].nbytes, _SEED, 0, 0)
         for run in RUNS:
             copy = _scattered(run, made.pools[0].nbytes)
             taken = _best(partial(_read, link, copy))

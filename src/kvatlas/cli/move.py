@@ -20,17 +20,17 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
 from kvatlas.routing import Route, scattered
 from kvatlas.wire import (
-    NAMES,
+    TRANSPORT_NAMES,
     Bytes,
     How,
     Node,
+    SampleTask,
     Session,
-    Task,
-    make,
+    make_transport,
     memory_of,
-    noise,
     pools_for,
-    served,
+    random_bytes,
+    run_sample_server,
 )
 
 _SEED = 20260
@@ -70,9 +70,9 @@ def small_plan(ask: Ask, tokens: int) -> Plan:
 
 def first_transport() -> str:
     """The transport that reaches furthest among those that run here, of one host or more."""
-    for name in NAMES:
+    for name in TRANSPORT_NAMES:
         try:
-            make(name).close()
+            make_transport(name).close()
         except AtlasError:
             continue
         return name
@@ -81,18 +81,20 @@ def first_transport() -> str:
 
 def move(src: Plan, dst: Plan, tokens: int, transport: str, how: How) -> Iterator[Moved]:
     """Move one request between two processes, rank by rank, and compare every byte."""
-    task = Task(plan=src, transport=transport, seed=_SEED, requests=(_REQUEST,), tokens=tokens)
+    task = SampleTask(
+        plan=src, transport=transport, seed=_SEED, requests=(_REQUEST,), tokens=tokens
+    )
     way = Route(src, dst)
-    with served(task) as far:
+    with run_sample_server(task) as endpoints:
         for rank in range(dst.tp * dst.pp):
-            near = make(transport)
+            near = make_transport(transport)
             pools = pools_for(dst, rank, near)
             for index, pool in pools.items():
-                pool[:] = noise(pool.nbytes, _SEED + 1, rank, index)
+                pool[:] = random_bytes(pool.nbytes, _SEED + 1, rank, index)
             node = Node(
                 dst, rank=rank, memory=memory_of(pools), transport=near, name=f"destination-{rank}"
             )
-            with node, Session(node, far.endpoints) as session:
+            with node, Session(node, endpoints) as session:
                 blocks = scattered(dst, tokens)
                 transfer = session.pull(
                     _REQUEST, dst_blocks=blocks, tokens=tokens, how=how, seconds=120
@@ -111,7 +113,7 @@ def move(src: Plan, dst: Plan, tokens: int, transport: str, how: How) -> Iterato
 
 def _wrong(way: Route, rank: int, pools: dict[int, Bytes], tokens: int) -> int:
     """Bytes of a rank that are not what a copy in one process would have made them."""
-    expected = {i: noise(p.nbytes, _SEED + 1, rank, i) for i, p in pools.items()}
+    expected = {i: random_bytes(p.nbytes, _SEED + 1, rank, i) for i, p in pools.items()}
     tables = scattered(way.src, tokens), scattered(way.dst, tokens)
     for source in way.sources(rank):
         bound = way.bind(
@@ -123,7 +125,7 @@ def _wrong(way: Route, rank: int, pools: dict[int, Bytes], tokens: int) -> int:
             if copy.src_pool not in theirs:
                 stage = source // way.src.tp
                 (pool,) = [p for p in way.src.pools if (p.stage, p.index) == (stage, copy.src_pool)]
-                theirs[copy.src_pool] = noise(pool.nbytes, _SEED, source, copy.src_pool)
+                theirs[copy.src_pool] = random_bytes(pool.nbytes, _SEED, source, copy.src_pool)
             pool_bytes, target = theirs[copy.src_pool], expected[copy.dst_pool]
             for start, to, length in zip(copy.src, copy.dst, copy.length, strict=True):
                 target[to : to + length] = pool_bytes[start : start + length]

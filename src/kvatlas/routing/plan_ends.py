@@ -53,10 +53,8 @@ class Side:
             placed = self._placed(index)
             first = {axis: 0 for axis in placed.axes if axis != "L"}
             starts = placed(L=np.arange(len(region.layers)), **first) - placed.offset
-            for index, (layer, shift) in enumerate(
-                zip(region.layers, starts.tolist(), strict=True)
-            ):
-                home = Home(index, region.parts[index] if region.parts else 0)
+            for page, (layer, shift) in enumerate(zip(region.layers, starts.tolist(), strict=True)):
+                home = Home(index, region.parts[page] if region.parts else 0)
                 found.setdefault(layer.name, {})[home] = shift
         return found
 

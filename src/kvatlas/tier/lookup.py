@@ -9,8 +9,7 @@ from kvatlas.planning import Plan
 from kvatlas.routing import Copy, checked_rank
 from kvatlas.tier.index import Books, Row
 from kvatlas.tier.keys import Need, Spans
-from kvatlas.tier.runs import carry_out, pools_of
-from kvatlas.wire import stream_bytes
+from kvatlas.wire import copy_pools, rank_pools, stream_bytes
 
 if TYPE_CHECKING:
     from kvatlas.tier.tier import Tier
@@ -67,7 +66,7 @@ class Held:
             copies = self.copies(plan, rank=rank, blocks=blocks)
             with tier.metrics.phase("load"):
                 if carry is None:
-                    carry_out(copies, tier.pools, pools_of(plan, rank, pools or {}))
+                    copy_pools(copies, tier.pools, rank_pools(plan, rank, pools or {}))
                 else:
                     carry(copies)
             tier.metrics.add(loaded_bytes=stream_bytes(copies), descriptors=sum(map(len, copies)))

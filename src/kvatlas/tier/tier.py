@@ -25,8 +25,7 @@ from kvatlas.tier.index import Books, Claim, Row, Stored
 from kvatlas.tier.ingest import Intake, check_tier_plan
 from kvatlas.tier.keys import Keys, Spans, keys_by_group
 from kvatlas.tier.lookup import Carry, Held, longest
-from kvatlas.tier.runs import carry_out, pools_of
-from kvatlas.wire import Bytes, Memory, Metrics, stream_bytes
+from kvatlas.wire import Bytes, Memory, Metrics, copy_pools, rank_pools, stream_bytes
 
 _PLANS = 16
 _Kept = TypeVar("_Kept")
@@ -71,7 +70,7 @@ class Tier:
         if _file is not None:
             self.pools: dict[int, Bytes] = dict(_file.pools)
         elif memory is not None:
-            self.pools = pools_of(plan, 0, memory)
+            self.pools = rank_pools(plan, 0, memory)
         else:
             self.pools = {p.index: np.zeros(p.nbytes, dtype=np.uint8) for p in plan.pools}
         self._books = Books(plan, _file.clear if _file else lambda _: None)
@@ -171,7 +170,7 @@ class Tier:
                 copies, brings = intake.copies(claim.rank, blocks, tokens, needs, rows)
             with self.metrics.phase("store"):
                 if carry is None:
-                    carry_out(copies, pools_of(plan, claim.rank, pools or {}), self.pools)
+                    copy_pools(copies, rank_pools(plan, claim.rank, pools or {}), self.pools)
                 else:
                     carry(copies)
             self.metrics.add(stored_bytes=stream_bytes(copies), descriptors=sum(map(len, copies)))

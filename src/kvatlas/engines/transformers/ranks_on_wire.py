@@ -13,7 +13,7 @@ from typing import Any
 from kvatlas.engines.transformers.cache import AtlasCache
 from kvatlas.planning import Plan
 from kvatlas.routing import route, scattered
-from kvatlas.wire import Memory, Node, Transport, carry, make, pools_for
+from kvatlas.wire import Node, Transport, copy_request, make_transport, memory_of, pools_for
 
 
 class Ranks:
@@ -25,9 +25,9 @@ class Ranks:
         self.nodes: list[Node] = []
         self.pools = {}
         for rank in range(plan.tp * plan.pp):
-            made: Transport = make(transport)
+            made: Transport = make_transport(transport)
             self.pools[rank] = pools_for(plan, rank, made)
-            memory = {i: Memory(p.ctypes.data, p.nbytes) for i, p in self.pools[rank].items()}
+            memory = memory_of(self.pools[rank])
             node = Node(
                 plan, rank=rank, memory=memory, transport=made, name=f"{name}-{rank}", **options
             )
@@ -41,7 +41,7 @@ class Ranks:
     def fill(self, cache: AtlasCache, tokens: int, row: int = 0) -> dict[int, list[int]]:
         """Put a row of a cache on the ranks; returns the blocks that it takes there."""
         blocks = scattered(self.plan, tokens)
-        carry(
+        copy_request(
             route(cache.plan, self.plan, renamed=True), _pools(cache), self.pools,
             src_blocks=cache.blocks_of(row), dst_blocks=blocks, tokens=tokens,
         )  # fmt: skip
@@ -50,7 +50,7 @@ class Ranks:
     def pour(self, blocks: dict[int, list[int]], cache: AtlasCache, tokens: int) -> None:
         """Make what the ranks hold the first row of an empty cache."""
         (mine,) = cache.adopt(tokens)
-        carry(
+        copy_request(
             route(self.plan, cache.plan, renamed=True), self.pools, _pools(cache),
             src_blocks=blocks, dst_blocks=mine, tokens=tokens,
         )  # fmt: skip
