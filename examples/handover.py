@@ -26,8 +26,7 @@ from kvatlas.engines.transformers import AtlasCache, make_plan
 from kvatlas.engines.transformers.simulated_ranks import SimulatedRanks
 from kvatlas.planning import Plan
 from kvatlas.routing import check, scattered
-from kvatlas.wire import Session
-from kvatlas.wire.transports.registry import make
+from kvatlas.wire import Session, make_transport
 
 console = Console(width=112)
 PROMPT, NEW = 150, 40
@@ -48,7 +47,7 @@ def plan_for(options: dict[str, object]) -> Plan:
 def transport_here() -> str:
     """NIXL, or shared memory where NIXL cannot be had."""
     try:
-        make("nixl").close()
+        make_transport("nixl").close()
     except AtlasError as missing:
         console.print(f"[yellow]NIXL cannot be used here, so shared memory is: {missing.got}[/]")
         return "shm"

@@ -20,8 +20,7 @@ from kvatlas.engines.transformers import AtlasCache, make_plan
 from kvatlas.engines.transformers.simulated_ranks import SimulatedRanks
 from kvatlas.routing import route, scattered
 from kvatlas.tier import Tier
-from kvatlas.wire import Session
-from kvatlas.wire.transports.registry import make
+from kvatlas.wire import Session, make_transport
 from tests.handover.prefill import MARK
 from tests.handover.tiny import LONGEST, MODELS, NEW, PROMPT, model_of, prompt
 
@@ -54,8 +53,8 @@ class Prefill:
         stdin.flush()
         line = next((said for said in stdout if said.startswith(MARK)), None)
         assert line is not None, "the prefill process has ended"
-        found: dict[str, Any] = json.loads(line[len(MARK) :])
-        return found
+        answer: dict[str, Any] = json.loads(line[len(MARK) :])
+        return answer
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -72,7 +71,7 @@ def prefill() -> Iterator[Prefill]:
 
 def available(transport: str) -> None:
     try:
-        make(transport).close()
+        make_transport(transport).close()
     except AtlasError as missing:
         pytest.skip(f"{transport}: {missing}")
 
@@ -81,8 +80,8 @@ def available(transport: str) -> None:
 def undisturbed(name: str, number: int) -> list[int]:
     """What the model says when nobody moves its cache."""
     with torch.no_grad():
-        found = model_of(name).generate(prompt(number), max_new_tokens=NEW, do_sample=False)
-    return found[0, PROMPT:].tolist()  # type: ignore[no-any-return]
+        ids = model_of(name).generate(prompt(number), max_new_tokens=NEW, do_sample=False)
+    return ids[0, PROMPT:].tolist()  # type: ignore[no-any-return]
 
 
 @lru_cache
@@ -104,8 +103,8 @@ def go_on(
     ranks.copy_to(cache, blocks, PROMPT)
     ids = torch.cat((prompt(number), torch.tensor([[first]])), dim=1)
     with torch.no_grad():
-        found = model.generate(ids, past_key_values=cache, max_new_tokens=NEW - 1, do_sample=False)
-    return found[0, PROMPT:].tolist()
+        ids = model.generate(ids, past_key_values=cache, max_new_tokens=NEW - 1, do_sample=False)
+    return ids[0, PROMPT:].tolist()
 
 
 def plans(name: str, topology: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -121,8 +120,8 @@ def pull(ranks: SimulatedRanks, endpoints: list[str], **options: Any) -> dict[in
     blocks = scattered(ranks.plan, PROMPT)
     for node in ranks.nodes:
         with Session(node, endpoints) as session:
-            asked = {"dst_blocks": blocks, "tokens": PROMPT, "seconds": 60, **options}
-            transfer = session.pull("request", **asked).wait()
+            options = {"dst_blocks": blocks, "tokens": PROMPT, "seconds": 60, **options}
+            transfer = session.pull("request", **options).wait()
             assert transfer.ready
     return blocks
 

@@ -13,7 +13,7 @@ from typing import Any
 from kvatlas.engines.transformers.cache import AtlasCache
 from kvatlas.planning import Plan
 from kvatlas.routing import route, scattered
-from kvatlas.wire import Memory, Node, Transport, carry, make, pools_for
+from kvatlas.wire import Node, Transport, copy_request, make_transport, memory_of, pools_for
 
 
 class SimulatedRanks(ExitStack):
@@ -25,9 +25,9 @@ class SimulatedRanks(ExitStack):
         self.nodes: list[Node] = []
         self.pools = {}
         for rank in range(plan.tp * plan.pp):
-            wire: Transport = make(transport)
+            wire: Transport = make_transport(transport)
             self.pools[rank] = pools_for(plan, rank, wire)
-            memory = {i: Memory(p.ctypes.data, p.nbytes) for i, p in self.pools[rank].items()}
+            memory = memory_of(self.pools[rank])
             node = Node(
                 plan, rank=rank, memory=memory, transport=wire, name=f"{name}-{rank}", **options
             )
@@ -41,7 +41,7 @@ class SimulatedRanks(ExitStack):
     def copy_from(self, cache: AtlasCache, tokens: int, sequence: int = 0) -> dict[int, list[int]]:
         """Copy a sequence of a cache to the ranks; returns the blocks that it takes there."""
         blocks = scattered(self.plan, tokens)
-        carry(
+        copy_request(
             route(cache.plan, self.plan, renamed=True), _pools(cache), self.pools,
             src_blocks=cache.blocks_of(sequence), dst_blocks=blocks, tokens=tokens,
         )  # fmt: skip
@@ -50,7 +50,7 @@ class SimulatedRanks(ExitStack):
     def copy_to(self, cache: AtlasCache, blocks: dict[int, list[int]], tokens: int) -> None:
         """Make what the ranks hold in `blocks` the only sequence of a cache."""
         (mine,) = cache.adopt(tokens)
-        carry(
+        copy_request(
             route(self.plan, cache.plan, renamed=True), self.pools, _pools(cache),
             src_blocks=blocks, dst_blocks=mine, tokens=tokens,
         )  # fmt: skip
