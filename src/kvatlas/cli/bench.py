@@ -24,6 +24,7 @@ from kvatlas.wire import (
     SampleTask,
     Session,
     Transport,
+    make_transport,
     memory_of,
     pools_for,
     random_bytes,
