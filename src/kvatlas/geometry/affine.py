@@ -108,7 +108,7 @@ class Affine:
         address: Any = self.offset
         for axis, size, stride in zip(self.axes, self.sizes, self.strides, strict=True):
             if axis in coordinate:
-                address = address + self._checked(axis, coordinate[axis]) * stride
+                address = address + _checked(coordinate[axis], size, axis) * stride
             elif size > 1:
                 problem = f"The coordinate leaves out axis {axis}"
                 raise bad_axes(problem, coordinate, f"Add {axis}=..., or select it first")
@@ -124,14 +124,6 @@ class Affine:
                 hint=f"This placement has {', '.join(self.axes) or 'no axes'}",
             )
         return self.axes.index(axis)
-
-    def _checked(self, axis: str, index: Any) -> Any:
-        """One or many indices into `axis`, all of them in range, as int or int64."""
-        size = self.size(axis)
-        if type(index) is int and 0 <= index < size:
-            return index  # most calls, without a way through numpy
-        array = indices(index, size, axis)
-        return array if array.ndim else int(array)
 
     def _refuse_overflow(self, stop: int) -> None:
         if stop > INT64_MAX:
@@ -161,6 +153,14 @@ class Affine:
         ]
         parts += [f"offset={self.offset}", f"item={self.item}"]
         return f"{type(self).__name__}({', '.join(parts)})"
+
+
+def _checked(index: Any, size: int, axis: str) -> Any:
+    """One or many indices, all of them in range, as int or int64."""
+    if type(index) is int and 0 <= index < size:
+        return index  # most calls, without the way through numpy
+    array = indices(index, size, axis)
+    return array if array.ndim else int(array)
 
 
 def bad_axes(problem: str, got: object, hint: str) -> AtlasError:

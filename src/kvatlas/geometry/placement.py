@@ -29,6 +29,7 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.address_arrays import (
     Int64s,
     fill_descriptors,
+    indices,
     join_ranges,
     out_of_range,
     outer_sum,
@@ -326,7 +327,7 @@ class Placement(Affine):
             axis, size = self.axes[place], self.sizes[place]
             if axis not in ids:
                 refuse_too_many(size, "coordinates")
-            chosen = self._checked(axis, ids[axis]) if axis in ids else np.arange(size)
+            chosen = indices(ids[axis], size, axis) if axis in ids else np.arange(size)
             steps.append(np.atleast_1d(chosen) * self.strides[place])
         return steps, self._pick([i for i in range(len(self.axes)) if i not in walked])
 
