@@ -12,16 +12,16 @@ from typing import Any
 import torch
 
 from kvatlas.engines.transformers import AtlasCache, make_plan
-from kvatlas.engines.transformers.ranks_on_wire import Ranks
+from kvatlas.engines.transformers.simulated_ranks import SimulatedRanks
 from tests.handover.tiny import LONGEST, PROMPT, model_of, prompt
 
 MARK = "prefilled "
 
 
-def run(task: dict[str, Any]) -> tuple[Ranks, dict[str, Any]]:
+def run(task: dict[str, Any]) -> tuple[SimulatedRanks, dict[str, Any]]:
     model = model_of(task["model"])
     plan = make_plan(model.config, batch=4, max_len=LONGEST, **task["plan"])
-    ranks = Ranks(plan, task["transport"], name="prefill", secret=b"shared")
+    ranks = SimulatedRanks(plan, task["transport"], name="prefill", secret=b"shared")
     said = {}
     for number in task["prompts"]:
         cache = AtlasCache.from_config(model.config, batch=1, max_len=LONGEST)
@@ -29,7 +29,7 @@ def run(task: dict[str, Any]) -> tuple[Ranks, dict[str, Any]]:
             first = model.generate(
                 prompt(number), past_key_values=cache, max_new_tokens=1, do_sample=False
             )
-        blocks = ranks.fill(cache, PROMPT)
+        blocks = ranks.copy_from(cache, PROMPT)
         # The ranks' blocks are the same for all prompts: only the last is on offer.
         for node in ranks.nodes:
             node.withdraw("request")
@@ -39,7 +39,7 @@ def run(task: dict[str, Any]) -> tuple[Ranks, dict[str, Any]]:
 
 
 def main() -> None:
-    ranks: Ranks | None = None
+    ranks: SimulatedRanks | None = None
     for line in sys.stdin:
         if ranks is not None:
             ranks.close()

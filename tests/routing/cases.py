@@ -17,7 +17,7 @@ from tests.routing.oracle import Move, Side, Tables
 
 Style = Literal["shuffled", "neighbours", "reversed", "gaps"]
 
-_MEMORIES = [1 << n for n in (15, 17, 19, 21, 23, 25, 27)]
+_MEMORIES = [1 << n for n in (15, 17, 19, 21, 22, 23, 24, 25, 26, 27)]
 
 
 def stacked(name: str, *specs: Spec) -> Model:

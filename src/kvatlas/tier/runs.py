@@ -57,21 +57,21 @@ def _elements(pool: Bytes, length: int) -> Any:
 
 def pools_of(plan: Plan, rank: int, given: Mapping[int, Any]) -> dict[int, Bytes]:
     """The pools of a rank as bytes: memory, numpy arrays or CPU tensors from outside."""
-    found = {}
+    held = {}
     for pool in plan.pools:
         if pool.stage != rank // plan.tp:
             continue
-        held = _bytes_of(given[pool.index]) if pool.index in given else None
-        if held is None or held.size < pool.nbytes:
-            got = f"pools {sorted(given)}" if held is None else f"{held.size} bytes"
+        own = _bytes_of(given[pool.index]) if pool.index in given else None
+        if own is None or own.size < pool.nbytes:
+            got = f"pools {sorted(given)}" if own is None else f"{own.size} bytes"
             raise AtlasError(
                 Code.OUT_OF_BOUNDS,
-                f"Pool {pool.index} has {pool.nbytes} bytes that this process can reach",
+                f"Pool {pool.index} is not {pool.nbytes} bytes that this process can reach",
                 got=got,
                 hint="Pass the rank's own pools by index, or carry= for memory elsewhere",
             )
-        found[pool.index] = held
-    return found
+        held[pool.index] = own
+    return held
 
 
 def _bytes_of(pool: Any) -> Bytes | None:

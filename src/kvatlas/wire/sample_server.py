@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -18,12 +19,14 @@ import numpy as np
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
 from kvatlas.routing import scattered
+from kvatlas.wire.rpc import zmq
 from kvatlas.wire.server.node import Node, pools_for
 from kvatlas.wire.staging import Bytes
 from kvatlas.wire.transports.base import Memory
 from kvatlas.wire.transports.registry import make
 
 _MARK = b"kvatlas serves "
+_NOT_STARTED = "the helper process did not start"
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -90,34 +93,49 @@ class Served:
 
 @contextmanager
 def served(task: Task) -> Iterator[Served]:
-    """The process, from when it is ready until it is no longer needed."""
+    """The process, from when it is ready until it is no longer needed.
+
+    What it says on stderr is kept for the error, should it fail to start.
+    """
+    try:
+        zmq()
+    except AtlasError as missing:
+        problem, hint = f"{_NOT_STARTED}: pyzmq is missing", "Try: pip install 'kvatlas[wire]'"
+        raise AtlasError(missing.code, problem, got=missing.got, hint=hint) from None
     command = [sys.executable, "-m", "kvatlas.wire.sample_server"]
+    errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed below, with the process
     process = subprocess.Popen(  # noqa: S603  # this very program
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors
     )
     assert process.stdin is not None  # noqa: S101
     assert process.stdout is not None  # noqa: S101
     try:
-        process.stdin.write(msgspec.json.encode(task) + b"\n")
-        process.stdin.flush()
+        with suppress(BrokenPipeError):  # it has ended already; why is read below
+            process.stdin.write(msgspec.json.encode(task) + b"\n")
+            process.stdin.flush()
         # Transports print to stdout too: what is said to us is marked.
         line = next((said for said in process.stdout if said.startswith(_MARK)), b"")
         if not line:
+            status = process.wait(10)
+            errors.seek(0)
+            last = errors.read().decode(errors="replace").strip().rpartition("\n")[2]
             raise AtlasError(
                 Code.WIRE_FAILED,
-                "The other process starts",
-                got=f"exit code {process.wait(10)}",
-                hint="See what it said on stderr",
+                _NOT_STARTED,
+                got=f"exit code {status}, {last[:300] or 'without a word'}",
+                hint="Run python -m kvatlas.wire.sample_server to see more",
             )
         yield Served(process, msgspec.json.decode(line[len(_MARK) :], type=Said).endpoints)
     finally:
-        process.stdin.close()
+        with suppress(BrokenPipeError):
+            process.stdin.close()
         try:
             process.wait(10)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
         process.stdout.close()
+        errors.close()
 
 
 if __name__ == "__main__":

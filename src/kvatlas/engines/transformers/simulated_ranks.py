@@ -1,8 +1,8 @@
-"""A model that runs in one process, on the wire as if it ran on many ranks.
+"""Simulated ranks: a model of one process on the wire as if it ran on many ranks.
 
-transformers keeps all heads of all layers in one place. `Ranks` holds the pools that the
-ranks of some other plan would have, fills them from an `AtlasCache` and pours them back,
-along a route, so that prefill and decode can be tried in any two topologies.
+transformers keeps all heads of all layers on one rank. `SimulatedRanks` holds the pools that
+the ranks of another plan would have, and copies an `AtlasCache` to and from them along a route,
+so that prefill and decode can be tried in any two topologies.
 """
 
 from __future__ import annotations
@@ -16,54 +16,44 @@ from kvatlas.routing import route, scattered
 from kvatlas.wire import Memory, Node, Transport, carry, make, pools_for
 
 
-class Ranks:
+class SimulatedRanks(ExitStack):
     """The pools of every rank of a plan, each rank a node on the wire."""
 
     def __init__(self, plan: Plan, transport: str, *, name: str, **options: Any) -> None:
+        super().__init__()
         self.plan = plan
-        self._stack = ExitStack()
         self.nodes: list[Node] = []
         self.pools = {}
         for rank in range(plan.tp * plan.pp):
-            made: Transport = make(transport)
-            self.pools[rank] = pools_for(plan, rank, made)
+            wire: Transport = make(transport)
+            self.pools[rank] = pools_for(plan, rank, wire)
             memory = {i: Memory(p.ctypes.data, p.nbytes) for i, p in self.pools[rank].items()}
             node = Node(
-                plan, rank=rank, memory=memory, transport=made, name=f"{name}-{rank}", **options
+                plan, rank=rank, memory=memory, transport=wire, name=f"{name}-{rank}", **options
             )
-            self.nodes.append(self._stack.enter_context(node))
+            self.nodes.append(self.enter_context(node))
 
     @property
     def endpoints(self) -> list[str]:
         """Where the ranks listen."""
         return [node.endpoint for node in self.nodes]
 
-    def fill(self, cache: AtlasCache, tokens: int, row: int = 0) -> dict[int, list[int]]:
-        """Put a row of a cache on the ranks; returns the blocks that it takes there."""
+    def copy_from(self, cache: AtlasCache, tokens: int, sequence: int = 0) -> dict[int, list[int]]:
+        """Copy a sequence of a cache to the ranks; returns the blocks that it takes there."""
         blocks = scattered(self.plan, tokens)
         carry(
             route(cache.plan, self.plan, renamed=True), _pools(cache), self.pools,
-            src_blocks=cache.blocks_of(row), dst_blocks=blocks, tokens=tokens,
+            src_blocks=cache.blocks_of(sequence), dst_blocks=blocks, tokens=tokens,
         )  # fmt: skip
         return blocks
 
-    def pour(self, blocks: dict[int, list[int]], cache: AtlasCache, tokens: int) -> None:
-        """Make what the ranks hold the first row of an empty cache."""
+    def copy_to(self, cache: AtlasCache, blocks: dict[int, list[int]], tokens: int) -> None:
+        """Make what the ranks hold in `blocks` the only sequence of a cache."""
         (mine,) = cache.adopt(tokens)
         carry(
             route(self.plan, cache.plan, renamed=True), self.pools, _pools(cache),
             src_blocks=blocks, dst_blocks=mine, tokens=tokens,
         )  # fmt: skip
-
-    def close(self) -> None:
-        """Leave the wire."""
-        self._stack.close()
-
-    def __enter__(self) -> Ranks:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _pools(cache: AtlasCache) -> dict[int, dict[int, Any]]:
