@@ -35,7 +35,7 @@ def walk(order: Sequence[str], sizes: Mapping[str, int]) -> dict[tuple[int, ...]
 
 
 def key(coordinate: Coordinate) -> tuple[int, ...]:
-    return tuple(coordinate[axis] for axis in sorted(coordinate))
+    return tuple([coordinate[axis] for axis in sorted(coordinate)])
 
 
 def sizes_of(placement: Placement) -> dict[str, int]:

@@ -188,7 +188,6 @@ class Placement(Affine):
         if o == i or (many > 1 and few > 1 and self.strides[o] != few * step):
             raise AtlasError(
                 Code.NOT_FOLDABLE,
-                "One step of the outer axis is not all steps of the inner",
                 got=f"{outer} with stride {self.strides[o]} over {inner} of {few} x {step} bytes",
                 hint="Keep both axes, or choose an order in which they are neighbours",
             )
@@ -307,7 +306,6 @@ class Placement(Affine):
         if self.stop > buffer.size:
             raise AtlasError(
                 Code.OUT_OF_BOUNDS,
-                "The view reaches past its buffer",
                 got=f"bytes up to {self.stop} of a buffer of {buffer.size}",
                 hint="Allocate what the plan says, or narrow the view",
             )
