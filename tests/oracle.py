@@ -35,7 +35,7 @@ def walk(order: Sequence[str], sizes: Mapping[str, int]) -> dict[tuple[int, ...]
 
 
 def key(coordinate: Coordinate) -> tuple[int, ...]:
-    return tuple(coordinate[axis] for axis in sorted(coordinate))
+    return tuple([coordinate[axis] for axis in sorted(coordinate)])
 
 
 def sizes_of(placement: Placement) -> dict[str, int]:
@@ -53,11 +53,11 @@ def byte_list(placement: Placement) -> list[int]:
 
 
 def maximal_runs(taken: Iterable[int]) -> list[tuple[int, int]]:
-    """(start, length) of the stretches of a set of bytes."""
-    found: list[tuple[int, int]] = []
+    """(start, length) of the runs in a set of bytes."""
+    runs: list[tuple[int, int]] = []
     for byte in sorted(set(taken)):
-        if found and found[-1][0] + found[-1][1] == byte:
-            found[-1] = (found[-1][0], found[-1][1] + 1)
+        if runs and runs[-1][0] + runs[-1][1] == byte:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
         else:
-            found.append((byte, 1))
-    return found
+            runs.append((byte, 1))
+    return runs

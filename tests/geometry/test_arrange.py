@@ -85,9 +85,11 @@ def test_packs_keep_to_the_bytes_of_the_pages_they_share(order: str, count: int,
     pages = -(-count // pack)
     ask = {"blocks": BLOCKS, "width": pages * page_bytes}
     shared = shared_pages(layout, page_bytes, **ask)
-    found = pack_positions(SMALL, count, pack, layout, shared=shared, **ask)
-    assert sum(number for number, _ in found) == count
-    parts = {str(i): placed(SMALL, n, layout, position) for i, (n, position) in enumerate(found)}
+    positions = pack_positions(SMALL, count, pack, layout, shared=shared, **ask)
+    assert sum(number for number, _ in positions) == count
+    parts = {
+        str(i): placed(SMALL, n, layout, position) for i, (n, position) in enumerate(positions)
+    }
     validate(parts, size=pages * page_bytes * BLOCKS, holes=True)
     whole = Placement(
         ("L", "B"), (pages, BLOCKS), (shared.page_stride, shared.block_stride), item=page_bytes

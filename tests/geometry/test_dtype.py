@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvatlas import AtlasError, Code, DType
-from kvatlas.geometry import ALL_DTYPES
+from kvatlas.geometry.dtype import ALL_DTYPES
 from tests.cases import each
 
 PEERS: dict[str, Any] = {

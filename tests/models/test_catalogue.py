@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from importlib import resources
 
 import msgspec
@@ -16,6 +17,7 @@ from kvatlas.specs import (
     CrossAttention,
     SlidingAttention,
     SlidingLatentAttention,
+    Spec,
 )
 from tests.cases import each
 
@@ -76,6 +78,9 @@ FIGURES: dict[str, tuple[float, int, int]] = {
 }
 
 
+page_bytes = cache(Spec.page_bytes)  # the layers of a model are mostly alike
+
+
 def figures(model: Model) -> tuple[float, int, int]:
     token, window, fixed = 0.0, 0, 0
     for layer in model.layers:
@@ -83,17 +88,17 @@ def figures(model: Model) -> tuple[float, int, int]:
             case CompressorState() as spec:
                 # Kept in blocks of 4 tokens where windows overlap, of 8 elsewhere.
                 block = 4 if spec.window == 8 else 8
-                fixed += spec.window // block * spec.page_bytes(block)
+                fixed += spec.window // block * page_bytes(spec, block)
             case SlidingAttention() | SlidingLatentAttention() as spec:
-                window += spec.page_bytes(spec.window)
+                window += page_bytes(spec, spec.window)
             case ChunkedAttention() as spec:
-                window += spec.page_bytes(spec.chunk)
+                window += page_bytes(spec, spec.chunk)
             case CrossAttention() as spec:
-                fixed += spec.page_bytes(spec.source)
+                fixed += page_bytes(spec, spec.source)
             case spec if spec.tokens_per_state is None:
-                fixed += spec.page_bytes(1)
+                fixed += page_bytes(spec, 1)
             case spec:
-                token += spec.page_bytes(256) / 256
+                token += page_bytes(spec, 256) / 256
     return token, window, fixed
 
 

@@ -49,11 +49,11 @@ def test_states_are_kept_in_what_the_engine_keeps_them_in(
 
 
 def test_what_a_config_asks_for_counts_where_vllm_listens() -> None:
-    asked = (
+    heard = (
         Model.load(FAMILIES["nemotron_h"] | {"mamba_ssm_cache_dtype": "bfloat16"}).layers[0].spec
     )
-    assert isinstance(asked, Mamba2)
-    assert asked.page(1).fields[1].dtype.name == "bf16"
+    assert isinstance(heard, Mamba2)
+    assert heard.page(1).fields[1].dtype.name == "bf16"
     deaf = Model.load(FAMILIES["qwen3_next"] | {"mamba_ssm_dtype": "float32"}).layers[0].spec
     assert isinstance(deaf, GatedDeltaNet)
     assert deaf.ssm_dtype == "bf16"

@@ -11,7 +11,7 @@ from kvatlas.geometry.address_arrays import (
     refuse_too_many,
 )
 from kvatlas.geometry.combine import append, fold_beside, in_words, stack, widest_word
-from kvatlas.geometry.dtype import ALL_DTYPES, DType
+from kvatlas.geometry.dtype import DType
 from kvatlas.geometry.field import Field, FieldAxis, Section, Sharding, ShardRange
 from kvatlas.geometry.integers import INT64_MAX, ceil_div, integer, natural, positive, round_up
 from kvatlas.geometry.layout import ENGINE_LAYOUTS, Layout
@@ -30,7 +30,6 @@ from kvatlas.geometry.strided_runs import Ends, StridedRuns, fold_states, merge_
 from kvatlas.geometry.validation import keeps_to_its_blocks, validate
 
 __all__ = [
-    "ALL_DTYPES",
     "ENGINE_LAYOUTS",
     "INT64_MAX",
     "DType",

@@ -104,11 +104,16 @@ class Affine:
         array([ 1, 25])
         """
         for axis in coordinate:
-            self._place(axis)
+            if axis not in self.axes:
+                raise self._unknown(axis)
         address: Any = self.offset
         for axis, size, stride in zip(self.axes, self.sizes, self.strides, strict=True):
             if axis in coordinate:
-                address = address + self._checked(axis, coordinate[axis]) * stride
+                index = coordinate[axis]
+                if type(index) is not int or not 0 <= index < size:
+                    array = indices(index, size, axis)
+                    index = array if array.ndim else int(array)
+                address = address + index * stride
             elif size > 1:
                 problem = f"The coordinate leaves out axis {axis}"
                 raise bad_axes(problem, coordinate, f"Add {axis}=..., or select it first")
@@ -118,20 +123,12 @@ class Affine:
 
     def _place(self, axis: str) -> int:
         if axis not in self.axes:
-            raise AtlasError(
-                Code.UNKNOWN_AXIS,
-                got=repr(axis),
-                hint=f"This placement has {', '.join(self.axes) or 'no axes'}",
-            )
+            raise self._unknown(axis)
         return self.axes.index(axis)
 
-    def _checked(self, axis: str, index: Any) -> Any:
-        """One or many indices into `axis`, all of them in range, as int or int64."""
-        size = self.size(axis)
-        if type(index) is int and 0 <= index < size:
-            return index  # most calls, without a way through numpy
-        array = indices(index, size, axis)
-        return array if array.ndim else int(array)
+    def _unknown(self, axis: str) -> AtlasError:
+        hint = f"This placement has {', '.join(self.axes) or 'no axes'}"
+        return AtlasError(Code.UNKNOWN_AXIS, got=repr(axis), hint=hint)
 
     def _refuse_overflow(self, stop: int) -> None:
         if stop > INT64_MAX:
@@ -150,7 +147,6 @@ class Affine:
             other = {a: max(0, d) for a, d in zip(self.axes, step, strict=True)}
             raise AtlasError(
                 Code.OVERLAP,
-                "Two coordinates share a byte",
                 got=f"{one} and {other} in {self}",
                 hint="Widen the strides, or give replicas an allocation of their own",
             )

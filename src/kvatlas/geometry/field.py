@@ -79,8 +79,6 @@ class Section:
             return rank * self.units // tp, 1
         raise AtlasError(
             Code.TP_HEADS,
-            "Heads (or groups) do not divide evenly over the ranks"
-            + (", nor repeat evenly" if self.shared else ""),
             got=f"{self.units} over tp {tp}",
             hint=f"Use a tp that divides {self.units}"
             + (f", or a multiple of {self.units}" if self.shared else ""),

@@ -198,14 +198,9 @@ class Page:
         """The padding behind each page of a placement, to be named as such; None without."""
         if not self.padding:
             return None
-        others = [axis for axis in placement.axes if axis not in "HNC"]
-        return Placement(
-            tuple(others),
-            tuple(map(placement.size, others)),
-            tuple(map(placement.stride, others)),
-            placement.offset + self.unpadded,
-            self.padding,
-        )
+        for axis in "HNC":
+            placement = placement.select(axis, 0)
+        return replace(placement, offset=placement.offset + self.unpadded, item=self.padding)
 
     def _over_page(self, field: Field) -> bool:
         return field.last_content_byte >= self.states * self.content

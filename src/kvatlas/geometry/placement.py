@@ -29,6 +29,7 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.address_arrays import (
     Int64s,
     fill_descriptors,
+    indices,
     join_ranges,
     out_of_range,
     outer_sum,
@@ -187,7 +188,6 @@ class Placement(Affine):
         if o == i or (many > 1 and few > 1 and self.strides[o] != few * step):
             raise AtlasError(
                 Code.NOT_FOLDABLE,
-                "One step of the outer axis is not all steps of the inner",
                 got=f"{outer} with stride {self.strides[o]} over {inner} of {few} x {step} bytes",
                 hint="Keep both axes, or choose an order in which they are neighbours",
             )
@@ -306,7 +306,6 @@ class Placement(Affine):
         if self.stop > buffer.size:
             raise AtlasError(
                 Code.OUT_OF_BOUNDS,
-                "The view reaches past its buffer",
                 got=f"bytes up to {self.stop} of a buffer of {buffer.size}",
                 hint="Allocate what the plan says, or narrow the view",
             )
@@ -326,7 +325,7 @@ class Placement(Affine):
             axis, size = self.axes[place], self.sizes[place]
             if axis not in ids:
                 refuse_too_many(size, "coordinates")
-            chosen = self._checked(axis, ids[axis]) if axis in ids else np.arange(size)
+            chosen = indices(ids[axis], size, axis) if axis in ids else np.arange(size)
             steps.append(np.atleast_1d(chosen) * self.strides[place])
         return steps, self._pick([i for i in range(len(self.axes)) if i not in walked])
 

@@ -57,7 +57,6 @@ def validate(
         if part.stop > size:
             raise AtlasError(
                 Code.OUT_OF_BOUNDS,
-                "A part reaches past the buffer",
                 got=f"{name} up to byte {part.stop} of {size}",
                 hint="Check the number of blocks against the memory",
             )
@@ -90,7 +89,6 @@ def _refuse_shared_bytes(parts: Mapping[str, Placement]) -> None:
             first = int(clash[0])
             raise AtlasError(
                 Code.OVERLAP,
-                "Two parts share a byte",
                 got=f"{names[owners[first]]} and {names[owners[first + 1]]} "
                 f"at byte {starts[first + 1]}",
                 hint="Move or shrink one of them; groups that overlay are validated apart",

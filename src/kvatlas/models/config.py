@@ -1,4 +1,4 @@
-"""A config from outside: each value is asked for by name and checked when it is read.
+"""A config from outside: each value is read by name and checked when it is read.
 
 Configs are written by strangers and spelled by families, so a question names all
 spellings of a thing, and the answer is a number that can be used or a refusal that
@@ -7,7 +7,7 @@ says which key was wrong. Nothing is written back into what was given.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from kvatlas.errors import AtlasError, Code
@@ -89,37 +89,35 @@ class Config:
 
     def flag(self, name: str, *, default: bool = False) -> bool:
         """A switch."""
-        value = self._values.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise bad(f"{name} is neither true nor false", value, "Write it without quotes")
-        return value
+        value = self._typed((name,), bool, "true or false, without quotes")
+        return default if value is None else bool(value)
 
     def text(self, *names: str) -> str | None:
         """A word where the config gives one."""
-        value = self.get(*names)
-        if value is not None and not isinstance(value, str):
-            raise bad(f"{names[0]} is not a word", value, "Write it in quotes")
+        value: str | None = self._typed(names, str, "a word in quotes")
         return value
 
     def section(self, *names: str) -> Config | None:
         """A nested mapping where the config gives one."""
-        value = self.get(*names)
-        if value is None:
-            return None
-        if not isinstance(value, Mapping):
-            raise bad(f"{names[0]} is not an object", value, "Write it in braces")
-        return Config(value)
+        value = self._typed(names, Mapping, "an object in braces")
+        return None if value is None else Config(value)
 
     def listing(self, *names: str) -> list[Any] | None:
         """A list where the config gives one."""
+        value = self._typed(names, (list, tuple), "a list in brackets")
+        return None if value is None else list(value)
+
+    def _typed(self, names: tuple[str, ...], kind: type | tuple[type, ...], what: str) -> Any:
         value = self.get(*names)
-        if value is None:
-            return None
-        if isinstance(value, str) or not isinstance(value, Sequence):
-            raise bad(f"{names[0]} is not a list", value, "Write it in brackets")
-        return list(value)
+        if value is not None and not isinstance(value, kind):
+            raise bad(f"{names[0]} is not {what}", value, f"Write {what}")
+        return value
+
+    def _required_listing(self, name: str) -> list[Any]:
+        entries = self.listing(name)
+        if entries is None:
+            raise missing(name)
+        return entries
 
     def per_layer(self, name: str, depth: int, *, extra: int = 0) -> list[Any]:
         """A list with one entry for each layer.
@@ -127,9 +125,7 @@ class Config:
         Layers that predict further tokens may bring up to `extra` more entries,
         which are dropped: they are no part of the model that is served.
         """
-        entries = self.listing(name)
-        if entries is None:
-            raise missing(name)
+        entries = self._required_listing(name)
         if not depth <= len(entries) <= depth + extra:
             raise bad(
                 f"{name} does not have one entry for each layer",
@@ -140,11 +136,8 @@ class Config:
 
     def indices(self, name: str, depth: int, *, first: int = 0) -> set[int]:
         """Layers that a list names, counted from 0 whatever `first` it counts from."""
-        numbers = self.listing(name)
-        if numbers is None:
-            raise missing(name)
         chosen = set()
-        for value in numbers:
+        for value in self._required_listing(name):
             known = isinstance(value, int) and not isinstance(value, bool)
             if not known or not first <= value < first + depth:
                 problem = f"{name} names layers outside {first} to {first + depth - 1}"
@@ -186,7 +179,7 @@ class Config:
         return self.maybe(*names, "num_attention_groups") or self.query_heads()
 
     def head_dim(self) -> int:
-        """Elements of a cached row: often not hidden size / heads, so that is asked last."""
+        """Elements of a cached row: often not hidden size / heads, so that comes last."""
         names = ("head_dim", "attention_head_dim", "kv_channels", "hidden_size_per_head")
         return self.maybe(*names) or self.quotient(self.hidden(), self.query_heads(), "head_dim")
 

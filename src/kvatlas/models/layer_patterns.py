@@ -16,18 +16,12 @@ from kvatlas.models.decoder import Decoder, Kind
 from kvatlas.models.layer import Layer
 from kvatlas.specs import AnySpec
 
-_ATTENTION: dict[str, Kind] = {
-    "full_attention": "full",
-    "attention": "full",
-    "global": "full",
-    "global_attention": "full",
-    "sliding_attention": "sliding",
-    "sliding": "sliding",
-    "sliding_window": "sliding",
-    "local": "sliding",
-    "local_attention": "sliding",
-    "chunked_attention": "chunked",
+_SPELLINGS: dict[Kind, str] = {
+    "full": "full_attention attention global global_attention",
+    "sliding": "sliding_attention sliding sliding_window local local_attention",
+    "chunked": "chunked_attention",
 }
+_KINDS = {word: kind for kind, words in _SPELLINGS.items() for word in words.split()}
 
 # Words for the layers of hybrids; "linear_attention" is transformers' word for any recurrence.
 _ATTENDS = ("attention", "full_attention")
@@ -154,10 +148,10 @@ def owns_cache(config: Config) -> int:
 
 
 def _kind(word: object) -> Kind:
-    if not isinstance(word, str) or word not in _ATTENTION:
+    if not isinstance(word, str) or word not in _KINDS:
         problem = "A layer is neither full, sliding nor chunked attention"
-        raise bad(problem, word, f"Use one of {', '.join(_ATTENTION)}")
-    return _ATTENTION[word]
+        raise bad(problem, word, f"Use one of {', '.join(_KINDS)}")
+    return _KINDS[word]
 
 
 def _lettered(pattern: str, depth: int) -> list[Kind]:

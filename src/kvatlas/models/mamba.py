@@ -2,7 +2,7 @@
 
 The sizes have five spellings and one meaning, so one function reads them. The
 width of a mixer is heads x head size: `expand` x hidden size is often something
-else, and is asked only where nothing better is there.
+else, and is used only where nothing better is there.
 """
 
 from __future__ import annotations

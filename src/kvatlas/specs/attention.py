@@ -119,22 +119,22 @@ class Attention(Spec, frozen=True, kw_only=True):
         row = row_bytes(both.k)
         match self.packed_as:
             case "cells":
-                parts = [*both.k, *both.v]
-                fields = in_cells(parts, _cells(heads, states), shard)
-                return Page(heads, states, row_bytes(parts), tuple(fields))
+                shape = (heads, row + row_bytes(both.v))
+                fields = in_cells([*both.k, *both.v], _cells(heads, states), shard)
             case "transposed":
+                shape = (heads, row + row_bytes(both.v))
                 fields = _transposed(both, heads, states, shard)
-                return Page(heads, states, row + row_bytes(both.v), tuple(fields))
             case "head_groups":
+                shape = (2 * heads, row)
                 fields = self._head_groups(both, heads, states, shard)
-                return Page(2 * heads, states, row, tuple(fields))
             case "planes":
+                shape = (2, heads * row)
                 cells = (FieldAxis("H", heads, "C", row), FieldAxis("N", states, "N"))
                 fields = in_cells(both.k, cells, shard) + in_cells(both.v, cells, shard, head=1)
-                return Page(2, states, heads * row, tuple(fields))
             case "tiled_planes":
+                shape = (2, heads * row)
                 fields = _tiled(both, heads, states, shard)
-                return Page(2, states, heads * row, tuple(fields))
+        return Page(shape[0], states, shape[1], tuple(fields))
 
     def _sides(self) -> Sides:
         dtype = plain_dtype(self.dtype)

@@ -36,13 +36,7 @@ _PER_TOKEN_HEAD = {
     "int4_per_token_head": "uint4",
 }
 
-ATTENTION_CACHES: tuple[str, ...] = (
-    "auto",
-    *_PER_TENSOR,
-    *_PER_TOKEN_HEAD,
-    "nvfp4",
-    *_TURBOQUANT,
-)
+ATTENTION_CACHES = ("auto", *_PER_TENSOR, *_PER_TOKEN_HEAD, "nvfp4", *_TURBOQUANT)
 """Cache dtypes of attention with separate K and V."""
 
 

@@ -15,6 +15,7 @@ not make one page of twice the states.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from kvatlas.geometry import (
@@ -261,16 +262,13 @@ def compressed_latent(
     if ratio == 0:
         return caches
     overlap = 2 if ratio == 4 else 1
-    span = overlap * ratio
+    compressor = partial(CompressorState, window=overlap * ratio, align=align)
     caches["attn"] = LatentAttention(**rows, compress=ratio)
-    caches["compressor"] = CompressorState(width=2 * overlap * head_dim, window=span, align=align)
+    caches["compressor"] = compressor(width=2 * overlap * head_dim)
     if overlap == 2:
-        caches["indexer"] = Indexer(
-            head_dim=index_dim, cache=index_cache, compress=ratio, align=align
-        )
-        caches["indexer_compressor"] = CompressorState(
-            width=2 * overlap * index_dim, window=span, align=align
-        )
+        keys: dict[str, Any] = {"head_dim": index_dim, "cache": index_cache}
+        caches["indexer"] = Indexer(**keys, compress=ratio, align=align)
+        caches["indexer_compressor"] = compressor(width=2 * overlap * index_dim)
     return caches
 
 
