@@ -68,15 +68,15 @@ def flashinfer_nvfp4(layer: LayerCache, order: Order = "HND") -> Quantised:
 
 def scales(layer: LayerCache) -> KV:
     """Scales for each token and head as [B, N, H]: int8, fp8 and int4 kernels."""
-    found = [_view(layer, name, _AXES["NHD"]) for name in ("k_scale", "v_scale")]
-    if any(scale.shape[-1] != 1 for scale in found):
+    scales = [_view(layer, name, _AXES["NHD"]) for name in ("k_scale", "v_scale")]
+    if any(scale.shape[-1] != 1 for scale in scales):
         raise AtlasError(
             Code.BAD_AXES,
             "A row has one scale",
-            got=f"{found[0].shape[-1]} of them in {layer.name}",
+            got=f"{scales[0].shape[-1]} of them in {layer.name}",
             hint="Use flashinfer_nvfp4 for block scales",
         )
-    return KV(found[0].squeeze(-1), found[1].squeeze(-1))
+    return KV(scales[0].squeeze(-1), scales[1].squeeze(-1))
 
 
 def flex_attention(layer: LayerCache) -> KV:

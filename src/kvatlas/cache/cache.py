@@ -85,8 +85,8 @@ class LayerCache:
     def field(self, name: str) -> torch.Tensor:
         """A field as a typed tensor: blocks first, then the field's own axes."""
         if name not in self._tensors:
-            found: Field = self.page.field(name)
-            self._tensors[name] = view(self.buffer, self.place(name), torch_dtype(found.dtype))
+            field: Field = self.page.field(name)
+            self._tensors[name] = view(self.buffer, self.place(name), torch_dtype(field.dtype))
         return self._tensors[name]
 
     @property
@@ -148,7 +148,7 @@ class Cache(Mapping[str, LayerCache]):
             spec=region.layers[index].spec,
             page=self.plan.page(layer, self.tp_rank, part),
             placement=self.plan.placement(layer, part),
-            buffer=self.pools[self.plan.groups[region.group].pool],
+            buffer=self.pools[self.plan.pool(self.rank, region.group).index],
         )
 
     def parts(self, layer: str) -> list[LayerCache]:
@@ -190,7 +190,7 @@ class Cache(Mapping[str, LayerCache]):
 
         One id, or ids that step evenly, are a view; a scattered choice cannot be.
         """
-        found = self._pool(pool)
+        home = self._pool(pool)
         if not self._rows(pool):
             raise AtlasError(
                 Code.NOT_CONTIGUOUS,
@@ -198,7 +198,7 @@ class Cache(Mapping[str, LayerCache]):
                 got=f"order {self.plan.layout}",
                 hint="Use an order that starts with B, or Placement.runs for the pieces",
             )
-        rows = self.pools[pool].view(found.blocks, found.block_bytes)
+        rows = self.pools[pool].view(home.blocks, home.block_bytes)
         chosen = [ids] if isinstance(ids, int) else [int(i) for i in ids]
         steps = {b - a for a, b in pairwise(chosen)}
         if not chosen:
@@ -208,7 +208,7 @@ class Cache(Mapping[str, LayerCache]):
                 got=chosen,
                 hint="Ask for some blocks of the pool",
             )
-        self._refuse_ids(chosen, found.blocks)
+        self._refuse_ids(chosen, home.blocks)
         if len(steps) > 1 or min(steps, default=1) < 1:
             raise AtlasError(
                 Code.NOT_CONTIGUOUS,
