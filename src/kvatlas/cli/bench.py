@@ -21,14 +21,14 @@ from kvatlas.wire import (
     Bytes,
     Link,
     Node,
+    SampleTask,
     Session,
-    Task,
     Transport,
-    make,
+    make_transport,
     memory_of,
-    noise,
     pools_for,
-    served,
+    random_bytes,
+    run_sample_server,
 )
 
 TRANSPORTS = ("nixl", "mooncake", "shm")
@@ -54,7 +54,7 @@ def transport_rates() -> Iterator[TransportRate]:
     for name in TRANSPORTS:
         transport = None
         try:
-            transport = make(name)
+            transport = make_transport(name)
             yield from _rates(name, transport)
         except AtlasError as refusal:
             # A transport may be missing; what all of them need may not.
@@ -66,14 +66,14 @@ def transport_rates() -> Iterator[TransportRate]:
 def _rates(name: str, transport: Transport) -> Iterator[TransportRate]:
     made = _plan()
     pools = pools_for(made, 0, transport)
-    task = Task(plan=made, transport=name, seed=_SEED, requests=(), tokens=16)
+    task = SampleTask(plan=made, transport=name, seed=_SEED, requests=(), tokens=16)
     with (
-        served(task) as far,
+        run_sample_server(task) as endpoints,
         Node(made, memory=memory_of(pools), transport=transport, name="bench") as node,
-        Session(node, far.endpoints) as session,
+        Session(node, endpoints) as session,
     ):
         link = session.link(0)
-        source = noise(made.pools[0].nbytes, _SEED, 0, 0)
+        source = random_bytes(made.pools[0].nbytes, _SEED, 0, 0)
         for run in RUNS:
             copy = _scattered(run, made.pools[0].nbytes)
             taken = _best(partial(_read, link, copy))

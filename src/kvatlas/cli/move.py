@@ -20,20 +20,20 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
 from kvatlas.routing import Route, scattered
 from kvatlas.wire import (
-    NAMES,
+    TRANSPORT_NAMES,
     Bytes,
     How,
     Node,
+    SampleTask,
     Session,
-    Task,
-    make,
+    make_transport,
     memory_of,
-    noise,
     pools_for,
-    served,
+    random_bytes,
+    run_sample_server,
 )
 
-TRANSPORTS = tuple(name for name in NAMES if name != "memory")
+TRANSPORTS = tuple(name for name in TRANSPORT_NAMES if name != "memory")
 """Transports that reach another process."""
 _SEED = 20260
 _LEAST, _MOST = 1 << 26, 1 << 33
@@ -81,7 +81,7 @@ def choose_transport(name: str | None) -> str:
 
 def _runs_here(name: str) -> bool:
     try:
-        make(name).close()
+        make_transport(name).close()
     except AtlasError:
         return False
     return True
@@ -91,18 +91,20 @@ def move_request(
     src: Plan, dst: Plan, tokens: int, transport: str, how: How
 ) -> Iterator[MovedRank]:
     """Move one request between two processes, rank by rank, and compare every byte."""
-    task = Task(plan=src, transport=transport, seed=_SEED, requests=(_REQUEST,), tokens=tokens)
+    task = SampleTask(
+        plan=src, transport=transport, seed=_SEED, requests=(_REQUEST,), tokens=tokens
+    )
     way = Route(src, dst)
-    with served(task) as far:
+    with run_sample_server(task) as endpoints:
         for rank in range(dst.ranks):
-            near = make(transport)
+            near = make_transport(transport)
             pools = pools_for(dst, rank, near)
             for index, pool in pools.items():
-                pool[:] = noise(pool.nbytes, _SEED + 1, rank, index)
+                pool[:] = random_bytes(pool.nbytes, _SEED + 1, rank, index)
             node = Node(
                 dst, rank=rank, memory=memory_of(pools), transport=near, name=f"destination-{rank}"
             )
-            with node, Session(node, far.endpoints) as session:
+            with node, Session(node, endpoints) as session:
                 blocks = scattered(dst, tokens)
                 transfer = session.pull(
                     _REQUEST, dst_blocks=blocks, tokens=tokens, how=how, seconds=120
@@ -121,7 +123,7 @@ def move_request(
 
 def _wrong(way: Route, rank: int, pools: dict[int, Bytes], tokens: int) -> int:
     """Bytes of a rank that are not what a copy in one process would have made them."""
-    expected = {i: noise(p.nbytes, _SEED + 1, rank, i) for i, p in pools.items()}
+    expected = {i: random_bytes(p.nbytes, _SEED + 1, rank, i) for i, p in pools.items()}
     tables = scattered(way.src, tokens), scattered(way.dst, tokens)
     for source in way.sources(rank):
         bound = way.bind(
@@ -129,7 +131,7 @@ def _wrong(way: Route, rank: int, pools: dict[int, Bytes], tokens: int) -> int:
             tokens=tokens,
         )  # fmt: skip
         sent = {
-            index: noise(pool.nbytes, _SEED, source, index)
+            index: random_bytes(pool.nbytes, _SEED, source, index)
             for index, pool in way.src.rank_pools(source).items()
         }
         for copy in bound.copies:

@@ -218,7 +218,7 @@ class Route:
                 Code.UNKNOWN_LAYER,
                 "The route moves no such layer",
                 got=repr(unknown[0]),
-                hint=f"It moves {len(self.layers)} layers: {', '.join_ranges(self.layers[:2])}, ...",
+                hint=f"It moves {len(self.layers)} layers: {', '.join(self.layers[:2])}, ...",
             )
         return None if layers is None else frozenset(layers)
 
