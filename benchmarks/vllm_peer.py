@@ -100,13 +100,15 @@ def _spec(layer: SizedLayer) -> Any:
         given["dtype"] = getattr(torch, _TORCH[dtype.name])
     match layer.kind:
         case "sliding_window":
-            return kinds.SlidingWindowSpec(**given, sliding_window=layer.window)
+            return kinds.SlidingWindowSpec(**given, sliding_window=spec.visibility.window)
         case "chunked_local_attention":
-            return kinds.ChunkedLocalAttentionSpec(**given, attention_chunk_size=layer.window)
+            return kinds.ChunkedLocalAttentionSpec(
+                **given, attention_chunk_size=spec.visibility.chunk
+            )
         case "mla_attention":
             return kinds.MLAAttentionSpec(**given, is_index_group_leader=layer.leader)
         case "sliding_window_mla":
-            return kinds.SlidingWindowMLASpec(**given, sliding_window=layer.window)
+            return kinds.SlidingWindowMLASpec(**given, sliding_window=spec.visibility.window)
         case "cross_attention":
             return kinds.CrossAttentionSpec(**given)
         case _:

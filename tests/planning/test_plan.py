@@ -80,6 +80,8 @@ TAMPERED: list[tuple[str, Any]] = [
     ("groups.0.block", -5),
     ("groups.0.block", 32),
     ("groups.0.window", -100),
+    ("groups.0.window", 41),
+    ("groups.0.window", None),
     ("groups.0.held", -1),
     ("groups.0.source", -4),
     ("groups.0.kind", "recurrent"),
@@ -217,9 +219,10 @@ def test_ranks_and_their_pools() -> None:
         assert set(made.rank_pools(rank).values()) == {p for p in made.pools if p.stage == stage}
         for group, value in enumerate(made.groups):
             assert made.pool(rank, group) is made.rank_pools(rank)[value.pool]
-    for rank in (-1, 4, 1.0, True, None):
+    wrong: tuple[Any, ...] = (-1, 4, 1.0, True, None)
+    for rank in wrong:
         with pytest.raises(AtlasError) as refusal:
-            made.split_rank(rank)  # type: ignore[arg-type]
+            made.split_rank(rank)
         assert refusal.value.code is Code.BAD_RANK
 
 

@@ -69,8 +69,8 @@ def test_every_byte_has_one_owner(name: str, policy: Any) -> None:
     for order, tp in product(ORDERS, (1, 4)):
         try:
             made = plan(
-                SMALL[name], memory=MEMORY.get(name, "4MiB"), tp=tp, layout=order, policy=policy, max_len=64,
-                in_flight=32,
+                SMALL[name], memory=MEMORY.get(name, "4MiB"), tp=tp, layout=order, policy=policy,
+                max_len=64, in_flight=32,
             )  # fmt: skip
         except AtlasError as refusal:
             assert policy != "atlas" or name == "recurrent", refusal

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +18,7 @@ from kvatlas.cli.compare import AXES, axes_of, compared_plans
 from kvatlas.cli.failures import guarded, no_traceback, plain
 from kvatlas.cli.hybrids_page import hybrids_page
 from kvatlas.cli.model_facts import layer_facts, layout_facts, model_facts
-from kvatlas.cli.options import PlanOptions, complete_model, completer, takes_plan_options
+from kvatlas.cli.options import MODEL, PlanOptions, completer, takes_plan_options
 from kvatlas.cli.tables import (
     comparison,
     headline,
@@ -60,8 +61,11 @@ def run() -> None:
         app(prog_name="kvatlas")
 
 
-def _examples(*lines: str) -> str:
-    return "\n".join(("[dim]Examples[/]", *(f"  kvatlas {line}" for line in lines)))
+def command(*examples: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A guarded command of the app, with examples below its help."""
+    lines = ("[dim]Examples[/]", *(f"  kvatlas {line}" for line in examples))
+    register = app.command(epilog="\n".join(lines))
+    return lambda function: register(guarded(function))
 
 
 def _version(wanted: bool) -> None:
@@ -85,15 +89,12 @@ def root(
     """What of a model's KV cache fits, where every byte lies, and why."""
 
 
-@app.command(
-    epilog=_examples(
-        "plan Qwen3.5-397B-A17B --tp 2 --memory 60GiB",
-        "plan ./config.json --kv-dtype fp8 --max-len 128Ki --json",
-        "plan gpt-oss-20b --compare policy,tp",
-        "plan DeepSeek-V3 --backend FLASHMLA --compare kv-dtype=auto,fp8",
-    )
+@command(
+    "plan Qwen3.5-397B-A17B --tp 2 --memory 60GiB",
+    "plan ./config.json --kv-dtype fp8 --max-len 128Ki --json",
+    "plan gpt-oss-20b --compare policy,tp",
+    "plan DeepSeek-V3 --backend FLASHMLA --compare kv-dtype=auto,fp8",
 )
-@guarded
 @takes_plan_options
 def plan(
     options: PlanOptions,
@@ -144,12 +145,7 @@ def _save(path: Path, content: bytes) -> None:
         ) from None
 
 
-@app.command(
-    epilog=_examples(
-        "explain Qwen3.5-397B-A17B --tp 2 --policy vllm", "explain Nemotron-H-8B --memory 20GiB"
-    )
-)
-@guarded
+@command("explain Qwen3.5-397B-A17B --tp 2 --policy vllm", "explain Nemotron-H-8B --memory 20GiB")
 @takes_plan_options
 def explain(options: PlanOptions, as_json: Json = False) -> None:
     """Why: the reason for the block size and for each byte of waste, in sentences."""
@@ -162,13 +158,10 @@ def explain(options: PlanOptions, as_json: Json = False) -> None:
     show(headline(made.summary()), sentences(lines[1:]))
 
 
-@app.command(
-    epilog=_examples(
-        "check Qwen3-8B --from tp=2,layout=LBHNC --to tp=3,layout=BHLNC",
-        "check prefill.json decode.json --tokens 8192 --json",
-    )
+@command(
+    "check Qwen3-8B --from tp=2,layout=LBHNC --to tp=3,layout=BHLNC",
+    "check prefill.json decode.json --tokens 8192 --json",
 )
-@guarded
 def check(
     first: Annotated[str, typer.Argument(metavar="MODEL|PLAN", show_default=False)],
     second: Annotated[str | None, typer.Argument(metavar="[PLAN]", show_default=False)] = None,
@@ -201,17 +194,12 @@ def check(
         raise typer.Exit(1)
 
 
-@app.command(
-    epilog=_examples(
-        "move Qwen3-8B --from tp=2,layout=LBNHC --to layout=BHLNC,block-size=32",
-        "move gpt-oss-20b --from tp=2 --to pp=2 --transport shm --how direct",
-    )
+@command(
+    "move Qwen3-8B --from tp=2,layout=LBNHC --to layout=BHLNC,block-size=32",
+    "move gpt-oss-20b --from tp=2 --to pp=2 --transport shm --how direct",
 )
-@guarded
 def move(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", autocompletion=complete_model, show_default=False)
-    ],
+    model: Annotated[str, MODEL],
     source: Annotated[str, typer.Option("--from", help="The source: tp=2,layout=LBNHC")] = "",
     target: Annotated[str, typer.Option("--to", help="The destination: block-size=32")] = "",
     many: Annotated[int, typer.Option("--tokens", help="Tokens of the request.")] = 512,
@@ -242,8 +230,7 @@ def move(
         raise typer.Exit(1)
 
 
-@app.command(epilog=_examples("bench wire", "bench wire --json"))
-@guarded
+@command("bench wire", "bench wire --json")
 def bench(
     what: Annotated[str, typer.Argument(metavar="wire", help="What to measure.")],
     as_json: Json = False,
@@ -262,18 +249,9 @@ def bench(
         show(*bench_parts(rates))
 
 
-@app.command(epilog=_examples("models", "models gpt-oss-20b", "models ./config.json --json"))
-@guarded
+@command("models", "models gpt-oss-20b", "models ./config.json --json")
 def models(
-    name: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="MODEL",
-            help="A catalogue name, a config.json, or a folder with one.",
-            autocompletion=complete_model,
-            show_default=False,
-        ),
-    ] = None,
+    name: Annotated[str | None, MODEL] = None,
     as_json: Json = False,
 ) -> None:
     """The catalogue; or one model, with what each of its layers caches."""
@@ -344,8 +322,7 @@ def _spec(spec: Any) -> str:
     return " ".join((type(spec).__name__, ", ".join(said)))
 
 
-@app.command(epilog=_examples("layouts", "layouts --json"))
-@guarded
+@command("layouts", "layouts --json")
 def layouts(as_json: Json = False) -> None:
     """The orders that a cache can have in memory, and the backends that take them."""
     facts = layout_facts()
@@ -368,8 +345,7 @@ def layouts(as_json: Json = False) -> None:
     show(indented(made), indented(takes), Text(legend, style="dim"))
 
 
-@app.command(epilog="[dim]Example[/]  kvatlas hybrids > docs/hybrids.md")
-@guarded
+@command("hybrids > docs/hybrids.md")
 def hybrids() -> None:
     """Markdown: every hybrid of the catalogue, vLLM's plan beside atlas's."""
     typer.echo(hybrids_page(), nl=False)

@@ -41,105 +41,81 @@ def complete_model(incomplete: str) -> list[str]:
     return completer(*catalogue())(incomplete)
 
 
+def _option(help_text: str, panel: str, *words: str, flag: str | None = None) -> Any:
+    """An option in one of the panels of --help; the shell completes `words`."""
+    return typer.Option(
+        *([flag] if flag else []),
+        help=help_text,
+        rich_help_panel=panel,
+        autocompletion=completer(*words) if words else None,
+        show_default=flag is None,
+    )
+
+
+MODEL = typer.Argument(
+    metavar="MODEL",
+    help="A catalogue name, a config.json, or a folder with one.",
+    autocompletion=complete_model,
+    show_default=False,
+)
+
+_LENGTHS = (
+    "Tokens of the longest request: 32768, 32K for the same, or 32k for 32000. "
+    "[dim]By default 32768, or what the model allows.[/]"
+)
+_REQUESTS = "Requests to keep states for, where a plan keeps them apart."
+_STATES = "Recurrent states: auto, shared (one pool, may pad more) or apart."
+_ORDERS = (*(layout.order for layout in ENGINE_LAYOUTS), "NHD", "HND")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
     """A model and everything that decides its plan."""
 
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="A catalogue name, a config.json, or a folder with one.",
-            autocompletion=complete_model,
-            show_default=False,
-        ),
-    ]
+    model: Annotated[str, MODEL]
     memory: Annotated[
-        str,
-        typer.Option(
-            help="Cache memory of each rank: 60GiB, 80GB or bytes.", rich_help_panel=_MACHINE
-        ),
+        str, _option("Cache memory of each rank: 60GiB, 80GB or bytes.", _MACHINE)
     ] = "80GiB"
-    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.", rich_help_panel=_MACHINE)] = 1
-    pp: Annotated[int, typer.Option(help="Pipeline stages.", rich_help_panel=_MACHINE)] = 1
-    dcp: Annotated[
-        int, typer.Option(help="Decode-context-parallel ranks.", rich_help_panel=_MACHINE)
-    ] = 1
-    max_len: Annotated[
-        str | None,
-        typer.Option(
-            help="Tokens of the longest request: 32768, 32K for the same, or 32k for 32000. "
-            "[dim]By default 32768, or what the model allows.[/]",
-            rich_help_panel=_MACHINE,
-        ),
-    ] = None
-    requests: Annotated[
-        int | None,
-        typer.Option(
-            help="Requests to keep states for, where a plan keeps them apart.",
-            rich_help_panel=_MACHINE,
-        ),
-    ] = None
+    tp: Annotated[int, _option("Tensor-parallel ranks.", _MACHINE)] = 1
+    pp: Annotated[int, _option("Pipeline stages.", _MACHINE)] = 1
+    dcp: Annotated[int, _option("Decode-context-parallel ranks.", _MACHINE)] = 1
+    max_len: Annotated[str | None, _option(_LENGTHS, _MACHINE)] = None
+    requests: Annotated[int | None, _option(_REQUESTS, _MACHINE)] = None
     kv_dtype: Annotated[
         str | None,
-        typer.Option(
-            help="Cache dtype: fp8, nvfp4, ... [dim]By default the checkpoint's.[/]",
-            autocompletion=completer(*CACHES, "bf16", "fp16", "fp32"),
-            rich_help_panel=_CACHE,
+        _option(
+            "Cache dtype: fp8, nvfp4, ... [dim]By default the checkpoint's.[/]",
+            _CACHE, *CACHES, "bf16", "fp16", "fp32",
         ),
-    ] = None
+    ] = None  # fmt: skip
     layout: Annotated[
         str | None,
-        typer.Option(
-            help="Order of the axes: BLHNC, NHD, ... See `kvatlas layouts`.",
-            autocompletion=completer(*(layout.order for layout in ENGINE_LAYOUTS), "NHD", "HND"),
-            rich_help_panel=_CACHE,
-        ),
+        _option("Order of the axes: BLHNC, NHD, ... See `kvatlas layouts`.", _CACHE, *_ORDERS),
     ] = None
     backend: Annotated[
         str | None,
-        typer.Option(
-            help="Attention backend. [dim]By default vLLM's choice on Hopper.[/]",
-            autocompletion=completer(*BACKENDS),
-            rich_help_panel=_CACHE,
+        _option(
+            "Attention backend. [dim]By default vLLM's choice on Hopper.[/]", _CACHE, *BACKENDS
         ),
     ] = None
     policy: Annotated[
         str,
-        typer.Option(
-            help="atlas, vllm (its answer to the byte) or uniform (one group).",
-            autocompletion=completer(*POLICIES),
-            rich_help_panel=_CACHE,
-        ),
+        _option("atlas, vllm (its answer to the byte) or uniform (one group).", _CACHE, *POLICIES),
     ] = "atlas"
     pack: Annotated[
         str,
-        typer.Option(
-            help="Attention layers in a page of a hybrid: auto or a number.",
-            autocompletion=completer("auto", "1", "2", "4", "8"),
-            rich_help_panel=_CACHE,
+        _option(
+            "Attention layers in a page of a hybrid: auto or a number.",
+            _CACHE, "auto", "1", "2", "4", "8",
         ),
-    ] = "auto"
-    states: Annotated[
-        str,
-        typer.Option(
-            help="Recurrent states: auto, shared (one pool, may pad more) or apart.",
-            autocompletion=completer("auto", "shared", "apart"),
-            rich_help_panel=_CACHE,
-        ),
-    ] = "auto"
+    ] = "auto"  # fmt: skip
+    states: Annotated[str, _option(_STATES, _CACHE, "auto", "shared", "apart")] = "auto"
     block_size: Annotated[
-        int | None,
-        typer.Option(help="Tokens in a block, before hybrids grow it.", rich_help_panel=_CACHE),
+        int | None, _option("Tokens in a block, before hybrids grow it.", _CACHE)
     ] = None
     prefix_caching: Annotated[
         bool,
-        typer.Option(
-            " /--no-prefix-caching",
-            help="Keep no states at block ends for reuse.",
-            rich_help_panel=_CACHE,
-            show_default=False,
-        ),
+        _option("Keep no states at block ends for reuse.", _CACHE, flag=" /--no-prefix-caching"),
     ] = True
 
     def plan(self, **changes: Any) -> Plan:

@@ -84,7 +84,8 @@ def same_tokens(layers: list[SizedLayer]) -> bool:
         held = (first.kind, first.nbytes, first.checkpoints)
         return all((layer.kind, layer.nbytes, layer.checkpoints) == held for layer in layers)
     kinds = SLIDING_KINDS if first.kind == "sliding_window" else (first.kind,)
-    return all(layer.kind in kinds and layer.window == first.window for layer in layers)
+    seen = first.spec.visibility
+    return all(layer.kind in kinds and layer.spec.visibility == seen for layer in layers)
 
 
 def promote(layers: list[SizedLayer]) -> list[SizedLayer]:

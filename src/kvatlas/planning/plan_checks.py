@@ -10,12 +10,14 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import INT64_MAX, Layout, Placement, keeps_to_its_blocks, validate
 from kvatlas.planning.plan_data import PlanData
 from kvatlas.planning.plan_parts import Region
-from kvatlas.planning.sized_layers import kind_of, page_of
+from kvatlas.planning.sized_layers import LOCAL_KINDS, kind_of, page_of
 
 _LIMIT = 1 << 16
 """Regions, groups, pools, ranks or stages that a plan from outside may claim to have."""
 
 _FAR = 1 << 62
+_PARTIAL = (*LOCAL_KINDS, "cross_attention")
+"""Kinds that keep other tokens than all of the request's: which ones, their specs say."""
 
 _TOGETHER = {
     ("sliding_window", "full_attention"),
@@ -103,6 +105,8 @@ def _check_region(plan: PlanData, region: Region, names: set[tuple[str, int]]) -
         kind = kind_of(layer.spec)
         if kind != group.kind and (kind, group.kind) not in _TOGETHER:
             raise _bad(f"layer {layer.name} of kind {kind} in a group of {group.kind}")
+        if group.kind in _PARTIAL and layer.spec.visibility != group.visibility:
+            raise _bad(f"layer {layer.name} sees {layer.spec.visibility} in {group.visibility}")
 
 
 def _refuse_mixed_blocks(regions: list[tuple[Region, Placement]], blocks: int) -> None:

@@ -117,12 +117,6 @@ class SizedLayer:
         return self.layer.spec
 
     @property
-    def window(self) -> int | None:
-        """Tokens that stay within reach; for a chunk, its length."""
-        seen = self.spec.visibility
-        return seen.window or seen.chunk
-
-    @property
     def alignment(self) -> int:
         """Bytes that the distance between blocks must be a multiple of."""
         if self.apart is None:
