@@ -29,7 +29,7 @@ endif
 # Expanded when a recipe runs, so after its environment was made.
 PARALLEL = $(shell $(PY) -c "import xdist" 2>/dev/null && echo "-n auto")
 
-.PHONY: demo tour test test-deep test-gpu test-lowest lint lint-workflows bench bench-gpu \
+.PHONY: demo tour test test-deep test-gpu test-lowest test-transformers lint lint-workflows bench bench-gpu \
 	docs wheel check-release format clean
 
 demo: $(READY)  ## The main job: plan, prefill, ship the cache, decode elsewhere
@@ -104,6 +104,20 @@ $(LOWEST)/.installed: pyproject.toml constraints.txt tools/lowest.py
 	$(call WIRES,$(LOWEST))
 	touch $@
 
+# Another release of transformers, in an environment that sees the packages of .venv too.
+TRANSFORMERS ?= 5.17.0
+OTHER := .venv-transformers-$(TRANSFORMERS)
+
+test-transformers: $(OTHER)/.installed  ## The engine's tokens with TRANSFORMERS=5.17.0, or another
+	TRITON_INTERPRET=1 $(OTHER)/bin/python -m pytest -n auto $(or $(TESTS),tests/engines/test_tokens.py)
+
+$(OTHER)/.installed: $(STAMP)
+	test -d $(OTHER) || $(BIN)/python -m venv $(OTHER)
+	$(BIN)/python -c 'import sysconfig as s; print(f"import site; site.addsitedir({s.get_path(\"purelib\")!r})")' \
+		> $$(echo $(OTHER)/lib/python3*/site-packages)/packages_of_venv.pth
+	$(OTHER)/bin/pip install --quiet 'transformers==$(TRANSFORMERS)'
+	touch $@
+
 # Tools for the repository itself: nothing that the package or its tests import.
 TOOLS := .venv-tools
 
@@ -148,5 +162,5 @@ $(DOCS)/.installed: pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-docs .venv-lowest .venv-tools .venv-wheel dist site
+	rm -rf $(VENV) .venv-transformers-* .venv-docs .venv-lowest .venv-tools .venv-wheel dist site
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis

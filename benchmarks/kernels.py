@@ -19,7 +19,7 @@ from benchmarks.timing import show
 from kvatlas.cache import Cache, LayerCache, allocate
 from kvatlas.geometry import ENGINE_LAYOUTS, fold_together
 from kvatlas.kernels import copy_blocks, gather_blocks, read, write
-from kvatlas.models.model import Layer, Model
+from kvatlas.models import Layer, Model
 from kvatlas.planning import plan
 from kvatlas.specs import FullAttention
 

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.timing import median_ms, show
-from kvatlas.models import Model
-from kvatlas.models.model import Layer
+from kvatlas.models import Layer, Model
 from kvatlas.planning import Plan, plan
 from kvatlas.specs import FullAttention
 from kvatlas.tier import Tier
@@ -50,7 +49,7 @@ class Moved:
         self.pools = [
             {0: rng.integers(0, 256, made.pools[0].nbytes, dtype=np.uint8)} for _ in range(made.tp)
         ]
-        self.asked: dict[str, Any] = {
+        self.request: dict[str, Any] = {
             "blocks": self.table,
             "tokens": TOKENS,
             "keys": [b"%d" % block for block in range(TOKENS // BLOCK)],
@@ -58,16 +57,16 @@ class Moved:
 
     def store(self, tier: Tier) -> None:
         """All ranks, all keys anew."""
-        tier.drop(self.asked["keys"])
+        tier.drop(self.request["keys"])
         for rank, pools in enumerate(self.pools):
-            stored = tier.store(pools, self.made, rank=rank, **self.asked)
+            stored = tier.store(pools, self.made, rank=rank, **self.request)
         if stored.whole != TOKENS // BLOCK:
             raise SystemExit(f"stored {stored}")
 
-    def load(self, tier: Tier) -> None:
+    def fetch(self, tier: Tier) -> None:
         """All ranks."""
         for rank, pools in enumerate(self.pools):
-            tier.load(pools, self.made, rank=rank, **self.asked)
+            tier.fetch(pools, self.made, rank=rank, **self.request)
 
 
 def rate(nbytes: int, act: Callable[[], Any]) -> float:
@@ -75,30 +74,30 @@ def rate(nbytes: int, act: Callable[[], Any]) -> float:
 
 
 def limits(tier: Plan, folder: Path) -> dict[str, float]:
-    """What the machine does with as many bytes: row by row in memory, and into a file."""
-    row, many = tier.pools[0].block_bytes, TOKENS // BLOCK
-    data = np.random.default_rng(1).integers(0, 256, row * many, dtype=np.uint8)
+    """What the machine does with as many bytes: block by block in memory, and into a file."""
+    block, many = tier.pools[0].block_bytes, TOKENS // BLOCK
+    data = np.random.default_rng(1).integers(0, 256, block * many, dtype=np.uint8)
     room = np.zeros(tier.pools[0].nbytes, dtype=np.uint8)
     order = np.random.default_rng(2).permutation(tier.pools[0].blocks)[:many].tolist()
 
     def copy() -> None:
         for n, at in enumerate(order):
-            room[at * row : (at + 1) * row] = data[n * row : (n + 1) * row]
+            room[at * block : (at + 1) * block] = data[n * block : (n + 1) * block]
 
     fd = os.open(folder / "plain", os.O_RDWR | os.O_CREAT, 0o600)
     os.posix_fallocate(fd, 0, room.nbytes)
 
     def write(*, sync: bool) -> None:
         for n, at in enumerate(order):
-            os.pwrite(fd, data[n * row : (n + 1) * row].data, at * row)
+            os.pwrite(fd, data[n * block : (n + 1) * block].data, at * block)
         if sync:
             os.fdatasync(fd)
 
     def read() -> None:
         for at in order:
-            os.pread(fd, row, at * row)
+            os.pread(fd, block, at * block)
 
-    found = {
+    rates = {
         "copy": rate(data.nbytes, copy),
         "write": rate(data.nbytes, lambda: write(sync=False)),
         "write, synced": rate(data.nbytes, lambda: write(sync=True)),
@@ -106,22 +105,22 @@ def limits(tier: Plan, folder: Path) -> dict[str, float]:
         "checksum": rate(data.nbytes, lambda: zlib.crc32(data.data)),
     }
     os.close(fd)
-    return found
+    return rates
 
 
-def measure(name: str, tier: Tier, ends: Mapping[str, Moved], store: float, load: float) -> Any:
+def measure(name: str, tier: Tier, ends: Mapping[str, Moved], store: float, fetch: float) -> Any:
     rows = []
     for about, moved in ends.items():
         nbytes = TOKENS // BLOCK * tier.plan.pools[0].block_bytes
         stored = rate(nbytes, lambda moved=moved: moved.store(tier))  # type: ignore[misc]
-        loaded = rate(nbytes, lambda moved=moved: moved.load(tier))  # type: ignore[misc]
+        fetched = rate(nbytes, lambda moved=moved: moved.fetch(tier))  # type: ignore[misc]
         rows.append(
             [
                 f"{name}, {about}",
                 *(f"{one:.2f}" for one in (stored, store)),
                 f"{stored / store:.0%}",
-                *(f"{one:.2f}" for one in (loaded, load)),
-                f"{loaded / load:.0%}",
+                *(f"{one:.2f}" for one in (fetched, fetch)),
+                f"{fetched / fetch:.0%}",
             ]
         )
     return rows
@@ -146,14 +145,14 @@ def main() -> None:
             rows += measure("durable file", tier, ends, limit["write, synced"], limit["read"])
     nbytes = TOKENS // BLOCK * kept.pools[0].block_bytes / 1e6
     show(
-        f"{TOKENS:,} tokens of {LAYERS} layers, {nbytes:.0f} MB, into rows BLHNC and back",
-        ["GB/s", "store", "plain", "", "load", "plain", ""],
+        f"{TOKENS:,} tokens of {LAYERS} layers, {nbytes:.0f} MB, into blocks BLHNC and back",
+        ["GB/s", "store", "plain", "", "fetch", "plain", ""],
         rows,
     )
     print(
-        "Plain: as many bytes row by row, copied in memory, or written to and read from a file.\n"
+        "Plain: as many bytes block by block, copied in memory or written to and read from a file.\n"
         "Runs are of 2 MB from BLHNC, 64 or 32 KB from LBHNC, 512 bytes from LBNHC.\n"
-        f"A file also takes a checksum of each row: {limit['checksum']:.2f} GB/s on each core.\n"
+        f"A file also takes a checksum of each block: {limit['checksum']:.2f} GB/s on each core.\n"
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from kvatlas import AtlasError, Code
-from kvatlas.models.model import Model
+from kvatlas.models import Model
 from kvatlas.planning import Plan, plan
 from kvatlas.specs import Spec
 from tests.planning.models import model_of
@@ -17,7 +17,7 @@ from tests.routing.oracle import Move, Side, Tables
 
 Style = Literal["shuffled", "neighbours", "reversed", "gaps"]
 
-_MEMORIES = [1 << n for n in (15, 17, 19, 21, 23, 25, 27)]
+_MEMORIES = [1 << n for n in (15, 17, 19, 21, 22, 23, 24, 25, 26, 27)]
 
 
 def stacked(name: str, *specs: Spec) -> Model:

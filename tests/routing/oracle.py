@@ -12,13 +12,14 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvatlas.geometry import Field
+from kvatlas.geometry import Field, Placement
 from kvatlas.planning import Plan
 
 Tables = dict[int, list[int]]
@@ -62,7 +63,7 @@ class Memory:
     def __init__(self, plan: Plan, rank: int, rng: np.random.Generator) -> None:
         stage = rank // plan.tp
         self.whole: dict[int, Bytes] = {
-            pool.index: np.frombuffer(rng.bytes(pool.nbytes + 2 * GUARD), np.uint8).copy()
+            pool.index: _random(pool.nbytes + 2 * GUARD, rng)
             for pool in plan.pools
             if pool.stage == stage
         }
@@ -80,6 +81,11 @@ class Memory:
         for index, whole in self.whole.items():
             wrong = np.flatnonzero(whole != expected.whole[index]) - GUARD
             assert not wrong.size, f"{what}: {wrong.size} bytes of pool {index}, {wrong[:8]}..."
+
+
+def _random(size: int, rng: np.random.Generator) -> Bytes:
+    words = rng.integers(0, 1 << 64, -(-size // 8), dtype=np.uint64)
+    return words.view(np.uint8)[:size]
 
 
 # -- which states move --------------------------------------------------------------------
@@ -110,28 +116,28 @@ def states(move: Move, layer: str) -> range:
     return range(start // each, max(stop // each, start // each))
 
 
-def place_of(plan: Plan, layer: str, part: int, state: int, stop: int) -> tuple[int, int, int]:
+def place_of(plan: Plan, layer: str, part: int, state: Any, stop: int) -> tuple[Any, Any, Any]:
     """(rank among the context-parallel ones, entry of the block table, state in the block).
 
-    The first is -1 where every rank keeps the state.
+    The first is -1 where every rank keeps the state. States may be an array.
     """
-    region, slot = plan.region_of(layer, part)
+    region, index = plan.region_of(layer, part)
     group = plan.groups[region.group]
     if group.kind == "recurrent":
-        return -1, (stop - 1) // group.block, 0
-    each = region.layers[slot].spec.tokens_per_state or 1
-    entry, within = divmod(state // plan.dcp, group.block // each)
-    return state % plan.dcp, entry, within
+        return state * 0 - 1, state * 0 + (stop - 1) // group.block, state * 0
+    each = region.layers[index].spec.tokens_per_state or 1
+    states = group.block // each
+    return state % plan.dcp, state // plan.dcp // states, state // plan.dcp % states
 
 
 def entries(move: Move, side: Side, group: int) -> set[int]:
     """Entries of a group's table that any rank needs."""
-    plan, found = move.plan(side), set()
+    plan, needed = move.plan(side), set()
     for layer, part in homes(plan):
         if plan.region_of(layer, part)[0].group == group:
-            for state in states(move, layer):
-                found.add(place_of(plan, layer, part, state, move.tokens[1])[1])
-    return found
+            moving = np.array(states(move, layer), dtype=np.int64)
+            needed |= set(place_of(plan, layer, part, moving, move.tokens[1])[1].tolist())
+    return needed
 
 
 def homes(plan: Plan) -> list[tuple[str, int]]:
@@ -155,19 +161,28 @@ class Elements:
 
     def bytes(self) -> tuple[Ints, Bytes]:
         """Every byte's address and value."""
-        step = np.arange(self.item)
-        at = (self.address[:, None] + step).ravel()
-        numbers = (self.number[:, None] * self.item + step).ravel()
-        return at, values(self.layer, self.field, numbers)
+        at = (self.address[:, None] + np.arange(self.item)).ravel()
+        return at, values(self.layer, self.field, self.number, self.item).ravel()
+
+    def write(self, pool: NDArray[Any], marks: NDArray[Any] | None = None) -> None:
+        """Write every element's bytes, or `marks`, to where the element lies."""
+        if marks is None:
+            marks = values(self.layer, self.field, self.number, self.item)
+        assert int(self.address.min()) >= 0
+        # One element for each byte that one can begin at.
+        shape = (pool.size - self.item + 1,)
+        elements: NDArray[Any] = np.ndarray(shape, f"u{self.item}", pool, strides=(1,))
+        elements[self.address] = np.ascontiguousarray(marks).view(f"u{self.item}").ravel()
 
 
-def values(layer: str, field: str, numbers: Ints) -> Bytes:
-    """A value for each byte of a field, by a hash that mixes every bit of its number."""
+def values(layer: str, field: str, numbers: Ints, item: int = 1) -> Bytes:
+    """`item` bytes for each element of a field, by a hash that mixes every bit of its number."""
     mixed = numbers.astype(np.uint64) + np.uint64(zlib.crc32(f"{layer}/{field}".encode()) << 31)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         mixed ^= mixed >> np.uint64(shift)
         mixed *= np.uint64(factor)
-    return ((mixed >> np.uint64(31)) & np.uint64(255)).astype(np.uint8)
+    mixed ^= mixed >> np.uint64(31)
+    return mixed.view(np.uint8).reshape(-1, 8)[:, :item]
 
 
 def held(move: Move, side: Side, rank: int) -> Iterator[Elements]:
@@ -176,51 +191,63 @@ def held(move: Move, side: Side, rank: int) -> Iterator[Elements]:
     stage, tp_rank = divmod(rank, plan.tp)
     for layer, part in homes(plan):
         region, _ = plan.region_of(layer, part)
-        if region.stage != stage:
+        moving = np.array(states(move, layer), dtype=np.int64)
+        if region.stage != stage or not len(moving):
             continue
-        table, spots = move.blocks(side)[region.group], []
-        for state in states(move, layer):
-            owner, entry, within = place_of(plan, layer, part, state, move.tokens[1])
-            if owner < 0 and len(table) == 1:
-                entry = 0
-            if owner in (-1, tp_rank % plan.dcp):
-                spots.append((state, table[entry], within))
-        if spots:
-            yield from _fields(plan, layer, part, tp_rank, spots)
+        table = np.array(move.blocks(side)[region.group])
+        owner, entry, within = place_of(plan, layer, part, moving, move.tokens[1])
+        kept = (owner == -1) | (owner == tp_rank % plan.dcp)
+        if kept.any():
+            # A recurrent group's table may be its one block alone.
+            entry = np.where((owner < 0) & (len(table) == 1), 0, entry)[kept]
+            yield from _fields(plan, layer, part, tp_rank, moving[kept], table[entry], within[kept])
 
 
 def _fields(
-    plan: Plan, layer: str, part: int, tp_rank: int, spots: Sequence[tuple[int, int, int]]
+    plan: Plan, layer: str, part: int, tp_rank: int, states: Ints, blocks: Ints, within: Ints
 ) -> Iterator[Elements]:
-    page, placement = plan.page(layer, tp_rank, part), plan.placement(layer, part)
+    """Elements of states that lie in these blocks, so many states into each."""
+    page, placement = plan.page(layer, tp_rank, part), _placement(plan, layer, part)
     region, _ = plan.region_of(layer, part)
     pool = plan.groups[region.group].pool
     for field in page.fields:
         if field.padding:
             continue
         view = page.view(placement, field.name)
-        rows = _rows(field)
-        other = [axis for axis in field.axes if axis.name != "N"]
-        grid = np.meshgrid(
-            np.arange(len(spots)), *(np.arange(axis.size) for axis in other), indexing="ij"
-        )
-        chosen = np.array(spots, dtype=np.int64)[grid[0].ravel()]
-        local = {axis.name: g.ravel() for axis, g in zip(other, grid[1:], strict=True)}
-        at: dict[str, Any] = {"B": chosen[:, 1], **local}
+        first = dict.fromkeys(view.axes, 0)
+        at: dict[str, Any] = {"B": blocks}
         if any(axis.name == "N" for axis in field.axes):
-            at["N"] = chosen[:, 2] % page.states
+            at["N"] = within % page.states
         if "k" in view.axes:
-            at["k"] = chosen[:, 2] // page.states
-        number = chosen[:, 0]
+            at["k"] = within // page.states
+        # Where each state begins, and how far on from there the coordinates of each axis are.
+        other = [axis for axis in field.axes if axis.name != "N"]
+        address = np.asarray(view(**{**first, **at}))
+        local: dict[str, Any] = {}
+        for place, axis in enumerate(other):
+            shape = tuple(-1 if n == place else 1 for n in range(len(other)))
+            local[axis.name] = np.arange(axis.size).reshape(shape)
+            if axis.name in view.axes:
+                steps = view(**{**first, axis.name: np.arange(axis.size)}) - view(**first)
+                address = address[..., None] + steps
+            else:
+                address = np.repeat(address[..., None], axis.size, axis=-1)
+        number = states.reshape(-1, *(1 for _ in other))
+        rows = _rows(field)
         for name, size in _global_sizes(field).items():
             if name == "C" and "c" in local:
-                tile = next(axis.size for axis in field.axes if axis.name == "c")
-                coordinate = local["C"] * tile + local["c"]
+                coordinate = local["C"] * local["c"].size + local["c"]
             else:
                 coordinate = rows[local[name]] if name == field.sharding.axis else local[name]
             number = number * size + coordinate
-        address = np.broadcast_to(np.asarray(view(**at), dtype=np.int64), number.shape)
-        yield Elements(pool, layer, field.name, field.dtype.item, address, number)
+        assert number.shape == address.shape
+        yield Elements(pool, layer, field.name, field.dtype.item, address.ravel(), number.ravel())
+
+
+@lru_cache(maxsize=1024)
+def _placement(plan: Plan, layer: str, part: int) -> Placement:
+    """The same on every rank of a stage."""
+    return plan.placement(layer, part)
 
 
 def _rows(field: Field) -> Ints:
@@ -228,10 +255,9 @@ def _rows(field: Field) -> Ints:
     if not field.ranges:
         size = next((axis.size for axis in field.axes if axis.name == field.sharding.axis), 1)
         return np.arange(size)
-    rows = np.full(sum(piece.length for piece in field.ranges), -1, dtype=np.int64)
-    for piece in field.ranges:
-        for row in range(piece.length):
-            rows[piece.local + row] = piece.start + row
+    rows = np.full(sum(held.length for held in field.ranges), -1, dtype=np.int64)
+    for held in field.ranges:
+        rows[held.local : held.local + held.length] = held.start + np.arange(held.length)
     return rows
 
 
@@ -281,7 +307,7 @@ def walk_slowly(move: Move, side: Side, rank: int) -> dict[tuple[int, int], int]
                         )
                     number = number * size + coordinate
                 item = field.dtype.item
-                marks = values(layer, field.name, number * item + np.arange(item))
+                marks = values(layer, field.name, np.array([number]), item)[0]
                 for byte in range(item):
                     assert (group.pool, address + byte) not in found
                     found[group.pool, address + byte] = int(marks[byte])
@@ -297,8 +323,7 @@ def fill(move: Move, rng: np.random.Generator) -> dict[int, Memory]:
     for rank in ranks(move.src):
         found[rank] = Memory(move.src, rank, rng)
         for elements in held(move, "src", rank):
-            at, marks = elements.bytes()
-            found[rank].pools[elements.pool][at] = marks
+            elements.write(found[rank].pools[elements.pool])
     return found
 
 
@@ -310,9 +335,8 @@ def expected(move: Move, rank: int, poison: Memory) -> tuple[Memory, dict[int, N
     after = poison.copy()
     arrived = {index: np.zeros(pool.size, dtype=bool) for index, pool in after.pools.items()}
     for elements in held(move, "dst", rank):
-        at, marks = elements.bytes()
-        after.pools[elements.pool][at] = marks
-        arrived[elements.pool][at] = True
+        elements.write(after.pools[elements.pool])
+        elements.write(arrived[elements.pool], np.ones((len(elements.number), elements.item), bool))
     return after, arrived
 
 
@@ -328,15 +352,13 @@ def own_blocks(move: Move, rank: int) -> dict[int, NDArray[np.bool_]]:
             for entry in entries(move, "dst", region.group)
         ]
         each = region.layers[slot].spec.tokens_per_state
-        spots = [
-            (0, move.dst_blocks[region.group][entry], within)
-            for entry in used
-            for within in range(region.block // each if each else 1)
-        ]
-        if region.stage == stage and spots:
-            for elements in _fields(plan, layer, part, tp_rank, spots):
-                for byte in range(elements.item):
-                    found[elements.pool][elements.address + byte] = True
+        inside = np.arange(region.block // each if each else 1)
+        blocks = np.repeat(np.array(move.dst_blocks[region.group])[used], len(inside))
+        within = np.tile(inside, len(used))
+        if region.stage == stage and len(blocks):
+            for elements in _fields(plan, layer, part, tp_rank, within, blocks, within):
+                at, _ = elements.bytes()
+                found[elements.pool][at] = True
     return found
 
 
@@ -372,12 +394,12 @@ def minimum(copy: Any) -> int:
     return int(dst.size > 0) + int(np.count_nonzero(~joined))
 
 
-def times_named(stretches: Sequence[tuple[Ints, Ints]], size: int) -> NDArray[np.int16]:
+def times_named(stretches: Sequence[tuple[Ints, Ints]], size: int) -> NDArray[np.int8]:
     """How often each of `size` bytes is named by lists of starts and lengths."""
-    change = np.zeros(size + 1, np.int16)
+    change = np.zeros(size + 1, np.int8)
     for starts, lengths in stretches:
         assert len(starts) == len(lengths)
         assert (lengths > 0).all()
         np.add.at(change, starts, 1)
         np.add.at(change, starts + lengths, -1)
-    return np.cumsum(change, dtype=np.int16)[:-1]
+    return np.cumsum(change, dtype=np.int8)[:-1]

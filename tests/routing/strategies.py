@@ -14,7 +14,7 @@ from hypothesis import assume
 from hypothesis import strategies as st
 
 from kvatlas import AtlasError
-from kvatlas.models.model import Layer, Model
+from kvatlas.models import Layer, Model
 from kvatlas.planning import Plan
 from kvatlas.specs import (
     ATTENTION_CACHES,
@@ -70,7 +70,7 @@ def attention(draw: st.DrawFn, kind: type[Spec]) -> Caches:
     more: dict[type[Spec], dict[str, Any]] = {
         SlidingAttention: {"window": draw(st.integers(1, 60))},
         ChunkedAttention: {"chunk": draw(one_of(8, 16, 20, 64))},
-        SinkAttention: {"sinks": 4, "window": draw(one_of(None, 16))},
+        SinkAttention: {"sink_tokens": 4, "window": draw(one_of(None, 16))},
         CrossAttention: {"source": 37},
     }
     return {"attn": kind(**common, **more.get(kind, {}))}
@@ -291,9 +291,10 @@ def planned(draw: st.DrawFn, model: Model, max_len: int, *, shared: bool = False
 
 def seen(made: Plan) -> Plan:
     """A plan whose fields can all be viewed: flat packings need orders that keep them whole."""
-    for name in made.layers:
-        for field in made.page(name).fields:
-            made.view(name, field.name)
+    for region in made.regions:
+        for layer in {layer.spec: layer for layer in region.layers}.values():
+            for field in made.page(layer.name).fields:
+                made.view(layer.name, field.name)
     return made
 
 

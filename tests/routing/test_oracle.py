@@ -67,11 +67,13 @@ def test_every_element_that_is_needed_is_kept_by_a_source(index: int) -> None:
 
 
 def test_values_are_as_good_as_random() -> None:
-    marks = oracle.values("layers.0.attn", "k", np.arange(1 << 16))
-    assert np.bincount(marks, minlength=256).min() > 150
-    other = oracle.values("layers.1.attn", "k", np.arange(1 << 16))
-    assert np.mean(marks == other) < 0.01
-    assert np.mean(marks[1:] == marks[:-1]) < 0.01
+    marks = oracle.values("layers.0.attn", "k", np.arange(1 << 16), 8)
+    other = oracle.values("layers.1.attn", "k", np.arange(1 << 16), 8)
+    for byte in range(8):
+        assert np.bincount(marks[:, byte], minlength=256).min() > 150
+        assert np.mean(marks[:, byte] == other[:, byte]) < 0.01
+        assert np.mean(marks[1:, byte] == marks[:-1, byte]) < 0.01
+        assert np.mean(marks[:, byte] == marks[:, byte - 1]) < 0.01
 
 
 def test_the_fewest_descriptors_are_found_by_bytes() -> None:

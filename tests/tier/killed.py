@@ -48,8 +48,8 @@ def keys(name: int) -> list[bytes]:
 
 
 def store(tier: Tier, name: int, rank: int) -> None:
-    asked: Any = {"blocks": TABLES, "tokens": TOKENS, "keys": keys(name)}
-    tier.store(pools(SRC, name), SRC, rank=rank, **asked)
+    request: Any = {"blocks": TABLES, "tokens": TOKENS, "keys": keys(name)}
+    tier.store(pools(SRC, name), SRC, rank=rank, **request)
 
 
 def store_for_ever(path: Path, seed: int, *, durable: bool) -> None:
@@ -85,27 +85,27 @@ def die_at(step: int, how: str) -> None:
 
 
 def look(path: Path) -> tuple[int, int]:
-    """Everything that is said to be there is what was stored; how many names, how many rows."""
+    """Everything that is said to be there is what was stored; how many names, how many blocks."""
     tables = {
         index: [2 + 5 * index + n for n in range(3 if group.kind != "recurrent" else 1)]
         for index, group in enumerate(DST.groups)
     }
     names = 0
     with Tier.open(path) as tier:
-        rows = len(tier)
+        blocks = len(tier)
         for name in range(NAMES):
-            with tier.hold(keys(name), TOKENS) as held:
-                if not held.tokens:
+            with tier.pin(keys(name), TOKENS) as hit:
+                if not hit.tokens:
                     continue
                 got = {p.index: np.zeros(p.nbytes, dtype=np.uint8) for p in DST.pools}
-                held.load(got, DST, blocks=tables)
-                found = np.bincount(np.concatenate(list(got.values())), minlength=256)
-                moved = sum(copy.nbytes for copy in held.copies(DST, blocks=tables))
-                assert held.tokens == TOKENS, "the state is after all tokens"
-                assert found[1 + name] == moved > 0, "bytes of another row, or none"
-                assert found[0] + moved == found.sum(), "bytes of another row"
+                hit.fetch(got, DST, blocks=tables)
+                counts = np.bincount(np.concatenate(list(got.values())), minlength=256)
+                moved = sum(copy.nbytes for copy in hit.copies(DST, blocks=tables))
+                assert hit.tokens == TOKENS, "the state is after all tokens"
+                assert counts[1 + name] == moved > 0, "bytes of another block, or none"
+                assert counts[0] + moved == counts.sum(), "bytes of another block"
                 names += 1
-        assert tier.metrics.values["damaged"] == 0, "a record was written before its row"
+        assert tier.metrics.values["damaged"] == 0, "a record was written before its block"
         # It goes on working, and the next process finds that too.
         for rank in (0, 1):
             store(tier, 77, rank)
@@ -113,7 +113,7 @@ def look(path: Path) -> tuple[int, int]:
         assert tier.drop(keys(77)) == 3 + len(
             [g for g in tier.plan.groups if g.kind == "recurrent"]
         )
-    return names, rows
+    return names, blocks
 
 
 def main(path: Path, trials: int, seed: int) -> None:
@@ -123,7 +123,7 @@ def main(path: Path, trials: int, seed: int) -> None:
             for rank in (0, 1):
                 store(tier, name, rank)
         assert tier.evicted
-    found = []
+    seen = []
     for trial in range(trials):
         child = os.fork()
         if not child:
@@ -138,8 +138,8 @@ def main(path: Path, trials: int, seed: int) -> None:
         _, status = os.waitpid(child, 0)
         assert os.WIFSIGNALED(status), "the child ended by itself"
         assert os.WTERMSIG(status) == signal.SIGKILL, "the child ended by itself"
-        found.append(look(path))
-    print(*(f"{names}/{rows}" for names, rows in found))
+        seen.append(look(path))
+    print(*(f"{names}/{blocks}" for names, blocks in seen))
 
 
 if __name__ == "__main__":

@@ -16,10 +16,10 @@ import pytest
 
 from kvatlas import AtlasError, Code
 from kvatlas.planning import Plan
-from kvatlas.tier import Stored, Tier
+from kvatlas.tier import StoreResult, Tier
 from kvatlas.tier import format as format_
 from kvatlas.tier.format import PAGE, RECORD, Extent, header
-from kvatlas.tier.index import Row
+from kvatlas.tier.index import TierBlock
 from tests.planning.models import ATTENTION, DELTA, SMALL, model_of
 from tests.tier.world import World, pools, small, tier_plan
 
@@ -61,12 +61,12 @@ class Sample:
     def serves(self, text: bytes, verify: Any = "once") -> int:
         """How many tokens a damaged file serves; each of their bytes must be right."""
         self.path.write_bytes(text)
-        with Tier.open(self.path, verify=verify) as tier, tier.hold(self.keys, TOKENS) as held:
+        with Tier.open(self.path, verify=verify) as tier, tier.pin(self.keys, TOKENS) as hit:
             got = pools(self.made, 0, 7)
-            held.load(got, self.made, blocks=self.tables)
-            expected = self.expected[held.tokens] if held.tokens else self.before
+            hit.fetch(got, self.made, blocks=self.tables)
+            expected = self.expected[hit.tokens] if hit.tokens else self.before
             assert all(np.array_equal(got[i], expected[i]) for i in got)
-            return held.tokens
+            return hit.tokens
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def test_what_was_stored_is_there_again_and_goes_on(tmp_path: Path) -> None:
             world.check(tier, small(dense))
     with Tier.open(tmp_path / "t", durable=False) as tier:
         other.store(tier, made, keys=other.keys(tier, salt="other"))
-        assert tier._books.sequence == 7 + 4
+        assert tier._index.sequence == 7 + 4
     with Tier.open(tmp_path / "t") as tier:
         other.check(tier, made, keys=other.keys(tier, salt="other"))
         world.check(tier, made)
@@ -107,7 +107,7 @@ def test_what_was_stored_is_there_again_and_goes_on(tmp_path: Path) -> None:
         assert tier.match(world.keys(tier), 100) == 0
 
 
-def test_evicted_and_replaced_rows_stay_away(tmp_path: Path) -> None:
+def test_evicted_and_replaced_blocks_stay_away(tmp_path: Path) -> None:
     dense = SMALL["dense"]
     made, world = small(dense), World(dense, 60)
     with Tier.open(tmp_path / "t", tier_plan(dense, max_len=64, memory=5 * 8192)) as tier:
@@ -124,18 +124,18 @@ def test_evicted_and_replaced_rows_stay_away(tmp_path: Path) -> None:
 
 
 def test_of_two_records_for_one_key_the_later_counts(sample: Sample, tmp_path: Path) -> None:
-    """A process can die between writing a new row and clearing the one that it replaces."""
+    """A process can die between writing a new block and clearing the one that it replaces."""
     path = tmp_path / "two"
     with Tier.open(path, tiny_plan()) as tier:
         file = tier._file
         assert file is not None
         sample.world.store(tier, sample.made)
         group, key = next(name for name in tier.names() if name[0] == 0)
-        row = tier._books._whole[group, key]
-        later = Row(row.pool, tier._books._free[row.pool][0], group, key, row.cover)
-        nbytes = tier.plan.pools[row.pool].block_bytes
-        pool = tier.pools[row.pool]
-        pool[later.number * nbytes :][:nbytes] = pool[row.number * nbytes :][:nbytes]
+        block = tier._index._whole[group, key]
+        later = TierBlock(block.pool, tier._index._free[block.pool][0], group, key, block.cover)
+        nbytes = tier.plan.pools[block.pool].block_bytes
+        pool = tier.pools[block.pool]
+        pool[later.block_id * nbytes :][:nbytes] = pool[block.block_id * nbytes :][:nbytes]
         later.sequence = 1000
         file.commit([later])
         del pool
@@ -143,7 +143,7 @@ def test_of_two_records_for_one_key_the_later_counts(sample: Sample, tmp_path: P
     for _ in range(2):
         with Tier.open(path) as tier:
             assert len(tier) == count
-            assert tier._books._whole[group, key].number == later.number
+            assert tier._index._whole[group, key].block_id == later.block_id
             sample.world.check(tier, sample.made)
 
 
@@ -200,7 +200,7 @@ def test_a_sound_file_serves_everything(sample: Sample) -> None:
 
 def test_cut_short_or_too_long(sample: Sample) -> None:
     extent, size = sample.extent, len(sample.good)
-    starts = [*extent.rows.values(), extent.index, PAGE, PAGE + len(sample.plan.to_json())]
+    starts = [*extent.pools.values(), extent.index, PAGE, PAGE + len(sample.plan.to_json())]
     edges = {0, 1, 8, 12, size - 1, size - RECORD}
     edges |= {start + near for start in starts for near in (-1, 0, 1)}
     edges |= set(range(extent.index, size, RECORD))
@@ -224,17 +224,17 @@ def test_flips_in_the_header_and_the_plan(sample: Sample) -> None:
 
 
 def rows_in_use(sample: Sample) -> Iterator[tuple[int, int, int]]:
-    """(number in the file, first byte, bytes) of every row that is whole."""
+    """(number in the file, first byte, bytes) of every block that is whole."""
     for pool in sample.plan.pools:
-        for row in range(pool.blocks):
-            number = sample.extent.numbers[pool.index] + row
+        for block in range(pool.blocks):
+            number = sample.extent.numbers[pool.index] + block
             record = sample.good[sample.extent.index + number * RECORD :][:RECORD]
             if any(record):
-                start = sample.extent.rows[pool.index] + row * pool.block_bytes
+                start = sample.extent.pools[pool.index] + block * pool.block_bytes
                 yield number, start, pool.block_bytes
 
 
-def test_flips_in_the_index_make_a_row_absent(sample: Sample) -> None:
+def test_flips_in_the_index_make_a_block_absent(sample: Sample) -> None:
     for number, _, _ in rows_in_use(sample):
         for byte in range(0, RECORD, 5):
             place = sample.extent.index + number * RECORD + byte
@@ -249,13 +249,13 @@ def test_flips_in_the_data_are_never_served(sample: Sample) -> None:
             assert sample.serves(damaged) < TOKENS
 
 
-def test_a_damaged_row_is_gone_for_good_and_can_be_stored_again(sample: Sample) -> None:
+def test_a_damaged_block_is_gone_for_good_and_can_be_stored_again(sample: Sample) -> None:
     _, start, _ = next(rows_in_use(sample))
     sample.path.write_bytes(flipped(sample.good, start, 0))
     with Tier.open(sample.path) as tier:
         count = len(tier)
-        with tier.hold(sample.keys, TOKENS) as held:
-            assert held.tokens < TOKENS
+        with tier.pin(sample.keys, TOKENS) as hit:
+            assert hit.tokens < TOKENS
         assert len(tier) == count - 1
         assert tier.metrics.values["damaged"] == 1
         sample.world.store(tier, sample.made)
@@ -269,17 +269,17 @@ def test_verified_always_sees_damage_while_open(sample: Sample) -> None:
     sample.path.write_bytes(sample.good)
     _, start, _ = next(rows_in_use(sample))
     with Tier.open(sample.path, verify="always") as tier:
-        with tier.hold(sample.keys, TOKENS) as held:
-            assert held.tokens == TOKENS
+        with tier.pin(sample.keys, TOKENS) as hit:
+            assert hit.tokens == TOKENS
         with sample.path.open("r+b") as file:
             file.seek(start)
             file.write(bytes([sample.good[start] ^ 1]))
-        with tier.hold(sample.keys, TOKENS) as held:
-            assert held.tokens < TOKENS
+        with tier.pin(sample.keys, TOKENS) as hit:
+            assert hit.tokens < TOKENS
 
 
-def test_rows_and_records_of_another_place_are_not_believed(sample: Sample) -> None:
-    """A record is bound to its row and to its file."""
+def test_blocks_and_records_of_another_place_are_not_believed(sample: Sample) -> None:
+    """A record is bound to its block and to its file."""
     numbers = [number for number, _, _ in rows_in_use(sample)]
     moved = bytearray(sample.good)
     one, two = (sample.extent.index + number * RECORD for number in numbers[:2])
@@ -302,7 +302,7 @@ RECORDS: list[dict[str, int]] = [
     {"length": 2**32 - 1},
     {"sequence": 0},
     {"sequence": 2**64 - 1},
-    {"row": 10**6},
+    {"block": 10**6},
     {"first": 2**63, "stop": 2**64 - 1},
     {"first": 5, "stop": 5},
     {"stop": 17},
@@ -315,7 +315,7 @@ def test_records_that_say_what_cannot_be(sample: Sample, wrong: dict[str, int]) 
     number = min(number for number, _, _ in rows_in_use(sample))
     place = sample.extent.index + number * RECORD
     said = sample.good[place : place + format_._RECORD.size]
-    names = ("mark", "group", "length", "checksum", "sequence", "row", "first", "stop", "key")
+    names = ("mark", "group", "length", "checksum", "sequence", "block", "first", "stop", "key")
     about = dict(zip(names, format_._RECORD.unpack(said), strict=True)) | wrong
     forged = format_._RECORD.pack(*about.values())
     identity = format_._HEADER.unpack_from(sample.good)[5]
@@ -380,6 +380,6 @@ def test_a_commit_that_fails_leaves_the_key_absent(
             with pytest.raises(OSError, match="No space"):
                 sample.world.store(tier, sample.made)
         assert len(tier) == 0
-        assert tier._books.free(0) == tier.plan.pools[0].blocks
-        assert isinstance(sample.world.store(tier, sample.made)[0], Stored)
+        assert tier._index.free(0) == tier.plan.pools[0].blocks
+        assert isinstance(sample.world.store(tier, sample.made)[0], StoreResult)
         sample.world.check(tier, sample.made)

@@ -13,7 +13,7 @@ import pytest
 from kvatlas import AtlasError, Code
 from kvatlas.planning import Plan
 from kvatlas.routing import Copy, scattered
-from kvatlas.tier import Stored, Tier
+from kvatlas.tier import StoreResult, Tier
 from kvatlas.wire.staging import gather, scatter, stream_bytes
 from kvatlas.wire.transports.base import Memory
 from tests.planning.models import SMALL
@@ -28,12 +28,12 @@ def code_of(act: Any) -> Code:
     return refusal.value.code
 
 
-def rows(tier: Tier) -> int:
+def blocks(tier: Tier) -> int:
     return sum(pool.blocks for pool in tier.plan.pools)
 
 
 def free(tier: Tier) -> int:
-    return sum(tier._books.free(pool.index) for pool in tier.plan.pools)
+    return sum(tier._index.free(pool.index) for pool in tier.plan.pools)
 
 
 # -- whole or absent ----------------------------------------------------------------------
@@ -44,11 +44,11 @@ def test_a_key_is_there_when_the_last_rank_has_stored(order: Sequence[int]) -> N
     made = small(DENSE, tp=2, pp=2)
     world, tier = World(DENSE, 64), Tier(tier_plan(DENSE))
     for rank in order[:-1]:
-        assert world.store(tier, made, ranks=[rank]) == [Stored(0, 4, 0)]
+        assert world.store(tier, made, ranks=[rank]) == [StoreResult(0, 4, 0)]
         assert len(tier) == tier.match(world.keys(tier), 64) == 0
     # A rank that stores again is not another rank.
-    assert world.store(tier, made, ranks=[order[0]]) == [Stored(0, 4, 0)]
-    assert world.store(tier, made, ranks=[order[-1]]) == [Stored(4, 0, 0)]
+    assert world.store(tier, made, ranks=[order[0]]) == [StoreResult(0, 4, 0)]
+    assert world.store(tier, made, ranks=[order[-1]]) == [StoreResult(4, 0, 0)]
     assert len(tier) == 4
     world.check(tier, small(DENSE))
 
@@ -75,7 +75,7 @@ def test_a_carry_that_fails_leaves_nothing() -> None:
     with pytest.raises(OSError, match="broke"):
         world.store(tier, made, carry=fails)
     assert len(tier) == 0
-    assert free(tier) == rows(tier)
+    assert free(tier) == blocks(tier)
     world.store(tier, made)
     world.check(tier, made)
 
@@ -113,7 +113,7 @@ def test_any_transport_carries_the_copies() -> None:
         gather(copies, tier.pools, stream)
         scatter(copies, stream, got)
 
-    tier.load(None, made, blocks=tables, tokens=80, keys=keys, carry=back)
+    tier.fetch(None, made, blocks=tables, tokens=80, keys=keys, carry=back)
     assert all(np.array_equal(got[i], expected[i]) for i in got)
 
 
@@ -134,7 +134,7 @@ def test_a_block_that_has_only_begun() -> None:
     longer.check(tier, small(DENSE, tp=2))
 
 
-def test_the_same_key_with_more_tokens_replaces_the_row() -> None:
+def test_the_same_key_with_more_tokens_replaces_the_block() -> None:
     made = small(DENSE)
     tier, world = Tier(tier_plan(DENSE)), World(DENSE, 60)
     keys = world.keys(tier)
@@ -142,13 +142,13 @@ def test_the_same_key_with_more_tokens_replaces_the_row() -> None:
     assert (tier.match(keys, 60), len(tier)) == (48, 4)
     world.store(tier, made, tokens=60, keys=keys)
     assert (tier.match(keys, 60), len(tier)) == (60, 4)
-    assert free(tier) == rows(tier) - 4
+    assert free(tier) == blocks(tier) - 4
     world.check(tier, made)
 
 
 def test_a_start_within_a_block_is_taken_from_its_beginning() -> None:
     made, world, tier = small(DENSE), World(DENSE, 64), Tier(tier_plan(DENSE))
-    assert world.store(tier, made, tokens=(40, 64))[0] == Stored(2, 0, 0)
+    assert world.store(tier, made, tokens=(40, 64))[0] == StoreResult(2, 0, 0)
     assert tier.match(world.keys(tier), (32, 64)) == 64
     assert tier.match(world.keys(tier), 64) == 0
     world.check(tier, made, tokens=(32, 64))
@@ -166,7 +166,7 @@ def test_a_state_serves_its_own_tokens_alone() -> None:
     world.check(tier, small(HYBRID, tp=2))
 
 
-def test_keys_of_one_row_for_all_groups() -> None:
+def test_keys_of_one_block_for_all_groups() -> None:
     tier, made, world = Tier(tier_plan(HYBRID)), small(HYBRID), World(HYBRID, 64)
     keys = [digest(str(i)) for i in range(4)]
     world.store(tier, made, keys=keys)
@@ -177,13 +177,13 @@ def test_keys_of_one_row_for_all_groups() -> None:
     assert tier.has(keys[0], group=0)
     assert tier.drop(keys) == 4 + len(tier.plan.groups) - 1
     assert len(tier) == 0
-    assert free(tier) == rows(tier)
+    assert free(tier) == blocks(tier)
 
 
 def test_blocks_without_a_key_are_not_stored() -> None:
     tier, made, world = Tier(tier_plan(DENSE)), small(DENSE), World(DENSE, 64)
     keys = [b"a", None, b"c", b"d"]
-    assert world.store(tier, made, keys=keys) == [Stored(3, 0, 0)]
+    assert world.store(tier, made, keys=keys) == [StoreResult(3, 0, 0)]
     assert tier.match(keys, 64) == 16
     world.check(tier, made, tokens=(32, 64), keys=keys)
     assert code_of(lambda: world.check(tier, made, keys=keys)) == Code.MISSING_BLOCKS
@@ -193,13 +193,13 @@ def test_blocks_without_a_key_are_not_stored() -> None:
 
 
 def tight(blocks: int) -> Plan:
-    """A tier with so many rows."""
+    """A tier with so many blocks."""
     made = tier_plan(DENSE, max_len=16, memory=8192 * blocks)
     assert made.num_blocks == blocks
     return made
 
 
-def one_block(tier: Tier, key: bytes, seed: int = 0) -> Stored:
+def one_block(tier: Tier, key: bytes, seed: int = 0) -> StoreResult:
     made = small(DENSE)
     held = pools(made, 0, seed)
     return tier.store(held, made, blocks=[5], tokens=16, keys=[key])
@@ -209,11 +209,11 @@ def test_what_was_used_longest_ago_makes_room() -> None:
     tier = Tier(tight(4))
     for name in (b"a", b"b", b"c", b"d"):
         one_block(tier, name)
-    with tier.hold([b"a"], 16) as held:
-        assert held.tokens == 16
+    with tier.pin([b"a"], 16) as hit:
+        assert hit.tokens == 16
     one_block(tier, b"b")  # stored again: used again
-    assert one_block(tier, b"e") == Stored(1, 0, 0)
-    assert one_block(tier, b"f") == Stored(1, 0, 0)
+    assert one_block(tier, b"e") == StoreResult(1, 0, 0)
+    assert one_block(tier, b"f") == StoreResult(1, 0, 0)
     assert [key for _, key in tier.names()] == [b"a", b"b", b"e", b"f"]
     assert tier.evicted == 2
 
@@ -234,19 +234,19 @@ def test_what_is_being_loaded_stays() -> None:
     tier, made = Tier(tight(2)), small(DENSE)
     one_block(tier, b"a", seed=1)
     one_block(tier, b"b", seed=2)
-    with tier.hold([b"a"], 16) as first, tier.hold([b"b"], 16) as second:
-        assert one_block(tier, b"c") == Stored(0, 0, 1)
+    with tier.pin([b"a"], 16) as first, tier.pin([b"b"], 16) as second:
+        assert one_block(tier, b"c") == StoreResult(0, 0, 1)
         assert tier.drop([b"a"]) == 1
-        assert one_block(tier, b"c") == Stored(0, 0, 1), "dropped, and still being read"
+        assert one_block(tier, b"c") == StoreResult(0, 0, 1), "dropped, and still being read"
         assert (first.tokens, second.tokens) == (16, 16)
         got = pools(made, 0, 9)
-        first.load(got, made, blocks=[3])
+        first.fetch(got, made, blocks=[3])
         source = pools(made, 0, 1)
         view = made.view("layers.2.attn", "v")
         assert bytes(got[0][view(B=3, H=2, N=4, C=[0, 7])]) == bytes(
             source[0][view(B=5, H=2, N=4, C=[0, 7])]
         )
-    assert one_block(tier, b"c") == Stored(1, 0, 0)
+    assert one_block(tier, b"c") == StoreResult(1, 0, 0)
     assert sorted(key for _, key in tier.names()) == [b"b", b"c"]
 
 
@@ -255,13 +255,13 @@ def test_a_request_larger_than_the_tier_keeps_its_beginning() -> None:
     tier = Tier(tier_plan(DENSE, max_len=128, memory=8192 * 9))
     for name in range(4):
         one_block(tier, bytes([name]) * 8)
-    with tier.hold([bytes([0]) * 8], 16), tier.hold([bytes([1]) * 8], 16):
+    with tier.pin([bytes([0]) * 8], 16), tier.pin([bytes([1]) * 8], 16):
         stored = world.store(tier, made)
-    assert stored == [Stored(0, 7, 1), Stored(7, 0, 1)]
+    assert stored == [StoreResult(0, 7, 1), StoreResult(7, 0, 1)]
     assert tier.match(world.keys(tier), 128) == 112
 
 
-def test_half_stored_rows_make_room_in_their_turn() -> None:
+def test_half_stored_blocks_make_room_in_their_turn() -> None:
     tier, made, world = Tier(tight(3)), small(DENSE, tp=2), World(DENSE, 16)
     for name in (b"a", b"b", b"c", b"d"):
         held, tables = world.holding(made, 0)
@@ -271,7 +271,7 @@ def test_half_stored_rows_make_room_in_their_turn() -> None:
         tier.store(held, made, rank=1, blocks=tables, tokens=16, keys=[name])
         for name in (b"d", b"c", b"b", b"a")
     ]
-    assert stored == [Stored(1, 0, 0)] * 3 + [Stored(0, 1, 0)]
+    assert stored == [StoreResult(1, 0, 0)] * 3 + [StoreResult(0, 1, 0)]
     assert tier.evicted == 1
 
 
@@ -279,7 +279,7 @@ def test_half_stored_rows_make_room_in_their_turn() -> None:
 
 
 @pytest.mark.parametrize("kind", ["memory", "file"])
-def test_threads_store_and_load_while_rows_come_and_go(kind: str, tmp_path: Path) -> None:
+def test_threads_store_and_load_while_blocks_come_and_go(kind: str, tmp_path: Path) -> None:
     """Whatever a thread loads is what was stored under that key, all of it."""
     made, names = small(DENSE, tp=2), [bytes([n]) * 5 for n in range(12)]
     if kind == "memory":
@@ -307,9 +307,9 @@ def test_threads_store_and_load_while_rows_come_and_go(kind: str, tmp_path: Path
                     tier.store(held, made, rank=rank, blocks=tables, tokens=16, keys=[name])
                     continue
                 got = pools(alone, 0, 7)
-                with tier.hold([name], 16) as found:
-                    found.load(got, alone, blocks=[2])
-                    if found.tokens:
+                with tier.pin([name], 16) as hit:
+                    hit.fetch(got, alone, blocks=[2])
+                    if hit.tokens:
                         assert np.array_equal(got[0], expected[name][0])
                         loaded.append(name)
         except BaseException as problem:
@@ -324,10 +324,10 @@ def test_threads_store_and_load_while_rows_come_and_go(kind: str, tmp_path: Path
     assert loaded
     assert tier.evicted
     assert tier.metrics.values["damaged"] == 0
-    assert all(row.pins == 0 for row in tier._books._whole.values())
+    assert all(block.pins == 0 for block in tier._index._whole.values())
     tier.drop([names[0]])
-    waiting = len(tier._books._filling)
-    assert free(tier) + len(tier) + waiting == rows(tier)
+    waiting = len(tier._index._filling)
+    assert free(tier) + len(tier) + waiting == blocks(tier)
     tier.close()
 
 
@@ -354,10 +354,10 @@ def test_ranks_store_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "asked", [{"tp": 2}, {"pp": 2}, {"layout": "LBNHC"}, {"layout": "LHBNC"}], ids=str
+    "options", [{"tp": 2}, {"pp": 2}, {"layout": "LBNHC"}, {"layout": "LHBNC"}], ids=str
 )
-def test_a_tier_keeps_one_row_for_each_block(asked: dict[str, Any]) -> None:
-    assert code_of(lambda: Tier(tier_plan(DENSE, **asked))) == Code.BAD_PLAN
+def test_a_tier_keeps_each_block_in_one_piece(options: dict[str, Any]) -> None:
+    assert code_of(lambda: Tier(tier_plan(DENSE, **options))) == Code.BAD_PLAN
 
 
 @pytest.mark.parametrize("key", [b"", b"x" * 65, "text", 7])
@@ -369,27 +369,27 @@ def test_keys_are_short_bytes(key: Any) -> None:
 def test_bad_calls_are_refused_and_leave_nothing() -> None:
     tier, made = Tier(tight(3)), small(DENSE)
     held = pools(made, 0, 0)
-    asked: dict[str, Any] = {"blocks": [5], "tokens": 16, "keys": [b"k"]}
+    request: dict[str, Any] = {"blocks": [5], "tokens": 16, "keys": [b"k"]}
     few = {0: held[0][: made.pools[0].nbytes - 1]}
     elsewhere = {0: Memory(4096, made.pools[0].nbytes, device=1)}
     apart = {0: held[0][::2]}
     refusals = [
-        (Code.BAD_RANK, lambda: tier.store(held, made, rank=1, **asked)),
-        (Code.BAD_TOKENS, lambda: tier.store(held, made, **{**asked, "tokens": 17})),
-        (Code.OUT_OF_RANGE, lambda: tier.store(held, made, **{**asked, "blocks": [10**6]})),
-        (Code.MISSING_BLOCKS, lambda: tier.store(held, made, **{**asked, "blocks": []})),
-        (Code.OUT_OF_RANGE, lambda: tier.store(held, made, **{**asked, "keys": {3: [b"k"]}})),
-        (Code.OUT_OF_BOUNDS, lambda: tier.store({}, made, **asked)),
-        (Code.OUT_OF_BOUNDS, lambda: tier.store(few, made, **asked)),
-        (Code.OUT_OF_BOUNDS, lambda: tier.store(elsewhere, made, **asked)),
-        (Code.OUT_OF_BOUNDS, lambda: tier.store(apart, made, **asked)),
-        (Code.MISSING_BLOCKS, lambda: tier.load(held, made, **asked)),
+        (Code.BAD_RANK, lambda: tier.store(held, made, rank=1, **request)),
+        (Code.BAD_TOKENS, lambda: tier.store(held, made, **{**request, "tokens": 17})),
+        (Code.OUT_OF_RANGE, lambda: tier.store(held, made, **{**request, "blocks": [10**6]})),
+        (Code.MISSING_BLOCKS, lambda: tier.store(held, made, **{**request, "blocks": []})),
+        (Code.OUT_OF_RANGE, lambda: tier.store(held, made, **{**request, "keys": {3: [b"k"]}})),
+        (Code.OUT_OF_BOUNDS, lambda: tier.store({}, made, **request)),
+        (Code.OUT_OF_BOUNDS, lambda: tier.store(few, made, **request)),
+        (Code.OUT_OF_BOUNDS, lambda: tier.store(elsewhere, made, **request)),
+        (Code.OUT_OF_BOUNDS, lambda: tier.store(apart, made, **request)),
+        (Code.MISSING_BLOCKS, lambda: tier.fetch(held, made, **request)),
     ]
     for code, act in refusals:
         assert code_of(act) == code
         assert len(tier) == 0
         assert free(tier) == 3
-    assert one_block(tier, b"k") == Stored(1, 0, 0)
+    assert one_block(tier, b"k") == StoreResult(1, 0, 0)
 
 
 def test_groups_with_unlike_blocks_have_keys_of_their_own() -> None:
@@ -400,11 +400,11 @@ def test_groups_with_unlike_blocks_have_keys_of_their_own() -> None:
 def test_a_closed_tier_is_not_used() -> None:
     tier = Tier(tight(2))
     one_block(tier, b"k")
-    with tier.hold([b"k"], 16) as held:
+    with tier.pin([b"k"], 16) as hit:
         tier.close()
         tier.close()
         made = small(DENSE)
-        assert code_of(lambda: held.load(pools(made, 0, 0), made, blocks=[1])) == Code.UNREADABLE
+        assert code_of(lambda: hit.fetch(pools(made, 0, 0), made, blocks=[1])) == Code.UNREADABLE
     assert code_of(lambda: one_block(tier, b"k")) == Code.UNREADABLE
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvatlas import AtlasError, Code
-from kvatlas.models.model import Model
+from kvatlas.models import Model
 from kvatlas.specs import (
     ChunkedAttention,
     CrossAttention,
@@ -17,7 +17,7 @@ from kvatlas.specs import (
     GatedDeltaNet,
     SlidingAttention,
 )
-from kvatlas.tier import Stored, Tier
+from kvatlas.tier import StoreResult, Tier
 from tests.planning.models import LATENT, SMALL, model_of
 from tests.tier.world import World, every_block, pools, small, tier_plan
 
@@ -54,8 +54,8 @@ TURNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def tier_of(model: Model, turn: str) -> Tier:
-    asked: dict[str, Any] = {"block_size": 32} if turn.startswith("blocks") else {}
-    return Tier(tier_plan(model, **asked))
+    options: dict[str, Any] = {"block_size": 32} if turn.startswith("blocks") else {}
+    return Tier(tier_plan(model, **options))
 
 
 @pytest.mark.parametrize("turn", TURNS)
@@ -140,9 +140,9 @@ def test_which_rank_brings_a_token_depends_on_where_it_is() -> None:
     model = model_of("latent", *[LATENT] * 2, heads=6)
     world, tier, made = World(model, 17), Tier(tier_plan(model)), small(model, tp=6, dcp=3)
     keys = world.keys(tier)
-    assert world.store(tier, made, ranks=[0], tokens=1, keys=[b"one"]) == [Stored(1, 0, 0)]
-    assert world.store(tier, made, ranks=[0, 2]) == [Stored(0, 2, 0), Stored(0, 2, 0)]
-    assert world.store(tier, made, ranks=[1]) == [Stored(2, 0, 0)]
+    assert world.store(tier, made, ranks=[0], tokens=1, keys=[b"one"]) == [StoreResult(1, 0, 0)]
+    assert world.store(tier, made, ranks=[0, 2]) == [StoreResult(0, 2, 0), StoreResult(0, 2, 0)]
+    assert world.store(tier, made, ranks=[1]) == [StoreResult(2, 0, 0)]
     assert tier.match(keys, 17) == 17
     world.check(tier, small(model))
 
@@ -178,8 +178,8 @@ def test_a_window_stored_as_it_goes_is_loaded_at_any_block() -> None:
             held, tables = pools(src, rank, 1), every_block(src, stop)
             world.put(src, rank, held, tables, (stop - 16, stop))
             keys = world.keys(steps)
-            asked = {"tokens": (stop - 16, stop), "keys": keys}
-            steps.store(held, src, rank=rank, blocks=tables, **asked)
+            request = {"tokens": (stop - 16, stop), "keys": keys}
+            steps.store(held, src, rank=rank, blocks=tables, **request)
     keys = world.keys(whole)
     assert [whole.match(keys, n) for n in (160, 159, 144, 100, 32)] == [160, 0, 0, 0, 0]
     assert [steps.match(keys, n) for n in (160, 159, 144, 100, 32)] == [160, 159, 144, 100, 32]
@@ -188,7 +188,7 @@ def test_a_window_stored_as_it_goes_is_loaded_at_any_block() -> None:
 
 
 def test_a_tier_that_keeps_windows_and_all_tokens_in_one_block() -> None:
-    """Such a row has what all of its layers have: nothing less is said to be there."""
+    """Such a block has what all of its layers have: nothing less is said to be there."""
     model = MODELS["sliding"]
     world = World(model, 160, policy="uniform")
     uniform, apart = small(model, policy="uniform"), small(model)

@@ -1,7 +1,7 @@
 """Topologies of one model around a tier, and what each of them should see.
 
 Every byte comes from one base plan with random contents. What a topology holds, and
-what it should hold after a load, is taken straight from the base along a route that
+what it should hold after a fetch, is taken straight from the base along a route that
 never meets a tier. Pools have guard bytes behind them, and are random before.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvatlas.models.model import Model
+from kvatlas.models import Model
 from kvatlas.planning import Group, Plan, plan
 from kvatlas.routing import route, scattered
 from kvatlas.tier import Tier
@@ -25,14 +25,14 @@ GUARD = 64
 MAX_LEN = 192
 
 
-def small(model: Model, **asked: Any) -> Plan:
+def small(model: Model, **options: Any) -> Plan:
     """A plan of few bytes."""
-    about = {"memory": "1536KiB", "max_len": MAX_LEN, "in_flight": 0, **asked}
+    about = {"memory": "1536KiB", "max_len": MAX_LEN, "in_flight": 0, **options}
     return plan(model, **about)
 
 
-def tier_plan(model: Model, **asked: Any) -> Plan:
-    return small(model, **{"layout": "BLHNC", **asked})
+def tier_plan(model: Model, **options: Any) -> Plan:
+    return small(model, **{"layout": "BLHNC", **options})
 
 
 def pools(made: Plan, rank: int, seed: int) -> Pools:
@@ -62,11 +62,11 @@ def _paged(group: Group) -> bool:
 
 
 class World:
-    """A request's tokens, the same for every topology that is asked to hold them."""
+    """A request's tokens, the same for every topology that holds them."""
 
-    def __init__(self, model: Model, tokens: int, seed: int = 0, **asked: Any) -> None:
+    def __init__(self, model: Model, tokens: int, seed: int = 0, **options: Any) -> None:
         self.model, self.tokens = model, tokens
-        self.base = small(model, **asked)
+        self.base = small(model, **options)
         self.contents = pools(self.base, 0, seed + 1000)
         self.tables = every_block(self.base, tokens)
 
@@ -109,21 +109,21 @@ class World:
 
     def store(self, tier: Tier, made: Plan, ranks: Any = None, **about: Any) -> list[Any]:
         """Store from every rank, or some."""
-        found = []
+        results = []
         for rank in range(made.tp * made.pp) if ranks is None else ranks:
             held, tables = self.holding(made, rank)
-            asked = {"tokens": self.tokens, "keys": self.keys(tier), **about}
-            found.append(tier.store(held, made, rank=rank, blocks=tables, **asked))
-        return found
+            request = {"tokens": self.tokens, "keys": self.keys(tier), **about}
+            results.append(tier.store(held, made, rank=rank, blocks=tables, **request))
+        return results
 
     def check(self, tier: Tier, made: Plan, tokens: Any = None, keys: Any = None) -> None:
-        """Load into every rank: the request's bytes are there, and no other byte has changed."""
+        """Fetch into every rank: the request's bytes are there, and no other byte has changed."""
         stop = self.tokens if tokens is None else tokens
         for rank in range(made.tp * made.pp):
             tables = scattered(made, stop if isinstance(stop, int) else stop[1])
             got, expected = pools(made, rank, 7), pools(made, rank, 7)
             self.put(made, rank, expected, tables, stop)
-            tier.load(
+            tier.fetch(
                 {i: pool[:-GUARD] for i, pool in got.items()},
                 made,
                 rank=rank,
@@ -133,7 +133,7 @@ class World:
             )
             assert all(np.array_equal(got[i], expected[i]) for i in got)
             before = pools(made, rank, 7)
-            assert any((got[i] != before[i]).any() for i in got), "nothing was loaded"
+            assert any((got[i] != before[i]).any() for i in got), "nothing was fetched"
 
 
 def digest(text: str) -> bytes:

@@ -90,21 +90,6 @@ class Layout:
         return self.outside("H", "L")
 
     @property
-    def heads_outside_blocks(self) -> bool:
-        """H lies outside B: in LHBNC one head (or plane) of a layer is one run."""
-        return self.outside("H", "B")
-
-    @property
-    def heads_outside_states(self) -> bool:
-        """Head-major pages (HND); False is state-major (NHD)."""
-        return self.outside("H", "N")
-
-    @property
-    def in_engines(self) -> bool:
-        """One of the six orders that engines use today."""
-        return self in ENGINE_LAYOUTS
-
-    @property
     def alias(self) -> str | None:
         """NHD or HND, where the order has that older name."""
         return next((alias for alias, order in _ALIASES.items() if order == self.order), None)

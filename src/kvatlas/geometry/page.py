@@ -165,22 +165,15 @@ class Page:
         pages and blocks.
         """
         field = self.field(name)
-        if placement.item != 1:
+        cells = {"H": self.heads, "N": self.states, "C": self.content}
+        whole = placement.item == 1 and all(placement.size(a) == n for a, n in cells.items())
+        if not whole:
             raise AtlasError(
                 Code.UNLIKE_PLACEMENTS,
-                "The placement does not count bytes",
-                got=f"items of {placement.item} bytes",
-                hint="Pass what Page.place gave, before it was folded",
+                "The placement does not hold whole pages in bytes",
+                got=f"{placement} for pages of {cells}",
+                hint="Pass what Page.place gave; narrow and fold the view instead",
             )
-        cells = {"H": self.heads, "N": self.states, "C": self.content}
-        for axis, size in cells.items():
-            if placement.size(axis) != size:
-                raise AtlasError(
-                    Code.UNLIKE_PLACEMENTS,
-                    "The placement does not hold the whole page",
-                    got=f"{axis} of {placement.size(axis)} for a page with {size}",
-                    hint="View the field first and narrow the view",
-                )
         self._refuse_gaps(field, placement)
         steps = {axis: placement.stride(axis) for axis in cells}
         if self.content == 1:

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Int64s
 from kvatlas.planning import Plan
-from kvatlas.routing.plan_ends import pool_of
 
 Ids = Sequence[int] | Int64s
 Blocks = Mapping[int, Sequence[int]] | Mapping[int, Int64s] | Ids
@@ -47,7 +46,7 @@ class RequestTables:
             )
         ids = table[entries]
         low, high = int(ids.min()), int(ids.max())
-        blocks = pool_of(self.plan, self.rank // self.plan.tp, group).blocks
+        blocks = self.plan.pool(self.rank, group).blocks
         if low < 0 or high >= blocks:
             raise AtlasError(
                 Code.OUT_OF_RANGE,
@@ -87,14 +86,13 @@ class RequestTables:
 
 def checked_rank(plan: Plan, rank: Any, end: str) -> int:
     """A rank of a plan, or a refusal."""
-    ranks = plan.tp * plan.pp
     whole = isinstance(rank, int | np.integer) and not isinstance(rank, bool)
-    if not whole or not 0 <= rank < ranks:
+    if not whole or not 0 <= rank < plan.ranks:
         raise AtlasError(
             Code.BAD_RANK,
             f"There is no such rank at the {end}",
             got=repr(rank),
-            hint=f"Ranks are 0..{ranks - 1}: stage * tp + tensor-parallel rank",
+            hint=f"Ranks are 0..{plan.ranks - 1}: stage * tp + tensor-parallel rank",
         )
     return int(rank)
 

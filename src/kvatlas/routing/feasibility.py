@@ -110,7 +110,7 @@ def check(
     if not refused:
         way = Route(src, dst, layers=layers, renamed=renamed)
         tables = {"src_blocks": scattered(src, stop), "dst_blocks": scattered(dst, stop)}
-        for dst_rank in range(dst.tp * dst.pp):
+        for dst_rank in range(dst.ranks):
             for src_rank in way.sources(dst_rank):
                 bound = way.bind(src_rank=src_rank, dst_rank=dst_rank, tokens=stop, **tables)
                 pairs.append(RankPair(src_rank, dst_rank, bound.report(costs)))

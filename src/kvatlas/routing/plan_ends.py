@@ -15,7 +15,7 @@ import numpy as np
 
 from kvatlas.errors import AtlasError
 from kvatlas.geometry import Field, Page, Placement, Sharding, ShardRange, StateBlocks
-from kvatlas.planning import Plan, Pool, Region
+from kvatlas.planning import Plan, Region
 from kvatlas.specs import Spec
 
 
@@ -99,16 +99,11 @@ class PlanEnd:
 
     @cached_property
     def _placements(self) -> list[Placement]:
+        tp = self.plan.tp
         return [
-            region.placement(self.plan.tp, pool_of(self.plan, region.stage, region.group).blocks)
+            region.placement(tp, self.plan.pool(region.stage * tp, region.group).blocks)
             for region in self.plan.regions
         ]
-
-
-def pool_of(plan: Plan, stage: int, group: int) -> Pool:
-    """The pool of a group at one pipeline stage."""
-    place = (stage, plan.groups[group].pool)
-    return next(pool for pool in plan.pools if (pool.stage, pool.index) == place)
 
 
 @lru_cache(maxsize=65536)

@@ -30,7 +30,6 @@ from kvatlas.planning import Plan
 from kvatlas.routing.binding import RepeatedRuns, repeated
 from kvatlas.routing.block_tables import Blocks, RequestTables
 from kvatlas.routing.compiler import GroupPair
-from kvatlas.routing.plan_ends import pool_of
 from kvatlas.routing.request import RequestEnds
 
 Base = int | Mapping[int, int]
@@ -44,10 +43,6 @@ class RankMemory(NamedTuple):
     rank: int
     base: Base
     device: int
-
-    def blocks(self, group: int) -> int:
-        """Blocks of a group's pool."""
-        return pool_of(self.plan, self.rank // self.plan.tp, group).blocks
 
     def address(self, group: int) -> int:
         """Where a group's pool begins."""
@@ -179,7 +174,8 @@ class PreparedRoute:
         return np.concatenate(lists) if lists else np.zeros((0, 3), dtype=np.uint64)
 
     def _blocks(self, grid: DescriptorGrid, end: int) -> int:
-        return self.ends[end].blocks(grid.pair.groups[end])
+        memory = self.ends[end]
+        return memory.plan.pool(memory.rank, grid.pair.groups[end]).blocks
 
     def _unit(self, grid: DescriptorGrid, end: int) -> tuple[Int64s, Int64s, int, int]:
         """A descriptor at the start of its pool: start, length, base and device."""

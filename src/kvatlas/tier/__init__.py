@@ -1,7 +1,6 @@
-"""The host and disk tier: what one topology stored, another can load."""
+"""The host and disk tier: what one topology stored, another can fetch."""
 
-from kvatlas.tier.index import Stored
-from kvatlas.tier.lookup import Held
-from kvatlas.tier.tier import Tier
+from kvatlas.tier.index import StoreResult
+from kvatlas.tier.tier import Hit, Tier
 
-__all__ = ["Held", "Stored", "Tier"]
+__all__ = ["Hit", "StoreResult", "Tier"]

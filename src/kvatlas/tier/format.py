@@ -1,15 +1,15 @@
-"""The file of a tier: a header, the rows, and a record for each row.
+"""The file of a tier: a header, the blocks, and a record for each block.
 
     0       header: magic, version, the plan's length and digest, sizes, the file's own id
     4096    the plan, as JSON
-    ...     the rows of each pool, from a multiple of 4096 bytes on
-    ...     a record of 128 bytes for each row, in the same order
+    ...     the blocks of each pool, from a multiple of 4096 bytes on
+    ...     a record of 128 bytes for each block, in the same order
 
-A record says what its row has: a key, the tokens, a checksum of the row's bytes, a place
-in the sequence; and it has a digest of its own. Zeros say that the row is empty. A record
-is cleared before its row is written to and written after all bytes of the row are there,
-so a process may die anywhere: a row is whole, or absent. What a record says is never
-believed before its digest and the row's checksum were found right. Nothing else in the
+A record says what its block has: a key, the tokens, a checksum of the block's bytes, a
+sequence number; and it has a digest of its own. Zeros say that the block is empty. A record
+is cleared before its block is written to and written after all bytes of the block are there,
+so a process may die anywhere: a block is whole, or absent. What a record says is never
+believed before its digest and the block's checksum were found right. Nothing else in the
 file ever changes, and all of it follows from the plan, so the header is compared and not
 interpreted.
 """
@@ -34,21 +34,21 @@ import numpy as np
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import round_up
 from kvatlas.planning import Plan
-from kvatlas.tier.index import Row
+from kvatlas.tier.index import TierBlock
 from kvatlas.tier.keys import LONGEST_KEY, Cover
-from kvatlas.wire import Bytes, refuse_large
+from kvatlas.wire import Bytes, check_plan_size
 
 MAGIC = b"kvatlas\x00"
 VERSION = 1
 PAGE = 4096
 LONGEST_PLAN = 16 << 20
-MOST_ROWS = 1 << 22
+MOST_BLOCKS = 1 << 22
 
 _HEADER = struct.Struct("<8sIIQ32s16sQQQ")
-"""Magic, version, record bytes, plan bytes, plan's sha256, id, rows, index offset, file bytes."""
+"""Magic, version, record bytes, plan bytes, plan's sha256, id, blocks, index offset, file bytes."""
 
 _RECORD = struct.Struct("<4sIIIQQQQ64s")
-"""Mark, group, key bytes, checksum, sequence, row, first and last token, key."""
+"""Mark, group, key bytes, checksum, sequence, block, first and last token, key."""
 
 _MARK = b"row\x01"
 _DIGEST = 16
@@ -56,6 +56,7 @@ RECORD = _RECORD.size + _DIGEST
 _EMPTY = bytes(RECORD)
 _AT_ONCE = 8192
 _LATEST = 1 << 62
+_REMOVE = "Check the path; a damaged file can be removed: all of it can be computed again"
 _SUMMING = min(4, os.cpu_count() or 1)
 
 
@@ -63,21 +64,21 @@ class Extent:
     """Where everything lies in the file of a plan."""
 
     def __init__(self, plan: Plan, plan_bytes: int) -> None:
-        self.rows: dict[int, int] = {}
-        """Where the rows of each pool begin."""
+        self.pools: dict[int, int] = {}
+        """Where the blocks of each pool begin."""
         self.numbers: dict[int, int] = {}
-        """The number, in the file, of the first row of each pool."""
-        at, many = round_up(PAGE + plan_bytes, PAGE), 0
+        """The number, in the file, of the first block of each pool."""
+        at, blocks = round_up(PAGE + plan_bytes, PAGE), 0
         for pool in sorted(plan.pools, key=lambda one: one.index):
-            self.rows[pool.index], self.numbers[pool.index] = at, many
-            at, many = round_up(at + pool.nbytes, PAGE), many + pool.blocks
-        self.index, self.many = at, many
-        self.nbytes = at + many * RECORD
-        if many > MOST_ROWS or self.nbytes >= 1 << 62:
+            self.pools[pool.index], self.numbers[pool.index] = at, blocks
+            at, blocks = round_up(at + pool.nbytes, PAGE), blocks + pool.blocks
+        self.index, self.blocks = at, blocks
+        self.nbytes = at + blocks * RECORD
+        if blocks > MOST_BLOCKS or self.nbytes >= 1 << 62:
             raise AtlasError(
                 Code.TOO_MANY,
-                f"A tier's file has at most {MOST_ROWS:,} rows",
-                got=f"{many:,} rows in {self.nbytes:,} bytes",
+                f"A tier's file has no room for more than {MOST_BLOCKS:,} blocks",
+                got=f"{blocks:,} blocks in {self.nbytes:,} bytes",
                 hint="Plan the tier with less memory, or larger blocks",
             )
 
@@ -85,7 +86,7 @@ class Extent:
 def header(text: bytes, identity: bytes, extent: Extent) -> bytes:
     """The first page of a file."""
     digest = hashlib.sha256(text).digest()
-    sizes = (extent.many, extent.index, extent.nbytes)
+    sizes = (extent.blocks, extent.index, extent.nbytes)
     packed = _HEADER.pack(MAGIC, VERSION, RECORD, len(text), digest, identity, *sizes)
     said = packed.ljust(PAGE - _DIGEST, b"\x00")
     return said + hashlib.blake2b(said, digest_size=_DIGEST).digest()
@@ -105,7 +106,7 @@ class TierFile:
             if plan is not None and plan.to_json() != self.plan.to_json():
                 raise AtlasError(
                     Code.BAD_PLAN,
-                    "A tier's file is opened with the plan that it was made for",
+                    "The tier's file was made for another plan",
                     got=f"{plan} for a file of {self.plan}",
                     hint="Leave the plan out, or use another path",
                 )
@@ -115,49 +116,45 @@ class TierFile:
             raise
         everything = np.frombuffer(self._map, dtype=np.uint8)
         self.pools: dict[int, Bytes] = {
-            pool.index: everything[self.extent.rows[pool.index] :][: pool.nbytes]
+            pool.index: everything[self.extent.pools[pool.index] :][: pool.nbytes]
             for pool in self.plan.pools
         }
         self._helpers = ThreadPoolExecutor(1 + _SUMMING, thread_name_prefix="kvatlas-tier")
-        self._row_bytes = {pool.index: pool.block_bytes for pool in self.plan.pools}
+        self._block_bytes = {pool.index: pool.block_bytes for pool in self.plan.pools}
 
-    # -- rows ---------------------------------------------------------------------------
+    # -- blocks -------------------------------------------------------------------------
 
-    def sums(self, rows: Sequence[Row]) -> list[int]:
-        """The checksums of rows, as their bytes are now; on several cores where there are."""
-        return list(self._helpers.map(self.sum, rows) if len(rows) > 1 else map(self.sum, rows))
+    def checksums(self, blocks: Sequence[TierBlock]) -> list[int]:
+        """The checksums of blocks, as their bytes are now; on several cores where there are."""
+        run = self._helpers.map if len(blocks) > 1 else map
+        return list(run(self._checksum, blocks))
 
-    def sum(self, row: Row) -> int:
-        """The checksum of one row."""
-        nbytes = self._row_bytes[row.pool]
-        return zlib.crc32(self.pools[row.pool][row.number * nbytes :][:nbytes].data)
-
-    def commit(self, rows: Sequence[Row]) -> None:
-        """Write the records of rows whose bytes are all there, and on the disk where asked."""
+    def commit(self, blocks: Sequence[TierBlock]) -> None:
+        """Write the records of blocks whose bytes are all there, and on the disk where asked."""
         synced = self._helpers.submit(os.fdatasync, self._fd) if self.durable else None
-        for row, found in zip(rows, self.sums(rows), strict=True):
-            row.checksum = found
+        for block, checksum in zip(blocks, self.checksums(blocks), strict=True):
+            block.checksum = checksum
         if synced is not None:
             synced.result()
-        for row in rows:
-            os.pwrite(self._fd, self._record(row), self._place(row))
+        for block in blocks:
+            os.pwrite(self._fd, self._record(block), self._place(block))
         if self.durable:
             os.fdatasync(self._fd)
 
-    def clear(self, row: Row) -> None:
-        """Say that a row is empty, before anything is written to it."""
-        os.pwrite(self._fd, _EMPTY, self._place(row))
+    def clear(self, block: TierBlock) -> None:
+        """Say that a block is empty, before anything is written to it."""
+        os.pwrite(self._fd, _EMPTY, self._place(block))
 
-    def found(self) -> Iterator[Row]:
-        """The rows that have sound records; their bytes are yet to be verified."""
-        for first in range(0, self.extent.many, _AT_ONCE):
-            many = min(_AT_ONCE, self.extent.many - first)
+    def recorded(self) -> Iterator[TierBlock]:
+        """The blocks that have sound records; their bytes are yet to be verified."""
+        for first in range(0, self.extent.blocks, _AT_ONCE):
+            many = min(_AT_ONCE, self.extent.blocks - first)
             text = os.pread(self._fd, many * RECORD, self.extent.index + first * RECORD)
-            rows = np.frombuffer(text, dtype=np.uint8).reshape(-1, RECORD)
-            for place in np.flatnonzero(rows.any(axis=1)).tolist():
-                row = self._read(first + place, rows[place].tobytes())
-                if row is not None:
-                    yield row
+            records = np.frombuffer(text, dtype=np.uint8).reshape(-1, RECORD)
+            for place in np.flatnonzero(records.any(axis=1)).tolist():
+                block = self._read(first + place, records[place].tobytes())
+                if block is not None:
+                    yield block
 
     def close(self) -> None:
         """Let go of the file."""
@@ -169,20 +166,26 @@ class TierFile:
 
     # -- records ------------------------------------------------------------------------
 
-    def _place(self, row: Row) -> int:
-        return self.extent.index + (self.extent.numbers[row.pool] + row.number) * RECORD
+    def _checksum(self, block: TierBlock) -> int:
+        nbytes = self._block_bytes[block.pool]
+        return zlib.crc32(self.pools[block.pool][block.block_id * nbytes :][:nbytes].data)
 
-    def _record(self, row: Row) -> bytes:
-        number = self.extent.numbers[row.pool] + row.number
-        about = (row.group, len(row.key), row.checksum, row.sequence, number)
-        said = _RECORD.pack(_MARK, *about, *row.cover, row.key)
+    def _number(self, block: TierBlock) -> int:
+        return self.extent.numbers[block.pool] + block.block_id
+
+    def _place(self, block: TierBlock) -> int:
+        return self.extent.index + self._number(block) * RECORD
+
+    def _record(self, block: TierBlock) -> bytes:
+        about = (block.group, len(block.key), block.checksum, block.sequence, self._number(block))
+        said = _RECORD.pack(_MARK, *about, *block.cover, block.key)
         return said + self._digest(said)
 
     def _digest(self, said: bytes) -> bytes:
         return hashlib.blake2b(said, digest_size=_DIGEST, key=self._identity).digest()
 
-    def _read(self, number: int, text: bytes) -> Row | None:
-        """The row that a record speaks of, if the record is sound."""
+    def _read(self, number: int, text: bytes) -> TierBlock | None:
+        """The block that a record speaks of, if the record is sound."""
         said, digest = text[: _RECORD.size], text[_RECORD.size :]
         if digest != self._digest(said):
             return None
@@ -196,24 +199,16 @@ class TierFile:
         )
         if not sound:
             return None
-        pool = self.plan.groups[group].pool
-        row = number - self.extent.numbers[pool]
+        pool = self.plan.pool(0, group)
+        block_id = number - self.extent.numbers[pool.index]
         state = self.plan.groups[group].kind == "recurrent"
         longest = self.plan.max_len if state else self.plan.groups[group].block
-        blocks = next(p.blocks for p in self.plan.pools if p.index == pool)
-        if not 0 <= row < blocks or not first < stop <= longest or (state and first):
+        if not 0 <= block_id < pool.blocks or not first < stop <= longest or (state and first):
             return None
-        return Row(
-            pool,
-            row,
-            group,
-            key[:length],
-            Cover(first, stop),
-            whole=True,
-            verified=False,
-            checksum=checksum,
-            sequence=sequence,
-        )
+        return TierBlock(
+            pool.index, block_id, group, key[:length], Cover(first, stop),
+            whole=True, verified=False, checksum=checksum, sequence=sequence,
+        )  # fmt: skip
 
 
 # -- opening -----------------------------------------------------------------------------
@@ -236,8 +231,8 @@ def _lock(fd: int, path: Path) -> None:
     except OSError:
         raise AtlasError(
             Code.TWICE,
-            "One process at a time has a tier's file open",
-            got=f"{path}, which is open elsewhere",
+            "The tier's file is open elsewhere",
+            got=path,
             hint="Close it there, or use another path",
         ) from None
 
@@ -282,7 +277,7 @@ def _allocate(fd: int, nbytes: int) -> None:
         os.ftruncate(fd, 0)
         raise AtlasError(
             Code.NOT_ENOUGH_MEMORY,
-            f"The disk has room for {nbytes:,} bytes",
+            f"The disk has no room for {nbytes:,} bytes",
             got=str(problem),
             hint="Plan the tier with less memory, or use another disk",
         ) from None
@@ -290,16 +285,16 @@ def _allocate(fd: int, nbytes: int) -> None:
 
 def _checked(fd: int, path: Path) -> tuple[Plan, bytes, Extent]:
     """The plan, id and extent of a file, everything held against the plan."""
-    found = os.pread(fd, PAGE, 0)
-    if len(found) < PAGE or not found.startswith(MAGIC):
+    first_page = os.pread(fd, PAGE, 0)
+    if len(first_page) < PAGE or not first_page.startswith(MAGIC):
         raise _unreadable(path, "a file that is too short, or no tier's")
-    _, version, _, length, digest, identity, *_ = _HEADER.unpack_from(found)
+    _, version, _, length, digest, identity, *_ = _HEADER.unpack_from(first_page)
     if version != VERSION:
         raise AtlasError(
             Code.UNLIKE_VERSIONS,
-            f"A tier's file is of version {VERSION}",
-            got=f"version {version}",
-            hint="Remove it: everything in it can be computed again",
+            f"The tier's file is not of version {VERSION}",
+            got=f"version {version}: {path}",
+            hint=_REMOVE,
         )
     if not 0 < length <= LONGEST_PLAN:
         raise _unreadable(path, f"a plan of {length:,} bytes")
@@ -307,19 +302,14 @@ def _checked(fd: int, path: Path) -> tuple[Plan, bytes, Extent]:
     if hashlib.sha256(text).digest() != digest:
         raise _wrong(path, "a plan whose digest is another")
     try:
-        refuse_large(text)
+        check_plan_size(text)
         plan = Plan.from_json(text)
         extent = Extent(plan, len(text))
     except AtlasError as problem:
         if problem.code is Code.BAD_PLAN:
             raise
-        raise AtlasError(
-            Code.BAD_PLAN,
-            "The plan in a tier's file is one that a tier can have",
-            got=str(problem)[:200],
-            hint="Remove the file",
-        ) from None
-    if found != header(text, identity, extent):
+        raise AtlasError(Code.BAD_PLAN, got=str(problem)[:200], hint=_REMOVE) from None
+    if first_page != header(text, identity, extent):
         raise _wrong(path, "a header that is not its plan's")
     if os.fstat(fd).st_size != extent.nbytes:
         got = f"{os.fstat(fd).st_size:,} bytes instead of {extent.nbytes:,}"
@@ -328,18 +318,10 @@ def _checked(fd: int, path: Path) -> tuple[Plan, bytes, Extent]:
 
 
 def _wrong(path: Path, got: str) -> AtlasError:
-    return AtlasError(
-        Code.CHECKSUM,
-        "The header of a tier's file is as it was written",
-        got=f"{got} in {path}",
-        hint="Remove the file: everything in it can be computed again",
-    )
+    problem = "The header of the tier's file was changed"
+    return AtlasError(Code.CHECKSUM, problem, got=f"{got}: {path}", hint=_REMOVE)
 
 
 def _unreadable(path: Path, got: str) -> AtlasError:
-    return AtlasError(
-        Code.UNREADABLE,
-        "A tier's file can be read and is as long as its plan says",
-        got=f"{got}: {path}",
-        hint="Check the path; a damaged file can be removed, since all of it can be computed again",
-    )
+    problem = "The tier's file cannot be read, or is not as long as its plan says"
+    return AtlasError(Code.UNREADABLE, problem, got=f"{got}: {path}", hint=_REMOVE)

@@ -1,24 +1,24 @@
-"""The books of a tier: which row has what, who uses it, and which one goes when room is needed.
+"""The index of a tier: which block has what, who uses it, and which is evicted next.
 
-A row is free, or being filled by the ranks of a topology, or whole. Only whole rows are
-ever found. A row that somebody reads or fills stays; of the others, the one that was
-used longest ago makes room.
+A block is free, or being filled by the ranks of a topology, or whole. Only whole blocks
+are ever found. A block that somebody reads or fills stays; of the others, the least
+recently used one is evicted when room is needed.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from kvatlas.planning import Plan
-from kvatlas.tier.ingest import Delivery, Intake
-from kvatlas.tier.keys import Cover, Need, covers
+from kvatlas.tier.ingest import Delivery, Ingest
+from kvatlas.tier.keys import Cover, NeededBlock, TierSpans
 
 
-class Stored(NamedTuple):
+class StoreResult(NamedTuple):
     """How many keys of a call are whole now, wait for other ranks, or found no room."""
 
     whole: int
@@ -27,11 +27,11 @@ class Stored(NamedTuple):
 
 
 @dataclass(eq=False)
-class Row:
-    """One row of a pool that is being filled, or whole."""
+class TierBlock:
+    """A block of one of the tier's pools, being filled or whole."""
 
     pool: int
-    number: int
+    block_id: int
     group: int
     key: bytes
     cover: Cover
@@ -43,10 +43,11 @@ class Row:
     pins: int = 0
     dropped: bool = False
     """Nobody finds it any more; its room is free when the last pin goes."""
-    parts: dict[int, Delivery] = field(default_factory=dict)
-    filling: set[int] = field(default_factory=set)
+    brought: dict[int, Delivery] = field(default_factory=dict)
+    """What each rank has written to it."""
+    writing: set[int] = field(default_factory=set)
     """Ranks that write to it now."""
-    slot: tuple[Any, ...] = ()
+    fill_key: tuple[Any, ...] = ()
     """What the ranks that fill it find it by."""
 
     @property
@@ -57,29 +58,29 @@ class Row:
 
 @dataclass
 class Claim:
-    """What one rank may fill in one call, and what the call holds fast meanwhile."""
+    """What one rank may fill in one call, and what the call pins meanwhile."""
 
     rank: int
-    rows: dict[tuple[int, int], tuple[Need, Row]] = field(default_factory=dict)
-    pinned: list[Row] = field(default_factory=list)
+    fills: list[tuple[NeededBlock, TierBlock]] = field(default_factory=list)
+    pinned: list[TierBlock] = field(default_factory=list)
     whole: int = 0
     waiting: int = 0
     no_room: int = 0
 
 
-class Books:
-    """Rows by key; every access is guarded."""
+class BlockIndex:
+    """Blocks of a tier by key, least recently used first; every access is guarded."""
 
-    def __init__(self, plan: Plan, cleared: Callable[[Row], None]) -> None:
+    def __init__(self, plan: Plan, cleared: Callable[[TierBlock], None]) -> None:
         self.plan = plan
         self.lock = threading.RLock()
         self.sequence = 0
         self.evicted = 0
         self._cleared = cleared
         self._free = {p.index: list(range(p.blocks - 1, -1, -1)) for p in plan.pools}
-        self._whole: dict[tuple[int, bytes], Row] = {}
-        self._filling: dict[tuple[Any, ...], Row] = {}
-        self._recent: dict[int, OrderedDict[Row, None]] = {
+        self._whole: dict[tuple[int, bytes], TierBlock] = {}
+        self._filling: dict[tuple[Any, ...], TierBlock] = {}
+        self._recent: dict[int, OrderedDict[TierBlock, None]] = {
             pool.index: OrderedDict() for pool in plan.pools
         }
 
@@ -88,36 +89,57 @@ class Books:
             return len(self._whole)
 
     def free(self, pool: int) -> int:
-        """Rows of a pool that hold nothing."""
+        """Blocks of a pool that hold nothing."""
         with self.lock:
             return len(self._free[pool])
 
-    def restore(self, rows: Sequence[Row]) -> list[Row]:
-        """Take over rows that were whole when a file was closed; the ones that were replaced."""
+    def restore(self, blocks: Iterable[TierBlock]) -> list[TierBlock]:
+        """Take over blocks that were whole when a file was closed; those that were replaced."""
         older = []
         with self.lock:
-            for row in sorted(rows, key=lambda one: one.sequence):
-                if row.name in self._whole:
-                    older.append(self._whole[row.name])
-                self._whole[row.name] = row
-            kept = set(self._whole.values())
-            for pool, numbers in self._free.items():
-                taken = {row.number for row in kept if row.pool == pool}
-                self._free[pool] = [number for number in numbers if number not in taken]
-            for row in sorted(kept, key=lambda one: one.sequence):
-                self._recent[row.pool][row] = None
-            self.sequence = max((row.sequence for row in kept), default=0)
+            for block in sorted(blocks, key=lambda one: one.sequence):
+                if block.name in self._whole:
+                    older.append(self._whole.pop(block.name))
+                self._whole[block.name] = block
+                self.sequence = block.sequence
+            for block in self._whole.values():
+                self._recent[block.pool][block] = None
+            for pool, ids in self._free.items():
+                taken = {block.block_id for block in self._recent[pool]}
+                self._free[pool] = [block_id for block_id in ids if block_id not in taken]
         return older
 
     # -- finding ------------------------------------------------------------------------
 
-    def find(self, need: Need) -> Row | None:
-        """The whole row that has what is needed."""
+    def find(self, need: NeededBlock) -> TierBlock | None:
+        """The whole block that has what is needed."""
         with self.lock:
-            row = self._whole.get((need.group, need.key)) if need.key is not None else None
-            if row is None or not covers(row.cover, need.cover, exact=self._exact(need.group)):
-                return None
-            return row
+            block = self._whole.get((need.group, need.key)) if need.key is not None else None
+            return block if block is not None and self._serves(block, need.cover) else None
+
+    def longest(
+        self,
+        spans: TierSpans,
+        start: int,
+        stop: int,
+        keys: Mapping[int, Sequence[bytes | None]],
+    ) -> int:
+        """The most tokens that every group has what it needs for; 0 where that is none."""
+        step = spans.step
+        ends = [stop, *range((stop - 1) // step * step, start, -step)]
+        # Groups that need everything say how far it can be at most.
+        for group in spans.keeping_all:
+            for need in spans.of_group(group, start, stop, keys.get(group, ())):
+                if self.find(need) is None:
+                    begin = need.entry * spans.tier.groups[group].block
+                    ends = [end for end in ends if end <= begin]
+                    break
+        others = [g for g in range(len(spans.tier.groups)) if g not in spans.keeping_all]
+        for end in ends:
+            needs = (n for g in others for n in spans.of_group(g, start, end, keys.get(g, ())))
+            if all(self.find(need) is not None for need in needs):
+                return end
+        return 0
 
     def has(self, group: int, key: bytes) -> bool:
         """Whether a key is there at all."""
@@ -125,148 +147,137 @@ class Books:
             return (group, key) in self._whole
 
     def names(self) -> list[tuple[int, bytes]]:
-        """Every (group, key) that is whole, the one used longest ago first."""
+        """Every (group, key) that is whole, the least recently used first."""
         with self.lock:
-            return [row.name for rows in self._recent.values() for row in rows if row.whole]
+            return [block.name for lru in self._recent.values() for block in lru if block.whole]
 
-    def pin(self, needs: Sequence[Need]) -> list[Row] | None:
-        """All rows that are needed, held fast; None where one is absent."""
+    def pin(self, needs: Sequence[NeededBlock]) -> list[TierBlock] | None:
+        """All blocks that are needed, pinned; None where one is absent."""
         with self.lock:
-            rows = [self.find(need) for need in needs]
-            found = [row for row in rows if row is not None]
-            if len(found) < len(rows):
+            blocks = [block for need in needs if (block := self.find(need)) is not None]
+            if len(blocks) < len(needs):
                 return None
-            for row in found:
-                row.pins += 1
-            self._touch(zip((need.entry for need in needs), found, strict=True))
-            return found
+            for block in blocks:
+                block.pins += 1
+            self._touch(zip(needs, blocks, strict=True))
+            return blocks
 
-    def unpin(self, rows: Iterable[Row]) -> None:
-        """Let go."""
+    def unpin(self, blocks: Iterable[TierBlock]) -> None:
+        """Let blocks go that were pinned."""
         with self.lock:
-            for row in rows:
-                row.pins -= 1
-                self._free_dropped(row)
+            for block in blocks:
+                block.pins -= 1
+                self._free_dropped(block)
 
-    def drop(self, row: Row) -> None:
-        """Make a row absent now, and free as soon as nobody uses it."""
+    def drop(self, block: TierBlock) -> None:
+        """Make a block absent now, and free as soon as nobody uses it."""
         with self.lock:
-            if row.dropped:
+            if block.dropped:
                 return
-            row.dropped = True
-            if self._whole.get(row.name) is row:
-                del self._whole[row.name]
-            self._recent[row.pool].pop(row, None)
-            self._cleared(row)
-            self._free_dropped(row)
+            block.dropped = True
+            if self._whole.get(block.name) is block:
+                del self._whole[block.name]
+            self._recent[block.pool].pop(block, None)
+            self._cleared(block)
+            self._free_dropped(block)
 
     def drop_keys(self, keys: Iterable[tuple[int, bytes]]) -> int:
         """Make keys absent; how many were there."""
         with self.lock:
-            rows = [self._whole[name] for name in keys if name in self._whole]
-            for row in rows:
-                self.drop(row)
-            return len(rows)
+            blocks = [self._whole[name] for name in keys if name in self._whole]
+            for block in blocks:
+                self.drop(block)
+            return len(blocks)
 
     # -- filling ------------------------------------------------------------------------
 
-    def claim(self, needs: Sequence[Need], intake: Intake, rank: int) -> Claim:
-        """Rows for a rank to fill: one for each key that is absent, while there is room."""
+    def claim(self, needs: Sequence[NeededBlock], ingest: Ingest, rank: int) -> Claim:
+        """Blocks for a rank to fill: one for each key that is absent, while there is room."""
         claim = Claim(rank)
         with self.lock:
-            present = [(need, self.find(need)) for need in needs if need.key is not None]
-            for _, row in present:
-                if row is not None:  # held fast first, so that no key makes room for another
-                    row.pins += 1
-                    claim.pinned.append(row)
+            looked_up = [(need, self.find(need)) for need in needs if need.key is not None]
+            present = [(need, block) for need, block in looked_up if block is not None]
+            for _, block in present:  # pinned first, so that no key of a request evicts another
+                block.pins += 1
+                claim.pinned.append(block)
             claim.whole = len(claim.pinned)
             try:
-                for need, found in present:
-                    if found is None:
-                        self._claim_one(claim, need, intake)
+                for need, whole in looked_up:
+                    if whole is None:
+                        self._claim_one(claim, need, ingest)
             except BaseException:
-                self.arrived(claim, intake, None)
-                self.release(claim)
+                self.arrived(claim, ingest, None)
+                self.unpin(claim.pinned)
                 raise
-            there = [(need.entry, row) for need, row in present if row is not None]
-            self._touch([*there, *((need.entry, row) for need, row in claim.rows.values())])
+            self._touch([*present, *claim.fills])
         return claim
 
-    def _claim_one(self, claim: Claim, need: Need, intake: Intake) -> None:
+    def _claim_one(self, claim: Claim, need: NeededBlock, ingest: Ingest) -> None:
         assert need.key is not None  # noqa: S101
-        slot = (need.group, need.key, need.cover, intake.number)
-        row = self._filling.get(slot)
-        if row is None:
+        fill_key = (need.group, need.key, need.cover, ingest.number)
+        block = self._filling.get(fill_key)
+        if block is None:
             pool = self.plan.groups[need.group].pool
-            number = self._room(pool)
-            if number is None:
+            block_id = self._room(pool)
+            if block_id is None:
                 claim.no_room += 1
                 return
-            row = Row(pool, number, need.group, need.key, need.cover, slot=slot)
-            self._filling[slot] = row
-            self._recent[pool][row] = None
-        elif claim.rank in row.parts or claim.rank in row.filling:
-            claim.waiting += 1  # another call brings this part, or has
+            block = TierBlock(pool, block_id, need.group, need.key, need.cover, fill_key=fill_key)
+            self._filling[fill_key] = block
+            self._recent[pool][block] = None
+        elif claim.rank in block.brought or claim.rank in block.writing:
+            claim.waiting += 1  # another call brings this rank's bytes, or has
             return
-        row.filling.add(claim.rank)
-        claim.rows[need.group, need.entry] = need, row
+        block.writing.add(claim.rank)
+        claim.fills.append((need, block))
 
     def arrived(
-        self, claim: Claim, intake: Intake, brought: dict[Any, Delivery] | None
-    ) -> list[Row]:
-        """A rank has written its part, or failed; the rows that have all of their bytes now."""
+        self, claim: Claim, ingest: Ingest, brought: dict[Any, Delivery] | None
+    ) -> list[TierBlock]:
+        """A rank has written its bytes, or failed; the blocks that have all of theirs now.
+
+        They are pinned and numbered, to be settled.
+        """
         ready = []
         with self.lock:
-            for need, row in claim.rows.values():
-                row.filling.discard(claim.rank)
+            for need, block in claim.fills:
+                block.writing.discard(claim.rank)
                 if brought is not None:
-                    row.parts[claim.rank] = brought[need.shape]
-                if row.filling:
-                    claim.waiting += brought is not None
-                elif row.parts and intake.whole(need.shape, row.parts):
-                    row.pins += 1  # until it is settled
-                    del self._filling[row.slot]
-                    ready.append(row)
-                elif row.parts:
-                    claim.waiting += brought is not None
+                    block.brought[claim.rank] = brought[need.shape]
+                if not block.writing and not block.brought:
+                    self._forget(block)
+                elif not block.writing and ingest.whole(need.shape, block.brought):
+                    self.sequence += 1
+                    block.sequence = self.sequence
+                    block.pins += 1
+                    del self._filling[block.fill_key]
+                    ready.append(block)
                 else:
-                    self._forget(row)
+                    claim.waiting += brought is not None
         return ready
 
-    def number(self, rows: Iterable[Row]) -> None:
-        """Give rows that are about to be settled their place in the sequence."""
+    def settle(self, blocks: Iterable[TierBlock], *, whole: bool = True) -> None:
+        """Blocks that are committed can be found; those that could not be are free again."""
         with self.lock:
-            for row in rows:
-                self.sequence += 1
-                row.sequence = self.sequence
-
-    def settle(self, rows: Iterable[Row], *, whole: bool = True) -> None:
-        """Rows that are committed can be found; those that could not be are free again."""
-        with self.lock:
-            for row in rows:
-                row.parts.clear()
-                older = self._whole.get(row.name)
-                exact = self._exact(row.group)
-                if not whole or (older and covers(older.cover, row.cover, exact=exact)):
-                    self.drop(row)
+            for block in blocks:
+                block.brought.clear()
+                older = self._whole.get(block.name)
+                if not whole or (older is not None and self._serves(older, block.cover)):
+                    self.drop(block)
                 else:
                     if older is not None:
                         self.drop(older)
-                    row.whole = True
-                    self._whole[row.name] = row
-                row.pins -= 1
-                self._free_dropped(row)
-
-    def release(self, claim: Claim) -> None:
-        """Let go of what a call held fast."""
-        self.unpin(claim.pinned)
-        claim.pinned.clear()
+                    block.whole = True
+                    self._whole[block.name] = block
+                self.unpin([block])
 
     # -- room ---------------------------------------------------------------------------
 
     def _room(self, pool: int) -> int | None:
+        """A free block of a pool, after an eviction where there is none."""
         if not self._free[pool]:
-            victim = next((row for row in self._recent[pool] if _idle(row)), None)
+            idle = (block for block in self._recent[pool] if not block.pins and not block.writing)
+            victim = next(idle, None)
             if victim is None:
                 return None
             self.evicted += victim.whole
@@ -276,25 +287,24 @@ class Books:
                 self._forget(victim)
         return self._free[pool].pop()
 
-    def _touch(self, rows: Iterable[tuple[int, Row]]) -> None:
+    def _touch(self, used: Iterable[tuple[NeededBlock, TierBlock]]) -> None:
         # The last tokens first: without its beginning the rest of a prefix is of no use.
-        for _, row in sorted(rows, key=lambda one: -one[0]):
-            if row in self._recent[row.pool]:
-                self._recent[row.pool].move_to_end(row)
+        for _, block in sorted(used, key=lambda one: -one[0].entry):
+            if block in self._recent[block.pool]:
+                self._recent[block.pool].move_to_end(block)
 
-    def _forget(self, row: Row) -> None:
-        """Free a row that was never whole."""
-        del self._filling[row.slot]
-        del self._recent[row.pool][row]
-        self._free[row.pool].append(row.number)
+    def _forget(self, block: TierBlock) -> None:
+        """Free a block that was never whole."""
+        del self._filling[block.fill_key]
+        del self._recent[block.pool][block]
+        self._free[block.pool].append(block.block_id)
 
-    def _free_dropped(self, row: Row) -> None:
-        if row.dropped and not row.pins:
-            self._free[row.pool].append(row.number)
+    def _free_dropped(self, block: TierBlock) -> None:
+        if block.dropped and not block.pins:
+            self._free[block.pool].append(block.block_id)
 
-    def _exact(self, group: int) -> bool:
-        return self.plan.groups[group].kind == "recurrent"
-
-
-def _idle(row: Row) -> bool:
-    return not row.pins and not row.filling
+    def _serves(self, block: TierBlock, cover: Cover) -> bool:
+        """Whether a block has the tokens that are needed; a state is after its own alone."""
+        if self.plan.groups[block.group].kind == "recurrent":
+            return block.cover == cover
+        return block.cover.first <= cover.first and cover.stop <= block.cover.stop

@@ -1,9 +1,9 @@
-"""From a storing topology into a tier: byte ranges, and when a row has all of its bytes.
+"""From a storing topology into a tier: byte ranges, and when a block has all of its bytes.
 
-A route is bound to numbers that stand for rows, not to rows: some keys are there already,
-some have no room, and each of these must not keep the others from being stored. What
-each rank brings to a row, and what the row needs, both follow from the route; a row is
-whole when the one is the other.
+A route is bound to numbers that stand for blocks of the tier, not to their ids: some keys
+are there already, some have no room, and neither must keep the others from being stored.
+What each rank brings to a block, and what the block needs, both follow from the route; a
+block is whole when the one is the other.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Int64s, Layout, ceil_div, join_ranges
 from kvatlas.planning import Plan
 from kvatlas.routing import Copy, route
-from kvatlas.tier.keys import Need, Spans
+from kvatlas.tier.keys import NeededBlock, TierSpans
 
 Shape = tuple[Any, ...]
 Ranges = tuple[Int64s, Int64s]
@@ -28,24 +28,24 @@ Ranges = tuple[Int64s, Int64s]
 _numbers = itertools.count()
 _REMEMBERED = 1024
 _APART = 2
-"""Numbers are dealt out with gaps, so that no run goes on from one row into the next."""
+"""Numbers are dealt out with gaps, so that no run goes on from one block into the next."""
 
 
 class Delivery(NamedTuple):
-    """What a rank brings to a row, and what the row needs of all: ranges from its first byte."""
+    """What a rank brings to a block, and what it needs in all: ranges from its first byte."""
 
     brought: Ranges
     needed: Ranges
 
 
-class Intake:
+class Ingest:
     """What ranks of one plan bring to a tier."""
 
     def __init__(self, src: Plan, tier: Plan) -> None:
         self.number = next(_numbers)
-        self.spans = Spans(tier, src)
+        self.spans = TierSpans(tier, src)
         self.route = route(src, with_room(tier))
-        self.row_bytes = {pool.index: pool.block_bytes for pool in tier.pools}
+        self.block_bytes = {pool.index: pool.block_bytes for pool in tier.pools}
         self.pool_of = [group.pool for group in tier.groups]
         self._known: dict[tuple[int, Shape], Delivery] = {}
         self._whole: dict[tuple[Shape, frozenset[int]], bool] = {}
@@ -61,34 +61,34 @@ class Intake:
         rank: int,
         blocks: Any,
         tokens: tuple[int, int],
-        needs: Iterable[Need],
-        rows: Mapping[tuple[int, int], int],
+        ids: Mapping[NeededBlock, int],
     ) -> tuple[list[Copy], dict[Shape, Delivery]]:
-        """Byte ranges from a rank into the rows of some (group, entry), others left out.
+        """Byte ranges from a rank into the blocks that have an id, others left out.
 
-        Also what they are to rows of each shape.
+        Also what they are to blocks of each shape.
         """
         with self._lock:
             tables, numbers = self._number(*tokens)
             bound = self.route.bind(
                 src_rank=rank, dst_rank=0, src_blocks=blocks, dst_blocks=tables, tokens=tokens
             )
-            known = self._deliveries(rank, needs, bound.copies, tables, numbers, tokens)
-        target = {pool: np.full(len(many), -1) for pool, many in numbers.items()}
-        for pool, many in numbers.items():
-            for number, place in enumerate(many):
-                target[pool][number] = rows.get(place, -1)
+            known = self._deliveries(rank, ids, bound.copies, tables, numbers, tokens)
+        placed = {(need.group, need.entry): block_id for need, block_id in ids.items()}
+        target = {
+            pool: np.array([placed.get(place, -1) for place in places], dtype=np.int64)
+            for pool, places in numbers.items()
+        }
         aimed = [part for copy in bound.copies for part in self._aimed(copy, target[copy.dst_pool])]
         return aimed, known
 
-    def whole(self, shape: Shape, parts: Mapping[int, Delivery]) -> bool:
-        """Whether what some ranks have brought is every byte that such a row needs."""
-        ranks = frozenset(parts)
+    def whole(self, shape: Shape, deliveries: Mapping[int, Delivery]) -> bool:
+        """Whether what some ranks have brought is every byte that such a block needs."""
+        ranks = frozenset(deliveries)
         with self._lock:
             if (shape, ranks) not in self._whole:
-                brought = [part.brought for part in parts.values()]
-                starts, lengths = (np.concatenate(part) for part in zip(*brought, strict=True))
-                needed = next(iter(parts.values())).needed
+                brought = [delivery.brought for delivery in deliveries.values()]
+                starts, lengths = (np.concatenate(arrays) for arrays in zip(*brought, strict=True))
+                needed = next(iter(deliveries.values())).needed
                 same = all(map(np.array_equal, join_ranges(starts, lengths), needed))
                 self._whole[shape, ranks] = same
             return self._whole[shape, ranks]
@@ -96,7 +96,7 @@ class Intake:
     def _number(self, start: int, stop: int) -> tuple[dict[int, Int64s], dict[int, list[Any]]]:
         """A table of numbers for each group, and which (group, entry) each stands for."""
         tables: dict[int, Int64s] = {}
-        numbers: dict[int, list[Any]] = {pool: [] for pool in self.row_bytes}
+        numbers: dict[int, list[Any]] = {pool: [] for pool in self.block_bytes}
         for index, group in enumerate(self.spans.tier.groups):
             known = numbers[group.pool]
             if self.spans.recurrent(index):
@@ -113,29 +113,27 @@ class Intake:
         return tables, numbers
 
     def _aimed(self, copy: Copy, target: Int64s) -> Iterable[Copy]:
-        """The ranges of a copy that have a row, aimed at it."""
-        row_bytes = self.row_bytes[copy.dst_pool]
-        number, within = np.divmod(copy.dst, _APART * row_bytes)
-        row = target[number]
-        kept = row >= 0
+        """The ranges of a copy whose blocks have an id, aimed at it."""
+        block_bytes = self.block_bytes[copy.dst_pool]
+        number, within = np.divmod(copy.dst, _APART * block_bytes)
+        block_id = target[number]
+        dst, kept = block_id * block_bytes + within, block_id >= 0
         if kept.all():
-            yield Copy(
-                copy.src_pool, copy.dst_pool, copy.src, row * row_bytes + within, copy.length
-            )
+            yield Copy(copy.src_pool, copy.dst_pool, copy.src, dst, copy.length)
         elif kept.any():
-            dst = row[kept] * row_bytes + within[kept]
-            yield Copy(copy.src_pool, copy.dst_pool, copy.src[kept], dst, copy.length[kept])
+            src, length = copy.src[kept], copy.length[kept]
+            yield Copy(copy.src_pool, copy.dst_pool, src, dst[kept], length)
 
     def _deliveries(
         self,
         rank: int,
-        needs: Iterable[Need],
+        needs: Iterable[NeededBlock],
         copies: Iterable[Copy],
         tables: dict[int, Int64s],
         numbers: dict[int, list[Any]],
         tokens: tuple[int, int],
     ) -> dict[Shape, Delivery]:
-        """What a rank brings to rows of each shape, and what those need."""
+        """What a rank brings to blocks of each shape, and what those need."""
         shapes = {need.shape: need for need in needs}
         unknown = [need for shape, need in shapes.items() if (rank, shape) not in self._known]
         if len(self._known) + len(unknown) > _REMEMBERED:
@@ -157,43 +155,42 @@ class Intake:
         return {shape: self._known[rank, shape] for shape in shapes}
 
     def _within(self, ranges: Iterable[Ranges], pool: int, number: int) -> Ranges:
-        """The ranges that lie in one row, from its first byte on."""
-        begin = _APART * number * self.row_bytes[pool]
+        """The ranges that lie in one block, from its first byte on."""
+        begin = _APART * number * self.block_bytes[pool]
         starts, lengths = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         for start, length in ranges:
-            inside = slice(*np.searchsorted(start, (begin, begin + self.row_bytes[pool])))
+            inside = slice(*np.searchsorted(start, (begin, begin + self.block_bytes[pool])))
             starts.append(start[inside] - begin)
             lengths.append(np.array(length[inside]))
         return np.concatenate(starts), np.concatenate(lengths)
 
 
 def with_room(plan: Plan) -> Plan:
-    """The plan of a tier with a row for each number that one request of any length takes."""
+    """The plan of a tier with a block for each number that one request of any length takes."""
     pools = []
     for pool in plan.pools:
-        rows = sum(
+        blocks = sum(
             ceil_div(max(plan.max_len, group.source), group.block) + 1
             for group in plan.groups
             if group.pool == pool.index
         )
-        pools.append(msgspec.structs.replace(pool, blocks=_APART * rows))
+        pools.append(msgspec.structs.replace(pool, blocks=_APART * blocks))
     nbytes = sum(pool.nbytes for pool in pools)
     return msgspec.structs.replace(plan, pools=tuple(pools), memory=nbytes)
 
 
 def check_tier_plan(plan: Plan) -> None:
-    """Refuse a plan that does not keep a block as one row of one rank."""
-    widths = {pool.index: pool.block_bytes for pool in plan.pools}
-    rows = all(
+    """Refuse a plan whose blocks are not each in one piece, on one rank."""
+    sizes = {pool.index: pool.block_bytes for pool in plan.pools}
+    in_one_piece = all(
         Layout(region.layout).block_outermost
-        and region.block_stride == widths[plan.groups[region.group].pool]
+        and region.block_stride == sizes[plan.groups[region.group].pool]
         for region in plan.regions
     )
-    if (plan.tp, plan.pp, plan.dcp) != (1, 1, 1) or not rows:
-        got = f"tp {plan.tp}, pp {plan.pp}, dcp {plan.dcp}, order {plan.layout}"
+    if (plan.tp, plan.pp, plan.dcp) != (1, 1, 1) or not in_one_piece:
         raise AtlasError(
             Code.BAD_PLAN,
-            "A tier keeps each block as one row, on one rank",
-            got=got,
+            "A tier cannot have this plan: its blocks are not in one piece on one rank",
+            got=f"tp {plan.tp}, pp {plan.pp}, dcp {plan.dcp}, order {plan.layout}",
             hint="Plan it with tp 1 and an order that begins with B, such as BLHNC",
         )

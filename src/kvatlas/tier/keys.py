@@ -1,8 +1,8 @@
 """Which blocks of a tier a request's tokens fall into, and how much of each.
 
 A key stands for one block of tokens of one group of the tier, or for a recurrent state.
-A row need not have all tokens of its block: the last block of a request may have begun
-only, and a window leaves tokens behind in the middle of one. So a row has a `Cover`.
+A tier's block need not have all of its tokens: the last block of a request may have begun
+only, and a window leaves tokens behind in the middle of one. So a block has a `Cover`.
 """
 
 from __future__ import annotations
@@ -25,52 +25,52 @@ Keys = Sequence[bytes | None] | Mapping[int, Sequence[bytes | None]]
 
 
 class Cover(NamedTuple):
-    """The tokens of its block that a row has; for a state 0 and the tokens that it is after."""
+    """The tokens that a block of the tier has; for a state 0 and the tokens that it is after."""
 
     first: int
     stop: int
 
 
-class Need(NamedTuple):
-    """One row that a request needs, or brings."""
+class NeededBlock(NamedTuple):
+    """One block of the tier that a request needs, or brings."""
 
     group: int
     entry: int
     key: bytes | None
     cover: Cover
     shape: tuple[Any, ...]
-    """The same for two rows exactly when the same bytes of them are needed."""
+    """The same for two blocks exactly when the same bytes of them are needed."""
 
 
-class Spans:
+class TierSpans:
     """What a request touches of each group of a tier, between the tier and another plan."""
 
     def __init__(self, tier: Plan, other: Plan) -> None:
         self.tier, self.other = tier, other
         end = PlanEnd(other)
-        found: dict[int, set[Visibility]] = {}
+        visibilities: dict[int, set[Visibility]] = {}
         for region in tier.regions:
             group = tier.groups[region.group]
-            found.setdefault(region.group, set()).update(
+            visibilities.setdefault(region.group, set()).update(
                 shared_visibility(group, other.groups[end.group(layer.name)])
                 for layer in region.layers
                 if layer.name in end.parts
             )
-        self.reaches = {group: sorted(reaches, key=str) for group, reaches in found.items()}
+        self.visibilities = {group: sorted(own, key=str) for group, own in visibilities.items()}
 
     def recurrent(self, group: int) -> bool:
-        """Whether a group keeps states."""
+        """Whether a group keeps recurrent states."""
         return self.tier.groups[group].kind == "recurrent"
 
     def touched(self, group: int, start: int, stop: int) -> tuple[int, int]:
         """Every token of a group that some layer of it needs."""
-        spans = [needed_states(seen, 1, start, stop) for seen in self.reaches[group]]
+        spans = self._spans(group, start, stop)
         return min(first for first, _ in spans), max(last for _, last in spans)
 
     def needs(
         self, start: int, stop: int, keys: Mapping[int, Sequence[bytes | None]]
-    ) -> list[Need]:
-        """The rows that tokens start .. stop - 1 need, in the order of groups and tokens."""
+    ) -> list[NeededBlock]:
+        """The blocks that tokens start .. stop - 1 need, in the order of groups and tokens."""
         return [
             need
             for group in range(len(self.tier.groups))
@@ -79,26 +79,26 @@ class Spans:
 
     def of_group(
         self, group: int, start: int, stop: int, keys: Sequence[bytes | None]
-    ) -> Iterator[Need]:
-        """The rows of one group."""
+    ) -> Iterator[NeededBlock]:
+        """The blocks of one group."""
         if start >= stop:
             return
         block = self.tier.groups[group].block
         if self.recurrent(group):
             entry = (stop - 1) // block
             key = keys[0] if len(keys) == 1 else _at(keys, entry)
-            yield Need(group, entry, key, Cover(0, stop), (group,))
+            yield NeededBlock(group, entry, key, Cover(0, stop), (group,))
             return
-        spans = [needed_states(seen, 1, start, stop) for seen in self.reaches[group]]
-        # A row is said to have only what all layers of the group have of it.
+        spans = self._spans(group, start, stop)
+        # A block is said to have only what all layers of the group have of it.
         first, last = max(one for one, _ in spans), min(two for _, two in spans)
         for entry in range(first // block, -(-last // block)):
             begin = entry * block
-            parts = tuple(Cover(max(a - begin, 0), min(b - begin, block)) for a, b in spans)
+            covers = tuple(Cover(max(a - begin, 0), min(b - begin, block)) for a, b in spans)
             cover = Cover(max(first - begin, 0), min(last - begin, block))
             # Context parallelism deals tokens out by their place in the request.
             where = begin if self.other.dcp > 1 else 0
-            yield Need(group, entry, _at(keys, entry), cover, (group, where, parts))
+            yield NeededBlock(group, entry, _at(keys, entry), cover, (group, where, covers))
 
     @property
     def step(self) -> int:
@@ -111,20 +111,16 @@ class Spans:
         """Groups that need every token there is."""
         return frozenset(
             group
-            for group, reaches in self.reaches.items()
-            if not self.recurrent(group) and Visibility() in reaches
+            for group, visibilities in self.visibilities.items()
+            if not self.recurrent(group) and Visibility() in visibilities
         )
 
     def whole_blocks(self, start: int) -> int:
         """The last token up to `start` that begins a block in every group."""
         return start // self.step * self.step
 
-
-def covers(one: Cover, two: Cover, *, exact: bool) -> bool:
-    """Whether a row that has `one` serves who needs `two`; a state is after its tokens alone."""
-    if exact:
-        return one == two
-    return one.first <= two.first and two.stop <= one.stop
+    def _spans(self, group: int, start: int, stop: int) -> list[tuple[int, int]]:
+        return [needed_states(seen, 1, start, stop) for seen in self.visibilities[group]]
 
 
 def keys_by_group(plan: Plan, keys: Any) -> dict[int, tuple[bytes | None, ...]]:
@@ -135,31 +131,29 @@ def keys_by_group(plan: Plan, keys: Any) -> dict[int, tuple[bytes | None, ...]]:
         if unknown:
             raise AtlasError(
                 Code.OUT_OF_RANGE,
-                f"Groups of the tier are 0..{len(groups) - 1}",
+                "The tier has no such group",
                 got=unknown[:8],
-                hint="Groups are numbered as in the tier's own plan",
+                hint=f"Groups are 0..{len(groups) - 1}, as in the tier's own plan",
             )
-        found = {int(group): tuple(row) for group, row in keys.items()}
+        by_group = {int(group): tuple(row) for group, row in keys.items()}
     elif len({group.block for group in plan.groups}) > 1:
         raise AtlasError(
             Code.MISSING_BLOCKS,
-            "Groups with unlike blocks have keys of their own",
+            "The tier's groups have blocks of different sizes, and each needs keys of its own",
             got=f"one row of keys for blocks of {sorted({g.block for g in plan.groups})} tokens",
             hint="Pass a mapping from the tier's group index to its keys",
         )
     else:
-        found = dict.fromkeys(groups, tuple(keys))
-    for row in found.values():
-        for key in row:
-            sound = isinstance(key, bytes) and 1 <= len(key) <= LONGEST_KEY
-            if key is not None and not sound:
-                raise AtlasError(
-                    Code.BAD_SIZE,
-                    f"A key is 1 to {LONGEST_KEY} bytes, or None where there is none",
-                    got=repr(key)[:80],
-                    hint="Use a digest of the tokens up to the end of the block",
-                )
-    return found
+        by_group = dict.fromkeys(groups, tuple(keys))
+    for key in (key for row in by_group.values() for key in row):
+        if key is not None and not (isinstance(key, bytes) and 1 <= len(key) <= LONGEST_KEY):
+            raise AtlasError(
+                Code.BAD_SIZE,
+                f"A key is neither 1 to {LONGEST_KEY} bytes nor None",
+                got=repr(key)[:80],
+                hint="Use a digest of the tokens up to the end of the block",
+            )
+    return by_group
 
 
 def _at(keys: Sequence[bytes | None], entry: int) -> bytes | None:

@@ -1,7 +1,7 @@
-"""`Tier`: a pool of rows in host memory or in a file, for caches of any topology.
+"""`Tier`: a pool of blocks in host memory or in a file, for caches of any topology.
 
-A tier has a plan of its own: one rank, a block-outermost order, one row for each block.
-Ranks of any plan of the same model store into it, ranks of any other load from it, both
+A tier has a plan of its own: one rank, a block-outermost order, each block in one piece.
+Ranks of any plan of the same model store into it, ranks of any other fetch from it, both
 along routes. Keys are opaque bytes; a key stands for one block of tokens of one group of
 the tier's plan, or for a recurrent state after some tokens.
 """
@@ -9,33 +9,34 @@ the tier's plan, or for a recurrent state after some tokens.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
-from kvatlas.routing import Route, checked_rank, route, token_range
+from kvatlas.routing import Copy, checked_rank, route, token_range
 from kvatlas.tier.format import TierFile
-from kvatlas.tier.index import Books, Claim, Row, Stored
-from kvatlas.tier.ingest import Intake, check_tier_plan
-from kvatlas.tier.keys import Keys, Spans, keys_by_group
-from kvatlas.tier.lookup import Carry, Held, longest
-from kvatlas.tier.runs import carry_out, pools_of
-from kvatlas.wire import Bytes, Memory, Metrics, stream_bytes
+from kvatlas.tier.index import BlockIndex, Claim, StoreResult, TierBlock
+from kvatlas.tier.ingest import Ingest, check_tier_plan
+from kvatlas.tier.keys import Keys, NeededBlock, TierSpans, keys_by_group
+from kvatlas.wire import Bytes, Memory, Metrics, copy_pools, rank_pools, stream_bytes
 
 _PLANS = 16
-_Kept = TypeVar("_Kept")
+"""Plans whose routes to and from a tier stay compiled."""
+
+Carry = Callable[[Sequence[Copy]], None]
+"""Carries copies out, by any transport, and returns when all bytes are there."""
 
 
 class Tier:
     """A second home for blocks.
 
-    `Tier(plan)` keeps rows in memory of its own, or in `memory`, by pool; `Tier.open` keeps
+    `Tier(plan)` keeps blocks in memory of its own, or in `memory`, by pool; `Tier.open` keeps
     them in a file. Any number of threads may use one.
 
     >>> from kvatlas.planning import plan
@@ -45,13 +46,13 @@ class Tier:
     >>> tier = Tier(plan("Qwen3-8B", memory="32MiB", layout="BLHNC", max_len=64))
     >>> keys = [b"first 16 tokens", b"first 32 tokens", b"first 48 tokens"]
     >>> tier.store(pools[0], prefill, rank=0, blocks=[7, 2, 9], tokens=48, keys=keys)
-    Stored(whole=0, waiting=3, no_room=0)
+    StoreResult(whole=0, waiting=3, no_room=0)
     >>> tier.store(pools[1], prefill, rank=1, blocks=[7, 2, 9], tokens=48, keys=keys)
-    Stored(whole=3, waiting=0, no_room=0)
+    StoreResult(whole=3, waiting=0, no_room=0)
     >>> tier.match([*keys, b"first 64 tokens"], tokens=64)
     48
     >>> mine = {0: np.zeros(decode.pools[0].nbytes, np.uint8)}
-    >>> tier.load(mine, decode, blocks=[4, 1], tokens=48, keys=keys)
+    >>> tier.fetch(mine, decode, blocks=[4, 1], tokens=48, keys=keys)
     >>> keys_of_layer_0 = decode.view("model.layers.0.self_attn.attn", "k")
     >>> mine[0][keys_of_layer_0(B=4, H=[0, 3, 4, 7], N=3, C=0)]
     array([1, 1, 2, 2], dtype=uint8)
@@ -71,17 +72,17 @@ class Tier:
         if _file is not None:
             self.pools: dict[int, Bytes] = dict(_file.pools)
         elif memory is not None:
-            self.pools = pools_of(plan, 0, memory)
+            self.pools = rank_pools(plan, 0, memory)
         else:
             self.pools = {p.index: np.zeros(p.nbytes, dtype=np.uint8) for p in plan.pools}
-        self._books = Books(plan, _file.clear if _file else lambda _: None)
+        self._index = BlockIndex(plan, _file.clear if _file else lambda _: None)
         if _file is not None:
-            for older in self._books.restore(list(_file.found())):
+            for older in self._index.restore(_file.recorded()):
                 _file.clear(older)
-        self._spans = Spans(plan, plan)
-        self._intakes: OrderedDict[Plan, Intake] = OrderedDict()
-        self._routes: OrderedDict[Plan, Route] = OrderedDict()
-        self._making = threading.Lock()
+        self._spans = TierSpans(plan, plan)
+        self._ingest_from = lru_cache(_PLANS)(lambda src: Ingest(src, plan))
+        self._route_to = lru_cache(_PLANS)(lambda dst: route(plan, dst))
+        self._compiling = threading.Lock()
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._busy, self._open = 0, True
@@ -99,7 +100,7 @@ class Tier:
 
         `durable` waits for the disk, twice for each call that makes keys whole, so that
         they outlive a power cut as well; without it they outlive the process. Either way
-        what is damaged is absent: a row's bytes are verified when they are first used
+        what is damaged is absent: a block's bytes are verified when they are first used
         after opening, or `always`.
         """
         if plan is not None:
@@ -123,7 +124,7 @@ class Tier:
         tokens: Any,
         keys: Keys,
         carry: Carry | None = None,
-    ) -> Stored:
+    ) -> StoreResult:
         """Store one rank's part of a request's tokens; every rank of its plan calls this.
 
         `blocks` are the request's own, as routes take them. `keys` has a key, or None, for
@@ -135,88 +136,77 @@ class Tier:
         cannot reach, from the rank's pools into `tier.memory`.
         """
         with self._using():
-            intake = self._remembered(self._intakes, plan, lambda: Intake(plan, self.plan))
+            with self._compiling:  # once: ranks that fill a block meet in one Ingest
+                ingest = self._ingest_from(plan)
             rank = checked_rank(plan, rank, "source")
             start, stop = token_range(tokens, min(plan.max_len, self.plan.max_len))
-            start = intake.spans.whole_blocks(start)
-            needs = intake.spans.needs(start, stop, keys_by_group(self.plan, keys))
-            if rank not in intake.sources:  # others bring what this one also holds
-                asked = [need for need in needs if need.key is not None]
-                whole = sum(self._books.find(need) is not None for need in asked)
-                return Stored(whole, len(asked) - whole, 0)
-            claim = self._books.claim(needs, intake, rank)
+            start = ingest.spans.whole_blocks(start)
+            needs = ingest.spans.needs(start, stop, keys_by_group(self.plan, keys))
+            if rank not in ingest.sources:  # others bring what this one also holds
+                keyed = [need for need in needs if need.key is not None]
+                whole = sum(self._index.find(need) is not None for need in keyed)
+                return StoreResult(whole, len(keyed) - whole, 0)
+            move = carry or (
+                lambda copies: copy_pools(copies, rank_pools(plan, rank, pools or {}), self.pools)
+            )
+            claim = self._index.claim(needs, ingest, rank)
             try:
-                if claim.rows:
-                    self._fill(claim, intake, (start, stop), pools, plan, blocks, carry)
+                if claim.fills:
+                    self._fill(claim, ingest, blocks, (start, stop), move)
             finally:
-                self._books.release(claim)
-            return Stored(claim.whole, claim.waiting, claim.no_room)
+                self._index.unpin(claim.pinned)
+            return StoreResult(claim.whole, claim.waiting, claim.no_room)
 
     def _fill(
-        self,
-        claim: Claim,
-        intake: Intake,
-        tokens: tuple[int, int],
-        pools: Mapping[int, Any] | None,
-        plan: Plan,
-        blocks: Any,
-        carry: Carry | None,
+        self, claim: Claim, ingest: Ingest, blocks: Any, tokens: tuple[int, int], carry: Carry
     ) -> None:
-        needs = [need for need, _ in claim.rows.values()]
-        rows = {place: row.number for place, (_, row) in claim.rows.items()}
         brought = None
-        ready: list[Row] = []
         try:
             with self.metrics.phase("bind"):
-                copies, brings = intake.copies(claim.rank, blocks, tokens, needs, rows)
-            with self.metrics.phase("store"):
-                if carry is None:
-                    carry_out(copies, pools_of(plan, claim.rank, pools or {}), self.pools)
-                else:
-                    carry(copies)
-            self.metrics.add(stored_bytes=stream_bytes(copies), descriptors=sum(map(len, copies)))
-            brought = brings
+                ids = {need: block.block_id for need, block in claim.fills}
+                copies, deliveries = ingest.copies(claim.rank, blocks, tokens, ids)
+            self._carry("store", copies, carry)
+            brought = deliveries
         finally:
-            ready = self._books.arrived(claim, intake, brought)
-            self._settle(ready)
+            ready = self._index.arrived(claim, ingest, brought)
+            self._commit(ready)
         claim.whole += len(ready)
 
-    def _settle(self, rows: list[Row]) -> None:
-        """Commit rows that have all of their bytes; only then can they be found."""
+    def _commit(self, blocks: list[TierBlock]) -> None:
+        """Commit blocks that have all of their bytes; only then can they be found."""
         done = False
         try:
-            self._books.number(rows)
-            if self._file is not None and rows:
+            if self._file is not None and blocks:
                 with self.metrics.phase("commit"):
-                    self._file.commit(rows)
+                    self._file.commit(blocks)
             done = True
         finally:
-            self._books.settle(rows, whole=done)
+            self._index.settle(blocks, whole=done)
 
-    # -- loading ------------------------------------------------------------------------
+    # -- fetching -----------------------------------------------------------------------
 
     def match(self, keys: Keys, tokens: Any) -> int:
-        """How many tokens could be loaded: all of them, or as many whole blocks as there are.
+        """How many tokens could be fetched: all of them, or as many whole blocks as there are.
 
-        It counts from token 0 also where `tokens` starts later. Nothing is held fast or
-        verified; `hold` does both.
+        It counts from token 0 also where `tokens` starts later. Nothing is pinned or
+        verified; `pin` does both.
         """
         with self._using():
             start, stop = token_range(tokens, self.plan.max_len)
-            return longest(self._books, self._spans, start, stop, keys_by_group(self.plan, keys))
+            return self._index.longest(self._spans, start, stop, keys_by_group(self.plan, keys))
 
     @contextmanager
-    def hold(self, keys: Keys, tokens: Any) -> Iterator[Held]:
-        """Hold fast what there is of some tokens, verified, for any number of ranks to load."""
+    def pin(self, keys: Keys, tokens: Any) -> Iterator[Hit]:
+        """Pin what there is of some tokens, verified, for any number of ranks to fetch."""
         with self._using():
             start, stop = token_range(tokens, self.plan.max_len)
-            held = self._held(start, stop, keys_by_group(self.plan, keys))
+            hit = self._pinned(start, stop, keys_by_group(self.plan, keys))
         try:
-            yield held
+            yield hit
         finally:
-            held.release()
+            hit.release()
 
-    def load(
+    def fetch(
         self,
         pools: Mapping[int, Any] | None,
         plan: Plan,
@@ -227,48 +217,48 @@ class Tier:
         keys: Keys,
         carry: Carry | None = None,
     ) -> None:
-        """Load tokens into a rank's blocks: all of them, or a refusal and nothing."""
+        """Fetch tokens into a rank's blocks: all of them, or a refusal and nothing."""
         _, stop = token_range(tokens, min(plan.max_len, self.plan.max_len))
-        with self.hold(keys, tokens) as held:
-            if held.tokens < stop:
+        with self.pin(keys, tokens) as hit:
+            if hit.tokens < stop:
                 raise AtlasError(
                     Code.MISSING_BLOCKS,
-                    "Every token that is loaded is in the tier",
-                    got=f"{held.tokens} of {stop} tokens",
-                    hint="Ask Tier.match first, or hold what there is",
+                    "The tier does not have all of these tokens",
+                    got=f"{hit.tokens} of {stop} tokens",
+                    hint="Ask Tier.match first, or pin what there is",
                 )
-            held.load(pools, plan, rank=rank, blocks=blocks, carry=carry)
+            hit.fetch(pools, plan, rank=rank, blocks=blocks, carry=carry)
 
     def drop(self, keys: Keys) -> int:
-        """Forget keys, in every group; how many rows that were."""
+        """Forget keys, in every group; how many blocks that were."""
         with self._using():
-            found = keys_by_group(self.plan, keys)
-            names = [(g, key) for g, row in found.items() for key in row if key is not None]
-            return self._books.drop_keys(names)
+            by_group = keys_by_group(self.plan, keys)
+            names = [(g, key) for g, row in by_group.items() for key in row if key is not None]
+            return self._index.drop_keys(names)
 
     # -- what there is ------------------------------------------------------------------
 
     def __len__(self) -> int:
-        """Rows that are whole."""
-        return len(self._books)
+        """Blocks that are whole."""
+        return len(self._index)
 
     def __contains__(self, key: object) -> bool:
         """Whether a key is whole in every group that it could stand for."""
         groups = range(len(self.plan.groups))
-        return isinstance(key, bytes) and all(self._books.has(group, key) for group in groups)
+        return isinstance(key, bytes) and all(self._index.has(group, key) for group in groups)
 
     def has(self, key: bytes, group: int = 0) -> bool:
         """Whether a key of a group is whole."""
-        return self._books.has(group, key)
+        return self._index.has(group, key)
 
     def names(self) -> list[tuple[int, bytes]]:
-        """Every (group, key) that is whole, the one used longest ago first."""
-        return self._books.names()
+        """Every (group, key) that is whole, the least recently used first."""
+        return self._index.names()
 
     @property
     def evicted(self) -> int:
-        """Whole rows that have made room for others."""
-        return self._books.evicted
+        """Whole blocks that have made room for others."""
+        return self._index.evicted
 
     @property
     def memory(self) -> dict[int, Memory]:
@@ -297,12 +287,8 @@ class Tier:
     def _using(self) -> Iterator[None]:
         with self._lock:
             if not self._open:
-                raise AtlasError(
-                    Code.UNREADABLE,
-                    "A tier is used while it is open",
-                    got="one that was closed",
-                    hint="Open it again",
-                )
+                problem = "The tier is closed"
+                raise AtlasError(Code.UNREADABLE, problem, got="a call", hint="Open it again")
             self._busy += 1
         try:
             yield
@@ -311,48 +297,103 @@ class Tier:
                 self._busy -= 1
                 self._idle.notify_all()
 
-    def _remembered(
-        self, book: OrderedDict[Plan, _Kept], plan: Plan, make: Callable[[], _Kept]
-    ) -> _Kept:
-        with self._making:
-            found = book.get(plan)
-            if found is None:
-                found = book[plan] = make()
-            book.move_to_end(plan)
-            while len(book) > _PLANS:
-                book.popitem(last=False)
-            return found
+    def _carry(self, phase: str, copies: Sequence[Copy], carry: Carry) -> None:
+        with self.metrics.phase(phase):
+            carry(copies)
+        amounts = {f"{phase}_bytes": stream_bytes(copies), "descriptors": sum(map(len, copies))}
+        self.metrics.add(**amounts)
 
-    def _route_to(self, plan: Plan) -> Route:
-        return self._remembered(self._routes, plan, lambda: route(self.plan, plan))
-
-    def _held(self, start: int, stop: int, keys: Mapping[int, Sequence[bytes | None]]) -> Held:
+    def _pinned(self, start: int, stop: int, keys: Mapping[int, Sequence[bytes | None]]) -> Hit:
         while True:
-            end = longest(self._books, self._spans, start, stop, keys)
+            end = self._index.longest(self._spans, start, stop, keys)
             needs = self._spans.needs(start, end, keys)
-            rows = self._books.pin(needs)
-            if rows is None:
+            blocks = self._index.pin(needs)
+            if blocks is None:
                 continue  # gone since it was found
             try:
-                bad = self._damaged(rows)
+                damaged = self._damaged(blocks)
             except BaseException:
-                self._books.unpin(rows)
+                self._index.unpin(blocks)
                 raise
-            if not bad:
-                return Held(self, start, end, needs, rows)
-            self._books.unpin(rows)
-            for row in bad:
+            if not damaged:
+                return Hit(self, start, end, needs, blocks)
+            self._index.unpin(blocks)
+            for block in damaged:
                 self.metrics.add(damaged=1)
-                self._books.drop(row)
+                self._index.drop(block)
 
-    def _damaged(self, rows: list[Row]) -> list[Row]:
-        """The rows whose bytes are not those that were stored."""
+    def _damaged(self, blocks: list[TierBlock]) -> list[TierBlock]:
+        """The blocks whose bytes are not those that were stored."""
         if self._file is None:
             return []
-        doubted = [row for row in rows if not row.verified or self._verify == "always"]
+        doubted = [block for block in blocks if not block.verified or self._verify == "always"]
         with self.metrics.phase("verify"):
-            found = zip(doubted, self._file.sums(doubted), strict=True)
-        bad = [row for row, checksum in found if checksum != row.checksum]
-        for row in doubted:
-            row.verified = row not in bad
-        return bad
+            checksums = self._file.checksums(doubted)
+        for block, checksum in zip(doubted, checksums, strict=True):
+            block.verified = checksum == block.checksum
+        return [block for block in doubted if not block.verified]
+
+
+class Hit:
+    """Tokens of a request that a tier has, in blocks that stay until it is released."""
+
+    def __init__(
+        self,
+        tier: Tier,
+        start: int,
+        tokens: int,
+        needs: list[NeededBlock],
+        blocks: list[TierBlock],
+    ) -> None:
+        self.start, self.tokens = start, tokens
+        # How many tokens of the request, from its first, can be fetched; 0 for none.
+        self._tier, self._needs, self._blocks = tier, needs, blocks
+
+    def fetch(
+        self,
+        pools: Mapping[int, Any] | None,
+        plan: Plan,
+        *,
+        rank: int = 0,
+        blocks: Any,
+        carry: Carry | None = None,
+    ) -> None:
+        """Fill one rank's blocks, as routes take them."""
+        tier = self._tier
+        with tier._using():
+            rank = checked_rank(plan, rank, "destination")
+            copies = self.copies(plan, rank=rank, blocks=blocks)
+            move = carry or (
+                lambda copies: copy_pools(copies, tier.pools, rank_pools(plan, rank, pools or {}))
+            )
+            tier._carry("fetch", copies, move)
+
+    def copies(self, plan: Plan, *, rank: int = 0, blocks: Any) -> tuple[Copy, ...]:
+        """The byte ranges from `tier.memory` to a rank's pools, for any transport."""
+        way = self._tier._route_to(plan)
+        if not self.tokens or 0 not in way.sources(rank):
+            return ()
+        with self._tier.metrics.phase("bind"):
+            return way.bind(
+                src_rank=0,
+                dst_rank=rank,
+                src_blocks=self._tables(),
+                dst_blocks=blocks,
+                tokens=(self.start, self.tokens),
+            ).copies
+
+    def release(self) -> None:
+        """Unpin the blocks; a second call does nothing."""
+        blocks, self._blocks = self._blocks, []
+        self._tier._index.unpin(blocks)
+
+    def _tables(self) -> dict[int, list[int]]:
+        """Block ids by group; entries that nobody needs have none, and are refused if used."""
+        groups = self._tier.plan.groups
+        tables = {group: [-1] for group in range(len(groups))}
+        for need, block in zip(self._needs, self._blocks, strict=True):
+            entry = 0 if groups[need.group].kind == "recurrent" else need.entry
+            table = tables[need.group]
+            table += [-1] * (entry + 1 - len(table))
+            table[entry] = block.block_id
+        return tables
