@@ -63,7 +63,7 @@ def rows_of(spec: Any) -> tuple[Any, Sequences]:
         tuple(torch.randn(length, spec.heads, dim, generator=generator) for dim in dims)
         for length in LENGTHS
     ]
-    return torch.randn(sum(QUERIES), 4, spec.head_dim, generator=generator), rows  # type: ignore[return-value]
+    return torch.randn(sum(QUERIES), 4, spec.head_dim, generator=generator), rows
 
 
 def cached(spec: Any, order: str, rows: Sequences, poison: bool = True, **more: Any) -> Any:

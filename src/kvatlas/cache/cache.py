@@ -106,7 +106,7 @@ class Cache(Mapping[str, LayerCache]):
     >>> from kvatlas.planning import plan
     >>> cache = allocate(plan("Qwen3-8B", memory="1GiB", max_len=512))
     >>> cache
-    <Cache of Qwen3-8B, rank 0 of 1: 36 layers, 455 x 2,359,296 = 1,073,479,680 bytes on cpu>
+    <Cache Qwen3-8B, rank 0, cpu: 36 layers in 1 pool, 1.1 GB>
     >>> layer = cache["model.layers.3.self_attn.attn"]
     >>> layer.k.shape, layer.k.dtype
     (torch.Size([455, 8, 16, 128]), torch.bfloat16)
@@ -126,13 +126,13 @@ class Cache(Mapping[str, LayerCache]):
         }
 
     def __repr__(self) -> str:
-        pools = self.plan.rank_pools(self.rank).values()
-        sizes = " + ".join(f"{pool.blocks:,} x {pool.block_bytes:,}" for pool in pools)
-        total = sum(pool.nbytes for pool in pools)
+        total = sum(pool.nbytes for pool in self.plan.rank_pools(self.rank).values())
+        size = f"{total / 1e9:,.1f} GB" if total >= 1e9 else f"{total / 1e6:,.1f} MB"
+        pools = f"{len(self.pools)} pool{'s' if len(self.pools) > 1 else ''}"
         devices = ", ".join(sorted({str(memory.device) for memory in self.pools.values()}))
         return (
-            f"<Cache of {self.plan.model}, rank {self.rank} of {self.plan.ranks}: "
-            f"{len(self)} layers, {sizes} = {total:,} bytes on {devices}>"
+            f"<Cache {self.plan.model}, rank {self.rank}, {devices}: {len(self)} layers in {pools},"
+            f" {size}>"
         )
 
     def __getitem__(self, layer: str) -> LayerCache:

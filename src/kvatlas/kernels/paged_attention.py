@@ -139,7 +139,9 @@ def _attend(
     for group in _read_together(batch):
         keys, values = rows(torch.cat([sequence.slots for sequence in group]))
         sizes = [len(sequence.slots) for sequence in group]
-        for sequence, k, v in zip(group, keys.split(sizes), values.split(sizes), strict=True):
+        for sequence, k, v in zip(
+            group, torch.split(keys, sizes), torch.split(values, sizes), strict=True
+        ):
             mine = sequence.queries
             out[mine] = _one(q[mine].float(), k, v, sequence.mask, softmax)
     return out
