@@ -29,8 +29,8 @@ endif
 # Expanded when a recipe runs, so after its environment was made.
 PARALLEL = $(shell $(PY) -c "import xdist" 2>/dev/null && echo "-n auto")
 
-.PHONY: demo tour test test-deep test-gpu test-lowest test-transformers lint lint-workflows bench bench-gpu \
-	docs wheel check-release format clean
+.PHONY: demo tour test test-deep test-gpu test-lowest test-transformers lint lint-workflows bench \
+	bench-gpu docs wheel check-release format clean
 
 demo: $(READY)  ## The main job: plan, prefill, ship the cache, decode elsewhere
 	$(PY) -m examples.handover
@@ -113,7 +113,7 @@ test-transformers: $(OTHER)/.installed  ## The engine's tokens with TRANSFORMERS
 
 $(OTHER)/.installed: $(STAMP)
 	test -d $(OTHER) || $(BIN)/python -m venv $(OTHER)
-	$(BIN)/python -c 'import sysconfig as s; print(f"import site; site.addsitedir({s.get_path(\"purelib\")!r})")' \
+	$(BIN)/python -c 'import sysconfig as s; print("import site; site.addsitedir(%r)" % s.get_path("purelib"))' \
 		> $$(echo $(OTHER)/lib/python3*/site-packages)/packages_of_venv.pth
 	$(OTHER)/bin/pip install --quiet 'transformers==$(TRANSFORMERS)'
 	touch $@

@@ -61,15 +61,15 @@ def main() -> None:
     longest = max(map(len, PROMPTS))
     rows = [[0] * (longest - len(prompt)) + prompt for prompt in PROMPTS]
     ids = torch.tensor(rows)
-    asked = {"attention_mask": (ids > 0).long(), "max_new_tokens": NEW, "do_sample": False}
-    own = model.generate(ids, **asked)[:, longest:]
+    options = {"attention_mask": (ids > 0).long(), "max_new_tokens": NEW, "do_sample": False}
+    own = model.generate(ids, **options)[:, longest:]
     model.set_attn_implementation("kvatlas")
     agree = []
     for order, pack in ORDERS:
         cache = AtlasCache.from_config(
             model.config, batch=len(PROMPTS), max_len=longest + NEW, layout=order, pack=pack
         )
-        said = model.generate(ids, past_key_values=cache, **asked)[:, longest:]
+        said = model.generate(ids, past_key_values=cache, **options)[:, longest:]
         agree.append(torch.equal(said, own))
     show_plan(cache.plan)
     table = Table(title="A tiny Qwen3-Next, three prompts", title_justify="left")

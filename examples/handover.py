@@ -98,8 +98,8 @@ def decode(transport: str, said: dict[str, object]) -> list[int]:
         ranks.copy_to(cache, blocks, PROMPT)
     console.print(table)
     ids = torch.cat((prompt(), torch.tensor([[said["first"]]])), dim=1)
-    found = model.generate(ids, past_key_values=cache, max_new_tokens=NEW - 1, do_sample=False)
-    return found[0, PROMPT:].tolist()  # type: ignore[no-any-return]
+    tokens = model.generate(ids, past_key_values=cache, max_new_tokens=NEW - 1, do_sample=False)
+    return tokens[0, PROMPT:].tolist()  # type: ignore[no-any-return]
 
 
 def main() -> None:

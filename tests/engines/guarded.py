@@ -29,8 +29,8 @@ class Guarded:
 
     def cache(self, name: str, **options: Any) -> AtlasCache:
         """A cache for a model of the zoo, in memory that is dirty."""
-        asked = {"batch": len(PROMPTS), "max_len": LONGEST, **options}
-        return self.bind(make_plan(model_of(name).config, **asked))
+        options = {"batch": len(PROMPTS), "max_len": LONGEST, **options}
+        return self.bind(make_plan(model_of(name).config, **options))
 
     def bind(self, plan: Plan) -> AtlasCache:
         """A cache for a plan, in memory that is dirty."""

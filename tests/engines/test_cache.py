@@ -1,4 +1,4 @@
-"""Beams, prefixes, fewer rows, taking back, freed blocks: what a cache does besides growing."""
+"""Beams, prefixes, fewer sequences, cropping, freed blocks: what a cache does besides growing."""
 
 from __future__ import annotations
 
@@ -15,22 +15,39 @@ from kvatlas.kernels import zero_blocks
 from kvatlas.planning import plan
 from kvatlas.specs import GatedDeltaNet, KimiDelta, Mamba2
 from tests.engines.guarded import LONGEST, Guarded
-from tests.engines.zoo import NEW, OTHERS, PROMPTS, ZOO, behind, generate, model_of, prompts
+from tests.engines.zoo import (
+    NEW,
+    OTHERS,
+    PROMPTS,
+    ZOO,
+    behind,
+    generate,
+    model_of,
+    own_tokens,
+    prompts,
+)
 
 BEAMS = 3
 SHORT = 18
 
 
 @lru_cache
-def own(name: str, *, tokens: int = SHORT, beams: int = 1, row: int | None = None) -> torch.Tensor:
-    """What the model says on transformers' own cache, to all rows or to one alone."""
+def own_beams(name: str) -> torch.Tensor:
+    """What beam search finds on transformers' own cache."""
     model_of(name).set_attn_implementation("eager")
-    return generate(name, **row_of(row), max_new_tokens=tokens, num_beams=beams)
+    return generate(name, max_new_tokens=SHORT, num_beams=BEAMS)
 
 
-def row_of(row: int | None) -> dict[str, torch.Tensor]:
-    """One row of the prompts, or all of them."""
-    return {key: rows if row is None else rows[row : row + 1] for key, rows in prompts().items()}
+@lru_cache
+def own_row(name: str, row: int) -> torch.Tensor:
+    """What the model says to one prompt alone, without padding beside it."""
+    model_of(name).set_attn_implementation("eager")
+    return generate(name, **row_of(row), max_new_tokens=SHORT)
+
+
+def row_of(row: int) -> dict[str, torch.Tensor]:
+    """One of the prompts."""
+    return {key: rows[row : row + 1] for key, rows in prompts().items()}
 
 
 def on_pages(name: str, cache: AtlasCache, attention: str, **options: Any) -> torch.Tensor:
@@ -39,7 +56,7 @@ def on_pages(name: str, cache: AtlasCache, attention: str, **options: Any) -> to
 
 
 def owned(cache: AtlasCache) -> int:
-    """Blocks that some row owns."""
+    """Blocks that some sequence owns."""
     return sum(blocks.count - blocks.free for blocks in cache.blocks.values())
 
 
@@ -47,8 +64,8 @@ def owned(cache: AtlasCache) -> int:
 @pytest.mark.parametrize("name", ["Llama", "Gemma3", "DeepseekV3", "Qwen3Next", "FalconH1", "Lfm2"])
 def test_beam_search(name: str, attention: str, pages: Guarded) -> None:
     cache = pages.cache(name, batch=BEAMS * len(PROMPTS))
-    found = on_pages(name, cache, attention, num_beams=BEAMS)
-    assert torch.equal(found, own(name, beams=BEAMS))
+    beams = on_pages(name, cache, attention, num_beams=BEAMS)
+    assert torch.equal(beams, own_beams(name))
     assert cache.batch_size == BEAMS * len(PROMPTS)
 
 
@@ -90,21 +107,21 @@ def test_going_on_from_a_prefix(name: str, attention: str, pages: Guarded) -> No
 def test_reset_and_again(name: str, pages: Guarded) -> None:
     """Nothing of the first use is seen in the second, and every block was given back."""
     cache = pages.cache(name, layout="BHLNC")
-    expected = own(name)
+    expected = own_tokens(name)[:, :SHORT]
     assert torch.equal(on_pages(name, cache, "kvatlas"), expected)
     cache.reset()
     assert owned(cache) == 0
     assert cache.lengths == []
     for turn, attention in enumerate(("kvatlas", "eager")):
-        found = on_pages(name, cache, attention, **row_of(turn))
-        assert torch.equal(found, own(name, row=turn))
+        tokens = on_pages(name, cache, attention, **row_of(turn))
+        assert torch.equal(tokens, own_row(name, turn))
         cache.reset()
 
 
 @pytest.mark.parametrize("name", ["Llama", "GptOss", "KimiLinear", "NemotronH"])
-def test_fewer_rows(name: str, pages: Guarded) -> None:
+def test_fewer_sequences(name: str, pages: Guarded) -> None:
     cache = pages.cache(name)
-    expected = own(name)
+    expected = own_tokens(name)[:, :SHORT]
     first = on_pages(name, cache, "kvatlas", max_new_tokens=10)
     before = owned(cache)
     kept = torch.tensor([2, 0])
@@ -118,7 +135,7 @@ def test_fewer_rows(name: str, pages: Guarded) -> None:
 @pytest.mark.parametrize("name", ["Llama", "DeepseekV3"])
 def test_taking_tokens_back(name: str, pages: Guarded) -> None:
     cache = pages.cache(name)
-    expected = own(name)
+    expected = own_tokens(name)[:, :SHORT]
     first = on_pages(name, cache, "kvatlas")
     cache.crop(-11)
     assert cache.seen == max(PROMPTS) + SHORT - 1 - 11
@@ -133,7 +150,7 @@ def test_taking_tokens_back(name: str, pages: Guarded) -> None:
 def test_what_cannot_be_taken_back(pages: Guarded) -> None:
     for name in ("Mistral", "Qwen3Next"):
         cache = pages.cache(name)
-        on_pages(name, cache, "kvatlas", max_new_tokens=NEW)
+        on_pages(name, cache, "kvatlas", max_new_tokens=40)
         lengths, owners = cache.lengths, owned(cache)
         with pytest.raises(AtlasError) as refusal:
             cache.crop(-30)
@@ -146,7 +163,7 @@ def test_what_cannot_be_taken_back(pages: Guarded) -> None:
 
 def test_a_window_that_is_told_to_keeps_its_past(pages: Guarded) -> None:
     cache = pages.cache("Mistral")
-    expected = own("Mistral", tokens=NEW)
+    expected = own_tokens("Mistral")
     cache.activate_past_recording()
     first = on_pages("Mistral", cache, "kvatlas", max_new_tokens=NEW)
     cache.crop(-30)
@@ -162,17 +179,17 @@ def test_windows_and_chunks_give_blocks_back(name: str, pages: Guarded) -> None:
     ample = make_plan(model_of(name).config, batch=3, max_len=LONGEST)
     assert tight.num_blocks < ample.num_blocks
     cache = pages.bind(tight)
-    assert torch.equal(on_pages(name, cache, "kvatlas", max_new_tokens=NEW), own(name, tokens=NEW))
+    assert torch.equal(on_pages(name, cache, "kvatlas", max_new_tokens=NEW), own_tokens(name))
 
 
 def states_of(cache: AtlasCache) -> list[torch.Tensor]:
     """Every byte of the blocks that state groups own."""
-    found = []
+    states = []
     for table in cache.batch.tables:
         if table.recurrent:
             ids = table.ids.flatten()
-            found += [layer.tensor[ids] for layer in table.layers]
-    return found
+            states += [layer.tensor[ids] for layer in table.layers]
+    return states
 
 
 @pytest.mark.parametrize("layout", ["BHLNC", "BLNHC", "LBHNC"])
@@ -240,7 +257,9 @@ def test_states_that_are_cut_by_heads(layout: str, attention: str, pages: Guarde
     assert cut
     homes = {cache.plan.region_of(cut[0], part)[0].group for part in range(4)}
     assert len(homes) > 1
-    assert torch.equal(on_pages("Bamba in parts", cache, attention), own("Bamba in parts"))
+    assert torch.equal(
+        on_pages("Bamba in parts", cache, attention), own_tokens("Bamba in parts")[:, :SHORT]
+    )
 
 
 def test_every_step_can_be_taken_without_generate(pages: Guarded) -> None:
@@ -267,8 +286,8 @@ def test_without_a_cache_attention_is_plain(name: str) -> None:
         model.set_attn_implementation("eager")
         expected = model(**inputs, use_cache=False).logits[seen]
         model.set_attn_implementation("kvatlas")
-        found = model(**inputs, use_cache=False).logits[seen]
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        logits = model(**inputs, use_cache=False).logits[seen]
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_pool_runs_out_of_blocks(pages: Guarded) -> None:

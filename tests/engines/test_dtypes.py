@@ -38,8 +38,8 @@ def difference(name: str, kv_dtype: str, attention: str, pages: Guarded, first: 
         exact = model(ids, use_cache=False).logits
         model.set_attn_implementation(attention)
         model(ids[:, :first], past_key_values=cache)
-        found = model(ids[:, first:], past_key_values=cache).logits
-    return float((found - exact[:, first:]).abs().max() / exact.abs().max())
+        logits = model(ids[:, first:], past_key_values=cache).logits
+    return float((logits - exact[:, first:]).abs().max() / exact.abs().max())
 
 
 @pytest.mark.parametrize("attention", ["kvatlas", "sdpa"])

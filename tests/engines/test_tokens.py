@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import pytest
 import torch
 
+from kvatlas.engines.transformers.block_allocator import GONE
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import ENGINE_LAYOUTS
 from tests.engines.guarded import Guarded
 from tests.engines.side_by_side import NAME as SIDE_BY_SIDE
 from tests.engines.side_by_side import SideBySide
-from tests.engines.zoo import NEW, PROMPTS, ZOO, behind, generate, model_of, prompts
+from tests.engines.zoo import NEW, PROMPTS, ZOO, behind, generate, model_of, own_tokens, prompts
 
 ORDERS = [layout.order for layout in ENGINE_LAYOUTS]
 PACKS = (1, 2, 4)
+SOME = NEW // 2
+"""Tokens with which sequences cross blocks and leave windows; all of them are generated once."""
 Way = dict[str, Any]
-
-
-@lru_cache
-def own_tokens(name: str) -> torch.Tensor:
-    """What the model says on transformers' own cache."""
-    model_of(name).set_attn_implementation("eager")
-    return generate(name)
 
 
 def ways(name: str) -> list[Way]:
@@ -63,18 +58,20 @@ def test_the_models_say_something(name: str) -> None:
     assert len({tuple(row.tolist()) for row in own}) == len(PROMPTS)
 
 
-def check_tokens(
-    name: str, chosen: list[Way], attention: str, pages: Guarded, count: int = NEW
-) -> None:
-    own = own_tokens(name)[:, :count]
+def check_tokens(name: str, chosen: list[Way], attention: str, pages: Guarded) -> None:
+    own = own_tokens(name)[:, :SOME]
     caches = [pages.cache(name, **way) for way in chosen]
     inputs = {key: rows.repeat(len(caches), 1) for key, rows in prompts().items()}
     model_of(name).set_attn_implementation(attention)
-    found = generate(name, SideBySide(caches), **inputs, max_new_tokens=count)
-    for way, cache, rows in zip(chosen, caches, found.chunk(len(caches)), strict=True):
+    tokens = generate(name, SideBySide(caches), **inputs, max_new_tokens=SOME)
+    for way, cache, rows in zip(chosen, caches, tokens.chunk(len(caches)), strict=True):
         assert cache.plan.layout == way["layout"]
         assert cache.plan.pack == way.get("pack", cache.plan.pack)
         assert torch.equal(rows, own), way
+        for table in cache.batch.tables:
+            blocks = min(table.sequences, key=len)
+            assert table.recurrent or len(blocks) > 1 or table.block > SOME
+            assert table.visibility.window is None or blocks[0] == GONE
 
 
 @pytest.mark.parametrize("name", ZOO)
@@ -86,8 +83,7 @@ def test_tokens_in_every_order_and_pack(name: str, pages: Guarded) -> None:
 def test_tokens_from_pages_in_every_order(name: str, pages: Guarded) -> None:
     chosen = some_ways(name)
     assert {way["layout"] for way in chosen} == set(ORDERS)
-    # All of them in some order: test_tokens_from_generate_itself.
-    check_tokens(name, chosen, SIDE_BY_SIDE, pages, count=NEW // 2)
+    check_tokens(name, chosen, SIDE_BY_SIDE, pages)
 
 
 DIRECT = [(name, "kvatlas") for name in ZOO]

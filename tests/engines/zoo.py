@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ import transformers
 VOCABULARY = 97
 NEW = 64
 PROMPTS = (21, 16, 9)
-"""Tokens of each prompt of the batch; the shorter ones are padded on the left."""
+"""Tokens of each prompt of the batch; shorter ones are padded on the left."""
 
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -248,7 +248,7 @@ OTHERS: dict[str, Tiny] = {
 """Models for one test alone: this one's states are larger than a block of its attention."""
 
 
-@lru_cache(maxsize=4)
+@cache
 def model_of(name: str) -> Any:
     """The model with random weights, the same ones every time."""
     tiny = tiny_of(name)
@@ -286,10 +286,17 @@ def seeded(number: int) -> torch.Generator:
     return torch.Generator().manual_seed(number)
 
 
+@cache
+def own_tokens(name: str) -> torch.Tensor:
+    """What the model says on transformers' own cache."""
+    model_of(name).set_attn_implementation("eager")
+    return generate(name)
+
+
 def generate(name: str, cache: Any = None, **options: Any) -> torch.Tensor:
     """Greedy tokens behind the prompts."""
     inputs = {**prompts(), "max_new_tokens": NEW, "do_sample": False, **options}
     if cache is not None:
         inputs[tiny_of(name).argument] = cache
-    found: torch.Tensor = model_of(name).generate(**inputs)
-    return found[:, inputs["input_ids"].shape[1] :]
+    tokens: torch.Tensor = model_of(name).generate(**inputs)
+    return tokens[:, inputs["input_ids"].shape[1] :]
