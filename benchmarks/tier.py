@@ -150,7 +150,7 @@ def main() -> None:
         rows,
     )
     print(
-        "Plain: as many bytes block by block, copied in memory or written to and read from a file.\n"
+        "Plain: as many bytes block by block, copied in memory, or written to a file and read.\n"
         "Runs are of 2 MB from BLHNC, 64 or 32 KB from LBHNC, 512 bytes from LBNHC.\n"
         f"A file also takes a checksum of each block: {limit['checksum']:.2f} GB/s on each core.\n"
     )

@@ -5,7 +5,6 @@ from kvatlas.routing.block_tables import block_table, checked_rank
 from kvatlas.routing.compatibility import Reason, fingerprint
 from kvatlas.routing.costs import Costs, Report, report
 from kvatlas.routing.feasibility import Check, RankPair, check, scattered
-from kvatlas.routing.plan_ends import PlanEnd
 from kvatlas.routing.prepared import PreparedRoute
 from kvatlas.routing.routes import BoundRoute, Route, route
 from kvatlas.routing.token_ranges import needed_states, shared_visibility, token_range
@@ -15,7 +14,6 @@ __all__ = [
     "Check",
     "Copy",
     "Costs",
-    "PlanEnd",
     "PreparedRoute",
     "RankPair",
     "Reason",

@@ -163,12 +163,12 @@ def joined(runs_by_pools: Mapping[tuple[int, int], list[Runs]]) -> tuple[Copy, .
     for pools, runs in sorted(runs_by_pools.items()):
         if not runs:
             continue
-        arrays = runs[0][:3]
+        src, dst, length, fewest = runs[0]
         if len(runs) > 1:
-            arrays = tuple(np.concatenate([r[n] for r in runs]) for n in range(3))
-        if len(runs) > 1 or not runs[0].fewest:
-            arrays = join_copies(*arrays)
-        copies.append(Copy(*pools, *arrays))
+            src, dst, length = (np.concatenate([r[n] for r in runs]) for n in range(3))
+        if len(runs) > 1 or not fewest:
+            src, dst, length = join_copies(src, dst, length)
+        copies.append(Copy(*pools, src, dst, length))
     return tuple(copies)
 
 

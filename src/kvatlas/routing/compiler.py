@@ -99,8 +99,8 @@ class Compiler:
         stage, tp_rank = divmod(dst_rank, self.dst.plan.tp)
         needs: list[tuple[Layers, int, NeededRows]] = []
         for alike in self._alike:
-            if self.dst.stages[alike[0]] == stage:
-                first = self.src.stages[alike[0]] * self.src.plan.tp
+            if self.dst.plan.region_of(alike[0])[0].stage == stage:
+                first = self.src.plan.region_of(alike[0])[0].stage * self.src.plan.tp
                 needs += [(alike, first, rows) for rows in self._needed(alike[0], tp_rank)]
         must = {
             first + rows.sources[0].tp_rank

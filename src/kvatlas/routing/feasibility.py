@@ -109,10 +109,16 @@ def check(
     pairs = []
     if not refused:
         way = Route(src, dst, layers=layers, renamed=renamed)
-        tables = {"src_blocks": scattered(src, stop), "dst_blocks": scattered(dst, stop)}
+        tables = scattered(src, stop), scattered(dst, stop)
         for dst_rank in range(dst.ranks):
             for src_rank in way.sources(dst_rank):
-                bound = way.bind(src_rank=src_rank, dst_rank=dst_rank, tokens=stop, **tables)
+                bound = way.bind(
+                    src_rank=src_rank,
+                    dst_rank=dst_rank,
+                    src_blocks=tables[0],
+                    dst_blocks=tables[1],
+                    tokens=stop,
+                )
                 pairs.append(RankPair(src_rank, dst_rank, bound.report(costs)))
     return Check(refused, (fingerprint(src), fingerprint(dst)), stop, tuple(pairs))
 

@@ -47,11 +47,6 @@ class PlanEnd:
         return {layer.name: layer.spec for r in self.plan.regions for layer in r.layers}
 
     @cached_property
-    def stages(self) -> dict[str, int]:
-        """The pipeline stage of each layer."""
-        return {layer.name: r.stage for r in self.plan.regions for layer in r.layers}
-
-    @cached_property
     def page_offsets(self) -> dict[str, dict[LayerPart, int]]:
         """Bytes from page 0 of its region to the page of each layer, or of each of its parts."""
         offsets: dict[str, dict[LayerPart, int]] = {}
@@ -71,10 +66,6 @@ class PlanEnd:
             name: tuple(sorted(parts, key=lambda part: part.part))
             for name, parts in self.page_offsets.items()
         }
-
-    def group(self, layer: str) -> int:
-        """The group of a layer; the parts of a split state may each have one of their own."""
-        return self.region(self.parts[layer][0]).group
 
     def region(self, part: LayerPart) -> Region:
         """The region that holds a part."""

@@ -81,12 +81,7 @@ class Route:
         ends = PlanEnd(src), PlanEnd(dst)
         refuse(reasons(*ends, renamed=renamed, layers=layers))
         self.layers = tuple(name for name in dst.layers if layers is None or name in layers)
-        visibilities = {
-            name: shared_visibility(
-                src.groups[ends[0].group(name)], dst.groups[ends[1].group(name)]
-            )
-            for name in self.layers
-        }
+        visibilities = {name: shared_visibility(src, dst, name) for name in self.layers}
         self._compiler = Compiler(*ends, visibilities)
         self._arrivals = Compiler(ends[1], ends[1], visibilities)
         self._compiled: dict[tuple[object, ...], list[CompiledPair]] = {}

@@ -6,7 +6,7 @@ from typing import Any
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import integer
-from kvatlas.planning import SLIDING_KINDS, Group
+from kvatlas.planning import SLIDING_KINDS, Plan
 from kvatlas.specs import Visibility
 
 
@@ -48,13 +48,20 @@ def needed_states(visibility: Visibility, per_state: int, start: int, stop: int)
     return first // per_state, stop // per_state
 
 
-def shared_visibility(src: Group, dst: Group) -> Visibility:
-    """What moves between two groups: the tokens that both keep."""
+def shared_visibility(src: Plan, dst: Plan, layer: str) -> Visibility:
+    """What moves of a layer between two plans: the tokens that its groups keep in both.
+
+    >>> from kvatlas.planning import plan
+    >>> prefill, decode = (plan("gpt-oss-20b", memory="20GiB", tp=tp) for tp in (1, 2))
+    >>> shared_visibility(prefill, decode, "model.layers.0.attn.attn").window
+    128
+    """
+    groups = [plan.groups[plan.region_of(layer)[0].group] for plan in (src, dst)]
 
     def least(*kinds: str) -> int | None:
-        return min((g.window for g in (src, dst) if g.window and g.kind in kinds), default=None)
+        return min((g.window for g in groups if g.window and g.kind in kinds), default=None)
 
-    sources = [group.source for group in (src, dst) if group.kind == "cross_attention"]
+    sources = [group.source for group in groups if group.kind == "cross_attention"]
     return Visibility(
         window=least(*SLIDING_KINDS),
         chunk=least("chunked_local_attention"),

@@ -290,12 +290,8 @@ def _checked(fd: int, path: Path) -> tuple[Plan, bytes, Extent]:
         raise _unreadable(path, "a file that is too short, or no tier's")
     _, version, _, length, digest, identity, *_ = _HEADER.unpack_from(first_page)
     if version != VERSION:
-        raise AtlasError(
-            Code.UNLIKE_VERSIONS,
-            f"The tier's file is not of version {VERSION}",
-            got=f"version {version}: {path}",
-            hint=_REMOVE,
-        )
+        problem = f"The tier's file is not of version {VERSION}"
+        raise _refusal(Code.UNLIKE_VERSIONS, problem, path, f"version {version}")
     if not 0 < length <= LONGEST_PLAN:
         raise _unreadable(path, f"a plan of {length:,} bytes")
     text = os.pread(fd, length, PAGE)
@@ -318,10 +314,13 @@ def _checked(fd: int, path: Path) -> tuple[Plan, bytes, Extent]:
 
 
 def _wrong(path: Path, got: str) -> AtlasError:
-    problem = "The header of the tier's file was changed"
-    return AtlasError(Code.CHECKSUM, problem, got=f"{got}: {path}", hint=_REMOVE)
+    return _refusal(Code.CHECKSUM, "The header of the tier's file was changed", path, got)
 
 
 def _unreadable(path: Path, got: str) -> AtlasError:
     problem = "The tier's file cannot be read, or is not as long as its plan says"
-    return AtlasError(Code.UNREADABLE, problem, got=f"{got}: {path}", hint=_REMOVE)
+    return _refusal(Code.UNREADABLE, problem, path, got)
+
+
+def _refusal(code: Code, problem: str, path: Path, got: str) -> AtlasError:
+    return AtlasError(code, problem, got=f"{got}: {path}", hint=_REMOVE)

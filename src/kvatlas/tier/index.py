@@ -125,8 +125,8 @@ class BlockIndex:
         keys: Mapping[int, Sequence[bytes | None]],
     ) -> int:
         """The most tokens that every group has what it needs for; 0 where that is none."""
-        step = spans.step
-        ends = [stop, *range((stop - 1) // step * step, start, -step)]
+        step: int = spans.step
+        ends: list[int] = [stop, *range((stop - 1) // step * step, start, -step)]
         # Groups that need everything say how far it can be at most.
         for group in spans.keeping_all:
             for need in spans.of_group(group, start, stop, keys.get(group, ())):

@@ -72,7 +72,7 @@ class Ingest:
             bound = self.route.bind(
                 src_rank=rank, dst_rank=0, src_blocks=blocks, dst_blocks=tables, tokens=tokens
             )
-            known = self._deliveries(rank, ids, bound.copies, tables, numbers, tokens)
+            known = self._deliveries(rank, ids, bound.copies, tables, tokens)
         placed = {(need.group, need.entry): block_id for need, block_id in ids.items()}
         target = {
             pool: np.array([placed.get(place, -1) for place in places], dtype=np.int64)
@@ -130,7 +130,6 @@ class Ingest:
         needs: Iterable[NeededBlock],
         copies: Iterable[Copy],
         tables: dict[int, Int64s],
-        numbers: dict[int, list[Any]],
         tokens: tuple[int, int],
     ) -> dict[Shape, Delivery]:
         """What a rank brings to blocks of each shape, and what those need."""
@@ -141,11 +140,11 @@ class Ingest:
             self._whole.clear()
             unknown = list(shapes.values())
         if unknown:
-            places = {pool: {one: n for n, one in enumerate(m)} for pool, m in numbers.items()}
             all_needs = self.route.needs(dst_rank=0, dst_blocks=tables, tokens=tokens)
             for need in unknown:
                 pool = self.pool_of[need.group]
-                number = places[pool][need.group, need.entry]
+                entry = -1 if self.spans.recurrent(need.group) else need.entry
+                number = int(tables[need.group][entry]) // _APART
                 mine = [(c.dst, c.length) for c in copies if c.dst_pool == pool]
                 theirs = [all_needs[pool]] if pool in all_needs else []
                 self._known[rank, need.shape] = Delivery(

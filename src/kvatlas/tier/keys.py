@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
-from kvatlas.routing import PlanEnd, needed_states, shared_visibility
+from kvatlas.routing import needed_states, shared_visibility
 from kvatlas.specs import Visibility
 
 LONGEST_KEY = 64
@@ -47,14 +47,12 @@ class TierSpans:
 
     def __init__(self, tier: Plan, other: Plan) -> None:
         self.tier, self.other = tier, other
-        end = PlanEnd(other)
         visibilities: dict[int, set[Visibility]] = {}
         for region in tier.regions:
-            group = tier.groups[region.group]
             visibilities.setdefault(region.group, set()).update(
-                shared_visibility(group, other.groups[end.group(layer.name)])
+                shared_visibility(tier, other, layer.name)
                 for layer in region.layers
-                if layer.name in end.parts
+                if layer.name in other.layers
             )
         self.visibilities = {group: sorted(own, key=str) for group, own in visibilities.items()}
 
