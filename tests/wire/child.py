@@ -15,7 +15,15 @@ from typing import Any
 from kvatlas import AtlasError
 from kvatlas.planning import Plan
 from kvatlas.routing import scattered
-from kvatlas.wire import Node, Session, make_transport, memory_of, pools_for, random_bytes
+from kvatlas.wire import (
+    Handle,
+    Node,
+    Session,
+    make_transport,
+    memory_of,
+    pools_for,
+    random_bytes,
+)
 from kvatlas.wire.client import rank_transfer
 from tests.wire.forking import forked
 
@@ -89,14 +97,14 @@ def moved(rank: Rank, way: str, endpoints: list[str], **about: Any) -> Json:
 
 def slow_down(seconds: float) -> None:
     """Let every operation of the transport take longer, so that there is time to strike."""
-    wait = rank_transfer.RankTransfer._wait
+    wait = Handle.wait
 
-    def slowly(moving: rank_transfer.RankTransfer, handle: Any) -> None:
+    def slowly(handle: Handle, *given: Any) -> None:
         time.sleep(seconds)
-        wait(moving, handle)
+        wait(handle, *given)
 
     if seconds:
-        rank_transfer.RankTransfer._wait = slowly  # type: ignore[method-assign, assignment]
+        Handle.wait = slowly  # type: ignore[method-assign]
 
 
 def main(told: Connection) -> None:

@@ -111,13 +111,12 @@ class Local(Transport):
         self.around = around
         self.links: list[LocalLink] = []
 
-    def _register(self, memory: Mapping[int, Memory]) -> None:
-        del memory
+    open = True
 
     def publish(self) -> bytes:
         return b""
 
-    def connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link:
+    def _connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link:
         del metadata
         link = LocalLink(self.memory, memory)
         link.around = lambda act, copies: self.around(act, copies)

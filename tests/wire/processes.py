@@ -12,8 +12,7 @@ from hypothesis import settings
 
 from kvatlas import AtlasError
 from kvatlas.routing import route, scattered
-from kvatlas.wire import Session, Transfer, random_bytes
-from kvatlas.wire.client.rank_transfer import RankTransfer
+from kvatlas.wire import Handle, Session, Transfer, random_bytes
 from tests.wire.child import BUFFERS, TOKENS, Child, Rank
 from tests.wire.forking import HAS_NIXL
 from tests.wire.helpers import small, until
@@ -133,13 +132,13 @@ class Slow:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float, number: int = 1) -> None:
         self.reached = threading.Event()
         self.left = number
-        wait = RankTransfer._wait
+        wait = Handle.wait
 
-        def slowly(moving: RankTransfer, handle: Any) -> None:
+        def slowly(handle: Handle, *given: Any) -> None:
             self.left -= 1
             if self.left <= 0:
                 self.reached.set()
             time.sleep(seconds)
-            wait(moving, handle)
+            wait(handle, *given)
 
-        monkeypatch.setattr(RankTransfer, "_wait", slowly)
+        monkeypatch.setattr(Handle, "wait", slowly)

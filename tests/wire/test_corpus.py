@@ -17,6 +17,7 @@ from tests.wire.helpers import End, ends, small
 from tests.wire.raw import Clock, Raw
 
 FILES = corpus.expected()
+RENEW = protocol.Renew(session=bytes(16), lease=bytes(16), seconds=1.0)
 
 
 def test_the_corpus_is_all_there() -> None:
@@ -97,18 +98,23 @@ def of(source: End) -> tuple[str, bytes | None]:
     return source.endpoints[0], source.nodes[0].secret
 
 
-def test_a_message_that_is_not_signed_is_not_remembered() -> None:
-    """Else a stranger could make a node forget what it has heard."""
-    with ends(End(small("dense"), 50, secret=b"s")) as (source,):
-        with Raw(source.endpoints[0], b"s") as raw:
-            for _ in range(20):
-                assert code_of(raw.tell([bytes(32), protocol.new_key() + b"x"])) == "bad_signature"
-        assert not source.nodes[0].server._nonces
+def test_a_message_that_is_not_signed_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a stranger could make a node forget what it has heard, or refuse what it has not."""
+    monkeypatch.setattr("kvatlas.wire.rpc._NONCES", 8)
+    with ends(End(small("dense"), 50, secret=b"s")) as (source,), Raw(*of(source)) as raw:
+        assert code_of(raw.ask(RENEW, nonce=bytes(16))) == "unknown_session"
+        nonces = [protocol.new_key() for _ in range(20)]
+        for nonce in nonces:
+            assert code_of(raw.tell([bytes(32), nonce + b"x"])) == "bad_signature"
+        assert code_of(raw.ask(RENEW, nonce=nonces[-1])) == "unknown_session"
+        assert code_of(raw.ask(RENEW, nonce=bytes(16))) == "bad_handshake"
 
 
 def test_what_was_heard_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvatlas.wire.rpc._NONCES", 8)
     with ends(End(small("dense"), 50)) as (source,), Raw(source.endpoints[0]) as raw:
-        for _ in range(20):
-            raw.ask(protocol.Renew(session=bytes(16), lease=bytes(16), seconds=1.0))
-        assert len(source.nodes[0].server._nonces) == 8
+        nonces = [protocol.new_key() for _ in range(9)]
+        for nonce in nonces:
+            assert code_of(raw.ask(RENEW, nonce)) == "unknown_session"
+        assert code_of(raw.ask(RENEW, nonces[1])) == "bad_handshake"
+        assert code_of(raw.ask(RENEW, nonces[0])) == "unknown_session", "the oldest is forgotten"

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvatlas import AtlasError
-from kvatlas.errors import Code
+from kvatlas.errors import Code, MissingExtraError
 from kvatlas.wire import protocol
 from kvatlas.wire.rpc import ask, zmq
 
@@ -118,7 +118,7 @@ def test_a_message_holds_no_more_than_its_bytes() -> None:
 
 def test_without_zeromq_a_wire_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zmq", None)
-    with pytest.raises(AtlasError) as refusal:
+    with pytest.raises(MissingExtraError) as refusal:
         zmq()
     assert refusal.value.code is Code.MISSING_EXTRA
     assert "kvatlas[wire]" in refusal.value.hint

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvatlas.wire import Session
-from kvatlas.wire.client.rank_transfer import RankTransfer
+from kvatlas.routing import route
+from kvatlas.wire import Session, protocol
+from kvatlas.wire.rpc import ask
 from tests.wire.child import TOKENS
 from tests.wire.helpers import small, until
 from tests.wire.processes import (
@@ -22,6 +23,7 @@ from tests.wire.processes import (
     SECONDS,
     SLACK,
     SOURCE,
+    TARGET,
     Children,
     Here,
     Slow,
@@ -73,14 +75,13 @@ def test_the_source_is_killed_before_it_confirms(
     child = children.take(SOURCE, here.transport, 1, name="source")
     child.ask("offer", request="r")
     with monkeypatch.context() as patch, Session(here.node, [child.endpoint]) as session:
-        close = RankTransfer._close
 
-        def killing(moving: RankTransfer, *, complete: bool) -> None:
-            if child.process.is_alive():
+        def killing(endpoint: str, message: Any, **given: Any) -> Any:
+            if isinstance(message, protocol.Close) and child.process.is_alive():
                 child.kill()
-            close(moving, complete=complete)
+            return ask(endpoint, message, **given)
 
-        patch.setattr(RankTransfer, "_close", killing)
+        patch.setattr("kvatlas.wire.client.rank_transfer.ask", killing)
         begun = time.monotonic()
         transfer = here.pull(session, how="direct", seconds=0.8)
         assert outcome(transfer, begun) in LOST
@@ -186,13 +187,15 @@ def test_a_byte_that_changes_on_the_way(
     child = children.take(SOURCE, here.transport, 1, name="source")
     child.ask("offer", request="r")
     with monkeypatch.context() as patch, Session(here.node, [child.endpoint]) as session:
-        move = RankTransfer._move
+        needs = route(SOURCE, TARGET).needs(dst_rank=0, dst_blocks=here.blocks, tokens=TOKENS)
 
-        def spoiled(moving: RankTransfer, copies: Any, *rest: Any) -> None:
-            move(moving, copies, *rest)
-            here.node.pools[copies[0].dst_pool][copies[0].dst[-1]] ^= 1
+        def spoiling(endpoint: str, message: Any, **given: Any) -> Any:
+            if isinstance(message, protocol.GetChecksums):
+                for pool, (starts, _) in needs.items():
+                    here.node.pools[pool][starts[-1]] ^= 1
+            return ask(endpoint, message, **given)
 
-        patch.setattr(RankTransfer, "_move", spoiled)
+        patch.setattr("kvatlas.wire.client.rank_transfer.ask", spoiling)
         begun = time.monotonic()
         assert outcome(here.pull(session, checksums=True), begun) == "checksum"
     works(here, child)

@@ -13,8 +13,7 @@ import pytest
 from kvatlas import AtlasError
 from kvatlas.errors import Code
 from kvatlas.routing import Costs, route
-from kvatlas.wire import Memory, Node, Session
-from kvatlas.wire.client.rank_transfer import How
+from kvatlas.wire import How, Memory, Node, Session, make_transport, memory_of, pools_for
 from tests.planning.models import SMALL
 from tests.wire.helpers import (
     Buffers,
@@ -321,6 +320,13 @@ def test_a_node_without_buffers_moves_directly() -> None:
             with pytest.raises(AtlasError) as refusal:
                 session.pull("staged", dst_blocks=target.blocks, tokens=50, how="staged").wait(10)
             assert refusal.value.code is Code.TOO_MANY
+
+
+def test_a_node_without_buffers_over_shared_memory() -> None:
+    made, transport = small("dense"), make_transport("shm")
+    pools = pools_for(made, 0, transport)
+    with Node(made, memory=memory_of(pools), transport=transport, buffers=0) as node:
+        assert node.transport.registered == len(pools)
 
 
 def node(**given: Any) -> Node:

@@ -26,7 +26,7 @@ POOL = 4096
 @st.composite
 def copies(draw: st.DrawFn) -> list[Copy]:
     """Runs that share no destination byte, of one length or of many, in two pools."""
-    found = []
+    made = []
     for pool in range(draw(st.integers(1, 2))):
         length = draw(st.integers(1, 40))
         alike = draw(st.booleans())
@@ -39,8 +39,8 @@ def copies(draw: st.DrawFn) -> list[Copy]:
         src = [draw(st.integers(0, top)) * step for _ in rows]
         order = np.array(draw(st.permutations(range(len(rows)))), dtype=np.int64)
         starts = np.array(src, dtype=np.int64)
-        found.append(Copy(pool, 1 - pool, starts, dst[order], lengths[order]))
-    return found
+        made.append(Copy(pool, 1 - pool, starts, dst[order], lengths[order]))
+    return made
 
 
 def spelled_out(given: list[Copy]) -> list[tuple[int, int, int, int]]:

@@ -10,20 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvatlas.errors import AtlasError, Code, MissingExtraError
-from kvatlas.wire.protocol import (
-    MAX_MESSAGE_BYTES,
-    NONCE,
-    Answer,
-    Message,
-    Question,
-    Refusal,
-    bad_handshake,
-    new_key,
-    raise_refusal,
-    refusal_of,
-    seal,
-    unseal,
-)
+from kvatlas.wire import protocol
 
 log = logging.getLogger("kvatlas.wire")
 
@@ -48,7 +35,7 @@ def _socket(kind: str) -> Any:
     lib = zmq()
     socket = lib.Context.instance().socket(getattr(lib, kind))
     socket.setsockopt(lib.LINGER, 0)
-    socket.setsockopt(lib.MAXMSGSIZE, MAX_MESSAGE_BYTES + 64)
+    socket.setsockopt(lib.MAXMSGSIZE, protocol.MAX_MESSAGE_BYTES + 64)
     socket.setsockopt(lib.RCVHWM, _QUEUED)
     socket.setsockopt(lib.SNDHWM, _QUEUED)
     return socket
@@ -64,24 +51,24 @@ def no_answer(endpoint: str) -> AtlasError:
     )
 
 
-def ask(endpoint: str, message: Message, *, secret: bytes | None, deadline: float) -> Any:
+def ask(endpoint: str, message: protocol.Message, *, secret: bytes | None, deadline: float) -> Any:
     """The peer's answer, or its refusal raised here; never later than `deadline` (monotonic).
 
     Every question has a socket of its own, so that a late answer to one that was given up
     cannot be taken for the answer to another, and any thread may ask.
     """
     lib = zmq()
-    nonce = new_key()
+    nonce = protocol.new_key()
     socket = _socket("DEALER")
     try:
         socket.connect(endpoint)
-        socket.send_multipart(seal(message, nonce, secret))
+        socket.send_multipart(protocol.seal(message, nonce, secret))
         echoed = b""
         while echoed != nonce:
             left = deadline - time.monotonic()
             if left <= 0 or not socket.poll(max(1, int(left * 1000))):
                 raise no_answer(endpoint)
-            echoed, answer = unseal(socket.recv_multipart(), Answer, secret)
+            echoed, answer = protocol.unseal(socket.recv_multipart(), protocol.Answer, secret)
     except lib.ZMQError as problem:
         raise AtlasError(
             Code.WIRE_FAILED,
@@ -91,8 +78,8 @@ def ask(endpoint: str, message: Message, *, secret: bytes | None, deadline: floa
         ) from problem
     finally:
         socket.close()
-    if isinstance(answer, Refusal):
-        raise_refusal(answer)
+    if isinstance(answer, protocol.Refusal):
+        protocol.raise_refusal(answer)
     return answer
 
 
@@ -102,7 +89,7 @@ class Server(threading.Thread):
     def __init__(
         self,
         listen: str,
-        answer: Callable[[Any], Message],
+        answer: Callable[[Any], protocol.Message],
         *,
         secret: bytes | None = None,
         idle: Callable[[], None] = lambda: None,
@@ -151,19 +138,19 @@ class Server(threading.Thread):
             self.join()
 
     def _reply(self, frames: list[bytes]) -> list[bytes]:
-        whole = len(frames) == 2 and len(frames[1]) > NONCE
-        nonce = frames[1][:NONCE] if whole else bytes(NONCE)
-        answer: Message
+        whole = len(frames) == 2 and len(frames[1]) > protocol.NONCE
+        nonce = frames[1][: protocol.NONCE] if whole else bytes(protocol.NONCE)
+        answer: protocol.Message
         try:
-            nonce, question = unseal(frames, Question, self._secret)
+            nonce, question = protocol.unseal(frames, protocol.Question, self._secret)
             self._check_replay(nonce)
             answer = self.answer(question)
         except AtlasError as refused:
             log.warning("refused code=%s got=%s", refused.code, refused.got)
-            answer = refusal_of(refused)
+            answer = protocol.refusal_of(refused)
         except Exception as defect:
             log.exception("an answer failed")
-            answer = refusal_of(
+            answer = protocol.refusal_of(
                 AtlasError(
                     Code.WIRE_FAILED,
                     "The peer failed to answer",
@@ -171,11 +158,11 @@ class Server(threading.Thread):
                     hint="See the peer's log",
                 )
             )
-        return seal(answer, nonce, self._secret)
+        return protocol.seal(answer, nonce, self._secret)
 
     def _check_replay(self, nonce: bytes) -> None:
         if nonce in self._nonces:
-            raise bad_handshake("a message that was sent before")
+            raise protocol.bad_handshake("a message that was sent before")
         self._nonces[nonce] = None
         while len(self._nonces) > _NONCES:
             self._nonces.popitem(last=False)

@@ -19,8 +19,8 @@ HERE = Path(__file__).parent
 
 def expected() -> dict[str, str]:
     """The answer that each file must get, by its name."""
-    found = json.loads((HERE / "expected.json").read_text())
-    return {str(name): str(answer) for name, answer in found.items()}
+    answers = json.loads((HERE / "expected.json").read_text())
+    return {str(name): str(answer) for name, answer in answers.items()}
 
 
 def frames(name: str) -> list[bytes]:

@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvatlas.errors import AtlasError, Code
+from kvatlas.errors import AtlasError, Code, MissingExtraError
 from kvatlas.routing import Copy
 from kvatlas.wire import TRANSPORT_NAMES, Memory, make_transport
 from kvatlas.wire.memory_copy import STEP, copy_runs
+from kvatlas.wire.transports.errors import cannot_import
 from kvatlas.wire.transports.nixl_strided import describe
 from kvatlas.wire.transports.stepwise import Stepwise
 
@@ -141,10 +142,19 @@ def test_a_library_that_is_missing(
     monkeypatch.setattr("kvatlas.wire.transports.nixl._BUILDS", ())
     for module in modules:
         monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(AtlasError) as refusal:
+    with pytest.raises(MissingExtraError) as refusal:
         make_transport(name)
     assert refusal.value.code is Code.MISSING_EXTRA
     assert f"kvatlas[{name}]" in refusal.value.hint
+    assert ("mooncake-transfer-engine" in refusal.value.hint) == (name == "mooncake")
+
+
+def test_a_library_that_does_not_load_is_not_called_missing() -> None:
+    problem = ImportError("libibverbs.so.1: cannot open shared object file")
+    error = cannot_import("mooncake", problem)
+    assert error.code is Code.MISSING_EXTRA
+    assert "cannot be loaded" in str(error)
+    assert "libibverbs" in str(error)
 
 
 def test_names_are_in_the_order_of_preference() -> None:

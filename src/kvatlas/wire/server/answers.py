@@ -16,27 +16,9 @@ import numpy as np
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Int64s
 from kvatlas.planning import Plan
+from kvatlas.wire import protocol
 from kvatlas.wire.leases import Expected, Lease, Offer
 from kvatlas.wire.peers import Peer, checked_peer
-from kvatlas.wire.protocol import (
-    MAX_CHECKSUM_SPAN,
-    Checksums,
-    Close,
-    Gather,
-    GetChecksums,
-    Hello,
-    Message,
-    Ok,
-    Open,
-    Opened,
-    Renew,
-    SendPlan,
-    Welcome,
-    bad_handshake,
-    new_key,
-    pack_tables,
-    unpack_tables,
-)
 from kvatlas.wire.rpc import log
 from kvatlas.wire.server.state import NodeState
 from kvatlas.wire.staging import checksums, gather, scatter, stream_slice
@@ -52,33 +34,33 @@ class Answers:
         self.node = node
         self._sessions: OrderedDict[bytes, Peer] = OrderedDict()
 
-    def __call__(self, question: Any) -> Message:
+    def __call__(self, question: Any) -> protocol.Message:
         """The answer to a question, or a refusal raised."""
         self.node.metrics.add(messages=1)
         match question:
-            case Hello():
+            case protocol.Hello():
                 return self._welcome(question)
-            case Open():
+            case protocol.Open():
                 return self._open(question)
-            case Renew():
+            case protocol.Renew():
                 lease = self._lease(question)
                 self.node.leases.renew(lease, min(question.seconds, self._longest(lease)))
-                return Ok(seconds=lease.left)
-            case Gather():
+                return protocol.Ok(seconds=lease.left)
+            case protocol.Gather():
                 return self._stage(question)
-            case GetChecksums():
+            case protocol.GetChecksums():
                 return self._checksums(question)
-            case Close():
+            case protocol.Close():
                 return self._close(question)
-        raise bad_handshake(type(question).__name__)
+        raise protocol.bad_handshake(type(question).__name__)
 
-    def _welcome(self, hello: Hello) -> Message:
+    def _welcome(self, hello: protocol.Hello) -> protocol.Message:
         plan = self.node.peer_plans.find(hello)
         if plan is None:
-            return SendPlan()
+            return protocol.SendPlan()
         peer = checked_peer(hello, plan, self.node.transport.name)
         self.node.route_to(peer)
-        session = new_key()
+        session = protocol.new_key()
         with self.node.lock:
             # A process that starts again under its name leaves nothing of its last incarnation.
             gone = {
@@ -94,12 +76,14 @@ class Answers:
                 gone.add(self._sessions.popitem(last=False)[0])
             self.node.leases.drop_all(gone)
         log.info("welcome name=%s rank=%d transport=%s", peer.name, peer.rank, hello.transport)
-        return Welcome(hello=self.node.hello(with_plan=True), session=session)
+        return protocol.Welcome(hello=self.node.hello(with_plan=True), session=session)
 
-    def _open(self, question: Open) -> Message:
+    def _open(self, question: protocol.Open) -> protocol.Message:
         node, peer = self.node, self._peer(question.session)
-        theirs = unpack_tables(question.blocks)
-        told = None if question.peer_blocks is None else unpack_tables(question.peer_blocks)
+        theirs = protocol.unpack_tables(question.blocks)
+        told = (
+            None if question.peer_blocks is None else protocol.unpack_tables(question.peer_blocks)
+        )
         with node.lock:
             held = self._held(question, peer)
             tokens = question.start, question.stop
@@ -131,15 +115,15 @@ class Answers:
                 copies=bound.copies,
                 buffers=tuple(node.staging.acquire(question.buffers)),
             )
-        return Opened(
+        return protocol.Opened(
             lease=lease.key,
             seconds=lease.left,
-            blocks=pack_tables(held.blocks),
+            blocks=protocol.pack_tables(held.blocks),
             buffers=lease.buffers,
             piece=node.staging.piece,
         )
 
-    def _held(self, question: Open, peer: Peer) -> Offer | Expected:
+    def _held(self, question: protocol.Open, peer: Peer) -> Offer | Expected:
         """What this node offers to be read, or expects to be written, under a request's name."""
         if question.direction == "pull":
             offer = self.node.offers.get(question.request)
@@ -159,13 +143,13 @@ class Answers:
             hint="Offer or expect it first, and for long enough",
         )
 
-    def _stage(self, question: Gather) -> Message:
+    def _stage(self, question: protocol.Gather) -> protocol.Message:
         lease, staging = self._lease(question), self.node.staging
         nbytes = question.stop - question.start
         if not 0 <= nbytes <= staging.piece:
-            raise bad_handshake(f"a piece of bytes {question.start}..{question.stop}")
+            raise protocol.bad_handshake(f"a piece of bytes {question.start}..{question.stop}")
         if question.buffer not in lease.buffers:
-            raise bad_handshake(f"buffer {question.buffer}, not one of the lease's")
+            raise protocol.bad_handshake(f"buffer {question.buffer}, not one of the lease's")
         part = stream_slice(lease.copies, question.start, question.stop)
         stream = staging.view(question.buffer, nbytes)
         with lease.guard, self.node.metrics.phase("stage"):
@@ -175,21 +159,21 @@ class Answers:
             else:
                 scatter(part, stream, self.node.pools)
         # What was gathered counts only if the blocks were still held when it was done.
-        return Ok(seconds=self._lease(question).left)
+        return protocol.Ok(seconds=self._lease(question).left)
 
-    def _checksums(self, question: GetChecksums) -> Message:
+    def _checksums(self, question: protocol.GetChecksums) -> protocol.Message:
         lease = self._lease(question)
         span = question.start, question.stop
-        if not 0 <= question.stop - question.start <= MAX_CHECKSUM_SPAN:
-            raise bad_handshake(f"checksums of bytes {question.start}..{question.stop}")
+        if not 0 <= question.stop - question.start <= protocol.MAX_CHECKSUM_SPAN:
+            raise protocol.bad_handshake(f"checksums of bytes {question.start}..{question.stop}")
         with lease.guard:
             self._lease(question)
             at_source = lease.direction == "pull"
             sums = checksums(lease.copies, self.node.pools, span, question.piece, src=at_source)
         self._lease(question)
-        return Checksums(sums=sums.astype("<u4").tobytes())
+        return protocol.Checksums(sums=sums.astype("<u4").tobytes())
 
-    def _close(self, question: Close) -> Message:
+    def _close(self, question: protocol.Close) -> protocol.Message:
         lease, peer = self._lease(question), self._peer(question.session)
         left = lease.left
         self.node.leases.drop(lease)
@@ -198,7 +182,7 @@ class Answers:
                 self._arrived(lease)
             elif self._all_have_read(lease, peer):
                 self.node.release(lease.request, "read")
-        return Ok(seconds=left)
+        return protocol.Ok(seconds=left)
 
     def _all_have_read(self, lease: Lease, peer: Peer) -> bool:
         """Whether every rank that reads from this one has now read the whole request."""

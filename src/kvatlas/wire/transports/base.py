@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Int64s
 from kvatlas.routing import Copy
+from kvatlas.wire.transports import errors
 
 STAGING = -1
 """The index under which a process registers its staging buffers, beside its pools."""
@@ -119,6 +120,7 @@ class Transport(ABC):
 
     def register(self, memory: Mapping[int, Memory]) -> None:
         """Make regions of this process reachable, by pool index."""
+        self.check()
         taken = set(memory) & set(self.memory)
         if taken:
             raise AtlasError(
@@ -135,16 +137,30 @@ class Transport(ABC):
         """Regions that are registered now."""
         return len(self.memory)
 
-    @abstractmethod
-    def _register(self, memory: Mapping[int, Memory]) -> None: ...
+    def _register(self, memory: Mapping[int, Memory]) -> None:  # noqa: B027
+        """Tell the library below, where there is one."""
 
     @abstractmethod
     def publish(self) -> bytes:
         """What a peer needs to connect, beside the regions themselves."""
 
-    @abstractmethod
     def connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link:
         """A link to a peer that published `metadata` and has these regions."""
+        self.check()
+        return self._connect(metadata, memory)
+
+    @abstractmethod
+    def _connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link: ...
+
+    @property
+    @abstractmethod
+    def open(self) -> bool:
+        """Whether it has not been closed."""
+
+    def check(self) -> None:
+        """Raise where it has been closed."""
+        if not self.open:
+            raise errors.closed("transport")
 
     def allocate(self, nbytes: int) -> NDArray[np.uint8]:
         """Memory of this process, zeroed, that peers of this transport can reach."""

@@ -26,15 +26,8 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Int64s
 from kvatlas.routing import Copy
 from kvatlas.wire.memory_copy import STEP, split_runs
+from kvatlas.wire.transports import errors
 from kvatlas.wire.transports.base import Handle, Link, Memory, Transport, addresses
-from kvatlas.wire.transports.errors import (
-    bad_metadata,
-    closed,
-    failed,
-    peer_lost,
-    read_metadata,
-    write_metadata,
-)
 from kvatlas.wire.transports.stepwise import Stepwise
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
@@ -80,7 +73,9 @@ class FileTransport(Transport):
     def __init__(self, folder: str | Path, name: str | None = None, *, sync: bool = False) -> None:
         super().__init__()
         if name is not None and not _NAME.fullmatch(name):
-            raise failed(f"a file named {name!r}", hint="Use letters, digits, '.', '_' and '-'")
+            raise errors.failed(
+                f"a file named {name!r}", hint="Use letters, digits, '.', '_' and '-'"
+            )
         self._file, self._sync = name, sync
         self._own = -1
         try:
@@ -88,11 +83,11 @@ class FileTransport(Transport):
             if name is not None:
                 self._own = open_in(self._folder, name, os.O_CREAT)
         except OSError as problem:
-            raise failed(f"{folder}: {problem}", hint="Name a folder that can be used") from problem
+            raise errors.failed(
+                f"{folder}: {problem}", hint="Name a folder that can be used"
+            ) from problem
 
     def _register(self, memory: Mapping[int, Memory]) -> None:
-        if self._folder < 0:
-            raise closed("transport")
         if self._own < 0:
             return
         stop = max((region.address + region.nbytes for region in memory.values()), default=0)
@@ -113,28 +108,26 @@ class FileTransport(Transport):
     def publish(self) -> bytes:
         """The file's name in its folder, and which file it is."""
         if self._own < 0 or self._file is None:
-            return write_metadata(_Published("", 0))
-        return write_metadata(_Published(self._file, os.fstat(self._own).st_ino))
+            return errors.write_metadata(_Published("", 0))
+        return errors.write_metadata(_Published(self._file, os.fstat(self._own).st_ino))
 
-    def connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link:
+    def _connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link:
         """A link to a file of the same folder."""
-        published = read_metadata(metadata, _Published)
-        if self._folder < 0:
-            raise closed("transport")
+        published = errors.read_metadata(metadata, _Published)
         if not _NAME.fullmatch(published.name):
-            raise bad_metadata(f"a file named {published.name[:64]!r}")
+            raise errors.bad_metadata(f"a file named {published.name[:64]!r}")
         try:
             descriptor = open_in(self._folder, published.name, 0)
         except FileNotFoundError as problem:
-            raise peer_lost(f"no file {published.name}") from problem
+            raise errors.peer_lost(f"no file {published.name}") from problem
         except OSError as problem:
-            raise bad_metadata(f"{problem}") from problem
+            raise errors.bad_metadata(f"{problem}") from problem
         state = os.fstat(descriptor)
         stop = max((region.address + region.nbytes for region in memory.values()), default=0)
         starts = [region.address for region in memory.values()]
         if state.st_ino != published.inode or min(starts, default=0) < 0 or stop > state.st_size:
             os.close(descriptor)
-            raise bad_metadata(f"another file, or one of less than {stop:,} bytes")
+            raise errors.bad_metadata(f"another file, or one of less than {stop:,} bytes")
         return _FileLink(self, descriptor, memory, sync=self._sync)
 
     @property
@@ -194,14 +187,14 @@ class _FileLink(Link):
             try:
                 os.fdatasync(self._open_file)
             except OSError as problem:
-                raise failed(f"{problem}") from problem
+                raise errors.failed(f"{problem}") from problem
 
     def check(self) -> None:
         """Refuse once the link is closed or the file is removed."""
         if self._open_file < 0 or not self._owner.open:
-            raise closed("link")
+            raise errors.closed("link")
         if os.fstat(self._open_file).st_nlink == 0:
-            raise peer_lost("a file that was removed")
+            raise errors.peer_lost("a file that was removed")
 
     def close(self) -> None:
         """Close the file."""
@@ -260,9 +253,9 @@ def _finish(
     while True:
         problem = ctypes.get_errno() if done < 0 else 0
         if problem and problem != errno.EINTR:
-            raise failed(os.strerror(problem), hint="Look at the disk and its file system")
+            raise errors.failed(os.strerror(problem), hint="Look at the disk and its file system")
         if done == 0:
-            raise failed(f"a file that ends at byte {offset}", hint="Make the file again")
+            raise errors.failed(f"a file that ends at byte {offset}", hint="Make the file again")
         offset += max(done, 0)
         ranges = rest_of(ranges, max(done, 0))
         if not len(ranges):

@@ -11,14 +11,8 @@ import msgspec
 
 from kvatlas.routing import Copy
 from kvatlas.wire.memory_copy import as_bytes, copy_runs
+from kvatlas.wire.transports import errors
 from kvatlas.wire.transports.base import Handle, Link, Memory, Transport
-from kvatlas.wire.transports.errors import (
-    bad_metadata,
-    closed,
-    peer_lost,
-    read_metadata,
-    write_metadata,
-)
 from kvatlas.wire.transports.stepwise import Stepwise
 
 _open: WeakValueDictionary[str, MemoryTransport] = WeakValueDictionary()
@@ -50,24 +44,22 @@ class MemoryTransport(Transport):
         self.token = secrets.token_hex(16)
         _open[self.token] = self
 
-    def _register(self, memory: Mapping[int, Memory]) -> None:  # noqa: ARG002
-        if self.token not in _open:
-            raise closed("transport")
+    @property
+    def open(self) -> bool:
+        """Whether it has not been closed."""
+        return self.token in _open
 
     def publish(self) -> bytes:
         """The name under which this process knows it."""
-        return write_metadata(_Published(self.token))
+        return errors.write_metadata(_Published(self.token))
 
-    def connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link:
-        """A link to another transport of this process."""
-        token = read_metadata(metadata, _Published).name
-        if self.token not in _open:
-            raise closed("transport")
+    def _connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link:
+        token = errors.read_metadata(metadata, _Published).name
         peer = _open.get(token)
         if peer is None:
-            raise peer_lost("a transport that is closed, or of another process")
+            raise errors.peer_lost("a transport that is closed, or of another process")
         if any(peer.memory.get(pool) != region for pool, region in memory.items()):
-            raise bad_metadata("regions that the peer has not registered")
+            raise errors.bad_metadata("regions that the peer has not registered")
         return _MemoryLink(self, token, memory)
 
     def close(self) -> None:
@@ -83,10 +75,10 @@ class _MemoryLink(Link):
 
     def check(self) -> None:
         """Refuse once either transport is closed."""
-        if self._closed or self._owner.token not in _open:
-            raise closed("link")
+        if self._closed or not self._owner.open:
+            raise errors.closed("link")
         if self._token not in _open:
-            raise peer_lost("a transport that was closed")
+            raise errors.peer_lost("a transport that was closed")
 
     def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle:
         src, dst = (self.mine, self.theirs) if write else (self.theirs, self.mine)

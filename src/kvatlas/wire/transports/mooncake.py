@@ -25,17 +25,8 @@ import numpy as np
 from kvatlas.errors import AtlasError
 from kvatlas.geometry import Int64s
 from kvatlas.routing import Copy
+from kvatlas.wire.transports import errors
 from kvatlas.wire.transports.base import Handle, Link, Memory, Transport, addresses
-from kvatlas.wire.transports.errors import (
-    bad_metadata,
-    cancelled,
-    cannot_import,
-    closed,
-    failed,
-    peer_lost,
-    read_metadata,
-    write_metadata,
-)
 
 _MAX_SLICES = 1_000
 _QUEUES = ("MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER", "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER")
@@ -66,24 +57,22 @@ class MooncakeTransport(Transport):
         try:
             from mooncake.engine import TransferEngine
         except ImportError as problem:
-            raise cannot_import("mooncake", problem, _CUDA_WHEEL) from problem
+            raise errors.cannot_import("mooncake", problem, _CUDA_WHEEL) from problem
         self._host = host
         self.engine: Any = TransferEngine()
         if self.engine.initialize(host, "P2PHANDSHAKE", "tcp", "") != 0:
             self.engine = None
-            raise failed(f"no engine on {host}", hint="Name an address of this machine")
+            raise errors.failed(f"no engine on {host}", hint="Name an address of this machine")
         self._links: list[MooncakeLink] = []
 
     def _register(self, memory: Mapping[int, Memory]) -> None:
-        if self.engine is None:
-            raise closed("transport")
         done: list[int] = []
         for region in memory.values():
             answer = self.engine.register_memory(region.address, region.nbytes)
             if answer != 0:
                 for address in done:
                     self.engine.unregister_memory(address)
-                raise failed(
+                raise errors.failed(
                     f"{answer} from Mooncake for {region.nbytes:,} bytes at {region.address:#x}",
                     hint="Register regions that do not overlap",
                 )
@@ -91,19 +80,21 @@ class MooncakeTransport(Transport):
 
     def publish(self) -> bytes:
         """Where its engine listens."""
-        if self.engine is None:
-            raise closed("transport")
-        return write_metadata(_Published(self._host, self.engine.get_rpc_port()))
+        self.check()
+        return errors.write_metadata(_Published(self._host, self.engine.get_rpc_port()))
 
-    def connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link:
+    @property
+    def open(self) -> bool:
+        """Whether it has not been closed."""
+        return self.engine is not None
+
+    def _connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link:
         """A link to a peer's engine, if something listens there."""
-        published = read_metadata(metadata, _Published)
-        if self.engine is None:
-            raise closed("transport")
+        published = errors.read_metadata(metadata, _Published)
         if not _HOST.fullmatch(published.host) or not 0 < published.port < 1 << 16:
-            raise bad_metadata(f"an engine at {published.session[:64]!r}")
+            raise errors.bad_metadata(f"an engine at {published.session[:64]!r}")
         if not answers(published.host, published.port):
-            raise peer_lost(f"nobody listens at {published.session}")
+            raise errors.peer_lost(f"nobody listens at {published.session}")
         link = MooncakeLink(self, published.host, published.port, memory)
         self._links.append(link)
         return link
@@ -147,8 +138,8 @@ class MooncakeLink(Link):
 
     def check(self) -> None:
         """Refuse once the link or its transport is closed."""
-        if not self._open or self._owner.engine is None:
-            raise closed("link")
+        if not self._open or not self._owner.open:
+            raise errors.closed("link")
 
     def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle:
         near = addresses(copies, self.mine, src=write)
@@ -170,13 +161,13 @@ class MooncakeLink(Link):
         columns = job.near, job.far, job.length
         for first in range(0, len(job.length), _MAX_SLICES):
             if job.given_up:
-                raise cancelled()
+                raise errors.cancelled()
             part = [column[first : first + _MAX_SLICES].tolist() for column in columns]
             answer = act(session, *part)
             if answer != 0:
                 if not answers(self._host, self._port):
-                    raise peer_lost(f"nobody listens at {session} any more")
-                raise failed(f"{answer} from Mooncake for {len(part[0])} slices")
+                    raise errors.peer_lost(f"nobody listens at {session} any more")
+                raise errors.failed(f"{answer} from Mooncake for {len(part[0])} slices")
 
     def close(self) -> None:
         """Let its thread end after the call that it is in."""
@@ -194,7 +185,7 @@ def _work(engine: Any, link: MooncakeLink, jobs: queue.SimpleQueue[MooncakeHandl
         except AtlasError as failure:
             job.finish(failure)
         except Exception as problem:
-            job.finish(failed(f"{type(problem).__name__}: {problem}"))
+            job.finish(errors.failed(f"{type(problem).__name__}: {problem}"))
         else:
             job.finish(None)
 
@@ -216,7 +207,7 @@ class MooncakeHandle(Handle):
     def poll(self) -> bool:
         """Look whether the thread has said so."""
         if self.given_up and not self._done.is_set():
-            raise cancelled()
+            raise errors.cancelled()
         if self._done.is_set() and self._failure is not None:
             raise self._failure
         return self._done.is_set()

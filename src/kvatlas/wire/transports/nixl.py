@@ -28,17 +28,8 @@ import numpy as np
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.routing import Copy
+from kvatlas.wire.transports import errors
 from kvatlas.wire.transports.base import Handle, Link, Memory, Transport
-from kvatlas.wire.transports.errors import (
-    bad_metadata,
-    cancelled,
-    cannot_import,
-    closed,
-    failed,
-    peer_lost,
-    read_metadata,
-    write_metadata,
-)
 from kvatlas.wire.transports.nixl_strided import Indices, Rows, describe
 
 Kind = Literal["DRAM", "VRAM"]
@@ -77,40 +68,40 @@ class NixlTransport(Transport):
         config = library.nixl_agent_config(backends=[backend], sync_mode=strict)
         self.agent: Any = translated(lambda: library.nixl_agent(self._name, config))
         if backend not in self.agent.backends:
-            raise failed(f"no NIXL backend {backend!r}", hint="Choose one that NIXL brings")
+            raise errors.failed(f"no NIXL backend {backend!r}", hint="Choose one that NIXL brings")
         self._registered: list[Any] = []
         self._links: Counter[str] = Counter()
         self._pending: list[NixlHandle] = []
 
     def _register(self, memory: Mapping[int, Memory]) -> None:
-        if self.agent is None:
-            raise closed("transport")
         if memory:
-            rows = np.array([_region(region) for region in memory.values()], dtype=np.uint64)
+            rows = _rows(memory)
             self._registered.append(translated(lambda: self.agent.register_memory(rows, self.kind)))
 
     def publish(self) -> bytes:
         """The agent's own metadata, with what shows that it arrived whole."""
-        if self.agent is None:
-            raise closed("transport")
+        self.check()
         metadata = translated(self.agent.get_agent_metadata)
-        return write_metadata(
+        return errors.write_metadata(
             _Published(self._name, self.kind, zlib.crc32(metadata), bytes(metadata))
         )
 
-    def connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link:
+    @property
+    def open(self) -> bool:
+        """Whether it has not been closed."""
+        return self.agent is not None
+
+    def _connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link:
         """A link to a peer's agent, once it is seen to have registered these regions."""
-        if self.agent is None:
-            raise closed("transport")
-        published = read_metadata(metadata, _Published)
+        published = errors.read_metadata(metadata, _Published)
         if published.check != zlib.crc32(published.metadata):
-            raise bad_metadata("bytes that were changed on their way")
+            raise errors.bad_metadata("bytes that were changed on their way")
         try:
             if not self._links[published.agent]:
                 added = self.agent.add_remote_agent(published.metadata)
                 if added != published.agent.encode():
                     self.forget(added.decode(errors="replace"))
-                    raise bad_metadata(f"an agent that is not {published.agent[:64]!r}")
+                    raise errors.bad_metadata(f"an agent that is not {published.agent[:64]!r}")
             self._links[published.agent] += 1
             link = NixlLink(self, published.agent, published.kind, memory)
         except AtlasError:
@@ -119,12 +110,12 @@ class NixlTransport(Transport):
             got = f"{type(problem).__name__}: {problem}"
             # The metadata is whole, so what fails below NIXL is the way to the peer.
             unreachable = type(problem).__name__ in (_LOST, "nixlBackendError")
-            raise (peer_lost if unreachable else bad_metadata)(got) from problem
+            raise (errors.peer_lost if unreachable else errors.bad_metadata)(got) from problem
         try:
             link.probe()
         except AtlasError as problem:
             link.close()
-            raise bad_metadata("regions that the peer has not registered") from problem
+            raise errors.bad_metadata("regions that the peer has not registered") from problem
         return link
 
     def leave(self, peer: str) -> None:
@@ -179,8 +170,7 @@ class NixlLink(Link):
     def probe(self) -> None:
         """Refuse regions that the peer's agent does not know."""
         if self.theirs:
-            rows = np.array([_region(r) for r in self.theirs.values()], dtype=np.uint64)
-            agent = self.owner.agent
+            rows, agent = _rows(self.theirs), self.owner.agent
             translated(lambda: agent.prep_xfer_dlist(self.peer, rows, self._kind)).release()
 
     def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle:
@@ -212,9 +202,9 @@ class NixlLink(Link):
     def check(self) -> None:
         """Refuse once the link is closed or the peer lost."""
         if self._lost:
-            raise peer_lost("a peer that this link has lost")
-        if not self._open or self.owner.agent is None:
-            raise closed("link")
+            raise errors.peer_lost("a peer that this link has lost")
+        if not self._open or not self.owner.open:
+            raise errors.closed("link")
 
     def call(self, act: Callable[[], Result]) -> Result:
         """Call NIXL; a peer that turns out to be gone is forgotten."""
@@ -247,12 +237,11 @@ class NixlHandle(Handle):
             raise self._failure
         if self._done:
             return True
-        if self._link.owner.agent is None:
-            raise closed("transport")
+        self._link.owner.check()
         try:
             state = self._link.call(lambda: self._link.owner.agent.check_xfer_state(self._posted))
             if state == "ERR":
-                raise failed("state ERR from NIXL")
+                raise errors.failed("state ERR from NIXL")
         except AtlasError as failure:
             self._failure = failure
             raise
@@ -262,7 +251,7 @@ class NixlHandle(Handle):
     def release(self) -> None:
         """Free it, or end it; what NIXL cannot end yet is ended when the transport closes."""
         if not self._done and self._failure is None:
-            self._failure = cancelled()
+            self._failure = errors.cancelled()
         if self._posted is None or self._link.owner.agent is None:
             return
         try:
@@ -285,7 +274,7 @@ def _library() -> Any:
     try:
         return importlib.import_module(f"{chosen}._api")
     except ImportError as problem:
-        raise cannot_import("nixl", problem) from problem
+        raise errors.cannot_import("nixl", problem) from problem
 
 
 def _without_rdma() -> None:
@@ -299,8 +288,9 @@ def _without_rdma() -> None:
         os.environ.setdefault("UCX_MODULES", "^ib")
 
 
-def _region(memory: Memory) -> tuple[int, int, int]:
-    return memory.address, memory.nbytes, memory.device
+def _rows(memory: Mapping[int, Memory]) -> Rows:
+    regions = [(region.address, region.nbytes, region.device) for region in memory.values()]
+    return np.array(regions, dtype=np.uint64)
 
 
 def translated(act: Callable[[], Result]) -> Result:
@@ -313,5 +303,5 @@ def translated(act: Callable[[], Result]) -> Result:
         name = type(problem).__name__
         got = f"{name}: {problem}"
         if name == _LOST:
-            raise peer_lost(got) from problem
-        raise failed(got) from problem
+            raise errors.peer_lost(got) from problem
+        raise errors.failed(got) from problem

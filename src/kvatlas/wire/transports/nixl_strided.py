@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from kvatlas.geometry import Int64s
 from kvatlas.routing import Copy
+from kvatlas.wire.transports import errors
 from kvatlas.wire.transports.base import Memory
-from kvatlas.wire.transports.errors import failed
 
 _MOST_INDICES = 2**31 - 1
 
@@ -45,7 +45,7 @@ def describe(
         indices.append(own_indices)
         first += count
     if first > _MOST_INDICES:
-        raise failed(f"{first:,} places for runs", hint="Split the transfer, or the pools")
+        raise errors.failed(f"{first:,} places for runs", hint="Split the transfer, or the pools")
     return np.concatenate(rows), indices[0] if len(indices) == 1 else np.concatenate(indices)
 
 

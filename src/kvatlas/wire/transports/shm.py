@@ -16,15 +16,8 @@ import numpy as np
 
 from kvatlas.routing import Copy
 from kvatlas.wire.memory_copy import Bytes, as_bytes, copy_runs
+from kvatlas.wire.transports import errors
 from kvatlas.wire.transports.base import Handle, Link, Memory, Transport
-from kvatlas.wire.transports.errors import (
-    bad_metadata,
-    closed,
-    failed,
-    peer_lost,
-    read_metadata,
-    write_metadata,
-)
 from kvatlas.wire.transports.shared_memory import (
     Segment,
     attach,
@@ -76,8 +69,6 @@ class ShmTransport(Transport):
         self._regions: dict[int, _Region] = {}
 
     def _register(self, memory: Mapping[int, Memory]) -> None:
-        if self._presence is None:
-            raise closed("transport")
         for pool, region in memory.items():
             shared = containing(region)
             if shared is not None:
@@ -91,20 +82,18 @@ class ShmTransport(Transport):
     def publish(self) -> bytes:
         """The segment that shows its presence, and where its regions are in shared memory."""
         if self._presence is None:
-            raise closed("transport")
-        return write_metadata(_Published(self._presence.name, self._regions))
+            raise errors.closed("transport")
+        return errors.write_metadata(_Published(self._presence.name, self._regions))
 
-    def connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link:
+    def _connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link:
         """Map a peer's regions; those outside shared memory stay out of reach."""
-        if self._presence is None:
-            raise closed("transport")
-        published = read_metadata(metadata, _Published)
+        published = errors.read_metadata(metadata, _Published)
         for pool, region in published.regions.items():
             if pool in memory and region.nbytes != memory[pool].nbytes:
-                raise bad_metadata(f"pool {pool} of {region.nbytes} bytes")
+                raise errors.bad_metadata(f"pool {pool} of {region.nbytes} bytes")
         presence = open_segment(published.presence)
         if presence is None:
-            raise peer_lost("no such process of this user on this host")
+            raise errors.peer_lost("no such process of this user on this host")
         link = _ShmLink(self, presence, memory)
         try:
             link.check()
@@ -133,7 +122,9 @@ class ShmTransport(Transport):
 def _mapped(region: _Region) -> Bytes:
     mapping = attach(region.segment, region.start, region.nbytes)
     if mapping is None:
-        raise bad_metadata(f"segment {region.segment[:64]!r} that is not there, or too small")
+        raise errors.bad_metadata(
+            f"segment {region.segment[:64]!r} that is not there, or too small"
+        )
     return np.frombuffer(mapping, np.uint8)[region.start :]
 
 
@@ -146,17 +137,17 @@ class _ShmLink(Link):
     def check(self) -> None:
         """Refuse once the link is closed or the peer is gone."""
         if self._presence < 0 or not self._owner.open:
-            raise closed("link")
+            raise errors.closed("link")
         if not has_owner(self._presence):
             sweep()
-            raise peer_lost("a process that has ended, or closed its transport")
+            raise errors.peer_lost("a process that has ended, or closed its transport")
 
     def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle:
         ends = []
         for copy in copies:
             pool, own = (copy.dst_pool, copy.src_pool) if write else (copy.src_pool, copy.dst_pool)
             if pool not in self.mapped:
-                raise failed(
+                raise errors.failed(
                     f"pool {pool}, which the peer has not put in shared memory",
                     hint="Allocate the peer's pools with its transport, or pools_for",
                 )

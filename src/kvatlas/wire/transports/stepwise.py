@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvatlas.errors import AtlasError
+from kvatlas.wire.transports import errors
 from kvatlas.wire.transports.base import Handle
-from kvatlas.wire.transports.errors import cancelled, failed
 
 
 class Stepwise(Handle):
@@ -36,7 +36,7 @@ class Stepwise(Handle):
                 raise
             except Exception as problem:
                 # Steps that have raised look finished when asked again: they are not.
-                self._failure = failed(f"{type(problem).__name__}: {problem}")
+                self._failure = errors.failed(f"{type(problem).__name__}: {problem}")
                 raise self._failure from problem
         return self._done
 
@@ -46,5 +46,5 @@ class Stepwise(Handle):
     def release(self) -> None:
         """Do no further step."""
         if not self._done and self._failure is None:
-            self._failure = cancelled()
+            self._failure = errors.cancelled()
         self._steps = iter(())
