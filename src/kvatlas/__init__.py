@@ -6,8 +6,8 @@ The names that people come for are here, each loaded from its room when it is fi
 >>> fits = kvatlas.plan("Qwen3-8B", memory="80GiB")
 >>> fits.block_size, fits.num_blocks
 (16, 36408)
->>> kvatlas.route(fits, kvatlas.plan("Qwen3-8B", memory="80GiB", tp=2, layout="BHLNC"))
-<Route Qwen3-8B: tp 1 LBNHC -> tp 2 BHLNC>
+>>> kvatlas.route(fits, kvatlas.plan("Qwen3-8B", memory="80GiB", tp=2))  # doctest: +ELLIPSIS
+<Route of Qwen3-8B, 36 layers: tp 1, pp 1, LBNHC, blocks of 16 -> tp 2, ...>
 """
 
 from __future__ import annotations
