@@ -1,49 +1,76 @@
-# Every target sets up what it needs in .venv, with pip, from a bare Python.
+# Every target sets up what it needs with pip, from a bare Python: in .venv, or in a
+# .venv-NAME of its own. PYTHON says which Python; TESTS picks tests, as pytest takes them:
+#
+#     make test TESTS='tests/geometry src/kvatlas/geometry'
+#
+# Where nothing can be installed (a GPU machine without a network, say), NO_INSTALL=1 runs
+# PYTHON as it is, from src/, and makes no environment:
+#
+#     make test-gpu NO_INSTALL=1 PYTHON=/opt/torch/bin/python
+#
+# numpy and msgspec must be there, for the GPU targets torch and triton, for tests pytest.
+# Without pytest-xdist tests run one after the other, without hypothesis those that need it
+# cannot be run (test-gpu needs none), and without rich bench-gpu prints plain tables.
+# PYTHONPATH is kept: a folder of pure Python packages that are missing can be named there.
 PYTHON ?= python3
-VENV := .venv
+VENV ?= .venv
+TESTS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo tour test test-deep test-gpu lint bench bench-gpu format clean
+ifdef NO_INSTALL
+READY :=
+PY := PYTHONPATH=src:.$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTHON)
+else
+READY := $(STAMP)
+PY := $(BIN)/python
+endif
 
-demo: $(STAMP)  ## The main job: plan, prefill, ship the cache, decode elsewhere
-	$(BIN)/python -m examples.handover
+# Expanded when a recipe runs, so after its environment was made.
+PARALLEL = $(shell $(PY) -c "import xdist" 2>/dev/null && echo "-n auto")
 
-tour: $(STAMP)  ## What else there is: geometry, plans, a model on its cache
-	$(BIN)/python -m examples.tour
-	$(BIN)/python -m examples.generate
+.PHONY: demo tour test test-deep test-gpu test-lowest test-transformers lint lint-workflows bench bench-gpu \
+	docs wheel check-release format clean
 
-test: $(STAMP)  ## Unit, property and documentation tests; Triton interprets
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n auto
+demo: $(READY)  ## The main job: plan, prefill, ship the cache, decode elsewhere
+	$(PY) -m examples.handover
 
-test-deep: $(STAMP)  ## The same properties with many more examples
-	TRITON_INTERPRET=1 HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest -n auto
+tour: $(READY)  ## What else there is: geometry, plans, a model on its cache
+	$(PY) -m examples.tour
+	$(PY) -m examples.generate
 
-test-gpu: $(STAMP)  ## The kernels on a CUDA device; nothing is run where there is none
-	$(BIN)/python -m pytest -n auto tests/gpu
+test: $(READY)  ## Unit, property and documentation tests; Triton interprets
+	TRITON_INTERPRET=1 $(PY) -m pytest $(PARALLEL) $(TESTS)
 
-lint: $(STAMP)  ## Formatting, lints and types
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
-	$(BIN)/mypy
+test-deep: $(READY)  ## The same properties with many more examples
+	TRITON_INTERPRET=1 HYPOTHESIS_PROFILE=deep $(PY) -m pytest $(PARALLEL) $(TESTS)
 
-bench: $(STAMP)  ## Figures, each beside a limit measured in the same run
-	$(BIN)/python -m benchmarks
+# pytest ends with 5 where it finds nothing to run.
+test-gpu: $(READY)  ## The kernels on a CUDA device; nothing is run where there is none
+	$(PY) -m pytest $(PARALLEL) $(or $(TESTS),tests/gpu) || test $$? -eq 5
 
-bench-gpu: $(STAMP)  ## The kernels on a CUDA device, beside its own limits
-	$(BIN)/python -m benchmarks.gpu
+lint: $(READY)  ## Formatting, lints and types
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PY) -m mypy
 
-format: $(STAMP)
-	$(BIN)/ruff check --fix .
-	$(BIN)/ruff format .
+bench: $(READY)  ## Figures, each beside a limit measured in the same run
+	$(PY) -m benchmarks
+
+bench-gpu: $(READY)  ## The kernels on a CUDA device, beside its own limits
+	$(PY) -m benchmarks.gpu
+
+format: $(READY)
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
 
 # The transports are whole without what their wheels ask for (gigabytes of CUDA). Mooncake
 # wants libibverbs even over TCP; NIXL's wheel brings one, and a second copy from the system
 # would crash NIXL at exit. Where a transport cannot be had, its tests are skipped, saying so.
 define WIRES
--$(BIN)/pip install --quiet --no-deps 'nixl==1.5.1' 'nixl-cu12==1.5.1'
--$(BIN)/pip install --quiet --no-deps 'mooncake-transfer-engine-non-cuda==0.3.13.post1'
--cd $(VENV)/lib/python3*/site-packages/mooncake_transfer_engine_non_cuda.libs && \
+-$(1)/bin/pip install --quiet --no-deps 'nixl==1.5.1' 'nixl-cu12==1.5.1'
+-$(1)/bin/pip install --quiet --no-deps 'mooncake-transfer-engine-non-cuda==0.3.13.post1'
+-cd $(1)/lib/python3*/site-packages/mooncake_transfer_engine_non_cuda.libs && \
 	ln -sf ../nixl_cu12.libs/libibverbs-*.so.* ../nixl_cu12.libs/libnl-*.so.* . && \
 	ln -sf $$(ls libibverbs-*.so.* | head -1) libibverbs.so.1
 endef
@@ -55,8 +82,85 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
-	$(WIRES)
+	$(call WIRES,$(VENV))
+	touch $@
+
+# The lowest versions that pyproject.toml admits. Of torch only a CPU build is taken: where the
+# lowest has none on offer, the one of constraints.txt stands in, and the run says which it was.
+LOWEST := .venv-lowest
+
+test-lowest: $(LOWEST)/.installed  ## The tests with the lowest versions that are admitted
+	$(LOWEST)/bin/python tools/lowest.py --installed
+	TRITON_INTERPRET=1 $(LOWEST)/bin/python -m pytest -n auto $(TESTS)
+
+$(LOWEST)/.installed: pyproject.toml constraints.txt tools/lowest.py
+	test -d $(LOWEST) || $(PYTHON) -m venv $(LOWEST)
+	$(LOWEST)/bin/pip install --quiet --upgrade pip
+	$(LOWEST)/bin/python tools/lowest.py > $(LOWEST)/constraints.txt
+	$(LOWEST)/bin/pip install --quiet "$$(grep ^torch== $(LOWEST)/constraints.txt)+cpu" || \
+		$(LOWEST)/bin/pip install --quiet --constraint constraints.txt torch
+	sed -i.all '/^torch==/d' $(LOWEST)/constraints.txt
+	$(LOWEST)/bin/pip install --quiet --constraint $(LOWEST)/constraints.txt --editable '.[dev]'
+	$(call WIRES,$(LOWEST))
+	touch $@
+
+# Another release of transformers, in an environment that sees the packages of .venv too.
+TRANSFORMERS ?= 5.17.0
+OTHER := .venv-transformers-$(TRANSFORMERS)
+
+test-transformers: $(OTHER)/.installed  ## The engine's tokens with TRANSFORMERS=5.17.0, or another
+	TRITON_INTERPRET=1 $(OTHER)/bin/python -m pytest -n auto $(or $(TESTS),tests/engines/test_tokens.py)
+
+$(OTHER)/.installed: $(STAMP)
+	test -d $(OTHER) || $(BIN)/python -m venv $(OTHER)
+	$(BIN)/python -c 'import sysconfig as s; print(f"import site; site.addsitedir({s.get_path(\"purelib\")!r})")' \
+		> $$(echo $(OTHER)/lib/python3*/site-packages)/packages_of_venv.pth
+	$(OTHER)/bin/pip install --quiet 'transformers==$(TRANSFORMERS)'
+	touch $@
+
+# Tools for the repository itself: nothing that the package or its tests import.
+TOOLS := .venv-tools
+
+$(TOOLS)/.installed: pyproject.toml
+	test -d $(TOOLS) || $(PYTHON) -m venv $(TOOLS)
+	$(TOOLS)/bin/pip install --quiet --upgrade pip
+	$(TOOLS)/bin/pip install --quiet --group tools
+	touch $@
+
+lint-workflows: $(TOOLS)/.installed  ## .github: the form of its files, and what an attacker could use
+	$(TOOLS)/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(TOOLS)/bin/check-jsonschema --builtin-schema vendor.github-issue-forms \
+		$(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
+	$(TOOLS)/bin/check-jsonschema --builtin-schema vendor.github-issue-config \
+		.github/ISSUE_TEMPLATE/config.yml
+	$(TOOLS)/bin/zizmor --offline --quiet .github/workflows
+
+# The wheel is made from the sdist, so both are known to build. It is then used as somebody
+# would who installs it without extras: nothing but numpy and msgspec beside it.
+wheel: $(TOOLS)/.installed  ## sdist and wheel in dist/, checked in an empty environment
+	rm -rf dist .venv-wheel
+	$(TOOLS)/bin/python -m build --outdir dist
+	$(TOOLS)/bin/twine check --strict dist/*
+	$(PYTHON) -m venv .venv-wheel
+	.venv-wheel/bin/pip install --quiet dist/*.whl
+	.venv-wheel/bin/python -I tools/check_wheel.py
+
+check-release: $(TOOLS)/.installed  ## TAG=v1.2.3 is the package's version, and the changelog has it
+	$(TOOLS)/bin/python tools/check_release.py '$(TAG)'
+
+# Themes and plugins warn of mkdocs 2, which pyproject.toml does not admit.
+DOCS := .venv-docs
+
+docs: $(DOCS)/.installed  ## The documentation as a site, in site/; a broken link is an error
+	$(DOCS)/bin/python -m doctest tools/docs_examples.py
+	NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(DOCS)/bin/python -m mkdocs build --strict
+
+$(DOCS)/.installed: pyproject.toml
+	test -d $(DOCS) || $(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/pip install --quiet --upgrade pip
+	$(DOCS)/bin/pip install --quiet --editable '.[docs]'
 	touch $@
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-transformers-* .venv-docs .venv-lowest .venv-tools .venv-wheel dist site
+	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis

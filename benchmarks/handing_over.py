@@ -6,16 +6,20 @@ import os
 
 from benchmarks.timing import show
 from kvatlas import AtlasError
-from kvatlas.models import Model
-from kvatlas.models.model import Layer
+from kvatlas.models import Layer, Model
 from kvatlas.planning import Plan, plan
 from kvatlas.routing import scattered
 from kvatlas.specs import FullAttention
-from kvatlas.wire import Node, Session
-from kvatlas.wire.client.rank_transfer import How
-from kvatlas.wire.sample_server import Task, memory_of, served
-from kvatlas.wire.server.node import pools_for
-from kvatlas.wire.transports.registry import make
+from kvatlas.wire import (
+    How,
+    Node,
+    SampleTask,
+    Session,
+    make_transport,
+    memory_of,
+    pools_for,
+    run_sample_server,
+)
 
 LAYERS, TOKENS, TURNS = 32, 4096, 3
 TRANSPORTS = ("shm", "nixl", "mooncake")
@@ -40,14 +44,14 @@ def ends(src_order: str, dst_order: str) -> tuple[Plan, Plan]:
 def seconds(src: Plan, dst: Plan, transport: str) -> dict[str, tuple[float, int, int]]:
     """The best of several turns for each way, with its bytes and descriptors."""
     names = tuple(f"{way} {turn}" for way in WAYS for turn in range(TURNS))
-    task = Task(plan=src, transport=transport, seed=1, requests=names, tokens=TOKENS)
-    near = make(transport)
+    task = SampleTask(plan=src, transport=transport, seed=1, requests=names, tokens=TOKENS)
+    near = make_transport(transport)
     pools = pools_for(dst, 0, near)
-    found: dict[str, tuple[float, int, int]] = {}
+    best: dict[str, tuple[float, int, int]] = {}
     with (
-        served(task) as far,
+        run_sample_server(task) as endpoints,
         Node(dst, memory=memory_of(pools), transport=near, name="bench") as node,
-        Session(node, far.endpoints) as session,
+        Session(node, endpoints) as session,
     ):
         blocks = scattered(dst, TOKENS)
         for turn in range(TURNS):  # in turns, so that a busy moment meets all of them
@@ -61,9 +65,9 @@ def seconds(src: Plan, dst: Plan, transport: str) -> dict[str, tuple[float, int,
                     seconds=120,
                 ).wait()
                 many = node.metrics.values["descriptors"] - before
-                taken = min(transfer.seconds, found.get(way, (1e9, 0, 0))[0])
-                found[way] = (taken, transfer.moved, many)
-    return found
+                taken = min(transfer.seconds, best.get(way, (1e9, 0, 0))[0])
+                best[way] = (taken, transfer.moved, many)
+    return best
 
 
 def main() -> None:
@@ -75,12 +79,12 @@ def main() -> None:
         for transport in TRANSPORTS:
             name = f"{src_order} -> {dst_order}, {transport}"
             try:
-                found = seconds(src, dst, transport)
+                best = seconds(src, dst, transport)
             except AtlasError as refusal:
                 rows.append([name, str(refusal.code), "", "", "", ""])
                 continue
-            nbytes, many = found["direct"][1:]
-            times = [f"{found[way][0] * 1e3:.0f}" for way in WAYS]
+            nbytes, many = best["direct"][1:]
+            times = [f"{best[way][0] * 1e3:.0f}" for way in WAYS]
             rows.append([name, f"{nbytes / 1e6:.0f}", f"{many:,}", *times])
     show(
         f"tp 2 -> 1 of {LAYERS} layers, {TOKENS:,} tokens, blocks scattered, two processes",

@@ -19,7 +19,7 @@ from benchmarks.timing import show
 from kvatlas.cache import Cache, LayerCache, allocate
 from kvatlas.geometry import ENGINE_LAYOUTS, fold_together
 from kvatlas.kernels import copy_blocks, gather_blocks, read, write
-from kvatlas.models.model import Layer, Model
+from kvatlas.models import Layer, Model
 from kvatlas.planning import plan
 from kvatlas.specs import FullAttention
 
@@ -141,24 +141,24 @@ def copies(kib: int) -> None:
 
 def rows_in_and_out() -> None:
     """Writing and reading K and V by slots, whole blocks of them."""
-    found = []
+    table = []
     for kib in PAGES:
         for order in ORDERS:
             case = Case.of(kib, order)
             row = [f"{kib} KiB, {order}"]
             for scattered in (False, True):
                 row += [f"{part:.2f}" for part in case.rows(scattered=scattered)]
-            found.append(row)
+            table.append(row)
     show(
         "K and V by slots, as a fraction of memcpy (runs of one head's row: 128 or 256 B)",
         ["page, order", "write, neighbours", "read", "write, scattered blocks", "read"],
-        found,
+        table,
     )
 
 
 def gathers() -> None:
     """Whole blocks out of a layer, one behind the other."""
-    found = []
+    table = []
     for kib in PAGES:
         for order in ORDERS:
             case = Case.of(kib, order)
@@ -168,11 +168,11 @@ def gathers() -> None:
                 out = gather_blocks(case.layer, ids)
                 got = fraction(partial(gather_blocks, case.layer, ids, out=out), out.nbytes)
                 row.append(f"{got:.2f}")
-            found.append(row)
+            table.append(row)
     show(
         "Gather of blocks, as a fraction of memcpy",
         ["page, order", "neighbours", "scattered"],
-        found,
+        table,
     )
 
 

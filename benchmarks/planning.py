@@ -12,7 +12,8 @@ from kvatlas.models import Model, catalogue
 from kvatlas.planning import plan
 from kvatlas.planning.backends import backends_of
 from kvatlas.planning.block_size import block_size
-from kvatlas.planning.sized_layers import page_of, wants_of
+from kvatlas.planning.request import PlanRequest
+from kvatlas.planning.sized_layers import page_of, size_layers
 
 MEMORY = 4 * 2**40
 """Enough for one long request of every model at tp 1."""
@@ -74,18 +75,12 @@ def beside_vllm() -> None:
     rows = []
     for name in ("Llama-3.1-70B", "gpt-oss-120b", "Gemma-3-27B", "Qwen3.5-397B-A17B", "Kimi-K3"):
         model = Model.load(name)
-        backends = backends_of(model, None)
-        size = block_size(model, backends, tp=1, asked=None)
-        wants = wants_of(
-            model,
-            backends,
-            block=size.tokens,
-            tp=1,
-            state_padding=size.state_padding,
-            prefix_caching=True,
-            max_len=32768,
+        request = PlanRequest(
+            model=model, backends=backends_of(model, None), memory=MEMORY, max_len=32768
         )
-        theirs = median_ms(vllm_peer.planner(wants, "LBNHC", MEMORY))
+        size = block_size(request)
+        layers = size_layers(request, block=size.tokens, state_padding=size.state_padding)
+        theirs = median_ms(vllm_peer.planner(layers, "LBNHC", MEMORY))
         mine = median_ms(lambda m=model: plan(m, memory=MEMORY, policy="vllm"))  # type: ignore[misc]
         rows.append([name, f"{mine:.1f}", f"{theirs:.1f}"])
     show(

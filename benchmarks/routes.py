@@ -10,8 +10,7 @@ import numpy as np
 
 from benchmarks import vllm_peer
 from benchmarks.timing import median_ms, show
-from kvatlas.models import Model
-from kvatlas.models.model import Layer
+from kvatlas.models import Layer, Model
 from kvatlas.planning import Plan, plan
 from kvatlas.routing import Route, route
 from kvatlas.specs import FullAttention

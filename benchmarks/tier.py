@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.timing import median_ms, show
-from kvatlas.models import Model
-from kvatlas.models.model import Layer
+from kvatlas.models import Layer, Model
 from kvatlas.planning import Plan, plan
 from kvatlas.specs import FullAttention
 from kvatlas.tier import Tier

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from kvatlas.geometry import DType
-from kvatlas.planning.sized_layers import Want
+from kvatlas.planning.sized_layers import SizedLayer
 
 _TORCH = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "e4m3": "float8_e4m3fn"}
 
@@ -22,12 +22,12 @@ def installed() -> bool:
     return importlib.util.find_spec("vllm") is not None
 
 
-def planner(wants: list[Want], layout: str, memory: int) -> Callable[[], Any]:
+def planner(layers: list[SizedLayer], layout: str, memory: int) -> Callable[[], Any]:
     """Grouping and sizing of these layers by vLLM, ready to be timed."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     utils = importlib.import_module("vllm.v1.core.kv_cache_utils")
     layouts = importlib.import_module("vllm.v1.kv_cache_layout")
-    specs = {want.layer.name: _spec(want) for want in wants}
+    specs = {layer.name: _spec(layer) for layer in layers}
     resolved = layouts.KVCacheLayout[layout]
     config = SimpleNamespace(
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
@@ -74,39 +74,39 @@ def splitter(layers: int, blocks: int) -> Callable[[], Any]:
     return lambda: list(split(stand_in, mapping, rows, count))
 
 
-def _spec(want: Want) -> Any:
+def _spec(layer: SizedLayer) -> Any:
     """A layer as vLLM describes it."""
     kinds = importlib.import_module("vllm.v1.kv_cache_interface")
     torch = importlib.import_module("torch")
-    spec: Any = want.layer.spec
-    page = want.page
-    if want.kind == "mamba":
+    spec: Any = layer.spec
+    page = layer.page
+    if layer.kind == "recurrent":
         shapes, dtypes = [], []
         for field in page.fields:
             shapes.append(tuple(axis.size for axis in field.axes))
             dtypes.append(getattr(torch, _TORCH[field.dtype.name]))
         return kinds.MambaSpec(
-            block_size=want.block,
+            block_size=layer.block,
             shapes=tuple(shapes),
             dtypes=tuple(dtypes),
-            page_size_padded=want.padded,
+            page_size_padded=layer.padded,
         )
-    given: dict[str, Any] = {"block_size": want.block, "page_size_padded": want.padded}
+    given: dict[str, Any] = {"block_size": layer.block, "page_size_padded": layer.padded}
     given["tokens_per_state"] = spec.tokens_per_state or 1
     given["state_content_bytes"] = page.content
     dtype = DType.of(getattr(spec, "dtype", "bf16"))
     given |= {"num_kv_heads": page.heads, "head_size": page.content // 2, "dtype": torch.uint8}
     if dtype.name in _TORCH:
         given["dtype"] = getattr(torch, _TORCH[dtype.name])
-    match want.kind:
+    match layer.kind:
         case "sliding_window":
-            return kinds.SlidingWindowSpec(**given, sliding_window=want.window)
+            return kinds.SlidingWindowSpec(**given, sliding_window=layer.window)
         case "chunked_local_attention":
-            return kinds.ChunkedLocalAttentionSpec(**given, attention_chunk_size=want.window)
+            return kinds.ChunkedLocalAttentionSpec(**given, attention_chunk_size=layer.window)
         case "mla_attention":
-            return kinds.MLAAttentionSpec(**given, is_index_group_leader=want.leader)
+            return kinds.MLAAttentionSpec(**given, is_index_group_leader=layer.leader)
         case "sliding_window_mla":
-            return kinds.SlidingWindowMLASpec(**given, sliding_window=want.window)
+            return kinds.SlidingWindowMLASpec(**given, sliding_window=layer.window)
         case "cross_attention":
             return kinds.CrossAttentionSpec(**given)
         case _:

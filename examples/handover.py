@@ -23,11 +23,10 @@ from rich.table import Table
 
 from kvatlas import AtlasError
 from kvatlas.engines.transformers import AtlasCache, make_plan
-from kvatlas.engines.transformers.ranks_on_wire import Ranks
+from kvatlas.engines.transformers.simulated_ranks import SimulatedRanks
 from kvatlas.planning import Plan
 from kvatlas.routing import check, scattered
-from kvatlas.wire import Session
-from kvatlas.wire.transports.registry import make
+from kvatlas.wire import Session, make_transport
 
 console = Console(width=112)
 PROMPT, NEW = 150, 40
@@ -48,7 +47,7 @@ def plan_for(options: dict[str, object]) -> Plan:
 def transport_here() -> str:
     """NIXL, or shared memory where NIXL cannot be had."""
     try:
-        make("nixl").close()
+        make_transport("nixl").close()
     except AtlasError as missing:
         console.print(f"[yellow]NIXL cannot be used here, so shared memory is: {missing.got}[/]")
         return "shm"
@@ -63,8 +62,8 @@ def prefill(transport: str) -> None:
     begun = time.perf_counter()
     first = model.generate(prompt(), past_key_values=cache, max_new_tokens=1, do_sample=False)
     taken = time.perf_counter() - begun
-    with Ranks(plan_for(PREFILL), transport, name="prefill", secret=b"shared") as ranks:
-        blocks = ranks.fill(cache, PROMPT)
+    with SimulatedRanks(plan_for(PREFILL), transport, name="prefill", secret=b"shared") as ranks:
+        blocks = ranks.copy_from(cache, PROMPT)
         for node in ranks.nodes:
             node.offer("request 17", blocks, PROMPT, seconds=300)
         said = {"endpoints": ranks.endpoints, "first": int(first[0, -1]), "seconds": taken}
@@ -79,7 +78,7 @@ def decode(transport: str, said: dict[str, object]) -> list[int]:
     table = Table(title=f"Request 17 on its way over {transport}", title_justify="left")
     for column in ("to rank", "bytes", "descriptors", "way", "handshake ms", "transfer ms"):
         table.add_column(column, justify="right")
-    with Ranks(plan_for(DECODE), transport, name="decode", secret=b"shared") as ranks:
+    with SimulatedRanks(plan_for(DECODE), transport, name="decode", secret=b"shared") as ranks:
         blocks = scattered(ranks.plan, PROMPT)
         for node in ranks.nodes:
             with Session(node, said["endpoints"]) as session:  # type: ignore[arg-type]
@@ -96,7 +95,7 @@ def decode(transport: str, said: dict[str, object]) -> list[int]:
                     f"{transfer.seconds * 1e3:.1f}",
                 )
         cache = AtlasCache.from_config(model.config, batch=1, max_len=LONGEST, layout="BHLNC")
-        ranks.pour(blocks, cache, PROMPT)
+        ranks.copy_to(cache, blocks, PROMPT)
     console.print(table)
     ids = torch.cat((prompt(), torch.tensor([[said["first"]]])), dim=1)
     found = model.generate(ids, past_key_values=cache, max_new_tokens=NEW - 1, do_sample=False)

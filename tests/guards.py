@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from kvatlas import AtlasError, Code, Layout  # noqa: E402
 from kvatlas.cache import Cache, bind  # noqa: E402
 from kvatlas.geometry import ENGINE_LAYOUTS  # noqa: E402
-from kvatlas.models.model import Model  # noqa: E402
+from kvatlas.models import Model  # noqa: E402
 from kvatlas.planning import Plan, plan  # noqa: E402
 from kvatlas.specs import Spec  # noqa: E402
 from kvatlas.specs.recurrent import Recurrent  # noqa: E402

@@ -10,6 +10,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+REPOSITORY = re.compile(r"https://github\.com/kvatlas/kvatlas/(?:blob|tree)/main/")
+LINK = re.compile(r"\]\(([^)#]+)[^)]*\)")
 BLOCK = re.compile(r"^```(python|pycon)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -29,3 +31,11 @@ def test_code_in_docs_runs(page: Path) -> None:
 
 def test_the_readme_has_a_tour() -> None:
     assert BLOCK.search((ROOT / "README.md").read_text())
+
+
+def test_links_of_the_readme_work_outside_the_repository() -> None:
+    """PyPI shows the README, and beside it there is nothing."""
+    for link in LINK.findall((ROOT / "README.md").read_text()):
+        assert link.startswith("https://"), f"{link} is relative"
+        if REPOSITORY.match(link):
+            assert (ROOT / REPOSITORY.sub("", link)).exists(), f"{link} leads nowhere"

@@ -15,9 +15,15 @@ import numpy as np
 import pytest
 
 from kvatlas import AtlasError, Code, DType, Field, Layout, Page, Placement, validate
-from kvatlas.geometry import FieldAxis, Section, Sharding, fold_together
-from kvatlas.geometry.state_spans import Cells, stretches
-from kvatlas.geometry.strided_runs import between
+from kvatlas.geometry import (
+    FieldAxis,
+    Section,
+    Sharding,
+    StateBlocks,
+    StateSpans,
+    StridedRuns,
+    fold_together,
+)
 from kvatlas.specs import (
     AnySpec,
     FullAttention,
@@ -27,6 +33,7 @@ from kvatlas.specs import (
     ShortConv,
     SlidingAttention,
 )
+from tests.cases import each
 
 P = Placement.packed([("B", 4), ("H", 2), ("N", 3)], item=8)
 HUGE = 2**62
@@ -35,15 +42,15 @@ NVFP4: dict[str, Any] = {"heads": 1, "cache": "nvfp4"}
 PLANES: dict[str, Any] = {"scales": "planes"}
 PRIMES = (1000003, 1000033, 1000037, 1000039, 1000081)
 INT8: dict[str, Any] = {"cache": "int8_per_token_head"}
-TWO: dict[str, Any] = {"slots": 2, "blocks": 2}
+TWO: dict[str, Any] = {"pages": 2, "blocks": 2}
 DENSE = FullAttention(heads=2, head_dim=16).page(4)
 CELL = (FieldAxis("C", 8, "C"),)
 
 REFUSALS: list[tuple[Code, Callable[[], Any]]] = [
-    (Code.UNLIKE_PLACEMENTS, lambda: between(P, P.rename(H="R"))),
-    (Code.UNLIKE_PLACEMENTS, lambda: between(P, P.narrow("H", 0, 1))),
-    (Code.BAD_SIZE, lambda: stretches(0, 8, Cells(4, every=2, residue=2), Cells(4))),
-    (Code.BAD_SIZE, lambda: stretches(0, 8, Cells(0), Cells(4))),
+    (Code.UNLIKE_PLACEMENTS, lambda: StridedRuns.between(P, P.rename(H="R"))),
+    (Code.UNLIKE_PLACEMENTS, lambda: StridedRuns.between(P, P.narrow("H", 0, 1))),
+    (Code.BAD_SIZE, lambda: StateBlocks(4, every=2, residue=2).overlaps(StateBlocks(4))),
+    (Code.BAD_SIZE, lambda: StateSpans.between(0, 8, StateBlocks(0), StateBlocks(4))),
     (Code.UNKNOWN_AXIS, lambda: P.size("X")),
     (Code.UNKNOWN_AXIS, lambda: P(B=0, H=0, Q=0)),
     (Code.UNKNOWN_AXIS, lambda: P.narrow("C", 0, 1)),
@@ -167,9 +174,7 @@ REFUSALS: list[tuple[Code, Callable[[], Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("code", "act"), REFUSALS, ids=[f"{code}-{i}" for i, (code, _) in enumerate(REFUSALS)]
-)
+@each(REFUSALS)
 def test_bad_input_is_refused_with_its_code(code: Code, act: Callable[[], Any]) -> None:
     with pytest.raises(AtlasError) as refusal:
         act()
@@ -222,8 +227,7 @@ def test_a_refusal_is_a_value_error_and_survives_pickling() -> None:
     assert (again.code, str(again)) == (Code.HOLE, str(error))
 
 
-@pytest.mark.parametrize(
-    "text",
+@each(
     [
         b'{"kind": "full_attention", "heads": -1, "head_dim": 64}',
         b'{"kind": "full_attention", "heads": 1, "head_dim": 64, "more": 1}',

@@ -13,6 +13,7 @@ import pytest
 from kvatlas import AtlasError, Code, Layout, Placement, validate
 from kvatlas.geometry import ENGINE_LAYOUTS
 from kvatlas.specs import FullAttention, GatedDeltaNet, Mamba2, ShortConv, Spec
+from tests.cases import each
 from tests.oracle import byte_list, coordinates
 
 
@@ -33,7 +34,7 @@ def test_vllm_42374_two_blocks_are_not_k_and_v() -> None:
     assert planes != blocks_first
 
 
-@pytest.mark.parametrize("layout", ENGINE_LAYOUTS, ids=str)
+@each(ENGINE_LAYOUTS)
 def test_vllm_42374_views_of_k_and_v_never_copy(layout: Layout) -> None:
     """`.contiguous()` and `reshape(-1, ...)` copied the cache in every order but NHD."""
     page = FullAttention(heads=2, head_dim=4, dtype="fp16").page(4)
@@ -48,7 +49,7 @@ def test_vllm_42374_views_of_k_and_v_never_copy(layout: Layout) -> None:
         buffer[:] = 0
 
 
-@pytest.mark.parametrize("layout", ENGINE_LAYOUTS, ids=str)
+@each(ENGINE_LAYOUTS)
 def test_vllm_42374_v_strides_by_name_not_by_position(layout: Layout) -> None:
     """V's strides were passed as (position, element) instead of (element, position)."""
     page = FullAttention(heads=3, head_dim=4, dtype="fp16").page(5)
@@ -107,10 +108,9 @@ def test_vllm_35703_strides_belong_to_the_axes_they_were_computed_for() -> None:
     assert refusal.value.code is Code.OVERLAP
 
 
-@pytest.mark.parametrize("pack", [1, 2, 4])
-@pytest.mark.parametrize("order", ["BLNHC", "BLHNC", "BHLNC"])
+@each(product([1, 2, 4], ["BLNHC", "BLHNC", "BHLNC"]))
 def test_vllm_35703_layers_packed_into_one_page_stay_apart(pack: int, order: str) -> None:
-    """A pack is extra slots: [slot, H, N, C] or, head-major, [H, slot, N, C] in each block."""
+    """A pack is extra pages: [page, H, N, C] or, head-major, [H, page, N, C] in each block."""
     page = FullAttention(heads=2, head_dim=4).page(8 // pack)
     pool = page.place(Layout(order), pages=pack, blocks=3)
     layers = {f"layer {i}": pool.select("L", i) for i in range(pack)}
@@ -118,16 +118,15 @@ def test_vllm_35703_layers_packed_into_one_page_stay_apart(pack: int, order: str
     assert pool.nbytes == 3 * FullAttention(heads=2, head_dim=4).page_bytes(8)
 
 
-@pytest.mark.parametrize(
-    "spec",
-    [
+@each(
+    (spec, tp)
+    for spec in (
         Mamba2(heads=4, head_dim=2, groups=4, state_size=3),
         Mamba2(heads=4, head_dim=2, groups=1, state_size=3),
         GatedDeltaNet(key_heads=4, value_heads=8, key_dim=3, value_dim=2),
-    ],
-    ids=["mamba2", "mamba2 with one group", "gated delta net"],
+    )
+    for tp in (2, 4)
 )
-@pytest.mark.parametrize("tp", [2, 4])
 def test_vllm_55208_sglang_23746_conv_is_cut_section_by_section(spec: Spec, tp: int) -> None:
     """The conv state was cut as one slab, so ranks got rows of the wrong section."""
     if isinstance(spec, Mamba2):

@@ -16,12 +16,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 
 from benchmarks.gpu import attention, ceilings, copies, writes
 from benchmarks.gpu.cells import Cell, Found, measure
+
+try:
+    from rich.console import Console
+    from rich.progress import track
+    from rich.table import Table
+except ModuleNotFoundError:
+    from benchmarks.gpu.plain import Console, Table, track  # type: ignore[assignment]
 
 JOBS = 12
 CONSOLE = Console(width=150)

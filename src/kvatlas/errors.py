@@ -141,16 +141,16 @@ def _rebuild(code: Code, problem: str, got: object, hint: str) -> AtlasError:
 
 
 class MissingExtraError(AtlasError, ImportError):
-    """A library that an extra brings is not installed."""
+    """A library that an extra brings is not installed; `note` is added to the hint."""
 
-    def __init__(self, library: str, extra: str) -> None:
+    def __init__(self, library: str, extra: str, note: str = "") -> None:
         super().__init__(
             Code.MISSING_EXTRA,
             f"{library} is not installed",
             got=f"no module {library}",
-            hint=f"Try: pip install 'kvatlas[{extra}]'",
+            hint=f"Try: pip install 'kvatlas[{extra}]'{note}",
         )
-        self.library, self.extra = library, extra
+        self.library, self.extra, self.note = library, extra, note
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (MissingExtraError, (self.library, self.extra))
+        return (MissingExtraError, (self.library, self.extra, self.note))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import mmap
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +19,30 @@ from tests.planning.models import SMALL  # noqa: E402
 
 
 @pytest.mark.parametrize("name", list(SMALL))
-@pytest.mark.parametrize("order", ORDERS)
-def test_fields_lie_where_the_plan_says(name: str, order: str) -> None:
+def test_fields_lie_where_the_plan_says(name: str) -> None:
     """Writing one element through a view changes exactly the bytes that its placement names."""
+    for order in ORDERS:
+        check_fields(name, order)
+
+
+def check_fields(name: str, order: str) -> None:
     made = small_plan(SMALL[name], layout=order)
     guarded = Guarded(made)
     for pool in guarded.cache.pools.values():
         pool.zero_()
     for layer in guarded.cache:
-        for part, found in enumerate(guarded.cache.parts(layer)):
-            one_storage(guarded.cache, found.tensor, *found.fields.values())
-            for field, tensor in found.fields.items():
-                placed = found.place(field)
+        for part, held in enumerate(guarded.cache.parts(layer)):
+            one_storage(guarded.cache, held.tensor, *held.fields.values())
+            for field, tensor in held.fields.items():
+                placed = held.place(field)
                 assert tuple(tensor.shape) == placed.sizes
                 last = tuple(n - 1 for n in placed.sizes)
                 at = placed(**dict(zip(placed.axes, last, strict=True)))
                 tensor.view(torch.uint8)[last[:-1]][-placed.item :] = 0xFF
-                touched = found.buffer[at : at + placed.item]
+                touched = held.buffer[at : at + placed.item]
                 assert (touched == 0xFF).all(), (layer, part, field)
                 touched.zero_()
-            assert not found.buffer.any(), (layer, part)  # nothing else was touched
+            assert not held.buffer.any(), (layer, part)  # nothing else was touched
     guarded.check()
 
 
@@ -84,9 +90,9 @@ def test_pools_are_aligned_and_states_start_at_zero() -> None:
 
 def test_every_rank_of_a_pipeline_has_its_layers() -> None:
     made = small_plan(SMALL["sliding"], tp=2, pp=2)
-    found = [set(allocate(made, rank=rank)) for rank in range(4)]
-    assert found[0] == found[1] != found[2] == found[3]
-    assert found[0] | found[2] == set(made.layers)
+    layers = [set(allocate(made, rank=rank)) for rank in range(4)]
+    assert layers[0] == layers[1] != layers[2] == layers[3]
+    assert layers[0] | layers[2] == set(made.layers)
     heads = [allocate(made, rank=r)["layers.0.attn"].page.field("k").ranges for r in (0, 1)]
     assert [pieces[0].start for pieces in heads] == [0, 2]
     with pytest.raises(AtlasError) as refusal:
@@ -115,8 +121,33 @@ MEMORY: list[Any] = [bytearray(10), torch.zeros(10, dtype=torch.uint8), torch.ze
 MEMORY += ["text", None, {}, {1: bytearray(9)}]
 
 
-@pytest.mark.parametrize("memory", MEMORY, ids=range(len(MEMORY)))
-def test_memory_that_does_not_fit_is_refused(memory: Any) -> None:
-    with pytest.raises(AtlasError) as refusal:
-        bind(memory, small_plan(SMALL["dense"]))
-    assert refusal.value.code in (Code.BAD_TENSOR, Code.OUT_OF_BOUNDS)
+def test_memory_that_does_not_fit_is_refused() -> None:
+    made = small_plan(SMALL["dense"])
+    for memory in MEMORY:
+        with pytest.raises(AtlasError) as refusal:
+            bind(memory, made)
+        assert refusal.value.code in (Code.BAD_TENSOR, Code.OUT_OF_BOUNDS)
+
+
+def test_a_cache_prints_itself() -> None:
+    made = small_plan(SMALL["sliding"], tp=2, pp=2)
+    text = repr(allocate(made, rank=3))
+    nbytes = sum(pool.nbytes for pool in made.pools if pool.stage == 1)
+    for part in (made.model, "rank 3 of 4", f"{nbytes:,} bytes", "on cpu"):
+        assert part in text, text
+    assert "tensor(" not in repr(allocate(made)["layers.0.attn"])
+
+
+@pytest.mark.parametrize("room", ["cache", "kernels"])
+def test_without_torch_the_extra_is_named(room: str) -> None:
+    code = f"""
+import sys
+sys.modules["torch"] = None
+import kvatlas
+try:
+    import kvatlas.{room}
+except kvatlas.AtlasError as error:
+    print(error.code, isinstance(error, ImportError), error.hint)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "missing_extra True Try: pip install 'kvatlas[torch]'\n"

@@ -33,9 +33,9 @@ def shown(*args: str) -> str:
 
 def said(*args: str) -> dict[str, Any]:
     """The one object that a command prints with --json."""
-    found = json.loads(shown(*args, "--json"))
-    assert isinstance(found, dict)
-    return found
+    answer = json.loads(shown(*args, "--json"))
+    assert isinstance(answer, dict)
+    return answer
 
 
 def process(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:

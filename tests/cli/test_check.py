@@ -15,16 +15,16 @@ from tests.cli.helpers import kvatlas, said, shown
 
 def test_a_model_between_two_topologies() -> None:
     ends = ("--from", "tp=2,layout=LBHNC", "--to", "tp=4,layout=BHLNC")
-    found = said("check", "Qwen3-8B", *ends, "--tokens", "1024")
-    assert found["ok"]
-    assert found["tokens"] == 1024
-    assert [(pair["src_rank"], pair["dst_rank"]) for pair in found["pairs"]] == [
+    answer = said("check", "Qwen3-8B", *ends, "--tokens", "1024")
+    assert answer["ok"]
+    assert answer["tokens"] == 1024
+    assert [(pair["src_rank"], pair["dst_rank"]) for pair in answer["pairs"]] == [
         (0, 0), (0, 1), (1, 2), (1, 3),
     ]  # fmt: skip
-    assert found["bytes"] == 1024 * 36 * 8 * 512
+    assert answer["bytes"] == 1024 * 36 * 8 * 512
     src = plan("Qwen3-8B", memory="80GiB", tp=2, layout="LBHNC")
     dst = plan("Qwen3-8B", memory="80GiB", tp=4, layout="BHLNC")
-    assert found["descriptors"] == check(src, dst, tokens=1024).descriptors
+    assert answer["descriptors"] == check(src, dst, tokens=1024).descriptors
     text = shown("check", "Qwen3-8B", *ends, "--tokens", "1024")
     assert "Yes: 1,024 tokens are 144 MiB" in text
     assert max(map(len, text.splitlines())) <= 80
@@ -34,9 +34,9 @@ def test_two_files(tmp_path: Path) -> None:
     paths = [str(tmp_path / name) for name in ("a.json", "b.json")]
     shown("plan", "gpt-oss-20b", "--tp", "2", "--save", paths[0])
     shown("plan", "gpt-oss-20b", "--layout", "BLHNC", "--save", paths[1])
-    found = said("check", *paths)
-    assert found["ok"]
-    assert found["fingerprints"][0] == found["fingerprints"][1]
+    answer = said("check", *paths)
+    assert answer["ok"]
+    assert answer["fingerprints"][0] == answer["fingerprints"][1]
 
 
 @pytest.mark.parametrize(

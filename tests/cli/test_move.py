@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -17,10 +21,10 @@ def test_every_byte_arrives(source: str, target: str, how: str) -> None:
     ends = ("--from", source, "--to", target, "--tokens", "48", "--how", how)
     result = process("move", "Qwen3-8B", *ends, "--transport", "shm", "--json")
     assert result.returncode == 0, result.stderr
-    found = json.loads(result.stdout)
-    assert found["transport"] == "shm"
-    assert sum(rank["nbytes"] for rank in found["ranks"]) == 48 * 36 * 8 * 2 * 128 * 2
-    assert all(rank["wrong"] == 0 for rank in found["ranks"])
+    answer = json.loads(result.stdout)
+    assert answer["transport"] == "shm"
+    assert sum(rank["nbytes"] for rank in answer["ranks"]) == 48 * 36 * 8 * 2 * 128 * 2
+    assert all(rank["wrong"] == 0 for rank in answer["ranks"])
 
 
 def test_a_table_for_people() -> None:
@@ -33,7 +37,8 @@ def test_a_table_for_people() -> None:
     ("arguments", "words"),
     [
         (("move", "Qwen3-8B", "--how", "sideways"), "auto, direct or staged"),
-        (("move", "Qwen3-8B", "--transport", "pigeon", "--tokens", "16"), "wire_failed"),
+        (("move", "Qwen3-8B", "--transport", "pigeon"), "'pigeon' is none of nixl, mooncake, shm"),
+        (("move", "Qwen3-8B", "--transport", "memory"), "'memory' is none of nixl, mooncake, shm"),
         (("move", "Qwen3-8B", "--to", "kv-dtype=fp8", "--tokens", "16"), "unlike_dtypes"),
         (("move", "no-such-model"), "unknown_model"),
         (("bench", "nothing"), "only wire"),
@@ -42,5 +47,52 @@ def test_a_table_for_people() -> None:
 def test_refusals(arguments: tuple[str, ...], words: str) -> None:
     result = kvatlas(*arguments)
     assert result.exit_code == 2
-    assert words in " ".join(result.output.split())
+    # Usage errors come in a box.
+    assert words in " ".join(result.output.replace("│", " ").split())
     assert "Traceback" not in result.output
+
+
+COMMANDS = [("bench", "wire"), ("move", "Qwen3-8B", "--tokens", "16", "--transport", "shm")]
+
+
+def shadowed(folder: Path, module: str, text: str) -> dict[str, str]:
+    """An environment in which another module of that name comes first."""
+    (folder / f"{module}.py").write_text(text)
+    inherited = os.environ.get("PYTHONPATH", "")
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(folder), inherited)))}
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=["bench", "move"])
+def test_without_pyzmq_there_is_one_line(command: tuple[str, ...], tmp_path: Path) -> None:
+    missing = 'raise ModuleNotFoundError("No module named \'zmq\'", name="zmq")'
+    result = process(*command, **shadowed(tmp_path, "zmq", missing))
+    assert (result.returncode, result.stdout) == (69, "")
+    assert result.stderr == (
+        "kvatlas: the helper process did not start: pyzmq is missing. "
+        "Try: pip install 'kvatlas[wire]'.\n"
+    )
+
+
+def test_a_helper_process_that_fails_is_no_traceback(tmp_path: Path) -> None:
+    """It dies when it needs ZeroMQ, which works here; what it said last is in the message."""
+    dies = (
+        "import os, sys\n"
+        "if 'kvatlas.wire.sample_server' in sys.orig_argv:\n"
+        "    raise RuntimeError('nothing works today')\n"
+        "sys.path.remove(os.path.dirname(__file__))\n"
+        "del sys.modules['zmq']\n"
+        "import zmq\n"
+    )
+    result = process(*COMMANDS[1], **shadowed(tmp_path, "zmq", dies))
+    assert (result.returncode, result.stdout) == (2, "")
+    lines = result.stderr.splitlines()
+    assert [line.split(":")[0].strip() for line in lines] == ["error", "got", "hint", "code"]
+    assert "the helper process did not start" in lines[0]
+    assert lines[1].endswith("RuntimeError: nothing works today")
+
+
+def test_python_m_kvatlas() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "kvatlas", "--version"], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.startswith("kvatlas ")

@@ -62,7 +62,7 @@ def test_beams_share_blocks_until_they_write(pages: Guarded) -> None:
         cache.batch_repeat_interleave(4)
         assert owned(cache) == 3
         model_of("Llama")(torch.tensor([[5], [6], [7], [8]]), past_key_values=cache)
-    table = cache.batch.tables[0].rows
+    table = cache.batch.tables[0].sequences
     assert owned(cache) == 2 + 4
     assert len({tuple(row[:2]) for row in table}) == 1
     assert len({row[2] for row in table}) == 4
@@ -171,7 +171,7 @@ def states_of(cache: AtlasCache) -> list[torch.Tensor]:
     for table in cache.batch.tables:
         if table.recurrent:
             ids = table.ids.flatten()
-            found += [layer.tensor[ids] for layer in table._layers]
+            found += [layer.tensor[ids] for layer in table.layers]
     return found
 
 
@@ -182,12 +182,14 @@ def test_a_freed_block_shows_no_old_bytes(name: str, layout: str, pages: Guarded
     cache = pages.cache(name, layout=layout, pack=2)
     assert len(cache.plan.pools) == 1 < len(cache.plan.groups)
     on_pages(name, cache, "kvatlas", max_new_tokens=12)
-    held = {b for t in cache.batch.tables if not t.recurrent for row in t.rows for b in row}
+    held = {
+        b for t in cache.batch.tables if not t.recurrent for blocks in t.sequences for b in blocks
+    }
     cache.reset()
     while held and cache.blocks[0].take() not in held:
         pass  # blocks that held states before, out of the way
     cache.batch.admit(len(PROMPTS))
-    taken = {b for t in cache.batch.tables if t.recurrent for row in t.rows for b in row}
+    taken = {b for t in cache.batch.tables if t.recurrent for blocks in t.sequences for b in blocks}
     assert taken & held
     assert all(bool((rows == 0).all()) for rows in states_of(cache))
 
@@ -196,7 +198,7 @@ def test_without_clearing_old_bytes_would_show(
     pages: Guarded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control for the test above."""
-    monkeypatch.setattr("kvatlas.engines.transformers.block_tables.zero_blocks", lambda *_: None)
+    monkeypatch.setattr("kvatlas.engines.transformers.block_table.zero_blocks", lambda *_: None)
     cache = pages.cache("Qwen3Next", layout="BHLNC", pack=2)
     cache.batch.admit(len(PROMPTS))
     assert not all(bool((rows == 0).all()) for rows in states_of(cache))
@@ -219,7 +221,7 @@ def test_states_lie_where_the_plan_says(name: str, pages: Guarded) -> None:
         if not isinstance(layer.spec, GatedDeltaNet | KimiDelta | Mamba2):
             continue
         page = mine.cache[layer.name]
-        blocks = mine.layers[layer.index].states[0].ids[:, 0]
+        blocks = mine.layers[layer.index].state_tables[0].ids[:, 0]
         taps = layer.spec.kernel - 1
         conv = page.conv[blocks].transpose(1, 2)
         torch.testing.assert_close(conv, state.conv_states[0][..., -taps:])

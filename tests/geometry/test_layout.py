@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from itertools import permutations
 from typing import Any
 
 import pytest
 
 from kvatlas import AtlasError, Code, Layout
 from kvatlas.geometry import ENGINE_LAYOUTS
+from tests.cases import each
 from tests.oracle import ORDERS, coordinates, key, maximal_runs, walk
 
 SIZES: dict[str, Any] = {"L": 2, "B": 3, "H": 2, "N": 4, "C": 3}
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@each(ORDERS)
 def test_place_puts_every_byte_where_the_order_says(order: str) -> None:
     placement, truth = Layout(order).place(**SIZES), walk(order, SIZES)
     assert placement.axes == tuple("LBHNC")
@@ -26,7 +28,7 @@ def one_stretch(order: str, **fixed: int) -> bool:
     return len(maximal_runs(taken)) == 1
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@each(ORDERS)
 def test_questions_mean_what_memory_shows(order: str) -> None:
     layout = Layout(order)
     assert layout.block_outermost == one_stretch(order, B=1)
@@ -34,11 +36,11 @@ def test_questions_mean_what_memory_shows(order: str) -> None:
     assert layout.page_contiguous == one_stretch(order, L=1, B=1)
     assert layout.cell_contiguous == one_stretch(order, L=1, B=1, H=1, N=1)
     assert layout.heads_outside_pages == (order.index("H") < order.index("L"))
-    assert layout.heads_outside_blocks == (order.index("H") < order.index("B"))
-    assert layout.heads_outside_states == (order.index("H") < order.index("N"))
+    for outer, inner in permutations("LBHNC", 2):
+        assert layout.outside(outer, inner) == (order.index(outer) < order.index(inner))
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@each(ORDERS)
 def test_fixed_strides_leave_the_inside_alone(order: str) -> None:
     layout = Layout(order)
     outermost = order[0]
@@ -56,10 +58,9 @@ def test_the_six_engine_orders_and_the_old_names() -> None:
     assert Layout("NHD") == Layout("LBNHC") == Layout("lbnhc")
     assert Layout("HND").alias == "HND"
     assert Layout("BHLNC").alias is None
-    assert sum(Layout(order).in_engines for order in ORDERS) == 6
 
 
-@pytest.mark.parametrize("order", ["", "LBNH", "LBNHCC", "LBNHX", "LLBNH", "nope", 5, None])
+@each(["", "LBNH", "LBNHCC", "LBNHX", "LLBNH", "nope", 5, None])
 def test_an_order_with_a_letter_missing_or_twice_is_refused(order: object) -> None:
     with pytest.raises(AtlasError) as refusal:
         Layout(order)  # type: ignore[arg-type]
@@ -67,7 +68,7 @@ def test_an_order_with_a_letter_missing_or_twice_is_refused(order: object) -> No
 
 
 def test_gpt_oss_20b_known_buffers() -> None:
-    """Block-outermost over 12 slots, and head-major at tp 2, as engines reported them."""
+    """Block-outermost over 12 pages, and head-major at tp 2, as engines reported them."""
     whole = Layout("BLHNC").place(L=12, B=136756, H=8, N=16, C=256)
     assert (whole.stride("B"), whole.stride("L")) == (393216, 32768)
     shard = Layout("BHLNC").place(L=12, B=66511, H=4, N=16, C=256)

@@ -8,6 +8,7 @@ import pytest
 
 from kvatlas import AtlasError, Code, DType, Field, Layout, Page, validate
 from kvatlas.geometry import FieldAxis, Section, Sharding
+from tests.cases import each
 from tests.oracle import ORDERS, byte_list, key, walk
 
 U8, BF16 = DType.of("uint8"), DType.of("bf16")
@@ -25,7 +26,7 @@ def dense(heads: int, states: int, dim: int, dtype: DType = U8) -> Page:
     )
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@each(ORDERS)
 def test_fields_follow_their_cells_in_every_order(order: str) -> None:
     page = dense(2, 3, 2)
     sizes = {"L": 2, "B": 2, "H": 2, "N": 3, "C": 4}
@@ -33,15 +34,15 @@ def test_fields_follow_their_cells_in_every_order(order: str) -> None:
     owners: dict[int, str] = {}
     for name, first in (("k", 0), ("v", 2)):
         view = page.view(pool, name)
-        for slot, b, h, n, c in product(range(2), range(2), range(2), range(3), range(2)):
-            address = view(L=slot, B=b, H=h, N=n, C=c)
-            assert address == truth[key({"L": slot, "B": b, "H": h, "N": n, "C": first + c})]
+        for page_index, b, h, n, c in product(range(2), range(2), range(2), range(3), range(2)):
+            address = view(L=page_index, B=b, H=h, N=n, C=c)
+            assert address == truth[key({"L": page_index, "B": b, "H": h, "N": n, "C": first + c})]
             assert address not in owners
             owners[address] = name
     assert len(owners) == pool.nbytes
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@each(ORDERS)
 def test_an_element_is_never_split(order: str) -> None:
     page = dense(2, 3, 2, BF16)
     pool = page.place(Layout(order), pages=2, blocks=2)
@@ -54,7 +55,7 @@ def test_an_element_is_never_split(order: str) -> None:
         assert refusal.value.code is Code.SPLIT_ELEMENT
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@each(ORDERS)
 def test_padding_lies_behind_each_page_or_is_refused(order: str) -> None:
     page = dense(2, 3, 2).padded(32)
     if Layout(order).page_contiguous:
@@ -68,7 +69,7 @@ def test_padding_lies_behind_each_page_or_is_refused(order: str) -> None:
         assert refusal.value.code is Code.PADDING_INSIDE_PAGE
 
 
-@pytest.mark.parametrize("order", ["LBHNC", "LBNHC", "BLHNC", "BLNHC"])
+@each(["LBHNC", "LBNHC", "BLHNC", "BLNHC"])
 def test_padding_can_be_named_and_then_nothing_is_left_over(order: str) -> None:
     page = dense(2, 3, 2).padded(32)
     pool = page.place(Layout(order), pages=2, blocks=3)
@@ -84,7 +85,7 @@ def test_axes_of_size_one_do_not_break_a_padded_page() -> None:
     assert page.place(Layout("BHLNC"), pages=2, blocks=3).stride("L") == 16
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@each(ORDERS)
 def test_a_flat_field_needs_its_cells_in_a_row(order: str) -> None:
     """K transposed over the states of a head: fine where N is right outside C, else refused."""
     states, dim = 3, 2
@@ -109,8 +110,7 @@ def test_a_flat_field_needs_its_cells_in_a_row(order: str) -> None:
         assert refusal.value.code is Code.NOT_CONTIGUOUS
 
 
-@pytest.mark.parametrize(
-    ("fields", "code"),
+@each(
     [
         ([("a", 0, 4), ("b", 3, 4)], Code.OVERLAP),
         ([("a", 0, 4), ("b", 5, 3)], Code.HOLE),
@@ -137,7 +137,7 @@ def test_a_hole_that_is_named_is_padding() -> None:
     assert [field.padding for field in page.fields] == [False, True]
 
 
-def test_cuts_deal_every_row_to_as_many_ranks_as_replicas_say() -> None:
+def test_shardings_deal_every_row_to_as_many_ranks_as_replicas_say() -> None:
     shardings = [
         Sharding.by_heads(8),
         Sharding.by_heads(2),

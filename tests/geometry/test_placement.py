@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from kvatlas import AtlasError, Code, Layout, Placement
 from kvatlas.geometry import fold_together
+from tests.cases import each
 from tests.geometry.strategies import nested, placements, raw_maps
 from tests.oracle import (
     ORDERS,
@@ -31,22 +32,16 @@ from tests.oracle import (
 SIZES: dict[str, Any] = {"L": 2, "B": 3, "H": 2, "N": 4, "C": 2}
 
 
-@pytest.fixture(params=ORDERS)
-def order(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def placed(order: str) -> Placement:
-    return Layout(order).place(**SIZES, offset=5)
-
-
-@pytest.fixture
-def truth(order: str) -> dict[tuple[int, ...], int]:
-    return {place: address + 5 for place, address in walk(order, SIZES).items()}
-
-
 Truth = dict[tuple[int, ...], int]
+ALL_ORDERS: list[tuple[Placement, Truth]] = [
+    (
+        Layout(order).place(**SIZES, offset=5),
+        {place: address + 5 for place, address in walk(order, SIZES).items()},
+    )
+    for order in ORDERS
+]
+"""Placements in all 120 orders, and where brute force finds every coordinate."""
+PLACED = [placed for placed, _ in ALL_ORDERS]
 
 
 def folds(p: Placement, outer: str, inner: str) -> bool:
@@ -54,6 +49,7 @@ def folds(p: Placement, outer: str, inner: str) -> bool:
 
 
 class TestAllOrders:
+    @each(ALL_ORDERS)
     def test_narrow(self, placed: Placement, truth: Truth) -> None:
         for axis, size in SIZES.items():
             for start in range(size):
@@ -63,6 +59,7 @@ class TestAllOrders:
                     for c, address in items(part):
                         assert address == truth[key({**c, axis: c[axis] + start})]
 
+    @each(ALL_ORDERS)
     def test_select(self, placed: Placement, truth: Truth) -> None:
         for axis, size in SIZES.items():
             for index in range(size):
@@ -72,6 +69,7 @@ class TestAllOrders:
                 for c, address in items(part):
                     assert address == truth[key({**c, axis: index})]
 
+    @each(ALL_ORDERS)
     def test_split(self, placed: Placement, truth: Truth) -> None:
         for inner in (1, 2, 4):
             part = placed.split("N", into=("k", "n"), inner=inner)
@@ -80,6 +78,7 @@ class TestAllOrders:
                 whole = {**{a: c[a] for a in "LBHC"}, "N": c["k"] * inner + c["n"]}
                 assert address == truth[key(whole)]
 
+    @each(ALL_ORDERS)
     def test_fold(self, placed: Placement, truth: Truth) -> None:
         for outer, inner in permutations("LBHNC", 2):
             steps = {
@@ -101,6 +100,7 @@ class TestAllOrders:
                     placed.fold(outer, inner)
                 assert refusal.value.code is Code.NOT_FOLDABLE
 
+    @each(ALL_ORDERS)
     def test_reorder_and_rename_keep_the_map(self, placed: Placement, truth: Truth) -> None:
         for axes in (("C", "N", "H", "B", "L"), ("B", "L", "N", "C", "H")):
             part = placed.reorder(*axes)
@@ -112,9 +112,11 @@ class TestAllOrders:
             names = {"block": "B", "state": "N"}
             assert address == truth[key({names.get(a, a): i for a, i in c.items()})]
 
+    @each(ALL_ORDERS)
     def test_shift(self, placed: Placement, truth: Truth) -> None:
         assert all(address == truth[key(c)] + 11 for c, address in items(placed.shift(11)))
 
+    @each(PLACED)
     def test_runs_are_the_maximal_stretches(self, placed: Placement) -> None:
         for part in (
             placed,
@@ -126,18 +128,21 @@ class TestAllOrders:
             starts, lengths = part.runs()
             assert list(zip(starts, lengths, strict=True)) == maximal_runs(byte_list(part))
 
+    @each(ALL_ORDERS)
     def test_runs_of_chosen_blocks(self, placed: Placement, truth: Truth) -> None:
         for ids in ([1], [2, 0], [0, 1, 2], [2, 2, 1]):
             starts, lengths = placed.runs(B=ids)
             taken = [truth[key(c)] for c in coordinates(SIZES) if c["B"] in ids]
             assert list(zip(starts, lengths, strict=True)) == maximal_runs(taken)
 
+    @each(PLACED)
     def test_folded_names_the_same_bytes(self, placed: Placement) -> None:
         part = placed.narrow("H", 0, 1)
         folded = part.folded()
         assert sorted(byte_list(folded)) == sorted(byte_list(part))
         assert folded.count == len(maximal_runs(byte_list(part)))
 
+    @each(ALL_ORDERS)
     def test_descriptors_follow_the_axes_named(self, placed: Placement, truth: Truth) -> None:
         for over in ((), ("L",), ("B", "L"), ("L", "B"), ("B", "H", "L"), tuple("LBHNC")):
             rows = placed.descriptors(*over, base=1 << 40, device=3).tolist()
@@ -150,18 +155,20 @@ class TestAllOrders:
                 expected += [[(1 << 40) + s, n, 3] for s, n in maximal_runs(taken)]
             assert rows == expected
 
+    @each(ALL_ORDERS)
     def test_descriptors_of_chosen_blocks(self, placed: Placement, truth: Truth) -> None:
         ids = [2, 0, 2]
         rows = placed.descriptors("L", B=np.array(ids)).tolist()
         expected = []
-        for slot in range(SIZES["L"]):
+        for page in range(SIZES["L"]):
             for block in ids:
                 taken = [
-                    truth[key(c)] for c in coordinates(SIZES) if c["L"] == slot and c["B"] == block
+                    truth[key(c)] for c in coordinates(SIZES) if c["L"] == page and c["B"] == block
                 ]
                 expected += [[s, n, 0] for s, n in maximal_runs(taken)]
         assert rows == expected
 
+    @each(ALL_ORDERS)
     def test_view_reads_what_the_map_names(self, placed: Placement, truth: Truth) -> None:
         buffer = np.arange(256, dtype=np.uint8)[: placed.stop]
         seen = placed.view(buffer)
@@ -169,11 +176,13 @@ class TestAllOrders:
         for c in coordinates(SIZES):
             assert seen[tuple(c.values())][0] == truth[key(c)]
 
+    @each(PLACED)
     def test_from_tensor_finds_the_map_again(self, placed: Placement) -> None:
         buffer = np.zeros(placed.stop, np.uint8)
         seen = placed.view(buffer)[..., 0]
         assert Placement.from_tensor(seen, axes="LBHNC") == placed
 
+    @each(PLACED)
     def test_fold_together_is_the_longest_run_of_a_copy(self, placed: Placement) -> None:
         other = Layout("BLNHC").place(**SIZES, strides={"B": 64})
         src, dst = fold_together(placed, other)
@@ -265,8 +274,8 @@ class TestAnyStrides:
         for c, address in items(q):
             assert seen[tuple(c.values())].tolist() == buffer[address : address + q.item].tolist()
         whole = np.zeros(q.stop, np.uint8)
-        found = Placement.from_tensor(q.view(whole), axes=(*q.axes, "byte"))
-        assert [found(**c, byte=0) for c, _ in items(q)] == [address for _, address in items(q)]
+        again = Placement.from_tensor(q.view(whole), axes=(*q.axes, "byte"))
+        assert [again(**c, byte=0) for c, _ in items(q)] == [address for _, address in items(q)]
 
     @given(nested(), st.data())
     def test_fold_is_refused_exactly_when_memory_says_so(
@@ -290,7 +299,7 @@ class TestAnyStrides:
             assert [q.select("f", i).offset for i in range(q.size("f"))] == walked
 
     @given(nested(), st.data())
-    def test_both_sides_of_a_copy_fold_alike(self, p: Placement, data: st.DataObject) -> None:
+    def test_both_ends_of_a_copy_fold_alike(self, p: Placement, data: st.DataObject) -> None:
         order = data.draw(st.permutations(list(zip(p.axes, p.sizes, strict=True))))
         q = Placement.packed(order, item=p.item, offset=data.draw(st.integers(0, 5)))
         a, b = fold_together(p, q)
@@ -341,9 +350,7 @@ def test_tangled_strides_are_refused_rather_than_searched_for_ever() -> None:
     assert refusal.value.code is Code.UNDECIDED
 
 
-@pytest.mark.parametrize(
-    ("sizes", "strides"), [((10**12,), (0,)), ((10**12, 10**12), (10, 9)), ((10**9,), (1,))]
-)
+@each([((10**12,), (0,)), ((10**12, 10**12), (10, 9)), ((10**9,), (1,))])
 def test_huge_axes_are_decided_at_once(sizes: tuple[int, ...], strides: tuple[int, ...]) -> None:
     with pytest.raises(AtlasError) as refusal:
         Placement(tuple("ab"[: len(sizes)]), sizes, strides, item=8)
@@ -364,7 +371,7 @@ def test_rows_past_the_first_template_are_right_too() -> None:
         assert (rows[:, 2] == 0).all()
     ids = np.random.default_rng(7).permutation(40_000)
     chosen_rows = pool.descriptors("L", B=ids)
-    expected = [pool(L=slot, B=ids, N=np.zeros(40_000, np.int64)) for slot in range(3)]
+    expected = [pool(L=page, B=ids, N=np.zeros(40_000, np.int64)) for page in range(3)]
     assert np.array_equal(chosen_rows[:, 0].astype(np.int64), np.concatenate(expected))
 
 
@@ -416,7 +423,7 @@ class TestTensors:
         assert p.offset == (2 * 20 + 4) * 2
         assert p.strides == (40, 16, 2)
 
-    @pytest.mark.parametrize("axes", ["B", "BHNC", "BBN"])
+    @each(["B", "BHNC", "BBN"])
     def test_axis_names_are_required(self, axes: str) -> None:
         with pytest.raises(AtlasError) as refusal:
             Placement.from_tensor(np.zeros((2, 3, 4)), axes=axes)

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvatlas import AtlasError, Code, Layout, Placement, validate
+from tests.cases import each
 from tests.geometry.strategies import placements
 from tests.oracle import byte_list, maximal_runs
 
@@ -49,13 +50,13 @@ def test_whatever_is_left_over_can_be_named_padding(part: Placement, data: st.Da
         assert refusal.value.code is Code.HOLE
 
 
-@pytest.mark.parametrize("order", ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"])
+@each(["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"])
 def test_a_pool_of_a_million_pages_is_checked_by_its_axes(order: str) -> None:
-    """64 slots x 20,000 blocks as 64 parts: enumerating the pages would take seconds."""
+    """64 pages x 20,000 blocks as 64 parts: enumerating the pages would take seconds."""
     pool = Layout(order).place(L=64, B=20_000, H=8, N=16, C=512)
-    slots = {f"layer {i}": pool.select("L", i) for i in range(64)}
-    validate(slots, size=pool.nbytes, align=512)
-    moved = {**slots, "layer 7": slots["layer 7"].shift(1)}
+    pages = {f"layer {i}": pool.select("L", i) for i in range(64)}
+    validate(pages, size=pool.nbytes, align=512)
+    moved = {**pages, "layer 7": pages["layer 7"].shift(1)}
     with pytest.raises(AtlasError) as refusal:
         validate(moved, size=pool.nbytes + 1)
     assert refusal.value.code is Code.OVERLAP

@@ -17,11 +17,10 @@ import torch
 
 from kvatlas import AtlasError
 from kvatlas.engines.transformers import AtlasCache, make_plan
-from kvatlas.engines.transformers.ranks_on_wire import Ranks
+from kvatlas.engines.transformers.simulated_ranks import SimulatedRanks
 from kvatlas.routing import route, scattered
 from kvatlas.tier import Tier
-from kvatlas.wire import Session
-from kvatlas.wire.transports.registry import make
+from kvatlas.wire import Session, make_transport
 from tests.handover.prefill import MARK
 from tests.handover.tiny import LONGEST, MODELS, NEW, PROMPT, model_of, prompt
 
@@ -54,8 +53,8 @@ class Prefill:
         stdin.flush()
         line = next((said for said in stdout if said.startswith(MARK)), None)
         assert line is not None, "the prefill process has ended"
-        found: dict[str, Any] = json.loads(line[len(MARK) :])
-        return found
+        answer: dict[str, Any] = json.loads(line[len(MARK) :])
+        return answer
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -72,7 +71,7 @@ def prefill() -> Iterator[Prefill]:
 
 def available(transport: str) -> None:
     try:
-        make(transport).close()
+        make_transport(transport).close()
     except AtlasError as missing:
         pytest.skip(f"{transport}: {missing}")
 
@@ -81,8 +80,8 @@ def available(transport: str) -> None:
 def undisturbed(name: str, number: int) -> list[int]:
     """What the model says when nobody moves its cache."""
     with torch.no_grad():
-        found = model_of(name).generate(prompt(number), max_new_tokens=NEW, do_sample=False)
-    return found[0, PROMPT:].tolist()  # type: ignore[no-any-return]
+        ids = model_of(name).generate(prompt(number), max_new_tokens=NEW, do_sample=False)
+    return ids[0, PROMPT:].tolist()  # type: ignore[no-any-return]
 
 
 @lru_cache
@@ -95,15 +94,17 @@ def own_cache(name: str, number: int) -> AtlasCache:
     return cache
 
 
-def go_on(name: str, ranks: Ranks, blocks: dict[int, list[int]], number: int, first: int) -> Any:
+def go_on(
+    name: str, ranks: SimulatedRanks, blocks: dict[int, list[int]], number: int, first: int
+) -> Any:
     """The tokens from the first one on, on what the ranks hold."""
     model = model_of(name)
     cache = AtlasCache.from_config(model.config, batch=1, max_len=LONGEST, layout="LBHNC")
-    ranks.pour(blocks, cache, PROMPT)
+    ranks.copy_to(cache, blocks, PROMPT)
     ids = torch.cat((prompt(number), torch.tensor([[first]])), dim=1)
     with torch.no_grad():
-        found = model.generate(ids, past_key_values=cache, max_new_tokens=NEW - 1, do_sample=False)
-    return found[0, PROMPT:].tolist()
+        ids = model.generate(ids, past_key_values=cache, max_new_tokens=NEW - 1, do_sample=False)
+    return ids[0, PROMPT:].tolist()
 
 
 def plans(name: str, topology: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -115,12 +116,12 @@ def plans(name: str, topology: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return src, dst
 
 
-def pull(ranks: Ranks, endpoints: list[str], **options: Any) -> dict[int, list[int]]:
+def pull(ranks: SimulatedRanks, endpoints: list[str], **options: Any) -> dict[int, list[int]]:
     blocks = scattered(ranks.plan, PROMPT)
     for node in ranks.nodes:
         with Session(node, endpoints) as session:
-            asked = {"dst_blocks": blocks, "tokens": PROMPT, "seconds": 60, **options}
-            transfer = session.pull("request", **asked).wait()
+            options = {"dst_blocks": blocks, "tokens": PROMPT, "seconds": 60, **options}
+            transfer = session.pull("request", **options).wait()
             assert transfer.ready
     return blocks
 
@@ -144,7 +145,7 @@ def test_tokens_after_a_hand_over(
     src, dst = plans(name, topology)
     said = prefill(model=name, plan=src, transport=transport, prompts=[5])
     plan = make_plan(model_of(name).config, batch=4, max_len=LONGEST, **dst)
-    with Ranks(plan, transport, name="decode", secret=b"shared") as ranks:
+    with SimulatedRanks(plan, transport, name="decode", secret=b"shared") as ranks:
         how = {"how": "direct"} if topology == "tp 1 to 2" else {}
         blocks = pull(ranks, said["endpoints"], checksums=True, **how)
         same_bytes(name, ranks, blocks)
@@ -158,10 +159,10 @@ def test_tokens_after_a_hand_over_within_a_process(name: str) -> None:
     src, dst = plans(name, "tp 2 to 1")
     made = [make_plan(model_of(name).config, batch=4, max_len=LONGEST, **p) for p in (src, dst)]
     with (
-        Ranks(made[0], "memory", name="prefill") as prefilled,
-        Ranks(made[1], "memory", name="decode") as ranks,
+        SimulatedRanks(made[0], "memory", name="prefill") as prefilled,
+        SimulatedRanks(made[1], "memory", name="decode") as ranks,
     ):
-        blocks = prefilled.fill(own_cache(name, 5), PROMPT)
+        blocks = prefilled.copy_from(own_cache(name, 5), PROMPT)
         mine = scattered(ranks.plan, PROMPT)
         waiting = [n.expect("request", mine, PROMPT, source=made[0]) for n in ranks.nodes]
         for node in prefilled.nodes:
@@ -185,10 +186,10 @@ def test_tokens_after_a_stay_on_disk(name: str, tmp_path: Path) -> None:
     }
     path = tmp_path / "blocks"
     with (
-        Ranks(made[0], "memory", name="prefill") as prefilled,
-        Ranks(made[1], "memory", name="decode") as ranks,
+        SimulatedRanks(made[0], "memory", name="prefill") as prefilled,
+        SimulatedRanks(made[1], "memory", name="decode") as ranks,
     ):
-        blocks = prefilled.fill(own_cache(name, 5), PROMPT)
+        blocks = prefilled.copy_from(own_cache(name, 5), PROMPT)
         with Tier.open(path, rows) as tier:
             for rank, pools in prefilled.pools.items():
                 tier.store(pools, made[0], rank=rank, blocks=blocks, tokens=PROMPT, keys=keys)
@@ -200,10 +201,10 @@ def test_tokens_after_a_stay_on_disk(name: str, tmp_path: Path) -> None:
         assert go_on(name, ranks, mine, 5, first) == undisturbed(name, 5)
 
 
-def same_bytes(name: str, ranks: Ranks, blocks: dict[int, list[int]]) -> None:
+def same_bytes(name: str, ranks: SimulatedRanks, blocks: dict[int, list[int]]) -> None:
     """What arrived is what this process would have computed and placed there."""
-    with Ranks(ranks.plan, "memory", name="expected") as expected:
-        assert expected.fill(own_cache(name, 5), PROMPT) == blocks
+    with SimulatedRanks(ranks.plan, "memory", name="expected") as expected:
+        assert expected.copy_from(own_cache(name, 5), PROMPT) == blocks
         way = route(ranks.plan, ranks.plan)
         for rank, pools in ranks.pools.items():
             needs = way.needs(dst_rank=rank, dst_blocks=blocks, tokens=PROMPT)
@@ -219,7 +220,7 @@ def test_another_requests_cache_gives_other_tokens(name: str, prefill: Prefill) 
     src, dst = plans(name, "tp 2 to 1")
     said = prefill(model=name, plan=src, transport="shm", prompts=[5, 6])
     plan = make_plan(model_of(name).config, batch=4, max_len=LONGEST, **dst)
-    with Ranks(plan, "shm", name="decode", secret=b"shared") as ranks:
+    with SimulatedRanks(plan, "shm", name="decode", secret=b"shared") as ranks:
         blocks = pull(ranks, said["endpoints"])
         other = go_on(name, ranks, blocks, 5, undisturbed(name, 5)[0])
         assert other[1:] != undisturbed(name, 5)[1:]

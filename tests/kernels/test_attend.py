@@ -51,20 +51,46 @@ def slowly(q: Any, k: Any, v: Any, sees: Any, scale: float, sink: Any, cap: Any)
     return out
 
 
-def batch(layer: Any, spec: Any, poison: bool = True) -> tuple[Any, Any, list[Any]]:
-    """Three sequences with scattered blocks in a cache full of garbage."""
+Sequences = list[tuple[Any, Any]]
+"""K and V of each sequence."""
+
+
+def rows_of(spec: Any) -> tuple[Any, Sequences]:
+    """Queries, and K and V of three sequences."""
     generator = torch.Generator().manual_seed(1)
-    layer.buffer.random_(0, 100) if poison else None
-    blocks = torch.randperm(layer.k.shape[0], generator=generator)[:9].view(3, 3)
-    rows = []
-    for table, length in zip(blocks, LENGTHS, strict=True):
-        k = torch.randn(length, spec.heads, spec.head_dim, generator=generator)
-        v = torch.randn(length, spec.heads, spec.v_dim or spec.head_dim, generator=generator)
-        at = torch.arange(length)
+    dims = spec.head_dim, spec.v_dim or spec.head_dim
+    rows = [
+        tuple(torch.randn(length, spec.heads, dim, generator=generator) for dim in dims)
+        for length in LENGTHS
+    ]
+    return torch.randn(sum(QUERIES), 4, spec.head_dim, generator=generator), rows  # type: ignore[return-value]
+
+
+def cached(spec: Any, order: str, rows: Sequences, poison: bool = True, **more: Any) -> Any:
+    """A guarded layer full of garbage with the sequences in scattered blocks, and their tables."""
+    guarded, layer = cache_of(spec, order, **more)
+    generator = torch.Generator().manual_seed(1)
+    if poison:
+        layer.buffer.random_(0, 100)
+    tables = torch.randperm(layer.k.shape[0], generator=generator)[:9].view(3, 3)
+    for table, (k, v) in zip(tables, rows, strict=True):
+        at = torch.arange(len(k))
         write(layer, k, v, table[at // 16] * 16 + at % 16)
-        rows.append((k, v))
-    q = torch.randn(sum(QUERIES), 4, spec.head_dim, generator=generator)
-    return q, blocks, rows
+    return guarded, layer, tables
+
+
+def exactly(
+    q: Any, rows: Sequences, sees: Any, scale: float, more: Any = None, counts: Any = QUERIES
+) -> Any:
+    """What a batch gives by the definition of attention."""
+    more = more or {}
+    return torch.cat([
+        slowly(mine, k, v, sees, scale, more.get("sink_logits"), more.get("softcap"))
+        for mine, (k, v) in zip(q.split(counts), rows, strict=True)
+    ])  # fmt: skip
+
+
+BATCH = {"lengths": torch.tensor(LENGTHS), "queries": torch.tensor(QUERIES)}
 
 
 KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
@@ -88,51 +114,42 @@ KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-@pytest.mark.parametrize("order", ORDERS)
-def test_attention_is_what_its_definition_says(kind: str, order: str) -> None:
+def test_attention_is_what_its_definition_says(kind: str) -> None:
     spec, sees, more = KINDS[kind]
-    guarded, layer = cache_of(spec, order)
-    q, tables, rows = batch(layer, spec)
-    out = attend(
-        layer, q, tables=tables, lengths=torch.tensor(LENGTHS),
-        queries=torch.tensor(QUERIES), **more,
-    )  # fmt: skip
-    start = 0
-    for (k, v), count in zip(rows, QUERIES, strict=True):
-        mine = q[start : start + count]
-        expected = slowly(mine, k, v, sees, 8**-0.5, more.get("sink_logits"), more.get("softcap"))
-        assert torch.allclose(out[start : start + count], expected, atol=1e-5)
-        start += count
-    guarded.check()
+    q, rows = rows_of(spec)
+    expected = exactly(q, rows, sees, 8**-0.5, more)
+    for order in ORDERS:
+        guarded, layer, tables = cached(spec, order, rows)
+        out = attend(layer, q, tables=tables, **BATCH, **more)
+        assert torch.allclose(out, expected, atol=1e-5), order
+        guarded.check()
 
 
 def test_blocks_out_of_reach_are_never_read() -> None:
     """A window's old blocks arrive as whatever: here as an id that does not exist."""
     spec = SlidingAttention(**BASE, window=5)
-    _, layer = cache_of(spec, "LBNHC")
-    q, tables, _ = batch(layer, spec)
-    ask: dict[str, Any] = {"lengths": torch.tensor(LENGTHS), "queries": torch.tensor([4, 1, 1])}
+    q, rows = rows_of(spec)
+    _, layer, tables = cached(spec, "LBNHC", rows)
+    batch: dict[str, Any] = {"lengths": BATCH["lengths"], "queries": torch.tensor([4, 1, 1])}
     q = torch.cat((q[:5], q[-1:]))
-    out = attend(layer, q, tables=tables, **ask)
+    out = attend(layer, q, tables=tables, **batch)
     gone = tables.clone()
     gone[0, 0] = 10**6
-    assert torch.equal(attend(layer, q, tables=gone, **ask), out)
+    assert torch.equal(attend(layer, q, tables=gone, **batch), out)
 
 
 @pytest.mark.parametrize("cache", ATTENTION_CACHES)
 def test_quantised_caches_attend_to_what_they_hold(cache: str) -> None:
     spec = FullAttention(heads=2, head_dim=32, cache=cache)
-    _, layer = cache_of(spec, "LBNHC" if cache.startswith("turbo") else "LBHNC")
-    q, tables, rows = batch(layer, spec, poison=False)
-    ask: dict[str, Any] = {"lengths": torch.tensor(LENGTHS), "queries": torch.tensor(QUERIES)}
-    out = attend(layer, q, tables=tables, **ask)
-    start = 0
-    for (k, v), count in zip(rows, QUERIES, strict=True):
-        mine = q[start : start + count]
-        k, v = (decode(spec, s, encode(spec, s, x)) for s, x in (("k", k), ("v", v)))  # type: ignore[arg-type]
-        expected = slowly(mine, k, v, lambda t, s: s <= t, 32**-0.5, None, None)
-        assert torch.allclose(out[start : start + count], expected, atol=1e-4)
-        start += count
+    q, rows = rows_of(spec)
+    order = "LBNHC" if cache.startswith("turbo") else "LBHNC"
+    _, layer, tables = cached(spec, order, rows, poison=False)
+    held: Any = [
+        tuple(decode(spec, s, encode(spec, s, x)) for s, x in (("k", k), ("v", v)))  # type: ignore[arg-type]
+        for k, v in rows
+    ]
+    expected = exactly(q, held, lambda t, s: s <= t, 32**-0.5)
+    assert torch.allclose(attend(layer, q, tables=tables, **BATCH), expected, atol=1e-4)
 
 
 PACKED = {
@@ -143,65 +160,45 @@ PACKED = {
 }
 
 
-@pytest.mark.parametrize(("packing", "order"), [(p, o) for p, os in PACKED.items() for o in os])
-def test_other_packings_are_attended_to_where_they_lie(packing: Any, order: str) -> None:
-    spec = FullAttention(**BASE, packing=packing)
-    _, layer = cache_of(spec, order)
-    q, tables, rows = batch(layer, spec)
-    out = attend(
-        layer, q, tables=tables, lengths=torch.tensor(LENGTHS),
-        queries=torch.tensor(QUERIES),
-    )  # fmt: skip
-    start = 0
-    for (k, v), count in zip(rows, QUERIES, strict=True):
-        mine = q[start : start + count]
-        expected = slowly(mine, k, v, lambda t, s: s <= t, 8**-0.5, None, None)
-        assert torch.allclose(out[start : start + count], expected, atol=1e-5)
-        start += count
+def test_other_packings_are_attended_to_where_they_lie() -> None:
+    q, rows = rows_of(FullAttention(**BASE))
+    expected = exactly(q, rows, lambda t, s: s <= t, 8**-0.5)
+    for packing, orders in PACKED.items():
+        for order in orders:
+            _, layer, tables = cached(FullAttention(**BASE, packing=packing), order, rows)  # type: ignore[arg-type]
+            out = attend(layer, q, tables=tables, **BATCH)
+            assert torch.allclose(out, expected, atol=1e-5), (packing, order)
 
 
 def test_cross_attention_sees_all_of_the_encoder() -> None:
     """More queries than tokens, and no order between them."""
     spec = CrossAttention(**BASE, source=37)
-    _, layer = cache_of(spec, "LBNHC", max_len=64)
-    _, tables, rows = batch(layer, spec)
+    _, rows = rows_of(spec)
+    _, layer, tables = cached(spec, "LBNHC", rows, max_len=64)
     counts = [2, 9, 1]
     q = torch.randn(sum(counts), 4, 8, generator=torch.Generator().manual_seed(3))
-    out = attend(
-        layer, q, tables=tables, lengths=torch.tensor(LENGTHS), queries=torch.tensor(counts)
-    )
-    start = 0
-    for (k, v), count in zip(rows, counts, strict=True):
-        mine = q[start : start + count]
-        expected = slowly(mine, k, v, lambda t, s: True, 8**-0.5, None, None)  # noqa: ARG005
-        assert torch.allclose(out[start : start + count], expected, atol=1e-5)
-        start += count
+    out = attend(layer, q, tables=tables, lengths=BATCH["lengths"], queries=torch.tensor(counts))
+    expected = exactly(q, rows, lambda t, s: True, 8**-0.5, counts=counts)  # noqa: ARG005
+    assert torch.allclose(out, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_absorbed_latents(order: str) -> None:
+def test_absorbed_latents() -> None:
     """Scores over latent and rotary part, values from the latent alone, one row for all heads."""
     spec = LatentAttention(latent=16, rope=8, dtype="fp32")
-    guarded, layer = cache_of(spec, order)
     generator = torch.Generator().manual_seed(2)
-    tables = torch.randperm(layer.latent.shape[0], generator=generator)[:9].view(3, 3)
     rows = [torch.randn(n, 24, generator=generator) for n in LENGTHS]
-    for table, row in zip(tables, rows, strict=True):
-        at = torch.arange(len(row))
-        write_latent(layer, row[:, :16], row[:, 16:], table[at // 16] * 16 + at % 16)
     q = torch.randn(sum(QUERIES), 4, 24, generator=generator)
-    out = attend_latent(
-        layer, q, tables=tables, lengths=torch.tensor(LENGTHS),
-        queries=torch.tensor(QUERIES), scale=0.2,
-    )  # fmt: skip
-    start = 0
-    for row, count in zip(rows, QUERIES, strict=True):
-        k, v = row.unsqueeze(1), row[:, :16].unsqueeze(1)
-        mine = q[start : start + count]
-        expected = slowly(mine, k, v, lambda t, s: s <= t, 0.2, None, None)
-        assert torch.allclose(out[start : start + count], expected, atol=1e-5)
-        start += count
-    guarded.check()
+    held = [(row.unsqueeze(1), row[:, :16].unsqueeze(1)) for row in rows]
+    expected = exactly(q, held, lambda t, s: s <= t, 0.2)
+    for order in ORDERS:
+        guarded, layer = cache_of(spec, order)
+        tables = torch.randperm(layer.latent.shape[0], generator=generator)[:9].view(3, 3)
+        for table, row in zip(tables, rows, strict=True):
+            at = torch.arange(len(row))
+            write_latent(layer, row[:, :16], row[:, 16:], table[at // 16] * 16 + at % 16)
+        out = attend_latent(layer, q, tables=tables, scale=0.2, **BATCH)
+        assert torch.allclose(out, expected, atol=1e-5), order
+        guarded.check()
 
 
 # Sequences and tables, rows and queries, queries and tokens, tokens and blocks.
@@ -209,17 +206,17 @@ MISFITS = [([37, 5], [4, 1]), ([37, 5, 20], [4, 1, 19])]
 MISFITS += [([3, 5, 20], [4, 1, 20]), ([49, 5, 20], [4, 1, 20])]
 
 
-@pytest.mark.parametrize(("lengths", "queries"), MISFITS)
-def test_batches_that_do_not_fit_are_refused(lengths: list[int], queries: list[int]) -> None:
+def test_batches_that_do_not_fit_are_refused() -> None:
     spec = FullAttention(**BASE)
-    _, layer = cache_of(spec, "LBNHC")
-    q, tables, _ = batch(layer, spec)
-    with pytest.raises(AtlasError) as refusal:
-        attend(
-            layer, q, tables=tables, lengths=torch.tensor(lengths),
-            queries=torch.tensor(queries),
-        )  # fmt: skip
-    assert refusal.value.code is Code.BAD_TENSOR
+    q, rows = rows_of(spec)
+    _, layer, tables = cached(spec, "LBNHC", rows)
+    for lengths, queries in MISFITS:
+        with pytest.raises(AtlasError) as refusal:
+            attend(
+                layer, q, tables=tables, lengths=torch.tensor(lengths),
+                queries=torch.tensor(queries),
+            )  # fmt: skip
+        assert refusal.value.code is Code.BAD_TENSOR
 
 
 def test_starts_say_what_counts_say() -> None:
@@ -230,8 +227,7 @@ def test_starts_say_what_counts_say() -> None:
     where = {"tables": torch.tensor([[0, 1], [2, 3]]), "lengths": torch.tensor([20, 28])}
     q, out = rows[:6].repeat(1, 2, 1), torch.full((6, 4, 8), 7.0)
     wanted = attend(layer, q[1:5], queries=torch.tensor([3, 1]), **where)
-    found = attend(layer, q, starts=torch.tensor([1, 4, 5]), out=out, max_queries=3, **where)
-    assert found is out
+    assert attend(layer, q, starts=torch.tensor([1, 4, 5]), out=out, max_queries=3, **where) is out
     assert torch.equal(out[1:5], wanted)
     assert (out[[0, 5]] == 7.0).all()
     for wrong in (

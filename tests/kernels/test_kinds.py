@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -54,13 +53,17 @@ PACKINGS = ["cells", "head_groups", "planes", "tiled_planes", "transposed"]
 
 
 @pytest.mark.parametrize("many", [1, 256])
-@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_keys_of_every_packing_lie_where_the_page_says(
-    packing: Any, order: str, many: int, monkeypatch: pytest.MonkeyPatch
+    packing: Any, many: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whole prefills, pieces and single slots alike, in bf16 that represents them exactly."""
+    """Whole prefills, runs and single slots alike, in bf16 that represents them exactly."""
     monkeypatch.setattr("kvatlas.kernels.slot_rows._MANY", many)
+    for order in ORDERS:
+        check_packing(packing, order)
+
+
+def check_packing(packing: Any, order: str) -> None:
     spec = CrossAttention(heads=2, head_dim=16, source=64, packing=packing)
     try:
         _, layer = cache_of(spec, order)
@@ -82,10 +85,10 @@ def test_keys_of_every_packing_lie_where_the_page_says(
         assert number(layer, "v", "bf16", **at, C=element) == v[row, head, element]
     for chosen in (torch.arange(45), torch.tensor([44, 2, 17])):
         for dtype in (torch.float32, torch.bfloat16):
-            found = read(layer, slots[chosen], dtype=dtype)
-            assert found[0].dtype is dtype
-            assert torch.equal(found[0].bfloat16(), k[chosen])
-            assert torch.equal(found[1].bfloat16(), v[chosen])
+            stored = read(layer, slots[chosen], dtype=dtype)
+            assert stored[0].dtype is dtype
+            assert torch.equal(stored[0].bfloat16(), k[chosen])
+            assert torch.equal(stored[1].bfloat16(), v[chosen])
     out = torch.empty_like(k), torch.empty_like(v)
     read(layer, slots, out=out)
     assert torch.equal(out[0], k)
@@ -103,25 +106,29 @@ LATENT_BOUNDS = [(0.01, 0.01), (0.04, 0.04), (0.04, 0.01), (0.15, 0.04)]
 LATENT_BOUNDS += [(0.04, 0.01), (0.04, 0.04), (0.15, 0.15)]
 
 
-@pytest.mark.parametrize("order", ["LBNHC", "BLHNC", "BHLNC"])
 @pytest.mark.parametrize(("form", "bounds"), list(zip(LATENTS, LATENT_BOUNDS, strict=True)))
 def test_latents_of_every_format(
-    form: Any, bounds: tuple[float, float], order: str, monkeypatch: pytest.MonkeyPatch
+    form: Any, bounds: tuple[float, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvatlas.kernels.slot_rows._MANY", 1)
+    for order in ("LBNHC", "BLHNC", "BHLNC"):
+        check_latent_format(form, bounds, order)
+
+
+def check_latent_format(form: Any, bounds: tuple[float, float], order: str) -> None:
     spec = LatentAttention(**form)
     _, layer = cache_of(spec, order, block_size=64)
     latent, rope = rows_of(3, 70, spec.latent), rows_of(4, 70, 64)
     slots = torch.cat((torch.arange(30, 98), torch.tensor([5, -1])))
     write_latent(layer, latent, rope, slots)
     kept = slots >= 0
-    found = read_latent(layer, slots[kept])
-    for got, rows, bound in zip(found, (latent, rope), bounds, strict=True):
+    stored = read_latent(layer, slots[kept])
+    for got, rows, bound in zip(stored, (latent, rope), bounds, strict=True):
         error = (got - rows[kept]).norm(dim=-1) / rows[kept].norm(dim=-1)
         assert bound / 8 < error.max() < bound or form == {}
     again = decode_latent(spec, encode_latent(spec, layer.page, latent[kept], rope[kept]))
-    assert torch.equal(found[0], again[0])
-    assert torch.equal(found[1], again[1])
+    assert torch.equal(stored[0], again[0])
+    assert torch.equal(stored[1], again[1])
     write_latent(layer, torch.zeros(1, spec.latent), torch.zeros(1, 64), slots[:1])
     assert not torch.cat(read_latent(layer, slots[:1]), -1).any()
 
@@ -163,20 +170,18 @@ def test_scales_of_latents_lie_where_kernels_read_them() -> None:
     assert page[64 * 576 : 64 * 576 + 8].tolist() == [127] * 7 + [0]  # 2**0, and the pad
 
 
-@pytest.mark.parametrize("order", ["LBNHC", "BLHNC", "BHLNC"])
 @pytest.mark.parametrize(("cache", "bound"), [("fp8", 0.04), ("mxfp4", 0.2), ("bf16", 0.005)])
-def test_indexer_rows_and_their_scales(cache: Any, bound: float, order: str) -> None:
-    spec = Indexer(cache=cache)
-    _, layer = cache_of(spec, order, block_size=64)
-    keys = rows_of(6, 70, 128)
-    slots = torch.arange(30, 100)
-    write_rows(layer, keys, slots)
-    error = (read_rows(layer, slots) - keys).norm(dim=-1) / keys.norm(dim=-1)
-    assert bound / 8 < error.max() < bound
+def test_indexer_rows_and_their_scales(cache: Any, bound: float) -> None:
+    keys, slots = rows_of(6, 70, 128), torch.arange(30, 100)
     exact = torch.randint(-4, 5, (70, 128)) * 2.0
     exact[:, ::32] = 8.0
-    write_rows(layer, exact / 2, slots)
-    assert torch.equal(read_rows(layer, slots), exact / 2)
+    for order in ("LBNHC", "BLHNC", "BHLNC"):
+        _, layer = cache_of(Indexer(cache=cache), order, block_size=64)
+        write_rows(layer, keys, slots)
+        error = (read_rows(layer, slots) - keys).norm(dim=-1) / keys.norm(dim=-1)
+        assert bound / 8 < error.max() < bound, order
+        write_rows(layer, exact / 2, slots)
+        assert torch.equal(read_rows(layer, slots), exact / 2), order
 
 
 def test_compressor_sums() -> None:
@@ -193,9 +198,13 @@ def test_compressor_sums() -> None:
 RECURRENT = ["delta hybrid", "mamba hybrid", "conv hybrid", "cut hybrid", "recurrent"]
 
 
-@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", RECURRENT)
-def test_states_go_into_blocks_and_come_back(name: str, order: str) -> None:
+def test_states_go_into_blocks_and_come_back(name: str) -> None:
+    for order in ORDERS:
+        check_states(name, order)
+
+
+def check_states(name: str, order: str) -> None:
     made = small_plan(SMALL[name], layout=order)
     guarded = Guarded(made)
     for layer in guarded.cache:
@@ -213,14 +222,14 @@ def test_states_go_into_blocks_and_come_back(name: str, order: str) -> None:
         back = [one.flip(0) for one in ids] if isinstance(ids, list) else ids.flip(0)
         states = {n: rows_of(len(n), 3, *shape).bfloat16() for n, shape in shapes.items()}
         write_states(parts, states, ids)
-        found = read_states(parts, ids)
+        stored = read_states(parts, ids)
         for field, given in states.items():
-            assert torch.equal(found[field].bfloat16(), given)
+            assert torch.equal(stored[field].bfloat16(), given)
             _check_addresses(parts, field, given, ids)
         turned = read_states(parts, ids, conv="DS")["conv"]
-        assert torch.equal(turned.transpose(1, 2), found["conv"])
+        assert torch.equal(turned.transpose(1, 2), stored["conv"])
         write_states(parts, {"conv": turned}, back, conv="DS")
-        assert torch.equal(read_states(parts, back)["conv"], found["conv"])
+        assert torch.equal(read_states(parts, back)["conv"], stored["conv"])
 
 
 def _check_addresses(parts: list[LayerCache], name: str, given: Any, ids: Any) -> None:
@@ -298,12 +307,11 @@ def test_rows_and_slots_are_as_many() -> None:
     with pytest.raises(AtlasError) as refusal:
         write(layer, rows, torch.tensor(0.0), torch.tensor([1, 2, 3]))
     assert refusal.value.code is Code.BAD_TENSOR
-    with pytest.raises(AtlasError) as refusal:
-        read_rows_of_states()
-    assert refusal.value.code is Code.BAD_AXES
 
 
-def read_rows_of_states() -> None:
-    """Rows of a recurrent page: there are none."""
+def test_recurrent_pages_have_no_rows() -> None:
     layer = Guarded(small_plan(SMALL["recurrent"])).cache["layers.0.mixer"]
-    read_rows(replace(layer, spec=CompressorState(width=8, window=8)), torch.tensor([0]))
+    for act in (read, read_latent, read_rows):
+        with pytest.raises(AtlasError) as refusal:
+            act(layer, torch.tensor([0]))
+        assert refusal.value.code is Code.BAD_SPEC

@@ -48,20 +48,20 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, act: Any, types: Any, args: Any = (), more: Any = None) -> Any:
         homes = {a.untyped_storage().data_ptr() for a in _tensors((args, more))}
-        found = act(*args, **(more or {}))
-        for tensor in _tensors(found):
+        made = act(*args, **(more or {}))
+        for tensor in _tensors(made):
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in homes:
                 self.taken += storage.nbytes()
-        return found
+        return made
 
 
-def _tensors(found: Any) -> list[Any]:
-    if isinstance(found, torch.Tensor):
-        return [found]
-    if isinstance(found, dict):
-        found = list(found.values())
-    return [t for one in found for t in _tensors(one)] if isinstance(found, list | tuple) else []
+def _tensors(values: Any) -> list[Any]:
+    if isinstance(values, torch.Tensor):
+        return [values]
+    if isinstance(values, dict):
+        values = list(values.values())
+    return [t for one in values for t in _tensors(one)] if isinstance(values, list | tuple) else []
 
 
 def large(spec: Spec, order: str, **more: Any) -> Any:

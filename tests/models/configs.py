@@ -37,10 +37,10 @@ SPARSE_FREQUENCY = [0, 1, 1]
 
 
 def config(architecture: str, layers: int, *parts: dict[str, Any], **more: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {"architectures": [architecture], "num_hidden_layers": layers}
+    values: dict[str, Any] = {"architectures": [architecture], "num_hidden_layers": layers}
     for part in (*parts, more):
-        found |= part
-    return found
+        values |= part
+    return values
 
 
 def nested(architecture: str, model_type: str, inner: dict[str, Any]) -> dict[str, Any]:

@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvatlas import AtlasError, Code
-from kvatlas.models import Model, load
-from kvatlas.models.loading import LARGEST_FILE
+from kvatlas.models import Model
+from kvatlas.models.sources import LARGEST_FILE
+from tests.cases import each
 from tests.models.configs import FAMILIES, GQA, config
 
 LLAMA = FAMILIES["llama"]
@@ -84,18 +85,16 @@ BAD: list[tuple[Code, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("code", "source"), BAD, ids=[f"{code}-{i}" for i, (code, _) in enumerate(BAD)]
-)
+@each(BAD)
 def test_bad_input_is_refused_with_its_code(code: Code, source: Any) -> None:
     start = time.perf_counter()
     with pytest.raises(AtlasError) as refusal:
-        load(source)
+        Model.load(source)
     assert refusal.value.code is code
     assert time.perf_counter() - start < 5
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@each(FAMILIES)
 def test_a_billion_layers_are_refused_before_they_are_listed(family: str) -> None:
     values = dict(FAMILIES[family])
     part = values["text_config"] = dict(values["text_config"]) if "text_config" in values else {}
@@ -106,50 +105,49 @@ def test_a_billion_layers_are_refused_before_they_are_listed(family: str) -> Non
     if not part:
         del values["text_config"]
     with pytest.raises(AtlasError) as refusal:
-        load(values)
+        Model.load(values)
     assert refusal.value.code is Code.BAD_CONFIG
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        json.dumps(LLAMA)[: len(json.dumps(LLAMA)) // 2].encode(),
-        b"",
-        b"[1, 2]",
-        b"null",
-        b"not json",
-        b"\xff\xfe\x00",
-        b"[" * 200_000,
-        b'{"num_hidden_layers": ' + b"9" * 10_000 + b"}",
-        b" " * (LARGEST_FILE + 1),
-    ],
-    ids=["half", "empty", "list", "null", "text", "bytes", "deep", "digits", "large"],
-)
-def test_a_file_that_is_no_config_is_refused(tmp_path: Path, content: bytes) -> None:
+NOT_CONFIGS = {
+    "half": json.dumps(LLAMA)[: len(json.dumps(LLAMA)) // 2].encode(),
+    "empty": b"",
+    "list": b"[1, 2]",
+    "null": b"null",
+    "text": b"not json",
+    "bytes": b"\xff\xfe\x00",
+    "deep": b"[" * 200_000,
+    "digits": b'{"num_hidden_layers": ' + b"9" * 10_000 + b"}",
+    "large": b" " * (LARGEST_FILE + 1),
+}
+
+
+def test_a_file_that_is_no_config_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
-    path.write_bytes(content)
-    for source in (path, str(path), tmp_path):
-        with pytest.raises(AtlasError) as refusal:
-            load(source)
-        assert refusal.value.code is Code.UNREADABLE
+    for name, content in NOT_CONFIGS.items():
+        path.write_bytes(content)
+        for source in (path, str(path), tmp_path):
+            with pytest.raises(AtlasError) as refusal:
+                Model.load(source)
+            assert refusal.value.code is Code.UNREADABLE, name
 
 
 def test_an_unknown_engine_is_refused() -> None:
     with pytest.raises(AtlasError) as refusal:
-        load(LLAMA, engine="abacus")  # type: ignore[arg-type]
+        Model.load(LLAMA, engine="abacus")  # type: ignore[arg-type]
     assert refusal.value.code is Code.UNKNOWN_ENGINE
 
 
-@pytest.mark.parametrize("option", ["ssm_dtype", "conv_dtype"])
+@each(["ssm_dtype", "conv_dtype"])
 def test_an_unknown_state_dtype_is_refused(option: str) -> None:
     with pytest.raises(AtlasError) as refusal:
-        load(LLAMA, **{option: "float7"})  # type: ignore[arg-type]
+        Model.load(LLAMA, **{option: "float7"})  # type: ignore[arg-type]
     assert refusal.value.code is Code.UNKNOWN_DTYPE
 
 
 def test_a_refused_architecture_says_what_is_missing_and_what_speaks_against_it() -> None:
     with pytest.raises(AtlasError) as refusal:
-        load({"architectures": ["NewModel"], "mamba_d_state": 16, "hidden_size": 8})
+        Model.load({"architectures": ["NewModel"], "mamba_d_state": 16, "hidden_size": 8})
     assert refusal.value.got == (
         "NewModel: it lacks num_hidden_layers, num_attention_heads; "
         "mamba_d_state say that it caches more than K and V"
@@ -158,14 +156,14 @@ def test_a_refused_architecture_says_what_is_missing_and_what_speaks_against_it(
 
 def test_a_name_nearly_right_gets_a_hint() -> None:
     with pytest.raises(AtlasError) as refusal:
-        load("gpt-oss-21b")
+        Model.load("gpt-oss-21b")
     assert "gpt-oss-20b" in refusal.value.hint
 
 
 def test_a_hub_id_needs_a_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(AtlasError) as refusal:
-        load("some/model")
+        Model.load("some/model")
     assert refusal.value.code is Code.NO_HUB
 
     def unreachable(repo: str, file: str) -> str:
@@ -174,12 +172,12 @@ def test_a_hub_id_needs_a_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     hub = SimpleNamespace(hf_hub_download=unreachable)
     monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
     with pytest.raises(AtlasError) as refusal:
-        load("some/model")
+        Model.load("some/model")
     assert refusal.value.code is Code.NO_HUB
 
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     hub.hf_hub_download = lambda repo, file: str(tmp_path / file)  # noqa: ARG005
-    assert load("some/model").name == "some/model"
+    assert Model.load("some/model").name == "some/model"
 
 
 JUNK = st.one_of(
@@ -198,7 +196,7 @@ def test_whatever_a_config_holds_it_is_read_or_refused(data: st.DataObject) -> N
     for key in data.draw(st.lists(st.sampled_from(sorted(part)), min_size=1, max_size=3)):
         part[key] = data.draw(JUNK)
     try:
-        model = load(values)
+        model = Model.load(values)
     except AtlasError:
         return
     assert isinstance(model, Model)

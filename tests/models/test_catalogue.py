@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from kvatlas.models import Model, catalogue
-from kvatlas.models.catalogue import Entry
+from kvatlas.models.known_models import CatalogueEntry
 from kvatlas.specs import (
     ChunkedAttention,
     CompressorState,
@@ -17,6 +17,7 @@ from kvatlas.specs import (
     SlidingAttention,
     SlidingLatentAttention,
 )
+from tests.cases import each
 
 # Of one request on one rank, with vLLM's state dtypes: bytes for each further token,
 # bytes of full windows, bytes of states.
@@ -96,7 +97,7 @@ def figures(model: Model) -> tuple[float, int, int]:
     return token, window, fixed
 
 
-@pytest.mark.parametrize("name", FIGURES)
+@each(FIGURES)
 def test_a_request_takes_what_it_takes(name: str) -> None:
     assert figures(Model.load(name)) == FIGURES[name]
 
@@ -106,8 +107,8 @@ def test_the_figures_cover_the_catalogue() -> None:
     assert len(catalogue()) == 51
 
 
-@pytest.mark.parametrize("entry", catalogue().values(), ids=lambda entry: entry.name)
-def test_an_entry_has_sources_and_nothing_to_assume(entry: Entry) -> None:
+@each(catalogue().values())
+def test_an_entry_has_sources_and_nothing_to_assume(entry: CatalogueEntry) -> None:
     model = Model.load(entry.name)
     assert model == Model.load(entry.repo)
     assert model.warnings == ()
@@ -130,4 +131,6 @@ def test_the_catalogue_cannot_be_changed() -> None:
 def test_the_file_holds_entries_and_nothing_else() -> None:
     text = (resources.files("kvatlas.models") / "catalogue.json").read_bytes()
     with pytest.raises(msgspec.ValidationError):
-        msgspec.json.decode(json.dumps([json.loads(text)[0] | {"more": 1}]), type=list[Entry])
+        msgspec.json.decode(
+            json.dumps([json.loads(text)[0] | {"more": 1}]), type=list[CatalogueEntry]
+        )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvatlas import AtlasError, Code
-from kvatlas.models import load
+from kvatlas.models import Model
 from kvatlas.specs import (
     CompressorState,
     FullAttention,
@@ -17,11 +17,11 @@ from kvatlas.specs import (
     Mamba2,
     SlidingLatentAttention,
 )
+from tests.cases import each
 from tests.models.configs import FAMILIES
 
 
-@pytest.mark.parametrize(
-    ("family", "vllm", "sglang"),
+@each(
     [
         ("qwen3_next", "bf16", "fp32"),
         ("qwen3_5", "fp32", "fp32"),
@@ -39,8 +39,8 @@ def test_states_are_kept_in_what_the_engine_keeps_them_in(
     family: str, vllm: str, sglang: str
 ) -> None:
     def ssm(**options: Any) -> str:
-        found: str = load(FAMILIES[family], **options).layers[0].spec.ssm_dtype  # type: ignore[union-attr]
-        return found
+        spec = Model.load(FAMILIES[family], **options).layers[0].spec.ssm_dtype  # type: ignore[union-attr]
+        return str(spec)
 
     assert ssm() == vllm
     assert ssm(engine="sglang") == sglang
@@ -49,22 +49,23 @@ def test_states_are_kept_in_what_the_engine_keeps_them_in(
 
 
 def test_what_a_config_asks_for_counts_where_vllm_listens() -> None:
-    asked = load(FAMILIES["nemotron_h"] | {"mamba_ssm_cache_dtype": "bfloat16"}).layers[0].spec
+    asked = (
+        Model.load(FAMILIES["nemotron_h"] | {"mamba_ssm_cache_dtype": "bfloat16"}).layers[0].spec
+    )
     assert isinstance(asked, Mamba2)
     assert asked.page(1).fields[1].dtype.name == "bf16"
-    deaf = load(FAMILIES["qwen3_next"] | {"mamba_ssm_dtype": "float32"}).layers[0].spec
+    deaf = Model.load(FAMILIES["qwen3_next"] | {"mamba_ssm_dtype": "float32"}).layers[0].spec
     assert isinstance(deaf, GatedDeltaNet)
     assert deaf.ssm_dtype == "bf16"
 
 
 def test_a_convolution_is_kept_in_the_models_dtype_unless_told() -> None:
     for options, name in (({}, "bf16"), ({"conv_dtype": "float32"}, "fp32")):
-        spec = load(FAMILIES["lfm2"], **options).layers[0].spec  # type: ignore[arg-type]
+        spec = Model.load(FAMILIES["lfm2"], **options).layers[0].spec  # type: ignore[arg-type]
         assert spec.page(1).fields[0].dtype.name == name
 
 
-@pytest.mark.parametrize(
-    ("quantization", "cache"),
+@each(
     [
         ({"kv_cache_scheme": {"num_bits": 8, "type": "float"}}, "fp8_e4m3"),
         ({"kv_cache_quant_algo": "FP8"}, "fp8_e4m3"),
@@ -79,7 +80,7 @@ def test_a_checkpoint_says_what_its_cache_is_kept_in(
 ) -> None:
     root = FAMILIES["llama"] | {"quantization_config": quantization}
     text = dict(FAMILIES["gemma4"]["text_config"], quantization_config=quantization)
-    for model in (load(root), load(FAMILIES["gemma4"] | {"text_config": text})):
+    for model in (Model.load(root), Model.load(FAMILIES["gemma4"] | {"text_config": text})):
         assert model.cache == cache
         assert {layer.spec.cache for layer in model.layers} == {cache}  # type: ignore[union-attr]
         assert model.warnings == ()
@@ -87,22 +88,21 @@ def test_a_checkpoint_says_what_its_cache_is_kept_in(
 
 def test_an_unknown_scheme_is_named_and_left() -> None:
     values = FAMILIES["llama"] | {"quantization_config": {"kv_cache_quant_algo": "FP3"}}
-    assert load(values).warnings == (
+    assert Model.load(values).warnings == (
         "the checkpoint's cache scheme 'FP3' is not known: auto assumed",
     )
 
 
-@pytest.mark.parametrize(
-    ("cache", "content", "heads"),
+@each(
     [("auto", 512, 2), ("fp8", 256, 2), ("int8_per_token_head", 264, 2), ("nvfp4", 72, 4)],
 )
 def test_attention_takes_another_cache(cache: str, content: int, heads: int) -> None:
-    page = load(FAMILIES["llama"]).with_cache(cache).layers[0].spec.page(16)
+    page = Model.load(FAMILIES["llama"]).with_cache(cache).layers[0].spec.page(16)
     assert (page.content, page.heads) == (content, heads)
 
 
 def test_a_wish_overrides_the_checkpoint_and_can_be_taken_back() -> None:
-    model = load(FAMILIES["llama"])
+    model = Model.load(FAMILIES["llama"])
     assert model.with_cache("nvfp4").with_cache("auto") == model
     assert model.with_cache("fp8").cache == "fp8"
     in_half = model.with_cache("float16").layers[0].spec
@@ -111,7 +111,7 @@ def test_a_wish_overrides_the_checkpoint_and_can_be_taken_back() -> None:
 
 def test_states_and_indexers_keep_what_they_have() -> None:
     for family in ("qwen3_5", "deepseek_v32", "deepseek_v4", "minimax_m3"):
-        model = load(FAMILIES[family])
+        model = Model.load(FAMILIES[family])
         for before, after in zip(model.layers, model.with_cache("fp8").layers, strict=True):
             if isinstance(before.spec, GatedDeltaNet | Indexer | CompressorState):
                 assert before == after
@@ -119,7 +119,7 @@ def test_states_and_indexers_keep_what_they_have() -> None:
 
 def test_sparse_latents_keep_fp8_in_their_kernels_format() -> None:
     def contents(family: str, cache: str) -> set[int]:
-        layers = load(FAMILIES[family]).with_cache(cache).layers
+        layers = Model.load(FAMILIES[family]).with_cache(cache).layers
         rows = [la.spec for la in layers if isinstance(la.spec, LatentAttention)]
         return {spec.page(256).content for spec in rows}
 
@@ -127,17 +127,16 @@ def test_sparse_latents_keep_fp8_in_their_kernels_format() -> None:
     assert contents("deepseek_v32", "fp8") == {656}
     assert contents("deepseek_v32", "nvfp4_ds_mla") == {352}
     assert contents("deepseek_v4", "auto") == contents("deepseek_v4", "fp8") == {584}
-    assert load(FAMILIES["deepseek_v4"]).cache == "auto"
+    assert Model.load(FAMILIES["deepseek_v4"]).cache == "auto"
 
 
 def test_deepseek_v4_pads_its_pages() -> None:
-    window = load(FAMILIES["deepseek_v4"]).layers[0].spec
+    window = Model.load(FAMILIES["deepseek_v4"]).layers[0].spec
     assert isinstance(window, SlidingLatentAttention)
     assert window.page(64).nbytes == 37440
 
 
-@pytest.mark.parametrize(
-    ("family", "cache", "code"),
+@each(
     [
         ("llama", "fp7", Code.UNKNOWN_DTYPE),
         ("llama", None, Code.UNKNOWN_DTYPE),
@@ -149,5 +148,5 @@ def test_deepseek_v4_pads_its_pages() -> None:
 )
 def test_a_cache_that_no_layer_can_have_is_refused(family: str, cache: str, code: Code) -> None:
     with pytest.raises(AtlasError) as refusal:
-        load(FAMILIES[family]).with_cache(cache)
+        Model.load(FAMILIES[family]).with_cache(cache)
     assert refusal.value.code is code

@@ -22,10 +22,11 @@ from kvatlas.specs import (
     Indexer,
     LatentAttention,
     Mamba2,
+    Recurrent,
     SlidingAttention,
     SlidingLatentAttention,
 )
-from kvatlas.specs.recurrent import Recurrent
+from tests.cases import each
 
 FACTS = os.environ.get("KVATLAS_FACTS")
 pytestmark = pytest.mark.skipif(FACTS is None, reason="KVATLAS_FACTS names no folder")
@@ -36,17 +37,11 @@ Key = tuple[Any, ...]
 def records() -> list[dict[str, Any]]:
     if FACTS is None:
         return []
-    found: list[dict[str, Any]] = json.loads(
-        (Path(FACTS) / "facts" / "plans_by_config.json").read_bytes()
-    )
-    return found
+    path = Path(FACTS) / "facts" / "plans_by_config.json"
+    return list(json.loads(path.read_bytes()))
 
 
 RECORDS = records()
-
-
-def name_of(record: dict[str, Any]) -> str:
-    return f"{record['config'].removesuffix('_config.json')}-tp{record['tp']}-{record['variant']}"
 
 
 @cache
@@ -93,7 +88,7 @@ def computed(layer: Layer, block: int, tp: int) -> Key:
     return (kind_of(layer), page.heads, page.states, page.content, size, *local, shapes, dtypes)
 
 
-@pytest.mark.parametrize("record", [r for r in RECORDS if "groups" in r], ids=name_of)
+@each([r for r in RECORDS if "groups" in r])
 def test_layers_are_those_that_vllm_registers(record: dict[str, Any]) -> None:
     model = model_of(record["config"])
     assert (record["kv_dtype_used"] == "fp8") == (model.cache == "fp8_e4m3")
@@ -120,8 +115,9 @@ def test_layers_are_those_that_vllm_registers(record: dict[str, Any]) -> None:
         assert {alike[0], alike[-1]} <= set(ends[key])
 
 
-@pytest.mark.parametrize("record", [r for r in RECORDS if "error" in r], ids=name_of)
+@each([r for r in RECORDS if "error" in r])
 def test_what_vllm_refuses_by_its_sizes_is_refused(record: dict[str, Any]) -> None:
+    """Its crashes, which are no rule, are left out."""
     model, tp = model_of(record["config"]), record["tp"]
     if "attention heads" in record["error_kind"]:
         assert model.attention_heads % tp
@@ -129,5 +125,3 @@ def test_what_vllm_refuses_by_its_sizes_is_refused(record: dict[str, Any]) -> No
         # kvatlas repeats groups past their number; vLLM only a single one.
         mixers = [layer.spec for layer in model.layers if isinstance(layer.spec, Mamba2)]
         assert all(mixer.groups > 1 and mixer.groups % tp for mixer in mixers)
-    else:
-        pytest.skip("a crash of vLLM's, not a rule")

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import msgspec
-import pytest
 
-from kvatlas.models import Model, load
+from kvatlas.models import Model
 from kvatlas.models.architectures import FAMILIES as KNOWN
 from kvatlas.specs import FullAttention, Indexer, SlidingAttention, Spec
+from tests.cases import each
 from tests.models.configs import FAMILIES, GQA, config, nested
 
 # family: (name, kind, bytes of a page of 256 tokens) of each cache, in order
 TABLE: dict[str, list[tuple[str, str, int]]] = {
     "llama": [(f"model.layers.{i}.self_attn.attn", "full_attention", 256 * 1024) for i in (0, 1)],
-    "mistral": [
-        (f"model.layers.{i}.self_attn.attn", "sliding_attention", 256 * 1024) for i in (0, 1)
-    ],
+    "mistral": [(f"model.layers.{i}.self_attn.attn", "sliding_window", 256 * 1024) for i in (0, 1)],
     "gpt_oss": [
-        ("model.layers.0.attn.attn", "sliding_attention", 256 * 512),
+        ("model.layers.0.attn.attn", "sliding_window", 256 * 512),
         ("model.layers.1.attn.attn", "full_attention", 256 * 512),
-        ("model.layers.2.attn.attn", "sliding_attention", 256 * 512),
+        ("model.layers.2.attn.attn", "sliding_window", 256 * 512),
         ("model.layers.3.attn.attn", "full_attention", 256 * 512),
     ],
     "minimax_m3": [
@@ -131,33 +129,31 @@ TABLE: dict[str, list[tuple[str, str, int]]] = {
 
 
 def kind(spec: Spec) -> str:
-    found: str = msgspec.to_builtins(spec)["kind"]
-    return found
+    return str(msgspec.to_builtins(spec)["kind"])
 
 
 def kinds(model: Model) -> list[str]:
     return [kind(layer.spec).split("_")[0] for layer in model.layers]
 
 
-@pytest.mark.parametrize("family", TABLE)
+@each(TABLE)
 def test_caches_are_named_ordered_and_sized_as_in_vllm(family: str) -> None:
-    model = load(FAMILIES[family])
-    found = [(layer.name, kind(layer.spec), layer.spec.page_bytes(256)) for layer in model.layers]
-    assert found == TABLE[family]
+    model = Model.load(FAMILIES[family])
+    caches = [(layer.name, kind(layer.spec), layer.spec.page_bytes(256)) for layer in model.layers]
+    assert caches == TABLE[family]
     assert model.warnings == ()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@each(FAMILIES)
 def test_every_family_loads_travels_and_owns_distinct_caches(family: str) -> None:
-    model = load(FAMILIES[family])
+    model = Model.load(FAMILIES[family])
     assert msgspec.json.decode(msgspec.json.encode(model), type=Model) == model
     names = [layer.name for layer in model.layers]
     assert len(set(names)) == len(names) > 0
     assert all(0 <= layer.index < model.depth for layer in model.layers)
 
 
-@pytest.mark.parametrize(
-    ("family", "pattern"),
+@each(
     [
         ("gemma2", "sliding full sliding full"),
         ("gemma3", "sliding sliding sliding sliding sliding full sliding sliding"),
@@ -172,11 +168,13 @@ def test_every_family_loads_travels_and_owns_distinct_caches(family: str) -> Non
     ],
 )
 def test_patterns_of_full_and_local_layers(family: str, pattern: str) -> None:
-    assert kinds(load(FAMILIES[family])) == pattern.split()
+    assert kinds(Model.load(FAMILIES[family])) == pattern.split()
 
 
 def test_kinds_of_layers_have_sizes_of_their_own() -> None:
-    gemma, step, mimo = (load(FAMILIES[name]).layers for name in ("gemma4", "step", "mimo_v2"))
+    gemma, step, mimo = (
+        Model.load(FAMILIES[name]).layers for name in ("gemma4", "step", "mimo_v2")
+    )
     assert gemma[0].spec == SlidingAttention(heads=2, head_dim=128, window=1024)
     assert gemma[5].spec == FullAttention(heads=1, head_dim=256)
     assert step[0].spec == FullAttention(heads=2, head_dim=128)
@@ -186,13 +184,13 @@ def test_kinds_of_layers_have_sizes_of_their_own() -> None:
 
 
 def test_cohere_counts_the_tokens_before_the_current_one() -> None:
-    assert load(FAMILIES["cohere2"]).layers[0].spec == SlidingAttention(
+    assert Model.load(FAMILIES["cohere2"]).layers[0].spec == SlidingAttention(
         heads=2, head_dim=128, window=4097
     )
 
 
 def test_pruned_layers_keep_fewer_heads_or_nothing() -> None:
-    model = load(FAMILIES["deci"])
+    model = Model.load(FAMILIES["deci"])
     assert [(layer.index, layer.spec) for layer in model.layers] == [
         (0, FullAttention(heads=2, head_dim=128)),
         (2, FullAttention(heads=1, head_dim=128)),
@@ -200,8 +198,7 @@ def test_pruned_layers_keep_fewer_heads_or_nothing() -> None:
     assert model.depth == 3
 
 
-@pytest.mark.parametrize(
-    "change",
+@each(
     [
         {"index_topk_freq": 4, "index_skip_topk_offset": 3},
         {"index_topk_freq": None, "index_topk_pattern": "FFFSSSFS"},
@@ -212,39 +209,39 @@ def test_pruned_layers_keep_fewer_heads_or_nothing() -> None:
     ],
 )
 def test_only_layers_that_choose_anew_keep_an_indexer(change: dict[str, object]) -> None:
-    model = load(FAMILIES["glm5_2"] | change)
+    model = Model.load(FAMILIES["glm5_2"] | change)
     chosen = [layer.index for layer in model.layers if isinstance(layer.spec, Indexer)]
     assert chosen == [0, 1, 2, 6]
     assert len(model.layers) == 8 + 4
 
 
 def test_a_deepseek_with_an_indexer_is_sparse_whatever_it_calls_itself() -> None:
-    model = load(FAMILIES["deepseek_v32"] | {"architectures": ["DeepseekV3ForCausalLM"]})
+    model = Model.load(FAMILIES["deepseek_v32"] | {"architectures": ["DeepseekV3ForCausalLM"]})
     assert model.layers[0].name.endswith("indexer.k_cache")
 
 
 def test_zamba_registers_attention_block_by_block() -> None:
-    assert [layer.index for layer in load(FAMILIES["zamba2"]).layers[:3]] == [1, 5, 3]
+    assert [layer.index for layer in Model.load(FAMILIES["zamba2"]).layers[:3]] == [1, 5, 3]
 
 
-@pytest.mark.parametrize("key", ["text_config", "llm_config", "language_config"])
+@each(["text_config", "llm_config", "language_config"])
 def test_text_models_are_found_inside_multimodal_ones(key: str) -> None:
     inner = config("LlamaForCausalLM", 2, GQA)
-    model = load({"architectures": ["SomeVisionModel"], key: inner, "vision_config": {}})
+    model = Model.load({"architectures": ["SomeVisionModel"], key: inner, "vision_config": {}})
     assert model.layers[1].name == "language_model.model.layers.1.self_attn.attn"
     assert model.attention_heads == 8
-    assert load({"thinker_config": {"text_config": inner}}).layers == model.layers
+    assert Model.load({"thinker_config": {"text_config": inner}}).layers == model.layers
 
 
 def test_a_wrapper_leaves_out_its_text_models_defaults() -> None:
     inner = {"num_hidden_layers": 34, "hidden_size": 2560, "sliding_window": 1024}
-    model = load(nested("Gemma3ForConditionalGeneration", "gemma3_text", inner))
+    model = Model.load(nested("Gemma3ForConditionalGeneration", "gemma3_text", inner))
     assert model.layers[5].spec == FullAttention(heads=4, head_dim=256)
     assert "num_key_value_heads is absent: 4 as by default" in model.warnings
 
 
 def test_a_plain_decoder_nobody_knows_is_read_with_its_assumptions() -> None:
-    model = load(config("BrandNewForCausalLM", 2, GQA, num_key_value_heads=None))
+    model = Model.load(config("BrandNewForCausalLM", 2, GQA, num_key_value_heads=None))
     assert [layer.spec for layer in model.layers] == [FullAttention(heads=8, head_dim=128)] * 2
     assert model.warnings == (
         "BrandNewForCausalLM is not known: read as a plain decoder",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvatlas.models.model import Layer, Model
+from kvatlas.models import Layer, Model
 from kvatlas.specs import (
     FullAttention,
     GatedDeltaNet,

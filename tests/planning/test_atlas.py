@@ -54,7 +54,7 @@ def test_a_hybrids_plan_says_which_way_it_took(name: str) -> None:
     if len(made.pools) > 1:
         assert "pool of their own" in told
         assert "neither pool can borrow" in told
-        assert "In one pool the tightest" in told or "No block of at most" in told
+        assert "In one pool, the tightest" in told or "No block of at most" in told
     else:
         assert "Here a block holds" in told
         assert "The price is the number of tables" in told

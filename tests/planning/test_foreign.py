@@ -33,9 +33,13 @@ def groups_of(made: Plan) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("name", SEEN)
-@pytest.mark.parametrize("order", ORDERS)
-def test_an_engines_tensors_give_back_its_plan(name: str, order: str) -> None:
+def test_an_engines_tensors_give_back_its_plan(name: str) -> None:
     """The same layers at the same bytes, for every view of every field."""
+    for order in ORDERS:
+        check_order(name, order)
+
+
+def check_order(name: str, order: str) -> None:
     try:
         made = plan(SMALL[name], memory="8MiB", tp=2, layout=order, policy="vllm", max_len=64)
     except AtlasError:

@@ -11,7 +11,7 @@ import pytest
 from kvatlas import AtlasError, Code, Placement
 from kvatlas.models import catalogue
 from kvatlas.planning import Plan, Region, padding, plan
-from kvatlas.planning.plans import _refuse_mixed_blocks
+from kvatlas.planning.plan_checks import _refuse_mixed_blocks
 from tests.planning.models import SMALL
 
 
@@ -20,16 +20,15 @@ def small(name: str = "sliding", **more: Any) -> Plan:
 
 
 @pytest.mark.parametrize("name", list(SMALL))
-@pytest.mark.parametrize("policy", ["vllm", "atlas"])
-def test_plans_go_to_json_and_back(name: str, policy: str) -> None:
-    made = small(name, policy=policy)
-    again = Plan.from_json(made.to_json())
-    assert again == made
-    assert hash(again) == hash(made)
-    assert again.to_json() == made.to_json()
-    assert again.summary() == made.summary()
-    for layer in made.layers:
-        assert again.placement(layer) == made.placement(layer)
+def test_plans_go_to_json_and_back(name: str) -> None:
+    for made in (small(name, policy="vllm"), small(name, policy="atlas")):
+        again = Plan.from_json(made.to_json())
+        assert again == made
+        assert hash(again) == hash(made)
+        assert again.to_json() == made.to_json()
+        assert again.summary() == made.summary()
+        for layer in made.layers:
+            assert again.placement(layer) == made.placement(layer)
 
 
 def tampered(path: str, value: Any) -> bytes:
@@ -43,76 +42,76 @@ def tampered(path: str, value: Any) -> bytes:
     return json.dumps(text).encode()
 
 
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        ("regions.0.offset", -1),
-        ("regions.0.offset", 2**70),
-        ("regions.0.offset", 10**15),
-        ("regions.0.page_stride", 0),
-        ("regions.0.page_stride", 8),
-        ("regions.0.block_stride", 1),
-        ("regions.0.block_stride", 1.5),
-        ("regions.0.layout", "LBNHX"),
-        ("regions.0.group", 99),
-        ("regions.0.group", -1),
-        ("regions.0.stage", 5),
-        ("regions.0.layers", []),
-        ("regions.0.page_bytes", 1),
-        ("regions.0.kernel_block", 7),
-        ("regions.0.kernel_block", 0),
-        ("regions.1.layers.0.name", "layers.0.attn"),
-        ("regions.0.layers.0.spec.heads", 3),
-        ("regions.0.layers.0.spec.heads", -4),
-        ("regions.0.layers.0.spec.kind", "unknown"),
-        ("pools.0.blocks", 0),
-        ("pools.0.blocks", 10**9),
-        ("pools.0.block_bytes", 1),
-        ("pools.0.stage", 3),
-        ("pools", []),
-        ("groups", []),
-        ("groups.0.kind", "mystery"),
-        ("groups.0.pool", 1),
-        ("tp", 0),
-        ("tp", 10**9),
-        ("pp", -1),
-        ("extra", 1),
-        ("memory", 1),
-        ("memory", -1),
-        ("groups.0.block", 0),
-        ("groups.0.block", -5),
-        ("groups.0.block", 32),
-        ("groups.0.window", -100),
-        ("groups.0.held", -1),
-        ("groups.0.source", -4),
-        ("groups.0.kind", "recurrent"),
-        ("groups.1.kind", "cross_attention"),
-        ("in_flight", -(10**9)),
-        ("dcp", 3),
-        ("layout", "nonsense"),
-        ("pack", -3),
-        ("max_len", 10**30),
-        ("regions", []),
-        ("regions.0.splits", 0),
-        ("regions.0.splits", 10**6),
-        ("regions.0.parts", [0]),
-    ],
-)
-def test_a_plan_from_outside_is_never_trusted(path: str, value: Any) -> None:
-    with pytest.raises(AtlasError) as refusal:
-        Plan.from_json(tampered(path, value))
-    assert refusal.value.code is Code.BAD_PLAN
+TAMPERED: list[tuple[str, Any]] = [
+    ("regions.0.offset", -1),
+    ("regions.0.offset", 2**70),
+    ("regions.0.offset", 10**15),
+    ("regions.0.page_stride", 0),
+    ("regions.0.page_stride", 8),
+    ("regions.0.block_stride", 1),
+    ("regions.0.block_stride", 1.5),
+    ("regions.0.layout", "LBNHX"),
+    ("regions.0.group", 99),
+    ("regions.0.group", -1),
+    ("regions.0.stage", 5),
+    ("regions.0.layers", []),
+    ("regions.0.page_bytes", 1),
+    ("regions.0.kernel_block", 7),
+    ("regions.0.kernel_block", 0),
+    ("regions.1.layers.0.name", "layers.0.attn"),
+    ("regions.0.layers.0.spec.heads", 3),
+    ("regions.0.layers.0.spec.heads", -4),
+    ("regions.0.layers.0.spec.kind", "unknown"),
+    ("pools.0.blocks", 0),
+    ("pools.0.blocks", 10**9),
+    ("pools.0.block_bytes", 1),
+    ("pools.0.stage", 3),
+    ("pools", []),
+    ("groups", []),
+    ("groups.0.kind", "mystery"),
+    ("groups.0.pool", 1),
+    ("tp", 0),
+    ("tp", 10**9),
+    ("pp", -1),
+    ("extra", 1),
+    ("memory", 1),
+    ("memory", -1),
+    ("groups.0.block", 0),
+    ("groups.0.block", -5),
+    ("groups.0.block", 32),
+    ("groups.0.window", -100),
+    ("groups.0.held", -1),
+    ("groups.0.source", -4),
+    ("groups.0.kind", "recurrent"),
+    ("groups.1.kind", "cross_attention"),
+    ("in_flight", -(10**9)),
+    ("dcp", 3),
+    ("layout", "nonsense"),
+    ("pack", -3),
+    ("max_len", 10**30),
+    ("regions", []),
+    ("regions.0.splits", 0),
+    ("regions.0.splits", 10**6),
+    ("regions.0.parts", [0]),
+]
+
+
+def test_a_plan_from_outside_is_never_trusted() -> None:
+    for path, value in TAMPERED:
+        with pytest.raises(AtlasError) as refusal:
+            Plan.from_json(tampered(path, value))
+        assert refusal.value.code is Code.BAD_PLAN, (path, value)
 
 
 NO_PLANS: list[Any] = [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"model": 1}', b"1" * 99]
 NO_PLANS += [None, 7, '"\ud800"']
 
 
-@pytest.mark.parametrize("text", NO_PLANS, ids=range(len(NO_PLANS)))
-def test_what_is_no_plan_is_refused(text: Any) -> None:
-    with pytest.raises(AtlasError) as refusal:
-        Plan.from_json(text)
-    assert refusal.value.code is Code.BAD_PLAN
+def test_what_is_no_plan_is_refused() -> None:
+    for text in NO_PLANS:
+        with pytest.raises(AtlasError) as refusal:
+            Plan.from_json(text)
+        assert refusal.value.code is Code.BAD_PLAN, text
 
 
 def test_groups_may_not_mix_blocks() -> None:
@@ -173,8 +172,7 @@ class TestBlocksOfUnlikeGroups:
 
     @staticmethod
     def region(group: int, **numbers: int) -> Region:
-        found = small().regions[group]
-        return msgspec.structs.replace(found, group=group, **numbers)
+        return msgspec.structs.replace(small().regions[group], group=group, **numbers)
 
     def check(self, *placed: tuple[Region, Placement]) -> None:
         _refuse_mixed_blocks(list(placed), blocks=4)
@@ -208,6 +206,33 @@ class TestBlocksOfUnlikeGroups:
     def test_one_group_alone_may_lie_as_it_likes(self) -> None:
         odd = Placement(("B",), (4,), (96,), offset=32, item=64)
         self.check((self.region(0, block_stride=96), odd))
+
+
+def test_ranks_and_their_pools() -> None:
+    made = plan("Nemotron-H-8B", memory="60GiB", tp=2, pp=2, states="apart")
+    assert made.ranks == 4
+    assert [made.split_rank(rank) for rank in range(4)] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    for rank in range(4):
+        stage = made.split_rank(rank)[0]
+        assert set(made.rank_pools(rank).values()) == {p for p in made.pools if p.stage == stage}
+        for group, value in enumerate(made.groups):
+            assert made.pool(rank, group) is made.rank_pools(rank)[value.pool]
+    for rank in (-1, 4, 1.0, True, None):
+        with pytest.raises(AtlasError) as refusal:
+            made.split_rank(rank)  # type: ignore[arg-type]
+        assert refusal.value.code is Code.BAD_RANK
+
+
+def test_a_rank_without_a_groups_pool() -> None:
+    made = plan("Granite-4.0-h-small", memory="60GiB", pp=8, states="apart")
+    lacking = [r for r in range(made.ranks) if len(made.rank_pools(r)) < 2]
+    for rank in lacking:
+        for group, value in enumerate(made.groups):
+            if value.pool not in made.rank_pools(rank):
+                with pytest.raises(AtlasError) as refusal:
+                    made.pool(rank, group)
+                assert refusal.value.code is Code.OUT_OF_RANGE
+    assert lacking
 
 
 def test_two_pools_with_one_index_are_refused() -> None:

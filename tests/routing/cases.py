@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from kvatlas import AtlasError, Code
-from kvatlas.models.model import Model
+from kvatlas.models import Model
 from kvatlas.planning import Plan, plan
 from kvatlas.specs import Spec
 from tests.planning.models import model_of

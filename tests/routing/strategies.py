@@ -14,7 +14,7 @@ from hypothesis import assume
 from hypothesis import strategies as st
 
 from kvatlas import AtlasError
-from kvatlas.models.model import Layer, Model
+from kvatlas.models import Layer, Model
 from kvatlas.planning import Plan
 from kvatlas.specs import (
     ATTENTION_CACHES,

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from kvatlas import AtlasError, Code
-from kvatlas.models.model import Model
+from kvatlas.models import Model
 from kvatlas.specs import (
     FullAttention,
     GatedDeltaNet,

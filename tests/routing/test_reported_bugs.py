@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvatlas import AtlasError, Code
-from kvatlas.models.model import Model
+from kvatlas.models import Model
 from kvatlas.planning import Plan, plan
 from kvatlas.routing import route
 from kvatlas.specs import FullAttention, GatedDeltaNet, Mamba2, SlidingAttention, Spec

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvatlas import Placement
-from kvatlas.models.model import Model
+from kvatlas.models import Model
 from kvatlas.planning import Plan, foreign
 from kvatlas.routing import fingerprint, route
 from kvatlas.specs import (

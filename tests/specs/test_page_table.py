@@ -33,6 +33,7 @@ from kvatlas.specs import (
     compressed_latent,
     sparse_latent,
 )
+from tests.cases import each
 
 GQA: dict[str, Any] = {"heads": 8, "head_dim": 128}
 
@@ -125,14 +126,14 @@ TABLE: list[tuple[str, Spec, int, tuple[int, int, int]]] = [
 BY_NAME = {name: spec for name, spec, _, _ in TABLE}
 
 
-@pytest.mark.parametrize(("name", "spec", "block", "shape"), TABLE, ids=[row[0] for row in TABLE])
+@each(TABLE)
 def test_page_table(name: str, spec: Spec, block: int, shape: tuple[int, int, int]) -> None:
     page = spec.page(block)
     assert (page.heads, page.states, page.content) == shape, name
     assert page.unpadded == shape[0] * shape[1] * shape[2]
 
 
-@pytest.mark.parametrize(("name", "spec", "block", "shape"), TABLE, ids=[row[0] for row in TABLE])
+@each(TABLE)
 def test_every_kind_travels_as_json(
     name: str, spec: Spec, block: int, shape: tuple[int, int, int]
 ) -> None:
@@ -154,12 +155,11 @@ def test_every_attention_cache_dtype_is_in_the_table() -> None:
 
 
 def offsets(spec: Spec, block: int) -> dict[str, tuple[int, int]]:
-    """Where each field starts, as (head slot, content byte)."""
+    """Where each field starts, as (head, content byte)."""
     return {field.name: (field.head, field.offset) for field in spec.page(block).fields}
 
 
-@pytest.mark.parametrize(
-    ("name", "block", "where"),
+@each(
     [
         ("dense bf16", 16, {"k": (0, 0), "v": (0, 256)}),
         (
@@ -222,7 +222,7 @@ def test_tiled_keys_and_plain_values() -> None:
                 assert v(B=2, H=h, N=state, C=e) == 3 * plane + 2 * plane + flat * 2
 
 
-@pytest.mark.parametrize(("order", "scales"), [("LBHNC", "planes"), ("LBNHC", "state_planes")])
+@each([("LBHNC", "planes"), ("LBNHC", "state_planes")])
 def test_nvfp4_planes_as_flashinfer_reads_them(order: str, scales: Any) -> None:
     """Flat over the page: K's data, K's scales, V's data, V's scales, rows as the page's order."""
     heads, states, data_bytes, scale_bytes = 2, 4, 16, 2

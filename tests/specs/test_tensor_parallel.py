@@ -20,6 +20,7 @@ from kvatlas.specs import (
     ShortConv,
     Spec,
 )
+from tests.cases import each
 
 SPECS: dict[str, Spec] = {
     "dense": FullAttention(heads=8, head_dim=4),
@@ -61,13 +62,13 @@ ALLOWED = {
 
 
 def rows_of(field: Field) -> list[int]:
-    """Global rows of the cut axis, in local order."""
+    """Global rows of the sharded axis, in local order."""
     if not field.ranges:
         return [-1]
     return [row for p in field.ranges for row in range(p.start, p.start + p.length)]
 
 
-@pytest.mark.parametrize(("name", "tp"), list(product(SPECS, (1, 2, 3, 4, 6, 8, 16))))
+@each(product(SPECS, (1, 2, 3, 4, 6, 8, 16)))
 def test_ranks_together_hold_every_row(name: str, tp: int) -> None:
     spec = SPECS[name]
     if tp not in ALLOWED[name]:
@@ -85,19 +86,18 @@ def test_ranks_together_hold_every_row(name: str, tp: int) -> None:
     assert spec.replicas(tp) == min(field.sharding.replicas(tp) for field in whole.fields)
 
 
-@pytest.mark.parametrize(
-    ("heads", "tp", "each", "replicas"),
+@each(
     [(8, 1, 8, 1), (8, 2, 4, 1), (8, 8, 1, 1), (8, 16, 1, 2), (2, 4, 1, 2), (2, 8, 1, 4)],
 )
-def test_kv_heads_divide_or_repeat(heads: int, tp: int, each: int, replicas: int) -> None:
+def test_kv_heads_divide_or_repeat(heads: int, tp: int, held: int, replicas: int) -> None:
     spec = FullAttention(heads=heads, head_dim=128)
-    assert spec.page(16, tp=tp).heads == each
+    assert spec.page(16, tp=tp).heads == held
     assert spec.replicas(tp) == replicas
     for rank in range(tp):
         (piece,) = spec.shard(tp, rank)["k"]
         assert (piece.start, piece.length) == (
-            rank * heads // tp if each == 1 else rank * each,
-            each,
+            rank * heads // tp if held == 1 else rank * held,
+            held,
         )
 
 
@@ -107,8 +107,7 @@ def test_mla_is_on_every_rank() -> None:
     assert {spec.page(64, tp=8, rank=rank) for rank in range(8)} == {spec.page(64)}
 
 
-@pytest.mark.parametrize(
-    ("spec", "tp"),
+@each(
     [
         (FullAttention(heads=10, head_dim=128), 4),
         (FullAttention(heads=10, head_dim=128), 8),
@@ -124,15 +123,13 @@ def test_heads_that_tp_does_not_divide_are_refused(spec: Spec, tp: int) -> None:
     assert refusal.value.code is Code.TP_HEADS
 
 
-@pytest.mark.parametrize(
-    ("tp", "block_state"), [(1, 4268032), (2, 2134016), (4, 1067008), (8, 533504)]
-)
+@each([(1, 4268032), (2, 2134016), (4, 1067008), (8, 533504)])
 def test_qwen35_397b_state_bytes(tp: int, block_state: int) -> None:
     spec = GatedDeltaNet(key_heads=16, value_heads=64, key_dim=128, value_dim=128, ssm_dtype="fp32")
     assert spec.page_bytes(1, tp=tp) == block_state
 
 
-@pytest.mark.parametrize("rank", [-1, 2, 99])
+@each([-1, 2, 99])
 def test_a_rank_outside_its_group_is_refused(rank: int) -> None:
     with pytest.raises(AtlasError) as refusal:
         FullAttention(heads=8, head_dim=64).page(16, tp=2, rank=rank)

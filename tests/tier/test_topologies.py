@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvatlas import AtlasError, Code
-from kvatlas.models.model import Model
+from kvatlas.models import Model
 from kvatlas.specs import (
     ChunkedAttention,
     CrossAttention,

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from kvatlas.wire import protocol as say
+from kvatlas.wire import protocol
 from tests.wire.corpus.make import hello
 from tests.wire.helpers import End, pull_all
 from tests.wire.raw import Raw
@@ -30,7 +30,7 @@ class Attacked:
 
     def session(self, **changed: Any) -> bytes:
         welcome = self.raw.ask(greeting(**changed))
-        assert isinstance(welcome, say.Welcome)
+        assert isinstance(welcome, protocol.Welcome)
         return welcome.session
 
     def open(self, session: bytes, **changed: Any) -> Any:
@@ -46,19 +46,19 @@ class Attacked:
                 whole[:] = buffers.before[index]
 
 
-def greeting(**changed: Any) -> say.Hello:
-    return msgspec.convert(hello(**changed), say.Hello)
+def greeting(**changed: Any) -> protocol.Hello:
+    return msgspec.convert(hello(**changed), protocol.Hello)
 
 
-def opening(session: bytes, **changed: Any) -> say.Open:
+def opening(session: bytes, **changed: Any) -> protocol.Open:
     about: dict[str, Any] = {
-        "session": session, "way": "pull", "request": "secret", "start": 0, "stop": 50,
-        "blocks": say.pack({0: [3, 2, 1, 0]}), "seconds": 5.0, "slots": 2,
+        "session": session, "direction": "pull", "request": "secret", "start": 0, "stop": 50,
+        "blocks": protocol.pack_tables({0: [3, 2, 1, 0]}), "seconds": 5.0, "buffers": 2,
     }  # fmt: skip
-    return say.Open(**about | changed)
+    return protocol.Open(**about | changed)
 
 
 def code_of(said: Any) -> str:
     if said is None:
         return "nothing"
-    return said.code if isinstance(said, say.Refusal) else str(said.__struct_config__.tag)
+    return said.code if isinstance(said, protocol.Refusal) else str(said.__struct_config__.tag)

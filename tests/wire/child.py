@@ -1,41 +1,27 @@
 """A process with one rank of a plan, told what to do, so that it can be killed.
 
-Processes are forked from a server that has imported what they need and nothing has run in,
-so that a test can afford many. `Child` is the side of whoever tells them what to do.
+`Child` is the side of whoever tells it what to do.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
 import time
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
-
-import numpy as np
 
 from kvatlas import AtlasError
 from kvatlas.planning import Plan
 from kvatlas.routing import scattered
-from kvatlas.wire import Memory, Node, Session
-from kvatlas.wire.client import rank_transfer as kvatlas_moving
-from kvatlas.wire.server.node import pools_for
-from kvatlas.wire.transports.registry import make
-
-HAS_NIXL = importlib.util.find_spec("nixl") is not None
-_FORKED = get_context("forkserver")
-_FORKED.set_forkserver_preload(["tests.wire.child", *["nixl._api"] * HAS_NIXL])
+from kvatlas.wire import Node, Session, make_transport, memory_of, pools_for, random_bytes
+from kvatlas.wire.client import rank_transfer
+from tests.wire.forking import forked
 
 TOKENS = 500
-PIECE, SLOTS = 8192, 4
+PIECE, BUFFERS = 8192, 4
 Json = dict[str, Any]
-
-
-def noise(nbytes: int, *seed: int) -> Any:
-    return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
 
 
 class Rank:
@@ -43,14 +29,14 @@ class Rank:
 
     def __init__(self, plan: Plan, rank: int, transport: str, seed: int, **given: Any) -> None:
         self.plan, self.seed = plan, seed
-        made = make(transport)
+        made = make_transport(transport)
         self.pools = pools_for(plan, rank, made)
         for index, pool in self.pools.items():
-            pool[:] = noise(pool.nbytes, seed, rank, index)
-        memory = {index: Memory(p.ctypes.data, p.nbytes) for index, p in self.pools.items()}
+            pool[:] = random_bytes(pool.nbytes, seed, rank, index)
         self.node = Node(
-            plan, rank=rank, memory=memory, transport=made, piece=PIECE, slots=SLOTS, **given
-        )
+            plan, rank=rank, memory=memory_of(self.pools), transport=made, piece=PIECE,
+            buffers=BUFFERS, **given,
+        )  # fmt: skip
         self.blocks = scattered(plan, TOKENS)
         self.released: list[tuple[str, str]] = []
 
@@ -64,7 +50,7 @@ class Rank:
         """What must be as it was once nothing is under way."""
         return {
             "leases": len(self.node.leases),
-            "slots": len(self.node._free),
+            "buffers": self.node.staging.free,
             "registered": self.node.transport.registered,
         }
 
@@ -73,9 +59,9 @@ class Rank:
         assert self.node.transport.registered == 0
 
 
-def answer(rank: Rank, asked: Json) -> Json:
-    about = asked.get("about", {})
-    match asked["do"]:
+def answer(rank: Rank, order: Json) -> Json:
+    about = order.get("about", {})
+    match order["do"]:
         case "offer":
             rank.offer(**about)
         case "expect":
@@ -103,45 +89,42 @@ def moved(rank: Rank, way: str, endpoints: list[str], **about: Any) -> Json:
 
 def slow_down(seconds: float) -> None:
     """Let every operation of the transport take longer, so that there is time to strike."""
-    wait = kvatlas_moving.Moving._wait
+    wait = rank_transfer.RankTransfer._wait
 
-    def slowly(moving: kvatlas_moving.Moving, handle: Any) -> None:
+    def slowly(moving: rank_transfer.RankTransfer, handle: Any) -> None:
         time.sleep(seconds)
         wait(moving, handle)
 
     if seconds:
-        kvatlas_moving.Moving._wait = slowly  # type: ignore[method-assign, assignment]
+        rank_transfer.RankTransfer._wait = slowly  # type: ignore[method-assign, assignment]
 
 
 def main(told: Connection) -> None:
     """Be one rank until nobody tells it anything any more."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    asked = json.loads(told.recv_bytes())
-    kvatlas_moving._BATCH = asked.pop("batch", kvatlas_moving._BATCH)
-    slow_down(asked.pop("slow", 0.0))
-    rank = Rank(Plan.from_json(asked.pop("plan").encode()), **asked)
+    order = json.loads(told.recv_bytes())
+    rank_transfer._BATCH = order.pop("batch", rank_transfer._BATCH)
+    slow_down(order.pop("slow", 0.0))
+    rank = Rank(Plan.from_json(order.pop("plan").encode()), **order)
     said: Json = {"endpoint": rank.node.endpoint}
     while True:
         try:
             told.send_bytes(json.dumps(said).encode())
-            asked = json.loads(told.recv_bytes())
+            order = json.loads(told.recv_bytes())
         except (EOFError, OSError):
             return rank.close()
-        said = answer(rank, asked)
+        said = answer(rank, order)
 
 
 class Child:
     """The process, from the side of whoever tells it what to do."""
 
     def __init__(self) -> None:
-        self._pipe, far = _FORKED.Pipe()
-        self.process = _FORKED.Process(target=main, args=(far,), daemon=True)
-        self.process.start()
-        far.close()
+        self.process, self._pipe = forked(main)
         self.endpoint = ""
 
-    def tell(self, asked: Json) -> None:
-        self._pipe.send_bytes(json.dumps(asked).encode())
+    def tell(self, order: Json) -> None:
+        self._pipe.send_bytes(json.dumps(order).encode())
 
     def heard(self) -> Json:
         assert self._pipe.poll(30), "the child says nothing"

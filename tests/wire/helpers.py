@@ -80,18 +80,16 @@ class LocalLink(Link):
     around: Around = staticmethod(as_it_is)
     closed = False
 
-    def _read(self, copies: Sequence[Copy], note: bytes) -> Handle:
-        del note
-        return self.around(lambda: self._move(copies, self.theirs, self.mine), copies)
+    def check(self) -> None:
+        assert not self.closed, "a link is used after it was closed"
 
-    def _write(self, copies: Sequence[Copy], note: bytes) -> Handle:
-        del note
-        return self.around(lambda: self._move(copies, self.mine, self.theirs), copies)
+    def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle:
+        ends = (self.mine, self.theirs) if write else (self.theirs, self.mine)
+        return self.around(lambda: self._move(copies, *ends), copies)
 
     def _move(
         self, copies: Sequence[Copy], src: Mapping[int, Memory], dst: Mapping[int, Memory]
     ) -> Handle:
-        assert not self.closed, "a link is used after it was closed"
         for copy in copies:
             far, near = src[copy.src_pool].address, dst[copy.dst_pool].address
             rows = zip(copy.src.tolist(), copy.dst.tolist(), copy.length.tolist(), strict=True)
@@ -145,7 +143,7 @@ class End:
         listen: Sequence[str] | None = None,
         **given: Any,
     ) -> None:
-        about: dict[str, Any] = {"piece": 4096, "slots": 4, "name": f"end-{seed}"}
+        about: dict[str, Any] = {"piece": 4096, "buffers": 4, "name": f"end-{seed}"}
         listen = listen or ["tcp://127.0.0.1:0"] * (made.tp * made.pp)
         self.plan = made
         self.tokens = tokens
@@ -176,15 +174,15 @@ class End:
     def _note(self, rank: int) -> Callable[[str, str], None]:
         return lambda request, why: self.released.append((rank, request, why))
 
-    def assert_idle(self, slots: int = 4) -> None:
-        """Nothing is leased and every slot is back."""
+    def assert_idle(self, buffers: int = 4) -> None:
+        """Nothing is leased and every staging buffer is back."""
         for node in self.nodes:
             assert len(node.leases) == 0
-            assert sorted(node._free) == list(range(slots))
+            assert node.staging.free == buffers
 
     def close(self) -> None:
         for node in self.nodes:
-            node._server._over.set()  # all at once, so that they need not wait for each other
+            node.server.stop()  # all at once, so that they need not wait for each other
         for node in self.nodes:
             node.close()
             assert node.transport.registered == 0

@@ -12,9 +12,10 @@ from hypothesis import settings
 
 from kvatlas import AtlasError
 from kvatlas.routing import route, scattered
-from kvatlas.wire import Session, Transfer
-from kvatlas.wire.client.rank_transfer import Moving
-from tests.wire.child import HAS_NIXL, SLOTS, TOKENS, Child, Rank, noise
+from kvatlas.wire import Session, Transfer, random_bytes
+from kvatlas.wire.client.rank_transfer import RankTransfer
+from tests.wire.child import BUFFERS, TOKENS, Child, Rank
+from tests.wire.forking import HAS_NIXL
 from tests.wire.helpers import small, until
 
 DEEP = settings().max_examples >= 10_000
@@ -90,7 +91,7 @@ def carry(source: Any, target: Any, into: dict[int, Any], seed: int) -> None:
     """A request as the route says, from bytes that are made again here."""
     way = route(source, target)
     for rank in way.sources(0):
-        there = {p.index: noise(p.nbytes, seed, rank, p.index) for p in source.pools}
+        there = {p.index: random_bytes(p.nbytes, seed, rank, p.index) for p in source.pools}
         for copy in way.bind(
             src_rank=rank, dst_rank=0, src_blocks=scattered(source, TOKENS),
             dst_blocks=scattered(target, TOKENS), tokens=TOKENS,
@@ -119,7 +120,7 @@ def works(here: Here, child: Child, plan: Any = SOURCE, seed: int = 1) -> None:
     here.assert_has(plan, seed)
     here.settled()
     state = child.ask("state")
-    assert (state["leases"], state["slots"]) == (0, SLOTS)
+    assert (state["leases"], state["buffers"]) == (0, BUFFERS)
     assert ["next", "read"] in state["released"]
 
 
@@ -132,13 +133,13 @@ class Slow:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float, number: int = 1) -> None:
         self.reached = threading.Event()
         self.left = number
-        wait = Moving._wait
+        wait = RankTransfer._wait
 
-        def slowly(moving: Moving, handle: Any) -> None:
+        def slowly(moving: RankTransfer, handle: Any) -> None:
             self.left -= 1
             if self.left <= 0:
                 self.reached.set()
             time.sleep(seconds)
             wait(moving, handle)
 
-        monkeypatch.setattr(Moving, "_wait", slowly)
+        monkeypatch.setattr(RankTransfer, "_wait", slowly)

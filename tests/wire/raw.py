@@ -8,7 +8,7 @@ from typing import Any
 
 import zmq
 
-from kvatlas.wire import protocol as say
+from kvatlas.wire import protocol
 
 
 class Raw:
@@ -28,15 +28,15 @@ class Raw:
         """The next answer, or None where there is none in time."""
         if not self._socket.poll(int(seconds * 1000)):
             return None
-        return say.unseal(self._socket.recv_multipart(), say.Answer, self.secret)[1]
+        return protocol.unseal(self._socket.recv_multipart(), protocol.Answer, self.secret)[1]
 
     def tell(self, frames: Sequence[bytes], seconds: float = 10.0) -> Any:
         self.send(frames)
         return self.heard(seconds)
 
-    def ask(self, message: say.Message, nonce: bytes | None = None) -> Any:
+    def ask(self, message: protocol.Message, nonce: bytes | None = None) -> Any:
         """An answer, or a refusal as it travels."""
-        said = self.tell(say.seal(message, nonce or say.new_key(), self.secret))
+        said = self.tell(protocol.seal(message, nonce or protocol.new_key(), self.secret))
         assert said is not None, f"no answer to {type(message).__name__}"
         return said
 

@@ -25,10 +25,10 @@ REFUSAL = AtlasError(Code.PEER_LOST, "rule", got="got", hint="hint")
 
 def lease_of(leases: Leases, seconds: float = 60.0, **about: Any) -> Any:
     given: dict[str, Any] = {
-        "session": KEY, "request": "r", "way": "pull", "peer_rank": 0, "whole": True,
-        "copies": (), "slots": (),
+        "session": KEY, "request": "r", "direction": "pull", "peer_rank": 0, "complete": True,
+        "copies": (), "buffers": (),
     }  # fmt: skip
-    return leases.add(seconds, **given | about)
+    return leases.grant(seconds, **given | about)
 
 
 def test_a_lease_is_found_by_its_own_session_while_it_is_held() -> None:
@@ -52,10 +52,11 @@ def test_a_lease_is_found_by_its_own_session_while_it_is_held() -> None:
 
 def test_leases_of_a_request_end_one_way_only() -> None:
     leases = Leases(lambda _: None)
-    pull, push, other = lease_of(leases), lease_of(leases, way="push"), lease_of(leases, request="")
+    lease_of(leases)
+    push, other = lease_of(leases, direction="push"), lease_of(leases, request="")
     leases.drop_request("r", "pull")
-    assert {one.key for one in leases._open.values()} == {push.key, other.key}
-    assert pull.key not in leases._open
+    assert len(leases) == 2
+    assert all(leases.find(kept.key, KEY) is kept for kept in (push, other))
     leases.drop_all({bytes(16)})
     assert len(leases) == 2
     leases.drop_all({KEY})
@@ -63,8 +64,8 @@ def test_leases_of_a_request_end_one_way_only() -> None:
 
 
 def test_leases_are_bounded_in_number_and_in_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvatlas.wire.leases._MOST", 3)
-    monkeypatch.setattr("kvatlas.wire.leases._MOST_RUNS", 10)
+    monkeypatch.setattr("kvatlas.wire.leases._MAX_LEASES", 3)
+    monkeypatch.setattr("kvatlas.wire.leases._MAX_RUNS", 10)
     leases = Leases(lambda _: None)
     six = (Copy(0, 0, *[np.arange(6)] * 3),)
     first = lease_of(leases, copies=six)
@@ -119,7 +120,7 @@ def test_a_transfer_is_ready_exactly_when_every_rank_has_delivered(
         assert transfer.ready is (step == 2 and not failed)
         if failed:
             with pytest.raises(AtlasError) as refusal:
-                transfer.refuse_cancelled()
+                transfer.check_cancelled()
             assert refusal.value.code is Code.CANCELLED
     if failed:
         with pytest.raises(AtlasError) as refusal:
@@ -146,8 +147,8 @@ def test_too_few_bytes_are_never_ready() -> None:
 def test_a_rank_that_starts_over_counts_from_nothing() -> None:
     transfer = Transfer("r", (0,), 30)
     transfer.add(0, 20)
-    transfer.layer(0, "a")
-    transfer.again(0)
+    transfer.add_layer(0, "a")
+    transfer.restart(0)
     assert (transfer.moved, transfer.layers) == (0, set())
     transfer.add(0, 30)
     transfer.finished(0)
@@ -163,10 +164,10 @@ def test_a_transfer_of_no_ranks_is_over_at_once_and_others_wait() -> None:
 
 def test_layers_are_those_of_every_rank() -> None:
     transfer = Transfer("r", (0, 1), None)
-    transfer.layer(0, "a")
+    transfer.add_layer(0, "a")
     assert transfer.layers == set()
-    transfer.layer(1, "a")
-    transfer.layer(1, "b")
+    transfer.add_layer(1, "a")
+    transfer.add_layer(1, "b")
     assert transfer.layers == {"a"}
 
 
@@ -198,7 +199,7 @@ def test_metrics_are_what_prometheus_reads() -> None:
     text = metrics.prometheus()
     assert text.endswith("\n")
     assert all(line.match(one) for one in text.splitlines())
-    assert 'kvatlas_wire_transfers_total{way="pull",outcome="deadline"} 1' in text
+    assert 'kvatlas_wire_transfers_total{direction="pull",outcome="deadline"} 1' in text
 
 
 def counted(metrics: Metrics) -> None:

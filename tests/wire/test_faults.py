@@ -58,8 +58,8 @@ def test_a_long_transfer_renews_its_lease(monkeypatch: pytest.MonkeyPatch) -> No
     with ends(*pair()) as (source, target):
         source.offer("r")
         (node,) = source.nodes
-        add = node.leases.add
-        node.leases.add = lambda seconds, **about: add(min(seconds, 0.2), **about)  # type: ignore[method-assign]
+        grant = node.leases.grant
+        node.leases.grant = lambda seconds, **about: grant(min(seconds, 0.2), **about)  # type: ignore[method-assign]
 
         def slowly(act: Act, copies: Sequence[Copy]) -> Handle:
             del copies

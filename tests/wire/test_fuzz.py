@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvatlas.errors import Code
-from kvatlas.wire import protocol as say
+from kvatlas.wire import protocol
 from tests.wire.attacked import SECONDS, Attacked, code_of, opening
 from tests.wire.corpus.make import hello, plan_json, sealed
 from tests.wire.helpers import small
@@ -43,7 +43,7 @@ def test_any_hello_is_answered(attacked: Attacked, change: tuple[str, Any]) -> N
     said = hello()
     said[change[0]] = change[1]
     with Clock() as clock:
-        answer = attacked.raw.tell([b"", say.new_key() + msgspec.msgpack.encode(said)])
+        answer = attacked.raw.tell([b"", protocol.new_key() + msgspec.msgpack.encode(said)])
     assert_coded(answer, clock)
 
 
@@ -80,30 +80,30 @@ def test_any_plan_is_answered(attacked: Attacked, data: st.DataObject) -> None:
         inner[last] = data.draw(near if small_change else JSON_ANY)
     with Clock() as clock:
         frames = sealed(hello(plan=json.dumps(made).encode()))
-        answer = attacked.raw.tell([b"", say.new_key() + frames[1][16:]])
+        answer = attacked.raw.tell([b"", protocol.new_key() + frames[1][16:]])
     assert_coded(answer, clock)
 
 
 @FUZZ
-@given(tag=st.sampled_from(["open", "renew", "gather", "sums", "close"]), data=st.data())
+@given(tag=st.sampled_from(["open", "renew", "gather", "get_checksums", "close"]), data=st.data())
 def test_any_question_is_answered(attacked: Attacked, tag: str, data: st.DataObject) -> None:
     session = attacked.session()
     lease = attacked.open(session).lease
     question: dict[str, Any] = {
         "open": msgspec.to_builtins(opening(session), builtin_types=(bytes,)),
-        "renew": {"seconds": 1.0}, "close": {"whole": True},
-        "gather": {"start": 0, "stop": 99, "slot": 0},
-        "sums": {"start": 0, "stop": 99, "piece": 4096},
+        "renew": {"seconds": 1.0}, "close": {"complete": True},
+        "gather": {"start": 0, "stop": 99, "buffer": 0},
+        "get_checksums": {"start": 0, "stop": 99, "piece": 4096},
     }[tag]  # fmt: skip
-    question = {"say": tag, "session": session} | question
+    question = {"type": tag, "session": session} | question
     if tag != "open":
         question["lease"] = lease
     key = data.draw(st.sampled_from(sorted(question)))
     question[key] = data.draw(ANY | st.dictionaries(st.integers(-1, 3), st.binary(max_size=16)))
     with Clock() as clock:
-        answer = attacked.raw.tell([b"", say.new_key() + msgspec.msgpack.encode(question)])
+        answer = attacked.raw.tell([b"", protocol.new_key() + msgspec.msgpack.encode(question)])
     assert_coded(answer, clock)
-    attacked.raw.ask(say.Close(session=session, lease=lease, whole=False))
+    attacked.raw.ask(protocol.Close(session=session, lease=lease, complete=False))
     attacked.node.leases.drop_all()
     attacked.node.offers["secret"].readers.clear()
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import zmq
 
-from kvatlas.wire import protocol as say
+from kvatlas.wire import protocol
 from tests.wire.attacked import BYTES, SECONDS, Attacked, code_of, opening
 from tests.wire.corpus.make import plan_json
 from tests.wire.helpers import small
@@ -24,13 +24,13 @@ from tests.wire.raw import Clock
 
 
 def test_sessions_that_were_never_opened_are_unknown(attacked: Attacked) -> None:
-    key = say.new_key()
+    key = protocol.new_key()
     for question in (
         opening(key),
-        say.Renew(session=key, lease=key, seconds=1.0),
-        say.Gather(session=key, lease=key, start=0, stop=1, slot=0),
-        say.Sums(session=key, lease=key, start=0, stop=1, piece=4096),
-        say.Close(session=key, lease=key, whole=True),
+        protocol.Renew(session=key, lease=key, seconds=1.0),
+        protocol.Gather(session=key, lease=key, start=0, stop=1, buffer=0),
+        protocol.GetChecksums(session=key, lease=key, start=0, stop=1, piece=4096),
+        protocol.Close(session=key, lease=key, complete=True),
     ):
         assert code_of(attacked.raw.ask(question)) == "unknown_session"
 
@@ -39,38 +39,40 @@ def test_leases_of_other_sessions_are_out_of_reach(attacked: Attacked) -> None:
     mine, other = attacked.session(), attacked.session(rank=1)
     lease = attacked.open(mine).lease
     for question in (
-        say.Renew(session=other, lease=lease, seconds=1.0),
-        say.Gather(session=other, lease=lease, start=0, stop=1, slot=0),
-        say.Sums(session=other, lease=lease, start=0, stop=1, piece=4096),
-        say.Close(session=other, lease=lease, whole=True),
-        say.Close(session=mine, lease=other, whole=True),
+        protocol.Renew(session=other, lease=lease, seconds=1.0),
+        protocol.Gather(session=other, lease=lease, start=0, stop=1, buffer=0),
+        protocol.GetChecksums(session=other, lease=lease, start=0, stop=1, piece=4096),
+        protocol.Close(session=other, lease=lease, complete=True),
+        protocol.Close(session=mine, lease=other, complete=True),
     ):
         assert code_of(attacked.raw.ask(question)) == "lease_expired"
     assert len(attacked.node.leases) == 1
-    assert code_of(attacked.raw.ask(say.Close(session=mine, lease=lease, whole=False))) == "fine"
+    assert (
+        code_of(attacked.raw.ask(protocol.Close(session=mine, lease=lease, complete=False))) == "ok"
+    )
     attacked.source.assert_idle()
 
 
 OPENINGS: list[tuple[str, dict[str, Any]]] = [
     ("unknown_request", {"request": "another"}),
-    ("unknown_request", {"way": "push"}),
+    ("unknown_request", {"direction": "push"}),
     ("bad_tokens", {"stop": 51}),
     ("bad_tokens", {"start": 30, "stop": 20}),
     ("bad_tokens", {"stop": 2**62}),
     ("missing_blocks", {"blocks": {}}),
-    ("missing_blocks", {"blocks": say.pack({0: [1]})}),
-    ("out_of_range", {"blocks": say.pack({0: [0, 1, 2, 2**32 - 1]})}),
-    ("out_of_range", {"blocks": say.pack({0: [0, 1, 2, 512]})}),
-    ("out_of_range", {"blocks": say.pack({0: [0, 1, 2, 3], 7: [0]})}),
-    ("twice", {"blocks": say.pack({0: [1, 1, 2, 3]})}),
+    ("missing_blocks", {"blocks": protocol.pack_tables({0: [1]})}),
+    ("out_of_range", {"blocks": protocol.pack_tables({0: [0, 1, 2, 2**32 - 1]})}),
+    ("out_of_range", {"blocks": protocol.pack_tables({0: [0, 1, 2, 512]})}),
+    ("out_of_range", {"blocks": protocol.pack_tables({0: [0, 1, 2, 3], 7: [0]})}),
+    ("twice", {"blocks": protocol.pack_tables({0: [1, 1, 2, 3]})}),
     ("bad_handshake", {"blocks": {0: bytes(15)}}),
     ("bad_handshake", {"blocks": {0: bytes(16)}, "peer_blocks": {0: bytes(2)}}),
-    ("unknown_request", {"peer_blocks": say.pack({0: [0, 1, 2, 3]})}),
+    ("unknown_request", {"peer_blocks": protocol.pack_tables({0: [0, 1, 2, 3]})}),
     ("unknown_layer", {"layers": ("layers.9.attn",)}),
 ]
 LIMITS: list[dict[str, Any]] = [
     {"seconds": 0.0}, {"seconds": -1.0}, {"seconds": 1e9}, {"seconds": float("nan")},
-    {"slots": -1}, {"slots": 17}, {"start": -1}, {"stop": 2**62 + 1}, {"way": "steal"},
+    {"buffers": -1}, {"buffers": 17}, {"start": -1}, {"stop": 2**62 + 1}, {"direction": "steal"},
     {"request": ""}, {"request": "x" * 257}, {"blocks": {65536: b""}}, {"blocks": {-1: b""}},
     {"layers": ("x" * 257,)}, {"layers": ("x",) * 16385},
 ]  # fmt: skip
@@ -94,46 +96,51 @@ def test_numbers_and_lengths_have_limits(attacked: Attacked, changed: dict[str, 
     attacked.source.assert_idle()
 
 
-def test_a_piece_lies_in_a_slot_of_the_lease(attacked: Attacked) -> None:
+def test_a_piece_lies_in_a_buffer_of_the_lease(attacked: Attacked) -> None:
     session = attacked.session()
     opened = attacked.open(session)
-    free = (set(range(4)) - set(opened.slots)).pop()
-    slot = opened.slots[0]
-    before = attacked.node.staging.copy()
+    free = (set(range(4)) - set(opened.buffers)).pop()
+    buffer = opened.buffers[0]
+    before = attacked.node.staging.memory.copy()
     for start, stop, into in (
-        (0, 10, free), (0, 10, 1024), (0, 4097, slot), (10, 0, slot), (0, 2**62, slot),
-        (2**62, 0, slot),
+        (0, 10, free), (0, 10, 1024), (0, 4097, buffer), (10, 0, buffer), (0, 2**62, buffer),
+        (2**62, 0, buffer),
     ):  # fmt: skip
-        question = say.Gather(
-            session=session, lease=opened.lease, start=start, stop=stop, slot=into
+        question = protocol.Gather(
+            session=session, lease=opened.lease, start=start, stop=stop, buffer=into
         )
         assert code_of(attacked.raw.ask(question)) == "bad_handshake"
-    far = say.Gather(session=session, lease=opened.lease, start=2**61, stop=2**61 + 4096, slot=slot)
-    assert code_of(attacked.raw.ask(far)) == "fine", "nothing is there, so nothing is gathered"
-    assert np.array_equal(attacked.node.staging, before)
-    attacked.raw.ask(say.Close(session=session, lease=opened.lease, whole=False))
+    far = protocol.Gather(
+        session=session, lease=opened.lease, start=2**61, stop=2**61 + 4096, buffer=buffer
+    )
+    assert code_of(attacked.raw.ask(far)) == "ok", "nothing is there, so nothing is gathered"
+    assert np.array_equal(attacked.node.staging.memory, before)
+    attacked.raw.ask(protocol.Close(session=session, lease=opened.lease, complete=False))
     attacked.source.assert_idle()
 
 
 def test_checksums_cost_no_more_than_their_span(attacked: Attacked) -> None:
     session = attacked.session()
     lease = attacked.open(session).lease
+    longest = protocol.MAX_CHECKSUM_SPAN
     for start, stop, piece, code in (
-        (0, say.SUMMED + 1, 4096, "bad_handshake"), (9, 0, 4096, "bad_handshake"),
+        (0, longest + 1, 4096, "bad_handshake"), (9, 0, 4096, "bad_handshake"),
         (0, 4096, 1, "bad_handshake"), (0, 4096, 1 << 31, "bad_handshake"),
-        (0, say.SUMMED, 1 << 30, "summed"), (2**62 - 1, 2**62, 4096, "summed"),
+        (0, longest, 1 << 30, "checksums"), (2**62 - 1, 2**62, 4096, "checksums"),
     ):  # fmt: skip
         tracemalloc.start()
         try:
             said = attacked.raw.ask(
-                say.Sums(session=session, lease=lease, start=start, stop=stop, piece=piece)
+                protocol.GetChecksums(
+                    session=session, lease=lease, start=start, stop=stop, piece=piece
+                )
             )
             peak = tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
         assert code_of(said) == code
         assert peak < BYTES
-    attacked.raw.ask(say.Close(session=session, lease=lease, whole=False))
+    attacked.raw.ask(protocol.Close(session=session, lease=lease, complete=False))
 
 
 def test_a_reader_that_reads_nothing_releases_nothing_it_should_not(attacked: Attacked) -> None:
@@ -141,8 +148,8 @@ def test_a_reader_that_reads_nothing_releases_nothing_it_should_not(attacked: At
     for changed in ({"stop": 49}, {"start": 1}, {"layers": ("layers.0.attn",)}, {}):
         session = attacked.session()
         lease = attacked.open(session, **changed).lease
-        attacked.raw.ask(say.Close(session=session, lease=lease, whole=True))
-        again = say.Close(session=session, lease=lease, whole=True)
+        attacked.raw.ask(protocol.Close(session=session, lease=lease, complete=True))
+        again = protocol.Close(session=session, lease=lease, complete=True)
         assert code_of(attacked.raw.ask(again)) == "lease_expired"
     assert "secret" in attacked.node.offers
     attacked.node.offers["secret"].readers.clear()
@@ -151,44 +158,44 @@ def test_a_reader_that_reads_nothing_releases_nothing_it_should_not(attacked: At
 def test_sessions_are_bounded_and_the_oldest_leave_nothing(
     attacked: Attacked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvatlas.wire.server.answers._SESSIONS", 4)
+    monkeypatch.setattr("kvatlas.wire.server.answers._MAX_SESSIONS", 4)
     used, idle = attacked.session(), attacked.session()
     kept = attacked.open(used).lease
     lost = attacked.open(idle).lease
     for _ in range(3):
         attacked.session()
-        said = attacked.raw.ask(say.Renew(session=used, lease=kept, seconds=1.0))
-        assert code_of(said) == "fine", "who is heard from stays"
-    said = attacked.raw.ask(say.Renew(session=idle, lease=lost, seconds=1.0))
+        said = attacked.raw.ask(protocol.Renew(session=used, lease=kept, seconds=1.0))
+        assert code_of(said) == "ok", "who is heard from stays"
+    said = attacked.raw.ask(protocol.Renew(session=idle, lease=lost, seconds=1.0))
     assert code_of(said) == "unknown_session"
     assert len(attacked.node.leases) == 1
-    attacked.raw.ask(say.Close(session=used, lease=kept, whole=False))
+    attacked.raw.ask(protocol.Close(session=used, lease=kept, complete=False))
     attacked.source.assert_idle()
 
 
 def test_a_process_that_starts_again_leaves_nothing_of_its_last_run(attacked: Attacked) -> None:
-    first = attacked.session(run=bytes(16))
+    first = attacked.session(incarnation=bytes(16))
     attacked.open(first)
-    other = attacked.session(run=bytes(16), name="somebody else")
+    other = attacked.session(incarnation=bytes(16), name="somebody else")
     theirs = attacked.open(other).lease
-    attacked.session(run=bytes([1]) * 16)
+    attacked.session(incarnation=bytes([1]) * 16)
     assert code_of(attacked.open(first)) == "unknown_session"
     assert len(attacked.node.leases) == 1
-    attacked.raw.ask(say.Close(session=other, lease=theirs, whole=False))
+    attacked.raw.ask(protocol.Close(session=other, lease=theirs, complete=False))
     attacked.source.assert_idle()
 
 
 def test_plans_and_routes_of_strangers_are_bounded(
     attacked: Attacked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvatlas.wire.server.node._ROUTES", 4)
-    monkeypatch.setattr("kvatlas.wire.peers._PLANS", 4)
+    monkeypatch.setattr("kvatlas.wire.server.state._MAX_ROUTES", 4)
+    monkeypatch.setattr("kvatlas.wire.peers._MAX_PLANS", 4)
     for number in range(8):
         made = plan_json(small("dense", tp=2))
         made["reasons"] = [f"plan {number}"]
         attacked.session(plan=json.dumps(made).encode())
-    assert len(attacked.node._routes) == 4
-    assert len(attacked.node.plans._known) == 4
+    assert len(attacked.node.routes) == 4
+    assert len(attacked.node.peer_plans) == 4
     attacked.works()
 
 
@@ -201,8 +208,8 @@ def test_layers_in_every_combination_are_not_all_kept(
     for number in range(1, 16):
         layers = tuple(f"layers.{i}.attn" for i in range(4) if number >> i & 1)
         opened = attacked.open(session, layers=layers)
-        attacked.raw.ask(say.Close(session=session, lease=opened.lease, whole=False))
-    assert max(len(made._compiled) for made in attacked.node._routes.values()) == 6
+        attacked.raw.ask(protocol.Close(session=session, lease=opened.lease, complete=False))
+    assert max(len(made._compiled) for made in attacked.node.routes.values()) == 6
     attacked.works()
 
 
@@ -218,12 +225,12 @@ def test_questions_wait_where_they_come_from(attacked: Attacked) -> None:
     """Large ones, sent as fast as they go while the node is busy, its answers never read."""
     gc.collect()
     before = resident()
-    busy = say.Renew(session=bytes(16), lease=bytes(16), seconds=1.0)
+    busy = protocol.Renew(session=bytes(16), lease=bytes(16), seconds=1.0)
     sockets: list[Any] = [zmq.Context.instance().socket(zmq.DEALER) for _ in range(4)]
     sent = 0
     try:
         with attacked.node.lock:
-            attacked.raw.send(say.seal(busy, say.new_key(), None))
+            attacked.raw.send(protocol.seal(busy, protocol.new_key(), None))
             for socket in sockets:
                 socket.setsockopt(zmq.LINGER, 0)
                 socket.setsockopt(zmq.SNDHWM, 1)

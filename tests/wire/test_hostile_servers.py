@@ -14,10 +14,9 @@ import zmq
 
 from kvatlas import AtlasError
 from kvatlas.errors import Code
-from kvatlas.wire import Session
-from kvatlas.wire import protocol as say
+from kvatlas.wire import Session, protocol
 from kvatlas.wire.rpc import Server, ask
-from tests.wire.corpus.make import spot
+from tests.wire.corpus.make import registered
 from tests.wire.helpers import End, assert_arrived, ends, small
 
 Twist = Callable[[Any, Any], Any]
@@ -27,7 +26,7 @@ Twist = Callable[[Any, Any], Any]
 @contextmanager
 def liar(source: End, twist: Twist) -> Iterator[str]:
     """An endpoint that answers as a node does, but for a twist."""
-    honest = source.nodes[0]._server._answer
+    honest = source.nodes[0].server.answer
     server = Server(
         "tcp://127.0.0.1:0",
         lambda question: twist(question, honest(question)),
@@ -106,7 +105,7 @@ def of(kind: Any, **changed: Any) -> Twist:
     return twist
 
 
-def instead(kind: type, said: say.Message) -> Twist:
+def instead(kind: type, said: protocol.Message) -> Twist:
     """Answer one kind of question with something else."""
     return lambda question, answer: said if isinstance(question, kind) else answer
 
@@ -116,10 +115,10 @@ def introduced(**changed: Any) -> Twist:
 
     def twist(question: Any, answer: Any) -> Any:
         del question
-        if not isinstance(answer, say.Welcome):
+        if not isinstance(answer, protocol.Welcome):
             return answer
         hello = msgspec.structs.replace(answer.hello, **changed)
-        return say.Welcome(hello=hello, session=answer.session)
+        return protocol.Welcome(hello=hello, session=answer.session)
 
     return twist
 
@@ -127,8 +126,8 @@ def introduced(**changed: Any) -> Twist:
 SIZE = small("dense").pools[0].nbytes
 
 
-def spots(*some: dict[str, Any]) -> Twist:
-    return introduced(spots=tuple(msgspec.convert(one, say.Spot) for one in some))
+def memory(*some: dict[str, Any]) -> Twist:
+    return introduced(memory=tuple(msgspec.convert(one, protocol.RegisteredMemory) for one in some))
 
 
 WELCOMES: list[tuple[Code, Twist]] = [
@@ -139,15 +138,18 @@ WELCOMES: list[tuple[Code, Twist]] = [
     (Code.BAD_HANDSHAKE, introduced(fingerprint="0" * 32)),
     (Code.BAD_HANDSHAKE, introduced(transport="other")),
     (Code.BAD_HANDSHAKE, introduced(rank=1)),
-    (Code.BAD_HANDSHAKE, spots()),
-    (Code.BAD_HANDSHAKE, spots(spot(0, 64, SIZE - 1))),
-    (Code.BAD_HANDSHAKE, spots(spot(0, 0, SIZE))),
-    (Code.BAD_HANDSHAKE, spots(spot(0, 64, SIZE), spot(-1, 128, 4096))),
-    (Code.BAD_HANDSHAKE, spots(spot(0, 64, SIZE), spot(3, 1 << 40, 4096))),
-    (Code.BAD_HANDSHAKE, instead(say.Hello, say.SendPlan())),
-    (Code.BAD_HANDSHAKE, instead(say.Hello, say.Fine())),
-    (Code.BAD_HANDSHAKE, instead(say.Hello, say.Summed(sums=b""))),
-    (Code.WIRE_FAILED, instead(say.Hello, say.Refusal(code="?", problem="", got="", hint=""))),
+    (Code.BAD_HANDSHAKE, memory()),
+    (Code.BAD_HANDSHAKE, memory(registered(0, 64, SIZE - 1))),
+    (Code.BAD_HANDSHAKE, memory(registered(0, 0, SIZE))),
+    (Code.BAD_HANDSHAKE, memory(registered(0, 64, SIZE), registered(-1, 128, 4096))),
+    (Code.BAD_HANDSHAKE, memory(registered(0, 64, SIZE), registered(3, 1 << 40, 4096))),
+    (Code.BAD_HANDSHAKE, instead(protocol.Hello, protocol.SendPlan())),
+    (Code.BAD_HANDSHAKE, instead(protocol.Hello, protocol.Ok())),
+    (Code.BAD_HANDSHAKE, instead(protocol.Hello, protocol.Checksums(sums=b""))),
+    (
+        Code.WIRE_FAILED,
+        instead(protocol.Hello, protocol.Refusal(code="?", problem="", got="", hint="")),
+    ),
 ]
 
 
@@ -163,31 +165,31 @@ def test_a_bad_welcome_is_refused(both: tuple[End, End], code: Code, twist: Twis
     target.buffers[0].assert_untouched()
 
 
-PACK = say.pack
+PACK = protocol.pack_tables
 OPENINGS: list[tuple[Code, Twist]] = [
-    (Code.BAD_HANDSHAKE, of(say.Opened, slots=(0, 2**40))),
-    (Code.BAD_HANDSHAKE, of(say.Opened, slots=(2**61, 2**62))),
-    (Code.BAD_HANDSHAKE, of(say.Opened, slots=(1, 1))),
-    (Code.BAD_HANDSHAKE, of(say.Opened, slots=(3, 4))),
-    (Code.BAD_HANDSHAKE, of(say.Opened, piece=0)),
-    (Code.BAD_HANDSHAKE, of(say.Opened, piece=1)),
-    (Code.BAD_HANDSHAKE, of(say.Opened, piece=2**62)),
-    (Code.BAD_HANDSHAKE, of(say.Opened, slots=(0, 1, 2, 3), piece=8192)),
-    (Code.BAD_HANDSHAKE, of(say.Opened, blocks={0: bytes(15)})),
-    (Code.MISSING_BLOCKS, of(say.Opened, blocks={})),
-    (Code.MISSING_BLOCKS, of(say.Opened, blocks=PACK({0: [1, 2]}))),
-    (Code.OUT_OF_RANGE, of(say.Opened, blocks=PACK({0: [0, 1, 2, 2**31]}))),
-    (Code.OUT_OF_RANGE, of(say.Opened, blocks=PACK({0: [0, 1, 2, 3], 1: [0]}))),
-    (Code.TWICE, of(say.Opened, blocks=PACK({0: [5, 5, 5, 5]}))),
-    (Code.BAD_HANDSHAKE, of(say.Opened, slots=tuple(range(17)))),
-    (Code.BAD_HANDSHAKE, instead(say.Open, say.Fine(seconds=9.0))),
-    (Code.BAD_HANDSHAKE, instead(say.Gather, say.Summed(sums=b""))),
-    (Code.BAD_HANDSHAKE, instead(say.Sums, say.Fine())),
-    (Code.BAD_HANDSHAKE, instead(say.Sums, say.Summed(sums=b""))),
-    (Code.BAD_HANDSHAKE, instead(say.Sums, say.Summed(sums=bytes(3)))),
-    (Code.CHECKSUM, instead(say.Sums, say.Summed(sums=bytes(4)))),
-    (Code.BAD_HANDSHAKE, instead(say.Close, say.Summed(sums=b""))),
-    (Code.TOO_MANY, of(say.Opened, slots=())),
+    (Code.BAD_HANDSHAKE, of(protocol.Opened, buffers=(0, 2**40))),
+    (Code.BAD_HANDSHAKE, of(protocol.Opened, buffers=(2**61, 2**62))),
+    (Code.BAD_HANDSHAKE, of(protocol.Opened, buffers=(1, 1))),
+    (Code.BAD_HANDSHAKE, of(protocol.Opened, buffers=(3, 4))),
+    (Code.BAD_HANDSHAKE, of(protocol.Opened, piece=0)),
+    (Code.BAD_HANDSHAKE, of(protocol.Opened, piece=1)),
+    (Code.BAD_HANDSHAKE, of(protocol.Opened, piece=2**62)),
+    (Code.BAD_HANDSHAKE, of(protocol.Opened, buffers=(0, 1, 2, 3), piece=8192)),
+    (Code.BAD_HANDSHAKE, of(protocol.Opened, blocks={0: bytes(15)})),
+    (Code.MISSING_BLOCKS, of(protocol.Opened, blocks={})),
+    (Code.MISSING_BLOCKS, of(protocol.Opened, blocks=PACK({0: [1, 2]}))),
+    (Code.OUT_OF_RANGE, of(protocol.Opened, blocks=PACK({0: [0, 1, 2, 2**31]}))),
+    (Code.OUT_OF_RANGE, of(protocol.Opened, blocks=PACK({0: [0, 1, 2, 3], 1: [0]}))),
+    (Code.TWICE, of(protocol.Opened, blocks=PACK({0: [5, 5, 5, 5]}))),
+    (Code.BAD_HANDSHAKE, of(protocol.Opened, buffers=tuple(range(17)))),
+    (Code.BAD_HANDSHAKE, instead(protocol.Open, protocol.Ok(seconds=9.0))),
+    (Code.BAD_HANDSHAKE, instead(protocol.Gather, protocol.Checksums(sums=b""))),
+    (Code.BAD_HANDSHAKE, instead(protocol.GetChecksums, protocol.Ok())),
+    (Code.BAD_HANDSHAKE, instead(protocol.GetChecksums, protocol.Checksums(sums=b""))),
+    (Code.BAD_HANDSHAKE, instead(protocol.GetChecksums, protocol.Checksums(sums=bytes(3)))),
+    (Code.CHECKSUM, instead(protocol.GetChecksums, protocol.Checksums(sums=bytes(4)))),
+    (Code.BAD_HANDSHAKE, instead(protocol.Close, protocol.Checksums(sums=b""))),
+    (Code.TOO_MANY, of(protocol.Opened, buffers=())),
 ]
 
 
@@ -205,7 +207,7 @@ def test_a_bad_lease_delivers_nothing(both: tuple[End, End], code: Code, twist: 
 
 
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -5.0, 0.0, 1e300])
-@pytest.mark.parametrize("kind", [say.Opened, say.Fine])
+@pytest.mark.parametrize("kind", [protocol.Opened, protocol.Ok])
 def test_absurd_times_change_nothing(both: tuple[End, End], kind: type, seconds: float) -> None:
     source, target = both
     with liar(source, of(kind, seconds=seconds)) as endpoint:
@@ -216,7 +218,7 @@ def test_absurd_times_change_nothing(both: tuple[End, End], kind: type, seconds:
 
 def test_a_renewal_that_is_none_ends_a_stream(both: tuple[End, End]) -> None:
     source, target = both
-    twist = instead(say.Renew, say.Summed(sums=b""))
+    twist = instead(protocol.Renew, protocol.Checksums(sums=b""))
     with liar(source, twist) as endpoint, Session(target.nodes[0], [endpoint]) as session:
         transfer = session.pull("r", dst_blocks=target.blocks, tokens=50, streamed=True)
         with pytest.raises(AtlasError) as refusal:
@@ -227,8 +229,8 @@ def test_a_renewal_that_is_none_ends_a_stream(both: tuple[End, End]) -> None:
 
 # -- below messages -----------------------------------------------------------------------
 
-QUESTION = say.Renew(session=bytes(16), lease=bytes(16), seconds=1.0)
-FINE = say.Fine(seconds=1.0)
+QUESTION = protocol.Renew(session=bytes(16), lease=bytes(16), seconds=1.0)
+FINE = protocol.Ok(seconds=1.0)
 
 
 def heard(frames: list[bytes]) -> bytes:
@@ -240,7 +242,7 @@ def heard(frames: list[bytes]) -> bytes:
     [
         [], [b"x"], [b"", b""], [b"", bytes(16)], [b"", bytes(16) + b"\xdd\xff\xff\xff\xff"],
         [b"", bytes(16) + b"\x91" * 100_000], [b"a", b"b", b"c"], [bytes(1 << 20), bytes(17)],
-        say.seal(QUESTION, bytes(16), None), [b"", bytes(16) + b"\x81\xa3say\xa4tell"],
+        protocol.seal(QUESTION, bytes(16), None), [b"", bytes(16) + b"\x81\xa3say\xa4tell"],
     ],
     ids=range(10),
 )  # fmt: skip
@@ -254,8 +256,8 @@ def test_garbage_is_refused_at_once(answer: list[bytes]) -> None:
     "answers",
     [
         lambda _: [],
-        lambda _: [say.seal(FINE, bytes(16), None)],
-        lambda _: [say.seal(FINE, bytes(16), None)] * 2000,
+        lambda _: [protocol.seal(FINE, bytes(16), None)],
+        lambda _: [protocol.seal(FINE, bytes(16), None)] * 2000,
         lambda frames: [[b"", heard(frames) + bytes(8 << 20)]],
     ],
     ids=["silence", "wrong nonce", "a flood of wrong nonces", "far too large"],
@@ -274,18 +276,18 @@ def test_a_late_answer_is_nobodys() -> None:
     late: list[list[bytes]] = []
 
     def answer(frames: list[bytes]) -> list[list[bytes]]:
-        late.append(say.seal(say.Fine(seconds=float(len(late))), heard(frames), None))
+        late.append(protocol.seal(protocol.Ok(seconds=float(len(late))), heard(frames), None))
         return late[-1:] if len(late) == 1 else [late[0], late[-1]]
 
     with told(lambda frames: answer(frames) if late else (answer(frames), [])[1]) as endpoint:
         with pytest.raises(AtlasError):
             ask(endpoint, QUESTION, secret=None, deadline=time.monotonic() + 0.2)
         said = ask(endpoint, QUESTION, secret=None, deadline=time.monotonic() + 10)
-        assert said == say.Fine(seconds=1.0)
+        assert said == protocol.Ok(seconds=1.0)
 
 
 def test_an_answer_is_signed_too() -> None:
-    with told(lambda frames: [say.seal(FINE, heard(frames), None)]) as endpoint:
+    with told(lambda frames: [protocol.seal(FINE, heard(frames), None)]) as endpoint:
         with pytest.raises(AtlasError) as refusal:
             ask(endpoint, QUESTION, secret=b"s", deadline=time.monotonic() + 10)
         assert refusal.value.code is Code.BAD_SIGNATURE

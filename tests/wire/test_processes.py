@@ -1,7 +1,7 @@
 """Faults between real processes, over real transports.
 
 Whatever happens to the other process, a transfer ends by its deadline, is ready only with
-every byte, and leaves no lease, no slot and no registration; the next one works.
+every byte, and leaves no lease, no buffer and no registration; the next one works.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kvatlas.wire import Session
-from kvatlas.wire.client.rank_transfer import Moving
+from kvatlas.wire.client.rank_transfer import RankTransfer
 from tests.wire.child import TOKENS
 from tests.wire.helpers import small, until
 from tests.wire.processes import (
@@ -73,14 +73,14 @@ def test_the_source_is_killed_before_it_confirms(
     child = children.take(SOURCE, here.transport, 1, name="source")
     child.ask("offer", request="r")
     with monkeypatch.context() as patch, Session(here.node, [child.endpoint]) as session:
-        close = Moving._close
+        close = RankTransfer._close
 
-        def killing(moving: Moving, *, whole: bool) -> None:
+        def killing(moving: RankTransfer, *, complete: bool) -> None:
             if child.process.is_alive():
                 child.kill()
-            close(moving, whole=whole)
+            close(moving, complete=complete)
 
-        patch.setattr(Moving, "_close", killing)
+        patch.setattr(RankTransfer, "_close", killing)
         begun = time.monotonic()
         transfer = here.pull(session, how="direct", seconds=0.8)
         assert outcome(transfer, begun) in LOST
@@ -186,13 +186,13 @@ def test_a_byte_that_changes_on_the_way(
     child = children.take(SOURCE, here.transport, 1, name="source")
     child.ask("offer", request="r")
     with monkeypatch.context() as patch, Session(here.node, [child.endpoint]) as session:
-        move = Moving._move
+        move = RankTransfer._move
 
-        def spoiled(moving: Moving, copies: Any, *rest: Any) -> None:
+        def spoiled(moving: RankTransfer, copies: Any, *rest: Any) -> None:
             move(moving, copies, *rest)
             here.node.pools[copies[0].dst_pool][copies[0].dst[-1]] ^= 1
 
-        patch.setattr(Moving, "_move", spoiled)
+        patch.setattr(RankTransfer, "_move", spoiled)
         begun = time.monotonic()
         assert outcome(here.pull(session, checksums=True), begun) == "checksum"
     works(here, child)

@@ -53,7 +53,7 @@ def test_a_replica_that_is_silent_leaves_time_for_the_others() -> None:
         second.offer("r")
         second.offer("again")
         with Session(target.nodes[0], source.endpoints + second.endpoints) as session:
-            source.nodes[0]._server.close()
+            source.nodes[0].server.close()
             pull(session, target, seconds=1.5).wait(10)
             begun = time.monotonic()
             pull(session, target, "again", seconds=1.5).wait(10)

@@ -169,8 +169,8 @@ def test_an_empty_range_is_there_at_once() -> None:
 
 def test_many_requests_at_once_over_many_threads() -> None:
     """Each request has blocks of its own and arrives in its own; twelve threads ask."""
-    source = End(small("dense", 64, tp=2, memory="8MiB"), 32, seed=1, slots=8)
-    target = End(small("dense", 64, layout="BHLNC", memory="8MiB"), 32, seed=2, slots=8)
+    source = End(small("dense", 64, tp=2, memory="8MiB"), 32, seed=1, buffers=8)
+    target = End(small("dense", 64, layout="BHLNC", memory="8MiB"), 32, seed=2, buffers=8)
     many = 48
     with ends(source, target), Session(target.nodes[0], source.endpoints) as session:
         for number in range(many):
@@ -188,10 +188,10 @@ def test_many_requests_at_once_over_many_threads() -> None:
                     session.pull(f"r{number}", dst_blocks=blocks, tokens=32, **given).wait(20)
                     return
                 except AtlasError as refused:
-                    # All slots are lent: staged was asked for, so it is refused, not changed.
+                    # All buffers are lent: staged was asked for, so it is refused, not changed.
                     assert (refused.code, how) == (Code.TOO_MANY, "staged")
                     threading.Event().wait(0.02)
-            raise AssertionError("slots never came free")
+            raise AssertionError("buffers never came free")
 
         with ThreadPoolExecutor(12) as threads:
             list(threads.map(one, range(many)))
@@ -312,8 +312,8 @@ def test_metrics_count_what_was_moved() -> None:
         assert 'outcome="ok"} 2' in metrics.prometheus()
 
 
-def test_a_node_without_slots_moves_directly() -> None:
-    with ends(*two_ends("dense", {}, {}, slots=0)) as (source, target):
+def test_a_node_without_buffers_moves_directly() -> None:
+    with ends(*two_ends("dense", {}, {}, buffers=0)) as (source, target):
         source.offer("r")
         pull_all(source, target, "r")
         source.offer("staged")

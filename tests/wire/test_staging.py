@@ -15,7 +15,7 @@ from kvatlas.errors import Code
 from kvatlas.routing import Copy
 from kvatlas.wire import Memory
 from kvatlas.wire.memory_copy import as_bytes
-from kvatlas.wire.staging import cut, gather, scatter, stream_bytes, sums
+from kvatlas.wire.staging import checksums, gather, scatter, stream_bytes, stream_slice
 from kvatlas.wire.transports.base import check_bounds
 
 POOL = 4096
@@ -64,13 +64,13 @@ def test_a_cut_is_that_part_of_the_stream(whole: list[Copy], data: st.DataObject
     assert stream_bytes(whole) == len(every)
     start = data.draw(st.integers(0, len(every) + 3))
     stop = data.draw(st.integers(start, len(every) + 5))
-    assert spelled_out(cut(whole, start, stop)) == every[start:stop]
+    assert spelled_out(stream_slice(whole, start, stop)) == every[start:stop]
 
 
 @given(copies(), st.integers(1, 300))
 def test_pieces_make_up_the_stream(whole: list[Copy], piece: int) -> None:
     total = stream_bytes(whole)
-    parts = [cut(whole, a, min(total, a + piece)) for a in range(0, total, piece)]
+    parts = [stream_slice(whole, a, min(total, a + piece)) for a in range(0, total, piece)]
     assert [byte for part in parts for byte in spelled_out(part)] == spelled_out(whole)
 
 
@@ -104,11 +104,11 @@ def test_checksums_are_those_of_the_bytes(
     stop = data.draw(st.integers(start, len(every)))
     stream = bytes(int(src[p][a]) for p, a, _, _ in every[start:stop])
     right = [zlib.crc32(stream[a : a + piece]) for a in range(0, len(stream), piece)]
-    assert sums(whole, src, (start, stop), piece, src=True).tolist() == right
+    assert checksums(whole, src, (start, stop), piece, src=True).tolist() == right
     room = np.empty(len(every), dtype=np.uint8)
     gather(whole, src, room)
     scatter(whole, room, dst)
-    assert sums(whole, dst, (start, stop), piece, src=False).tolist() == right
+    assert checksums(whole, dst, (start, stop), piece, src=False).tolist() == right
 
 
 @pytest.mark.parametrize("length", [1, 3, 4096, 32 << 10, 40_000])

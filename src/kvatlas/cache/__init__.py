@@ -3,9 +3,16 @@
 This room needs torch (`pip install kvatlas[torch]`).
 """
 
+from importlib.util import find_spec
+
+from kvatlas.errors import MissingExtraError
+
+if find_spec("torch") is None:
+    raise MissingExtraError("torch", "torch")
+
 from kvatlas.cache import adapters
 from kvatlas.cache.cache import ALIGNMENT, Cache, LayerCache, allocate, bind
-from kvatlas.cache.tensors import torch_dtype, view
+from kvatlas.cache.tensors import checked_ids, torch_dtype, view
 
 __all__ = [
     "ALIGNMENT",
@@ -14,6 +21,7 @@ __all__ = [
     "adapters",
     "allocate",
     "bind",
+    "checked_ids",
     "torch_dtype",
     "view",
 ]

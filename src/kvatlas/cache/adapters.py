@@ -2,8 +2,8 @@
 
 Each function returns tensors in a backend's own shape, sharing the pool's storage.
 K and V are affine in the same coordinates, so putting them on one axis is affine too:
-its stride is the distance between them. Where a shape is not affine in an order, the
-function refuses and names an order in which it is.
+its stride is the distance between them. Where a shape is not affine in a layout, the
+function refuses and names a layout in which it is.
 """
 
 from __future__ import annotations
@@ -68,31 +68,28 @@ def flashinfer_nvfp4(layer: LayerCache, order: Order = "HND") -> Quantised:
 
 def scales(layer: LayerCache) -> KV:
     """Scales for each token and head as [B, N, H]: int8, fp8 and int4 kernels."""
-    found = [_view(layer, name, _AXES["NHD"]) for name in ("k_scale", "v_scale")]
-    if any(scale.shape[-1] != 1 for scale in found):
+    k, v = (_view(layer, name, _AXES["NHD"]) for name in ("k_scale", "v_scale"))
+    if k.shape[-1] != 1 or v.shape[-1] != 1:
         raise AtlasError(
             Code.BAD_AXES,
-            "A row has one scale",
-            got=f"{found[0].shape[-1]} of them in {layer.name}",
+            "A row has more than one scale",
+            got=f"{k.shape[-1]} of them in {layer.name}",
             hint="Use flashinfer_nvfp4 for block scales",
         )
-    return KV(found[0].squeeze(-1), found[1].squeeze(-1))
+    return KV(k.squeeze(-1), v.squeeze(-1))
 
 
 def flex_attention(layer: LayerCache) -> KV:
     """K and V as [B * N, H, D]: states of all blocks on one axis."""
-    return KV(_flat_states(layer, "k"), _flat_states(layer, "v"))
+    k, v = (_flat_states(layer, name, layer.place(name)) for name in "kv")
+    return KV(k, v)
 
 
 def sdpa(layer: LayerCache, first: int, blocks: int) -> KV:
     """K and V of neighbouring blocks as [1, H, blocks * N, D], for torch's own attention."""
-
-    def one(name: str) -> torch.Tensor:
-        placed = layer.place(name).narrow("B", first, blocks)
-        folded = _fold(placed, layer).reorder("H", "B*N", "C")
-        return view(layer.buffer, folded, _dtype(layer, name)).unsqueeze(0)
-
-    return KV(one("k"), one("v"))
+    chosen = ((name, layer.place(name).narrow("B", first, blocks)) for name in "kv")
+    k, v = (_flat_states(layer, name, placed).transpose(0, 1)[None] for name, placed in chosen)
+    return KV(k, v)
 
 
 def triton(layer: LayerCache, name: str) -> Strided:
@@ -116,7 +113,7 @@ def cpu_attention(layer: LayerCache) -> KV:
     if k.stride(-1) != 1 and k.shape[-1] > 1:
         raise AtlasError(
             Code.NOT_CONTIGUOUS,
-            "CPU attention reads the states of one element side by side",
+            "CPU attention needs the states of one element side by side",
             got=f"states {k.stride(-1)} elements apart in {layer.name}",
             hint="Use packing transposed",
         )
@@ -143,39 +140,33 @@ def _dtype(layer: LayerCache, name: str) -> torch.dtype:
 
 
 def _view(layer: LayerCache, name: str, axes: tuple[str, ...]) -> torch.Tensor:
-    return view(layer.buffer, _axes(layer.place(name), name, axes), _dtype(layer, name))
+    return view(layer.buffer, _place(layer, name, axes), _dtype(layer, name))
 
 
-def _axes(placed: Placement, name: str, axes: tuple[str, ...]) -> Placement:
+def _place(layer: LayerCache, name: str, axes: tuple[str, ...]) -> Placement:
+    placed = layer.place(name)
     if set(axes) != set(placed.axes):
-        raise AtlasError(
-            Code.BAD_AXES,
-            "A backend's shape has the field's own axes",
-            got=f"{name} with axes {placed.axes}, wanted {axes}",
-            hint="Use the adapter of the packing that the layer has",
-        )
+        problem = f"The backend's shape has other axes than {name}: {axes}"
+        hint = "Use the adapter of the packing that the layer has"
+        raise AtlasError(Code.BAD_AXES, problem, got=placed.axes, hint=hint)
     return placed.reorder(*axes)
 
 
 def _together(layer: LayerCache, first: str, second: str, axes: tuple[str, ...]) -> torch.Tensor:
     """Two fields on one axis behind B, where they differ by a constant distance alone."""
-    a = _axes(layer.place(first), first, axes)
-    b = _axes(layer.place(second), second, axes)
+    a, b = (_place(layer, name, axes) for name in (first, second))
     return view(layer.buffer, stack(a, b, axis="kv", behind="B"), _dtype(layer, first))
 
 
-def _flat_states(layer: LayerCache, name: str) -> torch.Tensor:
-    folded = _fold(layer.place(name), layer).reorder("B*N", "H", "C")
-    return view(layer.buffer, folded, _dtype(layer, name))
-
-
-def _fold(placed: Placement, layer: LayerCache) -> Placement:
+def _flat_states(layer: LayerCache, name: str, placed: Placement) -> torch.Tensor:
+    """A field of some blocks as [B * N, H, D]."""
     try:
-        return placed.fold("B", "N")
+        folded = placed.fold("B", "N")
     except AtlasError as refusal:
         raise AtlasError(
             Code.NOT_FOLDABLE,
-            "States of all blocks are one axis where blocks follow each other state by state",
+            "States of all blocks are not one axis: blocks do not follow each other state by state",
             got=f"{layer.name} with strides {dict(zip(placed.axes, placed.strides, strict=True))}",
             hint="Use LBNHC, or an adapter that keeps blocks",
         ) from refusal
+    return view(layer.buffer, folded.reorder("B*N", "H", "C"), _dtype(layer, name))

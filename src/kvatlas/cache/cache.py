@@ -8,16 +8,16 @@ field, all of them windows into the same allocation.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
 
-from kvatlas.cache.tensors import check_pool, torch_dtype, view
+from kvatlas.cache.tensors import check_pool, checked_ids, torch_dtype, view
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Field, Page, Placement
+from kvatlas.geometry import Page, Placement
 from kvatlas.planning import Plan, Pool
 from kvatlas.specs import Spec
 
@@ -31,7 +31,7 @@ _S = TypeVar("_S", bound=Spec)
 class LayerCache:
     """What one layer keeps, on one rank: views into its pool.
 
-    Where a plan cuts a state by heads, this is one part of it.
+    Where a plan splits a recurrent state by heads, this is one part of it.
     """
 
     name: str
@@ -40,17 +40,17 @@ class LayerCache:
     page: Page
     placement: Placement
     """Where its cells lie: axes B, H, N, C, and k where blocks hold several kernel blocks."""
-    buffer: torch.Tensor
+    buffer: torch.Tensor = field(repr=False)
     """Its pool's bytes."""
 
     def spec_as(self, kind: type[_S]) -> _S:
-        """The layer's spec, refused where it is not of a kind that a kernel serves."""
+        """The layer's spec, refused where it is of another kind than `kind`."""
         if not isinstance(self.spec, kind):
             raise AtlasError(
                 Code.BAD_SPEC,
-                f"This kernel is for layers of {kind.__name__}",
-                got=f"{type(self.spec).__name__} in {self.name}",
-                hint="Call the kernel of the layer's own kind",
+                f"{self.name} is no layer of {kind.__name__}",
+                got=f"a layer of {type(self.spec).__name__}",
+                hint="Call the kernel for the layer's own kind",
             )
         return self.spec
 
@@ -77,7 +77,7 @@ class LayerCache:
 
     def place(self, name: str) -> Placement:
         """Where a field lies, by kernel blocks."""
-        # Kernels ask for every layer of every step, so answers are remembered.
+        # Kernels call this for every layer of every step, so placements are remembered.
         if name not in self._places:
             self._places[name] = self.page.view(self.kernel_blocks, name)
         return self._places[name]
@@ -85,8 +85,8 @@ class LayerCache:
     def field(self, name: str) -> torch.Tensor:
         """A field as a typed tensor: blocks first, then the field's own axes."""
         if name not in self._tensors:
-            found: Field = self.page.field(name)
-            self._tensors[name] = view(self.buffer, self.place(name), torch_dtype(found.dtype))
+            dtype = torch_dtype(self.page.field(name).dtype)
+            self._tensors[name] = view(self.buffer, self.place(name), dtype)
         return self._tensors[name]
 
     @property
@@ -105,6 +105,8 @@ class Cache(Mapping[str, LayerCache]):
 
     >>> from kvatlas.planning import plan
     >>> cache = allocate(plan("Qwen3-8B", memory="1GiB", max_len=512))
+    >>> cache
+    <Cache of Qwen3-8B, rank 0 of 1: 36 layers, 455 x 2,359,296 = 1,073,479,680 bytes on cpu>
     >>> layer = cache["model.layers.3.self_attn.attn"]
     >>> layer.k.shape, layer.k.dtype
     (torch.Size([455, 8, 16, 128]), torch.bfloat16)
@@ -117,31 +119,44 @@ class Cache(Mapping[str, LayerCache]):
         self.stage, self.tp_rank = plan.split_rank(rank)
         self.rank = rank
         self.pools = dict(pools)
-        self._layers = {
-            layer: self.stage_layer(layer)
+        self._parts = {
+            layer: [self._part(layer, part) for part in range(plan.parts(layer))]
             for layer in plan.layers
             if plan.region_of(layer)[0].stage == self.stage
         }
 
+    def __repr__(self) -> str:
+        pools = self.plan.rank_pools(self.rank).values()
+        sizes = " + ".join(f"{pool.blocks:,} x {pool.block_bytes:,}" for pool in pools)
+        total = sum(pool.nbytes for pool in pools)
+        devices = ", ".join(sorted({str(memory.device) for memory in self.pools.values()}))
+        return (
+            f"<Cache of {self.plan.model}, rank {self.rank} of {self.plan.ranks}: "
+            f"{len(self)} layers, {sizes} = {total:,} bytes on {devices}>"
+        )
+
     def __getitem__(self, layer: str) -> LayerCache:
-        if layer not in self._layers:
-            self.plan.region_of(layer)
-            raise AtlasError(
-                Code.UNKNOWN_LAYER,
-                "A layer lies on this rank's pipeline stage",
-                got=f"{layer} on stage {self.stage}",
-                hint="Ask a rank of the stage that holds it",
-            )
-        return self._layers[layer]
+        return self.parts(layer)[0]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._layers)
+        return iter(self._parts)
 
     def __len__(self) -> int:
-        return len(self._layers)
+        return len(self._parts)
 
-    def stage_layer(self, layer: str, part: int = 0) -> LayerCache:
-        """A layer, or one part of a state that the plan cuts by heads."""
+    def parts(self, layer: str) -> list[LayerCache]:
+        """All parts of a layer's state: one, unless the plan splits it by heads."""
+        if layer not in self._parts:
+            region, _ = self.plan.region_of(layer)
+            raise AtlasError(
+                Code.UNKNOWN_LAYER,
+                f"The layer is on another pipeline stage than rank {self.rank}",
+                got=f"{layer} on stage {region.stage}, not {self.stage}",
+                hint="Ask a rank of the stage that holds it",
+            )
+        return list(self._parts[layer])
+
+    def _part(self, layer: str, part: int) -> LayerCache:
         region, index = self.plan.region_of(layer, part)
         return LayerCache(
             name=layer,
@@ -151,107 +166,65 @@ class Cache(Mapping[str, LayerCache]):
             buffer=self.pools[self.plan.groups[region.group].pool],
         )
 
-    def parts(self, layer: str) -> list[LayerCache]:
-        """All parts of a layer's state: one, unless the plan cuts it by heads."""
-        self[layer]
-        return [self.stage_layer(layer, part) for part in range(self.plan.parts(layer))]
-
     def clear(self, group: int, ids: Sequence[int] | torch.Tensor) -> bool:
         """Make blocks ready for a group that takes them: zeroed where the plan needs it.
 
-        Says whether it was needed. Only what the group itself can read is written.
+        Returns whether it was needed. Only bytes that the group itself reads are written.
         """
-        regions = [
-            region
-            for region in self.plan.regions
-            if (region.stage, region.group) == (self.stage, group)
-        ]
         if not 0 <= group < len(self.plan.groups):
-            raise AtlasError(
-                Code.OUT_OF_RANGE,
-                "A group is one of the plan's own",
-                got=group,
-                hint=f"This plan has {len(self.plan.groups)} groups",
-            )
-        index = self.plan.groups[group].pool
-        chosen = torch.as_tensor(ids, dtype=torch.long)
+            hint = f"Groups are 0..{len(self.plan.groups) - 1}"
+            raise AtlasError(Code.OUT_OF_RANGE, "There is no such group", got=group, hint=hint)
+        needed, here = group in self.plan.groups_to_clear, (self.stage, group)
+        regions = [r for r in self.plan.regions if (r.stage, r.group) == here]
         if regions:
-            self._refuse_ids(chosen.tolist(), self._pool(index).blocks)
-        if group not in self.plan.groups_to_clear:
-            return False
-        for region in regions:
-            placed = region.placement(self.plan.tp, self._pool(index).blocks)
-            cells = view(self.pools[index], placed, torch.uint8)
-            cells.index_fill_(placed.axes.index("B"), chosen.to(cells.device), 0)
-        return True
+            pool = self.plan.pool(self.rank, group)
+            buffer = self.pools[pool.index]
+            chosen = _block_ids(ids, pool).to(buffer.device)
+        for region in regions if needed else ():
+            placed = region.placement(self.plan.tp, pool.blocks)
+            cells = view(buffer, placed, torch.uint8)
+            cells.index_fill_(placed.axes.index("B"), chosen, 0)
+        return needed
 
     def block(self, ids: Sequence[int] | torch.Tensor | int, pool: int = 0) -> torch.Tensor:
         """Whole blocks of a pool across all layers, as rows of bytes.
 
         One id, or ids that step evenly, are a view; a scattered choice cannot be.
         """
-        found = self._pool(pool)
-        if not self._rows(pool):
-            raise AtlasError(
-                Code.NOT_CONTIGUOUS,
-                "A block is one row of bytes in block-outermost orders",
-                got=f"order {self.plan.layout}",
-                hint="Use an order that starts with B, or Placement.runs for the pieces",
-            )
-        rows = self.pools[pool].view(found.blocks, found.block_bytes)
-        chosen = [ids] if isinstance(ids, int) else [int(i) for i in ids]
-        steps = {b - a for a, b in pairwise(chosen)}
-        if not chosen:
-            raise AtlasError(
-                Code.OUT_OF_RANGE,
-                "A view holds at least one block",
-                got=chosen,
-                hint="Ask for some blocks of the pool",
-            )
-        self._refuse_ids(chosen, found.blocks)
-        if len(steps) > 1 or min(steps, default=1) < 1:
-            raise AtlasError(
-                Code.NOT_CONTIGUOUS,
-                "A view holds blocks that step evenly upwards",
-                got=f"ids {chosen[:8]}",
-                hint="Gather scattered blocks with a copy kernel",
-            )
-        return rows[chosen[0] : chosen[-1] + 1 : min(steps, default=1)]
-
-    @staticmethod
-    def _refuse_ids(ids: Sequence[int], blocks: int) -> None:
-        if ids and (min(ids) < 0 or max(ids) >= blocks):
-            raise AtlasError(
-                Code.OUT_OF_RANGE,
-                f"Block ids are 0..{blocks - 1}",
-                got=list(ids[:8]),
-                hint="Ids are those of the pool's own blocks",
-            )
-
-    def _pool(self, index: int) -> Pool:
         pools = self.plan.rank_pools(self.rank)
-        if index not in pools:
-            raise AtlasError(
-                Code.OUT_OF_RANGE,
-                "The rank has no such pool",
-                got=index,
-                hint=f"This rank has pools {sorted(pools)}",
-            )
-        return pools[index]
-
-    def _rows(self, index: int) -> bool:
-        """Every region of a pool keeps a block's bytes in one row of it."""
-        pool = self._pool(index)
-        regions = [
-            region
+        if pool not in pools:
+            hint = f"Rank {self.rank} has pools {sorted(pools)}"
+            raise AtlasError(Code.OUT_OF_RANGE, "There is no such pool", got=pool, hint=hint)
+        planned = pools[pool]
+        strides = {
+            region.block_stride
             for region in self.plan.regions
-            if region.stage == self.stage and self.plan.groups[region.group].pool == index
-        ]
-        return all(region.block_stride == pool.block_bytes for region in regions)
+            if region.stage == self.stage and self.plan.groups[region.group].pool == pool
+        }
+        if strides != {planned.block_bytes}:
+            raise AtlasError(
+                Code.NOT_CONTIGUOUS,
+                "The bytes of a block are not one row: blocks are not the outermost axis",
+                got=f"layout {self.plan.layout}",
+                hint="Use a layout that starts with B, or Placement.runs for each stretch of bytes",
+            )
+        rows = self.pools[pool].view(planned.blocks, planned.block_bytes)
+        chosen = _block_ids([ids] if isinstance(ids, int) else ids, planned).tolist()
+        if not chosen:
+            raise AtlasError(Code.OUT_OF_RANGE, "No blocks", got=ids, hint="Pass one id or more")
+        steps = {b - a for a, b in pairwise(chosen)} or {1}
+        if len(steps) > 1 or min(steps) < 1:
+            raise AtlasError(
+                Code.NOT_CONTIGUOUS,
+                "No view holds these blocks: their ids do not step evenly upwards",
+                got=f"ids {chosen[:8]}",
+                hint="Gather scattered blocks with kernels.gather_blocks",
+            )
+        return rows[chosen[0] : chosen[-1] + 1 : steps.pop()]
 
 
 def allocate(plan: Plan, *, rank: int = 0, device: Any = "cpu") -> Cache:
-    """Memory for one rank of a plan, one buffer for each pool.
+    """Allocate memory for one rank of a plan, one buffer for each pool.
 
     Buffers are zeroed where some group needs it: recurrent states are read before they
     are written, and groups that keep unlike numbers overlay each other.
@@ -275,45 +248,49 @@ def bind(buffers: Mapping[int, Any] | Any, plan: Plan, *, rank: int = 0) -> Cach
     >>> memory[1]
     63
     """
-    mine = plan.rank_pools(rank)
-    given = buffers if isinstance(buffers, Mapping) else {0: buffers}
-    if set(given) != set(mine):
+    planned = plan.rank_pools(rank)
+    buffers = buffers if isinstance(buffers, Mapping) else {0: buffers}
+    if set(buffers) != set(planned):
         raise AtlasError(
             Code.BAD_TENSOR,
-            "Every pool of the rank is given its memory",
-            got=f"memory for pools {sorted(given)}, not {sorted(mine)}",
+            f"There must be memory for each pool of rank {rank}",
+            got=f"memory for pools {sorted(buffers)}, not {sorted(planned)}",
             hint="Pass a mapping from pool index to bytes",
         )
-    pools = {}
-    for index, memory in given.items():
-        tensor = memory if isinstance(memory, torch.Tensor) else _from_buffer(memory)
-        check_pool(tensor)
-        if tensor.numel() < mine[index].nbytes:
-            raise AtlasError(
-                Code.OUT_OF_BOUNDS,
-                "A pool's memory is as large as the plan says",
-                got=f"{tensor.numel():,} of {mine[index].nbytes:,} bytes for pool {index}",
-                hint="Allocate more, or plan for less",
-            )
-        pools[index] = tensor[: mine[index].nbytes]
-    return Cache(plan, rank, pools)
+    return Cache(plan, rank, {i: _bytes_of(buffers[i], pool) for i, pool in planned.items()})
+
+
+def _block_ids(ids: Sequence[int] | torch.Tensor, pool: Pool) -> torch.Tensor:
+    chosen = torch.as_tensor(ids, dtype=torch.long)
+    return checked_ids(chosen, pool.blocks, "Block ids", "Pass ids of the pool's own blocks")
 
 
 def _memory(nbytes: int, zero: bool, device: Any) -> torch.Tensor:
-    """Aligned bytes; the allocator need not align, so a little more is asked for."""
+    """Aligned bytes; the allocator need not align, so a little more is allocated."""
     make = torch.zeros if zero else torch.empty
     raw = make(nbytes + ALIGNMENT, dtype=torch.uint8, device=device)
     skip = -raw.data_ptr() % ALIGNMENT
     return raw[skip : skip + nbytes]
 
 
-def _from_buffer(memory: Any) -> torch.Tensor:
+def _bytes_of(memory: Any, pool: Pool) -> torch.Tensor:
+    """A pool's bytes in memory that may be larger."""
     try:
-        return torch.frombuffer(memory, dtype=torch.uint8)
+        is_tensor = isinstance(memory, torch.Tensor)
+        tensor = memory if is_tensor else torch.frombuffer(memory, dtype=torch.uint8)
     except (TypeError, ValueError, BufferError) as problem:
         raise AtlasError(
             Code.BAD_TENSOR,
-            "Memory is a torch tensor or a writable buffer",
+            "This is neither a torch tensor nor a writable buffer",
             got=type(memory).__name__,
             hint="Pass a bytearray, a memoryview, an mmap or a tensor of uint8",
         ) from problem
+    check_pool(tensor)
+    if tensor.numel() < pool.nbytes:
+        raise AtlasError(
+            Code.OUT_OF_BOUNDS,
+            f"Memory is too small for pool {pool.index}",
+            got=f"{tensor.numel():,} of {pool.nbytes:,} bytes",
+            hint="Allocate more, or plan for less",
+        )
+    return tensor[: pool.nbytes]

@@ -1,4 +1,4 @@
-"""Placements as torch tensors: one strided view, never a copy.
+"""Placements as strided torch tensors: always views, never copies.
 
 Every view of a cache is made here, from a placement and the pool's bytes. What
 cannot be a view (an element that does not start at a multiple of its size, say) is
@@ -32,14 +32,24 @@ def torch_dtype(dtype: DType) -> torch.dtype:
 
 
 def check_pool(buffer: torch.Tensor) -> None:
-    """Refuse what is not one contiguous axis of bytes."""
+    """Refuse a tensor that is not one contiguous axis of bytes."""
     if buffer.dtype != torch.uint8 or buffer.ndim != 1 or not buffer.is_contiguous():
         raise AtlasError(
             Code.BAD_TENSOR,
-            "A pool is one contiguous axis of uint8",
+            "A pool must be one contiguous axis of uint8",
             got=f"{buffer.dtype} of shape {tuple(buffer.shape)}",
             hint="Pass the whole allocation as bytes",
         )
+
+
+def checked_ids(ids: torch.Tensor, count: int, what: str, hint: str) -> torch.Tensor:
+    """Ids as int64, refused where one is not in 0..count-1."""
+    if ids.numel():
+        low, high = (int(n) for n in torch.aminmax(ids))
+        if low < 0 or high >= count:
+            problem = f"{what} must be 0..{count - 1}"
+            raise AtlasError(Code.OUT_OF_RANGE, problem, got=f"{low}..{high}", hint=hint)
+    return ids.long()
 
 
 def view(buffer: torch.Tensor, placement: Placement, dtype: torch.dtype) -> torch.Tensor:
@@ -52,23 +62,16 @@ def view(buffer: torch.Tensor, placement: Placement, dtype: torch.dtype) -> torc
     item = dtype.itemsize
     check_pool(buffer)
     if placement.item != item:
-        raise AtlasError(
-            Code.UNLIKE_PLACEMENTS,
-            "A view's elements are as large as the placement's items",
-            got=f"{dtype} of {item} bytes for items of {placement.item}",
-            hint="View the field, not the cells",
-        )
+        problem = f"Elements of {item} bytes are not as large as the placement's items"
+        got, hint = f"{dtype} for items of {placement.item}", "View the field, not the cells"
+        raise AtlasError(Code.UNLIKE_PLACEMENTS, problem, got=got, hint=hint)
     if placement.stop > buffer.numel():
-        raise AtlasError(
-            Code.OUT_OF_BOUNDS,
-            "A view stays inside its pool",
-            got=f"bytes up to {placement.stop} of a pool of {buffer.numel()}",
-            hint="Allocate what the plan says",
-        )
+        got = f"bytes up to {placement.stop} of a pool of {buffer.numel()}"
+        raise AtlasError(Code.OUT_OF_BOUNDS, got=got, hint="Allocate what the plan says")
     if any(step % item for step in (placement.offset, *placement.strides)):
         raise AtlasError(
             Code.MISALIGNED,
-            "Elements of a view start at multiples of their size",
+            "Elements of the view do not start at multiples of their size",
             got=f"{placement} as {dtype}",
             hint="Plan pages and blocks whose sizes are multiples of the element",
         )

@@ -1,4 +1,4 @@
-"""The command line: `kvatlas plan`, `explain`, `check`, `move`, `models`, `layouts`, `hybrids`.
+"""The command line: `kvatlas plan`, `explain`, `check`, `move`, `bench`, `models`, ...
 
 The one room that knows of typer and rich. They are optional, so nothing here
 imports them until a command runs.

@@ -11,15 +11,15 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from kvatlas.cli.failures import plain
-from kvatlas.cli.options import Ask
-from kvatlas.cli.tables import indented, size, table
+from kvatlas.cli.options import PlanOptions
+from kvatlas.cli.tables import both_ends, indented, size, table
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
 from kvatlas.routing import Check, RankPair
 
 _NUMBERS = ("tp", "pp", "dcp", "requests", "block_size")
 _OTHERS = ("model", "prefix_caching", *_NUMBERS)
-_WORDS = tuple(f.name for f in dataclasses.fields(Ask) if f.name not in _OTHERS)
+_WORDS = tuple(f.name for f in dataclasses.fields(PlanOptions) if f.name not in _OTHERS)
 _MOST = 64 << 20
 """Bytes of a plan in a file: the largest that a model could have is far smaller."""
 
@@ -31,7 +31,7 @@ def two_plans(first: str, second: str | None, source: str | None, target: str | 
             raise typer.BadParameter("two plans leave nothing to change.", param_hint="'--from'")
         return [read_plan(first), read_plan(second)]
     ends = (("'--from'", source), ("'--to'", target))
-    return [Ask(model=first, **changes(text or "", where)).plan() for where, text in ends]
+    return [PlanOptions(model=first, **changes(text or "", where)).plan() for where, text in ends]
 
 
 def changes(text: str, where: str) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def changes(text: str, where: str) -> dict[str, Any]:
     >>> changes("tp=2,layout=LBHNC,max-len=4k", "'--from'")
     {'tp': 2, 'layout': 'LBHNC', 'max_len': '4k'}
     """
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, given, value = part.partition("=")
         name = name.strip().lower().replace("-", "_")
@@ -50,12 +50,12 @@ def changes(text: str, where: str) -> dict[str, Any]:
                 f"{plain(part)!r} is none of name=value with {known}.", param_hint=where
             )
         try:
-            found[name] = int(value) if name in _NUMBERS else value.strip()
+            options[name] = int(value) if name in _NUMBERS else value.strip()
         except ValueError:
             raise typer.BadParameter(
                 f"{plain(name)} is a number, not {plain(value)!r}.", param_hint=where
             ) from None
-    return found
+    return options
 
 
 def read_plan(path: str) -> Plan:
@@ -66,40 +66,37 @@ def read_plan(path: str) -> Plan:
     except OSError as problem:
         raise AtlasError(
             Code.UNREADABLE,
-            "A plan is a file that kvatlas plan --save wrote",
             got=f"{path}: {problem.strerror}",
             hint="Save one, or name a model with --from and --to",
         ) from problem
     if len(text) > _MOST:
         raise AtlasError(
             Code.BAD_PLAN,
-            f"A plan in a file has at most {size(_MOST)}",
+            f"The file is larger than any plan ({size(_MOST)})",
             got=path,
-            hint="Save it again",
+            hint="Save the plan again",
         )
     return Plan.from_json(text)
 
 
-def check_parts(src: Plan, dst: Plan, found: Check) -> list[RenderableType]:
+def check_parts(src: Plan, dst: Plan, answer: Check) -> list[RenderableType]:
     """The answer for people: yes with its price, or no with every reason."""
-    head = Text("from  ", style="dim")
-    head.append(plain(src), style="not dim")
-    head.append("\nto    ", style="dim").append(plain(dst), style="not dim")
-    if not found.ok:
+    head = both_ends(src, dst)
+    if not answer.ok:
         no = Text("No.", style="bold red")
         why = table("code", "what is unlike", words=(0, 1), wraps=(1,))
-        for reason in found.reasons:
+        for reason in answer.reasons:
             why.add_row(str(reason.code), plain(reason.got))
         return [head, no, indented(why)]
     yes = Text("Yes: ", style="bold green")
     yes.append(
-        f"{found.tokens:,} tokens are {size(found.nbytes)} in {found.descriptors:,} descriptors, "
-        "blocks scattered.",
+        f"{answer.tokens:,} tokens are {size(answer.nbytes)} in {answer.descriptors:,} "
+        "descriptors, blocks scattered.",
         style="not bold default",
     )
     columns = ("from rank", "to rank", "bytes", "descriptors", "median", "largest", "better")
     made = table(*columns, words=(6,))
-    for pair in found.pairs:
+    for pair in answer.pairs:
         made.add_row(*_row(pair))
     note = "direct: a descriptor for every run; staged: gather, send large pieces, scatter."
     return [head, yes, indented(made), Text(note, style="dim")]

@@ -12,12 +12,12 @@ import typer
 from rich.text import Text
 
 import kvatlas
-from kvatlas.cli import check as checking
-from kvatlas.cli import compare as comparing
-from kvatlas.cli import hybrids_page as hybrid_page
+from kvatlas.cli.check import changes, check_parts, two_plans
+from kvatlas.cli.compare import AXES, axes_of, compared_plans
 from kvatlas.cli.failures import guarded, no_traceback, plain
+from kvatlas.cli.hybrids_page import hybrids_page
 from kvatlas.cli.model_facts import layer_facts, layout_facts, model_facts
-from kvatlas.cli.options import Ask, asks, complete_model, completer
+from kvatlas.cli.options import PlanOptions, complete_model, completer, takes_plan_options
 from kvatlas.cli.tables import (
     comparison,
     headline,
@@ -64,8 +64,8 @@ def _examples(*lines: str) -> str:
     return "\n".join(("[dim]Examples[/]", *(f"  kvatlas {line}" for line in lines)))
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(wanted: bool) -> None:
+    if wanted:
         typer.echo(f"kvatlas {kvatlas.__version__}")
         raise typer.Exit
 
@@ -94,15 +94,15 @@ def root(
     )
 )
 @guarded
-@asks
+@takes_plan_options
 def plan(
-    ask: Ask,
+    options: PlanOptions,
     compare: Annotated[
         list[str] | None,
         typer.Option(
             help="Plans side by side over policy, kv-dtype, tp or pack; or over values of "
             "one: tp=1,3,8. Commas, or repeated.",
-            autocompletion=completer(*comparing.AXES),
+            autocompletion=completer(*AXES),
             show_default=False,
         ),
     ] = None,
@@ -115,9 +115,9 @@ def plan(
     if compare:
         if save:
             raise typer.BadParameter("one plan is saved, not several.", param_hint="'--save'")
-        _compare(ask, compare, as_json=as_json)
+        _compare(options, compare, as_json=as_json)
         return
-    made = ask.plan()
+    made = options.plan()
     if save:
         _save(save, made.to_json())
     if as_json:
@@ -126,14 +126,13 @@ def plan(
         show(*plan_parts(made.summary()))
 
 
-def _compare(ask: Ask, asked: list[str], *, as_json: bool) -> None:
-    axes = comparing.axes_of(asked)
-    found = {axis: comparing.rows(ask, axis, values) for axis, values in axes.items()}
+def _compare(options: PlanOptions, texts: list[str], *, as_json: bool) -> None:
+    rows = {axis: compared_plans(options, axis, v) for axis, v in axes_of(texts).items()}
     if as_json:
-        _print_json({"rows": [row for rows in found.values() for row in rows]})
+        _print_json({"rows": [row for plans in rows.values() for row in plans]})
         return
-    title = Text(plain(ask.load().name), style="bold")
-    show(title, *(comparison(axis, rows) for axis, rows in found.items()))
+    title = Text(plain(options.load().name), style="bold")
+    show(title, *(comparison(axis, plans) for axis, plans in rows.items()))
 
 
 def _save(path: Path, content: bytes) -> None:
@@ -151,10 +150,10 @@ def _save(path: Path, content: bytes) -> None:
     )
 )
 @guarded
-@asks
-def explain(ask: Ask, as_json: Json = False) -> None:
+@takes_plan_options
+def explain(options: PlanOptions, as_json: Json = False) -> None:
     """Why: the reason for the block size and for each byte of waste, in sentences."""
-    made = ask.plan()
+    made = options.plan()
     lines = made.explain().splitlines()
     if as_json:
         _print_json({**made.summary(), "explain": [line.strip() for line in lines]})
@@ -192,13 +191,13 @@ def check(
     Takes a model with --from and --to, or two plans that `kvatlas plan --save` wrote.
     Exits with 1 where they cannot.
     """
-    src, dst = checking.two_plans(first, second, source, target)
-    found = check_route(src, dst, tokens=many, renamed=renamed)
+    src, dst = two_plans(first, second, source, target)
+    answer = check_route(src, dst, tokens=many, renamed=renamed)
     if as_json:
-        _print_json(found.as_dict())
+        _print_json(answer.as_dict())
     else:
-        show(*checking.check_parts(src, dst, found))
-    if not found.ok:
+        show(*check_parts(src, dst, answer))
+    if not answer.ok:
         raise typer.Exit(1)
 
 
@@ -223,23 +222,23 @@ def move(
     as_json: Json = False,
 ) -> None:
     """Move a request between two processes with unlike plans, and compare every byte."""
-    from kvatlas.cli import move as moving
+    from kvatlas.cli.move import choose_transport, move_parts, move_request, quiet, small_plan
 
     if how not in ("auto", "direct", "staged"):
         raise typer.BadParameter("it is auto, direct or staged.", param_hint="'--how'")
-    ends = (("'--from'", source), ("'--to'", target))
-    src, dst = (
-        moving.small_plan(Ask(model=model, **checking.changes(text, where)), many)
-        for where, text in ends
-    )
-    with moving.quiet("Moving a request between two processes ..."):
-        chosen = transport or moving.first_transport()
-        found = list(moving.move(src, dst, many, chosen, how))  # type: ignore[arg-type]
+    with quiet("Moving a request between two processes ..."):
+        chosen = choose_transport(transport)
+        ends = (("'--from'", source), ("'--to'", target))
+        src, dst = (
+            small_plan(PlanOptions(model=model, **changes(text, where)), many)
+            for where, text in ends
+        )
+        ranks = list(move_request(src, dst, many, chosen, how))  # type: ignore[arg-type]
     if as_json:
-        _print_json({"transport": chosen, "ranks": [dataclasses.asdict(one) for one in found]})
+        _print_json({"transport": chosen, "ranks": [dataclasses.asdict(rank) for rank in ranks]})
     else:
-        show(*moving.move_parts(src, dst, chosen, found))
-    if any(one.wrong for one in found):
+        show(*move_parts(src, dst, chosen, ranks))
+    if any(rank.wrong for rank in ranks):
         raise typer.Exit(1)
 
 
@@ -250,17 +249,17 @@ def bench(
     as_json: Json = False,
 ) -> None:
     """What the transports give between two processes of this host."""
-    from kvatlas.cli import bench as benching
-    from kvatlas.cli import move as moving
+    from kvatlas.cli.bench import bench_parts, transport_rates
+    from kvatlas.cli.move import quiet
 
     if what != "wire":
         raise typer.BadParameter("only wire can be measured here.", param_hint="'WHAT'")
-    with moving.quiet("Measuring transports between two processes ..."):
-        found = list(benching.rates())
+    with quiet("Measuring transports between two processes ..."):
+        rates = list(transport_rates())
     if as_json:
-        _print_json({"rates": [dataclasses.asdict(rate) for rate in found]})
+        _print_json({"rates": [dataclasses.asdict(rate) for rate in rates]})
     else:
-        show(*benching.bench_parts(found))
+        show(*bench_parts(rates))
 
 
 @app.command(epilog=_examples("models", "models gpt-oss-20b", "models ./config.json --json"))
@@ -373,4 +372,4 @@ def layouts(as_json: Json = False) -> None:
 @guarded
 def hybrids() -> None:
     """Markdown: every hybrid of the catalogue, vLLM's plan beside atlas's."""
-    typer.echo(hybrid_page.page(), nl=False)
+    typer.echo(hybrids_page(), nl=False)

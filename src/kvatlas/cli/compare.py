@@ -1,4 +1,4 @@
-"""Plans beside each other: one thing varies, everything else stays as asked."""
+"""Plans beside each other: one option varies, all others stay."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import typer
 
-from kvatlas.cli.options import POLICIES, Ask
+from kvatlas.cli.options import POLICIES, PlanOptions
 from kvatlas.errors import AtlasError
 from kvatlas.models import Model
 from kvatlas.planning import Plan, kind_of
@@ -27,7 +27,7 @@ _DENSE = (
 _LATENT = ("auto", "fp8", "fp8_ds_mla", "nvfp4_ds_mla")
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class ComparedPlan(msgspec.Struct, frozen=True, kw_only=True):
     """One of the plans, or why there is none."""
 
     compare: str
@@ -46,14 +46,14 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     refused: dict[str, str] | None = None
 
 
-def axes_of(asked: list[str]) -> dict[str, tuple[str, ...]]:
+def axes_of(texts: list[str]) -> dict[str, tuple[str, ...]]:
     """Axes to vary, and the values of those that were given some.
 
     >>> axes_of(["policy,tp", "pack=1,3"])
     {'policy': (), 'tp': (), 'pack': ('1', '3')}
     """
-    found: dict[str, tuple[str, ...]] = {}
-    for text in asked:
+    axes: dict[str, tuple[str, ...]] = {}
+    for text in texts:
         name, given, values = text.partition("=")
         names = [name] if given else text.split(",")
         for one in (part.strip().lower().replace("_", "-") for part in names):
@@ -61,14 +61,16 @@ def axes_of(asked: list[str]) -> dict[str, tuple[str, ...]]:
                 raise typer.BadParameter(
                     f"{one!r} is none of {', '.join(AXES)}.", param_hint="'--compare'"
                 )
-            found[one] = tuple(v.strip() for v in values.split(",") if v.strip())
-    return found
+            axes[one] = tuple(v.strip() for v in values.split(",") if v.strip())
+    return axes
 
 
-def rows(ask: Ask, axis: str, values: tuple[str, ...] = ()) -> list[Row]:
-    """A row for each value of an axis."""
-    model = ask.load()
-    return [_row(ask, model, axis, value) for value in values or usual(model, axis)]
+def compared_plans(
+    options: PlanOptions, axis: str, values: tuple[str, ...] = ()
+) -> list[ComparedPlan]:
+    """A plan, or a refusal, for each value of an axis."""
+    model = options.load()
+    return [_compared(options, model, axis, value) for value in values or usual(model, axis)]
 
 
 def usual(model: Model, axis: str) -> tuple[str, ...]:
@@ -92,18 +94,18 @@ def way_of(plan: Plan) -> str | None:
     return f"pack {plan.pack}" if states & others else "states apart"
 
 
-def _row(ask: Ask, model: Model, axis: str, value: str) -> Row:
-    said: str | int = _number(value) if axis == "tp" else value
-    common = {"compare": axis, "value": said, "policy": ask.policy, "tp": ask.tp}
-    common |= {axis: said} if axis in ("policy", "tp") else {}
+def _compared(options: PlanOptions, model: Model, axis: str, value: str) -> ComparedPlan:
+    shown: str | int = _number(value) if axis == "tp" else value
+    common = {"compare": axis, "value": shown, "policy": options.policy, "tp": options.tp}
+    common |= {axis: shown} if axis in ("policy", "tp") else {}
     try:
-        made = ask.plan(**{"model": model, AXES[axis]: said})
+        made = options.plan(**{"model": model, AXES[axis]: shown})
     except AtlasError as refusal:
-        told = {"code": str(refusal.code), "message": str(refusal)}
-        return msgspec.convert({**common, "refused": told}, Row)
+        reason = {"code": str(refusal.code), "message": str(refusal)}
+        return msgspec.convert({**common, "refused": reason}, ComparedPlan)
     figures: dict[str, Any] = {**made.summary(), "way": way_of(made)}
-    wanted = {name: figures[name] for name in Row.__struct_fields__ if name in figures}
-    return msgspec.convert({**common, **wanted}, Row)
+    wanted = {name: figures[name] for name in ComparedPlan.__struct_fields__ if name in figures}
+    return msgspec.convert({**common, **wanted}, ComparedPlan)
 
 
 def _number(text: str) -> int:

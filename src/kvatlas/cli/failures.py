@@ -1,7 +1,8 @@
 """What a user sees when something goes wrong: a message and an exit code, no traceback.
 
-- A refusal (`AtlasError`) prints its rule, what was got, a hint and its code; exit 2,
+- A refusal (`AtlasError`) prints what is wrong, what was got, a hint and its code; exit 2,
   as for a misspelt option.
+- A library that is not installed is one line with the extra that brings it; exit 69.
 - Anything else is a defect of kvatlas and prints one line; exit 70. With
   KVATLAS_DEBUG=1 it is raised as it came.
 
@@ -20,9 +21,10 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from kvatlas.errors import AtlasError
+from kvatlas.errors import AtlasError, Code
 
 REFUSED = 2
+UNAVAILABLE = 69
 DEFECT = 70
 DEBUG = "KVATLAS_DEBUG"
 
@@ -60,10 +62,14 @@ def no_traceback() -> Iterator[None]:
     except (typer.Exit, typer.Abort, typer.BadParameter, BrokenPipeError):
         raise
     except AtlasError as refusal:
+        hint = refusal.hint if refusal.hint.endswith("?") else f"{refusal.hint}."
+        if refusal.code is Code.MISSING_EXTRA:
+            _tell(("kvatlas: ", f"{refusal.problem}. {hint}"))
+            raise SystemExit(UNAVAILABLE) from None
         _tell(
             ("error: ", f"{refusal.problem}."),
             ("  got:  ", refusal.got),
-            ("  hint: ", f"{refusal.hint}."),
+            ("  hint: ", hint),
             ("  code: ", refusal.code),
         )
         raise SystemExit(REFUSED) from None

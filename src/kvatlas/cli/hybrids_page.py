@@ -41,7 +41,7 @@ kvatlas hybrids > docs/hybrids.md
 T = TypeVar("T")
 
 
-def page() -> str:
+def hybrids_page() -> str:
     """The whole page, in Markdown."""
     cases = [(name, tp) for name in hybrids() for tp in TP]
     return _PAGE + "".join(_line(name, tp) for name, tp in patiently(cases, "Planning hybrids"))
@@ -49,12 +49,8 @@ def page() -> str:
 
 def hybrids() -> list[str]:
     """Names of the models that have both recurrent states and attention."""
-    found = []
-    for name in catalogue():
-        states = [kind_of(layer.spec) == "recurrent" for layer in Model.load(name).layers]
-        if any(states) and not all(states):
-            found.append(name)
-    return found
+    kinds = {name: {kind_of(x.spec) for x in Model.load(name).layers} for name in catalogue()}
+    return [name for name, kept in kinds.items() if "recurrent" in kept and len(kept) > 1]
 
 
 def patiently(items: Sequence[T], what: str) -> Iterator[T]:

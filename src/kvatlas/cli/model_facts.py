@@ -60,10 +60,8 @@ def fixed(spec: AnySpec) -> int:
         return 0
     if spec.tokens_per_state is None:
         return int(_per_token(spec))
-    reach = next(
-        (found for name in ("window", "chunk", "source") if (found := getattr(spec, name, 0))), 0
-    )
-    return int(reach * _per_token(spec))
+    seen = spec.visibility
+    return int((seen.window or seen.chunk or seen.source or 0) * _per_token(spec))
 
 
 @cache
@@ -81,7 +79,7 @@ def layer_facts(model: Model) -> list[dict[str, Any]]:
         {
             "kind": kind_of(spec),
             "num_layers": len(indices),
-            "layers": runs(indices),
+            "layers": layer_runs(indices),
             "bytes_per_token": grows(spec),
             "fixed_bytes_per_request": fixed(spec),
             "spec": msgspec.to_builtins(spec),
@@ -90,23 +88,23 @@ def layer_facts(model: Model) -> list[dict[str, Any]]:
     ]
 
 
-def runs(indices: list[int]) -> str:
+def layer_runs(indices: list[int]) -> str:
     """Layer numbers as runs; a long row of runs by its first two and its last.
 
-    >>> runs([0, 1, 2, 5, 6]), runs([3, 7, 11, 15]), runs([4])
+    >>> layer_runs([0, 1, 2, 5, 6]), layer_runs([3, 7, 11, 15]), layer_runs([4])
     ('0-2, 5-6', '3, 7, ... 15', '4')
     """
-    found: list[list[int]] = []
+    runs: list[list[int]] = []
     for index in indices:
-        if found and index == found[-1][-1] + 1:
-            found[-1].append(index)
+        if runs and index == runs[-1][-1] + 1:
+            runs[-1].append(index)
         else:
-            found.append([index])
-    said = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in found]
-    steps = {(after[0] - before[0], len(after)) for before, after in pairwise(found)}
-    if len(found) > 3 and len(steps) == 1 and len(found[0]) == len(found[1]):
-        said = [*said[:2], f"... {said[-1]}"]
-    return ", ".join(said)
+            runs.append([index])
+    texts = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+    steps = {(after[0] - before[0], len(after)) for before, after in pairwise(runs)}
+    if len(runs) > 3 and len(steps) == 1 and len(runs[0]) == len(runs[1]):
+        texts = [*texts[:2], f"... {texts[-1]}"]
+    return ", ".join(texts)
 
 
 def layout_facts() -> list[dict[str, Any]]:

@@ -7,39 +7,41 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
+import typer
 from rich.console import Console, RenderableType
 from rich.text import Text
 
 from kvatlas.cli.failures import plain
-from kvatlas.cli.options import Ask
-from kvatlas.cli.tables import indented, size, table
+from kvatlas.cli.options import PlanOptions
+from kvatlas.cli.tables import both_ends, indented, size, table
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
 from kvatlas.routing import Route, scattered
 from kvatlas.wire import (
-    NAMES,
+    TRANSPORT_NAMES,
     Bytes,
     How,
     Node,
+    SampleTask,
     Session,
-    Task,
-    make,
+    make_transport,
     memory_of,
-    noise,
     pools_for,
-    served,
+    random_bytes,
+    run_sample_server,
 )
 
+TRANSPORTS = tuple(name for name in TRANSPORT_NAMES if name != "memory")
+"""Transports that reach another process."""
 _SEED = 20260
 _LEAST, _MOST = 1 << 26, 1 << 33
 _REQUEST = "moved"
 
 
 @dataclass(frozen=True)
-class Moved:
+class MovedRank:
     """What one destination rank received."""
 
     rank: int
@@ -52,12 +54,12 @@ class Moved:
     staged: bool
 
 
-def small_plan(ask: Ask, tokens: int) -> Plan:
+def small_plan(options: PlanOptions, tokens: int) -> Plan:
     """A plan of real pages in little memory: enough for the request, and some room."""
     memory = _LEAST
     while True:
         try:
-            made = ask.plan(memory=memory, max_len=tokens)
+            made = options.plan(memory=memory, max_len=tokens)
             scattered(made, tokens)
         except AtlasError as refusal:
             small = refusal.code in (Code.NOT_ENOUGH_MEMORY, Code.MISSING_BLOCKS)
@@ -68,37 +70,47 @@ def small_plan(ask: Ask, tokens: int) -> Plan:
             return made
 
 
-def first_transport() -> str:
-    """The transport that reaches furthest among those that run here, of one host or more."""
-    for name in NAMES:
-        try:
-            make(name).close()
-        except AtlasError:
-            continue
-        return name
-    return "shm"
+def choose_transport(name: str | None) -> str:
+    """The transport of that name; without one, what reaches furthest of those that run here."""
+    if name is not None and name not in TRANSPORTS:
+        raise typer.BadParameter(
+            f"{plain(name)!r} is none of {', '.join(TRANSPORTS)}.", param_hint="'--transport'"
+        )
+    return name or next(filter(_runs_here, TRANSPORTS), "shm")
 
 
-def move(src: Plan, dst: Plan, tokens: int, transport: str, how: How) -> Iterator[Moved]:
+def _runs_here(name: str) -> bool:
+    try:
+        make_transport(name).close()
+    except AtlasError:
+        return False
+    return True
+
+
+def move_request(
+    src: Plan, dst: Plan, tokens: int, transport: str, how: How
+) -> Iterator[MovedRank]:
     """Move one request between two processes, rank by rank, and compare every byte."""
-    task = Task(plan=src, transport=transport, seed=_SEED, requests=(_REQUEST,), tokens=tokens)
+    task = SampleTask(
+        plan=src, transport=transport, seed=_SEED, requests=(_REQUEST,), tokens=tokens
+    )
     way = Route(src, dst)
-    with served(task) as far:
-        for rank in range(dst.tp * dst.pp):
-            near = make(transport)
+    with run_sample_server(task) as endpoints:
+        for rank in range(dst.ranks):
+            near = make_transport(transport)
             pools = pools_for(dst, rank, near)
             for index, pool in pools.items():
-                pool[:] = noise(pool.nbytes, _SEED + 1, rank, index)
+                pool[:] = random_bytes(pool.nbytes, _SEED + 1, rank, index)
             node = Node(
                 dst, rank=rank, memory=memory_of(pools), transport=near, name=f"destination-{rank}"
             )
-            with node, Session(node, far.endpoints) as session:
+            with node, Session(node, endpoints) as session:
                 blocks = scattered(dst, tokens)
                 transfer = session.pull(
                     _REQUEST, dst_blocks=blocks, tokens=tokens, how=how, seconds=120
                 )
                 transfer.wait()
-                yield Moved(
+                yield MovedRank(
                     rank,
                     way.sources(rank),
                     transfer.moved,
@@ -111,22 +123,21 @@ def move(src: Plan, dst: Plan, tokens: int, transport: str, how: How) -> Iterato
 
 def _wrong(way: Route, rank: int, pools: dict[int, Bytes], tokens: int) -> int:
     """Bytes of a rank that are not what a copy in one process would have made them."""
-    expected = {i: noise(p.nbytes, _SEED + 1, rank, i) for i, p in pools.items()}
+    expected = {i: random_bytes(p.nbytes, _SEED + 1, rank, i) for i, p in pools.items()}
     tables = scattered(way.src, tokens), scattered(way.dst, tokens)
     for source in way.sources(rank):
         bound = way.bind(
             src_rank=source, dst_rank=rank, src_blocks=tables[0], dst_blocks=tables[1],
             tokens=tokens,
         )  # fmt: skip
-        theirs: dict[int, Any] = {}
+        sent = {
+            index: random_bytes(pool.nbytes, _SEED, source, index)
+            for index, pool in way.src.rank_pools(source).items()
+        }
         for copy in bound.copies:
-            if copy.src_pool not in theirs:
-                stage = source // way.src.tp
-                (pool,) = [p for p in way.src.pools if (p.stage, p.index) == (stage, copy.src_pool)]
-                theirs[copy.src_pool] = noise(pool.nbytes, _SEED, source, copy.src_pool)
-            pool_bytes, target = theirs[copy.src_pool], expected[copy.dst_pool]
+            here, there = sent[copy.src_pool], expected[copy.dst_pool]
             for start, to, length in zip(copy.src, copy.dst, copy.length, strict=True):
-                target[to : to + length] = pool_bytes[start : start + length]
+                there[to : to + length] = here[start : start + length]
     return sum(int(np.count_nonzero(expected[i] != pools[i])) for i in pools)
 
 
@@ -143,14 +154,13 @@ def quiet(doing: str) -> Iterator[None]:
         logging.disable(logging.NOTSET)
 
 
-def move_parts(src: Plan, dst: Plan, transport: str, found: list[Moved]) -> list[RenderableType]:
+def move_parts(
+    src: Plan, dst: Plan, transport: str, moved: list[MovedRank]
+) -> list[RenderableType]:
     """The answer for people."""
-    head = Text("from  ", style="dim")
-    head.append(plain(src), style="not dim")
-    head.append("\nto    ", style="dim").append(plain(dst), style="not dim")
     columns = ("to rank", "from ranks", "bytes", "descriptors", "ms", "GB/s", "way", "wrong bytes")
     made = table(*columns, words=(1, 6))
-    for one in found:
+    for one in moved:
         made.add_row(
             str(one.rank),
             ", ".join(map(str, one.sources)),
@@ -161,10 +171,10 @@ def move_parts(src: Plan, dst: Plan, transport: str, found: list[Moved]) -> list
             "staged" if one.staged else "direct",
             str(one.wrong),
         )
-    wrong = sum(one.wrong for one in found)
+    wrong = sum(one.wrong for one in moved)
     word = (
         Text(f"Every byte arrived over {transport}, and no other was touched.", style="green")
         if not wrong
         else Text(f"{wrong:,} bytes are wrong.", style="bold red")
     )
-    return [head, indented(made), word]
+    return [both_ends(src, dst), indented(made), word]

@@ -1,8 +1,8 @@
-"""What a plan is asked for on the command line, declared once for all commands.
+"""The options of a plan on the command line, declared once for all commands.
 
-The fields of `Ask` carry their options, and are named like the parameters of
-`kvatlas.planning.plans`. `@asks` spreads them over a command's signature, where typer
-looks for them, and hands the command one `Ask`.
+The fields of `PlanOptions` carry their options, and are named like the parameters of
+`kvatlas.plan`. `@takes_plan_options` spreads them over a command's signature, where typer
+looks for them, and hands the command one `PlanOptions`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def complete_model(incomplete: str) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class PlanOptions:
     """A model and everything that decides its plan."""
 
     model: Annotated[
@@ -143,22 +143,22 @@ class Ask:
     ] = True
 
     def plan(self, **changes: Any) -> Plan:
-        """The plan, with some of what was asked changed."""
-        asked = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        asked |= changes
-        asked["pack"] = _pack(asked["pack"])
-        return plan(asked.pop("model"), **asked)
+        """The plan, with some options changed."""
+        options = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        options |= changes
+        options["pack"] = _pack(options["pack"])
+        return plan(options.pop("model"), **options)
 
     def load(self) -> Model:
         """The model, read once where several plans are made of it."""
         return Model.load(self.model)
 
 
-def asks(command: Callable[..., None]) -> Callable[..., None]:
-    """A command that takes an `Ask` first, and on the command line its options."""
+def takes_plan_options(command: Callable[..., None]) -> Callable[..., None]:
+    """A command that takes `PlanOptions` first, and on the command line its options."""
     own = inspect.signature(command, eval_str=True)
-    hints = get_type_hints(Ask, include_extras=True)
-    names = [field.name for field in dataclasses.fields(Ask)]
+    fields = dataclasses.fields(PlanOptions)
+    hints = get_type_hints(PlanOptions, include_extras=True)
     options = [
         inspect.Parameter(
             field.name,
@@ -168,7 +168,7 @@ def asks(command: Callable[..., None]) -> Callable[..., None]:
             else field.default,
             annotation=hints[field.name],
         )
-        for field in dataclasses.fields(Ask)
+        for field in fields
     ]
     rest = [
         parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
@@ -176,8 +176,7 @@ def asks(command: Callable[..., None]) -> Callable[..., None]:
     ]
 
     def spread(**given: Any) -> None:
-        ask = Ask(**{name: given.pop(name) for name in names})
-        command(ask, **given)
+        command(PlanOptions(**{field.name: given.pop(field.name) for field in fields}), **given)
 
     parameters = [*options, *rest]
     spread.__name__, spread.__doc__ = command.__name__, command.__doc__

@@ -14,7 +14,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from kvatlas.cli.compare import Row
+from kvatlas.cli.compare import ComparedPlan
 from kvatlas.cli.failures import plain
 
 _WIDEST = 96
@@ -74,13 +74,19 @@ def indented(part: RenderableType, by: int = 2) -> Padding:
     return Padding(part, (0, 0, 0, by))
 
 
+def both_ends(src: object, dst: object) -> Text:
+    """The two plans of a copy."""
+    text = Text("from  ", style="dim").append(plain(src), style="not dim")
+    return text.append("\nto    ", style="dim").append(plain(dst), style="not dim")
+
+
 def notes(warnings: Iterable[str]) -> list[RenderableType]:
     """What was assumed, as lines."""
     return [Text(f"Note: {plain(warning)}", style="yellow") for warning in warnings]
 
 
 def headline(summary: dict[str, Any]) -> Group:
-    """The model, what was asked, and the figures that answer it."""
+    """The model, its topology, and the figures of its plan."""
     title = Text(plain(summary["model"]), style="bold")
     parts = [f"policy {summary['policy']}", f"order {summary['layout']}"]
     parts += [f"{name} {summary[name]}" for name in ("tp", "pp", "dcp") if summary[name] > 1]
@@ -102,8 +108,7 @@ def _figures(summary: dict[str, Any]) -> Iterable[tuple[str, str, str]]:
     yield "block", f"{summary['block_size']:,}", "tokens"
     yield "blocks", f"{summary['num_blocks']:,}", f"of {per_block:,} bytes ({size(per_block)})"
     yield "tokens that fit", f"{summary['tokens']:,}", f"in requests of {length:,}"
-    if requests is not None:
-        yield "requests", f"{requests:,.1f}", f"at {length:,} tokens"
+    yield "requests", f"{requests:,.1f}", f"at {length:,} tokens"
     yield "padding", f"{summary['padding_share']:.2%}", "of what such a request claims"
 
 
@@ -171,7 +176,7 @@ def sentences(lines: list[str]) -> Group:
     return Group(Padding(Group(*parts), (0, spare, 0, 0)))
 
 
-def comparison(axis: str, rows: list[Row]) -> Group:
+def comparison(axis: str, rows: list[ComparedPlan]) -> Group:
     """Plans beside each other; the one that fits most is set off, a refusal says why."""
     columns = ("block", "blocks", "tokens", "requests", "padding")
     last = "states" if any(row.way for row in rows) else ""

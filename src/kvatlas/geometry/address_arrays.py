@@ -23,7 +23,7 @@ _MOST_ROWS = 1 << 28
 
 
 def indices(chosen: Any, size: int, axis: str) -> Int64s:
-    """Indices from outside as one axis of int64, all of them within `size`.
+    """Indices from outside as int64, one or a row of them, all of them below `size`.
 
     >>> indices(np.array([3, 1], np.uint64), 4, "B")
     array([3, 1])
@@ -37,18 +37,23 @@ def indices(chosen: Any, size: int, axis: str) -> Int64s:
     if array.dtype.kind not in "iu" or array.ndim > 1:
         raise AtlasError(
             Code.NOT_AN_INTEGER,
-            f"Indices of axis {axis} are whole numbers, one or a row of them",
+            f"Indices of axis {axis} are neither a whole number nor a row of them",
             got=f"{type(chosen).__name__} of {array.dtype} with {array.ndim} axes",
             hint="Pass an int, a list of ints or a numpy array of one axis",
         )
     if array.size and (array.min() < 0 or array.max() >= size):
-        raise AtlasError(
-            Code.OUT_OF_RANGE,
-            f"Axis {axis} has coordinates 0..{size - 1}",
-            got=f"{array.min()}..{array.max()}",
-            hint="Coordinates start at 0 and never count from the end",
-        )
+        raise out_of_range(axis, size, f"{array.min()}..{array.max()}")
     return array.astype(np.int64)
+
+
+def out_of_range(axis: str, size: int, got: object) -> AtlasError:
+    """The error for a coordinate that `axis` does not have."""
+    return AtlasError(
+        Code.OUT_OF_RANGE,
+        f"Axis {axis} has coordinates 0..{size - 1} only",
+        got=got,
+        hint="Coordinates start at 0 and never count from the end",
+    )
 
 
 def refuse_too_many(count: int, what: str) -> None:
@@ -56,7 +61,7 @@ def refuse_too_many(count: int, what: str) -> None:
     if count > _MOST_ROWS:
         raise AtlasError(
             Code.TOO_MANY,
-            f"At most {_MOST_ROWS:,} {what} are written at once",
+            f"More than {_MOST_ROWS:,} {what} are not written at once",
             got=f"{count:,}",
             hint="Narrow the placement, or choose blocks",
         )
@@ -74,10 +79,10 @@ def outer_sum(parts: Sequence[Int64s], offset: int = 0) -> Int64s:
     return total
 
 
-def join(starts: Int64s, lengths: Int64s) -> tuple[Int64s, Int64s]:
-    """Sort stretches by address and join those that touch.
+def join_ranges(starts: Int64s, lengths: Int64s) -> tuple[Int64s, Int64s]:
+    """Sort byte ranges by address and join those that touch.
 
-    >>> join(np.array([8, 0, 32]), np.array([4, 8, 4]))
+    >>> join_ranges(np.array([8, 0, 32]), np.array([4, 8, 4]))
     (array([ 0, 32]), array([12,  4]))
     """
     if not len(starts):
@@ -89,10 +94,10 @@ def join(starts: Int64s, lengths: Int64s) -> tuple[Int64s, Int64s]:
     return starts[first], np.add.reduceat(lengths, np.flatnonzero(first))
 
 
-def join_pairs(src: Int64s, dst: Int64s, length: Int64s) -> tuple[Int64s, Int64s, Int64s]:
-    """Sort copies by destination and join those that touch at both ends.
+def join_copies(src: Int64s, dst: Int64s, length: Int64s) -> tuple[Int64s, Int64s, Int64s]:
+    """Sort byte ranges of a copy by destination and join those that touch at both ends.
 
-    >>> join_pairs(np.array([8, 0, 32]), np.array([108, 100, 200]), np.array([4, 8, 4]))
+    >>> join_copies(np.array([8, 0, 32]), np.array([108, 100, 200]), np.array([4, 8, 4]))
     (array([ 0, 32]), array([100, 200]), array([12,  4]))
     """
     if len(src) < 2:

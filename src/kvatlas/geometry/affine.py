@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import address_arrays as arrays
-from kvatlas.geometry import runs
-from kvatlas.geometry.integers import INT64_MAX, natural, positive
+from kvatlas.geometry.address_arrays import indices
+from kvatlas.geometry.integers import INT64_MAX, natural, positive, set_fields
+from kvatlas.geometry.runs import find_difference, is_nested
 
 _TAKEN = ("self", "base", "device")
 """Words that calls use for something else than an axis."""
@@ -47,10 +47,11 @@ class Affine:
             for axis in axes
         )
         if not named or len(set(axes)) < len(axes):
-            raise bad_axes("Axes have names, each its own", axes, "Name them 'B', 'H' and so on")
+            problem = "Axes lack a name, or share one"
+            raise bad_axes(problem, axes, "Name them 'B', 'H' and so on")
         if not len(axes) == len(self.sizes) == len(self.strides):
             got = f"axes {axes}, sizes {self.sizes}, strides {self.strides}"
-            raise bad_axes("Every axis has one size and one stride", got, "Match the lengths")
+            raise bad_axes("Some axes lack a size or a stride", got, "Match the lengths")
         sizes = tuple(
             positive(n, f"the size of axis {a}") for a, n in zip(axes, self.sizes, strict=True)
         )
@@ -58,14 +59,8 @@ class Affine:
             natural(s, f"the stride of axis {a}") for a, s in zip(axes, self.strides, strict=True)
         )
         strides = tuple(0 if n == 1 else s for n, s in zip(sizes, steps, strict=True))
-        for name, value in (
-            ("axes", axes),
-            ("sizes", sizes),
-            ("strides", strides),
-            ("offset", natural(self.offset, "the offset")),
-            ("item", positive(self.item, "the item")),
-        ):
-            object.__setattr__(self, name, value)
+        offset, item = natural(self.offset, "the offset"), positive(self.item, "the item")
+        set_fields(self, axes=axes, sizes=sizes, strides=strides, offset=offset, item=item)
         self._refuse_overflow(self.stop)
         self._refuse_overlap()
 
@@ -115,8 +110,8 @@ class Affine:
             if axis in coordinate:
                 address = address + self._checked(axis, coordinate[axis]) * stride
             elif size > 1:
-                rule = "A coordinate names every axis that has more than one place"
-                raise bad_axes(rule, coordinate, f"Add {axis}=..., or select it first")
+                problem = f"The coordinate leaves out axis {axis}"
+                raise bad_axes(problem, coordinate, f"Add {axis}=..., or select it first")
         return address
 
     # -- checks -----------------------------------------------------------------------
@@ -125,7 +120,6 @@ class Affine:
         if axis not in self.axes:
             raise AtlasError(
                 Code.UNKNOWN_AXIS,
-                "An axis is one of the placement's own",
                 got=repr(axis),
                 hint=f"This placement has {', '.join(self.axes) or 'no axes'}",
             )
@@ -133,28 +127,30 @@ class Affine:
 
     def _checked(self, axis: str, index: Any) -> Any:
         """One or many indices into `axis`, all of them in range, as int or int64."""
-        array = arrays.indices(index, self.size(axis), axis)
+        size = self.size(axis)
+        if type(index) is int and 0 <= index < size:
+            return index  # most calls, without a way through numpy
+        array = indices(index, size, axis)
         return array if array.ndim else int(array)
 
     def _refuse_overflow(self, stop: int) -> None:
         if stop > INT64_MAX:
             raise AtlasError(
                 Code.OVERFLOW,
-                "Every address stays below 2**63",
                 got=f"a last byte at {stop - 1} for {self}",
                 hint="Check the sizes, the strides and the base address",
             )
 
     def _refuse_overlap(self) -> None:
-        if runs.is_nested(self.sizes, self.strides, self.item, apart=False):
+        if is_nested(self.sizes, self.strides, self.item, apart=False):
             return
-        step = runs.find_difference(self.sizes, self.strides, 0, self.item - 1)
+        step = find_difference(self.sizes, self.strides, 0, self.item - 1)
         if step is not None:
             one = {a: max(0, -d) for a, d in zip(self.axes, step, strict=True)}
             other = {a: max(0, d) for a, d in zip(self.axes, step, strict=True)}
             raise AtlasError(
                 Code.OVERLAP,
-                "No two coordinates share a byte",
+                "Two coordinates share a byte",
                 got=f"{one} and {other} in {self}",
                 hint="Widen the strides, or give replicas an allocation of their own",
             )
@@ -167,16 +163,6 @@ class Affine:
         return f"{type(self).__name__}({', '.join(parts)})"
 
 
-def bad_axes(rule: str, got: object, hint: str) -> AtlasError:
-    """A refusal of axis names."""
-    return AtlasError(Code.BAD_AXES, rule, got=got, hint=hint)
-
-
-def out_of_range(axis: str, size: int, got: object) -> AtlasError:
-    """A refusal of a coordinate that `axis` does not have."""
-    return AtlasError(
-        Code.OUT_OF_RANGE,
-        f"Axis {axis} has coordinates 0..{size - 1}",
-        got=got,
-        hint="Coordinates start at 0 and never count from the end",
-    )
+def bad_axes(problem: str, got: object, hint: str) -> AtlasError:
+    """The error for axis names that are missing, repeated or unknown."""
+    return AtlasError(Code.BAD_AXES, problem, got=got, hint=hint)

@@ -1,4 +1,4 @@
-"""Two placements as one, where they are: stacked, one behind the other, or the sides of a copy."""
+"""Placements taken together: stacked, one behind the other, or as the ends of a copy."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import replace
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.placement import Placement, fold_together
 
-WIDEST = 16
-"""Bytes of the widest element that anything moves as one."""
+WIDEST_WORD = 16
+"""Bytes of the widest word that a processor moves as one."""
 
 
 def stack(first: Placement, second: Placement, *, axis: str, behind: str) -> Placement:
@@ -24,18 +24,12 @@ def stack(first: Placement, second: Placement, *, axis: str, behind: str) -> Pla
     if replace(second, offset=first.offset) != first or second.offset <= first.offset:
         raise AtlasError(
             Code.UNLIKE_PLACEMENTS,
-            "Two placements share an axis where the second is the first, moved upwards",
+            "The second placement is not the first, moved upwards",
             got=f"{first} and {second}",
             hint="Keep them apart",
         )
     place = first.axes.index(behind) + 1 if behind in first.axes else 0
-    return Placement(
-        (*first.axes[:place], axis, *first.axes[place:]),
-        (*first.sizes[:place], 2, *first.sizes[place:]),
-        (*first.strides[:place], second.offset - first.offset, *first.strides[place:]),
-        first.offset,
-        first.item,
-    )
+    return first.replace_axes(place, place, (axis, 2, second.offset - first.offset))
 
 
 def append(first: Placement, second: Placement, *, axis: str) -> Placement:
@@ -52,32 +46,25 @@ def append(first: Placement, second: Placement, *, axis: str) -> Placement:
     if moved != one_of_each[0] or second.offset != first.offset + size * step:
         raise AtlasError(
             Code.NOT_CONTIGUOUS,
-            f"One placement continues another along {axis} where it starts at its end",
+            f"The second placement does not start where the first ends along {axis}",
             got=f"{first} and {second}",
             hint="Take them one by one",
         )
     if second.size(axis) > 1 and second.stride(axis) != step:
         raise AtlasError(
             Code.UNLIKE_PLACEMENTS,
-            f"Both step alike along {axis}",
+            f"The two placements have different strides along {axis}",
             got=f"{step} and {second.stride(axis)} bytes",
             hint="Take them one by one",
         )
     place = first.axes.index(axis)
-    total = size + second.size(axis)
-    return Placement(
-        first.axes,
-        (*first.sizes[:place], total, *first.sizes[place + 1 :]),
-        (*first.strides[:place], step, *first.strides[place + 1 :]),
-        first.offset,
-        first.item,
-    )
+    return first.replace_axes(place, place + 1, (axis, size + second.size(axis), step))
 
 
-def fold_beside(*sides: Placement, axis: str) -> tuple[Placement, ...]:
-    """The sides of a copy that picks coordinates of `axis`, folded inside it.
+def fold_beside(*ends: Placement, axis: str) -> tuple[Placement, ...]:
+    """The ends of a copy that picks coordinates of `axis`, folded inside it.
 
-    Each side keeps its own number of coordinates there, so that blocks of a small pool
+    Each end keeps its own number of coordinates there, so that blocks of a small pool
     can go to a large one.
 
     >>> a = Placement.packed([("B", 9), ("N", 4), ("C", 8)])
@@ -85,48 +72,38 @@ def fold_beside(*sides: Placement, axis: str) -> tuple[Placement, ...]:
     >>> fold_beside(a, b, axis="B")
     (Placement(B=9:32, offset=0, item=32), Placement(B=5:64, offset=0, item=32))
     """
-    inner = fold_together(*(side.select(axis, 0) for side in sides))
+    inner = fold_together(*(end.select(axis, 0) for end in ends))
     return tuple(
-        Placement(
-            (axis, *part.axes),
-            (side.size(axis), *part.sizes),
-            (side.stride(axis), *part.strides),
-            part.offset,
-            part.item,
-        )
-        for side, part in zip(sides, inner, strict=True)
+        part.replace_axes(0, 0, (axis, end.size(axis), end.stride(axis)))
+        for end, part in zip(ends, inner, strict=True)
     )
 
 
-def widest(*sides: Placement) -> int:
-    """Bytes of the widest element, up to 16, in which all sides can be walked.
+def widest_word(*ends: Placement) -> int:
+    """Bytes of the widest word, up to 16, in which all ends can be walked.
 
-    >>> widest(Placement.packed([("B", 4)], item=24, offset=8))
+    >>> widest_word(Placement.packed([("B", 4)], item=24, offset=8))
     8
     """
-    lane = WIDEST
-    while any(n % lane for side in sides for n in (side.offset, side.item, *side.strides)):
-        lane //= 2
-    return lane
+    word = WIDEST_WORD
+    while any(n % word for end in ends for n in (end.offset, end.item, *end.strides)):
+        word //= 2
+    return word
 
 
-def in_lanes(placement: Placement, lane: int, *, axis: str = "w") -> Placement:
-    """Items as an axis of `lane` bytes each, listed last.
+def in_words(placement: Placement, word: int, *, axis: str = "w") -> Placement:
+    """Items as an axis of words of `word` bytes each, listed last.
 
-    >>> in_lanes(Placement.packed([("B", 4)], item=24), 8)
+    >>> in_words(Placement.packed([("B", 4)], item=24), 8)
     Placement(B=4:24, w=3:8, offset=0, item=8)
     """
-    if placement.item % lane:
+    if placement.item % word:
         raise AtlasError(
             Code.SPLIT_ELEMENT,
-            "An item is whole lanes",
-            got=f"items of {placement.item} bytes in lanes of {lane}",
-            hint="Ask widest() for a lane that divides all of them",
+            "Words do not divide the items",
+            got=f"items of {placement.item} bytes in words of {word}",
+            hint="Ask widest_word() for one that divides all of them",
         )
-    return Placement(
-        (*placement.axes, axis),
-        (*placement.sizes, placement.item // lane),
-        (*placement.strides, lane),
-        placement.offset,
-        lane,
-    )
+    count = len(placement.axes)
+    words = (axis, placement.item // word, word)
+    return replace(placement, item=word).replace_axes(count, count, words)

@@ -14,6 +14,7 @@ two without sign or mantissa).
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Literal
 
@@ -53,7 +54,7 @@ class DType:
         if not whole or (self.kind == "float" and parts != self.bits):
             raise AtlasError(
                 Code.UNKNOWN_DTYPE,
-                "A dtype has 1 to 8, 16 or 32 bits, which a float's parts add up to",
+                "A dtype has other than 1 to 8, 16 or 32 bits, or its parts do not add up to them",
                 got=f"{self.name} of {self.bits} bits",
                 hint="Use DType.of for the types there are",
             )
@@ -68,15 +69,12 @@ class DType:
         if isinstance(name, DType):
             return name
         key = str(name).removeprefix("torch.").lower()
-        found = _TYPES.get(_ALIASES.get(key, key))
-        if found is None:
+        dtype = _TYPES.get(_ALIASES.get(key, key))
+        if dtype is None:
             raise AtlasError(
-                Code.UNKNOWN_DTYPE,
-                "A dtype is one that kvatlas knows",
-                got=repr(name),
-                hint=f"Use one of {', '.join(_TYPES)}",
+                Code.UNKNOWN_DTYPE, got=repr(name), hint=f"Use one of {', '.join(_TYPES)}"
             )
-        return found
+        return dtype
 
     @property
     def item(self) -> int:
@@ -101,7 +99,7 @@ class DType:
         if not 0 <= code < 1 << self.bits:
             raise AtlasError(
                 Code.OUT_OF_RANGE,
-                f"A code of {self.name} has {self.bits} bits",
+                f"Codes of {self.name} have only {self.bits} bits",
                 got=code,
                 hint=f"Pass a code from 0 to {(1 << self.bits) - 1}",
             )
@@ -129,8 +127,8 @@ class DType:
         if self.kind == "uint":
             return int(min(max(round_half_even(value), 0), (1 << self.bits) - 1))
         if self.kind == "exponent":
-            return _nearest(self, max(value, 0.0), 0, 254)
-        magnitude = _nearest(self, abs(value), 0, self._largest())
+            return _nearest(self, max(value, 0.0), 254)
+        magnitude = _nearest(self, abs(value), self._largest())
         negative = math.copysign(1.0, value) < 0
         return magnitude | (1 << (self.bits - 1) if negative else 0)
 
@@ -177,15 +175,9 @@ def round_half_even(value: float) -> float:
     return value if math.isinf(value) else float(round(value))
 
 
-def _nearest(dtype: DType, value: float, low: int, high: int) -> int:
-    """The code in [low, high] whose number is nearest: codes of one sign ascend in value."""
-    first, last = low, high
-    while first < last:
-        middle = (first + last + 1) // 2
-        if dtype.decode(middle) <= value:
-            first = middle
-        else:
-            last = middle - 1
+def _nearest(dtype: DType, value: float, high: int) -> int:
+    """The code up to `high` whose number is nearest: codes of one sign ascend in value."""
+    first = max(bisect_right(range(high + 1), value, key=dtype.decode) - 1, 0)
     if first == high:
         return first
     below, above = dtype.decode(first), dtype.decode(first + 1)
@@ -214,24 +206,15 @@ _TYPES: dict[str, DType] = {
     )
 }
 
-_ALIASES = {
-    "float32": "fp32",
-    "float": "fp32",
-    "f32": "fp32",
-    "bfloat16": "bf16",
-    "float16": "fp16",
-    "half": "fp16",
-    "f16": "fp16",
-    "fp8": "e4m3",
-    "fp8_e4m3": "e4m3",
-    "float8_e4m3": "e4m3",
-    "float8_e4m3fn": "e4m3",
-    "fp8_e5m2": "e5m2",
-    "float8_e5m2": "e5m2",
-    "float4_e2m1fn": "e2m1",
-    "fp4": "e2m1",
-    "float8_e8m0fnu": "ue8m0",
-    "e8m0": "ue8m0",
+_SPELLINGS = {
+    "fp32": "float32 float f32",
+    "bf16": "bfloat16",
+    "fp16": "float16 half f16",
+    "e4m3": "fp8 fp8_e4m3 float8_e4m3 float8_e4m3fn",
+    "e5m2": "fp8_e5m2 float8_e5m2",
+    "e2m1": "fp4 float4_e2m1fn",
+    "ue8m0": "e8m0 float8_e8m0fnu",
 }
+_ALIASES = {alias: name for name, aliases in _SPELLINGS.items() for alias in aliases.split()}
 
 ALL_DTYPES: tuple[DType, ...] = tuple(_TYPES.values())

@@ -21,7 +21,7 @@ from typing import Literal
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.dtype import DType
-from kvatlas.geometry.integers import integer, natural, positive
+from kvatlas.geometry.integers import integer, natural, positive, set_fields
 
 Along = Literal["H", "N", "C"]
 
@@ -39,10 +39,12 @@ class ShardRange:
     length: int
 
     def __post_init__(self) -> None:
-        for name, check in (("local", natural), ("start", natural), ("length", positive)):
-            object.__setattr__(
-                self, name, check(getattr(self, name), f"the {name} of a shard range")
-            )
+        set_fields(
+            self,
+            local=natural(self.local, "the local start of a shard range"),
+            start=natural(self.start, "the start of a shard range"),
+            length=positive(self.length, "the length of a shard range"),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +62,8 @@ class Section:
     shared: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "units", positive(self.units, "the number of units"))
-        object.__setattr__(self, "rows", positive(self.rows, "the rows of a unit"))
+        units = positive(self.units, "the number of units")
+        set_fields(self, units=units, rows=positive(self.rows, "the rows of a unit"))
 
     def deal(self, tp: int, rank: int) -> tuple[int, int]:
         """(first, count) of the units that `rank` of `tp` holds.
@@ -77,8 +79,8 @@ class Section:
             return rank * self.units // tp, 1
         raise AtlasError(
             Code.TP_HEADS,
-            "Tensor parallelism divides heads (or groups) evenly"
-            + (", or repeats them evenly" if self.shared else ""),
+            "Heads (or groups) do not divide evenly over the ranks"
+            + (", nor repeat evenly" if self.shared else ""),
             got=f"{self.units} over tp {tp}",
             hint=f"Use a tp that divides {self.units}"
             + (f", or a multiple of {self.units}" if self.shared else ""),
@@ -130,14 +132,12 @@ class Sharding:
         if not 0 <= rank < tp:
             raise AtlasError(
                 Code.BAD_RANK,
-                "A rank is one of its tensor-parallel group",
                 got=f"rank {rank} of {tp}",
                 hint=f"Ranks are 0..{tp - 1}",
             )
         if self.whole_only and tp > 1:
             raise AtlasError(
                 Code.TP_WHOLE,
-                "A field that is neither sharded nor replicated lives on one rank",
                 got=f"tp {tp}",
                 hint="Use tp 1, or give the field a sharding",
             )
@@ -189,12 +189,11 @@ class FieldAxis:
 
     def __post_init__(self) -> None:
         size = positive(self.size, f"the size of field axis {self.name}")
-        object.__setattr__(self, "size", size)
-        object.__setattr__(self, "step", natural(self.step, f"the step of field axis {self.name}"))
+        set_fields(self, size=size, step=natural(self.step, f"the step of field axis {self.name}"))
         if self.along not in ("H", "N", "C"):
             raise AtlasError(
                 Code.BAD_FIELD,
-                "A field axis walks along H, N or C",
+                "A field axis walks along something else than H, N or C",
                 got=repr(self.along),
                 hint="Pages and blocks are outside the page",
             )
@@ -225,11 +224,14 @@ class Field:
     """Where this rank's rows of the sharded axis lie in the whole model; empty for all of it."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dtype", DType.of(self.dtype))
-        object.__setattr__(self, "axes", tuple(self.axes))
-        object.__setattr__(self, "ranges", tuple(self.ranges))
-        object.__setattr__(self, "head", natural(self.head, "the first head of a field"))
-        object.__setattr__(self, "offset", natural(self.offset, "the content offset of a field"))
+        set_fields(
+            self,
+            dtype=DType.of(self.dtype),
+            axes=tuple(self.axes),
+            ranges=tuple(self.ranges),
+            head=natural(self.head, "the first head of a field"),
+            offset=natural(self.offset, "the content offset of a field"),
+        )
         names = [axis.name for axis in self.axes]
         sharded_size = next(
             (axis.size for axis in self.axes if axis.name == self.sharding.axis), None
@@ -240,7 +242,7 @@ class Field:
         if len(set(names)) < len(names) or wrong:
             raise AtlasError(
                 Code.BAD_FIELD,
-                "A field names each axis once and its ranges fill the sharded axis",
+                "A field names an axis twice, or its ranges do not fill the sharded axis",
                 got=f"{self.name}: axes {names}, sharded on {self.sharding.axis}, ranges of {held}",
                 hint="Build fields with the specs, or with Sharding.ranges for the rank",
             )
@@ -248,7 +250,7 @@ class Field:
         if any(step % self.dtype.item for step in (self.offset, *steps)):
             raise AtlasError(
                 Code.MISALIGNED,
-                "Elements start at multiples of their size",
+                "Elements do not start at multiples of their size",
                 got=f"{self.name} of {self.dtype} at byte {self.offset} with steps {steps}",
                 hint="Pad what lies before it",
             )
@@ -289,8 +291,8 @@ class Field:
         >>> Field("k", DType.of("bf16"), (FieldAxis("H", 2, "H"), *tiles)).sizes
         {'H': 2, 'C': 32}
         """
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         for axis in self.axes:
             name = axis.name.upper()
-            found[name] = found.get(name, 1) * axis.size
-        return found
+            sizes[name] = sizes.get(name, 1) * axis.size
+        return sizes

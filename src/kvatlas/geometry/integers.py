@@ -33,6 +33,12 @@ def round_up(value: int, multiple: int) -> int:
     return ceil_div(value, multiple) * multiple
 
 
+def set_fields(value: object, **fields: Any) -> None:
+    """Set fields of a frozen dataclass to their canonical values, in its `__post_init__`."""
+    for name, field in fields.items():
+        object.__setattr__(value, name, field)
+
+
 def _sentence(words: str) -> str:
     return words[0].upper() + words[1:]
 
@@ -44,24 +50,21 @@ def integer(value: Any, what: str) -> int:
     >>> integer(np.int32(7), "a size")
     7
     """
-    if isinstance(value, bool):
+    try:
+        number = None if isinstance(value, bool) else index(value)
+    except TypeError:
         number = None
-    else:
-        try:
-            number = index(value)
-        except TypeError:
-            number = None
     if number is None:
         raise AtlasError(
             Code.NOT_AN_INTEGER,
-            f"{_sentence(what)} is a whole number",
+            f"{_sentence(what)} is not a whole number",
             got=f"{value!r} ({type(value).__name__})",
             hint="Pass an int; use // instead of / when computing it",
         )
     if abs(number) > INT64_MAX:
         raise AtlasError(
             Code.OVERFLOW,
-            f"{_sentence(what)} stays below 2**63",
+            f"{_sentence(what)} is past 2**63",
             got=number,
             hint="Check the sizes that were multiplied to get it",
         )
@@ -74,7 +77,7 @@ def positive(value: Any, what: str) -> int:
     if number < 1:
         raise AtlasError(
             Code.BAD_SIZE,
-            f"{_sentence(what)} is at least 1",
+            f"{_sentence(what)} is less than 1",
             got=number,
             hint="Leave out what is empty instead of giving it size 0",
         )
@@ -87,7 +90,7 @@ def natural(value: Any, what: str) -> int:
     if number < 0:
         raise AtlasError(
             Code.NEGATIVE,
-            f"{_sentence(what)} is not negative",
+            f"{_sentence(what)} is negative",
             got=number,
             hint="Memory is walked upwards here: reverse the view instead",
         )

@@ -19,8 +19,6 @@ from kvatlas.geometry.placement import Placement
 AXES = "LBHNC"
 """The logical axes, in logical order."""
 
-AXIS_NAMES = {"L": "page", "B": "block", "H": "head", "N": "state", "C": "content"}
-
 _ALIASES = {"NHD": "LBNHC", "HND": "LBHNC"}
 
 
@@ -68,43 +66,28 @@ class Layout:
 
     @property
     def block_outermost(self) -> bool:
-        """All pages of a block are one stretch: a block moves as one piece."""
+        """All pages of a block are contiguous: a block moves as one run."""
         return self.order[0] == "B"
 
     @property
     def layer_compact(self) -> bool:
-        """All blocks of a page are one stretch: a layer's cache is a tensor of its own."""
+        """All blocks of a page are contiguous: a layer's cache is a tensor of its own."""
         return self.order[0] == "L"
 
     @property
     def page_contiguous(self) -> bool:
-        """The H x N x C bytes of a page are one stretch."""
+        """The H x N x C bytes of a page are contiguous."""
         return set(self.order[:2]) == {"L", "B"}
 
     @property
     def cell_contiguous(self) -> bool:
-        """The C bytes of a cell are one stretch, as every attention kernel wants them."""
+        """The C bytes of a cell are contiguous, as every attention kernel wants them."""
         return self.order[4] == "C"
 
     @property
     def heads_outside_pages(self) -> bool:
-        """H lies outside L: in BHLNC a TP slice of a whole block is one piece."""
+        """H lies outside L: in BHLNC a TP slice of a whole block is one run."""
         return self.outside("H", "L")
-
-    @property
-    def heads_outside_blocks(self) -> bool:
-        """H lies outside B: in LHBNC one head (or plane) of a layer is one piece."""
-        return self.outside("H", "B")
-
-    @property
-    def heads_outside_states(self) -> bool:
-        """Head-major pages (HND); False is state-major (NHD)."""
-        return self.outside("H", "N")
-
-    @property
-    def in_engines(self) -> bool:
-        """One of the six orders that engines use today."""
-        return self in ENGINE_LAYOUTS
 
     @property
     def alias(self) -> str | None:
@@ -126,7 +109,7 @@ class Layout:
         if sorted(sizes) != sorted(AXES) or not set(fixed) <= set(AXES):
             raise AtlasError(
                 Code.UNKNOWN_AXIS,
-                "A layout places the axes L, B, H, N, C, each given a size",
+                "The axes to place are not L, B, H, N, C",
                 got=f"sizes {sorted(sizes)}, strides {sorted(fixed)}",
                 hint="Give all five sizes, 1 for an axis that is not used",
             )
@@ -135,21 +118,16 @@ class Layout:
         ).reorder(*AXES)
 
     def _position(self, axis: str) -> int:
-        if axis not in AXIS_NAMES:
+        if axis not in AXES:
             raise AtlasError(
                 Code.UNKNOWN_AXIS,
-                "A layout has the axes L, B, H, N, C",
                 got=repr(axis),
                 hint="L is page, B block, H head, N state, C content",
             )
         return self.order.index(axis)
 
 
-LBHNC = Layout("LBHNC")
-LBNHC = Layout("LBNHC")
-LHBNC = Layout("LHBNC")
-BLHNC = Layout("BLHNC")
-BLNHC = Layout("BLNHC")
-BHLNC = Layout("BHLNC")
-
-ENGINE_LAYOUTS: tuple[Layout, ...] = (LBHNC, LBNHC, LHBNC, BLHNC, BLNHC, BHLNC)
+ENGINE_LAYOUTS: tuple[Layout, ...] = tuple(
+    map(Layout, ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"))
+)
+"""The orders that engines use today."""

@@ -1,6 +1,6 @@
 """How fields are packed into a page: the only place that computes their steps.
 
-Three ways are enough. `in_cells` puts parts behind each other in every cell. `flat`
+Three ways are enough. `in_cells` puts parts behind each other in every cell. `flat_field`
 lays one part out over the bytes behind the cells in an order of its own (transposed,
 tiled, a recurrent state). `in_planes` stacks whole planes of rows, such as all data
 and then all scales.
@@ -8,12 +8,13 @@ and then all scales.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvatlas.geometry.dtype import DType
 from kvatlas.geometry.field import Field, FieldAxis, Sharding, ShardRange
-from kvatlas.geometry.integers import positive
+from kvatlas.geometry.integers import positive, set_fields
 
 Sizes = Sequence[tuple[str, int]]
 """Axes with their sizes, outermost first."""
@@ -32,7 +33,7 @@ class ElementRow:
     elements: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "elements", positive(self.elements, f"the size of {self.name}"))
+        set_fields(self, elements=positive(self.elements, f"the size of {self.name}"))
 
     @property
     def nbytes(self) -> int:
@@ -81,7 +82,7 @@ def in_cells(
     return fields
 
 
-def flat(
+def flat_field(
     name: str,
     dtype: DType,
     memory: Sizes,
@@ -97,17 +98,13 @@ def flat(
     `axes` lists them in another order than memory's; `cells` are axes that still walk
     from cell to cell.
 
-    >>> k = flat("k", DType.of("fp16"), [("C", 64), ("N", 16)], Shard(Sharding(None)), axes="NC")
+    >>> whole, fp16 = Shard(Sharding.whole()), DType.of("fp16")
+    >>> k = flat_field("k", fp16, [("C", 64), ("N", 16)], whole, axes="NC")
     >>> [(axis.name, axis.step) for axis in k.axes]
     [('N', 2), ('C', 32)]
     """
-    step, found = dtype.item, {}
-    for axis, size in reversed(memory):
-        found[axis] = FieldAxis(axis, size, "C", step)
-        step *= size
-    order = axes or [axis for axis, _ in memory]
-    listed = (*cells, *(found[axis] for axis in order))
-    return Field(name, dtype, listed, head, offset, shard.sharding, shard.ranges)
+    by_bytes = _packed_axes(memory, dtype.item, axes)
+    return Field(name, dtype, (*cells, *by_bytes), head, offset, shard.sharding, shard.ranges)
 
 
 def in_planes(
@@ -124,11 +121,16 @@ def in_planes(
     """
     fields: list[Field] = []
     for parts in planes:
-        step, found = row_bytes(parts), {}
-        for axis, size in reversed(rows):
-            found[axis] = FieldAxis(axis, size, "C", step)
-            step *= size
-        cells = tuple(found[axis] for axis in axes or [axis for axis, _ in rows])
-        fields += in_cells(parts, cells, shard, offset=offset)
-        offset += step
+        row = row_bytes(parts)
+        fields += in_cells(parts, _packed_axes(rows, row, axes), shard, offset=offset)
+        offset += row * math.prod(size for _, size in rows)
     return fields
+
+
+def _packed_axes(memory: Sizes, step: int, order: Sequence[str]) -> tuple[FieldAxis, ...]:
+    """Axes by bytes, the innermost of `memory` at `step`, listed in `order`."""
+    packed = {}
+    for axis, size in reversed(memory):
+        packed[axis] = FieldAxis(axis, size, "C", step)
+        step *= size
+    return tuple(packed[axis] for axis in order or [axis for axis, _ in memory])

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.field import Field
-from kvatlas.geometry.integers import natural, positive
+from kvatlas.geometry.integers import natural, positive, set_fields
 from kvatlas.geometry.layout import Layout
 from kvatlas.geometry.placement import Placement
 from kvatlas.geometry.validation import validate
@@ -42,15 +42,18 @@ class Page:
     padding: int = 0
 
     def __post_init__(self) -> None:
-        for name, what in (("heads", "heads"), ("states", "states"), ("content", "content bytes")):
-            number = positive(getattr(self, name), f"the number of {what} of a page")
-            object.__setattr__(self, name, number)
-        object.__setattr__(self, "padding", natural(self.padding, "the padding of a page"))
-        object.__setattr__(self, "fields", tuple(self.fields))
+        set_fields(
+            self,
+            heads=positive(self.heads, "the number of heads of a page"),
+            states=positive(self.states, "the number of states of a page"),
+            content=positive(self.content, "the number of content bytes of a page"),
+            fields=tuple(self.fields),
+            padding=natural(self.padding, "the padding of a page"),
+        )
         names = [field.name for field in self.fields]
         if len(set(names)) < len(names):
             raise AtlasError(
-                Code.BAD_FIELD, "No field is named twice", got=names, hint="Rename one of them"
+                Code.BAD_FIELD, "Two fields have one name", got=names, hint="Rename one of them"
             )
         alone = self.place(Layout("LBHNC"), pages=1, blocks=1)
         parts = {name: self.view(alone, name) for name in names}
@@ -78,7 +81,6 @@ class Page:
                 return field
         raise AtlasError(
             Code.UNKNOWN_FIELD,
-            "A field is one of the page's own",
             got=repr(name),
             hint=f"This page has {', '.join(field.name for field in self.fields)}",
         )
@@ -89,7 +91,6 @@ class Page:
         if to < self.unpadded:
             raise AtlasError(
                 Code.PAGE_TOO_SMALL,
-                "A page holds all of its cells",
                 got=f"{to} bytes for cells of {self.unpadded}",
                 hint="Take the largest page of all groups that share the block",
             )
@@ -107,7 +108,7 @@ class Page:
     ) -> Placement:
         """The cells of `pages` such pages in each of `blocks` blocks: axes L, B, H, N, C.
 
-        Padding lies behind each page, so a padded page must be one stretch.
+        Padding lies behind each page, so a padded page must be contiguous.
         """
         layout = layout if isinstance(layout, Layout) else Layout(layout)
         strides = {"L": page_stride, "B": block_stride}
@@ -118,7 +119,6 @@ class Page:
             if broken:
                 raise AtlasError(
                     Code.PADDING_INSIDE_PAGE,
-                    "A padded page is one stretch: only L, B and axes of size 1 lie outside it",
                     got=f"{layout} with {broken[0]} of size {sizes[broken[0]]} outside {inner}",
                     hint="Choose an order that starts with L and B, or remove the padding",
                 )
@@ -129,7 +129,7 @@ class Page:
             if self.padding and step is not None and count > 1 and step < self.nbytes:
                 raise AtlasError(
                     Code.PAGE_TOO_SMALL,
-                    "Pages lie at least a page apart, padding included",
+                    "Pages are less than a page apart, padding included",
                     got=f"a stride of {step} along {axis} for pages of {self.nbytes} bytes",
                     hint="Widen the stride, or remove the padding",
                 )
@@ -165,22 +165,15 @@ class Page:
         pages and blocks.
         """
         field = self.field(name)
-        if placement.item != 1:
+        cells = {"H": self.heads, "N": self.states, "C": self.content}
+        whole = placement.item == 1 and all(placement.size(a) == n for a, n in cells.items())
+        if not whole:
             raise AtlasError(
                 Code.UNLIKE_PLACEMENTS,
-                "A field is viewed in a placement of bytes",
-                got=f"items of {placement.item} bytes",
-                hint="Pass what Page.place gave, before it was folded",
+                "The placement does not hold whole pages in bytes",
+                got=f"{placement} for pages of {cells}",
+                hint="Pass what Page.place gave; narrow and fold the view instead",
             )
-        cells = {"H": self.heads, "N": self.states, "C": self.content}
-        for axis, size in cells.items():
-            if placement.size(axis) != size:
-                raise AtlasError(
-                    Code.UNLIKE_PLACEMENTS,
-                    "A field is viewed in a placement of its whole page",
-                    got=f"{axis} of {placement.size(axis)} for a page with {size}",
-                    hint="View the field first and narrow the view",
-                )
         self._refuse_gaps(field, placement)
         steps = {axis: placement.stride(axis) for axis in cells}
         if self.content == 1:
@@ -188,7 +181,6 @@ class Page:
         elif steps["C"] > 1 and field.dtype.item > 1:
             raise AtlasError(
                 Code.SPLIT_ELEMENT,
-                "The bytes of an element are neighbours",
                 got=f"{field.dtype} elements where content bytes are {steps['C']} apart",
                 hint="Choose an order with C innermost",
             )
@@ -226,7 +218,7 @@ class Page:
         reach = sum((placement.size(axis) - 1) * placement.stride(axis) for axis in "HNC")
         # Over a whole page the order of its axes does not matter: only that it is whole.
         whole = step == 1 and reach + 1 == self.unpadded
-        over, ending = "page", "H, N and C, C last"
+        over, ending = "pages", "H, N and C, C last"
         gapless = whole
         if not self._over_page(field):
             # Where every field counts bytes from the page's start, none minds the order either.
@@ -240,7 +232,7 @@ class Page:
         if not gapless:
             raise AtlasError(
                 Code.NOT_CONTIGUOUS,
-                f"Field {field.name} lies flat over its {over}, without gaps",
+                f"Field {field.name} lies flat over its {over}, which have gaps in this layout",
                 got=f"strides { ({axis: placement.stride(axis) for axis in 'HNC'}) }",
                 hint=f"Choose an order that ends in {ending}, or a packing by cells",
             )

@@ -1,7 +1,7 @@
 """Many pages in one pool: where each kind of them starts, and how far apart they lie.
 
 Pools hold pages of several layers and kinds. Block by block (orders that start with
-B) they lie side by side inside every block; layer by layer each has a stretch of its
+B) they lie side by side inside every block; layer by layer each has a region of its
 own for all blocks. These functions turn that into offsets and strides.
 """
 
@@ -10,12 +10,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from kvatlas.geometry.integers import ceil_div
 from kvatlas.geometry.layout import Layout
 from kvatlas.geometry.page import Page
 
 
 class PoolPosition(NamedTuple):
-    """Where alike pages lie in a pool: the first byte, and the strides of pages and blocks."""
+    """Where alike pages lie in a pool: the first byte, and the strides of pages and blocks.
+
+    >>> shared_pages(Layout("LBHNC"), 4096, blocks=10, width=8192)
+    PoolPosition(offset=0, page_stride=40960, block_stride=4096)
+    """
 
     offset: int
     page_stride: int
@@ -23,7 +28,13 @@ class PoolPosition(NamedTuple):
 
 
 class PageSet(NamedTuple):
-    """`pages` alike pages; `apart` bytes between blocks where each has a stretch of its own."""
+    """`pages` alike pages, `apart` bytes from block to block where layers lie one by one.
+
+    >>> from kvatlas.specs import FullAttention
+    >>> page = FullAttention(heads=2, head_dim=64).page(16)
+    >>> PageSet(page, pages=3, apart=page.nbytes).apart
+    8192
+    """
 
     page: Page
     pages: int
@@ -31,33 +42,33 @@ class PageSet(NamedTuple):
 
 
 def side_by_side(
-    rows: Sequence[PageSet], layout: Layout, *, blocks: int, width: int, split: int = 1
+    sets: Sequence[PageSet], layout: Layout, *, blocks: int, width: int, split: int = 1
 ) -> list[PoolPosition]:
-    """Rows of pages one behind the other in blocks of `width` bytes.
+    """Sets of pages one behind the other in blocks of `width` bytes.
 
     With `split`, pages are those of kernel blocks: a block is `split` of them, each with
-    all rows, so that blocks and kernel blocks both have one stride.
+    all sets, so that blocks and kernel blocks both have one stride.
 
     >>> from kvatlas.specs import FullAttention
     >>> page = FullAttention(heads=2, head_dim=64).page(16)
-    >>> rows = [PageSet(page, 3, page.nbytes), PageSet(page, 2, page.nbytes)]
-    >>> for position in side_by_side(rows, Layout("BLHNC"), blocks=10, width=5 * page.nbytes):
+    >>> sets = [PageSet(page, 3, page.nbytes), PageSet(page, 2, page.nbytes)]
+    >>> for position in side_by_side(sets, Layout("BLHNC"), blocks=10, width=5 * page.nbytes):
     ...     print(position)
     PoolPosition(offset=0, page_stride=8192, block_stride=40960)
     PoolPosition(offset=24576, page_stride=8192, block_stride=40960)
     """
-    found = []
+    positions = []
     offset = 0
-    for page, count, apart in rows:
+    for page, count, apart in sets:
         fixed = width // split if layout.block_outermost else None
         if fixed is None and apart != page.nbytes:
             fixed = apart
         page_stride, block_stride = page.pool_strides(
             layout, pages=count, blocks=blocks * split, block_stride=fixed
         )
-        found.append(PoolPosition(offset, page_stride, block_stride * split))
+        positions.append(PoolPosition(offset, page_stride, block_stride * split))
         offset += count * (page.nbytes if layout.block_outermost else page_stride)
-    return found
+    return positions
 
 
 def shared_pages(layout: Layout, page_bytes: int, *, blocks: int, width: int) -> PoolPosition:
@@ -67,7 +78,7 @@ def shared_pages(layout: Layout, page_bytes: int, *, blocks: int, width: int) ->
     return PoolPosition(0, page_bytes * blocks, page_bytes)
 
 
-def packs(
+def pack_positions(
     page: Page,
     count: int,
     pack: int,
@@ -79,14 +90,14 @@ def packs(
 ) -> list[tuple[int, PoolPosition]]:
     """`count` pages, `pack` of them in each shared page, as (pages, position).
 
-    Block by block a pack is just more pages along L. Layer by layer each shared page has its
-    own stretch of all blocks, with the pages of a pack inside every block of it.
+    Block by block a pack is just more pages along L. Layer by layer each shared page has a
+    region of its own for all blocks, with the pages of a pack inside every block of it.
     """
     if layout.block_outermost:
         pack_pages = PageSet(page, count, page.nbytes)
         return [(count, side_by_side([pack_pages], layout, blocks=blocks, width=width)[0])]
-    found = []
-    for index, first in enumerate(range(0, count, pack)):
-        position = PoolPosition(index * shared.page_stride, page.nbytes, shared.block_stride)
-        found.append((min(pack, count - first), position))
-    return found
+    offsets = range(0, ceil_div(count, pack) * shared.page_stride, shared.page_stride)
+    return [
+        (min(pack, count - index * pack), PoolPosition(offset, page.nbytes, shared.block_stride))
+        for index, offset in enumerate(offsets)
+    ]

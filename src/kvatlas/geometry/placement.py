@@ -26,11 +26,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import address_arrays as arrays
-from kvatlas.geometry import runs
-from kvatlas.geometry.address_arrays import Int64s
-from kvatlas.geometry.affine import Affine, bad_axes, out_of_range
+from kvatlas.geometry.address_arrays import (
+    Int64s,
+    fill_descriptors,
+    join_ranges,
+    out_of_range,
+    outer_sum,
+    refuse_too_many,
+    strided,
+)
+from kvatlas.geometry.affine import Affine, bad_axes
 from kvatlas.geometry.integers import integer, natural, positive
+from kvatlas.geometry.runs import coalesce, is_nested
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -82,7 +89,7 @@ class Placement(Affine):
         fixed = strides or {}
         unknown = set(fixed) - {axis for axis, _ in axes}
         if unknown:
-            raise bad_axes("Fixed strides are of axes that exist", sorted(unknown), "Drop them")
+            raise bad_axes("Strides are given for unknown axes", sorted(unknown), "Drop them")
         steps: list[int] = []
         step = positive(item, "the item")
         for axis, size in reversed(axes):
@@ -103,18 +110,20 @@ class Placement(Affine):
         >>> Placement.from_tensor(np.zeros((5, 4, 8), np.float32)[1:, ::2], axes="BNC")
         Placement(B=4:128, N=2:64, C=8:4, offset=128, item=4)
         """
-        found = arrays.strided(tensor)
-        if found is None:
+        layout = strided(tensor)
+        if layout is None:
             raise AtlasError(
                 Code.BAD_TENSOR,
-                "A placement is read from a strided numpy or torch tensor",
+                "This is not a strided numpy or torch tensor",
                 got=type(tensor).__name__,
                 hint="Use Placement.from_strides for memory described in another way",
             )
-        sizes, strides, offset, item = found
+        sizes, strides, offset, item = layout
         if len(axes) != len(sizes):
             got = f"axes {tuple(axes)} for shape {sizes}"
-            raise bad_axes("Every axis of a tensor is named", got, "Pass one name for each axis")
+            raise bad_axes(
+                "Not every axis of the tensor has a name", got, "Pass one name for each axis"
+            )
         return cls(tuple(axes), sizes, strides, offset, item)
 
     # -- operations -----------------------------------------------------------------
@@ -160,16 +169,12 @@ class Placement(Affine):
         if size % inner:
             raise AtlasError(
                 Code.NOT_DIVISIBLE,
-                f"The inner size divides axis {axis}",
+                f"The inner size does not divide axis {axis}",
                 got=f"{size} into pieces of {inner}",
                 hint="Narrow the axis to a multiple first",
             )
-        return replace(
-            self,
-            axes=(*self.axes[:place], *into, *self.axes[place + 1 :]),
-            sizes=(*self.sizes[:place], size // inner, inner, *self.sizes[place + 1 :]),
-            strides=(*self.strides[:place], stride * inner, stride, *self.strides[place + 1 :]),
-        )
+        outer = (into[0], size // inner, stride * inner)
+        return self.replace_axes(place, place + 1, outer, (into[1], inner, stride))
 
     def fold(self, outer: str, inner: str, *, into: str | None = None) -> Placement:
         """Two axes as one, where stepping over all of `inner` is one step of `outer`.
@@ -182,7 +187,7 @@ class Placement(Affine):
         if o == i or (many > 1 and few > 1 and self.strides[o] != few * step):
             raise AtlasError(
                 Code.NOT_FOLDABLE,
-                "Two axes fold where one step of the outer is all steps of the inner",
+                "One step of the outer axis is not all steps of the inner",
                 got=f"{outer} with stride {self.strides[o]} over {inner} of {few} x {step} bytes",
                 hint="Keep both axes, or choose an order in which they are neighbours",
             )
@@ -203,7 +208,9 @@ class Placement(Affine):
         """
         places = [self._place(axis) for axis in axes]
         if sorted(places) != list(range(len(self.axes))):
-            raise bad_axes("A new order lists every axis once", axes, f"Permute {self.axes}")
+            raise bad_axes(
+                "The new order does not list every axis once", axes, f"Permute {self.axes}"
+            )
         return self._pick(places)
 
     def rename(self, **names: str) -> Placement:
@@ -215,6 +222,16 @@ class Placement(Affine):
         for axis in names:
             self._place(axis)
         return replace(self, axes=tuple(names.get(axis, axis) for axis in self.axes))
+
+    def replace_axes(self, start: int, stop: int, *axes: tuple[str, int, int]) -> Placement:
+        """The axes from `start` to `stop` replaced by others, each (name, size, stride)."""
+        names, sizes, strides = zip(*axes, strict=True)
+        return replace(
+            self,
+            axes=(*self.axes[:start], *names, *self.axes[stop:]),
+            sizes=(*self.sizes[:start], *sizes, *self.sizes[stop:]),
+            strides=(*self.strides[:start], *strides, *self.strides[stop:]),
+        )
 
     def shift(self, by: int) -> Placement:
         """The same map, `by` bytes further on."""
@@ -241,13 +258,13 @@ class Placement(Affine):
         walked, rest = self._walk((), ids)
         walked = [np.unique(steps) for steps in walked]
         fold = rest.folded()
-        arrays.refuse_too_many(math.prod([fold.count, *map(len, walked)]), "runs")
+        refuse_too_many(math.prod([fold.count, *map(len, walked)]), "runs")
         steps = [np.arange(n) * s for n, s in zip(fold.sizes, fold.strides, strict=True)]
-        starts = arrays.outer_sum([*walked, *steps], fold.offset)
+        starts = outer_sum([*walked, *steps], fold.offset)
         lengths = np.full(len(starts), fold.item, dtype=np.int64)
-        if not ids and runs.is_nested(fold.sizes, fold.strides, fold.item, apart=True):
+        if not ids and is_nested(fold.sizes, fold.strides, fold.item, apart=True):
             return starts, lengths
-        return arrays.join(starts, lengths)
+        return join_ranges(starts, lengths)
 
     def descriptors(
         self, *over: str, base: int = 0, device: int = 0, **ids: Any
@@ -266,7 +283,7 @@ class Placement(Affine):
         base, device = natural(base, "the base address"), natural(device, "the device id")
         self._refuse_overflow(base + self.stop)
         walked, rest = self._walk(over, ids)
-        return arrays.fill_descriptors(walked, *rest.runs(), base, device)
+        return fill_descriptors(walked, *rest.runs(), base, device)
 
     def view(self, buffer: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """The items in a byte buffer, without a copy: one axis for each axis, then the item.
@@ -282,14 +299,14 @@ class Placement(Affine):
         ):
             raise AtlasError(
                 Code.BAD_TENSOR,
-                "A buffer is one contiguous axis of uint8",
+                "The buffer is not one contiguous axis of uint8",
                 got=f"{type(buffer).__name__} {getattr(buffer, 'shape', '')}",
                 hint="Pass the whole allocation as a numpy array of bytes",
             )
         if self.stop > buffer.size:
             raise AtlasError(
                 Code.OUT_OF_BOUNDS,
-                "A view stays inside its buffer",
+                "The view reaches past its buffer",
                 got=f"bytes up to {self.stop} of a buffer of {buffer.size}",
                 hint="Allocate what the plan says, or narrow the view",
             )
@@ -303,12 +320,12 @@ class Placement(Affine):
         """Byte steps of the axes that are walked, and what is left of the placement."""
         walked = [self._place(axis) for axis in (*over, *(a for a in ids if a not in over))]
         if len(set(walked)) < len(walked):
-            raise bad_axes("No axis is walked twice", over, "Name each axis once")
+            raise bad_axes("An axis is named twice", over, "Name each axis once")
         steps: list[Int64s] = []
         for place in walked:
             axis, size = self.axes[place], self.sizes[place]
             if axis not in ids:
-                arrays.refuse_too_many(size, "coordinates")
+                refuse_too_many(size, "coordinates")
             chosen = self._checked(axis, ids[axis]) if axis in ids else np.arange(size)
             steps.append(np.atleast_1d(chosen) * self.strides[place])
         return steps, self._pick([i for i in range(len(self.axes)) if i not in walked])
@@ -323,11 +340,11 @@ class Placement(Affine):
         )
 
 
-def fold_together(*sides: Placement, keep: Sequence[str] = ()) -> tuple[Placement, ...]:
-    """The sides of a copy, folded where every one of them is gapless.
+def fold_together(*ends: Placement, keep: Sequence[str] = ()) -> tuple[Placement, ...]:
+    """The ends of a copy, folded where every one of them is gapless.
 
     What is left is the same axes for all of them, outermost first as the first
-    side has them; an item is then one run of the copy. Axes to `keep` come first and
+    end has them; an item is then one run of the copy. Axes to `keep` come first and
     are not folded, so that block ids can be bound to them.
 
     >>> a = Placement.packed([("B", 9), ("N", 4), ("C", 8)])
@@ -335,36 +352,30 @@ def fold_together(*sides: Placement, keep: Sequence[str] = ()) -> tuple[Placemen
     >>> fold_together(a, b)
     (Placement(B=9:32, offset=0, item=32), Placement(B=9:64, offset=0, item=32))
     """
-    if not sides:
-        raise bad_axes("A copy has sides", sides, "Pass at least one placement")
-    first = sides[0]
+    if not ends:
+        raise bad_axes("The copy has no ends", ends, "Pass at least one placement")
+    first = ends[0]
     if keep:
-        kept = [[side.size(axis) for axis in keep] for side in sides]
-        inner = fold_together(*(_first_of(side, keep) for side in sides))
-        if any(sizes != kept[0] for sizes in kept):
-            raise bad_axes("Axes that are kept have one size on all sides", kept, "Narrow them")
+        sizes = [[end.size(axis) for axis in keep] for end in ends]
+        inner = fold_together(*(_first_of(end, keep) for end in ends))
+        if any(other != sizes[0] for other in sizes):
+            raise bad_axes("Axes to keep have different sizes at the ends", sizes, "Narrow them")
         return tuple(
-            Placement(
-                (*keep, *part.axes),
-                (*kept[0], *part.sizes),
-                (*map(side.stride, keep), *part.strides),
-                part.offset,
-                part.item,
-            )
-            for side, part in zip(sides, inner, strict=True)
+            part.replace_axes(0, 0, *((axis, end.size(axis), end.stride(axis)) for axis in keep))
+            for end, part in zip(ends, inner, strict=True)
         )
-    aligned = [side if side.axes == first.axes else side.reorder(*first.axes) for side in sides]
-    if any(side.sizes != first.sizes or side.item != first.item for side in aligned):
+    aligned = [end if end.axes == first.axes else end.reorder(*first.axes) for end in ends]
+    if any(end.sizes != first.sizes or end.item != first.item for end in aligned):
         raise AtlasError(
             Code.UNLIKE_PLACEMENTS,
-            "The sides of a copy have the same axes, sizes and item",
-            got=sides,
-            hint="Narrow and split both sides to the part that they share",
+            "The ends of the copy have different sizes or items",
+            got=ends,
+            hint="Narrow and split both ends to the part that they share",
         )
-    fold = runs.coalesce(first.axes, first.sizes, [s.strides for s in aligned], first.item)
+    fold = coalesce(first.axes, first.sizes, [end.strides for end in aligned], first.item)
     return tuple(
-        Placement(fold.names, fold.sizes, strides, side.offset, fold.item)
-        for side, strides in zip(aligned, fold.strides, strict=True)
+        Placement(fold.names, fold.sizes, strides, end.offset, fold.item)
+        for end, strides in zip(aligned, fold.strides, strict=True)
     )
 
 

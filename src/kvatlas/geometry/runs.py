@@ -1,7 +1,7 @@
 """Which bytes of an affine map touch: the arithmetic of runs, on plain numbers.
 
 An affine map is a set of axes (size, byte stride) over an item of some bytes.
-Two questions are asked of it everywhere, by one placement or by both sides of a
+Two questions are asked of it everywhere, by one placement or by both ends of a
 copy at once:
 
 - do two coordinates share a byte, or touch end to end? (`is_nested`, `find_difference`)
@@ -22,7 +22,7 @@ _SEARCH_LIMIT = 100_000
 
 
 class Folded(NamedTuple):
-    """Axes after folding, outermost first; `strides[side][axis]`."""
+    """Axes after folding, outermost first; `strides[end][axis]`."""
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -78,8 +78,7 @@ def find_difference(
         if budget < 0:
             raise AtlasError(
                 Code.UNDECIDED,
-                "A placement is shown to be free of overlap before it is used",
-                got=f"sizes {tuple(sizes)} with strides {tuple(strides)}, too tangled to decide",
+                got=f"sizes {tuple(sizes)} with strides {tuple(strides)}",
                 hint="Nest the axes: each stride at least the span of the axes inside it",
             )
         if depth == len(order):
@@ -104,16 +103,16 @@ def find_difference(
 def coalesce(
     names: Sequence[str], sizes: Sequence[int], strides: Sequence[Sequence[int]], item: int
 ) -> Folded:
-    """Fold all axes that are gapless on every side, into each other and into the item.
+    """Fold all axes that are gapless at every end, into each other and into the item.
 
     >>> coalesce(("B", "N", "C"), (9, 4, 8), [(64, 8, 1)], 1)
     Folded(names=('B',), sizes=(9,), strides=((64,),), item=32)
     >>> coalesce(("N", "C"), (4, 8), [(8, 1), (16, 1)], 1)
     Folded(names=('N',), sizes=(4,), strides=((8,), (16,)), item=8)
     """
-    sides = range(len(strides))
+    ends = range(len(strides))
     axes = [
-        (name, size, tuple(strides[side][place] for side in sides))
+        (name, size, tuple(strides[end][place] for end in ends))
         for place, (name, size) in enumerate(zip(names, sizes, strict=True))
         if size > 1
     ]
@@ -135,6 +134,6 @@ def coalesce(
     return Folded(
         tuple(name for name, _, _ in kept),
         tuple(size for _, size, _ in kept),
-        tuple(tuple(steps[side] for _, _, steps in kept) for side in sides),
+        tuple(tuple(steps[end] for _, _, steps in kept) for end in ends),
         item,
     )

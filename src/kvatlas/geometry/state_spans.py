@@ -1,9 +1,13 @@
-"""Stretches: which states of a request lie side by side at both ends of a copy.
+"""Which states of a request lie side by side at both ends of a copy.
 
-A request's states fill cells (blocks, or kernel blocks where those do not touch), and
-the two ends may have cells of unlike sizes, or keep only every D-th state of the
-request (context parallelism). A stretch is as many states as follow each other in one
-cell at either end. All of them are found at once, in numpy.
+A request's states fill kernel blocks, whose states lie at one stride, and those fill
+blocks. The two ends may have kernel blocks of different sizes, or keep only every n-th
+state (context parallelism). Three kinds say what follows from that, without any address:
+
+- `StateBlocks`: how one end divides a request's states over its blocks;
+- `SpanStarts`: where spans of states start at one end, as arrays;
+- `StateSpans`: as many states at a time as follow each other in one kernel block at
+  both ends. They are all found at once, in numpy.
 """
 
 from __future__ import annotations
@@ -15,12 +19,19 @@ import numpy as np
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.address_arrays import Int64s
+from kvatlas.geometry.integers import ceil_div
 
 
-class Cells(NamedTuple):
-    """How one end keeps states: `states` in a cell, `split` cells in a block.
+class StateBlocks(NamedTuple):
+    """How one end of a copy divides a request's states over blocks.
 
-    It holds those whose number leaves `residue` when divided by `every`.
+    A kernel block has `states` states and a block `split` kernel blocks. The end holds
+    every `every`-th state of the request, from state `residue` on.
+
+    >>> StateBlocks(16, every=2).overlaps(StateBlocks(16, every=4, residue=2))
+    True
+    >>> StateBlocks(16, every=2).overlaps(StateBlocks(16, every=4, residue=3))
+    False
     """
 
     states: int
@@ -28,94 +39,90 @@ class Cells(NamedTuple):
     every: int = 1
     residue: int = 0
 
-    @property
-    def block(self) -> int:
-        """States of the whole request that a block of this end spans."""
-        return self.states * self.split * self.every
+    def overlaps(self, other: StateBlocks) -> bool:
+        """Whether both ends hold some of the same states."""
+        return self.first_common(other) is not None
+
+    def first_common(self, other: StateBlocks) -> int | None:
+        """The first state that both ends hold."""
+        for end in (self, other):
+            if not 0 <= end.residue < end.every or end.states < 1 or end.split < 1:
+                raise AtlasError(
+                    Code.BAD_SIZE,
+                    "A block has no states, or its residue is not below its divisor",
+                    got=end,
+                    hint="Take state blocks from a plan",
+                )
+        held = range(self.residue, lcm(self.every, other.every), self.every)
+        return next((state for state in held if state % other.every == other.residue), None)
+
+    def locate(self, local: Int64s) -> SpanStarts:
+        """Where states lie, counted among those that this end holds."""
+        block, state = np.divmod(local, self.states)
+        if self.split == 1:
+            return SpanStarts(block, np.zeros_like(block), state)
+        entry, kernel = np.divmod(block, self.split)
+        return SpanStarts(entry, kernel, state)
 
 
-class Spots(NamedTuple):
-    """Where stretches start at one end: the table entry, the kernel block and the state."""
+class SpanStarts(NamedTuple):
+    """Where spans start at one end: the entry of the block table, the kernel block, the state.
+
+    >>> StateBlocks(16, split=2).locate(np.array([0, 40]))
+    SpanStarts(entry=array([0, 1]), kernel=array([0, 0]), state=array([0, 8]))
+    """
 
     entry: Int64s
     kernel: Int64s
     state: Int64s
 
 
-class Stretches(NamedTuple):
-    """Stretches of states, at either end, and how many states each has."""
+class StateSpans(NamedTuple):
+    """Spans of states, where each starts at either end, and how many states it has.
 
-    src: Spots
-    dst: Spots
-    length: Int64s
-
-
-def meet(src: Cells, dst: Cells) -> bool:
-    """Whether the two ends hold any state in common.
-
-    >>> meet(Cells(16, every=2, residue=0), Cells(16, every=4, residue=2))
-    True
-    >>> meet(Cells(16, every=2, residue=0), Cells(16, every=4, residue=3))
-    False
-    """
-    return _first_common(src, dst) is not None
-
-
-def stretches(first: int, stop: int, src: Cells, dst: Cells) -> Stretches:
-    """States first .. stop - 1 of a request, as stretches.
-
-    >>> found = stretches(8, 40, Cells(16), Cells(32))
-    >>> found.length, found.src.entry, found.dst.entry, found.dst.state
+    >>> spans = StateSpans.between(8, 40, StateBlocks(16), StateBlocks(32))
+    >>> spans.length, spans.src.entry, spans.dst.entry, spans.dst.state
     (array([ 8, 16,  8]), array([0, 1, 2]), array([0, 0, 1]), array([ 8, 16,  0]))
     """
-    period = lcm(src.every, dst.every)
-    common = _first_common(src, dst)
-    if common is None or first >= stop:
-        nothing = np.zeros(0, dtype=np.int64)
-        spots = Spots(nothing, nothing, nothing)
-        return Stretches(spots, spots, nothing)
-    start = common + max(0, -(-(first - common) // period)) * period
-    many = max(0, -(-(stop - start) // period))
-    steps = (period // src.every, period // dst.every)
-    places = ((start - src.residue) // src.every, (start - dst.residue) // dst.every)
-    begins = _edges(places, many, src, dst) if steps == (1, 1) else np.arange(many)
-    counts = np.diff(begins, append=many)
-    return Stretches(
-        _spots(places[0] + begins * steps[0], src),
-        _spots(places[1] + begins * steps[1], dst),
-        counts,
-    )
+
+    src: SpanStarts
+    dst: SpanStarts
+    length: Int64s
+
+    @classmethod
+    def between(cls, first: int, stop: int, src: StateBlocks, dst: StateBlocks) -> StateSpans:
+        """States first .. stop - 1 of a request, those that both ends hold."""
+        period = lcm(src.every, dst.every)
+        common = src.first_common(dst)
+        if common is None or first >= stop:
+            nothing = np.zeros(0, dtype=np.int64)
+            starts = SpanStarts(nothing, nothing, nothing)
+            return cls(starts, starts, nothing)
+        start = common + max(0, ceil_div(first - common, period)) * period
+        count = max(0, ceil_div(stop - start, period))
+        ends = (src, dst)
+        steps = [period // end.every for end in ends]
+        local = [(start - end.residue) // end.every for end in ends]
+        if steps == [1, 1]:
+            begins = _block_starts([(src.states, local[0]), (dst.states, local[1])], count)
+        else:
+            begins = np.arange(count)
+        return cls(
+            src.locate(local[0] + begins * steps[0]),
+            dst.locate(local[1] + begins * steps[1]),
+            np.diff(begins, append=count),
+        )
 
 
-def _edges(places: tuple[int, int], many: int, src: Cells, dst: Cells) -> Int64s:
-    """Where a cell begins at either end, counted from the first of `many` states."""
-    offsets = [-place % end.states for place, end in zip(places, (src, dst), strict=True)]
-    small, large = sorted(zip((src.states, dst.states), offsets, strict=True))
-    edges = np.arange(small[1], many, small[0])
-    if large[0] % small[0] or (large[1] - small[1]) % small[0]:
-        edges = np.union1d(edges, np.arange(large[1], many, large[0]))
-    return edges if not many or (len(edges) and edges[0] == 0) else np.concatenate(([0], edges))
+def _block_starts(ends: list[tuple[int, int]], count: int) -> Int64s:
+    """Which of `count` states start a kernel block at either end, the first one included.
 
-
-def _spots(local: Int64s, end: Cells) -> Spots:
-    cell, state = np.divmod(local, end.states)
-    if end.split == 1:
-        return Spots(cell, np.zeros_like(cell), state)
-    entry, kernel = np.divmod(cell, end.split)
-    return Spots(entry, kernel, state)
-
-
-def _first_common(src: Cells, dst: Cells) -> int | None:
-    """The least state that both ends hold."""
-    for end in (src, dst):
-        if not 0 <= end.residue < end.every or end.states < 1 or end.split < 1:
-            raise AtlasError(
-                Code.BAD_SIZE,
-                "Cells have states, and a residue below their divisor",
-                got=end,
-                hint="Take cells from a plan",
-            )
-    for state in range(src.residue, lcm(src.every, dst.every), src.every):
-        if state % dst.every == dst.residue:
-            return state
-    return None
+    Each end gives the states of its kernel blocks and where in them the first state lies.
+    """
+    (small, first), (large, second) = sorted((size, -at % size) for size, at in ends)
+    starts = np.arange(first, count, small)
+    if large % small or (second - first) % small:
+        starts = np.union1d(starts, np.arange(second, count, large))
+    if count and (not len(starts) or starts[0]):
+        starts = np.concatenate(([0], starts))
+    return starts

@@ -1,14 +1,16 @@
-"""Strips: bytes that two affine maps share, block by block and state by state.
+"""The runs of a copy between two caches, before block ids and tokens are known.
 
-A copy between two caches is a family of runs. What all runs of a family have in common
-is a `Strip`: how far apart blocks, kernel blocks and states lie at either end, further
-axes with a stride at either end, and an item that is gapless at both. Blocks, kernel
-blocks and states stay open, since block ids and tokens are only known later; the other
-axes fold here, once.
+A copy between two caches is a family of runs: the same bytes, again in every block,
+kernel block and state. `StridedRuns` is such a family as one value: how far apart blocks,
+kernel blocks and states lie at either end, further axes with a stride at either end, and
+an item that is gapless at both. A kind of its own because a `Placement` cannot be it:
+blocks, kernel blocks and states stay open, since a request brings their ids only later,
+while all that can fold without them folds here, once.
 
-- `between` makes a strip from the same field at either end;
-- `merged` joins strips that touch at both ends, such as K and V, or neighbouring layers;
-- `closed` folds the states in as well, for blocks that are copied whole.
+- `StridedRuns.between` takes the same field at either end;
+- `merge_runs` joins families that touch at both ends, such as K and V, or neighbouring layers;
+- `fold_states` folds the states in as well, for blocks that are copied whole;
+- `StridedRuns.byte_ranges` puts in the block ids and states of a request.
 """
 
 from __future__ import annotations
@@ -20,10 +22,10 @@ from typing import NamedTuple
 import numpy as np
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry.address_arrays import Int64s, join_pairs, outer_sum
+from kvatlas.geometry.address_arrays import Int64s, join_copies, outer_sum
 from kvatlas.geometry.placement import Placement
 from kvatlas.geometry.runs import coalesce
-from kvatlas.geometry.state_spans import Spots, Stretches
+from kvatlas.geometry.state_spans import SpanStarts, StateSpans
 
 _OPEN = ("B", "k", "N")
 
@@ -31,160 +33,155 @@ Ends = tuple[int, int]
 """A number for the source and one for the destination."""
 
 
-class Strip(NamedTuple):
-    """A family of runs, open along blocks, kernel blocks and states.
+class StridedRuns(NamedTuple):
+    """Runs at one stride along blocks, kernel blocks and states, at either end of a copy.
 
     >>> k = Placement.packed([("B", 9), ("H", 4), ("N", 16), ("C", 8)])
-    >>> between(k, k.rename(B="X").rename(X="B"))
-    Strip(block=(512, 512), kernel=(0, 0), state=(8, 8), sizes=(4,), steps=((128,), (128,)), \
-at=(0, 0), item=8)
+    >>> StridedRuns.between(k, k.shift(64))  # doctest: +NORMALIZE_WHITESPACE
+    StridedRuns(block_strides=(512, 512), kernel_strides=(0, 0), state_strides=(8, 8),
+                sizes=(4,), strides=((128,), (128,)), offsets=(0, 64), item=8)
     """
 
-    block: Ends
-    kernel: Ends
-    state: Ends
+    block_strides: Ends
+    kernel_strides: Ends
+    state_strides: Ends
     sizes: tuple[int, ...]
-    steps: tuple[tuple[int, ...], tuple[int, ...]]
+    strides: tuple[tuple[int, ...], tuple[int, ...]]
     """Byte strides of the further axes, at either end."""
-    at: Ends
+    offsets: Ends
     """Where the first item lies, at either end."""
     item: int
 
-    def moved(self, src: int, dst: int) -> Strip:
-        """The same strip, so many bytes further on at either end."""
-        return self._replace(at=(self.at[0] + src, self.at[1] + dst))
+    @classmethod
+    def between(cls, src: Placement, dst: Placement) -> StridedRuns:
+        """One field's runs; both views have the same axes, blocks and states aside."""
+        inner = [axis for axis in src.axes if axis not in _OPEN]
+        unlike = sorted(inner) != sorted(axis for axis in dst.axes if axis not in _OPEN)
+        if unlike or src.item != dst.item or any(src.size(a) != dst.size(a) for a in inner):
+            raise AtlasError(
+                Code.UNLIKE_PLACEMENTS,
+                "The two ends of a copy have different axes, sizes or items",
+                got=(src, dst),
+                hint="Narrow and split both ends to the part that they share",
+            )
+        ends = (src, dst)
+        sizes = [src.size(axis) for axis in inner]
+        fold = coalesce(inner, sizes, [[end.stride(a) for a in inner] for end in ends], src.item)
+        block, kernel, state = ((_stride(src, axis), _stride(dst, axis)) for axis in _OPEN)
+        strides, offsets = (fold.strides[0], fold.strides[1]), (src.offset, dst.offset)
+        return cls(block, kernel, state, fold.sizes, strides, offsets, fold.item)
 
-    def rows(self, end: int) -> Int64s:
-        """Where its items lie at one end, in the first state of block 0, first axis slowest."""
-        steps = [np.arange(n) * s for n, s in zip(self.sizes, self.steps[end], strict=True)]
-        return outer_sum(steps, self.at[end])
+    def shift(self, src: int, dst: int) -> StridedRuns:
+        """The same runs, so many bytes further on at either end."""
+        return self._replace(offsets=(self.offsets[0] + src, self.offsets[1] + dst))
 
-    def starts(self, end: int, spots: Spots, ids: Int64s) -> Int64s:
-        """How far into the pool stretches start at one end, in the blocks that `ids` names."""
+    def folded(self) -> StridedRuns:
+        """Axes that are gapless at both ends folded into each other and into the item."""
+        if not self.sizes:
+            return self
+        fold = coalesce([""] * len(self.sizes), self.sizes, self.strides, self.item)
+        return self._replace(
+            sizes=fold.sizes, strides=(fold.strides[0], fold.strides[1]), item=fold.item
+        )
+
+    def item_offsets(self, end: int) -> Int64s:
+        """Where items lie at one end, in the first state of block 0, first axis slowest."""
+        steps = [np.arange(n) * s for n, s in zip(self.sizes, self.strides[end], strict=True)]
+        return outer_sum(steps, self.offsets[end])
+
+    def kernel_offsets(self, end: int, split: int) -> Int64s:
+        """Where the kernel blocks of a block lie, from its start."""
+        return np.arange(split) * self.kernel_strides[end]
+
+    def block_offsets(self, end: int, count: int) -> Int64s:
+        """Where the blocks of a pool lie, from its start."""
+        return np.arange(count) * self.block_strides[end]
+
+    def byte_ranges(
+        self, spans: StateSpans, ids: tuple[Int64s, Int64s], *, whole: bool
+    ) -> tuple[Int64s, Int64s, Int64s]:
+        """Where spans of states lie at either end, and how long each is, in bytes.
+
+        `ids` are the blocks of each span at either end. Ranges that touch at both ends are
+        joined. With `whole` the states of a kernel block are folded in already.
+        """
+        src, dst = self._starts(0, spans.src, ids[0]), self._starts(1, spans.dst, ids[1])
+        count = spans.length
+        if whole or int(count.max()) == 1:
+            length = np.full(len(count), self.item, dtype=np.int64)
+        elif self.state_strides == (self.item, self.item):
+            length = count * self.item
+        else:
+            # States that are apart at one end or the other go one by one.
+            nth = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+            src = np.repeat(src, count) + nth * self.state_strides[0]
+            dst = np.repeat(dst, count) + nth * self.state_strides[1]
+            length = np.full(len(nth), self.item, dtype=np.int64)
+        return join_copies(src, dst, length)
+
+    def _starts(self, end: int, starts: SpanStarts, ids: Int64s) -> Int64s:
+        """How far into the pool spans start at one end, in the blocks that `ids` names."""
         total = np.zeros(len(ids), dtype=np.int64)
-        for step, place in (
-            (self.block, ids),
-            (self.kernel, spots.kernel),
-            (self.state, spots.state),
+        for strides, index in (
+            (self.block_strides, ids),
+            (self.kernel_strides, starts.kernel),
+            (self.state_strides, starts.state),
         ):
-            if step[end]:
-                total += place * step[end]
+            if strides[end]:
+                total += index * strides[end]
         return total
 
-    def kernels(self, end: int, split: int) -> Int64s:
-        """Where the kernel blocks of a block lie, from its start."""
-        return np.arange(split) * self.kernel[end]
 
-    def blocks(self, end: int, count: int) -> Int64s:
-        """Where the blocks of a pool lie, from its start."""
-        return np.arange(count) * self.block[end]
-
-
-def between(src: Placement, dst: Placement) -> Strip:
-    """What two views of one field share; both have the same axes, blocks and states apart."""
-    inner = [axis for axis in src.axes if axis not in _OPEN]
-    unlike = sorted(inner) != sorted(axis for axis in dst.axes if axis not in _OPEN)
-    if unlike or src.item != dst.item or any(src.size(a) != dst.size(a) for a in inner):
-        raise AtlasError(
-            Code.UNLIKE_PLACEMENTS,
-            "The ends of a copy have the same axes, sizes and item",
-            got=(src, dst),
-            hint="Narrow and split both ends to the part that they share",
-        )
-    ends = (src, dst)
-    sizes = [src.size(axis) for axis in inner]
-    fold = coalesce(inner, sizes, [[end.stride(a) for a in inner] for end in ends], src.item)
-    block, kernel, state = ((_stride(src, axis), _stride(dst, axis)) for axis in _OPEN)
-    return Strip(
-        block, kernel, state, fold.sizes, (fold.strides[0], fold.strides[1]),
-        (src.offset, dst.offset), fold.item,
-    )  # fmt: skip
-
-
-def merged(strips: Iterable[Strip]) -> list[Strip]:
-    """As few strips as possible: those that touch at both ends are one.
+def merge_runs(families: Iterable[StridedRuns]) -> list[StridedRuns]:
+    """As few families as possible: those that touch at both ends are one.
 
     >>> cell = Placement.packed([("B", 9), ("N", 4), ("C", 16)])
     >>> k, v = cell.narrow("C", 0, 8), cell.narrow("C", 8, 8)
-    >>> [strip.item for strip in merged([between(k, k), between(v, v)])]
+    >>> [runs.item for runs in merge_runs(StridedRuns.between(x, x) for x in (k, v))]
     [16]
     """
-    found = list(strips)
-    count = len(found) + 1
-    while len(found) < count:
-        count = len(found)
-        alike: dict[object, list[Strip]] = defaultdict(list)
-        for strip in found:
-            alike[strip[:5]].append(strip)
-        found = [strip for family in alike.values() for strip in _joined(family)]
-    return found
+    merged = list(families)
+    count = len(merged) + 1
+    while len(merged) < count:
+        count = len(merged)
+        alike: dict[object, list[StridedRuns]] = defaultdict(list)
+        for runs in merged:
+            alike[runs[:5]].append(runs)
+        merged = [runs for members in alike.values() for runs in _joined(members)]
+    return merged
 
 
-def closed(strips: Iterable[Strip], states: int) -> list[Strip]:
-    """Strips with `states` states as one more axis, folded and merged where that is gapless.
+def fold_states(families: Iterable[StridedRuns], states: int) -> list[StridedRuns]:
+    """Families with `states` states as one more axis, folded and merged where that is gapless.
 
     >>> page = Placement.packed([("B", 9), ("H", 4), ("N", 16), ("C", 8)])
-    >>> [strip.item for strip in closed([between(page, page)], 16)]
+    >>> [runs.item for runs in fold_states([StridedRuns.between(page, page)], 16)]
     [512]
     """
-    found = []
-    # Strips mostly differ in where they start alone: each kind is folded once.
-    kinds: dict[tuple[object, ...], Strip] = {}
-    for strip in strips:
-        kind = (strip[:5], strip.item)
+    folded = []
+    # Families mostly differ in where they start alone: each kind is folded once.
+    kinds: dict[tuple[object, ...], StridedRuns] = {}
+    for runs in families:
+        kind = (runs[:5], runs.item)
         if kind not in kinds:
-            steps = [(*strip.steps[end], strip.state[end]) for end in (0, 1)]
-            sizes = (*strip.sizes, states)
-            wider = strip._replace(state=(0, 0), sizes=sizes, steps=(steps[0], steps[1]))
-            kinds[kind] = folded(wider if states > 1 else strip._replace(state=(0, 0)))
-        found.append(kinds[kind]._replace(at=strip.at))
-    return merged(found)
+            src, dst = ((*runs.strides[end], runs.state_strides[end]) for end in (0, 1))
+            wider = runs._replace(sizes=(*runs.sizes, states), strides=(src, dst))
+            kinds[kind] = (wider if states > 1 else runs)._replace(state_strides=(0, 0)).folded()
+        folded.append(kinds[kind]._replace(offsets=runs.offsets))
+    return merge_runs(folded)
 
 
-def along(
-    strip: Strip, found: Stretches, ids: tuple[Int64s, Int64s], *, whole: bool
-) -> tuple[Int64s, Int64s, Int64s]:
-    """Where the stretches of a strip lie at either end, and how long each is, in bytes.
-
-    Stretches that touch at both ends are joined. With `whole` the strip has the states of
-    a cell folded in.
-    """
-    src, dst = strip.starts(0, found.src, ids[0]), strip.starts(1, found.dst, ids[1])
-    count = found.length
-    if whole or int(count.max()) == 1:
-        length = np.full(len(count), strip.item, dtype=np.int64)
-    elif strip.state == (strip.item, strip.item):
-        length = count * strip.item
-    else:
-        # States that are apart at one end or the other go one by one.
-        nth = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
-        src = np.repeat(src, count) + nth * strip.state[0]
-        dst = np.repeat(dst, count) + nth * strip.state[1]
-        length = np.full(len(nth), strip.item, dtype=np.int64)
-    return join_pairs(src, dst, length)
-
-
-def folded(strip: Strip) -> Strip:
-    """Axes that are gapless at both ends folded into each other and into the item."""
-    if not strip.sizes:
-        return strip
-    fold = coalesce([""] * len(strip.sizes), strip.sizes, strip.steps, strip.item)
-    return strip._replace(
-        sizes=fold.sizes, steps=(fold.strides[0], fold.strides[1]), item=fold.item
-    )
-
-
-def _joined(family: Sequence[Strip]) -> list[Strip]:
-    kept: list[Strip] = []
+def _joined(families: Sequence[StridedRuns]) -> list[StridedRuns]:
+    kept: list[StridedRuns] = []
     longer = False
-    for strip in sorted(family, key=lambda strip: strip.at[1]):
+    for runs in sorted(families, key=lambda runs: runs.offsets[1]):
         last = kept[-1] if kept else None
-        if last and all(last.at[end] + last.item == strip.at[end] for end in (0, 1)):
-            kept[-1] = last._replace(item=last.item + strip.item)
+        if last and all(last.offsets[end] + last.item == runs.offsets[end] for end in (0, 1)):
+            kept[-1] = last._replace(item=last.item + runs.item)
             longer = True
         else:
-            kept.append(strip)
-    return list(map(folded, kept)) if longer else kept
+            kept.append(runs)
+    return [runs.folded() for runs in kept] if longer else kept
 
 
 def _stride(placement: Placement, axis: str) -> int:

@@ -15,8 +15,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import address_arrays as arrays
-from kvatlas.geometry.address_arrays import Int64s
+from kvatlas.geometry.address_arrays import Int64s, join_ranges
 from kvatlas.geometry.integers import positive
 from kvatlas.geometry.placement import Placement
 
@@ -43,14 +42,14 @@ def validate(
     >>> validate({"rows": rows}, size=512, padding={"gaps": gaps}, align=32)
     >>> validate({"rows": rows}, size=512)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    kvatlas.errors.AtlasError: Every byte is in a part or in named padding. Got ... [hole]
+    kvatlas.errors.AtlasError: Bytes belong to no part and are not named as padding. Got ... [hole]
     """
     size, align = positive(size, "the size of a buffer"), positive(align, "the alignment")
     everything = {**parts, **(padding or {})}
     if len(everything) < len(parts) + len(padding or {}):
         raise AtlasError(
             Code.OVERLAP,
-            "Padding is not also a part",
+            "Padding has the name of a part",
             got=sorted(set(parts) & set(padding or {})),
             hint="Give padding names of its own",
         )
@@ -58,7 +57,7 @@ def validate(
         if part.stop > size:
             raise AtlasError(
                 Code.OUT_OF_BOUNDS,
-                "Every part lies inside the buffer",
+                "A part reaches past the buffer",
                 got=f"{name} up to byte {part.stop} of {size}",
                 hint="Check the number of blocks against the memory",
             )
@@ -67,7 +66,7 @@ def validate(
         if part.offset % align or any(step % align for step in steps.values()):
             raise AtlasError(
                 Code.MISALIGNED,
-                f"Parts, pages and blocks start at multiples of {align}",
+                f"A part, page or block does not start at a multiple of {align}",
                 got=f"{name} at {part.offset} with strides {steps}",
                 hint="Pad the pages or the blocks up to the alignment",
             )
@@ -76,7 +75,6 @@ def validate(
     if covered < size and not holes:
         raise AtlasError(
             Code.HOLE,
-            "Every byte is in a part or in named padding",
             got=f"{size - covered} of {size} bytes unnamed{_first_hole(everything)}",
             hint="Name the gap as padding, or close it",
         )
@@ -92,7 +90,7 @@ def _refuse_shared_bytes(parts: Mapping[str, Placement]) -> None:
             first = int(clash[0])
             raise AtlasError(
                 Code.OVERLAP,
-                "No two parts share a byte",
+                "Two parts share a byte",
                 got=f"{names[owners[first]]} and {names[owners[first + 1]]} "
                 f"at byte {starts[first + 1]}",
                 hint="Move or shrink one of them; groups that overlay are validated apart",
@@ -101,14 +99,14 @@ def _refuse_shared_bytes(parts: Mapping[str, Placement]) -> None:
 
 def _neighbours(parts: Mapping[str, Placement]) -> list[list[str]]:
     """Parts whose extents meet, in sets: parts of unlike sets cannot share a byte."""
-    found: list[list[str]] = []
+    clusters: list[list[str]] = []
     reach = 0
     for name in sorted(parts, key=lambda name: parts[name].offset):
-        if not found or parts[name].offset >= reach:
-            found.append([])
-        found[-1].append(name)
+        if not clusters or parts[name].offset >= reach:
+            clusters.append([])
+        clusters[-1].append(name)
         reach = max(reach, parts[name].stop)
-    return [names for names in found if len(names) > 1]
+    return [names for names in clusters if len(names) > 1]
 
 
 def _one_step(parts: list[Placement]) -> list[Placement]:
@@ -125,27 +123,23 @@ def _one_step(parts: list[Placement]) -> list[Placement]:
 
 
 def _runs(parts: list[Placement]) -> tuple[Int64s, Int64s, Int64s]:
-    if sum(part.count for part in parts) > _MOST_RUNS:
+    count = sum(part.count for part in parts)
+    if count > _MOST_RUNS:
         raise AtlasError(
             Code.UNDECIDED,
-            "Parts are shown to be apart before they are used",
-            got=f"{sum(part.count for part in parts)} runs that share no outer axis",
+            got=f"{count} runs that share no outer axis",
             hint="Give the parts of a pool the same block axis",
         )
-    found = [part.runs() for part in parts]
-    counts = [len(starts) for starts, _ in found]
-    return (
-        np.concatenate([starts for starts, _ in found]),
-        np.concatenate([lengths for _, lengths in found]),
-        np.repeat(np.arange(len(parts)), counts),
-    )
+    starts, lengths = zip(*(part.runs() for part in parts), strict=True)
+    owners = np.repeat(np.arange(len(parts)), [len(some) for some in starts])
+    return np.concatenate(starts), np.concatenate(lengths), owners
 
 
 def _first_hole(parts: Mapping[str, Placement]) -> str:
     if not parts or sum(part.folded().count for part in parts.values()) > 1 << 20:
         return ""
     starts, lengths, _ = _runs([part.folded() for part in parts.values()])
-    starts, lengths = arrays.join(starts, lengths)
+    starts, lengths = join_ranges(starts, lengths)
     return f", the first at byte {0 if starts[0] else int(lengths[0])}"
 
 

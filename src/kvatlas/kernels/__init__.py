@@ -1,10 +1,10 @@
-"""Kernels: writing, reading, copying, clearing and attending to what a cache holds.
+"""Kernels that write, read, copy, clear and attend to what a cache holds.
 
-With torch anywhere; on a GPU most of them are Triton's.
+They run with torch anywhere; on a GPU most of them are Triton's.
 """
 
+import kvatlas.cache  # noqa: F401 - first: it says which extra brings torch
 from kvatlas.kernels.block_copy import copy_blocks, gather_blocks, zero_blocks
-from kvatlas.kernels.kv_formats import decode, encode
 from kvatlas.kernels.kv_rows import read, write
 from kvatlas.kernels.latent_rows import (
     decode_latent,
@@ -15,6 +15,7 @@ from kvatlas.kernels.latent_rows import (
     write_rows,
 )
 from kvatlas.kernels.paged_attention import attend, attend_latent
+from kvatlas.kernels.quantise import decode, encode
 from kvatlas.kernels.recurrent_states import read_states, write_states
 
 __all__ = [

@@ -1,10 +1,10 @@
-"""Elements of 8 and 4 bits with scales for blocks of them: fp8, nvfp4, mxfp4 and kin."""
+"""Microscaling formats: fp8 and fp4 elements, each block of them with a scale of its own."""
 
 from __future__ import annotations
 
 import torch
 
-from kvatlas.kernels import bit_codes as bits
+from kvatlas.kernels import bit_packing as bits
 
 E4M3_MAX = 448.0
 E5M2_MAX = 57344.0

@@ -1,4 +1,4 @@
-"""Which kernels a tensor wants: Triton's on a GPU, torch's elsewhere."""
+"""Which kernels run: Triton's for tensors on a GPU, torch's elsewhere."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def gpu_kernels(*tensors: torch.Tensor) -> Any:
-    """`kvatlas.kernels.triton` where a tensor is on a GPU and Triton is there; else None.
+    """`kvatlas.kernels.triton` where a tensor is on a GPU and Triton is installed; else None.
 
     >>> gpu_kernels(torch.zeros(1)) is None
     True

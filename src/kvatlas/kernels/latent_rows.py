@@ -1,7 +1,7 @@
-"""Latent rows, indexer keys and compressor sums: written and read by slots.
+"""Latent rows, indexer keys and compressor sums: written and read by slots, quantised on the way.
 
-These caches have no heads: one row for each state. Their formats are those of the page
-table, scales in the cell or behind all rows, and the codec here fills them.
+These caches have no heads: one row for each state. Where scales lie, in the cell or behind
+all rows of a page, is the page's affair.
 """
 
 from __future__ import annotations
@@ -11,19 +11,11 @@ import torch
 from kvatlas.cache import LayerCache, torch_dtype
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Page
-from kvatlas.kernels import bit_codes as bits
-from kvatlas.kernels.block_scales import (
-    from_blocks,
-    from_nvfp4,
-    from_ue8m0,
-    to_fp8,
-    to_fp8_blocks,
-    to_mxfp4,
-    to_nvfp4,
-    to_ue8m0,
-)
+from kvatlas.kernels import bit_packing as bits
+from kvatlas.kernels import block_scales
+from kvatlas.kernels.block_scales import to_fp8
 from kvatlas.kernels.dispatch import gpu_kernels
-from kvatlas.kernels.slot_rows import find_slots, kept_slots, read_fields, write_fields
+from kvatlas.kernels.slot_rows import find_slots, kept_slots, read_field, read_fields, write_fields
 from kvatlas.specs import CompressorState, Indexer, LatentAttention
 
 Fields = dict[str, torch.Tensor]
@@ -37,7 +29,7 @@ def write_latent(
     *,
     kv_scale: float = 1.0,
 ) -> None:
-    """Latents [states, latent] and rotary parts [states, rope] into the states of `slots`.
+    """Write latents [states, latent] and rotary parts [states, rope] into slots.
 
     A negative slot is skipped. `kv_scale` is the tensor's own, for plain fp8.
     """
@@ -53,45 +45,41 @@ def write_latent(
 def read_latent(
     layer: LayerCache, slots: torch.Tensor, *, kv_scale: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Latents and rotary parts of the states of `slots`, as float32."""
+    """Read the latents and rotary parts of slots, as float32."""
     spec = layer.spec_as(LatentAttention)
     return decode_latent(spec, read_fields(layer, find_slots(layer, slots)), scale=kv_scale)
 
 
 def write_rows(layer: LayerCache, rows: torch.Tensor, slots: torch.Tensor) -> None:
-    """An indexer's keys or a compressor's sums, one row for each state."""
-    spec = _rows_spec(layer)
+    """Write an indexer's keys or a compressor's sums, one row for each slot."""
     slots, rows = kept_slots(slots, rows)
-    _refuse_width(rows, spec.head_dim if isinstance(spec, Indexer) else spec.width)
-    if isinstance(spec, CompressorState):
-        fields = {"state": rows}
-    elif spec.cache == "bf16":
-        fields = {"index": rows}
-    elif spec.cache == "mxfp4":
-        data, scales = to_mxfp4(rows.float())
-        fields = {"index": data, "index_scale": scales}
+    if isinstance(layer.spec, CompressorState):
+        fields = {"state": _checked(rows, layer.spec.width)}
     else:
-        data, power = to_fp8_blocks(rows.float(), spec.head_dim, powers=True)
-        fields = {"index": data, "index_scale": torch.exp2(power)}
+        spec = layer.spec_as(Indexer)
+        _checked(rows, spec.head_dim)
+        if spec.cache == "bf16":
+            fields = {"index": rows}
+        elif spec.cache == "mxfp4":
+            data, scales = block_scales.to_mxfp4(rows.float())
+            fields = {"index": data, "index_scale": scales}
+        else:
+            data, power = block_scales.to_fp8_blocks(rows.float(), spec.head_dim, powers=True)
+            fields = {"index": data, "index_scale": torch.exp2(power)}
     write_fields(layer, find_slots(layer, slots), fields)
 
 
 def read_rows(layer: LayerCache, slots: torch.Tensor) -> torch.Tensor:
-    """What `write_rows` stored, as float32."""
-    spec = _rows_spec(layer)
-    found = read_fields(layer, find_slots(layer, slots))
-    if isinstance(spec, CompressorState):
-        return found["state"].float()
+    """Read what `write_rows` stored, as float32."""
+    if isinstance(layer.spec, CompressorState):
+        return read_field(layer, "state", find_slots(layer, slots)).float()
+    spec = layer.spec_as(Indexer)
+    fields = read_fields(layer, find_slots(layer, slots))
     if spec.cache == "mxfp4":
-        values = bits.from_e2m1(bits.unpack(found["index"], 4, spec.head_dim))
-        return from_blocks(values, from_ue8m0(found["index_scale"]), 32)
-    keys = found["index"].float()
-    return keys * found["index_scale"] if "index_scale" in found else keys
-
-
-def _rows_spec(layer: LayerCache) -> Indexer | CompressorState:
-    spec = layer.spec
-    return spec if isinstance(spec, CompressorState) else layer.spec_as(Indexer)
+        values = bits.from_e2m1(bits.unpack(fields["index"], 4, spec.head_dim))
+        return block_scales.from_blocks(values, block_scales.from_ue8m0(fields["index_scale"]), 32)
+    keys = fields["index"].float()
+    return keys * fields["index_scale"] if "index_scale" in fields else keys
 
 
 def encode_latent(
@@ -102,24 +90,25 @@ def encode_latent(
     *,
     scale: float = 1.0,
 ) -> Fields:
-    """What a latent cache stores of its rows: a tensor for each field."""
-    _refuse_width(latent, spec.latent)
-    _refuse_width(rope, spec.rope)
-    kept = {name: torch_dtype(page.field(name).dtype) for name in ("latent", "rope")}
+    """Quantise latents and rotary parts: a tensor for each field of the page."""
+    _checked(latent, spec.latent)
+    _checked(rope, spec.rope)
+    dtype = torch_dtype(page.field("rope").dtype)
     if spec.cache == "auto":
-        return {"latent": latent.to(kept["latent"]), "rope": rope.to(kept["rope"])}
+        return {"latent": latent.to(dtype), "rope": rope.to(dtype)}
     if spec.cache in ("fp8", "fp8_e4m3"):
         return {"latent": to_fp8(latent.float() / scale), "rope": to_fp8(rope.float() / scale)}
     scaled = torch.cat((latent, rope), dim=-1) if _rope_scaled(spec) else latent
     if spec.cache == "nvfp4_ds_mla":
-        data, scales = to_nvfp4(scaled.float())
-        width = spec.latent // 2
-        plain = to_fp8(rope.float())
+        data, scales = block_scales.to_nvfp4(scaled.float())
+        width, plain = spec.latent // 2, to_fp8(rope.float())
     else:
-        powers = page.field("latent_scale").dtype.name == "ue8m0"
-        data, scales = to_fp8_blocks(scaled.float(), _block(spec, page), powers=powers)
-        scales = to_ue8m0(scales) if powers else scales
-        width, plain = spec.latent, rope.to(kept["rope"])
+        stored = page.field("latent_scale")
+        powers = stored.dtype.name == "ue8m0"
+        block = scaled.shape[-1] // stored.sizes["C"]
+        data, scales = block_scales.to_fp8_blocks(scaled.float(), block, powers=powers)
+        scales = block_scales.to_ue8m0(scales) if powers else scales
+        width, plain = spec.latent, rope.to(dtype)
     if _rope_scaled(spec):
         plain = data[..., width:]
     return {"latent": data[..., :width], "rope": plain, "latent_scale": scales}
@@ -128,7 +117,7 @@ def encode_latent(
 def decode_latent(
     spec: LatentAttention, fields: Fields, *, scale: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Latents and rotary parts again, as float32."""
+    """Dequantise latents and rotary parts, to float32."""
     latent, rope = fields["latent"], fields["rope"]
     if "latent_scale" not in fields:
         factor = 1.0 if spec.cache == "auto" else scale
@@ -136,10 +125,10 @@ def decode_latent(
     data = torch.cat((latent, rope), dim=-1) if _rope_scaled(spec) else latent
     scales = fields["latent_scale"]
     if spec.cache == "nvfp4_ds_mla":
-        values = from_nvfp4(data, scales, 2 * data.shape[-1])
+        values = block_scales.from_nvfp4(data, scales, 2 * data.shape[-1])
     else:
-        exact = from_ue8m0(scales) if scales.dtype == torch.uint8 else scales
-        values = from_blocks(data.float(), exact, data.shape[-1] // scales.shape[-1])
+        exact = block_scales.from_ue8m0(scales) if scales.dtype == torch.uint8 else scales
+        values = block_scales.from_blocks(data.float(), exact, data.shape[-1] // scales.shape[-1])
     if _rope_scaled(spec):
         return values[..., : spec.latent], values[..., spec.latent :]
     return values, rope.float()
@@ -150,18 +139,9 @@ def _rope_scaled(spec: LatentAttention) -> bool:
     return spec.version == "v4.1"
 
 
-def _block(spec: LatentAttention, page: Page) -> int:
-    """Elements that share a scale."""
-    scaled = spec.latent + (spec.rope if _rope_scaled(spec) else 0)
-    scales = page.field("latent_scale")
-    return scaled // next(axis.size for axis in scales.axes if axis.name == "C")
-
-
-def _refuse_width(rows: torch.Tensor, width: int) -> None:
+def _checked(rows: torch.Tensor, width: int) -> torch.Tensor:
     if rows.dim() != 2 or rows.shape[-1] != width:
-        raise AtlasError(
-            Code.BAD_TENSOR,
-            f"Rows are [states, {width}]",
-            got=tuple(rows.shape),
-            hint="Pass one row for each state, as wide as the spec says",
-        )
+        hint = "Pass one row for each state, as wide as the spec says"
+        problem = f"Rows must be [states, {width}]"
+        raise AtlasError(Code.BAD_TENSOR, problem, got=tuple(rows.shape), hint=hint)
+    return rows

@@ -6,14 +6,8 @@ reads a family, not a model; families differ in patterns and in sizes, and every
 size is checked by the spec that it ends in.
 """
 
-from kvatlas.models.catalogue import Entry, catalogue
-from kvatlas.models.loading import load
-from kvatlas.models.model import Layer, Model
+from kvatlas.models.known_models import catalogue
+from kvatlas.models.layer import Layer
+from kvatlas.models.model import Model
 
-__all__ = [
-    "Entry",
-    "Layer",
-    "Model",
-    "catalogue",
-    "load",
-]
+__all__ = ["Layer", "Model", "catalogue"]

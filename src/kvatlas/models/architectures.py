@@ -9,21 +9,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.models import dense, hybrids, latent, mamba
 from kvatlas.models.config import QUERY_HEADS, Config
 from kvatlas.models.decoder import Decoder
-from kvatlas.models.model import Layer
+from kvatlas.models.layer import Layer
 
 Reader = Callable[[Decoder], Iterator[Layer]]
 
 
 class Family(NamedTuple):
-    """A reader, and the names of the caches that it yields."""
+    """A reader, what it reads, and the names of the caches that it yields."""
 
     reader: Reader
+    names: str = ""
+    """Architectures and model types, as configs give them."""
     layers: str = "model.layers"
     attention: str = "self_attn.attn"
 
@@ -49,91 +52,91 @@ _PLAIN = """
     HyperCLOVAXForCausalLM TeleChat3ForCausalLM Step1ForCausalLM
 """
 
-_FAMILIES: tuple[tuple[Family, str], ...] = (
-    (Family(dense.dense), _PLAIN),
-    (Family(dense.two_by_two), "Gemma2ForCausalLM gemma2 VaultGemmaForCausalLM vaultgemma"),
-    (Family(dense.two_by_two, attention="attn.attn"), "GptOssForCausalLM gpt_oss"),
-    (Family(dense.one_in_six), "Gemma3ForCausalLM gemma3_text Gemma3nForCausalLM gemma3n_text"),
-    (Family(dense.one_in_four), "Olmo3ForCausalLM olmo3 Exaone4ForCausalLM exaone4"),
-    (Family(dense.cohere), "Cohere2ForCausalLM cohere2"),
-    (Family(dense.llama4), "Llama4ForCausalLM llama4_text"),
-    (Family(dense.gemma4), "Gemma4ForCausalLM gemma4_text"),
-    (Family(dense.mimo), "MiMoV2FlashForCausalLM MiMoV2ForCausalLM mimo_v2_flash mimo_v2"),
-    (Family(dense.step), "Step3p5ForCausalLM step3p5 Step3p7FlashForCausalLM step3p7"),
-    (Family(dense.pruned), "DeciLMForCausalLM nemotron-nas deci"),
-    (
-        Family(dense.block_sparse),
+
+def _full_every(interval: int) -> Reader:
+    """Each `interval`-th layer is full, and the others slide."""
+    return partial(dense.dense, every=interval)
+
+
+_FAMILIES: tuple[Family, ...] = (
+    Family(dense.dense, _PLAIN),
+    Family(_full_every(2), "Gemma2ForCausalLM gemma2 VaultGemmaForCausalLM vaultgemma"),
+    # gpt-oss's sinks are learned logits, not rows: they take no cache.
+    Family(_full_every(2), "GptOssForCausalLM gpt_oss", attention="attn.attn"),
+    Family(_full_every(6), "Gemma3ForCausalLM gemma3_text Gemma3nForCausalLM gemma3n_text"),
+    Family(_full_every(4), "Olmo3ForCausalLM olmo3 Exaone4ForCausalLM exaone4"),
+    Family(dense.cohere, "Cohere2ForCausalLM cohere2"),
+    Family(dense.llama4, "Llama4ForCausalLM llama4_text"),
+    Family(dense.gemma4, "Gemma4ForCausalLM gemma4_text"),
+    Family(dense.mimo, "MiMoV2FlashForCausalLM MiMoV2ForCausalLM mimo_v2_flash mimo_v2"),
+    Family(dense.step, "Step3p5ForCausalLM step3p5 Step3p7FlashForCausalLM step3p7"),
+    Family(dense.pruned, "DeciLMForCausalLM nemotron-nas deci"),
+    Family(
+        dense.block_sparse,
         "MiniMaxM3ForCausalLM MiniMaxM3SparseForCausalLM minimax_m3 minimax_m3_text",
     ),
-    (
-        Family(dense.falcon, "transformer.h", "self_attention.attn"),
-        "FalconForCausalLM falcon",
-    ),
-    (Family(dense.dense, "transformer.h", "self_attention.attn"), "BloomForCausalLM bloom"),
-    (
-        Family(dense.dense, "transformer.h", "attn.attn"),
-        "GPT2LMHeadModel gpt2 GPTJForCausalLM gptj",
-    ),
-    (
-        Family(dense.dense, "transformer.encoder.layers", "self_attention.attn"),
+    Family(dense.falcon, "FalconForCausalLM falcon", "transformer.h", "self_attention.attn"),
+    Family(dense.dense, "BloomForCausalLM bloom", "transformer.h", "self_attention.attn"),
+    Family(dense.dense, "GPT2LMHeadModel gpt2 GPTJForCausalLM gptj", "transformer.h", "attn.attn"),
+    Family(
+        dense.dense,
         "ChatGLMModel ChatGLMForConditionalGeneration chatglm",
+        "transformer.encoder.layers",
+        "self_attention.attn",
     ),
-    (
-        Family(dense.dbrx, "transformer.blocks", "norm_attn_norm.attn.attn"),
-        "DbrxForCausalLM dbrx",
-    ),
-    (
-        Family(dense.dense, attention="attention.attn"),
+    Family(dense.dbrx, "DbrxForCausalLM dbrx", "transformer.blocks", "norm_attn_norm.attn.attn"),
+    Family(
+        dense.dense,
         "InternLM2ForCausalLM internlm2 BailingMoeForCausalLM BailingMoeV2ForCausalLM bailing_moe",
+        attention="attention.attn",
     ),
-    (Family(dense.dense, "model.decoder.layers"), "OPTForCausalLM opt"),
-    (
-        Family(latent.latent),
+    Family(dense.dense, "OPTForCausalLM opt", "model.decoder.layers"),
+    Family(
+        latent.latent,
         "DeepseekV2ForCausalLM deepseek_v2 DeepseekV3ForCausalLM deepseek_v3 kimi_k2 "
-        "Glm4MoeLiteForCausalLM glm4_moe_lite AXK1ForCausalLM axk1 "
-        "PanguUltraMoEForCausalLM pangu_ultra_moe",
+        "Glm4MoeLiteForCausalLM glm4_moe_lite AXK1ForCausalLM axk1 PanguUltraMoEForCausalLM "
+        "pangu_ultra_moe",
     ),
-    (
-        Family(latent.sparse_latent),
-        "DeepseekV32ForCausalLM deepseek_v32 GlmMoeDsaForCausalLM glm_moe_dsa",
+    Family(
+        latent.sparse_latent, "DeepseekV32ForCausalLM deepseek_v32 GlmMoeDsaForCausalLM glm_moe_dsa"
     ),
-    (Family(latent.compressed), "DeepseekV4ForCausalLM deepseek_v4"),
-    (Family(hybrids.delta_net), "Qwen3NextForCausalLM qwen3_next"),
-    (
-        Family(hybrids.delta_net_by_config),
+    Family(latent.compressed, "DeepseekV4ForCausalLM deepseek_v4"),
+    Family(hybrids.delta_net, "Qwen3NextForCausalLM qwen3_next"),
+    Family(
+        partial(hybrids.delta_net, dtype_key="mamba_ssm_dtype"),
         "Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM qwen3_5_text qwen3_5_moe_text",
     ),
     # vLLM calls both kinds of Kimi's layers by the module that holds them.
-    (Family(hybrids.kimi_delta, attention="self_attn"), "KimiLinearForCausalLM kimi_linear"),
-    (
-        Family(hybrids.lightning),
-        "MiniMaxText01ForCausalLM MiniMaxM1ForCausalLM MiniMaxForCausalLM "
-        "minimax_text_01 minimax_m1 minimax",
+    Family(hybrids.kimi_delta, "KimiLinearForCausalLM kimi_linear", attention="self_attn"),
+    Family(
+        hybrids.lightning,
+        "MiniMaxText01ForCausalLM MiniMaxM1ForCausalLM MiniMaxForCausalLM minimax_text_01 "
+        "minimax_m1 minimax",
     ),
-    (Family(hybrids.short_conv), "Lfm2ForCausalLM lfm2 Lfm2MoeForCausalLM lfm2_moe"),
-    (Family(hybrids.rwkv), "RWKV7ForCausalLM rwkv7"),
-    (
-        Family(hybrids.whisper, ".decoder.layers", "layers.self_attn.attn"),
+    Family(hybrids.short_conv, "Lfm2ForCausalLM lfm2 Lfm2MoeForCausalLM lfm2_moe"),
+    Family(hybrids.rwkv, "RWKV7ForCausalLM rwkv7"),
+    Family(
+        hybrids.whisper,
         "WhisperForConditionalGeneration whisper",
+        ".decoder.layers",
+        "layers.self_attn.attn",
     ),
-    (Family(mamba.nemotron, attention="mixer.attn"), "NemotronHForCausalLM nemotron_h"),
-    (
-        Family(mamba.mamba2_hybrid),
-        "GraniteMoeHybridForCausalLM granitemoehybrid",
-    ),
-    (Family(mamba.mamba2_hybrid, attention="attn"), "BambaForCausalLM bamba"),
-    (Family(mamba.jamba, attention="attn"), "JambaForCausalLM jamba"),
-    (Family(mamba.side_by_side, attention="attn"), "FalconH1ForCausalLM falcon_h1"),
-    (Family(mamba.zamba), "Zamba2ForCausalLM zamba2"),
-    (
-        Family(mamba.mamba_alone, "backbone.layers"),
+    Family(mamba.nemotron, "NemotronHForCausalLM nemotron_h", attention="mixer.attn"),
+    Family(mamba.mamba2_hybrid, "GraniteMoeHybridForCausalLM granitemoehybrid"),
+    Family(mamba.mamba2_hybrid, "BambaForCausalLM bamba", attention="attn"),
+    Family(mamba.jamba, "JambaForCausalLM jamba", attention="attn"),
+    Family(mamba.side_by_side, "FalconH1ForCausalLM falcon_h1", attention="attn"),
+    Family(mamba.zamba, "Zamba2ForCausalLM zamba2"),
+    Family(
+        mamba.mamba_alone,
         "MambaForCausalLM mamba FalconMambaForCausalLM falcon_mamba",
+        "backbone.layers",
     ),
-    (Family(mamba.mamba2_alone, "backbone.layers"), "Mamba2ForCausalLM mamba2"),
+    Family(mamba.mamba2_alone, "Mamba2ForCausalLM mamba2", "backbone.layers"),
 )
 
 FAMILIES: dict[str, Family] = {
-    name: family for family, names in _FAMILIES for name in names.split()
+    name: family for family in _FAMILIES for name in family.names.split()
 }
 """A family by the architecture or the model type that a config gives."""
 
@@ -168,18 +171,15 @@ _SIGNS = re.compile(
 )
 
 
-def find_family(config: Config, *candidates: str | None) -> tuple[str, Family] | None:
-    """The first candidate that is listed, with its family.
+def find_family(config: Config, *candidates: str | None) -> Family | None:
+    """The family of the first candidate that is listed.
 
     A DeepSeek or GLM that has an indexer is sparse, whatever it calls itself.
     """
-    for name in candidates:
-        if name in FAMILIES:
-            family = FAMILIES[name]
-            if family.reader is latent.latent and config.has("index_topk"):
-                family = Family(latent.sparse_latent)
-            return name, family
-    return None
+    family = next((FAMILIES[name] for name in candidates if name in FAMILIES), None)
+    if family and family.reader is latent.latent and config.has("index_topk"):
+        return Family(latent.sparse_latent)
+    return family
 
 
 def with_defaults(config: Config, model_type: str | None, warnings: list[str]) -> Config:
@@ -193,16 +193,18 @@ def with_defaults(config: Config, model_type: str | None, warnings: list[str]) -
 def plain_family(config: Config, architecture: str, warnings: list[str]) -> Family:
     """A plain decoder of unknown architecture: what is assumed goes into `warnings`."""
     signs = sorted(key for key in config.keys() if _SIGNS.search(key))  # noqa: SIM118
-    wanted = {"num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers")}
-    wanted |= {"num_attention_heads": QUERY_HEADS}
-    wanted |= {"hidden_size": ("hidden_size", "n_embd", "d_model", "head_dim")}
-    lacking = [name for name, names in wanted.items() if not config.has(*names)]
+    needed = {
+        "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+        "num_attention_heads": QUERY_HEADS,
+        "hidden_size": ("hidden_size", "n_embd", "d_model", "head_dim"),
+    }
+    lacking = [name for name, names in needed.items() if not config.has(*names)]
     if signs or lacking:
         why = [f"it lacks {', '.join(lacking)}"] if lacking else []
         why += [f"{', '.join(signs)} say that it caches more than K and V"] if signs else []
         raise AtlasError(
             Code.UNKNOWN_ARCHITECTURE,
-            "An architecture is one that kvatlas knows, or a plain decoder",
+            "The architecture is unknown, and does not look like a plain decoder",
             got=f"{architecture or 'no architecture'}: {'; '.join(why)}",
             hint="Add a reader for it, or give the config of a related model that is known",
         )

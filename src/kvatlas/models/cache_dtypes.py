@@ -7,26 +7,15 @@ count.
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import DType
 from kvatlas.models.config import Config
-from kvatlas.specs import (
-    ATTENTION_CACHES,
-    LATENT_CACHES,
-    AnySpec,
-    ChunkedAttention,
-    CrossAttention,
-    FullAttention,
-    LatentAttention,
-    SinkAttention,
-    SlidingAttention,
-)
+from kvatlas.specs import ATTENTION_CACHES, LATENT_CACHES, AnySpec, Attention, LatentAttention
 
-_ATTENTION = (FullAttention, SlidingAttention, ChunkedAttention, SinkAttention, CrossAttention)
 _ELEMENTS = ("bf16", "fp16", "fp32")
 _ALGORITHMS = {"fp8": "fp8_e4m3", "nvfp4": "nvfp4"}
 
@@ -50,17 +39,17 @@ def checkpoint_cache(root: Config, text: Config, warnings: list[str]) -> str:
     word = section.get("kv_cache_quant_algo")
     if word is None and isinstance(inner, dict):
         word = inner.get("kv_cache_quant_algo")
-    if isinstance(scheme, dict) and (scheme.get("num_bits"), scheme.get("type")) == (8, "float"):
-        return "fp8_e4m3"
-    if isinstance(scheme, dict) and (scheme.get("num_bits"), scheme.get("type")) == (4, "float"):
-        return "nvfp4"
-    asked = word or scheme
-    if asked is None:
+    if isinstance(scheme, dict) and scheme.get("type") == "float":
+        bits = scheme.get("num_bits")
+        if bits in (8, 4):
+            return "fp8_e4m3" if bits == 8 else "nvfp4"
+    algorithm = word or scheme
+    if algorithm is None:
         return "auto"
-    found = _ALGORITHMS.get(asked.lower()) if isinstance(asked, str) else None
-    if found is None:
-        warnings.append(f"the checkpoint's cache scheme {asked!r} is not known: auto assumed")
-    return found or "auto"
+    dtype = _ALGORITHMS.get(algorithm.lower()) if isinstance(algorithm, str) else None
+    if dtype is None:
+        warnings.append(f"the checkpoint's cache scheme {algorithm!r} is not known: auto assumed")
+    return dtype or "auto"
 
 
 def check_cache(kv_dtype: object) -> str:
@@ -75,7 +64,7 @@ def check_cache(kv_dtype: object) -> str:
     if name not in _ELEMENTS:
         raise AtlasError(
             Code.UNKNOWN_DTYPE,
-            "A cache dtype is one that some layer can be kept in",
+            "No layer can be kept in this cache dtype",
             got=repr(kv_dtype),
             hint=f"Use one of {', '.join(dict.fromkeys((*known, *_ELEMENTS)))}",
         )
@@ -88,17 +77,16 @@ def cached(spec: S, cache: str, *, sparse: bool = False) -> S:
     `sparse` is latent attention that an indexer chooses from: its kernels read fp8
     in a format of their own, and DeepSeek-V4's read nothing else.
     """
-    if isinstance(spec, _ATTENTION):
+    if isinstance(spec, Attention):
         # The spec knows which packing its cache dtype wants.
-        if cache in _ELEMENTS:
-            return replace(spec, cache="auto", dtype=cache, packing=None, scales=None)
-        return replace(spec, cache=cache, packing=None, scales=None)
-    if isinstance(spec, LatentAttention):
-        if spec.version != "v3" and cache == "auto":
+        packing: dict[str, Any] = {"packing": None, "scales": None}
+    elif isinstance(spec, LatentAttention):
+        packing = {}
+        newer = spec.version != "v3"
+        if (newer and cache == "auto") or ((newer or sparse) and cache in ("fp8", "fp8_e4m3")):
             cache = "fp8_ds_mla"
-        if (sparse or spec.version != "v3") and cache in ("fp8", "fp8_e4m3"):
-            cache = "fp8_ds_mla"
-        if cache in _ELEMENTS:
-            return replace(spec, cache="auto", dtype=cache)
-        return replace(spec, cache=cache)
-    return spec
+    else:
+        return spec
+    if cache in _ELEMENTS:
+        return replace(spec, cache="auto", dtype=cache, **packing)
+    return replace(spec, cache=cache, **packing)

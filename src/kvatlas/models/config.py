@@ -16,13 +16,13 @@ MOST_LAYERS = 4096
 """More than any model has; a config that asks for more is a mistake or an attack."""
 
 QUERY_HEADS = ("decoder_attention_heads", "num_attention_heads", "n_head", "n_heads")
-"""The spellings of the heads that ask."""
+"""The spellings of the number of query heads."""
 
 _LARGEST = 2**40
 
 
 class Config:
-    """A mapping that answers in the types it was asked for.
+    """A mapping whose values are read by type and checked.
 
     >>> config = Config({"n_head": 12, "layer_types": ["full_attention"] * 2})
     >>> config.count("num_attention_heads", "n_head")
@@ -59,12 +59,10 @@ class Config:
 
     def count(self, *names: str, default: int | None = None) -> int:
         """A number of things, at least 1."""
-        found = self.maybe(*names)
-        if found is not None:
-            return found
-        if default is None:
+        number = self.maybe(*names) or default
+        if number is None:
             raise missing(*names)
-        return default
+        return number
 
     def maybe(self, *names: str) -> int | None:
         """A number of things where the config gives one."""
@@ -73,9 +71,10 @@ class Config:
             if value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int):
-                raise bad(f"{name} is a whole number", value, "Write it without quotes or a dot")
+                problem = f"{name} is not a whole number"
+                raise bad(problem, value, "Write it without quotes or a dot")
             if not 1 <= value <= _LARGEST:
-                raise bad(f"{name} is between 1 and 2^40", value, "Check the config")
+                raise bad(f"{name} is not between 1 and 2^40", value, "Check the config")
             return value
         return None
 
@@ -94,14 +93,14 @@ class Config:
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise bad(f"{name} is true or false", value, "Write it without quotes")
+            raise bad(f"{name} is neither true nor false", value, "Write it without quotes")
         return value
 
     def text(self, *names: str) -> str | None:
         """A word where the config gives one."""
         value = self.get(*names)
         if value is not None and not isinstance(value, str):
-            raise bad(f"{names[0]} is a word", value, "Write it in quotes")
+            raise bad(f"{names[0]} is not a word", value, "Write it in quotes")
         return value
 
     def section(self, *names: str) -> Config | None:
@@ -110,7 +109,7 @@ class Config:
         if value is None:
             return None
         if not isinstance(value, Mapping):
-            raise bad(f"{names[0]} is an object", value, "Write it in braces")
+            raise bad(f"{names[0]} is not an object", value, "Write it in braces")
         return Config(value)
 
     def listing(self, *names: str) -> list[Any] | None:
@@ -119,7 +118,7 @@ class Config:
         if value is None:
             return None
         if isinstance(value, str) or not isinstance(value, Sequence):
-            raise bad(f"{names[0]} is a list", value, "Write it in brackets")
+            raise bad(f"{names[0]} is not a list", value, "Write it in brackets")
         return list(value)
 
     def per_layer(self, name: str, depth: int, *, extra: int = 0) -> list[Any]:
@@ -128,31 +127,28 @@ class Config:
         Layers that predict further tokens may bring up to `extra` more entries,
         which are dropped: they are no part of the model that is served.
         """
-        found = self.listing(name)
-        if found is None:
+        entries = self.listing(name)
+        if entries is None:
             raise missing(name)
-        if not depth <= len(found) <= depth + extra:
+        if not depth <= len(entries) <= depth + extra:
             raise bad(
-                f"{name} has one entry for each of the {depth} layers",
-                f"{len(found)} entries",
+                f"{name} does not have one entry for each layer",
+                f"{len(entries)} entries for {depth} layers",
                 "Check it against num_hidden_layers",
             )
-        return found[:depth]
+        return entries[:depth]
 
     def indices(self, name: str, depth: int, *, first: int = 0) -> set[int]:
         """Layers that a list names, counted from 0 whatever `first` it counts from."""
-        found = self.listing(name)
-        if found is None:
+        numbers = self.listing(name)
+        if numbers is None:
             raise missing(name)
         chosen = set()
-        for value in found:
+        for value in numbers:
             known = isinstance(value, int) and not isinstance(value, bool)
             if not known or not first <= value < first + depth:
-                raise bad(
-                    f"{name} names layers from {first} to {first + depth - 1}",
-                    value,
-                    "Check it against num_hidden_layers",
-                )
+                problem = f"{name} names layers outside {first} to {first + depth - 1}"
+                raise bad(problem, value, "Check it against num_hidden_layers")
             chosen.add(value - first)
         return chosen
 
@@ -160,16 +156,16 @@ class Config:
         """Decoder layers, those that predict further tokens not included."""
         # Whisper's num_hidden_layers are the encoder's, so its own word goes first.
         names = ("decoder_layers", "num_hidden_layers", "n_layer", "n_layers", "num_layers")
-        found = self.maybe(*names)
-        if found is None:
+        depth = self.maybe(*names)
+        if depth is None:
             # Nemotron-3 leaves the number out: its list of layers has the length.
             blocks = self.get("layers_block_type", "hybrid_override_pattern")
-            found = len(blocks) if isinstance(blocks, list | str) else None
-        if not found:
+            depth = len(blocks) if isinstance(blocks, list | str) else None
+        if not depth:
             raise missing("num_hidden_layers")
-        if found > MOST_LAYERS:
-            raise bad(f"A model has at most {MOST_LAYERS} layers", found, "Check the config")
-        return found
+        if depth > MOST_LAYERS:
+            raise bad(f"More than {MOST_LAYERS} layers are not read", depth, "Check the config")
+        return depth
 
     def predictors(self) -> int:
         """Layers that predict further tokens (MTP), which the lists of layers may include."""
@@ -177,7 +173,7 @@ class Config:
         return max(self.size(name) or 0 for name in names)
 
     def query_heads(self) -> int:
-        """Heads that ask, which tensor parallelism divides."""
+        """Query heads, which tensor parallelism divides."""
         return self.count(*QUERY_HEADS)
 
     def hidden(self) -> int:
@@ -191,33 +187,31 @@ class Config:
 
     def head_dim(self) -> int:
         """Elements of a cached row: often not hidden size / heads, so that is asked last."""
-        found = self.maybe("head_dim", "attention_head_dim", "kv_channels", "hidden_size_per_head")
-        if found is not None:
-            return found
-        hidden, heads = self.hidden(), self.query_heads()
-        if hidden % heads:
+        names = ("head_dim", "attention_head_dim", "kv_channels", "hidden_size_per_head")
+        return self.maybe(*names) or self.quotient(self.hidden(), self.query_heads(), "head_dim")
+
+    @staticmethod
+    def quotient(width: int, parts: int, name: str) -> int:
+        """`width` divided into `parts` (heads, or their sizes); `name` is the key to check."""
+        if width % parts:
             raise bad(
-                "Without head_dim, the heads divide the hidden size",
-                f"{hidden} elements and {heads} heads",
-                "Add head_dim to the config",
+                "Heads do not divide a row evenly",
+                f"{width} elements divided by {parts}",
+                f"Check {name} in the config",
             )
-        return hidden // heads
+        return width // parts
 
 
 _NOTHING: tuple[Any, ...] = (None, False, 0, "", [], {}, ())
 
 
-def bad(rule: str, got: object, hint: str) -> AtlasError:
-    """A refusal of a value that a config gives."""
+def bad(problem: str, got: object, hint: str) -> AtlasError:
+    """The error for a value that a config gives."""
     shown = got if isinstance(got, str) else repr(got)
-    return AtlasError(Code.BAD_CONFIG, rule, got=shown[:200], hint=hint)
+    return AtlasError(Code.BAD_CONFIG, problem, got=shown[:200], hint=hint)
 
 
 def missing(*names: str) -> AtlasError:
-    """A refusal of a config that leaves out what its family needs."""
-    return AtlasError(
-        Code.MISSING_KEY,
-        "A config gives every size that its family caches by",
-        got=f"a config without {' or '.join(names)}",
-        hint=f"Add {names[0]}",
-    )
+    """The error for a config that leaves out what its family needs."""
+    got = f"a config without {' or '.join(names)}"
+    return AtlasError(Code.MISSING_KEY, got=got, hint=f"Add {names[0]}")

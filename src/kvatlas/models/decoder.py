@@ -7,35 +7,44 @@ inside a multimodal wrapper. That is here, once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Literal
-
-import msgspec
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 from kvatlas.geometry import DType
 from kvatlas.models.cache_dtypes import cached
 from kvatlas.models.config import Config
-from kvatlas.models.model import Layer
+from kvatlas.models.layer import Layer
 from kvatlas.specs import AnySpec, ChunkedAttention, FullAttention, SlidingAttention
 
 Engine = Literal["vllm", "sglang"]
 Kind = Literal["full", "sliding", "chunked"]
 
 
-@dataclass(frozen=True, slots=True)
-class Decoder:
-    """A text model that is being read."""
+class StateDtypes(NamedTuple):
+    """Who decides what recurrent states are kept in: the engine, unless the caller does."""
 
-    config: Config
-    architecture: str
-    dtype: str
-    cache: str
     engine: Engine = "vllm"
     ssm: str | None = None
     conv: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """A text model that is being read.
+
+    >>> sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+    >>> decoder = Decoder(Config(sizes), dtype="bf16", cache="auto", states=StateDtypes())
+    >>> [layer.name for layer in decoder.every_layer(decoder.attention())]
+    ['model.layers.0.self_attn.attn', 'model.layers.1.self_attn.attn']
+    """
+
+    config: Config
+    dtype: str
+    cache: str
+    states: StateDtypes
     layers: str = "model.layers"
     attention_name: str = "self_attn.attn"
-    warnings: list[str] = field(default_factory=list)
 
     @property
     def depth(self) -> int:
@@ -45,26 +54,32 @@ class Decoder:
     @property
     def conv_dtype(self) -> str:
         """What a convolution's inputs are kept in: the model's dtype in every engine."""
-        return self.conv or self.dtype
+        return self.states.conv or self.dtype
 
-    def ssm_dtype(self, *, asked: str | None = None, vllm: str | None = None) -> str:
+    def ssm_dtype(self, *, config: str | None = None, default: str | None = None) -> str:
         """What a recurrent state is kept in.
 
-        The caller's word goes first. SGLang then keeps fp32. vLLM keeps what the
-        config `asked` for in the families where it listens, else the family's default,
-        else the same as the convolution.
+        The caller's word goes first. SGLang then keeps fp32. vLLM keeps what the `config`
+        says in the families where it reads that, else the family's `default`, else the
+        same as the convolution.
         """
-        if self.ssm is not None:
-            return self.ssm
-        if self.engine == "sglang":
+        if self.states.ssm is not None:
+            return self.states.ssm
+        if self.states.engine == "sglang":
             return "fp32"
-        if asked is not None and asked != "auto":
-            return DType.of(asked).name
-        return vllm or self.conv_dtype
+        if config is not None and config != "auto":
+            return DType.of(config).name
+        return default or self.conv_dtype
 
-    def layer(self, index: int, tail: str, spec: AnySpec) -> Layer:
-        """A cache of decoder layer `index`, called `tail` inside it."""
-        return Layer(name=f"{self.layers}.{index}.{tail}", index=index, spec=spec)
+    def layer(self, index: int, spec: AnySpec, name: str | None = None) -> Layer:
+        """A cache of decoder layer `index`, called `name` inside it: attention's if none."""
+        return Layer(
+            name=f"{self.layers}.{index}.{name or self.attention_name}", index=index, spec=spec
+        )
+
+    def every_layer(self, spec: AnySpec, name: str | None = None) -> Iterator[Layer]:
+        """The same cache in all decoder layers."""
+        return (self.layer(index, spec, name) for index in range(self.depth))
 
     def attention(
         self,
@@ -74,22 +89,20 @@ class Decoder:
         head_dim: int | None = None,
         v_dim: int | None = None,
         window: int | None = None,
-        chunk: int | None = None,
     ) -> FullAttention | SlidingAttention | ChunkedAttention:
         """Attention of one kind, with the model's own sizes where none are given."""
-        heads = heads or self.config.key_heads()
         head_dim = head_dim or self.config.head_dim()
-        v_dim = None if v_dim == head_dim else v_dim
+        sizes: dict[str, Any] = {
+            "heads": heads or self.config.key_heads(),
+            "head_dim": head_dim,
+            "v_dim": None if v_dim == head_dim else v_dim,
+            "dtype": self.dtype,
+        }
         spec: FullAttention | SlidingAttention | ChunkedAttention
-        spec = FullAttention(heads=heads, head_dim=head_dim, v_dim=v_dim, dtype=self.dtype)
         if kind == "sliding":
-            window = window or self.config.count("sliding_window")
-            spec = SlidingAttention(window=window, **_fields(spec))
+            spec = SlidingAttention(window=window or self.config.count("sliding_window"), **sizes)
         elif kind == "chunked":
-            chunk = chunk or self.config.count("attention_chunk_size")
-            spec = ChunkedAttention(chunk=chunk, **_fields(spec))
+            spec = ChunkedAttention(chunk=self.config.count("attention_chunk_size"), **sizes)
+        else:
+            spec = FullAttention(**sizes)
         return cached(spec, self.cache)
-
-
-def _fields(spec: FullAttention) -> dict[str, Any]:
-    return msgspec.structs.asdict(spec)

@@ -9,7 +9,7 @@ from kvatlas.models.cache_dtypes import cached
 from kvatlas.models.config import bad
 from kvatlas.models.decoder import Decoder
 from kvatlas.models.dense import dense
-from kvatlas.models.model import Layer
+from kvatlas.models.layer import Layer
 from kvatlas.specs import AnySpec, Indexer, LatentAttention, compressed_latent
 
 V4_RATIOS = (0, 4, 128)
@@ -18,11 +18,8 @@ V4_RATIOS = (0, 4, 128)
 def latent(decoder: Decoder) -> Iterator[Layer]:
     """MLA: one latent row for each state; K and V where the config has no latent rank."""
     if not decoder.config.has("kv_lora_rank"):
-        yield from dense(decoder)
-        return
-    spec = latent_attention(decoder)
-    for index in range(decoder.depth):
-        yield decoder.layer(index, decoder.attention_name, spec)
+        return dense(decoder)
+    return decoder.every_layer(latent_attention(decoder))
 
 
 def latent_attention(decoder: Decoder, *, sparse: bool = False) -> LatentAttention:
@@ -44,13 +41,13 @@ def sparse_latent(decoder: Decoder) -> Iterator[Layer]:
     """
     spec = latent_attention(decoder, sparse=True)
     keys = Indexer(head_dim=decoder.config.count("index_head_dim"))
-    for index, chooses in enumerate(_choosing(decoder)):
+    for index, chooses in enumerate(_layers_that_choose(decoder)):
         if chooses:
-            yield decoder.layer(index, "self_attn.indexer.k_cache", keys)
-        yield decoder.layer(index, decoder.attention_name, spec)
+            yield decoder.layer(index, keys, "self_attn.indexer.k_cache")
+        yield decoder.layer(index, spec)
 
 
-def _choosing(decoder: Decoder) -> list[bool]:
+def _layers_that_choose(decoder: Decoder) -> list[bool]:
     config, depth = decoder.config, decoder.depth
     pattern = config.text("index_topk_pattern")
     if pattern is not None:
@@ -80,7 +77,8 @@ def compressed(decoder: Decoder) -> Iterator[Layer]:
     caches = {}
     for index, ratio in enumerate(rows):
         if type(ratio) is not int or ratio not in V4_RATIOS:
-            raise bad("compress_ratios are 0, 4 or 128", ratio, "Check compress_ratios")
+            problem = "A compress ratio is none of 0, 4 and 128"
+            raise bad(problem, ratio, "Check compress_ratios")
         if ratio not in caches:
             caches[ratio] = compressed_latent(
                 ratio,
@@ -92,4 +90,4 @@ def compressed(decoder: Decoder) -> Iterator[Layer]:
             )
         for role, name in names.items():
             if role in caches[ratio]:
-                yield decoder.layer(index, name, cast(AnySpec, caches[ratio][role]))
+                yield decoder.layer(index, cast(AnySpec, caches[ratio][role]), name)

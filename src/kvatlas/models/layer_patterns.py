@@ -8,8 +8,13 @@ nothing else.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+
 from kvatlas.models.config import Config, bad
-from kvatlas.models.decoder import Kind
+from kvatlas.models.decoder import Decoder, Kind
+from kvatlas.models.layer import Layer
+from kvatlas.specs import AnySpec
 
 _ATTENTION: dict[str, Kind] = {
     "full_attention": "full",
@@ -23,6 +28,10 @@ _ATTENTION: dict[str, Kind] = {
     "local_attention": "sliding",
     "chunked_attention": "chunked",
 }
+
+# Words for the layers of hybrids; "linear_attention" is transformers' word for any recurrence.
+_ATTENDS = ("attention", "full_attention")
+_RECURS = ("mamba", "linear_attention", "conv", "short_conv")
 
 _LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 
@@ -84,14 +93,14 @@ def block_kinds(config: Config) -> list[str]:
     if isinstance(letters, str):
         if unknown := set(letters) - set(_LETTERS):
             raise bad(
-                f"hybrid_override_pattern is written in {' '.join(_LETTERS)}",
+                "hybrid_override_pattern has unknown letters",
                 "".join(sorted(unknown)),
-                "Check the pattern",
+                f"Write it in {' '.join(_LETTERS)}",
             )
         if len(letters) != depth:
             raise bad(
-                f"hybrid_override_pattern has one letter for each of the {depth} layers",
-                f"{len(letters)} letters",
+                "hybrid_override_pattern does not have one letter for each layer",
+                f"{len(letters)} letters for {depth} layers",
                 "Check it against num_hidden_layers",
             )
         return [_LETTERS[letter] for letter in letters]
@@ -99,10 +108,9 @@ def block_kinds(config: Config) -> list[str]:
         if config.has(name):
             words = config.per_layer(name, depth, extra=config.predictors())
             return [str(word) for word in words]
-    if config.has("attn_layer_indices"):
-        chosen = config.indices("attn_layer_indices", depth)
-    elif config.has("full_attn_idxs"):
-        chosen = config.indices("full_attn_idxs", depth)
+    listed = next((n for n in ("attn_layer_indices", "full_attn_idxs") if config.has(n)), None)
+    if listed is not None:
+        chosen = config.indices(listed, depth)
     elif config.has("attn_layer_period"):
         every, offset = config.count("attn_layer_period"), config.natural("attn_layer_offset")
         chosen = {i for i in range(depth) if i % every == offset}
@@ -112,31 +120,49 @@ def block_kinds(config: Config) -> list[str]:
     return ["attention" if i in chosen else "mamba" for i in range(depth)]
 
 
+def hybrid_layers(
+    decoder: Decoder,
+    kinds: Sequence[object],
+    recurrent: AnySpec,
+    name: str,
+    *,
+    attention: Callable[[], AnySpec] | None = None,
+    without_cache: tuple[str, ...] = (),
+) -> Iterator[Layer]:
+    """A hybrid's caches: `recurrent`, called `name`, in the layers that are not attention."""
+    attends = cache(attention or decoder.attention)
+    for index, kind in enumerate(kinds):
+        if kind in _ATTENDS:
+            yield decoder.layer(index, attends())
+        elif kind in _RECURS:
+            yield decoder.layer(index, recurrent, name)
+        elif kind not in without_cache:
+            known = (*_ATTENDS, *_RECURS, *without_cache)
+            raise bad("A hybrid has a layer of an unknown kind", kind, f"Use {', '.join(known)}")
+
+
 def owns_cache(config: Config) -> int:
     """Layers up to the first that reads another's cache, as in Gemma-3n and some Gemma-4."""
     depth, shared = config.depth(), config.size("num_kv_shared_layers") or 0
     if shared >= depth:
         raise bad(
-            f"Fewer than all {depth} layers share a cache",
-            f"num_kv_shared_layers {shared}",
+            "No layer is left that owns a cache",
+            f"num_kv_shared_layers {shared} of {depth} layers",
             "Check it against num_hidden_layers",
         )
     return depth - shared
 
 
 def _kind(word: object) -> Kind:
-    found = _ATTENTION.get(word) if isinstance(word, str) else None
-    if found is None:
-        raise bad(
-            "A layer of a plain decoder is full, sliding or chunked attention",
-            word,
-            f"Use one of {', '.join(_ATTENTION)}",
-        )
-    return found
+    if not isinstance(word, str) or word not in _ATTENTION:
+        problem = "A layer is neither full, sliding nor chunked attention"
+        raise bad(problem, word, f"Use one of {', '.join(_ATTENTION)}")
+    return _ATTENTION[word]
 
 
 def _lettered(pattern: str, depth: int) -> list[Kind]:
     """`LLLG`: local and global, repeated."""
     if not pattern or set(pattern) - {"L", "G"}:
-        raise bad("sliding_window_pattern is a number or letters L and G", pattern, "Check it")
+        problem = "sliding_window_pattern is neither a number nor letters L and G"
+        raise bad(problem, pattern, "Check it")
     return ["sliding" if pattern[i % len(pattern)] == "L" else "full" for i in range(depth)]

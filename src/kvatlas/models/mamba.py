@@ -8,17 +8,16 @@ else, and is asked only where nothing better is there.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
-from kvatlas.models.config import Config, bad
-from kvatlas.models.decoder import Decoder
-from kvatlas.models.layer_patterns import block_kinds
-from kvatlas.models.model import Layer
+from kvatlas.models.config import Config
+from kvatlas.models.decoder import Decoder, Kind
+from kvatlas.models.layer import Layer
+from kvatlas.models.layer_patterns import block_kinds, hybrid_layers
 from kvatlas.specs import AnySpec, Mamba1, Mamba2
 
-_NO_CACHE = ("mlp", "moe")
 
-
-def mamba2(decoder: Decoder, *, vllm: str | None = None, asked: str | None = None) -> Mamba2:
+def mamba2(decoder: Decoder, *, ssm_dtype: str | None = None) -> Mamba2:
     """A Mamba-2 mixer."""
     config = decoder.config
     heads = config.count("mamba_num_heads", "mamba_n_heads", "n_mamba_heads", "num_heads")
@@ -29,7 +28,7 @@ def mamba2(decoder: Decoder, *, vllm: str | None = None, asked: str | None = Non
         state_size=config.count("ssm_state_size", "mamba_d_state", "state_size"),
         kernel=config.count("conv_kernel", "mamba_d_conv", default=4),
         conv_dtype=decoder.conv_dtype,
-        ssm_dtype=decoder.ssm_dtype(vllm=vllm, asked=asked),
+        ssm_dtype=ssm_dtype or decoder.ssm_dtype(),
     )
 
 
@@ -44,26 +43,15 @@ def _head_dim(config: Config, heads: int) -> int:
     inner = config.maybe("mamba_d_ssm")
     if inner is None:
         inner = config.count("mamba_expand", "expand", default=2) * config.hidden()
-    if inner % heads:
-        raise bad(
-            "Mamba's heads divide its width",
-            f"{heads} heads of {inner} elements",
-            "Give the head size in the config",
-        )
-    return inner // heads
+    return config.quotient(inner, heads, "mamba_head_dim")
 
 
 def mamba1(decoder: Decoder) -> Mamba1:
     """A Mamba mixer. The config's `intermediate_size` is an MLP's in hybrids, the mixer's alone."""
     config = decoder.config
-    expand = config.maybe("mamba_expand")
-    if expand is None:
-        inner = config.maybe("intermediate_size", "d_inner")
-        expand = config.count("expand", default=2)
-    else:
-        inner = None
+    inner = None if config.has("mamba_expand") else config.maybe("intermediate_size", "d_inner")
     return Mamba1(
-        inner=inner or expand * config.hidden(),
+        inner=inner or config.count("mamba_expand", "expand", default=2) * config.hidden(),
         state_size=config.count("mamba_d_state", "state_size"),
         kernel=config.count("mamba_d_conv", "conv_kernel", default=4),
         conv_dtype=decoder.conv_dtype,
@@ -73,17 +61,12 @@ def mamba1(decoder: Decoder) -> Mamba1:
 
 def mamba_alone(decoder: Decoder) -> Iterator[Layer]:
     """Mamba in every layer."""
-    yield from _alone(decoder, mamba1(decoder))
+    return decoder.every_layer(mamba1(decoder), "mixer")
 
 
 def mamba2_alone(decoder: Decoder) -> Iterator[Layer]:
     """Mamba-2 in every layer."""
-    yield from _alone(decoder, mamba2(decoder))
-
-
-def _alone(decoder: Decoder, spec: AnySpec) -> Iterator[Layer]:
-    for index in range(decoder.depth):
-        yield decoder.layer(index, "mixer", spec)
+    return decoder.every_layer(mamba2(decoder), "mixer")
 
 
 def nemotron(decoder: Decoder) -> Iterator[Layer]:
@@ -91,35 +74,31 @@ def nemotron(decoder: Decoder) -> Iterator[Layer]:
 
     vLLM keeps its states in fp32 unless the config says otherwise.
     """
-    asked = decoder.config.text("mamba_ssm_cache_dtype")
-    yield from _mixed(decoder, mamba2(decoder, asked=asked, vllm="fp32"))
+    said = decoder.config.text("mamba_ssm_cache_dtype")
+    states = decoder.ssm_dtype(config=said, default="fp32")
+    return _mixed(decoder, mamba2(decoder, ssm_dtype=states))
 
 
 def mamba2_hybrid(decoder: Decoder) -> Iterator[Layer]:
     """Bamba and Granite-4: Mamba-2 in most layers, attention in a few."""
-    yield from _mixed(decoder, mamba2(decoder))
+    return _mixed(decoder, mamba2(decoder))
 
 
 def jamba(decoder: Decoder) -> Iterator[Layer]:
     """Jamba: Mamba in most layers, attention in one of eight."""
-    yield from _mixed(decoder, mamba1(decoder))
+    return _mixed(decoder, mamba1(decoder))
 
 
 def _mixed(decoder: Decoder, mixer: AnySpec) -> Iterator[Layer]:
-    kinds = block_kinds(decoder.config)
-    window = decoder.config.size("sliding_window")
-    attention = decoder.attention("sliding" if window else "full") if _attends(kinds) else None
-    for index, kind in enumerate(kinds):
-        if kind in ("mamba", "linear_attention"):  # transformers' own word for it
-            yield decoder.layer(index, "mixer", mixer)
-        elif kind in ("attention", "full_attention") and attention is not None:
-            yield decoder.layer(index, decoder.attention_name, attention)
-        elif kind not in _NO_CACHE:
-            raise bad("A hybrid's layer is mamba, attention, mlp or moe", kind, "Check the pattern")
-
-
-def _attends(kinds: list[str]) -> bool:
-    return "attention" in kinds or "full_attention" in kinds
+    kind: Kind = "sliding" if decoder.config.size("sliding_window") else "full"
+    return hybrid_layers(
+        decoder,
+        block_kinds(decoder.config),
+        mixer,
+        "mixer",
+        attention=partial(decoder.attention, kind),
+        without_cache=("mlp", "moe"),
+    )
 
 
 def side_by_side(decoder: Decoder) -> Iterator[Layer]:
@@ -131,7 +110,7 @@ def side_by_side(decoder: Decoder) -> Iterator[Layer]:
     depth, top = decoder.depth, decoder.layers.removesuffix(".layers")
     attention, mixer = decoder.attention(), mamba2(decoder)
     for index in range(depth):
-        yield decoder.layer(index, decoder.attention_name, attention)
+        yield decoder.layer(index, attention)
         yield Layer(name=f"{top}.{depth + index}.mixer", index=index, spec=mixer)
 
 

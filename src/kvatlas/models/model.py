@@ -4,27 +4,33 @@ A model is a name, a few numbers that topologies must respect, and one `Layer` f
 each cache that it keeps. A decoder layer may keep several caches (attention and an
 indexer, attention and Mamba side by side) or none (an MLP, a layer that shares
 another's cache), so layers are named by their cache, as engines name them.
+
+`Model.load` goes one way, whatever it is given: find the config, the text model in it,
+and its family; the family's reader lists the caches.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
+from msgspec.structs import replace
 
-from kvatlas.specs import AnySpec, Indexer
+from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry import DType
+from kvatlas.models.architectures import PREFIXES, find_family, plain_family, with_defaults
+from kvatlas.models.cache_dtypes import cached, check_cache, checkpoint_cache
+from kvatlas.models.config import QUERY_HEADS, Config, bad
+from kvatlas.models.decoder import Decoder, Engine, StateDtypes
+from kvatlas.models.layer import Layer
+from kvatlas.models.sources import Source, find_config
+from kvatlas.specs import Indexer
 
-
-class Layer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One cache: its name, the decoder layer that owns it, and what it keeps.
-
-    >>> [layer.name for layer in Model.load("DeepSeek-V3.2").layers if layer.index == 7]
-    ['model.layers.7.self_attn.indexer.k_cache', 'model.layers.7.self_attn.attn']
-    """
-
-    name: str
-    index: int
-    spec: AnySpec
+_TEXT = ("text_config", "llm_config", "language_config", "thinker_config", "language_model_config")
+_LENGTHS = (
+    "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length",
+    "max_target_positions", "max_sequence_length",
+)  # fmt: skip
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -58,11 +64,43 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """What was assumed where the config did not say."""
 
     @classmethod
-    def load(cls, source: Any, **options: Any) -> Model:
-        """A model from a config, a catalogue name or a hub id: see `kvatlas.models.loading`."""
-        from kvatlas.models.loading import load
+    def load(
+        cls,
+        source: Any,
+        *,
+        ssm_dtype: str | None = None,
+        conv_dtype: str | None = None,
+        engine: Engine = "vllm",
+    ) -> Model:
+        """What the model of `source` caches.
 
-        return load(source, **options)
+        `source` is a path to a config.json or its folder, a dict, a transformers config,
+        a catalogue name or entry, a hub id, or a model, which is returned as it is.
+        Recurrent states are kept in what `engine` keeps them in, unless `ssm_dtype` or
+        `conv_dtype` say otherwise.
+
+        >>> model = Model.load("Qwen3-Next-80B-A3B", engine="sglang")
+        >>> model.layers[0].name, model.layers[0].spec.ssm_dtype
+        ('model.layers.0.linear_attn', 'fp32')
+        """
+        if engine not in get_args(Engine):
+            raise AtlasError(
+                Code.UNKNOWN_ENGINE,
+                got=repr(engine),
+                hint=f"Use one of {', '.join(get_args(Engine))}",
+            )
+        ssm, conv = (name and DType.of(name).name for name in (ssm_dtype, conv_dtype))
+        states = StateDtypes(engine, ssm, conv)
+        if not isinstance(source, Model):
+            return _read(find_config(source), states)
+        if states != StateDtypes():
+            raise AtlasError(
+                Code.UNREADABLE,
+                "The state dtypes of a loaded model are settled: its config is no longer there",
+                got=f"model {source.name} with {states}",
+                hint="Load the model's config, path or name with these options",
+            )
+        return source
 
     def with_cache(self, kv_dtype: str) -> Model:
         """The same model with its attention kept in `kv_dtype`.
@@ -73,12 +111,76 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         >>> Model.load("Llama-3.1-8B").with_cache("fp8").layers[0].spec.page(16).content
         256
         """
-        from kvatlas.models.cache_dtypes import cached, check_cache
-
         cache = check_cache(kv_dtype)
         sparse = any(isinstance(layer.spec, Indexer) for layer in self.layers)
         layers = tuple(
-            msgspec.structs.replace(layer, spec=cached(layer.spec, cache, sparse=sparse))
-            for layer in self.layers
+            replace(layer, spec=cached(layer.spec, cache, sparse=sparse)) for layer in self.layers
         )
-        return msgspec.structs.replace(self, layers=layers, cache=cache)
+        return replace(self, layers=layers, cache=cache)
+
+
+def _read(source: Source, states: StateDtypes) -> Model:
+    """What the model of a config caches."""
+    root, warnings = Config(source.values), list[str]()
+    text = _text_of(root)
+    nested = text is not root
+    outer, inner = _architecture(root), _architecture(text)
+    model_type = text.text("model_type")
+    if nested:
+        text = with_defaults(text, model_type, warnings)
+    architecture = outer or inner or model_type or ""
+    family = find_family(text, outer, inner, model_type, root.text("model_type"))
+    family = family or plain_family(text, architecture, warnings)
+    prefix = PREFIXES.get(outer or "", "language_model." if nested else "")
+    decoder = Decoder(
+        config=text,
+        dtype=_dtype(root, text, warnings),
+        cache=checkpoint_cache(root, text, warnings),
+        states=states,
+        layers=prefix + family.layers,
+        attention_name=family.attention,
+    )
+    return Model(
+        name=source.name or root.text("_name_or_path") or architecture,
+        architecture=architecture,
+        layers=tuple(family.reader(decoder)),
+        depth=decoder.depth,
+        attention_heads=text.maybe(*QUERY_HEADS) or 0,
+        # vLLM's gpt-oss divides its kv heads and stops there.
+        repeats_heads=architecture != "GptOssForCausalLM",
+        output_groups=text.maybe("o_groups"),
+        dtype=decoder.dtype,
+        max_len=min((n for key in _LENGTHS if (n := text.maybe(key))), default=None),
+        cache=decoder.cache,
+        source=source.origin,
+        confidence=source.confidence,
+        warnings=tuple(warnings),
+    )
+
+
+def _text_of(root: Config) -> Config:
+    """The text model's own config, which multimodal models nest once or twice."""
+    text = root
+    for _ in range(3):
+        inner = text.section(*_TEXT)
+        if inner is None:
+            break
+        text = inner
+    return text
+
+
+def _architecture(config: Config) -> str | None:
+    names = config.listing("architectures") or []
+    if names and not isinstance(names[0], str):
+        raise bad("architectures is not a list of words", names[0], "Write them in quotes")
+    return names[0] if names else None
+
+
+def _dtype(root: Config, text: Config, warnings: list[str]) -> str:
+    given = root.get("dtype", "torch_dtype") or text.get("dtype", "torch_dtype")
+    if given is None or given == "auto":
+        warnings.append("dtype is absent: bf16 assumed")
+        return "bf16"
+    name = DType.of(given).name
+    # Engines serve fp32 checkpoints in 16 bits.
+    return "bf16" if name == "fp32" else name

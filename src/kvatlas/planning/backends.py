@@ -118,15 +118,15 @@ BACKENDS: dict[str, Backend] = {
 
 def find_backend(name: str) -> Backend:
     """The backend called `name`, in any case."""
-    found = BACKENDS.get(name.upper()) if isinstance(name, str) else None
-    if found is None:
+    backend = BACKENDS.get(name.upper()) if isinstance(name, str) else None
+    if backend is None:
         raise AtlasError(
             Code.UNKNOWN_BACKEND,
-            "A backend is one that kvatlas knows",
+            "There is no such backend",
             got=repr(name),
             hint=f"Use one of {', '.join(BACKENDS)}",
         )
-    return found
+    return backend
 
 
 def backends_of(model: Model, chosen: str | None) -> dict[str, Backend | None]:
@@ -137,23 +137,23 @@ def backends_of(model: Model, chosen: str | None) -> dict[str, Backend | None]:
     """
     named = find_backend(chosen) if chosen is not None else None
     indexed = {layer.index for layer in model.layers if isinstance(layer.spec, Indexer)}
-    found: dict[str, Backend | None] = {}
+    backends: dict[str, Backend | None] = {}
     for layer in model.layers:
         name = _default(layer, sparse=layer.index in indexed)
         backend = BACKENDS[name] if name else None
         if named and backend and named.family == backend.family:
             backend = named
-        found[layer.name] = backend
-    if named and named not in found.values():
+        backends[layer.name] = backend
+    if named and named not in backends.values():
         raise AtlasError(
             Code.UNKNOWN_BACKEND,
-            "A backend serves some layer of the model",
+            "No layer of the model uses this backend",
             got=f"{named.name} for {model.architecture}",
-            hint=f"Its layers use {', '.join(sorted({b.name for b in found.values() if b}))}",
+            hint=f"Its layers use {', '.join(sorted({b.name for b in backends.values() if b}))}",
         )
     for layer in model.layers:
-        _check_cache(layer, found[layer.name])
-    return found
+        _check_cache(layer, backends[layer.name])
+    return backends
 
 
 def _default(layer: Layer, *, sparse: bool) -> str | None:
@@ -193,7 +193,7 @@ def _check_cache(layer: Layer, backend: Backend | None) -> None:
     if backend and backend.caches is not None and cache not in backend.caches:
         raise AtlasError(
             Code.BACKEND_REFUSES,
-            f"{backend.name} reads {', '.join(backend.caches)}",
+            f"{backend.name} reads only {', '.join(backend.caches)}",
             got=f"cache dtype {cache} in {layer.name}",
             hint="Choose another cache dtype or another backend",
         )

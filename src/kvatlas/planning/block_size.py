@@ -1,4 +1,4 @@
-"""How large a block is, and how many of them the memory holds.
+"""How large a block is.
 
 The block is the smallest that all backends take. A hybrid's block is inflated until
 one attention page holds a recurrent state, since both share pages: with a state of
@@ -13,10 +13,10 @@ from math import lcm
 import msgspec
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Layout, ceil_div, positive, round_up
+from kvatlas.geometry import ceil_div, positive, round_up
 from kvatlas.models import Model
 from kvatlas.planning.backends import Backend, smallest_common_block
-from kvatlas.planning.grouping import Draft
+from kvatlas.planning.request import PlanRequest
 from kvatlas.planning.sized_layers import kind_of, page_of
 from kvatlas.specs import LatentAttention
 
@@ -28,56 +28,60 @@ class BlockSize(msgspec.Struct, frozen=True):
     """A block size, what state pages are padded to, and why."""
 
     tokens: int
-    state_padding: int | None
-    reasons: tuple[str, ...]
+    state_padding: int | None = None
+    reasons: tuple[str, ...] = ()
 
 
-def kernel_size(backends: dict[str, Backend | None], asked: int | None) -> BlockSize:
+def used_backends(request: PlanRequest) -> list[Backend]:
+    """The attention backends of a model's layers, each once."""
+    return list({b.name: b for b in request.backends.values() if b}.values())
+
+
+def kernel_size(request: PlanRequest) -> BlockSize:
     """The block that kernels take, before any state inflates it."""
-    used = list({b.name: b for b in backends.values() if b}.values())
-    if asked is None:
+    used = used_backends(request)
+    if request.block_size is None:
         if not used:
-            return BlockSize(DEFAULT_BLOCK, None, ())
+            return BlockSize(DEFAULT_BLOCK)
         block = smallest_common_block(used, DEFAULT_BLOCK)
-        names = ", ".join(backend.name for backend in used)
-        reason = f"{block} tokens is the smallest block from {DEFAULT_BLOCK} on that {names} take."
-        return BlockSize(block, None, (reason,))
-    block = positive(asked, "the block size")
+        names = [backend.name for backend in used]
+        why = f"{names[0]}'s smallest"
+        if len(used) > 1 or block != min(used[0].sizes):
+            why = f"the smallest from {DEFAULT_BLOCK} on for {' and '.join(names)}"
+        return BlockSize(block, reasons=(f"Block: {block} tokens, {why}.",))
+    block = positive(request.block_size, "the block size")
     for backend in used:
         # Backends that come with a model are not chosen by their block size.
         if backend.family != "other" and not backend.takes(block):
             raise AtlasError(
                 Code.BACKEND_REFUSES,
-                f"{backend.name} takes blocks of a multiple of "
+                f"{backend.name} takes only blocks of a multiple of "
                 f"{' or '.join(map(str, backend.sizes))} tokens",
                 got=f"a block of {block}",
                 hint="Choose a multiple, or another backend",
             )
-    return BlockSize(block, None, (f"A block of {block} tokens was asked for.",))
+    return BlockSize(block, reasons=(f"Block: {block} tokens, as requested.",))
 
 
-def block_size(
-    model: Model, backends: dict[str, Backend | None], *, tp: int, asked: int | None
-) -> BlockSize:
+def block_size(request: PlanRequest) -> BlockSize:
     """The block of a model, as vLLM sizes it."""
-    used = list({b.name: b for b in backends.values() if b}.values())
-    plain = kernel_size(backends, asked)
-    block, reasons = plain.tokens, list(plain.reasons)
-    state = state_bytes(model, tp)
-    token = token_bytes(model, tp)
+    plain = kernel_size(request)
+    used, block, reasons = used_backends(request), plain.tokens, plain.reasons
+    state = state_bytes(request.model, request.tp)
+    token = token_bytes(request.model, request.tp)
     if not state or not token:
         return plain
-    step = kernel_multiple(model, used, block)
+    step = kernel_multiple(request.model, used, block)
     inflated = round_up(step * ceil_div(state, step * token), lcm(*(min(b.sizes) for b in used)))
     if inflated > block:
-        reasons.append(
-            f"A recurrent layer's state takes {state:,} bytes and shares pages with attention, "
-            f"which takes {token:,} bytes for each token and layer: {inflated} tokens, the next "
-            f"multiple of {step}, make a page that holds a state."
+        reasons += (
+            f"Grown to {inflated} tokens, a multiple of {step}: an attention page ({token:,} "
+            f"bytes per token and layer) must hold a recurrent state of {state:,} bytes, "
+            "since both share pages.",
         )
         block = inflated
     page = block * token
-    return BlockSize(block, None if page == state else page, tuple(reasons))
+    return BlockSize(block, None if page == state else page, reasons)
 
 
 def kernel_multiple(model: Model, used: list[Backend], block: int) -> int:
@@ -99,28 +103,3 @@ def token_bytes(model: Model, tp: int) -> int:
         if kind_of(layer.spec) != "recurrent":
             return page_of(layer.spec, layer.spec.tokens_per_state or 1, tp).unpadded
     return 0
-
-
-def bytes_per_block(drafts: list[Draft], layout: Layout) -> int:
-    """Bytes of a block: of the widest group, since groups overlay each other."""
-    filled = [draft for draft in drafts if draft.wants]
-    if not layout.block_outermost:
-        return max(sum(want.spread for want in draft.wants) for draft in filled)
-    widest = max(sum(want.nbytes for want in draft.wants) for draft in filled)
-    return round_up(widest, lcm(*(want.alignment for draft in filled for want in draft.wants)))
-
-
-def stages_of(model: Model, pp: int) -> dict[str, int]:
-    """The pipeline stage of each layer: equal shares, the rest before the last stage.
-
-    A remainder goes to the stages from the last but one backwards, since the last
-    also computes the logits.
-    """
-    shares = [model.depth // pp] * pp
-    for extra in range(model.depth % pp):
-        shares[-2 - extra] += 1
-    ends = [sum(shares[: stage + 1]) for stage in range(pp)]
-    return {
-        layer.name: next((stage for stage, end in enumerate(ends) if layer.index < end), pp - 1)
-        for layer in model.layers
-    }

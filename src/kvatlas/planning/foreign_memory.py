@@ -21,7 +21,7 @@ from kvatlas.models import Layer, Model
 from kvatlas.planning.plan_parts import Group, Pool, Region
 from kvatlas.planning.plans import Plan
 from kvatlas.planning.sized_layers import kind_of, page_of
-from kvatlas.specs import Attention, CrossAttention, Packing, Spec
+from kvatlas.specs import Attention, Packing, Spec
 
 _FAR = 1 << 62
 
@@ -66,7 +66,7 @@ def foreign(
     if unknown or len(set(named)) < len(named) or not named:
         raise AtlasError(
             Code.UNKNOWN_LAYER,
-            "Tensors are of the model's own layers, each once",
+            "Tensors are not of the model's own layers, or name one twice",
             got=f"{unknown[:3] or named[:3]} for {loaded.name}",
             hint=f"It has layers such as {next(iter(known), '-')}",
         )
@@ -74,8 +74,8 @@ def foreign(
     length = positive(max_len or loaded.max_len or 32768, "the greatest length")
     seen = [
         _Seen(stage, known[name], placed, _block(blocks, name), tp, length)
-        for stage, found in enumerate(stages)
-        for name, placed in found.items()
+        for stage, tensors in enumerate(stages)
+        for name, placed in tensors.items()
     ]
     tables = _tables(seen, groups)
     homes = _homes(seen, tables, pools)
@@ -116,7 +116,7 @@ def _regions(seen: list[_Seen], tables: dict[str, int], tp: int) -> list[Region]
     families: dict[tuple[int, object], list[_Seen]] = defaultdict(list)
     for one in seen:
         families[tables[one.layer.name], one.alike].append(one)
-    found = []
+    all_regions: list[Region] = []
     for (group, _), family in families.items():
         family.sort(key=lambda one: one.placed.offset)
         steps = {b.placed.offset - a.placed.offset for a, b in pairwise(family)}
@@ -127,8 +127,8 @@ def _regions(seen: list[_Seen], tables: dict[str, int], tp: int) -> list[Region]
             for region, one in zip(regions, family, strict=True):
                 if not _same(region, [one], tp):
                     raise _unlike(one.layer.name, f"{one.placed} in no order of its axes")
-        found += regions
-    return found
+        all_regions += regions
+    return all_regions
 
 
 def _region(family: list[_Seen], group: int, step: int) -> Region:
@@ -180,7 +180,10 @@ def _plan(
     max_len: int,
 ) -> Plan:
     first = {tables[one.layer.name]: one for one in reversed(seen)}
-    groups = [_group(first[index], homes[index]) for index in sorted(first)]
+    groups = [
+        Group.of(kind_of(one.layer.spec), one.layer.spec, block=one.block, pool=homes[index])
+        for index, one in sorted(first.items())
+    ]
     reach: dict[tuple[int, int], int] = defaultdict(int)
     counts: dict[tuple[int, int], int] = {}
     for one in seen:
@@ -212,17 +215,6 @@ def _plan(
     )
 
 
-def _group(one: _Seen, pool: int) -> Group:
-    spec = one.layer.spec
-    return Group(
-        kind=kind_of(spec),
-        block=one.block,
-        pool=pool,
-        window=getattr(spec, "window", getattr(spec, "chunk", None)),
-        source=spec.source if isinstance(spec, CrossAttention) else 0,
-    )
-
-
 def _tables(seen: list[_Seen], groups: Sequence[Sequence[str]] | None) -> dict[str, int]:
     """Which group each layer is in."""
     if groups is not None:
@@ -231,19 +223,18 @@ def _tables(seen: list[_Seen], groups: Sequence[Sequence[str]] | None) -> dict[s
         if missing or len(tables) != len(seen):
             raise AtlasError(
                 Code.BAD_PLAN,
-                "Every layer is in one group",
+                "A layer is in no group, or a group lists one without a tensor",
                 got=f"{len(tables)} grouped of {len(seen)}, without {missing[:3]}",
                 hint="List each layer of the tensors in one of the groups",
             )
         return tables
     kinds: dict[tuple[Any, ...], int] = {}
-    found = {}
+    tables = {}
     for one in seen:
-        spec = one.layer.spec
-        reach = getattr(spec, "window", getattr(spec, "chunk", None))
-        key = (kind_of(spec), one.block, reach)
-        found[one.layer.name] = kinds.setdefault(key, len(kinds))
-    return found
+        seen_by = one.layer.spec.visibility
+        key = (kind_of(one.layer.spec), one.block, seen_by.window or seen_by.chunk)
+        tables[one.layer.name] = kinds.setdefault(key, len(kinds))
+    return tables
 
 
 def _homes(
@@ -251,21 +242,21 @@ def _homes(
 ) -> dict[int, int]:
     """The pool of each group."""
     counts: dict[int, int] = {}
-    found: dict[int, int] = {}
+    homes: dict[int, int] = {}
     for one in seen:
         group = tables[one.layer.name]
         if pools is None:
-            found.setdefault(group, counts.setdefault(one.blocks, len(counts)))
+            homes.setdefault(group, counts.setdefault(one.blocks, len(counts)))
         elif group < len(pools):
-            found[group] = natural(pools[group], "the number of a pool")
+            homes[group] = natural(pools[group], "the number of a pool")
         else:
             raise AtlasError(
                 Code.BAD_PLAN,
-                "Every group has a pool",
+                "A group has no pool",
                 got=f"{len(pools)} pools for group {group}",
                 hint="Pass one pool number for each group",
             )
-    return found
+    return homes
 
 
 def _packed(layer: Layer, packing: Packing | None) -> Layer:
@@ -275,8 +266,8 @@ def _packed(layer: Layer, packing: Packing | None) -> Layer:
 
 
 def _block(blocks: Mapping[str, int] | int | None, name: str) -> int | None:
-    found = blocks.get(name) if isinstance(blocks, Mapping) else blocks
-    return None if found is None else positive(found, "the block size")
+    block = blocks.get(name) if isinstance(blocks, Mapping) else blocks
+    return None if block is None else positive(block, "the block size")
 
 
 def _in_bytes(placed: Placement) -> Placement:
@@ -315,7 +306,7 @@ def _size(placed: Placement, axis: str) -> int:
 def _unlike(layer: str, got: str) -> AtlasError:
     return AtlasError(
         Code.BAD_TENSOR,
-        f"The tensor of {layer} is a page of what it keeps, packed in some order",
+        f"The tensor of {layer} does not hold pages of what it keeps, in any order",
         got=got,
         hint="Name the axes as the engine means them, and say the packing and the block size",
     )

@@ -12,156 +12,155 @@ must fit together. The rules are tried in order and the first that fits is taken
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Layout, Sharding, ceil_div
-from kvatlas.planning.sized_layers import FULL_KINDS, SLIDING_KINDS, Want
+from kvatlas.planning.sized_layers import FULL_KINDS, SLIDING_KINDS, Kind, SizedLayer
 from kvatlas.specs import Attention
 
 STRETCH = 1.5
 """A group is widened to the largest kind while that is less than this times the smallest."""
 
 
+_PROMOTED: dict[Kind, Kind] = {
+    "sliding_window": "full_attention",
+    "chunked_local_attention": "full_attention",
+    "sliding_window_mla": "mla_attention",
+}
+"""What local attention is called where it is kept at full length."""
+
+
 @dataclass(frozen=True, slots=True)
-class Draft:
+class GroupDraft:
     """A group in the making. Mixed groups keep each layer's own page."""
 
-    wants: tuple[Want, ...]
+    layers: tuple[SizedLayer, ...]
     mixed: bool
 
     @property
-    def regions(self) -> list[tuple[Want, ...]]:
+    def regions(self) -> list[tuple[SizedLayer, ...]]:
         """Layers that lie in one region of memory: alike, in order of appearance."""
         if not self.mixed:
-            return [self.wants] if self.wants else []
-        found: dict[tuple[object, ...], list[Want]] = {}
-        for want in self.wants:
-            found.setdefault(want.key, []).append(want)
-        return [tuple(wants) for wants in found.values()]
+            return [self.layers] if self.layers else []
+        regions: dict[tuple[object, ...], list[SizedLayer]] = {}
+        for layer in self.layers:
+            regions.setdefault(layer.key, []).append(layer)
+        return [tuple(layers) for layers in regions.values()]
 
 
-def group_layers(wants: list[Want], layout: Layout) -> list[Draft]:
+def dealt(layers: Sequence[SizedLayer], groups: int) -> list[GroupDraft]:
+    """Layers dealt into groups of alike pages, the first to each in turn."""
+    return [GroupDraft(tuple(layers[i::groups]), mixed=False) for i in range(groups)]
+
+
+def group_layers(layers: list[SizedLayer], layout: Layout) -> list[GroupDraft]:
     """The groups of a model's layers."""
-    if not wants:
+    if not layers:
         return []
-    if alike(wants):
-        return [Draft(tuple(wants), mixed=False)]
-    if same_tokens(wants):
-        return [Draft(tuple(wants), mixed=True)]
-    if layout.block_outermost and len({want.nbytes for want in wants}) > 1:
-        return pack_unlike_pages(wants)
-    return deal_equal_pages(unify_pages(wants))
+    if alike(layers):
+        return [GroupDraft(tuple(layers), mixed=False)]
+    if same_tokens(layers):
+        return [GroupDraft(tuple(layers), mixed=True)]
+    if layout.block_outermost and len({layer.nbytes for layer in layers}) > 1:
+        return pack_unlike_pages(layers)
+    return deal_equal_pages(unify_pages(layers))
 
 
-def alike(wants: list[Want]) -> bool:
+def alike(layers: list[SizedLayer]) -> bool:
     """One block table and one kind of page serve all of them."""
-    return len({_merged(want) for want in wants}) == 1
+    return len({_merged(layer) for layer in layers}) == 1
 
 
-def same_tokens(wants: list[Want]) -> bool:
+def same_tokens(layers: list[SizedLayer]) -> bool:
     """All need blocks for the same tokens, so one block table serves them, whatever their pages."""
-    first = wants[0]
-    if len({want.block for want in wants}) > 1:
+    first = layers[0]
+    if len({layer.block for layer in layers}) > 1:
         return False
     if first.kind in FULL_KINDS:
-        return all(want.kind in FULL_KINDS for want in wants)
+        return all(layer.kind in FULL_KINDS for layer in layers)
     if first.kind == "recurrent":
-        return all(
-            want.kind == "recurrent"
-            and (want.nbytes, want.checkpoints) == (first.nbytes, first.checkpoints)
-            for want in wants
-        )
+        held = (first.kind, first.nbytes, first.checkpoints)
+        return all((layer.kind, layer.nbytes, layer.checkpoints) == held for layer in layers)
     kinds = SLIDING_KINDS if first.kind == "sliding_window" else (first.kind,)
-    return all(want.kind in kinds and want.window == first.window for want in wants)
+    return all(layer.kind in kinds and layer.window == first.window for layer in layers)
 
 
-def promote(wants: list[Want]) -> list[Want]:
+def promote(layers: list[SizedLayer]) -> list[SizedLayer]:
     """Windows and chunks kept at full length, as without a hybrid manager."""
-    if alike(wants) or same_tokens(wants):
-        return wants
-    full = {want.block for want in wants if want.kind in FULL_KINDS}
-    block = full.pop() if len(full) == 1 else None
-    local = {
-        "sliding_window": "full_attention",
-        "chunked_local_attention": "full_attention",
-        "sliding_window_mla": "mla_attention",
-    }
+    if alike(layers) or same_tokens(layers):
+        return layers
+    full = {layer.block for layer in layers if layer.kind in FULL_KINDS}
     promoted = []
-    for want in wants:
-        kind = local.get(want.kind)
-        if kind and any(other.kind in FULL_KINDS for other in wants):
-            size = block or want.block
-            padded = want.padded
+    for layer in layers:
+        kind = _PROMOTED.get(layer.kind)
+        if kind and full:
+            block = layer.block if len(full) > 1 else min(full)
+            padded = layer.padded
             if padded is not None:
-                padded = max(padded, want.page.unpadded * size // want.block)
-            want = replace(want, kind=kind, block=size, padded=padded)  # type: ignore[arg-type]
-        promoted.append(want)
+                padded = max(padded, layer.page.unpadded * block // layer.block)
+            layer = replace(layer, kind=kind, block=block, padded=padded)
+        promoted.append(layer)
     if not (alike(promoted) or same_tokens(promoted)):
         raise AtlasError(
             Code.PAGES_NOT_UNIFIED,
-            "Without groups all layers keep all tokens",
-            got=f"layers of kinds {sorted({want.kind for want in wants})}",
-            hint="Use policy vllm or atlas for models with recurrent layers",
+            "One group cannot serve all layers",
+            got=f"layers of kinds {sorted({layer.kind for layer in layers})}",
+            hint="Use policy vllm or atlas",
         )
     return promoted
 
 
-def unify_pages(wants: list[Want]) -> list[Want]:
+def unify_pages(layers: list[SizedLayer]) -> list[SizedLayer]:
     """All pages as large as the largest: by larger blocks where they fit, else by padding."""
-    largest = max(want.nbytes for want in wants)
+    largest = max(layer.nbytes for layer in layers)
     unified = []
-    for want in wants:
-        if want.nbytes == largest:
-            unified.append(want)
-        elif want.kind != "recurrent" and largest % want.nbytes == 0:
-            unified.append(want.with_block(want.block * (largest // want.nbytes)))
-        elif want.kind == "mla_attention":
+    for layer in layers:
+        if layer.nbytes == largest:
+            unified.append(layer)
+        elif layer.kind != "recurrent" and largest % layer.nbytes == 0:
+            unified.append(layer.with_block(layer.block * (largest // layer.nbytes)))
+        elif layer.kind == "mla_attention":
             raise AtlasError(
                 Code.PAGES_NOT_UNIFIED,
-                "Latent pages are whole rows and are not padded to another page's size",
-                got=f"{want.layer.name} with a page of {want.nbytes} beside one of {largest}",
+                "Latent pages are whole rows and cannot be padded to another page's size",
+                got=f"{layer.name} with a page of {layer.nbytes} beside one of {largest}",
                 hint="Use a block-outermost order such as BLHNC, or policy atlas",
             )
         else:
-            unified.append(replace(want, padded=largest))
+            unified.append(replace(layer, padded=largest))
     return unified
 
 
-def deal_equal_pages(wants: list[Want]) -> list[Draft]:
-    """Layers of each kind dealt into groups of equally many, the first to each in turn."""
-    kinds: dict[tuple[object, ...], list[Want]] = {}
-    for want in wants:
-        kinds.setdefault(_merged(want), []).append(want)
-    counts = [len(layers) for layers in kinds.values()]
+def deal_equal_pages(layers: list[SizedLayer]) -> list[GroupDraft]:
+    """Layers of each kind dealt into groups of equally many."""
+    kinds: dict[tuple[object, ...], list[SizedLayer]] = {}
+    for layer in layers:
+        kinds.setdefault(_merged(layer), []).append(layer)
+    counts = [len(members) for members in kinds.values()]
     width = max(counts) if max(counts) < STRETCH * min(counts) else min(counts)
-    drafts = []
-    for layers in kinds.values():
-        groups = ceil_div(len(layers), width)
-        drafts += [Draft(tuple(layers[i::groups]), mixed=False) for i in range(groups)]
-    return drafts
+    return [
+        group
+        for members in kinds.values()
+        for group in dealt(members, ceil_div(len(members), width))
+    ]
 
 
-def pack_unlike_pages(wants: list[Want]) -> list[Draft]:
+def pack_unlike_pages(layers: list[SizedLayer]) -> list[GroupDraft]:
     """Groups whose unlike pages lie side by side in a block.
 
     Kinds that need the same tokens are kept together. Where such a set repeats a
     pattern, one layer of each page size, it is cut into groups of as many repeats as
     leave the least unused; states are cut further, so as not to widen the block.
     """
-    sets = [list(draft.wants) for draft in by_tokens(wants)]
-    by_page = [_by_page(found) for found in sets]
+    sets = [list(group.layers) for group in by_tokens(layers)]
+    by_page = [_by_page(members) for members in sets]
     repeats = [max(map(len, pages.values())) for pages in by_page]
-    regular = [len({len(layers) for layers in pages.values()}) == 1 for pages in by_page]
-    floor = max(
-        (
-            n
-            for n, pages, even in zip(repeats, by_page, regular, strict=True)
-            if even and len(pages) > 1
-        ),
-        default=0,
-    )
-    each = _fewest_unused([n for n, even in zip(repeats, regular, strict=True) if even], floor)
+    regular = [len({len(members) for members in pages.values()}) == 1 for pages in by_page]
+    even = [i for i in range(len(sets)) if regular[i]]
+    floor = max((repeats[i] for i in even if len(by_page[i]) > 1), default=0)
+    each = _fewest_unused([repeats[i] for i in even], floor)
 
     def cuts(i: int) -> int:
         return ceil_div(repeats[i], each) if each and regular[i] else 1
@@ -173,59 +172,59 @@ def pack_unlike_pages(wants: list[Want]) -> list[Draft]:
     widest = max(
         _width(by_page[i], len(sets[i]) if is_state(i) else cuts(i)) for i in range(len(sets))
     )
-    drafts = []
-    for i, found in enumerate(sets):
-        groups = cuts(i)
+    groups = []
+    for i, members in enumerate(sets):
+        count = cuts(i)
         if is_state(i):
-            fit = max(widest // found[0].nbytes, 1)
-            groups = max(groups, ceil_div(len(found), fit))
-        if groups == 1:
-            drafts.append(Draft(tuple(found), mixed=True))
+            fit = max(widest // members[0].nbytes, 1)
+            count = max(count, ceil_div(len(members), fit))
+        if count == 1:
+            groups.append(GroupDraft(tuple(members), mixed=True))
             continue
         pattern = list(zip(*by_page[i].values(), strict=False))
-        for first in range(groups):
-            layers = [want for repeat in pattern[first::groups] for want in repeat]
-            drafts.append(Draft(tuple(layers), mixed=True))
-    if sum(len(draft.wants) for draft in drafts) < len(wants):
+        for first in range(count):
+            repeated = [layer for repeat in pattern[first::count] for layer in repeat]
+            groups.append(GroupDraft(tuple(repeated), mixed=True))
+    if sum(len(group.layers) for group in groups) < len(layers):
         raise AtlasError(
             Code.PAGES_NOT_UNIFIED,
-            "Layers that need the same tokens repeat a pattern, one layer of each page size",
-            got=f"{[len(found) for found in sets]} layers in sets of unlike pages",
+            "Layers that need the same tokens do not repeat a pattern of page sizes",
+            got=f"{[len(members) for members in sets]} layers in sets of unlike pages",
             hint="Use policy atlas, which gives each set one group",
         )
-    return [draft for draft in drafts if draft.wants]
+    return [group for group in groups if group.layers]
 
 
-def by_tokens(wants: list[Want]) -> list[Draft]:
+def by_tokens(layers: list[SizedLayer]) -> list[GroupDraft]:
     """One group for all layers that need the same tokens, whatever their pages."""
-    sets: list[list[Want]] = []
-    for want in wants:
-        home = next((found for found in sets if same_tokens([found[0], want])), None)
+    sets: list[list[SizedLayer]] = []
+    for layer in layers:
+        home = next((members for members in sets if same_tokens([members[0], layer])), None)
         if home is None:
-            sets.append([want])
+            sets.append([layer])
         else:
-            home.append(want)
-    return [Draft(tuple(found), mixed=True) for found in sets]
+            home.append(layer)
+    return [GroupDraft(tuple(members), mixed=True) for members in sets]
 
 
-def _merged(want: Want) -> tuple[object, ...]:
-    """A want's key, but for windows that are kept at full length anyway."""
-    spec = want.layer.spec
-    if want.kind != "full_attention" or not isinstance(spec, Attention):
-        return want.key
+def _merged(layer: SizedLayer) -> tuple[object, ...]:
+    """A layer's key, but for windows that are kept at full length anyway."""
+    spec = layer.spec
+    if layer.kind != "full_attention" or not isinstance(spec, Attention):
+        return layer.key
     row = (spec.head_dim, spec.v_dim or spec.head_dim, spec.dtype, spec.cache, spec.packed_as)
-    heads = Sharding.by_heads(spec.heads).size(want.tp)
-    return (want.kind, heads, row, want.block, want.padded, want.apart)
+    heads = Sharding.by_heads(spec.heads).size(layer.tp)
+    return (layer.kind, heads, row, layer.block, layer.padded, layer.apart)
 
 
-def _by_page(wants: list[Want]) -> dict[int, list[Want]]:
-    found: dict[int, list[Want]] = {}
-    for want in wants:
-        found.setdefault(want.nbytes, []).append(want)
-    return found
+def _by_page(layers: list[SizedLayer]) -> dict[int, list[SizedLayer]]:
+    pages: dict[int, list[SizedLayer]] = {}
+    for layer in layers:
+        pages.setdefault(layer.nbytes, []).append(layer)
+    return pages
 
 
-def _width(pages: dict[int, list[Want]], groups: int) -> int:
+def _width(pages: dict[int, list[SizedLayer]], groups: int) -> int:
     return sum(ceil_div(len(layers), groups) * nbytes for nbytes, layers in pages.items())
 
 

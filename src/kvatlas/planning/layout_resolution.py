@@ -2,7 +2,7 @@
 
 Backends declare orders, or none. What all of them take is a candidate, unless the
 model's pages differ in shape: then only orders in which a page is one stretch can
-hold them side by side. The first candidate is used, or the one asked for.
+hold them side by side. The first candidate is used, or the one that the caller chose.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import Counter
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import ENGINE_LAYOUTS, Layout
 from kvatlas.planning.backends import ANY_ORDER, Backend
-from kvatlas.planning.sized_layers import Want
+from kvatlas.planning.sized_layers import SizedLayer
 
 
 def supported_orders(backends: list[Backend]) -> tuple[str, ...]:
@@ -35,33 +35,25 @@ def supported_orders(backends: list[Backend]) -> tuple[str, ...]:
     return tuple(sorted(ranked, key=lambda order: -first[order]))
 
 
-def candidate_orders(wants: list[Want]) -> tuple[str, ...]:
+def candidate_orders(layers: list[SizedLayer]) -> tuple[str, ...]:
     """Orders that can hold the pages of all layers."""
-    backends = {want.backend.name: want.backend for want in wants if want.backend}
+    backends = {layer.backend.name: layer.backend for layer in layers if layer.backend}
     orders = supported_orders(list(backends.values()))
-    shapes = {(want.page.heads, want.page.states, want.nbytes) for want in wants}
+    shapes = {(layer.page.heads, layer.page.states, layer.nbytes) for layer in layers}
     if len(shapes) > 1:
         orders = tuple(order for order in orders if Layout(order).page_contiguous)
     return orders
 
 
-def resolve_order(candidates: tuple[str, ...], asked: str | None) -> Layout:
-    """The order asked for, if it is a candidate; else the first."""
-    if not candidates:
-        raise AtlasError(
-            Code.LAYOUT_REFUSED,
-            "Some order suits every backend of the model",
-            got="backends that share none",
-            hint="Choose another backend",
-        )
-    if asked is None:
-        return Layout(candidates[0])
-    layout = Layout(asked)
+def resolve_order(candidates: tuple[str, ...], chosen: str | None) -> Layout:
+    """The order that was chosen, if it is a candidate; else the first."""
+    layout = Layout(next(iter(candidates), "LBNHC") if chosen is None else chosen)
     if layout.order not in candidates:
         raise AtlasError(
             Code.LAYOUT_REFUSED,
-            "An order holds the pages of all layers and suits every backend",
-            got=str(layout),
-            hint=f"Use one of {', '.join(candidates)}, or policy atlas",
+            got=str(layout) if candidates else "backends that share no order",
+            hint=f"Use one of {', '.join(candidates)}, or policy atlas"
+            if candidates
+            else "Choose another backend",
         )
     return layout

@@ -6,7 +6,8 @@ import msgspec
 
 from kvatlas.geometry import Layout, Page, Placement
 from kvatlas.models import Layer
-from kvatlas.planning.sized_layers import Kind, blocks_held, page_of
+from kvatlas.planning.sized_layers import SLIDING_KINDS, Kind, blocks_held, page_of
+from kvatlas.specs import Spec, Visibility
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -18,6 +19,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     pool: int
     """Which pool of its stage it draws blocks from."""
     window: int | None = None
+    """Tokens of its window or chunk, where it keeps no more."""
     held: int = 1
     """Blocks that a request holds whatever its length, where the kind has such."""
     source: int = 0
@@ -25,17 +27,47 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     mixed: bool = False
     """Its layers have unlike pages."""
 
+    @classmethod
+    def of(
+        cls, kind: Kind, spec: Spec, *, block: int, pool: int, held: int = 1, mixed: bool = False
+    ) -> Group:
+        """A group of layers that keep what `spec` says, as `kind`."""
+        seen = spec.visibility
+        return cls(
+            kind=kind,
+            block=block,
+            pool=pool,
+            window=seen.window or seen.chunk,
+            held=held,
+            source=seen.source or 0,
+            mixed=mixed,
+        )
+
+    @property
+    def visibility(self) -> Visibility:
+        """Which tokens it keeps: windows and chunks may also be kept at full length.
+
+        >>> Group(kind="sliding_window", block=16, pool=0, window=128).visibility.first(1000)
+        873
+        """
+        if self.kind in SLIDING_KINDS:
+            return Visibility(window=self.window)
+        if self.kind == "chunked_local_attention":
+            return Visibility(chunk=self.window)
+        if self.kind == "cross_attention":
+            return Visibility(causal=False, source=self.source)
+        return Visibility()
+
     def blocks(self, length: int, *, in_flight: int = 0, dcp: int = 1) -> int:
         """Blocks that a request of `length` tokens holds at most."""
         return blocks_held(
             self.kind,
+            self.visibility,
             self.block,
             length,
             in_flight=in_flight,
             dcp=dcp,
-            window=self.window,
             held=self.held,
-            source=self.source,
         )
 
 

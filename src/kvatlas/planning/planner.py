@@ -8,11 +8,10 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import integer, natural, positive
 from kvatlas.models import Model
 from kvatlas.planning.backends import backends_of
-from kvatlas.planning.block_size import stages_of
 from kvatlas.planning.plans import Plan
 from kvatlas.planning.policy_atlas import plan_atlas
 from kvatlas.planning.policy_vllm import plan_uniform, plan_vllm
-from kvatlas.planning.request import Request, length, quantity
+from kvatlas.planning.request import PlanRequest, length, quantity
 from kvatlas.specs import Attention, Mamba2
 
 Policy = Literal["atlas", "vllm", "uniform"]
@@ -53,18 +52,12 @@ def plan(
     (2096, 2001)
     """
     makers = {"atlas": plan_atlas, "vllm": plan_vllm, "uniform": plan_uniform}
-    if not isinstance(policy, str) or policy not in makers:
-        raise AtlasError(
-            Code.UNKNOWN_POLICY,
-            "A policy is one that kvatlas knows",
-            got=repr(policy),
-            hint=f"Use one of {', '.join(makers)}",
-        )
+    _check_word("policy", policy, tuple(makers))
+    _check_word("states", states, ("auto", "shared", "apart"))
     loaded = model if isinstance(model, Model) else Model.load(model)
     if not loaded.layers:
         raise AtlasError(
             Code.NO_CACHE,
-            "A model that is planned keeps something",
             got=f"{loaded.name} without layers that cache",
             hint="There is nothing to plan",
         )
@@ -81,8 +74,12 @@ def plan(
         loaded = loaded.with_cache(kv_dtype)
     tp, pp, dcp = positive(tp, "tp"), positive(pp, "pp"), positive(dcp, "dcp")
     check_topology(loaded, tp, pp, dcp, strict=policy != "atlas")
-    default = min(DEFAULT_LENGTH, loaded.max_len or DEFAULT_LENGTH)
-    asked = Request(
+    if max_len is None:
+        max_len = min(DEFAULT_LENGTH, loaded.max_len or DEFAULT_LENGTH)
+    if in_flight is None:
+        # Two batches are under way at once, and one more for each further stage.
+        in_flight = _BATCHED_TOKENS * (pp + 1)
+    request = PlanRequest(
         model=loaded,
         backends=backends_of(loaded, backend),
         stages=stages_of(loaded, pp),
@@ -93,27 +90,39 @@ def plan(
         layout=layout,
         block_size=block_size,
         pack=pack,
-        max_len=length(max_len) if max_len is not None else default,
-        # Two batches are under way at once, and one more for each further stage.
-        in_flight=_BATCHED_TOKENS * (pp + 1)
-        if in_flight is None
-        else natural(in_flight, "in_flight"),
+        max_len=length(max_len),
+        in_flight=natural(in_flight, "in_flight"),
         prefix_caching=prefix_caching,
-        states=_one_of(states, "auto", "shared", "apart"),
+        states=states,
         requests=None if requests is None else positive(requests, "the number of requests"),
     )
-    return makers[policy](asked)
+    return makers[policy](request)
 
 
-def _one_of(word: Any, *words: Any) -> Any:
-    if word not in words:
+def _check_word(option: str, word: object, words: tuple[str, ...]) -> None:
+    if not isinstance(word, str) or word not in words:
         raise AtlasError(
             Code.UNKNOWN_POLICY,
-            "An option is one of its words",
+            f"There is no {option} of that name",
             got=repr(word),
             hint=f"Use one of {', '.join(words)}",
         )
-    return word
+
+
+def stages_of(model: Model, pp: int) -> dict[str, int]:
+    """The pipeline stage of each layer: equal shares, the rest before the last stage.
+
+    A remainder goes to the stages from the last but one backwards, since the last
+    also computes the logits.
+    """
+    shares = [model.depth // pp] * pp
+    for extra in range(model.depth % pp):
+        shares[-2 - extra] += 1
+    ends = [sum(shares[: stage + 1]) for stage in range(pp)]
+    return {
+        layer.name: next((stage for stage, end in enumerate(ends) if layer.index < end), pp - 1)
+        for layer in model.layers
+    }
 
 
 def check_topology(model: Model, tp: int, pp: int, dcp: int, *, strict: bool) -> None:
@@ -122,59 +131,63 @@ def check_topology(model: Model, tp: int, pp: int, dcp: int, *, strict: bool) ->
     `strict` adds what vLLM refuses though the bytes would allow it.
     """
 
-    def refuse(rule: str, got: str, hint: str) -> AtlasError:
-        return AtlasError(Code.BAD_TOPOLOGY, rule, got=got, hint=hint)
+    def refuse_if(wrong: bool, problem: str, got: str, hint: str) -> None:
+        if wrong:
+            raise AtlasError(Code.BAD_TOPOLOGY, problem, got=got, hint=hint)
 
-    if model.attention_heads % tp:
-        raise refuse(
-            "Tensor parallelism divides the query heads",
-            f"{model.attention_heads} heads over tp {tp}",
-            f"Use a tp that divides {model.attention_heads}",
-        )
-    if pp > model.depth:
-        raise refuse(
-            "Every pipeline stage has a layer",
-            f"{model.depth} layers over pp {pp}",
-            f"Use a pp of at most {model.depth}",
-        )
-    if tp % dcp:
-        raise refuse(
-            "Decode context parallelism divides a tensor-parallel group",
-            f"dcp {dcp} within tp {tp}",
-            "Use a dcp that divides tp",
-        )
-    heads = {layer.spec.heads for layer in model.layers if isinstance(layer.spec, Attention)}
-    if dcp > 1 and heads and tp // max(heads) < dcp:
-        raise refuse(
-            "Decode context parallelism divides tokens over ranks that hold the same heads",
-            f"dcp {dcp} with {max(heads)} kv heads at tp {tp}",
-            f"Use a tp of at least {dcp * max(heads)}",
-        )
+    query = model.attention_heads
+    kv = max((x.spec.heads for x in model.layers if isinstance(x.spec, Attention)), default=0)
+    refuse_if(
+        query % tp != 0,
+        "Tensor parallelism does not divide the query heads",
+        f"{query} heads over tp {tp}",
+        f"Use a tp that divides {query}",
+    )
+    refuse_if(
+        pp > model.depth,
+        "There are more pipeline stages than layers",
+        f"{model.depth} layers over pp {pp}",
+        f"Use a pp of at most {model.depth}",
+    )
+    refuse_if(
+        tp % dcp != 0,
+        "Decode context parallelism does not divide the tensor-parallel group",
+        f"dcp {dcp} within tp {tp}",
+        "Use a dcp that divides tp",
+    )
+    refuse_if(
+        dcp > 1 and kv > 0 and tp // kv < dcp,
+        "Too few ranks hold the same heads to divide tokens over them",
+        f"dcp {dcp} with {kv} kv heads at tp {tp}",
+        f"Use a tp of at least {dcp * kv}",
+    )
     if not strict:
         return
-    if dcp > 1 and heads and model.attention_heads // max(heads) % dcp:
-        raise refuse(
-            "vLLM divides the query heads of each kv head over context-parallel ranks",
-            f"{model.attention_heads} query and {max(heads)} kv heads with dcp {dcp}",
-            "Use a dcp that divides their ratio, or policy atlas",
-        )
+    refuse_if(
+        dcp > 1 and kv > 0 and query // kv % dcp != 0,
+        "vLLM cannot divide the query heads of each kv head over context-parallel ranks",
+        f"{query} query and {kv} kv heads with dcp {dcp}",
+        "Use a dcp that divides their ratio, or policy atlas",
+    )
     for layer in model.layers:
         spec = layer.spec
-        if isinstance(spec, Mamba2) and spec.groups % tp and spec.groups != 1:
-            raise refuse(
-                "vLLM cuts Mamba-2 groups evenly, or repeats a single one",
+        if isinstance(spec, Mamba2):
+            refuse_if(
+                spec.groups % tp != 0 and spec.groups != 1,
+                "vLLM cannot divide these Mamba-2 groups evenly",
                 f"{spec.groups} groups over tp {tp}",
                 "Use policy atlas, which repeats groups evenly",
             )
-    if model.output_groups and tp > model.output_groups:
-        raise refuse(
-            "vLLM deals the groups of the output projection out to ranks",
-            f"{model.output_groups} groups over tp {tp}",
-            f"Use a tp of at most {model.output_groups}, or policy atlas",
-        )
-    if not model.repeats_heads and heads and tp > max(heads):
-        raise refuse(
-            "vLLM does not repeat this model's kv heads",
-            f"{max(heads)} kv heads over tp {tp}",
-            "Use policy atlas, which repeats them",
-        )
+    groups = model.output_groups
+    refuse_if(
+        bool(groups) and tp > (groups or 0),
+        "vLLM has fewer groups of the output projection than ranks",
+        f"{groups} groups over tp {tp}",
+        f"Use a tp of at most {groups}, or policy atlas",
+    )
+    refuse_if(
+        not model.repeats_heads and 0 < kv < tp,
+        "vLLM does not repeat this model's kv heads",
+        f"{kv} kv heads over tp {tp}",
+        "Use policy atlas, which repeats them",
+    )

@@ -5,7 +5,7 @@ inflates or refuses:
 
 - **Hybrids.** vLLM makes a page of one attention layer hold a whole recurrent state,
   so a block is thousands of tokens. Here a block holds many attention layers of few
-  tokens, or several states, or parts of states splits by heads. Block sizes, layers in a
+  tokens, or several states, or parts of states split by heads. Block sizes, layers in a
   block and parts of a state are searched; the plan with the fewest block tables is
   taken whose block is at most 1/8 of vLLM's and that pads no more than vLLM's. Where
   there is none, states get a pool of their own, sized by the number of requests: no
@@ -34,19 +34,20 @@ from kvatlas.planning.block_size import (
     block_size,
     kernel_multiple,
     kernel_size,
+    used_backends,
 )
-from kvatlas.planning.grouping import Draft, alike, by_tokens, group_layers
+from kvatlas.planning.grouping import GroupDraft, alike, by_tokens, dealt, group_layers
 from kvatlas.planning.layout_resolution import resolve_order, supported_orders
+from kvatlas.planning.placing import PoolDraft, make_plan
 from kvatlas.planning.plans import Plan
-from kvatlas.planning.policy_vllm import plan_vllm, sized_wants
-from kvatlas.planning.pools import Cluster, pooled
+from kvatlas.planning.policy_vllm import plan_vllm
 from kvatlas.planning.report import padding
-from kvatlas.planning.request import Request
-from kvatlas.planning.sized_layers import Want, page_of
+from kvatlas.planning.request import PlanRequest
+from kvatlas.planning.sized_layers import SizedLayer, page_of, size_layers
 
 _ROUNDING = 1e-12
-_CUTS = (1, 2, 4, 8)
-"""Parts that a state may be splits into: each is one more call of its kernel."""
+_SPLITS = (1, 2, 4, 8)
+"""Parts that a state may be split into: each is one more call of its kernel."""
 _MOST_TRIES = 16
 _MOST_TABLES = 64
 """Block tables that an engine may be asked to keep for a request."""
@@ -56,28 +57,15 @@ SHRINK = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Packing:
-    """`pack` attention layers in each page; a page holds a recurrent state too."""
+class SharedBlock:
+    """A block that holds either some attention layers or some states, or parts of them."""
 
-    pack: int
-    block: int
-    """Tokens in a block."""
-    pages: int
-    """Pages in a block."""
-    page: int
-    """Bytes of such a page."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sharing:
-    """Blocks that hold either some attention layers or some states, or parts of them."""
-
-    block: int
+    tokens: int
     """Tokens in a block."""
     width: int
     """Attention layers in a block."""
     splits: int
-    """Parts that a state is splits into, by heads."""
+    """Parts that a state is split into, by heads."""
     fit: int
     """Such parts in a block."""
     tables: int
@@ -90,99 +78,110 @@ class Sharing:
 class Hybrid:
     """A model with both attention and recurrent layers, and what is decided of its plan."""
 
-    asked: Request
-    attention: list[Want]
-    states: list[Want]
+    request: PlanRequest
+    attention: list[SizedLayer]
+    states: list[SizedLayer]
     layout: Layout
     orders: tuple[str, ...]
     size: BlockSize
     """The block that kernels take, before states are looked at."""
 
+    @property
+    def token(self) -> int:
+        """Bytes that an attention layer keeps for a token."""
+        return self.attention[0].page.unpadded // self.attention[0].block
 
-def plan_atlas(asked: Request) -> Plan:
+    def plan(self, pools: list[PoolDraft], tokens: int, *reasons: str) -> Plan:
+        """The plan of these pools with blocks of so many tokens."""
+        size = BlockSize(tokens, reasons=reasons)
+        return make_plan(self.request, pools, size, policy="atlas", orders=self.orders)
+
+
+def plan_atlas(request: PlanRequest) -> Plan:
     """The plan of policy atlas."""
-    size = kernel_size(asked.backends, asked.block_size)
-    wants = sized_wants(asked, size)
+    size = kernel_size(request)
+    layers = size_layers(request, block=size.tokens)
     # DeepSeek-V4's backends declare orders so that pages pack, not because kernels need them.
-    binding = {b.name: b for b in asked.backends.values() if b and b.family != "other"}
-    orders = supported_orders(list(binding.values()))
-    states = [want for want in wants if want.kind == "recurrent"]
-    attention = [want for want in wants if want.kind != "recurrent"]
-    preferred = asked.layout
-    if preferred is None and states and attention and asked.pack == "auto":
+    orders = supported_orders([b for b in used_backends(request) if b.family != "other"])
+    states = [layer for layer in layers if layer.kind == "recurrent"]
+    attention = [layer for layer in layers if layer.kind != "recurrent"]
+    preferred = request.layout
+    if preferred is None and states and attention and request.pack == "auto":
         # Block by block, states and attention fit together whatever their shapes.
         preferred = next((order for order in orders if Layout(order).block_outermost), None)
     layout = resolve_order(orders, preferred)
     if states and attention:
-        return _hybrid(Hybrid(asked, attention, states, layout, orders, size))
-    if asked.pack not in ("auto", 1):
+        return _plan_hybrid(Hybrid(request, attention, states, layout, orders, size))
+    if request.pack not in ("auto", 1):
         raise AtlasError(
             Code.BAD_PACK,
-            "Packing serves hybrids, whose attention layers share pages with recurrent states",
-            got=f"pack {asked.pack} for {asked.model.name}",
+            "Only hybrids can be packed: attention layers share pages with recurrent states",
+            got=f"pack {request.pack} for {request.model.name}",
             hint="Leave pack out",
         )
-    return pooled(asked, _clusters(wants, layout), size, orders)
+    return make_plan(request, _pools(layers, layout), size, policy="atlas", orders=orders)
 
 
-def _clusters(wants: list[Want], layout: Layout) -> list[Cluster]:
+def _pools(layers: list[SizedLayer], layout: Layout) -> list[PoolDraft]:
     """Groups that can overlay each other in one pool, or each in a pool of its own."""
-    drafts = by_tokens(wants)
+    groups = by_tokens(layers)
     for order in (layout, Layout("BLHNC")):
         try:
-            drafts = group_layers(wants, order)
+            groups = group_layers(layers, order)
             break
         except AtlasError as refusal:
             if refusal.code is not Code.PAGES_NOT_UNIFIED:
                 raise
-    pages = {want.nbytes for draft in drafts for want in draft.wants}
-    shapes = {
-        (want.page.heads, want.page.states, want.nbytes) for draft in drafts for want in draft.wants
-    }
     # A page in one stretch overlays any other of its size; stripes of heads only their like.
-    clash = len(pages) > 1 if layout.page_contiguous else len(shapes) > 1
-    if len(drafts) == 1 or not clash or layout.block_outermost:
-        return [Cluster(tuple(drafts), layout)]
-    return [Cluster((draft,), layout) for draft in drafts]
+    shapes = {
+        layer.nbytes
+        if layout.page_contiguous
+        else (layer.page.heads, layer.page.states, layer.nbytes)
+        for group in groups
+        for layer in group.layers
+    }
+    if len(groups) == 1 or len(shapes) == 1 or layout.block_outermost:
+        return [PoolDraft(tuple(groups), layout)]
+    return [PoolDraft((group,), layout) for group in groups]
 
 
-def _hybrid(hybrid: Hybrid) -> Plan:
-    asked, attention, states = hybrid.asked, hybrid.attention, hybrid.states
+def _plan_hybrid(hybrid: Hybrid) -> Plan:
+    request, attention, states = hybrid.request, hybrid.attention, hybrid.states
     layout, size = hybrid.layout, hybrid.size
+    uniform = alike(attention) and alike(states)
     striped = not layout.page_contiguous and not layout.block_outermost
-    can_pack = alike(attention) and alike(states) and not (striped and attention[0].page.heads > 1)
-    if asked.pack != "auto":
-        if not can_pack or not 1 <= asked.pack <= len(attention):
+    can_pack = uniform and not (striped and attention[0].page.heads > 1)
+    if request.pack != "auto":
+        if not can_pack or not 1 <= request.pack <= len(attention):
             raise AtlasError(
                 Code.BAD_PACK,
-                "A pack is of one to all attention layers, all alike, in an order that keeps "
-                "the bytes of a block together",
-                got=f"pack {asked.pack} of {len(attention)} attention layers in {layout}",
+                "Only one to all attention layers can be packed, all alike, in an order that "
+                "keeps the bytes of a block together",
+                got=f"pack {request.pack} of {len(attention)} attention layers in {layout}",
                 hint="Use pack auto",
             )
-        packing = _packing(hybrid, asked.pack)
-        return _packed(hybrid, packing)
-    bar, block, told = _yardstick(asked)
-    tried: list[Sharing] = []
-    if layout.block_outermost and alike(attention) and alike(states):
-        tried = _sharings(hybrid, max(block // SHRINK, size.tokens))
-    tried.sort(key=lambda sharing: (sharing.splits, sharing.tables, sharing.block))
-    tight = [sharing for sharing in tried if sharing.padding <= bar + _ROUNDING]
-    near = min(tried, key=lambda sharing: sharing.padding, default=None)
-    if asked.states == "shared" and near and not tight:
-        return _shared(hybrid, near, told)
-    for chosen in tight[:_MOST_TRIES] if asked.states != "apart" else ():
-        made = _shared(hybrid, chosen, told)
+        return _packed(hybrid, request.pack)
+    bar, block, compared = _vllm_yardstick(request)
+    tried: list[SharedBlock] = []
+    if layout.block_outermost and uniform:
+        tried = _shared_blocks(hybrid, max(block // SHRINK, size.tokens))
+    tried.sort(key=lambda shared: (shared.splits, shared.tables, shared.tokens))
+    tight = [shared for shared in tried if shared.padding <= bar + _ROUNDING]
+    near = min(tried, key=lambda shared: shared.padding, default=None)
+    if request.states == "shared" and near and not tight:
+        return _shared(hybrid, near, compared)
+    for chosen in tight[:_MOST_TRIES] if request.states != "apart" else ():
+        made = _shared(hybrid, chosen, compared)
         # Stages hold unlike shares of each group, which only the whole plan shows.
-        if asked.pp == 1 or padding(made).share <= bar + _ROUNDING:
+        if request.pp == 1 or padding(made).share <= bar + _ROUNDING:
             return made
     if near:
         why = (
-            f"In one pool the tightest blocks of at most 1/{SHRINK} of that have {near.block} "
-            f"tokens and {near.padding:.2%} padding (states shared): blocks are whole kernel "
-            "blocks of every layer, and whole heads of states do not fill them."
+            f"In one pool, the tightest block of at most 1/{SHRINK} of that has {near.tokens} "
+            f"tokens and {near.padding:.2%} padding: blocks are whole kernel blocks of every "
+            "layer, and whole heads of states do not fill them."
         )
-    elif not alike(attention) or not alike(states):
+    elif not uniform:
         why = "Its attention layers, or its recurrent ones, are of several kinds."
     elif layout.block_outermost:
         why = (
@@ -190,138 +189,119 @@ def _hybrid(hybrid: Hybrid) -> Plan:
             f"{_MOST_TABLES} block tables or fewer."
         )
     else:
-        why = f"In {layout} attention and states of unlike shape share blocks only as packs."
+        why = f"In {layout}, attention and states of unlike shape share blocks only as packs."
     try:
-        return _states_apart(hybrid, (*told, why))
+        return _states_apart(hybrid, compared, why)
     except AtlasError as refusal:
         # Pools of their own need more for the first request than a shared one.
-        told_to = asked.states == "apart" or asked.requests is not None
-        if refusal.code is not Code.NOT_ENOUGH_MEMORY or told_to or not can_pack:
+        explicit = request.states == "apart" or request.requests is not None
+        if refusal.code is not Code.NOT_ENOUGH_MEMORY or explicit or not can_pack:
             raise
-        return _packed(hybrid, _packing(hybrid, 1))
+        return _packed(hybrid, 1)
 
 
-def _yardstick(asked: Request) -> tuple[float, int, tuple[str, ...]]:
+def _vllm_yardstick(request: PlanRequest) -> tuple[float, int, str]:
     """(padding, block, sentence) of vLLM's own plan; any padding will do where it refuses."""
     try:
-        reference = plan_vllm(msgspec.structs.replace(asked, layout=None))
+        reference = plan_vllm(msgspec.structs.replace(request, layout=None))
     except AtlasError as refusal:
-        size = block_size(asked.model, asked.backends, tp=asked.tp, asked=asked.block_size)
-        return 1.0, size.tokens, (f"vLLM has no plan to compare with ({refusal.code}).",)
+        compared = f"vLLM has no plan to compare with ({refusal.code})."
+        return 1.0, block_size(request).tokens, compared
     bar, block = padding(reference).share, reference.block_size
-    said = (
-        f"vLLM's block is {block} tokens, and {bar:.2%} of what a request of {asked.max_len:,} "
-        "tokens claims there is padding."
+    compared = (
+        f"vLLM's block is {block} tokens, and {bar:.2%} of what a request of "
+        f"{request.max_len:,} tokens claims there is padding."
     )
-    return bar, block, (said,)
+    return bar, block, compared
 
 
-def _sharings(hybrid: Hybrid, largest: int) -> list[Sharing]:
+def _shared_blocks(hybrid: Hybrid, largest: int) -> list[SharedBlock]:
     """Every way in which blocks of at most `largest` tokens hold attention or states."""
-    asked, attention, states = hybrid.asked, hybrid.attention, hybrid.states
-    first, request = attention[0], (asked.max_len, asked.in_flight, asked.dcp)
-    token = first.page.unpadded // first.block
-    used = [want.backend for want in attention if want.backend]
-    step = asked.block_size or smallest_common_block(used, DEFAULT_BLOCK)
-    sets = states[0].blocks(*request)
-    useful = sets * sum(want.nbytes for want in states)
-    found = []
-    for splits in _CUTS:
+    request, attention, states = hybrid.request, hybrid.attention, hybrid.states
+    used = [layer.backend for layer in attention if layer.backend]
+    step = request.block_size or smallest_common_block(used, DEFAULT_BLOCK)
+    sets = states[0].blocks(request)
+    useful = sets * sum(layer.nbytes for layer in states)
+    ways = []
+    for splits in _SPLITS:
         try:
-            part = page_of(states[0].layer.spec, states[0].block, asked.tp * splits).nbytes
+            part = page_of(states[0].spec, states[0].block, request.tp * splits).nbytes
         except AtlasError:
             continue  # heads that do not divide so far
         for width in (n for n in range(1, len(attention) + 1) if len(attention) % n == 0):
             tables = len(attention) // width
-            for block in range(step, largest + 1, step):
-                nbytes = width * block * token
+            for tokens in range(step, largest + 1, step):
+                nbytes = width * tokens * hybrid.token
                 fit = nbytes // part
                 if not fit:
                     continue
                 groups = ceil_div(len(states) * splits, fit)
-                blocks = first.blocks(*request, block=block) * tables
+                blocks = attention[0].blocks(request, block=tokens) * tables
                 claimed = (blocks + sets * groups) * nbytes
                 waste = 1 - (blocks * nbytes + useful) / claimed
                 if tables + groups <= _MOST_TABLES:
-                    found.append(Sharing(block, width, splits, fit, tables + groups, waste))
-    return found
+                    ways.append(SharedBlock(tokens, width, splits, fit, tables + groups, waste))
+    return ways
 
 
-def _shared(hybrid: Hybrid, chosen: Sharing, told: tuple[str, ...]) -> Plan:
-    asked, attention, states = hybrid.asked, hybrid.attention, hybrid.states
-    layers = [want.with_block(chosen.block) for want in attention]
-    tables = len(layers) // chosen.width
+def _shared(hybrid: Hybrid, chosen: SharedBlock, compared: str) -> Plan:
+    states, tokens, splits = hybrid.states, chosen.tokens, chosen.splits
+    layers = [layer.with_block(tokens) for layer in hybrid.attention]
     parts = [
-        replace(want, block=chosen.block, splits=chosen.splits, part=part)
-        for want in states
-        for part in range(chosen.splits)
+        replace(layer, block=tokens, splits=splits, part=part)
+        for layer in states
+        for part in range(splits)
     ]
+    tables = len(layers) // chosen.width
     groups = ceil_div(len(parts), chosen.fit)
-    drafts = [Draft(tuple(layers[i::tables]), mixed=False) for i in range(tables)]
-    drafts += [Draft(tuple(parts[i::groups]), mixed=False) for i in range(groups)]
-    splits = chosen.splits
-    whole = (
-        "whole states" if splits == 1 else f"parts of states, each splits by heads into {splits}"
-    )
-    reasons = (
-        *told,
-        f"Here a block holds {chosen.width} of {len(layers)} attention layers for {chosen.block} "
-        f"tokens, or {chosen.fit} {whole}: {tables} block table(s) for attention and {groups} for "
+    what = "whole states" if splits == 1 else f"parts of states, each split by heads into {splits}"
+    reasons = [
+        compared,
+        f"Here a block holds {chosen.width} of {len(layers)} attention layers for {tokens} "
+        f"tokens, or {chosen.fit} {what}: {tables} block table(s) for attention and {groups} for "
         f"the {len(states)} recurrent layers, and {chosen.padding:.2%} padding. The price is the "
         "number of tables"
         + ("." if splits == 1 else ", and kernels that are called once for each part."),
-    )
-    if chosen.block == attention[0].block:
-        reasons += (f"Kernels take no smaller block than {chosen.block} tokens.",)
-    size = BlockSize(chosen.block, None, reasons)
-    cluster = Cluster(tuple(drafts), hybrid.layout, pack=chosen.width)
-    return pooled(asked, [cluster], size, hybrid.orders)
+    ]
+    if tokens == hybrid.attention[0].block:
+        reasons.append(f"Kernels take no smaller block than {tokens} tokens.")
+    drafts = (*dealt(layers, tables), *dealt(parts, groups))
+    return hybrid.plan([PoolDraft(drafts, hybrid.layout, pack=chosen.width)], tokens, *reasons)
 
 
-def _packing(hybrid: Hybrid, pack: int) -> Packing:
-    """What packing `pack` layers into a page comes to."""
-    asked, attention, states = hybrid.asked, hybrid.attention, hybrid.states
-    token = attention[0].page.unpadded // attention[0].block
-    used = [want.backend for want in attention if want.backend]
-    step = kernel_multiple(asked.model, used, asked.block_size or DEFAULT_BLOCK)
-    block = step * ceil_div(max(want.nbytes for want in states), step * token * pack)
-    return Packing(pack, block, ceil_div(len(attention), pack), pack * block * token)
-
-
-def _packed(hybrid: Hybrid, packing: Packing) -> Plan:
-    asked, attention, states = hybrid.asked, hybrid.attention, hybrid.states
-    layers = tuple(want.with_block(packing.block) for want in attention)
-    kept = [want.with_block(packing.block) for want in states]
-    groups = ceil_div(len(kept), packing.pages)
-    drafts = [Draft(tuple(kept[i::groups]), mixed=False) for i in range(groups)]
+def _packed(hybrid: Hybrid, pack: int) -> Plan:
+    """`pack` attention layers in each page; a page holds a recurrent state too."""
+    request, attention, states = hybrid.request, hybrid.attention, hybrid.states
+    used = [layer.backend for layer in attention if layer.backend]
+    step = kernel_multiple(request.model, used, request.block_size or DEFAULT_BLOCK)
+    state = max(layer.nbytes for layer in states)
+    block = step * ceil_div(state, step * hybrid.token * pack)
+    pages, page = ceil_div(len(attention), pack), pack * block * hybrid.token
+    groups = ceil_div(len(states), pages)
     reason = (
-        f"{packing.pack} of {len(attention)} attention layers share a page of {packing.page:,} "
-        f"bytes, which also holds a recurrent state of {states[0].nbytes:,}: blocks of "
-        f"{packing.block} tokens. The {len(states)} recurrent layers form {groups} groups of up "
-        f"to {packing.pages}, so a request takes {groups} blocks for each set of states."
+        f"{pack} of {len(attention)} attention layers share a page of {page:,} bytes, which also "
+        f"holds a recurrent state of {states[0].nbytes:,}: blocks of {block} tokens. The "
+        f"{len(states)} recurrent layers form {groups} groups of up to {pages}, so a request "
+        f"takes {groups} blocks for each set of states."
     )
-    cluster = Cluster(
-        (Draft(layers, mixed=False), *drafts),
-        hybrid.layout,
-        pack=packing.pack,
-        page=packing.page,
+    drafts = (
+        *dealt([layer.with_block(block) for layer in attention], 1),
+        *dealt([layer.with_block(block) for layer in states], groups),
     )
-    return pooled(asked, [cluster], BlockSize(packing.block, None, (reason,)), hybrid.orders)
+    pool = PoolDraft(drafts, hybrid.layout, pack=pack, page=page)
+    return hybrid.plan([pool], block, reason)
 
 
-def _states_apart(hybrid: Hybrid, told: tuple[str, ...]) -> Plan:
-    asked, states, size = hybrid.asked, hybrid.states, hybrid.size
-    every = sum(want.nbytes for want in states)
-    held = states[0].blocks(asked.max_len, asked.in_flight, asked.dcp)
-    reasons = (
-        *size.reasons,
-        *told,
-        f"So recurrent states get a pool of their own: {every:,} bytes for all {len(states)} "
-        f"layers in one block, {held} blocks for each request, no padding. The price: that pool "
-        "is sized by the number of requests, and neither pool can borrow from the other: more "
-        "requests cannot run at once when they are short, and saved prefixes take from the same "
-        "pool. `requests` sizes it, `states` shared avoids it.",
+def _states_apart(hybrid: Hybrid, compared: str, why: str) -> Plan:
+    states, size = hybrid.states, hybrid.size
+    nbytes = sum(layer.nbytes for layer in states)
+    price = (
+        f"So recurrent states get a pool of their own: {nbytes:,} bytes for all {len(states)} "
+        f"layers in one block, {states[0].blocks(hybrid.request)} blocks for each request, no "
+        "padding. The price: that pool is sized by the number of requests, and neither pool can "
+        "borrow from the other: more requests cannot run at once when they are short, and saved "
+        "prefixes take from the same pool. `requests` sizes it, `states` shared avoids it."
     )
-    rows = Cluster((Draft(tuple(states), mixed=True),), Layout("BLHNC"), states=True)
-    clusters = [*_clusters(hybrid.attention, hybrid.layout), rows]
-    return pooled(asked, clusters, BlockSize(size.tokens, None, reasons), hybrid.orders)
+    rows = PoolDraft((GroupDraft(tuple(states), mixed=True),), Layout("BLHNC"), states=True)
+    pools = [*_pools(hybrid.attention, hybrid.layout), rows]
+    return hybrid.plan(pools, size.tokens, *size.reasons, compared, why, price)

@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
+from kvatlas.planning.plan_data import PlanData
 from kvatlas.planning.plan_parts import Group, Region
-from kvatlas.planning.plans import Plan
 from kvatlas.planning.sized_layers import FULL_KINDS, page_of
 
 
@@ -18,7 +18,7 @@ class Padding(msgspec.Struct, frozen=True):
     pages: int
     """Behind pages that are smaller than what they share a page with."""
     empty: int
-    """Slots of a block that the group does not fill, and rounding of the block."""
+    """Pages of a block that the group does not fill, and rounding of the block."""
 
     @property
     def share(self) -> float:
@@ -26,7 +26,7 @@ class Padding(msgspec.Struct, frozen=True):
         return (self.pages + self.empty) / self.claimed if self.claimed else 0.0
 
 
-def padding(plan: Plan, length: int | None = None) -> Padding:
+def padding(plan: PlanData, length: int | None = None) -> Padding:
     """Padding in the blocks of a request of `length` tokens, over all stages."""
     tokens = plan.max_len if length is None else length
     blocks = [g.blocks(tokens, in_flight=plan.in_flight, dcp=plan.dcp) for g in plan.groups]
@@ -46,98 +46,70 @@ def padding(plan: Plan, length: int | None = None) -> Padding:
     return Padding(claimed, pages, claimed - used)
 
 
-def unpadded(plan: Plan, region: Region) -> int:
+def unpadded(plan: PlanData, region: Region) -> int:
     """Bytes of a whole layer's page in a region, without padding or repeated rows."""
     return page_of(region.layers[0].spec, region.block, plan.tp).unpadded
 
 
-def bytes_per_request(plan: Plan, group: int) -> tuple[int, float]:
+def bytes_per_request(plan: PlanData, index: int) -> tuple[int, float]:
     """(fixed bytes, bytes for each further token) that a request takes of a group, per rank."""
-    found = plan.groups[group]
-    width = max(pool.block_bytes for pool in plan.pools if pool.index == found.pool)
-    if found.kind in FULL_KINDS:
-        return 0, width / (found.block * plan.dcp)
-    return found.blocks(plan.max_len, in_flight=plan.in_flight) * width, 0.0
+    group = plan.groups[index]
+    width = max(pool.block_bytes for pool in plan.pools if pool.index == group.pool)
+    if group.kind in FULL_KINDS:
+        return 0, width / (group.block * plan.dcp)
+    return group.blocks(plan.max_len, in_flight=plan.in_flight) * width, 0.0
 
 
-def summary(plan: Plan) -> dict[str, Any]:
+def summary(plan: PlanData) -> dict[str, Any]:
     """One JSON object with what an operator asks first."""
-    waste = padding(plan)
+    plainly = ("tp", "pp", "dcp", "pack", "memory", "max_len", "block_size", "num_blocks")
     return {
         "model": plan.model,
         "policy": plan.policy,
         "layout": plan.layout,
         "accepted_layouts": list(plan.accepted_layouts),
         "backends": list(plan.backends),
-        "tp": plan.tp,
-        "pp": plan.pp,
-        "dcp": plan.dcp,
-        "pack": plan.pack,
-        "memory": plan.memory,
-        "max_len": plan.max_len,
-        "block_size": plan.block_size,
-        "num_blocks": plan.num_blocks,
+        **{name: getattr(plan, name) for name in plainly},
         "bytes_per_block": plan.bytes_per_block,
         "tokens": plan.tokens,
-        "requests_at_max_len": round(plan.requests(), 4) if plan.groups else None,
-        "padding_share": round(waste.share, 6),
-        "pools": [
-            {
-                "stage": pool.stage,
-                "index": pool.index,
-                "blocks": pool.blocks,
-                "block_bytes": pool.block_bytes,
-                "bytes": pool.nbytes,
-            }
-            for pool in plan.pools
-        ],
+        "requests_at_max_len": round(plan.requests(), 4),
+        "padding_share": round(padding(plan).share, 6),
+        "pools": [{**msgspec.structs.asdict(pool), "bytes": pool.nbytes} for pool in plan.pools],
         "groups": [_group(plan, index) for index in range(len(plan.groups))],
         "warnings": list(plan.warnings),
     }
 
 
-def _group(plan: Plan, index: int) -> dict[str, Any]:
+def _group(plan: PlanData, index: int) -> dict[str, Any]:
     group = plan.groups[index]
     regions = [region for region in plan.regions if region.group == index]
     members = [_member(plan, group, region) for region in regions]
     layers = [layer for region in regions for layer in region.layers]
     layers.sort(key=lambda layer: layer.index)  # stable: caches of a layer stay in order
-    count = len({layer.name for layer in layers})
     fixed, each = bytes_per_request(plan, index)
-    more = {
+    whole = {
+        "num_layers": len({layer.name for layer in layers}),
+        "first_layer": layers[0].name,
+        "last_layer": layers[-1].name,
         "pool": group.pool,
         "window": group.window,
         "fixed_bytes_per_request": fixed,
         "bytes_per_token": each,
     }
     if not group.mixed and len({member["page_bytes"] for member in members}) == 1:
-        first = members[0]
-        return {
-            **first,
-            "num_layers": count,
-            "first_layer": layers[0].name,
-            "last_layer": layers[-1].name,
-            **more,
-        }
+        return {**members[0], **whole}
+    sums = ("page_bytes", "unpadded_page_bytes")
     return {
         "kind": group.kind,
-        "num_layers": count,
-        "first_layer": layers[0].name,
-        "last_layer": layers[-1].name,
         "block_size": group.block,
-        "page_bytes": sum(member["page_bytes"] * member["pages"] for member in members),
-        "unpadded_page_bytes": sum(
-            member["unpadded_page_bytes"] * member["pages"] for member in members
-        ),
-        "heads": None,
-        "states": None,
-        "content_bytes": None,
+        **{name: sum(member[name] * member["pages"] for member in members) for name in sums},
+        **dict.fromkeys(("heads", "states", "content_bytes")),
         "members": members,
-        **more,
+        **whole,
     }
 
 
-def _member(plan: Plan, group: Group, region: Region) -> dict[str, Any]:
+def _member(plan: PlanData, group: Group, region: Region) -> dict[str, Any]:
     page = page_of(region.layers[0].spec, region.block, plan.tp * region.splits)
     return {
         "kind": group.kind,
@@ -159,55 +131,49 @@ def _member(plan: Plan, group: Group, region: Region) -> dict[str, Any]:
     }
 
 
-def explain(plan: Plan) -> str:
+def explain(plan: PlanData) -> str:
     """The reason for the block size and for each byte of waste, in sentences."""
-    lines = [
-        f"{plan.model} at tp {plan.tp}"
-        + (f", pp {plan.pp}" if plan.pp > 1 else "")
-        + f", policy {plan.policy}, order {plan.layout}: blocks of {plan.block_size} tokens.",
-        *plan.reasons,
-    ]
-    lines += _group_lines(plan)
+    ranks = f"tp {plan.tp}" + (f", pp {plan.pp}" if plan.pp > 1 else "")
+    where = "over all pipeline stages" if plan.pp > 1 else "on each rank"
     waste = padding(plan)
-    where = "over all pipeline stages" if plan.pp > 1 else "on each tensor-parallel rank"
-    lines.append(
-        f"A request of {plan.max_len:,} tokens claims {waste.claimed:,} bytes {where}, of which "
-        f"{waste.share:.2%} is padding:"
-    )
+    claim = f"A request of {plan.max_len:,} tokens claims {waste.claimed:,} bytes {where}"
+    lines = [
+        f"{plan.model} at {ranks}, policy {plan.policy}, order {plan.layout}: blocks of "
+        f"{plan.block_size} tokens.",
+        *plan.reasons,
+        *_group_lines(plan),
+        f"{claim}, {waste.share:.2%} of it padding" + (":" if waste.share else "."),
+    ]
     if waste.pages:
-        lines.append(f"  {waste.pages:,} bytes behind pages smaller than their share of a block,")
+        lines.append(f"  {waste.pages:,} bytes at the end of pages, to make them equally large;")
     if waste.empty:
-        lines.append(f"  {waste.empty:,} bytes of pages that a group leaves empty,")
-    if not waste.pages and not waste.empty:
-        lines.append("  none at all.")
+        lines.append(f"  {waste.empty:,} bytes of blocks that their group has no pages for.")
     for stage in range(plan.pp):
         idle = plan.memory - sum(pool.nbytes for pool in plan.pools if pool.stage == stage)
-        name = f"Stage {stage} leaves" if plan.pp > 1 else "It leaves"
-        lines.append(f"{name} {idle:,} of {plan.memory:,} bytes of memory unused.")
-    lines += [f"Note: {warning}" for warning in plan.warnings]
-    return "\n".join(lines)
+        name = f"Stage {stage}: " if plan.pp > 1 else ""
+        lines.append(f"{name}{idle:,} of {plan.memory:,} bytes of memory stay unused.")
+    return "\n".join([*lines, *(f"Note: {warning}" for warning in plan.warnings)])
 
 
-def _group_lines(plan: Plan) -> list[str]:
+def _group_lines(plan: PlanData) -> list[str]:
     """A sentence for each group, neighbours that say the same thing told together."""
-    said: list[tuple[str, list[int]]] = []
+    told: dict[str, list[int]] = {}
     for index, group in enumerate(plan.groups):
         fixed, each = bytes_per_request(plan, index)
-        pages = sum(len(r.layers) for r in plan.regions if r.group == index)
-        cut = any(r.splits > 1 for r in plan.regions if r.group == index)
-        what = f"{pages} {'parts of ' if cut else ''}layers of {group.kind}"
-        reach = f" within {group.window:,} tokens" if group.window else ""
-        takes = f"{each:,.0f} bytes for each token" if each else f"{fixed:,} bytes at most"
+        regions = [region for region in plan.regions if region.group == index]
+        pages = sum(len(region.layers) for region in regions)
+        split = any(region.splits > 1 for region in regions)
+        what = f"{pages} {'parts of ' if split else ''}{group.kind} layers"
         if group.window:
-            takes += f", with {plan.in_flight:,} tokens in flight"
-        text = f"{what}{reach}, blocks of {group.block} tokens; a request takes {takes}."
-        if said and said[-1][0] == text:
-            said[-1][1].append(index)
-        else:
-            said.append((text, [index]))
-    return [
-        f"Group {found[0]}: {text}"
-        if len(found) == 1
-        else f"Groups {found[0]} to {found[-1]}, each: {text}"
-        for text, found in said
-    ]
+            what += f" with a window of {group.window:,} tokens"
+        takes = f"{each:,.0f} bytes per token" if each else f"{fixed:,} bytes at most"
+        if group.window and not each:
+            takes += f" with {plan.in_flight:,} tokens in flight"
+        text = f"{what}, blocks of {group.block} tokens; a request takes {takes}."
+        told.setdefault(text, []).append(index)
+    lines = []
+    for text, indices in told.items():
+        first, last = indices[0], indices[-1]
+        names = f"{first} to {last}" if len(indices) == last - first + 1 else str(indices)[1:-1]
+        lines.append(f"Group {first}: {text}" if first == last else f"Groups {names}, each: {text}")
+    return lines

@@ -1,4 +1,4 @@
-"""What a plan is asked for, checked and filled in."""
+"""What a plan is to be of: its values, and texts such as 60GiB and 32k read."""
 
 from __future__ import annotations
 
@@ -17,24 +17,26 @@ _BINARY = {f"{unit}I": 2 ** (10 * power) for power, unit in enumerate("KMGT", st
 _QUANTITY = re.compile(r"\s*(\d{1,18})(?:\.(\d{1,9}))?\s*([KMGT]?I?)(B?)\s*", re.IGNORECASE)
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """What a plan was asked for, checked and filled in: what policies work from."""
+class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a plan is to be of, checked and filled in: what policies work from."""
 
     model: Model
     backends: dict[str, Backend | None]
-    stages: dict[str, int]
+    """By layer; None for recurrent ones."""
     memory: int
-    tp: int
-    pp: int
-    dcp: int
-    layout: str | None
-    block_size: int | None
-    pack: int | Literal["auto"]
     max_len: int
-    in_flight: int
-    prefix_caching: bool
-    requests: int | None
-    states: Literal["auto", "shared", "apart"]
+    stages: dict[str, int] = {}
+    """The pipeline stage of each layer."""
+    tp: int = 1
+    pp: int = 1
+    dcp: int = 1
+    layout: str | None = None
+    block_size: int | None = None
+    pack: int | Literal["auto"] = "auto"
+    in_flight: int = 0
+    prefix_caching: bool = True
+    requests: int | None = None
+    states: Literal["auto", "shared", "apart"] = "auto"
 
 
 def quantity(value: int | str, what: str = "the memory") -> int:
@@ -43,7 +45,7 @@ def quantity(value: int | str, what: str = "the memory") -> int:
     >>> quantity("60GiB"), quantity("80GB"), quantity(1024)
     (64424509440, 80000000000, 1024)
     """
-    return positive(_parse(value, what, {**_DECIMAL, **_BINARY}), what)
+    return positive(_parse(value, {**_DECIMAL, **_BINARY}), what)
 
 
 def length(value: int | str) -> int:
@@ -55,20 +57,19 @@ def length(value: int | str) -> int:
     units = {unit.lower(): size for unit, size in _DECIMAL.items()}
     for unit, size in _BINARY.items():
         units |= {unit[0]: size, unit.capitalize(): size}
-    return positive(_parse(value, "the length", units, cased=True), "the length")
+    return positive(_parse(value, units, cased=True), "the length")
 
 
-def _parse(value: int | str, what: str, units: dict[str, int], *, cased: bool = False) -> int:
+def _parse(value: int | str, units: dict[str, int], *, cased: bool = False) -> int:
     if not isinstance(value, str):
         return value
-    found = _QUANTITY.fullmatch(value)
-    unit = found[3] if found and cased else found[3].upper() if found else None
-    if found is None or unit not in units or (cased and found[4]):
+    match = _QUANTITY.fullmatch(value)
+    unit = match[3] if match and cased else match[3].upper() if match else None
+    if match is None or unit not in units or (cased and match[4]):
         raise AtlasError(
             Code.BAD_QUANTITY,
-            f"{what[0].upper()}{what[1:]} is a number with an optional unit",
             got=repr(value[:60]),
             hint="Write 32k or 32768" if cased else "Write 60GiB, 80GB or plain bytes",
         )
-    size, part = units[unit], str(found[2] or "0")
-    return int(found[1]) * size + int(part) * size // int(10 ** len(part))
+    size, decimals = units[unit], str(match[2] or "0")
+    return int(match[1]) * size + int(decimals) * size // int(10 ** len(decimals))

@@ -1,8 +1,8 @@
-"""What each layer wants of a plan: the numbers that grouping and sizing work with.
+"""Layers at a block size: the numbers that grouping and placing work with.
 
-A `Want` is a layer at a block size on one rank: how large its page is, how it may
-be padded, and how many blocks a request takes of it. Two wants are alike when one
-block table and one region of memory can serve both.
+A `SizedLayer` is a layer at a block size on one rank: how large its page is, how it may
+be padded, and how many blocks a request takes of it. Two are alike when one block table
+and one region of memory can serve both.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import msgspec
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Page, Sharding, ceil_div, round_up
-from kvatlas.models import Layer, Model
+from kvatlas.models import Layer
 from kvatlas.planning.backends import Backend
+from kvatlas.planning.request import PlanRequest
 from kvatlas.specs import (
     Attention,
     ChunkedAttention,
@@ -31,6 +32,7 @@ from kvatlas.specs import (
     SlidingAttention,
     SlidingLatentAttention,
     Spec,
+    Visibility,
 )
 
 Kind = Literal[
@@ -46,6 +48,7 @@ Kind = Literal[
 
 FULL_KINDS = ("full_attention", "mla_attention", "sink_full_attention")
 SLIDING_KINDS = ("sliding_window", "sliding_window_mla")
+LOCAL_KINDS = (*SLIDING_KINDS, "chunked_local_attention")
 
 _WINDOW_BLOCK = 64
 """DeepSeek-V4 keeps its sliding window in blocks of 64, whatever the others use."""
@@ -73,7 +76,7 @@ def _alike(spec: Spec, tp: int) -> tuple[Any, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Want:
+class SizedLayer:
     """A layer at a block size, on one rank of `tp`."""
 
     layer: Layer
@@ -85,8 +88,6 @@ class Want:
     backend: Backend | None
     leader: bool = False
     """Latent attention with an indexer of its own: engines keep such layers apart."""
-    window: int | None = None
-    """Tokens that stay within reach; for a chunk, its length."""
     checkpoints: int = 0
     """Further blocks that a recurrent layer keeps while it saves prefixes."""
     splits: int = 1
@@ -99,11 +100,27 @@ class Want:
     """Bytes of its page."""
 
     def __post_init__(self) -> None:
-        # A part of a rank's state is what one of `cut` times as many ranks would hold, and
+        # A part of a rank's state is what one of `splits` times as many ranks would hold, and
         # all of them hold equally much.
         page = page_of(self.layer.spec, self.block, self.tp * self.splits, 0, self.padded)
         object.__setattr__(self, "page", page)
         object.__setattr__(self, "nbytes", page.nbytes)
+
+    @property
+    def name(self) -> str:
+        """The layer's name."""
+        return self.layer.name
+
+    @property
+    def spec(self) -> Spec:
+        """What the layer caches."""
+        return self.layer.spec
+
+    @property
+    def window(self) -> int | None:
+        """Tokens that stay within reach; for a chunk, its length."""
+        seen = self.spec.visibility
+        return seen.window or seen.chunk
 
     @property
     def alignment(self) -> int:
@@ -114,7 +131,7 @@ class Want:
         if unit == "rows":
             return size
         kernel = gcd(size, self.block)
-        return 1 if kernel == self.block else page_of(self.layer.spec, kernel, self.tp).nbytes
+        return 1 if kernel == self.block else page_of(self.spec, kernel, self.tp).nbytes
 
     @property
     def spread(self) -> int:
@@ -124,7 +141,7 @@ class Want:
     @property
     def key(self) -> tuple[Any, ...]:
         """Equal for layers that one block table and one region can serve."""
-        spec = _alike(self.layer.spec, self.tp)
+        spec = _alike(self.spec, self.tp)
         return (self.kind, spec, self.block, self.padded, self.apart, self.leader)
 
     @property
@@ -132,51 +149,48 @@ class Want:
         """What its backend asks of the distance between blocks, as engines compare it."""
         if self.backend is None:
             return None
-        if self.backend.whole_rows and getattr(self.layer.spec, "cache", "auto") == "auto":
+        if self.backend.whole_rows and getattr(self.spec, "cache", "auto") == "auto":
             return ("rows", self.page.content)
         if self.backend.whole_rows or not self.backend.multiples:
             return ("kernel blocks", max(self.backend.sizes))
         return None
 
-    def with_block(self, block: int) -> Want:
+    def with_block(self, block: int) -> SizedLayer:
         """The same layer with blocks of `block` tokens."""
         return replace(self, block=block)
 
-    def blocks(self, length: int, in_flight: int, dcp: int, *, block: int | None = None) -> int:
-        """Blocks that a request of `length` tokens holds at most, while it is computed.
+    def blocks(self, request: PlanRequest, *, block: int | None = None) -> int:
+        """Blocks that a request of the greatest length holds at most, while it is computed.
 
         `block` asks about blocks of another size than its own.
         """
-        if dcp > 1 and self.kind not in (*FULL_KINDS, "recurrent", "cross_attention"):
+        if request.dcp > 1 and self.kind in LOCAL_KINDS:
             raise AtlasError(
                 Code.BAD_TOPOLOGY,
-                "Decode context parallelism divides attention over all tokens",
-                got=f"dcp {dcp} with {self.kind} in {self.layer.name}",
-                hint="Use dcp 1 for models with windows or chunks",
+                "Decode context parallelism cannot divide the tokens of a window or a chunk",
+                got=f"dcp {request.dcp} with {self.kind} in {self.name}",
+                hint="Use dcp 1 for this model",
             )
-        spec = self.layer.spec
         return blocks_held(
             self.kind,
+            self.spec.visibility,
             block or self.block,
-            length,
-            in_flight=in_flight,
-            dcp=dcp,
-            window=self.window,
+            request.max_len,
+            in_flight=request.in_flight,
+            dcp=request.dcp,
             held=1 + self.checkpoints,
-            source=spec.source if isinstance(spec, CrossAttention) else 0,
         )
 
 
 def blocks_held(
     kind: Kind,
+    visible: Visibility,
     block: int,
     length: int,
     *,
     in_flight: int,
     dcp: int,
-    window: int | None,
     held: int,
-    source: int,
 ) -> int:
     """Blocks that a request of `length` tokens holds at most of a group.
 
@@ -185,14 +199,13 @@ def blocks_held(
     if kind == "recurrent":
         return held
     if kind == "cross_attention":
-        return ceil_div(source, block)
+        return ceil_div(visible.source or 0, block)
     if kind in FULL_KINDS:
         return ceil_div(ceil_div(length, dcp), block)
-    reach = window or length
     if kind == "chunked_local_attention":
-        return ceil_div(min(reach + in_flight, length), block)
+        return ceil_div(min((visible.chunk or length) + in_flight, length), block)
     # A window may start in the middle of a block: one more.
-    return ceil_div(min(reach - 1 + in_flight, length), block) + 1
+    return ceil_div(min((visible.window or length) - 1 + in_flight, length), block) + 1
 
 
 def kind_of(spec: Spec) -> Kind:
@@ -230,45 +243,36 @@ def own_block(spec: Spec, backend: Backend | None, block: int) -> int:
     return block
 
 
-def wants_of(
-    model: Model,
-    backends: dict[str, Backend | None],
-    *,
-    block: int,
-    tp: int,
-    state_padding: int | None,
-    prefix_caching: bool,
-    max_len: int,
-) -> list[Want]:
-    """What every layer wants, in the order in which an engine registers them."""
-    indexed = {layer.index for layer in model.layers if isinstance(layer.spec, Indexer)}
-    found = []
-    for layer in model.layers:
-        spec, backend = layer.spec, backends[layer.name]
+def size_layers(
+    request: PlanRequest, *, block: int, state_padding: int | None = None
+) -> list[SizedLayer]:
+    """Every layer at a block size, in the order in which an engine registers them."""
+    indexed = {layer.index for layer in request.model.layers if isinstance(layer.spec, Indexer)}
+    sized = []
+    for layer in request.model.layers:
+        spec, backend = layer.spec, request.backends[layer.name]
         kind = kind_of(spec)
-        size = own_block(spec, backend, block)
-        if kind == "recurrent" and not prefix_caching:
-            size = max_len  # one state, never saved on the way
-        page = page_of(spec, size, tp)
-        padded = state_padding if kind == "recurrent" else None
-        if page.padding:
-            padded = page.nbytes
-        # While prefixes are saved, a state is written to a new block and the old one kept;
-        # Mamba-2 also saves one in the middle of a prefill.
-        checkpoints = (1 + isinstance(spec, Mamba2)) if prefix_caching else 0
-        found.append(
-            Want(
+        tokens, padded, checkpoints = own_block(spec, backend, block), None, 0
+        if kind == "recurrent":
+            padded = state_padding
+            if request.prefix_caching:
+                # While prefixes are saved, a state is written to a new block and the old one
+                # kept; Mamba-2 also saves one in the middle of a prefill.
+                checkpoints = 1 + isinstance(spec, Mamba2)
+            else:
+                tokens = request.max_len  # one state, never saved on the way
+        page = page_of(spec, tokens, request.tp)
+        leads = type(spec) is LatentAttention and spec.compress == 1 and layer.index in indexed
+        sized.append(
+            SizedLayer(
                 layer=layer,
                 kind=kind,
-                block=size,
-                tp=tp,
-                padded=padded,
+                block=tokens,
+                tp=request.tp,
+                padded=page.nbytes if page.padding else padded,
                 backend=backend,
-                leader=type(spec) is LatentAttention
-                and spec.compress == 1
-                and layer.index in indexed,
-                window=getattr(spec, "window", getattr(spec, "chunk", None)),
-                checkpoints=checkpoints if kind == "recurrent" else 0,
+                leader=leads,
+                checkpoints=checkpoints,
             )
         )
-    return found
+    return sized

@@ -14,12 +14,11 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import (
     INT64_MAX,
     Int64s,
-    Spots,
-    Stretches,
-    Strip,
-    along,
-    closed,
-    join_pairs,
+    SpanStarts,
+    StateSpans,
+    StridedRuns,
+    fold_states,
+    join_copies,
     natural,
     refuse_too_many,
 )
@@ -65,7 +64,7 @@ class Copy:
 class RepeatedRuns(NamedTuple):
     """Strips that differ only in where they start: one of them, and all starts."""
 
-    strip: Strip
+    strip: StridedRuns
     starts: _Starts
     """Where items lie at either end, by destination, in the first state of block 0."""
 
@@ -78,25 +77,25 @@ class CompiledPair(NamedTuple):
     whole: list[RepeatedRuns]
 
 
-def compile_pair(pair: GroupPair, strips: Sequence[Strip]) -> CompiledPair:
+def compile_pair(pair: GroupPair, strips: Sequence[StridedRuns]) -> CompiledPair:
     """Strips as repeated runs, also with the states of a cell folded in where both ends agree."""
     src, dst = pair.cells
     fold = pair.per_state is not None and src.states == dst.states
     return CompiledPair(
-        pair, repeated(strips), repeated(closed(strips, src.states) if fold else ())
+        pair, repeated(strips), repeated(fold_states(strips, src.states) if fold else ())
     )
 
 
-def repeated(strips: Sequence[Strip]) -> list[RepeatedRuns]:
+def repeated(strips: Sequence[StridedRuns]) -> list[RepeatedRuns]:
     """Strips that differ only in where they start, together."""
-    alike: dict[object, list[Strip]] = defaultdict(list)
+    alike: dict[object, list[StridedRuns]] = defaultdict(list)
     for strip in strips:
         alike[strip[:5], strip.item].append(strip)
     runs = []
     for members in alike.values():
-        strip = members[0]._replace(at=(0, 0))
-        at = np.array([member.at for member in members], dtype=np.int64)
-        src, dst = ((at[:, end, None] + strip.rows(end)).reshape(-1) for end in (0, 1))
+        strip = members[0]._replace(offsets=(0, 0))
+        at = np.array([member.offsets for member in members], dtype=np.int64)
+        src, dst = ((at[:, end, None] + strip.item_offsets(end)).reshape(-1) for end in (0, 1))
         order = np.argsort(dst, kind="stable")
         runs.append(RepeatedRuns(strip, (src[order], dst[order])))
     return runs
@@ -125,9 +124,9 @@ def _runs(runs: list[RepeatedRuns], bound: BoundStates, *, whole: bool) -> Itera
         return
     computed: dict[tuple[object, ...], tuple[Int64s, Int64s, Int64s]] = {}
     for strip, starts in runs:
-        key = (strip.block, strip.kernel, strip.state, strip.item)
+        key = (strip.block_strides, strip.kernel_strides, strip.state_strides, strip.item)
         if key not in computed:
-            computed[key] = along(strip, bound.states, bound.ids, whole=whole)
+            computed[key] = strip.byte_ranges(bound.states, bound.ids, whole=whole)
         yield _all_sums(starts, *computed[key])
 
 
@@ -168,7 +167,7 @@ def joined(runs_by_pools: Mapping[tuple[int, int], list[Runs]]) -> tuple[Copy, .
         if len(runs) > 1:
             src, dst, length = (np.concatenate([r[n] for r in runs]) for n in range(3))
         if len(runs) > 1 or not fewest:
-            src, dst, length = join_pairs(src, dst, length)
+            src, dst, length = join_copies(src, dst, length)
         copies.append(Copy(*pools, src, dst, length))
     return tuple(copies)
 
@@ -176,8 +175,8 @@ def joined(runs_by_pools: Mapping[tuple[int, int], list[Runs]]) -> tuple[Copy, .
 def _pick(bound: BoundStates, mask: NDArray[np.bool_]) -> BoundStates:
     if bool(mask.all()):
         return bound
-    src, dst = (Spots(*(array[mask] for array in end)) for end in bound.states[:2])
-    states = Stretches(src, dst, bound.states.length[mask])
+    src, dst = (SpanStarts(*(array[mask] for array in end)) for end in bound.states[:2])
+    states = StateSpans(src, dst, bound.states.length[mask])
     return BoundStates(states, (bound.ids[0][mask], bound.ids[1][mask]))
 
 

@@ -11,7 +11,7 @@ import msgspec
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
 from kvatlas.routing.plan_ends import PlanEnd
-from kvatlas.specs import essence, shape_of
+from kvatlas.specs import without_dtypes, without_packing
 
 _SHOWN = 3
 
@@ -45,7 +45,7 @@ def fingerprint(plan: Plan) -> str:
     False
     """
     specs = PlanEnd(plan).specs
-    kept = [[name, essence(specs[name])] for name in sorted(specs)]
+    kept = [[name, without_packing(specs[name])] for name in sorted(specs)]
     encoded = msgspec.json.encode([plan.model, kept])
     return blake2b(encoded, digest_size=16).hexdigest()
 
@@ -65,8 +65,8 @@ def reasons(
     unlike: dict[Code, list[str]] = {}
     for layer in sorted(wanted & set(src.specs) & set(dst.specs)):
         one, two = src.specs[layer], dst.specs[layer]
-        if essence(one) != essence(two):
-            same = shape_of(one) == shape_of(two)
+        if without_packing(one) != without_packing(two):
+            same = without_dtypes(one) == without_dtypes(two)
             code = Code.UNLIKE_DTYPES if same else Code.UNLIKE_LAYERS
             unlike.setdefault(code, []).append(layer)
     for code, names in unlike.items():

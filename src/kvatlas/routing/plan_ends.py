@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvatlas.errors import AtlasError
-from kvatlas.geometry import Cells, Field, Page, Placement, Sharding, ShardRange
+from kvatlas.geometry import Field, Page, Placement, Sharding, ShardRange, StateBlocks
 from kvatlas.planning import Plan, Region
 from kvatlas.specs import Spec
 
@@ -31,7 +31,7 @@ class FieldView(NamedTuple):
 
     field: Field
     placement: Placement
-    cells: Cells
+    cells: StateBlocks
 
 
 class PlanEnd:
@@ -113,4 +113,4 @@ def _view(page: Page, placed: Placement, field: Field) -> FieldView:
             view = view.fold("k", "N", into="N")
     states = view.size("N") if "N" in view.axes else 1
     split = view.size("k") if "k" in view.axes else 1
-    return FieldView(field, view, Cells(states, split))
+    return FieldView(field, view, StateBlocks(states, split))

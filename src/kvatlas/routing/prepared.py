@@ -17,7 +17,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Ends, Int64s, Spots, Strip, closed, fill_descriptors, natural
+from kvatlas.geometry import (
+    Ends,
+    Int64s,
+    SpanStarts,
+    StridedRuns,
+    fill_descriptors,
+    fold_states,
+    natural,
+)
 from kvatlas.planning import Plan
 from kvatlas.routing.binding import RepeatedRuns, repeated
 from kvatlas.routing.block_tables import Blocks, RequestTables
@@ -69,11 +77,11 @@ class DescriptorGrid(NamedTuple):
 
     def steps(self, end: int) -> list[Int64s]:
         """Offsets of starts, kernel blocks and chunks, all of them sums of one of each."""
-        kernel = self.runs.strip.kernels(end, self.pair.cells[end].split)
+        kernel = self.runs.strip.kernel_offsets(end, self.pair.cells[end].split)
         chunk = np.arange(self.chunks(end)) * (self.chunk * self.state[end])
         return [self.runs.starts[end], kernel, chunk]
 
-    def indices(self, end: int, spots: Spots, ids: Int64s, blocks: int) -> Int64s:
+    def indices(self, end: int, spots: SpanStarts, ids: Int64s, blocks: int) -> Int64s:
         """Where the descriptors of these chunks are in the list, for every start in turn."""
         each = self.pair.cells[end].split * self.chunks(end) * blocks
         starts = np.arange(len(self.runs.starts[end])) * each
@@ -87,7 +95,7 @@ class PreparedRoute:
     """
 
     def __init__(
-        self, strips: Mapping[GroupPair, Sequence[Strip]], src: RankMemory, dst: RankMemory
+        self, strips: Mapping[GroupPair, Sequence[StridedRuns]], src: RankMemory, dst: RankMemory
     ) -> None:
         self.ends = (src, dst)
         self.grids: list[DescriptorGrid] = []
@@ -124,7 +132,7 @@ class PreparedRoute:
             starts = fill_descriptors(grid.steps(end), *self._unit(grid, end))
             rows = np.empty((len(starts), 5), dtype=np.uint64)
             rows[:, :3] = starts
-            rows[:, 3] = grid.runs.strip.block[end]
+            rows[:, 3] = grid.runs.strip.block_strides[end]
             rows[:, 4] = self._blocks(grid, end)
             lists.append(rows)
         return np.concatenate(lists)
@@ -159,7 +167,7 @@ class PreparedRoute:
     def _rows(self, end: int) -> NDArray[np.uint64]:
         lists = []
         for grid in self.grids:
-            blocks = grid.runs.strip.blocks(end, self._blocks(grid, end))
+            blocks = grid.runs.strip.block_offsets(end, self._blocks(grid, end))
             lists.append(fill_descriptors([*grid.steps(end), blocks], *self._unit(grid, end)))
         if len(lists) == 1:
             return lists[0]
@@ -185,15 +193,15 @@ def chunk_of(pair: GroupPair) -> int:
 
 
 def _by_chunk(
-    pair: GroupPair, strips: Sequence[Strip], chunk: int
+    pair: GroupPair, strips: Sequence[StridedRuns], chunk: int
 ) -> Iterator[tuple[Ends, RepeatedRuns]]:
     """Runs with the states of a chunk folded in, and how far apart their states are."""
     if pair.per_state is None:
         yield from (((0, 0), runs) for runs in repeated(strips))
         return
-    by_state: dict[Ends, list[Strip]] = defaultdict(list)
+    by_state: dict[Ends, list[StridedRuns]] = defaultdict(list)
     whole = pair.cells[0].states == pair.cells[1].states == chunk
     for strip in strips:
-        by_state[(0, 0) if whole else strip.state].append(strip)
+        by_state[(0, 0) if whole else strip.state_strides].append(strip)
     for state, alike in by_state.items():
-        yield from ((state, runs) for runs in repeated(closed(alike, chunk)))
+        yield from ((state, runs) for runs in repeated(fold_states(alike, chunk)))

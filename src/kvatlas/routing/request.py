@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Cells, Int64s, Spots, Stretches, stretches
+from kvatlas.geometry import Int64s, SpanStarts, StateBlocks, StateSpans
 from kvatlas.routing.block_tables import RequestTables
 from kvatlas.routing.compiler import GroupPair
 from kvatlas.routing.token_ranges import needed_states, token_range
@@ -16,7 +16,7 @@ from kvatlas.routing.token_ranges import needed_states, token_range
 class BoundStates(NamedTuple):
     """States that move between two groups, and the block ids that they are in at either end."""
 
-    states: Stretches
+    states: StateSpans
     ids: tuple[Int64s, Int64s]
 
 
@@ -34,7 +34,7 @@ class RequestEnds:
             states = self._recurrent(pair)
         elif chunk is None:
             span = needed_states(pair.visibility, pair.per_state, self.start, self.stop)
-            states = stretches(*span, *pair.cells)
+            states = StateSpans.between(*span, *pair.cells)
         else:
             states = self._chunks(pair, pair.per_state, chunk)
         if not len(states.length):
@@ -47,16 +47,16 @@ class RequestEnds:
         self.src.check_distinct()
         self.dst.check_distinct()
 
-    def _recurrent(self, pair: GroupPair) -> Stretches:
+    def _recurrent(self, pair: GroupPair) -> StateSpans:
         """The one state of a recurrent group, where it lies after the last token."""
         if self.start == self.stop:
-            return stretches(0, 0, *pair.cells)
+            return StateSpans.between(0, 0, *pair.cells)
         zero = np.zeros(1, dtype=np.int64)
-        src = Spots(zero + self.src.state_entry(pair.groups[0], self.stop), zero, zero)
-        dst = Spots(zero + self.dst.state_entry(pair.groups[1], self.stop), zero, zero)
-        return Stretches(src, dst, zero + 1)
+        src = SpanStarts(zero + self.src.state_entry(pair.groups[0], self.stop), zero, zero)
+        dst = SpanStarts(zero + self.dst.state_entry(pair.groups[1], self.stop), zero, zero)
+        return StateSpans(src, dst, zero + 1)
 
-    def _chunks(self, pair: GroupPair, per_state: int, chunk: int) -> Stretches:
+    def _chunks(self, pair: GroupPair, per_state: int, chunk: int) -> StateSpans:
         src, dst = pair.cells
         whole = chunk * src.every if src.every == dst.every else 1
         if self.start // per_state % whole and self.start < self.stop:
@@ -69,9 +69,9 @@ class RequestEnds:
         first, stop = needed_states(pair.visibility, per_state, self.start, self.stop)
         if first < stop:
             first, stop = first // whole * whole, -(-stop // whole) * whole
-        return stretches(first, stop, _chunked(src, chunk), _chunked(dst, chunk))
+        return StateSpans.between(first, stop, _chunked(src, chunk), _chunked(dst, chunk))
 
 
-def _chunked(cells: Cells, chunk: int) -> Cells:
+def _chunked(cells: StateBlocks, chunk: int) -> StateBlocks:
     """The same cells with each chunk as a cell of its own."""
     return cells._replace(states=chunk, split=cells.split * (cells.states // chunk))

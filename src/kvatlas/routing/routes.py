@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Int64s, join
+from kvatlas.geometry import Int64s, join_ranges
 from kvatlas.planning import Plan
 from kvatlas.routing.binding import CompiledPair, Copy, Runs, compile_pair, joined, ranges
 from kvatlas.routing.block_tables import Blocks, RequestTables, checked_rank
@@ -145,7 +145,7 @@ class Route:
         rank = checked_rank(self.dst, dst_rank, "destination")
         tables = RequestTables(self.dst, rank, dst_blocks, "destination")
         copies = self._copies(self._arrivals, RequestEnds(tables, tables, tokens), layers)
-        return {copy.dst_pool: join(copy.dst, copy.length) for copy in copies}
+        return {copy.dst_pool: join_ranges(copy.dst, copy.length) for copy in copies}
 
     def prepare(
         self,

@@ -19,7 +19,7 @@ from kvatlas.specs.attention import (
 )
 from kvatlas.specs.base import Spec
 from kvatlas.specs.cell_content import ATTENTION_CACHES, sides
-from kvatlas.specs.identity import essence, shape_of
+from kvatlas.specs.identity import without_dtypes, without_packing
 from kvatlas.specs.latent import (
     LATENT_CACHES,
     CompressorState,
@@ -91,8 +91,8 @@ __all__ = [
     "State",
     "Visibility",
     "compressed_latent",
-    "essence",
-    "shape_of",
     "sides",
     "sparse_latent",
+    "without_dtypes",
+    "without_packing",
 ]

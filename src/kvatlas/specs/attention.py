@@ -28,7 +28,7 @@ from kvatlas.geometry import (
     Page,
     Shard,
     Sharding,
-    flat,
+    flat_field,
     in_cells,
     in_planes,
     row_bytes,
@@ -59,12 +59,12 @@ class Attention(Spec, frozen=True, kw_only=True):
     (N, H) in state-major ones. None for planes with nvfp4, else inline."""
 
     def __post_init__(self) -> None:
-        check(self, sizes=("heads", "head_dim", *(["v_dim"] if self.v_dim is not None else [])))
+        check(self)
         both = self._sides()
         packing = self.packed_as
         if row_bytes(both.k) != row_bytes(both.v) and packing not in ("cells", "transposed"):
             raise bad_spec(
-                f"Packing {packing} wants K and V rows of one size",
+                f"Packing {packing} has no place for K and V rows of different sizes",
                 f"{row_bytes(both.k)} and {row_bytes(both.v)} bytes",
                 "Use packing cells",
             )
@@ -76,18 +76,18 @@ class Attention(Spec, frozen=True, kw_only=True):
             )
         if self.cache == "nvfp4" and packing != "head_groups":
             raise bad_spec(
-                "nvfp4 keeps K and V in head groups", f"packing {packing}", "Leave packing out"
+                "nvfp4 is read in head groups only", f"packing {packing}", "Leave packing out"
             )
         if self.scales not in (None, "inline") and packing != "head_groups":
             raise bad_spec(
-                "Only head groups keep scales in planes",
-                f"scales {self.scales} with packing {packing}",
+                f"Packing {packing} keeps no scales in planes",
+                f"scales {self.scales}",
                 "Use packing head_groups",
             )
         tile = _TILE_BYTES // both.k[0].dtype.item
         if packing == "tiled_planes" and both.k[0].items % tile:
             raise bad_spec(
-                f"Tiled K has tiles of {_TILE_BYTES} bytes",
+                f"Tiles of {_TILE_BYTES} bytes do not divide a row of K",
                 f"{both.k[0].nbytes} bytes in a row",
                 "Use packing planes",
             )
@@ -161,14 +161,14 @@ class FullAttention(Attention, frozen=True, kw_only=True, tag="full_attention"):
     """
 
 
-class SlidingAttention(Attention, frozen=True, kw_only=True, tag="sliding_attention"):
-    """The last `window` tokens are kept."""
+class SlidingAttention(Attention, frozen=True, kw_only=True, tag="sliding_window"):
+    """The last `window` tokens are kept.
+
+    >>> SlidingAttention(heads=8, head_dim=64, window=128).visibility.first(1000)
+    873
+    """
 
     window: int
-
-    def __post_init__(self) -> None:
-        Attention.__post_init__(self)
-        check(self, sizes=("window",))
 
 
 class ChunkedAttention(Attention, frozen=True, kw_only=True, tag="chunked_attention"):
@@ -176,33 +176,21 @@ class ChunkedAttention(Attention, frozen=True, kw_only=True, tag="chunked_attent
 
     chunk: int
 
-    def __post_init__(self) -> None:
-        Attention.__post_init__(self)
-        check(self, sizes=("chunk",))
-
 
 class SinkAttention(Attention, frozen=True, kw_only=True, tag="sink_attention"):
-    """The first `sink_tokens` tokens stay for ever; of the others the last `window`, or all.
+    """The first `sink_tokens` tokens are always kept; of the others the last `window`, or all.
 
-    Sinks that are learned weights rather than rows take no cache: use the other kinds.
+    Sinks that are learned logits rather than rows take no cache: use the other kinds.
     """
 
     sink_tokens: int
     window: int | None = None
-
-    def __post_init__(self) -> None:
-        Attention.__post_init__(self)
-        check(self, sizes=("sink_tokens", *(["window"] if self.window is not None else [])))
 
 
 class CrossAttention(Attention, frozen=True, kw_only=True, tag="cross_attention"):
     """The encoder's `source` tokens, written once for each request."""
 
     source: int
-
-    def __post_init__(self) -> None:
-        Attention.__post_init__(self)
-        check(self, sizes=("source",))
 
 
 class EncoderOnlyAttention(Attention, frozen=True, kw_only=True, tag="encoder_only_attention"):
@@ -229,8 +217,8 @@ def _transposed(both: Sides, heads: int, states: int, shard: Shard) -> list[Fiel
     k_rows, v_rows = [("C", k.items), ("N", states)], [("N", states), ("C", v.items)]
     after = row_bytes([k]) * states
     return [
-        flat("k", k.dtype, k_rows, shard, axes=("N", "C"), cells=head),
-        flat("v", v.dtype, v_rows, shard, cells=head, offset=after),
+        flat_field("k", k.dtype, k_rows, shard, axes=("N", "C"), cells=head),
+        flat_field("v", v.dtype, v_rows, shard, cells=head, offset=after),
     ]
 
 
@@ -241,6 +229,6 @@ def _tiled(both: Sides, heads: int, states: int, shard: Shard) -> list[Field]:
     k_rows = [("H", heads), ("C", k.items // tile), ("N", states), ("c", tile)]
     v_rows = [("H", heads), ("C", v.items), ("N", states)]
     return [
-        flat("k", k.dtype, k_rows, shard, axes=("H", "N", "C", "c")),
-        flat("v", v.dtype, v_rows, shard, axes=("H", "N", "C"), head=1),
+        flat_field("k", k.dtype, k_rows, shard, axes=("H", "N", "C", "c")),
+        flat_field("v", v.dtype, v_rows, shard, axes=("H", "N", "C"), head=1),
     ]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args, get_type_hints
+from functools import cache
+from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
@@ -14,7 +15,7 @@ from kvatlas.specs.visibility import Visibility
 class Spec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", forbid_unknown_fields=True):
     """What one layer caches, whatever the block size, order or topology.
 
-    A spec describes the whole model's layer; `page` cuts out what one rank holds.
+    A spec describes the whole model's layer; `page` gives the shard of one rank.
     """
 
     @property
@@ -47,7 +48,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", forbid_u
         if block % per_state:
             raise AtlasError(
                 Code.NOT_DIVISIBLE,
-                "A block holds whole states",
+                "The block does not hold whole states",
                 got=f"a block of {block} tokens with {per_state} tokens per state",
                 hint=f"Use a block size that is a multiple of {per_state}",
             )
@@ -68,21 +69,24 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", forbid_u
         return {field.name: field.ranges for field in page.fields if not field.padding}
 
 
-def check(spec: Spec, *, sizes: tuple[str, ...] = (), counts: tuple[str, ...] = ()) -> None:
+def check(spec: Spec) -> None:
     """Refuse a spec with numbers or words that cannot be.
 
-    msgspec checks what it decodes; this holds for what Python code constructs too.
+    msgspec checks what it decodes; this holds for what Python code constructs too. Numbers
+    are at least 1, or at least 0 where that is their default.
     """
-    for name in sizes:
-        positive(getattr(spec, name), f"{name} of {type(spec).__name__}")
-    for name in counts:
-        natural(getattr(spec, name), f"{name} of {type(spec).__name__}")
-    for name, words in _words(type(spec)).items():
-        if getattr(spec, name) not in words:
+    kind = type(spec)
+    for name, options, default in _limited_fields(kind):
+        value = getattr(spec, name)
+        if value is None and None in options:
+            continue
+        if int in options:
+            (natural if default == 0 else positive)(value, f"{name} of {kind.__name__}")
+        elif value not in options:
             raise bad_spec(
-                f"{name} of {type(spec).__name__} is one of its words",
-                repr(getattr(spec, name)),
-                f"Use one of {', '.join(map(str, words))}",
+                f"{kind.__name__} has no such {name}",
+                repr(value),
+                f"Use one of {', '.join(map(str, options))}",
             )
 
 
@@ -91,37 +95,31 @@ def plain_dtype(name: str) -> DType:
     dtype = DType.of(name)
     if dtype.packed or dtype.scale:
         raise bad_spec(
-            "What is kept as it is has whole bytes and no scales",
+            "Elements of this dtype share bytes or scales",
             f"dtype {dtype}",
             "Use a cache dtype for quantised content",
         )
     return dtype
 
 
-def bad_spec(rule: str, got: Any, hint: str) -> AtlasError:
-    """A refusal of what a spec was given."""
-    return AtlasError(Code.BAD_SPEC, rule, got=got, hint=hint)
+def bad_spec(problem: str, got: Any, hint: str) -> AtlasError:
+    """The error for numbers or words that a layer's spec cannot have."""
+    return AtlasError(Code.BAD_SPEC, problem, got=got, hint=hint)
 
 
-def _words(kind: type[Spec]) -> dict[str, tuple[Any, ...]]:
-    """Fields of a kind that take one of a few words, and those words."""
-    found = _WORDS.get(kind)
-    if found is None:
-        hints = get_type_hints(kind)
-        found = {name: words for name, hint in hints.items() if (words := _literals(hint))}
-        _WORDS[kind] = found
-    return found
+@cache
+def _limited_fields(kind: type[Spec]) -> tuple[tuple[str, tuple[Any, ...], Any], ...]:
+    """(name, options, default) of the fields that are numbers or one of a few words."""
+    limited = []
+    for field in msgspec.structs.fields(kind):
+        options = tuple(None if word is type(None) else word for word in _options(field.type))
+        if any(option is int or isinstance(option, str) for option in options):
+            limited.append((field.name, options, field.default))
+    return tuple(limited)
 
 
-def _literals(hint: Any) -> tuple[Any, ...]:
-    """The words of a Literal, or of one in a union with None."""
-    words = get_args(hint)
-    if words and all(word is None or isinstance(word, str) for word in words):
-        return words
-    inner = [_literals(word) for word in words if word is not type(None)]
-    if len(inner) == 1 and inner[0] and type(None) in words:
-        return (*inner[0], None)
-    return ()
-
-
-_WORDS: dict[type[Spec], dict[str, tuple[Any, ...]]] = {}
+def _options(hint: Any) -> list[Any]:
+    """What a type hint allows: the words of a Literal, or types."""
+    if get_origin(hint) is Literal:
+        return list(get_args(hint))
+    return [option for inner in get_args(hint) for option in _options(inner)] or [hint]

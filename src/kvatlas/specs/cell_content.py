@@ -67,7 +67,7 @@ def sides(cache: str, dtype: DType, k_dim: int, v_dim: int) -> Sides:
         element, scale = DType.of(_PER_TOKEN_HEAD[cache]), DType.of("fp32")
         if element.packed and (k_dim % 2 or v_dim % 2):
             raise bad_spec(
-                "Two 4-bit codes share a byte",
+                "Two 4-bit codes share a byte, and a row has an odd number of them",
                 f"head sizes {k_dim} and {v_dim}",
                 "Use even head sizes",
             )
@@ -76,7 +76,7 @@ def sides(cache: str, dtype: DType, k_dim: int, v_dim: int) -> Sides:
             [ElementRow("v", element, v_dim), ElementRow("v_scale", scale, 1)],
         )
     if cache == "nvfp4":
-        return Sides(_blocks("k", k_dim), _blocks("v", v_dim))
+        return Sides(_block_scaled("k", k_dim), _block_scaled("v", v_dim))
     if cache in _TURBOQUANT:
         key, value = (DType.of(name) for name in _TURBOQUANT[cache])
         half = DType.of("fp16")
@@ -94,17 +94,17 @@ def sides(cache: str, dtype: DType, k_dim: int, v_dim: int) -> Sides:
             both.v.append(ElementRow("pad", DType.of("uint8"), 1))
         return both
     raise bad_spec(
-        "An attention cache dtype is one that kvatlas knows",
+        "There is no such cache dtype for K and V",
         repr(cache),
         f"Use one of {', '.join(ATTENTION_CACHES)}",
     )
 
 
-def _blocks(name: str, dim: int) -> list[ElementRow]:
+def _block_scaled(name: str, dim: int) -> list[ElementRow]:
     element = DType.of("nvfp4")
     if dim % element.block:
         raise bad_spec(
-            f"nvfp4 scales {element.block} elements together",
+            f"nvfp4 scales {element.block} elements together, which do not divide a row",
             f"a head size of {dim}",
             f"Use a head size that is a multiple of {element.block}",
         )

@@ -9,29 +9,35 @@ import msgspec
 
 from kvatlas.specs.base import Spec
 
-_PLACING = ("packing", "scales", "align", "conv_order")
+_PACKING = ("packing", "scales", "align", "conv_order")
 """Where bytes lie in a page: a route follows it, whatever it is."""
 
-_ENCODING = ("dtype", "cache", "conv_dtype", "ssm_dtype", "shift_dtype")
+_DTYPES = ("dtype", "cache", "conv_dtype", "ssm_dtype", "shift_dtype")
 """How values are written."""
 
 
 @lru_cache(maxsize=4096)
-def essence(spec: Spec) -> Spec:
+def without_packing(spec: Spec) -> Spec:
     """The spec without what only says where bytes lie in a page.
 
     >>> from kvatlas.specs import FullAttention
     >>> planes = FullAttention(heads=8, head_dim=64, packing="planes")
-    >>> essence(planes) == FullAttention(heads=8, head_dim=64)
+    >>> without_packing(planes) == FullAttention(heads=8, head_dim=64)
     True
     """
-    return _with_defaults(spec, _PLACING)
+    return _with_defaults(spec, _PACKING)
 
 
 @lru_cache(maxsize=4096)
-def shape_of(spec: Spec) -> Spec:
-    """The spec without its dtypes either: what is left is the model's own."""
-    return _with_defaults(essence(spec), _ENCODING)
+def without_dtypes(spec: Spec) -> Spec:
+    """The spec without packing and dtypes: what is left is the model's own.
+
+    >>> from kvatlas.specs import FullAttention
+    >>> fp8 = FullAttention(heads=8, head_dim=64, cache="fp8")
+    >>> without_dtypes(fp8) == FullAttention(heads=8, head_dim=64)
+    True
+    """
+    return _with_defaults(without_packing(spec), _DTYPES)
 
 
 def _with_defaults(spec: Spec, names: tuple[str, ...]) -> Spec:

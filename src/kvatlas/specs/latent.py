@@ -14,7 +14,8 @@ not make one page of twice the states.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
 
 from kvatlas.geometry import (
     DType,
@@ -58,7 +59,38 @@ LATENT_CACHES: tuple[str, ...] = ("auto", "fp8", "fp8_ds_mla", "nvfp4_ds_mla")
 """Cache dtypes of latent attention."""
 
 
-class LatentAttention(Spec, frozen=True, kw_only=True, tag="latent_attention"):
+class _ReplicatedRows(Spec, frozen=True, kw_only=True):
+    """Rows without heads: one for each state, the same on every rank."""
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @property
+    def tokens_per_state(self) -> int | None:
+        """The compression ratio; 1 where nothing is compressed."""
+        return getattr(self, "compress", 1)
+
+    def page(self, block: int, *, tp: int = 1, rank: int = 0) -> Page:
+        """The page, the same on every rank."""
+        states, sharding = self.states(block), Sharding.replicated()
+        shard, planes = Shard(sharding, sharding.ranges(tp, rank)), self._planes()
+        if len(planes) == 1:
+            fields = in_cells(planes[0], (FieldAxis("N", states, "N"),), shard)
+        else:
+            fields = in_planes(planes, [("N", states)], shard)
+        page = Page(1, states, sum(map(row_bytes, planes)), tuple(fields))
+        return page.padded(round_up(page.unpadded, self._alignment()))
+
+    def _planes(self) -> list[list[ElementRow]]:
+        """The parts of a row, for each plane of the page."""
+        raise NotImplementedError
+
+    def _alignment(self) -> int:
+        """Pages are padded to a multiple of so many bytes."""
+        return getattr(self, "align", 1)
+
+
+class LatentAttention(_ReplicatedRows, frozen=True, kw_only=True, tag="latent_attention"):
     """MLA: `latent` and `rope` elements for each state, on every rank.
 
     >>> LatentAttention().page(64).nbytes
@@ -78,24 +110,20 @@ class LatentAttention(Spec, frozen=True, kw_only=True, tag="latent_attention"):
     """Pages are padded to a multiple of this many bytes; None for what the format wants."""
 
     def __post_init__(self) -> None:
-        given = ["align"] if self.align is not None else []
-        check(self, sizes=("latent", "rope", "compress", *given))
+        check(self)
         self.page(self.compress)
-
-    @property
-    def tokens_per_state(self) -> int | None:
-        """The compression ratio."""
-        return self.compress
 
     def page(self, block: int, *, tp: int = 1, rank: int = 0) -> Page:
         """The page, the same on every rank."""
-        form = _FORMATS.get((self.cache, self.version))
-        align = self.align or (form.align if form else 1)
-        page = _page_of_planes(self._planes(), self.states(block), align, tp, rank)
+        page = _ReplicatedRows.page(self, block, tp=tp, rank=rank)
         if (self.cache, self.version) != ("nvfp4_ds_mla", "v3"):
             return page
-        fields = tuple(_dealt(f) if f.name == "latent_scale" else f for f in page.fields)
-        return Page(page.heads, page.states, page.content, fields, page.padding)
+        fields = tuple(_interleaved(f) if f.name == "latent_scale" else f for f in page.fields)
+        return replace(page, fields=fields)
+
+    def _alignment(self) -> int:
+        form = _FORMATS.get((self.cache, self.version))
+        return self.align or (form.align if form else 1)
 
     def _planes(self) -> list[list[ElementRow]]:
         if self.cache in ("auto", "fp8", "fp8_e4m3"):
@@ -107,14 +135,14 @@ class LatentAttention(Spec, frozen=True, kw_only=True, tag="latent_attention"):
         if form is None:
             known = ", ".join(f"{cache} ({version})" for cache, version in _FORMATS)
             raise bad_spec(
-                "A latent cache dtype is one that kvatlas knows for the model's version",
+                "There is no such latent cache dtype for the model's version",
                 f"{self.cache!r} for {self.version}",
                 f"Use auto, fp8, or one of {known}",
             )
         scaled = self.latent + (self.rope if form.rope_scaled else 0)
         if scaled % form.block:
             raise bad_spec(
-                f"{self.cache} scales {form.block} elements together",
+                f"{self.cache} scales {form.block} elements together, which do not divide a row",
                 f"{scaled} elements",
                 f"Use sizes that add up to a multiple of {form.block}",
             )
@@ -135,12 +163,8 @@ class SlidingLatentAttention(LatentAttention, frozen=True, kw_only=True, tag="sl
 
     window: int
 
-    def __post_init__(self) -> None:
-        LatentAttention.__post_init__(self)
-        check(self, sizes=("window",))
 
-
-class Indexer(Spec, frozen=True, kw_only=True, tag="indexer"):
+class Indexer(_ReplicatedRows, frozen=True, kw_only=True, tag="indexer"):
     """Keys by which sparse attention chooses states: all rows of a page, then all scales.
 
     MiniMax-M3 keeps its keys in bf16, without scales.
@@ -155,34 +179,25 @@ class Indexer(Spec, frozen=True, kw_only=True, tag="indexer"):
     align: int = 1
 
     def __post_init__(self) -> None:
-        check(self, sizes=("head_dim", "compress", "align"))
+        check(self)
         if self.head_dim % 32:
             raise bad_spec(
-                "An indexer's keys are scaled in blocks of 32 or 128",
+                "An indexer's blocks of 32 elements do not divide a key",
                 f"a head size of {self.head_dim}",
                 "Use a multiple of 32",
             )
 
-    @property
-    def tokens_per_state(self) -> int | None:
-        """The compression ratio."""
-        return self.compress
-
-    def page(self, block: int, *, tp: int = 1, rank: int = 0) -> Page:
-        """The page, the same on every rank."""
+    def _planes(self) -> list[list[ElementRow]]:
+        keys = [ElementRow("index", DType.of(self.cache), self.head_dim)]
         if self.cache == "bf16":
-            rows = [[ElementRow("index", DType.of("bf16"), self.head_dim)]]
-            return _page_of_planes(rows, self.states(block), self.align, tp, rank)
+            return [keys]
         if self.cache == "fp8":
-            key, scale = DType.of("e4m3"), ElementRow("index_scale", DType.of("fp32"), 1)
-        else:
-            key = DType.of("mxfp4")
-            scale = ElementRow("index_scale", DType.of("ue8m0"), key.scales(self.head_dim))
-        planes = [[ElementRow("index", key, self.head_dim)], [scale]]
-        return _page_of_planes(planes, self.states(block), self.align, tp, rank)
+            return [keys, [ElementRow("index_scale", DType.of("fp32"), 1)]]
+        count = keys[0].dtype.scales(self.head_dim)
+        return [keys, [ElementRow("index_scale", DType.of("ue8m0"), count)]]
 
 
-class CompressorState(Spec, frozen=True, kw_only=True, tag="compressor_state"):
+class CompressorState(_ReplicatedRows, frozen=True, kw_only=True, tag="compressor_state"):
     """The running sums of a compressor over the last `window` tokens, one row for each.
 
     >>> CompressorState(width=2048, window=8, align=576).page(4).nbytes
@@ -195,18 +210,11 @@ class CompressorState(Spec, frozen=True, kw_only=True, tag="compressor_state"):
     align: int = 1
 
     def __post_init__(self) -> None:
-        check(self, sizes=("width", "window", "align"))
+        check(self)
         plain_dtype(self.dtype)
 
-    @property
-    def tokens_per_state(self) -> int | None:
-        """One row for each token."""
-        return 1
-
-    def page(self, block: int, *, tp: int = 1, rank: int = 0) -> Page:
-        """The page, the same on every rank."""
-        planes = [[ElementRow("state", DType.of(self.dtype), self.width)]]
-        return _page_of_planes(planes, self.states(block), self.align, tp, rank)
+    def _planes(self) -> list[list[ElementRow]]:
+        return [[ElementRow("state", DType.of(self.dtype), self.width)]]
 
 
 def sparse_latent(
@@ -243,31 +251,18 @@ def compressed_latent(
     {'swa': 256, 'attn': 2, 'compressor': 256}
     """
     if ratio not in (0, 4, 128):
-        raise bad_spec("DeepSeek-V4 compresses by 4 or 128", f"ratio {ratio}", "Use 0, 4 or 128")
-    version: Version = "v4"
-    form = _FORMATS.get((cache, version))
+        raise bad_spec("DeepSeek-V4 has no such ratio", f"ratio {ratio}", "Use 0, 4 or 128")
+    form = _FORMATS.get((cache, "v4"))
     align = form.align if form else 512
-    window_rows = SlidingLatentAttention(
-        latent=head_dim - rope,
-        rope=rope,
-        cache=cache,
-        version=version,
-        align=align,
-        window=window,
-    )
-    caches: dict[str, Spec] = {"swa": window_rows}
+    rows: dict[str, Any] = {
+        "latent": head_dim - rope, "rope": rope, "cache": cache, "version": "v4", "align": align,
+    }  # fmt: skip
+    caches: dict[str, Spec] = {"swa": SlidingLatentAttention(**rows, window=window)}
     if ratio == 0:
         return caches
     overlap = 2 if ratio == 4 else 1
     span = overlap * ratio
-    caches["attn"] = LatentAttention(
-        latent=head_dim - rope,
-        rope=rope,
-        cache=cache,
-        version=version,
-        align=align,
-        compress=ratio,
-    )
+    caches["attn"] = LatentAttention(**rows, compress=ratio)
     caches["compressor"] = CompressorState(width=2 * overlap * head_dim, window=span, align=align)
     if overlap == 2:
         caches["indexer"] = Indexer(
@@ -279,28 +274,14 @@ def compressed_latent(
     return caches
 
 
-def _page_of_planes(
-    planes: list[list[ElementRow]], states: int, align: int, tp: int, rank: int
-) -> Page:
-    sharding = Sharding.replicated()
-    shard = Shard(sharding, sharding.ranges(tp, rank))
-    if len(planes) == 1:
-        fields = in_cells(planes[0], (FieldAxis("N", states, "N"),), shard)
-    else:
-        fields = in_planes(planes, [("N", states)], shard)
-    page = Page(1, states, sum(map(row_bytes, planes)), tuple(fields))
-    return page.padded(round_up(page.unpadded, align))
-
-
-def _dealt(scales: Field) -> Field:
-    """Scales dealt out in fours, as FlashMLA reads nvfp4: scale s at byte 8 (s mod 4) + s // 4."""
+def _interleaved(scales: Field) -> Field:
+    """Scales in four columns, as FlashMLA reads nvfp4: scale s at byte 8 (s mod 4) + s // 4."""
     *cells, row = scales.axes
     if row.size % 4:
         raise bad_spec(
-            "nvfp4_ds_mla deals its scales out in fours",
+            "nvfp4_ds_mla reads its scales in four columns",
             f"{row.size} scales",
             "Use a latent that is a multiple of 64",
         )
     fours = FieldAxis("C", row.size // 4, "C", 1)
-    axes = (*cells, fours, FieldAxis("c", 4, "C", row.size // 4))
-    return Field(scales.name, scales.dtype, axes, offset=scales.offset, sharding=scales.sharding)
+    return replace(scales, axes=(*cells, fours, FieldAxis("c", 4, "C", row.size // 4)))

@@ -3,7 +3,7 @@
 A recurrent page is a single cell with the states behind each other, each with a
 shape and a dtype of its own, so the cache is one tensor that a layer unpacks when
 it is bound. The kinds differ in which states there are and how tensor parallelism
-cuts them: by heads, or section by section along the rows of a convolution, where
+shards them: by heads, or section by section along the rows of a convolution, where
 each of `q|k|v` or `x|B|C` is divided by itself and never as one slab.
 
 State dtypes are inputs: engines disagree about them for the same model.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from kvatlas.geometry import Field, Page, Section, Shard, Sharding, flat
+from kvatlas.geometry import Field, Page, Section, Shard, Sharding, flat_field
 from kvatlas.specs.base import Spec, bad_spec, check, plain_dtype
 
 
@@ -28,6 +28,10 @@ class State(NamedTuple):
 
 class Recurrent(Spec, frozen=True, kw_only=True):
     """What all recurrent kinds share: states behind each other in one cell."""
+
+    def __post_init__(self) -> None:
+        check(self)
+        self.page(1)
 
     @property
     def tokens_per_state(self) -> int | None:
@@ -56,7 +60,7 @@ class Recurrent(Spec, frozen=True, kw_only=True):
                 (a, sharding.size(tp) if a == sharding.axis else size) for a, size in state.axes
             ]
             shard = Shard(sharding, sharding.ranges(tp, rank))
-            field = flat(state.name, plain_dtype(state.dtype), sizes, shard, offset=offset)
+            field = flat_field(state.name, plain_dtype(state.dtype), sizes, shard, offset=offset)
             fields.append(field)
             offset += field.nbytes
         return Page(1, 1, offset, tuple(fields))
@@ -78,11 +82,11 @@ class _WithConv(Recurrent, frozen=True, kw_only=True):
         axes = (taps, rows) if self.conv_order == "TR" else (rows, taps)
         return State("conv", self.conv_dtype, axes, Sharding.by_sections("R", *sections))
 
-    def _check(self, *names: str) -> None:
-        check(self, sizes=(*names, "kernel"), counts=("speculative",))
+    def __post_init__(self) -> None:
+        check(self)
         if self.kernel < 2:
             raise bad_spec(
-                "A convolution has a kernel of at least 2",
+                "A convolution with a kernel of 1 keeps nothing",
                 f"kernel {self.kernel}",
                 "Leave the layer out if it has no convolution",
             )
@@ -90,14 +94,11 @@ class _WithConv(Recurrent, frozen=True, kw_only=True):
 
 
 class Mamba1(_WithConv, frozen=True, kw_only=True, tag="mamba1"):
-    """Mamba: channels of `inner`, cut anywhere."""
+    """Mamba: `inner` channels, sharded anywhere."""
 
     inner: int
     state_size: int
     ssm_dtype: str = "bf16"
-
-    def __post_init__(self) -> None:
-        self._check("inner", "state_size")
 
     def layer_states(self) -> tuple[State, ...]:
         """A conv [taps, rows] and ssm [rows, state]."""
@@ -121,9 +122,6 @@ class Mamba2(_WithConv, frozen=True, kw_only=True, tag="mamba2"):
     state_size: int
     ssm_dtype: str = "bf16"
 
-    def __post_init__(self) -> None:
-        self._check("heads", "head_dim", "groups", "state_size")
-
     def layer_states(self) -> tuple[State, ...]:
         """A conv of x|B|C and ssm [heads, head_dim, state]."""
         group = Section(self.groups, self.state_size, shared=True)
@@ -141,9 +139,6 @@ class GatedDeltaNet(_WithConv, frozen=True, kw_only=True, tag="gated_delta_net")
     value_dim: int
     ssm_dtype: str = "bf16"
 
-    def __post_init__(self) -> None:
-        self._check("key_heads", "value_heads", "key_dim", "value_dim")
-
     def layer_states(self) -> tuple[State, ...]:
         """A conv of q|k|v and ssm [value heads, value_dim, key_dim]."""
         key = Section(self.key_heads, self.key_dim)
@@ -158,9 +153,6 @@ class KimiDelta(_WithConv, frozen=True, kw_only=True, tag="kimi_delta"):
     heads: int
     head_dim: int
     ssm_dtype: str = "fp32"
-
-    def __post_init__(self) -> None:
-        self._check("heads", "head_dim")
 
     def layer_states(self) -> tuple[State, ...]:
         """A conv of q|k|v and ssm [heads, head_dim, head_dim]."""
@@ -177,10 +169,6 @@ class LightningAttention(Recurrent, frozen=True, kw_only=True, tag="lightning_at
     head_dim: int
     ssm_dtype: str = "bf16"
 
-    def __post_init__(self) -> None:
-        check(self, sizes=("heads", "head_dim"))
-        self.page(1)
-
     def layer_states(self) -> tuple[State, ...]:
         """An ssm [heads, head_dim, head_dim]."""
         return (_matrix(self.heads, self.head_dim, self.ssm_dtype),)
@@ -191,9 +179,6 @@ class ShortConv(_WithConv, frozen=True, kw_only=True, tag="short_conv"):
 
     width: int
     kernel: int = 3
-
-    def __post_init__(self) -> None:
-        self._check("width")
 
     def layer_states(self) -> tuple[State, ...]:
         """A conv [taps, rows]."""
@@ -211,10 +196,6 @@ class Rwkv7(Recurrent, frozen=True, kw_only=True, tag="rwkv7"):
     hidden: int
     ssm_dtype: str = "fp32"
     shift_dtype: str = "fp32"
-
-    def __post_init__(self) -> None:
-        check(self, sizes=("heads", "head_dim", "hidden"))
-        self.page(1)
 
     def layer_states(self) -> tuple[State, ...]:
         """An ssm [heads, head_dim, head_dim], then the shifts of time and channel mixing."""

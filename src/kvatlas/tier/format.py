@@ -36,7 +36,7 @@ from kvatlas.geometry import round_up
 from kvatlas.planning import Plan
 from kvatlas.tier.index import TierBlock
 from kvatlas.tier.keys import LONGEST_KEY, Cover
-from kvatlas.wire import Bytes, refuse_large
+from kvatlas.wire import Bytes, check_plan_size
 
 MAGIC = b"kvatlas\x00"
 VERSION = 1
@@ -298,7 +298,7 @@ def _checked(fd: int, path: Path) -> tuple[Plan, bytes, Extent]:
     if hashlib.sha256(text).digest() != digest:
         raise _wrong(path, "a plan whose digest is another")
     try:
-        refuse_large(text)
+        check_plan_size(text)
         plan = Plan.from_json(text)
         extent = Extent(plan, len(text))
     except AtlasError as problem:

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Int64s, Layout, ceil_div, join
+from kvatlas.geometry import Int64s, Layout, ceil_div, join_ranges
 from kvatlas.planning import Plan
 from kvatlas.routing import Copy, route
 from kvatlas.tier.keys import NeededBlock, TierSpans
@@ -89,7 +89,8 @@ class Ingest:
                 brought = [delivery.brought for delivery in deliveries.values()]
                 starts, lengths = (np.concatenate(arrays) for arrays in zip(*brought, strict=True))
                 needed = next(iter(deliveries.values())).needed
-                self._whole[shape, ranks] = all(map(np.array_equal, join(starts, lengths), needed))
+                same = all(map(np.array_equal, join_ranges(starts, lengths), needed))
+                self._whole[shape, ranks] = same
             return self._whole[shape, ranks]
 
     def _number(self, start: int, stop: int) -> tuple[dict[int, Int64s], dict[int, list[Any]]]:
@@ -147,7 +148,8 @@ class Ingest:
                 mine = [(c.dst, c.length) for c in copies if c.dst_pool == pool]
                 theirs = [all_needs[pool]] if pool in all_needs else []
                 self._known[rank, need.shape] = Delivery(
-                    self._within(mine, pool, number), join(*self._within(theirs, pool, number))
+                    self._within(mine, pool, number),
+                    join_ranges(*self._within(theirs, pool, number)),
                 )
         return {shape: self._known[rank, shape] for shape in shapes}
 

@@ -24,8 +24,7 @@ from kvatlas.tier.format import TierFile
 from kvatlas.tier.index import BlockIndex, Claim, StoreResult, TierBlock
 from kvatlas.tier.ingest import Ingest, check_tier_plan
 from kvatlas.tier.keys import Keys, NeededBlock, TierSpans, keys_by_group
-from kvatlas.tier.runs import carry_out, pools_of
-from kvatlas.wire import Bytes, Memory, Metrics, stream_bytes
+from kvatlas.wire import Bytes, Memory, Metrics, copy_pools, rank_pools, stream_bytes
 
 _PLANS = 16
 """Plans whose routes to and from a tier stay compiled."""
@@ -73,7 +72,7 @@ class Tier:
         if _file is not None:
             self.pools: dict[int, Bytes] = dict(_file.pools)
         elif memory is not None:
-            self.pools = pools_of(plan, 0, memory)
+            self.pools = rank_pools(plan, 0, memory)
         else:
             self.pools = {p.index: np.zeros(p.nbytes, dtype=np.uint8) for p in plan.pools}
         self._index = BlockIndex(plan, _file.clear if _file else lambda _: None)
@@ -148,7 +147,7 @@ class Tier:
                 whole = sum(self._index.find(need) is not None for need in keyed)
                 return StoreResult(whole, len(keyed) - whole, 0)
             move = carry or (
-                lambda copies: carry_out(copies, pools_of(plan, rank, pools or {}), self.pools)
+                lambda copies: copy_pools(copies, rank_pools(plan, rank, pools or {}), self.pools)
             )
             claim = self._index.claim(needs, ingest, rank)
             try:
@@ -365,7 +364,7 @@ class Hit:
             rank = checked_rank(plan, rank, "destination")
             copies = self.copies(plan, rank=rank, blocks=blocks)
             move = carry or (
-                lambda copies: carry_out(copies, tier.pools, pools_of(plan, rank, pools or {}))
+                lambda copies: copy_pools(copies, tier.pools, rank_pools(plan, rank, pools or {}))
             )
             tier._carry("fetch", copies, move)
 

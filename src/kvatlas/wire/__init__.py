@@ -4,21 +4,32 @@ A `Node` puts one rank's caches on the wire, a `Session` connects it to its peer
 `Transfer` is one request on its way.
 """
 
+from kvatlas.wire.client import Session, Transfer
 from kvatlas.wire.client.rank_transfer import How
-from kvatlas.wire.client.session import Session
-from kvatlas.wire.client.transfer import Transfer
-from kvatlas.wire.local_copy import carry
-from kvatlas.wire.memory_copy import as_bytes
+from kvatlas.wire.memory_copy import (
+    Bytes,
+    as_bytes,
+    copy_pools,
+    copy_request,
+    memory_of,
+    rank_pools,
+)
 from kvatlas.wire.metrics import Metrics
-from kvatlas.wire.peers import refuse_large
-from kvatlas.wire.sample_server import Task, memory_of, noise, served
-from kvatlas.wire.server.node import Node, pools_for
-from kvatlas.wire.staging import Bytes, stream_bytes
-from kvatlas.wire.transports.base import Handle, Link, Memory, Transport
-from kvatlas.wire.transports.registry import NAMES, make
+from kvatlas.wire.peers import check_plan_size
+from kvatlas.wire.sample_server import SampleTask, random_bytes, run_sample_server
+from kvatlas.wire.server import Node, pools_for
+from kvatlas.wire.staging import stream_bytes
+from kvatlas.wire.transports import (
+    TRANSPORT_NAMES,
+    Handle,
+    Link,
+    Memory,
+    Transport,
+    make_transport,
+)
 
 __all__ = [
-    "NAMES",
+    "TRANSPORT_NAMES",
     "Bytes",
     "Handle",
     "How",
@@ -26,17 +37,19 @@ __all__ = [
     "Memory",
     "Metrics",
     "Node",
+    "SampleTask",
     "Session",
-    "Task",
     "Transfer",
     "Transport",
     "as_bytes",
-    "carry",
-    "make",
+    "check_plan_size",
+    "copy_pools",
+    "copy_request",
+    "make_transport",
     "memory_of",
-    "noise",
     "pools_for",
-    "refuse_large",
-    "served",
+    "random_bytes",
+    "rank_pools",
+    "run_sample_server",
     "stream_bytes",
 ]

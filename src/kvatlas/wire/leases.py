@@ -11,21 +11,21 @@ from typing import Any
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Int64s
 from kvatlas.routing import Copy
-from kvatlas.wire.protocol import new_key
+from kvatlas.wire.protocol import Direction, new_key
 
 Released = Callable[[str, str], None]
 """Called with a request and why it was released: `read`, `expired`, `withdrawn`, `closed`."""
 
-_MOST = 1 << 16
+_MAX_LEASES = 1 << 16
 """Leases that may be open at once: a peer cannot make this process keep more."""
 
-_MOST_RUNS = 1 << 24
+_MAX_RUNS = 1 << 24
 """Runs that all open leases may have together, for the same reason."""
 
 
 @dataclass
 class Offer:
-    """Blocks of a finished request, kept as they are until they were read or time is up."""
+    """Blocks of a finished request, kept as they are until they are read or the offer expires."""
 
     request: str
     blocks: Mapping[int, Int64s]
@@ -39,7 +39,7 @@ class Offer:
 
 @dataclass
 class Expected:
-    """Blocks that wait for a request to be pushed into them."""
+    """Blocks into which a request is to be pushed."""
 
     request: str
     blocks: Mapping[int, Int64s]
@@ -48,7 +48,7 @@ class Expected:
     source: bytes
     """The hash of the plan that it comes from."""
     sources: frozenset[int]
-    """Ranks of that plan that all have to arrive."""
+    """Ranks of that plan that all have to push."""
     arrived: set[int] = field(default_factory=set)
     ready: threading.Event = field(default_factory=threading.Event)
 
@@ -60,15 +60,16 @@ class Lease:
     key: bytes
     session: bytes
     request: str
-    way: str
+    direction: Direction
     peer_rank: int
-    whole: bool
-    """Whether it covers the whole offer, every layer of it."""
+    complete: bool
+    """Whether it covers all that is offered or expected, every layer of it."""
     copies: tuple[Copy, ...]
-    slots: tuple[int, ...]
+    buffers: tuple[int, ...]
+    """Staging buffers of this process that are the lease's own."""
     expires: float
     guard: threading.Lock = field(default_factory=threading.Lock)
-    """Held while this process copies for it: it ends before or after, never during."""
+    """Held while this process copies for the lease, which cannot end meanwhile."""
 
     @property
     def held(self) -> bool:
@@ -82,7 +83,7 @@ class Lease:
 
 
 class Leases:
-    """All leases of a process; every access is guarded."""
+    """All leases of a process; any thread may use them."""
 
     def __init__(self, ended: Callable[[Lease], None]) -> None:
         self._open: dict[bytes, Lease] = {}
@@ -94,15 +95,16 @@ class Leases:
         with self._lock:
             return len(self._open)
 
-    def add(self, seconds: float, **about: Any) -> Lease:
+    def grant(self, seconds: float, **fields: Any) -> Lease:
         """A new lease of so many seconds."""
-        lease = Lease(key=new_key(), expires=time.monotonic() + seconds, **about)
+        lease = Lease(key=new_key(), expires=time.monotonic() + seconds, **fields)
         runs = sum(map(len, lease.copies))
         with self._lock:
-            if len(self._open) >= _MOST or self._runs + runs > _MOST_RUNS:
+            if len(self._open) >= _MAX_LEASES or self._runs + runs > _MAX_RUNS:
                 raise AtlasError(
                     Code.TOO_MANY,
-                    f"At most {_MOST:,} transfers of {_MOST_RUNS:,} runs are open at once",
+                    f"Too many transfers are open: {_MAX_LEASES:,} of {_MAX_RUNS:,} runs in all "
+                    "is the most",
                     got=f"one more of {runs:,} runs",
                     hint="Close transfers, or wait until their leases expire",
                 )
@@ -117,43 +119,39 @@ class Leases:
         if lease is None or lease.session != session or not lease.held:
             raise AtlasError(
                 Code.LEASE_EXPIRED,
-                "A transfer holds a lease while it runs",
-                got="a lease that is over, or was never given",
+                "The lease has ended",
+                got="a lease that has expired, was closed, or was never granted",
                 hint="Open the transfer again, for longer",
             )
         return lease
 
     def renew(self, lease: Lease, seconds: float) -> None:
-        """Make a lease last at least so many seconds from now."""
+        """Extend a lease to at least so many seconds from now."""
         lease.expires = max(lease.expires, time.monotonic() + seconds)
 
     def drop(self, lease: Lease) -> None:
         """End a lease; what is being copied for it is over when this returns."""
         with self._lock:
-            found = self._open.pop(lease.key, None)
-            self._runs -= sum(map(len, found.copies)) if found is not None else 0
-        if found is not None:
-            with found.guard:
-                self._ended(found)
+            if self._open.pop(lease.key, None) is None:
+                return
+            self._runs -= sum(map(len, lease.copies))
+        with lease.guard:
+            self._ended(lease)
 
     def sweep(self) -> None:
-        """Forget leases that have expired."""
-        with self._lock:
-            over = [lease for lease in self._open.values() if not lease.held]
-        for lease in over:
-            self.drop(lease)
+        """End leases that have expired."""
+        self._drop_where(lambda lease: not lease.held)
 
-    def drop_request(self, request: str, way: str) -> None:
-        """End all leases of a request that go one way: it may be offered and expected at once."""
-        with self._lock:
-            mine = [one for one in self._open.values() if (one.request, one.way) == (request, way)]
-        for lease in mine:
-            self.drop(lease)
+    def drop_request(self, request: str, direction: Direction) -> None:
+        """End all leases of a request in one direction: it may be offered and expected at once."""
+        self._drop_where(lambda lease: (lease.request, lease.direction) == (request, direction))
 
     def drop_all(self, sessions: set[bytes] | None = None) -> None:
         """End all leases, or those of some sessions."""
+        self._drop_where(lambda lease: sessions is None or lease.session in sessions)
+
+    def _drop_where(self, chosen: Callable[[Lease], bool]) -> None:
         with self._lock:
-            every = list(self._open.values())
-        for lease in every:
-            if sessions is None or lease.session in sessions:
-                self.drop(lease)
+            leases = [lease for lease in self._open.values() if chosen(lease)]
+        for lease in leases:
+            self.drop(lease)

@@ -1,16 +1,15 @@
-"""Copies of byte ranges inside one address space, in steps.
+"""Copies of runs between byte buffers of one address space, in steps.
 
-Long runs go one by one at the speed of memcpy. Short runs of one length are rows of
-an array whose rows start at any byte, so that numpy gathers and scatters thousands of
-them in one call. The work is cut into steps of a few milliseconds: whoever polls does
-one step at a time, and can look at the clock, or at the peer, in between.
+Short runs of one length are elements of a type that wide, which start at any byte of a
+buffer: numpy copies thousands of them in one call. Long runs go one by one at the speed of
+memcpy. The work is done in steps of a few milliseconds, so that whoever drives it can look
+at the clock, or at the peer, in between.
 """
 
 from __future__ import annotations
 
 import ctypes
-import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,120 +17,198 @@ from numpy.typing import NDArray
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Int64s
-from kvatlas.routing import Copy
-from kvatlas.wire.transports.base import Handle, Memory
-from kvatlas.wire.transports.errors import cancelled, failed
+from kvatlas.planning import Plan
+from kvatlas.routing import Copy, Route
+from kvatlas.wire.transports.base import Memory
 
 STEP = 16 << 20
 """Bytes that are copied between two looks at the clock."""
 
-_SHORT = 4 << 10
-"""Runs up to here gain from being gathered; longer ones are copied faster one by one."""
-_FEW = 16
+_SHORT = 8 << 10
+"""Runs up to here are copied together; longer ones are copied faster one by one."""
+_SHORT_PACKED = 16 << 10
+"""The same where the runs follow each other in one of the buffers."""
+_FEW = 4
 """Fewer short runs than this are not worth an array."""
-_GATHERED = 256 << 10
-"""Bytes that are gathered at once: what stays in the processor's cache on its way."""
+_CACHED = 256 << 10
+"""Bytes that are copied together: what stays in the processor's cache on its way."""
 _UNLOCKED = 1 << 20
 """Runs from here on are copied without holding up other threads."""
 
 Bytes = NDArray[np.uint8]
-Steps = Iterator[bool]
-"""Yields True after a step, False where somebody else has to act first."""
-Rows = list[tuple[int, int, int]]
+Steps = Iterator[None]
+Places = Int64s | range
+"""Where runs start; a range where runs of one length follow each other."""
 
 
 def as_bytes(memory: Memory) -> Bytes:
     """The bytes of a region of this process; whoever registered it keeps it alive."""
     region: Any = (ctypes.c_uint8 * memory.nbytes).from_address(memory.address)
-    found: Bytes = np.frombuffer(region, np.uint8)
-    return found
+    return np.frombuffer(region, np.uint8)
 
 
-def copied(src: Bytes, dst: Bytes, copy: Copy) -> Steps:
-    """Carry out a copy between two regions.
+def memory_of(pools: Mapping[int, Bytes]) -> dict[int, Memory]:
+    """Where pools are in this process, as transports register them."""
+    return {index: Memory(pool.ctypes.data, pool.nbytes) for index, pool in pools.items()}
+
+
+def copy_request(
+    route: Route,
+    src: Mapping[int, Mapping[int, Bytes]],
+    dst: Mapping[int, Mapping[int, Bytes]],
+    *,
+    src_blocks: Any,
+    dst_blocks: Any,
+    tokens: Any,
+) -> int:
+    """Copy a request between ranks that are all in this process; how many bytes.
+
+    `src` and `dst` are byte arrays by rank, and by pool within it.
+
+    >>> from kvatlas.planning import plan
+    >>> from kvatlas.routing import route
+    >>> made = plan("Qwen3-8B", memory="64MiB", max_len=64)
+    >>> pools = [{0: {0: np.full(made.pools[0].nbytes, n, np.uint8)}} for n in (1, 2)]
+    >>> copy_request(route(made, made), *pools, src_blocks=[3], dst_blocks=[0], tokens=16)
+    2359296
+    >>> int((pools[1][0][0] == 1).sum())
+    2359296
+    """
+    moved = 0
+    for dst_rank, pools in dst.items():
+        for src_rank in route.sources(dst_rank):
+            bound = route.bind(
+                src_rank=src_rank, dst_rank=dst_rank, src_blocks=src_blocks,
+                dst_blocks=dst_blocks, tokens=tokens,
+            )  # fmt: skip
+            copy_pools(bound.copies, src[src_rank], pools)
+            moved += bound.nbytes
+    return moved
+
+
+def copy_pools(copies: Iterable[Copy], src: Mapping[int, Bytes], dst: Mapping[int, Bytes]) -> None:
+    """Carry out copies between pools, all at once.
+
+    >>> pools = {0: np.arange(8, dtype=np.uint8)}, {0: np.zeros(8, dtype=np.uint8)}
+    >>> copy_pools([Copy(0, 0, np.array([6, 0]), np.array([0, 4]), np.array([2, 3]))], *pools)
+    >>> pools[1][0]
+    array([6, 7, 0, 0, 0, 1, 2, 0], dtype=uint8)
+    """
+    for copy in copies:
+        runs = copy.src, copy.dst, copy.length
+        for _ in copy_runs(src[copy.src_pool], dst[copy.dst_pool], *runs):
+            pass
+
+
+def copy_runs(src: Bytes, dst: Bytes, src_at: Places, dst_at: Places, length: Int64s) -> Steps:
+    """Copy runs from buffer to buffer, a step at a time.
 
     >>> src, dst = np.arange(8, dtype=np.uint8), np.zeros(8, np.uint8)
-    >>> runs = Copy(0, 0, np.array([6, 0]), np.array([0, 5]), np.array([2, 3]))
-    >>> for _ in copied(src, dst, runs): pass
+    >>> for _ in copy_runs(src, dst, np.array([6, 0]), np.array([0, 5]), np.array([2, 3])):
+    ...     pass
     >>> dst.tolist()
     [6, 7, 0, 0, 0, 0, 1, 2]
     """
-    least, most = int(copy.length.min()), int(copy.length.max())
-    ways = ((_short, 0, _SHORT), (_middle, _SHORT, _UNLOCKED), (_long, _UNLOCKED, most))
-    for way, above, upto in ways:
-        if most <= above or least > upto:
-            continue
-        columns = (copy.src, copy.dst, copy.length)
-        if least <= above or most > upto:
-            chosen = (copy.length > above) & (copy.length <= upto)
-            columns = (copy.src[chosen], copy.dst[chosen], copy.length[chosen])
-        if len(columns[0]):
-            yield from way(src, dst, *columns)
-
-
-def _short(src: Bytes, dst: Bytes, src_at: Int64s, dst_at: Int64s, length: Int64s) -> Steps:
-    least = int(length.min())
-    if len(length) >= _FEW and least == int(length.max()):
-        yield from _gathered(src, dst, src_at, dst_at, least)
+    if not len(length):
         return
+    if one_length(length):
+        yield from _of_one_length(src, dst, src_at, dst_at, length)
+        return
+    src_at, dst_at = np.asarray(src_at), np.asarray(dst_at)
     sizes, counts = np.unique(length, return_counts=True)
     rest = np.ones(len(length), dtype=bool)
-    for size in sizes[counts >= _FEW].tolist():
+    for size in sizes[(counts >= _FEW) & (sizes <= _SHORT_PACKED)].tolist():
         alike = length == size
         rest &= ~alike
-        yield from _gathered(src, dst, src_at[alike], dst_at[alike], size)
+        yield from _of_one_length(src, dst, src_at[alike], dst_at[alike], length[alike])
     if bool(rest.any()):
-        yield from _middle(src, dst, src_at[rest], dst_at[rest], length[rest])
+        yield from _one_by_one(src, dst, src_at[rest], dst_at[rest], length[rest])
 
 
-def _gathered(src: Bytes, dst: Bytes, src_at: Int64s, dst_at: Int64s, size: int) -> Steps:
-    from_rows, to_rows = _rows(src, size), _rows(dst, size)
-    many = max(1, _GATHERED // size)
-    pause = max(1, STEP // _GATHERED)
-    for step, first in enumerate(range(0, len(src_at), many)):
-        chosen = slice(first, first + many)
-        to_rows[dst_at[chosen]] = from_rows[src_at[chosen]]
-        if step % pause == pause - 1:
-            yield True
+def one_length(length: Int64s) -> bool:
+    """Whether all runs, of which there are some, have the same length."""
+    return length.strides == (0,) or bool((length == length[0]).all())
 
 
-def _rows(region: Bytes, size: int) -> NDArray[Any]:
-    """Every stretch of a size, one starting at each byte."""
-    return np.ndarray((len(region) - size + 1,), f"V{size}", region, strides=(1,))
+def _of_one_length(src: Bytes, dst: Bytes, src_at: Places, dst_at: Places, length: Int64s) -> Steps:
+    size, count = int(length[0]), len(length)
+    src_at, dst_at = _packed(src_at, size), _packed(dst_at, size)
+    packed = isinstance(src_at, range) or isinstance(dst_at, range)
+    if count < _FEW or size > (_SHORT_PACKED if packed else _SHORT):
+        yield from _one_by_one(src, dst, np.asarray(src_at), np.asarray(dst_at), length)
+        return
+    from_elements, to_elements = _elements(src, size), _elements(dst, size)
+    gathers = isinstance(dst_at, range) and not isinstance(src_at, range)
+    grid = _grid(src, np.asarray(src_at), size) if gathers else None
+    # Runs that are gathered into an array of their own are scattered while still in cache.
+    between = grid is None and not isinstance(src_at, range)
+    together = max(1, (_CACHED if between else STEP) // size)
+    moved = 0
+    for first in range(0, count, together):
+        some = slice(first, first + together)
+        into = _index(dst_at[some])
+        if grid is None:
+            to_elements[into] = from_elements[_index(src_at[some])]
+        else:
+            np.take(grid[0], grid[1][some], out=to_elements[into], mode="clip")
+        moved += together * size
+        if moved >= STEP:
+            yield
+            moved = 0
 
 
-def _middle(src: Bytes, dst: Bytes, src_at: Int64s, dst_at: Int64s, length: Int64s) -> Steps:
+def _grid(src: Bytes, starts: Int64s, size: int) -> tuple[NDArray[Any], Int64s] | None:
+    """Elements side by side, and which of them the runs are, where all are whole steps apart.
+
+    `numpy.take` gathers those without a copy between; it cannot take overlapping elements.
+    """
+    first = int(starts.min())
+    places, phases = np.divmod(starts - first, size)
+    if phases.any():
+        return None
+    return src[first : first + (len(src) - first) // size * size].view(f"V{size}"), places
+
+
+def _packed(starts: Places, size: int) -> Places:
+    """The same places, as a range where each run of a size follows the one before it."""
+    if isinstance(starts, range):
+        return starts
+    first, last = int(starts[0]), int(starts[-1])
+    if last - first == (len(starts) - 1) * size and bool((np.diff(starts) == size).all()):
+        return range(first, last + 1, size)
+    return starts
+
+
+def _index(places: Places) -> Int64s | slice:
+    return slice(places.start, places.stop, places.step) if isinstance(places, range) else places
+
+
+def _elements(buffer: Bytes, size: int) -> NDArray[Any]:
+    """Elements of `size` bytes, one starting at each byte of a buffer; nothing is copied."""
+    return np.ndarray((len(buffer) - size + 1,), f"V{size}", buffer, strides=(1,))
+
+
+def _one_by_one(src: Bytes, dst: Bytes, src_at: Int64s, dst_at: Int64s, length: Int64s) -> Steps:
     source, target = src.data, dst.data
-    for rows in _in_steps(src_at, dst_at, length):
-        for start, to, size in rows:
+    src_address, dst_address = src.ctypes.data, dst.ctypes.data
+    columns = split_runs(src_at, dst_at, length)
+    moved = 0
+    for start, to, size in zip(*(column.tolist() for column in columns), strict=True):
+        if size < _UNLOCKED:
             target[to : to + size] = source[start : start + size]
-        yield True
+        else:
+            ctypes.memmove(dst_address + to, src_address + start, size)
+        moved += size
+        if moved >= STEP:
+            yield
+            moved = 0
 
 
-def _long(src: Bytes, dst: Bytes, src_at: Int64s, dst_at: Int64s, length: Int64s) -> Steps:
-    move = ctypes.memmove
-    pieces = cut(src_at + src.ctypes.data, dst_at + dst.ctypes.data, length)
-    for rows in _in_steps(*pieces):
-        for start, to, size in rows:
-            move(to, start, size)
-        yield True
-
-
-def _in_steps(src_at: Int64s, dst_at: Int64s, length: Int64s) -> Iterator[Rows]:
-    """Rows (source, destination, length), a step's worth at a time."""
-    share = (np.cumsum(length) - 1) // STEP
-    rows = list(zip(src_at.tolist(), dst_at.tolist(), length.tolist(), strict=True))
-    ends = [*(np.flatnonzero(np.diff(share)) + 1).tolist(), len(rows)]
-    first = 0
-    for end in ends:
-        yield rows[first:end]
-        first = end
-
-
-def cut(src_at: Int64s, dst_at: Int64s, length: Int64s) -> tuple[Int64s, Int64s, Int64s]:
+def split_runs(src_at: Int64s, dst_at: Int64s, length: Int64s) -> tuple[Int64s, Int64s, Int64s]:
     """The same runs, none longer than a step.
 
-    >>> [column.tolist() for column in cut(np.array([0]), np.array([7]), np.array([STEP + 1]))]
+    >>> runs = split_runs(np.array([0]), np.array([7]), np.array([STEP + 1]))
+    >>> [column.tolist() for column in runs]
     [[0, 16777216], [7, 16777223], [16777216, 1]]
     """
     if int(length.max()) <= STEP:
@@ -142,54 +219,30 @@ def cut(src_at: Int64s, dst_at: Int64s, length: Int64s) -> tuple[Int64s, Int64s,
     return np.repeat(src_at, parts) + skip, np.repeat(dst_at, parts) + skip, np.minimum(left, STEP)
 
 
-class Stepwise(Handle):
-    """An operation that this process carries out itself, a step at each poll.
+def rank_pools(plan: Plan, rank: int, given: Mapping[int, Any]) -> dict[int, Bytes]:
+    """The pools of a rank as bytes, from `Memory`, numpy arrays or CPU tensors, by index."""
+    pools = {}
+    for pool in plan.pools:
+        if pool.stage != rank // plan.tp:
+            continue
+        held = _bytes_of(given[pool.index]) if pool.index in given else None
+        if held is None or held.size < pool.nbytes:
+            raise AtlasError(
+                Code.OUT_OF_BOUNDS,
+                f"Pool {pool.index} has no {pool.nbytes:,} bytes that this process can reach",
+                got=f"pools {sorted(given)}" if held is None else f"{held.size:,} bytes",
+                hint="Pass the rank's own pools by index, or carry= for memory elsewhere",
+            )
+        pools[pool.index] = held
+    return pools
 
-    >>> work = Stepwise(iter([True, True]))
-    >>> work.poll(), work.poll(), work.poll()
-    (False, False, True)
-    """
 
-    def __init__(self, steps: Steps) -> None:
-        self._steps = steps
-        self._waits = False
-        self._done = False
-        self._failure: AtlasError | None = None
-
-    def poll(self) -> bool:
-        """Do one step."""
-        if self._failure is not None:
-            raise self._failure
-        if self._done:
-            return True
-        try:
-            self._waits = not next(self._steps)
-        except StopIteration:
-            self._done = True
-        except AtlasError as failure:
-            self._failure = failure
-            raise
-        except Exception as problem:
-            # Steps that have raised look finished when asked again: they are not.
-            self._failure = failed(f"{type(problem).__name__}: {problem}")
-            raise self._failure from problem
-        return self._done
-
-    def wait(self, deadline: float) -> None:
-        """Do all steps, without a pause unless somebody else has to act."""
-        while not self.poll():
-            if time.monotonic() > deadline:
-                raise AtlasError(
-                    Code.DEADLINE,
-                    "A transfer ends before its deadline",
-                    got="an operation that is still under way",
-                    hint="Allow more time, or retry on another replica",
-                )
-            if self._waits:
-                time.sleep(1e-3)
-
-    def release(self) -> None:
-        """Do no further step."""
-        if not self._done and self._failure is None:
-            self._failure = cancelled()
-        self._steps = iter(())
+def _bytes_of(pool: Any) -> Bytes | None:
+    """Memory of this process as bytes; None where it is elsewhere, or not contiguous."""
+    if isinstance(pool, Memory):
+        return as_bytes(pool) if pool.device == 0 else None
+    if isinstance(pool, np.ndarray):
+        return pool.reshape(-1).view(np.uint8) if pool.flags.c_contiguous else None
+    if not callable(getattr(pool, "data_ptr", None)) or pool.device.type != "cpu":
+        return None
+    return as_bytes(Memory(pool.data_ptr(), pool.nbytes)) if pool.is_contiguous() else None

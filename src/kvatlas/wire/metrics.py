@@ -1,4 +1,4 @@
-"""Counters of what was moved: plain values, and the text that Prometheus reads."""
+"""Counters of what was moved: plain values, and text for Prometheus."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Metrics:
         with self._lock:
             self.values.update(amounts)
 
-    def ended(self, way: str, how: str) -> None:
-        """Count a transfer by how it ended: ok, or the code of its refusal."""
+    def ended(self, direction: str, outcome: str) -> None:
+        """Count a transfer by how it ended: ok, or the code of its error."""
         with self._lock:
-            self.outcomes[way, how] += 1
+            self.outcomes[direction, outcome] += 1
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -48,22 +48,21 @@ class Metrics:
                 self.seconds[name] += time.perf_counter() - begun
 
     def prometheus(self) -> str:
-        """Everything as Prometheus reads it."""
+        """Everything in the text format that Prometheus reads."""
         with self._lock:
-            lines = []
-            for name, value in sorted(self.values.items()):
-                lines += [
-                    f"# TYPE kvatlas_wire_{name}_total counter",
-                    f"kvatlas_wire_{name}_total {value}",
-                ]
-            lines.append("# TYPE kvatlas_wire_phase_seconds_total counter")
-            lines += [
-                f'kvatlas_wire_phase_seconds_total{{phase="{phase}"}} {seconds:.6f}'
+            counters: dict[str, dict[str, str]] = {
+                name: {"": str(value)} for name, value in sorted(self.values.items())
+            }
+            counters["phase_seconds"] = {
+                f'{{phase="{phase}"}}': f"{seconds:.6f}"
                 for phase, seconds in sorted(self.seconds.items())
-            ]
-            lines.append("# TYPE kvatlas_wire_transfers_total counter")
-            lines += [
-                f'kvatlas_wire_transfers_total{{way="{way}",outcome="{how}"}} {count}'
-                for (way, how), count in sorted(self.outcomes.items())
-            ]
+            }
+            counters["transfers"] = {
+                f'{{direction="{direction}",outcome="{outcome}"}}': str(count)
+                for (direction, outcome), count in sorted(self.outcomes.items())
+            }
+        lines = []
+        for name, samples in counters.items():
+            lines.append(f"# TYPE kvatlas_wire_{name}_total counter")
+            lines += [f"kvatlas_wire_{name}_total{label} {n}" for label, n in samples.items()]
         return "\n".join(lines) + "\n"

@@ -1,9 +1,10 @@
-"""What a peer says of itself, held against its own plan before any of it is used."""
+"""What a peer says of itself, checked against its own plan before any of it is used."""
 
 from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -19,28 +20,28 @@ from kvatlas.wire.transports.base import STAGING, Memory
 ALIGNMENT = 8
 """Bytes that a pool's address is a multiple of: no element of any dtype is larger."""
 
-_RANKS = 1024
-_SLOTS = 1 << 14
-_PARTS = 1 << 11
+_MAX_RANKS = 1024
+_MAX_PAGES = 1 << 14
+"""Pages of a block, over all regions of a plan; the deepest models have hundreds."""
+_MAX_REGIONS = 1 << 11
 """Regions or pools of a plan; the largest that models need have tens."""
-_PLANS = 64
+_MAX_PLANS = 64
 
 
 @dataclass(frozen=True)
 class Peer:
-    """Another process, as its hello described it and as it was found to be sound."""
+    """Another process, as its hello described it, checked against its plan."""
 
     name: str
-    run: bytes
+    incarnation: bytes
     plan: Plan
     plan_hash: bytes
     rank: int
     memory: dict[int, Memory]
-    transport: str
     metadata: bytes
 
 
-class Plans:
+class PeerPlans:
     """Plans of peers by their hash, so that a plan travels once; the oldest are forgotten."""
 
     def __init__(self) -> None:
@@ -48,60 +49,57 @@ class Plans:
 
     def find(self, hello: Hello) -> Plan | None:
         """The plan that a hello is about; None where it has to be sent."""
-        refuse_version(hello)
+        if hello.version != VERSION:
+            raise AtlasError(
+                Code.UNLIKE_VERSIONS,
+                f"The peer speaks version {hello.version} of the protocol, this end {VERSION}",
+                got=f"version {hello.version}",
+                hint="Run the same version of kvatlas at both ends",
+            )
         if hello.plan is None:
             return self._known.get(hello.plan_hash)
         if hashlib.sha256(hello.plan).digest() != hello.plan_hash:
-            raise bad_handshake("a plan whose hash is another")
-        refuse_large(hello.plan)
-        found = Plan.from_json(hello.plan)
-        self._known[hello.plan_hash] = found
-        while len(self._known) > _PLANS:
+            raise bad_handshake("a plan that does not match its hash")
+        check_plan_size(hello.plan)
+        plan = self._known[hello.plan_hash] = Plan.from_json(hello.plan)
+        while len(self._known) > _MAX_PLANS:
             self._known.popitem(last=False)
-        return found
+        return plan
+
+    def __len__(self) -> int:
+        return len(self._known)
 
 
-class _Sized(msgspec.Struct):
-    """A region of a plan, read only far enough to count its layers."""
-
+class _RegionOutline(msgspec.Struct):
     layers: list[msgspec.Raw]
 
 
-class _Counted(msgspec.Struct):
-    regions: list[_Sized]
+class _PlanOutline(msgspec.Struct):
+    """A plan, decoded only far enough to see how large it is."""
+
+    regions: list[_RegionOutline]
     pools: list[msgspec.Raw] = []
     tp: Any = 1
     pp: Any = 1
 
 
-def refuse_large(plan: bytes) -> None:
-    """Refuse a plan that would cost more to check than any model's does."""
+def check_plan_size(plan: bytes) -> None:
+    """Refuse a plan, as JSON, that would cost more to check than any model's does."""
     try:
-        counted = msgspec.json.decode(plan, type=_Counted)
+        outline = msgspec.json.decode(plan, type=_PlanOutline)
     except (msgspec.MsgspecError, ValueError, RecursionError) as problem:
         raise bad_handshake(f"a plan that cannot be read: {problem}"[:200]) from None
-    parts = max(len(counted.regions), len(counted.pools))
-    slots = sum(len(region.layers) for region in counted.regions)
-    sizes = [size for size in (counted.tp, counted.pp) if isinstance(size, int)]
+    regions = max(len(outline.regions), len(outline.pools))
+    pages = sum(len(region.layers) for region in outline.regions)
+    sizes = [size for size in (outline.tp, outline.pp) if isinstance(size, int)]
     ranks = sizes[0] * sizes[1] if len(sizes) == 2 else 0
-    if slots > _SLOTS or parts > _PARTS or not 0 < ranks <= _RANKS:
-        raise bad_handshake(f"a plan with {slots} slots in {parts} parts on {ranks} ranks")
+    if pages > _MAX_PAGES or regions > _MAX_REGIONS or not 0 < ranks <= _MAX_RANKS:
+        raise bad_handshake(f"a plan with {pages} pages in {regions} regions on {ranks} ranks")
 
 
 def plan_hash(plan: Plan) -> bytes:
-    """What stands for a plan that a peer has seen."""
+    """The hash that stands for a plan which the peer has seen."""
     return hashlib.sha256(plan.to_json()).digest()
-
-
-def refuse_version(hello: Hello) -> None:
-    """Refuse another version before anything else that it says is read."""
-    if hello.version != VERSION:
-        raise AtlasError(
-            Code.UNLIKE_VERSIONS,
-            f"Both ends speak version {VERSION} of the protocol",
-            got=f"version {hello.version}",
-            hint="Run the same version of kvatlas at both ends",
-        )
 
 
 def checked_peer(hello: Hello, plan: Plan, transport: str) -> Peer:
@@ -112,23 +110,22 @@ def checked_peer(hello: Hello, plan: Plan, transport: str) -> Peer:
         raise bad_handshake("a fingerprint that is not its plan's")
     if hello.rank >= plan.tp * plan.pp:
         raise bad_handshake(f"rank {hello.rank} of tp {plan.tp} x pp {plan.pp}")
-    memory = {s.index: Memory(s.address, s.nbytes, s.device) for s in hello.spots}
-    if len(memory) < len(hello.spots):
+    memory = {one.index: Memory(one.address, one.nbytes, one.device) for one in hello.memory}
+    if len(memory) < len(hello.memory):
         raise bad_handshake("a region twice")
     check_memory(plan, hello.rank, memory)
     return Peer(
-        hello.name,
-        hello.run,
-        plan,
-        hello.plan_hash,
-        hello.rank,
-        memory,
-        hello.transport,
-        hello.metadata,
+        name=hello.name,
+        incarnation=hello.incarnation,
+        plan=plan,
+        plan_hash=hello.plan_hash,
+        rank=hello.rank,
+        memory=memory,
+        metadata=hello.metadata,
     )
 
 
-def check_memory(plan: Plan, rank: int, memory: dict[int, Memory]) -> None:
+def check_memory(plan: Plan, rank: int, memory: Mapping[int, Memory]) -> None:
     """Refuse regions that are not the pools of a rank: too small, misaligned, overlapping."""
     pools = {pool.index: pool for pool in plan.pools if pool.stage == rank // plan.tp}
     if set(memory) - {STAGING} != set(pools):

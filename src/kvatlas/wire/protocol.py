@@ -1,4 +1,4 @@
-"""What two processes say to each other, and how much of it is believed.
+"""The messages of the side channel, and how they are encoded, limited and signed.
 
 Messages are msgspec structs in msgpack, tagged, with a limit on every length and number;
 block tables are packed integers, so that a few bytes never decode into many. Each message
@@ -11,7 +11,7 @@ from __future__ import annotations
 import hmac
 import secrets
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -21,34 +21,34 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Int64s
 
 VERSION = 1
-MOST = 4 << 20
+MAX_MESSAGE_BYTES = 4 << 20
 """Bytes of a message, the plan in it included."""
 
-SUMMED = 16 << 20
-"""Bytes of a stream that one question about checksums may span: an answer takes no time."""
+MAX_CHECKSUM_SPAN = 16 << 20
+"""Bytes of a stream that one question about checksums may span, so that answers stay quick."""
 
-SMALLEST_PIECE = 4096
-"""Bytes that a staging slot has at least, so that a stream is never cut into dust."""
+MIN_PIECE_BYTES = 4096
+"""The least size of a staging buffer, so that a peer cannot ask for a stream byte by byte."""
 
 NONCE = 16
-_SIGNATURE = 32
 
+Direction = Literal["pull", "push"]
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Key = Annotated[bytes, Meta(min_length=NONCE, max_length=NONCE)]
 Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
 Whole = Annotated[int, Meta(ge=0, le=2**62)]
-Packed = dict[Annotated[int, Meta(ge=0, le=65535)], bytes]
+BlockTables = dict[Annotated[int, Meta(ge=0, le=65535)], bytes]
 """Block ids by group, each table as little-endian 32-bit integers."""
 
 
 class Message(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="say"
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"
 ):
-    """Anything that is said."""
+    """A question or an answer."""
 
 
-class Spot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A registered region of the speaker."""
+class RegisteredMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A region that the sender has registered with its transport: a pool, or staging (-1)."""
 
     index: Annotated[int, Meta(ge=-1, le=65535)]
     address: Whole
@@ -57,65 +57,65 @@ class Spot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Hello(Message, frozen=True, kw_only=True, tag="hello"):
-    """Who the speaker is, what it caches, and where."""
+    """Who the sender is, what it caches, and where."""
 
     version: int
     name: Name
-    run: Key
+    incarnation: Key
     """Drawn anew whenever the process starts."""
     fingerprint: Annotated[str, Meta(min_length=32, max_length=32)]
     plan_hash: Digest
-    plan: Annotated[bytes, Meta(max_length=MOST)] | None = None
+    plan: Annotated[bytes, Meta(max_length=MAX_MESSAGE_BYTES)] | None = None
     """The plan as JSON; left out where the peer is thought to have it."""
     rank: Annotated[int, Meta(ge=0, le=65535)]
-    spots: Annotated[tuple[Spot, ...], Meta(max_length=1024)]
+    memory: Annotated[tuple[RegisteredMemory, ...], Meta(max_length=1024)]
     transport: Name
     metadata: Annotated[bytes, Meta(max_length=1 << 18)]
 
 
 class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
-    """The answer to a hello: the same about the other side, and a session."""
+    """The answer to a hello: the other end's own hello, and a session."""
 
     hello: Hello
     session: Key
 
 
 class SendPlan(Message, frozen=True, kw_only=True, tag="send_plan"):
-    """The answer to a hello with a hash that means nothing here."""
+    """The answer to a hello whose plan is not known here: say it again, with the plan."""
 
 
 class Open(Message, frozen=True, kw_only=True, tag="open"):
     """Begin a transfer: `pull` reads what is offered, `push` writes what is expected."""
 
     session: Key
-    way: Literal["pull", "push"]
+    direction: Direction
     request: Name
-    blocks: Packed
-    """The speaker's own blocks."""
-    peer_blocks: Packed | None = None
-    """The other side's blocks as the speaker knows them; None to be told."""
+    blocks: BlockTables
+    """The sender's own blocks."""
+    peer_blocks: BlockTables | None = None
+    """The other end's blocks as the sender knows them; None to be told."""
     start: Whole
     stop: Whole
     layers: Annotated[tuple[Name, ...], Meta(max_length=16384)] | None = None
     seconds: Annotated[float, Meta(gt=0, le=86400)]
-    slots: Annotated[int, Meta(ge=0, le=16)] = 0
-    """Staging slots that the speaker would like."""
+    buffers: Annotated[int, Meta(ge=0, le=16)] = 0
+    """Staging buffers that the sender would like."""
 
 
 class Opened(Message, frozen=True, kw_only=True, tag="opened"):
-    """A lease: the blocks stay what they are until it ends."""
+    """A lease: the blocks stay as they are until it ends."""
 
     lease: Key
     seconds: float
-    blocks: Packed
-    slots: Annotated[tuple[Whole, ...], Meta(max_length=16)] = ()
-    """Staging slots that are the lease's own while it lasts; none where none are free."""
+    blocks: BlockTables
+    buffers: Annotated[tuple[Whole, ...], Meta(max_length=16)] = ()
+    """Staging buffers that are the lease's own while it lasts; none where none are free."""
     piece: Whole = 0
-    """Bytes of a slot."""
+    """Bytes of a staging buffer."""
 
 
 class Renew(Message, frozen=True, kw_only=True, tag="renew"):
-    """Ask for more time."""
+    """Extend a lease."""
 
     session: Key
     lease: Key
@@ -123,19 +123,19 @@ class Renew(Message, frozen=True, kw_only=True, tag="renew"):
 
 
 class Gather(Message, frozen=True, kw_only=True, tag="gather"):
-    """Bytes start .. stop - 1 of a lease's stream into a slot of the staging buffer.
+    """Gather bytes start .. stop - 1 of a lease's stream into a staging buffer.
 
-    For a push it is the other way: the slot holds them and they are to be scattered.
+    For a push it is the other way: the buffer holds them and they are to be scattered.
     """
 
     session: Key
     lease: Key
     start: Whole
     stop: Whole
-    slot: Annotated[int, Meta(ge=0, le=1024)]
+    buffer: Annotated[int, Meta(ge=0, le=1024)]
 
 
-class Sums(Message, frozen=True, kw_only=True, tag="sums"):
+class GetChecksums(Message, frozen=True, kw_only=True, tag="get_checksums"):
     """Ask for checksums of bytes start .. stop - 1 of the lease's stream, piece by piece."""
 
     session: Key
@@ -145,28 +145,28 @@ class Sums(Message, frozen=True, kw_only=True, tag="sums"):
     piece: Annotated[int, Meta(ge=4096, le=1 << 30)]
 
 
-class Summed(Message, frozen=True, kw_only=True, tag="summed"):
+class Checksums(Message, frozen=True, kw_only=True, tag="checksums"):
     """Checksums, as little-endian 32-bit integers."""
 
-    sums: Annotated[bytes, Meta(max_length=MOST)]
+    sums: Annotated[bytes, Meta(max_length=MAX_MESSAGE_BYTES)]
 
 
 class Close(Message, frozen=True, kw_only=True, tag="close"):
-    """The transfer is over: whole, or not."""
+    """End a transfer; `complete` says that every byte has moved."""
 
     session: Key
     lease: Key
-    whole: bool
+    complete: bool
 
 
-class Fine(Message, frozen=True, kw_only=True, tag="fine"):
-    """Yes; `seconds` are left of the lease that was asked about."""
+class Ok(Message, frozen=True, kw_only=True, tag="ok"):
+    """Done; `seconds` are left of the lease that the question was about."""
 
     seconds: float = 0.0
 
 
 class Refusal(Message, frozen=True, kw_only=True, tag="refusal"):
-    """No, and why."""
+    """Not done, and why."""
 
     code: Annotated[str, Meta(max_length=64)]
     problem: Annotated[str, Meta(max_length=4096)]
@@ -174,14 +174,12 @@ class Refusal(Message, frozen=True, kw_only=True, tag="refusal"):
     hint: Annotated[str, Meta(max_length=4096)]
 
 
-Question = Hello | Open | Renew | Gather | Sums | Close
-Answer = Welcome | SendPlan | Opened | Fine | Summed | Refusal
-
-M = TypeVar("M")
+Question = Hello | Open | Renew | Gather | GetChecksums | Close
+Answer = Welcome | SendPlan | Opened | Ok | Checksums | Refusal
 
 
 def seal(message: Message, nonce: bytes, secret: bytes | None) -> list[bytes]:
-    """A message as the frames that travel: a signature, and the nonce with what is said."""
+    """A message as the frames that travel: a signature, and the nonce with the message."""
     payload = nonce + msgspec.msgpack.encode(message)
     return [_signature(payload, secret), payload]
 
@@ -189,21 +187,20 @@ def seal(message: Message, nonce: bytes, secret: bytes | None) -> list[bytes]:
 def unseal(frames: list[bytes], kind: Any, secret: bytes | None) -> tuple[bytes, Any]:
     """(nonce, message) of frames from outside, or a refusal.
 
-    >>> frames = seal(Fine(seconds=2.0), bytes(16), b"secret")
+    >>> frames = seal(Ok(seconds=2.0), bytes(16), b"secret")
     >>> unseal(frames, Answer, b"secret")[1]
-    Fine(seconds=2.0)
+    Ok(seconds=2.0)
     >>> unseal(frames, Answer, b"other")
     Traceback (most recent call last):
-    kvatlas.errors.AtlasError: Messages are signed with the secret that both ends share. \
+    kvatlas.errors.AtlasError: A message is not signed with the shared secret. \
 Got a signature that does not match. Give both ends the same secret. [bad_signature]
     """
-    if len(frames) != 2 or not NONCE < len(frames[1]) <= MOST:
-        raise bad_handshake("frames that are no message")
+    if len(frames) != 2 or not NONCE < len(frames[1]) <= MAX_MESSAGE_BYTES:
+        raise bad_handshake(f"{len(frames)} frames that are no message")
     signature, payload = frames
     if not hmac.compare_digest(signature, _signature(payload, secret)):
         raise AtlasError(
             Code.BAD_SIGNATURE,
-            "Messages are signed with the secret that both ends share",
             got="a signature that does not match",
             hint="Give both ends the same secret",
         )
@@ -218,44 +215,41 @@ def new_key() -> bytes:
     return secrets.token_bytes(NONCE)
 
 
-def pack(blocks: Mapping[int, Any]) -> Packed:
-    """Block tables as they travel; ids that are not needed may be negative here."""
+def pack_tables(blocks: Mapping[int, Any]) -> BlockTables:
+    """Encode block tables; ids that are not needed may be negative here."""
     return {
         int(group): (np.asarray(ids, dtype=np.int64) & 0xFFFFFFFF).astype("<u4").tobytes()
         for group, ids in blocks.items()
     }
 
 
-def unpack(blocks: Packed) -> dict[int, Int64s]:
-    """Block tables that travelled."""
-    found = {}
+def unpack_tables(blocks: BlockTables) -> dict[int, Int64s]:
+    """Decode block tables."""
+    tables = {}
     for group, ids in blocks.items():
         if len(ids) % 4:
             raise bad_handshake(f"a block table of {len(ids)} bytes")
-        found[group] = np.frombuffer(ids, dtype="<u4").astype(np.int64)
-    return found
+        tables[group] = np.frombuffer(ids, dtype="<u4").astype(np.int64)
+    return tables
 
 
-def refusal_of(problem: AtlasError) -> Refusal:
-    """A refusal as it travels."""
-    texts = [str(text)[:4096] for text in (problem.problem, problem.got, problem.hint)]
-    return Refusal(code=str(problem.code), problem=texts[0], got=texts[1], hint=texts[2])
+def refusal_of(error: AtlasError) -> Refusal:
+    """An error as it is sent to the peer that caused it."""
+    texts = [str(text)[:4096] for text in (error.problem, error.got, error.hint)]
+    return Refusal(code=str(error.code), problem=texts[0], got=texts[1], hint=texts[2])
 
 
-def raise_refusal(said: Refusal) -> None:
-    """A refusal that came from a peer, raised here with its own code."""
+def raise_refusal(refusal: Refusal) -> None:
+    """Raise a refusal that came from a peer, with the peer's own code."""
     known = {str(code): code for code in Code}
-    code = known.get(said.code, Code.WIRE_FAILED)
-    raise AtlasError(code, said.problem, got=f"{said.got} (says the peer)", hint=said.hint)
+    code = known.get(refusal.code, Code.WIRE_FAILED)
+    raise AtlasError(code, refusal.problem, got=f"{refusal.got} (says the peer)", hint=refusal.hint)
 
 
 def bad_handshake(got: str) -> AtlasError:
-    """A refusal of what a peer said."""
+    """A message that is malformed, or contradicts its sender's plan."""
     return AtlasError(
-        Code.BAD_HANDSHAKE,
-        "What a peer says is well formed and fits its plan",
-        got=got,
-        hint="Run the same version of kvatlas at both ends",
+        Code.BAD_HANDSHAKE, got=got, hint="Run the same version of kvatlas at both ends"
     )
 
 

@@ -9,9 +9,10 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-from kvatlas.errors import AtlasError, Code
+from kvatlas.errors import AtlasError, Code, MissingExtraError
 from kvatlas.wire.protocol import (
-    MOST,
+    MAX_MESSAGE_BYTES,
+    NONCE,
     Answer,
     Message,
     Question,
@@ -29,30 +30,38 @@ log = logging.getLogger("kvatlas.wire")
 _POLL_MS = 50
 _QUEUED = 16
 """Messages of a connection that wait in memory; the rest wait at the other end."""
-_REMEMBERED = 4096
+_NONCES = 4096
+"""Nonces that a server remembers, so that it refuses messages that are sent twice."""
 
 
 def zmq() -> Any:
-    """The library, or a refusal that says how to get it."""
+    """The ZeroMQ library, or an error that says how to get it."""
     try:
-        import zmq as found
+        import zmq as library
     except ImportError as missing:
-        raise AtlasError(
-            Code.MISSING_EXTRA,
-            "Wires talk over ZeroMQ",
-            got="no module zmq",
-            hint="pip install 'kvatlas[wire]'",
-        ) from missing
-    return found
+        raise MissingExtraError("pyzmq", "wire") from missing
+    return library
 
 
-def _limited(socket: Any) -> Any:
+def _socket(kind: str) -> Any:
+    """A socket that takes only messages of the allowed size, and few at a time."""
     lib = zmq()
+    socket = lib.Context.instance().socket(getattr(lib, kind))
     socket.setsockopt(lib.LINGER, 0)
-    socket.setsockopt(lib.MAXMSGSIZE, MOST + 64)
+    socket.setsockopt(lib.MAXMSGSIZE, MAX_MESSAGE_BYTES + 64)
     socket.setsockopt(lib.RCVHWM, _QUEUED)
     socket.setsockopt(lib.SNDHWM, _QUEUED)
     return socket
+
+
+def no_answer(endpoint: str) -> AtlasError:
+    """The deadline passed before a peer answered."""
+    return AtlasError(
+        Code.DEADLINE,
+        "The deadline passed before the peer answered",
+        got=f"nothing from {endpoint}",
+        hint="Check that it runs and can be reached, or allow more time",
+    )
 
 
 def ask(endpoint: str, message: Message, *, secret: bytes | None, deadline: float) -> Any:
@@ -63,34 +72,28 @@ def ask(endpoint: str, message: Message, *, secret: bytes | None, deadline: floa
     """
     lib = zmq()
     nonce = new_key()
-    socket = _limited(lib.Context.instance().socket(lib.DEALER))
+    socket = _socket("DEALER")
     try:
         socket.connect(endpoint)
         socket.send_multipart(seal(message, nonce, secret))
-        while True:
+        echoed = b""
+        while echoed != nonce:
             left = deadline - time.monotonic()
             if left <= 0 or not socket.poll(max(1, int(left * 1000))):
-                raise AtlasError(
-                    Code.DEADLINE,
-                    "A peer answers before the deadline",
-                    got=f"nothing from {endpoint}",
-                    hint="Check that it runs and can be reached, or allow more time",
-                )
-            echoed, said = unseal(socket.recv_multipart(), Answer, secret)
-            if echoed == nonce:
-                break
+                raise no_answer(endpoint)
+            echoed, answer = unseal(socket.recv_multipart(), Answer, secret)
     except lib.ZMQError as problem:
         raise AtlasError(
             Code.WIRE_FAILED,
-            "An endpoint is one that ZeroMQ can reach",
+            "ZeroMQ cannot reach the endpoint",
             got=f"{endpoint}: {problem}",
             hint="Endpoints look like tcp://host:port",
         ) from problem
     finally:
         socket.close()
-    if isinstance(said, Refusal):
-        raise_refusal(said)
-    return said
+    if isinstance(answer, Refusal):
+        raise_refusal(answer)
+    return answer
 
 
 class Server(threading.Thread):
@@ -101,76 +104,78 @@ class Server(threading.Thread):
         listen: str,
         answer: Callable[[Any], Message],
         *,
-        secret: bytes | None,
-        idle: Callable[[], None],
+        secret: bytes | None = None,
+        idle: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(name="kvatlas-wire", daemon=True)
-        lib = zmq()
-        self._answer, self._idle, self._secret = answer, idle, secret
-        self._seen: OrderedDict[bytes, None] = OrderedDict()
-        self._over = threading.Event()
-        self._socket = _limited(lib.Context.instance().socket(lib.ROUTER))
+        self.answer = answer
+        self._idle, self._secret = idle, secret
+        self._nonces: OrderedDict[bytes, None] = OrderedDict()
+        self._closing = threading.Event()
+        self._socket = _socket("ROUTER")
+        any_port = listen.endswith(":0")
         try:
-            if listen.endswith(":0"):
-                port = self._socket.bind_to_random_port(listen[:-2])
-                self.endpoint = f"{listen[:-2]}:{port}"
-            else:
-                self._socket.bind(listen)
-                self.endpoint = listen
-        except lib.ZMQError as problem:
+            self._socket.bind(f"{listen[:-1]}*" if any_port else listen)
+        except zmq().ZMQError as problem:
             self._socket.close()
             raise AtlasError(
                 Code.WIRE_FAILED,
-                "A process listens where nobody else does",
+                "ZeroMQ cannot listen at this endpoint",
                 got=f"{listen}: {problem}",
                 hint="Use tcp://127.0.0.1:0 for any free port",
             ) from problem
+        bound: str = self._socket.getsockopt_string(zmq().LAST_ENDPOINT)
+        self.endpoint = listen[:-1] + bound.rpartition(":")[2] if any_port else listen
         self.start()
 
     def run(self) -> None:
         """Answer until closed."""
-        while not self._over.is_set():
+        while not self._closing.is_set():
             if self._socket.poll(_POLL_MS):
                 sender, *frames = self._socket.recv_multipart()
-                reply = self._reply(frames)
-                if reply is not None:
-                    self._socket.send_multipart([sender, *reply])
+                self._socket.send_multipart([sender, *self._reply(frames)])
             try:
                 self._idle()
             except Exception:
                 log.exception("housekeeping failed")
         self._socket.close()
 
+    def stop(self) -> None:
+        """Answer no further question, without waiting for the one at hand."""
+        self._closing.set()
+
     def close(self) -> None:
-        """Stop answering; a second call does nothing."""
-        self._over.set()
+        """Stop, and wait for the answer at hand; a second call does nothing."""
+        self.stop()
         if self is not threading.current_thread():
             self.join()
 
-    def _reply(self, frames: list[bytes]) -> list[bytes] | None:
-        nonce = frames[1][:16] if len(frames) == 2 and len(frames[1]) > 16 else bytes(16)
+    def _reply(self, frames: list[bytes]) -> list[bytes]:
+        whole = len(frames) == 2 and len(frames[1]) > NONCE
+        nonce = frames[1][:NONCE] if whole else bytes(NONCE)
+        answer: Message
         try:
             nonce, question = unseal(frames, Question, self._secret)
-            self._refuse_replay(nonce)
-            said = self._answer(question)
+            self._check_replay(nonce)
+            answer = self.answer(question)
         except AtlasError as refused:
             log.warning("refused code=%s got=%s", refused.code, refused.got)
-            said = refusal_of(refused)
+            answer = refusal_of(refused)
         except Exception as defect:
             log.exception("an answer failed")
-            said = refusal_of(
+            answer = refusal_of(
                 AtlasError(
                     Code.WIRE_FAILED,
-                    "A peer answers what it is asked",
+                    "The peer failed to answer",
                     got=type(defect).__name__,
                     hint="See the peer's log",
                 )
             )
-        return seal(said, nonce, self._secret)
+        return seal(answer, nonce, self._secret)
 
-    def _refuse_replay(self, nonce: bytes) -> None:
-        if nonce in self._seen:
-            raise bad_handshake("a message that was said before")
-        self._seen[nonce] = None
-        while len(self._seen) > _REMEMBERED:
-            self._seen.popitem(last=False)
+    def _check_replay(self, nonce: bytes) -> None:
+        if nonce in self._nonces:
+            raise bad_handshake("a message that was sent before")
+        self._nonces[nonce] = None
+        while len(self._nonces) > _NONCES:
+            self._nonces.popitem(last=False)

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
 from kvatlas import kernels  # noqa: E402
-from kvatlas.kernels import bit_codes as bits  # noqa: E402
+from kvatlas.kernels import hadamard  # noqa: E402
 from kvatlas.kernels import triton as gpu  # noqa: E402
 from kvatlas.kernels.triton import hadamard as turning  # noqa: E402
 from kvatlas.specs import ATTENTION_CACHES, FullAttention, LatentAttention  # noqa: E402
@@ -59,7 +59,7 @@ def test_heads_may_be_far_apart(far: Any) -> None:
     gpu.write(layer, far, far, slots)
     for rows in kernels.read(layer, slots):
         assert torch.equal(rows.half(), far)
-    turned = bits.spread(rows)
+    turned = hadamard.rotate_signed(rows)
     assert torch.allclose(turning.spread(far, 1.0).float(), turned, atol=0.02)
     far.copy_(turned)
     turning.spread_back(far, torch.tensor([0, len(far)]))
@@ -104,8 +104,8 @@ def test_latents_find_a_kernel_where_there_is_one(
     called = []
     for name in ("write_latent", "attend_latent"):
         monkeypatch.setattr(gpu, name, lambda *_, name=name, **__: called.append(name))
-    for room in ("latent", "attend"):
-        module = import_module(f"kvatlas.kernels.{room}")
+    for name in ("latent_rows", "paged_attention"):
+        module = import_module(f"kvatlas.kernels.{name}")
         monkeypatch.setattr(module, "gpu_kernels", lambda *_: gpu)
     spec = LatentAttention(**form)
     layer = Pool(spec, "LBNHC", "cpu", block=64, blocks=2).layer

@@ -13,7 +13,7 @@ import msgspec
 
 from kvatlas.planning import Plan
 from kvatlas.routing import fingerprint
-from kvatlas.wire.protocol import MOST, VERSION
+from kvatlas.wire.protocol import MAX_MESSAGE_BYTES, VERSION
 from tests.wire.corpus import HERE
 from tests.wire.helpers import small
 
@@ -23,8 +23,8 @@ Change = Callable[[Json], object]
 
 
 def plan_json(made: Plan) -> Json:
-    found: Json = json.loads(made.to_json())
-    return found
+    plan: Json = json.loads(made.to_json())
+    return plan
 
 
 def hello(made: Plan | None = None, plan: bytes | None = None, **changed: Any) -> Json:
@@ -32,22 +32,22 @@ def hello(made: Plan | None = None, plan: bytes | None = None, **changed: Any) -
     made = made or small("dense", tp=2)
     text = made.to_json() if plan is None else plan
     said: Json = {
-        "say": "hello",
+        "type": "hello",
         "version": VERSION,
         "name": "stranger",
-        "run": bytes(16),
+        "incarnation": bytes(16),
         "fingerprint": fingerprint(made),
         "plan_hash": hashlib.sha256(text).digest(),
         "plan": text,
         "rank": 0,
-        "spots": [spot(pool.index, 1 << 30, pool.nbytes) for pool in made.pools],
+        "memory": [registered(pool.index, 1 << 30, pool.nbytes) for pool in made.pools],
         "transport": "local",
         "metadata": b"",
     }
     return said | changed
 
 
-def spot(index: int, address: int, nbytes: int, device: int = 0) -> Json:
+def registered(index: int, address: int, nbytes: int, device: int = 0) -> Json:
     return {"index": index, "address": address, "nbytes": nbytes, "device": device}
 
 
@@ -71,10 +71,10 @@ def put(*path: Any) -> Change:
 
     def change(made: Json) -> None:
         *way, last, value = path
-        found: Any = made
+        inner: Any = made
         for key in way:
-            found = found[key]
-        found[last] = value
+            inner = inner[key]
+        inner[last] = value
 
     return change
 
@@ -101,10 +101,10 @@ def framing(good: list[bytes]) -> dict[str, tuple[str, list[bytes]]]:
         "cut_in_half": (bad, [b"", payload[: len(payload) // 2]]),
         "cut_before_the_last_byte": (bad, [b"", payload[:-1]]),
         "more_behind_it": (bad, [b"", payload + b"\x00"]),
-        "as_large_as_allowed": (bad, [b"", payload + bytes(MOST - len(payload))]),
-        "a_byte_too_large": (bad, [b"", payload + bytes(MOST + 1 - len(payload))]),
-        "far_too_large": ("nothing", [b"", bytes(2 * MOST)]),
-        "large_signature": ("bad_signature", [bytes(MOST), payload]),
+        "as_large_as_allowed": (bad, [b"", payload + bytes(MAX_MESSAGE_BYTES - len(payload))]),
+        "a_byte_too_large": (bad, [b"", payload + bytes(MAX_MESSAGE_BYTES + 1 - len(payload))]),
+        "far_too_large": ("nothing", [b"", bytes(2 * MAX_MESSAGE_BYTES)]),
+        "large_signature": ("bad_signature", [bytes(MAX_MESSAGE_BYTES), payload]),
         "signed_by_another": (
             "bad_signature", [hmac.digest(b"theirs", payload, "sha256"), payload],
         ),
@@ -118,9 +118,9 @@ def fields() -> dict[str, tuple[str, list[bytes]]]:
         "no_map": [1, 2, 3],
         "a_number": 7,
         "nothing_at_all": None,
-        "unknown_tag": hello(say="goodbye"),
-        "an_answer": {"say": "fine", "seconds": 1.0},
-        "no_tag": without("say"),
+        "unknown_tag": hello(type="goodbye"),
+        "an_answer": {"type": "ok", "seconds": 1.0},
+        "no_tag": without("type"),
         "no_name": without("name"),
         "no_rank": without("rank"),
         "unknown_field": hello(admin=True),
@@ -128,8 +128,8 @@ def fields() -> dict[str, tuple[str, list[bytes]]]:
         "long_name": hello(name="x" * 257),
         "megabyte_name": hello(name="x" * (1 << 20)),
         "name_of_bytes": hello(name=b"stranger"),
-        "short_run": hello(run=bytes(15)),
-        "long_run": hello(run=bytes(17)),
+        "short_incarnation": hello(incarnation=bytes(15)),
+        "long_incarnation": hello(incarnation=bytes(17)),
         "short_hash": hello(plan_hash=bytes(31)),
         "short_fingerprint": hello(fingerprint="00"),
         "other_fingerprint": hello(fingerprint="0" * 32),
@@ -139,7 +139,7 @@ def fields() -> dict[str, tuple[str, list[bytes]]]:
         "other_transport": hello(transport="carrier pigeon"),
         "plan_as_map": hello() | {"plan": {}},
         "infinite_rank": hello(rank=float("inf")),
-        "undefined_address": hello(spots=[spot(0, 0, 0) | {"address": float("nan")}]),
+        "undefined_address": hello(memory=[registered(0, 0, 0) | {"address": float("nan")}]),
     }
     versions = {f"version_{n}": hello(version=n) for n in (0, 2, -1, 2**63)}
     return {name: (bad, sealed(value)) for name, value in said.items()} | {
@@ -154,42 +154,42 @@ def numbers() -> dict[str, tuple[str, list[bytes]]]:
         "negative_rank": {"rank": -1},
         "rank_too_large": {"rank": 2},
         "rank_far_too_large": {"rank": 65536},
-        "negative_index": {"spots": [spot(-2, 1 << 30, pool.nbytes)]},
-        "negative_address": {"spots": [spot(0, -(1 << 30), pool.nbytes)]},
-        "negative_size": {"spots": [spot(0, 1 << 30, -pool.nbytes)]},
-        "negative_device": {"spots": [spot(0, 1 << 30, pool.nbytes, -1)]},
-        "address_past_all": {"spots": [spot(0, (1 << 62) + 8, pool.nbytes)]},
-        "address_of_64_bits": {"spots": [spot(0, (1 << 64) - 8, pool.nbytes)]},
-        "size_past_all": {"spots": [spot(0, 8, (1 << 62) + 1)]},
+        "negative_index": {"memory": [registered(-2, 1 << 30, pool.nbytes)]},
+        "negative_address": {"memory": [registered(0, -(1 << 30), pool.nbytes)]},
+        "negative_size": {"memory": [registered(0, 1 << 30, -pool.nbytes)]},
+        "negative_device": {"memory": [registered(0, 1 << 30, pool.nbytes, -1)]},
+        "address_past_all": {"memory": [registered(0, (1 << 62) + 8, pool.nbytes)]},
+        "address_of_64_bits": {"memory": [registered(0, (1 << 64) - 8, pool.nbytes)]},
+        "size_past_all": {"memory": [registered(0, 8, (1 << 62) + 1)]},
     }
     return {name: (bad, sealed(hello(**value))) for name, value in changed.items()}
 
 
 def regions() -> dict[str, tuple[str, list[bytes]]]:
     size, at = small("dense", tp=2).pools[0].nbytes, 1 << 30
-    spots: dict[str, list[Json]] = {
+    memory: dict[str, list[Json]] = {
         "no_regions": [],
-        "staging_alone": [spot(-1, at, 4096)],
-        "a_region_twice": [spot(0, at, size), spot(0, at + size, size)],
-        "a_region_too_many": [spot(0, at, size), spot(1, at + size, size)],
-        "another_region": [spot(1, at, size)],
-        "a_byte_too_small": [spot(0, at, size - 1)],
-        "empty_region": [spot(0, at, 0)],
-        "misaligned": [spot(0, at + 4, size)],
-        "at_address_zero": [spot(0, 0, size)],
-        "overlapping": [spot(0, at, size), spot(-1, at + size - 1, 4096)],
-        "one_inside_the_other": [spot(0, at, size), spot(-1, at + 64, 64)],
-        "the_same_place": [spot(0, at, size), spot(-1, at, size)],
-        "too_many_regions": [spot(i, at + i * size, size) for i in range(1025)],
+        "staging_alone": [registered(-1, at, 4096)],
+        "a_region_twice": [registered(0, at, size), registered(0, at + size, size)],
+        "a_region_too_many": [registered(0, at, size), registered(1, at + size, size)],
+        "another_region": [registered(1, at, size)],
+        "a_byte_too_small": [registered(0, at, size - 1)],
+        "empty_region": [registered(0, at, 0)],
+        "misaligned": [registered(0, at + 4, size)],
+        "at_address_zero": [registered(0, 0, size)],
+        "overlapping": [registered(0, at, size), registered(-1, at + size - 1, 4096)],
+        "one_inside_the_other": [registered(0, at, size), registered(-1, at + 64, 64)],
+        "the_same_place": [registered(0, at, size), registered(-1, at, size)],
+        "too_many_regions": [registered(i, at + i * size, size) for i in range(1025)],
     }
-    return {name: ("bad_handshake", sealed(hello(spots=some))) for name, some in spots.items()}
+    return {name: ("bad_handshake", sealed(hello(memory=some))) for name, some in memory.items()}
 
 
 def plans() -> dict[str, tuple[str, list[bytes]]]:
     other = small("sliding", tp=2)
     many: Json = {"regions": [{"layers": [{}] * 20_000}], "tp": 1, "pp": 1}
     huge = 10**9
-    found: dict[str, tuple[str, list[bytes]]] = {
+    cases: dict[str, tuple[str, list[bytes]]] = {
         "unknown_hash": ("send_plan", sealed(hello(plan_hash=bytes(32)) | {"plan": None})),
         "other_hash": ("bad_handshake", sealed(hello(plan_hash=bytes(32)))),
         "other_model": ("unlike_models", sealed(hello(other))),
@@ -224,9 +224,9 @@ def plans() -> dict[str, tuple[str, list[bytes]]]:
         "a_billion_blocks": put("pools", 0, "blocks", huge),
         "negative_blocks": put("pools", 0, "blocks", -1),
         "a_billion_groups": put("regions", 0, "group", huge),
-        "slots_far_apart": put("regions", 0, "page_stride", 2**62),
+        "pages_far_apart": put("regions", 0, "page_stride", 2**62),
         "blocks_in_one_place": put("regions", 0, "block_stride", 0),
-        "a_billion_cuts": put("regions", 0, "cut", huge),
+        "a_billion_splits": put("regions", 0, "splits", huge),
         "a_billion_bytes_in_a_page": put("regions", 0, "page_bytes", huge),
         "a_billion_heads": put("regions", 0, "layers", 0, "spec", "heads", huge),
         "a_billion_elements": put("regions", 0, "layers", 0, "spec", "head_dim", huge),
@@ -237,8 +237,8 @@ def plans() -> dict[str, tuple[str, list[bytes]]]:
         "no_memory": put("memory", 1),
         "a_billion_parts": put("regions", 0, "parts", [huge, huge]),
     }
-    found |= {name: ("bad_handshake", with_plan(change)) for name, change in ranks.items()}
-    return found | {name: ("bad_plan", with_plan(change)) for name, change in inside.items()}
+    cases |= {name: ("bad_handshake", with_plan(change)) for name, change in ranks.items()}
+    return cases | {name: ("bad_plan", with_plan(change)) for name, change in inside.items()}
 
 
 def apart(made: Json) -> None:

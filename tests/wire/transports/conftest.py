@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.wire.transports.registry import make
+from kvatlas.wire import make_transport
 from tests.wire.transports.ends import KINDS, Here, Kind, Peer
 from tests.wire.transports.peer import SIZES, End
 
@@ -19,7 +19,7 @@ def skip_without(kind: Kind) -> None:
     if kind.name == "file":
         return  # needs nothing but a folder
     try:
-        make(kind.name).close()
+        make_transport(kind.name).close()
     except AtlasError as problem:
         if problem.code is not Code.MISSING_EXTRA:
             raise
@@ -36,8 +36,7 @@ def in_its_settings(kind: Kind) -> Iterator[Kind]:
 
 @pytest.fixture(scope="module", params=KINDS, ids=lambda kind: kind.label)
 def kind(request: pytest.FixtureRequest) -> Iterator[Kind]:
-    found: Kind = request.param
-    yield from in_its_settings(found)
+    yield from in_its_settings(request.param)
 
 
 @pytest.fixture(scope="module")

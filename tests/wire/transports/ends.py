@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import base64
-import json
 import os
-import selectors
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,11 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvatlas.routing import Copy
-from kvatlas.wire.transports.base import Memory
-from tests.wire.transports.peer import SIZES, End
-
-SCRIPT = Path(__file__).with_name("peer.py")
-SOURCE = Path(__file__).parents[3] / "src"
+from tests.wire.forking import forked, until_stopped
+from tests.wire.transports.peer import SIZES, End, main
 
 
 @dataclass(frozen=True)
@@ -33,7 +26,6 @@ class Kind:
     label: str
     name: str
     settings: Mapping[str, str] = field(default_factory=dict)
-    notes: bool = True
     remote: bool = True
     """Its peers are other processes, which can be killed."""
     outlives: bool = False
@@ -49,7 +41,7 @@ _NO_IB = {"UCX_MODULES": "^ib"}
 KINDS = [
     Kind("memory", "memory", remote=False),
     Kind("shm", "shm"),
-    Kind("file", "file", notes=False, outlives=True),
+    Kind("file", "file", outlives=True),
     Kind("nixl", "nixl", _NO_IB),
     Kind("mooncake", "mooncake", needs_peer=True),
 ]
@@ -64,31 +56,17 @@ class Peer:
         self, kind: Kind, options: dict[str, Any], sizes: dict[int, int] | None = None
     ) -> None:
         self.kind, self.options = kind, options
-        given = json.dumps([kind.name, options, sizes or SIZES])
-        self.process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), given],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, **kind.settings, "PYTHONPATH": str(SOURCE)},
+        self.process, self._pipe = forked(
+            main, kind.name, options, sizes or SIZES, dict(kind.settings)
         )
-        metadata, regions = self.hear()
-        self.metadata = base64.b64decode(metadata)
-        self.regions = {int(pool): Memory(*numbers) for pool, numbers in regions.items()}
+        self.metadata, self.regions = self.hear()
 
     def hear(self, seconds: float = 30) -> Any:
-        assert self.process.stdout is not None
-        with selectors.DefaultSelector() as ready:
-            ready.register(self.process.stdout, selectors.EVENT_READ)
-            assert ready.select(seconds), "the peer says nothing"
-        line = self.process.stdout.readline()
-        assert line, f"the peer ended with {self.process.wait()}"
-        return json.loads(line)
+        assert self._pipe.poll(seconds), "the peer says nothing"
+        return self._pipe.recv()
 
     def ask(self, *words: Any) -> Any:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(words).encode() + b"\n")
-        self.process.stdin.flush()
+        self._pipe.send(words)
         return self.hear()
 
     def _file(self) -> Path | None:
@@ -106,11 +84,7 @@ class Peer:
 
     def held(self) -> NDArray[np.uint8]:
         path = self._file()
-        found = path.read_bytes() if path else base64.b64decode(self.ask("bytes"))
-        return np.frombuffer(found, np.uint8).copy()
-
-    def notes(self) -> list[bytes]:
-        return [base64.b64decode(note) for note in self.ask("notes")]
+        return np.frombuffer(path.read_bytes() if path else self.ask("bytes"), np.uint8).copy()
 
     def close(self) -> int:
         return int(self.ask("close"))
@@ -118,18 +92,18 @@ class Peer:
     def signal(self, number: signal.Signals) -> None:
         os.kill(self.process.pid, number)
         if number is signal.SIGKILL:
-            self.process.wait()
+            self.process.join()
         elif number is signal.SIGSTOP:
-            # Its threads go on for a moment after the call, and may still serve a read.
-            os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
+            until_stopped(self.process.pid)
 
     def end(self) -> None:
         """Let it close and exit; end it where it does not."""
-        try:
-            self.process.communicate(b'["exit"]\n', timeout=5)
-        except (subprocess.TimeoutExpired, BrokenPipeError):
-            self.process.kill()
-            self.process.communicate()
+        with suppress(OSError):
+            self._pipe.send(["exit"])
+        self.process.join(5)
+        self.process.kill()
+        self.process.join()
+        self._pipe.close()
 
 
 class Here:
@@ -145,9 +119,6 @@ class Here:
 
     def held(self) -> NDArray[np.uint8]:
         return self._end.bytes.copy()
-
-    def notes(self) -> list[bytes]:
-        return self._end.transport.notes()
 
     def close(self) -> int:
         return self._end.close()

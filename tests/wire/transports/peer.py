@@ -1,23 +1,17 @@
-"""The other process: a transport with guarded pools that does what its tester says.
-
-Run as a script. One JSON line in, one out; the first line out says how to connect.
-"""
+"""The other process: a transport with guarded pools that does what its tester says."""
 
 from __future__ import annotations
 
-import base64
-import ctypes
-import json
 import os
-import sys
+from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvatlas.wire.transports.base import STAGING, Memory, Transport
-from kvatlas.wire.transports.registry import make
-from kvatlas.wire.transports.shared_memory import allocate
+from kvatlas.wire import Memory, Transport, make_transport
+from kvatlas.wire.transports import STAGING
+from kvatlas.wire.transports.shared_memory import create_segment
 
 GUARD = 4099
 SIZES = {0: 300_007, 1: 65_536, STAGING: 20_001}
@@ -27,7 +21,7 @@ class End:
     """A transport and one buffer: guard, region, guard, region, guard..."""
 
     def __init__(self, name: str, options: dict[str, Any], sizes: dict[int, int]) -> None:
-        self.transport: Transport = make(name, **options)
+        self.transport: Transport = make_transport(name, **options)
         self.in_file = name == "file" and "name" in options
         self.offsets: dict[int, int] = {}
         stop = GUARD
@@ -35,7 +29,7 @@ class End:
             self.offsets[pool] = stop
             stop += size + GUARD
         self.sizes, self.total = sizes, stop
-        self.segment = allocate(stop) if name == "shm" else None
+        self.segment = create_segment(stop) if name == "shm" else None
         self.bytes: NDArray[np.uint8] = (
             np.frombuffer(self.segment, np.uint8) if self.segment else np.zeros(stop, np.uint8)
         )
@@ -61,38 +55,31 @@ class End:
             self.segment.close()
 
 
-def main() -> None:
-    # Die with the tester, however it ends.
-    ctypes.CDLL(None).prctl(1, 9)
-    # Libraries print what they like: answers have the pipe to themselves.
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    name, options, sizes = json.loads(sys.argv[1])
-    end = End(name, options, {int(pool): size for pool, size in sizes.items()})
-
-    def say(what: Any) -> None:
-        out.write(json.dumps(what) + "\n")
-        out.flush()
-
-    regions = {
-        pool: (memory.address, memory.nbytes, memory.device) for pool, memory in end.regions.items()
-    }
-    say([base64.b64encode(end.transport.publish()).decode(), regions])
-    for line in sys.stdin:
-        word, *rest = json.loads(line)
+def main(
+    tester: Connection,
+    name: str,
+    options: dict[str, Any],
+    sizes: dict[int, int],
+    settings: dict[str, str],
+) -> None:
+    """Be the other end until told to exit, or until nobody tells it anything any more."""
+    os.environ.update(settings)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for noisy in (1, 2):  # libraries print what they like
+        os.dup2(nowhere, noisy)
+    end = End(name, options, sizes)
+    tester.send((end.transport.publish(), end.regions))
+    while True:
+        try:
+            word, *rest = tester.recv()
+        except (EOFError, OSError):
+            word, rest = "exit", []
+        if word == "exit":
+            return end.drop()
         if word == "fill":
             end.fill(rest[0])
-            say(True)
+            tester.send(True)
         elif word == "bytes":
-            say(base64.b64encode(end.bytes.tobytes()).decode())
-        elif word == "notes":
-            say([base64.b64encode(note).decode() for note in end.transport.notes()])
+            tester.send(end.bytes.tobytes())
         elif word == "close":
-            say(end.close())
-        elif word == "exit":
-            end.drop()
-            break
-
-
-if __name__ == "__main__":
-    main()
+            tester.send(end.close())

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.routing import Copy
-from kvatlas.wire.memory_copy import STEP, Stepwise, copied
-from kvatlas.wire.transports.base import Memory
+from kvatlas.wire import TRANSPORT_NAMES, Memory, make_transport
+from kvatlas.wire.memory_copy import STEP, copy_runs
 from kvatlas.wire.transports.nixl_strided import describe
-from kvatlas.wire.transports.registry import NAMES, make
+from kvatlas.wire.transports.stepwise import Stepwise
 
 
 def carried_out(src: np.ndarray, dst: np.ndarray, copy: Copy) -> int:
-    return sum(1 for _ in copied(src, dst, copy))
+    return sum(1 for _ in copy_runs(src, dst, copy.src, copy.dst, copy.length))
 
 
 @pytest.mark.parametrize("size", [1, 7, 4096, 4097, 100_000, (1 << 20) + 1, STEP + 5])
@@ -50,7 +50,7 @@ def test_work_goes_in_steps_that_can_be_given_up() -> None:
     size = 4 * STEP
     src, dst = np.ones(size, np.uint8), np.zeros(size, np.uint8)
     whole = Copy(0, 0, np.array([0]), np.array([0]), np.array([size]))
-    handle = Stepwise(copied(src, dst, whole))
+    handle = Stepwise(copy_runs(src, dst, whole.src, whole.dst, whole.length))
     assert not handle.poll()
     assert dst.sum() == STEP
     with pytest.raises(AtlasError) as refusal:
@@ -67,8 +67,8 @@ def test_work_goes_in_steps_that_can_be_given_up() -> None:
     "problem", [AtlasError(Code.WIRE_FAILED, "rule", got=1, hint="hint"), OSError("disk")]
 )
 def test_a_failure_stays_one(problem: Exception) -> None:
-    def steps() -> Iterator[bool]:
-        yield True
+    def steps() -> Iterator[None]:
+        yield
         raise problem
 
     handle = Stepwise(steps())
@@ -142,12 +142,12 @@ def test_a_library_that_is_missing(
     for module in modules:
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(AtlasError) as refusal:
-        make(name)
+        make_transport(name)
     assert refusal.value.code is Code.MISSING_EXTRA
     assert f"kvatlas[{name}]" in refusal.value.hint
 
 
 def test_names_are_in_the_order_of_preference() -> None:
-    assert NAMES == ("nixl", "mooncake", "shm", "memory", "file")
+    assert TRANSPORT_NAMES == ("nixl", "mooncake", "shm", "memory", "file")
     with pytest.raises(AtlasError):
-        make("carrier pigeon")
+        make_transport("carrier pigeon")

@@ -13,7 +13,7 @@ import pytest
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.routing import Copy
-from kvatlas.wire.transports.base import Link
+from kvatlas.wire import Link
 from tests.wire.transports.conftest import in_its_settings, other_end
 from tests.wire.transports.ends import KINDS, OVER_TCP, Kind, Peer, soon
 from tests.wire.transports.peer import SIZES, End
@@ -25,8 +25,7 @@ REMOTE = [kind for kind in (*KINDS, OVER_TCP) if kind.remote and not kind.outliv
 
 @pytest.fixture(scope="module", params=REMOTE, ids=lambda kind: kind.label)
 def kind(request: pytest.FixtureRequest) -> Iterator[Kind]:
-    found: Kind = request.param
-    yield from in_its_settings(found)
+    yield from in_its_settings(request.param)
 
 
 @pytest.fixture
@@ -92,7 +91,7 @@ def test_killed_before_and_after(kind: Kind, near: End, fresh_far: Callable[...,
     at = near.offsets[0]
     assert np.array_equal(near.bytes[at + 100 : at + 200_100], there[at : at + 200_000])
     for act in (link.read, link.write):
-        refused(lambda act=act: act([copy], note=b"done").wait(soon(10)), *LOST)  # type: ignore[misc]
+        refused(lambda act=act: act([copy]).wait(soon(10)), *LOST)  # type: ignore[misc]
     link.close()
     works(kind, near)
 
@@ -154,7 +153,7 @@ def test_closing_beside_a_peer_that_stands_still(
     peer.signal(signal.SIGSTOP)
     start = time.monotonic()
     try:
-        handle = link.write(runs(20, 10_000), note=b"x")
+        handle = link.write(runs(20, 10_000))
         handle.wait(soon(0.3))
         handle.release()
     except AtlasError as problem:

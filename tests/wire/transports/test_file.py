@@ -5,10 +5,8 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +14,12 @@ import pytest
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.routing import Copy
+from kvatlas.wire import Link, Memory
 from kvatlas.wire.memory_copy import STEP
 from kvatlas.wire.transports import file
-from kvatlas.wire.transports.base import Link, Memory
 from kvatlas.wire.transports.file import FileTransport, in_file_order
-from tests.wire.transports.ends import SOURCE, soon
+from tests.wire.forking import forked
+from tests.wire.transports.ends import soon
 
 SIZE = 1 << 16
 RUNS = [Copy(0, 0, np.array([0]), np.array([0]), np.array([4096]))]
@@ -110,24 +109,18 @@ def test_more_than_the_disk_has(tmp_path: Path) -> None:
     assert disk.registered == 0
 
 
+def write_and_wait(tester: Connection, folder: Path) -> None:
+    link, _pool, _ = linked(folder)
+    link.write(RUNS).wait(soon())
+    tester.send("done")
+    tester.recv()
+
+
 def test_a_killed_writer_leaves_what_it_had_finished(tmp_path: Path) -> None:
-    code = (
-        "import sys, numpy as np; from pathlib import Path\n"
-        "from tests.wire.transports.test_file import RUNS, linked, soon\n"
-        "link, pool, _ = linked(Path(sys.argv[1])); link.write(RUNS).wait(soon())\n"
-        "print('done', flush=True); sys.stdin.readline()"
-    )
-    root = str(SOURCE.parent)
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": f"{SOURCE}:{root}"},
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"done\n"
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    process, pipe = forked(write_and_wait, tmp_path)
+    assert pipe.recv() == "done"
+    process.kill()
+    process.join()
     _, pool, _ = linked(tmp_path)
     assert (tmp_path / "tier").read_bytes()[:4096] == pool[:4096].tobytes()
 
@@ -140,32 +133,32 @@ def test_calls_cover_every_byte_once() -> None:
     near = np.cumsum(rng.permutation(length) + 4 * STEP)
     order = rng.permutation(5_000)
     calls = in_file_order(near[order], far[order], length[order])
-    found: list[list[int]] = []
+    runs: list[list[int]] = []
     for first, count, offset, nbytes in calls.each():
         assert count <= 1024
         assert nbytes <= 2 * STEP
-        for address, size in calls.pieces[first : first + count].tolist():
-            if found and (found[-1][0] + found[-1][2], found[-1][1] + found[-1][2]) == (
+        for address, size in calls.ranges[first : first + count].tolist():
+            if runs and (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]) == (
                 offset,
                 address,
             ):
-                found[-1][2] += size  # the run that was cut
+                runs[-1][2] += size  # the run that was cut
             else:
-                found.append([offset, address, size])
+                runs.append([offset, address, size])
             offset += size
             nbytes -= size
         assert nbytes == 0
     want = zip(far.tolist(), near.tolist(), length.tolist(), strict=True)
-    assert found == [list(row) for row in want]
+    assert runs == [list(row) for row in want]
 
 
 def test_long_runs_and_calls_that_do_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The system may stop anywhere: the rest follows."""
-    real, asked = file._system.preadv, []
+    real, counts = file._system.preadv, []
 
     def lazy(descriptor: int, rows: int, count: int, offset: int) -> int:
-        asked.append(count)
-        if len(asked) % 3 == 0:
+        counts.append(count)
+        if len(counts) % 3 == 0:
             ctypes.set_errno(errno.EINTR)
             return -1
         first = (ctypes.c_uint64 * 2).from_address(rows)
@@ -182,4 +175,4 @@ def test_long_runs_and_calls_that_do_less(tmp_path: Path, monkeypatch: pytest.Mo
     for start in at.tolist():
         to = 63_000 - start
         assert np.array_equal(pool[to : to + 1000], disk[start : start + 1000])
-    assert len(asked) > 64
+    assert len(counts) > 64

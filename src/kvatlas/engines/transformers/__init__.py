@@ -1,13 +1,15 @@
 """transformers on kvatlas: `AtlasCache`, and `attn_implementation="kvatlas"`.
 
-Importing this package registers the attention. It needs transformers 5
+Importing this package registers the attention. It needs transformers 5.17 or later
 (`pip install kvatlas[transformers]`).
 """
 
 from kvatlas.engines.transformers.cache import AtlasCache
-from kvatlas.engines.transformers.paged_attention import NAME, register
-from kvatlas.engines.transformers.plan_for_model import make_cache, make_plan
+from kvatlas.engines.transformers.paged_attention import register
+from kvatlas.engines.transformers.plan_for_model import make_plan
+from kvatlas.engines.transformers.supported_versions import warn_of_untried_version
 
+warn_of_untried_version()
 register()
 
-__all__ = ["NAME", "AtlasCache", "make_cache", "make_plan", "register"]
+__all__ = ["AtlasCache", "make_plan"]

@@ -20,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvatlas.kernels.bit_codes import normal_levels
+from kvatlas.kernels.quantise import normal_levels
 
 _LEVELS_OF_8 = tl.constexpr(normal_levels(3))
 _LEVELS_OF_16 = tl.constexpr(normal_levels(4))

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvatlas.kernels import bit_codes as bits
+from kvatlas.kernels import hadamard as rotation
 from kvatlas.kernels.triton.dependent_launch_device import after_previous, before_next, early
 
 _ELEMENTS = 2048
@@ -69,24 +69,24 @@ def turn_rows(
 
 
 def spread(rows: torch.Tensor, factor: float) -> torch.Tensor:
-    """`bits.spread` of rows [tokens, heads, D], times a factor; halves of bfloat16 rows.
+    """`rotate_signed` of rows [tokens, heads, D], times a factor; halves of bfloat16 rows.
 
     Dots with 4-bit caches are dots of halves, which keep more of a row than bfloat16.
     """
     dtype = torch.float16 if rows.dtype is torch.bfloat16 else rows.dtype
     found = torch.empty(rows.shape, dtype=dtype, device=rows.device)
-    _turn(rows, found, bits.signs(_block(rows), rows.device), factor)
+    _turn(rows, found, rotation.signs(_block(rows), rows.device), factor)
     return found
 
 
 def spread_back(rows: torch.Tensor, starts: torch.Tensor) -> None:
-    """`bits.spread_back` of a batch's rows [tokens, heads, D], where they are."""
+    """`rotate_signed_back` of a batch's rows [tokens, heads, D], where they are."""
     block = _block(rows)
-    _turn(rows, rows, bits.signs(block, rows.device), 1.0 / block, starts)
+    _turn(rows, rows, rotation.signs(block, rows.device), 1.0 / block, starts)
 
 
 def rotated(rows: torch.Tensor) -> torch.Tensor:
-    """`bits.rotate` of rows [tokens, heads, D] of a power of two."""
+    """`rotate` of rows [tokens, heads, D] of a power of two."""
     found = torch.empty_like(rows, memory_format=torch.contiguous_format)
     size = rows.shape[-1]
     _turn(rows, found, _no_signs(size, rows.device), size**-0.5)
@@ -99,7 +99,7 @@ def _block(rows: torch.Tensor) -> int:
 
 
 def _no_signs(size: int, device: torch.device) -> torch.Tensor:
-    return bits.signs(size, device).abs()
+    return rotation.signs(size, device).abs()
 
 
 def _turn(

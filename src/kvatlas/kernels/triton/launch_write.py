@@ -10,7 +10,8 @@ import torch
 import triton
 
 from kvatlas.cache import LayerCache
-from kvatlas.kernels import bit_codes as bits
+from kvatlas.kernels.hadamard import signs
+from kvatlas.kernels.quantise import normal_levels
 from kvatlas.kernels.triton import checks, tune
 from kvatlas.kernels.triton import storage_formats as forms
 from kvatlas.kernels.triton.dependent_launch_device import early
@@ -107,7 +108,7 @@ def _write(
         given[0] = _bounds(sides[0].form.bits, device)
     if sides[0].form.kind == "int4":
         blocks = [dim & -dim, v_dim & -v_dim]
-        given = [bits.signs(block, device) for block in blocks]
+        given = [signs(block, device) for block in blocks]
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         write_rows[(triton.cdiv(slots.shape[0] * heads, count),)](
             k, (k.stride(0), k.stride(1)), v, (v.stride(0), v.stride(1)), slots, slots.shape[0],
@@ -125,5 +126,5 @@ def _write(
 @lru_cache(maxsize=16)
 def _bounds(width: int, device: torch.device) -> torch.Tensor:
     """Where the cells of a code's levels end."""
-    levels = torch.tensor(bits.normal_levels(width), dtype=torch.float32)
+    levels = torch.tensor(normal_levels(width), dtype=torch.float32)
     return ((levels[1:] + levels[:-1]) / 2).to(device)

@@ -1,59 +1,74 @@
-"""One rank's part of a transfer: a lease, the bytes, and the source's word afterwards."""
+"""One rank's part of a transfer: a lease, the bytes, and the source's confirmation afterwards."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.routing import Copy, Costs, report, token_range
-from kvatlas.wire import protocol as say
+from kvatlas.wire.client.transfer import Transfer
 from kvatlas.wire.peers import Peer
+from kvatlas.wire.protocol import (
+    MAX_CHECKSUM_SPAN,
+    MIN_PIECE_BYTES,
+    Checksums,
+    Close,
+    Direction,
+    Gather,
+    GetChecksums,
+    Message,
+    Ok,
+    Open,
+    Opened,
+    Renew,
+    bad_handshake,
+    pack_tables,
+    unpack_tables,
+)
 from kvatlas.wire.rpc import ask
-from kvatlas.wire.staging import cut, gather, scatter, stream_bytes, sums
+from kvatlas.wire.server.state import NodeState
+from kvatlas.wire.staging import checksums, gather, scatter, stream_bytes, stream_slice
 from kvatlas.wire.transports.base import STAGING, Handle, Link
 
-if TYPE_CHECKING:
-    from kvatlas.wire.client.transfer import Transfer
-    from kvatlas.wire.server.node import Node
-
-A = TypeVar("A", bound=say.Message)
+A = TypeVar("A", bound=Message)
 How = Literal["auto", "direct", "staged"]
 
 _BATCH = 64 << 20
-"""Bytes that are posted at once: progress, and a chance to call it off, after each."""
+"""Bytes that are posted at once: progress, and a chance to cancel, after each."""
 
-_SUMMED = 1 << 20
+_CHECKSUM_PIECE = 1 << 20
 
-_SLOTS = 2
-"""Staging slots of a transfer at each end: one is filled while the other is sent."""
+_BUFFERS = 2
+"""Staging buffers of a transfer at each end: one is filled while the other is sent."""
 
 
 @dataclass
-class Connected:
-    """A peer with which hands were shaken."""
+class PeerConnection:
+    """A peer that has welcomed this node, and the link to its memory."""
 
     endpoint: str
     peer: Peer
     session: bytes
     link: Link
     costs: Costs | None = None
+    """What the link was measured at."""
     users: int = 0
     """Transfers that use it now: the link is closed after the last of them."""
     gone: bool = False
 
 
 @dataclass(frozen=True)
-class About:
-    """What a transfer was asked for."""
+class TransferRequest:
+    """What the caller of `pull` or `push` wants."""
 
-    way: Literal["pull", "push"]
+    direction: Direction
     request: str
     blocks: Any
     peer_blocks: Any
@@ -66,312 +81,309 @@ class About:
     streamed: bool
 
 
-class Moving:
+class RankTransfer:
     """One rank's part of a transfer, with one peer."""
 
     def __init__(
         self,
-        node: Node,
-        connected: Connected,
-        about: About,
+        node: NodeState,
+        connection: PeerConnection,
+        wanted: TransferRequest,
         transfer: Transfer,
         *,
         deadline: float,
         patience: float,
     ) -> None:
-        self.node, self.connected, self.about, self.transfer = node, connected, about, transfer
+        self.node, self.connection, self.wanted, self.transfer = node, connection, wanted, transfer
         self.deadline, self.patience = deadline, patience
-        self.rank = connected.peer.rank
-        self.link = connected.link
+        self.rank = connection.peer.rank
+        self.pull = wanted.direction == "pull"
+        self.start, self.stop = token_range(wanted.tokens, node.plan.max_len)
+        self.mine: Any = _by_group(wanted.blocks)
+        self.theirs: Any = None if wanted.peer_blocks is None else _by_group(wanted.peer_blocks)
 
     def run(self) -> None:
-        """Carry it out, or raise why not; what was leased is given back either way."""
-        self.transfer.refuse_cancelled()
-        with self.node.borrowed(self._slots()) as slots:
-            self._run(slots)
-
-    def _slots(self) -> list[int]:
-        """Staging slots of this node; a transfer that must be staged waits for them."""
-        if self.about.how == "direct" or self.about.streamed:
-            return []
-        slots = self.node.take(_SLOTS)
-        waits = self.about.how == "staged" and self.node.slots >= _SLOTS
-        while not slots and waits and time.monotonic() < self.deadline:
-            self.transfer.refuse_cancelled()
-            time.sleep(1e-3)
-            slots = self.node.take(_SLOTS)
-        return slots
-
-    def _run(self, slots: list[int]) -> None:
-        opened = self._open(len(slots))
-        whole = False
+        """Carry it out, or raise why not; the lease and the buffers are given back either way."""
+        self.transfer.check_cancelled()
+        buffers = self._acquire_buffers()
         try:
-            self._believe(opened)
-            copies = self._copies(self.about.layers)
-            self._move(copies, slots, opened)
-            if self.about.checksums:
-                self._compare(copies)
-            whole = True
+            self._run(buffers)
         finally:
-            self._close(whole=whole)
-        # Only now: the source has said that it held the blocks until after the last byte.
-        for name in self._streamed_layers() if self.about.streamed else ():
-            self.transfer.layer(self.rank, name)
-        many = sum(map(len, copies))
-        self.node.metrics.add(bytes=stream_bytes(copies), descriptors=many)
+            self.node.staging.give_back(buffers)
 
-    # -- talking -------------------------------------------------------------------------
+    def _acquire_buffers(self) -> list[int]:
+        """Staging buffers of this node; a transfer that must be staged waits for them."""
+        if self.wanted.how == "direct" or self.wanted.streamed:
+            return []
+        staging = self.node.staging
+        buffers = staging.acquire(_BUFFERS)
+        waits = self.wanted.how == "staged" and staging.count >= _BUFFERS
+        while not buffers and waits and time.monotonic() < self.deadline:
+            self.transfer.check_cancelled()
+            time.sleep(1e-3)
+            buffers = staging.acquire(_BUFFERS)
+        return buffers
 
-    def _ask(self, question: say.Message, kind: type[A]) -> A:
+    def _run(self, buffers: list[int]) -> None:
+        opened = self._open(len(buffers))
+        complete = False
+        try:
+            self._check_opened(opened)
+            copies = self._copies(self.wanted.layers)
+            self._move(copies, buffers, opened)
+            if self.wanted.checksums:
+                self._compare(copies)
+            complete = True
+        finally:
+            self._close(complete=complete)
+        # Only now: the source has confirmed that it held the blocks until after the last byte.
+        for name in self._streamed_layers() if self.wanted.streamed else ():
+            self.transfer.add_layer(self.rank, name)
+        self.node.metrics.add(bytes=stream_bytes(copies), descriptors=sum(map(len, copies)))
+
+    # -- messages -------------------------------------------------------------------------
+
+    def _ask(self, question: Message, kind: type[A]) -> A:
         deadline = min(self.deadline, time.monotonic() + self.patience)
-        endpoint, secret = self.connected.endpoint, self.node.secret
-        said = ask(endpoint, question, secret=secret, deadline=deadline)
-        if not isinstance(said, kind):
-            raise say.bad_handshake(f"{type(said).__name__} instead of {kind.__name__}")
-        return said
+        endpoint, secret = self.connection.endpoint, self.node.secret
+        answer = ask(endpoint, question, secret=secret, deadline=deadline)
+        if not isinstance(answer, kind):
+            raise bad_handshake(f"{type(answer).__name__} instead of {kind.__name__}")
+        return answer
 
-    def _open(self, slots: int) -> say.Opened:
-        about = self.about
-        self.start, self.stop = token_range(about.tokens, self.node.plan.max_len)
-        self.mine = _by_group(about.blocks)
-        theirs = None if about.peer_blocks is None else _by_group(about.peer_blocks)
+    def _ask_of_lease(self, message: Callable[..., Message], kind: type[A], **fields: Any) -> A:
+        return self._ask(
+            message(session=self.connection.session, lease=self._lease, **fields), kind
+        )
+
+    def _open(self, buffers: int) -> Opened:
+        wanted = self.wanted
         with self.node.metrics.phase("open"):
             opened = self._ask(
-                say.Open(
-                    session=self.connected.session,
-                    way=about.way,
-                    request=about.request,
-                    blocks=say.pack(self.mine),
-                    peer_blocks=None if theirs is None else say.pack(theirs),
+                Open(
+                    session=self.connection.session,
+                    direction=wanted.direction,
+                    request=wanted.request,
+                    blocks=pack_tables(self.mine),
+                    peer_blocks=None if self.theirs is None else pack_tables(self.theirs),
                     start=self.start,
                     stop=self.stop,
-                    layers=None if about.layers is None else tuple(about.layers),
-                    seconds=max(0.001, self.deadline - time.monotonic()),
-                    slots=slots,
+                    layers=None if wanted.layers is None else tuple(wanted.layers),
+                    seconds=self._seconds_left(),
+                    buffers=buffers,
                 ),
-                say.Opened,
+                Opened,
             )
         self._lease = opened.lease
         self._renew_at = time.monotonic() + opened.seconds / 2
         return opened
 
-    def _believe(self, opened: say.Opened) -> None:
-        """Take the peer's blocks and slots, the slots only inside its staging buffer."""
-        about = self.about
-        told = say.unpack(opened.blocks)
-        self.theirs = told if about.peer_blocks is None else _by_group(about.peer_blocks)
-        staging = self.connected.peer.memory.get(STAGING)
-        most = 0 if staging is None else staging.nbytes
-        small = opened.piece < say.SMALLEST_PIECE
-        outside = any((slot + 1) * opened.piece > most for slot in opened.slots)
-        if opened.slots and (small or outside or len(set(opened.slots)) < len(opened.slots)):
-            raise say.bad_handshake(f"slots {opened.slots} of {opened.piece} bytes in {most}")
+    def _check_opened(self, opened: Opened) -> None:
+        """Take the peer's blocks and buffers, the buffers only inside its staging memory."""
+        told = unpack_tables(opened.blocks)
+        self.theirs = told if self.theirs is None else self.theirs
+        staging = self.connection.peer.memory.get(STAGING)
+        size = 0 if staging is None else staging.nbytes
+        small = opened.piece < MIN_PIECE_BYTES
+        outside = any((buffer + 1) * opened.piece > size for buffer in opened.buffers)
+        twice = len(set(opened.buffers)) < len(opened.buffers)
+        if opened.buffers and (small or outside or twice):
+            raise bad_handshake(f"buffers {opened.buffers} of {opened.piece} bytes in {size}")
+
+    def _seconds_left(self) -> float:
+        return max(0.001, self.deadline - time.monotonic())
+
+    def _renew_in_time(self) -> None:
+        if time.monotonic() >= self._renew_at:
+            self._renew()
 
     def _renew(self) -> None:
-        if time.monotonic() >= self._renew_at:
-            self._confirm()
+        """Have the peer confirm that the lease is held, and extend it."""
+        ok = self._ask_of_lease(Renew, Ok, seconds=self._seconds_left())
+        self._renew_at = time.monotonic() + ok.seconds / 2
 
-    def _confirm(self) -> None:
-        """Have the peer say that the lease is held, and for longer."""
-        seconds = max(0.001, self.deadline - time.monotonic())
-        session = self.connected.session
-        fine = self._ask(say.Renew(session=session, lease=self._lease, seconds=seconds), say.Fine)
-        self._renew_at = time.monotonic() + fine.seconds / 2
-
-    def _close(self, *, whole: bool) -> None:
-        """Give the lease back; where all went well, the source says that it was held."""
-        question = say.Close(session=self.connected.session, lease=self._lease, whole=whole)
-        with self.node.metrics.phase("confirm"):
-            if whole:
-                self._ask(question, say.Fine)
-            else:
-                with suppress(AtlasError):
-                    self._ask(question, say.Fine)
+    def _close(self, *, complete: bool) -> None:
+        """End the lease; where all went well, the source confirms that it was held."""
+        with self.node.metrics.phase("confirm"), suppress(*(() if complete else (AtlasError,))):
+            self._ask_of_lease(Close, Ok, complete=complete)
 
     def _compare(self, copies: Sequence[Copy]) -> None:
         """Refuse bytes that are not those of the other end."""
         total = stream_bytes(copies)
         wrong = 0
-        for start in range(0, total, say.SUMMED):
-            self.transfer.refuse_cancelled()
-            self._renew()
+        for start in range(0, total, MAX_CHECKSUM_SPAN):
+            self.transfer.check_cancelled()
+            self._renew_in_time()
             with self.node.metrics.phase("checksums"):
-                wrong += self._unlike(copies, start, min(total, start + say.SUMMED))
+                wrong += self._differing(copies, start, min(total, start + MAX_CHECKSUM_SPAN))
         if wrong:
             raise AtlasError(
                 Code.CHECKSUM,
-                "The bytes that arrive are the bytes that were sent",
-                got=f"{wrong} of {-(-total // _SUMMED)} pieces that differ",
+                got=f"{wrong} of {-(-total // _CHECKSUM_PIECE)} pieces that differ",
                 hint="Transfer them again, and mistrust the wire",
             )
 
-    def _unlike(self, copies: Sequence[Copy], start: int, stop: int) -> int:
+    def _differing(self, copies: Sequence[Copy], start: int, stop: int) -> int:
         """How many pieces of a span of the stream are not the same at both ends."""
-        session, lease = self.connected.session, self._lease
-        question = say.Sums(session=session, lease=lease, start=start, stop=stop, piece=_SUMMED)
-        said = self._ask(question, say.Summed)
-        pools, at_source = self.node.pools, self.about.way == "push"
-        ours = sums(copies, pools, (start, stop), _SUMMED, src=at_source)
-        if len(said.sums) != 4 * len(ours):
-            raise say.bad_handshake(f"{len(said.sums)} bytes for {len(ours)} checksums")
-        return int((ours != np.frombuffer(said.sums, dtype="<u4")).sum())
+        span = {"start": start, "stop": stop, "piece": _CHECKSUM_PIECE}
+        theirs = self._ask_of_lease(GetChecksums, Checksums, **span).sums
+        pools = self.node.pools
+        ours = checksums(copies, pools, (start, stop), _CHECKSUM_PIECE, src=not self.pull)
+        if len(theirs) != 4 * len(ours):
+            raise bad_handshake(f"{len(theirs)} bytes for {len(ours)} checksums")
+        return int((ours != np.frombuffer(theirs, dtype="<u4")).sum())
 
-    # -- moving --------------------------------------------------------------------------
+    # -- bytes ----------------------------------------------------------------------------
 
     def _copies(self, layers: Collection[str] | None) -> tuple[Copy, ...]:
-        node, peer = self.node, self.connected.peer
-        given: dict[str, Any] = {"tokens": (self.start, self.stop), "layers": layers}
-        if self.about.way == "pull":
-            given |= {"src_rank": peer.rank, "dst_rank": node.rank}
-            given |= {"src_blocks": self.theirs, "dst_blocks": self.mine}
-            return node.route_from(peer).bind(**given).copies
-        given |= {"src_rank": node.rank, "dst_rank": peer.rank}
-        given |= {"src_blocks": self.mine, "dst_blocks": self.theirs}
-        return node.route_to(peer).bind(**given).copies
+        node, peer = self.node, self.connection.peer
+        route = node.route_from(peer) if self.pull else node.route_to(peer)
+        ends = ((peer.rank, self.theirs), (node.rank, self.mine))
+        (src_rank, src_blocks), (dst_rank, dst_blocks) = ends if self.pull else ends[::-1]
+        return route.bind(
+            src_rank=src_rank, dst_rank=dst_rank, src_blocks=src_blocks, dst_blocks=dst_blocks,
+            tokens=(self.start, self.stop), layers=layers,
+        ).copies  # fmt: skip
 
-    def _move(self, copies: Sequence[Copy], slots: list[int], opened: say.Opened) -> None:
-        if self.about.streamed:
+    def _move(self, copies: Sequence[Copy], buffers: list[int], opened: Opened) -> None:
+        if self.wanted.streamed:
             for name in self._streamed_layers():
-                self.transfer.refuse_cancelled()
-                self._directly(self._copies([name]))
-                if not self.about.checksums:
-                    # What was read counts once the source says that it still held it.
-                    self._confirm()
-                    self.transfer.layer(self.rank, name)
+                self.transfer.check_cancelled()
+                self._move_direct(self._copies([name]))
+                if not self.wanted.checksums:
+                    # What was read counts once the source confirms that it still held it.
+                    self._renew()
+                    self.transfer.add_layer(self.rank, name)
             return
-        able = len(slots) == len(opened.slots) == _SLOTS
-        if able and self._staged(copies, slots, opened):
-            self._by_stages(copies, slots, opened)
+        able = len(buffers) == len(opened.buffers) == _BUFFERS
+        if able and self._should_stage(copies, buffers, opened):
+            self._move_staged(copies, buffers, opened)
             return
-        if self.about.how == "staged" and stream_bytes(copies):
+        if self.wanted.how == "staged" and stream_bytes(copies):
             raise AtlasError(
                 Code.TOO_MANY,
-                "A staged transfer has staging slots at both ends",
-                got="none that are free",
-                hint="Give the nodes more slots, or let the transfer choose",
+                "All staging buffers are in use",
+                got="none free at one end, or none at all",
+                hint="Give the nodes more buffers, or let the transfer choose",
             )
-        self._directly(copies)
+        self._move_direct(copies)
 
     def _streamed_layers(self) -> list[str]:
-        layers = self.node.route_from(self.connected.peer).layers
-        chosen = self.about.layers
+        layers = self.node.route_from(self.connection.peer).layers
+        chosen = self.wanted.layers
         return [name for name in layers if chosen is None or name in chosen]
 
-    def _directly(self, copies: Sequence[Copy]) -> None:
+    def _move_direct(self, copies: Sequence[Copy]) -> None:
         """A descriptor for every run."""
         total = stream_bytes(copies)
-        act = self.link.read if self.about.way == "pull" else self.link.write
         for start in range(0, total, _BATCH):
-            self._renew()
+            self._renew_in_time()
             stop = min(total, start + _BATCH)
-            part = copies if total <= _BATCH else cut(copies, start, stop)
+            part = copies if total <= _BATCH else stream_slice(copies, start, stop)
             with self.node.metrics.phase("direct"):
-                self._wait(act(part))
+                self._wait(self._post(part))
             self.transfer.add(self.rank, stop - start)
 
+    def _post(self, copies: Sequence[Copy]) -> Handle:
+        link = self.connection.link
+        return link.read(copies) if self.pull else link.write(copies)
+
     def _wait(self, handle: Handle) -> None:
-        """Wait for what was posted; it is over, or withdrawn, when this returns."""
-        pause = 20e-6
+        """Wait for what was posted; it is done, or released, when this returns."""
         try:
-            while not handle.poll():
-                self.transfer.refuse_cancelled()
-                if time.monotonic() > self.deadline:
-                    handle.wait(self.deadline)
-                time.sleep(pause)
-                pause = min(2 * pause, 1e-3)
+            handle.wait(self.deadline, self.transfer.check_cancelled)
         finally:
             handle.release()
 
-    def _staged(self, copies: Sequence[Copy], slots: list[int], opened: say.Opened) -> bool:
-        """Whether to go by staging buffers: as asked, or by what this link was measured at."""
-        if self.about.how == "staged":
+    def _should_stage(self, copies: Sequence[Copy], buffers: list[int], opened: Opened) -> bool:
+        """Whether to go through staging buffers: as asked, or by what the link was measured at."""
+        if self.wanted.how == "staged":
             return True
-        if self.about.costs is None and self.connected.costs is None:
-            at = (opened.slots[0] * opened.piece, slots[0] * self.node.piece)
+        if self.wanted.costs is None and self.connection.costs is None:
             with self.node.metrics.phase("measure"):
-                self.connected.costs = self._measured(*at, min(opened.piece, self.node.piece))
-        return report(copies, self.about.costs or self.connected.costs).stage
+                self.connection.costs = self._measure(buffers, opened)
+        return report(copies, self.wanted.costs or self.connection.costs).stage
 
-    def _by_stages(self, copies: Sequence[Copy], slots: list[int], opened: say.Opened) -> None:
+    def _move_staged(self, copies: Sequence[Copy], buffers: list[int], opened: Opened) -> None:
         """Gather, send in large pieces, scatter; one piece is gathered while another is sent."""
-        piece = min(self.node.piece, opened.piece)
+        staging, pools = self.node.staging, self.node.pools
+        piece = min(staging.piece, opened.piece)
         total = stream_bytes(copies)
-        spans = range(0, total, piece)
+        spans = [(start, min(total, start + piece)) for start in range(0, total, piece)]
+        waiting: list[Future[Ok]] = []
+
+        def ask_peer(number: int) -> None:
+            """Have the peer gather a piece, or scatter it, beside what happens here."""
+            start, stop = spans[number]
+            span = {"start": start, "stop": stop, "buffer": opened.buffers[number % _BUFFERS]}
+            waiting.append(beside.submit(lambda: self._ask_of_lease(Gather, Ok, **span)))
+
         with ThreadPoolExecutor(1, thread_name_prefix="kvatlas-stage") as beside:
-            waiting: list[Future[Any]] = []
-
-            def remotely(number: int) -> None:
-                start, stop = spans[number], min(total, spans[number] + piece)
-                slot = opened.slots[number % _SLOTS]
-                session, lease = self.connected.session, self._lease
-                question = say.Gather(
-                    session=session, lease=lease, start=start, stop=stop, slot=slot
-                )
-                waiting.append(beside.submit(self._ask, question, say.Fine))
-
-            pull = self.about.way == "pull"
-            if pull and spans:
-                remotely(0)
-            for number, start in enumerate(spans):
-                stop = min(total, start + piece)
-                self.transfer.refuse_cancelled()
-                self._renew()
-                far = opened.slots[number % _SLOTS] * opened.piece
-                near = slots[number % _SLOTS] * self.node.piece
-                room = self.node.pools[STAGING][near : near + stop - start]
-                part = cut(copies, start, stop)
-                if pull:
+            if self.pull and spans:
+                ask_peer(0)
+            for number, (start, stop) in enumerate(spans):
+                self.transfer.check_cancelled()
+                self._renew_in_time()
+                near, far = buffers[number % _BUFFERS], opened.buffers[number % _BUFFERS]
+                stream = staging.view(near, stop - start)
+                ends = near * staging.piece, far * opened.piece
+                part = stream_slice(copies, start, stop)
+                if self.pull:
                     waiting.pop(0).result()
                     if number + 1 < len(spans):
-                        remotely(number + 1)
-                    self._send(far, near, stop - start)
-                    scatter(part, room, self.node.pools)
+                        ask_peer(number + 1)
+                    self._send(*ends, stop - start)
+                    scatter(part, stream, pools)
                 else:
-                    if len(waiting) == _SLOTS:
+                    if len(waiting) == _BUFFERS:
                         waiting.pop(0).result()
-                    gather(part, self.node.pools, room)
-                    self._send(near, far, stop - start)
-                    remotely(number)
+                    gather(part, pools, stream)
+                    self._send(*ends, stop - start)
+                    ask_peer(number)
                 self.transfer.add(self.rank, stop - start)
             for scattered in waiting:
                 scattered.result()
 
-    def _send(self, src: int, dst: int, nbytes: int) -> None:
-        """One piece from staging buffer to staging buffer."""
-        one = [np.array([number], dtype=np.int64) for number in (src, dst, nbytes)]
-        act = self.link.read if self.about.way == "pull" else self.link.write
+    def _send(self, near: int, far: int, nbytes: int) -> None:
+        """One piece between the staging buffers of the two ends."""
         with self.node.metrics.phase("staged"):
-            self._wait(act([Copy(STAGING, STAGING, *one)]))
+            self._wait(self._post([self._staging_copy([near], [far], nbytes)]))
 
-    def _measured(self, far: int, near: int, piece: int) -> Costs:
-        """What this link costs: many short runs against one long one, between staging slots."""
-        short, many = 4096, max(1, min(64, piece // 8192))
-        ends = (far, near) if self.about.way == "pull" else (near, far)
-        act = self.link.read if self.about.way == "pull" else self.link.write
-        order = np.arange(many)[::-1] * 2 * short
-        runs = Copy(
-            STAGING, STAGING, ends[0] + order, ends[1] + np.sort(order), np.full(many, short)
+    def _staging_copy(self, near: Any, far: Any, nbytes: int) -> Copy:
+        """Runs of one length between offsets of the two ends' staging memory."""
+        src, dst = (far, near) if self.pull else (near, far)
+        length = np.full(len(src), nbytes, dtype=np.int64)
+        return Copy(STAGING, STAGING, np.asarray(src), np.asarray(dst), length)
+
+    def _measure(self, buffers: list[int], opened: Opened) -> Costs:
+        """What this link costs: many short runs against one long one, between staging buffers."""
+        piece = min(opened.piece, self.node.staging.piece)
+        near, far = buffers[0] * self.node.staging.piece, opened.buffers[0] * opened.piece
+        short, count = 4096, max(1, min(64, piece // 8192))
+        at = np.arange(count) * 2 * short
+        runs = self._staging_copy(near + at, far + at[::-1], short)
+        many, one = (
+            _quickest(lambda copy=copy: self._wait(self._post([copy])))  # type: ignore[misc]
+            for copy in (runs, self._staging_copy([near], [far], piece))
         )
-        once = [np.array([n], dtype=np.int64) for n in (*ends, piece)]
-        timed = []
-        for copy in (runs, Copy(STAGING, STAGING, *once)):
-            best = float("inf")
-            for _ in range(3):
-                begun = time.perf_counter()
-                self._wait(act([copy]))
-                best = min(best, time.perf_counter() - begun)
-            timed.append(best)
         # A scatter of such short runs, as a staged transfer ends with, into scratch memory.
-        spread = Copy(STAGING, 0, order, order, np.full(many, short))
-        room = {0: np.empty(2 * many * short, dtype=np.uint8)}
-        stream = self.node.pools[STAGING][near : near + many * short]
-        scatter([spread], stream, room)
+        spread = Copy(STAGING, 0, at, at[::-1], np.full(count, short))
+        scratch = {0: np.empty(2 * count * short, dtype=np.uint8)}
+        stream = self.node.staging.view(buffers[0], count * short)
+        copying = _quickest(lambda: scatter([spread], stream, scratch))
+        wire = piece / one
+        each = max(0.0, (many - count * short / wire) / count)
+        return Costs(descriptor=each, wire=wire, copy=count * short / copying, piece=piece)
+
+
+def _quickest(act: Callable[[], object]) -> float:
+    """Least seconds of three turns."""
+    taken = []
+    for _ in range(3):
         begun = time.perf_counter()
-        scatter([spread], stream, room)
-        copied = many * short / max(1e-9, time.perf_counter() - begun)
-        wire = piece / max(1e-9, timed[1])
-        each = max(0.0, (timed[0] - many * short / wire) / many)
-        return Costs(descriptor=each, wire=wire, copy=copied, piece=piece)
+        act()
+        taken.append(time.perf_counter() - begun)
+    return max(1e-9, min(taken))
 
 
 def _by_group(blocks: Any) -> Mapping[int, Any]:

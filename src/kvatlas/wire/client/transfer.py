@@ -1,4 +1,4 @@
-"""`Transfer`: one request on its way, and whether it is all there."""
+"""`Transfer`: one request on its way, its progress and its outcome."""
 
 from __future__ import annotations
 
@@ -13,6 +13,12 @@ class Transfer:
     """A request on its way over several ranks.
 
     It is ready when every rank has delivered; the first failure ends it.
+
+    >>> transfer = Transfer("request 17", ranks=(0, 1), total=8192)
+    >>> transfer.add(0, 4096)
+    >>> transfer.finished(0)
+    >>> print(repr(transfer).partition(" after ")[0])
+    <Transfer 'request 17': running, 4,096 of 8,192 bytes
     """
 
     def __init__(self, request: str, ranks: Sequence[int], total: int | None) -> None:
@@ -31,6 +37,13 @@ class Transfer:
         if not self._waiting:
             self._end()
 
+    def __repr__(self) -> str:
+        state = str(self.error.code) if self.error else "ready" if self.done else "running"
+        total = "" if self.total is None else f" of {self.total:,}"
+        seconds = self.seconds if self.done else time.monotonic() - self.begun
+        moved = f"{self.moved:,}{total} bytes after {seconds:.3f} s"
+        return f"<Transfer {self.request!r}: {state}, {moved}>"
+
     @property
     def moved(self) -> int:
         """Bytes that have moved so far, of all ranks."""
@@ -39,13 +52,13 @@ class Transfer:
 
     @property
     def layers(self) -> set[str]:
-        """Layers that every rank has delivered, of a transfer that is streamed."""
+        """Layers that every rank has delivered, in a streamed transfer."""
         with self._lock:
             return set.intersection(*self._layers.values()) if self._layers else set()
 
     @property
     def done(self) -> bool:
-        """Whether it is over, well or not."""
+        """Whether it has ended, ready or failed."""
         return self._over.is_set()
 
     @property
@@ -55,20 +68,20 @@ class Transfer:
 
     @property
     def cancelled(self) -> bool:
-        """Whether somebody has called it off."""
+        """Whether `cancel` was called."""
         return self._cancel.is_set()
 
     def cancel(self) -> None:
-        """Call it off: it ends soon, and delivers nothing unless it already has."""
+        """Cancel it: it ends soon, and delivers nothing unless it already has."""
         self._cancel.set()
 
     def wait(self, seconds: float | None = None) -> Transfer:
-        """Wait until it is over; raises its failure, or that time is up."""
+        """Wait until it has ended; raises its failure, or once `seconds` have passed."""
         if not self._over.wait(seconds):
             raise AtlasError(
                 Code.DEADLINE,
-                "A transfer ends before its deadline",
-                got=f"request {self.request} after {time.monotonic() - self.begun:.1f} s",
+                f"The transfer is still running after {time.monotonic() - self.begun:.1f} s",
+                got=self,
                 hint="Wait longer, or cancel it",
             )
         if self.error is not None:
@@ -77,27 +90,22 @@ class Transfer:
 
     # -- for those who carry it out ---------------------------------------------------------
 
-    def refuse_cancelled(self) -> None:
-        """Raise where it was called off, or another rank has failed."""
+    def check_cancelled(self) -> None:
+        """Raise where it was cancelled, or another rank has failed."""
         if self.cancelled or self.error is not None:
-            raise AtlasError(
-                Code.CANCELLED,
-                "A transfer that is called off delivers nothing",
-                got=f"request {self.request}",
-                hint="Start it again",
-            )
+            raise AtlasError(Code.CANCELLED, got=f"request {self.request}", hint="Start it again")
 
     def add(self, rank: int, nbytes: int) -> None:
         """Count bytes of a rank."""
         with self._lock:
             self._bytes[rank] += nbytes
 
-    def layer(self, rank: int, name: str) -> None:
+    def add_layer(self, rank: int, name: str) -> None:
         """A rank has delivered a layer."""
         with self._lock:
             self._layers[rank].add(name)
 
-    def again(self, rank: int) -> None:
+    def restart(self, rank: int) -> None:
         """A rank starts over, on another replica."""
         with self._lock:
             self._bytes[rank] = 0
@@ -114,7 +122,7 @@ class Transfer:
                 rank,
                 AtlasError(
                     Code.WIRE_FAILED,
-                    "What arrives is what the destination's plan needs",
+                    "Fewer or more bytes arrived than the destination's plan needs",
                     got=f"{self.moved} of {self.total} bytes",
                     hint="Please report it: a route has left bytes out",
                 ),
@@ -123,7 +131,7 @@ class Transfer:
             self._end()
 
     def failed(self, rank: int, problem: AtlasError) -> None:
-        """A rank has failed on every replica; the others are called off."""
+        """A rank has failed on every replica; the others are cancelled."""
         with self._lock:
             self._waiting.discard(rank)
             if self.error is None or self.error.code is Code.CANCELLED:

@@ -1,6 +1,6 @@
-"""What a node answers its peers: welcome, leases, staged pieces, checksums, goodbye.
+"""What a node answers its peers: welcome, leases, staged pieces, checksums.
 
-Every question is held against what the peer's session and lease allow before anything
+Every question is checked against what the peer's session and lease allow before anything
 is touched; a refusal is an answer too.
 """
 
@@ -9,175 +9,196 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Int64s
 from kvatlas.planning import Plan
-from kvatlas.wire import protocol as say
 from kvatlas.wire.leases import Expected, Lease, Offer
 from kvatlas.wire.peers import Peer, checked_peer
+from kvatlas.wire.protocol import (
+    MAX_CHECKSUM_SPAN,
+    Checksums,
+    Close,
+    Gather,
+    GetChecksums,
+    Hello,
+    Message,
+    Ok,
+    Open,
+    Opened,
+    Renew,
+    SendPlan,
+    Welcome,
+    bad_handshake,
+    new_key,
+    pack_tables,
+    unpack_tables,
+)
 from kvatlas.wire.rpc import log
-from kvatlas.wire.staging import cut, gather, scatter, sums
+from kvatlas.wire.server.state import NodeState
+from kvatlas.wire.staging import checksums, gather, scatter, stream_slice
 
-if TYPE_CHECKING:
-    from kvatlas.wire.server.node import Node
-
-_SESSIONS = 1024
-_LONGEST = 3600.0
+_MAX_SESSIONS = 1024
+_LONGEST_LEASE = 3600.0
 
 
 class Answers:
-    """Answers in the name of a node."""
+    """Answers peers on behalf of a node."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: NodeState) -> None:
         self.node = node
         self._sessions: OrderedDict[bytes, Peer] = OrderedDict()
 
-    def __call__(self, question: Any) -> say.Message:
+    def __call__(self, question: Any) -> Message:
         """The answer to a question, or a refusal raised."""
         self.node.metrics.add(messages=1)
         match question:
-            case say.Hello():
+            case Hello():
                 return self._welcome(question)
-            case say.Open():
+            case Open():
                 return self._open(question)
-            case say.Renew():
+            case Renew():
                 lease = self._lease(question)
                 self.node.leases.renew(lease, min(question.seconds, self._longest(lease)))
-                return say.Fine(seconds=lease.left)
-            case say.Gather():
+                return Ok(seconds=lease.left)
+            case Gather():
                 return self._stage(question)
-            case say.Sums():
-                return self._sum(question)
-            case say.Close():
+            case GetChecksums():
+                return self._checksums(question)
+            case Close():
                 return self._close(question)
-        raise say.bad_handshake(type(question).__name__)
+        raise bad_handshake(type(question).__name__)
 
-    def _welcome(self, hello: say.Hello) -> say.Message:
-        plan = self.node.plans.find(hello)
+    def _welcome(self, hello: Hello) -> Message:
+        plan = self.node.peer_plans.find(hello)
         if plan is None:
-            return say.SendPlan()
+            return SendPlan()
         peer = checked_peer(hello, plan, self.node.transport.name)
         self.node.route_to(peer)
-        session = say.new_key()
+        session = new_key()
         with self.node.lock:
-            # A process that starts again under its name leaves nothing of its last run.
+            # A process that starts again under its name leaves nothing of its last incarnation.
             gone = {
                 key
                 for key, old in self._sessions.items()
-                if (old.name, old.rank) == (peer.name, peer.rank) and old.run != peer.run
+                if (old.name, old.rank) == (peer.name, peer.rank)
+                and old.incarnation != peer.incarnation
             }
             for key in gone:
                 del self._sessions[key]
             self._sessions[session] = peer
-            while len(self._sessions) > _SESSIONS:
+            while len(self._sessions) > _MAX_SESSIONS:
                 gone.add(self._sessions.popitem(last=False)[0])
             self.node.leases.drop_all(gone)
-        log.info("welcome name=%s rank=%d transport=%s", peer.name, peer.rank, peer.transport)
-        return say.Welcome(hello=self.node.hello(with_plan=True), session=session)
+        log.info("welcome name=%s rank=%d transport=%s", peer.name, peer.rank, hello.transport)
+        return Welcome(hello=self.node.hello(with_plan=True), session=session)
 
-    def _open(self, asked: say.Open) -> say.Message:
-        peer = self._peer(asked.session)
-        theirs = say.unpack(asked.blocks)
-        known = None if asked.peer_blocks is None else say.unpack(asked.peer_blocks)
-        with self.node.lock:
-            held = self._held(asked, peer)
-            _refuse_other_blocks(held.blocks, known)
-            _refuse_outside(held, asked.start, asked.stop, self.node.plan)
-            about: dict[str, Any] = {"tokens": (asked.start, asked.stop), "layers": asked.layers}
-            if asked.way == "pull":
-                bound = self.node.route_to(peer).bind(
-                    src_rank=self.node.rank, dst_rank=peer.rank, src_blocks=held.blocks,
-                    dst_blocks=theirs, **about,
+    def _open(self, question: Open) -> Message:
+        node, peer = self.node, self._peer(question.session)
+        theirs = unpack_tables(question.blocks)
+        told = None if question.peer_blocks is None else unpack_tables(question.peer_blocks)
+        with node.lock:
+            held = self._held(question, peer)
+            tokens = question.start, question.stop
+            _check_same_blocks(held.blocks, told)
+            _check_tokens(held, *tokens, node.plan)
+            if question.direction == "pull":
+                bound = node.route_to(peer).bind(
+                    src_rank=node.rank, dst_rank=peer.rank, src_blocks=held.blocks,
+                    dst_blocks=theirs, tokens=tokens, layers=question.layers,
                 )  # fmt: skip
             else:
-                bound = self.node.route_from(peer).bind(
-                    src_rank=peer.rank, dst_rank=self.node.rank, src_blocks=theirs,
-                    dst_blocks=held.blocks, **about,
+                bound = node.route_from(peer).bind(
+                    src_rank=peer.rank, dst_rank=node.rank, src_blocks=theirs,
+                    dst_blocks=held.blocks, tokens=tokens, layers=question.layers,
                 )  # fmt: skip
-            seconds = asked.seconds
+            seconds = question.seconds
             if isinstance(held, Offer):
                 seconds = min(seconds, held.expires - time.monotonic())
             else:
-                # Who writes again has not arrived until it is done again.
+                # A retried push resets what has arrived.
                 held.arrived.discard(peer.rank)
-            lease = self.node.leases.add(
+            lease = node.leases.grant(
                 seconds,
-                session=asked.session,
-                request=asked.request,
-                way=asked.way,
+                session=question.session,
+                request=question.request,
+                direction=question.direction,
                 peer_rank=peer.rank,
-                whole=asked.layers is None and (asked.start, asked.stop) == (held.start, held.stop),
+                complete=question.layers is None and tokens == (held.start, held.stop),
                 copies=bound.copies,
-                slots=tuple(self.node.take(asked.slots)),
+                buffers=tuple(node.staging.acquire(question.buffers)),
             )
-        return say.Opened(
+        return Opened(
             lease=lease.key,
             seconds=lease.left,
-            blocks=say.pack(held.blocks),
-            slots=lease.slots,
-            piece=self.node.piece,
+            blocks=pack_tables(held.blocks),
+            buffers=lease.buffers,
+            piece=node.staging.piece,
         )
 
-    def _held(self, asked: say.Open, peer: Peer) -> Offer | Expected:
-        offer = self.node.offers.get(asked.request) if asked.way == "pull" else None
-        if offer is not None and offer.expires > time.monotonic():
-            return offer
-        expected = self.node.expected.get(asked.request) if asked.way == "push" else None
-        wanted = expected is not None and expected.source == peer.plan_hash
-        if expected is not None and wanted and not expected.ready.is_set():
-            return expected
+    def _held(self, question: Open, peer: Peer) -> Offer | Expected:
+        """What this node offers to be read, or expects to be written, under a request's name."""
+        if question.direction == "pull":
+            offer = self.node.offers.get(question.request)
+            if offer is not None and offer.expires > time.monotonic():
+                return offer
+        else:
+            expected = self.node.expected.get(question.request)
+            wanted = expected is not None and expected.source == peer.plan_hash
+            if expected is not None and wanted and not expected.ready.is_set():
+                return expected
         raise AtlasError(
             Code.UNKNOWN_REQUEST,
-            "A request is offered where it is read, and where it is written it is expected "
-            "from that plan and not yet there",
-            got=repr(asked.request),
-            hint="Offer it first, and for long enough",
+            "The request is not offered"
+            if question.direction == "pull"
+            else "The request is not expected from this plan, or has arrived",
+            got=repr(question.request),
+            hint="Offer or expect it first, and for long enough",
         )
 
-    def _stage(self, asked: say.Gather) -> say.Message:
-        lease = self._lease(asked)
-        if not 0 <= asked.stop - asked.start <= self.node.piece:
-            raise say.bad_handshake(f"a piece of bytes {asked.start}..{asked.stop}")
-        if asked.slot not in lease.slots:
-            raise say.bad_handshake(f"slot {asked.slot}, not one of the lease's")
-        part = cut(lease.copies, asked.start, asked.stop)
-        room = self.node.staging[asked.slot * self.node.piece :][: asked.stop - asked.start]
+    def _stage(self, question: Gather) -> Message:
+        lease, staging = self._lease(question), self.node.staging
+        nbytes = question.stop - question.start
+        if not 0 <= nbytes <= staging.piece:
+            raise bad_handshake(f"a piece of bytes {question.start}..{question.stop}")
+        if question.buffer not in lease.buffers:
+            raise bad_handshake(f"buffer {question.buffer}, not one of the lease's")
+        part = stream_slice(lease.copies, question.start, question.stop)
+        stream = staging.view(question.buffer, nbytes)
         with lease.guard, self.node.metrics.phase("stage"):
-            self._lease(asked)
-            if lease.way == "pull":
-                gather(part, self.node.pools, room)
+            self._lease(question)
+            if lease.direction == "pull":
+                gather(part, self.node.pools, stream)
             else:
-                scatter(part, room, self.node.pools)
+                scatter(part, stream, self.node.pools)
         # What was gathered counts only if the blocks were still held when it was done.
-        return say.Fine(seconds=self._lease(asked).left)
+        return Ok(seconds=self._lease(question).left)
 
-    def _sum(self, asked: say.Sums) -> say.Message:
-        lease = self._lease(asked)
-        if not 0 <= asked.stop - asked.start <= say.SUMMED:
-            raise say.bad_handshake(f"checksums of bytes {asked.start}..{asked.stop}")
-        span, pools = (asked.start, asked.stop), self.node.pools
+    def _checksums(self, question: GetChecksums) -> Message:
+        lease = self._lease(question)
+        span = question.start, question.stop
+        if not 0 <= question.stop - question.start <= MAX_CHECKSUM_SPAN:
+            raise bad_handshake(f"checksums of bytes {question.start}..{question.stop}")
         with lease.guard:
-            self._lease(asked)
-            found = sums(lease.copies, pools, span, asked.piece, src=lease.way == "pull")
-        self._lease(asked)
-        return say.Summed(sums=found.astype("<u4").tobytes())
+            self._lease(question)
+            at_source = lease.direction == "pull"
+            sums = checksums(lease.copies, self.node.pools, span, question.piece, src=at_source)
+        self._lease(question)
+        return Checksums(sums=sums.astype("<u4").tobytes())
 
-    def _close(self, asked: say.Close) -> say.Message:
-        self._peer(asked.session)
-        lease = self.node.leases.find(asked.lease, asked.session)
+    def _close(self, question: Close) -> Message:
+        lease, peer = self._lease(question), self._peer(question.session)
         left = lease.left
         self.node.leases.drop(lease)
-        if asked.whole and lease.whole:
-            if lease.way == "pull":
-                if self._all_have_read(lease, self._peer(asked.session)):
-                    self.node.release(lease.request, "read")
-            else:
+        if question.complete and lease.complete:
+            if lease.direction == "push":
                 self._arrived(lease)
-        return say.Fine(seconds=left)
+            elif self._all_have_read(lease, peer):
+                self.node.release(lease.request, "read")
+        return Ok(seconds=left)
 
     def _all_have_read(self, lease: Lease, peer: Peer) -> bool:
         """Whether every rank that reads from this one has now read the whole request."""
@@ -186,12 +207,11 @@ class Answers:
             if offer is None:
                 return False
             offer.readers.add((peer.plan_hash, peer.rank))
-            way = self.node.route_to(peer)
-            ranks = range(peer.plan.tp * peer.plan.pp)
+            outgoing = self.node.route_to(peer)
             return all(
                 (peer.plan_hash, rank) in offer.readers
-                for rank in ranks
-                if self.node.rank in way.sources(rank)
+                for rank in range(peer.plan.tp * peer.plan.pp)
+                if self.node.rank in outgoing.sources(rank)
             )
 
     def _arrived(self, lease: Lease) -> None:
@@ -207,41 +227,38 @@ class Answers:
 
     def _peer(self, session: bytes) -> Peer:
         with self.node.lock:
-            peer = self._sessions.get(session)
-            if peer is not None:
+            if session in self._sessions:
                 self._sessions.move_to_end(session)
-        if peer is None:
-            raise AtlasError(
-                Code.UNKNOWN_SESSION,
-                "A session is one that this process has opened since it started",
-                got="another",
-                hint="Shake hands again",
-            )
-        return peer
+                return self._sessions[session]
+        raise AtlasError(
+            Code.UNKNOWN_SESSION,
+            got="a session that this process has not opened since it started",
+            hint="Say hello again",
+        )
 
-    def _lease(self, asked: Any) -> Lease:
-        self._peer(asked.session)
-        return self.node.leases.find(asked.lease, asked.session)
+    def _lease(self, question: Any) -> Lease:
+        self._peer(question.session)
+        return self.node.leases.find(question.lease, question.session)
 
     def _longest(self, lease: Lease) -> float:
-        offer = self.node.offers.get(lease.request) if lease.way == "pull" else None
-        return _LONGEST if offer is None else offer.expires - time.monotonic()
+        offer = self.node.offers.get(lease.request) if lease.direction == "pull" else None
+        return _LONGEST_LEASE if offer is None else offer.expires - time.monotonic()
 
 
-def _refuse_other_blocks(mine: Mapping[int, Int64s], known: Mapping[int, Int64s] | None) -> None:
+def _check_same_blocks(mine: Mapping[int, Int64s], told: Mapping[int, Int64s] | None) -> None:
     """Refuse a peer that means other blocks than this node has for the request."""
-    for group, ids in (known or {}).items():
+    for group, ids in (told or {}).items():
         if group not in mine or not np.array_equal(ids, mine[group] & 0xFFFFFFFF):
             raise AtlasError(
                 Code.UNKNOWN_REQUEST,
-                "Both ends mean the same blocks by a request",
+                "The two ends mean different blocks by the request",
                 got=f"other blocks for group {group}",
                 hint="Leave the peer's blocks out to be told them",
             )
 
 
-def _refuse_outside(held: Offer | Expected, start: int, stop: int, plan: Plan) -> None:
-    """Refuse tokens that are not there; a lone recurrent state is the one after the last."""
+def _check_tokens(held: Offer | Expected, start: int, stop: int, plan: Plan) -> None:
+    """Refuse tokens that are not held; a lone recurrent state is the one after the last."""
     alone = any(
         group.kind == "recurrent" and len(held.blocks.get(index, ())) == 1
         for index, group in enumerate(plan.groups)
@@ -249,8 +266,8 @@ def _refuse_outside(held: Offer | Expected, start: int, stop: int, plan: Plan) -
     if not held.start <= start <= stop <= held.stop or (alone and stop != held.stop):
         raise AtlasError(
             Code.BAD_TOKENS,
-            f"Tokens are among {held.start}..{held.stop}"
-            + (", up to the last: the state is the one after it" if alone else ""),
+            f"The tokens are not among {held.start}..{held.stop}"
+            + (", or do not end with the last, whose state is the one kept" if alone else ""),
             got=(start, stop),
             hint="Ask for what is offered",
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -22,7 +22,9 @@ from kvatlas.geometry import Int64s
 from kvatlas.routing import Copy
 
 STAGING = -1
-"""The index under which a process registers its staging buffer, beside its pools."""
+"""The index under which a process registers its staging buffers, beside its pools."""
+
+_LONGEST_PAUSE = 2e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +43,27 @@ class Handle(ABC):
     def poll(self) -> bool:
         """Whether it is done; raises where it has failed."""
 
-    def wait(self, deadline: float) -> None:
-        """Wait until it is done, or refuse once the monotonic clock passes `deadline`."""
-        pause = 20e-6
+    def wait(self, deadline: float, interrupt: Callable[[], None] = lambda: None) -> None:
+        """Wait until it is done, or refuse once the monotonic clock passes `deadline`.
+
+        `interrupt` is called between polls; what it raises ends the wait.
+        """
+        begun = time.monotonic()
         while not self.poll():
-            if time.monotonic() > deadline:
+            interrupt()
+            now = time.monotonic()
+            if now > deadline:
                 raise AtlasError(
                     Code.DEADLINE,
-                    "A transfer ends before its deadline",
+                    f"The deadline passed after {now - begun:.1f} s",
                     got="an operation that is still under way",
                     hint="Allow more time, or retry on another replica",
                 )
-            time.sleep(pause)
-            pause = min(2 * pause, 2e-3)
+            # A twentieth of the time so far: what is quick is noticed quickly.
+            self._pause(min((now - begun) / 20, _LONGEST_PAUSE))
+
+    def _pause(self, seconds: float) -> None:
+        time.sleep(seconds)
 
     def release(self) -> None:  # noqa: B027
         """Give back what the transport keeps for it; also ends it where that is possible."""
@@ -73,27 +83,30 @@ class Link(ABC):
     def __init__(self, mine: Mapping[int, Memory], theirs: Mapping[int, Memory]) -> None:
         self.mine, self.theirs = mine, dict(theirs)
 
-    def read(self, copies: Sequence[Copy], note: bytes = b"") -> Handle:
-        """Bytes of the peer into memory of this process: the peer is the source.
-
-        `note` reaches the peer with the last byte, where the transport has notifications.
-        """
+    def read(self, copies: Sequence[Copy]) -> Handle:
+        """Bytes of the peer into memory of this process: the peer is the source."""
         check_bounds(copies, self.theirs, self.mine)
-        return self._read([copy for copy in copies if len(copy)], note)
+        return self._checked([copy for copy in copies if len(copy)], write=False)
 
-    def write(self, copies: Sequence[Copy], note: bytes = b"") -> Handle:
+    def write(self, copies: Sequence[Copy]) -> Handle:
         """Bytes of this process into memory of the peer: the peer is the destination."""
         check_bounds(copies, self.mine, self.theirs)
-        return self._write([copy for copy in copies if len(copy)], note)
+        return self._checked([copy for copy in copies if len(copy)], write=True)
+
+    def _checked(self, copies: Sequence[Copy], *, write: bool) -> Handle:
+        self.check()
+        return self._post(copies, write=write) if copies else Done()
 
     @abstractmethod
-    def _read(self, copies: Sequence[Copy], note: bytes) -> Handle: ...
+    def check(self) -> None:
+        """Raise where the link is closed or the peer is gone."""
 
     @abstractmethod
-    def _write(self, copies: Sequence[Copy], note: bytes) -> Handle: ...
+    def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle: ...
 
-    def close(self) -> None:  # noqa: B027
-        """Forget the peer."""
+    @abstractmethod
+    def close(self) -> None:
+        """Forget the peer; a second call does nothing."""
 
 
 class Transport(ABC):
@@ -110,7 +123,7 @@ class Transport(ABC):
         if taken:
             raise AtlasError(
                 Code.TWICE,
-                "A region is registered once",
+                "A region is registered already",
                 got=f"regions {sorted(taken)} again",
                 hint="Close the transport before its memory changes",
             )
@@ -137,10 +150,6 @@ class Transport(ABC):
         """Memory of this process, zeroed, that peers of this transport can reach."""
         return np.zeros(nbytes, dtype=np.uint8)
 
-    def notes(self) -> list[bytes]:
-        """Notes that peers' operations have left here since the last call."""
-        return []
-
     def close(self) -> None:
         """Give everything back; a second call does nothing."""
         self.memory.clear()
@@ -159,14 +168,14 @@ def check_bounds(
             if region is None:
                 raise AtlasError(
                     Code.OUT_OF_BOUNDS,
-                    "A range lies in a region that was registered",
+                    "A range lies in a region that is not registered",
                     got=f"pool {pool}, not one of {sorted(regions)}",
                     hint="Register every pool before the handshake",
                 )
             if len(starts) and not _inside(starts, copy.length, region.nbytes):
                 raise AtlasError(
                     Code.OUT_OF_BOUNDS,
-                    "A range lies inside its region",
+                    "A range leaves its region",
                     got=f"bytes outside 0..{region.nbytes - 1} of pool {pool}",
                     hint="Check that the plan is the one that the memory was made for",
                 )

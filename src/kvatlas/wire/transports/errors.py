@@ -1,4 +1,4 @@
-"""How transports refuse: the same words for the same faults, whatever library is below."""
+"""How transports fail: the same words for the same faults, whatever library is below."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ from typing import TypeVar
 
 import msgspec
 
-from kvatlas.errors import AtlasError, Code
+from kvatlas.errors import AtlasError, Code, MissingExtraError
 
-MOST_METADATA = 1 << 20
+MAX_METADATA_BYTES = 1 << 20
 """Bytes of metadata that are looked at; what transports publish is far smaller."""
-
-MOST_NOTE = 16 << 10
-"""Bytes of a note, so that every transport can carry it."""
 
 Published = TypeVar("Published", bound=msgspec.Struct)
 
@@ -21,7 +18,7 @@ def bad_metadata(got: object) -> AtlasError:
     """What a peer published is not what its transport publishes."""
     return AtlasError(
         Code.BAD_HANDSHAKE,
-        "A peer's metadata is what its transport published, whole and unchanged",
+        "The peer's metadata is not what its transport published",
         got=got,
         hint="Use the same transport at both ends, and pass its publish() on as it is",
     )
@@ -31,55 +28,50 @@ def peer_lost(got: object) -> AtlasError:
     """The peer is gone."""
     return AtlasError(
         Code.PEER_LOST,
-        "The peer is there until the transfer ends",
         got=got,
         hint="Close this link, and retry on another replica or once the peer is back",
     )
 
 
 def failed(got: object, hint: str = "See the transport's own log for the cause") -> AtlasError:
-    """The transport did not do what it was asked."""
-    return AtlasError(Code.WIRE_FAILED, "The transport does what it was asked", got=got, hint=hint)
+    """The transport, or the library below it, has failed."""
+    return AtlasError(Code.WIRE_FAILED, got=got, hint=hint)
 
 
 def closed(what: str) -> AtlasError:
-    """Something is asked of a link or transport that was closed."""
-    return failed(f"a {what} that was closed", hint=f"Open a new {what}")
+    """A link or transport is used after it was closed."""
+    return AtlasError(
+        Code.WIRE_FAILED,
+        f"The {what} is closed",
+        got=f"a call to a closed {what}",
+        hint=f"Open a new {what}",
+    )
 
 
 def cancelled() -> AtlasError:
-    """Somebody asks after an operation that was given up."""
+    """An operation was released before it was done."""
     return AtlasError(
         Code.CANCELLED,
-        "An operation that was released before it ended delivers nothing",
-        got="a question about one",
+        "The operation was released before it was done",
+        got="a poll of it",
         hint="Release a handle once it is done",
     )
 
 
-def missing(library: str, extra: str, cause: ImportError) -> AtlasError:
-    """A transport whose library cannot be imported."""
+def cannot_import(library: str, problem: ImportError, note: str = "") -> AtlasError:
+    """The library of a transport, whose extra has its name, is missing or does not load."""
+    if isinstance(problem, ModuleNotFoundError):
+        return MissingExtraError(library, library, note)
     return AtlasError(
         Code.MISSING_EXTRA,
-        f"The {extra} transport needs {library}",
-        got=f"{cause}",
-        hint=f"pip install 'kvatlas[{extra}]', or choose another transport",
+        f"{library} is installed and cannot be loaded",
+        got=problem,
+        hint="Install the system libraries that it names, or choose another transport",
     )
 
 
-def check_note(note: bytes) -> None:
-    """Refuse notes that some transport could not carry."""
-    if len(note) > MOST_NOTE:
-        raise AtlasError(
-            Code.TOO_MANY,
-            f"A note has at most {MOST_NOTE:,} bytes",
-            got=f"{len(note):,}",
-            hint="Send what is long as data, and a note that names it",
-        )
-
-
 def read_metadata(metadata: bytes, kind: type[Published]) -> Published:
-    """Metadata as the struct that a transport published; anything else is refused.
+    """Decode what a transport published; anything else is refused.
 
     >>> class Port(msgspec.Struct):
     ...     port: int
@@ -91,8 +83,8 @@ def read_metadata(metadata: bytes, kind: type[Published]) -> Published:
     ...     print(refusal.code)
     bad_handshake
     """
-    if not isinstance(metadata, bytes | bytearray) or len(metadata) > MOST_METADATA:
-        raise bad_metadata(f"{type(metadata).__name__}, not at most {MOST_METADATA:,} bytes")
+    if not isinstance(metadata, bytes | bytearray) or len(metadata) > MAX_METADATA_BYTES:
+        raise bad_metadata(f"{type(metadata).__name__}, not at most {MAX_METADATA_BYTES:,} bytes")
     try:
         return msgspec.msgpack.decode(metadata, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:

@@ -1,7 +1,7 @@
 """Between memory and a file: the disk tier.
 
 A file has pools as a process has, at offsets instead of addresses. The system's
-scattering reads and gathering writes take a stretch of the file and a thousand pieces of
+scattering reads and gathering writes take a stretch of the file and a thousand ranges of
 memory in one call, so runs are handed over in the order of the file. A disk that fails
 or fills is then an error that can be reported, which a mapped file would turn into the
 end of the process.
@@ -25,21 +25,21 @@ from numpy.typing import NDArray
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Int64s
 from kvatlas.routing import Copy
-from kvatlas.wire.memory_copy import STEP, Stepwise, cut
+from kvatlas.wire.memory_copy import STEP, split_runs
 from kvatlas.wire.transports.base import Handle, Link, Memory, Transport, addresses
 from kvatlas.wire.transports.errors import (
     bad_metadata,
-    check_note,
     closed,
     failed,
     peer_lost,
     read_metadata,
     write_metadata,
 )
+from kvatlas.wire.transports.stepwise import Stepwise
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
-_MOST_PIECES = 1024
-"""What the system takes in one call."""
+_MAX_RANGES = 1024
+"""Ranges of memory that the system takes in one call (IOV_MAX)."""
 
 _system = ctypes.CDLL(None, use_errno=True)
 for _call in (_system.preadv, _system.pwritev):
@@ -105,7 +105,7 @@ class FileTransport(Transport):
                 Code.NOT_ENOUGH_MEMORY
                 if problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
                 else Code.WIRE_FAILED,
-                "The disk can hold the pools of a file",
+                "The disk cannot hold the pools of the file",
                 got=f"{stop:,} bytes: {problem}",
                 hint="Make room, or plan for less",
             ) from problem
@@ -124,18 +124,18 @@ class FileTransport(Transport):
         if not _NAME.fullmatch(published.name):
             raise bad_metadata(f"a file named {published.name[:64]!r}")
         try:
-            found = open_in(self._folder, published.name, 0)
+            descriptor = open_in(self._folder, published.name, 0)
         except FileNotFoundError as problem:
             raise peer_lost(f"no file {published.name}") from problem
         except OSError as problem:
             raise bad_metadata(f"{problem}") from problem
-        state = os.fstat(found)
+        state = os.fstat(descriptor)
         stop = max((region.address + region.nbytes for region in memory.values()), default=0)
         starts = [region.address for region in memory.values()]
         if state.st_ino != published.inode or min(starts, default=0) < 0 or stop > state.st_size:
-            os.close(found)
+            os.close(descriptor)
             raise bad_metadata(f"another file, or one of less than {stop:,} bytes")
-        return _FileLink(self, found, memory, sync=self._sync)
+        return _FileLink(self, descriptor, memory, sync=self._sync)
 
     @property
     def open(self) -> bool:
@@ -153,16 +153,12 @@ class FileTransport(Transport):
 
 def open_in(folder: int, name: str, flags: int) -> int:
     """A plain file of a folder; never a link out of it, nor a device."""
-    found = os.open(
-        name,
-        os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | flags,
-        0o600,
-        dir_fd=folder,
-    )
-    if not stat.S_ISREG(os.fstat(found).st_mode):
-        os.close(found)
+    flags |= os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(name, flags, 0o600, dir_fd=folder)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
         raise OSError(errno.EINVAL, f"{name} is not a plain file")
-    return found
+    return descriptor
 
 
 class _FileLink(Link):
@@ -172,45 +168,36 @@ class _FileLink(Link):
         super().__init__(owner.memory, theirs)
         self._owner, self._open_file, self._sync = owner, file, sync
 
-    def _read(self, copies: Sequence[Copy], note: bytes) -> Handle:
-        check_note(note)
-        self._check()
-        return Stepwise(self._steps(copies, writes=False))
+    def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle:
+        return Stepwise(self._steps(copies, write=write))
 
-    def _write(self, copies: Sequence[Copy], note: bytes) -> Handle:
-        check_note(note)
-        self._check()
-        return Stepwise(self._steps(copies, writes=True))
-
-    def _steps(self, copies: Sequence[Copy], *, writes: bool) -> Iterator[bool]:
-        if not copies:
-            return
-        near = addresses(copies, self.mine, src=writes)
-        far = addresses(copies, self.theirs, src=not writes)
+    def _steps(self, copies: Sequence[Copy], *, write: bool) -> Iterator[None]:
+        near = addresses(copies, self.mine, src=write)
+        far = addresses(copies, self.theirs, src=not write)
         calls = in_file_order(near, far, np.concatenate([copy.length for copy in copies]))
-        act = _system.pwritev if writes else _system.preadv
-        row, step = calls.pieces.ctypes.data, calls.pieces.strides[0]
+        act = _system.pwritev if write else _system.preadv
+        row, step = calls.ranges.ctypes.data, calls.ranges.strides[0]
         moved = 0
         for first, count, offset, nbytes in calls.each():
             if moved >= STEP:
-                yield True
-                self._check()
+                yield
+                self.check()
                 moved = 0
             done = act(self._open_file, row + first * step, count, offset)
             if done != nbytes:
-                _go_on(
-                    act, self._open_file, calls.pieces[first : first + count].copy(), offset, done
-                )
+                ranges = calls.ranges[first : first + count].copy()
+                _finish(act, self._open_file, ranges, offset, done)
             moved += nbytes
-        if writes and self._sync:
-            yield True
-            self._check()
+        if write and self._sync:
+            yield
+            self.check()
             try:
                 os.fdatasync(self._open_file)
             except OSError as problem:
                 raise failed(f"{problem}") from problem
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Refuse once the link is closed or the file is removed."""
         if self._open_file < 0 or not self._owner.open:
             raise closed("link")
         if os.fstat(self._open_file).st_nlink == 0:
@@ -223,33 +210,33 @@ class _FileLink(Link):
             self._open_file = -1
 
 
-class Calls(NamedTuple):
-    """Pieces of memory in the order of the file, and which of them go in one call."""
+class VectoredCalls(NamedTuple):
+    """Ranges of memory in the order of the file, and which of them go in one call."""
 
-    pieces: NDArray[np.uint64]
+    ranges: NDArray[np.uint64]
     """Rows (address, length), as the system's vectored calls take them."""
     first: Int64s
-    """Where each call's pieces begin."""
+    """Where each call's ranges begin."""
     offset: Int64s
     """Where each call begins in the file."""
     nbytes: Int64s
 
     def each(self) -> Iterator[tuple[int, int, int, int]]:
-        """First piece, number of pieces, offset and bytes of every call."""
-        count = np.diff(self.first, append=len(self.pieces))
+        """First range, number of ranges, offset and bytes of every call."""
+        count = np.diff(self.first, append=len(self.ranges))
         columns = (self.first, count, self.offset, self.nbytes)
         yield from zip(*(column.tolist() for column in columns), strict=True)
 
 
-def in_file_order(near: Int64s, far: Int64s, length: Int64s) -> Calls:
+def in_file_order(near: Int64s, far: Int64s, length: Int64s) -> VectoredCalls:
     """Runs as calls: neighbours in the file together, as many as the system takes at once.
 
     >>> near, far, length = np.array([70, 50, 10]), np.array([4, 0, 90]), np.array([4, 4, 8])
     >>> calls = in_file_order(near, far, length)
-    >>> calls.pieces.tolist(), list(calls.each())
+    >>> calls.ranges.tolist(), list(calls.each())
     ([[50, 4], [70, 4], [10, 8]], [(0, 2, 0, 8), (2, 1, 90, 8)])
     """
-    near, far, length = cut(near, far, length)
+    near, far, length = split_runs(near, far, length)
     if len(far) > 1 and int(np.diff(far).min()) < 0:
         order = np.argsort(far, kind="stable")
         near, far, length = near[order], far[order], length[order]
@@ -259,17 +246,17 @@ def in_file_order(near: Int64s, far: Int64s, length: Int64s) -> Calls:
     start = np.maximum.accumulate(np.where(new, place, 0))
     before = np.cumsum(length) - length
     share = (before - before[start]) // STEP
-    new |= (place - start) % _MOST_PIECES == 0
+    new |= (place - start) % _MAX_RANGES == 0
     new[1:] |= share[1:] != share[:-1]
     first = np.flatnonzero(new)
-    pieces = np.stack([near, length], axis=1).astype(np.uint64)
-    return Calls(pieces, first, far[first], np.add.reduceat(length, first))
+    ranges = np.stack([near, length], axis=1).astype(np.uint64)
+    return VectoredCalls(ranges, first, far[first], np.add.reduceat(length, first))
 
 
-def _go_on(
-    act: Callable[..., int], file: int, pieces: NDArray[np.uint64], offset: int, done: int
+def _finish(
+    act: Callable[..., int], file: int, ranges: NDArray[np.uint64], offset: int, done: int
 ) -> None:
-    """A call may do less than it was asked, and is then repeated for the rest."""
+    """Repeat a call that did less than it was told, for the rest."""
     while True:
         problem = ctypes.get_errno() if done < 0 else 0
         if problem and problem != errno.EINTR:
@@ -277,21 +264,21 @@ def _go_on(
         if done == 0:
             raise failed(f"a file that ends at byte {offset}", hint="Make the file again")
         offset += max(done, 0)
-        pieces = after(pieces, max(done, 0))
-        if not len(pieces):
+        ranges = rest_of(ranges, max(done, 0))
+        if not len(ranges):
             return
-        done = act(file, pieces.ctypes.data, len(pieces), offset)
+        done = act(file, ranges.ctypes.data, len(ranges), offset)
 
 
-def after(pieces: NDArray[np.uint64], done: int) -> NDArray[np.uint64]:
-    """What is left of some pieces after so many bytes of them.
+def rest_of(ranges: NDArray[np.uint64], done: int) -> NDArray[np.uint64]:
+    """What is left of some ranges after so many bytes of them.
 
-    >>> after(np.array([[100, 4], [200, 4]], np.uint64), 5).tolist()
+    >>> rest_of(np.array([[100, 4], [200, 4]], np.uint64), 5).tolist()
     [[201, 3]]
     """
-    ends = np.cumsum(pieces[:, 1].astype(np.int64))
+    ends = np.cumsum(ranges[:, 1].astype(np.int64))
     whole = int(np.searchsorted(ends, done, side="right"))
-    rest = pieces[whole:].copy()
+    rest = ranges[whole:].copy()
     if len(rest):
         into = np.uint64(done - (int(ends[whole - 1]) if whole else 0))
         rest[0, 0] += into

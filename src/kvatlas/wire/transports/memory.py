@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 from weakref import WeakValueDictionary
@@ -11,18 +10,18 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from kvatlas.routing import Copy
-from kvatlas.wire.memory_copy import Steps, Stepwise, as_bytes, copied
+from kvatlas.wire.memory_copy import as_bytes, copy_runs
 from kvatlas.wire.transports.base import Handle, Link, Memory, Transport
 from kvatlas.wire.transports.errors import (
     bad_metadata,
-    check_note,
     closed,
     peer_lost,
     read_metadata,
     write_metadata,
 )
+from kvatlas.wire.transports.stepwise import Stepwise
 
-_here: WeakValueDictionary[str, MemoryTransport] = WeakValueDictionary()
+_open: WeakValueDictionary[str, MemoryTransport] = WeakValueDictionary()
 """The transports of this process that are open, by the name they publish."""
 
 
@@ -39,10 +38,9 @@ class MemoryTransport(Transport):
     >>> for end, pool in zip(ends, pools):
     ...     end.register({0: Memory(pool.ctypes.data, 4)})
     >>> link = ends[1].connect(ends[0].publish(), ends[0].memory)
-    >>> runs = Copy(0, 0, np.array([1]), np.array([0]), np.array([3]))
-    >>> link.read([runs], note=b"done").wait(float("inf"))
-    >>> pools[1].tolist(), ends[0].notes()
-    ([1, 2, 3, 0], [b'done'])
+    >>> link.read([Copy(0, 0, np.array([1]), np.array([0]), np.array([3]))]).wait(float("inf"))
+    >>> pools[1].tolist()
+    [1, 2, 3, 0]
     """
 
     name: ClassVar[str] = "memory"
@@ -50,11 +48,10 @@ class MemoryTransport(Transport):
     def __init__(self) -> None:
         super().__init__()
         self.token = secrets.token_hex(16)
-        self.arrived: deque[bytes] = deque()
-        _here[self.token] = self
+        _open[self.token] = self
 
     def _register(self, memory: Mapping[int, Memory]) -> None:  # noqa: ARG002
-        if self.token not in _here:
+        if self.token not in _open:
             raise closed("transport")
 
     def publish(self) -> bytes:
@@ -64,67 +61,47 @@ class MemoryTransport(Transport):
     def connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link:
         """A link to another transport of this process."""
         token = read_metadata(metadata, _Published).name
-        if self.token not in _here:
+        if self.token not in _open:
             raise closed("transport")
-        peer = _here.get(token)
+        peer = _open.get(token)
         if peer is None:
             raise peer_lost("a transport that is closed, or of another process")
         if any(peer.memory.get(pool) != region for pool, region in memory.items()):
             raise bad_metadata("regions that the peer has not registered")
         return _MemoryLink(self, token, memory)
 
-    def notes(self) -> list[bytes]:
-        """Notes since the last call."""
-        return [self.arrived.popleft() for _ in range(len(self.arrived))]
-
     def close(self) -> None:
         """Links to it are lost from now on."""
-        _here.pop(self.token, None)
+        _open.pop(self.token, None)
         super().close()
 
 
 class _MemoryLink(Link):
     def __init__(self, owner: MemoryTransport, token: str, theirs: Mapping[int, Memory]) -> None:
         super().__init__(owner.memory, theirs)
-        self._owner, self._token, self._open = owner, token, True
+        self._owner, self._token, self._closed = owner, token, False
 
-    def _peer(self) -> MemoryTransport:
-        if not self._open or self._owner.token not in _here:
+    def check(self) -> None:
+        """Refuse once either transport is closed."""
+        if self._closed or self._owner.token not in _open:
             raise closed("link")
-        peer = _here.get(self._token)
-        if peer is None:
+        if self._token not in _open:
             raise peer_lost("a transport that was closed")
-        return peer
 
-    def _read(self, copies: Sequence[Copy], note: bytes) -> Handle:
-        return self._start(copies, self.theirs, self.mine, note)
-
-    def _write(self, copies: Sequence[Copy], note: bytes) -> Handle:
-        return self._start(copies, self.mine, self.theirs, note)
-
-    def _start(
-        self,
-        copies: Sequence[Copy],
-        src: Mapping[int, Memory],
-        dst: Mapping[int, Memory],
-        note: bytes,
-    ) -> Handle:
-        check_note(note)
-        self._peer()
+    def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle:
+        src, dst = (self.mine, self.theirs) if write else (self.theirs, self.mine)
         # The regions are looked up now: the bounds were checked against these.
         ends = [(src[copy.src_pool], dst[copy.dst_pool], copy) for copy in copies]
-        return Stepwise(self._steps(ends, note))
+        return Stepwise(self._steps(ends))
 
-    def _steps(self, ends: list[tuple[Memory, Memory, Copy]], note: bytes) -> Iterator[bool]:
+    def _steps(self, ends: list[tuple[Memory, Memory, Copy]]) -> Iterator[None]:
         for source, target, copy in ends:
-            self._peer()
-            steps: Steps = copied(as_bytes(source), as_bytes(target), copy)
-            for step in steps:
-                yield step
-                self._peer()
-        if note:
-            self._peer().arrived.append(note)
+            self.check()
+            runs = copy.src, copy.dst, copy.length
+            for _ in copy_runs(as_bytes(source), as_bytes(target), *runs):
+                yield
+                self.check()
 
     def close(self) -> None:
         """Forget the peer."""
-        self._open = False
+        self._closed = True

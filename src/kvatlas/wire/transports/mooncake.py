@@ -16,7 +16,6 @@ import queue
 import re
 import socket
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -30,19 +29,18 @@ from kvatlas.wire.transports.base import Handle, Link, Memory, Transport, addres
 from kvatlas.wire.transports.errors import (
     bad_metadata,
     cancelled,
-    check_note,
+    cannot_import,
     closed,
     failed,
-    missing,
     peer_lost,
     read_metadata,
     write_metadata,
 )
 
-_MOST_SLICES = 1_000
+_MAX_SLICES = 1_000
 _QUEUES = ("MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER", "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER")
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9.:-]{0,252}")
-_NOTE = "kvatlas"
+_CUDA_WHEEL = "; it brings the CPU wheel, GPU users install mooncake-transfer-engine instead"
 _ANSWERS = 1.0
 """Seconds in which a peer that is alive accepts a connection."""
 
@@ -66,10 +64,9 @@ class MooncakeTransport(Transport):
         for setting in _QUEUES:
             os.environ.setdefault(setting, "65535")
         try:
-            from mooncake.engine import TransferEngine, TransferNotify, TransferOpcode
+            from mooncake.engine import TransferEngine
         except ImportError as problem:
-            raise missing("Mooncake (and libibverbs1)", "mooncake", problem) from problem
-        self.make_note, self.acts = TransferNotify, (TransferOpcode.Read, TransferOpcode.Write)
+            raise cannot_import("mooncake", problem, _CUDA_WHEEL) from problem
         self._host = host
         self.engine: Any = TransferEngine()
         if self.engine.initialize(host, "P2PHANDSHAKE", "tcp", "") != 0:
@@ -87,7 +84,7 @@ class MooncakeTransport(Transport):
                 for address in done:
                     self.engine.unregister_memory(address)
                 raise failed(
-                    f"{answer} for {region.nbytes:,} bytes at {region.address:#x}",
+                    f"{answer} from Mooncake for {region.nbytes:,} bytes at {region.address:#x}",
                     hint="Register regions that do not overlap",
                 )
             done.append(region.address)
@@ -110,13 +107,6 @@ class MooncakeTransport(Transport):
         link = MooncakeLink(self, published.host, published.port, memory)
         self._links.append(link)
         return link
-
-    def notes(self) -> list[bytes]:
-        """Notes since the last call."""
-        if self.engine is None:
-            return []
-        found = self.engine.get_notifies()
-        return [bytes.fromhex(note.msg) for note in found if note.name == _NOTE]
 
     def forget(self, link: MooncakeLink) -> None:
         """A link that was closed."""
@@ -155,27 +145,16 @@ class MooncakeLink(Link):
         self._jobs: queue.SimpleQueue[MooncakeHandle | None] | None = None
         self._open = True
 
-    def _read(self, copies: Sequence[Copy], note: bytes) -> Handle:
-        return self._start(0, copies, note)
-
-    def _write(self, copies: Sequence[Copy], note: bytes) -> Handle:
-        return self._start(1, copies, note)
-
-    def _start(self, act: int, copies: Sequence[Copy], note: bytes) -> Handle:
-        check_note(note)
+    def check(self) -> None:
+        """Refuse once the link or its transport is closed."""
         if not self._open or self._owner.engine is None:
             raise closed("link")
-        writes = act == 1
-        nothing = np.zeros(0, dtype=np.int64)
-        near = far = length = nothing
-        if copies:
-            near = addresses(copies, self.mine, src=writes)
-            far = addresses(copies, self.theirs, src=not writes)
-            length = np.concatenate([copy.length for copy in copies])
-        handle = MooncakeHandle(act, near, far, length, note)
-        if not copies and not note:
-            handle.finish(None)
-            return handle
+
+    def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle:
+        near = addresses(copies, self.mine, src=write)
+        far = addresses(copies, self.theirs, src=not write)
+        length = np.concatenate([copy.length for copy in copies])
+        handle = MooncakeHandle(near, far, length, write=write)
         if self._jobs is None:
             self._jobs = queue.SimpleQueue()
             threading.Thread(
@@ -185,29 +164,19 @@ class MooncakeLink(Link):
         return handle
 
     def carry_out(self, engine: Any, job: MooncakeHandle) -> None:
-        """All calls of an operation, the note with the last one."""
+        """All calls of an operation."""
         session = f"{self._host}:{self._port}"
-        act = self._owner.acts[job.act]
-        near, far, length = job.near, job.far, job.length
-        scratch = np.zeros(1, np.uint8)
-        if not len(length):
-            # A note travels with bytes: one that nobody wants.
-            act = self._owner.acts[0]
-            near, length = np.array([scratch.ctypes.data]), np.array([1])
-            far = np.array([next(iter(self.theirs.values())).address])
-        for first in range(0, len(length), _MOST_SLICES):
+        act = engine.batch_transfer_sync_write if job.write else engine.batch_transfer_sync_read
+        columns = job.near, job.far, job.length
+        for first in range(0, len(job.length), _MAX_SLICES):
             if job.given_up:
                 raise cancelled()
-            part = slice(first, first + _MOST_SLICES)
-            last = first + _MOST_SLICES >= len(length)
-            note = self._owner.make_note(_NOTE, job.note.hex()) if last and job.note else None
-            answer = engine.batch_transfer_sync(
-                session, near[part].tolist(), far[part].tolist(), length[part].tolist(), act, note
-            )
+            part = [column[first : first + _MAX_SLICES].tolist() for column in columns]
+            answer = act(session, *part)
             if answer != 0:
                 if not answers(self._host, self._port):
                     raise peer_lost(f"nobody listens at {session} any more")
-                raise failed(f"{answer} from Mooncake for {len(near[part])} slices")
+                raise failed(f"{answer} from Mooncake for {len(part[0])} slices")
 
     def close(self) -> None:
         """Let its thread end after the call that it is in."""
@@ -233,8 +202,8 @@ def _work(engine: Any, link: MooncakeLink, jobs: queue.SimpleQueue[MooncakeHandl
 class MooncakeHandle(Handle):
     """An operation that a link's thread carries out."""
 
-    def __init__(self, act: int, near: Int64s, far: Int64s, length: Int64s, note: bytes) -> None:
-        self.act, self.near, self.far, self.length, self.note = act, near, far, length, note
+    def __init__(self, near: Int64s, far: Int64s, length: Int64s, *, write: bool) -> None:
+        self.near, self.far, self.length, self.write = near, far, length, write
         self.given_up = False
         self._done = threading.Event()
         self._failure: AtlasError | None = None
@@ -252,11 +221,8 @@ class MooncakeHandle(Handle):
             raise self._failure
         return self._done.is_set()
 
-    def wait(self, deadline: float) -> None:
-        """Wait for the thread to say so."""
-        # What the system takes as a timeout ends somewhere; a deadline need not.
-        self._done.wait(min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX))
-        super().wait(deadline)
+    def _pause(self, seconds: float) -> None:
+        self._done.wait(seconds)
 
     def release(self) -> None:
         """No further call for it; one that is under way cannot be taken back."""

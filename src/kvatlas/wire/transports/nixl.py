@@ -32,10 +32,9 @@ from kvatlas.wire.transports.base import Handle, Link, Memory, Transport
 from kvatlas.wire.transports.errors import (
     bad_metadata,
     cancelled,
-    check_note,
+    cannot_import,
     closed,
     failed,
-    missing,
     peer_lost,
     read_metadata,
     write_metadata,
@@ -78,7 +77,7 @@ class NixlTransport(Transport):
         config = library.nixl_agent_config(backends=[backend], sync_mode=strict)
         self.agent: Any = translated(lambda: library.nixl_agent(self._name, config))
         if backend not in self.agent.backends:
-            raise failed(f"no backend {backend}", hint="Choose one that NIXL brings")
+            raise failed(f"no NIXL backend {backend!r}", hint="Choose one that NIXL brings")
         self._registered: list[Any] = []
         self._links: Counter[str] = Counter()
         self._pending: list[NixlHandle] = []
@@ -108,9 +107,9 @@ class NixlTransport(Transport):
             raise bad_metadata("bytes that were changed on their way")
         try:
             if not self._links[published.agent]:
-                found = self.agent.add_remote_agent(published.metadata)
-                if found != published.agent.encode():
-                    self.forget(found.decode(errors="replace"))
+                added = self.agent.add_remote_agent(published.metadata)
+                if added != published.agent.encode():
+                    self.forget(added.decode(errors="replace"))
                     raise bad_metadata(f"an agent that is not {published.agent[:64]!r}")
             self._links[published.agent] += 1
             link = NixlLink(self, published.agent, published.kind, memory)
@@ -127,13 +126,6 @@ class NixlTransport(Transport):
             link.close()
             raise bad_metadata("regions that the peer has not registered") from problem
         return link
-
-    def notes(self) -> list[bytes]:
-        """Notes since the last call."""
-        if self.agent is None:
-            return []
-        found = translated(self.agent.get_new_notifs)
-        return [bytes(note) for notes in found.values() for note in notes]
 
     def leave(self, peer: str) -> None:
         """One link fewer; the last one makes the agent forget the peer."""
@@ -191,32 +183,20 @@ class NixlLink(Link):
             agent = self.owner.agent
             translated(lambda: agent.prep_xfer_dlist(self.peer, rows, self._kind)).release()
 
-    def _read(self, copies: Sequence[Copy], note: bytes) -> Handle:
-        return self._post("READ", copies, note, near_is_src=False)
+    def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle:
+        near, mine = describe(copies, self.mine, src=write)
+        far, theirs = describe(copies, self.theirs, src=not write)
+        operation = "WRITE" if write else "READ"
+        posted = self.call(lambda: self._start(operation, near, mine, far, theirs))
+        return NixlHandle(self, posted)
 
-    def _write(self, copies: Sequence[Copy], note: bytes) -> Handle:
-        return self._post("WRITE", copies, note, near_is_src=True)
-
-    def _post(self, act: str, copies: Sequence[Copy], note: bytes, *, near_is_src: bool) -> Handle:
-        check_note(note)
-        self.check()
-        if not copies:
-            if note:
-                self.call(lambda: self.owner.agent.send_notif(self.peer, note))
-            return NixlHandle(self, None)
-        near, mine = describe(copies, self.mine, src=near_is_src)
-        far, theirs = describe(copies, self.theirs, src=not near_is_src)
-        return NixlHandle(self, self.call(lambda: self._make(act, near, mine, far, theirs, note)))
-
-    def _make(
-        self, act: str, near: Rows, mine: Indices, far: Rows, theirs: Indices, note: bytes
-    ) -> Any:
+    def _start(self, operation: str, near: Rows, mine: Indices, far: Rows, theirs: Indices) -> Any:
         agent = self.owner.agent
         local = agent.prep_xfer_dlist(_INITIATOR, near, self.owner.kind)
         try:
             remote = agent.prep_xfer_dlist(self.peer, far, self._kind)
             try:
-                posted = agent.make_prepped_xfer(act, local, mine, remote, theirs, note)
+                posted = agent.make_prepped_xfer(operation, local, mine, remote, theirs, b"")
             finally:
                 remote.release()
         finally:
@@ -258,7 +238,7 @@ class NixlHandle(Handle):
 
     def __init__(self, link: NixlLink, posted: Any) -> None:
         self._link, self._posted = link, posted
-        self._done = posted is None
+        self._done = False
         self._failure: AtlasError | None = None
 
     def poll(self) -> bool:
@@ -272,22 +252,12 @@ class NixlHandle(Handle):
         try:
             state = self._link.call(lambda: self._link.owner.agent.check_xfer_state(self._posted))
             if state == "ERR":
-                raise failed("a transfer that NIXL calls an error")
+                raise failed("state ERR from NIXL")
         except AtlasError as failure:
             self._failure = failure
             raise
         self._done = state == "DONE"
         return self._done
-
-    def wait(self, deadline: float) -> None:
-        """Wait, with pauses of at most a twentieth of the time that it has taken so far."""
-        start = time.monotonic()
-        while not self.poll():
-            now = time.monotonic()
-            if now > deadline:
-                super().wait(deadline)
-                return
-            time.sleep(min((now - start) / 20, 2e-3))
 
     def release(self) -> None:
         """Free it, or end it; what NIXL cannot end yet is ended when the transport closes."""
@@ -315,7 +285,7 @@ def _library() -> Any:
     try:
         return importlib.import_module(f"{chosen}._api")
     except ImportError as problem:
-        raise missing("NIXL", "nixl", problem) from problem
+        raise cannot_import("nixl", problem) from problem
 
 
 def _without_rdma() -> None:
@@ -334,7 +304,7 @@ def _region(memory: Memory) -> tuple[int, int, int]:
 
 
 def translated(act: Callable[[], Result]) -> Result:
-    """Call NIXL, and refuse in the words of kvatlas where it raises."""
+    """Call NIXL, and turn what it raises into an error of kvatlas."""
     try:
         return act()
     except AtlasError:

@@ -40,9 +40,9 @@ def describe(
     for copy in copies:
         region = regions[copy.src_pool if src else copy.dst_pool]
         starts = copy.src if src else copy.dst
-        found, chosen, count = _grid(starts, copy.length, region, first)
-        rows.append(found)
-        indices.append(chosen)
+        own_rows, own_indices, count = _grid(starts, copy.length, region, first)
+        rows.append(own_rows)
+        indices.append(own_indices)
         first += count
     if first > _MOST_INDICES:
         raise failed(f"{first:,} places for runs", hint="Split the transfer, or the pools")

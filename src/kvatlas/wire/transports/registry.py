@@ -2,53 +2,41 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.wire.transports.base import Transport
 
-NAMES = ("nixl", "mooncake", "shm", "memory", "file")
+_CLASSES = {
+    "nixl": "NixlTransport",
+    "mooncake": "MooncakeTransport",
+    "shm": "ShmTransport",
+    "memory": "MemoryTransport",
+    "file": "FileTransport",
+}
+TRANSPORT_NAMES = tuple(_CLASSES)
 """In the order of preference: first what reaches furthest and runs fastest."""
 
 
-def make(name: str, /, **options: Any) -> Transport:
+def make_transport(name: str, /, **options: Any) -> Transport:
     """A transport by its name, with the options of its class.
 
-    >>> make("memory").name
+    >>> make_transport("memory").name
     'memory'
     >>> try:
-    ...     make("pigeon")
+    ...     make_transport("pigeon")
     ... except AtlasError as refusal:
     ...     print(refusal.code)
     wire_failed
     """
-    if name not in NAMES:
+    if name not in _CLASSES:
         raise AtlasError(
             Code.WIRE_FAILED,
-            "A transport is one that kvatlas knows",
+            "There is no such transport",
             got=repr(name),
-            hint=f"Choose one of {', '.join(NAMES)}",
+            hint=f"Choose one of {', '.join(TRANSPORT_NAMES)}",
         )
-    return _class(name)(**options)
-
-
-def _class(name: str) -> type[Transport]:
-    if name == "nixl":
-        from kvatlas.wire.transports.nixl import NixlTransport
-
-        return NixlTransport
-    if name == "mooncake":
-        from kvatlas.wire.transports.mooncake import MooncakeTransport
-
-        return MooncakeTransport
-    if name == "shm":
-        from kvatlas.wire.transports.shm import ShmTransport
-
-        return ShmTransport
-    if name == "file":
-        from kvatlas.wire.transports.file import FileTransport
-
-        return FileTransport
-    from kvatlas.wire.transports.memory import MemoryTransport
-
-    return MemoryTransport
+    module = import_module(f"kvatlas.wire.transports.{name}")
+    transport: Transport = getattr(module, _CLASSES[name])(**options)
+    return transport

@@ -29,14 +29,16 @@ FOLDER = Path("/dev/shm")  # noqa: S108
 _NAME = re.compile(r"kvatlas-[0-9a-f]{32}")
 _LOCK = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 
+_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
 _mine: WeakSet[Segment] = WeakSet()
-"""The segments that this process has made and not closed."""
+"""The segments that this process has created and not closed."""
 
 
 class Segment(mmap.mmap):
     """Shared memory as a writable buffer, for `kvatlas.cache.bind` and for registration.
 
-    Made by `allocate`. It is removed when it is closed, collected, or its process ends.
+    Made by `create_segment`. It is removed when it is closed, collected, or its process ends.
     """
 
     name: str
@@ -66,10 +68,10 @@ class Segment(mmap.mmap):
             self.close()
 
 
-def allocate(nbytes: int) -> Segment:
+def create_segment(nbytes: int) -> Segment:
     r"""Shared memory of this process, zeroed, that peers on the same host can map.
 
-    >>> pool = allocate(1 << 20)
+    >>> pool = create_segment(1 << 20)
     >>> len(pool), pool[:2]
     (1048576, b'\x00\x00')
     >>> pool.close()
@@ -77,7 +79,7 @@ def allocate(nbytes: int) -> Segment:
     if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1:
         raise AtlasError(
             Code.BAD_SIZE,
-            "Shared memory has at least one byte",
+            "Shared memory needs at least one byte",
             got=nbytes,
             hint="Ask for the bytes of a pool",
         )
@@ -99,7 +101,7 @@ def allocate(nbytes: int) -> Segment:
             os.close(descriptor)
         raise AtlasError(
             Code.NOT_ENOUGH_MEMORY if problem.errno == errno.ENOSPC else Code.WIRE_FAILED,
-            f"{FOLDER} can hold a pool",
+            f"{FOLDER} cannot hold the segment",
             got=f"{nbytes:,} bytes: {problem}",
             hint="Enlarge it (in a container: --shm-size), or use another transport",
         ) from problem
@@ -119,19 +121,34 @@ def containing(memory: Memory) -> tuple[Segment, int] | None:
     return None
 
 
-def attach(name: str, start: int, nbytes: int) -> mmap.mmap | None:
-    """A peer's segment, mapped; None where there is no such thing, or not of this size."""
-    if not _NAME.fullmatch(name) or start < 0 or nbytes < 1:
+def open_segment(name: str) -> int | None:
+    """A descriptor of a segment of this user; None where there is no such thing."""
+    if not _NAME.fullmatch(name):
         return None
     try:
-        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        descriptor = os.open(FOLDER / name, flags)
+        descriptor = os.open(FOLDER / name, _FLAGS)
     except OSError:
         return None
+    state = os.fstat(descriptor)
+    if stat.S_ISREG(state.st_mode) and state.st_uid == os.getuid():
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
+def has_owner(descriptor: int) -> bool:
+    """Whether the process that created a segment still has it."""
+    kind: int = struct.unpack_from("h", fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _LOCK))[0]
+    return kind != fcntl.F_UNLCK
+
+
+def attach(name: str, start: int, nbytes: int) -> mmap.mmap | None:
+    """A peer's segment, mapped; None where there is no such thing, or not of this size."""
+    descriptor = open_segment(name)
+    if descriptor is None:
+        return None
     try:
-        found = os.fstat(descriptor)
-        own = stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid()
-        if not own or start + nbytes > found.st_size:
+        if start < 0 or nbytes < 1 or start + nbytes > os.fstat(descriptor).st_size:
             return None
         return mmap.mmap(descriptor, start + nbytes)
     finally:
@@ -142,24 +159,13 @@ def sweep() -> int:
     """Remove the segments of processes that have ended; how many there were."""
     swept = 0
     for path in FOLDER.glob("kvatlas-*"):
-        if _NAME.fullmatch(path.name) and _abandoned(path):
-            path.unlink(missing_ok=True)
-            swept += 1
+        descriptor = open_segment(path.name)
+        if descriptor is not None:
+            if not has_owner(descriptor):
+                path.unlink(missing_ok=True)
+                swept += 1
+            os.close(descriptor)
     return swept
-
-
-def _abandoned(path: Path) -> bool:
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _LOCK)
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
-    return True
 
 
 def _remove_all() -> None:

@@ -1,42 +1,40 @@
 """Between processes of one host: pools in shared memory that the peer maps.
 
-Each end listens on a socket of the host that nobody else can take, and that the kernel
-removes when the process ends. A link is a connection to it: notes travel along it, and
-its end says that the peer is gone, although what it had shared can still be read.
+Each end keeps a small segment of its own beside its pools. The lock on it, which the
+kernel gives back when the process ends, tells a link whether the peer is still there,
+although what it had shared can be read on.
 """
 
 from __future__ import annotations
 
-import secrets
-import select
-import socket
-import struct
+import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from os import getuid
 from typing import ClassVar
 
 import msgspec
 import numpy as np
 
 from kvatlas.routing import Copy
-from kvatlas.wire.memory_copy import Bytes, Stepwise, as_bytes, copied
+from kvatlas.wire.memory_copy import Bytes, as_bytes, copy_runs
 from kvatlas.wire.transports.base import Handle, Link, Memory, Transport
 from kvatlas.wire.transports.errors import (
     bad_metadata,
-    check_note,
     closed,
     failed,
     peer_lost,
     read_metadata,
     write_metadata,
 )
-from kvatlas.wire.transports.shared_memory import allocate, attach, containing, sweep
-
-__all__ = ["ShmTransport", "allocate", "sweep"]
-
-_BACKLOG = 4096
-_CREDENTIALS = struct.Struct("3i")
+from kvatlas.wire.transports.shared_memory import (
+    Segment,
+    attach,
+    containing,
+    create_segment,
+    has_owner,
+    open_segment,
+    sweep,
+)
+from kvatlas.wire.transports.stepwise import Stepwise
 
 
 class _Region(msgspec.Struct, forbid_unknown_fields=True):
@@ -46,17 +44,18 @@ class _Region(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Published(msgspec.Struct, tag="shm", forbid_unknown_fields=True):
-    door: str
+    presence: str
     regions: dict[int, _Region]
 
 
 class ShmTransport(Transport):
     """Moves bytes between pools of two processes of one host.
 
-    Memory that peers shall reach is made with `allocate`; other memory can be registered
-    too, and is then reached from this end alone.
+    Memory that peers shall reach is made with `create_segment`; other memory can be
+    registered too, and is then reached from this end alone.
 
-    >>> ends, pools = [ShmTransport(), ShmTransport()], [allocate(64), allocate(64)]
+    >>> ends = [ShmTransport(), ShmTransport()]
+    >>> pools = [create_segment(64), create_segment(64)]
     >>> for end, pool in zip(ends, pools):
     ...     end.register({0: pool.memory})
     >>> pools[0][:5] = b"hello"
@@ -73,191 +72,108 @@ class ShmTransport(Transport):
 
     def __init__(self) -> None:
         super().__init__()
-        self._door = f"kvatlas-{secrets.token_hex(16)}"
-        self._listener: socket.socket | None = socket.socket(
-            socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK
-        )
-        self._listener.bind(f"\0{self._door}")
-        self._listener.listen(_BACKLOG)
-        self._callers: list[socket.socket] = []
+        self._presence: Segment | None = create_segment(1)
         self._regions: dict[int, _Region] = {}
-        sweep()
 
     def _register(self, memory: Mapping[int, Memory]) -> None:
-        if self._listener is None:
+        if self._presence is None:
             raise closed("transport")
         for pool, region in memory.items():
-            found = containing(region)
-            if found is not None:
-                segment, start = found
+            shared = containing(region)
+            if shared is not None:
+                segment, start = shared
                 self._regions[pool] = _Region(segment.name, start, region.nbytes)
 
     def allocate(self, nbytes: int) -> Bytes:
         """Shared memory; it goes when the last view of it does."""
-        return np.frombuffer(allocate(nbytes), dtype=np.uint8)
+        return np.frombuffer(create_segment(nbytes), dtype=np.uint8)
 
     def publish(self) -> bytes:
-        """Its door, and where its regions are in shared memory."""
-        return write_metadata(_Published(self._door, self._regions))
+        """The segment that shows its presence, and where its regions are in shared memory."""
+        if self._presence is None:
+            raise closed("transport")
+        return write_metadata(_Published(self._presence.name, self._regions))
 
     def connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link:
         """Map a peer's regions; those outside shared memory stay out of reach."""
-        if self._listener is None:
+        if self._presence is None:
             raise closed("transport")
         published = read_metadata(metadata, _Published)
         for pool, region in published.regions.items():
             if pool in memory and region.nbytes != memory[pool].nbytes:
                 raise bad_metadata(f"pool {pool} of {region.nbytes} bytes")
-        line = _call(published.door)
+        presence = open_segment(published.presence)
+        if presence is None:
+            raise peer_lost("no such process of this user on this host")
+        link = _ShmLink(self, presence, memory)
         try:
-            mapped = {
-                pool: _mapped(region)
-                for pool, region in published.regions.items()
-                if pool in memory
-            }
+            link.check()
+            for pool, region in published.regions.items():
+                if pool in memory:
+                    link.mapped[pool] = _mapped(region)
         except BaseException:
-            line.close()
+            link.close()
             raise
-        return _ShmLink(self, line, mapped, memory)
+        return link
 
     @property
     def open(self) -> bool:
         """Whether it has not been closed."""
-        return self._listener is not None
-
-    def notes(self) -> list[bytes]:
-        """Notes since the last call."""
-        if self._listener is None:
-            return []
-        with suppress(BlockingIOError):
-            while True:
-                caller, _ = self._listener.accept()
-                caller.setblocking(False)
-                if _user(caller) == getuid():
-                    self._callers.append(caller)
-                else:
-                    caller.close()
-        found: list[bytes] = []
-        for caller in list(self._callers):
-            if not _drain(caller, found):
-                caller.close()
-                self._callers.remove(caller)
-        return found
+        return self._presence is not None
 
     def close(self) -> None:
-        """Its peers notice; segments stay with whoever allocated them."""
-        for connection in (*self._callers, *([self._listener] if self._listener else [])):
-            connection.close()
-        self._callers, self._listener = [], None
+        """Its peers notice; segments stay with whoever created them."""
+        if self._presence is not None:
+            self._presence.close()
+            self._presence = None
         self._regions.clear()
         super().close()
 
 
-def _call(door: str) -> socket.socket:
-    line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
-    try:
-        line.connect(f"\0{door}")
-    except (OSError, ValueError) as problem:
-        line.close()
-        if isinstance(problem, BlockingIOError):
-            raise failed("a peer with too many calls that it has not answered") from problem
-        if isinstance(problem, ConnectionRefusedError):
-            raise peer_lost("no such process on this host") from problem
-        raise bad_metadata(f"{problem}") from problem
-    if _user(line) != getuid():
-        line.close()
-        raise bad_metadata("a process of another user")
-    return line
-
-
 def _mapped(region: _Region) -> Bytes:
-    found = attach(region.segment, region.start, region.nbytes)
-    if found is None:
+    mapping = attach(region.segment, region.start, region.nbytes)
+    if mapping is None:
         raise bad_metadata(f"segment {region.segment[:64]!r} that is not there, or too small")
-    return np.frombuffer(found, np.uint8)[region.start :]
-
-
-def _user(connection: socket.socket) -> int:
-    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return int(_CREDENTIALS.unpack(found)[1])
-
-
-def _drain(caller: socket.socket, found: list[bytes]) -> bool:
-    """Take what a caller has sent; False once it has hung up."""
-    try:
-        while note := caller.recv(1 << 16):
-            found.append(note)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
+    return np.frombuffer(mapping, np.uint8)[region.start :]
 
 
 class _ShmLink(Link):
-    def __init__(
-        self,
-        owner: ShmTransport,
-        line: socket.socket,
-        mapped: dict[int, Bytes],
-        theirs: Mapping[int, Memory],
-    ) -> None:
+    def __init__(self, owner: ShmTransport, presence: int, theirs: Mapping[int, Memory]) -> None:
         super().__init__(owner.memory, theirs)
-        self._owner, self._line, self._mapped = owner, line, mapped
+        self._owner, self._presence = owner, presence
+        self.mapped: dict[int, Bytes] = {}
 
-    def _read(self, copies: Sequence[Copy], note: bytes) -> Handle:
-        ends = [
-            (self._far(copy.src_pool), as_bytes(self.mine[copy.dst_pool]), copy) for copy in copies
-        ]
-        return self._start(ends, note)
-
-    def _write(self, copies: Sequence[Copy], note: bytes) -> Handle:
-        ends = [
-            (as_bytes(self.mine[copy.src_pool]), self._far(copy.dst_pool), copy) for copy in copies
-        ]
-        return self._start(ends, note)
-
-    def _far(self, pool: int) -> Bytes:
-        self._check()
-        if pool not in self._mapped:
-            raise failed(
-                f"pool {pool}, which the peer has not put in shared memory",
-                hint="Allocate the peer's pools with kvatlas.wire.transports.shm.allocate",
-            )
-        return self._mapped[pool]
-
-    def _start(self, ends: list[tuple[Bytes, Bytes, Copy]], note: bytes) -> Handle:
-        check_note(note)
-        self._check()
-        return Stepwise(self._steps(ends, note))
-
-    def _steps(self, ends: list[tuple[Bytes, Bytes, Copy]], note: bytes) -> Iterator[bool]:
-        for source, target, copy in ends:
-            for step in copied(source, target, copy):
-                yield step
-                self._check()
-        self._check()
-        while note:
-            try:
-                self._line.send(note)
-                return
-            except BlockingIOError:
-                yield False
-                self._check()
-            except OSError as problem:
-                raise peer_lost(f"a process that has ended: {problem}") from problem
-
-    def _check(self) -> None:
+    def check(self) -> None:
         """Refuse once the link is closed or the peer is gone."""
-        if self._line.fileno() < 0 or not self._owner.open:
+        if self._presence < 0 or not self._owner.open:
             raise closed("link")
-        look = select.poll()
-        look.register(self._line, select.POLLHUP)
-        if any(event & (select.POLLHUP | select.POLLERR) for _, event in look.poll(0)):
+        if not has_owner(self._presence):
             sweep()
-            raise peer_lost("a process that has ended")
+            raise peer_lost("a process that has ended, or closed its transport")
+
+    def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle:
+        ends = []
+        for copy in copies:
+            pool, own = (copy.dst_pool, copy.src_pool) if write else (copy.src_pool, copy.dst_pool)
+            if pool not in self.mapped:
+                raise failed(
+                    f"pool {pool}, which the peer has not put in shared memory",
+                    hint="Allocate the peer's pools with its transport, or pools_for",
+                )
+            near, far = as_bytes(self.mine[own]), self.mapped[pool]
+            ends.append((near, far, copy) if write else (far, near, copy))
+        return Stepwise(self._steps(ends))
+
+    def _steps(self, ends: list[tuple[Bytes, Bytes, Copy]]) -> Iterator[None]:
+        for source, target, copy in ends:
+            for _ in copy_runs(source, target, copy.src, copy.dst, copy.length):
+                yield
+                self.check()
+        self.check()
 
     def close(self) -> None:
-        """Hang up and unmap."""
-        self._line.close()
-        self._mapped.clear()
+        """Unmap."""
+        if self._presence >= 0:
+            os.close(self._presence)
+            self._presence = -1
+        self.mapped.clear()

@@ -1,4 +1,4 @@
-"""K and V to what a cache dtype stores, and back.
+"""Quantise K and V to what a cache dtype stores, and dequantise them.
 
 One side (K or V) at a time: `encode` gives a tensor for each field of that side,
 `decode` the numbers again. Rows are [..., D] and scales sit beside them, so both work
@@ -25,6 +25,9 @@ so that rows below that vanish, as they do in vLLM.
 
 from __future__ import annotations
 
+import math
+from functools import lru_cache
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -32,7 +35,8 @@ import torch
 from kvatlas.cache import torch_dtype
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import DType
-from kvatlas.kernels import bit_codes as bits
+from kvatlas.kernels import bit_packing as bits
+from kvatlas.kernels import hadamard
 from kvatlas.kernels.block_scales import E4M3_MAX, from_nvfp4, not_finite_is_nan, to_fp8, to_nvfp4
 from kvatlas.specs import Attention, sides
 
@@ -45,11 +49,11 @@ _HALF_MAX = 65504.0
 
 
 def encode(spec: Attention, side: Side, rows: torch.Tensor, *, scale: float = 1.0) -> Fields:
-    """What a cache stores of rows [..., D]: a tensor for each field of that side.
+    """Quantise rows [..., D] of K or V: a tensor for each field of that side.
 
     `scale` is the tensor's own, for fp8 and nvfp4.
     """
-    _refuse_size(spec, side, rows)
+    _check_size(spec, side, rows)
     cache = spec.cache
     if cache == "auto":
         return {side: rows.to(torch_dtype(DType.of(spec.dtype)))}
@@ -66,7 +70,7 @@ def encode(spec: Attention, side: Side, rows: torch.Tensor, *, scale: float = 1.
 
 
 def decode(spec: Attention, side: Side, fields: Fields, *, scale: float = 1.0) -> torch.Tensor:
-    """The rows that `encode` stored, as float32."""
+    """Dequantise the rows that `encode` stored, to float32."""
     cache, data = spec.cache, fields[side]
     dim = _dim(spec, side)
     if cache == "auto":
@@ -76,7 +80,7 @@ def decode(spec: Attention, side: Side, fields: Fields, *, scale: float = 1.0) -
     if cache == "int4_per_token_head":
         stored = fields[f"{side}_scale"].view(torch.int32)
         zero, step = stored & 15, (stored & ~15).view(torch.float32)
-        return bits.spread_back((bits.unpack(data, 4, dim) - zero) * step)
+        return hadamard.rotate_signed_back((bits.unpack(data, 4, dim) - zero) * step)
     if cache.endswith("_per_token_head"):
         return data.float() * fields[f"{side}_scale"]
     if cache == "nvfp4":
@@ -91,19 +95,28 @@ def _int4(side: Side, rows: torch.Tensor) -> Fields:
     range here, where vLLM's codes saturate and lose the row.
     """
     # vLLM rounds the rotated row to the model's own type before it quantises.
-    spread = bits.spread(rows.float()).to(rows.dtype).float()
-    low = spread.amin(-1, keepdim=True).clamp(max=0)
-    high = spread.amax(-1, keepdim=True).clamp(min=0)
+    rotated = hadamard.rotate_signed(rows.float()).to(rows.dtype).float()
+    low = rotated.amin(-1, keepdim=True).clamp(max=0)
+    high = rotated.amax(-1, keepdim=True).clamp(min=0)
     step = not_finite_is_nan(((high - low) / 15).clamp(min=_LEAST))
     zero = _codes(-low / step)
-    codes = _codes(spread * (1 / step) + zero).to(torch.uint8)
+    codes = _codes(rotated * (1 / step) + zero).to(torch.uint8)
     # The zero point rides in the scale's lowest bits.
     stored = (step.view(torch.int32) & ~15) | zero.to(torch.int32)
     return {side: bits.pack(codes, 4), f"{side}_scale": stored.view(torch.float32)}
 
 
+def round_away(values: torch.Tensor) -> torch.Tensor:
+    """The nearest whole number, halves away from zero.
+
+    >>> round_away(torch.tensor([0.5, 2.5, -1.5])).tolist()
+    [1.0, 3.0, -2.0]
+    """
+    return (values + torch.copysign(torch.full_like(values, 0.5), values)).trunc()
+
+
 def _codes(values: torch.Tensor) -> torch.Tensor:
-    return bits.round_away(values).nan_to_num(0).clamp(0, 15)
+    return round_away(values).nan_to_num(0).clamp(0, 15)
 
 
 def _token_head(cache: str, side: Side, rows: torch.Tensor) -> Fields:
@@ -112,9 +125,10 @@ def _token_head(cache: str, side: Side, rows: torch.Tensor) -> Fields:
     step = not_finite_is_nan((largest / top).clamp(min=_LEAST))
     scaled = rows * (1 / step)
     if cache == "int8_per_token_head":
-        codes = bits.round_away(scaled).nan_to_num(0).clamp(-128, 127)
-        return {side: codes.to(torch.int8), f"{side}_scale": step}
-    return {side: to_fp8(scaled.nan_to_num(0)), f"{side}_scale": step}
+        codes = round_away(scaled).nan_to_num(0).clamp(-128, 127).to(torch.int8)
+    else:
+        codes = to_fp8(scaled.nan_to_num(0))
+    return {side: codes, f"{side}_scale": step}
 
 
 def _turboquant(spec: Attention, side: Side, rows: torch.Tensor) -> Fields:
@@ -124,16 +138,16 @@ def _turboquant(spec: Attention, side: Side, rows: torch.Tensor) -> Fields:
     if side == "v":
         low, high = rows.amin(-1, keepdim=True), rows.amax(-1, keepdim=True)
         top = (1 << width) - 1
-        step = not_finite_is_nan((high - low) / top)
-        step = step.clamp(6e-8, _HALF_MAX).half()
+        step = not_finite_is_nan((high - low) / top).clamp(6e-8, _HALF_MAX).half()
         zero = low.clamp(-_HALF_MAX, _HALF_MAX).half()
         codes = ((rows - zero.float()) / step.float()).round().nan_to_num(0).clamp(0, top)
         packed = bits.pack(codes.to(torch.uint8), width)
         return {"v": packed, "v_scale": step, "v_zero": zero}
     norm = not_finite_is_nan(rows.norm(dim=-1, keepdim=True))
     # After the rotation a row of norm 1 has elements of variance 1 / D, near enough normal.
-    unit = bits.rotate(rows) / norm.clamp(min=_TINY) * rows.shape[-1] ** 0.5
-    codes = torch.bucketize(unit.nan_to_num(0), _borders(width, rows.device))
+    unit = hadamard.rotate(rows) / norm.clamp(min=_TINY) * rows.shape[-1] ** 0.5
+    levels = _levels(width, rows.device)
+    codes = torch.bucketize(unit.nan_to_num(0), (levels[1:] + levels[:-1]) / 2)
     return {"k": bits.pack(codes, width), "k_scale": norm.clamp(max=_HALF_MAX).half()}
 
 
@@ -147,16 +161,37 @@ def _from_turboquant(spec: Attention, side: Side, fields: Fields) -> torch.Tenso
     unit = _levels(width, codes.device)[codes.long()]
     # Rounding shortens a row; its length is known, so it is put right.
     unit = unit / unit.norm(dim=-1, keepdim=True).clamp(min=_TINY)
-    return bits.rotate(unit) * fields["k_scale"].float()
+    return hadamard.rotate(unit) * fields["k_scale"].float()
+
+
+@lru_cache(maxsize=8)
+def normal_levels(bits: int) -> tuple[float, ...]:
+    """The 2**bits levels that quantise a normal variable with the least squared error.
+
+    Lloyd's iteration: levels are the means of their cells, cells end half way between
+    levels. Of a normal variable both have closed forms.
+
+    >>> [round(level, 3) for level in normal_levels(2)]
+    [-1.51, -0.453, 0.453, 1.51]
+    """
+    levels = [4.0 * (n + 0.5) / (1 << bits) - 2.0 for n in range(1 << bits)]
+    for _ in range(5000):
+        borders = [-math.inf, *((a + b) / 2 for a, b in pairwise(levels)), math.inf]
+        density = [math.exp(-x * x / 2) / math.sqrt(2 * math.pi) for x in borders]
+        below = [(1 + math.erf(x / math.sqrt(2))) / 2 for x in borders]
+        means = [
+            (p - q) / (b - a)
+            for (p, q), (a, b) in zip(pairwise(density), pairwise(below), strict=True)
+        ]
+        moved = max(abs(a - b) for a, b in zip(levels, means, strict=True))
+        levels = means
+        if moved < 1e-12:
+            break
+    return tuple(levels)
 
 
 def _levels(width: int, device: torch.device) -> torch.Tensor:
-    return torch.tensor(bits.normal_levels(width), dtype=torch.float32, device=device)
-
-
-def _borders(width: int, device: torch.device) -> torch.Tensor:
-    levels = _levels(width, device)
-    return (levels[1:] + levels[:-1]) / 2
+    return torch.tensor(normal_levels(width), dtype=torch.float32, device=device)
 
 
 def _code_bits(spec: Attention, side: Side) -> int:
@@ -168,13 +203,14 @@ def _dim(spec: Attention, side: Side) -> int:
     return spec.head_dim if side == "k" else spec.v_dim or spec.head_dim
 
 
-def _refuse_size(spec: Attention, side: Side, rows: torch.Tensor) -> None:
+def _check_size(spec: Attention, side: Side, rows: torch.Tensor) -> None:
     dim = _dim(spec, side)
-    power = dim & (dim - 1) == 0
-    if rows.shape[-1] != dim or (spec.cache.startswith("turboquant") and not power):
+    rotated_whole = spec.cache.startswith("turboquant")
+    if rows.shape[-1] != dim or (rotated_whole and dim & (dim - 1)):
+        power = ", a power of two," if rotated_whole else ""
         raise AtlasError(
             Code.BAD_TENSOR,
-            "Rows are as long as the head, a power of two where they are rotated whole",
-            got=f"{side} of {rows.shape[-1]} for a head of {dim} in {spec.cache}",
+            f"Rows of {side.upper()} must be as long as its heads{power} in {spec.cache}",
+            got=f"rows of {rows.shape[-1]} for heads of {dim}",
             hint="Pass [tokens, heads, head size]",
         )

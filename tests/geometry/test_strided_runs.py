@@ -1,4 +1,4 @@
-"""Strips and stretches against brute force: every byte, every state, one by one."""
+"""Strided runs and spans of states against brute force: every byte, every state, one by one."""
 
 from __future__ import annotations
 
@@ -10,90 +10,97 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvatlas import Layout, Placement
-from kvatlas.geometry.address_arrays import join_pairs
-from kvatlas.geometry.state_spans import Cells, meet, stretches
-from kvatlas.geometry.strided_runs import Strip, between, closed, merged
+from kvatlas.geometry import (
+    StateBlocks,
+    StateSpans,
+    StridedRuns,
+    fold_states,
+    join_copies,
+    merge_runs,
+)
 
 SIZES: dict[str, Any] = {"L": 2, "B": 3, "H": 2, "N": 4, "C": 6}
 
 
-def spread(strip: Strip, states: int) -> dict[int, int]:
+def spread(runs: StridedRuns, states: int) -> dict[int, int]:
     """Source byte by destination byte, for all blocks and states, without any folding."""
-    found = {}
+    sources: dict[int, int] = {}
     for block, state in product(range(SIZES["B"]), range(states)):
-        for src, dst in zip(strip.rows(0).tolist(), strip.rows(1).tolist(), strict=True):
-            for byte in range(strip.item):
+        for src, dst in zip(
+            runs.item_offsets(0).tolist(), runs.item_offsets(1).tolist(), strict=True
+        ):
+            for byte in range(runs.item):
                 start = [
-                    strip.block[end] * block + strip.state[end] * state + row + byte
+                    runs.block_strides[end] * block + runs.state_strides[end] * state + row + byte
                     for end, row in ((0, src), (1, dst))
                 ]
-                assert start[1] not in found
-                found[start[1]] = start[0]
-    return found
+                assert start[1] not in sources
+                sources[start[1]] = start[0]
+    return sources
 
 
 def expected(src: Placement, dst: Placement) -> dict[int, int]:
     """The same map, from calling both placements at every coordinate."""
-    found = {}
+    sources = {}
     for values in product(*(range(size) for size in src.sizes)):
         place = dict(zip(src.axes, values, strict=True))
         for byte in range(src.item):
-            found[dst(**place) + byte] = src(**place) + byte
-    return found
+            sources[dst(**place) + byte] = src(**place) + byte
+    return sources
 
 
 orders = st.permutations("LBHNC").map("".join)
 
 
 @given(orders, orders, st.integers(0, 3), st.integers(1, 3))
-def test_merged_and_closed_strips_carry_the_same_bytes(
+def test_merged_and_folded_runs_carry_the_same_bytes(
     one: str, two: str, first: int, many: int
 ) -> None:
     """Pieces of the content, layer by layer, come to the same map however they are joined."""
     ends = [Layout(order).place(**SIZES) for order in (one, two)]
     narrowed = [end.narrow("C", first, many) for end in ends]
     pieces = [
-        between(*(end.narrow("C", byte, 1).select("L", layer) for end in narrowed))
+        StridedRuns.between(*(end.narrow("C", byte, 1).select("L", layer) for end in narrowed))
         for layer in range(SIZES["L"])
         for byte in range(many)
     ]
     whole: dict[int, int] = {}
     for layer in range(SIZES["L"]):
         whole |= expected(*(end.select("L", layer) for end in narrowed))
-    joined = merged(pieces)
+    joined = merge_runs(pieces)
     assert len(joined) <= len(pieces)
     together: dict[int, int] = {}
-    for strip in joined:
-        part = spread(strip, SIZES["N"])
+    for runs in joined:
+        part = spread(runs, SIZES["N"])
         assert not part.keys() & together.keys()
         together |= part
     assert together == whole
     together = {}
-    for strip in closed(joined, SIZES["N"]):
-        assert strip.state == (0, 0)
-        together |= spread(strip, 1)
+    for runs in fold_states(joined, SIZES["N"]):
+        assert runs.state_strides == (0, 0)
+        together |= spread(runs, 1)
     assert together == whole
 
 
 def test_k_and_v_of_all_layers_become_one_run() -> None:
-    """A block-outermost pool: one strip, as long as a block."""
+    """A block-outermost pool: one family, as long as a block."""
     pool = Layout("BLHNC").place(**SIZES)
     pieces = [
-        between(*[pool.select("L", layer).narrow("C", first, 3)] * 2)
+        StridedRuns.between(*[pool.select("L", layer).narrow("C", first, 3)] * 2)
         for layer in range(SIZES["L"])
         for first in (0, 3)
     ]
-    (strip,) = closed(merged(pieces), SIZES["N"])
-    assert (strip.item, strip.sizes) == (2 * 2 * 4 * 6, ())
+    (runs,) = fold_states(merge_runs(pieces), SIZES["N"])
+    assert (runs.item, runs.sizes) == (2 * 2 * 4 * 6, ())
 
 
-cells = st.builds(
-    lambda states, split, every, residue: Cells(states, split, every, residue % every),
+state_blocks = st.builds(
+    lambda states, split, every, residue: StateBlocks(states, split, every, residue % every),
     st.integers(1, 6), st.integers(1, 3), st.integers(1, 4), st.integers(0, 3),
 )  # fmt: skip
 
 
-def spot(state: int, end: Cells) -> tuple[int, int, int] | None:
+def place_of(state: int, end: StateBlocks) -> tuple[int, int, int] | None:
     """Where one state of a request is kept, if at all: entry, kernel block, state."""
     if state % end.every != end.residue:
         return None
@@ -105,35 +112,39 @@ def spot(state: int, end: Cells) -> tuple[int, int, int] | None:
     )
 
 
-@given(st.integers(0, 40), st.integers(0, 40), cells, cells)
-def test_stretches_name_every_common_state_once(
-    first: int, many: int, src: Cells, dst: Cells
+@given(st.integers(0, 40), st.integers(0, 40), state_blocks, state_blocks)
+def test_spans_name_every_common_state_once(
+    first: int, many: int, src: StateBlocks, dst: StateBlocks
 ) -> None:
-    found = stretches(first, first + many, src, dst)
+    spans = StateSpans.between(first, first + many, src, dst)
     named = []
-    for index, length in enumerate(found.length.tolist()):
+    for index, length in enumerate(spans.length.tolist()):
         assert length >= 1
         for nth in range(length):
             ends = []
-            for spots, end in ((found.src, src), (found.dst, dst)):
-                entry, kernel, state = (int(part[index]) for part in spots)
+            for starts, end in ((spans.src, src), (spans.dst, dst)):
+                entry, kernel, state = (int(part[index]) for part in starts)
                 assert state + length <= end.states
                 ends.append((entry, kernel, state + nth))
             named.append(tuple(ends))
     states = range(first, first + many)
-    wanted = [(spot(s, src), spot(s, dst)) for s in states if spot(s, src) and spot(s, dst)]
+    wanted = [
+        (place_of(s, src), place_of(s, dst))
+        for s in states
+        if place_of(s, src) and place_of(s, dst)
+    ]
     assert sorted(named) == sorted(wanted)
     assert len(set(named)) == len(named)
     if src.every == dst.every == 1:
-        # As long as can be: the next stretch starts a cell at one end or the other.
-        for index in range(1, len(found.length)):
-            assert 0 in (found.src.state[index], found.dst.state[index])
+        # As long as can be: the next span starts a kernel block at one end or the other.
+        for index in range(1, len(spans.length)):
+            assert 0 in (spans.src.state[index], spans.dst.state[index])
 
 
-@given(cells, cells)
-def test_ends_meet_where_a_state_is_kept_by_both(src: Cells, dst: Cells) -> None:
-    shared = any(spot(state, src) and spot(state, dst) for state in range(12))
-    assert meet(src, dst) == shared
+@given(state_blocks, state_blocks)
+def test_ends_meet_where_a_state_is_kept_by_both(src: StateBlocks, dst: StateBlocks) -> None:
+    shared = any(place_of(state, src) and place_of(state, dst) for state in range(12))
+    assert src.overlaps(dst) == shared
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 4)), max_size=12))
@@ -149,7 +160,7 @@ def test_joined_pairs_are_the_fewest(pieces: list[tuple[int, int]]) -> None:
         place += many + (start % 2)
     order = rng.permutation(len(pieces))
     arrays = [np.array(part, dtype=np.int64)[order] for part in (src, dst, length)]
-    joined = join_pairs(*arrays)
+    joined = join_copies(*arrays)
     before, after = (
         {int(d) + i: int(s) + i for s, d, n in zip(*parts, strict=True) for i in range(n)}
         for parts in (arrays, joined)

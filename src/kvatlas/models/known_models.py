@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CatalogueEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One model: its hub id, where its numbers come from, and its config.
 
     >>> entry = catalogue()["Granite-4.0-h-small"]
@@ -39,7 +39,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return {key: _expand(value) for key, value in self.config.items()}
 
 
-def catalogue() -> Mapping[str, Entry]:
+def catalogue() -> Mapping[str, CatalogueEntry]:
     """All entries by name.
 
     >>> catalogue()["Qwen3.5-397B-A17B"].repo
@@ -48,7 +48,7 @@ def catalogue() -> Mapping[str, Entry]:
     return MappingProxyType(_entries())
 
 
-def find(name: str) -> Entry | None:
+def find(name: str) -> CatalogueEntry | None:
     """The entry called `name`, or of the hub repository `name`, in any case.
 
     >>> find("google/gemma-2-2b").name
@@ -58,14 +58,14 @@ def find(name: str) -> Entry | None:
 
 
 @functools.cache
-def _entries() -> dict[str, Entry]:
+def _entries() -> dict[str, CatalogueEntry]:
     text = (resources.files("kvatlas.models") / "catalogue.json").read_bytes()
-    entries = msgspec.json.decode(text, type=list[Entry])
+    entries = msgspec.json.decode(text, type=list[CatalogueEntry])
     return {entry.name: entry for entry in entries}
 
 
 @functools.cache
-def _by_name() -> dict[str, Entry]:
+def _by_name() -> dict[str, CatalogueEntry]:
     entries = _entries().values()
     repos = {entry.repo.lower(): entry for entry in entries}
     return repos | {entry.name.lower(): entry for entry in entries}

@@ -1,0 +1,188 @@
+"""Block tables: which blocks hold the tokens of each sequence, for the layers of one group.
+
+Positions in a sequence count its stored tokens. Padding on the left is not stored, so
+sequences of one batch may differ in length; positions before the first are negative and
+have no slot. Sequences share blocks after a beam search has chosen among them: a block is
+copied, for all layers of its group, just before one of its owners writes to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvatlas.cache import LayerCache
+from kvatlas.engines.transformers.block_allocator import GONE, BlockAllocator
+from kvatlas.geometry import ceil_div
+from kvatlas.kernels import copy_blocks, zero_blocks
+from kvatlas.planning import Group
+from kvatlas.specs import Visibility
+
+
+class BlockTable:
+    """The blocks of every sequence of a batch, for the layers of one group."""
+
+    def __init__(
+        self, group: Group, layers: Sequence[LayerCache], allocator: BlockAllocator
+    ) -> None:
+        self.block = group.block
+        self.recurrent = group.kind == "recurrent"
+        alike = {layer.spec.visibility for layer in layers}
+        self.visibility = alike.pop() if len(alike) == 1 else Visibility()
+        self.keep_all = False
+        """Windows leave no block behind, so that tokens can be taken back."""
+        self.padded = False
+        """Sequences may hold padding, so that it is unknown where chunks begin."""
+        self.sequences: list[list[int]] = []
+        self.layers = list(layers)
+        self.allocator = allocator
+        self._slots: dict[range, Tensor] = {}
+        self._reserved: range | None = None
+        self._ids: Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the pages are."""
+        return self.layers[0].buffer.device
+
+    # -- sequences ------------------------------------------------------------------
+
+    def admit(self, count: int, *, padded: bool) -> None:
+        """Begin a batch of `count` sequences; recurrent ones get the block that they keep."""
+        self.padded = padded
+        self.sequences = [[self._take()] if self.recurrent else [] for _ in range(count)]
+        self._changed()
+
+    def blocks_to_select(self, chosen: Sequence[int]) -> int:
+        """Free blocks that `select` needs: one for each recurrent state that is copied."""
+        return max(0, len(chosen) - len(self.sequences)) if self.recurrent else 0
+
+    def select(self, chosen: Sequence[int]) -> None:
+        """Go on with the sequences `chosen`, in that order; some may be chosen twice.
+
+        Attention shares blocks until they are written to. States are written at every
+        step, so a state that is chosen twice is copied at once.
+        """
+        old = self.sequences
+        if self.recurrent:
+            for i in set(range(len(old))) - set(chosen):
+                self.allocator.release(old[i])
+            self.sequences = []
+            for place, i in enumerate(chosen):
+                again = i in chosen[:place]
+                self.sequences.append([self._copy(old[i][0])] if again else old[i])
+        else:
+            self.sequences = [list(old[i]) for i in chosen]
+            for blocks in self.sequences:
+                self.allocator.share(blocks)
+            for blocks in old:
+                self.allocator.release(blocks)
+        self._changed()
+
+    def can_crop(self, lengths: Sequence[int]) -> bool:
+        """Whether everything is still there that sequences cut to these lengths see next."""
+        return not any(
+            GONE in blocks[self._first_visible(length) // self.block : ceil_div(length, self.block)]
+            for blocks, length in zip(self.sequences, lengths, strict=True)
+        )
+
+    def crop(self, lengths: Sequence[int]) -> None:
+        """Keep `lengths` tokens of the sequences, and give the blocks behind them back."""
+        for blocks, length in zip(self.sequences, lengths, strict=True):
+            kept = ceil_div(length, self.block)
+            self.allocator.release(blocks[kept:])
+            del blocks[kept:]
+        self._changed()
+
+    # -- slots ----------------------------------------------------------------------
+
+    def reserve(self, start: int, count: int, padding: Sequence[int]) -> Tensor:
+        """Slots [sequences, count] for the batch's tokens from `start` on, in blocks of their own.
+
+        `padding` is how many tokens on the left of each sequence have no slot. All layers
+        of a group call this with the same tokens, and the first call takes the blocks.
+        """
+        tokens = range(start, start + count)
+        if self._reserved != tokens:
+            self._slots.clear()
+            for blocks, skipped in zip(self.sequences, padding, strict=True):
+                self._prepare(blocks, max(start - skipped, 0), max(start + count - skipped, 0))
+            self._reserved = tokens
+        return self.slots(tokens, padding)
+
+    def slots(self, tokens: range, padding: Sequence[int]) -> Tensor:
+        """Slots [sequences, tokens] of tokens of the batch; -1 where nothing is stored."""
+        if tokens not in self._slots:
+            skipped = torch.tensor(padding, device=self.device).unsqueeze(1)
+            positions = torch.arange(tokens.start, tokens.stop, device=self.device) - skipped
+            blocks = self.ids.gather(1, (positions // self.block).clamp(min=0))
+            missing = (positions < 0) | (blocks == GONE)
+            slots = blocks * self.block + positions % self.block
+            self._slots[tokens] = slots.masked_fill(missing, -1)
+        return self._slots[tokens]
+
+    @property
+    def ids(self) -> Tensor:
+        """Block ids [sequences, blocks], filled up with `GONE`."""
+        if self._ids is None:
+            width = max(1, *map(len, self.sequences))
+            filled = [blocks + [GONE] * (width - len(blocks)) for blocks in self.sequences]
+            self._ids = torch.tensor(filled, dtype=torch.long, device=self.device)
+        return self._ids
+
+    def kernel_ids(self, layer: LayerCache, block: int | None = None) -> Tensor:
+        """All ids, or one, as kernels number blocks: a block may be several kernel blocks."""
+        ids = self.ids if block is None else torch.tensor([block], device=self.device)
+        placed = layer.placement
+        if "k" not in placed.axes or (split := placed.size("k")) == 1:
+            return ids
+        return (ids.unsqueeze(-1) * split + torch.arange(split, device=ids.device)).flatten(-2)
+
+    # -- inside ---------------------------------------------------------------------
+
+    def _first_visible(self, position: int) -> int:
+        """The first position that a token at `position` sees."""
+        visibility = self.visibility
+        if visibility.chunk is not None and self.padded:
+            visibility = Visibility(window=visibility.chunk)
+        return int(visibility.first(position))
+
+    def _prepare(self, blocks: list[int], first: int, stop: int) -> None:
+        """Make a sequence's blocks ready for positions `first` to `stop` to be written."""
+        if not self.keep_all:
+            for index in range(min(self._first_visible(first) // self.block, len(blocks))):
+                if blocks[index] != GONE:
+                    self._replace(blocks, index, GONE)
+        end = ceil_div(stop, self.block)
+        while len(blocks) < end:
+            blocks.append(self._take())
+            self._ids = None
+        for index in range(first // self.block, end):
+            if self.allocator.is_shared(blocks[index]):
+                self._replace(blocks, index, self._copy(blocks[index]))
+
+    def _replace(self, blocks: list[int], index: int, block: int) -> None:
+        self.allocator.release([blocks[index]])
+        blocks[index] = block
+        self._ids = None
+
+    def _take(self) -> int:
+        """A free block, zeroed for a recurrent state: models read it before they write it all."""
+        block = self.allocator.take()
+        if self.recurrent:
+            for layer in self.layers:
+                zero_blocks(layer, self.kernel_ids(layer, block))
+        return block
+
+    def _copy(self, block: int) -> int:
+        copy = self._take()
+        for layer in self.layers:
+            old, new = (self.kernel_ids(layer, one) for one in (block, copy))
+            copy_blocks(layer, old, layer, new)
+        return copy
+
+    def _changed(self) -> None:
+        self._ids = self._reserved = None
+        self._slots.clear()

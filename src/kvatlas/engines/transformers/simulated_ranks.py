@@ -1,0 +1,60 @@
+"""Simulated ranks: a model of one process on the wire as if it ran on many ranks.
+
+transformers keeps all heads of all layers on one rank. `SimulatedRanks` holds the pools that
+the ranks of another plan would have, and copies an `AtlasCache` to and from them along a route,
+so that prefill and decode can be tried in any two topologies.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+from kvatlas.engines.transformers.cache import AtlasCache
+from kvatlas.planning import Plan
+from kvatlas.routing import route, scattered
+from kvatlas.wire import Node, Transport, copy_request, make_transport, memory_of, pools_for
+
+
+class SimulatedRanks(ExitStack):
+    """The pools of every rank of a plan, each rank a node on the wire."""
+
+    def __init__(self, plan: Plan, transport: str, *, name: str, **options: Any) -> None:
+        super().__init__()
+        self.plan = plan
+        self.nodes: list[Node] = []
+        self.pools = {}
+        for rank in range(plan.tp * plan.pp):
+            wire: Transport = make_transport(transport)
+            self.pools[rank] = pools_for(plan, rank, wire)
+            memory = memory_of(self.pools[rank])
+            node = Node(
+                plan, rank=rank, memory=memory, transport=wire, name=f"{name}-{rank}", **options
+            )
+            self.nodes.append(self.enter_context(node))
+
+    @property
+    def endpoints(self) -> list[str]:
+        """Where the ranks listen."""
+        return [node.endpoint for node in self.nodes]
+
+    def copy_from(self, cache: AtlasCache, tokens: int, sequence: int = 0) -> dict[int, list[int]]:
+        """Copy a sequence of a cache to the ranks; returns the blocks that it takes there."""
+        blocks = scattered(self.plan, tokens)
+        copy_request(
+            route(cache.plan, self.plan, renamed=True), _pools(cache), self.pools,
+            src_blocks=cache.blocks_of(sequence), dst_blocks=blocks, tokens=tokens,
+        )  # fmt: skip
+        return blocks
+
+    def copy_to(self, cache: AtlasCache, blocks: dict[int, list[int]], tokens: int) -> None:
+        """Make what the ranks hold in `blocks` the only sequence of a cache."""
+        (mine,) = cache.adopt(tokens)
+        copy_request(
+            route(self.plan, cache.plan, renamed=True), self.pools, _pools(cache),
+            src_blocks=blocks, dst_blocks=mine, tokens=tokens,
+        )  # fmt: skip
+
+
+def _pools(cache: AtlasCache) -> dict[int, dict[int, Any]]:
+    return {0: {index: pool.numpy() for index, pool in cache.cache.pools.items()}}

@@ -1,0 +1,66 @@
+"""Codes of fewer than 8 bits packed into bytes, and the e2m1 numbers that 4 bits stand for."""
+
+from __future__ import annotations
+
+import torch
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def split(values: torch.Tensor, *sizes: int) -> torch.Tensor:
+    """The last axis as several, a view.
+
+    >>> split(torch.zeros(3, 8), 2, 4).shape
+    torch.Size([3, 2, 4])
+    """
+    # Not by view(), which finds no size for -1 where there are no rows.
+    return torch.unflatten(values, -1, sizes)
+
+
+def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes of `bits` bits along the last axis as bytes, the first code in the lowest bits.
+
+    >>> pack(torch.tensor([1, 2, 3]), 4).tolist(), pack(torch.arange(8), 3).tolist()
+    ([33, 3], [136, 198, 250])
+    """
+    count = codes.shape[-1]
+    nbytes = -(-count * bits // 8)
+    shifts = torch.arange(bits, device=codes.device)
+    stream = ((codes.to(torch.int32).unsqueeze(-1) >> shifts) & 1).flatten(-2)
+    stream = torch.nn.functional.pad(stream, (0, nbytes * 8 - count * bits))
+    weights = 1 << torch.arange(8, device=codes.device)
+    return (split(stream, nbytes, 8) * weights).sum(-1).to(torch.uint8)
+
+
+def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
+    """The first `count` codes of `bits` bits in bytes along the last axis.
+
+    >>> unpack(torch.tensor([136, 198, 250], dtype=torch.uint8), 3, 8).tolist()
+    [0, 1, 2, 3, 4, 5, 6, 7]
+    """
+    shifts = torch.arange(8, device=packed.device)
+    stream = ((packed.to(torch.int32).unsqueeze(-1) >> shifts) & 1).flatten(-2)
+    weights = 1 << torch.arange(bits, device=packed.device)
+    return (split(stream[..., : count * bits], count, bits) * weights).sum(-1)
+
+
+def to_e2m1(values: torch.Tensor) -> torch.Tensor:
+    """The nearest e2m1 code of each value, ties to the even code.
+
+    >>> to_e2m1(torch.tensor([0.24, 0.25, 2.5, -6.0, 9.0])).tolist()
+    [0, 0, 4, 15, 7]
+    """
+    table = torch.tensor(_E2M1, device=values.device, dtype=values.dtype)
+    size = values.abs().clamp(max=_E2M1[-1])
+    above = torch.bucketize(size, table).clamp(max=7)
+    below = (above - 1).clamp(min=0)
+    up, down = table[above] - size, size - table[below]
+    even = torch.where(above % 2 == 0, above, below)
+    code = torch.where(up < down, above, torch.where(up > down, below, even))
+    return code | (torch.signbit(values).to(code.dtype) << 3)
+
+
+def from_e2m1(codes: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The numbers that e2m1 codes stand for."""
+    table = torch.tensor([*_E2M1, *(-x for x in _E2M1)], device=codes.device, dtype=dtype)
+    return table[codes.long()]

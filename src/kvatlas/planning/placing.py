@@ -1,0 +1,288 @@
+"""From groups to a plan: memory divided into pools, and where every group lies in its pool.
+
+The last step of every policy. Groups that overlay each other share a pool; a stage has
+as many pools as there are such sets of groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import lcm
+from typing import NamedTuple
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry import (
+    Layout,
+    PageSet,
+    PoolPosition,
+    ceil_div,
+    pack_positions,
+    round_up,
+    shared_pages,
+    side_by_side,
+)
+from kvatlas.planning.block_size import BlockSize
+from kvatlas.planning.grouping import GroupDraft
+from kvatlas.planning.plan_parts import Group, Pool, Region
+from kvatlas.planning.plans import Plan
+from kvatlas.planning.request import PlanRequest
+from kvatlas.planning.sized_layers import SizedLayer, page_of
+
+_FORGOTTEN_UNIT = 10_000
+"""Bytes of memory so few that a unit was probably forgotten."""
+
+
+@dataclass(frozen=True)
+class PoolDraft:
+    """Groups that overlay each other in one pool."""
+
+    groups: tuple[GroupDraft, ...]
+    layout: Layout
+    pack: int = 1
+    """Attention layers in a page."""
+    page: int = 0
+    """Bytes of such a page, where attention layers and states share them."""
+    states: bool = False
+    """A pool of recurrent states, sized by the number of requests."""
+    interleaved: bool = True
+    """Kernel blocks of all layers may lie one after the other, so that they have one stride."""
+
+    def on(self, stages: dict[str, int], stage: int) -> PoolDraft:
+        """What of it lies on a pipeline stage."""
+        groups = tuple(
+            GroupDraft(tuple(x for x in group.layers if stages[x.name] == stage), group.mixed)
+            for group in self.groups
+        )
+        return replace(self, groups=groups)
+
+    @cached_property
+    def width(self) -> int:
+        """Bytes of a block: of the widest group, since groups overlay; 0 where nothing is kept."""
+        filled = [group.layers for group in self.groups if group.layers]
+        if not filled:
+            return 0
+        if self.page:
+            return self.page * max(
+                len(x) if x[0].kind == "recurrent" else ceil_div(len(x), self.pack) for x in filled
+            )
+        if not self.layout.block_outermost:
+            return max(sum(layer.spread for layer in layers) for layers in filled)
+        widest = max(sum(layer.nbytes for layer in layers) for layers in filled)
+        return round_up(widest, lcm(*(layer.alignment for layers in filled for layer in layers)))
+
+    def needed(self, request: PlanRequest) -> int:
+        """Blocks that a request of the greatest length holds."""
+        return sum(max(layer.blocks(request) for layer in group.layers) for group in self.groups)
+
+
+class Spot(NamedTuple):
+    """Alike layers of a group, where they lie in its pool."""
+
+    layers: Sequence[SizedLayer]
+    position: PoolPosition
+    kernel_block: int
+    page_bytes: int
+
+
+def make_plan(
+    request: PlanRequest,
+    drafts: list[PoolDraft],
+    size: BlockSize,
+    *,
+    policy: str,
+    orders: tuple[str, ...],
+) -> Plan:
+    """The plan whose groups lie in these pools."""
+    stages = [[d.on(request.stages, stage) for d in drafts] for stage in range(request.pp)]
+    counts = divide_memory(request, drafts, stages)
+    warnings = list(request.model.warnings)
+    if request.requests and policy == "atlas" and not any(draft.states for draft in drafts):
+        warnings.append("requests= sizes a pool of recurrent states, and this plan has none.")
+    pools: list[Pool] = []
+    regions: list[Region] = []
+    for stage, parts in enumerate(stages):
+        group = 0
+        for index, part in enumerate(parts):
+            if part.width:
+                pool = Pool(stage=stage, index=index, blocks=counts[index], block_bytes=part.width)
+                pools.append(pool)
+            for members in part.groups:
+                spots = place_group(part, members, counts[index], warnings)
+                regions += [_region(stage, group, part.layout, spot) for spot in spots]
+                group += 1
+    return Plan(
+        model=request.model.name,
+        policy=policy,
+        layout=drafts[0].layout.order,
+        tp=request.tp,
+        pp=request.pp,
+        dcp=request.dcp,
+        memory=request.memory,
+        block_size=size.tokens,
+        max_len=request.max_len,
+        in_flight=request.in_flight,
+        groups=tuple(_group(g, index) for index, draft in enumerate(drafts) for g in draft.groups),
+        pools=tuple(pools),
+        regions=tuple(regions),
+        backends=tuple(dict.fromkeys(b.name for b in request.backends.values() if b)),
+        accepted_layouts=orders,
+        pack=max(draft.pack for draft in drafts),
+        prefix_caching=request.prefix_caching,
+        reasons=size.reasons,
+        warnings=tuple(dict.fromkeys(warnings)),
+    )
+
+
+def divide_memory(
+    request: PlanRequest, drafts: list[PoolDraft], stages: list[list[PoolDraft]]
+) -> list[int]:
+    """Blocks of each pool: what requests of the greatest length would use of each.
+
+    The null block, which engines never hand out, is counted to every pool.
+    """
+    needs = [draft.needed(request) for draft in drafts]
+    # Every pool first gets one request and its null block, or as many requests as were named.
+    least = [
+        need * (request.requests if draft.states and request.requests else 1) + 1
+        for draft, need in zip(drafts, needs, strict=True)
+    ]
+    divided: list[list[int]] = []
+    for parts in stages:
+        widths = [part.width for part in parts]
+        taken = sum(blocks * width for blocks, width in zip(least, widths, strict=True))
+        if taken > request.memory:
+            raise _not_enough(request, taken)
+        shares = [
+            0 if part.states and request.requests else need * width
+            for part, need, width in zip(parts, needs, widths, strict=True)
+        ]
+        free, total = request.memory - taken, sum(shares)
+        divided.append(
+            [
+                first + (free * share // total // width if share else 0)
+                for first, share, width in zip(least, shares, widths, strict=True)
+            ]
+        )
+    return [
+        min(
+            (blocks[i] for blocks, parts in zip(divided, stages, strict=True) if parts[i].width),
+            default=1,
+        )
+        for i in range(len(drafts))
+    ]
+
+
+def _not_enough(request: PlanRequest, needed: int) -> AtlasError:
+    what = f"one request of {request.max_len:,} tokens"
+    if request.requests:
+        what += f" and the states of {request.requests:,}"
+    hint = f"Give at least {needed:,} bytes, or a shorter max_len"
+    if request.memory < _FORGOTTEN_UNIT:
+        hint = f"Did you mean {request.memory}GB?"
+    return AtlasError(
+        Code.NOT_ENOUGH_MEMORY,
+        f"Not enough memory: {what} needs {_size(needed)} per rank",
+        got=f"{request.memory:,} bytes",
+        hint=hint,
+    )
+
+
+def _size(nbytes: float) -> str:
+    units = ["bytes", "kB", "MB", "GB", "TB"]
+    while nbytes >= 999.5 and len(units) > 1:
+        nbytes /= 1000
+        units.pop(0)
+    return f"{nbytes:.3g} {units[0]}"
+
+
+def place_group(
+    pool: PoolDraft, group: GroupDraft, blocks: int, warnings: list[str]
+) -> Iterator[Spot]:
+    """Where the layers of a group lie in the pool of a stage, set by set of alike ones."""
+    layout, width, sets = pool.layout, pool.width, group.regions
+    if pool.page and group.layers:
+        yield from _place_packed(pool, group.layers, blocks, warnings)
+        return
+    splits = {_kernel_blocks(layer) for layer in group.layers}
+    split = splits.pop() if len(splits) == 1 else 1
+    if split > 1 and pool.interleaved and layout.block_outermost and width % split == 0:
+        pages = [page_of(x[0].spec, x[0].block // split, x[0].tp) for x in sets]
+        rows = [PageSet(p, len(x), p.nbytes) for p, x in zip(pages, sets, strict=True)]
+        positions = side_by_side(rows, layout, blocks=blocks, width=width, split=split)
+        for layers, position in zip(sets, positions, strict=True):
+            yield Spot(layers, position, layers[0].block // split, layers[0].nbytes)
+        return
+    rows = [PageSet(layers[0].page, len(layers), layers[0].spread) for layers in sets]
+    positions = side_by_side(rows, layout, blocks=blocks, width=width)
+    for layers, position in zip(sets, positions, strict=True):
+        dense = not layout.block_outermost or position.block_stride <= position.page_stride
+        kernel = _kernel_block(layers[0], warnings, dense=dense)
+        yield Spot(layers, position, kernel, layers[0].nbytes)
+
+
+def _place_packed(
+    pool: PoolDraft, layers: Sequence[SizedLayer], blocks: int, warnings: list[str]
+) -> Iterator[Spot]:
+    """Packs of attention layers, or one state, in each page of a block."""
+    layout, width, first = pool.layout, pool.width, layers[0]
+    shared = shared_pages(layout, pool.page, blocks=blocks, width=width)
+    if first.kind == "recurrent":
+        yield Spot(layers, shared, first.block, pool.page)
+        return
+    kernel = _kernel_block(first, warnings, dense=False)
+    packed = pack_positions(
+        first.page, len(layers), pool.pack, layout, shared=shared, blocks=blocks, width=width
+    )
+    for count, position in packed:
+        yield Spot(layers[:count], position, kernel, first.nbytes)
+        layers = layers[count:]
+
+
+def _kernel_blocks(layer: SizedLayer) -> int:
+    """Kernel blocks in a block of a layer."""
+    if layer.backend is None or layer.padded:
+        return 1
+    return layer.block // (layer.backend.kernel_block(layer.block) or layer.block)
+
+
+def _kernel_block(layer: SizedLayer, warnings: list[str], *, dense: bool) -> int:
+    """Tokens that a layer's kernel reads at once; the whole block where it cannot be split."""
+    if layer.backend is None or layer.backend.reads(layer.block):
+        return layer.block
+    kernel = layer.backend.kernel_block(layer.block)
+    if kernel is None or not dense or layer.padded:
+        warnings.append(
+            f"{layer.backend.name} reads blocks of {' or '.join(map(str, layer.backend.sizes))} "
+            f"tokens, and blocks of {layer.block} cannot be split where pages are not dense: "
+            "engines refuse to bind this plan."
+        )
+        return layer.block
+    return kernel
+
+
+def _region(stage: int, group: int, layout: Layout, spot: Spot) -> Region:
+    first = spot.layers[0]
+    return Region(
+        stage=stage,
+        group=group,
+        layers=tuple(layer.layer for layer in spot.layers),
+        block=first.block,
+        kernel_block=spot.kernel_block,
+        page_bytes=spot.page_bytes,
+        layout=layout.order,
+        offset=spot.position.offset,
+        page_stride=spot.position.page_stride,
+        block_stride=spot.position.block_stride,
+        splits=first.splits,
+        parts=tuple(layer.part for layer in spot.layers) if first.splits > 1 else (),
+    )
+
+
+def _group(draft: GroupDraft, pool: int) -> Group:
+    first = draft.layers[0]
+    held = 1 + max(layer.checkpoints for layer in draft.layers)
+    return Group.of(
+        first.kind, first.spec, block=first.block, pool=pool, held=held, mixed=draft.mixed
+    )

@@ -1,0 +1,127 @@
+"""What a node has: its rank's memory, its offers, leases and routes. No peer is answered here."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+
+import numpy as np
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.planning import Plan
+from kvatlas.routing import Route, checked_rank, fingerprint, route
+from kvatlas.wire.leases import Expected, Leases, Offer
+from kvatlas.wire.memory_copy import as_bytes, memory_of
+from kvatlas.wire.metrics import Metrics
+from kvatlas.wire.peers import Peer, PeerPlans, check_memory, plan_hash
+from kvatlas.wire.protocol import MIN_PIECE_BYTES, VERSION, Hello, RegisteredMemory, new_key
+from kvatlas.wire.rpc import log
+from kvatlas.wire.staging import StagingBuffers
+from kvatlas.wire.transports.base import STAGING, Memory, Transport
+
+_MAX_ROUTES = 128
+
+
+class NodeState:
+    """One rank's memory and what is promised of it; `lock` guards offers and expectations.
+
+    The lock may be held while leases or staging buffers take theirs, never the other way.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        memory: Mapping[int, Memory],
+        transport: Transport,
+        *,
+        name: str | None,
+        secret: bytes | None,
+        piece: int,
+        buffers: int,
+    ) -> None:
+        check_memory(plan, checked_rank(plan, rank, "node"), memory)
+        _check_piece_size(piece)
+        self.plan, self.plan_hash, self.rank = plan, plan_hash(plan), rank
+        self.transport, self.secret = transport, secret
+        self.incarnation = new_key()
+        self.name = name or f"kvatlas-{self.incarnation.hex()[:12]}"
+        self.lock = threading.RLock()
+        self.metrics = Metrics()
+        self.peer_plans = PeerPlans()
+        self.offers: dict[str, Offer] = {}
+        self.expected: dict[str, Expected] = {}
+        self.routes: OrderedDict[tuple[bytes, str], Route] = OrderedDict()
+        staging = transport.allocate(piece * buffers) if buffers else np.zeros(0, np.uint8)
+        self.staging = StagingBuffers(staging, piece)
+        self.leases = Leases(lambda lease: self.staging.give_back(lease.buffers))
+        self.memory = {**memory, **(memory_of({STAGING: staging}) if buffers else {})}
+        self.pools = {i: as_bytes(at) for i, at in self.memory.items() if at.device == 0}
+
+    def hello(self, *, with_plan: bool) -> Hello:
+        """Who this is, as peers are told."""
+        return Hello(
+            version=VERSION,
+            name=self.name,
+            incarnation=self.incarnation,
+            fingerprint=fingerprint(self.plan),
+            plan_hash=self.plan_hash,
+            plan=self.plan.to_json() if with_plan else None,
+            rank=self.rank,
+            memory=tuple(
+                RegisteredMemory(index=i, address=at.address, nbytes=at.nbytes, device=at.device)
+                for i, at in self.memory.items()
+            ),
+            transport=self.transport.name,
+            metadata=self.transport.publish(),
+        )
+
+    def route_from(self, peer: Peer) -> Route:
+        """The route from a peer to this node."""
+        return self._route(peer, "from", peer.plan, self.plan)
+
+    def route_to(self, peer: Peer) -> Route:
+        """The route from this node to a peer."""
+        return self._route(peer, "to", self.plan, peer.plan)
+
+    def _route(self, peer: Peer, way: str, src: Plan, dst: Plan) -> Route:
+        key = (peer.plan_hash, way)
+        with self.lock:
+            if key not in self.routes:
+                self.routes[key] = route(src, dst)
+                while len(self.routes) > _MAX_ROUTES:
+                    self.routes.popitem(last=False)
+            self.routes.move_to_end(key)
+            return self.routes[key]
+
+    def release(self, request: str, why: str) -> None:
+        """End an offer and its leases, and tell whoever made it."""
+        with self.lock:
+            offer = self.offers.pop(request, None)
+            self.leases.drop_request(request, "pull")
+        if offer is not None and offer.released is not None:
+            try:
+                offer.released(request, why)
+            except Exception:
+                # Whoever made the offer has failed; peers and other requests have not.
+                log.exception("a release failed request=%s why=%s", request, why)
+
+    def sweep(self) -> None:
+        """End offers and leases that have expired."""
+        self.leases.sweep()
+        now = time.monotonic()
+        for request in [r for r, offer in list(self.offers.items()) if offer.expires <= now]:
+            log.warning("expired request=%s", request)
+            self.release(request, "expired")
+
+
+def _check_piece_size(piece: int) -> None:
+    if piece < MIN_PIECE_BYTES:
+        raise AtlasError(
+            Code.BAD_SIZE,
+            f"A staging buffer has fewer than {MIN_PIECE_BYTES} bytes",
+            got=piece,
+            hint="Leave piece out, or give buffers=0 for no staging",
+        )
