@@ -1,7 +1,7 @@
 """Which bytes of which source rank fill which bytes of a destination rank.
 
 Every field of every layer is a box of the whole model's coordinates. A destination rank
-needs some rows of it; each source rank holds some. Their intersections are found here, the
+needs some ranges of it; each source rank holds some. Their intersections are made here, the
 source of each is chosen, and the bytes of both ends become strips. Layers that lie in
 the same regions share all of this and differ only in their pages.
 """
@@ -35,25 +35,25 @@ class GroupPair(NamedTuple):
     cells: tuple[StateBlocks, StateBlocks]
 
 
-class SourceRows(NamedTuple):
-    """Rows of a field as one source rank holds them: where, from which row of its own."""
+class SourceShard(NamedTuple):
+    """A range of a field's sharded axis that one source rank holds, from its own `local` on."""
 
     tp_rank: int
     part: LayerPart
-    row: int
+    local: int
     cells: StateBlocks
 
 
-class NeededRows(NamedTuple):
-    """Rows of one field that a destination rank needs, and the source ranks that hold them."""
+class NeededShard(NamedTuple):
+    """A range of a field that a destination rank needs, and the source ranks that hold it."""
 
     field: str
     part: LayerPart
-    row: int
-    rows: int
+    local: int
+    length: int
     cells: StateBlocks
-    sources: tuple[SourceRows, ...]
-    """All that hold these rows; the one to read from, once that is chosen."""
+    sources: tuple[SourceShard, ...]
+    """All that hold it; the one to read from, once that is chosen."""
 
 
 class Compiler:
@@ -66,7 +66,7 @@ class Compiler:
             ends = [(end.specs[name], end.parts[name]) for end in (src, dst)]
             alike[seen, *ends].append(name)
         self._alike = [tuple(names) for names in alike.values()]
-        self._chosen: dict[int, dict[int, list[tuple[Layers, NeededRows]]]] = {}
+        self._chosen: dict[int, dict[int, list[tuple[Layers, NeededShard]]]] = {}
 
     def sources(self, dst_rank: int) -> tuple[int, ...]:
         """The source ranks that a destination rank reads."""
@@ -77,14 +77,15 @@ class Compiler:
     ) -> dict[GroupPair, list[StridedRuns]]:
         """The strips between two ranks, as few as possible, by pair of groups."""
         strips: dict[GroupPair, list[StridedRuns]] = defaultdict(list)
-        for alike, rows in self._choose(dst_rank).get(src_rank, ()):
+        for alike, needed in self._choose(dst_rank).get(src_rank, ()):
             names = [name for name in alike if layers is None or name in layers]
             if names:
-                pair, strip = self._strip(names[0], rows)
-                source = rows.sources[0].part
+                pair, strip = self._strip(names[0], needed)
+                source = needed.sources[0].part
                 strips[pair] += [
                     strip.shift(
-                        self.src.page_offsets[name][source], self.dst.page_offsets[name][rows.part]
+                        self.src.page_offsets[name][source],
+                        self.dst.page_offsets[name][needed.part],
                     )
                     for name in names
                 ]
@@ -92,39 +93,39 @@ class Compiler:
 
     # -- who reads whom ---------------------------------------------------------------
 
-    def _choose(self, dst_rank: int) -> dict[int, list[tuple[Layers, NeededRows]]]:
-        """For each source rank, the rows that a destination rank reads from it."""
+    def _choose(self, dst_rank: int) -> dict[int, list[tuple[Layers, NeededShard]]]:
+        """For each source rank, what a destination rank reads from it."""
         if dst_rank in self._chosen:
             return self._chosen[dst_rank]
         stage, tp_rank = divmod(dst_rank, self.dst.plan.tp)
-        needs: list[tuple[Layers, int, NeededRows]] = []
+        needs: list[tuple[Layers, int, NeededShard]] = []
         for alike in self._alike:
             if self.dst.plan.region_of(alike[0])[0].stage == stage:
                 first = self.src.plan.region_of(alike[0])[0].stage * self.src.plan.tp
-                needs += [(alike, first, rows) for rows in self._needed(alike[0], tp_rank)]
+                needs += [(alike, first, needed) for needed in self._needed(alike[0], tp_rank)]
         must = {
-            first + rows.sources[0].tp_rank
-            for _, first, rows in needs
-            if len({source.tp_rank for source in rows.sources}) == 1
+            first + needed.sources[0].tp_rank
+            for _, first, needed in needs
+            if len({source.tp_rank for source in needed.sources}) == 1
         }
         near = tp_rank * self.src.plan.tp // self.dst.plan.tp
-        chosen: dict[int, list[tuple[Layers, NeededRows]]] = defaultdict(list)
-        for alike, first, rows in needs:
+        chosen: dict[int, list[tuple[Layers, NeededShard]]] = defaultdict(list)
+        for alike, first, needed in needs:
             # Of replicas, one that is read anyway; else the one that lies as this rank does,
             # so that destination ranks spread over them.
             source = min(
-                rows.sources,
+                needed.sources,
                 key=lambda source: (
                     first + source.tp_rank not in must,
                     abs(source.tp_rank - near),
                     source.tp_rank,
                 ),
             )
-            chosen[first + source.tp_rank].append((alike, rows._replace(sources=(source,))))
+            chosen[first + source.tp_rank].append((alike, needed._replace(sources=(source,))))
         self._chosen[dst_rank] = dict(chosen)
         return self._chosen[dst_rank]
 
-    def _needed(self, layer: str, dst_tp_rank: int) -> Iterator[NeededRows]:
+    def _needed(self, layer: str, dst_tp_rank: int) -> Iterator[NeededShard]:
         """What a rank needs of a layer, in ranges that source ranks hold from end to end."""
         for part in self.dst.parts[layer]:
             for name, view in self.dst.views(layer, part).items():
@@ -135,7 +136,7 @@ class Compiler:
 
     def _sources(
         self, layer: str, field: str, needed: StateBlocks
-    ) -> Iterator[tuple[SourceRows, ShardRange]]:
+    ) -> Iterator[tuple[SourceShard, ShardRange]]:
         """Every range of a field that source ranks hold, of the states that are needed."""
         for part in self.src.parts[layer]:
             view = self.src.views(layer, part)[field]
@@ -143,25 +144,25 @@ class Compiler:
                 cells = _dealt_out(view.cells, self.src, layer, rank)
                 if cells.overlaps(needed):
                     for held in self.src.ranges(view.field.sharding, part, rank):
-                        yield SourceRows(rank, part, held.local, cells), held
+                        yield SourceShard(rank, part, held.local, cells), held
 
     # -- bytes ------------------------------------------------------------------------
 
-    def _strip(self, layer: str, rows: NeededRows) -> tuple[GroupPair, StridedRuns]:
-        source = rows.sources[0]
-        src = self.src.views(layer, source.part)[rows.field]
-        dst = self.dst.views(layer, rows.part)[rows.field]
+    def _strip(self, layer: str, needed: NeededShard) -> tuple[GroupPair, StridedRuns]:
+        source = needed.sources[0]
+        src = self.src.views(layer, source.part)[needed.field]
+        dst = self.dst.views(layer, needed.part)[needed.field]
         pair = GroupPair(
-            (self.src.region(source.part).group, self.dst.region(rows.part).group),
+            (self.src.region(source.part).group, self.dst.region(needed.part).group),
             self.src.specs[layer].tokens_per_state,
             self.visibilities[layer],
-            (source.cells, rows.cells),
+            (source.cells, needed.cells),
         )
         here, there = _alike_tiles(src.placement, dst.placement)
         axis = dst.field.sharding.axis
         if axis is not None:
-            here = here.narrow(axis, source.row, rows.rows)
-            there = there.narrow(axis, rows.row, rows.rows)
+            here = here.narrow(axis, source.local, needed.length)
+            there = there.narrow(axis, needed.local, needed.length)
         return pair, StridedRuns.between(here, there)
 
 
@@ -178,8 +179,8 @@ def _intersect(
     part: LayerPart,
     cells: StateBlocks,
     needed: ShardRange,
-    sources: list[tuple[SourceRows, ShardRange]],
-) -> Iterator[NeededRows]:
+    sources: list[tuple[SourceShard, ShardRange]],
+) -> Iterator[NeededShard]:
     """A range that is needed, cut where the ranges of source ranks begin and end.
 
     Sources of unlike states each have their own share of it.
@@ -198,12 +199,12 @@ def _intersect(
             edges |= {held.start, held.start + held.length}
         for first, last in pairwise(sorted(e for e in edges if needed.start <= e <= stop)):
             holders = tuple(
-                source._replace(row=source.row + first - held.start)
+                source._replace(local=source.local + first - held.start)
                 for source, held in mine
                 if held.start <= first and last <= held.start + held.length
             )
-            row = needed.local + first - needed.start
-            yield NeededRows(field, part, row, last - first, cells, holders)
+            local = needed.local + first - needed.start
+            yield NeededShard(field, part, local, last - first, cells, holders)
 
 
 def _alike_tiles(src: Placement, dst: Placement) -> tuple[Placement, Placement]:
