@@ -104,7 +104,7 @@ def slow_down(seconds: float) -> None:
         wait(handle, *given)
 
     if seconds:
-        Handle.wait = slowly  # type: ignore[method-assign]
+        Handle.wait = slowly  # type: ignore[method-assign, assignment]
 
 
 def main(told: Connection) -> None:
