@@ -17,7 +17,7 @@ from tests.engines.zoo import NEW, PROMPTS, ZOO, behind, generate, model_of, own
 
 ORDERS = [layout.order for layout in ENGINE_LAYOUTS]
 PACKS = (1, 2, 4)
-SOME = NEW // 2
+SOME = 18
 """Tokens with which sequences cross blocks and leave windows; all of them are generated once."""
 Way = dict[str, Any]
 
