@@ -14,7 +14,6 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -29,18 +28,13 @@ from triton.runtime import driver, jit
 from kvatlas.cache import LayerCache
 from kvatlas.geometry import Layout
 from kvatlas.kernels.triton import attend, attend_latent, copy_blocks, tune, write
-from kvatlas.kernels.triton import storage_formats as forms
+from kvatlas.kernels.triton import storage_formats as formats
 from kvatlas.specs import FullAttention, LatentAttention, Spec
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 PROCESSORS = 132
 SHARED = 232_448
 """Bytes of shared memory that a program may hold."""
-EARLY = [
-    import_module(f"kvatlas.kernels.triton.{name}")
-    for name in ("attend", "schedule", "turning", "write")
-]
-"""Modules that launch kernels early."""
 
 
 class Compiled(NamedTuple):
@@ -119,13 +113,13 @@ def elsewhere() -> Iterator[list[Compiled]]:
     with ExitStack() as stack:
         for module, name, value in (
             (jit.JITFunction, "run", compile_only),
-            (forms, "_takes_ptx", lambda _: True),
-            (forms, "dot_of", lambda q: forms._OF_TORCH[q.dtype]),
-            (tune, "family", lambda _: "hopper"),
+            (formats, "_takes_ptx", lambda _: True),
+            (formats, "dot_of", lambda q: formats._OF_TORCH[q.dtype]),
+            (tune, "architecture", lambda _: "hopper"),
             (tune, "processors", lambda _: PROCESSORS),
             (tune, "shared_memory", lambda _: SHARED),
             (tune, "capability", lambda _: (9, 0)),
-            *((module, "early", lambda _: early) for module in EARLY),
+            (tune, "dependent_launch", lambda _: early),
         ):
             stack.enter_context(patch.object(module, name, value))
         driver.set_active(_Chip())

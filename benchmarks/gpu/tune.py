@@ -197,7 +197,9 @@ def main(path: Path, kernels: list[str]) -> None:
             log.append([search.kernel, search.when, choice, [r.figure for r in results], notes])
         best = search.choices[max(range(len(scores)), key=scores.__getitem__)]
         print("best:", search.kernel, search.when, best, f"{time.time() - begun:.0f} s", flush=True)
-        tune.remember(path, tune.family(torch.device("cuda", 0)), search.kernel, search.when, best)
+        tune.remember(
+            path, tune.architecture(torch.device("cuda", 0)), search.kernel, search.when, best
+        )
         path.with_suffix(".log.json").write_text(json.dumps(log))
 
 

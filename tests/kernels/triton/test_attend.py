@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
-from kvatlas.kernels.triton import cut_of, schedule  # noqa: E402
+from kvatlas.kernels.triton import schedule, split_of  # noqa: E402
 from kvatlas.specs import (  # noqa: E402
     ATTENTION_CACHES,
     ChunkedAttention,
@@ -165,6 +165,6 @@ def test_absorbed_latents(cache: str) -> None:
 
 def test_a_schedule_counts_what_there_is() -> None:
     layer = Pool(FullAttention(**BASE), "LBNHC", "cpu").layer
-    cut = cut_of(layer, FullAttention(**BASE), 4, tile=16, rows=16)
-    made = schedule(cut, torch.tensor([37, 5, 20, 9]), torch.tensor([4, 1, 20, 0]))
+    split = split_of(layer, FullAttention(**BASE), 4, tile=16, rows=16)
+    made = schedule(split, torch.tensor([37, 5, 20, 9]), torch.tensor([4, 1, 20, 0]))
     assert made.ends.tolist() == [[0, 4, 5, 25, 25], [0, 3, 4, 4, 4], [0, 0, 0, 3, 3]]

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 from kvatlas import kernels  # noqa: E402
 from kvatlas.kernels import bit_codes as bits  # noqa: E402
 from kvatlas.kernels import triton as gpu  # noqa: E402
-from kvatlas.kernels.triton import hadamard as turning  # noqa: E402
+from kvatlas.kernels.triton import hadamard  # noqa: E402
 from kvatlas.specs import ATTENTION_CACHES, FullAttention, LatentAttention  # noqa: E402
 from tests.kernels.triton.cases import (  # noqa: E402
     Pool,
@@ -60,9 +60,9 @@ def test_heads_may_be_far_apart(far: Any) -> None:
     for rows in kernels.read(layer, spec, slots):
         assert torch.equal(rows.half(), far)
     turned = bits.spread(rows)
-    assert torch.allclose(turning.spread(far, 1.0).float(), turned, atol=0.02)
+    assert torch.allclose(hadamard.rotate_queries(far, 1.0).float(), turned, atol=0.02)
     far.copy_(turned)
-    turning.spread_back(far, torch.tensor([0, len(far)]))
+    hadamard.rotate_back(far, torch.tensor([0, len(far)]))
     assert torch.allclose(far.float(), rows, atol=0.02)
 
 
@@ -104,7 +104,7 @@ def test_latents_find_a_kernel_where_there_is_one(
     called = []
     for name in ("write_latent", "attend_latent"):
         monkeypatch.setattr(gpu, name, lambda *_, name=name, **__: called.append(name))
-    for room in ("latent", "attend"):
+    for room in ("latent_rows", "paged_attention"):
         module = import_module(f"kvatlas.kernels.{room}")
         monkeypatch.setattr(module, "gpu_kernels", lambda *_: gpu)
     spec = LatentAttention(**form)
