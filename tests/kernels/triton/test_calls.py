@@ -91,10 +91,10 @@ def test_sums_do_not_depend_on_the_default_dtype() -> None:
     plain = attend(layer, SPEC, q, tile=16, **where)
     torch.set_default_dtype(torch.float16)
     try:
-        found = attend(layer, SPEC, q, tile=16, **where)
+        again = attend(layer, SPEC, q, tile=16, **where)
     finally:
         torch.set_default_dtype(torch.float32)
-    assert torch.equal(found, plain)
+    assert torch.equal(again, plain)
 
 
 def test_a_prepared_schedule_is_enough() -> None:
@@ -155,13 +155,13 @@ def test_programs_fit_the_chip(
     wanted = {kernel: calls.parameters(kernel, free, 64, {}) for kernel in ("decode", "prefill")}
     monkeypatch.setattr(tune, "shared_memory", lambda _: room)
     for kernel, use in wanted.items():
-        found = calls.parameters(kernel, free, 64, {})
-        rows = found.get("rows", 64) * free.query
-        states = found["tile"] * (found["stages"] * free.stored + free.converted)
+        fitted = calls.parameters(kernel, free, 64, {})
+        rows = fitted.get("rows", 64) * free.query
+        states = fitted["tile"] * (fitted["stages"] * free.stored + free.converted)
         assert rows + states <= room
-        assert min(found["tile"], found.get("rows", 16)) >= 16
-        assert all(found[name] <= use[name] for name in ("tile", "stages"))
-        assert math.log2(found["tile"]).is_integer()
+        assert min(fitted["tile"], fitted.get("rows", 16)) >= 16
+        assert all(fitted[name] <= use[name] for name in ("tile", "stages"))
+        assert math.log2(fitted["tile"]).is_integer()
 
 
 def test_what_fits_no_chip_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,10 +73,10 @@ def test_heads_of_queries_may_be_far_apart(far: Any) -> None:
     kernels.write(layer, spec, rows, rows, slots)
     where: dict[str, Any] = {"tables": torch.ones(2, 1, dtype=torch.int32)}
     where |= {"lengths": torch.tensor([4, 3]), "queries": torch.tensor([1, 3])}
-    found = gpu.attend(layer, spec, near, tile=16, **where)
-    assert torch.equal(gpu.attend(layer, spec, far, tile=16, **where), found)
+    expected = gpu.attend(layer, spec, near, tile=16, **where)
+    assert torch.equal(gpu.attend(layer, spec, far, tile=16, **where), expected)
     gpu.attend(layer, spec, near, tile=16, out=far, **where)
-    assert torch.equal(far, found)
+    assert torch.equal(far, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
