@@ -188,6 +188,10 @@ def main() -> None:
         given.json.write_text(json.dumps(_record(results, known, unlike), indent=1))
 
 
+def _unit(ceiling: str) -> str:
+    return "TFLOP/s" if ceiling.startswith(OPERATIONS) else "GB/s"
+
+
 def _show(
     results: list[Measured], known: dict[str, float], unlike: list[Apart], each: bool
 ) -> None:
@@ -201,9 +205,8 @@ def _show(
         "bar",
         "verdict",
     )
-    unit_of = lambda name: "TFLOP/s" if name.startswith(OPERATIONS) else "GB/s"  # noqa: E731
     rows = [
-        [f"ceiling: {name}", "", f"{figure:,.1f}", unit_of(name), "", "", "", ""]
+        [f"ceiling: {name}", "", f"{figure:,.1f}", _unit(name), "", "", "", ""]
         for name, figure in known.items()
     ]
     rows += [*rows_of(results, known, each), *(one.row() for one in unlike)]

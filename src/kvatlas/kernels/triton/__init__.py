@@ -5,7 +5,7 @@ This room needs triton (`pip install kvatlas[triton]`), which also interprets it
 where `TRITON_INTERPRET=1` is set.
 
 What Triton compiles is in `*_device.py`; host code is everywhere else. The two meet in
-NamedTuples: of tensors and numbers (`Batch`, `PagedCache`), and of constants that a kernel
+NamedTuples: of tensors and numbers (`SequenceBatch`, `PagedCache`), and of constants that a kernel
 is compiled for (`AttentionShape`, `Tiling`), whose parameters are in capitals. In device
 code a constant's field is bound to a name of its own (`TILE: tl.constexpr = TILING.tile`)
 before it becomes part of a shape, or, if it is a string or a tuple, an argument: Triton 3.6

@@ -36,20 +36,20 @@ def _offset(end, block, first, second, third):
 
 @triton.jit
 def copy_rows(
-    source, target, blocks, layers, MOVE: tl.constexpr, TILING: tl.constexpr, TABLE: tl.constexpr,
+    source, target, blocks, layers, SHAPE: tl.constexpr, TILING: tl.constexpr, TABLE: tl.constexpr,
     FILL: tl.constexpr,
 ):  # fmt: skip
     """Rows of words that are contiguous on both ends; `FILL` writes zeros instead.
 
     Rows are numbered (block, three axes); a program takes some of them at a time.
     """
-    SIZES: tl.constexpr = MOVE.sizes
-    WORD: tl.constexpr = MOVE.word
-    UNIT: tl.constexpr = MOVE.unit
+    SIZES: tl.constexpr = SHAPE.sizes
+    WORD: tl.constexpr = SHAPE.word
+    UNIT: tl.constexpr = SHAPE.unit
     ROWS: tl.constexpr = TILING.rows
     COLUMNS: tl.constexpr = TILING.columns
     ALIGN: tl.constexpr = UNIT * (WORD.primitive_bitwidth // 8)
-    CHUNKS: tl.constexpr = (MOVE.words + COLUMNS - 1) // COLUMNS
+    CHUNKS: tl.constexpr = (SHAPE.words + COLUMNS - 1) // COLUMNS
     count = blocks * (SIZES[0] * SIZES[1] * SIZES[2])
     groups = (count + ROWS - 1) // ROWS
     tiles = groups * layers * CHUNKS
@@ -64,8 +64,8 @@ def copy_rows(
         place = tl.load(target.ids + block, mask=there, other=0)
         to = _offset(target, place, first, second, third)
         mask = there[:, None]
-        if MOVE.words % COLUMNS != 0:
-            mask = mask & (column < MOVE.words)[None, :]
+        if SHAPE.words % COLUMNS != 0:
+            mask = mask & (column < SHAPE.words)[None, :]
         if FILL:
             words = tl.zeros([ROWS, COLUMNS], WORD)
         else:
@@ -85,17 +85,17 @@ def copy_rows(
 
 @triton.jit
 def copy_transposed(
-    source, target, blocks, layers, MOVE: tl.constexpr, TILING: tl.constexpr, TABLE: tl.constexpr
+    source, target, blocks, layers, SHAPE: tl.constexpr, TILING: tl.constexpr, TABLE: tl.constexpr
 ):
     """Items that are neighbours along one axis in the source and along another in the target.
 
     A tile is read along `ACROSS` (the last of the source's steps) and written along `DOWN`
     (the last but one of the target's), so that both ends touch neighbouring bytes.
     """
-    SIZES: tl.constexpr = MOVE.sizes
-    WORD: tl.constexpr = MOVE.word
-    DOWN: tl.constexpr = MOVE.transposed[0]
-    ACROSS: tl.constexpr = MOVE.transposed[1]
+    SIZES: tl.constexpr = SHAPE.sizes
+    WORD: tl.constexpr = SHAPE.word
+    DOWN: tl.constexpr = SHAPE.transposed[0]
+    ACROSS: tl.constexpr = SHAPE.transposed[1]
     ROWS: tl.constexpr = TILING.rows
     COLUMNS: tl.constexpr = TILING.columns
     X: tl.constexpr = (DOWN + ROWS - 1) // ROWS

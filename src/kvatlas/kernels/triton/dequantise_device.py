@@ -26,7 +26,7 @@ _LEVELS_OF_8 = tl.constexpr(normal_levels(3))
 _LEVELS_OF_16 = tl.constexpr(normal_levels(4))
 
 
-class States(NamedTuple):
+class TileStates(NamedTuple):
     """The states of a tile: their blocks, their places in those, the head, and which exist."""
 
     page: Any

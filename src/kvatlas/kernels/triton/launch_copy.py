@@ -47,7 +47,7 @@ class CopyEnd(NamedTuple):
         return self.buffer.data_ptr() + self.placement.offset
 
 
-class Move(NamedTuple):
+class CopyShape(NamedTuple):
     """What a copy is compiled for."""
 
     sizes: tuple[int, int, int]
@@ -65,7 +65,7 @@ class Move(NamedTuple):
 class FoldedCopy(NamedTuple):
     """How the blocks of two placements are copied, wherever they start."""
 
-    move: Move
+    shape: CopyShape
     source: tuple[int, ...]
     """Steps of the block and the axes, in units; then of a transposed tile's two axes."""
     target: tuple[int, ...]
@@ -102,8 +102,8 @@ def fold_copy(source: Placement, target: Placement, alignment: int = VECTOR) -> 
     >>> from kvatlas import Layout
     >>> page = {"B": 9, "L": 1, "H": 8, "N": 16, "C": 512}
     >>> nhd, hnd = (Layout(order).place(**page).select("L", 0) for order in ("NHD", "HND"))
-    >>> fold_copy(nhd, hnd).move
-    Move(sizes=(1, 16, 8), word=int64, unit=2, words=64, transposed=(1, 1))
+    >>> fold_copy(nhd, hnd).shape._replace(word=None)
+    CopyShape(sizes=(1, 16, 8), word=None, unit=2, words=64, transposed=(1, 1))
     >>> fold_copy(nhd, hnd).source, fold_copy(nhd, hnd).target
     ((4096, 0, 256, 32), (4096, 0, 32, 512))
     """
@@ -126,14 +126,14 @@ def fold_copy(source: Placement, target: Placement, alignment: int = VECTOR) -> 
     if transposed is not None:
         down, across = transposed
         steps += [down[1:], across[1:]]
-        align, move = a.item, Move(sizes, _WORDS[a.item], 1, 0, (down[0], across[0]))
+        align, shape = a.item, CopyShape(sizes, _WORDS[a.item], 1, 0, (down[0], across[0]))
     else:
         numbers = (alignment, a.item, *(number for pair in steps for number in pair))
         align = common(numbers, VECTOR)
         word = min(align, 8)
-        move = Move(sizes, _WORDS[word], align // word, a.item // word)
+        shape = CopyShape(sizes, _WORDS[word], align // word, a.item // word)
     return FoldedCopy(
-        move, tuple(pair[0] // align for pair in steps), tuple(pair[1] // align for pair in steps)
+        shape, tuple(pair[0] // align for pair in steps), tuple(pair[1] // align for pair in steps)
     )
 
 
@@ -255,12 +255,12 @@ class BlockCopy:
             EndAddresses(source.address, launch.tables[0], ids, copy.source),
             EndAddresses(target.address, launch.tables[1], places, copy.target),
         )
-        start = _copy_rows if copy.move.words else _copy_transposed
-        start(copy.move, ends, len(launch.pairs), self.device, self.hosted, choice)
+        start = _copy_rows if copy.shape.words else _copy_transposed
+        start(copy.shape, ends, len(launch.pairs), self.device, self.hosted, choice)
 
 
 def _copy_transposed(
-    move: Move,
+    shape: CopyShape,
     ends: tuple[EndAddresses, EndAddresses],
     layers: int,
     device: torch.device,
@@ -268,19 +268,19 @@ def _copy_transposed(
     choice: dict[str, Any],
 ) -> None:
     use = {**tune.choose("turn", device, hosted=hosted), **choice}
-    (down, across), blocks = move.transposed, ends[0].ids.numel()
+    (down, across), blocks = shape.transposed, ends[0].ids.numel()
     rows = min(use["rows"], triton.next_power_of_2(down))
     columns = min(use["columns"], triton.next_power_of_2(across))
     tiles = triton.cdiv(down, rows) * triton.cdiv(across, columns)
-    total = tiles * blocks * layers * move.sizes[0] * move.sizes[1] * move.sizes[2]
+    total = tiles * blocks * layers * shape.sizes[0] * shape.sizes[1] * shape.sizes[2]
     copy_transposed[(min(total, _HOST_PROGRAMS) if hosted else total,)](
-        *ends, blocks, layers, MOVE=move, TILING=CopyTiling(rows, columns), TABLE=layers > 1,
+        *ends, blocks, layers, SHAPE=shape, TILING=CopyTiling(rows, columns), TABLE=layers > 1,
         num_warps=use["warps"],
     )  # fmt: skip
 
 
 def _copy_rows(
-    move: Move,
+    shape: CopyShape,
     ends: tuple[EndAddresses, EndAddresses],
     layers: int,
     device: torch.device,
@@ -289,17 +289,17 @@ def _copy_rows(
     fill: bool = False,
 ) -> None:
     use = {**tune.choose("copy_host" if hosted else "copy", device), **choice}
-    columns, rows = tile_of(move.words, move.word.primitive_bitwidth // 8, use["tile"])
+    columns, rows = tile_of(shape.words, shape.word.primitive_bitwidth // 8, use["tile"])
     blocks = ends[0].ids.numel()
-    count = blocks * move.sizes[0] * move.sizes[1] * move.sizes[2]
-    tiles = triton.cdiv(count, rows) * layers * triton.cdiv(move.words, columns)
+    count = blocks * shape.sizes[0] * shape.sizes[1] * shape.sizes[2]
+    tiles = triton.cdiv(count, rows) * layers * triton.cdiv(shape.words, columns)
     most = use.get("programs") or use.get("per_sm", 0) * tune.processors(device) or tiles
     tiling = CopyTiling(
         rows, columns, use["evict"], use.get("load", ""), use.get("store", ""),
         use.get("stages", 1),
     )  # fmt: skip
     copy_rows[(min(tiles, most),)](
-        *ends, blocks, layers, MOVE=move, TILING=tiling, TABLE=layers > 1, FILL=fill,
+        *ends, blocks, layers, SHAPE=shape, TILING=tiling, TABLE=layers > 1, FILL=fill,
         num_warps=use["warps"],
     )  # fmt: skip
 
@@ -391,4 +391,4 @@ def zero_blocks(layer: LayerCache, ids: torch.Tensor, **choice: Any) -> None:
     ends = EndAddresses(end.address, None, ids, copy.target)
     if ids.numel():
         with tune.on(device):
-            _copy_rows(copy.move, (ends, ends), 1, device, False, choice, fill=True)
+            _copy_rows(copy.shape, (ends, ends), 1, device, False, choice, fill=True)

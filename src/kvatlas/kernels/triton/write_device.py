@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from kvatlas.kernels.triton.dependent_launch_device import after_previous, before_next
-from kvatlas.kernels.triton.dequantise_device import States, column_offsets, row_offsets
+from kvatlas.kernels.triton.dequantise_device import TileStates, column_offsets, row_offsets
 from kvatlas.kernels.triton.hadamard_device import hadamard
 
 TINY = tl.constexpr(1e-12)
@@ -257,6 +257,8 @@ def write_rows(
     slot = tl.load(slots + token, mask=token < tokens, other=-1).to(tl.int64)
     k_rows = get_rows(k.rows, token, head, token < tokens, K_FORMAT)
     v_rows = get_rows(v.rows, token, head, token < tokens, V_FORMAT)
-    states = States((slot // STATES).to(tl.int32), (slot % STATES).to(tl.int32), head, slot >= 0)
+    states = TileStates(
+        (slot // STATES).to(tl.int32), (slot % STATES).to(tl.int32), head, slot >= 0
+    )
     put_side(buffer, k, states, k_rows, K_FORMAT, COUNT, PER_TENSOR)
     put_side(buffer, v, states, v_rows, V_FORMAT, COUNT, PER_TENSOR)

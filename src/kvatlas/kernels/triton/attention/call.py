@@ -89,7 +89,7 @@ class Tiling(NamedTuple):
     """Tiles of rows that the query heads of a kv head are split into."""
 
 
-class Words(NamedTuple):
+class PackedWords(NamedTuple):
     """How K and V are walked as words of 16 bits, where they are: a constant."""
 
     packed: bool = False
@@ -111,7 +111,7 @@ class PagedCache(NamedTuple):
     table_stride: int
 
 
-class Batch(NamedTuple):
+class SequenceBatch(NamedTuple):
     """The sequences of a batch."""
 
     lengths: torch.Tensor
@@ -321,7 +321,7 @@ def dot_for(own: Any, side: StoredSide) -> Any:
     return tl.float16 if exact and own != tl.float32 else own
 
 
-def words_of(call: AttentionCall, rows: int) -> Words:
+def words_of(call: AttentionCall, rows: int) -> PackedWords:
     """How K and V are walked as words of 16 bits, where rows of queries are so many."""
     k, v = call.shape.k, call.shape.v
     bits = _word_bits(k)
@@ -338,9 +338,9 @@ def words_of(call: AttentionCall, rows: int) -> Words:
     )  # fmt: skip
     delta = gap(call.layer, "k", "v") if suits else None
     if delta is None or abs(delta) >= _NEAR:
-        return Words()
+        return PackedWords()
     lead = _lead(call)
-    return Words(True, delta, lead, lead * 8 // bits)
+    return PackedWords(True, delta, lead, lead * 8 // bits)
 
 
 def _word_bits(form: StorageFormat) -> int:

@@ -219,7 +219,7 @@ def _decode(
         rows, tile, *fit_of(call.shape.states, tile), use["stages"], use.get("evict", ""),
         programs, row_tiles,
     )  # fmt: skip
-    batch = calls.Batch(call.lengths, plan.ends[0], plan.ends[1], call.lengths.shape[0])
+    batch = calls.SequenceBatch(call.lengths, plan.ends[0], plan.ends[1], call.lengths.shape[0])
     target, early = batch_rows(call.out), tune.dependent_launch(device)
     decode[(workers * programs,)](
         batch_rows(call.q), target, call.cache, batch, partials, call.scoring, SHAPE=call.shape,
@@ -237,7 +237,7 @@ def _prefill(
     call: calls.AttentionCall, key: calls.LaunchKey, plan: Schedule, choice: dict[str, Any]
 ) -> None:
     use = calls.parameters("prefill", key, 0, choice)
-    batch = calls.Batch(call.lengths, plan.ends[0], plan.ends[2], call.lengths.shape[0])
+    batch = calls.SequenceBatch(call.lengths, plan.ends[0], plan.ends[2], call.lengths.shape[0])
     rows, tile = plan.split.rows, use["tile"]
     tiling = calls.Tiling(
         rows, tile, *fit_of(call.shape.states, tile), use["stages"], "", call.heads

@@ -29,7 +29,7 @@ from kvatlas.kernels.triton.attention.walk_device import (
     state_of,
     within,
 )
-from kvatlas.kernels.triton.dequantise_device import States, column_of, row_offsets
+from kvatlas.kernels.triton.dequantise_device import TileStates, column_of, row_offsets
 
 _E4M3 = tl.constexpr("""
     {
@@ -261,7 +261,7 @@ def walk_words(
         if FIT == "pages in tile" and TILE == 2 * STATES:
             here = tl.where(offset < STATES, here, after.to(tl.int32))
         page, after = two_pages(stretch, n + TILE, STATES, TILE, FIT)
-        states = States(here, state_of(n, offset, STATES, FIT), stretch.head, there)
+        states = TileStates(here, state_of(n, offset, STATES, FIT), stretch.head, there)
         k_rows = row_offsets(cache.k.rows, states, K.unit if COUNT == 1 else K.unit // 2)
         v_rows = k_rows + (WORDS.delta - LEAD) // 2
         k_pointers = words + k_rows[:, None] + tl.arange(0, K.width // COUNT)[None, :]

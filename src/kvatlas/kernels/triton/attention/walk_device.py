@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from kvatlas.kernels.triton.dequantise_device import States, by_shared_memory, read
+from kvatlas.kernels.triton.dequantise_device import TileStates, by_shared_memory, read
 
 LOWEST = tl.constexpr(-1.0e30)
 """A maximum below all logits that still can be subtracted from minus infinity."""
@@ -193,7 +193,7 @@ def walk(
         there = within(at, stretch, reach, scoring.sink_tokens, MASK)
         here = page.to(tl.int32)
         page = pages(stretch, n + TILE, STATES, TILE, FIT)
-        states = States(here, state_of(n, offset, STATES, FIT), stretch.head, there)
+        states = TileStates(here, state_of(n, offset, STATES, FIT), stretch.head, there)
         k, k_factor = read(
             cache.buffer, cache.k, states, K, SHAPE.k_dot, MASKED and SHAPE.latent, EVICT
         )
