@@ -125,10 +125,10 @@ def decode(
             out.fill_(float("nan"))
             # What a call allocates is the memory that was given back last, most likely.
             torch.full_like(q, float("nan"))
-            found = call(table)
-            found = found if public else out
+            rows = call(table)
+            rows = rows if public else out
             if not all(
-                _right(layer, spec, q[i : i + 1], found[i : i + 1], table[i], length)
+                _right(layer, spec, q[i : i + 1], rows[i : i + 1], table[i], length)
                 for i in range(sequences)
             ):
                 return False
@@ -139,19 +139,20 @@ def decode(
 
 
 def latent(
-    batch: tuple[int, int], cache: str, order: str, unit: str, choice: dict[str, Any]
-) -> Case:
-    """Absorbed MLA, 128 heads over rows of 512 + 64."""
+    batch: tuple[int, int], cache: str, order: str, unit: str, choice: dict[str, Any], *,
+    heads: int = 128,
+) -> Case:  # fmt: skip
+    """Absorbed MLA, so many heads over rows of 512 + 64."""
     sequences, length = batch
     spec, block = LatentAttention(cache=cache), 64
     blocks = sequences * -(-length // block) + 3
     layer = layers_of(spec, order, block=block, blocks=blocks)[1]
     for name in ("latent", "rope"):
         layer.field(name).copy_(torch.randn(layer.field(name).shape, device=DEVICE))
-    q = torch.randn(sequences, 128, 576, dtype=BF16, device=DEVICE)
+    q = torch.randn(sequences, heads, 576, dtype=BF16, device=DEVICE)
     (tables,) = _drawn_tables(layer, spec, q, 1, length)
     lengths = torch.full((sequences,), length, dtype=torch.int32, device=DEVICE)
-    ones, out = torch.ones_like(lengths), q.new_empty(sequences, 128, 512)
+    ones, out = torch.ones_like(lengths), q.new_empty(sequences, heads, 512)
 
     def call() -> torch.Tensor:
         return attend_latent(
@@ -167,8 +168,8 @@ def latent(
             for i in range(sequences)
         )
 
-    # Every state takes part in two products with each of 128 heads.
-    each = 2 * 128 * (576 + 512) if unit == "TFLOP/s" else 576 * (1 if cache == "fp8" else 2)
+    # Every state takes part in two products with each head.
+    each = 2 * heads * (576 + 512) if unit == "TFLOP/s" else 576 * (1 if cache == "fp8" else 2)
     return Case([call], sequences * length * each, right)
 
 
@@ -213,9 +214,9 @@ BASE = FullAttention(heads=8, head_dim=128)
 
 def cells() -> list[Cell]:
     """The table's figures for attention."""
-    found = []
+    table = []
     for batch, ceiling, bar in ((BIG, "dense", 0.92), (MIDDLE, "", 2500), (LONG, "", 1500)):
-        found += [
+        table += [
             Cell(
                 f"decode {batch[0]} x {batch[1]}, block {block}", order,
                 partial(decode, BASE, order, block, batch, 4, 1 if batch == BIG else 2),
@@ -224,7 +225,7 @@ def cells() -> list[Cell]:
             for block in (16, 64)
             for order in ORDERS
         ]  # fmt: skip
-    found.append(
+    table.append(
         Cell(
             "decode 64 x 8192, kvatlas.kernels.attend without max_queries", "LBNHC, block 16",
             partial(decode, BASE, "LBNHC", 16, BIG, 4, 1, public=True), ceiling="dense",
@@ -232,7 +233,7 @@ def cells() -> list[Cell]:
     )  # fmt: skip
     for cache in ("fp8", "int8_per_token_head", "fp8_per_token_head"):
         spec = FullAttention(heads=8, head_dim=128, cache=cache)
-        found += [
+        table += [
             Cell(
                 f"decode 64 x 8192, {cache}", f"{order}, block {block}",
                 partial(decode, spec, order, block, BIG, 4, 1), ceiling="bf16 tokens", bar=1.6,
@@ -241,13 +242,13 @@ def cells() -> list[Cell]:
         ]  # fmt: skip
     for cache in ("int4_per_token_head", "nvfp4", "turboquant_4bit_nc"):
         spec = FullAttention(heads=8, head_dim=128, cache=cache)
-        found.append(
+        table.append(
             Cell(
                 f"decode 64 x 8192, {cache}", "LBHNC, block 64",
                 partial(decode, spec, "LBHNC", 64, BIG, 4, 1), ceiling="bf16 tokens",
             )
         )  # fmt: skip
-    found += [
+    table += [
         Cell(
             f"decode 64 x 8192, {group} query heads to a kv head", f"{order}, block {block}",
             partial(decode, BASE, order, block, BIG, group, 1), ceiling="dense",
@@ -256,7 +257,7 @@ def cells() -> list[Cell]:
         for order, block in (("LBNHC", 16), ("LBHNC", 64))
     ]  # fmt: skip
     for dim, heads in ((64, 8), (256, 8)):
-        found.append(
+        table.append(
             Cell(
                 f"decode 64 x 4096, D {dim}", "LBNHC, block 16",
                 partial(decode, FullAttention(heads=heads, head_dim=dim), "LBNHC", 16,
@@ -265,13 +266,13 @@ def cells() -> list[Cell]:
         )  # fmt: skip
     for cache in ("auto", "fp8"):
         for unit, ceiling in (("GB/s", "dense"), ("TFLOP/s", "matrix product")):
-            found.append(
+            table.append(
                 Cell(
                     f"decode MLA 64 x 4096, 128 heads, {cache}, {unit}", "LBNHC, block 64",
                     partial(latent, (64, 4096), cache, "LBNHC", unit), unit=unit, ceiling=ceiling,
                 )
             )  # fmt: skip
-    found += [
+    table += [
         Cell(
             "prefill of 8192 tokens", f"{order}, block {block}",
             partial(prefill, BASE, order, block, (1, 8192)), unit="TFLOP/s", ceiling="flash",
@@ -279,7 +280,7 @@ def cells() -> list[Cell]:
         )
         for order, block in (("LBNHC", 16), ("LBHNC", 64), ("BHLNC", 16))
     ]  # fmt: skip
-    found += [
+    table += [
         Cell(
             f"prefill of 8192 tokens, {cache}", "LBNHC, block 16",
             partial(prefill, FullAttention(heads=8, head_dim=128, cache=cache), "LBNHC", 16,
@@ -289,4 +290,4 @@ def cells() -> list[Cell]:
             "fp8", "int8_per_token_head", "fp8_per_token_head", "int4_per_token_head", "nvfp4"
         )
     ]  # fmt: skip
-    return found
+    return table

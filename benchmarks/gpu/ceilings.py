@@ -65,16 +65,16 @@ def dense_decode(
         for _ in range(2)
     )
     q = torch.randn(sequences, heads, group, dim, dtype=torch.bfloat16, device=DEVICE)
-    found = {}
+    rates = {}
     for name, backend in _BACKENDS.items():
         try:
             with sdpa_kernel(backend):
                 taken = _time(lambda: functional.scaled_dot_product_attention(q, k, v), repeat=9)
-            found[name] = 2 * k.nbytes / taken / 1e6
+            rates[name] = 2 * k.nbytes / taken / 1e6
         except RuntimeError as error:
-            found[name] = 0.0
+            rates[name] = 0.0
             print(f"dense decode, {name}: {str(error)[:100]}")
-    return found
+    return rates
 
 
 def dense_prefill(
@@ -86,7 +86,7 @@ def dense_prefill(
         for _ in range(3)
     )
     work = prefill_work(length, heads * group, dim)
-    found = {}
+    rates = {}
     for name, backend in _BACKENDS.items():
         try:
             with sdpa_kernel(backend):
@@ -94,11 +94,11 @@ def dense_prefill(
                     lambda: functional.scaled_dot_product_attention(q, k, v, is_causal=True),
                     repeat=7,
                 )
-            found[name] = work / taken / 1e9
+            rates[name] = work / taken / 1e9
         except RuntimeError as error:
-            found[name] = 0.0
+            rates[name] = 0.0
             print(f"dense prefill, {name}: {str(error)[:100]}")
-    return found
+    return rates
 
 
 def matrix_product(size: int = 8192) -> float:

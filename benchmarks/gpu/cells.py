@@ -55,7 +55,7 @@ class Cell(NamedTuple):
     """How far the cells of the group may lie apart, as a share of the highest."""
 
 
-class Found(NamedTuple):
+class Measured(NamedTuple):
     """A figure, or why there is none."""
 
     cell: Cell
@@ -128,16 +128,16 @@ def milliseconds(
     return middle, (high - low) / middle
 
 
-def measure(cell: Cell, choice: dict[str, Any] | None = None, *, repeat: int = 15) -> Found:
+def measure(cell: Cell, choice: dict[str, Any] | None = None, *, repeat: int = 15) -> Measured:
     """Check a cell and time it; whatever goes wrong is what the table shows."""
     try:
         case = cell.build(choice or {})
         right = case.right()
         torch.cuda.synchronize()
         if not repeat:
-            return Found(cell, None, 0.0, 0.0, right)
+            return Measured(cell, None, 0.0, 0.0, right)
         taken, spread = milliseconds(case, graph=cell.graph, repeat=repeat, long=cell.long)
     except Exception as error:
-        return Found(cell, None, 0.0, 0.0, False, f"{type(error).__name__}: {str(error)[:300]}")
+        return Measured(cell, None, 0.0, 0.0, False, f"{type(error).__name__}: {str(error)[:300]}")
     scale = 1e9 if cell.unit == "TFLOP/s" else 1e6
-    return Found(cell, case.work / taken / scale, taken, spread, right)
+    return Measured(cell, case.work / taken / scale, taken, spread, right)

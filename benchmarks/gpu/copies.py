@@ -133,7 +133,7 @@ def states(order: str, other: str, zero: bool, choice: dict[str, Any]) -> Case:
 
 def cells() -> list[Cell]:
     """36 pairs of orders in each size, several layers at once, and the host link."""
-    found = [
+    table = [
         Cell(
             f"copy on the device, {kib} KiB pages", f"{source} to {target}",
             partial(on_device, source, target, kib, 1), bar=0.9,
@@ -142,24 +142,24 @@ def cells() -> list[Cell]:
         for source in ORDERS
         for target in ORDERS
     ]  # fmt: skip
-    found += [
+    table += [
         Cell(
             "copy of 4 layers in one launch, 32 KiB pages", f"{source} to {target}",
             partial(on_device, source, target, 32, 4), bar=0.9,
         )
         for source, target in (("LBNHC", "BLHNC"), ("BHLNC", "LBHNC"), ("BLNHC", "BLNHC"))
     ]  # fmt: skip
-    found += [
+    table += [
         Cell("copy of Mamba2 states", f"{one} to {other}", partial(states, one, other, False))
         for one, other in (("LBNHC", "LBNHC"), ("BLNHC", "LBHNC"))
     ]
-    found.append(
+    table.append(
         Cell("clearing of Mamba2 states", "BLNHC", partial(states, "BLNHC", "BLNHC", True))
     )
     held = tune.choose("copy_host", torch.device(DEVICE))["programs"]
     for to_host in (True, False):
         way, link = ("to the host", "to host") if to_host else ("from the host", "from host")
-        found += [
+        table += [
             Cell(
                 f"copy {way}, {kib} KiB pages, {held} programs", f"{order} to {other}",
                 partial(to_or_from_host, order, other, kib, to_host), ceiling=link, bar=0.92,
@@ -168,7 +168,7 @@ def cells() -> list[Cell]:
             for kib in PAGES
             for order, other in [*((order, order) for order in ORDERS), ("LBNHC", "BHLNC")]
         ]  # fmt: skip
-        found += [
+        table += [
             Cell(
                 f"copy {way} by staging, {kib} KiB pages", order,
                 partial(staged, order, kib, to_host), ceiling=link, bar=0.92,
@@ -176,4 +176,4 @@ def cells() -> list[Cell]:
             for kib in PAGES
             for order in ("LBNHC", "BHLNC")
         ]  # fmt: skip
-    return found
+    return table

@@ -92,14 +92,14 @@ def attention(
     heads = k.shape[1]
     k, v = (rows.double().transpose(0, 1) for rows in (k, v))
     at = torch.arange(k.shape[1], device=q.device)
-    found = []
+    attended = []
     for some, ends in zip(*(torch.split(rows, _ROWS_AT_ONCE) for rows in (q, last)), strict=True):
         rows = some.double().unflatten(1, (heads, -1)).permute(1, 0, 2, 3)  # [H, T, group, D]
         logits = (rows.flatten(1, 2) @ k.transpose(1, 2) * scale).view(*rows.shape[:3], -1)
         logits.masked_fill_((at > ends[:, None])[:, None], float("-inf"))
         row = logits.softmax(-1).flatten(1, 2) @ v
-        found.append(row.view(*rows.shape[:3], -1).transpose(0, 1).flatten(1, 2))
-    return torch.cat(found)
+        attended.append(row.view(*rows.shape[:3], -1).transpose(0, 1).flatten(1, 2))
+    return torch.cat(attended)
 
 
 def tolerance(cache: str, device: str) -> float:
@@ -112,10 +112,10 @@ def tolerance(cache: str, device: str) -> float:
     return 2 * rounded if device == "cpu" else rounded
 
 
-def close(found: torch.Tensor, exact: torch.Tensor, allowed: float) -> bool:
+def close(rows: torch.Tensor, exact: torch.Tensor, allowed: float) -> bool:
     """Within a share of the norm on the whole, half as much again in a row, all of it written."""
-    error = found.double() - exact
+    error = rows.double() - exact
     whole = error.norm() / exact.norm()
     # One state may have most of a row, whose weight is off by twice of what many are.
     row = (error.norm(dim=-1) / exact.norm(dim=-1)).max()
-    return bool(torch.isfinite(found).all()) and bool(whole < allowed) and bool(row < 1.5 * allowed)
+    return bool(torch.isfinite(rows).all()) and bool(whole < allowed) and bool(row < 1.5 * allowed)

@@ -17,18 +17,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.gpu import attention, ceilings, copies, writes
-from benchmarks.gpu.cells import Cell, Found, measure
-
-try:
-    from rich.console import Console
-    from rich.progress import track
-    from rich.table import Table
-except ModuleNotFoundError:
-    from benchmarks.gpu.plain import Console, Table, track  # type: ignore[assignment]
+from benchmarks.gpu import attention, ceilings, copies, tables, writes
+from benchmarks.gpu.cells import Cell, Measured, measure
 
 JOBS = 12
-CONSOLE = Console(width=150)
 
 
 def every_cell() -> list[Cell]:
@@ -66,7 +58,7 @@ def limits() -> dict[str, float]:
     """Name to figure."""
     dense, prefill = ceilings.dense_decode(), ceilings.dense_prefill()
     best = max(prefill, key=prefill.__getitem__)
-    found = {
+    rates = {
         "copy": max(ceilings.copy_rate(), ceilings.copy_rate(4 * ceilings.GIB)),
         "copy of 32 MiB": ceilings.copy_rate(32 << 20, 6),
         **links(),
@@ -78,9 +70,9 @@ def limits() -> dict[str, float]:
     for kib in copies.PAGES:
         for way, to_host in (("to", True), ("from", False)):
             name = f"{way} host, one copy for each page of {kib} KiB"
-            found[name] = ceilings.page_by_page(to_host, kib << 10)
+            rates[name] = ceilings.page_by_page(to_host, kib << 10)
     torch.cuda.empty_cache()
-    return found
+    return rates
 
 
 def links() -> dict[str, float]:
@@ -96,20 +88,19 @@ def compile_all(chosen: list[int]) -> None:
     """Run every cell small, side by side, so that nothing is compiled between timings."""
     os.environ["KVATLAS_BENCH_SMALL"] = "1"
     with multiprocessing.get_context("spawn").Pool(JOBS) as pool:
-        done = pool.imap_unordered(_compile, chosen, chunksize=1)
-        for _ in track(done, "compiled", total=len(chosen), console=CONSOLE):
+        for _ in pool.imap_unordered(_compile, chosen, chunksize=1):
             pass
     del os.environ["KVATLAS_BENCH_SMALL"]
 
 
-def share_of(found: Found, known: dict[str, float], results: list[Found]) -> float | None:
+def share_of(one: Measured, known: dict[str, float], results: list[Measured]) -> float | None:
     """A figure as a share of its ceiling."""
-    if not found.figure:
+    if not one.figure:
         return None
-    if found.cell.ceiling == "bf16 tokens":
-        plain = [r for r in results if _beside(found.cell, r.cell) and r.milliseconds]
-        return plain[0].milliseconds / found.milliseconds if plain else None
-    return found.figure / known[found.cell.ceiling] if found.cell.ceiling else None
+    if one.cell.ceiling == "bf16 tokens":
+        plain = [r for r in results if _beside(one.cell, r.cell) and r.milliseconds]
+        return plain[0].milliseconds / one.milliseconds if plain else None
+    return one.figure / known[one.cell.ceiling] if one.cell.ceiling else None
 
 
 def _beside(cell: Cell, plain: Cell) -> bool:
@@ -117,30 +108,30 @@ def _beside(cell: Cell, plain: Cell) -> bool:
     return plain.group == f"decode 64 x 8192, block {block}" and plain.name == order
 
 
-def verdict(found: Found, share: float | None) -> str:
-    if found.note:
+def verdict(one: Measured, share: float | None) -> str:
+    if one.note:
         return "skipped"
-    if not found.right:
+    if not one.right:
         return "WRONG"
-    if found.cell.bar is None or found.figure is None:
+    if one.cell.bar is None or one.figure is None:
         return "right"
-    reached = found.figure if share is None else share
-    return "ok" if reached >= found.cell.bar else "below"
+    reached = one.figure if share is None else share
+    return "ok" if reached >= one.cell.bar else "below"
 
 
-def apart(results: list[Found]) -> list[Apart]:
+def apart(results: list[Measured]) -> list[Apart]:
     """Groups whose cells are to be alike."""
-    found = []
+    groups = []
     wanted = [r for r in results if r.cell.apart is not None]
     for group, some in groupby(wanted, key=lambda r: r.cell.group):
         cells = list(some)
         figures = [r.figure for r in cells if r.figure and r.right]
         share = 1 - min(figures) / max(figures) if len(figures) == len(cells) else None
-        found.append(Apart(group, len(cells), share, cells[0].cell.apart or 0.0))
-    return found
+        groups.append(Apart(group, len(cells), share, cells[0].cell.apart or 0.0))
+    return groups
 
 
-def rows_of(results: list[Found], known: dict[str, float], each: bool) -> Iterator[list[str]]:
+def rows_of(results: list[Measured], known: dict[str, float], each: bool) -> Iterator[list[str]]:
     for group, some in groupby(results, key=lambda r: (r.cell.group, r.cell.name if each else "")):
         cells = list(some)
         shares = [share_of(r, known, results) for r in cells]
@@ -177,55 +168,72 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="keep every figure in a file")
     parser.add_argument("--only", default="", help="groups that contain this")
     given = parser.parse_args()
-    console = CONSOLE
     if not torch.cuda.is_available():
-        console.print("No CUDA device here: nothing is measured.")
+        print("No CUDA device here: nothing is measured.")
         return
     chosen = [i for i, cell in enumerate(every_cell()) if given.only in cell.group]
     compile_all(chosen)
+    print(f"compiled {len(chosen)} cells", flush=True)
     known = limits()
     cells = every_cell()
     results = []
-    for index in track(chosen, "measured", console=console):
+    for index in chosen:
         results.append(measure(cells[index]))
         torch.cuda.empty_cache()
     # Others use the host's memory too: a link that was disturbed must not flatter copies.
     known |= {name: max(figure, known[name]) for name, figure in links().items()}
-    table = Table(title=f"{torch.cuda.get_device_name()}, torch {torch.__version__}, medians")
-    for i, column in enumerate(
-        ("what", "cells", "lowest - highest", "", "of the ceiling", "ceiling", "bar", "verdict")
-    ):
-        table.add_column(column, justify="left" if i in (0, 5, 7) else "right")
-    for name, figure in known.items():
-        unit = "TFLOP/s" if name.startswith(OPERATIONS) else "GB/s"
-        table.add_row(f"ceiling: {name}", "", f"{figure:,.1f}", unit, "", "", "", "")
-    table.add_section()
-    for row in rows_of(results, known, given.all):
-        table.add_row(*row)
-    table.add_section()
     unlike = apart(results)
-    for one in unlike:
-        table.add_row(*one.row())
-    console.print(table)
-    for found in results:
-        share = share_of(found, known, results)
-        if verdict(found, share) in ("WRONG", "skipped", "below"):
-            at = "" if share is None else f"{share:.1%}"
-            what = f"{found.cell.group}, {found.cell.name}"
-            console.print(f"{verdict(found, share)}: {what} {at} {found.note}", highlight=False)
-    for one in unlike:
-        if one.verdict != "ok":
-            console.print(f"{one.verdict}: {one.row()[0]} {one.row()[2]}", highlight=False)
+    _show(results, known, unlike, given.all)
     if given.json:
-        kept = [
-            {
-                "group": r.cell.group, "cell": r.cell.name, "figure": r.figure,
-                "unit": r.cell.unit, "ms": r.milliseconds, "spread": r.spread,
-                "share": share_of(r, known, results), "ceiling": r.cell.ceiling,
-                "bar": r.cell.bar, "verdict": verdict(r, share_of(r, known, results)),
-            }
-            for r in results
-        ]  # fmt: skip
-        spreads = [{**one._asdict(), "verdict": one.verdict} for one in unlike]
-        everything = {"ceilings": known, "cells": kept, "apart": spreads}
-        given.json.write_text(json.dumps(everything, indent=1))
+        given.json.write_text(json.dumps(_record(results, known, unlike), indent=1))
+
+
+def _unit(ceiling: str) -> str:
+    return "TFLOP/s" if ceiling.startswith(OPERATIONS) else "GB/s"
+
+
+def _show(
+    results: list[Measured], known: dict[str, float], unlike: list[Apart], each: bool
+) -> None:
+    columns = (
+        "what",
+        "cells",
+        "lowest - highest",
+        "",
+        "of the ceiling",
+        "ceiling",
+        "bar",
+        "verdict",
+    )
+    rows = [
+        [f"ceiling: {name}", "", f"{figure:,.1f}", _unit(name), "", "", "", ""]
+        for name, figure in known.items()
+    ]
+    rows += [*rows_of(results, known, each), *(one.row() for one in unlike)]
+    title = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, medians"
+    tables.show(title, columns, rows, left="wv")
+    for one in results:
+        share = share_of(one, known, results)
+        if verdict(one, share) in ("WRONG", "skipped", "below"):
+            at = "" if share is None else f"{share:.1%}"
+            print(f"{verdict(one, share)}: {one.cell.group}, {one.cell.name} {at} {one.note}")
+    for group in unlike:
+        if group.verdict != "ok":
+            print(f"{group.verdict}: {group.row()[0]} {group.row()[2]}")
+
+
+def _record(
+    results: list[Measured], known: dict[str, float], unlike: list[Apart]
+) -> dict[str, Any]:
+    """Everything, as `--json` keeps it."""
+    cells = [
+        {
+            "group": r.cell.group, "cell": r.cell.name, "figure": r.figure,
+            "unit": r.cell.unit, "ms": r.milliseconds, "spread": r.spread,
+            "share": share_of(r, known, results), "ceiling": r.cell.ceiling,
+            "bar": r.cell.bar, "verdict": verdict(r, share_of(r, known, results)),
+        }
+        for r in results
+    ]  # fmt: skip
+    spreads = [{**one._asdict(), "verdict": one.verdict} for one in unlike]
+    return {"ceilings": known, "cells": cells, "apart": spreads}

@@ -14,33 +14,26 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 import triton
-from rich.console import Console
-from rich.table import Table
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
+from benchmarks.gpu import tables
 from kvatlas.cache import LayerCache
 from kvatlas.geometry import Layout
 from kvatlas.kernels.triton import attend, attend_latent, copy_blocks, tune, write
-from kvatlas.kernels.triton import storage_formats as forms
+from kvatlas.kernels.triton import storage_formats as formats
 from kvatlas.specs import FullAttention, LatentAttention, Spec
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 PROCESSORS = 132
 SHARED = 232_448
 """Bytes of shared memory that a program may hold."""
-EARLY = [
-    import_module(f"kvatlas.kernels.triton.{name}")
-    for name in ("attend", "schedule", "turning", "write")
-]
-"""Modules that launch kernels early."""
 
 
 class Compiled(NamedTuple):
@@ -77,8 +70,8 @@ def _tool(cubin: Path, what: str) -> str:
 
 def _loops(code: str) -> Iterator[Counter[str]]:
     """The instructions between each branch back and its target, by their first names."""
-    found = re.findall(r"^\s+/\*([0-9a-f]{4,5})\*/\s+(.*?);", code, flags=re.MULTILINE)
-    lines = [(int(address, 16), re.sub(r"^@!?U?P\w+\s+", "", text)) for address, text in found]
+    matches = re.findall(r"^\s+/\*([0-9a-f]{4,5})\*/\s+(.*?);", code, flags=re.MULTILINE)
+    lines = [(int(address, 16), re.sub(r"^@!?U?P\w+\s+", "", text)) for address, text in matches]
     place = {address: i for i, (address, _) in enumerate(lines)}
     for i, (_, text) in enumerate(lines):
         branch = re.search(r"^BRA.*0x([0-9a-f]+)", text)
@@ -107,29 +100,29 @@ def elsewhere() -> Iterator[list[Compiled]]:
 
     Triton keeps the chip for its own from then on: this is for processes that do nothing else.
     """
-    found: list[Compiled] = []
+    compiled: list[Compiled] = []
     run = jit.JITFunction.run
 
     def compile_only(self: Any, *args: Any, warmup: bool, **more: Any) -> Any:  # noqa: ARG001
         kernel = run(self, *args, warmup=True, **more)
-        found.append(_look(self.__name__, kernel))
+        compiled.append(_look(self.__name__, kernel))
         return kernel
 
     early = {"EARLY": True, "launch_pdl": True}
     with ExitStack() as stack:
         for module, name, value in (
             (jit.JITFunction, "run", compile_only),
-            (forms, "_takes_ptx", lambda _: True),
-            (forms, "dot_of", lambda q: forms._OF_TORCH[q.dtype]),
-            (tune, "family", lambda _: "hopper"),
+            (formats, "_takes_ptx", lambda _: True),
+            (formats, "dot_of", lambda q: formats._OF_TORCH[q.dtype]),
+            (tune, "architecture", lambda _: "hopper"),
             (tune, "processors", lambda _: PROCESSORS),
             (tune, "shared_memory", lambda _: SHARED),
             (tune, "capability", lambda _: (9, 0)),
-            *((module, "early", lambda _: early) for module in EARLY),
+            (tune, "dependent_launch", lambda _: early),
         ):
             stack.enter_context(patch.object(module, name, value))
         driver.set_active(_Chip())
-        yield found
+        yield compiled
 
 
 def _layer(spec: Spec, order: str = "LBNHC", block: int = 16) -> LayerCache:
@@ -179,16 +172,17 @@ CALLS: dict[str, Callable[[str], None]] = {
 
 
 def main(wanted: list[str]) -> None:
-    table = Table("call", "kernel", "registers", "spilled", "shared", "its longest loop")
+    rows = []
     for one in wanted or [f"{name}=auto" for name in CALLS]:
         name, _, cache = one.partition("=")
-        with elsewhere() as found:
+        with elsewhere() as compiled:
             CALLS[name](cache or "auto")
-        for kernel in found:
+        for kernel in compiled:
             most = ", ".join(f"{n} {op}" for op, n in kernel.loop.most_common(10))
             numbers = (str(n) for n in (kernel.registers, kernel.spilled, kernel.shared))
-            table.add_row(one, kernel.name, *numbers, f"{kernel.loop.total()}: {most}")
-    Console(width=150).print(table)
+            rows.append([one, kernel.name, *numbers, f"{kernel.loop.total()}: {most}"])
+    columns = ("call", "kernel", "registers", "spilled", "shared", "its longest loop")
+    tables.show("compiled for Hopper", columns, rows, left="cki")
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ def searches() -> list[Search]:
     big = attention.BIG
     both = (("LBNHC", 16, big), ("LBHNC", 64, big))
     decode = "tile warps stages per_sm evict"
-    found = [
+    tuned = [
         Search(
             "copy", {},
             [Cell("copy", f"{a} {b} {kib}", partial(copies.on_device, a, b, kib, 1))
@@ -107,7 +107,7 @@ def searches() -> list[Search]:
     ]  # fmt: skip
     for cache in ("fp8", "int8_per_token_head", "fp8_per_token_head", "int4_per_token_head"):
         spec = FullAttention(heads=8, head_dim=128, cache=cache)
-        found.append(
+        tuned.append(
             Search(
                 "decode", {"cache": cache, "dim": 128, "rows": 8}, _decode(spec, both[0]),
                 _list(
@@ -123,7 +123,7 @@ def searches() -> list[Search]:
         )  # fmt: skip
     for dim in (64, 256):
         spec = FullAttention(heads=8, head_dim=dim)
-        found.append(
+        tuned.append(
             Search(
                 "decode", {"cache": "auto", "dim": dim, "rows": 8},
                 _decode(spec, ("LBNHC", 16, (64, 4096))),
@@ -132,7 +132,7 @@ def searches() -> list[Search]:
                       (32, 4, 3, 2, ""), (64, 4, 4, 3, ""), (64, 8, 3, 1, "")),
             )
         )  # fmt: skip
-    found.append(
+    tuned.append(
         Search(
             "decode", {"latent": True, "dim": 512},
             [Cell("MLA", "64 x 4096",
@@ -141,7 +141,7 @@ def searches() -> list[Search]:
                   (32, 8, 3, 1, ""), (32, 4, 2, 1, ""), (64, 4, 2, 1, "")),
         )
     )  # fmt: skip
-    found.append(
+    tuned.append(
         Search(
             "prefill", {"dim": 128},
             [Cell("prefill", f"{order} {block}",
@@ -152,7 +152,7 @@ def searches() -> list[Search]:
                   (128, 64, 8, 2), (128, 64, 4, 2)),
         )
     )  # fmt: skip
-    return found
+    return tuned
 
 
 def _compile(task: tuple[int, int, int]) -> None:
@@ -197,7 +197,9 @@ def main(path: Path, kernels: list[str]) -> None:
             log.append([search.kernel, search.when, choice, [r.figure for r in results], notes])
         best = search.choices[max(range(len(scores)), key=scores.__getitem__)]
         print("best:", search.kernel, search.when, best, f"{time.time() - begun:.0f} s", flush=True)
-        tune.remember(path, tune.family(torch.device("cuda", 0)), search.kernel, search.when, best)
+        tune.remember(
+            path, tune.architecture(torch.device("cuda", 0)), search.kernel, search.when, best
+        )
         path.with_suffix(".log.json").write_text(json.dumps(log))
 
 

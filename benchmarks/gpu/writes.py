@@ -50,7 +50,7 @@ def new_tokens(
 
 def cells() -> list[Cell]:
     """8,192 tokens in every order, and every cache dtype in one."""
-    found = [
+    table = [
         Cell(
             f"write 8192 tokens, block {block}", order,
             partial(new_tokens, FullAttention(heads=8, head_dim=128), order, block, 8192),
@@ -63,7 +63,7 @@ def cells() -> list[Cell]:
         "fp8", "int8_per_token_head", "fp8_per_token_head", "int4_per_token_head", "nvfp4",
         "turboquant_k8v4", "turboquant_4bit_nc", "turboquant_3bit_nc",
     )  # fmt: skip
-    found += [
+    table += [
         Cell(
             "write 8192 tokens, LBNHC, block 16", cache,
             partial(
@@ -73,4 +73,4 @@ def cells() -> list[Cell]:
         )
         for cache in caches
     ]  # fmt: skip
-    return found
+    return table

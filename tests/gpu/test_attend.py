@@ -163,7 +163,7 @@ def test_latents_without_a_kernel_are_left_to_torch(form: dict[str, Any]) -> Non
     generator = torch.Generator().manual_seed(7)
     rows = torch.randn(70, spec.latent + 64, generator=generator)
     q = torch.randn(2, 3, spec.latent + 64, generator=generator)
-    found = []
+    outputs = []
     for device in ("cpu", "cuda"):
         layer = Pool(spec, "LBNHC", device, block=64, blocks=4).layer
         slots = torch.cat((3 * 64 + torch.arange(64), 64 + torch.arange(6))).to(device)
@@ -173,8 +173,8 @@ def test_latents_without_a_kernel_are_left_to_torch(form: dict[str, Any]) -> Non
             layer, q.to(device), tables=torch.tensor([[3, 1]], device=device), scale=0.05,
             lengths=torch.tensor([70], device=device), queries=torch.tensor([2], device=device),
         )  # fmt: skip
-        found.append(out.cpu())
-    assert torch.allclose(found[0], found[1], atol=0.01)
+        outputs.append(out.cpu())
+    assert torch.allclose(outputs[0], outputs[1], atol=0.01)
 
 
 def test_absorbed_latents_of_float32() -> None:

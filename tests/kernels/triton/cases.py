@@ -86,14 +86,14 @@ def check_copy(
     between(source.layers[:layers], target.layers[:layers])(ids, places)
     if device == "cuda":
         torch.cuda.synchronize()
-    found = target.raw.clone()
+    written = target.raw.clone()
     target.raw.copy_(before)
     for a, b in zip(source.layers[:layers], target.layers[:layers], strict=True):
         for name, view in b.fields.items():
             bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[view.element_size()]
             rows = a.field(name).view(bits)[ids.to(a.buffer.device)].to(view.device)
             view.view(bits)[places.to(view.device)] = rows.reshape(-1, *view.shape[1:])
-    assert torch.equal(found, target.raw)
+    assert torch.equal(written, target.raw)
 
 
 def check_zero(spec: Spec, order: str, device: str) -> None:
@@ -101,10 +101,10 @@ def check_zero(spec: Spec, order: str, device: str) -> None:
     before = pool.raw.clone()
     ids = torch.tensor([3, 8], device=device)
     zero_blocks(pool.layer, ids)
-    found = pool.raw.clone()
+    written = pool.raw.clone()
     pool.raw.copy_(before)
     pool.layer.tensor[ids] = 0
-    assert torch.equal(found, pool.raw)
+    assert torch.equal(written, pool.raw)
 
 
 def check_write(
@@ -123,20 +123,20 @@ def check_write(
     slots[5] = -1
     before = pool.raw.clone()
     write(layer, k, v, slots, k_scale=0.5, v_scale=0.25)
-    found = pool.raw.clone()
+    written = pool.raw.clone()
     pool.raw.copy_(before)
     # Torch divides by a number as a CPU does only on a CPU.
     plain = replace(layer, buffer=layer.buffer.cpu())
     write_by_torch(plain, k.cpu(), v.cpu(), slots.cpu(), k_scale=0.5, v_scale=0.25)
     layer.buffer.copy_(plain.buffer)
-    unlike = (found != pool.raw).nonzero().flatten()
+    unlike = (written != pool.raw).nonzero().flatten()
     if exact:
         assert not unlike.numel()
         return
     # The interpreter rounds to 8-bit floats its own way: at most the next code.
     assert unlike.numel() < 0.2 * tokens * spec.heads * (spec.head_dim + v_dim)
     mine = [rows.clone() for rows in read(layer, slots[slots >= 0])]
-    pool.raw.copy_(found)
+    pool.raw.copy_(written)
     for a, b in zip(mine, read(layer, slots[slots >= 0]), strict=True):
         assert float((a - b).norm() / a.norm()) < 0.15
     pool.untouched()
@@ -160,12 +160,12 @@ def check_not_finite(spec: Any, device: str) -> None:
     write_by_torch(twin, k, v, slots)
     write(layer, *(part.to(device) for part in (k, v, slots)))
     for mine, theirs in zip(read(layer, slots.to(device)), read(twin, slots), strict=True):
-        found = mine.cpu()
-        assert torch.equal(found.isnan(), theirs.isnan())
-        assert torch.equal(found.isinf(), theirs.isinf())
-        found, theirs = (rows.nan_to_num(0, 0, 0) for rows in (found, theirs))
+        ours = mine.cpu()
+        assert torch.equal(ours.isnan(), theirs.isnan())
+        assert torch.equal(ours.isinf(), theirs.isinf())
+        ours, theirs = (rows.nan_to_num(0, 0, 0) for rows in (ours, theirs))
         # The interpreter rounds to 8-bit floats its own way.
-        assert ((found - theirs).norm(dim=-1) <= 0.2 * theirs.norm(dim=-1)).all()
+        assert ((ours - theirs).norm(dim=-1) <= 0.2 * theirs.norm(dim=-1)).all()
     pool.untouched()
 
 

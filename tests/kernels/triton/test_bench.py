@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 
 with patch.dict(os.environ, KVATLAS_BENCH_DEVICE="cpu"):
     from benchmarks.gpu import attention, exact, run
-    from benchmarks.gpu.cells import Case, Cell, Found
+    from benchmarks.gpu.cells import Case, Cell, Measured
 
 from kvatlas import kernels  # noqa: E402
 from kvatlas.kernels.triton import attend  # noqa: E402
@@ -28,7 +28,7 @@ CASES: dict[str, Callable[[dict[str, Any]], Case]] = {
     "decode": partial(attention.decode, SPEC, "LBNHC", 16, (1, 70), 4, 2),
     "decode of int8": partial(attention.decode, INT8, "BHLNC", 16, (1, 70), 2, 1),
     "prefill": partial(attention.prefill, SPEC, "LBHNC", 16, (1, 70)),
-    "latent": partial(attention.latent, (1, 70), "auto", "LBNHC", "GB/s"),
+    "latent": partial(attention.latent, (1, 70), "auto", "LBNHC", "GB/s", heads=8),
 }
 
 
@@ -106,13 +106,15 @@ def test_one_state_of_many_is_missed_in_no_sequence() -> None:
     for missing in (at[-1:], at[:1], page):
         left = torch.ones(length, dtype=torch.bool)
         left[missing] = False
-        found = exact.attention(q, k[left], v[left], 64**-0.5, torch.tensor([int(left.sum()) - 1]))
-        assert not exact.close(found.bfloat16(), wanted, allowed)
+        without = exact.attention(
+            q, k[left], v[left], 64**-0.5, torch.tensor([int(left.sum()) - 1])
+        )
+        assert not exact.close(without.bfloat16(), wanted, allowed)
 
 
 def test_orders_that_lie_apart_are_told() -> None:
     cells = [Cell("decode", str(i), lambda _: None, apart=0.05) for i in range(2)]  # type: ignore[arg-type,return-value]
-    figures = [Found(cell, 100.0 - 4 * i, 1.0, 0.0, True) for i, cell in enumerate(cells)]
+    figures = [Measured(cell, 100.0 - 4 * i, 1.0, 0.0, True) for i, cell in enumerate(cells)]
     (near,) = run.apart(figures)
     assert (near.verdict, round(near.share or 0, 3)) == ("ok", 0.04)
     (far,) = run.apart([figures[0], figures[1]._replace(figure=90.0)])

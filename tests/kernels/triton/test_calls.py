@@ -15,14 +15,14 @@ from kvatlas.kernels.triton import (  # noqa: E402
     attend,
     attend_latent,
     between,
-    cut_of,
     schedule,
+    split_of,
     tune,
     write,
     write_latent,
 )
-from kvatlas.kernels.triton import storage_formats as forms  # noqa: E402
-from kvatlas.kernels.triton.attention import call as jobs  # noqa: E402
+from kvatlas.kernels.triton import storage_formats as formats  # noqa: E402
+from kvatlas.kernels.triton.attention import call as calls  # noqa: E402
 from kvatlas.specs import FullAttention, Indexer, LatentAttention, SinkAttention  # noqa: E402
 from tests.kernels.triton.cases import Pool  # noqa: E402
 
@@ -91,17 +91,17 @@ def test_sums_do_not_depend_on_the_default_dtype() -> None:
     plain = attend(layer, q, tile=16, **where)
     torch.set_default_dtype(torch.float16)
     try:
-        found = attend(layer, q, tile=16, **where)
+        again = attend(layer, q, tile=16, **where)
     finally:
         torch.set_default_dtype(torch.float32)
-    assert torch.equal(found, plain)
+    assert torch.equal(again, plain)
 
 
 def test_a_prepared_schedule_is_enough() -> None:
     layer, q = filled(SPEC), queries_of(3)
     lengths = torch.tensor([20, 9, 5])
-    cut = cut_of(layer, 4, dtype=q.dtype, max_queries=1)
-    plan = schedule(cut, lengths, queries=torch.ones(3, dtype=torch.int32))
+    split = split_of(layer, 4, dtype=q.dtype, max_queries=1)
+    plan = schedule(split, lengths, queries=torch.ones(3, dtype=torch.int32))
     where = {"tables": TABLES, "lengths": lengths, "max_queries": 1}
     mine = attend(layer, q, prepared=plan, **where)
     again = attend(layer, q, queries=torch.ones(3, dtype=torch.int32), **where)
@@ -150,49 +150,49 @@ def test_programs_fit_the_chip(
     spec: Any, dtype: Any, chip: str, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer = Pool(spec, "LBNHC", "cpu").layer
-    monkeypatch.setattr(tune, "family", lambda _: chip)
-    free = jobs.kind_of(layer, 128, dtype)
-    wanted = {kernel: jobs.use_for(kernel, free, 64, {}) for kernel in ("decode", "prefill")}
+    monkeypatch.setattr(tune, "architecture", lambda _: chip)
+    free = calls.launch_key(layer, 128, dtype)
+    wanted = {kernel: calls.parameters(kernel, free, 64, {}) for kernel in ("decode", "prefill")}
     monkeypatch.setattr(tune, "shared_memory", lambda _: room)
     for kernel, use in wanted.items():
-        found = jobs.use_for(kernel, free, 64, {})
-        rows = found.get("rows", 64) * free.query
-        states = found["tile"] * (found["stages"] * free.stored + free.converted)
+        fitted = calls.parameters(kernel, free, 64, {})
+        rows = fitted.get("rows", 64) * free.query
+        states = fitted["tile"] * (fitted["stages"] * free.stored + free.converted)
         assert rows + states <= room
-        assert min(found["tile"], found.get("rows", 16)) >= 16
-        assert all(found[name] <= use[name] for name in ("tile", "stages"))
-        assert math.log2(found["tile"]).is_integer()
+        assert min(fitted["tile"], fitted.get("rows", 16)) >= 16
+        assert all(fitted[name] <= use[name] for name in ("tile", "stages"))
+        assert math.log2(fitted["tile"]).is_integer()
 
 
 def test_what_fits_no_chip_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = LatentAttention(cache="fp8")
-    kind = jobs.kind_of(Pool(spec, "LBNHC", "cpu").layer, 128, torch.bfloat16)
+    kind = calls.launch_key(Pool(spec, "LBNHC", "cpu").layer, 128, torch.bfloat16)
     monkeypatch.setattr(tune, "shared_memory", lambda _: 49_152)
     with pytest.raises(AtlasError) as refusal:
-        jobs.use_for("decode", kind, 64, {})
+        calls.parameters("decode", kind, 64, {})
     assert refusal.value.code is Code.NO_KERNEL
 
 
 def test_tiles_of_converted_elements_are_not_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = FullAttention(heads=2, head_dim=16, cache="nvfp4")
-    kind = jobs.kind_of(Pool(spec, "LBNHC", "cpu").layer, 4, torch.bfloat16)
-    monkeypatch.setattr(tune, "family", lambda _: "hopper")
+    kind = calls.launch_key(Pool(spec, "LBNHC", "cpu").layer, 4, torch.bfloat16)
+    monkeypatch.setattr(tune, "architecture", lambda _: "hopper")
     monkeypatch.setattr(tune, "shared_memory", lambda _: 232_448)
     there = kind._replace(device=torch.device("cuda", 0))
-    assert jobs.use_for("decode", there, 16, {"tile": 16})["tile"] == 32
-    assert jobs.use_for("decode", there._replace(converted=0), 16, {"tile": 16})["tile"] == 16
+    assert calls.parameters("decode", there, 16, {"tile": 16})["tile"] == 32
+    assert calls.parameters("decode", there._replace(converted=0), 16, {"tile": 16})["tile"] == 16
 
 
 def test_old_chips_have_no_eight_bit_floats(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = FullAttention(heads=2, head_dim=16, cache="fp8")
     layer = Pool(spec, "LBNHC", "cpu").layer
-    monkeypatch.setattr(forms, "_takes_ptx", lambda _: True)
+    monkeypatch.setattr(formats, "_takes_ptx", lambda _: True)
     monkeypatch.setattr(tune, "capability", lambda _: (8, 0))
     with pytest.raises(AtlasError) as refusal:
-        forms.stored(layer, spec, "k")
+        formats.stored_side(layer, "k")
     assert refusal.value.code is Code.NO_KERNEL
     plain = Pool(SPEC, "LBNHC", "cpu").layer
-    assert forms.stored(plain, SPEC, "k").form.kind == "plain"
+    assert formats.stored_side(plain, "k").format.kind == "plain"
 
 
 def test_blocks_do_not_race(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +215,7 @@ def test_a_layer_is_served_by_the_kernels_of_its_kind() -> None:
         lambda: attend_latent(attention, rows, scale=1.0, **where),
         lambda: write(latent, rows, rows, slots),
         lambda: write_latent(attention, rows, rows, slots),
-        lambda: cut_of(Pool(Indexer(), "LBNHC", "cpu").layer, 4),
+        lambda: split_of(Pool(Indexer(), "LBNHC", "cpu").layer, 4),
         lambda: kernels.attend(latent, rows, **where),
         lambda: kernels.attend_latent(attention, rows, scale=1.0, **where),
         lambda: kernels.write(latent, rows, rows, slots),

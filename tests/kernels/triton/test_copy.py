@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 
 from kvatlas import AtlasError, Code  # noqa: E402
 from kvatlas.kernels.triton import Staging, between, tune  # noqa: E402
-from kvatlas.kernels.triton.launch_copy import moves  # noqa: E402
+from kvatlas.kernels.triton.launch_copy import fold_copy  # noqa: E402
 from kvatlas.specs import FullAttention, Mamba2, ShortConv  # noqa: E402
 from tests.kernels.triton.cases import ORDERS, Pool, check_copy, check_zero  # noqa: E402
 
@@ -112,9 +112,9 @@ def test_rows_are_as_wide_as_they_can_be() -> None:
     """A page that both sides keep whole is one row; unlike orders meet in cells."""
     pools = {order: Pool(FullAttention(heads=8, head_dim=128), order, "cpu") for order in ORDERS}
     place = {order: pool.layer.kernel_blocks for order, pool in pools.items()}
-    assert moves(place["LBNHC"], place["BLNHC"]).words == 8 * 16 * 512 // 8
-    assert moves(place["LBHNC"], place["BHLNC"]).words == 16 * 512 // 8
-    assert moves(place["LBNHC"], place["LBHNC"]).words == 512 // 8
+    assert fold_copy(place["LBNHC"], place["BLNHC"]).shape.words == 8 * 16 * 512 // 8
+    assert fold_copy(place["LBHNC"], place["BHLNC"]).shape.words == 16 * 512 // 8
+    assert fold_copy(place["LBNHC"], place["LBHNC"]).shape.words == 512 // 8
 
 
 def test_the_tuner_remembers(tmp_path: object) -> None:

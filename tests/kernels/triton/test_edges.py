@@ -12,8 +12,8 @@ torch = pytest.importorskip("torch")
 tl = pytest.importorskip("triton.language")
 
 from kvatlas import AtlasError, Code, kernels  # noqa: E402
-from kvatlas.kernels.triton import attend, cut_of, schedule  # noqa: E402
-from kvatlas.kernels.triton import storage_formats as forms  # noqa: E402
+from kvatlas.kernels.triton import attend, schedule, split_of  # noqa: E402
+from kvatlas.kernels.triton import storage_formats as formats  # noqa: E402
 from kvatlas.specs import FullAttention, SinkAttention  # noqa: E402
 from tests.kernels.triton.cases import Pool, check_attend  # noqa: E402
 
@@ -89,7 +89,7 @@ def test_a_schedule_serves_what_it_was_made_for() -> None:
     spec = FullAttention(**WIDE)
     layer = filled(spec)
     lengths, queries = torch.tensor([20, 20]), torch.tensor([1, 1])
-    made = schedule(cut_of(layer, 4, tile=16, rows=16), lengths, queries)
+    made = schedule(split_of(layer, 4, tile=16, rows=16), lengths, queries)
     mine, theirs = both(layer, spec)
     q = torch.randn(2, 4, 16, generator=torch.Generator().manual_seed(5))
     where: dict[str, Any] = {
@@ -99,10 +99,10 @@ def test_a_schedule_serves_what_it_was_made_for() -> None:
     assert torch.allclose(mine, theirs, atol=1e-5)
     window = replace(layer, spec=SinkAttention(**WIDE, sink_tokens=2, window=4))
     others = [
-        schedule(cut_of(layer, 4, tile=16, rows=16, max_queries=40), lengths, queries),
-        schedule(cut_of(layer, 8, tile=16, rows=16), lengths, queries),
-        schedule(cut_of(window, 4, tile=16, rows=16), lengths, queries),
-        schedule(made.cut, lengths[:1], queries[:1]),
+        schedule(split_of(layer, 4, tile=16, rows=16, max_queries=40), lengths, queries),
+        schedule(split_of(layer, 8, tile=16, rows=16), lengths, queries),
+        schedule(split_of(window, 4, tile=16, rows=16), lengths, queries),
+        schedule(made.split, lengths[:1], queries[:1]),
     ]
     for other in others:
         with pytest.raises(AtlasError) as refusal:
@@ -154,7 +154,7 @@ def test_batches_that_do_not_fit(monkeypatch: pytest.MonkeyPatch, more: dict[str
 @pytest.mark.parametrize("cache", ["auto", "fp8", *SCALED])
 def test_halves_are_enough(monkeypatch: pytest.MonkeyPatch, cache: str) -> None:
     """Dots of halves, as on a GPU: what is added to codes and taken out again cancels."""
-    monkeypatch.setattr(forms, "dot_of", lambda _: tl.float16)
+    monkeypatch.setattr(formats, "dot_of", lambda _: tl.float16)
     spec = FullAttention(**HALVES, cache=cache)
     check_attend(
         spec, "LBHNC", "cpu", lengths=[150, 40], queries=[1, 1], tolerance=1e-3, tile=32, rows=16,

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 from kvatlas import kernels  # noqa: E402
 from kvatlas.kernels import hadamard  # noqa: E402
 from kvatlas.kernels import triton as gpu  # noqa: E402
-from kvatlas.kernels.triton import hadamard as turning  # noqa: E402
+from kvatlas.kernels.triton import hadamard as rotations  # noqa: E402
 from kvatlas.specs import ATTENTION_CACHES, FullAttention, LatentAttention  # noqa: E402
 from tests.kernels.triton.cases import (  # noqa: E402
     Pool,
@@ -60,9 +60,9 @@ def test_heads_may_be_far_apart(far: Any) -> None:
     for rows in kernels.read(layer, slots):
         assert torch.equal(rows.half(), far)
     turned = hadamard.rotate_signed(rows)
-    assert torch.allclose(turning.spread(far, 1.0).float(), turned, atol=0.02)
+    assert torch.allclose(rotations.rotate_queries(far, 1.0).float(), turned, atol=0.02)
     far.copy_(turned)
-    turning.spread_back(far, torch.tensor([0, len(far)]))
+    rotations.rotate_back(far, torch.tensor([0, len(far)]))
     assert torch.allclose(far.float(), rows, atol=0.02)
 
 
@@ -73,10 +73,10 @@ def test_heads_of_queries_may_be_far_apart(far: Any) -> None:
     kernels.write(layer, rows, rows, slots)
     where: dict[str, Any] = {"tables": torch.ones(2, 1, dtype=torch.int32)}
     where |= {"lengths": torch.tensor([4, 3]), "queries": torch.tensor([1, 3])}
-    found = gpu.attend(layer, near, tile=16, **where)
-    assert torch.equal(gpu.attend(layer, far, tile=16, **where), found)
+    expected = gpu.attend(layer, near, tile=16, **where)
+    assert torch.equal(gpu.attend(layer, far, tile=16, **where), expected)
     gpu.attend(layer, near, tile=16, out=far, **where)
-    assert torch.equal(far, found)
+    assert torch.equal(far, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -104,8 +104,8 @@ def test_latents_find_a_kernel_where_there_is_one(
     called = []
     for name in ("write_latent", "attend_latent"):
         monkeypatch.setattr(gpu, name, lambda *_, name=name, **__: called.append(name))
-    for name in ("latent_rows", "paged_attention"):
-        module = import_module(f"kvatlas.kernels.{name}")
+    for room in ("latent_rows", "paged_attention"):
+        module = import_module(f"kvatlas.kernels.{room}")
         monkeypatch.setattr(module, "gpu_kernels", lambda *_: gpu)
     spec = LatentAttention(**form)
     layer = Pool(spec, "LBNHC", "cpu", block=64, blocks=2).layer

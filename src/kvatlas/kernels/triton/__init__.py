@@ -3,28 +3,42 @@
 Addresses come from placements alone, so that every order is read and written as it lies.
 This room needs triton (`pip install kvatlas[triton]`), which also interprets it on a CPU
 where `TRITON_INTERPRET=1` is set.
+
+What Triton compiles is in `*_device.py`; host code is everywhere else. The two meet in
+NamedTuples: of tensors and numbers (`SequenceBatch`, `PagedCache`), and of constants that a kernel
+is compiled for (`AttentionShape`, `Tiling`), whose parameters are in capitals. In device
+code a constant's field is bound to a name of its own (`TILE: tl.constexpr = TILING.tile`)
+before it becomes part of a shape, or, if it is a string or a tuple, an argument: Triton 3.6
+takes no bare Python values there.
 """
 
-from kvatlas.kernels.triton.attention.call import cut_of
+from kvatlas.kernels.triton.attention.call import split_of
 from kvatlas.kernels.triton.attention.launch import attend, attend_latent
-from kvatlas.kernels.triton.attention.schedule import Schedule, schedule
+from kvatlas.kernels.triton.attention.schedule import Schedule, WorkSplit, schedule
 from kvatlas.kernels.triton.host_staging import Staging
-from kvatlas.kernels.triton.launch_copy import Copy, Side, between, copy_blocks, zero_blocks
+from kvatlas.kernels.triton.launch_copy import (
+    BlockCopy,
+    CopyEnd,
+    between,
+    copy_blocks,
+    zero_blocks,
+)
 from kvatlas.kernels.triton.launch_write import write, write_latent
 from kvatlas.kernels.triton.storage_formats import attends_latent, writes_latent
 
 __all__ = [
-    "Copy",
+    "BlockCopy",
+    "CopyEnd",
     "Schedule",
-    "Side",
     "Staging",
+    "WorkSplit",
     "attend",
     "attend_latent",
     "attends_latent",
     "between",
     "copy_blocks",
-    "cut_of",
     "schedule",
+    "split_of",
     "write",
     "write_latent",
     "writes_latent",

@@ -22,7 +22,7 @@ def same_device(device: torch.device, **tensors: torch.Tensor | None) -> torch.d
         if tensor is not None and tensor.device != device:
             raise AtlasError(
                 Code.WRONG_DEVICE,
-                "What one kernel reads and writes is on one device",
+                "Tensors of one kernel are on different devices",
                 got=f"{name} on {tensor.device}, the cache on {device}",
                 hint="Move it first; kernels never do, since that would wait",
             )
@@ -35,7 +35,7 @@ def reachable(buffer: torch.Tensor, device: torch.device) -> None:
     if buffer.device != device and not pinned:
         raise AtlasError(
             Code.WRONG_DEVICE,
-            "A kernel reaches its own device and pinned host memory",
+            "Memory is out of reach: neither on the kernel's device nor pinned",
             got=f"memory on {buffer.device}, not pinned, from {device}",
             hint="Allocate host pools with pin_memory=True",
         )
@@ -47,7 +47,7 @@ def integers(tensor: torch.Tensor, name: str, *, axes: int) -> None:
     if tensor.dtype not in _INTEGERS or not tight:
         raise AtlasError(
             Code.BAD_TENSOR,
-            f"{name} are int32 or int64, {axes} axes, the last one contiguous",
+            f"{name} must be int32 or int64, {axes} axes, the last one contiguous",
             got=f"{tensor.dtype} of shape {tuple(tensor.shape)}, strides {tensor.stride()}",
             hint="Pass them as the scheduler made them",
         )
@@ -58,7 +58,7 @@ def in_range(ids: torch.Tensor, count: int, name: str = "Block ids") -> None:
     if debugging() and ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= count):
         raise AtlasError(
             Code.OUT_OF_RANGE,
-            f"{name} are 0..{count - 1}",
+            f"{name} are outside 0..{count - 1}",
             got=f"{int(ids.min())}..{int(ids.max())}",
             hint="Check the block table, and slots = block * states + state",
         )
@@ -72,7 +72,7 @@ def rows_of(tensor: torch.Tensor, name: str, shape: tuple[int | None, ...]) -> N
     if not fits or not tensor.is_floating_point() or tensor.stride(-1) != 1:
         raise AtlasError(
             Code.BAD_TENSOR,
-            f"{name} is floating point, of shape {shape}, its last axis contiguous",
+            f"{name} must be floating point, of shape {shape}, its last axis contiguous",
             got=f"{tensor.dtype} of shape {tuple(tensor.shape)}, strides {tensor.stride()}",
             hint="Slices of a fused projection are fine; transposed rows are not",
         )
@@ -89,23 +89,13 @@ def apart(tensor: torch.Tensor, name: str) -> None:
         if stride < reach:
             raise AtlasError(
                 Code.BAD_TENSOR,
-                f"Rows of {name} lie apart",
+                f"Rows of {name} share memory",
                 got=f"shape {tuple(tensor.shape)}, strides {tensor.stride()}",
                 hint="Pass memory of its own for every row",
             )
         reach = stride * (size - 1) + reach
 
 
-def no_kernel(rule: str, got: object, hint: str) -> AtlasError:
+def no_kernel(problem: str, got: object, hint: str) -> AtlasError:
     """A refusal of what no kernel is written for."""
-    return AtlasError(Code.NO_KERNEL, rule, got=got, hint=hint)
-
-
-def bad_batch(got: object) -> AtlasError:
-    """A refusal of sequences that do not fit together."""
-    return AtlasError(
-        Code.BAD_TENSOR,
-        "Each sequence has a table for its length, and no more queries than tokens",
-        got=got,
-        hint="Pass queries or starts, one of them; queries are the last tokens",
-    )
+    return AtlasError(Code.NO_KERNEL, problem, got=got, hint=hint)

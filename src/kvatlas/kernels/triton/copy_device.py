@@ -1,4 +1,8 @@
-"""Device code of copies: rows of words, and tiles that are turned on the way."""
+"""Device code of copies: rows of words, and tiles that are transposed on the way.
+
+An end of a copy is an address, or a table of them, one for each layer; the ids of its
+blocks; and its steps, in units: of the block, of three axes, and of a transposed tile's two.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,9 @@ import triton.language as tl
 
 
 @triton.jit
-def _base(address, table, layer, WORD: tl.constexpr, ALIGN: tl.constexpr, TABLE: tl.constexpr):
-    """The first word of a side, from its address or from a table of them, one for each layer."""
-    if TABLE:
-        address = tl.load(table + layer)
+def _base(end, layer, WORD: tl.constexpr, ALIGN: tl.constexpr, TABLE: tl.constexpr):
+    """The first word of a layer on one end."""
+    address = tl.load(end.table + layer) if TABLE else end.address
     return tl.multiple_of(address.to(tl.pointer_type(WORD)), ALIGN)
 
 
@@ -21,28 +24,36 @@ def _coordinates(row, SIZES: tl.constexpr):
     row = row // SIZES[2]
     second = row % SIZES[1]
     row = row // SIZES[1]
-    return row // SIZES[0], row % SIZES[0], second, third
+    return row // SIZES[0], (row % SIZES[0]).to(tl.int64), second.to(tl.int64), third.to(tl.int64)
+
+
+@triton.jit
+def _offset(end, block, first, second, third):
+    """Units from an end's first word to a row."""
+    at = block.to(tl.int64) * end.steps[0] + first * end.steps[1]
+    return at + second * end.steps[2] + third * end.steps[3]
 
 
 @triton.jit
 def copy_rows(
-    source, target, source_table, target_table, ids, places, blocks, layers, from_steps, to_steps,
-    SIZES: tl.constexpr, WORDS: tl.constexpr, WORD: tl.constexpr, UNIT: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TABLE: tl.constexpr, FILL: tl.constexpr,
-    EVICT: tl.constexpr, LOAD: tl.constexpr, STORE: tl.constexpr, STAGES: tl.constexpr,
+    source, target, blocks, layers, SHAPE: tl.constexpr, TILING: tl.constexpr, TABLE: tl.constexpr,
+    FILL: tl.constexpr,
 ):  # fmt: skip
-    """Rows of `WORDS` words that are contiguous on both sides; `FILL` writes zeros instead.
+    """Rows of words that are contiguous on both ends; `FILL` writes zeros instead.
 
-    Rows are numbered (block, three axes); a program takes `ROWS` of them at a time. Steps
-    are in units, those of the block first.
+    Rows are numbered (block, three axes); a program takes some of them at a time.
     """
+    SIZES: tl.constexpr = SHAPE.sizes
+    WORD: tl.constexpr = SHAPE.word
+    UNIT: tl.constexpr = SHAPE.unit
+    ROWS: tl.constexpr = TILING.rows
+    COLUMNS: tl.constexpr = TILING.columns
     ALIGN: tl.constexpr = UNIT * (WORD.primitive_bitwidth // 8)
-    PER_BLOCK: tl.constexpr = SIZES[0] * SIZES[1] * SIZES[2]
-    CHUNKS: tl.constexpr = (WORDS + COLUMNS - 1) // COLUMNS
-    count = blocks * PER_BLOCK
+    CHUNKS: tl.constexpr = (SHAPE.words + COLUMNS - 1) // COLUMNS
+    count = blocks * (SIZES[0] * SIZES[1] * SIZES[2])
     groups = (count + ROWS - 1) // ROWS
     tiles = groups * layers * CHUNKS
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=TILING.stages):
         chunk = tile % CHUNKS
         group = tile // CHUNKS
         layer = group // groups
@@ -50,41 +61,46 @@ def copy_rows(
         column = chunk * COLUMNS + tl.arange(0, COLUMNS)
         there = row < count
         block, first, second, third = _coordinates(row, SIZES)
-        place = tl.load(places + block, mask=there, other=0).to(tl.int64)
-        to = place * to_steps[0] + first.to(tl.int64) * to_steps[1]
-        to += second.to(tl.int64) * to_steps[2] + third.to(tl.int64) * to_steps[3]
+        place = tl.load(target.ids + block, mask=there, other=0)
+        to = _offset(target, place, first, second, third)
         mask = there[:, None]
-        if WORDS % COLUMNS != 0:
-            mask = mask & (column < WORDS)[None, :]
+        if SHAPE.words % COLUMNS != 0:
+            mask = mask & (column < SHAPE.words)[None, :]
         if FILL:
             words = tl.zeros([ROWS, COLUMNS], WORD)
         else:
-            chosen = tl.load(ids + block, mask=there, other=0).to(tl.int64)
-            at = chosen * from_steps[0] + first.to(tl.int64) * from_steps[1]
-            at += second.to(tl.int64) * from_steps[2] + third.to(tl.int64) * from_steps[3]
-            begin = _base(source, source_table, layer, WORD, ALIGN, TABLE)
+            chosen = tl.load(source.ids + block, mask=there, other=0)
+            at = _offset(source, chosen, first, second, third)
+            begin = _base(source, layer, WORD, ALIGN, TABLE)
             pointers = begin + (at * UNIT)[:, None] + column[None, :]
-            words = tl.load(pointers, mask=mask, eviction_policy=EVICT, cache_modifier=LOAD)
-        end = _base(target, target_table, layer, WORD, ALIGN, TABLE)
-        pointers = end + (to * UNIT)[:, None] + column[None, :]
-        tl.store(pointers, words, mask=mask, eviction_policy=EVICT, cache_modifier=STORE)
+            words = tl.load(
+                pointers, mask=mask, eviction_policy=TILING.evict, cache_modifier=TILING.load
+            )
+        pointers = _base(target, layer, WORD, ALIGN, TABLE) + (to * UNIT)[:, None]
+        tl.store(
+            pointers + column[None, :], words, mask=mask, eviction_policy=TILING.evict,
+            cache_modifier=TILING.store,
+        )  # fmt: skip
 
 
 @triton.jit
-def copy_turned(
-    source, target, source_table, target_table, ids, places, blocks, layers, from_steps, to_steps,
-    SIZES: tl.constexpr, WORD: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TABLE: tl.constexpr,
-):  # fmt: skip
+def copy_transposed(
+    source, target, blocks, layers, SHAPE: tl.constexpr, TILING: tl.constexpr, TABLE: tl.constexpr
+):
     """Items that are neighbours along one axis in the source and along another in the target.
 
-    A tile is read along `ACROSS` (steps last in `from_steps`) and written along `DOWN`
-    (steps last but one), so that both sides touch neighbouring bytes.
+    A tile is read along `ACROSS` (the last of the source's steps) and written along `DOWN`
+    (the last but one of the target's), so that both ends touch neighbouring bytes.
     """
+    SIZES: tl.constexpr = SHAPE.sizes
+    WORD: tl.constexpr = SHAPE.word
+    DOWN: tl.constexpr = SHAPE.transposed[0]
+    ACROSS: tl.constexpr = SHAPE.transposed[1]
+    ROWS: tl.constexpr = TILING.rows
+    COLUMNS: tl.constexpr = TILING.columns
     X: tl.constexpr = (DOWN + ROWS - 1) // ROWS
     Y: tl.constexpr = (ACROSS + COLUMNS - 1) // COLUMNS
-    PER_BLOCK: tl.constexpr = SIZES[0] * SIZES[1] * SIZES[2] * X * Y
-    per_layer = blocks * PER_BLOCK
+    per_layer = blocks * (SIZES[0] * SIZES[1] * SIZES[2] * X * Y)
     for tile in range(tl.program_id(0), per_layer * layers, tl.num_programs(0)):
         layer = tile // per_layer
         rest = tile % per_layer
@@ -93,12 +109,10 @@ def copy_turned(
         across = (rest % Y) * COLUMNS + tl.arange(0, COLUMNS)
         block, first, second, third = _coordinates(rest // Y, SIZES)
         mask = (down < DOWN)[:, None] & (across < ACROSS)[None, :]
-        at = tl.load(ids + block).to(tl.int64) * from_steps[0] + first.to(tl.int64) * from_steps[1]
-        at += second.to(tl.int64) * from_steps[2] + third.to(tl.int64) * from_steps[3]
-        to = tl.load(places + block).to(tl.int64) * to_steps[0] + first.to(tl.int64) * to_steps[1]
-        to += second.to(tl.int64) * to_steps[2] + third.to(tl.int64) * to_steps[3]
-        begin = _base(source, source_table, layer, WORD, 1, TABLE) + at
-        end = _base(target, target_table, layer, WORD, 1, TABLE) + to
+        at = _offset(source, tl.load(source.ids + block), first, second, third)
+        to = _offset(target, tl.load(target.ids + block), first, second, third)
+        begin = _base(source, layer, WORD, 1, TABLE) + at
+        end = _base(target, layer, WORD, 1, TABLE) + to
         down, across = down.to(tl.int64)[:, None], across.to(tl.int64)[None, :]
-        words = tl.load(begin + down * from_steps[4] + across * from_steps[5], mask=mask)
-        tl.store(end + down * to_steps[4] + across * to_steps[5], words, mask=mask)
+        words = tl.load(begin + down * source.steps[4] + across * source.steps[5], mask=mask)
+        tl.store(end + down * target.steps[4] + across * target.steps[5], words, mask=mask)

@@ -1,9 +1,7 @@
 """Device code that reads rows of a cache through a block table, dequantising on the way.
 
-A side of the cache is described by where its rows, scales and zero points lie (`at`,
-tuples of a first row, the steps of B, N and H in units, and those of C and of tiles of C
-in elements) and by its form: (kind, element, unit, unit of the scales, unit of the zeros,
-bits, whether it may be converted by machine instructions, elements of a tile).
+A side of the cache is described by where its rows, scales and zero points lie (`SideRows`,
+of `RowSteps`) and by its `StorageFormat`, whose kind says what `read` makes of it:
 
 | kind | what a tile is | what is left to multiply by, for each state |
 |---|---|---|
@@ -17,6 +15,8 @@ bits, whether it may be converted by machine instructions, elements of a tile).
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -26,23 +26,32 @@ _LEVELS_OF_8 = tl.constexpr(normal_levels(3))
 _LEVELS_OF_16 = tl.constexpr(normal_levels(4))
 
 
+class TileStates(NamedTuple):
+    """The states of a tile: their blocks, their places in those, the head, and which exist."""
+
+    page: Any
+    state: Any
+    head: Any
+    there: Any
+
+
 @triton.jit
-def row_offsets(at, page, state, head, UNIT: tl.constexpr):
+def row_offsets(steps, states, UNIT: tl.constexpr):
     """Elements from the pool's start to the first one of each state's row.
 
     Steps of blocks and states fit 32 bits, so that each product is one instruction.
     """
-    first = (at[0] + head.to(tl.int64) * at[3]) * UNIT
-    within = state.to(tl.int64) * (at[2] * UNIT) + first
-    return page.to(tl.int64) * (at[1] * UNIT) + within
+    first = (steps.first + states.head.to(tl.int64) * steps.head) * UNIT
+    within = states.state.to(tl.int64) * (steps.state * UNIT) + first
+    return states.page.to(tl.int64) * (steps.block * UNIT) + within
 
 
 @triton.jit
-def column_offsets(column, at, TILED: tl.constexpr):
+def column_offsets(column, steps, TILED: tl.constexpr):
     """Elements from the first one of a row to its columns."""
     if TILED:
-        return (column % TILED) * at[4] + (column // TILED) * at[5]
-    return column * at[4]
+        return (column % TILED) * steps.element + (column // TILED) * steps.tile
+    return column * steps.element
 
 
 _FOUR_BYTES = tl.constexpr("""
@@ -61,9 +70,9 @@ there with its sign turned is 1024 + 128 + the number."""
 
 
 @triton.jit
-def as_dot(tile, DOT: tl.constexpr, ASSEMBLY: tl.constexpr):
+def as_dot(tile, DOT: tl.constexpr, PTX: tl.constexpr):
     """Elements in the type of a dot."""
-    if ASSEMBLY and tile.dtype == tl.int8 and DOT == tl.float16:
+    if PTX and tile.dtype == tl.int8 and DOT == tl.float16:
         return tl.inline_asm_elementwise(
             _FOUR_BYTES, "=r,=r,r", [tile], dtype=tl.float16, is_pure=True, pack=4
         )
@@ -84,17 +93,16 @@ def by_shared_memory(tile):
 
 @triton.jit
 def elements(
-    buffer, at, page, state, head, there, KIND: tl.constexpr, UNIT: tl.constexpr,
-    COUNT: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr, EVICT: tl.constexpr,
-    TILED: tl.constexpr = 0,
+    buffer, steps, states, ELEMENT: tl.constexpr, UNIT: tl.constexpr, COUNT: tl.constexpr,
+    WIDTH: tl.constexpr, MASKED: tl.constexpr, EVICT: tl.constexpr, TILED: tl.constexpr = 0,
 ):  # fmt: skip
-    """Rows of `COUNT` elements of type `KIND` as a tile of `WIDTH` columns."""
+    """Rows of `COUNT` elements as a tile of `WIDTH` columns."""
     column = tl.arange(0, WIDTH)
-    rows = row_offsets(at, page, state, head, UNIT)
-    columns = column_offsets(column, at, TILED)
-    pointers = buffer.to(tl.pointer_type(KIND)) + rows[:, None] + columns[None, :]
+    rows = row_offsets(steps, states, UNIT)
+    columns = column_offsets(column, steps, TILED)
+    pointers = buffer.to(tl.pointer_type(ELEMENT)) + rows[:, None] + columns[None, :]
     if MASKED:
-        mask = there[:, None]
+        mask = states.there[:, None]
         if COUNT != WIDTH:
             mask = mask & (column < COUNT)[None, :]
         return tl.load(pointers, mask=mask, other=0.0, eviction_policy=EVICT)
@@ -106,44 +114,37 @@ def elements(
 
 @triton.jit
 def column_of(
-    buffer, at, page, state, head, there, KIND: tl.constexpr, UNIT: tl.constexpr,
-    MASKED: tl.constexpr,
-):  # fmt: skip
+    buffer, steps, states, ELEMENT: tl.constexpr, UNIT: tl.constexpr, MASKED: tl.constexpr
+):
     """One element for each state: a scale, a norm or a zero point."""
-    pointers = buffer.to(tl.pointer_type(KIND)) + row_offsets(at, page, state, head, UNIT)
+    pointers = buffer.to(tl.pointer_type(ELEMENT)) + row_offsets(steps, states, UNIT)
     if MASKED:
-        return tl.load(pointers, mask=there, other=0)
+        return tl.load(pointers, mask=states.there, other=0)
     return tl.load(pointers)
 
 
 @triton.jit
-def nibbles(
-    buffer, at, page, state, head, there, UNIT: tl.constexpr, DIM: tl.constexpr,
-    WIDTH: tl.constexpr, MASKED: tl.constexpr, EVICT: tl.constexpr,
-):  # fmt: skip
+def nibbles(buffer, steps, states, FORMAT: tl.constexpr, MASKED: tl.constexpr, EVICT: tl.constexpr):
     """Codes of 4 bits, the first one of a byte in its low half."""
-    HALF: tl.constexpr = DIM // 2
+    WIDTH: tl.constexpr = FORMAT.width
     packed = elements(
-        buffer, at, page, state, head, there, tl.uint8, UNIT, HALF, WIDTH // 2, MASKED, EVICT
+        buffer, steps, states, tl.uint8, FORMAT.unit, FORMAT.dim // 2, WIDTH // 2, MASKED, EVICT
     )
     both = tl.join(packed & 15, packed >> 4)
     return tl.reshape(both, [packed.shape[0], WIDTH])
 
 
 @triton.jit
-def octals(
-    buffer, at, page, state, head, there, UNIT: tl.constexpr, DIM: tl.constexpr,
-    WIDTH: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+def octals(buffer, steps, states, FORMAT: tl.constexpr, MASKED: tl.constexpr):
     """Codes of 3 bits: each lies in one byte or across two."""
-    LAST: tl.constexpr = (3 * DIM + 7) // 8 - 1
-    bit = tl.arange(0, WIDTH) * 3
+    LAST: tl.constexpr = (3 * FORMAT.dim + 7) // 8 - 1
+    bit = tl.arange(0, FORMAT.width) * 3
     byte = tl.minimum(bit // 8, LAST)
-    rows = row_offsets(at, page, state, head, UNIT)[:, None]
-    mask = (there[:, None] | (not MASKED)) & (bit < 3 * DIM)[None, :]
-    low = tl.load(buffer + rows + (byte * at[4])[None, :], mask=mask, other=0)
+    rows = row_offsets(steps, states, FORMAT.unit)[:, None]
+    mask = (states.there[:, None] | (not MASKED)) & (bit < 3 * FORMAT.dim)[None, :]
+    low = tl.load(buffer + rows + (byte * steps.element)[None, :], mask=mask, other=0)
     after = tl.minimum(byte + 1, LAST)
-    high = tl.load(buffer + rows + (after * at[4])[None, :], mask=mask, other=0)
+    high = tl.load(buffer + rows + (after * steps.element)[None, :], mask=mask, other=0)
     word = low.to(tl.int32) | (high.to(tl.int32) << 8)
     return (word >> (bit % 8)[None, :]) & 7
 
@@ -169,54 +170,50 @@ def level_of(codes, BITS: tl.constexpr):
 
 @triton.jit
 def read(
-    buffer, at, scale_at, zero_at, page, state, head, there,
-    FORM: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, DOT: tl.constexpr,
-    MASKED: tl.constexpr, EVICT: tl.constexpr,
+    buffer, side, states, FORMAT: tl.constexpr, DOT: tl.constexpr, MASKED: tl.constexpr,
+    EVICT: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows in the type of the dot, and a factor for each state (or 1)."""
-    KIND: tl.constexpr = FORM[0]
-    UNIT: tl.constexpr = FORM[2]
+    KIND: tl.constexpr = FORMAT.kind
+    DIM: tl.constexpr = FORMAT.dim
+    WIDTH: tl.constexpr = FORMAT.width
     factor = 1.0
     if KIND == "plain" or KIND == "scaled":
         stored = elements(
-            buffer, at, page, state, head, there, FORM[1], UNIT, DIM, WIDTH, MASKED, EVICT, FORM[7]
-        )
-        tile = as_dot(stored, DOT, FORM[6])
+            buffer, side.rows, states, FORMAT.element, FORMAT.unit, DIM, WIDTH, MASKED, EVICT,
+            FORMAT.tile,
+        )  # fmt: skip
+        tile = as_dot(stored, DOT, FORMAT.ptx)
         if KIND == "scaled":
-            factor = column_of(
-                buffer, scale_at, page, state, head, there, tl.float32, FORM[3], MASKED
-            )
+            factor = column_of(buffer, side.scales, states, tl.float32, FORMAT.scale_unit, MASKED)
     elif KIND == "int4":
-        codes = nibbles(buffer, at, page, state, head, there, UNIT, DIM, WIDTH, MASKED, EVICT)
-        word = column_of(buffer, scale_at, page, state, head, there, tl.int32, FORM[3], MASKED)
+        codes = nibbles(buffer, side.rows, states, FORMAT, MASKED, EVICT)
+        word = column_of(buffer, side.scales, states, tl.int32, FORMAT.scale_unit, MASKED)
         tile = (codes.to(tl.int32) - (word & 15)[:, None]).to(tl.float32).to(DOT)
         factor = (word & -16).to(tl.float32, bitcast=True)
     elif KIND == "nvfp4":
-        codes = nibbles(buffer, at, page, state, head, there, UNIT, DIM, WIDTH, MASKED, EVICT)
+        codes = nibbles(buffer, side.rows, states, FORMAT, MASKED, EVICT)
         steps = elements(
-            buffer, scale_at, page, state, head, there, tl.float8e4nv, FORM[3], DIM // 16,
-            WIDTH // 16, MASKED, EVICT,
+            buffer, side.scales, states, tl.float8e4nv, FORMAT.scale_unit, DIM // 16, WIDTH // 16,
+            MASKED, EVICT,
         ).to(tl.float32)  # fmt: skip
         wide = tl.broadcast_to(steps[:, :, None], [codes.shape[0], WIDTH // 16, 16])
         tile = (from_e2m1(codes) * tl.reshape(wide, [codes.shape[0], WIDTH])).to(DOT)
     else:
-        if FORM[5] == 4:
-            codes = nibbles(buffer, at, page, state, head, there, UNIT, DIM, WIDTH, MASKED, EVICT)
+        if FORMAT.bits == 4:
+            codes = nibbles(buffer, side.rows, states, FORMAT, MASKED, EVICT)
         else:
-            codes = octals(buffer, at, page, state, head, there, UNIT, DIM, WIDTH, MASKED)
-        step = column_of(
-            buffer, scale_at, page, state, head, there, tl.float16, FORM[3], MASKED
-        ).to(tl.float32)
+            codes = octals(buffer, side.rows, states, FORMAT, MASKED)
+        step = column_of(buffer, side.scales, states, tl.float16, FORMAT.scale_unit, MASKED)
+        step = step.to(tl.float32)
         if KIND == "levels":
-            exact = level_of(codes, FORM[5])
+            exact = level_of(codes, FORMAT.bits)
             if DIM != WIDTH:
                 # Code 0 stands for a level, which is no part of a row that has ended.
                 exact = tl.where((tl.arange(0, WIDTH) < DIM)[None, :], exact, 0.0)
             tile = exact.to(DOT)
             factor = step / tl.sqrt(tl.sum(exact * exact, 1))
         else:
-            zero = column_of(
-                buffer, zero_at, page, state, head, there, tl.float16, FORM[4], MASKED
-            ).to(tl.float32)
-            tile = (codes.to(tl.float32) * step[:, None] + zero[:, None]).to(DOT)
+            zero = column_of(buffer, side.zeros, states, tl.float16, FORMAT.zero_unit, MASKED)
+            tile = (codes.to(tl.float32) * step[:, None] + zero.to(tl.float32)[:, None]).to(DOT)
     return tile, factor

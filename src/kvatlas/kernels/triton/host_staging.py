@@ -14,7 +14,7 @@ import torch
 from kvatlas.cache import LayerCache
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Placement
-from kvatlas.kernels.triton.launch_copy import Copy, Side
+from kvatlas.kernels.triton.launch_copy import BlockCopy, CopyEnd
 
 
 class Staging:
@@ -25,17 +25,19 @@ class Staging:
     """
 
     def __init__(self, layers: Sequence[LayerCache], blocks: int) -> None:
-        inside = [Side(layer.buffer, part) for layer in layers for part in _parts(layer)]
-        sizes = [side.placement.nbytes // side.placement.size("B") for side in inside]
+        inside = [
+            CopyEnd(layer.buffer, placed) for layer in layers for placed in _placements(layer)
+        ]
+        sizes = [end.placement.nbytes // end.placement.size("B") for end in inside]
         self.row_bytes = sum(sizes)
         device = layers[0].buffer.device
         self.buffer = torch.empty(blocks * self.row_bytes, dtype=torch.uint8, device=device)
         self.places = torch.arange(blocks, device=device)
         rows = [
-            Side(self.buffer, _in_rows(side.placement, blocks, sum(sizes[:i]), self.row_bytes))
-            for i, side in enumerate(inside)
+            CopyEnd(self.buffer, _in_rows(end.placement, blocks, sum(sizes[:i]), self.row_bytes))
+            for i, end in enumerate(inside)
         ]
-        self._gather, self._scatter = Copy(inside, rows), Copy(rows, inside)
+        self._gather, self._scatter = BlockCopy(inside, rows), BlockCopy(rows, inside)
 
     def store(self, ids: torch.Tensor, rows: torch.Tensor, **choice: Any) -> None:
         """Blocks `ids` of the layers into `rows` [blocks, bytes]: pinned, or on the device."""
@@ -53,22 +55,22 @@ class Staging:
         if rows.dtype != torch.uint8 or not fits or ids.numel() > self.places.numel():
             raise AtlasError(
                 Code.BAD_TENSOR,
-                "Rows are contiguous bytes, one row for each block, no more than are staged",
+                "Rows are not contiguous bytes, one row for each block, or more than are staged",
                 got=f"{rows.dtype} of shape {tuple(rows.shape)} for {ids.numel()} blocks",
                 hint=f"Pass at most {self.places.numel()} rows of {self.row_bytes} bytes",
             )
         return self.buffer[: rows.numel()].view(rows.shape)
 
 
-def _parts(layer: LayerCache) -> list[Placement]:
+def _placements(layer: LayerCache) -> list[Placement]:
     """What means the same in every order: cells, or the fields where those lie flat."""
     if not layer.page.lies_flat:
         return [layer.kernel_blocks]
     return [layer.place(field.name) for field in layer.page.fields if not field.padding]
 
 
-def _in_rows(part: Placement, blocks: int, offset: int, row_bytes: int) -> Placement:
+def _in_rows(placed: Placement, blocks: int, offset: int, row_bytes: int) -> Placement:
     """The same axes packed in rows, head-major."""
-    axes = sorted(set(part.axes) - {"B"}, key="HNCc".index)
-    sizes = [("B", blocks), *((axis, part.size(axis)) for axis in axes)]
-    return Placement.packed(sizes, offset=offset, item=part.item, strides={"B": row_bytes})
+    axes = sorted(set(placed.axes) - {"B"}, key="HNCc".index)
+    sizes = [("B", blocks), *((axis, placed.size(axis)) for axis in axes)]
+    return Placement.packed(sizes, offset=offset, item=placed.item, strides={"B": row_bytes})

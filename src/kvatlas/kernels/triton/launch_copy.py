@@ -1,18 +1,17 @@
-"""Copies between any two placements, blocks scattered on both sides, in one launch.
+"""Copies between any two placements, blocks scattered on both ends, in one launch.
 
-What moves is folded first: axes that are gapless on both sides become one row of words.
+What moves is folded first: axes that are gapless on both ends become one row of words.
 Rows of 32 bytes and more are copied as they are, whatever orders they lie in; shorter
-ones, where the sides step through memory along unlike axes, in tiles that are turned on
+ones, where the ends step through memory along unlike axes, in tiles that are transposed on
 the way. Layers whose pages fold alike share a launch, whichever pools they lie in.
 
-One side may be pinned host memory, which a kernel reaches directly: few programs are
+One end may be pinned host memory, which a kernel reaches directly: few programs are
 enough to fill the link, and the rest of the chip stays free.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -26,15 +25,17 @@ from kvatlas.geometry import Placement, fold_together
 from kvatlas.kernels.page_match import cells_alike
 from kvatlas.kernels.triton import checks, tune
 from kvatlas.kernels.triton.addresses import VECTOR, common
-from kvatlas.kernels.triton.copy_device import copy_rows, copy_turned
+from kvatlas.kernels.triton.copy_device import copy_rows, copy_transposed
 
 _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 _SHORT = 32
-"""Bytes of a row below which a copy that can be turned is turned."""
+"""Bytes of a row below which a copy is transposed where it can be."""
+_HOST_PROGRAMS = 16
+"""Programs of a transposed copy over the link, at most."""
 
 
-class Side(NamedTuple):
-    """One layer's blocks on one side of a copy: bytes, and where in them the blocks lie."""
+class CopyEnd(NamedTuple):
+    """One layer's blocks on one end of a copy: bytes, and where in them the blocks lie."""
 
     buffer: torch.Tensor
     placement: Placement
@@ -46,23 +47,54 @@ class Side(NamedTuple):
         return self.buffer.data_ptr() + self.placement.offset
 
 
-class Moves(NamedTuple):
-    """How the blocks of two placements move, wherever they start."""
+class CopyShape(NamedTuple):
+    """What a copy is compiled for."""
 
     sizes: tuple[int, int, int]
-    source: tuple[int, ...]
-    """Steps of the block and the axes, in units of words; then of a turned tile's two axes."""
-    target: tuple[int, ...]
-    word: int
+    """Of three axes beside the block."""
+    word: Any
+    """The type of what is loaded at once."""
     unit: int
+    """Words in a unit of the steps."""
     words: int
-    """Words of a row that is contiguous on both sides; 0 for a copy that is turned."""
-    turned: tuple[int, int] = (1, 1)
+    """Words of a row that is contiguous on both ends; 0 for a copy that is transposed."""
+    transposed: tuple[int, int] = (1, 1)
     """Items along the target's innermost axis, and along the source's."""
 
 
+class FoldedCopy(NamedTuple):
+    """How the blocks of two placements are copied, wherever they start."""
+
+    shape: CopyShape
+    source: tuple[int, ...]
+    """Steps of the block and the axes, in units; then of a transposed tile's two axes."""
+    target: tuple[int, ...]
+
+
+class CopyTiling(NamedTuple):
+    """How a launch is cut into tiles: a constant."""
+
+    rows: int
+    columns: int
+    evict: str = ""
+    load: str = ""
+    """Cache modifiers of loads and of stores."""
+    store: str = ""
+    stages: int = 1
+
+
+class EndAddresses(NamedTuple):
+    """One end of a launch, as kernels take it."""
+
+    address: int
+    table: torch.Tensor | None
+    """Addresses of several layers."""
+    ids: torch.Tensor
+    steps: tuple[int, ...]
+
+
 @lru_cache(maxsize=4096)
-def moves(source: Placement, target: Placement, alignment: int = VECTOR) -> Moves:
+def fold_copy(source: Placement, target: Placement, alignment: int = VECTOR) -> FoldedCopy:
     """How blocks move between two placements whose memory starts at multiples of `alignment`.
 
     State-major to head-major pages: rows of one cell, 512 bytes or 64 words of 8 each.
@@ -70,50 +102,45 @@ def moves(source: Placement, target: Placement, alignment: int = VECTOR) -> Move
     >>> from kvatlas import Layout
     >>> page = {"B": 9, "L": 1, "H": 8, "N": 16, "C": 512}
     >>> nhd, hnd = (Layout(order).place(**page).select("L", 0) for order in ("NHD", "HND"))
-    >>> moves(nhd, hnd)
-    Moves(sizes=(1, 16, 8), source=(4096, 0, 256, 32), target=(4096, 0, 32, 512), word=8, unit=2, words=64, turned=(1, 1))
-    """  # noqa: E501
+    >>> fold_copy(nhd, hnd).shape._replace(word=None)
+    CopyShape(sizes=(1, 16, 8), word=None, unit=2, words=64, transposed=(1, 1))
+    >>> fold_copy(nhd, hnd).source, fold_copy(nhd, hnd).target
+    ((4096, 0, 256, 32), (4096, 0, 32, 512))
+    """
     a, b = fold_together(source.select("B", 0), target.select("B", 0))
     axes = list(zip(a.sizes, a.strides, b.strides, strict=True))
     blocks = source.stride("B"), target.stride("B")
-    turned = _turned(a, b, blocks)
-    if turned is not None:
-        axes = [axis for axis in axes if axis not in turned]
+    transposed = _transposed(a, b, blocks)
+    if transposed is not None:
+        axes = [axis for axis in axes if axis not in transposed]
     if len(axes) > 3:
         raise AtlasError(
             Code.NOT_FOLDABLE,
-            "A copy steps through at most three axes beside the block",
+            "A copy would step through more than three axes beside the block",
             got=f"{a} to {b}",
             hint="Copy the fields one by one",
         )
     axes = [(1, 0, 0)] * (3 - len(axes)) + axes
     steps = [blocks, *((s, t) for _, s, t in axes)]
     sizes = (axes[0][0], axes[1][0], axes[2][0])
-    if turned is not None:
-        down, across = turned
+    if transposed is not None:
+        down, across = transposed
         steps += [down[1:], across[1:]]
-        word, unit, words, shape = a.item, 1, 0, (down[0], across[0])
+        align, shape = a.item, CopyShape(sizes, _WORDS[a.item], 1, 0, (down[0], across[0]))
     else:
         numbers = (alignment, a.item, *(number for pair in steps for number in pair))
         align = common(numbers, VECTOR)
         word = min(align, 8)
-        unit, words, shape = align // word, a.item // word, (1, 1)
-    step = word * unit
-    return Moves(
-        sizes,
-        tuple(pair[0] // step for pair in steps),
-        tuple(pair[1] // step for pair in steps),
-        word,
-        unit,
-        words,
-        shape,
+        shape = CopyShape(sizes, _WORDS[word], align // word, a.item // word)
+    return FoldedCopy(
+        shape, tuple(pair[0] // align for pair in steps), tuple(pair[1] // align for pair in steps)
     )
 
 
-def _turned(
+def _transposed(
     a: Placement, b: Placement, blocks: tuple[int, int]
 ) -> tuple[tuple[int, int, int], ...] | None:
-    """The target's innermost axis and the source's, where a copy is better turned."""
+    """The target's innermost axis and the source's, where a copy is better transposed."""
     axes = list(zip(a.sizes, a.strides, b.strides, strict=True))
     across = next((axis for axis in axes if axis[1] == a.item), None)
     down = next((axis for axis in axes if axis[2] == b.item), None)
@@ -123,55 +150,55 @@ def _turned(
     return (down, across) if all(number % a.item == 0 for number in whole) else None
 
 
-class _Group(NamedTuple):
-    """Layers that fold alike."""
+class _Launch(NamedTuple):
+    """Layers that fold alike, and tables of where they start on both ends if they are several."""
 
-    moves: Moves
-    pairs: list[tuple[Side, Side]]
-    tables: tuple[torch.Tensor, torch.Tensor] | None
+    copy: FoldedCopy
+    pairs: list[tuple[CopyEnd, CopyEnd]]
+    tables: tuple[torch.Tensor | None, torch.Tensor | None]
 
 
-class Copy:
+class BlockCopy:
     """A copy of blocks between layers, prepared once and launched with ids.
 
     >>> import torch
     >>> page = Placement.packed([("B", 4), ("C", 64)])
-    >>> Copy([Side(torch.zeros(256, dtype=torch.uint8), page)] * 2,
-    ...      [Side(torch.zeros(256, dtype=torch.uint8), page)] * 2).launches
+    >>> BlockCopy([CopyEnd(torch.zeros(256, dtype=torch.uint8), page)] * 2,
+    ...           [CopyEnd(torch.zeros(256, dtype=torch.uint8), page)] * 2).launches
     1
     """
 
-    def __init__(self, sources: Sequence[Side], targets: Sequence[Side]) -> None:
-        pairs = list(zip(sources, targets, strict=True))
-        sides = [*sources, *targets]
-        on_device = [side.buffer for side in sides if side.buffer.is_cuda]
-        self.device = (on_device or [sides[0].buffer])[0].device
-        for side in sides:
-            checks.reachable(side.buffer, self.device)
-        self.hosted = len({side.buffer.device for side in sides}) > 1
+    def __init__(self, sources: Sequence[CopyEnd], targets: Sequence[CopyEnd]) -> None:
+        ends = [*sources, *targets]
+        on_device = [end.buffer for end in ends if end.buffer.is_cuda]
+        self.device = (on_device or [ends[0].buffer])[0].device
+        for end in ends:
+            checks.reachable(end.buffer, self.device)
+        self.hosted = len({end.buffer.device for end in ends}) > 1
         self.limits = tuple(
-            min(side.placement.size("B") for side in some) for some in (sources, targets)
+            min(end.placement.size("B") for end in some) for some in (sources, targets)
         )
-        found: dict[Moves, list[tuple[Side, Side]]] = {}
-        for source, target in pairs:
+        alike: dict[FoldedCopy, list[tuple[CopyEnd, CopyEnd]]] = {}
+        for source, target in zip(sources, targets, strict=True):
             align = common((source.address, target.address), VECTOR)
-            found.setdefault(moves(source.placement, target.placement, align), []).append(
-                (source, target)
-            )
-        self._groups = [_Group(how, some, self._tables(some)) for how, some in found.items()]
+            copy = fold_copy(source.placement, target.placement, align)
+            alike.setdefault(copy, []).append((source, target))
+        self._launches = [
+            _Launch(copy, pairs, self._tables(pairs)) for copy, pairs in alike.items()
+        ]
 
     @property
     def launches(self) -> int:
         """Kernels that one call launches: one for all layers that fold alike."""
-        return len(self._groups)
+        return len(self._launches)
 
     @property
     def block_bytes(self) -> int:
         """Bytes that one block moves."""
         return sum(
             source.placement.nbytes // source.placement.size("B")
-            for group in self._groups
-            for source, _ in group.pairs
+            for launch in self._launches
+            for source, _ in launch.pairs
         )
 
     def __call__(self, ids: torch.Tensor, places: torch.Tensor, **choice: Any) -> None:
@@ -181,11 +208,9 @@ class Copy:
         read and written. `choice` overrides what the tuner says.
         """
         if ids.numel() != places.numel():
-            raise AtlasError(
-                Code.UNLIKE_PLACEMENTS,
-                "Every block has one place to go to",
-                got=f"{ids.numel()} blocks for {places.numel()} places",
-                hint="Pass two lists of one length",
+            raise _unlike(
+                "Blocks and their places differ in number",
+                f"{ids.numel()} blocks for {places.numel()} places",
             )
         for name, chosen, limit in (("ids", ids, 0), ("places", places, 1)):
             checks.integers(chosen, name, axes=1)
@@ -194,82 +219,87 @@ class Copy:
         if checks.debugging():
             self._refuse_clash(ids, places)
         if ids.numel():
-            with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
-                for group in self._groups:
-                    self._launch(group, ids, places, choice)
+            with tune.on(self.device):
+                for launch in self._launches:
+                    self._run(launch, ids, places, choice)
 
     def _refuse_clash(self, ids: torch.Tensor, places: torch.Tensor) -> None:
         """Refuse a block that is written twice, or both read and written: programs race."""
         twice = torch.unique(places).numel() < places.numel()
-        pairs = [pair for group in self._groups for pair in group.pairs]
+        pairs = [pair for launch in self._launches for pair in launch.pairs]
         here = any(a.address == b.address and a.placement == b.placement for a, b in pairs)
         if twice or (here and bool(torch.isin(ids, places).any())):
             raise AtlasError(
                 Code.OVERLAP,
-                "One copy writes a block once, and does not read what it writes",
+                "A copy writes a block twice, or reads what it writes",
                 got="a block that is written twice" if twice else "a block, read and written",
                 hint="Copy in two steps",
             )
 
-    def _tables(self, pairs: list[tuple[Side, Side]]) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def _tables(
+        self, pairs: list[tuple[CopyEnd, CopyEnd]]
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         if len(pairs) == 1:
-            return None
-        first, second = (
-            torch.tensor([pair[side].address for pair in pairs], device=self.device)
-            for side in (0, 1)
+            return None, None
+        sources, targets = zip(*pairs, strict=True)
+        return self._addresses(sources), self._addresses(targets)
+
+    def _addresses(self, ends: Sequence[CopyEnd]) -> torch.Tensor:
+        return torch.tensor([end.address for end in ends], device=self.device)
+
+    def _run(
+        self, launch: _Launch, ids: torch.Tensor, places: torch.Tensor, choice: dict[str, Any]
+    ) -> None:
+        copy, (source, target) = launch.copy, launch.pairs[0]
+        ends = (
+            EndAddresses(source.address, launch.tables[0], ids, copy.source),
+            EndAddresses(target.address, launch.tables[1], places, copy.target),
         )
-        return first, second
-
-    def _launch(
-        self, group: _Group, ids: torch.Tensor, places: torch.Tensor, choice: dict[str, Any]
-    ) -> None:
-        how, (source, target) = group.moves, group.pairs[0]
-        begins, ends = group.tables or (ids, places)
-        given = (
-            source.address, target.address, begins, ends, ids, places, ids.numel(),
-            len(group.pairs), how.source, how.target,
-        )  # fmt: skip
-        table = group.tables is not None
-        if not how.words:
-            self._turn(how, given, table, ids.numel() * len(group.pairs), choice)
-            return
-        launch_rows(how, given, table, self.device, hosted=self.hosted, choice=choice)
-
-    def _turn(
-        self, how: Moves, given: tuple[Any, ...], table: bool, blocks: int, choice: dict[str, Any]
-    ) -> None:
-        use = {**tune.choose("turn", self.device, hosted=self.hosted), **choice}
-        rows = min(use["rows"], triton.next_power_of_2(how.turned[0]))
-        columns = min(use["columns"], triton.next_power_of_2(how.turned[1]))
-        tiles = triton.cdiv(how.turned[0], rows) * triton.cdiv(how.turned[1], columns)
-        total = tiles * blocks * how.sizes[0] * how.sizes[1] * how.sizes[2]
-        copy_turned[(min(total, 16) if self.hosted else total,)](
-            *given, SIZES=how.sizes, WORD=_WORDS[how.word], DOWN=how.turned[0],
-            ACROSS=how.turned[1], ROWS=rows, COLUMNS=columns, TABLE=table, num_warps=use["warps"],
-        )  # fmt: skip
+        start = _copy_rows if copy.shape.words else _copy_transposed
+        start(copy.shape, ends, len(launch.pairs), self.device, self.hosted, choice)
 
 
-def launch_rows(
-    how: Moves,
-    given: tuple[Any, ...],
-    table: bool,
+def _copy_transposed(
+    shape: CopyShape,
+    ends: tuple[EndAddresses, EndAddresses],
+    layers: int,
     device: torch.device,
-    *,
-    hosted: bool = False,
-    fill: bool = False,
+    hosted: bool,
     choice: dict[str, Any],
 ) -> None:
-    """Start `copy_rows` with as many programs as the tuner says."""
+    use = {**tune.choose("turn", device, hosted=hosted), **choice}
+    (down, across), blocks = shape.transposed, ends[0].ids.numel()
+    rows = min(use["rows"], triton.next_power_of_2(down))
+    columns = min(use["columns"], triton.next_power_of_2(across))
+    tiles = triton.cdiv(down, rows) * triton.cdiv(across, columns)
+    total = tiles * blocks * layers * shape.sizes[0] * shape.sizes[1] * shape.sizes[2]
+    copy_transposed[(min(total, _HOST_PROGRAMS) if hosted else total,)](
+        *ends, blocks, layers, SHAPE=shape, TILING=CopyTiling(rows, columns), TABLE=layers > 1,
+        num_warps=use["warps"],
+    )  # fmt: skip
+
+
+def _copy_rows(
+    shape: CopyShape,
+    ends: tuple[EndAddresses, EndAddresses],
+    layers: int,
+    device: torch.device,
+    hosted: bool,
+    choice: dict[str, Any],
+    fill: bool = False,
+) -> None:
     use = {**tune.choose("copy_host" if hosted else "copy", device), **choice}
-    columns, rows = tile_of(how.words, how.word, use["tile"])
-    blocks, layers = given[6], given[7]
-    count = blocks * how.sizes[0] * how.sizes[1] * how.sizes[2]
-    tiles = triton.cdiv(count, rows) * layers * triton.cdiv(how.words, columns)
+    columns, rows = tile_of(shape.words, shape.word.primitive_bitwidth // 8, use["tile"])
+    blocks = ends[0].ids.numel()
+    count = blocks * shape.sizes[0] * shape.sizes[1] * shape.sizes[2]
+    tiles = triton.cdiv(count, rows) * layers * triton.cdiv(shape.words, columns)
     most = use.get("programs") or use.get("per_sm", 0) * tune.processors(device) or tiles
+    tiling = CopyTiling(
+        rows, columns, use["evict"], use.get("load", ""), use.get("store", ""),
+        use.get("stages", 1),
+    )  # fmt: skip
     copy_rows[(min(tiles, most),)](
-        *given, SIZES=how.sizes, WORDS=how.words, WORD=_WORDS[how.word], UNIT=how.unit,
-        ROWS=rows, COLUMNS=columns, TABLE=table, FILL=fill, EVICT=use["evict"],
-        LOAD=use.get("load", ""), STORE=use.get("store", ""), STAGES=use.get("stages", 1),
+        *ends, blocks, layers, SHAPE=shape, TILING=tiling, TABLE=layers > 1, FILL=fill,
         num_warps=use["warps"],
     )  # fmt: skip
 
@@ -299,7 +329,7 @@ def copy_blocks(
 
 def between(
     source: LayerCache | Sequence[LayerCache], target: LayerCache | Sequence[LayerCache]
-) -> Copy:
+) -> BlockCopy:
     """The copy from some layers to as many others, ready to be launched with ids.
 
     Whole cells move where fields lie alike in them; fields by their names where the same
@@ -308,28 +338,30 @@ def between(
     sources = [source] if isinstance(source, LayerCache) else list(source)
     targets = [target] if isinstance(target, LayerCache) else list(target)
     if len(sources) != len(targets) or not sources:
-        raise AtlasError(
-            Code.UNLIKE_PLACEMENTS,
-            "Every layer is copied into one other",
-            got=f"{len(sources)} layers into {len(targets)}",
-            hint="Pass two lists of one length",
+        raise _unlike(
+            "Layers cannot be paired: there are none, or not as many on both ends",
+            f"{len(sources)} layers into {len(targets)}",
         )
-    from_sides, to_sides = [], []
+    from_ends, to_ends = [], []
     for a, b in zip(sources, targets, strict=True):
-        shared = _shared_fields(a, b)
+        names = _shared_fields(a, b)
         if cells_alike(a, b):
-            from_sides.append(Side(a.buffer, a.kernel_blocks))
-            to_sides.append(Side(b.buffer, b.kernel_blocks))
+            from_ends.append(CopyEnd(a.buffer, a.kernel_blocks))
+            to_ends.append(CopyEnd(b.buffer, b.kernel_blocks))
             continue
-        for name in shared:
+        for name in names:
             first, second = a.place(name), b.place(name)
-            from_sides.append(Side(a.buffer, _tiled_like(second, first)))
-            to_sides.append(Side(b.buffer, _tiled_like(first, second)))
-    return Copy(from_sides, to_sides)
+            from_ends.append(CopyEnd(a.buffer, _tiled_like(second, first)))
+            to_ends.append(CopyEnd(b.buffer, _tiled_like(first, second)))
+    return BlockCopy(from_ends, to_ends)
+
+
+def _unlike(problem: str, got: str, hint: str = "Pass two lists of one length") -> AtlasError:
+    return AtlasError(Code.UNLIKE_PLACEMENTS, problem, got=got, hint=hint)
 
 
 def _tiled_like(other: Placement, mine: Placement) -> Placement:
-    """A field whose rows are in tiles where the other side's are."""
+    """A field whose rows are in tiles where the other end's are."""
     if "c" in other.axes and "c" not in mine.axes:
         return mine.split("C", into=("C", "c"), inner=other.size("c"))
     return mine
@@ -341,25 +373,22 @@ def _shared_fields(a: LayerCache, b: LayerCache) -> list[str]:
         {f.name: (f.dtype, f.sizes) for f in layer.page.fields if not f.padding} for layer in (a, b)
     )
     if mine != other:
-        raise AtlasError(
-            Code.UNLIKE_PLACEMENTS,
-            "Blocks are copied between caches of the same fields, of one shape and dtype",
-            got=f"{sorted(mine)} of {a.page} and {sorted(other)} of {b.page}",
-            hint="Convert the cache dtype first; route between unlike block sizes or ranks",
+        raise _unlike(
+            "The two caches have different fields, or fields of unlike shape or dtype",
+            f"{sorted(mine)} of {a.page} and {sorted(other)} of {b.page}",
+            "Convert the cache dtype first; route between unlike block sizes or ranks",
         )
     return list(mine)
 
 
 def zero_blocks(layer: LayerCache, ids: torch.Tensor, **choice: Any) -> None:
     """Clear blocks of a layer: a new owner must not read what the last one left."""
-    side = Side(layer.buffer, layer.kernel_blocks)
+    end = CopyEnd(layer.buffer, layer.kernel_blocks)
     device = checks.same_device(layer.buffer.device, ids=ids)
     checks.integers(ids, "ids", axes=1)
-    checks.in_range(ids, side.placement.size("B"))
-    how = moves(side.placement, side.placement, common((side.address,), VECTOR))
-    given = (
-        side.address, side.address, ids, ids, ids, ids, ids.numel(), 1, how.source, how.target,
-    )  # fmt: skip
+    checks.in_range(ids, end.placement.size("B"))
+    copy = fold_copy(end.placement, end.placement, common((end.address,), VECTOR))
+    ends = EndAddresses(end.address, None, ids, copy.target)
     if ids.numel():
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            launch_rows(how, given, False, device, fill=True, choice=choice)
+        with tune.on(device):
+            _copy_rows(copy.shape, (ends, ends), 1, device, False, choice, fill=True)

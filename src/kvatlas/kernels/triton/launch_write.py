@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -13,9 +12,9 @@ from kvatlas.cache import LayerCache
 from kvatlas.kernels.hadamard import signs
 from kvatlas.kernels.quantise import normal_levels
 from kvatlas.kernels.triton import checks, tune
-from kvatlas.kernels.triton import storage_formats as forms
-from kvatlas.kernels.triton.dependent_launch_device import early
-from kvatlas.kernels.triton.storage_formats import Stored
+from kvatlas.kernels.triton import storage_formats as formats
+from kvatlas.kernels.triton.addresses import BatchRows, batch_rows
+from kvatlas.kernels.triton.storage_formats import SideRows, StorageFormat, StoredSide
 from kvatlas.kernels.triton.write_device import write_rows
 from kvatlas.specs import Attention, LatentAttention
 
@@ -38,21 +37,21 @@ def write(
     spec = layer.spec_as(Attention)
     checks.integers(slots, "slots", axes=1)
     heads, v_dim = layer.place("k").size("H"), spec.v_dim or spec.head_dim
-    forms.refuse_head(spec.head_dim, "K")
-    forms.refuse_head(v_dim, "V")
+    formats.refuse_head(spec.head_dim, "K")
+    formats.refuse_head(v_dim, "V")
     odd = any(n & (n - 1) or n < 16 for n in (spec.head_dim, v_dim))
     if spec.cache.startswith("turboquant") and odd:
         raise checks.no_kernel(
-            "Rows that are rotated are of a power of two, 16 at least",
+            "Rows cannot be rotated: their length is no power of two, or less than 16",
             f"heads of {spec.head_dim} and {v_dim} in {spec.cache}",
             "Use another cache dtype",
         )
     checks.rows_of(k, "k", (slots.shape[0], heads, spec.head_dim))
     checks.rows_of(v, "v", (slots.shape[0], heads, v_dim))
-    sides = forms.stored(layer, spec, "k"), forms.stored(layer, spec, "v")
+    stored = formats.stored_side(layer, "k"), formats.stored_side(layer, "v")
     per_tensor = spec.cache in ("fp8", "fp8_e4m3", "fp8_e5m2")
     scales = (k_scale, v_scale) if per_tensor or spec.cache == "nvfp4" else (1.0, 1.0)
-    _write(layer, k, v, slots, sides, heads, scales, per_tensor, choice)
+    _write(layer, (k, v), slots, stored, scales, per_tensor, choice)
 
 
 def write_latent(
@@ -67,60 +66,65 @@ def write_latent(
     """Latent and rotary rows [states, elements] into the states that `slots` name."""
     spec = layer.spec_as(LatentAttention)
     checks.integers(slots, "slots", axes=1)
-    forms.refuse_head(spec.latent, "the latent")
-    if not forms.writes_latent(spec):
+    formats.refuse_head(spec.latent, "the latent")
+    if not formats.writes_latent(spec):
         raise checks.no_kernel(
-            "Latents stand for themselves or have one scale", spec.cache, "Use auto or fp8"
+            "Latents have scales by blocks, or are too long", spec.cache, "Use auto or fp8"
         )
     checks.rows_of(latent, "latent", (slots.shape[0], spec.latent))
     checks.rows_of(rope, "rope", (slots.shape[0], spec.rope))
-    sides = forms.plain(layer, "latent"), forms.plain(layer, "rope")
-    _write(
-        layer, latent.unsqueeze(1), rope.unsqueeze(1), slots, sides, 1, (kv_scale, kv_scale),
-        spec.cache != "auto", choice,
-    )  # fmt: skip
+    stored = tuple(formats.stored_latent(layer, name) for name in ("latent", "rope"))
+    rows = latent.unsqueeze(1), rope.unsqueeze(1)
+    _write(layer, rows, slots, stored, (kv_scale, kv_scale), spec.cache != "auto", choice)
+
+
+class WrittenSide(NamedTuple):
+    """New rows of K or of V, and where they go."""
+
+    rows: BatchRows
+    at: SideRows
+    scale: float
+    """One for the whole tensor."""
+    table: torch.Tensor | None
+    """What codes come from: signs of int4's rotation, the ends of levels' cells."""
 
 
 def _write(
     layer: LayerCache,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    rows: tuple[torch.Tensor, torch.Tensor],
     slots: torch.Tensor,
-    sides: tuple[Stored, Stored],
-    heads: int,
+    stored: tuple[StoredSide, ...],
     scales: tuple[float, float],
     per_tensor: bool,
     choice: dict[str, Any],
 ) -> None:
-    device = checks.same_device(layer.buffer.device, k=k, v=v, slots=slots)
-    states = layer.kernel_blocks.size("N")
-    checks.in_range(slots.clamp(min=0) if checks.debugging() else slots,
-                    layer.kernel_blocks.size("B") * states, "Slots")  # fmt: skip
-    dim, v_dim = k.shape[-1], v.shape[-1]
-    width, v_width = (max(16, int(triton.next_power_of_2(n))) for n in (dim, v_dim))
-    use = {**tune.choose("write", device, kind=sides[0].form.kind), **choice}
-    count = max(1, use["tile"] // max(width, v_width))
+    k, v = (side.format for side in stored)
+    device = checks.same_device(layer.buffer.device, k=rows[0], v=rows[1], slots=slots)
+    states, heads = layer.kernel_blocks.size("N"), rows[0].shape[1]
+    if checks.debugging():
+        checks.in_range(slots.clamp(min=0), layer.kernel_blocks.size("B") * states, "Slots")
+    use = {**tune.choose("write", device, kind=k.kind), **choice}
+    count = max(1, use["tile"] // max(k.width, v.width))
     if not slots.shape[0]:
         return
-    # What a row is turned by: signs of int4, the ends of a level's cell for codes of levels.
-    given, blocks = [slots, slots], [width, v_width]
-    if sides[0].form.kind == "levels":
-        given[0] = _bounds(sides[0].form.bits, device)
-    if sides[0].form.kind == "int4":
-        blocks = [dim & -dim, v_dim & -v_dim]
-        given = [signs(block, device) for block in blocks]
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+    sides = [
+        WrittenSide(batch_rows(new), side.at, scale, _table(side.format, device))
+        for new, side, scale in zip(rows, stored, scales, strict=True)
+    ]
+    with tune.on(device):
         write_rows[(triton.cdiv(slots.shape[0] * heads, count),)](
-            k, (k.stride(0), k.stride(1)), v, (v.stride(0), v.stride(1)), slots, slots.shape[0],
-            layer.buffer, sides[0].at, sides[0].scale_at, sides[1].at, sides[1].scale_at,
-            sides[1].zero_at, *given, *scales, K_FORM=tuple(sides[0].form),
-            V_FORM=tuple(sides[1].form), HEADS=heads, STATES=states, COUNT=count, DIM=dim,
-            WIDTH=width, STEPS=blocks[0].bit_length() - 1, V_DIM=v_dim, V_WIDTH=v_width,
-            V_STEPS=blocks[1].bit_length() - 1, PER_TENSOR=per_tensor,
-            num_warps=use["warps"], **early(device),
+            *sides, slots, slots.shape[0], layer.buffer, K_FORMAT=k, V_FORMAT=v, HEADS=heads,
+            STATES=states, COUNT=count, PER_TENSOR=per_tensor, num_warps=use["warps"],
+            **tune.dependent_launch(device),
             # A fused product and sum rounds once, and codes would differ from torch's.
-            enable_fp_fusion=sides[0].form.kind not in ("scaled", "int4"),
+            enable_fp_fusion=k.kind not in ("scaled", "int4"),
         )  # fmt: skip
+
+
+def _table(form: StorageFormat, device: torch.device) -> torch.Tensor | None:
+    if form.kind == "int4":
+        return signs(1 << form.rotation, device)
+    return _bounds(form.bits, device) if form.kind == "levels" else None
 
 
 @lru_cache(maxsize=16)

@@ -1,4 +1,4 @@
-"""What kernels are told of a layer's K and V: where they lie, and how they are stored."""
+"""How a layer's K and V are stored, as kernels take it: where rows lie, and in what format."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+import triton
 import triton.language as tl
 
 from kvatlas.cache import LayerCache
-from kvatlas.geometry import DType
+from kvatlas.geometry import DType, Page, Placement
 from kvatlas.kernels.triton import checks, tune
-from kvatlas.kernels.triton.addresses import rows
+from kvatlas.kernels.triton.addresses import RowSteps, field_rows
 from kvatlas.specs import Attention, LatentAttention, sides
 
 _ELEMENTS: dict[str, Any] = {
@@ -28,83 +29,120 @@ _OF_TORCH: dict[torch.dtype, Any] = {
     torch.float16: tl.float16,
 }
 _LATENTS = ("auto", "fp8", "fp8_e4m3")
-
 _E4M3_SINCE = (8, 9)
+"""Compute capability of the first chips that convert e4m3."""
 WIDEST = 512
 """Elements of the longest row that a program holds."""
 
 
-class Form(NamedTuple):
-    """How one side is stored; kernels take it as a constant."""
+class StorageFormat(NamedTuple):
+    """How one side is stored: a constant that kernels are compiled for."""
 
     kind: str
+    """How elements are quantised: see `dequantise_device`."""
     element: Any
+    """The type in which rows are loaded: bytes for codes."""
+    bits: int
+    """Bits of an element or a code."""
+    dim: int
+    """Elements of a row."""
+    width: int
+    """Columns of the tile that holds a row: a power of two."""
+    tile: int
+    """Elements of a tile of a row (`tiled_planes`), or 0."""
     unit: int
+    """Elements in a unit of the rows' steps; so for scales and for zero points."""
     scale_unit: int
     zero_unit: int
-    bits: int
-    assembly: bool
+    rotation: int
+    """Steps of the Hadamard transform: rows are rotated in blocks of 2**rotation elements."""
+    ptx: bool
     """Whether the device takes PTX: not where Triton interprets."""
-    tile: int
-    """Elements of a tile of a row, or 0."""
 
 
-class Stored(NamedTuple):
-    """One side of a layer: its form, and where rows, scales and zero points lie."""
+class SideRows(NamedTuple):
+    """Where the rows of one side lie, with their scales and zero points where there are any."""
 
-    form: Form
-    at: tuple[int, ...]
-    scale_at: tuple[int, ...]
-    zero_at: tuple[int, ...]
+    rows: RowSteps
+    scales: RowSteps | None = None
+    zeros: RowSteps | None = None
 
 
-def element_of(dtype: DType) -> Any:
-    """The type in which a kernel loads a field's items; bytes for codes."""
-    return _ELEMENTS.get(dtype.name, tl.uint8)
+class StoredSide(NamedTuple):
+    """One side of a layer: its format, and where it lies."""
+
+    format: StorageFormat
+    at: SideRows
+
+
+def width_of(dim: int) -> int:
+    """Columns of the tile that holds rows of so many elements.
+
+    >>> width_of(8), width_of(96), width_of(128)
+    (16, 128, 128)
+    """
+    return max(16, int(triton.next_power_of_2(dim)))
 
 
 def dot_of(q: torch.Tensor) -> Any:
     """The type of a dot's operands for queries like these."""
     if q.dtype not in _OF_TORCH:
         raise checks.no_kernel(
-            "Queries are float32, bfloat16 or float16", q.dtype, "Cast them before the call"
+            "Queries are neither float32, bfloat16 nor float16", q.dtype, "Cast them first"
         )
     # The interpreter, which is what runs on CPU tensors, has no dot of bfloat16.
     return _OF_TORCH[q.dtype] if q.is_cuda else tl.float32
 
 
-def stored(layer: LayerCache, spec: Attention, side: str) -> Stored:
+def stored_side(layer: LayerCache, side: str) -> StoredSide:
     """One side of an attention layer, as kernels take it."""
-    _refuse_old_chip(layer)
-    kind, element, width = _kind(spec.cache, spec.dtype, side)
-    found = rows(layer, side)
-    names = {field.name for field in layer.page.fields}
-    at = (*found.steps, *found.content)
-    scale_at, scale_unit = _at(layer, f"{side}_scale") if f"{side}_scale" in names else (at, 1)
-    zero_at, zero_unit = _at(layer, f"{side}_zero") if f"{side}_zero" in names else (at, 1)
-    form = Form(
-        kind, element, found.unit, scale_unit, zero_unit, width, _takes_ptx(layer), found.tile
+    spec = layer.spec_as(Attention)
+    _check_chip(layer)
+    kind, bits = _kind(spec.cache, spec.dtype, side)
+    dim = spec.head_dim if side == "k" else spec.v_dim or spec.head_dim
+    return _stored(layer.page, layer.kernel_blocks, side, kind, bits, dim, _takes_ptx(layer))
+
+
+def stored_latent(layer: LayerCache, name: str) -> StoredSide:
+    """The latent or the rotary rows of an MLA layer, whose elements stand for themselves."""
+    spec = layer.spec_as(LatentAttention)
+    _check_chip(layer)
+    dim = spec.latent if name == "latent" else spec.rope
+    return _stored(layer.page, layer.kernel_blocks, name, "plain", 0, dim, _takes_ptx(layer))
+
+
+@lru_cache(maxsize=4096)
+def _stored(
+    page: Page, placed: Placement, name: str, kind: str, bits: int, dim: int, ptx: bool
+) -> StoredSide:
+    names = {field.name for field in page.fields}
+    rows = field_rows(page, placed, name)
+    scales, zeros = (
+        field_rows(page, placed, other) if other in names else None
+        for other in (f"{name}_scale", f"{name}_zero")
     )
-    return Stored(form, at, scale_at, zero_at)
+    width = width_of(dim)
+    rotated = {"int4": dim & -dim, "levels": width}.get(kind, 1)
+    element = _ELEMENTS.get(page.field(name).dtype.name, tl.uint8)
+    return StoredSide(
+        StorageFormat(
+            kind, element, bits, dim, width, rows.tile, rows.unit,
+            scales.unit if scales else 1, zeros.unit if zeros else 1,
+            rotated.bit_length() - 1, ptx,
+        ),
+        SideRows(rows.steps, scales and scales.steps, zeros and zeros.steps),
+    )  # fmt: skip
 
 
-def plain(layer: LayerCache, name: str) -> Stored:
-    """A field whose elements stand for themselves."""
-    _refuse_old_chip(layer)
-    at, unit = _at(layer, name)
-    element = element_of(layer.page.field(name).dtype)
-    return Stored(Form("plain", element, unit, 1, 1, 0, _takes_ptx(layer), 0), at, at, at)
-
-
-def _refuse_old_chip(layer: LayerCache) -> None:
-    """Refuse e4m3, as elements or as scales, where the chip cannot convert it."""
+def _check_chip(layer: LayerCache) -> None:
+    """Refuse e4m3 that the chip cannot convert."""
     if not _takes_ptx(layer) or all(f.dtype.name != "e4m3" for f in layer.page.fields):
         return
-    found = tune.capability(layer.buffer.device)
-    if found < _E4M3_SINCE:
+    capability = tune.capability(layer.buffer.device)
+    if capability < _E4M3_SINCE:
         raise checks.no_kernel(
-            "Caches with e4m3 want compute capability 8.9",
-            ".".join(str(n) for n in found),
+            "This chip cannot convert e4m3, which needs compute capability 8.9",
+            ".".join(str(n) for n in capability),
             "Use int8_per_token_head, or auto",
         )
 
@@ -132,31 +170,27 @@ def _takes_ptx(layer: LayerCache) -> bool:
     return layer.buffer.is_cuda and torch.version.hip is None
 
 
-def _at(layer: LayerCache, name: str) -> tuple[tuple[int, ...], int]:
-    found = rows(layer, name)
-    return (*found.steps, *found.content), found.unit
-
-
 @lru_cache(maxsize=256)
-def _kind(cache: str, dtype: str, side: str) -> tuple[str, Any, int]:
+def _kind(cache: str, dtype: str, side: str) -> tuple[str, int]:
+    """How a side of a cache dtype is quantised, and the bits of its elements or codes."""
     both = sides(cache, DType.of(dtype), 128, 128)
     data = (both.k if side == "k" else both.v)[0].dtype
     if cache == "int4_per_token_head":
-        return "int4", tl.uint8, 4
+        return "int4", 4
     if cache.endswith("_per_token_head"):
-        return "scaled", element_of(data), 8
+        return "scaled", 8
     if cache == "nvfp4":
-        return "nvfp4", tl.uint8, 4
+        return "nvfp4", 4
     if cache.startswith("turboquant") and data.bits < 8:
-        return ("levels" if side == "k" else "range"), tl.uint8, data.bits
-    return "plain", element_of(data), data.bits
+        return ("levels" if side == "k" else "range"), data.bits
+    return "plain", data.bits
 
 
 def refuse_head(dim: int, name: str) -> None:
     """Refuse rows that no tile is wide enough for."""
     if not 1 <= dim <= WIDEST:
         raise checks.no_kernel(
-            f"A row of {name} is of at most {WIDEST} elements",
+            f"A row of {name} is longer than {WIDEST} elements",
             f"{dim} elements",
             "Split the head, or attend with the CPU's kernels",
         )

@@ -1,6 +1,6 @@
 """Launch parameters: measured for a chip and kept in a file, or a sane default.
 
-`choices.json` has, for each family of chips and each kernel, a list of rules. The first
+`choices.json` has, for each chip architecture and each kernel, a list of rules. The first
 rule whose `when` agrees with the facts of a launch gives its parameters: a number there
 is the most that a fact may be, anything else must be equal.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -26,21 +27,20 @@ SHIPPED = Path(__file__).with_name("choices.json")
 @lru_cache(maxsize=1)
 def _rules() -> dict[str, dict[str, list[dict[str, Any]]]]:
     """The shipped rules, with those of `KVATLAS_TUNE` before them."""
-    found: dict[str, dict[str, list[dict[str, Any]]]] = json.loads(SHIPPED.read_text())
+    rules: dict[str, dict[str, list[dict[str, Any]]]] = json.loads(SHIPPED.read_text())
     own = os.environ.get("KVATLAS_TUNE")
     if own and Path(own).exists():
-        for family, kernels in json.loads(Path(own).read_text()).items():
-            for kernel, rules in kernels.items():
-                known = found.setdefault(family, {}).setdefault(kernel, [])
-                known[:0] = rules
-    return found
+        for chip, kernels in json.loads(Path(own).read_text()).items():
+            for kernel, first in kernels.items():
+                rules.setdefault(chip, {}).setdefault(kernel, [])[:0] = first
+    return rules
 
 
 @lru_cache(maxsize=16)
-def family(device: torch.device) -> str:
-    """The family of chips that a device belongs to: `hopper`, or `any`.
+def architecture(device: torch.device) -> str:
+    """The chip architecture whose rules a device takes: `hopper`, or `any`.
 
-    >>> family(torch.device("cpu"))
+    >>> architecture(torch.device("cpu"))
     'any'
     """
     if device.type == "cuda" and torch.version.cuda:
@@ -50,13 +50,13 @@ def family(device: torch.device) -> str:
 
 @lru_cache(maxsize=16)
 def capability(device: torch.device) -> tuple[int, int]:
-    """What an NVIDIA chip can do."""
+    """Compute capability of an NVIDIA chip."""
     return torch.cuda.get_device_capability(device)
 
 
 @lru_cache(maxsize=16)
 def processors(device: torch.device) -> int:
-    """Multiprocessors of a device; a few where a CPU plays one."""
+    """Multiprocessors of a device; 4 where a CPU interprets."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).multi_processor_count)
     return 4
@@ -64,11 +64,28 @@ def processors(device: torch.device) -> int:
 
 @lru_cache(maxsize=16)
 def shared_memory(device: torch.device) -> float:
-    """Bytes that a program may hold on the chip; where a CPU plays one, any number."""
+    """Bytes of shared memory that a program may hold; no limit where a CPU interprets."""
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
         return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])
     return math.inf
+
+
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    """Makes a device the current one, which is where Triton launches."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+@lru_cache(maxsize=16)
+def dependent_launch(device: torch.device) -> dict[str, Any]:
+    """What a kernel is launched with that waits for the one before by itself.
+
+    >>> dependent_launch(torch.device("cpu"))
+    {'EARLY': False}
+    """
+    if device.type == "cuda" and torch.version.hip is None and capability(device)[0] >= 9:
+        return {"EARLY": True, "launch_pdl": True}
+    return {"EARLY": False}
 
 
 def choose(kernel: str, device: torch.device, **facts: Any) -> Choice:
@@ -77,19 +94,18 @@ def choose(kernel: str, device: torch.device, **facts: Any) -> Choice:
     >>> choose("copy", torch.device("cpu"))["tile"] > 0
     True
     """
-    return dict(_choose(kernel, family(device), tuple(sorted(facts.items()))))
+    return dict(_choose(kernel, architecture(device), tuple(sorted(facts.items()))))
 
 
 @lru_cache(maxsize=1024)
-def _choose(kernel: str, chips: str, facts: tuple[tuple[str, Any], ...]) -> Choice:
-    known = _rules()
-    found: Choice = {}
-    for name in (chips, "any"):
-        for rule in known.get(name, {}).get(kernel, []):
+def _choose(kernel: str, chip: str, facts: tuple[tuple[str, Any], ...]) -> Choice:
+    choice: Choice = {}
+    for name in (chip, "any"):
+        for rule in _rules().get(name, {}).get(kernel, []):
             if _agrees(rule.get("when", {}), dict(facts)):
-                found = {**rule["use"], **found}
+                choice = {**rule["use"], **choice}
                 break
-    return found
+    return choice
 
 
 def _agrees(when: Facts, facts: Facts) -> bool:
@@ -110,10 +126,10 @@ def _agrees(when: Facts, facts: Facts) -> bool:
     return True
 
 
-def remember(path: Path, chips: str, kernel: str, when: Facts, use: Choice) -> None:
+def remember(path: Path, chip: str, kernel: str, when: Facts, use: Choice) -> None:
     """Put a measured choice into a file of rules, before those that it has."""
     rules = json.loads(path.read_text()) if path.exists() else {}
-    mine = rules.setdefault(chips, {}).setdefault(kernel, [])
+    mine = rules.setdefault(chip, {}).setdefault(kernel, [])
     mine[:] = [{"when": when, "use": use}, *(rule for rule in mine if rule["when"] != when)]
     path.write_text(json.dumps(rules, indent=2) + "\n")
     _rules.cache_clear()

@@ -1,4 +1,4 @@
-"""Device code that quantises rows and puts them into pages: `reading`, the other way round.
+"""Device code that quantises rows and puts them into pages: `dequantise_device`, inverted.
 
 A chip's minima, maxima and clamps pass over NaN, and so would make numbers of what is none:
 scales are found in ways that do not, and are NaN where what shares them is not all finite.
@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 from kvatlas.kernels.triton.dependent_launch_device import after_previous, before_next
-from kvatlas.kernels.triton.dequantise_device import column_offsets, row_offsets
-from kvatlas.kernels.triton.hadamard import rotate
+from kvatlas.kernels.triton.dequantise_device import TileStates, column_offsets, row_offsets
+from kvatlas.kernels.triton.hadamard_device import hadamard
 
 TINY = tl.constexpr(1e-12)
 LEAST = tl.constexpr(1e-6)
@@ -37,18 +37,18 @@ def away(values):
 
 
 @triton.jit
-def as_element(values, KIND: tl.constexpr, ASSEMBLY: tl.constexpr):
+def as_element(values, ELEMENT: tl.constexpr, PTX: tl.constexpr):
     """Numbers in an element's type; 8-bit floats saturate rather than overflow, and keep NaN."""
-    if KIND == tl.float8e4nv or KIND == tl.float8e5:
-        MOST: tl.constexpr = E4M3_MAX if KIND == tl.float8e4nv else E5M2_MAX
+    if ELEMENT == tl.float8e4nv or ELEMENT == tl.float8e5:
+        MOST: tl.constexpr = E4M3_MAX if ELEMENT == tl.float8e4nv else E5M2_MAX
         exact = tl.clamp(values.to(tl.float32), -MOST, MOST, propagate_nan=tl.PropagateNan.ALL)
-        found = exact.to(KIND)
-        if not ASSEMBLY:
+        stored = exact.to(ELEMENT)
+        if not PTX:
             # PTX converts NaN to NaN; others may make a number of it.
-            code = tl.where(exact == exact, found.to(tl.uint8, bitcast=True), EIGHT_BIT_NAN)
-            found = code.to(KIND, bitcast=True)
-        return found
-    return values.to(KIND)
+            code = tl.where(exact == exact, stored.to(tl.uint8, bitcast=True), EIGHT_BIT_NAN)
+            stored = code.to(ELEMENT, bitcast=True)
+        return stored
+    return values.to(ELEMENT)
 
 
 @triton.jit
@@ -68,9 +68,9 @@ def infinite_for_nan(values):
 
 
 @triton.jit
-def nan_unless_finite(found, span):
-    """What was found from a span, or NaN where the span is not finite."""
-    return tl.where(span < float("inf"), found, float("nan"))
+def nan_unless_finite(values, span):
+    """Values, or NaN where the span that they come from is not finite."""
+    return tl.where(span < float("inf"), values, float("nan"))
 
 
 @triton.jit
@@ -98,69 +98,64 @@ def to_e2m1(values):
 
 @triton.jit
 def put_elements(
-    buffer, at, page, state, head, there, values, KIND: tl.constexpr, UNIT: tl.constexpr,
-    COUNT: tl.constexpr, WIDTH: tl.constexpr, TILED: tl.constexpr = 0,
+    buffer, steps, states, values, ELEMENT: tl.constexpr, UNIT: tl.constexpr, COUNT: tl.constexpr,
+    WIDTH: tl.constexpr, TILED: tl.constexpr = 0,
 ):  # fmt: skip
     """Tiles of `WIDTH` columns, of which `COUNT` are stored."""
     column = tl.arange(0, WIDTH)
-    rows = row_offsets(at, page, state, head, UNIT)
-    columns = column_offsets(column, at, TILED)
-    pointers = buffer.to(tl.pointer_type(KIND)) + rows[:, None] + columns[None, :]
-    mask = there[:, None]
+    rows = row_offsets(steps, states, UNIT)
+    columns = column_offsets(column, steps, TILED)
+    pointers = buffer.to(tl.pointer_type(ELEMENT)) + rows[:, None] + columns[None, :]
+    mask = states.there[:, None]
     if COUNT != WIDTH:
         mask = mask & (column < COUNT)[None, :]
     tl.store(pointers, values, mask=mask)
 
 
 @triton.jit
-def put_column(
-    buffer, at, page, state, head, there, values, KIND: tl.constexpr, UNIT: tl.constexpr
-):
+def put_column(buffer, steps, states, values, ELEMENT: tl.constexpr, UNIT: tl.constexpr):
     """One element for each row."""
-    pointers = buffer.to(tl.pointer_type(KIND)) + row_offsets(at, page, state, head, UNIT)
-    tl.store(pointers, values, mask=there)
+    pointers = buffer.to(tl.pointer_type(ELEMENT)) + row_offsets(steps, states, UNIT)
+    tl.store(pointers, values, mask=states.there)
 
 
 @triton.jit
-def put_codes(
-    buffer, at, page, state, head, there, codes, BITS: tl.constexpr, UNIT: tl.constexpr,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl.constexpr,
-):  # fmt: skip
+def put_codes(buffer, steps, states, codes, FORMAT: tl.constexpr, COUNT: tl.constexpr):
     """Codes of 4 or 3 bits, the first one of a byte in its lowest bits."""
-    if BITS == 4:
+    DIM: tl.constexpr = FORMAT.dim
+    WIDTH: tl.constexpr = FORMAT.width
+    if FORMAT.bits == 4:
         low, high = tl.split(tl.reshape(codes, [COUNT, WIDTH // 2, 2]))
-        put_elements(
-            buffer, at, page, state, head, there, (low | (high << 4)).to(tl.uint8), tl.uint8,
-            UNIT, DIM // 2, WIDTH // 2,
-        )  # fmt: skip
+        both = (low | (high << 4)).to(tl.uint8)
+        put_elements(buffer, steps, states, both, tl.uint8, FORMAT.unit, DIM // 2, WIDTH // 2)
     else:
         place = tl.arange(0, 8)[None, None, :]
         words = tl.sum(tl.reshape(codes, [COUNT, WIDTH // 8, 8]) << (3 * place), 2)
         column = 3 * tl.arange(0, WIDTH // 8)
-        rows = row_offsets(at, page, state, head, UNIT)
+        rows = row_offsets(steps, states, FORMAT.unit)
         for i in tl.static_range(3):
-            pointers = buffer + rows[:, None] + ((column + i) * at[4])[None, :]
-            mask = there[:, None] & (column + i < DIM * 3 // 8)[None, :]
+            pointers = buffer + rows[:, None] + ((column + i) * steps.element)[None, :]
+            mask = states.there[:, None] & (column + i < DIM * 3 // 8)[None, :]
             tl.store(pointers, ((words >> (8 * i)) & 255).to(tl.uint8), mask=mask)
 
 
 @triton.jit
 def put_side(
-    buffer, at, scale_at, zero_at, bounds, page, state, head, there, rows, scale,
-    FORM: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr,
-    COUNT: tl.constexpr, PER_TENSOR: tl.constexpr,
-):  # fmt: skip
-    """Rows of one side, with their scales, as their form wants them."""
-    KIND: tl.constexpr = FORM[0]
-    ELEMENT: tl.constexpr = FORM[1]
-    UNIT: tl.constexpr = FORM[2]
+    buffer, side, states, rows, FORMAT: tl.constexpr, COUNT: tl.constexpr, PER_TENSOR: tl.constexpr
+):
+    """Rows of one side, with their scales, as their format wants them."""
+    KIND: tl.constexpr = FORMAT.kind
+    ELEMENT: tl.constexpr = FORMAT.element
+    UNIT: tl.constexpr = FORMAT.unit
+    SCALE_UNIT: tl.constexpr = FORMAT.scale_unit
+    WIDTH: tl.constexpr = FORMAT.width
+    ROTATION: tl.constexpr = FORMAT.rotation
+    at = side.at
     if KIND == "plain":
         if PER_TENSOR:
-            rows = tl.div_rn(rows.to(tl.float32), scale)
-        put_elements(
-            buffer, at, page, state, head, there, as_element(rows, ELEMENT, FORM[6]), ELEMENT,
-            UNIT, DIM, WIDTH, FORM[7],
-        )  # fmt: skip
+            rows = tl.div_rn(rows.to(tl.float32), side.scale)
+        stored = as_element(rows, ELEMENT, FORMAT.ptx)
+        put_elements(buffer, at.rows, states, stored, ELEMENT, UNIT, FORMAT.dim, WIDTH, FORMAT.tile)
     elif KIND == "scaled":
         exact = rows.to(tl.float32)
         largest = largest_of(exact, 1)
@@ -171,37 +166,35 @@ def put_side(
             stored = tl.clamp(away(stored), -128.0, 127.0)
         else:
             stored = tl.clamp(stored, -E4M3_MAX, E4M3_MAX)
-        put_elements(
-            buffer, at, page, state, head, there, stored.to(ELEMENT), ELEMENT, UNIT, DIM, WIDTH
-        )
-        put_column(buffer, scale_at, page, state, head, there, step, tl.float32, FORM[3])
+        put_elements(buffer, at.rows, states, stored.to(ELEMENT), ELEMENT, UNIT, FORMAT.dim, WIDTH)
+        put_column(buffer, at.scales, states, step, tl.float32, SCALE_UNIT)
     elif KIND == "int4":
-        # Turned, and rounded to the model's own type, as the torch kernels do it.
-        sign = tl.load(bounds + tl.arange(0, WIDTH) % 2**STEPS)[None, :]
-        turned = rotate(rows.to(tl.float32) * sign, COUNT, WIDTH, STEPS)
-        exact = infinite_for_nan(turned.to(rows.dtype).to(tl.float32))
+        # Rotated, and rounded to the model's own type, as the torch kernels do it.
+        sign = tl.load(side.table + tl.arange(0, WIDTH) % 2**ROTATION)[None, :]
+        rotated = hadamard(rows.to(tl.float32) * sign, COUNT, WIDTH, ROTATION)
+        exact = infinite_for_nan(rotated.to(rows.dtype).to(tl.float32))
         low = tl.minimum(tl.min(exact, 1), 0.0)
         span = tl.maximum(tl.max(exact, 1), 0.0) - low
         step = nan_unless_finite(tl.maximum(share_of(span, 15.0), LEAST), span)
         zero = tl.clamp(away(tl.div_rn(-low, step)), 0.0, 15.0)
         steps = exact * inverse_of(step)[:, None]
         codes = tl.clamp(away(steps + zero[:, None]), 0.0, 15.0).to(tl.int32)
-        put_codes(buffer, at, page, state, head, there, codes, 4, UNIT, DIM, WIDTH, COUNT)
+        put_codes(buffer, at.rows, states, codes, FORMAT, COUNT)
         # The zero point rides in the scale's lowest bits.
         word = (step.to(tl.int32, bitcast=True) & -16) | zero.to(tl.int32)
-        put_column(buffer, scale_at, page, state, head, there, word, tl.int32, FORM[3])
+        put_column(buffer, at.scales, states, word, tl.int32, SCALE_UNIT)
     elif KIND == "nvfp4":
         blocks = tl.reshape(rows.to(tl.float32), [COUNT, WIDTH // 16, 16])
         largest = largest_of(blocks, 2)
-        share = nan_unless_finite(share_of(share_of(largest, 6.0), scale), largest)
-        step = as_element(share, tl.float8e4nv, FORM[6])
-        exact = step.to(tl.float32) * scale
+        share = nan_unless_finite(share_of(share_of(largest, 6.0), side.scale), largest)
+        step = as_element(share, tl.float8e4nv, FORMAT.ptx)
+        exact = step.to(tl.float32) * side.scale
         wide = tl.broadcast_to(tl.maximum(exact, TINY)[:, :, None], [COUNT, WIDTH // 16, 16])
         values = tl.where((exact > 0.0)[:, :, None], tl.div_rn(blocks, wide), 0.0)
         codes = to_e2m1(tl.reshape(values, [COUNT, WIDTH]))
-        put_codes(buffer, at, page, state, head, there, codes, 4, UNIT, DIM, WIDTH, COUNT)
+        put_codes(buffer, at.rows, states, codes, FORMAT, COUNT)
         put_elements(
-            buffer, scale_at, page, state, head, there, step, tl.float8e4nv, FORM[3], DIM // 16,
+            buffer, at.scales, states, step, tl.float8e4nv, SCALE_UNIT, FORMAT.dim // 16,
             WIDTH // 16,
         )  # fmt: skip
     elif KIND == "levels":
@@ -210,17 +203,18 @@ def put_side(
         length = tl.maximum(norm, TINY)
         # A rotation of rows of norm 1 has elements of variance 1 / D: sqrt(D) cancels.
         unit = tl.div_rn(
-            rotate(exact, COUNT, WIDTH, STEPS), tl.broadcast_to(length[:, None], [COUNT, WIDTH])
+            hadamard(exact, COUNT, WIDTH, ROTATION),
+            tl.broadcast_to(length[:, None], [COUNT, WIDTH]),
         )
         codes = tl.zeros([COUNT, WIDTH], tl.int32)
-        for i in tl.static_range((1 << FORM[5]) - 1):
-            codes += (unit > tl.load(bounds + i)).to(tl.int32)
-        put_codes(buffer, at, page, state, head, there, codes, FORM[5], UNIT, DIM, WIDTH, COUNT)
+        for i in tl.static_range((1 << FORMAT.bits) - 1):
+            codes += (unit > tl.load(side.table + i)).to(tl.int32)
+        put_codes(buffer, at.rows, states, codes, FORMAT, COUNT)
         half = nan_unless_finite(tl.minimum(norm, HALF_MAX), norm).to(tl.float16)
-        put_column(buffer, scale_at, page, state, head, there, half, tl.float16, FORM[3])
+        put_column(buffer, at.scales, states, half, tl.float16, SCALE_UNIT)
     else:
         exact = infinite_for_nan(rows.to(tl.float32))
-        MOST: tl.constexpr = (1 << FORM[5]) - 1
+        MOST: tl.constexpr = (1 << FORMAT.bits) - 1
         low = tl.min(exact, 1)
         span = tl.max(exact, 1) - low
         step = tl.clamp(share_of(span, MOST), HALF_LEAST, HALF_MAX)
@@ -229,19 +223,19 @@ def put_side(
         wide = tl.broadcast_to(half.to(tl.float32)[:, None], [COUNT, WIDTH])
         steps = tl.div_rn(exact - zero.to(tl.float32)[:, None], wide)
         codes = tl.clamp(nearest(tl.clamp(steps, -1.0, 64.0)), 0.0, MOST).to(tl.int32)
-        put_codes(buffer, at, page, state, head, there, codes, FORM[5], UNIT, DIM, WIDTH, COUNT)
-        put_column(buffer, scale_at, page, state, head, there, half, tl.float16, FORM[3])
-        put_column(buffer, zero_at, page, state, head, there, zero, tl.float16, FORM[4])
+        put_codes(buffer, at.rows, states, codes, FORMAT, COUNT)
+        put_column(buffer, at.scales, states, half, tl.float16, SCALE_UNIT)
+        put_column(buffer, at.zeros, states, zero, tl.float16, FORMAT.zero_unit)
 
 
 @triton.jit
-def get_rows(values, steps, token, head, there, DIM: tl.constexpr, WIDTH: tl.constexpr):
+def get_rows(batch, token, head, there, FORMAT: tl.constexpr):
     """Rows of a batch [tokens, heads, D], as an engine has them."""
-    column = tl.arange(0, WIDTH)
-    pointers = values + token.to(tl.int64) * steps[0] + head.to(tl.int64) * steps[1]
+    column = tl.arange(0, FORMAT.width)
+    pointers = batch.tensor + token.to(tl.int64) * batch.token + head.to(tl.int64) * batch.head
     mask = there[:, None]
-    if DIM != WIDTH:
-        mask = mask & (column < DIM)[None, :]
+    if FORMAT.dim != FORMAT.width:
+        mask = mask & (column < FORMAT.dim)[None, :]
     return tl.load(
         pointers[:, None] + column[None, :], mask=mask, other=0.0, eviction_policy="evict_first"
     )
@@ -249,11 +243,9 @@ def get_rows(values, steps, token, head, there, DIM: tl.constexpr, WIDTH: tl.con
 
 @triton.jit
 def write_rows(
-    k, k_steps, v, v_steps, slots, tokens, buffer, k_at, k_scale_at, v_at, v_scale_at, v_zero_at,
-    bounds, v_signs, k_scale, v_scale, K_FORM: tl.constexpr, V_FORM: tl.constexpr,
-    HEADS: tl.constexpr, STATES: tl.constexpr, COUNT: tl.constexpr, DIM: tl.constexpr,
-    WIDTH: tl.constexpr, STEPS: tl.constexpr, V_DIM: tl.constexpr, V_WIDTH: tl.constexpr,
-    V_STEPS: tl.constexpr, PER_TENSOR: tl.constexpr, EARLY: tl.constexpr,
+    k, v, slots, tokens, buffer, K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr,
+    HEADS: tl.constexpr, STATES: tl.constexpr, COUNT: tl.constexpr, PER_TENSOR: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program takes `COUNT` rows of K and of V; a negative slot is skipped."""
     after_previous(EARLY)
@@ -263,16 +255,10 @@ def write_rows(
     head = row % HEADS
     # Rows are read before it is known whether their slot wants them: no load waits for another.
     slot = tl.load(slots + token, mask=token < tokens, other=-1).to(tl.int64)
-    k_rows = get_rows(k, k_steps, token, head, token < tokens, DIM, WIDTH)
-    v_rows = get_rows(v, v_steps, token, head, token < tokens, V_DIM, V_WIDTH)
-    there = slot >= 0
-    page = (slot // STATES).to(tl.int32)
-    state = (slot % STATES).to(tl.int32)
-    put_side(
-        buffer, k_at, k_scale_at, v_zero_at, bounds, page, state, head, there, k_rows, k_scale,
-        K_FORM, DIM, WIDTH, STEPS, COUNT, PER_TENSOR,
-    )  # fmt: skip
-    put_side(
-        buffer, v_at, v_scale_at, v_zero_at, v_signs, page, state, head, there, v_rows, v_scale,
-        V_FORM, V_DIM, V_WIDTH, V_STEPS, COUNT, PER_TENSOR,
-    )  # fmt: skip
+    k_rows = get_rows(k.rows, token, head, token < tokens, K_FORMAT)
+    v_rows = get_rows(v.rows, token, head, token < tokens, V_FORMAT)
+    states = TileStates(
+        (slot // STATES).to(tl.int32), (slot % STATES).to(tl.int32), head, slot >= 0
+    )
+    put_side(buffer, k, states, k_rows, K_FORMAT, COUNT, PER_TENSOR)
+    put_side(buffer, v, states, v_rows, V_FORMAT, COUNT, PER_TENSOR)

@@ -8,23 +8,24 @@ captured in a graph, which then replays with whatever lengths and tables hold.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 
 from kvatlas.cache import LayerCache
-from kvatlas.kernels.triton import checks, tune
-from kvatlas.kernels.triton import hadamard as turning
-from kvatlas.kernels.triton import storage_formats as forms
-from kvatlas.kernels.triton.attention import call as jobs
+from kvatlas.kernels.triton import checks, hadamard, tune
+from kvatlas.kernels.triton import storage_formats as formats
+from kvatlas.kernels.triton.addresses import batch_rows
+from kvatlas.kernels.triton.attention import call as calls
 from kvatlas.kernels.triton.attention import checks as batches
-from kvatlas.kernels.triton.attention.call import Job, Kind
-from kvatlas.kernels.triton.attention.decode_device import decode, merge
+from kvatlas.kernels.triton.attention.decode_device import decode
+from kvatlas.kernels.triton.attention.merge_device import merge
 from kvatlas.kernels.triton.attention.prefill_device import prefill
-from kvatlas.kernels.triton.attention.schedule import Schedule, schedule
-from kvatlas.kernels.triton.dependent_launch_device import early
+from kvatlas.kernels.triton.attention.schedule import Schedule, fit_of, schedule
+from kvatlas.kernels.triton.attention.walk_device import LOG2E
+from kvatlas.kernels.triton.storage_formats import StoredSide
 from kvatlas.specs import Attention, LatentAttention
 
 
@@ -56,42 +57,24 @@ def attend(
     """
     spec = layer.spec_as(Attention)
     v_dim = spec.v_dim or spec.head_dim
-    forms.refuse_head(spec.head_dim, "K")
-    forms.refuse_head(v_dim, "V")
+    formats.refuse_head(spec.head_dim, "K")
+    formats.refuse_head(v_dim, "V")
     checks.rows_of(q, "q", (None, None, spec.head_dim))
-    k, v = forms.stored(layer, spec, "k"), forms.stored(layer, spec, "v")
     heads = layer.place("k").size("H")
-    width, v_width = jobs.width_of(spec.head_dim), jobs.width_of(v_dim)
-    own = forms.dot_of(q)
-    whole = spec.cache in ("fp8", "fp8_e4m3", "fp8_e5m2", "nvfp4")
-    job = Job(
-        layer, q, _out(q, out, v_dim), tables, lengths, k, v,
-        {
-            "DIM": spec.head_dim, "WIDTH": width, "V_DIM": v_dim, "V_WIDTH": v_width, "ROPE": 16,
-            "LATENT": False, "K_DOT": jobs.dot_for(own, k),
-            "V_DOT": jobs.dot_for(own, v),
-        },
-        heads, _group(q, heads), jobs.bound_of(spec),
-        (
-            (spec.head_dim**-0.5 if scale is None else scale)
-            * (k_scale if whole else 1.0),
-            abs(softcap or 0.0),
-            v_scale if whole else 1.0,
-        ),
-        sink_logits,
-    )  # fmt: skip
-    _run(job, queries, starts, max_queries, prepared, choice)
-    return job.out
-
-
-def _turned(q: torch.Tensor, kind: str) -> torch.Tensor:
-    """Queries for keys that are kept rotated: a product does not change if both are."""
-    if kind == "levels":
-        return turning.rotated(q)
-    if kind == "int4":
-        size = q.shape[-1]
-        return turning.spread(q, 1.0 / (size & -size))
-    return q
+    if q.shape[1] % heads or not q.shape[1]:
+        raise checks.no_kernel(
+            "Query heads do not share kv heads evenly",
+            f"{q.shape[1]} query heads for {heads}",
+            "Pass the heads that this rank holds",
+        )
+    stored = formats.stored_side(layer, "k"), formats.stored_side(layer, "v")
+    per_tensor = spec.cache in ("fp8", "fp8_e4m3", "fp8_e5m2", "nvfp4")
+    scale = spec.head_dim**-0.5 if scale is None else scale
+    scales = (scale * k_scale, v_scale) if per_tensor else (scale, 1.0)
+    scoring = _scoring(spec, scales, softcap, sink_logits)
+    call = _call(layer, (q, out), (tables, lengths), stored, heads, scoring)
+    _run(call, queries, starts, max_queries, prepared, choice)
+    return call.out
 
 
 def attend_latent(
@@ -115,118 +98,151 @@ def attend_latent(
     What comes back is [tokens, heads, latent], before the value projection.
     """
     spec = layer.spec_as(LatentAttention)
-    forms.refuse_head(spec.latent, "the latent")
-    if not forms.attends_latent(spec):
+    formats.refuse_head(spec.latent, "the latent")
+    if not formats.attends_latent(spec):
         raise checks.no_kernel(
-            "Latents stand for themselves or have one scale, in rows of a power of two",
+            "Latents have scales by blocks, or rows that are no power of two",
             f"{spec.cache} of {spec.latent} + {spec.rope}",
             "Use auto or fp8",
         )
     checks.rows_of(q, "q", (None, None, spec.latent + spec.rope))
-    latent, rope = forms.plain(layer, "latent"), forms.plain(layer, "rope")
+    stored = tuple(formats.stored_latent(layer, name) for name in ("latent", "rope"))
     kv_scale = 1.0 if spec.cache == "auto" else kv_scale
-    dot = jobs.dot_for(forms.dot_of(q), latent)
-    job = Job(
-        layer, q, _out(q, out, spec.latent), tables, lengths, latent, rope,
-        {
-            "DIM": spec.latent, "WIDTH": spec.latent, "V_DIM": spec.latent,
-            "V_WIDTH": spec.latent, "ROPE": spec.rope, "LATENT": True, "K_DOT": dot, "V_DOT": dot,
-        },
-        1, q.shape[1], jobs.bound_of(spec), (scale * kv_scale, 0.0, kv_scale), sink_logits,
+    scoring = _scoring(spec, (scale * kv_scale, kv_scale), None, sink_logits)
+    call = _call(layer, (q, out), (tables, lengths), stored, 1, scoring)
+    _run(call, queries, starts, max_queries, prepared, choice)
+    return call.out
+
+
+def _scoring(
+    spec: Attention | LatentAttention,
+    scales: tuple[float, float],
+    softcap: float | None,
+    sink_logits: torch.Tensor | None,
+) -> calls.Scoring:
+    """Logits in base 2: their scale has the factor, unless a softcap turns them there itself."""
+    scale, v_scale = scales
+    _, size, sink_tokens = calls.mask_of(spec.visibility)
+    scale = scale if softcap else scale * LOG2E.value
+    return calls.Scoring(scale, abs(softcap or 0.0), v_scale, size, sink_tokens, sink_logits)
+
+
+def _call(
+    layer: LayerCache,
+    rows: tuple[torch.Tensor, torch.Tensor | None],
+    where: tuple[torch.Tensor, torch.Tensor],
+    stored: tuple[StoredSide, ...],
+    heads: int,
+    scoring: calls.Scoring,
+) -> calls.AttentionCall:
+    (q, out), (tables, lengths), (k, v) = rows, where, stored
+    latent = isinstance(layer.spec, LatentAttention)
+    values = k.format if latent else v.format
+    own = formats.dot_of(q)
+    k_dot = calls.dot_for(own, k)
+    if out is None:
+        out = q.new_empty((*q.shape[:2], values.dim))
+    else:
+        checks.rows_of(out, "out", (q.shape[0], q.shape[1], values.dim))
+        checks.apart(out, "out")
+    shape = calls.AttentionShape(
+        k.format, v.format, k_dot, k_dot if latent else calls.dot_for(own, v),
+        "ieee" if k_dot == tl.float32 else "tf32",
+        calls.OutputShape(
+            q.shape[1] // heads, values.dim, values.width, scoring.sink_logits is not None
+        ),
+        layer.kernel_blocks.size("N"), latent, calls.mask_of(layer.spec.visibility)[0],
+        scoring.softcap > 0,
     )  # fmt: skip
-    _run(job, queries, starts, max_queries, prepared, choice)
-    return job.out
+    return calls.AttentionCall(layer, q, out, tables, lengths, heads, k.at, v.at, shape, scoring)
+
+
+def _rotated(q: torch.Tensor, kind: str) -> torch.Tensor:
+    """Queries for keys that are kept rotated: a product does not change if both are."""
+    if kind == "levels":
+        return hadamard.rotate_without_signs(q)
+    if kind == "int4":
+        return hadamard.rotate_queries(q, 1.0 / hadamard.block_of(q))
+    return q
 
 
 def _run(
-    job: Job,
+    call: calls.AttentionCall,
     queries: torch.Tensor | None,
     starts: torch.Tensor | None,
     max_queries: int | None,
     prepared: Schedule | None,
     choice: dict[str, Any],
 ) -> None:
-    batches.check(job, queries, starts, max_queries, prepared is not None)
-    device = job.q.device
-    if not job.q.shape[0]:
+    visibility = call.layer.spec.visibility
+    batches.check(call, visibility, queries, starts, max_queries, prepared is not None)
+    if not call.q.shape[0]:
         return
-    kind = jobs.kind_of(job.layer, job.q.shape[1], job.q.dtype)
-    job = job._replace(q=_turned(job.q, job.k.form.kind))
-    states = job.layer.kernel_blocks.size("N")
-    cut = jobs.cut_for(kind, states, job.bound, max_queries, choice)
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+    key = calls.launch_key(call.layer, call.q.shape[1], call.q.dtype)
+    call = call._replace(q=_rotated(call.q, call.shape.k.kind))
+    mask = calls.mask_of(visibility)
+    split = calls.work_split(key, call.shape.states, mask, max_queries, choice)
+    with tune.on(call.q.device):
         if prepared is None:
-            prepared = schedule(cut, job.lengths, queries, starts)
-        batches.refuse_schedule(prepared, cut, job.lengths.shape[0])
-        _decode(job, kind, prepared, max_queries, choice)
-        if max_queries is None or max_queries * job.group > prepared.cut.few:
-            _prefill(job, kind, prepared, choice)
-    if job.v.form.kind == "int4":
-        turning.spread_back(job.out, prepared.ends[0])
+            prepared = schedule(split, call.lengths, queries, starts)
+        batches.refuse_schedule(prepared, split, call.lengths.shape[0])
+        _decode(call, key, prepared, max_queries, choice)
+        if max_queries is None or max_queries * key.group > split.few:
+            _prefill(call, key, prepared, choice)
+    if call.shape.v.kind == "int4":
+        hadamard.rotate_back(call.out, prepared.ends[0])
 
 
 def _decode(
-    job: Job, kind: Kind, plan: Schedule, max_queries: int | None, choice: dict[str, Any]
+    call: calls.AttentionCall,
+    key: calls.LaunchKey,
+    plan: Schedule,
+    max_queries: int | None,
+    choice: dict[str, Any],
 ) -> None:
-    device, dims = job.q.device, job.dims
-    rows = jobs.rows_for(job.group, max_queries)
-    use = jobs.use_for("decode", kind, rows, choice)
-    by_words = jobs.by_words(job, rows)
-    rows = rows if by_words else max(16, rows)
-    lead, delta = (jobs.lead_of(job), jobs.delta(job)) if by_words else (0, None)
-    turn = lead * 8 // (jobs.bits_of(job.v) or 8)
-    parts = triton.cdiv(job.group, rows)
-    lanes = job.heads * parts
-    workers = max(1, tune.processors(device) * use["per_sm"] // lanes)
-    slots = 2 * workers * lanes * rows
-    sums = torch.empty(slots * dims["V_WIDTH"], dtype=torch.float32, device=device)
-    tops = torch.empty(slots * 2, dtype=torch.float32, device=device)
-    sinks = job.lengths if job.sinks is None else job.sinks
-    count = job.lengths.shape[0]
-    decode[(workers * lanes,)](
-        *jobs.operands(job), plan.ends[0], plan.ends[1], count, sums, tops, sinks,
-        *jobs.in_base_2(job), *job.bound[1:], **jobs.constants(job, plan.cut.tile),
-        PARTS=parts, LANES=lanes,
-        ROWS=rows, TILE=plan.cut.tile, EVICT=use.get("evict", ""), BY_WORDS=by_words,
-        DELTA=delta, LEAD=lead, TURN=turn, STAGES=use["stages"], num_warps=use["warps"],
-        num_stages=use["stages"], maxnreg=use.get("registers"), EARLY=early(device)["EARLY"],
+    device, out = call.q.device, call.shape.out
+    rows = calls.rows_for(key.group, max_queries)
+    use = calls.parameters("decode", key, rows, choice)
+    words = calls.words_of(call, rows)
+    rows = rows if words.packed else max(16, rows)
+    row_tiles = triton.cdiv(key.group, rows)
+    programs = call.heads * row_tiles
+    workers = max(1, tune.processors(device) * use["per_sm"] // programs)
+    count = 2 * workers * programs * rows
+    partials = calls.Partials(
+        torch.empty(count * out.width, dtype=torch.float32, device=device),
+        torch.empty(count * 2, dtype=torch.float32, device=device),
+    )
+    tile = plan.split.tile
+    tiling = calls.Tiling(
+        rows, tile, *fit_of(call.shape.states, tile), use["stages"], use.get("evict", ""),
+        programs, row_tiles,
     )  # fmt: skip
-    deep = rows if max_queries is None else min(rows, max_queries * job.group)
-    merge[(count, lanes * deep)](
-        job.out, jobs.steps(job.out), plan.ends[0], plan.ends[1], count, sums, tops, sinks,
-        job.numbers[2], workers, GROUP=job.group, PARTS=parts, LANES=lanes, ROWS=rows, DEEP=deep,
-        FEW=plan.cut.few, V_DIM=dims["V_DIM"], V_WIDTH=dims["V_WIDTH"],
-        SINKS=job.sinks is not None, SLOTS=16,
-        TURN=turn, num_warps=4, **early(device),
+    batch = calls.SequenceBatch(call.lengths, plan.ends[0], plan.ends[1], call.lengths.shape[0])
+    target, early = batch_rows(call.out), tune.dependent_launch(device)
+    decode[(workers * programs,)](
+        batch_rows(call.q), target, call.cache, batch, partials, call.scoring, SHAPE=call.shape,
+        TILING=tiling, WORDS=words, EARLY=early["EARLY"], num_warps=use["warps"],
+        num_stages=use["stages"], maxnreg=use.get("registers"),
     )  # fmt: skip
-
-
-def _prefill(job: Job, kind: Kind, plan: Schedule, choice: dict[str, Any]) -> None:
-    use = jobs.use_for("prefill", kind, 0, choice)
-    count = job.lengths.shape[0]
-    units = job.q.shape[0] * job.group // plan.cut.rows + count
-    prefill[(units * job.heads,)](
-        *jobs.operands(job), plan.ends[0], plan.ends[2], count,
-        job.lengths if job.sinks is None else job.sinks, *jobs.in_base_2(job), *job.bound[1:],
-        **jobs.constants(job, use["tile"]), HEADS=job.heads, ROWS=plan.cut.rows,
-        TILE=use["tile"], EVICT="", STAGES=use["stages"], num_warps=use["warps"],
-        num_stages=use["stages"],
+    depth = rows if max_queries is None else min(rows, max_queries * key.group)
+    merge[(batch.sequences, programs * depth)](
+        target, batch, partials, call.scoring, workers, OUT=out, TILING=tiling, DEPTH=depth,
+        FEW=plan.split.few, WRAP=words.wrap, num_warps=4, **early,
     )  # fmt: skip
 
 
-def _out(q: torch.Tensor, out: torch.Tensor | None, dim: int) -> torch.Tensor:
-    if out is None:
-        return q.new_empty((*q.shape[:2], dim))
-    checks.rows_of(out, "out", (q.shape[0], q.shape[1], dim))
-    checks.apart(out, "out")
-    return out
-
-
-def _group(q: torch.Tensor, heads: int) -> int:
-    if q.shape[1] % heads or not q.shape[1]:
-        raise checks.no_kernel(
-            "Query heads share kv heads evenly",
-            f"{q.shape[1]} query heads for {heads}",
-            "Pass the heads that this rank holds",
-        )
-    return int(q.shape[1] // heads)
+def _prefill(
+    call: calls.AttentionCall, key: calls.LaunchKey, plan: Schedule, choice: dict[str, Any]
+) -> None:
+    use = calls.parameters("prefill", key, 0, choice)
+    batch = calls.SequenceBatch(call.lengths, plan.ends[0], plan.ends[2], call.lengths.shape[0])
+    rows, tile = plan.split.rows, use["tile"]
+    tiling = calls.Tiling(
+        rows, tile, *fit_of(call.shape.states, tile), use["stages"], "", call.heads
+    )
+    units = call.q.shape[0] * key.group // rows + batch.sequences
+    prefill[(units * call.heads,)](
+        batch_rows(call.q), batch_rows(call.out), call.cache, batch, call.scoring,
+        SHAPE=call.shape, TILING=tiling, num_warps=use["warps"], num_stages=use["stages"],
+    )  # fmt: skip

@@ -6,19 +6,17 @@ waits for the host and a captured graph replays with other lengths.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 
-from kvatlas.kernels.triton.attention.walk_device import first_seen
-from kvatlas.kernels.triton.dependent_launch_device import after_previous, before_next, early
+from kvatlas.kernels.triton import tune
+from kvatlas.kernels.triton.attention.schedule_device import count_tiles
 
 
-class Cut(NamedTuple):
-    """How a batch is cut: what the kernels that follow take for granted."""
+class WorkSplit(NamedTuple):
+    """How the work of a batch is split: what the kernels that follow take for granted."""
 
     group: int
     """Query heads that share a kv head."""
@@ -30,11 +28,11 @@ class Cut(NamedTuple):
     """Rows in a tile of a prefilled one."""
     align: int
     """What states a walk starts at multiples of."""
-    bound: str = "none"
+    mask: str = "causal"
+    """What queries see: `causal`, `window`, `chunk`, `sinks` or `full`."""
     size: int = 0
     """Window or chunk."""
-    kept: int = 0
-    """First states that stay in sight of a window."""
+    sink_tokens: int = 0
 
 
 class Schedule(NamedTuple):
@@ -42,48 +40,7 @@ class Schedule(NamedTuple):
 
     ends: torch.Tensor
     """[3, sequences + 1] of int32, each row from 0, or from where queries start."""
-    cut: Cut
-
-
-@triton.jit
-def _plan(
-    lengths, queries, given, ends, sequences, few, rows, bound, kept, GROUP: tl.constexpr,
-    TILE: tl.constexpr, ALIGN: tl.constexpr, BOUND: tl.constexpr, STARTS: tl.constexpr,
-    SPAN: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    after_previous(EARLY)
-    before_next(EARLY)
-    tokens = 0
-    if STARTS:
-        tokens += tl.load(given).to(tl.int32)
-    tiles = 0
-    units = 0
-    width = sequences + 1
-    tl.store(ends, tokens)
-    for row in tl.static_range(1, 3):
-        tl.store(ends + row * width, 0)
-    for begin in range(0, sequences, SPAN):
-        at = begin + tl.arange(0, SPAN)
-        there = at < sequences
-        length = tl.load(lengths + at, mask=there, other=0).to(tl.int32)
-        if STARTS:
-            count = tl.load(given + at + 1, mask=there, other=0)
-            count = (count - tl.load(given + at, mask=there, other=0)).to(tl.int32)
-        else:
-            count = tl.load(queries + at, mask=there, other=0).to(tl.int32)
-        low = first_seen(length - count, bound, BOUND)
-        short = count * GROUP <= few
-        walked = tl.cdiv(length - low // ALIGN * ALIGN, TILE)
-        if BOUND == "kept":
-            walked += tl.cdiv(tl.minimum(kept, low), TILE)
-        walked = tl.where((count > 0) & short, walked, 0)
-        packed = tl.where(short, 0, tl.cdiv(count * GROUP, rows))
-        tl.store(ends + at + 1, tokens + tl.cumsum(count, 0), mask=there)
-        tl.store(ends + width + at + 1, tiles + tl.cumsum(walked, 0), mask=there)
-        tl.store(ends + 2 * width + at + 1, units + tl.cumsum(packed, 0), mask=there)
-        tokens += tl.sum(count, 0)
-        tiles += tl.sum(walked, 0)
-        units += tl.sum(packed, 0)
+    split: WorkSplit
 
 
 def fit_of(states: int, tile: int) -> tuple[str, int]:
@@ -100,7 +57,7 @@ def fit_of(states: int, tile: int) -> tuple[str, int]:
 
 
 def schedule(
-    cut: Cut,
+    split: WorkSplit,
     lengths: torch.Tensor,
     queries: torch.Tensor | None = None,
     starts: torch.Tensor | None = None,
@@ -108,13 +65,10 @@ def schedule(
     """The work of a batch, from counts of queries or from where they start."""
     count = lengths.shape[0]
     ends = torch.empty((3, count + 1), dtype=torch.int32, device=lengths.device)
-    with torch.cuda.device(lengths.device) if lengths.is_cuda else nullcontext():
-        _plan[(1,)](
-            lengths, lengths if queries is None else queries, lengths if starts is None else starts,
-            ends, count, cut.few, cut.rows, cut.size, cut.kept, GROUP=cut.group, TILE=cut.tile,
-            ALIGN=cut.align,
-            BOUND=cut.bound, STARTS=starts is not None,
-            SPAN=min(1024, triton.next_power_of_2(max(count, 16))), num_warps=4,
-            **early(lengths.device),
+    with tune.on(lengths.device):
+        count_tiles[(1,)](
+            lengths, queries if starts is None else starts, ends, count, SPLIT=split,
+            STARTS=starts is not None, SPAN=min(1024, triton.next_power_of_2(max(count, 16))),
+            num_warps=4, **tune.dependent_launch(lengths.device),
         )  # fmt: skip
-    return Schedule(ends, cut)
+    return Schedule(ends, split)

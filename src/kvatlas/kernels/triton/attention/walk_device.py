@@ -1,41 +1,73 @@
 """Device code of attention: the walk over a sequence's states that decode and prefill share.
 
-Softmax is kept as a running maximum, a running total and an unscaled sum, all in base 2.
+Softmax is online: a running maximum, a running total and an unscaled sum, all in base 2.
 """
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-from kvatlas.kernels.triton.dequantise_device import by_shared_memory, read
+from kvatlas.kernels.triton.dequantise_device import TileStates, by_shared_memory, read
 
 LOWEST = tl.constexpr(-1.0e30)
 """A maximum below all logits that still can be subtracted from minus infinity."""
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
+class Softmax(NamedTuple):
+    """An online softmax: for each query the sum of values so far, the maximum and the total."""
+
+    acc: Any
+    top: Any
+    total: Any
+
+
+class Queries(NamedTuple):
+    """The query rows of a program: packed heads of some tokens."""
+
+    rows: Any
+    rope: Any
+    """The rotary elements of latent attention; otherwise the rows again."""
+    position: Any
+    least: Any
+    """The earliest state that each query sees, sink tokens aside."""
+
+
+class Stretch(NamedTuple):
+    """States begin .. end - 1 of a sequence, of which low .. high - 1 may be read."""
+
+    table: Any
+    head: Any
+    begin: Any
+    end: Any
+    low: Any
+    high: Any
+
+
 @triton.jit
-def first_seen(position, bound, BOUND: tl.constexpr):
+def first_seen(position, size, MASK: tl.constexpr):
     """The earliest state that a query at `position` sees: of its window, of its chunk, or 0.
 
-    A bound is `none`, `window`, `chunk`, `kept` (a window, and the first states besides) or
-    `all`, for queries that see states after their own.
+    A mask is `causal`, `window`, `chunk`, `sinks` (a window, and the sink tokens besides) or
+    `full`, for queries that see states after their own. `size` is that of a window or chunk.
     """
-    if BOUND == "window" or BOUND == "kept":
-        return tl.maximum(position - bound + 1, 0)
-    if BOUND == "chunk":
-        return position // bound * bound
+    if MASK == "window" or MASK == "sinks":
+        return tl.maximum(position - size + 1, 0)
+    if MASK == "chunk":
+        return position // size * size
     return position * 0
 
 
 @triton.jit
-def seen_by(states, position, least, kept, BOUND: tl.constexpr):
+def seen_by(states, position, least, sink_tokens, MASK: tl.constexpr):
     """Which states queries see, where both have the axes of the result."""
     seen = states <= position
-    if BOUND == "kept":
-        seen = seen & ((states >= least) | (states < kept))
-    elif BOUND == "window" or BOUND == "chunk":
+    if MASK == "sinks":
+        seen = seen & ((states >= least) | (states < sink_tokens))
+    elif MASK == "window" or MASK == "chunk":
         seen = seen & (states >= least)
     return seen
 
@@ -55,21 +87,48 @@ def find(ends, count, wanted):
 
 
 @triton.jit
-def query_rows(
-    q, q_steps, start, row, valid, head, GROUP: tl.constexpr, FROM: tl.constexpr,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
-    """Elements FROM .. FROM + DIM - 1 of query rows: `GROUP` heads of each token, packed."""
-    column = tl.arange(0, WIDTH)
+def row_pointers(batch, start, row, head, GROUP: tl.constexpr):
+    """Where packed rows of a batch begin: `GROUP` heads of each token."""
     token = (start + row // GROUP).to(tl.int64)
     heads = (head * GROUP + row % GROUP).to(tl.int64)
-    pointers = q + token * q_steps[0] + heads * q_steps[1]
+    return batch.tensor + token * batch.token + heads * batch.head
+
+
+@triton.jit
+def query_rows(
+    pointers, valid, FROM: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, DOT: tl.constexpr
+):
+    """Elements FROM .. FROM + DIM - 1 of query rows."""
+    column = tl.arange(0, WIDTH)
     mask = valid[:, None] & (column < DIM)[None, :]
     return tl.load(pointers[:, None] + (FROM + column)[None, :], mask=mask, other=0.0).to(DOT)
 
 
 @triton.jit
-def pages(table, begin, low, high, STATES: tl.constexpr, TILE: tl.constexpr, FIT: tl.constexpr):
+def load_queries(q, start, row, valid, head, position, least, SHAPE: tl.constexpr):
+    """The query rows of a program, and what they see."""
+    K: tl.constexpr = SHAPE.k
+    V: tl.constexpr = SHAPE.v
+    pointers = row_pointers(q, start, row, head, SHAPE.out.group)
+    rows = query_rows(pointers, valid, 0, K.dim, K.width, SHAPE.k_dot)
+    rope = rows
+    if SHAPE.latent:
+        rope = query_rows(pointers, valid, K.dim, V.dim, V.width, SHAPE.k_dot)
+    return Queries(rows, rope, position, least)
+
+
+@triton.jit
+def no_states(ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """The softmax of queries that have seen nothing yet."""
+    return Softmax(
+        tl.zeros([ROWS, WIDTH], tl.float32),
+        tl.full([ROWS], LOWEST, tl.float32),
+        tl.zeros([ROWS], tl.float32),
+    )
+
+
+@triton.jit
+def pages(stretch, begin, STATES: tl.constexpr, TILE: tl.constexpr, FIT: tl.constexpr):
     """The block of each state of a tile; past the ends the last one that may be looked up."""
     if FIT == "tile in page":
         at = begin // STATES
@@ -77,25 +136,26 @@ def pages(table, begin, low, high, STATES: tl.constexpr, TILE: tl.constexpr, FIT
         at = begin // STATES + tl.arange(0, TILE) // STATES
     else:
         at = (begin + tl.arange(0, TILE)) // STATES
-    return tl.load(table + tl.minimum(tl.maximum(at, low // STATES), (high - 1) // STATES))
+    at = tl.maximum(at, stretch.low // STATES)
+    return tl.load(stretch.table + tl.minimum(at, (stretch.high - 1) // STATES))
 
 
 @triton.jit
-def state_of(n, lane, STATES: tl.constexpr, FIT: tl.constexpr):
+def state_of(n, offset, STATES: tl.constexpr, FIT: tl.constexpr):
     """The places in their pages of the states of a tile that begins at `n`."""
     if FIT == "tile in page":
-        return n % STATES + lane
+        return n % STATES + offset
     if FIT == "pages in tile":
-        return lane % STATES
-    return (n + lane) % STATES
+        return offset % STATES
+    return (n + offset) % STATES
 
 
 @triton.jit
-def within(states, low, high, reach, kept, BOUND: tl.constexpr):
+def within(states, stretch, reach, sink_tokens, MASK: tl.constexpr):
     """Which states some query may see."""
-    there = (states >= low) & (states < high)
-    if BOUND == "kept":
-        there = there & ((states >= reach) | (states < kept))
+    there = (states >= stretch.low) & (states < stretch.high)
+    if MASK == "sinks":
+        there = there & ((states >= reach) | (states < sink_tokens))
     return there
 
 
@@ -108,63 +168,60 @@ def capped(logits, softcap):
 
 @triton.jit
 def walk(
-    acc, top, total, q, q_rope, position, least, kept, begin, end, low, high, head, table, buffer,
-    k_at, k_scale_at, v_at, v_scale_at, v_zero_at, scale, softcap,
-    K_FORM: tl.constexpr, V_FORM: tl.constexpr, STATES: tl.constexpr, TILE: tl.constexpr,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, V_DIM: tl.constexpr, V_WIDTH: tl.constexpr,
-    FIT: tl.constexpr, ROPE: tl.constexpr, LATENT: tl.constexpr, SOFTCAP: tl.constexpr,
-    BOUND: tl.constexpr,
-    MASKED: tl.constexpr, K_DOT: tl.constexpr, V_DOT: tl.constexpr, PRECISION: tl.constexpr,
-    EVICT: tl.constexpr, STAGES: tl.constexpr,
+    softmax, queries, stretch, cache, scoring, SHAPE: tl.constexpr, TILING: tl.constexpr,
+    MASK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """States begin .. end - 1 in tiles, of which low .. high - 1 may be read."""
+    """The softmax after the states of a stretch, tile by tile; not `MASKED` if all are seen."""
     # Pages are looked up a tile ahead: a load that waits for another would halve the
     # loads that the compiler keeps in flight. Keys out of reach are read all the same, in
     # pages that are within reach, and masked as logits; values would be multiplied by 0,
     # which is no mask for what is not a number.
-    lane = tl.arange(0, TILE)
-    reach = tl.min(least, 0)
-    page = pages(table, begin, low, high, STATES, TILE, FIT)
-    for n in tl.range(begin, end, TILE, num_stages=STAGES):
-        states = n + lane
-        there = within(states, low, high, reach, kept, BOUND)
+    K: tl.constexpr = SHAPE.k
+    V: tl.constexpr = SHAPE.v
+    STATES: tl.constexpr = SHAPE.states
+    TILE: tl.constexpr = TILING.tile
+    FIT: tl.constexpr = TILING.fit
+    EVICT: tl.constexpr = TILING.evict
+    PRECISION: tl.constexpr = SHAPE.precision
+    V_SCALED: tl.constexpr = V.kind == "scaled" or V.kind == "int4"
+    acc, top, total = softmax.acc, softmax.top, softmax.total
+    offset = tl.arange(0, TILE)
+    reach = tl.min(queries.least, 0)
+    page = pages(stretch, stretch.begin, STATES, TILE, FIT)
+    for n in tl.range(stretch.begin, stretch.end, TILE, num_stages=TILING.stages):
+        at = n + offset
+        there = within(at, stretch, reach, scoring.sink_tokens, MASK)
         here = page.to(tl.int32)
-        page = pages(table, n + TILE, low, high, STATES, TILE, FIT)
-        state = state_of(n, lane, STATES, FIT)
+        page = pages(stretch, n + TILE, STATES, TILE, FIT)
+        states = TileStates(here, state_of(n, offset, STATES, FIT), stretch.head, there)
         k, k_factor = read(
-            buffer, k_at, k_scale_at, v_zero_at, here, state, head, there,
-            K_FORM, DIM, WIDTH, K_DOT, MASKED and LATENT, EVICT,
-        )  # fmt: skip
-        logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        if LATENT:
-            rope, _ = read(
-                buffer, v_at, k_scale_at, v_zero_at, here, state, head, there,
-                V_FORM, ROPE, ROPE, K_DOT, False, EVICT,
-            )  # fmt: skip
-            logits = tl.dot(q_rope, tl.trans(rope), logits, input_precision=PRECISION)
-        if K_FORM[0] == "scaled" or K_FORM[0] == "int4" or K_FORM[0] == "levels":
+            cache.buffer, cache.k, states, K, SHAPE.k_dot, MASKED and SHAPE.latent, EVICT
+        )
+        logits = tl.dot(queries.rows, tl.trans(k), input_precision=PRECISION)
+        if SHAPE.latent:
+            rope, _ = read(cache.buffer, cache.v, states, V, SHAPE.k_dot, False, EVICT)
+            logits = tl.dot(queries.rope, tl.trans(rope), logits, input_precision=PRECISION)
+        if K.kind == "scaled" or K.kind == "int4" or K.kind == "levels":
             logits = logits * k_factor[None, :]
-        logits = logits * scale
-        if SOFTCAP:
-            logits = capped(logits, softcap)
+        logits = logits * scoring.scale
+        if SHAPE.softcap:
+            logits = capped(logits, scoring.softcap)
         if MASKED:
-            seen = seen_by(states[None, :], position[:, None], least[:, None], kept, BOUND)
-            if BOUND == "kept":
-                # States that stay and lie before the window's had a walk of their own.
+            seen = seen_by(
+                at[None, :], queries.position[:, None], queries.least[:, None],
+                scoring.sink_tokens, MASK,
+            )  # fmt: skip
+            if MASK == "sinks":
+                # Sink tokens that lie before the window's states had a walk of their own.
                 seen = seen & there[None, :]
             logits = tl.where(seen, logits, float("-inf"))
-        if LATENT:
+        if SHAPE.latent:
             v = k
         else:
-            v, v_factor = read(
-                buffer, v_at, v_scale_at, v_zero_at, here, state, head, there,
-                V_FORM, V_DIM, V_WIDTH, V_DOT, MASKED, EVICT,
-            )  # fmt: skip
-            if V_FORM[1].primitive_bitwidth == 8 and (
-                V_FORM[0] == "plain" or V_FORM[0] == "scaled"
-            ):
+            v, v_factor = read(cache.buffer, cache.v, states, V, SHAPE.v_dot, MASKED, EVICT)
+            if V.element.primitive_bitwidth == 8 and (V.kind == "plain" or V.kind == "scaled"):
                 v = by_shared_memory(v)
-        if V_FORM[0] == "scaled" or V_FORM[0] == "int4":
+        if V_SCALED:
             # Scales of V are part of the weights. Their exponents are added to the logits, so
             # that the largest weight is near 1 whatever the scales are, and halves are wide
             # enough for the others; the total takes them out again.
@@ -180,38 +237,36 @@ def walk(
         higher = tl.maximum(top, tl.max(logits, 1))
         shrink = tl.exp2(top - higher)
         weights = tl.exp2(logits - higher[:, None])
-        if V_FORM[0] == "scaled" or V_FORM[0] == "int4":
+        if V_SCALED:
             total = total * shrink + tl.sum(weights * v_inverse[None, :], 1)
             weights = weights * v_factor[None, :]
         else:
             total = total * shrink + tl.sum(weights, 1)
         top = higher
         acc = acc * shrink[:, None]
-        acc = tl.dot(weights.to(V_DOT), v, acc, input_precision=PRECISION)
-    return acc, top, total
+        acc = tl.dot(weights.to(SHAPE.v_dot), v, acc, input_precision=PRECISION)
+    return Softmax(acc, top, total)
 
 
 @triton.jit
-def finish(acc, top, total, sinks, heads, valid, v_scale, SINKS: tl.constexpr):
-    """Attention from the running sums: a sink takes part in the total alone."""
-    if SINKS:
-        sink = tl.load(sinks + heads, mask=valid, other=0.0).to(tl.float32) * LOG2E
+def put_output(out, softmax, scoring, start, row, valid, head, OUT: tl.constexpr,
+               WRAP: tl.constexpr):  # fmt: skip
+    """Attention of finished rows, where their queries were; the first `WRAP` elements come last.
+
+    A sink's logit takes part in the total alone.
+    """
+    acc, top, total = softmax.acc, softmax.top, softmax.total
+    if OUT.sink_logits:
+        heads = head * OUT.group + row % OUT.group
+        sink = tl.load(scoring.sink_logits + heads, mask=valid, other=0.0).to(tl.float32) * LOG2E
         higher = tl.maximum(top, sink)
         shrink = tl.exp2(top - higher)
         total = total * shrink + tl.exp2(sink - higher)
         acc = acc * shrink[:, None]
-    return acc * (v_scale / tl.where(total == 0.0, 1.0, total))[:, None]
-
-
-@triton.jit
-def put(out, out_steps, start, row, valid, head, rows, GROUP: tl.constexpr, DIM: tl.constexpr,
-        WIDTH: tl.constexpr, TURN: tl.constexpr):  # fmt: skip
-    """Rows into the output, where their queries were; the first `TURN` elements come last."""
-    column = tl.arange(0, WIDTH)
-    token = (start + row // GROUP).to(tl.int64)
-    heads = (head * GROUP + row % GROUP).to(tl.int64)
-    pointers = out + token * out_steps[0] + heads * out_steps[1]
-    mask = valid[:, None] & (column < DIM)[None, :]
-    if TURN:
-        column = (column + (WIDTH - TURN)) % WIDTH
-    tl.store(pointers[:, None] + column[None, :], rows.to(out.dtype.element_ty), mask=mask)
+    rows = acc * (scoring.v_scale / tl.where(total == 0.0, 1.0, total))[:, None]
+    column = tl.arange(0, OUT.width)
+    pointers = row_pointers(out, start, row, head, OUT.group)
+    mask = valid[:, None] & (column < OUT.dim)[None, :]
+    if WRAP:
+        column = (column + (OUT.width - WRAP)) % OUT.width
+    tl.store(pointers[:, None] + column[None, :], rows.to(out.tensor.dtype.element_ty), mask=mask)

@@ -1,0 +1,75 @@
+"""Device code that puts a sequence together from the partials that several workers left of it."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvatlas.kernels.triton.attention.walk_device import LOG2E, row_pointers
+from kvatlas.kernels.triton.dependent_launch_device import after_previous, before_next
+
+AT_ONCE = tl.constexpr(16)
+"""Partials that are loaded together."""
+
+
+@triton.jit
+def merge(
+    out, batch, partials, scoring, workers, OUT: tl.constexpr, TILING: tl.constexpr,
+    DEPTH: tl.constexpr, FEW: tl.constexpr, WRAP: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One row of one sequence; `DEPTH` rows of a tile may be in use."""
+    WIDTH: tl.constexpr = OUT.width
+    GROUP: tl.constexpr = OUT.group
+    after_previous(EARLY)
+    before_next(EARLY)
+    sequence = tl.program_id(0)
+    program = tl.program_id(1) // DEPTH
+    place = tl.program_id(1) % DEPTH
+    row = (program % TILING.row_tiles) * TILING.rows + place
+    head = program // TILING.row_tiles
+    start = tl.load(batch.starts + sequence)
+    count = tl.load(batch.starts + sequence + 1) - start
+    first = tl.load(batch.ends + sequence)
+    last = tl.load(batch.ends + sequence + 1)
+    share = tl.cdiv(tl.load(batch.ends + batch.sequences), workers)
+    column = tl.arange(0, WIDTH)
+    if (first < last) & (row < count * GROUP):
+        begin = first // share
+        until = (last - 1) // share
+        if begin != until:
+            top = -1.0e30
+            total = 0.0
+            acc = tl.zeros([WIDTH], tl.float32)
+            for some in range(begin, until + 1, AT_ONCE):
+                worker = some + tl.arange(0, AT_ONCE)
+                there = worker <= until
+                number = 2 * worker + (worker == begin).to(tl.int32)
+                places = (number * TILING.programs + program) * TILING.rows + place
+                tops = tl.load(partials.tops + 2 * places, mask=there, other=-1.0e30)
+                totals = tl.load(partials.tops + 2 * places + 1, mask=there, other=0.0)
+                pointers = partials.sums + places.to(tl.int64)[:, None] * WIDTH + column[None, :]
+                mask = there[:, None] & (column < OUT.dim)[None, :]
+                rows = tl.load(pointers, mask=mask, other=0.0)
+                higher = tl.maximum(top, tl.max(tops, 0))
+                weights = tl.exp2(tops - higher)
+                shrink = tl.exp2(top - higher)
+                total = total * shrink + tl.sum(totals * weights, 0)
+                acc = acc * shrink + tl.sum(rows * weights[:, None], 0)
+                top = higher
+            if OUT.sink_logits:
+                sink = tl.load(scoring.sink_logits + head * GROUP + row % GROUP).to(tl.float32)
+                higher = tl.maximum(top, sink * LOG2E)
+                total = total * tl.exp2(top - higher) + tl.exp2(sink * LOG2E - higher)
+                acc = acc * tl.exp2(top - higher)
+            acc = acc * (scoring.v_scale / tl.where(total == 0.0, 1.0, total))
+            pointers = row_pointers(out, start, row, head, GROUP)
+            if WRAP:
+                pointers += (column + (WIDTH - WRAP)) % WIDTH
+            else:
+                pointers += column
+            tl.store(pointers, acc.to(out.tensor.dtype.element_ty), mask=column < OUT.dim)
+    if (first == last) & (row < count * GROUP) & (count * GROUP <= FEW):
+        # A sequence without states attends to nothing: batches are padded with such.
+        pointers = row_pointers(out, start, row, head, GROUP) + column
+        nothing = tl.zeros([WIDTH], out.tensor.dtype.element_ty)
+        tl.store(pointers, nothing, mask=column < OUT.dim)

@@ -1,0 +1,58 @@
+"""Device code of the Hadamard rotation: sums and differences of elements, block by block."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvatlas.kernels.triton.dependent_launch_device import after_previous, before_next
+
+
+@triton.jit
+def mix(rows, NEAR: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexpr):
+    """Sums and differences of elements that are `NEAR` apart."""
+    pairs = tl.reshape(rows, [COUNT, WIDTH // (2 * NEAR), 2, NEAR])
+    first, second = tl.split(tl.permute(pairs, [0, 1, 3, 2]))
+    both = tl.join(first + second, first - second)
+    return tl.reshape(tl.permute(both, [0, 1, 3, 2]), [COUNT, WIDTH])
+
+
+@triton.jit
+def hadamard(rows, COUNT: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr):
+    """The Hadamard transform of each block of 2**STEPS elements, without its factor."""
+    for i in tl.static_range(STEPS):
+        rows = mix(rows, 2**i, COUNT, WIDTH)
+    return rows
+
+
+@triton.jit
+def rotate_rows(
+    source, target, signs, starts, last, count, factor, SHAPE: tl.constexpr,
+    BACK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Rows [tokens, heads, D] under signs and a transform, or under a transform and signs.
+
+    Those that are rotated back are of a batch, whose queries start and end somewhere.
+    """
+    COUNT: tl.constexpr = SHAPE.rows
+    WIDTH: tl.constexpr = SHAPE.width
+    after_previous(EARLY)
+    before_next(EARLY)
+    row = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
+    column = tl.arange(0, WIDTH)
+    token = (row // SHAPE.heads).to(tl.int64)
+    head = (row % SHAPE.heads).to(tl.int64)
+    there = row < count
+    if BACK:
+        there = there & (token >= tl.load(starts)) & (token < tl.load(starts + last))
+    mask = there[:, None] & (column < SHAPE.dim)[None, :]
+    at = (token * source.token + head * source.head)[:, None] + column[None, :]
+    rows = tl.load(source.tensor + at, mask=mask, other=0.0).to(tl.float32)
+    sign = tl.load(signs + column % 2**SHAPE.steps)[None, :]
+    if not BACK:
+        rows = rows * sign
+    rows = hadamard(rows, COUNT, WIDTH, SHAPE.steps) * factor
+    if BACK:
+        rows = rows * sign
+    to = (token * target.token + head * target.head)[:, None] + column[None, :]
+    tl.store(target.tensor + to, rows.to(target.tensor.dtype.element_ty), mask=mask)
