@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -25,8 +26,12 @@ def stacked(name: str, *specs: Spec) -> Model:
     return model_of(name, *({"cache": spec} for spec in specs), heads=24)
 
 
+@lru_cache(maxsize=512)
 def small_plan(model: Model, *, least: int = 0, **ask: Any) -> Plan:
-    """A plan in the least memory that takes a request, so that every byte can be walked."""
+    """A plan in the least memory that takes a request, so that every byte can be walked.
+
+    Remembered, since many cases differ only in what is at the other end.
+    """
     ask = {"max_len": 96, "in_flight": 0, **ask}
     for memory in [max(memory, least) for memory in _MEMORIES]:
         try:
