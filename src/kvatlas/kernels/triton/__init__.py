@@ -5,11 +5,12 @@ This room needs triton (`pip install kvatlas[triton]`), which also interprets it
 where `TRITON_INTERPRET=1` is set.
 
 What Triton compiles is in `*_device.py`; host code is everywhere else. The two meet in
-NamedTuples: of tensors and numbers (`SequenceBatch`, `PagedCache`), and of constants that a kernel
+NamedTuples: of tensors and numbers (`BatchSequences`, `PagedCache`), and of constants that a kernel
 is compiled for (`AttentionShape`, `Tiling`), whose parameters are in capitals. In device
 code a constant's field is bound to a name of its own (`TILE: tl.constexpr = TILING.tile`)
 before it becomes part of a shape, or, if it is a string or a tuple, an argument: Triton 3.6
-takes no bare Python values there.
+takes no bare Python values there. Nor does it take None beside numbers in a tuple: what a
+kernel does not read is some tensor or number that is at hand.
 """
 
 from kvatlas.kernels.triton.attention.call import split_of

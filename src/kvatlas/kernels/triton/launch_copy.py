@@ -87,8 +87,8 @@ class EndAddresses(NamedTuple):
     """One end of a launch, as kernels take it."""
 
     address: int
-    table: torch.Tensor | None
-    """Addresses of several layers."""
+    table: torch.Tensor
+    """Addresses of several layers; anything where there is one."""
     ids: torch.Tensor
     steps: tuple[int, ...]
 
@@ -155,7 +155,7 @@ class _Launch(NamedTuple):
 
     copy: FoldedCopy
     pairs: list[tuple[CopyEnd, CopyEnd]]
-    tables: tuple[torch.Tensor | None, torch.Tensor | None]
+    tables: tuple[torch.Tensor, torch.Tensor] | None
 
 
 class BlockCopy:
@@ -238,9 +238,9 @@ class BlockCopy:
 
     def _tables(
         self, pairs: list[tuple[CopyEnd, CopyEnd]]
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
         if len(pairs) == 1:
-            return None, None
+            return None
         sources, targets = zip(*pairs, strict=True)
         return self._addresses(sources), self._addresses(targets)
 
@@ -251,9 +251,10 @@ class BlockCopy:
         self, launch: _Launch, ids: torch.Tensor, places: torch.Tensor, choice: dict[str, Any]
     ) -> None:
         copy, (source, target) = launch.copy, launch.pairs[0]
+        tables = launch.tables or (ids, places)
         ends = (
-            EndAddresses(source.address, launch.tables[0], ids, copy.source),
-            EndAddresses(target.address, launch.tables[1], places, copy.target),
+            EndAddresses(source.address, tables[0], ids, copy.source),
+            EndAddresses(target.address, tables[1], places, copy.target),
         )
         start = _copy_rows if copy.shape.words else _copy_transposed
         start(copy.shape, ends, len(launch.pairs), self.device, self.hosted, choice)
@@ -388,7 +389,7 @@ def zero_blocks(layer: LayerCache, ids: torch.Tensor, **choice: Any) -> None:
     checks.integers(ids, "ids", axes=1)
     checks.in_range(ids, end.placement.size("B"))
     copy = fold_copy(end.placement, end.placement, common((end.address,), VECTOR))
-    ends = EndAddresses(end.address, None, ids, copy.target)
+    ends = EndAddresses(end.address, ids, ids, copy.target)
     if ids.numel():
         with tune.on(device):
             _copy_rows(copy.shape, (ends, ends), 1, device, False, choice, fill=True)

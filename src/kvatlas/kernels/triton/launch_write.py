@@ -85,7 +85,7 @@ class WrittenSide(NamedTuple):
     at: SideRows
     scale: float
     """One for the whole tensor."""
-    table: torch.Tensor | None
+    table: torch.Tensor
     """What codes come from: signs of int4's rotation, the ends of levels' cells."""
 
 
@@ -108,7 +108,7 @@ def _write(
     if not slots.shape[0]:
         return
     sides = [
-        WrittenSide(batch_rows(new), side.at, scale, _table(side.format, device))
+        WrittenSide(batch_rows(new), side.at, scale, _table(side.format, slots))
         for new, side, scale in zip(rows, stored, scales, strict=True)
     ]
     with tune.on(device):
@@ -121,10 +121,10 @@ def _write(
         )  # fmt: skip
 
 
-def _table(form: StorageFormat, device: torch.device) -> torch.Tensor | None:
+def _table(form: StorageFormat, unused: torch.Tensor) -> torch.Tensor:
     if form.kind == "int4":
-        return signs(1 << form.rotation, device)
-    return _bounds(form.bits, device) if form.kind == "levels" else None
+        return signs(1 << form.rotation, unused.device)
+    return _bounds(form.bits, unused.device) if form.kind == "levels" else unused
 
 
 @lru_cache(maxsize=16)

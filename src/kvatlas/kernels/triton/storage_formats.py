@@ -61,11 +61,11 @@ class StorageFormat(NamedTuple):
 
 
 class SideRows(NamedTuple):
-    """Where the rows of one side lie, with their scales and zero points where there are any."""
+    """Where the rows of one side lie, their scales and zero points; rows again where none are."""
 
     rows: RowSteps
-    scales: RowSteps | None = None
-    zeros: RowSteps | None = None
+    scales: RowSteps
+    zeros: RowSteps
 
 
 class StoredSide(NamedTuple):
@@ -118,7 +118,7 @@ def _stored(
     names = {field.name for field in page.fields}
     rows = field_rows(page, placed, name)
     scales, zeros = (
-        field_rows(page, placed, other) if other in names else None
+        field_rows(page, placed, other) if other in names else rows
         for other in (f"{name}_scale", f"{name}_zero")
     )
     width = width_of(dim)
@@ -127,10 +127,10 @@ def _stored(
     return StoredSide(
         StorageFormat(
             kind, element, bits, dim, width, rows.tile, rows.unit,
-            scales.unit if scales else 1, zeros.unit if zeros else 1,
+            scales.unit, zeros.unit,
             rotated.bit_length() - 1, ptx,
         ),
-        SideRows(rows.steps, scales and scales.steps, zeros and zeros.steps),
+        SideRows(rows.steps, scales.steps, zeros.steps),
     )  # fmt: skip
 
 

@@ -111,7 +111,7 @@ class PagedCache(NamedTuple):
     table_stride: int
 
 
-class SequenceBatch(NamedTuple):
+class BatchSequences(NamedTuple):
     """The sequences of a batch."""
 
     lengths: torch.Tensor

@@ -179,6 +179,8 @@ def _run(
     if not call.q.shape[0]:
         return
     key = calls.launch_key(call.layer, call.q.shape[1], call.q.dtype)
+    if call.scoring.sink_logits is None:  # any tensor will do: it is not read
+        call = call._replace(scoring=call.scoring._replace(sink_logits=call.q))
     call = call._replace(q=_rotated(call.q, call.shape.k.kind))
     mask = calls.mask_of(visibility)
     split = calls.work_split(key, call.shape.states, mask, max_queries, choice)
@@ -218,7 +220,7 @@ def _decode(
         rows, tile, *fit_of(call.shape.states, tile), use["stages"], use.get("evict", ""),
         programs, row_tiles,
     )  # fmt: skip
-    batch = calls.SequenceBatch(call.lengths, plan.ends[0], plan.ends[1], call.lengths.shape[0])
+    batch = calls.BatchSequences(call.lengths, plan.ends[0], plan.ends[1], call.lengths.shape[0])
     target, early = batch_rows(call.out), tune.dependent_launch(device)
     decode[(workers * programs,)](
         batch_rows(call.q), target, call.cache, batch, partials, call.scoring, SHAPE=call.shape,
@@ -236,7 +238,7 @@ def _prefill(
     call: calls.AttentionCall, key: calls.LaunchKey, plan: Schedule, choice: dict[str, Any]
 ) -> None:
     use = calls.parameters("prefill", key, 0, choice)
-    batch = calls.SequenceBatch(call.lengths, plan.ends[0], plan.ends[2], call.lengths.shape[0])
+    batch = calls.BatchSequences(call.lengths, plan.ends[0], plan.ends[2], call.lengths.shape[0])
     rows, tile = plan.split.rows, use["tile"]
     tiling = calls.Tiling(
         rows, tile, *fit_of(call.shape.states, tile), use["stages"], "", call.heads
