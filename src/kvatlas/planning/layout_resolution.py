@@ -37,8 +37,7 @@ def supported_orders(backends: list[Backend]) -> tuple[str, ...]:
 
 def candidate_orders(layers: list[SizedLayer]) -> tuple[str, ...]:
     """Orders that can hold the pages of all layers."""
-    backends = {layer.backend.name: layer.backend for layer in layers if layer.backend}
-    orders = supported_orders(list(backends.values()))
+    orders = supported_orders([layer.backend for layer in layers if layer.backend])
     shapes = {(layer.page.heads, layer.page.states, layer.nbytes) for layer in layers}
     if len(shapes) > 1:
         orders = tuple(order for order in orders if Layout(order).page_contiguous)
