@@ -62,18 +62,11 @@ def read_plan(path: str) -> Plan:
         with Path(path).open("rb") as file:
             text = file.read(_MOST + 1)
     except OSError as problem:
-        raise AtlasError(
-            Code.UNREADABLE,
-            got=f"{path}: {problem.strerror}",
-            hint="Save one, or name a model with --from and --to",
-        ) from problem
+        got, hint = f"{path}: {problem.strerror}", "Save one, or name a model with --from and --to"
+        raise AtlasError(Code.UNREADABLE, got=got, hint=hint) from problem
     if len(text) > _MOST:
-        raise AtlasError(
-            Code.BAD_PLAN,
-            f"The file is larger than any plan ({size(_MOST)})",
-            got=path,
-            hint="Save the plan again",
-        )
+        large = f"The file is larger than any plan ({size(_MOST)})"
+        raise AtlasError(Code.BAD_PLAN, large, got=path, hint="Save the plan again")
     return Plan.from_json(text)
 
 

@@ -119,11 +119,9 @@ def backends_of(model: Model, chosen: str | None) -> dict[str, Backend | None]:
     """
     named = BACKENDS.get(str(chosen).upper())
     if chosen is not None and named is None:
+        hint = f"Use one of {', '.join(BACKENDS)}"
         raise AtlasError(
-            Code.UNKNOWN_BACKEND,
-            "There is no such backend",
-            got=repr(chosen),
-            hint=f"Use one of {', '.join(BACKENDS)}",
+            Code.UNKNOWN_BACKEND, "There is no such backend", got=repr(chosen), hint=hint
         )
     indexed = {layer.index for layer in model.layers if isinstance(layer.spec, Indexer)}
     backends: dict[str, Backend | None] = {}

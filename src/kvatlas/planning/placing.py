@@ -160,35 +160,23 @@ def divide_memory(
     The null block, which engines never hand out, is counted to every pool.
     """
     needs = [draft.needed(request) for draft in drafts]
+    named = [request.requests if draft.states else None for draft in drafts]
     # Every pool first gets one request and its null block, or as many requests as were named.
-    least = [
-        need * (request.requests if draft.states and request.requests else 1) + 1
-        for draft, need in zip(drafts, needs, strict=True)
-    ]
-    divided: list[list[int]] = []
+    least = [need * (many or 1) + 1 for need, many in zip(needs, named, strict=True)]
+    grows = [0 if many else need for need, many in zip(needs, named, strict=True)]
+    counts: dict[int, int] = {}
     for parts in stages:
         widths = [part.width for part in parts]
         taken = sum(blocks * width for blocks, width in zip(least, widths, strict=True))
         if taken > request.memory:
             raise _not_enough(request, taken)
-        shares = [
-            0 if part.states and request.requests else need * width
-            for part, need, width in zip(parts, needs, widths, strict=True)
-        ]
-        free, total = request.memory - taken, sum(shares)
-        divided.append(
-            [
-                first + (free * share // total // width if share else 0)
-                for first, share, width in zip(least, shares, widths, strict=True)
-            ]
-        )
-    return [
-        min(
-            (blocks[i] for blocks, parts in zip(divided, stages, strict=True) if parts[i].width),
-            default=1,
-        )
-        for i in range(len(drafts))
-    ]
+        total = sum(need * width for need, width in zip(grows, widths, strict=True))
+        for i, width in enumerate(widths):
+            if width:
+                share = (request.memory - taken) * grows[i] * width
+                blocks = least[i] + (share // total // width if share else 0)
+                counts[i] = min(counts.get(i, blocks), blocks)
+    return [counts.get(i, 1) for i in range(len(drafts))]
 
 
 def _not_enough(request: PlanRequest, needed: int) -> AtlasError:

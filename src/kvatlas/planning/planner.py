@@ -56,11 +56,8 @@ def plan(
     _check_word("states", states, ("auto", "shared", "apart"))
     loaded = Model.load(model)
     if not loaded.layers:
-        raise AtlasError(
-            Code.NO_CACHE,
-            got=f"{loaded.name} without layers that cache",
-            hint="There is nothing to plan",
-        )
+        got = f"{loaded.name} without layers that cache"
+        raise AtlasError(Code.NO_CACHE, got=got, hint="There is nothing to plan")
     if pack != "auto":
         pack = integer(pack, "the pack")
     if policy != "atlas" and pack not in ("auto", 1):
@@ -101,12 +98,8 @@ def plan(
 
 def _check_word(option: str, word: object, words: tuple[str, ...]) -> None:
     if not isinstance(word, str) or word not in words:
-        raise AtlasError(
-            Code.UNKNOWN_POLICY,
-            f"There is no {option} of that name",
-            got=repr(word),
-            hint=f"Use one of {', '.join(words)}",
-        )
+        problem, hint = f"There is no {option} of that name", f"Use one of {', '.join(words)}"
+        raise AtlasError(Code.UNKNOWN_POLICY, problem, got=repr(word), hint=hint)
 
 
 def stages_of(model: Model, pp: int) -> dict[str, int]:
