@@ -57,23 +57,6 @@ class Placement(Affine):
     # -- constructors ---------------------------------------------------------------
 
     @classmethod
-    def from_strides(
-        cls,
-        axes: Sequence[str],
-        sizes: Sequence[int],
-        strides: Sequence[int],
-        *,
-        offset: int = 0,
-        item: int = 1,
-    ) -> Placement:
-        """Memory that somebody else laid out, from its byte strides.
-
-        >>> Placement.from_strides("BN", (2, 4), (32, 8), item=8).nbytes
-        64
-        """
-        return cls(tuple(axes), tuple(sizes), tuple(strides), offset, item)
-
-    @classmethod
     def packed(
         cls,
         axes: Sequence[tuple[str, int]],
@@ -113,19 +96,13 @@ class Placement(Affine):
         """
         layout = strided(tensor)
         if layout is None:
-            raise AtlasError(
-                Code.BAD_TENSOR,
-                "This is not a strided numpy or torch tensor",
-                got=type(tensor).__name__,
-                hint="Use Placement.from_strides for memory described in another way",
-            )
-        sizes, strides, offset, item = layout
-        if len(axes) != len(sizes):
-            got = f"axes {tuple(axes)} for shape {sizes}"
-            raise bad_axes(
-                "Not every axis of the tensor has a name", got, "Pass one name for each axis"
-            )
-        return cls(tuple(axes), sizes, strides, offset, item)
+            problem = "This is not a strided numpy or torch tensor"
+            hint = "Write Placement(axes, sizes, strides) for memory described in another way"
+            raise AtlasError(Code.BAD_TENSOR, problem, got=type(tensor).__name__, hint=hint)
+        if len(axes) != len(layout[0]):
+            got = f"axes {tuple(axes)} for shape {layout[0]}"
+            raise bad_axes("Not every axis of the tensor has a name", got, "Name each axis")
+        return cls(tuple(axes), *layout)
 
     # -- operations -----------------------------------------------------------------
 
@@ -339,12 +316,11 @@ class Placement(Affine):
         )
 
 
-def fold_together(*ends: Placement, keep: Sequence[str] = ()) -> tuple[Placement, ...]:
+def fold_together(*ends: Placement) -> tuple[Placement, ...]:
     """The ends of a copy, folded where every one of them is gapless.
 
     What is left is the same axes for all of them, outermost first as the first
-    end has them; an item is then one run of the copy. Axes to `keep` come first and
-    are not folded, so that block ids can be bound to them.
+    end has them; an item is then one run of the copy.
 
     >>> a = Placement.packed([("B", 9), ("N", 4), ("C", 8)])
     >>> b = Placement.packed([("B", 9), ("N", 4), ("C", 8)], strides={"B": 64})
@@ -354,15 +330,6 @@ def fold_together(*ends: Placement, keep: Sequence[str] = ()) -> tuple[Placement
     if not ends:
         raise bad_axes("The copy has no ends", ends, "Pass at least one placement")
     first = ends[0]
-    if keep:
-        sizes = [[end.size(axis) for axis in keep] for end in ends]
-        inner = fold_together(*(_first_of(end, keep) for end in ends))
-        if any(other != sizes[0] for other in sizes):
-            raise bad_axes("Axes to keep have different sizes at the ends", sizes, "Narrow them")
-        return tuple(
-            part.replace_axes(0, 0, *((axis, end.size(axis), end.stride(axis)) for axis in keep))
-            for end, part in zip(ends, inner, strict=True)
-        )
     aligned = [end if end.axes == first.axes else end.reorder(*first.axes) for end in ends]
     if any(end.sizes != first.sizes or end.item != first.item for end in aligned):
         raise AtlasError(
@@ -376,9 +343,3 @@ def fold_together(*ends: Placement, keep: Sequence[str] = ()) -> tuple[Placement
         Placement(fold.names, fold.sizes, strides, end.offset, fold.item)
         for end, strides in zip(aligned, fold.strides, strict=True)
     )
-
-
-def _first_of(placement: Placement, axes: Sequence[str]) -> Placement:
-    for axis in axes:
-        placement = placement.select(axis, 0)
-    return placement

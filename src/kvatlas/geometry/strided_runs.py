@@ -89,14 +89,6 @@ class StridedRuns(NamedTuple):
         steps = [np.arange(n) * s for n, s in zip(self.sizes, self.strides[end], strict=True)]
         return outer_sum(steps, self.offsets[end])
 
-    def kernel_offsets(self, end: int, split: int) -> Int64s:
-        """Where the kernel blocks of a block lie, from its start."""
-        return np.arange(split) * self.kernel_strides[end]
-
-    def block_offsets(self, end: int, count: int) -> Int64s:
-        """Where the blocks of a pool lie, from its start."""
-        return np.arange(count) * self.block_strides[end]
-
     def byte_ranges(
         self, spans: StateSpans, ids: tuple[Int64s, Int64s], *, whole: bool
     ) -> tuple[Int64s, Int64s, Int64s]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvatlas.cache import LayerCache
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Placement
+from kvatlas.geometry import Placement, tile_alike
 
 
 def placements_to_copy(source: LayerCache, target: LayerCache) -> list[tuple[Placement, Placement]]:
@@ -22,7 +22,7 @@ def placements_to_copy(source: LayerCache, target: LayerCache) -> list[tuple[Pla
         )
     if cells_alike(source, target):
         return [(source.kernel_blocks, target.kernel_blocks)]
-    return [_tiled_alike(source.place(name), target.place(name)) for name in held[0]]
+    return [tile_alike(source.place(name), target.place(name)) for name in held[0]]
 
 
 def cells_alike(source: LayerCache, target: LayerCache) -> bool:
@@ -39,12 +39,3 @@ def cells_alike(source: LayerCache, target: LayerCache) -> bool:
     ends = source.kernel_blocks, target.kernel_blocks
     strides = {tuple(end.stride(axis) for axis in "HNC") for end in ends}
     return len(strides) == 1 or not a.lies_flat
-
-
-def _tiled_alike(a: Placement, b: Placement) -> tuple[Placement, Placement]:
-    """Both with rows in tiles, where one of them has rows in tiles."""
-    for one, other in ((a, b), (b, a)):
-        if "c" in one.axes and "c" not in other.axes:
-            tiled = other.split("C", into=("C", "c"), inner=one.size("c"))
-            return (a, tiled) if one is a else (tiled, b)
-    return a, b

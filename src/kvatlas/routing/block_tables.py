@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Int64s
+from kvatlas.geometry import Int64s, whole_numbers
 from kvatlas.planning import Plan
 
 Ids = Sequence[int] | Int64s
@@ -121,23 +121,4 @@ def _tables(plan: Plan, blocks: Any, end: str) -> dict[int, Int64s]:
 
 def block_table(given: Any, what: str) -> Int64s:
     """A block table from outside: one axis of whole numbers."""
-    try:
-        ids = np.asarray(given)
-    except (ValueError, TypeError, OverflowError):
-        ids = np.asarray(None)
-    if isinstance(given, list | tuple) and any(isinstance(block, bool) for block in given):
-        ids = np.asarray(None)  # numpy takes True for 1; nobody means that
-    if ids.size == 0 and ids.ndim == 1:
-        ids = ids.astype(np.int64)
-    if ids.dtype.kind not in "iu" or ids.ndim != 1:
-        raise AtlasError(
-            Code.NOT_AN_INTEGER,
-            f"The block ids of {what} are not one row of whole numbers",
-            got=f"{type(given).__name__} of {ids.dtype} with {ids.ndim} axes",
-            hint="Pass a list of ints or a numpy array of one axis",
-        )
-    if ids.dtype.kind == "u" and ids.size and int(ids.max()) >= 1 << 63:
-        raise AtlasError(
-            Code.OUT_OF_RANGE, got=f"block {ids.max()} of {what}", hint="Check the block table"
-        )
-    return ids.astype(np.int64)
+    return whole_numbers(given, f"block ids of {what}")

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
-from kvatlas.geometry import Ends, Placement, ShardRange, StateBlocks, StridedRuns, merge_runs
+from kvatlas.geometry import Ends, ShardRange, StateBlocks, StridedRuns, merge_runs, tile_alike
 from kvatlas.planning import kind_of
 from kvatlas.routing.plan_ends import LayerPart, PlanEnd
 from kvatlas.specs import Visibility
@@ -158,7 +158,7 @@ class Compiler:
             self.visibilities[layer],
             (source.cells, needed.cells),
         )
-        here, there = _alike_tiles(src.placement, dst.placement)
+        here, there = tile_alike(src.placement, dst.placement)
         axis = dst.field.sharding.axis
         if axis is not None:
             here = here.narrow(axis, source.local, needed.length)
@@ -205,12 +205,3 @@ def _intersect(
             )
             local = needed.local + first - needed.start
             yield NeededShard(field, part, local, last - first, cells, holders)
-
-
-def _alike_tiles(src: Placement, dst: Placement) -> tuple[Placement, Placement]:
-    """Both ends with the same element axes: one may keep elements in tiles."""
-    if "c" in src.axes and "c" not in dst.axes:
-        return src, dst.split("C", into=("C", "c"), inner=src.size("c"))
-    if "c" in dst.axes and "c" not in src.axes:
-        return src.split("C", into=("C", "c"), inner=dst.size("c")), dst
-    return src, dst

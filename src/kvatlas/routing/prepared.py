@@ -77,7 +77,7 @@ class DescriptorGrid(NamedTuple):
 
     def steps(self, end: int) -> list[Int64s]:
         """Offsets of starts, kernel blocks and chunks, all of them sums of one of each."""
-        kernel = self.runs.strip.kernel_offsets(end, self.pair.cells[end].split)
+        kernel = np.arange(self.pair.cells[end].split) * self.runs.strip.kernel_strides[end]
         chunk = np.arange(self.chunks(end)) * (self.chunk * self.state[end])
         return [self.runs.starts[end], kernel, chunk]
 
@@ -167,7 +167,7 @@ class PreparedRoute:
     def _rows(self, end: int) -> NDArray[np.uint64]:
         lists = []
         for grid in self.grids:
-            blocks = grid.runs.strip.block_offsets(end, self._blocks(grid, end))
+            blocks = np.arange(self._blocks(grid, end)) * grid.runs.strip.block_strides[end]
             lists.append(fill_descriptors([*grid.steps(end), blocks], *self._unit(grid, end)))
         if len(lists) == 1:
             return lists[0]
