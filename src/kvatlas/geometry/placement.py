@@ -145,12 +145,9 @@ class Placement(Affine):
         size, stride = self.sizes[place], self.strides[place]
         inner = positive(inner, "the inner size")
         if size % inner:
-            raise AtlasError(
-                Code.NOT_DIVISIBLE,
-                f"The inner size does not divide axis {axis}",
-                got=f"{size} into pieces of {inner}",
-                hint="Narrow the axis to a multiple first",
-            )
+            problem = f"The inner size does not divide axis {axis}"
+            got, hint = f"{size} into pieces of {inner}", "Narrow the axis to a multiple first"
+            raise AtlasError(Code.NOT_DIVISIBLE, problem, got=got, hint=hint)
         outer = (into[0], size // inner, stride * inner)
         return self.replace_axes(place, place + 1, outer, (into[1], inner, stride))
 
@@ -163,19 +160,13 @@ class Placement(Affine):
         o, i = self._place(outer), self._place(inner)
         many, few, step = self.sizes[o], self.sizes[i], self.strides[i]
         if o == i or (many > 1 and few > 1 and self.strides[o] != few * step):
-            raise AtlasError(
-                Code.NOT_FOLDABLE,
-                got=f"{outer} with stride {self.strides[o]} over {inner} of {few} x {step} bytes",
-                hint="Keep both axes, or choose an order in which they are neighbours",
-            )
-        name, stride = into or f"{outer}*{inner}", step if few > 1 else self.strides[o]
-        kept = [
-            (name, many * few, stride) if place == o else axis
-            for place, axis in enumerate(zip(self.axes, self.sizes, self.strides, strict=True))
-            if place != i
-        ]
-        axes, sizes, strides = zip(*kept, strict=True)
-        return Placement(axes, sizes, strides, self.offset, self.item)
+            got = f"{outer} with stride {self.strides[o]} over {inner} of {few} x {step} bytes"
+            hint = "Keep both axes, or choose an order in which they are neighbours"
+            raise AtlasError(Code.NOT_FOLDABLE, got=got, hint=hint)
+        folded = (into or f"{outer}*{inner}", many * few, step if few > 1 else self.strides[o])
+        kept = self._pick([place for place in range(len(self.axes)) if place != i])
+        place = o - (i < o)
+        return kept.replace_axes(place, place + 1, folded)
 
     def reorder(self, *axes: str) -> Placement:
         """The same map with its axes listed in another order.
@@ -185,9 +176,8 @@ class Placement(Affine):
         """
         places = [self._place(axis) for axis in axes]
         if sorted(places) != list(range(len(self.axes))):
-            raise bad_axes(
-                "The new order does not list every axis once", axes, f"Permute {self.axes}"
-            )
+            problem = "The new order does not list every axis once"
+            raise bad_axes(problem, axes, f"Permute {self.axes}")
         return self._pick(places)
 
     def rename(self, **names: str) -> Placement:
@@ -274,21 +264,16 @@ class Placement(Affine):
             or buffer.ndim != 1
             or not buffer.flags.c_contiguous
         ):
-            raise AtlasError(
-                Code.BAD_TENSOR,
-                "The buffer is not one contiguous axis of uint8",
-                got=f"{type(buffer).__name__} {getattr(buffer, 'shape', '')}",
-                hint="Pass the whole allocation as a numpy array of bytes",
-            )
+            problem = "The buffer is not one contiguous axis of uint8"
+            got = f"{type(buffer).__name__} {getattr(buffer, 'shape', '')}"
+            hint = "Pass the whole allocation as a numpy array of bytes"
+            raise AtlasError(Code.BAD_TENSOR, problem, got=got, hint=hint)
         if self.stop > buffer.size:
-            raise AtlasError(
-                Code.OUT_OF_BOUNDS,
-                got=f"bytes up to {self.stop} of a buffer of {buffer.size}",
-                hint="Allocate what the plan says, or narrow the view",
-            )
-        return np.lib.stride_tricks.as_strided(
-            buffer[self.offset :], (*self.sizes, self.item), (*self.strides, 1)
-        )
+            got = f"bytes up to {self.stop} of a buffer of {buffer.size}"
+            hint = "Allocate what the plan says, or narrow the view"
+            raise AtlasError(Code.OUT_OF_BOUNDS, got=got, hint=hint)
+        shape, strides = (*self.sizes, self.item), (*self.strides, 1)
+        return np.lib.stride_tricks.as_strided(buffer[self.offset :], shape, strides)
 
     # -- inside ---------------------------------------------------------------------
 
@@ -332,12 +317,9 @@ def fold_together(*ends: Placement) -> tuple[Placement, ...]:
     first = ends[0]
     aligned = [end if end.axes == first.axes else end.reorder(*first.axes) for end in ends]
     if any(end.sizes != first.sizes or end.item != first.item for end in aligned):
-        raise AtlasError(
-            Code.UNLIKE_PLACEMENTS,
-            "The ends of the copy have different sizes or items",
-            got=ends,
-            hint="Narrow and split both ends to the part that they share",
-        )
+        problem = "The ends of the copy have different sizes or items"
+        hint = "Narrow and split both ends to the part that they share"
+        raise AtlasError(Code.UNLIKE_PLACEMENTS, problem, got=ends, hint=hint)
     fold = coalesce(first.axes, first.sizes, [end.strides for end in aligned], first.item)
     return tuple(
         Placement(fold.names, fold.sizes, strides, end.offset, fold.item)
