@@ -14,12 +14,10 @@ def placements_to_copy(source: LayerCache, target: LayerCache) -> list[tuple[Pla
         for layer in (source, target)
     ]
     if held[0] != held[1]:
-        raise AtlasError(
-            Code.UNLIKE_PLACEMENTS,
-            "The two layers do not keep the same fields, in one shape and dtype",
-            got=f"{source.page} and {target.page}",
-            hint="Convert the cache dtype first; route between unlike block sizes or ranks",
-        )
+        problem = "The two layers do not keep the same fields, in one shape and dtype"
+        hint = "Convert the cache dtype first; route between unlike block sizes or ranks"
+        got = f"{source.page} and {target.page}"
+        raise AtlasError(Code.UNLIKE_PLACEMENTS, problem, got=got, hint=hint)
     if cells_alike(source, target):
         return [(source.kernel_blocks, target.kernel_blocks)]
     return [tile_alike(source.place(name), target.place(name)) for name in held[0]]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from math import gcd
+from math import gcd, prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,12 +50,9 @@ class RankMemory(NamedTuple):
             return natural(self.base, "the base address")
         pool = self.plan.groups[group].pool
         if pool not in self.base:
-            raise AtlasError(
-                Code.OUT_OF_RANGE,
-                f"Pool {pool} has no base address",
-                got=f"addresses of pools {sorted(self.base)}",
-                hint="Pass a mapping from pool index to address, or one address",
-            )
+            problem, got = f"Pool {pool} has no base address", f"those of {sorted(self.base)}"
+            hint = "Pass a mapping from pool index to address, or one address"
+            raise AtlasError(Code.OUT_OF_RANGE, problem, got=got, hint=hint)
         return natural(self.base[pool], "the base address")
 
 
@@ -106,8 +103,7 @@ class PreparedRoute:
                 grid = DescriptorGrid(pair, runs, state, chunk, (first[0], first[1]))
                 self.grids.append(grid)
                 for end in (0, 1):
-                    sizes = [len(steps) for steps in grid.steps(end)]
-                    first[end] += int(np.prod(sizes)) * self._blocks(grid, end)
+                    first[end] += prod(map(len, grid.steps(end))) * self._blocks(grid, end)
         self.counts = (first[0], first[1])
 
     @cached_property
