@@ -70,10 +70,8 @@ def scales(layer: LayerCache) -> KV:
     """Scales for each token and head as [B, N, H]: int8, fp8 and int4 kernels."""
     k, v = (_view(layer, name, _AXES["NHD"]) for name in ("k_scale", "v_scale"))
     if k.shape[-1] != 1 or v.shape[-1] != 1:
-        got, hint = (
-            f"{k.shape[-1]} of them in {layer.name}",
-            "Use flashinfer_nvfp4 for block scales",
-        )
+        got = f"{k.shape[-1]} of them in {layer.name}"
+        hint = "Use flashinfer_nvfp4 for block scales"
         raise AtlasError(Code.BAD_AXES, "A row has more than one scale", got=got, hint=hint)
     return KV(k.squeeze(-1), v.squeeze(-1))
 

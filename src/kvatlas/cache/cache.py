@@ -265,17 +265,13 @@ def _bytes_of(memory: Any, pool: Pool) -> torch.Tensor:
         tensor = memory if is_tensor else torch.frombuffer(memory, dtype=torch.uint8)
     except (TypeError, ValueError, BufferError) as refusal:
         problem = "This is neither a torch tensor nor a writable buffer"
-        got, hint = (
-            type(memory).__name__,
-            "Pass a bytearray, a memoryview, an mmap or a uint8 tensor",
-        )
+        got = type(memory).__name__
+        hint = "Pass a bytearray, a memoryview, an mmap or a tensor of uint8"
         raise AtlasError(Code.BAD_TENSOR, problem, got=got, hint=hint) from refusal
     check_pool(tensor)
     if tensor.numel() < pool.nbytes:
-        problem, hint = (
-            f"Memory is too small for pool {pool.index}",
-            "Allocate more, or plan for less",
-        )
+        problem = f"Memory is too small for pool {pool.index}"
+        hint = "Allocate more, or plan for less"
         got = f"{tensor.numel():,} of {pool.nbytes:,} bytes"
         raise AtlasError(Code.OUT_OF_BOUNDS, problem, got=got, hint=hint)
     return tensor[: pool.nbytes]

@@ -61,7 +61,7 @@ def kept_slots(slots: torch.Tensor, *rows: torch.Tensor) -> tuple[torch.Tensor, 
     """Slots and rows without those that are not stored, refused where their numbers differ."""
     if slots.dim() != 1 or any(row.shape[:1] != slots.shape for row in rows):
         got = f"rows {[tuple(row.shape) for row in rows]} for slots {tuple(slots.shape)}"
-        problem, hint = "There are not as many slots as rows", "Pass one, or -1, for each row"
+        problem, hint = "There are not as many slots as rows", "Pass a slot for each row, or -1"
         raise AtlasError(Code.BAD_TENSOR, problem, got=got, hint=hint)
     if slots.numel() and int(slots.min()) < 0:
         kept = slots >= 0

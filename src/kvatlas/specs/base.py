@@ -92,10 +92,8 @@ def plain_dtype(name: str) -> DType:
     """A dtype whose elements stand for themselves: no packing, no scales."""
     dtype = DType.of(name)
     if dtype.packed or dtype.scale:
-        problem, hint = (
-            "Elements of this dtype share bytes or scales",
-            "Use a quantised cache dtype",
-        )
+        problem = "Elements of this dtype share bytes or scales"
+        hint = "Use a cache dtype for quantised content"
         raise bad_spec(problem, f"dtype {dtype}", hint)
     return dtype
 

@@ -102,10 +102,8 @@ class TierFile:
             _lock(self._fd, path)
             self.plan, self._identity, self.extent = _checked(self._fd, path)
             if plan is not None and plan.to_json() != self.plan.to_json():
-                problem, got = (
-                    "The tier's file was made for another plan",
-                    f"{plan}, not {self.plan}",
-                )
+                problem = "The tier's file was made for another plan"
+                got = f"{plan}, not {self.plan}"
                 hint = "Leave the plan out, or use another path"
                 raise AtlasError(Code.BAD_PLAN, problem, got=got, hint=hint)
             self._map = mmap.mmap(self._fd, self.extent.nbytes)
