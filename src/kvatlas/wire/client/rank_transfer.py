@@ -236,14 +236,8 @@ class RankTransfer:
     # -- bytes ----------------------------------------------------------------------------
 
     def _copies(self, layers: Collection[str] | None) -> tuple[Copy, ...]:
-        node, peer = self.node, self.connection.peer
-        route = node.route_from(peer) if self.pull else node.route_to(peer)
-        ends = ((peer.rank, self.theirs), (node.rank, self.mine))
-        (src_rank, src_blocks), (dst_rank, dst_blocks) = ends if self.pull else ends[::-1]
-        return route.bind(
-            src_rank=src_rank, dst_rank=dst_rank, src_blocks=src_blocks, dst_blocks=dst_blocks,
-            tokens=(self.start, self.stop), layers=layers,
-        ).copies  # fmt: skip
+        tokens, peer = (self.start, self.stop), self.connection.peer
+        return self.node.copies(peer, self.mine, self.theirs, tokens, layers, incoming=self.pull)
 
     def _move(self, copies: Sequence[Copy], buffers: list[int], opened: Opened) -> None:
         if self.wanted.streamed:

@@ -119,13 +119,7 @@ class Session:
         checksums: bool = False,
     ) -> Transfer:
         """Write a request's tokens from blocks of this node to every rank that reads from it."""
-        peer = self._any_peer()
-        outgoing = self.node.route_to(peer)
-        ranks = [
-            rank
-            for rank in range(peer.plan.tp * peer.plan.pp)
-            if self.node.rank in outgoing.sources(rank)
-        ]
+        ranks = self.node.readers(self._any_peer())
         wanted = TransferRequest(
             "push", request, src_blocks, dst_blocks, tokens, layers, seconds, how, costs,
             checksums=checksums, streamed=False,
