@@ -22,7 +22,6 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Int64s
 from kvatlas.routing import Copy
 from kvatlas.wire.memory_copy import STEP, split_runs
@@ -96,14 +95,8 @@ class FileTransport(Transport):
                 # Room now, so that no write finds the disk full.
                 os.posix_fallocate(self._own, 0, stop)
         except OSError as problem:
-            raise AtlasError(
-                Code.NOT_ENOUGH_MEMORY
-                if problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-                else Code.WIRE_FAILED,
-                "The disk cannot hold the pools of the file",
-                got=f"{stop:,} bytes: {problem}",
-                hint="Make room, or plan for less",
-            ) from problem
+            what, hint = "The disk cannot hold the pools of the file", "Make room, or plan for less"
+            raise errors.no_room(what, stop, problem, hint) from problem
 
     def publish(self) -> bytes:
         """The file's name in its folder, and which file it is."""
