@@ -44,12 +44,8 @@ def _socket(kind: str) -> Any:
 
 def no_answer(endpoint: str) -> AtlasError:
     """The deadline passed before a peer answered."""
-    return AtlasError(
-        Code.DEADLINE,
-        "The deadline passed before the peer answered",
-        got=f"nothing from {endpoint}",
-        hint="Check that it runs and can be reached, or allow more time",
-    )
+    hint = "Check that it runs and can be reached, or allow more time"
+    return AtlasError(Code.DEADLINE, got=f"no answer from {endpoint}", hint=hint)
 
 
 def ask(endpoint: str, message: protocol.Message, *, secret: bytes | None, deadline: float) -> Any:

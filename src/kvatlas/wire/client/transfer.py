@@ -79,12 +79,8 @@ class Transfer:
     def wait(self, seconds: float | None = None) -> Transfer:
         """Wait until it has ended; raises its failure, or once `seconds` have passed."""
         if not self._over.wait(seconds):
-            raise AtlasError(
-                Code.DEADLINE,
-                f"The transfer is still running after {time.monotonic() - self.begun:.1f} s",
-                got=self,
-                hint="Wait longer, or cancel it",
-            )
+            problem = f"The transfer is still running after {time.monotonic() - self.begun:.1f} s"
+            raise AtlasError(Code.DEADLINE, problem, got=self, hint="Wait longer, or cancel it")
         if self.error is not None:
             raise self.error
         return self

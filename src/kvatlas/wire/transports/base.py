@@ -72,12 +72,9 @@ class Handle(ABC):
             interrupt()
             now = time.monotonic()
             if now > deadline:
-                raise AtlasError(
-                    Code.DEADLINE,
-                    f"The deadline passed after {now - begun:.1f} s",
-                    got="an operation that is still under way",
-                    hint="Allow more time, or retry on another replica",
-                )
+                got = f"an operation that is still under way after {now - begun:.1f} s"
+                hint = "Allow more time, or retry on another replica"
+                raise AtlasError(Code.DEADLINE, got=got, hint=hint)
             # A twentieth of the time so far: what is quick is noticed quickly.
             self._pause(min((now - begun) / 20, _LONGEST_PAUSE))
 
