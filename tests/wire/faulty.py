@@ -81,10 +81,10 @@ class Stuck(Handle):
 
     released = False
 
-    def poll(self) -> bool:
+    def _poll(self) -> bool:
         return False
 
-    def release(self) -> None:
+    def _release(self) -> None:
         self.released = True
 
 

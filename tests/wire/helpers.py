@@ -78,10 +78,9 @@ class LocalLink(Link):
     """Copies inside one process."""
 
     around: Around = staticmethod(as_it_is)
-    closed = False
 
     def check(self) -> None:
-        assert not self.closed, "a link is used after it was closed"
+        assert self.open, "a link is used after it was closed"
 
     def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle:
         ends = (self.mine, self.theirs) if write else (self.theirs, self.mine)
@@ -97,9 +96,6 @@ class LocalLink(Link):
                 ctypes.memmove(near + b, far + a, n)
         return Done()
 
-    def close(self) -> None:
-        self.closed = True
-
 
 class Local(Transport):
     """A transport inside one process."""
@@ -111,14 +107,12 @@ class Local(Transport):
         self.around = around
         self.links: list[LocalLink] = []
 
-    open = True
-
     def publish(self) -> bytes:
         return b""
 
     def _connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link:
         del metadata
-        link = LocalLink(self.memory, memory)
+        link = LocalLink(self, memory)
         link.around = lambda act, copies: self.around(act, copies)
         self.links.append(link)
         return link

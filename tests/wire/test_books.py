@@ -173,7 +173,7 @@ def test_layers_are_those_of_every_rank() -> None:
 
 def test_a_handle_that_never_ends_is_given_up() -> None:
     class Never(Handle):
-        def poll(self) -> bool:
+        def _poll(self) -> bool:
             return False
 
     Done().wait(0.0)

@@ -19,14 +19,7 @@ from kvatlas.wire.peers import check_plan_size
 from kvatlas.wire.sample_server import SampleTask, random_bytes, run_sample_server
 from kvatlas.wire.server import Node, pools_for
 from kvatlas.wire.staging import stream_bytes
-from kvatlas.wire.transports import (
-    TRANSPORT_NAMES,
-    Handle,
-    Link,
-    Memory,
-    Transport,
-    make_transport,
-)
+from kvatlas.wire.transports import TRANSPORT_NAMES, Handle, Link, Memory, Transport, make_transport
 
 __all__ = [
     "TRANSPORT_NAMES",

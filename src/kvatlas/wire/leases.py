@@ -52,6 +52,10 @@ class Expected:
     arrived: set[int] = field(default_factory=set)
     ready: threading.Event = field(default_factory=threading.Event)
 
+    def wants(self, source: bytes) -> bool:
+        """Whether ranks of the plan with this hash may still push."""
+        return self.source == source and not self.ready.is_set()
+
 
 @dataclass
 class Lease:
@@ -119,7 +123,6 @@ class Leases:
         if lease is None or lease.session != session or not lease.held:
             raise AtlasError(
                 Code.LEASE_EXPIRED,
-                "The lease has ended",
                 got="a lease that has expired, was closed, or was never granted",
                 hint="Open the transfer again, for longer",
             )

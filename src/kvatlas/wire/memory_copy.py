@@ -222,18 +222,16 @@ def split_runs(src_at: Int64s, dst_at: Int64s, length: Int64s) -> tuple[Int64s, 
 def rank_pools(plan: Plan, rank: int, given: Mapping[int, Any]) -> dict[int, Bytes]:
     """The pools of a rank as bytes, from `Memory`, numpy arrays or CPU tensors, by index."""
     pools = {}
-    for pool in plan.pools:
-        if pool.stage != rank // plan.tp:
-            continue
-        held = _bytes_of(given[pool.index]) if pool.index in given else None
+    for index, pool in plan.rank_pools(rank).items():
+        held = _bytes_of(given[index]) if index in given else None
         if held is None or held.size < pool.nbytes:
             raise AtlasError(
                 Code.OUT_OF_BOUNDS,
-                f"Pool {pool.index} has no {pool.nbytes:,} bytes that this process can reach",
+                f"Pool {index} has no {pool.nbytes:,} bytes that this process can reach",
                 got=f"pools {sorted(given)}" if held is None else f"{held.size:,} bytes",
                 hint="Pass the rank's own pools by index, or carry= for memory elsewhere",
             )
-        pools[pool.index] = held
+        pools[index] = held
     return pools
 
 

@@ -50,17 +50,13 @@ class Metrics:
     def prometheus(self) -> str:
         """Everything in the text format that Prometheus reads."""
         with self._lock:
-            counters: dict[str, dict[str, str]] = {
-                name: {"": str(value)} for name, value in sorted(self.values.items())
-            }
-            counters["phase_seconds"] = {
-                f'{{phase="{phase}"}}': f"{seconds:.6f}"
-                for phase, seconds in sorted(self.seconds.items())
-            }
-            counters["transfers"] = {
-                f'{{direction="{direction}",outcome="{outcome}"}}': str(count)
-                for (direction, outcome), count in sorted(self.outcomes.items())
-            }
+            counters = {name: {"": f"{n}"} for name, n in sorted(self.values.items())}
+            phases, outcomes = sorted(self.seconds.items()), sorted(self.outcomes.items())
+        counters["phase_seconds"] = {f'{{phase="{name}"}}': f"{s:.6f}" for name, s in phases}
+        counters["transfers"] = {
+            f'{{direction="{direction}",outcome="{outcome}"}}': f"{n}"
+            for (direction, outcome), n in outcomes
+        }
         lines = []
         for name, samples in counters.items():
             lines.append(f"# TYPE kvatlas_wire_{name}_total counter")

@@ -52,8 +52,7 @@ class PeerPlans:
         if hello.version != VERSION:
             raise AtlasError(
                 Code.UNLIKE_VERSIONS,
-                f"The peer speaks version {hello.version} of the protocol, this end {VERSION}",
-                got=f"version {hello.version}",
+                got=f"version {hello.version} where this end has {VERSION}",
                 hint="Run the same version of kvatlas at both ends",
             )
         if hello.plan is None:
@@ -108,32 +107,25 @@ def checked_peer(hello: Hello, plan: Plan, transport: str) -> Peer:
         raise bad_handshake(f"transport {hello.transport!r} where this end has {transport!r}")
     if hello.fingerprint != fingerprint(plan):
         raise bad_handshake("a fingerprint that is not its plan's")
-    if hello.rank >= plan.tp * plan.pp:
+    if hello.rank >= plan.ranks:
         raise bad_handshake(f"rank {hello.rank} of tp {plan.tp} x pp {plan.pp}")
     memory = {one.index: Memory(one.address, one.nbytes, one.device) for one in hello.memory}
     if len(memory) < len(hello.memory):
         raise bad_handshake("a region twice")
     check_memory(plan, hello.rank, memory)
     return Peer(
-        name=hello.name,
-        incarnation=hello.incarnation,
-        plan=plan,
-        plan_hash=hello.plan_hash,
-        rank=hello.rank,
-        memory=memory,
-        metadata=hello.metadata,
+        hello.name, hello.incarnation, plan, hello.plan_hash, hello.rank, memory, hello.metadata
     )
 
 
 def check_memory(plan: Plan, rank: int, memory: Mapping[int, Memory]) -> None:
     """Refuse regions that are not the pools of a rank: too small, misaligned, overlapping."""
-    pools = {pool.index: pool for pool in plan.pools if pool.stage == rank // plan.tp}
+    pools = plan.rank_pools(rank)
     if set(memory) - {STAGING} != set(pools):
         raise bad_handshake(f"regions {sorted(memory)} for pools {sorted(pools)}")
     for index, pool in pools.items():
         if memory[index].nbytes < pool.nbytes:
-            got = f"{memory[index].nbytes} bytes for pool {index} of {pool.nbytes}"
-            raise bad_handshake(got)
+            raise bad_handshake(f"{memory[index].nbytes} bytes for pool {index} of {pool.nbytes}")
         if memory[index].address % ALIGNMENT or not memory[index].address:
             raise bad_handshake(f"pool {index} at address {memory[index].address}")
     placed = sorted(memory.values(), key=lambda region: (region.device, region.address))

@@ -11,6 +11,7 @@ from typing import Any
 
 from kvatlas.errors import AtlasError, Code, MissingExtraError
 from kvatlas.wire import protocol
+from kvatlas.wire.transports.errors import failed
 
 log = logging.getLogger("kvatlas.wire")
 
@@ -43,12 +44,8 @@ def _socket(kind: str) -> Any:
 
 def no_answer(endpoint: str) -> AtlasError:
     """The deadline passed before a peer answered."""
-    return AtlasError(
-        Code.DEADLINE,
-        "The deadline passed before the peer answered",
-        got=f"nothing from {endpoint}",
-        hint="Check that it runs and can be reached, or allow more time",
-    )
+    hint = "Check that it runs and can be reached, or allow more time"
+    return AtlasError(Code.DEADLINE, got=f"no answer from {endpoint}", hint=hint)
 
 
 def ask(endpoint: str, message: protocol.Message, *, secret: bytes | None, deadline: float) -> Any:
@@ -70,12 +67,8 @@ def ask(endpoint: str, message: protocol.Message, *, secret: bytes | None, deadl
                 raise no_answer(endpoint)
             echoed, answer = protocol.unseal(socket.recv_multipart(), protocol.Answer, secret)
     except lib.ZMQError as problem:
-        raise AtlasError(
-            Code.WIRE_FAILED,
-            "ZeroMQ cannot reach the endpoint",
-            got=f"{endpoint}: {problem}",
-            hint="Endpoints look like tcp://host:port",
-        ) from problem
+        got = f"ZeroMQ connecting to {endpoint}: {problem}"
+        raise failed(got, "Endpoints look like tcp://host:port") from problem
     finally:
         socket.close()
     if isinstance(answer, protocol.Refusal):
@@ -105,12 +98,8 @@ class Server(threading.Thread):
             self._socket.bind(f"{listen[:-1]}*" if any_port else listen)
         except zmq().ZMQError as problem:
             self._socket.close()
-            raise AtlasError(
-                Code.WIRE_FAILED,
-                "ZeroMQ cannot listen at this endpoint",
-                got=f"{listen}: {problem}",
-                hint="Use tcp://127.0.0.1:0 for any free port",
-            ) from problem
+            got = f"ZeroMQ listening at {listen}: {problem}"
+            raise failed(got, "Use tcp://127.0.0.1:0 for any free port") from problem
         bound: str = self._socket.getsockopt_string(zmq().LAST_ENDPOINT)
         self.endpoint = listen[:-1] + bound.rpartition(":")[2] if any_port else listen
         self.start()
@@ -150,14 +139,8 @@ class Server(threading.Thread):
             answer = protocol.refusal_of(refused)
         except Exception as defect:
             log.exception("an answer failed")
-            answer = protocol.refusal_of(
-                AtlasError(
-                    Code.WIRE_FAILED,
-                    "The peer failed to answer",
-                    got=type(defect).__name__,
-                    hint="See the peer's log",
-                )
-            )
+            got = f"{type(defect).__name__} while answering"
+            answer = protocol.refusal_of(failed(got, "See the peer's log"))
         return protocol.seal(answer, nonce, self._secret)
 
     def _check_replay(self, nonce: bytes) -> None:

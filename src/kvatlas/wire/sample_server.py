@@ -25,7 +25,6 @@ from kvatlas.wire.server.node import Node, pools_for
 from kvatlas.wire.transports.registry import make_transport
 
 _MARK = b"kvatlas serves "
-_NOT_STARTED = "the helper process did not start"
 
 
 class SampleTask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -50,7 +49,7 @@ def main() -> None:
     task = msgspec.json.decode(sys.stdin.buffer.readline(), type=SampleTask)
     with ExitStack() as stack:
         endpoints, kept = [], []
-        for rank in range(task.plan.tp * task.plan.pp):
+        for rank in range(task.plan.ranks):
             transport = make_transport(task.transport)
             pools = pools_for(task.plan, rank, transport)
             for index, pool in pools.items():
@@ -76,45 +75,40 @@ def run_sample_server(task: SampleTask) -> Iterator[list[str]]:
 
     What it prints on stderr is kept for the error, should it fail to start.
     """
-    try:
-        zmq()
-    except AtlasError as missing:
-        problem, hint = f"{_NOT_STARTED}: pyzmq is missing", "Try: pip install 'kvatlas[wire]'"
-        raise AtlasError(missing.code, problem, got=missing.got, hint=hint) from None
+    zmq()  # missing here, it would be missing there
     command = [sys.executable, "-m", "kvatlas.wire.sample_server"]
-    errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed below, with the process
-    process = subprocess.Popen(  # noqa: S603  # this very program
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors
-    )
-    assert process.stdin is not None  # noqa: S101
-    assert process.stdout is not None  # noqa: S101
-    try:
-        with suppress(BrokenPipeError):  # it has ended already; why is read below
-            process.stdin.write(msgspec.json.encode(task) + b"\n")
-            process.stdin.flush()
-        # Transports print to stdout too: the line for us is marked.
-        line = next((line for line in process.stdout if line.startswith(_MARK)), b"")
-        if not line:
-            status = process.wait(10)
-            errors.seek(0)
-            last = errors.read().decode(errors="replace").strip().rpartition("\n")[2]
-            raise AtlasError(
-                Code.WIRE_FAILED,
-                _NOT_STARTED,
-                got=f"exit code {status}, {last[:300] or 'without a word'}",
-                hint="Run python -m kvatlas.wire.sample_server to see more",
-            )
-        yield msgspec.json.decode(line[len(_MARK) :], type=list[str])
-    finally:
-        with suppress(BrokenPipeError):
-            process.stdin.close()
+    with (
+        tempfile.TemporaryFile() as errors,
+        subprocess.Popen(  # noqa: S603  # this very program
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors
+        ) as process,
+    ):
+        assert process.stdin is not None  # noqa: S101
+        assert process.stdout is not None  # noqa: S101
         try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        process.stdout.close()
-        errors.close()
+            with suppress(BrokenPipeError):  # it has ended already; why is read below
+                process.stdin.write(msgspec.json.encode(task) + b"\n")
+                process.stdin.flush()
+            # Transports print to stdout too: the line for us is marked.
+            line = next((line for line in process.stdout if line.startswith(_MARK)), b"")
+            if not line:
+                status = process.wait(10)
+                errors.seek(0)
+                last = errors.read().decode(errors="replace").strip().rpartition("\n")[2]
+                raise AtlasError(
+                    Code.WIRE_FAILED,
+                    "the helper process did not start",
+                    got=f"exit code {status}, {last[:300] or 'without a word'}",
+                    hint="Run python -m kvatlas.wire.sample_server to see more",
+                )
+            yield msgspec.json.decode(line[len(_MARK) :], type=list[str])
+        finally:
+            with suppress(BrokenPipeError):
+                process.stdin.close()
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
 
 
 if __name__ == "__main__":

@@ -7,37 +7,23 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.routing import Copy, Costs, report, token_range
+from kvatlas.wire import protocol
 from kvatlas.wire.client.transfer import Transfer
 from kvatlas.wire.peers import Peer
-from kvatlas.wire.protocol import (
-    MAX_CHECKSUM_SPAN,
-    MIN_PIECE_BYTES,
-    Checksums,
-    Close,
-    Direction,
-    Gather,
-    GetChecksums,
-    Message,
-    Ok,
-    Open,
-    Opened,
-    Renew,
-    bad_handshake,
-    pack_tables,
-    unpack_tables,
-)
+from kvatlas.wire.protocol import Ok, Opened
 from kvatlas.wire.rpc import ask
 from kvatlas.wire.server.state import NodeState
 from kvatlas.wire.staging import checksums, gather, scatter, stream_bytes, stream_slice
-from kvatlas.wire.transports.base import STAGING, Handle, Link
+from kvatlas.wire.transports.base import STAGING, Link
 
-A = TypeVar("A", bound=Message)
+A = TypeVar("A", bound=protocol.Message)
 How = Literal["auto", "direct", "staged"]
 
 _BATCH = 64 << 20
@@ -68,7 +54,7 @@ class PeerConnection:
 class TransferRequest:
     """What the caller of `pull` or `push` wants."""
 
-    direction: Direction
+    direction: protocol.Direction
     request: str
     blocks: Any
     peer_blocks: Any
@@ -81,35 +67,33 @@ class TransferRequest:
     streamed: bool
 
 
+@dataclass
 class RankTransfer:
-    """One rank's part of a transfer, with one peer."""
+    """One rank's part of a transfer, with one peer that has `patience` seconds for an answer."""
 
-    def __init__(
-        self,
-        node: NodeState,
-        connection: PeerConnection,
-        wanted: TransferRequest,
-        transfer: Transfer,
-        *,
-        deadline: float,
-        patience: float,
-    ) -> None:
-        self.node, self.connection, self.wanted, self.transfer = node, connection, wanted, transfer
-        self.deadline, self.patience = deadline, patience
-        self.rank = connection.peer.rank
+    node: NodeState
+    connection: PeerConnection
+    wanted: TransferRequest
+    transfer: Transfer
+    patience: float
+
+    def __post_init__(self) -> None:
+        wanted = self.wanted
+        self.deadline = self.transfer.begun + wanted.seconds
+        self.rank = self.connection.peer.rank
         self.pull = wanted.direction == "pull"
-        self.start, self.stop = token_range(wanted.tokens, node.plan.max_len)
-        self.mine: Any = _by_group(wanted.blocks)
-        self.theirs: Any = None if wanted.peer_blocks is None else _by_group(wanted.peer_blocks)
+        self.tokens = token_range(wanted.tokens, self.node.plan.max_len)
+        self.mine = _by_group(wanted.blocks)
+        self.theirs = None if wanted.peer_blocks is None else _by_group(wanted.peer_blocks)
 
     def run(self) -> None:
         """Carry it out, or raise why not; the lease and the buffers are given back either way."""
         self.transfer.check_cancelled()
-        buffers = self._acquire_buffers()
+        self.buffers = self._acquire_buffers()
         try:
-            self._run(buffers)
+            self._run()
         finally:
-            self.node.staging.give_back(buffers)
+            self.node.staging.give_back(self.buffers)
 
     def _acquire_buffers(self) -> list[int]:
         """Staging buffers of this node; a transfer that must be staged waits for them."""
@@ -124,13 +108,13 @@ class RankTransfer:
             buffers = staging.acquire(_BUFFERS)
         return buffers
 
-    def _run(self, buffers: list[int]) -> None:
-        opened = self._open(len(buffers))
+    def _run(self) -> None:
+        self._open()
         complete = False
         try:
-            self._check_opened(opened)
+            self._check_opened()
             copies = self._copies(self.wanted.layers)
-            self._move(copies, buffers, opened)
+            self._move(copies)
             if self.wanted.checksums:
                 self._compare(copies)
             complete = True
@@ -143,52 +127,51 @@ class RankTransfer:
 
     # -- messages -------------------------------------------------------------------------
 
-    def _ask(self, question: Message, kind: type[A]) -> A:
+    def _ask(self, question: protocol.Message, kind: type[A]) -> A:
         deadline = min(self.deadline, time.monotonic() + self.patience)
         endpoint, secret = self.connection.endpoint, self.node.secret
         answer = ask(endpoint, question, secret=secret, deadline=deadline)
         if not isinstance(answer, kind):
-            raise bad_handshake(f"{type(answer).__name__} instead of {kind.__name__}")
+            raise protocol.bad_handshake(f"{type(answer).__name__} instead of {kind.__name__}")
         return answer
 
-    def _ask_of_lease(self, message: Callable[..., Message], kind: type[A], **fields: Any) -> A:
-        return self._ask(
-            message(session=self.connection.session, lease=self._lease, **fields), kind
+    def _ask_of_lease(
+        self, message: Callable[..., protocol.Message], kind: type[A], **fields: Any
+    ) -> A:
+        session, lease = self.connection.session, self.opened.lease
+        return self._ask(message(session=session, lease=lease, **fields), kind)
+
+    def _open(self) -> None:
+        wanted, theirs = self.wanted, self.theirs
+        question = protocol.Open(
+            session=self.connection.session,
+            direction=wanted.direction,
+            request=wanted.request,
+            blocks=protocol.pack_tables(self.mine),
+            peer_blocks=None if theirs is None else protocol.pack_tables(theirs),
+            start=self.tokens[0],
+            stop=self.tokens[1],
+            layers=None if wanted.layers is None else tuple(wanted.layers),
+            seconds=self._seconds_left(),
+            buffers=len(self.buffers),
         )
-
-    def _open(self, buffers: int) -> Opened:
-        wanted = self.wanted
         with self.node.metrics.phase("open"):
-            opened = self._ask(
-                Open(
-                    session=self.connection.session,
-                    direction=wanted.direction,
-                    request=wanted.request,
-                    blocks=pack_tables(self.mine),
-                    peer_blocks=None if self.theirs is None else pack_tables(self.theirs),
-                    start=self.start,
-                    stop=self.stop,
-                    layers=None if wanted.layers is None else tuple(wanted.layers),
-                    seconds=self._seconds_left(),
-                    buffers=buffers,
-                ),
-                Opened,
-            )
-        self._lease = opened.lease
-        self._renew_at = time.monotonic() + opened.seconds / 2
-        return opened
+            self.opened = self._ask(question, Opened)
+        self._renew_at = time.monotonic() + self.opened.seconds / 2
 
-    def _check_opened(self, opened: Opened) -> None:
+    def _check_opened(self) -> None:
         """Take the peer's blocks and buffers, the buffers only inside its staging memory."""
-        told = unpack_tables(opened.blocks)
+        opened = self.opened
+        told = protocol.unpack_tables(opened.blocks)
         self.theirs = told if self.theirs is None else self.theirs
         staging = self.connection.peer.memory.get(STAGING)
         size = 0 if staging is None else staging.nbytes
-        small = opened.piece < MIN_PIECE_BYTES
+        small = opened.piece < protocol.MIN_PIECE_BYTES
         outside = any((buffer + 1) * opened.piece > size for buffer in opened.buffers)
         twice = len(set(opened.buffers)) < len(opened.buffers)
         if opened.buffers and (small or outside or twice):
-            raise bad_handshake(f"buffers {opened.buffers} of {opened.piece} bytes in {size}")
+            got = f"buffers {opened.buffers} of {opened.piece} bytes in {size}"
+            raise protocol.bad_handshake(got)
 
     def _seconds_left(self) -> float:
         return max(0.001, self.deadline - time.monotonic())
@@ -199,23 +182,23 @@ class RankTransfer:
 
     def _renew(self) -> None:
         """Have the peer confirm that the lease is held, and extend it."""
-        ok = self._ask_of_lease(Renew, Ok, seconds=self._seconds_left())
+        ok = self._ask_of_lease(protocol.Renew, Ok, seconds=self._seconds_left())
         self._renew_at = time.monotonic() + ok.seconds / 2
 
     def _close(self, *, complete: bool) -> None:
         """End the lease; where all went well, the source confirms that it was held."""
         with self.node.metrics.phase("confirm"), suppress(*(() if complete else (AtlasError,))):
-            self._ask_of_lease(Close, Ok, complete=complete)
+            self._ask_of_lease(protocol.Close, Ok, complete=complete)
 
     def _compare(self, copies: Sequence[Copy]) -> None:
         """Refuse bytes that are not those of the other end."""
-        total = stream_bytes(copies)
+        total, longest = stream_bytes(copies), protocol.MAX_CHECKSUM_SPAN
         wrong = 0
-        for start in range(0, total, MAX_CHECKSUM_SPAN):
+        for start in range(0, total, longest):
             self.transfer.check_cancelled()
             self._renew_in_time()
             with self.node.metrics.phase("checksums"):
-                wrong += self._differing(copies, start, min(total, start + MAX_CHECKSUM_SPAN))
+                wrong += self._differing(copies, start, min(total, start + longest))
         if wrong:
             raise AtlasError(
                 Code.CHECKSUM,
@@ -226,26 +209,20 @@ class RankTransfer:
     def _differing(self, copies: Sequence[Copy], start: int, stop: int) -> int:
         """How many pieces of a span of the stream are not the same at both ends."""
         span = {"start": start, "stop": stop, "piece": _CHECKSUM_PIECE}
-        theirs = self._ask_of_lease(GetChecksums, Checksums, **span).sums
+        theirs = self._ask_of_lease(protocol.GetChecksums, protocol.Checksums, **span).sums
         pools = self.node.pools
         ours = checksums(copies, pools, (start, stop), _CHECKSUM_PIECE, src=not self.pull)
         if len(theirs) != 4 * len(ours):
-            raise bad_handshake(f"{len(theirs)} bytes for {len(ours)} checksums")
+            raise protocol.bad_handshake(f"{len(theirs)} bytes for {len(ours)} checksums")
         return int((ours != np.frombuffer(theirs, dtype="<u4")).sum())
 
     # -- bytes ----------------------------------------------------------------------------
 
     def _copies(self, layers: Collection[str] | None) -> tuple[Copy, ...]:
-        node, peer = self.node, self.connection.peer
-        route = node.route_from(peer) if self.pull else node.route_to(peer)
-        ends = ((peer.rank, self.theirs), (node.rank, self.mine))
-        (src_rank, src_blocks), (dst_rank, dst_blocks) = ends if self.pull else ends[::-1]
-        return route.bind(
-            src_rank=src_rank, dst_rank=dst_rank, src_blocks=src_blocks, dst_blocks=dst_blocks,
-            tokens=(self.start, self.stop), layers=layers,
-        ).copies  # fmt: skip
+        mine, theirs, peer = self.mine, self.theirs, self.connection.peer
+        return self.node.copies(peer, mine, theirs, self.tokens, layers, incoming=self.pull)
 
-    def _move(self, copies: Sequence[Copy], buffers: list[int], opened: Opened) -> None:
+    def _move(self, copies: Sequence[Copy]) -> None:
         if self.wanted.streamed:
             for name in self._streamed_layers():
                 self.transfer.check_cancelled()
@@ -255,9 +232,9 @@ class RankTransfer:
                     self._renew()
                     self.transfer.add_layer(self.rank, name)
             return
-        able = len(buffers) == len(opened.buffers) == _BUFFERS
-        if able and self._should_stage(copies, buffers, opened):
-            self._move_staged(copies, buffers, opened)
+        able = len(self.buffers) == len(self.opened.buffers) == _BUFFERS
+        if able and self._should_stage(copies):
+            self._move_staged(copies)
             return
         if self.wanted.how == "staged" and stream_bytes(copies):
             raise AtlasError(
@@ -281,32 +258,30 @@ class RankTransfer:
             stop = min(total, start + _BATCH)
             part = copies if total <= _BATCH else stream_slice(copies, start, stop)
             with self.node.metrics.phase("direct"):
-                self._wait(self._post(part))
+                self._carry_out(part)
             self.transfer.add(self.rank, stop - start)
 
-    def _post(self, copies: Sequence[Copy]) -> Handle:
+    def _carry_out(self, copies: Sequence[Copy]) -> None:
+        """Move runs over the link; what was posted is done, or released, when this returns."""
         link = self.connection.link
-        return link.read(copies) if self.pull else link.write(copies)
-
-    def _wait(self, handle: Handle) -> None:
-        """Wait for what was posted; it is done, or released, when this returns."""
+        handle = link.read(copies) if self.pull else link.write(copies)
         try:
             handle.wait(self.deadline, self.transfer.check_cancelled)
         finally:
             handle.release()
 
-    def _should_stage(self, copies: Sequence[Copy], buffers: list[int], opened: Opened) -> bool:
+    def _should_stage(self, copies: Sequence[Copy]) -> bool:
         """Whether to go through staging buffers: as asked, or by what the link was measured at."""
         if self.wanted.how == "staged":
             return True
         if self.wanted.costs is None and self.connection.costs is None:
             with self.node.metrics.phase("measure"):
-                self.connection.costs = self._measure(buffers, opened)
+                self.connection.costs = self._measure()
         return report(copies, self.wanted.costs or self.connection.costs).stage
 
-    def _move_staged(self, copies: Sequence[Copy], buffers: list[int], opened: Opened) -> None:
+    def _move_staged(self, copies: Sequence[Copy]) -> None:
         """Gather, send in large pieces, scatter; one piece is gathered while another is sent."""
-        staging, pools = self.node.staging, self.node.pools
+        staging, pools, opened = self.node.staging, self.node.pools, self.opened
         piece = min(staging.piece, opened.piece)
         total = stream_bytes(copies)
         spans = [(start, min(total, start + piece)) for start in range(0, total, piece)]
@@ -316,7 +291,7 @@ class RankTransfer:
             """Have the peer gather a piece, or scatter it, beside what happens here."""
             start, stop = spans[number]
             span = {"start": start, "stop": stop, "buffer": opened.buffers[number % _BUFFERS]}
-            waiting.append(beside.submit(lambda: self._ask_of_lease(Gather, Ok, **span)))
+            waiting.append(beside.submit(lambda: self._ask_of_lease(protocol.Gather, Ok, **span)))
 
         with ThreadPoolExecutor(1, thread_name_prefix="kvatlas-stage") as beside:
             if self.pull and spans:
@@ -324,53 +299,49 @@ class RankTransfer:
             for number, (start, stop) in enumerate(spans):
                 self.transfer.check_cancelled()
                 self._renew_in_time()
-                near, far = buffers[number % _BUFFERS], opened.buffers[number % _BUFFERS]
-                stream = staging.view(near, stop - start)
-                ends = near * staging.piece, far * opened.piece
+                stream = staging.view(self.buffers[number % _BUFFERS], stop - start)
                 part = stream_slice(copies, start, stop)
                 if self.pull:
                     waiting.pop(0).result()
                     if number + 1 < len(spans):
                         ask_peer(number + 1)
-                    self._send(*ends, stop - start)
+                    self._send(number, stop - start)
                     scatter(part, stream, pools)
                 else:
                     if len(waiting) == _BUFFERS:
                         waiting.pop(0).result()
                     gather(part, pools, stream)
-                    self._send(*ends, stop - start)
+                    self._send(number, stop - start)
                     ask_peer(number)
                 self.transfer.add(self.rank, stop - start)
             for scattered in waiting:
                 scattered.result()
 
-    def _send(self, near: int, far: int, nbytes: int) -> None:
+    def _send(self, number: int, nbytes: int) -> None:
         """One piece between the staging buffers of the two ends."""
         with self.node.metrics.phase("staged"):
-            self._wait(self._post([self._staging_copy([near], [far], nbytes)]))
+            self._carry_out([self._staging_copy(number % _BUFFERS, nbytes)])
 
-    def _staging_copy(self, near: Any, far: Any, nbytes: int) -> Copy:
-        """Runs of one length between offsets of the two ends' staging memory."""
-        src, dst = (far, near) if self.pull else (near, far)
-        length = np.full(len(src), nbytes, dtype=np.int64)
-        return Copy(STAGING, STAGING, np.asarray(src), np.asarray(dst), length)
+    def _staging_copy(self, buffer: int, nbytes: int, near: Any = (0,), far: Any = (0,)) -> Copy:
+        """Runs of one length between offsets in a staging buffer of either end."""
+        mine = self.buffers[buffer] * self.node.staging.piece + np.asarray(near)
+        theirs = self.opened.buffers[buffer] * self.opened.piece + np.asarray(far)
+        src, dst = (theirs, mine) if self.pull else (mine, theirs)
+        return Copy(STAGING, STAGING, src, dst, np.full(len(src), nbytes, dtype=np.int64))
 
-    def _measure(self, buffers: list[int], opened: Opened) -> Costs:
+    def _measure(self) -> Costs:
         """What this link costs: many short runs against one long one, between staging buffers."""
-        piece = min(opened.piece, self.node.staging.piece)
-        near, far = buffers[0] * self.node.staging.piece, opened.buffers[0] * opened.piece
+        piece = min(self.opened.piece, self.node.staging.piece)
         short, count = 4096, max(1, min(64, piece // 8192))
         at = np.arange(count) * 2 * short
-        runs = self._staging_copy(near + at, far + at[::-1], short)
-        many, one = (
-            _quickest(lambda copy=copy: self._wait(self._post([copy])))  # type: ignore[misc]
-            for copy in (runs, self._staging_copy([near], [far], piece))
-        )
+        runs = self._staging_copy(0, short, at, at[::-1])
+        many = _quickest(partial(self._carry_out, [runs]))
+        one = _quickest(partial(self._carry_out, [self._staging_copy(0, piece)]))
         # A scatter of such short runs, as a staged transfer ends with, into scratch memory.
         spread = Copy(STAGING, 0, at, at[::-1], np.full(count, short))
         scratch = {0: np.empty(2 * count * short, dtype=np.uint8)}
-        stream = self.node.staging.view(buffers[0], count * short)
-        copying = _quickest(lambda: scatter([spread], stream, scratch))
+        stream = self.node.staging.view(self.buffers[0], count * short)
+        copying = _quickest(partial(scatter, [spread], stream, scratch))
         wire = piece / one
         each = max(0.0, (many - count * short / wire) / count)
         return Costs(descriptor=each, wire=wire, copy=count * short / copying, piece=piece)

@@ -27,6 +27,7 @@ from kvatlas.wire.protocol import SendPlan, Welcome, bad_handshake
 from kvatlas.wire.rpc import ask, log, no_answer
 from kvatlas.wire.server.state import NodeState
 from kvatlas.wire.transports.base import Link
+from kvatlas.wire.transports.errors import failed
 
 _PEER_GONE = {Code.PEER_LOST, Code.UNKNOWN_SESSION, Code.DEADLINE, Code.WIRE_FAILED}
 """Failures after which a peer has to be connected to anew: it may have gone, or restarted."""
@@ -119,13 +120,7 @@ class Session:
         checksums: bool = False,
     ) -> Transfer:
         """Write a request's tokens from blocks of this node to every rank that reads from it."""
-        peer = self._any_peer()
-        outgoing = self.node.route_to(peer)
-        ranks = [
-            rank
-            for rank in range(peer.plan.tp * peer.plan.pp)
-            if self.node.rank in outgoing.sources(rank)
-        ]
+        ranks = self.node.readers(self._any_peer())
         wanted = TransferRequest(
             "push", request, src_blocks, dst_blocks, tokens, layers, seconds, how, costs,
             checksums=checksums, streamed=False,
@@ -175,30 +170,22 @@ class Session:
         if missing:
             raise self._not_connected(missing)
         transfer = Transfer(wanted.request, ranks, total)
-        deadline = time.monotonic() + wanted.seconds
         with self._lock:
             self._any_peer()
             self._running.add(transfer)
             for rank in ranks:
-                self._workers.submit(self._run_rank, transfer, wanted, rank, deadline)
+                self._workers.submit(self._run_rank, transfer, wanted, rank)
         return transfer
 
-    def _run_rank(
-        self, transfer: Transfer, wanted: TransferRequest, rank: int, deadline: float
-    ) -> None:
+    def _run_rank(self, transfer: Transfer, wanted: TransferRequest, rank: int) -> None:
         """Carry out one rank's part, and record its outcome."""
         try:
-            self._try_replicas(transfer, wanted, rank, deadline)
+            self._try_replicas(transfer, wanted, rank)
         except AtlasError as refused:
             error = refused
         except Exception as defect:
             log.exception("a transfer failed")
-            error = AtlasError(
-                Code.WIRE_FAILED,
-                "The transfer failed in a way that was not foreseen",
-                got=f"{type(defect).__name__}: {defect}",
-                hint="See the log",
-            )
+            error = failed(f"{type(defect).__name__}: {defect}", hint="See the log")
         else:
             self.node.metrics.ended(wanted.direction, "ok")
             transfer.finished(rank)
@@ -207,23 +194,20 @@ class Session:
         log.warning("failed request=%s rank=%d code=%s", wanted.request, rank, error.code)
         transfer.failed(rank, error)
 
-    def _try_replicas(
-        self, transfer: Transfer, wanted: TransferRequest, rank: int, deadline: float
-    ) -> None:
+    def _try_replicas(self, transfer: Transfer, wanted: TransferRequest, rank: int) -> None:
         """Try one replica after the other, those that are connected first."""
         left = deque(sorted(self._replicas[rank], key=lambda one: one not in self._connections))
         reconnected: set[str] = set()
         while True:
             endpoint = left.popleft()
             # A replica that never answers leaves time for the others.
-            patience = min(_ANSWER_SECONDS, (deadline - time.monotonic()) / (len(left) + 1))
+            remaining = transfer.begun + wanted.seconds - time.monotonic()
+            patience = min(_ANSWER_SECONDS, remaining / (len(left) + 1))
             try:
                 transfer.check_cancelled()
                 with self._connection(endpoint, time.monotonic() + patience) as connection:
-                    RankTransfer(
-                        self.node, connection, wanted, transfer, deadline=deadline,
-                        patience=patience,
-                    ).run()  # fmt: skip
+                    RankTransfer(self.node, connection, wanted, transfer, patience).run()
+                return
             except AtlasError as refused:
                 if refused.code is Code.UNKNOWN_SESSION and endpoint not in reconnected:
                     # The peer has restarted, and may be connected to again.
@@ -232,8 +216,6 @@ class Session:
                 if refused.code not in _RETRIED or transfer.cancelled or not left:
                     raise
                 transfer.restart(rank)
-            else:
-                return
 
     @contextmanager
     def _connection(self, endpoint: str, deadline: float) -> Iterator[PeerConnection]:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 
 from kvatlas.errors import AtlasError, Code
+from kvatlas.wire.transports.errors import failed
 
 
 class Transfer:
@@ -78,12 +79,8 @@ class Transfer:
     def wait(self, seconds: float | None = None) -> Transfer:
         """Wait until it has ended; raises its failure, or once `seconds` have passed."""
         if not self._over.wait(seconds):
-            raise AtlasError(
-                Code.DEADLINE,
-                f"The transfer is still running after {time.monotonic() - self.begun:.1f} s",
-                got=self,
-                hint="Wait longer, or cancel it",
-            )
+            problem = f"The transfer is still running after {time.monotonic() - self.begun:.1f} s"
+            raise AtlasError(Code.DEADLINE, problem, got=self, hint="Wait longer, or cancel it")
         if self.error is not None:
             raise self.error
         return self
@@ -113,30 +110,22 @@ class Transfer:
 
     def finished(self, rank: int) -> None:
         """A rank has delivered and its source has confirmed."""
-        with self._lock:
-            self._waiting.discard(rank)
-            over = not self._waiting
-            short = self.total is not None and sum(self._bytes.values()) != self.total
-        if over and self.error is None and short:
-            self.failed(
-                rank,
-                AtlasError(
-                    Code.WIRE_FAILED,
-                    "Fewer or more bytes arrived than the destination's plan needs",
-                    got=f"{self.moved} of {self.total} bytes",
-                    hint="Please report it: a route has left bytes out",
-                ),
-            )
-        elif over:
-            self._end()
+        self._leave(rank, None)
 
     def failed(self, rank: int, problem: AtlasError) -> None:
         """A rank has failed on every replica; the others are cancelled."""
+        self._leave(rank, problem)
+
+    def _leave(self, rank: int, problem: AtlasError | None) -> None:
         with self._lock:
             self._waiting.discard(rank)
-            if self.error is None or self.error.code is Code.CANCELLED:
+            over, moved = not self._waiting, sum(self._bytes.values())
+            short = over and self.total not in (None, moved)
+            if problem is None and self.error is None and short:
+                got = f"{moved} bytes where the destination's plan needs {self.total}"
+                problem = failed(got, "Please report it: a route has left bytes out")
+            if problem is not None and (self.error is None or self.error.code is Code.CANCELLED):
                 self.error = problem
-            over = not self._waiting
         if over:
             self._end()
 

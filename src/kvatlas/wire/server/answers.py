@@ -81,24 +81,16 @@ class Answers:
     def _open(self, question: protocol.Open) -> protocol.Message:
         node, peer = self.node, self._peer(question.session)
         theirs = protocol.unpack_tables(question.blocks)
-        told = (
-            None if question.peer_blocks is None else protocol.unpack_tables(question.peer_blocks)
-        )
+        told = protocol.unpack_tables(question.peer_blocks or {})
         with node.lock:
             held = self._held(question, peer)
             tokens = question.start, question.stop
             _check_same_blocks(held.blocks, told)
             _check_tokens(held, *tokens, node.plan)
-            if question.direction == "pull":
-                bound = node.route_to(peer).bind(
-                    src_rank=node.rank, dst_rank=peer.rank, src_blocks=held.blocks,
-                    dst_blocks=theirs, tokens=tokens, layers=question.layers,
-                )  # fmt: skip
-            else:
-                bound = node.route_from(peer).bind(
-                    src_rank=peer.rank, dst_rank=node.rank, src_blocks=theirs,
-                    dst_blocks=held.blocks, tokens=tokens, layers=question.layers,
-                )  # fmt: skip
+            copies = node.copies(
+                peer, held.blocks, theirs, tokens, question.layers,
+                incoming=question.direction == "push",
+            )  # fmt: skip
             seconds = question.seconds
             if isinstance(held, Offer):
                 seconds = min(seconds, held.expires - time.monotonic())
@@ -112,7 +104,7 @@ class Answers:
                 direction=question.direction,
                 peer_rank=peer.rank,
                 complete=question.layers is None and tokens == (held.start, held.stop),
-                copies=bound.copies,
+                copies=copies,
                 buffers=tuple(node.staging.acquire(question.buffers)),
             )
         return protocol.Opened(
@@ -129,19 +121,14 @@ class Answers:
             offer = self.node.offers.get(question.request)
             if offer is not None and offer.expires > time.monotonic():
                 return offer
+            problem = "The request is not offered"
         else:
             expected = self.node.expected.get(question.request)
-            wanted = expected is not None and expected.source == peer.plan_hash
-            if expected is not None and wanted and not expected.ready.is_set():
+            if expected is not None and expected.wants(peer.plan_hash):
                 return expected
-        raise AtlasError(
-            Code.UNKNOWN_REQUEST,
-            "The request is not offered"
-            if question.direction == "pull"
-            else "The request is not expected from this plan, or has arrived",
-            got=repr(question.request),
-            hint="Offer or expect it first, and for long enough",
-        )
+            problem = "The request is not expected from this plan, or has arrived"
+        hint = "Offer or expect it first, and for long enough"
+        raise AtlasError(Code.UNKNOWN_REQUEST, problem, got=repr(question.request), hint=hint)
 
     def _stage(self, question: protocol.Gather) -> protocol.Message:
         lease, staging = self._lease(question), self.node.staging
@@ -191,12 +178,8 @@ class Answers:
             if offer is None:
                 return False
             offer.readers.add((peer.plan_hash, peer.rank))
-            outgoing = self.node.route_to(peer)
-            return all(
-                (peer.plan_hash, rank) in offer.readers
-                for rank in range(peer.plan.tp * peer.plan.pp)
-                if self.node.rank in outgoing.sources(rank)
-            )
+            readers = {(peer.plan_hash, rank) for rank in self.node.readers(peer)}
+            return readers <= offer.readers
 
     def _arrived(self, lease: Lease) -> None:
         with self.node.lock:
@@ -229,9 +212,9 @@ class Answers:
         return _LONGEST_LEASE if offer is None else offer.expires - time.monotonic()
 
 
-def _check_same_blocks(mine: Mapping[int, Int64s], told: Mapping[int, Int64s] | None) -> None:
+def _check_same_blocks(mine: Mapping[int, Int64s], told: Mapping[int, Int64s]) -> None:
     """Refuse a peer that means other blocks than this node has for the request."""
-    for group, ids in (told or {}).items():
+    for group, ids in told.items():
         if group not in mine or not np.array_equal(ids, mine[group] & 0xFFFFFFFF):
             raise AtlasError(
                 Code.UNKNOWN_REQUEST,

@@ -22,15 +22,15 @@ from kvatlas.wire.peers import plan_hash
 from kvatlas.wire.rpc import Server
 from kvatlas.wire.server.answers import Answers
 from kvatlas.wire.server.state import NodeState
-from kvatlas.wire.transports.base import Memory, Transport
+from kvatlas.wire.transports.base import Transport
 
 _LONGEST_OFFER = 3600.0
 
 
 def pools_for(plan: Plan, rank: int, transport: Transport) -> dict[int, Bytes]:
     """Memory for the pools of a rank that peers of a transport can reach, by index."""
-    stage = rank // plan.tp
-    return {p.index: transport.allocate(p.nbytes) for p in plan.pools if p.stage == stage}
+    pools = plan.rank_pools(rank).items()
+    return {index: transport.allocate(pool.nbytes) for index, pool in pools}
 
 
 class Node(NodeState):
@@ -42,28 +42,13 @@ class Node(NodeState):
     the place of the one before: peers end the leases that that one had.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        *,
-        rank: int = 0,
-        memory: Mapping[int, Memory],
-        transport: Transport,
-        name: str | None = None,
-        listen: str = "tcp://127.0.0.1:0",
-        secret: bytes | None = None,
-        piece: int = 4 << 20,
-        buffers: int = 8,
-    ) -> None:
+    def __post_init__(self) -> None:
         try:
-            super().__init__(
-                plan, rank, memory, transport,
-                name=name, secret=secret, piece=piece, buffers=buffers,
-            )  # fmt: skip
-            transport.register(self.memory)
-            self.server = Server(listen, Answers(self), secret=secret, idle=self.sweep)
+            super().__post_init__()
+            self.transport.register(self.memory)
+            self.server = Server(self.listen, Answers(self), secret=self.secret, idle=self.sweep)
         except BaseException:
-            transport.close()
+            self.transport.close()
             raise
 
     @property

@@ -6,12 +6,14 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 import numpy as np
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
-from kvatlas.routing import Route, checked_rank, fingerprint, route
+from kvatlas.routing import Copy, Route, checked_rank, fingerprint, route
 from kvatlas.wire.leases import Expected, Leases, Offer
 from kvatlas.wire.memory_copy import as_bytes, memory_of
 from kvatlas.wire.metrics import Metrics
@@ -24,40 +26,48 @@ from kvatlas.wire.transports.base import STAGING, Memory, Transport
 _MAX_ROUTES = 128
 
 
+@dataclass(eq=False, repr=False)
 class NodeState:
     """One rank's memory and what is promised of it; `lock` guards offers and expectations.
 
     The lock may be held while leases or staging buffers take theirs, never the other way.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        rank: int,
-        memory: Mapping[int, Memory],
-        transport: Transport,
-        *,
-        name: str | None,
-        secret: bytes | None,
-        piece: int,
-        buffers: int,
-    ) -> None:
-        check_memory(plan, checked_rank(plan, rank, "node"), memory)
-        _check_piece_size(piece)
-        self.plan, self.plan_hash, self.rank = plan, plan_hash(plan), rank
-        self.transport, self.secret = transport, secret
+    plan: Plan
+    _: KW_ONLY
+    rank: int = 0
+    memory: Mapping[int, Memory]
+    transport: Transport
+    name: str = ""
+    listen: str = "tcp://127.0.0.1:0"
+    secret: bytes | None = None
+    piece: int = 4 << 20
+    buffers: int = 8
+
+    def __post_init__(self) -> None:
+        check_memory(self.plan, checked_rank(self.plan, self.rank, "node"), self.memory)
+        if self.piece < MIN_PIECE_BYTES:
+            raise AtlasError(
+                Code.BAD_SIZE,
+                f"A staging buffer has fewer than {MIN_PIECE_BYTES} bytes",
+                got=self.piece,
+                hint="Leave piece out, or give buffers=0 for no staging",
+            )
+        self.plan_hash = plan_hash(self.plan)
         self.incarnation = new_key()
-        self.name = name or f"kvatlas-{self.incarnation.hex()[:12]}"
+        self.name = self.name or f"kvatlas-{self.incarnation.hex()[:12]}"
         self.lock = threading.RLock()
         self.metrics = Metrics()
         self.peer_plans = PeerPlans()
         self.offers: dict[str, Offer] = {}
         self.expected: dict[str, Expected] = {}
         self.routes: OrderedDict[tuple[bytes, str], Route] = OrderedDict()
-        staging = transport.allocate(piece * buffers) if buffers else np.zeros(0, np.uint8)
-        self.staging = StagingBuffers(staging, piece)
+        staging = np.zeros(0, np.uint8)
+        if self.buffers:
+            staging = self.transport.allocate(self.piece * self.buffers)
+            self.memory = {**self.memory, **memory_of({STAGING: staging})}
+        self.staging = StagingBuffers(staging, self.piece)
         self.leases = Leases(lambda lease: self.staging.give_back(lease.buffers))
-        self.memory = {**memory, **(memory_of({STAGING: staging}) if buffers else {})}
         self.pools = {i: as_bytes(at) for i, at in self.memory.items() if at.device == 0}
 
     def hello(self, *, with_plan: bool) -> Hello:
@@ -96,6 +106,23 @@ class NodeState:
             self.routes.move_to_end(key)
             return self.routes[key]
 
+    def readers(self, peer: Peer) -> list[int]:
+        """The ranks of a peer's plan that read from this node."""
+        outgoing = self.route_to(peer)
+        return [rank for rank in range(peer.plan.ranks) if self.rank in outgoing.sources(rank)]
+
+    def copies(
+        self, peer: Peer, mine: Any, theirs: Any, tokens: Any, layers: Any, *, incoming: bool
+    ) -> tuple[Copy, ...]:
+        """What moves between blocks of this node and blocks of a peer."""
+        between = self.route_from(peer) if incoming else self.route_to(peer)
+        ends = (peer.rank, theirs), (self.rank, mine)
+        (src_rank, src_blocks), (dst_rank, dst_blocks) = ends if incoming else ends[::-1]
+        return between.bind(
+            src_rank=src_rank, dst_rank=dst_rank, src_blocks=src_blocks, dst_blocks=dst_blocks,
+            tokens=tokens, layers=layers,
+        ).copies  # fmt: skip
+
     def release(self, request: str, why: str) -> None:
         """End an offer and its leases, and tell whoever made it."""
         with self.lock:
@@ -115,13 +142,3 @@ class NodeState:
         for request in [r for r, offer in list(self.offers.items()) if offer.expires <= now]:
             log.warning("expired request=%s", request)
             self.release(request, "expired")
-
-
-def _check_piece_size(piece: int) -> None:
-    if piece < MIN_PIECE_BYTES:
-        raise AtlasError(
-            Code.BAD_SIZE,
-            f"A staging buffer has fewer than {MIN_PIECE_BYTES} bytes",
-            got=piece,
-            hint="Leave piece out, or give buffers=0 for no staging",
-        )

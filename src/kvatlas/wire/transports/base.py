@@ -40,9 +40,27 @@ class Memory:
 class Handle(ABC):
     """An operation that has been posted."""
 
-    @abstractmethod
+    _done = False
+    _failure: AtlasError | None = None
+
     def poll(self) -> bool:
-        """Whether it is done; raises where it has failed."""
+        """Whether it is done; raises where it has failed, and does so whenever asked again."""
+        if self._failure is not None:
+            raise self._failure
+        if not self._done:
+            try:
+                self._done = self._poll()
+            except AtlasError as failure:
+                self._failure = failure
+                raise
+            except Exception as problem:
+                self._failure = errors.failed(f"{type(problem).__name__}: {problem}")
+                raise self._failure from problem
+        return self._done
+
+    @abstractmethod
+    def _poll(self) -> bool:
+        """Whether it is done; not called again once it is, or has failed."""
 
     def wait(self, deadline: float, interrupt: Callable[[], None] = lambda: None) -> None:
         """Wait until it is done, or refuse once the monotonic clock passes `deadline`.
@@ -54,60 +72,78 @@ class Handle(ABC):
             interrupt()
             now = time.monotonic()
             if now > deadline:
-                raise AtlasError(
-                    Code.DEADLINE,
-                    f"The deadline passed after {now - begun:.1f} s",
-                    got="an operation that is still under way",
-                    hint="Allow more time, or retry on another replica",
-                )
+                got = f"an operation that is still under way after {now - begun:.1f} s"
+                hint = "Allow more time, or retry on another replica"
+                raise AtlasError(Code.DEADLINE, got=got, hint=hint)
             # A twentieth of the time so far: what is quick is noticed quickly.
             self._pause(min((now - begun) / 20, _LONGEST_PAUSE))
 
     def _pause(self, seconds: float) -> None:
         time.sleep(seconds)
 
-    def release(self) -> None:  # noqa: B027
+    def release(self) -> None:
         """Give back what the transport keeps for it; also ends it where that is possible."""
+        if not self._done and self._failure is None:
+            self._failure = errors.cancelled()
+        self._release()
+
+    def _release(self) -> None:  # noqa: B027
+        """Tell the library below, where there is one."""
 
 
 class Done(Handle):
     """An operation that was over when it was posted."""
 
-    def poll(self) -> bool:
-        """Always."""
+    def _poll(self) -> bool:
         return True
 
 
 class Link(ABC):
     """A connection to one peer's memory."""
 
-    def __init__(self, mine: Mapping[int, Memory], theirs: Mapping[int, Memory]) -> None:
-        self.mine, self.theirs = mine, dict(theirs)
+    def __init__(self, owner: Transport, theirs: Mapping[int, Memory]) -> None:
+        self.owner, self.mine, self.theirs = owner, owner.memory, dict(theirs)
+        self.open = True
 
     def read(self, copies: Sequence[Copy]) -> Handle:
         """Bytes of the peer into memory of this process: the peer is the source."""
         check_bounds(copies, self.theirs, self.mine)
-        return self._checked([copy for copy in copies if len(copy)], write=False)
+        return self._checked(copies, write=False)
 
     def write(self, copies: Sequence[Copy]) -> Handle:
         """Bytes of this process into memory of the peer: the peer is the destination."""
         check_bounds(copies, self.mine, self.theirs)
-        return self._checked([copy for copy in copies if len(copy)], write=True)
+        return self._checked(copies, write=True)
 
     def _checked(self, copies: Sequence[Copy], *, write: bool) -> Handle:
         self.check()
+        copies = [copy for copy in copies if len(copy)]
         return self._post(copies, write=write) if copies else Done()
 
-    @abstractmethod
+    def _addresses(self, copies: Sequence[Copy], *, write: bool) -> tuple[Int64s, Int64s, Int64s]:
+        """Absolute addresses of runs at this end and at the peer's, and their lengths."""
+        src, dst = (self.mine, self.theirs) if write else (self.theirs, self.mine)
+        source = np.concatenate([copy.src + src[copy.src_pool].address for copy in copies])
+        target = np.concatenate([copy.dst + dst[copy.dst_pool].address for copy in copies])
+        length = np.concatenate([copy.length for copy in copies])
+        return (source, target, length) if write else (target, source, length)
+
     def check(self) -> None:
-        """Raise where the link is closed or the peer is gone."""
+        """Raise where the link or its transport is closed, or the peer is gone."""
+        if not self.open or not self.owner.open:
+            raise errors.closed("link")
 
     @abstractmethod
     def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle: ...
 
-    @abstractmethod
     def close(self) -> None:
         """Forget the peer; a second call does nothing."""
+        if self.open:
+            self.open = False
+            self._close()
+
+    def _close(self) -> None:  # noqa: B027
+        """Tell the library below, where there is one."""
 
 
 class Transport(ABC):
@@ -117,6 +153,7 @@ class Transport(ABC):
 
     def __init__(self) -> None:
         self.memory: dict[int, Memory] = {}
+        self.open = True
 
     def register(self, memory: Mapping[int, Memory]) -> None:
         """Make regions of this process reachable, by pool index."""
@@ -152,11 +189,6 @@ class Transport(ABC):
     @abstractmethod
     def _connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link: ...
 
-    @property
-    @abstractmethod
-    def open(self) -> bool:
-        """Whether it has not been closed."""
-
     def check(self) -> None:
         """Raise where it has been closed."""
         if not self.open:
@@ -168,7 +200,13 @@ class Transport(ABC):
 
     def close(self) -> None:
         """Give everything back; a second call does nothing."""
-        self.memory.clear()
+        if self.open:
+            self.open = False
+            self._close()
+            self.memory.clear()
+
+    def _close(self) -> None:  # noqa: B027
+        """Tell the library below, where there is one."""
 
 
 def check_bounds(
@@ -180,19 +218,18 @@ def check_bounds(
             (copy.src_pool, copy.src, src),
             (copy.dst_pool, copy.dst, dst),
         ):
-            region = regions.get(pool)
-            if region is None:
+            if pool not in regions:
                 raise AtlasError(
                     Code.OUT_OF_BOUNDS,
                     "A range lies in a region that is not registered",
                     got=f"pool {pool}, not one of {sorted(regions)}",
                     hint="Register every pool before the handshake",
                 )
-            if len(starts) and not _inside(starts, copy.length, region.nbytes):
+            nbytes = regions[pool].nbytes
+            if len(starts) and not _inside(starts, copy.length, nbytes):
                 raise AtlasError(
                     Code.OUT_OF_BOUNDS,
-                    "A range leaves its region",
-                    got=f"bytes outside 0..{region.nbytes - 1} of pool {pool}",
+                    got=f"bytes outside 0..{nbytes - 1} of pool {pool}",
                     hint="Check that the plan is the one that the memory was made for",
                 )
 
@@ -200,14 +237,3 @@ def check_bounds(
 def _inside(starts: Int64s, length: Int64s, nbytes: int) -> bool:
     # Taken away from the size, not added to the start: sums of large numbers wrap around.
     return bool(starts.min() >= 0 and length.min() > 0 and (starts <= nbytes - length).all())
-
-
-def addresses(copies: Sequence[Copy], regions: Mapping[int, Memory], *, src: bool) -> Int64s:
-    """Absolute addresses of one end of some copies, in their order."""
-    return np.concatenate(
-        [
-            (copy.src if src else copy.dst)
-            + regions[copy.src_pool if src else copy.dst_pool].address
-            for copy in copies
-        ]
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from typing import TypeVar
 
 import msgspec
@@ -36,6 +37,13 @@ def peer_lost(got: object) -> AtlasError:
 def failed(got: object, hint: str = "See the transport's own log for the cause") -> AtlasError:
     """The transport, or the library below it, has failed."""
     return AtlasError(Code.WIRE_FAILED, got=got, hint=hint)
+
+
+def no_room(what: str, nbytes: int, problem: OSError, hint: str) -> AtlasError:
+    """The system cannot hold so many bytes, for want of room or otherwise."""
+    full = problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    code = Code.NOT_ENOUGH_MEMORY if full else Code.WIRE_FAILED
+    return AtlasError(code, what, got=f"{nbytes:,} bytes: {problem}", hint=hint)
 
 
 def closed(what: str) -> AtlasError:

@@ -22,12 +22,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Int64s
 from kvatlas.routing import Copy
 from kvatlas.wire.memory_copy import STEP, split_runs
 from kvatlas.wire.transports import errors
-from kvatlas.wire.transports.base import Handle, Link, Memory, Transport, addresses
+from kvatlas.wire.transports.base import Handle, Link, Memory, Transport
 from kvatlas.wire.transports.stepwise import Stepwise
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
@@ -96,20 +95,13 @@ class FileTransport(Transport):
                 # Room now, so that no write finds the disk full.
                 os.posix_fallocate(self._own, 0, stop)
         except OSError as problem:
-            raise AtlasError(
-                Code.NOT_ENOUGH_MEMORY
-                if problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-                else Code.WIRE_FAILED,
-                "The disk cannot hold the pools of the file",
-                got=f"{stop:,} bytes: {problem}",
-                hint="Make room, or plan for less",
-            ) from problem
+            what, hint = "The disk cannot hold the pools of the file", "Make room, or plan for less"
+            raise errors.no_room(what, stop, problem, hint) from problem
 
     def publish(self) -> bytes:
         """The file's name in its folder, and which file it is."""
-        if self._own < 0 or self._file is None:
-            return errors.write_metadata(_Published("", 0))
-        return errors.write_metadata(_Published(self._file, os.fstat(self._own).st_ino))
+        inode = 0 if self._own < 0 else os.fstat(self._own).st_ino
+        return errors.write_metadata(_Published(self._file or "", inode))
 
     def _connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link:
         """A link to a file of the same folder."""
@@ -130,18 +122,12 @@ class FileTransport(Transport):
             raise errors.bad_metadata(f"another file, or one of less than {stop:,} bytes")
         return _FileLink(self, descriptor, memory, sync=self._sync)
 
-    @property
-    def open(self) -> bool:
-        """Whether it has not been closed."""
-        return self._folder >= 0
-
-    def close(self) -> None:
+    def _close(self) -> None:
         """The file stays; a link keeps it open until it is closed itself."""
-        for descriptor in (self._own, self._folder):
-            if descriptor >= 0:
-                os.close(descriptor)
-        self._own = self._folder = -1
-        super().close()
+        os.close(self._folder)
+        if self._own >= 0:
+            os.close(self._own)
+            self._own = -1
 
 
 def open_in(folder: int, name: str, flags: int) -> int:
@@ -158,19 +144,18 @@ class _FileLink(Link):
     def __init__(
         self, owner: FileTransport, file: int, theirs: Mapping[int, Memory], *, sync: bool
     ) -> None:
-        super().__init__(owner.memory, theirs)
-        self._owner, self._open_file, self._sync = owner, file, sync
+        super().__init__(owner, theirs)
+        self._open_file, self._sync = file, sync
 
     def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle:
         return Stepwise(self._steps(copies, write=write))
 
     def _steps(self, copies: Sequence[Copy], *, write: bool) -> Iterator[None]:
-        near = addresses(copies, self.mine, src=write)
-        far = addresses(copies, self.theirs, src=not write)
-        calls = in_file_order(near, far, np.concatenate([copy.length for copy in copies]))
+        calls = in_file_order(*self._addresses(copies, write=write))
         act = _system.pwritev if write else _system.preadv
         row, step = calls.ranges.ctypes.data, calls.ranges.strides[0]
         moved = 0
+        self.check()
         for first, count, offset, nbytes in calls.each():
             if moved >= STEP:
                 yield
@@ -184,23 +169,16 @@ class _FileLink(Link):
         if write and self._sync:
             yield
             self.check()
-            try:
-                os.fdatasync(self._open_file)
-            except OSError as problem:
-                raise errors.failed(f"{problem}") from problem
+            os.fdatasync(self._open_file)
 
     def check(self) -> None:
         """Refuse once the link is closed or the file is removed."""
-        if self._open_file < 0 or not self._owner.open:
-            raise errors.closed("link")
+        super().check()
         if os.fstat(self._open_file).st_nlink == 0:
             raise errors.peer_lost("a file that was removed")
 
-    def close(self) -> None:
-        """Close the file."""
-        if self._open_file >= 0:
-            os.close(self._open_file)
-            self._open_file = -1
+    def _close(self) -> None:
+        os.close(self._open_file)
 
 
 class VectoredCalls(NamedTuple):

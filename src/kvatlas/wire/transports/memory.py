@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 from weakref import WeakValueDictionary
 
 import msgspec
 
 from kvatlas.routing import Copy
-from kvatlas.wire.memory_copy import as_bytes, copy_runs
+from kvatlas.wire.memory_copy import as_bytes
 from kvatlas.wire.transports import errors
 from kvatlas.wire.transports.base import Handle, Link, Memory, Transport
-from kvatlas.wire.transports.stepwise import Stepwise
+from kvatlas.wire.transports.stepwise import Stepwise, copy_steps
 
 _open: WeakValueDictionary[str, MemoryTransport] = WeakValueDictionary()
 """The transports of this process that are open, by the name they publish."""
@@ -44,11 +44,6 @@ class MemoryTransport(Transport):
         self.token = secrets.token_hex(16)
         _open[self.token] = self
 
-    @property
-    def open(self) -> bool:
-        """Whether it has not been closed."""
-        return self.token in _open
-
     def publish(self) -> bytes:
         """The name under which this process knows it."""
         return errors.write_metadata(_Published(self.token))
@@ -62,38 +57,24 @@ class MemoryTransport(Transport):
             raise errors.bad_metadata("regions that the peer has not registered")
         return _MemoryLink(self, token, memory)
 
-    def close(self) -> None:
+    def _close(self) -> None:
         """Links to it are lost from now on."""
         _open.pop(self.token, None)
-        super().close()
 
 
 class _MemoryLink(Link):
     def __init__(self, owner: MemoryTransport, token: str, theirs: Mapping[int, Memory]) -> None:
-        super().__init__(owner.memory, theirs)
-        self._owner, self._token, self._closed = owner, token, False
+        super().__init__(owner, theirs)
+        self._token = token
 
     def check(self) -> None:
         """Refuse once either transport is closed."""
-        if self._closed or not self._owner.open:
-            raise errors.closed("link")
+        super().check()
         if self._token not in _open:
             raise errors.peer_lost("a transport that was closed")
 
     def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle:
         src, dst = (self.mine, self.theirs) if write else (self.theirs, self.mine)
         # The regions are looked up now: the bounds were checked against these.
-        ends = [(src[copy.src_pool], dst[copy.dst_pool], copy) for copy in copies]
-        return Stepwise(self._steps(ends))
-
-    def _steps(self, ends: list[tuple[Memory, Memory, Copy]]) -> Iterator[None]:
-        for source, target, copy in ends:
-            self.check()
-            runs = copy.src, copy.dst, copy.length
-            for _ in copy_runs(as_bytes(source), as_bytes(target), *runs):
-                yield
-                self.check()
-
-    def close(self) -> None:
-        """Forget the peer."""
-        self._closed = True
+        ends = [(as_bytes(src[c.src_pool]), as_bytes(dst[c.dst_pool]), c) for c in copies]
+        return Stepwise(copy_steps(ends, self.check))

@@ -17,16 +17,15 @@ import re
 import socket
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, wait
 from typing import Any, ClassVar
 
 import msgspec
-import numpy as np
 
-from kvatlas.errors import AtlasError
 from kvatlas.geometry import Int64s
 from kvatlas.routing import Copy
 from kvatlas.wire.transports import errors
-from kvatlas.wire.transports.base import Handle, Link, Memory, Transport, addresses
+from kvatlas.wire.transports.base import Handle, Link, Memory, Transport
 
 _MAX_SLICES = 1_000
 _QUEUES = ("MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER", "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER")
@@ -61,9 +60,8 @@ class MooncakeTransport(Transport):
         self._host = host
         self.engine: Any = TransferEngine()
         if self.engine.initialize(host, "P2PHANDSHAKE", "tcp", "") != 0:
-            self.engine = None
             raise errors.failed(f"no engine on {host}", hint="Name an address of this machine")
-        self._links: list[MooncakeLink] = []
+        self.links: set[MooncakeLink] = set()
 
     def _register(self, memory: Mapping[int, Memory]) -> None:
         done: list[int] = []
@@ -83,11 +81,6 @@ class MooncakeTransport(Transport):
         self.check()
         return errors.write_metadata(_Published(self._host, self.engine.get_rpc_port()))
 
-    @property
-    def open(self) -> bool:
-        """Whether it has not been closed."""
-        return self.engine is not None
-
     def _connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link:
         """A link to a peer's engine, if something listens there."""
         published = errors.read_metadata(metadata, _Published)
@@ -96,24 +89,16 @@ class MooncakeTransport(Transport):
         if not answers(published.host, published.port):
             raise errors.peer_lost(f"nobody listens at {published.session}")
         link = MooncakeLink(self, published.host, published.port, memory)
-        self._links.append(link)
+        self.links.add(link)
         return link
 
-    def forget(self, link: MooncakeLink) -> None:
-        """A link that was closed."""
-        if link in self._links:
-            self._links.remove(link)
-
-    def close(self) -> None:
+    def _close(self) -> None:
         """Close links and unregister; a call that is under way keeps the engine until it ends."""
-        if self.engine is None:
-            return
-        for link in list(self._links):
+        for link in list(self.links):
             link.close()
         for region in self.memory.values():
             self.engine.unregister_memory(region.address)
         self.engine = None
-        super().close()
 
 
 def answers(host: str, port: int) -> bool:
@@ -128,93 +113,73 @@ def answers(host: str, port: int) -> bool:
 class MooncakeLink(Link):
     """A peer's engine, and the thread that calls it."""
 
+    owner: MooncakeTransport
+
     def __init__(
         self, owner: MooncakeTransport, host: str, port: int, theirs: Mapping[int, Memory]
     ) -> None:
-        super().__init__(owner.memory, theirs)
-        self._owner, self._host, self._port = owner, host, port
+        super().__init__(owner, theirs)
+        self._host, self._port = host, port
         self._jobs: queue.SimpleQueue[MooncakeHandle | None] | None = None
-        self._open = True
-
-    def check(self) -> None:
-        """Refuse once the link or its transport is closed."""
-        if not self._open or not self._owner.open:
-            raise errors.closed("link")
 
     def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle:
-        near = addresses(copies, self.mine, src=write)
-        far = addresses(copies, self.theirs, src=not write)
-        length = np.concatenate([copy.length for copy in copies])
-        handle = MooncakeHandle(near, far, length, write=write)
+        handle = MooncakeHandle(*self._addresses(copies, write=write), write=write)
         if self._jobs is None:
             self._jobs = queue.SimpleQueue()
-            threading.Thread(
-                target=_work, args=(self._owner.engine, self, self._jobs), daemon=True
-            ).start()
+            work = (self.owner.engine, self._jobs)
+            threading.Thread(target=self._work, args=work, daemon=True).start()
         self._jobs.put(handle)
         return handle
 
-    def carry_out(self, engine: Any, job: MooncakeHandle) -> None:
+    def _work(self, engine: Any, jobs: queue.SimpleQueue[MooncakeHandle | None]) -> None:
+        """Carry out one operation after the other."""
+        while (job := jobs.get()) is not None:
+            try:
+                self._carry_out(engine, job)
+            except Exception as problem:
+                job.outcome.set_exception(problem)
+            else:
+                job.outcome.set_result(None)
+
+    def _carry_out(self, engine: Any, job: MooncakeHandle) -> None:
         """All calls of an operation."""
         session = f"{self._host}:{self._port}"
         act = engine.batch_transfer_sync_write if job.write else engine.batch_transfer_sync_read
-        columns = job.near, job.far, job.length
-        for first in range(0, len(job.length), _MAX_SLICES):
+        for first in range(0, len(job.runs[0]), _MAX_SLICES):
             if job.given_up:
                 raise errors.cancelled()
-            part = [column[first : first + _MAX_SLICES].tolist() for column in columns]
+            part = [column[first : first + _MAX_SLICES].tolist() for column in job.runs]
             answer = act(session, *part)
             if answer != 0:
                 if not answers(self._host, self._port):
                     raise errors.peer_lost(f"nobody listens at {session} any more")
                 raise errors.failed(f"{answer} from Mooncake for {len(part[0])} slices")
 
-    def close(self) -> None:
+    def _close(self) -> None:
         """Let its thread end after the call that it is in."""
-        if self._open:
-            self._open = False
-            if self._jobs is not None:
-                self._jobs.put(None)
-            self._owner.forget(self)
-
-
-def _work(engine: Any, link: MooncakeLink, jobs: queue.SimpleQueue[MooncakeHandle | None]) -> None:
-    while (job := jobs.get()) is not None:
-        try:
-            link.carry_out(engine, job)
-        except AtlasError as failure:
-            job.finish(failure)
-        except Exception as problem:
-            job.finish(errors.failed(f"{type(problem).__name__}: {problem}"))
-        else:
-            job.finish(None)
+        if self._jobs is not None:
+            self._jobs.put(None)
+        self.owner.links.discard(self)
 
 
 class MooncakeHandle(Handle):
     """An operation that a link's thread carries out."""
 
-    def __init__(self, near: Int64s, far: Int64s, length: Int64s, *, write: bool) -> None:
-        self.near, self.far, self.length, self.write = near, far, length, write
+    def __init__(self, *runs: Int64s, write: bool) -> None:
+        self.runs, self.write = runs, write
+        """Addresses at this end and at the peer's, and lengths."""
         self.given_up = False
-        self._done = threading.Event()
-        self._failure: AtlasError | None = None
+        self.outcome: Future[None] = Future()
 
-    def finish(self, failure: AtlasError | None) -> None:
-        """Say how it went."""
-        self._failure = failure
-        self._done.set()
-
-    def poll(self) -> bool:
-        """Look whether the thread has said so."""
-        if self.given_up and not self._done.is_set():
-            raise errors.cancelled()
-        if self._done.is_set() and self._failure is not None:
-            raise self._failure
-        return self._done.is_set()
+    def _poll(self) -> bool:
+        done = self.outcome.done()
+        if done:
+            self.outcome.result()  # raises what went wrong
+        return done
 
     def _pause(self, seconds: float) -> None:
-        self._done.wait(seconds)
+        wait([self.outcome], seconds)
 
-    def release(self) -> None:
+    def _release(self) -> None:
         """No further call for it; one that is under way cannot be taken back."""
         self.given_up = True

@@ -18,10 +18,10 @@ import secrets
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
 import msgspec
 import numpy as np
@@ -30,10 +30,9 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.routing import Copy
 from kvatlas.wire.transports import errors
 from kvatlas.wire.transports.base import Handle, Link, Memory, Transport
-from kvatlas.wire.transports.nixl_strided import Indices, Rows, describe
+from kvatlas.wire.transports.nixl_strided import Rows, describe
 
 Kind = Literal["DRAM", "VRAM"]
-Result = TypeVar("Result")
 
 _BUILDS = ("nixl_cu13", "nixl_cu12", "nixl_rocm")
 _LOST = "nixlRemoteDisconnectError"
@@ -66,30 +65,27 @@ class NixlTransport(Transport):
         self._name = f"kvatlas-{secrets.token_hex(16)}"
         strict = library.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
         config = library.nixl_agent_config(backends=[backend], sync_mode=strict)
-        self.agent: Any = translated(lambda: library.nixl_agent(self._name, config))
+        with translated():
+            self.agent: Any = library.nixl_agent(self._name, config)
         if backend not in self.agent.backends:
             raise errors.failed(f"no NIXL backend {backend!r}", hint="Choose one that NIXL brings")
         self._registered: list[Any] = []
         self._links: Counter[str] = Counter()
-        self._pending: list[NixlHandle] = []
+        self.pending: list[NixlHandle] = []
+        """Operations that could not be given up yet."""
 
     def _register(self, memory: Mapping[int, Memory]) -> None:
         if memory:
-            rows = _rows(memory)
-            self._registered.append(translated(lambda: self.agent.register_memory(rows, self.kind)))
+            with translated():
+                self._registered.append(self.agent.register_memory(_rows(memory), self.kind))
 
     def publish(self) -> bytes:
         """The agent's own metadata, with what shows that it arrived whole."""
         self.check()
-        metadata = translated(self.agent.get_agent_metadata)
-        return errors.write_metadata(
-            _Published(self._name, self.kind, zlib.crc32(metadata), bytes(metadata))
-        )
-
-    @property
-    def open(self) -> bool:
-        """Whether it has not been closed."""
-        return self.agent is not None
+        with translated():
+            metadata = self.agent.get_agent_metadata()
+        published = _Published(self._name, self.kind, zlib.crc32(metadata), bytes(metadata))
+        return errors.write_metadata(published)
 
     def _connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link:
         """A link to a peer's agent, once it is seen to have registered these regions."""
@@ -127,24 +123,17 @@ class NixlTransport(Transport):
 
     def forget(self, peer: str) -> None:
         """Remove a peer's agent, so that it can be added again."""
-        if self.agent is not None:
-            with suppress(Exception):  # it is gone, and that was wanted
-                self.agent.remove_remote_agent(peer)
+        with suppress(Exception):  # it is gone, or this agent is, and that was wanted
+            self.agent.remove_remote_agent(peer)
 
-    def keep(self, handle: NixlHandle) -> None:
-        """Remember an operation that could not be given up yet."""
-        self._pending.append(handle)
-
-    def close(self) -> None:
+    def _close(self) -> None:
         """Give up operations, forget peers, deregister, and end the agent."""
-        if self.agent is None:
-            return
         deadline = time.monotonic() + _CLOSING
-        while self._pending and time.monotonic() < deadline:
-            pending, self._pending = self._pending, []
+        while self.pending and time.monotonic() < deadline:
+            pending, self.pending = self.pending, []
             for handle in pending:
                 handle.release()
-            if self._pending:
+            if self.pending:
                 time.sleep(1e-3)
         for peer in list(self._links):
             self.forget(peer)
@@ -154,73 +143,66 @@ class NixlTransport(Transport):
                 self.agent.deregister_memory(rows)
         self._registered.clear()
         self.agent = None
-        super().close()
 
 
 class NixlLink(Link):
     """A peer's agent, and the grids of its pools."""
 
+    owner: NixlTransport
+
     def __init__(
         self, owner: NixlTransport, peer: str, kind: Kind, theirs: Mapping[int, Memory]
     ) -> None:
-        super().__init__(owner.memory, theirs)
-        self.owner, self.peer, self._kind = owner, peer, kind
-        self._open, self._lost = True, False
+        super().__init__(owner, theirs)
+        self.peer, self._kind, self._lost = peer, kind, False
 
     def probe(self) -> None:
         """Refuse regions that the peer's agent does not know."""
         if self.theirs:
-            rows, agent = _rows(self.theirs), self.owner.agent
-            translated(lambda: agent.prep_xfer_dlist(self.peer, rows, self._kind)).release()
+            with translated():
+                rows = _rows(self.theirs)
+                self.owner.agent.prep_xfer_dlist(self.peer, rows, self._kind).release()
 
     def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle:
         near, mine = describe(copies, self.mine, src=write)
         far, theirs = describe(copies, self.theirs, src=not write)
-        operation = "WRITE" if write else "READ"
-        posted = self.call(lambda: self._start(operation, near, mine, far, theirs))
-        return NixlHandle(self, posted)
-
-    def _start(self, operation: str, near: Rows, mine: Indices, far: Rows, theirs: Indices) -> Any:
         agent = self.owner.agent
-        local = agent.prep_xfer_dlist(_INITIATOR, near, self.owner.kind)
-        try:
-            remote = agent.prep_xfer_dlist(self.peer, far, self._kind)
-            try:
+        with self.calling():
+            with ExitStack() as prepared:
+                local = agent.prep_xfer_dlist(_INITIATOR, near, self.owner.kind)
+                prepared.callback(local.release)
+                remote = agent.prep_xfer_dlist(self.peer, far, self._kind)
+                prepared.callback(remote.release)
+                operation = "WRITE" if write else "READ"
                 posted = agent.make_prepped_xfer(operation, local, mine, remote, theirs, b"")
-            finally:
-                remote.release()
-        finally:
-            local.release()
-        try:
-            agent.transfer(posted)
-        except BaseException:
-            with suppress(Exception):
-                posted.release()
-            raise
-        return posted
+            handle = NixlHandle(self, posted)
+            try:
+                agent.transfer(posted)
+            except BaseException:
+                handle.release()
+                raise
+        return handle
 
     def check(self) -> None:
         """Refuse once the link is closed or the peer lost."""
         if self._lost:
             raise errors.peer_lost("a peer that this link has lost")
-        if not self._open or not self.owner.open:
-            raise errors.closed("link")
+        super().check()
 
-    def call(self, act: Callable[[], Result]) -> Result:
-        """Call NIXL; a peer that turns out to be gone is forgotten."""
+    @contextmanager
+    def calling(self) -> Iterator[None]:
+        """Around calls of NIXL: a peer that turns out to be gone is forgotten."""
         try:
-            return translated(act)
+            with translated():
+                yield
         except AtlasError as problem:
             if problem.code is Code.PEER_LOST:
                 self._lost = True
                 self.close()
             raise
 
-    def close(self) -> None:
-        """Forget the peer."""
-        if self._open:
-            self._open = False
-            self.owner.leave(self.peer)
+    def _close(self) -> None:
+        self.owner.leave(self.peer)
 
 
 class NixlHandle(Handle):
@@ -228,36 +210,24 @@ class NixlHandle(Handle):
 
     def __init__(self, link: NixlLink, posted: Any) -> None:
         self._link, self._posted = link, posted
-        self._done = False
-        self._failure: AtlasError | None = None
 
-    def poll(self) -> bool:
-        """Ask NIXL."""
-        if self._failure is not None:
-            raise self._failure
-        if self._done:
-            return True
-        self._link.owner.check()
-        try:
-            state = self._link.call(lambda: self._link.owner.agent.check_xfer_state(self._posted))
-            if state == "ERR":
-                raise errors.failed("state ERR from NIXL")
-        except AtlasError as failure:
-            self._failure = failure
-            raise
-        self._done = state == "DONE"
-        return self._done
+    def _poll(self) -> bool:
+        owner = self._link.owner
+        owner.check()
+        with self._link.calling():
+            state = owner.agent.check_xfer_state(self._posted)
+        if state == "ERR":
+            raise errors.failed("state ERR from NIXL")
+        return bool(state == "DONE")
 
-    def release(self) -> None:
+    def _release(self) -> None:
         """Free it, or end it; what NIXL cannot end yet is ended when the transport closes."""
-        if not self._done and self._failure is None:
-            self._failure = errors.cancelled()
         if self._posted is None or self._link.owner.agent is None:
             return
         try:
             self._posted.release()
         except Exception:
-            self._link.owner.keep(self)
+            self._link.owner.pending.append(self)
         else:
             self._posted = None
 
@@ -293,15 +263,14 @@ def _rows(memory: Mapping[int, Memory]) -> Rows:
     return np.array(regions, dtype=np.uint64)
 
 
-def translated(act: Callable[[], Result]) -> Result:
-    """Call NIXL, and turn what it raises into an error of kvatlas."""
+@contextmanager
+def translated() -> Iterator[None]:
+    """Turn what NIXL raises into an error of kvatlas."""
     try:
-        return act()
+        yield
     except AtlasError:
         raise
     except Exception as problem:
         name = type(problem).__name__
-        got = f"{name}: {problem}"
-        if name == _LOST:
-            raise errors.peer_lost(got) from problem
-        raise errors.failed(got) from problem
+        fault = errors.peer_lost if name == _LOST else errors.failed
+        raise fault(f"{name}: {problem}") from problem

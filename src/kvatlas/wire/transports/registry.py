@@ -5,8 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from kvatlas.errors import AtlasError, Code
 from kvatlas.wire.transports.base import Transport
+from kvatlas.wire.transports.errors import failed
 
 _CLASSES = {
     "nixl": "NixlTransport",
@@ -24,19 +24,13 @@ def make_transport(name: str, /, **options: Any) -> Transport:
 
     >>> make_transport("memory").name
     'memory'
-    >>> try:
-    ...     make_transport("pigeon")
-    ... except AtlasError as refusal:
-    ...     print(refusal.code)
-    wire_failed
+    >>> make_transport("pigeon")
+    Traceback (most recent call last):
+    kvatlas.errors.AtlasError: The transport failed. Got no transport 'pigeon'. \
+Choose one of nixl, mooncake, shm, memory, file. [wire_failed]
     """
     if name not in _CLASSES:
-        raise AtlasError(
-            Code.WIRE_FAILED,
-            "There is no such transport",
-            got=repr(name),
-            hint=f"Choose one of {', '.join(TRANSPORT_NAMES)}",
-        )
+        raise failed(f"no transport {name!r}", f"Choose one of {', '.join(TRANSPORT_NAMES)}")
     module = import_module(f"kvatlas.wire.transports.{name}")
     transport: Transport = getattr(module, _CLASSES[name])(**options)
     return transport

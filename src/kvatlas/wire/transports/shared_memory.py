@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import errno
 import fcntl
 import mmap
 import os
@@ -24,6 +23,7 @@ from weakref import WeakSet
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.wire.transports.base import Memory
+from kvatlas.wire.transports.errors import no_room
 
 FOLDER = Path("/dev/shm")  # noqa: S108
 _NAME = re.compile(r"kvatlas-[0-9a-f]{32}")
@@ -77,12 +77,8 @@ def create_segment(nbytes: int) -> Segment:
     >>> pool.close()
     """
     if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1:
-        raise AtlasError(
-            Code.BAD_SIZE,
-            "Shared memory needs at least one byte",
-            got=nbytes,
-            hint="Ask for the bytes of a pool",
-        )
+        problem = "Shared memory needs at least one byte"
+        raise AtlasError(Code.BAD_SIZE, problem, got=nbytes, hint="Ask for the bytes of a pool")
     sweep()
     descriptor = -1
     try:
@@ -96,15 +92,11 @@ def create_segment(nbytes: int) -> Segment:
         # descriptor makes os.link call it; for a full path it can be any.
         os.link(f"/proc/self/fd/{descriptor}", FOLDER / name, src_dir_fd=descriptor)
         segment = Segment(descriptor, nbytes)
-    except OSError as problem:
+    except OSError as fault:
         if descriptor >= 0:
             os.close(descriptor)
-        raise AtlasError(
-            Code.NOT_ENOUGH_MEMORY if problem.errno == errno.ENOSPC else Code.WIRE_FAILED,
-            f"{FOLDER} cannot hold the segment",
-            got=f"{nbytes:,} bytes: {problem}",
-            hint="Enlarge it (in a container: --shm-size), or use another transport",
-        ) from problem
+        hint = "Enlarge it (in a container: --shm-size), or use another transport"
+        raise no_room(f"{FOLDER} cannot hold the segment", nbytes, fault, hint) from fault
     segment.name, segment.nbytes = name, nbytes
     segment.owner, segment.descriptor = os.getpid(), descriptor
     _mine.add(segment)

@@ -8,18 +8,17 @@ although what it had shared can be read on.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import msgspec
 import numpy as np
 
 from kvatlas.routing import Copy
-from kvatlas.wire.memory_copy import Bytes, as_bytes, copy_runs
+from kvatlas.wire.memory_copy import Bytes, as_bytes
 from kvatlas.wire.transports import errors
 from kvatlas.wire.transports.base import Handle, Link, Memory, Transport
 from kvatlas.wire.transports.shared_memory import (
-    Segment,
     attach,
     containing,
     create_segment,
@@ -27,7 +26,7 @@ from kvatlas.wire.transports.shared_memory import (
     open_segment,
     sweep,
 )
-from kvatlas.wire.transports.stepwise import Stepwise
+from kvatlas.wire.transports.stepwise import Stepwise, copy_steps
 
 
 class _Region(msgspec.Struct, forbid_unknown_fields=True):
@@ -65,13 +64,12 @@ class ShmTransport(Transport):
 
     def __init__(self) -> None:
         super().__init__()
-        self._presence: Segment | None = create_segment(1)
+        self._presence = create_segment(1)
         self._regions: dict[int, _Region] = {}
 
     def _register(self, memory: Mapping[int, Memory]) -> None:
         for pool, region in memory.items():
-            shared = containing(region)
-            if shared is not None:
+            if shared := containing(region):
                 segment, start = shared
                 self._regions[pool] = _Region(segment.name, start, region.nbytes)
 
@@ -81,8 +79,7 @@ class ShmTransport(Transport):
 
     def publish(self) -> bytes:
         """The segment that shows its presence, and where its regions are in shared memory."""
-        if self._presence is None:
-            raise errors.closed("transport")
+        self.check()
         return errors.write_metadata(_Published(self._presence.name, self._regions))
 
     def _connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link:
@@ -105,18 +102,10 @@ class ShmTransport(Transport):
             raise
         return link
 
-    @property
-    def open(self) -> bool:
-        """Whether it has not been closed."""
-        return self._presence is not None
-
-    def close(self) -> None:
+    def _close(self) -> None:
         """Its peers notice; segments stay with whoever created them."""
-        if self._presence is not None:
-            self._presence.close()
-            self._presence = None
+        self._presence.close()
         self._regions.clear()
-        super().close()
 
 
 def _mapped(region: _Region) -> Bytes:
@@ -130,14 +119,13 @@ def _mapped(region: _Region) -> Bytes:
 
 class _ShmLink(Link):
     def __init__(self, owner: ShmTransport, presence: int, theirs: Mapping[int, Memory]) -> None:
-        super().__init__(owner.memory, theirs)
-        self._owner, self._presence = owner, presence
+        super().__init__(owner, theirs)
+        self._presence = presence
         self.mapped: dict[int, Bytes] = {}
 
     def check(self) -> None:
         """Refuse once the link is closed or the peer is gone."""
-        if self._presence < 0 or not self._owner.open:
-            raise errors.closed("link")
+        super().check()
         if not has_owner(self._presence):
             sweep()
             raise errors.peer_lost("a process that has ended, or closed its transport")
@@ -153,18 +141,9 @@ class _ShmLink(Link):
                 )
             near, far = as_bytes(self.mine[own]), self.mapped[pool]
             ends.append((near, far, copy) if write else (far, near, copy))
-        return Stepwise(self._steps(ends))
+        return Stepwise(copy_steps(ends, self.check))
 
-    def _steps(self, ends: list[tuple[Bytes, Bytes, Copy]]) -> Iterator[None]:
-        for source, target, copy in ends:
-            for _ in copy_runs(source, target, copy.src, copy.dst, copy.length):
-                yield
-                self.check()
-        self.check()
-
-    def close(self) -> None:
+    def _close(self) -> None:
         """Unmap."""
-        if self._presence >= 0:
-            os.close(self._presence)
-            self._presence = -1
+        os.close(self._presence)
         self.mapped.clear()

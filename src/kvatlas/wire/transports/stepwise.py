@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
-from kvatlas.errors import AtlasError
-from kvatlas.wire.transports import errors
+from kvatlas.routing import Copy
+from kvatlas.wire.memory_copy import Bytes, copy_runs
 from kvatlas.wire.transports.base import Handle
 
 
@@ -19,32 +19,28 @@ class Stepwise(Handle):
 
     def __init__(self, steps: Iterator[None]) -> None:
         self._steps = steps
-        self._done = False
-        self._failure: AtlasError | None = None
 
-    def poll(self) -> bool:
-        """Do one step."""
-        if self._failure is not None:
-            raise self._failure
-        if not self._done:
-            try:
-                next(self._steps)
-            except StopIteration:
-                self._done = True
-            except AtlasError as failure:
-                self._failure = failure
-                raise
-            except Exception as problem:
-                # Steps that have raised look finished when asked again: they are not.
-                self._failure = errors.failed(f"{type(problem).__name__}: {problem}")
-                raise self._failure from problem
-        return self._done
+    def _poll(self) -> bool:
+        try:
+            next(self._steps)
+        except StopIteration:
+            return True
+        return False
 
     def _pause(self, seconds: float) -> None:
         """Nobody else has to act: the next step follows at once."""
 
-    def release(self) -> None:
-        """Do no further step."""
-        if not self._done and self._failure is None:
-            self._failure = errors.cancelled()
+    def _release(self) -> None:
         self._steps = iter(())
+
+
+def copy_steps(
+    ends: Iterable[tuple[Bytes, Bytes, Copy]], check: Callable[[], None]
+) -> Iterator[None]:
+    """Copies between buffers that this process can reach; `check` is called around every step."""
+    for source, target, copy in ends:
+        check()
+        for _ in copy_runs(source, target, copy.src, copy.dst, copy.length):
+            yield
+            check()
+    check()
