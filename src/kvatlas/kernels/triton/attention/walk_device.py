@@ -197,8 +197,14 @@ def walk(
         k, k_factor = read(
             cache.buffer, cache.k, states, K, SHAPE.k_dot, MASKED and SHAPE.latent, EVICT
         )
-        logits = tl.dot(queries.rows, tl.trans(k), input_precision=PRECISION)
-        if SHAPE.latent:
+        # Rotary parts come first where nothing is converted, last where it is: either is faster.
+        if SHAPE.latent and K.element == SHAPE.k_dot:
+            rope, _ = read(cache.buffer, cache.v, states, V, SHAPE.k_dot, False, EVICT)
+            logits = tl.dot(queries.rope, tl.trans(rope), input_precision=PRECISION)
+            logits = tl.dot(queries.rows, tl.trans(k), logits, input_precision=PRECISION)
+        else:
+            logits = tl.dot(queries.rows, tl.trans(k), input_precision=PRECISION)
+        if SHAPE.latent and K.element != SHAPE.k_dot:
             rope, _ = read(cache.buffer, cache.v, states, V, SHAPE.k_dot, False, EVICT)
             logits = tl.dot(queries.rope, tl.trans(rope), logits, input_precision=PRECISION)
         if K.kind == "scaled" or K.kind == "int4" or K.kind == "levels":
