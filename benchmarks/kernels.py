@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.timing import show
 from kvatlas.cache import Cache, LayerCache, allocate
-from kvatlas.geometry import ENGINE_LAYOUTS, fold_together
+from kvatlas.geometry import ENGINE_LAYOUTS, fold_beside
 from kvatlas.kernels import copy_blocks, gather_blocks, read, write
 from kvatlas.models import Layer, Model
 from kvatlas.planning import plan
@@ -112,7 +112,7 @@ def fraction(act: Callable[[], Any], nbytes: int, repeat: int = 5) -> float:
 
 def run_of(a: Case, b: Case) -> int:
     """Bytes that are one stretch on both sides of a copy."""
-    sides = fold_together(a.layer.kernel_blocks, b.layer.kernel_blocks, keep=("B",))
+    sides = fold_beside(a.layer.kernel_blocks, b.layer.kernel_blocks, axis="B")
     return int(sides[0].item)
 
 

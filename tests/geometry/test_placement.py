@@ -15,7 +15,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvatlas import AtlasError, Code, Layout, Placement
-from kvatlas.geometry import fold_together
+from kvatlas.geometry import fold_beside, fold_together
 from tests.cases import each
 from tests.geometry.strategies import nested, placements, raw_maps
 from tests.oracle import (
@@ -389,7 +389,7 @@ def test_ids_are_one_row_of_whole_numbers() -> None:
 def test_kept_axes_are_ready_for_block_ids() -> None:
     src = Layout("BLHNC").place(L=3, B=6, H=2, N=4, C=8)
     dst = Layout("LBNHC").place(L=3, B=6, H=2, N=4, C=8)
-    a, b = fold_together(src, dst, keep=("B",))
+    a, b = fold_beside(src, dst, axis="B")
     assert a.axes[0] == b.axes[0] == "B"
     moved = {}
     for (_, x), (_, y) in zip(items(a), items(b), strict=True):

@@ -70,12 +70,9 @@ def scales(layer: LayerCache) -> KV:
     """Scales for each token and head as [B, N, H]: int8, fp8 and int4 kernels."""
     k, v = (_view(layer, name, _AXES["NHD"]) for name in ("k_scale", "v_scale"))
     if k.shape[-1] != 1 or v.shape[-1] != 1:
-        raise AtlasError(
-            Code.BAD_AXES,
-            "A row has more than one scale",
-            got=f"{k.shape[-1]} of them in {layer.name}",
-            hint="Use flashinfer_nvfp4 for block scales",
-        )
+        got = f"{k.shape[-1]} of them in {layer.name}"
+        hint = "Use flashinfer_nvfp4 for block scales"
+        raise AtlasError(Code.BAD_AXES, "A row has more than one scale", got=got, hint=hint)
     return KV(k.squeeze(-1), v.squeeze(-1))
 
 
@@ -111,12 +108,9 @@ def cpu_attention(layer: LayerCache) -> KV:
     """K as [B, H, D, N] and V as [B, H, N, D]: vLLM's CPU attention, and what is packed like it."""
     k = _view(layer, "k", ("B", "H", "C", "N"))
     if k.stride(-1) != 1 and k.shape[-1] > 1:
-        raise AtlasError(
-            Code.NOT_CONTIGUOUS,
-            "CPU attention needs the states of one element side by side",
-            got=f"states {k.stride(-1)} elements apart in {layer.name}",
-            hint="Use packing transposed",
-        )
+        problem = "CPU attention needs the states of one element side by side"
+        got = f"states {k.stride(-1)} elements apart in {layer.name}"
+        raise AtlasError(Code.NOT_CONTIGUOUS, problem, got=got, hint="Use packing transposed")
     return KV(k, _view(layer, "v", _AXES["HND"]))
 
 
@@ -129,10 +123,10 @@ def latent(layer: LayerCache) -> torch.Tensor:
 def mamba(layer: LayerCache, order: Literal["SD", "DS"]) -> tuple[torch.Tensor, ...]:
     """The states of a recurrent layer; conv as [B, taps, rows] (SD) or [B, rows, taps] (DS)."""
     axes = ("B", "T", "R") if order == "SD" else ("B", "R", "T")
-    return tuple(
-        _view(layer, name, axes) if name == "conv" else layer.field(name)
-        for name in (field.name for field in layer.page.fields)
-    )
+    states = {field.name: layer.field(field.name) for field in layer.page.fields}
+    if "conv" in states:
+        states["conv"] = _view(layer, "conv", axes)
+    return tuple(states.values())
 
 
 def _dtype(layer: LayerCache, name: str) -> torch.dtype:
@@ -163,10 +157,8 @@ def _flat_states(layer: LayerCache, name: str, placed: Placement) -> torch.Tenso
     try:
         folded = placed.fold("B", "N")
     except AtlasError as refusal:
-        raise AtlasError(
-            Code.NOT_FOLDABLE,
-            "States of all blocks are not one axis: blocks do not follow each other state by state",
-            got=f"{layer.name} with strides {dict(zip(placed.axes, placed.strides, strict=True))}",
-            hint="Use LBNHC, or an adapter that keeps blocks",
-        ) from refusal
+        problem = "States of all blocks are not one axis: blocks do not follow state by state"
+        hint = "Use LBNHC, or an adapter that keeps blocks"
+        got = f"{placed} of {layer.name}"
+        raise AtlasError(Code.NOT_FOLDABLE, problem, got=got, hint=hint) from refusal
     return view(layer.buffer, folded.reorder("B*N", "H", "C"), _dtype(layer, name))

@@ -46,12 +46,9 @@ class LayerCache:
     def spec_as(self, kind: type[_S]) -> _S:
         """The layer's spec, refused where it is of another kind than `kind`."""
         if not isinstance(self.spec, kind):
-            raise AtlasError(
-                Code.BAD_SPEC,
-                f"{self.name} is no layer of {kind.__name__}",
-                got=f"a layer of {type(self.spec).__name__}",
-                hint="Call the kernel for the layer's own kind",
-            )
+            problem = f"{self.name} is no layer of {kind.__name__}"
+            got, hint = type(self.spec).__name__, "Call the kernel for the layer's own kind"
+            raise AtlasError(Code.BAD_SPEC, problem, got=got, hint=hint)
         return self.spec
 
     @cached_property
@@ -130,10 +127,8 @@ class Cache(Mapping[str, LayerCache]):
         size = f"{total / 1e9:,.1f} GB" if total >= 1e9 else f"{total / 1e6:,.1f} MB"
         pools = f"{len(self.pools)} pool{'s' if len(self.pools) > 1 else ''}"
         devices = ", ".join(sorted({str(memory.device) for memory in self.pools.values()}))
-        return (
-            f"<Cache {self.plan.model}, rank {self.rank}, {devices}: {len(self)} layers in {pools},"
-            f" {size}>"
-        )
+        where = f"rank {self.rank}, {devices}"
+        return f"<Cache {self.plan.model}, {where}: {len(self)} layers in {pools}, {size}>"
 
     def __getitem__(self, layer: str) -> LayerCache:
         return self.parts(layer)[0]
@@ -148,12 +143,10 @@ class Cache(Mapping[str, LayerCache]):
         """All parts of a layer's state: one, unless the plan splits it by heads."""
         if layer not in self._parts:
             region, _ = self.plan.region_of(layer)
-            raise AtlasError(
-                Code.UNKNOWN_LAYER,
-                f"The layer is on another pipeline stage than rank {self.rank}",
-                got=f"{layer} on stage {region.stage}, not {self.stage}",
-                hint="Ask a rank of the stage that holds it",
-            )
+            problem = f"The layer is on another pipeline stage than rank {self.rank}"
+            got = f"{layer} on stage {region.stage}, not {self.stage}"
+            hint = "Ask a rank of the stage that holds it"
+            raise AtlasError(Code.UNKNOWN_LAYER, problem, got=got, hint=hint)
         return list(self._parts[layer])
 
     def _part(self, layer: str, part: int) -> LayerCache:
@@ -202,24 +195,18 @@ class Cache(Mapping[str, LayerCache]):
             if region.stage == self.stage and self.plan.groups[region.group].pool == pool
         }
         if strides != {planned.block_bytes}:
-            raise AtlasError(
-                Code.NOT_CONTIGUOUS,
-                "The bytes of a block are not one row: blocks are not the outermost axis",
-                got=f"layout {self.plan.layout}",
-                hint="Use a layout that starts with B, or Placement.runs for each stretch of bytes",
-            )
+            problem = "The bytes of a block are not one row: blocks are not the outermost axis"
+            hint = "Use a layout that starts with B, or Placement.runs for each stretch of bytes"
+            raise AtlasError(Code.NOT_CONTIGUOUS, problem, got=self.plan.layout, hint=hint)
         rows = self.pools[pool].view(planned.blocks, planned.block_bytes)
         chosen = _block_ids([ids] if isinstance(ids, int) else ids, planned).tolist()
         if not chosen:
             raise AtlasError(Code.OUT_OF_RANGE, "No blocks", got=ids, hint="Pass one id or more")
         steps = {b - a for a, b in pairwise(chosen)} or {1}
         if len(steps) > 1 or min(steps) < 1:
-            raise AtlasError(
-                Code.NOT_CONTIGUOUS,
-                "No view holds these blocks: their ids do not step evenly upwards",
-                got=f"ids {chosen[:8]}",
-                hint="Gather scattered blocks with kernels.gather_blocks",
-            )
+            problem = "No view holds these blocks: their ids do not step evenly upwards"
+            hint = "Gather scattered blocks with kernels.gather_blocks"
+            raise AtlasError(Code.NOT_CONTIGUOUS, problem, got=f"ids {chosen[:8]}", hint=hint)
         return rows[chosen[0] : chosen[-1] + 1 : steps.pop()]
 
 
@@ -251,12 +238,10 @@ def bind(buffers: Mapping[int, Any] | Any, plan: Plan, *, rank: int = 0) -> Cach
     planned = plan.rank_pools(rank)
     buffers = buffers if isinstance(buffers, Mapping) else {0: buffers}
     if set(buffers) != set(planned):
-        raise AtlasError(
-            Code.BAD_TENSOR,
-            f"There must be memory for each pool of rank {rank}",
-            got=f"memory for pools {sorted(buffers)}, not {sorted(planned)}",
-            hint="Pass a mapping from pool index to bytes",
-        )
+        problem = f"There must be memory for each pool of rank {rank}"
+        got = f"memory for pools {sorted(buffers)}, not {sorted(planned)}"
+        hint = "Pass a mapping from pool index to bytes"
+        raise AtlasError(Code.BAD_TENSOR, problem, got=got, hint=hint)
     return Cache(plan, rank, {i: _bytes_of(buffers[i], pool) for i, pool in planned.items()})
 
 
@@ -278,19 +263,15 @@ def _bytes_of(memory: Any, pool: Pool) -> torch.Tensor:
     try:
         is_tensor = isinstance(memory, torch.Tensor)
         tensor = memory if is_tensor else torch.frombuffer(memory, dtype=torch.uint8)
-    except (TypeError, ValueError, BufferError) as problem:
-        raise AtlasError(
-            Code.BAD_TENSOR,
-            "This is neither a torch tensor nor a writable buffer",
-            got=type(memory).__name__,
-            hint="Pass a bytearray, a memoryview, an mmap or a tensor of uint8",
-        ) from problem
+    except (TypeError, ValueError, BufferError) as refusal:
+        problem = "This is neither a torch tensor nor a writable buffer"
+        got = type(memory).__name__
+        hint = "Pass a bytearray, a memoryview, an mmap or a tensor of uint8"
+        raise AtlasError(Code.BAD_TENSOR, problem, got=got, hint=hint) from refusal
     check_pool(tensor)
     if tensor.numel() < pool.nbytes:
-        raise AtlasError(
-            Code.OUT_OF_BOUNDS,
-            f"Memory is too small for pool {pool.index}",
-            got=f"{tensor.numel():,} of {pool.nbytes:,} bytes",
-            hint="Allocate more, or plan for less",
-        )
+        problem = f"Memory is too small for pool {pool.index}"
+        hint = "Allocate more, or plan for less"
+        got = f"{tensor.numel():,} of {pool.nbytes:,} bytes"
+        raise AtlasError(Code.OUT_OF_BOUNDS, problem, got=got, hint=hint)
     return tensor[: pool.nbytes]

@@ -34,12 +34,9 @@ def torch_dtype(dtype: DType) -> torch.dtype:
 def check_pool(buffer: torch.Tensor) -> None:
     """Refuse a tensor that is not one contiguous axis of bytes."""
     if buffer.dtype != torch.uint8 or buffer.ndim != 1 or not buffer.is_contiguous():
-        raise AtlasError(
-            Code.BAD_TENSOR,
-            "A pool must be one contiguous axis of uint8",
-            got=f"{buffer.dtype} of shape {tuple(buffer.shape)}",
-            hint="Pass the whole allocation as bytes",
-        )
+        problem, hint = "A pool is not one contiguous axis of uint8", "Pass the whole allocation"
+        got = f"{buffer.dtype} of shape {tuple(buffer.shape)}"
+        raise AtlasError(Code.BAD_TENSOR, problem, got=got, hint=hint)
 
 
 def checked_ids(ids: torch.Tensor, count: int, what: str, hint: str) -> torch.Tensor:
@@ -69,12 +66,9 @@ def view(buffer: torch.Tensor, placement: Placement, dtype: torch.dtype) -> torc
         got = f"bytes up to {placement.stop} of a pool of {buffer.numel()}"
         raise AtlasError(Code.OUT_OF_BOUNDS, got=got, hint="Allocate what the plan says")
     if any(step % item for step in (placement.offset, *placement.strides)):
-        raise AtlasError(
-            Code.MISALIGNED,
-            "Elements of the view do not start at multiples of their size",
-            got=f"{placement} as {dtype}",
-            hint="Plan pages and blocks whose sizes are multiples of the element",
-        )
+        problem = "Elements of the view do not start at multiples of their size"
+        hint = "Plan pages and blocks whose sizes are multiples of the element"
+        raise AtlasError(Code.MISALIGNED, problem, got=f"{placement} as {dtype}", hint=hint)
     whole = buffer[: buffer.numel() // item * item].view(dtype)
     # A placement forgets the stride of an axis of size 1; kernels that look at strides
     # without looking at sizes want what a contiguous tensor would have.

@@ -11,11 +11,11 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from kvatlas.cli.failures import plain
-from kvatlas.cli.options import PlanOptions
+from kvatlas.cli.options import PlanOptions, number
 from kvatlas.cli.tables import both_ends, indented, size, table
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
-from kvatlas.routing import Check, RankPair
+from kvatlas.routing import Check
 
 _NUMBERS = ("tp", "pp", "dcp", "requests", "block_size")
 _OTHERS = ("model", "prefix_caching", *_NUMBERS)
@@ -49,12 +49,10 @@ def changes(text: str, where: str) -> dict[str, Any]:
             raise typer.BadParameter(
                 f"{plain(part)!r} is none of name=value with {known}.", param_hint=where
             )
-        try:
-            options[name] = int(value) if name in _NUMBERS else value.strip()
-        except ValueError:
-            raise typer.BadParameter(
-                f"{plain(name)} is a number, not {plain(value)!r}.", param_hint=where
-            ) from None
+        options[name] = value.strip()
+        if name in _NUMBERS:
+            problem = f"{plain(name)} is a number, not {plain(value)!r}."
+            options[name] = number(value, problem, where)
     return options
 
 
@@ -64,18 +62,11 @@ def read_plan(path: str) -> Plan:
         with Path(path).open("rb") as file:
             text = file.read(_MOST + 1)
     except OSError as problem:
-        raise AtlasError(
-            Code.UNREADABLE,
-            got=f"{path}: {problem.strerror}",
-            hint="Save one, or name a model with --from and --to",
-        ) from problem
+        got, hint = f"{path}: {problem.strerror}", "Save one, or name a model with --from and --to"
+        raise AtlasError(Code.UNREADABLE, got=got, hint=hint) from problem
     if len(text) > _MOST:
-        raise AtlasError(
-            Code.BAD_PLAN,
-            f"The file is larger than any plan ({size(_MOST)})",
-            got=path,
-            hint="Save the plan again",
-        )
+        large = f"The file is larger than any plan ({size(_MOST)})"
+        raise AtlasError(Code.BAD_PLAN, large, got=path, hint="Save the plan again")
     return Plan.from_json(text)
 
 
@@ -97,19 +88,15 @@ def check_parts(src: Plan, dst: Plan, answer: Check) -> list[RenderableType]:
     columns = ("from rank", "to rank", "bytes", "descriptors", "median", "largest", "better")
     made = table(*columns, words=(6,))
     for pair in answer.pairs:
-        made.add_row(*_row(pair))
+        report = pair.report
+        made.add_row(
+            str(pair.src_rank),
+            str(pair.dst_rank),
+            size(report.nbytes),
+            f"{report.descriptors:,}",
+            size(report.median),
+            size(report.largest),
+            "staged" if report.stage else "direct",
+        )
     note = "direct: a descriptor for every run; staged: gather, send large pieces, scatter."
     return [head, yes, indented(made), Text(note, style="dim")]
-
-
-def _row(pair: RankPair) -> tuple[str, ...]:
-    report = pair.report
-    return (
-        str(pair.src_rank),
-        str(pair.dst_rank),
-        size(report.nbytes),
-        f"{report.descriptors:,}",
-        size(report.median),
-        size(report.largest),
-        "staged" if report.stage else "direct",
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
+from rich.console import RenderableType
 from rich.text import Text
 
 import kvatlas
@@ -74,9 +74,13 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-def _print_json(value: object) -> None:
-    # Bytes, so that the encoding of the terminal cannot make it something else than JSON.
-    typer.echo(msgspec.json.format(msgspec.json.encode(value), indent=2))
+def _answer(as_json: bool, value: object, *parts: RenderableType) -> None:
+    """Print `value` as JSON, or `parts`, which say the same to people."""
+    if as_json:
+        # Bytes, so that the encoding of the terminal cannot make it something else than JSON.
+        typer.echo(msgspec.json.format(msgspec.json.encode(value), indent=2))
+    else:
+        show(*parts)
 
 
 @app.callback()
@@ -121,19 +125,14 @@ def plan(
     made = options.plan()
     if save:
         _save(save, made.to_json())
-    if as_json:
-        _print_json(made.summary())
-    else:
-        show(*plan_parts(made.summary()))
+    _answer(as_json, made.summary(), *plan_parts(made.summary()))
 
 
 def _compare(options: PlanOptions, texts: list[str], *, as_json: bool) -> None:
     rows = {axis: compared_plans(options, axis, v) for axis, v in axes_of(texts).items()}
-    if as_json:
-        _print_json({"rows": [row for plans in rows.values() for row in plans]})
-        return
     title = Text(plain(options.load().name), style="bold")
-    show(title, *(comparison(axis, plans) for axis, plans in rows.items()))
+    shown = (comparison(axis, plans) for axis, plans in rows.items())
+    _answer(as_json, {"rows": [row for plans in rows.values() for row in plans]}, title, *shown)
 
 
 def _save(path: Path, content: bytes) -> None:
@@ -151,11 +150,9 @@ def explain(options: PlanOptions, as_json: Json = False) -> None:
     """Why: the reason for the block size and for each byte of waste, in sentences."""
     made = options.plan()
     lines = made.explain().splitlines()
-    if as_json:
-        _print_json({**made.summary(), "explain": [line.strip() for line in lines]})
-        return
+    facts = {**made.summary(), "explain": [line.strip() for line in lines]}
     # The first sentence says what the headline has just said.
-    show(headline(made.summary()), sentences(lines[1:]))
+    _answer(as_json, facts, headline(facts), sentences(lines[1:]))
 
 
 @command(
@@ -186,10 +183,7 @@ def check(
     """
     src, dst = two_plans(first, second, source, target)
     answer = check_route(src, dst, tokens=many, renamed=renamed)
-    if as_json:
-        _print_json(answer.as_dict())
-    else:
-        show(*check_parts(src, dst, answer))
+    _answer(as_json, answer.as_dict(), *check_parts(src, dst, answer))
     if not answer.ok:
         raise typer.Exit(1)
 
@@ -222,10 +216,7 @@ def move(
             for where, text in ends
         )
         ranks = list(move_request(src, dst, many, chosen, how))  # type: ignore[arg-type]
-    if as_json:
-        _print_json({"transport": chosen, "ranks": [dataclasses.asdict(rank) for rank in ranks]})
-    else:
-        show(*move_parts(src, dst, chosen, ranks))
+    _answer(as_json, {"transport": chosen, "ranks": ranks}, *move_parts(src, dst, chosen, ranks))
     if any(rank.wrong for rank in ranks):
         raise typer.Exit(1)
 
@@ -243,25 +234,16 @@ def bench(
         raise typer.BadParameter("only wire can be measured here.", param_hint="'WHAT'")
     with quiet("Measuring transports between two processes ..."):
         rates = list(transport_rates())
-    if as_json:
-        _print_json({"rates": [dataclasses.asdict(rate) for rate in rates]})
-    else:
-        show(*bench_parts(rates))
+    _answer(as_json, {"rates": rates}, *bench_parts(rates))
 
 
 @command("models", "models gpt-oss-20b", "models ./config.json --json")
-def models(
-    name: Annotated[str | None, MODEL] = None,
-    as_json: Json = False,
-) -> None:
+def models(name: Annotated[str | None, MODEL] = None, as_json: Json = False) -> None:
     """The catalogue; or one model, with what each of its layers caches."""
     if name is not None:
         _one_model(Model.load(name), as_json=as_json)
         return
     facts = [model_facts(Model.load(known)) for known in catalogue()]
-    if as_json:
-        _print_json({"models": facts})
-        return
     columns = ("model", "layers", "B/token", "fixed", "max len", "trust")
     made = table(*columns, words=(0, 1, 5), wraps=(1,))
     for fact in facts:
@@ -276,14 +258,11 @@ def models(
         "fixed: windows and one state of a request, however long; "
         "trust: how sure the numbers are. All at tp 1."
     )
-    show(made, Text(legend, style="dim"))
+    _answer(as_json, {"models": facts}, made, Text(legend, style="dim"))
 
 
 def _one_model(model: Model, *, as_json: bool) -> None:
     facts, layers = model_facts(model), layer_facts(model)
-    if as_json:
-        _print_json({**facts, "caches": layers})
-        return
     title = Text(plain(model.name), style="bold")
     title.append(f"  {plain(model.architecture)}, {model.depth} layers", style="not bold dim")
     columns = ("layers", "number", "B/token", "fixed", "what each keeps")
@@ -295,7 +274,8 @@ def _one_model(model: Model, *, as_json: bool) -> None:
     total = f"{facts['bytes_per_token']:,} bytes for each token, "
     total += f"{facts['fixed_bytes_per_request']:,} for each request; {length}."
     source = [Text(f"From {plain(model.source)}", style="dim")] if model.source else []
-    show(title, indented(made), Text(total), *notes(model.warnings), *source)
+    parts = (title, indented(made), Text(total), *notes(model.warnings), *source)
+    _answer(as_json, {**facts, "caches": layers}, *parts)
 
 
 def _sizes(fact: dict[str, Any]) -> tuple[str, str]:
@@ -326,9 +306,6 @@ def _spec(spec: Any) -> str:
 def layouts(as_json: Json = False) -> None:
     """The orders that a cache can have in memory, and the backends that take them."""
     facts = layout_facts()
-    if as_json:
-        _print_json({"layouts": facts})
-        return
     words = ("block outermost", "layer compact", "page contiguous", "heads outside pages")
     # Two lines in the head, so that the table stays narrow.
     heads = ("order", "alias", *(word.replace(" ", "\n", 1) for word in words))
@@ -342,7 +319,8 @@ def layouts(as_json: Json = False) -> None:
             takes.add_row(backend.name, ", ".join(backend.layouts))
     takes.add_row("every other", "all six")
     legend = "Axes, outermost first: L page, B block, H head, N state, C content."
-    show(indented(made), indented(takes), Text(legend, style="dim"))
+    parts = (indented(made), indented(takes), Text(legend, style="dim"))
+    _answer(as_json, {"layouts": facts}, *parts)
 
 
 @command("hybrids > docs/hybrids.md")

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import typer
 
-from kvatlas.cli.options import POLICIES, PlanOptions
+from kvatlas.cli.options import POLICIES, PlanOptions, number
 from kvatlas.errors import AtlasError
 from kvatlas.models import Model
 from kvatlas.planning import Plan, kind_of
@@ -17,33 +16,19 @@ AXES = {"policy": "policy", "kv-dtype": "kv_dtype", "tp": "tp", "pack": "pack"}
 
 _USUAL = {"tp": ("1", "2", "4", "8", "16"), "pack": ("auto", "1", "2", "4", "8", "16")}
 _DENSE = (
-    "auto",
-    "fp8",
-    "int8_per_token_head",
-    "int4_per_token_head",
-    "nvfp4",
-    "turboquant_4bit_nc",
-)
+    "auto", "fp8", "int8_per_token_head", "int4_per_token_head", "nvfp4", "turboquant_4bit_nc",
+)  # fmt: skip
 _LATENT = ("auto", "fp8", "fp8_ds_mla", "nvfp4_ds_mla")
 
 
-class ComparedPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """One of the plans, or why there is none."""
+_FIGURES = (
+    "policy", "tp", "pack", "layout", "block_size", "num_blocks", "bytes_per_block", "tokens",
+    "requests_at_max_len", "padding_share",
+)  # fmt: skip
+"""What a row takes from a plan's summary."""
 
-    compare: str
-    value: str | int
-    policy: str
-    tp: int
-    pack: int | None = None
-    layout: str | None = None
-    block_size: int | None = None
-    num_blocks: int | None = None
-    bytes_per_block: int | None = None
-    tokens: int | None = None
-    requests_at_max_len: float | None = None
-    padding_share: float | None = None
-    way: str | None = None
-    refused: dict[str, str] | None = None
+Row = dict[str, Any]
+"""One of the plans, or why there is none: what varies, `_FIGURES`, `way` and `refused`."""
 
 
 def axes_of(texts: list[str]) -> dict[str, tuple[str, ...]]:
@@ -65,9 +50,7 @@ def axes_of(texts: list[str]) -> dict[str, tuple[str, ...]]:
     return axes
 
 
-def compared_plans(
-    options: PlanOptions, axis: str, values: tuple[str, ...] = ()
-) -> list[ComparedPlan]:
+def compared_plans(options: PlanOptions, axis: str, values: tuple[str, ...] = ()) -> list[Row]:
     """A plan, or a refusal, for each value of an axis."""
     model = options.load()
     return [_compared(options, model, axis, value) for value in values or usual(model, axis)]
@@ -94,22 +77,14 @@ def way_of(plan: Plan) -> str | None:
     return f"pack {plan.pack}" if states & others else "states apart"
 
 
-def _compared(options: PlanOptions, model: Model, axis: str, value: str) -> ComparedPlan:
-    shown: str | int = _number(value) if axis == "tp" else value
-    common = {"compare": axis, "value": shown, "policy": options.policy, "tp": options.tp}
-    common |= {axis: shown} if axis in ("policy", "tp") else {}
+def _compared(options: PlanOptions, model: Model, axis: str, value: str) -> Row:
+    shown = number(value, f"{value!r} is not a number.", "'--compare'") if axis == "tp" else value
+    row: Row = {"compare": axis, "value": shown, **dict.fromkeys(_FIGURES)}
+    row |= {"policy": options.policy, "tp": options.tp, "way": None, "refused": None}
+    row |= {axis: shown} if axis in ("policy", "tp") else {}
     try:
         made = options.plan(**{"model": model, AXES[axis]: shown})
     except AtlasError as refusal:
-        reason = {"code": str(refusal.code), "message": str(refusal)}
-        return msgspec.convert({**common, "refused": reason}, ComparedPlan)
-    figures: dict[str, Any] = {**made.summary(), "way": way_of(made)}
-    wanted = {name: figures[name] for name in ComparedPlan.__struct_fields__ if name in figures}
-    return msgspec.convert({**common, **wanted}, ComparedPlan)
-
-
-def _number(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a number.", param_hint="'--compare'") from None
+        return row | {"refused": {"code": str(refusal.code), "message": str(refusal)}}
+    summary = made.summary()
+    return row | {name: summary[name] for name in _FIGURES} | {"way": way_of(made)}

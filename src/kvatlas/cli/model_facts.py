@@ -109,19 +109,14 @@ def layer_runs(indices: list[int]) -> str:
 
 def layout_facts() -> list[dict[str, Any]]:
     """The orders that engines use, what each is good for, and who takes it."""
+    traits = ("block_outermost", "layer_compact", "page_contiguous", "heads_outside_pages")
+    takers = BACKENDS.values()
     return [
         {
             "order": layout.order,
             "alias": layout.alias,
-            "block_outermost": layout.block_outermost,
-            "layer_compact": layout.layer_compact,
-            "page_contiguous": layout.page_contiguous,
-            "heads_outside_pages": layout.heads_outside_pages,
-            "backends": [
-                name
-                for name, backend in BACKENDS.items()
-                if layout.order in (backend.layouts or ANY_ORDER)
-            ],
+            **{trait: getattr(layout, trait) for trait in traits},
+            "backends": [x.name for x in takers if layout.order in (x.layouts or ANY_ORDER)],
         }
         for layout in ENGINE_LAYOUTS
     ]

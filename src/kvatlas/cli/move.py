@@ -172,9 +172,7 @@ def move_parts(
             str(one.wrong),
         )
     wrong = sum(one.wrong for one in moved)
-    word = (
-        Text(f"Every byte arrived over {transport}, and no other was touched.", style="green")
-        if not wrong
-        else Text(f"{wrong:,} bytes are wrong.", style="bold red")
-    )
+    word = Text(f"Every byte arrived over {transport}, and no other was touched.", style="green")
+    if wrong:
+        word = Text(f"{wrong:,} bytes are wrong.", style="bold red")
     return [both_ends(src, dst), indented(made), word]

@@ -11,7 +11,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, get_args
 
 import typer
 
@@ -120,9 +120,10 @@ class PlanOptions:
 
     def plan(self, **changes: Any) -> Plan:
         """The plan, with some options changed."""
-        options = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        options |= changes
-        options["pack"] = _pack(options["pack"])
+        options = dataclasses.asdict(self) | changes
+        pack = options["pack"]
+        if pack != "auto":
+            options["pack"] = number(pack, f"{pack!r} is neither auto nor a number.", "'--pack'")
         return plan(options.pop("model"), **options)
 
     def load(self) -> Model:
@@ -133,28 +134,16 @@ class PlanOptions:
 def takes_plan_options(command: Callable[..., None]) -> Callable[..., None]:
     """A command that takes `PlanOptions` first, and on the command line its options."""
     own = inspect.signature(command, eval_str=True)
-    fields = dataclasses.fields(PlanOptions)
-    hints = get_type_hints(PlanOptions, include_extras=True)
-    options = [
-        inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty
-            if field.default is dataclasses.MISSING
-            else field.default,
-            annotation=hints[field.name],
-        )
-        for field in fields
-    ]
+    options = inspect.signature(PlanOptions, eval_str=True).parameters
     rest = [
         parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
         for parameter in list(own.parameters.values())[1:]
     ]
+    parameters = [*options.values(), *rest]
 
     def spread(**given: Any) -> None:
-        command(PlanOptions(**{field.name: given.pop(field.name) for field in fields}), **given)
+        command(PlanOptions(**{name: given.pop(name) for name in options}), **given)
 
-    parameters = [*options, *rest]
     spread.__name__, spread.__doc__ = command.__name__, command.__doc__
     spread.__annotations__ = {one.name: one.annotation for one in parameters}
     # What typer reads: neither name above is known to type checkers as settable.
@@ -162,12 +151,9 @@ def takes_plan_options(command: Callable[..., None]) -> Callable[..., None]:
     return spread
 
 
-def _pack(text: str | int) -> int | str:
-    if text == "auto" or isinstance(text, int):
-        return text
+def number(text: str, problem: str, where: str) -> int:
+    """The number that an option's value is; where it is none, say so."""
     try:
         return int(text)
     except ValueError:
-        raise typer.BadParameter(
-            f"{text!r} is neither auto nor a number.", param_hint="'--pack'"
-        ) from None
+        raise typer.BadParameter(problem, param_hint=where) from None

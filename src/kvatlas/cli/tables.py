@@ -14,7 +14,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from kvatlas.cli.compare import ComparedPlan
+from kvatlas.cli.compare import Row
 from kvatlas.cli.failures import plain
 
 _WIDEST = 96
@@ -97,19 +97,13 @@ def headline(summary: dict[str, Any]) -> Group:
     grid.add_column(style="dim")
     grid.add_column(justify="right", style="bold")
     grid.add_column()
-    for row in _figures(summary):
-        grid.add_row(*row)
+    length, nbytes = f"{summary['max_len']:,}", summary["bytes_per_block"]
+    grid.add_row("block", f"{summary['block_size']:,}", "tokens")
+    grid.add_row("blocks", f"{summary['num_blocks']:,}", f"of {nbytes:,} bytes ({size(nbytes)})")
+    grid.add_row("tokens that fit", f"{summary['tokens']:,}", f"in requests of {length}")
+    grid.add_row("requests", f"{summary['requests_at_max_len']:,.1f}", f"at {length} tokens")
+    grid.add_row("padding", f"{summary['padding_share']:.2%}", "of what such a request claims")
     return Group(title, Text(), indented(grid))
-
-
-def _figures(summary: dict[str, Any]) -> Iterable[tuple[str, str, str]]:
-    length, requests = summary["max_len"], summary["requests_at_max_len"]
-    per_block = summary["bytes_per_block"]
-    yield "block", f"{summary['block_size']:,}", "tokens"
-    yield "blocks", f"{summary['num_blocks']:,}", f"of {per_block:,} bytes ({size(per_block)})"
-    yield "tokens that fit", f"{summary['tokens']:,}", f"in requests of {length:,}"
-    yield "requests", f"{requests:,.1f}", f"at {length:,} tokens"
-    yield "padding", f"{summary['padding_share']:.2%}", "of what such a request claims"
 
 
 def plan_parts(summary: dict[str, Any]) -> list[RenderableType]:
@@ -153,12 +147,8 @@ def _takes(group: dict[str, Any]) -> str:
 def _pools(pools: list[dict[str, Any]], *, stages: bool) -> Table:
     names = ("stage", "pool") if stages else ("pool",)
     made = table(*names, "blocks", "bytes per block", "in all", words=range(len(names)))
-    seen: dict[int, int] = {}
     for pool in pools:
-        stage = pool["stage"]
-        index = seen.get(stage, 0)
-        seen[stage] = index + 1
-        place = (str(stage), str(index)) if stages else (str(index),)
+        place = (str(pool["stage"]), str(pool["index"]))[-len(names) :]
         figures = (f"{pool['blocks']:,}", f"{pool['block_bytes']:,}", size(pool["bytes"]))
         made.add_row(*place, *figures)
     return made
@@ -176,31 +166,28 @@ def sentences(lines: list[str]) -> Group:
     return Group(Padding(Group(*parts), (0, spare, 0, 0)))
 
 
-def comparison(axis: str, rows: list[ComparedPlan]) -> Group:
+def comparison(axis: str, rows: list[Row]) -> Group:
     """Plans beside each other; the one that fits most is set off, a refusal says why."""
     columns = ("block", "blocks", "tokens", "requests", "padding")
-    last = "states" if any(row.way for row in rows) else ""
+    last = "states" if any(row["way"] for row in rows) else ""
     made = table(axis, *columns, last, words=(0, 6), wraps=(6,))
-    best = max((row.tokens or 0 for row in rows), default=0)
-    for row in rows:
-        if row.refused:
-            code = Text(row.refused["code"], style="yellow")
-            made.add_row(plain(row.value), *["-"] * 5, code)
-            continue
-        requests = row.requests_at_max_len
-        made.add_row(
-            plain(row.value),
-            f"{row.block_size:,}",
-            f"{row.num_blocks:,}",
-            f"{row.tokens:,}",
-            "-" if requests is None else f"{requests:,.1f}",
-            f"{row.padding_share:.2%}",
-            (row.way or "").removeprefix("states "),
-            style="bold green" if row.tokens == best else "",
-        )
     parts: list[RenderableType] = [indented(made)]
+    best = max((row["tokens"] or 0 for row in rows), default=0)
     for row in rows:
-        if row.refused:
-            reason = Text(plain(f"{row.value}: {row.refused['message']}"), style="yellow")
+        value = plain(row["value"])
+        if row["refused"]:
+            made.add_row(value, *["-"] * 5, Text(row["refused"]["code"], style="yellow"))
+            reason = Text(f"{value}: {plain(row['refused']['message'])}", style="yellow")
             parts += [Text(), indented(reason)]
+            continue
+        made.add_row(
+            value,
+            f"{row['block_size']:,}",
+            f"{row['num_blocks']:,}",
+            f"{row['tokens']:,}",
+            f"{row['requests_at_max_len']:,.1f}",
+            f"{row['padding_share']:.2%}",
+            (row["way"] or "").removeprefix("states "),
+            style="bold green" if row["tokens"] == best else "",
+        )
     return Group(*parts)

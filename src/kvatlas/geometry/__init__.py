@@ -9,8 +9,9 @@ from kvatlas.geometry.address_arrays import (
     join_copies,
     join_ranges,
     refuse_too_many,
+    whole_numbers,
 )
-from kvatlas.geometry.combine import append, fold_beside, in_words, stack, widest_word
+from kvatlas.geometry.combine import append, fold_beside, in_words, stack, tile_alike, widest_word
 from kvatlas.geometry.dtype import DType
 from kvatlas.geometry.field import Field, FieldAxis, Section, Sharding, ShardRange
 from kvatlas.geometry.integers import INT64_MAX, ceil_div, integer, natural, positive, round_up
@@ -75,6 +76,8 @@ __all__ = [
     "shared_pages",
     "side_by_side",
     "stack",
+    "tile_alike",
     "validate",
+    "whole_numbers",
     "widest_word",
 ]

@@ -15,11 +15,37 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry.integers import INT64_MAX
 
 Int64s = NDArray[np.int64]
 
 _ROWS_PER_TEMPLATE = 1 << 15
 _MOST_ROWS = 1 << 28
+
+
+def whole_numbers(given: Any, what: str, axes: Sequence[int] = (1,)) -> Int64s:
+    """Whole numbers from outside as int64: a row of them, or as many `axes` as are allowed.
+
+    >>> whole_numbers(np.array([3, 1], np.uint64), "indices"), whole_numbers([], "indices")
+    (array([3, 1]), array([], dtype=int64))
+    """
+    try:
+        array = np.asarray(given)
+    except (ValueError, TypeError, OverflowError):
+        array = np.asarray(None)
+    if array.size == 0 and array.dtype.kind == "f":
+        array = array.astype(np.int64)  # an empty list has no type of its own
+    # numpy takes True for 1 in a list of ints; nobody means that.
+    booleans = isinstance(given, list | tuple) and any(isinstance(one, bool) for one in given)
+    if array.dtype.kind not in "iu" or array.ndim not in axes or booleans:
+        got = f"{type(given).__name__} of {array.dtype} with {array.ndim} axes"
+        hint = "Pass ints, in a list or in a numpy array of one axis"
+        problem = f"The {what} are not a row of whole numbers"
+        raise AtlasError(Code.NOT_AN_INTEGER, problem, got=got, hint=hint)
+    if array.dtype.kind == "u" and array.size and int(array.max()) > INT64_MAX:
+        problem = f"There are no {what} as large as this"
+        raise AtlasError(Code.OUT_OF_RANGE, problem, got=array.max(), hint="Check what computed it")
+    return array.astype(np.int64)
 
 
 def indices(chosen: Any, size: int, axis: str) -> Int64s:
@@ -28,43 +54,25 @@ def indices(chosen: Any, size: int, axis: str) -> Int64s:
     >>> indices(np.array([3, 1], np.uint64), 4, "B")
     array([3, 1])
     """
-    try:
-        array = np.asarray(chosen)
-    except (ValueError, TypeError, OverflowError):
-        array = np.asarray(None)
-    if array.size == 0 and array.dtype.kind == "f":
-        array = array.astype(np.int64)  # an empty list has no type of its own
-    if array.dtype.kind not in "iu" or array.ndim > 1:
-        raise AtlasError(
-            Code.NOT_AN_INTEGER,
-            f"Indices of axis {axis} are neither a whole number nor a row of them",
-            got=f"{type(chosen).__name__} of {array.dtype} with {array.ndim} axes",
-            hint="Pass an int, a list of ints or a numpy array of one axis",
-        )
+    array = whole_numbers(chosen, f"indices of axis {axis}", axes=(0, 1))
     if array.size and (array.min() < 0 or array.max() >= size):
         raise out_of_range(axis, size, f"{array.min()}..{array.max()}")
-    return array.astype(np.int64)
+    return array
 
 
 def out_of_range(axis: str, size: int, got: object) -> AtlasError:
     """The error for a coordinate that `axis` does not have."""
-    return AtlasError(
-        Code.OUT_OF_RANGE,
-        f"Axis {axis} has coordinates 0..{size - 1} only",
-        got=got,
-        hint="Coordinates start at 0 and never count from the end",
-    )
+    problem = f"Axis {axis} has coordinates 0..{size - 1} only"
+    hint = "Coordinates start at 0 and never count from the end"
+    return AtlasError(Code.OUT_OF_RANGE, problem, got=got, hint=hint)
 
 
 def refuse_too_many(count: int, what: str) -> None:
     """Refuse to write more rows than any machine would want."""
     if count > _MOST_ROWS:
-        raise AtlasError(
-            Code.TOO_MANY,
-            f"More than {_MOST_ROWS:,} {what} are not written at once",
-            got=f"{count:,}",
-            hint="Narrow the placement, or choose blocks",
-        )
+        problem = f"More than {_MOST_ROWS:,} {what} are not written at once"
+        hint = "Narrow the placement, or choose blocks"
+        raise AtlasError(Code.TOO_MANY, problem, got=f"{count:,}", hint=hint)
 
 
 def outer_sum(parts: Sequence[Int64s], offset: int = 0) -> Int64s:
@@ -131,14 +139,12 @@ def fill_descriptors(
     [[1000, 8, 3], [1016, 8, 3], [1100, 8, 3], [1116, 8, 3]]
     """
     refuse_too_many(math.prod([len(starts), *map(len, parts)]), "descriptors")
-    split = len(parts)
-    rows = len(starts)
+    split, rows = len(parts), len(starts)
     while split and rows * len(parts[split - 1]) <= _ROWS_PER_TEMPLATE:
         split -= 1
         rows *= len(parts[split])
     template = np.empty((rows // len(starts), len(starts), 3), dtype=np.uint64)
-    inner = outer_sum(parts[split:], base)
-    template[..., 0] = inner[:, None] + starts
+    template[..., 0] = outer_sum(parts[split:], base)[:, None] + starts
     template[..., 1] = lengths
     template[..., 2] = device
     outer = outer_sum(parts[:split]).astype(np.uint64)

@@ -132,11 +132,9 @@ class Affine:
 
     def _refuse_overflow(self, stop: int) -> None:
         if stop > INT64_MAX:
-            raise AtlasError(
-                Code.OVERFLOW,
-                got=f"a last byte at {stop - 1} for {self}",
-                hint="Check the sizes, the strides and the base address",
-            )
+            got = f"a last byte at {stop - 1} for {self}"
+            hint = "Check the sizes, the strides and the base address"
+            raise AtlasError(Code.OVERFLOW, got=got, hint=hint)
 
     def _refuse_overlap(self) -> None:
         if is_nested(self.sizes, self.strides, self.item, apart=False):
@@ -145,11 +143,8 @@ class Affine:
         if step is not None:
             one = {a: max(0, -d) for a, d in zip(self.axes, step, strict=True)}
             other = {a: max(0, d) for a, d in zip(self.axes, step, strict=True)}
-            raise AtlasError(
-                Code.OVERLAP,
-                got=f"{one} and {other} in {self}",
-                hint="Widen the strides, or give replicas an allocation of their own",
-            )
+            hint = "Widen the strides, or give replicas an allocation of their own"
+            raise AtlasError(Code.OVERLAP, got=f"{one} and {other} in {self}", hint=hint)
 
     def __repr__(self) -> str:
         parts = [

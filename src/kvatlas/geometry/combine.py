@@ -22,12 +22,8 @@ def stack(first: Placement, second: Placement, *, axis: str, behind: str) -> Pla
     Placement(B=4:16, kv=2:8, C=8:1, offset=0, item=1)
     """
     if replace(second, offset=first.offset) != first or second.offset <= first.offset:
-        raise AtlasError(
-            Code.UNLIKE_PLACEMENTS,
-            "The second placement is not the first, moved upwards",
-            got=f"{first} and {second}",
-            hint="Keep them apart",
-        )
+        problem, got = "The second placement is not the first, moved upwards", (first, second)
+        raise AtlasError(Code.UNLIKE_PLACEMENTS, problem, got=got, hint="Keep them apart")
     place = first.axes.index(behind) + 1 if behind in first.axes else 0
     return first.replace_axes(place, place, (axis, 2, second.offset - first.offset))
 
@@ -39,26 +35,33 @@ def append(first: Placement, second: Placement, *, axis: str) -> Placement:
     >>> append(row.narrow("C", 0, 6), row.narrow("C", 6, 2), axis="C") == row
     True
     """
-    step = first.stride(axis) or first.item
-    size = first.size(axis)
+    step, size = first.stride(axis) or first.item, first.size(axis)
+    one_by_one = "Take them one by one"
     one_of_each = [part.narrow(axis, 0, 1) for part in (first, second)]
     moved = replace(one_of_each[1], offset=first.offset)
     if moved != one_of_each[0] or second.offset != first.offset + size * step:
-        raise AtlasError(
-            Code.NOT_CONTIGUOUS,
-            f"The second placement does not start where the first ends along {axis}",
-            got=f"{first} and {second}",
-            hint="Take them one by one",
-        )
+        problem = f"The second placement does not start where the first ends along {axis}"
+        raise AtlasError(Code.NOT_CONTIGUOUS, problem, got=(first, second), hint=one_by_one)
     if second.size(axis) > 1 and second.stride(axis) != step:
-        raise AtlasError(
-            Code.UNLIKE_PLACEMENTS,
-            f"The two placements have different strides along {axis}",
-            got=f"{step} and {second.stride(axis)} bytes",
-            hint="Take them one by one",
-        )
+        problem = f"The two placements have different strides along {axis}"
+        got = f"{step} and {second.stride(axis)} bytes"
+        raise AtlasError(Code.UNLIKE_PLACEMENTS, problem, got=got, hint=one_by_one)
     place = first.axes.index(axis)
     return first.replace_axes(place, place + 1, (axis, size + second.size(axis), step))
+
+
+def tile_alike(src: Placement, dst: Placement) -> tuple[Placement, Placement]:
+    """Both ends of a copy with rows cut into tiles (axes C and c), where one of them has tiles.
+
+    >>> row, tiles = Placement.packed([("C", 8)]), Placement.packed([("C", 2), ("c", 4)])
+    >>> tile_alike(row, tiles) == tile_alike(tiles, row) == (tiles, tiles)
+    True
+    """
+    if "c" in src.axes and "c" not in dst.axes:
+        return src, dst.split("C", into=("C", "c"), inner=src.size("c"))
+    if "c" in dst.axes and "c" not in src.axes:
+        return src.split("C", into=("C", "c"), inner=dst.size("c")), dst
+    return src, dst
 
 
 def fold_beside(*ends: Placement, axis: str) -> tuple[Placement, ...]:
@@ -98,12 +101,9 @@ def in_words(placement: Placement, word: int, *, axis: str = "w") -> Placement:
     Placement(B=4:24, w=3:8, offset=0, item=8)
     """
     if placement.item % word:
-        raise AtlasError(
-            Code.SPLIT_ELEMENT,
-            "Words do not divide the items",
-            got=f"items of {placement.item} bytes in words of {word}",
-            hint="Ask widest_word() for one that divides all of them",
-        )
+        problem, got = "Words do not divide the items", f"{placement.item} bytes in words of {word}"
+        hint = "Ask widest_word() for one that divides all of them"
+        raise AtlasError(Code.SPLIT_ELEMENT, problem, got=got, hint=hint)
     count = len(placement.axes)
     words = (axis, placement.item // word, word)
     return replace(placement, item=word).replace_axes(count, count, words)

@@ -52,12 +52,9 @@ class DType:
         whole = self.bits in (8, 16, 32) or 0 < self.bits < 8
         parts = 1 + self.exponent_bits + self.mantissa_bits
         if not whole or (self.kind == "float" and parts != self.bits):
-            raise AtlasError(
-                Code.UNKNOWN_DTYPE,
-                "A dtype has other than 1 to 8, 16 or 32 bits, or its parts do not add up to them",
-                got=f"{self.name} of {self.bits} bits",
-                hint="Use DType.of for the types there are",
-            )
+            problem = "A dtype has other than 1 to 8, 16 or 32 bits, or parts that do not add up"
+            got, hint = f"{self.name} of {self.bits} bits", "Use DType.of for the types there are"
+            raise AtlasError(Code.UNKNOWN_DTYPE, problem, got=got, hint=hint)
 
     @classmethod
     def of(cls, name: object) -> DType:
@@ -71,9 +68,8 @@ class DType:
         key = str(name).removeprefix("torch.").lower()
         dtype = _TYPES.get(_ALIASES.get(key, key))
         if dtype is None:
-            raise AtlasError(
-                Code.UNKNOWN_DTYPE, got=repr(name), hint=f"Use one of {', '.join(_TYPES)}"
-            )
+            hint = f"Use one of {', '.join(_TYPES)}"
+            raise AtlasError(Code.UNKNOWN_DTYPE, got=repr(name), hint=hint)
         return dtype
 
     @property
@@ -97,12 +93,9 @@ class DType:
     def decode(self, code: int) -> float:
         """The number that the bit pattern `code` stands for."""
         if not 0 <= code < 1 << self.bits:
-            raise AtlasError(
-                Code.OUT_OF_RANGE,
-                f"Codes of {self.name} have only {self.bits} bits",
-                got=code,
-                hint=f"Pass a code from 0 to {(1 << self.bits) - 1}",
-            )
+            problem = f"Codes of {self.name} have only {self.bits} bits"
+            hint = f"Pass a code from 0 to {(1 << self.bits) - 1}"
+            raise AtlasError(Code.OUT_OF_RANGE, problem, got=code, hint=hint)
         match self.kind:
             case "uint":
                 return float(code)
@@ -159,12 +152,8 @@ class DType:
             return 255
         if self.kind == "float" and self.specials != "none":
             return (1 << (self.bits - 1)) - 1
-        raise AtlasError(
-            Code.NOT_REPRESENTABLE,
-            f"{self.name} has no NaN",
-            got="nan",
-            hint="Clean the values before they are quantised",
-        )
+        hint = "Clean the values before they are quantised"
+        raise AtlasError(Code.NOT_REPRESENTABLE, f"{self.name} has no NaN", got="nan", hint=hint)
 
     def __str__(self) -> str:
         return self.name

@@ -16,7 +16,7 @@ that are shared are replicated once there are more ranks than units.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from kvatlas.errors import AtlasError, Code
@@ -77,12 +77,9 @@ class Section:
             return rank * count, count
         if self.shared and tp % self.units == 0:
             return rank * self.units // tp, 1
-        raise AtlasError(
-            Code.TP_HEADS,
-            got=f"{self.units} over tp {tp}",
-            hint=f"Use a tp that divides {self.units}"
-            + (f", or a multiple of {self.units}" if self.shared else ""),
-        )
+        multiple = f", or a multiple of {self.units}" if self.shared else ""
+        hint = f"Use a tp that divides {self.units}{multiple}"
+        raise AtlasError(Code.TP_HEADS, got=f"{self.units} over tp {tp}", hint=hint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,28 +125,21 @@ class Sharding:
         """What `rank` holds along the sharded axis; nothing named means all of it."""
         tp, rank = positive(tp, "the tensor-parallel size"), integer(rank, "the rank")
         if not 0 <= rank < tp:
-            raise AtlasError(
-                Code.BAD_RANK,
-                got=f"rank {rank} of {tp}",
-                hint=f"Ranks are 0..{tp - 1}",
-            )
+            hint = f"Ranks are 0..{tp - 1}"
+            raise AtlasError(Code.BAD_RANK, got=f"rank {rank} of {tp}", hint=hint)
         if self.whole_only and tp > 1:
-            raise AtlasError(
-                Code.TP_WHOLE,
-                got=f"tp {tp}",
-                hint="Use tp 1, or give the field a sharding",
-            )
+            hint = "Use tp 1, or give the field a sharding"
+            raise AtlasError(Code.TP_WHOLE, got=f"tp {tp}", hint=hint)
         held: list[ShardRange] = []
         local = base = 0
         for section in self.sections:
             first, count = section.deal(tp, rank)
-            held_range = ShardRange(local, base + first * section.rows, count * section.rows)
-            last = held[-1] if held else None
-            if last and last.start + last.length == held_range.start:
-                held[-1] = ShardRange(last.local, last.start, last.length + held_range.length)
+            start, length = base + first * section.rows, count * section.rows
+            if held and held[-1].start + held[-1].length == start:
+                held[-1] = replace(held[-1], length=held[-1].length + length)
             else:
-                held.append(held_range)
-            local += held_range.length
+                held.append(ShardRange(local, start, length))
+            local += length
             base += section.units * section.rows
         return tuple(held)
 
@@ -189,12 +179,9 @@ class FieldAxis:
         size = positive(self.size, f"the size of field axis {self.name}")
         set_fields(self, size=size, step=natural(self.step, f"the step of field axis {self.name}"))
         if self.along not in ("H", "N", "C"):
-            raise AtlasError(
-                Code.BAD_FIELD,
-                "A field axis walks along something else than H, N or C",
-                got=repr(self.along),
-                hint="Pages and blocks are outside the page",
-            )
+            problem = "A field axis walks along something else than H, N or C"
+            hint = "Pages and blocks are outside the page"
+            raise AtlasError(Code.BAD_FIELD, problem, got=repr(self.along), hint=hint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,27 +218,20 @@ class Field:
             offset=natural(self.offset, "the content offset of a field"),
         )
         names = [axis.name for axis in self.axes]
-        sharded_size = next(
-            (axis.size for axis in self.axes if axis.name == self.sharding.axis), None
-        )
+        sharded_size = sum(axis.size for axis in self.axes if axis.name == self.sharding.axis)
         held = sum(held_range.length for held_range in self.ranges)
         last = max((held_range.start + held_range.length for held_range in self.ranges), default=0)
         wrong = self.ranges and (held != sharded_size or last > self.sharding.rows)
         if len(set(names)) < len(names) or wrong:
-            raise AtlasError(
-                Code.BAD_FIELD,
-                "A field names an axis twice, or its ranges do not fill the sharded axis",
-                got=f"{self.name}: axes {names}, sharded on {self.sharding.axis}, ranges of {held}",
-                hint="Build fields with the specs, or with Sharding.ranges for the rank",
-            )
+            problem = "A field names an axis twice, or its ranges do not fill the sharded axis"
+            got = f"{self.name}: axes {names}, sharded on {self.sharding.axis}, ranges of {held}"
+            hint = "Build fields with the specs, or with Sharding.ranges for the rank"
+            raise AtlasError(Code.BAD_FIELD, problem, got=got, hint=hint)
         steps = [axis.step for axis in self.axes if axis.along == "C"]
         if any(step % self.dtype.item for step in (self.offset, *steps)):
-            raise AtlasError(
-                Code.MISALIGNED,
-                "Elements do not start at multiples of their size",
-                got=f"{self.name} of {self.dtype} at byte {self.offset} with steps {steps}",
-                hint="Pad what lies before it",
-            )
+            problem = "Elements do not start at multiples of their size"
+            got = f"{self.name} of {self.dtype} at byte {self.offset} with steps {steps}"
+            raise AtlasError(Code.MISALIGNED, problem, got=got, hint="Pad what lies before it")
 
     @property
     def padding(self) -> bool:

@@ -39,8 +39,9 @@ def set_fields(value: object, **fields: Any) -> None:
         object.__setattr__(value, name, field)
 
 
-def _sentence(words: str) -> str:
-    return words[0].upper() + words[1:]
+def _refusal(code: Code, what: str, is_wrong: str, got: object, hint: str) -> AtlasError:
+    problem = f"{what[0].upper()}{what[1:]} is {is_wrong}"
+    return AtlasError(code, problem, got=got, hint=hint)
 
 
 def integer(value: Any, what: str) -> int:
@@ -55,19 +56,12 @@ def integer(value: Any, what: str) -> int:
     except TypeError:
         number = None
     if number is None:
-        raise AtlasError(
-            Code.NOT_AN_INTEGER,
-            f"{_sentence(what)} is not a whole number",
-            got=f"{value!r} ({type(value).__name__})",
-            hint="Pass an int; use // instead of / when computing it",
-        )
+        got = f"{value!r} ({type(value).__name__})"
+        hint = "Pass an int; use // instead of / when computing it"
+        raise _refusal(Code.NOT_AN_INTEGER, what, "not a whole number", got, hint)
     if abs(number) > INT64_MAX:
-        raise AtlasError(
-            Code.OVERFLOW,
-            f"{_sentence(what)} is past 2**63",
-            got=number,
-            hint="Check the sizes that were multiplied to get it",
-        )
+        hint = "Check the sizes that were multiplied to get it"
+        raise _refusal(Code.OVERFLOW, what, "past 2**63", number, hint)
     return number
 
 
@@ -75,12 +69,8 @@ def positive(value: Any, what: str) -> int:
     """`value` as an int of at least 1."""
     number = integer(value, what)
     if number < 1:
-        raise AtlasError(
-            Code.BAD_SIZE,
-            f"{_sentence(what)} is less than 1",
-            got=number,
-            hint="Leave out what is empty instead of giving it size 0",
-        )
+        hint = "Leave out what is empty instead of giving it size 0"
+        raise _refusal(Code.BAD_SIZE, what, "less than 1", number, hint)
     return number
 
 
@@ -88,10 +78,6 @@ def natural(value: Any, what: str) -> int:
     """`value` as an int of at least 0."""
     number = integer(value, what)
     if number < 0:
-        raise AtlasError(
-            Code.NEGATIVE,
-            f"{_sentence(what)} is negative",
-            got=number,
-            hint="Memory is walked upwards here: reverse the view instead",
-        )
+        hint = "Memory is walked upwards here: reverse the view instead"
+        raise _refusal(Code.NEGATIVE, what, "negative", number, hint)
     return number

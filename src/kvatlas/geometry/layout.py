@@ -40,11 +40,8 @@ class Layout:
         letters = self.order.upper() if isinstance(self.order, str) else ""
         letters = _ALIASES.get(letters, letters)
         if sorted(letters) != sorted(AXES):
-            raise AtlasError(
-                Code.BAD_ORDER,
-                got=repr(self.order),
-                hint="Write an order such as 'LBNHC', or one of the aliases NHD and HND",
-            )
+            hint = "Write an order such as 'LBNHC', or one of the aliases NHD and HND"
+            raise AtlasError(Code.BAD_ORDER, got=repr(self.order), hint=hint)
         object.__setattr__(self, "order", letters)
 
     def __repr__(self) -> str:
@@ -107,23 +104,17 @@ class Layout:
         """
         fixed = strides or {}
         if sorted(sizes) != sorted(AXES) or not set(fixed) <= set(AXES):
-            raise AtlasError(
-                Code.UNKNOWN_AXIS,
-                "The axes to place are not L, B, H, N, C",
-                got=f"sizes {sorted(sizes)}, strides {sorted(fixed)}",
-                hint="Give all five sizes, 1 for an axis that is not used",
-            )
-        return Placement.packed(
-            tuple((axis, sizes[axis]) for axis in self.order), offset=offset, strides=fixed
-        ).reorder(*AXES)
+            problem = "The axes to place are not L, B, H, N, C"
+            got = f"sizes {sorted(sizes)}, strides {sorted(fixed)}"
+            hint = "Give all five sizes, 1 for an axis that is not used"
+            raise AtlasError(Code.UNKNOWN_AXIS, problem, got=got, hint=hint)
+        axes = [(axis, sizes[axis]) for axis in self.order]
+        return Placement.packed(axes, offset=offset, strides=fixed).reorder(*AXES)
 
     def _position(self, axis: str) -> int:
         if axis not in AXES:
-            raise AtlasError(
-                Code.UNKNOWN_AXIS,
-                got=repr(axis),
-                hint="L is page, B block, H head, N state, C content",
-            )
+            hint = "L is page, B block, H head, N state, C content"
+            raise AtlasError(Code.UNKNOWN_AXIS, got=repr(axis), hint=hint)
         return self.order.index(axis)
 
 

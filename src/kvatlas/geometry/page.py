@@ -52,12 +52,10 @@ class Page:
         )
         names = [field.name for field in self.fields]
         if len(set(names)) < len(names):
-            raise AtlasError(
-                Code.BAD_FIELD, "Two fields have one name", got=names, hint="Rename one of them"
-            )
-        alone = self.place(Layout("LBHNC"), pages=1, blocks=1)
-        parts = {name: self.view(alone, name) for name in names}
-        validate(parts, size=self.unpadded)
+            problem, hint = "Two fields have one name", "Rename one of them"
+            raise AtlasError(Code.BAD_FIELD, problem, got=names, hint=hint)
+        alone = self.place("LBHNC", pages=1, blocks=1)
+        validate({name: self.view(alone, name) for name in names}, size=self.unpadded)
 
     @property
     def unpadded(self) -> int:
@@ -79,21 +77,16 @@ class Page:
         for field in self.fields:
             if field.name == name:
                 return field
-        raise AtlasError(
-            Code.UNKNOWN_FIELD,
-            got=repr(name),
-            hint=f"This page has {', '.join(field.name for field in self.fields)}",
-        )
+        hint = f"This page has {', '.join(field.name for field in self.fields)}"
+        raise AtlasError(Code.UNKNOWN_FIELD, got=repr(name), hint=hint)
 
     def padded(self, to: int) -> Page:
         """The same page in `to` bytes, the rest named padding."""
         to = positive(to, "the padded size")
         if to < self.unpadded:
-            raise AtlasError(
-                Code.PAGE_TOO_SMALL,
-                got=f"{to} bytes for cells of {self.unpadded}",
-                hint="Take the largest page of all groups that share the block",
-            )
+            got = f"{to} bytes for cells of {self.unpadded}"
+            hint = "Take the largest page of all groups that share the block"
+            raise AtlasError(Code.PAGE_TOO_SMALL, got=got, hint=hint)
         return replace(self, padding=to - self.unpadded)
 
     def place(
@@ -111,37 +104,24 @@ class Page:
         Padding lies behind each page, so a padded page must be contiguous.
         """
         layout = layout if isinstance(layout, Layout) else Layout(layout)
-        strides = {"L": page_stride, "B": block_stride}
-        inner = "B" if layout.outside("L", "B") else "L"
+        given = {"L": page_stride, "B": block_stride}
+        strides = {axis: stride for axis, stride in given.items() if stride is not None}
+        sizes = {"L": pages, "B": blocks, **self._cells}
         if self.padding:
-            sizes = {"H": self.heads, "N": self.states, "C": self.content}
-            broken = [a for a in "HNC" if sizes[a] > 1 and layout.outside(a, inner)]
+            inner = "B" if layout.outside("L", "B") else "L"
+            broken = [a for a in self._cells if sizes[a] > 1 and layout.outside(a, inner)]
             if broken:
-                raise AtlasError(
-                    Code.PADDING_INSIDE_PAGE,
-                    got=f"{layout} with {broken[0]} of size {sizes[broken[0]]} outside {inner}",
-                    hint="Choose an order that starts with L and B, or remove the padding",
-                )
-            if strides[inner] is None:
-                strides[inner] = self.nbytes
-        for axis, count in (("L", pages), ("B", blocks)):
-            step = strides[axis]
-            if self.padding and step is not None and count > 1 and step < self.nbytes:
-                raise AtlasError(
-                    Code.PAGE_TOO_SMALL,
-                    "Pages are less than a page apart, padding included",
-                    got=f"a stride of {step} along {axis} for pages of {self.nbytes} bytes",
-                    hint="Widen the stride, or remove the padding",
-                )
-        return layout.place(
-            L=pages,
-            B=blocks,
-            H=self.heads,
-            N=self.states,
-            C=self.content,
-            offset=offset,
-            strides={axis: stride for axis, stride in strides.items() if stride is not None},
-        )
+                got = f"{layout} with {broken[0]} of size {sizes[broken[0]]} outside {inner}"
+                hint = "Choose an order that starts with L and B, or remove the padding"
+                raise AtlasError(Code.PADDING_INSIDE_PAGE, got=got, hint=hint)
+            strides.setdefault(inner, self.nbytes)
+            for axis, step in strides.items():
+                if sizes[axis] > 1 and step < self.nbytes:
+                    problem = "Pages are less than a page apart, padding included"
+                    got = f"a stride of {step} along {axis} for pages of {self.nbytes} bytes"
+                    hint = "Widen the stride, or remove the padding"
+                    raise AtlasError(Code.PAGE_TOO_SMALL, problem, got=got, hint=hint)
+        return layout.place(offset=offset, strides=strides, **sizes)
 
     def pool_strides(
         self, layout: Layout, *, pages: int, blocks: int, block_stride: int | None = None
@@ -165,25 +145,20 @@ class Page:
         pages and blocks.
         """
         field = self.field(name)
-        cells = {"H": self.heads, "N": self.states, "C": self.content}
-        whole = placement.item == 1 and all(placement.size(a) == n for a, n in cells.items())
-        if not whole:
-            raise AtlasError(
-                Code.UNLIKE_PLACEMENTS,
-                "The placement does not hold whole pages in bytes",
-                got=f"{placement} for pages of {cells}",
-                hint="Pass what Page.place gave; narrow and fold the view instead",
-            )
+        cells = self._cells
+        if placement.item != 1 or any(placement.size(a) != n for a, n in cells.items()):
+            problem = "The placement does not hold whole pages in bytes"
+            hint = "Pass what Page.place gave; narrow and fold the view instead"
+            got = f"{placement} for pages of {cells}"
+            raise AtlasError(Code.UNLIKE_PLACEMENTS, problem, got=got, hint=hint)
         self._refuse_gaps(field, placement)
         steps = {axis: placement.stride(axis) for axis in cells}
         if self.content == 1:
             steps["C"] = 1
         elif steps["C"] > 1 and field.dtype.item > 1:
-            raise AtlasError(
-                Code.SPLIT_ELEMENT,
-                got=f"{field.dtype} elements where content bytes are {steps['C']} apart",
-                hint="Choose an order with C innermost",
-            )
+            got = f"{field.dtype} elements where content bytes are {steps['C']} apart"
+            hint = "Choose an order with C innermost"
+            raise AtlasError(Code.SPLIT_ELEMENT, got=got, hint=hint)
         others = [axis for axis in placement.axes if axis not in cells]
         start = field.head * steps["H"] + field.offset * steps["C"]
         return Placement(
@@ -202,6 +177,10 @@ class Page:
             placement = placement.select(axis, 0)
         return replace(placement, offset=placement.offset + self.unpadded, item=self.padding)
 
+    @property
+    def _cells(self) -> dict[str, int]:
+        return {"H": self.heads, "N": self.states, "C": self.content}
+
     def _over_page(self, field: Field) -> bool:
         return field.last_content_byte >= self.states * self.content
 
@@ -213,8 +192,7 @@ class Page:
         reach = sum((placement.size(axis) - 1) * placement.stride(axis) for axis in "HNC")
         # Over a whole page the order of its axes does not matter: only that it is whole.
         whole = step == 1 and reach + 1 == self.unpadded
-        over, ending = "pages", "H, N and C, C last"
-        gapless = whole
+        gapless, over, ending = whole, "pages", "H, N and C, C last"
         if not self._over_page(field):
             # Where every field counts bytes from the page's start, none minds the order either.
             by_bytes = all(
@@ -222,12 +200,11 @@ class Page:
                 for other in self.fields
             )
             in_states = placement.size("N") == 1 or placement.stride("N") == self.content * step
-            gapless = in_states or (whole and by_bytes)
-            over, ending = "states", "NC"
+            gapless, over, ending = in_states or (whole and by_bytes), "states", "NC"
         if not gapless:
-            raise AtlasError(
-                Code.NOT_CONTIGUOUS,
-                f"Field {field.name} lies flat over its {over}, which have gaps in this layout",
-                got=f"strides { ({axis: placement.stride(axis) for axis in 'HNC'}) }",
-                hint=f"Choose an order that ends in {ending}, or a packing by cells",
+            problem = (
+                f"Field {field.name} lies flat over its {over}, which have gaps in this layout"
             )
+            got = f"strides { ({axis: placement.stride(axis) for axis in 'HNC'}) }"
+            hint = f"Choose an order that ends in {ending}, or a packing by cells"
+            raise AtlasError(Code.NOT_CONTIGUOUS, problem, got=got, hint=hint)

@@ -57,23 +57,6 @@ class Placement(Affine):
     # -- constructors ---------------------------------------------------------------
 
     @classmethod
-    def from_strides(
-        cls,
-        axes: Sequence[str],
-        sizes: Sequence[int],
-        strides: Sequence[int],
-        *,
-        offset: int = 0,
-        item: int = 1,
-    ) -> Placement:
-        """Memory that somebody else laid out, from its byte strides.
-
-        >>> Placement.from_strides("BN", (2, 4), (32, 8), item=8).nbytes
-        64
-        """
-        return cls(tuple(axes), tuple(sizes), tuple(strides), offset, item)
-
-    @classmethod
     def packed(
         cls,
         axes: Sequence[tuple[str, int]],
@@ -113,19 +96,13 @@ class Placement(Affine):
         """
         layout = strided(tensor)
         if layout is None:
-            raise AtlasError(
-                Code.BAD_TENSOR,
-                "This is not a strided numpy or torch tensor",
-                got=type(tensor).__name__,
-                hint="Use Placement.from_strides for memory described in another way",
-            )
-        sizes, strides, offset, item = layout
-        if len(axes) != len(sizes):
-            got = f"axes {tuple(axes)} for shape {sizes}"
-            raise bad_axes(
-                "Not every axis of the tensor has a name", got, "Pass one name for each axis"
-            )
-        return cls(tuple(axes), sizes, strides, offset, item)
+            problem = "This is not a strided numpy or torch tensor"
+            hint = "Write Placement(axes, sizes, strides) for memory described in another way"
+            raise AtlasError(Code.BAD_TENSOR, problem, got=type(tensor).__name__, hint=hint)
+        if len(axes) != len(layout[0]):
+            got = f"axes {tuple(axes)} for shape {layout[0]}"
+            raise bad_axes("Not every axis of the tensor has a name", got, "Name each axis")
+        return cls(tuple(axes), *layout)
 
     # -- operations -----------------------------------------------------------------
 
@@ -168,12 +145,9 @@ class Placement(Affine):
         size, stride = self.sizes[place], self.strides[place]
         inner = positive(inner, "the inner size")
         if size % inner:
-            raise AtlasError(
-                Code.NOT_DIVISIBLE,
-                f"The inner size does not divide axis {axis}",
-                got=f"{size} into pieces of {inner}",
-                hint="Narrow the axis to a multiple first",
-            )
+            problem = f"The inner size does not divide axis {axis}"
+            got, hint = f"{size} into pieces of {inner}", "Narrow the axis to a multiple first"
+            raise AtlasError(Code.NOT_DIVISIBLE, problem, got=got, hint=hint)
         outer = (into[0], size // inner, stride * inner)
         return self.replace_axes(place, place + 1, outer, (into[1], inner, stride))
 
@@ -186,19 +160,13 @@ class Placement(Affine):
         o, i = self._place(outer), self._place(inner)
         many, few, step = self.sizes[o], self.sizes[i], self.strides[i]
         if o == i or (many > 1 and few > 1 and self.strides[o] != few * step):
-            raise AtlasError(
-                Code.NOT_FOLDABLE,
-                got=f"{outer} with stride {self.strides[o]} over {inner} of {few} x {step} bytes",
-                hint="Keep both axes, or choose an order in which they are neighbours",
-            )
-        name, stride = into or f"{outer}*{inner}", step if few > 1 else self.strides[o]
-        kept = [
-            (name, many * few, stride) if place == o else axis
-            for place, axis in enumerate(zip(self.axes, self.sizes, self.strides, strict=True))
-            if place != i
-        ]
-        axes, sizes, strides = zip(*kept, strict=True)
-        return Placement(axes, sizes, strides, self.offset, self.item)
+            got = f"{outer} with stride {self.strides[o]} over {inner} of {few} x {step} bytes"
+            hint = "Keep both axes, or choose an order in which they are neighbours"
+            raise AtlasError(Code.NOT_FOLDABLE, got=got, hint=hint)
+        folded = (into or f"{outer}*{inner}", many * few, step if few > 1 else self.strides[o])
+        kept = self._pick([place for place in range(len(self.axes)) if place != i])
+        place = o - (i < o)
+        return kept.replace_axes(place, place + 1, folded)
 
     def reorder(self, *axes: str) -> Placement:
         """The same map with its axes listed in another order.
@@ -208,9 +176,8 @@ class Placement(Affine):
         """
         places = [self._place(axis) for axis in axes]
         if sorted(places) != list(range(len(self.axes))):
-            raise bad_axes(
-                "The new order does not list every axis once", axes, f"Permute {self.axes}"
-            )
+            problem = "The new order does not list every axis once"
+            raise bad_axes(problem, axes, f"Permute {self.axes}")
         return self._pick(places)
 
     def rename(self, **names: str) -> Placement:
@@ -297,21 +264,16 @@ class Placement(Affine):
             or buffer.ndim != 1
             or not buffer.flags.c_contiguous
         ):
-            raise AtlasError(
-                Code.BAD_TENSOR,
-                "The buffer is not one contiguous axis of uint8",
-                got=f"{type(buffer).__name__} {getattr(buffer, 'shape', '')}",
-                hint="Pass the whole allocation as a numpy array of bytes",
-            )
+            problem = "The buffer is not one contiguous axis of uint8"
+            got = f"{type(buffer).__name__} {getattr(buffer, 'shape', '')}"
+            hint = "Pass the whole allocation as a numpy array of bytes"
+            raise AtlasError(Code.BAD_TENSOR, problem, got=got, hint=hint)
         if self.stop > buffer.size:
-            raise AtlasError(
-                Code.OUT_OF_BOUNDS,
-                got=f"bytes up to {self.stop} of a buffer of {buffer.size}",
-                hint="Allocate what the plan says, or narrow the view",
-            )
-        return np.lib.stride_tricks.as_strided(
-            buffer[self.offset :], (*self.sizes, self.item), (*self.strides, 1)
-        )
+            got = f"bytes up to {self.stop} of a buffer of {buffer.size}"
+            hint = "Allocate what the plan says, or narrow the view"
+            raise AtlasError(Code.OUT_OF_BOUNDS, got=got, hint=hint)
+        shape, strides = (*self.sizes, self.item), (*self.strides, 1)
+        return np.lib.stride_tricks.as_strided(buffer[self.offset :], shape, strides)
 
     # -- inside ---------------------------------------------------------------------
 
@@ -339,12 +301,11 @@ class Placement(Affine):
         )
 
 
-def fold_together(*ends: Placement, keep: Sequence[str] = ()) -> tuple[Placement, ...]:
+def fold_together(*ends: Placement) -> tuple[Placement, ...]:
     """The ends of a copy, folded where every one of them is gapless.
 
     What is left is the same axes for all of them, outermost first as the first
-    end has them; an item is then one run of the copy. Axes to `keep` come first and
-    are not folded, so that block ids can be bound to them.
+    end has them; an item is then one run of the copy.
 
     >>> a = Placement.packed([("B", 9), ("N", 4), ("C", 8)])
     >>> b = Placement.packed([("B", 9), ("N", 4), ("C", 8)], strides={"B": 64})
@@ -354,31 +315,13 @@ def fold_together(*ends: Placement, keep: Sequence[str] = ()) -> tuple[Placement
     if not ends:
         raise bad_axes("The copy has no ends", ends, "Pass at least one placement")
     first = ends[0]
-    if keep:
-        sizes = [[end.size(axis) for axis in keep] for end in ends]
-        inner = fold_together(*(_first_of(end, keep) for end in ends))
-        if any(other != sizes[0] for other in sizes):
-            raise bad_axes("Axes to keep have different sizes at the ends", sizes, "Narrow them")
-        return tuple(
-            part.replace_axes(0, 0, *((axis, end.size(axis), end.stride(axis)) for axis in keep))
-            for end, part in zip(ends, inner, strict=True)
-        )
     aligned = [end if end.axes == first.axes else end.reorder(*first.axes) for end in ends]
     if any(end.sizes != first.sizes or end.item != first.item for end in aligned):
-        raise AtlasError(
-            Code.UNLIKE_PLACEMENTS,
-            "The ends of the copy have different sizes or items",
-            got=ends,
-            hint="Narrow and split both ends to the part that they share",
-        )
+        problem = "The ends of the copy have different sizes or items"
+        hint = "Narrow and split both ends to the part that they share"
+        raise AtlasError(Code.UNLIKE_PLACEMENTS, problem, got=ends, hint=hint)
     fold = coalesce(first.axes, first.sizes, [end.strides for end in aligned], first.item)
     return tuple(
         Placement(fold.names, fold.sizes, strides, end.offset, fold.item)
         for end, strides in zip(aligned, fold.strides, strict=True)
     )
-
-
-def _first_of(placement: Placement, axes: Sequence[str]) -> Placement:
-    for axis in axes:
-        placement = placement.select(axis, 0)
-    return placement

@@ -76,11 +76,9 @@ def find_difference(
         nonlocal budget
         budget -= 1
         if budget < 0:
-            raise AtlasError(
-                Code.UNDECIDED,
-                got=f"sizes {tuple(sizes)} with strides {tuple(strides)}",
-                hint="Nest the axes: each stride at least the span of the axes inside it",
-            )
+            got = f"sizes {tuple(sizes)} with strides {tuple(strides)}"
+            hint = "Nest the axes: each stride at least the span of the axes inside it"
+            raise AtlasError(Code.UNDECIDED, got=got, hint=hint)
         if depth == len(order):
             return not still and low <= moved <= high
         axis, rest = order[depth], reach[depth + 1]

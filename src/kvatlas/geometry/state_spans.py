@@ -47,12 +47,9 @@ class StateBlocks(NamedTuple):
         """The first state that both ends hold."""
         for end in (self, other):
             if not 0 <= end.residue < end.every or end.states < 1 or end.split < 1:
-                raise AtlasError(
-                    Code.BAD_SIZE,
-                    "A block has no states, or its residue is not below its divisor",
-                    got=end,
-                    hint="Take state blocks from a plan",
-                )
+                problem = "A block has no states, or its residue is not below its divisor"
+                hint = "Take state blocks from a plan"
+                raise AtlasError(Code.BAD_SIZE, problem, got=end, hint=hint)
         held = range(self.residue, lcm(self.every, other.every), self.every)
         return next((state for state in held if state % other.every == other.residue), None)
 

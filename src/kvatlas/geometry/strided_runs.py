@@ -58,12 +58,9 @@ class StridedRuns(NamedTuple):
         inner = [axis for axis in src.axes if axis not in _OPEN]
         unlike = sorted(inner) != sorted(axis for axis in dst.axes if axis not in _OPEN)
         if unlike or src.item != dst.item or any(src.size(a) != dst.size(a) for a in inner):
-            raise AtlasError(
-                Code.UNLIKE_PLACEMENTS,
-                "The two ends of a copy have different axes, sizes or items",
-                got=(src, dst),
-                hint="Narrow and split both ends to the part that they share",
-            )
+            problem = "The two ends of a copy have different axes, sizes or items"
+            hint = "Narrow and split both ends to the part that they share"
+            raise AtlasError(Code.UNLIKE_PLACEMENTS, problem, got=(src, dst), hint=hint)
         ends = (src, dst)
         sizes = [src.size(axis) for axis in inner]
         fold = coalesce(inner, sizes, [[end.stride(a) for a in inner] for end in ends], src.item)
@@ -88,14 +85,6 @@ class StridedRuns(NamedTuple):
         """Where items lie at one end, in the first state of block 0, first axis slowest."""
         steps = [np.arange(n) * s for n, s in zip(self.sizes, self.strides[end], strict=True)]
         return outer_sum(steps, self.offsets[end])
-
-    def kernel_offsets(self, end: int, split: int) -> Int64s:
-        """Where the kernel blocks of a block lie, from its start."""
-        return np.arange(split) * self.kernel_strides[end]
-
-    def block_offsets(self, end: int, count: int) -> Int64s:
-        """Where the blocks of a pool lie, from its start."""
-        return np.arange(count) * self.block_strides[end]
 
     def byte_ranges(
         self, spans: StateSpans, ids: tuple[Int64s, Int64s], *, whole: bool

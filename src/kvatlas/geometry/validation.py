@@ -45,38 +45,28 @@ def validate(
     kvatlas.errors.AtlasError: Bytes belong to no part and are not named as padding. Got ... [hole]
     """
     size, align = positive(size, "the size of a buffer"), positive(align, "the alignment")
-    everything = {**parts, **(padding or {})}
-    if len(everything) < len(parts) + len(padding or {}):
-        raise AtlasError(
-            Code.OVERLAP,
-            "Padding has the name of a part",
-            got=sorted(set(parts) & set(padding or {})),
-            hint="Give padding names of its own",
-        )
+    padding = padding or {}
+    everything = {**parts, **padding}
+    if len(everything) < len(parts) + len(padding):
+        problem, hint = "Padding has the name of a part", "Give padding names of its own"
+        raise AtlasError(Code.OVERLAP, problem, got=sorted(set(parts) & set(padding)), hint=hint)
     for name, part in everything.items():
         if part.stop > size:
-            raise AtlasError(
-                Code.OUT_OF_BOUNDS,
-                got=f"{name} up to byte {part.stop} of {size}",
-                hint="Check the number of blocks against the memory",
-            )
+            got = f"{name} up to byte {part.stop} of {size}"
+            hint = "Check the number of blocks against the memory"
+            raise AtlasError(Code.OUT_OF_BOUNDS, got=got, hint=hint)
     for name, part in parts.items():
         steps = {axis: part.stride(axis) for axis in part.axes if set("LB") & set(axis.split("*"))}
         if part.offset % align or any(step % align for step in steps.values()):
-            raise AtlasError(
-                Code.MISALIGNED,
-                f"A part, page or block does not start at a multiple of {align}",
-                got=f"{name} at {part.offset} with strides {steps}",
-                hint="Pad the pages or the blocks up to the alignment",
-            )
+            problem = f"A part, page or block does not start at a multiple of {align}"
+            got = f"{name} at {part.offset} with strides {steps}"
+            hint = "Pad the pages or the blocks up to the alignment"
+            raise AtlasError(Code.MISALIGNED, problem, got=got, hint=hint)
     _refuse_shared_bytes(everything)
     covered = sum(part.nbytes for part in everything.values())
     if covered < size and not holes:
-        raise AtlasError(
-            Code.HOLE,
-            got=f"{size - covered} of {size} bytes unnamed{_first_hole(everything)}",
-            hint="Name the gap as padding, or close it",
-        )
+        got = f"{size - covered} of {size} bytes unnamed{_first_hole(everything)}"
+        raise AtlasError(Code.HOLE, got=got, hint="Name the gap as padding, or close it")
 
 
 def _refuse_shared_bytes(parts: Mapping[str, Placement]) -> None:
@@ -87,12 +77,10 @@ def _refuse_shared_bytes(parts: Mapping[str, Placement]) -> None:
         clash = np.flatnonzero(starts[1:] < starts[:-1] + lengths[:-1])
         if clash.size:
             first = int(clash[0])
-            raise AtlasError(
-                Code.OVERLAP,
-                got=f"{names[owners[first]]} and {names[owners[first + 1]]} "
-                f"at byte {starts[first + 1]}",
-                hint="Move or shrink one of them; groups that overlay are validated apart",
-            )
+            one, other = (names[owner] for owner in owners[first : first + 2])
+            hint = "Move or shrink one of them; groups that overlay are validated apart"
+            got = f"{one} and {other} at byte {starts[first + 1]}"
+            raise AtlasError(Code.OVERLAP, got=got, hint=hint)
 
 
 def _neighbours(parts: Mapping[str, Placement]) -> list[list[str]]:
@@ -123,11 +111,8 @@ def _one_step(parts: list[Placement]) -> list[Placement]:
 def _runs(parts: list[Placement]) -> tuple[Int64s, Int64s, Int64s]:
     count = sum(part.count for part in parts)
     if count > _MOST_RUNS:
-        raise AtlasError(
-            Code.UNDECIDED,
-            got=f"{count} runs that share no outer axis",
-            hint="Give the parts of a pool the same block axis",
-        )
+        got, hint = f"{count} runs that share no outer axis", "Give all parts the same block axis"
+        raise AtlasError(Code.UNDECIDED, got=got, hint=hint)
     starts, lengths = zip(*(part.runs() for part in parts), strict=True)
     owners = np.repeat(np.arange(len(parts)), [len(some) for some in starts])
     return np.concatenate(starts), np.concatenate(lengths), owners

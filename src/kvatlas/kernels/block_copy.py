@@ -27,12 +27,9 @@ def copy_blocks(
         gpu.copy_blocks(source, ids, target, places)
         return
     if ids.numel() != places.numel():
-        raise AtlasError(
-            Code.UNLIKE_PLACEMENTS,
-            "There are not as many blocks as places",
-            got=f"{ids.numel()} blocks for {places.numel()} places",
-            hint="Pass two lists of one length",
-        )
+        problem, hint = "There are not as many blocks as places", "Pass two lists of one length"
+        got = f"{ids.numel()} blocks for {places.numel()} places"
+        raise AtlasError(Code.UNLIKE_PLACEMENTS, problem, got=got, hint=hint)
     ids, places = block_ids(source, ids), block_ids(target, places)
     _check_races(source, ids, target, places)
     for a, b in placements_to_copy(source, target):
@@ -58,12 +55,10 @@ def gather_blocks(
     if out is None:
         out = fresh
     elif (out.dtype, out.shape, out.stride()) != (fresh.dtype, fresh.shape, fresh.stride()):
-        raise AtlasError(
-            Code.BAD_TENSOR,
-            "`out` is not bytes [blocks, H, N, C] in the order of the layer's pages",
-            got=f"{out.dtype} of shape {tuple(out.shape)} and strides {out.stride()}",
-            hint="Leave `out` away, or pass what an earlier call gave",
-        )
+        problem = "`out` is not bytes [blocks, H, N, C] in the order of the layer's pages"
+        got = f"{out.dtype} of shape {tuple(out.shape)} and strides {out.stride()}"
+        hint = "Leave `out` away, or pass what an earlier call gave"
+        raise AtlasError(Code.BAD_TENSOR, problem, got=got, hint=hint)
     if ids.numel():
         flat = torch.as_strided(out, (rows.nbytes,), (1,))
         places = torch.arange(len(ids), device=ids.device)
@@ -96,9 +91,6 @@ def _check_races(
     pools = [layer.buffer.untyped_storage().data_ptr() for layer in (source, target)]
     same_layer = pools[0] == pools[1] and source.placement == target.placement
     if twice or (same_layer and ids.numel() and bool(written[ids].any())):
-        raise AtlasError(
-            Code.OVERLAP,
-            f"A block is {'written twice' if twice else 'both read and written'}",
-            got=f"blocks {ids.tolist()[:8]} to {places.tolist()[:8]}",
-            hint="Copy in two steps",
-        )
+        problem = f"A block is {'written twice' if twice else 'both read and written'}"
+        got = f"blocks {ids.tolist()[:8]} to {places.tolist()[:8]}"
+        raise AtlasError(Code.OVERLAP, problem, got=got, hint="Copy in two steps")

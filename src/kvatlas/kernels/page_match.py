@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvatlas.cache import LayerCache
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Placement
+from kvatlas.geometry import Placement, tile_alike
 
 
 def placements_to_copy(source: LayerCache, target: LayerCache) -> list[tuple[Placement, Placement]]:
@@ -14,15 +14,13 @@ def placements_to_copy(source: LayerCache, target: LayerCache) -> list[tuple[Pla
         for layer in (source, target)
     ]
     if held[0] != held[1]:
-        raise AtlasError(
-            Code.UNLIKE_PLACEMENTS,
-            "The two layers do not keep the same fields, in one shape and dtype",
-            got=f"{source.page} and {target.page}",
-            hint="Convert the cache dtype first; route between unlike block sizes or ranks",
-        )
+        problem = "The two layers do not keep the same fields, in one shape and dtype"
+        hint = "Convert the cache dtype first; route between unlike block sizes or ranks"
+        got = f"{source.page} and {target.page}"
+        raise AtlasError(Code.UNLIKE_PLACEMENTS, problem, got=got, hint=hint)
     if cells_alike(source, target):
         return [(source.kernel_blocks, target.kernel_blocks)]
-    return [_tiled_alike(source.place(name), target.place(name)) for name in held[0]]
+    return [tile_alike(source.place(name), target.place(name)) for name in held[0]]
 
 
 def cells_alike(source: LayerCache, target: LayerCache) -> bool:
@@ -39,12 +37,3 @@ def cells_alike(source: LayerCache, target: LayerCache) -> bool:
     ends = source.kernel_blocks, target.kernel_blocks
     strides = {tuple(end.stride(axis) for axis in "HNC") for end in ends}
     return len(strides) == 1 or not a.lies_flat
-
-
-def _tiled_alike(a: Placement, b: Placement) -> tuple[Placement, Placement]:
-    """Both with rows in tiles, where one of them has rows in tiles."""
-    for one, other in ((a, b), (b, a)):
-        if "c" in one.axes and "c" not in other.axes:
-            tiled = other.split("C", into=("C", "c"), inner=one.size("c"))
-            return (a, tiled) if one is a else (tiled, b)
-    return a, b

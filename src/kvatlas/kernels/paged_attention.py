@@ -139,11 +139,9 @@ def _attend(
     for group in _read_together(batch):
         keys, values = rows(torch.cat([sequence.slots for sequence in group]))
         sizes = [len(sequence.slots) for sequence in group]
-        for sequence, k, v in zip(
-            group, torch.split(keys, sizes), torch.split(values, sizes), strict=True
-        ):
-            mine = sequence.queries
-            out[mine] = _one(q[mine].float(), k, v, sequence.mask, softmax)
+        rows_of_each = zip(torch.split(keys, sizes), torch.split(values, sizes), strict=True)
+        for (mine, _, mask), (k, v) in zip(group, rows_of_each, strict=True):
+            out[mine] = _one(q[mine].float(), k, v, mask, softmax)
     return out
 
 
@@ -198,9 +196,8 @@ def _batch(
         raise _bad_batch(f"{sizes} tables, lengths and queries")
     room = tables.shape[-1] * states
     batch = []
-    for table, length, (start, stop) in zip(
-        tables.long(), lengths.tolist(), pairwise(edges), strict=True
-    ):
+    sequences = zip(tables.long(), lengths.tolist(), pairwise(edges), strict=True)
+    for table, length, (start, stop) in sequences:
         count = stop - start
         most = length if visibility.causal else count
         if not 0 <= count <= most or not 0 < length <= room:
@@ -244,9 +241,6 @@ def _seen(
 
 
 def _bad_batch(got: str) -> AtlasError:
-    return AtlasError(
-        Code.BAD_TENSOR,
-        "A sequence needs a table for its length, and no more queries than tokens",
-        got=got,
-        hint="Pass queries or starts, one of them; queries are the last tokens of sequences",
-    )
+    problem = "A sequence needs a table for its length, and no more queries than tokens"
+    hint = "Pass queries or starts, one of them; queries are the last tokens of sequences"
+    return AtlasError(Code.BAD_TENSOR, problem, got=got, hint=hint)

@@ -208,9 +208,6 @@ def _check_size(spec: Attention, side: Side, rows: torch.Tensor) -> None:
     rotated_whole = spec.cache.startswith("turboquant")
     if rows.shape[-1] != dim or (rotated_whole and dim & (dim - 1)):
         power = ", a power of two," if rotated_whole else ""
-        raise AtlasError(
-            Code.BAD_TENSOR,
-            f"Rows of {side.upper()} must be as long as its heads{power} in {spec.cache}",
-            got=f"rows of {rows.shape[-1]} for heads of {dim}",
-            hint="Pass [tokens, heads, head size]",
-        )
+        problem = f"Rows of {side.upper()} must be as long as its heads{power} in {spec.cache}"
+        got, hint = f"{rows.shape[-1]} for heads of {dim}", "Pass [tokens, heads, head size]"
+        raise AtlasError(Code.BAD_TENSOR, problem, got=got, hint=hint)

@@ -13,11 +13,10 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from kvatlas.cache import LayerCache
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import ShardRange
+from kvatlas.geometry import Int64s, ShardRange
 from kvatlas.kernels.block_copy import block_ids
 
 ConvOrder = Literal["SD", "DS"]
@@ -60,12 +59,9 @@ def write_states(
     for name, state in states.items():
         expected = (len(blocks[0]), *_shape(parts, name, conv))
         if tuple(state.shape) != expected:
-            raise AtlasError(
-                Code.BAD_TENSOR,
-                f"The state of {name} must be of shape {expected}",
-                got=tuple(state.shape),
-                hint="Pass [sequences, ...] in the field's own axes, and all parts of the layer",
-            )
+            problem = f"The state of {name} must be of shape {expected}"
+            hint = "Pass [sequences, ...] in the field's own axes, and all parts of the layer"
+            raise AtlasError(Code.BAD_TENSOR, problem, got=tuple(state.shape), hint=hint)
         for rows in _part_ranges(parts, blocks, name, conv):
             rows.held[rows.ids] = rows.of(state).to(rows.view.dtype)
 
@@ -95,22 +91,18 @@ def _ids_by_part(
     parts: Sequence[LayerCache], ids: torch.Tensor | Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
     """Blocks of each part, refused where two parts would write the same bytes."""
-    shared = isinstance(ids, torch.Tensor)
-    by_part = [ids] * len(parts) if isinstance(ids, torch.Tensor) else list(ids)
+    shared = ids if isinstance(ids, torch.Tensor) else None
+    by_part = list(ids) if shared is None else [shared] * len(parts)
     if len(by_part) != len(parts) or len({len(blocks) for blocks in by_part}) > 1:
-        raise AtlasError(
-            Code.BAD_TENSOR,
-            "Each part of a state needs as many blocks as there are sequences",
-            got=f"{[len(blocks) for blocks in by_part]} blocks for {len(parts)} parts",
-            hint="Pass one tensor of ids, or one for each part",
-        )
-    if shared and len({(p.buffer.data_ptr(), p.placement) for p in parts}) < len(parts):
-        raise AtlasError(
-            Code.OVERLAP,
-            "Parts in groups of their own cannot share block ids",
-            got=f"one list of ids for {len(parts)} parts of {parts[0].name}",
-            hint="Pass one tensor of ids for each part",
-        )
+        problem = "Each part of a state needs as many blocks as there are sequences"
+        got = f"{[len(blocks) for blocks in by_part]} blocks for {len(parts)} parts"
+        hint = "Pass one tensor of ids, or one for each part"
+        raise AtlasError(Code.BAD_TENSOR, problem, got=got, hint=hint)
+    if shared is not None and len({(p.buffer.data_ptr(), p.placement) for p in parts}) < len(parts):
+        problem = "Parts in groups of their own cannot share block ids"
+        got = f"one list of ids for {len(parts)} parts of {parts[0].name}"
+        hint = "Pass one tensor of ids for each part"
+        raise AtlasError(Code.OVERLAP, problem, got=got, hint=hint)
     return [block_ids(part, blocks) for part, blocks in zip(parts, by_part, strict=True)]
 
 
@@ -130,13 +122,13 @@ def _part_ranges(
             yield _PartRange(view, blocks, axis, rows.local, start, rows.length)
 
 
-def _rows_held(parts: Sequence[LayerCache], name: str) -> NDArray[np.int64]:
+def _rows_held(parts: Sequence[LayerCache], name: str) -> Int64s:
     """The whole model's rows that a state has, in order; parts may repeat some."""
     return _union(tuple(rows for part in parts for rows in part.page.field(name).ranges))
 
 
 @lru_cache(maxsize=256)
-def _union(ranges: tuple[ShardRange, ...]) -> NDArray[np.int64]:
+def _union(ranges: tuple[ShardRange, ...]) -> Int64s:
     rows = [np.arange(held.start, held.start + held.length) for held in ranges]
     return np.unique(np.concatenate(rows))
 

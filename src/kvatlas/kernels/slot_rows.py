@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from kvatlas.cache import LayerCache, checked_ids
 from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry import Int64s
 from kvatlas.kernels.strided_copy import WORDS, as_runs, stretch_starts
 
 _ROW_AXES = ("B", "N", "H", "C", "c")
@@ -30,7 +30,7 @@ _LARGE = 128 << 10
 class SlotRun(NamedTuple):
     """Rows whose slots follow each other: part of one block, or whole blocks in turn."""
 
-    blocks: NDArray[np.int64]
+    blocks: Int64s
     state: int
     row: int
     length: int
@@ -60,12 +60,9 @@ def find_slots(layer: LayerCache, slots: torch.Tensor) -> Slots:
 def kept_slots(slots: torch.Tensor, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Slots and rows without those that are not stored, refused where their numbers differ."""
     if slots.dim() != 1 or any(row.shape[:1] != slots.shape for row in rows):
-        raise AtlasError(
-            Code.BAD_TENSOR,
-            "There are not as many slots as rows",
-            got=f"rows {[tuple(row.shape) for row in rows]} for slots {tuple(slots.shape)}",
-            hint="Pass one slot for each row, negative where it is not stored",
-        )
+        got = f"rows {[tuple(row.shape) for row in rows]} for slots {tuple(slots.shape)}"
+        problem, hint = "There are not as many slots as rows", "Pass a slot for each row, or -1"
+        raise AtlasError(Code.BAD_TENSOR, problem, got=got, hint=hint)
     if slots.numel() and int(slots.min()) < 0:
         kept = slots >= 0
         return (slots[kept], *(row[kept] for row in rows))
@@ -122,7 +119,7 @@ def _tiled_like(pages: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return torch.unflatten(rows, -1, pages.shape[-2:]) if tiled else rows
 
 
-def _slot_runs(slots: NDArray[np.int64], states: int) -> list[SlotRun] | None:
+def _slot_runs(slots: Int64s, states: int) -> list[SlotRun] | None:
     """Runs of slots, each inside one block or over whole blocks; None where they are short."""
     starts = stretch_starts(slots)
     if len(slots) < _LONG * len(starts):
@@ -157,7 +154,7 @@ def _copy_runs(
 
 
 def _copy_whole_blocks(
-    pages: torch.Tensor, blocks: NDArray[np.int64], lines: torch.Tensor, *, into_pages: bool
+    pages: torch.Tensor, blocks: Int64s, lines: torch.Tensor, *, into_pages: bool
 ) -> None:
     """Whole blocks: neighbours as one copy where that is large, else all of them by index."""
     starts = stretch_starts(blocks)

@@ -23,9 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvatlas.cache import view
-from kvatlas.geometry import Placement, fold_beside, in_words, widest_word
-
-Int64s = NDArray[np.int64]
+from kvatlas.geometry import Int64s, Placement, fold_beside, in_words, widest_word
 
 WORDS = {
     16: torch.complex128, 8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8,

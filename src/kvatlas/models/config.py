@@ -127,11 +127,8 @@ class Config:
         """
         entries = self._required_listing(name)
         if not depth <= len(entries) <= depth + extra:
-            raise bad(
-                f"{name} does not have one entry for each layer",
-                f"{len(entries)} entries for {depth} layers",
-                "Check it against num_hidden_layers",
-            )
+            got = f"{len(entries)} entries for {depth} layers"
+            raise bad(f"{name} does not have one entry for each layer", got)
         return entries[:depth]
 
     def indices(self, name: str, depth: int, *, first: int = 0) -> set[int]:
@@ -140,8 +137,7 @@ class Config:
         for value in self._required_listing(name):
             known = isinstance(value, int) and not isinstance(value, bool)
             if not known or not first <= value < first + depth:
-                problem = f"{name} names layers outside {first} to {first + depth - 1}"
-                raise bad(problem, value, "Check it against num_hidden_layers")
+                raise bad(f"{name} names layers outside {first} to {first + depth - 1}", value)
             chosen.add(value - first)
         return chosen
 
@@ -185,20 +181,17 @@ class Config:
 
     @staticmethod
     def quotient(width: int, parts: int, name: str) -> int:
-        """`width` divided into `parts` (heads, or their sizes); `name` is the key to check."""
+        """`width` (of a row, or in heads) divided into `parts`; `name` is the key to check."""
         if width % parts:
-            raise bad(
-                "Heads do not divide a row evenly",
-                f"{width} elements divided by {parts}",
-                f"Check {name} in the config",
-            )
+            got = f"{width} divided by {parts}"
+            raise bad("Heads do not divide evenly", got, f"Check {name} in the config")
         return width // parts
 
 
 _NOTHING: tuple[Any, ...] = (None, False, 0, "", [], {}, ())
 
 
-def bad(problem: str, got: object, hint: str) -> AtlasError:
+def bad(problem: str, got: object, hint: str = "Check it against num_hidden_layers") -> AtlasError:
     """The error for a value that a config gives."""
     shown = got if isinstance(got, str) else repr(got)
     return AtlasError(Code.BAD_CONFIG, problem, got=shown[:200], hint=hint)

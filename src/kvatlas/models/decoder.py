@@ -73,9 +73,8 @@ class Decoder:
 
     def layer(self, index: int, spec: AnySpec, name: str | None = None) -> Layer:
         """A cache of decoder layer `index`, called `name` inside it: attention's if none."""
-        return Layer(
-            name=f"{self.layers}.{index}.{name or self.attention_name}", index=index, spec=spec
-        )
+        full_name = f"{self.layers}.{index}.{name or self.attention_name}"
+        return Layer(name=full_name, index=index, spec=spec)
 
     def every_layer(self, spec: AnySpec, name: str | None = None) -> Iterator[Layer]:
         """The same cache in all decoder layers."""
@@ -98,11 +97,10 @@ class Decoder:
             "v_dim": None if v_dim == head_dim else v_dim,
             "dtype": self.dtype,
         }
-        spec: FullAttention | SlidingAttention | ChunkedAttention
         if kind == "sliding":
-            spec = SlidingAttention(window=window or self.config.count("sliding_window"), **sizes)
-        elif kind == "chunked":
-            spec = ChunkedAttention(chunk=self.config.count("attention_chunk_size"), **sizes)
-        else:
-            spec = FullAttention(**sizes)
-        return cached(spec, self.cache)
+            window = window or self.config.count("sliding_window")
+            return cached(SlidingAttention(window=window, **sizes), self.cache)
+        if kind == "chunked":
+            chunk = self.config.count("attention_chunk_size")
+            return cached(ChunkedAttention(chunk=chunk, **sizes), self.cache)
+        return cached(FullAttention(**sizes), self.cache)

@@ -115,14 +115,9 @@ def pruned(decoder: Decoder) -> Iterator[Layer]:
         attention = Config(block["attention"])
         if attention.flag("no_op") or attention.flag("replace_with_linear"):
             continue
-        heads, shared = config.query_heads(), attention.count("n_heads_in_group")
-        if heads % shared:
-            raise bad(
-                "n_heads_in_group does not divide the query heads",
-                f"{shared} of {heads} heads",
-                "Check block_configs",
-            )
-        yield decoder.layer(index, decoder.attention(heads=heads // shared))
+        shared = attention.count("n_heads_in_group")
+        heads = config.quotient(config.query_heads(), shared, "n_heads_in_group")
+        yield decoder.layer(index, decoder.attention(heads=heads))
 
 
 def falcon(decoder: Decoder) -> Iterator[Layer]:

@@ -51,24 +51,22 @@ def kimi_delta(decoder: Decoder) -> Iterator[Layer]:
     """
     config, depth = decoder.config, decoder.depth
     section = config.section("linear_attn_config")
-    if section is None and not config.has("linear_num_heads"):
+    if section is not None:
+        sizes, prefix = section, ""
+        chosen = section.indices("kda_layers", depth, first=1)
+        kinds = ["linear_attention" if i in chosen else "attention" for i in range(depth)]
+    elif config.has("linear_num_heads"):
+        sizes, prefix = config, "linear_"
+        kinds = config.per_layer("layer_types", depth)
+    else:
         raise missing("linear_attn_config")
-    sizes = section or config
-    keys = ("num_heads", "head_dim", "short_conv_kernel_size")
-    if section is None:
-        keys = ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim")
     recurrent = KimiDelta(
-        heads=sizes.count(keys[0]),
-        head_dim=sizes.count(keys[1]),
-        kernel=sizes.count(keys[2], default=4),
+        heads=sizes.count(f"{prefix}num_heads"),
+        head_dim=sizes.count(f"{prefix}head_dim"),
+        kernel=sizes.count("short_conv_kernel_size", "linear_conv_kernel_dim", default=4),
         conv_dtype=decoder.conv_dtype,
         ssm_dtype=decoder.ssm_dtype(default="fp32"),
     )
-    if section is not None:
-        chosen = section.indices("kda_layers", depth, first=1)
-        kinds = ["linear_attention" if i in chosen else "attention" for i in range(depth)]
-    else:
-        kinds = config.per_layer("layer_types", depth)
     latent = partial(latent_attention, decoder)
     return hybrid_layers(decoder, kinds, recurrent, "self_attn", attention=latent)
 

@@ -39,13 +39,16 @@ class CatalogueEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return {key: _expand(value) for key, value in self.config.items()}
 
 
+@functools.cache
 def catalogue() -> Mapping[str, CatalogueEntry]:
     """All entries by name.
 
     >>> catalogue()["Qwen3.5-397B-A17B"].repo
     'Qwen/Qwen3.5-397B-A17B'
     """
-    return MappingProxyType(_entries())
+    text = (resources.files("kvatlas.models") / "catalogue.json").read_bytes()
+    entries = msgspec.json.decode(text, type=list[CatalogueEntry])
+    return MappingProxyType({entry.name: entry for entry in entries})
 
 
 def find(name: str) -> CatalogueEntry | None:
@@ -54,21 +57,8 @@ def find(name: str) -> CatalogueEntry | None:
     >>> find("google/gemma-2-2b").name
     'Gemma-2-2b'
     """
-    return _by_name().get(name.lower())
-
-
-@functools.cache
-def _entries() -> dict[str, CatalogueEntry]:
-    text = (resources.files("kvatlas.models") / "catalogue.json").read_bytes()
-    entries = msgspec.json.decode(text, type=list[CatalogueEntry])
-    return {entry.name: entry for entry in entries}
-
-
-@functools.cache
-def _by_name() -> dict[str, CatalogueEntry]:
-    entries = _entries().values()
-    repos = {entry.repo.lower(): entry for entry in entries}
-    return repos | {entry.name.lower(): entry for entry in entries}
+    entries, wanted = catalogue().values(), name.lower()
+    return next((x for x in entries if wanted in (x.name.lower(), x.repo.lower())), None)
 
 
 def _expand(value: Any) -> Any:

@@ -77,8 +77,7 @@ def compressed(decoder: Decoder) -> Iterator[Layer]:
     caches = {}
     for index, ratio in enumerate(rows):
         if type(ratio) is not int or ratio not in V4_RATIOS:
-            problem = "A compress ratio is none of 0, 4 and 128"
-            raise bad(problem, ratio, "Check compress_ratios")
+            raise bad("A compress ratio is none of 0, 4 and 128", ratio, "Check compress_ratios")
         if ratio not in caches:
             caches[ratio] = compressed_latent(
                 ratio,

@@ -86,17 +86,11 @@ def block_kinds(config: Config) -> list[str]:
     letters = config.get("hybrid_override_pattern")
     if isinstance(letters, str):
         if unknown := set(letters) - set(_LETTERS):
-            raise bad(
-                "hybrid_override_pattern has unknown letters",
-                "".join(sorted(unknown)),
-                f"Write it in {' '.join(_LETTERS)}",
-            )
+            problem = "hybrid_override_pattern has unknown letters"
+            raise bad(problem, "".join(sorted(unknown)), f"Write it in {' '.join(_LETTERS)}")
         if len(letters) != depth:
-            raise bad(
-                "hybrid_override_pattern does not have one letter for each layer",
-                f"{len(letters)} letters for {depth} layers",
-                "Check it against num_hidden_layers",
-            )
+            problem = "hybrid_override_pattern does not have one letter for each layer"
+            raise bad(problem, f"{len(letters)} letters for {depth} layers")
         return [_LETTERS[letter] for letter in letters]
     for name in ("layers_block_type", "layer_types"):
         if config.has(name):
@@ -139,11 +133,8 @@ def owns_cache(config: Config) -> int:
     """Layers up to the first that reads another's cache, as in Gemma-3n and some Gemma-4."""
     depth, shared = config.depth(), config.size("num_kv_shared_layers") or 0
     if shared >= depth:
-        raise bad(
-            "No layer is left that owns a cache",
-            f"num_kv_shared_layers {shared} of {depth} layers",
-            "Check it against num_hidden_layers",
-        )
+        got = f"num_kv_shared_layers {shared} of {depth} layers"
+        raise bad("No layer is left that owns a cache", got)
     return depth - shared
 
 

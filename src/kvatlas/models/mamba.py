@@ -33,17 +33,16 @@ def mamba2(decoder: Decoder, *, ssm_dtype: str | None = None) -> Mamba2:
 
 
 def _head_dim(config: Config, heads: int) -> int:
-    name = next(
-        (n for n in ("mamba_head_dim", "mamba_d_head", "mamba_headdim") if config.has(n)), None
-    )
-    if name is None and config.has("num_heads"):
-        name = "head_dim"
-    if name is not None and config.get(name) != "auto":
-        return config.count(name)
-    inner = config.maybe("mamba_d_ssm")
-    if inner is None:
-        inner = config.count("mamba_expand", "expand", default=2) * config.hidden()
+    names = ["mamba_head_dim", "mamba_d_head", "mamba_headdim"]
+    names += ["head_dim"] if config.has("num_heads") else []
+    if config.get(*names) not in (None, "auto"):
+        return config.count(*names)
+    inner = config.maybe("mamba_d_ssm") or _expanded(config)
     return config.quotient(inner, heads, "mamba_head_dim")
+
+
+def _expanded(config: Config) -> int:
+    return config.count("mamba_expand", "expand", default=2) * config.hidden()
 
 
 def mamba1(decoder: Decoder) -> Mamba1:
@@ -51,7 +50,7 @@ def mamba1(decoder: Decoder) -> Mamba1:
     config = decoder.config
     inner = None if config.has("mamba_expand") else config.maybe("intermediate_size", "d_inner")
     return Mamba1(
-        inner=inner or config.count("mamba_expand", "expand", default=2) * config.hidden(),
+        inner=inner or _expanded(config),
         state_size=config.count("mamba_d_state", "state_size"),
         kernel=config.count("mamba_d_conv", "conv_kernel", default=4),
         conv_dtype=decoder.conv_dtype,
@@ -128,10 +127,9 @@ def zamba(decoder: Decoder) -> Iterator[Layer]:
         words = config.per_layer("layers_block_type", depth)
         places = [index for index, word in enumerate(words) if word == "hybrid"]
     blocks = config.count("num_mem_blocks", default=1)
-    head_dim = config.maybe("attention_head_dim")
-    if head_dim is None:
-        # Attention reads the hidden row and the embedding beside it.
-        head_dim = 2 * config.hidden() // config.query_heads()
+    # Attention reads the hidden row and the embedding beside it.
+    own = config.maybe("attention_head_dim")
+    head_dim = own or 2 * config.hidden() // config.query_heads()
     attention = decoder.attention(head_dim=head_dim)
     for block in range(min(blocks, len(places))):
         first = block * (len(places) + blocks - 1) // blocks

@@ -84,11 +84,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         ('model.layers.0.linear_attn', 'fp32')
         """
         if engine not in get_args(Engine):
-            raise AtlasError(
-                Code.UNKNOWN_ENGINE,
-                got=repr(engine),
-                hint=f"Use one of {', '.join(get_args(Engine))}",
-            )
+            hint = f"Use one of {', '.join(get_args(Engine))}"
+            raise AtlasError(Code.UNKNOWN_ENGINE, got=repr(engine), hint=hint)
         ssm, conv = (name and DType.of(name).name for name in (ssm_dtype, conv_dtype))
         states = StateDtypes(engine, ssm, conv)
         if not isinstance(source, Model):
@@ -162,10 +159,7 @@ def _text_of(root: Config) -> Config:
     """The text model's own config, which multimodal models nest once or twice."""
     text = root
     for _ in range(3):
-        inner = text.section(*_TEXT)
-        if inner is None:
-            break
-        text = inner
+        text = text.section(*_TEXT) or text
     return text
 
 

@@ -17,13 +17,12 @@ from typing import Literal
 import msgspec
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.models import Layer, Model
+from kvatlas.models import Model
 from kvatlas.specs import (
     Attention,
     CompressorState,
     Indexer,
     LatentAttention,
-    Recurrent,
     SlidingLatentAttention,
     Spec,
 )
@@ -69,10 +68,6 @@ class Backend(msgspec.Struct, frozen=True):
         return max((size for size in self.sizes if block % size == 0), default=None)
 
 
-def _backend(name: str, family: Family, *sizes: int, **more: object) -> Backend:
-    return msgspec.convert({"name": name, "family": family, "sizes": sizes, **more}, Backend)
-
-
 _FP8 = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
 _TOKEN_HEAD = ("int8_per_token_head", "fp8_per_token_head", "int4_per_token_head")
 _TURBO = ("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc")
@@ -80,53 +75,40 @@ _TURBO = ("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboq
 BACKENDS: dict[str, Backend] = {
     backend.name: backend
     for backend in (
-        _backend("FLASH_ATTN", "dense", 16, caches=_FP8),
-        _backend("FLASH_ATTN_DIFFKV", "dense", 16, caches=("auto",)),
-        _backend("TRITON_ATTN", "dense", 16, caches=(*_FP8, *_TOKEN_HEAD)),
-        _backend("TRITON_ATTN_DIFFKV", "dense", 16, caches=_FP8),
-        _backend("FLEX_ATTENTION", "dense", 16, layouts=("LBNHC",), caches=("auto",)),
-        _backend("FLASHINFER", "dense", 16, 32, 64, multiples=False, caches=(*_FP8, "nvfp4")),
-        _backend(
-            "FLASHINFER_SM100", "dense", 16, 32, 64, multiples=False,
+        Backend("FLASH_ATTN", "dense", (16,), caches=_FP8),
+        Backend("FLASH_ATTN_DIFFKV", "dense", (16,), caches=("auto",)),
+        Backend("TRITON_ATTN", "dense", (16,), caches=(*_FP8, *_TOKEN_HEAD)),
+        Backend("TRITON_ATTN_DIFFKV", "dense", (16,), caches=_FP8),
+        Backend("FLEX_ATTENTION", "dense", (16,), layouts=("LBNHC",), caches=("auto",)),
+        Backend("FLASHINFER", "dense", (16, 32, 64), multiples=False, caches=(*_FP8, "nvfp4")),
+        Backend(
+            "FLASHINFER_SM100", "dense", (16, 32, 64), multiples=False,
             layouts=("LBHNC", "BLHNC"), caches=(*_FP8, "nvfp4"),
         ),
-        _backend(
-            "TURBOQUANT", "dense", 16, 32, 64, 128, multiples=False,
+        Backend(
+            "TURBOQUANT", "dense", (16, 32, 64, 128), multiples=False,
             layouts=("LBNHC",), caches=_TURBO,
         ),
-        _backend("CPU_ATTN", "dense", 32, layouts=("LBHNC",), caches=_FP8),
-        _backend("ROCM_ATTN", "dense", 16, layouts=("LHBNC", "LBHNC"), caches=_FP8),
-        _backend("ROCM_AITER_FA", "dense", 16, layouts=("LBHNC", "LHBNC"), caches=_FP8),
-        _backend("MINIMAX_M3_SPARSE", "other", 128, multiples=False),
-        _backend("FLASH_ATTN_MLA", "latent", 16, caches=("auto",)),
-        _backend("TRITON_MLA", "latent", 16, caches=_FP8),
-        _backend("FLASHMLA", "latent", 64, multiples=False, caches=_FP8),
-        _backend("FLASHINFER_MLA", "latent", 32, 64, multiples=False, caches=_FP8),
-        _backend("CUTLASS_MLA", "latent", 128, multiples=False, caches=_FP8),
-        _backend("FLASHMLA_SPARSE", "sparse", 64, whole_rows=True),
-        _backend("DEEPSEEK_V32_INDEXER", "indexer", 64, multiples=False),
-        _backend("FLASHMLA_SPARSE_DSV4", "other", 256, multiples=False),
-        _backend(
-            "DEEPSEEK_V4_INDEXER", "other", 256, multiples=False, layouts=("BLHNC", "BLNHC")
+        Backend("CPU_ATTN", "dense", (32,), layouts=("LBHNC",), caches=_FP8),
+        Backend("ROCM_ATTN", "dense", (16,), layouts=("LHBNC", "LBHNC"), caches=_FP8),
+        Backend("ROCM_AITER_FA", "dense", (16,), layouts=("LBHNC", "LHBNC"), caches=_FP8),
+        Backend("MINIMAX_M3_SPARSE", "other", (128,), multiples=False),
+        Backend("FLASH_ATTN_MLA", "latent", (16,), caches=("auto",)),
+        Backend("TRITON_MLA", "latent", (16,), caches=_FP8),
+        Backend("FLASHMLA", "latent", (64,), multiples=False, caches=_FP8),
+        Backend("FLASHINFER_MLA", "latent", (32, 64), multiples=False, caches=_FP8),
+        Backend("CUTLASS_MLA", "latent", (128,), multiples=False, caches=_FP8),
+        Backend("FLASHMLA_SPARSE", "sparse", (64,), whole_rows=True),
+        Backend("DEEPSEEK_V32_INDEXER", "indexer", (64,), multiples=False),
+        Backend("FLASHMLA_SPARSE_DSV4", "other", (256,), multiples=False),
+        Backend(
+            "DEEPSEEK_V4_INDEXER", "other", (256,), multiples=False, layouts=("BLHNC", "BLNHC")
         ),
-        _backend("DEEPSEEK_SPARSE_SWA", "other", 32),
-        _backend("COMPRESSOR", "other", 1),
+        Backend("DEEPSEEK_SPARSE_SWA", "other", (32,)),
+        Backend("COMPRESSOR", "other", (1,)),
     )
 }  # fmt: skip
 """Every backend that plans know, by name."""
-
-
-def find_backend(name: str) -> Backend:
-    """The backend called `name`, in any case."""
-    backend = BACKENDS.get(name.upper()) if isinstance(name, str) else None
-    if backend is None:
-        raise AtlasError(
-            Code.UNKNOWN_BACKEND,
-            "There is no such backend",
-            got=repr(name),
-            hint=f"Use one of {', '.join(BACKENDS)}",
-        )
-    return backend
 
 
 def backends_of(model: Model, chosen: str | None) -> dict[str, Backend | None]:
@@ -135,12 +117,16 @@ def backends_of(model: Model, chosen: str | None) -> dict[str, Backend | None]:
     Sparse and compressed attention bring backends of their own, which `chosen`
     does not replace.
     """
-    named = find_backend(chosen) if chosen is not None else None
+    named = BACKENDS.get(str(chosen).upper())
+    if chosen is not None and named is None:
+        hint = f"Use one of {', '.join(BACKENDS)}"
+        raise AtlasError(
+            Code.UNKNOWN_BACKEND, "There is no such backend", got=repr(chosen), hint=hint
+        )
     indexed = {layer.index for layer in model.layers if isinstance(layer.spec, Indexer)}
     backends: dict[str, Backend | None] = {}
     for layer in model.layers:
-        name = _default(layer, sparse=layer.index in indexed)
-        backend = BACKENDS[name] if name else None
+        backend = BACKENDS.get(_default(layer.spec, sparse=layer.index in indexed))
         if named and backend and named.family == backend.family:
             backend = named
         backends[layer.name] = backend
@@ -152,15 +138,19 @@ def backends_of(model: Model, chosen: str | None) -> dict[str, Backend | None]:
             hint=f"Its layers use {', '.join(sorted({b.name for b in backends.values() if b}))}",
         )
     for layer in model.layers:
-        _check_cache(layer, backends[layer.name])
+        backend, cache = backends[layer.name], getattr(layer.spec, "cache", "auto")
+        if backend and backend.caches is not None and cache not in backend.caches:
+            raise AtlasError(
+                Code.BACKEND_REFUSES,
+                f"{backend.name} reads only {', '.join(backend.caches)}",
+                got=f"cache dtype {cache} in {layer.name}",
+                hint="Choose another cache dtype or another backend",
+            )
     return backends
 
 
-def _default(layer: Layer, *, sparse: bool) -> str | None:
-    """What vLLM picks on Hopper for a layer, or None for a recurrent one."""
-    spec: Spec = layer.spec
-    if isinstance(spec, Recurrent):
-        return None
+def _default(spec: Spec, *, sparse: bool) -> str:
+    """What vLLM picks on Hopper for a layer, or nothing for a recurrent one."""
     if isinstance(spec, Attention):
         if sparse:
             return "MINIMAX_M3_SPARSE"
@@ -185,18 +175,7 @@ def _default(layer: Layer, *, sparse: bool) -> str | None:
         if sparse or spec.cache.endswith("_ds_mla"):
             return "FLASHMLA_SPARSE"
         return "FLASH_ATTN_MLA" if spec.cache == "auto" else "FLASHMLA"
-    return None
-
-
-def _check_cache(layer: Layer, backend: Backend | None) -> None:
-    cache = getattr(layer.spec, "cache", "auto")
-    if backend and backend.caches is not None and cache not in backend.caches:
-        raise AtlasError(
-            Code.BACKEND_REFUSES,
-            f"{backend.name} reads only {', '.join(backend.caches)}",
-            got=f"cache dtype {cache} in {layer.name}",
-            hint="Choose another cache dtype or another backend",
-        )
+    return ""
 
 
 def smallest_common_block(backends: list[Backend], wanted: int) -> int:

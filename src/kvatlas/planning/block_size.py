@@ -66,13 +66,14 @@ def kernel_size(request: PlanRequest) -> BlockSize:
 def block_size(request: PlanRequest) -> BlockSize:
     """The block of a model, as vLLM sizes it."""
     plain = kernel_size(request)
-    used, block, reasons = used_backends(request), plain.tokens, plain.reasons
+    block, reasons = plain.tokens, plain.reasons
     state = state_bytes(request.model, request.tp)
     token = token_bytes(request.model, request.tp)
     if not state or not token:
         return plain
-    step = kernel_multiple(request.model, used, block)
-    inflated = round_up(step * ceil_div(state, step * token), lcm(*(min(b.sizes) for b in used)))
+    step = kernel_multiple(request, block)
+    least = lcm(*(min(backend.sizes) for backend in used_backends(request)))
+    inflated = round_up(step * ceil_div(state, step * token), least)
     if inflated > block:
         reasons += (
             f"Grown to {inflated} tokens, a multiple of {step}: an attention page ({token:,} "
@@ -84,11 +85,12 @@ def block_size(request: PlanRequest) -> BlockSize:
     return BlockSize(block, None if page == state else page, reasons)
 
 
-def kernel_multiple(model: Model, used: list[Backend], block: int) -> int:
-    """Tokens that a hybrid's block is a multiple of."""
-    step = max(min(used[0].sizes), block) if used else block
-    latent = any(isinstance(layer.spec, LatentAttention) for layer in model.layers)
-    return max(step, _LATENT_MULTIPLE) if latent else step
+def kernel_multiple(request: PlanRequest, block: int) -> int:
+    """Tokens that a hybrid's block is a multiple of, where kernels take `block`."""
+    sizes = [min(backend.sizes) for backend in used_backends(request)[:1]]
+    if any(isinstance(layer.spec, LatentAttention) for layer in request.model.layers):
+        sizes.append(_LATENT_MULTIPLE)
+    return max([block, *sizes])
 
 
 def state_bytes(model: Model, tp: int) -> int:

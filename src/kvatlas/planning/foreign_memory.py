@@ -21,7 +21,7 @@ from kvatlas.models import Layer, Model
 from kvatlas.planning.plan_parts import Group, Pool, Region
 from kvatlas.planning.plans import Plan
 from kvatlas.planning.sized_layers import kind_of, page_of
-from kvatlas.specs import Attention, Packing, Spec
+from kvatlas.specs import Attention, Packing
 
 _FAR = 1 << 62
 
@@ -58,7 +58,7 @@ def foreign(
     >>> seen.layout, seen.block_size, seen.num_blocks, seen.pools[0].nbytes == kv.nbytes
     ('LBNHC', 16, 4, True)
     """
-    loaded = model if isinstance(model, Model) else Model.load(model)
+    loaded = Model.load(model)
     stages = [layers] if isinstance(layers, Mapping) else list(layers)
     known = {layer.name: _packed(layer, packing) for layer in loaded.layers}
     named = [name for stage in stages for name in stage]
@@ -77,30 +77,53 @@ def foreign(
         for stage, tensors in enumerate(stages)
         for name, placed in tensors.items()
     ]
-    tables = _tables(seen, groups)
-    homes = _homes(seen, tables, pools)
-    return _plan(loaded, seen, tables, homes, tp=tp, pp=len(stages), max_len=length)
+    _group(seen, groups)
+    first: dict[int, _Seen] = {}
+    for one in seen:
+        first.setdefault(one.group, one)
+    homes = _homes(first, pools)
+    tables = tuple(
+        Group.of(kind_of(one.layer.spec), one.layer.spec, block=one.block, pool=homes[group])
+        for group, one in sorted(first.items())
+    )
+    owned = _pools(seen, homes)
+    regions = _regions(seen, tp)
+    return Plan(
+        model=loaded.name,
+        policy="foreign",
+        layout=regions[0].layout,
+        tp=tp,
+        pp=len(stages),
+        dcp=1,
+        memory=max(sum(p.nbytes for p in owned if p.stage == n) for n in range(len(stages))),
+        block_size=tables[0].block,
+        max_len=length,
+        in_flight=0,
+        groups=tables,
+        pools=owned,
+        regions=tuple(regions),
+        reasons=("Somebody else's memory: described, not planned.",),
+    )
 
 
 class _Seen:
     """One layer's tensor, and the region that is the same bytes."""
 
+    group = 0
+
     def __init__(
         self, stage: int, layer: Layer, placed: Placement, block: int | None, tp: int, most: int
     ) -> None:
         self.stage, self.layer, self.placed = stage, layer, _in_bytes(placed)
-        spec: Spec = layer.spec
-        per_state = spec.tokens_per_state
-        self.kernel_block = (
-            (block or most) if per_state is None else _size(self.placed, "N") * per_state
-        )
+        size, per_state = self.placed.size, layer.spec.tokens_per_state
+        self.kernel_block = (block or most) if per_state is None else size("N") * per_state
         self.block = block or self.kernel_block
         if self.block % self.kernel_block:
             raise _unlike(layer.name, f"blocks of {self.block} over {self.kernel_block} states")
-        self.page: Page = page_of(spec, self.kernel_block, tp)
+        self.page: Page = page_of(layer.spec, self.kernel_block, tp)
         self.split = self.block // self.kernel_block
-        self.blocks = _size(self.placed, "B") // self.split
-        sizes = [_size(self.placed, axis) for axis in "HNC"]
+        self.blocks = size("B") // self.split
+        sizes = [size(axis) for axis in "HNC"]
         if sizes != [self.page.heads, self.page.states, self.page.content]:
             page = f"{self.page.heads} heads, {self.page.states} states, {self.page.content} bytes"
             raise _unlike(layer.name, f"H, N, C of {sizes} for a page with {page}")
@@ -108,155 +131,108 @@ class _Seen:
     @property
     def alike(self) -> tuple[object, ...]:
         """Equal for layers that one region may hold, if their pages step evenly."""
-        return (self.stage, self.block, self.page, self.placed.shift(-self.placed.offset))
+        placed = self.placed.shift(-self.placed.offset)
+        return (self.group, self.stage, self.block, self.page, placed)
 
 
-def _regions(seen: list[_Seen], tables: dict[str, int], tp: int) -> list[Region]:
-    """As few regions as hold the tensors: layers at even steps through memory share one."""
-    families: dict[tuple[int, object], list[_Seen]] = defaultdict(list)
+def _group(seen: list[_Seen], groups: Sequence[Sequence[str]] | None) -> None:
+    """Say of each layer which group it is in: of `groups`, or one for each kind."""
+    if groups is None:
+        kinds: dict[tuple[Any, ...], int] = {}
+        for one in seen:
+            visible = one.layer.spec.visibility
+            kind = (kind_of(one.layer.spec), one.block, visible.window or visible.chunk)
+            one.group = kinds.setdefault(kind, len(kinds))
+        return
+    tables = {name: index for index, names in enumerate(groups) for name in names}
+    missing = [one.layer.name for one in seen if one.layer.name not in tables]
+    if missing or len(tables) != len(seen):
+        raise AtlasError(
+            Code.BAD_PLAN,
+            "A layer is in no group, or a group lists one without a tensor",
+            got=f"{len(tables)} grouped of {len(seen)}, without {missing[:3]}",
+            hint="List each layer of the tensors in one of the groups",
+        )
     for one in seen:
-        families[tables[one.layer.name], one.alike].append(one)
-    all_regions: list[Region] = []
-    for (group, _), family in families.items():
+        one.group = tables[one.layer.name]
+
+
+def _homes(first: dict[int, _Seen], pools: Sequence[int] | None) -> dict[int, int]:
+    """The pool of each group, by one of the group's layers."""
+    if pools is None:
+        counts = list(dict.fromkeys(one.blocks for one in first.values()))
+        return {group: counts.index(one.blocks) for group, one in first.items()}
+    if max(first) >= len(pools):
+        raise AtlasError(
+            Code.BAD_PLAN,
+            "A group has no pool",
+            got=f"{len(pools)} pools for group {max(first)}",
+            hint="Pass one pool number for each group",
+        )
+    return {group: natural(pools[group], "the number of a pool") for group in first}
+
+
+def _pools(seen: list[_Seen], homes: dict[int, int]) -> tuple[Pool, ...]:
+    """The pools of all stages, as large as the tensors reach."""
+    reach: dict[tuple[int, int], int] = defaultdict(int)
+    counts: dict[tuple[int, int], int] = {}
+    for one in seen:
+        home = (one.stage, homes[one.group])
+        reach[home] = max(reach[home], one.placed.stop)
+        if counts.setdefault(home, one.blocks) != one.blocks:
+            raise _unlike(one.layer.name, f"{one.blocks} blocks where others have {counts[home]}")
+    return tuple(
+        Pool(stage=s, index=i, blocks=counts[s, i], block_bytes=ceil_div(n, counts[s, i]))
+        for (s, i), n in sorted(reach.items())
+    )
+
+
+def _regions(seen: list[_Seen], tp: int) -> list[Region]:
+    """As few regions as hold the tensors: layers at even steps through memory share one."""
+    families: dict[object, list[_Seen]] = defaultdict(list)
+    for one in seen:
+        families[one.alike].append(one)
+    regions: list[Region] = []
+    for family in families.values():
         family.sort(key=lambda one: one.placed.offset)
         steps = {b.placed.offset - a.placed.offset for a, b in pairwise(family)}
-        step = steps.pop() if len(steps) == 1 else 0
-        regions = [_region(family, group, step)] if step else []
-        if not regions or not _same(regions[0], family, tp):
-            regions = [_region([one], group, 0) for one in family]
-            for region, one in zip(regions, family, strict=True):
-                if not _same(region, [one], tp):
-                    raise _unlike(one.layer.name, f"{one.placed} in no order of its axes")
-        all_regions += regions
-    return all_regions
+        whole = _region(family, steps.pop(), tp) if len(steps) == 1 else None
+        if whole is not None:
+            regions.append(whole)
+            continue
+        for one in family:
+            region = _region([one], 0, tp)
+            if region is None:
+                raise _unlike(one.layer.name, f"{one.placed} in no order of its axes")
+            regions.append(region)
+    return regions
 
 
-def _region(family: list[_Seen], group: int, step: int) -> Region:
+def _region(family: list[_Seen], step: int, tp: int) -> Region | None:
+    """The region that has layers, `step` bytes apart, where their tensors are; None without."""
     one = family[0]
-    apart = one.placed.stride("B") if _size(one.placed, "B") > 1 else one.page.nbytes
-    return Region(
+    # An axis with one coordinate has no stride and may be anywhere, so it goes outermost.
+    strides = {axis: one.placed.stride(axis) or _FAR for axis in "BHN"}
+    strides["L"] = step or 2 * _FAR
+    region = Region(
         stage=one.stage,
-        group=group,
+        group=one.group,
         layers=tuple(member.layer for member in family),
         block=one.block,
         kernel_block=one.kernel_block,
         page_bytes=one.page.nbytes * one.split,
-        layout=_order(one.placed, step),
+        layout="".join(sorted("LBHN", key=lambda axis: -strides[axis])) + "C",
         offset=one.placed.offset,
         page_stride=step or one.page.nbytes,
-        block_stride=apart * one.split,
+        block_stride=(one.placed.stride("B") or one.page.nbytes) * one.split,
     )
-
-
-def _same(region: Region, family: list[_Seen], tp: int) -> bool:
-    """Whether a region has its layers where their tensors are."""
     try:
-        placed = region.placement(tp, family[0].blocks)
+        placed = region.placement(tp, one.blocks)
     except AtlasError:
-        return False
+        return None
     placed = placed.fold("B", "k", into="B") if "k" in placed.axes else placed
-    return all(
-        placed.select("L", index).reorder(*"BHNC") == _whole(one.placed)
-        for index, one in enumerate(family)
-    )
-
-
-def _order(placed: Placement, step: int) -> str:
-    """The order of the axes; those with one coordinate may be anywhere, so outermost."""
-    sizes = {axis: _size(placed, axis) for axis in "BHN"}
-    steps = {axis: placed.stride(axis) if n > 1 else _FAR for axis, n in sizes.items()}
-    steps["L"] = step or 2 * _FAR
-    return "".join(sorted("LBHN", key=lambda axis: -steps[axis])) + "C"
-
-
-def _plan(
-    model: Model,
-    seen: list[_Seen],
-    tables: dict[str, int],
-    homes: dict[int, int],
-    *,
-    tp: int,
-    pp: int,
-    max_len: int,
-) -> Plan:
-    first = {tables[one.layer.name]: one for one in reversed(seen)}
-    groups = [
-        Group.of(kind_of(one.layer.spec), one.layer.spec, block=one.block, pool=homes[index])
-        for index, one in sorted(first.items())
-    ]
-    reach: dict[tuple[int, int], int] = defaultdict(int)
-    counts: dict[tuple[int, int], int] = {}
-    for one in seen:
-        home = (one.stage, homes[tables[one.layer.name]])
-        reach[home] = max(reach[home], one.placed.stop)
-        if counts.setdefault(home, one.blocks) != one.blocks:
-            raise _unlike(one.layer.name, f"{one.blocks} blocks where others have {counts[home]}")
-    pools = tuple(
-        Pool(stage=s, index=i, blocks=counts[s, i], block_bytes=ceil_div(n, counts[s, i]))
-        for (s, i), n in sorted(reach.items())
-    )
-    regions = _regions(seen, tables, tp)
-    memory = max(sum(pool.nbytes for pool in pools if pool.stage == stage) for stage in range(pp))
-    return Plan(
-        model=model.name,
-        policy="foreign",
-        layout=regions[0].layout,
-        tp=tp,
-        pp=pp,
-        dcp=1,
-        memory=memory,
-        block_size=groups[0].block,
-        max_len=max_len,
-        in_flight=0,
-        groups=tuple(groups),
-        pools=pools,
-        regions=tuple(regions),
-        reasons=("Somebody else's memory: described, not planned.",),
-    )
-
-
-def _tables(seen: list[_Seen], groups: Sequence[Sequence[str]] | None) -> dict[str, int]:
-    """Which group each layer is in."""
-    if groups is not None:
-        tables = {name: index for index, names in enumerate(groups) for name in names}
-        missing = [one.layer.name for one in seen if one.layer.name not in tables]
-        if missing or len(tables) != len(seen):
-            raise AtlasError(
-                Code.BAD_PLAN,
-                "A layer is in no group, or a group lists one without a tensor",
-                got=f"{len(tables)} grouped of {len(seen)}, without {missing[:3]}",
-                hint="List each layer of the tensors in one of the groups",
-            )
-        return tables
-    kinds: dict[tuple[Any, ...], int] = {}
-    tables = {}
-    for one in seen:
-        seen_by = one.layer.spec.visibility
-        key = (kind_of(one.layer.spec), one.block, seen_by.window or seen_by.chunk)
-        tables[one.layer.name] = kinds.setdefault(key, len(kinds))
-    return tables
-
-
-def _homes(
-    seen: list[_Seen], tables: dict[str, int], pools: Sequence[int] | None
-) -> dict[int, int]:
-    """The pool of each group."""
-    counts: dict[int, int] = {}
-    homes: dict[int, int] = {}
-    for one in seen:
-        group = tables[one.layer.name]
-        if pools is None:
-            homes.setdefault(group, counts.setdefault(one.blocks, len(counts)))
-        elif group < len(pools):
-            homes[group] = natural(pools[group], "the number of a pool")
-        else:
-            raise AtlasError(
-                Code.BAD_PLAN,
-                "A group has no pool",
-                got=f"{len(pools)} pools for group {group}",
-                hint="Pass one pool number for each group",
-            )
-    return homes
+    pages = [placed.select("L", index).reorder(*"BHNC") for index in range(len(family))]
+    return region if pages == [member.placed for member in family] else None
 
 
 def _packed(layer: Layer, packing: Packing | None) -> Layer:
@@ -271,36 +247,15 @@ def _block(blocks: Mapping[str, int] | int | None, name: str) -> int | None:
 
 
 def _in_bytes(placed: Placement) -> Placement:
-    """The same memory with C in bytes."""
-    if placed.item == 1:
-        return placed
-    bytes_axis = Placement(
-        (*placed.axes, "byte"),
-        (*placed.sizes, placed.item),
-        (*placed.strides, 1),
-        placed.offset,
-    )
-    return (
-        bytes_axis.fold("C", "byte", into="C")
-        if "C" in placed.axes
-        else bytes_axis.rename(byte="C")
-    )
-
-
-def _whole(placed: Placement) -> Placement:
-    """With every axis of a page, those left out as one coordinate."""
+    """The same memory over all axes of a page, C in bytes; axes left out have one coordinate."""
     missing = [axis for axis in "BHNC" if axis not in placed.axes]
-    return Placement(
-        (*placed.axes, *missing),
-        (*placed.sizes, *(1 for _ in missing)),
-        (*placed.strides, *(0 for _ in missing)),
+    whole = Placement(
+        (*placed.axes, *missing, "byte"),
+        (*placed.sizes, *(1 for _ in missing), placed.item),
+        (*placed.strides, *(0 for _ in missing), 1),
         placed.offset,
-        placed.item,
-    ).reorder(*"BHNC")
-
-
-def _size(placed: Placement, axis: str) -> int:
-    return placed.size(axis) if axis in placed.axes else 1
+    )
+    return whole.fold("C", "byte", into="C").reorder(*"BHNC")
 
 
 def _unlike(layer: str, got: str) -> AtlasError:

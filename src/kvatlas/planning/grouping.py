@@ -12,8 +12,10 @@ must fit together. The rules are tried in order and the first that fits is taken
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import Any
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Layout, Sharding, ceil_div
@@ -44,10 +46,7 @@ class GroupDraft:
         """Layers that lie in one region of memory: alike, in order of appearance."""
         if not self.mixed:
             return [self.layers] if self.layers else []
-        regions: dict[tuple[object, ...], list[SizedLayer]] = {}
-        for layer in self.layers:
-            regions.setdefault(layer.key, []).append(layer)
-        return [tuple(layers) for layers in regions.values()]
+        return [tuple(layers) for layers in _by(attrgetter("key"), self.layers).values()]
 
 
 def dealt(layers: Sequence[SizedLayer], groups: int) -> list[GroupDraft]:
@@ -121,7 +120,7 @@ def unify_pages(layers: list[SizedLayer]) -> list[SizedLayer]:
         if layer.nbytes == largest:
             unified.append(layer)
         elif layer.kind != "recurrent" and largest % layer.nbytes == 0:
-            unified.append(layer.with_block(layer.block * (largest // layer.nbytes)))
+            unified.append(replace(layer, block=layer.block * (largest // layer.nbytes)))
         elif layer.kind == "mla_attention":
             raise AtlasError(
                 Code.PAGES_NOT_UNIFIED,
@@ -136,16 +135,10 @@ def unify_pages(layers: list[SizedLayer]) -> list[SizedLayer]:
 
 def deal_equal_pages(layers: list[SizedLayer]) -> list[GroupDraft]:
     """Layers of each kind dealt into groups of equally many."""
-    kinds: dict[tuple[object, ...], list[SizedLayer]] = {}
-    for layer in layers:
-        kinds.setdefault(_merged(layer), []).append(layer)
-    counts = [len(members) for members in kinds.values()]
+    kinds = _by(_merged, layers).values()
+    counts = [len(kind) for kind in kinds]
     width = max(counts) if max(counts) < STRETCH * min(counts) else min(counts)
-    return [
-        group
-        for members in kinds.values()
-        for group in dealt(members, ceil_div(len(members), width))
-    ]
+    return [group for kind in kinds for group in dealt(kind, ceil_div(len(kind), width))]
 
 
 def pack_unlike_pages(layers: list[SizedLayer]) -> list[GroupDraft]:
@@ -156,7 +149,7 @@ def pack_unlike_pages(layers: list[SizedLayer]) -> list[GroupDraft]:
     leave the least unused; states are cut further, so as not to widen the block.
     """
     sets = [list(group.layers) for group in by_tokens(layers)]
-    by_page = [_by_page(members) for members in sets]
+    by_page = [_by(attrgetter("nbytes"), members) for members in sets]
     repeats = [max(map(len, pages.values())) for pages in by_page]
     regular = [len({len(members) for members in pages.values()}) == 1 for pages in by_page]
     even = [i for i in range(len(sets)) if regular[i]]
@@ -218,11 +211,14 @@ def _merged(layer: SizedLayer) -> tuple[object, ...]:
     return (layer.kind, heads, row, layer.block, layer.padded, layer.apart)
 
 
-def _by_page(layers: list[SizedLayer]) -> dict[int, list[SizedLayer]]:
-    pages: dict[int, list[SizedLayer]] = {}
+def _by(
+    key: Callable[[SizedLayer], Any], layers: Iterable[SizedLayer]
+) -> dict[Any, list[SizedLayer]]:
+    """Layers of equal keys together, in order of appearance."""
+    together: dict[Any, list[SizedLayer]] = {}
     for layer in layers:
-        pages.setdefault(layer.nbytes, []).append(layer)
-    return pages
+        together.setdefault(key(layer), []).append(layer)
+    return together
 
 
 def _width(pages: dict[int, list[SizedLayer]], groups: int) -> int:

@@ -37,8 +37,7 @@ def supported_orders(backends: list[Backend]) -> tuple[str, ...]:
 
 def candidate_orders(layers: list[SizedLayer]) -> tuple[str, ...]:
     """Orders that can hold the pages of all layers."""
-    backends = {layer.backend.name: layer.backend for layer in layers if layer.backend}
-    orders = supported_orders(list(backends.values()))
+    orders = supported_orders([layer.backend for layer in layers if layer.backend])
     shapes = {(layer.page.heads, layer.page.states, layer.nbytes) for layer in layers}
     if len(shapes) > 1:
         orders = tuple(order for order in orders if Layout(order).page_contiguous)
@@ -49,11 +48,8 @@ def resolve_order(candidates: tuple[str, ...], chosen: str | None) -> Layout:
     """The order that was chosen, if it is a candidate; else the first."""
     layout = Layout(next(iter(candidates), "LBNHC") if chosen is None else chosen)
     if layout.order not in candidates:
-        raise AtlasError(
-            Code.LAYOUT_REFUSED,
-            got=str(layout) if candidates else "backends that share no order",
-            hint=f"Use one of {', '.join(candidates)}, or policy atlas"
-            if candidates
-            else "Choose another backend",
-        )
+        got, hint = "backends that share no order", "Choose another backend"
+        if candidates:
+            got, hint = str(layout), f"Use one of {', '.join(candidates)}, or policy atlas"
+        raise AtlasError(Code.LAYOUT_REFUSED, got=got, hint=hint)
     return layout

@@ -28,7 +28,7 @@ from kvatlas.planning.grouping import GroupDraft
 from kvatlas.planning.plan_parts import Group, Pool, Region
 from kvatlas.planning.plans import Plan
 from kvatlas.planning.request import PlanRequest
-from kvatlas.planning.sized_layers import SizedLayer, page_of
+from kvatlas.planning.sized_layers import LOCAL_KINDS, SizedLayer, page_of
 
 _FORGOTTEN_UNIT = 10_000
 """Bytes of memory so few that a unit was probably forgotten."""
@@ -74,7 +74,7 @@ class PoolDraft:
 
     def needed(self, request: PlanRequest) -> int:
         """Blocks that a request of the greatest length holds."""
-        return sum(max(layer.blocks(request) for layer in group.layers) for group in self.groups)
+        return sum(max(blocks_held(x, request) for x in group.layers) for group in self.groups)
 
 
 class Spot(NamedTuple):
@@ -84,6 +84,23 @@ class Spot(NamedTuple):
     position: PoolPosition
     kernel_block: int
     page_bytes: int
+
+
+def blocks_held(layer: SizedLayer, request: PlanRequest, block: int | None = None) -> int:
+    """Blocks that a request of the greatest length holds at most of a layer.
+
+    `block` asks about blocks of another size than its own.
+    """
+    if request.dcp > 1 and layer.kind in LOCAL_KINDS:
+        raise AtlasError(
+            Code.BAD_TOPOLOGY,
+            "Decode context parallelism cannot divide the tokens of a window or a chunk",
+            got=f"dcp {request.dcp} with {layer.kind} in {layer.name}",
+            hint="Use dcp 1 for this model",
+        )
+    held, size = 1 + layer.checkpoints, block or layer.block
+    group = Group.of(layer.kind, layer.spec, block=size, pool=0, held=held)
+    return group.blocks(request.max_len, in_flight=request.in_flight, dcp=request.dcp)
 
 
 def make_plan(
@@ -143,35 +160,23 @@ def divide_memory(
     The null block, which engines never hand out, is counted to every pool.
     """
     needs = [draft.needed(request) for draft in drafts]
+    named = [request.requests if draft.states else None for draft in drafts]
     # Every pool first gets one request and its null block, or as many requests as were named.
-    least = [
-        need * (request.requests if draft.states and request.requests else 1) + 1
-        for draft, need in zip(drafts, needs, strict=True)
-    ]
-    divided: list[list[int]] = []
+    least = [need * (many or 1) + 1 for need, many in zip(needs, named, strict=True)]
+    grows = [0 if many else need for need, many in zip(needs, named, strict=True)]
+    counts: dict[int, int] = {}
     for parts in stages:
         widths = [part.width for part in parts]
         taken = sum(blocks * width for blocks, width in zip(least, widths, strict=True))
         if taken > request.memory:
             raise _not_enough(request, taken)
-        shares = [
-            0 if part.states and request.requests else need * width
-            for part, need, width in zip(parts, needs, widths, strict=True)
-        ]
-        free, total = request.memory - taken, sum(shares)
-        divided.append(
-            [
-                first + (free * share // total // width if share else 0)
-                for first, share, width in zip(least, shares, widths, strict=True)
-            ]
-        )
-    return [
-        min(
-            (blocks[i] for blocks, parts in zip(divided, stages, strict=True) if parts[i].width),
-            default=1,
-        )
-        for i in range(len(drafts))
-    ]
+        total = sum(need * width for need, width in zip(grows, widths, strict=True))
+        for i, width in enumerate(widths):
+            if width:
+                share = (request.memory - taken) * grows[i] * width
+                blocks = least[i] + (share // total // width if share else 0)
+                counts[i] = min(counts.get(i, blocks), blocks)
+    return [counts.get(i, 1) for i in range(len(drafts))]
 
 
 def _not_enough(request: PlanRequest, needed: int) -> AtlasError:
@@ -272,9 +277,7 @@ def _region(stage: int, group: int, layout: Layout, spot: Spot) -> Region:
         kernel_block=spot.kernel_block,
         page_bytes=spot.page_bytes,
         layout=layout.order,
-        offset=spot.position.offset,
-        page_stride=spot.position.page_stride,
-        block_stride=spot.position.block_stride,
+        **spot.position._asdict(),
         splits=first.splits,
         parts=tuple(layer.part for layer in spot.layers) if first.splits > 1 else (),
     )

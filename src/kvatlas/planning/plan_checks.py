@@ -127,7 +127,4 @@ def _refuse_mixed_blocks(regions: list[tuple[Region, Placement]], blocks: int) -
 
 
 def _bad(got: str) -> AtlasError:
-    hint = "Plans are made by kvatlas.plan(), not by hand"
-    return AtlasError(
-        Code.BAD_PLAN, "The parts of the plan do not fit together", got=got, hint=hint
-    )
+    return AtlasError(Code.BAD_PLAN, got=got, hint="Plans are made by kvatlas.plan(), not by hand")

@@ -50,11 +50,8 @@ class PlanData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         (1, 1)
         """
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.ranks:
-            raise AtlasError(
-                Code.BAD_RANK,
-                got=f"rank {rank!r} of tp {self.tp} x pp {self.pp}",
-                hint=f"Ranks are 0..{self.ranks - 1}",
-            )
+            got = f"rank {rank!r} of tp {self.tp} x pp {self.pp}"
+            raise AtlasError(Code.BAD_RANK, got=got, hint=f"Ranks are 0..{self.ranks - 1}")
         return divmod(rank, self.tp)
 
     def rank_pools(self, rank: int) -> dict[int, Pool]:

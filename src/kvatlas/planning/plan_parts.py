@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from kvatlas.geometry import Layout, Page, Placement
+from kvatlas.geometry import Layout, Page, Placement, ceil_div
 from kvatlas.models import Layer
-from kvatlas.planning.sized_layers import SLIDING_KINDS, Kind, blocks_held, page_of
+from kvatlas.planning.sized_layers import FULL_KINDS, SLIDING_KINDS, Kind, page_of
 from kvatlas.specs import Spec, Visibility
 
 
@@ -59,16 +59,21 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return Visibility()
 
     def blocks(self, length: int, *, in_flight: int = 0, dcp: int = 1) -> int:
-        """Blocks that a request of `length` tokens holds at most."""
-        return blocks_held(
-            self.kind,
-            self.visibility,
-            self.block,
-            length,
-            in_flight=in_flight,
-            dcp=dcp,
-            held=self.held,
-        )
+        """Blocks that a request of `length` tokens holds at most.
+
+        A window must also cover the tokens that are scheduled but not settled.
+        """
+        if self.kind == "recurrent":
+            return self.held
+        if self.kind == "cross_attention":
+            return ceil_div(self.source, self.block)
+        if self.kind in FULL_KINDS:
+            return ceil_div(ceil_div(length, dcp), self.block)
+        kept = (self.window or length) + in_flight
+        if self.kind == "chunked_local_attention":
+            return ceil_div(min(kept, length), self.block)
+        # A window may start in the middle of a block: one more.
+        return ceil_div(min(kept - 1, length), self.block) + 1
 
 
 class Pool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -54,13 +54,10 @@ def plan(
     makers = {"atlas": plan_atlas, "vllm": plan_vllm, "uniform": plan_uniform}
     _check_word("policy", policy, tuple(makers))
     _check_word("states", states, ("auto", "shared", "apart"))
-    loaded = model if isinstance(model, Model) else Model.load(model)
+    loaded = Model.load(model)
     if not loaded.layers:
-        raise AtlasError(
-            Code.NO_CACHE,
-            got=f"{loaded.name} without layers that cache",
-            hint="There is nothing to plan",
-        )
+        got = f"{loaded.name} without layers that cache"
+        raise AtlasError(Code.NO_CACHE, got=got, hint="There is nothing to plan")
     if pack != "auto":
         pack = integer(pack, "the pack")
     if policy != "atlas" and pack not in ("auto", 1):
@@ -101,12 +98,8 @@ def plan(
 
 def _check_word(option: str, word: object, words: tuple[str, ...]) -> None:
     if not isinstance(word, str) or word not in words:
-        raise AtlasError(
-            Code.UNKNOWN_POLICY,
-            f"There is no {option} of that name",
-            got=repr(word),
-            hint=f"Use one of {', '.join(words)}",
-        )
+        problem, hint = f"There is no {option} of that name", f"Use one of {', '.join(words)}"
+        raise AtlasError(Code.UNKNOWN_POLICY, problem, got=repr(word), hint=hint)
 
 
 def stages_of(model: Model, pp: int) -> dict[str, int]:
@@ -130,64 +123,43 @@ def check_topology(model: Model, tp: int, pp: int, dcp: int, *, strict: bool) ->
 
     `strict` adds what vLLM refuses though the bytes would allow it.
     """
-
-    def refuse_if(wrong: bool, problem: str, got: str, hint: str) -> None:
-        if wrong:
-            raise AtlasError(Code.BAD_TOPOLOGY, problem, got=got, hint=hint)
-
     query = model.attention_heads
     kv = max((x.spec.heads for x in model.layers if isinstance(x.spec, Attention)), default=0)
-    refuse_if(
-        query % tp != 0,
-        "Tensor parallelism does not divide the query heads",
-        f"{query} heads over tp {tp}",
-        f"Use a tp that divides {query}",
-    )
-    refuse_if(
-        pp > model.depth,
-        "There are more pipeline stages than layers",
-        f"{model.depth} layers over pp {pp}",
-        f"Use a pp of at most {model.depth}",
-    )
-    refuse_if(
-        tp % dcp != 0,
-        "Decode context parallelism does not divide the tensor-parallel group",
-        f"dcp {dcp} within tp {tp}",
-        "Use a dcp that divides tp",
-    )
-    refuse_if(
-        dcp > 1 and kv > 0 and tp // kv < dcp,
-        "Too few ranks hold the same heads to divide tokens over them",
-        f"dcp {dcp} with {kv} kv heads at tp {tp}",
-        f"Use a tp of at least {dcp * kv}",
-    )
+    if query % tp:
+        problem = "Tensor parallelism does not divide the query heads"
+        raise _refused(problem, f"{query} heads over tp {tp}", f"Use a tp that divides {query}")
+    if pp > model.depth:
+        problem = "There are more pipeline stages than layers"
+        got = f"{model.depth} layers over pp {pp}"
+        raise _refused(problem, got, f"Use a pp of at most {model.depth}")
+    if tp % dcp:
+        problem = "Decode context parallelism does not divide the tensor-parallel group"
+        raise _refused(problem, f"dcp {dcp} within tp {tp}", "Use a dcp that divides tp")
+    if dcp > 1 and kv and tp // kv < dcp:
+        problem = "Too few ranks hold the same heads to divide tokens over them"
+        got = f"dcp {dcp} with {kv} kv heads at tp {tp}"
+        raise _refused(problem, got, f"Use a tp of at least {dcp * kv}")
     if not strict:
         return
-    refuse_if(
-        dcp > 1 and kv > 0 and query // kv % dcp != 0,
-        "vLLM cannot divide the query heads of each kv head over context-parallel ranks",
-        f"{query} query and {kv} kv heads with dcp {dcp}",
-        "Use a dcp that divides their ratio, or policy atlas",
-    )
-    for layer in model.layers:
-        spec = layer.spec
-        if isinstance(spec, Mamba2):
-            refuse_if(
-                spec.groups % tp != 0 and spec.groups != 1,
-                "vLLM cannot divide these Mamba-2 groups evenly",
-                f"{spec.groups} groups over tp {tp}",
-                "Use policy atlas, which repeats groups evenly",
-            )
+    if dcp > 1 and kv and query // kv % dcp:
+        problem = "vLLM cannot divide the query heads of each kv head over context-parallel ranks"
+        got = f"{query} query and {kv} kv heads with dcp {dcp}"
+        raise _refused(problem, got, "Use a dcp that divides their ratio, or policy atlas")
+    mamba = {layer.spec.groups for layer in model.layers if isinstance(layer.spec, Mamba2)}
+    if uneven := [groups for groups in mamba if groups % tp and groups != 1]:
+        problem = "vLLM cannot divide these Mamba-2 groups evenly"
+        got = f"{uneven[0]} groups over tp {tp}"
+        raise _refused(problem, got, "Use policy atlas, which repeats groups evenly")
     groups = model.output_groups
-    refuse_if(
-        bool(groups) and tp > (groups or 0),
-        "vLLM has fewer groups of the output projection than ranks",
-        f"{groups} groups over tp {tp}",
-        f"Use a tp of at most {groups}, or policy atlas",
-    )
-    refuse_if(
-        not model.repeats_heads and 0 < kv < tp,
-        "vLLM does not repeat this model's kv heads",
-        f"{kv} kv heads over tp {tp}",
-        "Use policy atlas, which repeats them",
-    )
+    if groups and tp > groups:
+        problem = "vLLM has fewer groups of the output projection than ranks"
+        got = f"{groups} groups over tp {tp}"
+        raise _refused(problem, got, f"Use a tp of at most {groups}, or policy atlas")
+    if not model.repeats_heads and 0 < kv < tp:
+        problem = "vLLM does not repeat this model's kv heads"
+        got = f"{kv} kv heads over tp {tp}"
+        raise _refused(problem, got, "Use policy atlas, which repeats them")
+
+
+def _refused(problem: str, got: str, hint: str) -> AtlasError:
+    return AtlasError(Code.BAD_TOPOLOGY, problem, got=got, hint=hint)

@@ -66,11 +66,8 @@ class Plan(PlanData, frozen=True, kw_only=True, forbid_unknown_fields=True, dict
         try:
             return msgspec.json.decode(text, type=cls)
         except (msgspec.MsgspecError, ValueError, TypeError) as problem:
-            raise AtlasError(
-                Code.BAD_PLAN,
-                got=str(problem),
-                hint="Make it again with the same version of kvatlas",
-            ) from problem
+            hint = "Make it again with the same version of kvatlas"
+            raise AtlasError(Code.BAD_PLAN, got=str(problem), hint=hint) from problem
 
     # -- geometry -------------------------------------------------------------------
 
@@ -99,11 +96,8 @@ class Plan(PlanData, frozen=True, kw_only=True, forbid_unknown_fields=True, dict
                 hint="Plan.parts says how many there are",
             )
         if layer not in self._homes:
-            raise AtlasError(
-                Code.UNKNOWN_LAYER,
-                got=repr(layer),
-                hint=f"This plan has {len(self._homes)} layers: {', '.join(self.layers[:2])}, ...",
-            )
+            hint = f"This plan has {len(self._homes)} layers: {', '.join(self.layers[:2])}, ..."
+            raise AtlasError(Code.UNKNOWN_LAYER, got=repr(layer), hint=hint)
         return self._homes[layer][part]
 
     def parts(self, layer: str) -> int:

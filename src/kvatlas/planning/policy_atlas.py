@@ -38,7 +38,7 @@ from kvatlas.planning.block_size import (
 )
 from kvatlas.planning.grouping import GroupDraft, alike, by_tokens, dealt, group_layers
 from kvatlas.planning.layout_resolution import resolve_order, supported_orders
-from kvatlas.planning.placing import PoolDraft, make_plan
+from kvatlas.planning.placing import PoolDraft, blocks_held, make_plan
 from kvatlas.planning.plans import Plan
 from kvatlas.planning.policy_vllm import plan_vllm
 from kvatlas.planning.report import padding
@@ -218,9 +218,8 @@ def _vllm_yardstick(request: PlanRequest) -> tuple[float, int, str]:
 def _shared_blocks(hybrid: Hybrid, largest: int) -> list[SharedBlock]:
     """Every way in which blocks of at most `largest` tokens hold attention or states."""
     request, attention, states = hybrid.request, hybrid.attention, hybrid.states
-    used = [layer.backend for layer in attention if layer.backend]
-    step = request.block_size or smallest_common_block(used, DEFAULT_BLOCK)
-    sets = states[0].blocks(request)
+    step = request.block_size or smallest_common_block(used_backends(request), DEFAULT_BLOCK)
+    sets = blocks_held(states[0], request)
     useful = sets * sum(layer.nbytes for layer in states)
     ways = []
     for splits in _SPLITS:
@@ -236,7 +235,7 @@ def _shared_blocks(hybrid: Hybrid, largest: int) -> list[SharedBlock]:
                 if not fit:
                     continue
                 groups = ceil_div(len(states) * splits, fit)
-                blocks = attention[0].blocks(request, block=tokens) * tables
+                blocks = blocks_held(attention[0], request, tokens) * tables
                 claimed = (blocks + sets * groups) * nbytes
                 waste = 1 - (blocks * nbytes + useful) / claimed
                 if tables + groups <= _MOST_TABLES:
@@ -246,7 +245,7 @@ def _shared_blocks(hybrid: Hybrid, largest: int) -> list[SharedBlock]:
 
 def _shared(hybrid: Hybrid, chosen: SharedBlock, compared: str) -> Plan:
     states, tokens, splits = hybrid.states, chosen.tokens, chosen.splits
-    layers = [layer.with_block(tokens) for layer in hybrid.attention]
+    layers = [replace(layer, block=tokens) for layer in hybrid.attention]
     parts = [
         replace(layer, block=tokens, splits=splits, part=part)
         for layer in states
@@ -272,8 +271,7 @@ def _shared(hybrid: Hybrid, chosen: SharedBlock, compared: str) -> Plan:
 def _packed(hybrid: Hybrid, pack: int) -> Plan:
     """`pack` attention layers in each page; a page holds a recurrent state too."""
     request, attention, states = hybrid.request, hybrid.attention, hybrid.states
-    used = [layer.backend for layer in attention if layer.backend]
-    step = kernel_multiple(request.model, used, request.block_size or DEFAULT_BLOCK)
+    step = kernel_multiple(request, request.block_size or DEFAULT_BLOCK)
     state = max(layer.nbytes for layer in states)
     block = step * ceil_div(state, step * hybrid.token * pack)
     pages, page = ceil_div(len(attention), pack), pack * block * hybrid.token
@@ -285,8 +283,8 @@ def _packed(hybrid: Hybrid, pack: int) -> Plan:
         f"takes {groups} blocks for each set of states."
     )
     drafts = (
-        *dealt([layer.with_block(block) for layer in attention], 1),
-        *dealt([layer.with_block(block) for layer in states], groups),
+        *dealt([replace(layer, block=block) for layer in attention], 1),
+        *dealt([replace(layer, block=block) for layer in states], groups),
     )
     pool = PoolDraft(drafts, hybrid.layout, pack=pack, page=page)
     return hybrid.plan([pool], block, reason)
@@ -294,10 +292,10 @@ def _packed(hybrid: Hybrid, pack: int) -> Plan:
 
 def _states_apart(hybrid: Hybrid, compared: str, why: str) -> Plan:
     states, size = hybrid.states, hybrid.size
-    nbytes = sum(layer.nbytes for layer in states)
+    nbytes, blocks = sum(layer.nbytes for layer in states), blocks_held(states[0], hybrid.request)
     price = (
         f"So recurrent states get a pool of their own: {nbytes:,} bytes for all {len(states)} "
-        f"layers in one block, {states[0].blocks(hybrid.request)} blocks for each request, no "
+        f"layers in one block, {blocks} blocks for each request, no "
         "padding. The price: that pool is sized by the number of requests, and neither pool can "
         "borrow from the other: more requests cannot run at once when they are short, and saved "
         "prefixes take from the same pool. `requests` sizes it, `states` shared avoids it."

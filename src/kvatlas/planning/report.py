@@ -40,15 +40,10 @@ def padding(plan: PlanData, length: int | None = None) -> Padding:
     pages = used = 0
     for region in plan.regions:
         count, nbytes = blocks[region.group], region.page_bytes * len(region.layers)
-        useful = unpadded(plan, region) * len(region.layers) // region.splits
-        pages += count * (nbytes - useful)
+        page = page_of(region.layers[0].spec, region.block, plan.tp)  # of a whole state
+        pages += count * (nbytes - page.unpadded * len(region.layers) // region.splits)
         used += count * nbytes
     return Padding(claimed, pages, claimed - used)
-
-
-def unpadded(plan: PlanData, region: Region) -> int:
-    """Bytes of a whole layer's page in a region, without padding or repeated rows."""
-    return page_of(region.layers[0].spec, region.block, plan.tp).unpadded
 
 
 def bytes_per_request(plan: PlanData, index: int) -> tuple[int, float]:

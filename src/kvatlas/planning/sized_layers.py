@@ -1,21 +1,20 @@
 """Layers at a block size: the numbers that grouping and placing work with.
 
 A `SizedLayer` is a layer at a block size on one rank: how large its page is, how it may
-be padded, and how many blocks a request takes of it. Two are alike when one block table
-and one region of memory can serve both.
+be padded, and what its backend asks for. Two are alike when one block table and one
+region of memory can serve both.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from math import gcd
 from typing import Any, Literal
 
 import msgspec
 
-from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Page, Sharding, ceil_div, round_up
+from kvatlas.geometry import Page, Sharding, round_up
 from kvatlas.models import Layer
 from kvatlas.planning.backends import Backend
 from kvatlas.planning.request import PlanRequest
@@ -32,7 +31,6 @@ from kvatlas.specs import (
     SlidingAttention,
     SlidingLatentAttention,
     Spec,
-    Visibility,
 )
 
 Kind = Literal[
@@ -148,58 +146,6 @@ class SizedLayer:
         if self.backend.whole_rows or not self.backend.multiples:
             return ("kernel blocks", max(self.backend.sizes))
         return None
-
-    def with_block(self, block: int) -> SizedLayer:
-        """The same layer with blocks of `block` tokens."""
-        return replace(self, block=block)
-
-    def blocks(self, request: PlanRequest, *, block: int | None = None) -> int:
-        """Blocks that a request of the greatest length holds at most, while it is computed.
-
-        `block` asks about blocks of another size than its own.
-        """
-        if request.dcp > 1 and self.kind in LOCAL_KINDS:
-            raise AtlasError(
-                Code.BAD_TOPOLOGY,
-                "Decode context parallelism cannot divide the tokens of a window or a chunk",
-                got=f"dcp {request.dcp} with {self.kind} in {self.name}",
-                hint="Use dcp 1 for this model",
-            )
-        return blocks_held(
-            self.kind,
-            self.spec.visibility,
-            block or self.block,
-            request.max_len,
-            in_flight=request.in_flight,
-            dcp=request.dcp,
-            held=1 + self.checkpoints,
-        )
-
-
-def blocks_held(
-    kind: Kind,
-    visible: Visibility,
-    block: int,
-    length: int,
-    *,
-    in_flight: int,
-    dcp: int,
-    held: int,
-) -> int:
-    """Blocks that a request of `length` tokens holds at most of a group.
-
-    A window must also cover the tokens that are scheduled but not settled.
-    """
-    if kind == "recurrent":
-        return held
-    if kind == "cross_attention":
-        return ceil_div(visible.source or 0, block)
-    if kind in FULL_KINDS:
-        return ceil_div(ceil_div(length, dcp), block)
-    if kind == "chunked_local_attention":
-        return ceil_div(min((visible.chunk or length) + in_flight, length), block)
-    # A window may start in the middle of a block: one more.
-    return ceil_div(min((visible.window or length) - 1 + in_flight, length), block) + 1
 
 
 def kind_of(spec: Spec) -> Kind:

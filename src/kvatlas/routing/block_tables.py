@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Int64s
+from kvatlas.geometry import Int64s, whole_numbers
 from kvatlas.planning import Plan
 
 Ids = Sequence[int] | Int64s
@@ -38,22 +38,17 @@ class RequestTables:
         table = self._table(group)
         last = int(entries.max())
         if last >= len(table):
-            raise AtlasError(
-                Code.MISSING_BLOCKS,
-                f"The block table of group {group} at the {self.end} is too short",
-                got=f"{len(table)} blocks where {last + 1} are needed",
-                hint=f"Blocks of that group have {self.plan.groups[group].block} tokens",
-            )
+            problem = f"The block table of group {group} at the {self.end} is too short"
+            got = f"{len(table)} blocks where {last + 1} are needed"
+            hint = f"Blocks of that group have {self.plan.groups[group].block} tokens"
+            raise AtlasError(Code.MISSING_BLOCKS, problem, got=got, hint=hint)
         ids = table[entries]
         low, high = int(ids.min()), int(ids.max())
         blocks = self.plan.pool(self.rank, group).blocks
         if low < 0 or high >= blocks:
-            raise AtlasError(
-                Code.OUT_OF_RANGE,
-                f"A block id of group {group} at the {self.end} is outside 0..{blocks - 1}",
-                got=f"{low}..{high}",
-                hint="Check the block table, and that it is the right rank's",
-            )
+            problem = f"A block id of group {group} at the {self.end} is outside 0..{blocks - 1}"
+            hint = "Check the block table, and that it is the right rank's"
+            raise AtlasError(Code.OUT_OF_RANGE, problem, got=f"{low}..{high}", hint=hint)
         self._used.setdefault(group, np.zeros(len(table), dtype=bool))[entries] = True
         return ids
 
@@ -67,20 +62,16 @@ class RequestTables:
             ids = np.sort(np.concatenate(tables))
             again = ids[1:][ids[1:] == ids[:-1]]
             if len(again):
-                raise AtlasError(
-                    Code.TWICE,
-                    got=f"blocks {again[:_SHOWN].tolist()} in pool {pool} at the {self.end}",
-                    hint="Groups that share a pool draw different ids from it",
-                )
+                got = f"blocks {again[:_SHOWN].tolist()} in pool {pool} at the {self.end}"
+                hint = "Groups that share a pool draw different ids from it"
+                raise AtlasError(Code.TWICE, got=got, hint=hint)
 
     def _table(self, group: int) -> Int64s:
         if group not in self._tables:
-            raise AtlasError(
-                Code.MISSING_BLOCKS,
-                f"Group {group} has no block table at the {self.end}",
-                got=f"tables of groups {sorted(self._tables)}",
-                hint=f"Pass block ids for groups 0..{len(self.plan.groups) - 1} by their index",
-            )
+            problem = f"Group {group} has no block table at the {self.end}"
+            got = f"tables of groups {sorted(self._tables)}"
+            hint = f"Pass block ids for groups 0..{len(self.plan.groups) - 1} by their index"
+            raise AtlasError(Code.MISSING_BLOCKS, problem, got=got, hint=hint)
         return self._tables[group]
 
 
@@ -88,12 +79,9 @@ def checked_rank(plan: Plan, rank: Any, end: str) -> int:
     """A rank of a plan, or a refusal."""
     whole = isinstance(rank, int | np.integer) and not isinstance(rank, bool)
     if not whole or not 0 <= rank < plan.ranks:
-        raise AtlasError(
-            Code.BAD_RANK,
-            f"There is no such rank at the {end}",
-            got=repr(rank),
-            hint=f"Ranks are 0..{plan.ranks - 1}: stage * tp + tensor-parallel rank",
-        )
+        hint = f"Ranks are 0..{plan.ranks - 1}: stage * tp + tensor-parallel rank"
+        problem = f"There is no such rank at the {end}"
+        raise AtlasError(Code.BAD_RANK, problem, got=repr(rank), hint=hint)
     return int(rank)
 
 
@@ -102,42 +90,17 @@ def _tables(plan: Plan, blocks: Any, end: str) -> dict[int, Int64s]:
     if isinstance(blocks, Mapping):
         unknown = [group for group in blocks if isinstance(group, bool) or group not in groups]
         if unknown:
-            raise AtlasError(
-                Code.OUT_OF_RANGE,
-                f"There is no such group at the {end}",
-                got=unknown[:_SHOWN],
-                hint=f"Groups are 0..{len(groups) - 1}, as in Plan.groups",
-            )
+            problem = f"There is no such group at the {end}"
+            hint = f"Groups are 0..{len(groups) - 1}, as in Plan.groups"
+            raise AtlasError(Code.OUT_OF_RANGE, problem, got=unknown[:_SHOWN], hint=hint)
         return {int(g): block_table(ids, f"group {g} at the {end}") for g, ids in blocks.items()}
     if len(groups) > 1:
-        raise AtlasError(
-            Code.MISSING_BLOCKS,
-            f"The {end} has {len(groups)} groups, and each has a block table of its own",
-            got=type(blocks).__name__,
-            hint="Pass a mapping from group index to block ids",
-        )
+        problem = f"The {end} has {len(groups)} groups, and each has a block table of its own"
+        got, hint = type(blocks).__name__, "Pass a mapping from group index to block ids"
+        raise AtlasError(Code.MISSING_BLOCKS, problem, got=got, hint=hint)
     return {0: block_table(blocks, f"the {end}")}
 
 
 def block_table(given: Any, what: str) -> Int64s:
     """A block table from outside: one axis of whole numbers."""
-    try:
-        ids = np.asarray(given)
-    except (ValueError, TypeError, OverflowError):
-        ids = np.asarray(None)
-    if isinstance(given, list | tuple) and any(isinstance(block, bool) for block in given):
-        ids = np.asarray(None)  # numpy takes True for 1; nobody means that
-    if ids.size == 0 and ids.ndim == 1:
-        ids = ids.astype(np.int64)
-    if ids.dtype.kind not in "iu" or ids.ndim != 1:
-        raise AtlasError(
-            Code.NOT_AN_INTEGER,
-            f"The block ids of {what} are not one row of whole numbers",
-            got=f"{type(given).__name__} of {ids.dtype} with {ids.ndim} axes",
-            hint="Pass a list of ints or a numpy array of one axis",
-        )
-    if ids.dtype.kind == "u" and ids.size and int(ids.max()) >= 1 << 63:
-        raise AtlasError(
-            Code.OUT_OF_RANGE, got=f"block {ids.max()} of {what}", hint="Check the block table"
-        )
-    return ids.astype(np.int64)
+    return whole_numbers(given, f"block ids of {what}")

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
-from kvatlas.geometry import Ends, Placement, ShardRange, StateBlocks, StridedRuns, merge_runs
+from kvatlas.geometry import Ends, ShardRange, StateBlocks, StridedRuns, merge_runs, tile_alike
 from kvatlas.planning import kind_of
 from kvatlas.routing.plan_ends import LayerPart, PlanEnd
 from kvatlas.specs import Visibility
@@ -81,14 +81,10 @@ class Compiler:
             names = [name for name in alike if layers is None or name in layers]
             if names:
                 pair, strip = self._strip(names[0], needed)
-                source = needed.sources[0].part
-                strips[pair] += [
-                    strip.shift(
-                        self.src.page_offsets[name][source],
-                        self.dst.page_offsets[name][needed.part],
-                    )
-                    for name in names
-                ]
+                parts = needed.sources[0].part, needed.part
+                for name in names:
+                    src, dst = self.src.page_offsets[name], self.dst.page_offsets[name]
+                    strips[pair].append(strip.shift(src[parts[0]], dst[parts[1]]))
         return {pair: merge_runs(own) for pair, own in strips.items()}
 
     # -- who reads whom ---------------------------------------------------------------
@@ -97,7 +93,7 @@ class Compiler:
         """For each source rank, what a destination rank reads from it."""
         if dst_rank in self._chosen:
             return self._chosen[dst_rank]
-        stage, tp_rank = divmod(dst_rank, self.dst.plan.tp)
+        stage, tp_rank = self.dst.plan.split_rank(dst_rank)
         needs: list[tuple[Layers, int, NeededShard]] = []
         for alike in self._alike:
             if self.dst.plan.region_of(alike[0])[0].stage == stage:
@@ -113,15 +109,12 @@ class Compiler:
         for alike, first, needed in needs:
             # Of replicas, one that is read anyway; else the one that lies as this rank does,
             # so that destination ranks spread over them.
-            source = min(
-                needed.sources,
-                key=lambda source: (
-                    first + source.tp_rank not in must,
-                    abs(source.tp_rank - near),
-                    source.tp_rank,
-                ),
+            rank = min(
+                (source.tp_rank for source in needed.sources),
+                key=lambda rank: (first + rank not in must, abs(rank - near), rank),
             )
-            chosen[first + source.tp_rank].append((alike, needed._replace(sources=(source,))))
+            source = next(source for source in needed.sources if source.tp_rank == rank)
+            chosen[first + rank].append((alike, needed._replace(sources=(source,))))
         self._chosen[dst_rank] = dict(chosen)
         return self._chosen[dst_rank]
 
@@ -158,7 +151,7 @@ class Compiler:
             self.visibilities[layer],
             (source.cells, needed.cells),
         )
-        here, there = _alike_tiles(src.placement, dst.placement)
+        here, there = tile_alike(src.placement, dst.placement)
         axis = dst.field.sharding.axis
         if axis is not None:
             here = here.narrow(axis, source.local, needed.length)
@@ -205,12 +198,3 @@ def _intersect(
             )
             local = needed.local + first - needed.start
             yield NeededShard(field, part, local, last - first, cells, holders)
-
-
-def _alike_tiles(src: Placement, dst: Placement) -> tuple[Placement, Placement]:
-    """Both ends with the same element axes: one may keep elements in tiles."""
-    if "c" in src.axes and "c" not in dst.axes:
-        return src, dst.split("C", into=("C", "c"), inner=src.size("c"))
-    if "c" in dst.axes and "c" not in src.axes:
-        return src.split("C", into=("C", "c"), inner=dst.size("c")), dst
-    return src, dst

@@ -33,12 +33,8 @@ class Costs:
     def __post_init__(self) -> None:
         rates = (self.wire, self.copy, self.piece)
         if not all(np.isfinite(rate) and rate > 0 for rate in rates) or not self.descriptor >= 0:
-            raise AtlasError(
-                Code.BAD_SIZE,
-                "A rate is not above zero, or a cost is below it",
-                got=self,
-                hint="Measure them, or leave them out",
-            )
+            problem = "A rate is not above zero, or a cost is below it"
+            raise AtlasError(Code.BAD_SIZE, problem, got=self, hint="Measure, or leave them out")
 
     def direct(self, descriptors: int, nbytes: int) -> float:
         """Seconds with a descriptor for every run."""

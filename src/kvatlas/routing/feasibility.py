@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from kvatlas.errors import AtlasError, Code
@@ -103,22 +104,16 @@ def check(
     """
     refused = tuple(reasons(PlanEnd(src), PlanEnd(dst), layers=layers, renamed=renamed))
     most = min(src.max_len, dst.max_len)
-    _, stop = token_range(
-        min(_TOKENS, most) if tokens is None else positive(tokens, "tokens"), most
-    )
+    first_tokens = min(_TOKENS, most) if tokens is None else positive(tokens, "tokens")
+    _, stop = token_range(first_tokens, most)
     pairs = []
     if not refused:
         way = Route(src, dst, layers=layers, renamed=renamed)
-        tables = scattered(src, stop), scattered(dst, stop)
+        request: dict[str, Any] = {"tokens": stop}
+        request.update(src_blocks=scattered(src, stop), dst_blocks=scattered(dst, stop))
         for dst_rank in range(dst.ranks):
             for src_rank in way.sources(dst_rank):
-                bound = way.bind(
-                    src_rank=src_rank,
-                    dst_rank=dst_rank,
-                    src_blocks=tables[0],
-                    dst_blocks=tables[1],
-                    tokens=stop,
-                )
+                bound = way.bind(src_rank=src_rank, dst_rank=dst_rank, **request)
                 pairs.append(RankPair(src_rank, dst_rank, bound.report(costs)))
     return Check(refused, (fingerprint(src), fingerprint(dst)), stop, tuple(pairs))
 
@@ -137,18 +132,15 @@ def scattered(plan: Plan, tokens: int) -> dict[int, list[int]]:
         blocks = min(p.blocks for p in plan.pools if p.index == pool)
         needed = sum(sizes[index][1] for index in mine)
         if needed > blocks:
-            raise AtlasError(
-                Code.MISSING_BLOCKS,
-                f"A request of {tokens} tokens does not fit into pool {pool}",
-                got=f"{blocks} blocks where {needed} are needed",
-                hint="Ask about fewer tokens, or plan with more memory",
-            )
+            problem = f"A request of {tokens} tokens does not fit into pool {pool}"
+            got = f"{blocks} blocks where {needed} are needed"
+            hint = "Ask about fewer tokens, or plan with more memory"
+            raise AtlasError(Code.MISSING_BLOCKS, problem, got=got, hint=hint)
         step = 2 if 2 * needed <= blocks + 1 else 1
         free = iter(range((needed - 1) * step, -1, -step))
         for index in mine:
             entries, held = sizes[index]
-            behind = [0] * (entries - held)
-            tables[index] = [*behind, *(next(free) for _ in range(held))]
+            tables[index] = [*[0] * (entries - held), *islice(free, held)]
     return tables
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from math import gcd
+from math import gcd, prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,12 +50,9 @@ class RankMemory(NamedTuple):
             return natural(self.base, "the base address")
         pool = self.plan.groups[group].pool
         if pool not in self.base:
-            raise AtlasError(
-                Code.OUT_OF_RANGE,
-                f"Pool {pool} has no base address",
-                got=f"addresses of pools {sorted(self.base)}",
-                hint="Pass a mapping from pool index to address, or one address",
-            )
+            problem, got = f"Pool {pool} has no base address", f"those of {sorted(self.base)}"
+            hint = "Pass a mapping from pool index to address, or one address"
+            raise AtlasError(Code.OUT_OF_RANGE, problem, got=got, hint=hint)
         return natural(self.base[pool], "the base address")
 
 
@@ -77,7 +74,7 @@ class DescriptorGrid(NamedTuple):
 
     def steps(self, end: int) -> list[Int64s]:
         """Offsets of starts, kernel blocks and chunks, all of them sums of one of each."""
-        kernel = self.runs.strip.kernel_offsets(end, self.pair.cells[end].split)
+        kernel = np.arange(self.pair.cells[end].split) * self.runs.strip.kernel_strides[end]
         chunk = np.arange(self.chunks(end)) * (self.chunk * self.state[end])
         return [self.runs.starts[end], kernel, chunk]
 
@@ -106,8 +103,7 @@ class PreparedRoute:
                 grid = DescriptorGrid(pair, runs, state, chunk, (first[0], first[1]))
                 self.grids.append(grid)
                 for end in (0, 1):
-                    sizes = [len(steps) for steps in grid.steps(end)]
-                    first[end] += int(np.prod(sizes)) * self._blocks(grid, end)
+                    first[end] += prod(map(len, grid.steps(end))) * self._blocks(grid, end)
         self.counts = (first[0], first[1])
 
     @cached_property
@@ -167,7 +163,7 @@ class PreparedRoute:
     def _rows(self, end: int) -> NDArray[np.uint64]:
         lists = []
         for grid in self.grids:
-            blocks = grid.runs.strip.block_offsets(end, self._blocks(grid, end))
+            blocks = np.arange(self._blocks(grid, end)) * grid.runs.strip.block_strides[end]
             lists.append(fill_descriptors([*grid.steps(end), blocks], *self._unit(grid, end)))
         if len(lists) == 1:
             return lists[0]

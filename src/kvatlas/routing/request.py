@@ -60,12 +60,9 @@ class RequestEnds:
         src, dst = pair.cells
         whole = chunk * src.every if src.every == dst.every else 1
         if self.start // per_state % whole and self.start < self.stop:
-            raise AtlasError(
-                Code.BAD_TOKENS,
-                f"The range starts inside a prepared chunk of {whole} states",
-                got=f"token {self.start}",
-                hint="Use Route.bind for a range that starts there",
-            )
+            problem = f"The range starts inside a prepared chunk of {whole} states"
+            hint = "Use Route.bind for a range that starts there"
+            raise AtlasError(Code.BAD_TOKENS, problem, got=f"token {self.start}", hint=hint)
         first, stop = needed_states(pair.visibility, per_state, self.start, self.stop)
         if first < stop:
             first, stop = first // whole * whole, -(-stop // whole) * whole

@@ -71,12 +71,9 @@ class Route:
     ) -> None:
         for end in (src, dst):
             if not isinstance(end, Plan):
-                raise AtlasError(
-                    Code.BAD_PLAN,
-                    "One end of the route is not a plan",
-                    got=type(end).__name__,
-                    hint="Plan both ends, or describe memory with kvatlas.planning.foreign",
-                )
+                problem = "One end of the route is not a plan"
+                hint = "Plan both ends, or describe memory with kvatlas.planning.foreign"
+                raise AtlasError(Code.BAD_PLAN, problem, got=type(end).__name__, hint=hint)
         self.src, self.dst = src, dst
         ends = PlanEnd(src), PlanEnd(dst)
         refuse(reasons(*ends, renamed=renamed, layers=layers))
@@ -198,23 +195,17 @@ class Route:
         src_rank = checked_rank(self.src, src_rank, "source")
         sources = self.sources(dst_rank)
         if src_rank not in sources:
-            raise AtlasError(
-                Code.NOT_A_SOURCE,
-                f"Destination rank {dst_rank} does not read from this rank",
-                got=f"source rank {src_rank}",
-                hint=f"It reads from {sources}, as Route.sources says",
-            )
+            problem = f"Destination rank {dst_rank} does not read from this rank"
+            hint = f"It reads from {sources}, as Route.sources says"
+            raise AtlasError(Code.NOT_A_SOURCE, problem, got=f"source rank {src_rank}", hint=hint)
         return src_rank
 
     def _checked_layers(self, layers: Collection[str] | None) -> frozenset[str] | None:
         unknown = [name for name in layers or () if name not in self.layers]
         if unknown:
-            raise AtlasError(
-                Code.UNKNOWN_LAYER,
-                "The route moves no such layer",
-                got=repr(unknown[0]),
-                hint=f"It moves {len(self.layers)} layers: {', '.join(self.layers[:2])}, ...",
-            )
+            problem = "The route moves no such layer"
+            hint = f"It moves {len(self.layers)} layers: {', '.join(self.layers[:2])}, ..."
+            raise AtlasError(Code.UNKNOWN_LAYER, problem, got=repr(unknown[0]), hint=hint)
         return None if layers is None else frozenset(layers)
 
 

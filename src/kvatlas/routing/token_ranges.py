@@ -25,12 +25,9 @@ def token_range(tokens: Any, most: int) -> tuple[int, int]:
         start, stop = (integer(edge, "a token") for edge in pair)
         if 0 <= start <= stop <= most:
             return start, stop
-    raise AtlasError(
-        Code.BAD_TOKENS,
-        f"This is not a range of tokens within 0..{most}",
-        got=repr(tokens),
-        hint="Pass tokens=n for the first n, or tokens=(start, stop)",
-    )
+    problem = f"This is not a range of tokens within 0..{most}"
+    hint = "Pass tokens=n for the first n, or tokens=(start, stop)"
+    raise AtlasError(Code.BAD_TOKENS, problem, got=repr(tokens), hint=hint)
 
 
 def needed_states(visibility: Visibility, per_state: int, start: int, stop: int) -> tuple[int, int]:

@@ -60,37 +60,23 @@ class Attention(Spec, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check(self)
-        both = self._sides()
-        packing = self.packed_as
-        if row_bytes(both.k) != row_bytes(both.v) and packing not in ("cells", "transposed"):
-            raise bad_spec(
-                f"Packing {packing} has no place for K and V rows of different sizes",
-                f"{row_bytes(both.k)} and {row_bytes(both.v)} bytes",
-                "Use packing cells",
-            )
+        both, packing = self._sides(), self.packed_as
+        k, v = row_bytes(both.k), row_bytes(both.v)
+        if k != v and packing not in ("cells", "transposed"):
+            problem = f"Packing {packing} has no place for K and V rows of different sizes"
+            raise bad_spec(problem, f"{k} and {v} bytes", "Use packing cells")
         if packing in ("tiled_planes", "transposed") and len(both.k) + len(both.v) > 2:
-            raise bad_spec(
-                f"Packing {packing} has no place for scales",
-                f"cache dtype {self.cache}",
-                "Use packing cells or head_groups",
-            )
+            problem, hint = f"Packing {packing} has no place for scales", "Use cells or head_groups"
+            raise bad_spec(problem, f"cache dtype {self.cache}", hint)
         if self.cache == "nvfp4" and packing != "head_groups":
-            raise bad_spec(
-                "nvfp4 is read in head groups only", f"packing {packing}", "Leave packing out"
-            )
+            problem = "nvfp4 is read in head groups only"
+            raise bad_spec(problem, f"packing {packing}", "Leave packing out")
         if self.scales not in (None, "inline") and packing != "head_groups":
-            raise bad_spec(
-                f"Packing {packing} keeps no scales in planes",
-                f"scales {self.scales}",
-                "Use packing head_groups",
-            )
-        tile = _TILE_BYTES // both.k[0].dtype.item
-        if packing == "tiled_planes" and both.k[0].items % tile:
-            raise bad_spec(
-                f"Tiles of {_TILE_BYTES} bytes do not divide a row of K",
-                f"{both.k[0].nbytes} bytes in a row",
-                "Use packing planes",
-            )
+            problem = f"Packing {packing} keeps no scales in planes"
+            raise bad_spec(problem, f"scales {self.scales}", "Use packing head_groups")
+        if packing == "tiled_planes" and k % _TILE_BYTES:
+            problem = f"Tiles of {_TILE_BYTES} bytes do not divide a row of K"
+            raise bad_spec(problem, f"{k} bytes in a row", "Use packing planes")
 
     @property
     def packed_as(self) -> Packing:
@@ -117,12 +103,11 @@ class Attention(Spec, frozen=True, kw_only=True):
         heads, shard = sharding.size(tp), Shard(sharding, sharding.ranges(tp, rank))
         both = self._sides()
         row = row_bytes(both.k)
+        shape = (heads, row + row_bytes(both.v))
         match self.packed_as:
             case "cells":
-                shape = (heads, row + row_bytes(both.v))
                 fields = in_cells([*both.k, *both.v], _cells(heads, states), shard)
             case "transposed":
-                shape = (heads, row + row_bytes(both.v))
                 fields = _transposed(both, heads, states, shard)
             case "head_groups":
                 shape = (2 * heads, row)
@@ -198,12 +183,9 @@ class EncoderOnlyAttention(Attention, frozen=True, kw_only=True, tag="encoder_on
 
     def page(self, block: int, *, tp: int = 1, rank: int = 0) -> Page:  # noqa: ARG002
         """Refused: there is no page."""
-        raise AtlasError(
-            Code.NO_CACHE,
-            "Encoder-only attention keeps nothing between passes",
-            got="a request for its page",
-            hint="Leave the layer out of the plan",
-        )
+        problem = "Encoder-only attention keeps nothing between passes"
+        got, hint = "a request for its page", "Leave the layer out of the plan"
+        raise AtlasError(Code.NO_CACHE, problem, got=got, hint=hint)
 
 
 def _cells(heads: int, states: int) -> tuple[FieldAxis, FieldAxis]:

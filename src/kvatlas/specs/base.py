@@ -46,12 +46,10 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", forbid_u
         if per_state is None:
             return 1
         if block % per_state:
-            raise AtlasError(
-                Code.NOT_DIVISIBLE,
-                "The block does not hold whole states",
-                got=f"a block of {block} tokens with {per_state} tokens per state",
-                hint=f"Use a block size that is a multiple of {per_state}",
-            )
+            problem = "The block does not hold whole states"
+            got = f"a block of {block} tokens with {per_state} tokens per state"
+            hint = f"Use a block size that is a multiple of {per_state}"
+            raise AtlasError(Code.NOT_DIVISIBLE, problem, got=got, hint=hint)
         return block // per_state
 
     def page_bytes(self, block: int, *, tp: int = 1) -> int:
@@ -60,13 +58,16 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", forbid_u
 
     def replicas(self, tp: int) -> int:
         """How many ranks of `tp` hold each byte of this layer, at least."""
-        page = self.page(self.tokens_per_state or 1, tp=tp)
+        page = self._smallest_page(tp=tp)
         return min(field.sharding.replicas(tp) for field in page.fields if not field.padding)
 
     def shard(self, tp: int, rank: int) -> dict[str, tuple[ShardRange, ...]]:
         """Which rows of each field's sharded axis `rank` holds; empty for all of them."""
-        page = self.page(self.tokens_per_state or 1, tp=tp, rank=rank)
+        page = self._smallest_page(tp=tp, rank=rank)
         return {field.name: field.ranges for field in page.fields if not field.padding}
+
+    def _smallest_page(self, *, tp: int = 1, rank: int = 0) -> Page:
+        return self.page(self.tokens_per_state or 1, tp=tp, rank=rank)
 
 
 def check(spec: Spec) -> None:
@@ -83,22 +84,17 @@ def check(spec: Spec) -> None:
         if int in options:
             (natural if default == 0 else positive)(value, f"{name} of {kind.__name__}")
         elif value not in options:
-            raise bad_spec(
-                f"{kind.__name__} has no such {name}",
-                repr(value),
-                f"Use one of {', '.join(map(str, options))}",
-            )
+            hint = f"Use one of {', '.join(map(str, options))}"
+            raise bad_spec(f"{kind.__name__} has no such {name}", repr(value), hint)
 
 
 def plain_dtype(name: str) -> DType:
     """A dtype whose elements stand for themselves: no packing, no scales."""
     dtype = DType.of(name)
     if dtype.packed or dtype.scale:
-        raise bad_spec(
-            "Elements of this dtype share bytes or scales",
-            f"dtype {dtype}",
-            "Use a cache dtype for quantised content",
-        )
+        problem = "Elements of this dtype share bytes or scales"
+        hint = "Use a cache dtype for quantised content"
+        raise bad_spec(problem, f"dtype {dtype}", hint)
     return dtype
 
 

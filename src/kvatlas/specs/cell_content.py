@@ -60,11 +60,8 @@ def sides(cache: str, dtype: DType, k_dim: int, v_dim: int) -> Sides:
     if cache in _PER_TOKEN_HEAD:
         element, scale = DType.of(_PER_TOKEN_HEAD[cache]), DType.of("fp32")
         if element.packed and (k_dim % 2 or v_dim % 2):
-            raise bad_spec(
-                "Two 4-bit codes share a byte, and a row has an odd number of them",
-                f"head sizes {k_dim} and {v_dim}",
-                "Use even head sizes",
-            )
+            problem = "Two 4-bit codes share a byte, and a row has an odd number of them"
+            raise bad_spec(problem, f"head sizes {k_dim} and {v_dim}", "Use even head sizes")
         return Sides(
             [ElementRow("k", element, k_dim), ElementRow("k_scale", scale, 1)],
             [ElementRow("v", element, v_dim), ElementRow("v_scale", scale, 1)],
@@ -76,33 +73,21 @@ def sides(cache: str, dtype: DType, k_dim: int, v_dim: int) -> Sides:
         half = DType.of("fp16")
         # 8-bit keys are stored as they are; codes need the norm that rotation took out.
         norm = [] if key.bits == 8 else [ElementRow("k_scale", half, 1)]
+        range_of_v = [ElementRow("v_scale", half, 1), ElementRow("v_zero", half, 1)]
         both = Sides(
-            [ElementRow("k", key, k_dim), *norm],
-            [
-                ElementRow("v", value, v_dim),
-                ElementRow("v_scale", half, 1),
-                ElementRow("v_zero", half, 1),
-            ],
+            [ElementRow("k", key, k_dim), *norm], [ElementRow("v", value, v_dim), *range_of_v]
         )
         if sum(part.nbytes for part in (*both.k, *both.v)) % 2:
             both.v.append(ElementRow("pad", DType.of("uint8"), 1))
         return both
-    raise bad_spec(
-        "There is no such cache dtype for K and V",
-        repr(cache),
-        f"Use one of {', '.join(ATTENTION_CACHES)}",
-    )
+    hint = f"Use one of {', '.join(ATTENTION_CACHES)}"
+    raise bad_spec("There is no such cache dtype for K and V", repr(cache), hint)
 
 
 def _block_scaled(name: str, dim: int) -> list[ElementRow]:
     element = DType.of("nvfp4")
     if dim % element.block:
-        raise bad_spec(
-            f"nvfp4 scales {element.block} elements together, which do not divide a row",
-            f"a head size of {dim}",
-            f"Use a head size that is a multiple of {element.block}",
-        )
-    return [
-        ElementRow(name, element, dim),
-        ElementRow(f"{name}_scale", DType.of("e4m3"), element.scales(dim)),
-    ]
+        problem = f"nvfp4 scales {element.block} elements together, which do not divide a row"
+        raise bad_spec(problem, f"a head size of {dim}", f"Use a multiple of {element.block}")
+    scales = ElementRow(f"{name}_scale", DType.of("e4m3"), element.scales(dim))
+    return [ElementRow(name, element, dim), scales]

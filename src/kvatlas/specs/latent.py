@@ -65,6 +65,7 @@ class _ReplicatedRows(Spec, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check(self)
+        self._smallest_page()
 
     @property
     def tokens_per_state(self) -> int | None:
@@ -110,10 +111,6 @@ class LatentAttention(_ReplicatedRows, frozen=True, kw_only=True, tag="latent_at
     align: int | None = None
     """Pages are padded to a multiple of this many bytes; None for what the format wants."""
 
-    def __post_init__(self) -> None:
-        check(self)
-        self.page(self.compress)
-
     def page(self, block: int, *, tp: int = 1, rank: int = 0) -> Page:
         """The page, the same on every rank."""
         page = _ReplicatedRows.page(self, block, tp=tp, rank=rank)
@@ -129,24 +126,19 @@ class LatentAttention(_ReplicatedRows, frozen=True, kw_only=True, tag="latent_at
     def _planes(self) -> list[list[ElementRow]]:
         if self.cache in ("auto", "fp8", "fp8_e4m3"):
             element = plain_dtype(self.dtype if self.cache == "auto" else "e4m3")
-            return [
-                [ElementRow("latent", element, self.latent), ElementRow("rope", element, self.rope)]
-            ]
+            widths = {"latent": self.latent, "rope": self.rope}
+            return [[ElementRow(name, element, width) for name, width in widths.items()]]
         form = _FORMATS.get((self.cache, self.version))
         if form is None:
             known = ", ".join(f"{cache} ({version})" for cache, version in _FORMATS)
-            raise bad_spec(
-                "There is no such latent cache dtype for the model's version",
-                f"{self.cache!r} for {self.version}",
-                f"Use auto, fp8, or one of {known}",
-            )
+            problem = "There is no such latent cache dtype for the model's version"
+            got, hint = f"{self.cache!r} for {self.version}", f"Use auto, fp8, or one of {known}"
+            raise bad_spec(problem, got, hint)
         scaled = self.latent + (self.rope if form.rope_scaled else 0)
         if scaled % form.block:
-            raise bad_spec(
-                f"{self.cache} scales {form.block} elements together, which do not divide a row",
-                f"{scaled} elements",
-                f"Use sizes that add up to a multiple of {form.block}",
-            )
+            problem = f"{self.cache} scales {form.block} elements as one, which do not divide a row"
+            hint = f"Use sizes that add up to a multiple of {form.block}"
+            raise bad_spec(problem, f"{scaled} elements", hint)
         latent = ElementRow("latent", DType.of(form.latent), self.latent)
         rope = ElementRow("rope", DType.of(form.rope), self.rope)
         scale = ElementRow("latent_scale", DType.of(form.scale), scaled // form.block)
@@ -179,16 +171,10 @@ class Indexer(_ReplicatedRows, frozen=True, kw_only=True, tag="indexer"):
     compress: int = 1
     align: int = 1
 
-    def __post_init__(self) -> None:
-        check(self)
-        if self.head_dim % 32:
-            raise bad_spec(
-                "An indexer's blocks of 32 elements do not divide a key",
-                f"a head size of {self.head_dim}",
-                "Use a multiple of 32",
-            )
-
     def _planes(self) -> list[list[ElementRow]]:
+        if self.head_dim % 32:
+            problem = "An indexer's blocks of 32 elements do not divide a key"
+            raise bad_spec(problem, f"a head size of {self.head_dim}", "Use a multiple of 32")
         keys = [ElementRow("index", DType.of(self.cache), self.head_dim)]
         if self.cache == "bf16":
             return [keys]
@@ -210,12 +196,8 @@ class CompressorState(_ReplicatedRows, frozen=True, kw_only=True, tag="compresso
     dtype: str = "fp32"
     align: int = 1
 
-    def __post_init__(self) -> None:
-        check(self)
-        plain_dtype(self.dtype)
-
     def _planes(self) -> list[list[ElementRow]]:
-        return [[ElementRow("state", DType.of(self.dtype), self.width)]]
+        return [[ElementRow("state", plain_dtype(self.dtype), self.width)]]
 
 
 def sparse_latent(
@@ -276,10 +258,7 @@ def _interleaved(scales: Field) -> Field:
     """Scales in four columns, as FlashMLA reads nvfp4: scale s at byte 8 (s mod 4) + s // 4."""
     *cells, row = scales.axes
     if row.size % 4:
-        raise bad_spec(
-            "nvfp4_ds_mla reads its scales in four columns",
-            f"{row.size} scales",
-            "Use a latent that is a multiple of 64",
-        )
+        problem = "nvfp4_ds_mla reads its scales in four columns"
+        raise bad_spec(problem, f"{row.size} scales", "Use a latent that is a multiple of 64")
     fours = FieldAxis("C", row.size // 4, "C", 1)
     return replace(scales, axes=(*cells, fours, FieldAxis("c", 4, "C", row.size // 4)))

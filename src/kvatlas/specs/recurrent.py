@@ -31,7 +31,7 @@ class Recurrent(Spec, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check(self)
-        self.page(1)
+        self._smallest_page()
 
     @property
     def tokens_per_state(self) -> int | None:
@@ -56,9 +56,8 @@ class Recurrent(Spec, frozen=True, kw_only=True):
         offset = 0
         for state in self.layer_states():
             sharding = state.sharding
-            sizes = [
-                (a, sharding.size(tp) if a == sharding.axis else size) for a, size in state.axes
-            ]
+            sharded = {sharding.axis: sharding.size(tp)}
+            sizes = [(axis, sharded.get(axis, size)) for axis, size in state.axes]
             shard = Shard(sharding, sharding.ranges(tp, rank))
             field = flat_field(state.name, plain_dtype(state.dtype), sizes, shard, offset=offset)
             fields.append(field)
@@ -77,20 +76,13 @@ class _WithConv(Recurrent, frozen=True, kw_only=True):
     """Extra taps that speculative decoding keeps."""
 
     def _conv(self, *sections: Section) -> State:
-        taps = ("T", self.kernel - 1 + self.speculative)
-        rows = ("R", sum(part.units * part.rows for part in sections))
-        axes = (taps, rows) if self.conv_order == "TR" else (rows, taps)
-        return State("conv", self.conv_dtype, axes, Sharding.by_sections("R", *sections))
-
-    def __post_init__(self) -> None:
-        check(self)
         if self.kernel < 2:
-            raise bad_spec(
-                "A convolution with a kernel of 1 keeps nothing",
-                f"kernel {self.kernel}",
-                "Leave the layer out if it has no convolution",
-            )
-        self.page(1)
+            problem = "A convolution with a kernel of 1 keeps nothing"
+            raise bad_spec(problem, f"kernel {self.kernel}", "Leave out what has no convolution")
+        sharding = Sharding.by_sections("R", *sections)
+        taps, rows = ("T", self.kernel - 1 + self.speculative), ("R", sharding.rows)
+        axes = (taps, rows) if self.conv_order == "TR" else (rows, taps)
+        return State("conv", self.conv_dtype, axes, sharding)
 
 
 class Mamba1(_WithConv, frozen=True, kw_only=True, tag="mamba1"):
@@ -157,9 +149,8 @@ class KimiDelta(_WithConv, frozen=True, kw_only=True, tag="kimi_delta"):
     def layer_states(self) -> tuple[State, ...]:
         """A conv of q|k|v and ssm [heads, head_dim, head_dim]."""
         section = Section(self.heads, self.head_dim)
-        return self._conv(section, section, section), _matrix(
-            self.heads, self.head_dim, self.ssm_dtype
-        )
+        matrix = _matrix(self.heads, self.head_dim, self.ssm_dtype)
+        return self._conv(section, section, section), matrix
 
 
 class LightningAttention(Recurrent, frozen=True, kw_only=True, tag="lightning_attention"):

@@ -75,12 +75,10 @@ class Extent:
         self.index, self.blocks = at, blocks
         self.nbytes = at + blocks * RECORD
         if blocks > MOST_BLOCKS or self.nbytes >= 1 << 62:
-            raise AtlasError(
-                Code.TOO_MANY,
-                f"A tier's file has no room for more than {MOST_BLOCKS:,} blocks",
-                got=f"{blocks:,} blocks in {self.nbytes:,} bytes",
-                hint="Plan the tier with less memory, or larger blocks",
-            )
+            problem = f"A tier's file has no room for more than {MOST_BLOCKS:,} blocks"
+            got = f"{blocks:,} blocks in {self.nbytes:,} bytes"
+            hint = "Plan the tier with less memory, or larger blocks"
+            raise AtlasError(Code.TOO_MANY, problem, got=got, hint=hint)
 
 
 def header(text: bytes, identity: bytes, extent: Extent) -> bytes:
@@ -104,12 +102,10 @@ class TierFile:
             _lock(self._fd, path)
             self.plan, self._identity, self.extent = _checked(self._fd, path)
             if plan is not None and plan.to_json() != self.plan.to_json():
-                raise AtlasError(
-                    Code.BAD_PLAN,
-                    "The tier's file was made for another plan",
-                    got=f"{plan} for a file of {self.plan}",
-                    hint="Leave the plan out, or use another path",
-                )
+                problem = "The tier's file was made for another plan"
+                got = f"{plan}, not {self.plan}"
+                hint = "Leave the plan out, or use another path"
+                raise AtlasError(Code.BAD_PLAN, problem, got=got, hint=hint)
             self._map = mmap.mmap(self._fd, self.extent.nbytes)
         except BaseException:
             os.close(self._fd)
@@ -190,14 +186,9 @@ class TierFile:
         if digest != self._digest(said):
             return None
         mark, group, length, checksum, sequence, place, first, stop, key = _RECORD.unpack(said)
-        sound = (
-            mark == _MARK
-            and place == number
-            and group < len(self.plan.groups)
-            and 1 <= length <= LONGEST_KEY
-            and 0 < sequence < _LATEST
-        )
-        if not sound:
+        if (mark, place) != (_MARK, number) or group >= len(self.plan.groups):
+            return None
+        if not (1 <= length <= LONGEST_KEY and 0 < sequence < _LATEST):
             return None
         pool = self.plan.pool(0, group)
         block_id = number - self.extent.numbers[pool.index]
@@ -214,11 +205,15 @@ class TierFile:
 # -- opening -----------------------------------------------------------------------------
 
 
-def _opened(path: Path) -> int:
+def _open(path: Path, flags: int = 0) -> int:
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
     except OSError as problem:
         raise _unreadable(path, str(problem)) from None
+
+
+def _opened(path: Path) -> int:
+    fd = _open(path)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise _unreadable(path, "something that is not a file")
@@ -229,12 +224,8 @@ def _lock(fd: int, path: Path) -> None:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        raise AtlasError(
-            Code.TWICE,
-            "The tier's file is open elsewhere",
-            got=path,
-            hint="Close it there, or use another path",
-        ) from None
+        problem, hint = "The tier's file is open elsewhere", "Close it there, or use another path"
+        raise AtlasError(Code.TWICE, problem, got=path, hint=hint) from None
 
 
 def _create(path: Path, plan: Plan) -> None:
@@ -244,10 +235,7 @@ def _create(path: Path, plan: Plan) -> None:
     if len(text) > LONGEST_PLAN:
         raise _unreadable(path, f"a plan of {len(text):,} bytes")
     beside = path.with_name(path.name + ".new")
-    try:
-        fd = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as problem:
-        raise _unreadable(path, str(problem)) from None
+    fd = _open(beside, os.O_CREAT)
     try:
         _lock(fd, path)
         if path.exists() or not _still(beside, fd):
@@ -273,14 +261,11 @@ def _allocate(fd: int, nbytes: int) -> None:
     """Take the room now: a mapped file that finds the disk full kills its process."""
     try:
         os.posix_fallocate(fd, 0, nbytes)
-    except OSError as problem:
+    except OSError as refusal:
         os.ftruncate(fd, 0)
-        raise AtlasError(
-            Code.NOT_ENOUGH_MEMORY,
-            f"The disk has no room for {nbytes:,} bytes",
-            got=str(problem),
-            hint="Plan the tier with less memory, or use another disk",
-        ) from None
+        problem = f"The disk has no room for {nbytes:,} bytes"
+        hint = "Plan the tier with less memory, or use another disk"
+        raise AtlasError(Code.NOT_ENOUGH_MEMORY, problem, got=str(refusal), hint=hint) from None
 
 
 def _checked(fd: int, path: Path) -> tuple[Plan, bytes, Extent]:
@@ -307,9 +292,8 @@ def _checked(fd: int, path: Path) -> tuple[Plan, bytes, Extent]:
         raise AtlasError(Code.BAD_PLAN, got=str(problem)[:200], hint=_REMOVE) from None
     if first_page != header(text, identity, extent):
         raise _wrong(path, "a header that is not its plan's")
-    if os.fstat(fd).st_size != extent.nbytes:
-        got = f"{os.fstat(fd).st_size:,} bytes instead of {extent.nbytes:,}"
-        raise _unreadable(path, got)
+    if (size := os.fstat(fd).st_size) != extent.nbytes:
+        raise _unreadable(path, f"{size:,} bytes instead of {extent.nbytes:,}")
     return plan, identity, extent
 
 

@@ -80,9 +80,7 @@ class BlockIndex:
         self._free = {p.index: list(range(p.blocks - 1, -1, -1)) for p in plan.pools}
         self._whole: dict[tuple[int, bytes], TierBlock] = {}
         self._filling: dict[tuple[Any, ...], TierBlock] = {}
-        self._recent: dict[int, OrderedDict[TierBlock, None]] = {
-            pool.index: OrderedDict() for pool in plan.pools
-        }
+        self._recent = {p.index: OrderedDict[TierBlock, None]() for p in plan.pools}
 
     def __len__(self) -> int:
         with self.lock:
@@ -118,15 +116,10 @@ class BlockIndex:
             return block if block is not None and self._serves(block, need.cover) else None
 
     def longest(
-        self,
-        spans: TierSpans,
-        start: int,
-        stop: int,
-        keys: Mapping[int, Sequence[bytes | None]],
+        self, spans: TierSpans, start: int, stop: int, keys: Mapping[int, Sequence[bytes | None]]
     ) -> int:
         """The most tokens that every group has what it needs for; 0 where that is none."""
-        step: int = spans.step
-        ends: list[int] = [stop, *range((stop - 1) // step * step, start, -step)]
+        ends: list[int] = [stop, *range((stop - 1) // spans.step * spans.step, start, -spans.step)]
         # Groups that need everything say how far it can be at most.
         for group in spans.keeping_all:
             for need in spans.of_group(group, start, stop, keys.get(group, ())):
@@ -177,6 +170,8 @@ class BlockIndex:
             block.dropped = True
             if self._whole.get(block.name) is block:
                 del self._whole[block.name]
+            if self._filling.get(block.fill_key) is block:
+                del self._filling[block.fill_key]
             self._recent[block.pool].pop(block, None)
             self._cleared(block)
             self._free_dropped(block)
@@ -245,7 +240,7 @@ class BlockIndex:
                 if brought is not None:
                     block.brought[claim.rank] = brought[need.shape]
                 if not block.writing and not block.brought:
-                    self._forget(block)
+                    self.drop(block)
                 elif not block.writing and ingest.whole(need.shape, block.brought):
                     self.sequence += 1
                     block.sequence = self.sequence
@@ -281,10 +276,7 @@ class BlockIndex:
             if victim is None:
                 return None
             self.evicted += victim.whole
-            if victim.whole:
-                self.drop(victim)
-            else:
-                self._forget(victim)
+            self.drop(victim)
         return self._free[pool].pop()
 
     def _touch(self, used: Iterable[tuple[NeededBlock, TierBlock]]) -> None:
@@ -292,12 +284,6 @@ class BlockIndex:
         for _, block in sorted(used, key=lambda one: -one[0].entry):
             if block in self._recent[block.pool]:
                 self._recent[block.pool].move_to_end(block)
-
-    def _forget(self, block: TierBlock) -> None:
-        """Free a block that was never whole."""
-        del self._filling[block.fill_key]
-        del self._recent[block.pool][block]
-        self._free[block.pool].append(block.block_id)
 
     def _free_dropped(self, block: TierBlock) -> None:
         if block.dropped and not block.pins:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import msgspec
@@ -57,11 +58,7 @@ class Ingest:
         return self.route.sources(0)
 
     def copies(
-        self,
-        rank: int,
-        blocks: Any,
-        tokens: tuple[int, int],
-        ids: Mapping[NeededBlock, int],
+        self, rank: int, blocks: Any, tokens: tuple[int, int], ids: Mapping[NeededBlock, int]
     ) -> tuple[list[Copy], dict[Shape, Delivery]]:
         """Byte ranges from a rank into the blocks that have an id, others left out.
 
@@ -98,18 +95,13 @@ class Ingest:
         tables: dict[int, Int64s] = {}
         numbers: dict[int, list[Any]] = {pool: [] for pool in self.block_bytes}
         for index, group in enumerate(self.spans.tier.groups):
-            known = numbers[group.pool]
-            if self.spans.recurrent(index):
-                entries = range((stop - 1) // group.block, (stop - 1) // group.block + 1)
-            else:
-                first, last = self.spans.touched(index, start, stop)
-                entries = range(first // group.block, ceil_div(last, group.block))
+            known, recurrent = numbers[group.pool], self.spans.recurrent(index)
+            first, last = (stop - 1, stop) if recurrent else self.spans.touched(index, start, stop)
+            entries = range(first // group.block, ceil_div(last, group.block))
             table = np.full(max(entries.stop, 1), -1, dtype=np.int64)
             table[entries.start :] = _APART * (len(known) + np.arange(len(entries)))
-            if self.spans.recurrent(index):
-                table = table[-1:]
             known += [(index, entry) for entry in entries]
-            tables[index] = table
+            tables[index] = table[-1:] if recurrent else table
         return tables, numbers
 
     def _aimed(self, copy: Copy, target: Int64s) -> Iterable[Copy]:
@@ -119,10 +111,9 @@ class Ingest:
         block_id = target[number]
         dst, kept = block_id * block_bytes + within, block_id >= 0
         if kept.all():
-            yield Copy(copy.src_pool, copy.dst_pool, copy.src, dst, copy.length)
+            yield replace(copy, dst=dst)
         elif kept.any():
-            src, length = copy.src[kept], copy.length[kept]
-            yield Copy(copy.src_pool, copy.dst_pool, src, dst[kept], length)
+            yield replace(copy, src=copy.src[kept], dst=dst[kept], length=copy.length[kept])
 
     def _deliveries(
         self,
@@ -147,10 +138,8 @@ class Ingest:
                 number = int(tables[need.group][entry]) // _APART
                 mine = [(c.dst, c.length) for c in copies if c.dst_pool == pool]
                 theirs = [all_needs[pool]] if pool in all_needs else []
-                self._known[rank, need.shape] = Delivery(
-                    self._within(mine, pool, number),
-                    join_ranges(*self._within(theirs, pool, number)),
-                )
+                brought, needed = (self._within(all_of, pool, number) for all_of in (mine, theirs))
+                self._known[rank, need.shape] = Delivery(brought, join_ranges(*needed))
         return {shape: self._known[rank, shape] for shape in shapes}
 
     def _within(self, ranges: Iterable[Ranges], pool: int, number: int) -> Ranges:
@@ -187,9 +176,7 @@ def check_tier_plan(plan: Plan) -> None:
         for region in plan.regions
     )
     if (plan.tp, plan.pp, plan.dcp) != (1, 1, 1) or not in_one_piece:
-        raise AtlasError(
-            Code.BAD_PLAN,
-            "A tier cannot have this plan: its blocks are not in one piece on one rank",
-            got=f"tp {plan.tp}, pp {plan.pp}, dcp {plan.dcp}, order {plan.layout}",
-            hint="Plan it with tp 1 and an order that begins with B, such as BLHNC",
-        )
+        problem = "A tier cannot have this plan: its blocks are not in one piece on one rank"
+        got = f"tp {plan.tp}, pp {plan.pp}, dcp {plan.dcp}, order {plan.layout}"
+        hint = "Plan it with tp 1 and an order that begins with B, such as BLHNC"
+        raise AtlasError(Code.BAD_PLAN, problem, got=got, hint=hint)

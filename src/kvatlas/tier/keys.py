@@ -127,30 +127,22 @@ def keys_by_group(plan: Plan, keys: Any) -> dict[int, tuple[bytes | None, ...]]:
     if isinstance(keys, Mapping):
         unknown = [group for group in keys if group not in groups]
         if unknown:
-            raise AtlasError(
-                Code.OUT_OF_RANGE,
-                "The tier has no such group",
-                got=unknown[:8],
-                hint=f"Groups are 0..{len(groups) - 1}, as in the tier's own plan",
-            )
+            hint = f"Groups are 0..{len(groups) - 1}, as in the tier's own plan"
+            problem = "The tier has no such group"
+            raise AtlasError(Code.OUT_OF_RANGE, problem, got=unknown[:8], hint=hint)
         by_group = {int(group): tuple(row) for group, row in keys.items()}
-    elif len({group.block for group in plan.groups}) > 1:
-        raise AtlasError(
-            Code.MISSING_BLOCKS,
-            "The tier's groups have blocks of different sizes, and each needs keys of its own",
-            got=f"one row of keys for blocks of {sorted({g.block for g in plan.groups})} tokens",
-            hint="Pass a mapping from the tier's group index to its keys",
-        )
+    elif len(sizes := {group.block for group in plan.groups}) > 1:
+        problem = "The tier's groups have blocks of different sizes, and each needs its own keys"
+        got = f"one row of keys for blocks of {sorted(sizes)} tokens"
+        hint = "Pass a mapping from the tier's group index to its keys"
+        raise AtlasError(Code.MISSING_BLOCKS, problem, got=got, hint=hint)
     else:
         by_group = dict.fromkeys(groups, tuple(keys))
     for key in (key for row in by_group.values() for key in row):
         if key is not None and not (isinstance(key, bytes) and 1 <= len(key) <= LONGEST_KEY):
-            raise AtlasError(
-                Code.BAD_SIZE,
-                f"A key is neither 1 to {LONGEST_KEY} bytes nor None",
-                got=repr(key)[:80],
-                hint="Use a digest of the tokens up to the end of the block",
-            )
+            problem = f"A key is neither 1 to {LONGEST_KEY} bytes nor None"
+            hint = "Use a digest of the tokens up to the end of the block"
+            raise AtlasError(Code.BAD_SIZE, problem, got=repr(key)[:80], hint=hint)
     return by_group
 
 

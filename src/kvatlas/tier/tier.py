@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -221,12 +222,9 @@ class Tier:
         _, stop = token_range(tokens, min(plan.max_len, self.plan.max_len))
         with self.pin(keys, tokens) as hit:
             if hit.tokens < stop:
-                raise AtlasError(
-                    Code.MISSING_BLOCKS,
-                    "The tier does not have all of these tokens",
-                    got=f"{hit.tokens} of {stop} tokens",
-                    hint="Ask Tier.match first, or pin what there is",
-                )
+                problem, got = "The tier does not have all tokens", f"{hit.tokens} of {stop} tokens"
+                hint = "Ask Tier.match first, or pin what there is"
+                raise AtlasError(Code.MISSING_BLOCKS, problem, got=got, hint=hint)
             hit.fetch(pools, plan, rank=rank, blocks=blocks, carry=carry)
 
     def drop(self, keys: Keys) -> int:
@@ -300,8 +298,8 @@ class Tier:
     def _carry(self, phase: str, copies: Sequence[Copy], carry: Carry) -> None:
         with self.metrics.phase(phase):
             carry(copies)
-        amounts = {f"{phase}_bytes": stream_bytes(copies), "descriptors": sum(map(len, copies))}
-        self.metrics.add(**amounts)
+        descriptors = sum(map(len, copies))
+        self.metrics.add(**{f"{phase}_bytes": stream_bytes(copies)}, descriptors=descriptors)
 
     def _pinned(self, start: int, stop: int, keys: Mapping[int, Sequence[bytes | None]]) -> Hit:
         while True:
@@ -310,14 +308,12 @@ class Tier:
             blocks = self._index.pin(needs)
             if blocks is None:
                 continue  # gone since it was found
-            try:
+            with ExitStack() as pinned:
+                pinned.callback(self._index.unpin, blocks)
                 damaged = self._damaged(blocks)
-            except BaseException:
-                self._index.unpin(blocks)
-                raise
-            if not damaged:
-                return Hit(self, start, end, needs, blocks)
-            self._index.unpin(blocks)
+                if not damaged:
+                    pinned.pop_all()
+                    return Hit(self, start, end, needs, blocks)
             for block in damaged:
                 self.metrics.add(damaged=1)
                 self._index.drop(block)
@@ -334,20 +330,16 @@ class Tier:
         return [block for block in doubted if not block.verified]
 
 
+@dataclass(eq=False, repr=False)
 class Hit:
     """Tokens of a request that a tier has, in blocks that stay until it is released."""
 
-    def __init__(
-        self,
-        tier: Tier,
-        start: int,
-        tokens: int,
-        needs: list[NeededBlock],
-        blocks: list[TierBlock],
-    ) -> None:
-        self.start, self.tokens = start, tokens
-        # How many tokens of the request, from its first, can be fetched; 0 for none.
-        self._tier, self._needs, self._blocks = tier, needs, blocks
+    _tier: Tier
+    start: int
+    tokens: int
+    """How many tokens of the request, from its first, can be fetched; 0 for none."""
+    _needs: list[NeededBlock]
+    _blocks: list[TierBlock]
 
     def fetch(
         self,
@@ -374,13 +366,9 @@ class Hit:
         if not self.tokens or 0 not in way.sources(rank):
             return ()
         with self._tier.metrics.phase("bind"):
-            return way.bind(
-                src_rank=0,
-                dst_rank=rank,
-                src_blocks=self._tables(),
-                dst_blocks=blocks,
-                tokens=(self.start, self.tokens),
-            ).copies
+            ends: dict[str, Any] = {"src_blocks": self._tables(), "dst_blocks": blocks}
+            tokens = self.start, self.tokens
+            return way.bind(src_rank=0, dst_rank=rank, tokens=tokens, **ends).copies
 
     def release(self) -> None:
         """Unpin the blocks; a second call does nothing."""
