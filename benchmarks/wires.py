@@ -178,7 +178,7 @@ def raw(name: str, end: Transport, link: Any, pool: Any, folder: str, segment: s
     if name == "nixl":
         return lambda copy: raw_nixl(link.owner.agent, link.peer, far, near, copy)
     if name == "mooncake":
-        engine, session = link.owner.engine, f"{link._host}:{link._port}"
+        engine, session = link.owner.engine, link.peer.session
         return lambda copy: raw_mooncake(engine, session, far, near, copy)
     if name == "file":
         return lambda copy: pread(folder, pool, copy)

@@ -24,13 +24,19 @@ _MAX_RUNS = 1 << 24
 
 
 @dataclass
-class Offer:
-    """Blocks of a finished request, kept as they are until they are read or the offer expires."""
+class Held:
+    """Blocks of a request's tokens that peers may read or write."""
 
     request: str
     blocks: Mapping[int, Int64s]
     start: int
     stop: int
+
+
+@dataclass
+class Offer(Held):
+    """Blocks of a finished request, kept as they are until they are read or the offer expires."""
+
     expires: float
     released: Released | None = None
     readers: set[tuple[bytes, int]] = field(default_factory=set)
@@ -38,13 +44,9 @@ class Offer:
 
 
 @dataclass
-class Expected:
+class Expected(Held):
     """Blocks into which a request is to be pushed."""
 
-    request: str
-    blocks: Mapping[int, Int64s]
-    start: int
-    stop: int
     source: bytes
     """The hash of the plan that it comes from."""
     sources: frozenset[int]

@@ -7,7 +7,6 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import msgspec
 
@@ -39,6 +38,11 @@ class Peer:
     rank: int
     memory: dict[int, Memory]
     metadata: bytes
+
+    def replaces(self, other: Peer) -> bool:
+        """Whether it is the same rank of the same name, started again."""
+        same = (self.name, self.rank) == (other.name, other.rank)
+        return same and self.incarnation != other.incarnation
 
 
 class PeerPlans:
@@ -78,8 +82,8 @@ class _PlanOutline(msgspec.Struct):
 
     regions: list[_RegionOutline]
     pools: list[msgspec.Raw] = []
-    tp: Any = 1
-    pp: Any = 1
+    tp: int = 1
+    pp: int = 1
 
 
 def check_plan_size(plan: bytes) -> None:
@@ -90,8 +94,7 @@ def check_plan_size(plan: bytes) -> None:
         raise bad_handshake(f"a plan that cannot be read: {problem}"[:200]) from None
     regions = max(len(outline.regions), len(outline.pools))
     pages = sum(len(region.layers) for region in outline.regions)
-    sizes = [size for size in (outline.tp, outline.pp) if isinstance(size, int)]
-    ranks = sizes[0] * sizes[1] if len(sizes) == 2 else 0
+    ranks = outline.tp * outline.pp
     if pages > _MAX_PAGES or regions > _MAX_REGIONS or not 0 < ranks <= _MAX_RANKS:
         raise bad_handshake(f"a plan with {pages} pages in {regions} regions on {ranks} ranks")
 

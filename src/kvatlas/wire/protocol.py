@@ -215,6 +215,11 @@ def new_key() -> bytes:
     return secrets.token_bytes(NONCE)
 
 
+def by_group(blocks: Any) -> Mapping[int, Any]:
+    """Block tables by group; a table alone is that of group 0."""
+    return blocks if isinstance(blocks, Mapping) else {0: blocks}
+
+
 def pack_tables(blocks: Mapping[int, Any]) -> BlockTables:
     """Encode block tables; ids that are not needed may be negative here."""
     return {

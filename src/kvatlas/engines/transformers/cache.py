@@ -54,7 +54,7 @@ class AtlasCache(TransformersCache):
 
     def __init__(self, cache: Cache) -> None:
         plan = cache.plan
-        if plan.tp * plan.pp > 1:
+        if plan.ranks > 1:
             raise AtlasError(
                 Code.BAD_TOPOLOGY,
                 "A transformers model keeps all heads of all layers on one rank",
@@ -106,7 +106,7 @@ class AtlasCache(TransformersCache):
     @property
     def cache(self) -> Cache:
         """The pages, with everything written to them that models were lent."""
-        self.settle()
+        self.batch.settle()
         return self._cache
 
     @property
@@ -166,7 +166,7 @@ class AtlasCache(TransformersCache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> Pair:
         """Store a layer's K and V of new tokens, and return what its attention is to see."""
-        self.settle()
+        self.batch.settle()
         MASKED.set(None)
         layer = self.layers[layer_idx]
         visible: Pair = layer.update(key_states, value_states)
@@ -175,22 +175,18 @@ class AtlasCache(TransformersCache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """(number, first) of the tokens that a layer's attention is to see."""
-        self.settle()
+        self.batch.settle()
         layer = self.layers[layer_idx]
         if not isinstance(layer, PagedAttentionLayer):
             layer = next(iter(self._attention), None)
         MASKED.set(layer)
         return super().get_mask_sizes(query_length, layer_idx)  # type: ignore[no-any-return]
 
-    def settle(self) -> None:
-        """Write to the pages what models were lent and have changed in place."""
-        self.batch.settle()
-
     # -- sequences and tokens -------------------------------------------------------
 
     def blocks_of(self, sequence: int) -> dict[int, list[int]]:
         """The blocks of one sequence by group, as routes take them: what to send elsewhere."""
-        self.settle()
+        self.batch.settle()
         return {group: list(table.sequences[sequence]) for group, table in enumerate(self._tables)}
 
     def adopt(self, tokens: int, sequences: int = 1) -> list[dict[int, list[int]]]:
@@ -254,10 +250,8 @@ class AtlasCache(TransformersCache):
         for layer in self._attention:
             layer.seen -= count
 
-    @property
-    def is_compileable(self) -> bool:
-        """Tables change from step to step, so no graph is captured."""
-        return False
+    is_compileable = False
+    """Tables change from step to step, so no graph is captured."""
 
 
 def _is_plain(spec: Spec) -> bool:

@@ -72,10 +72,7 @@ def page_mask(
 
 
 def _as_planned(
-    layer: PagedAttentionLayer,
-    function: Callable[..., Tensor] | None,
-    queries: range,
-    keys: range,
+    layer: PagedAttentionLayer, function: Callable[..., Tensor] | None, queries: range, keys: range
 ) -> bool:
     """Whether the first and the last query see what the spec lets them see."""
     if function is None:

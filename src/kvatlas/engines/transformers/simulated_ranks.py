@@ -13,7 +13,7 @@ from typing import Any
 from kvatlas.engines.transformers.cache import AtlasCache
 from kvatlas.planning import Plan
 from kvatlas.routing import route, scattered
-from kvatlas.wire import Node, Transport, copy_request, make_transport, memory_of, pools_for
+from kvatlas.wire import Node, copy_request, make_transport, memory_of, pools_for
 
 
 class SimulatedRanks(ExitStack):
@@ -24,13 +24,11 @@ class SimulatedRanks(ExitStack):
         self.plan = plan
         self.nodes: list[Node] = []
         self.pools = {}
-        for rank in range(plan.tp * plan.pp):
-            wire: Transport = make_transport(transport)
+        for rank in range(plan.ranks):
+            wire = make_transport(transport)
             self.pools[rank] = pools_for(plan, rank, wire)
-            memory = memory_of(self.pools[rank])
-            node = Node(
-                plan, rank=rank, memory=memory, transport=wire, name=f"{name}-{rank}", **options
-            )
+            options |= {"memory": memory_of(self.pools[rank]), "name": f"{name}-{rank}"}
+            node = Node(plan, rank=rank, transport=wire, **options)
             self.nodes.append(self.enter_context(node))
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -83,8 +83,8 @@ class RankTransfer:
         self.rank = self.connection.peer.rank
         self.pull = wanted.direction == "pull"
         self.tokens = token_range(wanted.tokens, self.node.plan.max_len)
-        self.mine = _by_group(wanted.blocks)
-        self.theirs = None if wanted.peer_blocks is None else _by_group(wanted.peer_blocks)
+        self.mine = protocol.by_group(wanted.blocks)
+        self.theirs = None if wanted.peer_blocks is None else protocol.by_group(wanted.peer_blocks)
 
     def run(self) -> None:
         """Carry it out, or raise why not; the lease and the buffers are given back either way."""
@@ -355,7 +355,3 @@ def _quickest(act: Callable[[], object]) -> float:
         act()
         taken.append(time.perf_counter() - begun)
     return max(1e-9, min(taken))
-
-
-def _by_group(blocks: Any) -> Mapping[int, Any]:
-    return blocks if isinstance(blocks, Mapping) else {0: blocks}

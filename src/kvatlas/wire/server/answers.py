@@ -63,12 +63,7 @@ class Answers:
         session = protocol.new_key()
         with self.node.lock:
             # A process that starts again under its name leaves nothing of its last incarnation.
-            gone = {
-                key
-                for key, old in self._sessions.items()
-                if (old.name, old.rank) == (peer.name, peer.rank)
-                and old.incarnation != peer.incarnation
-            }
+            gone = {key for key, old in self._sessions.items() if peer.replaces(old)}
             for key in gone:
                 del self._sessions[key]
             self._sessions[session] = peer

@@ -16,6 +16,7 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Int64s
 from kvatlas.planning import Plan
 from kvatlas.routing import block_table, route, token_range
+from kvatlas.wire import protocol
 from kvatlas.wire.leases import Expected, Offer, Released
 from kvatlas.wire.memory_copy import Bytes
 from kvatlas.wire.peers import plan_hash
@@ -70,12 +71,11 @@ class Node(NodeState):
         `released` is called once, with the request and why: all ranks that read from this
         one have done so, or the offer has expired. Only then may the blocks be reused.
         """
-        start, stop = token_range(tokens, self.plan.max_len)
-        tables = _tables(blocks)
+        held = self._checked(blocks, tokens)
         with self.lock:
             _check_new(request, self.offers)
             until = time.monotonic() + min(seconds, _LONGEST_OFFER)
-            self.offers[request] = Offer(request, tables, start, stop, until, released)
+            self.offers[request] = Offer(request, *held, until, released)
 
     def withdraw(self, request: str) -> None:
         """End an offer before its time; transfers that are under way fail."""
@@ -83,14 +83,13 @@ class Node(NodeState):
 
     def expect(self, request: str, blocks: Any, tokens: Any, *, source: Plan) -> Expected:
         """Let peers of a source plan push a request into these blocks; `ready` says when."""
-        start, stop = token_range(tokens, self.plan.max_len)
-        tables = _tables(blocks)
+        held = self._checked(blocks, tokens)
         sources = frozenset(route(source, self.plan).sources(self.rank))
-        hashed = plan_hash(source)
+        expected = Expected(request, *held, plan_hash(source), sources)
         with self.lock:
             _check_new(request, self.expected)
-            self.expected[request] = Expected(request, tables, start, stop, hashed, sources)
-            return self.expected[request]
+            self.expected[request] = expected
+        return expected
 
     def forget(self, request: str) -> None:
         """Expect a request no longer; its blocks may be reused once this returns."""
@@ -107,16 +106,18 @@ class Node(NodeState):
         self.expected.clear()
         self.transport.close()
 
+    def _checked(self, blocks: Any, tokens: Any) -> tuple[dict[int, Int64s], int, int]:
+        """Block tables by group, and the first token and the one behind the last."""
+        start, stop = token_range(tokens, self.plan.max_len)
+        by_group = protocol.by_group(blocks).items()
+        tables = {int(group): block_table(ids, f"group {group}") for group, ids in by_group}
+        return tables, start, stop
+
     def __enter__(self) -> Node:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _tables(blocks: Any) -> dict[int, Int64s]:
-    by_group = blocks if isinstance(blocks, Mapping) else {0: blocks}
-    return {int(group): block_table(ids, f"group {group}") for group, ids in by_group.items()}
 
 
 def _check_new(request: str, known: Mapping[str, object]) -> None:

@@ -214,10 +214,8 @@ def check_bounds(
 ) -> None:
     """Refuse ranges that leave the regions of either end."""
     for copy in copies:
-        for pool, starts, regions in (
-            (copy.src_pool, copy.src, src),
-            (copy.dst_pool, copy.dst, dst),
-        ):
+        ends = (copy.src_pool, copy.src, src), (copy.dst_pool, copy.dst, dst)
+        for pool, starts, regions in ends:
             if pool not in regions:
                 raise AtlasError(
                     Code.OUT_OF_BOUNDS,

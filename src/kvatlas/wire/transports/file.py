@@ -72,9 +72,7 @@ class FileTransport(Transport):
     def __init__(self, folder: str | Path, name: str | None = None, *, sync: bool = False) -> None:
         super().__init__()
         if name is not None and not _NAME.fullmatch(name):
-            raise errors.failed(
-                f"a file named {name!r}", hint="Use letters, digits, '.', '_' and '-'"
-            )
+            raise errors.failed(f"a file named {name!r}", "Use letters, digits, '.', '_' and '-'")
         self._file, self._sync = name, sync
         self._own = -1
         try:
@@ -82,9 +80,7 @@ class FileTransport(Transport):
             if name is not None:
                 self._own = open_in(self._folder, name, os.O_CREAT)
         except OSError as problem:
-            raise errors.failed(
-                f"{folder}: {problem}", hint="Name a folder that can be used"
-            ) from problem
+            raise errors.failed(f"{folder}: {problem}", "Name a folder to use") from problem
 
     def _register(self, memory: Mapping[int, Memory]) -> None:
         if self._own < 0:

@@ -86,9 +86,9 @@ class MooncakeTransport(Transport):
         published = errors.read_metadata(metadata, _Published)
         if not _HOST.fullmatch(published.host) or not 0 < published.port < 1 << 16:
             raise errors.bad_metadata(f"an engine at {published.session[:64]!r}")
-        if not answers(published.host, published.port):
+        if not answers(published):
             raise errors.peer_lost(f"nobody listens at {published.session}")
-        link = MooncakeLink(self, published.host, published.port, memory)
+        link = MooncakeLink(self, published, memory)
         self.links.add(link)
         return link
 
@@ -101,10 +101,10 @@ class MooncakeTransport(Transport):
         self.engine = None
 
 
-def answers(host: str, port: int) -> bool:
-    """Whether something accepts connections there."""
+def answers(peer: _Published) -> bool:
+    """Whether a peer's engine accepts connections."""
     try:
-        socket.create_connection((host, port), timeout=_ANSWERS).close()
+        socket.create_connection((peer.host, peer.port), timeout=_ANSWERS).close()
     except OSError:
         return False
     return True
@@ -116,10 +116,10 @@ class MooncakeLink(Link):
     owner: MooncakeTransport
 
     def __init__(
-        self, owner: MooncakeTransport, host: str, port: int, theirs: Mapping[int, Memory]
+        self, owner: MooncakeTransport, peer: _Published, theirs: Mapping[int, Memory]
     ) -> None:
         super().__init__(owner, theirs)
-        self._host, self._port = host, port
+        self.peer = peer
         self._jobs: queue.SimpleQueue[MooncakeHandle | None] | None = None
 
     def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle:
@@ -143,16 +143,15 @@ class MooncakeLink(Link):
 
     def _carry_out(self, engine: Any, job: MooncakeHandle) -> None:
         """All calls of an operation."""
-        session = f"{self._host}:{self._port}"
         act = engine.batch_transfer_sync_write if job.write else engine.batch_transfer_sync_read
         for first in range(0, len(job.runs[0]), _MAX_SLICES):
             if job.given_up:
                 raise errors.cancelled()
             part = [column[first : first + _MAX_SLICES].tolist() for column in job.runs]
-            answer = act(session, *part)
+            answer = act(self.peer.session, *part)
             if answer != 0:
-                if not answers(self._host, self._port):
-                    raise errors.peer_lost(f"nobody listens at {session} any more")
+                if not answers(self.peer):
+                    raise errors.peer_lost(f"nobody listens at {self.peer.session} any more")
                 raise errors.failed(f"{answer} from Mooncake for {len(part[0])} slices")
 
     def _close(self) -> None:

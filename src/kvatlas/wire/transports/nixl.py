@@ -108,8 +108,10 @@ class NixlTransport(Transport):
             unreachable = type(problem).__name__ in (_LOST, "nixlBackendError")
             raise (errors.peer_lost if unreachable else errors.bad_metadata)(got) from problem
         try:
-            link.probe()
-        except AtlasError as problem:
+            if memory:
+                rows = _rows(memory)
+                self.agent.prep_xfer_dlist(published.agent, rows, published.kind).release()
+        except Exception as problem:
             link.close()
             raise errors.bad_metadata("regions that the peer has not registered") from problem
         return link
@@ -155,13 +157,6 @@ class NixlLink(Link):
     ) -> None:
         super().__init__(owner, theirs)
         self.peer, self._kind, self._lost = peer, kind, False
-
-    def probe(self) -> None:
-        """Refuse regions that the peer's agent does not know."""
-        if self.theirs:
-            with translated():
-                rows = _rows(self.theirs)
-                self.owner.agent.prep_xfer_dlist(self.peer, rows, self._kind).release()
 
     def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle:
         near, mine = describe(copies, self.mine, src=write)

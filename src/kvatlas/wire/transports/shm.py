@@ -111,9 +111,7 @@ class ShmTransport(Transport):
 def _mapped(region: _Region) -> Bytes:
     mapping = attach(region.segment, region.start, region.nbytes)
     if mapping is None:
-        raise errors.bad_metadata(
-            f"segment {region.segment[:64]!r} that is not there, or too small"
-        )
+        raise errors.bad_metadata(f"a missing or too small segment {region.segment[:64]!r}")
     return np.frombuffer(mapping, np.uint8)[region.start :]
 
 
