@@ -1,7 +1,7 @@
 """Measures launch parameters on this GPU and writes the best into a file of rules.
 
 `python -m benchmarks.gpu.tune rules.json [kernel ...]`; `KVATLAS_TUNE=rules.json` then uses
-them, and `src/kvatlas/kernels/triton/choices.json` is where they are shipped.
+them, and `src/kvatlas/kernels/triton/tuned_launches.json` is where they are shipped.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def test_keys_of_every_packing_lie_where_the_page_says(
     packing: Any, many: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whole prefills, runs and single slots alike, in bf16 that represents them exactly."""
-    monkeypatch.setattr("kvatlas.kernels.slot_rows._MANY", many)
+    monkeypatch.setattr("kvatlas.kernels.rows_by_slot._MANY", many)
     for order in ORDERS:
         check_packing(packing, order)
 
@@ -110,7 +110,7 @@ LATENT_BOUNDS += [(0.04, 0.01), (0.04, 0.04), (0.15, 0.15)]
 def test_latents_of_every_format(
     form: Any, bounds: tuple[float, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvatlas.kernels.slot_rows._MANY", 1)
+    monkeypatch.setattr("kvatlas.kernels.rows_by_slot._MANY", 1)
     for order in ("LBNHC", "BLHNC", "BHLNC"):
         check_latent_format(form, bounds, order)
 

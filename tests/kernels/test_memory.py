@@ -96,7 +96,7 @@ LIMIT = 1 << 20
 def test_rows_and_blocks_take_what_moves(
     packing: Any, order: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvatlas.kernels.slot_rows._MANY", 1)
+    monkeypatch.setattr("kvatlas.kernels.rows_by_slot._MANY", 1)
     if packing == "transposed" and order in ("LBNHC", "BLNHC"):
         return  # refused: see the adapters
     spec = FullAttention(heads=2, head_dim=32, packing=packing)

@@ -188,7 +188,7 @@ def test_a_process_that_starts_again_leaves_nothing_of_its_last_run(attacked: At
 def test_plans_and_routes_of_strangers_are_bounded(
     attacked: Attacked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvatlas.wire.server.state._MAX_ROUTES", 4)
+    monkeypatch.setattr("kvatlas.wire.server.node_state._MAX_ROUTES", 4)
     monkeypatch.setattr("kvatlas.wire.peers._MAX_PLANS", 4)
     for number in range(8):
         made = plan_json(small("dense", tp=2))

@@ -5,8 +5,11 @@ They run with torch anywhere; on a GPU most of them are Triton's.
 
 import kvatlas.cache  # noqa: F401 - first: it says which extra brings torch
 from kvatlas.kernels.block_copy import copy_blocks, gather_blocks, zero_blocks
-from kvatlas.kernels.kv_rows import read, write
-from kvatlas.kernels.latent_rows import (
+from kvatlas.kernels.paged_attention import attend, attend_latent
+from kvatlas.kernels.quantise import decode, encode
+from kvatlas.kernels.recurrent_states import read_states, write_states
+from kvatlas.kernels.write_read_kv import read, write
+from kvatlas.kernels.write_read_latent import (
     decode_latent,
     encode_latent,
     read_latent,
@@ -14,9 +17,6 @@ from kvatlas.kernels.latent_rows import (
     write_latent,
     write_rows,
 )
-from kvatlas.kernels.paged_attention import attend, attend_latent
-from kvatlas.kernels.quantise import decode, encode
-from kvatlas.kernels.recurrent_states import read_states, write_states
 
 __all__ = [
     "attend",

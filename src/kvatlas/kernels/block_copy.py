@@ -12,7 +12,7 @@ from kvatlas.cache import LayerCache, checked_ids, view
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Placement
 from kvatlas.kernels.dispatch import gpu_kernels
-from kvatlas.kernels.page_match import placements_to_copy
+from kvatlas.kernels.fields_to_copy import placements_to_copy
 from kvatlas.kernels.strided_copy import StridedBlocks, move_blocks
 
 

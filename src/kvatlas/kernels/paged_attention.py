@@ -17,8 +17,8 @@ import torch
 from kvatlas.cache import LayerCache
 from kvatlas.errors import AtlasError, Code
 from kvatlas.kernels.dispatch import gpu_kernels
-from kvatlas.kernels.kv_rows import read
-from kvatlas.kernels.latent_rows import read_latent
+from kvatlas.kernels.write_read_kv import read
+from kvatlas.kernels.write_read_latent import read_latent
 from kvatlas.specs import Attention, LatentAttention, Visibility
 
 Rows = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]

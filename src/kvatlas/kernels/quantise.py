@@ -37,7 +37,13 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import DType
 from kvatlas.kernels import bit_packing as bits
 from kvatlas.kernels import hadamard
-from kvatlas.kernels.block_scales import E4M3_MAX, from_nvfp4, not_finite_is_nan, to_fp8, to_nvfp4
+from kvatlas.kernels.fp8_fp4_formats import (
+    E4M3_MAX,
+    from_nvfp4,
+    not_finite_is_nan,
+    to_fp8,
+    to_nvfp4,
+)
 from kvatlas.specs import Attention, sides
 
 Side = Literal["k", "v"]

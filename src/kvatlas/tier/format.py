@@ -35,7 +35,7 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import round_up
 from kvatlas.planning import Plan
 from kvatlas.tier.index import TierBlock
-from kvatlas.tier.keys import LONGEST_KEY, Cover
+from kvatlas.tier.request_blocks import LONGEST_KEY, Cover
 from kvatlas.wire import Bytes, check_plan_size
 
 MAGIC = b"kvatlas\x00"

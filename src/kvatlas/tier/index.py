@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from kvatlas.planning import Plan
 from kvatlas.tier.ingest import Delivery, Ingest
-from kvatlas.tier.keys import Cover, NeededBlock, TierSpans
+from kvatlas.tier.request_blocks import Cover, NeededBlock, TierSpans
 
 
 class StoreResult(NamedTuple):

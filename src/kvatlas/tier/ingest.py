@@ -21,7 +21,7 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Int64s, Layout, ceil_div, join_ranges
 from kvatlas.planning import Plan
 from kvatlas.routing import Copy, route
-from kvatlas.tier.keys import NeededBlock, TierSpans
+from kvatlas.tier.request_blocks import NeededBlock, TierSpans
 
 Shape = tuple[Any, ...]
 Ranges = tuple[Int64s, Int64s]

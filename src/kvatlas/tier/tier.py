@@ -24,7 +24,7 @@ from kvatlas.routing import Copy, checked_rank, route, token_range
 from kvatlas.tier.format import TierFile
 from kvatlas.tier.index import BlockIndex, Claim, StoreResult, TierBlock
 from kvatlas.tier.ingest import Ingest, check_tier_plan
-from kvatlas.tier.keys import Keys, NeededBlock, TierSpans, keys_by_group
+from kvatlas.tier.request_blocks import Keys, NeededBlock, TierSpans, keys_by_group
 from kvatlas.wire import Bytes, Memory, Metrics, copy_pools, rank_pools, stream_bytes
 
 _PLANS = 16

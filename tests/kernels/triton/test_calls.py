@@ -22,7 +22,7 @@ from kvatlas.kernels.triton import (  # noqa: E402
     write_latent,
 )
 from kvatlas.kernels.triton import storage_formats as formats  # noqa: E402
-from kvatlas.kernels.triton.attention import call as calls  # noqa: E402
+from kvatlas.kernels.triton.attention import arguments as calls  # noqa: E402
 from kvatlas.specs import FullAttention, Indexer, LatentAttention, SinkAttention  # noqa: E402
 from tests.kernels.triton.cases import Pool  # noqa: E402
 

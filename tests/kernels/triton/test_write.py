@@ -104,7 +104,7 @@ def test_latents_find_a_kernel_where_there_is_one(
     called = []
     for name in ("write_latent", "attend_latent"):
         monkeypatch.setattr(gpu, name, lambda *_, name=name, **__: called.append(name))
-    for room in ("latent_rows", "paged_attention"):
+    for room in ("write_read_latent", "paged_attention"):
         module = import_module(f"kvatlas.kernels.{room}")
         monkeypatch.setattr(module, "gpu_kernels", lambda *_: gpu)
     spec = LatentAttention(**form)

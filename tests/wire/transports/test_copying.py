@@ -17,7 +17,7 @@ from kvatlas.wire import TRANSPORT_NAMES, Memory, make_transport
 from kvatlas.wire.memory_copy import STEP, copy_runs
 from kvatlas.wire.transports.errors import cannot_import
 from kvatlas.wire.transports.nixl_strided import describe
-from kvatlas.wire.transports.stepwise import Stepwise
+from kvatlas.wire.transports.polled_copy import Stepwise
 
 
 def carried_out(src: np.ndarray, dst: np.ndarray, copy: Copy) -> int:

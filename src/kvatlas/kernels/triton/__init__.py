@@ -13,10 +13,9 @@ takes no bare Python values there. Nor does it take None beside numbers in a tup
 kernel does not read is some tensor or number that is at hand.
 """
 
-from kvatlas.kernels.triton.attention.call import split_of
+from kvatlas.kernels.triton.attention.arguments import split_of
 from kvatlas.kernels.triton.attention.launch import attend, attend_latent
 from kvatlas.kernels.triton.attention.schedule import Schedule, WorkSplit, schedule
-from kvatlas.kernels.triton.host_staging import Staging
 from kvatlas.kernels.triton.launch_copy import (
     BlockCopy,
     CopyEnd,
@@ -25,6 +24,7 @@ from kvatlas.kernels.triton.launch_copy import (
     zero_blocks,
 )
 from kvatlas.kernels.triton.launch_write import write, write_latent
+from kvatlas.kernels.triton.offload_staging import Staging
 from kvatlas.kernels.triton.storage_formats import attends_latent, writes_latent
 
 __all__ = [

@@ -22,7 +22,7 @@ import triton.language as tl
 from kvatlas.cache import LayerCache
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Placement, fold_together
-from kvatlas.kernels.page_match import cells_alike
+from kvatlas.kernels.fields_to_copy import cells_alike
 from kvatlas.kernels.triton import checks, tune
 from kvatlas.kernels.triton.addresses import VECTOR, common
 from kvatlas.kernels.triton.copy_device import copy_rows, copy_transposed

@@ -1,6 +1,6 @@
 """Launch parameters: measured for a chip and kept in a file, or a sane default.
 
-`choices.json` has, for each chip architecture and each kernel, a list of rules. The first
+`tuned_launches.json` has, for each chip architecture and each kernel, a list of rules. The first
 rule whose `when` agrees with the facts of a launch gives its parameters: a number there
 is the most that a fact may be, anything else must be equal.
 """
@@ -21,7 +21,7 @@ from triton.runtime import driver
 Facts = dict[str, Any]
 Choice = dict[str, Any]
 
-SHIPPED = Path(__file__).with_name("choices.json")
+SHIPPED = Path(__file__).with_name("tuned_launches.json")
 
 
 @lru_cache(maxsize=1)

@@ -19,7 +19,7 @@ from kvatlas.wire.client.transfer import Transfer
 from kvatlas.wire.peers import Peer
 from kvatlas.wire.protocol import Ok, Opened
 from kvatlas.wire.rpc import ask
-from kvatlas.wire.server.state import NodeState
+from kvatlas.wire.server.node_state import NodeState
 from kvatlas.wire.staging import checksums, gather, scatter, stream_bytes, stream_slice
 from kvatlas.wire.transports.base import STAGING, Link
 

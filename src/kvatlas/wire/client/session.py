@@ -25,7 +25,7 @@ from kvatlas.wire.client.transfer import Transfer
 from kvatlas.wire.peers import Peer, checked_peer
 from kvatlas.wire.protocol import SendPlan, Welcome, bad_handshake
 from kvatlas.wire.rpc import ask, log, no_answer
-from kvatlas.wire.server.state import NodeState
+from kvatlas.wire.server.node_state import NodeState
 from kvatlas.wire.transports.base import Link
 from kvatlas.wire.transports.errors import failed
 

@@ -20,7 +20,7 @@ from kvatlas.wire import protocol
 from kvatlas.wire.leases import Expected, Lease, Offer
 from kvatlas.wire.peers import Peer, checked_peer
 from kvatlas.wire.rpc import log
-from kvatlas.wire.server.state import NodeState
+from kvatlas.wire.server.node_state import NodeState
 from kvatlas.wire.staging import checksums, gather, scatter, stream_slice
 
 _MAX_SESSIONS = 1024

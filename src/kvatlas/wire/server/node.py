@@ -22,7 +22,7 @@ from kvatlas.wire.memory_copy import Bytes
 from kvatlas.wire.peers import plan_hash
 from kvatlas.wire.rpc import Server
 from kvatlas.wire.server.answers import Answers
-from kvatlas.wire.server.state import NodeState
+from kvatlas.wire.server.node_state import NodeState
 from kvatlas.wire.transports.base import Transport
 
 _LONGEST_OFFER = 3600.0

@@ -27,7 +27,7 @@ from kvatlas.routing import Copy
 from kvatlas.wire.memory_copy import STEP, split_runs
 from kvatlas.wire.transports import errors
 from kvatlas.wire.transports.base import Handle, Link, Memory, Transport
-from kvatlas.wire.transports.stepwise import Stepwise
+from kvatlas.wire.transports.polled_copy import Stepwise
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
 _MAX_RANGES = 1024

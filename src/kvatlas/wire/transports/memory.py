@@ -13,7 +13,7 @@ from kvatlas.routing import Copy
 from kvatlas.wire.memory_copy import as_bytes
 from kvatlas.wire.transports import errors
 from kvatlas.wire.transports.base import Handle, Link, Memory, Transport
-from kvatlas.wire.transports.stepwise import Stepwise, copy_steps
+from kvatlas.wire.transports.polled_copy import Stepwise, copy_steps
 
 _open: WeakValueDictionary[str, MemoryTransport] = WeakValueDictionary()
 """The transports of this process that are open, by the name they publish."""

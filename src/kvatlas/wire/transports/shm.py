@@ -18,7 +18,8 @@ from kvatlas.routing import Copy
 from kvatlas.wire.memory_copy import Bytes, as_bytes
 from kvatlas.wire.transports import errors
 from kvatlas.wire.transports.base import Handle, Link, Memory, Transport
-from kvatlas.wire.transports.shared_memory import (
+from kvatlas.wire.transports.polled_copy import Stepwise, copy_steps
+from kvatlas.wire.transports.shm_segments import (
     attach,
     containing,
     create_segment,
@@ -26,7 +27,6 @@ from kvatlas.wire.transports.shared_memory import (
     open_segment,
     sweep,
 )
-from kvatlas.wire.transports.stepwise import Stepwise, copy_steps
 
 
 class _Region(msgspec.Struct, forbid_unknown_fields=True):

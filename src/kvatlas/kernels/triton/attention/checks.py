@@ -6,7 +6,7 @@ import torch
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.kernels.triton import checks
-from kvatlas.kernels.triton.attention.call import AttentionCall
+from kvatlas.kernels.triton.attention.arguments import AttentionCall
 from kvatlas.kernels.triton.attention.schedule import Schedule, WorkSplit
 from kvatlas.specs import Visibility
 

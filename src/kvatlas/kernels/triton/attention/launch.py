@@ -18,7 +18,7 @@ from kvatlas.cache import LayerCache
 from kvatlas.kernels.triton import checks, hadamard, tune
 from kvatlas.kernels.triton import storage_formats as formats
 from kvatlas.kernels.triton.addresses import batch_rows
-from kvatlas.kernels.triton.attention import call as calls
+from kvatlas.kernels.triton.attention import arguments as calls
 from kvatlas.kernels.triton.attention import checks as batches
 from kvatlas.kernels.triton.attention.decode_device import decode
 from kvatlas.kernels.triton.attention.merge_device import merge

@@ -12,7 +12,7 @@ import pytest
 from kvatlas.errors import AtlasError, Code
 from kvatlas.routing import Copy
 from kvatlas.wire import Memory, make_transport
-from kvatlas.wire.transports.shared_memory import (
+from kvatlas.wire.transports.shm_segments import (
     FOLDER,
     attach,
     containing,

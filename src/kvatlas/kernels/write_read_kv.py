@@ -7,7 +7,13 @@ import torch
 from kvatlas.cache import LayerCache
 from kvatlas.kernels.dispatch import gpu_kernels
 from kvatlas.kernels.quantise import decode, encode
-from kvatlas.kernels.slot_rows import find_slots, kept_slots, read_field, read_fields, write_fields
+from kvatlas.kernels.rows_by_slot import (
+    find_slots,
+    kept_slots,
+    read_field,
+    read_fields,
+    write_fields,
+)
 from kvatlas.specs import Attention
 
 

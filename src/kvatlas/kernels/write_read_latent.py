@@ -12,10 +12,16 @@ from kvatlas.cache import LayerCache, torch_dtype
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Page
 from kvatlas.kernels import bit_packing as bits
-from kvatlas.kernels import block_scales
-from kvatlas.kernels.block_scales import to_fp8
+from kvatlas.kernels import fp8_fp4_formats as formats
 from kvatlas.kernels.dispatch import gpu_kernels
-from kvatlas.kernels.slot_rows import find_slots, kept_slots, read_field, read_fields, write_fields
+from kvatlas.kernels.fp8_fp4_formats import to_fp8
+from kvatlas.kernels.rows_by_slot import (
+    find_slots,
+    kept_slots,
+    read_field,
+    read_fields,
+    write_fields,
+)
 from kvatlas.specs import CompressorState, Indexer, LatentAttention
 
 Fields = dict[str, torch.Tensor]
@@ -61,10 +67,10 @@ def write_rows(layer: LayerCache, rows: torch.Tensor, slots: torch.Tensor) -> No
         if spec.cache == "bf16":
             fields = {"index": rows}
         elif spec.cache == "mxfp4":
-            data, scales = block_scales.to_mxfp4(rows.float())
+            data, scales = formats.to_mxfp4(rows.float())
             fields = {"index": data, "index_scale": scales}
         else:
-            data, power = block_scales.to_fp8_blocks(rows.float(), spec.head_dim, powers=True)
+            data, power = formats.to_fp8_blocks(rows.float(), spec.head_dim, powers=True)
             fields = {"index": data, "index_scale": torch.exp2(power)}
     write_fields(layer, find_slots(layer, slots), fields)
 
@@ -77,7 +83,7 @@ def read_rows(layer: LayerCache, slots: torch.Tensor) -> torch.Tensor:
     fields = read_fields(layer, find_slots(layer, slots))
     if spec.cache == "mxfp4":
         values = bits.from_e2m1(bits.unpack(fields["index"], 4, spec.head_dim))
-        return block_scales.from_blocks(values, block_scales.from_ue8m0(fields["index_scale"]), 32)
+        return formats.from_blocks(values, formats.from_ue8m0(fields["index_scale"]), 32)
     keys = fields["index"].float()
     return keys * fields["index_scale"] if "index_scale" in fields else keys
 
@@ -100,14 +106,14 @@ def encode_latent(
         return {"latent": to_fp8(latent.float() / scale), "rope": to_fp8(rope.float() / scale)}
     scaled = torch.cat((latent, rope), dim=-1) if _rope_scaled(spec) else latent
     if spec.cache == "nvfp4_ds_mla":
-        data, scales = block_scales.to_nvfp4(scaled.float())
+        data, scales = formats.to_nvfp4(scaled.float())
         width, plain = spec.latent // 2, to_fp8(rope.float())
     else:
         stored = page.field("latent_scale")
         powers = stored.dtype.name == "ue8m0"
         block = scaled.shape[-1] // stored.sizes["C"]
-        data, scales = block_scales.to_fp8_blocks(scaled.float(), block, powers=powers)
-        scales = block_scales.to_ue8m0(scales) if powers else scales
+        data, scales = formats.to_fp8_blocks(scaled.float(), block, powers=powers)
+        scales = formats.to_ue8m0(scales) if powers else scales
         width, plain = spec.latent, rope.to(dtype)
     if _rope_scaled(spec):
         plain = data[..., width:]
@@ -125,10 +131,10 @@ def decode_latent(
     data = torch.cat((latent, rope), dim=-1) if _rope_scaled(spec) else latent
     scales = fields["latent_scale"]
     if spec.cache == "nvfp4_ds_mla":
-        values = block_scales.from_nvfp4(data, scales, 2 * data.shape[-1])
+        values = formats.from_nvfp4(data, scales, 2 * data.shape[-1])
     else:
-        exact = block_scales.from_ue8m0(scales) if scales.dtype == torch.uint8 else scales
-        values = block_scales.from_blocks(data.float(), exact, data.shape[-1] // scales.shape[-1])
+        exact = formats.from_ue8m0(scales) if scales.dtype == torch.uint8 else scales
+        values = formats.from_blocks(data.float(), exact, data.shape[-1] // scales.shape[-1])
     if _rope_scaled(spec):
         return values[..., : spec.latent], values[..., spec.latent :]
     return values, rope.float()
