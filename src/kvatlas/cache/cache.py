@@ -64,6 +64,19 @@ class LayerCache:
             placed = placed.fold("B", "k", into="B")
         return placed.reorder("B", "H", "N", "C")
 
+    def kernel_ids(self, ids: torch.Tensor) -> torch.Tensor:
+        """Block ids [..., n] as kernels number them: a block may be several kernel blocks.
+
+        >>> from kvatlas.planning import plan
+        >>> made = plan("Qwen3-8B", memory="1GiB", max_len=512, block_size=128, backend="FLASHINFER")
+        >>> allocate(made)["model.layers.0.self_attn.attn"].kernel_ids(torch.tensor([[5, 3]]))
+        tensor([[10, 11,  6,  7]])
+        """
+        split = self.placement.size("k") if "k" in self.placement.axes else 1
+        if split == 1:
+            return ids
+        return (ids.unsqueeze(-1) * split + torch.arange(split, device=ids.device)).flatten(-2)
+
     @cached_property
     def _places(self) -> dict[str, Placement]:
         return {}

@@ -41,7 +41,10 @@ def check_pool(buffer: torch.Tensor) -> None:
 
 def checked_ids(ids: torch.Tensor, count: int, what: str, hint: str) -> torch.Tensor:
     """Ids as int64, refused where one is not in 0..count-1."""
+    ids = torch.as_tensor(ids)
     if ids.numel():
+        if ids.is_floating_point() or ids.dtype == torch.bool:
+            raise AtlasError(Code.NOT_AN_INTEGER, got=f"{what} of {ids.dtype}", hint=hint)
         low, high = (int(n) for n in torch.aminmax(ids))
         if low < 0 or high >= count:
             problem = f"{what} must be 0..{count - 1}"

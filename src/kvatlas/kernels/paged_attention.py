@@ -64,7 +64,9 @@ def attend(
 
     `tables` [sequences, blocks] holds block ids, `lengths` the tokens in the cache,
     and `queries` how many of them, the last ones, are in `q`; `starts` [sequences + 1] says
-    the same by where they begin and end. Window, chunk and sink tokens are the spec's;
+    the same by where they begin and end. Entries of a table past its length may be anything,
+    and a sequence of length 0 gets zeros. Logits are multiplied by `scale`, 1 / sqrt(D) unless
+    given; quantised caches want the `k_scale` and `v_scale` that they were written with. Window, chunk and sink tokens are the spec's;
     `sink_logits` are learned, one for each query head, and take part in the softmax alone.
     Cross attention sees all of the encoder's tokens, which `lengths` then counts.
 
@@ -82,6 +84,7 @@ def attend(
         return read(layer, slots, k_scale=k_scale, v_scale=v_scale)
 
     spec = layer.spec_as(Attention)
+    _check_queries(q, layer.place("k").size("H"), spec.head_dim)
     out = _out(q, spec.v_dim or spec.head_dim, out)
     softmax = _Softmax(q.shape[-1] ** -0.5 if scale is None else scale, softcap, sink_logits)
     batch = _batch(layer, q, tables, lengths, queries, starts)
@@ -119,9 +122,17 @@ def attend_latent(
         value, rope = read_latent(layer, slots, kv_scale=kv_scale)
         return torch.cat((value, rope), dim=-1).unsqueeze(1), value.unsqueeze(1)
 
+    _check_queries(q, 1, spec.latent + spec.rope)
     out = _out(q, spec.latent, out)
     batch = _batch(layer, q, tables, lengths, queries, starts)
     return _attend(batch, rows, q, out, _Softmax(scale, None, sink_logits))
+
+
+def _check_queries(q: torch.Tensor, heads: int, dim: int) -> None:
+    if q.dim() != 3 or q.shape[2] != dim or not q.shape[1] or q.shape[1] % heads:
+        problem = f"`q` must be of shape [tokens, a multiple of {heads}, {dim}]"
+        hint = "Pass the query heads that this rank holds"
+        raise AtlasError(Code.BAD_TENSOR, problem, got=tuple(q.shape), hint=hint)
 
 
 def _out(q: torch.Tensor, width: int, out: torch.Tensor | None) -> torch.Tensor:
@@ -189,6 +200,7 @@ def _batch(
     starts: torch.Tensor | None,
 ) -> list[_Sequence]:
     """What each sequence sees, as slots."""
+    tables, lengths = torch.as_tensor(tables), torch.as_tensor(lengths)
     states, visibility = layer.kernel_blocks.size("N"), layer.spec.visibility
     edges = _edges(q, queries, starts)
     sizes = len(tables), len(lengths), len(edges) - 1
@@ -200,7 +212,8 @@ def _batch(
     for table, length, (start, stop) in sequences:
         count = stop - start
         most = length if visibility.causal else count
-        if not 0 <= count <= most or not 0 < length <= room:
+        # A sequence without tokens pads a batch: its queries get zeros.
+        if count < 0 or (length and count > most) or not 0 <= length <= room:
             raise _bad_batch(f"{count} queries of {length} tokens in blocks for {room}")
         if count:
             seen, mask = _seen(visibility, length, count)
@@ -230,7 +243,7 @@ def _seen(
     """Tokens that the last `count` of `length` see, and who sees which; None where all see all."""
     if not visibility.causal:
         return torch.arange(length), None
-    first = visibility.first(length - count)
+    first = visibility.first(max(0, length - count))
     tokens = torch.arange(first, length)
     if visibility.sink_tokens and first:
         tokens = torch.cat((torch.arange(min(visibility.sink_tokens, first)), tokens))

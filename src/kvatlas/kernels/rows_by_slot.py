@@ -59,6 +59,7 @@ def find_slots(layer: LayerCache, slots: torch.Tensor) -> Slots:
 
 def kept_slots(slots: torch.Tensor, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Slots and rows without those that are not stored, refused where their numbers differ."""
+    slots = torch.as_tensor(slots)
     if slots.dim() != 1 or any(row.shape[:1] != slots.shape for row in rows):
         got = f"rows {[tuple(row.shape) for row in rows]} for slots {tuple(slots.shape)}"
         problem, hint = "There are not as many slots as rows", "Pass a slot for each row, or -1"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvatlas.cache import LayerCache
+from kvatlas.errors import AtlasError, Code
 from kvatlas.kernels.dispatch import gpu_kernels
 from kvatlas.kernels.quantise import decode, encode
 from kvatlas.kernels.rows_by_slot import (
@@ -36,6 +37,12 @@ def write(
         gpu.write(layer, k, v, slots, k_scale=k_scale, v_scale=v_scale)
         return
     spec = layer.spec_as(Attention)
+    heads = layer.place("k").size("H")
+    for name, rows, dim in (("k", k, spec.head_dim), ("v", v, spec.v_dim or spec.head_dim)):
+        if rows.shape[1:] != (heads, dim):
+            problem = f"`{name}` must be of shape [tokens, {heads}, {dim}]"
+            hint = "Pass the heads that this rank holds"
+            raise AtlasError(Code.BAD_TENSOR, problem, got=tuple(rows.shape), hint=hint)
     slots, k, v = kept_slots(slots, k, v)
     where = find_slots(layer, slots)
     write_fields(layer, where, encode(spec, "k", k, scale=k_scale))

@@ -135,10 +135,7 @@ class BlockTable:
     def kernel_ids(self, layer: LayerCache, block: int | None = None) -> Tensor:
         """All ids, or one, as kernels number blocks: a block may be several kernel blocks."""
         ids = self.ids if block is None else torch.tensor([block], device=self.device)
-        placed = layer.placement
-        if "k" not in placed.axes or (split := placed.size("k")) == 1:
-            return ids
-        return (ids.unsqueeze(-1) * split + torch.arange(split, device=ids.device)).flatten(-2)
+        return layer.kernel_ids(ids)
 
     # -- inside ---------------------------------------------------------------------
 
