@@ -241,3 +241,42 @@ def test_starts_say_what_counts_say() -> None:
         with pytest.raises(AtlasError) as refusal:
             attend(layer, q, **{**where, **wrong})
         assert refusal.value.code is Code.BAD_TENSOR
+
+
+def test_sequences_without_tokens_get_zeros() -> None:
+    """So that batches can be padded, with or without learned sinks, in windows and chunks too."""
+    specs: list[Any] = [FullAttention(**BASE), SlidingAttention(**BASE, window=4)]
+    specs.append(ChunkedAttention(**BASE, chunk=4))
+    for spec in specs:
+        for sink_logits in (None, torch.zeros(4)):
+            _, layer = cache_of(spec, "LBNHC")
+            rows = torch.randn(3, 2, 8)
+            write(layer, rows, rows, torch.tensor([16, 17, 18]))
+            out = attend(
+                layer, torch.randn(3, 4, 8), tables=torch.tensor([[1], [0], [1]]),
+                lengths=torch.tensor([3, 0, 2]), queries=torch.tensor([1, 1, 1]),
+                sink_logits=sink_logits,
+            )  # fmt: skip
+            assert out[0].any()
+            assert not out[1].any()
+            assert out[2].any()
+
+
+def test_shapes_that_are_no_rows_of_the_layer_are_refused() -> None:
+    _, layer = cache_of(FullAttention(**BASE), "LBNHC")
+    where: dict[str, Any] = {"tables": torch.tensor([[1]]), "lengths": torch.tensor([1])}
+    where["queries"] = torch.tensor([1])
+    rows, slot = torch.zeros(1, 2, 8), torch.tensor([16])
+    bad: list[tuple[Code, Any]] = [
+        (Code.BAD_TENSOR, lambda: write(layer, rows[:, :1], rows, slot)),
+        (Code.BAD_TENSOR, lambda: write(layer, rows, rows[:, :1], slot)),
+        (Code.BAD_TENSOR, lambda: write(layer, rows[..., :4], rows, slot)),
+        (Code.BAD_TENSOR, lambda: attend(layer, torch.zeros(1, 3, 8), **where)),
+        (Code.BAD_TENSOR, lambda: attend(layer, torch.zeros(1, 2, 4), **where)),
+        (Code.BAD_TENSOR, lambda: attend(layer, torch.zeros(1, 8), **where)),
+        (Code.NOT_AN_INTEGER, lambda: write(layer, rows, rows, torch.tensor([3.7]))),
+    ]
+    for code, act in bad:
+        with pytest.raises(AtlasError) as refusal:
+            act()
+        assert refusal.value.code is code

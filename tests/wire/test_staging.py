@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvatlas import AtlasError
 from kvatlas.errors import Code
 from kvatlas.routing import Copy
-from kvatlas.wire import Memory
+from kvatlas.wire import Memory, copy_pools
 from kvatlas.wire.memory_copy import as_bytes
 from kvatlas.wire.staging import checksums, gather, scatter, stream_bytes, stream_slice
 from kvatlas.wire.transports.base import check_bounds
@@ -160,3 +160,14 @@ def test_ranges_outside_their_regions_are_refused(runs: list[Copy]) -> None:
 
 def test_ranges_up_to_the_edges_are_taken() -> None:
     check_bounds(one_run(0, 0, 1000) + one_run(999, 0, 1), REGIONS, REGIONS)
+
+
+def test_copies_stay_inside_their_pools() -> None:
+    """Long runs go by memmove, which would write past a pool that is too short."""
+    source, target = np.ones(4 << 20, np.uint8), np.zeros(4 << 20, np.uint8)
+    for start, to, size in ((0, 3 << 20, 2 << 20), (3 << 20, 0, 2 << 20), (-8, 0, 16), (0, 0, 0)):
+        copy = Copy(0, 0, np.array([start]), np.array([to]), np.array([size]))
+        with pytest.raises(AtlasError) as refusal:
+            copy_pools([copy], {0: source}, {0: target})
+        assert refusal.value.code is Code.OUT_OF_BOUNDS
+    assert not target.any()

@@ -68,7 +68,8 @@ class LayerCache:
         """Block ids [..., n] as kernels number them: a block may be several kernel blocks.
 
         >>> from kvatlas.planning import plan
-        >>> made = plan("Qwen3-8B", memory="1GiB", max_len=512, block_size=128, backend="FLASHINFER")
+        >>> large = {"block_size": 128, "backend": "FLASHINFER"}  # kernel blocks of 64 tokens
+        >>> made = plan("Qwen3-8B", memory="1GiB", max_len=512, **large)
         >>> allocate(made)["model.layers.0.self_attn.attn"].kernel_ids(torch.tensor([[5, 3]]))
         tensor([[10, 11,  6,  7]])
         """

@@ -66,8 +66,10 @@ def attend(
     and `queries` how many of them, the last ones, are in `q`; `starts` [sequences + 1] says
     the same by where they begin and end. Entries of a table past its length may be anything,
     and a sequence of length 0 gets zeros. Logits are multiplied by `scale`, 1 / sqrt(D) unless
-    given; quantised caches want the `k_scale` and `v_scale` that they were written with. Window, chunk and sink tokens are the spec's;
-    `sink_logits` are learned, one for each query head, and take part in the softmax alone.
+    given; quantised caches want the `k_scale` and `v_scale` that they were written with.
+
+    Window, chunk and sink tokens are the spec's; `sink_logits` are learned, one for each query
+    head, and take part in the softmax alone.
     Cross attention sees all of the encoder's tokens, which `lengths` then counts.
 
     `out` is written into, rows of the batch alone. A caller who knows that no sequence has

@@ -298,7 +298,8 @@ def _states_apart(hybrid: Hybrid, compared: str, why: str) -> Plan:
         f"layers in one block, {blocks} blocks for each request, no "
         "padding. The price: that pool is sized by the number of requests, and neither pool can "
         "borrow from the other: more requests cannot run at once when they are short, and saved "
-        "prefixes take from the same pool. `requests` sizes it, `states` shared avoids it where a shared block of that size exists."
+        "prefixes take from the same pool. `requests` sizes it; `states` shared avoids it where "
+        "small blocks can hold a state."
     )
     rows = PoolDraft((GroupDraft(tuple(states), mixed=True),), Layout("BLHNC"), states=True)
     pools = [*_pools(hybrid.attention, hybrid.layout), rows]

@@ -289,7 +289,7 @@ def _checked(fd: int, path: Path) -> tuple[Plan, bytes, Extent]:
     except AtlasError as problem:
         if problem.code is Code.BAD_PLAN:
             raise
-        raise AtlasError(Code.BAD_PLAN, got=str(problem)[:200], hint=_REMOVE) from None
+        raise AtlasError(Code.BAD_PLAN, got=str(problem.got)[:200], hint=_REMOVE) from None
     if first_page != header(text, identity, extent):
         raise _wrong(path, "a header that is not its plan's")
     if (size := os.fstat(fd).st_size) != extent.nbytes:

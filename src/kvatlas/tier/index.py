@@ -170,10 +170,11 @@ class BlockIndex:
             block.dropped = True
             if self._whole.get(block.name) is block:
                 del self._whole[block.name]
-            if self._filling.get(block.fill_key) is block:
-                del self._filling[block.fill_key]
             self._recent[block.pool].pop(block, None)
-            self._cleared(block)
+            if self._filling.get(block.fill_key) is block:
+                del self._filling[block.fill_key]  # it has no record yet
+            else:
+                self._cleared(block)
             self._free_dropped(block)
 
     def drop_keys(self, keys: Iterable[tuple[int, bytes]]) -> int:

@@ -95,9 +95,21 @@ def copy_pools(copies: Iterable[Copy], src: Mapping[int, Bytes], dst: Mapping[in
     array([6, 7, 0, 0, 0, 1, 2, 0], dtype=uint8)
     """
     for copy in copies:
-        runs = copy.src, copy.dst, copy.length
-        for _ in copy_runs(src[copy.src_pool], dst[copy.dst_pool], *runs):
+        source, target = src[copy.src_pool], dst[copy.dst_pool]
+        _check_inside(copy.src, copy.length, source)
+        _check_inside(copy.dst, copy.length, target)
+        for _ in copy_runs(source, target, copy.src, copy.dst, copy.length):
             pass
+
+
+def _check_inside(starts: Int64s, length: Int64s, buffer: Bytes) -> None:
+    if not len(length):
+        return
+    first, stop = int(starts.min()), int((starts + length).max())
+    if first < 0 or stop > len(buffer) or int(length.min()) < 1:
+        got = f"runs in {first}..{stop} of a pool of {len(buffer)} bytes"
+        hint = "Pass pools as large as the plan says, by their index"
+        raise AtlasError(Code.OUT_OF_BOUNDS, got=got, hint=hint)
 
 
 def copy_runs(src: Bytes, dst: Bytes, src_at: Places, dst_at: Places, length: Int64s) -> Steps:
@@ -115,14 +127,16 @@ def copy_runs(src: Bytes, dst: Bytes, src_at: Places, dst_at: Places, length: In
         yield from _of_one_length(src, dst, src_at, dst_at, length)
         return
     src_at, dst_at = np.asarray(src_at), np.asarray(dst_at)
+    by_size = np.argsort(length, kind="stable")
     sizes, counts = np.unique(length, return_counts=True)
-    rest = np.ones(len(length), dtype=bool)
-    for size in sizes[(counts >= _FEW) & (sizes <= _SHORT_PACKED)].tolist():
-        alike = length == size
-        rest &= ~alike
+    together = (counts >= _FEW) & (sizes <= _SHORT_PACKED)
+    alone = by_size[~np.repeat(together, counts)]
+    alone.sort()
+    for first, count in zip((np.cumsum(counts) - counts)[together], counts[together], strict=True):
+        alike = by_size[first : first + count]
         yield from _of_one_length(src, dst, src_at[alike], dst_at[alike], length[alike])
-    if bool(rest.any()):
-        yield from _one_by_one(src, dst, src_at[rest], dst_at[rest], length[rest])
+    if len(alone):
+        yield from _one_by_one(src, dst, src_at[alone], dst_at[alone], length[alone])
 
 
 def one_length(length: Int64s) -> bool:

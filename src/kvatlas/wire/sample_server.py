@@ -97,7 +97,7 @@ def run_sample_server(task: SampleTask) -> Iterator[list[str]]:
                 last = errors.read().decode(errors="replace").strip().rpartition("\n")[2]
                 raise AtlasError(
                     Code.WIRE_FAILED,
-                    "the helper process did not start",
+                    "The helper process did not start",
                     got=f"exit code {status}, {last[:300] or 'without a word'}",
                     hint="Run python -m kvatlas.wire.sample_server to see more",
                 )

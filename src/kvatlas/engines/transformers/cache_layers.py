@@ -110,7 +110,10 @@ class LentState:
     layer: PagedStateLayer
     name: str
 
-    def __getitem__(self, _: int) -> Tensor | None:
+    def __getitem__(self, index: int) -> Tensor | None:
+        if index:
+            hint = "Models with several states of one kind are not served"
+            raise AtlasError(Code.ENGINE_REFUSES, got=f"{self.name} state {index}", hint=hint)
         return self.layer.lend(self.name)
 
 

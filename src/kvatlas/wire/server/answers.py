@@ -92,16 +92,21 @@ class Answers:
             else:
                 # A retried push resets what has arrived.
                 held.arrived.discard(peer.rank)
-            lease = node.leases.grant(
-                seconds,
-                session=question.session,
-                request=question.request,
-                direction=question.direction,
-                peer_rank=peer.rank,
-                complete=question.layers is None and tokens == (held.start, held.stop),
-                copies=copies,
-                buffers=tuple(node.staging.acquire(question.buffers)),
-            )
+            buffers = tuple(node.staging.acquire(question.buffers))
+            try:
+                lease = node.leases.grant(
+                    seconds,
+                    session=question.session,
+                    request=question.request,
+                    direction=question.direction,
+                    peer_rank=peer.rank,
+                    complete=question.layers is None and tokens == (held.start, held.stop),
+                    copies=copies,
+                    buffers=buffers,
+                )
+            except AtlasError:
+                node.staging.give_back(buffers)
+                raise
         return protocol.Opened(
             lease=lease.key,
             seconds=lease.left,

@@ -44,6 +44,7 @@ class Node(NodeState):
     """
 
     def __post_init__(self) -> None:
+        self.check_arguments()
         try:
             super().__post_init__()
             self.transport.register(self.memory)

@@ -45,14 +45,6 @@ class NodeState:
     buffers: int = 8
 
     def __post_init__(self) -> None:
-        check_memory(self.plan, checked_rank(self.plan, self.rank, "node"), self.memory)
-        if self.piece < MIN_PIECE_BYTES:
-            raise AtlasError(
-                Code.BAD_SIZE,
-                f"A staging buffer has fewer than {MIN_PIECE_BYTES} bytes",
-                got=self.piece,
-                hint="Leave piece out, or give buffers=0 for no staging",
-            )
         self.plan_hash = plan_hash(self.plan)
         self.incarnation = new_key()
         self.name = self.name or f"kvatlas-{self.incarnation.hex()[:12]}"
@@ -69,6 +61,23 @@ class NodeState:
         self.staging = StagingBuffers(staging, self.piece)
         self.leases = Leases(lambda lease: self.staging.give_back(lease.buffers))
         self.pools = {i: as_bytes(at) for i, at in self.memory.items() if at.device == 0}
+
+    def check_arguments(self) -> None:
+        """Refuse a rank, memory or staging that cannot be this node's."""
+        rank = checked_rank(self.plan, self.rank, "node")
+        try:
+            check_memory(self.plan, rank, self.memory)
+        except AtlasError as error:
+            problem = f"The memory is not that of rank {rank}'s pools"
+            hint = "Pass {pool index: Memory(address, nbytes)}, aligned and as large as planned"
+            raise AtlasError(error.code, problem, got=error.got, hint=hint) from None
+        if self.buffers and self.piece < MIN_PIECE_BYTES:
+            raise AtlasError(
+                Code.BAD_SIZE,
+                f"A staging buffer has fewer than {MIN_PIECE_BYTES} bytes",
+                got=self.piece,
+                hint="Leave piece out, or give buffers=0 for no staging",
+            )
 
     def hello(self, *, with_plan: bool) -> Hello:
         """Who this is, as peers are told."""

@@ -174,7 +174,9 @@ class _FileLink(Link):
             raise errors.peer_lost("a file that was removed")
 
     def _close(self) -> None:
-        os.close(self._open_file)
+        # A step that is still under way must not write to whatever gets the number next.
+        descriptor, self._open_file = self._open_file, -1
+        os.close(descriptor)
 
 
 class VectoredCalls(NamedTuple):

@@ -118,13 +118,13 @@ def _mapped(region: _Region) -> Bytes:
 class _ShmLink(Link):
     def __init__(self, owner: ShmTransport, presence: int, theirs: Mapping[int, Memory]) -> None:
         super().__init__(owner, theirs)
-        self._presence = presence
+        self._presence = os.fdopen(presence, "rb", buffering=0)
         self.mapped: dict[int, Bytes] = {}
 
     def check(self) -> None:
         """Refuse once the link is closed or the peer is gone."""
         super().check()
-        if not has_owner(self._presence):
+        if not has_owner(self._presence.fileno()):
             sweep()
             raise errors.peer_lost("a process that has ended, or closed its transport")
 
@@ -143,5 +143,5 @@ class _ShmLink(Link):
 
     def _close(self) -> None:
         """Unmap."""
-        os.close(self._presence)
+        self._presence.close()
         self.mapped.clear()
