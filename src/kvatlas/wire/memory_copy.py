@@ -48,8 +48,10 @@ def as_bytes(memory: Memory) -> Bytes:
 
 
 def memory_of(pools: Mapping[int, Bytes]) -> dict[int, Memory]:
-    """Where pools are in this process, as transports register them."""
-    return {index: Memory(pool.ctypes.data, pool.nbytes) for index, pool in pools.items()}
+    """Where pools are in this process, as transports register them; keeps the pools alive."""
+    return {
+        index: Memory(pool.ctypes.data, pool.nbytes, owner=pool) for index, pool in pools.items()
+    }
 
 
 def copy_request(

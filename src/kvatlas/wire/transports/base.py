@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
@@ -30,11 +30,15 @@ _LONGEST_PAUSE = 2e-3
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """One registered region: where it is in its process, how large, on which device."""
+    """One registered region: where it is in its process, how large, on which device.
+
+    What it is the memory of is kept alive with it, where `owner` names that.
+    """
 
     address: int
     nbytes: int
     device: int = 0
+    owner: object = field(default=None, repr=False, compare=False)
 
 
 class Handle(ABC):
