@@ -82,7 +82,7 @@ class Code(StrEnum):
     UNLIKE_DTYPES = "unlike_dtypes", "A layer is kept in different dtypes in the two plans"
     MISSING_LAYERS = "missing_layers", "One plan has layers that the other lacks"
     NOT_A_SOURCE = "not_a_source", "The source rank does not hold what was chosen from it"
-    BAD_TOKENS = "bad_tokens", "The token range is empty, reversed or past the greatest length"
+    BAD_TOKENS = "bad_tokens", "The token range is reversed or past the greatest length"
     MISSING_BLOCKS = "missing_blocks", "A block table is missing or does not cover the tokens"
     TWICE = "twice", "A block is named twice"
     DEADLINE = "deadline", "The deadline passed"

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvatlas import AtlasError, Code
-from kvatlas.models import Model
+from kvatlas.models import Model, catalogue
 from kvatlas.models.sources import LARGEST_FILE
 from tests.cases import each
 from tests.models.configs import FAMILIES, GQA, config
@@ -200,3 +200,20 @@ def test_whatever_a_config_holds_it_is_read_or_refused(data: st.DataObject) -> N
     except AtlasError:
         return
     assert isinstance(model, Model)
+
+
+def test_words_of_another_family_are_no_kinds_of_layer() -> None:
+    """A convolution is a layer of LFM2's, and no Mamba state."""
+    given = dict(catalogue()["Granite-4.0-h-small"].expanded())
+    for word in ("conv", "short_conv"):
+        with pytest.raises(AtlasError) as refusal:
+            Model.load(given | {"layer_types": [word, *given["layer_types"][1:]]})
+        assert refusal.value.code is Code.BAD_CONFIG
+
+
+def test_mamba_alone_names_its_head_size() -> None:
+    given = dict(catalogue()["Mamba2-2.7B"].expanded())
+    del given["head_dim"]
+    with pytest.raises(AtlasError) as refusal:
+        Model.load(given)
+    assert refusal.value.code is Code.MISSING_KEY

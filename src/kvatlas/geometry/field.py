@@ -79,7 +79,8 @@ class Section:
             return rank * self.units // tp, 1
         multiple = f", or a multiple of {self.units}" if self.shared else ""
         hint = f"Use a tp that divides {self.units}{multiple}"
-        raise AtlasError(Code.TP_HEADS, got=f"{self.units} over tp {tp}", hint=hint)
+        problem = "" if self.shared else "Heads do not divide evenly, and cannot be repeated"
+        raise AtlasError(Code.TP_HEADS, problem, got=f"{self.units} over tp {tp}", hint=hint)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from kvatlas.models.config import missing
 from kvatlas.models.decoder import Decoder
 from kvatlas.models.latent import latent_attention
 from kvatlas.models.layer import Layer
-from kvatlas.models.layer_patterns import block_kinds, hybrid_layers
+from kvatlas.models.layer_patterns import CONVOLVES, block_kinds, hybrid_layers
 from kvatlas.specs import (
     CrossAttention,
     GatedDeltaNet,
@@ -93,7 +93,8 @@ def short_conv(decoder: Decoder) -> Iterator[Layer]:
         kernel=config.count("conv_L_cache", default=3),
         conv_dtype=decoder.conv_dtype,
     )
-    return hybrid_layers(decoder, block_kinds(config), recurrent, "short_conv")
+    recurs = (*CONVOLVES, "linear_attention", "mamba")
+    return hybrid_layers(decoder, block_kinds(config), recurrent, "short_conv", recurs=recurs)
 
 
 def rwkv(decoder: Decoder) -> Iterator[Layer]:

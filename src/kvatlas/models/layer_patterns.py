@@ -25,7 +25,8 @@ _KINDS = {word: kind for kind, words in _SPELLINGS.items() for word in words.spl
 
 # Words for the layers of hybrids; "linear_attention" is transformers' word for any recurrence.
 _ATTENDS = ("attention", "full_attention")
-_RECURS = ("mamba", "linear_attention", "conv", "short_conv")
+_RECURS = ("mamba", "linear_attention")
+CONVOLVES = ("conv", "short_conv")
 
 _LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 
@@ -116,16 +117,17 @@ def hybrid_layers(
     *,
     attention: Callable[[], AnySpec] | None = None,
     without_cache: tuple[str, ...] = (),
+    recurs: tuple[str, ...] = _RECURS,
 ) -> Iterator[Layer]:
     """A hybrid's caches: `recurrent`, called `name`, in the layers that are not attention."""
     attends = cache(attention or decoder.attention)
     for index, kind in enumerate(kinds):
         if kind in _ATTENDS:
             yield decoder.layer(index, attends())
-        elif kind in _RECURS:
+        elif kind in recurs:
             yield decoder.layer(index, recurrent, name)
         elif kind not in without_cache:
-            known = (*_ATTENDS, *_RECURS, *without_cache)
+            known = (*_ATTENDS, *recurs, *without_cache)
             raise bad("A hybrid has a layer of an unknown kind", kind, f"Use {', '.join(known)}")
 
 

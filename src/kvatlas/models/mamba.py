@@ -35,7 +35,7 @@ def mamba2(decoder: Decoder, *, ssm_dtype: str | None = None) -> Mamba2:
 def _head_dim(config: Config, heads: int) -> int:
     names = ["mamba_head_dim", "mamba_d_head", "mamba_headdim"]
     names += ["head_dim"] if config.has("num_heads") else []
-    if config.get(*names) not in (None, "auto"):
+    if config.has("num_heads") or config.get(*names) not in (None, "auto"):
         return config.count(*names)
     inner = config.maybe("mamba_d_ssm") or _expanded(config)
     return config.quotient(inner, heads, "mamba_head_dim")

@@ -131,11 +131,12 @@ def backends_of(model: Model, chosen: str | None) -> dict[str, Backend | None]:
             backend = named
         backends[layer.name] = backend
     if named and named not in backends.values():
+        used = ", ".join(sorted({b.name for b in backends.values() if b}))
         raise AtlasError(
             Code.UNKNOWN_BACKEND,
             "No layer of the model uses this backend",
             got=f"{named.name} for {model.architecture}",
-            hint=f"Its layers use {', '.join(sorted({b.name for b in backends.values() if b}))}",
+            hint=f"Its layers use {used or 'none'}",
         )
     for layer in model.layers:
         backend, cache = backends[layer.name], getattr(layer.spec, "cache", "auto")

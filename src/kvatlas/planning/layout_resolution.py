@@ -50,6 +50,6 @@ def resolve_order(candidates: tuple[str, ...], chosen: str | None) -> Layout:
     if layout.order not in candidates:
         got, hint = "backends that share no order", "Choose another backend"
         if candidates:
-            got, hint = str(layout), f"Use one of {', '.join(candidates)}, or policy atlas"
+            got, hint = str(layout), f"Use one of {', '.join(candidates)}"
         raise AtlasError(Code.LAYOUT_REFUSED, got=got, hint=hint)
     return layout

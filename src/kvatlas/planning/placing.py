@@ -30,7 +30,7 @@ from kvatlas.planning.plans import Plan
 from kvatlas.planning.request import PlanRequest
 from kvatlas.planning.sized_layers import LOCAL_KINDS, SizedLayer, page_of
 
-_FORGOTTEN_UNIT = 10_000
+_FORGOTTEN_UNIT = 1_000
 """Bytes of memory so few that a unit was probably forgotten."""
 
 
@@ -169,7 +169,7 @@ def divide_memory(
         widths = [part.width for part in parts]
         taken = sum(blocks * width for blocks, width in zip(least, widths, strict=True))
         if taken > request.memory:
-            raise _not_enough(request, taken)
+            raise _not_enough(request, taken, states=any(named))
         total = sum(need * width for need, width in zip(grows, widths, strict=True))
         for i, width in enumerate(widths):
             if width:
@@ -179,9 +179,9 @@ def divide_memory(
     return [counts.get(i, 1) for i in range(len(drafts))]
 
 
-def _not_enough(request: PlanRequest, needed: int) -> AtlasError:
+def _not_enough(request: PlanRequest, needed: int, *, states: bool) -> AtlasError:
     what = f"one request of {request.max_len:,} tokens"
-    if request.requests:
+    if states:
         what += f" and the states of {request.requests:,}"
     hint = f"Give at least {needed:,} bytes, or a shorter max_len"
     if request.memory < _FORGOTTEN_UNIT:

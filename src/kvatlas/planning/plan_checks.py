@@ -106,7 +106,7 @@ def _check_region(plan: PlanData, region: Region, names: set[tuple[str, int]]) -
         if kind != group.kind and (kind, group.kind) not in _TOGETHER:
             raise _bad(f"layer {layer.name} of kind {kind} in a group of {group.kind}")
         if group.kind in _PARTIAL and layer.spec.visibility != group.visibility:
-            raise _bad(f"layer {layer.name} sees {layer.spec.visibility} in {group.visibility}")
+            raise _bad(f"layer {layer.name}, whose window or source is not its group's")
 
 
 def _refuse_mixed_blocks(regions: list[tuple[Region, Placement]], blocks: int) -> None:

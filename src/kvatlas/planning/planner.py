@@ -98,7 +98,7 @@ def plan(
 
 def _check_word(option: str, word: object, words: tuple[str, ...]) -> None:
     if not isinstance(word, str) or word not in words:
-        problem, hint = f"There is no {option} of that name", f"Use one of {', '.join(words)}"
+        problem, hint = f"This is no word for {option}", f"Use one of {', '.join(words)}"
         raise AtlasError(Code.UNKNOWN_POLICY, problem, got=repr(word), hint=hint)
 
 
