@@ -67,7 +67,11 @@ class Plan(PlanData, frozen=True, kw_only=True, forbid_unknown_fields=True, dict
             return msgspec.json.decode(text, type=cls)
         except (msgspec.MsgspecError, ValueError, TypeError) as problem:
             hint = "Make it again with the same version of kvatlas"
-            raise AtlasError(Code.BAD_PLAN, got=str(problem), hint=hint) from problem
+            cause = problem.__cause__
+            got = str(problem)
+            if isinstance(cause, AtlasError) and cause.code is Code.BAD_PLAN:
+                got = str(cause.got)  # msgspec wraps what the validator raised
+            raise AtlasError(Code.BAD_PLAN, got=got, hint=hint) from problem
 
     # -- geometry -------------------------------------------------------------------
 
