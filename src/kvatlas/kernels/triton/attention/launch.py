@@ -49,7 +49,7 @@ def attend(
 ) -> torch.Tensor:
     """Attention of `q` [tokens, query heads, D] over each sequence's cache.
 
-    As `kvatlas.kernels.paged_attention`, and what engines have at hand besides: `starts`
+    As `kvatlas.kernels.attend`, and what engines have at hand besides: `starts`
     [sequences + 1] in place of counts of queries, `out` to write into, `max_queries` that
     no sequence exceeds (1 leaves out what prefill needs), and a `prepared` schedule, which
     all layers of a kind share in a step. `choice` overrides what the tuner says. With 8-bit
