@@ -36,6 +36,10 @@ class Attacked:
     def open(self, session: bytes, **changed: Any) -> Any:
         return self.raw.ask(opening(session, **changed))
 
+    def borrow(self, session: bytes, lease: bytes, **changed: Any) -> Any:
+        about: dict[str, Any] = {"buffers": 2, "seconds": 1.0} | changed
+        return self.raw.ask(protocol.Borrow(session=session, lease=lease, **about))
+
     def works(self) -> None:
         """An honest peer gets its bytes, and everything is as it was."""
         self.rounds += 1
@@ -53,7 +57,7 @@ def greeting(**changed: Any) -> protocol.Hello:
 def opening(session: bytes, **changed: Any) -> protocol.Open:
     about: dict[str, Any] = {
         "session": session, "direction": "pull", "request": "secret", "start": 0, "stop": 50,
-        "blocks": protocol.pack_tables({0: [3, 2, 1, 0]}), "seconds": 5.0, "buffers": 2,
+        "blocks": protocol.pack_tables({0: [3, 2, 1, 0]}), "seconds": 5.0,
     }  # fmt: skip
     return protocol.Open(**about | changed)
 

@@ -7,12 +7,10 @@ import re
 import threading
 from typing import Any
 
-import numpy as np
 import pytest
 
 from kvatlas import AtlasError
 from kvatlas.errors import Code
-from kvatlas.routing import Copy
 from kvatlas.wire import Metrics, Transfer
 from kvatlas.wire.leases import Leases
 from kvatlas.wire.transports.base import Done, Handle
@@ -26,7 +24,7 @@ REFUSAL = AtlasError(Code.PEER_LOST, "rule", got="got", hint="hint")
 def lease_of(leases: Leases, seconds: float = 60.0, **about: Any) -> Any:
     given: dict[str, Any] = {
         "session": KEY, "request": "r", "direction": "pull", "peer_rank": 0, "complete": True,
-        "copies": (), "buffers": (),
+        "stream": None, "entries": 0,
     }  # fmt: skip
     return leases.grant(seconds, **given | about)
 
@@ -63,14 +61,13 @@ def test_leases_of_a_request_end_one_way_only() -> None:
     assert len(leases) == 0
 
 
-def test_leases_are_bounded_in_number_and_in_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leases_are_bounded_in_number_and_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvatlas.wire.leases._MAX_LEASES", 3)
-    monkeypatch.setattr("kvatlas.wire.leases._MAX_RUNS", 10)
+    monkeypatch.setattr("kvatlas.wire.leases._MAX_ENTRIES", 10)
     leases = Leases(lambda _: None)
-    six = (Copy(0, 0, *[np.arange(6)] * 3),)
-    first = lease_of(leases, copies=six)
+    first = lease_of(leases, entries=6)
     with pytest.raises(AtlasError) as refusal:
-        lease_of(leases, copies=six)
+        lease_of(leases, entries=6)
     assert refusal.value.code is Code.TOO_MANY
     leases.drop(first)
     for _ in range(3):
@@ -104,35 +101,54 @@ STEPS = ["ok", "fail", "cancelled"]
 def test_a_transfer_is_ready_exactly_when_every_rank_has_delivered(
     outcome: tuple[str, ...], order: tuple[int, ...]
 ) -> None:
-    transfer = Transfer("r", (4, 5, 6), 30)
+    """The first failure ends it; its blocks are left alone once every rank has left them."""
+    transfer = Transfer("r", (4, 5, 6), 30, 60)
     called_off = AtlasError(Code.CANCELLED, "rule", got="got", hint="hint")
-    failed = False
+    first: AtlasError | None = None
+    for _ in order:
+        transfer.use()
     for step, rank in enumerate(order):
-        assert not transfer.done
+        assert transfer.done is (first is not None)
         assert not transfer.ready
         if outcome[rank] == "ok":
             transfer.add(4 + rank, 10)
             transfer.finished(4 + rank)
         else:
-            transfer.failed(4 + rank, REFUSAL if outcome[rank] == "fail" else called_off)
-            failed = True
-        assert transfer.done is (step == 2)
-        assert transfer.ready is (step == 2 and not failed)
-        if failed:
+            error = REFUSAL if outcome[rank] == "fail" else called_off
+            transfer.failed(4 + rank, error)
+            first = first or error
+        transfer.leave()
+        assert transfer.done is (step == 2 or first is not None)
+        assert transfer.ready is (step == 2 and first is None)
+        assert transfer.released is (step == 2)
+        if first:
             with pytest.raises(AtlasError) as refusal:
                 transfer.check_cancelled()
             assert refusal.value.code is Code.CANCELLED
-    if failed:
+    if first:
         with pytest.raises(AtlasError) as refusal:
             transfer.wait(1)
-        right = Code.PEER_LOST if "fail" in outcome else Code.CANCELLED
-        assert refusal.value.code is right
+        assert refusal.value is first
     else:
         assert transfer.wait(1).moved == 30
 
 
+def test_a_deadline_ends_a_transfer_whatever_its_ranks_wait_for() -> None:
+    transfer = Transfer("r", (0,), 30, 0.05)
+    transfer.use()
+    with pytest.raises(AtlasError) as refusal:
+        transfer.wait()
+    assert refusal.value.code is Code.DEADLINE
+    assert transfer.done
+    assert not transfer.wait_released(0.01), "a rank may still write to its blocks"
+    transfer.finished(0)
+    transfer.leave()
+    assert transfer.wait_released(0)
+    assert not transfer.ready
+
+
 def test_too_few_bytes_are_never_ready() -> None:
-    transfer = Transfer("r", (0, 1), 30)
+    transfer = Transfer("r", (0, 1), 30, 60)
     transfer.add(0, 10)
     transfer.finished(0)
     transfer.add(1, 10)
@@ -145,7 +161,7 @@ def test_too_few_bytes_are_never_ready() -> None:
 
 
 def test_a_rank_that_starts_over_counts_from_nothing() -> None:
-    transfer = Transfer("r", (0,), 30)
+    transfer = Transfer("r", (0,), 30, 60)
     transfer.add(0, 20)
     transfer.add_layer(0, "a")
     transfer.restart(0)
@@ -156,14 +172,14 @@ def test_a_rank_that_starts_over_counts_from_nothing() -> None:
 
 
 def test_a_transfer_of_no_ranks_is_over_at_once_and_others_wait() -> None:
-    assert Transfer("r", (), 0).wait(0).ready
+    assert Transfer("r", (), 0, 60).wait(0).ready
     with pytest.raises(AtlasError) as refusal:
-        Transfer("r", (0,), 0).wait(0.01)
+        Transfer("r", (0,), 0, 60).wait(0.01)
     assert refusal.value.code is Code.DEADLINE
 
 
 def test_layers_are_those_of_every_rank() -> None:
-    transfer = Transfer("r", (0, 1), None)
+    transfer = Transfer("r", (0, 1), None, 60)
     transfer.add_layer(0, "a")
     assert transfer.layers == set()
     transfer.add_layer(1, "a")

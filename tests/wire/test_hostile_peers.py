@@ -28,7 +28,9 @@ def test_sessions_that_were_never_opened_are_unknown(attacked: Attacked) -> None
     for question in (
         opening(key),
         protocol.Renew(session=key, lease=key, seconds=1.0),
+        protocol.Borrow(session=key, lease=key, buffers=1, seconds=1.0),
         protocol.Gather(session=key, lease=key, start=0, stop=1, buffer=0),
+        protocol.Fetch(session=key, lease=key, start=0, stop=1),
         protocol.GetChecksums(session=key, lease=key, start=0, stop=1, piece=4096),
         protocol.Close(session=key, lease=key, complete=True),
     ):
@@ -40,7 +42,9 @@ def test_leases_of_other_sessions_are_out_of_reach(attacked: Attacked) -> None:
     lease = attacked.open(mine).lease
     for question in (
         protocol.Renew(session=other, lease=lease, seconds=1.0),
+        protocol.Borrow(session=other, lease=lease, buffers=1, seconds=1.0),
         protocol.Gather(session=other, lease=lease, start=0, stop=1, buffer=0),
+        protocol.Fetch(session=other, lease=lease, start=0, stop=1),
         protocol.GetChecksums(session=other, lease=lease, start=0, stop=1, piece=4096),
         protocol.Close(session=other, lease=lease, complete=True),
         protocol.Close(session=mine, lease=other, complete=True),
@@ -72,7 +76,7 @@ OPENINGS: list[tuple[str, dict[str, Any]]] = [
 ]
 LIMITS: list[dict[str, Any]] = [
     {"seconds": 0.0}, {"seconds": -1.0}, {"seconds": 1e9}, {"seconds": float("nan")},
-    {"buffers": -1}, {"buffers": 17}, {"start": -1}, {"stop": 2**62 + 1}, {"direction": "steal"},
+    {"start": -1}, {"stop": 2**62 + 1}, {"direction": "steal"},
     {"request": ""}, {"request": "x" * 257}, {"blocks": {65536: b""}}, {"blocks": {-1: b""}},
     {"layers": ("x" * 257,)}, {"layers": ("x",) * 16385},
 ]  # fmt: skip
@@ -99,8 +103,12 @@ def test_numbers_and_lengths_have_limits(attacked: Attacked, changed: dict[str, 
 def test_a_piece_lies_in_a_buffer_of_the_lease(attacked: Attacked) -> None:
     session = attacked.session()
     opened = attacked.open(session)
-    free = (set(range(4)) - set(opened.buffers)).pop()
-    buffer = opened.buffers[0]
+    for wrong in ({"buffers": 0}, {"buffers": 17}, {"seconds": -1.0}, {"seconds": 1e9}):
+        assert code_of(attacked.borrow(session, opened.lease, **wrong)) == "bad_handshake"
+    lent = attacked.borrow(session, opened.lease).buffers
+    assert attacked.borrow(session, opened.lease).buffers == lent, "a lease borrows once"
+    free = (set(range(4)) - set(lent)).pop()
+    buffer = lent[0]
     before = attacked.node.staging.memory.copy()
     for start, stop, into in (
         (0, 10, free), (0, 10, 1024), (0, 4097, buffer), (10, 0, buffer), (0, 2**62, buffer),
@@ -152,7 +160,7 @@ def test_a_reader_that_reads_nothing_releases_nothing_it_should_not(attacked: At
         again = protocol.Close(session=session, lease=lease, complete=True)
         assert code_of(attacked.raw.ask(again)) == "lease_expired"
     assert "secret" in attacked.node.offers
-    attacked.node.offers["secret"].readers.clear()
+    attacked.node.offers["secret"].read_by.clear()
 
 
 def test_sessions_are_bounded_and_the_oldest_leave_nothing(

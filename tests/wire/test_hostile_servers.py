@@ -167,21 +167,20 @@ def test_a_bad_welcome_is_refused(both: tuple[End, End], code: Code, twist: Twis
 
 PACK = protocol.pack_tables
 OPENINGS: list[tuple[Code, Twist]] = [
-    (Code.BAD_HANDSHAKE, of(protocol.Opened, buffers=(0, 2**40))),
-    (Code.BAD_HANDSHAKE, of(protocol.Opened, buffers=(2**61, 2**62))),
-    (Code.BAD_HANDSHAKE, of(protocol.Opened, buffers=(1, 1))),
-    (Code.BAD_HANDSHAKE, of(protocol.Opened, buffers=(3, 4))),
-    (Code.BAD_HANDSHAKE, of(protocol.Opened, piece=0)),
+    (Code.BAD_HANDSHAKE, of(protocol.Lent, buffers=(0, 2**40))),
+    (Code.BAD_HANDSHAKE, of(protocol.Lent, buffers=(2**61, 2**62))),
+    (Code.BAD_HANDSHAKE, of(protocol.Lent, buffers=(1, 1))),
+    (Code.BAD_HANDSHAKE, of(protocol.Lent, buffers=(3, 4))),
     (Code.BAD_HANDSHAKE, of(protocol.Opened, piece=1)),
     (Code.BAD_HANDSHAKE, of(protocol.Opened, piece=2**62)),
-    (Code.BAD_HANDSHAKE, of(protocol.Opened, buffers=(0, 1, 2, 3), piece=8192)),
+    (Code.BAD_HANDSHAKE, of(protocol.Opened, piece=8192)),
     (Code.BAD_HANDSHAKE, of(protocol.Opened, blocks={0: bytes(15)})),
     (Code.MISSING_BLOCKS, of(protocol.Opened, blocks={})),
     (Code.MISSING_BLOCKS, of(protocol.Opened, blocks=PACK({0: [1, 2]}))),
     (Code.OUT_OF_RANGE, of(protocol.Opened, blocks=PACK({0: [0, 1, 2, 2**31]}))),
     (Code.OUT_OF_RANGE, of(protocol.Opened, blocks=PACK({0: [0, 1, 2, 3], 1: [0]}))),
     (Code.TWICE, of(protocol.Opened, blocks=PACK({0: [5, 5, 5, 5]}))),
-    (Code.BAD_HANDSHAKE, of(protocol.Opened, buffers=tuple(range(17)))),
+    (Code.BAD_HANDSHAKE, of(protocol.Lent, buffers=tuple(range(17)))),
     (Code.BAD_HANDSHAKE, instead(protocol.Open, protocol.Ok(seconds=9.0))),
     (Code.BAD_HANDSHAKE, instead(protocol.Gather, protocol.Checksums(sums=b""))),
     (Code.BAD_HANDSHAKE, instead(protocol.GetChecksums, protocol.Ok())),
@@ -189,7 +188,7 @@ OPENINGS: list[tuple[Code, Twist]] = [
     (Code.BAD_HANDSHAKE, instead(protocol.GetChecksums, protocol.Checksums(sums=bytes(3)))),
     (Code.CHECKSUM, instead(protocol.GetChecksums, protocol.Checksums(sums=bytes(4)))),
     (Code.BAD_HANDSHAKE, instead(protocol.Close, protocol.Checksums(sums=b""))),
-    (Code.TOO_MANY, of(protocol.Opened, buffers=())),
+    (Code.TOO_MANY, of(protocol.Opened, piece=0)),
 ]
 
 
@@ -207,7 +206,7 @@ def test_a_bad_lease_delivers_nothing(both: tuple[End, End], code: Code, twist: 
 
 
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -5.0, 0.0, 1e300])
-@pytest.mark.parametrize("kind", [protocol.Opened, protocol.Ok])
+@pytest.mark.parametrize("kind", [protocol.Opened, protocol.Lent, protocol.Ok])
 def test_absurd_times_change_nothing(both: tuple[End, End], kind: type, seconds: float) -> None:
     source, target = both
     with liar(source, of(kind, seconds=seconds)) as endpoint:

@@ -34,11 +34,11 @@ def test_what_has_arrived_is_not_written_again() -> None:
     with ends(*pair()) as (source, target):
         expected = target.nodes[0].expect("r", target.blocks, 50, source=source.plan)
         about: dict[str, Any] = {"src_blocks": source.blocks, "tokens": 50}
-        gate = source.arounds = Gate()
+        gate = target.arounds = Gate()
         with Session(source.nodes[0], target.endpoints) as session:
             slow = session.push("r", **about, how="staged")
             assert gate.reached.wait(5)
-            source.arounds = as_it_is
+            target.arounds = as_it_is
             session.push("r", **about).wait(10)
             assert expected.ready.is_set()
             gate.opened.set()
@@ -58,10 +58,10 @@ def test_a_rank_that_pushes_again_has_not_arrived_until_it_is_done() -> None:
             Session(source.nodes[1], target.endpoints) as one,
         ):
             zero.push("r", **about).wait(10)
-            gate = source.arounds = Gate()
+            gate = target.arounds = Gate()
             again = zero.push("r", **about)
             assert gate.reached.wait(5)
-            source.arounds = as_it_is
+            target.arounds = as_it_is
             one.push("r", **about).wait(10)
             assert not expected.ready.is_set(), "rank 0 is writing"
             gate.opened.set()
@@ -83,7 +83,7 @@ def test_blocks_that_are_no_longer_expected_are_not_touched() -> None:
     """Once `forget` returns nothing is scattered into them, however far the push had come."""
     with ends(*pair()) as (source, target):
         target.nodes[0].expect("r", target.blocks, 50, source=source.plan)
-        gate = source.arounds = Gate()
+        gate = target.arounds = Gate()
         with Session(source.nodes[0], target.endpoints) as session:
             transfer = session.push("r", src_blocks=source.blocks, tokens=50, how="staged")
             assert gate.reached.wait(5)

@@ -10,8 +10,9 @@ from typing import Any
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Int64s
-from kvatlas.routing import Copy
+from kvatlas.routing import Stream
 from kvatlas.wire.protocol import Direction, new_key
+from kvatlas.wire.transports.base import Handle
 
 Released = Callable[[str, str], None]
 """Called with a request and why it was released: `read`, `expired`, `withdrawn`, `closed`."""
@@ -19,8 +20,8 @@ Released = Callable[[str, str], None]
 _MAX_LEASES = 1 << 16
 """Leases that may be open at once: a peer cannot make this process keep more."""
 
-_MAX_RUNS = 1 << 24
-"""Runs that all open leases may have together, for the same reason."""
+_MAX_ENTRIES = 1 << 24
+"""Entries that the block tables of all open leases may have together, for the same reason."""
 
 
 @dataclass
@@ -39,7 +40,9 @@ class Offer(Held):
 
     expires: float
     released: Released | None = None
-    readers: set[tuple[bytes, int]] = field(default_factory=set)
+    readers: frozenset[str] | None = None
+    """Names of the nodes that may read it; None for any."""
+    read_by: set[tuple[bytes, int]] = field(default_factory=set)
     """Destinations that have read all of it: the hash of a plan, and a rank of it."""
 
 
@@ -53,10 +56,12 @@ class Expected(Held):
     """Ranks of that plan that all have to push."""
     arrived: set[int] = field(default_factory=set)
     ready: threading.Event = field(default_factory=threading.Event)
+    """Set once this node has itself put every byte of every source where it belongs."""
 
-    def wants(self, source: bytes) -> bool:
-        """Whether ranks of the plan with this hash may still push."""
-        return self.source == source and not self.ready.is_set()
+    @property
+    def complete(self) -> bool:
+        """Whether all sources have arrived: nobody may push any more."""
+        return self.sources <= self.arrived
 
 
 @dataclass
@@ -70,30 +75,58 @@ class Lease:
     peer_rank: int
     complete: bool
     """Whether it covers all that is offered or expected, every layer of it."""
-    copies: tuple[Copy, ...]
-    buffers: tuple[int, ...]
-    """Staging buffers of this process that are the lease's own."""
+    stream: Stream
+    entries: int
+    """Entries of the block tables that it keeps."""
     expires: float
+    buffers: list[int] = field(default_factory=list)
+    """Staging buffers of this process that are the lease's own."""
+    fetched: int = 0
+    """Bytes of a pushed stream that this process has read and put into the blocks."""
+    reads: list[Handle] = field(default_factory=list)
+    """What this process is reading into those buffers."""
+    sever: Callable[[], None] = lambda: None
+    """Tears down the link that those reads go over."""
+    over: bool = False
     guard: threading.Lock = field(default_factory=threading.Lock)
-    """Held while this process copies for the lease, which cannot end meanwhile."""
+    """Held while this process touches blocks or buffers for the lease, which cannot end then."""
 
     @property
     def held(self) -> bool:
-        """Whether it has not expired."""
-        return time.monotonic() < self.expires
+        """Whether it has neither ended nor expired."""
+        return not self.over and time.monotonic() < self.expires
 
     @property
     def left(self) -> float:
         """Seconds until it expires."""
         return max(0.0, self.expires - time.monotonic())
 
+    def check(self) -> None:
+        """Refuse a lease that is no longer held."""
+        if not self.held:
+            raise lease_expired()
+
+
+def lease_expired() -> AtlasError:
+    """The lease has ended, or there never was one."""
+    return AtlasError(
+        Code.LEASE_EXPIRED,
+        got="a lease that has expired, was closed, or was never granted",
+        hint="Open the transfer again, for longer",
+    )
+
 
 class Leases:
-    """All leases of a process; any thread may use them."""
+    """All leases of a process; any thread may use them.
+
+    Locks are taken in one order: a lease's guard, then the node's lock, then those of leases,
+    sessions, routes and staging buffers, under which nothing else is taken. Nothing that waits
+    for a peer, binds or compiles is done under any of them, but copies under a guard.
+    """
 
     def __init__(self, ended: Callable[[Lease], None]) -> None:
         self._open: dict[bytes, Lease] = {}
-        self._runs = 0
+        self._entries = 0
         self._ended = ended
         self._lock = threading.Lock()
 
@@ -104,18 +137,17 @@ class Leases:
     def grant(self, seconds: float, **fields: Any) -> Lease:
         """A new lease of so many seconds."""
         lease = Lease(key=new_key(), expires=time.monotonic() + seconds, **fields)
-        runs = sum(map(len, lease.copies))
         with self._lock:
-            if len(self._open) >= _MAX_LEASES or self._runs + runs > _MAX_RUNS:
+            if len(self._open) >= _MAX_LEASES or self._entries + lease.entries > _MAX_ENTRIES:
                 raise AtlasError(
                     Code.TOO_MANY,
-                    f"Too many transfers are open: {_MAX_LEASES:,} of {_MAX_RUNS:,} runs in all "
-                    "is the most",
-                    got=f"one more of {runs:,} runs",
+                    f"Too many transfers are open: {_MAX_LEASES:,}, and {_MAX_ENTRIES:,} blocks "
+                    "in all, are the most",
+                    got=f"one more of {lease.entries:,} blocks",
                     hint="Close transfers, or wait until their leases expire",
                 )
             self._open[lease.key] = lease
-            self._runs += runs
+            self._entries += lease.entries
         return lease
 
     def find(self, key: bytes, session: bytes) -> Lease:
@@ -123,11 +155,7 @@ class Leases:
         with self._lock:
             lease = self._open.get(key)
         if lease is None or lease.session != session or not lease.held:
-            raise AtlasError(
-                Code.LEASE_EXPIRED,
-                got="a lease that has expired, was closed, or was never granted",
-                hint="Open the transfer again, for longer",
-            )
+            raise lease_expired()
         return lease
 
     def renew(self, lease: Lease, seconds: float) -> None:
@@ -139,9 +167,10 @@ class Leases:
         with self._lock:
             if self._open.pop(lease.key, None) is None:
                 return
-            self._runs -= sum(map(len, lease.copies))
+            self._entries -= lease.entries
         with lease.guard:
-            self._ended(lease)
+            lease.over = True
+        self._ended(lease)
 
     def sweep(self) -> None:
         """End leases that have expired."""

@@ -85,7 +85,7 @@ class SendPlan(Message, frozen=True, kw_only=True, tag="send_plan"):
 
 
 class Open(Message, frozen=True, kw_only=True, tag="open"):
-    """Begin a transfer: `pull` reads what is offered, `push` writes what is expected."""
+    """Begin a transfer: `pull` reads what is offered, `push` brings what is expected."""
 
     session: Key
     direction: Direction
@@ -98,8 +98,6 @@ class Open(Message, frozen=True, kw_only=True, tag="open"):
     stop: Whole
     layers: Annotated[tuple[Name, ...], Meta(max_length=16384)] | None = None
     seconds: Annotated[float, Meta(gt=0, le=86400)]
-    buffers: Annotated[int, Meta(ge=0, le=16)] = 0
-    """Staging buffers that the sender would like."""
 
 
 class Opened(Message, frozen=True, kw_only=True, tag="opened"):
@@ -108,10 +106,23 @@ class Opened(Message, frozen=True, kw_only=True, tag="opened"):
     lease: Key
     seconds: float
     blocks: BlockTables
-    buffers: Annotated[tuple[Whole, ...], Meta(max_length=16)] = ()
-    """Staging buffers that are the lease's own while it lasts; none where none are free."""
     piece: Whole = 0
-    """Bytes of a staging buffer."""
+    """Bytes of a staging buffer of this end; 0 where it has none."""
+
+
+class Borrow(Message, frozen=True, kw_only=True, tag="borrow"):
+    """Ask for staging buffers of the other end, waiting a while for them."""
+
+    session: Key
+    lease: Key
+    buffers: Annotated[int, Meta(ge=1, le=16)]
+    seconds: Annotated[float, Meta(gt=0, le=86400)]
+
+
+class Lent(Message, frozen=True, kw_only=True, tag="lent"):
+    """Staging buffers that are the lease's own while it lasts; none where none came free."""
+
+    buffers: Annotated[tuple[Whole, ...], Meta(max_length=16)] = ()
 
 
 class Renew(Message, frozen=True, kw_only=True, tag="renew"):
@@ -123,16 +134,28 @@ class Renew(Message, frozen=True, kw_only=True, tag="renew"):
 
 
 class Gather(Message, frozen=True, kw_only=True, tag="gather"):
-    """Gather bytes start .. stop - 1 of a lease's stream into a staging buffer.
+    """Gather bytes start .. stop - 1 of an offered stream into a staging buffer of the lease."""
 
-    For a push it is the other way: the buffer holds them and they are to be scattered.
+    session: Key
+    lease: Key
+    start: Whole
+    stop: Whole
+    buffer: Annotated[int, Meta(ge=0, le=65535)]
+
+
+class Fetch(Message, frozen=True, kw_only=True, tag="fetch"):
+    """Read bytes start .. stop - 1 of a pushed stream and put them into the expected blocks.
+
+    The receiver does the reading, into staging memory of its own, so that nobody else ever
+    writes to its pools. Pieces are fetched one after the other, each where the last one ended.
     """
 
     session: Key
     lease: Key
     start: Whole
     stop: Whole
-    buffer: Annotated[int, Meta(ge=0, le=1024)]
+    staged_at: Whole | None = None
+    """Where they lie, gathered, in the sender's staging memory; None to read its pools."""
 
 
 class GetChecksums(Message, frozen=True, kw_only=True, tag="get_checksums"):
@@ -174,8 +197,8 @@ class Refusal(Message, frozen=True, kw_only=True, tag="refusal"):
     hint: Annotated[str, Meta(max_length=4096)]
 
 
-Question = Hello | Open | Renew | Gather | GetChecksums | Close
-Answer = Welcome | SendPlan | Opened | Ok | Checksums | Refusal
+Question = Hello | Open | Borrow | Renew | Gather | Fetch | GetChecksums | Close
+Answer = Welcome | SendPlan | Opened | Lent | Ok | Checksums | Refusal
 
 
 def seal(message: Message, nonce: bytes, secret: bytes | None) -> list[bytes]:

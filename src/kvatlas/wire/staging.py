@@ -16,40 +16,55 @@ import numpy as np
 from kvatlas.geometry import Int64s
 from kvatlas.routing import Copy
 from kvatlas.wire.memory_copy import Bytes, Places, copy_runs, one_length
+from kvatlas.wire.transports.base import STAGING
 
 
 class StagingBuffers:
-    """A registered buffer of some pieces, lent to transfers piece by piece.
+    """A registered buffer of some pieces, lent piece by piece.
 
-    >>> staging = StagingBuffers(np.zeros(3 * 4096, np.uint8), 4096)
-    >>> lent = staging.acquire(2)
-    >>> len(lent), staging.acquire(2), staging.free
-    (2, [], 1)
-    >>> staging.give_back(lent)
+    Half of the buffers are for transfers of this node, half for its peers': two nodes that
+    read from each other would otherwise each wait for what the other has taken.
+
+    >>> staging = StagingBuffers(np.zeros(4 * 4096, np.uint8), 4096)
+    >>> mine, lent = staging.acquire(2), staging.acquire(2, for_peer=True)
+    >>> len(mine), len(lent), staging.acquire(1), staging.free
+    (2, 2, [], 0)
+    >>> staging.give_back(mine + lent)
     >>> staging.free
-    3
+    4
     """
 
     def __init__(self, memory: Bytes, piece: int) -> None:
         self.memory, self.piece, self.count = memory, piece, memory.size // piece
-        self._free = list(range(self.count))
-        self._lock = threading.Lock()
+        own = -(-self.count // 2)
+        self._free = {False: list(range(own)), True: list(range(own, self.count))}
+        self._own = own
+        self._changed = threading.Condition()
 
     @property
     def free(self) -> int:
         """Buffers that nobody has now."""
-        with self._lock:
-            return len(self._free)
+        with self._changed:
+            return sum(map(len, self._free.values()))
 
-    def acquire(self, count: int) -> list[int]:
-        """So many buffers, by index, or none where fewer are free."""
-        with self._lock:
-            return [self._free.pop() for _ in range(count)] if count <= len(self._free) else []
+    def most(self, *, for_peer: bool = False) -> int:
+        """Buffers that there are for transfers of this node, or of its peers."""
+        return self.count - self._own if for_peer else self._own
+
+    def acquire(self, count: int, seconds: float = 0.0, *, for_peer: bool = False) -> list[int]:
+        """So many buffers, by index, once they are free; none where that takes too long."""
+        free = self._free[for_peer]
+        with self._changed:
+            if not self._changed.wait_for(lambda: count <= len(free), seconds):
+                return []
+            return [free.pop() for _ in range(count)]
 
     def give_back(self, buffers: Iterable[int]) -> None:
         """Let others have buffers that were acquired."""
-        with self._lock:
-            self._free += buffers
+        with self._changed:
+            for buffer in buffers:
+                self._free[buffer >= self._own].append(buffer)
+            self._changed.notify_all()
 
     def view(self, buffer: int, nbytes: int) -> Bytes:
         """The first bytes of a buffer."""
@@ -59,31 +74,6 @@ class StagingBuffers:
 def stream_bytes(copies: Sequence[Copy]) -> int:
     """Bytes of the stream of some copies."""
     return sum(copy.nbytes for copy in copies)
-
-
-def stream_slice(copies: Sequence[Copy], start: int, stop: int) -> list[Copy]:
-    """The part of some copies that is bytes start .. stop - 1 of their stream.
-
-    >>> whole = Copy(0, 0, np.array([0, 100]), np.array([50, 80]), np.array([8, 8]))
-    >>> (part,) = stream_slice([whole], 6, 10)
-    >>> part.src, part.dst, part.length
-    (array([  6, 100]), array([56, 80]), array([2, 2]))
-    """
-    parts = []
-    before = 0
-    for copy in copies:
-        ends = np.cumsum(copy.length) + before
-        begins = ends - copy.length
-        first = int(np.searchsorted(ends, start, side="right"))
-        last = int(np.searchsorted(begins, stop, side="left"))
-        if first < last and start < stop:
-            low = np.maximum(begins[first:last], start)
-            skip = low - begins[first:last]
-            length = np.minimum(ends[first:last], stop) - low
-            src, dst = copy.src[first:last] + skip, copy.dst[first:last] + skip
-            parts.append(Copy(copy.src_pool, copy.dst_pool, src, dst, length))
-        before += copy.nbytes
-    return parts
 
 
 def gather(copies: Sequence[Copy], pools: Mapping[int, Bytes], stream: Bytes) -> int:
@@ -117,18 +107,27 @@ def _stream_places(length: Int64s, first: int) -> Places:
 
 
 def checksums(
-    copies: Sequence[Copy],
-    pools: Mapping[int, Bytes],
-    span: tuple[int, int],
-    piece: int,
-    *,
-    src: bool,
+    copies: Sequence[Copy], pools: Mapping[int, Bytes], piece: int, *, src: bool
 ) -> Int64s:
-    """A CRC-32 of every `piece` bytes of a span of the stream, read at one end."""
-    part = stream_slice(copies, *span)
+    """A CRC-32 of every `piece` bytes of the stream of some copies, read at one end."""
     if not src:
-        part = [Copy(c.dst_pool, c.src_pool, c.dst, c.src, c.length) for c in part]
-    stream = np.empty(stream_bytes(part), dtype=np.uint8)
-    gather(part, pools, stream)
+        copies = [Copy(c.dst_pool, c.src_pool, c.dst, c.src, c.length) for c in copies]
+    stream = np.empty(stream_bytes(copies), dtype=np.uint8)
+    gather(copies, pools, stream)
     sums = [zlib.crc32(stream[at : at + piece].data) for at in range(0, stream.size, piece)]
     return np.array(sums, dtype=np.int64)
+
+
+def into_buffer(copies: Sequence[Copy], at: int) -> list[Copy]:
+    """Runs of a source's pools, one behind the other from an offset of the staging memory on.
+
+    >>> (read,) = into_buffer([Copy(0, 3, np.array([70, 10]), np.array([0, 8]), np.array([4, 2]))], 4096)
+    >>> read.src_pool, read.dst_pool, read.src, read.dst
+    (0, -1, array([70, 10]), array([4096, 4100]))
+    """
+    reads = []
+    for copy in copies:
+        places = np.cumsum(copy.length) - copy.length + at
+        reads.append(Copy(copy.src_pool, STAGING, copy.src, places, copy.length))
+        at += copy.nbytes
+    return reads

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,15 +13,15 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.routing import Copy, Costs, report, token_range
+from kvatlas.routing import Copy, Costs, Stream, token_range
 from kvatlas.wire import protocol
 from kvatlas.wire.client.transfer import Transfer
 from kvatlas.wire.peers import Peer
 from kvatlas.wire.protocol import Ok, Opened
-from kvatlas.wire.rpc import ask
+from kvatlas.wire.rpc import ask, no_answer
 from kvatlas.wire.server.node_state import NodeState
-from kvatlas.wire.staging import checksums, gather, scatter, stream_bytes, stream_slice
-from kvatlas.wire.transports.base import STAGING, Link
+from kvatlas.wire.staging import checksums, gather, scatter
+from kvatlas.wire.transports.base import STAGING, Handle, Link
 
 A = TypeVar("A", bound=protocol.Message)
 How = Literal["auto", "direct", "staged"]
@@ -29,10 +29,16 @@ How = Literal["auto", "direct", "staged"]
 _BATCH = 64 << 20
 """Bytes that are posted at once: progress, and a chance to cancel, after each."""
 
+_BATCH_RUNS = 1 << 20
+"""Runs that are posted at once, more or less: each costs memory at this end."""
+
 _CHECKSUM_PIECE = 1 << 20
 
 _BUFFERS = 2
 """Staging buffers of a transfer at each end: one is filled while the other is sent."""
+
+_SEVERED = 1.0
+"""Seconds in which a link that was torn down is seen to be done with what it was reading."""
 
 
 @dataclass
@@ -43,6 +49,8 @@ class PeerConnection:
     peer: Peer
     session: bytes
     link: Link
+    errands: ThreadPoolExecutor
+    """Carries out what nobody waits for."""
     costs: Costs | None = None
     """What the link was measured at."""
     users: int = 0
@@ -69,61 +77,68 @@ class TransferRequest:
 
 @dataclass
 class RankTransfer:
-    """One rank's part of a transfer, with one peer that has `patience` seconds for an answer."""
+    """One rank's part of a transfer, with one peer.
+
+    The peer has `patience` seconds for an answer; where there are `others` to turn to, also
+    for every batch of bytes.
+    """
 
     node: NodeState
     connection: PeerConnection
     wanted: TransferRequest
     transfer: Transfer
     patience: float
+    others: bool = False
 
     def __post_init__(self) -> None:
         wanted = self.wanted
-        self.deadline = self.transfer.begun + wanted.seconds
+        self.deadline = self.transfer.deadline
         self.rank = self.connection.peer.rank
         self.pull = wanted.direction == "pull"
         self.tokens = token_range(wanted.tokens, self.node.plan.max_len)
         self.mine = protocol.by_group(wanted.blocks)
         self.theirs = None if wanted.peer_blocks is None else protocol.by_group(wanted.peer_blocks)
+        self.buffers: list[int] = []
+        """Staging buffers of this node."""
+        self.lent: tuple[int, ...] = ()
+        """Staging buffers of the peer."""
+        self.given_up: list[Handle] = []
+        """Operations that were given up before they were done."""
 
     def run(self) -> None:
-        """Carry it out, or raise why not; the lease and the buffers are given back either way."""
-        self.transfer.check_cancelled()
-        self.buffers = self._acquire_buffers()
+        """Carry it out, or raise why not.
+
+        What this end lent is given back, and the transfer is told that its blocks are left
+        alone, once nothing can be read into them any more.
+        """
+        self.transfer.use()
         try:
+            self.transfer.check_cancelled()
             self._run()
         finally:
-            self.node.staging.give_back(self.buffers)
+            link = self.connection.link
+            self.node.quarantine.hold(self.given_up, self._let_go, sever=link.sever)
 
-    def _acquire_buffers(self) -> list[int]:
-        """Staging buffers of this node; a transfer that must be staged waits for them."""
-        if self.wanted.how == "direct" or self.wanted.streamed:
-            return []
-        staging = self.node.staging
-        buffers = staging.acquire(_BUFFERS)
-        waits = self.wanted.how == "staged" and staging.count >= _BUFFERS
-        while not buffers and waits and time.monotonic() < self.deadline:
-            self.transfer.check_cancelled()
-            time.sleep(1e-3)
-            buffers = staging.acquire(_BUFFERS)
-        return buffers
+    def _let_go(self) -> None:
+        self.node.staging.give_back(self.buffers)
+        self.transfer.leave()
 
     def _run(self) -> None:
         self._open()
         complete = False
         try:
             self._check_opened()
-            copies = self._copies(self.wanted.layers)
-            self._move(copies)
+            stream = self._stream(self.wanted.layers)
+            self._move(stream)
             if self.wanted.checksums:
-                self._compare(copies)
+                self._compare(stream)
             complete = True
         finally:
             self._close(complete=complete)
         # Only now: the source has confirmed that it held the blocks until after the last byte.
         for name in self._streamed_layers() if self.wanted.streamed else ():
             self.transfer.add_layer(self.rank, name)
-        self.node.metrics.add(bytes=stream_bytes(copies), descriptors=sum(map(len, copies)))
+        self.node.metrics.add(bytes=stream.nbytes, descriptors=stream.runs)
 
     # -- messages -------------------------------------------------------------------------
 
@@ -153,25 +168,39 @@ class RankTransfer:
             stop=self.tokens[1],
             layers=None if wanted.layers is None else tuple(wanted.layers),
             seconds=self._seconds_left(),
-            buffers=len(self.buffers),
         )
         with self.node.metrics.phase("open"):
             self.opened = self._ask(question, Opened)
         self._renew_at = time.monotonic() + self.opened.seconds / 2
 
     def _check_opened(self) -> None:
-        """Take the peer's blocks and buffers, the buffers only inside its staging memory."""
-        opened = self.opened
-        told = protocol.unpack_tables(opened.blocks)
+        """Take the peer's blocks, and its staging only where that can be what it says."""
+        told = protocol.unpack_tables(self.opened.blocks)
         self.theirs = told if self.theirs is None else self.theirs
-        staging = self.connection.peer.memory.get(STAGING)
-        size = 0 if staging is None else staging.nbytes
-        small = opened.piece < protocol.MIN_PIECE_BYTES
-        outside = any((buffer + 1) * opened.piece > size for buffer in opened.buffers)
-        twice = len(set(opened.buffers)) < len(opened.buffers)
-        if opened.buffers and (small or outside or twice):
-            got = f"buffers {opened.buffers} of {opened.piece} bytes in {size}"
+        piece = self.opened.piece
+        if piece and (piece < protocol.MIN_PIECE_BYTES or piece > self._staging_bytes()):
+            got = f"buffers of {piece} bytes in {self._staging_bytes()}"
             raise protocol.bad_handshake(got)
+
+    def _staging_bytes(self) -> int:
+        staging = self.connection.peer.memory.get(STAGING)
+        return 0 if staging is None else staging.nbytes
+
+    def _borrow(self, count: int) -> None:
+        """Get staging buffers of the peer, which lie inside its staging memory."""
+        while len(self.lent) < count:
+            self.transfer.check_cancelled()
+            seconds = min(self.patience / 2, self._seconds_left())
+            lent = self._ask_of_lease(
+                protocol.Borrow, protocol.Lent, buffers=count, seconds=seconds
+            ).buffers
+            outside = any((one + 1) * self.opened.piece > self._staging_bytes() for one in lent)
+            if outside or len(set(lent)) < len(lent):
+                got = f"buffers {lent} of {self.opened.piece} in {self._staging_bytes()} bytes"
+                raise protocol.bad_handshake(got)
+            self.lent = lent
+            if 0 < len(lent) < count:
+                return
 
     def _seconds_left(self) -> float:
         return max(0.001, self.deadline - time.monotonic())
@@ -187,18 +216,29 @@ class RankTransfer:
 
     def _close(self, *, complete: bool) -> None:
         """End the lease; where all went well, the source confirms that it was held."""
-        with self.node.metrics.phase("confirm"), suppress(*(() if complete else (AtlasError,))):
-            self._ask_of_lease(protocol.Close, Ok, complete=complete)
+        if not complete:
+            # Nobody waits for a peer that may not answer: its lease ends by itself then.
+            self.connection.errands.submit(self._abandon)
+            return
+        with self.node.metrics.phase("confirm"):
+            self._ask_of_lease(protocol.Close, Ok, complete=True)
 
-    def _compare(self, copies: Sequence[Copy]) -> None:
+    def _abandon(self) -> None:
+        deadline = time.monotonic() + min(1.0, self.patience)
+        session, lease = self.connection.session, self.opened.lease
+        question = protocol.Close(session=session, lease=lease, complete=False)
+        with suppress(AtlasError):
+            ask(self.connection.endpoint, question, secret=self.node.secret, deadline=deadline)
+
+    def _compare(self, stream: Stream) -> None:
         """Refuse bytes that are not those of the other end."""
-        total, longest = stream_bytes(copies), protocol.MAX_CHECKSUM_SPAN
+        total, longest = stream.nbytes, protocol.MAX_CHECKSUM_SPAN
         wrong = 0
         for start in range(0, total, longest):
             self.transfer.check_cancelled()
             self._renew_in_time()
             with self.node.metrics.phase("checksums"):
-                wrong += self._differing(copies, start, min(total, start + longest))
+                wrong += self._differing(stream, start, min(total, start + longest))
         if wrong:
             raise AtlasError(
                 Code.CHECKSUM,
@@ -206,128 +246,190 @@ class RankTransfer:
                 hint="Transfer them again, and mistrust the wire",
             )
 
-    def _differing(self, copies: Sequence[Copy], start: int, stop: int) -> int:
+    def _differing(self, stream: Stream, start: int, stop: int) -> int:
         """How many pieces of a span of the stream are not the same at both ends."""
         span = {"start": start, "stop": stop, "piece": _CHECKSUM_PIECE}
         theirs = self._ask_of_lease(protocol.GetChecksums, protocol.Checksums, **span).sums
-        pools = self.node.pools
-        ours = checksums(copies, pools, (start, stop), _CHECKSUM_PIECE, src=not self.pull)
+        part, pools = stream.copies(start, stop), self.node.pools
+        ours = checksums(part, pools, _CHECKSUM_PIECE, src=not self.pull)
         if len(theirs) != 4 * len(ours):
             raise protocol.bad_handshake(f"{len(theirs)} bytes for {len(ours)} checksums")
         return int((ours != np.frombuffer(theirs, dtype="<u4")).sum())
 
     # -- bytes ----------------------------------------------------------------------------
 
-    def _copies(self, layers: Collection[str] | None) -> tuple[Copy, ...]:
+    def _stream(self, layers: Collection[str] | None) -> Stream:
         mine, theirs, peer = self.mine, self.theirs, self.connection.peer
-        return self.node.copies(peer, mine, theirs, self.tokens, layers, incoming=self.pull)
+        return self.node.stream(peer, mine, theirs, self.tokens, layers, incoming=self.pull)
 
-    def _move(self, copies: Sequence[Copy]) -> None:
+    def _move(self, stream: Stream) -> None:
+        if not stream.nbytes:
+            return
         if self.wanted.streamed:
-            for name in self._streamed_layers():
-                self.transfer.check_cancelled()
-                self._move_direct(self._copies([name]))
-                if not self.wanted.checksums:
-                    # What was read counts once the source confirms that it still held it.
-                    self._renew()
-                    self.transfer.add_layer(self.rank, name)
-            return
-        able = len(self.buffers) == len(self.opened.buffers) == _BUFFERS
-        if able and self._should_stage(copies):
-            self._move_staged(copies)
-            return
-        if self.wanted.how == "staged" and stream_bytes(copies):
-            raise AtlasError(
-                Code.TOO_MANY,
-                "All staging buffers are in use",
-                got="none free at one end, or none at all",
-                hint="Give the nodes more buffers, or let the transfer choose",
-            )
-        self._move_direct(copies)
+            self._move_layers()
+        elif self.pull and not self._should_stage(stream):
+            self._move_direct(stream)
+        elif self.pull:
+            self._borrow_both(_BUFFERS)
+            self._pull_staged(stream)
+        else:
+            self._borrow(1)
+            self._push(stream, staged=self._should_stage(stream))
+
+    def _move_layers(self) -> None:
+        for name in self._streamed_layers():
+            self._move_direct(self._stream([name]))
+            if not self.wanted.checksums:
+                # What was read counts once the source confirms that it still held it.
+                self._renew()
+                self.transfer.add_layer(self.rank, name)
 
     def _streamed_layers(self) -> list[str]:
         layers = self.node.route_from(self.connection.peer).layers
         chosen = self.wanted.layers
         return [name for name in layers if chosen is None or name in chosen]
 
-    def _move_direct(self, copies: Sequence[Copy]) -> None:
+    def _borrow_both(self, count: int) -> None:
+        """Get staging buffers of both ends, waiting for them; the peer's are got last."""
+        if not self.buffers:
+            staging = self.node.staging
+            count = min(count, staging.most())
+            while count and not self.buffers:
+                self.transfer.check_cancelled()
+                self.buffers = staging.acquire(count, min(0.1, self._seconds_left()))
+        if self.opened.piece:
+            self._borrow(count)
+        if not self.buffers or not self.lent:
+            raise AtlasError(
+                Code.TOO_MANY,
+                "An end of the transfer has no staging buffers",
+                got=f"{len(self.buffers)} here, {len(self.lent)} there",
+                hint="Give the nodes more buffers, or let the transfer choose",
+            )
+
+    def _move_direct(self, stream: Stream) -> None:
         """A descriptor for every run."""
-        total = stream_bytes(copies)
-        for start in range(0, total, _BATCH):
+        total = stream.nbytes
+        batch = max(4096, min(_BATCH, total * _BATCH_RUNS // max(1, stream.runs)))
+        for start in range(0, total, batch):
             self._renew_in_time()
-            stop = min(total, start + _BATCH)
-            part = copies if total <= _BATCH else stream_slice(copies, start, stop)
+            stop = min(total, start + batch)
             with self.node.metrics.phase("direct"):
-                self._carry_out(part)
+                self._read(stream.copies(start, stop))
             self.transfer.add(self.rank, stop - start)
 
-    def _carry_out(self, copies: Sequence[Copy]) -> None:
-        """Move runs over the link; what was posted is done, or released, when this returns."""
-        link = self.connection.link
-        handle = link.read(copies) if self.pull else link.write(copies)
+    def _read(self, copies: Sequence[Copy]) -> None:
+        """Read runs over the link; where that is given up, it is remembered."""
+        handle = self.connection.link.read(copies)
+        deadline = self.deadline
+        if self.others:
+            deadline = min(deadline, time.monotonic() + self.patience)
         try:
-            handle.wait(self.deadline, self.transfer.check_cancelled)
+            handle.wait(deadline, self.transfer.check_cancelled)
         finally:
             handle.release()
+            if not handle.settle():
+                self.given_up.append(handle)
+                if self.others:
+                    self._sever()
 
-    def _should_stage(self, copies: Sequence[Copy]) -> bool:
+    def _sever(self) -> None:
+        """Tear the link to a stalled replica down before another one fills the same blocks."""
+        self.connection.link.sever()
+        patience = time.monotonic() + _SEVERED
+        while not all(handle.settle() for handle in self.given_up):
+            if time.monotonic() > patience:
+                self.transfer.failed(self.rank, no_answer(self.connection.endpoint))
+                return
+            time.sleep(0.01)
+
+    def _should_stage(self, stream: Stream) -> bool:
         """Whether to go through staging buffers: as asked, or by what the link was measured at."""
-        if self.wanted.how == "staged":
+        if self.wanted.how != "auto":
+            return self.wanted.how == "staged"
+        staging = self.node.staging
+        if not staging.most() or (self.pull and not self.opened.piece):
+            return False
+        if not self._reaches(stream):
             return True
         if self.wanted.costs is None and self.connection.costs is None:
+            self._borrow_both(_BUFFERS)
             with self.node.metrics.phase("measure"):
                 self.connection.costs = self._measure()
-        return report(copies, self.wanted.costs or self.connection.costs).stage
+        costs = self.wanted.costs or self.connection.costs or Costs()
+        return costs.staged(stream.nbytes) < costs.direct(stream.runs, stream.nbytes)
 
-    def _move_staged(self, copies: Sequence[Copy]) -> None:
-        """Gather, send in large pieces, scatter; one piece is gathered while another is sent."""
-        staging, pools, opened = self.node.staging, self.node.pools, self.opened
-        piece = min(staging.piece, opened.piece)
-        total = stream_bytes(copies)
-        spans = [(start, min(total, start + piece)) for start in range(0, total, piece)]
+    def _pull_staged(self, stream: Stream) -> None:
+        """Have pieces gathered, read and scatter them; one is gathered while another is read."""
+        staging, pools = self.node.staging, self.node.pools
+        piece = min(staging.piece, self.opened.piece)
+        spans = list(_spans(stream.nbytes, piece))
+        many = min(len(self.buffers), len(self.lent))
         waiting: list[Future[Ok]] = []
 
-        def ask_peer(number: int) -> None:
-            """Have the peer gather a piece, or scatter it, beside what happens here."""
+        def gather_next(number: int) -> None:
             start, stop = spans[number]
-            span = {"start": start, "stop": stop, "buffer": opened.buffers[number % _BUFFERS]}
+            span = {"start": start, "stop": stop, "buffer": self.lent[number % many]}
             waiting.append(beside.submit(lambda: self._ask_of_lease(protocol.Gather, Ok, **span)))
 
         with ThreadPoolExecutor(1, thread_name_prefix="kvatlas-stage") as beside:
-            if self.pull and spans:
-                ask_peer(0)
+            gather_next(0)
             for number, (start, stop) in enumerate(spans):
                 self.transfer.check_cancelled()
                 self._renew_in_time()
-                stream = staging.view(self.buffers[number % _BUFFERS], stop - start)
-                part = stream_slice(copies, start, stop)
-                if self.pull:
-                    waiting.pop(0).result()
-                    if number + 1 < len(spans):
-                        ask_peer(number + 1)
-                    self._send(number, stop - start)
-                    scatter(part, stream, pools)
-                else:
-                    if len(waiting) == _BUFFERS:
-                        waiting.pop(0).result()
-                    gather(part, pools, stream)
-                    self._send(number, stop - start)
-                    ask_peer(number)
+                waiting.pop(0).result()
+                if number + 1 < len(spans) and many > 1:
+                    gather_next(number + 1)
+                with self.node.metrics.phase("staged"):
+                    self._read([self._staging_copy(number % many, stop - start)])
+                if number + 1 < len(spans) and many == 1:
+                    gather_next(number + 1)
+                here = staging.view(self.buffers[number % many], stop - start)
+                scatter(stream.copies(start, stop), here, pools)
                 self.transfer.add(self.rank, stop - start)
-            for scattered in waiting:
-                scattered.result()
 
-    def _send(self, number: int, nbytes: int) -> None:
-        """One piece between the staging buffers of the two ends."""
-        with self.node.metrics.phase("staged"):
-            self._carry_out([self._staging_copy(number % _BUFFERS, nbytes)])
+    def _push(self, stream: Stream, *, staged: bool) -> None:
+        """Have the peer fetch piece after piece; the next is gathered while it does."""
+        staging, pools = self.node.staging, self.node.pools
+        piece = self.opened.piece
+        if staged:
+            self._borrow_both(_BUFFERS)
+            piece = min(piece, staging.piece)
+        waiting: list[Future[Ok]] = []
+        with ThreadPoolExecutor(1, thread_name_prefix="kvatlas-stage") as beside:
+            for number, (start, stop) in enumerate(_spans(stream.nbytes, piece)):
+                self.transfer.check_cancelled()
+                self._renew_in_time()
+                span: dict[str, Any] = {"start": start, "stop": stop}
+                if staged:
+                    if len(waiting) == len(self.buffers):
+                        waiting.pop(0).result()
+                    buffer = self.buffers[number % len(self.buffers)]
+                    gather(stream.copies(start, stop), pools, staging.view(buffer, stop - start))
+                    span["staged_at"] = buffer * staging.piece
+                fetch = partial(self._fetch, span)
+                waiting.append(beside.submit(fetch))
+            for fetched in waiting:
+                fetched.result()
+
+    def _fetch(self, span: dict[str, Any]) -> Ok:
+        self.transfer.check_cancelled()
+        with self.node.metrics.phase("fetch"):
+            ok = self._ask_of_lease(protocol.Fetch, Ok, **span)
+        self.transfer.add(self.rank, span["stop"] - span["start"])
+        return ok
+
+    def _reaches(self, stream: Stream) -> bool:
+        """Whether the pools of a stream's source can be read over the link."""
+        if not self.pull:
+            return all(map(self.node.transport.shares, self.node.memory))
+        return all(map(self.connection.link.reaches, self.connection.peer.memory))
 
     def _staging_copy(self, buffer: int, nbytes: int, near: Any = (0,), far: Any = (0,)) -> Copy:
-        """Runs of one length between offsets in a staging buffer of either end."""
+        """Runs of one length between offsets in a staging buffer of the peer and of this end."""
         mine = self.buffers[buffer] * self.node.staging.piece + np.asarray(near)
-        theirs = self.opened.buffers[buffer] * self.opened.piece + np.asarray(far)
-        src, dst = (theirs, mine) if self.pull else (mine, theirs)
-        return Copy(STAGING, STAGING, src, dst, np.full(len(src), nbytes, dtype=np.int64))
+        theirs = self.lent[buffer] * self.opened.piece + np.asarray(far)
+        return Copy(STAGING, STAGING, theirs, mine, np.full(len(mine), nbytes, dtype=np.int64))
 
     def _measure(self) -> Costs:
         """What this link costs: many short runs against one long one, between staging buffers."""
@@ -335,8 +437,8 @@ class RankTransfer:
         short, count = 4096, max(1, min(64, piece // 8192))
         at = np.arange(count) * 2 * short
         runs = self._staging_copy(0, short, at, at[::-1])
-        many = _quickest(partial(self._carry_out, [runs]))
-        one = _quickest(partial(self._carry_out, [self._staging_copy(0, piece)]))
+        many = _quickest(partial(self._read, [runs]))
+        one = _quickest(partial(self._read, [self._staging_copy(0, piece)]))
         # A scatter of such short runs, as a staged transfer ends with, into scratch memory.
         spread = Copy(STAGING, 0, at, at[::-1], np.full(count, short))
         scratch = {0: np.empty(2 * count * short, dtype=np.uint8)}
@@ -345,6 +447,11 @@ class RankTransfer:
         wire = piece / one
         each = max(0.0, (many - count * short / wire) / count)
         return Costs(descriptor=each, wire=wire, copy=count * short / copying, piece=piece)
+
+
+def _spans(total: int, piece: int) -> Iterator[tuple[int, int]]:
+    """Where the pieces of a stream start and stop."""
+    return ((start, min(total, start + piece)) for start in range(0, total, piece))
 
 
 def _quickest(act: Callable[[], object]) -> float:

@@ -35,6 +35,9 @@ _PEER_GONE = {Code.PEER_LOST, Code.UNKNOWN_SESSION, Code.DEADLINE, Code.WIRE_FAI
 _RETRIED = _PEER_GONE | {Code.LEASE_EXPIRED, Code.UNKNOWN_REQUEST, Code.CHECKSUM}
 """Failures that another replica may be spared."""
 
+_AT_ONCE = 64
+"""Parts of transfers that are carried out at once; the others wait their turn."""
+
 _ANSWER_SECONDS = 5.0
 """Seconds that a peer has for an answer, within the transfer's own deadline."""
 
@@ -49,7 +52,8 @@ class Session:
         self._connections: dict[str, PeerConnection] = {}
         self._connecting = {endpoint: threading.Lock() for endpoint in endpoints}
         self._lock = threading.RLock()
-        self._workers = ThreadPoolExecutor(16, thread_name_prefix="kvatlas-transfer")
+        self._workers = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="kvatlas-transfer")
+        self._errands = ThreadPoolExecutor(4, thread_name_prefix="kvatlas-errand")
         self._running: WeakSet[Transfer] = WeakSet()
         self._closed = False
         try:
@@ -135,6 +139,7 @@ class Session:
         for transfer in running:
             transfer.cancel()
         self._workers.shutdown(wait=True)
+        self._errands.shutdown(wait=True)
         for connection in self._connections.values():
             connection.link.close()
         self._connections.clear()
@@ -169,11 +174,12 @@ class Session:
         missing = [rank for rank in ranks if rank not in self._replicas]
         if missing:
             raise self._not_connected(missing)
-        transfer = Transfer(wanted.request, ranks, total)
+        transfer = Transfer(wanted.request, ranks, total, wanted.seconds)
         with self._lock:
             self._any_peer()
             self._running.add(transfer)
             for rank in ranks:
+                transfer.use()
                 self._workers.submit(self._run_rank, transfer, wanted, rank)
         return transfer
 
@@ -184,15 +190,18 @@ class Session:
         except AtlasError as refused:
             error = refused
         except Exception as defect:
-            log.exception("a transfer failed")
+            log.exception("a transfer failed request=%s rank=%d", wanted.request, rank)
             error = failed(f"{type(defect).__name__}: {defect}", hint="See the log")
         else:
             self.node.metrics.ended(wanted.direction, "ok")
             transfer.finished(rank)
             return
-        self.node.metrics.ended(wanted.direction, str(error.code))
-        log.warning("failed request=%s rank=%d code=%s", wanted.request, rank, error.code)
+        finally:
+            transfer.leave()
         transfer.failed(rank, error)
+        code = error.code if transfer.error is None else transfer.error.code
+        self.node.metrics.ended(wanted.direction, str(code))
+        log.warning("failed request=%s rank=%d code=%s", wanted.request, rank, error.code)
 
     def _try_replicas(self, transfer: Transfer, wanted: TransferRequest, rank: int) -> None:
         """Try one replica after the other, those that are connected first."""
@@ -201,19 +210,20 @@ class Session:
         while True:
             endpoint = left.popleft()
             # A replica that never answers leaves time for the others.
-            remaining = transfer.begun + wanted.seconds - time.monotonic()
+            remaining = transfer.deadline - time.monotonic()
             patience = min(_ANSWER_SECONDS, remaining / (len(left) + 1))
             try:
                 transfer.check_cancelled()
                 with self._connection(endpoint, time.monotonic() + patience) as connection:
-                    RankTransfer(self.node, connection, wanted, transfer, patience).run()
+                    part = (self.node, connection, wanted, transfer, patience)
+                    RankTransfer(*part, others=bool(left)).run()
                 return
             except AtlasError as refused:
                 if refused.code is Code.UNKNOWN_SESSION and endpoint not in reconnected:
                     # The peer has restarted, and may be connected to again.
                     reconnected.add(endpoint)
                     left.appendleft(endpoint)
-                if refused.code not in _RETRIED or transfer.cancelled or not left:
+                if refused.code not in _RETRIED or transfer.done or not left:
                     raise
                 transfer.restart(rank)
 
@@ -264,7 +274,7 @@ class Session:
             self._check_same_plan(endpoint, peer)
             node.route_from(peer)
             link = node.transport.connect(peer.metadata, peer.memory)
-        return PeerConnection(endpoint, peer, answer.session, link)
+        return PeerConnection(endpoint, peer, answer.session, link, self._errands)
 
     def _check_same_plan(self, endpoint: str, peer: Peer) -> None:
         """Refuse ranks of another plan: parts of two plans do not make up a request."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.wire.transports.errors import failed
@@ -13,27 +14,35 @@ from kvatlas.wire.transports.errors import failed
 class Transfer:
     """A request on its way over several ranks.
 
-    It is ready when every rank has delivered; the first failure ends it.
+    It is ready when every rank has delivered; the first failure ends it, and so does its
+    deadline, whatever its ranks are waiting for. Its blocks may be reused once it is
+    `released`, which a failed transfer is only when the transport has been seen to be done
+    with them.
 
-    >>> transfer = Transfer("request 17", ranks=(0, 1), total=8192)
+    >>> transfer = Transfer("request 17", ranks=(0, 1), total=8192, seconds=30)
     >>> transfer.add(0, 4096)
     >>> transfer.finished(0)
     >>> print(repr(transfer).partition(" after ")[0])
     <Transfer 'request 17': running, 4,096 of 8,192 bytes
     """
 
-    def __init__(self, request: str, ranks: Sequence[int], total: int | None) -> None:
+    def __init__(
+        self, request: str, ranks: Sequence[int], total: int | None, seconds: float
+    ) -> None:
         self.request = request
         self.total = total
         """Bytes that must arrive, from the destination's plan; None for a push."""
         self._bytes: dict[int, int] = dict.fromkeys(ranks, 0)
         self._layers: dict[int, set[str]] = {rank: set() for rank in ranks}
         self._waiting = set(ranks)
+        self._users = 0
         self._lock = threading.Lock()
         self._over = threading.Event()
+        self._released = threading.Event()
         self._cancel = threading.Event()
         self.error: AtlasError | None = None
         self.begun = time.monotonic()
+        self.deadline = self.begun + seconds
         self.seconds = 0.0
         if not self._waiting:
             self._end()
@@ -60,12 +69,19 @@ class Transfer:
     @property
     def done(self) -> bool:
         """Whether it has ended, ready or failed."""
+        self._expire()
         return self._over.is_set()
 
     @property
     def ready(self) -> bool:
         """Whether every byte has arrived and every source has confirmed it."""
-        return self._over.is_set() and self.error is None
+        return self.done and self.error is None
+
+    @property
+    def released(self) -> bool:
+        """Whether its blocks may be reused: it has ended, and nothing can touch them any more."""
+        self._expire()
+        return self._released.is_set()
 
     @property
     def cancelled(self) -> bool:
@@ -73,24 +89,35 @@ class Transfer:
         return self._cancel.is_set()
 
     def cancel(self) -> None:
-        """Cancel it: it ends soon, and delivers nothing unless it already has."""
+        """Cancel it: unless it has already delivered, it has failed when this returns."""
         self._cancel.set()
+        self._fail(self._cancellation())
 
     def wait(self, seconds: float | None = None) -> Transfer:
         """Wait until it has ended; raises its failure, or once `seconds` have passed."""
-        if not self._over.wait(seconds):
+        left = self.deadline - time.monotonic()
+        self._over.wait(max(0.0, left if seconds is None else min(seconds, left)))
+        if not self.done:
             problem = f"The transfer is still running after {time.monotonic() - self.begun:.1f} s"
             raise AtlasError(Code.DEADLINE, problem, got=self, hint="Wait longer, or cancel it")
         if self.error is not None:
             raise self.error
         return self
 
+    def wait_released(self, seconds: float | None = None) -> bool:
+        """Wait until its blocks may be reused; False where that takes longer than `seconds`."""
+        begun = time.monotonic()
+        with suppress(AtlasError):
+            self.wait(seconds)
+        left = None if seconds is None else max(0.0, begun + seconds - time.monotonic())
+        return self._released.wait(left)
+
     # -- for those who carry it out ---------------------------------------------------------
 
     def check_cancelled(self) -> None:
-        """Raise where it was cancelled, or another rank has failed."""
-        if self.cancelled or self.error is not None:
-            raise AtlasError(Code.CANCELLED, got=f"request {self.request}", hint="Start it again")
+        """Raise where it has ended already: cancelled, past its deadline, another rank failed."""
+        if self.done:
+            raise self._cancellation()
 
     def add(self, rank: int, nbytes: int) -> None:
         """Count bytes of a rank."""
@@ -108,27 +135,54 @@ class Transfer:
             self._bytes[rank] = 0
             self._layers[rank].clear()
 
+    def use(self) -> None:
+        """Somebody may touch its blocks from now on, until `leave`."""
+        with self._lock:
+            self._users += 1
+
+    def leave(self) -> None:
+        """Whoever called `use` touches its blocks no more."""
+        with self._lock:
+            self._users -= 1
+            if not self._users and self._over.is_set():
+                self._released.set()
+
     def finished(self, rank: int) -> None:
         """A rank has delivered and its source has confirmed."""
-        self._leave(rank, None)
+        with self._lock:
+            self._waiting.discard(rank)
+            if self._waiting or self._over.is_set():
+                return
+            moved = sum(self._bytes.values())
+            if self.total not in (None, moved):
+                got = f"{moved} bytes where the destination's plan needs {self.total}"
+                self.error = failed(got, "Please report it: a route has left bytes out")
+            self._end()
 
     def failed(self, rank: int, problem: AtlasError) -> None:
         """A rank has failed on every replica; the others are cancelled."""
-        self._leave(rank, problem)
-
-    def _leave(self, rank: int, problem: AtlasError | None) -> None:
         with self._lock:
             self._waiting.discard(rank)
-            over, moved = not self._waiting, sum(self._bytes.values())
-            short = over and self.total not in (None, moved)
-            if problem is None and self.error is None and short:
-                got = f"{moved} bytes where the destination's plan needs {self.total}"
-                problem = failed(got, "Please report it: a route has left bytes out")
-            if problem is not None and (self.error is None or self.error.code is Code.CANCELLED):
+        self._fail(problem)
+
+    def _expire(self) -> None:
+        """End it where its deadline has passed: nobody has to wait for that but who looks."""
+        if not self._over.is_set() and time.monotonic() > self.deadline:
+            got = f"{self.moved:,} bytes after {time.monotonic() - self.begun:.1f} s"
+            hint = "Allow more time, or retry on another replica"
+            self._fail(AtlasError(Code.DEADLINE, got=got, hint=hint))
+
+    def _fail(self, problem: AtlasError) -> None:
+        with self._lock:
+            if not self._over.is_set():
                 self.error = problem
-        if over:
-            self._end()
+                self._end()
+
+    def _cancellation(self) -> AtlasError:
+        return AtlasError(Code.CANCELLED, got=f"request {self.request}", hint="Start it again")
 
     def _end(self) -> None:
         self.seconds = time.monotonic() - self.begun
         self._over.set()
+        if not self._users:
+            self._released.set()

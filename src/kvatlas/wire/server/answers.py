@@ -6,6 +6,7 @@ is touched; a refusal is an answer too.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -16,15 +17,19 @@ import numpy as np
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Int64s
 from kvatlas.planning import Plan
+from kvatlas.routing import Copy
 from kvatlas.wire import protocol
-from kvatlas.wire.leases import Expected, Lease, Offer
+from kvatlas.wire.leases import Expected, Lease, Offer, lease_expired
 from kvatlas.wire.peers import Peer, checked_peer
 from kvatlas.wire.rpc import log
 from kvatlas.wire.server.node_state import NodeState
-from kvatlas.wire.staging import checksums, gather, scatter, stream_slice
+from kvatlas.wire.staging import checksums, gather, into_buffer, scatter
+from kvatlas.wire.transports.base import STAGING, Link
 
 _MAX_SESSIONS = 1024
 _LONGEST_LEASE = 3600.0
+_LONGEST_WAIT = 2.0
+"""Seconds that a peer is kept waiting for staging buffers before it is told that none are free."""
 
 
 class Answers:
@@ -33,6 +38,8 @@ class Answers:
     def __init__(self, node: NodeState) -> None:
         self.node = node
         self._sessions: OrderedDict[bytes, Peer] = OrderedDict()
+        self._links: dict[bytes, Link] = {}
+        self._links_lock = threading.Lock()
 
     def __call__(self, question: Any) -> protocol.Message:
         """The answer to a question, or a refusal raised."""
@@ -46,8 +53,12 @@ class Answers:
                 lease = self._lease(question)
                 self.node.leases.renew(lease, min(question.seconds, self._longest(lease)))
                 return protocol.Ok(seconds=lease.left)
+            case protocol.Borrow():
+                return self._borrow(question)
             case protocol.Gather():
-                return self._stage(question)
+                return self._gather(question)
+            case protocol.Fetch():
+                return self._fetch(question)
             case protocol.GetChecksums():
                 return self._checksums(question)
             case protocol.Close():
@@ -69,7 +80,8 @@ class Answers:
             self._sessions[session] = peer
             while len(self._sessions) > _MAX_SESSIONS:
                 gone.add(self._sessions.popitem(last=False)[0])
-            self.node.leases.drop_all(gone)
+        self.node.leases.drop_all(gone)
+        self._forget_links(gone)
         log.info("welcome name=%s rank=%d transport=%s", peer.name, peer.rank, hello.transport)
         return protocol.Welcome(hello=self.node.hello(with_plan=True), session=session)
 
@@ -77,87 +89,136 @@ class Answers:
         node, peer = self.node, self._peer(question.session)
         theirs = protocol.unpack_tables(question.blocks)
         told = protocol.unpack_tables(question.peer_blocks or {})
+        held = self._held(question, peer)
+        tokens = question.start, question.stop
+        _check_same_blocks(held.blocks, told)
+        _check_tokens(held, *tokens, node.plan)
+        incoming = question.direction == "push"
+        stream = node.stream(
+            peer, held.blocks, theirs, tokens, question.layers, incoming=incoming
+        )
+        reading = {"sever": self._link(question.session, peer).sever} if incoming else {}
         with node.lock:
-            held = self._held(question, peer)
-            tokens = question.start, question.stop
-            _check_same_blocks(held.blocks, told)
-            _check_tokens(held, *tokens, node.plan)
-            copies = node.copies(
-                peer, held.blocks, theirs, tokens, question.layers,
-                incoming=question.direction == "push",
-            )  # fmt: skip
+            if self._held_now(question, peer) is not held:
+                raise _not_held(question)
             seconds = question.seconds
             if isinstance(held, Offer):
                 seconds = min(seconds, held.expires - time.monotonic())
             else:
                 # A retried push resets what has arrived.
                 held.arrived.discard(peer.rank)
-            buffers = tuple(node.staging.acquire(question.buffers))
-            try:
-                lease = node.leases.grant(
-                    seconds,
-                    session=question.session,
-                    request=question.request,
-                    direction=question.direction,
-                    peer_rank=peer.rank,
-                    complete=question.layers is None and tokens == (held.start, held.stop),
-                    copies=copies,
-                    buffers=buffers,
-                )
-            except AtlasError:
-                node.staging.give_back(buffers)
-                raise
+            lease = node.leases.grant(
+                seconds,
+                session=question.session,
+                request=question.request,
+                direction=question.direction,
+                peer_rank=peer.rank,
+                complete=question.layers is None and tokens == (held.start, held.stop),
+                stream=stream,
+                entries=sum(map(len, (*theirs.values(), *held.blocks.values()))),
+                **reading,
+            )
         return protocol.Opened(
             lease=lease.key,
             seconds=lease.left,
             blocks=protocol.pack_tables(held.blocks),
-            buffers=lease.buffers,
-            piece=node.staging.piece,
+            piece=node.staging.piece if node.staging.most(for_peer=True) else 0,
         )
 
     def _held(self, question: protocol.Open, peer: Peer) -> Offer | Expected:
-        """What this node offers to be read, or expects to be written, under a request's name."""
+        """What this node offers to be read, or expects to be pushed, under a request's name."""
+        with self.node.lock:
+            held = self._held_now(question, peer)
+        if held is None:
+            raise _not_held(question)
+        return held
+
+    def _held_now(self, question: protocol.Open, peer: Peer) -> Offer | Expected | None:
+        """The same under the node's lock; None where there is nothing for this peer."""
         if question.direction == "pull":
             offer = self.node.offers.get(question.request)
-            if offer is not None and offer.expires > time.monotonic():
-                return offer
-            problem = "The request is not offered"
-        else:
-            expected = self.node.expected.get(question.request)
-            if expected is not None and expected.wants(peer.plan_hash):
-                return expected
-            problem = "The request is not expected from this plan, or has arrived"
-        hint = "Offer or expect it first, and for long enough"
-        raise AtlasError(Code.UNKNOWN_REQUEST, problem, got=repr(question.request), hint=hint)
+            if offer is None or offer.expires <= time.monotonic():
+                return None
+            return offer if offer.readers is None or peer.name in offer.readers else None
+        expected = self.node.expected.get(question.request)
+        if expected is None or expected.source != peer.plan_hash or expected.complete:
+            return None
+        return expected
 
-    def _stage(self, question: protocol.Gather) -> protocol.Message:
+    def _borrow(self, question: protocol.Borrow) -> protocol.Message:
+        """Lend staging buffers to a lease, waiting a while until some are free."""
         lease, staging = self._lease(question), self.node.staging
-        nbytes = question.stop - question.start
-        if not 0 <= nbytes <= staging.piece:
-            raise protocol.bad_handshake(f"a piece of bytes {question.start}..{question.stop}")
+        count = min(question.buffers, staging.most(for_peer=True))
+        seconds = min(question.seconds, lease.left, _LONGEST_WAIT)
+        buffers = staging.acquire(count, seconds, for_peer=True) if not lease.buffers else []
+        with lease.guard:
+            if lease.held:
+                lease.buffers += buffers
+                return protocol.Lent(buffers=tuple(lease.buffers))
+        staging.give_back(buffers)
+        raise lease_expired()
+
+    def _gather(self, question: protocol.Gather) -> protocol.Message:
+        lease = self._lease(question, "pull")
+        nbytes = self._checked_piece(question)
         if question.buffer not in lease.buffers:
             raise protocol.bad_handshake(f"buffer {question.buffer}, not one of the lease's")
-        part = stream_slice(lease.copies, question.start, question.stop)
-        stream = staging.view(question.buffer, nbytes)
+        part = lease.stream.copies(question.start, question.stop)
         with lease.guard, self.node.metrics.phase("stage"):
-            self._lease(question)
-            if lease.direction == "pull":
-                gather(part, self.node.pools, stream)
-            else:
-                scatter(part, stream, self.node.pools)
+            lease.check()
+            gather(part, self.node.pools, self.node.staging.view(question.buffer, nbytes))
         # What was gathered counts only if the blocks were still held when it was done.
-        return protocol.Ok(seconds=self._lease(question).left)
+        lease.check()
+        return protocol.Ok(seconds=lease.left)
+
+    def _fetch(self, question: protocol.Fetch) -> protocol.Message:
+        """Read a piece of what is pushed, and put it where it belongs."""
+        lease, node = self._lease(question, "push"), self.node
+        nbytes = self._checked_piece(question)
+        if not lease.buffers:
+            raise protocol.bad_handshake("a piece for a lease that has borrowed no buffer")
+        part = lease.stream.copies(question.start, question.stop)
+        landing = lease.buffers[0]
+        at = landing * node.staging.piece
+        reads = into_buffer(part, at)
+        if question.staged_at is not None:
+            one = [np.array([n], np.int64) for n in (question.staged_at, at, nbytes)]
+            reads = [Copy(STAGING, STAGING, *one)] if nbytes else []
+        link = self._link(question.session, self._peer(question.session))
+        with lease.guard:
+            lease.check()
+            if question.start != lease.fetched or lease.reads:
+                raise protocol.bad_handshake(f"byte {question.start} after {lease.fetched}")
+            handle = link.read(reads)
+            lease.reads.append(handle)
+        try:
+            with node.metrics.phase("fetch"):
+                handle.wait(lease.expires, lease.check)
+        finally:
+            handle.release()
+        with lease.guard:
+            lease.check()
+            lease.reads.remove(handle)
+            scatter(part, node.staging.view(landing, nbytes), node.pools)
+            lease.fetched = question.stop
+        return protocol.Ok(seconds=lease.left)
+
+    def _checked_piece(self, question: protocol.Gather | protocol.Fetch) -> int:
+        nbytes = question.stop - question.start
+        if not 0 <= nbytes <= self.node.staging.piece:
+            raise protocol.bad_handshake(f"a piece of bytes {question.start}..{question.stop}")
+        return nbytes
 
     def _checksums(self, question: protocol.GetChecksums) -> protocol.Message:
         lease = self._lease(question)
-        span = question.start, question.stop
         if not 0 <= question.stop - question.start <= protocol.MAX_CHECKSUM_SPAN:
             raise protocol.bad_handshake(f"checksums of bytes {question.start}..{question.stop}")
+        part = lease.stream.copies(question.start, question.stop)
         with lease.guard:
-            self._lease(question)
+            lease.check()
             at_source = lease.direction == "pull"
-            sums = checksums(lease.copies, self.node.pools, span, question.piece, src=at_source)
-        self._lease(question)
+            sums = checksums(part, self.node.pools, question.piece, src=at_source)
+        lease.check()
         return protocol.Checksums(sums=sums.astype("<u4").tobytes())
 
     def _close(self, question: protocol.Close) -> protocol.Message:
@@ -173,24 +234,56 @@ class Answers:
 
     def _all_have_read(self, lease: Lease, peer: Peer) -> bool:
         """Whether every rank that reads from this one has now read the whole request."""
+        readers = {(peer.plan_hash, rank) for rank in self.node.readers(peer)}
         with self.node.lock:
             offer = self.node.offers.get(lease.request)
             if offer is None:
                 return False
-            offer.readers.add((peer.plan_hash, peer.rank))
-            readers = {(peer.plan_hash, rank) for rank in self.node.readers(peer)}
-            return readers <= offer.readers
+            offer.read_by.add((peer.plan_hash, peer.rank))
+            return readers <= offer.read_by
 
     def _arrived(self, lease: Lease) -> None:
+        """Count a source whose every byte this node has itself put into the blocks."""
+        if lease.fetched != lease.stream.nbytes:
+            got = f"{lease.fetched:,} of {lease.stream.nbytes:,} bytes"
+            raise AtlasError(
+                Code.BAD_HANDSHAKE,
+                "A push was called complete before all of it was here",
+                got=got,
+                hint="Have every piece fetched first",
+            )
         with self.node.lock:
             expected = self.node.expected.get(lease.request)
             if expected is None:
                 return
             expected.arrived.add(lease.peer_rank)
-            if expected.sources <= expected.arrived:
-                # Nobody may write any more to what is now there.
-                self.node.leases.drop_request(lease.request, "push")
-                expected.ready.set()
+            if not expected.complete:
+                return
+        # Nobody may write any more to what is now there.
+        self.node.leases.drop_request(lease.request, "push")
+        expected.ready.set()
+
+    def _link(self, session: bytes, peer: Peer) -> Link:
+        """The way to the memory of a peer that pushes."""
+        with self._links_lock:
+            if session in self._links:
+                return self._links[session]
+        link = self.node.transport.connect(peer.metadata, peer.memory)
+        with self._links_lock:
+            kept = self._links.setdefault(session, link)
+        if kept is not link:
+            link.close()
+        return kept
+
+    def close(self) -> None:
+        """Close the links to peers that pushed."""
+        self._forget_links(set(self._links))
+
+    def _forget_links(self, sessions: set[bytes]) -> None:
+        with self._links_lock:
+            links = [self._links.pop(key) for key in sessions & set(self._links)]
+        for link in links:
+            link.sever()
 
     def _peer(self, session: bytes) -> Peer:
         with self.node.lock:
@@ -203,13 +296,24 @@ class Answers:
             hint="Say hello again",
         )
 
-    def _lease(self, question: Any) -> Lease:
+    def _lease(self, question: Any, direction: protocol.Direction | None = None) -> Lease:
         self._peer(question.session)
-        return self.node.leases.find(question.lease, question.session)
+        lease = self.node.leases.find(question.lease, question.session)
+        if direction not in (None, lease.direction):
+            raise protocol.bad_handshake(f"{type(question).__name__} for a {lease.direction}")
+        return lease
 
     def _longest(self, lease: Lease) -> float:
         offer = self.node.offers.get(lease.request) if lease.direction == "pull" else None
         return _LONGEST_LEASE if offer is None else offer.expires - time.monotonic()
+
+
+def _not_held(question: protocol.Open) -> AtlasError:
+    problem = "The request is not offered, or not to this node"
+    if question.direction == "push":
+        problem = "The request is not expected from this plan, or has arrived"
+    hint = "Offer or expect it first, and for long enough"
+    return AtlasError(Code.UNKNOWN_REQUEST, problem, got=repr(question.request), hint=hint)
 
 
 def _check_same_blocks(mine: Mapping[int, Int64s], told: Mapping[int, Int64s]) -> None:

@@ -9,7 +9,7 @@ is what its lease says.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from kvatlas.errors import AtlasError, Code
@@ -48,7 +48,8 @@ class Node(NodeState):
         try:
             super().__post_init__()
             self.transport.register(self.memory)
-            self.server = Server(self.listen, Answers(self), secret=self.secret, idle=self.sweep)
+            self.answers = Answers(self)
+            self.server = Server(self.listen, self.answers, secret=self.secret, idle=self.sweep)
         except BaseException:
             self.transport.close()
             raise
@@ -65,25 +66,32 @@ class Node(NodeState):
         tokens: Any,
         *,
         seconds: float = 30.0,
+        readers: Collection[str] | None = None,
         released: Released | None = None,
     ) -> None:
         """Let peers read a request's blocks, which stay untouched until they are released.
 
+        `readers` are the names of the nodes that may; any may where they are left out.
         `released` is called once, with the request and why: all ranks that read from this
         one have done so, or the offer has expired. Only then may the blocks be reused.
         """
         held = self._checked(blocks, tokens)
+        names = None if readers is None else frozenset(readers)
         with self.lock:
             _check_new(request, self.offers)
             until = time.monotonic() + min(seconds, _LONGEST_OFFER)
-            self.offers[request] = Offer(request, *held, until, released)
+            self.offers[request] = Offer(request, *held, until, released, names)
 
     def withdraw(self, request: str) -> None:
         """End an offer before its time; transfers that are under way fail."""
         self.release(request, "withdrawn")
 
     def expect(self, request: str, blocks: Any, tokens: Any, *, source: Plan) -> Expected:
-        """Let peers of a source plan push a request into these blocks; `ready` says when."""
+        """Let peers of a source plan push a request into these blocks; `ready` says when.
+
+        This node reads what they push into staging memory of its own and puts it into the
+        blocks itself, so that nothing is written to them once it is forgotten.
+        """
         held = self._checked(blocks, tokens)
         sources = frozenset(route(source, self.plan).sources(self.rank))
         expected = Expected(request, *held, plan_hash(source), sources)
@@ -96,7 +104,7 @@ class Node(NodeState):
         """Expect a request no longer; its blocks may be reused once this returns."""
         with self.lock:
             self.expected.pop(request, None)
-            self.leases.drop_request(request, "push")
+        self.leases.drop_request(request, "push")
 
     def close(self) -> None:
         """Answer no more peers, end all offers and leases, deregister all memory."""
@@ -105,6 +113,7 @@ class Node(NodeState):
             self.release(request, "closed")
         self.leases.drop_all()
         self.expected.clear()
+        self.answers.close()
         self.transport.close()
 
     def _checked(self, blocks: Any, tokens: Any) -> tuple[dict[int, Int64s], int, int]:

@@ -7,18 +7,20 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
-from kvatlas.routing import Copy, Route, checked_rank, fingerprint, route
-from kvatlas.wire.leases import Expected, Leases, Offer
+from kvatlas.routing import Route, Stream, checked_rank, fingerprint, route
+from kvatlas.wire.leases import Expected, Lease, Leases, Offer
 from kvatlas.wire.memory_copy import as_bytes, memory_of
 from kvatlas.wire.metrics import Metrics
 from kvatlas.wire.peers import Peer, PeerPlans, check_memory, plan_hash
 from kvatlas.wire.protocol import MIN_PIECE_BYTES, VERSION, Hello, RegisteredMemory, new_key
+from kvatlas.wire.quarantine import Quarantine
 from kvatlas.wire.rpc import log
 from kvatlas.wire.staging import StagingBuffers
 from kvatlas.wire.transports.base import STAGING, Memory, Transport
@@ -28,9 +30,9 @@ _MAX_ROUTES = 128
 
 @dataclass(eq=False, repr=False)
 class NodeState:
-    """One rank's memory and what is promised of it; `lock` guards offers and expectations.
+    """One rank's memory and what is promised of it.
 
-    The lock may be held while leases or staging buffers take theirs, never the other way.
+    `lock` guards offers and expectations; `Leases` says in which order locks are taken.
     """
 
     plan: Plan
@@ -48,18 +50,20 @@ class NodeState:
         self.plan_hash = plan_hash(self.plan)
         self.incarnation = new_key()
         self.name = self.name or f"kvatlas-{self.incarnation.hex()[:12]}"
-        self.lock = threading.RLock()
+        self.lock = threading.Lock()
         self.metrics = Metrics()
         self.peer_plans = PeerPlans()
         self.offers: dict[str, Offer] = {}
         self.expected: dict[str, Expected] = {}
         self.routes: OrderedDict[tuple[bytes, str], Route] = OrderedDict()
+        self._routes_lock = threading.Lock()
+        self.quarantine = Quarantine()
         staging = np.zeros(0, np.uint8)
         if self.buffers:
             staging = self.transport.allocate(self.piece * self.buffers)
             self.memory = {**self.memory, **memory_of({STAGING: staging})}
         self.staging = StagingBuffers(staging, self.piece)
-        self.leases = Leases(lambda lease: self.staging.give_back(lease.buffers))
+        self.leases = Leases(self._lease_ended)
         self.pools = {i: as_bytes(at) for i, at in self.memory.items() if at.device == 0}
 
     def check_arguments(self) -> None:
@@ -107,42 +111,50 @@ class NodeState:
 
     def _route(self, peer: Peer, way: str, src: Plan, dst: Plan) -> Route:
         key = (peer.plan_hash, way)
-        with self.lock:
-            if key not in self.routes:
-                self.routes[key] = route(src, dst)
-                while len(self.routes) > _MAX_ROUTES:
-                    self.routes.popitem(last=False)
-            self.routes.move_to_end(key)
-            return self.routes[key]
+        with self._routes_lock:
+            if key in self.routes:
+                self.routes.move_to_end(key)
+                return self.routes[key]
+        made = route(src, dst)
+        with self._routes_lock:
+            made = self.routes.setdefault(key, made)
+            while len(self.routes) > _MAX_ROUTES:
+                self.routes.popitem(last=False)
+        return made
 
     def readers(self, peer: Peer) -> list[int]:
         """The ranks of a peer's plan that read from this node."""
         outgoing = self.route_to(peer)
         return [rank for rank in range(peer.plan.ranks) if self.rank in outgoing.sources(rank)]
 
-    def copies(
+    def stream(
         self, peer: Peer, mine: Any, theirs: Any, tokens: Any, layers: Any, *, incoming: bool
-    ) -> tuple[Copy, ...]:
+    ) -> Stream:
         """What moves between blocks of this node and blocks of a peer."""
         between = self.route_from(peer) if incoming else self.route_to(peer)
         ends = (peer.rank, theirs), (self.rank, mine)
         (src_rank, src_blocks), (dst_rank, dst_blocks) = ends if incoming else ends[::-1]
-        return between.bind(
+        return between.stream(
             src_rank=src_rank, dst_rank=dst_rank, src_blocks=src_blocks, dst_blocks=dst_blocks,
             tokens=tokens, layers=layers,
-        ).copies  # fmt: skip
+        )  # fmt: skip
 
     def release(self, request: str, why: str) -> None:
         """End an offer and its leases, and tell whoever made it."""
         with self.lock:
             offer = self.offers.pop(request, None)
-            self.leases.drop_request(request, "pull")
+        self.leases.drop_request(request, "pull")
         if offer is not None and offer.released is not None:
             try:
                 offer.released(request, why)
             except Exception:
                 # Whoever made the offer has failed; peers and other requests have not.
                 log.exception("a release failed request=%s why=%s", request, why)
+
+    def _lease_ended(self, lease: Lease) -> None:
+        """Let others have its buffers, once nothing can be read into them any more."""
+        then = partial(self.staging.give_back, lease.buffers)
+        self.quarantine.hold(lease.reads, then, sever=lease.sever)
 
     def sweep(self) -> None:
         """End offers and leases that have expired."""
