@@ -26,13 +26,14 @@ from kvatlas.geometry.page_arrangement import (
     side_by_side,
 )
 from kvatlas.geometry.placement import Placement, fold_together
-from kvatlas.geometry.state_spans import SpanStarts, StateBlocks, StateSpans
+from kvatlas.geometry.state_spans import CommonStates, SpanStarts, StateBlocks, StateSpans
 from kvatlas.geometry.strided_runs import Ends, StridedRuns, fold_states, merge_runs
 from kvatlas.geometry.validation import keeps_to_its_blocks, validate
 
 __all__ = [
     "ENGINE_LAYOUTS",
     "INT64_MAX",
+    "CommonStates",
     "DType",
     "ElementRow",
     "Ends",

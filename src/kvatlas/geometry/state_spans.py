@@ -2,9 +2,10 @@
 
 A request's states fill kernel blocks, whose states lie at one stride, and those fill
 blocks. The two ends may have kernel blocks of different sizes, or keep only every n-th
-state (context parallelism). Three kinds say what follows from that, without any address:
+state (context parallelism). Four kinds say what follows from that, without any address:
 
 - `StateBlocks`: how one end divides a request's states over its blocks;
+- `CommonStates`: the states that both ends hold, by arithmetic alone: no array is made;
 - `SpanStarts`: where spans of states start at one end, as arrays;
 - `StateSpans`: as many states at a time as follow each other in one kernel block at
   both ends. They are all found at once, in numpy.
@@ -89,26 +90,72 @@ class StateSpans(NamedTuple):
     @classmethod
     def between(cls, first: int, stop: int, src: StateBlocks, dst: StateBlocks) -> StateSpans:
         """States first .. stop - 1 of a request, those that both ends hold."""
+        return CommonStates.between(first, stop, src, dst).spans()
+
+
+class CommonStates(NamedTuple):
+    """The states of a request that both ends of a copy hold, numbered from 0.
+
+    Among those that an end holds, number n is number `local[end] + n * steps[end]`.
+
+    >>> common = CommonStates.between(8, 40, StateBlocks(16), StateBlocks(32))
+    >>> common.count, common.last_entry(0), common.entries(1)
+    (32, 2, array([0, 1]))
+    """
+
+    ends: tuple[StateBlocks, StateBlocks]
+    count: int
+    local: tuple[int, int]
+    steps: tuple[int, int]
+
+    @classmethod
+    def between(cls, first: int, stop: int, src: StateBlocks, dst: StateBlocks) -> CommonStates:
+        """States first .. stop - 1 of a request, those that both ends hold."""
         period = lcm(src.every, dst.every)
+        steps = (period // src.every, period // dst.every)
         common = src.first_common(dst)
         if common is None or first >= stop:
-            nothing = np.zeros(0, dtype=np.int64)
-            starts = SpanStarts(nothing, nothing, nothing)
-            return cls(starts, starts, nothing)
+            return cls((src, dst), 0, (0, 0), steps)
         start = common + max(0, ceil_div(first - common, period)) * period
         count = max(0, ceil_div(stop - start, period))
-        ends = (src, dst)
-        steps = [period // end.every for end in ends]
-        local = [(start - end.residue) // end.every for end in ends]
-        if steps == [1, 1]:
-            begins = _block_starts([(src.states, local[0]), (dst.states, local[1])], count)
+        local = ((start - src.residue) // src.every, (start - dst.residue) // dst.every)
+        return cls((src, dst), count, local, steps)
+
+    @property
+    def side_by_side(self) -> bool:
+        """Whether states that follow each other do so at both ends."""
+        return self.steps == (1, 1)
+
+    def last_entry(self, end: int) -> int:
+        """The last entry of its block table that an end needs, where there are any states."""
+        return self._last(end) // self._entry_states(end)
+
+    def entries(self, end: int) -> Int64s:
+        """Every entry of its block table that an end needs, ascending."""
+        each = self._entry_states(end)
+        if self.steps[end] <= each:
+            return np.arange(self.local[end] // each, self._last(end) // each + 1)
+        return (self.local[end] + np.arange(self.count) * self.steps[end]) // each
+
+    def spans(self, first: int = 0, stop: int | None = None) -> StateSpans:
+        """Numbers first .. stop - 1 of these states, as spans."""
+        count = max(0, (self.count if stop is None else stop) - first)
+        src, dst = (self.local[end] + first * self.steps[end] for end in (0, 1))
+        if self.side_by_side:
+            begins = _block_starts([(self.ends[0].states, src), (self.ends[1].states, dst)], count)
         else:
             begins = np.arange(count)
-        return cls(
-            src.locate(local[0] + begins * steps[0]),
-            dst.locate(local[1] + begins * steps[1]),
+        return StateSpans(
+            self.ends[0].locate(src + begins * self.steps[0]),
+            self.ends[1].locate(dst + begins * self.steps[1]),
             np.diff(begins, append=count),
         )
+
+    def _last(self, end: int) -> int:
+        return self.local[end] + (self.count - 1) * self.steps[end]
+
+    def _entry_states(self, end: int) -> int:
+        return self.ends[end].states * self.ends[end].split
 
 
 def _block_starts(ends: list[tuple[int, int]], count: int) -> Int64s:

@@ -81,6 +81,11 @@ class StridedRuns(NamedTuple):
             sizes=fold.sizes, strides=(fold.strides[0], fold.strides[1]), item=fold.item
         )
 
+    @property
+    def gapless(self) -> bool:
+        """Whether states that follow each other in a kernel block touch, at both ends."""
+        return self.state_strides == (self.item, self.item)
+
     def item_offsets(self, end: int) -> Int64s:
         """Where items lie at one end, in the first state of block 0, first axis slowest."""
         steps = [np.arange(n) * s for n, s in zip(self.sizes, self.strides[end], strict=True)]
@@ -98,7 +103,7 @@ class StridedRuns(NamedTuple):
         count = spans.length
         if whole or int(count.max()) == 1:
             length = np.full(len(count), self.item, dtype=np.int64)
-        elif self.state_strides == (self.item, self.item):
+        elif self.gapless:
             length = count * self.item
         else:
             # States that are apart at one end or the other go one by one.

@@ -7,6 +7,7 @@ from kvatlas.routing.costs import Costs, Report, report
 from kvatlas.routing.feasibility import Check, RankPair, check, scattered
 from kvatlas.routing.prepared import PreparedRoute
 from kvatlas.routing.routes import BoundRoute, Route, route
+from kvatlas.routing.streams import Stream
 from kvatlas.routing.token_ranges import needed_states, shared_visibility, token_range
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "Reason",
     "Report",
     "Route",
+    "Stream",
     "block_table",
     "check",
     "checked_rank",

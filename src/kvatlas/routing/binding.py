@@ -112,22 +112,57 @@ class Runs(NamedTuple):
 
 def ranges(compiled: CompiledPair, bound: BoundStates) -> Iterator[Runs]:
     """Every run that moves between two groups, in arrays."""
+    for runs, part, whole in _folded(compiled, bound):
+        stretches = _Stretches(part, whole=whole)
+        for strip, starts in runs:
+            yield _all_sums(starts, *stretches.of(strip))
+
+
+def count_ranges(compiled: CompiledPair, bound: BoundStates, cuts: int) -> int:
+    """How many runs there are between two groups at most, where spans are cut so many times.
+
+    Unlike strips that happen to touch are counted apart.
+    """
+    count = 0
+    for runs, part, whole in _folded(compiled, bound):
+        stretches, length = _Stretches(part, whole=whole), part.states.length
+        for strip, starts in runs:
+            if whole or strip.gapless:
+                joined = len(stretches.of(strip)[0])
+                each = joined + min(cuts, len(length) - joined)
+            else:
+                each = int(length.sum())
+            count += each * len(starts[0])
+    return count
+
+
+def _folded(
+    compiled: CompiledPair, bound: BoundStates
+) -> Iterator[tuple[list[RepeatedRuns], BoundStates, bool]]:
+    """Whole cells, where their states are folded in, and the other states."""
     if compiled.whole:
         full = bound.states.length == compiled.pair.cells[0].states
-        yield from _runs(compiled.whole, _pick(bound, full), whole=True)
+        if full.any():
+            yield compiled.whole, _pick(bound, full), True
         bound = _pick(bound, ~full)
-    yield from _runs(compiled.states, bound, whole=False)
+    if len(bound.states.length):
+        yield compiled.states, bound, False
 
 
-def _runs(runs: list[RepeatedRuns], bound: BoundStates, *, whole: bool) -> Iterator[Runs]:
-    if not len(bound.states.length):
-        return
-    computed: dict[tuple[object, ...], tuple[Int64s, Int64s, Int64s]] = {}
-    for strip, starts in runs:
+class _Stretches:
+    """Where states lie in the pools; strips of one kind share what was computed."""
+
+    def __init__(self, bound: BoundStates, *, whole: bool) -> None:
+        self._bound, self._whole = bound, whole
+        self._computed: dict[tuple[object, ...], tuple[Int64s, Int64s, Int64s]] = {}
+
+    def of(self, strip: StridedRuns) -> tuple[Int64s, Int64s, Int64s]:
+        """Starts at either end, and lengths, of an item that lies at offset 0 of block 0."""
         key = (strip.block_strides, strip.kernel_strides, strip.state_strides, strip.item)
-        if key not in computed:
-            computed[key] = strip.byte_ranges(bound.states, bound.ids, whole=whole)
-        yield _all_sums(starts, *computed[key])
+        if key not in self._computed:
+            states, ids = self._bound
+            self._computed[key] = strip.byte_ranges(states, ids, whole=self._whole)
+        return self._computed[key]
 
 
 def _all_sums(starts: _Starts, src: Int64s, dst: Int64s, length: Int64s) -> Runs:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Int64s, whole_numbers
+from kvatlas.geometry import CommonStates, Int64s, whole_numbers
 from kvatlas.planning import Plan
 
 Ids = Sequence[int] | Int64s
@@ -33,15 +33,16 @@ class RequestTables:
             return 0
         return (stop - 1) // self.plan.groups[group].block
 
-    def ids(self, group: int, entries: Int64s) -> Int64s:
-        """Block ids of the entries that are needed, each of them in range."""
-        table = self._table(group)
-        last = int(entries.max())
+    def use(self, group: int, states: CommonStates, end: int) -> None:
+        """Check the entries that have some states: they are there, and their ids in range."""
+        table, last = self._table(group), states.last_entry(end)
+        # Before any array is made: tokens from outside may be as many as they like.
         if last >= len(table):
             problem = f"The block table of group {group} at the {self.end} is too short"
             got = f"{len(table)} blocks where {last + 1} are needed"
             hint = f"Blocks of that group have {self.plan.groups[group].block} tokens"
             raise AtlasError(Code.MISSING_BLOCKS, problem, got=got, hint=hint)
+        entries = states.entries(end)
         ids = table[entries]
         low, high = int(ids.min()), int(ids.max())
         blocks = self.plan.pool(self.rank, group).blocks
@@ -50,7 +51,10 @@ class RequestTables:
             hint = "Check the block table, and that it is the right rank's"
             raise AtlasError(Code.OUT_OF_RANGE, problem, got=f"{low}..{high}", hint=hint)
         self._used.setdefault(group, np.zeros(len(table), dtype=bool))[entries] = True
-        return ids
+
+    def ids(self, group: int, entries: Int64s) -> Int64s:
+        """Block ids of entries that were checked."""
+        return self._tables[group][entries]
 
     def check_distinct(self) -> None:
         """Refuse a block that two entries would share, in a group or across groups of a pool."""

@@ -148,8 +148,13 @@ class PreparedRoute:
             RequestTables(dst.plan, dst.rank, dst_blocks, "destination"),
             tokens,
         )
-        bound = [(grid, request.bind(grid.pair, grid.chunk)) for grid in self.grids]
+        states = [request.states(grid.pair, grid.chunk) for grid in self.grids]
         request.check_distinct()
+        bound = [
+            (grid, request.bind(grid.pair, own.spans()))
+            for grid, own in zip(self.grids, states, strict=True)
+            if own.count
+        ]
 
         def indices(end: int) -> Int64s:
             lists = [np.zeros(0, dtype=np.int64)]

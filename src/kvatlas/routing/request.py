@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Int64s, SpanStarts, StateBlocks, StateSpans
+from kvatlas.geometry import CommonStates, Ends, Int64s, StateBlocks, StateSpans
 from kvatlas.routing.block_tables import RequestTables
 from kvatlas.routing.compiler import GroupPair
 from kvatlas.routing.token_ranges import needed_states, token_range
@@ -28,35 +26,48 @@ class RequestEnds:
         most = min(src.plan.max_len, dst.plan.max_len)
         self.start, self.stop = token_range(tokens, most)
 
-    def bind(self, pair: GroupPair, chunk: int | None = None) -> BoundStates:
-        """The states that move between two groups, in stretches or in whole chunks of states."""
+    def states(self, pair: GroupPair, chunk: int | None = None) -> CommonStates:
+        """The states that move between two groups, all of them or in whole chunks of states.
+
+        Their blocks are checked at both ends.
+        """
         if pair.per_state is None:
             states = self._recurrent(pair)
         elif chunk is None:
             span = needed_states(pair.visibility, pair.per_state, self.start, self.stop)
-            states = StateSpans.between(*span, *pair.cells)
+            states = CommonStates.between(*span, *pair.cells)
         else:
             states = self._chunks(pair, pair.per_state, chunk)
-        if not len(states.length):
-            return BoundStates(states, (states.length, states.length))
-        src = self.src.ids(pair.groups[0], states.src.entry)
-        return BoundStates(states, (src, self.dst.ids(pair.groups[1], states.dst.entry)))
+        if states.count:
+            self.src.use(pair.groups[0], states, 0)
+            self.dst.use(pair.groups[1], states, 1)
+        return states
+
+    def bind(self, pair: GroupPair, spans: StateSpans) -> BoundStates:
+        """Spans of states that were checked, and the blocks that they are in."""
+        src = self.src.ids(pair.groups[0], spans.src.entry)
+        return BoundStates(spans, (src, self.dst.ids(pair.groups[1], spans.dst.entry)))
+
+    def pools(self, pair: GroupPair) -> Ends:
+        """The pools that two groups draw their blocks from."""
+        src, dst = pair.groups
+        return self.src.plan.groups[src].pool, self.dst.plan.groups[dst].pool
 
     def check_distinct(self) -> None:
         """Refuse a block that two entries of the request's tables would share."""
         self.src.check_distinct()
         self.dst.check_distinct()
 
-    def _recurrent(self, pair: GroupPair) -> StateSpans:
+    def _recurrent(self, pair: GroupPair) -> CommonStates:
         """The one state of a recurrent group, where it lies after the last token."""
+        blocks = (StateBlocks(1), StateBlocks(1))
         if self.start == self.stop:
-            return StateSpans.between(0, 0, *pair.cells)
-        zero = np.zeros(1, dtype=np.int64)
-        src = SpanStarts(zero + self.src.state_entry(pair.groups[0], self.stop), zero, zero)
-        dst = SpanStarts(zero + self.dst.state_entry(pair.groups[1], self.stop), zero, zero)
-        return StateSpans(src, dst, zero + 1)
+            return CommonStates.between(0, 0, *blocks)
+        src = self.src.state_entry(pair.groups[0], self.stop)
+        dst = self.dst.state_entry(pair.groups[1], self.stop)
+        return CommonStates(blocks, 1, (src, dst), (1, 1))
 
-    def _chunks(self, pair: GroupPair, per_state: int, chunk: int) -> StateSpans:
+    def _chunks(self, pair: GroupPair, per_state: int, chunk: int) -> CommonStates:
         src, dst = pair.cells
         whole = chunk * src.every if src.every == dst.every else 1
         if self.start // per_state % whole and self.start < self.stop:
@@ -66,7 +77,7 @@ class RequestEnds:
         first, stop = needed_states(pair.visibility, per_state, self.start, self.stop)
         if first < stop:
             first, stop = first // whole * whole, -(-stop // whole) * whole
-        return StateSpans.between(first, stop, _chunked(src, chunk), _chunked(dst, chunk))
+        return CommonStates.between(first, stop, _chunked(src, chunk), _chunked(dst, chunk))
 
 
 def _chunked(cells: StateBlocks, chunk: int) -> StateBlocks:

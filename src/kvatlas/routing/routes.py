@@ -7,7 +7,7 @@ other. It holds no memory and no block ids; `bind` takes those and gives byte ra
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from kvatlas.routing.costs import Costs, Report, report
 from kvatlas.routing.plan_ends import PlanEnd
 from kvatlas.routing.prepared import Base, PreparedRoute, RankMemory
 from kvatlas.routing.request import RequestEnds
+from kvatlas.routing.streams import Stream
 from kvatlas.routing.token_ranges import shared_visibility
 
 _MOST_COMPILED = 4096
@@ -126,6 +127,41 @@ class Route:
         copies = self._copies(self._compiler, request, layers)
         return BoundRoute(src_rank, int(dst_rank), copies)
 
+    def stream(
+        self,
+        *,
+        src_rank: int,
+        dst_rank: int,
+        src_blocks: Blocks,
+        dst_blocks: Blocks,
+        tokens: Any,
+        layers: Iterable[str] | None = None,
+    ) -> Stream:
+        """What `bind` gives, as one stream of bytes whose runs are made piece by piece.
+
+        Memory does not grow with tokens, and both ends of a transfer know the same stream
+        from the same arguments.
+
+        >>> from kvatlas.planning import plan
+        >>> orders = ("LBNHC", "BHLNC")
+        >>> ends = [plan("Qwen3-8B", memory="200GiB", layout=o, max_len=1 << 20) for o in orders]
+        >>> blocks = list(range(65536))
+        >>> long = route(*ends).stream(
+        ...     src_rank=0, dst_rank=0, src_blocks=blocks, dst_blocks=blocks, tokens=1 << 20
+        ... )
+        >>> long.nbytes >> 30, long.runs
+        (144, 301989888)
+        >>> sum(map(len, long.copies(100 << 30, (100 << 30) + (4 << 20))))
+        8192
+        """
+        src_rank = self._checked_source(src_rank, dst_rank)
+        request = RequestEnds(
+            RequestTables(self.src, src_rank, src_blocks, "source"),
+            RequestTables(self.dst, int(dst_rank), dst_blocks, "destination"),
+            tokens,
+        )
+        return Stream(self._pairs(self._compiler, src_rank, int(dst_rank), layers), request)
+
     def needs(
         self,
         *,
@@ -169,13 +205,13 @@ class Route:
         self, compiler: Compiler, request: RequestEnds, layers: Collection[str] | None
     ) -> tuple[Copy, ...]:
         pairs = self._pairs(compiler, request.src.rank, request.dst.rank, layers)
-        bound = [(compiled, request.bind(compiled.pair)) for compiled in pairs]
+        moving = [(compiled, request.states(compiled.pair)) for compiled in pairs]
         request.check_distinct()
         runs: dict[tuple[int, int], list[Runs]] = defaultdict(list)
-        for compiled, states in bound:
-            src, dst = compiled.pair.groups
-            pools = request.src.plan.groups[src].pool, request.dst.plan.groups[dst].pool
-            runs[pools] += ranges(compiled, states)
+        for compiled, states in moving:
+            if states.count:
+                bound = request.bind(compiled.pair, states.spans())
+                runs[request.pools(compiled.pair)] += ranges(compiled, bound)
         return joined(runs)
 
     def _pairs(

@@ -1,0 +1,100 @@
+"""Streams: the bytes of `bind`, piece by piece, in memory that does not grow with tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvatlas.planning import Plan
+from kvatlas.routing import Copy, Route, route, streams
+from kvatlas.specs import Spec
+from tests.routing import oracle
+from tests.routing.arrives import ask
+from tests.routing.oracle import Move
+from tests.routing.strategies import KINDS, requests
+
+quiet = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+each = settings(quiet, max_examples=settings().max_examples // len(KINDS) + 1)
+
+Pools = tuple[int, int]
+
+
+def in_chunks_of(runs: int) -> Any:
+    """Chunks so small that small requests have many."""
+    return mock.patch.object(streams, "CHUNK_RUNS", runs)
+
+
+def spelled_out(copies: Iterable[Copy]) -> list[tuple[Pools, Any]]:
+    """Every byte in its order: pools, and where it comes from and goes to."""
+    return [
+        (
+            (copy.src_pool, copy.dst_pool),
+            np.stack([oracle.spelled_out(at, copy.length) for at in (copy.src, copy.dst)], 1),
+        )
+        for copy in copies
+    ]
+
+
+def by_pools(copies: Iterable[Copy]) -> dict[Pools, Any]:
+    """Every byte that moves between two pools, in the order of its destination."""
+    found: dict[Pools, list[Any]] = {}
+    for pools, rows in spelled_out(copies):
+        found.setdefault(pools, []).append(rows)
+    whole = {pools: np.concatenate(rows) for pools, rows in found.items()}
+    return {pools: rows[np.argsort(rows[:, 1])] for pools, rows in whole.items()}
+
+
+def in_order(copies: Iterable[Copy]) -> Any:
+    """Every byte in its order as (source pool, destination pool, from, to)."""
+    rows = [
+        np.concatenate([np.broadcast_to(pools, at.shape), at], axis=1)
+        for pools, at in spelled_out(copies)
+    ]
+    return np.concatenate([np.zeros((0, 4), np.int64), *rows])
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_a_stream_is_the_bytes_of_bind(kind: type[Spec]) -> None:
+    """In chunks of any size, cut anywhere; and both ends find the same stream."""
+
+    @each
+    @given(requests(kind), st.data())
+    def run(move: Move, data: st.DataObject) -> None:
+        made = route(move.src, move.dst)
+        rank = data.draw(st.sampled_from(oracle.ranks(move.dst)))
+        with in_chunks_of(data.draw(st.sampled_from([1, 3, 16, 100, 1 << 16]))):
+            for source in made.sources(rank):
+                asked = {"src_rank": source, "dst_rank": rank, **ask(move)}
+                assert_streams(made, asked, data)
+
+    run()
+
+
+def assert_streams(made: Route, asked: dict[str, Any], data: st.DataObject) -> None:
+    bound = made.bind(**asked)
+    stream = made.stream(**asked)
+    assert stream.nbytes == bound.nbytes
+    whole = list(stream.walk())
+    assert all((copy.length > 0).all() for copy in whole)
+    assert len(bound) <= sum(map(len, whole)) <= stream.runs
+    one, other = by_pools(whole), by_pools(bound.copies)
+    assert one.keys() == other.keys()
+    assert all(np.array_equal(one[pools], other[pools]) for pools in one)
+    cuts = sorted(data.draw(st.lists(st.integers(0, stream.nbytes), max_size=6)))
+    edges = [0, *cuts, stream.nbytes]
+    there = route(*(Plan.from_json(end.to_json()) for end in (made.src, made.dst)))
+    again = there.stream(**asked)
+    parts = [again.copies(*edge) for edge in zip(edges, edges[1:], strict=False)]
+    assert [sum(c.nbytes for c in part) for part in parts] == np.diff(edges).tolist()
+    ordered = in_order(whole)
+    assert np.array_equal(in_order(c for part in parts for c in part), ordered)
+    # Any place, in any order, not only one after the other.
+    for start in reversed(cuts):
+        stop = data.draw(st.integers(start, stream.nbytes))
+        assert np.array_equal(in_order(stream.copies(start, stop)), ordered[start:stop])
