@@ -234,10 +234,10 @@ class Session:
         if not connecting.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise no_answer(endpoint)
         try:
-            connection = self._connections.get(endpoint) or self._connect(endpoint, deadline)
-            with self._lock:
-                self._connections[endpoint] = connection
-                connection.users += 1
+            connection = self._join(endpoint)
+            if connection is None:
+                made = self._connect(endpoint, deadline)
+                connection = self._join(endpoint, made) or made
         finally:
             connecting.release()
         try:
@@ -255,6 +255,16 @@ class Session:
                 unused = connection.gone and not connection.users
             if unused:
                 connection.link.close()
+
+    def _join(self, endpoint: str, made: PeerConnection | None = None) -> PeerConnection | None:
+        """The connection to an endpoint, which stays open for one user more; or a new one."""
+        with self._lock:
+            if made is not None:
+                self._connections[endpoint] = made
+            connection = self._connections.get(endpoint)
+            if connection is not None:
+                connection.users += 1
+            return connection
 
     def _connect(self, endpoint: str, deadline: float) -> PeerConnection:
         """Exchange hellos with a peer, check what it says, and open a link to its memory."""
