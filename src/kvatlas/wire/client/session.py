@@ -234,10 +234,12 @@ class Session:
         if not connecting.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise no_answer(endpoint)
         try:
-            connection = self._join(endpoint)
+            connection = self._connected(endpoint)
             if connection is None:
-                made = self._connect(endpoint, deadline)
-                connection = self._join(endpoint, made) or made
+                connection = self._connect(endpoint, deadline)
+                connection.users = 1
+                with self._lock:
+                    self._connections[endpoint] = connection
         finally:
             connecting.release()
         try:
@@ -256,11 +258,9 @@ class Session:
             if unused:
                 connection.link.close()
 
-    def _join(self, endpoint: str, made: PeerConnection | None = None) -> PeerConnection | None:
-        """The connection to an endpoint, which stays open for one user more; or a new one."""
+    def _connected(self, endpoint: str) -> PeerConnection | None:
+        """The connection to an endpoint, if there is one, kept open for one user more."""
         with self._lock:
-            if made is not None:
-                self._connections[endpoint] = made
             connection = self._connections.get(endpoint)
             if connection is not None:
                 connection.users += 1
