@@ -18,7 +18,6 @@ from kvatlas.wire import protocol
 from kvatlas.wire.client.transfer import Transfer
 from kvatlas.wire.peers import Peer
 from kvatlas.wire.protocol import Ok, Opened
-from kvatlas.wire.rpc import ask
 from kvatlas.wire.server.node_state import NodeState
 from kvatlas.wire.staging import checksums, gather, scatter, stream_bytes, stream_slice
 from kvatlas.wire.transports.base import STAGING, Link
@@ -79,6 +78,7 @@ class RankTransfer:
 
     def __post_init__(self) -> None:
         wanted = self.wanted
+        self.monitor = self.node.channels.monitor(self.connection.endpoint)
         self.deadline = self.transfer.begun + wanted.seconds
         self.rank = self.connection.peer.rank
         self.pull = wanted.direction == "pull"
@@ -129,8 +129,7 @@ class RankTransfer:
 
     def _ask(self, question: protocol.Message, kind: type[A]) -> A:
         deadline = min(self.deadline, time.monotonic() + self.patience)
-        endpoint, secret = self.connection.endpoint, self.node.secret
-        answer = ask(endpoint, question, secret=secret, deadline=deadline)
+        answer = self.node.channels.ask(self.connection.endpoint, question, deadline=deadline)
         if not isinstance(answer, kind):
             raise protocol.bad_handshake(f"{type(answer).__name__} instead of {kind.__name__}")
         return answer
@@ -139,7 +138,8 @@ class RankTransfer:
         self, message: Callable[..., protocol.Message], kind: type[A], **fields: Any
     ) -> A:
         session, lease = self.connection.session, self.opened.lease
-        return self._ask(message(session=session, lease=lease, **fields), kind)
+        about = {"session": session, "lease": lease, "request": self.wanted.request}
+        return self._ask(message(**about, **fields), kind)
 
     def _open(self) -> None:
         wanted, theirs = self.wanted, self.theirs
@@ -266,9 +266,14 @@ class RankTransfer:
         link = self.connection.link
         handle = link.read(copies) if self.pull else link.write(copies)
         try:
-            handle.wait(self.deadline, self.transfer.check_cancelled)
+            handle.wait(self.deadline, self._check_going_on)
         finally:
             handle.release()
+
+    def _check_going_on(self) -> None:
+        """Raise where the transfer was cancelled, or the peer has died."""
+        self.transfer.check_cancelled()
+        self.monitor.check()
 
     def _should_stage(self, copies: Sequence[Copy]) -> bool:
         """Whether to go through staging buffers: as asked, or by what the link was measured at."""

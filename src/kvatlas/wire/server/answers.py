@@ -7,7 +7,6 @@ is touched; a refusal is an answer too.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,11 +18,11 @@ from kvatlas.planning import Plan
 from kvatlas.wire import protocol
 from kvatlas.wire.leases import Expected, Lease, Offer
 from kvatlas.wire.peers import Peer, checked_peer
-from kvatlas.wire.rpc import log
+from kvatlas.wire.rpc import Caller, log
 from kvatlas.wire.server.node_state import NodeState
+from kvatlas.wire.server.sessions import Sessions
 from kvatlas.wire.staging import checksums, gather, scatter, stream_slice
 
-_MAX_SESSIONS = 1024
 _LONGEST_LEASE = 3600.0
 
 
@@ -32,16 +31,22 @@ class Answers:
 
     def __init__(self, node: NodeState) -> None:
         self.node = node
-        self._sessions: OrderedDict[bytes, Peer] = OrderedDict()
+        self.sessions = Sessions(node.leases.drop_all)
 
-    def __call__(self, question: Any) -> protocol.Message:
+    def sweep(self) -> None:
+        """End what has expired: sessions, leases and offers."""
+        self.sessions.sweep()
+        self.node.sweep()
+
+    def __call__(self, question: Any, caller: Caller) -> protocol.Message:
         """The answer to a question, or a refusal raised."""
         self.node.metrics.add(messages=1)
+        if isinstance(question, protocol.Hello):
+            return self._welcome(question, caller)
+        peer = self.sessions.find(question.session, caller)
         match question:
-            case protocol.Hello():
-                return self._welcome(question)
             case protocol.Open():
-                return self._open(question)
+                return self._open(question, peer)
             case protocol.Renew():
                 lease = self._lease(question)
                 self.node.leases.renew(lease, min(question.seconds, self._longest(lease)))
@@ -51,30 +56,21 @@ class Answers:
             case protocol.GetChecksums():
                 return self._checksums(question)
             case protocol.Close():
-                return self._close(question)
+                return self._close(question, peer)
         raise protocol.bad_handshake(type(question).__name__)
 
-    def _welcome(self, hello: protocol.Hello) -> protocol.Message:
+    def _welcome(self, hello: protocol.Hello, caller: Caller) -> protocol.Message:
         plan = self.node.peer_plans.find(hello)
         if plan is None:
             return protocol.SendPlan()
         peer = checked_peer(hello, plan, self.node.transport.name)
         self.node.route_to(peer)
-        session = protocol.new_key()
-        with self.node.lock:
-            # A process that starts again under its name leaves nothing of its last incarnation.
-            gone = {key for key, old in self._sessions.items() if peer.replaces(old)}
-            for key in gone:
-                del self._sessions[key]
-            self._sessions[session] = peer
-            while len(self._sessions) > _MAX_SESSIONS:
-                gone.add(self._sessions.popitem(last=False)[0])
-            self.node.leases.drop_all(gone)
-        log.info("welcome name=%s rank=%d transport=%s", peer.name, peer.rank, hello.transport)
+        session = self.sessions.begin(hello, peer, caller)
+        log.info("welcome name=%r rank=%d transport=%s", peer.name, peer.rank, hello.transport)
         return protocol.Welcome(hello=self.node.hello(with_plan=True), session=session)
 
-    def _open(self, question: protocol.Open) -> protocol.Message:
-        node, peer = self.node, self._peer(question.session)
+    def _open(self, question: protocol.Open, peer: Peer) -> protocol.Message:
+        node = self.node
         theirs = protocol.unpack_tables(question.blocks)
         told = protocol.unpack_tables(question.peer_blocks or {})
         with node.lock:
@@ -107,6 +103,7 @@ class Answers:
             except AtlasError:
                 node.staging.give_back(buffers)
                 raise
+        log.info("open request=%r direction=%s name=%r", lease.request, lease.direction, peer.name)
         return protocol.Opened(
             lease=lease.key,
             seconds=lease.left,
@@ -160,8 +157,8 @@ class Answers:
         self._lease(question)
         return protocol.Checksums(sums=sums.astype("<u4").tobytes())
 
-    def _close(self, question: protocol.Close) -> protocol.Message:
-        lease, peer = self._lease(question), self._peer(question.session)
+    def _close(self, question: protocol.Close, peer: Peer) -> protocol.Message:
+        lease = self._lease(question)
         left = lease.left
         self.node.leases.drop(lease)
         if question.complete and lease.complete:
@@ -192,19 +189,7 @@ class Answers:
                 self.node.leases.drop_request(lease.request, "push")
                 expected.ready.set()
 
-    def _peer(self, session: bytes) -> Peer:
-        with self.node.lock:
-            if session in self._sessions:
-                self._sessions.move_to_end(session)
-                return self._sessions[session]
-        raise AtlasError(
-            Code.UNKNOWN_SESSION,
-            got="a session that this process has not opened since it started",
-            hint="Say hello again",
-        )
-
     def _lease(self, question: Any) -> Lease:
-        self._peer(question.session)
         return self.node.leases.find(question.lease, question.session)
 
     def _longest(self, lease: Lease) -> float:
