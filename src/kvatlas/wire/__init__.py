@@ -17,6 +17,7 @@ from kvatlas.wire.memory_copy import (
 from kvatlas.wire.metrics import Metrics
 from kvatlas.wire.peers import check_plan_size
 from kvatlas.wire.sample_server import SampleTask, random_bytes, run_sample_server
+from kvatlas.wire.security import TlsContexts
 from kvatlas.wire.server import Node, pools_for
 from kvatlas.wire.staging import stream_bytes
 from kvatlas.wire.transports import TRANSPORT_NAMES, Handle, Link, Memory, Transport, make_transport
@@ -32,6 +33,7 @@ __all__ = [
     "Node",
     "SampleTask",
     "Session",
+    "TlsContexts",
     "Transfer",
     "Transport",
     "as_bytes",

@@ -20,11 +20,12 @@ from weakref import WeakSet
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.routing import Costs
+from kvatlas.wire.channels import no_answer
 from kvatlas.wire.client.rank_transfer import How, PeerConnection, RankTransfer, TransferRequest
 from kvatlas.wire.client.transfer import Transfer
 from kvatlas.wire.peers import Peer, checked_peer
 from kvatlas.wire.protocol import SendPlan, Welcome, bad_handshake
-from kvatlas.wire.rpc import ask, log, no_answer
+from kvatlas.wire.rpc import log
 from kvatlas.wire.server.node_state import NodeState
 from kvatlas.wire.transports.base import Link
 from kvatlas.wire.transports.errors import failed
@@ -274,7 +275,7 @@ class Session:
             for with_plan in (False, True):
                 if isinstance(answer, SendPlan):
                     hello = node.hello(with_plan=with_plan)
-                    answer = ask(endpoint, hello, secret=node.secret, deadline=deadline)
+                    answer = node.channels.ask(endpoint, hello, deadline=deadline)
             if not isinstance(answer, Welcome):
                 raise bad_handshake(f"{type(answer).__name__} instead of Welcome")
             plan = node.peer_plans.find(answer.hello)
