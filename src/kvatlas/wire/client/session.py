@@ -192,7 +192,7 @@ class Session:
             transfer.finished(rank)
             return
         self.node.metrics.ended(wanted.direction, str(error.code))
-        log.warning("failed request=%s rank=%d code=%s", wanted.request, rank, error.code)
+        log.warning("failed request=%r rank=%d code=%s", wanted.request, rank, error.code)
         transfer.failed(rank, error)
 
     def _try_replicas(self, transfer: Transfer, wanted: TransferRequest, rank: int) -> None:

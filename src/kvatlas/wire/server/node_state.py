@@ -156,12 +156,12 @@ class NodeState:
                 offer.released(request, why)
             except Exception:
                 # Whoever made the offer has failed; peers and other requests have not.
-                log.exception("a release failed request=%s why=%s", request, why)
+                log.exception("a release failed request=%r why=%s", request, why)
 
     def sweep(self) -> None:
         """End offers and leases that have expired."""
         self.leases.sweep()
         now = time.monotonic()
         for request in [r for r, offer in list(self.offers.items()) if offer.expires <= now]:
-            log.warning("expired request=%s", request)
+            log.warning("expired request=%r", request)
             self.release(request, "expired")
