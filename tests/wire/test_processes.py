@@ -176,7 +176,7 @@ def test_a_lease_that_ends_during_the_read(
         begun = time.monotonic()
         transfer = here.pull(session, how="direct")
         assert outcome(transfer, begun) == "lease_expired"
-    assert child.ask("state")["released"] == [["r", "expired"]]
+    until(lambda: child.ask("state")["released"] == [["r", "expired"]])
     works(here, child)
 
 

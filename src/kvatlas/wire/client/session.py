@@ -191,7 +191,7 @@ class Session:
         except AtlasError as refused:
             error = refused
         except Exception as defect:
-            log.exception("a transfer failed request=%s rank=%d", wanted.request, rank)
+            log.exception("a transfer failed request=%r rank=%d", wanted.request, rank)
             error = failed(f"{type(defect).__name__}: {defect}", hint="See the log")
         else:
             self.node.metrics.ended(wanted.direction, "ok")
@@ -202,7 +202,7 @@ class Session:
         transfer.failed(rank, error)
         code = error.code if transfer.error is None else transfer.error.code
         self.node.metrics.ended(wanted.direction, str(code))
-        log.warning("failed request=%s rank=%d code=%s", wanted.request, rank, error.code)
+        log.warning("failed request=%r rank=%d code=%s", wanted.request, rank, error.code)
 
     def _try_replicas(self, transfer: Transfer, wanted: TransferRequest, rank: int) -> None:
         """Try one replica after the other, those that are connected first."""

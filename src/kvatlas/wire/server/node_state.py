@@ -163,7 +163,7 @@ class NodeState:
                 offer.released(request, why)
             except Exception:
                 # Whoever made the offer has failed; peers and other requests have not.
-                log.exception("a release failed request=%s why=%s", request, why)
+                log.exception("a release failed request=%r why=%s", request, why)
 
     def _lease_ended(self, lease: Lease) -> None:
         """Let others have its buffers, once nothing can be read into them any more."""
@@ -175,5 +175,5 @@ class NodeState:
         self.leases.sweep()
         now = time.monotonic()
         for request in [r for r, offer in list(self.offers.items()) if offer.expires <= now]:
-            log.warning("expired request=%s", request)
+            log.warning("expired request=%r", request)
             self.release(request, "expired")
