@@ -153,7 +153,7 @@ class PreparedRoute:
         bound = [
             (grid, request.bind(grid.pair, own.spans()))
             for grid, own in zip(self.grids, states, strict=True)
-            if own.count
+            if own.total
         ]
 
         def indices(end: int) -> Int64s:

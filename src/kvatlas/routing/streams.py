@@ -195,23 +195,23 @@ class Stream:
 
 def _sections(compiled: CompiledPair, states: CommonStates) -> Iterator[StreamSection]:
     """The states of a pair, in as few sections as keep chunks small."""
-    if not states.count:
+    if not states.total:
         return
     apart, cell = compiled._replace(whole=[]), compiled.pair.cells[0].states
     if not compiled.whole or not (states.side_by_side or cell == 1):
-        yield from _of_states(apart, states, 0, states.count)
+        yield from _of_states(apart, states, 0, states.total)
     elif max(_runs(compiled.states, 1, cell), _runs(compiled.whole, 1, 1)) <= CHUNK_RUNS:
         chunk = cell * (CHUNK_RUNS // _runs(compiled.whole, 1, 1))
         state_bytes = _bytes(compiled.states)
-        yield StreamSection(compiled, states, 0, states.count, chunk, 1, state_bytes)
+        yield StreamSection(compiled, states, 0, states.total, chunk, 1, state_bytes)
     else:
         # Whole cells, and before and behind them states of cells that move in part.
         start = states.local[0]
-        first = min(states.count, -start % cell)
-        last = max(first, (start + states.count) // cell * cell - start)
+        first = min(states.total, -start % cell)
+        last = max(first, (start + states.total) // cell * cell - start)
         yield from _of_states(apart, states, 0, first)
         yield from _of_cells(compiled._replace(states=[]), states, first, last)
-        yield from _of_states(apart, states, last, states.count)
+        yield from _of_states(apart, states, last, states.total)
 
 
 def _of_states(
