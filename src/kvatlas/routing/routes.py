@@ -98,7 +98,7 @@ class Route:
         """Compile one pair of ranks ahead of its first transfer; how many strips it has."""
         src_rank = self._checked_source(src_rank, dst_rank)
         pairs = self._pairs(self._compiler, src_rank, int(dst_rank), None)
-        return sum(len(runs.starts[0]) for pair in pairs for runs in pair.states)
+        return sum(len(runs.starts.src) for pair in pairs for runs in pair.states)
 
     def bind(
         self,
