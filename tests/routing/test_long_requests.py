@@ -69,10 +69,11 @@ def test_memory_does_not_grow_with_tokens(name: str) -> None:
             assert stream.nbytes == needed
         if whole and len(way.sources(0)) == 1:
             # Each byte once: as many as are needed, and the same sums of places.
-            kept = route(dst, dst).stream(
+            back = route(dst, dst)
+            kept = back.stream(
                 src_rank=0, dst_rank=0, src_blocks=tables[1], dst_blocks=tables[1], tokens=TOKENS
             )
-            assert {**found, "runs": 0} == {**walked(way, source, kept.walk()), "runs": 0}
+            assert {**found, "runs": 0} == {**walked(back, 0, kept.walk()), "runs": 0}
 
 
 def as_arrays(tables: dict[int, list[int]]) -> dict[int, Any]:

@@ -196,9 +196,9 @@ def test_a_recurrent_table_is_one_block_or_long_enough() -> None:
 
 def test_layers_from_a_generator_are_those_that_it_names() -> None:
     names = SRC.layers[:1]
-    ends = {"src_rank": 0, "dst_rank": 0}
-    tables = {"src_blocks": [7, 1, 4], "dst_blocks": [5, 0], "tokens": 40}
-    needed = {"dst_rank": 0, "dst_blocks": [5, 0], "tokens": 40}
+    ends: dict[str, Any] = {"src_rank": 0, "dst_rank": 0}
+    tables: dict[str, Any] = {"src_blocks": [7, 1, 4], "dst_blocks": [5, 0], "tokens": 40}
+    needed: dict[str, Any] = {"dst_rank": 0, "dst_blocks": [5, 0], "tokens": 40}
     asks: list[Callable[[Any], int]] = [
         lambda layers: WAY.bind(**ends, **tables, layers=layers).nbytes,
         lambda layers: WAY.stream(**ends, **tables, layers=layers).nbytes,
