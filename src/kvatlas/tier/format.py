@@ -73,6 +73,8 @@ _REMOVE = "Check the path; a damaged file can be removed: all of it can be compu
 _SUMMING = min(4, os.cpu_count() or 1)
 _READ_AT_ONCE = 256 << 10
 """Bytes that are read and summed together: what stays in the processor's cache."""
+_WORTH_A_CORE = 8 << 20
+"""Bytes of a read that are worth another core."""
 _CUT_SHORT = -1
 """The checksum of a block that the file does not have to its end."""
 _SECTOR = 512
@@ -166,9 +168,17 @@ class TierFile:
         near, far, copies = zip(*ends, strict=True)
         length = np.concatenate([copy.length for copy in copies])
         runs = np.concatenate(near), np.concatenate(far), length
+        # The system reads a file on several cores at once, and writes to it on one.
+        parts = 1 if write else min(_SUMMING, len(length), 1 + int(length.sum()) // _WORTH_A_CORE)
+        shares = zip(*(np.array_split(column, parts) for column in runs), strict=True)
+        run = self._helpers.map if parts > 1 else map
         with self._whole_file():
-            for _ in copy_file_runs(lambda: self._fd, *runs, write=write):
+            for _ in run(lambda share: self._move_runs(*share, write=write), shares):
                 pass
+
+    def _move_runs(self, near: Int64s, far: Int64s, length: Int64s, *, write: bool) -> None:
+        for _ in copy_file_runs(lambda: self._fd, near, far, length, write=write):
+            pass
 
     def checksums(self, blocks: Sequence[TierBlock]) -> list[int]:
         """The checksums of blocks, as their bytes are now; on several cores where there are."""
