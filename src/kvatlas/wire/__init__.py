@@ -21,6 +21,8 @@ from kvatlas.wire.security import TlsContexts
 from kvatlas.wire.server import Node, pools_for
 from kvatlas.wire.staging import stream_bytes
 from kvatlas.wire.transports import TRANSPORT_NAMES, Handle, Link, Memory, Transport, make_transport
+from kvatlas.wire.transports.base import check_bounds
+from kvatlas.wire.transports.file import copy_file_runs
 
 __all__ = [
     "TRANSPORT_NAMES",
@@ -37,7 +39,9 @@ __all__ = [
     "Transfer",
     "Transport",
     "as_bytes",
+    "check_bounds",
     "check_plan_size",
+    "copy_file_runs",
     "copy_pools",
     "copy_request",
     "make_transport",
