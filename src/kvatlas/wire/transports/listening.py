@@ -30,11 +30,12 @@ _LISTENS, _GONE = "0A", ("06", "07")
 def listeners() -> dict[int, socket.socket]:
     """Duplicates of the TCP sockets of this process that listen, by inode."""
     found = {}
-    for name in os.listdir("/proc/self/fd"):
+    for path in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # closed meanwhile
-            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+            descriptor = int(path.name)
+            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 continue
-            one = socket.socket(fileno=os.dup(int(name)))
+            one = socket.socket(fileno=os.dup(descriptor))
             inet = one.family in (socket.AF_INET, socket.AF_INET6)
             if inet and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 found[os.fstat(one.fileno()).st_ino] = one

@@ -97,9 +97,10 @@ class NixlTransport(Transport):
         self.check()
         with translated():
             metadata = bytes(self._agent.get_agent_metadata())
-        published = nixl_metadata.take_apart(
-            metadata, self._name, self.kind, self.backend, _not_empty(self.reachable)
-        )
+        memory = _not_empty(self.reachable)
+        published = nixl_metadata.take_apart(metadata, self._name, self.kind, self.backend, memory)
+        # What peers would refuse is not worth their time.
+        nixl_metadata.check(published, self.backend, memory)
         return errors.write_metadata(published)
 
     def _connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link:
@@ -285,6 +286,8 @@ def _library() -> Any:
     installed. Where there is one, there is nothing to choose.
     """
     _without_rdma()
+    # UCX warns of operations that end with their agent, which is what it is ended for.
+    os.environ.setdefault("UCX_LOG_LEVEL", "error")
     builds = [name for name in _BUILDS if importlib.util.find_spec(name) is not None]
     chosen = builds[0] if len(builds) == 1 else "nixl"
     try:

@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from kvatlas.wire.transports import errors
+from kvatlas.wire.transports import errors, ucx_forms
 from kvatlas.wire.transports.base import Memory
 
 Kind = Literal["DRAM", "VRAM"]
@@ -23,10 +23,11 @@ Kind = Literal["DRAM", "VRAM"]
 AGENT = re.compile(r"kvatlas-[0-9a-f]{32}")
 _KINDS: dict[Kind, int] = {"DRAM": 0, "VRAM": 1}
 """NIXL's numbers for where memory is."""
-_UCX_MEMORY = {"DRAM": {0}, "VRAM": {1, 2, 3, 4}}
+_UCX_MEMORY: dict[Kind, set[int]] = {"DRAM": {0}, "VRAM": {1, 2, 3, 4}}
 """UCX's numbers for the same: the host's; CUDA's, ROCm's, and what they manage."""
-_UCX_VERSIONS = (0, 1)
-_MAX_ADDRESS, _MAX_KEY = 16 << 10, 1 << 10
+_MAX_ADDRESS = 16 << 10
+_UCX_MARGIN = bytes(256)
+"""Put behind an address, for who takes a part of it for longer than it says it is."""
 _ROW = 24
 """Bytes of a region's address, length and device."""
 
@@ -72,19 +73,23 @@ def take_apart(
         for pool, at in memory.items()
     }
     published = Published(agent, kind, address, regions)
-    if put_together(published, backend) != metadata:
+    if _joined(published, backend, b"") != metadata:
         raise _unknown_form()
     return published
 
 
 def put_together(published: Published, backend: str) -> bytes:
     """An agent's metadata, as it was before it was taken apart."""
+    return _joined(published, backend, _UCX_MARGIN if backend == "UCX" else b"")
+
+
+def _joined(published: Published, backend: str, margin: bytes) -> bytes:
     rows = sorted(
         set(published.regions.values()), key=lambda at: (at.device, at.address, at.nbytes)
     )
     return b"".join((
         _head(published.agent, backend),
-        _field("c", published.address),
+        _field("c", published.address + margin),
         _section(published.kind, backend, len(rows)),
         *(_field("", region.row) for region in rows),
     ))  # fmt: skip
@@ -111,35 +116,11 @@ def check(published: Published, backend: str, memory: Mapping[int, Memory]) -> N
 
 
 def _check_ucx(published: Published) -> None:
-    version = published.address[0] & 15
-    if version not in _UCX_VERSIONS:
-        raise errors.bad_metadata(f"an address of version {version} of UCX")
+    if not ucx_forms.is_address(published.address):
+        raise errors.bad_metadata(f"{len(published.address)} bytes that are no address of UCX")
     for region in published.regions.values():
-        if not _is_ucx_key(region.key, published.kind):
-            raise errors.bad_metadata(f"a key of {len(region.key)} bytes that is none of UCX's")
-
-
-def _is_ucx_key(key: bytes, kind: Kind) -> bool:
-    """Whether a key is a map of domains, a kind of memory, and a part for each domain.
-
-    The kinds of memory are counted alike by both ends; behind the parts there may be the
-    device, and how far it is from others, three bytes each.
-
-    >>> _is_ucx_key(bytes.fromhex("0100000000000000" "00" "00" "ff"), "DRAM")
-    True
-    >>> _is_ucx_key(bytes.fromhex("0100000000000000" "02" "00" "ff"), "DRAM")
-    False
-    >>> _is_ucx_key(bytes.fromhex("0300000000000000" "00" "00" "ff"), "DRAM")
-    False
-    """
-    if not 9 <= len(key) <= _MAX_KEY or key[8] not in _UCX_MEMORY[kind]:
-        return False
-    place = 9
-    for _ in range(int.from_bytes(key[:8], "little").bit_count()):
-        if place >= len(key):
-            return False
-        place += 1 + key[place]
-    return place == len(key) or (place < len(key) and (len(key) - place - 1) % 3 == 0)
+        if not ucx_forms.is_key(region.key, _UCX_MEMORY[published.kind]):
+            raise errors.bad_metadata(f"{len(region.key)} bytes that are no key of UCX")
 
 
 def _head(agent: str, backend: str) -> bytes:
