@@ -101,10 +101,9 @@ class Session:
         """
         incoming = self.node.route_from(self._any_peer())
         ranks = incoming.sources(self.node.rank)
-        needs = incoming.needs(
+        total = incoming.needed_bytes(
             dst_rank=self.node.rank, dst_blocks=dst_blocks, tokens=tokens, layers=layers
         )
-        total = sum(int(lengths.sum()) for _, lengths in needs.values())
         wanted = TransferRequest(
             "pull", request, dst_blocks, src_blocks, tokens, layers, seconds, how, costs,
             checksums=checksums, streamed=streamed,
