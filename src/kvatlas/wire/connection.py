@@ -161,7 +161,7 @@ def listen_at(endpoint: str, *, protected: bool, unprotected: bool) -> socket.so
         try:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listening.bind(address)
-            listening.listen(128)
+            listening.listen(1024)
         except OSError:
             listening.close()
             raise
