@@ -33,7 +33,7 @@ from kvatlas.wire.transports.errors import failed
 _PEER_GONE = {Code.PEER_LOST, Code.UNKNOWN_SESSION, Code.DEADLINE, Code.WIRE_FAILED}
 """Failures after which a peer has to be connected to anew: it may have gone, or restarted."""
 
-_RETRIED = _PEER_GONE | {Code.LEASE_EXPIRED, Code.UNKNOWN_REQUEST, Code.CHECKSUM}
+_RETRIED = _PEER_GONE | {Code.LEASE_EXPIRED, Code.UNKNOWN_REQUEST, Code.CHECKSUM, Code.BUSY}
 """Failures that another replica may be spared."""
 
 _AT_ONCE = 64
