@@ -24,7 +24,7 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.routing import Copy
 from kvatlas.wire import Link, Memory, Transport, make_transport
 from kvatlas.wire.transports.nixl_strided import describe
-from kvatlas.wire.transports.shm_segments import attach, create_segment
+from kvatlas.wire.transports.shm_segments import create_segment
 
 POOL = 128 << 20
 RUNS = (64, 4 << 10, 64 << 10, 1 << 20)
@@ -51,10 +51,9 @@ def serve(name: str, folder: str) -> None:
     transport = make_transport(
         name, **({"folder": folder, "name": "pool"} if name == "file" else {})
     )
-    pool, address = _memory(name)
+    _pool, address = _memory(name)
     transport.register({0: Memory(0 if name == "file" else address, POOL)})
-    segment = getattr(pool, "name", "")
-    said = [base64.b64encode(transport.publish()).decode(), transport.memory[0].address, segment]
+    said = [base64.b64encode(transport.publish()).decode(), transport.memory[0].address]
     out.write(json.dumps(said) + "\n")
     out.flush()
     sys.stdin.readline()
@@ -62,7 +61,7 @@ def serve(name: str, folder: str) -> None:
 
 
 @contextmanager
-def peer(name: str, folder: str) -> Iterator[tuple[bytes, int, str]]:
+def peer(name: str, folder: str) -> Iterator[tuple[bytes, int]]:
     process = subprocess.Popen(
         [sys.executable, "-m", "benchmarks.wires", "--serve", name, folder],
         stdin=subprocess.PIPE,
@@ -72,8 +71,8 @@ def peer(name: str, folder: str) -> Iterator[tuple[bytes, int, str]]:
     if process.stdout is None:
         raise SystemExit("no pipe to the peer")
     try:
-        metadata, address, segment = json.loads(process.stdout.readline())
-        yield base64.b64decode(metadata), address, segment
+        metadata, address = json.loads(process.stdout.readline())
+        yield base64.b64decode(metadata), address
     finally:
         process.communicate(b"\n", timeout=30)
 
@@ -171,7 +170,7 @@ def raw_mooncake(engine: Any, session: str, src: int, dst: int, copy: Copy) -> A
     return act
 
 
-def raw(name: str, end: Transport, link: Any, pool: Any, folder: str, segment: str) -> Any:
+def raw(name: str, end: Transport, link: Any, pool: Any, folder: str) -> Any:
     """Makes the raw counterpart of a copy."""
     near = end.memory[0].address
     far = link.theirs[0].address
@@ -183,8 +182,7 @@ def raw(name: str, end: Transport, link: Any, pool: Any, folder: str, segment: s
     if name == "file":
         return lambda copy: pread(folder, pool, copy)
     if name == "shm":
-        mapped = np.frombuffer(attach(segment, 0, POOL) or b"", np.uint8)
-        return lambda copy: (mapped, memcpy(mapped.ctypes.data, near, copy))[1]
+        return lambda copy: memcpy(link.mapped[0].ctypes.data, near, copy)
     return lambda copy: memcpy(far, near, copy)
 
 
@@ -202,20 +200,20 @@ def measure(name: str) -> list[list[str]]:
             other = make_transport("memory")
             _, theirs = held = _memory(name)
             other.register({0: Memory(theirs, POOL)})
-            rows = _rows(name, end, other.publish(), theirs, pool, folder, "")
+            rows = _rows(name, end, other.publish(), theirs, pool, folder)
             del held
         else:
-            with peer(name, folder) as (metadata, theirs, segment):
-                rows = _rows(name, end, metadata, theirs, pool, folder, segment)
+            with peer(name, folder) as (metadata, theirs):
+                rows = _rows(name, end, metadata, theirs, pool, folder)
         end.close()
         return rows
 
 
 def _rows(
-    name: str, end: Transport, metadata: bytes, far: int, pool: Any, folder: str, segment: str
+    name: str, end: Transport, metadata: bytes, far: int, pool: Any, folder: str
 ) -> list[list[str]]:
     link = end.connect(metadata, {0: Memory(far, POOL)})
-    beside = raw(name, end, link, pool, folder, segment)
+    beside = raw(name, end, link, pool, folder)
     rows = []
     for size in RUNS:
         moved = (MOVED_BY_MOONCAKE if name == "mooncake" else MOVED)[size]

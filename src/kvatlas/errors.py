@@ -89,7 +89,10 @@ class Code(StrEnum):
     PEER_LOST = "peer_lost", "Peer disconnected"
     WIRE_FAILED = "wire_failed", "The transport failed"
     BAD_HANDSHAKE = "bad_handshake", "The peer sent a malformed or contradictory message"
-    BAD_SIGNATURE = "bad_signature", "A message is not signed with the shared secret"
+    BAD_SIGNATURE = "bad_signature", "The two ends do not share a secret"
+    BAD_SECRET = "bad_secret", "A shared secret is not 16 bytes or more"
+    UNPROTECTED = "unprotected", "A node without a secret would be open to the network"
+    BUSY = "busy", "The peer has too much to do"
     UNLIKE_VERSIONS = "unlike_versions", "The peer speaks another version of the protocol"
     UNKNOWN_SESSION = "unknown_session", "The peer knows no such session"
     UNKNOWN_REQUEST = "unknown_request", "The request is neither offered nor expected"
@@ -107,10 +110,15 @@ class Code(StrEnum):
     NO_KERNEL = "no_kernel", "No kernel is written for this"
 
 
+LONGEST_TEXT = 1_000
+"""Characters of each part of a message: what is wrong, what was got, what to do."""
+
+
 class AtlasError(ValueError):
     """What is wrong, what was got, what to do, and a stable code.
 
-    Without a `problem` of its own an error says its code's.
+    Without a `problem` of its own an error says its code's. Text that is longer than
+    `LONGEST_TEXT` is cut, since what was got may come from a stranger.
 
     >>> from kvatlas import Layout
     >>> try:
@@ -125,15 +133,24 @@ class AtlasError(ValueError):
 
     def __init__(self, code: Code, problem: str = "", *, got: object, hint: str) -> None:
         self.code = code
-        self.problem = problem or code.problem
-        self.got = got
-        self.hint = hint
+        self.problem = _cut(problem) or code.problem
+        text = str(got)
+        self.got = _cut(text) if len(text) > LONGEST_TEXT else got
+        self.hint = _cut(hint)
         end = "" if hint.endswith("?") else "."
-        super().__init__(f"{self.problem}. Got {got}. {hint}{end} [{code}]")
+        super().__init__(f"{self.problem}. Got {self.got}. {self.hint}{end} [{code}]")
 
     def __reduce__(self) -> tuple[object, ...]:
         # The default would call __init__ with the message alone.
         return (_rebuild, (self.code, self.problem, self.got, self.hint))
+
+
+def _cut(text: str) -> str:
+    """The text, or its beginning and how long it was."""
+    if len(text) <= LONGEST_TEXT:
+        return text
+    told = f"... ({len(text):,} characters)"
+    return text[: LONGEST_TEXT - len(told)] + told
 
 
 def _rebuild(code: Code, problem: str, got: object, hint: str) -> AtlasError:

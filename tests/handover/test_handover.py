@@ -145,7 +145,7 @@ def test_tokens_after_a_hand_over(
     src, dst = plans(name, topology)
     said = prefill(model=name, plan=src, transport=transport, prompts=[5])
     plan = make_plan(model_of(name).config, batch=4, max_len=LONGEST, **dst)
-    with SimulatedRanks(plan, transport, name="decode", secret=b"shared") as ranks:
+    with SimulatedRanks(plan, transport, name="decode", secret=b"shared by both ends") as ranks:
         how = {"how": "direct"} if topology == "tp 1 to 2" else {}
         blocks = pull(ranks, said["endpoints"], checksums=True, **how)
         same_bytes(name, ranks, blocks)
@@ -220,7 +220,7 @@ def test_another_requests_cache_gives_other_tokens(name: str, prefill: Prefill) 
     src, dst = plans(name, "tp 2 to 1")
     said = prefill(model=name, plan=src, transport="shm", prompts=[5, 6])
     plan = make_plan(model_of(name).config, batch=4, max_len=LONGEST, **dst)
-    with SimulatedRanks(plan, "shm", name="decode", secret=b"shared") as ranks:
+    with SimulatedRanks(plan, "shm", name="decode", secret=b"shared by both ends") as ranks:
         blocks = pull(ranks, said["endpoints"])
         other = go_on(name, ranks, blocks, 5, undisturbed(name, 5)[0])
         assert other[1:] != undisturbed(name, 5)[1:]

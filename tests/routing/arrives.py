@@ -52,9 +52,13 @@ def assert_arrives(
         right, arrived = oracle.expected(move, rank, poison)
         after.assert_equal(right, f"destination rank {rank}")
         assert_named_once(named, arrived, f"copies to rank {rank}")
-        needs = made.needs(
-            dst_rank=rank, dst_blocks=move.dst_blocks, tokens=move.tokens, layers=move.layers
-        )
+        asked: dict[str, Any] = {
+            "dst_rank": rank, "dst_blocks": move.dst_blocks,
+            "tokens": move.tokens, "layers": move.layers,
+        }  # fmt: skip
+        needs = made.needs(**asked)
+        must = sum(int(np.count_nonzero(mask)) for mask in arrived.values())
+        assert made.needed_bytes(**asked) == must
         listed = {pool: [pair] for pool, pair in needs.items()}
         assert_named_once(listed, arrived, f"needs of rank {rank}")
     return found

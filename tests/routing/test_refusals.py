@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +11,8 @@ import numpy as np
 import pytest
 
 from kvatlas import AtlasError, Code
-from kvatlas.planning import Plan
-from kvatlas.routing import Route, route
+from kvatlas.planning import Plan, plan
+from kvatlas.routing import check, check_tables, fingerprint, route
 from kvatlas.specs import (
     CrossAttention,
     FullAttention,
@@ -19,8 +20,8 @@ from kvatlas.specs import (
     Mamba2,
     SlidingAttention,
 )
-from tests.planning.models import SMALL
-from tests.routing.cases import small_plan, stacked
+from tests.planning.models import SMALL, model_of
+from tests.routing.cases import moving, small_plan, stacked
 
 FULL = FullAttention(heads=4, head_dim=8)
 DENSE = stacked("m", FULL, FULL)
@@ -193,6 +194,97 @@ def test_a_recurrent_table_is_one_block_or_long_enough() -> None:
         assert refusal.value.code is Code.MISSING_BLOCKS
 
 
+def test_layers_from_a_generator_are_those_that_it_names() -> None:
+    names = SRC.layers[:1]
+    ends: dict[str, Any] = {"src_rank": 0, "dst_rank": 0}
+    tables: dict[str, Any] = {"src_blocks": [7, 1, 4], "dst_blocks": [5, 0], "tokens": 40}
+    needed: dict[str, Any] = {"dst_rank": 0, "dst_blocks": [5, 0], "tokens": 40}
+    asks: list[Callable[[Any], int]] = [
+        lambda layers: WAY.bind(**ends, **tables, layers=layers).nbytes,
+        lambda layers: WAY.stream(**ends, **tables, layers=layers).nbytes,
+        lambda layers: WAY.needed_bytes(**needed, layers=layers),
+        lambda layers: sum(int(n.sum()) for _, n in WAY.needs(**needed, layers=layers).values()),
+        lambda layers: WAY.prepare(**ends, layers=layers).counts[0],
+        lambda layers: len(route(SRC, DST, layers=layers).layers),
+        lambda layers: check(SRC, DST, layers=layers, tokens=40).nbytes,
+    ]
+    for asked in asks:
+        assert asked(name for name in names) == asked(names) > 0
+    for asked in asks[:4]:
+        with pytest.raises(AtlasError) as refusal:
+            asked(name for name in (*names, "no such layer"))
+        assert refusal.value.code is Code.UNKNOWN_LAYER
+
+
+def test_lengths_are_checked_before_arrays_are_made() -> None:
+    long = plan("Qwen3-8B", memory="700TiB", max_len=1 << 32)
+    way = route(long, long)
+    ends: dict[str, Any] = {"src_rank": 0, "dst_rank": 0}
+    tables: dict[str, Any] = {"src_blocks": [1, 2], "dst_blocks": [3, 4], "tokens": 1 << 31}
+    tracemalloc.start()
+    for call in (
+        lambda: way.bind(**ends, **tables),
+        lambda: way.stream(**ends, **tables),
+        lambda: way.needs(dst_rank=0, dst_blocks=[3, 4], tokens=1 << 31),
+        lambda: way.needed_bytes(dst_rank=0, dst_blocks=[3, 4], tokens=1 << 31),
+        lambda: way.prepare(**ends).select(**tables),
+        lambda: check_tables(long, 0, [1, 2], 1 << 31),
+    ):
+        with pytest.raises(AtlasError) as refusal:
+            call()
+        assert refusal.value.code is Code.MISSING_BLOCKS
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 64 << 20
+
+
+def test_tables_are_held_to_the_plan_that_they_are_for() -> None:
+    """What a node is given, before anybody asks for it: every group, in range, once."""
+    hybrid = small_plan(SMALL["sliding"], policy="vllm", block_size=16)
+    groups = range(len(hybrid.groups))
+    assert len(groups) > 1
+    tokens = 80
+    entries = {g: [10 * g + e for e in range(5)] for g in groups}
+    wrong: list[tuple[Code, Any]] = [
+        (Code.OUT_OF_RANGE, {**entries, 0: [*entries[0][:4], 10**9]}),
+        (Code.OUT_OF_RANGE, {**entries, 0: [*entries[0][:4], -1]}),
+        (Code.OUT_OF_RANGE, {**entries, len(groups): [1]}),
+        (Code.MISSING_BLOCKS, {**entries, 0: entries[0][:4]}),
+        (Code.MISSING_BLOCKS, {g: entries[g] for g in groups if g}),
+        (Code.TWICE, {**entries, 0: [*entries[0][:4], entries[0][3]]}),
+        (Code.TWICE, {**entries, 0: [*entries[0][:4], entries[1][4]]}),
+        (Code.NOT_AN_INTEGER, {**entries, 0: [0.5] * 5}),
+    ]
+    for code, tables in wrong:
+        with pytest.raises(AtlasError) as refusal:
+            check_tables(hybrid, 0, tables, tokens)
+        assert refusal.value.code is code, tables
+    kept = check_tables(hybrid, 0, entries, tokens)
+    assert {g: table.tolist() for g, table in kept.items()} == entries
+    for rank in (-1, hybrid.ranks, None):
+        with pytest.raises(AtlasError) as refusal:
+            check_tables(hybrid, rank, entries, tokens)  # type: ignore[arg-type]
+        assert refusal.value.code is Code.BAD_RANK
+    with pytest.raises(AtlasError) as refusal:
+        check_tables(hybrid, 0, entries, hybrid.max_len + 1)
+    assert refusal.value.code is Code.BAD_TOKENS
+
+
+def test_tables_that_routes_take_are_good_tables() -> None:
+    """Nonsense where nothing of a block moves, one id for a recurrent state: all is well."""
+    for name, model in SMALL.items():
+        for policy in ("atlas", "vllm"):
+            try:
+                src, dst = (small_plan(model, policy=policy, tp=tp) for tp in (1, 2))
+            except AtlasError:
+                continue
+            for single in (False, True):
+                move = moving(src, dst, (0, 70), single=single)
+                for end, tables in ((src, move.src_blocks), (dst, move.dst_blocks)):
+                    for rank in range(end.ranks):
+                        assert check_tables(end, rank, tables, 70).keys() == tables.keys(), name
+
+
 # -- plans that do not go together ----------------------------------------------------------------
 
 
@@ -201,7 +293,7 @@ def plans(*specs: Any, name: str = "m", **more: Any) -> Plan:
 
 
 UNLIKE: list[tuple[Code, Callable[[], Any]]] = [
-    (Code.UNLIKE_MODELS, lambda: route(plans(FULL), plans(FULL, name="n"))),
+    (Code.UNLIKE_MODELS, lambda: route(plans(FULL), small_plan(model_of("m", {"other": FULL})))),
     (Code.MISSING_LAYERS, lambda: route(plans(FULL), plans(FULL, FULL))),
     (Code.MISSING_LAYERS, lambda: route(plans(FULL, FULL), plans(FULL))),
     (Code.UNLIKE_LAYERS, lambda: route(plans(FULL), plans(FullAttention(heads=8, head_dim=8)))),
@@ -272,9 +364,36 @@ def test_plans_of_unlike_models(code: Code, call: Callable[[], Any]) -> None:
     assert refusal.value.hint
 
 
-def test_another_name_for_one_model_is_accepted_when_said() -> None:
-    one, two = plans(FULL), plans(FULL, name="n", tp=2)
-    assert isinstance(route(one, two, renamed=True), Route)
+def test_no_word_of_the_source_makes_fewer_bytes_enough() -> None:
+    """A window edited at the source is refused; a window that it keeps is the layer's own."""
+    window = SlidingAttention(heads=4, head_dim=8, window=40)
+    honest, everything = (plans(window, FULL, policy=policy) for policy in ("vllm", "uniform"))
+    text = honest.to_json().decode()
+    assert text.count('"window":40') == 2  # of the group, and of the layer's spec
+    with pytest.raises(AtlasError) as refusal:
+        Plan.from_json(text.replace('"window":40', '"window":8', 1).encode())
+    assert refusal.value.code is Code.BAD_PLAN
+    with pytest.raises(AtlasError) as refusal:
+        route(Plan.from_json(text.replace('"window":40', '"window":8').encode()), honest)
+    assert refusal.value.code is Code.UNLIKE_LAYERS
+    state = 2 * 4 * 8 * 2  # bytes of K and V
+    full = {index: range(6 * index, 6 * index + 6) for index in range(len(honest.groups))}
+    for src, dst, tokens in (
+        (honest, honest, 39 + 96),
+        (everything, honest, 39 + 96),
+        (honest, everything, 39 + 96),
+        (everything, everything, 96 + 96),
+    ):
+        tables = {index: list(full[index]) for index in range(len(dst.groups))}
+        needed = route(src, dst).needed_bytes(dst_rank=0, dst_blocks=tables, tokens=96)
+        assert needed == tokens * state
+
+
+def test_one_model_by_path_and_by_name_is_one_model() -> None:
+    one, two = plans(FULL), plans(FULL, name="/models/m", tp=2)
+    assert fingerprint(one) == fingerprint(two)
+    assert route(one, two).layers == one.layers
+    assert check(one, two, tokens=40).ok
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -90,7 +91,7 @@ def assert_streams(made: Route, asked: dict[str, Any], data: st.DataObject) -> N
     edges = [0, *cuts, stream.nbytes]
     there = route(*(Plan.from_json(end.to_json()) for end in (made.src, made.dst)))
     again = there.stream(**asked)
-    parts = [again.copies(*edge) for edge in zip(edges, edges[1:], strict=False)]
+    parts = [again.copies(*edge) for edge in pairwise(edges)]
     assert [sum(c.nbytes for c in part) for part in parts] == np.diff(edges).tolist()
     ordered = in_order(whole)
     assert np.array_equal(in_order(c for part in parts for c in part), ordered)

@@ -14,6 +14,7 @@ from kvatlas.models import Model
 from kvatlas.planning import Plan, foreign
 from kvatlas.routing import fingerprint, route
 from kvatlas.specs import (
+    CrossAttention,
     FullAttention,
     GatedDeltaNet,
     LatentAttention,
@@ -154,6 +155,7 @@ def test_a_fingerprint_is_that_of_the_model() -> None:
     same = [
         small_plan(model), small_plan(model, tp=4, pp=2, layout="BLHNC"),
         small_plan(stacked("m", FullAttention(heads=2, head_dim=4, packing="planes"), latent)),
+        small_plan(stacked("/models/m", FULL, latent)),
     ]  # fmt: skip
     assert len({fingerprint(made) for made in same}) == 1
     others = [
@@ -164,7 +166,10 @@ def test_a_fingerprint_is_that_of_the_model() -> None:
         stacked("m", FULL, LatentAttention(latent=8, rope=16)),
         stacked("m", latent, FULL),
         stacked("m", FULL, latent, latent),
-        stacked("n", FULL, latent),
+        stacked("m", SlidingAttention(heads=2, head_dim=4, window=9), latent),
+        stacked("m", CrossAttention(heads=2, head_dim=4, source=8), latent),
+        stacked("m", CrossAttention(heads=2, head_dim=4, source=9), latent),
+        stacked("m", FullAttention(heads=2, head_dim=4, v_dim=8), latent),
     ]
     seen = {fingerprint(small_plan(other)) for other in others}
     assert len(seen) == len(others)

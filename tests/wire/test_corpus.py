@@ -8,16 +8,12 @@ from typing import Any
 
 import pytest
 
-from kvatlas import AtlasError
-from kvatlas.errors import Code
-from kvatlas.wire import Session, protocol
+from kvatlas.wire import protocol
 from tests.wire import corpus
-from tests.wire.attacked import BYTES, SECONDS, Attacked, code_of, greeting
-from tests.wire.helpers import End, ends, small
+from tests.wire.attacked import BYTES, SECONDS, Attacked, code_of
 from tests.wire.raw import Clock, Raw
 
 FILES = corpus.expected()
-RENEW = protocol.Renew(session=bytes(16), lease=bytes(16), seconds=1.0)
 
 
 def test_the_corpus_is_all_there() -> None:
@@ -27,10 +23,10 @@ def test_the_corpus_is_all_there() -> None:
 
 @pytest.mark.parametrize("name", FILES)
 def test_bad_handshakes_are_refused_cheaply(attacked: Attacked, name: str) -> None:
-    some = corpus.frames(name)
+    some = corpus.frame(name)
     limit = 0.3 if FILES[name] == "nothing" else 10.0
     with Raw(attacked.node.endpoint) as raw, Clock() as clock:
-        said = raw.tell(renewed(some), limit)
+        said = raw.tell(some, limit)
     assert code_of(said) == FILES[name]
     assert clock.seconds < SECONDS
     assert not any(len(text) > 4096 for text in texts(said))
@@ -40,17 +36,10 @@ def test_bad_handshakes_are_refused_cheaply(attacked: Attacked, name: str) -> No
     tracemalloc.start()
     try:
         with Raw(attacked.node.endpoint) as raw:
-            assert code_of(raw.tell(renewed(some), limit)) == FILES[name]
+            assert code_of(raw.tell(some, limit)) == FILES[name]
         assert tracemalloc.get_traced_memory()[1] < BYTES
     finally:
         tracemalloc.stop()
-
-
-def renewed(some: list[bytes]) -> list[bytes]:
-    """The same message with a new nonce, so that it is not refused as said before."""
-    if len(some) == 2 and len(some[1]) > 16 and not some[0]:
-        return [some[0], protocol.new_key() + some[1][16:]]
-    return some
 
 
 def texts(said: Any) -> list[str]:
@@ -60,7 +49,7 @@ def texts(said: Any) -> list[str]:
 def test_the_node_works_after_the_corpus(attacked: Attacked) -> None:
     for name in FILES:
         with Raw(attacked.node.endpoint) as raw:
-            raw.send(corpus.frames(name))
+            raw.send(corpus.frame(name))
     attacked.works()
     attacked.source.assert_idle()
 
@@ -72,49 +61,3 @@ def test_the_corpus_is_what_its_script_makes(tmp_path: Path, monkeypatch: Any) -
     make.main()
     for path in tmp_path.iterdir():
         assert path.read_bytes() == (corpus.HERE / path.name).read_bytes(), "make it anew"
-
-
-# -- signatures and replays ---------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("ours", "theirs"), [(b"a", b"b"), (b"a", None), (None, b"b")])
-def test_ends_that_share_no_secret_refuse_each_other(ours: bytes | None, theirs: Any) -> None:
-    source = End(small("dense"), 50, secret=ours)
-    target = End(small("dense"), 50, secret=theirs)
-    with ends(source, target), pytest.raises(AtlasError) as refusal:
-        Session(target.nodes[0], source.endpoints, seconds=5)
-    assert refusal.value.code is Code.BAD_SIGNATURE
-
-
-def test_a_message_is_heard_once() -> None:
-    with ends(End(small("dense"), 50, secret=b"s")) as (source,), Raw(*of(source)) as raw:
-        frames = protocol.seal(greeting(), protocol.new_key(), b"s")
-        assert isinstance(raw.tell(frames), protocol.Welcome)
-        for _ in range(2):
-            assert code_of(raw.tell(frames)) == "bad_handshake"
-
-
-def of(source: End) -> tuple[str, bytes | None]:
-    return source.endpoints[0], source.nodes[0].secret
-
-
-def test_a_message_that_is_not_signed_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a stranger could make a node forget what it has heard, or refuse what it has not."""
-    monkeypatch.setattr("kvatlas.wire.rpc._NONCES", 8)
-    with ends(End(small("dense"), 50, secret=b"s")) as (source,), Raw(*of(source)) as raw:
-        assert code_of(raw.ask(RENEW, nonce=bytes(16))) == "unknown_session"
-        nonces = [protocol.new_key() for _ in range(20)]
-        for nonce in nonces:
-            assert code_of(raw.tell([bytes(32), nonce + b"x"])) == "bad_signature"
-        assert code_of(raw.ask(RENEW, nonce=nonces[-1])) == "unknown_session"
-        assert code_of(raw.ask(RENEW, nonce=bytes(16))) == "bad_handshake"
-
-
-def test_what_was_heard_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvatlas.wire.rpc._NONCES", 8)
-    with ends(End(small("dense"), 50)) as (source,), Raw(source.endpoints[0]) as raw:
-        nonces = [protocol.new_key() for _ in range(9)]
-        for nonce in nonces:
-            assert code_of(raw.ask(RENEW, nonce)) == "unknown_session"
-        assert code_of(raw.ask(RENEW, nonces[1])) == "bad_handshake"
-        assert code_of(raw.ask(RENEW, nonces[0])) == "unknown_session", "the oldest is forgotten"

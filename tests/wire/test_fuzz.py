@@ -15,7 +15,7 @@ from kvatlas.wire import protocol
 from tests.wire.attacked import SECONDS, Attacked, code_of, opening
 from tests.wire.corpus.make import hello, plan_json, sealed
 from tests.wire.helpers import small
-from tests.wire.raw import Clock
+from tests.wire.raw import Clock, connected, framed
 
 LEAVES: st.SearchStrategy[Any] = (
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats()
@@ -43,7 +43,7 @@ def test_any_hello_is_answered(attacked: Attacked, change: tuple[str, Any]) -> N
     said = hello()
     said[change[0]] = change[1]
     with Clock() as clock:
-        answer = attacked.raw.tell([b"", protocol.new_key() + msgspec.msgpack.encode(said)])
+        answer = attacked.raw.tell(sealed(said))
     assert_coded(answer, clock)
 
 
@@ -79,20 +79,23 @@ def test_any_plan_is_answered(attacked: Attacked, data: st.DataObject) -> None:
         near = st.integers(-3, 70) | st.sampled_from([2**31, 2**62, 10**9, 4096])
         inner[last] = data.draw(near if small_change else JSON_ANY)
     with Clock() as clock:
-        frames = sealed(hello(plan=json.dumps(made).encode()))
-        answer = attacked.raw.tell([b"", protocol.new_key() + frames[1][16:]])
+        answer = attacked.raw.tell(sealed(hello(plan=json.dumps(made).encode())))
     assert_coded(answer, clock)
 
 
 @FUZZ
-@given(tag=st.sampled_from(["open", "renew", "gather", "get_checksums", "close"]), data=st.data())
+@given(
+    tag=st.sampled_from(["open", "borrow", "renew", "gather", "fetch", "get_checksums", "close"]),
+    data=st.data(),
+)
 def test_any_question_is_answered(attacked: Attacked, tag: str, data: st.DataObject) -> None:
     session = attacked.session()
     lease = attacked.open(session).lease
     question: dict[str, Any] = {
         "open": msgspec.to_builtins(opening(session), builtin_types=(bytes,)),
         "renew": {"seconds": 1.0}, "close": {"complete": True},
-        "gather": {"start": 0, "stop": 99, "buffer": 0},
+        "gather": {"start": 0, "stop": 99, "buffer": 0}, "fetch": {"start": 0, "stop": 99},
+        "borrow": {"buffers": 1, "seconds": 1.0},
         "get_checksums": {"start": 0, "stop": 99, "piece": 4096},
     }[tag]  # fmt: skip
     question = {"type": tag, "session": session} | question
@@ -101,19 +104,27 @@ def test_any_question_is_answered(attacked: Attacked, tag: str, data: st.DataObj
     key = data.draw(st.sampled_from(sorted(question)))
     question[key] = data.draw(ANY | st.dictionaries(st.integers(-1, 3), st.binary(max_size=16)))
     with Clock() as clock:
-        answer = attacked.raw.tell([b"", protocol.new_key() + msgspec.msgpack.encode(question)])
+        answer = attacked.raw.tell(sealed(question))
     assert_coded(answer, clock)
     attacked.raw.ask(protocol.Close(session=session, lease=lease, complete=False))
     attacked.node.leases.drop_all()
-    attacked.node.offers["secret"].readers.clear()
+    attacked.node.offers["secret"].read_by.clear()
 
 
 @FUZZ
-@given(st.lists(st.binary(max_size=64), min_size=1, max_size=4))
-def test_any_frames_are_answered(attacked: Attacked, some: list[bytes]) -> None:
+@given(st.binary(min_size=1, max_size=200))
+def test_any_frame_is_answered(attacked: Attacked, some: bytes) -> None:
     with Clock() as clock:
-        answer = attacked.raw.tell(some)
+        answer = attacked.raw.tell(framed(some))
     assert_coded(answer, clock)
+
+
+@FUZZ
+@given(st.binary(max_size=64))
+def test_any_bytes_end_no_more_than_their_connection(attacked: Attacked, some: bytes) -> None:
+    with connected(attacked.node.endpoint) as stranger:
+        stranger.sendall(some)
+    assert code_of(attacked.raw.tell(framed(b"?"))) == "bad_handshake"
 
 
 def test_the_node_works_after_the_fuzzing(attacked: Attacked) -> None:

@@ -7,18 +7,18 @@ import json
 import os
 import sys
 import tracemalloc
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import zmq
 
 from kvatlas.wire import protocol
 from tests.wire.attacked import BYTES, SECONDS, Attacked, code_of, opening
 from tests.wire.corpus.make import plan_json
 from tests.wire.helpers import small
-from tests.wire.raw import Clock
+from tests.wire.raw import Clock, connected, framed
 
 # -- sessions and leases of others --------------------------------------------------------
 
@@ -164,36 +164,6 @@ def test_a_reader_that_reads_nothing_releases_nothing_it_should_not(attacked: At
     attacked.node.offers["secret"].read_by.clear()
 
 
-def test_sessions_are_bounded_and_the_oldest_leave_nothing(
-    attacked: Attacked, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvatlas.wire.server.answers._MAX_SESSIONS", 4)
-    used, idle = attacked.session(), attacked.session()
-    kept = attacked.open(used).lease
-    lost = attacked.open(idle).lease
-    for _ in range(3):
-        attacked.session()
-        said = attacked.raw.ask(protocol.Renew(session=used, lease=kept, seconds=1.0))
-        assert code_of(said) == "ok", "who is heard from stays"
-    said = attacked.raw.ask(protocol.Renew(session=idle, lease=lost, seconds=1.0))
-    assert code_of(said) == "unknown_session"
-    assert len(attacked.node.leases) == 1
-    attacked.raw.ask(protocol.Close(session=used, lease=kept, complete=False))
-    attacked.source.assert_idle()
-
-
-def test_a_process_that_starts_again_leaves_nothing_of_its_last_run(attacked: Attacked) -> None:
-    first = attacked.session(incarnation=bytes(16))
-    attacked.open(first)
-    other = attacked.session(incarnation=bytes(16), name="somebody else")
-    theirs = attacked.open(other).lease
-    attacked.session(incarnation=bytes([1]) * 16)
-    assert code_of(attacked.open(first)) == "unknown_session"
-    assert len(attacked.node.leases) == 1
-    attacked.raw.ask(protocol.Close(session=other, lease=theirs, complete=False))
-    attacked.source.assert_idle()
-
-
 def test_plans_and_routes_of_strangers_are_bounded(
     attacked: Attacked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,23 +204,20 @@ def test_questions_wait_where_they_come_from(attacked: Attacked) -> None:
     """Large ones, sent as fast as they go while the node is busy, its answers never read."""
     gc.collect()
     before = resident()
-    busy = protocol.Renew(session=bytes(16), lease=bytes(16), seconds=1.0)
-    sockets: list[Any] = [zmq.Context.instance().socket(zmq.DEALER) for _ in range(4)]
+    session = attacked.session()
+    large = framed(protocol.encode(opening(session, blocks={0: bytes(1 << 20)})))
+    callers = [connected(attacked.node.endpoint) for _ in range(4)]
     sent = 0
     try:
         with attacked.node.lock:
-            attacked.raw.send(protocol.seal(busy, protocol.new_key(), None))
-            for socket in sockets:
-                socket.setsockopt(zmq.LINGER, 0)
-                socket.setsockopt(zmq.SNDHWM, 1)
-                socket.connect(attacked.node.endpoint)
-                while sent < 1000 and socket.poll(100, zmq.POLLOUT):
-                    socket.send_multipart([b"", bytes(1 << 20)])
-                    sent += 1
-            assert 4 * 10 < sent < 4 * 40
+            for caller in callers:
+                caller.settimeout(0.1)
+                with suppress(TimeoutError):
+                    while sent < 1000 << 20:
+                        sent += caller.send(large)
+            assert 4 << 20 < sent < 4 * 40 << 20
             assert resident() - before < 4 * BYTES
-        assert code_of(attacked.raw.heard(10)) == "unknown_session"
     finally:
-        for socket in sockets:
-            socket.close()
+        for caller in callers:
+            caller.close()
     attacked.works()

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import msgspec
 import pytest
-import zmq
 
 from kvatlas import AtlasError
 from kvatlas.errors import Code
 from kvatlas.wire import Session, protocol
-from kvatlas.wire.rpc import Server, ask
+from kvatlas.wire.channels import Channels
+from kvatlas.wire.rpc import Server
+from kvatlas.wire.security import Security
 from tests.wire.corpus.make import registered
 from tests.wire.helpers import End, assert_arrived, ends, small
+from tests.wire.raw import framed
 
 Twist = Callable[[Any, Any], Any]
 """What is said instead, from the question and the honest answer."""
@@ -29,9 +32,7 @@ def liar(source: End, twist: Twist) -> Iterator[str]:
     honest = source.nodes[0].server.answer
     server = Server(
         "tcp://127.0.0.1:0",
-        lambda question: twist(question, honest(question)),
-        secret=None,
-        idle=lambda: None,
+        lambda question, caller: twist(question, honest(question, caller)),
     )
     try:
         yield server.endpoint
@@ -40,28 +41,29 @@ def liar(source: End, twist: Twist) -> Iterator[str]:
 
 
 @contextmanager
-def told(answer: Callable[[list[bytes]], list[list[bytes]]]) -> Iterator[str]:
-    """An endpoint that answers frames with frames."""
-    socket: Any = zmq.Context.instance().socket(zmq.ROUTER)
-    socket.setsockopt(zmq.LINGER, 0)
-    port = socket.bind_to_random_port("tcp://127.0.0.1")
-    over = threading.Event()
+def told(answer: Callable[[bytes], bytes | None]) -> Iterator[str]:
+    """An endpoint that answers bytes with bytes, or hangs up on None."""
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    def serve(connected: socket.socket) -> None:
+        with connected, suppress(OSError):
+            while heard := connected.recv(1 << 16):
+                said = answer(heard)
+                if said is None:
+                    return
+                connected.sendall(said)
 
     def run() -> None:
-        while not over.is_set():
-            if socket.poll(20):
-                sender, *frames = socket.recv_multipart()
-                for reply in answer(frames):
-                    socket.send_multipart([sender, *reply])
-        socket.close()
+        with suppress(OSError):
+            while True:
+                threading.Thread(target=serve, args=listening.accept()[:1], daemon=True).start()
 
-    thread = threading.Thread(target=run)
-    thread.start()
+    threading.Thread(target=run, daemon=True).start()
     try:
-        yield f"tcp://127.0.0.1:{port}"
+        yield f"tcp://127.0.0.1:{listening.getsockname()[1]}"
     finally:
-        over.set()
-        thread.join()
+        listening.shutdown(socket.SHUT_RDWR)
+        listening.close()
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +133,7 @@ def memory(*some: dict[str, Any]) -> Twist:
 
 
 WELCOMES: list[tuple[Code, Twist]] = [
-    (Code.UNLIKE_VERSIONS, introduced(version=7)),
+    (Code.UNLIKE_VERSIONS, introduced(version=7, oldest=7)),
     (Code.BAD_HANDSHAKE, introduced(plan=None, plan_hash=bytes(32))),
     (Code.BAD_HANDSHAKE, introduced(plan_hash=bytes(32))),
     (Code.BAD_HANDSHAKE, introduced(plan=b"{}")),
@@ -232,61 +234,87 @@ QUESTION = protocol.Renew(session=bytes(16), lease=bytes(16), seconds=1.0)
 FINE = protocol.Ok(seconds=1.0)
 
 
-def heard(frames: list[bytes]) -> bytes:
-    return frames[1][:16]
+def ask(endpoint: str, seconds: float, channels: Channels | None = None) -> Any:
+    channels = channels or Channels(Security())
+    return channels.ask(endpoint, QUESTION, deadline=time.monotonic() + seconds)
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        [], [b"x"], [b"", b""], [b"", bytes(16)], [b"", bytes(16) + b"\xdd\xff\xff\xff\xff"],
-        [b"", bytes(16) + b"\x91" * 100_000], [b"a", b"b", b"c"], [bytes(1 << 20), bytes(17)],
-        protocol.seal(QUESTION, bytes(16), None), [b"", bytes(16) + b"\x81\xa3say\xa4tell"],
-    ],
-    ids=range(10),
-)  # fmt: skip
-def test_garbage_is_refused_at_once(answer: list[bytes]) -> None:
-    with told(lambda _: [answer or [b""]]) as endpoint, pytest.raises(AtlasError) as refusal:
-        ask(endpoint, QUESTION, secret=None, deadline=time.monotonic() + 10)
-    assert refusal.value.code in (Code.BAD_HANDSHAKE, Code.BAD_SIGNATURE)
+def test_garbage_is_refused_at_once() -> None:
+    for answer, code in (
+        (framed(b"\xdd\xff\xff\xff\xff"), Code.BAD_HANDSHAKE),
+        (framed(b"\x91" * 100_000), Code.BAD_HANDSHAKE),
+        (framed(b"\x81\xa3say\xa4tell"), Code.BAD_HANDSHAKE),
+        (framed(protocol.encode(QUESTION)), Code.BAD_HANDSHAKE),
+        (bytes(4), Code.BAD_HANDSHAKE),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", Code.BAD_HANDSHAKE),
+        (framed(bytes(8 << 20))[:100], Code.BAD_HANDSHAKE),
+        (b"\xff" + bytes(8) + b"\x7f", Code.UNLIKE_VERSIONS),
+        (b"\x15\x03\x03\x00\x02\x02\x28", Code.BAD_SIGNATURE),
+    ):
+        with told(lambda _, answer=answer: answer) as endpoint:  # type: ignore[misc]
+            with pytest.raises(AtlasError) as refusal:
+                ask(endpoint, 10)
+            assert refusal.value.code is code
 
 
-@pytest.mark.parametrize(
-    "answers",
-    [
-        lambda _: [],
-        lambda _: [protocol.seal(FINE, bytes(16), None)],
-        lambda _: [protocol.seal(FINE, bytes(16), None)] * 2000,
-        lambda frames: [[b"", heard(frames) + bytes(8 << 20)]],
-    ],
-    ids=["silence", "wrong nonce", "a flood of wrong nonces", "far too large"],
-)
-def test_no_answer_is_a_deadline(answers: Any) -> None:
-    with told(answers) as endpoint:
-        begun = time.monotonic()
-        with pytest.raises(AtlasError) as refusal:
-            ask(endpoint, QUESTION, secret=None, deadline=begun + 0.3)
-        assert refusal.value.code is Code.DEADLINE
-        assert time.monotonic() - begun < 2
+def test_no_answer_is_a_deadline_and_no_longer() -> None:
+    whole = framed(protocol.encode(FINE))
+    for answer in (b"", whole[:2], whole[:-1]):
+        with told(lambda _, answer=answer: answer) as endpoint:  # type: ignore[misc]
+            begun = time.monotonic()
+            with pytest.raises(AtlasError) as refusal:
+                ask(endpoint, 0.3)
+            assert refusal.value.code is Code.DEADLINE
+            assert time.monotonic() - begun < 3
 
 
 def test_a_late_answer_is_nobodys() -> None:
     """The answer to a question that was given up is not the answer to the next one."""
-    late: list[list[bytes]] = []
+    asked: list[bytes] = []
+    first = threading.Event()
 
-    def answer(frames: list[bytes]) -> list[list[bytes]]:
-        late.append(protocol.seal(protocol.Ok(seconds=float(len(late))), heard(frames), None))
-        return late[-1:] if len(late) == 1 else [late[0], late[-1]]
+    def answer(heard: bytes) -> bytes:
+        asked.append(heard)
+        number = float(len(asked))
+        if number == 1:
+            assert first.wait(10)
+        return framed(protocol.encode(protocol.Ok(seconds=number)))
 
-    with told(lambda frames: answer(frames) if late else (answer(frames), [])[1]) as endpoint:
+    channels = Channels(Security())
+    with told(answer) as endpoint:
         with pytest.raises(AtlasError):
-            ask(endpoint, QUESTION, secret=None, deadline=time.monotonic() + 0.2)
-        said = ask(endpoint, QUESTION, secret=None, deadline=time.monotonic() + 10)
-        assert said == protocol.Ok(seconds=1.0)
+            ask(endpoint, 0.2, channels)
+        first.set()
+        assert ask(endpoint, 10, channels) == protocol.Ok(seconds=2.0)
 
 
-def test_an_answer_is_signed_too() -> None:
-    with told(lambda frames: [protocol.seal(FINE, heard(frames), None)]) as endpoint:
+def test_an_answer_that_nobody_asked_for_is_nobodys() -> None:
+    """A second answer behind the first is not taken for that of the next question."""
+    asked: list[bytes] = []
+
+    def answer(heard: bytes) -> bytes:
+        asked.append(heard)
+        said = framed(protocol.encode(protocol.Ok(seconds=float(len(asked)))))
+        return said + framed(protocol.encode(protocol.Ok(seconds=99.0)))
+
+    channels = Channels(Security())
+    with told(answer) as endpoint:
+        for number in (1.0, 2.0, 3.0):
+            assert ask(endpoint, 10, channels) == protocol.Ok(seconds=number)
+
+
+def test_a_peer_that_hangs_up_is_lost_at_once() -> None:
+    with told(lambda _: None) as endpoint:
+        begun = time.monotonic()
         with pytest.raises(AtlasError) as refusal:
-            ask(endpoint, QUESTION, secret=b"s", deadline=time.monotonic() + 10)
-        assert refusal.value.code is Code.BAD_SIGNATURE
+            ask(endpoint, 30)
+        assert refusal.value.code is Code.PEER_LOST
+        assert time.monotonic() - begun < 10
+
+
+def test_a_server_without_the_secret_is_refused() -> None:
+    """Whoever answers proves itself too."""
+    said = framed(protocol.encode(FINE))
+    with told(lambda _: said) as endpoint, pytest.raises(AtlasError) as refusal:
+        ask(endpoint, 10, Channels(Security(bytes(32))))
+    assert refusal.value.code is Code.BAD_SIGNATURE

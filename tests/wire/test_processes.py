@@ -15,7 +15,6 @@ import pytest
 
 from kvatlas.routing import route
 from kvatlas.wire import Session, protocol
-from kvatlas.wire.rpc import ask
 from tests.wire.child import TOKENS
 from tests.wire.helpers import small, until
 from tests.wire.processes import (
@@ -81,7 +80,8 @@ def test_the_source_is_killed_before_it_confirms(
                 child.kill()
             return ask(endpoint, message, **given)
 
-        patch.setattr("kvatlas.wire.client.rank_transfer.ask", killing)
+        ask = here.node.channels.ask
+        patch.setattr(here.node.channels, "ask", killing)
         begun = time.monotonic()
         transfer = here.pull(session, how="direct", seconds=0.8)
         assert outcome(transfer, begun) in LOST
@@ -176,7 +176,7 @@ def test_a_lease_that_ends_during_the_read(
         begun = time.monotonic()
         transfer = here.pull(session, how="direct")
         assert outcome(transfer, begun) == "lease_expired"
-    assert child.ask("state")["released"] == [["r", "expired"]]
+    until(lambda: child.ask("state")["released"] == [["r", "expired"]])
     works(here, child)
 
 
@@ -195,7 +195,8 @@ def test_a_byte_that_changes_on_the_way(
                     here.node.pools[pool][starts[-1]] ^= 1
             return ask(endpoint, message, **given)
 
-        patch.setattr("kvatlas.wire.client.rank_transfer.ask", spoiling)
+        ask = here.node.channels.ask
+        patch.setattr(here.node.channels, "ask", spoiling)
         begun = time.monotonic()
         assert outcome(here.pull(session, checksums=True), begun) == "checksum"
     works(here, child)
@@ -247,7 +248,7 @@ def test_the_destination_is_lost_during_the_read(
 
 @mostly
 def test_a_reader_that_starts_again_frees_what_it_had(here: Here, children: Children) -> None:
-    """Its last run's lease would have lasted; its name says that it is gone."""
+    """Its last run's lease would have lasted; its connections are gone, and so is the lease."""
     here.rank.offer("kept")
     child = children.take(SOURCE, here.transport, 3, name="reader", slow=0.05)
     about: dict[str, Any] = {

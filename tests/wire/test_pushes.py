@@ -7,7 +7,7 @@ from typing import Any
 from kvatlas.errors import Code
 from kvatlas.wire import Session
 from tests.wire.faulty import Gate, failure, pair
-from tests.wire.helpers import End, as_it_is, assert_arrived, ends, small
+from tests.wire.helpers import End, as_it_is, assert_arrived, ends, small, until
 
 
 def test_only_the_plan_that_is_expected_may_push() -> None:
@@ -39,13 +39,14 @@ def test_what_has_arrived_is_not_written_again() -> None:
             slow = session.push("r", **about, how="staged")
             assert gate.reached.wait(5)
             target.arounds = as_it_is
-            session.push("r", **about).wait(10)
+            session.push("r", **about, how="direct").wait(10)
             assert expected.ready.is_set()
             gate.opened.set()
             assert failure(slow) is Code.LEASE_EXPIRED
             assert failure(session.push("r", **about)) is Code.UNKNOWN_REQUEST
         assert_arrived(source, target, 0)
         target.nodes[0].forget("r")
+        until(lambda: target.nodes[0].staging.free == 4)
         target.assert_idle()
 
 
@@ -91,4 +92,5 @@ def test_blocks_that_are_no_longer_expected_are_not_touched() -> None:
             gate.opened.set()
             assert failure(transfer) is Code.LEASE_EXPIRED
         target.buffers[0].assert_untouched()
+        until(lambda: target.nodes[0].staging.free == 4)
         target.assert_idle()

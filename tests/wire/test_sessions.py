@@ -90,7 +90,7 @@ def readers(source: End, target: End) -> list[int]:
 def test_a_push_delivers_every_byte_and_no_other(
     name: str, src: dict[str, Any], dst: dict[str, Any], how: How
 ) -> None:
-    with ends(*two_ends(name, src, dst, secret=b"between us")) as (source, target):
+    with ends(*two_ends(name, src, dst, secret=b"between the two of us")) as (source, target):
         move = fill_by_oracle(source, target)
         waiting = [
             node.expect("r", target.blocks, target.tokens, source=source.plan)

@@ -27,11 +27,12 @@ ALIGNMENT = 2 << 20
 _S = TypeVar("_S", bound=Spec)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LayerCache:
     """What one layer keeps, on one rank: views into its pool.
 
-    Where a plan splits a recurrent state by heads, this is one part of it.
+    Where a plan splits a recurrent state by heads, this is one part of it. Two are equal
+    only if they are the same one: memory has no value to compare.
     """
 
     name: str
@@ -256,7 +257,11 @@ def bind(buffers: Mapping[int, Any] | Any, plan: Plan, *, rank: int = 0) -> Cach
         got = f"memory for pools {sorted(buffers)}, not {sorted(planned)}"
         hint = "Pass a mapping from pool index to bytes"
         raise AtlasError(Code.BAD_TENSOR, problem, got=got, hint=hint)
-    return Cache(plan, rank, {i: _bytes_of(buffers[i], pool) for i, pool in planned.items()})
+    made = {}
+    for index, pool in planned.items():
+        made[index] = _bytes_of(buffers[index], pool)
+        _check_alignment(made[index], _largest_element(plan, pool), pool)
+    return Cache(plan, rank, made)
 
 
 def _block_ids(ids: Sequence[int] | torch.Tensor, pool: Pool) -> torch.Tensor:
@@ -289,3 +294,20 @@ def _bytes_of(memory: Any, pool: Pool) -> torch.Tensor:
         got = f"{tensor.numel():,} of {pool.nbytes:,} bytes"
         raise AtlasError(Code.OUT_OF_BOUNDS, problem, got=got, hint=hint)
     return tensor[: pool.nbytes]
+
+
+def _largest_element(plan: Plan, pool: Pool) -> int:
+    """Bytes of the largest element that a pool holds."""
+    home = (pool.stage, pool.index)
+    regions = [r for r in plan.regions if (r.stage, plan.groups[r.group].pool) == home]
+    pages = [region.page(plan.tp, index=i) for region in regions for i in range(len(region.layers))]
+    return max(field.dtype.item for page in dict.fromkeys(pages) for field in page.fields)
+
+
+def _check_alignment(tensor: torch.Tensor, item: int, pool: Pool) -> None:
+    """Refuse memory that starts between two elements, where torch makes no typed views."""
+    if tensor.data_ptr() % item or tensor.storage_offset() % item:
+        problem = f"Memory of pool {pool.index} does not start at a multiple of {item} bytes"
+        got = f"address {tensor.data_ptr():#x}, {tensor.storage_offset()} bytes into its storage"
+        hint = "Pass memory from the start of an allocation"
+        raise AtlasError(Code.MISALIGNED, problem, got=got, hint=hint)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 import typer
@@ -14,14 +15,12 @@ from kvatlas.cli.failures import plain
 from kvatlas.cli.options import PlanOptions, number
 from kvatlas.cli.tables import both_ends, indented, size, table
 from kvatlas.errors import AtlasError, Code
-from kvatlas.planning import Plan
+from kvatlas.planning import LARGEST_JSON, Plan
 from kvatlas.routing import Check
 
 _NUMBERS = ("tp", "pp", "dcp", "requests", "block_size")
 _OTHERS = ("model", "prefix_caching", *_NUMBERS)
 _WORDS = tuple(f.name for f in dataclasses.fields(PlanOptions) if f.name not in _OTHERS)
-_MOST = 64 << 20
-"""Bytes of a plan in a file: the largest that a model could have is far smaller."""
 
 
 def two_plans(first: str, second: str | None, source: str | None, target: str | None) -> list[Plan]:
@@ -59,14 +58,15 @@ def changes(text: str, where: str) -> dict[str, Any]:
 def read_plan(path: str) -> Plan:
     """A plan that `kvatlas plan --save` wrote, checked as if it were made here."""
     try:
+        # A pipe would wait for its writer, and a device never end.
+        if not S_ISREG(Path(path).stat().st_mode):
+            raise OSError(0, "not a plain file")
         with Path(path).open("rb") as file:
-            text = file.read(_MOST + 1)
-    except OSError as problem:
-        got, hint = f"{path}: {problem.strerror}", "Save one, or name a model with --from and --to"
+            text = file.read(LARGEST_JSON + 1)
+    except (OSError, ValueError) as problem:  # a ValueError is a name that no file can have
+        reason = problem.strerror if isinstance(problem, OSError) else problem
+        got, hint = f"{path}: {reason}", "Save one, or name a model with --from and --to"
         raise AtlasError(Code.UNREADABLE, got=got, hint=hint) from problem
-    if len(text) > _MOST:
-        large = f"The file is larger than any plan ({size(_MOST)})"
-        raise AtlasError(Code.BAD_PLAN, large, got=path, hint="Save the plan again")
     return Plan.from_json(text)
 
 

@@ -171,9 +171,6 @@ def check(
     many: Annotated[
         int | None, typer.Option("--tokens", help="Tokens of the request to count for.")
     ] = None,
-    renamed: Annotated[
-        bool, typer.Option("--renamed", help="Two names stand for one model.")
-    ] = False,
     as_json: Json = False,
 ) -> None:
     """Whether one plan's caches can go to another, and with how many descriptors.
@@ -182,7 +179,7 @@ def check(
     Exits with 1 where they cannot.
     """
     src, dst = two_plans(first, second, source, target)
-    answer = check_route(src, dst, tokens=many, renamed=renamed)
+    answer = check_route(src, dst, tokens=many)
     _answer(as_json, answer.as_dict(), *check_parts(src, dst, answer))
     if not answer.ok:
         raise typer.Exit(1)

@@ -72,6 +72,11 @@ class Page:
         """Whether a field reaches over the whole page, so that cells mean nothing by themselves."""
         return any(self._over_page(field) for field in self.fields)
 
+    @property
+    def in_cells(self) -> bool:
+        """Whether every field keeps to its cells, so that they may lie anywhere."""
+        return all(field.last_content_byte < self.content for field in self.fields)
+
     def field(self, name: str) -> Field:
         """The field called `name`."""
         for field in self.fields:

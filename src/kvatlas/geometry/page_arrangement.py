@@ -67,7 +67,9 @@ def side_by_side(
             layout, pages=count, blocks=blocks * split, block_stride=fixed
         )
         positions.append(PoolPosition(offset, page_stride, block_stride * split))
-        offset += count * (page.nbytes if layout.block_outermost else page_stride)
+        # Outside all layers, heads or states interleave a set's pages, but no other set's.
+        inside = page.nbytes if layout.block_outermost else page.nbytes * blocks * split
+        offset += count * (page_stride if layout.layer_compact else inside)
     return positions
 
 

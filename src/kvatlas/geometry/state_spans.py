@@ -99,12 +99,12 @@ class CommonStates(NamedTuple):
     Among those that an end holds, number n is number `local[end] + n * steps[end]`.
 
     >>> common = CommonStates.between(8, 40, StateBlocks(16), StateBlocks(32))
-    >>> common.count, common.last_entry(0), common.entries(1)
+    >>> common.total, common.last_entry(0), common.entries(1)
     (32, 2, array([0, 1]))
     """
 
     ends: tuple[StateBlocks, StateBlocks]
-    count: int
+    total: int
     local: tuple[int, int]
     steps: tuple[int, int]
 
@@ -135,11 +135,11 @@ class CommonStates(NamedTuple):
         each = self._entry_states(end)
         if self.steps[end] <= each:
             return np.arange(self.local[end] // each, self._last(end) // each + 1)
-        return (self.local[end] + np.arange(self.count) * self.steps[end]) // each
+        return (self.local[end] + np.arange(self.total) * self.steps[end]) // each
 
     def spans(self, first: int = 0, stop: int | None = None) -> StateSpans:
         """Numbers first .. stop - 1 of these states, as spans."""
-        count = max(0, (self.count if stop is None else stop) - first)
+        count = max(0, (self.total if stop is None else stop) - first)
         src, dst = (self.local[end] + first * self.steps[end] for end in (0, 1))
         if self.side_by_side:
             begins = _block_starts([(self.ends[0].states, src), (self.ends[1].states, dst)], count)
@@ -152,7 +152,7 @@ class CommonStates(NamedTuple):
         )
 
     def _last(self, end: int) -> int:
-        return self.local[end] + (self.count - 1) * self.steps[end]
+        return self.local[end] + (self.total - 1) * self.steps[end]
 
     def _entry_states(self, end: int) -> int:
         return self.ends[end].states * self.ends[end].split

@@ -9,7 +9,7 @@ from kvatlas.planning.backends import ANY_ORDER, BACKENDS, Backend
 from kvatlas.planning.foreign_memory import foreign
 from kvatlas.planning.plan_parts import Group, Pool, Region
 from kvatlas.planning.planner import Policy, plan
-from kvatlas.planning.plans import Plan
+from kvatlas.planning.plans import LARGEST_JSON, Plan
 from kvatlas.planning.report import Padding, padding
 from kvatlas.planning.request import quantity
 from kvatlas.planning.sized_layers import FULL_KINDS, SLIDING_KINDS, kind_of
@@ -18,6 +18,7 @@ __all__ = [
     "ANY_ORDER",
     "BACKENDS",
     "FULL_KINDS",
+    "LARGEST_JSON",
     "SLIDING_KINDS",
     "Backend",
     "Group",

@@ -11,6 +11,7 @@ larger blocks are then split into kernel blocks.
 
 from __future__ import annotations
 
+from itertools import permutations
 from math import lcm
 from typing import Literal
 
@@ -31,6 +32,14 @@ Family = Literal["dense", "latent", "sparse", "indexer", "other"]
 
 ANY_ORDER = ("LBNHC", "LBHNC", "BLNHC", "BLHNC", "BHLNC", "LHBNC")
 """What a backend without a preference of its own takes, in vLLM's order of preference."""
+
+
+EVERY_ORDER = (
+    *ANY_ORDER,
+    *sorted({"".join(axes) + "C" for axes in permutations("LBHN")} - {*ANY_ORDER}),
+)
+"""All orders in which the bytes of a cell are neighbours, as every kernel wants them: what
+policy atlas plans for such a backend, whose kernels take strides."""
 
 
 class Backend(msgspec.Struct, frozen=True):

@@ -120,7 +120,8 @@ def unify_pages(layers: list[SizedLayer]) -> list[SizedLayer]:
         if layer.nbytes == largest:
             unified.append(layer)
         elif layer.kind != "recurrent" and largest % layer.nbytes == 0:
-            unified.append(replace(layer, block=layer.block * (largest // layer.nbytes)))
+            block = layer.block * (largest // layer.nbytes)
+            unified.append(replace(layer, block=block, padded=layer.padded and largest))
         elif layer.kind == "mla_attention":
             raise AtlasError(
                 Code.PAGES_NOT_UNIFIED,

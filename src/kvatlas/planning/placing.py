@@ -222,7 +222,9 @@ def place_group(
     rows = [PageSet(layers[0].page, len(layers), layers[0].spread) for layers in sets]
     positions = side_by_side(rows, layout, blocks=blocks, width=width)
     for layers, position in zip(sets, positions, strict=True):
-        dense = not layout.block_outermost or position.block_stride <= position.page_stride
+        dense = layout.outside("B", "N") and (
+            not layout.block_outermost or position.block_stride <= position.page_stride
+        )
         kernel = _kernel_block(layers[0], warnings, dense=dense)
         yield Spot(layers, position, kernel, layers[0].nbytes)
 

@@ -71,7 +71,11 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             return ceil_div(ceil_div(length, dcp), self.block)
         kept = (self.window or length) + in_flight
         if self.kind == "chunked_local_attention":
-            return ceil_div(min(kept, length), self.block)
+            whole = ceil_div(min(kept, length), self.block)
+            if self.window is None or self.window % self.block == 0:
+                return whole
+            # A chunk may start in the middle of a block: one more, if there are as many.
+            return min(ceil_div(kept - 1, self.block) + 1, ceil_div(length, self.block))
         # A window may start in the middle of a block: one more.
         return ceil_div(min(kept - 1, length), self.block) + 1
 
@@ -111,13 +115,17 @@ class Region(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     parts: tuple[int, ...] = ()
     """Which part of its layer's state each page along L holds, where states are split."""
 
+    def part(self, index: int) -> int:
+        """Which part of its layer's state the page at `index` along L holds."""
+        return self.parts[index] if self.parts else 0
+
     def page(self, tp: int, rank: int = 0, index: int = 0) -> Page:
         """The page of one kernel block of a layer, or of a part of it, on one rank.
 
         A part is what one of `splits` times as many ranks would hold.
         """
         padded = self.page_bytes if self.kernel_block == self.block else None
-        part = rank * self.splits + (self.parts[index] if self.parts else 0)
+        part = rank * self.splits + self.part(index)
         return page_of(self.layers[index].spec, self.kernel_block, tp * self.splits, part, padded)
 
     def placement(self, tp: int, blocks: int) -> Placement:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Literal
+
+import msgspec
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import integer, natural, positive
 from kvatlas.models import Model
-from kvatlas.planning.backends import backends_of
+from kvatlas.planning.backends import EVERY_ORDER, backends_of
 from kvatlas.planning.plans import Plan
 from kvatlas.planning.policy_atlas import plan_atlas
 from kvatlas.planning.policy_vllm import plan_uniform, plan_vllm
 from kvatlas.planning.request import PlanRequest, length, quantity
-from kvatlas.specs import Attention, Mamba2
+from kvatlas.planning.topology import check_topology, check_vllm_topology, stages_of
 
 Policy = Literal["atlas", "vllm", "uniform"]
 
@@ -70,7 +74,9 @@ def plan(
     if kv_dtype is not None:
         loaded = loaded.with_cache(kv_dtype)
     tp, pp, dcp = positive(tp, "tp"), positive(pp, "pp"), positive(dcp, "dcp")
-    check_topology(loaded, tp, pp, dcp, strict=policy != "atlas")
+    check_topology(loaded, tp, pp, dcp)
+    if policy != "atlas":
+        check_vllm_topology(loaded, tp, dcp)
     if max_len is None:
         max_len = min(DEFAULT_LENGTH, loaded.max_len or DEFAULT_LENGTH)
     if in_flight is None:
@@ -93,73 +99,45 @@ def plan(
         states=states,
         requests=None if requests is None else positive(requests, "the number of requests"),
     )
-    return makers[policy](request)
+    try:
+        return makers[policy](request)
+    except AtlasError as refusal:
+        if refusal.code not in _UNSOUND:
+            raise
+        raise _order_refused(request, makers[policy], refusal) from refusal
+
+
+_UNSOUND = {
+    Code.BAD_PLAN,
+    Code.LAYOUT_REFUSED,
+    Code.MISALIGNED,
+    Code.NOT_CONTIGUOUS,
+    Code.OUT_OF_BOUNDS,
+    Code.OVERLAP,
+    Code.PADDING_INSIDE_PAGE,
+    Code.PAGE_TOO_SMALL,
+    Code.UNDECIDED,
+}
+"""What it means that pages do not fit together in an order."""
+
+
+def _order_refused(
+    request: PlanRequest, maker: Callable[[PlanRequest], Plan], refusal: AtlasError
+) -> AtlasError:
+    """The refusal of an order, with those that do work: each was tried."""
+    orders = []
+    for order in EVERY_ORDER:
+        with suppress(AtlasError):
+            maker(msgspec.structs.replace(request, layout=order))
+            orders.append(order)
+    got = f"order {request.layout or 'by default'}: {refusal.problem} ({refusal.got})"
+    if refusal.code is Code.LAYOUT_REFUSED:
+        got = str(refusal.got)
+    hint = f"Use one of {', '.join(orders)}"
+    return AtlasError(Code.LAYOUT_REFUSED, got=got, hint=hint if orders else refusal.hint)
 
 
 def _check_word(option: str, word: object, words: tuple[str, ...]) -> None:
     if not isinstance(word, str) or word not in words:
         problem, hint = f"This is no word for {option}", f"Use one of {', '.join(words)}"
         raise AtlasError(Code.UNKNOWN_POLICY, problem, got=repr(word), hint=hint)
-
-
-def stages_of(model: Model, pp: int) -> dict[str, int]:
-    """The pipeline stage of each layer: equal shares, the rest before the last stage.
-
-    A remainder goes to the stages from the last but one backwards, since the last
-    also computes the logits.
-    """
-    shares = [model.depth // pp] * pp
-    for extra in range(model.depth % pp):
-        shares[-2 - extra] += 1
-    ends = [sum(shares[: stage + 1]) for stage in range(pp)]
-    return {
-        layer.name: next((stage for stage, end in enumerate(ends) if layer.index < end), pp - 1)
-        for layer in model.layers
-    }
-
-
-def check_topology(model: Model, tp: int, pp: int, dcp: int, *, strict: bool) -> None:
-    """Refuse a topology that the model's heads, groups or layers do not allow.
-
-    `strict` adds what vLLM refuses though the bytes would allow it.
-    """
-    query = model.attention_heads
-    kv = max((x.spec.heads for x in model.layers if isinstance(x.spec, Attention)), default=0)
-    if query % tp:
-        problem = "Tensor parallelism does not divide the query heads"
-        raise _refused(problem, f"{query} heads over tp {tp}", f"Use a tp that divides {query}")
-    if pp > model.depth:
-        problem = "There are more pipeline stages than layers"
-        got = f"{model.depth} layers over pp {pp}"
-        raise _refused(problem, got, f"Use a pp of at most {model.depth}")
-    if tp % dcp:
-        problem = "Decode context parallelism does not divide the tensor-parallel group"
-        raise _refused(problem, f"dcp {dcp} within tp {tp}", "Use a dcp that divides tp")
-    if dcp > 1 and kv and tp // kv < dcp:
-        problem = "Too few ranks hold the same heads to divide tokens over them"
-        got = f"dcp {dcp} with {kv} kv heads at tp {tp}"
-        raise _refused(problem, got, f"Use a tp of at least {dcp * kv}")
-    if not strict:
-        return
-    if dcp > 1 and kv and query // kv % dcp:
-        problem = "vLLM cannot divide the query heads of each kv head over context-parallel ranks"
-        got = f"{query} query and {kv} kv heads with dcp {dcp}"
-        raise _refused(problem, got, "Use a dcp that divides their ratio, or policy atlas")
-    mamba = {layer.spec.groups for layer in model.layers if isinstance(layer.spec, Mamba2)}
-    if uneven := [groups for groups in mamba if groups % tp and groups != 1]:
-        problem = "vLLM cannot divide these Mamba-2 groups evenly"
-        got = f"{uneven[0]} groups over tp {tp}"
-        raise _refused(problem, got, "Use policy atlas, which repeats groups evenly")
-    groups = model.output_groups
-    if groups and tp > groups:
-        problem = "vLLM has fewer groups of the output projection than ranks"
-        got = f"{groups} groups over tp {tp}"
-        raise _refused(problem, got, f"Use a tp of at most {groups}, or policy atlas")
-    if not model.repeats_heads and 0 < kv < tp:
-        problem = "vLLM does not repeat this model's kv heads"
-        got = f"{kv} kv heads over tp {tp}"
-        raise _refused(problem, got, "Use policy atlas, which repeats them")
-
-
-def _refused(problem: str, got: str, hint: str) -> AtlasError:
-    return AtlasError(Code.BAD_TOPOLOGY, problem, got=got, hint=hint)

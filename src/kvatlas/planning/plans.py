@@ -21,10 +21,28 @@ import msgspec
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Page, Placement
 from kvatlas.planning import report
-from kvatlas.planning.plan_checks import check_plan
+from kvatlas.planning.plan_checks import MOST_PAGES, MOST_SPECS, check_plan
 from kvatlas.planning.plan_data import PlanData
 from kvatlas.planning.plan_parts import Pool, Region
 from kvatlas.specs import Spec
+
+
+LARGEST_JSON = 2 << 20
+"""Bytes of the largest plan that is read; those of real models have at most 150,000."""
+
+
+class _LayerOutline(msgspec.Struct):
+    spec: msgspec.Raw
+
+
+class _RegionOutline(msgspec.Struct):
+    layers: list[_LayerOutline]
+
+
+class _PlanOutline(msgspec.Struct):
+    """As much of a plan as says how much there is to read."""
+
+    regions: list[_RegionOutline]
 
 
 class Plan(PlanData, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
@@ -62,13 +80,20 @@ class Plan(PlanData, frozen=True, kw_only=True, forbid_unknown_fields=True, dict
 
     @classmethod
     def from_json(cls, text: bytes | str) -> Plan:
-        """A plan from JSON, checked as if it were made here."""
+        """A plan from JSON, checked as if it were made here.
+
+        What no real plan comes near is refused before it costs anything: `LARGEST_JSON`
+        bytes, `MOST_PAGES` layers or parts of layers, `MOST_SPECS` kinds of them.
+        """
         try:
+            _check_outline(text)
             return msgspec.json.decode(text, type=cls)
-        except (msgspec.MsgspecError, ValueError, TypeError) as problem:
+        except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as problem:
             hint = "Make it again with the same version of kvatlas"
             cause = problem.__cause__
             got = str(problem)
+            if isinstance(problem, AtlasError):
+                cause = problem
             if isinstance(cause, AtlasError) and cause.code is Code.BAD_PLAN:
                 got = str(cause.got)  # msgspec wraps what the validator raised
             raise AtlasError(Code.BAD_PLAN, got=got, hint=hint) from problem
@@ -82,7 +107,7 @@ class Plan(PlanData, frozen=True, kw_only=True, forbid_unknown_fields=True, dict
             for index, layer in enumerate(region.layers):
                 homes.setdefault(layer.name, []).append((region, index))
         for parts in homes.values():
-            parts.sort(key=lambda home: home[0].parts[home[1]] if home[0].parts else 0)
+            parts.sort(key=lambda home: home[0].part(home[1]))
         return homes
 
     @property
@@ -173,5 +198,22 @@ class Plan(PlanData, frozen=True, kw_only=True, forbid_unknown_fields=True, dict
         return report.explain(self)
 
 
+def _check_outline(text: bytes | str) -> None:
+    """Refuse a text that would take long to read, by what can be counted quickly."""
+    if isinstance(text, bytes | str) and len(text) > LARGEST_JSON:
+        raise _too_large(f"{len(text):,} bytes, where {LARGEST_JSON:,} are read")
+    regions = msgspec.json.decode(text, type=_PlanOutline).regions
+    specs = [bytes(layer.spec) for region in regions for layer in region.layers]
+    if max(len(specs), len(regions)) > MOST_PAGES:
+        raise _too_large(f"{len(specs):,} layers in {len(regions):,} regions")
+    if len(set(specs)) > MOST_SPECS:
+        raise _too_large(f"{len(set(specs)):,} kinds of layers")
+
+
+def _too_large(got: str) -> AtlasError:
+    return AtlasError(Code.BAD_PLAN, got=f"{got}: more than any model has", hint="Plan it again")
+
+
 # msgspec crashes where two threads are the first to decode a type: the first is this one.
-msgspec.json.Decoder(Plan)
+for _kind in (_PlanOutline, Plan):
+    msgspec.json.Decoder(_kind)

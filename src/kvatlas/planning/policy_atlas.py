@@ -27,7 +27,7 @@ import msgspec
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Layout, ceil_div
-from kvatlas.planning.backends import smallest_common_block
+from kvatlas.planning.backends import EVERY_ORDER, smallest_common_block
 from kvatlas.planning.block_size import (
     DEFAULT_BLOCK,
     BlockSize,
@@ -37,13 +37,14 @@ from kvatlas.planning.block_size import (
     used_backends,
 )
 from kvatlas.planning.grouping import GroupDraft, alike, by_tokens, dealt, group_layers
-from kvatlas.planning.layout_resolution import resolve_order, supported_orders
+from kvatlas.planning.layout_resolution import resolve_order, supported_orders, viewable_orders
 from kvatlas.planning.placing import PoolDraft, blocks_held, make_plan
 from kvatlas.planning.plans import Plan
 from kvatlas.planning.policy_vllm import plan_vllm
 from kvatlas.planning.report import padding
 from kvatlas.planning.request import PlanRequest
 from kvatlas.planning.sized_layers import SizedLayer, page_of, size_layers
+from kvatlas.planning.topology import check_vllm_topology
 
 _ROUNDING = 1e-12
 _SPLITS = (1, 2, 4, 8)
@@ -102,7 +103,8 @@ def plan_atlas(request: PlanRequest) -> Plan:
     size = kernel_size(request)
     layers = size_layers(request, block=size.tokens)
     # DeepSeek-V4's backends declare orders so that pages pack, not because kernels need them.
-    orders = supported_orders([b for b in used_backends(request) if b.family != "other"])
+    backends = [b for b in used_backends(request) if b.family != "other"]
+    orders = viewable_orders(supported_orders(backends, EVERY_ORDER), layers)
     states = [layer for layer in layers if layer.kind == "recurrent"]
     attention = [layer for layer in layers if layer.kind != "recurrent"]
     preferred = request.layout
@@ -140,7 +142,9 @@ def _pools(layers: list[SizedLayer], layout: Layout) -> list[PoolDraft]:
         for group in groups
         for layer in group.layers
     }
-    if len(groups) == 1 or len(shapes) == 1 or layout.block_outermost:
+    # Outside all blocks, stripes of heads or states are as long as their group is wide.
+    apart = not layout.block_outermost and not layout.layer_compact
+    if len(groups) == 1 or layout.block_outermost or (len(shapes) == 1 and not apart):
         return [PoolDraft(tuple(groups), layout)]
     return [PoolDraft((group,), layout) for group in groups]
 
@@ -208,6 +212,15 @@ def _vllm_yardstick(request: PlanRequest) -> tuple[float, int, str]:
         compared = f"vLLM has no plan to compare with ({refusal.code})."
         return 1.0, block_size(request).tokens, compared
     bar, block = padding(reference).share, reference.block_size
+    try:
+        check_vllm_topology(request.model, request.tp, request.dcp)
+    except AtlasError as refusal:
+        compared = (
+            f"vLLM refuses this topology: {refusal.got}. By its other rules a block would have "
+            f"{block} tokens, and {bar:.2%} of what a request of {request.max_len:,} tokens "
+            "claims would be padding."
+        )
+        return bar, block, compared
     compared = (
         f"vLLM's block is {block} tokens, and {bar:.2%} of what a request of "
         f"{request.max_len:,} tokens claims there is padding."

@@ -165,6 +165,17 @@ def kind_of(spec: Spec) -> Kind:
     return "cross_attention" if isinstance(spec, CrossAttention) else "full_attention"
 
 
+def checkpoints(spec: Spec, *, prefix_caching: bool) -> int:
+    """Further blocks that a request holds of a recurrent layer while prefixes are saved.
+
+    A state is written to a new block and the old one kept; Mamba-2 also saves one in the
+    middle of a prefill.
+    """
+    if not prefix_caching or kind_of(spec) != "recurrent":
+        return 0
+    return 1 + isinstance(spec, Mamba2)
+
+
 def own_block(spec: Spec, backend: Backend | None, block: int) -> int:
     """The block that a layer uses when the model's is `block`.
 
@@ -192,14 +203,10 @@ def size_layers(
     for layer in request.model.layers:
         spec, backend = layer.spec, request.backends[layer.name]
         kind = kind_of(spec)
-        tokens, padded, checkpoints = own_block(spec, backend, block), None, 0
+        tokens, padded = own_block(spec, backend, block), None
         if kind == "recurrent":
             padded = state_padding
-            if request.prefix_caching:
-                # While prefixes are saved, a state is written to a new block and the old one
-                # kept; Mamba-2 also saves one in the middle of a prefill.
-                checkpoints = 1 + isinstance(spec, Mamba2)
-            else:
+            if not request.prefix_caching:
                 tokens = request.max_len  # one state, never saved on the way
         page = page_of(spec, tokens, request.tp)
         leads = type(spec) is LatentAttention and spec.compress == 1 and layer.index in indexed
@@ -212,7 +219,7 @@ def size_layers(
                 padded=page.nbytes if page.padding else padded,
                 backend=backend,
                 leader=leads,
-                checkpoints=checkpoints,
+                checkpoints=checkpoints(spec, prefix_caching=request.prefix_caching),
             )
         )
     return sized

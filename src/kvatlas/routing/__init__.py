@@ -6,6 +6,7 @@ from kvatlas.routing.compatibility import Reason, fingerprint
 from kvatlas.routing.costs import Costs, Report, report
 from kvatlas.routing.feasibility import Check, RankPair, check, scattered
 from kvatlas.routing.prepared import PreparedRoute
+from kvatlas.routing.request import check_tables
 from kvatlas.routing.routes import BoundRoute, Route, route
 from kvatlas.routing.streams import Stream
 from kvatlas.routing.token_ranges import needed_states, shared_visibility, token_range
@@ -23,6 +24,7 @@ __all__ = [
     "Stream",
     "block_table",
     "check",
+    "check_tables",
     "checked_rank",
     "fingerprint",
     "needed_states",

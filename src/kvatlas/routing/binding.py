@@ -25,8 +25,27 @@ from kvatlas.geometry import (
 from kvatlas.routing.compiler import GroupPair
 from kvatlas.routing.request import BoundStates
 
-_Starts = tuple[Int64s, Int64s]
-"""Offsets at the source, and at the destination."""
+
+class Starts(NamedTuple):
+    """Offsets at the source and at the destination, ascending there."""
+
+    src: Int64s
+    dst: Int64s
+    step: int
+    """The least that they are apart at the destination; more than anything where there is one."""
+
+    @classmethod
+    def of(cls, src: Int64s, dst: Int64s) -> Starts:
+        """Offsets at either end, with their step."""
+        return cls(src, dst, int(np.diff(dst).min()) if len(dst) > 1 else INT64_MAX)
+
+    def at(self, end: int) -> Int64s:
+        """Offsets at one end."""
+        return self.dst if end else self.src
+
+    def touch(self, near: int, far: int) -> bool:
+        """Whether one is `near` behind another at the destination, and `far` at the source."""
+        return bool(((np.diff(self.dst) == near) & (np.diff(self.src) == far)).any())
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,8 +84,13 @@ class RepeatedRuns(NamedTuple):
     """Strips that differ only in where they start: one of them, and all starts."""
 
     strip: StridedRuns
-    starts: _Starts
+    starts: Starts
     """Where items lie at either end, by destination, in the first state of block 0."""
+
+    def part(self, first: int, stop: int) -> RepeatedRuns:
+        """Some of the starts alone."""
+        src, dst = self.starts.src[first:stop], self.starts.dst[first:stop]
+        return RepeatedRuns(self.strip, Starts.of(src, dst))
 
 
 class CompiledPair(NamedTuple):
@@ -97,7 +121,7 @@ def repeated(strips: Sequence[StridedRuns]) -> list[RepeatedRuns]:
         at = np.array([member.offsets for member in members], dtype=np.int64)
         src, dst = ((at[:, end, None] + strip.item_offsets(end)).reshape(-1) for end in (0, 1))
         order = np.argsort(dst, kind="stable")
-        runs.append(RepeatedRuns(strip, (src[order], dst[order])))
+        runs.append(RepeatedRuns(strip, Starts.of(src[order], dst[order])))
     return runs
 
 
@@ -132,7 +156,7 @@ def count_ranges(compiled: CompiledPair, bound: BoundStates, cuts: int) -> int:
                 each = joined + min(cuts, len(length) - joined)
             else:
                 each = int(length.sum())
-            count += each * len(starts[0])
+            count += each * len(starts.src)
     return count
 
 
@@ -142,11 +166,13 @@ def _folded(
     """Whole cells, where their states are folded in, and the other states."""
     if compiled.whole:
         full = bound.states.length == compiled.pair.cells[0].states
+        if full.all():
+            yield compiled.whole, bound, True
+            return
         if full.any():
             yield compiled.whole, _pick(bound, full), True
         bound = _pick(bound, ~full)
-    if len(bound.states.length):
-        yield compiled.states, bound, False
+    yield compiled.states, bound, False
 
 
 class _Stretches:
@@ -165,29 +191,32 @@ class _Stretches:
         return self._computed[key]
 
 
-def _all_sums(starts: _Starts, src: Int64s, dst: Int64s, length: Int64s) -> Runs:
+def _all_sums(starts: Starts, src: Int64s, dst: Int64s, length: Int64s) -> Runs:
     """Every start with every stretch, the one that steps further slowest."""
-    many, most = len(starts[0]), int(length.max())
+    many, most = len(starts.src), int(length.max())
     count = many * len(src)
     refuse_too_many(count, "descriptors")
-    slow = _step(dst) > _step(starts[1])
-    outer, inner = ((src, dst), starts) if slow else (starts, (src, dst))
-    sums = [(one[:, None] + two).reshape(-1) for one, two in zip(outer, inner, strict=True)]
+    stretches = Starts.of(src, dst)
+    slow = stretches.step > starts.step
+    outer, inner = (stretches, starts) if slow else (starts, stretches)
+    sums = np.empty((2, len(outer.src), len(inner.src)), dtype=np.int64)
+    np.add(outer.src[:, None], inner.src, out=sums[0])
+    np.add(outer.dst[:, None], inner.dst, out=sums[1])
+    to_src, to_dst = sums.reshape(2, count)
     if most == int(length.min()):
         # Seen everywhere and kept once: a third less to write.
         same = np.broadcast_to(np.int64(most), count)
-        return Runs(sums[0], sums[1], same, _apart(outer, inner, most))
+        return Runs(to_src, to_dst, same, _apart(outer, inner, most))
     lengths = np.repeat(length, many) if slow else np.tile(length, many)
-    return Runs(sums[0], sums[1], lengths, fewest=False)
+    return Runs(to_src, to_dst, lengths, fewest=False)
 
 
-def _apart(outer: _Starts, inner: _Starts, item: int) -> bool:
+def _apart(outer: Starts, inner: Starts, item: int) -> bool:
     """Whether all sums are in order at the destination and none touches the next at both ends."""
-    span = int(inner[1][-1] - inner[1][0]) + item
-    reach = int(inner[0][-1] - inner[0][0]) + item
-    for (src, dst), near, far in ((inner, item, item), (outer, span, reach)):
-        ahead = np.diff(dst)
-        if len(ahead) and (ahead.min() < near or ((ahead == near) & (np.diff(src) == far)).any()):
+    span = int(inner.dst[-1] - inner.dst[0]) + item
+    reach = int(inner.src[-1] - inner.src[0]) + item
+    for starts, near, far in ((inner, item, item), (outer, span, reach)):
+        if starts.step < near or (starts.step == near and starts.touch(near, far)):
             return False
     return True
 
@@ -208,16 +237,9 @@ def joined(runs_by_pools: Mapping[tuple[int, int], list[Runs]]) -> tuple[Copy, .
 
 
 def _pick(bound: BoundStates, mask: NDArray[np.bool_]) -> BoundStates:
-    if bool(mask.all()):
-        return bound
     src, dst = (SpanStarts(*(array[mask] for array in end)) for end in bound.states[:2])
     states = StateSpans(src, dst, bound.states.length[mask])
     return BoundStates(states, (bound.ids[0][mask], bound.ids[1][mask]))
-
-
-def _step(places: Int64s) -> int:
-    """The least that ascending places are apart; more than anything where there is one."""
-    return int(np.diff(places).min()) if len(places) > 1 else INT64_MAX
 
 
 def _rows(starts: Int64s, length: Int64s, base: int, device: int) -> NDArray[np.uint64]:

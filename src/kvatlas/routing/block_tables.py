@@ -24,7 +24,7 @@ class RequestTables:
 
     def __init__(self, plan: Plan, rank: int, blocks: Any, end: str) -> None:
         self.plan, self.rank, self.end = plan, rank, end
-        self._tables = _tables(plan, blocks, end)
+        self.by_group = _tables(plan, blocks, end)
         self._used: dict[int, NDArray[np.bool_]] = {}
 
     def state_entry(self, group: int, stop: int) -> int:
@@ -54,7 +54,7 @@ class RequestTables:
 
     def ids(self, group: int, entries: Int64s) -> Int64s:
         """Block ids of entries that were checked."""
-        return self._tables[group][entries]
+        return self.by_group[group][entries]
 
     def check_distinct(self) -> None:
         """Refuse a block that two entries would share, in a group or across groups of a pool."""
@@ -71,12 +71,12 @@ class RequestTables:
                 raise AtlasError(Code.TWICE, got=got, hint=hint)
 
     def _table(self, group: int) -> Int64s:
-        if group not in self._tables:
+        if group not in self.by_group:
             problem = f"Group {group} has no block table at the {self.end}"
-            got = f"tables of groups {sorted(self._tables)}"
+            got = f"tables of groups {sorted(self.by_group)}"
             hint = f"Pass block ids for groups 0..{len(self.plan.groups) - 1} by their index"
             raise AtlasError(Code.MISSING_BLOCKS, problem, got=got, hint=hint)
-        return self._tables[group]
+        return self.by_group[group]
 
 
 def checked_rank(plan: Plan, rank: Any, end: str) -> int:

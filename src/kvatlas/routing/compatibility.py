@@ -24,7 +24,7 @@ class Reason(NamedTuple):
 
 
 _HINTS = {
-    Code.UNLIKE_MODELS: "Names that differ for one model are accepted with renamed=True",
+    Code.UNLIKE_MODELS: "Plan both ends for one model: layers are found by their names",
     Code.MISSING_LAYERS: "Name the layers to move with layers=",
     Code.UNLIKE_LAYERS: "Check the configs: heads, sizes, windows and ratios must agree",
     Code.UNLIKE_DTYPES: "Plan both ends with one cache dtype: nothing is converted on the way",
@@ -34,7 +34,8 @@ _HINTS = {
 def fingerprint(plan: Plan) -> str:
     """The same for two plans exactly when they cache the same model in the same dtypes.
 
-    Topology, order, blocks, packing and memory do not matter.
+    What layers keep decides: kinds, heads, sizes, windows, sources, dtypes. Topology, order,
+    blocks, packing, memory and what the model is called do not matter.
 
     >>> from kvatlas.planning import plan
     >>> one = plan("gpt-oss-20b", memory="20GiB", tp=2, layout="BHLNC")
@@ -46,17 +47,15 @@ def fingerprint(plan: Plan) -> str:
     """
     specs = PlanEnd(plan).specs
     kept = [[name, without_packing(specs[name])] for name in sorted(specs)]
-    encoded = msgspec.json.encode([plan.model, kept])
-    return blake2b(encoded, digest_size=16).hexdigest()
+    return blake2b(msgspec.json.encode(kept), digest_size=16).hexdigest()
 
 
-def reasons(
-    src: PlanEnd, dst: PlanEnd, *, renamed: bool = False, layers: Collection[str] | None = None
-) -> list[Reason]:
+def reasons(src: PlanEnd, dst: PlanEnd, *, layers: Collection[str] | None = None) -> list[Reason]:
     """Everything that keeps two plans from exchanging bytes."""
+    if not src.specs.keys() & dst.specs.keys():
+        got = f"{src.plan.model!r} and {dst.plan.model!r}, which have no layer in common"
+        return [Reason(Code.UNLIKE_MODELS, got)]
     reasons = []
-    if src.plan.model != dst.plan.model and not renamed:
-        reasons.append(Reason(Code.UNLIKE_MODELS, f"{src.plan.model!r} and {dst.plan.model!r}"))
     wanted = set(src.specs) | set(dst.specs) if layers is None else set(layers)
     for name, end in (("source", src), ("destination", dst)):
         missing = sorted(wanted - set(end.specs))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -84,8 +84,7 @@ def check(
     dst: Plan,
     *,
     tokens: int | None = None,
-    layers: Collection[str] | None = None,
-    renamed: bool = False,
+    layers: Iterable[str] | None = None,
     costs: Costs | None = None,
 ) -> Check:
     """Whether `src` can fill `dst`: all reasons at once where it cannot.
@@ -102,13 +101,14 @@ def check(
     >>> answer.ok, answer.descriptors
     (True, 4608)
     """
-    refused = tuple(reasons(PlanEnd(src), PlanEnd(dst), layers=layers, renamed=renamed))
+    names = None if layers is None else frozenset(layers)
+    refused = tuple(reasons(PlanEnd(src), PlanEnd(dst), layers=names))
     most = min(src.max_len, dst.max_len)
     first_tokens = min(_TOKENS, most) if tokens is None else positive(tokens, "tokens")
     _, stop = token_range(first_tokens, most)
     pairs = []
     if not refused:
-        way = Route(src, dst, layers=layers, renamed=renamed)
+        way = Route(src, dst, layers=names)
         request: dict[str, Any] = {"tokens": stop}
         request.update(src_blocks=scattered(src, stop), dst_blocks=scattered(dst, stop))
         for dst_rank in range(dst.ranks):

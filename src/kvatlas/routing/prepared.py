@@ -76,12 +76,12 @@ class DescriptorGrid(NamedTuple):
         """Offsets of starts, kernel blocks and chunks, all of them sums of one of each."""
         kernel = np.arange(self.pair.cells[end].split) * self.runs.strip.kernel_strides[end]
         chunk = np.arange(self.chunks(end)) * (self.chunk * self.state[end])
-        return [self.runs.starts[end], kernel, chunk]
+        return [self.runs.starts.at(end), kernel, chunk]
 
     def indices(self, end: int, spots: SpanStarts, ids: Int64s, blocks: int) -> Int64s:
         """Where the descriptors of these chunks are in the list, for every start in turn."""
         each = self.pair.cells[end].split * self.chunks(end) * blocks
-        starts = np.arange(len(self.runs.starts[end])) * each
+        starts = np.arange(len(self.runs.starts.src)) * each
         return (starts[:, None] + (spots.kernel * blocks + ids + self.first[end])).reshape(-1)
 
 
@@ -153,7 +153,7 @@ class PreparedRoute:
         bound = [
             (grid, request.bind(grid.pair, own.spans()))
             for grid, own in zip(self.grids, states, strict=True)
-            if own.count
+            if own.total
         ]
 
         def indices(end: int) -> Int64s:

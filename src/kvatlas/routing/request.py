@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import CommonStates, Ends, Int64s, StateBlocks, StateSpans
-from kvatlas.routing.block_tables import RequestTables
+from kvatlas.planning import Plan
+from kvatlas.routing.block_tables import RequestTables, checked_rank
 from kvatlas.routing.compiler import GroupPair
 from kvatlas.routing.token_ranges import needed_states, token_range
 
@@ -38,7 +39,7 @@ class RequestEnds:
             states = CommonStates.between(*span, *pair.cells)
         else:
             states = self._chunks(pair, pair.per_state, chunk)
-        if states.count:
+        if states.total:
             self.src.use(pair.groups[0], states, 0)
             self.dst.use(pair.groups[1], states, 1)
         return states
@@ -78,6 +79,42 @@ class RequestEnds:
         if first < stop:
             first, stop = first // whole * whole, -(-stop // whole) * whole
         return CommonStates.between(first, stop, _chunked(src, chunk), _chunked(dst, chunk))
+
+
+def check_tables(
+    plan: Plan, rank: int, blocks: Any, tokens: Any, *, end: str = "source"
+) -> dict[int, Int64s]:
+    """A request's block tables at one rank of a plan, by group, or a refusal.
+
+    Every group that the rank keeps has a table that is long enough for the tokens, and the
+    blocks that have their states are in the pool and named once. Entries that are not
+    needed may hold anything; `end` is what messages call the plan.
+
+    >>> from kvatlas.planning import plan
+    >>> node = plan("Qwen3-8B", memory="1GiB", max_len=512)
+    >>> check_tables(node, 0, [7, 4, 9], 40)
+    {0: array([7, 4, 9])}
+    """
+    rank = checked_rank(plan, rank, end)
+    tables = RequestTables(plan, rank, blocks, end)
+    kept = RequestEnds(tables, tables, tokens)
+    stage, tp_rank = plan.split_rank(rank)
+    for index, per_state in sorted(
+        {
+            (region.group, layer.spec.tokens_per_state or 0)
+            for region in plan.regions
+            if region.stage == stage
+            for layer in region.layers
+        }
+    ):
+        group = plan.groups[index]
+        cells = StateBlocks(
+            group.block // (per_state or 1), every=plan.dcp, residue=tp_rank % plan.dcp
+        )
+        pair = GroupPair((index, index), per_state or None, group.visibility, (cells, cells))
+        kept.states(pair)
+    kept.check_distinct()
+    return tables.by_group
 
 
 def _chunked(cells: StateBlocks, chunk: int) -> StateBlocks:

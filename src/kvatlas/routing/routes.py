@@ -7,7 +7,7 @@ other. It holds no memory and no block ids; `bind` takes those and gives byte ra
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,9 +67,7 @@ class Route:
     (4608, 2359296)
     """
 
-    def __init__(
-        self, src: Plan, dst: Plan, *, layers: Collection[str] | None = None, renamed: bool = False
-    ) -> None:
+    def __init__(self, src: Plan, dst: Plan, *, layers: Iterable[str] | None = None) -> None:
         for end in (src, dst):
             if not isinstance(end, Plan):
                 problem = "One end of the route is not a plan"
@@ -77,8 +75,9 @@ class Route:
                 raise AtlasError(Code.BAD_PLAN, problem, got=type(end).__name__, hint=hint)
         self.src, self.dst = src, dst
         ends = PlanEnd(src), PlanEnd(dst)
-        refuse(reasons(*ends, renamed=renamed, layers=layers))
-        self.layers = tuple(name for name in dst.layers if layers is None or name in layers)
+        names = None if layers is None else frozenset(layers)
+        refuse(reasons(*ends, layers=names))
+        self.layers = tuple(name for name in dst.layers if names is None or name in names)
         visibilities = {name: shared_visibility(src, dst, name) for name in self.layers}
         self._compiler = Compiler(*ends, visibilities)
         self._arrivals = Compiler(ends[1], ends[1], visibilities)
@@ -99,7 +98,7 @@ class Route:
         """Compile one pair of ranks ahead of its first transfer; how many strips it has."""
         src_rank = self._checked_source(src_rank, dst_rank)
         pairs = self._pairs(self._compiler, src_rank, int(dst_rank), None)
-        return sum(len(runs.starts[0]) for pair in pairs for runs in pair.states)
+        return sum(len(runs.starts.src) for pair in pairs for runs in pair.states)
 
     def bind(
         self,
@@ -109,7 +108,7 @@ class Route:
         src_blocks: Blocks,
         dst_blocks: Blocks,
         tokens: Any,
-        layers: Collection[str] | None = None,
+        layers: Iterable[str] | None = None,
     ) -> BoundRoute:
         """Byte ranges that carry a request's tokens from one rank to another.
 
@@ -118,14 +117,9 @@ class Route:
         either one id, or a table in which the entry of the last token has the state.
         `layers` moves some layers alone, to stream them as they are computed.
         """
-        src_rank = self._checked_source(src_rank, dst_rank)
-        request = RequestEnds(
-            RequestTables(self.src, src_rank, src_blocks, "source"),
-            RequestTables(self.dst, int(dst_rank), dst_blocks, "destination"),
-            tokens,
-        )
+        request = self._request(src_rank, dst_rank, src_blocks, dst_blocks, tokens)
         copies = self._copies(self._compiler, request, layers)
-        return BoundRoute(src_rank, int(dst_rank), copies)
+        return BoundRoute(request.src.rank, request.dst.rank, copies)
 
     def stream(
         self,
@@ -154,13 +148,9 @@ class Route:
         >>> sum(map(len, long.copies(100 << 30, (100 << 30) + (4 << 20))))
         8192
         """
-        src_rank = self._checked_source(src_rank, dst_rank)
-        request = RequestEnds(
-            RequestTables(self.src, src_rank, src_blocks, "source"),
-            RequestTables(self.dst, int(dst_rank), dst_blocks, "destination"),
-            tokens,
-        )
-        return Stream(self._pairs(self._compiler, src_rank, int(dst_rank), layers), request)
+        request = self._request(src_rank, dst_rank, src_blocks, dst_blocks, tokens)
+        pairs = self._pairs(self._compiler, request.src.rank, request.dst.rank, layers)
+        return Stream(pairs, request)
 
     def needs(
         self,
@@ -168,17 +158,29 @@ class Route:
         dst_rank: int,
         dst_blocks: Blocks,
         tokens: Any,
-        layers: Collection[str] | None = None,
+        layers: Iterable[str] | None = None,
     ) -> dict[int, tuple[Int64s, Int64s]]:
         """Every byte that must arrive at a destination rank: starts and lengths by pool.
 
         It follows from the destination's plan alone, so that what has arrived can be held
         against it: a block is ready when all of its bytes are.
         """
-        rank = checked_rank(self.dst, dst_rank, "destination")
-        tables = RequestTables(self.dst, rank, dst_blocks, "destination")
-        copies = self._copies(self._arrivals, RequestEnds(tables, tables, tokens), layers)
+        arriving = self._arriving(dst_rank, dst_blocks, tokens)
+        copies = self._copies(self._arrivals, arriving, layers)
         return {copy.dst_pool: join_ranges(copy.dst, copy.length) for copy in copies}
+
+    def needed_bytes(
+        self,
+        *,
+        dst_rank: int,
+        dst_blocks: Blocks,
+        tokens: Any,
+        layers: Iterable[str] | None = None,
+    ) -> int:
+        """How many bytes `needs` names, by arithmetic: no list of them is made."""
+        arriving = self._arriving(dst_rank, dst_blocks, tokens)
+        rank = arriving.dst.rank
+        return Stream(self._pairs(self._arrivals, rank, rank, layers), arriving).nbytes
 
     def prepare(
         self,
@@ -189,7 +191,7 @@ class Route:
         dst_base: Base = 0,
         src_device: int = 0,
         dst_device: int = 0,
-        layers: Collection[str] | None = None,
+        layers: Iterable[str] | None = None,
     ) -> PreparedRoute:
         """Descriptors of all blocks of two ranks, for transports that register them once."""
         src_rank = self._checked_source(src_rank, dst_rank)
@@ -201,21 +203,37 @@ class Route:
 
     # -- inside -----------------------------------------------------------------------
 
+    def _request(
+        self, src_rank: int, dst_rank: int, src_blocks: Blocks, dst_blocks: Blocks, tokens: Any
+    ) -> RequestEnds:
+        src_rank = self._checked_source(src_rank, dst_rank)
+        return RequestEnds(
+            RequestTables(self.src, src_rank, src_blocks, "source"),
+            RequestTables(self.dst, int(dst_rank), dst_blocks, "destination"),
+            tokens,
+        )
+
+    def _arriving(self, dst_rank: int, dst_blocks: Blocks, tokens: Any) -> RequestEnds:
+        """A request at its destination, as if it came from there."""
+        rank = checked_rank(self.dst, dst_rank, "destination")
+        tables = RequestTables(self.dst, rank, dst_blocks, "destination")
+        return RequestEnds(tables, tables, tokens)
+
     def _copies(
-        self, compiler: Compiler, request: RequestEnds, layers: Collection[str] | None
+        self, compiler: Compiler, request: RequestEnds, layers: Iterable[str] | None
     ) -> tuple[Copy, ...]:
         pairs = self._pairs(compiler, request.src.rank, request.dst.rank, layers)
         moving = [(compiled, request.states(compiled.pair)) for compiled in pairs]
         request.check_distinct()
         runs: dict[tuple[int, int], list[Runs]] = defaultdict(list)
         for compiled, states in moving:
-            if states.count:
+            if states.total:
                 bound = request.bind(compiled.pair, states.spans())
                 runs[request.pools(compiled.pair)] += ranges(compiled, bound)
         return joined(runs)
 
     def _pairs(
-        self, compiler: Compiler, src_rank: int, dst_rank: int, layers: Collection[str] | None
+        self, compiler: Compiler, src_rank: int, dst_rank: int, layers: Iterable[str] | None
     ) -> list[CompiledPair]:
         names = self._checked_layers(layers)
         key = (compiler is self._arrivals, src_rank, dst_rank, names)
@@ -236,20 +254,19 @@ class Route:
             raise AtlasError(Code.NOT_A_SOURCE, problem, got=f"source rank {src_rank}", hint=hint)
         return src_rank
 
-    def _checked_layers(self, layers: Collection[str] | None) -> frozenset[str] | None:
-        unknown = [name for name in layers or () if name not in self.layers]
+    def _checked_layers(self, layers: Iterable[str] | None) -> frozenset[str] | None:
+        names = None if layers is None else frozenset(layers)
+        unknown = sorted(map(str, names - set(self.layers))) if names else []
         if unknown:
             problem = "The route moves no such layer"
             hint = f"It moves {len(self.layers)} layers: {', '.join(self.layers[:2])}, ..."
             raise AtlasError(Code.UNKNOWN_LAYER, problem, got=repr(unknown[0]), hint=hint)
-        return None if layers is None else frozenset(layers)
+        return names
 
 
-def route(
-    src: Plan, dst: Plan, *, layers: Collection[str] | None = None, renamed: bool = False
-) -> Route:
+def route(src: Plan, dst: Plan, *, layers: Iterable[str] | None = None) -> Route:
     """The route from one plan to another, or a coded refusal where they are unlike.
 
-    `layers` routes some layers alone; `renamed` accepts two names for one model.
+    What layers keep decides, whatever the model is called. `layers` routes some alone.
     """
-    return Route(src, dst, layers=layers, renamed=renamed)
+    return Route(src, dst, layers=layers)

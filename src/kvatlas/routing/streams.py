@@ -34,8 +34,8 @@ from kvatlas.routing.binding import (
 )
 from kvatlas.routing.request import RequestEnds
 
-CHUNK_RUNS = 1 << 16
-"""Runs that are made at once: about 2 MB to keep, and four times as much while making them."""
+CHUNK_RUNS = 1 << 18
+"""Runs that are made at once: 4 MB to keep where they have one length, else 8."""
 
 _COUNTED = 1 << 16
 """Blocks, or states where those go one by one, that are looked at together to count runs."""
@@ -181,7 +181,7 @@ class Stream:
             cuts = (stop - first) // section.chunk + 1
             count += count_ranges(compiled, bound, cuts)
             if section.chunk % max(sizes):  # chunks of less than a block cut its spans as well
-                count += cuts * sum(len(runs.starts[0]) for runs in compiled.states)
+                count += cuts * sum(len(runs.starts.src) for runs in compiled.states)
         return count
 
     def _checked(self, start: Any, stop: Any) -> tuple[int, int]:
@@ -195,23 +195,23 @@ class Stream:
 
 def _sections(compiled: CompiledPair, states: CommonStates) -> Iterator[StreamSection]:
     """The states of a pair, in as few sections as keep chunks small."""
-    if not states.count:
+    if not states.total:
         return
     apart, cell = compiled._replace(whole=[]), compiled.pair.cells[0].states
     if not compiled.whole or not (states.side_by_side or cell == 1):
-        yield from _of_states(apart, states, 0, states.count)
+        yield from _of_states(apart, states, 0, states.total)
     elif max(_runs(compiled.states, 1, cell), _runs(compiled.whole, 1, 1)) <= CHUNK_RUNS:
         chunk = cell * (CHUNK_RUNS // _runs(compiled.whole, 1, 1))
         state_bytes = _bytes(compiled.states)
-        yield StreamSection(compiled, states, 0, states.count, chunk, 1, state_bytes)
+        yield StreamSection(compiled, states, 0, states.total, chunk, 1, state_bytes)
     else:
         # Whole cells, and before and behind them states of cells that move in part.
         start = states.local[0]
-        first = min(states.count, -start % cell)
-        last = max(first, (start + states.count) // cell * cell - start)
+        first = min(states.total, -start % cell)
+        last = max(first, (start + states.total) // cell * cell - start)
         yield from _of_states(apart, states, 0, first)
         yield from _of_cells(compiled._replace(states=[]), states, first, last)
-        yield from _of_states(apart, states, last, states.count)
+        yield from _of_states(apart, states, last, states.total)
 
 
 def _of_states(
@@ -248,19 +248,21 @@ def _of_cells(
 def _divided(repeated: list[RepeatedRuns], each: int) -> Iterator[list[RepeatedRuns]]:
     """Strips in lists of at most a chunk's runs, where each start has so many."""
     most = max(1, CHUNK_RUNS // each)
-    if sum(len(runs.starts[0]) for runs in repeated) <= most:
+    if sum(len(runs.starts.src) for runs in repeated) <= most:
         yield repeated
         return
-    for strip, (src, dst) in repeated:
-        for at in range(0, len(src), most):
-            yield [RepeatedRuns(strip, (src[at : at + most], dst[at : at + most]))]
+    for runs in repeated:
+        for first in range(0, len(runs.starts.src), most):
+            yield [runs.part(first, first + most)]
 
 
 def _runs(repeated: list[RepeatedRuns], spans: int, states: int) -> int:
     """Runs of some spans that have so many states together, at most."""
-    return sum(len(runs.starts[0]) * (spans if runs.strip.gapless else states) for runs in repeated)
+    return sum(
+        len(runs.starts.src) * (spans if runs.strip.gapless else states) for runs in repeated
+    )
 
 
 def _bytes(repeated: list[RepeatedRuns]) -> int:
     """Bytes of one state, or of one cell where states are folded in."""
-    return sum(len(runs.starts[0]) * runs.strip.item for runs in repeated)
+    return sum(len(runs.starts.src) * runs.strip.item for runs in repeated)

@@ -6,7 +6,7 @@ from typing import Any
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import integer
-from kvatlas.planning import SLIDING_KINDS, Plan
+from kvatlas.planning import Plan
 from kvatlas.specs import Visibility
 
 
@@ -48,19 +48,14 @@ def needed_states(visibility: Visibility, per_state: int, start: int, stop: int)
 def shared_visibility(src: Plan, dst: Plan, layer: str) -> Visibility:
     """What moves of a layer between two plans: the tokens that its groups keep in both.
 
+    Where one of them keeps a window alone, how long it is says the destination's own spec:
+    no word of the source makes fewer tokens enough than the layer sees.
+
     >>> from kvatlas.planning import plan
     >>> prefill, decode = (plan("gpt-oss-20b", memory="20GiB", tp=tp) for tp in (1, 2))
     >>> shared_visibility(prefill, decode, "model.layers.0.attn.attn").window
     128
     """
     groups = [plan.groups[plan.region_of(layer)[0].group] for plan in (src, dst)]
-
-    def least(*kinds: str) -> int | None:
-        return min((g.window for g in groups if g.window and g.kind in kinds), default=None)
-
-    sources = [group.source for group in groups if group.kind == "cross_attention"]
-    return Visibility(
-        window=least(*SLIDING_KINDS),
-        chunk=least("chunked_local_attention"),
-        source=min(sources, default=None),
-    )
+    partial = any(group.visibility != Visibility() for group in groups)
+    return dst.spec(layer).visibility if partial else Visibility()

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from kvatlas.errors import AtlasError
 from kvatlas.planning import Plan
 from kvatlas.tier.ingest import Delivery, Ingest
 from kvatlas.tier.request_blocks import Cover, NeededBlock, TierSpans
@@ -81,6 +82,8 @@ class BlockIndex:
         self._whole: dict[tuple[int, bytes], TierBlock] = {}
         self._filling: dict[tuple[Any, ...], TierBlock] = {}
         self._recent = {p.index: OrderedDict[TierBlock, None]() for p in plan.pools}
+        self._uncleared: dict[tuple[int, int], tuple[TierBlock, AtlasError]] = {}
+        """Free blocks whose records could not be cleared, which comes before they are used."""
 
     def __len__(self) -> int:
         with self.lock:
@@ -163,7 +166,10 @@ class BlockIndex:
                 self._free_dropped(block)
 
     def drop(self, block: TierBlock) -> None:
-        """Make a block absent now, and free as soon as nobody uses it."""
+        """Make a block absent now, and free as soon as nobody uses it.
+
+        That its record could not be cleared is noted: whoever wants the block tries again.
+        """
         with self.lock:
             if block.dropped:
                 return
@@ -174,8 +180,16 @@ class BlockIndex:
             if self._filling.get(block.fill_key) is block:
                 del self._filling[block.fill_key]  # it has no record yet
             else:
-                self._cleared(block)
+                self._clear(block)
             self._free_dropped(block)
+
+    def _clear(self, block: TierBlock) -> None:
+        place = block.pool, block.block_id
+        try:
+            self._cleared(block)
+            self._uncleared.pop(place, None)
+        except AtlasError as problem:
+            self._uncleared[place] = block, problem
 
     def drop_keys(self, keys: Iterable[tuple[int, bytes]]) -> int:
         """Make keys absent; how many were there."""
@@ -183,6 +197,8 @@ class BlockIndex:
             blocks = [self._whole[name] for name in keys if name in self._whole]
             for block in blocks:
                 self.drop(block)
+            for block in blocks:
+                self._check_cleared(block.pool, block.block_id)
             return len(blocks)
 
     # -- filling ------------------------------------------------------------------------
@@ -278,7 +294,16 @@ class BlockIndex:
                 return None
             self.evicted += victim.whole
             self.drop(victim)
+        block_id = self._free[pool][-1]
+        if (pool, block_id) in self._uncleared:
+            self._clear(self._uncleared[pool, block_id][0])
+            self._check_cleared(pool, block_id)
         return self._free[pool].pop()
+
+    def _check_cleared(self, pool: int, block_id: int) -> None:
+        """Refuse where the record of a block that was dropped is still there."""
+        if (pool, block_id) in self._uncleared:
+            raise self._uncleared[pool, block_id][1]
 
     def _touch(self, used: Iterable[tuple[NeededBlock, TierBlock]]) -> None:
         # The last tokens first: without its beginning the rest of a prefix is of no use.
@@ -288,7 +313,10 @@ class BlockIndex:
 
     def _free_dropped(self, block: TierBlock) -> None:
         if block.dropped and not block.pins:
-            self._free[block.pool].append(block.block_id)
+            # What could not be cleared comes last: others are taken first.
+            last = (block.pool, block.block_id) not in self._uncleared
+            free = self._free[block.pool]
+            free.insert(len(free) if last else 0, block.block_id)
 
     def _serves(self, block: TierBlock, cover: Cover) -> bool:
         """Whether a block has the tokens that are needed; a state is after its own alone."""

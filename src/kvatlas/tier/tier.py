@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -70,12 +70,11 @@ class Tier:
         check_tier_plan(plan)
         self.plan, self._file, self._verify = plan, _file, _verify
         self.metrics = Metrics()
-        if _file is not None:
-            self.pools: dict[int, Bytes] = dict(_file.pools)
-        elif memory is not None:
-            self.pools = rank_pools(plan, 0, memory)
-        else:
-            self.pools = {p.index: np.zeros(p.nbytes, dtype=np.uint8) for p in plan.pools}
+        self._pools: dict[int, Bytes] = {}
+        if memory is not None:
+            self._pools = rank_pools(plan, 0, memory)
+        elif _file is None:
+            self._pools = {p.index: np.zeros(p.nbytes, dtype=np.uint8) for p in plan.pools}
         self._index = BlockIndex(plan, _file.clear if _file else lambda _: None)
         if _file is not None:
             for older in self._index.restore(_file.recorded()):
@@ -147,9 +146,7 @@ class Tier:
                 keyed = [need for need in needs if need.key is not None]
                 whole = sum(self._index.find(need) is not None for need in keyed)
                 return StoreResult(whole, len(keyed) - whole, 0)
-            move = carry or (
-                lambda copies: copy_pools(copies, rank_pools(plan, rank, pools or {}), self.pools)
-            )
+            move = self._carried(carry) if carry else self._writing(plan, rank, pools or {})
             claim = self._index.claim(needs, ingest, rank)
             try:
                 if claim.fills:
@@ -172,6 +169,26 @@ class Tier:
             ready = self._index.arrived(claim, ingest, brought)
             self._commit(ready)
         claim.whole += len(ready)
+
+    def _writing(self, plan: Plan, rank: int, pools: Mapping[int, Any]) -> Carry:
+        """From memory that this process can reach, into the tier."""
+        if self._file is None:
+            return lambda copies: copy_pools(copies, rank_pools(plan, rank, pools), self._pools)
+        write = self._file.write
+        return lambda copies: write(copies, rank_pools(plan, rank, pools))
+
+    def _carried(self, carry: Carry) -> Carry:
+        """From anywhere, into the tier's memory; from there into its file."""
+        file = self._file
+        if file is None:
+            return carry
+
+        def through_window(copies: Sequence[Copy]) -> None:
+            with file.window.used():
+                carry(copies)
+                file.write([replace(c, src_pool=c.dst_pool, src=c.dst) for c in copies], self.pools)
+
+        return through_window
 
     def _commit(self, blocks: list[TierBlock]) -> None:
         """Commit blocks that have all of their bytes; only then can they be found."""
@@ -259,6 +276,11 @@ class Tier:
         return self._index.evicted
 
     @property
+    def pools(self) -> dict[int, Bytes]:
+        """The tier's memory, by pool; of a tier in a file, what stands for it in a `carry`."""
+        return self._pools if self._file is None else self._file.window.pools
+
+    @property
     def memory(self) -> dict[int, Memory]:
         """Where the pools are, for transports to register."""
         return {i: Memory(pool.ctypes.data, pool.nbytes) for i, pool in self.pools.items()}
@@ -269,7 +291,7 @@ class Tier:
             was, self._open = self._open, False
             self._idle.wait_for(lambda: not self._busy)
         if was:
-            self.pools = {}
+            self._pools = {}
             if self._file is not None:
                 self._file.close()
 
@@ -300,6 +322,13 @@ class Tier:
             carry(copies)
         descriptors = sum(map(len, copies))
         self.metrics.add(**{f"{phase}_bytes": stream_bytes(copies)}, descriptors=descriptors)
+
+    def _reading(self, plan: Plan, rank: int, pools: Mapping[int, Any]) -> Carry:
+        """From the tier into memory that this process can reach."""
+        if self._file is None:
+            return lambda copies: copy_pools(copies, self._pools, rank_pools(plan, rank, pools))
+        read = self._file.read
+        return lambda copies: read(copies, rank_pools(plan, rank, pools))
 
     def _pinned(self, start: int, stop: int, keys: Mapping[int, Sequence[bytes | None]]) -> Hit:
         while True:
@@ -340,6 +369,8 @@ class Hit:
     """How many tokens of the request, from its first, can be fetched; 0 for none."""
     _needs: list[NeededBlock]
     _blocks: list[TierBlock]
+    _loaded: ExitStack = field(default_factory=ExitStack)
+    """Ends the use of the tier's memory."""
 
     def fetch(
         self,
@@ -354,14 +385,22 @@ class Hit:
         tier = self._tier
         with tier._using():
             rank = checked_rank(plan, rank, "destination")
-            copies = self.copies(plan, rank=rank, blocks=blocks)
-            move = carry or (
-                lambda copies: copy_pools(copies, tier.pools, rank_pools(plan, rank, pools or {}))
-            )
-            tier._carry("fetch", copies, move)
+            copies = self._bound(plan, rank, blocks)
+            if carry is not None:
+                self._load(copies)
+            tier._carry("fetch", copies, carry or tier._reading(plan, rank, pools or {}))
 
     def copies(self, plan: Plan, *, rank: int = 0, blocks: Any) -> tuple[Copy, ...]:
-        """The byte ranges from `tier.memory` to a rank's pools, for any transport."""
+        """The byte ranges from `tier.memory` to a rank's pools, for any transport.
+
+        Of a tier in a file, the bytes are there until the hit is released.
+        """
+        with self._tier._using():
+            copies = self._bound(plan, rank, blocks)
+            self._load(copies)
+            return copies
+
+    def _bound(self, plan: Plan, rank: int, blocks: Any) -> tuple[Copy, ...]:
         way = self._tier._route_to(plan)
         if not self.tokens or 0 not in way.sources(rank):
             return ()
@@ -370,9 +409,18 @@ class Hit:
             tokens = self.start, self.tokens
             return way.bind(src_rank=0, dst_rank=rank, tokens=tokens, **ends).copies
 
+    def _load(self, copies: Sequence[Copy]) -> None:
+        """Read what copies take from a file into the memory that stands for it."""
+        file = self._tier._file
+        if file is not None:
+            self._loaded.enter_context(file.window.used())
+            within = [replace(c, dst_pool=c.src_pool, dst=c.src) for c in copies]
+            file.read(within, file.window.pools)
+
     def release(self) -> None:
         """Unpin the blocks; a second call does nothing."""
         blocks, self._blocks = self._blocks, []
+        self._loaded.close()
         self._tier._index.unpin(blocks)
 
     def _tables(self) -> dict[int, list[int]]:

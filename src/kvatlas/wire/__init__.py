@@ -17,9 +17,12 @@ from kvatlas.wire.memory_copy import (
 from kvatlas.wire.metrics import Metrics
 from kvatlas.wire.peers import check_plan_size
 from kvatlas.wire.sample_server import SampleTask, random_bytes, run_sample_server
+from kvatlas.wire.security import TlsContexts
 from kvatlas.wire.server import Node, pools_for
 from kvatlas.wire.staging import stream_bytes
 from kvatlas.wire.transports import TRANSPORT_NAMES, Handle, Link, Memory, Transport, make_transport
+from kvatlas.wire.transports.base import check_bounds
+from kvatlas.wire.transports.file import copy_file_runs
 
 __all__ = [
     "TRANSPORT_NAMES",
@@ -32,10 +35,13 @@ __all__ = [
     "Node",
     "SampleTask",
     "Session",
+    "TlsContexts",
     "Transfer",
     "Transport",
     "as_bytes",
+    "check_bounds",
     "check_plan_size",
+    "copy_file_runs",
     "copy_pools",
     "copy_request",
     "make_transport",

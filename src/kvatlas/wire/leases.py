@@ -64,6 +64,29 @@ class Expected(Held):
         return self.sources <= self.arrived
 
 
+class LeaseRead:
+    """One read into a lease's buffers, which are in use from before it is posted."""
+
+    def __init__(self) -> None:
+        self._over = False
+        self._posted: Handle | None = None
+
+    def run(self, post: Callable[[], Handle], deadline: float, check: Callable[[], None]) -> None:
+        """Post it and wait; `check` is called meanwhile, and what it raises ends the wait."""
+        try:
+            self._posted = post()
+        finally:
+            self._over = self._posted is None
+        try:
+            self._posted.wait(deadline, check)
+        finally:
+            self._posted.release()
+
+    def settle(self) -> bool:
+        """Whether nothing can be read into the buffers any more."""
+        return self._over or (self._posted is not None and self._posted.settle())
+
+
 @dataclass
 class Lease:
     """One transfer's right to the blocks of one request."""
@@ -83,7 +106,7 @@ class Lease:
     """Staging buffers of this process that are the lease's own."""
     fetched: int = 0
     """Bytes of a pushed stream that this process has read and put into the blocks."""
-    reads: list[Handle] = field(default_factory=list)
+    reads: list[LeaseRead] = field(default_factory=list)
     """What this process is reading into those buffers."""
     sever: Callable[[], None] = lambda: None
     """Tears down the link that those reads go over."""

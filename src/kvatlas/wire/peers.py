@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import msgspec
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
 from kvatlas.routing import fingerprint
-from kvatlas.wire.protocol import VERSION, Hello, bad_handshake
+from kvatlas.wire.protocol import Hello, bad_handshake, check_versions
 from kvatlas.wire.transports.base import STAGING, Memory
 
 ALIGNMENT = 8
@@ -39,34 +40,27 @@ class Peer:
     memory: dict[int, Memory]
     metadata: bytes
 
-    def replaces(self, other: Peer) -> bool:
-        """Whether it is the same rank of the same name, started again."""
-        same = (self.name, self.rank) == (other.name, other.rank)
-        return same and self.incarnation != other.incarnation
-
 
 class PeerPlans:
     """Plans of peers by their hash, so that a plan travels once; the oldest are forgotten."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[bytes, Plan] = OrderedDict()
+        self._lock = threading.Lock()
 
     def find(self, hello: Hello) -> Plan | None:
         """The plan that a hello is about; None where it has to be sent."""
-        if hello.version != VERSION:
-            raise AtlasError(
-                Code.UNLIKE_VERSIONS,
-                got=f"version {hello.version} where this end has {VERSION}",
-                hint="Run the same version of kvatlas at both ends",
-            )
+        check_versions(hello.version, hello.oldest)
         if hello.plan is None:
             return self._known.get(hello.plan_hash)
         if hashlib.sha256(hello.plan).digest() != hello.plan_hash:
             raise bad_handshake("a plan that does not match its hash")
         check_plan_size(hello.plan)
-        plan = self._known[hello.plan_hash] = Plan.from_json(hello.plan)
-        while len(self._known) > _MAX_PLANS:
-            self._known.popitem(last=False)
+        plan = Plan.from_json(hello.plan)
+        with self._lock:
+            self._known[hello.plan_hash] = plan
+            while len(self._known) > _MAX_PLANS:
+                self._known.popitem(last=False)
         return plan
 
     def __len__(self) -> int:
@@ -111,7 +105,12 @@ def plan_hash(plan: Plan) -> bytes:
 def checked_peer(hello: Hello, plan: Plan, transport: str) -> Peer:
     """The peer behind a hello, or a coded refusal."""
     if hello.transport != transport:
-        raise bad_handshake(f"transport {hello.transport!r} where this end has {transport!r}")
+        raise AtlasError(
+            Code.BAD_HANDSHAKE,
+            "The two ends use different transports",
+            got=f"{hello.transport!r} where this end has {transport!r}",
+            hint="Make both nodes with the same transport",
+        )
     if hello.fingerprint != fingerprint(plan):
         raise bad_handshake("a fingerprint that is not its plan's")
     if hello.rank >= plan.ranks:

@@ -1,17 +1,15 @@
-"""The messages of the side channel, and how they are encoded, limited and signed.
+"""The messages of the side channel, and how they are encoded and limited.
 
 Messages are msgspec structs in msgpack, tagged, with a limit on every length and number;
-block tables are packed integers, so that a few bytes never decode into many. Each message
-travels as a signature and a payload that begins with a nonce: an answer repeats the nonce
-of its question, and with a shared secret both are signed.
+block tables are packed integers, so that a few bytes never decode into many. Who sent them,
+and that nobody changed them, is the connection's business.
 """
 
 from __future__ import annotations
 
-import hmac
 import secrets
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 import msgspec
 import numpy as np
@@ -20,7 +18,12 @@ from msgspec import Meta
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Int64s
 
-VERSION = 1
+VERSION = 2
+"""The version that this end speaks. Version 1 went over ZeroMQ."""
+
+OLDEST_VERSION = 2
+"""The oldest that it understands: the version before, but for the first over TCP."""
+
 MAX_MESSAGE_BYTES = 4 << 20
 """Bytes of a message, the plan in it included."""
 
@@ -30,13 +33,15 @@ MAX_CHECKSUM_SPAN = 16 << 20
 MIN_PIECE_BYTES = 4096
 """The least size of a staging buffer, so that a peer cannot ask for a stream byte by byte."""
 
-NONCE = 16
+KEY_BYTES = 16
 
 Direction = Literal["pull", "push"]
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
-Key = Annotated[bytes, Meta(min_length=NONCE, max_length=NONCE)]
+Key = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
 Whole = Annotated[int, Meta(ge=0, le=2**62)]
+RequestNote = Annotated[str, Meta(max_length=256)]
+"""The request that a lease is about, repeated for the log of the other end."""
 BlockTables = dict[Annotated[int, Meta(ge=0, le=65535)], bytes]
 """Block ids by group, each table as little-endian 32-bit integers."""
 
@@ -47,8 +52,11 @@ class Message(
     """A question or an answer."""
 
 
-class RegisteredMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A region that the sender has registered with its transport: a pool, or staging (-1)."""
+class RegisteredMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """A region that the sender has registered with its transport: a pool, or staging (-1).
+
+    A newer version may say more of it, which is left unread.
+    """
 
     index: Annotated[int, Meta(ge=-1, le=65535)]
     address: Whole
@@ -60,6 +68,8 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     """Who the sender is, what it caches, and where."""
 
     version: int
+    oldest: int
+    """The oldest version that the sender understands too."""
     name: Name
     incarnation: Key
     """Drawn anew whenever the process starts."""
@@ -71,6 +81,17 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     memory: Annotated[tuple[RegisteredMemory, ...], Meta(max_length=1024)]
     transport: Name
     metadata: Annotated[bytes, Meta(max_length=1 << 18)]
+
+
+class NewerHello(Hello, frozen=True, kw_only=True, forbid_unknown_fields=False, tag="hello"):
+    """A hello of a newer version, which may say more than is understood here."""
+
+
+class _HelloVersions(msgspec.Struct, frozen=True, tag_field="type", tag="hello"):
+    """A hello, decoded only as far as the versions of its sender."""
+
+    version: int
+    oldest: int | None = None
 
 
 class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
@@ -110,11 +131,17 @@ class Opened(Message, frozen=True, kw_only=True, tag="opened"):
     """Bytes of a staging buffer of this end; 0 where it has none."""
 
 
-class Borrow(Message, frozen=True, kw_only=True, tag="borrow"):
-    """Ask for staging buffers of the other end, waiting a while for them."""
+class LeaseQuestion(Message, frozen=True, kw_only=True):
+    """A question about a lease."""
 
     session: Key
     lease: Key
+    request: RequestNote = ""
+
+
+class Borrow(LeaseQuestion, frozen=True, kw_only=True, tag="borrow"):
+    """Ask for staging buffers of the other end, waiting a while for them."""
+
     buffers: Annotated[int, Meta(ge=1, le=16)]
     seconds: Annotated[float, Meta(gt=0, le=86400)]
 
@@ -125,44 +152,36 @@ class Lent(Message, frozen=True, kw_only=True, tag="lent"):
     buffers: Annotated[tuple[Whole, ...], Meta(max_length=16)] = ()
 
 
-class Renew(Message, frozen=True, kw_only=True, tag="renew"):
+class Renew(LeaseQuestion, frozen=True, kw_only=True, tag="renew"):
     """Extend a lease."""
 
-    session: Key
-    lease: Key
     seconds: Annotated[float, Meta(gt=0, le=86400)]
 
 
-class Gather(Message, frozen=True, kw_only=True, tag="gather"):
+class Gather(LeaseQuestion, frozen=True, kw_only=True, tag="gather"):
     """Gather bytes start .. stop - 1 of an offered stream into a staging buffer of the lease."""
 
-    session: Key
-    lease: Key
     start: Whole
     stop: Whole
     buffer: Annotated[int, Meta(ge=0, le=65535)]
 
 
-class Fetch(Message, frozen=True, kw_only=True, tag="fetch"):
+class Fetch(LeaseQuestion, frozen=True, kw_only=True, tag="fetch"):
     """Read bytes start .. stop - 1 of a pushed stream and put them into the expected blocks.
 
     The receiver does the reading, into staging memory of its own, so that nobody else ever
     writes to its pools. Pieces are fetched one after the other, each where the last one ended.
     """
 
-    session: Key
-    lease: Key
     start: Whole
     stop: Whole
     staged_at: Whole | None = None
     """Where they lie, gathered, in the sender's staging memory; None to read its pools."""
 
 
-class GetChecksums(Message, frozen=True, kw_only=True, tag="get_checksums"):
+class GetChecksums(LeaseQuestion, frozen=True, kw_only=True, tag="get_checksums"):
     """Ask for checksums of bytes start .. stop - 1 of the lease's stream, piece by piece."""
 
-    session: Key
-    lease: Key
     start: Whole
     stop: Whole
     piece: Annotated[int, Meta(ge=4096, le=1 << 30)]
@@ -174,11 +193,9 @@ class Checksums(Message, frozen=True, kw_only=True, tag="checksums"):
     sums: Annotated[bytes, Meta(max_length=MAX_MESSAGE_BYTES)]
 
 
-class Close(Message, frozen=True, kw_only=True, tag="close"):
+class Close(LeaseQuestion, frozen=True, kw_only=True, tag="close"):
     """End a transfer; `complete` says that every byte has moved."""
 
-    session: Key
-    lease: Key
     complete: bool
 
 
@@ -195,47 +212,81 @@ class Refusal(Message, frozen=True, kw_only=True, tag="refusal"):
     problem: Annotated[str, Meta(max_length=4096)]
     got: Annotated[str, Meta(max_length=4096)]
     hint: Annotated[str, Meta(max_length=4096)]
+    retry: Annotated[float, Meta(ge=0, le=60)] = 0.0
+    """Seconds after which a peer that was busy may be asked again."""
 
 
 Question = Hello | Open | Borrow | Renew | Gather | Fetch | GetChecksums | Close
 Answer = Welcome | SendPlan | Opened | Lent | Ok | Checksums | Refusal
 
-
-def seal(message: Message, nonce: bytes, secret: bytes | None) -> list[bytes]:
-    """A message as the frames that travel: a signature, and the nonce with the message."""
-    payload = nonce + msgspec.msgpack.encode(message)
-    return [_signature(payload, secret), payload]
+_UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 
 
-def unseal(frames: list[bytes], kind: Any, secret: bytes | None) -> tuple[bytes, Any]:
-    """(nonce, message) of frames from outside, or a refusal.
-
-    >>> frames = seal(Ok(seconds=2.0), bytes(16), b"secret")
-    >>> unseal(frames, Answer, b"secret")[1]
-    Ok(seconds=2.0)
-    >>> unseal(frames, Answer, b"other")
-    Traceback (most recent call last):
-    kvatlas.errors.AtlasError: A message is not signed with the shared secret. \
-Got a signature that does not match. Give both ends the same secret. [bad_signature]
-    """
-    if len(frames) != 2 or not NONCE < len(frames[1]) <= MAX_MESSAGE_BYTES:
-        raise bad_handshake(f"{len(frames)} frames that are no message")
-    signature, payload = frames
-    if not hmac.compare_digest(signature, _signature(payload, secret)):
+def encode(message: Message) -> bytes:
+    """A message as it travels in a frame."""
+    payload = msgspec.msgpack.encode(message)
+    if len(payload) > MAX_MESSAGE_BYTES:
         raise AtlasError(
-            Code.BAD_SIGNATURE,
-            got="a signature that does not match",
-            hint="Give both ends the same secret",
+            Code.TOO_MANY,
+            f"A message has more than {MAX_MESSAGE_BYTES:,} bytes",
+            got=f"{type(message).__name__} of {len(payload):,} bytes",
+            hint="Ask for fewer tokens, layers or checksums at once",
         )
+    return payload
+
+
+def decode(payload: bytes, kind: Any) -> Any:
+    """The message in a frame from outside, or a refusal.
+
+    >>> decode(encode(Ok(seconds=2.0)), Answer)
+    Ok(seconds=2.0)
+    >>> decode(b"what?", Answer)
+    Traceback (most recent call last):
+    kvatlas.errors.AtlasError: The peer sent a malformed or contradictory message. \
+Got Expected `object`, got `int`. Run the same version of kvatlas at both ends. [bad_handshake]
+    """
     try:
-        return payload[:NONCE], msgspec.msgpack.decode(payload[NONCE:], type=kind)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as problem:
+        return msgspec.msgpack.decode(payload, type=kind)
+    except _UNREADABLE as problem:
+        newer = _newer_hello(payload) if kind is Question else None
+        if newer is not None:
+            return newer
         raise bad_handshake(str(problem)[:200]) from None
 
 
+def _newer_hello(payload: bytes) -> NewerHello | None:
+    """The hello of a newer version; None where it is none, or is malformed in any version."""
+    try:
+        versions = msgspec.msgpack.decode(payload, type=_HelloVersions)
+    except _UNREADABLE:
+        return None
+    check_versions(versions.version, versions.oldest)
+    try:
+        newer = versions.version > VERSION
+        return msgspec.msgpack.decode(payload, type=NewerHello) if newer else None
+    except _UNREADABLE:
+        return None
+
+
+def check_versions(version: int, oldest: int | None) -> None:
+    """Refuse a peer with which this end has no version in common."""
+    oldest = version if oldest is None else oldest
+    if min(version, VERSION) < max(oldest, OLDEST_VERSION):
+        raise unlike_versions(version, oldest)
+
+
+def unlike_versions(version: int, oldest: int) -> AtlasError:
+    """The peer speaks other versions than this end does."""
+    return AtlasError(
+        Code.UNLIKE_VERSIONS,
+        got=f"versions {oldest} to {version} against {OLDEST_VERSION} to {VERSION}",
+        hint=f"Upgrade the older end, which speaks version {min(version, VERSION)}",
+    )
+
+
 def new_key() -> bytes:
-    """A nonce, a session or a lease that nobody can guess."""
-    return secrets.token_bytes(NONCE)
+    """The key of a session or a lease, that nobody can guess."""
+    return secrets.token_bytes(KEY_BYTES)
 
 
 def by_group(blocks: Any) -> Mapping[int, Any]:
@@ -261,13 +312,22 @@ def unpack_tables(blocks: BlockTables) -> dict[int, Int64s]:
     return tables
 
 
+class BusyError(AtlasError):
+    """Too much to do at this end; the peer may ask again after `retry` seconds."""
+
+    def __init__(self, got: str, retry: float) -> None:
+        super().__init__(Code.BUSY, got=got, hint=f"Ask again in {retry:g} s")
+        self.retry = retry
+
+
 def refusal_of(error: AtlasError) -> Refusal:
     """An error as it is sent to the peer that caused it."""
     texts = [str(text)[:4096] for text in (error.problem, error.got, error.hint)]
-    return Refusal(code=str(error.code), problem=texts[0], got=texts[1], hint=texts[2])
+    retry = error.retry if isinstance(error, BusyError) else 0.0
+    return Refusal(code=str(error.code), problem=texts[0], got=texts[1], hint=texts[2], retry=retry)
 
 
-def raise_refusal(refusal: Refusal) -> None:
+def raise_refusal(refusal: Refusal) -> NoReturn:
     """Raise a refusal that came from a peer, with the peer's own code."""
     known = {str(code): code for code in Code}
     code = known.get(refusal.code, Code.WIRE_FAILED)
@@ -281,10 +341,6 @@ def bad_handshake(got: str) -> AtlasError:
     )
 
 
-def _signature(payload: bytes, secret: bytes | None) -> bytes:
-    return b"" if secret is None else hmac.digest(secret, payload, "sha256")
-
-
 # msgspec crashes where two threads are the first to decode a type: the first is this one.
-for _kind in (Question, Answer):
+for _kind in (Question, Answer, NewerHello, _HelloVersions):
     msgspec.msgpack.Decoder(_kind)

@@ -12,10 +12,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-from kvatlas.wire.transports.base import Handle
+from typing import Protocol
 
 log = logging.getLogger("kvatlas.wire")
+
+
+class Settling(Protocol):
+    """An operation, as far as quarantine goes: a transport's handle, for one."""
+
+    def settle(self) -> bool:
+        """Whether it can touch memory no more."""
+
 
 _EVERY = 0.02
 """Seconds between two looks at operations that were given up."""
@@ -26,7 +33,7 @@ _PATIENCE = 2.0
 
 @dataclass
 class _Kept:
-    handles: list[Handle]
+    handles: list[Settling]
     then: Callable[[], None]
     sever: Callable[[], None]
     sever_at: float
@@ -54,7 +61,7 @@ class Quarantine:
 
     def hold(
         self,
-        handles: Sequence[Handle],
+        handles: Sequence[Settling],
         then: Callable[[], None],
         sever: Callable[[], None] = lambda: None,
     ) -> None:

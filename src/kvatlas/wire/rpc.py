@@ -1,151 +1,264 @@
-"""The side channel: questions and answers over ZeroMQ, each within a deadline."""
+"""The end of the side channel that answers: a thread for every connection, all of them bounded.
+
+A connection is a stranger's until its first question has been understood, which with a
+secret takes who knows it. Strangers are few, and the oldest is dropped when one more comes,
+so that they lock nobody out; connections of peers are bounded for each host (or certificate)
+and in all. Who comes when there are too many is told so, and when to ask again.
+"""
 
 from __future__ import annotations
 
 import logging
+import resource
+import socket
+import ssl
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
-from kvatlas.errors import AtlasError, Code, MissingExtraError
+from kvatlas.errors import AtlasError
 from kvatlas.wire import protocol
+from kvatlas.wire.connection import FRAME_SECONDS, Connection, listen_at, tune
+from kvatlas.wire.security import Security
 from kvatlas.wire.transports.errors import failed
 
 log = logging.getLogger("kvatlas.wire")
 
-_POLL_MS = 50
-_QUEUED = 16
-"""Messages of a connection that wait in memory; the rest wait at the other end."""
-_NONCES = 4096
-"""Nonces that a server remembers, so that it refuses messages that are sent twice."""
+_MAX_STRANGERS = 32
+_MAX_CONNECTIONS = 1024
+"""Connections of peers at most, and never more than a quarter of what the system allows."""
+_MAX_ANSWERING = 64
+"""Questions that are answered at once; others wait a moment, and are then told to come back."""
+
+_STRANGER_SECONDS = 5.0
+"""Seconds that a stranger has to prove itself, and as many to ask its first question."""
+_BUSY_SECONDS = 0.25
+"""Seconds that a question waits for its turn, and that who asked it is to wait then."""
+_IDLE_SECONDS = 0.05
 
 
-def zmq() -> Any:
-    """The ZeroMQ library, or an error that says how to get it."""
-    try:
-        import zmq as library
-    except ImportError as missing:
-        raise MissingExtraError("pyzmq", "wire") from missing
-    return library
+class Caller:
+    """A connection that asks, as those who answer know it."""
 
+    def __init__(self, connected: socket.socket) -> None:
+        self.connection = Connection(connected)
+        self.identity = str(connected.getpeername()[0])
+        """What its quotas are counted by: its host, or its certificate."""
+        self.known = self.answering = False
+        self.open = True
 
-def _socket(kind: str) -> Any:
-    """A socket that takes only messages of the allowed size, and few at a time."""
-    lib = zmq()
-    socket = lib.Context.instance().socket(getattr(lib, kind))
-    socket.setsockopt(lib.LINGER, 0)
-    socket.setsockopt(lib.MAXMSGSIZE, protocol.MAX_MESSAGE_BYTES + 64)
-    socket.setsockopt(lib.RCVHWM, _QUEUED)
-    socket.setsockopt(lib.SNDHWM, _QUEUED)
-    return socket
-
-
-def no_answer(endpoint: str) -> AtlasError:
-    """The deadline passed before a peer answered."""
-    hint = "Check that it runs and can be reached, or allow more time"
-    return AtlasError(Code.DEADLINE, got=f"no answer from {endpoint}", hint=hint)
-
-
-def ask(endpoint: str, message: protocol.Message, *, secret: bytes | None, deadline: float) -> Any:
-    """The peer's answer, or its refusal raised here; never later than `deadline` (monotonic).
-
-    Every question has a socket of its own, so that a late answer to one that was given up
-    cannot be taken for the answer to another, and any thread may ask.
-    """
-    lib = zmq()
-    nonce = protocol.new_key()
-    socket = _socket("DEALER")
-    try:
-        socket.connect(endpoint)
-        socket.send_multipart(protocol.seal(message, nonce, secret))
-        echoed = b""
-        while echoed != nonce:
-            left = deadline - time.monotonic()
-            if left <= 0 or not socket.poll(max(1, int(left * 1000))):
-                raise no_answer(endpoint)
-            echoed, answer = protocol.unseal(socket.recv_multipart(), protocol.Answer, secret)
-    except lib.ZMQError as problem:
-        got = f"ZeroMQ connecting to {endpoint}: {problem}"
-        raise failed(got, "Endpoints look like tcp://host:port") from problem
-    finally:
-        socket.close()
-    if isinstance(answer, protocol.Refusal):
-        protocol.raise_refusal(answer)
-    return answer
+    def hang_up(self) -> None:
+        """End it; an answer that is being made is still sent."""
+        self.connection.hang_up(reading_only=self.answering)
 
 
 class Server(threading.Thread):
-    """Answers questions, one after the other, until it is closed."""
+    """Answers questions until it is closed, those of different connections beside each other.
+
+    `answer` is called with a question and its caller, `closed` with a caller that has gone,
+    `idle` again and again.
+    """
 
     def __init__(
         self,
         listen: str,
-        answer: Callable[[Any], protocol.Message],
+        answer: Callable[[Any, Caller], protocol.Message],
         *,
-        secret: bytes | None = None,
+        security: Security | None = None,
+        unprotected: bool = False,
         idle: Callable[[], None] = lambda: None,
+        closed: Callable[[Caller], None] = lambda _: None,
     ) -> None:
         super().__init__(name="kvatlas-wire", daemon=True)
         self.answer = answer
-        self._idle, self._secret = idle, secret
-        self._nonces: OrderedDict[bytes, None] = OrderedDict()
+        self._idle, self._closed = idle, closed
+        self._security = security or Security()
+        self._callers: dict[Caller, threading.Thread] = {}
+        self._lock = threading.Lock()
+        self._turns = threading.BoundedSemaphore(_MAX_ANSWERING)
         self._closing = threading.Event()
-        self._socket = _socket("ROUTER")
-        any_port = listen.endswith(":0")
-        try:
-            self._socket.bind(f"{listen[:-1]}*" if any_port else listen)
-        except zmq().ZMQError as problem:
-            self._socket.close()
-            got = f"ZeroMQ listening at {listen}: {problem}"
-            raise failed(got, "Use tcp://127.0.0.1:0 for any free port") from problem
-        bound: str = self._socket.getsockopt_string(zmq().LAST_ENDPOINT)
-        self.endpoint = listen[:-1] + bound.rpartition(":")[2] if any_port else listen
+        self._listening = listen_at(
+            listen, protected=self._security.protected, unprotected=unprotected
+        )
+        port = self._listening.getsockname()[1]
+        self.endpoint = f"{listen.rpartition(':')[0]}:{port}"
+        self._housekeeping = threading.Thread(
+            target=self._keep_house, name="kvatlas-sweep", daemon=True
+        )
+        self._housekeeping.start()
         self.start()
 
     def run(self) -> None:
-        """Answer until closed."""
+        """Accept connections until closed."""
         while not self._closing.is_set():
-            if self._socket.poll(_POLL_MS):
-                sender, *frames = self._socket.recv_multipart()
-                self._socket.send_multipart([sender, *self._reply(frames)])
+            try:
+                connected, _ = self._listening.accept()
+            except OSError as problem:
+                if not self._closing.is_set():  # no descriptors are left, or the caller has gone
+                    log.warning("accept failed problem=%r", str(problem))
+                    self._drop_strangers(_MAX_STRANGERS // 2)
+                    self._closing.wait(_IDLE_SECONDS)
+                continue
+            try:
+                self._receive_caller(connected)
+            except Exception as problem:
+                log.warning("a connection failed problem=%r", str(problem))
+                connected.close()
+        self._listening.close()
+
+    def stop(self) -> None:
+        """Answer no further question, without waiting for those at hand."""
+        self._closing.set()
+        with suppress(OSError):  # it is closed already
+            self._listening.shutdown(socket.SHUT_RDWR)  # wakes who accepts
+        with self._lock:
+            callers = list(self._callers)
+        for caller in callers:
+            caller.hang_up()
+
+    def close(self) -> None:
+        """Stop, and wait for the answers at hand; a second call does nothing."""
+        self.stop()
+        _join(self)  # nobody is received after this
+        with self._lock:
+            threads = [self._housekeeping, *self._callers.values()]
+        for thread in threads:
+            _join(thread)
+
+    # -- callers --------------------------------------------------------------------------
+
+    def _receive_caller(self, connected: socket.socket) -> None:
+        tune(connected)
+        caller = Caller(connected)
+        self._drop_strangers(_MAX_STRANGERS - 1)
+        thread = threading.Thread(
+            target=self._serve, args=(caller, connected), name="kvatlas-answers", daemon=True
+        )
+        with self._lock:
+            self._callers[caller] = thread
+        try:
+            thread.start()
+        except RuntimeError:
+            self._forget(caller)
+            raise
+        if self._closing.is_set():
+            caller.hang_up()
+
+    def _drop_strangers(self, most: int) -> None:
+        """Hang up on strangers until there are no more than so many.
+
+        The oldest goes, of the host that has the most: one that opens many drops its own.
+        """
+        with self._lock:
+            strangers = [one for one in self._callers if not one.known and one.open]
+            while len(strangers) > most:
+                counts = Counter(one.identity for one in strangers)
+                host = counts.most_common(1)[0][0]
+                oldest = next(one for one in strangers if one.identity == host)
+                strangers.remove(oldest)
+                oldest.open = False
+                oldest.hang_up()
+
+    def _admit(self, caller: Caller) -> bool:
+        """Whether there is room for a caller that is a stranger no more."""
+        most = min(_MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+        with self._lock:
+            known = [one for one in self._callers if one.known]
+            same = sum(one.identity == caller.identity for one in known)
+            caller.known = len(known) < most and same < max(1, most // 2)
+        return caller.known
+
+    def _forget(self, caller: Caller) -> None:
+        caller.open = False
+        with self._lock:
+            self._callers.pop(caller, None)
+        caller.connection.close()
+        try:
+            self._closed(caller)
+        except Exception:
+            log.exception("housekeeping failed")
+
+    def _serve(self, caller: Caller, connected: socket.socket) -> None:
+        """Answer one caller until it hangs up; nothing that it does ends more than this."""
+        try:
+            connected.settimeout(_STRANGER_SECONDS)
+            protected = self._security.wrap(connected)
+            caller.connection = Connection(protected)
+            caller.identity = self._security.identify(protected)
+            self._answer_all(caller)
+        except ssl.SSLError as problem:
+            log.warning("stranger refused peer=%s problem=%r", caller.identity, problem.reason)
+        except (OSError, EOFError) as problem:
+            log.debug("hung up peer=%s problem=%r", caller.identity, str(problem))
+        except Exception:
+            log.exception("a connection failed peer=%s", caller.identity)
+        finally:
+            self._forget(caller)
+
+    def _answer_all(self, caller: Caller) -> None:
+        while caller.open and not self._closing.is_set():
+            until = None if caller.known else time.monotonic() + _STRANGER_SECONDS
+            question = None
+            try:
+                payload = self._receive(caller, until)
+                caller.answering = True
+                question = protocol.decode(payload, protocol.Question)
+                if not caller.known and not self._admit(caller):
+                    caller.open = False
+                    raise protocol.BusyError("too many connections", 1.0)
+                answer = self._answer(question, caller)
+            except AtlasError as refusal:
+                answer = _refused(refusal, question, caller)
+            caller.connection.send(answer, time.monotonic() + FRAME_SECONDS)
+            caller.answering = False
+        if not caller.open:
+            caller.connection.finish()
+
+    def _receive(self, caller: Caller, until: float | None) -> bytes:
+        """The next frame; after one that is none the connection cannot go on."""
+        try:
+            return caller.connection.receive(until)
+        except AtlasError:
+            caller.open = False
+            raise
+
+    def _answer(self, question: Any, caller: Caller) -> bytes:
+        """The encoded answer to a question; whatever goes wrong on the way to it is refused."""
+        if not self._turns.acquire(timeout=_BUSY_SECONDS):
+            raise protocol.BusyError(f"{_MAX_ANSWERING} questions at once", _BUSY_SECONDS)
+        try:
+            return protocol.encode(self.answer(question, caller))
+        except AtlasError:
+            raise
+        except Exception as defect:
+            log.exception("an answer failed")
+            got = f"{type(defect).__name__} while answering"
+            raise failed(got, "See the peer's log") from defect
+        finally:
+            self._turns.release()
+
+    def _keep_house(self) -> None:
+        while not self._closing.wait(_IDLE_SECONDS):
             try:
                 self._idle()
             except Exception:
                 log.exception("housekeeping failed")
-        self._socket.close()
 
-    def stop(self) -> None:
-        """Answer no further question, without waiting for the one at hand."""
-        self._closing.set()
 
-    def close(self) -> None:
-        """Stop, and wait for the answer at hand; a second call does nothing."""
-        self.stop()
-        if self is not threading.current_thread():
-            self.join()
+def _join(thread: threading.Thread) -> None:
+    if thread is not threading.current_thread():
+        thread.join()
 
-    def _reply(self, frames: list[bytes]) -> list[bytes]:
-        whole = len(frames) == 2 and len(frames[1]) > protocol.NONCE
-        nonce = frames[1][: protocol.NONCE] if whole else bytes(protocol.NONCE)
-        answer: protocol.Message
-        try:
-            nonce, question = protocol.unseal(frames, protocol.Question, self._secret)
-            self._check_replay(nonce)
-            answer = self.answer(question)
-        except AtlasError as refused:
-            log.warning("refused code=%s got=%s", refused.code, refused.got)
-            answer = protocol.refusal_of(refused)
-        except Exception as defect:
-            log.exception("an answer failed")
-            got = f"{type(defect).__name__} while answering"
-            answer = protocol.refusal_of(failed(got, "See the peer's log"))
-        return protocol.seal(answer, nonce, self._secret)
 
-    def _check_replay(self, nonce: bytes) -> None:
-        if nonce in self._nonces:
-            raise protocol.bad_handshake("a message that was sent before")
-        self._nonces[nonce] = None
-        while len(self._nonces) > _NONCES:
-            self._nonces.popitem(last=False)
+def _refused(refusal: AtlasError, question: Any, caller: Caller) -> bytes:
+    """A refusal as it is sent, noted in the log."""
+    kind = "-" if question is None else type(question).__name__.lower()
+    request, got = getattr(question, "request", ""), str(refusal.got)[:200]
+    log.warning(
+        "refused question=%s request=%r peer=%s code=%s got=%r",
+        kind, request, caller.identity, refusal.code, got,
+    )  # fmt: skip
+    return protocol.encode(protocol.refusal_of(refusal))

@@ -20,7 +20,6 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
 from kvatlas.routing import scattered
 from kvatlas.wire.memory_copy import Bytes, memory_of
-from kvatlas.wire.rpc import zmq
 from kvatlas.wire.server.node import Node, pools_for
 from kvatlas.wire.transports.registry import make_transport
 
@@ -75,7 +74,6 @@ def run_sample_server(task: SampleTask) -> Iterator[list[str]]:
 
     What it prints on stderr is kept for the error, should it fail to start.
     """
-    zmq()  # missing here, it would be missing there
     command = [sys.executable, "-m", "kvatlas.wire.sample_server"]
     with (
         tempfile.TemporaryFile() as errors,

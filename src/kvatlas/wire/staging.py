@@ -121,7 +121,8 @@ def checksums(
 def into_buffer(copies: Sequence[Copy], at: int) -> list[Copy]:
     """Runs of a source's pools, one behind the other from an offset of the staging memory on.
 
-    >>> (read,) = into_buffer([Copy(0, 3, np.array([70, 10]), np.array([0, 8]), np.array([4, 2]))], 4096)
+    >>> copy = Copy(0, 3, np.array([70, 10]), np.array([0, 8]), np.array([4, 2]))
+    >>> (read,) = into_buffer([copy], 4096)
     >>> read.src_pool, read.dst_pool, read.src, read.dst
     (0, -1, array([70, 10]), array([4096, 4100]))
     """

@@ -1,8 +1,8 @@
 """Bad handshakes, as files: each is what a hostile peer puts on the wire, and what it is told.
 
-`NAME.z` holds the frames of one message: a msgpack list, compressed, so that messages of
+`NAME.z` holds the bytes of one message, its length in front, compressed, so that messages of
 megabytes stay small here. `expected.json` says for each how it must be answered: a code, or
-`welcome`, `send_plan`, or `nothing` where the message is too large to be looked at.
+`welcome`, `send_plan`, or `nothing` where the message is not whole.
 `python -m tests.wire.corpus.make` writes them all anew.
 """
 
@@ -11,8 +11,6 @@ from __future__ import annotations
 import json
 import zlib
 from pathlib import Path
-
-import msgspec
 
 HERE = Path(__file__).parent
 
@@ -23,7 +21,6 @@ def expected() -> dict[str, str]:
     return {str(name): str(answer) for name, answer in answers.items()}
 
 
-def frames(name: str) -> list[bytes]:
+def frame(name: str) -> bytes:
     """What the file puts on the wire."""
-    packed = zlib.decompress((HERE / f"{name}.z").read_bytes())
-    return msgspec.msgpack.decode(packed, type=list[bytes])
+    return zlib.decompress((HERE / f"{name}.z").read_bytes())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import hmac
 import json
 import zlib
 from collections.abc import Callable
@@ -13,11 +12,11 @@ import msgspec
 
 from kvatlas.planning import Plan
 from kvatlas.routing import fingerprint
-from kvatlas.wire.protocol import MAX_MESSAGE_BYTES, VERSION
+from kvatlas.wire.protocol import MAX_MESSAGE_BYTES, OLDEST_VERSION, VERSION
 from tests.wire.corpus import HERE
 from tests.wire.helpers import small
+from tests.wire.raw import framed
 
-NONCE = bytes(range(16))
 Json = dict[str, Any]
 Change = Callable[[Json], object]
 
@@ -34,6 +33,7 @@ def hello(made: Plan | None = None, plan: bytes | None = None, **changed: Any) -
     said: Json = {
         "type": "hello",
         "version": VERSION,
+        "oldest": OLDEST_VERSION,
         "name": "stranger",
         "incarnation": bytes(16),
         "fingerprint": fingerprint(made),
@@ -51,11 +51,11 @@ def registered(index: int, address: int, nbytes: int, device: int = 0) -> Json:
     return {"index": index, "address": address, "nbytes": nbytes, "device": device}
 
 
-def sealed(said: Any) -> list[bytes]:
-    return [b"", NONCE + msgspec.msgpack.encode(said)]
+def sealed(said: Any) -> bytes:
+    return framed(msgspec.msgpack.encode(said))
 
 
-def with_plan(change: Change, **changed: Any) -> list[bytes]:
+def with_plan(change: Change, **changed: Any) -> bytes:
     """A hello whose plan is changed and whose hash is right."""
     made = plan_json(small("dense", tp=2))
     change(made)
@@ -79,40 +79,36 @@ def put(*path: Any) -> Change:
     return change
 
 
-def cases() -> dict[str, tuple[str, list[bytes]]]:
-    """Every case: how it is answered, and its frames."""
+def cases() -> dict[str, tuple[str, bytes]]:
+    """Every case: how it is answered, and its bytes."""
     good = sealed(hello())
     return framing(good) | fields() | numbers() | regions() | plans() | bombs()
 
 
-def framing(good: list[bytes]) -> dict[str, tuple[str, list[bytes]]]:
-    payload = good[1]
+def framing(good: bytes) -> dict[str, tuple[str, bytes]]:
+    payload = good[4:]
     bad = "bad_handshake"
     return {
         "good": ("welcome", good),
-        "no_frames": (bad, []),
-        "empty_frames": (bad, [b"", b""]),
-        "one_frame": (bad, [payload]),
-        "three_frames": (bad, [*good, b""]),
-        "a_hundred_frames": (bad, [b""] * 100),
-        "nonce_alone": (bad, [b"", NONCE]),
-        "nonce_cut": (bad, [b"", NONCE[:7]]),
-        "cut_after_a_byte": (bad, [b"", payload[:17]]),
-        "cut_in_half": (bad, [b"", payload[: len(payload) // 2]]),
-        "cut_before_the_last_byte": (bad, [b"", payload[:-1]]),
-        "more_behind_it": (bad, [b"", payload + b"\x00"]),
-        "as_large_as_allowed": (bad, [b"", payload + bytes(MAX_MESSAGE_BYTES - len(payload))]),
-        "a_byte_too_large": (bad, [b"", payload + bytes(MAX_MESSAGE_BYTES + 1 - len(payload))]),
-        "far_too_large": ("nothing", [b"", bytes(2 * MAX_MESSAGE_BYTES)]),
-        "large_signature": ("bad_signature", [bytes(MAX_MESSAGE_BYTES), payload]),
-        "signed_by_another": (
-            "bad_signature", [hmac.digest(b"theirs", payload, "sha256"), payload],
-        ),
-        "signed_with_zeros": ("bad_signature", [bytes(32), payload]),
-    }  # fmt: skip
+        "empty_frame": (bad, bytes(4)),
+        "length_cut": ("nothing", good[:2]),
+        "length_alone": ("nothing", good[:4]),
+        "shorter_than_it_says": ("nothing", good[:-1]),
+        "cut_after_a_byte": (bad, framed(payload[:1])),
+        "cut_in_half": (bad, framed(payload[: len(payload) // 2])),
+        "cut_before_the_last_byte": (bad, framed(payload[:-1])),
+        "more_behind_it": (bad, framed(payload + b"\x00")),
+        "as_large_as_allowed": (bad, framed(payload + bytes(MAX_MESSAGE_BYTES - len(payload)))),
+        "a_byte_too_large": (bad, framed(payload + bytes(MAX_MESSAGE_BYTES + 1 - len(payload)))),
+        "far_too_large": (bad, framed(bytes(2 * MAX_MESSAGE_BYTES))),
+        "two_billion_bytes_to_come": (bad, b"\x7f\xff\xff\xff"),
+        "a_web_request": (bad, b"GET / HTTP/1.1\r\nHost: kvatlas\r\n\r\n"),
+        "a_tls_hello": ("bad_signature", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"),
+        "version_1_over_zeromq": ("unlike_versions", b"\xff" + bytes(8) + b"\x7f\x03"),
+    }
 
 
-def fields() -> dict[str, tuple[str, list[bytes]]]:
+def fields() -> dict[str, tuple[str, bytes]]:
     bad = "bad_handshake"
     said: dict[str, Any] = {
         "no_map": [1, 2, 3],
@@ -133,7 +129,7 @@ def fields() -> dict[str, tuple[str, list[bytes]]]:
         "short_hash": hello(plan_hash=bytes(31)),
         "short_fingerprint": hello(fingerprint="00"),
         "other_fingerprint": hello(fingerprint="0" * 32),
-        "version_as_text": hello(version="1"),
+        "version_as_text": hello(version="2"),
         "version_as_float": hello(version=1.5),
         "large_metadata": hello(metadata=bytes((1 << 18) + 1)),
         "other_transport": hello(transport="carrier pigeon"),
@@ -141,13 +137,22 @@ def fields() -> dict[str, tuple[str, list[bytes]]]:
         "infinite_rank": hello(rank=float("inf")),
         "undefined_address": hello(memory=[registered(0, 0, 0) | {"address": float("nan")}]),
     }
-    versions = {f"version_{n}": hello(version=n) for n in (0, 2, -1, 2**63)}
-    return {name: (bad, sealed(value)) for name, value in said.items()} | {
-        name: ("unlike_versions", sealed(value)) for name, value in versions.items()
+    newer = VERSION + 1
+    unlike = {f"version_{n}": hello(version=n, oldest=n) for n in (0, 1, newer, -1, 2**63)}
+    unlike["newer_with_more_in_it"] = hello(version=newer, oldest=newer, more={"a": [1]})
+    unlike["newer_and_unlike_ours"] = {"type": "hello", "version": newer, "oldest": newer}
+    alike = {
+        "newer_that_understands_ours": hello(version=newer),
+        "newer_that_says_more": hello(version=newer, more={"a": [1, {}]}),
     }
+    return (
+        {name: (bad, sealed(value)) for name, value in said.items()}
+        | {name: ("unlike_versions", sealed(value)) for name, value in unlike.items()}
+        | {name: ("welcome", sealed(value)) for name, value in alike.items()}
+    )
 
 
-def numbers() -> dict[str, tuple[str, list[bytes]]]:
+def numbers() -> dict[str, tuple[str, bytes]]:
     bad = "bad_handshake"
     pool = small("dense", tp=2).pools[0]
     changed: dict[str, Any] = {
@@ -165,7 +170,7 @@ def numbers() -> dict[str, tuple[str, list[bytes]]]:
     return {name: (bad, sealed(hello(**value))) for name, value in changed.items()}
 
 
-def regions() -> dict[str, tuple[str, list[bytes]]]:
+def regions() -> dict[str, tuple[str, bytes]]:
     size, at = small("dense", tp=2).pools[0].nbytes, 1 << 30
     memory: dict[str, list[Json]] = {
         "no_regions": [],
@@ -185,11 +190,11 @@ def regions() -> dict[str, tuple[str, list[bytes]]]:
     return {name: ("bad_handshake", sealed(hello(memory=some))) for name, some in memory.items()}
 
 
-def plans() -> dict[str, tuple[str, list[bytes]]]:
+def plans() -> dict[str, tuple[str, bytes]]:
     other = small("sliding", tp=2)
     many: Json = {"regions": [{"layers": [{}] * 20_000}], "tp": 1, "pp": 1}
     huge = 10**9
-    cases: dict[str, tuple[str, list[bytes]]] = {
+    cases: dict[str, tuple[str, bytes]] = {
         "unknown_hash": ("send_plan", sealed(hello(plan_hash=bytes(32)) | {"plan": None})),
         "other_hash": ("bad_handshake", sealed(hello(plan_hash=bytes(32)))),
         "other_model": ("unlike_models", sealed(hello(other))),
@@ -250,7 +255,7 @@ def apart(made: Json) -> None:
     made["groups"] *= len(layers)
 
 
-def bombs() -> dict[str, tuple[str, list[bytes]]]:
+def bombs() -> dict[str, tuple[str, bytes]]:
     """Few bytes that claim to be many."""
     raw = {
         "four_billion_items": b"\xdd\xff\xff\xff\xff",
@@ -261,10 +266,10 @@ def bombs() -> dict[str, tuple[str, list[bytes]]]:
         "deep_maps": b"\x81\xa1a" * 200_000,
         "an_extension": b"\xc9\xff\xff\xff\xff\x01",
     }
-    said = {name: ("bad_handshake", [b"", NONCE + text]) for name, text in raw.items()}
+    said = {name: ("bad_handshake", framed(text)) for name, text in raw.items()}
     inside = msgspec.msgpack.encode(hello(metadata=b"mark"))
     claims = inside.replace(b"\xc4\x04mark", b"\xc6\xff\xff\xff\xffmark")
-    said["metadata_that_claims_to_be_large"] = ("bad_handshake", [b"", NONCE + claims])
+    said["metadata_that_claims_to_be_large"] = ("bad_handshake", framed(claims))
     return said
 
 
@@ -273,7 +278,7 @@ def main() -> None:
         old.unlink()
     answers = {}
     for name, (answer, some) in sorted(cases().items()):
-        (HERE / f"{name}.z").write_bytes(zlib.compress(msgspec.msgpack.encode(some), 9))
+        (HERE / f"{name}.z").write_bytes(zlib.compress(some, 9))
         answers[name] = answer
     (HERE / "expected.json").write_text(json.dumps(answers, indent=1) + "\n")
 

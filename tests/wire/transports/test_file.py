@@ -176,3 +176,30 @@ def test_long_runs_and_calls_that_do_less(tmp_path: Path, monkeypatch: pytest.Mo
         to = 63_000 - start
         assert np.array_equal(pool[to : to + 1000], disk[start : start + 1000])
     assert len(counts) > 64
+
+
+def test_a_link_that_is_closed_in_mid_step_writes_to_no_other_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its descriptor's number goes to whatever is opened next."""
+    link, _pool, _ = linked(tmp_path)
+    before = b"of somebody else" * 4096
+    (tmp_path / "victim").write_bytes(before)
+    real, opened = file._system.pwritev, []
+
+    def closing(descriptor: int, rows: int, count: int, offset: int) -> int:
+        done = int(real(descriptor, rows, count, offset))
+        if not opened:
+            link.close()
+            opened.append(os.open(tmp_path / "victim", os.O_RDWR))
+            assert opened[0] == descriptor, "the next to open a file gets the number"
+        return done
+
+    monkeypatch.setattr(file._system, "pwritev", closing)
+    at = np.arange(16) * 4096  # not neighbours in the file: a call each, all in one step
+    handle = link.write([Copy(0, 0, at, at, np.full(16, 100))])
+    with pytest.raises(AtlasError) as refusal:
+        handle.wait(soon())
+    assert refusal.value.code is Code.WIRE_FAILED
+    assert (tmp_path / "victim").read_bytes() == before
+    os.close(opened[0])

@@ -40,7 +40,7 @@ class SimulatedRanks(ExitStack):
         """Copy a sequence of a cache to the ranks; returns the blocks that it takes there."""
         blocks = scattered(self.plan, tokens)
         copy_request(
-            route(cache.plan, self.plan, renamed=True), _pools(cache), self.pools,
+            route(cache.plan, self.plan), _pools(cache), self.pools,
             src_blocks=cache.blocks_of(sequence), dst_blocks=blocks, tokens=tokens,
         )  # fmt: skip
         return blocks
@@ -49,7 +49,7 @@ class SimulatedRanks(ExitStack):
         """Make what the ranks hold in `blocks` the only sequence of a cache."""
         (mine,) = cache.adopt(tokens)
         copy_request(
-            route(self.plan, cache.plan, renamed=True), self.pools, _pools(cache),
+            route(self.plan, cache.plan), self.pools, _pools(cache),
             src_blocks=blocks, dst_blocks=mine, tokens=tokens,
         )  # fmt: skip
 

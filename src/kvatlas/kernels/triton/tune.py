@@ -15,25 +15,54 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from triton.runtime import driver
 
+from kvatlas.errors import AtlasError, Code
+
 Facts = dict[str, Any]
 Choice = dict[str, Any]
+
+
+class LaunchRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Parameters to use for launches whose facts agree with `when`."""
+
+    use: Choice
+    when: Facts = {}
+
+
+Rules = dict[str, dict[str, list[LaunchRule]]]
+"""By chip architecture and kernel."""
 
 SHIPPED = Path(__file__).with_name("tuned_launches.json")
 
 
 @lru_cache(maxsize=1)
-def _rules() -> dict[str, dict[str, list[dict[str, Any]]]]:
+def _rules() -> Rules:
     """The shipped rules, with those of `KVATLAS_TUNE` before them."""
-    rules: dict[str, dict[str, list[dict[str, Any]]]] = json.loads(SHIPPED.read_text())
+    rules = _read(SHIPPED)
     own = os.environ.get("KVATLAS_TUNE")
     if own and Path(own).exists():
-        for chip, kernels in json.loads(Path(own).read_text()).items():
+        for chip, kernels in _read(Path(own)).items():
             for kernel, first in kernels.items():
                 rules.setdefault(chip, {}).setdefault(kernel, [])[:0] = first
     return rules
+
+
+def _read(path: Path) -> Rules:
+    """The rules in a file, refused where it is anything else."""
+    try:
+        if not path.is_file():
+            raise ValueError("not a plain file")
+        return msgspec.json.decode(path.read_bytes(), type=Rules)
+    except (OSError, ValueError) as problem:
+        raise AtlasError(
+            Code.UNREADABLE,
+            "A file of launch parameters cannot be read, or does not hold rules",
+            got=f"{path}: {problem}",
+            hint="Measure them again, or unset KVATLAS_TUNE",
+        ) from problem
 
 
 @lru_cache(maxsize=16)
@@ -102,8 +131,8 @@ def _choose(kernel: str, chip: str, facts: tuple[tuple[str, Any], ...]) -> Choic
     choice: Choice = {}
     for name in (chip, "any"):
         for rule in _rules().get(name, {}).get(kernel, []):
-            if _agrees(rule.get("when", {}), dict(facts)):
-                choice = {**rule["use"], **choice}
+            if _agrees(rule.when, dict(facts)):
+                choice = {**rule.use, **choice}
                 break
     return choice
 
@@ -119,7 +148,7 @@ def _agrees(when: Facts, facts: Facts) -> bool:
     for name, bound in when.items():
         fact = facts.get(name)
         if isinstance(bound, int) and not isinstance(bound, bool):
-            if fact is None or fact > bound:
+            if not isinstance(fact, int) or fact > bound:
                 return False
         elif fact != bound:
             return False
@@ -128,9 +157,9 @@ def _agrees(when: Facts, facts: Facts) -> bool:
 
 def remember(path: Path, chip: str, kernel: str, when: Facts, use: Choice) -> None:
     """Put a measured choice into a file of rules, before those that it has."""
-    rules = json.loads(path.read_text()) if path.exists() else {}
+    rules = _read(path) if path.exists() else {}
     mine = rules.setdefault(chip, {}).setdefault(kernel, [])
-    mine[:] = [{"when": when, "use": use}, *(rule for rule in mine if rule["when"] != when)]
-    path.write_text(json.dumps(rules, indent=2) + "\n")
+    mine[:] = [LaunchRule(use, when), *(rule for rule in mine if rule.when != when)]
+    path.write_text(json.dumps(msgspec.to_builtins(rules), indent=2) + "\n")
     _rules.cache_clear()
     _choose.cache_clear()

@@ -15,10 +15,10 @@ import numpy as np
 from kvatlas.errors import AtlasError, Code
 from kvatlas.routing import Copy, Costs, Stream, token_range
 from kvatlas.wire import protocol
+from kvatlas.wire.channels import no_answer
 from kvatlas.wire.client.transfer import Transfer
 from kvatlas.wire.peers import Peer
 from kvatlas.wire.protocol import Ok, Opened
-from kvatlas.wire.rpc import ask, no_answer
 from kvatlas.wire.server.node_state import NodeState
 from kvatlas.wire.staging import checksums, gather, scatter
 from kvatlas.wire.transports.base import STAGING, Handle, Link
@@ -92,6 +92,7 @@ class RankTransfer:
 
     def __post_init__(self) -> None:
         wanted = self.wanted
+        self.monitor = self.node.channels.monitor(self.connection.endpoint)
         self.deadline = self.transfer.deadline
         self.rank = self.connection.peer.rank
         self.pull = wanted.direction == "pull"
@@ -144,8 +145,7 @@ class RankTransfer:
 
     def _ask(self, question: protocol.Message, kind: type[A]) -> A:
         deadline = min(self.deadline, time.monotonic() + self.patience)
-        endpoint, secret = self.connection.endpoint, self.node.secret
-        answer = ask(endpoint, question, secret=secret, deadline=deadline)
+        answer = self.node.channels.ask(self.connection.endpoint, question, deadline=deadline)
         if not isinstance(answer, kind):
             raise protocol.bad_handshake(f"{type(answer).__name__} instead of {kind.__name__}")
         return answer
@@ -154,7 +154,8 @@ class RankTransfer:
         self, message: Callable[..., protocol.Message], kind: type[A], **fields: Any
     ) -> A:
         session, lease = self.connection.session, self.opened.lease
-        return self._ask(message(session=session, lease=lease, **fields), kind)
+        about = {"session": session, "lease": lease, "request": self.wanted.request}
+        return self._ask(message(**about, **fields), kind)
 
     def _open(self) -> None:
         wanted, theirs = self.wanted, self.theirs
@@ -228,7 +229,7 @@ class RankTransfer:
         session, lease = self.connection.session, self.opened.lease
         question = protocol.Close(session=session, lease=lease, complete=False)
         with suppress(AtlasError):
-            ask(self.connection.endpoint, question, secret=self.node.secret, deadline=deadline)
+            self.node.channels.ask(self.connection.endpoint, question, deadline=deadline)
 
     def _compare(self, stream: Stream) -> None:
         """Refuse bytes that are not those of the other end."""
@@ -270,7 +271,7 @@ class RankTransfer:
         elif self.pull and not self._should_stage(stream):
             self._move_direct(stream)
         elif self.pull:
-            self._borrow_both(_BUFFERS)
+            self._borrow_both()
             self._pull_staged(stream)
         else:
             self._borrow(1)
@@ -289,14 +290,12 @@ class RankTransfer:
         chosen = self.wanted.layers
         return [name for name in layers if chosen is None or name in chosen]
 
-    def _borrow_both(self, count: int) -> None:
+    def _borrow_both(self) -> None:
         """Get staging buffers of both ends, waiting for them; the peer's are got last."""
-        if not self.buffers:
-            staging = self.node.staging
-            count = min(count, staging.most())
-            while count and not self.buffers:
-                self.transfer.check_cancelled()
-                self.buffers = staging.acquire(count, min(0.1, self._seconds_left()))
+        count = min(_BUFFERS, self.node.staging.most())
+        while count and not self.buffers:
+            self.transfer.check_cancelled()
+            self.buffers = self.node.staging.acquire(count, min(0.1, self._seconds_left()))
         if self.opened.piece:
             self._borrow(count)
         if not self.buffers or not self.lent:
@@ -325,13 +324,18 @@ class RankTransfer:
         if self.others:
             deadline = min(deadline, time.monotonic() + self.patience)
         try:
-            handle.wait(deadline, self.transfer.check_cancelled)
+            handle.wait(deadline, self._check_going_on)
         finally:
             handle.release()
             if not handle.settle():
                 self.given_up.append(handle)
                 if self.others:
                     self._sever()
+
+    def _check_going_on(self) -> None:
+        """Raise where the transfer has ended, or the peer has died."""
+        self.transfer.check_cancelled()
+        self.monitor.check()
 
     def _sever(self) -> None:
         """Tear the link to a stalled replica down before another one fills the same blocks."""
@@ -348,15 +352,11 @@ class RankTransfer:
         if self.wanted.how != "auto":
             return self.wanted.how == "staged"
         staging = self.node.staging
-        if not staging.most() or (self.pull and not self.opened.piece):
+        if not staging.most() or not self.opened.piece:
             return False
-        if not self._reaches(stream):
+        if not self._reaches_pools():
             return True
-        if self.wanted.costs is None and self.connection.costs is None:
-            self._borrow_both(_BUFFERS)
-            with self.node.metrics.phase("measure"):
-                self.connection.costs = self._measure()
-        costs = self.wanted.costs or self.connection.costs or Costs()
+        costs = self.wanted.costs or self.connection.costs or self._measured()
         return costs.staged(stream.nbytes) < costs.direct(stream.runs, stream.nbytes)
 
     def _pull_staged(self, stream: Stream) -> None:
@@ -393,7 +393,7 @@ class RankTransfer:
         staging, pools = self.node.staging, self.node.pools
         piece = self.opened.piece
         if staged:
-            self._borrow_both(_BUFFERS)
+            self._borrow_both()
             piece = min(piece, staging.piece)
         waiting: list[Future[Ok]] = []
         with ThreadPoolExecutor(1, thread_name_prefix="kvatlas-stage") as beside:
@@ -419,8 +419,8 @@ class RankTransfer:
         self.transfer.add(self.rank, span["stop"] - span["start"])
         return ok
 
-    def _reaches(self, stream: Stream) -> bool:
-        """Whether the pools of a stream's source can be read over the link."""
+    def _reaches_pools(self) -> bool:
+        """Whether the pools of the end that is read can be reached by the one that reads."""
         if not self.pull:
             return all(map(self.node.transport.shares, self.node.memory))
         return all(map(self.connection.link.reaches, self.connection.peer.memory))
@@ -430,6 +430,16 @@ class RankTransfer:
         mine = self.buffers[buffer] * self.node.staging.piece + np.asarray(near)
         theirs = self.lent[buffer] * self.opened.piece + np.asarray(far)
         return Copy(STAGING, STAGING, theirs, mine, np.full(len(mine), nbytes, dtype=np.int64))
+
+    def _measured(self) -> Costs:
+        """What the link is measured at, if there are buffers for that now."""
+        self.buffers = self.node.staging.acquire(min(_BUFFERS, self.node.staging.most()))
+        if not self.buffers:
+            return Costs()
+        self._borrow(len(self.buffers))
+        with self.node.metrics.phase("measure"):
+            self.connection.costs = self._measure()
+        return self.connection.costs
 
     def _measure(self) -> Costs:
         """What this link costs: many short runs against one long one, between staging buffers."""

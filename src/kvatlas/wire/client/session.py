@@ -20,11 +20,12 @@ from weakref import WeakSet
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.routing import Costs
+from kvatlas.wire.channels import no_answer
 from kvatlas.wire.client.rank_transfer import How, PeerConnection, RankTransfer, TransferRequest
 from kvatlas.wire.client.transfer import Transfer
 from kvatlas.wire.peers import Peer, checked_peer
 from kvatlas.wire.protocol import SendPlan, Welcome, bad_handshake
-from kvatlas.wire.rpc import ask, log, no_answer
+from kvatlas.wire.rpc import log
 from kvatlas.wire.server.node_state import NodeState
 from kvatlas.wire.transports.base import Link
 from kvatlas.wire.transports.errors import failed
@@ -190,7 +191,7 @@ class Session:
         except AtlasError as refused:
             error = refused
         except Exception as defect:
-            log.exception("a transfer failed request=%s rank=%d", wanted.request, rank)
+            log.exception("a transfer failed request=%r rank=%d", wanted.request, rank)
             error = failed(f"{type(defect).__name__}: {defect}", hint="See the log")
         else:
             self.node.metrics.ended(wanted.direction, "ok")
@@ -201,7 +202,7 @@ class Session:
         transfer.failed(rank, error)
         code = error.code if transfer.error is None else transfer.error.code
         self.node.metrics.ended(wanted.direction, str(code))
-        log.warning("failed request=%s rank=%d code=%s", wanted.request, rank, error.code)
+        log.warning("failed request=%r rank=%d code=%s", wanted.request, rank, error.code)
 
     def _try_replicas(self, transfer: Transfer, wanted: TransferRequest, rank: int) -> None:
         """Try one replica after the other, those that are connected first."""
@@ -234,10 +235,12 @@ class Session:
         if not connecting.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise no_answer(endpoint)
         try:
-            connection = self._join(endpoint)
+            connection = self._connected(endpoint)
             if connection is None:
-                made = self._connect(endpoint, deadline)
-                connection = self._join(endpoint, made) or made
+                connection = self._connect(endpoint, deadline)
+                connection.users = 1
+                with self._lock:
+                    self._connections[endpoint] = connection
         finally:
             connecting.release()
         try:
@@ -256,11 +259,9 @@ class Session:
             if unused:
                 connection.link.close()
 
-    def _join(self, endpoint: str, made: PeerConnection | None = None) -> PeerConnection | None:
-        """The connection to an endpoint, which stays open for one user more; or a new one."""
+    def _connected(self, endpoint: str) -> PeerConnection | None:
+        """The connection to an endpoint, if there is one, kept open for one user more."""
         with self._lock:
-            if made is not None:
-                self._connections[endpoint] = made
             connection = self._connections.get(endpoint)
             if connection is not None:
                 connection.users += 1
@@ -274,7 +275,7 @@ class Session:
             for with_plan in (False, True):
                 if isinstance(answer, SendPlan):
                     hello = node.hello(with_plan=with_plan)
-                    answer = ask(endpoint, hello, secret=node.secret, deadline=deadline)
+                    answer = node.channels.ask(endpoint, hello, deadline=deadline)
             if not isinstance(answer, Welcome):
                 raise bad_handshake(f"{type(answer).__name__} instead of Welcome")
             plan = node.peer_plans.find(answer.hello)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,16 +18,16 @@ from kvatlas.geometry import Int64s
 from kvatlas.planning import Plan
 from kvatlas.routing import Copy
 from kvatlas.wire import protocol
-from kvatlas.wire.leases import Expected, Lease, Offer, lease_expired
+from kvatlas.wire.leases import Expected, Lease, LeaseRead, Offer, lease_expired
 from kvatlas.wire.peers import Peer, checked_peer
-from kvatlas.wire.rpc import log
+from kvatlas.wire.rpc import Caller, log
 from kvatlas.wire.server.node_state import NodeState
+from kvatlas.wire.server.sessions import Sessions
 from kvatlas.wire.staging import checksums, gather, into_buffer, scatter
 from kvatlas.wire.transports.base import STAGING, Link
 
-_MAX_SESSIONS = 1024
 _LONGEST_LEASE = 3600.0
-_LONGEST_WAIT = 2.0
+_LONGEST_WAIT = 0.2
 """Seconds that a peer is kept waiting for staging buffers before it is told that none are free."""
 
 
@@ -37,18 +36,24 @@ class Answers:
 
     def __init__(self, node: NodeState) -> None:
         self.node = node
-        self._sessions: OrderedDict[bytes, Peer] = OrderedDict()
+        self.sessions = Sessions(self._sessions_ended)
         self._links: dict[bytes, Link] = {}
         self._links_lock = threading.Lock()
 
-    def __call__(self, question: Any) -> protocol.Message:
+    def sweep(self) -> None:
+        """End what has expired: sessions, leases and offers."""
+        self.sessions.sweep()
+        self.node.sweep()
+
+    def __call__(self, question: Any, caller: Caller) -> protocol.Message:
         """The answer to a question, or a refusal raised."""
         self.node.metrics.add(messages=1)
+        if isinstance(question, protocol.Hello):
+            return self._welcome(question, caller)
+        peer = self.sessions.find(question.session, caller)
         match question:
-            case protocol.Hello():
-                return self._welcome(question)
             case protocol.Open():
-                return self._open(question)
+                return self._open(question, peer)
             case protocol.Renew():
                 lease = self._lease(question)
                 self.node.leases.renew(lease, min(question.seconds, self._longest(lease)))
@@ -58,35 +63,25 @@ class Answers:
             case protocol.Gather():
                 return self._gather(question)
             case protocol.Fetch():
-                return self._fetch(question)
+                return self._fetch(question, peer)
             case protocol.GetChecksums():
                 return self._checksums(question)
             case protocol.Close():
-                return self._close(question)
+                return self._close(question, peer)
         raise protocol.bad_handshake(type(question).__name__)
 
-    def _welcome(self, hello: protocol.Hello) -> protocol.Message:
+    def _welcome(self, hello: protocol.Hello, caller: Caller) -> protocol.Message:
         plan = self.node.peer_plans.find(hello)
         if plan is None:
             return protocol.SendPlan()
         peer = checked_peer(hello, plan, self.node.transport.name)
         self.node.route_to(peer)
-        session = protocol.new_key()
-        with self.node.lock:
-            # A process that starts again under its name leaves nothing of its last incarnation.
-            gone = {key for key, old in self._sessions.items() if peer.replaces(old)}
-            for key in gone:
-                del self._sessions[key]
-            self._sessions[session] = peer
-            while len(self._sessions) > _MAX_SESSIONS:
-                gone.add(self._sessions.popitem(last=False)[0])
-        self.node.leases.drop_all(gone)
-        self._forget_links(gone)
-        log.info("welcome name=%s rank=%d transport=%s", peer.name, peer.rank, hello.transport)
+        session = self.sessions.begin(hello, peer, caller)
+        log.info("welcome name=%r rank=%d transport=%s", peer.name, peer.rank, hello.transport)
         return protocol.Welcome(hello=self.node.hello(with_plan=True), session=session)
 
-    def _open(self, question: protocol.Open) -> protocol.Message:
-        node, peer = self.node, self._peer(question.session)
+    def _open(self, question: protocol.Open, peer: Peer) -> protocol.Message:
+        node = self.node
         theirs = protocol.unpack_tables(question.blocks)
         told = protocol.unpack_tables(question.peer_blocks or {})
         held = self._held(question, peer)
@@ -94,9 +89,7 @@ class Answers:
         _check_same_blocks(held.blocks, told)
         _check_tokens(held, *tokens, node.plan)
         incoming = question.direction == "push"
-        stream = node.stream(
-            peer, held.blocks, theirs, tokens, question.layers, incoming=incoming
-        )
+        stream = node.stream(peer, held.blocks, theirs, tokens, question.layers, incoming=incoming)
         reading = {"sever": self._link(question.session, peer).sever} if incoming else {}
         with node.lock:
             if self._held_now(question, peer) is not held:
@@ -118,6 +111,7 @@ class Answers:
                 entries=sum(map(len, (*theirs.values(), *held.blocks.values()))),
                 **reading,
             )
+        log.info("open request=%r direction=%s name=%r", lease.request, lease.direction, peer.name)
         return protocol.Opened(
             lease=lease.key,
             seconds=lease.left,
@@ -171,7 +165,7 @@ class Answers:
         lease.check()
         return protocol.Ok(seconds=lease.left)
 
-    def _fetch(self, question: protocol.Fetch) -> protocol.Message:
+    def _fetch(self, question: protocol.Fetch, peer: Peer) -> protocol.Message:
         """Read a piece of what is pushed, and put it where it belongs."""
         lease, node = self._lease(question, "push"), self.node
         nbytes = self._checked_piece(question)
@@ -184,21 +178,18 @@ class Answers:
         if question.staged_at is not None:
             one = [np.array([n], np.int64) for n in (question.staged_at, at, nbytes)]
             reads = [Copy(STAGING, STAGING, *one)] if nbytes else []
-        link = self._link(question.session, self._peer(question.session))
+        link = self._link(question.session, peer)
+        read = LeaseRead()
         with lease.guard:
             lease.check()
             if question.start != lease.fetched or lease.reads:
                 raise protocol.bad_handshake(f"byte {question.start} after {lease.fetched}")
-            handle = link.read(reads)
-            lease.reads.append(handle)
-        try:
-            with node.metrics.phase("fetch"):
-                handle.wait(lease.expires, lease.check)
-        finally:
-            handle.release()
+            lease.reads.append(read)
+        with node.metrics.phase("fetch"):
+            read.run(lambda: link.read(reads), lease.expires, lease.check)
         with lease.guard:
             lease.check()
-            lease.reads.remove(handle)
+            lease.reads.remove(read)
             scatter(part, node.staging.view(landing, nbytes), node.pools)
             lease.fetched = question.stop
         return protocol.Ok(seconds=lease.left)
@@ -221,8 +212,8 @@ class Answers:
         lease.check()
         return protocol.Checksums(sums=sums.astype("<u4").tobytes())
 
-    def _close(self, question: protocol.Close) -> protocol.Message:
-        lease, peer = self._lease(question), self._peer(question.session)
+    def _close(self, question: protocol.Close, peer: Peer) -> protocol.Message:
+        lease = self._lease(question)
         left = lease.left
         self.node.leases.drop(lease)
         if question.complete and lease.complete:
@@ -277,27 +268,17 @@ class Answers:
 
     def close(self) -> None:
         """Close the links to peers that pushed."""
-        self._forget_links(set(self._links))
+        self._sessions_ended(set(self._links))
 
-    def _forget_links(self, sessions: set[bytes]) -> None:
+    def _sessions_ended(self, sessions: set[bytes]) -> None:
+        """End the leases of sessions, and close the links to their peers."""
+        self.node.leases.drop_all(sessions)
         with self._links_lock:
             links = [self._links.pop(key) for key in sessions & set(self._links)]
         for link in links:
             link.sever()
 
-    def _peer(self, session: bytes) -> Peer:
-        with self.node.lock:
-            if session in self._sessions:
-                self._sessions.move_to_end(session)
-                return self._sessions[session]
-        raise AtlasError(
-            Code.UNKNOWN_SESSION,
-            got="a session that this process has not opened since it started",
-            hint="Say hello again",
-        )
-
     def _lease(self, question: Any, direction: protocol.Direction | None = None) -> Lease:
-        self._peer(question.session)
         lease = self.node.leases.find(question.lease, question.session)
         if direction not in (None, lease.direction):
             raise protocol.bad_handshake(f"{type(question).__name__} for a {lease.direction}")

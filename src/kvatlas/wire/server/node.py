@@ -38,9 +38,11 @@ class Node(NodeState):
     """One rank of a plan, reachable by others.
 
     `memory` says where the rank's pools are, by index; `listen` is the endpoint where peers
-    ask. With a `secret`, both ends sign their messages. `buffers` staging buffers of `piece`
-    bytes are kept for staged transfers. A process that keeps its `name` over a restart takes
-    the place of the one before: peers end the leases that that one had.
+    ask. With a `secret` of 16 bytes or more only those who know it can ask, and nobody can
+    listen; `(new, old)` are both good while secrets are rotated, and `tls` takes the place of
+    secrets. Without either a node listens on this host alone, unless it is `unprotected`.
+    `buffers` staging buffers of `piece` bytes are kept for staged transfers. The leases of a
+    peer end soon after its connections do.
     """
 
     def __post_init__(self) -> None:
@@ -49,7 +51,10 @@ class Node(NodeState):
             super().__post_init__()
             self.transport.register(self.memory)
             self.answers = Answers(self)
-            self.server = Server(self.listen, self.answers, secret=self.secret, idle=self.sweep)
+            self.server = Server(
+                self.listen, self.answers, security=self.security, unprotected=self.unprotected,
+                idle=self.answers.sweep, closed=self.answers.sessions.disconnected,
+            )  # fmt: skip
         except BaseException:
             self.transport.close()
             raise
@@ -108,7 +113,10 @@ class Node(NodeState):
 
     def close(self) -> None:
         """Answer no more peers, end all offers and leases, deregister all memory."""
+        self.server.stop()
+        self.leases.drop_all()  # answers at hand end, whatever they wait for
         self.server.close()
+        self.channels.close()
         for request in list(self.offers):
             self.release(request, "closed")
         self.leases.drop_all()

@@ -15,13 +15,22 @@ import numpy as np
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
 from kvatlas.routing import Route, Stream, checked_rank, fingerprint, route
+from kvatlas.wire.channels import Channels
 from kvatlas.wire.leases import Expected, Lease, Leases, Offer
 from kvatlas.wire.memory_copy import as_bytes, memory_of
 from kvatlas.wire.metrics import Metrics
 from kvatlas.wire.peers import Peer, PeerPlans, check_memory, plan_hash
-from kvatlas.wire.protocol import MIN_PIECE_BYTES, VERSION, Hello, RegisteredMemory, new_key
+from kvatlas.wire.protocol import (
+    MIN_PIECE_BYTES,
+    OLDEST_VERSION,
+    VERSION,
+    Hello,
+    RegisteredMemory,
+    new_key,
+)
 from kvatlas.wire.quarantine import Quarantine
 from kvatlas.wire.rpc import log
+from kvatlas.wire.security import Secret, Security, TlsContexts
 from kvatlas.wire.staging import StagingBuffers
 from kvatlas.wire.transports.base import STAGING, Memory, Transport
 
@@ -42,7 +51,9 @@ class NodeState:
     transport: Transport
     name: str = ""
     listen: str = "tcp://127.0.0.1:0"
-    secret: bytes | None = None
+    secret: Secret = None
+    tls: TlsContexts | None = None
+    unprotected: bool = False
     piece: int = 4 << 20
     buffers: int = 8
 
@@ -52,6 +63,7 @@ class NodeState:
         self.name = self.name or f"kvatlas-{self.incarnation.hex()[:12]}"
         self.lock = threading.Lock()
         self.metrics = Metrics()
+        self.channels = Channels(self.security)
         self.peer_plans = PeerPlans()
         self.offers: dict[str, Offer] = {}
         self.expected: dict[str, Expected] = {}
@@ -67,7 +79,8 @@ class NodeState:
         self.pools = {i: as_bytes(at) for i, at in self.memory.items() if at.device == 0}
 
     def check_arguments(self) -> None:
-        """Refuse a rank, memory or staging that cannot be this node's."""
+        """Refuse a secret, rank, memory or staging that cannot be this node's."""
+        self.security = Security(self.secret, tls=self.tls)
         rank = checked_rank(self.plan, self.rank, "node")
         try:
             check_memory(self.plan, rank, self.memory)
@@ -87,6 +100,7 @@ class NodeState:
         """Who this is, as peers are told."""
         return Hello(
             version=VERSION,
+            oldest=OLDEST_VERSION,
             name=self.name,
             incarnation=self.incarnation,
             fingerprint=fingerprint(self.plan),
@@ -149,7 +163,7 @@ class NodeState:
                 offer.released(request, why)
             except Exception:
                 # Whoever made the offer has failed; peers and other requests have not.
-                log.exception("a release failed request=%s why=%s", request, why)
+                log.exception("a release failed request=%r why=%s", request, why)
 
     def _lease_ended(self, lease: Lease) -> None:
         """Let others have its buffers, once nothing can be read into them any more."""
@@ -161,5 +175,5 @@ class NodeState:
         self.leases.sweep()
         now = time.monotonic()
         for request in [r for r, offer in list(self.offers.items()) if offer.expires <= now]:
-            log.warning("expired request=%s", request)
+            log.warning("expired request=%r", request)
             self.release(request, "expired")

@@ -12,7 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,9 @@ from kvatlas.wire.transports import errors
 
 STAGING = -1
 """The index under which a process registers its staging buffers, beside its pools."""
+
+Shared = Literal["all", "staging"]
+"""What peers may reach of what is registered: everything, or the staging buffers alone."""
 
 _LONGEST_PAUSE = 2e-3
 
@@ -45,6 +48,7 @@ class Handle(ABC):
     """An operation that has been posted."""
 
     _done = False
+    _settled = False
     _failure: AtlasError | None = None
 
     def poll(self) -> bool:
@@ -99,11 +103,31 @@ class Handle(ABC):
         self._release()
 
     def _release(self) -> None:  # noqa: B027
-        """Tell the library below, where there is one."""
+        """Tell the library below, where there is one; must not block."""
+
+    def settle(self) -> bool:
+        """Whether the transport was seen to be done with this process's memory, for good.
+
+        Until then the operation may still write to it, or send what is in it: an operation
+        that was released or has failed is not over for that. Once True, always True. Never
+        raises, and may be asked at any time and from any thread.
+        """
+        if not self._settled:
+            try:
+                self._settled = self._done or self._settle()
+            except Exception:
+                return False
+        return self._settled
+
+    def _settle(self) -> bool:
+        """Whether it is proved that nothing comes any more; not asked of what is done."""
+        return False
 
 
 class Done(Handle):
     """An operation that was over when it was posted."""
+
+    _done = True
 
     def _poll(self) -> bool:
         return True
@@ -161,21 +185,39 @@ class Link(ABC):
             self.open = False
             self._close()
 
+    def sever(self) -> None:
+        """Tear the connection down, so that what is under way ends, and is seen to have ended.
+
+        `Handle.settle` then becomes True as soon as that is proved.
+        """
+        self.close()
+
+    def reaches(self, pool: int) -> bool:
+        """Whether a region of the peer can be reached over this link."""
+        return pool in self.theirs
+
     def _close(self) -> None:  # noqa: B027
         """Tell the library below, where there is one."""
 
 
 class Transport(ABC):
-    """One way to move bytes, on one end."""
+    """One way to move bytes, on one end.
+
+    With `shared="staging"`, peers reach the staging buffers and nothing else: the pools are
+    this process's own, and every byte of a peer goes through a buffer that it was lent.
+    """
 
     name: ClassVar[str]
 
-    def __init__(self) -> None:
+    def __init__(self, *, shared: Shared = "all") -> None:
+        if shared not in ("all", "staging"):
+            raise errors.failed(f"shared={shared!r}", hint='Share "all", or "staging" alone')
+        self.shared: Shared = shared
         self.memory: dict[int, Memory] = {}
         self.open = True
 
     def register(self, memory: Mapping[int, Memory]) -> None:
-        """Make regions of this process reachable, by pool index."""
+        """Make regions of this process known, by pool index; what is shared, peers can reach."""
         self.check()
         taken = set(memory) & set(self.memory)
         if taken:
@@ -185,8 +227,18 @@ class Transport(ABC):
                 got=f"regions {sorted(taken)} again",
                 hint="Close the transport before its memory changes",
             )
-        self._register(memory)
+        # Libraries disagree on what an empty region is, and nobody can read from one.
+        self._register({pool: region for pool, region in memory.items() if region.nbytes})
         self.memory.update(memory)
+
+    def shares(self, pool: int) -> bool:
+        """Whether peers may reach a region of this index."""
+        return self.shared == "all" or pool == STAGING
+
+    @property
+    def reachable(self) -> dict[int, Memory]:
+        """The regions that peers may reach: those that a handshake names."""
+        return {pool: region for pool, region in self.memory.items() if self.shares(pool)}
 
     @property
     def registered(self) -> int:

@@ -45,7 +45,7 @@ def failed(got: object, hint: str = "See the transport's own log for the cause")
 
 def no_room(what: str, nbytes: int, problem: OSError, hint: str) -> AtlasError:
     """The system cannot hold so many bytes, for want of room or otherwise."""
-    full = problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    full = problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
     code = Code.NOT_ENOUGH_MEMORY if full else Code.WIRE_FAILED
     return AtlasError(code, what, got=f"{nbytes:,} bytes: {problem}", hint=hint)
 

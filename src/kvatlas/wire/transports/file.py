@@ -147,25 +147,19 @@ class _FileLink(Link):
         return Stepwise(self._steps(copies, write=write))
 
     def _steps(self, copies: Sequence[Copy], *, write: bool) -> Iterator[None]:
-        calls = in_file_order(*self._addresses(copies, write=write))
-        act = _system.pwritev if write else _system.preadv
-        row, step = calls.ranges.ctypes.data, calls.ranges.strides[0]
-        moved = 0
+        runs = self._addresses(copies, write=write)
         self.check()
-        for first, count, offset, nbytes in calls.each():
-            if moved >= STEP:
+        try:
+            for _ in copy_file_runs(lambda: self._open_file, *runs, write=write):
                 yield
                 self.check()
-                moved = 0
-            done = act(self._open_file, row + first * step, count, offset)
-            if done != nbytes:
-                ranges = calls.ranges[first : first + count].copy()
-                _finish(act, self._open_file, ranges, offset, done)
-            moved += nbytes
-        if write and self._sync:
-            yield
-            self.check()
-            os.fdatasync(self._open_file)
+            if write and self._sync:
+                yield
+                self.check()
+                os.fdatasync(self._open_file)
+        except OSError as problem:
+            hint = "Look at the disk and its file system, or make the file again"
+            raise errors.failed(problem.strerror, hint) from problem
 
     def check(self) -> None:
         """Refuse once the link is closed or the file is removed."""
@@ -177,6 +171,28 @@ class _FileLink(Link):
         # A step that is still under way must not write to whatever gets the number next.
         descriptor, self._open_file = self._open_file, -1
         os.close(descriptor)
+
+
+def copy_file_runs(
+    file: Callable[[], int], near: Int64s, far: Int64s, length: Int64s, *, write: bool
+) -> Iterator[None]:
+    """Copy runs between addresses of this process and offsets of a file, a step at a time.
+
+    `file` is asked for the descriptor before every call, since it may be closed meanwhile.
+    Raises `OSError`, also where the file ends before a run does.
+    """
+    calls = in_file_order(near, far, length)
+    act = _system.pwritev if write else _system.preadv
+    row, step = calls.ranges.ctypes.data, calls.ranges.strides[0]
+    moved = 0
+    for first, count, offset, nbytes in calls.each():
+        if moved >= STEP:
+            yield
+            moved = 0
+        done = act(file(), row + first * step, count, offset)
+        if done != nbytes:
+            _finish(act, file, calls.ranges[first : first + count].copy(), offset, done)
+        moved += nbytes
 
 
 class VectoredCalls(NamedTuple):
@@ -223,20 +239,24 @@ def in_file_order(near: Int64s, far: Int64s, length: Int64s) -> VectoredCalls:
 
 
 def _finish(
-    act: Callable[..., int], file: int, ranges: NDArray[np.uint64], offset: int, done: int
+    act: Callable[..., int],
+    file: Callable[[], int],
+    ranges: NDArray[np.uint64],
+    offset: int,
+    done: int,
 ) -> None:
     """Repeat a call that did less than it was told, for the rest."""
     while True:
         problem = ctypes.get_errno() if done < 0 else 0
         if problem and problem != errno.EINTR:
-            raise errors.failed(os.strerror(problem), hint="Look at the disk and its file system")
+            raise OSError(problem, os.strerror(problem))
         if done == 0:
-            raise errors.failed(f"a file that ends at byte {offset}", hint="Make the file again")
+            raise OSError(errno.ENODATA, f"The file ends at byte {offset}")
         offset += max(done, 0)
         ranges = rest_of(ranges, max(done, 0))
         if not len(ranges):
             return
-        done = act(file, ranges.ctypes.data, len(ranges), offset)
+        done = act(file(), ranges.ctypes.data, len(ranges), offset)
 
 
 def rest_of(ranges: NDArray[np.uint64], done: int) -> NDArray[np.uint64]:

@@ -12,7 +12,7 @@ import msgspec
 from kvatlas.routing import Copy
 from kvatlas.wire.memory_copy import as_bytes
 from kvatlas.wire.transports import errors
-from kvatlas.wire.transports.base import Handle, Link, Memory, Transport
+from kvatlas.wire.transports.base import Handle, Link, Memory, Shared, Transport
 from kvatlas.wire.transports.polled_copy import Stepwise, copy_steps
 
 _open: WeakValueDictionary[str, MemoryTransport] = WeakValueDictionary()
@@ -39,8 +39,8 @@ class MemoryTransport(Transport):
 
     name: ClassVar[str] = "memory"
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *, shared: Shared = "all") -> None:
+        super().__init__(shared=shared)
         self.token = secrets.token_hex(16)
         _open[self.token] = self
 
@@ -53,7 +53,7 @@ class MemoryTransport(Transport):
         peer = _open.get(token)
         if peer is None:
             raise errors.peer_lost("a transport that is closed, or of another process")
-        if any(peer.memory.get(pool) != region for pool, region in memory.items()):
+        if any(peer.reachable.get(pool) != region for pool, region in memory.items()):
             raise errors.bad_metadata("regions that the peer has not registered")
         return _MemoryLink(self, token, memory)
 

@@ -3,36 +3,64 @@
 Mooncake answers 0 or -1 and blocks meanwhile, also for ever where the peer stands
 still. So each link has a thread that makes its calls, and a handle only looks at how
 far that has come. Calls are kept below the length of Mooncake's queues, which when
-overrun make a peer unusable for seconds.
+overrun make a peer unusable for seconds, and small enough to be over soon.
 
-Mooncake refuses what lies outside the peer's memory, and does not look at this end's:
-the bounds that a link checks are all there is.
+After -1, parts of a call may still be under way, and write to memory when the peer goes
+on. Only the end of the engine ends them: it closes its connections and joins the thread
+that alone reads from them. So one engine serves peers, each link calls with one of its
+own, and ends it after a call that did not end well.
+
+Mooncake listens on every interface, whatever host it is given: `listening` narrows
+that. It refuses what lies outside the memory that the peer has registered, and does not
+look at this end's: the bounds that a link checks are all there is.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import queue
 import re
 import socket
+import struct
 import threading
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Container, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, ClassVar
 
 import msgspec
+import numpy as np
 
+from kvatlas.errors import AtlasError
 from kvatlas.geometry import Int64s
 from kvatlas.routing import Copy
+from kvatlas.wire.memory_copy import split_runs
 from kvatlas.wire.transports import errors
-from kvatlas.wire.transports.base import Handle, Link, Memory, Transport
+from kvatlas.wire.transports.base import Handle, Link, Memory, Shared, Transport
+from kvatlas.wire.transports.listening import connected, listeners, narrow
 
 _MAX_SLICES = 1_000
-_QUEUES = ("MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER", "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER")
+_MAX_BYTES = 64 << 20
+_SETTINGS = {
+    "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
+    "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535",
+    # Seconds until a call whose peer stands still answers -1.
+    "MC_TRANSFER_TIMEOUT": "10",
+}
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9.:-]{0,252}")
 _CUDA_WHEEL = "; it brings the CPU wheel, GPU users install mooncake-transfer-engine instead"
 _ANSWERS = 1.0
 """Seconds in which a peer that is alive accepts a connection."""
+_TRIES = 3
+"""Engines that are made where a stranger connects to each before it is narrowed."""
+_LISTENERS = 2
+"""Sockets that an engine listens with: for questions, and for data."""
+_ATTENTION = struct.pack("ll", 0, 50_000)
+"""How long (a timeval) an engine that is to end may wait for the next question."""
+
+_making = threading.Lock()
+"""Held while an engine is made, so that its sockets are told from those of another."""
 
 
 class _Published(msgspec.Struct, tag="mooncake", forbid_unknown_fields=True):
@@ -45,31 +73,26 @@ class _Published(msgspec.Struct, tag="mooncake", forbid_unknown_fields=True):
 
 
 class MooncakeTransport(Transport):
-    """Moves bytes through a Mooncake engine of its own; `host` is how peers reach it."""
+    """Moves bytes through Mooncake engines of its own.
+
+    `host` is how peers reach it, and the only address that it can be reached at.
+    """
 
     name: ClassVar[str] = "mooncake"
 
-    def __init__(self, *, host: str = "127.0.0.1") -> None:
-        super().__init__()
-        for setting in _QUEUES:
-            os.environ.setdefault(setting, "65535")
-        try:
-            from mooncake.engine import TransferEngine
-        except ImportError as problem:
-            raise errors.cannot_import("mooncake", problem, _CUDA_WHEEL) from problem
-        self._host = host
-        self.engine: Any = TransferEngine()
-        if self.engine.initialize(host, "P2PHANDSHAKE", "tcp", "") != 0:
-            raise errors.failed(f"no engine on {host}", hint="Name an address of this machine")
-        self.links: set[MooncakeLink] = set()
+    def __init__(self, *, host: str = "127.0.0.1", shared: Shared = "all") -> None:
+        super().__init__(shared=shared)
+        self.host = host
+        self._engine: Any = make_engine(host)
+        self._links: weakref.WeakSet[MooncakeLink] = weakref.WeakSet()
 
     def _register(self, memory: Mapping[int, Memory]) -> None:
         done: list[int] = []
-        for region in memory.values():
-            answer = self.engine.register_memory(region.address, region.nbytes)
+        for region in (memory[pool] for pool in memory if self.shares(pool)):
+            answer = self._engine.register_memory(region.address, region.nbytes)
             if answer != 0:
                 for address in done:
-                    self.engine.unregister_memory(address)
+                    self._engine.unregister_memory(address)
                 raise errors.failed(
                     f"{answer} from Mooncake for {region.nbytes:,} bytes at {region.address:#x}",
                     hint="Register regions that do not overlap",
@@ -79,7 +102,7 @@ class MooncakeTransport(Transport):
     def publish(self) -> bytes:
         """Where its engine listens."""
         self.check()
-        return errors.write_metadata(_Published(self._host, self.engine.get_rpc_port()))
+        return errors.write_metadata(_Published(self.host, self._engine.get_rpc_port()))
 
     def _connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link:
         """A link to a peer's engine, if something listens there."""
@@ -89,16 +112,72 @@ class MooncakeTransport(Transport):
         if not answers(published):
             raise errors.peer_lost(f"nobody listens at {published.session}")
         link = MooncakeLink(self, published, memory)
-        self.links.add(link)
+        self._links.add(link)
         return link
 
     def _close(self) -> None:
-        """Close links and unregister; a call that is under way keeps the engine until it ends."""
-        for link in list(self.links):
+        """Close links, and end the engine that serves."""
+        for link in list(self._links):
             link.close()
-        for region in self.memory.values():
-            self.engine.unregister_memory(region.address)
-        self.engine = None
+        self._engine = None
+
+
+def make_engine(host: str) -> Any:
+    """A Mooncake engine that takes connections to `host` alone."""
+    for setting, value in _SETTINGS.items():
+        os.environ.setdefault(setting, value)
+    try:
+        from mooncake.engine import TransferEngine
+    except ImportError as problem:
+        raise errors.cannot_import("mooncake", problem, _CUDA_WHEEL) from problem
+    addresses = _addresses(host)
+    with _making:
+        for _ in range(_TRIES):
+            before = set(listeners())
+            engine = TransferEngine()
+            if engine.initialize(host, "P2PHANDSHAKE", "tcp", "") != 0:
+                raise errors.failed(f"no engine on {host}", hint="Name an address of this machine")
+            if _narrowed(before, addresses):
+                # It waits for a question in its own time, and after one in the time it was given.
+                answers(_Published(host, engine.get_rpc_port()))
+                return engine
+    got = f"a stranger that connects to engines on {host} as they are made"
+    raise errors.failed(got, hint="Look at who connects to this machine")
+
+
+def _addresses(host: str) -> set[str]:
+    try:
+        found = {entry[4][0] for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except OSError as problem:
+        got = f"{host}: {problem}"
+        raise errors.failed(got, hint="Name an address of this machine") from problem
+    addresses = {str(address) for address in found}
+    if any(ipaddress.ip_address(address).is_unspecified for address in addresses):
+        raise errors.failed(f"{host}, which is every address", hint="Name the one for peers")
+    return addresses
+
+
+def _narrowed(before: Container[int], addresses: set[str]) -> bool:
+    """Hold an engine's new sockets to some addresses; False where somebody was quicker."""
+    after = listeners()
+    new = [one for inode, one in after.items() if inode not in before and _everywhere(one)]
+    try:
+        if len(new) < _LISTENERS:
+            got = f"a Mooncake that listens with {len(new)} sockets, not {_LISTENERS}"
+            raise errors.failed(got, hint="Install a version that kvatlas is tested with")
+        if len(new) > _LISTENERS:
+            return False  # some are another thread's, and nobody can tell which
+        for one in new:
+            narrow(one, addresses)
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _ATTENTION)
+        return not connected(one.getsockname()[1] for one in new)
+    finally:
+        for one in after.values():
+            one.close()
+
+
+def _everywhere(listener: socket.socket) -> bool:
+    return ipaddress.ip_address(listener.getsockname()[0]).is_unspecified
 
 
 def answers(peer: _Published) -> bool:
@@ -120,45 +199,73 @@ class MooncakeLink(Link):
     ) -> None:
         super().__init__(owner, theirs)
         self.peer = peer
-        self._jobs: queue.SimpleQueue[MooncakeHandle | None] | None = None
+        self._jobs: queue.SimpleQueue[MooncakeHandle | None] = queue.SimpleQueue()
+        self._working = False
 
     def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle:
         handle = MooncakeHandle(*self._addresses(copies, write=write), write=write)
-        if self._jobs is None:
-            self._jobs = queue.SimpleQueue()
-            work = (self.owner.engine, self._jobs)
-            threading.Thread(target=self._work, args=work, daemon=True).start()
+        if not self._working:
+            self._working = True
+            threading.Thread(target=self._work, daemon=True).start()
         self._jobs.put(handle)
         return handle
 
-    def _work(self, engine: Any, jobs: queue.SimpleQueue[MooncakeHandle | None]) -> None:
-        """Carry out one operation after the other."""
-        while (job := jobs.get()) is not None:
+    def _work(self) -> None:
+        """Carry out one operation after the other; an engine that failed is ended."""
+        engine = None
+        while (job := self._jobs.get()) is not None:
             try:
-                self._carry_out(engine, job)
+                engine = engine or make_engine(self.owner.host)
+                failure = self._carry_out(engine, job)
+            except AtlasError as problem:
+                failure = problem
             except Exception as problem:
-                job.outcome.set_exception(problem)
-            else:
+                # Said again, for its traceback would keep the engine.
+                failure = errors.failed(f"{type(problem).__name__}: {problem}")
+            if failure is None:
                 job.outcome.set_result(None)
+                continue
+            job.outcome.set_exception(failure)
+            if not job.quiet and engine is not None:
+                seen = weakref.ref(engine)
+                engine = None
+                job.quiet = seen() is None
 
-    def _carry_out(self, engine: Any, job: MooncakeHandle) -> None:
-        """All calls of an operation."""
+    def _carry_out(self, engine: Any, job: MooncakeHandle) -> AtlasError | None:
+        """All calls of an operation; what went wrong."""
         act = engine.batch_transfer_sync_write if job.write else engine.batch_transfer_sync_read
-        for first in range(0, len(job.runs[0]), _MAX_SLICES):
-            if job.given_up:
-                raise errors.cancelled()
-            part = [column[first : first + _MAX_SLICES].tolist() for column in job.runs]
+        for part in in_calls(*job.runs):
+            if job.given_up or not self.open:
+                return errors.cancelled()
+            job.quiet = False
             answer = act(self.peer.session, *part)
             if answer != 0:
                 if not answers(self.peer):
-                    raise errors.peer_lost(f"nobody listens at {self.peer.session} any more")
-                raise errors.failed(f"{answer} from Mooncake for {len(part[0])} slices")
+                    return errors.peer_lost(f"nobody listens at {self.peer.session} any more")
+                return errors.failed(f"{answer} from Mooncake for {len(part[0])} slices")
+            job.quiet = True
+        return None
 
     def _close(self) -> None:
-        """Let its thread end after the call that it is in."""
-        if self._jobs is not None:
-            self._jobs.put(None)
-        self.owner.links.discard(self)
+        """Let its thread end, and with it the engine, after the call that it is in."""
+        self._jobs.put(None)
+
+
+def in_calls(near: Int64s, far: Int64s, length: Int64s) -> Iterator[list[list[int]]]:
+    """Runs in as many parts as calls are to be made.
+
+    >>> runs = np.array([0, 0, 0]), np.array([5, 6, 7]), np.array([1 << 20, 60 << 20, 1])
+    >>> [len(part[0]) for part in in_calls(*runs)]  # 16 MiB at most in a run, 64 in a call
+    [4, 2]
+    """
+    columns = split_runs(near, far, length)
+    ends = np.cumsum(columns[2])
+    first = before = 0
+    while first < len(ends):
+        fit = int(np.searchsorted(ends, before + _MAX_BYTES, side="right"))
+        last = min(fit, first + _MAX_SLICES)
+        yield [column[first:last].tolist() for column in columns]
+        first, before = last, int(ends[last - 1])
 
 
 class MooncakeHandle(Handle):
@@ -168,6 +275,8 @@ class MooncakeHandle(Handle):
         self.runs, self.write = runs, write
         """Addresses at this end and at the peer's, and lengths."""
         self.given_up = False
+        self.quiet = True
+        """Whether all calls that were made for it have done well, or their engine is gone."""
         self.outcome: Future[None] = Future()
 
     def _poll(self) -> bool:
@@ -182,3 +291,7 @@ class MooncakeHandle(Handle):
     def _release(self) -> None:
         """No further call for it; one that is under way cannot be taken back."""
         self.given_up = True
+
+    def _settle(self) -> bool:
+        """Over where the thread is done with it, and its calls have come to rest."""
+        return self.outcome.done() and self.quiet

@@ -5,8 +5,13 @@ count) says where every run of the usual length can lie, and a transfer is then 
 arrays of indices into such rows. Only runs that are off the grid get rows of their own.
 That makes a million descriptors as cheap to prepare as two arrays of numbers.
 
-NIXL fences nothing: a read of memory whose lease has ended is as good a read to it as
-any. Readiness and leases are decided above this file.
+One agent serves peers; every link reads and writes with an agent of its own. For NIXL
+ends no operation that was begun: a request that is released, or whose peer is removed,
+still writes to memory when the peer goes on. What ends it is the end of its agent, whose
+sockets and queues go with it, and that must not end the operations of other links.
+
+NIXL fences nothing else: a read of memory whose lease has ended is as good a read to it
+as any. Readiness and leases are decided above this file.
 """
 
 from __future__ import annotations
@@ -15,168 +20,171 @@ import importlib
 import importlib.util
 import os
 import secrets
-import time
-import zlib
-from collections import Counter
+import threading
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
-import msgspec
 import numpy as np
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.routing import Copy
-from kvatlas.wire.transports import errors
-from kvatlas.wire.transports.base import Handle, Link, Memory, Transport
+from kvatlas.wire.transports import errors, nixl_metadata
+from kvatlas.wire.transports.base import Handle, Link, Memory, Shared, Transport
+from kvatlas.wire.transports.nixl_metadata import Kind
 from kvatlas.wire.transports.nixl_strided import Rows, describe
-
-Kind = Literal["DRAM", "VRAM"]
 
 _BUILDS = ("nixl_cu13", "nixl_cu12", "nixl_rocm")
 _LOST = "nixlRemoteDisconnectError"
 _INITIATOR = "NIXL_INIT_AGENT"
-_CLOSING = 2.0
-"""Seconds that closing waits for operations that NIXL cannot give up at once."""
-
-
-class _Published(msgspec.Struct, tag="nixl", forbid_unknown_fields=True):
-    agent: str
-    kind: Kind
-    check: int
-    metadata: bytes
+_DEVICES = "UCX_NET_DEVICES"
 
 
 class NixlTransport(Transport):
-    """Moves bytes through a NIXL agent of its own.
+    """Moves bytes through NIXL agents of its own.
 
     `kind` says where this end's memory is: "DRAM" on the host, "VRAM" on GPUs, whose
-    numbers are then the regions' devices. The two ends may differ.
+    numbers are then the regions' devices. The two ends may differ. `device` is the one
+    network device that UCX uses and listens on, as it names them ("eth0", "mlx5_0:1"):
+    the loopback unless it is given, or UCX_NET_DEVICES set.
     """
 
     name: ClassVar[str] = "nixl"
 
-    def __init__(self, *, kind: Kind = "DRAM", backend: str = "UCX") -> None:
-        super().__init__()
-        library = _library()
-        self.kind: Kind = kind
+    def __init__(
+        self,
+        *,
+        kind: Kind = "DRAM",
+        backend: str = "UCX",
+        device: str | None = None,
+        shared: Shared = "all",
+    ) -> None:
+        super().__init__(shared=shared)
+        self._library = _library()
+        self.kind, self.backend = kind, backend
+        self._device = _network_device(device)
         # A name is never used twice: a peer that starts again is another peer.
         self._name = f"kvatlas-{secrets.token_hex(16)}"
-        strict = library.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
-        config = library.nixl_agent_config(backends=[backend], sync_mode=strict)
-        with translated():
-            self.agent: Any = library.nixl_agent(self._name, config)
-        if backend not in self.agent.backends:
-            raise errors.failed(f"no NIXL backend {backend!r}", hint="Choose one that NIXL brings")
-        self._registered: list[Any] = []
-        self._links: Counter[str] = Counter()
-        self.pending: list[NixlHandle] = []
-        """Operations that could not be given up yet."""
+        self._agent: Any = self.make_agent(self._name, serves=True)
+        self._links: weakref.WeakSet[NixlLink] = weakref.WeakSet()
+
+    def make_agent(self, name: str, *, serves: bool) -> Any:
+        """A NIXL agent; one that serves peers does so from a thread of its own."""
+        strict = self._library.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+        config = self._library.nixl_agent_config(
+            enable_prog_thread=serves, backends=[], sync_mode=strict
+        )
+        options = {"engine_config": f"NET_DEVICES={self._device}"} if self.backend == "UCX" else {}
+        try:
+            agent = self._library.nixl_agent(name, config)
+            agent.create_backend(self.backend, options)
+        except Exception as problem:
+            got = f"no NIXL backend {self.backend!r} on {self._device!r}: {problem}"
+            hint = "Choose a backend that NIXL brings, and a network device of this machine"
+            raise errors.failed(got, hint=hint) from problem
+        return agent
 
     def _register(self, memory: Mapping[int, Memory]) -> None:
+        memory = {pool: region for pool, region in memory.items() if self.shares(pool)}
         if memory:
             with translated():
-                self._registered.append(self.agent.register_memory(_rows(memory), self.kind))
+                self._agent.register_memory(_rows(memory), self.kind)
 
     def publish(self) -> bytes:
-        """The agent's own metadata, with what shows that it arrived whole."""
+        """Where its agent is, and the keys to its regions."""
         self.check()
         with translated():
-            metadata = self.agent.get_agent_metadata()
-        published = _Published(self._name, self.kind, zlib.crc32(metadata), bytes(metadata))
+            metadata = bytes(self._agent.get_agent_metadata())
+        memory = _not_empty(self.reachable)
+        published = nixl_metadata.take_apart(metadata, self._name, self.kind, self.backend, memory)
+        # What peers would refuse is not worth their time.
+        nixl_metadata.check(published, self.backend, memory)
         return errors.write_metadata(published)
 
     def _connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link:
         """A link to a peer's agent, once it is seen to have registered these regions."""
-        published = errors.read_metadata(metadata, _Published)
-        if published.check != zlib.crc32(published.metadata):
-            raise errors.bad_metadata("bytes that were changed on their way")
+        published = errors.read_metadata(metadata, nixl_metadata.Published)
+        nixl_metadata.check(published, self.backend, _not_empty(memory))
+        link = NixlLink(self, published, memory)
         try:
-            if not self._links[published.agent]:
-                added = self.agent.add_remote_agent(published.metadata)
-                if added != published.agent.encode():
-                    self.forget(added.decode(errors="replace"))
-                    raise errors.bad_metadata(f"an agent that is not {published.agent[:64]!r}")
-            self._links[published.agent] += 1
-            link = NixlLink(self, published.agent, published.kind, memory)
-        except AtlasError:
-            raise
-        except Exception as problem:
-            got = f"{type(problem).__name__}: {problem}"
-            # The metadata is whole, so what fails below NIXL is the way to the peer.
-            unreachable = type(problem).__name__ in (_LOST, "nixlBackendError")
-            raise (errors.peer_lost if unreachable else errors.bad_metadata)(got) from problem
-        try:
-            if memory:
-                rows = _rows(memory)
-                self.agent.prep_xfer_dlist(published.agent, rows, published.kind).release()
-        except Exception as problem:
+            link.meet(nixl_metadata.put_together(published, self.backend))
+        except BaseException:
             link.close()
-            raise errors.bad_metadata("regions that the peer has not registered") from problem
+            raise
+        self._links.add(link)
         return link
 
-    def leave(self, peer: str) -> None:
-        """One link fewer; the last one makes the agent forget the peer."""
-        self._links[peer] -= 1
-        if self._links[peer] <= 0:
-            del self._links[peer]
-            self.forget(peer)
-
-    def forget(self, peer: str) -> None:
-        """Remove a peer's agent, so that it can be added again."""
-        with suppress(Exception):  # it is gone, or this agent is, and that was wanted
-            self.agent.remove_remote_agent(peer)
-
     def _close(self) -> None:
-        """Give up operations, forget peers, deregister, and end the agent."""
-        deadline = time.monotonic() + _CLOSING
-        while self.pending and time.monotonic() < deadline:
-            pending, self.pending = self.pending, []
-            for handle in pending:
-                handle.release()
-            if self.pending:
-                time.sleep(1e-3)
-        for peer in list(self._links):
-            self.forget(peer)
-        self._links.clear()
-        for rows in self._registered:
-            with suppress(Exception):
-                self.agent.deregister_memory(rows)
-        self._registered.clear()
-        self.agent = None
+        """End all agents; what was under way ends with them."""
+        for link in list(self._links):
+            link.close()
+        self._agent = None
 
 
 class NixlLink(Link):
-    """A peer's agent, and the grids of its pools."""
+    """A peer's agent, and this link's own."""
 
     owner: NixlTransport
 
     def __init__(
-        self, owner: NixlTransport, peer: str, kind: Kind, theirs: Mapping[int, Memory]
+        self,
+        owner: NixlTransport,
+        published: nixl_metadata.Published,
+        theirs: Mapping[int, Memory],
     ) -> None:
         super().__init__(owner, theirs)
-        self.peer, self._kind, self._lost = peer, kind, False
+        self.peer, self._kind, self._lost = published.agent, published.kind, False
+        self.lock = threading.RLock()
+        """Held around every call of the agent, so that none is under way when it is ended."""
+        self.agent: Any = owner.make_agent(f"{owner.name}-{secrets.token_hex(16)}", serves=False)
+        self.ended = False
+        """Whether the agent was seen to be gone."""
+        self.posted: set[NixlHandle] = set()
+        """Operations that were not seen to be over."""
+        self._registered: set[int] = set()
+
+    def meet(self, metadata: bytes) -> None:
+        """Tell the agent of its peer."""
+        try:
+            self.agent.add_remote_agent(metadata)
+            if rows := _not_empty(self.theirs):
+                self.agent.prep_xfer_dlist(self.peer, _rows(rows), self._kind).release()
+        except Exception as problem:
+            got = f"{type(problem).__name__}: {problem}"
+            # The form is right, so what fails below NIXL is the way to the peer.
+            unreachable = type(problem).__name__ in (_LOST, "nixlBackendError")
+            raise (errors.peer_lost if unreachable else errors.bad_metadata)(got) from problem
 
     def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle:
         near, mine = describe(copies, self.mine, src=write)
         far, theirs = describe(copies, self.theirs, src=not write)
-        agent = self.owner.agent
-        with self.calling():
-            with ExitStack() as prepared:
-                local = agent.prep_xfer_dlist(_INITIATOR, near, self.owner.kind)
+        with self.lock:
+            self.check()
+            for handle in list(self.posted):
+                handle.settle()  # lets go of what was given up and is over by now
+            with translated(), ExitStack() as prepared:
+                self._register_memory()
+                local = self.agent.prep_xfer_dlist(_INITIATOR, near, self.owner.kind)
                 prepared.callback(local.release)
-                remote = agent.prep_xfer_dlist(self.peer, far, self._kind)
+                remote = self.agent.prep_xfer_dlist(self.peer, far, self._kind)
                 prepared.callback(remote.release)
                 operation = "WRITE" if write else "READ"
-                posted = agent.make_prepped_xfer(operation, local, mine, remote, theirs, b"")
-            handle = NixlHandle(self, posted)
-            try:
-                agent.transfer(posted)
-            except BaseException:
-                handle.release()
-                raise
+                request = self.agent.make_prepped_xfer(operation, local, mine, remote, theirs, b"")
+            handle = NixlHandle(self, request)
+            self.posted.add(handle)
+            with self.calling():
+                self.agent.transfer(request)
         return handle
+
+    def _register_memory(self) -> None:
+        """Tell the agent of regions that it does not know yet."""
+        memory = _not_empty(self.mine)
+        new = {pool: memory[pool] for pool in set(memory) - self._registered}
+        if new:
+            self.agent.register_memory(_rows(new), self.owner.kind)
+            self._registered |= set(new)
 
     def check(self) -> None:
         """Refuse once the link is closed or the peer lost."""
@@ -186,45 +194,89 @@ class NixlLink(Link):
 
     @contextmanager
     def calling(self) -> Iterator[None]:
-        """Around calls of NIXL: a peer that turns out to be gone is forgotten."""
+        """Around calls while an operation is under way: one that fails is the link's last.
+
+        NIXL does not say whether what belongs to a failed operation has come to rest.
+        The end of the agent does.
+        """
         try:
             with translated():
                 yield
         except AtlasError as problem:
-            if problem.code is Code.PEER_LOST:
-                self._lost = True
-                self.close()
+            self._lost = problem.code is Code.PEER_LOST
+            self.close()
             raise
 
     def _close(self) -> None:
-        self.owner.leave(self.peer)
+        """End the agent, and see that it has gone."""
+        with self.lock:
+            for handle in self.posted:
+                handle.drop()
+            self.posted.clear()
+            agent, self.agent = self.agent, None
+            below = weakref.ref(agent.agent)
+            del agent
+            self.ended = below() is None
 
 
 class NixlHandle(Handle):
     """A transfer that NIXL carries out."""
 
-    def __init__(self, link: NixlLink, posted: Any) -> None:
-        self._link, self._posted = link, posted
+    def __init__(self, link: NixlLink, request: Any) -> None:
+        self._link, self._request = link, request
 
     def _poll(self) -> bool:
-        owner = self._link.owner
-        owner.check()
-        with self._link.calling():
-            state = owner.agent.check_xfer_state(self._posted)
-        if state == "ERR":
-            raise errors.failed("state ERR from NIXL")
-        return bool(state == "DONE")
+        with self._link.lock:
+            return self._look()
 
-    def _release(self) -> None:
-        """Free it, or end it; what NIXL cannot end yet is ended when the transport closes."""
-        if self._posted is None or self._link.owner.agent is None:
-            return
+    def _look(self) -> bool:
+        """Whether it is done; gives the request back then. The link's lock is held."""
+        link = self._link
+        if self._request is None:
+            raise errors.closed("link")
+        with link.calling():
+            state = link.agent.check_xfer_state(self._request)
+            if state == "ERR":
+                raise errors.failed("state ERR from NIXL")
+        if state != "DONE":
+            return False
+        link.posted.discard(self)
+        self.drop()
+        self._settled = True
+        return True
+
+    def _settle(self) -> bool:
+        """Over where NIXL says so, or its agent is gone."""
+        link = self._link
+        if not link.lock.acquire(blocking=False):
+            return False  # a call is under way, perhaps this operation's
         try:
-            self._posted.release()
-        except Exception:
-            self._link.owner.pending.append(self)
-        else:
-            self._posted = None
+            if self._request is None:
+                return link.ended
+            with suppress(AtlasError):
+                self._look()
+            return self._settled or link.ended
+        finally:
+            link.lock.release()
+
+    def drop(self) -> None:
+        """Give the request back to NIXL, which forgets it; that ends nothing."""
+        request, self._request = self._request, None
+        with suppress(Exception):
+            request.release()
+
+
+def _not_empty(memory: Mapping[int, Memory]) -> dict[int, Memory]:
+    return {pool: region for pool, region in memory.items() if region.nbytes}
+
+
+def _network_device(wanted: str | None) -> str:
+    """The device for UCX, which lets its own setting go before all others."""
+    setting = os.environ.get(_DEVICES)
+    if wanted is not None and setting not in (None, wanted):
+        got = f"device={wanted!r} and {_DEVICES}={setting}"
+        raise errors.failed(got, hint=f"Unset {_DEVICES}, or leave device out")
+    return wanted or setting or "lo"
 
 
 def _library() -> Any:
@@ -234,6 +286,8 @@ def _library() -> Any:
     installed. Where there is one, there is nothing to choose.
     """
     _without_rdma()
+    # UCX warns of operations that end with their agent, which is what it is ended for.
+    os.environ.setdefault("UCX_LOG_LEVEL", "error")
     builds = [name for name in _BUILDS if importlib.util.find_spec(name) is not None]
     chosen = builds[0] if len(builds) == 1 else "nixl"
     try:

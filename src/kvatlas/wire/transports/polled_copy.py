@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
 
 from kvatlas.routing import Copy
 from kvatlas.wire.memory_copy import Bytes, copy_runs
+from kvatlas.wire.transports import errors
 from kvatlas.wire.transports.base import Handle
 
 
@@ -19,19 +21,37 @@ class Stepwise(Handle):
 
     def __init__(self, steps: Iterator[None]) -> None:
         self._steps = steps
+        self._stepping = threading.Lock()
+        self._given_up = False
 
     def _poll(self) -> bool:
-        try:
-            next(self._steps)
-        except StopIteration:
-            return True
+        with self._stepping:
+            if self._given_up:
+                raise errors.cancelled()
+            try:
+                next(self._steps)
+            except StopIteration:
+                return True
         return False
 
     def _pause(self, seconds: float) -> None:
         """Nobody else has to act: the next step follows at once."""
 
     def _release(self) -> None:
-        self._steps = iter(())
+        """No further step; one that another thread is in comes to its end."""
+        self._given_up = True
+
+    def _settle(self) -> bool:
+        """Over where no step is running, and none will."""
+        if not self._stepping.acquire(blocking=False):
+            return False
+        try:
+            over = self._given_up or self._failure is not None
+            if over:
+                self._steps = iter(())  # lets go of the memory
+        finally:
+            self._stepping.release()
+        return over
 
 
 def copy_steps(

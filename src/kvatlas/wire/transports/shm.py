@@ -1,13 +1,17 @@
 """Between processes of one host: pools in shared memory that the peer maps.
 
-Each end keeps a small segment of its own beside its pools. The lock on it, which the
-kernel gives back when the process ends, tells a link whether the peer is still there,
-although what it had shared can be read on.
+What an end publishes is the name of a socket and where its regions are in segments. Whoever
+connects there is given the segments themselves, which nobody can shrink or take away again,
+and stays connected: so a link knows at once that its peer has closed or died, although
+what that had shared can be read on.
 """
 
 from __future__ import annotations
 
 import os
+import re
+import socket
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
@@ -19,24 +23,27 @@ from kvatlas.wire.memory_copy import Bytes, as_bytes
 from kvatlas.wire.transports import errors
 from kvatlas.wire.transports.base import Handle, Link, Memory, Transport
 from kvatlas.wire.transports.polled_copy import Stepwise, copy_steps
-from kvatlas.wire.transports.shm_segments import (
-    attach,
-    containing,
-    create_segment,
-    has_owner,
-    open_segment,
-    sweep,
+from kvatlas.wire.transports.shm_segments import Segment, containing, create_segment, map_segment
+from kvatlas.wire.transports.shm_sockets import (
+    TOKEN_BYTES,
+    SegmentServer,
+    hang_up,
+    is_connected,
+    receive_descriptors,
 )
+
+_NAME = re.compile(r"[0-9a-f]{32}")
 
 
 class _Region(msgspec.Struct, forbid_unknown_fields=True):
-    segment: str
+    segment: int
     start: int
     nbytes: int
 
 
 class _Published(msgspec.Struct, tag="shm", forbid_unknown_fields=True):
-    presence: str
+    socket: str
+    token: bytes
     regions: dict[int, _Region]
 
 
@@ -64,69 +71,103 @@ class ShmTransport(Transport):
 
     def __init__(self) -> None:
         super().__init__()
-        self._presence = create_segment(1)
+        try:
+            self._server = SegmentServer()
+        except (OSError, RuntimeError) as problem:
+            hint = "Raise the limits of open files and threads (ulimit -n, -u)"
+            raise errors.failed(f"no socket to listen on: {problem}", hint) from problem
         self._regions: dict[int, _Region] = {}
+        self._numbers: weakref.WeakKeyDictionary[Segment, int] = weakref.WeakKeyDictionary()
+        weakref.finalize(self, self._server.close)
+
+    def check(self) -> None:
+        """Raise where it has been closed, or belongs to the process that forked this one."""
+        super().check()
+        if not self._server.is_open:
+            raise errors.closed("transport")
 
     def _register(self, memory: Mapping[int, Memory]) -> None:
         for pool, region in memory.items():
             if shared := containing(region):
                 segment, start = shared
-                self._regions[pool] = _Region(segment.name, start, region.nbytes)
+                if segment not in self._numbers:
+                    self._numbers[segment] = self._server.add(segment.descriptor)
+                self._regions[pool] = _Region(self._numbers[segment], start, region.nbytes)
 
     def allocate(self, nbytes: int) -> Bytes:
         """Shared memory; it goes when the last view of it does."""
+        if nbytes == 0:
+            return np.zeros(0, np.uint8)
         return np.frombuffer(create_segment(nbytes), dtype=np.uint8)
 
     def publish(self) -> bytes:
-        """The segment that shows its presence, and where its regions are in shared memory."""
+        """The socket where it can be reached, and where its regions are in its segments."""
         self.check()
-        return errors.write_metadata(_Published(self._presence.name, self._regions))
+        server = self._server
+        return errors.write_metadata(_Published(server.name, server.token, self._regions))
 
     def _connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link:
         """Map a peer's regions; those outside shared memory stay out of reach."""
         published = errors.read_metadata(metadata, _Published)
-        for pool, region in published.regions.items():
-            if pool in memory and region.nbytes != memory[pool].nbytes:
+        if not _NAME.fullmatch(published.socket) or len(published.token) != TOKEN_BYTES:
+            raise errors.bad_metadata("a name or token of another length")
+        regions = {pool: at for pool, at in published.regions.items() if pool in memory}
+        for pool, region in regions.items():
+            if region.nbytes != memory[pool].nbytes:
                 raise errors.bad_metadata(f"pool {pool} of {region.nbytes} bytes")
-        presence = open_segment(published.presence)
-        if presence is None:
-            raise errors.peer_lost("no such process of this user on this host")
-        link = _ShmLink(self, presence, memory)
+        connection, descriptors = receive_descriptors(published.socket, published.token)
+        link = _ShmLink(self, connection, memory)
         try:
-            link.check()
-            for pool, region in published.regions.items():
-                if pool in memory:
-                    link.mapped[pool] = _mapped(region)
+            link.mapped.update(_mapped(regions, descriptors))
         except BaseException:
             link.close()
             raise
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
         return link
 
     def _close(self) -> None:
         """Its peers notice; segments stay with whoever created them."""
-        self._presence.close()
+        self._server.close()
         self._regions.clear()
 
 
-def _mapped(region: _Region) -> Bytes:
-    mapping = attach(region.segment, region.start, region.nbytes)
-    if mapping is None:
-        raise errors.bad_metadata(f"a missing or too small segment {region.segment[:64]!r}")
-    return np.frombuffer(mapping, np.uint8)[region.start :]
+def _mapped(regions: Mapping[int, _Region], descriptors: Sequence[int]) -> dict[int, Bytes]:
+    """The bytes of a peer's regions, each segment mapped once."""
+    segments: dict[int, Bytes] = {}
+    mapped = {}
+    for pool, region in regions.items():
+        number = region.segment
+        if not 0 <= number < len(descriptors):
+            raise errors.bad_metadata(f"pool {pool} in a segment that the peer does not give")
+        if number not in segments:
+            segments[number] = np.frombuffer(map_segment(descriptors[number]), np.uint8)
+        segment = segments[number]
+        if region.nbytes < 1 or not 0 <= region.start <= segment.size - region.nbytes:
+            raise errors.bad_metadata(f"pool {pool} beyond its segment of {segment.size:,} bytes")
+        mapped[pool] = segment[region.start :][: region.nbytes]
+    return mapped
 
 
 class _ShmLink(Link):
-    def __init__(self, owner: ShmTransport, presence: int, theirs: Mapping[int, Memory]) -> None:
+    def __init__(
+        self, owner: ShmTransport, connection: socket.socket, theirs: Mapping[int, Memory]
+    ) -> None:
         super().__init__(owner, theirs)
-        self._presence = os.fdopen(presence, "rb", buffering=0)
+        self._connection = connection
+        self._hang_up = weakref.finalize(self, hang_up, connection)
         self.mapped: dict[int, Bytes] = {}
 
     def check(self) -> None:
         """Refuse once the link is closed or the peer is gone."""
         super().check()
-        if not has_owner(self._presence.fileno()):
-            sweep()
+        if not is_connected(self._connection):
             raise errors.peer_lost("a process that has ended, or closed its transport")
+
+    def reaches(self, pool: int) -> bool:
+        """Whether the peer has put a pool in shared memory; one without bytes needs none."""
+        return pool in self.mapped or (pool in self.theirs and not self.theirs[pool].nbytes)
 
     def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle:
         ends = []
@@ -143,5 +184,5 @@ class _ShmLink(Link):
 
     def _close(self) -> None:
         """Unmap."""
-        self._presence.close()
+        self._hang_up()
         self.mapped.clear()

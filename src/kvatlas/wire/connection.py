@@ -1,0 +1,171 @@
+"""One connection of the side channel: frames over a TCP socket, each within a deadline.
+
+A frame is a length of 4 bytes and that many bytes of a message. Nothing is allocated for
+what a length claims, only for what arrives.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import select
+import socket
+import struct
+import time
+from contextlib import suppress
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.wire import protocol
+from kvatlas.wire.security import not_the_secret
+from kvatlas.wire.transports.errors import failed
+
+FRAME_SECONDS = 10.0
+"""Seconds that a frame may take from its first byte to its last."""
+
+_FINISH_SECONDS = 0.5
+_CHUNK = 1 << 16
+_LENGTH = struct.Struct(">I")
+_TLS_RECORDS = b"\x15\x16"
+"""First bytes of what an end says that speaks TLS: an alert, a handshake."""
+_ZEROMQ = 0xFF
+"""First byte of what an end says that speaks version 1."""
+
+
+class Connection:
+    """Frames over a connected socket; one thread at a time may use it."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket = connected
+        self._arrived = bytearray()
+
+    def send(self, payload: bytes, deadline: float) -> None:
+        """Send a frame, whole by `deadline` (monotonic), or raise."""
+        self._socket.settimeout(_left(deadline))
+        self._socket.sendall(_LENGTH.pack(len(payload)) + payload)
+
+    def receive(self, deadline: float | None) -> bytes:
+        """The next frame, or EOFError; with no deadline, as long as it takes to begin."""
+        arrived = self._arrived
+        missing = self._missing()
+        while missing > 0:
+            self._socket.settimeout(None if deadline is None else _left(deadline))
+            chunk = self._socket.recv(min(missing, _CHUNK))
+            if not chunk:
+                raise EOFError
+            arrived += chunk
+            if deadline is None:
+                deadline = time.monotonic() + FRAME_SECONDS
+            missing = self._missing()
+        end = _LENGTH.size + _LENGTH.unpack_from(arrived)[0]
+        payload = bytes(arrived[_LENGTH.size : end])
+        del arrived[:end]
+        return payload
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing has come that nobody has taken; the end of a connection counts too."""
+        poll = select.poll()
+        poll.register(self._socket.fileno(), select.POLLIN)
+        return not self._arrived and not poll.poll(0)
+
+    def hang_up(self, *, reading_only: bool = False) -> None:
+        """End it for whoever reads here, in another thread too; what is sent may still go."""
+        with suppress(OSError):
+            # Not the method of TLS sockets, which would go on in the clear.
+            how = socket.SHUT_RD if reading_only else socket.SHUT_RDWR
+            socket.socket.shutdown(self._socket, how)
+
+    def finish(self) -> None:
+        """Say no more, and let what was said be read: an end with bytes unread is a reset."""
+        with suppress(OSError):
+            socket.socket.shutdown(self._socket, socket.SHUT_WR)
+            until = time.monotonic() + _FINISH_SECONDS
+            while True:
+                self._socket.settimeout(_left(until))
+                if not socket.socket.recv(self._socket, _CHUNK):
+                    return
+
+    def close(self) -> None:
+        """Close it."""
+        self._socket.close()
+
+    def _missing(self) -> int:
+        """Bytes that the frame at hand still needs, at least; one whose length is off is refused.
+
+        Before the length is known that is as much as a small frame may have.
+        """
+        arrived = self._arrived
+        if len(arrived) < _LENGTH.size:
+            return _CHUNK
+        (nbytes,) = _LENGTH.unpack_from(arrived)
+        if not 0 < nbytes <= protocol.MAX_MESSAGE_BYTES:
+            raise _no_frame(arrived, nbytes)
+        return _LENGTH.size + int(nbytes) - len(arrived)
+
+
+def _left(deadline: float) -> float:
+    """Seconds until a deadline; raises where it has passed."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    return left
+
+
+def _no_frame(arrived: bytearray, nbytes: int) -> AtlasError:
+    """Why what has come is no frame."""
+    if arrived[0] in _TLS_RECORDS and arrived[1] == 3:
+        return not_the_secret("TLS, which this end does not speak without a secret")
+    if arrived[0] == _ZEROMQ:
+        return protocol.unlike_versions(1, 1)
+    return protocol.bad_handshake(f"a frame of {nbytes:,} bytes")
+
+
+def tune(connected: socket.socket) -> None:
+    """Send small frames at once, and notice within seconds that the other host has gone."""
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 10_000)
+
+
+def split_endpoint(endpoint: str) -> tuple[str, int]:
+    """Host and port of an endpoint.
+
+    >>> split_endpoint("tcp://127.0.0.1:5555"), split_endpoint("tcp://[::1]:80")
+    (('127.0.0.1', 5555), ('::1', 80))
+    """
+    host, _, port = str(endpoint).removeprefix("tcp://").rpartition(":")
+    host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    named = str(endpoint).startswith("tcp://") and host and "/" not in host
+    if not named or not (port.isascii() and port.isdigit()) or int(port) > 65535:
+        raise failed(f"endpoint {str(endpoint)[:200]!r}", "Endpoints look like tcp://host:port")
+    return host, int(port)
+
+
+def listen_at(endpoint: str, *, protected: bool, unprotected: bool) -> socket.socket:
+    """A socket that listens; beyond this host only if strangers are kept out, or on request."""
+    host, port = split_endpoint(endpoint)
+    try:
+        family, kind, number, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        beyond = not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback
+        if beyond and not protected and not unprotected:
+            raise AtlasError(
+                Code.UNPROTECTED,
+                got=f"listen={endpoint!r} and no secret",
+                hint="Give all nodes a secret, or unprotected=True where the network is your own",
+            )
+        listening = socket.socket(family, kind, number)
+        try:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind(address)
+            listening.listen(128)
+        except OSError:
+            listening.close()
+            raise
+    except OSError as problem:
+        got = f"{problem} for {endpoint}"
+        raise failed(got, "Use tcp://127.0.0.1:0 for any free port") from problem
+    return listening

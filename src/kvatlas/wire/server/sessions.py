@@ -1,0 +1,145 @@
+"""Sessions: peers that were welcomed, each under a key, as long as they are connected.
+
+A session ends when its last connection has been gone for some seconds: a process that was
+killed, or has started again, has lost its connections. Nothing that a peer says ends the
+session of another, whatever name it uses; where there are too many, who asks is told to
+come back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.wire.peers import Peer
+from kvatlas.wire.protocol import BusyError, Hello, new_key
+from kvatlas.wire.rpc import Caller
+
+_MAX_SESSIONS = 4096
+_MAX_OF_ONE = _MAX_SESSIONS // 2
+"""Sessions of one host, or of one certificate."""
+_MAX_OF_CONNECTION = 32
+"""Sessions that were begun over one connection; the least recently used makes room."""
+_GRACE_SECONDS = 3.0
+"""Seconds that a session outlives its last connection: a peer may connect again."""
+
+
+@dataclass(eq=False)
+class _Welcomed:
+    """One session: the peer, and the connections over which it was heard from."""
+
+    key: bytes
+    peer: Peer
+    said: bytes
+    """A digest of the hello that it began with."""
+    first: Caller
+    callers: set[Caller] = field(default_factory=set)
+    ends: float = float("inf")
+    """When it ends, where no connection is left."""
+
+
+class Sessions:
+    """All sessions of a node; any thread may use them.
+
+    `ended` is called with the keys of sessions that are over, under no lock.
+    """
+
+    def __init__(self, ended: Callable[[set[bytes]], None]) -> None:
+        self._ended = ended
+        self._open: OrderedDict[bytes, _Welcomed] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._open)
+
+    def begin(self, hello: Hello, peer: Peer, caller: Caller) -> bytes:
+        """The key of a peer's session; who says the same again over a connection has the same."""
+        said = _digest(hello)
+        with self._lock:
+            gone = self._left_behind(peer)
+            known = [one for one in self._open.values() if one.first is caller]
+            same = next((one for one in known if one.said == said), None)
+            if same is None:
+                if len(known) >= _MAX_OF_CONNECTION:
+                    gone.add(known[0].key)
+                self._forget(gone)
+                self._check_room(caller)
+                same = _Welcomed(new_key(), peer, said, caller)
+                self._open[same.key] = same
+            self._heard(same, caller)
+            self._forget(gone)
+        self._tell(gone)
+        return same.key
+
+    def find(self, key: bytes, caller: Caller) -> Peer:
+        """The peer of a session, which has been heard from over a connection."""
+        with self._lock:
+            found = self._open.get(key)
+            if found is not None:
+                self._heard(found, caller)
+                return found.peer
+        raise AtlasError(
+            Code.UNKNOWN_SESSION,
+            got="a session that has ended, or was never begun",
+            hint="Say hello again",
+        )
+
+    def disconnected(self, caller: Caller) -> None:
+        """A connection has gone; sessions that have no other end soon."""
+        ends = time.monotonic() + _GRACE_SECONDS
+        with self._lock:
+            for one in self._open.values():
+                if caller in one.callers:
+                    one.callers.remove(caller)
+                    one.ends = float("inf") if one.callers else ends
+
+    def sweep(self) -> None:
+        """End sessions whose connections have been gone for long enough."""
+        now = time.monotonic()
+        with self._lock:
+            gone = {key for key, one in self._open.items() if one.ends <= now}
+            self._forget(gone)
+        self._tell(gone)
+
+    def _heard(self, session: _Welcomed, caller: Caller) -> None:
+        self._open.move_to_end(session.key)
+        if caller.open:
+            session.callers.add(caller)
+            session.ends = float("inf")
+
+    def _left_behind(self, peer: Peer) -> set[bytes]:
+        """Sessions of a process that has started again since, and has lost its connections."""
+        return {
+            key
+            for key, one in self._open.items()
+            if (one.peer.name, one.peer.rank) == (peer.name, peer.rank)
+            and one.peer.incarnation != peer.incarnation
+            and not one.callers
+        }
+
+    def _check_room(self, caller: Caller) -> None:
+        of_one = sum(one.first.identity == caller.identity for one in self._open.values())
+        if len(self._open) >= _MAX_SESSIONS or of_one >= _MAX_OF_ONE:
+            raise BusyError(f"{of_one} sessions, {len(self._open)} in all", _GRACE_SECONDS)
+
+    def _forget(self, keys: set[bytes]) -> None:
+        for key in keys:
+            self._open.pop(key, None)
+
+    def _tell(self, gone: set[bytes]) -> None:
+        if gone:
+            self._ended(gone)
+
+
+def _digest(hello: Hello) -> bytes:
+    """What a hello says of its sender, whether or not the plan came along."""
+    alone = msgspec.structs.replace(hello, plan=None)
+    return hashlib.sha256(msgspec.msgpack.encode(alone)).digest()

@@ -1,0 +1,301 @@
+"""How descriptors of segments reach peers: over a socket of the host, from a thread.
+
+The socket has a name in the abstract namespace, so that nothing is left of it when its
+process ends, however it does. Whoever shares 127.0.0.1 shares these names, containers
+with process numbers of their own included. Anybody may connect, so that the kernel is
+asked who it is: only processes of the same user are heard, and only those that know the
+token are given anything. The connection then stays open for as long as both ends want:
+its end tells each that the other has closed it, or has died.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import resource
+import secrets
+import select
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from weakref import WeakSet
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.wire.transports import errors
+
+HANDSHAKE_SECONDS = 5.0
+"""How long a peer may take to answer, or to say its token."""
+
+TOKEN_BYTES = 16
+_MOST_WAITING = 64
+"""Connections that have said no token yet."""
+_AT_ONCE = 200
+"""Descriptors in one message; the system takes 253."""
+_MOST_DESCRIPTORS = 4096
+_ATTEMPTS = 3
+_MORE, _LAST, _WRONG, _FULL = b"+", b".", b"?", b"!"
+
+_sockets: WeakSet[socket.socket] = WeakSet()
+"""Every socket of this process: a forked child must not keep them open."""
+_guard = threading.Lock()
+
+
+def _kept(made: socket.socket) -> socket.socket:
+    with _guard:
+        _sockets.add(made)
+    return made
+
+
+def _close_in_child() -> None:
+    # No lock: the thread that held it is not there. Closed, not shut down: they are the parent's.
+    for one in list(_sockets):
+        one.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+class SegmentServer:
+    """Gives the descriptors of segments to peers, and stays connected to them.
+
+    >>> server = SegmentServer()
+    >>> connection, descriptors = receive_descriptors(server.name, server.token)
+    >>> is_connected(connection), descriptors
+    (True, [])
+    >>> server.close()
+    >>> is_connected(connection)
+    False
+    >>> connection.close()
+    """
+
+    def __init__(self) -> None:
+        self.name, self.token = secrets.token_hex(16), secrets.token_bytes(TOKEN_BYTES)
+        self._given: list[int] = []
+        self._waiting: dict[socket.socket, tuple[int, float]] = {}
+        """Process and deadline of connections without a token, the oldest first."""
+        self._connected: dict[socket.socket, int] = {}
+        self._most = max(16, min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2))
+        self._listener = _kept(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        self._listener.setblocking(False)
+        self._listener.bind(_address(self.name))
+        self._listener.listen(2 * _MOST_WAITING)
+        self._stop, self._stopped = map(_kept, socket.socketpair())
+        self._selector = selectors.DefaultSelector()
+        for one in (self._listener, self._stopped):
+            self._selector.register(one, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._serve, name="kvatlas-shm", daemon=True)
+        self._thread.start()
+
+    def add(self, descriptor: int) -> int:
+        """Give a descriptor to peers from now on; its number among all that are given."""
+        self._given.append(os.dup(descriptor))
+        return len(self._given) - 1
+
+    @property
+    def is_open(self) -> bool:
+        """Whether peers are served; not in a forked child."""
+        return self._listener.fileno() >= 0
+
+    def close(self) -> None:
+        """Disconnect all peers; a second call does nothing."""
+        with suppress(OSError):  # closed, or another process's
+            self._stop.send(b"x")
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    # -- the thread ---------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        try:
+            while not self._step():
+                pass
+        finally:
+            for one in (*self._connected, *self._waiting):
+                hang_up(one)
+            for one in (self._listener, self._stop, self._stopped):
+                one.close()
+            self._selector.close()
+            for descriptor in self._given:
+                os.close(descriptor)
+
+    def _step(self) -> bool:
+        """Wait for something to do and do it; whether the server is to stop."""
+        first = next(iter(self._waiting.values()), None)
+        wait = None if first is None else max(0.0, first[1] - time.monotonic())
+        for key, _ in self._selector.select(wait):
+            one = key.fileobj
+            if one is self._stopped:
+                return True
+            if one is self._listener:
+                self._accept()
+            elif one in self._waiting:
+                self._hear(one)
+            elif one in self._connected:  # peers say nothing more: it is gone
+                self._drop(one)
+        now = time.monotonic()
+        for one in [one for one, (_, until) in self._waiting.items() if until <= now]:
+            self._drop(one)
+        return False
+
+    def _accept(self) -> None:
+        try:
+            one, _ = self._listener.accept()
+        except OSError:
+            time.sleep(0.02)  # most likely out of descriptors: not again at once
+            return
+        process, user = _other_end(one)
+        if user != os.getuid():
+            one.close()
+            return
+        if len(self._waiting) >= _MOST_WAITING:
+            # The oldest of whoever has most: one that opens thousands is in its own way alone.
+            most = Counter(process for process, _ in self._waiting.values()).most_common(1)[0][0]
+            self._drop(next(w for w, (process, _) in self._waiting.items() if process == most))
+        one.setblocking(False)
+        self._waiting[_kept(one)] = process, time.monotonic() + HANDSHAKE_SECONDS
+        self._selector.register(one, selectors.EVENT_READ)
+
+    def _hear(self, one: socket.socket) -> None:
+        """Answer a connection that says its token, or close it."""
+        process = self._waiting[one][0]
+        try:
+            if not hmac.compare_digest(one.recv(1 + TOKEN_BYTES), self.token):
+                one.send(_WRONG)
+            elif self._has_most_links(process):
+                one.send(_FULL)
+            else:
+                _send_descriptors(one, self._given[:])
+                del self._waiting[one]
+                self._connected[one] = process
+                return
+        except OSError:
+            pass  # it is gone, or does not listen
+        self._drop(one)
+
+    def _has_most_links(self, process: int) -> bool:
+        """Whether there is no room for another link of a process: half is left for others."""
+        own = sum(other == process for other in self._connected.values())
+        return len(self._connected) >= self._most or own >= self._most // 2
+
+    def _drop(self, one: socket.socket) -> None:
+        self._waiting.pop(one, None)
+        self._connected.pop(one, None)
+        self._selector.unregister(one)
+        hang_up(one)
+
+
+def receive_descriptors(name: str, token: bytes) -> tuple[socket.socket, list[int]]:
+    """Connect to a server of this user: the connection, and the descriptors that it gives."""
+    deadline = time.monotonic() + HANDSHAKE_SECONDS
+    for _ in range(_ATTEMPTS):
+        one = _kept(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        try:
+            return one, _ask(one, name, token, deadline)
+        except (ConnectionResetError, BrokenPipeError):
+            hang_up(one)  # a server that is beset may do so before it has heard us
+        except BaseException as problem:
+            hang_up(one)
+            if isinstance(problem, BlockingIOError):
+                raise _no_answer() from None
+            if isinstance(problem, OSError):
+                raise errors.peer_lost(f"no such process on this host: {problem}") from problem
+            raise
+    raise errors.peer_lost("a process that hangs up")
+
+
+def _ask(one: socket.socket, name: str, token: bytes, deadline: float) -> list[int]:
+    _limit(one, deadline)
+    one.connect(_address(name))
+    _, user = _other_end(one)
+    if user != os.getuid():
+        raise errors.peer_lost("a process of another user")
+    one.send(token)
+    descriptors: list[int] = []
+    try:
+        while True:
+            _limit(one, deadline)
+            said, more, flags, _ = socket.recv_fds(one, 2, _AT_ONCE, socket.MSG_CMSG_CLOEXEC)
+            descriptors += more
+            if flags & socket.MSG_CTRUNC:
+                hint = "Raise the limit of open files (ulimit -n)"
+                raise errors.failed("descriptors that did not all arrive", hint)
+            if said == _LAST:
+                return descriptors
+            if said != _MORE or len(descriptors) > _MOST_DESCRIPTORS:
+                raise _refused(said)
+    except BaseException:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise
+
+
+def _refused(said: bytes) -> Exception:
+    if not said:
+        return ConnectionResetError()
+    if said == _WRONG:
+        return errors.bad_metadata("a token that its process does not know")
+    if said == _FULL:
+        return errors.failed("a peer with as many links as it can have", "Close some, and retry")
+    return errors.bad_metadata("an answer that is none")
+
+
+def _no_answer() -> AtlasError:
+    return AtlasError(
+        Code.DEADLINE,
+        "The peer does not answer",
+        got=f"no answer in {HANDSHAKE_SECONDS:.0f} s",
+        hint="See whether its process stands still, or retry on another replica",
+    )
+
+
+def is_connected(one: socket.socket) -> bool:
+    """Whether the other end of a connection is still there; quick enough to ask often."""
+    descriptor = one.fileno()
+    if descriptor < 0:
+        return False
+    looked = select.poll()
+    looked.register(descriptor, select.POLLIN)
+    return not looked.poll(0)  # else it has ended, or there are words where none are due
+
+
+def hang_up(one: socket.socket) -> None:
+    """End a connection, whoever else has it open."""
+    with suppress(OSError):
+        one.shutdown(socket.SHUT_RDWR)
+    one.close()
+
+
+def _send_descriptors(one: socket.socket, descriptors: Sequence[int]) -> None:
+    for first in range(0, max(len(descriptors), 1), _AT_ONCE):
+        some = descriptors[first : first + _AT_ONCE]
+        said = _MORE if first + _AT_ONCE < len(descriptors) else _LAST
+        if some:
+            socket.send_fds(one, [said], some)
+        else:
+            one.send(said)
+
+
+def _other_end(one: socket.socket) -> tuple[int, int]:
+    """Process and user at the other end; a process of another namespace is 0."""
+    layout = struct.Struct("iii")
+    process, user, _ = layout.unpack(
+        one.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, layout.size)
+    )
+    return process, user
+
+
+def _limit(one: socket.socket, deadline: float) -> None:
+    """Have the kernel end calls at the deadline: only so does `connect` wait in a full queue."""
+    left = max(deadline - time.monotonic(), 1e-3)
+    seconds = struct.pack("@ll", int(left), int(left % 1 * 1e6))
+    for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+        one.setsockopt(socket.SOL_SOCKET, option, seconds)
+
+
+def _address(name: str) -> str:
+    return f"\0kvatlas-{name}"

@@ -1,0 +1,134 @@
+"""The form of UCX's addresses and keys, for UCX itself reads them without looking where they end.
+
+What is said in them may still be wrong: then nothing is found at the address, or the key
+opens nothing. But nothing is read that is not in them.
+"""
+
+from __future__ import annotations
+
+_WORKER = 2
+"""The flags of a worker's address as workers hand it out: its number, and nothing else."""
+_ABILITIES = {0: 16, 1: 8}
+"""Bytes that say what a way of using a device can do, by the version of the address."""
+_MOST = 100
+"""Devices and ways in an address; UCX has room for 128."""
+_MOST_DOMAINS = 64
+_LAST, _WITHOUT_WAYS, _HAS_PATHS, _HAS_SYSTEM_DEVICE, _HAS_ENDPOINTS = 0x80, 0x80, 0x40, 0x20, 0x40
+
+
+def is_address(address: bytes) -> bool:
+    r"""Whether a worker's address can be read to its end, and not beyond.
+
+    A byte of version and flags, the worker's number, and then for each device: its domain,
+    the length of its address with flags in it, the address, and for each way to use the
+    device a checksum of its name, what it can do, and an address again.
+
+    >>> way = bytes.fromhex("cf19" + "00" * 16 + "82" "aa5d")  # the last one; of 2 bytes
+    >>> device = bytes.fromhex("00" "06" "000201020304") + way
+    >>> end = bytes.fromhex("87" "80")  # a device without ways; the last one; of 0 bytes
+    >>> is_address(b"\x20" + bytes(8) + device + end)
+    True
+    >>> is_address(b"\x20" + bytes(8) + device)
+    False
+    """
+    reader = _Reader(address)
+    try:
+        _skip_address(reader)
+    except _FormError:
+        return False
+    return reader.at_end
+
+
+def is_key(key: bytes, memory: set[int]) -> bool:
+    """Whether a key is a map of domains, a kind of memory, and a part for each domain.
+
+    `memory` are UCX's numbers of the kinds that it may be for. Behind the parts there may
+    be the device, and how far it is from others, three bytes each.
+
+    >>> is_key(bytes.fromhex("0100000000000000" "00" "00" "ff"), {0})
+    True
+    >>> is_key(bytes.fromhex("0100000000000000" "02" "00" "ff"), {0})
+    False
+    >>> is_key(bytes.fromhex("0300000000000000" "00" "00"), {0})
+    False
+    """
+    reader = _Reader(key)
+    try:
+        domains = int.from_bytes(reader.take(8), "little").bit_count()
+        if reader.byte() not in memory:
+            return False
+        for _ in range(domains):
+            reader.take(reader.byte())
+    except _FormError:
+        return False
+    return reader.at_end or reader.left % 3 == 1
+
+
+class _FormError(Exception):
+    """It ends too early, or says what UCX would not."""
+
+
+class _Reader:
+    def __init__(self, whole: bytes) -> None:
+        self._whole, self._place = whole, 0
+
+    @property
+    def left(self) -> int:
+        return len(self._whole) - self._place
+
+    @property
+    def at_end(self) -> bool:
+        return self.left == 0
+
+    def take(self, count: int) -> bytes:
+        if count > self.left:
+            raise _FormError
+        self._place += count
+        return self._whole[self._place - count : self._place]
+
+    def byte(self) -> int:
+        return self.take(1)[0]
+
+    def number(self, mask: int, version: int) -> tuple[int, int]:
+        """A number in a byte with flags, and in the next one where it is too large; the flags."""
+        both = self.byte()
+        number, flags = both & mask, both & ~mask
+        if version > 0 and number == mask:
+            number = self.byte()
+        return number, flags
+
+
+def _skip_address(reader: _Reader) -> None:
+    head = reader.byte()
+    version = head & 15
+    flags = head >> 4 if version == 0 else reader.byte()
+    if version not in _ABILITIES or flags != _WORKER:
+        raise _FormError
+    reader.take(8)
+    for _ in range(_MOST):
+        if _skip_device(reader, version):
+            return
+    raise _FormError
+
+
+def _skip_device(reader: _Reader, version: int) -> bool:
+    """Read past a device; whether it is the last one."""
+    domain, kind = reader.number(0x7F, version)
+    length, flags = reader.number(0x1F, version)
+    if domain >= _MOST_DOMAINS:
+        raise _FormError
+    for flag in (_HAS_PATHS, _HAS_SYSTEM_DEVICE):
+        if flags & flag:
+            reader.byte()
+    reader.take(length)
+    last = bool(kind & _WITHOUT_WAYS)
+    for _ in range(_MOST):
+        if last:
+            return bool(flags & _LAST)
+        reader.take(2 + _ABILITIES[version])
+        length, way = reader.number(0x3F, version)
+        if way & _HAS_ENDPOINTS:
+            raise _FormError
+        reader.take(length)
+        last = bool(way & _LAST)
+    raise _FormError

@@ -1,0 +1,303 @@
+"""Memory that a transport was given is left alone until the transport is done with it."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvatlas import AtlasError
+from kvatlas.errors import Code
+from kvatlas.routing import Copy
+from kvatlas.wire import Handle, Session, protocol
+from kvatlas.wire.quarantine import Quarantine
+from tests.wire.attacked import Attacked, code_of, opening
+from tests.wire.faulty import Act, failure, pair, pull, works
+from tests.wire.helpers import End, as_it_is, assert_arrived, ends, pull_all, small, until
+
+
+class Late(Handle):
+    """A read that goes on after it was given up, until the source has finished it."""
+
+    def __init__(self, act: Act) -> None:
+        self.act, self.arrived = act, threading.Event()
+
+    def _poll(self) -> bool:
+        return False
+
+    def settle(self) -> bool:
+        return self.arrived.is_set()
+
+    def arrive(self) -> None:
+        """What a stopped source does when it goes on."""
+        self.act()
+        self.arrived.set()
+
+
+class Stalled:
+    """Every read stalls, and may arrive late."""
+
+    def __init__(self) -> None:
+        self.reads: list[Late] = []
+        self.posted = threading.Event()
+
+    def __call__(self, act: Act, copies: Sequence[Copy]) -> Handle:
+        del copies
+        self.reads.append(Late(act))
+        self.posted.set()
+        return self.reads[-1]
+
+
+@pytest.mark.parametrize("end", ["deadline", "cancel"])
+def test_blocks_of_a_direct_read_are_not_released_before_it_is_over(end: str) -> None:
+    with ends(*pair()) as (source, target):
+        source.offer("r")
+        stalled = target.arounds = Stalled()
+        with Session(target.nodes[0], source.endpoints) as session:
+            seconds = 0.3 if end == "deadline" else 30.0
+            transfer = pull(session, target, how="direct", seconds=seconds)
+            assert stalled.posted.wait(5)
+            if end == "cancel":
+                transfer.cancel()
+                assert transfer.done, "cancelling does not wait"
+            right = Code.DEADLINE if end == "deadline" else Code.CANCELLED
+            assert failure(transfer) is right
+            until(lambda: len(target.nodes[0].quarantine) == 1)
+            assert not transfer.wait_released(0.2)
+            target.buffers[0].assert_untouched()
+            stalled.reads[0].arrive()
+            assert transfer.wait_released(5)
+            assert len(target.nodes[0].quarantine) == 0
+        source.nodes[0].withdraw("r")
+        works(source, target)
+
+
+def test_buffers_of_a_staged_read_are_not_lent_before_it_is_over() -> None:
+    """The blocks are only ever written here, so nothing late can reach them."""
+    with ends(*pair()) as (source, target):
+        source.offer("r")
+        node = target.nodes[0]
+        stalled = target.arounds = Stalled()
+        with Session(node, source.endpoints) as session:
+            transfer = pull(session, target, how="staged", seconds=0.3)
+            assert stalled.posted.wait(5)
+            assert failure(transfer) is Code.DEADLINE
+            until(lambda: len(node.quarantine) == 1)
+            assert node.staging.free == 2
+            stalled.reads[0].arrive()
+            until(lambda: node.staging.free == 4)
+            target.buffers[0].assert_untouched()
+        source.nodes[0].withdraw("r")
+        works(source, target)
+
+
+def test_nothing_that_is_pushed_arrives_after_forget() -> None:
+    """However late: it lands in staging memory, whose buffers nobody else has yet."""
+    with ends(*pair()) as (source, target):
+        node = target.nodes[0]
+        node.expect("r", target.blocks, 50, source=source.plan)
+        stalled = target.arounds = Stalled()
+        with Session(source.nodes[0], target.endpoints) as session:
+            transfer = session.push("r", src_blocks=source.blocks, tokens=50, seconds=0.5)
+            assert stalled.posted.wait(5)
+            node.forget("r")
+            assert failure(transfer) in (Code.LEASE_EXPIRED, Code.DEADLINE)
+            until(lambda: len(node.quarantine) == 1)
+            assert node.staging.free == 3
+            stalled.reads[0].arrive()
+            until(lambda: node.staging.free == 4)
+        target.buffers[0].assert_untouched()
+        works(source, target)
+
+
+def test_a_link_that_does_not_come_to_rest_is_torn_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvatlas.wire.quarantine._PATIENCE", 0.1)
+    quarantine, over = Quarantine(), threading.Event()
+    stuck = Late(lambda: None)  # type: ignore[arg-type, return-value]
+    quarantine.hold([stuck], over.set, sever=stuck.arrived.set)
+    assert over.wait(5)
+    assert len(quarantine) == 0
+
+
+def test_a_replica_that_stalls_leaves_time_for_another() -> None:
+    """Its link is torn down first, so that nothing of it can arrive in the same blocks."""
+    source, target = pair()
+    other = End(source.plan, 50, seed=1)
+    with ends(source, other, target):
+        for end in (source, other):
+            end.offer("r")
+        severed: list[Any] = []
+        links = target.nodes[0].transport.links  # type: ignore[attr-defined]
+
+        def around(act: Act, copies: Sequence[Copy]) -> Handle:
+            del copies
+            if severed:
+                return act()
+            late = Late(act)
+
+            def sever() -> None:
+                severed.append(late)
+                late.arrived.set()
+
+            for link in links:
+                link.sever = sever
+            return late
+
+        target.arounds = around
+        endpoints = source.endpoints + other.endpoints
+        with Session(target.nodes[0], endpoints) as session:
+            transfer = pull(session, target, how="direct", seconds=4.0).wait(6)
+            assert transfer.ready
+            assert transfer.seconds < 3.5
+        assert len(severed) == 1
+        assert_arrived(source, target, 0)
+
+
+def test_a_deadline_is_kept_behind_transfers_that_are_stuck() -> None:
+    with ends(*pair()) as (source, target):
+        source.offer("r")
+        stalled = target.arounds = Stalled()
+        with Session(target.nodes[0], source.endpoints) as session:
+            many = [pull(session, target, how="direct", seconds=20) for _ in range(70)]
+            assert stalled.posted.wait(5)
+            begun = time.monotonic()
+            with pytest.raises(AtlasError) as refusal:
+                pull(session, target, how="direct", seconds=0.3).wait()
+            assert refusal.value.code is Code.DEADLINE
+            assert time.monotonic() - begun < 3
+            for one in many:
+                one.cancel()
+            target.arounds = as_it_is
+            until(lambda: not any(one.cancelled and not one.done for one in many))
+            while not all(one.wait_released(0.05) for one in many):
+                for read in list(stalled.reads):
+                    read.arrived.set()
+        source.nodes[0].withdraw("r")
+        works(source, target)
+
+
+# -- whose word counts ------------------------------------------------------------------------
+
+
+def test_a_push_without_its_bytes_is_not_ready(attacked: Attacked) -> None:
+    node, session = attacked.node, attacked.session()
+    blocks = attacked.source.blocks
+    expected = node.expect("pushed", blocks, 50, source=attacked.target.plan)
+    about = {"direction": "push", "request": "pushed"}
+    lease = attacked.open(session, **about).lease
+    said = attacked.raw.ask(protocol.Close(session=session, lease=lease, complete=True))
+    assert code_of(said) == "bad_handshake"
+    assert not expected.ready.is_set()
+    node.forget("pushed")
+    attacked.works()
+
+
+def test_an_offer_is_read_by_those_it_names(attacked: Attacked) -> None:
+    node, source = attacked.node, attacked.source
+    node.offer("named", source.blocks, 50, readers=["decode"])
+    stranger = attacked.session(name="somebody else")
+    assert code_of(attacked.open(stranger, request="named")) == "unknown_request"
+    named = attacked.session(name="decode")
+    opened = attacked.raw.ask(opening(named, request="named"))
+    assert code_of(opened) == "opened"
+    attacked.raw.ask(protocol.Close(session=named, lease=opened.lease, complete=False))
+    node.withdraw("named")
+    attacked.works()
+
+
+# -- locks ------------------------------------------------------------------------------------
+
+
+@contextmanager
+def switching_all_the_time() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+def test_locks_are_taken_in_one_order() -> None:
+    """Everything that takes a lock at once, with threads that switch at every chance."""
+    source = End(small("dense", 64, memory="8MiB"), 32, seed=1, buffers=8)
+    target = End(small("dense", 64, layout="BHLNC", memory="8MiB"), 32, seed=2, buffers=8)
+    over = time.monotonic() + 2.0
+    ended: list[str] = []
+
+    def requests(number: int) -> None:
+        node, blocks = source.nodes[0], [2 * number, 2 * number + 1]
+        turn = 0
+        with Session(target.nodes[0], source.endpoints) as session:
+            while time.monotonic() < over:
+                turn += 1
+                name = f"{number} {turn}"
+                node.offer(name, blocks, 32, seconds=0.05 if turn % 3 else 30)
+                about: dict[str, Any] = {"dst_blocks": blocks, "tokens": 32, "seconds": 10}
+                moving = session.pull(name, how=("direct", "staged", "auto")[turn % 3], **about)
+                if turn % 4 == 0:
+                    node.withdraw(name)
+                if turn % 5 == 0:
+                    moving.cancel()
+                assert moving.wait_released(20), "it hangs"
+                node.withdraw(name)
+        ended.append("pulled")
+
+    def pushes(number: int) -> None:
+        blocks = [2 * number, 2 * number + 1]
+        turn = 0
+        with Session(source.nodes[0], target.endpoints) as session:
+            while time.monotonic() < over:
+                turn += 1
+                name = f"{number} {turn}"
+                target.nodes[0].expect(name, blocks, 32, source=source.plan)
+                about: dict[str, Any] = {"src_blocks": blocks, "tokens": 32, "seconds": 10}
+                moving = session.push(name, how=("direct", "staged")[turn % 2], **about)
+                if turn % 3 == 0:
+                    target.nodes[0].forget(name)
+                assert moving.wait_released(20), "it hangs"
+                target.nodes[0].forget(name)
+        ended.append("pushed")
+
+    with ends(source, target), switching_all_the_time():
+        threads = [threading.Thread(target=requests, args=(n,)) for n in range(6)]
+        threads += [threading.Thread(target=pushes, args=(n,)) for n in range(6, 10)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(40)
+        assert sorted(ended) == ["pulled"] * 6 + ["pushed"] * 4, "a thread hangs"
+        until(lambda: len(source.nodes[0].leases) == 0 == len(target.nodes[0].leases))
+        source.assert_idle(8)
+        target.assert_idle(8)
+        source.offer("after")
+        target.buffers[0].before = target.buffers[0].copy()
+        pull_all(source, target, "after")
+
+
+def test_many_pulls_wait_for_buffers_rather_than_go_the_slow_way() -> None:
+    """Costs say that staging is faster: all 24 are staged, with buffers for two at a time."""
+    from kvatlas.routing import Costs
+
+    source = End(small("dense", 64, memory="8MiB"), 32, seed=1)
+    target = End(small("dense", 64, layout="BHLNC", memory="8MiB"), 32, seed=2)
+    with ends(source, target), Session(target.nodes[0], source.endpoints) as session:
+        for number in range(24):
+            source.nodes[0].offer(f"r{number}", [2 * number, 2 * number + 1], 32)
+        moving = [
+            session.pull(
+                f"r{n}", dst_blocks=[2 * n, 2 * n + 1], tokens=32, costs=Costs(descriptor=1.0)
+            )
+            for n in range(24)
+        ]
+        assert all(one.wait(20).ready for one in moving)
+        assert "direct" not in target.nodes[0].metrics.seconds
+        source.blocks = target.blocks = {0: np.arange(48)}
+        source.assert_idle()
+        target.assert_idle()

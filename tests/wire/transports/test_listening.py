@@ -1,0 +1,158 @@
+"""Where transports can be reached: at the address that they were given, and nowhere else."""
+
+from __future__ import annotations
+
+import os
+import socket
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.routing import Copy
+from kvatlas.wire import make_transport
+from kvatlas.wire.memory_copy import as_bytes, memory_of
+from kvatlas.wire.transports.listening import connected, listeners, narrow
+from tests.wire.forking import forked
+from tests.wire.transports.conftest import skip_without
+from tests.wire.transports.ends import KINDS, OVER_TCP, Kind, soon
+from tests.wire.transports.peer import SIZES, End
+
+
+def answers(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=0.5).close()
+    except OSError:
+        return False
+    return True
+
+
+def own_address() -> str:
+    """An address of this machine that is not the loopback's."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        try:
+            asked.connect(("192.0.2.1", 9))  # sends nothing
+        except OSError:
+            pytest.skip("this machine has no other address")
+        return str(asked.getsockname()[0])
+
+
+def listen(tester: Connection, kind: Kind) -> None:
+    """Be an end with a link, and tell at which ports it listens."""
+    os.environ.update(kind.settings)
+    near, far = End(kind.name, {}, SIZES), End(kind.name, {}, SIZES)
+    link = near.transport.connect(far.transport.publish(), far.regions)
+    link.read([one(0, 0)]).wait(soon())
+    tester.send([each.getsockname()[:2] for each in listeners().values()])
+    tester.recv()
+    link.close()
+
+
+@pytest.mark.parametrize("kind", [*KINDS[3:], OVER_TCP], ids=lambda kind: kind.label)
+def test_nothing_listens_beyond_the_loopback(kind: Kind) -> None:
+    skip_without(kind)
+    other = own_address()
+    child, pipe = forked(listen, kind)
+    assert pipe.poll(30)
+    found = pipe.recv()
+    assert found
+    for host, port in found:
+        assert host == "127.0.0.1" or kind.name == "mooncake"  # that is narrowed from outside
+        assert answers("127.0.0.1", port)
+        assert not answers(other, port)
+        assert not answers("127.0.0.2", port)
+    pipe.send("enough")
+    child.join(10)
+    child.kill()
+
+
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
+def test_a_listener_is_narrowed_to_some_addresses(family: socket.AddressFamily) -> None:
+    with socket.socket(family) as listener:
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        listener.bind(("", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        asked = "127.0.0.1", "127.0.0.2", "127.0.0.3"
+        assert all(answers(host, port) for host in asked)
+        narrow(listener, asked[1:])
+        assert [answers(host, port) for host in asked] == [False, True, True]
+        if family == socket.AF_INET6 and socket.has_ipv6:
+            assert not answers("::1", port)
+
+
+def test_who_is_connected_is_seen() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        assert not connected([port])
+        with socket.create_connection(("127.0.0.1", port)):
+            assert connected([port])
+
+
+def test_mooncake_refuses_to_be_everywhere() -> None:
+    skip_without(KINDS[4])
+    for host in ("0.0.0.0", "no.such.host.invalid"):  # noqa: S104
+        with pytest.raises(AtlasError) as refusal:
+            make_transport("mooncake", host=host)
+        assert refusal.value.code is Code.WIRE_FAILED
+
+
+OPTIONS: dict[str, dict[str, Any]] = {"nixl": {"device": "lo"}, "mooncake": {"host": "127.0.0.1"}}
+
+
+@pytest.mark.parametrize("kind", [KINDS[0], *KINDS[3:]], ids=lambda kind: kind.label)
+def test_pools_that_are_not_shared_are_out_of_reach(kind: Kind) -> None:
+    """They can be read into from here, and are nowhere in what peers are told."""
+    skip_without(kind)
+    options = OPTIONS.get(kind.name, {})
+    far = End(kind.name, {**options, "shared": "staging"}, SIZES)
+    near = End(kind.name, options, SIZES)
+    assert far.transport.reachable == {-1: far.regions[-1]}
+    assert near.transport.reachable == near.regions
+    link = near.transport.connect(far.transport.publish(), far.transport.reachable)
+    assert [link.reaches(pool) for pool in (0, 1, -1)] == [False, False, True]
+    far.fill(1)
+    copied = one(-1, 0)
+    link.read([copied]).wait(soon())
+    there, here = far.offsets[-1], near.offsets[0]
+    assert np.array_equal(near.bytes[here : here + 64], far.bytes[there : there + 64])
+    with pytest.raises(AtlasError) as refusal:
+        link.read([one(0, 0)])
+    assert refusal.value.code is Code.OUT_OF_BOUNDS
+    back = far.transport.connect(near.transport.publish(), near.regions)
+    near.fill(2)
+    back.read([one(0, 0)]).wait(soon())
+    assert np.array_equal(far.bytes[far.offsets[0] :][:64], near.bytes[here : here + 64])
+    with pytest.raises(AtlasError) as refusal:
+        _reach(near, far)
+    assert refusal.value.code in (Code.BAD_HANDSHAKE, Code.WIRE_FAILED)
+    near.drop()
+    far.drop()
+
+
+def _reach(near: End, far: End) -> None:
+    """Say that the pools are shared, and read from one."""
+    link = near.transport.connect(far.transport.publish(), far.regions)
+    link.read([one(0, 0)]).wait(soon())
+
+
+def one(src_pool: int, dst_pool: int) -> Copy:
+    return Copy(src_pool, dst_pool, np.array([0]), np.array([0]), np.array([64]))
+
+
+@pytest.mark.parametrize("kind", [KINDS[0], *KINDS[3:]], ids=lambda kind: kind.label)
+def test_an_empty_region_is_registered_as_any_other(kind: Kind) -> None:
+    skip_without(kind)
+    ends = [make_transport(kind.name) for _ in range(2)]
+    for end in ends:
+        nothing, pool = end.allocate(0), end.allocate(64)
+        pool[:] = 3 if end is ends[0] else 0
+        end.register(memory_of({0: pool, -1: nothing}))
+    link = ends[1].connect(ends[0].publish(), ends[0].memory)
+    link.read([one(0, 0)]).wait(soon())
+    assert bytes(as_bytes(ends[1].memory[0])) == b"\3" * 64
+    for end in ends:
+        end.close()
