@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 import time
 
-from kvatlas.wire import Session, make_transport
+from kvatlas.wire import Session
 from tests.attack.claims import SLACK, Attack, Outcome, Scene, code_of
-from tests.attack.process import Json, open_things, orphans, waited
+from tests.attack.process import Json, open_things, unused_segments, waited
 
 _SECONDS = 6.0
 """Seconds that a transfer with a process that is killed has."""
@@ -19,6 +19,7 @@ _NOISE = 4
 
 def killed_peers(attack: Attack) -> Outcome:
     """Whoever is killed leaves no wrong byte, no lease, buffer, descriptor or segment behind."""
+    unused = unused_segments()
     scene, outcome = Scene(attack), Outcome()
     spare, opened = scene.source(1), list[Json]()
     scene.struck.kill()
@@ -33,7 +34,7 @@ def killed_peers(attack: Attack) -> Outcome:
             outcome.add(faults + scene.refill() + scene.nothing_left(), hit=hit)
             opened.append(open_things())
     finally:
-        leaks = _leaks(opened)
+        leaks = _leaks(opened, unused)
         leaks += scene.close()
     if leaks:
         outcome.add(leaks)
@@ -85,7 +86,7 @@ def _killed(scene: Scene) -> tuple[list[str], bool]:
     return faults + scene.holds(7, "an offer's blocks have changed"), not read
 
 
-def _leaks(opened: list[Json]) -> list[str]:
+def _leaks(opened: list[Json], unused: set[str]) -> list[str]:
     """What more is open at the end than after the first few tries."""
     faults = []
     settled = opened[_WARM:]
@@ -94,12 +95,6 @@ def _leaks(opened: list[Json]) -> list[str]:
         more = min(one[what] for one in settled[-_WARM:]) - before
         if more > _NOISE + len(settled) // 10:
             faults.append(f"{more} {what} leaked in {len(settled)} tries")
-    if not waited(_swept, 5):
-        faults.append("shared memory of killed processes is left")
+    if not waited(lambda: unused_segments() <= unused, 5):
+        faults.append("shared memory that nobody uses is left")
     return faults
-
-
-def _swept() -> bool:
-    """Whether nothing is left of processes that have gone, once somebody new comes."""
-    make_transport("shm").close()
-    return orphans() == 0

@@ -88,24 +88,20 @@ class Rank:
 
 def open_things() -> Json:
     """Descriptors of this process, and shared memory that it has mapped."""
-    maps = Path("/proc/self/maps").read_text().splitlines()
-    names = {line.split(None, 5)[-1] for line in maps}
-    shared = [name for name in names if name.startswith((f"{_SHARED}/", "/memfd:"))]
-    return {"descriptors": len(list(Path("/proc/self/fd").iterdir())), "segments": len(shared)}
+    maps = [line.split(None, 5) for line in Path("/proc/self/maps").read_text().splitlines()]
+    shared = (f"{_SHARED}/", "/memfd:")
+    segments = {line[4] for line in maps if len(line) == 6 and line[5].startswith(shared)}
+    return {"descriptors": len(list(Path("/proc/self/fd").iterdir())), "segments": len(segments)}
 
 
-def orphans() -> int:
-    """Shared memory with a name whose owner has gone: nothing holds a lock on it."""
-    locked = {int(line.split(":")[-1].split()[0]) for line in _locks() if ":" in line}
-    found = 0
-    for path in _SHARED.glob("kvatlas-*"):
-        with suppress(FileNotFoundError):
-            found += path.stat().st_ino not in locked
-    return found
-
-
-def _locks() -> list[str]:
-    return Path("/proc/locks").read_text().splitlines()
+def unused_segments() -> set[str]:
+    """Names of shared memory of this host that no process has mapped."""
+    names = {str(path) for path in _SHARED.iterdir()}
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):
+            text = maps.read_text()
+            names -= {name for name in names if name in text}
+    return names
 
 
 # -- in a process of its own --------------------------------------------------------------
