@@ -1,0 +1,1 @@
+"""Attacks on wires, kept as a suite: `make test-attack`, and `make soak` for an hour of faults."""

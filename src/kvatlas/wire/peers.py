@@ -80,6 +80,10 @@ class _PlanOutline(msgspec.Struct):
     pp: int = 1
 
 
+# msgspec crashes where two threads are the first to decode a type: the first is this one.
+msgspec.json.Decoder(_PlanOutline)
+
+
 def check_plan_size(plan: bytes) -> None:
     """Refuse a plan, as JSON, that would cost more to check than any model's does."""
     try:

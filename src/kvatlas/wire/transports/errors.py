@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import threading
 from typing import TypeVar
 
 import msgspec
@@ -13,6 +14,9 @@ MAX_METADATA_BYTES = 1 << 20
 """Bytes of metadata that are looked at; what transports publish is far smaller."""
 
 Published = TypeVar("Published", bound=msgspec.Struct)
+
+_decoding = threading.Lock()
+"""msgspec crashes where two threads are the first to decode a type."""
 
 
 def bad_metadata(got: object) -> AtlasError:
@@ -94,7 +98,8 @@ def read_metadata(metadata: bytes, kind: type[Published]) -> Published:
     if not isinstance(metadata, bytes | bytearray) or len(metadata) > MAX_METADATA_BYTES:
         raise bad_metadata(f"{type(metadata).__name__}, not at most {MAX_METADATA_BYTES:,} bytes")
     try:
-        return msgspec.msgpack.decode(metadata, type=kind)
+        with _decoding:
+            return msgspec.msgpack.decode(metadata, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
         raise bad_metadata(f"{len(metadata)} bytes: {problem}") from problem
 

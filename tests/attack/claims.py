@@ -1,0 +1,132 @@
+"""What is claimed of wires, and how often it held."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from kvatlas import AtlasError
+from kvatlas.wire import Session, Transfer
+from tests.attack.plans import Wire, after, contents, source_plan, target_plan
+from tests.attack.process import Far, Json, Rank, waited
+
+SLACK = 3.0
+"""Seconds past its time after which something counts as hanging: the machine may be busy."""
+
+
+@dataclass
+class Outcome:
+    """How often a claim was tried and held, and how often the strike met a transfer under way."""
+
+    tries: int = 0
+    held: int = 0
+    hits: int | None = None
+    faults: dict[str, int] = field(default_factory=dict)
+    """What was found wrong, and how often."""
+
+    def add(self, faults: list[str], *, hit: bool | None = None) -> None:
+        self.tries += 1
+        self.held += not faults
+        if hit is not None:
+            self.hits = (self.hits or 0) + hit
+        for fault in faults:
+            self.faults[fault] = self.faults.get(fault, 0) + 1
+
+    def as_json(self) -> Json:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Attack:
+    """What an attack is given: over which wire, how often, with which requests."""
+
+    wire: Wire
+    tries: int
+    tokens: int
+    seed: int
+
+    @property
+    def rng(self) -> random.Random:
+        return random.Random(f"{self.seed} {self.wire.label}")  # noqa: S311
+
+
+class Scene:
+    """The node of this process, a source that is struck, and one that is well."""
+
+    def __init__(self, attack: Attack) -> None:
+        self.attack, self.wire, self.tokens = attack, attack.wire, attack.tokens
+        self.rng = attack.rng
+        self.src, self.dst = source_plan(self.tokens), target_plan(self.tokens)
+        self.struck, self.well = self.source(1), self.source(2)
+        self.here = Rank(self.dst, self.wire.name, 7, self.tokens)
+        self.right = {seed: after(self.src, seed, self.dst, 7, self.tokens) for seed in (1, 2)}
+        self.right[7] = contents(self.dst, 7)
+        self.right_source = contents(self.src, 1)
+        self.requests = 0
+        self.seconds = {how: self._typical(how) for how in ("direct", "staged")}
+
+    def source(self, seed: int) -> Far:
+        return Far(self.wire, self.src, seed=seed, tokens=self.tokens)
+
+    def _typical(self, how: str) -> float:
+        """Seconds that a pull takes when nothing is wrong."""
+        taken = []
+        with Session(self.here.node, [self.struck.endpoint]) as session:
+            for _ in range(3):
+                begun = time.monotonic()
+                self.pull(session, self.offered(self.struck), how=how, seconds=30).wait()
+                taken.append(time.monotonic() - begun)
+        return min(taken)
+
+    def offered(self, by: Far, **about: Any) -> str:
+        request = self.name()
+        by.ask("offer", request=request, **about)
+        return request
+
+    def name(self) -> str:
+        self.requests += 1
+        return f"request {self.requests}"
+
+    def pull(self, session: Session, request: str, **about: Any) -> Transfer:
+        return session.pull(request, dst_blocks=self.here.blocks, tokens=self.tokens, **about)
+
+    def refill(self, **about: Any) -> list[str]:
+        """The blocks are given to another request, from the source that is well."""
+        request = self.offered(self.well)
+        try:
+            with Session(self.here.node, [self.well.endpoint]) as session:
+                self.pull(session, request, checksums=True, seconds=20, **about).wait()
+        except AtlasError as refused:
+            return [f"the next transfer ended in {refused.code}"]
+        return self.holds(2, "wrong bytes in the next transfer")
+
+    def holds(self, seed: int, fault: str) -> list[str]:
+        """Every byte is of that source's request, and nothing beside it has changed."""
+        return [fault] if self.here.wrong(self.right[seed]) else []
+
+    def nothing_left(self, seconds: float = 10.0) -> list[str]:
+        """Leases, staging buffers and operations that were given up are all back."""
+        if waited(lambda: not any(self.here.left().values()), seconds):
+            return []
+        return [f"{what} left" for what, many in self.here.left().items() if many]
+
+    def close(self) -> list[str]:
+        faults = [f"a process ended with {code}" for far in (self.struck, self.well)
+                  if (code := far.close()) not in (0, -9)]  # fmt: skip
+        self.here.close()
+        return faults
+
+
+def code_of(transfer: Transfer, seconds: float) -> str:
+    """How a transfer ends within some seconds."""
+    try:
+        transfer.wait(seconds)
+    except AtlasError as refused:
+        return str(refused.code) if transfer.done else "hangs"
+    return "ready"
+
+
+Claim = Callable[[Attack], Outcome]

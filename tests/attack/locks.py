@@ -1,0 +1,133 @@
+"""Everything that takes locks, in many threads that are switched all the time."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+import time
+from collections import Counter
+from contextlib import ExitStack
+
+from kvatlas import AtlasError
+from kvatlas.wire import Session
+from tests.attack.claims import Attack, Outcome
+from tests.attack.plans import made
+from tests.attack.process import Rank, waited
+
+_TOKENS, _THREADS = 64, 12
+_REQUESTS = [f"request {number}" for number in range(6)]
+_UNDERSTOOD = {
+    "cancelled", "deadline", "lease_expired", "peer_lost", "twice", "unknown_request",
+    "unknown_session", "too_many", "busy",
+}  # fmt: skip
+
+
+class _Crowd:
+    """Threads that offer, pull, push, withdraw and forget what they like at two nodes."""
+
+    def __init__(self, ranks: list[Rank], seconds: float, seed: int) -> None:
+        self.ranks, self.seed = ranks, seed
+        self.until = time.monotonic() + seconds
+        self.codes: Counter[str] = Counter()
+        self.surprises: list[str] = []
+        self.threads = [
+            threading.Thread(target=self._run, args=(number,), daemon=True)
+            for number in range(_THREADS)
+        ]
+
+    def _run(self, number: int) -> None:
+        rng = random.Random(f"{self.seed} {number}")  # noqa: S311
+        while time.monotonic() < self.until:
+            mine, other = rng.sample(self.ranks, 2)
+            try:
+                with Session(mine.node, [other.node.endpoint], seconds=10) as session:
+                    for _ in range(rng.randint(1, 6)):
+                        try:
+                            self.codes[self._act(rng, session, mine, other)] += 1
+                        except AtlasError as refused:
+                            self.codes[str(refused.code)] += 1
+            except AtlasError as refused:
+                self.codes[str(refused.code)] += 1
+            except Exception as surprise:
+                self.surprises.append(f"{type(surprise).__name__}: {surprise}")
+
+    def _act(self, rng: random.Random, session: Session, mine: Rank, other: Rank) -> str:
+        request = rng.choice(_REQUESTS)
+        way = rng.choice(["pull", "push", "offer", "withdraw", "expect", "forget", "sweep"])
+        how = rng.choice(["direct", "staged", "auto"])
+        match way:
+            case "pull" | "push":
+                tables = {"dst_blocks" if way == "pull" else "src_blocks": mine.blocks}
+                start = session.pull if way == "pull" else session.push
+                if way == "pull":
+                    self._quietly(lambda: other.node.offer(request, other.blocks, _TOKENS))
+                else:
+                    self._quietly(
+                        lambda: other.node.expect(request, other.blocks, _TOKENS, source=mine.plan)
+                    )
+                transfer = start(request, tokens=_TOKENS, how=how, seconds=10, **tables)  # type: ignore[operator]
+                if rng.random() < 0.2:
+                    transfer.cancel()
+                if rng.random() < 0.1:
+                    session.close()
+                transfer.wait()
+            case "offer":
+                mine.node.offer(request, mine.blocks, _TOKENS, seconds=rng.choice([0.01, 5.0]))
+            case "withdraw":
+                mine.node.withdraw(request)
+            case "expect":
+                mine.node.expect(request, mine.blocks, _TOKENS, source=other.plan)
+            case "forget":
+                mine.node.forget(request)
+            case "sweep":
+                mine.node.sweep()
+        return f"{way}: ok"
+
+    def _quietly(self, act: object) -> None:
+        try:
+            act()  # type: ignore[operator]
+        except AtlasError as refused:
+            self.codes[str(refused.code)] += 1
+
+
+def contended_locks(attack: Attack) -> Outcome:
+    """Offers, pulls, pushes, withdrawals and closes in many threads all end; nothing is left."""
+    outcome = Outcome()
+    before = sys.getswitchinterval()
+    for turn in range(max(1, attack.tries // 10)):
+        with ExitStack() as stack:
+            plans = [made("LBNHC", 16, _TOKENS), made("BHLNC", 32, _TOKENS)]
+            ranks = [Rank(plan, attack.wire.name, 1 + i, _TOKENS) for i, plan in enumerate(plans)]
+            crowd = _Crowd(ranks, 3.0, attack.seed + turn)
+            sys.setswitchinterval(1e-6)
+            try:
+                for thread in crowd.threads:
+                    thread.start()
+                deadline = time.monotonic() + 60
+                for thread in crowd.threads:
+                    thread.join(max(0.0, deadline - time.monotonic()))
+            finally:
+                sys.setswitchinterval(before)
+            hung = sum(thread.is_alive() for thread in crowd.threads)
+            faults = [f"{hung} threads hang"] if hung else []
+            faults += sorted(set(crowd.surprises))
+            faults += [
+                f"a transfer ended in {code}"
+                for code in crowd.codes
+                if ": ok" not in code and code not in _UNDERSTOOD
+            ]
+            if not any(crowd.codes[f"{way}: ok"] for way in ("pull", "push")):
+                faults.append("nothing has moved")
+            for rank in ranks:
+                for request in _REQUESTS:
+                    rank.node.withdraw(request)
+                    rank.node.forget(request)
+                if not waited(lambda rank=rank: not any(rank.left().values()), 15):  # type: ignore[misc]
+                    faults += [f"{what} left" for what, many in rank.left().items() if many]
+            outcome.add(faults)
+            if hung:
+                return outcome  # what hangs would keep its node from closing
+            for rank in ranks:
+                stack.callback(rank.close)
+    return outcome

@@ -1,0 +1,82 @@
+"""Plans, transports and bytes of the attacks: requests so large that a strike meets them moving."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from kvatlas.planning import Plan, plan
+from kvatlas.routing import route, scattered
+from kvatlas.specs import FullAttention, Spec
+from kvatlas.wire import Bytes, copy_request, random_bytes
+from tests.planning.models import model_of
+
+_ATTENTION: dict[str, Spec] = {"attn": FullAttention(heads=8, head_dim=64)}
+_MODEL = model_of("attacked", *[_ATTENTION] * 8)
+TOKEN_BYTES = 16 << 10
+"""Bytes of a token over all layers."""
+
+
+@dataclass(frozen=True)
+class Wire:
+    """A transport that is attacked, and the settings that it is attacked with."""
+
+    label: str
+    name: str
+    settings: dict[str, str] = field(default_factory=dict)
+    needs_source: bool = False
+    """The source's processor serves every byte: what is read from a stopped one stands still."""
+
+
+_NO_IB = {"UCX_MODULES": "^ib"}
+WIRES = {
+    wire.label: wire
+    for wire in (
+        Wire("shm", "shm"),
+        Wire("nixl-tcp", "nixl", {**_NO_IB, "UCX_TLS": "tcp"}, needs_source=True),
+        Wire("nixl", "nixl", _NO_IB),
+        Wire("mooncake", "mooncake", needs_source=True),
+    )
+}
+
+
+_LIBRARIES = {"nixl": ("nixl_cu13", "nixl_cu12", "nixl_rocm"), "mooncake": ("mooncake",)}
+
+
+def installed(wire: Wire) -> bool:
+    """Whether a transport's library is there; whether it works is for the attack to see."""
+    names = _LIBRARIES.get(wire.name)
+    return names is None or any(importlib.util.find_spec(name) for name in names)
+
+
+@lru_cache
+def made(layout: str, block_size: int, tokens: int, tp: int = 1) -> Plan:
+    """A plan with room for one request of so many tokens, and a little more."""
+    memory = tokens * TOKEN_BYTES // tp + (2 << 20)
+    about: dict[str, Any] = {"layout": layout, "block_size": block_size, "max_len": tokens}
+    return plan(_MODEL, memory=memory, in_flight=0, tp=tp, **about)
+
+
+def source_plan(tokens: int) -> Plan:
+    return made("LBNHC", 16, tokens)
+
+
+def target_plan(tokens: int) -> Plan:
+    return made("BLNHC", 32, tokens)
+
+
+def contents(of: Plan, seed: int, rank: int = 0) -> dict[int, Bytes]:
+    """What the pools of a rank are filled with, which anybody can make again."""
+    pools = of.rank_pools(rank)
+    return {index: random_bytes(pool.nbytes, seed, rank, index) for index, pool in pools.items()}
+
+
+def after(src: Plan, seed: int, dst: Plan, dst_seed: int, tokens: int) -> dict[int, Bytes]:
+    """What the destination's pools hold after a request has moved, every byte of them."""
+    into = contents(dst, dst_seed)
+    ranks = {rank: contents(src, seed, rank) for rank in range(src.ranks)}
+    tables = {"src_blocks": scattered(src, tokens), "dst_blocks": scattered(dst, tokens)}
+    copy_request(route(src, dst), ranks, {0: into}, tokens=tokens, **tables)
+    return into
