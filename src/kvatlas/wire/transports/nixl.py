@@ -9,6 +9,9 @@ One agent serves peers; every link reads and writes with an agent of its own. Fo
 ends no operation that was begun: a request that is released, or whose peer is removed,
 still writes to memory when the peer goes on. What ends it is the end of its agent, whose
 sockets and queues go with it, and that must not end the operations of other links.
+It may end the peer, though: UCX aborts, now and then, when a connection goes that it is
+replying on. So a link that is closed lets what is under way come to its end first; one
+that is severed does not.
 
 NIXL fences nothing else: a read of memory whose lease has ended is as good a read to it
 as any. Readiness and leases are decided above this file.
@@ -21,6 +24,7 @@ import importlib.util
 import os
 import secrets
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -40,6 +44,9 @@ _BUILDS = ("nixl_cu13", "nixl_cu12", "nixl_rocm")
 _LOST = "nixlRemoteDisconnectError"
 _INITIATOR = "NIXL_INIT_AGENT"
 _DEVICES = "UCX_NET_DEVICES"
+_CLOSING = 2.0
+"""Seconds that a transport which is closed gives to operations that are under way."""
+_BETWEEN_LOOKS = 5e-3
 
 
 class NixlTransport(Transport):
@@ -68,7 +75,8 @@ class NixlTransport(Transport):
         # A name is never used twice: a peer that starts again is another peer.
         self._name = f"kvatlas-{secrets.token_hex(16)}"
         self._agent: Any = self.make_agent(self._name, serves=True)
-        self._links: weakref.WeakSet[NixlLink] = weakref.WeakSet()
+        self.links: set[NixlLink] = set()
+        """Those whose agents have not ended."""
 
     def make_agent(self, name: str, *, serves: bool) -> Any:
         """A NIXL agent; one that serves peers does so from a thread of its own."""
@@ -108,18 +116,23 @@ class NixlTransport(Transport):
         published = errors.read_metadata(metadata, nixl_metadata.Published)
         nixl_metadata.check(published, self.backend, _not_empty(memory))
         link = NixlLink(self, published, memory)
+        self.links.add(link)
         try:
             link.meet(nixl_metadata.put_together(published, self.backend))
         except BaseException:
             link.close()
             raise
-        self._links.add(link)
         return link
 
     def _close(self) -> None:
-        """End all agents; what was under way ends with them."""
-        for link in list(self._links):
+        """End all agents; what is still under way after a while ends with them."""
+        for link in list(self.links):
             link.close()
+        deadline = time.monotonic() + _CLOSING
+        while self.links and time.monotonic() < deadline:
+            time.sleep(_BETWEEN_LOOKS)
+        for link in list(self.links):
+            link.sever()
         self._agent = None
 
 
@@ -147,6 +160,8 @@ class NixlLink(Link):
 
     def meet(self, metadata: bytes) -> None:
         """Tell the agent of its peer."""
+        with translated():
+            self._register_memory()
         try:
             self.agent.add_remote_agent(metadata)
             if rows := _not_empty(self.theirs):
@@ -204,12 +219,34 @@ class NixlLink(Link):
                 yield
         except AtlasError as problem:
             self._lost = problem.code is Code.PEER_LOST
-            self.close()
+            self.sever()
             raise
 
+    def sever(self) -> None:
+        """End what is under way, now; a peer that was about to reply may not survive it."""
+        self.open = False
+        self._end()
+
     def _close(self) -> None:
+        """End the agent once nothing is under way, without waiting for that."""
+        if self.posted:
+            threading.Thread(target=self._drain, daemon=True).start()
+        else:
+            self._end()
+
+    def _drain(self) -> None:
+        """Look at what is under way until nothing is."""
+        while self.posted:
+            for handle in list(self.posted):
+                handle.settle()
+            time.sleep(_BETWEEN_LOOKS)
+        self._end()
+
+    def _end(self) -> None:
         """End the agent, and see that it has gone."""
         with self.lock:
+            if self.agent is None:
+                return
             for handle in self.posted:
                 handle.drop()
             self.posted.clear()
@@ -217,6 +254,7 @@ class NixlLink(Link):
             below = weakref.ref(agent.agent)
             del agent
             self.ended = below() is None
+        self.owner.links.discard(self)
 
 
 class NixlHandle(Handle):
