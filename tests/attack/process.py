@@ -190,7 +190,8 @@ class Far:
         until_stopped(self.pid)
 
     def go_on(self) -> None:
-        os.kill(self.pid, signal.SIGCONT)
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGCONT)
 
     def kill(self) -> None:
         self.process.kill()
