@@ -62,7 +62,9 @@ def prefill(transport: str) -> None:
     begun = time.perf_counter()
     first = model.generate(prompt(), past_key_values=cache, max_new_tokens=1, do_sample=False)
     taken = time.perf_counter() - begun
-    with SimulatedRanks(plan_for(PREFILL), transport, name="prefill", secret=b"shared by both ends") as ranks:
+    with SimulatedRanks(
+        plan_for(PREFILL), transport, name="prefill", secret=b"shared by both ends"
+    ) as ranks:
         blocks = ranks.copy_from(cache, PROMPT)
         for node in ranks.nodes:
             node.offer("request 17", blocks, PROMPT, seconds=300)
@@ -78,7 +80,9 @@ def decode(transport: str, said: dict[str, object]) -> list[int]:
     table = Table(title=f"Request 17 on its way over {transport}", title_justify="left")
     for column in ("to rank", "bytes", "descriptors", "way", "handshake ms", "transfer ms"):
         table.add_column(column, justify="right")
-    with SimulatedRanks(plan_for(DECODE), transport, name="decode", secret=b"shared by both ends") as ranks:
+    with SimulatedRanks(
+        plan_for(DECODE), transport, name="decode", secret=b"shared by both ends"
+    ) as ranks:
         blocks = scattered(ranks.plan, PROMPT)
         for node in ranks.nodes:
             with Session(node, said["endpoints"]) as session:  # type: ignore[arg-type]

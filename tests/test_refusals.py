@@ -205,7 +205,8 @@ def test_every_code_has_a_way_to_it() -> None:
     elsewhere |= {  # tests/wire
         Code.DEADLINE, Code.PEER_LOST, Code.WIRE_FAILED, Code.BAD_HANDSHAKE, Code.BAD_SIGNATURE,
         Code.UNLIKE_VERSIONS, Code.UNKNOWN_SESSION, Code.UNKNOWN_REQUEST, Code.LEASE_EXPIRED,
-        Code.CHECKSUM, Code.CANCELLED, Code.MISSING_EXTRA,
+        Code.CHECKSUM, Code.CANCELLED, Code.MISSING_EXTRA, Code.BAD_SECRET, Code.UNPROTECTED,
+        Code.BUSY,
     }  # fmt: skip
     elsewhere |= {  # tests/engines/test_cache.py
         Code.NO_BLOCKS, Code.ENGINE_REFUSES, Code.CANNOT_TAKE_BACK,

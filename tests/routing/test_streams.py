@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 from unittest import mock
@@ -12,11 +13,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvatlas import AtlasError, Code
 from kvatlas.planning import Plan
-from kvatlas.routing import Copy, Route, route, streams
-from kvatlas.specs import Spec
+from kvatlas.routing import Copy, Route, Stream, route, streams
+from kvatlas.specs import FullAttention, Spec
 from tests.routing import oracle
 from tests.routing.arrives import ask
+from tests.routing.cases import small_plan, stacked
 from tests.routing.oracle import Move
 from tests.routing.strategies import KINDS, requests
 
@@ -24,6 +27,10 @@ quiet = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_t
 each = settings(quiet, max_examples=settings().max_examples // len(KINDS) + 1)
 
 Pools = tuple[int, int]
+
+DENSE = stacked("m", *[FullAttention(heads=4, head_dim=8)] * 2)
+WAY = route(small_plan(DENSE, layout="LBNHC"), small_plan(DENSE, layout="BHLNC", block_size=32))
+TABLES = [5, 2, 3, 0, 4, 1], [2, 0, 1]
 
 
 def in_chunks_of(runs: int) -> Any:
@@ -99,3 +106,62 @@ def assert_streams(made: Route, asked: dict[str, Any], data: st.DataObject) -> N
     for start in reversed(cuts):
         stop = data.draw(st.integers(start, stream.nbytes))
         assert np.array_equal(in_order(stream.copies(start, stop)), ordered[start:stop])
+
+
+def small_stream() -> Stream:
+    return WAY.stream(src_rank=0, dst_rank=0, src_blocks=TABLES[0], dst_blocks=TABLES[1], tokens=90)
+
+
+def test_threads_may_read_one_stream() -> None:
+    """Each at its own place: the chunk that is kept is at worst made again."""
+    with in_chunks_of(8):
+        stream = small_stream()
+        ordered = in_order(stream.walk())
+        edges = list(range(0, stream.nbytes + 1, stream.nbytes // 16))
+
+        def read(seed: int) -> bool:
+            spans = np.random.default_rng(seed).permutation(list(pairwise(edges))).tolist()
+            return all(
+                np.array_equal(in_order(stream.copies(*span)), ordered[slice(*span)])
+                for span in spans
+            )
+
+        with ThreadPoolExecutor(8) as threads:
+            assert all(threads.map(read, range(16)))
+
+
+def test_bytes_that_a_stream_does_not_have_are_refused() -> None:
+    stream = small_stream()
+    end = stream.nbytes
+    wrong: list[tuple[Code, Any, Any]] = [
+        (Code.OUT_OF_RANGE, -1, 4),
+        (Code.OUT_OF_RANGE, 0, end + 1),
+        (Code.OUT_OF_RANGE, 8, 4),
+        (Code.NOT_AN_INTEGER, 0.5, 4),
+    ]
+    for code, start, stop in wrong:
+        with pytest.raises(AtlasError) as refusal:
+            stream.copies(start, stop)
+        assert refusal.value.code is code
+    for piece in (0, -1):
+        with pytest.raises(AtlasError) as refusal:
+            next(stream.pieces(piece))
+        assert refusal.value.code is Code.BAD_SIZE
+    assert stream.copies(end, end) == stream.copies(3, 3) == ()
+
+
+def test_block_ids_that_are_changed_later_do_not_change_a_stream() -> None:
+    ids = np.array(TABLES[0])
+    stream = WAY.stream(src_rank=0, dst_rank=0, src_blocks=ids, dst_blocks=TABLES[1], tokens=90)
+    ids[:] = 0
+    assert np.array_equal(in_order(stream.walk()), in_order(small_stream().walk()))
+
+
+def test_a_request_without_tokens_is_an_empty_stream() -> None:
+    stream = WAY.stream(src_rank=0, dst_rank=0, src_blocks=[], dst_blocks=[], tokens=0)
+    assert (stream.nbytes, stream.runs, list(stream.walk()), list(stream.pieces(1))) == (
+        0,
+        0,
+        [],
+        [],
+    )

@@ -19,12 +19,14 @@ import numpy as np
 from kvatlas.planning import Plan
 from kvatlas.specs import FullAttention
 from kvatlas.tier import Tier
+from kvatlas.wire.transports.file import _system
 from tests.planning.models import DELTA, model_of
 from tests.tier.world import small, tier_plan
 
 LAYER: Any = {"attn": FullAttention(heads=4, head_dim=64)}
 MODEL = model_of("killed", *[LAYER] * 3, DELTA)
 TOKENS, NAMES = 48, 40
+MOST_STEPS = 150
 SRC = small(MODEL, tp=2, layout="LBNHC", max_len=64, memory="1MiB")
 DST = small(MODEL, max_len=64, memory="1MiB")
 TABLES: dict[int, list[int]] = {
@@ -72,7 +74,7 @@ def die_at(step: int, how: str) -> None:
             nonlocal count
             count += 1
             if count == step:
-                if how == "torn" and rest:
+                if how == "torn" and rest and isinstance(rest[0], bytes):
                     act(fd, rest[0][: len(rest[0]) * 5 // 8], *rest[1:])
                 elif how == "after":
                     act(fd, *rest)
@@ -82,15 +84,20 @@ def die_at(step: int, how: str) -> None:
         return called
 
     os.pwrite, os.fdatasync = dying(os.pwrite), dying(os.fdatasync)
+    calls: Any = _system
+    calls.pwritev = dying(calls.pwritev)  # the bytes of blocks
 
 
-def look(path: Path) -> tuple[int, int]:
-    """Everything that is said to be there is what was stored; how many names, how many blocks."""
+def look(path: Path) -> tuple[int, int, int]:
+    """Everything that is said to be there is what was stored.
+
+    How many names, how many blocks, and which names, as bits.
+    """
     tables = {
         index: [2 + 5 * index + n for n in range(3 if group.kind != "recurrent" else 1)]
         for index, group in enumerate(DST.groups)
     }
-    names = 0
+    names, bits = 0, 0
     with Tier.open(path) as tier:
         blocks = len(tier)
         for name in range(NAMES):
@@ -104,7 +111,7 @@ def look(path: Path) -> tuple[int, int]:
                 assert hit.tokens == TOKENS, "the state is after all tokens"
                 assert counts[1 + name] == moved > 0, "bytes of another block, or none"
                 assert counts[0] + moved == counts.sum(), "bytes of another block"
-                names += 1
+                names, bits = names + 1, bits | 1 << name
         assert tier.metrics.values["damaged"] == 0, "a record was written before its block"
         # It goes on working, and the next process finds that too.
         for rank in (0, 1):
@@ -113,7 +120,7 @@ def look(path: Path) -> tuple[int, int]:
         assert tier.drop(keys(77)) == 3 + len(
             [g for g in tier.plan.groups if g.kind == "recurrent"]
         )
-    return names, blocks
+    return names, blocks, bits
 
 
 def main(path: Path, trials: int, seed: int) -> None:
@@ -128,10 +135,12 @@ def main(path: Path, trials: int, seed: int) -> None:
         child = os.fork()
         if not child:
             if trial % 2:
-                die_at(int(rng.integers(1, 60)), ("before", "torn", "after")[trial // 2 % 3])
+                die_at(
+                    int(rng.integers(1, MOST_STEPS)), ("before", "torn", "after")[trial // 2 % 3]
+                )
             store_for_ever(path, seed + trial, durable=trial % 4 < 2)
         if trial % 2:
-            rng.integers(1, 60)
+            rng.integers(1, MOST_STEPS)
         else:
             time.sleep(float(rng.uniform(0.02, 0.25)))
             os.kill(child, signal.SIGKILL)
@@ -139,7 +148,7 @@ def main(path: Path, trials: int, seed: int) -> None:
         assert os.WIFSIGNALED(status), "the child ended by itself"
         assert os.WTERMSIG(status) == signal.SIGKILL, "the child ended by itself"
         seen.append(look(path))
-    print(*(f"{names}/{blocks}" for names, blocks in seen))
+    print(*("/".join(map(str, one)) for one in seen))
 
 
 if __name__ == "__main__":

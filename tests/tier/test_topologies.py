@@ -216,7 +216,7 @@ def test_another_models_caches_and_other_dtypes_are_refused() -> None:
     world = World(MODELS["sliding"], 32)
     with pytest.raises(AtlasError) as refusal:
         world.store(tier, small(MODELS["sliding"]), keys=[b"k", b"l"])
-    assert refusal.value.code == Code.UNLIKE_MODELS
+    assert refusal.value.code == Code.MISSING_LAYERS
     other = small(MODELS["dense"].with_cache("fp8"))
     with pytest.raises(AtlasError) as refusal:
         tier.store(pools(other, 0, 0), other, blocks=[1], tokens=16, keys=[b"k"])

@@ -87,6 +87,9 @@ class Stuck(Handle):
     def _release(self) -> None:
         self.released = True
 
+    def _settle(self) -> bool:
+        return self.released
+
 
 def lost(act: Act, copies: Sequence[Copy]) -> Handle:
     del act, copies

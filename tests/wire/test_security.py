@@ -21,7 +21,7 @@ from kvatlas.wire.rpc import Server
 from kvatlas.wire.security import Security, _Identity
 from tests.wire.faulty import pull
 from tests.wire.helpers import End, ends, small
-from tests.wire.raw import connected
+from tests.wire.raw import connected, framed
 
 OLD, NEW, OTHER = b"o" * 16, b"n" * 32, b"somebody else's secret"
 QUESTION = protocol.Renew(session=bytes(16), lease=bytes(16), seconds=1.0)
@@ -119,6 +119,30 @@ def test_a_peer_is_met_again_when_it_has_another_secret() -> None:
             channels.ask(endpoint, QUESTION, deadline=time.monotonic() + 10)
         with server(Security(NEW), endpoint):
             channels.ask(endpoint, QUESTION, deadline=time.monotonic() + 10)
+
+
+def test_an_answer_that_nobody_asked_for_is_nobodys_inside_tls_either() -> None:
+    """It lies where TLS has decrypted it, and the socket looks empty."""
+    first, unasked = protocol.Checksums(sums=bytes(100_000)), protocol.Ok(seconds=99.0)
+    listening = socket.create_server(("127.0.0.1", 0))
+    security = Security(OLD)
+
+    def serve(accepted: socket.socket) -> None:
+        with security.wrap(accepted) as caller:
+            security.identify(caller)
+            while caller.recv(1 << 16):
+                caller.sendall(b"".join(framed(protocol.encode(one)) for one in (first, unasked)))
+
+    def run() -> None:
+        with suppress(OSError):
+            while True:
+                threading.Thread(target=serve, args=listening.accept()[:1], daemon=True).start()
+
+    threading.Thread(target=run, daemon=True).start()
+    with closing(listening), closing(Channels(Security(OLD))) as channels:
+        endpoint = f"tcp://127.0.0.1:{listening.getsockname()[1]}"
+        for _ in range(3):
+            assert channels.ask(endpoint, QUESTION, deadline=time.monotonic() + 10) == first
 
 
 def test_tls_contexts_take_the_place_of_secrets() -> None:

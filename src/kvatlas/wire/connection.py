@@ -9,6 +9,7 @@ from __future__ import annotations
 import ipaddress
 import select
 import socket
+import ssl
 import struct
 import time
 from contextlib import suppress
@@ -63,9 +64,10 @@ class Connection:
     @property
     def quiet(self) -> bool:
         """Whether nothing has come that nobody has taken; the end of a connection counts too."""
+        inside = self._socket.pending() if isinstance(self._socket, ssl.SSLSocket) else 0
         poll = select.poll()
         poll.register(self._socket.fileno(), select.POLLIN)
-        return not self._arrived and not poll.poll(0)
+        return not self._arrived and not inside and not poll.poll(0)
 
     def hang_up(self, *, reading_only: bool = False) -> None:
         """End it for whoever reads here, in another thread too; what is sent may still go."""
@@ -161,7 +163,7 @@ def listen_at(endpoint: str, *, protected: bool, unprotected: bool) -> socket.so
         try:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listening.bind(address)
-            listening.listen(128)
+            listening.listen(1024)
         except OSError:
             listening.close()
             raise

@@ -118,7 +118,10 @@ def checked_peer(hello: Hello, plan: Plan, transport: str) -> Peer:
     memory = {one.index: Memory(one.address, one.nbytes, one.device) for one in hello.memory}
     if len(memory) < len(hello.memory):
         raise bad_handshake("a region twice")
-    check_memory(plan, hello.rank, memory)
+    if set(memory) == {STAGING}:  # its pools are its own, and peers reach its staging alone
+        _check_places(memory)
+    else:
+        check_memory(plan, hello.rank, memory)
     return Peer(
         hello.name, hello.incarnation, plan, hello.plan_hash, hello.rank, memory, hello.metadata
     )
@@ -134,6 +137,11 @@ def check_memory(plan: Plan, rank: int, memory: Mapping[int, Memory]) -> None:
             raise bad_handshake(f"{memory[index].nbytes} bytes for pool {index} of {pool.nbytes}")
         if memory[index].address % ALIGNMENT or not memory[index].address:
             raise bad_handshake(f"pool {index} at address {memory[index].address}")
+    _check_places(memory)
+
+
+def _check_places(memory: Mapping[int, Memory]) -> None:
+    """Refuse regions that overlap, or are no addresses."""
     placed = sorted(memory.values(), key=lambda region: (region.device, region.address))
     for one, two in pairwise(placed):
         if one.device == two.device and one.address + one.nbytes > two.address:

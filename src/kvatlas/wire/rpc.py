@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import resource
 import socket
-import ssl
 import threading
 import time
 from collections import Counter
@@ -29,7 +28,7 @@ log = logging.getLogger("kvatlas.wire")
 
 _MAX_STRANGERS = 32
 _MAX_CONNECTIONS = 1024
-"""Connections of peers at most, and never more than a quarter of what the system allows."""
+"""Connections of peers at most, and never more than a third of the process's descriptors."""
 _MAX_ANSWERING = 64
 """Questions that are answered at once; others wait a moment, and are then told to come back."""
 
@@ -164,7 +163,7 @@ class Server(threading.Thread):
 
     def _admit(self, caller: Caller) -> bool:
         """Whether there is room for a caller that is a stranger no more."""
-        most = min(_MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+        most = min(_MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 3)
         with self._lock:
             known = [one for one in self._callers if one.known]
             same = sum(one.identity == caller.identity for one in known)
@@ -187,10 +186,13 @@ class Server(threading.Thread):
             connected.settimeout(_STRANGER_SECONDS)
             protected = self._security.wrap(connected)
             caller.connection = Connection(protected)
+            if self._closing.is_set() or not caller.open:
+                return  # who hung up on it has missed it
             caller.identity = self._security.identify(protected)
             self._answer_all(caller)
-        except ssl.SSLError as problem:
-            log.warning("stranger refused peer=%s problem=%r", caller.identity, problem.reason)
+        except AtlasError as refusal:
+            got = str(refusal.got)
+            log.warning("refused peer=%s code=%s got=%r", caller.identity, refusal.code, got)
         except (OSError, EOFError) as problem:
             log.debug("hung up peer=%s problem=%r", caller.identity, str(problem))
         except Exception:

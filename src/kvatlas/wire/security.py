@@ -91,15 +91,16 @@ class Security:
             return host
         try:
             accepted.do_handshake()
-        except ssl.SSLError:
+        except ssl.SSLError as problem:
             _say_tls(accepted)
-            raise
+            unknown = problem.reason == "CALLBACK_FAILED"  # the one that chooses by name
+            raise not_the_secret("another secret" if unknown else problem.reason) from None
         certificate = accepted.getpeercert(binary_form=True) or b""
         if self._tls is not None:
             return hashlib.sha256(certificate).hexdigest()
         chosen = [one for one in self._identities if one.server is accepted.context]
         if not chosen or chosen[0].certificate != certificate:
-            raise ssl.SSLError("another certificate than that of the secret")
+            raise not_the_secret("another certificate than that of the secret")
         return host
 
     def open(self, connection: socket.socket, host: str, choice: int) -> socket.socket:
@@ -112,7 +113,8 @@ class Security:
             identity = self._identities[choice]
             protected = identity.client.wrap_socket(connection, server_hostname=identity.name)
             if protected.getpeercert(binary_form=True) != identity.certificate:
-                raise ssl.SSLError("another certificate than that of the secret")
+                protected.close()
+                raise not_the_secret("another certificate than that of the secret")
         return protected
 
     def _make_accepting(self) -> ssl.SSLContext | None:

@@ -197,7 +197,7 @@ def plans() -> dict[str, tuple[str, bytes]]:
     cases: dict[str, tuple[str, bytes]] = {
         "unknown_hash": ("send_plan", sealed(hello(plan_hash=bytes(32)) | {"plan": None})),
         "other_hash": ("bad_handshake", sealed(hello(plan_hash=bytes(32)))),
-        "other_model": ("unlike_models", sealed(hello(other))),
+        "other_model": ("missing_layers", sealed(hello(other))),
         "models_mixed_up": ("bad_handshake", sealed(hello(fingerprint=fingerprint(other)))),
         "empty_plan": ("bad_handshake", sealed(hello(plan=b""))),
         "plan_is_no_json": ("bad_handshake", sealed(hello(plan=b"\x80\x04pickle"))),

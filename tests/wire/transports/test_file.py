@@ -185,7 +185,8 @@ def test_a_link_that_is_closed_in_mid_step_writes_to_no_other_file(
     link, _pool, _ = linked(tmp_path)
     before = b"of somebody else" * 4096
     (tmp_path / "victim").write_bytes(before)
-    real, opened = file._system.pwritev, []
+    real = file._system.pwritev
+    opened: list[int] = []
 
     def closing(descriptor: int, rows: int, count: int, offset: int) -> int:
         done = int(real(descriptor, rows, count, offset))

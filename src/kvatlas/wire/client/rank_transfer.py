@@ -22,6 +22,7 @@ from kvatlas.wire.protocol import Ok, Opened
 from kvatlas.wire.server.node_state import NodeState
 from kvatlas.wire.staging import checksums, gather, scatter
 from kvatlas.wire.transports.base import STAGING, Handle, Link
+from kvatlas.wire.transports.errors import failed
 
 A = TypeVar("A", bound=protocol.Message)
 How = Literal["auto", "direct", "staged"]
@@ -266,7 +267,7 @@ class RankTransfer:
     def _move(self, stream: Stream) -> None:
         if not stream.nbytes:
             return
-        if self.wanted.streamed:
+        if self.wanted.streamed and self._reaches_pools():
             self._move_layers()
         elif self.pull and not self._should_stage(stream):
             self._move_direct(stream)
@@ -349,13 +350,16 @@ class RankTransfer:
 
     def _should_stage(self, stream: Stream) -> bool:
         """Whether to go through staging buffers: as asked, or by what the link was measured at."""
-        if self.wanted.how != "auto":
-            return self.wanted.how == "staged"
-        staging = self.node.staging
-        if not staging.most() or not self.opened.piece:
-            return False
-        if not self._reaches_pools():
+        if self.wanted.how == "staged":
             return True
+        if not self._reaches_pools():
+            if self.wanted.how == "auto":
+                return True
+            got = "pools that the source keeps to itself"
+            raise failed(got, "Share them, or let the transfer be staged")
+        staging = self.node.staging
+        if self.wanted.how == "direct" or not staging.most() or not self.opened.piece:
+            return False
         costs = self.wanted.costs or self.connection.costs or self._measured()
         return costs.staged(stream.nbytes) < costs.direct(stream.runs, stream.nbytes)
 
@@ -422,8 +426,9 @@ class RankTransfer:
     def _reaches_pools(self) -> bool:
         """Whether the pools of the end that is read can be reached by the one that reads."""
         if not self.pull:
-            return all(map(self.node.transport.shares, self.node.memory))
-        return all(map(self.connection.link.reaches, self.connection.peer.memory))
+            return all(map(self.node.transport.shares, self.node.plan.rank_pools(self.node.rank)))
+        peer = self.connection.peer
+        return all(map(self.connection.link.reaches, peer.plan.rank_pools(peer.rank)))
 
     def _staging_copy(self, buffer: int, nbytes: int, near: Any = (0,), far: Any = (0,)) -> Copy:
         """Runs of one length between offsets in a staging buffer of the peer and of this end."""

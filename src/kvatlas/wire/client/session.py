@@ -33,7 +33,7 @@ from kvatlas.wire.transports.errors import failed
 _PEER_GONE = {Code.PEER_LOST, Code.UNKNOWN_SESSION, Code.DEADLINE, Code.WIRE_FAILED}
 """Failures after which a peer has to be connected to anew: it may have gone, or restarted."""
 
-_RETRIED = _PEER_GONE | {Code.LEASE_EXPIRED, Code.UNKNOWN_REQUEST, Code.CHECKSUM}
+_RETRIED = _PEER_GONE | {Code.LEASE_EXPIRED, Code.UNKNOWN_REQUEST, Code.CHECKSUM, Code.BUSY}
 """Failures that another replica may be spared."""
 
 _AT_ONCE = 64
@@ -101,10 +101,9 @@ class Session:
         """
         incoming = self.node.route_from(self._any_peer())
         ranks = incoming.sources(self.node.rank)
-        needs = incoming.needs(
+        total = incoming.needed_bytes(
             dst_rank=self.node.rank, dst_blocks=dst_blocks, tokens=tokens, layers=layers
         )
-        total = sum(int(lengths.sum()) for _, lengths in needs.values())
         wanted = TransferRequest(
             "pull", request, dst_blocks, src_blocks, tokens, layers, seconds, how, costs,
             checksums=checksums, streamed=streamed,

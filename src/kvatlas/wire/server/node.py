@@ -15,8 +15,7 @@ from typing import Any
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Int64s
 from kvatlas.planning import Plan
-from kvatlas.routing import block_table, route, token_range
-from kvatlas.wire import protocol
+from kvatlas.routing import check_tables, route, token_range
 from kvatlas.wire.leases import Expected, Offer, Released
 from kvatlas.wire.memory_copy import Bytes
 from kvatlas.wire.peers import plan_hash
@@ -80,7 +79,7 @@ class Node(NodeState):
         `released` is called once, with the request and why: all ranks that read from this
         one have done so, or the offer has expired. Only then may the blocks be reused.
         """
-        held = self._checked(blocks, tokens)
+        held = self._checked(blocks, tokens, "source")
         names = None if readers is None else frozenset(readers)
         with self.lock:
             _check_new(request, self.offers)
@@ -97,7 +96,7 @@ class Node(NodeState):
         This node reads what they push into staging memory of its own and puts it into the
         blocks itself, so that nothing is written to them once it is forgotten.
         """
-        held = self._checked(blocks, tokens)
+        held = self._checked(blocks, tokens, "destination")
         sources = frozenset(route(source, self.plan).sources(self.rank))
         expected = Expected(request, *held, plan_hash(source), sources)
         with self.lock:
@@ -124,12 +123,10 @@ class Node(NodeState):
         self.answers.close()
         self.transport.close()
 
-    def _checked(self, blocks: Any, tokens: Any) -> tuple[dict[int, Int64s], int, int]:
+    def _checked(self, blocks: Any, tokens: Any, end: str) -> tuple[dict[int, Int64s], int, int]:
         """Block tables by group, and the first token and the one behind the last."""
         start, stop = token_range(tokens, self.plan.max_len)
-        by_group = protocol.by_group(blocks).items()
-        tables = {int(group): block_table(ids, f"group {group}") for group, ids in by_group}
-        return tables, start, stop
+        return check_tables(self.plan, self.rank, blocks, (start, stop), end=end), start, stop
 
     def __enter__(self) -> Node:
         return self

@@ -109,7 +109,7 @@ class NodeState:
             rank=self.rank,
             memory=tuple(
                 RegisteredMemory(index=i, address=at.address, nbytes=at.nbytes, device=at.device)
-                for i, at in self.memory.items()
+                for i, at in self.transport.reachable.items()
             ),
             transport=self.transport.name,
             metadata=self.transport.publish(),

@@ -89,13 +89,6 @@ class Handle(ABC):
     def _pause(self, seconds: float) -> None:
         time.sleep(seconds)
 
-    def settle(self) -> bool:
-        """Whether the transport was seen to be done with its memory, whatever came of it.
-
-        It never raises, and may be asked by any thread, also after `release`.
-        """
-        return self._done or self._failure is not None
-
     def release(self) -> None:
         """Give back what the transport keeps for it; also ends it where that is possible."""
         if not self._done and self._failure is None:
@@ -171,14 +164,6 @@ class Link(ABC):
     @abstractmethod
     def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle: ...
 
-    def reaches(self, pool: int) -> bool:
-        """Whether a pool of the peer can be read over this link."""
-        return pool in self.theirs
-
-    def sever(self) -> None:
-        """Tear the connection down, so that operations under way end and are seen to have."""
-        self.close()
-
     def close(self) -> None:
         """Forget the peer; a second call does nothing."""
         if self.open:
@@ -247,10 +232,6 @@ class Transport(ABC):
 
     def _register(self, memory: Mapping[int, Memory]) -> None:  # noqa: B027
         """Tell the library below, where there is one."""
-
-    def shares(self, pool: int) -> bool:
-        """Whether peers can read a pool of this process."""
-        return pool in self.memory
 
     @abstractmethod
     def publish(self) -> bytes:

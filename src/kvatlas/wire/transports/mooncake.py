@@ -254,9 +254,9 @@ class MooncakeLink(Link):
 def in_calls(near: Int64s, far: Int64s, length: Int64s) -> Iterator[list[list[int]]]:
     """Runs in as many parts as calls are to be made.
 
-    >>> runs = np.array([0, 0, 0]), np.array([5, 6, 7]), np.array([1 << 20, 60 << 20, 1])
+    >>> runs = np.array([0, 0, 0]), np.array([5, 6, 7]), np.array([1 << 20, 70 << 20, 1])
     >>> [len(part[0]) for part in in_calls(*runs)]  # 16 MiB at most in a run, 64 in a call
-    [4, 2]
+    [4, 3]
     """
     columns = split_runs(near, far, length)
     ends = np.cumsum(columns[2])

@@ -32,7 +32,7 @@ _ROW = 24
 """Bytes of a region's address, length and device."""
 
 
-class Region(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class KeyedRegion(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A region as an agent knows it, in the order of its lists, and the key to it."""
 
     device: int
@@ -52,7 +52,7 @@ class Published(msgspec.Struct, tag="nixl", forbid_unknown_fields=True):
     agent: str
     kind: Kind
     address: bytes
-    regions: dict[int, Region]
+    regions: dict[int, KeyedRegion]
 
 
 def take_apart(
@@ -69,7 +69,7 @@ def take_apart(
             row = reader.field("")
             keys[row[:_ROW]] = row[_ROW:]
     regions = {
-        pool: Region(at.device, at.address, at.nbytes, keys.get(_row(*_place(at)), b""))
+        pool: KeyedRegion(at.device, at.address, at.nbytes, keys.get(_row(*_place(at)), b""))
         for pool, at in memory.items()
     }
     published = Published(agent, kind, address, regions)

@@ -21,7 +21,7 @@ import numpy as np
 from kvatlas.routing import Copy
 from kvatlas.wire.memory_copy import Bytes, as_bytes
 from kvatlas.wire.transports import errors
-from kvatlas.wire.transports.base import Handle, Link, Memory, Transport
+from kvatlas.wire.transports.base import Handle, Link, Memory, Shared, Transport
 from kvatlas.wire.transports.polled_copy import Stepwise, copy_steps
 from kvatlas.wire.transports.shm_segments import Segment, containing, create_segment, map_segment
 from kvatlas.wire.transports.shm_sockets import (
@@ -69,8 +69,8 @@ class ShmTransport(Transport):
 
     name: ClassVar[str] = "shm"
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *, shared: Shared = "all") -> None:
+        super().__init__(shared=shared)
         try:
             self._server = SegmentServer()
         except (OSError, RuntimeError) as problem:
@@ -88,11 +88,15 @@ class ShmTransport(Transport):
 
     def _register(self, memory: Mapping[int, Memory]) -> None:
         for pool, region in memory.items():
-            if shared := containing(region):
-                segment, start = shared
+            if super().shares(pool) and (found := containing(region)):
+                segment, start = found
                 if segment not in self._numbers:
                     self._numbers[segment] = self._server.add(segment.descriptor)
                 self._regions[pool] = _Region(self._numbers[segment], start, region.nbytes)
+
+    def shares(self, pool: int) -> bool:
+        """Whether peers may reach a region, and it lies in shared memory."""
+        return super().shares(pool) and pool in self._regions
 
     def allocate(self, nbytes: int) -> Bytes:
         """Shared memory; it goes when the last view of it does."""
