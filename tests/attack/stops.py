@@ -30,7 +30,7 @@ def _posted() -> Iterator[list[Handle]]:
         handles.append(handle)
         return handle
 
-    Link.read = noted  # type: ignore[method-assign]
+    Link.read = noted  # type: ignore[method-assign, assignment]
     try:
         yield handles
     finally:
