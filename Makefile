@@ -30,7 +30,7 @@ endif
 PARALLEL = $(shell $(PY) -c "import xdist" 2>/dev/null && echo "-n auto")
 
 .PHONY: demo tour test test-deep test-gpu test-lowest test-transformers lint lint-workflows bench \
-	bench-gpu docs wheel check-release format clean
+	bench-gpu docs wheel check-release format clean test-attack soak
 
 demo: $(READY)  ## The main job: plan, prefill, ship the cache, decode elsewhere
 	$(PY) -m examples.handover
@@ -44,6 +44,16 @@ test: $(READY)  ## Unit, property and documentation tests; Triton interprets
 
 test-deep: $(READY)  ## The same properties with many more examples
 	TRITON_INTERPRET=1 HYPOTHESIS_PROFILE=deep $(PY) -m pytest $(PARALLEL) $(TESTS)
+
+# SIZE is how often each claim is tried, over each transport: 100 for all that is promised.
+SIZE ?= 8
+SECONDS ?= 3600
+
+test-attack: $(READY)  ## Peers that stop, die, lie and crowd, over every transport: what held
+	$(PY) -m tests.attack --tries $(SIZE)
+
+soak: $(READY)  ## Eight nodes under random faults for SECONDS=3600: no wrong byte, nothing left
+	$(PY) -m tests.attack.soak --seconds $(SECONDS)
 
 # pytest ends with 5 where it finds nothing to run.
 test-gpu: $(READY)  ## The kernels on a CUDA device; nothing is run where there is none

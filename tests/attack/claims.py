@@ -113,6 +113,18 @@ class Scene:
             return []
         return [f"{what} left" for what, many in self.here.left().items() if many]
 
+    def revived(self) -> list[str]:
+        """Every source lives and goes on; those that nobody killed should have lived."""
+        faults = []
+        for name, seed in (("struck", 1), ("well", 2)):
+            far: Far = getattr(self, name)
+            far.go_on()
+            time.sleep(0.02)
+            if not far.process.is_alive():
+                faults.append(f"a source died by itself ({far.close()})")
+                setattr(self, name, self.source(seed))
+        return faults
+
     def close(self) -> list[str]:
         faults = [f"a process ended with {code}" for far in (self.struck, self.well)
                   if (code := far.close()) not in (0, -9)]  # fmt: skip
@@ -130,3 +142,22 @@ def code_of(transfer: Transfer, seconds: float) -> str:
 
 
 Claim = Callable[[Attack], Outcome]
+Try = Callable[[Scene], tuple[list[str], bool | None]]
+"""One strike: what was wrong, and whether it met a transfer under way."""
+
+
+def repeated(attack: Attack, one: Try, tries: int | None = None) -> Outcome:
+    """Strike again and again; a process that dies of it is a fault, and is replaced."""
+    scene, outcome = Scene(attack), Outcome()
+    try:
+        for _ in range(attack.tries if tries is None else tries):
+            try:
+                faults, hit = one(scene)
+            except (EOFError, OSError, AssertionError) as problem:
+                faults, hit = [f"{type(problem).__name__} from a process: {problem}"], None
+            outcome.add(faults + scene.revived(), hit=hit)
+    finally:
+        ended = scene.close()
+    if ended:
+        outcome.add(ended)
+    return outcome

@@ -7,13 +7,14 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack
 
 from kvatlas import AtlasError
 from kvatlas.wire import Session
 from tests.attack.claims import Attack, Outcome
 from tests.attack.plans import made
-from tests.attack.process import Rank, waited
+from tests.attack.process import Json, Rank, waited
 
 _TOKENS, _THREADS = 64, 12
 _REQUESTS = [f"request {number}" for number in range(6)]
@@ -58,15 +59,14 @@ class _Crowd:
         how = rng.choice(["direct", "staged", "auto"])
         match way:
             case "pull" | "push":
-                tables = {"dst_blocks" if way == "pull" else "src_blocks": mine.blocks}
-                start = session.pull if way == "pull" else session.push
+                about: Json = {"tokens": _TOKENS, "how": how, "seconds": 10}
+                offered = (request, other.blocks, _TOKENS)
                 if way == "pull":
-                    self._quietly(lambda: other.node.offer(request, other.blocks, _TOKENS))
+                    self._quietly(lambda: other.node.offer(*offered))
+                    transfer = session.pull(request, dst_blocks=mine.blocks, **about)
                 else:
-                    self._quietly(
-                        lambda: other.node.expect(request, other.blocks, _TOKENS, source=mine.plan)
-                    )
-                transfer = start(request, tokens=_TOKENS, how=how, seconds=10, **tables)  # type: ignore[operator]
+                    self._quietly(lambda: other.node.expect(*offered, source=mine.plan))
+                    transfer = session.push(request, src_blocks=mine.blocks, **about)
                 if rng.random() < 0.2:
                     transfer.cancel()
                 if rng.random() < 0.1:
@@ -84,9 +84,9 @@ class _Crowd:
                 mine.node.sweep()
         return f"{way}: ok"
 
-    def _quietly(self, act: object) -> None:
+    def _quietly(self, act: Callable[[], object]) -> None:
         try:
-            act()  # type: ignore[operator]
+            act()
         except AtlasError as refused:
             self.codes[str(refused.code)] += 1
 
@@ -123,7 +123,7 @@ def contended_locks(attack: Attack) -> Outcome:
                 for request in _REQUESTS:
                     rank.node.withdraw(request)
                     rank.node.forget(request)
-                if not waited(lambda rank=rank: not any(rank.left().values()), 15):  # type: ignore[misc]
+                if not waited(lambda rank=rank: not any(rank.left().values()), 15):
                     faults += [f"{what} left" for what, many in rank.left().items() if many]
             outcome.add(faults)
             if hung:

@@ -26,8 +26,6 @@ class Wire:
     label: str
     name: str
     settings: dict[str, str] = field(default_factory=dict)
-    needs_source: bool = False
-    """The source's processor serves every byte: what is read from a stopped one stands still."""
 
 
 _NO_IB = {"UCX_MODULES": "^ib"}
@@ -35,9 +33,9 @@ WIRES = {
     wire.label: wire
     for wire in (
         Wire("shm", "shm"),
-        Wire("nixl-tcp", "nixl", {**_NO_IB, "UCX_TLS": "tcp"}, needs_source=True),
+        Wire("nixl-tcp", "nixl", {**_NO_IB, "UCX_TLS": "tcp"}),
         Wire("nixl", "nixl", _NO_IB),
-        Wire("mooncake", "mooncake", needs_source=True),
+        Wire("mooncake", "mooncake", {"MC_TRANSFER_TIMEOUT": "3"}),
     )
 }
 

@@ -70,8 +70,8 @@ class Rank:
         def noted(request: str, why: str) -> None:
             self.released.append((request, why))
 
-        given = {"blocks": self.blocks, "tokens": self.tokens} | given
-        self.node.offer(request, seconds=seconds, released=noted, **given)
+        about: Json = {"blocks": self.blocks, "tokens": self.tokens} | given
+        self.node.offer(request, seconds=seconds, released=noted, **about)
 
     def left(self) -> Json:
         """What is still lent, leased or under way: all zero where nothing is."""
@@ -190,7 +190,8 @@ class Far:
         until_stopped(self.pid)
 
     def go_on(self) -> None:
-        os.kill(self.pid, signal.SIGCONT)
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGCONT)
 
     def kill(self) -> None:
         self.process.kill()

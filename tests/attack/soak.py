@@ -112,7 +112,7 @@ class Soak:
         """Hear what nodes say; start those again that are gone."""
         pipes = {worker.pipe: worker for worker in self.workers}
         for pipe in wait(list(pipes), seconds):
-            worker = pipes[pipe]  # type: ignore[index]
+            worker = pipes[pipe]
             try:
                 said = json.loads(worker.pipe.recv_bytes())
             except (EOFError, OSError):
@@ -126,7 +126,9 @@ class Soak:
                 self.surprises[said["surprise"]] += 1
             self.counts["wrong bytes"] += said.get("wrong", 0)
             self.counts["never released"] += said.get("stuck", 0)
-            worker.waiting.pop(said["id"], lambda _: None)(said)
+            then = worker.waiting.pop(said["id"], None)
+            if then is not None:
+                then(said)
 
     def _remember(self, worker: Worker) -> Then:
         def remember(said: Json | None) -> None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import numpy as np
 
 from kvatlas.routing import Copy
 from kvatlas.wire import Handle, Link, Session
-from tests.attack.claims import SLACK, Attack, Outcome, Scene, code_of
+from tests.attack.claims import SLACK, Attack, Outcome, Scene, code_of, repeated
 
-_RELEASED = 10.0
+_RELEASED = 15.0
 """Seconds in which the blocks of a transfer that has failed must be released."""
 _LATE = 0.25
 """Seconds that a process has for late bytes once it goes on."""
@@ -30,7 +30,7 @@ def _posted() -> Iterator[list[Handle]]:
         handles.append(handle)
         return handle
 
-    Link.read = noted  # type: ignore[method-assign]
+    Link.read = noted  # type: ignore[method-assign, assignment]
     try:
         yield handles
     finally:
@@ -39,17 +39,7 @@ def _posted() -> Iterator[list[Handle]]:
 
 def stopped_sources(attack: Attack) -> Outcome:
     """Blocks of a pull whose source was stopped are reused once it is released: no late byte."""
-    scene, outcome = Scene(attack), Outcome()
-    try:
-        for _ in range(attack.tries):
-            faults, hit = _stopped_source(scene)
-            outcome.add(faults, hit=hit)
-    finally:
-        scene.struck.go_on()
-        ended = scene.close()
-    if ended:
-        outcome.add(ended)
-    return outcome
+    return repeated(attack, _stopped_source)
 
 
 def _stopped_source(scene: Scene) -> tuple[list[str], bool]:
@@ -85,7 +75,8 @@ def _stopped_source(scene: Scene) -> tuple[list[str], bool]:
     else:
         faults += scene.refill(how=rng.choice(["direct", "staged"]))
     struck.go_on()
-    struck.ask("withdraw", request=request)
+    with suppress(EOFError, OSError):  # that it died is found out later
+        struck.ask("withdraw", request=request)
     time.sleep(_LATE)
     if released and not faults:
         faults += scene.holds(2, "late bytes in reused blocks")
@@ -96,17 +87,7 @@ def _stopped_source(scene: Scene) -> tuple[list[str], bool]:
 
 def stopped_pushers(attack: Attack) -> Outcome:
     """Blocks are reused as soon as a push into them is forgotten: no late byte."""
-    scene, outcome = Scene(attack), Outcome()
-    try:
-        for _ in range(attack.tries):
-            faults, hit = _stopped_pusher(scene)
-            outcome.add(faults, hit=hit)
-    finally:
-        scene.struck.go_on()
-        ended = scene.close()
-    if ended:
-        outcome.add(ended)
-    return outcome
+    return repeated(attack, _stopped_pusher)
 
 
 def _stopped_pusher(scene: Scene) -> tuple[list[str], bool]:

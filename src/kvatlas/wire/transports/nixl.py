@@ -25,6 +25,7 @@ import os
 import secrets
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -152,8 +153,7 @@ class NixlLink(Link):
         self.lock = threading.RLock()
         """Held around every call of the agent, so that none is under way when it is ended."""
         self.agent: Any = owner.make_agent(f"{owner.name}-{secrets.token_hex(16)}", serves=False)
-        self.ended = False
-        """Whether the agent was seen to be gone."""
+        self._below = weakref.ref(self.agent.agent)
         self.posted: set[NixlHandle] = set()
         """Operations that were not seen to be over."""
         self._registered: set[int] = set()
@@ -250,11 +250,13 @@ class NixlLink(Link):
             for handle in self.posted:
                 handle.drop()
             self.posted.clear()
-            agent, self.agent = self.agent, None
-            below = weakref.ref(agent.agent)
-            del agent
-            self.ended = below() is None
+            self.agent = None
         self.owner.links.discard(self)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the agent is seen to be gone."""
+        return self._below() is None
 
 
 class NixlHandle(Handle):
@@ -358,6 +360,8 @@ def translated() -> Iterator[None]:
     except AtlasError:
         raise
     except Exception as problem:
+        # What is kept of a failure must not keep the agent, whose end is waited for.
+        traceback.clear_frames(problem.__traceback__)
         name = type(problem).__name__
         fault = errors.peer_lost if name == _LOST else errors.failed
         raise fault(f"{name}: {problem}") from problem

@@ -1,0 +1,29 @@
+"""A very small part of the attacks, so that the suite itself stays in order."""
+
+from __future__ import annotations
+
+import socket
+
+from tests.attack.claims import Attack
+from tests.attack.forged import forged_messages
+from tests.attack.plans import WIRES
+from tests.attack.proxy import Proxy
+from tests.attack.stops import stopped_sources
+
+
+def test_blocks_of_a_stopped_source_are_reused() -> None:
+    outcome = stopped_sources(Attack(WIRES["shm"], tries=1, tokens=512, seed=1))
+    assert (outcome.tries, outcome.held) == (1, 1), outcome.faults
+
+
+def test_forged_messages_change_nothing() -> None:
+    outcome = forged_messages(Attack(WIRES["shm"], tries=1, tokens=128, seed=1))
+    assert outcome.tries == outcome.held > 5, outcome.faults
+
+
+def test_a_proxy_that_leads_nowhere_closes_what_it_accepts() -> None:
+    proxy = Proxy()
+    host, _, port = proxy.endpoint.removeprefix("tcp://").rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=5) as asked:
+        assert asked.recv(1) == b""
+    proxy.close()
