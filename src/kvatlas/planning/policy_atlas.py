@@ -27,7 +27,7 @@ import msgspec
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Layout, ceil_div, round_up
-from kvatlas.planning.backends import EVERY_ORDER, smallest_common_block
+from kvatlas.planning.backends import ANY_ORDER, EVERY_ORDER, smallest_common_block
 from kvatlas.planning.block_size import (
     DEFAULT_BLOCK,
     BlockSize,
@@ -114,6 +114,7 @@ def plan_atlas(request: PlanRequest) -> Plan:
         # Block by block, states and attention fit together whatever their shapes.
         preferred = next((order for order in orders if Layout(order).block_outermost), None)
     layout = resolve_order(orders, preferred)
+    orders = tuple(order for order in orders if order in (*ANY_ORDER, layout.order))
     if states and attention:
         return _plan_hybrid(Hybrid(request, attention, states, layout, orders, size))
     if request.pack not in ("auto", 1):
