@@ -166,8 +166,8 @@ def test_memory_between_two_elements_is_refused() -> None:
 
 
 def test_caches_of_layers_are_compared_by_who_they_are() -> None:
-    cache = allocate(plan("Qwen3-8B", memory="64MiB", max_len=16))
-    one, two = (cache[layer] for layer in list(cache)[:2])
+    made = plan("Qwen3-8B", memory="64MiB", max_len=16)
+    one, two = (allocate(made)[made.layers[0]] for _ in range(2))
     assert one == one
     assert one != two
     assert len({one, two}) == 2
