@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import pytest
 
 from kvatlas import AtlasError
@@ -298,6 +297,6 @@ def test_many_pulls_wait_for_buffers_rather_than_go_the_slow_way() -> None:
         ]
         assert all(one.wait(20).ready for one in moving)
         assert "direct" not in target.nodes[0].metrics.seconds
-        source.blocks = target.blocks = {0: np.arange(48)}
+        source.blocks = target.blocks = {0: list(range(48))}
         source.assert_idle()
         target.assert_idle()

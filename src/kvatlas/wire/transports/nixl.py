@@ -264,6 +264,8 @@ class NixlHandle(Handle):
 
     def __init__(self, link: NixlLink, request: Any) -> None:
         self._link, self._request = link, request
+        self._arrived = False
+        """Whether NIXL has said so, to whoever looked first."""
 
     def _poll(self) -> bool:
         with self._link.lock:
@@ -272,6 +274,8 @@ class NixlHandle(Handle):
     def _look(self) -> bool:
         """Whether it is done; gives the request back then. The link's lock is held."""
         link = self._link
+        if self._arrived:
+            return True
         if self._request is None:
             raise errors.closed("link")
         with link.calling():
@@ -282,7 +286,7 @@ class NixlHandle(Handle):
             return False
         link.posted.discard(self)
         self.drop()
-        self._settled = True
+        self._arrived = True
         return True
 
     def _settle(self) -> bool:
@@ -291,11 +295,9 @@ class NixlHandle(Handle):
         if not link.lock.acquire(blocking=False):
             return False  # a call is under way, perhaps this operation's
         try:
-            if self._request is None:
-                return link.ended
             with suppress(AtlasError):
                 self._look()
-            return self._settled or link.ended
+            return self._arrived or link.ended
         finally:
             link.lock.release()
 
