@@ -48,6 +48,8 @@ _DEVICES = "UCX_NET_DEVICES"
 _CLOSING = 2.0
 """Seconds that a transport which is closed gives to operations that are under way."""
 _BETWEEN_LOOKS = 5e-3
+_MEETING = 20e-3
+"""Seconds in which two agents agree on the ways between them, where neither is busy."""
 
 
 class NixlTransport(Transport):
@@ -166,6 +168,12 @@ class NixlLink(Link):
             self.agent.add_remote_agent(metadata)
             if rows := _not_empty(self.theirs):
                 self.agent.prep_xfer_dlist(self.peer, _rows(rows), self._kind).release()
+            # An operation that comes before they agree may need the peer's processor where
+            # a later one does not. The agent acts only when it is asked something.
+            deadline = time.monotonic() + _MEETING
+            while time.monotonic() < deadline:
+                self.agent.get_new_notifs()
+                time.sleep(1e-3)
         except Exception as problem:
             got = f"{type(problem).__name__}: {problem}"
             # The form is right, so what fails below NIXL is the way to the peer.
