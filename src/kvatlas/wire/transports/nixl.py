@@ -234,6 +234,8 @@ class NixlHandle(Handle):
     def _look(self) -> bool:
         """Whether it is done; gives the request back then. The link's lock is held."""
         link = self._link
+        if self._done:
+            return True  # whoever settled it has seen so
         if self._request is None:
             raise errors.closed("link")
         with link.calling():
@@ -244,7 +246,7 @@ class NixlHandle(Handle):
             return False
         link.posted.discard(self)
         self.drop()
-        self._settled = True
+        self._done = self._settled = True
         return True
 
     def _settle(self) -> bool:
