@@ -46,7 +46,7 @@ test-deep: $(READY)  ## The same properties with many more examples
 	TRITON_INTERPRET=1 HYPOTHESIS_PROFILE=deep $(PY) -m pytest $(PARALLEL) $(TESTS)
 
 # SIZE is how often each claim is tried, over each transport: 100 for all that is promised.
-SIZE ?= 8
+SIZE ?= 6
 SECONDS ?= 3600
 
 test-attack: $(READY)  ## Peers that stop, die, lie and crowd, over every transport: what held

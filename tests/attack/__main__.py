@@ -41,7 +41,7 @@ def main() -> int:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.attack", description=__doc__)
-    parser.add_argument("--tries", type=int, default=8, help="strikes for each claim")
+    parser.add_argument("--tries", type=int, default=6, help="strikes for each claim")
     parser.add_argument("--tokens", type=int, default=2048, help="of a request, 16 KiB each")
     parser.add_argument("--seed", type=int, default=time.time_ns() % 2**32)
     parser.add_argument("--transports", nargs="*", choices=WIRES, default=list(WIRES))

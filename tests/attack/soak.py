@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -28,16 +29,21 @@ from rich.table import Table
 from tests.attack.plans import WIRES, Wire, installed
 from tests.attack.process import Json
 from tests.attack.proxy import Proxy
-from tests.attack.soak_node import LANDING, OWN, main
+from tests.attack.soak_node import LANDING, OWN, log_of, main
 from tests.wire.forking import forked
 
 NODES = 8
+"""Beside the one that keeps a tier."""
 _AT_ONCE = 3
 """Transfers of a node at a time."""
 _DRAIN = 90.0
 """Seconds in which everything must end once there are no more faults."""
-_NOISE = 12
-"""Descriptors that libraries open as they go on."""
+_GRACE = 8.0
+"""Seconds in which nodes let go of what belonged to peers that have left."""
+_KILLED = range(NODES // 2, NODES + 1)
+"""Nodes that are killed now and then; what the others leak adds up."""
+_NOISE = {"descriptors": 64, "segments": 16}
+"""What a node keeps open for its few peers, so as not to open it again for each transfer."""
 Then = Callable[[Json | None], None]
 """Called with an answer, or with None where the node has died before it."""
 
@@ -46,7 +52,7 @@ class Worker:
     """A node's process, which may be started again."""
 
     def __init__(self, number: int, wire: Wire | None, folder: str, *, behind_proxy: bool) -> None:
-        self.number, self.wire, self.path = number, wire, f"{folder}/tier"
+        self.number, self.wire, self.folder = number, wire, folder
         self.proxy = Proxy() if behind_proxy else None
         self.free_slots = set(LANDING)
         self.restarts = 0
@@ -57,7 +63,7 @@ class Worker:
         self.stopped_until, self.started = 0.0, False
         self.open_before: Json = {}
         self.free_slots = set(LANDING)
-        self.process, self.pipe = forked(main, self.number, self.wire, self.path)
+        self.process, self.pipe = forked(main, self.number, self.wire, self.folder)
         self._own_endpoint = ""
 
     @property
@@ -68,6 +74,12 @@ class Worker:
         self.started, self._own_endpoint = True, endpoint
         if self.proxy:
             self.proxy.target = endpoint
+
+    def last_words(self) -> str:
+        """How it says that it crashed, as far as it does."""
+        lines = log_of(self.folder, self.number).read_text(errors="replace").splitlines()
+        fatal = [line for line in lines if "Fatal" in line or "Assertion" in line]
+        return fatal[0].rpartition("]")[2].strip()[:120] if fatal else ""
 
     def signal(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):
@@ -81,17 +93,18 @@ class Soak:
         self.rng = random.Random(seed)  # noqa: S311
         wires = [WIRES[label] for label in labels if installed(WIRES[label])]
         self.groups: dict[str, list[Worker]] = {wire.label: [] for wire in wires}
-        for number in range(NODES - 1):
-            wire = wires[number % len(wires)] if number < 2 * len(wires) else wires[0]
+        for number in range(NODES):
+            wire = wires[number % len(wires)]
             worker = Worker(number, wire, folder, behind_proxy=number % 2 == 0)
             self.groups[wire.label].append(worker)
-        self.tier = Worker(NODES - 1, None, folder, behind_proxy=False)
+        self.tier = Worker(NODES, None, folder, behind_proxy=False)
         self.workers = [one for group in self.groups.values() for one in group] + [self.tier]
         self.codes: Counter[str] = Counter()
         self.by_wire: dict[str, Counter[str]] = {label: Counter() for label in self.groups}
         self.faults: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
         self.surprises: Counter[str] = Counter()
+        self.leaks: list[str] = []
         self.orders = 0
         self.disk_full_until = 0.0
         self.fault_at = 0.0
@@ -141,7 +154,9 @@ class Soak:
         worker.process.join(5)
         code = worker.process.exitcode
         if code != -signal.SIGKILL:
-            self.surprises[f"node {worker.number} ({self._label(worker)}) ended with {code}"] += 1
+            self.surprises[
+                f"a node died ({self._label(worker)}, {code}): {worker.last_words()}"
+            ] += 1
         waiting, worker.restarts = worker.waiting, worker.restarts + 1
         worker.pipe.close()
         worker.start()
@@ -253,7 +268,7 @@ class Soak:
         if not self.tier.started or len(self.tier.waiting) > 2:
             return
         do = self.rng.choice(["store", "fetch", "fetch"])
-        source, slot = self.rng.randrange(NODES - 1), self.rng.choice(OWN)
+        source, slot = self.rng.randrange(NODES), self.rng.choice(OWN)
         self.tell(self.tier, do, self._tier_ended, source=source, slot=slot)
 
     def _tier_ended(self, said: Json | None) -> None:
@@ -270,7 +285,7 @@ class Soak:
         worker = self.rng.choice([one for one in self.workers if one.started] or self.workers)
         fault = self.rng.choice(["kill", "stop", "stop", "slow", "cut", "cut", "disk"])
         match fault:
-            case "kill":
+            case "kill" if worker.number in _KILLED:
                 worker.signal(signal.SIGKILL)
             case "stop" if worker.stopped_until == 0:
                 worker.signal(signal.SIGSTOP)
@@ -341,41 +356,51 @@ class Soak:
         self.counts["orders without an answer"] += sum(len(one.waiting) for one in self.workers)
 
     def _count_what_is_left(self) -> None:
-        left: list[Worker] = list(self.workers)
+        self._ask_all(lambda _worker, _said: None)  # closes all sessions
+        done = time.monotonic() + _GRACE
+        while time.monotonic() < done:
+            self.listen(0.1)
+        self._ask_all(self._count)
+        for worker in self.workers:
+            self._end(worker)
 
-        def counted(worker: Worker) -> Then:
-            def count(said: Json | None) -> None:
-                left.remove(worker)
-                if said is None or "surprise" in said:
-                    self.surprises["a node died while it was asked what is left"] += 1
-                    return
-                for what in ("leases", "buffers", "quarantine"):
-                    self.counts[f"leaked {what}"] += said[what]
-                for what in ("descriptors", "segments"):
-                    more = said[what] - worker.open_before.get(what, said[what])
-                    noise = _NOISE if what == "descriptors" else 2
-                    self.counts[f"leaked {what}"] += more if more > noise else 0
+    def _ask_all(self, then: Callable[[Worker, Json], None]) -> None:
+        """What is left at every node, once nothing is under way."""
+        left = list(self.workers)
 
-            return count
+        def answered(worker: Worker, said: Json | None) -> None:
+            left.remove(worker)
+            if said is None or "surprise" in said:
+                self.surprises["a node died while it was asked what is left"] += 1
+            else:
+                then(worker, said)
 
         for worker in self.workers:
-            self.tell(worker, "state", counted(worker))
+            self.tell(worker, "state", partial(answered, worker))
         deadline = time.monotonic() + _DRAIN
         while left and time.monotonic() < deadline:
             self.listen(0.1)
         self.counts["orders without an answer"] += len(left)
-        for worker in self.workers:
-            worker.pipe.close()
-            worker.process.join(15)
-            if worker.process.exitcode != 0:
-                self.surprises[
-                    f"node {worker.number} ({self._label(worker)}) closed with "
-                    f"{worker.process.exitcode}"
-                ] += 1
-                worker.process.kill()
-                worker.process.join()
-            if worker.proxy:
-                worker.proxy.close()
+
+    def _count(self, worker: Worker, said: Json) -> None:
+        for what in ("leases", "buffers", "quarantine"):
+            self.counts[f"leaked {what}"] += said[what]
+        for what, noise in _NOISE.items():
+            more = said[what] - worker.open_before.get(what, said[what])
+            self.counts[f"leaked {what}"] += more if more > noise else 0
+            if more > noise:
+                self.leaks.append(f"{self._label(worker)}: {more} {what}")
+
+    def _end(self, worker: Worker) -> None:
+        worker.pipe.close()
+        worker.process.join(15)
+        if worker.process.exitcode != 0:
+            code = worker.process.exitcode
+            self.surprises[f"a node did not close well ({self._label(worker)}, {code})"] += 1
+            worker.process.kill()
+            worker.process.join()
+        if worker.proxy:
+            worker.proxy.close()
 
     @property
     def ok(self) -> bool:
@@ -391,6 +416,7 @@ class Soak:
             "faults": dict(self.faults),
             "restarts": sum(worker.restarts for worker in self.workers),
             "counts": dict(self.counts),
+            "leaks": self.leaks,
             "surprises": dict(self.surprises),
         }
 
@@ -411,6 +437,8 @@ def table(soak: Soak) -> Table:
     for what, many in sorted(soak.counts.items()):
         style = ("[bold red]" if many else "[green]") if _must_be_zero(what) else "[default]"
         shown.add_row(what, f"{style}{many}[/]")
+    for leak in soak.leaks:
+        shown.add_row("[bold red]leak[/]", leak)
     for what, many in soak.surprises.items():
         shown.add_row("[bold red]surprise[/]", f"{what} ({many})")
     return shown

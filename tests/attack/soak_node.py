@@ -212,7 +212,6 @@ class TierNode:
 
     def __init__(self, number: int, path: str) -> None:
         self.number, self.plan = number, soak_plan(1)
-        Path(path).parent.mkdir(exist_ok=True)
         self.tier = Tier.open(path, made("BLHNC", 32, SLOT_TOKENS * SLOTS), durable=False)
         self.lock = threading.Lock()
 
@@ -264,15 +263,22 @@ class TierNode:
             return said
 
 
-def main(told: Connection, number: int, wire: Wire | None, path: str) -> None:
+def log_of(folder: str, number: int) -> Path:
+    return Path(folder, f"node-{number}.log")
+
+
+def main(told: Connection, number: int, wire: Wire | None, folder: str) -> None:
     """Be a node until nobody tells it anything any more."""
+    with log_of(folder, number).open("wb") as log:
+        for noisy in (1, 2):  # libraries print what they like
+            os.dup2(log.fileno(), noisy)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     logging.getLogger("kvatlas").setLevel(logging.CRITICAL)
     faulthandler.enable()
     if wire is not None:
         os.environ.update(wire.settings)
-    node = TierNode(number, path) if wire is None else SoakNode(number, wire)
+    node = TierNode(number, f"{folder}/tier") if wire is None else SoakNode(number, wire)
     endpoint = "" if isinstance(node, TierNode) else node.node.endpoint
     told.send_bytes(json.dumps({"endpoint": endpoint}).encode())
     sending = threading.Lock()

@@ -27,7 +27,7 @@ from kvatlas.wire.rpc import Caller, Server
 from kvatlas.wire.security import Security
 from tests.wire.attacked import opening
 from tests.wire.faulty import Stuck, failure, pair, pull
-from tests.wire.helpers import ends, until
+from tests.wire.helpers import End, ends, pull_all, small, until
 from tests.wire.raw import Raw, connected, framed
 
 SECRET = b"known to both ends"
@@ -213,6 +213,23 @@ def test_the_end_of_a_connection_that_nobody_uses_is_noticed() -> None:
         until(lambda: monitor_code(monitor) == "peer_lost")
         fresh = asks.monitor(made.endpoint)
         assert monitor_code(fresh) == "ok", "what was lost before it was made is not its business"
+
+
+def test_connections_to_peers_that_have_gone_are_closed() -> None:
+    """Also where nobody asks at their endpoints any more: peers come back at others."""
+
+    def opened() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    target = End(small("dense", layout="BLHNC"), 50, seed=2)
+    with ends(target):
+        before = opened()
+        for _ in range(2):
+            source = End(small("dense"), 50, seed=1)
+            with ends(source):
+                source.offer("r")
+                pull_all(source, target, "r")
+        until(lambda: opened() <= before)
 
 
 def test_a_transfer_ends_when_its_peer_dies() -> None:

@@ -83,6 +83,12 @@ class Channels:
             self._drop_ended(pool)
             return pool.lost
 
+    def sweep(self) -> None:
+        """Close connections that peers have ended, also to endpoints that nobody asks any more."""
+        with self._changed:
+            for pool in self._pools.values():
+                self._drop_ended(pool)
+
     def close(self) -> None:
         """Ask nobody any more; a connection that waits for its answer is closed after it."""
         with self._changed:

@@ -16,25 +16,47 @@ class _Below:
 
 
 class _Agent:
-    def __init__(self) -> None:
-        self.agent = _Below()
+    def __init__(self, state: str) -> None:
+        self.agent, self._state = _Below(), state
 
     def check_xfer_state(self, request: Any) -> str:
         kept = self.agent, request
-        raise RuntimeError(f"the peer of {len(kept)} has gone")
+        if self._state == "gone":
+            raise RuntimeError(f"the peer of {len(kept)} has gone")
+        return self._state
+
+
+def posted(state: str) -> NixlHandle:
+    """An operation of which NIXL says this."""
+    owner: Any = SimpleNamespace(
+        memory={}, name="nixl", open=True, make_agent=lambda *_, **__: _Agent(state)
+    )
+    link = NixlLink(owner, SimpleNamespace(agent="peer", kind="DRAM"), {})  # type: ignore[arg-type]
+    handle = NixlHandle(link, SimpleNamespace(release=lambda: None, agent=link.agent.agent))
+    link.posted.add(handle)
+    return handle
 
 
 def test_a_failure_that_is_kept_does_not_keep_the_agent() -> None:
     """Its traceback would, and the memory of the read would never be let go."""
-    owner: Any = SimpleNamespace(
-        memory={}, name="nixl", open=True, make_agent=lambda *_, **__: _Agent()
-    )
-    link = NixlLink(owner, SimpleNamespace(agent="peer", kind="DRAM"), {})  # type: ignore[arg-type]
-    request = SimpleNamespace(release=lambda: None, agent=link.agent.agent)
-    handle = NixlHandle(link, request)
-    link.posted.add(handle)
-    del request
+    handle = posted("gone")
     with pytest.raises(AtlasError) as kept:
         handle.poll()
     assert "RuntimeError" in str(kept.value)
     assert handle.settle()
+
+
+def test_what_another_transfer_saw_to_be_done_is_done() -> None:
+    """Who posts on a link settles what is posted there, others' operations too."""
+    handle = posted("DONE")
+    assert handle.settle()
+    assert handle.poll()
+
+
+def test_what_ends_with_its_agent_is_not_done() -> None:
+    handle = posted("PROC")
+    assert not handle.settle()
+    handle._link.close()
+    assert handle.settle()
+    with pytest.raises(AtlasError):
+        handle.poll()

@@ -35,6 +35,8 @@ from kvatlas.wire.staging import StagingBuffers
 from kvatlas.wire.transports.base import STAGING, Memory, Transport
 
 _MAX_ROUTES = 128
+_CHANNELS_SECONDS = 1.0
+"""Seconds between looks at connections to peers that may have gone."""
 
 
 @dataclass(eq=False, repr=False)
@@ -64,6 +66,7 @@ class NodeState:
         self.lock = threading.Lock()
         self.metrics = Metrics()
         self.channels = Channels(self.security)
+        self._channels_swept = time.monotonic()
         self.peer_plans = PeerPlans()
         self.offers: dict[str, Offer] = {}
         self.expected: dict[str, Expected] = {}
@@ -171,9 +174,12 @@ class NodeState:
         self.quarantine.hold(lease.reads, then, sever=lease.sever)
 
     def sweep(self) -> None:
-        """End offers and leases that have expired."""
+        """End offers and leases that have expired, and connections that peers have ended."""
         self.leases.sweep()
         now = time.monotonic()
+        if now >= self._channels_swept + _CHANNELS_SECONDS:
+            self._channels_swept = now
+            self.channels.sweep()
         for request in [r for r, offer in list(self.offers.items()) if offer.expires <= now]:
             log.warning("expired request=%r", request)
             self.release(request, "expired")
