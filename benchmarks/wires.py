@@ -23,6 +23,7 @@ from benchmarks.timing import median_ms, show
 from kvatlas.errors import AtlasError, Code
 from kvatlas.routing import Copy
 from kvatlas.wire import Link, Memory, Transport, make_transport
+from kvatlas.wire.transports.mooncake import make_engine
 from kvatlas.wire.transports.nixl_strided import describe
 from kvatlas.wire.transports.shm_segments import create_segment
 
@@ -175,9 +176,9 @@ def raw(name: str, end: Transport, link: Any, pool: Any, folder: str) -> Any:
     near = end.memory[0].address
     far = link.theirs[0].address
     if name == "nixl":
-        return lambda copy: raw_nixl(link.owner.agent, link.peer, far, near, copy)
+        return lambda copy: raw_nixl(link.agent, link.peer, far, near, copy)
     if name == "mooncake":
-        engine, session = link.owner.engine, link.peer.session
+        engine, session = make_engine(link.owner.host), link.peer.session
         return lambda copy: raw_mooncake(engine, session, far, near, copy)
     if name == "file":
         return lambda copy: pread(folder, pool, copy)

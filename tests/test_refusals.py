@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import pickle
 import re
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 from kvatlas import AtlasError, Code, DType, Field, Layout, Page, Placement, validate
+from kvatlas.errors import LONGEST_TEXT
 from kvatlas.geometry import (
     FieldAxis,
     Section,
@@ -24,6 +26,7 @@ from kvatlas.geometry import (
     StridedRuns,
     fold_together,
 )
+from kvatlas.planning import Plan
 from kvatlas.specs import (
     AnySpec,
     FullAttention,
@@ -242,3 +245,14 @@ def test_a_refusal_is_a_value_error_and_survives_pickling() -> None:
 def test_specs_from_outside_are_checked_when_read(text: bytes) -> None:
     with pytest.raises(msgspec.ValidationError):
         msgspec.json.decode(text, type=AnySpec)
+
+
+def test_what_was_got_is_cut_to_a_readable_length() -> None:
+    long = "x" * 10_000_000
+    error = AtlasError(Code.BAD_PLAN, long, got=long, hint=long)
+    assert len(str(error)) < 4 * LONGEST_TEXT
+    assert "10,000,000 characters" in str(error.got)
+    assert AtlasError(Code.BAD_PLAN, got=[1, 2], hint="x").got == [1, 2]
+    with pytest.raises(AtlasError) as refusal:
+        Plan.from_json(json.dumps({"k" * 1_000_000: 1}))
+    assert len(str(refusal.value)) < 4 * LONGEST_TEXT

@@ -27,6 +27,7 @@ from kvatlas.routing import Copy, scattered
 from kvatlas.specs import FullAttention
 from kvatlas.wire import (
     Handle,
+    How,
     Link,
     Memory,
     Node,
@@ -79,7 +80,7 @@ def _resident(name: str) -> int:
     raise AssertionError(name)
 
 
-def thin(tokens: int = MILLION, how: str = "auto", transport: str = "shm") -> dict[str, Any]:
+def thin(tokens: int = MILLION, how: How = "auto", transport: str = "shm") -> dict[str, Any]:
     """Every byte of a long request, with a short request that is pulled beside it."""
     import torch
 

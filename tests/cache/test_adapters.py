@@ -132,14 +132,13 @@ REFUSED: dict[tuple[str, str], Code] = {
     **{(name, order): Code.NOT_FOLDABLE
        for name in ("flex attention", "sdpa") for order in ("LBHNC", "BLHNC", "BLNHC", "BHLNC")},
     # A head's keys lie flat over its states, which must not have other heads between them.
-    **{(name, order): Code.NOT_CONTIGUOUS
+    **{(name, order): Code.LAYOUT_REFUSED
        for name in ("rocm planes", "cpu attention") for order in STATE_MAJOR},
     # Scales behind all data of a page want the page in one piece.
-    **{(name, order): Code.NOT_CONTIGUOUS
+    **{(name, order): Code.LAYOUT_REFUSED
        for name in ("nvfp4 HND", "nvfp4 NHD") for order in SPLIT_PAGES},
 }  # fmt: skip
 WHOLE_WITH_ONE_BLOCK = {(name, order) for name in ("flex attention", "sdpa") for order in ORDERS}
-WHOLE_WITH_ONE_BLOCK |= {(name, "LHBNC") for name in ("nvfp4 HND", "nvfp4 NHD")}
 
 
 @pytest.mark.parametrize("case", list(CASES))

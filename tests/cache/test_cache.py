@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 
 from kvatlas import AtlasError, Code, Layout  # noqa: E402
 from kvatlas.cache import ALIGNMENT, allocate, bind  # noqa: E402
+from kvatlas.planning import plan  # noqa: E402
 from tests.guards import ORDERS, Guarded, one_storage, small_plan  # noqa: E402
 from tests.planning.models import SMALL  # noqa: E402
 
@@ -152,3 +153,21 @@ except kvatlas.AtlasError as error:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "missing_extra True Try: pip install 'kvatlas[torch]'\n"
+
+
+def test_memory_between_two_elements_is_refused() -> None:
+    made = plan("Qwen3-8B", memory="64MiB", max_len=16)
+    room = torch.zeros(made.pools[0].nbytes + 8, dtype=torch.uint8)
+    for memory in (room[1:], memoryview(bytearray(room.numel()))[1:]):
+        with pytest.raises(AtlasError) as refusal:
+            bind(memory, made)
+        assert refusal.value.code is Code.MISALIGNED
+    assert bind(room[2:], made)[made.layers[0]].k.dtype == torch.bfloat16
+
+
+def test_caches_of_layers_are_compared_by_who_they_are() -> None:
+    made = plan("Qwen3-8B", memory="64MiB", max_len=16)
+    one, two = (allocate(made)[made.layers[0]] for _ in range(2))
+    assert one == one
+    assert one != two
+    assert len({one, two}) == 2

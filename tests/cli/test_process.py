@@ -67,7 +67,7 @@ def test_interrupt_is_quiet() -> None:
         text=True,
     )
     _, stderr = child.communicate(timeout=60)
-    assert child.returncode == 130
+    assert child.returncode == 130, stderr
     assert "Traceback" not in stderr
 
 

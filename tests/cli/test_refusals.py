@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -161,3 +162,12 @@ def test_every_model_plans_or_refuses_at_any_tp() -> None:
         result = kvatlas("plan", name, "--compare", "tp=1,3,64", "--json")
         assert result.exit_code == 0, (name, result.output)
         assert len(json.loads(result.stdout)["rows"]) == 3
+
+
+def test_a_pipe_is_no_plan(tmp_path: Path) -> None:
+    pipe = tmp_path / "fifo.json"
+    os.mkfifo(pipe)
+    for path in (str(pipe), "/dev/zero", str(tmp_path)):
+        result = kvatlas("check", path, path)
+        assert result.exit_code == 2
+        assert "not a plain file" in result.output

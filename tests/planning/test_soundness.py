@@ -36,7 +36,9 @@ def check(made: Plan) -> None:
         for index in {region.group for region in mine}:
             used = np.zeros(pool.nbytes, dtype=bool)
             homes = [(r, slot) for r in mine if r.group == index for slot in range(len(r.layers))]
-            for (region, slot), block in product(homes, sorted({0, 1, pool.blocks - 1})):
+            for (region, slot), block in product(
+                homes, sorted({0, 1 % pool.blocks, pool.blocks - 1})
+            ):
                 layer = region.layers[slot].name
                 part = region.parts[slot] if region.parts else 0
                 for start, stop in stretches(made, layer, part, block % pool.blocks):

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import pytest
 
 from kvatlas import AtlasError
@@ -92,6 +91,7 @@ def test_buffers_of_a_staged_read_are_not_lent_before_it_is_over() -> None:
             assert node.staging.free == 2
             stalled.reads[0].arrive()
             until(lambda: node.staging.free == 4)
+            assert transfer.released, "its blocks were never given to the transport"
             target.buffers[0].assert_untouched()
         source.nodes[0].withdraw("r")
         works(source, target)
@@ -156,6 +156,30 @@ def test_a_replica_that_stalls_leaves_time_for_another() -> None:
             assert transfer.ready
             assert transfer.seconds < 3.5
         assert len(severed) == 1
+        assert_arrived(source, target, 0)
+
+
+def test_a_replica_that_stalls_never_had_the_blocks() -> None:
+    """Left to choose, a transfer with replicas is staged: the next one need not wait."""
+    source = End(small("dense"), 50, seed=1)
+    target = End(small("dense", layout="BLHNC"), 50, seed=2, buffers=8)
+    other = End(source.plan, 50, seed=1)
+    with ends(source, other, target):
+        for end in (source, other):
+            end.offer("r")
+        stalled = Stalled()
+
+        def around(act: Act, copies: Sequence[Copy]) -> Handle:
+            return act() if stalled.reads else stalled(act, copies)
+
+        target.arounds = around
+        with Session(target.nodes[0], source.endpoints + other.endpoints) as session:
+            transfer = pull(session, target, seconds=4.0, checksums=True).wait(6)
+            assert transfer.ready
+            assert transfer.released
+        assert target.nodes[0].staging.free == 6
+        stalled.reads[0].arrive()
+        until(lambda: target.nodes[0].staging.free == 8)
         assert_arrived(source, target, 0)
 
 
@@ -298,6 +322,6 @@ def test_many_pulls_wait_for_buffers_rather_than_go_the_slow_way() -> None:
         ]
         assert all(one.wait(20).ready for one in moving)
         assert "direct" not in target.nodes[0].metrics.seconds
-        source.blocks = target.blocks = {0: np.arange(48)}
+        source.blocks = target.blocks = {0: list(range(48))}
         source.assert_idle()
         target.assert_idle()

@@ -28,10 +28,15 @@ from kvatlas.planning.topology import MOST_RANKS
 MOST_PAGES = 4096
 """Pages of a block, over all layers, parts and stages: real models have a few hundred."""
 
+MOST_REGIONS = 2048
+"""Regions of all stages and groups: real models have a few hundred, however they are split."""
+
 MOST_SPECS = 256
 """Different specs of layers: real models have fewer than ten."""
 
 _FAR = 1 << 62
+_ELEMENT = 64
+"""A multiple of the size of every element."""
 _PARTIAL = (*LOCAL_KINDS, "cross_attention")
 """Kinds that keep other tokens than all of the request's: which ones, their specs say."""
 
@@ -47,6 +52,7 @@ def check_plan(plan: PlanData) -> None:
         claimed[pool.stage] += pool.nbytes
     if max(claimed.values()) > plan.memory:
         raise _bad(f"pools of {max(claimed.values())} bytes in {plan.memory}")
+    viewed: set[tuple[object, ...]] = set()
     placed_in_group: dict[tuple[int, int], dict[str, Placement]] = {}
     placed_in_pool: dict[tuple[int, int], list[tuple[Region, Placement]]] = {}
     for region in plan.regions:
@@ -57,7 +63,7 @@ def check_plan(plan: PlanData) -> None:
             raise _bad(f"group {region.group} in pool {home[1]} at stage {region.stage}")
         _check_region(plan, region)
         placed = region.placement(plan.tp, pools[home].blocks)
-        _check_views(plan, region, placed)
+        _check_views(plan, region, placed, viewed)
         placed_in_pool.setdefault(home, []).append((region, placed))
         key = f"{region.layers[0].name}, part {region.part(0)}"
         placed_in_group.setdefault((region.stage, region.group), {})[key] = placed
@@ -74,7 +80,8 @@ def _check_numbers(plan: PlanData) -> None:
     if not plan.pools or not plan.groups or not plan.regions:
         raise _bad("no pools, no groups or no regions")
     pages = sum(len(region.layers) for region in plan.regions)
-    if max(len(plan.groups), len(plan.pools), len(plan.regions), pages) > MOST_PAGES:
+    parts = max(len(plan.groups), len(plan.pools), len(plan.regions))
+    if parts > MOST_REGIONS or pages > MOST_PAGES:
         raise _bad("more groups, pools or layers than any model has")
     if Layout(plan.layout).order not in {region.layout for region in plan.regions}:
         raise _bad(f"order {plan.layout}, in which no region lies")
@@ -134,8 +141,19 @@ def _check_tokens(plan: PlanData, group: Group, layer: str, replicas: int) -> No
         raise _bad(f"dcp {plan.dcp} where {replicas} rank(s) hold the same of layer {layer}")
 
 
-def _check_views(plan: PlanData, region: Region, placed: Placement) -> None:
-    """Every field can be a view where its cells lie, its elements at multiples of their size."""
+def _check_views(
+    plan: PlanData, region: Region, placed: Placement, viewed: set[tuple[object, ...]]
+) -> None:
+    """Every field can be a view where its cells lie, its elements at multiples of their size.
+
+    `viewed` are regions that were looked at: alike ones elsewhere are as good.
+    """
+    specs = tuple(dict.fromkeys(layer.spec for layer in region.layers))
+    size, first = (region.page_bytes, region.kernel_block, region.splits), placed.offset % _ELEMENT
+    alike = (specs, size, placed.axes, placed.sizes, placed.strides, first)
+    if alike in viewed:
+        return
+    viewed.add(alike)
     for index in _unlike_layers(region):
         page = region.page(plan.tp, index=index)
         for field in page.fields:

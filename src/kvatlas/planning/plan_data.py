@@ -29,6 +29,7 @@ class PlanData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     regions: tuple[Region, ...]
     backends: tuple[str, ...] = ()
     accepted_layouts: tuple[str, ...] = ()
+    """Orders of engines that suit its backends and pages, and its own."""
     pack: int = 1
     prefix_caching: bool = True
     reasons: tuple[str, ...] = ()

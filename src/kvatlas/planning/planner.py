@@ -133,8 +133,10 @@ def _order_refused(
     got = f"order {request.layout or 'by default'}: {refusal.problem} ({refusal.got})"
     if refusal.code is Code.LAYOUT_REFUSED:
         got = str(refusal.got)
-    hint = f"Use one of {', '.join(orders)}"
-    return AtlasError(Code.LAYOUT_REFUSED, got=got, hint=hint if orders else refusal.hint)
+    hint = "None works: use another block size, backend or policy"
+    if orders:
+        hint = f"Use one of {', '.join(orders)}"
+    return AtlasError(Code.LAYOUT_REFUSED, got=got, hint=hint)
 
 
 def _check_word(option: str, word: object, words: tuple[str, ...]) -> None:

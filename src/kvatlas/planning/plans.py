@@ -21,7 +21,7 @@ import msgspec
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Page, Placement
 from kvatlas.planning import report
-from kvatlas.planning.plan_checks import MOST_PAGES, MOST_SPECS, check_plan
+from kvatlas.planning.plan_checks import MOST_PAGES, MOST_REGIONS, MOST_SPECS, check_plan
 from kvatlas.planning.plan_data import PlanData
 from kvatlas.planning.plan_parts import Pool, Region
 from kvatlas.specs import Spec
@@ -82,7 +82,8 @@ class Plan(PlanData, frozen=True, kw_only=True, forbid_unknown_fields=True, dict
         """A plan from JSON, checked as if it were made here.
 
         What no real plan comes near is refused before it costs anything: `LARGEST_JSON`
-        bytes, `MOST_PAGES` layers or parts of layers, `MOST_SPECS` kinds of them.
+        bytes, `MOST_PAGES` layers or parts of layers in `MOST_REGIONS` regions, `MOST_SPECS`
+        kinds of layers.
         """
         try:
             _check_outline(text)
@@ -203,7 +204,7 @@ def _check_outline(text: bytes | str) -> None:
         raise _too_large(f"{len(text):,} bytes, where {LARGEST_JSON:,} are read")
     regions = msgspec.json.decode(text, type=_PlanOutline).regions
     specs = [bytes(layer.spec) for region in regions for layer in region.layers]
-    if max(len(specs), len(regions)) > MOST_PAGES:
+    if len(specs) > MOST_PAGES or len(regions) > MOST_REGIONS:
         raise _too_large(f"{len(specs):,} layers in {len(regions):,} regions")
     if len(set(specs)) > MOST_SPECS:
         raise _too_large(f"{len(set(specs)):,} kinds of layers")

@@ -26,8 +26,8 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Layout, ceil_div
-from kvatlas.planning.backends import EVERY_ORDER, smallest_common_block
+from kvatlas.geometry import Layout, ceil_div, round_up
+from kvatlas.planning.backends import ANY_ORDER, EVERY_ORDER, smallest_common_block
 from kvatlas.planning.block_size import (
     DEFAULT_BLOCK,
     BlockSize,
@@ -50,6 +50,8 @@ _ROUNDING = 1e-12
 _SPLITS = (1, 2, 4, 8)
 """Parts that a state may be split into: each is one more call of its kernel."""
 _MOST_TRIES = 16
+_MOST_SIZES = 1024
+"""Block sizes that are tried, from the smallest on; real states leave at most a few hundred."""
 _MOST_TABLES = 64
 """Block tables that an engine may be asked to keep for a request."""
 
@@ -112,6 +114,7 @@ def plan_atlas(request: PlanRequest) -> Plan:
         # Block by block, states and attention fit together whatever their shapes.
         preferred = next((order for order in orders if Layout(order).block_outermost), None)
     layout = resolve_order(orders, preferred)
+    orders = tuple(order for order in orders if order in (*ANY_ORDER, layout.order))
     if states and attention:
         return _plan_hybrid(Hybrid(request, attention, states, layout, orders, size))
     if request.pack not in ("auto", 1):
@@ -242,11 +245,10 @@ def _shared_blocks(hybrid: Hybrid, largest: int) -> list[SharedBlock]:
             continue  # heads that do not divide so far
         for width in (n for n in range(1, len(attention) + 1) if len(attention) % n == 0):
             tables = len(attention) // width
-            for tokens in range(step, largest + 1, step):
+            least = round_up(ceil_div(part, width * hybrid.token), step)
+            for tokens in range(least, largest + 1, step)[:_MOST_SIZES]:
                 nbytes = width * tokens * hybrid.token
                 fit = nbytes // part
-                if not fit:
-                    continue
                 groups = ceil_div(len(states) * splits, fit)
                 blocks = blocks_held(attention[0], request, tokens) * tables
                 claimed = (blocks + sets * groups) * nbytes

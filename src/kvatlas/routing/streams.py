@@ -9,6 +9,7 @@ place in the stream is found by division, and only the chunk that it lies in is 
 
 A chunk has about `CHUNK_RUNS` runs. Where the blocks of one chunk of states would have more
 (elements that go one by one), the strips of the pair are divided into sections as well.
+Where chunks end is part of the order: whoever changes that changes what peers agree on.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, Literal, get_args, get_origin
 
 import msgspec
@@ -86,6 +86,20 @@ def check(spec: Spec) -> None:
         elif value not in options:
             hint = f"Use one of {', '.join(map(str, options))}"
             raise bad_spec(f"{kind.__name__} has no such {name}", repr(value), hint)
+
+
+def check_page(spec: Spec) -> None:
+    """Refuse a spec that no page can be made of."""
+    try:
+        _check_page(spec)
+    except TypeError:  # a value that has no hash is remembered nowhere, and refused by its page
+        spec.page(spec.tokens_per_state or 1)
+
+
+@lru_cache(maxsize=4096)
+def _check_page(spec: Spec) -> None:
+    """The same, remembered: layers share specs, and plans from outside have many layers."""
+    spec.page(spec.tokens_per_state or 1)
 
 
 def plain_dtype(name: str) -> DType:

@@ -31,7 +31,7 @@ from kvatlas.geometry import (
     round_up,
     row_bytes,
 )
-from kvatlas.specs.base import Spec, bad_spec, check, plain_dtype
+from kvatlas.specs.base import Spec, bad_spec, check, check_page, plain_dtype
 
 Version = Literal["v3", "v4", "v4.1"]
 
@@ -65,7 +65,7 @@ class _ReplicatedRows(Spec, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check(self)
-        self._smallest_page()
+        check_page(self)
 
     @property
     def tokens_per_state(self) -> int | None:

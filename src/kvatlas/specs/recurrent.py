@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from kvatlas.geometry import Field, Page, Section, Shard, Sharding, flat_field
-from kvatlas.specs.base import Spec, bad_spec, check, plain_dtype
+from kvatlas.specs.base import Spec, bad_spec, check, check_page, plain_dtype
 
 
 class State(NamedTuple):
@@ -31,7 +31,7 @@ class Recurrent(Spec, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check(self)
-        self._smallest_page()
+        check_page(self)
 
     @property
     def tokens_per_state(self) -> int | None:

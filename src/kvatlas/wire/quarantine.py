@@ -27,8 +27,12 @@ class Settling(Protocol):
 _EVERY = 0.02
 """Seconds between two looks at operations that were given up."""
 
-_PATIENCE = 2.0
-"""Seconds in which they may end by themselves; then their link is torn down."""
+_PATIENCE = 10.0
+"""Seconds in which they may end by themselves; then their link is torn down.
+
+UCX over TCP may end a source process whose reader goes away in mid-read, so that this is
+what is done last.
+"""
 
 
 @dataclass

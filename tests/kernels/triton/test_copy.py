@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("triton")
@@ -122,3 +124,25 @@ def test_the_tuner_remembers(tmp_path: object) -> None:
     tune.remember(path, "any", "copy", {"dim": 64}, {"tile": 1})
     tune.remember(path, "any", "copy", {"dim": 64}, {"tile": 2})
     assert path.read_text().count("tile") == 1
+
+
+def test_a_broken_file_of_launch_parameters_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "rules.json"
+    monkeypatch.setenv("KVATLAS_TUNE", str(path))
+    broken = ("{", "[]", '{"any": 1}', '{"any": {"copy": [{"when": {}}]}}', '{"any": {"copy": 7}}')
+    try:
+        for text in broken:
+            path.write_text(text)
+            tune._rules.cache_clear()
+            tune._choose.cache_clear()
+            with pytest.raises(AtlasError) as refusal:
+                tune.choose("copy", torch.device("cpu"))
+            assert refusal.value.code is Code.UNREADABLE
+        path.write_text('{"any": {"copy": [{"when": {"dim": 3}, "use": {"tile": 1}}]}}')
+        assert tune.choose("copy", torch.device("cpu"), dim="wide")["tile"] > 1
+    finally:
+        monkeypatch.undo()
+        tune._rules.cache_clear()
+        tune._choose.cache_clear()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import threading
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -12,14 +14,41 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.routing import Copy
 from kvatlas.wire import Memory, make_transport
 from kvatlas.wire.transports.polled_copy import Stepwise
-from tests.attack.late_bytes import STOPPABLE, stopped_reads
+from tests.attack.late_bytes import POOL, STOPPABLE, stopped_reads
 from tests.wire.transports.conftest import skip_without
+from tests.wire.transports.ends import Peer, eventually, soon
+from tests.wire.transports.peer import End
 
 
 @pytest.mark.parametrize("transport", STOPPABLE)
 def test_a_source_that_goes_on_does_not_reach_memory_that_was_given_on(transport: str) -> None:
     skip_without(STOPPABLE[transport])
     assert stopped_reads(transport, 2) == (2, 2)
+
+
+def test_closing_a_link_lets_what_is_under_way_come_to_its_end() -> None:
+    """A source that is replying when the connection goes may not survive it."""
+    kind = STOPPABLE["nixl"]
+    skip_without(kind)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in kind.settings.items():
+            patch.setenv(name, value)
+        near, peer = End("nixl", {}, {0: POOL}), Peer(kind, {}, {0: POOL})
+        link = near.transport.connect(peer.metadata, peer.regions)
+        peer.signal(signal.SIGSTOP)
+        handle = link.read([Copy(0, 0, np.array([0]), np.array([0]), np.array([POOL]))])
+        handle.release()
+        begun = time.monotonic()
+        link.close()
+        assert time.monotonic() - begun < 2
+        assert not handle.settle()
+        peer.signal(signal.SIGCONT)
+        assert eventually(handle.settle)
+        assert eventually(lambda: not near.transport.links)  # type: ignore[attr-defined]
+        near.transport.connect(peer.metadata, peer.regions).read([]).wait(soon())
+        near.drop()
+        peer.end()
+        assert peer.process.exitcode == 0
 
 
 def test_a_copy_has_settled_once_no_step_of_it_runs() -> None:

@@ -104,8 +104,8 @@ class RankTransfer:
         """Staging buffers of this node."""
         self.lent: tuple[int, ...] = ()
         """Staging buffers of the peer."""
-        self.given_up: list[Handle] = []
-        """Operations that were given up before they were done."""
+        self.given_up: dict[str, list[Handle]] = {"blocks": [], "buffers": []}
+        """Reads that were given up before they were done, by what they would land in."""
 
     def run(self) -> None:
         """Carry it out, or raise why not.
@@ -118,12 +118,13 @@ class RankTransfer:
             self.transfer.check_cancelled()
             self._run()
         finally:
-            link = self.connection.link
-            self.node.quarantine.hold(self.given_up, self._let_go, sever=link.sever)
-
-    def _let_go(self) -> None:
-        self.node.staging.give_back(self.buffers)
-        self.transfer.leave()
+            quarantine, sever = self.node.quarantine, self.connection.link.sever
+            quarantine.hold(self.given_up["blocks"], self.transfer.leave, sever=sever)
+            quarantine.hold(
+                self.given_up["buffers"],
+                partial(self.node.staging.give_back, self.buffers),
+                sever=sever,
+            )
 
     def _run(self) -> None:
         self._open()
@@ -315,10 +316,10 @@ class RankTransfer:
             self._renew_in_time()
             stop = min(total, start + batch)
             with self.node.metrics.phase("direct"):
-                self._read(stream.copies(start, stop))
+                self._read(stream.copies(start, stop), "blocks")
             self.transfer.add(self.rank, stop - start)
 
-    def _read(self, copies: Sequence[Copy]) -> None:
+    def _read(self, copies: Sequence[Copy], into: str = "buffers") -> None:
         """Read runs over the link; where that is given up, it is remembered."""
         handle = self.connection.link.read(copies)
         deadline = self.deadline
@@ -329,8 +330,8 @@ class RankTransfer:
         finally:
             handle.release()
             if not handle.settle():
-                self.given_up.append(handle)
-                if self.others:
+                self.given_up[into].append(handle)
+                if self.others and into == "blocks":
                     self._sever()
 
     def _check_going_on(self) -> None:
@@ -342,7 +343,7 @@ class RankTransfer:
         """Tear the link to a stalled replica down before another one fills the same blocks."""
         self.connection.link.sever()
         patience = time.monotonic() + _SEVERED
-        while not all(handle.settle() for handle in self.given_up):
+        while not all(handle.settle() for handle in self.given_up["blocks"]):
             if time.monotonic() > patience:
                 self.transfer.failed(self.rank, no_answer(self.connection.endpoint))
                 return
@@ -360,6 +361,8 @@ class RankTransfer:
         staging = self.node.staging
         if self.wanted.how == "direct" or not staging.most() or not self.opened.piece:
             return False
+        if self.others and not self.connection.link.prompt:
+            return True  # a replica that stalls in mid-read then leaves the blocks alone
         costs = self.wanted.costs or self.connection.costs or self._measured()
         return costs.staged(stream.nbytes) < costs.direct(stream.runs, stream.nbytes)
 

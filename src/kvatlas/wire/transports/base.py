@@ -129,6 +129,9 @@ class Done(Handle):
 class Link(ABC):
     """A connection to one peer's memory."""
 
+    prompt: ClassVar[bool] = False
+    """Whether an operation that is given up is over at once: this process carries it out."""
+
     def __init__(self, owner: Transport, theirs: Mapping[int, Memory]) -> None:
         self.owner, self.mine, self.theirs = owner, owner.memory, dict(theirs)
         self.open = True

@@ -137,6 +137,8 @@ def open_in(folder: int, name: str, flags: int) -> int:
 
 
 class _FileLink(Link):
+    prompt: ClassVar[bool] = True
+
     def __init__(
         self, owner: FileTransport, file: int, theirs: Mapping[int, Memory], *, sync: bool
     ) -> None:

@@ -63,6 +63,8 @@ class MemoryTransport(Transport):
 
 
 class _MemoryLink(Link):
+    prompt: ClassVar[bool] = True
+
     def __init__(self, owner: MemoryTransport, token: str, theirs: Mapping[int, Memory]) -> None:
         super().__init__(owner, theirs)
         self._token = token

@@ -9,6 +9,9 @@ One agent serves peers; every link reads and writes with an agent of its own. Fo
 ends no operation that was begun: a request that is released, or whose peer is removed,
 still writes to memory when the peer goes on. What ends it is the end of its agent, whose
 sockets and queues go with it, and that must not end the operations of other links.
+It may end the peer, though: UCX aborts, now and then, when a connection goes that it is
+replying on. So a link that is closed lets what is under way come to its end first; one
+that is severed does not.
 
 NIXL fences nothing else: a read of memory whose lease has ended is as good a read to it
 as any. Readiness and leases are decided above this file.
@@ -21,6 +24,7 @@ import importlib.util
 import os
 import secrets
 import threading
+import time
 import traceback
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,6 +45,11 @@ _BUILDS = ("nixl_cu13", "nixl_cu12", "nixl_rocm")
 _LOST = "nixlRemoteDisconnectError"
 _INITIATOR = "NIXL_INIT_AGENT"
 _DEVICES = "UCX_NET_DEVICES"
+_CLOSING = 2.0
+"""Seconds that a transport which is closed gives to operations that are under way."""
+_BETWEEN_LOOKS = 5e-3
+_MEETING = 20e-3
+"""Seconds in which two agents agree on the ways between them, where neither is busy."""
 
 
 class NixlTransport(Transport):
@@ -69,7 +78,8 @@ class NixlTransport(Transport):
         # A name is never used twice: a peer that starts again is another peer.
         self._name = f"kvatlas-{secrets.token_hex(16)}"
         self._agent: Any = self.make_agent(self._name, serves=True)
-        self._links: weakref.WeakSet[NixlLink] = weakref.WeakSet()
+        self.links: set[NixlLink] = set()
+        """Those whose agents have not ended."""
 
     def make_agent(self, name: str, *, serves: bool) -> Any:
         """A NIXL agent; one that serves peers does so from a thread of its own."""
@@ -109,18 +119,23 @@ class NixlTransport(Transport):
         published = errors.read_metadata(metadata, nixl_metadata.Published)
         nixl_metadata.check(published, self.backend, _not_empty(memory))
         link = NixlLink(self, published, memory)
+        self.links.add(link)
         try:
             link.meet(nixl_metadata.put_together(published, self.backend))
         except BaseException:
             link.close()
             raise
-        self._links.add(link)
         return link
 
     def _close(self) -> None:
-        """End all agents; what was under way ends with them."""
-        for link in list(self._links):
+        """End all agents; what is still under way after a while ends with them."""
+        for link in list(self.links):
             link.close()
+        deadline = time.monotonic() + _CLOSING
+        while self.links and time.monotonic() < deadline:
+            time.sleep(_BETWEEN_LOOKS)
+        for link in list(self.links):
+            link.sever()
         self._agent = None
 
 
@@ -147,10 +162,18 @@ class NixlLink(Link):
 
     def meet(self, metadata: bytes) -> None:
         """Tell the agent of its peer."""
+        with translated():
+            self._register_memory()
         try:
             self.agent.add_remote_agent(metadata)
             if rows := _not_empty(self.theirs):
                 self.agent.prep_xfer_dlist(self.peer, _rows(rows), self._kind).release()
+            # An operation that comes before they agree may need the peer's processor where
+            # a later one does not. The agent acts only when it is asked something.
+            deadline = time.monotonic() + _MEETING
+            while time.monotonic() < deadline:
+                self.agent.get_new_notifs()
+                time.sleep(1e-3)
         except Exception as problem:
             got = f"{type(problem).__name__}: {problem}"
             # The form is right, so what fails below NIXL is the way to the peer.
@@ -204,16 +227,39 @@ class NixlLink(Link):
                 yield
         except AtlasError as problem:
             self._lost = problem.code is Code.PEER_LOST
-            self.close()
+            self.sever()
             raise
 
+    def sever(self) -> None:
+        """End what is under way, now; a peer that was about to reply may not survive it."""
+        self.open = False
+        self._end()
+
     def _close(self) -> None:
+        """End the agent once nothing is under way, without waiting for that."""
+        if self.posted:
+            threading.Thread(target=self._drain, daemon=True).start()
+        else:
+            self._end()
+
+    def _drain(self) -> None:
+        """Look at what is under way until nothing is."""
+        while self.posted:
+            for handle in list(self.posted):
+                handle.settle()
+            time.sleep(_BETWEEN_LOOKS)
+        self._end()
+
+    def _end(self) -> None:
         """End the agent, and see that it has gone."""
         with self.lock:
+            if self.agent is None:
+                return
             for handle in self.posted:
                 handle.drop()
             self.posted.clear()
             self.agent = None
+        self.owner.links.discard(self)
 
     @property
     def ended(self) -> bool:
@@ -226,6 +272,8 @@ class NixlHandle(Handle):
 
     def __init__(self, link: NixlLink, request: Any) -> None:
         self._link, self._request = link, request
+        self._arrived = False
+        """Whether NIXL has said so, to whoever looked first."""
 
     def _poll(self) -> bool:
         with self._link.lock:
@@ -234,8 +282,8 @@ class NixlHandle(Handle):
     def _look(self) -> bool:
         """Whether it is done; gives the request back then. The link's lock is held."""
         link = self._link
-        if self._done:
-            return True  # whoever settled it has seen so
+        if self._arrived:
+            return True
         if self._request is None:
             raise errors.closed("link")
         with link.calling():
@@ -246,7 +294,7 @@ class NixlHandle(Handle):
             return False
         link.posted.discard(self)
         self.drop()
-        self._done = self._settled = True
+        self._arrived = True
         return True
 
     def _settle(self) -> bool:
@@ -255,11 +303,9 @@ class NixlHandle(Handle):
         if not link.lock.acquire(blocking=False):
             return False  # a call is under way, perhaps this operation's
         try:
-            if self._request is None:
-                return link.ended
             with suppress(AtlasError):
                 self._look()
-            return self._settled or link.ended
+            return self._arrived or link.ended
         finally:
             link.lock.release()
 

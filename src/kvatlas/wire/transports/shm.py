@@ -155,6 +155,8 @@ def _mapped(regions: Mapping[int, _Region], descriptors: Sequence[int]) -> dict[
 
 
 class _ShmLink(Link):
+    prompt: ClassVar[bool] = True
+
     def __init__(
         self, owner: ShmTransport, connection: socket.socket, theirs: Mapping[int, Memory]
     ) -> None:
