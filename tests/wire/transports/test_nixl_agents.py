@@ -29,7 +29,7 @@ class _Agent:
 def posted(state: str) -> NixlHandle:
     """An operation of which NIXL says this."""
     owner: Any = SimpleNamespace(
-        memory={}, name="nixl", open=True, make_agent=lambda *_, **__: _Agent(state)
+        memory={}, name="nixl", open=True, links=set(), make_agent=lambda *_, **__: _Agent(state)
     )
     link = NixlLink(owner, SimpleNamespace(agent="peer", kind="DRAM"), {})  # type: ignore[arg-type]
     handle = NixlHandle(link, SimpleNamespace(release=lambda: None, agent=link.agent.agent))
@@ -56,7 +56,7 @@ def test_what_another_transfer_saw_to_be_done_is_done() -> None:
 def test_what_ends_with_its_agent_is_not_done() -> None:
     handle = posted("PROC")
     assert not handle.settle()
-    handle._link.close()
+    handle._link.sever()
     assert handle.settle()
     with pytest.raises(AtlasError):
         handle.poll()
