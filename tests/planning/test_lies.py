@@ -110,6 +110,30 @@ def test_a_plan_as_large_as_is_read_takes_no_longer_than_its_size() -> None:
     assert time.process_time() - began < 5
 
 
+def test_stripes_without_end_are_told_apart_without_counting_them() -> None:
+    """A page of 2**28 cells, in which two groups overlay each other cell by cell."""
+    text = as_dict(plan("Qwen3-8B", memory="60GiB", layout="LBNHC"))
+    region, group, heads, states = text["regions"][0], text["groups"][0], 1 << 12, 1 << 16
+    layer = {**region["layers"][0]}
+    layer["spec"] = {**layer["spec"], "heads": heads, "head_dim": 8}
+    size = {"block": states, "kernel_block": states, "page_bytes": heads * states * 32}
+    named = [[{**layer, "name": f"layers.{index}"}] for index in range(2)]
+    for stride in (32, 40):
+        place = {"layout": "HNBLC", "offset": 0, "page_stride": 32, "block_stride": stride}
+        lie = {
+            **text, "layout": "HNBLC", "memory": 1 << 61,
+            "groups": [{**group, "block": states}] * 2,
+            "pools": [{**text["pools"][0], "blocks": 4, "block_bytes": heads * states * 256}],
+            "regions": [
+                {**region, **size, **place, "group": index, "layers": layers}
+                for index, layers in enumerate(named)
+            ],
+        }  # fmt: skip
+        began = time.process_time()
+        Plan.from_json(json.dumps(lie))
+        assert time.process_time() - began < 2
+
+
 def test_large_states_do_not_hang_the_search_of_blocks() -> None:
     state = {"mixer": Mamba2(heads=8, head_dim=8, groups=1, state_size=10**7)}
     attention = {"attn": FullAttention(heads=1, head_dim=8)}

@@ -19,7 +19,8 @@ from kvatlas.geometry.address_arrays import Int64s, join_ranges
 from kvatlas.geometry.integers import positive
 from kvatlas.geometry.placement import Placement
 
-_MOST_RUNS = 1 << 24
+_MOST_RUNS = 1 << 21
+"""Stretches of bytes that are looked at one by one: real plans have some hundred thousand."""
 
 
 def validate(
@@ -140,6 +141,16 @@ def keeps_to_its_blocks(placement: Placement, cell: int, blocks: int) -> bool:
         return True  # there is no other block to meet
     if placement.size("B") > 1 and placement.stride("B") != cell:
         return False
-    starts, lengths = placement.runs(B=[0])
+    one = placement.select("B", 0)
+    # Steps over whole rounds of cells come back to the same block: the rest must stay inside.
+    inside = sum(
+        (n - 1) * s for n, s in zip(one.sizes, one.strides, strict=True) if s % (cell * blocks)
+    )
+    if one.offset // cell % blocks == 0 and one.offset % cell + inside + one.item <= cell:
+        return True
+    if one.folded().count > _MOST_RUNS:
+        got, hint = f"{one} in cells of {cell} bytes", "Give all parts the same block axis"
+        raise AtlasError(Code.UNDECIDED, got=got, hint=hint)
+    starts, lengths = one.runs()
     first, last = starts // cell, (starts + lengths - 1) // cell
     return bool(((first == last) & (first % blocks == 0)).all())
