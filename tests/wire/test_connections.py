@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -287,13 +287,14 @@ def test_who_speaks_too_slowly_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) ->
     """A byte now and then: in the first question, in a later one, in a handshake."""
     question = framed(protocol.encode(RENEW))
     for secret, said in ((None, b""), (None, question), (SECRET, b"")):
-        with server(secret=secret) as made, channels(secret) as asks:
-            with monkeypatch.context() as patch, connected(made.endpoint) as slow:
+        with server(secret=secret) as made, channels(secret) as asks, ExitStack() as stack:
+            with monkeypatch.context() as patch:
+                patch.setattr("kvatlas.wire.rpc._STRANGER_SECONDS", 0.5)
+                patch.setattr("kvatlas.wire.connection.FRAME_SECONDS", 0.5)
+                slow = stack.enter_context(connected(made.endpoint))
                 if said:
                     slow.sendall(said)
                     assert slow.recv(1 << 16)
-                patch.setattr("kvatlas.wire.rpc._STRANGER_SECONDS", 0.2)
-                patch.setattr("kvatlas.wire.connection.FRAME_SECONDS", 0.2)
                 some = question[:-1] if secret is None else b"\x16\x03\x01\x01\x00" + bytes(60)
                 slow.settimeout(0.1)
                 assert any(gone(slow, bytes([byte])) for byte in some)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
@@ -126,6 +127,7 @@ def test_layers_arrive_one_after_the_other(
                 )
                 while not transfer.done:
                     seen.append(transfer.layers)
+                    time.sleep(1e-4)
                 transfer.wait(10)
                 assert transfer.layers == set(target.plan.layers)
                 assert all(one <= two for one, two in pairwise(seen))
