@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -50,10 +50,12 @@ class PeerConnection:
     peer: Peer
     session: bytes
     link: Link
-    errands: ThreadPoolExecutor
-    """Carries out what nobody waits for."""
+    beside: ThreadPoolExecutor
+    """Asks questions while a transfer does something else."""
     costs: Costs | None = None
     """What the link was measured at."""
+    question_seconds: float = 0.0
+    """How long the peer takes to answer a question."""
     users: int = 0
     """Transfers that use it now: the link is closed after the last of them."""
     gone: bool = False
@@ -221,7 +223,7 @@ class RankTransfer:
         """End the lease; where all went well, the source confirms that it was held."""
         if not complete:
             # Nobody waits for a peer that may not answer: its lease ends by itself then.
-            self.connection.errands.submit(self._abandon)
+            self.connection.beside.submit(self._abandon)
             return
         with self.node.metrics.phase("confirm"):
             self._ask_of_lease(protocol.Close, Ok, complete=True)
@@ -364,7 +366,9 @@ class RankTransfer:
         if self.others and not self.connection.link.prompt:
             return True  # a replica that stalls in mid-read then leaves the blocks alone
         costs = self.wanted.costs or self.connection.costs or self._measured()
-        return costs.staged(stream.nbytes) < costs.direct(stream.runs, stream.nbytes)
+        # For buffers and to have them filled, and as much again for threads that take turns.
+        asking = 4 * self.connection.question_seconds
+        return asking + costs.staged(stream.nbytes) < costs.direct(stream.runs, stream.nbytes)
 
     def _pull_staged(self, stream: Stream) -> None:
         """Have pieces gathered, read and scatter them; one is gathered while another is read."""
@@ -372,28 +376,29 @@ class RankTransfer:
         piece = min(staging.piece, self.opened.piece)
         spans = list(_spans(stream.nbytes, piece))
         many = min(len(self.buffers), len(self.lent))
-        waiting: list[Future[Ok]] = []
-
-        def gather_next(number: int) -> None:
-            start, stop = spans[number]
-            span = {"start": start, "stop": stop, "buffer": self.lent[number % many]}
-            waiting.append(beside.submit(lambda: self._ask_of_lease(protocol.Gather, Ok, **span)))
-
-        with ThreadPoolExecutor(1, thread_name_prefix="kvatlas-stage") as beside:
-            gather_next(0)
+        gathering = self._gather_beside(spans[0], 0)
+        try:
             for number, (start, stop) in enumerate(spans):
                 self.transfer.check_cancelled()
                 self._renew_in_time()
-                waiting.pop(0).result()
+                gathering.result()
                 if number + 1 < len(spans) and many > 1:
-                    gather_next(number + 1)
+                    gathering = self._gather_beside(spans[number + 1], (number + 1) % many)
                 with self.node.metrics.phase("staged"):
                     self._read([self._staging_copy(number % many, stop - start)])
                 if number + 1 < len(spans) and many == 1:
-                    gather_next(number + 1)
+                    gathering = self._gather_beside(spans[number + 1], 0)
                 here = staging.view(self.buffers[number % many], stop - start)
                 scatter(stream.copies(start, stop), here, pools)
                 self.transfer.add(self.rank, stop - start)
+        finally:
+            wait([gathering])
+
+    def _gather_beside(self, span: tuple[int, int], buffer: int) -> Future[Ok]:
+        """Have the peer gather a piece into one of its buffers."""
+        about = {"start": span[0], "stop": span[1], "buffer": self.lent[buffer]}
+        ask = partial(self._ask_of_lease, protocol.Gather, Ok, **about)
+        return self.connection.beside.submit(ask)
 
     def _push(self, stream: Stream, *, staged: bool) -> None:
         """Have the peer fetch piece after piece; the next is gathered while it does."""
@@ -402,22 +407,26 @@ class RankTransfer:
         if staged:
             self._borrow_both()
             piece = min(piece, staging.piece)
-        waiting: list[Future[Ok]] = []
-        with ThreadPoolExecutor(1, thread_name_prefix="kvatlas-stage") as beside:
+        fetching: Future[Ok] | None = None
+        try:
             for number, (start, stop) in enumerate(_spans(stream.nbytes, piece)):
                 self.transfer.check_cancelled()
                 self._renew_in_time()
                 span: dict[str, Any] = {"start": start, "stop": stop}
                 if staged:
-                    if len(waiting) == len(self.buffers):
-                        waiting.pop(0).result()
+                    if fetching and len(self.buffers) == 1:
+                        fetching.result()
                     buffer = self.buffers[number % len(self.buffers)]
                     gather(stream.copies(start, stop), pools, staging.view(buffer, stop - start))
                     span["staged_at"] = buffer * staging.piece
-                fetch = partial(self._fetch, span)
-                waiting.append(beside.submit(fetch))
-            for fetched in waiting:
-                fetched.result()
+                if fetching:
+                    fetching.result()
+                fetching = self.connection.beside.submit(self._fetch, span)
+            if fetching:
+                fetching.result()
+        finally:
+            # Nobody else gets the buffers while the peer reads from them.
+            wait([fetching] if fetching else [])
 
     def _fetch(self, span: dict[str, Any]) -> Ok:
         self.transfer.check_cancelled()
@@ -446,6 +455,7 @@ class RankTransfer:
             return Costs()
         self._borrow(len(self.buffers))
         with self.node.metrics.phase("measure"):
+            self.connection.question_seconds = _quickest(self._renew)
             self.connection.costs = self._measure()
         return self.connection.costs
 

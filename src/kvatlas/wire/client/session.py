@@ -54,7 +54,7 @@ class Session:
         self._connecting = {endpoint: threading.Lock() for endpoint in endpoints}
         self._lock = threading.RLock()
         self._workers = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="kvatlas-transfer")
-        self._errands = ThreadPoolExecutor(4, thread_name_prefix="kvatlas-errand")
+        self._beside = ThreadPoolExecutor(2 * _AT_ONCE, thread_name_prefix="kvatlas-beside")
         self._running: WeakSet[Transfer] = WeakSet()
         self._closed = False
         try:
@@ -139,7 +139,7 @@ class Session:
         for transfer in running:
             transfer.cancel()
         self._workers.shutdown(wait=True)
-        self._errands.shutdown(wait=True)
+        self._beside.shutdown(wait=True)
         for connection in self._connections.values():
             connection.link.close()
         self._connections.clear()
@@ -284,7 +284,7 @@ class Session:
             self._check_same_plan(endpoint, peer)
             node.route_from(peer)
             link = node.transport.connect(peer.metadata, peer.memory)
-        return PeerConnection(endpoint, peer, answer.session, link, self._errands)
+        return PeerConnection(endpoint, peer, answer.session, link, self._beside)
 
     def _check_same_plan(self, endpoint: str, peer: Peer) -> None:
         """Refuse ranks of another plan: parts of two plans do not make up a request."""
