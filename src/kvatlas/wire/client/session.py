@@ -37,7 +37,13 @@ _RETRIED = _PEER_GONE | {Code.LEASE_EXPIRED, Code.UNKNOWN_REQUEST, Code.CHECKSUM
 """Failures that another replica may be spared."""
 
 _AT_ONCE = 64
-"""Parts of transfers that are carried out at once; the others wait their turn."""
+"""Parts of transfers that are carried out at once; the others wait until one has ended."""
+
+_TURNS = 4
+"""Parts that get on at once, as long as all get on: more only get in each other's way."""
+
+_TURN_SECONDS = 0.5
+"""Seconds that a part waits for its turn, where those before it do not get on."""
 
 _ANSWER_SECONDS = 5.0
 """Seconds that a peer has for an answer, within the transfer's own deadline."""
@@ -55,6 +61,7 @@ class Session:
         self._lock = threading.RLock()
         self._workers = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="kvatlas-transfer")
         self._beside = ThreadPoolExecutor(2 * _AT_ONCE, thread_name_prefix="kvatlas-beside")
+        self._turns = threading.Semaphore(_TURNS)
         self._running: WeakSet[Transfer] = WeakSet()
         self._closed = False
         try:
@@ -185,6 +192,7 @@ class Session:
 
     def _run_rank(self, transfer: Transfer, wanted: TransferRequest, rank: int) -> None:
         """Carry out one rank's part, and record its outcome."""
+        has_turn = self._turns.acquire(timeout=_TURN_SECONDS)
         try:
             self._try_replicas(transfer, wanted, rank)
         except AtlasError as refused:
@@ -198,6 +206,8 @@ class Session:
             return
         finally:
             transfer.leave()
+            if has_turn:
+                self._turns.release()
         transfer.failed(rank, error)
         code = error.code if transfer.error is None else transfer.error.code
         self.node.metrics.ended(wanted.direction, str(code))
