@@ -6,6 +6,7 @@ import socket
 
 from tests.attack.claims import Attack
 from tests.attack.forged import forged_messages
+from tests.attack.long_contexts import thin
 from tests.attack.plans import WIRES
 from tests.attack.proxy import Proxy
 from tests.attack.stops import stopped_sources
@@ -19,6 +20,11 @@ def test_blocks_of_a_stopped_source_are_reused() -> None:
 def test_forged_messages_change_nothing() -> None:
     outcome = forged_messages(Attack(WIRES["shm"], tries=1, tokens=128, seed=1))
     assert outcome.tries == outcome.held > 5, outcome.faults
+
+
+def test_a_long_request_takes_little_memory_beside_its_pools() -> None:
+    result = thin(1 << 17)
+    assert result["held"], result
 
 
 def test_a_proxy_that_leads_nowhere_closes_what_it_accepts() -> None:

@@ -160,6 +160,35 @@ def test_tokens_that_are_not_offered_are_refused() -> None:
         source.assert_idle()
 
 
+def test_a_way_that_does_not_exist_is_refused() -> None:
+    with ends(*two_ends("dense", {}, {})) as (source, target):
+        source.offer("r")
+        with Session(target.nodes[0], source.endpoints) as session:
+            about: dict[str, Any] = {"dst_blocks": target.blocks, "tokens": 50, "how": "bogus"}
+            with pytest.raises(AtlasError) as refusal:
+                session.pull("r", **about)
+            assert refusal.value.code is Code.WIRE_FAILED
+
+
+def test_pools_that_peers_cannot_reach_are_staged() -> None:
+    """Plain memory over the shared memory transport, which reaches its staging buffers alone."""
+    made = [small("dense", layout=layout) for layout in ("LBNHC", "BHLNC")]
+    pools = [{0: np.full(one.pools[0].nbytes, number, np.uint8)} for number, one in enumerate(made)]
+    nodes = [
+        Node(one, memory=memory_of(mine), transport=make_transport("shm"))
+        for one, mine in zip(made, pools, strict=True)
+    ]
+    nodes[1].offer("r", [3, 1], 32)
+    with nodes[0], nodes[1], Session(nodes[0], [nodes[1].endpoint]) as session:
+        transfer = session.pull("r", dst_blocks=[2, 5], tokens=32).wait(20)
+        assert "staged" in nodes[0].metrics.seconds
+        assert int((pools[0][0] == 1).sum()) == transfer.moved == transfer.total
+        nodes[1].expect("back", [7, 8], 32, source=made[0])
+        with Session(nodes[0], [nodes[1].endpoint]) as towards:
+            towards.push("back", src_blocks=[0, 1], tokens=32).wait(20)
+        assert nodes[1].expected["back"].ready.is_set()
+
+
 def test_an_empty_range_is_there_at_once() -> None:
     with ends(*two_ends("dense", {"tp": 2}, {})) as (source, target):
         source.offer("r")

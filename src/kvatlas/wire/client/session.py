@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, get_args
 from weakref import WeakSet
 
 from kvatlas.errors import AtlasError, Code
@@ -178,6 +178,8 @@ class Session:
         )
 
     def _start(self, wanted: TransferRequest, ranks: Sequence[int], total: int | None) -> Transfer:
+        if wanted.how not in get_args(How):
+            raise failed(f"how={wanted.how!r}", f"Choose one of {', '.join(get_args(How))}")
         missing = [rank for rank in ranks if rank not in self._replicas]
         if missing:
             raise self._not_connected(missing)
