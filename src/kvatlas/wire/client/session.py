@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, get_args
@@ -94,7 +94,7 @@ class Session:
         dst_blocks: Any,
         tokens: Any,
         src_blocks: Any = None,
-        layers: Collection[str] | None = None,
+        layers: Iterable[str] | None = None,
         seconds: float = 30.0,
         how: How = "auto",
         costs: Costs | None = None,
@@ -106,6 +106,7 @@ class Session:
         Source blocks may be left out: the source knows what it offers. With `streamed`,
         layers arrive one after the other and `Transfer.layers` says which have.
         """
+        layers = None if layers is None else tuple(layers)
         incoming = self.node.route_from(self._any_peer())
         ranks = incoming.sources(self.node.rank)
         total = incoming.needed_bytes(
@@ -124,13 +125,14 @@ class Session:
         src_blocks: Any,
         tokens: Any,
         dst_blocks: Any = None,
-        layers: Collection[str] | None = None,
+        layers: Iterable[str] | None = None,
         seconds: float = 30.0,
         how: How = "auto",
         costs: Costs | None = None,
         checksums: bool = False,
     ) -> Transfer:
         """Write a request's tokens from blocks of this node to every rank that reads from it."""
+        layers = None if layers is None else tuple(layers)
         ranks = self.node.readers(self._any_peer())
         wanted = TransferRequest(
             "push", request, src_blocks, dst_blocks, tokens, layers, seconds, how, costs,

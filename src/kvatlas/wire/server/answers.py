@@ -53,7 +53,9 @@ class Answers:
         peer = self.sessions.find(question.session, caller)
         match question:
             case protocol.Open():
-                return self._open(question, peer)
+                opened = self._open(question, peer)
+                self._check_session(question.session, caller)
+                return opened
             case protocol.Renew():
                 lease = self._lease(question)
                 self.node.leases.renew(lease, min(question.seconds, self._longest(lease)))
@@ -118,6 +120,14 @@ class Answers:
             blocks=protocol.pack_tables(held.blocks),
             piece=node.staging.piece if node.staging.most(for_peer=True) else 0,
         )
+
+    def _check_session(self, session: bytes, caller: Caller) -> None:
+        """Leave no lease to a session that has ended while one was granted."""
+        try:
+            self.sessions.find(session, caller)
+        except AtlasError:
+            self.node.leases.drop_all({session})
+            raise
 
     def _held(self, question: protocol.Open, peer: Peer) -> Offer | Expected:
         """What this node offers to be read, or expects to be pushed, under a request's name."""
