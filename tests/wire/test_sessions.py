@@ -144,7 +144,7 @@ def test_some_layers_and_some_tokens_move_alone(how: str) -> None:
         with Session(target.nodes[0], source.endpoints) as session:
             given = (name for name in layers)
             moved = session.pull("r", dst_blocks=target.blocks, tokens=(7, 29), layers=given)
-            assert moved.wait(10).moved == moved.total > 0
+            assert 0 < moved.wait(10).moved == moved.total
         pull_all(source, target, "r", tokens=(7, 29), layers=layers, how=how, checksums=True)
         assert source.released == []
         source.assert_idle()
