@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,11 +28,12 @@ class _Agent:
         return self._state
 
 
-def posted(state: str) -> NixlHandle:
+def posted(state: str, *, by_cpu: bool = False) -> NixlHandle:
     """An operation of which NIXL says this."""
     owner: Any = SimpleNamespace(
-        memory={}, name="nixl", open=True, links=set(), make_agent=lambda *_, **__: _Agent(state)
-    )
+        memory={}, name="nixl", open=True, links=set(), by_cpu=by_cpu,
+        make_agent=lambda *_, **__: _Agent(state),
+    )  # fmt: skip
     link = NixlLink(owner, SimpleNamespace(agent="peer", kind="DRAM"), {})  # type: ignore[arg-type]
     handle = NixlHandle(link, SimpleNamespace(release=lambda: None, agent=link.agent.agent))
     link.posted.add(handle)
@@ -58,5 +61,17 @@ def test_what_ends_with_its_agent_is_not_done() -> None:
     assert not handle.settle()
     handle._link.sever()
     assert handle.settle()
+    with pytest.raises(AtlasError):
+        handle.poll()
+
+
+def test_an_agent_with_operations_under_way_is_retired_where_it_receives_nothing_uncalled() -> None:
+    """UCX would abort the process that destroys it, or the peer that replies to it."""
+    handle = posted("PROC", by_cpu=True)
+    below = weakref.ref(handle._link.agent.agent)
+    handle._link.sever()
+    assert handle.settle()
+    gc.collect()
+    assert below() is not None
     with pytest.raises(AtlasError):
         handle.poll()

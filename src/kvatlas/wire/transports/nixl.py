@@ -7,11 +7,12 @@ That makes a million descriptors as cheap to prepare as two arrays of numbers.
 
 One agent serves peers; every link reads and writes with an agent of its own. For NIXL
 ends no operation that was begun: a request that is released, or whose peer is removed,
-still writes to memory when the peer goes on. What ends it is the end of its agent, whose
-sockets and queues go with it, and that must not end the operations of other links.
-It may end the peer, though: UCX aborts, now and then, when a connection goes that it is
-replying on. So a link that is closed lets what is under way come to its end first; one
-that is severed does not.
+still writes to memory when the peer goes on. A link that is closed lets what is under way
+come to its end; one that is severed, or has failed, gives its agent up. Without RDMA that
+agent is retired: it has no thread of its own, so that nothing is received once nobody calls
+it, and it is kept for good, for UCX aborts, now and then, both the process that destroys an
+agent with operations under way and the peer that was replying to it. With RDMA the network
+writes by itself, and only the end of the agent ends that.
 
 NIXL fences nothing else: a read of memory whose lease has ended is as good a read to it
 as any. Readiness and leases are decided above this file.
@@ -19,8 +20,10 @@ as any. Readiness and leases are decided above this file.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import importlib.util
+import logging
 import os
 import secrets
 import threading
@@ -40,6 +43,8 @@ from kvatlas.wire.transports import errors, nixl_metadata
 from kvatlas.wire.transports.base import Handle, Link, Memory, Shared, Transport
 from kvatlas.wire.transports.nixl_metadata import Kind
 from kvatlas.wire.transports.nixl_strided import Rows, describe
+
+log = logging.getLogger("kvatlas.wire")
 
 _BUILDS = ("nixl_cu13", "nixl_cu12", "nixl_rocm")
 _LOST = "nixlRemoteDisconnectError"
@@ -78,6 +83,8 @@ class NixlTransport(Transport):
         # A name is never used twice: a peer that starts again is another peer.
         self._name = f"kvatlas-{secrets.token_hex(16)}"
         self._agent: Any = self.make_agent(self._name, serves=True)
+        self.by_cpu = backend == "UCX" and kind == "DRAM" and not _has_rdma()
+        """Whether bytes arrive only while an agent of this process is called."""
         self.links: set[NixlLink] = set()
         """Those whose agents have not ended."""
 
@@ -156,6 +163,7 @@ class NixlLink(Link):
         """Held around every call of the agent, so that none is under way when it is ended."""
         self.agent: Any = owner.make_agent(f"{owner.name}-{secrets.token_hex(16)}", serves=False)
         self._below = weakref.ref(self.agent.agent)
+        self._retired = False
         self.posted: set[NixlHandle] = set()
         """Operations that were not seen to be over."""
         self._registered: set[int] = set()
@@ -251,20 +259,32 @@ class NixlLink(Link):
         self._end()
 
     def _end(self) -> None:
-        """End the agent, and see that it has gone."""
+        """End the agent, and see that it has gone; or retire it, and never call it again."""
         with self.lock:
             if self.agent is None:
                 return
-            for handle in self.posted:
-                handle.drop()
+            agent, self.agent = self.agent, None
+            if self.posted and self.owner.by_cpu:
+                _retire(agent, *(handle.take_request() for handle in self.posted))
+                self._retired = True
+            else:
+                for handle in self.posted:
+                    handle.drop()
             self.posted.clear()
-            self.agent = None
+            del agent
         self.owner.links.discard(self)
 
     @property
     def ended(self) -> bool:
-        """Whether the agent is seen to be gone."""
-        return self._below() is None
+        """Whether nothing can arrive any more: the agent is retired, or seen to be gone."""
+        return self._retired or self._below() is None
+
+
+def _retire(*objects: Any) -> None:
+    """Keep what must never be destroyed, not even when the interpreter ends."""
+    for one in objects:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))
+    log.warning("retired a NIXL agent with %d operations under way", len(objects) - 1)
 
 
 class NixlHandle(Handle):
@@ -309,9 +329,14 @@ class NixlHandle(Handle):
         finally:
             link.lock.release()
 
+    def take_request(self) -> Any:
+        """The request, which is then no longer looked at."""
+        request, self._request = self._request, None
+        return request
+
     def drop(self) -> None:
         """Give the request back to NIXL, which forgets it; that ends nothing."""
-        request, self._request = self._request, None
+        request = self.take_request()
         with suppress(Exception):
             request.release()
 
@@ -352,9 +377,13 @@ def _without_rdma() -> None:
     Where the system's own libibverbs is installed too, two copies of what it needs are
     loaded then, and the process crashes when it exits.
     """
-    devices = Path("/sys/class/infiniband")
-    if not devices.is_dir() or not any(devices.iterdir()):
+    if not _has_rdma():
         os.environ.setdefault("UCX_MODULES", "^ib")
+
+
+def _has_rdma() -> bool:
+    devices = Path("/sys/class/infiniband")
+    return devices.is_dir() and any(devices.iterdir())
 
 
 def _rows(memory: Mapping[int, Memory]) -> Rows:
