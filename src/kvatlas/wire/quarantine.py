@@ -30,8 +30,7 @@ _EVERY = 0.02
 _PATIENCE = 10.0
 """Seconds in which they may end by themselves; then their link is torn down.
 
-UCX over TCP may end a source process whose reader goes away in mid-read, so that this is
-what is done last.
+What a torn down link keeps for good (NIXL) or takes with it is worth some patience.
 """
 
 
