@@ -14,7 +14,16 @@ from kvatlas.geometry.address_arrays import (
 from kvatlas.geometry.combine import append, fold_beside, in_words, stack, tile_alike, widest_word
 from kvatlas.geometry.dtype import DType
 from kvatlas.geometry.field import Field, FieldAxis, Section, Sharding, ShardRange
-from kvatlas.geometry.integers import INT64_MAX, ceil_div, integer, natural, positive, round_up
+from kvatlas.geometry.integers import (
+    INT64_MAX,
+    Whole,
+    ceil_div,
+    integer,
+    lesser,
+    natural,
+    positive,
+    round_up,
+)
 from kvatlas.geometry.layout import ENGINE_LAYOUTS, Layout
 from kvatlas.geometry.packing import ElementRow, Shard, flat_field, in_cells, in_planes, row_bytes
 from kvatlas.geometry.page import Page
@@ -53,6 +62,7 @@ __all__ = [
     "StateBlocks",
     "StateSpans",
     "StridedRuns",
+    "Whole",
     "append",
     "ceil_div",
     "fill_descriptors",
@@ -67,6 +77,7 @@ __all__ = [
     "join_copies",
     "join_ranges",
     "keeps_to_its_blocks",
+    "lesser",
     "merge_runs",
     "natural",
     "pack_positions",

@@ -8,20 +8,36 @@ are whole: a float that is whole today is 2096.0000001 after the next division.
 from __future__ import annotations
 
 from operator import index
-from typing import Any
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvatlas.errors import AtlasError, Code
 
 INT64_MAX = 2**63 - 1
 
 
-def ceil_div(a: int, b: int) -> int:
+Whole = TypeVar("Whole", int, NDArray[np.int64])
+"""A number, or many at once."""
+
+
+def ceil_div(a: Whole, b: int) -> Whole:
     """`a / b` rounded up.
 
     >>> ceil_div(2134016, 16384)
     131
     """
     return -(-a // b)
+
+
+def lesser(a: Whole, b: int) -> Whole:
+    """`a`, or `b` where that is less.
+
+    >>> lesser(7, 5), lesser(np.array([3, 7]), 5).tolist()
+    (5, [3, 5])
+    """
+    return min(a, b) if isinstance(a, int) else np.minimum(a, b)
 
 
 def round_up(value: int, multiple: int) -> int:

@@ -8,6 +8,7 @@ own for all blocks. These functions turn that into offsets and strides.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from kvatlas.geometry.integers import ceil_div
@@ -63,14 +64,20 @@ def side_by_side(
         fixed = width // split if layout.block_outermost else None
         if fixed is None and apart != page.nbytes:
             fixed = apart
-        page_stride, block_stride = page.pool_strides(
-            layout, pages=count, blocks=blocks * split, block_stride=fixed
-        )
+        page_stride, block_stride = _pool_strides(page, layout, count, blocks * split, fixed)
         positions.append(PoolPosition(offset, page_stride, block_stride * split))
         # Outside all layers, heads or states interleave a set's pages, but no other set's.
         inside = page.nbytes if layout.block_outermost else page.nbytes * blocks * split
         offset += count * (page_stride if layout.layer_compact else inside)
     return positions
+
+
+@lru_cache(maxsize=1024)
+def _pool_strides(
+    page: Page, layout: Layout, pages: int, blocks: int, block_stride: int | None
+) -> tuple[int, int]:
+    """`page.pool_strides`, remembered: pools have many groups of alike pages."""
+    return page.pool_strides(layout, pages=pages, blocks=blocks, block_stride=block_stride)
 
 
 def shared_pages(layout: Layout, page_bytes: int, *, blocks: int, width: int) -> PoolPosition:

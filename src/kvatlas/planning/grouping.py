@@ -190,6 +190,11 @@ def pack_unlike_pages(layers: list[SizedLayer]) -> list[GroupDraft]:
     return [group for group in groups if group.layers]
 
 
+def kinds_of(layers: Iterable[SizedLayer]) -> list[list[SizedLayer]]:
+    """Layers that one block table and one kind of page serve, together."""
+    return list(_by(_merged, layers).values())
+
+
 def by_tokens(layers: list[SizedLayer]) -> list[GroupDraft]:
     """One group for all layers that need the same tokens, whatever their pages."""
     sets: list[list[SizedLayer]] = []

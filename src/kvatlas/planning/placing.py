@@ -77,6 +77,32 @@ class PoolDraft:
         return sum(max(blocks_held(x, request) for x in group.layers) for group in self.groups)
 
 
+@dataclass(frozen=True)
+class PlanDraft:
+    """Pools with their groups, from which a plan is made."""
+
+    pools: tuple[PoolDraft, ...]
+    size: BlockSize
+    orders: tuple[str, ...]
+    """Those that suit backends and pages."""
+
+    @cached_property
+    def groups(self) -> tuple[Group, ...]:
+        """The groups of all pools, in their order."""
+        return tuple(
+            _group(group, index) for index, pool in enumerate(self.pools) for group in pool.groups
+        )
+
+    def stages(self, request: PlanRequest) -> list[tuple[PoolDraft, ...]]:
+        """What of the pools lies on each pipeline stage."""
+        if request.pp == 1:
+            return [self.pools]
+        return [
+            tuple(pool.on(request.stages, stage) for pool in self.pools)
+            for stage in range(request.pp)
+        ]
+
+
 class Spot(NamedTuple):
     """Alike layers of a group, where they lie in its pool."""
 
@@ -103,19 +129,12 @@ def blocks_held(layer: SizedLayer, request: PlanRequest, block: int | None = Non
     return group.blocks(request.max_len, in_flight=request.in_flight, dcp=request.dcp)
 
 
-def make_plan(
-    request: PlanRequest,
-    drafts: list[PoolDraft],
-    size: BlockSize,
-    *,
-    policy: str,
-    orders: tuple[str, ...],
-) -> Plan:
+def make_plan(request: PlanRequest, draft: PlanDraft, *, policy: str) -> Plan:
     """The plan whose groups lie in these pools."""
-    stages = [[d.on(request.stages, stage) for d in drafts] for stage in range(request.pp)]
+    drafts, stages = draft.pools, draft.stages(request)
     counts = divide_memory(request, drafts, stages)
     warnings = list(request.model.warnings)
-    if request.requests and policy == "atlas" and not any(draft.states for draft in drafts):
+    if request.requests and policy == "atlas" and not any(pool.states for pool in drafts):
         warnings.append("requests= sizes a pool of recurrent states, and this plan has none.")
     pools: list[Pool] = []
     regions: list[Region] = []
@@ -137,23 +156,23 @@ def make_plan(
         pp=request.pp,
         dcp=request.dcp,
         memory=request.memory,
-        block_size=size.tokens,
+        block_size=draft.size.tokens,
         max_len=request.max_len,
         in_flight=request.in_flight,
-        groups=tuple(_group(g, index) for index, draft in enumerate(drafts) for g in draft.groups),
+        groups=draft.groups,
         pools=tuple(pools),
         regions=tuple(regions),
         backends=tuple(dict.fromkeys(b.name for b in request.backends.values() if b)),
-        accepted_layouts=orders,
-        pack=max(draft.pack for draft in drafts),
+        accepted_layouts=draft.orders,
+        pack=max(pool.pack for pool in drafts),
         prefix_caching=request.prefix_caching,
-        reasons=size.reasons,
+        reasons=draft.size.reasons,
         warnings=tuple(dict.fromkeys(warnings)),
     )
 
 
 def divide_memory(
-    request: PlanRequest, drafts: list[PoolDraft], stages: list[list[PoolDraft]]
+    request: PlanRequest, drafts: Sequence[PoolDraft], stages: Sequence[Sequence[PoolDraft]]
 ) -> list[int]:
     """Blocks of each pool: what requests of the greatest length would use of each.
 

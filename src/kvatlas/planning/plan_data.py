@@ -7,8 +7,8 @@ from functools import cached_property
 import msgspec
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import positive
-from kvatlas.planning.plan_parts import Group, Pool, Region
+from kvatlas.geometry import natural, positive
+from kvatlas.planning.plan_parts import Group, Pool, Region, blocks_taken
 
 
 class PlanData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
@@ -99,18 +99,26 @@ class PlanData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """Bytes of a block of the first pool, on the first stage that has it."""
         return self._first_pool.block_bytes
 
-    def blocks_per_request(self, length: int | None = None) -> dict[int, int]:
+    def blocks_per_request(
+        self, length: int | None = None, *, in_flight: int | None = None
+    ) -> dict[int, int]:
         """Blocks that a request of `length` tokens takes of each pool, by the pool's index."""
         tokens = self.max_len if length is None else positive(length, "the length")
-        taken: dict[int, int] = {}
-        for group in self.groups:
-            blocks = group.blocks(tokens, in_flight=self.in_flight, dcp=self.dcp)
-            taken[group.pool] = taken.get(group.pool, 0) + blocks
-        return taken
+        under_way = self.in_flight if in_flight is None else natural(in_flight, "in_flight")
+        return blocks_taken(self.groups, tokens, in_flight=under_way, dcp=self.dcp)
 
-    def requests(self, length: int | None = None) -> float:
-        """How many requests of `length` tokens fit at once."""
-        taken = self.blocks_per_request(length)
+    def requests(self, length: int | None = None, *, in_flight: int | None = None) -> float:
+        """How many requests of `length` tokens fit at once.
+
+        Windows also cover tokens in flight: as many as the plan was made for, which is a
+        prefill of every request at once, or `in_flight`, 1 for requests that decode.
+
+        >>> from kvatlas.planning import plan
+        >>> made = plan("gpt-oss-20b", memory="40GiB", max_len="128K")
+        >>> round(made.requests()), round(made.requests(in_flight=1))
+        (12, 13)
+        """
+        taken = self.blocks_per_request(length, in_flight=in_flight)
         return min(
             (pool.blocks / taken[pool.index] for pool in self.pools if taken.get(pool.index)),
             default=float("inf"),

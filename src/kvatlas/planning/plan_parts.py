@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import lru_cache
+
 import msgspec
 
-from kvatlas.geometry import Layout, Page, Placement, ceil_div
+from kvatlas.geometry import Page, Placement, PoolPosition, Whole, ceil_div, lesser
 from kvatlas.models import Layer
 from kvatlas.planning.sized_layers import FULL_KINDS, SLIDING_KINDS, Kind, page_of
 from kvatlas.specs import Spec, Visibility
@@ -58,26 +61,38 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             return Visibility(causal=False, source=self.source)
         return Visibility()
 
-    def blocks(self, length: int, *, in_flight: int = 0, dcp: int = 1) -> int:
-        """Blocks that a request of `length` tokens holds at most.
+    def blocks(self, length: Whole, *, in_flight: int = 0, dcp: int = 1) -> Whole:
+        """Blocks that a request of `length` tokens holds at most; for many lengths at once, too.
 
         A window must also cover the tokens that are scheduled but not settled.
         """
         if self.kind == "recurrent":
-            return self.held
+            return length * 0 + self.held
         if self.kind == "cross_attention":
-            return ceil_div(self.source, self.block)
+            return length * 0 + ceil_div(self.source, self.block)
         if self.kind in FULL_KINDS:
             return ceil_div(ceil_div(length, dcp), self.block)
-        kept = (self.window or length) + in_flight
+        if self.window is None:
+            return ceil_div(length, self.block)
+        kept = self.window + in_flight
         if self.kind == "chunked_local_attention":
-            whole = ceil_div(min(kept, length), self.block)
-            if self.window is None or self.window % self.block == 0:
-                return whole
+            if self.window % self.block == 0:
+                return ceil_div(lesser(length, kept), self.block)
             # A chunk may start in the middle of a block: one more, if there are as many.
-            return min(ceil_div(kept - 1, self.block) + 1, ceil_div(length, self.block))
+            return lesser(ceil_div(length, self.block), ceil_div(kept - 1, self.block) + 1)
         # A window may start in the middle of a block: one more.
-        return ceil_div(min(kept - 1, length), self.block) + 1
+        return ceil_div(lesser(length, kept - 1), self.block) + 1
+
+
+def blocks_taken(
+    groups: Iterable[Group], length: Whole, *, in_flight: int, dcp: int
+) -> dict[int, Whole]:
+    """Blocks that a request of `length` tokens takes of each pool, by the pool's index."""
+    taken: dict[int, Whole] = {}
+    for group in groups:
+        blocks = group.blocks(length, in_flight=in_flight, dcp=dcp)
+        taken[group.pool] = taken[group.pool] + blocks if group.pool in taken else blocks
+    return taken
 
 
 class Pool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -130,14 +145,18 @@ class Region(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def placement(self, tp: int, blocks: int) -> Placement:
         """The cells of all its layers: axes L, B, H, N, C, and k for several kernel blocks."""
-        page = self.page(tp)
         split = self.block // self.kernel_block
-        placed = page.place(
-            Layout(self.layout),
-            pages=len(self.layers),
-            blocks=blocks * split,
-            offset=self.offset,
-            page_stride=self.page_stride,
-            block_stride=self.block_stride // split,
+        placed = _placed(
+            self.page(tp),
+            self.layout,
+            len(self.layers),
+            blocks * split,
+            PoolPosition(self.offset, self.page_stride, self.block_stride // split),
         )
         return placed if split == 1 else placed.split("B", into=("B", "k"), inner=split)
+
+
+@lru_cache(maxsize=1024)
+def _placed(page: Page, layout: str, pages: int, blocks: int, at: PoolPosition) -> Placement:
+    """Where pages lie, remembered: a plan has many groups that lie alike."""
+    return page.place(layout, pages=pages, blocks=blocks, **at._asdict())

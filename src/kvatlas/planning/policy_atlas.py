@@ -1,19 +1,19 @@
-"""Policy `atlas`, the default: small blocks for hybrids, and every order that bytes allow.
+"""Policy `atlas`, the default: never worse than vLLM's plan, with the smallest blocks.
 
-Where vLLM's plan is already tight, it is the same plan. It differs where vLLM
-inflates or refuses:
+Its promise: at every length, while prefilling and while decoding, it fits at least 99% of
+the requests that vLLM's plan fits, which is always among the candidates. Plans differ where
+vLLM inflates or refuses:
 
-- **Hybrids.** vLLM makes a page of one attention layer hold a whole recurrent state,
-  so a block is thousands of tokens. Here a block holds many attention layers of few
-  tokens, or several states, or parts of states split by heads. Block sizes, layers in a
-  block and parts of a state are searched; the plan with the fewest block tables is
-  taken whose block is at most 1/8 of vLLM's and that pads no more than vLLM's. Where
-  there is none, states get a pool of their own, sized by the number of requests: no
-  padding and the smallest block that kernels take, but memory is divided beforehand.
+- **Hybrids.** vLLM makes a page of one attention layer hold a whole recurrent state, so a
+  block is thousands of tokens. Here a block holds many attention layers of few tokens, or
+  several states, or parts of states split by heads. Of the blocks that keep the promise the
+  smallest is taken, then the one with the least padding. Attention and states share one
+  pool: a pool of states by itself is a bet on the number of requests, made only where the
+  caller asks for it (`states="apart"`, `requests=`), or where no block can hold both.
   `pack=N` packs just N attention layers into each page instead.
 - **Orders.** Groups with unlike pages overlay each other in any block-outermost order,
-  because a block id belongs to one group at a time. Where an order would interleave
-  the blocks of unlike pages, each group gets a pool of its own.
+  because a block id belongs to one group at a time. Where an order that was asked for would
+  interleave the blocks of unlike pages, each group gets a pool of its own.
 - **Kernel blocks.** Where a backend reads smaller blocks, block-outermost orders lay
   out kernel blocks of all layers one after the other, so that both the block and its
   kernel blocks have one stride.
@@ -21,101 +21,48 @@ inflates or refuses:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import msgspec
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Layout, ceil_div, round_up
+from kvatlas.geometry import Layout, ceil_div
 from kvatlas.planning.backends import ANY_ORDER, EVERY_ORDER, smallest_common_block
 from kvatlas.planning.block_size import (
     DEFAULT_BLOCK,
     BlockSize,
-    block_size,
     kernel_multiple,
     kernel_size,
     used_backends,
 )
+from kvatlas.planning.capacity import DECODING, PROMISE, Capacity, Share, capacity_of, least_share
 from kvatlas.planning.grouping import GroupDraft, alike, by_tokens, dealt, group_layers
 from kvatlas.planning.layout_resolution import resolve_order, supported_orders, viewable_orders
-from kvatlas.planning.placing import PoolDraft, blocks_held, make_plan
+from kvatlas.planning.placing import PlanDraft, PoolDraft, blocks_held, make_plan
 from kvatlas.planning.plans import Plan
-from kvatlas.planning.policy_vllm import plan_vllm
-from kvatlas.planning.report import padding
+from kvatlas.planning.policy_vllm import draft_vllm
 from kvatlas.planning.request import PlanRequest
-from kvatlas.planning.sized_layers import SizedLayer, page_of, size_layers
+from kvatlas.planning.shared_blocks import MOST_TABLES, SharedBlock, SharedBlockSearch
+from kvatlas.planning.sized_layers import SizedLayer, size_layers
 from kvatlas.planning.topology import check_vllm_topology
 
-_ROUNDING = 1e-12
-_SPLITS = (1, 2, 4, 8)
-"""Parts that a state may be split into: each is one more call of its kernel."""
 _MOST_TRIES = 16
-_MOST_SIZES = 1024
-"""Block sizes that are tried, from the smallest on; real states leave at most a few hundred."""
-_MOST_TABLES = 64
-"""Block tables that an engine may be asked to keep for a request."""
-
-SHRINK = 8
-"""A hybrid's block is to be at most this fraction of vLLM's."""
-
-
-@dataclass(frozen=True, slots=True)
-class SharedBlock:
-    """A block that holds either some attention layers or some states, or parts of them."""
-
-    tokens: int
-    """Tokens in a block."""
-    width: int
-    """Attention layers in a block."""
-    splits: int
-    """Parts that a state is split into, by heads."""
-    fit: int
-    """Such parts in a block."""
-    tables: int
-    """Block tables, of attention and of states."""
-    padding: float
-    """Share of what a request claims that is padding."""
-
-
-@dataclass(frozen=True, slots=True)
-class Hybrid:
-    """A model with both attention and recurrent layers, and what is decided of its plan."""
-
-    request: PlanRequest
-    attention: list[SizedLayer]
-    states: list[SizedLayer]
-    layout: Layout
-    orders: tuple[str, ...]
-    size: BlockSize
-    """The block that kernels take, before states are looked at."""
-
-    @property
-    def token(self) -> int:
-        """Bytes that an attention layer keeps for a token."""
-        return self.attention[0].page.unpadded // self.attention[0].block
-
-    def plan(self, pools: list[PoolDraft], tokens: int, *reasons: str) -> Plan:
-        """The plan of these pools with blocks of so many tokens."""
-        size = BlockSize(tokens, reasons=reasons)
-        return make_plan(self.request, pools, size, policy="atlas", orders=self.orders)
+"""Shared blocks of which a plan is made before vLLM's own is taken."""
 
 
 def plan_atlas(request: PlanRequest) -> Plan:
     """The plan of policy atlas."""
     size = kernel_size(request)
     layers = size_layers(request, block=size.tokens)
-    # DeepSeek-V4's backends declare orders so that pages pack, not because kernels need them.
-    backends = [b for b in used_backends(request) if b.family != "other"]
-    orders = viewable_orders(supported_orders(backends, EVERY_ORDER), layers)
+    orders = viewable_orders(supported_orders(used_backends(request), EVERY_ORDER), layers)
     states = [layer for layer in layers if layer.kind == "recurrent"]
     attention = [layer for layer in layers if layer.kind != "recurrent"]
-    preferred = request.layout
-    if preferred is None and states and attention and request.pack == "auto":
-        # Block by block, states and attention fit together whatever their shapes.
-        preferred = next((order for order in orders if Layout(order).block_outermost), None)
-    layout = resolve_order(orders, preferred)
+    hybrid = bool(states and attention)
+    layout = _layout(request, orders, layers, hybrid=hybrid)
     orders = tuple(order for order in orders if order in (*ANY_ORDER, layout.order))
-    if states and attention:
+    if hybrid:
         return _plan_hybrid(Hybrid(request, attention, states, layout, orders, size))
     if request.pack not in ("auto", 1):
         raise AtlasError(
@@ -124,7 +71,25 @@ def plan_atlas(request: PlanRequest) -> Plan:
             got=f"pack {request.pack} for {request.model.name}",
             hint="Leave pack out",
         )
-    return make_plan(request, _pools(layers, layout), size, policy="atlas", orders=orders)
+    draft = PlanDraft(tuple(_pools(layers, layout)), size, orders)
+    theirs = Yardstick(request)
+    if request.layout is None and theirs.draft and not theirs.share(draft).keeps_promise:
+        draft = theirs.draft
+    return make_plan(request, draft, policy="atlas")
+
+
+def _layout(
+    request: PlanRequest, orders: tuple[str, ...], layers: list[SizedLayer], *, hybrid: bool
+) -> Layout:
+    """The order that was asked for, or the first in which all groups share a pool."""
+    preferred = request.layout
+    if preferred is None and hybrid and request.pack == "auto":
+        # Block by block, states and attention fit together whatever their shapes.
+        preferred = next((order for order in orders if Layout(order).block_outermost), None)
+    elif preferred is None:
+        one = (order for order in orders if len(_pools(layers, Layout(order))) == 1)
+        preferred = next(one, None)
+    return resolve_order(orders, preferred)
 
 
 def _pools(layers: list[SizedLayer], layout: Layout) -> list[PoolDraft]:
@@ -152,138 +117,237 @@ def _pools(layers: list[SizedLayer], layout: Layout) -> list[PoolDraft]:
     return [PoolDraft((group,), layout) for group in groups]
 
 
+class Yardstick:
+    """vLLM's own plan, which no other may fall behind."""
+
+    def __init__(self, request: PlanRequest) -> None:
+        self.request = request
+        self.refusal: AtlasError | None = None
+        self.draft: PlanDraft | None = None
+        try:
+            self.draft = draft_vllm(msgspec.structs.replace(request, layout=None))
+        except AtlasError as refusal:
+            self.refusal = refusal
+
+    @cached_property
+    def capacity(self) -> Capacity | None:
+        """What it fits; nothing where there is no such plan, or memory too small for it."""
+        try:
+            return capacity_of(self.request, self.draft) if self.draft else None
+        except AtlasError as refusal:
+            if refusal.code is not Code.NOT_ENOUGH_MEMORY:
+                raise
+            return None
+
+    def share(self, draft: PlanDraft) -> Share:
+        """The least share of its requests that a draft fits."""
+        mine = capacity_of(self.request, draft)
+        if self.capacity is None:
+            return Share(1.0, self.request.max_len, DECODING)
+        return least_share(mine, self.capacity, self.request)
+
+    @property
+    def block(self) -> int:
+        """Tokens of its block; 0 without a plan."""
+        return self.draft.size.tokens if self.draft else 0
+
+    @property
+    def sentence(self) -> str:
+        """What it is, for people."""
+        if self.draft is None:
+            code = self.refusal.code if self.refusal else ""
+            return f"vLLM has no plan to compare with ({code})."
+        try:
+            check_vllm_topology(self.request.model, self.request.tp, self.request.dcp)
+        except AtlasError as refusal:
+            return (
+                f"vLLM refuses this topology: {refusal.got}. By its other rules a block would "
+                f"have {self.block:,} tokens."
+            )
+        return f"vLLM's block is {self.block:,} tokens."
+
+
+@dataclass(frozen=True)
+class Hybrid:
+    """A model with both attention and recurrent layers, and what is decided of its plan."""
+
+    request: PlanRequest
+    attention: list[SizedLayer]
+    states: list[SizedLayer]
+    layout: Layout
+    orders: tuple[str, ...]
+    size: BlockSize
+    """The block that kernels take, before states are looked at."""
+
+    @cached_property
+    def theirs(self) -> Yardstick:
+        """vLLM's plan."""
+        return Yardstick(self.request)
+
+    @cached_property
+    def search(self) -> SharedBlockSearch:
+        """The search for blocks that attention and states share."""
+        request = self.request
+        step = request.block_size or smallest_common_block(used_backends(request), DEFAULT_BLOCK)
+        layers, theirs = [*self.attention, *self.states], self.theirs.draft
+        return SharedBlockSearch(request, layers, step=step, theirs=theirs)
+
+    @property
+    def can_pack(self) -> bool:
+        """Whether packs of attention layers can share pages with states."""
+        striped = not self.layout.page_contiguous and not self.layout.block_outermost
+        uniform = alike(self.attention) and alike(self.states)
+        return uniform and not (striped and self.attention[0].page.heads > 1)
+
+    @property
+    def token(self) -> int:
+        """Bytes that an attention layer keeps for a token."""
+        return self.attention[0].page.unpadded // self.attention[0].block
+
+    def draft(self, pools: list[PoolDraft], tokens: int, *reasons: str) -> PlanDraft:
+        """Pools with blocks of so many tokens."""
+        return PlanDraft(tuple(pools), BlockSize(tokens, reasons=reasons), self.orders)
+
+
 def _plan_hybrid(hybrid: Hybrid) -> Plan:
-    request, attention, states = hybrid.request, hybrid.attention, hybrid.states
-    layout, size = hybrid.layout, hybrid.size
-    uniform = alike(attention) and alike(states)
-    striped = not layout.page_contiguous and not layout.block_outermost
-    can_pack = uniform and not (striped and attention[0].page.heads > 1)
+    request, attention = hybrid.request, hybrid.attention
     if request.pack != "auto":
-        if not can_pack or not 1 <= request.pack <= len(attention):
+        if not hybrid.can_pack or not 1 <= request.pack <= len(attention):
             raise AtlasError(
                 Code.BAD_PACK,
                 "Only one to all attention layers can be packed, all alike, in an order that "
                 "keeps the bytes of a block together",
-                got=f"pack {request.pack} of {len(attention)} attention layers in {layout}",
+                got=f"pack {request.pack} of {len(attention)} attention layers in {hybrid.layout}",
                 hint="Use pack auto",
             )
-        return _packed(hybrid, request.pack)
-    bar, block, compared = _vllm_yardstick(request)
-    tried: list[SharedBlock] = []
-    if layout.block_outermost and uniform:
-        tried = _shared_blocks(hybrid, max(block // SHRINK, size.tokens))
-    tried.sort(key=lambda shared: (shared.splits, shared.tables, shared.tokens))
-    tight = [shared for shared in tried if shared.padding <= bar + _ROUNDING]
-    near = min(tried, key=lambda shared: shared.padding, default=None)
-    if request.states == "shared" and near and not tight:
-        return _shared(hybrid, near, compared)
-    for chosen in tight[:_MOST_TRIES] if request.states != "apart" else ():
-        made = _shared(hybrid, chosen, compared)
-        # Stages hold unlike shares of each group, which only the whole plan shows.
-        if request.pp == 1 or padding(made).share <= bar + _ROUNDING:
+        return make_plan(request, _packed(hybrid, request.pack), policy="atlas")
+    if request.states == "apart" or request.requests is not None:
+        return make_plan(request, _states_apart(hybrid, "As asked"), policy="atlas")
+    for _, draft in zip(range(_MOST_TRIES), _shared_drafts(hybrid), strict=False):
+        made = _sound(hybrid, draft)
+        if made is not None:
             return made
-    if near:
-        why = (
-            f"In one pool, the tightest block of at most 1/{SHRINK} of that has {near.tokens} "
-            f"tokens and {near.padding:.2%} padding: blocks are whole kernel blocks of every "
-            "layer, and whole heads of states do not fill them."
+    if (own := _vllms_own(hybrid)) is not None:
+        return make_plan(request, own, policy="atlas")
+    if request.states == "shared":
+        raise AtlasError(
+            Code.PAGES_NOT_UNIFIED,
+            "No block can hold both attention and recurrent states",
+            got=f"{request.model.name} in {hybrid.layout}",
+            hint="Use a block-outermost order such as BLNHC, or states apart",
         )
-    elif not uniform:
-        why = "Its attention layers, or its recurrent ones, are of several kinds."
-    elif layout.block_outermost:
-        why = (
-            f"No block of at most 1/{SHRINK} of that holds a state or an even part of one with "
-            f"{_MOST_TABLES} block tables or fewer."
-        )
-    else:
-        why = f"In {layout}, attention and states of unlike shape share blocks only as packs."
-    try:
-        return _states_apart(hybrid, compared, why)
-    except AtlasError as refusal:
-        # Pools of their own need more for the first request than a shared one.
-        explicit = request.states == "apart" or request.requests is not None
-        if refusal.code is not Code.NOT_ENOUGH_MEMORY or explicit or not can_pack:
-            raise
-        return _packed(hybrid, 1)
+    why = f"In {hybrid.layout} no block can hold both attention and states"
+    return make_plan(request, _states_apart(hybrid, why), policy="atlas")
 
 
-def _vllm_yardstick(request: PlanRequest) -> tuple[float, int, str]:
-    """(padding, block, sentence) of vLLM's own plan; any padding will do where it refuses."""
+def _sound(hybrid: Hybrid, draft: PlanDraft) -> Plan | None:
+    """The plan of a draft, if it can be made, kernels can read it, and it keeps the promise."""
+    request = hybrid.request
     try:
-        reference = plan_vllm(msgspec.structs.replace(request, layout=None))
-    except AtlasError as refusal:
-        compared = f"vLLM has no plan to compare with ({refusal.code})."
-        return 1.0, block_size(request).tokens, compared
-    bar, block = padding(reference).share, reference.block_size
-    try:
-        check_vllm_topology(request.model, request.tp, request.dcp)
-    except AtlasError as refusal:
-        compared = (
-            f"vLLM refuses this topology: {refusal.got}. By its other rules a block would have "
-            f"{block} tokens, and {bar:.2%} of what a request of {request.max_len:,} tokens "
-            "claims would be padding."
-        )
-        return bar, block, compared
-    compared = (
-        f"vLLM's block is {block} tokens, and {bar:.2%} of what a request of "
-        f"{request.max_len:,} tokens claims there is padding."
+        share = hybrid.theirs.share(draft)
+        if not share.keeps_promise:
+            return None
+        kept = hybrid.theirs.capacity is not None
+        reasons = (*draft.size.reasons, *([_promise(request, share)] if kept else []))
+        size = BlockSize(draft.size.tokens, reasons=reasons)
+        made = make_plan(request, replace(draft, size=size), policy="atlas")
+    except AtlasError:
+        return None
+    return made if set(made.warnings) <= set(request.model.warnings) else None
+
+
+def _promise(request: PlanRequest, share: Share) -> str:
+    text = (
+        f"At every length up to {request.max_len:,} tokens, prefilling or decoding, it fits at "
+        f"least {share.share:.1%} of the requests that vLLM's plan fits"
     )
-    return bar, block, compared
+    return f"{text} (least at {share.length:,} tokens)." if share.share < 1 else f"{text}."
 
 
-def _shared_blocks(hybrid: Hybrid, largest: int) -> list[SharedBlock]:
-    """Every way in which blocks of at most `largest` tokens hold attention or states."""
-    request, attention, states = hybrid.request, hybrid.attention, hybrid.states
-    step = request.block_size or smallest_common_block(used_backends(request), DEFAULT_BLOCK)
-    sets = blocks_held(states[0], request)
-    useful = sets * sum(layer.nbytes for layer in states)
-    ways = []
-    for splits in _SPLITS:
+def _shared_drafts(hybrid: Hybrid) -> Iterator[PlanDraft]:
+    """Drafts in which attention and states share blocks, the preferred first."""
+    if not hybrid.layout.block_outermost:
+        yield from _packs(hybrid)
+        return
+    own = _vllms_own(hybrid)
+    largest = hybrid.theirs.block or _largest(hybrid)
+    for block in hybrid.search.blocks(largest):
+        if own and hybrid.search.preference(own) <= block.preference:
+            return
+        yield _shared(hybrid, block)
+
+
+def _largest(hybrid: Hybrid) -> int:
+    """Tokens that one attention layer needs to hold a state: no larger block is of use."""
+    state = max(layer.nbytes for layer in hybrid.states)
+    return hybrid.search.step * ceil_div(state, hybrid.search.step * hybrid.token)
+
+
+def _vllms_own(hybrid: Hybrid) -> PlanDraft | None:
+    """vLLM's plan, in the order that was asked for; nothing where it refuses."""
+    request, theirs = hybrid.request, hybrid.theirs
+    draft = theirs.draft
+    if request.layout is not None:
         try:
-            part = page_of(states[0].spec, states[0].block, request.tp * splits).nbytes
+            draft = draft_vllm(request)
         except AtlasError:
-            continue  # heads that do not divide so far
-        for width in (n for n in range(1, len(attention) + 1) if len(attention) % n == 0):
-            tables = len(attention) // width
-            least = round_up(ceil_div(part, width * hybrid.token), step)
-            for tokens in range(least, largest + 1, step)[:_MOST_SIZES]:
-                nbytes = width * tokens * hybrid.token
-                fit = nbytes // part
-                groups = ceil_div(len(states) * splits, fit)
-                blocks = blocks_held(attention[0], request, tokens) * tables
-                claimed = (blocks + sets * groups) * nbytes
-                waste = 1 - (blocks * nbytes + useful) / claimed
-                if tables + groups <= _MOST_TABLES:
-                    ways.append(SharedBlock(tokens, width, splits, fit, tables + groups, waste))
-    return ways
+            return None
+    if draft is None:
+        return None
+    reasons = (*draft.size.reasons, f"This is vLLM's own plan. {_what_stopped(hybrid, theirs.block)}")
+    return replace(draft, size=BlockSize(draft.size.tokens, draft.size.state_padding, reasons))
 
 
-def _shared(hybrid: Hybrid, chosen: SharedBlock, compared: str) -> Plan:
-    states, tokens, splits = hybrid.states, chosen.tokens, chosen.splits
-    layers = [replace(layer, block=tokens) for layer in hybrid.attention]
-    parts = [
-        replace(layer, block=tokens, splits=splits, part=part)
-        for layer in states
-        for part in range(splits)
-    ]
-    tables = len(layers) // chosen.width
-    groups = ceil_div(len(parts), chosen.fit)
-    what = "whole states" if splits == 1 else f"parts of states, each split by heads into {splits}"
-    reasons = [
-        compared,
-        f"Here a block holds {chosen.width} of {len(layers)} attention layers for {tokens} "
-        f"tokens, or {chosen.fit} {what}: {tables} block table(s) for attention and {groups} for "
-        f"the {len(states)} recurrent layers, and {chosen.padding:.2%} padding. The price is the "
-        "number of tables"
-        + ("." if splits == 1 else ", and kernels that are called once for each part."),
-    ]
-    if tokens == hybrid.attention[0].block:
-        reasons.append(f"Kernels take no smaller block than {tokens} tokens.")
-    drafts = (*dealt(layers, tables), *dealt(parts, groups))
-    return hybrid.plan([PoolDraft(drafts, hybrid.layout, pack=chosen.width)], tokens, *reasons)
+def _shared(hybrid: Hybrid, block: SharedBlock) -> PlanDraft:
+    """A pool whose blocks hold attention or states."""
+    tokens, splits, theirs = block.tokens, block.splits, hybrid.theirs
+    groups = hybrid.search.groups_of(block)
+    pack = max(len(g.layers) for g in groups if g.layers[0].kind != "recurrent")
+    fit = max(len(g.layers) for g in groups if g.layers[0].kind == "recurrent")
+    tables = sum(g.layers[0].kind != "recurrent" for g in groups)
+    what = "states" if splits == 1 else f"parts of states, each state split by heads into {splits}"
+    price = "" if splits == 1 else ", and kernels that are called once for each part"
+    reasons = (
+        theirs.sentence,
+        f"Here a block holds {pack} of {len(hybrid.attention)} attention layers for {tokens:,} "
+        f"tokens, or {fit} {what}: {tables} block table(s) for attention and "
+        f"{len(groups) - tables} for the {len(hybrid.states)} recurrent layers, "
+        f"{block.padding:.2%} padding. The price is the number of tables{price}.",
+        _what_stopped(hybrid, tokens),
+    )
+    pool = PoolDraft(groups, hybrid.layout, pack=pack)
+    return hybrid.draft([pool], tokens, *reasons)
 
 
-def _packed(hybrid: Hybrid, pack: int) -> Plan:
+def _what_stopped(hybrid: Hybrid, tokens: int) -> str:
+    """Why blocks are not smaller than so many tokens."""
+    if tokens <= hybrid.search.step:
+        return f"Kernels take no smaller block than {hybrid.search.step} tokens."
+    smaller = {size: share for size, share in hybrid.search.seen.items() if size < tokens}
+    if not smaller:
+        return (
+            "No smaller block holds a state, or an even part of one, with "
+            f"{MOST_TABLES} block tables or fewer."
+        )
+    best = max(smaller, key=lambda size: smaller[size])
+    return (
+        f"Smaller blocks fit fewer than {PROMISE:.0%} of its requests at some length: the best, "
+        f"of {best:,} tokens, {min(smaller[best], PROMISE):.1%} at most."
+    )
+
+
+def _packs(hybrid: Hybrid) -> Iterator[PlanDraft]:
+    """Drafts whose pages hold one attention layer or more, the smallest blocks first."""
+    if not hybrid.can_pack:
+        return
+    drafts = {}
+    for pack in range(1, len(hybrid.attention) + 1):
+        draft = _packed(hybrid, pack)
+        drafts.setdefault(draft.size.tokens, draft)  # of equal blocks the smallest pack
+    yield from (drafts[tokens] for tokens in sorted(drafts))
+
+
+def _packed(hybrid: Hybrid, pack: int) -> PlanDraft:
     """`pack` attention layers in each page; a page holds a recurrent state too."""
     request, attention, states = hybrid.request, hybrid.attention, hybrid.states
     step = kernel_multiple(request, request.block_size or DEFAULT_BLOCK)
@@ -302,20 +366,19 @@ def _packed(hybrid: Hybrid, pack: int) -> Plan:
         *dealt([replace(layer, block=block) for layer in states], groups),
     )
     pool = PoolDraft(drafts, hybrid.layout, pack=pack, page=page)
-    return hybrid.plan([pool], block, reason)
+    return hybrid.draft([pool], block, reason)
 
 
-def _states_apart(hybrid: Hybrid, compared: str, why: str) -> Plan:
+def _states_apart(hybrid: Hybrid, why: str) -> PlanDraft:
     states, size = hybrid.states, hybrid.size
     nbytes, blocks = sum(layer.nbytes for layer in states), blocks_held(states[0], hybrid.request)
     price = (
-        f"So recurrent states get a pool of their own: {nbytes:,} bytes for all {len(states)} "
+        f"{why}, recurrent states have a pool of their own: {nbytes:,} bytes for all {len(states)} "
         f"layers in one block, {blocks} blocks for each request, no "
         "padding. The price: that pool is sized by the number of requests, and neither pool can "
         "borrow from the other: more requests cannot run at once when they are short, and saved "
-        "prefixes take from the same pool. `requests` sizes it; `states` shared avoids it where "
-        "small blocks can hold a state."
+        "prefixes take from the same pool. `requests` sizes it."
     )
     rows = PoolDraft((GroupDraft(tuple(states), mixed=True),), Layout("BLHNC"), states=True)
     pools = [*_pools(hybrid.attention, hybrid.layout), rows]
-    return hybrid.plan(pools, size.tokens, *size.reasons, compared, why, price)
+    return hybrid.draft(pools, size.tokens, *size.reasons, hybrid.theirs.sentence, price)

@@ -11,7 +11,7 @@ from kvatlas.geometry import Layout
 from kvatlas.planning.block_size import block_size
 from kvatlas.planning.grouping import GroupDraft, group_layers, promote
 from kvatlas.planning.layout_resolution import candidate_orders, resolve_order
-from kvatlas.planning.placing import PoolDraft, make_plan
+from kvatlas.planning.placing import PlanDraft, PoolDraft, make_plan
 from kvatlas.planning.plans import Plan
 from kvatlas.planning.request import PlanRequest
 from kvatlas.planning.sized_layers import size_layers
@@ -19,25 +19,25 @@ from kvatlas.planning.sized_layers import size_layers
 
 def plan_vllm(request: PlanRequest) -> Plan:
     """The plan that vLLM 0.32 makes."""
-    return _plan(request, "vllm")
+    return make_plan(request, draft_vllm(request), policy="vllm")
 
 
 def plan_uniform(request: PlanRequest) -> Plan:
     """The plan that vLLM 0.32 makes without its hybrid manager."""
-    return _plan(request, "uniform")
+    return make_plan(request, draft_vllm(request, uniform=True), policy="uniform")
 
 
-def _plan(request: PlanRequest, policy: str) -> Plan:
+def draft_vllm(request: PlanRequest, *, uniform: bool = False) -> PlanDraft:
+    """Groups and the pool of vLLM's plan; `uniform` keeps windows at full length."""
     size = block_size(request)
     layers = size_layers(request, block=size.tokens, state_padding=size.state_padding)
     orders = candidate_orders(layers)
     layout = resolve_order(orders, request.layout)
-    if policy == "uniform":
+    if uniform:
         layers = promote(layers)
     groups = group_layers(layers, layout)
     _refuse_unlike_pages(groups, layout)
-    pool = PoolDraft(tuple(groups), layout, interleaved=False)
-    return make_plan(request, [pool], size, policy=policy, orders=orders)
+    return PlanDraft((PoolDraft(tuple(groups), layout, interleaved=False),), size, orders)
 
 
 def _refuse_unlike_pages(groups: list[GroupDraft], layout: Layout) -> None:
