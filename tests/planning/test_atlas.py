@@ -1,4 +1,4 @@
-"""Policy atlas: small blocks without more padding, and what it says about it."""
+"""Policy atlas: which way it takes, and what it says about it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import pytest
 
 from kvatlas import AtlasError, Code
 from kvatlas.models import Model, catalogue
-from kvatlas.planning import padding, plan
+from kvatlas.planning import plan
 from kvatlas.planning.sized_layers import kind_of
+from tests.planning.models import ATTENTION, CONV, MAMBA, WIDE, model_of
 
 
 def is_hybrid(name: str) -> bool:
@@ -18,7 +19,6 @@ def is_hybrid(name: str) -> bool:
 
 
 HYBRIDS = [name for name in catalogue() if is_hybrid(name)]
-KERNEL_BLOCK = 16
 
 
 def test_there_are_hybrids_to_try() -> None:
@@ -26,38 +26,27 @@ def test_there_are_hybrids_to_try() -> None:
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
-@pytest.mark.parametrize("tp", [1, 2, 8])
-def test_every_hybrid_gets_an_eighth_of_the_block_and_no_more_padding(name: str, tp: int) -> None:
-    try:
-        atlas = plan(name, memory="60GiB", tp=tp)
-    except AtlasError as refusal:
-        assert refusal.code in (Code.BAD_TOPOLOGY, Code.TP_HEADS, Code.NOT_ENOUGH_MEMORY)
-        with pytest.raises(AtlasError):
-            plan(name, memory="60GiB", tp=tp, policy="vllm")
-        return
-    try:
-        vllm = plan(name, memory="60GiB", tp=tp, policy="vllm")
-    except AtlasError as refusal:
-        assert refusal.code is Code.BAD_TOPOLOGY  # groups that vLLM does not repeat
-        return
-    assert atlas.block_size * 8 <= vllm.block_size or atlas.block_size == KERNEL_BLOCK
-    assert padding(atlas).share <= padding(vllm).share + 1e-12
-    # Dividing memory beforehand rounds each pool to whole blocks, no more than that.
-    assert atlas.requests() >= vllm.requests() - 1
-
-
-@pytest.mark.parametrize("name", HYBRIDS)
 def test_a_hybrids_plan_says_which_way_it_took(name: str) -> None:
     made = plan(name, memory="60GiB")
     told = made.explain()
-    assert "vLLM's block is" in told
-    if len(made.pools) > 1:
-        assert "pool of their own" in told
-        assert "neither pool can borrow" in told
-        assert "In one pool, the tightest" in told or "No block of at most" in told
+    assert len(made.pools) == 1
+    if "This is vLLM's own plan" in told:
+        assert made.regions == plan(name, memory="60GiB", policy="vllm").regions
     else:
+        assert "vLLM's block is" in told
         assert "Here a block holds" in told
-        assert "The price is the number of tables" in told
+        assert "of the requests that vLLM's plan fits" in told
+    rules = ("Kernels take no smaller", "No smaller block holds", "Every smaller block fits fewer")
+    assert any(rule in told for rule in rules)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_pools_apart_are_for_those_who_ask(name: str) -> None:
+    for ask in ({"states": "apart"}, {"requests": 8}):
+        made = plan(name, memory="140GiB", tp=2, max_len=4096, **ask)  # type: ignore[arg-type]
+        assert len(made.pools) == 2
+        assert "pool of their own" in made.explain()
+        assert "neither pool can borrow" in made.explain()
 
 
 def test_packs_are_searched_and_taken_where_they_pay() -> None:
@@ -76,14 +65,15 @@ def test_orders_that_vllm_refuses_for_hybrids(name: str, order: str) -> None:
     assert plan(name, memory="60GiB", layout=order).layout == order
 
 
-@pytest.mark.parametrize("order", ["LBHNC", "LBNHC", "LHBNC", "BHLNC"])
-def test_deepseek_v4_in_orders_that_vllm_refuses(order: str) -> None:
-    with pytest.raises(AtlasError):
-        plan("DeepSeek-V4-Flash", memory="60GiB", layout=order, policy="vllm")
-    made = plan("DeepSeek-V4-Flash", memory="60GiB", layout=order)
-    assert made.layout == order
-    assert made.requests() > 1
-    assert len(made.pools) == (1 if order == "BHLNC" else len(made.groups))
+def test_orders_that_a_backend_declares_bind() -> None:
+    """DeepSeek-V4's indexer takes BLHNC and BLNHC, whatever the policy."""
+    assert plan("DeepSeek-V4-Flash", memory="60GiB").layout == "BLHNC"
+    assert plan("DeepSeek-V4-Flash", memory="60GiB", layout="BLNHC").layout == "BLNHC"
+    for order in ("LBHNC", "LBNHC", "LHBNC", "BHLNC"):
+        with pytest.raises(AtlasError) as refusal:
+            plan("DeepSeek-V4-Flash", memory="60GiB", layout=order)
+        assert refusal.value.code is Code.LAYOUT_REFUSED
+        assert "BLHNC" in refusal.value.hint
 
 
 def test_kernel_blocks_in_block_outermost_orders() -> None:
@@ -117,10 +107,19 @@ def test_states_can_be_told_where_to_lie() -> None:
     auto, shared, apart = (
         plan("Qwen3.5-397B-A17B", states=states, **ask) for states in ("auto", "shared", "apart")
     )
-    assert auto == apart
+    assert auto == shared
     assert (len(shared.pools), len(apart.pools)) == (1, 2)
-    assert shared.block_size * 8 <= 2096
+    assert auto.block_size == 176
     assert shared.requests(4096) > 2 * apart.requests(4096)
-    assert padding(shared).share > padding(apart).share
     kimi = plan("Kimi-K3", memory="60GiB", tp=8, states="apart")
     assert len(kimi.pools) == 2
+
+
+def test_shared_states_are_refused_where_they_cannot_be() -> None:
+    """They are never quietly put apart instead."""
+    unlike = model_of("unlike", CONV, MAMBA, ATTENTION, MAMBA, CONV, WIDE)
+    ask: dict[str, Any] = {"memory": "4MiB", "max_len": 64, "in_flight": 32, "layout": "LHBNC"}
+    assert len(plan(unlike, **ask).pools) > 1
+    with pytest.raises(AtlasError) as refusal:
+        plan(unlike, states="shared", **ask)
+    assert refusal.value.code is Code.PAGES_NOT_UNIFIED

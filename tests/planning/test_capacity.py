@@ -50,17 +50,6 @@ def test_states_for_many_requests_on_a_stage_with_nothing_else(name: str, pp: in
         fits(made)
 
 
-@pytest.mark.parametrize("name", ["Qwen3.5-397B-A17B", "Kimi-K3", "Zamba2-2.7B", "Nemotron-H-8B"])
-@pytest.mark.parametrize("pp", [2, 4])
-def test_pipelines_do_not_pad_more_than_vllms(name: str, pp: int) -> None:
-    atlas = plan(name, memory="200GiB", tp=2, pp=pp)
-    vllm = plan(name, memory="200GiB", tp=2, pp=pp, policy="vllm")
-    adds_up(atlas)
-    adds_up(vllm)
-    assert padding(atlas).share <= padding(vllm).share + 1e-12
-    assert atlas.requests() >= vllm.requests() - 1
-
-
 @pytest.mark.parametrize("counts", [(6, 3, 2), (5, 1, 1), (5, 2, 2), (1, 1, 1), (2, 5, 3)])
 def test_no_layer_is_lost(counts: tuple[int, int, int]) -> None:
     sliding, wide, full = counts

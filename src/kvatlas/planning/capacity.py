@@ -22,6 +22,8 @@ PROMISE = 0.99
 """Share of vLLM's requests that a plan fits at least."""
 LENGTHS = 32_768
 """The promise is kept up to this length at least."""
+MOST_LENGTHS = 1 << 20
+"""Up to this length every step is looked at."""
 DECODING = 1
 """Tokens that a request which decodes has in flight."""
 
@@ -37,19 +39,22 @@ class Capacity:
     def requests(self, lengths: NDArray[np.int64], in_flight: int) -> NDArray[np.float64]:
         """How many requests fit at once, for each of these lengths."""
         taken = blocks_taken(self.groups, lengths, in_flight=in_flight, dcp=self.dcp)
-        fits = [self.blocks[pool] / np.maximum(blocks, 1e-9) for pool, blocks in taken.items()]
-        return np.min(fits, axis=0)
+        with np.errstate(divide="ignore"):  # encoders that give no tokens take no blocks
+            fits = [self.blocks[pool] / blocks for pool, blocks in taken.items()]
+        fewest: NDArray[np.float64] = np.min(fits, axis=0)
+        return fewest
 
 
 def steps(groups: Iterable[Group], request: PlanRequest) -> NDArray[np.int64]:
     """Every length at which a request takes one more block of a group, up to the greatest.
 
-    A plan for short requests is asked about longer ones, too: up to `LENGTHS` at least.
+    A plan for short requests is asked about longer ones, too: up to `LENGTHS` at least. Past
+    `MOST_LENGTHS` only the greatest is looked at: nothing but tokens is left to pay for there.
     """
-    longest = max(request.max_len, LENGTHS)
+    longest = min(max(request.max_len, LENGTHS), MOST_LENGTHS)
     sizes = {group.block * request.dcp for group in groups if group.kind != "recurrent"}
     starts = [np.arange(1, longest + 1, size, dtype=np.int64) for size in sizes]
-    return np.unique(np.concatenate([*starts, [longest]]))
+    return np.unique(np.concatenate([*starts, [longest, request.max_len]]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -180,15 +180,14 @@ def divide_memory(
     """
     needs = [draft.needed(request) for draft in drafts]
     named = [request.requests if draft.states else None for draft in drafts]
-    # Every pool first gets one request and its null block, or as many requests as were named.
-    least = [need * (many or 1) + 1 for need, many in zip(needs, named, strict=True)]
+    least = _least_blocks(needs, named)
     grows = [0 if many else need for need, many in zip(needs, named, strict=True)]
     counts: dict[int, int] = {}
     for parts in stages:
         widths = [part.width for part in parts]
         taken = sum(blocks * width for blocks, width in zip(least, widths, strict=True))
         if taken > request.memory:
-            raise _not_enough(request, taken, states=any(named))
+            raise not_enough(request, taken, states=any(named))
         total = sum(need * width for need, width in zip(grows, widths, strict=True))
         for i, width in enumerate(widths):
             if width:
@@ -198,7 +197,23 @@ def divide_memory(
     return [counts.get(i, 1) for i in range(len(drafts))]
 
 
-def _not_enough(request: PlanRequest, needed: int, *, states: bool) -> AtlasError:
+def _least_blocks(needs: Sequence[int], named: Sequence[int | None]) -> list[int]:
+    """One request and the null block for every pool, or as many requests as were named."""
+    return [need * (many or 1) + 1 for need, many in zip(needs, named, strict=True)]
+
+
+def least_memory(request: PlanRequest, draft: PlanDraft) -> int:
+    """Bytes of each rank that one request of the greatest length needs."""
+    needs = [pool.needed(request) for pool in draft.pools]
+    least = _least_blocks(needs, [request.requests if p.states else None for p in draft.pools])
+    return max(
+        sum(blocks * part.width for blocks, part in zip(least, parts, strict=True))
+        for parts in draft.stages(request)
+    )
+
+
+def not_enough(request: PlanRequest, needed: int, *, states: bool = False) -> AtlasError:
+    """The refusal where so many bytes are needed at least."""
     what = f"one request of {request.max_len:,} tokens"
     if states:
         what += f" and the states of {request.requests:,}"

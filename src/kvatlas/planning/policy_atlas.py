@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 
 import msgspec
 
@@ -40,7 +41,14 @@ from kvatlas.planning.block_size import (
 from kvatlas.planning.capacity import DECODING, PROMISE, Capacity, Share, capacity_of, least_share
 from kvatlas.planning.grouping import GroupDraft, alike, by_tokens, dealt, group_layers
 from kvatlas.planning.layout_resolution import resolve_order, supported_orders, viewable_orders
-from kvatlas.planning.placing import PlanDraft, PoolDraft, blocks_held, make_plan
+from kvatlas.planning.placing import (
+    PlanDraft,
+    PoolDraft,
+    blocks_held,
+    least_memory,
+    make_plan,
+    not_enough,
+)
 from kvatlas.planning.plans import Plan
 from kvatlas.planning.policy_vllm import draft_vllm
 from kvatlas.planning.request import PlanRequest
@@ -118,7 +126,7 @@ def _pools(layers: list[SizedLayer], layout: Layout) -> list[PoolDraft]:
 
 
 class Yardstick:
-    """vLLM's own plan, which no other may fall behind."""
+    """The plan of vLLM, which no other may fall behind."""
 
     def __init__(self, request: PlanRequest) -> None:
         self.request = request
@@ -181,7 +189,7 @@ class Hybrid:
 
     @cached_property
     def theirs(self) -> Yardstick:
-        """vLLM's plan."""
+        """What vLLM plans."""
         return Yardstick(self.request)
 
     @cached_property
@@ -223,11 +231,17 @@ def _plan_hybrid(hybrid: Hybrid) -> Plan:
         return make_plan(request, _packed(hybrid, request.pack), policy="atlas")
     if request.states == "apart" or request.requests is not None:
         return make_plan(request, _states_apart(hybrid, "As asked"), policy="atlas")
-    for _, draft in zip(range(_MOST_TRIES), _shared_drafts(hybrid), strict=False):
+    tried = []
+    for draft in islice(_shared_drafts(hybrid), _MOST_TRIES):
         made = _sound(hybrid, draft)
         if made is not None:
             return made
-    if (own := _vllms_own(hybrid)) is not None:
+        tried.append(draft)
+    own = _vllms_own(hybrid)
+    least = min((least_memory(request, x) for x in (*tried, own) if x), default=0)
+    if least > request.memory:
+        raise not_enough(request, least)
+    if own is not None:
         return make_plan(request, own, policy="atlas")
     if request.states == "shared":
         raise AtlasError(
@@ -284,7 +298,7 @@ def _largest(hybrid: Hybrid) -> int:
 
 
 def _vllms_own(hybrid: Hybrid) -> PlanDraft | None:
-    """vLLM's plan, in the order that was asked for; nothing where it refuses."""
+    """The plan of vLLM, in the order that was asked for; nothing where it refuses."""
     request, theirs = hybrid.request, hybrid.theirs
     draft = theirs.draft
     if request.layout is not None:
@@ -294,7 +308,8 @@ def _vllms_own(hybrid: Hybrid) -> PlanDraft | None:
             return None
     if draft is None:
         return None
-    reasons = (*draft.size.reasons, f"This is vLLM's own plan. {_what_stopped(hybrid, theirs.block)}")
+    own = f"This is vLLM's own plan. {_what_stopped(hybrid, theirs.block)}"
+    reasons = (*draft.size.reasons, own)
     return replace(draft, size=BlockSize(draft.size.tokens, draft.size.state_padding, reasons))
 
 
@@ -311,8 +326,8 @@ def _shared(hybrid: Hybrid, block: SharedBlock) -> PlanDraft:
         theirs.sentence,
         f"Here a block holds {pack} of {len(hybrid.attention)} attention layers for {tokens:,} "
         f"tokens, or {fit} {what}: {tables} block table(s) for attention and "
-        f"{len(groups) - tables} for the {len(hybrid.states)} recurrent layers, "
-        f"{block.padding:.2%} padding. The price is the number of tables{price}.",
+        f"{len(groups) - tables} for the {len(hybrid.states)} recurrent layers. "
+        f"The price is the number of tables{price}.",
         _what_stopped(hybrid, tokens),
     )
     pool = PoolDraft(groups, hybrid.layout, pack=pack)
@@ -323,24 +338,19 @@ def _what_stopped(hybrid: Hybrid, tokens: int) -> str:
     """Why blocks are not smaller than so many tokens."""
     if tokens <= hybrid.search.step:
         return f"Kernels take no smaller block than {hybrid.search.step} tokens."
-    smaller = {size: share for size, share in hybrid.search.seen.items() if size < tokens}
-    if not smaller:
+    if min(hybrid.search.tried, default=tokens) >= tokens:
         return (
             "No smaller block holds a state, or an even part of one, with "
             f"{MOST_TABLES} block tables or fewer."
         )
-    best = max(smaller, key=lambda size: smaller[size])
-    return (
-        f"Smaller blocks fit fewer than {PROMISE:.0%} of its requests at some length: the best, "
-        f"of {best:,} tokens, {min(smaller[best], PROMISE):.1%} at most."
-    )
+    return f"Every smaller block fits fewer than {PROMISE:.0%} of its requests at some length."
 
 
 def _packs(hybrid: Hybrid) -> Iterator[PlanDraft]:
     """Drafts whose pages hold one attention layer or more, the smallest blocks first."""
     if not hybrid.can_pack:
         return
-    drafts = {}
+    drafts: dict[int, PlanDraft] = {}
     for pack in range(1, len(hybrid.attention) + 1):
         draft = _packed(hybrid, pack)
         drafts.setdefault(draft.size.tokens, draft)  # of equal blocks the smallest pack

@@ -72,15 +72,15 @@ class LayerKind:
         """Pages of them all, where states are split into so many parts."""
         return len(self.layers) * (splits if self.recurrent else 1)
 
-    def nbytes(self, tokens: Whole, splits: int) -> Whole | int | None:
-        """Bytes of such a page; none where heads do not divide so far."""
+    def nbytes(self, tokens: Whole, splits: int) -> Whole:
+        """Bytes of such a page; 0 where heads do not divide so far."""
         first = self.layers[0]
         if not self.recurrent:
             return tokens * (first.page.unpadded // first.block)
         try:
-            return page_of(first.spec, first.block, first.tp * splits).nbytes
+            return tokens * 0 + page_of(first.spec, first.block, first.tp * splits).nbytes
         except AtlasError:
-            return None
+            return tokens * 0
 
     @cached_property
     def held(self) -> int:
@@ -119,19 +119,20 @@ class SharedBlockSearch:
     ) -> None:
         self.request, self.step, self.theirs = request, step, theirs
         self.kinds = [LayerKind(alike) for alike in kinds_of(layers)]
-        self.seen: dict[int, float] = {}
-        """Largest share of vLLM's requests that blocks of so many tokens fit."""
+        self.tried: set[int] = set()
+        """Sizes, in tokens, for which there was any block at all."""
 
     def blocks(self, largest: int) -> Iterator[SharedBlock]:
         """Blocks of up to `largest` tokens, the preferred first."""
         sizes = np.arange(self.step, largest + 1, self.step)[:_MOST_SIZES]
         if self.theirs is None:
-            found = [block for some in self._batches(sizes) for block in self._tried(some)]
-            tight = min((round(block.padding, 2) for block in found), default=0.0)
-            found = [block for block in found if round(block.padding, 2) == tight]
-            yield from sorted(found, key=lambda block: block.preference)
+            found = list(self._tried(sizes))
+            least = min((round(block.padding, 2) for block in found), default=0.0)
+            tight = [block for block in found if round(block.padding, 2) == least]
+            yield from sorted(tight, key=lambda block: block.preference)
             return
-        for some in self._batches(sizes):
+        # One size at a time would be slow, and the smallest is often among the first.
+        for some in np.split(sizes, range(_BATCH, len(sizes), _BATCH)):
             for block in sorted(self._tried(some), key=lambda block: block.preference):
                 if self._keeps_promise(block):
                     yield block
@@ -149,16 +150,12 @@ class SharedBlockSearch:
         claimed = int(_claimed(draft, self.request, self._longest, self.request.in_flight)[0])
         return (draft.size.tokens, round(1 - self._useful / claimed, 2), 1, len(draft.groups))
 
-    def _batches(self, sizes: Numbers) -> Iterator[Numbers]:
-        """Sizes by the batch: one at a time would be slow, and the first is often small enough."""
-        yield from np.split(sizes, range(_BATCH, len(sizes), _BATCH))
-
     def _tried(self, tokens: Numbers) -> Iterator[SharedBlock]:
         """Blocks of these sizes that keep the promise at a few lengths."""
         held = {n: self._held(tokens, n) for n in (DECODING, self.request.in_flight)}
         for splits in _SPLITS:
             at, counts, nbytes = self._ways_to_deal(tokens, splits)
-            best = np.zeros(len(tokens))
+            self.tried |= set(tokens[at].tolist())
             # Most fail at the greatest length already, where attention is nearly all there is.
             for last in (True, False):
                 lengths = slice(-1, None) if last else slice(None)
@@ -168,12 +165,8 @@ class SharedBlockSearch:
                     claims *= nbytes[:, None]
                     theirs = self._theirs[in_flight][lengths]
                     shares = np.minimum(shares, (theirs / claims).min(axis=1))
-                if last:
-                    np.maximum.at(best, at, shares)
                 kept = shares >= PROMISE
                 at, counts, nbytes, claims = at[kept], counts[kept], nbytes[kept], claims[kept]
-            for size, share in zip(tokens.tolist(), best.tolist(), strict=True):
-                self.seen[size] = max(self.seen.get(size, 0.0), share)
             wasted = 1 - self._useful / claims[:, -1]
             for i, waste in enumerate(wasted.tolist()):
                 groups = tuple(counts[i].tolist())
@@ -192,12 +185,11 @@ class SharedBlockSearch:
         return held
 
     def _ways_to_deal(self, tokens: Numbers, splits: int) -> tuple[Numbers, Numbers, Numbers]:
-        """(which size, groups of each kind, bytes of a block): blocks that layers or states fill."""
+        """(which size, groups of each kind, bytes) of all blocks that layers or states fill."""
         parts = np.array([kind.parts(splits) for kind in self.kinds])
-        pages = [kind.nbytes(tokens, splits) for kind in self.kinds]
-        if any(page is None for page in pages):
-            return np.empty(0, np.int64), np.empty((0, len(parts)), np.int64), np.empty(0, np.int64)
-        sizes = np.stack([np.broadcast_to(page, tokens.shape) for page in pages], axis=1)
+        sizes = np.stack([kind.nbytes(tokens, splits) for kind in self.kinds], axis=1)
+        if not sizes.all():
+            sizes, tokens = sizes[:0], tokens[:0]
         filled = [sizes[:, [k]] * np.arange(1, n + 1) for k, n in enumerate(parts)]
         fits = np.minimum(np.concatenate(filled, axis=1)[:, :, None] // sizes[:, None], parts)
         counts = -(-parts // np.maximum(fits, 1))
@@ -210,6 +202,8 @@ class SharedBlockSearch:
 
     def _keeps_promise(self, block: SharedBlock) -> bool:
         """Whether it fits enough at every length."""
+        if self.theirs is None:
+            return True
         groups = self._groups(block.tokens)
         lengths = steps(groups, self.request)
         for in_flight in (self.request.in_flight, DECODING):
@@ -254,14 +248,12 @@ class SharedBlockSearch:
             blocks = kind.group(self.step).blocks(
                 request.max_len, in_flight=request.in_flight, dcp=request.dcp
             )
-            nbytes += blocks * kind.parts(1) * int(kind.nbytes(self.step, 1) or 0)
+            nbytes += blocks * kind.parts(1) * kind.nbytes(self.step, 1)
         return nbytes
 
 
-def _claimed(
-    draft: PlanDraft, request: PlanRequest, lengths: Numbers, in_flight: int
-) -> Numbers:
+def _claimed(draft: PlanDraft, request: PlanRequest, lengths: Numbers, in_flight: int) -> Numbers:
     """Bytes that a request of each length claims."""
     taken = blocks_taken(draft.groups, lengths, in_flight=in_flight, dcp=request.dcp)
-    claimed: Numbers = sum(taken[i] * pool.width for i, pool in enumerate(draft.pools))
+    claimed: Numbers = np.sum([taken[i] * pool.width for i, pool in enumerate(draft.pools)], axis=0)
     return claimed
