@@ -42,8 +42,9 @@ def test_a_hybrids_plan_says_which_way_it_took(name: str) -> None:
 
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_pools_apart_are_for_those_who_ask(name: str) -> None:
-    for ask in ({"states": "apart"}, {"requests": 8}):
-        made = plan(name, memory="140GiB", tp=2, max_len=4096, **ask)  # type: ignore[arg-type]
+    asks: tuple[dict[str, Any], ...] = ({"states": "apart"}, {"requests": 8})
+    for ask in asks:
+        made = plan(name, memory="140GiB", tp=2, max_len=4096, **ask)
         assert len(made.pools) == 2
         assert "pool of their own" in made.explain()
         assert "neither pool can borrow" in made.explain()

@@ -11,10 +11,10 @@ import numpy as np
 from rich.console import RenderableType
 from rich.text import Text
 
-from kvatlas.cli.tables import size, table
+from kvatlas.cli.tables import table
 from kvatlas.errors import AtlasError, Code
 from kvatlas.models import Layer, Model
-from kvatlas.planning import Plan, plan
+from kvatlas.planning import Plan, plan, size
 from kvatlas.routing import Copy
 from kvatlas.specs import FullAttention
 from kvatlas.wire import (

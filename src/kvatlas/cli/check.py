@@ -13,9 +13,9 @@ from rich.text import Text
 
 from kvatlas.cli.failures import plain
 from kvatlas.cli.options import PlanOptions, number
-from kvatlas.cli.tables import both_ends, indented, size, table
+from kvatlas.cli.tables import both_ends, indented, table
 from kvatlas.errors import AtlasError, Code
-from kvatlas.planning import LARGEST_JSON, Plan
+from kvatlas.planning import LARGEST_JSON, Plan, size
 from kvatlas.routing import Check
 
 _NUMBERS = ("tp", "pp", "dcp", "requests", "block_size")

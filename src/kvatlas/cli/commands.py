@@ -27,12 +27,11 @@ from kvatlas.cli.tables import (
     plan_parts,
     sentences,
     show,
-    size,
     table,
     tokens,
 )
 from kvatlas.models import Model, catalogue
-from kvatlas.planning import BACKENDS
+from kvatlas.planning import BACKENDS, size
 from kvatlas.routing import check as check_route
 
 app = typer.Typer(

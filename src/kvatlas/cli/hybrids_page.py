@@ -12,11 +12,12 @@ from rich.progress import Progress
 from kvatlas.cli.compare import way_of
 from kvatlas.errors import AtlasError
 from kvatlas.models import Model, catalogue
-from kvatlas.planning import Plan, Policy, kind_of, padding, plan
+from kvatlas.planning import DECODING, Plan, Policy, kind_of, padding, plan
 
 TP = (1, 2, 8)
 MEMORY = "60GiB"
 MAX_LEN = 32768
+USERS_AT = (4096, 32768)
 _PATIENCE = 2.0
 
 _PAGE = f"""\
@@ -24,9 +25,9 @@ _PAGE = f"""\
 
 Every hybrid of the catalogue with {MEMORY} of cache memory on each rank. *Tokens* are those that
 fit in requests of {MAX_LEN:,} tokens, also where a model was trained for fewer; *padding* is
-its share of what such a request claims. *Way* is how atlas keeps recurrent states: in blocks that
-otherwise hold N attention layers (`pack N`), or in a pool of their own (`states apart`). A refused
-plan shows the [code of the refusal](errors.md).
+its share of what such a request claims; *4k* and *32k* are the users that fit while they decode at 4,096
+and 32,768 tokens. *Way* is how atlas keeps recurrent states: in blocks that otherwise hold N attention
+layers (`pack N`). A refused plan shows the [code of the refusal](errors.md).
 
 This page is made by a command, and a test holds it to what the command prints:
 
@@ -34,8 +35,8 @@ This page is made by a command, and a test holds it to what the command prints:
 kvatlas hybrids > docs/hybrids.md
 ```
 
-| model | tp | vLLM: block | padding | tokens | atlas: block | padding | tokens | way |
-|---|--:|--:|--:|--:|--:|--:|--:|---|
+| model | tp | vLLM: block | padding | tokens | 4k | 32k | atlas: block | padding | tokens | 4k | 32k | way |
+|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|---|
 """
 
 T = TypeVar("T")
@@ -84,7 +85,8 @@ def _plan(name: str, tp: int, policy: Policy) -> Plan | AtlasError:
         return refusal
 
 
-def _figures(made: Plan | AtlasError) -> tuple[str, str, str]:
+def _figures(made: Plan | AtlasError) -> tuple[str, ...]:
     if isinstance(made, AtlasError):
-        return f"`{made.code}`", "", ""
-    return f"{made.block_size:,}", f"{padding(made).share:.2%}", f"{made.tokens:,}"
+        return (f"`{made.code}`", *[""] * 4)
+    users = (f"{int(made.requests(n, in_flight=DECODING)):,}" for n in USERS_AT)
+    return f"{made.block_size:,}", f"{padding(made).share:.2%}", f"{made.tokens:,}", *users

@@ -15,9 +15,9 @@ from rich.text import Text
 
 from kvatlas.cli.failures import plain
 from kvatlas.cli.options import PlanOptions
-from kvatlas.cli.tables import both_ends, indented, size, table
+from kvatlas.cli.tables import both_ends, indented, table
 from kvatlas.errors import AtlasError, Code
-from kvatlas.planning import Plan
+from kvatlas.planning import Plan, size
 from kvatlas.routing import Route, scattered
 from kvatlas.wire import (
     TRANSPORT_NAMES,

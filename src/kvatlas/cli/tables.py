@@ -16,6 +16,7 @@ from rich.text import Text
 
 from kvatlas.cli.compare import Row
 from kvatlas.cli.failures import plain
+from kvatlas.planning import size
 
 _WIDEST = 96
 """Columns after which sentences are hard to read."""
@@ -45,19 +46,6 @@ def table(*columns: str, words: Iterable[int] = (0,), wraps: Iterable[int] = ())
             header_style="dim",
         )
     return made
-
-
-def size(nbytes: float) -> str:
-    """Bytes for people.
-
-    >>> size(960), size(983040), size(96_030_720)
-    ('960 B', '960 KiB', '91.6 MiB')
-    """
-    units = ["B", "KiB", "MiB", "GiB", "TiB"]
-    while nbytes >= 999.5 and len(units) > 1:
-        nbytes /= 1024
-        units.pop(0)
-    return f"{nbytes:.3g} {units[0]}"
 
 
 def tokens(count: int) -> str:
@@ -101,7 +89,10 @@ def headline(summary: dict[str, Any]) -> Group:
     grid.add_row("block", f"{summary['block_size']:,}", "tokens")
     grid.add_row("blocks", f"{summary['num_blocks']:,}", f"of {nbytes:,} bytes ({size(nbytes)})")
     grid.add_row("tokens that fit", f"{summary['tokens']:,}", f"in requests of {length}")
-    grid.add_row("requests", f"{summary['requests_at_max_len']:,.1f}", f"at {length} tokens")
+    flying = f"of {length} tokens, {summary['in_flight']:,} of them in flight"
+    grid.add_row("requests prefilling", f"{summary['requests_at_max_len']:,.1f}", flying)
+    decoding = f"of {length} tokens"
+    grid.add_row("requests decoding", f"{summary['requests_decoding']:,.1f}", decoding)
     grid.add_row("padding", f"{summary['padding_share']:.2%}", "of what such a request claims")
     return Group(title, Text(), indented(grid))
 
@@ -146,11 +137,20 @@ def _takes(group: dict[str, Any]) -> str:
 
 def _pools(pools: list[dict[str, Any]], *, stages: bool) -> Table:
     names = ("stage", "pool") if stages else ("pool",)
-    made = table(*names, "blocks", "bytes per block", "in all", words=range(len(names)))
+    figures = ("blocks", "bytes per block", "in all", "prefilling", "decoding")
+    made = table(*names, *figures, words=range(len(names)))
     for pool in pools:
         place = (str(pool["stage"]), str(pool["index"]))[-len(names) :]
-        figures = (f"{pool['blocks']:,}", f"{pool['block_bytes']:,}", size(pool["bytes"]))
-        made.add_row(*place, *figures)
+        made.add_row(
+            *place,
+            f"{pool['blocks']:,}",
+            f"{pool['block_bytes']:,}",
+            size(pool["bytes"]),
+            *(
+                f"{pool[name]:,.1f}" if pool[name] else "-"
+                for name in ("requests_at_max_len", "requests_decoding")
+            ),
+        )
     return made
 
 
@@ -167,27 +167,31 @@ def sentences(lines: list[str]) -> Group:
 
 
 def comparison(axis: str, rows: list[Row]) -> Group:
-    """Plans beside each other; the one that fits most is set off, a refusal says why."""
-    columns = ("block", "blocks", "tokens", "requests", "padding")
+    """Plans beside each other, with what each fits of the first; a refusal says why.
+
+    The one that fits most while decoding is set off.
+    """
+    columns = ("block", "tokens", "prefilling", "decoding", "ratio", "padding")
     last = "states" if any(row["way"] for row in rows) else ""
-    made = table(axis, *columns, last, words=(0, 6), wraps=(6,))
+    made = table(axis, *columns, last, words=(0, 7), wraps=(7,))
     parts: list[RenderableType] = [indented(made)]
-    best = max((row["tokens"] or 0 for row in rows), default=0)
+    best = max((row["requests_decoding"] or 0 for row in rows), default=0)
     for row in rows:
         value = plain(row["value"])
         if row["refused"]:
-            made.add_row(value, *["-"] * 5, Text(row["refused"]["code"], style="yellow"))
+            made.add_row(value, *["-"] * 6, Text(row["refused"]["code"], style="yellow"))
             reason = Text(f"{value}: {plain(row['refused']['message'])}", style="yellow")
             parts += [Text(), indented(reason)]
             continue
         made.add_row(
             value,
             f"{row['block_size']:,}",
-            f"{row['num_blocks']:,}",
             f"{row['tokens']:,}",
             f"{row['requests_at_max_len']:,.1f}",
+            f"{row['requests_decoding']:,.1f}",
+            f"{row['ratio']:.2f}",
             f"{row['padding_share']:.2%}",
             (row["way"] or "").removeprefix("states "),
-            style="bold green" if row["tokens"] == best else "",
+            style="bold green" if row["requests_decoding"] == best else "",
         )
     return Group(*parts)

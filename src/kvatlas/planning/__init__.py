@@ -7,16 +7,18 @@ manager). The result is a `Plan`: pure data.
 
 from kvatlas.planning.backends import ANY_ORDER, BACKENDS, Backend
 from kvatlas.planning.foreign_memory import foreign
+from kvatlas.planning.plan_data import DECODING
 from kvatlas.planning.plan_parts import Group, Pool, Region
 from kvatlas.planning.planner import Policy, plan
 from kvatlas.planning.plans import LARGEST_JSON, Plan
-from kvatlas.planning.report import Padding, padding
+from kvatlas.planning.report import Padding, answer, padding, size
 from kvatlas.planning.request import quantity
 from kvatlas.planning.sized_layers import FULL_KINDS, SLIDING_KINDS, kind_of
 
 __all__ = [
     "ANY_ORDER",
     "BACKENDS",
+    "DECODING",
     "FULL_KINDS",
     "LARGEST_JSON",
     "SLIDING_KINDS",
@@ -27,9 +29,11 @@ __all__ = [
     "Policy",
     "Pool",
     "Region",
+    "answer",
     "foreign",
     "kind_of",
     "padding",
     "plan",
     "quantity",
+    "size",
 ]

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvatlas.planning.placing import PlanDraft, divide_memory
+from kvatlas.planning.plan_data import DECODING
 from kvatlas.planning.plan_parts import Group, blocks_taken
 from kvatlas.planning.request import PlanRequest
 
@@ -24,8 +25,6 @@ LENGTHS = 32_768
 """The promise is kept up to this length at least."""
 MOST_LENGTHS = 1 << 20
 """Up to this length every step is looked at."""
-DECODING = 1
-"""Tokens that a request which decodes has in flight."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,6 +134,11 @@ def make_plan(request: PlanRequest, draft: PlanDraft, *, policy: str) -> Plan:
     drafts, stages = draft.pools, draft.stages(request)
     counts = divide_memory(request, drafts, stages)
     warnings = list(request.model.warnings)
+    longest = request.model.max_len
+    if longest and request.max_len > longest:
+        warnings.append(
+            f"{request.max_len:,} tokens are past the {longest:,} that the model itself allows."
+        )
     if request.requests and policy == "atlas" and not any(pool.states for pool in drafts):
         warnings.append("requests= sizes a pool of recurrent states, and this plan has none.")
     pools: list[Pool] = []

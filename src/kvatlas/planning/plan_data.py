@@ -10,6 +10,9 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import natural, positive
 from kvatlas.planning.plan_parts import Group, Pool, Region, blocks_taken
 
+DECODING = 1
+"""Tokens that a request which decodes has in flight."""
+
 
 class PlanData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
     """The data of a plan, not yet checked: `Plan` is what to use."""
@@ -111,7 +114,7 @@ class PlanData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """How many requests of `length` tokens fit at once.
 
         Windows also cover tokens in flight: as many as the plan was made for, which is a
-        prefill of every request at once, or `in_flight`, 1 for requests that decode.
+        prefill of every request at once, or `in_flight`, `DECODING` where all of them decode.
 
         >>> from kvatlas.planning import plan
         >>> made = plan("gpt-oss-20b", memory="40GiB", max_len="128K")

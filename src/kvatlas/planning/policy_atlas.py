@@ -38,7 +38,7 @@ from kvatlas.planning.block_size import (
     kernel_size,
     used_backends,
 )
-from kvatlas.planning.capacity import DECODING, PROMISE, Capacity, Share, capacity_of, least_share
+from kvatlas.planning.capacity import PROMISE, Capacity, Share, capacity_of, least_share
 from kvatlas.planning.grouping import GroupDraft, alike, by_tokens, dealt, group_layers
 from kvatlas.planning.layout_resolution import resolve_order, supported_orders, viewable_orders
 from kvatlas.planning.placing import (
@@ -49,6 +49,7 @@ from kvatlas.planning.placing import (
     make_plan,
     not_enough,
 )
+from kvatlas.planning.plan_data import DECODING
 from kvatlas.planning.plans import Plan
 from kvatlas.planning.policy_vllm import draft_vllm
 from kvatlas.planning.request import PlanRequest
@@ -267,7 +268,7 @@ def _sound(hybrid: Hybrid, draft: PlanDraft) -> Plan | None:
         made = make_plan(request, replace(draft, size=size), policy="atlas")
     except AtlasError:
         return None
-    return made if set(made.warnings) <= set(request.model.warnings) else None
+    return None if any("cannot be split" in warning for warning in made.warnings) else made
 
 
 def _promise(request: PlanRequest, share: Share) -> str:

@@ -6,9 +6,22 @@ from typing import Any
 
 import msgspec
 
-from kvatlas.planning.plan_data import PlanData
-from kvatlas.planning.plan_parts import Group, Region
+from kvatlas.planning.plan_data import DECODING, PlanData
+from kvatlas.planning.plan_parts import Group, Pool, Region
 from kvatlas.planning.sized_layers import FULL_KINDS, page_of
+
+
+def size(nbytes: float) -> str:
+    """Bytes for people.
+
+    >>> size(960), size(983040), size(96_030_720)
+    ('960 B', '960 KiB', '91.6 MiB')
+    """
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while nbytes >= 999.5 and len(units) > 1:
+        nbytes /= 1024
+        units.pop(0)
+    return f"{nbytes:.3g} {units[0]}"
 
 
 class Padding(msgspec.Struct, frozen=True):
@@ -57,7 +70,9 @@ def bytes_per_request(plan: PlanData, index: int) -> tuple[int, float]:
 
 def summary(plan: PlanData) -> dict[str, Any]:
     """One JSON object with what an operator asks first."""
-    plainly = ("tp", "pp", "dcp", "pack", "memory", "max_len", "block_size", "num_blocks")
+    plainly = (
+        "tp", "pp", "dcp", "pack", "memory", "max_len", "in_flight", "block_size", "num_blocks",
+    )  # fmt: skip
     return {
         "model": plan.model,
         "policy": plan.policy,
@@ -68,10 +83,25 @@ def summary(plan: PlanData) -> dict[str, Any]:
         "bytes_per_block": plan.bytes_per_block,
         "tokens": plan.tokens,
         "requests_at_max_len": round(plan.requests(), 4),
+        "requests_decoding": round(plan.requests(in_flight=DECODING), 4),
         "padding_share": round(padding(plan).share, 6),
-        "pools": [{**msgspec.structs.asdict(pool), "bytes": pool.nbytes} for pool in plan.pools],
+        "pools": [_pool(plan, pool) for pool in plan.pools],
         "groups": [_group(plan, index) for index in range(len(plan.groups))],
         "warnings": list(plan.warnings),
+    }
+
+
+def _pool(plan: PlanData, pool: Pool) -> dict[str, Any]:
+    """A pool, and how many requests it has blocks for."""
+    prefilling, decoding = (
+        pool.blocks / taken if (taken := plan.blocks_per_request(in_flight=n)[pool.index]) else None
+        for n in (plan.in_flight, DECODING)
+    )
+    return {
+        **msgspec.structs.asdict(pool),
+        "bytes": pool.nbytes,
+        "requests_at_max_len": prefilling and round(prefilling, 4),
+        "requests_decoding": decoding and round(decoding, 4),
     }
 
 
@@ -126,27 +156,48 @@ def _member(plan: PlanData, group: Group, region: Region) -> dict[str, Any]:
     }
 
 
+def answer(plan: PlanData) -> str:
+    """How much fits, in one sentence.
+
+    >>> from kvatlas.planning import plan
+    >>> print(answer(plan("gpt-oss-20b", memory="40GiB")))  # doctest: +NORMALIZE_WHITESPACE
+    Fits 35.5 requests of 32,768 tokens while they prefill (16,384 tokens in flight),
+    53.1 while they decode.
+    """
+    prefilling, decoding = plan.requests(), plan.requests(in_flight=DECODING)
+    length = f"requests of {plan.max_len:,} tokens"
+    if round(prefilling, 1) == round(decoding, 1):
+        return f"Fits {prefilling:,.1f} {length}, while they prefill and while they decode."
+    return (
+        f"Fits {prefilling:,.1f} {length} while they prefill ({plan.in_flight:,} tokens in "
+        f"flight), {decoding:,.1f} while they decode."
+    )
+
+
 def explain(plan: PlanData) -> str:
     """The reason for the block size and for each byte of waste, in sentences."""
     ranks = f"tp {plan.tp}" + (f", pp {plan.pp}" if plan.pp > 1 else "")
     where = "over all pipeline stages" if plan.pp > 1 else "on each rank"
     waste = padding(plan)
-    claim = f"A request of {plan.max_len:,} tokens claims {waste.claimed:,} bytes {where}"
+    claim = f"A request of {plan.max_len:,} tokens takes {size(waste.claimed)} {where}"
     lines = [
         f"{plan.model} at {ranks}, policy {plan.policy}, order {plan.layout}: blocks of "
         f"{plan.block_size} tokens.",
+        answer(plan),
         *plan.reasons,
         *_group_lines(plan),
         f"{claim}, {waste.share:.2%} of it padding" + (":" if waste.share else "."),
     ]
     if waste.pages:
-        lines.append(f"  {waste.pages:,} bytes at the end of pages, to make them equally large;")
+        lines.append(f"  {size(waste.pages)} at the end of pages, to make them equally large;")
     if waste.empty:
-        lines.append(f"  {waste.empty:,} bytes of blocks that their group has no pages for.")
+        lines.append(f"  {size(waste.empty)} of blocks that their group has no pages for.")
     for stage in range(plan.pp):
         idle = plan.memory - sum(pool.nbytes for pool in plan.pools if pool.stage == stage)
-        name = f"Stage {stage}: " if plan.pp > 1 else ""
-        lines.append(f"{name}{idle:,} of {plan.memory:,} bytes of memory stay unused.")
+        name = f" on stage {stage}" if plan.pp > 1 else ""
+        lines.append(
+            f"Left over after whole blocks{name}: {size(idle)} ({idle / plan.memory:.2%})."
+        )
     return "\n".join([*lines, *(f"Note: {warning}" for warning in plan.warnings)])
 
 
@@ -161,7 +212,7 @@ def _group_lines(plan: PlanData) -> list[str]:
         what = f"{pages} {'parts of ' if split else ''}{group.kind} layers"
         if group.window:
             what += f" with a window of {group.window:,} tokens"
-        takes = f"{each:,.0f} bytes per token" if each else f"{fixed:,} bytes at most"
+        takes = f"{size(each)} per token" if each else f"{size(fixed)} at most"
         if group.window and not each:
             takes += f" with {plan.in_flight:,} tokens in flight"
         text = f"{what}, blocks of {group.block} tokens; a request takes {takes}."

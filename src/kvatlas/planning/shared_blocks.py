@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 
 from kvatlas.errors import AtlasError
 from kvatlas.geometry import Whole
-from kvatlas.planning.capacity import DECODING, PROMISE, steps
+from kvatlas.planning.capacity import PROMISE, steps
 from kvatlas.planning.grouping import GroupDraft, dealt, kinds_of
 from kvatlas.planning.placing import PlanDraft
+from kvatlas.planning.plan_data import DECODING
 from kvatlas.planning.plan_parts import Group, blocks_taken
 from kvatlas.planning.request import PlanRequest
 from kvatlas.planning.sized_layers import SizedLayer, page_of
