@@ -8,13 +8,34 @@ import typer
 
 from kvatlas.cli.options import POLICIES, PlanOptions, number
 from kvatlas.errors import AtlasError
+from kvatlas.geometry import ENGINE_LAYOUTS
 from kvatlas.models import Model
-from kvatlas.planning import Plan, kind_of
+from kvatlas.planning import BACKENDS, Plan, backends_of, kind_of
 
-AXES = {"policy": "policy", "kv-dtype": "kv_dtype", "tp": "tp", "pack": "pack"}
+AXES = {
+    axis: axis.replace("-", "_")
+    for axis in (
+        "policy", "kv-dtype", "tp", "dcp", "dp", "pp", "pack", "memory", "max-len", "layout",
+        "backend", "block-size", "states",
+    )
+}  # fmt: skip
 """What can vary: its name on the command line and in `plan()`."""
+_NUMBERS = ("tp", "dcp", "dp", "pp", "block-size")
 
-_USUAL = {"tp": ("1", "2", "4", "8", "16"), "pack": ("auto", "1", "2", "4", "8", "16")}
+_USUAL = {
+    "policy": POLICIES,
+    "tp": ("1", "2", "4", "8", "16"),
+    "dcp": ("1", "2", "4", "8", "16"),
+    "dp": ("1", "2", "4", "8"),
+    "pp": ("1", "2", "4", "8"),
+    "pack": ("auto", "1", "2", "4", "8", "16"),
+    "memory": ("20GiB", "40GiB", "60GiB", "80GiB", "120GiB", "160GiB"),
+    "max-len": ("4K", "8K", "16K", "32K", "64K", "128K"),
+    "layout": tuple(layout.order for layout in ENGINE_LAYOUTS),
+    "block-size": ("16", "32", "64", "128", "256"),
+    "states": ("shared", "apart"),
+}
+"""Values that are worth a look where none are given."""
 _DENSE = (
     "auto", "fp8", "int8_per_token_head", "int4_per_token_head", "nvfp4", "turboquant_4bit_nc",
 )  # fmt: skip
@@ -22,8 +43,9 @@ _LATENT = ("auto", "fp8", "fp8_ds_mla", "nvfp4_ds_mla")
 
 
 _FIGURES = (
-    "policy", "tp", "pack", "layout", "block_size", "num_blocks", "bytes_per_block", "tokens",
-    "requests_at_max_len", "padding_share",
+    "policy", "tp", "pack", "memory", "max_len", "layout", "block_size", "num_blocks",
+    "bytes_per_block", "tokens", "requests_at_max_len", "requests_decoding", "padding_share",
+    "warnings",
 )  # fmt: skip
 """What a row takes from a plan's summary."""
 
@@ -51,15 +73,20 @@ def axes_of(texts: list[str]) -> dict[str, tuple[str, ...]]:
 
 
 def compared_plans(options: PlanOptions, axis: str, values: tuple[str, ...] = ()) -> list[Row]:
-    """A plan, or a refusal, for each value of an axis."""
+    """A plan, or a refusal, for each value of an axis; `ratio` is to the first that fits."""
     model = options.load()
-    return [_compared(options, model, axis, value) for value in values or usual(model, axis)]
+    rows = [_compared(options, model, axis, value) for value in values or usual(model, axis)]
+    first = next((row["requests_decoding"] for row in rows if not row["refused"]), None)
+    for row in rows:
+        row["ratio"] = None if row["refused"] else round(row["requests_decoding"] / first, 4)
+    return rows
 
 
 def usual(model: Model, axis: str) -> tuple[str, ...]:
     """The values that are worth a look where none are given."""
-    if axis == "policy":
-        return POLICIES
+    if axis == "backend":
+        families = {used.family for used in backends_of(model).values() if used} - {"other"}
+        return tuple(name for name, known in BACKENDS.items() if known.family in families)
     if axis != "kv-dtype":
         return _USUAL[axis]
     latent = any("mla" in kind_of(layer.spec) for layer in model.layers)
@@ -78,7 +105,8 @@ def way_of(plan: Plan) -> str | None:
 
 
 def _compared(options: PlanOptions, model: Model, axis: str, value: str) -> Row:
-    shown = number(value, f"{value!r} is not a number.", "'--compare'") if axis == "tp" else value
+    problem = f"{value!r} is not a number."
+    shown = number(value, problem, "'--compare'") if axis in _NUMBERS else value
     row: Row = {"compare": axis, "value": shown, **dict.fromkeys(_FIGURES)}
     row |= {"policy": options.policy, "tp": options.tp, "way": None, "refused": None}
     row |= {axis: shown} if axis in ("policy", "tp") else {}

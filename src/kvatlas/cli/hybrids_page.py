@@ -25,9 +25,10 @@ _PAGE = f"""\
 
 Every hybrid of the catalogue with {MEMORY} of cache memory on each rank. *Tokens* are those that
 fit in requests of {MAX_LEN:,} tokens, also where a model was trained for fewer; *padding* is
-its share of what such a request claims; *4k* and *32k* are the users that fit while they decode at 4,096
-and 32,768 tokens. *Way* is how atlas keeps recurrent states: in blocks that otherwise hold N attention
-layers (`pack N`). A refused plan shows the [code of the refusal](errors.md).
+its share of what such a request claims; *4k* and *32k* are the users that fit while they decode
+at 4,096 and 32,768 tokens. *Way* is how atlas keeps recurrent states: in blocks that otherwise hold
+N attention layers (`pack N`), or as vLLM does where no smaller block fits as many users. A refused
+plan shows the [code of the refusal](errors.md).
 
 This page is made by a command, and a test holds it to what the command prints:
 
@@ -35,7 +36,10 @@ This page is made by a command, and a test holds it to what the command prints:
 kvatlas hybrids > docs/hybrids.md
 ```
 
-| model | tp | vLLM: block | padding | tokens | 4k | 32k | atlas: block | padding | tokens | 4k | 32k | way |
+"""
+_FIGURES = "block | padding | tokens | 4k | 32k"
+_PAGE += f"""\
+| model | tp | vLLM: {_FIGURES} | atlas: {_FIGURES} | way |
 |---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|---|
 """
 
@@ -74,6 +78,8 @@ def patiently(items: Sequence[T], what: str) -> Iterator[T]:
 def _line(name: str, tp: int) -> str:
     theirs, ours = _plan(name, tp, "vllm"), _plan(name, tp, "atlas")
     way = way_of(ours) or "" if isinstance(ours, Plan) else ""
+    if isinstance(ours, Plan) and isinstance(theirs, Plan) and ours.regions == theirs.regions:
+        way = "vLLM's own"
     cells = (name, str(tp), *_figures(theirs), *_figures(ours), way)
     return f"| {' | '.join(cells)} |\n"
 

@@ -63,8 +63,12 @@ _LENGTHS = (
     "Tokens of the longest request: 32768, 32K for the same, or 32k for 32000. "
     "[dim]By default 32768, or what the model allows.[/]"
 )
-_REQUESTS = "Requests to keep states for, where a plan keeps them apart."
-_STATES = "Recurrent states: auto, shared (one pool, may pad more) or apart."
+_IN_FLIGHT = (
+    "Tokens of a request that are scheduled and not yet settled while it prefills. "
+    "[dim]By default 8192 for each batch under way: 16384 without pipelines.[/]"
+)
+_REQUESTS = "Requests to keep recurrent states for, in a pool of their own."
+_STATES = "Recurrent states: auto, shared (one pool with attention) or apart."
 _ORDERS = (*(layout.order for layout in ENGINE_LAYOUTS), "NHD", "HND")
 
 
@@ -80,6 +84,7 @@ class PlanOptions:
     pp: Annotated[int, _option("Pipeline stages.", _MACHINE)] = 1
     dcp: Annotated[int, _option("Decode-context-parallel ranks.", _MACHINE)] = 1
     max_len: Annotated[str | None, _option(_LENGTHS, _MACHINE)] = None
+    in_flight: Annotated[int | None, _option(_IN_FLIGHT, _MACHINE)] = None
     requests: Annotated[int | None, _option(_REQUESTS, _MACHINE)] = None
     kv_dtype: Annotated[
         str | None,

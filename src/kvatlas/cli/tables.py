@@ -108,7 +108,7 @@ def plan_parts(summary: dict[str, Any]) -> list[RenderableType]:
 def _groups(groups: list[dict[str, Any]]) -> Table:
     """Groups, alike ones in one row; unlike pages of a group in a row each."""
     made = table("group", "layers", "block", "page bytes", "padding", "a request takes", wraps=(0,))
-    alike: dict[tuple[str, ...], list[int]] = {}
+    alike: dict[tuple[str, ...], list[float]] = {}
     for group in groups:
         members = group.get("members") or [group]
         for number, member in enumerate(members):
@@ -122,10 +122,11 @@ def _groups(groups: list[dict[str, Any]]) -> Table:
                 "" if number else _takes(group),
                 group["first_layer"] if len(members) > 1 else "",
             )
-            alike.setdefault(row, []).append(member["num_layers"])
+            # A state that is split lies in several groups: it is one layer all the same.
+            alike.setdefault(row, []).append(member["pages"] / member["splits"])
     for (kind, *figures, takes, _), layers in alike.items():
         times = f"{len(layers)} x " if len(layers) > 1 else ""
-        made.add_row(f"{times}{kind}", f"{sum(layers):,}", *figures, f"{times}{takes}")
+        made.add_row(f"{times}{kind}", f"{sum(layers):,.0f}", *figures, f"{times}{takes}")
     return made
 
 

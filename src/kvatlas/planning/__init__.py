@@ -5,7 +5,7 @@
 manager). The result is a `Plan`: pure data.
 """
 
-from kvatlas.planning.backends import ANY_ORDER, BACKENDS, Backend
+from kvatlas.planning.backends import ANY_ORDER, BACKENDS, Backend, backends_of
 from kvatlas.planning.foreign_memory import foreign
 from kvatlas.planning.plan_data import DECODING
 from kvatlas.planning.plan_parts import Group, Pool, Region
@@ -30,6 +30,7 @@ __all__ = [
     "Pool",
     "Region",
     "answer",
+    "backends_of",
     "foreign",
     "kind_of",
     "padding",

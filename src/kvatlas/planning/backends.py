@@ -120,7 +120,7 @@ BACKENDS: dict[str, Backend] = {
 """Every backend that plans know, by name."""
 
 
-def backends_of(model: Model, chosen: str | None) -> dict[str, Backend | None]:
+def backends_of(model: Model, chosen: str | None = None) -> dict[str, Backend | None]:
     """The backend of each layer by its name; None for recurrent layers.
 
     Sparse and compressed attention bring backends of their own, which `chosen`

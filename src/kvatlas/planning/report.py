@@ -208,8 +208,12 @@ def _group_lines(plan: PlanData) -> list[str]:
         fixed, each = bytes_per_request(plan, index)
         regions = [region for region in plan.regions if region.group == index]
         pages = sum(len(region.layers) for region in regions)
-        split = any(region.splits > 1 for region in regions)
-        what = f"{pages} {'parts of ' if split else ''}{group.kind} layers"
+        layers = len({layer.index for region in regions for layer in region.layers})
+        what = f"{layers} {group.kind} layers"
+        if any(region.splits > 1 for region in regions):
+            what = f"{pages} parts of {group.kind} layers"
+        elif pages > layers:
+            what += f" with {pages} caches"
         if group.window:
             what += f" with a window of {group.window:,} tokens"
         takes = f"{size(each)} per token" if each else f"{size(fixed)} at most"
