@@ -9,5 +9,6 @@ size is checked by the spec that it ends in.
 from kvatlas.models.known_models import catalogue
 from kvatlas.models.layer import Layer
 from kvatlas.models.model import Model
+from kvatlas.models.weights import Weights
 
-__all__ = ["Layer", "Model", "catalogue"]
+__all__ = ["Layer", "Model", "Weights", "catalogue"]

@@ -31,6 +31,7 @@ _LENGTHS = (
     "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length",
     "max_target_positions", "max_sequence_length",
 )  # fmt: skip
+_BY_ENGINE = StateDtypes()
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -89,7 +90,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         ssm, conv = (name and DType.of(name).name for name in (ssm_dtype, conv_dtype))
         states = StateDtypes(engine, ssm, conv)
         if not isinstance(source, Model):
-            return _read(find_config(source), states)
+            return read_model(find_config(source), states)
         if states != StateDtypes():
             raise AtlasError(
                 Code.UNREADABLE,
@@ -116,10 +117,10 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return replace(self, layers=layers, cache=cache)
 
 
-def _read(source: Source, states: StateDtypes) -> Model:
+def read_model(source: Source, states: StateDtypes = _BY_ENGINE) -> Model:
     """What the model of a config caches."""
     root, warnings = Config(source.values), list[str]()
-    text = _text_of(root)
+    text = text_of(root)
     nested = text is not root
     outer, inner = _architecture(root), _architecture(text)
     model_type = text.text("model_type")
@@ -155,7 +156,7 @@ def _read(source: Source, states: StateDtypes) -> Model:
     )
 
 
-def _text_of(root: Config) -> Config:
+def text_of(root: Config) -> Config:
     """The text model's own config, which multimodal models nest once or twice."""
     text = root
     for _ in range(3):

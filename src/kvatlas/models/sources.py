@@ -21,6 +21,9 @@ from kvatlas.models.known_models import CatalogueEntry, catalogue, find
 LARGEST_FILE = 16 * 2**20
 """Bytes of the largest config that is read; real ones have a few thousand."""
 
+LARGEST_INDEX = 128 * 2**20
+"""Bytes of the largest index of tensors: half a million names of a thousand experts' parts."""
+
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HINT = "Pass the path of its config.json"
 
@@ -32,6 +35,8 @@ class Source(NamedTuple):
     name: str = ""
     origin: str = ""
     confidence: str = ""
+    path: Path | None = None
+    """The config's file, where it is one: a checkpoint's other files lie beside it."""
 
 
 def find_config(source: Any) -> Source:
@@ -89,13 +94,20 @@ def _from_file(path: Path) -> Source:
     """The mapping in a config.json, or in the one of a folder, and a name for it."""
     if path.is_dir():
         path = path / "config.json"
+    values = _json_object(path)
+    name = path.parent.name if path.name == "config.json" else path.stem.removesuffix("_config")
+    return Source(_with_quantisation(values, path), name, path=path)
+
+
+def _json_object(path: Path, largest: int = LARGEST_FILE) -> dict[str, Any]:
+    """The mapping in a JSON file that a stranger may have written."""
     try:
         if path.exists() and not path.is_file():
             raise _unreadable(path, "not a plain file", "Pass a config.json")
         with path.open("rb") as file:
-            text = file.read(LARGEST_FILE + 1)
-        if len(text) > LARGEST_FILE:
-            limit = f"more than {LARGEST_FILE >> 20} MiB"
+            text = file.read(largest + 1)
+        if len(text) > largest:
+            limit = f"more than {largest >> 20} MiB"
             raise _unreadable(path, limit, "Pass the config.json alone")
         # The standard library's reader takes the Infinity that some real configs hold.
         values = json.loads(text)
@@ -109,8 +121,34 @@ def _from_file(path: Path) -> Source:
         raise _unreadable(path, reason[:200], "Fetch the file again") from error
     if not isinstance(values, dict):
         raise _unreadable(path, f"a {type(values).__name__}", "Pass a config.json, not its parts")
-    name = path.parent.name if path.name == "config.json" else path.stem.removesuffix("_config")
-    return Source(values, name)
+    return values
+
+
+def _with_quantisation(values: dict[str, Any], path: Path) -> dict[str, Any]:
+    """A config with what ModelOpt wrote into a file of its own, where it says nothing itself."""
+    beside = _sibling(path, "hf_quant_config.json")
+    if beside is None or values.get("quantization_config") is not None:
+        return values
+    section = _json_object(beside)
+    return {**values, "quantization_config": {"quant_method": "modelopt", **section}}
+
+
+def checkpoint_bytes(source: Source) -> int | None:
+    """The bytes of all tensors, where a safetensors index beside the config gives them."""
+    beside = _sibling(source.path, "model.safetensors.index.json") if source.path else None
+    if beside is None:
+        return None
+    metadata = _json_object(beside, LARGEST_INDEX).get("metadata")
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    # Some tools write a float.
+    known = isinstance(total, int | float) and not isinstance(total, bool)
+    return int(total) if known and 0 < total < 2**53 else None
+
+
+def _sibling(path: Path, name: str) -> Path | None:
+    """The file called `name` beside a config.json, `X_name` beside `X_config.json`."""
+    beside = path.with_name(path.name.removesuffix("config.json") + name)
+    return beside if path.name.endswith("config.json") and beside.is_file() else None
 
 
 def _unreadable(path: Path, reason: str, hint: str) -> AtlasError:

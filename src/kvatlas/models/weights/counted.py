@@ -1,0 +1,283 @@
+"""`Weights`: a model's parameters by class, their bytes and where the figure comes from.
+
+Parameters are counted from the config, exactly. Bytes follow from what the checkpoint says
+of its format, with the scales; where a safetensors index lies beside the config, its total is
+the truth, and the classes are scaled to it. What had to be assumed is said in `warnings`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.models.config import Config
+from kvatlas.models.model import Model, read_model, text_of
+from kvatlas.models.sources import Source, checkpoint_bytes, find_config
+from kvatlas.models.weights.families import FAMILIES, UNVERIFIED, Text, Traits, stacked
+from kvatlas.models.weights.formats import Format, Quantisation, plain, quantisation
+from kvatlas.models.weights.tensor import Tensor, TensorClass, linear, norm
+from kvatlas.models.weights.towers import tower
+
+VOCABULARY_MULTIPLE = 64
+"""vLLM pads the vocabulary to a multiple of this before it is cut over ranks."""
+
+Stored = tuple[Tensor, Format]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What a model's weights are, layer by layer, and what they take.
+
+    >>> weights = Weights.load("Llama-3.1-8B")
+    >>> weights.parameters, weights.bytes
+    (8030261248, 16060522496)
+    >>> weights.classes["mlp"].parameters
+    5637144576
+    >>> weights.source
+    'config, bf16'
+    """
+
+    name: str
+    first: tuple[Stored, ...]
+    """Before the layers: the embedding, and a tower."""
+    layers: tuple[tuple[Stored, ...], ...]
+    last: tuple[Stored, ...]
+    """After the layers: a norm, and lm_head where it is not the embedding."""
+    predictors: tuple[Stored, ...]
+    """Layers that predict further tokens (MTP): in checkpoints, served only when asked for."""
+    tied: bool
+    label: str
+    assumed: bool
+    """Whether the dtype, or the family's shape, is a guess."""
+    index_total: int | None = None
+    warnings: tuple[str, ...] = ()
+
+    @classmethod
+    def load(cls, source: Any) -> Weights:
+        """The weights of a path, a mapping, a transformers config, a catalogue name or a hub id."""
+        if isinstance(source, Model):
+            raise AtlasError(
+                Code.UNREADABLE,
+                "A loaded model knows its caches only: its config is no longer there",
+                got=f"model {source.name}",
+                hint="Load the weights from the model's config, path or name",
+            )
+        return _read(find_config(source))
+
+    @cached_property
+    def classes(self) -> dict[TensorClass, ClassTotal]:
+        """Parameters and bytes of each class of tensors; MTP layers are one of their own."""
+        totals: dict[TensorClass, ClassTotal] = {}
+        for tensor, format_ in self._all():
+            had = totals.get(tensor.kind, ClassTotal(0, 0))
+            size = round(format_.bytes_of(tensor) * self._scale)
+            totals[tensor.kind] = ClassTotal(had.parameters + tensor.elements, had.bytes + size)
+        return totals
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the whole model, a tower included, MTP layers not."""
+        return sum(tensor.elements for tensor, _ in self._served())
+
+    @property
+    def text_parameters(self) -> int:
+        """Parameters of the text model alone."""
+        return sum(tensor.elements for tensor, _ in self._served() if tensor.kind != "tower")
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the checkpoint, MTP layers included where it has them."""
+        return self.index_total or self._derived
+
+    @property
+    def source(self) -> str:
+        """Where the bytes come from."""
+        if self.index_total is not None:
+            return "safetensors index"
+        return f"assumed {self.label}" if self.assumed else f"config, {self.label}"
+
+    def per_rank(
+        self,
+        *,
+        tp: int = 1,
+        ep: int = 1,
+        stage_layers: Sequence[int] | None = None,
+        mtp: bool = False,
+    ) -> int:
+        """Bytes of the rank that holds the most.
+
+        `ep` ranks deal out whole experts, which are else cut over `tp`; replicas (dp) hold the
+        same, and count only in `ep`. `stage_layers` are the layers of each pipeline stage.
+        `mtp` has the layers that predict further tokens on the last stage.
+
+        >>> weights = Weights.load("Llama-3.1-8B")
+        >>> [weights.per_rank(tp=tp) >> 20 for tp in (1, 2, 8)]
+        [15316, 7658, 1914]
+        """
+        shares = list(stage_layers or [len(self.layers)])
+        if min(tp, ep, *shares) < 0 or tp * ep == 0 or sum(shares) != len(self.layers):
+            raise AtlasError(
+                Code.BAD_TOPOLOGY,
+                "Ranks and stages do not cover the layers",
+                got=f"tp {tp}, ep {ep}, stages of {shares} layers for {len(self.layers)}",
+                hint="Use sizes from 1 on, and stages that add up to the model's layers",
+            )
+        held: dict[tuple[Stored, ...], float] = {}
+        stages, start = [], 0
+        for share in shares:
+            total = 0.0
+            for layer in self.layers[start : start + share]:
+                if layer not in held:
+                    held[layer] = _held(layer, tp, ep)
+                total += held[layer]
+            stages.append(total)
+            start += share
+        stages[0] += _held(self.first, tp, ep)
+        stages[-1] += _held(self.last, tp, ep)
+        if self.tied and len(stages) > 1:  # the last stage needs the embedding as its lm_head
+            stages[-1] += _held([x for x in self.first if x[0].kind == "embedding"], tp, ep)
+        if mtp:
+            stages[-1] += _held(self.predictors, tp, ep)
+        return round(max(stages) * self._scale)
+
+    def _served(self) -> Iterator[Stored]:
+        yield from self.first
+        for layer in self.layers:
+            yield from layer
+        yield from self.last
+
+    def _all(self) -> Iterator[Stored]:
+        yield from self._served()
+        yield from self.predictors
+
+    @cached_property
+    def _derived(self) -> int:
+        return sum(format_.bytes_of(tensor) for tensor, format_ in self._all())
+
+    @property
+    def _scale(self) -> float:
+        return self.bytes / self._derived
+
+
+@dataclass(frozen=True)
+class ClassTotal:
+    """Parameters and bytes of one class of tensors."""
+
+    parameters: int
+    bytes: int
+
+
+def _held(stored: Sequence[Stored], tp: int, ep: int) -> float:
+    """Bytes of one rank; the vocabulary is padded where it is cut."""
+    total = 0.0
+    for tensor, format_ in stored:
+        if tensor.kind in ("embedding", "lm_head"):
+            unit = VOCABULARY_MULTIPLE * tp
+            rows = -(-tensor.rows // unit) * VOCABULARY_MULTIPLE
+            total += format_.bytes_of(tensor._replace(rows=rows))
+        else:
+            total += format_.bytes_of(tensor) * tensor.share(tp, ep)
+    return total
+
+
+def _read(source: Source) -> Weights:
+    model, warnings = read_model(source), list[str]()
+    root = Config(source.values)
+    text_config = text_of(root)
+    model_type = text_config.text("model_type") or root.text("model_type") or ""
+    layers_of, traits = FAMILIES.get(model_type, (stacked, Traits()))
+    doubt = _doubt(model_type, text_config)
+    warnings += doubt
+    caches: list[list[Any]] = [[] for _ in range(model.depth)]
+    for layer in model.layers:
+        caches[layer.index].append(layer.spec)
+    text = Text(text_config, traits, tuple(tuple(specs) for specs in caches))
+    scheme = quantisation(root, text_config, warnings)
+    stated = any(config.has("dtype", "torch_dtype") for config in (root, text_config))
+    element = plain(model.dtype)
+    layers = [
+        _stored(tensors, scheme, element, f"layers.{index}")
+        for index, tensors in enumerate(layers_of(text))
+    ]
+    tied = _tied(root, text_config, traits)
+    embedding, head = _vocabulary(text_config)
+    last = [norm("norm", text.hidden, bias=traits.norm_bias), *_model_tensors(text)]
+    first = [embedding, *tower(root, text_config, warnings)]
+    return Weights(
+        name=model.name,
+        first=_stored(first, scheme, element),
+        layers=tuple(layers),
+        last=_stored([*last, *([] if tied else [head])], scheme, element),
+        predictors=_predictors(text, layers, scheme, element),
+        tied=tied,
+        label=scheme.label if scheme else element.label,
+        assumed=bool(doubt) or not (stated or scheme),
+        index_total=checkpoint_bytes(source),
+        warnings=tuple(warnings),
+    )
+
+
+def _doubt(model_type: str, config: Config) -> list[str]:
+    """Why a count could be wrong, where nothing else confirms it."""
+    if model_type not in FAMILIES:
+        return [f"{model_type or 'this family'} is not described: counted like Llama"]
+    if model_type in UNVERIFIED or config.has("attn_res_block_size"):  # Kimi-K3
+        return ["counted from the config alone: no other implementation confirms it"]
+    return []
+
+
+def _stored(
+    tensors: Sequence[Tensor], scheme: Quantisation | None, element: Format, prefix: str = ""
+) -> tuple[Stored, ...]:
+    made = []
+    for tensor in tensors:
+        name = f"{prefix}.{tensor.name}" if prefix else tensor.name
+        made.append((tensor, (scheme and scheme.format_of(name, tensor)) or element))
+    return tuple(made)
+
+
+def _vocabulary(config: Config) -> tuple[Tensor, Tensor]:
+    rows, hidden = config.count("vocab_size"), config.hidden()
+    embedding = Tensor("embedding", "embed_tokens", rows, hidden, parts=rows)
+    return embedding, Tensor("lm_head", "lm_head", rows, hidden, parts=rows, linear=True)
+
+
+def _tied(root: Config, text: Config, traits: Traits) -> bool:
+    for config in (text, root):
+        if config.has("tie_word_embeddings"):
+            return config.flag("tie_word_embeddings")
+    return traits.tied
+
+
+def _model_tensors(text: Text) -> list[Tensor]:
+    """What DeepSeek-V4 has after its last layer: a mix of its residual streams."""
+    if not text.config.has("hc_mult"):
+        return []
+    ways = text.config.count("hc_mult")
+    return [Tensor("norm", "hc_head", ways, ways * text.hidden), Tensor("norm", "hc_base", ways + 1)]
+
+
+def _predictors(
+    text: Text,
+    layers: Sequence[Sequence[Stored]],
+    scheme: Quantisation | None,
+    element: Format,
+) -> tuple[Stored, ...]:
+    """Layers like the last, each with a projection of two rows into one and three norms."""
+    number, hidden = text.config.predictors(), text.hidden
+    if not number or text.traits.mtp == "none":
+        return ()
+    each = [tensor for tensor, _ in layers[-1]]
+    each += [*linear("mtp", "eh_proj", hidden, 2 * hidden), norm("norms", 3 * hidden)]
+    if text.traits.mtp == "embeds":
+        each += _vocabulary(text.config)
+    made: list[Stored] = []
+    for index in range(number):
+        named = _stored(each, scheme, element, f"layers.{text.depth + index}")
+        also = _stored(each, scheme, element, f"mtp.layers.{index}")
+        # Both are names in use: what either leaves out is left out.
+        made += [a if a[1].bits >= b[1].bits else b for a, b in zip(named, also, strict=True)]
+    return tuple((tensor._replace(kind="mtp"), format_) for tensor, format_ in made)

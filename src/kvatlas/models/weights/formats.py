@@ -1,0 +1,251 @@
+"""How a checkpoint keeps its weights: bits of an element, and what its scales take.
+
+Everybody who quantises writes down what was left out, each in another place and with other
+patterns: names, globs, regular expressions, words inside names. A `Quantisation` answers one
+question, which `Format` a tensor of this name has. Embeddings, routers, lm_head, norms and
+convolutions are never quantised unless a checkpoint names them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from kvatlas.models.config import Config
+from kvatlas.models.weights.tensor import Tensor
+
+
+class Format(NamedTuple):
+    """Bits of an element, the block of elements that shares a scale, and the scale's bits.
+
+    >>> FP8_BLOCKS = Format("fp8, blocks of 128 x 128", 8, (128, 128), 32)
+    >>> FP8_BLOCKS.bytes_of(Tensor("mlp", "mlp.up_proj", 256, 256))
+    65552
+    """
+
+    label: str
+    bits: int
+    block: tuple[int, int] = (0, 0)
+    """Rows and columns that share a scale; 0 is all of them."""
+    scale_bits: int = 0
+
+    def bytes_of(self, tensor: Tensor) -> int:
+        """Bytes of a tensor and of its scales."""
+        elements = tensor.rows * tensor.columns
+        rows, columns = self.block[0] or tensor.rows, self.block[1] or tensor.columns
+        scales = -(-tensor.rows // rows) * -(-tensor.columns // columns)
+        bits = elements * self.bits + scales * self.scale_bits
+        return -(-tensor.copies * bits // 8)
+
+
+def plain(dtype: str) -> Format:
+    """A dtype without scales."""
+    return Format(dtype, 32 if dtype == "fp32" else 16)
+
+
+class Quantisation(NamedTuple):
+    """Which tensors a checkpoint quantises, and how."""
+
+    label: str
+    default: Format | None
+    """For matrices that nothing else is said of; None where only `chosen` are quantised."""
+    chosen: tuple[tuple[NamePatterns, Format], ...] = ()
+    ignored: NamePatterns | None = None
+    experts: Format | None = None
+    """For experts, where they have a format of their own."""
+
+    def format_of(self, name: str, tensor: Tensor) -> Format | None:
+        """The format of the tensor called `name` in the whole model; None is unquantised."""
+        if not tensor.linear:
+            return None
+        for patterns, format_ in self.chosen:
+            if patterns.match(name):
+                return format_
+        if tensor.kind in _KEPT or (self.ignored and self.ignored.match(name)):
+            return None
+        return (self.experts if tensor.kind == "experts" else None) or self.default
+
+
+_KEPT = ("embedding", "lm_head", "router", "tower")
+
+_FP8_TENSOR = Format("fp8", 8, (0, 0), 64)  # the scales of the weight and of its input
+_NVFP4 = Format("nvfp4, groups of 16", 4, (1, 16), 8)
+_MXFP4 = Format("mxfp4, groups of 32", 4, (1, 32), 8)
+_MXFP8 = Format("mxfp8, groups of 32", 8, (1, 32), 8)
+_ALGORITHMS = {"fp8": _FP8_TENSOR, "nvfp4": _NVFP4, "mxfp4": _MXFP4, "mxfp8": _MXFP8}
+
+
+def quantisation(root: Config, text: Config, warnings: list[str]) -> Quantisation | None:
+    """What a config says of its weights' format; None where it says nothing.
+
+    >>> section = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    >>> quantisation(Config({"quantization_config": section}), Config({}), []).label
+    'fp8, blocks of 128 x 128'
+    """
+    names = ("quantization_config", "compression_config")
+    section = root.section(*names) or text.section(*names)
+    if section is None:
+        return None
+    # ModelOpt's own file has everything one level down.
+    section = section.section("quantization") or section
+    method = (section.text("quant_method", "quant_algo") or "").lower()
+    ignored = NamePatterns(
+        section.listing("modules_to_not_convert", "ignore", "exclude_modules", "ignored_layers")
+        or ()
+    )
+    if layers := section.section("quantized_layers"):
+        return _mixed(layers, section)
+    if groups := section.section("config_groups"):
+        if made := _grouped(groups, ignored):
+            return made
+    default = _method(method, section)
+    if default is None:
+        warnings.append(f"the checkpoint's quantisation {method!r} is not known: 16 bits assumed")
+        return None
+    if method == "mxfp4":  # gpt-oss
+        experts = NamePatterns(["*.experts.*"])
+        return Quantisation(f"experts {default.label}", None, ((experts, default),))
+    fp4 = _MXFP4 if text.text("expert_dtype") == "fp4" else None  # DeepSeek-V4
+    if algorithm := section.text("moe_quant_algo"):
+        # The experts were quantised further: what this left out has the format of the rest.
+        fp4, ignored = _ALGORITHMS.get(algorithm.lower()), NamePatterns(())
+    label = default.label + (f"; experts {fp4.label}" if fp4 else "")
+    return Quantisation(label, default, ignored=ignored, experts=fp4)
+
+
+def _method(method: str, section: Config) -> Format | None:
+    algorithm = (section.text("quant_algo") or method).lower().removeprefix("w4a16_")
+    block = section.listing("weight_block_size")
+    if method == "fp8" and block and len(block) == 2 and all(type(n) is int for n in block):
+        rows, columns = block
+        return Format(f"fp8, blocks of {rows} x {columns}", 8, (rows, columns), 32)
+    if method in ("awq", "gptq", "auto-round"):
+        bits = section.count("bits", "w_bit", default=4)
+        group = section.get("group_size", "q_group_size")
+        size = group if isinstance(group, int) and group > 0 else 0
+        # A scale of 16 bits and a zero point for each group.
+        return Format(f"{method} {bits} bits, groups of {size or 'a row'}", bits, (1, size), 16 + bits)
+    if method == "bitsandbytes":
+        return Format("nf4", 4, (1, 64), 8) if section.flag("load_in_4bit") else Format("int8", 8, (1, 0), 32)
+    if method == "fbgemm_fp8":
+        return Format("fp8, a scale for each row", 8, (1, 0), 32)
+    return _ALGORITHMS.get(algorithm)
+
+
+def _mixed(layers: Config, section: Config) -> Quantisation:
+    """ModelOpt's mixed precision: a name and an algorithm for each part."""
+    named: dict[str, list[str]] = {}
+    for name in layers.keys():  # noqa: SIM118
+        part = layers.section(name)
+        algorithm = (part.text("quant_algo") if part else None) or ""
+        named.setdefault(algorithm.lower().removeprefix("w4a16_"), []).append(name)
+    chosen = tuple(
+        (NamePatterns(names), _ALGORITHMS[algorithm])
+        for algorithm, names in named.items()
+        if algorithm in _ALGORITHMS
+    )
+    label = " and ".join(format_.label for _, format_ in chosen)
+    # What is not named keeps the format of the checkpoint that was quantised further.
+    method = (section.text("quant_method") or "").lower()
+    rest = _method("fp8", section) if method == "fp8" and section.has("weight_block_size") else None
+    return Quantisation(label, rest, chosen)
+
+
+def _grouped(groups: Config, ignored: NamePatterns) -> Quantisation | None:
+    """compressed-tensors: groups of targets, each with bits, a kind and a strategy."""
+    chosen, default, labels = [], None, []
+    for key in groups.keys():  # noqa: SIM118
+        group = groups.section(key)
+        weights = group.section("weights") if group else None
+        if group is None or weights is None:
+            continue
+        format_ = _strategy(weights)
+        labels.append(format_.label)
+        targets = [name for name in group.listing("targets") or () if isinstance(name, str)]
+        if any(name in ("Linear", "MoE", "FusedMoE") for name in targets) or not targets:
+            default = format_
+        else:
+            chosen.append((NamePatterns(targets), format_))
+    if not labels:
+        return None
+    label = " and ".join(dict.fromkeys(labels))
+    return Quantisation(label, default, tuple(chosen), ignored)
+
+
+def _strategy(weights: Config) -> Format:
+    bits, kind = weights.count("num_bits", default=8), weights.text("type") or "int"
+    group, strategy = weights.size("group_size"), weights.text("strategy")
+    name = ("fp" if kind == "float" else "int") + str(bits)
+    if block := weights.listing("block_structure"):
+        if len(block) == 2 and all(type(n) is int for n in block):
+            return Format(f"{name}, blocks of {block[0]} x {block[1]}", bits, tuple(block), 32)
+    if group:
+        # Floats of 4 bits have scales of 8 (nvfp4, mxfp4), whole numbers of 16.
+        scale = 8 if kind == "float" and bits == 4 else 16
+        return Format(f"{name}, groups of {group}", bits, (1, group), scale)
+    if strategy == "channel":
+        return Format(f"{name}, a scale for each row", bits, (1, 0), 32)
+    return Format(name, bits, (0, 0), 64)
+
+
+class NamePatterns:
+    """Names, globs, `re:` expressions and parts of names, matched against a tensor's name.
+
+    Wrappers put words before a layer's name, and families call the same part otherwise: both
+    are levelled first, in names and in patterns.
+
+    >>> patterns = NamePatterns(["lm_head", "model.layers.0.self_attn*", "re:.*experts.*"])
+    >>> names = ("layers.0.self_attn.q_proj", "layers.1.self_attn.q_proj", "layers.1.mlp.experts.0")
+    >>> [patterns.match(name) for name in names]
+    [True, False, True]
+    """
+
+    __slots__ = ("_exact", "_expression", "_words")
+
+    def __init__(self, patterns: Iterable[Any]) -> None:
+        texts = [text for text in patterns if isinstance(text, str) and len(text) < 1000]
+        plain_names = [text for text in texts if not _WILD.search(text)]
+        self._exact = frozenset(_level(text) for text in plain_names)
+        self._words = frozenset(text for text in plain_names if "." not in text)
+        parts = [_expression(text) for text in texts if _WILD.search(text)]
+        self._expression = re.compile("|".join(parts)) if parts else None
+
+    def match(self, name: str) -> bool:
+        """Whether `name`, what holds it, or a word of it is among the patterns."""
+        words = name.split(".")
+        if any(".".join(words[:end]) in self._exact for end in range(len(words), 0, -1)):
+            return True
+        if not self._words.isdisjoint(words):
+            return True
+        return self._expression is not None and self._expression.match(name) is not None
+
+
+_WILD = re.compile(r"[*?\[]|^re:")
+_PREFIX = re.compile(r"^(?:(?:model|language_model|backbone|language|llm)\.)+")
+_CALLED = {"ffn": "mlp", "block_sparse_moe": "mlp", "attn": "self_attn", "head": "lm_head"}
+# Repetition of single characters only: names are short, so that even many of them end soon.
+_SAFE = re.compile(r"(?:\\d[+*]?|\\.|\.\*|\[[\w-]+\][+*]?|\(\?:\\\.\.\*\)\?|[\w:,/-]|[.^$|()])*")
+_SHARED = ("shared_expert", "share_expert", "shared_mlp")
+
+
+def _level(name: str) -> str:
+    words = [_CALLED.get(word, word) for word in _PREFIX.sub("", name).split(".")]
+    return ".".join("shared_experts" if word in _SHARED else word for word in words)
+
+
+def _expression(pattern: str) -> str:
+    """A pattern as a regular expression; one that could take for ever matches nothing."""
+    if pattern.startswith("re:"):
+        expression = pattern[3:]
+    else:
+        end = "" if pattern.endswith("*") else r"(?:\..*)?$"
+        level = re.escape(_level(pattern))
+        expression = level.replace(r"\*", ".*").replace(r"\?", ".") + end
+    if expression.count("*") > 6 or not _SAFE.fullmatch(expression):
+        return "(?!)"
+    try:
+        re.compile(expression)
+    except re.error:
+        return "(?!)"
+    return f"(?:{expression})"

@@ -1,0 +1,282 @@
+"""What mixes tokens: attention in its kinds, and recurrences. Each as a list of tensors.
+
+The sizes are those that decide a layer's cache, so where a reader of caches has a spec,
+the spec is read here too; what caches do not need (ranks of projections, gates, biases)
+is read from the config.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from kvatlas.models.config import Config
+from kvatlas.models.weights.tensor import Tensor, TensorClass, linear, norm
+from kvatlas.specs import GatedDeltaNet, KimiDelta, Mamba1, Mamba2
+
+QkNorm = Literal["none", "head", "row"]
+"""Queries and keys are normed not at all, head by head, or as whole rows."""
+
+
+def attention(
+    config: Config,
+    *,
+    name: str = "self_attn",
+    width: int | None = None,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    v_dim: int | None = None,
+    qkv_bias: bool = False,
+    out_bias: bool = False,
+    qk_norm: QkNorm = "none",
+    gate: int = 0,
+    sinks: bool = False,
+    values: bool = True,
+) -> list[Tensor]:
+    """Attention by heads, with the model's own sizes where none are given.
+
+    `gate` is the number of gates of a head (as many as elements, or 1), computed beside its
+    query; `width` is of the rows that are read. Without `values`, keys are values too.
+    """
+    hidden = config.hidden()
+    width = width or hidden
+    heads, kv_heads = heads or config.query_heads(), kv_heads or config.key_heads()
+    head_dim = head_dim or config.head_dim()
+    v_dim = v_dim or head_dim
+    kind: TensorClass = "attention"
+    tensors = [
+        *linear(
+            kind, f"{name}.q_proj", heads * (head_dim + gate), width, parts=heads, bias=qkv_bias
+        ),
+        *linear(kind, f"{name}.k_proj", kv_heads * head_dim, width, parts=kv_heads, bias=qkv_bias),
+        *linear(
+            kind, f"{name}.o_proj", hidden, heads * v_dim, parts=heads,
+            bias=out_bias, whole_bias=True,
+        ),
+    ]  # fmt: skip
+    if values:
+        rows = kv_heads * v_dim
+        tensors += linear(kind, f"{name}.v_proj", rows, width, parts=kv_heads, bias=qkv_bias)
+    if sinks:
+        tensors.append(Tensor(kind, f"{name}.sinks", heads, parts=heads))
+    if qk_norm == "head":
+        tensors += [norm(f"{name}.{side}_norm", head_dim) for side in "qk"]
+    elif qk_norm == "row":
+        tensors.append(norm(f"{name}.q_norm", heads * head_dim, parts=heads))
+        tensors.append(norm(f"{name}.k_norm", kv_heads * head_dim, parts=kv_heads))
+    return tensors
+
+
+def latent(config: Config, *, gate: bool = False) -> list[Tensor]:
+    """MLA: the down-projections are repeated on every rank, what they feed is cut by heads."""
+    hidden, heads, name = config.hidden(), config.query_heads(), "self_attn"
+    rope, rank = config.count("qk_rope_head_dim"), config.count("kv_lora_rank")
+    nope, v_dim = config.count("qk_nope_head_dim"), config.count("v_head_dim")
+    bias = config.flag("attention_bias")
+    query = heads * (nope + rope)
+    kind: TensorClass = "attention"
+    tensors = [
+        *linear(kind, f"{name}.kv_a_proj_with_mqa", rank + rope, hidden, bias=bias),
+        norm(f"{name}.kv_a_layernorm", rank),
+        *linear(kind, f"{name}.kv_b_proj", heads * (nope + v_dim), rank, parts=heads),
+        *linear(
+            kind, f"{name}.o_proj", hidden, heads * v_dim, parts=heads, bias=bias, whole_bias=True
+        ),
+    ]
+    if low := config.size("q_lora_rank"):
+        tensors += linear(kind, f"{name}.q_a_proj", low, hidden, bias=bias)
+        tensors.append(norm(f"{name}.q_a_layernorm", low))
+        tensors += linear(kind, f"{name}.q_b_proj", query, low, parts=heads)
+    else:
+        tensors += linear(kind, f"{name}.q_proj", query, hidden, parts=heads)
+    if gate:
+        tensors += linear(kind, f"{name}.g_proj", heads * v_dim, hidden, parts=heads)
+    return tensors
+
+
+def latent_indexer(config: Config) -> list[Tensor]:
+    """The indexer of DeepSeek-V3.2 and GLM-5, whole on every rank."""
+    hidden, name = config.hidden(), "self_attn.indexer"
+    heads, head_dim = config.count("index_n_heads"), config.count("index_head_dim")
+    return [
+        *linear("indexer", f"{name}.wq_b", heads * head_dim, config.count("q_lora_rank")),
+        *linear("indexer", f"{name}.wk", head_dim, hidden),
+        norm(f"{name}.k_norm", head_dim, bias=True),
+        *linear("indexer", f"{name}.weights_proj", heads, hidden),
+    ]
+
+
+def block_indexer(config: Config, section: Config) -> list[Tensor]:
+    """MiniMax-M3's indexer of blocks: a few heads beside attention's."""
+    heads, head_dim = section.count("sparse_num_index_heads"), section.count("sparse_index_dim")
+    name = "self_attn.indexer"
+    return [
+        *linear("indexer", f"{name}.q_proj", heads * head_dim, config.hidden()),
+        *linear("indexer", f"{name}.k_proj", head_dim, config.hidden()),
+        norm(f"{name}.q_norm", head_dim),
+        norm(f"{name}.k_norm", head_dim),
+    ]
+
+
+def compressed_attention(config: Config, ratio: int) -> list[Tensor]:
+    """DeepSeek-V4: one latent row for keys and values, grouped outputs, and a compressor."""
+    hidden, heads, head_dim = config.hidden(), config.query_heads(), config.head_dim()
+    low, groups = config.count("q_lora_rank"), config.count("o_groups")
+    out = groups * config.count("o_lora_rank")
+    name = "self_attn"
+    tensors = [
+        Tensor("attention", f"{name}.sinks", heads, parts=heads),
+        *linear("attention", f"{name}.q_a_proj", low, hidden),
+        norm(f"{name}.q_a_norm", low),
+        *linear("attention", f"{name}.q_b_proj", heads * head_dim, low, parts=heads),
+        *linear("attention", f"{name}.kv_proj", head_dim, hidden),
+        norm(f"{name}.kv_norm", head_dim),
+        *linear("attention", f"{name}.o_a_proj", out, heads * head_dim // groups, parts=groups),
+        *linear("attention", f"{name}.o_b_proj", hidden, out, parts=groups),
+    ]
+    if ratio:
+        tensors += _compressor("attention", f"{name}.compressor", hidden, head_dim, ratio)
+    if ratio == 4:  # the compressed states are many, and an indexer chooses among them
+        name = f"{name}.indexer"
+        index_heads, index_dim = config.count("index_n_heads"), config.count("index_head_dim")
+        tensors += _compressor("indexer", f"{name}.compressor", hidden, index_dim, ratio)
+        tensors += linear("indexer", f"{name}.wq_b", index_heads * index_dim, low)
+        tensors += linear("indexer", f"{name}.weights_proj", index_heads, hidden)
+    return tensors
+
+
+def _compressor(
+    kind: TensorClass, name: str, hidden: int, head_dim: int, ratio: int
+) -> list[Tensor]:
+    # Short windows overlap: each state is summed over two of them.
+    width = head_dim * (2 if ratio == 4 else 1)
+    return [
+        Tensor(kind, f"{name}.ape", ratio, width),
+        *linear(kind, f"{name}.wkv", width, hidden),
+        *linear(kind, f"{name}.wgate", width, hidden),
+        norm(f"{name}.norm", head_dim),
+    ]
+
+
+def delta_net(hidden: int, spec: GatedDeltaNet) -> list[Tensor]:
+    """Gated delta net: q, k, v, an output gate, and two numbers for each value head."""
+    keys, values = spec.key_heads * spec.key_dim, spec.value_heads * spec.value_dim
+    name, parts, heads = "linear_attn", spec.key_heads, spec.value_heads
+    return [
+        *linear("recurrent", f"{name}.in_proj_qkv", 2 * keys + values, hidden, parts=parts),
+        *linear("recurrent", f"{name}.in_proj_z", values, hidden, parts=parts),
+        *linear("recurrent", f"{name}.in_proj_ba", 2 * heads, hidden, parts=parts),
+        Tensor("recurrent", f"{name}.conv1d", 2 * keys + values, spec.kernel, parts=parts),
+        Tensor("recurrent", f"{name}.dt_bias", heads, parts=parts),
+        Tensor("recurrent", f"{name}.A_log", heads, parts=parts),
+        norm(f"{name}.norm", spec.value_dim),
+        *linear("recurrent", f"{name}.out_proj", hidden, values, parts=parts),
+    ]
+
+
+def kimi_delta(hidden: int, spec: KimiDelta, *, full_gate: bool) -> list[Tensor]:
+    """Kimi delta attention: q, k, v, and gates of low rank unless one is `full_gate`."""
+    heads, head_dim = spec.heads, spec.head_dim
+    width, name = heads * head_dim, "self_attn"
+    tensors = [
+        Tensor("recurrent", f"{name}.conv1d", 3 * width, spec.kernel, parts=heads),
+        Tensor("recurrent", f"{name}.dt_bias", width, parts=heads),
+        Tensor("recurrent", f"{name}.A_log", heads, parts=heads),
+        *linear("recurrent", f"{name}.f_a_proj", head_dim, hidden),
+        *linear("recurrent", f"{name}.f_b_proj", width, head_dim, parts=heads),
+        *linear("recurrent", f"{name}.b_proj", heads, hidden, parts=heads),
+        norm(f"{name}.o_norm", head_dim),
+        *linear("recurrent", f"{name}.o_proj", hidden, width, parts=heads),
+    ]
+    for side in "qkv":
+        tensors += linear("recurrent", f"{name}.{side}_proj", width, hidden, parts=heads)
+    if full_gate:
+        return tensors + linear("recurrent", f"{name}.g_proj", width, hidden, parts=heads)
+    tensors += linear("recurrent", f"{name}.g_a_proj", head_dim, hidden)
+    return tensors + linear("recurrent", f"{name}.g_b_proj", width, head_dim, parts=heads)
+
+
+def lightning(config: Config) -> list[Tensor]:
+    """Lightning attention: q, k, v, an output gate and a norm over all heads."""
+    hidden, heads, name = config.hidden(), config.query_heads(), "self_attn"
+    width = heads * config.head_dim()
+    return [
+        *linear("recurrent", f"{name}.qkv_proj", 3 * width, hidden, parts=heads),
+        *linear("recurrent", f"{name}.output_gate", width, hidden, parts=heads),
+        *linear("recurrent", f"{name}.out_proj", hidden, width, parts=heads),
+        norm(f"{name}.norm", width, parts=heads),
+    ]
+
+
+def mamba2(
+    hidden: int,
+    spec: Mamba2,
+    *,
+    name: str,
+    bias: bool = False,
+    conv_bias: bool = True,
+    normed: bool = True,
+) -> list[Tensor]:
+    """A Mamba-2 mixer: z, x and dt are cut by heads, B and C by groups."""
+    heads, groups = spec.heads, spec.groups
+    inner, shared = heads * spec.head_dim, 2 * groups * spec.state_size
+    conv = spec.kernel + conv_bias
+    tensors = [
+        *linear(
+            "recurrent", f"{name}.in_proj", 2 * inner + heads, hidden, parts=heads, bias=bias
+        ),
+        *linear("recurrent", f"{name}.in_proj", shared, hidden, parts=groups, bias=bias),
+        Tensor("recurrent", f"{name}.conv1d", inner, conv, parts=heads),
+        Tensor("recurrent", f"{name}.conv1d", shared, conv, parts=groups),
+        Tensor("recurrent", f"{name}.A_log, D, dt_bias", heads, 3, parts=heads),
+        *linear(
+            "recurrent", f"{name}.out_proj", hidden, inner, parts=heads, bias=bias, whole_bias=True
+        ),
+    ]
+    return [*tensors, norm(f"{name}.norm", inner, parts=heads)] if normed else tensors
+
+
+def mamba1(hidden: int, spec: Mamba1, *, name: str, rank: int, normed: bool) -> list[Tensor]:
+    """A Mamba mixer; `rank` is of the projection that gives each channel its step."""
+    inner, states = spec.inner, spec.state_size
+    tensors = [
+        *linear("recurrent", f"{name}.in_proj", 2 * inner, hidden, parts=inner),
+        Tensor("recurrent", f"{name}.conv1d", inner, spec.kernel + 1, parts=inner),
+        *linear("recurrent", f"{name}.x_proj", rank + 2 * states, inner, parts=inner),
+        *linear("recurrent", f"{name}.dt_proj", inner, rank, parts=inner, bias=True),
+        Tensor("recurrent", f"{name}.A_log, D", inner, states + 1, parts=inner),
+        *linear("recurrent", f"{name}.out_proj", hidden, inner, parts=inner),
+    ]
+    return [*tensors, norm(f"{name}.dt_b_c_layernorm", rank + 2 * states)] if normed else tensors
+
+
+def short_conv(hidden: int, width: int, kernel: int) -> list[Tensor]:
+    """LFM2's gated short convolution."""
+    return [
+        *linear("recurrent", "conv.in_proj", 3 * width, hidden, parts=width),
+        Tensor("recurrent", "conv.conv", width, kernel, parts=width),
+        *linear("recurrent", "conv.out_proj", hidden, width, parts=width),
+    ]
+
+
+def rwkv7(config: Config, *, first: bool) -> list[Tensor]:
+    """RWKV-7's time mixing: four projections, and four low-rank ones with biases."""
+    hidden, name = config.hidden(), "attn"
+    heads = hidden // config.count("head_dim", "head_size", default=64)
+    tensors = [
+        # Six shifts of the row before, three weights of keys, the groups' norm.
+        Tensor("recurrent", f"{name}.x_r, x_w, x_k, x_v, x_a, x_g", hidden, 6),
+        Tensor("recurrent", f"{name}.k_k, k_a, r_k", hidden, 3, parts=heads),
+        norm(f"{name}.g_norm", hidden, bias=True, parts=heads),
+    ]
+    for letter in "rkvo":
+        tensors += linear("recurrent", f"{name}.{letter}_proj", hidden, hidden, parts=heads)
+    ranks = {"w": "decay", "a": "a", "g": "gate"} | ({} if first else {"v": "v"})
+    for letter, word in ranks.items():
+        rank = config.count(f"{word}_low_rank_dim")
+        tensors += linear("recurrent", f"{name}.{letter}_lora.0", rank, hidden)
+        bias = letter != "g"
+        tensors += linear(
+            "recurrent", f"{name}.{letter}_lora.2", hidden, rank, parts=heads, bias=bias
+        )
+    return tensors
