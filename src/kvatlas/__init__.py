@@ -31,7 +31,7 @@ __version__ = "0.1.0"
 _ROOMS = {
     "geometry": ("DType", "Field", "Layout", "Page", "Placement", "validate"),
     "models": ("Model",),
-    "planning": ("Plan", "plan"),
+    "planning": ("Plan", "fit", "plan"),
     "cache": ("Cache", "allocate", "bind"),
     "routing": ("Route", "route"),
     "wire": ("Node", "Session"),
@@ -57,6 +57,7 @@ __all__ = [
     "__version__",
     "allocate",
     "bind",
+    "fit",
     "plan",
     "route",
     "validate",

@@ -18,8 +18,9 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import LARGEST_JSON, Plan, size
 from kvatlas.routing import Check
 
-_NUMBERS = ("tp", "pp", "dcp", "requests", "block_size")
-_OTHERS = ("model", "prefix_caching", *_NUMBERS)
+_NUMBERS = ("tp", "pp", "dcp", "requests", "block_size", "in_flight")
+_GPUS = ("gpu", "utilization", "overhead", "dp", "ep")
+_OTHERS = ("model", "prefix_caching", *_GPUS, *_NUMBERS)
 _WORDS = tuple(f.name for f in dataclasses.fields(PlanOptions) if f.name not in _OTHERS)
 
 

@@ -13,18 +13,17 @@ from rich.console import RenderableType
 from rich.text import Text
 
 import kvatlas
-from kvatlas.cli.check import changes, check_parts, two_plans
-from kvatlas.cli.compare import AXES, axes_of, compared_plans
+from kvatlas.cli.compare import AXES, axes_of, compared_plans, compared_title
 from kvatlas.cli.failures import guarded, no_traceback, plain
+from kvatlas.cli.fit import fit_models, fit_parts, plan_on
 from kvatlas.cli.hybrids_page import hybrids_page
 from kvatlas.cli.model_facts import layer_facts, layout_facts, model_facts
-from kvatlas.cli.options import MODEL, PlanOptions, completer, takes_plan_options
+from kvatlas.cli.options import MODEL, MODELS, PlanOptions, completer, takes_plan_options
 from kvatlas.cli.tables import (
     comparison,
     headline,
     indented,
     notes,
-    plan_parts,
     sentences,
     show,
     table,
@@ -32,7 +31,6 @@ from kvatlas.cli.tables import (
 )
 from kvatlas.models import Model, catalogue
 from kvatlas.planning import BACKENDS, size
-from kvatlas.routing import check as check_route
 
 app = typer.Typer(
     name="kvatlas",
@@ -95,6 +93,7 @@ def root(
 @command(
     "plan Qwen3.5-397B-A17B --tp 2 --memory 60GiB",
     "plan ./config.json --kv-dtype fp8 --max-len 128Ki --json",
+    "plan gpt-oss-20b --gpu 2xH100 --max-len 128K",
     "plan gpt-oss-20b --compare policy,tp",
     "plan DeepSeek-V3 --backend FLASHMLA --compare kv-dtype=auto,fp8",
 )
@@ -104,8 +103,8 @@ def plan(
     compare: Annotated[
         list[str] | None,
         typer.Option(
-            help="Plans side by side over policy, kv-dtype, tp or pack; or over values of "
-            "one: tp=1,3,8. Commas, or repeated.",
+            help="Plans side by side over policy, kv-dtype, tp, max-len, ...; or over values "
+            "of one: tp=1,3,8. Commas, or repeated.",
             autocompletion=completer(*AXES),
             show_default=False,
         ),
@@ -121,17 +120,45 @@ def plan(
             raise typer.BadParameter("one plan is saved, not several.", param_hint="'--save'")
         _compare(options, compare, as_json=as_json)
         return
-    made = options.plan()
+    planned = plan_on(options)
     if save:
-        _save(save, made.to_json())
-    _answer(as_json, made.summary(), *plan_parts(made.summary()))
+        _save(save, planned.plan.to_json())
+    _answer(as_json, planned.facts(), *planned.parts())
 
 
 def _compare(options: PlanOptions, texts: list[str], *, as_json: bool) -> None:
     rows = {axis: compared_plans(options, axis, v) for axis, v in axes_of(texts).items()}
-    title = Text(plain(options.load().name), style="bold")
+    title = compared_title(options, options.load(), *rows)
     shown = (comparison(axis, plans) for axis, plans in rows.items())
-    _answer(as_json, {"rows": [row for plans in rows.values() for row in plans]}, title, *shown)
+    every = [row for plans in rows.values() for row in plans]
+    noted = dict.fromkeys(note for row in every for note in row["warnings"] or ())
+    _answer(as_json, {"rows": every}, title, *shown, *notes(noted))
+
+
+@command(
+    "fit Llama-3.1-70B gpt-oss-120b DeepSeek-V3.2 --gpu 8xH100 --max-len 128K",
+    "fit ./configs/*.json --gpu H200 --kv-dtype fp8 --json",
+)
+def fit(
+    models: Annotated[list[str], MODELS],
+    gpu: Annotated[str, typer.Option(help="The GPUs of one machine or more: 8xH100, H200.")],
+    max_len: Annotated[str | None, typer.Option(help="Tokens of the longest request.")] = None,
+    kv_dtype: Annotated[str | None, typer.Option(help="Cache dtype: fp8, ...")] = None,
+    in_flight: Annotated[
+        int | None, typer.Option(help="Tokens of a request in flight while it prefills.")
+    ] = None,
+    utilization: Annotated[
+        float, typer.Option(help="Part of a GPU's memory that an engine takes.")
+    ] = 0.9,
+    overhead: Annotated[
+        str, typer.Option(help="Memory of a GPU that is neither weights nor cache.")
+    ] = "3GiB",
+    as_json: Json = False,
+) -> None:
+    """Which models fit, weights and caches, on which topology, and for how many users."""
+    options = {"kv_dtype": kv_dtype, "max_len": max_len, "in_flight": in_flight}
+    found = fit_models(models, gpu, utilization=utilization, overhead=overhead, **options)
+    _answer(as_json, {"fits": [one.as_dict() for one in found]}, *fit_parts(found, gpu, max_len))
 
 
 def _save(path: Path, content: bytes) -> None:
@@ -147,11 +174,11 @@ def _save(path: Path, content: bytes) -> None:
 @takes_plan_options
 def explain(options: PlanOptions, as_json: Json = False) -> None:
     """Why: the reason for the block size and for each byte of waste, in sentences."""
-    made = options.plan()
-    lines = made.explain().splitlines()
-    facts = {**made.summary(), "explain": [line.strip() for line in lines]}
-    # The first sentence says what the headline has just said.
-    _answer(as_json, facts, headline(facts), sentences(lines[1:]))
+    planned = plan_on(options)
+    lines = planned.plan.explain().splitlines()
+    facts = {**planned.facts(), "explain": [line.strip() for line in lines]}
+    # The first two sentences say what the headline has just said.
+    _answer(as_json, facts, headline(facts), *planned.machine(), sentences(lines[2:]))
 
 
 @command(
@@ -177,6 +204,9 @@ def check(
     Takes a model with --from and --to, or two plans that `kvatlas plan --save` wrote.
     Exits with 1 where they cannot.
     """
+    from kvatlas.cli.check import check_parts, two_plans
+    from kvatlas.routing import check as check_route
+
     src, dst = two_plans(first, second, source, target)
     answer = check_route(src, dst, tokens=many)
     _answer(as_json, answer.as_dict(), *check_parts(src, dst, answer))
@@ -200,6 +230,7 @@ def move(
     as_json: Json = False,
 ) -> None:
     """Move a request between two processes with unlike plans, and compare every byte."""
+    from kvatlas.cli.check import changes
     from kvatlas.cli.move import choose_transport, move_parts, move_request, quiet, small_plan
 
     if how not in ("auto", "direct", "staged"):

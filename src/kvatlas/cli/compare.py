@@ -5,12 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 import typer
+from rich.text import Text
 
-from kvatlas.cli.options import POLICIES, PlanOptions, number
+from kvatlas.cli.failures import plain
+from kvatlas.cli.options import DEFAULT_MEMORY, POLICIES, PlanOptions, number
 from kvatlas.errors import AtlasError
 from kvatlas.geometry import ENGINE_LAYOUTS
-from kvatlas.models import Model
-from kvatlas.planning import BACKENDS, Plan, backends_of, kind_of
+from kvatlas.models import Model, find_gpus
+from kvatlas.planning import (
+    BACKENDS,
+    Plan,
+    backends_of,
+    default_length,
+    given_topology,
+    kind_of,
+    length,
+)
 
 AXES = {
     axis: axis.replace("-", "_")
@@ -82,6 +92,19 @@ def compared_plans(options: PlanOptions, axis: str, values: tuple[str, ...] = ()
     return rows
 
 
+def compared_title(options: PlanOptions, model: Model, *axes: str) -> Text:
+    """What all of them have in common: the model, its ranks, memory and length."""
+    sizes = {name: getattr(options, name) for name in ("tp", "pp", "dp", "dcp") if name not in axes}
+    parts = [f"{name} {n}" for name, n in sizes.items() if n and (n > 1 or name == "tp")]
+    if "memory" not in axes:
+        parts.append(options.gpu or f"{options.memory or DEFAULT_MEMORY} a rank")
+    if "max-len" not in axes:
+        longest = length(options.max_len) if options.max_len else default_length(model)
+        parts.append(f"requests of {longest:,} tokens")
+    title = Text(plain(model.name), style="bold")
+    return title.append("  " + ", ".join(parts), style="not bold dim")
+
+
 def usual(model: Model, axis: str) -> tuple[str, ...]:
     """The values that are worth a look where none are given."""
     if axis == "backend":
@@ -108,11 +131,16 @@ def _compared(options: PlanOptions, model: Model, axis: str, value: str) -> Row:
     problem = f"{value!r} is not a number."
     shown = number(value, problem, "'--compare'") if axis in _NUMBERS else value
     row: Row = {"compare": axis, "value": shown, **dict.fromkeys(_FIGURES)}
-    row |= {"policy": options.policy, "tp": options.tp, "way": None, "refused": None}
+    row |= {"policy": options.policy, "tp": options.tp or 1, "way": None, "refused": None}
     row |= {axis: shown} if axis in ("policy", "tp") else {}
+    changed = {AXES[axis]: shown}
     try:
-        made = options.plan(**{"model": model, AXES[axis]: shown})
+        made = options.plan(**{"model": model, **changed})
     except AtlasError as refusal:
         return row | {"refused": {"code": str(refusal.code), "message": str(refusal)}}
     summary = made.summary()
-    return row | {name: summary[name] for name in _FIGURES} | {"way": way_of(made)}
+    row |= {name: summary[name] for name in _FIGURES} | {"way": way_of(made)}
+    replicas = changed.get("dp", options.dp)
+    for name in ("tokens", "requests_at_max_len", "requests_decoding"):
+        row[name] *= replicas
+    return row

@@ -15,14 +15,18 @@ from typing import Annotated, Any, get_args
 
 import typer
 
+from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import ENGINE_LAYOUTS
-from kvatlas.models import Model, catalogue
-from kvatlas.planning import BACKENDS, Plan, Policy, plan
+from kvatlas.models import GPUS, Model, catalogue, find_gpus
+from kvatlas.planning import BACKENDS, Fit, Fitting, Plan, Policy, given_topology, plan
 from kvatlas.specs import ATTENTION_CACHES, LATENT_CACHES
 
 POLICIES: tuple[str, ...] = get_args(Policy)
 CACHES = tuple(dict.fromkeys((*ATTENTION_CACHES, *LATENT_CACHES)))
 
+DEFAULT_MEMORY = "80GiB"
+_TOPOLOGY = ("tp", "pp", "dp", "dcp", "ep")
+_OF_GPUS = ("gpu", "utilization", "overhead", "ep")
 _MACHINE = "Machine"
 _CACHE = "Cache"
 
@@ -59,10 +63,22 @@ MODEL = typer.Argument(
     show_default=False,
 )
 
+MODELS = typer.Argument(
+    metavar="MODEL...",
+    help="Catalogue names, config.json files, or folders with one.",
+    autocompletion=complete_model,
+    show_default=False,
+)
+
 _LENGTHS = (
     "Tokens of the longest request: 32768, 32K for the same, or 32k for 32000. "
     "[dim]By default 32768, or what the model allows.[/]"
 )
+_MEMORY = "Cache memory of each rank: 60GiB, 80GB or bytes. [dim]By default 80GiB.[/]"
+_GPU = "H100, 8xH100, ...: the memory that weights leave there, in place of --memory."
+_UTILIZATION = "Part of the GPU's memory that an engine takes. [dim]By default 0.9.[/]"
+_OVERHEAD = "Memory of a GPU that is neither weights nor cache. [dim]By default 3GiB.[/]"
+_TP = "Tensor-parallel ranks. [dim]By default 1, or all GPUs that pp and dp leave.[/]"
 _IN_FLIGHT = (
     "Tokens of a request that are scheduled and not yet settled while it prefills. "
     "[dim]By default 8192 for each batch under way: 16384 without pipelines.[/]"
@@ -77,12 +93,15 @@ class PlanOptions:
     """A model and everything that decides its plan."""
 
     model: Annotated[str, MODEL]
-    memory: Annotated[
-        str, _option("Cache memory of each rank: 60GiB, 80GB or bytes.", _MACHINE)
-    ] = "80GiB"
-    tp: Annotated[int, _option("Tensor-parallel ranks.", _MACHINE)] = 1
+    gpu: Annotated[str | None, _option(_GPU, _MACHINE, *GPUS)] = None
+    memory: Annotated[str | None, _option(_MEMORY, _MACHINE)] = None
+    utilization: Annotated[float | None, _option(_UTILIZATION, _MACHINE)] = None
+    overhead: Annotated[str | None, _option(_OVERHEAD, _MACHINE)] = None
+    tp: Annotated[int | None, _option(_TP, _MACHINE)] = None
     pp: Annotated[int, _option("Pipeline stages.", _MACHINE)] = 1
+    dp: Annotated[int, _option("Replicas, each with a cache of its own.", _MACHINE)] = 1
     dcp: Annotated[int, _option("Decode-context-parallel ranks.", _MACHINE)] = 1
+    ep: Annotated[int, _option("Ranks that whole experts are dealt out to.", _MACHINE)] = 1
     max_len: Annotated[str | None, _option(_LENGTHS, _MACHINE)] = None
     in_flight: Annotated[int | None, _option(_IN_FLIGHT, _MACHINE)] = None
     requests: Annotated[int | None, _option(_REQUESTS, _MACHINE)] = None
@@ -125,15 +144,52 @@ class PlanOptions:
 
     def plan(self, **changes: Any) -> Plan:
         """The plan, with some options changed."""
-        options = dataclasses.asdict(self) | changes
+        found = self.fit(**changes)
+        if isinstance(found, Plan):
+            return found
+        if found.plan is None:
+            raise found.refusal or AssertionError("neither a plan nor a refusal")
+        return found.plan
+
+    def fit(self, **changes: Any) -> Plan | Fit:
+        """The plan in the memory that was given, or the model on the GPU that was."""
+        options = self._options() | changes
+        if options["gpu"] is not None:
+            sizes = {name: options[name] for name in _TOPOLOGY}
+            count, _ = find_gpus(options["gpu"])
+            return self.fitting(**changes).on(given_topology(count, **sizes))
+        for name in _OF_GPUS:
+            if options.pop(name) not in (None, 1):
+                raise _contradictory(f"--{name} without --gpu", "Give --gpu, or leave it out")
+        options.pop("dp")
+        options["memory"] = options["memory"] or DEFAULT_MEMORY
+        return plan(options.pop("model"), **{**options, "tp": options["tp"] or 1})
+
+    def fitting(self, **changes: Any) -> Fitting:
+        """The model with its weights, to be tried on the GPU that was given."""
+        options = self._options() | changes | {"model": self.model}
+        if options.pop("memory") is not None:
+            raise _contradictory("--memory and --gpu", "Give one of them")
+        _, gpu = find_gpus(options.pop("gpu"))
+        skipped = [name for name in ("utilization", "overhead") if options[name] is None]
+        for name in (*_TOPOLOGY, *skipped):
+            del options[name]
+        return Fitting(options.pop("model"), gpu, **options)
+
+    def _options(self) -> dict[str, Any]:
+        options = dataclasses.asdict(self)
         pack = options["pack"]
         if pack != "auto":
             options["pack"] = number(pack, f"{pack!r} is neither auto nor a number.", "'--pack'")
-        return plan(options.pop("model"), **options)
+        return options
 
     def load(self) -> Model:
         """The model, read once where several plans are made of it."""
         return Model.load(self.model)
+
+
+def _contradictory(got: str, hint: str) -> AtlasError:
+    return AtlasError(Code.CONTRADICTORY, got=got, hint=hint)
 
 
 def takes_plan_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -81,6 +81,7 @@ def headline(summary: dict[str, Any]) -> Group:
     parts += [f"pack {summary['pack']}"] if summary["pack"] > 1 else []
     parts += [f"{size(summary['memory'])} a rank"]
     title.append("  " + ", ".join(parts), style="not bold dim")
+    answer = Text(plain(summary["answer"]))
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim")
     grid.add_column(justify="right", style="bold")
@@ -90,16 +91,16 @@ def headline(summary: dict[str, Any]) -> Group:
     grid.add_row("blocks", f"{summary['num_blocks']:,}", f"of {nbytes:,} bytes ({size(nbytes)})")
     grid.add_row("tokens that fit", f"{summary['tokens']:,}", f"in requests of {length}")
     flying = f"of {length} tokens, {summary['in_flight']:,} of them in flight"
-    grid.add_row("requests prefilling", f"{summary['requests_at_max_len']:,.1f}", flying)
-    decoding = f"of {length} tokens"
-    grid.add_row("requests decoding", f"{summary['requests_decoding']:,.1f}", decoding)
+    grid.add_row("prefilling", f"{summary['requests_at_max_len']:,.1f}", f"requests {flying}")
+    decoding = f"requests of {length} tokens"
+    grid.add_row("decoding", f"{summary['requests_decoding']:,.1f}", decoding)
     grid.add_row("padding", f"{summary['padding_share']:.2%}", "of what such a request claims")
-    return Group(title, Text(), indented(grid))
+    return Group(title, answer, Text(), indented(grid))
 
 
-def plan_parts(summary: dict[str, Any]) -> list[RenderableType]:
-    """A whole plan: the headline, its groups, its pools where there are several, notes."""
-    parts: list[RenderableType] = [headline(summary), indented(_groups(summary["groups"]))]
+def plan_details(summary: dict[str, Any]) -> list[RenderableType]:
+    """A plan behind its headline: its groups, its pools where there are several, notes."""
+    parts: list[RenderableType] = [indented(_groups(summary["groups"]))]
     if len(summary["pools"]) > 1:
         parts.append(indented(_pools(summary["pools"], stages=summary["pp"] > 1)))
     return [*parts, *notes(summary["warnings"])]
@@ -180,7 +181,8 @@ def comparison(axis: str, rows: list[Row]) -> Group:
     for row in rows:
         value = plain(row["value"])
         if row["refused"]:
-            made.add_row(value, *["-"] * 6, Text(row["refused"]["code"], style="yellow"))
+            code = Text(row["refused"]["code"], style="yellow")
+            made.add_row(value, "-", code, *["-"] * 4, "")
             reason = Text(f"{value}: {plain(row['refused']['message'])}", style="yellow")
             parts += [Text(), indented(reason)]
             continue

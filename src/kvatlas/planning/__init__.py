@@ -6,13 +6,14 @@ manager). The result is a `Plan`: pure data.
 """
 
 from kvatlas.planning.backends import ANY_ORDER, BACKENDS, Backend, backends_of
+from kvatlas.planning.fitting import Fit, Fitting, Topology, fit, given_topology
 from kvatlas.planning.foreign_memory import foreign
 from kvatlas.planning.plan_data import DECODING
 from kvatlas.planning.plan_parts import Group, Pool, Region
-from kvatlas.planning.planner import Policy, plan
+from kvatlas.planning.planner import Policy, default_length, plan
 from kvatlas.planning.plans import LARGEST_JSON, Plan
 from kvatlas.planning.report import Padding, answer, padding, size
-from kvatlas.planning.request import quantity
+from kvatlas.planning.request import length, quantity
 from kvatlas.planning.sized_layers import FULL_KINDS, SLIDING_KINDS, kind_of
 
 __all__ = [
@@ -23,16 +24,23 @@ __all__ = [
     "LARGEST_JSON",
     "SLIDING_KINDS",
     "Backend",
+    "Fit",
+    "Fitting",
     "Group",
     "Padding",
     "Plan",
     "Policy",
     "Pool",
     "Region",
+    "Topology",
     "answer",
     "backends_of",
+    "default_length",
+    "fit",
     "foreign",
+    "given_topology",
     "kind_of",
+    "length",
     "padding",
     "plan",
     "quantity",

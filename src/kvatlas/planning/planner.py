@@ -78,7 +78,7 @@ def plan(
     if policy != "atlas":
         check_vllm_topology(loaded, tp, dcp)
     if max_len is None:
-        max_len = min(DEFAULT_LENGTH, loaded.max_len or DEFAULT_LENGTH)
+        max_len = default_length(loaded)
     if in_flight is None:
         # Two batches are under way at once, and one more for each further stage.
         in_flight = _BATCHED_TOKENS * (pp + 1)
@@ -105,6 +105,15 @@ def plan(
         if refusal.code not in _UNSOUND:
             raise
         raise _order_refused(request, makers[policy], refusal) from refusal
+
+
+def default_length(model: Model) -> int:
+    """Tokens of the longest request where none are given: what the model allows, up to a bound.
+
+    >>> default_length(Model.load("Gemma-2-2b")), default_length(Model.load("Qwen3-8B"))
+    (8192, 32768)
+    """
+    return min(DEFAULT_LENGTH, model.max_len or DEFAULT_LENGTH)
 
 
 _UNSOUND = {

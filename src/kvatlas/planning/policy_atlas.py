@@ -38,7 +38,7 @@ from kvatlas.planning.block_size import (
     kernel_size,
     used_backends,
 )
-from kvatlas.planning.capacity import PROMISE, Capacity, Share, capacity_of, least_share
+from kvatlas.planning.capacity import LENGTHS, PROMISE, Capacity, Share, capacity_of, least_share
 from kvatlas.planning.grouping import GroupDraft, alike, by_tokens, dealt, group_layers
 from kvatlas.planning.layout_resolution import resolve_order, supported_orders, viewable_orders
 from kvatlas.planning.placing import (
@@ -272,9 +272,10 @@ def _sound(hybrid: Hybrid, draft: PlanDraft) -> Plan | None:
 
 
 def _promise(request: PlanRequest, share: Share) -> str:
+    longest = max(request.max_len, LENGTHS)
     text = (
-        f"At every length up to {request.max_len:,} tokens, prefilling or decoding, it fits at "
-        f"least {share.share:.1%} of the requests that vLLM's plan fits"
+        f"At every length up to {longest:,} tokens, prefilling or decoding, it fits at least "
+        f"{share.share:.1%} of the requests that vLLM's plan fits"
     )
     return f"{text} (least at {share.length:,} tokens)." if share.share < 1 else f"{text}."
 

@@ -75,6 +75,7 @@ def summary(plan: PlanData) -> dict[str, Any]:
     )  # fmt: skip
     return {
         "model": plan.model,
+        "answer": answer(plan),
         "policy": plan.policy,
         "layout": plan.layout,
         "accepted_layouts": list(plan.accepted_layouts),

@@ -57,7 +57,11 @@ def length(value: int | str) -> int:
     units = {unit.lower(): size for unit, size in _DECIMAL.items()}
     for unit, size in _BINARY.items():
         units |= {unit[0]: size, unit.capitalize(): size}
-    return positive(_parse(value, units, cased=True), "the length")
+    tokens = _parse(value, units, cased=True)
+    if isinstance(tokens, int) and tokens < 1:
+        problem, hint = "A request has at least one token", "Write 32k or 32768"
+        raise AtlasError(Code.BAD_SIZE, problem, got=value, hint=hint)
+    return positive(tokens, "the length")
 
 
 def _parse(value: int | str, units: dict[str, int], *, cased: bool = False) -> int:

@@ -10,15 +10,24 @@ MOST_RANKS = 1024
 """Ranks that a plan may have: no engine deals one model out to nearly as many."""
 
 
-def stages_of(model: Model, pp: int) -> dict[str, int]:
-    """The pipeline stage of each layer: equal shares, the rest before the last stage.
+def stage_layers(depth: int, pp: int) -> list[int]:
+    """Layers of each pipeline stage: equal shares, the rest before the last stage.
 
     A remainder goes to the stages from the last but one backwards, since the last
     also computes the logits.
+
+    >>> stage_layers(61, 4)
+    [15, 15, 16, 15]
     """
-    shares = [model.depth // pp] * pp
-    for extra in range(model.depth % pp):
+    shares = [depth // pp] * pp
+    for extra in range(depth % pp):
         shares[-2 - extra] += 1
+    return shares
+
+
+def stages_of(model: Model, pp: int) -> dict[str, int]:
+    """The pipeline stage of each layer."""
+    shares = stage_layers(model.depth, pp)
     ends = [sum(shares[: stage + 1]) for stage in range(pp)]
     return {
         layer.name: next((stage for stage, end in enumerate(ends) if layer.index < end), pp - 1)

@@ -1,0 +1,275 @@
+"""What fits on GPUs: weights first, then caches, on the topology that serves the most users.
+
+`fit()` takes a model and GPUs, `8xH100` say. Every way to deal the model out to all of them is
+a topology: `tp` ranks, on each of `pp` stages, in each of `dp` replicas. Pipelines are looked
+at only where nothing fits without. A model of experts may also deal its experts out to the
+ranks of all replicas (`ep`), as engines do where attention is replicated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
+
+import msgspec
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry import positive
+from kvatlas.models import OVERHEAD, Gpu, Model, Weights, find_gpus, memory_for_cache
+from kvatlas.planning.plan_data import DECODING
+from kvatlas.planning.planner import plan
+from kvatlas.planning.plans import Plan
+from kvatlas.planning.request import quantity
+from kvatlas.planning.sized_layers import kind_of
+from kvatlas.planning.topology import check_topology, check_vllm_topology, stage_layers
+
+
+class Topology(msgspec.Struct, frozen=True, order=True):
+    """How a model is dealt out to GPUs.
+
+    >>> print(Topology(tp=4, dp=2), Topology(tp=4, dp=2).gpus)
+    tp 4, dp 2 8
+    """
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    dcp: int = 1
+    ep: int = 1
+
+    @property
+    def gpus(self) -> int:
+        """GPUs that it takes: those of dcp and ep are among them."""
+        return self.tp * self.pp * self.dp
+
+    def __str__(self) -> str:
+        sizes = msgspec.structs.asdict(self)
+        return ", ".join(f"{name} {n}" for name, n in sizes.items() if n > 1 or name == "tp")
+
+
+class Fit(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """A model on GPUs: what its weights take, and what its caches have."""
+
+    model: str
+    gpu: str
+    topology: Topology
+    weights: int = 0
+    """Bytes of the rank that holds the most."""
+    weights_source: str = ""
+    overhead: int = OVERHEAD
+    utilization: float = 0.9
+    plan: Plan | None = None
+    refusal: AtlasError | None = None
+    """Why there is no plan."""
+
+    def users(self, length: int | None = None, *, decoding: bool = True) -> int:
+        """Requests of a length that all replicas serve at once."""
+        if self.plan is None:
+            return 0
+        each = self.plan.requests(length, in_flight=DECODING if decoding else None)
+        return int(each) * self.topology.dp
+
+    @cached_property
+    def rank(self) -> tuple[Any, ...]:
+        """Less is better: no pipeline, many users, then few replicas."""
+        return (self.plan is None, self.topology.pp, -self.users(), self.topology.dp)
+
+    def as_dict(self) -> dict[str, Any]:
+        """What machines read."""
+        refused = self.refusal and {"code": str(self.refusal.code), "message": str(self.refusal)}
+        return {
+            "model": self.model,
+            "gpu": self.gpu,
+            "gpus": self.topology.gpus,
+            **msgspec.structs.asdict(self.topology),
+            "weights_per_rank": self.weights,
+            "weights_source": self.weights_source,
+            "overhead": self.overhead,
+            "utilization": self.utilization,
+            "memory": self.plan.memory if self.plan else 0,
+            "max_len": self.plan.max_len if self.plan else None,
+            "in_flight": self.plan.in_flight if self.plan else None,
+            "users_prefilling": self.users(decoding=False),
+            "users_decoding": self.users(),
+            "warnings": list(self.plan.warnings) if self.plan else [],
+            "refused": refused,
+        }
+
+
+class Fitting:
+    """A model whose weights are known, to be fitted on GPUs in one topology or another.
+
+    `options` are those of `plan()`, but for the memory and the topology.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        gpu: Gpu,
+        *,
+        utilization: float = 0.9,
+        overhead: int | str = OVERHEAD,
+        **options: Any,
+    ) -> None:
+        self.weights = Weights.load(model)
+        kv_dtype = options.pop("kv_dtype", None)
+        self.model = Model.load(model)
+        if kv_dtype is not None:
+            self.model = self.model.with_cache(kv_dtype)
+        self.gpu, self.utilization, self.options = gpu, utilization, options
+        self.overhead = quantity(overhead, "the overhead")
+
+    def on(self, topology: Topology) -> Fit:
+        """The model in one topology, or why it does not fit."""
+        held = 0
+        try:
+            check_topology(self.model, topology.tp, topology.pp, topology.dcp)
+            stages = stage_layers(self.model.depth, topology.pp)
+            held = self.weights.per_rank(tp=topology.tp, ep=topology.ep, stage_layers=stages)
+            memory = memory_for_cache(
+                self.gpu, held, utilization=self.utilization, overhead=self.overhead
+            )
+            made = plan(
+                self.model,
+                memory=memory,
+                tp=topology.tp,
+                pp=topology.pp,
+                dcp=topology.dcp,
+                **self.options,
+            )
+        except AtlasError as refusal:
+            return self._fit(topology, held, refusal=refusal)
+        return self._fit(topology, held, made=made)
+
+    def best(self, gpus: int) -> Fit:
+        """The topology of so many GPUs that serves the most users."""
+        found: list[Fit] = []
+        for pp in (n for n in range(1, gpus + 1) if gpus % n == 0):
+            found += [self.on(topology) for topology in self._topologies(gpus // pp, pp)]
+            if any(fit.plan for fit in found):
+                break
+        return min(found, key=lambda fit: fit.rank)
+
+    def suggestions(self, topology: Topology) -> Iterator[Fit]:
+        """Where ranks hold copies of the cache: the topologies that would not."""
+        copies = self._copies(topology.tp)
+        for dcp in sorted((n for n in range(2, copies + 1) if topology.tp % n == 0), reverse=True):
+            fit = self.on(msgspec.structs.replace(topology, dcp=dcp))
+            if fit.plan is not None and self._vllm_takes(topology.tp, dcp):
+                yield fit
+                break
+        if copies > 1 and topology.pp == 1:
+            dp = topology.dp * copies
+            ep = topology.gpus if self._has_experts else 1
+            fit = self.on(Topology(tp=topology.tp // copies, dp=dp, ep=ep))
+            if fit.plan is not None:
+                yield fit
+
+    def _topologies(self, gpus: int, pp: int) -> Iterator[Topology]:
+        for tp in (n for n in range(gpus, 0, -1) if gpus % n == 0):
+            dp = gpus // tp
+            yield Topology(tp=tp, pp=pp, dp=dp)
+            if dp > 1 and pp == 1 and self._has_experts:
+                yield Topology(tp=tp, dp=dp, ep=gpus)
+
+    def _copies(self, tp: int) -> int:
+        """Ranks that hold the same cache."""
+        kept = [layer.spec for layer in self.model.layers if kind_of(layer.spec) != "recurrent"]
+        heads = max((getattr(spec, "heads", 1) for spec in kept), default=tp)
+        return tp // heads if tp % heads == 0 else 1
+
+    @property
+    def _has_experts(self) -> bool:
+        return "experts" in self.weights.classes
+
+    def _vllm_takes(self, tp: int, dcp: int) -> bool:
+        try:
+            check_vllm_topology(self.model, tp, dcp)
+        except AtlasError:
+            return False
+        return True
+
+    def _fit(
+        self,
+        topology: Topology,
+        weights: int,
+        *,
+        made: Plan | None = None,
+        refusal: AtlasError | None = None,
+    ) -> Fit:
+        return Fit(
+            model=self.model.name,
+            gpu=self.gpu.name,
+            topology=topology,
+            weights=weights,
+            weights_source=self.weights.source,
+            overhead=self.overhead,
+            utilization=self.utilization,
+            plan=made,
+            refusal=refusal,
+        )
+
+
+def fit(
+    model: Any,
+    gpus: str,
+    *,
+    tp: int | None = None,
+    pp: int | None = None,
+    dp: int | None = None,
+    dcp: int = 1,
+    ep: int = 1,
+    **options: Any,
+) -> Fit:
+    """A model on GPUs (`8xH100`), on the topology that serves the most users, or on a given one.
+
+    `model` is what `Model.load` takes, but for a `Model`: its weights are needed, too. Options
+    are `utilization` of the GPU's memory (0.9), `overhead` in bytes that are neither weights nor
+    cache, and those of `plan()`.
+
+    >>> found = fit("Llama-3.1-8B", "2xH100", max_len="32K")
+    >>> print(found.topology, found.users())
+    tp 2 30
+    """
+    number, gpu = find_gpus(gpus)
+    fitting = Fitting(model, gpu, **options)
+    if tp is pp is dp is None and dcp == ep == 1:
+        return fitting.best(number)
+    return fitting.on(given_topology(number, tp=tp, pp=pp, dp=dp, dcp=dcp, ep=ep))
+
+
+def given_topology(
+    gpus: int,
+    *,
+    tp: int | None = None,
+    pp: int | None = None,
+    dp: int | None = None,
+    dcp: int = 1,
+    ep: int = 1,
+) -> Topology:
+    """The topology of so many GPUs: tp is what pp and dp leave, unless it is given.
+
+    A single GPU names only its kind: then there are as many as the topology takes.
+
+    >>> print(given_topology(8, dp=2), "/", given_topology(1, tp=4))
+    tp 4, dp 2 / tp 4
+    """
+    stages, replicas = positive(pp or 1, "pp"), positive(dp or 1, "dp")
+    ranks = positive(gpus // (stages * replicas) or 1 if tp is None else tp, "tp")
+    topology = Topology(tp=ranks, pp=stages, dp=replicas, dcp=dcp, ep=positive(ep, "ep"))
+    if gpus > 1 and topology.gpus != gpus:
+        raise AtlasError(
+            Code.CONTRADICTORY,
+            "The topology does not take the GPUs that are there",
+            got=f"{topology} for {gpus} GPUs",
+            hint="Leave tp out, or give sizes whose product is the number of GPUs",
+        )
+    if topology.ep > topology.gpus:
+        raise AtlasError(
+            Code.BAD_TOPOLOGY,
+            "There are more ranks for experts than ranks",
+            got=f"ep {ep} of {topology.gpus} GPUs",
+            hint=f"Use an ep of at most {topology.gpus}",
+        )
+    return topology
