@@ -72,6 +72,8 @@ class Code(StrEnum):
     LAYOUT_REFUSED = "layout_refused", "This layout does not suit all layers and backends"
     PAGES_NOT_UNIFIED = "pages_not_unified", "Pages of unlike layers cannot be made equal"
     NOT_ENOUGH_MEMORY = "not_enough_memory", "Not enough memory"
+    UNKNOWN_GPU = "unknown_gpu", "No GPU of that name is known"
+    WEIGHTS_TOO_LARGE = "weights_too_large", "The weights leave no memory for a cache"
     BAD_PACK = "bad_pack", "The pack does not suit this model"
     BAD_PLAN = "bad_plan", "The plan is not sound"
     UNKNOWN_POLICY = "unknown_policy", "There is no such policy"

@@ -176,7 +176,7 @@ def test_a_hub_id_needs_a_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert refusal.value.code is Code.NO_HUB
 
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    hub.hf_hub_download = lambda repo, file: str(tmp_path / file)  # noqa: ARG005
+    hub.hf_hub_download = lambda repo, file, **_: str(tmp_path / file)  # noqa: ARG005
     assert Model.load("some/model").name == "some/model"
 
 

@@ -22,7 +22,7 @@ def model_facts(model: Model) -> dict[str, Any]:
         "name": model.name,
         "architecture": model.architecture,
         "depth": model.depth,
-        "layers": dict(Counter(kind_of(layer.spec) for layer in model.layers)),
+        "layers": _layers_by_kind(model),
         "bytes_per_token": int(per_token) if per_token == int(per_token) else per_token,
         "fixed_bytes_per_request": sum(fixed(layer.spec) for layer in model.layers),
         "max_len": model.max_len,
@@ -33,6 +33,16 @@ def model_facts(model: Model) -> dict[str, Any]:
         "source": model.source,
         "warnings": list(model.warnings),
     }
+
+
+def _layers_by_kind(model: Model) -> dict[str, int]:
+    """Layers that keep a kind of cache; one that keeps two of a kind (an indexer's too) is one.
+
+    >>> _layers_by_kind(Model.load("DeepSeek-V3.2"))
+    {'mla_attention': 61}
+    """
+    kept = dict.fromkeys((layer.index, kind_of(layer.spec)) for layer in model.layers)
+    return dict(Counter(kind for _, kind in kept))
 
 
 def grows(spec: AnySpec) -> float:

@@ -4,11 +4,26 @@
 lists a model's caches in the order in which an engine registers them. A reader
 reads a family, not a model; families differ in patterns and in sizes, and every
 size is checked by the spec that it ends in.
+
+`Weights.load` takes the same, and counts parameters and their bytes; `memory_for_cache` says
+what they leave of a GPU.
 """
 
+from kvatlas.models.gpus import GPUS, OVERHEAD, Gpu, find_gpu, find_gpus, memory_for_cache
 from kvatlas.models.known_models import catalogue
 from kvatlas.models.layer import Layer
 from kvatlas.models.model import Model
 from kvatlas.models.weights import Weights
 
-__all__ = ["Layer", "Model", "Weights", "catalogue"]
+__all__ = [
+    "GPUS",
+    "OVERHEAD",
+    "Gpu",
+    "Layer",
+    "Model",
+    "Weights",
+    "catalogue",
+    "find_gpu",
+    "find_gpus",
+    "memory_for_cache",
+]

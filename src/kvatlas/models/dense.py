@@ -13,7 +13,7 @@ from typing import TypedDict
 from kvatlas.models.config import Config, bad, missing
 from kvatlas.models.decoder import Decoder, Kind
 from kvatlas.models.layer import Layer
-from kvatlas.models.layer_patterns import attention_kinds, chunked_kinds, owns_cache
+from kvatlas.models.layer_patterns import attention_kinds, chunked_kinds, gemma4_kinds, owns_cache
 from kvatlas.specs import Indexer
 
 
@@ -65,9 +65,7 @@ def gemma4(decoder: Decoder) -> Iterator[Layer]:
         "heads": config.maybe("num_global_key_value_heads") if shared else None,
         "head_dim": config.maybe("global_head_dim"),
     }
-    # The last layer is full whatever the pattern says.
-    kinds: list[Kind] = [*attention_kinds(config, every=6)[:-1], "full"]
-    return dense(decoder, kinds=kinds, sizes={"full": full})
+    return dense(decoder, kinds=gemma4_kinds(config), sizes={"full": full})
 
 
 def mimo(decoder: Decoder) -> Iterator[Layer]:

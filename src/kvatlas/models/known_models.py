@@ -72,6 +72,6 @@ def _expand(value: Any) -> Any:
 def _run(item: Any) -> list[Any]:
     """`word*count` as that many words, or numbers where the word is one."""
     word, star, count = item.rpartition("*") if isinstance(item, str) else ("", "", "")
-    if not star:
+    if not (star and count.isdigit()):
         return [_expand(item)]
     return [int(word) if word.isdigit() else word] * int(count)

@@ -75,6 +75,11 @@ def chunked_kinds(config: Config) -> list[Kind]:
     return ["chunked" if (i + 1) % every else "full" for i in range(depth)]
 
 
+def gemma4_kinds(config: Config) -> list[Kind]:
+    """Gemma-4: each sixth layer is full, and the last whatever the pattern says."""
+    return [*attention_kinds(config, every=6)[:-1], "full"]
+
+
 def block_kinds(config: Config) -> list[str]:
     """The words of a hybrid: from its list, its letters, its interval or its list of layers.
 

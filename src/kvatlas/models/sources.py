@@ -11,6 +11,9 @@ import importlib
 import json
 import os
 import re
+import threading
+import urllib.error
+import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +26,9 @@ LARGEST_FILE = 16 * 2**20
 
 LARGEST_INDEX = 128 * 2**20
 """Bytes of the largest index of tensors: half a million names of a thousand experts' parts."""
+
+LONGEST_SILENCE = 0.8
+"""Seconds in which a hub says something, or is taken to be out of reach."""
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HINT = "Pass the path of its config.json"
@@ -140,9 +146,9 @@ def checkpoint_bytes(source: Source) -> int | None:
         return None
     metadata = _json_object(beside, LARGEST_INDEX).get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
-    # Some tools write a float.
-    known = isinstance(total, int | float) and not isinstance(total, bool)
-    return int(total) if known and 0 < total < 2**53 else None
+    if isinstance(total, bool) or not isinstance(total, int | float):  # some tools write a float
+        return None
+    return int(total) if 0 < total < 2**53 else None
 
 
 def _sibling(path: Path, name: str) -> Path | None:
@@ -156,6 +162,35 @@ def _unreadable(path: Path, reason: str, hint: str) -> AtlasError:
     return AtlasError(Code.UNREADABLE, problem, got=f"{path}: {reason}", hint=hint)
 
 
+def _silence(name: str) -> Exception | None:
+    """Why the hub gives no answer at all, if so: its own library tries for half a minute.
+
+    Whatever it answers is an answer. The question is asked in a thread, since looking up an
+    address cannot be given a time.
+    """
+    address = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+    if not address.startswith(("https://", "http://")):
+        return ValueError("HF_ENDPOINT is no web address")
+    url = f"{address.rstrip('/')}/{name}/resolve/main/config.json"
+    question = urllib.request.Request(url, method="HEAD")  # noqa: S310
+    failures: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            urllib.request.urlopen(question, timeout=LONGEST_SILENCE).close()  # noqa: S310
+        except urllib.error.HTTPError:
+            return  # refused by somebody who is there
+        except Exception as error:
+            failures.append(error)
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(LONGEST_SILENCE)
+    if asking.is_alive():
+        return TimeoutError(f"{address} does not answer")
+    return failures[0] if failures else None
+
+
 def _from_hub(name: str) -> Path:
     hint = "Download its config.json and pass the path"
     try:
@@ -167,9 +202,12 @@ def _from_hub(name: str) -> Path:
             got=f"{name!r}, which is no path and not in the catalogue",
             hint=f"Install huggingface_hub, or: {hint.lower()}",
         ) from error
+    silence = _silence(name)
     try:
-        return Path(hub.hf_hub_download(name, "config.json"))
+        # Out of reach, what was downloaded before is still there.
+        return Path(hub.hf_hub_download(name, "config.json", local_files_only=silence is not None))
     except Exception as error:
         # Its errors have many bases: whatever it raises, the config did not come.
-        reason = f"{type(error).__name__}: {str(error)[:200]}"
+        cause = silence or error
+        reason = f"{type(cause).__name__}: {str(cause)[:200]}"
         raise AtlasError(Code.NO_HUB, got=f"{name!r}: {reason}", hint=hint) from error

@@ -7,6 +7,7 @@ the truth, and the classes are scaled to it. What had to be assumed is said in `
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -187,7 +188,7 @@ def _read(source: Source) -> Weights:
     model, warnings = read_model(source), list[str]()
     root = Config(source.values)
     text_config = text_of(root)
-    model_type = text_config.text("model_type") or root.text("model_type") or ""
+    model_type = _described_type(root, text_config, model.architecture)
     layers_of, traits = FAMILIES.get(model_type, (stacked, Traits()))
     doubt = _doubt(model_type, text_config)
     warnings += doubt
@@ -204,8 +205,8 @@ def _read(source: Source) -> Weights:
     ]
     tied = _tied(root, text_config, traits)
     embedding, head = _vocabulary(text_config)
-    last = [norm("norm", text.hidden, bias=traits.norm_bias), *_model_tensors(text)]
-    first = [embedding, *tower(root, text_config, warnings)]
+    last = [norm("norm", text.hidden, bias=traits.norm_bias), *_last_tensors(text)]
+    first = [embedding, *_first_tensors(text), *tower(root, text_config, warnings)]
     return Weights(
         name=model.name,
         first=_stored(first, scheme, element),
@@ -218,6 +219,13 @@ def _read(source: Source) -> Weights:
         index_total=checkpoint_bytes(source),
         warnings=tuple(warnings),
     )
+
+
+def _described_type(root: Config, text: Config, architecture: str) -> str:
+    """The first word for the family that somebody described: its model type, or its class."""
+    class_name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", architecture.partition("For")[0]).lower()
+    types = [text.text("model_type") or "", root.text("model_type") or "", class_name]
+    return next((word for word in types if word in FAMILIES), types[0] or class_name)
 
 
 def _doubt(model_type: str, config: Config) -> list[str]:
@@ -252,12 +260,26 @@ def _tied(root: Config, text: Config, traits: Traits) -> bool:
     return traits.tied
 
 
-def _model_tensors(text: Text) -> list[Tensor]:
-    """What DeepSeek-V4 has after its last layer: a mix of its residual streams."""
-    if not text.config.has("hc_mult"):
+def _first_tensors(text: Text) -> list[Tensor]:
+    """What the small Gemma-4 have before their layers: an embedding for each layer."""
+    config, width = text.config, text.config.size("hidden_size_per_layer_input")
+    if not width:
         return []
-    ways = text.config.count("hc_mult")
-    return [Tensor("norm", "hc_head", ways, ways * text.hidden), Tensor("norm", "hc_base", ways + 1)]
+    wide, rows = width * text.depth, config.count("vocab_size_per_layer_input", "vocab_size")
+    return [
+        Tensor("embedding", "embed_tokens_per_layer", rows, wide, parts=rows),
+        *linear("mlp", "per_layer_model_projection", wide, text.hidden),
+        norm("per_layer_projection_norm", width),
+    ]
+
+
+def _last_tensors(text: Text) -> list[Tensor]:
+    """What DeepSeek-V4 has after its last layer: a mix of its residual streams."""
+    ways = text.config.maybe("hc_mult")
+    if not ways:
+        return []
+    mix = Tensor("norm", "hc_head_fn", ways, ways * text.hidden)
+    return [mix, Tensor("norm", "hc_head_base, hc_head_scale", ways + 1)]
 
 
 def _predictors(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from kvatlas.models.config import Config
-from kvatlas.models.layer_patterns import block_kinds
+from kvatlas.models.layer_patterns import block_kinds, gemma4_kinds
 from kvatlas.models.weights import mixers
 from kvatlas.models.weights.feed_forward import experts, mlp, shared_width, sparse_layers
 from kvatlas.models.weights.mixers import QkNorm
@@ -34,9 +34,10 @@ from kvatlas.specs import (
     SlidingAttention,
 )
 
-
 Predictors = Literal["none", "bare", "embeds"]
 """Layers that predict further tokens are left out, come alone, or with their vocabulary."""
+
+Gate = Literal["none", "head", "element"]
 
 
 class Traits(NamedTuple):
@@ -55,6 +56,8 @@ class Traits(NamedTuple):
     expert_bias: bool = False
     shared_gate: bool = False
     sinks: bool = False
+    gate: Gate = "none"
+    """What gates the output of attention where the config does not say otherwise."""
     tied: bool = False
     """Whether embedding and lm_head are one where the config does not say."""
     mixer: str = "self_attn"
@@ -165,9 +168,9 @@ def attention_options(text: Text, spec: Attention) -> dict[str, Any]:
     if not config.flag("use_qk_norm", default=True):
         qk_norm = "none"
     gate = 0
-    if config.flag("attn_output_gate"):
+    if config.flag("attn_output_gate", default=traits.gate == "element"):
         gate = spec.head_dim
-    elif config.flag("use_head_wise_attn_gate"):
+    elif config.flag("use_head_wise_attn_gate", default=traits.gate == "head"):
         gate = 1
     sinks = "add_swa_attention_sink_bias" if sliding else "add_full_attention_sink_bias"
     return {
@@ -216,22 +219,45 @@ def llama4(text: Text) -> Iterator[list[Tensor]]:
 
 
 def gemma4(text: Text) -> Iterator[list[Tensor]]:
-    """Gemma-4: experts stand beside the MLP; in full layers keys may be values."""
+    """Gemma-4: experts beside the MLP; keys that are values; layers that share a cache."""
     config, hidden = text.config, text.hidden
-    both = config.flag("enable_moe_block")
-    for caches in text.caches:
-        tensors = [*text.norms(), *mlp(config)]
+    owners: dict[bool, Attention] = {}
+    for kind, caches in zip(gemma4_kinds(config), text.caches, strict=True):
+        sliding = kind == "sliding"
         for spec in caches:
             if isinstance(spec, Attention):
-                values = isinstance(spec, SlidingAttention) or not config.flag("attention_k_eq_v")
-                options = attention_options(text, spec)
-                tensors += mixers.attention(config, **options, values=values)
-        if both:
-            number = config.count("num_experts")
-            tensors += experts(config, name="moe")
-            tensors += [norm("layernorm", hidden) for _ in range(3)]
-            tensors += [Tensor("router", "router.scale", hidden + number)]
-        yield tensors
+                owners[sliding] = spec
+        options = attention_options(text, owners[sliding])
+        values = sliding or not config.flag("attention_k_eq_v")
+        attention = mixers.attention(config, **options, values=values)
+        if not caches:  # only queries are its own
+            theirs = ("k_proj", "v_proj", "k_norm")
+            attention = [tensor for tensor in attention if not tensor.name.endswith(theirs)]
+        wide = 2 if config.flag("use_double_wide_mlp") and not caches else 1
+        yield [
+            *text.norms(), *attention,
+            *mlp(config, width=wide * config.count("intermediate_size")),
+            *_gemma4_experts(config), *_gemma4_inputs(config, hidden),
+        ]  # fmt: skip
+
+
+def _gemma4_experts(config: Config) -> list[Tensor]:
+    if not config.flag("enable_moe_block"):
+        return []
+    hidden, number = config.hidden(), config.count("num_experts")
+    norms = [norm("layernorm", hidden) for _ in range(3)]
+    scales = Tensor("router", "router.scale, per_expert_scale", hidden + number)
+    return [*experts(config, name="moe"), *norms, scales]
+
+
+def _gemma4_inputs(config: Config, hidden: int) -> list[Tensor]:
+    """What a layer does with its own embedding of each token, in the small models."""
+    width = config.size("hidden_size_per_layer_input")
+    if not width:
+        return []
+    gate = linear("mlp", "per_layer_input_gate", width, hidden)
+    out = linear("mlp", "per_layer_projection", hidden, width)
+    return [*gate, *out, norm("layernorm", hidden)]
 
 
 def deepseek_v4(text: Text) -> Iterator[list[Tensor]]:
@@ -325,8 +351,8 @@ _TIED = Traits(tied=True)
 _DEEPSEEK = Traits(mtp="embeds")
 
 _FAMILIES: tuple[tuple[str, Layers, Traits], ...] = (
-    ("llama mistral ministral3 mixtral phi3 smollm3 granite granitemoe ernie4_5", stacked, Traits()),
-    ("qwen2 qwen2_5_vl_text qwen2_vl_text", stacked, Traits(qkv_bias=True, out_bias=False)),
+    ("llama mistral ministral3 mixtral phi3 smollm3 granite granitemoe", stacked, Traits()),
+    ("qwen2 qwen2_5_vl_text qwen2_vl_text mimo", stacked, Traits(qkv_bias=True, out_bias=False)),
     (
         "qwen2_moe",
         stacked,
@@ -340,7 +366,7 @@ _FAMILIES: tuple[tuple[str, Layers, Traits], ...] = (
     (
         "qwen3_next qwen3_5_text qwen3_5_moe_text",
         stacked,
-        Traits(qk_norm="head", shared_gate=True, mtp="bare"),
+        Traits(qk_norm="head", shared_gate=True, gate="element", mtp="bare"),
     ),
     ("gemma", stacked, _TIED),
     ("gemma2 vaultgemma", stacked, Traits(norms=4, tied=True)),
@@ -352,8 +378,8 @@ _FAMILIES: tuple[tuple[str, Layers, Traits], ...] = (
     ("mimo_v2_flash mimo_v2", stacked, Traits()),
     ("exaone4 dots1", stacked, Traits(qk_norm="head")),
     ("glm4_moe", stacked, Traits(qk_norm="head", out_bias=False, mtp="embeds")),
-    ("step3p5 step3p7 minimax_m3 minimax_m3_text minimax_m3_vl", stacked,
-     Traits(qk_norm="head")),
+    ("minimax_m3 minimax_m3_text minimax_m3_vl", stacked, Traits(qk_norm="head")),
+    ("step3p5 step3p7", stacked, Traits(qk_norm="head", gate="head")),
     (
         "deepseek_v2 deepseek_v3 deepseek_v32 glm_moe_dsa kimi_k2 glm4_moe_lite kimi_linear axk1",
         stacked,
@@ -381,5 +407,5 @@ FAMILIES: dict[str, tuple[Layers, Traits]] = {
 }
 """How a model type's layers are counted, and its traits."""
 
-UNVERIFIED = frozenset(("rwkv7", "nemotron-nas", "deci", "mimo_v2"))
+UNVERIFIED = frozenset(("rwkv7", "mimo", "nemotron-nas", "deci", "mimo_v2"))
 """Model types whose counts no other implementation at hand confirms."""

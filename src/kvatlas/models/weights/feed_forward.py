@@ -78,9 +78,7 @@ def experts(
         tensors += linear("shared_experts", f"{name}.fc2_latent_proj", hidden, inner)
     if shared := shared_width(config):
         shared_name = f"{name}.shared_experts"
-        tensors += mlp(
-            config, kind="shared_experts", name=shared_name, width=shared, gated=gated
-        )
+        tensors += mlp(config, kind="shared_experts", name=shared_name, width=shared, gated=gated)
         if shared_gate:
             tensors += linear("router", f"{name}.shared_expert_gate", 1, hidden)
     return tensors

@@ -90,15 +90,12 @@ def quantisation(root: Config, text: Config, warnings: list[str]) -> Quantisatio
     # ModelOpt's own file has everything one level down.
     section = section.section("quantization") or section
     method = (section.text("quant_method", "quant_algo") or "").lower()
-    ignored = NamePatterns(
-        section.listing("modules_to_not_convert", "ignore", "exclude_modules", "ignored_layers")
-        or ()
-    )
+    ignored = _ignored(section)
     if layers := section.section("quantized_layers"):
         return _mixed(layers, section)
-    if groups := section.section("config_groups"):
-        if made := _grouped(groups, ignored):
-            return made
+    groups = section.section("config_groups")
+    if groups is not None and (made := _grouped(groups, ignored)):
+        return made
     default = _method(method, section)
     if default is None:
         warnings.append(f"the checkpoint's quantisation {method!r} is not known: 16 bits assumed")
@@ -114,10 +111,22 @@ def quantisation(root: Config, text: Config, warnings: list[str]) -> Quantisatio
     return Quantisation(label, default, ignored=ignored, experts=fp4)
 
 
+def _ignored(section: Config) -> NamePatterns:
+    """What a checkpoint leaves out: parts by a word of their name, or modules by their own."""
+    if parts := section.listing("modules_to_not_convert", "ignored_layers"):
+        return NamePatterns(parts, inside=True)
+    return NamePatterns(section.listing("ignore", "exclude_modules") or ())
+
+
 def _method(method: str, section: Config) -> Format | None:
     algorithm = (section.text("quant_algo") or method).lower().removeprefix("w4a16_")
     block = section.listing("weight_block_size")
-    if method == "fp8" and block and len(block) == 2 and all(type(n) is int for n in block):
+    if (
+        method == "fp8"
+        and block
+        and len(block) == 2
+        and all(type(n) is int and n > 0 for n in block)
+    ):
         rows, columns = block
         return Format(f"fp8, blocks of {rows} x {columns}", 8, (rows, columns), 32)
     if method in ("awq", "gptq", "auto-round"):
@@ -125,9 +134,15 @@ def _method(method: str, section: Config) -> Format | None:
         group = section.get("group_size", "q_group_size")
         size = group if isinstance(group, int) and group > 0 else 0
         # A scale of 16 bits and a zero point for each group.
-        return Format(f"{method} {bits} bits, groups of {size or 'a row'}", bits, (1, size), 16 + bits)
+        return Format(
+            f"{method} {bits} bits, groups of {size or 'a row'}", bits, (1, size), 16 + bits
+        )
     if method == "bitsandbytes":
-        return Format("nf4", 4, (1, 64), 8) if section.flag("load_in_4bit") else Format("int8", 8, (1, 0), 32)
+        return (
+            Format("nf4", 4, (1, 64), 8)
+            if section.flag("load_in_4bit")
+            else Format("int8", 8, (1, 0), 32)
+        )
     if method == "fbgemm_fp8":
         return Format("fp8, a scale for each row", 8, (1, 0), 32)
     return _ALGORITHMS.get(algorithm)
@@ -141,7 +156,7 @@ def _mixed(layers: Config, section: Config) -> Quantisation:
         algorithm = (part.text("quant_algo") if part else None) or ""
         named.setdefault(algorithm.lower().removeprefix("w4a16_"), []).append(name)
     chosen = tuple(
-        (NamePatterns(names), _ALGORITHMS[algorithm])
+        (NamePatterns(names, inside=True), _ALGORITHMS[algorithm])
         for algorithm, names in named.items()
         if algorithm in _ALGORITHMS
     )
@@ -177,12 +192,13 @@ def _strategy(weights: Config) -> Format:
     bits, kind = weights.count("num_bits", default=8), weights.text("type") or "int"
     group, strategy = weights.size("group_size"), weights.text("strategy")
     name = ("fp" if kind == "float" else "int") + str(bits)
-    if block := weights.listing("block_structure"):
-        if len(block) == 2 and all(type(n) is int for n in block):
-            return Format(f"{name}, blocks of {block[0]} x {block[1]}", bits, tuple(block), 32)
+    block = weights.listing("block_structure") or ()
+    if len(block) == 2 and all(type(n) is int and n > 0 for n in block):
+        return Format(f"{name}, blocks of {block[0]} x {block[1]}", bits, (block[0], block[1]), 32)
     if group:
         # Floats of 4 bits have scales of 8 (nvfp4, mxfp4), whole numbers of 16.
         scale = 8 if kind == "float" and bits == 4 else 16
+        scale += 0 if weights.flag("symmetric", default=True) else bits  # a zero point
         return Format(f"{name}, groups of {group}", bits, (1, group), scale)
     if strategy == "channel":
         return Format(f"{name}, a scale for each row", bits, (1, 0), 32)
@@ -193,7 +209,7 @@ class NamePatterns:
     """Names, globs, `re:` expressions and parts of names, matched against a tensor's name.
 
     Wrappers put words before a layer's name, and families call the same part otherwise: both
-    are levelled first, in names and in patterns.
+    are levelled first. `inside` has a plain name stand for all that it holds too.
 
     >>> patterns = NamePatterns(["lm_head", "model.layers.0.self_attn*", "re:.*experts.*"])
     >>> names = ("layers.0.self_attn.q_proj", "layers.1.self_attn.q_proj", "layers.1.mlp.experts.0")
@@ -201,9 +217,10 @@ class NamePatterns:
     [True, False, True]
     """
 
-    __slots__ = ("_exact", "_expression", "_words")
+    __slots__ = ("_exact", "_expression", "_inside", "_words")
 
-    def __init__(self, patterns: Iterable[Any]) -> None:
+    def __init__(self, patterns: Iterable[Any], *, inside: bool = False) -> None:
+        self._inside = inside
         texts = [text for text in patterns if isinstance(text, str) and len(text) < 1000]
         plain_names = [text for text in texts if not _WILD.search(text)]
         self._exact = frozenset(_level(text) for text in plain_names)
@@ -214,7 +231,8 @@ class NamePatterns:
     def match(self, name: str) -> bool:
         """Whether `name`, what holds it, or a word of it is among the patterns."""
         words = name.split(".")
-        if any(".".join(words[:end]) in self._exact for end in range(len(words), 0, -1)):
+        shortest = 1 if self._inside else len(words)
+        if any(".".join(words[:end]) in self._exact for end in range(shortest, len(words) + 1)):
             return True
         if not self._words.isdisjoint(words):
             return True
@@ -223,7 +241,10 @@ class NamePatterns:
 
 _WILD = re.compile(r"[*?\[]|^re:")
 _PREFIX = re.compile(r"^(?:(?:model|language_model|backbone|language|llm)\.)+")
-_CALLED = {"ffn": "mlp", "block_sparse_moe": "mlp", "attn": "self_attn", "head": "lm_head"}
+_CALLED = {
+    "ffn": "mlp", "block_sparse_moe": "mlp", "attn": "self_attn", "head": "lm_head",
+    "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj",
+}  # fmt: skip
 # Repetition of single characters only: names are short, so that even many of them end soon.
 _SAFE = re.compile(r"(?:\\d[+*]?|\\.|\.\*|\[[\w-]+\][+*]?|\(\?:\\\.\.\*\)\?|[\w:,/-]|[.^$|()])*")
 _SHARED = ("shared_expert", "share_expert", "shared_mlp")

@@ -165,7 +165,8 @@ def delta_net(hidden: int, spec: GatedDeltaNet) -> list[Tensor]:
     return [
         *linear("recurrent", f"{name}.in_proj_qkv", 2 * keys + values, hidden, parts=parts),
         *linear("recurrent", f"{name}.in_proj_z", values, hidden, parts=parts),
-        *linear("recurrent", f"{name}.in_proj_ba", 2 * heads, hidden, parts=parts),
+        *linear("recurrent", f"{name}.in_proj_b", heads, hidden, parts=parts),
+        *linear("recurrent", f"{name}.in_proj_a", heads, hidden, parts=parts),
         Tensor("recurrent", f"{name}.conv1d", 2 * keys + values, spec.kernel, parts=parts),
         Tensor("recurrent", f"{name}.dt_bias", heads, parts=parts),
         Tensor("recurrent", f"{name}.A_log", heads, parts=parts),
@@ -222,9 +223,7 @@ def mamba2(
     inner, shared = heads * spec.head_dim, 2 * groups * spec.state_size
     conv = spec.kernel + conv_bias
     tensors = [
-        *linear(
-            "recurrent", f"{name}.in_proj", 2 * inner + heads, hidden, parts=heads, bias=bias
-        ),
+        *linear("recurrent", f"{name}.in_proj", 2 * inner + heads, hidden, parts=heads, bias=bias),
         *linear("recurrent", f"{name}.in_proj", shared, hidden, parts=groups, bias=bias),
         Tensor("recurrent", f"{name}.conv1d", inner, conv, parts=heads),
         Tensor("recurrent", f"{name}.conv1d", shared, conv, parts=groups),

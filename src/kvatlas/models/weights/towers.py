@@ -19,13 +19,12 @@ def blocks(
     norms: int = 2, head_norms: int = 0,
 ) -> list[Tensor]:  # fmt: skip
     """The blocks of a vision transformer, as copies of one."""
-    made = [
+    return [
         *linear("tower", "attn", 4 * hidden, hidden, parts=heads, copies=depth, bias=bias),
         *linear("tower", "up", width * (1 + gated), hidden, parts=heads, copies=depth, bias=bias),
         *linear("tower", "down", hidden, width, parts=heads, copies=depth, bias=bias),
         Tensor("tower", "norms", norms * hidden * (1 + bias) + head_norms, copies=depth),
     ]
-    return made
 
 
 def qwen(vision: Config, hidden: int) -> list[Tensor]:
@@ -40,7 +39,9 @@ def qwen(vision: Config, hidden: int) -> list[Tensor]:
         Tensor("tower", "merger.norm", own + deep * merged, 2),
     ]
     return [
-        *linear("tower", "patch_embed", own, vision.count("in_channels", default=3) * patch, bias=True),
+        *linear(
+            "tower", "patch_embed", own, vision.count("in_channels", default=3) * patch, bias=True
+        ),
         Tensor("tower", "pos_embed", vision.count("num_position_embeddings"), own),
         *_blocks(vision, vision.count("num_heads")),
         *merge,
@@ -73,7 +74,9 @@ def gemma4(vision: Config, hidden: int) -> list[Tensor]:
     own, heads = vision.hidden(), vision.count("num_attention_heads")
     head_dim = vision.count("head_dim", default=own // heads)
     return [
-        Tensor("tower", "position_embedding_table", 2 * vision.count("position_embedding_size"), own),
+        Tensor(
+            "tower", "position_embedding_table", 2 * vision.count("position_embedding_size"), own
+        ),
         *linear("tower", "input_proj", own, 3 * vision.count("patch_size") ** 2),
         *_blocks(vision, heads, bias=False, gated=True, norms=4, head_norms=2 * head_dim),
         *linear("tower", "embed_vision.embedding_projection", hidden, own),

@@ -1,0 +1,130 @@
+"""GPUs by name: the memory that a process can have of each, and what is left for caches.
+
+What is sold is not what a process gets: firmware, error correction and page tables take their
+part first. The figures are what CUDA or ROCm reports as the device's total, rounded down.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from typing import NamedTuple
+
+from kvatlas.errors import AtlasError, Code
+
+GIB = 2**30
+
+OVERHEAD = 3 * GIB
+"""Bytes of a rank that are neither weights nor cache: about 1 GiB for the CUDA context and
+NCCL's buffers, about 2 GiB for the activations of 8,192 tokens in flight and CUDA graphs."""
+
+MOST_GPUS = 1024
+"""More than any engine deals one model out to."""
+
+
+class Gpu(NamedTuple):
+    """A kind of GPU.
+
+    >>> find_gpu("a100"), find_gpu("H200").memory // GIB
+    (Gpu(name='A100-80GB', memory=84932564582, sold='80 GB'), 139)
+    """
+
+    name: str
+    memory: int
+    """Bytes that a process can have."""
+    sold: str
+
+
+_TABLE = (
+    # name, usable GiB, as sold, other names
+    ("A100-40GB", 39.3, "40 GB", ""),
+    ("A100-80GB", 79.1, "80 GB", "A100"),
+    ("H100", 79.1, "80 GB", "H100-80GB H100-SXM H100-PCIE"),
+    ("H200", 139.7, "141 GB", "H200-141GB H200-SXM"),
+    ("B200", 178.3, "192 GB, of which 180 can be used", "B200-180GB B200-192GB"),
+    ("B300", 267.5, "288 GB", "B300-288GB"),
+    ("GH200", 94.5, "96 GB", "GH200-96GB"),
+    ("L4", 22.0, "24 GB", ""),
+    ("L40S", 44.4, "48 GB", ""),
+    ("RTX-4090", 23.5, "24 GB", "4090"),
+    ("RTX-5090", 31.3, "32 GB", "5090"),
+    ("RTX-6000-Ada", 47.4, "48 GB", "6000-ADA"),
+    ("MI300X", 191.5, "192 GB", ""),
+    ("MI325X", 255.5, "256 GB", ""),
+    ("MI355X", 287.5, "288 GB", ""),
+)
+
+GPUS = {name: Gpu(name, int(size * GIB), sold) for name, size, sold, _ in _TABLE}
+"""Every GPU that is known, by name."""
+
+
+def _key(name: str) -> str:
+    return re.sub(r"[\s_-]", "", name).lower()
+
+
+_BY_KEY = {
+    _key(word): GPUS[name] for name, _, _, others in _TABLE for word in (name, *others.split())
+}
+
+
+def find_gpu(name: str) -> Gpu:
+    """The GPU called `name`, in any case and however it is hyphenated."""
+    gpu = _BY_KEY.get(_key(name).removeprefix("nvidia").removeprefix("amd"))
+    if gpu is not None:
+        return gpu
+    near = difflib.get_close_matches(_key(name), list(_BY_KEY), n=3, cutoff=0.5)
+    names = list(dict.fromkeys(_BY_KEY[key].name for key in near)) or list(GPUS)
+    hint = f"Did you mean {', '.join(names)}?" if near else f"Use one of {', '.join(names)}"
+    raise AtlasError(Code.UNKNOWN_GPU, got=repr(name), hint=hint)
+
+
+def find_gpus(text: str) -> tuple[int, Gpu]:
+    """How many GPUs, and which: `8xH100`, or one where no number is given.
+
+    >>> number, gpu = find_gpus("8xH100")
+    >>> number, gpu.name
+    (8, 'H100')
+    """
+    match = re.fullmatch(r"\s*(\d{1,9})\s*[x*]\s*(.+)", text, re.IGNORECASE)
+    if match is None:
+        return 1, find_gpu(text)
+    number = int(match[1])
+    if not 1 <= number <= MOST_GPUS:
+        hint = f"Write a number from 1 to {MOST_GPUS:,}, as in 8xH100"
+        raise AtlasError(Code.BAD_QUANTITY, "There is no such number of GPUs", got=text, hint=hint)
+    return number, find_gpu(match[2])
+
+
+def memory_for_cache(
+    gpu: Gpu, weights: int, *, utilization: float = 0.9, overhead: int = OVERHEAD
+) -> int:
+    """Bytes of a rank that are left for caches: a part of the GPU, less weights and overhead.
+
+    `weights` are those of the rank that holds the most (`Weights.per_rank`).
+
+    >>> memory_for_cache(find_gpu("H100"), 16_060_522_496) / GIB
+    53.23251953125
+    >>> memory_for_cache(find_gpu("L4"), 40 * GIB)
+    Traceback (most recent call last):
+        ...
+    kvatlas.errors.AtlasError: The weights leave no memory for a cache. Got 40.0 GiB of weights \
+and 3.0 GiB of overhead for 19.8 GiB, 90% of an L4. Use more ranks, a larger GPU or smaller \
+weights. [weights_too_large]
+    """
+    if not 0 < utilization <= 1:
+        hint = "Write a part of the GPU's memory, such as 0.9"
+        problem = "The utilization is not above 0 and at most 1"
+        raise AtlasError(Code.BAD_QUANTITY, problem, got=utilization, hint=hint)
+    if min(weights, overhead) < 0:
+        raise AtlasError(Code.NEGATIVE, got=f"{min(weights, overhead)} bytes", hint="Use 0 or more")
+    usable = int(gpu.memory * utilization)
+    left = usable - weights - overhead
+    if left > 0:
+        return left
+    article = "an" if gpu.name[0] in "AHLM" else "a"
+    raise AtlasError(
+        Code.WEIGHTS_TOO_LARGE,
+        got=f"{weights / GIB:.1f} GiB of weights and {overhead / GIB:.1f} GiB of overhead "
+        f"for {usable / GIB:.1f} GiB, {utilization:.0%} of {article} {gpu.name}",
+        hint="Use more ranks, a larger GPU or smaller weights",
+    )
