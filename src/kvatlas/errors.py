@@ -74,6 +74,7 @@ class Code(StrEnum):
     NOT_ENOUGH_MEMORY = "not_enough_memory", "Not enough memory"
     UNKNOWN_GPU = "unknown_gpu", "No GPU of that name is known"
     WEIGHTS_TOO_LARGE = "weights_too_large", "The weights leave no memory for a cache"
+    CONTRADICTORY = "contradictory", "Two things that were asked for contradict each other"
     BAD_PACK = "bad_pack", "The pack does not suit this model"
     BAD_PLAN = "bad_plan", "The plan is not sound"
     UNKNOWN_POLICY = "unknown_policy", "There is no such policy"
