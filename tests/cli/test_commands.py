@@ -91,19 +91,25 @@ def test_explain_gives_every_reason() -> None:
     text = " ".join(shown("explain", *args).split())
     made = plan("Qwen3.5-397B-A17B", memory="60GiB", tp=2, policy="vllm")
     assert "2,096 tokens" in text
-    for line in made.explain().splitlines()[1:]:
+    for line in made.explain().splitlines()[2:]:
         assert " ".join(line.split()) in text
     assert said("explain", *args)["explain"][1:] == [
         line.strip() for line in made.explain().splitlines()[1:]
     ]
 
 
-@pytest.mark.parametrize("axis", ["policy", "kv-dtype", "tp", "pack"])
+@pytest.mark.parametrize(
+    "axis", ["policy", "kv-dtype", "tp", "dcp", "pack", "memory", "max-len", "layout", "states"]
+)
 def test_compare_varies_one_thing(axis: str) -> None:
     rows = said("plan", "Qwen3.5-397B-A17B", "--compare", axis)["rows"]
     table = shown("plan", "Qwen3.5-397B-A17B", "--compare", axis)
-    assert len({row["value"] for row in rows}) == len(rows) > 2
+    assert len({row["value"] for row in rows}) == len(rows) >= 2
     assert max(len(line) for line in table.splitlines()) <= 80
+    assert table.startswith("Qwen3.5-397B-A17B")
+    assert axis == "max-len" or "requests of 32,768 tokens" in table
+    assert axis == "memory" or "80GiB a rank" in table
+    decoding = [row["requests_decoding"] for row in rows if not row["refused"]]
     for row in rows:
         assert str(row["value"]) in table
         figure = row["refused"]["code"] if row["refused"] else f"{row['tokens']:,}"
@@ -111,6 +117,7 @@ def test_compare_varies_one_thing(axis: str) -> None:
         if not row["refused"]:
             alone = said("plan", "Qwen3.5-397B-A17B", f"--{axis}", str(row["value"]))
             assert all(row[key] == alone[key] for key in row if key in alone)
+            assert row["ratio"] == round(row["requests_decoding"] / decoding[0], 4)
 
 
 def test_compare_takes_several_axes_and_values() -> None:

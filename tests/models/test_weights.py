@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from benchmarks.weights import exact_parameters
+
 from kvatlas import AtlasError, Code
 from kvatlas.models import Model, Weights, catalogue
 from kvatlas.models.known_models import CatalogueEntry

@@ -11,13 +11,12 @@ from kvatlas.cli.failures import plain
 from kvatlas.cli.options import DEFAULT_MEMORY, POLICIES, PlanOptions, number
 from kvatlas.errors import AtlasError
 from kvatlas.geometry import ENGINE_LAYOUTS
-from kvatlas.models import Model, find_gpus
+from kvatlas.models import Model
 from kvatlas.planning import (
     BACKENDS,
     Plan,
     backends_of,
     default_length,
-    given_topology,
     kind_of,
     length,
 )

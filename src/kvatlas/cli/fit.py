@@ -31,7 +31,7 @@ class PlanOnMachine:
         if self.fit is not None:
             facts["gpu"] = self.fit.as_dict()
             facts["suggestions"] = [one.as_dict() for one in self.suggestions]
-        return facts | {"dp": self.dp}
+        return facts | ({"dp": self.dp} if self.dp > 1 else {})
 
     def parts(self) -> list[RenderableType]:
         """What people read."""

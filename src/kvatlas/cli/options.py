@@ -153,7 +153,7 @@ class PlanOptions:
 
     def fit(self, **changes: Any) -> Plan | Fit:
         """The plan in the memory that was given, or the model on the GPU that was."""
-        options = self._options() | changes
+        options = self._options(changes)
         if options["gpu"] is not None:
             sizes = {name: options[name] for name in _TOPOLOGY}
             count, _ = find_gpus(options["gpu"])
@@ -162,12 +162,13 @@ class PlanOptions:
             if options.pop(name) not in (None, 1):
                 raise _contradictory(f"--{name} without --gpu", "Give --gpu, or leave it out")
         options.pop("dp")
-        options["memory"] = options["memory"] or DEFAULT_MEMORY
-        return plan(options.pop("model"), **{**options, "tp": options["tp"] or 1})
+        options["memory"] = DEFAULT_MEMORY if options["memory"] is None else options["memory"]
+        options["tp"] = 1 if options["tp"] is None else options["tp"]
+        return plan(options.pop("model"), **options)
 
     def fitting(self, **changes: Any) -> Fitting:
         """The model with its weights, to be tried on the GPU that was given."""
-        options = self._options() | changes | {"model": self.model}
+        options = self._options(changes) | {"model": self.model}
         if options.pop("memory") is not None:
             raise _contradictory("--memory and --gpu", "Give one of them")
         _, gpu = find_gpus(options.pop("gpu"))
@@ -176,8 +177,8 @@ class PlanOptions:
             del options[name]
         return Fitting(options.pop("model"), gpu, **options)
 
-    def _options(self) -> dict[str, Any]:
-        options = dataclasses.asdict(self)
+    def _options(self, changes: dict[str, Any]) -> dict[str, Any]:
+        options = dataclasses.asdict(self) | changes
         pack = options["pack"]
         if pack != "auto":
             options["pack"] = number(pack, f"{pack!r} is neither auto nor a number.", "'--pack'")

@@ -1,0 +1,118 @@
+"""`kvatlas fit`, and `kvatlas plan` on GPUs: what an operator asks before a purchase."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvatlas.models import Model, Weights, catalogue, find_gpu
+from kvatlas.planning import plan
+from tests.cli.helpers import kvatlas, process, said, shown
+
+SIX = (
+    "Llama-3.1-70B", "gpt-oss-120b", "DeepSeek-V3.2", "Qwen3.5-397B-A17B", "Qwen3-8B",
+    "Gemma-3-27B",
+)  # fmt: skip
+
+
+def test_which_models_fit_and_for_how_many_users() -> None:
+    fits = said("fit", *SIX, "--gpu", "8xH100", "--max-len", "128K")["fits"]
+    assert {fit["model"] for fit in fits} == set(SIX)
+    users = [fit["users_decoding"] for fit in fits]
+    assert users == sorted(users, reverse=True)
+    for fit in fits:
+        if fit["refused"]:
+            assert fit["refused"]["code"] == "weights_too_large"
+            continue
+        weights = Weights.load(fit["model"]).per_rank(tp=fit["tp"], ep=fit["ep"])
+        memory = int(find_gpu("H100").memory * 0.9) - weights - fit["overhead"]
+        made = plan(fit["model"], memory=memory, tp=fit["tp"], max_len="128K")
+        assert (fit["weights_per_rank"], fit["memory"]) == (weights, memory)
+        assert fit["users_decoding"] == int(made.requests(in_flight=1)) * fit["dp"]
+        assert fit["users_prefilling"] == int(made.requests()) * fit["dp"]
+        assert fit["tp"] * fit["pp"] * fit["dp"] == 8
+    text = " ".join(shown("fit", *SIX, "--gpu", "8xH100", "--max-len", "128K").split())
+    fitting = sum(fit["refused"] is None for fit in fits)
+    assert text.startswith(f"{fitting} of 6 models fit 8 x H100 at 131,072 tokens.")
+    assert "past the 40,960 that the model itself allows" in text  # Qwen3-8B
+
+
+def test_every_model_of_the_catalogue_can_be_asked() -> None:
+    for name in catalogue():
+        (fit,) = said("fit", name, "--gpu", "8xMI355X")["fits"]
+        assert fit["users_decoding"] > 0 or fit["refused"], name
+
+
+def test_a_plan_on_gpus_says_where_its_memory_comes_from() -> None:
+    answer = said("plan", "Qwen3-8B", "--gpu", "H100", "--tp", "2", "--dp", "4")
+    assert (answer["gpu"]["gpus"], answer["dp"]) == (8, 4)
+    assert answer["memory"] == answer["gpu"]["memory"]
+    text = " ".join(shown("plan", "Qwen3-8B", "--gpu", "H100", "--tp", "2", "--dp", "4").split())
+    assert "for caches on each of 8 H100: 90% of its memory, less" in text
+    assert "of weights (config, bf16) and 3 GiB of overhead" in text
+    assert f"4 replicas: {answer['gpu']['users_prefilling']} users prefilling" in text
+
+
+def test_copies_of_a_cache_are_pointed_out_with_what_would_avoid_them() -> None:
+    answer = said("plan", "DeepSeek-V3.2", "--gpu", "8xH200")
+    better = {(one["dcp"], one["dp"]): one["users_decoding"] for one in answer["suggestions"]}
+    assert set(better) == {(8, 1), (1, 8)}
+    assert min(better.values()) > answer["gpu"]["users_decoding"]
+    assert "Ranks hold copies" in shown("plan", "DeepSeek-V3.2", "--gpu", "8xH200")
+    rows = said("plan", "DeepSeek-V3.2", "--gpu", "8xH200", "--compare", "dcp")["rows"]
+    assert [row["ratio"] for row in rows if not row["refused"]] == pytest.approx([1, 2, 4, 8])
+    assert not said("plan", "Qwen3-8B", "--gpu", "8xH200")["suggestions"]
+
+
+def test_a_config_beside_its_checkpoint_is_taken_at_its_word(tmp_path: Path) -> None:
+    """The index of a checkpoint says what weights take."""
+    config = catalogue()["Llama-3.1-8B"].expanded()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    total = 9_000_000_000
+    index = {"metadata": {"total_size": total}, "weight_map": {}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    answer = said("plan", str(tmp_path), "--gpu", "H100")["gpu"]
+    assert answer["weights_source"] == "safetensors index"
+    # A rank pads its vocabulary.
+    assert answer["weights_per_rank"] == pytest.approx(total, rel=0.01)
+
+
+def test_one_unknown_model_or_gpu_is_a_refusal() -> None:
+    for args in (("Qwen3-8B", "nonsense", "--gpu", "H100"), ("Qwen3-8B", "--gpu", "H1000")):
+        result = kvatlas("fit", *args)
+        assert result.exit_code == 2
+        assert "hint:" in result.stderr
+
+
+def test_answers_come_first_and_layers_are_layers() -> None:
+    text = shown("plan", "DeepSeek-V4-Flash", "--tp", "8", "--memory", "56GB")
+    assert text.splitlines()[1].startswith("Fits 8.2 requests of 32,768 tokens while they prefill")
+    nano = said("models", "Nemotron-3-Nano-30B-A3B")
+    assert sum(nano["layers"].values()) == 29
+    assert said("models", "DeepSeek-V3.2")["layers"] == {"mla_attention": 61}
+    told = " ".join(shown("explain", "DeepSeek-V3.2").split())
+    assert "61 mla_attention layers with 122 caches" in told
+    assert "Left over after whole blocks:" in told
+    table = shown("plan", "Nemotron-3-Nano-30B-A3B", "--memory", "60GiB").splitlines()
+    (states,) = [line for line in table if "recurrent" in line]
+    assert " 23 " in states
+
+
+def test_a_length_past_the_models_own_is_noted_everywhere() -> None:
+    longest = Model.load("Gemma-2-2b").max_len
+    assert longest == 8192
+    args = ("Gemma-2-2b", "--max-len", "32K")
+    note = "32,768 tokens are past the 8,192 that the model itself allows."
+    for command in ("plan", "explain"):
+        assert note in " ".join(shown(command, *args).split())
+        assert note in said(command, *args)["warnings"]
+    assert note in " ".join(shown("plan", *args, "--compare", "tp").split())
+    assert note in " ".join(shown("fit", *args, "--gpu", "H100").split())
+
+
+def test_help_alone_leads_there() -> None:
+    found = process("fit", "--help")
+    assert found.returncode == 0
+    assert "8xH100" in found.stdout
