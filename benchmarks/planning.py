@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import statistics
 import time
+from itertools import product
 
 from benchmarks import vllm_peer
 from benchmarks.timing import median_ms, show
 from kvatlas import AtlasError
 from kvatlas.models import Model, catalogue
-from kvatlas.planning import plan
+from kvatlas.planning import DECODING, kind_of, plan
 from kvatlas.planning.backends import backends_of
 from kvatlas.planning.block_size import block_size
 from kvatlas.planning.request import PlanRequest
 from kvatlas.planning.sized_layers import page_of, size_layers
 
+TPS = (1, 2, 4, 8)
+MEMORIES = ("20GiB", "60GiB", "140GiB")
+LENGTHS = (512, 4096, 16_384, 32_768)
+PROMISE = 0.99
 MEMORY = 4 * 2**40
 """Enough for one long request of every model at tp 1."""
 
@@ -90,6 +95,57 @@ def beside_vllm() -> None:
     )
 
 
+def promise() -> None:
+    """Policy atlas beside vLLM's, at every length and phase that was asked for."""
+    cells = held = models = 0
+    least, own, hybrids, smaller = 10.0, [], 0, []
+    for name in catalogue():
+        model, alike, small = Model.load(name), [], []
+        for tp, memory in product(TPS, MEMORIES):
+            try:
+                theirs = plan(model, memory=memory, tp=tp, policy="vllm")
+            except AtlasError:
+                continue
+            ours = plan(model, memory=memory, tp=tp)
+            for length, in_flight in product(LENGTHS, (None, DECODING)):
+                share = ours.requests(length, in_flight=in_flight) / theirs.requests(
+                    length, in_flight=in_flight
+                )
+                cells, held, least = cells + 1, held + (share >= PROMISE), min(least, share)
+            alike.append(ours.regions == theirs.regions)
+            small.append(ours.block_size < theirs.block_size)
+        kinds = {kind_of(layer.spec) for layer in model.layers}
+        models += 1
+        if "recurrent" in kinds and len(kinds) > 1:
+            hybrids += 1
+            own += [name] if all(alike) else []
+            smaller += [name] if any(small) else []
+    show(
+        "Policy atlas beside vLLM: requests that fit, prefilling and decoding (bar: all cells)",
+        [
+            "cells held",
+            "of",
+            "least share",
+            "models",
+            "hybrids",
+            "smaller block",
+            "vLLM's own plan",
+        ],
+        [
+            [
+                f"{held:,}",
+                f"{cells:,}",
+                f"{least:.4f}",
+                str(models),
+                str(hybrids),
+                str(len(smaller)),
+                f"{len(own)}: {', '.join(own)}" if own else "0",
+            ]
+        ],
+    )
+
+
 def main() -> None:
     ours()
+    promise()
     beside_vllm()
