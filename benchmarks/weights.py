@@ -56,7 +56,7 @@ def exact_parameters(config: Mapping[str, Any], *, whole: bool = False) -> int |
         if "Unrecognized" in str(error):
             return None
         raise
-    return sum(parameter.numel() for parameter in model.parameters())
+    return int(sum(parameter.numel() for parameter in model.parameters()))
 
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:

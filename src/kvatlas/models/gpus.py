@@ -25,8 +25,8 @@ MOST_GPUS = 1024
 class Gpu(NamedTuple):
     """A kind of GPU.
 
-    >>> find_gpu("a100"), find_gpu("H200").memory // GIB
-    (Gpu(name='A100-80GB', memory=84932564582, sold='80 GB'), 139)
+    >>> find_gpu("a100").name, find_gpu("H200").memory // GIB
+    ('A100-80GB', 139)
     """
 
     name: str
@@ -40,7 +40,7 @@ _TABLE = (
     ("A100-40GB", 39.3, "40 GB", ""),
     ("A100-80GB", 79.1, "80 GB", "A100"),
     ("H100", 79.1, "80 GB", "H100-80GB H100-SXM H100-PCIE"),
-    ("H200", 139.7, "141 GB", "H200-141GB H200-SXM"),
+    ("H200", 139.8, "141 GB", "H200-141GB H200-SXM"),
     ("B200", 178.3, "192 GB, of which 180 can be used", "B200-180GB B200-192GB"),
     ("B300", 267.5, "288 GB", "B300-288GB"),
     ("GH200", 94.5, "96 GB", "GH200-96GB"),
@@ -102,8 +102,8 @@ def memory_for_cache(
 
     `weights` are those of the rank that holds the most (`Weights.per_rank`).
 
-    >>> memory_for_cache(find_gpu("H100"), 16_060_522_496) / GIB
-    53.23251953125
+    >>> memory_for_cache(find_gpu("H100"), 16_060_522_496) // GIB
+    53
     >>> memory_for_cache(find_gpu("L4"), 40 * GIB)
     Traceback (most recent call last):
         ...

@@ -116,7 +116,7 @@ class Weights:
 
         >>> weights = Weights.load("Llama-3.1-8B")
         >>> [weights.per_rank(tp=tp) >> 20 for tp in (1, 2, 8)]
-        [15316, 7658, 1914]
+        [15316, 7658, 1915]
         """
         shares = list(stage_layers or [len(self.layers)])
         if min(tp, ep, *shares) < 0 or tp * ep == 0 or sum(shares) != len(self.layers):
