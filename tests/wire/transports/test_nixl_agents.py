@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -10,43 +12,120 @@ from typing import Any
 import pytest
 
 from kvatlas import AtlasError
+from kvatlas.wire.transports import nixl
 from kvatlas.wire.transports.nixl import NixlHandle, NixlLink
+from tests.attack.late_bytes import POOL, in_mid_read
+from tests.wire.forking import HAS_NIXL
+from tests.wire.transports.ends import OVER_TCP, Peer, eventually
+from tests.wire.transports.peer import End
 
 
 class _Below:
     """What NIXL keeps below its Python interface."""
 
 
+class _GoneError(RuntimeError):
+    """As NIXL calls a peer whose connection broke."""
+
+
+_GoneError.__name__ = "nixlRemoteDisconnectError"
+
+
 class _Agent:
-    def __init__(self, state: str) -> None:
-        self.agent, self._state = _Below(), state
+    def __init__(self) -> None:
+        self.agent = _Below()
 
     def check_xfer_state(self, request: Any) -> str:
         kept = self.agent, request
-        if self._state == "gone":
-            raise RuntimeError(f"the peer of {len(kept)} has gone")
-        return self._state
+        if request.state == "fails":
+            raise RuntimeError(f"one of {len(kept)} has failed")
+        if request.state == "gone":
+            raise _GoneError(f"the peer of {len(kept)} has gone")
+        return str(request.state)
+
+    transfer = check_xfer_state
 
 
-def posted(state: str, *, by_cpu: bool = False) -> NixlHandle:
-    """An operation of which NIXL says this."""
+def linked(*, by_cpu: bool = False) -> Any:
+    """A link whose agent says of an operation whatever its request has as its state."""
     owner: Any = SimpleNamespace(
-        memory={}, name="nixl", open=True, links=set(), by_cpu=by_cpu,
-        make_agent=lambda *_, **__: _Agent(state),
+        memory={}, name="nixl", open=True, links=set(), by_cpu=by_cpu, retired=0,
+        make_agent=lambda *_, **__: _Agent(),
     )  # fmt: skip
-    link = NixlLink(owner, SimpleNamespace(agent="peer", kind="DRAM"), {})  # type: ignore[arg-type]
-    handle = NixlHandle(link, SimpleNamespace(release=lambda: None, agent=link.agent.agent))
+    return NixlLink(owner, SimpleNamespace(agent="peer", kind="DRAM"), {})  # type: ignore[arg-type]
+
+
+def posted(state: str, link: Any = None) -> Any:
+    """An operation of which NIXL says this."""
+    link = link or linked()
+    request = SimpleNamespace(release=lambda: None, agent=link.agent.agent, state=state)
+    handle = NixlHandle(link, request)
     link.posted.add(handle)
     return handle
 
 
 def test_a_failure_that_is_kept_does_not_keep_the_agent() -> None:
     """Its traceback would, and the memory of the read would never be let go."""
-    handle = posted("gone")
+    handle = posted("fails")
     with pytest.raises(AtlasError) as kept:
         handle.poll()
     assert "RuntimeError" in str(kept.value)
     assert handle.settle()
+
+
+def test_what_fails_as_it_begins_is_held_until_its_agent_has_ended() -> None:
+    link = linked(by_cpu=True)
+    other, handle = posted("PROC", link), posted("gone", link)
+    handle.start()
+    with pytest.raises(AtlasError, match="nixlRemoteDisconnectError"):
+        handle.poll()
+    assert not handle.settle()
+    other._request.state = "gone"
+    assert eventually(handle.settle)
+
+
+def test_an_agent_whose_peer_is_gone_is_not_retired_but_ends() -> None:
+    """Every operation ends as its connection breaks, so that nothing is left under way."""
+    link = linked(by_cpu=True)
+    below = weakref.ref(link.agent.agent)
+    handles = [posted("gone", link) for _ in range(3)]
+    with pytest.raises(AtlasError, match="nixlRemoteDisconnectError"):
+        handles[0].poll()
+    assert all(eventually(handle.settle) for handle in handles)
+    assert (below(), link.owner.retired) == (None, 0)
+    for handle in handles:
+        with pytest.raises(AtlasError):
+            handle.poll()
+
+
+def test_nothing_settles_while_an_operation_over_the_same_connection_is_under_way() -> None:
+    link = linked(by_cpu=True)
+    ended, other = posted("gone", link), posted("PROC", link)
+    with pytest.raises(AtlasError):
+        ended.poll()
+    assert not eventually(ended.settle, 0.1)
+    with pytest.raises(AtlasError):
+        link.check()
+    other._request.state = "DONE"
+    assert eventually(ended.settle)
+    assert other.poll()
+    assert link.owner.retired == 0
+
+
+def test_what_does_not_end_as_its_connection_breaks_is_retired(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(nixl, "_BREAKING", 0.05)
+    link = linked(by_cpu=True)
+    below = weakref.ref(link.agent.agent)
+    ended, other = posted("gone", link), posted("PROC", link)
+    with pytest.raises(AtlasError):
+        ended.poll()
+    assert eventually(ended.settle)
+    assert other.settle()
+    gc.collect()
+    assert below() is not None
+    assert link.owner.retired == 1
 
 
 def test_what_another_transfer_saw_to_be_done_is_done() -> None:
@@ -67,11 +146,43 @@ def test_what_ends_with_its_agent_is_not_done() -> None:
 
 def test_an_agent_with_operations_under_way_is_retired_where_it_receives_nothing_uncalled() -> None:
     """UCX would abort the process that destroys it, or the peer that replies to it."""
-    handle = posted("PROC", by_cpu=True)
-    below = weakref.ref(handle._link.agent.agent)
-    handle._link.sever()
+    link = linked(by_cpu=True)
+    below, handle = weakref.ref(link.agent.agent), posted("PROC", link)
+    link.sever()
     assert handle.settle()
     gc.collect()
     assert below() is not None
+    assert link.owner.retired == 1
     with pytest.raises(AtlasError):
         handle.poll()
+
+
+def test_what_failed_for_another_reason_may_go_on_and_is_retired() -> None:
+    """One part of an operation has failed; NIXL says nothing of the others."""
+    for state in ("ERR", "fails"):
+        handle = posted(state, linked(by_cpu=True))
+        with pytest.raises(AtlasError):
+            handle.poll()
+        assert handle.settle()
+        assert handle._link.owner.retired == 1
+
+
+@pytest.mark.skipif(not HAS_NIXL, reason="needs NIXL")
+def test_sources_that_are_killed_in_mid_read_leave_no_descriptor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in OVER_TCP.settings.items():
+        monkeypatch.setenv(name, value)
+    near = End(OVER_TCP.name, {}, {0: POOL})
+    opened = []
+    for _ in range(2):
+        peer = Peer(OVER_TCP, {}, {0: POOL})
+        peer.ask("fill", 1)
+        link = near.transport.connect(peer.metadata, peer.regions)
+        handle = in_mid_read(near, peer, link.read)
+        peer.signal(signal.SIGKILL)
+        assert eventually(handle.settle, 20)
+        peer.end()
+        opened.append(len(os.listdir("/proc/self/fd")))  # noqa: PTH208
+    near.drop()
+    assert opened[-1] == opened[0]

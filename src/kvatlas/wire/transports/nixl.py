@@ -7,12 +7,15 @@ That makes a million descriptors as cheap to prepare as two arrays of numbers.
 
 One agent serves peers; every link reads and writes with an agent of its own. For NIXL
 ends no operation that was begun: a request that is released, or whose peer is removed,
-still writes to memory when the peer goes on. A link that is closed lets what is under way
-come to its end; one that is severed, or has failed, gives its agent up. Without RDMA that
-agent is retired: it has no thread of its own, so that nothing is received once nobody calls
-it, and it is kept for good, for UCX aborts, now and then, both the process that destroys an
-agent with operations under way and the peer that was replying to it. With RDMA the network
-writes by itself, and only the end of the agent ends that.
+still writes to memory when the peer goes on. Only the end of the agent proves that all is
+over, so it is brought about as soon as it is safe:
+- A link that is closed lets what is under way come to its end.
+- One that has lost its peer is closed too: UCX ends whatever went over a connection that broke,
+  and says so of every operation when it is looked at.
+- One that is severed gives its agent up with operations under way. With RDMA the network writes
+  by itself, so the agent is destroyed. Without, it is retired: it has no thread of its own, so
+  that nothing is received once nobody calls it, and it is kept for good, for UCX aborts, now and
+  then, both the process that destroys such an agent and the peer that was replying to it.
 
 NIXL fences nothing else: a read of memory whose lease has ended is as good a read to it
 as any. Readiness and leases are decided above this file.
@@ -24,6 +27,7 @@ import ctypes
 import importlib
 import importlib.util
 import logging
+import math
 import os
 import secrets
 import threading
@@ -52,6 +56,8 @@ _INITIATOR = "NIXL_INIT_AGENT"
 _DEVICES = "UCX_NET_DEVICES"
 _CLOSING = 2.0
 """Seconds that a transport which is closed gives to operations that are under way."""
+_BREAKING = 2.0
+"""Seconds in which all operations over a connection that broke are seen to have ended."""
 _BETWEEN_LOOKS = 5e-3
 _MEETING = 20e-3
 """Seconds in which two agents agree on the ways between them, where neither is busy."""
@@ -87,6 +93,8 @@ class NixlTransport(Transport):
         """Whether bytes arrive only while an agent of this process is called."""
         self.links: set[NixlLink] = set()
         """Those whose agents have not ended."""
+        self.retired = 0
+        """Agents that are kept for good, with their descriptors."""
 
     def make_agent(self, name: str, *, serves: bool) -> Any:
         """A NIXL agent; one that serves peers does so from a thread of its own."""
@@ -166,6 +174,8 @@ class NixlLink(Link):
         self._retired = False
         self.posted: set[NixlHandle] = set()
         """Operations that were not seen to be over."""
+        self._broken: set[NixlHandle] = set()
+        """Operations that ended as the connection broke: they are given back with the agent."""
         self._registered: set[int] = set()
 
     def meet(self, metadata: bytes) -> None:
@@ -193,8 +203,7 @@ class NixlLink(Link):
         far, theirs = describe(copies, self.theirs, src=not write)
         with self.lock:
             self.check()
-            for handle in list(self.posted):
-                handle.settle()  # lets go of what was given up and is over by now
+            self._look_at_all()  # lets go of what was given up and is over by now
             with translated(), ExitStack() as prepared:
                 self._register_memory()
                 local = self.agent.prep_xfer_dlist(_INITIATOR, near, self.owner.kind)
@@ -205,8 +214,7 @@ class NixlLink(Link):
                 request = self.agent.make_prepped_xfer(operation, local, mine, remote, theirs, b"")
             handle = NixlHandle(self, request)
             self.posted.add(handle)
-            with self.calling():
-                self.agent.transfer(request)
+            handle.start()
         return handle
 
     def _register_memory(self) -> None:
@@ -223,40 +231,50 @@ class NixlLink(Link):
             raise errors.peer_lost("a peer that this link has lost")
         super().check()
 
-    @contextmanager
-    def calling(self) -> Iterator[None]:
-        """Around calls while an operation is under way: one that fails is the link's last.
+    def failed(self, handle: NixlHandle, problem: AtlasError) -> None:
+        """An operation has failed, which makes it the link's last. The lock is held.
 
-        NIXL does not say whether what belongs to a failed operation has come to rest.
-        The end of the agent does.
+        NIXL does not say whether what belongs to it has come to rest. Where the connection
+        broke, all that went over it has, once every operation was seen to end.
         """
-        try:
-            with translated():
-                yield
-        except AtlasError as problem:
-            self._lost = problem.code is Code.PEER_LOST
-            self.sever()
-            raise
+        self.open = False
+        if problem.code is not Code.PEER_LOST:
+            return self._end()
+        self.posted.discard(handle)
+        self._broken.add(handle)
+        if not self._lost:
+            self._lost = True
+            self._end_after(_BREAKING)
+        return None
 
     def sever(self) -> None:
         """End what is under way, now; a peer that was about to reply may not survive it."""
         self.open = False
-        self._end()
+        with self.lock:
+            self._look_at_all()  # what is over by now need not be given up
+            self._end()
 
     def _close(self) -> None:
-        """End the agent once nothing is under way, without waiting for that."""
+        self._end_after(math.inf)
+
+    def _end_after(self, seconds: float) -> None:
+        """End the agent once nothing is under way, or it is too late, without waiting for that."""
         if self.posted:
-            threading.Thread(target=self._drain, daemon=True).start()
+            threading.Thread(target=self._drain, args=[seconds], daemon=True).start()
         else:
             self._end()
 
-    def _drain(self) -> None:
+    def _drain(self, seconds: float) -> None:
         """Look at what is under way until nothing is."""
-        while self.posted:
-            for handle in list(self.posted):
-                handle.settle()
+        deadline = time.monotonic() + seconds
+        while self.posted and time.monotonic() < deadline:
+            self._look_at_all()
             time.sleep(_BETWEEN_LOOKS)
         self._end()
+
+    def _look_at_all(self) -> None:
+        for handle in list(self.posted):
+            handle.settle()
 
     def _end(self) -> None:
         """End the agent, and see that it has gone; or retire it, and never call it again."""
@@ -264,13 +282,16 @@ class NixlLink(Link):
             if self.agent is None:
                 return
             agent, self.agent = self.agent, None
+            handles = self.posted | self._broken
             if self.posted and self.owner.by_cpu:
-                _retire(agent, *(handle.take_request() for handle in self.posted))
+                _retire(agent, *(handle.take_request() for handle in handles))
                 self._retired = True
+                self.owner.retired += 1
             else:
-                for handle in self.posted:
+                for handle in handles:
                     handle.drop()
             self.posted.clear()
+            self._broken.clear()
             del agent
         self.owner.links.discard(self)
 
@@ -294,6 +315,13 @@ class NixlHandle(Handle):
         self._link, self._request = link, request
         self._arrived = False
         """Whether NIXL has said so, to whoever looked first."""
+        self._problem: AtlasError | None = None
+        """What NIXL has said instead."""
+
+    def start(self) -> None:
+        """Let NIXL begin; how that fails is seen by whoever looks. The link's lock is held."""
+        with suppress(AtlasError), self._calling():
+            self._link.agent.transfer(self._request)
 
     def _poll(self) -> bool:
         with self._link.lock:
@@ -302,11 +330,13 @@ class NixlHandle(Handle):
     def _look(self) -> bool:
         """Whether it is done; gives the request back then. The link's lock is held."""
         link = self._link
+        if self._problem is not None:
+            raise self._problem
         if self._arrived:
             return True
         if self._request is None:
             raise errors.closed("link")
-        with link.calling():
+        with self._calling():
             state = link.agent.check_xfer_state(self._request)
             if state == "ERR":
                 raise errors.failed("state ERR from NIXL")
@@ -316,6 +346,17 @@ class NixlHandle(Handle):
         self.drop()
         self._arrived = True
         return True
+
+    @contextmanager
+    def _calling(self) -> Iterator[None]:
+        """Around calls of the agent for this operation: where they fail, so has the operation."""
+        try:
+            with translated():
+                yield
+        except AtlasError as problem:
+            self._problem = problem
+            self._link.failed(self, problem)
+            raise
 
     def _settle(self) -> bool:
         """Over where NIXL says so, or its agent is gone."""
