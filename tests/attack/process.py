@@ -10,7 +10,6 @@ import signal
 import time
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,13 +18,13 @@ from kvatlas import AtlasError
 from kvatlas.planning import Plan
 from kvatlas.routing import scattered
 from kvatlas.wire import Bytes, Node, Session, make_transport, memory_of
+from tests.attack.left_open import open_things
 from tests.attack.plans import Wire, contents
 from tests.wire.forking import forked, until_stopped
 
 GUARD, GUARDED = 4096, 0xA5
 PIECE, BUFFERS = 1 << 20, 8
 Json = dict[str, Any]
-_SHARED = Path("/dev/shm")  # noqa: S108
 
 
 class Rank:
@@ -84,24 +83,6 @@ class Rank:
     def close(self) -> None:
         self.node.close()
         assert self.transport.registered == 0
-
-
-def open_things() -> Json:
-    """Descriptors of this process, and shared memory that it has mapped."""
-    maps = [line.split(None, 5) for line in Path("/proc/self/maps").read_text().splitlines()]
-    shared = (f"{_SHARED}/", "/memfd:")
-    segments = {line[4] for line in maps if len(line) == 6 and line[5].startswith(shared)}
-    return {"descriptors": len(list(Path("/proc/self/fd").iterdir())), "segments": len(segments)}
-
-
-def unused_segments() -> set[str]:
-    """Names of shared memory of this host that no process has mapped."""
-    names = {str(path) for path in _SHARED.iterdir()}
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with suppress(OSError):
-            text = maps.read_text()
-            names -= {name for name in names if name in text}
-    return names
 
 
 # -- in a process of its own --------------------------------------------------------------

@@ -93,8 +93,6 @@ class NixlTransport(Transport):
         """Whether bytes arrive only while an agent of this process is called."""
         self.links: set[NixlLink] = set()
         """Those whose agents have not ended."""
-        self.retired = 0
-        """Agents that are kept for good, with their descriptors."""
 
     def make_agent(self, name: str, *, serves: bool) -> Any:
         """A NIXL agent; one that serves peers does so from a thread of its own."""
