@@ -9,9 +9,12 @@ import weakref
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvatlas import AtlasError
+from kvatlas.routing import Copy
+from kvatlas.wire import Memory
 from kvatlas.wire.transports import nixl
 from kvatlas.wire.transports.nixl import NixlHandle, NixlLink
 from tests.attack.late_bytes import POOL, in_mid_read
@@ -34,6 +37,8 @@ _GoneError.__name__ = "nixlRemoteDisconnectError"
 class _Agent:
     def __init__(self) -> None:
         self.agent = _Below()
+        self.state = "gone"
+        """Of whatever is posted."""
 
     def check_xfer_state(self, request: Any) -> str:
         kept = self.agent, request
@@ -45,14 +50,27 @@ class _Agent:
 
     transfer = check_xfer_state
 
+    def register_memory(self, rows: Any, kind: str) -> None:
+        pass
+
+    def prep_xfer_dlist(self, *_: Any) -> Any:
+        return SimpleNamespace(release=lambda: None, agent=self.agent)
+
+    def make_prepped_xfer(self, *_: Any) -> Any:
+        if self.state == "unmade":
+            raise RuntimeError("no request is made")
+        return SimpleNamespace(release=lambda: None, agent=self.agent, state=self.state)
+
 
 def linked(*, by_cpu: bool = False) -> Any:
     """A link whose agent says of an operation whatever its request has as its state."""
     owner: Any = SimpleNamespace(
-        memory={}, name="nixl", open=True, links=set(), by_cpu=by_cpu, retired=0,
+        memory={0: Memory(4096, 4096)}, name="nixl", kind="DRAM", open=True, links=set(),
+        by_cpu=by_cpu, retired=0,
         make_agent=lambda *_, **__: _Agent(),
     )  # fmt: skip
-    return NixlLink(owner, SimpleNamespace(agent="peer", kind="DRAM"), {})  # type: ignore[arg-type]
+    peer: Any = SimpleNamespace(agent="peer", kind="DRAM")
+    return NixlLink(owner, peer, {0: Memory(4096, 4096)})
 
 
 def posted(state: str, link: Any = None) -> Any:
@@ -82,6 +100,24 @@ def test_what_fails_as_it_begins_is_held_until_its_agent_has_ended() -> None:
     assert not handle.settle()
     other._request.state = "gone"
     assert eventually(handle.settle)
+
+
+def test_no_failure_to_post_keeps_the_agent() -> None:
+    """The frames that it is raised through would, and what else is posted would never settle."""
+    at = np.zeros(1, np.int64)
+    copies = [Copy(0, 0, at, at, np.full(1, 64))]
+    for state in ("unmade", "gone"):
+        link = linked()
+        link.agent.state = state
+        failures = []
+        for _ in range(2):
+            try:
+                link.read(copies).poll()
+            except AtlasError as failure:
+                failures.append(failure)
+        link.close()
+        assert len(failures) == 2
+        assert link.ended, state
 
 
 def test_an_agent_whose_peer_is_gone_is_not_retired_but_ends() -> None:

@@ -197,23 +197,28 @@ class NixlLink(Link):
             raise (errors.peer_lost if unreachable else errors.bad_metadata)(got) from problem
 
     def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle:
-        near, mine = describe(copies, self.mine, src=write)
-        far, theirs = describe(copies, self.theirs, src=not write)
         with self.lock:
             self.check()
             self._look_at_all()  # lets go of what was given up and is over by now
-            with translated(), ExitStack() as prepared:
-                self._register_memory()
-                local = self.agent.prep_xfer_dlist(_INITIATOR, near, self.owner.kind)
-                prepared.callback(local.release)
-                remote = self.agent.prep_xfer_dlist(self.peer, far, self._kind)
-                prepared.callback(remote.release)
-                operation = "WRITE" if write else "READ"
-                request = self.agent.make_prepped_xfer(operation, local, mine, remote, theirs, b"")
-            handle = NixlHandle(self, request)
+            with translated():
+                handle = self._prepare(copies, write=write)
             self.posted.add(handle)
+            # No frame that a failure keeps may hold what NIXL has made: that keeps the agent.
             handle.start()
         return handle
+
+    def _prepare(self, copies: Sequence[Copy], *, write: bool) -> NixlHandle:
+        near, mine = describe(copies, self.mine, src=write)
+        far, theirs = describe(copies, self.theirs, src=not write)
+        with ExitStack() as prepared:
+            self._register_memory()
+            local = self.agent.prep_xfer_dlist(_INITIATOR, near, self.owner.kind)
+            prepared.callback(local.release)
+            remote = self.agent.prep_xfer_dlist(self.peer, far, self._kind)
+            prepared.callback(remote.release)
+            operation = "WRITE" if write else "READ"
+            request = self.agent.make_prepped_xfer(operation, local, mine, remote, theirs, b"")
+        return NixlHandle(self, request)
 
     def _register_memory(self) -> None:
         """Tell the agent of regions that it does not know yet."""
