@@ -15,8 +15,8 @@ import pytest
 from kvatlas import AtlasError
 from kvatlas.routing import Copy
 from kvatlas.wire import Memory
-from kvatlas.wire.transports import nixl
-from kvatlas.wire.transports.nixl import NixlHandle, NixlLink
+from kvatlas.wire.transports import nixl_link
+from kvatlas.wire.transports.nixl_link import NixlHandle, NixlLink
 from tests.attack.late_bytes import POOL, in_mid_read
 from tests.wire.forking import HAS_NIXL
 from tests.wire.transports.ends import OVER_TCP, Peer, eventually
@@ -64,13 +64,11 @@ class _Agent:
 
 def linked(*, by_cpu: bool = False) -> Any:
     """A link whose agent says of an operation whatever its request has as its state."""
-    owner: Any = SimpleNamespace(
-        memory={0: Memory(4096, 4096)}, name="nixl", kind="DRAM", open=True, links=set(),
-        by_cpu=by_cpu, retired=0,
-        make_agent=lambda *_, **__: _Agent(),
-    )  # fmt: skip
+    memory = {0: Memory(4096, 4096)}
+    owner: Any = SimpleNamespace(memory=memory, name="nixl", open=True)
+    agents: Any = SimpleNamespace(kind="DRAM", by_cpu=by_cpu, make=lambda *_, **__: _Agent())
     peer: Any = SimpleNamespace(agent="peer", kind="DRAM")
-    return NixlLink(owner, peer, {0: Memory(4096, 4096)})
+    return NixlLink(owner, agents, peer, memory, lambda _: None)
 
 
 def posted(state: str, link: Any = None) -> Any:
@@ -128,7 +126,7 @@ def test_an_agent_whose_peer_is_gone_is_not_retired_but_ends() -> None:
     with pytest.raises(AtlasError, match="nixlRemoteDisconnectError"):
         handles[0].poll()
     assert all(eventually(handle.settle) for handle in handles)
-    assert (below(), link.owner.retired) == (None, 0)
+    assert (below(), link.retired) == (None, False)
     for handle in handles:
         with pytest.raises(AtlasError):
             handle.poll()
@@ -145,13 +143,13 @@ def test_nothing_settles_while_an_operation_over_the_same_connection_is_under_wa
     other._request.state = "DONE"
     assert eventually(ended.settle)
     assert other.poll()
-    assert link.owner.retired == 0
+    assert not link.retired
 
 
 def test_what_does_not_end_as_its_connection_breaks_is_retired(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(nixl, "_BREAKING", 0.05)
+    monkeypatch.setattr(nixl_link, "_BREAKING", 0.05)
     link = linked(by_cpu=True)
     below = weakref.ref(link.agent.agent)
     ended, other = posted("gone", link), posted("PROC", link)
@@ -161,7 +159,7 @@ def test_what_does_not_end_as_its_connection_breaks_is_retired(
     assert other.settle()
     gc.collect()
     assert below() is not None
-    assert link.owner.retired == 1
+    assert link.retired
 
 
 def test_what_another_transfer_saw_to_be_done_is_done() -> None:
@@ -188,7 +186,7 @@ def test_an_agent_with_operations_under_way_is_retired_where_it_receives_nothing
     assert handle.settle()
     gc.collect()
     assert below() is not None
-    assert link.owner.retired == 1
+    assert link.retired
     with pytest.raises(AtlasError):
         handle.poll()
 
@@ -200,7 +198,7 @@ def test_what_failed_for_another_reason_may_go_on_and_is_retired() -> None:
         with pytest.raises(AtlasError):
             handle.poll()
         assert handle.settle()
-        assert handle._link.owner.retired == 1
+        assert handle._link.retired
 
 
 @pytest.mark.skipif(not HAS_NIXL, reason="needs NIXL")
