@@ -8,7 +8,7 @@ import time
 from kvatlas.wire import Session
 from tests.attack.claims import SLACK, Attack, Outcome, Scene, code_of
 from tests.attack.left_open import Open, open_things, unused_segments
-from tests.attack.process import waited
+from tests.wire.helpers import waited
 
 _SECONDS = 6.0
 """Seconds that a transfer with a process that is killed has."""

@@ -28,9 +28,9 @@ from rich.table import Table
 
 from tests.attack.left_open import Open, RetiredAgents
 from tests.attack.plans import WIRES, Wire, installed
-from tests.attack.process import Json
 from tests.attack.proxy import Proxy
 from tests.attack.soak_node import LANDING, OWN, log_of, main
+from tests.wire.child import Json
 from tests.wire.forking import forked
 
 NODES = 8

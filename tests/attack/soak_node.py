@@ -30,8 +30,9 @@ from kvatlas.tier import Tier
 from kvatlas.wire import Bytes, Session, copy_request, make_transport
 from kvatlas.wire.transports.shm_segments import create_segment
 from tests.attack.left_open import Open, open_things, opened_since
-from tests.attack.plans import Wire, contents, made
-from tests.attack.process import Json, Rank, waited
+from tests.attack.plans import NODE, Wire, made
+from tests.wire.child import Json, Rank, contents
+from tests.wire.helpers import waited
 
 SLOT_TOKENS, SLOTS = 128, 8
 OWN, LANDING = range(4), range(4, SLOTS)
@@ -70,7 +71,7 @@ class SoakNode:
 
     def __init__(self, number: int, wire: Wire) -> None:
         self.number, self.plan = number, soak_plan(number)
-        self.rank = Rank(self.plan, wire.name, number, SLOT_TOKENS * SLOTS)
+        self.rank = Rank(self.plan, wire.name, number, SLOT_TOKENS * SLOTS, **NODE)
         self.node = self.rank.node
         self.image = self.rank.pools[0].copy()
         self.masks = {slot: self._mask(slot) for slot in LANDING}
@@ -208,7 +209,7 @@ class SoakNode:
         for _, session in self.sessions.values():
             session.close()
         self.sessions.clear()
-        waited(lambda: not any(self.rank.left().values()), 20)
+        waited(self.rank.idle, 20)
         guards = self.rank.wrong(self.rank.pools)
         return self.rank.left() | {"wrong": self.wrong() + guards}
 
