@@ -55,7 +55,7 @@ class NixlTransport(Transport):
         # A name is never used twice: a peer that starts again is another peer.
         self._name = f"kvatlas-{secrets.token_hex(16)}"
         self._agent: Any = self._agents.make(self._name, serves=True)
-        self._links: set[NixlLink] = set()
+        self.links: set[NixlLink] = set()
         """Those whose agents have not ended."""
         self._links_lock = threading.Lock()
 
@@ -82,7 +82,7 @@ class NixlTransport(Transport):
         nixl_metadata.check(published, self.backend, not_empty(memory))
         link = NixlLink(self, self._agents, published, memory, self._link_ended)
         with self._links_lock:
-            self._links.add(link)
+            self.links.add(link)
         try:
             link.meet(nixl_metadata.put_together(published, self.backend))
         except BaseException:
@@ -92,16 +92,16 @@ class NixlTransport(Transport):
 
     def _link_ended(self, link: NixlLink) -> None:
         with self._links_lock:
-            self._links.discard(link)
+            self.links.discard(link)
             self.retired += link.retired
 
     def _close(self) -> None:
         """End all agents; what is still under way after a while ends with them."""
-        for link in list(self._links):
+        for link in list(self.links):
             link.close()
         deadline = time.monotonic() + _CLOSING
-        while self._links and time.monotonic() < deadline:
+        while self.links and time.monotonic() < deadline:
             time.sleep(BETWEEN_LOOKS)
-        for link in list(self._links):
+        for link in list(self.links):
             link.sever()
         self._agent = None
