@@ -16,8 +16,8 @@ from rich.live import Live
 from rich.table import Table
 
 from tests.attack.plans import WIRES, installed
-from tests.attack.process import Json
 from tests.attack.suite import CLAIMS, MARK
+from tests.wire.child import Json
 
 _HIT = 0.5
 """The least share of strikes that must meet a transfer under way."""

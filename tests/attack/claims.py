@@ -10,8 +10,9 @@ from typing import Any
 
 from kvatlas import AtlasError
 from kvatlas.wire import Session, Transfer
-from tests.attack.plans import Wire, after, contents, source_plan, target_plan
-from tests.attack.process import Far, Json, Rank, waited
+from tests.attack.plans import NODE, Wire, after, source_plan, target_plan
+from tests.wire.child import Child, Json, Rank, contents
+from tests.wire.helpers import waited
 
 SLACK = 3.0
 """Seconds past its time after which something counts as hanging: the machine may be busy."""
@@ -61,15 +62,16 @@ class Scene:
         self.rng = attack.rng
         self.src, self.dst = source_plan(self.tokens), target_plan(self.tokens)
         self.struck, self.well = self.source(1), self.source(2)
-        self.here = Rank(self.dst, self.wire.name, 7, self.tokens)
+        self.here = Rank(self.dst, self.wire.name, 7, self.tokens, **NODE)
         self.right = {seed: after(self.src, seed, self.dst, 7, self.tokens) for seed in (1, 2)}
         self.right[7] = contents(self.dst, 7)
         self.right_source = contents(self.src, 1)
         self.requests = 0
         self.seconds = {how: self._typical(how) for how in ("direct", "staged")}
 
-    def source(self, seed: int) -> Far:
-        return Far(self.wire, self.src, seed=seed, tokens=self.tokens)
+    def source(self, seed: int) -> Child:
+        about = {"tokens": self.tokens, "settings": self.wire.settings} | NODE
+        return Child().start(self.src, self.wire.name, seed, **about)
 
     def _typical(self, how: str) -> float:
         """Seconds that a pull takes when nothing is wrong."""
@@ -81,7 +83,7 @@ class Scene:
                 taken.append(time.monotonic() - begun)
         return min(taken)
 
-    def offered(self, by: Far, **about: Any) -> str:
+    def offered(self, by: Child, **about: Any) -> str:
         request = self.name()
         by.ask("offer", request=request, **about)
         return request
@@ -109,7 +111,7 @@ class Scene:
 
     def nothing_left(self, seconds: float = 10.0) -> list[str]:
         """Leases, staging buffers and operations that were given up are all back."""
-        if waited(lambda: not any(self.here.left().values()), seconds):
+        if waited(self.here.idle, seconds):
             return []
         return [f"{what} left" for what, many in self.here.left().items() if many]
 
@@ -117,7 +119,7 @@ class Scene:
         """Every source lives and goes on; those that nobody killed should have lived."""
         faults = []
         for name, seed in (("struck", 1), ("well", 2)):
-            far: Far = getattr(self, name)
+            far: Child = getattr(self, name)
             far.go_on()
             time.sleep(0.02)
             if not far.process.is_alive():

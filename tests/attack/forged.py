@@ -7,9 +7,10 @@ from typing import Any
 
 from kvatlas.wire import Session, protocol
 from tests.attack.claims import Attack, Outcome
-from tests.attack.plans import contents, source_plan, target_plan
-from tests.attack.process import PIECE, Rank, waited
+from tests.attack.plans import NODE, PIECE, source_plan, target_plan
 from tests.wire.attacked import code_of
+from tests.wire.child import Rank, contents
+from tests.wire.helpers import waited
 from tests.wire.raw import Raw
 
 
@@ -53,9 +54,9 @@ def forged_messages(attack: Attack) -> Outcome:
     src, dst, tokens = source_plan(attack.tokens), target_plan(attack.tokens), attack.tokens
     outcome = Outcome()
     with ExitStack() as stack:
-        honest = Rank(src, attack.wire.name, 1, tokens)
+        honest = Rank(src, attack.wire.name, 1, tokens, **NODE)
         stack.callback(honest.close)
-        victim = Rank(dst, attack.wire.name, 7, tokens)
+        victim = Rank(dst, attack.wire.name, 7, tokens, **NODE)
         stack.callback(victim.close)
         liar, stranger = _Liar(honest, victim), _Liar(honest, victim, name="stranger")
         stack.callback(liar.raw.close)
@@ -78,7 +79,7 @@ def forged_messages(attack: Attack) -> Outcome:
             expected = victim.node.expect("honest", victim.blocks, tokens, source=src)
             session.push("honest", src_blocks=honest.blocks, tokens=tokens).wait(20)
             outcome.add([] if expected.ready.is_set() else ["an honest push is not ready"])
-        if not waited(lambda: not any(victim.left().values()), 10):
+        if not waited(victim.idle, 10):
             outcome.add(["leases or buffers are left"])
     return outcome
 

@@ -7,7 +7,8 @@ import time
 
 from kvatlas.wire import Session
 from tests.attack.claims import SLACK, Attack, Outcome, Scene, code_of
-from tests.attack.process import Json, open_things, unused_segments, waited
+from tests.attack.left_open import Open, open_things, unused_segments
+from tests.wire.helpers import waited
 
 _SECONDS = 6.0
 """Seconds that a transfer with a process that is killed has."""
@@ -21,7 +22,7 @@ def killed_peers(attack: Attack) -> Outcome:
     """Whoever is killed leaves no wrong byte, no lease, buffer, descriptor or segment behind."""
     unused = unused_segments()
     scene, outcome = Scene(attack), Outcome()
-    spare, opened = scene.source(1), list[Json]()
+    spare, opened = scene.source(1), list[Open]()
     scene.struck.kill()
     scene.struck.close()
     scene.struck = spare
@@ -86,7 +87,7 @@ def _killed(scene: Scene) -> tuple[list[str], bool]:
     return faults + scene.holds(7, "an offer's blocks have changed"), not read
 
 
-def _leaks(opened: list[Json], unused: set[str]) -> list[str]:
+def _leaks(opened: list[Open], unused: set[str]) -> list[str]:
     """What more is open at the end than after the first few tries."""
     faults = []
     settled = opened[_WARM:]

@@ -56,7 +56,7 @@ def _kept(kind: Kind, *, sever: bool, patient: bool) -> bool:
     near = End(kind.name, {}, {0: POOL})
     with _source(kind) as peer:
         link = near.transport.connect(peer.metadata, peer.regions)
-        handle = _in_mid_read(near, peer, link.read)
+        handle = in_mid_read(near, peer, link.read)
         start = time.monotonic()
         handle.release()
         assert time.monotonic() - start < _GIVING_UP, "giving up held the caller"
@@ -92,7 +92,7 @@ def _source(kind: Kind) -> Iterator[Peer]:
         peer.end()
 
 
-def _in_mid_read(near: End, peer: Peer, read: object) -> Handle:
+def in_mid_read(near: End, peer: Peer, read: object) -> Handle:
     """A read whose source was stopped when some bytes had arrived and others had not."""
     assert callable(read)
     at = np.arange(POOL // RUN) * RUN

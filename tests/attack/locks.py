@@ -13,8 +13,9 @@ from contextlib import ExitStack
 from kvatlas import AtlasError
 from kvatlas.wire import Session
 from tests.attack.claims import Attack, Outcome
-from tests.attack.plans import made
-from tests.attack.process import Json, Rank, waited
+from tests.attack.plans import NODE, made
+from tests.wire.child import Json, Rank
+from tests.wire.helpers import waited
 
 _TOKENS, _THREADS = 64, 12
 _REQUESTS = [f"request {number}" for number in range(6)]
@@ -98,7 +99,9 @@ def contended_locks(attack: Attack) -> Outcome:
     for turn in range(max(1, attack.tries // 10)):
         with ExitStack() as stack:
             plans = [made("LBNHC", 16, _TOKENS), made("BHLNC", 32, _TOKENS)]
-            ranks = [Rank(plan, attack.wire.name, 1 + i, _TOKENS) for i, plan in enumerate(plans)]
+            ranks = [
+                Rank(plan, attack.wire.name, 1 + i, _TOKENS, **NODE) for i, plan in enumerate(plans)
+            ]
             crowd = _Crowd(ranks, 3.0, attack.seed + turn)
             sys.setswitchinterval(1e-6)
             try:
@@ -123,7 +126,7 @@ def contended_locks(attack: Attack) -> Outcome:
                 for request in _REQUESTS:
                     rank.node.withdraw(request)
                     rank.node.forget(request)
-                if not waited(lambda rank=rank: not any(rank.left().values()), 15):
+                if not waited(rank.idle, 15):
                     faults += [f"{what} left" for what, many in rank.left().items() if many]
             outcome.add(faults)
             if hung:

@@ -10,13 +10,17 @@ from typing import Any
 from kvatlas.planning import Plan, plan
 from kvatlas.routing import route, scattered
 from kvatlas.specs import FullAttention, Spec
-from kvatlas.wire import Bytes, copy_request, random_bytes
+from kvatlas.wire import Bytes, copy_request
 from tests.planning.models import model_of
+from tests.wire.child import contents
 
 _ATTENTION: dict[str, Spec] = {"attn": FullAttention(heads=8, head_dim=64)}
 _MODEL = model_of("attacked", *[_ATTENTION] * 8)
 TOKEN_BYTES = 16 << 10
 """Bytes of a token over all layers."""
+PIECE = 1 << 20
+NODE: dict[str, Any] = {"piece": PIECE, "buffers": 8}
+"""How the nodes of the attacks are made."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +67,6 @@ def source_plan(tokens: int) -> Plan:
 
 def target_plan(tokens: int) -> Plan:
     return made("BLNHC", 32, tokens)
-
-
-def contents(of: Plan, seed: int, rank: int = 0) -> dict[int, Bytes]:
-    """What the pools of a rank are filled with, which anybody can make again."""
-    pools = of.rank_pools(rank)
-    return {index: random_bytes(pool.nbytes, seed, rank, index) for index, pool in pools.items()}
 
 
 def after(src: Plan, seed: int, dst: Plan, dst_seed: int, tokens: int) -> dict[int, Bytes]:

@@ -26,10 +26,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from tests.attack.left_open import Open, RetiredAgents
 from tests.attack.plans import WIRES, Wire, installed
-from tests.attack.process import Json
 from tests.attack.proxy import Proxy
 from tests.attack.soak_node import LANDING, OWN, log_of, main
+from tests.wire.child import Json
 from tests.wire.forking import forked
 
 NODES = 8
@@ -38,12 +39,8 @@ _AT_ONCE = 3
 """Transfers of a node at a time."""
 _DRAIN = 90.0
 """Seconds in which everything must end once there are no more faults."""
-_GRACE = 8.0
-"""Seconds in which nodes let go of what belonged to peers that have left."""
 _KILLED = range(NODES // 2, NODES + 1)
 """Nodes that are killed now and then; what the others leak adds up."""
-_NOISE = {"descriptors": 64, "segments": 16}
-"""What a node keeps open for its few peers, so as not to open it again for each transfer."""
 Then = Callable[[Json | None], None]
 """Called with an answer, or with None where the node has died before it."""
 
@@ -61,7 +58,6 @@ class Worker:
     def start(self) -> None:
         self.waiting: dict[int, Then] = {}
         self.stopped_until, self.started = 0.0, False
-        self.open_before: Json = {}
         self.free_slots = set(LANDING)
         self.process, self.pipe = forked(main, self.number, self.wire, self.folder)
         self._own_endpoint = ""
@@ -89,11 +85,11 @@ class Worker:
 class Soak:
     """All nodes, what they are doing, and what came of it."""
 
-    def __init__(self, seed: int, folder: str, labels: list[str]) -> None:
+    def __init__(self, seed: int, folder: str, labels: list[str], nodes: int = NODES) -> None:
         self.rng = random.Random(seed)  # noqa: S311
         wires = [WIRES[label] for label in labels if installed(WIRES[label])]
         self.groups: dict[str, list[Worker]] = {wire.label: [] for wire in wires}
-        for number in range(NODES):
+        for number in range(nodes):
             wire = wires[number % len(wires)]
             worker = Worker(number, wire, folder, behind_proxy=number % 2 == 0)
             self.groups[wire.label].append(worker)
@@ -104,7 +100,9 @@ class Soak:
         self.faults: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
         self.surprises: Counter[str] = Counter()
-        self.leaks: list[str] = []
+        self.left_open: list[Json] = []
+        """What nodes had open when they were closed, beside what is explained."""
+        self._agents: dict[str, RetiredAgents] = {}
         self.orders = 0
         self.disk_full_until = 0.0
         self.fault_at = 0.0
@@ -133,7 +131,6 @@ class Soak:
                 continue
             if "endpoint" in said:
                 worker.said_hello(said["endpoint"])
-                self.tell(worker, "state", self._remember(worker))
                 continue
             if "surprise" in said:
                 self.surprises[said["surprise"]] += 1
@@ -142,12 +139,6 @@ class Soak:
             then = worker.waiting.pop(said["id"], None)
             if then is not None:
                 then(said)
-
-    def _remember(self, worker: Worker) -> Then:
-        def remember(said: Json | None) -> None:
-            worker.open_before = said or {}
-
-        return remember
 
     def _gone(self, worker: Worker) -> None:
         """A node has died: whoever waits for it is told, and it is started again."""
@@ -356,40 +347,53 @@ class Soak:
         self.counts["orders without an answer"] += sum(len(one.waiting) for one in self.workers)
 
     def _count_what_is_left(self) -> None:
-        self._ask_all(lambda _worker, _said: None)  # closes all sessions
-        done = time.monotonic() + _GRACE
-        while time.monotonic() < done:
-            self.listen(0.1)
-        self._ask_all(self._count)
+        self._ask_all("state", lambda _worker, _said: None)  # closes all sessions
+        self._ask_all("state", self._count)
+        self._ask_all("end", self._count_open)
         for worker in self.workers:
             self._end(worker)
 
-    def _ask_all(self, then: Callable[[Worker, Json], None]) -> None:
-        """What is left at every node, once nothing is under way."""
+    def _ask_all(self, do: str, then: Callable[[Worker, Json], None]) -> None:
+        """The same of every node, once nothing is under way."""
         left = list(self.workers)
 
         def answered(worker: Worker, said: Json | None) -> None:
             left.remove(worker)
             if said is None or "surprise" in said:
-                self.surprises["a node died while it was asked what is left"] += 1
+                self.surprises[f"a node died ({self._label(worker)}), told at the end: {do}"] += 1
             else:
                 then(worker, said)
 
         for worker in self.workers:
-            self.tell(worker, "state", partial(answered, worker))
+            self.tell(worker, do, partial(answered, worker))
         deadline = time.monotonic() + _DRAIN
         while left and time.monotonic() < deadline:
             self.listen(0.1)
         self.counts["orders without an answer"] += len(left)
 
-    def _count(self, worker: Worker, said: Json) -> None:
+    def _count(self, _: Worker, said: Json) -> None:
         for what in ("leases", "buffers", "quarantine"):
             self.counts[f"leaked {what}"] += said[what]
-        for what, noise in _NOISE.items():
-            more = said[what] - worker.open_before.get(what, said[what])
-            self.counts[f"leaked {what}"] += more if more > noise else 0
-            if more > noise:
-                self.leaks.append(f"{self._label(worker)}: {more} {what}")
+
+    def _count_open(self, worker: Worker, said: Json) -> None:
+        """A node that was closed has nothing open but the agents that it had to keep."""
+        explained = self._explained(worker, said["retired"])
+        for what, known in explained.items():
+            self.counts[f"leaked {what}"] += max(0, said[what] - known)
+        left = {what: said[what] for what in explained}
+        if any(left.values()):
+            about = {"node": worker.number, "transport": self._label(worker)}
+            retired = {"retired agents": said["retired"]}
+            self.left_open.append(about | {"left": left, "explained": explained} | retired)
+
+    def _explained(self, worker: Worker, retired: int) -> Open:
+        """What so many agents hold that were retired, as measured in this very run."""
+        if not retired or worker.wire is None:
+            return {"descriptors": 0, "segments": 0}
+        label = worker.wire.label
+        if label not in self._agents:
+            self._agents[label] = RetiredAgents(worker.wire)
+        return self._agents[label].hold(retired)
 
     def _end(self, worker: Worker) -> None:
         worker.pipe.close()
@@ -416,7 +420,7 @@ class Soak:
             "faults": dict(self.faults),
             "restarts": sum(worker.restarts for worker in self.workers),
             "counts": dict(self.counts),
-            "leaks": self.leaks,
+            "left open": self.left_open,
             "surprises": dict(self.surprises),
         }
 
@@ -437,8 +441,11 @@ def table(soak: Soak) -> Table:
     for what, many in sorted(soak.counts.items()):
         style = ("[bold red]" if many else "[green]") if _must_be_zero(what) else "[default]"
         shown.add_row(what, f"{style}{many}[/]")
-    for leak in soak.leaks:
-        shown.add_row("[bold red]leak[/]", leak)
+    for one in soak.left_open:
+        who = f"left open by node {one['node']} ({one['transport']})"
+        left, known = one["left"], one["explained"]
+        words = ", ".join(f"{left[what]} {what} ({known[what]} explained)" for what in left)
+        shown.add_row(who, f"{words}: {one['retired agents']} agents retired")
     for what, many in soak.surprises.items():
         shown.add_row("[bold red]surprise[/]", f"{what} ({many})")
     return shown

@@ -8,6 +8,7 @@ byte that changes where nothing is under way is noticed whenever it does.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import logging
 import os
@@ -26,14 +27,20 @@ from kvatlas import AtlasError
 from kvatlas.planning import Plan
 from kvatlas.routing import route
 from kvatlas.tier import Tier
-from kvatlas.wire import Bytes, Session, copy_request
-from tests.attack.plans import Wire, contents, made
-from tests.attack.process import Json, Rank, open_things, waited
+from kvatlas.wire import Bytes, Session, copy_request, make_transport
+from kvatlas.wire.transports.shm_segments import create_segment
+from tests.attack.left_open import Open, open_things, opened_since
+from tests.attack.plans import NODE, Wire, made
+from tests.wire.child import Json, Rank, contents
+from tests.wire.helpers import waited
 
 SLOT_TOKENS, SLOTS = 128, 8
 OWN, LANDING = range(4), range(4, SLOTS)
 """Slots that are read from, and slots that requests come into."""
 _RELEASED = 30.0
+_CLOSED = 3.0
+"""Seconds in which libraries let go of what was closed."""
+_LEAKED: list[object] = []
 LAYOUTS = [("LBNHC", 16), ("BLNHC", 32), ("LBHNC", 16), ("BHLNC", 32)]
 
 
@@ -64,7 +71,7 @@ class SoakNode:
 
     def __init__(self, number: int, wire: Wire) -> None:
         self.number, self.plan = number, soak_plan(number)
-        self.rank = Rank(self.plan, wire.name, number, SLOT_TOKENS * SLOTS)
+        self.rank = Rank(self.plan, wire.name, number, SLOT_TOKENS * SLOTS, **NODE)
         self.node = self.rank.node
         self.image = self.rank.pools[0].copy()
         self.masks = {slot: self._mask(slot) for slot in LANDING}
@@ -202,9 +209,19 @@ class SoakNode:
         for _, session in self.sessions.values():
             session.close()
         self.sessions.clear()
-        waited(lambda: not any(self.rank.left().values()), 20)
+        waited(self.rank.idle, 20)
         guards = self.rank.wrong(self.rank.pools)
-        return self.rank.left() | open_things() | {"wrong": self.wrong() + guards}
+        return self.rank.left() | {"wrong": self.wrong() + guards}
+
+    def do_leak(self) -> Json:
+        """A descriptor and a segment that are never closed, for whoever doubts the soak."""
+        _LEAKED.extend([os.dup(1), create_segment(4096)])
+        return {}
+
+    def close(self) -> int:
+        """Close the node; how many agents of its transport are kept for good."""
+        self.rank.close()
+        return self.rank.transport.retired
 
 
 class TierNode:
@@ -255,7 +272,11 @@ class TierNode:
         return {}
 
     def do_state(self) -> Json:
-        return {"leases": 0, "buffers": 0, "quarantine": 0, "wrong": 0} | open_things()
+        return {"leases": 0, "buffers": 0, "quarantine": 0, "wrong": 0}
+
+    def close(self) -> int:
+        self.tier.close()
+        return 0
 
     def answer(self, order: Json) -> Json:
         with self.lock:
@@ -278,6 +299,19 @@ def main(told: Connection, number: int, wire: Wire | None, folder: str) -> None:
     faulthandler.enable()
     if wire is not None:
         os.environ.update(wire.settings)
+        make_transport(wire.name).close()  # libraries open some things once, and never close them
+    before = open_things()
+    retired, last = _carry_out_orders(told, number, wire, folder)
+    if last is not None:
+        said = _left_open(before) | {"retired": retired, "id": last["id"]}
+        told.send_bytes(json.dumps(said).encode())
+        _heard(told)  # until nobody wants to know more
+
+
+def _carry_out_orders(
+    told: Connection, number: int, wire: Wire | None, folder: str
+) -> tuple[int, Json | None]:
+    """Until the last order: how many agents were retired, and that order, if there was one."""
     node = TierNode(number, f"{folder}/tier") if wire is None else SoakNode(number, wire)
     endpoint = "" if isinstance(node, TierNode) else node.node.endpoint
     told.send_bytes(json.dumps({"endpoint": endpoint}).encode())
@@ -292,13 +326,21 @@ def main(told: Connection, number: int, wire: Wire | None, folder: str) -> None:
             told.send_bytes(json.dumps(said | {"id": order["id"]}).encode())
 
     with ThreadPoolExecutor(16) as workers:
-        while True:
-            try:
-                order = json.loads(told.recv_bytes())
-            except (EOFError, OSError):
-                break
+        while (order := _heard(told)) is not None and order["do"] != "end":
             workers.submit(carry_out, order)
-    if isinstance(node, SoakNode):
-        node.rank.close()
-    else:
-        node.tier.close()
+    return node.close(), order
+
+
+def _heard(told: Connection) -> Json | None:
+    try:
+        order: Json = json.loads(told.recv_bytes())
+    except (EOFError, OSError):
+        return None
+    return order
+
+
+def _left_open(before: Open) -> Open:
+    """What is open once everything was closed, and was not before anything was made."""
+    gc.collect()
+    waited(lambda: not any(opened_since(before).values()), _CLOSED)
+    return opened_since(before)

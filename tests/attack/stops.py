@@ -13,7 +13,7 @@ from kvatlas.routing import Copy
 from kvatlas.wire import Handle, Link, Session
 from kvatlas.wire.transports import STAGING
 from tests.attack.claims import SLACK, Attack, Outcome, Scene, code_of, repeated
-from tests.attack.process import waited
+from tests.wire.helpers import waited
 
 _RELEASED = 30.0
 """Seconds in which the blocks of a transfer that has failed must be released."""

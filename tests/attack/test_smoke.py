@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 
 from tests.attack.claims import Attack
 from tests.attack.forged import forged_messages
 from tests.attack.long_contexts import thin
 from tests.attack.plans import WIRES
 from tests.attack.proxy import Proxy
+from tests.attack.soak import Soak
 from tests.attack.stops import stopped_sources
 
 
@@ -25,6 +27,17 @@ def test_forged_messages_change_nothing() -> None:
 def test_a_long_request_takes_little_memory_beside_its_pools() -> None:
     result = thin(1 << 17)
     assert result["held"], result
+
+
+def test_a_soak_notices_what_is_left_open(tmp_path: Path) -> None:
+    """One descriptor and one segment are enough; what else a node opens, it closes."""
+    soak = Soak(1, str(tmp_path), ["shm"], nodes=2)
+    soak.tell(soak.workers[0], "leak", lambda _: None)
+    soak.run(0.2, lambda _, __: None)
+    assert not soak.surprises
+    assert not soak.ok
+    assert [one["node"] for one in soak.left_open] == [0]
+    assert min(soak.left_open[0]["left"].values()) > 0
 
 
 def test_a_proxy_that_leads_nowhere_closes_what_it_accepts() -> None:

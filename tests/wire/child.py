@@ -1,101 +1,144 @@
-"""A process with one rank of a plan, told what to do, so that it can be killed.
+"""A rank of a plan with guarded pools, in this process or in one that is stopped and killed.
 
-`Child` is the side of whoever tells it what to do.
+`Child` is the side of whoever tells that process what to do, and strikes it.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
+import logging
 import os
 import signal
 import time
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
+
+import numpy as np
 
 from kvatlas import AtlasError
 from kvatlas.planning import Plan
 from kvatlas.routing import scattered
-from kvatlas.wire import (
-    Handle,
-    Node,
-    Session,
-    make_transport,
-    memory_of,
-    pools_for,
-    random_bytes,
-)
+from kvatlas.wire import Bytes, Handle, Node, Session, make_transport, memory_of, random_bytes
 from kvatlas.wire.client import rank_transfer
-from tests.wire.forking import forked
+from tests.wire.forking import forked, until_stopped
 
 TOKENS = 500
-PIECE, BUFFERS = 8192, 4
+GUARD, GUARDED = 4096, 0xA5
 Json = dict[str, Any]
 
 
-class Rank:
-    """One rank of a plan on the wire, its pools full of bytes that anybody can recompute."""
+def contents(of: Plan, seed: int, rank: int = 0) -> dict[int, Bytes]:
+    """What the pools of a rank are filled with, which anybody can make again."""
+    pools = of.rank_pools(rank)
+    return {index: random_bytes(pool.nbytes, seed, rank, index) for index, pool in pools.items()}
 
-    def __init__(self, plan: Plan, rank: int, transport: str, seed: int, **given: Any) -> None:
-        self.plan, self.seed = plan, seed
-        made = make_transport(transport)
-        self.pools = pools_for(plan, rank, made)
-        for index, pool in self.pools.items():
-            pool[:] = random_bytes(pool.nbytes, seed, rank, index)
+
+class Rank:
+    """One rank of a plan on the wire; its pools lie between guard bytes."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        transport: str,
+        seed: int,
+        tokens: int = TOKENS,
+        *,
+        rank: int = 0,
+        **given: Any,
+    ) -> None:
+        self.plan, self.seed, self.tokens, self.rank = plan, seed, tokens, rank
+        self.transport = make_transport(transport)
+        self.whole: dict[int, Bytes] = {}
+        self.fill(seed)
+        about: Json = {"piece": 8192, "buffers": 4, "name": f"node-{seed}"} | given
+        self._buffers = about["buffers"]
         self.node = Node(
-            plan, rank=rank, memory=memory_of(self.pools), transport=made, piece=PIECE,
-            buffers=BUFFERS, **given,
-        )  # fmt: skip
-        self.blocks = scattered(plan, TOKENS)
+            plan, rank=rank, memory=memory_of(self.pools), transport=self.transport, **about
+        )
+        self.blocks = scattered(plan, tokens)
         self.released: list[tuple[str, str]] = []
 
-    def offer(self, request: str, seconds: float = 60.0) -> None:
-        self.node.offer(
-            request, self.blocks, TOKENS, seconds=seconds,
-            released=lambda request, why: self.released.append((request, why)),
-        )  # fmt: skip
+    @property
+    def pools(self) -> dict[int, Bytes]:
+        return {index: whole[GUARD:-GUARD] for index, whole in self.whole.items()}
 
-    def state(self) -> Json:
-        """What must be as it was once nothing is under way."""
+    def fill(self, seed: int) -> None:
+        """Random bytes that anybody can make again, between guards."""
+        for index, pool in contents(self.plan, seed, self.rank).items():
+            if index not in self.whole:
+                self.whole[index] = self.transport.allocate(pool.nbytes + 2 * GUARD)
+                self.whole[index][:] = GUARDED
+            self.pools[index][:] = pool
+
+    def wrong(self, right: dict[int, Bytes]) -> int:
+        """Bytes of its pools that are not as they should be, and of the guards around them."""
+        found = 0
+        for index, whole in self.whole.items():
+            if not np.array_equal(self.pools[index], right[index]):
+                found += int((self.pools[index] != right[index]).sum())
+            found += sum(int((guard != GUARDED).sum()) for guard in (whole[:GUARD], whole[-GUARD:]))
+        return found
+
+    def offer(self, request: str, seconds: float = 60.0, **given: Any) -> None:
+        def noted(request: str, why: str) -> None:
+            self.released.append((request, why))
+
+        about: Json = {"blocks": self.blocks, "tokens": self.tokens} | given
+        self.node.offer(request, seconds=seconds, released=noted, **about)
+
+    def left(self) -> Json:
+        """What is still lent, leased or under way: all zero where nothing is."""
         return {
             "leases": len(self.node.leases),
-            "buffers": self.node.staging.free,
-            "registered": self.node.transport.registered,
+            "buffers": self._buffers - self.node.staging.free,
+            "quarantine": len(self.node.quarantine),
         }
+
+    def idle(self) -> bool:
+        """Whether nothing is."""
+        return not any(self.left().values())
 
     def close(self) -> None:
         self.node.close()
-        assert self.node.transport.registered == 0
+        assert self.transport.registered == 0
 
 
-def answer(rank: Rank, order: Json) -> Json:
-    about = order.get("about", {})
+# -- in a process of its own --------------------------------------------------------------
+
+
+def _answer(rank: Rank, order: Json) -> Json:
+    about = order["about"]
     match order["do"]:
         case "offer":
             rank.offer(**about)
+        case "withdraw":
+            rank.node.withdraw(**about)
         case "expect":
             source = Plan.from_json(about.pop("source").encode())
-            rank.node.expect(blocks=rank.blocks, tokens=TOKENS, source=source, **about)
+            rank.node.expect(blocks=rank.blocks, tokens=rank.tokens, source=source, **about)
         case "move":
-            return moved(rank, **about)
+            return _moved(rank, **about)
         case "state":
-            return rank.state() | {"released": rank.released}
+            return rank.left() | {"released": rank.released}
     return {}
 
 
-def moved(rank: Rank, way: str, endpoints: list[str], **about: Any) -> Json:
+def _moved(rank: Rank, way: str, endpoints: list[str], **about: Any) -> Json:
+    about |= {"tokens": rank.tokens}
     try:
         with Session(rank.node, endpoints, seconds=5) as session:
-            about |= {"tokens": TOKENS}
             if way == "pull":
-                session.pull(dst_blocks=rank.blocks, **about).wait(20)
+                session.pull(dst_blocks=rank.blocks, **about).wait()
             else:
-                session.push(src_blocks=rank.blocks, **about).wait(20)
+                session.push(src_blocks=rank.blocks, **about).wait()
     except AtlasError as refused:
         return {"code": str(refused.code)}
-    return {"code": "ok"}
+    return {"code": "ready"}
 
 
-def slow_down(seconds: float) -> None:
+def _slow_down(seconds: float) -> None:
     """Let every operation of the transport take longer, so that there is time to strike."""
     wait = Handle.wait
 
@@ -110,9 +153,15 @@ def slow_down(seconds: float) -> None:
 def main(told: Connection) -> None:
     """Be one rank until nobody tells it anything any more."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    order = json.loads(told.recv_bytes())
+    logging.getLogger("kvatlas").setLevel(logging.CRITICAL)
+    faulthandler.enable()
+    try:
+        order = json.loads(told.recv_bytes())
+    except (EOFError, OSError):
+        return None
+    os.environ.update(order.pop("settings", {}))
     rank_transfer._BATCH = order.pop("batch", rank_transfer._BATCH)
-    slow_down(order.pop("slow", 0.0))
+    _slow_down(order.pop("slow", 0.0))
     rank = Rank(Plan.from_json(order.pop("plan").encode()), **order)
     said: Json = {"endpoint": rank.node.endpoint}
     while True:
@@ -121,53 +170,74 @@ def main(told: Connection) -> None:
             order = json.loads(told.recv_bytes())
         except (EOFError, OSError):
             return rank.close()
-        said = answer(rank, order)
+        said = _answer(rank, order)
 
 
 class Child:
-    """The process, from the side of whoever tells it what to do."""
+    """That process, from the side of whoever tells it what to do and strikes it."""
 
     def __init__(self) -> None:
         self.process, self._pipe = forked(main)
-        self.endpoint = ""
+        self._endpoint = ""
 
-    def tell(self, order: Json) -> None:
+    def start(self, plan: Plan, transport: str, seed: int, **given: Any) -> Child:
+        """Have it be this rank; nobody waits for it before it is needed."""
+        about = {"plan": plan.to_json().decode(), "transport": transport, "seed": seed}
+        self._send(about | given)
+        return self
+
+    @property
+    def endpoint(self) -> str:
+        if not self._endpoint:
+            self._endpoint = self.heard()["endpoint"]
+        return self._endpoint
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return int(self.process.pid)
+
+    def _send(self, order: Json) -> None:
         self._pipe.send_bytes(json.dumps(order).encode())
 
-    def heard(self) -> Json:
-        assert self._pipe.poll(30), "the child says nothing"
+    def tell(self, do: str, **about: Any) -> None:
+        assert self.endpoint
+        self._send({"do": do, "about": about})
+
+    def heard(self, seconds: float = 40.0) -> Json:
+        assert self._pipe.poll(seconds), "the child says nothing"
         said: Json = json.loads(self._pipe.recv_bytes())
         return said
 
-    def start(self, plan: Plan, transport: str, seed: int, rank: int = 0, **given: Any) -> Child:
-        self.tell(
-            {"plan": plan.to_json().decode(), "transport": transport, "seed": seed, "rank": rank}
-            | given
-        )
-        self.endpoint = str(self.heard()["endpoint"])
-        return self
-
     def ask(self, do: str, **about: Any) -> Json:
-        self.tell({"do": do, "about": about})
+        self.tell(do, **about)
         return self.heard()
 
     def signal(self, number: signal.Signals) -> None:
-        assert self.process.pid is not None
-        os.kill(self.process.pid, number)
+        os.kill(self.pid, number)
+
+    def stop(self) -> None:
+        """It stands still when this returns, all its threads."""
+        self.signal(signal.SIGSTOP)
+        until_stopped(self.pid)
+
+    def go_on(self) -> None:
+        with suppress(ProcessLookupError):
+            self.signal(signal.SIGCONT)
 
     def kill(self) -> None:
         """As if the machine had gone: nothing is said or given back."""
         self.process.kill()
         self.process.join()
 
-    def close(self) -> None:
-        """Let it end by itself; it must, unless it was killed."""
+    def close(self) -> int:
+        """Let it end by itself; how it did, which is 0, or -9 where it was killed."""
         self._pipe.close()
         if self.process.is_alive():
-            self.signal(signal.SIGCONT)
+            self.go_on()
         self.process.join(15)
         code = self.process.exitcode
         self.process.kill()
         self.process.join()
         self.process.close()
-        assert code in (0, -signal.SIGKILL), f"the child did not end by itself: {code}"
+        return -1 if code is None else int(code)

@@ -257,7 +257,14 @@ def pull_all(src: End, dst: End, request: str, **about: Any) -> None:
 
 def until(true: Callable[[], bool], seconds: float = 5.0) -> None:
     """Wait until something is so; fail where it does not become so."""
+    assert waited(true, seconds), "it did not become so in time"
+
+
+def waited(true: Callable[[], bool], seconds: float) -> bool:
+    """Whether something becomes so within some seconds."""
     deadline = time.monotonic() + seconds
     while not true():
-        assert time.monotonic() < deadline, "it did not become so in time"
+        if time.monotonic() > deadline:
+            return False
         time.sleep(0.002)
+    return True

@@ -67,7 +67,7 @@ def test_killed_at_any_moment(here: Here, children: Children, point: int) -> Non
             here.rank.offer("r")
         else:
             expected = here.node.expect("r", here.blocks, TOKENS, source=SOURCE)
-        child.tell({"do": "move", "about": there | {"way": way.removesuffix("ed")}})
+        child.tell("move", **there, way=way.removesuffix("ed"))
         until(lambda: here.node.metrics.values["messages"] > 0)
         striking.start()
         striking.join()

@@ -234,13 +234,13 @@ def test_the_destination_is_lost_during_the_read(
         "seconds": 1.0,
     }  # fmt: skip
     child = children.take(SOURCE, here.transport, 3, name="reader", slow=0.05)
-    child.tell({"do": "move", "about": about})
+    child.tell("move", **about)
     until(lambda: len(here.node.leases) > 0)
     child.signal(number)
     here.settled()
     assert here.rank.released == []
     again = children.take(SOURCE, here.transport, 3, name="reader")
-    assert again.ask("move", **about | {"seconds": 10.0}) == {"code": "ok"}
+    assert again.ask("move", **about | {"seconds": 10.0}) == {"code": "ready"}
     assert here.rank.released == [("kept", "read")]
     here.rank.released.clear()
     here.settled()
@@ -254,7 +254,7 @@ def test_a_reader_that_starts_again_frees_what_it_had(here: Here, children: Chil
     about: dict[str, Any] = {
         "way": "pull", "endpoints": [here.node.endpoint], "how": "staged", "seconds": 50.0,
     }  # fmt: skip
-    child.tell({"do": "move", "about": about | {"request": "kept"}})
+    child.tell("move", **about | {"request": "kept"})
     until(lambda: len(here.node.leases) > 0)
     child.kill()
     again = children.take(SOURCE, here.transport, 3, name="reader")
@@ -275,13 +275,13 @@ def test_the_source_of_a_push_is_killed(here: Here, children: Children, how: str
         "seconds": 1.0,
     }  # fmt: skip
     child = children.take(SOURCE, here.transport, 1, name="pusher", slow=0.05)
-    child.tell({"do": "move", "about": about})
+    child.tell("move", **about)
     until(lambda: len(here.node.leases) > 0)
     child.kill()
     here.settled()
     assert not expected.ready.is_set()
     again = children.take(SOURCE, here.transport, 1, name="pusher")
-    assert again.ask("move", **about | {"seconds": 10.0}) == {"code": "ok"}
+    assert again.ask("move", **about | {"seconds": 10.0}) == {"code": "ready"}
     assert expected.ready.is_set()
     here.assert_has(SOURCE, 1)
     here.node.forget("pushed")

@@ -139,7 +139,7 @@ def test_a_grid_too_fine_for_indices_has_rows_of_its_own() -> None:
 def test_a_library_that_is_missing(
     name: str, modules: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvatlas.wire.transports.nixl._BUILDS", ())
+    monkeypatch.setattr("kvatlas.wire.transports.nixl_agents._BUILDS", ())
     for module in modules:
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(MissingExtraError) as refusal:

@@ -286,7 +286,7 @@ class Answers:
         with self._links_lock:
             links = [self._links.pop(key) for key in sessions & set(self._links)]
         for link in links:
-            link.sever()
+            link.close()
 
     def _lease(self, question: Any, direction: protocol.Direction | None = None) -> Lease:
         lease = self.node.leases.find(question.lease, question.session)

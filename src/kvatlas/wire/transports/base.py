@@ -203,6 +203,8 @@ class Transport(ABC):
         self.shared: Shared = shared
         self.memory: dict[int, Memory] = {}
         self.open = True
+        self.retired = 0
+        """Connections that cannot be ended safely, and are kept for good with what they hold."""
 
     def register(self, memory: Mapping[int, Memory]) -> None:
         """Make regions of this process known, by pool index; what is shared, peers can reach."""

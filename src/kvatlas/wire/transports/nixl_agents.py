@@ -1,0 +1,119 @@
+"""Agents of NIXL: which library, how they are made, and what their errors mean."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvatlas.errors import AtlasError
+from kvatlas.wire.transports import errors
+from kvatlas.wire.transports.base import Memory
+from kvatlas.wire.transports.nixl_metadata import Kind
+from kvatlas.wire.transports.nixl_strided import Rows
+
+PEER_LOST = "nixlRemoteDisconnectError"
+"""What NIXL raises once the connection to a peer broke."""
+_BUILDS = ("nixl_cu13", "nixl_cu12", "nixl_rocm")
+_DEVICES = "UCX_NET_DEVICES"
+
+
+class Agents:
+    """Makes the agents of one transport, all alike."""
+
+    def __init__(self, kind: Kind, backend: str, device: str | None) -> None:
+        self._library = _library()
+        self.kind, self.backend = kind, backend
+        self._device = _network_device(device)
+        self.by_cpu = backend == "UCX" and kind == "DRAM" and not _has_rdma()
+        """Whether bytes arrive only while an agent of this process is called."""
+
+    def make(self, name: str, *, serves: bool) -> Any:
+        """An agent; one that serves peers does so from a thread of its own."""
+        strict = self._library.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+        config = self._library.nixl_agent_config(
+            enable_prog_thread=serves, backends=[], sync_mode=strict
+        )
+        options = {"engine_config": f"NET_DEVICES={self._device}"} if self.backend == "UCX" else {}
+        try:
+            agent = self._library.nixl_agent(name, config)
+            agent.create_backend(self.backend, options)
+        except Exception as problem:
+            got = f"no NIXL backend {self.backend!r} on {self._device!r}: {problem}"
+            hint = "Choose a backend that NIXL brings, and a network device of this machine"
+            raise errors.failed(got, hint=hint) from problem
+        return agent
+
+
+def not_empty(memory: Mapping[int, Memory]) -> dict[int, Memory]:
+    """The regions that NIXL can be told of."""
+    return {pool: region for pool, region in memory.items() if region.nbytes}
+
+
+def rows_of(memory: Mapping[int, Memory]) -> Rows:
+    """Regions as NIXL takes them."""
+    regions = [(region.address, region.nbytes, region.device) for region in memory.values()]
+    return np.array(regions, dtype=np.uint64)
+
+
+@contextmanager
+def translated() -> Iterator[None]:
+    """Turn what NIXL raises into an error of kvatlas."""
+    try:
+        yield
+    except AtlasError:
+        raise
+    except Exception as problem:
+        # What is kept of a failure must not keep the agent, whose end is waited for.
+        traceback.clear_frames(problem.__traceback__)
+        name = type(problem).__name__
+        fault = errors.peer_lost if name == PEER_LOST else errors.failed
+        raise fault(f"{name}: {problem}") from problem
+
+
+def _network_device(wanted: str | None) -> str:
+    """The device for UCX, which lets its own setting go before all others."""
+    setting = os.environ.get(_DEVICES)
+    if wanted is not None and setting not in (None, wanted):
+        got = f"device={wanted!r} and {_DEVICES}={setting}"
+        raise errors.failed(got, hint=f"Unset {_DEVICES}, or leave device out")
+    return wanted or setting or "lo"
+
+
+def _library() -> Any:
+    """NIXL's interface.
+
+    The package `nixl` imports all of torch to choose between the builds that are
+    installed. Where there is one, there is nothing to choose.
+    """
+    _without_rdma()
+    # UCX warns of operations that end with their agent, which is what it is ended for.
+    os.environ.setdefault("UCX_LOG_LEVEL", "error")
+    builds = [name for name in _BUILDS if importlib.util.find_spec(name) is not None]
+    chosen = builds[0] if len(builds) == 1 else "nixl"
+    try:
+        return importlib.import_module(f"{chosen}._api")
+    except ImportError as problem:
+        raise errors.cannot_import("nixl", problem) from problem
+
+
+def _without_rdma() -> None:
+    """Keep UCX from loading its RDMA module on hosts without such a device.
+
+    Where the system's own libibverbs is installed too, two copies of what it needs are
+    loaded then, and the process crashes when it exits.
+    """
+    if not _has_rdma():
+        os.environ.setdefault("UCX_MODULES", "^ib")
+
+
+def _has_rdma() -> bool:
+    devices = Path("/sys/class/infiniband")
+    return devices.is_dir() and any(devices.iterdir())

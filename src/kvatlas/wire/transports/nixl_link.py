@@ -1,0 +1,278 @@
+"""A link over NIXL has an agent of its own, whose end proves that nothing comes any more.
+
+NIXL ends no operation that was begun: a request that is released, or whose peer is removed,
+still writes to memory when the peer goes on. Only the end of the agent proves that all is
+over, so it is brought about as soon as it is safe:
+- A link that is closed lets what is under way come to its end.
+- One that has lost its peer is closed too: UCX ends whatever went over a connection that broke,
+  and says so of every operation when it is looked at.
+- One that is severed gives its agent up with operations under way. With RDMA the network writes
+  by itself, so the agent is destroyed. Without, it is retired: it has no thread of its own, so
+  that nothing is received once nobody calls it, and it is kept for good, for UCX aborts, now and
+  then, both the process that destroys such an agent and the peer that was replying to it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import math
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.routing import Copy
+from kvatlas.wire.transports import errors, nixl_metadata
+from kvatlas.wire.transports.base import Handle, Link, Memory, Transport
+from kvatlas.wire.transports.nixl_agents import PEER_LOST, Agents, not_empty, rows_of, translated
+from kvatlas.wire.transports.nixl_strided import describe
+
+log = logging.getLogger("kvatlas.wire")
+
+BETWEEN_LOOKS = 5e-3
+"""Seconds between two looks at operations that nobody waits for."""
+_INITIATOR = "NIXL_INIT_AGENT"
+_BREAKING = 2.0
+"""Seconds in which all operations over a connection that broke are seen to have ended."""
+_MEETING = 20e-3
+"""Seconds in which two agents agree on the ways between them, where neither is busy."""
+
+
+class NixlLink(Link):
+    """A peer's agent, and this link's own."""
+
+    def __init__(
+        self,
+        owner: Transport,
+        agents: Agents,
+        published: nixl_metadata.Published,
+        theirs: Mapping[int, Memory],
+        ended: Callable[[NixlLink], None],
+    ) -> None:
+        """`ended` is called once, when the agent is gone or retired."""
+        super().__init__(owner, theirs)
+        self._agents, self._ended = agents, ended
+        self.peer, self._kind, self._lost = published.agent, published.kind, False
+        self.lock = threading.RLock()
+        """Held around every call of the agent, so that none is under way when it is ended."""
+        self.agent: Any = agents.make(f"{owner.name}-{secrets.token_hex(16)}", serves=False)
+        self._below = weakref.ref(self.agent.agent)
+        self.retired = False
+        """Whether the agent is kept for good."""
+        self.posted: set[NixlHandle] = set()
+        """Operations that were not seen to be over."""
+        self._broken: set[NixlHandle] = set()
+        """Operations that ended as the connection broke: they are given back with the agent."""
+        self._registered: set[int] = set()
+
+    def meet(self, metadata: bytes) -> None:
+        """Tell the agent of its peer."""
+        with translated():
+            self._register_memory()
+        try:
+            self.agent.add_remote_agent(metadata)
+            if rows := not_empty(self.theirs):
+                self.agent.prep_xfer_dlist(self.peer, rows_of(rows), self._kind).release()
+            # An operation that comes before they agree may need the peer's processor where
+            # a later one does not. The agent acts only when it is asked something.
+            deadline = time.monotonic() + _MEETING
+            while time.monotonic() < deadline:
+                self.agent.get_new_notifs()
+                time.sleep(1e-3)
+        except Exception as problem:
+            got = f"{type(problem).__name__}: {problem}"
+            # The form is right, so what fails below NIXL is the way to the peer.
+            unreachable = type(problem).__name__ in (PEER_LOST, "nixlBackendError")
+            raise (errors.peer_lost if unreachable else errors.bad_metadata)(got) from problem
+
+    def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle:
+        with self.lock:
+            self.check()
+            self._look_at_all()  # lets go of what was given up and is over by now
+            with translated():
+                handle = self._prepare(copies, write=write)
+            self.posted.add(handle)
+            # No frame that a failure keeps may hold what NIXL has made: that keeps the agent.
+            handle.start()
+        return handle
+
+    def _prepare(self, copies: Sequence[Copy], *, write: bool) -> NixlHandle:
+        near, mine = describe(copies, self.mine, src=write)
+        far, theirs = describe(copies, self.theirs, src=not write)
+        with ExitStack() as prepared:
+            self._register_memory()
+            local = self.agent.prep_xfer_dlist(_INITIATOR, near, self._agents.kind)
+            prepared.callback(local.release)
+            remote = self.agent.prep_xfer_dlist(self.peer, far, self._kind)
+            prepared.callback(remote.release)
+            operation = "WRITE" if write else "READ"
+            request = self.agent.make_prepped_xfer(operation, local, mine, remote, theirs, b"")
+        return NixlHandle(self, request)
+
+    def _register_memory(self) -> None:
+        """Tell the agent of regions that it does not know yet."""
+        memory = not_empty(self.mine)
+        new = {pool: memory[pool] for pool in set(memory) - self._registered}
+        if new:
+            self.agent.register_memory(rows_of(new), self._agents.kind)
+            self._registered |= set(new)
+
+    def check(self) -> None:
+        """Refuse once the link is closed or the peer lost."""
+        if self._lost:
+            raise errors.peer_lost("a peer that this link has lost")
+        super().check()
+
+    def failed(self, handle: NixlHandle, problem: AtlasError) -> None:
+        """An operation has failed, which makes it the link's last. The lock is held.
+
+        NIXL does not say whether what belongs to it has come to rest. Where the connection
+        broke, all that went over it has, once every operation was seen to end.
+        """
+        self.open = False
+        if problem.code is not Code.PEER_LOST:
+            return self._end()
+        self.posted.discard(handle)
+        self._broken.add(handle)
+        if not self._lost:
+            self._lost = True
+            self._end_after(_BREAKING)
+        return None
+
+    def sever(self) -> None:
+        """End what is under way, now; a peer that was about to reply may not survive it."""
+        self.open = False
+        with self.lock:
+            self._look_at_all()  # what is over by now need not be given up
+            self._end()
+
+    def _close(self) -> None:
+        self._end_after(math.inf)
+
+    def _end_after(self, seconds: float) -> None:
+        """End the agent once nothing is under way, or it is too late, without waiting for that."""
+        if self.posted:
+            threading.Thread(target=self._drain, args=[seconds], daemon=True).start()
+        else:
+            self._end()
+
+    def _drain(self, seconds: float) -> None:
+        """Look at what is under way until nothing is."""
+        deadline = time.monotonic() + seconds
+        while self.posted and time.monotonic() < deadline:
+            self._look_at_all()
+            time.sleep(BETWEEN_LOOKS)
+        self._end()
+
+    def _look_at_all(self) -> None:
+        for handle in list(self.posted):
+            handle.settle()
+
+    def _end(self) -> None:
+        """End the agent, and see that it has gone; or retire it, and never call it again."""
+        with self.lock:
+            if self.agent is None:
+                return
+            agent, self.agent = self.agent, None
+            handles = self.posted | self._broken
+            if self.posted and self._agents.by_cpu:
+                _retire(agent, *(handle.take_request() for handle in handles))
+                self.retired = True
+            else:
+                for handle in handles:
+                    handle.drop()
+            self.posted.clear()
+            self._broken.clear()
+            del agent
+        self._ended(self)
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing can arrive any more: the agent is retired, or seen to be gone."""
+        return self.retired or self._below() is None
+
+
+def _retire(*objects: Any) -> None:
+    """Keep what must never be destroyed, not even when the interpreter ends."""
+    for one in objects:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))
+    log.warning("retired a NIXL agent with %d operations under way", len(objects) - 1)
+
+
+class NixlHandle(Handle):
+    """A transfer that NIXL carries out."""
+
+    def __init__(self, link: NixlLink, request: Any) -> None:
+        self._link, self._request = link, request
+        self._arrived = False
+        """Whether NIXL has said so, to whoever looked first."""
+        self._problem: AtlasError | None = None
+        """What NIXL has said instead."""
+
+    def start(self) -> None:
+        """Let NIXL begin; how that fails is seen by whoever looks. The link's lock is held."""
+        with suppress(AtlasError), self._calling():
+            self._link.agent.transfer(self._request)
+
+    def _poll(self) -> bool:
+        with self._link.lock:
+            return self._look()
+
+    def _look(self) -> bool:
+        """Whether it is done; gives the request back then. The link's lock is held."""
+        link = self._link
+        if self._problem is not None:
+            raise self._problem
+        if self._arrived:
+            return True
+        if self._request is None:
+            raise errors.closed("link")
+        with self._calling():
+            state = link.agent.check_xfer_state(self._request)
+            if state == "ERR":
+                raise errors.failed("state ERR from NIXL")
+        if state != "DONE":
+            return False
+        link.posted.discard(self)
+        self.drop()
+        self._arrived = True
+        return True
+
+    @contextmanager
+    def _calling(self) -> Iterator[None]:
+        """Around calls of the agent for this operation: where they fail, so has the operation."""
+        try:
+            with translated():
+                yield
+        except AtlasError as problem:
+            self._problem = problem
+            self._link.failed(self, problem)
+            raise
+
+    def _settle(self) -> bool:
+        """Over where NIXL says so, or its agent is gone."""
+        link = self._link
+        if not link.lock.acquire(blocking=False):
+            return False  # a call is under way, perhaps this operation's
+        try:
+            with suppress(AtlasError):
+                self._look()
+            return self._arrived or link.ended
+        finally:
+            link.lock.release()
+
+    def take_request(self) -> Any:
+        """The request, which is then no longer looked at."""
+        request, self._request = self._request, None
+        return request
+
+    def drop(self) -> None:
+        """Give the request back to NIXL, which forgets it; that ends nothing."""
+        request = self.take_request()
+        with suppress(Exception):
+            request.release()
