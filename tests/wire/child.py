@@ -24,7 +24,7 @@ from kvatlas.wire import (
     pools_for,
     random_bytes,
 )
-from kvatlas.wire.client import rank_transfer
+from kvatlas.wire.client import direct
 from tests.wire.forking import forked
 
 TOKENS = 500
@@ -111,7 +111,7 @@ def main(told: Connection) -> None:
     """Be one rank until nobody tells it anything any more."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     order = json.loads(told.recv_bytes())
-    rank_transfer._BATCH = order.pop("batch", rank_transfer._BATCH)
+    direct._BATCH = order.pop("batch", direct._BATCH)
     slow_down(order.pop("slow", 0.0))
     rank = Rank(Plan.from_json(order.pop("plan").encode()), **order)
     said: Json = {"endpoint": rank.node.endpoint}
