@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -36,15 +37,23 @@ from kvatlas.tier.format import EMPTY_RECORD, RECORD, RecordFormat
 from kvatlas.tier.index import TierBlock
 from kvatlas.wire import Bytes, Memory, check_bounds, copy_file_runs, memory_of
 
-_AT_ONCE = 8192
+_RECORDS = 8192
 """Records that are read at once."""
 _SUMMING = min(4, os.cpu_count() or 1)
-_READ_AT_ONCE = 256 << 10
-"""Bytes that are read and summed together: what stays in the processor's cache."""
+_AT_ONCE = 256 << 10
+"""Bytes that are read or written and summed together: what stays in the processor's cache."""
+_LONG_RUN = 32 << 10
+"""Runs from here on, on the whole, are worth a call each."""
 _WORTH_A_CORE = 8 << 20
 """Bytes of a read that are worth another core."""
 _CUT_SHORT = -1
 """The checksum of a block that the file does not have to its end."""
+
+
+BlockPlace = tuple[int, int]
+"""A pool, and the id of a block of it."""
+
+Checksums = dict[BlockPlace, int]
 
 
 class TierFile:
@@ -80,13 +89,56 @@ class TierFile:
 
     # -- blocks -------------------------------------------------------------------------
 
-    def write(self, copies: Sequence[Copy], pools: Mapping[int, Bytes]) -> None:
-        """Carry copies out from pools in memory into blocks of the file."""
+    def write(self, copies: Sequence[Copy], pools: Mapping[int, Bytes]) -> Checksums:
+        """Carry copies out from pools in memory into blocks of the file.
+
+        Blocks that are filled whole by long runs are summed on the way, while their bytes
+        are in the processor's cache; these checksums are returned.
+        """
         near = memory_of(pools)
         check_bounds(copies, near, self._places)
+        parts = [self._apart(copy) for copy in copies]
+        whole = [block for blocks, _ in parts for block in blocks]
         ends = [(near[c.src_pool].address + c.src, self._places[c.dst_pool].address + c.dst, c)
-                for c in copies]  # fmt: skip
+                for _, c in parts if len(c)]  # fmt: skip
+        run = self._helpers.map if len(whole) > 1 else map
+        with self._whole_file():
+            checksums = dict(run(lambda runs: self._write_block(runs, pools), whole))
         self._move(ends, write=True)
+        return checksums
+
+    def _apart(self, copy: Copy) -> tuple[list[Copy], Copy]:
+        """The runs of each block that long runs fill whole, in order, and all other runs."""
+        if copy.nbytes < _LONG_RUN * len(copy):
+            return [], copy
+        order = np.argsort(copy.dst, kind="stable")
+        columns = copy.src[order], copy.dst[order], copy.length[order]
+        nbytes = self._block_bytes[copy.dst_pool]
+        block = columns[1] // nbytes
+        first = np.flatnonzero(np.diff(block, prepend=-1))
+        filled = np.add.reduceat(columns[2], first) == nbytes
+        stop = np.append(first[1:], len(block))
+        blocks = [
+            replace(copy, src=src, dst=dst, length=length)
+            for a, b in zip(first[filled].tolist(), stop[filled].tolist(), strict=True)
+            for src, dst, length in [[column[a:b] for column in columns]]
+        ]
+        others = ~np.repeat(filled, stop - first)
+        src, dst, length = (column[others] for column in columns)
+        return blocks, replace(copy, src=src, dst=dst, length=length)
+
+    def _write_block(self, runs: Copy, pools: Mapping[int, Bytes]) -> tuple[BlockPlace, int]:
+        """Write all of a block; which it is, and the checksum of what was written."""
+        memory, checksum = pools[runs.src_pool].data, 0
+        offset = self._places[runs.dst_pool].address + int(runs.dst[0])
+        for start, length in zip(runs.src.tolist(), runs.length.tolist(), strict=True):
+            for at in range(start, start + length, _AT_ONCE):
+                piece = memory[at : min(at + _AT_ONCE, start + length)]
+                checksum = zlib.crc32(piece, checksum)
+                write_all(self._fd, piece, offset)
+                offset += len(piece)
+        block_id = int(runs.dst[0]) // self._block_bytes[runs.dst_pool]
+        return (runs.dst_pool, block_id), checksum
 
     def read(self, copies: Sequence[Copy], pools: Mapping[int, Bytes]) -> None:
         """Carry copies out from blocks of the file into pools in memory."""
@@ -120,11 +172,17 @@ class TierFile:
         with refusals(self.path):
             return list(run(self._checksum, blocks))
 
-    def commit(self, blocks: Sequence[TierBlock]) -> None:
-        """Write the records of blocks whose bytes are all there, and on the disk where asked."""
+    def commit(self, blocks: Sequence[TierBlock], known: Checksums) -> None:
+        """Write the records of blocks whose bytes are all there, and on the disk where asked.
+
+        Blocks whose checksums are not `known` are read for them.
+        """
         synced = self._helpers.submit(os.fdatasync, self._fd) if self.durable else None
         with self._whole_file():
-            for block, checksum in zip(blocks, self.checksums(blocks), strict=True):
+            for block in blocks:
+                block.checksum = known.get((block.pool, block.block_id), _CUT_SHORT)
+            unknown = [block for block in blocks if block.checksum == _CUT_SHORT]
+            for block, checksum in zip(unknown, self.checksums(unknown), strict=True):
                 if checksum == _CUT_SHORT:
                     raise OSError(errno.ENODATA, "The file ends before its blocks")
                 block.checksum = checksum
@@ -143,8 +201,8 @@ class TierFile:
 
     def recorded(self) -> Iterator[TierBlock]:
         """The blocks that have sound records; their bytes are yet to be verified."""
-        for first in range(0, self.extent.blocks, _AT_ONCE):
-            many = min(_AT_ONCE, self.extent.blocks - first)
+        for first in range(0, self.extent.blocks, _RECORDS):
+            many = min(_RECORDS, self.extent.blocks - first)
             with refusals(self.path):
                 text = read_all(self._fd, many * RECORD, self.extent.index + first * RECORD)
             records = np.frombuffer(text, dtype=np.uint8).reshape(-1, RECORD)
@@ -174,7 +232,7 @@ class TierFile:
     def _checksum(self, block: TierBlock) -> int:
         nbytes = self._block_bytes[block.pool]
         start = self.extent.pools[block.pool] + block.block_id * nbytes
-        checksum, room = 0, memoryview(bytearray(min(nbytes, _READ_AT_ONCE)))
+        checksum, room = 0, memoryview(bytearray(min(nbytes, _AT_ONCE)))
         at = start
         while at < start + nbytes:
             done = os.preadv(self._fd, [room[: start + nbytes - at]], at)

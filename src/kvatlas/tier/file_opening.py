@@ -90,7 +90,7 @@ def allocate(fd: int, nbytes: int) -> None:
         os.posix_fallocate(fd, 0, nbytes)
 
 
-def write_all(fd: int, text: bytes, offset: int) -> None:
+def write_all(fd: int, text: bytes | memoryview, offset: int) -> None:
     """Write all of a text, in as many calls as that takes."""
     done = 0
     while done < len(text):

@@ -11,12 +11,15 @@ from typing import Any
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
 from kvatlas.routing import Copy
-from kvatlas.tier.file import TierFile
+from kvatlas.tier.file import Checksums, TierFile
 from kvatlas.tier.index import TierBlock
 from kvatlas.wire import Bytes, Metrics, copy_pools, rank_pools, stream_bytes
 
 Carry = Callable[[Sequence[Copy]], None]
 """Carries copies out, by any transport, and returns when all bytes are there."""
+
+Write = Callable[[Sequence[Copy]], Checksums | None]
+"""Carries copies out into a tier; the checksums of blocks of a file that it has summed."""
 
 
 class TierStorage:
@@ -37,7 +40,7 @@ class TierStorage:
 
     # -- moving bytes -------------------------------------------------------------------
 
-    def writing(self, plan: Plan, rank: int, pools: Mapping[int, Any]) -> Carry:
+    def writing(self, plan: Plan, rank: int, pools: Mapping[int, Any]) -> Write:
         """From memory that this process can reach, into the tier."""
         if self._file is None:
             return lambda copies: copy_pools(copies, rank_pools(plan, rank, pools), self._pools)
@@ -51,16 +54,17 @@ class TierStorage:
         read = self._file.read
         return lambda copies: read(copies, rank_pools(plan, rank, pools))
 
-    def carried(self, carry: Carry) -> Carry:
+    def carried(self, carry: Carry) -> Write:
         """From anywhere, into the tier's memory; from there into its file."""
         file = self._file
         if file is None:
             return carry
 
-        def through_window(copies: Sequence[Copy]) -> None:
+        def through_window(copies: Sequence[Copy]) -> Checksums:
             with file.window.used():
                 carry(copies)
-                file.write([replace(c, src_pool=c.dst_pool, src=c.dst) for c in copies], self.pools)
+                within = [replace(c, src_pool=c.dst_pool, src=c.dst) for c in copies]
+                return file.write(within, self.pools)
 
         return through_window
 
@@ -72,20 +76,21 @@ class TierStorage:
             within = [replace(c, dst_pool=c.src_pool, dst=c.src) for c in copies]
             file.read(within, file.window.pools)
 
-    def carry(self, phase: str, copies: Sequence[Copy], carry: Carry) -> None:
-        """Carry copies out, and count them."""
+    def carry(self, phase: str, copies: Sequence[Copy], carry: Carry | Write) -> Checksums:
+        """Carry copies out, and count them; the checksums that are known from it."""
         with self.metrics.phase(phase):
-            carry(copies)
+            known = carry(copies)
         descriptors = sum(map(len, copies))
         self.metrics.add(**{f"{phase}_bytes": stream_bytes(copies)}, descriptors=descriptors)
+        return known or {}
 
     # -- whole blocks -------------------------------------------------------------------
 
-    def commit(self, blocks: Sequence[TierBlock]) -> None:
-        """Record blocks that have all of their bytes."""
+    def commit(self, blocks: Sequence[TierBlock], known: Checksums) -> None:
+        """Record blocks that have all of their bytes, and of which some checksums are known."""
         if self._file is not None and blocks:
             with self.metrics.phase("commit"):
-                self._file.commit(blocks)
+                self._file.commit(blocks, known)
 
     def damaged(self, blocks: Sequence[TierBlock]) -> list[TierBlock]:
         """The blocks whose bytes are not those that were stored."""

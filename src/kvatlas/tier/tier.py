@@ -20,12 +20,12 @@ import numpy as np
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
 from kvatlas.routing import checked_rank, route, token_range
-from kvatlas.tier.file import TierFile
+from kvatlas.tier.file import Checksums, TierFile
 from kvatlas.tier.hit import Hit
 from kvatlas.tier.index import BlockIndex, Claim, StoreResult, TierBlock
 from kvatlas.tier.ingest import Ingest, check_tier_plan
 from kvatlas.tier.request_blocks import Keys, TierSpans, keys_by_group
-from kvatlas.tier.storage import Carry, TierStorage
+from kvatlas.tier.storage import Carry, TierStorage, Write
 from kvatlas.wire import Bytes, Memory, rank_pools
 
 _PLANS = 16
@@ -156,25 +156,25 @@ class Tier:
             return StoreResult(claim.whole, claim.waiting, claim.no_room)
 
     def _fill(
-        self, claim: Claim, ingest: Ingest, blocks: Any, tokens: tuple[int, int], carry: Carry
+        self, claim: Claim, ingest: Ingest, blocks: Any, tokens: tuple[int, int], write: Write
     ) -> None:
-        brought = None
+        brought, known = None, Checksums()
         try:
             with self.metrics.phase("bind"):
                 ids = {need: block.block_id for need, block in claim.fills}
                 copies, deliveries = ingest.copies(claim.rank, blocks, tokens, ids)
-            self._storage.carry("store", copies, carry)
+            known = self._storage.carry("store", copies, write)
             brought = deliveries
         finally:
             ready = self._index.arrived(claim, ingest, brought)
-            self._commit(ready)
+            self._commit(ready, known)
         claim.whole += len(ready)
 
-    def _commit(self, blocks: list[TierBlock]) -> None:
+    def _commit(self, blocks: list[TierBlock], known: Checksums) -> None:
         """Commit blocks that have all of their bytes; only then can they be found."""
         done = False
         try:
-            self._storage.commit(blocks)
+            self._storage.commit(blocks, known)
             done = True
         finally:
             self._index.settle(blocks, whole=done)
