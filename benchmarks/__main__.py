@@ -1,6 +1,6 @@
 """Run every benchmark."""
 
-from benchmarks import geometry, handing_over, kernels, planning, routes, tier, wires
+from benchmarks import geometry, handing_over, kernels, planning, pulling, routes, tier, wires
 
 geometry.main()
 planning.main()
@@ -9,3 +9,4 @@ kernels.main()
 tier.main()
 wires.main()
 handing_over.main()
+pulling.main()

@@ -19,6 +19,7 @@ import pytest
 from kvatlas import AtlasError, Code
 from kvatlas.routing import Copy
 from kvatlas.tier import StoreResult, Tier
+from kvatlas.tier import file as file_
 from kvatlas.tier import format as format_
 from kvatlas.wire.staging import gather, scatter, stream_bytes
 from kvatlas.wire.transports import file as file_transport
@@ -133,6 +134,47 @@ def test_a_store_that_fails_anywhere_loses_no_row(tmp_path: Path) -> None:
                 rows_agree(tier)
                 new.check(tier, made, keys=keys)
     assert failed > len(WRITES)
+
+
+def test_blocks_that_are_written_whole_are_summed_on_the_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their bytes are not read again; blocks that others fill too, or in part, still are."""
+    monkeypatch.setattr(file_, "_LONG_RUN", 1)
+    monkeypatch.setattr(file_, "_AT_ONCE", 100)
+    for tp, tokens in ((1, TOKENS), (1, TOKENS - 3), (2, TOKENS)):
+        made, path = small(DENSE, tp=tp), tmp_path / f"{tp} {tokens}"
+        world = World(DENSE, tokens)
+        with Tier.open(path, kept()) as tier:
+            with pytest.MonkeyPatch.context() as patch:
+                read = Faulty(patch, "preadv", 10**9, errno.EIO)
+                world.store(tier, made)
+            assert bool(read.count) == (tp > 1 or tokens < TOKENS)
+            world.check(tier, made)
+        with Tier.open(path, verify="always") as tier:
+            assert len(tier) == 4
+            world.check(tier, made)
+
+
+def test_a_whole_block_that_cannot_be_written_loses_no_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, old, new = small(DENSE), World(DENSE, TOKENS), World(DENSE, TOKENS, seed=4)
+    monkeypatch.setattr(file_, "_LONG_RUN", 1)
+    for at in range(1, 40, 3):
+        path = tmp_path / f"{at}"
+        with Tier.open(path, kept()) as tier:
+            keys = new.keys(tier, salt="new")
+            old.store(tier, made)
+            with pytest.MonkeyPatch.context() as patch:
+                Faulty(patch, "pwrite", at, errno.ENOSPC)
+                assert code_of(new.store, tier, made, keys=keys) is Code.NOT_ENOUGH_MEMORY
+            rows_agree(tier)
+            assert new.store(tier, made, keys=keys) == [StoreResult(4, 0, 0)]
+            new.check(tier, made, keys=keys)
+        with Tier.open(path) as tier:
+            rows_agree(tier)
+            new.check(tier, made, keys=keys)
 
 
 def test_a_drop_that_cannot_be_recorded_is_said_and_tried_again(tmp_path: Path) -> None:

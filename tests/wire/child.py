@@ -21,7 +21,7 @@ from kvatlas import AtlasError
 from kvatlas.planning import Plan
 from kvatlas.routing import scattered
 from kvatlas.wire import Bytes, Handle, Node, Session, make_transport, memory_of, random_bytes
-from kvatlas.wire.client import rank_transfer
+from kvatlas.wire.client import direct
 from tests.wire.forking import forked, until_stopped
 
 TOKENS = 500
@@ -160,7 +160,7 @@ def main(told: Connection) -> None:
     except (EOFError, OSError):
         return None
     os.environ.update(order.pop("settings", {}))
-    rank_transfer._BATCH = order.pop("batch", rank_transfer._BATCH)
+    direct._BATCH = order.pop("batch", direct._BATCH)
     _slow_down(order.pop("slow", 0.0))
     rank = Rank(Plan.from_json(order.pop("plan").encode()), **order)
     said: Json = {"endpoint": rank.node.endpoint}

@@ -9,9 +9,8 @@ the tier's plan, or for a recurrent state after some tokens.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -20,18 +19,17 @@ import numpy as np
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
-from kvatlas.routing import Copy, checked_rank, route, token_range
-from kvatlas.tier.format import TierFile
+from kvatlas.routing import checked_rank, route, token_range
+from kvatlas.tier.file import Checksums, TierFile
+from kvatlas.tier.hit import Hit
 from kvatlas.tier.index import BlockIndex, Claim, StoreResult, TierBlock
 from kvatlas.tier.ingest import Ingest, check_tier_plan
-from kvatlas.tier.request_blocks import Keys, NeededBlock, TierSpans, keys_by_group
-from kvatlas.wire import Bytes, Memory, Metrics, copy_pools, rank_pools, stream_bytes
+from kvatlas.tier.request_blocks import Keys, TierSpans, keys_by_group
+from kvatlas.tier.storage import Carry, TierStorage, Write
+from kvatlas.wire import Bytes, Memory, rank_pools
 
 _PLANS = 16
 """Plans whose routes to and from a tier stay compiled."""
-
-Carry = Callable[[Sequence[Copy]], None]
-"""Carries copies out, by any transport, and returns when all bytes are there."""
 
 
 class Tier:
@@ -68,13 +66,14 @@ class Tier:
         _verify: str = "once",
     ) -> None:
         check_tier_plan(plan)
-        self.plan, self._file, self._verify = plan, _file, _verify
-        self.metrics = Metrics()
-        self._pools: dict[int, Bytes] = {}
+        self.plan, self._file = plan, _file
+        pools: dict[int, Bytes] = {}
         if memory is not None:
-            self._pools = rank_pools(plan, 0, memory)
+            pools = rank_pools(plan, 0, memory)
         elif _file is None:
-            self._pools = {p.index: np.zeros(p.nbytes, dtype=np.uint8) for p in plan.pools}
+            pools = {p.index: np.zeros(p.nbytes, dtype=np.uint8) for p in plan.pools}
+        self._storage = TierStorage(pools, _file, verify_always=_verify == "always")
+        self.metrics = self._storage.metrics
         self._index = BlockIndex(plan, _file.clear if _file else lambda _: None)
         if _file is not None:
             for older in self._index.restore(_file.recorded()):
@@ -83,9 +82,6 @@ class Tier:
         self._ingest_from = lru_cache(_PLANS)(lambda src: Ingest(src, plan))
         self._route_to = lru_cache(_PLANS)(lambda dst: route(plan, dst))
         self._compiling = threading.Lock()
-        self._lock = threading.Lock()
-        self._idle = threading.Condition(self._lock)
-        self._busy, self._open = 0, True
 
     @classmethod
     def open(
@@ -135,7 +131,7 @@ class Tier:
         What windows have left behind is not stored. `carry` moves bytes that this process
         cannot reach, from the rank's pools into `tier.memory`.
         """
-        with self._using():
+        with self._storage.using():
             with self._compiling:  # once: ranks that fill a block meet in one Ingest
                 ingest = self._ingest_from(plan)
             rank = checked_rank(plan, rank, "source")
@@ -146,7 +142,11 @@ class Tier:
                 keyed = [need for need in needs if need.key is not None]
                 whole = sum(self._index.find(need) is not None for need in keyed)
                 return StoreResult(whole, len(keyed) - whole, 0)
-            move = self._carried(carry) if carry else self._writing(plan, rank, pools or {})
+            move = (
+                self._storage.carried(carry)
+                if carry
+                else self._storage.writing(plan, rank, pools or {})
+            )
             claim = self._index.claim(needs, ingest, rank)
             try:
                 if claim.fills:
@@ -156,47 +156,25 @@ class Tier:
             return StoreResult(claim.whole, claim.waiting, claim.no_room)
 
     def _fill(
-        self, claim: Claim, ingest: Ingest, blocks: Any, tokens: tuple[int, int], carry: Carry
+        self, claim: Claim, ingest: Ingest, blocks: Any, tokens: tuple[int, int], write: Write
     ) -> None:
-        brought = None
+        brought, known = None, Checksums()
         try:
             with self.metrics.phase("bind"):
                 ids = {need: block.block_id for need, block in claim.fills}
                 copies, deliveries = ingest.copies(claim.rank, blocks, tokens, ids)
-            self._carry("store", copies, carry)
+            known = self._storage.carry("store", copies, write)
             brought = deliveries
         finally:
             ready = self._index.arrived(claim, ingest, brought)
-            self._commit(ready)
+            self._commit(ready, known)
         claim.whole += len(ready)
 
-    def _writing(self, plan: Plan, rank: int, pools: Mapping[int, Any]) -> Carry:
-        """From memory that this process can reach, into the tier."""
-        if self._file is None:
-            return lambda copies: copy_pools(copies, rank_pools(plan, rank, pools), self._pools)
-        write = self._file.write
-        return lambda copies: write(copies, rank_pools(plan, rank, pools))
-
-    def _carried(self, carry: Carry) -> Carry:
-        """From anywhere, into the tier's memory; from there into its file."""
-        file = self._file
-        if file is None:
-            return carry
-
-        def through_window(copies: Sequence[Copy]) -> None:
-            with file.window.used():
-                carry(copies)
-                file.write([replace(c, src_pool=c.dst_pool, src=c.dst) for c in copies], self.pools)
-
-        return through_window
-
-    def _commit(self, blocks: list[TierBlock]) -> None:
+    def _commit(self, blocks: list[TierBlock], known: Checksums) -> None:
         """Commit blocks that have all of their bytes; only then can they be found."""
         done = False
         try:
-            if self._file is not None and blocks:
-                with self.metrics.phase("commit"):
-                    self._file.commit(blocks)
+            self._storage.commit(blocks, known)
             done = True
         finally:
             self._index.settle(blocks, whole=done)
@@ -209,14 +187,14 @@ class Tier:
         It counts from token 0 also where `tokens` starts later. Nothing is pinned or
         verified; `pin` does both.
         """
-        with self._using():
+        with self._storage.using():
             start, stop = token_range(tokens, self.plan.max_len)
             return self._index.longest(self._spans, start, stop, keys_by_group(self.plan, keys))
 
     @contextmanager
     def pin(self, keys: Keys, tokens: Any) -> Iterator[Hit]:
         """Pin what there is of some tokens, verified, for any number of ranks to fetch."""
-        with self._using():
+        with self._storage.using():
             start, stop = token_range(tokens, self.plan.max_len)
             hit = self._pinned(start, stop, keys_by_group(self.plan, keys))
         try:
@@ -246,7 +224,7 @@ class Tier:
 
     def drop(self, keys: Keys) -> int:
         """Forget keys, in every group; how many blocks that were."""
-        with self._using():
+        with self._storage.using():
             by_group = keys_by_group(self.plan, keys)
             names = [(g, key) for g, row in by_group.items() for key in row if key is not None]
             return self._index.drop_keys(names)
@@ -278,7 +256,7 @@ class Tier:
     @property
     def pools(self) -> dict[int, Bytes]:
         """The tier's memory, by pool; of a tier in a file, what stands for it in a `carry`."""
-        return self._pools if self._file is None else self._file.window.pools
+        return self._storage.pools
 
     @property
     def memory(self) -> dict[int, Memory]:
@@ -287,13 +265,7 @@ class Tier:
 
     def close(self) -> None:
         """Wait for calls that are under way, then let go; what is whole stays in the file."""
-        with self._idle:
-            was, self._open = self._open, False
-            self._idle.wait_for(lambda: not self._busy)
-        if was:
-            self._pools = {}
-            if self._file is not None:
-                self._file.close()
+        self._storage.close()
 
     def __enter__(self) -> Tier:
         return self
@@ -302,33 +274,6 @@ class Tier:
         self.close()
 
     # -- inside -------------------------------------------------------------------------
-
-    @contextmanager
-    def _using(self) -> Iterator[None]:
-        with self._lock:
-            if not self._open:
-                problem = "The tier is closed"
-                raise AtlasError(Code.UNREADABLE, problem, got="a call", hint="Open it again")
-            self._busy += 1
-        try:
-            yield
-        finally:
-            with self._idle:
-                self._busy -= 1
-                self._idle.notify_all()
-
-    def _carry(self, phase: str, copies: Sequence[Copy], carry: Carry) -> None:
-        with self.metrics.phase(phase):
-            carry(copies)
-        descriptors = sum(map(len, copies))
-        self.metrics.add(**{f"{phase}_bytes": stream_bytes(copies)}, descriptors=descriptors)
-
-    def _reading(self, plan: Plan, rank: int, pools: Mapping[int, Any]) -> Carry:
-        """From the tier into memory that this process can reach."""
-        if self._file is None:
-            return lambda copies: copy_pools(copies, self._pools, rank_pools(plan, rank, pools))
-        read = self._file.read
-        return lambda copies: read(copies, rank_pools(plan, rank, pools))
 
     def _pinned(self, start: int, stop: int, keys: Mapping[int, Sequence[bytes | None]]) -> Hit:
         while True:
@@ -339,97 +284,11 @@ class Tier:
                 continue  # gone since it was found
             with ExitStack() as pinned:
                 pinned.callback(self._index.unpin, blocks)
-                damaged = self._damaged(blocks)
+                damaged = self._storage.damaged(blocks)
                 if not damaged:
                     pinned.pop_all()
-                    return Hit(self, start, end, needs, blocks)
+                    about = (self._storage, self._index, self._route_to, self.plan)
+                    return Hit(start, end, *about, needs, blocks)
             for block in damaged:
                 self.metrics.add(damaged=1)
                 self._index.drop(block)
-
-    def _damaged(self, blocks: list[TierBlock]) -> list[TierBlock]:
-        """The blocks whose bytes are not those that were stored."""
-        if self._file is None:
-            return []
-        doubted = [block for block in blocks if not block.verified or self._verify == "always"]
-        with self.metrics.phase("verify"):
-            checksums = self._file.checksums(doubted)
-        for block, checksum in zip(doubted, checksums, strict=True):
-            block.verified = checksum == block.checksum
-        return [block for block in doubted if not block.verified]
-
-
-@dataclass(eq=False, repr=False)
-class Hit:
-    """Tokens of a request that a tier has, in blocks that stay until it is released."""
-
-    _tier: Tier
-    start: int
-    tokens: int
-    """How many tokens of the request, from its first, can be fetched; 0 for none."""
-    _needs: list[NeededBlock]
-    _blocks: list[TierBlock]
-    _loaded: ExitStack = field(default_factory=ExitStack)
-    """Ends the use of the tier's memory."""
-
-    def fetch(
-        self,
-        pools: Mapping[int, Any] | None,
-        plan: Plan,
-        *,
-        rank: int = 0,
-        blocks: Any,
-        carry: Carry | None = None,
-    ) -> None:
-        """Fill one rank's blocks, as routes take them."""
-        tier = self._tier
-        with tier._using():
-            rank = checked_rank(plan, rank, "destination")
-            copies = self._bound(plan, rank, blocks)
-            if carry is not None:
-                self._load(copies)
-            tier._carry("fetch", copies, carry or tier._reading(plan, rank, pools or {}))
-
-    def copies(self, plan: Plan, *, rank: int = 0, blocks: Any) -> tuple[Copy, ...]:
-        """The byte ranges from `tier.memory` to a rank's pools, for any transport.
-
-        Of a tier in a file, the bytes are there until the hit is released.
-        """
-        with self._tier._using():
-            copies = self._bound(plan, rank, blocks)
-            self._load(copies)
-            return copies
-
-    def _bound(self, plan: Plan, rank: int, blocks: Any) -> tuple[Copy, ...]:
-        way = self._tier._route_to(plan)
-        if not self.tokens or 0 not in way.sources(rank):
-            return ()
-        with self._tier.metrics.phase("bind"):
-            ends: dict[str, Any] = {"src_blocks": self._tables(), "dst_blocks": blocks}
-            tokens = self.start, self.tokens
-            return way.bind(src_rank=0, dst_rank=rank, tokens=tokens, **ends).copies
-
-    def _load(self, copies: Sequence[Copy]) -> None:
-        """Read what copies take from a file into the memory that stands for it."""
-        file = self._tier._file
-        if file is not None:
-            self._loaded.enter_context(file.window.used())
-            within = [replace(c, dst_pool=c.src_pool, dst=c.src) for c in copies]
-            file.read(within, file.window.pools)
-
-    def release(self) -> None:
-        """Unpin the blocks; a second call does nothing."""
-        blocks, self._blocks = self._blocks, []
-        self._loaded.close()
-        self._tier._index.unpin(blocks)
-
-    def _tables(self) -> dict[int, list[int]]:
-        """Block ids by group; entries that nobody needs have none, and are refused if used."""
-        groups = self._tier.plan.groups
-        tables = {group: [-1] for group in range(len(groups))}
-        for need, block in zip(self._needs, self._blocks, strict=True):
-            entry = 0 if groups[need.group].kind == "recurrent" else need.entry
-            table = tables[need.group]
-            table += [-1] * (entry + 1 - len(table))
-            table[entry] = block.block_id
-        return tables

@@ -5,7 +5,7 @@ A `Node` puts one rank's caches on the wire, a `Session` connects it to its peer
 """
 
 from kvatlas.wire.client import Session, Transfer
-from kvatlas.wire.client.rank_transfer import How
+from kvatlas.wire.client.rank_lease import How
 from kvatlas.wire.memory_copy import (
     Bytes,
     as_bytes,

@@ -17,7 +17,7 @@ from kvatlas.routing import Copy
 from kvatlas.wire import Link, Memory
 from kvatlas.wire.memory_copy import STEP
 from kvatlas.wire.transports import file
-from kvatlas.wire.transports.file import FileTransport, in_file_order
+from kvatlas.wire.transports.file import FileTransport, vectored_calls
 from tests.wire.forking import forked
 from tests.wire.transports.ends import soon
 
@@ -132,7 +132,7 @@ def test_calls_cover_every_byte_once() -> None:
     far = np.cumsum(length + rng.integers(0, 2, 5_000)) - length
     near = np.cumsum(rng.permutation(length) + 4 * STEP)
     order = rng.permutation(5_000)
-    calls = in_file_order(near[order], far[order], length[order])
+    calls = vectored_calls(near[order], far[order], length[order])
     runs: list[list[int]] = []
     for first, count, offset, nbytes in calls.each():
         assert count <= 1024

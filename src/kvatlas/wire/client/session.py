@@ -21,7 +21,8 @@ from weakref import WeakSet
 from kvatlas.errors import AtlasError, Code
 from kvatlas.routing import Costs
 from kvatlas.wire.channels import no_answer
-from kvatlas.wire.client.rank_transfer import How, PeerConnection, RankTransfer, TransferRequest
+from kvatlas.wire.client.rank_lease import How, PeerConnection, RankLease, TransferRequest
+from kvatlas.wire.client.rank_transfer import RankTransfer
 from kvatlas.wire.client.transfer import Transfer
 from kvatlas.wire.peers import Peer, checked_peer
 from kvatlas.wire.protocol import SendPlan, Welcome, bad_handshake
@@ -230,7 +231,7 @@ class Session:
                 transfer.check_cancelled()
                 with self._connection(endpoint, time.monotonic() + patience) as connection:
                     part = (self.node, connection, wanted, transfer, patience)
-                    RankTransfer(*part, others=bool(left)).run()
+                    RankTransfer(RankLease(*part, others=bool(left))).run()
                 return
             except AtlasError as refused:
                 if refused.code is Code.UNKNOWN_SESSION and endpoint not in reconnected:

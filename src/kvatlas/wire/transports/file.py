@@ -32,6 +32,8 @@ from kvatlas.wire.transports.polled_copy import Stepwise
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
 _MAX_RANGES = 1024
 """Ranges of memory that the system takes in one call (IOV_MAX)."""
+_WORTH_SORTING = 16
+"""Runs that follow each other in the file, on the whole: with fewer, sorting saves calls."""
 
 _system = ctypes.CDLL(None, use_errno=True)
 for _call in (_system.preadv, _system.pwritev):
@@ -183,7 +185,7 @@ def copy_file_runs(
     `file` is asked for the descriptor before every call, since it may be closed meanwhile.
     Raises `OSError`, also where the file ends before a run does.
     """
-    calls = in_file_order(near, far, length)
+    calls = vectored_calls(near, far, length)
     act = _system.pwritev if write else _system.preadv
     row, step = calls.ranges.ctypes.data, calls.ranges.strides[0]
     moved = 0
@@ -198,7 +200,7 @@ def copy_file_runs(
 
 
 class VectoredCalls(NamedTuple):
-    """Ranges of memory in the order of the file, and which of them go in one call."""
+    """Ranges of memory, and which of them go in one call: neighbours in the file."""
 
     ranges: NDArray[np.uint64]
     """Rows (address, length), as the system's vectored calls take them."""
@@ -215,29 +217,48 @@ class VectoredCalls(NamedTuple):
         yield from zip(*(column.tolist() for column in columns), strict=True)
 
 
-def in_file_order(near: Int64s, far: Int64s, length: Int64s) -> VectoredCalls:
+def vectored_calls(near: Int64s, far: Int64s, length: Int64s) -> VectoredCalls:
     """Runs as calls: neighbours in the file together, as many as the system takes at once.
 
     >>> near, far, length = np.array([70, 50, 10]), np.array([4, 0, 90]), np.array([4, 4, 8])
-    >>> calls = in_file_order(near, far, length)
+    >>> calls = vectored_calls(near, far, length)
     >>> calls.ranges.tolist(), list(calls.each())
     ([[50, 4], [70, 4], [10, 8]], [(0, 2, 0, 8), (2, 1, 90, 8)])
     """
     near, far, length = split_runs(near, far, length)
-    if len(far) > 1 and int(np.diff(far).min()) < 0:
+    first = _stretches(far, length)
+    if len(far) < _WORTH_SORTING * len(first) and int(np.diff(far[first], prepend=0).min()) < 0:
         order = np.argsort(far, kind="stable")
         near, far, length = near[order], far[order], length[order]
-    new = np.ones(len(far), dtype=bool)
-    np.not_equal(far[1:], far[:-1] + length[:-1], out=new[1:])
-    place = np.arange(len(far))
-    start = np.maximum.accumulate(np.where(new, place, 0))
-    before = np.cumsum(length) - length
-    share = (before - before[start]) // STEP
-    new |= (place - start) % _MAX_RANGES == 0
-    new[1:] |= share[1:] != share[:-1]
-    first = np.flatnonzero(new)
-    ranges = np.stack([near, length], axis=1).astype(np.uint64)
-    return VectoredCalls(ranges, first, far[first], np.add.reduceat(length, first))
+        first = _stretches(far, length)
+    ranges = np.empty((len(far), 2), dtype=np.uint64)
+    ranges[:, 0], ranges[:, 1] = near, length
+    ends = np.cumsum(length)
+    first = _cut(first, ends, length)
+    nbytes = np.diff(ends[first] - length[first], append=ends[-1])
+    return VectoredCalls(ranges, first, far[first], nbytes)
+
+
+def _stretches(far: Int64s, length: Int64s) -> Int64s:
+    """The runs that do not begin where the one before them ends, the first included."""
+    follows = far[1:] == far[:-1] + length[:-1]
+    return np.concatenate([np.zeros(1, np.int64), np.flatnonzero(~follows) + 1])
+
+
+def _cut(first: Int64s, ends: Int64s, length: Int64s) -> Int64s:
+    """The same stretches, none of more ranges than the system takes, nor much above a step."""
+    calls = -(-np.diff(first, append=len(ends)) // _MAX_RANGES)
+    if int(calls.max()) > 1:
+        turn = np.arange(calls.sum()) - np.repeat(np.cumsum(calls) - calls, calls)
+        first = np.repeat(first, calls) + turn * _MAX_RANGES
+    begins = ends[first] - length[first]
+    cuts = [first]
+    for call in np.flatnonzero(np.diff(begins, append=ends[-1]) > STEP).tolist():
+        stop = first[call + 1] if call + 1 < len(first) else len(ends)
+        own = slice(first[call], stop)
+        step = (ends[own] - length[own] - begins[call]) // STEP
+        cuts.append(first[call] + 1 + np.flatnonzero(np.diff(step)))
+    return np.sort(np.concatenate(cuts)) if len(cuts) > 1 else first
 
 
 def _finish(

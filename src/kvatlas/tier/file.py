@@ -1,0 +1,243 @@
+"""`TierFile`: the file of a tier, open.
+
+It is read and written by calls and never mapped: a disk that fails or fills, and a file
+that somebody cuts short, are then errors, where a mapping would end the process.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry import Int64s
+from kvatlas.planning import Plan
+from kvatlas.routing import Copy
+from kvatlas.tier.file_opening import (
+    allocate,
+    check_length,
+    create_file,
+    lock_file,
+    open_own,
+    read_all,
+    read_plan,
+    refusals,
+    write_all,
+)
+from kvatlas.tier.file_window import Window
+from kvatlas.tier.format import EMPTY_RECORD, RECORD, RecordFormat
+from kvatlas.tier.index import TierBlock
+from kvatlas.wire import Bytes, Memory, check_bounds, copy_file_runs, memory_of
+
+_RECORDS = 8192
+"""Records that are read at once."""
+_SUMMING = min(4, os.cpu_count() or 1)
+_AT_ONCE = 256 << 10
+"""Bytes that are read or written and summed together: what stays in the processor's cache."""
+_LONG_RUN = 32 << 10
+"""Runs from here on, on the whole, are worth a call each."""
+_WORTH_A_CORE = 8 << 20
+"""Bytes of a read that are worth another core."""
+_CUT_SHORT = -1
+"""The checksum of a block that the file does not have to its end."""
+
+
+BlockPlace = tuple[int, int]
+"""A pool, and the id of a block of it."""
+
+Checksums = dict[BlockPlace, int]
+
+
+class TierFile:
+    """A file that is open, locked, allocated, and as sound as its header says."""
+
+    def __init__(self, path: Path, plan: Plan | None, *, durable: bool) -> None:
+        self.path, self.durable = path, durable
+        if plan is not None and not path.exists():
+            create_file(path, plan)
+        self._fd = open_own(path)
+        try:
+            lock_file(self._fd, path)
+            with refusals(path):
+                self.plan, identity, self.extent = read_plan(self._fd, path)
+            if plan is not None and plan.to_json() != self.plan.to_json():
+                problem = "The tier's file was made for another plan"
+                got = f"{plan}, not {self.plan}"
+                hint = "Leave the plan out, or use another path"
+                raise AtlasError(Code.BAD_PLAN, problem, got=got, hint=hint)
+            with refusals(path):
+                allocate(self._fd, self.extent.nbytes)
+        except BaseException:
+            os.close(self._fd)
+            raise
+        self._records = RecordFormat(self.plan, self.extent, identity)
+        self._places = {
+            pool.index: Memory(self.extent.pools[pool.index], pool.nbytes)
+            for pool in self.plan.pools
+        }
+        self.window = Window(self._places)
+        self._helpers = ThreadPoolExecutor(1 + _SUMMING, thread_name_prefix="kvatlas-tier")
+        self._block_bytes = {pool.index: pool.block_bytes for pool in self.plan.pools}
+
+    # -- blocks -------------------------------------------------------------------------
+
+    def write(self, copies: Sequence[Copy], pools: Mapping[int, Bytes]) -> Checksums:
+        """Carry copies out from pools in memory into blocks of the file.
+
+        Blocks that are filled whole by long runs are summed on the way, while their bytes
+        are in the processor's cache; these checksums are returned.
+        """
+        near = memory_of(pools)
+        check_bounds(copies, near, self._places)
+        parts = [self._apart(copy) for copy in copies]
+        whole = [block for blocks, _ in parts for block in blocks]
+        ends = [(near[c.src_pool].address + c.src, self._places[c.dst_pool].address + c.dst, c)
+                for _, c in parts if len(c)]  # fmt: skip
+        run = self._helpers.map if len(whole) > 1 else map
+        with self._whole_file():
+            checksums = dict(run(lambda runs: self._write_block(runs, pools), whole))
+        self._move(ends, write=True)
+        return checksums
+
+    def _apart(self, copy: Copy) -> tuple[list[Copy], Copy]:
+        """The runs of each block that long runs fill whole, in order, and all other runs."""
+        if copy.nbytes < _LONG_RUN * len(copy):
+            return [], copy
+        order = np.argsort(copy.dst, kind="stable")
+        columns = copy.src[order], copy.dst[order], copy.length[order]
+        nbytes = self._block_bytes[copy.dst_pool]
+        block = columns[1] // nbytes
+        first = np.flatnonzero(np.diff(block, prepend=-1))
+        filled = np.add.reduceat(columns[2], first) == nbytes
+        stop = np.append(first[1:], len(block))
+        blocks = [
+            replace(copy, src=src, dst=dst, length=length)
+            for a, b in zip(first[filled].tolist(), stop[filled].tolist(), strict=True)
+            for src, dst, length in [[column[a:b] for column in columns]]
+        ]
+        others = ~np.repeat(filled, stop - first)
+        src, dst, length = (column[others] for column in columns)
+        return blocks, replace(copy, src=src, dst=dst, length=length)
+
+    def _write_block(self, runs: Copy, pools: Mapping[int, Bytes]) -> tuple[BlockPlace, int]:
+        """Write all of a block; which it is, and the checksum of what was written."""
+        memory, checksum = pools[runs.src_pool].data, 0
+        offset = self._places[runs.dst_pool].address + int(runs.dst[0])
+        for start, length in zip(runs.src.tolist(), runs.length.tolist(), strict=True):
+            for at in range(start, start + length, _AT_ONCE):
+                piece = memory[at : min(at + _AT_ONCE, start + length)]
+                checksum = zlib.crc32(piece, checksum)
+                write_all(self._fd, piece, offset)
+                offset += len(piece)
+        block_id = int(runs.dst[0]) // self._block_bytes[runs.dst_pool]
+        return (runs.dst_pool, block_id), checksum
+
+    def read(self, copies: Sequence[Copy], pools: Mapping[int, Bytes]) -> None:
+        """Carry copies out from blocks of the file into pools in memory."""
+        near = memory_of(pools)
+        check_bounds(copies, self._places, near)
+        ends = [(near[c.dst_pool].address + c.dst, self._places[c.src_pool].address + c.src, c)
+                for c in copies]  # fmt: skip
+        self._move(ends, write=False)
+
+    def _move(self, ends: Sequence[tuple[Int64s, Int64s, Copy]], *, write: bool) -> None:
+        if not ends:
+            return
+        near, far, copies = zip(*ends, strict=True)
+        length = np.concatenate([copy.length for copy in copies])
+        runs = np.concatenate(near), np.concatenate(far), length
+        # The system reads a file on several cores at once, and writes to it on one.
+        parts = 1 if write else min(_SUMMING, len(length), 1 + int(length.sum()) // _WORTH_A_CORE)
+        shares = zip(*(np.array_split(column, parts) for column in runs), strict=True)
+        run = self._helpers.map if parts > 1 else map
+        with self._whole_file():
+            for _ in run(lambda share: self._move_runs(*share, write=write), shares):
+                pass
+
+    def _move_runs(self, near: Int64s, far: Int64s, length: Int64s, *, write: bool) -> None:
+        for _ in copy_file_runs(lambda: self._fd, near, far, length, write=write):
+            pass
+
+    def checksums(self, blocks: Sequence[TierBlock]) -> list[int]:
+        """The checksums of blocks, as their bytes are now; on several cores where there are."""
+        run = self._helpers.map if len(blocks) > 1 else map
+        with refusals(self.path):
+            return list(run(self._checksum, blocks))
+
+    def commit(self, blocks: Sequence[TierBlock], known: Checksums) -> None:
+        """Write the records of blocks whose bytes are all there, and on the disk where asked.
+
+        Blocks whose checksums are not `known` are read for them.
+        """
+        synced = self._helpers.submit(os.fdatasync, self._fd) if self.durable else None
+        with self._whole_file():
+            for block in blocks:
+                block.checksum = known.get((block.pool, block.block_id), _CUT_SHORT)
+            unknown = [block for block in blocks if block.checksum == _CUT_SHORT]
+            for block, checksum in zip(unknown, self.checksums(unknown), strict=True):
+                if checksum == _CUT_SHORT:
+                    raise OSError(errno.ENODATA, "The file ends before its blocks")
+                block.checksum = checksum
+            if synced is not None:
+                synced.result()
+        with self._whole_file():
+            for block in blocks:
+                write_all(self._fd, self._records.write(block), self._records.place(block))
+            if self.durable:
+                os.fdatasync(self._fd)
+
+    def clear(self, block: TierBlock) -> None:
+        """Say that a block is empty, before anything is written to it."""
+        with self._whole_file():
+            write_all(self._fd, EMPTY_RECORD, self._records.place(block))
+
+    def recorded(self) -> Iterator[TierBlock]:
+        """The blocks that have sound records; their bytes are yet to be verified."""
+        for first in range(0, self.extent.blocks, _RECORDS):
+            many = min(_RECORDS, self.extent.blocks - first)
+            with refusals(self.path):
+                text = read_all(self._fd, many * RECORD, self.extent.index + first * RECORD)
+            records = np.frombuffer(text, dtype=np.uint8).reshape(-1, RECORD)
+            for place in np.flatnonzero(records.any(axis=1)).tolist():
+                block = self._records.read(first + place, records[place].tobytes())
+                if block is not None:
+                    yield block
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._helpers.shutdown()
+        self.window.close()
+        os.close(self._fd)
+
+    @contextmanager
+    def _whole_file(self) -> Iterator[None]:
+        """Refuse where the file is not as long as it was, before or after something is done.
+
+        Writing to a file that was cut short would make it long again, with zeros in it
+        that nobody has stored.
+        """
+        with refusals(self.path):
+            check_length(self._fd, self.path, self.extent)
+            yield
+            check_length(self._fd, self.path, self.extent)
+
+    def _checksum(self, block: TierBlock) -> int:
+        nbytes = self._block_bytes[block.pool]
+        start = self.extent.pools[block.pool] + block.block_id * nbytes
+        checksum, room = 0, memoryview(bytearray(min(nbytes, _AT_ONCE)))
+        at = start
+        while at < start + nbytes:
+            done = os.preadv(self._fd, [room[: start + nbytes - at]], at)
+            if not done:
+                return _CUT_SHORT
+            checksum = zlib.crc32(room[:done], checksum)
+            at += done
+        return checksum

@@ -1,0 +1,169 @@
+"""Opening the file of a tier: made whole or not at all, one user at a time, nothing believed.
+
+What the system says of a disk that fails or fills becomes a refusal here.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.planning import Plan
+from kvatlas.tier.format import LONGEST_PLAN, MAGIC, PAGE, VERSION, Extent, header, read_header
+from kvatlas.wire import check_plan_size
+
+_REMOVE = "Check the path; a damaged file can be removed: all of it can be computed again"
+_SECTOR = 512
+"""What the system counts the room of a file in."""
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def open_own(path: Path) -> int:
+    """A file of this user that nobody else may write to."""
+    with refusals(path):
+        fd = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+    state = os.fstat(fd)
+    if not stat.S_ISREG(state.st_mode):
+        os.close(fd)
+        raise _unreadable(path, "something that is not a file")
+    if state.st_uid != os.geteuid() or state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        os.close(fd)
+        problem = "The tier's file belongs to another user, or others may write to it"
+        got = f"user {state.st_uid}, mode {stat.S_IMODE(state.st_mode):o}: {path}"
+        hint = "Run as its owner, and take the rights of others away: chmod go-w"
+        raise AtlasError(Code.UNREADABLE, problem, got=got, hint=hint)
+    return fd
+
+
+def lock_file(fd: int, path: Path) -> None:
+    """Refuse a file that somebody else has open."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        problem, hint = "The tier's file is open elsewhere", "Close it there, or use another path"
+        raise AtlasError(Code.TWICE, problem, got=path, hint=hint) from None
+
+
+def create_file(path: Path, plan: Plan) -> None:
+    """Make the file under another name, so that under its own it is there whole or not at all."""
+    text = plan.to_json()
+    extent = Extent(plan, len(text))
+    if len(text) > LONGEST_PLAN:
+        raise _unreadable(path, f"a plan of {len(text):,} bytes")
+    beside = path.with_name(f"{path.name}.{secrets.token_hex(8)}.new")
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with refusals(path):
+        fd = os.open(beside, flags, 0o600)
+        try:
+            allocate(fd, extent.nbytes)
+            write_all(fd, header(text, secrets.token_bytes(16), extent) + text, 0)
+            os.fsync(fd)
+            with suppress(FileExistsError):  # somebody was faster: theirs is as good
+                os.link(beside, path)
+        finally:
+            os.close(fd)
+            beside.unlink()
+        _sync_folder(path.parent)
+
+
+def _sync_folder(path: Path) -> None:
+    """Have the disk know the names in a folder."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def allocate(fd: int, nbytes: int) -> None:
+    """Take the room now, so that no store finds the disk full; what is there stays."""
+    state = os.fstat(fd)
+    if state.st_size < nbytes or state.st_blocks * _SECTOR < nbytes:
+        os.posix_fallocate(fd, 0, nbytes)
+
+
+def write_all(fd: int, text: bytes | memoryview, offset: int) -> None:
+    """Write all of a text, in as many calls as that takes."""
+    done = 0
+    while done < len(text):
+        done += os.pwrite(fd, text[done:], offset + done)
+
+
+def read_all(fd: int, nbytes: int, offset: int) -> bytes:
+    """So many bytes, or a refusal where the file ends before."""
+    text = b""
+    while len(text) < nbytes:
+        more = os.pread(fd, nbytes - len(text), offset + len(text))
+        if not more:
+            raise OSError(errno.ENODATA, f"The file ends at byte {offset + len(text)}")
+        text += more
+    return text
+
+
+def read_plan(fd: int, path: Path) -> tuple[Plan, bytes, Extent]:
+    """The plan, id and extent of a file, everything held against the plan."""
+    first_page = read_all(fd, PAGE, 0)
+    if not first_page.startswith(MAGIC):
+        raise _unreadable(path, "a file that is no tier's")
+    said = read_header(first_page)
+    if said.version != VERSION:
+        problem = f"The tier's file is not of version {VERSION}"
+        raise _refusal(Code.UNLIKE_VERSIONS, problem, path, f"version {said.version}")
+    if not 0 < said.plan_bytes <= LONGEST_PLAN:
+        raise _unreadable(path, f"a plan of {said.plan_bytes:,} bytes")
+    text = read_all(fd, said.plan_bytes, PAGE)
+    if hashlib.sha256(text).digest() != said.plan_digest:
+        raise _wrong(path, "a plan whose digest is another")
+    try:
+        check_plan_size(text)
+        plan = Plan.from_json(text)
+        extent = Extent(plan, len(text))
+    except AtlasError as problem:
+        if problem.code is Code.BAD_PLAN:
+            raise
+        raise AtlasError(Code.BAD_PLAN, got=str(problem.got)[:200], hint=_REMOVE) from None
+    if first_page != header(text, said.identity, extent):
+        raise _wrong(path, "a header that is not its plan's")
+    check_length(fd, path, extent)
+    return plan, said.identity, extent
+
+
+def check_length(fd: int, path: Path, extent: Extent) -> None:
+    """Refuse a file that is shorter or longer than its plan says."""
+    if (size := os.fstat(fd).st_size) != extent.nbytes:
+        raise _unreadable(path, f"{size:,} bytes instead of {extent.nbytes:,}")
+
+
+@contextmanager
+def refusals(path: Path) -> Iterator[None]:
+    """Turn what the system says into refusals."""
+    try:
+        yield
+    except OSError as fault:
+        if fault.errno not in _NO_ROOM:
+            raise _unreadable(path, fault.strerror or str(fault)) from fault
+        problem = "The disk has no room for the tier's file"
+        hint = "Make room, plan the tier with less memory, or use another disk"
+        got = f"{fault.strerror}: {path}"
+        raise AtlasError(Code.NOT_ENOUGH_MEMORY, problem, got=got, hint=hint) from fault
+
+
+def _wrong(path: Path, got: str) -> AtlasError:
+    return _refusal(Code.CHECKSUM, "The header of the tier's file was changed", path, got)
+
+
+def _unreadable(path: Path, got: str) -> AtlasError:
+    problem = "The tier's file cannot be read or written, or is not as long as its plan says"
+    return _refusal(Code.UNREADABLE, problem, path, got)
+
+
+def _refusal(code: Code, problem: str, path: Path, got: str) -> AtlasError:
+    return AtlasError(code, problem, got=f"{got}: {path}", hint=_REMOVE)

@@ -1,0 +1,74 @@
+"""`Window`: memory in the place of a tier's file, for transports that want addresses."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import numpy as np
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry import round_up
+from kvatlas.tier.format import PAGE
+from kvatlas.wire import Bytes, Memory
+
+_MAP_NORESERVE = 0x4000
+"""Addresses alone, without a claim to as much memory; `mmap` does not name it in Python 3.11."""
+
+
+class Window:
+    """Memory that stands for the pools of a file where a transport wants addresses.
+
+    As large as the pools, but only those pages exist that were used, and these may go
+    again whenever nobody uses any: then the system takes them where it is short of memory.
+    """
+
+    def __init__(self, places: Mapping[int, Memory]) -> None:
+        self._places = places
+        self._map: mmap.mmap | None = None
+        self._pools: dict[int, Bytes] = {}
+        self._users = 0
+        self._lock = threading.Lock()
+
+    @property
+    def pools(self) -> dict[int, Bytes]:
+        """The pools' memory."""
+        with self._lock:
+            if self._map is None:
+                self._map = self._mapped()
+                at, everything = 0, np.frombuffer(self._map, np.uint8)
+                for index, place in self._places.items():
+                    self._pools[index] = everything[at : at + place.nbytes]
+                    at = round_up(at + place.nbytes, PAGE)
+            return self._pools
+
+    def _mapped(self) -> mmap.mmap:
+        nbytes = sum(round_up(place.nbytes, PAGE) for place in self._places.values())
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        try:
+            return mmap.mmap(-1, nbytes, flags=flags)
+        except OSError as problem:
+            what = f"{nbytes:,} bytes of addresses: {problem}"
+            hint = "Store and fetch without carry=, or plan the tier with less memory"
+            raise AtlasError(Code.NOT_ENOUGH_MEMORY, got=what, hint=hint) from problem
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Keep all pages meanwhile; once nobody uses any, the system may have them."""
+        with self._lock:
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if self._map is not None and not self._users:
+                    # Pages that were handed to a device stay where they are.
+                    self._map.madvise(mmap.MADV_FREE)
+
+    def close(self) -> None:
+        """Let go of the memory, which goes with the last view of it."""
+        with self._lock:
+            self._pools, self._map = {}, None

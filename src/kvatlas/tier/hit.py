@@ -1,0 +1,87 @@
+"""`Hit`: what a tier has of a request, pinned until it is released."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvatlas.planning import Plan
+from kvatlas.routing import Copy, Route, checked_rank
+from kvatlas.tier.index import BlockIndex, TierBlock
+from kvatlas.tier.request_blocks import NeededBlock
+from kvatlas.tier.storage import Carry, TierStorage
+
+
+@dataclass(eq=False, repr=False)
+class Hit:
+    """Tokens of a request that a tier has, in blocks that stay until it is released."""
+
+    start: int
+    tokens: int
+    """How many tokens of the request, from its first, can be fetched; 0 for none."""
+    _storage: TierStorage
+    _index: BlockIndex
+    _route_to: Callable[[Plan], Route]
+    """The tier's routes, by destination."""
+    _plan: Plan
+    """The tier's own."""
+    _needs: list[NeededBlock]
+    _blocks: list[TierBlock]
+    _loaded: ExitStack = field(default_factory=ExitStack)
+    """Ends the use of the tier's memory."""
+
+    def fetch(
+        self,
+        pools: Mapping[int, Any] | None,
+        plan: Plan,
+        *,
+        rank: int = 0,
+        blocks: Any,
+        carry: Carry | None = None,
+    ) -> None:
+        """Fill one rank's blocks, as routes take them."""
+        storage = self._storage
+        with storage.using():
+            rank = checked_rank(plan, rank, "destination")
+            copies = self._bound(plan, rank, blocks)
+            if carry is not None:
+                storage.load(copies, self._loaded)
+            storage.carry("fetch", copies, carry or storage.reading(plan, rank, pools or {}))
+
+    def copies(self, plan: Plan, *, rank: int = 0, blocks: Any) -> tuple[Copy, ...]:
+        """The byte ranges from `tier.memory` to a rank's pools, for any transport.
+
+        Of a tier in a file, the bytes are there until the hit is released.
+        """
+        with self._storage.using():
+            copies = self._bound(plan, rank, blocks)
+            self._storage.load(copies, self._loaded)
+            return copies
+
+    def _bound(self, plan: Plan, rank: int, blocks: Any) -> tuple[Copy, ...]:
+        way = self._route_to(plan)
+        if not self.tokens or 0 not in way.sources(rank):
+            return ()
+        with self._storage.metrics.phase("bind"):
+            ends: dict[str, Any] = {"src_blocks": self._tables(), "dst_blocks": blocks}
+            tokens = self.start, self.tokens
+            return way.bind(src_rank=0, dst_rank=rank, tokens=tokens, **ends).copies
+
+    def release(self) -> None:
+        """Unpin the blocks; a second call does nothing."""
+        blocks, self._blocks = self._blocks, []
+        self._loaded.close()
+        self._index.unpin(blocks)
+
+    def _tables(self) -> dict[int, list[int]]:
+        """Block ids by group; entries that nobody needs have none, and are refused if used."""
+        groups = self._plan.groups
+        tables = {group: [-1] for group in range(len(groups))}
+        for need, block in zip(self._needs, self._blocks, strict=True):
+            entry = 0 if groups[need.group].kind == "recurrent" else need.entry
+            table = tables[need.group]
+            table += [-1] * (entry + 1 - len(table))
+            table[entry] = block.block_id
+        return tables

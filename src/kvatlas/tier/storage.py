@@ -1,0 +1,131 @@
+"""`TierStorage`: where a tier's blocks are, in memory or in a file, and how bytes get there."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.planning import Plan
+from kvatlas.routing import Copy
+from kvatlas.tier.file import Checksums, TierFile
+from kvatlas.tier.index import TierBlock
+from kvatlas.wire import Bytes, Metrics, copy_pools, rank_pools, stream_bytes
+
+Carry = Callable[[Sequence[Copy]], None]
+"""Carries copies out, by any transport, and returns when all bytes are there."""
+
+Write = Callable[[Sequence[Copy]], Checksums | None]
+"""Carries copies out into a tier; the checksums of blocks of a file that it has summed."""
+
+
+class TierStorage:
+    """The blocks of a tier: pools in memory, or a file, until it is closed."""
+
+    def __init__(
+        self, pools: Mapping[int, Bytes], file: TierFile | None, *, verify_always: bool
+    ) -> None:
+        self._pools, self._file, self._verify_always = dict(pools), file, verify_always
+        self.metrics = Metrics()
+        self._idle = threading.Condition()
+        self._busy, self._open = 0, True
+
+    @property
+    def pools(self) -> dict[int, Bytes]:
+        """The blocks' memory, by pool; of a file, what stands for it in a `carry`."""
+        return self._pools if self._file is None else self._file.window.pools
+
+    # -- moving bytes -------------------------------------------------------------------
+
+    def writing(self, plan: Plan, rank: int, pools: Mapping[int, Any]) -> Write:
+        """From memory that this process can reach, into the tier."""
+        if self._file is None:
+            return lambda copies: copy_pools(copies, rank_pools(plan, rank, pools), self._pools)
+        write = self._file.write
+        return lambda copies: write(copies, rank_pools(plan, rank, pools))
+
+    def reading(self, plan: Plan, rank: int, pools: Mapping[int, Any]) -> Carry:
+        """From the tier into memory that this process can reach."""
+        if self._file is None:
+            return lambda copies: copy_pools(copies, self._pools, rank_pools(plan, rank, pools))
+        read = self._file.read
+        return lambda copies: read(copies, rank_pools(plan, rank, pools))
+
+    def carried(self, carry: Carry) -> Write:
+        """From anywhere, into the tier's memory; from there into its file."""
+        file = self._file
+        if file is None:
+            return carry
+
+        def through_window(copies: Sequence[Copy]) -> Checksums:
+            with file.window.used():
+                carry(copies)
+                within = [replace(c, src_pool=c.dst_pool, src=c.dst) for c in copies]
+                return file.write(within, self.pools)
+
+        return through_window
+
+    def load(self, copies: Sequence[Copy], loaded: ExitStack) -> None:
+        """Read what copies take from a file into the memory that stands for it, until `loaded`."""
+        file = self._file
+        if file is not None:
+            loaded.enter_context(file.window.used())
+            within = [replace(c, dst_pool=c.src_pool, dst=c.src) for c in copies]
+            file.read(within, file.window.pools)
+
+    def carry(self, phase: str, copies: Sequence[Copy], carry: Carry | Write) -> Checksums:
+        """Carry copies out, and count them; the checksums that are known from it."""
+        with self.metrics.phase(phase):
+            known = carry(copies)
+        descriptors = sum(map(len, copies))
+        self.metrics.add(**{f"{phase}_bytes": stream_bytes(copies)}, descriptors=descriptors)
+        return known or {}
+
+    # -- whole blocks -------------------------------------------------------------------
+
+    def commit(self, blocks: Sequence[TierBlock], known: Checksums) -> None:
+        """Record blocks that have all of their bytes, and of which some checksums are known."""
+        if self._file is not None and blocks:
+            with self.metrics.phase("commit"):
+                self._file.commit(blocks, known)
+
+    def damaged(self, blocks: Sequence[TierBlock]) -> list[TierBlock]:
+        """The blocks whose bytes are not those that were stored."""
+        if self._file is None:
+            return []
+        doubted = [block for block in blocks if self._verify_always or not block.verified]
+        with self.metrics.phase("verify"):
+            checksums = self._file.checksums(doubted)
+        for block, checksum in zip(doubted, checksums, strict=True):
+            block.verified = checksum == block.checksum
+        return [block for block in doubted if not block.verified]
+
+    # -- while it is open ---------------------------------------------------------------
+
+    @contextmanager
+    def using(self) -> Iterator[None]:
+        """Keep it open meanwhile; refused once it is closed."""
+        with self._idle:
+            if not self._open:
+                problem = "The tier is closed"
+                raise AtlasError(Code.UNREADABLE, problem, got="a call", hint="Open it again")
+            self._busy += 1
+        try:
+            yield
+        finally:
+            with self._idle:
+                self._busy -= 1
+                self._idle.notify_all()
+
+    def close(self) -> None:
+        """Wait for calls that are under way, then let go."""
+        with self._idle:
+            was, self._open = self._open, False
+            self._idle.wait_for(lambda: not self._busy)
+        if was:
+            self._pools = {}
+            if self._file is not None:
+                self._file.close()

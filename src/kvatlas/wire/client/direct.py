@@ -1,0 +1,24 @@
+"""A pull without staging: a descriptor for every run, from the source's pools into this node's."""
+
+from __future__ import annotations
+
+from kvatlas.routing import Stream
+from kvatlas.wire.client.rank_lease import RankLease
+
+_BATCH = 64 << 20
+"""Bytes that are posted at once: progress, and a chance to cancel, after each."""
+
+_BATCH_RUNS = 1 << 20
+"""Runs that are posted at once, more or less: each costs memory at this end."""
+
+
+def pull_direct(lease: RankLease, stream: Stream) -> None:
+    """Read a stream into its blocks, batch by batch."""
+    total = stream.nbytes
+    batch = max(4096, min(_BATCH, total * _BATCH_RUNS // max(1, stream.runs)))
+    for start in range(0, total, batch):
+        lease.renew_in_time()
+        stop = min(total, start + batch)
+        with lease.node.metrics.phase("direct"):
+            lease.read(stream.copies(start, stop), "blocks")
+        lease.transfer.add(lease.rank, stop - start)

@@ -1,0 +1,260 @@
+"""One rank's lease at a peer: what is asked of it, what both ends lend for it, what is read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.routing import Copy, Costs, Stream, token_range
+from kvatlas.wire import protocol
+from kvatlas.wire.channels import no_answer
+from kvatlas.wire.client.transfer import Transfer
+from kvatlas.wire.peers import Peer
+from kvatlas.wire.protocol import Ok, Opened
+from kvatlas.wire.server.node_state import NodeState
+from kvatlas.wire.transports.base import STAGING, Handle, Link
+
+A = TypeVar("A", bound=protocol.Message)
+How = Literal["auto", "direct", "staged"]
+
+BUFFERS = 2
+"""Staging buffers of a transfer at each end: one is filled while the other is sent."""
+
+_SEVERED = 1.0
+"""Seconds in which a link that was torn down is seen to be done with what it was reading."""
+
+
+@dataclass
+class PeerConnection:
+    """A peer that has welcomed this node, and the link to its memory."""
+
+    endpoint: str
+    peer: Peer
+    session: bytes
+    link: Link
+    beside: ThreadPoolExecutor
+    """Asks questions while a transfer does something else."""
+    costs: Costs | None = None
+    """What the link was measured at."""
+    question_seconds: float = 0.0
+    """How long the peer takes to answer a question."""
+    users: int = 0
+    """Transfers that use it now: the link is closed after the last of them."""
+    gone: bool = False
+
+
+@dataclass(frozen=True)
+class TransferRequest:
+    """What the caller of `pull` or `push` wants."""
+
+    direction: protocol.Direction
+    request: str
+    blocks: Any
+    peer_blocks: Any
+    tokens: Any
+    layers: Collection[str] | None
+    seconds: float
+    how: How
+    costs: Costs | None
+    checksums: bool
+    streamed: bool
+
+
+@dataclass
+class RankLease:
+    """A transfer's lease at one peer.
+
+    The peer has `patience` seconds for an answer; where there are `others` to turn to, also
+    for every batch of bytes.
+    """
+
+    node: NodeState
+    connection: PeerConnection
+    wanted: TransferRequest
+    transfer: Transfer
+    patience: float
+    others: bool = False
+
+    def __post_init__(self) -> None:
+        wanted = self.wanted
+        self.monitor = self.node.channels.monitor(self.connection.endpoint)
+        self.deadline = self.transfer.deadline
+        self.rank = self.connection.peer.rank
+        self.pull = wanted.direction == "pull"
+        self.tokens = token_range(wanted.tokens, self.node.plan.max_len)
+        self.mine = protocol.by_group(wanted.blocks)
+        self.theirs = None if wanted.peer_blocks is None else protocol.by_group(wanted.peer_blocks)
+        self.buffers: list[int] = []
+        """Staging buffers of this node."""
+        self.lent: tuple[int, ...] = ()
+        """Staging buffers of the peer."""
+        self.given_up: dict[str, list[Handle]] = {"blocks": [], "buffers": []}
+        """Reads that were given up before they were done, by what they would land in."""
+
+    # -- questions ------------------------------------------------------------------------
+
+    def _ask(self, question: protocol.Message, kind: type[A]) -> A:
+        deadline = min(self.deadline, time.monotonic() + self.patience)
+        answer = self.node.channels.ask(self.connection.endpoint, question, deadline=deadline)
+        if not isinstance(answer, kind):
+            raise protocol.bad_handshake(f"{type(answer).__name__} instead of {kind.__name__}")
+        return answer
+
+    def ask_of_lease(
+        self, message: Callable[..., protocol.Message], kind: type[A], **fields: Any
+    ) -> A:
+        """The peer's answer to a question about this lease."""
+        session, lease = self.connection.session, self.opened.lease
+        about = {"session": session, "lease": lease, "request": self.wanted.request}
+        return self._ask(message(**about, **fields), kind)
+
+    def open(self) -> None:
+        """Have the peer grant the lease."""
+        wanted, theirs = self.wanted, self.theirs
+        question = protocol.Open(
+            session=self.connection.session,
+            direction=wanted.direction,
+            request=wanted.request,
+            blocks=protocol.pack_tables(self.mine),
+            peer_blocks=None if theirs is None else protocol.pack_tables(theirs),
+            start=self.tokens[0],
+            stop=self.tokens[1],
+            layers=None if wanted.layers is None else tuple(wanted.layers),
+            seconds=self._seconds_left(),
+        )
+        with self.node.metrics.phase("open"):
+            self.opened = self._ask(question, Opened)
+        self._renew_at = time.monotonic() + self.opened.seconds / 2
+
+    def check_opened(self) -> None:
+        """Take the peer's blocks, and its staging only where that can be what it says."""
+        told = protocol.unpack_tables(self.opened.blocks)
+        self.theirs = told if self.theirs is None else self.theirs
+        piece = self.opened.piece
+        if piece and (piece < protocol.MIN_PIECE_BYTES or piece > self._staging_bytes()):
+            got = f"buffers of {piece} bytes in {self._staging_bytes()}"
+            raise protocol.bad_handshake(got)
+
+    def _seconds_left(self) -> float:
+        return max(0.001, self.deadline - time.monotonic())
+
+    def renew_in_time(self) -> None:
+        """Renew the lease where half of it is over."""
+        if time.monotonic() >= self._renew_at:
+            self.renew()
+
+    def renew(self) -> None:
+        """Have the peer confirm that the lease is held, and extend it."""
+        ok = self.ask_of_lease(protocol.Renew, Ok, seconds=self._seconds_left())
+        self._renew_at = time.monotonic() + ok.seconds / 2
+
+    def close(self, *, complete: bool) -> None:
+        """End the lease; where all went well, the source confirms that it was held."""
+        if not complete:
+            # Nobody waits for a peer that may not answer: its lease ends by itself then.
+            self.connection.beside.submit(self._abandon)
+            return
+        with self.node.metrics.phase("confirm"):
+            self.ask_of_lease(protocol.Close, Ok, complete=True)
+
+    def _abandon(self) -> None:
+        deadline = time.monotonic() + min(1.0, self.patience)
+        session, lease = self.connection.session, self.opened.lease
+        question = protocol.Close(session=session, lease=lease, complete=False)
+        with suppress(AtlasError):
+            self.node.channels.ask(self.connection.endpoint, question, deadline=deadline)
+
+    # -- what both ends lend --------------------------------------------------------------
+
+    def borrow(self, count: int) -> None:
+        """Get staging buffers of the peer, which lie inside its staging memory."""
+        while len(self.lent) < count:
+            self.transfer.check_cancelled()
+            seconds = min(self.patience / 2, self._seconds_left())
+            lent = self.ask_of_lease(
+                protocol.Borrow, protocol.Lent, buffers=count, seconds=seconds
+            ).buffers
+            outside = any((one + 1) * self.opened.piece > self._staging_bytes() for one in lent)
+            if outside or len(set(lent)) < len(lent):
+                got = f"buffers {lent} of {self.opened.piece} in {self._staging_bytes()} bytes"
+                raise protocol.bad_handshake(got)
+            self.lent = lent
+            if 0 < len(lent) < count:
+                return
+
+    def borrow_both(self) -> None:
+        """Get staging buffers of both ends, waiting for them; the peer's are got last."""
+        count = min(BUFFERS, self.node.staging.most())
+        while count and not self.buffers:
+            self.transfer.check_cancelled()
+            self.buffers = self.node.staging.acquire(count, min(0.1, self._seconds_left()))
+        if self.opened.piece:
+            self.borrow(count)
+        if not self.buffers or not self.lent:
+            raise AtlasError(
+                Code.TOO_MANY,
+                "An end of the transfer has no staging buffers",
+                got=f"{len(self.buffers)} here, {len(self.lent)} there",
+                hint="Give the nodes more buffers, or let the transfer choose",
+            )
+
+    def staging_copy(self, buffer: int, nbytes: int, near: Any = (0,), far: Any = (0,)) -> Copy:
+        """Runs of one length between offsets in a staging buffer of the peer and of this end."""
+        mine = self.buffers[buffer] * self.node.staging.piece + np.asarray(near)
+        theirs = self.lent[buffer] * self.opened.piece + np.asarray(far)
+        return Copy(STAGING, STAGING, theirs, mine, np.full(len(mine), nbytes, dtype=np.int64))
+
+    def _staging_bytes(self) -> int:
+        staging = self.connection.peer.memory.get(STAGING)
+        return 0 if staging is None else staging.nbytes
+
+    # -- bytes ----------------------------------------------------------------------------
+
+    def stream(self, layers: Collection[str] | None) -> Stream:
+        """The bytes of some layers, or of all, that move between the two ends."""
+        mine, theirs, peer = self.mine, self.theirs, self.connection.peer
+        return self.node.stream(peer, mine, theirs, self.tokens, layers, incoming=self.pull)
+
+    def reaches_pools(self) -> bool:
+        """Whether the pools of the end that is read can be reached by the one that reads."""
+        if not self.pull:
+            return all(map(self.node.transport.shares, self.node.plan.rank_pools(self.node.rank)))
+        peer = self.connection.peer
+        return all(map(self.connection.link.reaches, peer.plan.rank_pools(peer.rank)))
+
+    def read(self, copies: Sequence[Copy], into: str = "buffers") -> None:
+        """Read runs over the link; where that is given up, it is remembered."""
+        handle = self.connection.link.read(copies)
+        deadline = self.deadline
+        if self.others:
+            deadline = min(deadline, time.monotonic() + self.patience)
+        try:
+            handle.wait(deadline, self._check_going_on)
+        finally:
+            handle.release()
+            if not handle.settle():
+                self.given_up[into].append(handle)
+                if self.others and into == "blocks":
+                    self._sever()
+
+    def _check_going_on(self) -> None:
+        """Raise where the transfer has ended, or the peer has died."""
+        self.transfer.check_cancelled()
+        self.monitor.check()
+
+    def _sever(self) -> None:
+        """Tear the link to a stalled replica down before another one fills the same blocks."""
+        self.connection.link.sever()
+        patience = time.monotonic() + _SEVERED
+        while not all(handle.settle() for handle in self.given_up["blocks"]):
+            if time.monotonic() > patience:
+                self.transfer.failed(self.rank, no_answer(self.connection.endpoint))
+                return
+            time.sleep(0.01)
