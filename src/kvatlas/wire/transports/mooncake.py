@@ -25,7 +25,7 @@ import socket
 import struct
 import threading
 import weakref
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, ClassVar
 
@@ -200,6 +200,8 @@ class MooncakeLink(Link):
         super().__init__(owner, theirs)
         self.peer = peer
         self._jobs: queue.SimpleQueue[MooncakeHandle | None] = queue.SimpleQueue()
+        self._first = np.zeros(1, dtype=np.uint8)
+        """Where the first byte goes that an engine reads."""
         self._working = False
 
     def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle:
@@ -214,9 +216,14 @@ class MooncakeLink(Link):
         """Carry out one operation after the other; an engine that failed is ended."""
         engine = None
         while (job := self._jobs.get()) is not None:
+            met = True
             try:
-                engine = engine or make_engine(self.owner.host)
-                failure = self._carry_out(engine, job)
+                failure = None
+                if engine is None:
+                    engine = make_engine(self.owner.host)
+                    failure = self._meet(engine)
+                    met = failure is None
+                failure = failure or self._carry_out(engine, job)
             except AtlasError as problem:
                 failure = problem
             except Exception as problem:
@@ -226,7 +233,7 @@ class MooncakeLink(Link):
                 job.outcome.set_result(None)
                 continue
             job.outcome.set_exception(failure)
-            if not job.quiet and engine is not None:
+            if engine is not None and not (met and job.quiet):
                 seen = weakref.ref(engine)
                 engine = None
                 job.quiet = seen() is None
@@ -235,16 +242,34 @@ class MooncakeLink(Link):
         """All calls of an operation; what went wrong."""
         act = engine.batch_transfer_sync_write if job.write else engine.batch_transfer_sync_read
         for part in in_calls(*job.runs):
-            if job.given_up or not self.open:
+            if not self.open or not job.begin():
                 return errors.cancelled()
             job.quiet = False
-            answer = act(self.peer.session, *part)
-            if answer != 0:
-                if not answers(self.peer):
-                    return errors.peer_lost(f"nobody listens at {self.peer.session} any more")
-                return errors.failed(f"{answer} from Mooncake for {len(part[0])} slices")
+            if failure := self._called(act, part):
+                return failure
             job.quiet = True
         return None
+
+    def _meet(self, engine: Any) -> AtlasError | None:
+        """Read one byte of the peer into memory of the link's own.
+
+        An engine's first call asks the peer about its memory, and waits a minute for the answer
+        of one that stands still. No block waits with it: none was handed over yet.
+        """
+        region = next((region for region in self.theirs.values() if region.nbytes), None)
+        if region is None:
+            return None
+        call = [[self._first.ctypes.data], [region.address], [1]]
+        return self._called(engine.batch_transfer_sync_read, call)
+
+    def _called(self, act: Callable[..., int], part: list[list[int]]) -> AtlasError | None:
+        """One call; what went wrong."""
+        answer = act(self.peer.session, *part)
+        if answer == 0:
+            return None
+        if not answers(self.peer):
+            return errors.peer_lost(f"nobody listens at {self.peer.session} any more")
+        return errors.failed(f"{answer} from Mooncake for {len(part[0])} slices")
 
     def _close(self) -> None:
         """Let its thread end, and with it the engine, after the call that it is in."""
@@ -274,7 +299,10 @@ class MooncakeHandle(Handle):
     def __init__(self, *runs: Int64s, write: bool) -> None:
         self.runs, self.write = runs, write
         """Addresses at this end and at the peer's, and lengths."""
-        self.given_up = False
+        self._lock = threading.Lock()
+        self._given_up = False
+        self.begun = False
+        """Whether a call was made for it."""
         self.quiet = True
         """Whether all calls that were made for it have done well, or their engine is gone."""
         self.outcome: Future[None] = Future()
@@ -288,10 +316,20 @@ class MooncakeHandle(Handle):
     def _pause(self, seconds: float) -> None:
         wait([self.outcome], seconds)
 
+    def begin(self) -> bool:
+        """Whether a call may be made for it: not once it was given up."""
+        with self._lock:
+            self.begun = self.begun or not self._given_up
+            return not self._given_up
+
     def _release(self) -> None:
         """No further call for it; one that is under way cannot be taken back."""
-        self.given_up = True
+        with self._lock:
+            self._given_up = True
 
     def _settle(self) -> bool:
-        """Over where the thread is done with it, and its calls have come to rest."""
+        """Over where no call will be made, or the thread is done and its calls are at rest."""
+        with self._lock:
+            if self._given_up and not self.begun:
+                return True
         return self.outcome.done() and self.quiet
