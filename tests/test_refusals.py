@@ -200,7 +200,7 @@ def test_every_code_has_a_way_to_it() -> None:
     elsewhere |= {  # tests/planning/test_refusals.py
         Code.UNKNOWN_BACKEND, Code.BACKEND_REFUSES, Code.BAD_TOPOLOGY, Code.LAYOUT_REFUSED,
         Code.PAGES_NOT_UNIFIED, Code.NOT_ENOUGH_MEMORY, Code.BAD_PACK, Code.BAD_PLAN,
-        Code.UNKNOWN_POLICY, Code.UNKNOWN_LAYER, Code.BAD_QUANTITY,
+        Code.UNKNOWN_POLICY, Code.UNKNOWN_LAYER, Code.BAD_QUANTITY, Code.CONTRADICTORY,
     }  # fmt: skip
     elsewhere |= {  # tests/routing/test_refusals.py
         Code.UNLIKE_MODELS, Code.UNLIKE_LAYERS, Code.UNLIKE_DTYPES, Code.MISSING_LAYERS,

@@ -22,7 +22,8 @@ from tests.planning.models import SMALL  # noqa: E402
 @pytest.mark.parametrize("name", list(SMALL))
 def test_fields_lie_where_the_plan_says(name: str) -> None:
     """Writing one element through a view changes exactly the bytes that its placement names."""
-    for order in ORDERS:
+    orders = plan(SMALL[name], memory="20MiB", max_len=64, in_flight=32).accepted_layouts
+    for order in orders if name == "compressed" else ORDERS:
         check_fields(name, order)
 
 

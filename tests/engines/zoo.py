@@ -238,10 +238,10 @@ OTHERS: dict[str, Tiny] = {
         "BambaConfig",
         {
             **_MAMBA2,
-            "num_hidden_layers": 6,
-            "attn_layer_indices": [1, 2, 4, 5],
+            "num_hidden_layers": 9,
+            "attn_layer_indices": [1, 2, 3, 4, 5, 6, 7],
             "num_key_value_heads": 1,
-            "mamba_d_state": 32,
+            "mamba_d_state": 128,
         },
         recurrent=True,
     ),
