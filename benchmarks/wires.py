@@ -251,7 +251,7 @@ def preparing(link: Any) -> None:
 
 
 def _preparations(link: Any, runs: Copy) -> Iterator[Act]:
-    agent = link.owner.agent
+    agent = link.agent
     near = nixl_rows(runs.dst, link.mine[0].address, runs.length)
     far = nixl_rows(runs.src, link.theirs[0].address, runs.length)
 

@@ -48,16 +48,20 @@ def viewable_orders(orders: tuple[str, ...], layers: list[SizedLayer]) -> tuple[
     ('LBNHC', 'LBHNC', 'BLNHC', 'BLHNC')
     """
     pages = {page_of(layer.spec, layer.block, layer.tp) for layer in layers}
-    flat = [page for page in pages if not page.in_cells]
+    # Padding is the pool's business: another page's size may bring it or spare it.
+    flat = {_unpadded(page) for page in pages if not page.in_cells}
     return tuple(order for order in orders if all(_can_view(page, order) for page in flat))
+
+
+def _unpadded(page: Page) -> Page:
+    return replace(page, padding=0) if page.padding else page
 
 
 @lru_cache(maxsize=4096)
 def _can_view(page: Page, order: str) -> bool:
     """Whether every field of a page is a view where pages lie in that order."""
     try:
-        # Padding is the pool's business: another page's size may bring it or spare it.
-        placed = replace(page, padding=0).place(order, pages=2, blocks=2)
+        placed = page.place(order, pages=2, blocks=2)
         for field in page.fields:
             page.view(placed, field.name)
     except AtlasError:
