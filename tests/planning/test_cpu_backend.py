@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvatlas.geometry import Placement
 from kvatlas.models import Layer, Model
 from kvatlas.planning import foreign, plan
@@ -26,7 +28,7 @@ def test_the_cpu_backend_keeps_keys_transposed() -> None:
 
 def test_windows_that_an_engine_keeps_at_full_length_share_a_table_with_the_others() -> None:
     """vLLM without its hybrid manager: one group, whose first layer sees a window alone."""
-    sizes: dict[str, int] = {"heads": 2, "head_dim": 8}
+    sizes: dict[str, Any] = {"heads": 2, "head_dim": 8}
     layers = (
         Layer(name="0", index=0, spec=SlidingAttention(**sizes, window=16)),
         Layer(name="1", index=1, spec=FullAttention(**sizes)),

@@ -34,6 +34,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma2Config",
         {
             **_DENSE,
+            "tie_word_embeddings": True,
             "num_hidden_layers": 4,
             "head_dim": 32,
             "sliding_window": WINDOW,
@@ -44,6 +45,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3TextConfig",
         {
             **_DENSE,
+            "tie_word_embeddings": True,
             "num_hidden_layers": 6,
             "head_dim": 32,
             "sliding_window": WINDOW,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvatlas.engines.vllm.describe import DescribedStage, describe, describe_stage, join_stages
+from kvatlas.engines.vllm.describe import DescribedStage, describe_engine, describe_stage, join_stages
 from kvatlas.engines.vllm.settings import ConnectorSettings
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ __all__ = [
     "ConnectorSettings",
     "DescribedStage",
     "KVAtlasConnector",
-    "describe",
+    "describe_engine",
     "describe_stage",
     "join_stages",
 ]

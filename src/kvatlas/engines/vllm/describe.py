@@ -59,7 +59,7 @@ class DescribedStage(msgspec.Struct, frozen=True, kw_only=True):
     layers: tuple[DescribedLayer, ...]
 
 
-def describe(
+def describe_engine(
     vllm_config: Any,
     kv_cache_config: Any,
     *,

@@ -40,7 +40,7 @@ class RemoteRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             "do_remote_decode": False,
             "remote_engine_id": engine_id,
             "remote_request_id": self.request,
-            "kvatlas": msgspec.to_builtins(self),
+            "kvatlas": msgspec.json.decode(msgspec.json.encode(self)),
         }
 
     @classmethod
