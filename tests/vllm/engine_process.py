@@ -35,6 +35,8 @@ class Engine:
     process: Any
     answers: dict[str, Answer] = field(default_factory=dict)
     counter: int = 0
+    started: dict[str, Any] = field(default_factory=dict)
+    """Its facts before the first request."""
 
     def add(self, prompt: Sequence[int], *, tokens: int = 8, params: Any = None) -> str:
         self.counter += 1
@@ -109,6 +111,7 @@ def engine(
         said, *what = here.recv()
         if said != "ready":
             raise EngineStartError(what[0])
+        made.started = made.facts()
         yield made
     finally:
         if process.is_alive():

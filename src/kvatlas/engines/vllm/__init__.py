@@ -9,7 +9,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvatlas.engines.vllm.describe import DescribedStage, describe_engine, describe_stage, join_stages
+from kvatlas.engines.vllm.describe import (
+    DescribedStage,
+    describe_engine,
+    describe_stage,
+    join_stages,
+)
 from kvatlas.engines.vllm.settings import ConnectorSettings
 
 if TYPE_CHECKING:
