@@ -2,4 +2,7 @@
 
 from importlib.util import find_spec
 
-collect_ignore = [] if find_spec("vllm") else ["src/kvatlas/engines/vllm/connector.py"]
+_OF_VLLM = ("connector.py", "connector_stats.py")
+collect_ignore = [
+    f"src/kvatlas/engines/vllm/{name}" for name in _OF_VLLM if find_spec("vllm") is None
+]

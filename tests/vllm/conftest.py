@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-collect_ignore_glob = [] if find_spec("vllm") else ["test_*engines*.py", "test_describe*.py"]
+collect_ignore_glob = (
+    [] if find_spec("vllm") else ["test_engine*.py", "test_describe.py", "test_interface.py"]
+)
 
 
 @pytest.fixture(scope="session")

@@ -225,7 +225,7 @@ def test_tensors_that_are_not_the_plans_are_refused_by_the_layers_name() -> None
     specs = {
         name: group.kv_cache_spec for group in theirs.kv_cache_groups for name in group.layer_names
     }
-    views = {}
+    views: dict[str, Any] = {}
     for tensor in theirs.kv_cache_tensors:
         made_views = create_kv_cache_views(
             raw, specs[tensor.layers[0]], theirs.num_blocks, KVCacheLayout.LBHNC, tensor

@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvatlas.engines.vllm.connector_stats import KVAtlasPromMetrics, KVAtlasStats
 from kvatlas.engines.vllm.describe import (
     DescribedStage,
     check_tensors,
@@ -166,6 +167,25 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
             return KVConnectorTransferResults()
         ended = self._worker.take_ended()
         return KVConnectorTransferResults(ended.sent, ended.received, ended.failed)
+
+    def get_kv_connector_stats(self) -> KVAtlasStats | None:
+        """What was counted since the last step; None where that is nothing."""
+        if self._worker is None:
+            return None
+        stats = KVAtlasStats.of(self._worker.take_counts())
+        return None if stats.is_empty() else stats
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVAtlasStats:
+        """Counts that came from a worker."""
+        return KVAtlasStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
+    ) -> KVAtlasPromMetrics:
+        """The same for Prometheus."""
+        return KVAtlasPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
         """Close the node and its sessions."""
