@@ -18,9 +18,10 @@ def prompt(length: int, seed: int = 1) -> list[int]:
     return [(seed * 7919 + 31 * i + i * i * (seed + 3)) % VOCABULARY for i in range(length)]
 
 
-def atlas(**settings: Any) -> dict[str, Any]:
-    """The flag with which an engine takes this connector."""
+def atlas(policy: str = "fail", **settings: Any) -> dict[str, Any]:
+    """The flag with which an engine takes this connector; `policy` for what cannot be read."""
     return {
+        "kv_load_failure_policy": policy,
         "kv_connector": "KVAtlasConnector",
         "kv_connector_module_path": "kvatlas.engines.vllm",
         "kv_role": "kv_both",

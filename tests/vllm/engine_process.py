@@ -93,12 +93,13 @@ def engine(
     name: str,
     core: str = "0",
     connector: dict[str, Any] | None = None,
+    environment: dict[str, str] | None = None,
     **options: Any,
 ) -> Iterator[Engine]:
     """An engine, ready to be asked; `connector` is its kv_transfer_config."""
     here, there = multiprocessing.Pipe()
     context = multiprocessing.get_context("spawn")
-    about = (there, str(model), core, connector, options)
+    about = (there, str(model), core, connector, environment or {}, options)
     process = context.Process(target=serve, args=about, name=name)
     process.start()
     there.close()
@@ -129,9 +130,11 @@ class EngineStartError(Exception):
     """Why an engine did not start."""
 
 
-def serve(pipe: Connection, model: str, core: str, connector: Any, options: Any) -> None:
+def serve(
+    pipe: Connection, model: str, core: str, connector: Any, environment: Any, options: Any
+) -> None:
     """The engine's process."""
-    os.environ |= {
+    os.environ |= environment | {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": core,

@@ -68,7 +68,7 @@ def test_prefixes_that_are_there_are_not_read_again(name: str, checkpoints: Path
     prompts = [whole[:length] + tail for length, tail in tails]
     prompts += [whole[:length] for length in (640, 150, 151, 215, 300, 301)]
     right = undisturbed(model, prompts)
-    cached = {"enable_prefix_caching": True}
+    cached: dict[str, Any] = {"enable_prefix_caching": True}
     with (
         engine(model, name="one", connector=atlas(), core="0", block_size=64, **cached) as first,
         engine(
@@ -91,7 +91,7 @@ def test_chunked_prefill_many_at_once_and_two_prefill_engines(checkpoints: Path)
     model = checkpoint("gemma3", checkpoints)
     prompts = [prompt(40 + 29 * number, seed=number + 1) for number in range(16)]
     right = undisturbed(model, prompts)
-    chunks = {"max_num_batched_tokens": 96, "enable_chunked_prefill": True}
+    chunks: dict[str, Any] = {"max_num_batched_tokens": 96, "enable_chunked_prefill": True}
     with (
         engine(model, name="one", connector=atlas(), core="0", block_size=64, **chunks) as first,
         engine(model, name="two", connector=atlas(), core="0", block_size=32, **chunks) as second,

@@ -84,6 +84,18 @@ def test_prompts_are_one_token_shorter_where_windows_or_states_need_it() -> None
         assert plain.num_prompt_tokens == 100
 
 
+def test_drafters_that_look_ahead_leave_more_tokens_to_the_decode_engine() -> None:
+    config = vllm_config()
+    config.num_prefill_lookahead_tokens = 4
+    both = SchedulerSide(config, Config([FULL]))
+    request = Request("p", 100, {"do_remote_decode": True})
+    both.on_new_request(request)
+    assert request.num_prompt_tokens == 97
+    other = Request("d", 100, told(97))
+    both.on_new_request(other)
+    assert both.matched_tokens(other, 0) == (97, True)
+
+
 def test_what_a_prefill_engine_answers_is_what_a_decode_engine_reads() -> None:
     prefill, decode = side(FULL, SLIDING), side(FULL, SLIDING)
     request = Request("p", 150, {"do_remote_decode": True})

@@ -44,7 +44,9 @@ class SchedulerSide:
                 kv_cache_config.transfer_group_ids, kv_cache_config.transfer_groups, strict=True
             )
         ]
-        self._stops_short = any(group.partial for group in self._groups)
+        # Drafters of several modules look ahead: what they keep of the last tokens is a guess.
+        ahead = getattr(vllm_config, "num_prefill_lookahead_tokens", 0) - 1
+        self._left_out = max(ahead, int(any(group.partial for group in self._groups)))
         self._managers: Any = None
         self._endpoints: tuple[str, ...] = ()
         self._remote: dict[str, RemoteRequest] = {}
@@ -81,7 +83,7 @@ class SchedulerSide:
         remote = self._remote.get(request.request_id)
         if remote is None or not (request.kv_transfer_params or {}).get("do_remote_prefill"):
             return 0, False
-        count = max(0, _stop(request, remote) - computed)
+        count = max(0, self._stop(request, remote) - computed)
         return count, count > 0
 
     def allocated(self, request: Any, blocks: Any, external: int) -> None:
@@ -95,7 +97,7 @@ class SchedulerSide:
         if not external:
             self._orders.let_go.append(remote)
             return
-        stop = _stop(request, remote)
+        stop = self._stop(request, remote)
         start = stop - external
         tables = self._tables(blocks.get_block_ids(), stop)
         self._keep_out_of_cache(request.request_id, start, stop)
@@ -143,17 +145,22 @@ class SchedulerSide:
     # -- inside ---------------------------------------------------------------------------
 
     def _stop_short(self, request: Any, params: dict[str, Any]) -> None:
-        """Leave the last token of a prompt to the decode engine, where that has to be."""
-        if not self._stops_short or params.get(_SHORTER) or request.num_prompt_tokens < 2:
+        """Leave the last tokens of a prompt to the decode engine, where that has to be."""
+        left_out = self._left_out
+        if left_out < 1 or params.get(_SHORTER) or request.num_prompt_tokens <= left_out:
             return
         if request.prompt_token_ids is None:
             log.warning("not shortened request=%r: it has no tokens", request.request_id)
             return
-        del request.prompt_token_ids[-1:]
-        del request._all_token_ids[-1:]
-        request.num_prompt_tokens -= 1
+        del request.prompt_token_ids[-left_out:]
+        del request._all_token_ids[-left_out:]
+        request.num_prompt_tokens -= left_out
         request.max_tokens = 1
         params[_SHORTER] = True
+
+    def _stop(self, request: Any, remote: RemoteRequest) -> int:
+        """How many tokens of a prompt may come from elsewhere: the last is computed here."""
+        return int(min(request.num_prompt_tokens - max(1, self._left_out), remote.tokens))
 
     def _checked(self, remote: RemoteRequest) -> RemoteRequest:
         """Refuse windows alone where this engine caches them as if all tokens were there."""
@@ -222,8 +229,3 @@ class TransferGroup:
         if first <= start or not first % self.block:
             return 0
         return int(first // self.block) + 1
-
-
-def _stop(request: Any, remote: RemoteRequest) -> int:
-    """How many tokens of a prompt may come from elsewhere: the last is computed here."""
-    return int(min(request.num_prompt_tokens - 1, remote.tokens))
