@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from vllm.v1.attention.backend import MultipleOf
@@ -36,6 +37,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from kvatlas import AtlasError
 from kvatlas.engines.vllm.describe import check_tensors, describe_stage, join_stages
 from kvatlas.errors import Code
+from kvatlas.geometry import Layout
 from kvatlas.models import Model
 from kvatlas.planning import Plan, plan
 from kvatlas.planning.backends import backends_of
@@ -45,6 +47,7 @@ from kvatlas.specs import (
     ChunkedAttention,
     CompressorState,
     CrossAttention,
+    FullAttention,
     Indexer,
     LatentAttention,
     Recurrent,
@@ -244,3 +247,32 @@ def test_tensors_that_are_not_the_plans_are_refused_by_the_layers_name() -> None
             check_tensors(seen, stage, tensors)
         assert refusal.value.code is Code.ENGINE_REFUSES, why
         assert last in str(refusal.value), why
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_what_the_cpu_kernel_writes_is_where_the_plan_says(dtype: torch.dtype) -> None:
+    """K is transposed over the whole block: found by writing rows with vLLM's own kernel."""
+    ops = pytest.importorskip("vllm._custom_ops")
+    attention = pytest.importorskip("vllm.v1.attention.backends.cpu_attn")
+    for block, heads, dim in ((32, 2, 32), (64, 1, 64), (128, 3, 128)):
+        blocks, item = 3, dtype.itemsize
+        name = str(dtype).removeprefix("torch.")
+        spec = FullAttention(heads=heads, head_dim=dim, dtype=name, packing="transposed")
+        page = spec.page(block)
+        placed = page.place(Layout("LBHNC"), pages=1, blocks=blocks).select("L", 0)
+        memory = np.zeros(blocks * page.nbytes, np.uint8)
+        cache = torch.from_numpy(memory).view(dtype).view(blocks, heads, block, 2 * dim)
+        slots = torch.randperm(blocks * block)[: 2 * block + 5]
+        k, v = (torch.randn(len(slots), heads, dim).to(dtype) for _ in range(2))
+        sides = cache.view(blocks, heads, 2 * block, dim).chunk(2, dim=2)
+        isa = attention._get_attn_isa(dtype, block, dim)
+        ops.cpu_attn_reshape_and_cache(k, v, *sides, slots, isa)
+        for field, rows in (("k", k), ("v", v)):
+            view = page.view(placed, field)
+            own = slots.numpy()[:, None, None]
+            every = np.arange(heads)[None, :, None], np.arange(dim)[None, None, :]
+            at = np.broadcast_arrays(own // block, every[0], own % block, every[1])
+            axes = {axis: one.reshape(-1) for axis, one in zip("BHNC", at, strict=True)}
+            where = np.asarray(view(**axes)) // item
+            got = cache.reshape(-1)[torch.from_numpy(where)].reshape(rows.shape)
+            assert torch.equal(got, rows), (field, block, isa)

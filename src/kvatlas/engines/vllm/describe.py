@@ -87,26 +87,32 @@ def describe_stage(
     """What the ranks of one pipeline stage keep."""
     _check_topology(vllm_config, kv_cache_config)
     model = ServedModel.of(vllm_config)
+    specs = {
+        name: (index, _own_spec(group.kv_cache_spec, name))
+        for index, group in enumerate(kv_cache_config.transfer_groups)
+        for name in group.layer_names
+    }
+    kept = {
+        name: layer_spec(name, spec, model, (backends or {}).get(name))
+        for name, (_, spec) in specs.items()
+    }
     placed = dict(_placed_layers(kv_cache_config, kernel_blocks or {}))
     layers = []
-    for index, group in enumerate(kv_cache_config.transfer_groups):
-        for name in group.layer_names:
-            spec = _own_spec(group.kv_cache_spec, name)
-            if name not in placed:
-                raise refused(name, "no tensor of its own", "Upgrade kvatlas")
-            sizes, strides, offset = placed[name]
-            described = layer_spec(name, spec, model, (backends or {}).get(name))
-            layers.append(
-                DescribedLayer(
-                    layer=Layer(name=name, index=_index(name), spec=described),
-                    sizes=sizes,
-                    strides=strides,
-                    offset=offset,
-                    block=spec.block_size,
-                    group=index,
-                    full=keeps_all_tokens(spec),
-                )
+    for name, (index, spec) in specs.items():
+        if name not in placed:
+            raise refused(name, "no tensor of its own", "Upgrade kvatlas")
+        sizes, strides, offset = placed[name]
+        layers.append(
+            DescribedLayer(
+                layer=Layer(name=name, index=_index(name), spec=kept[name]),
+                sizes=sizes,
+                strides=strides,
+                offset=offset,
+                block=spec.block_size,
+                group=index,
+                full=keeps_all_tokens(spec),
             )
+        )
     return DescribedStage(
         model=model.name,
         architecture=model.architecture,
