@@ -39,9 +39,17 @@ def both_ways(name: str, folder: Path, one: dict[str, Any], other: dict[str, Any
             for tokens, answer in zip(prompts, right, strict=True):
                 got = split(*way, tokens)
                 assert_same(answer, got, (name, way[0].process.name, len(tokens)))
-        began = first.prefill(prompt(len(prompts[-1]), seed=2))
-        wrong = second.generate(prompts[-1], params=began.params)
+        forged, real = (
+            first.prefill(one).params or {}
+            for one in (prompt(len(prompts[-1]), seed=2), prompts[-1])
+        )
+        got = second.generate(prompts[-1], params=forged)
+        assert_same(right[-1], got, "another prompt's cache is not read")
+        forged = first.prefill(prompt(len(prompts[-1]), seed=2)).params or {}
+        forged["kvatlas"]["prompt"] = real["kvatlas"]["prompt"]
+        wrong = second.generate(prompts[-1], params=forged)
         assert wrong.tokens != right[-1].tokens, "what was read is not used"
+        assert_same(right[-1], second.generate(prompts[-1], params=real), "the right one")
         assert_nothing_held(first, second)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvatlas import AtlasError
-from kvatlas.engines.vllm.orders import RemoteRequest
+from kvatlas.engines.vllm.orders import RemoteRequest, prompt_digest
 from kvatlas.engines.vllm.scheduler_side import SchedulerSide
 from kvatlas.engines.vllm.supported_versions import check_managers
 from kvatlas.errors import Code
@@ -37,6 +37,7 @@ def side(*groups: Group, caching: bool = False) -> SchedulerSide:
 def told(tokens: int = 100, **changed: Any) -> dict[str, Any]:
     """What a prefill engine answers."""
     about: dict[str, Any] = {"version": 1, "request": "p/1", "tokens": tokens}
+    about["prompt"] = prompt_digest(range(tokens), tokens)
     return RemoteRequest(**about | {"endpoints": ("tcp://h:1",)} | changed).params("other")
 
 
@@ -182,6 +183,18 @@ def test_parameters_from_outside_are_checked() -> None:
         orders = decode.take_orders()
         assert not orders.pulls
         assert not orders.let_go
+
+
+def test_another_prompts_tokens_are_not_read_and_given_back() -> None:
+    decode = side(FULL)
+    request = Request("d", 100, told(100))
+    assert request.prompt_token_ids is not None
+    request.prompt_token_ids[50] += 1
+    decode.on_new_request(request)
+    assert decode.matched_tokens(request, 0) == (0, False)
+    assert len(decode.take_orders().let_go) == 1
+    decode.finished(request, ([],))
+    assert decode.take_orders().let_go == [], "once"
 
 
 def test_blocks_that_a_window_fills_in_part_are_not_cached() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -168,6 +169,21 @@ def test_an_engine_that_is_gone_fails_its_requests_and_is_found_again() -> None:
             source.order(offers=[OfferOrder("p", "p/1", blocks, 149)])
             target.order(pulls=[order])
             assert target.ended() == [Ended(received={"d"})]
+
+
+def test_an_engine_that_does_not_answer_fails_all_who_wait_at_once() -> None:
+    """One after the other they would wait for minutes."""
+    target = Ranks(make_plan(128), 2, pull_seconds=1.0)
+    with engines(target), socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+        remote = RemoteRequest(version=1, request="p/1", tokens=149, endpoints=(endpoint,))
+        orders = [PullOrder(f"d{number}", remote, DST, 0, 149) for number in range(16)]
+        begun, found = time.monotonic(), Ended()
+        target.order(pulls=orders)
+        while len(found.failed) < len(orders):
+            assert time.monotonic() < begun + 10, found
+            found.failed |= target.sides[0].take_ended().failed
+            time.sleep(0.01)
 
 
 def test_an_offer_that_nobody_reads_expires() -> None:

@@ -7,7 +7,10 @@ engine's answer names the request, how many tokens of it there are, and where it
 from __future__ import annotations
 
 import re
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Annotated, Any
 
 import msgspec
@@ -30,8 +33,10 @@ class RemoteRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     tokens: Annotated[int, Meta(ge=0, le=1 << 40)]
     endpoints: Annotated[tuple[Endpoint, ...], Meta(min_length=1, max_length=4096)]
     """Of all ranks, in their order."""
-    windows: tuple[int, ...] = ()
+    windows: Annotated[tuple[int, ...], Meta(max_length=256)] = ()
     """Windows and chunks of which only the last tokens are kept."""
+    prompt: Annotated[str, Meta(max_length=64)] = ""
+    """A digest of the tokens, so that nobody reads another prompt's; empty without tokens."""
 
     def params(self, engine_id: str) -> dict[str, Any]:
         """The `kv_transfer_params` of a response."""
@@ -68,6 +73,17 @@ Got no word of kvatlas. Run KVAtlasConnector at both ends, and pass its paramete
             if not _ENDPOINT.fullmatch(endpoint):
                 raise _bad_params(f"endpoint {endpoint!r}")
         return told
+
+
+def prompt_digest(prompt: Sequence[int] | None, tokens: int) -> str:
+    """A digest of the first tokens of a prompt; empty where a prompt has no tokens.
+
+    >>> prompt_digest([1, 2, 3], 2) == prompt_digest([1, 2, 9, 9], 2)
+    True
+    """
+    if prompt is None:
+        return ""
+    return blake2b(array("q", prompt[:tokens]).tobytes(), digest_size=16).hexdigest()
 
 
 def _bad_params(got: str) -> AtlasError:

@@ -18,6 +18,7 @@ from kvatlas.engines.vllm.orders import (
     RemoteRequest,
     StepOrders,
     Tables,
+    prompt_digest,
 )
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import ceil_div
@@ -73,10 +74,14 @@ class SchedulerSide:
             self._stop_short(request, params)
         if params.get("do_remote_prefill"):
             try:
-                self._remote[request.request_id] = self._checked(RemoteRequest.read(params))
+                told = RemoteRequest.read(params)
+                self._remote[request.request_id] = told
+                self._check(told, request)
             except AtlasError as refusal:
                 log.warning("computed here request=%r: %s", request.request_id, refusal)
                 params["do_remote_prefill"] = False
+                if (unread := self._remote.pop(request.request_id, None)) is not None:
+                    self._orders.let_go.append(unread)
 
     def matched_tokens(self, request: Any, computed: int) -> tuple[int, bool]:
         """How many tokens another engine has beyond those that are here."""
@@ -128,6 +133,7 @@ class SchedulerSide:
             tokens=tokens,
             endpoints=self._endpoints,
             windows=tuple(sorted(windows)),
+            prompt=prompt_digest(request.prompt_token_ids, tokens),
         )
         return True, told.params(self._engine_id)
 
@@ -162,8 +168,16 @@ class SchedulerSide:
         """How many tokens of a prompt may come from elsewhere: the last is computed here."""
         return int(min(request.num_prompt_tokens - max(1, self._left_out), remote.tokens))
 
-    def _checked(self, remote: RemoteRequest) -> RemoteRequest:
-        """Refuse windows alone where this engine caches them as if all tokens were there."""
+    def _check(self, remote: RemoteRequest, request: Any) -> None:
+        """Refuse another prompt's tokens, and windows where all tokens are cached here."""
+        own = prompt_digest(request.prompt_token_ids, remote.tokens)
+        if own != remote.prompt:
+            raise AtlasError(
+                Code.UNKNOWN_REQUEST,
+                "kv_transfer_params are those of another prompt",
+                got=f"request {remote.request!r} for one of {request.num_prompt_tokens} tokens",
+                hint="Pass on the parameters that came with the same prompt",
+            )
         whole = {group.window_kept_whole for group in self._groups} - {None}
         if self._caches_prefixes and whole & set(remote.windows):
             # Read all the same, they would be found later by requests that see more of them.
@@ -173,7 +187,6 @@ class SchedulerSide:
                 got=f"windows of {sorted(remote.windows)}",
                 hint="Turn the hybrid cache manager on, or off, at both ends",
             )
-        return remote
 
     def _tables(self, block_ids: Any, tokens: int) -> Tables:
         """Block ids of the groups that move; entries without a block are negative."""

@@ -23,6 +23,8 @@ _STALE = {Code.PEER_LOST, Code.WIRE_FAILED, Code.UNKNOWN_SESSION}
 @dataclass
 class _Kept:
     session: Session | None = None
+    failure: AtlasError | None = None
+    """Why it could not be opened, for all who waited for it."""
     users: int = 0
     dropped: bool = False
     opening: threading.Lock = field(default_factory=threading.Lock)
@@ -50,16 +52,26 @@ class EngineSessions:
         """The session with an engine, opened where there is none; kept open meanwhile."""
         kept = self._borrow(endpoints)
         try:
-            with kept.opening:
-                if kept.session is None:
-                    kept.session = Session(self._node, endpoints, seconds=self._seconds)
-            yield kept.session
+            yield self._opened(endpoints, kept)
         except AtlasError as refusal:
             if kept.session is None or refusal.code in _STALE:
                 self._drop(endpoints, kept)
             raise
         finally:
             self._give_back(kept)
+
+    def _opened(self, endpoints: tuple[str, ...], kept: _Kept) -> Session:
+        """The session, opened by the first who wants it; it fails for all who wait."""
+        with kept.opening:
+            if kept.failure is not None:
+                raise kept.failure
+            if kept.session is None:
+                try:
+                    kept.session = Session(self._node, endpoints, seconds=self._seconds)
+                except AtlasError as refusal:
+                    kept.failure = refusal
+                    raise
+            return kept.session
 
     def close_all(self) -> None:
         """Close every session, whoever uses it."""
