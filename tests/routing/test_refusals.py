@@ -259,8 +259,13 @@ def test_tables_are_held_to_the_plan_that_they_are_for() -> None:
         with pytest.raises(AtlasError) as refusal:
             check_tables(hybrid, 0, tables, tokens)
         assert refusal.value.code is code, tables
-    kept = check_tables(hybrid, 0, entries, tokens)
-    assert {g: table.tolist() for g, table in kept.items()} == entries
+    window = next(group.window for group in hybrid.groups if group.window)
+    for recompute in (0, 1, 16):
+        kept = check_tables(hybrid, 0, entries, tokens, recompute=recompute)
+        for index, group in enumerate(hybrid.groups):
+            # What no token sees any more may be anything, so nobody is told what it is.
+            first = max(0, tokens - recompute - window + 1) // 16 if group.window else 0
+            assert kept[index].tolist() == [-1] * first + entries[index][first:]
     for rank in (-1, hybrid.ranks, None):
         with pytest.raises(AtlasError) as refusal:
             check_tables(hybrid, rank, entries, tokens)  # type: ignore[arg-type]

@@ -69,6 +69,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         cls,
         source: Any,
         *,
+        dtype: str | None = None,
         ssm_dtype: str | None = None,
         conv_dtype: str | None = None,
         engine: Engine = "vllm",
@@ -77,8 +78,9 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
         `source` is a path to a config.json or its folder, a dict, a transformers config,
         a catalogue name or entry, a hub id, or a model, which is returned as it is.
-        Recurrent states are kept in what `engine` keeps them in, unless `ssm_dtype` or
-        `conv_dtype` say otherwise.
+        `dtype` is what the model is served in, where that is not what its config says: fp32
+        checkpoints are served in 16 bits unless it asks for fp32. Recurrent states are kept in
+        what `engine` keeps them in, unless `ssm_dtype` or `conv_dtype` say otherwise.
 
         >>> model = Model.load("Qwen3-Next-80B-A3B", engine="sglang")
         >>> model.layers[0].name, model.layers[0].spec.ssm_dtype
@@ -87,15 +89,17 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         if engine not in get_args(Engine):
             hint = f"Use one of {', '.join(get_args(Engine))}"
             raise AtlasError(Code.UNKNOWN_ENGINE, got=repr(engine), hint=hint)
-        ssm, conv = (name and DType.of(name).name for name in (ssm_dtype, conv_dtype))
+        served, ssm, conv = (
+            name and DType.of(name).name for name in (dtype, ssm_dtype, conv_dtype)
+        )
         states = StateDtypes(engine, ssm, conv)
         if not isinstance(source, Model):
-            return read_model(find_config(source), states)
-        if states != StateDtypes():
+            return read_model(find_config(source), states, served)
+        if states != StateDtypes() or served not in (None, source.dtype):
             raise AtlasError(
                 Code.UNREADABLE,
-                "The state dtypes of a loaded model are settled: its config is no longer there",
-                got=f"model {source.name} with {states}",
+                "The dtypes of a loaded model are settled: its config is no longer there",
+                got=f"model {source.name} with {states}, {served}",
                 hint="Load the model's config, path or name with these options",
             )
         return source
@@ -117,7 +121,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return replace(self, layers=layers, cache=cache)
 
 
-def read_model(source: Source, states: StateDtypes = _BY_ENGINE) -> Model:
+def read_model(source: Source, states: StateDtypes = _BY_ENGINE, dtype: str | None = None) -> Model:
     """What the model of a config caches."""
     root, warnings = Config(source.values), list[str]()
     text = text_of(root)
@@ -132,7 +136,7 @@ def read_model(source: Source, states: StateDtypes = _BY_ENGINE) -> Model:
     prefix = PREFIXES.get(outer or "", "language_model." if nested else "")
     decoder = Decoder(
         config=text,
-        dtype=_dtype(root, text, warnings),
+        dtype=dtype or _dtype(root, text, warnings),
         cache=checkpoint_cache(root, text, warnings),
         states=states,
         layers=prefix + family.layers,

@@ -24,6 +24,7 @@ from kvatlas.specs import (
     CompressorState,
     Indexer,
     LatentAttention,
+    Packing,
     SlidingLatentAttention,
     Spec,
 )
@@ -61,6 +62,8 @@ class Backend(msgspec.Struct, frozen=True):
     """Cache dtypes it reads; None for whatever the specs can hold."""
     whole_rows: bool = False
     """Blocks must lie a whole number of rows apart: sparse kernels index rows."""
+    packing: Packing | None = None
+    """Where its kernels keep K and V in a page; None for what the cache dtype wants."""
 
     def takes(self, block: int) -> bool:
         """A block of that many tokens can be served."""
@@ -98,7 +101,9 @@ BACKENDS: dict[str, Backend] = {
             "TURBOQUANT", "dense", (16, 32, 64, 128), multiples=False,
             layouts=("LBNHC",), caches=_TURBO,
         ),
-        Backend("CPU_ATTN", "dense", (32,), layouts=("LBHNC",), caches=_FP8),
+        Backend(
+            "CPU_ATTN", "dense", (32,), layouts=("LBHNC",), caches=_FP8, packing="transposed"
+        ),
         Backend("ROCM_ATTN", "dense", (16,), layouts=("LHBNC", "LBHNC"), caches=_FP8),
         Backend("ROCM_AITER_FA", "dense", (16,), layouts=("LBHNC", "LHBNC"), caches=_FP8),
         Backend("MINIMAX_M3_SPARSE", "other", (128,), multiples=False),
@@ -157,6 +162,22 @@ def backends_of(model: Model, chosen: str | None = None) -> dict[str, Backend | 
                 hint="Choose another cache dtype or another backend",
             )
     return backends
+
+
+def packed_for(model: Model, backends: dict[str, Backend | None]) -> Model:
+    """The model with K and V where its layers' backends keep them, unless its specs say where.
+
+    >>> model = Model.load("Llama-3.1-8B")
+    >>> packed_for(model, backends_of(model, "CPU_ATTN")).layers[0].spec.packing
+    'transposed'
+    """
+    layers = []
+    for layer in model.layers:
+        backend, spec = backends[layer.name], layer.spec
+        if backend and backend.packing and isinstance(spec, Attention) and spec.packing is None:
+            spec = msgspec.structs.replace(spec, packing=backend.packing)
+        layers.append(msgspec.structs.replace(layer, spec=spec))
+    return msgspec.structs.replace(model, layers=tuple(layers))
 
 
 def _default(spec: Spec, *, sparse: bool) -> str:

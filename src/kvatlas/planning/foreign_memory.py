@@ -9,7 +9,7 @@ it byte by byte. What no plan can say is refused.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -20,7 +20,7 @@ from kvatlas.geometry import Page, Placement, ceil_div, natural, positive
 from kvatlas.models import Layer, Model
 from kvatlas.planning.plan_parts import Group, Pool, Region
 from kvatlas.planning.plans import Plan
-from kvatlas.planning.sized_layers import kind_of, page_of
+from kvatlas.planning.sized_layers import FULL_KINDS, kind_of, page_of
 from kvatlas.specs import Attention, Packing
 
 _FAR = 1 << 62
@@ -36,6 +36,7 @@ def foreign(
     blocks: Mapping[str, int] | int | None = None,
     pools: Sequence[int] | None = None,
     packing: Packing | None = None,
+    full: Collection[str] = (),
 ) -> Plan:
     """The plan behind an engine's own tensors, one placement for each layer of a rank.
 
@@ -45,7 +46,8 @@ def foreign(
     tokens of a block, by layer or for all, where a tensor counts smaller kernel blocks or
     keeps one state for each block. Offsets count from one base address for each pool;
     `pools` numbers the pool of each group, without it groups with equally many blocks
-    share one. `packing` says where K and V sit in a page.
+    share one. `packing` says where K and V sit in a page. A group that has one of the layers
+    in `full` keeps all tokens, also where its layers see a window alone.
 
     >>> import numpy as np
     >>> model = Model.load("Qwen3-8B")
@@ -78,14 +80,11 @@ def foreign(
         for name, placed in tensors.items()
     ]
     _group(seen, groups)
-    first: dict[int, _Seen] = {}
+    members: dict[int, list[_Seen]] = defaultdict(list)
     for one in seen:
-        first.setdefault(one.group, one)
-    homes = _homes(first, pools)
-    tables = tuple(
-        Group.of(kind_of(one.layer.spec), one.layer.spec, block=one.block, pool=homes[group])
-        for group, one in sorted(first.items())
-    )
+        members[one.group].append(one)
+    homes = _homes({group: own[0] for group, own in members.items()}, pools)
+    tables = tuple(_table(own, homes[group], full) for group, own in sorted(members.items()))
     owned = _pools(seen, homes)
     regions = _regions(seen, tp)
     return Plan(
@@ -155,6 +154,16 @@ def _group(seen: list[_Seen], groups: Sequence[Sequence[str]] | None) -> None:
         )
     for one in seen:
         one.group = tables[one.layer.name]
+
+
+def _table(members: list[_Seen], pool: int, full: Collection[str]) -> Group:
+    """The group of some layers: it keeps all tokens where one of them wants them."""
+    kinds = {kind_of(one.layer.spec) for one in members}
+    kind, kept = kind_of(members[0].layer.spec), [k for k in FULL_KINDS if k in kinds]
+    if kept or any(one.layer.name in full for one in members):
+        kind = kept[0] if kept else "full_attention"
+    spec = members[0].layer.spec
+    return Group.of(kind, spec, block=members[0].block, pool=pool)
 
 
 def _homes(first: dict[int, _Seen], pools: Sequence[int] | None) -> dict[int, int]:

@@ -11,7 +11,7 @@ import msgspec
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import integer, natural, positive
 from kvatlas.models import Model
-from kvatlas.planning.backends import EVERY_ORDER, backends_of
+from kvatlas.planning.backends import EVERY_ORDER, backends_of, packed_for
 from kvatlas.planning.plans import Plan
 from kvatlas.planning.policy_atlas import plan_atlas
 from kvatlas.planning.policy_vllm import plan_uniform, plan_vllm
@@ -82,9 +82,11 @@ def plan(
     if in_flight is None:
         # Two batches are under way at once, and one more for each further stage.
         in_flight = _BATCHED_TOKENS * (pp + 1)
+    backends = backends_of(loaded, backend)
+    loaded = packed_for(loaded, backends)
     request = PlanRequest(
         model=loaded,
-        backends=backends_of(loaded, backend),
+        backends=backends,
         stages=stages_of(loaded, pp),
         memory=quantity(memory),
         tp=tp,

@@ -48,13 +48,20 @@ class RequestTables:
         blocks = self.plan.pool(self.rank, group).blocks
         if low < 0 or high >= blocks:
             problem = f"A block id of group {group} at the {self.end} is outside 0..{blocks - 1}"
-            hint = "Check the block table, and that it is the right rank's"
+            hint = "Check the block table, and that it is the right rank's: windows keep no others"
             raise AtlasError(Code.OUT_OF_RANGE, problem, got=f"{low}..{high}", hint=hint)
         self._used.setdefault(group, np.zeros(len(table), dtype=bool))[entries] = True
 
     def ids(self, group: int, entries: Int64s) -> Int64s:
         """Block ids of entries that were checked."""
         return self.by_group[group][entries]
+
+    def used(self) -> dict[int, Int64s]:
+        """All tables, with -1 for the entries that were not asked for."""
+        return {
+            group: np.where(self._used.get(group, False), table, -1)
+            for group, table in self.by_group.items()
+        }
 
     def check_distinct(self) -> None:
         """Refuse a block that two entries would share, in a group or across groups of a pool."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import CommonStates, Ends, Int64s, StateBlocks, StateSpans
+from kvatlas.geometry import CommonStates, Ends, Int64s, StateBlocks, StateSpans, natural
 from kvatlas.planning import Plan
 from kvatlas.routing.block_tables import RequestTables, checked_rank
 from kvatlas.routing.compiler import GroupPair
@@ -82,22 +82,34 @@ class RequestEnds:
 
 
 def check_tables(
-    plan: Plan, rank: int, blocks: Any, tokens: Any, *, end: str = "source"
+    plan: Plan, rank: int, blocks: Any, tokens: Any, *, end: str = "source", recompute: int = 0
 ) -> dict[int, Int64s]:
     """A request's block tables at one rank of a plan, by group, or a refusal.
 
     Every group that the rank keeps has a table that is long enough for the tokens, and the
     blocks that have their states are in the pool and named once. Entries that are not
-    needed may hold anything; `end` is what messages call the plan.
+    needed may hold anything, and are -1 in what is returned; `end` is what messages call
+    the plan. Windows also have what the last `recompute` tokens see.
 
     >>> from kvatlas.planning import plan
     >>> node = plan("Qwen3-8B", memory="1GiB", max_len=512)
-    >>> check_tables(node, 0, [7, 4, 9], 40)
-    {0: array([7, 4, 9])}
+    >>> check_tables(node, 0, [7, 4, 9, 8], 40)
+    {0: array([ 7,  4,  9, -1])}
     """
     rank = checked_rank(plan, rank, end)
     tables = RequestTables(plan, rank, blocks, end)
+    start, stop = token_range(tokens, plan.max_len)
+    recompute = min(natural(recompute, "recompute"), stop - start)
+    for upto in {stop, stop - recompute}:
+        _use_tables(tables, (start, upto), recurrent=upto == stop)
+    tables.check_distinct()
+    return tables.used()
+
+
+def _use_tables(tables: RequestTables, tokens: tuple[int, int], *, recurrent: bool) -> None:
+    """Check the entries of every group that some tokens need; states are those of the last."""
     kept = RequestEnds(tables, tables, tokens)
+    plan, rank = tables.plan, tables.rank
     stage, tp_rank = plan.split_rank(rank)
     for index, per_state in sorted(
         {
@@ -107,14 +119,14 @@ def check_tables(
             for layer in region.layers
         }
     ):
+        if not per_state and not recurrent:
+            continue
         group = plan.groups[index]
         cells = StateBlocks(
             group.block // (per_state or 1), every=plan.dcp, residue=tp_rank % plan.dcp
         )
         pair = GroupPair((index, index), per_state or None, group.visibility, (cells, cells))
         kept.states(pair)
-    kept.check_distinct()
-    return tables.by_group
 
 
 def _chunked(cells: StateBlocks, chunk: int) -> StateBlocks:

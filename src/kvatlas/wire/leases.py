@@ -15,7 +15,7 @@ from kvatlas.wire.protocol import Direction, new_key
 from kvatlas.wire.transports.base import Handle
 
 Released = Callable[[str, str], None]
-"""Called with a request and why it was released: `read`, `expired`, `withdrawn`, `closed`."""
+"""Called with a request and why: `read`, `let_go`, `expired`, `withdrawn` or `closed`."""
 
 _MAX_LEASES = 1 << 16
 """Leases that may be open at once: a peer cannot make this process keep more."""
@@ -43,7 +43,7 @@ class Offer(Held):
     readers: frozenset[str] | None = None
     """Names of the nodes that may read it; None for any."""
     read_by: set[tuple[bytes, int]] = field(default_factory=set)
-    """Destinations that have read all of it: the hash of a plan, and a rank of it."""
+    """Destinations that read no more of it: the hash of a plan, and a rank of it."""
 
 
 @dataclass

@@ -119,6 +119,8 @@ class Open(Message, frozen=True, kw_only=True, tag="open"):
     stop: Whole
     layers: Annotated[tuple[Name, ...], Meta(max_length=16384)] | None = None
     seconds: Annotated[float, Meta(gt=0, le=86400)]
+    final: bool = False
+    """The sender reads no more of what is offered, however much of it this is."""
 
 
 class Opened(Message, frozen=True, kw_only=True, tag="opened"):
@@ -205,6 +207,13 @@ class Ok(Message, frozen=True, kw_only=True, tag="ok"):
     seconds: float = 0.0
 
 
+class Release(Message, frozen=True, kw_only=True, tag="release"):
+    """The sender reads no more of an offered request: where it was the last, the offer ends."""
+
+    session: Key
+    request: Name
+
+
 class Refusal(Message, frozen=True, kw_only=True, tag="refusal"):
     """Not done, and why."""
 
@@ -216,7 +225,7 @@ class Refusal(Message, frozen=True, kw_only=True, tag="refusal"):
     """Seconds after which a peer that was busy may be asked again."""
 
 
-Question = Hello | Open | Borrow | Renew | Gather | Fetch | GetChecksums | Close
+Question = Hello | Open | Borrow | Renew | Gather | Fetch | GetChecksums | Close | Release
 Answer = Welcome | SendPlan | Opened | Lent | Ok | Checksums | Refusal
 
 _UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from kvatlas.errors import AtlasError
+from kvatlas.errors import AtlasError, Code
 from kvatlas.wire import protocol
 from kvatlas.wire.connection import FRAME_SECONDS, Connection, listen_at, tune
 from kvatlas.wire.security import Security
@@ -259,7 +259,10 @@ def _refused(refusal: AtlasError, question: Any, caller: Caller) -> bytes:
     """A refusal as it is sent, noted in the log."""
     kind = "-" if question is None else type(question).__name__.lower()
     request, got = getattr(question, "request", ""), str(refusal.got)[:200]
-    log.warning(
+    # Requests are asked for before they are offered, where a reader waits for them.
+    level = logging.INFO if refusal.code is Code.UNKNOWN_REQUEST else logging.WARNING
+    log.log(
+        level,
         "refused question=%s request=%r peer=%s code=%s got=%r",
         kind, request, caller.identity, refusal.code, got,
     )  # fmt: skip

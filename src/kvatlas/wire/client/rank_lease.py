@@ -65,6 +65,8 @@ class TransferRequest:
     costs: Costs | None
     checksums: bool
     streamed: bool
+    final: bool = False
+    wait_for_offer: float = 0.0
 
 
 @dataclass
@@ -128,6 +130,7 @@ class RankLease:
             stop=self.tokens[1],
             layers=None if wanted.layers is None else tuple(wanted.layers),
             seconds=self._seconds_left(),
+            final=wanted.final,
         )
         with self.node.metrics.phase("open"):
             self.opened = self._ask(question, Opened)

@@ -14,18 +14,19 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, get_args
 from weakref import WeakSet
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.routing import Costs
+from kvatlas.geometry import natural
+from kvatlas.routing import Costs, token_range
 from kvatlas.wire.channels import no_answer
 from kvatlas.wire.client.rank_lease import How, PeerConnection, RankLease, TransferRequest
 from kvatlas.wire.client.rank_transfer import RankTransfer
 from kvatlas.wire.client.transfer import Transfer
 from kvatlas.wire.peers import Peer, checked_peer
-from kvatlas.wire.protocol import SendPlan, Welcome, bad_handshake
+from kvatlas.wire.protocol import Ok, Release, SendPlan, Welcome, bad_handshake
 from kvatlas.wire.rpc import log
 from kvatlas.wire.server.node_state import NodeState
 from kvatlas.wire.transports.base import Link
@@ -45,6 +46,9 @@ _TURNS = 4
 
 _TURN_SECONDS = 0.5
 """Seconds that a part waits for its turn, where those before it do not get on."""
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.1
+"""Seconds between questions about a request that is not offered yet: each twice the last."""
 
 _ANSWER_SECONDS = 5.0
 """Seconds that a peer has for an answer, within the transfer's own deadline."""
@@ -101,13 +105,23 @@ class Session:
         costs: Costs | None = None,
         checksums: bool = False,
         streamed: bool = False,
+        recompute: int = 0,
+        final: bool = False,
+        wait_for_offer: float = 0.0,
     ) -> Transfer:
         """Read a request's tokens from its source ranks into blocks of this node.
 
         Source blocks may be left out: the source knows what it offers. With `streamed`,
-        layers arrive one after the other and `Transfer.layers` says which have.
+        layers arrive one after the other and `Transfer.layers` says which have. The last
+        `recompute` tokens are computed here again: they stay behind, and windows come as the
+        first of them sees them. A `final` pull is the last of its request by this node, however
+        little of the offer it takes: sources that nobody else reads may then reuse their
+        blocks. A request that is not offered yet may be so within `wait_for_offer` seconds.
         """
         layers = None if layers is None else tuple(layers)
+        if recompute:
+            start, stop = token_range(tokens, self.node.plan.max_len)
+            tokens = (start, max(start, stop - natural(recompute, "recompute")))
         incoming = self.node.route_from(self._any_peer())
         ranks = incoming.sources(self.node.rank)
         total = incoming.needed_bytes(
@@ -115,9 +129,18 @@ class Session:
         )
         wanted = TransferRequest(
             "pull", request, dst_blocks, src_blocks, tokens, layers, seconds, how, costs,
-            checksums=checksums, streamed=streamed,
+            checksums=checksums, streamed=streamed, final=final, wait_for_offer=wait_for_offer,
         )  # fmt: skip
         return self._start(wanted, ranks, total)
+
+    def release(self, request: str, *, seconds: float = _ANSWER_SECONDS) -> Transfer:
+        """Tell all ranks of the session that this node reads no more of a request.
+
+        A rank ends its offer once everyone who reads from it has read it or let it go; one
+        that nobody reads does so at the first word. What is returned is ready when all have
+        been told. Where one cannot be, its offer ends by itself when it expires.
+        """
+        return self._tell(request, list(self._replicas), seconds)
 
     def push(
         self,
@@ -195,11 +218,44 @@ class Session:
                 self._workers.submit(self._run_rank, transfer, wanted, rank)
         return transfer
 
+    def _tell(self, request: str, ranks: Sequence[int], seconds: float) -> Transfer:
+        """Let go of a request at every replica of some ranks."""
+        transfer = Transfer(request, ranks, 0, seconds)
+        with self._lock:
+            self._any_peer()
+            self._running.add(transfer)
+            for rank in ranks:
+                self._beside.submit(self._tell_rank, transfer, rank)
+        return transfer
+
+    def _tell_rank(self, transfer: Transfer, rank: int) -> None:
+        problem: AtlasError | None = None
+        for endpoint in self._replicas[rank]:
+            try:
+                with self._connection(endpoint, transfer.deadline) as connection:
+                    told = Release(session=connection.session, request=transfer.request)
+                    answer = self.node.channels.ask(endpoint, told, deadline=transfer.deadline)
+                    if not isinstance(answer, Ok):
+                        raise bad_handshake(f"{type(answer).__name__} instead of Ok")
+            except AtlasError as refused:
+                problem = refused
+                log.warning("not released request=%r rank=%d: %s", transfer.request, rank, refused)
+        if problem is None:
+            transfer.finished(rank)
+        else:
+            transfer.failed(rank, problem)
+
+    def _tell_unread(self, request: str) -> None:
+        """Let go of a request at ranks that nobody reads: what they hold, others hold too."""
+        with suppress(AtlasError):  # a session that was closed meanwhile
+            incoming = self.node.route_from(self._any_peer())
+            read = {one for mine in range(self.node.plan.ranks) for one in incoming.sources(mine)}
+            self._tell(request, sorted(set(self._replicas) - read), _ANSWER_SECONDS)
+
     def _run_rank(self, transfer: Transfer, wanted: TransferRequest, rank: int) -> None:
         """Carry out one rank's part, and record its outcome."""
-        has_turn = self._turns.acquire(timeout=_TURN_SECONDS)
         try:
-            self._try_replicas(transfer, wanted, rank)
+            self._take_turns(transfer, wanted, rank)
         except AtlasError as refused:
             error = refused
         except Exception as defect:
@@ -208,15 +264,32 @@ class Session:
         else:
             self.node.metrics.ended(wanted.direction, "ok")
             transfer.finished(rank)
+            if wanted.final and transfer.ready:
+                self._tell_unread(wanted.request)
             return
         finally:
             transfer.leave()
-            if has_turn:
-                self._turns.release()
         transfer.failed(rank, error)
         code = error.code if transfer.error is None else transfer.error.code
         self.node.metrics.ended(wanted.direction, str(code))
         log.warning("failed request=%r rank=%d code=%s", wanted.request, rank, error.code)
+
+    def _take_turns(self, transfer: Transfer, wanted: TransferRequest, rank: int) -> None:
+        """Carry it out when it is its turn, and again later while it is not offered yet."""
+        pause, until = _FIRST_PAUSE, transfer.begun + wanted.wait_for_offer
+        while True:
+            has_turn = self._turns.acquire(timeout=_TURN_SECONDS)
+            try:
+                self._try_replicas(transfer, wanted, rank)
+                return
+            except AtlasError as refused:
+                if refused.code is not Code.UNKNOWN_REQUEST or time.monotonic() >= until:
+                    raise
+            finally:
+                if has_turn:
+                    self._turns.release()
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _try_replicas(self, transfer: Transfer, wanted: TransferRequest, rank: int) -> None:
         """Try one replica after the other, those that are connected first."""

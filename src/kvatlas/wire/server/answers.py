@@ -70,6 +70,10 @@ class Answers:
                 return self._checksums(question)
             case protocol.Close():
                 return self._close(question, peer)
+            case protocol.Release():
+                if self._all_have_read(question.request, peer):
+                    self.node.release(question.request, "let_go")
+                return protocol.Ok()
         raise protocol.bad_handshake(type(question).__name__)
 
     def _welcome(self, hello: protocol.Hello, caller: Caller) -> protocol.Message:
@@ -108,7 +112,7 @@ class Answers:
                 request=question.request,
                 direction=question.direction,
                 peer_rank=peer.rank,
-                complete=question.layers is None and tokens == (held.start, held.stop),
+                complete=_is_complete(question, held),
                 stream=stream,
                 entries=sum(map(len, (*theirs.values(), *held.blocks.values()))),
                 **reading,
@@ -143,7 +147,7 @@ class Answers:
             offer = self.node.offers.get(question.request)
             if offer is None or offer.expires <= time.monotonic():
                 return None
-            return offer if offer.readers is None or peer.name in offer.readers else None
+            return offer if _may_read(offer, peer) else None
         expected = self.node.expected.get(question.request)
         if expected is None or expected.source != peer.plan_hash or expected.complete:
             return None
@@ -229,16 +233,16 @@ class Answers:
         if question.complete and lease.complete:
             if lease.direction == "push":
                 self._arrived(lease)
-            elif self._all_have_read(lease, peer):
+            elif self._all_have_read(lease.request, peer):
                 self.node.release(lease.request, "read")
         return protocol.Ok(seconds=left)
 
-    def _all_have_read(self, lease: Lease, peer: Peer) -> bool:
-        """Whether every rank that reads from this one has now read the whole request."""
+    def _all_have_read(self, request: str, peer: Peer) -> bool:
+        """Whether, with this peer, every rank that reads from this one has done so."""
         readers = {(peer.plan_hash, rank) for rank in self.node.readers(peer)}
         with self.node.lock:
-            offer = self.node.offers.get(lease.request)
-            if offer is None:
+            offer = self.node.offers.get(request)
+            if offer is None or not _may_read(offer, peer):
                 return False
             offer.read_by.add((peer.plan_hash, peer.rank))
             return readers <= offer.read_by
@@ -299,6 +303,17 @@ class Answers:
         return _LONGEST_LEASE if offer is None else offer.expires - time.monotonic()
 
 
+def _may_read(offer: Offer, peer: Peer) -> bool:
+    return offer.readers is None or peer.name in offer.readers
+
+
+def _is_complete(question: protocol.Open, held: Offer | Expected) -> bool:
+    """Whether nothing more is to come: all of it moves, or its reader wants no more."""
+    if question.direction == "pull" and question.final:
+        return True
+    return question.layers is None and (question.start, question.stop) == (held.start, held.stop)
+
+
 def _not_held(question: protocol.Open) -> AtlasError:
     problem = "The request is not offered, or not to this node"
     if question.direction == "push":
@@ -310,7 +325,8 @@ def _not_held(question: protocol.Open) -> AtlasError:
 def _check_same_blocks(mine: Mapping[int, Int64s], told: Mapping[int, Int64s]) -> None:
     """Refuse a peer that means other blocks than this node has for the request."""
     for group, ids in told.items():
-        if group not in mine or not np.array_equal(ids, mine[group] & 0xFFFFFFFF):
+        kept = mine[group] >= 0 if group in mine and len(ids) == len(mine[group]) else None
+        if kept is None or not np.array_equal(ids[kept], mine[group][kept]):
             raise AtlasError(
                 Code.UNKNOWN_REQUEST,
                 "The two ends mean different blocks by the request",

@@ -72,14 +72,17 @@ class Node(NodeState):
         seconds: float = 30.0,
         readers: Collection[str] | None = None,
         released: Released | None = None,
+        recompute: int = 0,
     ) -> None:
         """Let peers read a request's blocks, which stay untouched until they are released.
 
         `readers` are the names of the nodes that may; any may where they are left out.
         `released` is called once, with the request and why: all ranks that read from this
         one have done so, or the offer has expired. Only then may the blocks be reused.
+        With `recompute`, windows also have what the last so many tokens see, for peers that
+        compute those again. Entries that no token of the offer needs may hold anything.
         """
-        held = self._checked(blocks, tokens, "source")
+        held = self._checked(blocks, tokens, "source", recompute=recompute)
         names = None if readers is None else frozenset(readers)
         with self.lock:
             _check_new(request, self.offers)
@@ -123,10 +126,15 @@ class Node(NodeState):
         self.answers.close()
         self.transport.close()
 
-    def _checked(self, blocks: Any, tokens: Any, end: str) -> tuple[dict[int, Int64s], int, int]:
+    def _checked(
+        self, blocks: Any, tokens: Any, end: str, *, recompute: int = 0
+    ) -> tuple[dict[int, Int64s], int, int]:
         """Block tables by group, and the first token and the one behind the last."""
         start, stop = token_range(tokens, self.plan.max_len)
-        return check_tables(self.plan, self.rank, blocks, (start, stop), end=end), start, stop
+        tables = check_tables(
+            self.plan, self.rank, blocks, (start, stop), end=end, recompute=recompute
+        )
+        return tables, start, stop
 
     def __enter__(self) -> Node:
         return self

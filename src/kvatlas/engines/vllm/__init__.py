@@ -1,0 +1,38 @@
+"""vLLM on kvatlas: `KVAtlasConnector`, which moves caches between engines of any topology.
+
+vLLM finds it by `--kv-transfer-config '{"kv_connector": "KVAtlasConnector",
+"kv_connector_module_path": "kvatlas.engines.vllm", "kv_role": "kv_both"}'`. vLLM itself is
+imported by the connector alone, when it is asked for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvatlas.engines.vllm.describe import (
+    DescribedStage,
+    describe_engine,
+    describe_stage,
+    join_stages,
+)
+from kvatlas.engines.vllm.settings import ConnectorSettings
+
+if TYPE_CHECKING:
+    from kvatlas.engines.vllm.connector import KVAtlasConnector
+
+__all__ = [
+    "ConnectorSettings",
+    "DescribedStage",
+    "KVAtlasConnector",
+    "describe_engine",
+    "describe_stage",
+    "join_stages",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "KVAtlasConnector":
+        from kvatlas.engines.vllm.connector import KVAtlasConnector
+
+        return KVAtlasConnector
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

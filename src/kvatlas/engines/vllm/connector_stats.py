@@ -1,0 +1,83 @@
+"""What the connector counts, in vLLM's own statistics: its log, and Prometheus."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+from vllm.v1.metrics.utils import create_metric_per_engine
+
+from kvatlas.engines.vllm.worker_side import PullCounts
+
+COUNTERS = {
+    "pulls": "Requests that were read from another engine, by rank",
+    "failures": "Requests that could not be read from another engine, by rank",
+    "nbytes": "Bytes that were read from other engines",
+    "seconds": "Seconds that reads took, one beside the other",
+    "expired": "Requests that were kept for another engine, and that nobody read in time",
+}
+
+
+@dataclass
+class KVAtlasStats(KVConnectorStats):
+    """Counts since the last look, of one rank or of several together."""
+
+    def __post_init__(self) -> None:
+        if not self.data:
+            self.reset()
+
+    @classmethod
+    def of(cls, counts: PullCounts) -> KVAtlasStats:
+        """The counts of one rank."""
+        return cls(asdict(counts))
+
+    def reset(self) -> None:
+        """Count from zero."""
+        self.data = asdict(PullCounts())
+
+    def aggregate(self, other: KVConnectorStats) -> KVAtlasStats:
+        """The counts of both."""
+        self.data = {name: self.data[name] + other.data.get(name, 0) for name in COUNTERS}
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """What the engine logs now and then."""
+        pulls, seconds = self.data["pulls"], self.data["seconds"]
+        return {
+            "Requests read": int(pulls),
+            "Failed": int(self.data["failures"]),
+            "Expired": int(self.data["expired"]),
+            "MB": round(self.data["nbytes"] / 1e6, 3),
+            "Avg ms": round(1e3 * seconds / pulls, 3) if pulls else 0.0,
+        }
+
+    def is_empty(self) -> bool:
+        """Whether nothing was counted."""
+        return not any(self.data.values())
+
+
+class KVAtlasPromMetrics(KVConnectorPromMetrics):
+    """The same counts as Prometheus counters, `vllm:kvatlas_pulls` and so on."""
+
+    def __init__(
+        self, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._counters = {
+            name: create_metric_per_engine(
+                self._counter_cls(
+                    name=f"vllm:kvatlas_{name}", documentation=about, labelnames=labelnames
+                ),
+                per_engine_labelvalues,
+            )
+            for name, about in COUNTERS.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add what was counted."""
+        for name, counter in self._counters.items():
+            counter[engine_idx].inc(transfer_stats_data.get(name, 0))

@@ -1,0 +1,260 @@
+"""The plan behind a running vLLM engine: from its own `KVCacheConfig`, without its memory.
+
+Every pipeline stage describes its own layers; together they are the plan of the engine, the
+same on every rank. `check_tensors` then holds what vLLM has really allocated against it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from kvatlas.engines.vllm.layer_specs import (
+    ServedModel,
+    keeps_all_tokens,
+    layer_spec,
+    refused,
+)
+from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry import Placement
+from kvatlas.models import Layer, Model
+from kvatlas.planning import Plan, foreign
+
+_STATE_MODES = ("none", "align")
+
+
+class DescribedLayer(msgspec.Struct, frozen=True, kw_only=True):
+    """One layer's cache: what it keeps, where its cells lie, and its group's number."""
+
+    layer: Layer
+    sizes: tuple[int, ...]
+    """Of B, H, N and C, in kernel blocks and bytes."""
+    strides: tuple[int, ...]
+    offset: int
+    block: int
+    """Tokens of a block."""
+    group: int
+    full: bool
+    """Whether all tokens are kept, whatever the layer sees."""
+
+    @property
+    def placement(self) -> Placement:
+        """Where the layer's cells lie in the allocation."""
+        return Placement(("B", "H", "N", "C"), self.sizes, self.strides, self.offset)
+
+
+class DescribedStage(msgspec.Struct, frozen=True, kw_only=True):
+    """What one pipeline stage keeps: pure data, which stages exchange."""
+
+    model: str
+    architecture: str
+    tp: int
+    max_len: int
+    depth: int
+    query_heads: int
+    groups: int
+    layers: tuple[DescribedLayer, ...]
+
+
+def describe_engine(
+    vllm_config: Any,
+    kv_cache_config: Any,
+    *,
+    backends: Mapping[str, str] | None = None,
+    kernel_blocks: Mapping[str, int] | None = None,
+) -> Plan:
+    """The plan of an engine with one pipeline stage, by vLLM's own configs.
+
+    `backends` names the attention backend of each layer, and `kernel_blocks` the tokens that
+    its kernels take as a block, where vLLM divides blocks for them.
+    """
+    stage = describe_stage(
+        vllm_config, kv_cache_config, backends=backends, kernel_blocks=kernel_blocks
+    )
+    return join_stages([stage])
+
+
+def describe_stage(
+    vllm_config: Any,
+    kv_cache_config: Any,
+    *,
+    backends: Mapping[str, str] | None = None,
+    kernel_blocks: Mapping[str, int] | None = None,
+) -> DescribedStage:
+    """What the ranks of one pipeline stage keep."""
+    _check_topology(vllm_config, kv_cache_config)
+    model = ServedModel.of(vllm_config)
+    specs = {
+        name: (index, _own_spec(group.kv_cache_spec, name))
+        for index, group in enumerate(kv_cache_config.transfer_groups)
+        for name in group.layer_names
+    }
+    kept = {
+        name: layer_spec(name, spec, model, (backends or {}).get(name))
+        for name, (_, spec) in specs.items()
+    }
+    placed = dict(_placed_layers(kv_cache_config, kernel_blocks or {}))
+    layers = []
+    for name, (index, spec) in specs.items():
+        if name not in placed:
+            raise refused(name, "no tensor of its own", "Upgrade kvatlas")
+        sizes, strides, offset = placed[name]
+        layers.append(
+            DescribedLayer(
+                layer=Layer(name=name, index=_index(name), spec=kept[name]),
+                sizes=sizes,
+                strides=strides,
+                offset=offset,
+                block=spec.block_size,
+                group=index,
+                full=keeps_all_tokens(spec),
+            )
+        )
+    return DescribedStage(
+        model=model.name,
+        architecture=model.architecture,
+        tp=model.tp,
+        max_len=model.max_len,
+        depth=model.depth,
+        query_heads=model.query_heads,
+        groups=len(kv_cache_config.transfer_groups),
+        layers=tuple(layers),
+    )
+
+
+def join_stages(stages: Sequence[DescribedStage]) -> Plan:
+    """The plan of a whole engine, from what its pipeline stages keep, in their order."""
+    first = stages[0]
+    if len({msgspec.structs.replace(stage, layers=()) for stage in stages}) > 1:
+        raise AtlasError(
+            Code.ENGINE_REFUSES,
+            "Pipeline stages describe different engines",
+            got=f"{len(stages)} stages of {sorted({stage.model for stage in stages})}",
+            hint="Start all workers with the same arguments",
+        )
+    layers = [described for stage in stages for described in stage.layers]
+    model = Model(
+        name=first.model,
+        architecture=first.architecture,
+        layers=tuple(described.layer for described in layers),
+        depth=first.depth,
+        attention_heads=first.query_heads,
+        max_len=first.max_len,
+    )
+    return foreign(
+        model,
+        [{one.layer.name: one.placement for one in stage.layers} for stage in stages],
+        tp=first.tp,
+        max_len=first.max_len,
+        groups=[
+            [one.layer.name for one in layers if one.group == group]
+            for group in range(first.groups)
+        ],
+        blocks={one.layer.name: one.block for one in layers},
+        pools=[0] * first.groups,
+        full={one.layer.name for one in layers if one.full},
+    )
+
+
+def check_tensors(plan: Plan, stage: DescribedStage, tensors: Mapping[str, Any]) -> int:
+    """Hold every tensor that vLLM has allocated against the plan; where the pool begins.
+
+    Tensors are torch's, of this process. A layer whose pointer, shape or strides are not the
+    plan's is refused by its name, before a byte has moved.
+    """
+    missing = sorted({one.layer.name for one in stage.layers} ^ set(tensors))
+    if missing:
+        raise refused(missing[0], "a tensor, or none", "Upgrade kvatlas", _UNLIKE)
+    base = tensors[stage.layers[0].layer.name].data_ptr() - stage.layers[0].offset
+    for one in stage.layers:
+        name, tensor = one.layer.name, tensors[one.layer.name]
+        item = tensor.element_size()
+        shape = (*tensor.shape[:-1], tensor.shape[-1] * item)
+        strides = tuple(stride * item for stride in tensor.stride()[:-1])
+        begin = tensor.data_ptr() - one.offset
+        if shape != one.sizes or tensor.stride()[-1] != 1 or begin != base:
+            got = f"shape {shape} in bytes at {tensor.data_ptr()} for {one.sizes} at {one.offset}"
+            raise refused(name, got, "Upgrade kvatlas", _UNLIKE)
+        stepping = [a != b for a, b, n in zip(strides, one.strides, shape, strict=False) if n > 1]
+        if any(stepping):
+            raise refused(name, f"strides {strides} for {one.strides}", "Upgrade kvatlas", _UNLIKE)
+        storage = tensor.untyped_storage()
+        end = base + plan.pool_of(name).nbytes
+        if base < storage.data_ptr() or end > storage.data_ptr() + storage.nbytes():
+            raise refused(name, "a pool outside its storage", "Upgrade kvatlas", _UNLIKE)
+    return int(base)
+
+
+_UNLIKE = "vLLM has allocated a layer's cache other than its config says"
+
+
+def _check_topology(vllm_config: Any, kv_cache_config: Any) -> None:
+    parallel = vllm_config.parallel_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            raise AtlasError(
+                Code.ENGINE_REFUSES,
+                "The connector does not know context parallelism",
+                got=f"{name} {getattr(parallel, name)}",
+                hint="Use tensor, pipeline or data parallelism",
+            )
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        raise AtlasError(
+            Code.ENGINE_REFUSES,
+            "Scales that an engine computes by itself are not those of another",
+            got="calculate_kv_scales",
+            hint="Take the scales from the checkpoint",
+        )
+    for group in kv_cache_config.transfer_groups:
+        mode = getattr(group.kv_cache_spec, "mamba_cache_mode", "none")
+        if mode not in _STATE_MODES:
+            raise refused(group.layer_names[0], f"mamba_cache_mode {mode}", "Use none or align")
+
+
+def _own_spec(spec: Any, layer: str) -> Any:
+    """A layer's own spec, where its group has several."""
+    several = getattr(spec, "kv_cache_specs", None)
+    return spec if several is None else several[layer]
+
+
+def _placed_layers(
+    config: Any, kernel_blocks: Mapping[str, int]
+) -> Iterator[tuple[str, tuple[tuple[int, ...], tuple[int, ...], int]]]:
+    """Sizes, byte strides and offset of each layer, over B, H, N, C, as vLLM makes its views."""
+    specs = {
+        name: _own_spec(group.kv_cache_spec, name)
+        for group in config.transfer_groups
+        for name in group.layer_names
+    }
+    for tensor in config.kv_cache_tensors:
+        for position, name in enumerate(tensor.layers):
+            if name not in specs:
+                continue
+            spec = specs[name]
+            kernel = kernel_blocks.get(name, spec.block_size)
+            split = spec.block_size // kernel
+            shape = {
+                "L": len(tensor.layers),
+                "B": config.num_blocks * split,
+                "H": spec.num_heads,
+                "N": spec.get_num_kernel_states(kernel),
+                "C": spec.state_content_size_bytes,
+            }
+            fixed = {"L": tensor.layer_stride, "B": tensor.block_stride // split}
+            strides: dict[str, int] = {}
+            step = 1
+            for axis in reversed(str(config.kv_cache_layout)):
+                strides[axis] = fixed.get(axis, step)
+                step = strides[axis] * shape[axis]
+            sizes = tuple(shape[axis] for axis in "BHNC")
+            offset = tensor.offset + position * tensor.layer_stride
+            yield name, (sizes, tuple(strides[axis] for axis in "BHNC"), offset)
+
+
+def _index(name: str) -> int:
+    """The number of the decoder layer that a layer's name says; 0 where it says none."""
+    found = re.search(r"\.(\d+)\.", name)
+    return int(found[1]) if found else 0

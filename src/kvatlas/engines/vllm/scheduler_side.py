@@ -1,0 +1,244 @@
+"""The scheduler's side: which tokens come from another engine, and what is kept for one.
+
+A decode engine always computes the last token of a prompt itself, so it reads one token
+fewer than the prompt has. Windows and recurrent states must then be those that this token
+sees: where a model has any, the prefill engine stops one token short.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from typing import Any
+
+from kvatlas.engines.vllm.orders import (
+    VERSION,
+    OfferOrder,
+    PullOrder,
+    RemoteRequest,
+    StepOrders,
+    Tables,
+    prompt_digest,
+)
+from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry import ceil_div
+from kvatlas.specs import Visibility
+
+log = logging.getLogger("kvatlas.vllm")
+
+_NULL_BLOCK = 0
+"""The block that vLLM enters where a request keeps nothing."""
+_SHORTER = "_kvatlas_stops_short"
+_FINISHED = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
+
+
+class SchedulerSide:
+    """What the connector does in the scheduler's process."""
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
+        self._config = kv_cache_config
+        self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
+        self._caches_prefixes = bool(vllm_config.cache_config.enable_prefix_caching)
+        self._groups = [
+            TransferGroup(group.kv_cache_spec, index)
+            for index, group in zip(
+                kv_cache_config.transfer_group_ids, kv_cache_config.transfer_groups, strict=True
+            )
+        ]
+        # Drafters of several modules look ahead: what they keep of the last tokens is a guess.
+        ahead = getattr(vllm_config, "num_prefill_lookahead_tokens", 0) - 1
+        self._left_out = max(ahead, int(any(group.partial for group in self._groups)))
+        self._managers: Any = None
+        self._endpoints: tuple[str, ...] = ()
+        self._remote: dict[str, RemoteRequest] = {}
+        """Requests that may be read from another engine, until they are or are not."""
+        self._pulling: set[str] = set()
+        self._orders = StepOrders()
+
+    # -- at the start ---------------------------------------------------------------------
+
+    def set_endpoints(self, endpoints: dict[tuple[int, int], str]) -> None:
+        """Where the ranks of this engine are, by stage and tensor-parallel rank."""
+        self._endpoints = tuple(endpoints[key] for key in sorted(endpoints))
+
+    def bind_manager(self, kv_cache_manager: Any) -> None:
+        """Take vLLM's managers of the groups' blocks, which know what is cached."""
+        self._managers = kv_cache_manager.coordinator.single_type_managers
+
+    # -- for every request ----------------------------------------------------------------
+
+    def on_new_request(self, request: Any) -> None:
+        """Note a request that comes from another engine, or goes to one."""
+        params = request.kv_transfer_params or {}
+        if params.get("do_remote_decode"):
+            self._stop_short(request, params)
+        if params.get("do_remote_prefill"):
+            try:
+                told = RemoteRequest.read(params)
+                self._remote[request.request_id] = told
+                self._check(told, request)
+            except AtlasError as refusal:
+                log.warning("computed here request=%r: %s", request.request_id, refusal)
+                params["do_remote_prefill"] = False
+                if (unread := self._remote.pop(request.request_id, None)) is not None:
+                    self._orders.let_go.append(unread)
+
+    def matched_tokens(self, request: Any, computed: int) -> tuple[int, bool]:
+        """How many tokens another engine has beyond those that are here."""
+        remote = self._remote.get(request.request_id)
+        if remote is None or not (request.kv_transfer_params or {}).get("do_remote_prefill"):
+            return 0, False
+        count = max(0, self._stop(request, remote) - computed)
+        return count, count > 0
+
+    def allocated(self, request: Any, blocks: Any, external: int) -> None:
+        """Blocks were found for a request: order its tokens, or let them go."""
+        params = request.kv_transfer_params or {}
+        remote = self._remote.get(request.request_id)
+        if remote is None or not params.get("do_remote_prefill"):
+            return
+        params["do_remote_prefill"] = False  # once: whatever fails is computed here
+        del self._remote[request.request_id]
+        if not external:
+            self._orders.let_go.append(remote)
+            return
+        stop = self._stop(request, remote)
+        start = stop - external
+        tables = self._tables(blocks.get_block_ids(), stop)
+        self._keep_out_of_cache(request.request_id, start, stop)
+        self._pulling.add(request.request_id)
+        order = PullOrder(request.request_id, remote, tables, start, stop)
+        self._orders.pulls.append(order)
+
+    def finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        """Whether a finished request's blocks are kept, and what its response says of them."""
+        name = request.request_id
+        params = request.kv_transfer_params or {}
+        if name in self._pulling:
+            self._pulling.discard(name)
+            self._orders.cancelled.append(name)
+        if (remote := self._remote.pop(name, None)) is not None:
+            self._orders.let_go.append(remote)
+        tokens = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
+        keep = params.get("do_remote_decode") and request.status.name in _FINISHED
+        if not keep or tokens < 1 or not any(block_ids):
+            return False, None
+        offered = f"{name[:200]}/{secrets.token_hex(8)}"
+        tables = self._tables(block_ids, tokens)
+        self._orders.offers.append(OfferOrder(name, offered, tables, tokens))
+        windows = {group.window for group in self._groups if group.window}
+        told = RemoteRequest(
+            version=VERSION,
+            request=offered,
+            tokens=tokens,
+            endpoints=self._endpoints,
+            windows=tuple(sorted(windows)),
+            prompt=prompt_digest(request.prompt_token_ids, tokens),
+        )
+        return True, told.params(self._engine_id)
+
+    # -- for every step -------------------------------------------------------------------
+
+    def take_orders(self) -> StepOrders:
+        """What workers have to do after this step."""
+        orders, self._orders = self._orders, StepOrders()
+        return orders
+
+    def received(self, requests: Any) -> None:
+        """Requests are here, or have failed."""
+        self._pulling.difference_update(requests or ())
+
+    # -- inside ---------------------------------------------------------------------------
+
+    def _stop_short(self, request: Any, params: dict[str, Any]) -> None:
+        """Leave the last tokens of a prompt to the decode engine, where that has to be."""
+        left_out = self._left_out
+        if left_out < 1 or params.get(_SHORTER) or request.num_prompt_tokens <= left_out:
+            return
+        if request.prompt_token_ids is None:
+            log.warning("not shortened request=%r: it has no tokens", request.request_id)
+            return
+        del request.prompt_token_ids[-left_out:]
+        del request._all_token_ids[-left_out:]
+        request.num_prompt_tokens -= left_out
+        request.max_tokens = 1
+        params[_SHORTER] = True
+
+    def _stop(self, request: Any, remote: RemoteRequest) -> int:
+        """How many tokens of a prompt may come from elsewhere: the last is computed here."""
+        return int(min(request.num_prompt_tokens - max(1, self._left_out), remote.tokens))
+
+    def _check(self, remote: RemoteRequest, request: Any) -> None:
+        """Refuse another prompt's tokens, and windows where all tokens are cached here."""
+        own = prompt_digest(request.prompt_token_ids, remote.tokens)
+        if own != remote.prompt:
+            raise AtlasError(
+                Code.UNKNOWN_REQUEST,
+                "kv_transfer_params are those of another prompt",
+                got=f"request {remote.request!r} for one of {request.num_prompt_tokens} tokens",
+                hint="Pass on the parameters that came with the same prompt",
+            )
+        whole = {group.window_kept_whole for group in self._groups} - {None}
+        if self._caches_prefixes and whole & set(remote.windows):
+            # Read all the same, they would be found later by requests that see more of them.
+            raise AtlasError(
+                Code.ENGINE_REFUSES,
+                "The other engine keeps windows alone, and this one caches all tokens",
+                got=f"windows of {sorted(remote.windows)}",
+                hint="Turn the hybrid cache manager on, or off, at both ends",
+            )
+
+    def _tables(self, block_ids: Any, tokens: int) -> Tables:
+        """Block ids of the groups that move; entries without a block are negative."""
+        return tuple(group.table(block_ids[group.index], tokens) for group in self._groups)
+
+    def _keep_out_of_cache(self, request_id: str, start: int, stop: int) -> None:
+        """Have vLLM not cache a block of which the tokens before a window are not here.
+
+        A later request may share a shorter prefix, whose window then reaches into them.
+        """
+        if not self._caches_prefixes or self._managers is None:
+            return
+        for group in self._groups:
+            first = group.incomplete_blocks(start, stop)
+            if first:
+                cached = self._managers[group.index].num_cached_block
+                cached[request_id] = max(cached.get(request_id, 0), first)
+
+
+class TransferGroup:
+    """One group of vLLM's whose blocks move."""
+
+    def __init__(self, spec: Any, index: int) -> None:
+        several = getattr(spec, "kv_cache_specs", None)
+        spec = next(iter(several.values())) if several else spec
+        kinds = {kind.__name__ for kind in type(spec).__mro__}
+        self.index, self.block = index, spec.block_size
+        self.recurrent = "MambaSpec" in kinds
+        self.by_position = getattr(spec, "mamba_cache_mode", "none") != "none"
+        window = getattr(spec, "sliding_window", None)
+        chunk = getattr(spec, "attention_chunk_size", None)
+        whole = "FullAttentionSpec" in kinds
+        self.visibility = Visibility() if whole else Visibility(window=window, chunk=chunk)
+        self.window = None if whole else window or chunk
+        self.window_kept_whole = (window or chunk) if whole else None
+        self.partial = self.recurrent or self.window is not None
+
+    def table(self, ids: Any, tokens: int) -> tuple[int, ...]:
+        """The entries that have a request's first tokens, or the state after them."""
+        entries = ceil_div(tokens, self.block)
+        if self.recurrent and not self.by_position:
+            entries = 1
+        return tuple(-1 if block == _NULL_BLOCK else block for block in ids[:entries])
+
+    def incomplete_blocks(self, start: int, stop: int) -> int:
+        """Blocks of a request that must not be cached, once tokens start .. stop - 1 have come.
+
+        >>> sliding = type("SlidingWindowSpec", (), {"block_size": 64, "sliding_window": 64})
+        >>> TransferGroup(sliding(), 0).incomplete_blocks(0, 150)
+        2
+        """
+        first = int(self.visibility.first(stop))
+        if first <= start or not first % self.block:
+            return 0
+        return int(first // self.block) + 1

@@ -1,0 +1,111 @@
+"""Sessions with other engines, kept for the next request and closed when nobody uses them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.wire import Node, Session
+
+log = logging.getLogger("kvatlas.vllm")
+
+_MOST = 64
+"""Engines that a rank stays connected to; the least recently used make room."""
+_STALE = {Code.PEER_LOST, Code.WIRE_FAILED, Code.UNKNOWN_SESSION}
+"""Failures after which an engine is connected to anew: it may have started again."""
+
+
+@dataclass
+class _Kept:
+    session: Session | None = None
+    failure: AtlasError | None = None
+    """Why it could not be opened, for all who waited for it."""
+    users: int = 0
+    dropped: bool = False
+    opening: threading.Lock = field(default_factory=threading.Lock)
+
+
+class EngineSessions:
+    """Sessions of one rank with other engines, by their ranks' endpoints; any thread may use them.
+
+    `close` is called with what closes a session, and carries it out where waiting harms nobody.
+    """
+
+    def __init__(
+        self, node: Node, *, seconds: float, close: Callable[[Callable[[], None]], object]
+    ) -> None:
+        self._node, self._seconds, self._close = node, seconds, close
+        self._kept: OrderedDict[tuple[str, ...], _Kept] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._kept)
+
+    @contextmanager
+    def use(self, endpoints: tuple[str, ...]) -> Iterator[Session]:
+        """The session with an engine, opened where there is none; kept open meanwhile."""
+        kept = self._borrow(endpoints)
+        try:
+            yield self._opened(endpoints, kept)
+        except AtlasError as refusal:
+            if kept.session is None or refusal.code in _STALE:
+                self._drop(endpoints, kept)
+            raise
+        finally:
+            self._give_back(kept)
+
+    def _opened(self, endpoints: tuple[str, ...], kept: _Kept) -> Session:
+        """The session, opened by the first who wants it; it fails for all who wait."""
+        with kept.opening:
+            if kept.failure is not None:
+                raise kept.failure
+            if kept.session is None:
+                try:
+                    kept.session = Session(self._node, endpoints, seconds=self._seconds)
+                except AtlasError as refusal:
+                    kept.failure = refusal
+                    raise
+            return kept.session
+
+    def close_all(self) -> None:
+        """Close every session, whoever uses it."""
+        with self._lock:
+            kept = list(self._kept.values())
+            self._kept.clear()
+        for one in kept:
+            if one.session is not None:
+                one.session.close()
+
+    def _borrow(self, endpoints: tuple[str, ...]) -> _Kept:
+        with self._lock:
+            kept = self._kept.setdefault(endpoints, _Kept())
+            kept.users += 1
+            self._kept.move_to_end(endpoints)
+            idle = [key for key, one in self._kept.items() if not one.users]
+            unused = [self._kept.pop(key) for key in idle[: max(0, len(self._kept) - _MOST)]]
+        for one in unused:
+            self._end(one)
+        return kept
+
+    def _drop(self, endpoints: tuple[str, ...], kept: _Kept) -> None:
+        with self._lock:
+            kept.dropped = True
+            if self._kept.get(endpoints) is kept:
+                del self._kept[endpoints]
+
+    def _give_back(self, kept: _Kept) -> None:
+        with self._lock:
+            kept.users -= 1
+            over = kept.dropped and not kept.users
+        if over:
+            self._end(kept)
+
+    def _end(self, kept: _Kept) -> None:
+        if kept.session is not None:
+            self._close(kept.session.close)

@@ -1,0 +1,113 @@
+"""What `kv_connector_extra_config` may say: every key, its default, and what it means."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.wire import TRANSPORT_NAMES, How
+
+Seconds = Annotated[float, Meta(gt=0, le=3600)]
+
+
+class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How engines reach each other.
+
+    >>> ConnectorSettings.read({"transport": "shm", "lease_seconds": 60}).lease_seconds
+    60.0
+    >>> ConnectorSettings.read({"transports": "shm"})
+    Traceback (most recent call last):
+    kvatlas.errors.AtlasError: kv_connector_extra_config has a key that the connector does not \
+know. Got 'transports'. Did you mean 'transport'? [bad_config]
+    """
+
+    transport: str = "nixl"
+    """How bytes move: nixl, mooncake, or shm between processes of one host."""
+    transport_options: dict[str, Any] = {}
+    """Options of the transport's class: `{"device": "eth0"}` for nixl, say."""
+    how: How = "auto"
+    """Whether runs go one by one (`direct`), gathered (`staged`), or as measured."""
+    listen: str = "127.0.0.1"
+    """The address on which ranks answer their peers."""
+    advertise: str | None = None
+    """The host that peers are told, where it is another (containers); else `listen`."""
+    ports: Annotated[int, Meta(ge=0, le=65535)] = 0
+    """The first port; rank r takes the r-th from there. 0 for any that are free."""
+    secret_file: str | None = None
+    """A file with the secret that all engines share. Without one they listen on loopback."""
+    unprotected: bool = False
+    """Listen on other addresses without a secret: in a network that is itself closed."""
+    lease_seconds: Seconds = 30.0
+    """How long a prefill engine keeps the blocks of a finished request to be read."""
+    pull_seconds: Seconds = 30.0
+    """How long a decode engine tries to read a request before it has failed."""
+    wait_for_offer: Annotated[float, Meta(ge=0, le=3600)] = 5.0
+    """How long a request that is not offered yet may take to be so."""
+    checksums: bool = False
+    """Compare what has arrived with what the source has, byte by byte."""
+    buffers: Annotated[int, Meta(ge=0, le=1024)] = 8
+    """Staging buffers of each rank."""
+    piece: Annotated[int, Meta(ge=4096, le=1 << 30)] = 4 << 20
+    """Bytes of each."""
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any] | None) -> ConnectorSettings:
+        """Settings from vLLM's extra config, or a refusal that names the key."""
+        given = dict(given or {})
+        for key in given:
+            if key not in cls.__struct_fields__:
+                near = get_close_matches(str(key), cls.__struct_fields__, 1)
+                hint = f"Did you mean {near[0]!r}?" if near else f"Keys are {', '.join(_keys())}"
+                problem = "kv_connector_extra_config has a key that the connector does not know"
+                raise AtlasError(Code.BAD_CONFIG, problem, got=repr(key), hint=hint)
+        try:
+            settings = msgspec.convert(given, cls)
+        except msgspec.ValidationError as wrong:
+            raise _bad(str(wrong), "See docs/vllm.md for each key") from None
+        if settings.transport not in TRANSPORT_NAMES:
+            known = ", ".join(TRANSPORT_NAMES)
+            raise _bad(f"transport {settings.transport!r}", f"Choose one of {known}")
+        if settings.listen in ("0.0.0.0", "::") and settings.advertise is None:  # noqa: S104
+            raise _bad(f"listen {settings.listen!r}", "Say in advertise how peers reach this host")
+        return settings
+
+    def secret(self) -> bytes | None:
+        """The shared secret, without the line's end."""
+        if self.secret_file is None:
+            return None
+        try:
+            return Path(self.secret_file).read_bytes().strip()
+        except OSError as problem:
+            got = f"secret_file {self.secret_file!r}: {problem.strerror}"
+            raise _bad(got, "Let the engine's user read it") from None
+
+    def listen_at(self, rank: int) -> str:
+        """Where a rank listens."""
+        port = self.ports + rank if self.ports else 0
+        if port > 65535:
+            raise _bad(f"ports from {self.ports} for rank {rank}", "Begin at a lower port")
+        return f"tcp://{_host(self.listen)}:{port}"
+
+    def advertised(self, endpoint: str) -> str:
+        """An endpoint as peers are told it."""
+        port = endpoint.rpartition(":")[2]
+        return f"tcp://{_host(self.advertise or self.listen)}:{port}"
+
+
+def _host(host: str) -> str:
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
+def _keys() -> tuple[str, ...]:
+    return ConnectorSettings.__struct_fields__
+
+
+def _bad(got: str, hint: str) -> AtlasError:
+    problem = "kv_connector_extra_config cannot be used"
+    return AtlasError(Code.BAD_CONFIG, problem, got=got, hint=hint)

@@ -1,0 +1,73 @@
+"""The versions of vLLM that the connector was run with, and what it needs of any."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from kvatlas.errors import AtlasError, Code
+
+KNOWN = (0, 32)
+
+METHODS = (
+    "bind_connector_metadata",
+    "bind_kv_cache_manager",
+    "build_connector_meta",
+    "get_handshake_metadata",
+    "get_kv_connector_stats",
+    "get_loaded_kv_cache_group_ids",
+    "get_num_new_matched_tokens",
+    "get_transfer_results",
+    "on_new_request",
+    "register_kv_caches",
+    "set_xfer_handshake_metadata_pp_aware",
+    "shutdown",
+    "start_load_kv",
+    "update_connector_output",
+    "update_state_after_alloc",
+)
+"""What vLLM must ask a connector for: without one of these it would silently do less."""
+
+
+def check_version(version: str, interface: type) -> None:
+    """Refuse a vLLM that lacks a method, and warn of one that nobody has run.
+
+    >>> interface = type("KVConnectorBase_V1", (), dict.fromkeys(METHODS))
+    >>> check_version("0.32.1", interface)
+    >>> check_version("0.9.0", type("KVConnectorBase_V1", (), {}))
+    Traceback (most recent call last):
+    kvatlas.errors.AtlasError: vLLM's connector interface lacks a method that this connector \
+needs. Got vLLM 0.9.0 without KVConnectorBase_V1.bind_connector_metadata. Use vLLM 0.32. \
+[engine_refuses]
+    """
+    missing = [name for name in METHODS if not hasattr(interface, name)]
+    if missing:
+        raise AtlasError(
+            Code.ENGINE_REFUSES,
+            "vLLM's connector interface lacks a method that this connector needs",
+            got=f"vLLM {version} without {interface.__name__}.{missing[0]}",
+            hint=f"Use vLLM {'.'.join(map(str, KNOWN))}",
+        )
+    if _numbers(version) != KNOWN:
+        known = ".".join(map(str, KNOWN))
+        warnings.warn(
+            f"kvatlas was run with vLLM {known}, and this is {version}: compare its tokens with "
+            "those of an engine without a connector before you rely on it",
+            stacklevel=3,
+        )
+
+
+def check_managers(kv_cache_manager: Any) -> None:
+    """Refuse a cache manager that does not say which of a request's blocks are cached."""
+    managers = getattr(getattr(kv_cache_manager, "coordinator", None), "single_type_managers", ())
+    if not managers or not all(hasattr(one, "num_cached_block") for one in managers):
+        raise AtlasError(
+            Code.ENGINE_REFUSES,
+            "vLLM's cache manager does not say which blocks of a request are cached",
+            got="managers without num_cached_block",
+            hint=f"Use vLLM {'.'.join(map(str, KNOWN))}",
+        )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())

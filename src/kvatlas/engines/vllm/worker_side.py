@@ -1,0 +1,235 @@
+"""A worker's side: one rank's node, what it offers, and what it reads from other engines.
+
+Nothing here waits for a peer in the engine's own thread: sessions are opened and transfers
+awaited beside it, and every step only looks at what has ended. Blocks of a read that has
+failed are reported once nothing can land in them any more.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from kvatlas.engines.vllm.orders import OfferOrder, PullOrder, RemoteRequest, StepOrders
+from kvatlas.engines.vllm.sessions import EngineSessions
+from kvatlas.engines.vllm.settings import ConnectorSettings
+from kvatlas.errors import AtlasError
+from kvatlas.planning import Plan
+from kvatlas.wire import Memory, Node, Session, Transfer, make_transport
+
+log = logging.getLogger("kvatlas.vllm")
+
+_AT_ONCE = 64
+"""Requests that are read at once; the others wait until one has ended."""
+_LONGEST_QUARANTINE = 600.0
+"""Seconds after which a read that does not end is reported all the same."""
+
+
+@dataclass
+class Ended:
+    """Requests that were sent, and that were received or failed to be, since the last step."""
+
+    sent: set[str] = field(default_factory=set)
+    received: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+
+
+@dataclass
+class PullCounts:
+    """What was read since the last look, for the engine's own statistics."""
+
+    pulls: int = 0
+    failures: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+    expired: int = 0
+
+
+class _Pull:
+    """A request on its way here."""
+
+    def __init__(self, order: PullOrder) -> None:
+        self.order = order
+        self.transfer: Transfer | None = None
+        self._cancelled = False
+        self._lock = threading.Lock()
+
+    def begin(self, start: Callable[[], Transfer]) -> Transfer | None:
+        """Start it, unless it was cancelled before."""
+        with self._lock:
+            if not self._cancelled:
+                self.transfer = start()
+            return self.transfer
+
+    def cancel(self) -> None:
+        with self._lock:
+            self._cancelled = True
+        if self.transfer is not None:
+            self.transfer.cancel()
+
+
+class WorkerSide:
+    """What the connector does in the process of one rank."""
+
+    def __init__(
+        self, plan: Plan, rank: int, memory: Memory, settings: ConnectorSettings, *, port: int
+    ) -> None:
+        self._settings = settings
+        transport = make_transport(settings.transport, **settings.transport_options)
+        self.node = Node(
+            plan,
+            rank=rank,
+            memory={0: memory},
+            transport=transport,
+            listen=settings.listen_at(port),
+            secret=settings.secret(),
+            unprotected=settings.unprotected,
+            piece=settings.piece,
+            buffers=settings.buffers,
+        )
+        self.endpoint = settings.advertised(self.node.endpoint)
+        self._beside = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="kvatlas-vllm")
+        self._sessions = EngineSessions(
+            self.node, seconds=min(10.0, settings.pull_seconds), close=self._beside.submit
+        )
+        self._pulls: dict[str, _Pull] = {}
+        self._offered: dict[str, str] = {}
+        """Requests of this engine by the names of their offers."""
+        self._ended: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
+        self._counts = PullCounts()
+        self._counts_lock = threading.Lock()
+
+    def carry_out(self, orders: StepOrders) -> None:
+        """Begin what a step has ordered."""
+        for offer in orders.offers:
+            self._offer(offer)
+        for remote in orders.let_go:
+            self._beside.submit(self._let_go, remote)
+        for order in orders.pulls:
+            pull = self._pulls[order.request_id] = _Pull(order)
+            self._beside.submit(self._run, pull)
+        for request_id in orders.cancelled:
+            if request_id in self._pulls:
+                self._pulls[request_id].cancel()
+
+    def take_ended(self) -> Ended:
+        """What has ended since the last step."""
+        ended = Ended()
+        with suppress(queue.Empty):
+            while True:
+                what, request_id = self._ended.get_nowait()
+                if what == "sent":
+                    ended.sent.add(request_id)
+                    continue
+                self._pulls.pop(request_id, None)
+                ended.received.add(request_id)
+                if what == "failed":
+                    ended.failed.add(request_id)
+        return ended
+
+    def take_counts(self) -> PullCounts:
+        """What was counted since the last look."""
+        with self._counts_lock:
+            counts, self._counts = self._counts, PullCounts()
+        return counts
+
+    def close(self) -> None:
+        """Cancel what is under way, end all offers, and close the node."""
+        for pull in list(self._pulls.values()):
+            pull.cancel()
+        self._beside.shutdown(wait=True)
+        self._sessions.close_all()
+        self.node.close()
+
+    # -- what is offered ------------------------------------------------------------------
+
+    def _offer(self, order: OfferOrder) -> None:
+        tables = dict(enumerate(order.tables))
+        self._offered[order.name] = order.request_id
+        seconds = self._settings.lease_seconds
+        try:
+            self.node.offer(
+                order.name, tables, order.tokens, seconds=seconds, released=self._released
+            )
+        except AtlasError as refusal:
+            # Whoever wants to read it computes it, or fails, as its engine was told.
+            log.error("not offered request=%r: %s", order.request_id, refusal)
+            self._released(order.name, "refused")
+
+    def _released(self, name: str, why: str) -> None:
+        """An offer has ended: its blocks may be reused."""
+        if why == "expired":
+            self._count(expired=1)
+        self._ended.put(("sent", self._offered.pop(name)))
+
+    # -- what is read ---------------------------------------------------------------------
+
+    def _run(self, pull: _Pull) -> None:
+        """Read a request, beside the engine's own thread, and say how that ended."""
+        order, outcome = pull.order, "failed"
+        try:
+            with self._sessions.use(order.remote.endpoints) as session:
+                try:
+                    outcome = "received" if self._read(pull, session) else "failed"
+                finally:
+                    if outcome == "failed":
+                        self._release_remote(session, order.remote)
+        except AtlasError as refusal:
+            log.warning("not read request=%r: %s", order.request_id, refusal)
+        except Exception:
+            log.exception("a read failed request=%r", order.request_id)
+        finally:
+            self._count_pull(pull, outcome)
+            self._ended.put((outcome, order.request_id))
+
+    def _read(self, pull: _Pull, session: Session) -> bool:
+        """Whether all of it has arrived; what has not can land no more when this returns."""
+        order, settings = pull.order, self._settings
+        transfer = pull.begin(
+            lambda: session.pull(
+                order.remote.request,
+                dst_blocks=dict(enumerate(order.tables)),
+                tokens=(order.start, order.stop),
+                seconds=settings.pull_seconds,
+                how=settings.how,
+                checksums=settings.checksums,
+                final=True,
+                wait_for_offer=settings.wait_for_offer,
+            )
+        )
+        if transfer is None:
+            return False
+        try:
+            transfer.wait()
+        finally:
+            if not transfer.wait_released(_LONGEST_QUARANTINE):
+                log.error("still being read request=%r", order.request_id)
+        return True
+
+    def _let_go(self, remote: RemoteRequest) -> None:
+        try:
+            with self._sessions.use(remote.endpoints) as session:
+                session.release(remote.request).wait()
+        except AtlasError as refusal:
+            log.warning("not released request=%r: %s", remote.request, refusal)
+
+    def _release_remote(self, session: Session, remote: RemoteRequest) -> None:
+        """Let the other engine have its blocks back; where it cannot be told, they expire."""
+        with suppress(AtlasError):
+            session.release(remote.request)
+
+    def _count_pull(self, pull: _Pull, outcome: str) -> None:
+        transfer = pull.transfer
+        moved, seconds = (transfer.moved, transfer.seconds) if transfer is not None else (0, 0.0)
+        failed = outcome == "failed"
+        self._count(pulls=not failed, failures=failed, nbytes=moved, seconds=seconds)
+
+    def _count(self, **amounts: float) -> None:
+        with self._counts_lock:
+            for name, amount in amounts.items():
+                setattr(self._counts, name, getattr(self._counts, name) + amount)

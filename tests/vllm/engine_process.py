@@ -1,0 +1,230 @@
+"""A vLLM engine in a process of its own, which steps by itself and answers over a pipe."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+START_SECONDS = 300.0
+ANSWER_SECONDS = 180.0
+
+
+@dataclass
+class Answer:
+    """What an engine says of a finished request."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    params: dict[str, Any] | None
+    reason: str
+    cached: int = 0
+
+
+@dataclass
+class Engine:
+    """The test's end of an engine."""
+
+    pipe: Connection
+    process: Any
+    answers: dict[str, Answer] = field(default_factory=dict)
+    counter: int = 0
+    started: dict[str, Any] = field(default_factory=dict)
+    """Its facts before the first request."""
+
+    def add(self, prompt: Sequence[int], *, tokens: int = 8, params: Any = None) -> str:
+        self.counter += 1
+        name = f"{self.process.name}-{self.counter}"
+        self.pipe.send(("add", name, list(prompt), tokens, params))
+        return name
+
+    def wait(self, name: str) -> Answer:
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while name not in self.answers:
+            assert self.pipe.poll(max(0.0, deadline - time.monotonic())), f"no answer to {name}"
+            said, *what = self.pipe.recv()
+            assert said == "done", what
+            self.answers[what[0]] = Answer(**what[1])
+        return self.answers.pop(name)
+
+    def generate(self, prompt: Sequence[int], *, tokens: int = 8, params: Any = None) -> Answer:
+        return self.wait(self.add(prompt, tokens=tokens, params=params))
+
+    def prefill(self, prompt: Sequence[int]) -> Answer:
+        return self.generate(prompt, tokens=1, params={"do_remote_decode": True})
+
+    def abort(self, name: str) -> None:
+        self.pipe.send(("abort", name))
+
+    def facts(self) -> dict[str, Any]:
+        """Free blocks, and requests that still hold some."""
+        self.pipe.send(("facts",))
+        while True:
+            assert self.pipe.poll(ANSWER_SECONDS)
+            said, *what = self.pipe.recv()
+            if said == "facts":
+                found: dict[str, Any] = what[0]
+                return found
+            self.answers[what[0]] = Answer(**what[1])
+
+    def idle(self, seconds: float = 30.0) -> dict[str, Any]:
+        """Wait until no request holds blocks any more."""
+        deadline = time.monotonic() + seconds
+        while (facts := self.facts())["requests"]:
+            assert time.monotonic() < deadline, facts
+            time.sleep(0.02)
+        return facts
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+
+@contextmanager
+def engine(
+    model: Path,
+    *,
+    name: str,
+    core: str = "0",
+    connector: dict[str, Any] | None = None,
+    environment: dict[str, str] | None = None,
+    **options: Any,
+) -> Iterator[Engine]:
+    """An engine, ready to be asked; `connector` is its kv_transfer_config."""
+    here, there = multiprocessing.Pipe()
+    context = multiprocessing.get_context("spawn")
+    about = (there, str(model), core, connector, environment or {}, options)
+    process = context.Process(target=serve, args=about, name=name)
+    process.start()
+    there.close()
+    made = Engine(here, process)
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        while not here.poll(0.2):
+            assert process.is_alive(), f"{name} ended with {process.exitcode}"
+            assert time.monotonic() < deadline, f"{name} does not start"
+        said, *what = here.recv()
+        if said != "ready":
+            raise EngineStartError(what[0])
+        made.started = made.facts()
+        yield made
+    finally:
+        if process.is_alive():
+            try:
+                here.send(("stop",))
+                process.join(20)
+            except OSError:
+                pass
+            process.kill()
+        process.join()
+        here.close()
+
+
+class EngineStartError(Exception):
+    """Why an engine did not start."""
+
+
+def serve(
+    pipe: Connection, model: str, core: str, connector: Any, environment: Any, options: Any
+) -> None:
+    """The engine's process."""
+    os.environ |= environment | {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": core,
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    try:
+        running = _Running(pipe, _start(model, connector, options))
+    except BaseException as problem:
+        pipe.send(("failed", f"{type(problem).__name__}: {problem}"))
+        raise
+    pipe.send(("ready",))
+    running.loop()
+
+
+def _start(model: str, connector: Any, options: dict[str, Any]) -> Any:
+    from vllm import EngineArgs, LLMEngine
+
+    given: dict[str, Any] = {
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "max_model_len": 1024,
+        "max_num_seqs": 32,
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+        "disable_log_stats": False,
+        "kv_transfer_config": connector,
+    }
+    return LLMEngine.from_engine_args(EngineArgs(model=model, **given | options))
+
+
+class _Running:
+    def __init__(self, pipe: Connection, made: Any) -> None:
+        self.pipe, self.engine = pipe, made
+        self.scheduler = made.engine_core.engine_core.scheduler
+
+    def loop(self) -> None:
+        while True:
+            busy = self.engine.has_unfinished_requests() or self.scheduler.has_requests()
+            while self.pipe.poll(0.0 if busy else 0.005):
+                what = self.pipe.recv()
+                if what[0] == "stop":
+                    self.engine.engine_core.shutdown()
+                    return
+                getattr(self, what[0])(*what[1:])
+                busy = True
+            if busy:
+                self._step()
+
+    def _step(self) -> None:
+        outputs = self.engine.step()
+        for output in outputs:
+            if output.finished:
+                self._tell(output)
+        if not outputs:
+            time.sleep(0.001)
+
+    def _tell(self, output: Any) -> None:
+        (made,) = output.outputs
+        chosen = [
+            step[token].logprob
+            for step, token in zip(made.logprobs or (), made.token_ids, strict=False)
+        ]
+        answer = {
+            "tokens": list(made.token_ids),
+            "logprobs": chosen,
+            "params": output.kv_transfer_params,
+            "reason": str(made.finish_reason),
+            "cached": output.num_cached_tokens or 0,
+        }
+        self.pipe.send(("done", output.request_id, answer))
+
+    def add(self, name: str, prompt: list[int], tokens: int, params: Any) -> None:
+        from vllm import SamplingParams
+
+        about = SamplingParams(
+            temperature=0,
+            max_tokens=tokens,
+            logprobs=1,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args=None if params is None else {"kv_transfer_params": params},
+        )
+        self.engine.add_request(name, {"prompt_token_ids": prompt}, about)
+
+    def abort(self, name: str) -> None:
+        self.engine.abort_request([name])
+
+    def facts(self) -> None:
+        pool = self.scheduler.kv_cache_manager.block_pool
+        found = {"free": pool.get_num_free_blocks(), "requests": len(self.scheduler.requests)}
+        self.pipe.send(("facts", found))

@@ -1,0 +1,96 @@
+"""Tiny models with random weights, saved as checkpoints that vLLM serves on a CPU in float32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 512
+
+_DENSE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+}
+_MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 32,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 32,
+    "mamba_expand": 2,
+    "mamba_d_conv": 4,
+    "mamba_chunk_size": 32,
+}
+
+WINDOW = 64
+
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {**_DENSE, "num_hidden_layers": 3, "head_dim": 32}),
+    "gemma2": (
+        "Gemma2Config",
+        {
+            **_DENSE,
+            "tie_word_embeddings": True,
+            "num_hidden_layers": 4,
+            "head_dim": 32,
+            "sliding_window": WINDOW,
+            "query_pre_attn_scalar": 32,
+        },
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {
+            **_DENSE,
+            "tie_word_embeddings": True,
+            "num_hidden_layers": 6,
+            "head_dim": 32,
+            "sliding_window": WINDOW,
+            "query_pre_attn_scalar": 32,
+            "layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 2,
+        },
+    ),
+    "granite": (
+        "GraniteMoeHybridConfig",
+        {
+            **_DENSE,
+            **_MAMBA,
+            "num_hidden_layers": 4,
+            "layer_types": ["mamba", "attention", "mamba", "mamba"],
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "shared_intermediate_size": 256,
+            "position_embedding_type": "rope",
+        },
+    ),
+    "falcon_h1": (
+        "FalconH1Config",
+        {
+            **_DENSE,
+            **_MAMBA,
+            "num_hidden_layers": 3,
+            "head_dim": 32,
+            "mamba_d_ssm": 256,
+            "mamba_n_groups": 2,
+        },
+    ),
+}
+
+
+def checkpoint(name: str, folder: Path) -> Path:
+    """A folder with the checkpoint of a tiny model; made once, the same every time."""
+    import torch
+    import transformers
+
+    path = folder / name
+    if (path / "model.safetensors").exists():
+        return path
+    kind, values = CONFIGS[name]
+    torch.manual_seed(7)
+    config = getattr(transformers, kind)(**values, initializer_range=0.08)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(path)
+    return path

@@ -1,0 +1,278 @@
+"""vLLM's own configs described: blocks, groups and every byte of every field are where it says.
+
+Each config is planned as vLLM plans it, its layers become vLLM's own spec objects, vLLM lays
+them out, and what is described of that must be the plan; then bytes go from buffers of that
+shape to another topology. `KVATLAS_FACTS` names a folder whose `configs/` are tried too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.v1.attention.backend import MultipleOf
+from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+    create_kv_cache_views,
+    get_kv_quant_mode,
+)
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from kvatlas import AtlasError
+from kvatlas.engines.vllm.describe import check_tensors, describe_stage, join_stages
+from kvatlas.errors import Code
+from kvatlas.geometry import Layout
+from kvatlas.models import Model
+from kvatlas.planning import Plan, plan
+from kvatlas.planning.backends import backends_of
+from kvatlas.routing import fingerprint, route
+from kvatlas.specs import (
+    Attention,
+    ChunkedAttention,
+    CompressorState,
+    CrossAttention,
+    FullAttention,
+    Indexer,
+    LatentAttention,
+    Recurrent,
+    SinkAttention,
+    SlidingAttention,
+    SlidingLatentAttention,
+)
+from tests.models.configs import FAMILIES
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+FACTS = os.environ.get("KVATLAS_FACTS")
+
+
+def configs() -> Iterator[tuple[str, Any]]:
+    yield from FAMILIES.items()
+    for path in sorted(Path(FACTS, "configs").glob("*.json")) if FACTS else ():
+        yield path.stem, json.loads(path.read_bytes())
+
+
+def alignment(made: Plan, model: Model, name: str) -> Any:
+    """What vLLM asks of the distance between blocks of a layer."""
+    backend = backends_of(model, None)[name]
+    if backend is None or (backend.multiples and not backend.whole_rows):
+        return None
+    rows = backend.whole_rows and getattr(made.spec(name), "cache", "auto") == "auto"
+    return made.page(name).content if rows else MultipleOf(max(backend.sizes))
+
+
+def vllm_spec(made: Plan, model: Model, name: str) -> Any:
+    """vLLM's spec of one rank's layer, at the block size and padding that it is planned with."""
+    spec, (region, index) = made.spec(name), made.region_of(name)
+    page = spec.page(region.block, tp=made.tp)
+    padded = region.page_bytes if region.page_bytes > page.unpadded else None
+    about: dict[str, Any] = {"block_size": region.block, "page_size_padded": padded}
+    if isinstance(spec, Recurrent):
+        return MambaSpec(
+            shapes=tuple(tuple(axis.size for axis in field.axes) for field in page.fields),
+            dtypes=tuple(DTYPES[field.dtype.name] for field in page.fields),
+            **about,
+        )
+    about |= {"dtype": torch.uint8, "state_content_bytes": page.content}
+    about |= {"block_stride_alignment": alignment(made, model, name)}
+    about |= {"num_kv_heads": 1, "head_size": page.content}
+    if isinstance(spec, Attention):
+        rank = made.page(name).fields[0]
+        about |= {
+            "num_kv_heads": rank.sizes["H"],
+            "head_size": spec.head_dim,
+            "head_size_v": spec.v_dim or spec.head_dim,
+            "kv_quant_mode": get_kv_quant_mode(spec.cache),
+            "num_head_slots": page.heads,
+        }
+        if spec.cache == "auto":
+            about["dtype"] = DTYPES[spec.dtype]
+        if isinstance(spec, SlidingAttention):
+            return SlidingWindowSpec(**about, sliding_window=spec.window)
+        if isinstance(spec, ChunkedAttention):
+            return ChunkedLocalAttentionSpec(**about, attention_chunk_size=spec.chunk)
+        return FullAttentionSpec(**about)
+    assert isinstance(spec, LatentAttention | Indexer | CompressorState)
+    about |= {"tokens_per_state": spec.tokens_per_state}
+    if isinstance(spec, SlidingLatentAttention | CompressorState):
+        return SlidingWindowMLASpec(**about, sliding_window=spec.window)
+    own = region.layers[index].index
+    indexed = any(one.index == own and isinstance(one.spec, Indexer) for one in model.layers)
+    leads = type(spec) is LatentAttention and spec.compress == 1 and indexed
+    return MLAAttentionSpec(**about, is_index_group_leader=leads)
+
+
+def kv_cache_config(made: Plan, model: Model) -> KVCacheConfig:
+    """vLLM's own layout of a plan's groups, whose layers are in the order of the model."""
+    groups = []
+    for index in range(len(made.groups)):
+        specs = {
+            layer.name: vllm_spec(made, model, layer.name)
+            for layer in model.layers
+            if made.region_of(layer.name)[0].group == index
+        }
+        several = len(set(specs.values())) > 1
+        first = next(iter(specs.values()))
+        spec = first
+        if several:
+            spec = UniformTypeKVCacheSpecs(block_size=first.block_size, kv_cache_specs=specs)
+        groups.append(KVCacheGroupSpec(list(specs), spec))
+    layout = KVCacheLayout[made.layout]
+    config = SimpleNamespace(
+        attention_config=SimpleNamespace(hisparse_config=None),
+        cache_config=SimpleNamespace(
+            get_resolved_kv_cache_layout=lambda: layout,
+            num_gpu_blocks_override=None,
+            prefix_cache_retention_interval=None,
+        ),
+    )
+    made_config = get_kv_cache_config_from_groups(config, groups, made.pools[0].nbytes)
+    made_config.kv_cache_layout = made.layout
+    return made_config
+
+
+def vllm_config(made: Plan, model: Model, config: Any, cache: str) -> Any:
+    served = SimpleNamespace(
+        model=made.model,
+        dtype=DTYPES[model.dtype],
+        max_model_len=made.max_len,
+        hf_config=config,
+        get_total_num_kv_heads=lambda: 0,
+        get_total_num_hidden_layers=lambda: model.depth,
+        model_arch_config=SimpleNamespace(total_num_attention_heads=model.attention_heads),
+    )
+    return SimpleNamespace(
+        model_config=served,
+        parallel_config=SimpleNamespace(tensor_parallel_size=made.tp),
+        cache_config=SimpleNamespace(cache_dtype=cache),
+    )
+
+
+def planned(config: Any, cache: str, **ask: Any) -> tuple[Model, Plan] | None:
+    """A plan as vLLM makes it, or None where it makes none."""
+    model = Model.load(config)
+    kv_dtype = None if cache == "auto" else cache
+    try:
+        made = plan(
+            model, memory="6GiB", max_len=4096, in_flight=0, policy="vllm", kv_dtype=kv_dtype,
+            **ask,
+        )  # fmt: skip
+    except AtlasError:
+        return None
+    return model, made
+
+
+@pytest.mark.parametrize(("name", "config"), list(configs()))
+def test_what_vllm_lays_out_is_the_plan(name: str, config: Any) -> None:
+    described_some = False
+    for tp in (1, 2, 4):
+        for layout in (None, "LBHNC", "BLHNC", "BHLNC"):
+            for cache in ("auto", "fp8"):
+                found = planned(config, cache, tp=tp, layout=layout)
+                if found is None or _kept_by_others(found[1]):
+                    continue
+                described_some = True
+                assert_described(*found, config, cache, (name, tp, layout, cache))
+    assert described_some or name in ("whisper", "bart")
+
+
+def _kept_by_others(made: Plan) -> bool:
+    """Encoders, which vLLM's connectors are not asked about, and sinks, which no model here has."""
+    kinds = CrossAttention | SinkAttention
+    return any(isinstance(made.spec(name), kinds) for name in made.layers)
+
+
+def assert_described(model: Model, made: Plan, config: Any, cache: str, what: object) -> None:
+    theirs = kv_cache_config(made, model)
+    kernels = {name: made.region_of(name)[0].kernel_block for name in made.layers}
+    for layer in made.layers:
+        if isinstance(made.spec(layer), Recurrent):
+            kernels[layer] = made.region_of(layer)[0].block
+    stage = describe_stage(vllm_config(made, model, config, cache), theirs, kernel_blocks=kernels)
+    seen = join_stages([stage])
+    assert theirs.num_blocks == made.num_blocks == seen.num_blocks, what
+    assert [group.block for group in seen.groups] == [group.block for group in made.groups], what
+    assert set(seen.layers) == set(made.layers)
+    for layer in made.layers:
+        for field in made.page(layer).fields:
+            if not field.padding:
+                assert seen.view(layer, field.name) == made.view(layer, field.name), (what, layer)
+    assert fingerprint(seen) == fingerprint(made), what
+    route(seen, made)
+
+
+def test_tensors_that_are_not_the_plans_are_refused_by_the_layers_name() -> None:
+    config = FAMILIES["gemma2"] if "gemma2" in FAMILIES else FAMILIES["llama"]
+    found = planned(config, "auto", layout="LBHNC")
+    assert found is not None
+    model, made = found
+    theirs = kv_cache_config(made, model)
+    stage = describe_stage(vllm_config(made, model, config, "auto"), theirs)
+    seen = join_stages([stage])
+    raw = torch.empty(theirs.kv_cache_tensors[0].size + 64, dtype=torch.int8)[64:]
+    specs = {
+        name: group.kv_cache_spec for group in theirs.kv_cache_groups for name in group.layer_names
+    }
+    views: dict[str, Any] = {}
+    for tensor in theirs.kv_cache_tensors:
+        made_views = create_kv_cache_views(
+            raw, specs[tensor.layers[0]], theirs.num_blocks, KVCacheLayout.LBHNC, tensor
+        )
+        views |= dict(zip(tensor.layers, made_views, strict=True))
+    assert check_tensors(seen, stage, views) == raw.data_ptr()
+    first, last = seen.layers[0], seen.layers[-1]
+    wrong = {
+        "shape": {**views, last: views[last][:-1]},
+        "strides": {**views, last: views[last].transpose(1, 2).contiguous().transpose(1, 2)},
+        "place": {**views, last: views[first]} if first != last else {},
+        "missing": {name: view for name, view in views.items() if name != last},
+    }
+    for why, tensors in wrong.items():
+        with pytest.raises(AtlasError) as refusal:
+            check_tensors(seen, stage, tensors)
+        assert refusal.value.code is Code.ENGINE_REFUSES, why
+        assert last in str(refusal.value), why
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_what_the_cpu_kernel_writes_is_where_the_plan_says(dtype: torch.dtype) -> None:
+    """K is transposed over the whole block: found by writing rows with vLLM's own kernel."""
+    ops = pytest.importorskip("vllm._custom_ops")
+    attention = pytest.importorskip("vllm.v1.attention.backends.cpu_attn")
+    for block, heads, dim in ((32, 2, 32), (64, 1, 64), (128, 3, 128)):
+        blocks, item = 3, dtype.itemsize
+        name = str(dtype).removeprefix("torch.")
+        spec = FullAttention(heads=heads, head_dim=dim, dtype=name, packing="transposed")
+        page = spec.page(block)
+        placed = page.place(Layout("LBHNC"), pages=1, blocks=blocks).select("L", 0)
+        memory = np.zeros(blocks * page.nbytes, np.uint8)
+        cache = torch.from_numpy(memory).view(dtype).view(blocks, heads, block, 2 * dim)
+        slots = torch.randperm(blocks * block)[: 2 * block + 5]
+        k, v = (torch.randn(len(slots), heads, dim).to(dtype) for _ in range(2))
+        sides = cache.view(blocks, heads, 2 * block, dim).chunk(2, dim=2)
+        isa = attention._get_attn_isa(dtype, block, dim)
+        ops.cpu_attn_reshape_and_cache(k, v, *sides, slots, isa)
+        for field, rows in (("k", k), ("v", v)):
+            view = page.view(placed, field)
+            own = slots.numpy()[:, None, None]
+            every = np.arange(heads)[None, :, None], np.arange(dim)[None, None, :]
+            at = np.broadcast_arrays(own // block, every[0], own % block, every[1])
+            axes = {axis: one.reshape(-1) for axis, one in zip("BHNC", at, strict=True)}
+            where = np.asarray(view(**axes)) // item
+            got = cache.reshape(-1)[torch.from_numpy(where)].reshape(rows.shape)
+            assert torch.equal(got, rows), (field, block, isa)

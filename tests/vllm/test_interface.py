@@ -1,0 +1,83 @@
+"""The connector as vLLM finds and asks it, without an engine."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import vllm
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    supports_hma,
+)
+
+from kvatlas import AtlasError
+from kvatlas.engines.vllm import KVAtlasConnector
+from kvatlas.engines.vllm.connector_stats import COUNTERS, KVAtlasPromMetrics, KVAtlasStats
+from kvatlas.engines.vllm.supported_versions import METHODS, check_version
+from kvatlas.engines.vllm.worker_side import PullCounts
+from tests.vllm.shapes import Config, FullAttentionSpec, Group, vllm_config
+
+
+def transfer_config(**extra: Any) -> KVTransferConfig:
+    return KVTransferConfig(
+        kv_connector="KVAtlasConnector",
+        kv_connector_module_path="kvatlas.engines.vllm",
+        kv_role="kv_both",
+        kv_connector_extra_config=extra,
+    )
+
+
+def test_vllm_finds_the_connector_by_its_flag() -> None:
+    found = KVConnectorFactory.get_connector_class(transfer_config())
+    assert found is KVAtlasConnector
+    assert supports_hma(found)
+    check_version(vllm.__version__, KVConnectorBase_V1)
+    overridden = {name for name in METHODS if name in vars(KVAtlasConnector)}
+    assert set(METHODS) - overridden == {"bind_connector_metadata"}
+
+
+def test_settings_are_read_when_the_engine_starts() -> None:
+    config = vllm_config()
+    config.kv_transfer_config = transfer_config(lease_second=3)
+    about = (config, KVConnectorRole.SCHEDULER, Config([Group(FullAttentionSpec(block_size=64))]))
+    with pytest.raises(AtlasError, match="lease_seconds"):
+        KVAtlasConnector(*about)
+    config.kv_transfer_config = transfer_config(lease_seconds=3)
+    made = KVAtlasConnector(*about)
+    step = made.build_connector_meta(SimpleNamespace())
+    assert not step.orders.pulls
+    assert made.get_handshake_metadata() is None
+    worker = KVAtlasConnector(config, KVConnectorRole.WORKER, about[2])
+    with pytest.raises(AtlasError):
+        worker.build_connector_meta(SimpleNamespace())
+    assert worker.get_transfer_results(set()).finished_sending == set()
+    worker.shutdown()
+
+
+def test_counts_of_ranks_add_up_in_vllms_statistics() -> None:
+    one = KVAtlasStats.of(PullCounts(pulls=1, nbytes=2_000_000, seconds=0.5))
+    other = KVAtlasStats.of(PullCounts(pulls=3, failures=1, expired=2))
+    assert not one.is_empty()
+    assert KVAtlasStats().is_empty()
+    both = KVAtlasConnector.build_kv_connector_stats(one.to_dict()).aggregate(other)
+    said = both.reduce()
+    assert said == {"Requests read": 4, "Failed": 1, "Expired": 2, "MB": 2.0, "Avg ms": 125.0}
+    registry = CollectorRegistry()
+    kinds = {kind: _in(kind, registry) for kind in (Counter, Gauge, Histogram)}
+    config = vllm_config()
+    config.kv_transfer_config = transfer_config()
+    counters = KVAtlasPromMetrics(config, kinds, ["engine"], {0: ["0"]})
+    counters.observe(both.to_dict(), 0)
+    for name in COUNTERS:
+        value = registry.get_sample_value(f"vllm:kvatlas_{name}_total", {"engine": "0"})
+        assert value == both.data[name]
+
+
+def _in(kind: Any, registry: CollectorRegistry) -> Any:
+    return lambda **about: kind(**about, registry=registry)

@@ -1,0 +1,137 @@
+"""Specs in vLLM's shapes, described without vLLM: topologies, drafters, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvatlas import AtlasError
+from kvatlas.engines.vllm import describe_engine, describe_stage, join_stages
+from kvatlas.errors import Code
+from kvatlas.routing import fingerprint, route
+from kvatlas.specs import FullAttention, SlidingAttention
+from tests.vllm.shapes import Config, FullAttentionSpec, Group, SlidingWindowSpec, vllm_config
+
+FULL = FullAttentionSpec(block_size=64)
+SLIDING = SlidingWindowSpec(block_size=64)
+
+
+def of(*groups: tuple[Any, list[str]], **about: Any) -> Config:
+    return Config([Group(spec, names) for spec, names in groups], **about)
+
+
+def test_heads_are_those_of_the_whole_model() -> None:
+    for tp, local, total in ((1, 2, 2), (2, 1, 2), (4, 2, 8), (4, 1, 2), (4, 1, 1)):
+        spec = replace(FULL, num_kv_heads=local)
+        made = describe_engine(vllm_config(tp=tp, kv_heads=total), of((spec, ["l.0.attn"])))
+        found = made.spec("l.0.attn")
+        assert isinstance(found, FullAttention)
+        assert found.heads == total
+    with pytest.raises(AtlasError) as refusal:
+        describe_engine(
+            vllm_config(tp=4, kv_heads=8), of((replace(FULL, num_kv_heads=1), ["l.0.attn"]))
+        )
+    assert refusal.value.code is Code.ENGINE_REFUSES
+    assert "l.0.attn" in str(refusal.value)
+
+
+def test_a_drafter_is_a_layer_of_its_own() -> None:
+    """Of which no config says anything: vLLM's spec says enough."""
+    plain = of((FULL, ["l.0.attn", "l.1.attn"]))
+    drafted = of((FULL, ["l.0.attn", "l.1.attn", "draft.layers.2.self_attn.attn"]))
+    without, with_one = (describe_engine(vllm_config(), config) for config in (plain, drafted))
+    assert len(with_one.layers) == 3
+    assert fingerprint(without) != fingerprint(with_one)
+    with pytest.raises(AtlasError) as refusal:
+        route(without, with_one)
+    assert refusal.value.code is Code.MISSING_LAYERS
+
+
+def test_an_engine_without_the_hybrid_manager_is_the_same_model() -> None:
+    one = describe_engine(vllm_config(), of((FULL, ["l.0.attn"]), (SLIDING, ["l.1.attn"])))
+    whole = replace(FULL, sliding_window=64)
+    specs = {"l.0.attn": FULL, "l.1.attn": whole}
+    several = SimpleNamespace(kv_cache_specs=specs, block_size=64)
+    config = of((FULL, ["l.0.attn", "l.1.attn"]))
+    tensors = config.kv_cache_tensors
+    config.groups[0].kv_cache_spec = several
+    off = SimpleNamespace(
+        transfer_groups=config.groups, kv_cache_tensors=tensors, num_blocks=16,
+        kv_cache_layout="LBHNC",
+    )  # fmt: skip
+    other = describe_engine(vllm_config(), off)
+    assert isinstance(other.spec("l.1.attn"), SlidingAttention)
+    assert [group.kind for group in other.groups] == ["full_attention"]
+    assert fingerprint(one) == fingerprint(other)
+    # What one keeps as a window alone moves as a window; between two that keep all, all moves.
+    tables: dict[str, Any] = {"dst_rank": 0, "tokens": 600, "dst_blocks": {0: list(range(10))}}
+    part = route(one, other).needed_bytes(**tables)
+    assert part < route(other, other).needed_bytes(**tables)
+
+
+def test_pipeline_stages_make_up_one_plan() -> None:
+    stages = [
+        describe_stage(vllm_config(), of((FULL, [f"l.{n}.attn"]), (SLIDING, [f"s.{n}.attn"])))
+        for n in (0, 1)
+    ]
+    made = join_stages(stages)
+    assert (made.pp, len(made.groups), len(made.layers)) == (2, 2, 4)
+    assert fingerprint(made) == fingerprint(
+        describe_engine(
+            vllm_config(),
+            of((FULL, ["l.0.attn", "l.1.attn"]), (SLIDING, ["s.0.attn", "s.1.attn"])),
+        )
+    )
+    other = describe_stage(vllm_config(tp=2), of((FULL, ["l.1.attn"]), (SLIDING, ["s.1.attn"])))
+    with pytest.raises(AtlasError):
+        join_stages([stages[0], other])
+
+
+def test_blocks_that_vllm_divides_for_its_kernels() -> None:
+    made = describe_engine(vllm_config(), of((FULL, ["l.0.attn"])), kernel_blocks={"l.0.attn": 16})
+    region, _ = made.region_of("l.0.attn")
+    assert (region.block, region.kernel_block, made.num_blocks) == (64, 16, 16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RSWASpec(FullAttentionSpec):
+    """A kind that keeps other tokens than its spec's bytes say."""
+
+
+def test_what_is_not_known_is_refused_with_the_layers_name() -> None:
+    backends = {"l.0.attn": "CPU_ATTN"}
+    for spec, given in (
+        (replace(FULL, dtype="torch.bfloat16", item=2), backends),
+        (replace(FULL, head_size=80, head_size_v=80), backends),
+        (replace(FULL, num_head_slots=3), None),
+        (RSWASpec(block_size=64), None),
+        (SimpleNamespace(block_size=64), None),
+    ):
+        with pytest.raises(AtlasError) as refusal:
+            describe_engine(vllm_config(), _config(spec), backends=given)
+        assert refusal.value.code is Code.ENGINE_REFUSES
+        assert "l.0.attn" in str(refusal.value)
+    for section, name in (
+        ("parallel_config", "decode_context_parallel_size"),
+        ("parallel_config", "prefill_context_parallel_size"),
+        ("cache_config", "calculate_kv_scales"),
+    ):
+        config = vllm_config()
+        setattr(getattr(config, section), name, 2)
+        with pytest.raises(AtlasError) as refusal:
+            describe_engine(config, of((FULL, ["l.0.attn"])))
+        assert name in str(refusal.value)
+
+
+def _config(spec: Any) -> Any:
+    """A config with one layer, laid out as if its spec were an ordinary one."""
+    config = of((FULL, ["l.0.attn"]))
+    tensors = config.kv_cache_tensors
+    config.groups[0].kv_cache_spec = spec
+    return SimpleNamespace(
+        transfer_groups=config.groups, kv_cache_tensors=tensors, num_blocks=16,
+        kv_cache_layout="LBHNC",
+    )  # fmt: skip

@@ -1,0 +1,233 @@
+"""What the scheduler's side of the connector decides, without vLLM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvatlas import AtlasError
+from kvatlas.engines.vllm.orders import RemoteRequest, prompt_digest
+from kvatlas.engines.vllm.scheduler_side import SchedulerSide
+from kvatlas.engines.vllm.supported_versions import check_managers
+from kvatlas.errors import Code
+from tests.vllm.shapes import (
+    Blocks,
+    Config,
+    FullAttentionSpec,
+    Group,
+    MambaSpec,
+    Managers,
+    Request,
+    SlidingWindowSpec,
+    vllm_config,
+)
+
+FULL = Group(FullAttentionSpec(block_size=64))
+SLIDING = Group(SlidingWindowSpec(block_size=64, sliding_window=64))
+STATES = Group(MambaSpec())
+
+
+def side(*groups: Group, caching: bool = False) -> SchedulerSide:
+    made = SchedulerSide(vllm_config(caching=caching), Config(list(groups)))
+    made.set_endpoints({(0, 1): "tcp://h:2", (0, 0): "tcp://h:1"})
+    return made
+
+
+def told(tokens: int = 100, **changed: Any) -> dict[str, Any]:
+    """What a prefill engine answers."""
+    about: dict[str, Any] = {"version": 1, "request": "p/1", "tokens": tokens}
+    about["prompt"] = prompt_digest(range(tokens), tokens)
+    return RemoteRequest(**about | {"endpoints": ("tcp://h:1",)} | changed).params("other")
+
+
+def test_the_last_token_of_a_prompt_is_always_computed_here() -> None:
+    decode = side(FULL)
+    request = Request("d", 100, told(100))
+    decode.on_new_request(request)
+    assert decode.matched_tokens(request, 0) == (99, True)
+    assert decode.matched_tokens(request, 64) == (35, True)
+    assert decode.matched_tokens(request, 99) == (0, False)
+    decode.allocated(request, Blocks([7, 8]), 35)
+    (order,) = decode.take_orders().pulls
+    assert (order.start, order.stop, order.tables) == (64, 99, ((7, 8),))
+    assert order.remote.request == "p/1"
+    assert decode.matched_tokens(request, 0) == (0, False), "a request is read once"
+    assert decode.take_orders().pulls == []
+
+
+def test_a_prefix_that_is_here_is_not_read_and_the_other_engine_is_told() -> None:
+    decode = side(FULL)
+    request = Request("d", 100, told(100))
+    decode.on_new_request(request)
+    decode.allocated(request, Blocks([7, 8]), 0)
+    orders = decode.take_orders()
+    assert [one.request for one in orders.let_go] == ["p/1"]
+    assert not orders.pulls
+    assert decode.finished(request, ([7, 8],)) == (False, None)
+    assert decode.take_orders().let_go == [], "once"
+
+
+def test_prompts_are_one_token_shorter_where_windows_or_states_need_it() -> None:
+    for groups, left in (((FULL,), 100), ((FULL, SLIDING), 99), ((FULL, STATES), 99)):
+        prefill = side(*groups)
+        request = Request("p", 100, {"do_remote_decode": True})
+        for _ in range(2):  # a request that comes again after it was preempted
+            prefill.on_new_request(request)
+            assert request.prompt_token_ids is not None
+            lengths = (len(request.prompt_token_ids), len(request._all_token_ids))
+            assert (*lengths, request.num_prompt_tokens) == (left,) * 3
+        single = Request("single", 1, {"do_remote_decode": True})
+        prefill.on_new_request(single)
+        assert single.num_prompt_tokens == 1
+        plain = Request("plain", 100)
+        prefill.on_new_request(plain)
+        assert plain.num_prompt_tokens == 100
+
+
+def test_drafters_that_look_ahead_leave_more_tokens_to_the_decode_engine() -> None:
+    config = vllm_config()
+    config.num_prefill_lookahead_tokens = 4
+    both = SchedulerSide(config, Config([FULL]))
+    request = Request("p", 100, {"do_remote_decode": True})
+    both.on_new_request(request)
+    assert request.num_prompt_tokens == 97
+    other = Request("d", 100, told(97))
+    both.on_new_request(other)
+    assert both.matched_tokens(other, 0) == (97, True)
+
+
+def test_what_a_prefill_engine_answers_is_what_a_decode_engine_reads() -> None:
+    prefill, decode = side(FULL, SLIDING), side(FULL, SLIDING)
+    request = Request("p", 150, {"do_remote_decode": True})
+    request.num_computed_tokens = 149
+    keep, params = prefill.finished(request, ([4, 5, 6], [0, 8, 9]))
+    assert keep
+    assert params is not None
+    (offer,) = prefill.take_orders().offers
+    assert (offer.tables, offer.tokens) == (((4, 5, 6), (-1, 8, 9)), 149)
+    again = Request("d", 150, params)
+    decode.on_new_request(again)
+    assert decode.matched_tokens(again, 0) == (149, True)
+    decode.allocated(again, Blocks([1, 2, 3, 4], [0, 5, 6]), 149)
+    (order,) = decode.take_orders().pulls
+    assert order.remote.request == offer.name != "p"
+    assert order.remote.endpoints == ("tcp://h:1", "tcp://h:2"), "in the order of ranks"
+    assert order.tables == ((1, 2, 3), (-1, 5, 6))
+
+
+def test_names_of_offers_are_never_used_twice() -> None:
+    names = set()
+    for _ in range(2):
+        prefill = side(FULL)
+        request = Request("p" * 400, 10, {"do_remote_decode": True})
+        prefill.finished(request, ([4],))
+        names.add(prefill.take_orders().offers[0].name)
+    assert len(names) == 2
+    assert max(map(len, names)) <= 256
+
+
+def test_a_recurrent_state_is_one_block_or_the_one_of_the_last_token() -> None:
+    for mode, block, ids, table in (
+        ("none", 1024, [9, 10], (9,)),
+        ("align", 64, [0, 0, 7, 8], (-1, -1, 7)),
+    ):
+        prefill = side(FULL, Group(MambaSpec(block_size=block, mamba_cache_mode=mode)))
+        request = Request("p", 150, {"do_remote_decode": True})
+        prefill.finished(request, ([4, 5, 6], ids))
+        assert prefill.take_orders().offers[0].tables[1] == table
+
+
+def test_requests_that_end_early_leave_nothing_behind() -> None:
+    prefill = side(FULL)
+    aborted = Request("p", 100, {"do_remote_decode": True}, "FINISHED_ABORTED")
+    assert prefill.finished(aborted, ([4, 5],)) == (False, None)
+    assert prefill.take_orders().offers == []
+    decode = side(FULL)
+    never_scheduled = Request("a", 100, told())
+    decode.on_new_request(never_scheduled)
+    assert decode.finished(never_scheduled, ([],)) == (False, None)
+    assert len(decode.take_orders().let_go) == 1
+    under_way = Request("b", 100, told())
+    decode.on_new_request(under_way)
+    decode.allocated(under_way, Blocks([1, 2]), 99)
+    assert decode.finished(under_way, ([1, 2],)) == (False, None)
+    assert decode.take_orders().cancelled == ["b"]
+    here = Request("c", 100, told())
+    decode.on_new_request(here)
+    decode.allocated(here, Blocks([1, 2]), 99)
+    decode.received({"c"})
+    decode.finished(here, ([1, 2],))
+    assert decode.take_orders().cancelled == []
+
+
+def test_parameters_from_outside_are_checked() -> None:
+    good = told()["kvatlas"]
+    bad: list[Any] = [
+        None,
+        [],
+        {**good, "version": 2},
+        {**good, "tokens": -1},
+        {**good, "request": ""},
+        {**good, "endpoints": []},
+        {**good, "endpoints": ["http://h:1"]},
+        {**good, "endpoints": ["tcp://h h:1"]},
+        {**good, "more": 1},
+    ]
+    for said in bad:
+        decode = side(FULL)
+        request = Request("d", 100, {"do_remote_prefill": True, "kvatlas": said})
+        decode.on_new_request(request)
+        assert decode.matched_tokens(request, 0) == (0, False), said
+        decode.allocated(request, Blocks([1, 2]), 0)
+        orders = decode.take_orders()
+        assert not orders.pulls
+        assert not orders.let_go
+
+
+def test_another_prompts_tokens_are_not_read_and_given_back() -> None:
+    decode = side(FULL)
+    request = Request("d", 100, told(100))
+    assert request.prompt_token_ids is not None
+    request.prompt_token_ids[50] += 1
+    decode.on_new_request(request)
+    assert decode.matched_tokens(request, 0) == (0, False)
+    assert len(decode.take_orders().let_go) == 1
+    decode.finished(request, ([],))
+    assert decode.take_orders().let_go == [], "once"
+
+
+def test_blocks_that_a_window_fills_in_part_are_not_cached() -> None:
+    """A later request may share a shorter prefix, and its window reach into what is not here."""
+    for caching in (True, False):
+        decode, managers = side(FULL, SLIDING, caching=caching), Managers(2)
+        decode.bind_manager(managers)
+        for name, tokens, start, cached in (
+            ("in the middle", 151, 0, {"in the middle": 2}),  # from token 87 on
+            ("at an edge", 192, 0, {}),  # from token 128 on
+            ("found here", 151, 128, {}),
+        ):
+            request = Request(name, tokens, told(tokens))
+            decode.on_new_request(request)
+            decode.allocated(request, Blocks([1, 2, 3], [0, 4, 5]), tokens - 1 - start)
+            assert managers.cached(1) == (cached if caching else {}), name
+            assert managers.cached(0) == {}
+            managers.cached(1).clear()
+
+
+def test_windows_alone_are_not_read_where_all_tokens_are_cached() -> None:
+    """An engine without the hybrid manager caches windows as if all their tokens were there."""
+    whole = Group(FullAttentionSpec(block_size=64, sliding_window=64))
+    for caching, windows, matched in ((True, (64,), 0), (True, (), 99), (False, (64,), 99)):
+        decode = side(whole, caching=caching)
+        request = Request("d", 100, told(windows=windows))
+        decode.on_new_request(request)
+        assert decode.matched_tokens(request, 0) == (matched, matched > 0)
+
+
+def test_a_cache_manager_that_cannot_be_asked_is_refused() -> None:
+    check_managers(Managers(1))
+    for manager in (object(), Managers(0)):
+        with pytest.raises(AtlasError) as refusal:
+            check_managers(manager)
+        assert refusal.value.code is Code.ENGINE_REFUSES

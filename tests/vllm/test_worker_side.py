@@ -1,0 +1,215 @@
+"""Workers' sides that read from each other, without vLLM: what arrives, and what is told when."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+
+from kvatlas.engines.vllm import ConnectorSettings, describe_engine
+from kvatlas.engines.vllm.orders import OfferOrder, PullOrder, RemoteRequest, StepOrders
+from kvatlas.engines.vllm.worker_side import Ended, WorkerSide
+from kvatlas.planning import Plan
+from kvatlas.routing import route
+from kvatlas.wire import Memory, copy_request
+from tests.vllm.shapes import Config, FullAttentionSpec, Group, SlidingWindowSpec, vllm_config
+
+LAYERS = [["a.0.attn", "a.1.attn"], ["a.2.attn", "a.3.attn"]]
+
+
+def make_plan(block: int, tp: int = 1, kv_heads: int = 2) -> Plan:
+    heads = max(1, kv_heads // tp)
+    groups = [
+        Group(FullAttentionSpec(block_size=block, num_kv_heads=heads), LAYERS[0]),
+        Group(SlidingWindowSpec(block_size=block, num_kv_heads=heads), LAYERS[1]),
+    ]
+    return describe_engine(vllm_config(tp=tp, kv_heads=kv_heads), Config(groups, num_blocks=16))
+
+
+class Ranks:
+    """All ranks of an engine, with random bytes in their pools."""
+
+    def __init__(self, plan: Plan, seed: int, **settings: Any) -> None:
+        rng = np.random.default_rng(seed)
+        self.plan = plan
+        self.pools = [
+            rng.integers(0, 256, plan.pools[0].nbytes, np.uint8) for _ in range(plan.ranks)
+        ]
+        given = ConnectorSettings.read({"transport": "shm", "piece": 4096, **settings})
+        self.sides = [
+            WorkerSide(plan, rank, Memory(pool.ctypes.data, pool.nbytes, owner=pool), given, port=0)
+            for rank, pool in enumerate(self.pools)
+        ]
+
+    def order(self, **orders: Any) -> None:
+        for one in self.sides:
+            one.carry_out(StepOrders(**orders))
+
+    def ended(self, seconds: float = 20.0) -> list[Ended]:
+        """What every rank reports, once each has something to report."""
+        deadline, found = time.monotonic() + seconds, [Ended() for _ in self.sides]
+        while not all(one.sent or one.received for one in found):
+            assert time.monotonic() < deadline, found
+            for number, one in enumerate(self.sides):
+                more = one.take_ended()
+                found[number].sent |= more.sent
+                found[number].received |= more.received
+                found[number].failed |= more.failed
+            time.sleep(0.002)
+        return found
+
+    def remote(self, tokens: int) -> RemoteRequest:
+        endpoints = tuple(one.endpoint for one in self.sides)
+        return RemoteRequest(version=1, request="p/1", tokens=tokens, endpoints=endpoints)
+
+    def close(self) -> None:
+        for one in self.sides:
+            one.close()
+
+
+@contextmanager
+def engines(*made: Ranks) -> Iterator[None]:
+    with ExitStack() as stack:
+        for one in made:
+            stack.callback(one.close)
+        yield
+
+
+SRC, DST = ((1, 2, 3), (-1, 5, 6)), ((8, 9), (3, 4))
+
+
+def offer(tokens: int = 149) -> OfferOrder:
+    return OfferOrder("p", "p/1", SRC, tokens)
+
+
+def pull(source: Ranks, start: int = 0, stop: int = 149) -> PullOrder:
+    return PullOrder("d", source.remote(149), DST, start, stop)
+
+
+def test_requests_are_read_between_engines_of_unlike_ranks_and_blocks() -> None:
+    for ranks in ((2, 1), (1, 2)):
+        source = Ranks(make_plan(64, ranks[0]), 1)
+        target = Ranks(make_plan(128, ranks[1]), 2)
+        with engines(source, target):
+            right = [pool.copy() for pool in target.pools]
+            copy_request(
+                route(source.plan, target.plan),
+                {rank: {0: pool} for rank, pool in enumerate(source.pools)},
+                {rank: {0: pool} for rank, pool in enumerate(right)},
+                src_blocks=dict(enumerate(SRC)), dst_blocks=dict(enumerate(DST)), tokens=149,
+            )  # fmt: skip
+            target.order(pulls=[pull(source)])  # before it is offered: it is waited for
+            time.sleep(0.05)
+            source.order(offers=[offer()])
+            assert target.ended() == [Ended(received={"d"})] * ranks[1]
+            assert source.ended() == [Ended(sent={"p"})] * ranks[0]
+            for got, wanted in zip(target.pools, right, strict=True):
+                assert np.array_equal(got, wanted)
+            counts = target.sides[0].take_counts()
+            assert (counts.pulls, counts.failures) == (1, 0)
+            assert counts.nbytes > 0
+
+
+def test_every_rank_is_told_also_those_that_nobody_reads() -> None:
+    """One kv head at tp 2: the second rank holds a replica, and vLLM waits for both."""
+    source, target = Ranks(make_plan(64, 2, 1), 1), Ranks(make_plan(128, 1, 1), 2)
+    with engines(source, target):
+        source.order(offers=[offer()])
+        target.order(let_go=[source.remote(149)])
+        assert source.ended() == [Ended(sent={"p"})] * 2
+        source.order(offers=[offer()])
+        target.order(pulls=[pull(source)])
+        assert target.ended() == [Ended(received={"d"})]
+        assert source.ended() == [Ended(sent={"p"})] * 2
+
+
+def test_a_part_that_is_read_gives_the_whole_back() -> None:
+    source, target = Ranks(make_plan(64), 1), Ranks(make_plan(128), 2)
+    with engines(source, target):
+        source.order(offers=[offer()])
+        target.order(pulls=[pull(source, start=128)])
+        assert target.ended() == [Ended(received={"d"})]
+        assert source.ended() == [Ended(sent={"p"})]
+
+
+def test_what_fails_is_reported_as_failed_and_given_back() -> None:
+    source, target = Ranks(make_plan(64), 1), Ranks(make_plan(128), 2, wait_for_offer=0.1)
+    with engines(source, target):
+        before = [pool.copy() for pool in target.pools]
+        source.order(offers=[offer(tokens=100)])
+        target.order(pulls=[pull(source)])  # more tokens than there are
+        assert target.ended() == [Ended(received={"d"}, failed={"d"})]
+        assert source.ended() == [Ended(sent={"p"})]
+        target.order(pulls=[pull(source)])  # offered no more
+        assert target.ended() == [Ended(received={"d"}, failed={"d"})]
+        assert np.array_equal(target.pools[0], before[0])
+        assert target.sides[0].take_counts().failures == 2
+
+
+def test_an_engine_that_is_gone_fails_its_requests_and_is_found_again() -> None:
+    source, target = Ranks(make_plan(64), 1), Ranks(make_plan(128), 2, wait_for_offer=0.1)
+    port = int(source.sides[0].endpoint.rpartition(":")[2])
+    with engines(target):
+        source.order(offers=[offer()])
+        target.order(pulls=[pull(source)])
+        assert target.ended() == [Ended(received={"d"})]
+        order = pull(source)
+        source.close()
+        target.order(pulls=[order])
+        assert target.ended() == [Ended(received={"d"}, failed={"d"})]
+        # Another engine at the same place, with other blocks.
+        source = Ranks(make_plan(32), 3, ports=port)
+        with engines(source):
+            assert source.remote(149).endpoints == order.remote.endpoints
+            blocks = ((1, 2, 3, 4, 5), (-1, -1, 6, 7, 8))
+            source.order(offers=[OfferOrder("p", "p/1", blocks, 149)])
+            target.order(pulls=[order])
+            assert target.ended() == [Ended(received={"d"})]
+
+
+def test_an_engine_that_does_not_answer_fails_all_who_wait_at_once() -> None:
+    """One after the other they would wait for minutes."""
+    target = Ranks(make_plan(128), 2, pull_seconds=1.0)
+    with engines(target), socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+        remote = RemoteRequest(version=1, request="p/1", tokens=149, endpoints=(endpoint,))
+        orders = [PullOrder(f"d{number}", remote, DST, 0, 149) for number in range(16)]
+        begun, found = time.monotonic(), Ended()
+        target.order(pulls=orders)
+        while len(found.failed) < len(orders):
+            assert time.monotonic() < begun + 10, found
+            found.failed |= target.sides[0].take_ended().failed
+            time.sleep(0.01)
+
+
+def test_an_offer_that_nobody_reads_expires() -> None:
+    source = Ranks(make_plan(64, 2), 1, lease_seconds=0.2)
+    with engines(source):
+        source.order(offers=[offer()])
+        assert source.ended() == [Ended(sent={"p"})] * 2
+        assert source.sides[0].take_counts().expired == 1
+
+
+def test_an_offer_that_cannot_be_is_given_up_at_once() -> None:
+    source = Ranks(make_plan(64), 1)
+    with engines(source):
+        source.order(offers=[OfferOrder("p", "p/1", ((1,), (-1,)), 149)])
+        assert source.ended() == [Ended(sent={"p"})]
+
+
+def test_a_request_that_is_aborted_is_reported_and_given_back() -> None:
+    source, target = Ranks(make_plan(64), 1), Ranks(make_plan(128), 2, wait_for_offer=30)
+    with engines(source, target):
+        target.order(pulls=[pull(source)])
+        time.sleep(0.05)
+        target.order(cancelled=["d", "unknown"])
+        assert target.ended(5) == [Ended(received={"d"}, failed={"d"})]
+        target.order(pulls=[pull(source)], cancelled=["d"])
+        assert target.ended(5) == [Ended(received={"d"}, failed={"d"})]
+        source.order(offers=[offer()])
+        target.order(let_go=[source.remote(149)])
+        assert source.ended() == [Ended(sent={"p"})]
