@@ -53,7 +53,7 @@ def steps(groups: Iterable[Group], request: PlanRequest) -> NDArray[np.int64]:
     longest = min(max(request.max_len, LENGTHS), MOST_LENGTHS)
     sizes = {group.block * request.dcp for group in groups if group.kind != "recurrent"}
     starts = [np.arange(1, longest + 1, size, dtype=np.int64) for size in sizes]
-    return np.unique(np.concatenate([*starts, [longest, request.max_len]]))
+    return np.concatenate([*starts, [longest, request.max_len]])
 
 
 @dataclass(frozen=True, slots=True)

@@ -227,8 +227,8 @@ class SharedBlockSearch:
         """Lengths that most blocks fail at which fail at all: where vLLM's blocks are full."""
         longest = self.request.max_len
         block = self.theirs.size.tokens if self.theirs else longest
-        full = block * np.array([1, 2, 3, 4, 8, longest // block])
-        return np.unique(np.clip([1, block // 2, *full, longest], 1, longest))
+        full = [block * n for n in (1, 2, 3, 4, 8, longest // block)]
+        return np.array(sorted({min(max(n, 1), longest) for n in (block // 2, *full, longest)}))
 
     @cached_property
     def _theirs(self) -> dict[int, Numbers]:
