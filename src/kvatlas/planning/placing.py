@@ -74,7 +74,12 @@ class PoolDraft:
 
     def needed(self, request: PlanRequest) -> int:
         """Blocks that a request of the greatest length holds."""
-        return sum(max(blocks_held(x, request) for x in group.layers) for group in self.groups)
+        needed = 0
+        for group in self.groups:
+            first = group.layers[0]
+            unlike = [x for x in group.layers if x.spec is not first.spec]
+            needed += max(blocks_held(x, request) for x in (first, *unlike))
+        return needed
 
 
 @dataclass(frozen=True)
