@@ -18,14 +18,20 @@ _DTYPES = ("dtype", "cache", "conv_dtype", "ssm_dtype", "shift_dtype")
 
 @lru_cache(maxsize=4096)
 def without_packing(spec: Spec) -> Spec:
-    """The spec without what only says where bytes lie in a page.
+    """The spec without what only says where bytes lie in a page, one dtype by one name.
 
     >>> from kvatlas.specs import FullAttention
+    >>> one, two = (FullAttention(heads=8, head_dim=64, cache=c) for c in ("fp8", "fp8_e4m3"))
+    >>> without_packing(one) == without_packing(two)
+    True
     >>> planes = FullAttention(heads=8, head_dim=64, packing="planes")
     >>> without_packing(planes) == FullAttention(heads=8, head_dim=64)
     True
     """
-    return _with_defaults(spec, _PACKING)
+    bare = _with_defaults(spec, _PACKING)
+    if getattr(bare, "cache", None) == "fp8_e4m3":
+        return msgspec.structs.replace(bare, cache="fp8")
+    return bare
 
 
 @lru_cache(maxsize=4096)
