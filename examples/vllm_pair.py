@@ -1,0 +1,198 @@
+"""Two vLLM engines of unlike topology, one prompt: prefilled by one, decoded by the other.
+
+Starts `vllm serve` twice on this machine with a tiny model of random weights: a prefill engine
+of two ranks with blocks of 64 tokens, and a decode engine of one rank with blocks of 128.
+Prompts go by HTTP as a proxy sends them: first to the prefill engine for one token, then,
+with the `kv_transfer_params` of its answer, to the decode engine. Beside each, the decode engine
+answers the same prompt by itself, and both must say the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+START_SECONDS = 600.0
+TOKENS = 12
+LENGTHS = (63, 64, 130, 400)
+_CONNECTOR = {
+    "kv_connector": "KVAtlasConnector",
+    "kv_connector_module_path": "kvatlas.engines.vllm",
+    "kv_role": "kv_both",
+}
+ENGINES = {
+    "prefill": ("--tensor-parallel-size", "2", "--block-size", "64"),
+    "decode": ("--tensor-parallel-size", "1", "--block-size", "128"),
+}
+_PULLED = re.compile(r"^vllm:kvatlas_(\w+?)(?:_total)?\{.*\} ([\d.e+]+)$", re.MULTILINE)
+
+
+def main() -> int:
+    """Start both engines, ask them, and show what came of it."""
+    console = Console()
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_model(Path(folder) / "tiny-llama")
+        console.print(
+            "Starting two vLLM engines: prefill (tp 2, block 64), decode (tp 1, block 128)."
+        )
+        with served(model, "prefill") as prefill, served(model, "decode") as decode:
+            for engine in (prefill, decode):
+                engine.wait()
+            rows = [ask(prefill, decode, length) for length in LENGTHS]
+            pulled = decode.counters()
+    table = Table(title="One prompt: prefilled by one engine, decoded by the other")
+    for column in ("prompt tokens", "kB read", "seconds", "the tokens of one engine alone"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+    console.print(
+        f"The decode engine read {pulled.get('pulls', 0):.0f} requests, "
+        f"{pulled.get('nbytes', 0) / 1e6:.2f} MB, in {pulled.get('seconds', 0):.2f} s; "
+        f"{pulled.get('failures', 0):.0f} failed."
+    )
+    return 0 if all(row[-1] == "yes" for row in rows) and not pulled.get("failures") else 1
+
+
+class Served:
+    """One `vllm serve`, and how to ask it."""
+
+    def __init__(self, name: str, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+        self.name, self._process, self._log = name, process, log
+        self._url = f"http://127.0.0.1:{port}"
+
+    def wait(self) -> None:
+        """Until it answers."""
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                break
+            try:
+                self._get("/health").close()
+            except (urllib.error.URLError, OSError):
+                time.sleep(1)
+            else:
+                return
+        tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-30:])
+        raise SystemExit(f"the {self.name} engine does not start:\n{tail}")
+
+    def _get(self, path: str) -> Any:
+        return urllib.request.urlopen(f"{self._url}{path}", timeout=30)  # noqa: S310
+
+    def complete(self, prompt: str, tokens: int, params: Any = None) -> dict[str, Any]:
+        """The answer to a prompt, greedily."""
+        body: dict[str, Any] = {
+            "model": "tiny-llama",
+            "prompt": prompt,
+            "max_tokens": tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
+        if params is not None:
+            body["kv_transfer_params"] = params
+        request = urllib.request.Request(  # noqa: S310
+            f"{self._url}/v1/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=120) as answer:  # noqa: S310
+            found: dict[str, Any] = json.load(answer)
+        return found
+
+    def counters(self) -> dict[str, float]:
+        """What its connector has counted."""
+        with self._get("/metrics") as answer:
+            text = answer.read().decode()
+        return {name: float(value) for name, value in _PULLED.findall(text)}
+
+
+@contextmanager
+def served(model: Path, name: str) -> Iterator[Served]:
+    """An engine in processes of its own, ended with the block."""
+    port = free_port()
+    log = model.parent / f"{name}.log"
+    command = [
+        str(Path(sys.executable).parent / "vllm"), "serve", str(model), "--port", str(port),
+        "--served-model-name", "tiny-llama", "--dtype", "float32", "--max-model-len", "1024",
+        "--enforce-eager", "--no-enable-prefix-caching", *ENGINES[name],
+        "--kv-transfer-config", json.dumps(_CONNECTOR),
+    ]  # fmt: skip
+    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    with log.open("wb") as output:
+        process = subprocess.Popen(  # noqa: S603
+            command, stdout=output, stderr=output, env=os.environ | settings,
+            start_new_session=True,
+        )  # fmt: skip
+    try:
+        yield Served(name, process, port, log)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+    return port
+
+
+def make_model(folder: Path) -> Path:
+    """A tiny Llama with random weights, whose words are w0 to w511."""
+    import torch
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    torch.manual_seed(7)
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=2048,
+        tie_word_embeddings=False, initializer_range=0.08,
+    )  # fmt: skip
+    LlamaForCausalLM(config).float().save_pretrained(folder)
+    words = Tokenizer(WordLevel({f"w{n}": n for n in range(512)}, unk_token="w0"))  # noqa: S106
+    words.pre_tokenizer = WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)  # noqa: S106
+    return folder
+
+
+def ask(prefill: Served, decode: Served, length: int) -> list[str]:
+    """One prompt through both engines, and through one alone: a row of the table."""
+    chosen = random.Random(length)  # noqa: S311
+    prompt = " ".join(f"w{chosen.randrange(1, 512)}" for _ in range(length))
+    alone = decode.complete(prompt, TOKENS)
+    before, begun = decode.counters(), time.monotonic()
+    handed = prefill.complete(prompt, 1, {"do_remote_decode": True})
+    answer = decode.complete(prompt, TOKENS, handed["kv_transfer_params"])
+    taken, after = time.monotonic() - begun, decode.counters()
+    read = after.get("nbytes", 0.0) - before.get("nbytes", 0.0)
+    same = answer["choices"][0]["text"] == alone["choices"][0]["text"]
+    return [f"{length:,}", f"{read / 1e3:,.1f}", f"{taken:.2f}", "yes" if same and read else "NO"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
