@@ -1,6 +1,6 @@
 """Two vLLM engines of unlike topology, one prompt: prefilled by one, decoded by the other.
 
-Starts `vllm serve` twice on this machine with a tiny model of random weights: a prefill engine
+Starts vLLM's server twice on this machine with a tiny model of random weights: a prefill engine
 of two ranks with blocks of 64 tokens, and a decode engine of one rank with blocks of 128.
 Prompts go by HTTP as a proxy sends them: first to the prefill engine for one token, then,
 with the `kv_transfer_params` of its answer, to the decode engine. Beside each, the decode engine
@@ -41,6 +41,8 @@ ENGINES = {
     "prefill": ("--tensor-parallel-size", "2", "--block-size", "64"),
     "decode": ("--tensor-parallel-size", "1", "--block-size", "128"),
 }
+_CORES = {"prefill": "0|1", "decode": "1"}
+"""Cores of each rank: engines that share them otherwise wait for each other."""
 _PULLED = re.compile(r"^vllm:kvatlas_(\w+?)(?:_total)?\{.*\} ([\d.e+]+)$", re.MULTILINE)
 
 
@@ -72,7 +74,7 @@ def main() -> int:
 
 
 class Served:
-    """One `vllm serve`, and how to ask it."""
+    """One vLLM server, and how to ask it."""
 
     def __init__(self, name: str, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
         self.name, self._process, self._log = name, process, log
@@ -90,7 +92,7 @@ class Served:
                 time.sleep(1)
             else:
                 return
-        tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-30:])
+        tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-120:])
         raise SystemExit(f"the {self.name} engine does not start:\n{tail}")
 
     def _get(self, path: str) -> Any:
@@ -129,12 +131,17 @@ def served(model: Path, name: str) -> Iterator[Served]:
     port = free_port()
     log = model.parent / f"{name}.log"
     command = [
-        str(Path(sys.executable).parent / "vllm"), "serve", str(model), "--port", str(port),
-        "--served-model-name", "tiny-llama", "--dtype", "float32", "--max-model-len", "1024",
-        "--enforce-eager", "--no-enable-prefix-caching", *ENGINES[name],
-        "--kv-transfer-config", json.dumps(_CONNECTOR),
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
+        "--port", str(port), "--served-model-name", "tiny-llama", "--dtype", "float32",
+        "--max-model-len", "1024", "--enforce-eager", "--no-enable-prefix-caching",
+        *ENGINES[name], "--kv-transfer-config", json.dumps(_CONNECTOR),
     ]  # fmt: skip
-    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    settings = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": _CORES[name] if (os.cpu_count() or 1) > 1 else "auto",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
     with log.open("wb") as output:
         process = subprocess.Popen(  # noqa: S603
             command, stdout=output, stderr=output, env=os.environ | settings,
