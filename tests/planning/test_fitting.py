@@ -72,6 +72,14 @@ def test_topologies_that_contradict_are_refused() -> None:
     assert given_topology(1, tp=4, dp=2).gpus == 8
 
 
+def test_sizes_below_one_are_no_topology() -> None:
+    for name in ("tp", "pp", "dp", "dcp", "ep"):
+        for number in (0, -1):
+            with pytest.raises(AtlasError) as refusal:
+                given_topology(8, **{name: number})
+            assert refusal.value.code is Code.BAD_SIZE
+
+
 def test_a_loaded_model_has_no_weights() -> None:
     with pytest.raises(AtlasError) as refusal:
         fit(Model.load("Qwen3-8B"), "H100")

@@ -38,6 +38,10 @@ class Topology(msgspec.Struct, frozen=True, order=True):
     dcp: int = 1
     ep: int = 1
 
+    def __post_init__(self) -> None:
+        for name, number in msgspec.structs.asdict(self).items():
+            positive(number, name)
+
     @property
     def gpus(self) -> int:
         """GPUs that it takes: those of dcp and ep are among them."""
@@ -255,9 +259,10 @@ def given_topology(
     >>> print(given_topology(8, dp=2), "/", given_topology(1, tp=4))
     tp 4, dp 2 / tp 4
     """
-    stages, replicas = positive(pp or 1, "pp"), positive(dp or 1, "dp")
-    ranks = positive(gpus // (stages * replicas) or 1 if tp is None else tp, "tp")
-    topology = Topology(tp=ranks, pp=stages, dp=replicas, dcp=dcp, ep=positive(ep, "ep"))
+    stages = 1 if pp is None else positive(pp, "pp")
+    replicas = 1 if dp is None else positive(dp, "dp")
+    ranks = max(1, gpus // (stages * replicas)) if tp is None else tp
+    topology = Topology(tp=ranks, pp=stages, dp=replicas, dcp=dcp, ep=ep)
     if gpus > 1 and topology.gpus != gpus:
         raise AtlasError(
             Code.CONTRADICTORY,
