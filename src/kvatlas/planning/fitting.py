@@ -76,8 +76,14 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def rank(self) -> tuple[Any, ...]:
-        """Less is better: no pipeline, many users, then few replicas."""
-        return (self.plan is None, self.topology.pp, -self.users(), self.topology.dp)
+        """Less is better: no pipeline, many users, then few replicas.
+
+        Where nothing fits, the least weights: the nearest to fitting says why it does not. A
+        topology that cannot be has none.
+        """
+        if self.plan is None:
+            return (True, not self.weights, self.weights)
+        return (False, self.topology.pp, -self.users(), self.topology.dp)
 
     def as_dict(self) -> dict[str, Any]:
         """What machines read."""
