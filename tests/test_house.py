@@ -166,6 +166,12 @@ def test_import_is_light_and_brings_no_torch() -> None:
     assert loaded.strip() == "[]"
 
 
+def test_planning_loads_no_web_client() -> None:
+    """A hub is asked only where a hub id is given."""
+    loaded = run("import sys, kvatlas.planning; print('urllib.request' in sys.modules)")
+    assert loaded.strip() == "False"
+
+
 def test_import_takes_under_100_ms_more_than_numpy() -> None:
     """The processor's time, the best of several runs, so that a busy machine does not matter."""
     code = (

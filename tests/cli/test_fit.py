@@ -116,3 +116,18 @@ def test_help_alone_leads_there() -> None:
     found = process("fit", "--help")
     assert found.returncode == 0
     assert "8xH100" in found.stdout
+
+
+def test_no_overhead_at_all_can_be_asked_for() -> None:
+    some, none = (said("plan", "Qwen3-8B", "--gpu", "H100", "--overhead", n) for n in ("1GiB", "0"))
+    assert none["memory"] - some["memory"] == 2**30
+
+
+def test_compared_plans_that_are_refused_claim_no_ranks() -> None:
+    for row in said("plan", "DeepSeek-V3.2", "--gpu", "8xH200", "--compare", "dcp")["rows"]:
+        assert row["tp"] == (None if row["refused"] else 8)
+
+
+def test_memory_that_is_too_small_is_told_in_units() -> None:
+    text = " ".join(shown("fit", "Qwen3-8B", "--gpu", "H100", "--max-len", "1M").split())
+    assert "one request of 1,048,576 tokens needs 155 GB per rank. Got 56.8 GB." in text

@@ -9,6 +9,7 @@ import pytest
 from kvatlas import AtlasError, Code
 from kvatlas.models import Model, catalogue
 from kvatlas.planning import plan
+from kvatlas.planning.shared_blocks import SharedBlock, SharedBlockSearch
 from kvatlas.planning.sized_layers import kind_of
 from tests.planning.models import ATTENTION, CONV, MAMBA, WIDE, model_of
 
@@ -124,3 +125,22 @@ def test_shared_states_are_refused_where_they_cannot_be() -> None:
     with pytest.raises(AtlasError) as refusal:
         plan(unlike, states="shared", **ask)
     assert refusal.value.code is Code.PAGES_NOT_UNIFIED
+
+
+def test_short_requests_are_planned_as_quickly_as_long_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Few blocks are looked at in full, whatever the greatest length is."""
+    looked_at: list[SharedBlock] = []
+    keeps = SharedBlockSearch._keeps_promise
+
+    def counted(search: SharedBlockSearch, block: SharedBlock) -> bool:
+        looked_at.append(block)
+        return keeps(search, block)
+
+    monkeypatch.setattr(SharedBlockSearch, "_keeps_promise", counted)
+    for name in ("Kimi-K3", "Nemotron-3-Ultra-550B-A55B", "Qwen3.6-27B"):
+        for max_len in (1, 100):
+            looked_at.clear()
+            plan(name, memory="60GiB", max_len=max_len)
+            assert len(looked_at) < 100, (name, max_len)

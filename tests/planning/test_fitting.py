@@ -72,6 +72,22 @@ def test_topologies_that_contradict_are_refused() -> None:
     assert given_topology(1, tp=4, dp=2).gpus == 8
 
 
+def test_what_does_not_fit_is_told_of_a_topology_that_could_be() -> None:
+    """Not that three ranks do not divide 64 heads, where the weights are too large for all."""
+    found = fit("Llama-3.1-70B", "3xL4")
+    assert found.refusal is not None
+    assert found.refusal.code is Code.WEIGHTS_TOO_LARGE
+    assert found.topology.gpus == 3
+
+
+def test_sizes_below_one_are_no_topology() -> None:
+    for name in ("tp", "pp", "dp", "dcp", "ep"):
+        for number in (0, -1):
+            with pytest.raises(AtlasError) as refusal:
+                given_topology(8, **{name: number})
+            assert refusal.value.code is Code.BAD_SIZE
+
+
 def test_a_loaded_model_has_no_weights() -> None:
     with pytest.raises(AtlasError) as refusal:
         fit(Model.load("Qwen3-8B"), "H100")

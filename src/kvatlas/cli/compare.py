@@ -8,7 +8,7 @@ import typer
 from rich.text import Text
 
 from kvatlas.cli.failures import plain
-from kvatlas.cli.options import DEFAULT_MEMORY, POLICIES, PlanOptions, number
+from kvatlas.cli.options import DEFAULT_MEMORY, POLICIES, PlanOptions, contradictory, number
 from kvatlas.errors import AtlasError
 from kvatlas.geometry import ENGINE_LAYOUTS
 from kvatlas.models import Model
@@ -83,6 +83,9 @@ def axes_of(texts: list[str]) -> dict[str, tuple[str, ...]]:
 
 def compared_plans(options: PlanOptions, axis: str, values: tuple[str, ...] = ()) -> list[Row]:
     """A plan, or a refusal, for each value of an axis; `ratio` is to the first that fits."""
+    if axis == "memory" and options.gpu is not None:
+        hint = "Compare memory without --gpu, or one GPU after the other"
+        raise contradictory("--compare memory and --gpu", hint)
     model = options.load()
     rows = [_compared(options, model, axis, value) for value in values or usual(model, axis)]
     first = next((row["requests_decoding"] for row in rows if not row["refused"]), None)
@@ -130,7 +133,8 @@ def _compared(options: PlanOptions, model: Model, axis: str, value: str) -> Row:
     problem = f"{value!r} is not a number."
     shown = number(value, problem, "'--compare'") if axis in _NUMBERS else value
     row: Row = {"compare": axis, "value": shown, **dict.fromkeys(_FIGURES)}
-    row |= {"policy": options.policy, "tp": options.tp or 1, "way": None, "refused": None}
+    ranks = options.tp or (None if options.gpu else 1)  # what the GPUs leave, where one is named
+    row |= {"policy": options.policy, "tp": ranks, "way": None, "refused": None}
     row |= {axis: shown} if axis in ("policy", "tp") else {}
     changed = {AXES[axis]: shown}
     try:

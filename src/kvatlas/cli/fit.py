@@ -99,7 +99,7 @@ def fit_parts(fits: list[Fit], gpus: str, max_len: str | None) -> list[Renderabl
         if one.plan is None:
             made.add_row(name, Text("does not fit", style="yellow"), *["-"] * 5)
             why = one.refusal
-            reasons.append(f"{one.model}: {why.problem}: {why.got}." if why else one.model)
+            reasons.append(f"{one.model}: {why.problem}. Got {why.got}." if why else one.model)
             continue
         made.add_row(
             name,

@@ -16,7 +16,7 @@ from typing import Annotated, Any, get_args
 import typer
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import ENGINE_LAYOUTS
+from kvatlas.geometry import ENGINE_LAYOUTS, positive
 from kvatlas.models import GPUS, Model, catalogue, find_gpus
 from kvatlas.planning import BACKENDS, Fit, Fitting, Plan, Policy, given_topology, plan
 from kvatlas.specs import ATTENTION_CACHES, LATENT_CACHES
@@ -26,7 +26,8 @@ CACHES = tuple(dict.fromkeys((*ATTENTION_CACHES, *LATENT_CACHES)))
 
 DEFAULT_MEMORY = "80GiB"
 _TOPOLOGY = ("tp", "pp", "dp", "dcp", "ep")
-_OF_GPUS = ("gpu", "utilization", "overhead", "ep")
+_OF_GPUS = {"gpu": None, "utilization": None, "overhead": None, "ep": 1}
+"""Options that mean nothing without a GPU, and their defaults."""
 _MACHINE = "Machine"
 _CACHE = "Cache"
 
@@ -158,10 +159,10 @@ class PlanOptions:
             sizes = {name: options[name] for name in _TOPOLOGY}
             count, _ = find_gpus(options["gpu"])
             return self.fitting(**changes).on(given_topology(count, **sizes))
-        for name in _OF_GPUS:
-            if options.pop(name) not in (None, 1):
-                raise _contradictory(f"--{name} without --gpu", "Give --gpu, or leave it out")
-        options.pop("dp")
+        for name, default in _OF_GPUS.items():
+            if options.pop(name) != default:
+                raise contradictory(f"--{name} without --gpu", "Give --gpu, or leave it out")
+        positive(options.pop("dp"), "dp")
         options["memory"] = DEFAULT_MEMORY if options["memory"] is None else options["memory"]
         options["tp"] = 1 if options["tp"] is None else options["tp"]
         return plan(options.pop("model"), **options)
@@ -170,7 +171,7 @@ class PlanOptions:
         """The model with its weights, to be tried on the GPU that was given."""
         options = self._options(changes) | {"model": self.model}
         if options.pop("memory") is not None:
-            raise _contradictory("--memory and --gpu", "Give one of them")
+            raise contradictory("--memory and --gpu", "Give one of them")
         _, gpu = find_gpus(options.pop("gpu"))
         skipped = [name for name in ("utilization", "overhead") if options[name] is None]
         for name in (*_TOPOLOGY, *skipped):
@@ -189,7 +190,8 @@ class PlanOptions:
         return Model.load(self.model)
 
 
-def _contradictory(got: str, hint: str) -> AtlasError:
+def contradictory(got: str, hint: str) -> AtlasError:
+    """The refusal of options that cannot be had together."""
     return AtlasError(Code.CONTRADICTORY, got=got, hint=hint)
 
 

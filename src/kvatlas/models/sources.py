@@ -12,8 +12,6 @@ import json
 import os
 import re
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -168,6 +166,9 @@ def _silence(name: str) -> Exception | None:
     Whatever it answers is an answer. The question is asked in a thread, since looking up an
     address cannot be given a time.
     """
+    import urllib.error
+    import urllib.request  # slow to load, and only a hub id asks for it
+
     address = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
     if not address.startswith(("https://", "http://")):
         return ValueError("HF_ENDPOINT is no web address")

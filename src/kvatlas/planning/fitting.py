@@ -38,6 +38,10 @@ class Topology(msgspec.Struct, frozen=True, order=True):
     dcp: int = 1
     ep: int = 1
 
+    def __post_init__(self) -> None:
+        for name, number in msgspec.structs.asdict(self).items():
+            positive(number, name)
+
     @property
     def gpus(self) -> int:
         """GPUs that it takes: those of dcp and ep are among them."""
@@ -72,8 +76,14 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def rank(self) -> tuple[Any, ...]:
-        """Less is better: no pipeline, many users, then few replicas."""
-        return (self.plan is None, self.topology.pp, -self.users(), self.topology.dp)
+        """Less is better: no pipeline, many users, then few replicas.
+
+        Where nothing fits, the least weights: the nearest to fitting says why it does not. A
+        topology that cannot be has none.
+        """
+        if self.plan is None:
+            return (True, not self.weights, self.weights)
+        return (False, self.topology.pp, -self.users(), self.topology.dp)
 
     def as_dict(self) -> dict[str, Any]:
         """What machines read."""
@@ -255,9 +265,10 @@ def given_topology(
     >>> print(given_topology(8, dp=2), "/", given_topology(1, tp=4))
     tp 4, dp 2 / tp 4
     """
-    stages, replicas = positive(pp or 1, "pp"), positive(dp or 1, "dp")
-    ranks = positive(gpus // (stages * replicas) or 1 if tp is None else tp, "tp")
-    topology = Topology(tp=ranks, pp=stages, dp=replicas, dcp=dcp, ep=positive(ep, "ep"))
+    stages = 1 if pp is None else positive(pp, "pp")
+    replicas = 1 if dp is None else positive(dp, "dp")
+    ranks = max(1, gpus // (stages * replicas)) if tp is None else tp
+    topology = Topology(tp=ranks, pp=stages, dp=replicas, dcp=dcp, ep=ep)
     if gpus > 1 and topology.gpus != gpus:
         raise AtlasError(
             Code.CONTRADICTORY,

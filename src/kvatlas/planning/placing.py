@@ -233,7 +233,7 @@ def not_enough(request: PlanRequest, needed: int, *, states: bool = False) -> At
     return AtlasError(
         Code.NOT_ENOUGH_MEMORY,
         f"Not enough memory: {what} needs {_size(needed)} per rank",
-        got=f"{request.memory:,} bytes",
+        got=_size(request.memory),
         hint=hint,
     )
 

@@ -88,7 +88,7 @@ def plan(
         model=loaded,
         backends=backends,
         stages=stages_of(loaded, pp),
-        memory=quantity(memory),
+        memory=positive(quantity(memory), "the memory"),
         tp=tp,
         pp=pp,
         dcp=dcp,

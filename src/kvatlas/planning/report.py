@@ -190,7 +190,7 @@ def explain(plan: PlanData) -> str:
         f"{claim}, {waste.share:.2%} of it padding" + (":" if waste.share else "."),
     ]
     if waste.pages:
-        lines.append(f"  {size(waste.pages)} at the end of pages, to make them equally large;")
+        lines.append(f"  {size(waste.pages)} at the end of pages, to make them equally large.")
     if waste.empty:
         lines.append(f"  {size(waste.empty)} of blocks that their group has no pages for.")
     for stage in range(plan.pp):

@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import positive
+from kvatlas.geometry import integer, positive
 from kvatlas.models import Model
 from kvatlas.planning.backends import Backend
 
@@ -45,7 +45,7 @@ def quantity(value: int | str, what: str = "the memory") -> int:
     >>> quantity("60GiB"), quantity("80GB"), quantity(1024)
     (64424509440, 80000000000, 1024)
     """
-    return positive(_parse(value, {**_DECIMAL, **_BINARY}), what)
+    return integer(_parse(value, {**_DECIMAL, **_BINARY}), what)
 
 
 def length(value: int | str) -> int:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from kvatlas.errors import AtlasError
 from kvatlas.geometry import Whole
-from kvatlas.planning.capacity import PROMISE, steps
+from kvatlas.planning.capacity import LENGTHS, PROMISE, steps
 from kvatlas.planning.grouping import GroupDraft, dealt, kinds_of
 from kvatlas.planning.placing import PlanDraft
 from kvatlas.planning.plan_data import DECODING
@@ -224,11 +224,16 @@ class SharedBlockSearch:
 
     @cached_property
     def _few_lengths(self) -> Numbers:
-        """Lengths that most blocks fail at which fail at all: where vLLM's blocks are full."""
-        longest = self.request.max_len
+        """Lengths that most blocks fail at which fail at all: where vLLM's blocks are full.
+
+        The request's greatest is the last: padding is that of its claim.
+        """
+        greatest = self.request.max_len
+        longest = max(greatest, LENGTHS)
         block = self.theirs.size.tokens if self.theirs else longest
         full = [block * n for n in (1, 2, 3, 4, 8, longest // block)]
-        return np.array(sorted({min(max(n, 1), longest) for n in (block // 2, *full, longest)}))
+        others = {min(max(n, 1), longest) for n in (block // 2, *full, longest)} - {greatest}
+        return np.array([*sorted(others), greatest])
 
     @cached_property
     def _theirs(self) -> dict[int, Numbers]:
