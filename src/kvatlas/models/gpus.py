@@ -39,8 +39,8 @@ _TABLE = (
     # name, usable GiB, as sold, other names
     ("A100-40GB", 39.3, "40 GB", ""),
     ("A100-80GB", 79.1, "80 GB", "A100"),
-    ("H100", 79.1, "80 GB", "H100-80GB H100-SXM H100-PCIE"),
-    ("H200", 139.8, "141 GB", "H200-141GB H200-SXM"),
+    ("H100", 79.1, "80 GB", "H100-80GB"),
+    ("H200", 139.8, "141 GB", "H200-141GB"),
     ("B200", 178.3, "192 GB, of which 180 can be used", "B200-180GB B200-192GB"),
     ("B300", 267.5, "288 GB", "B300-288GB"),
     ("GH200", 94.5, "96 GB", "GH200-96GB"),
@@ -68,8 +68,13 @@ _BY_KEY = {
 
 
 def find_gpu(name: str) -> Gpu:
-    """The GPU called `name`, in any case and however it is hyphenated."""
-    gpu = _BY_KEY.get(_key(name).removeprefix("nvidia").removeprefix("amd"))
+    """The GPU called `name`, in any case and however it is hyphenated, or as its driver says.
+
+    >>> find_gpu("NVIDIA H100 80GB HBM3").name, find_gpu("NVIDIA A100-SXM4-40GB").name
+    ('H100', 'A100-40GB')
+    """
+    key = re.sub(r"^(nvidia|amd)|sxm\d*|hbm\d*e?|pcie", "", _key(name))
+    gpu = _BY_KEY.get(key)
     if gpu is not None:
         return gpu
     near = difflib.get_close_matches(_key(name), list(_BY_KEY), n=3, cutoff=0.5)
@@ -85,14 +90,16 @@ def find_gpus(text: str) -> tuple[int, Gpu]:
     >>> number, gpu.name
     (8, 'H100')
     """
-    match = re.fullmatch(r"\s*(\d{1,9})\s*[x*]\s*(.+)", text, re.IGNORECASE)
+    first = re.fullmatch(r"\s*(?P<number>\d{1,9})\s*[x*\u00d7]\s*(?P<name>.+)", text, re.IGNORECASE)
+    last = re.fullmatch(r"(?P<name>.+?)\s*[x*\u00d7]\s*(?P<number>\d{1,9})\s*", text, re.IGNORECASE)
+    match = first or last
     if match is None:
         return 1, find_gpu(text)
-    number = int(match[1])
+    number = int(match["number"])
     if not 1 <= number <= MOST_GPUS:
         hint = f"Write a number from 1 to {MOST_GPUS:,}, as in 8xH100"
         raise AtlasError(Code.BAD_QUANTITY, "There is no such number of GPUs", got=text, hint=hint)
-    return number, find_gpu(match[2])
+    return number, find_gpu(match["name"])
 
 
 def memory_for_cache(

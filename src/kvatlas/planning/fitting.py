@@ -179,9 +179,9 @@ class Fitting:
     def _topologies(self, gpus: int, pp: int) -> Iterator[Topology]:
         for tp in (n for n in range(gpus, 0, -1) if gpus % n == 0):
             dp = gpus // tp
-            yield Topology(tp=tp, pp=pp, dp=dp)
-            if dp > 1 and pp == 1 and self._has_experts:
-                yield Topology(tp=tp, dp=dp, ep=gpus)
+            # Experts that are dealt out to all replicas take no more than those that are repeated.
+            deal = dp > 1 and pp == 1 and self._has_experts
+            yield Topology(tp=tp, pp=pp, dp=dp, ep=gpus if deal else 1)
 
     def _copies(self, tp: int) -> int:
         """Ranks that hold the same cache."""
