@@ -73,7 +73,7 @@ def find_gpu(name: str) -> Gpu:
     >>> find_gpu("NVIDIA H100 80GB HBM3").name, find_gpu("NVIDIA A100-SXM4-40GB").name
     ('H100', 'A100-40GB')
     """
-    key = re.sub(r"^(nvidia|amd)|sxm\d*|hbm\d*e?|pcie", "", _key(name))
+    key = re.sub(r"^(nvidia|amd)|sxm\d?|hbm\d*e?|pcie", "", _key(name))
     gpu = _BY_KEY.get(key)
     if gpu is not None:
         return gpu
@@ -91,7 +91,9 @@ def find_gpus(text: str) -> tuple[int, Gpu]:
     (8, 'H100')
     """
     first = re.fullmatch(r"\s*(?P<number>\d{1,9})\s*[x*\u00d7]\s*(?P<name>.+)", text, re.IGNORECASE)
-    last = re.fullmatch(r"(?P<name>.+?)\s*[x*\u00d7]\s*(?P<number>\d{1,9})\s*", text, re.IGNORECASE)
+    last = re.fullmatch(
+        r"(?P<name>.*\d\w?)\s*[x*\u00d7]\s*(?P<number>\d{1,9})\s*", text, re.IGNORECASE
+    )
     match = first or last
     if match is None:
         return 1, find_gpu(text)
