@@ -23,9 +23,6 @@ PEER_LOST = "nixlRemoteDisconnectError"
 """What NIXL raises once the connection to a peer broke."""
 _BUILDS = ("nixl_cu13", "nixl_cu12", "nixl_rocm")
 _DEVICES = "UCX_NET_DEVICES"
-_KEEPALIVE = "inf"
-"""Seconds after which UCX asks a silent peer whether it lives. It aborts the process where one
-that it was replying to has stopped or is gone, and nodes watch their connections anyway."""
 
 
 class Agents:
@@ -44,8 +41,7 @@ class Agents:
         config = self._library.nixl_agent_config(
             enable_prog_thread=serves, backends=[], sync_mode=strict
         )
-        settings = f"NET_DEVICES={self._device},KEEPALIVE_INTERVAL={_KEEPALIVE}"
-        options = {"engine_config": settings} if self.backend == "UCX" else {}
+        options = {"engine_config": f"NET_DEVICES={self._device}"} if self.backend == "UCX" else {}
         try:
             agent = self._library.nixl_agent(name, config)
             agent.create_backend(self.backend, options)
