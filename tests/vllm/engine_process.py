@@ -99,7 +99,9 @@ def engine(
     """An engine, ready to be asked; `connector` is its kv_transfer_config."""
     here, there = multiprocessing.Pipe()
     context = multiprocessing.get_context("spawn")
-    about = (there, str(model), core, connector, environment or {}, options)
+    ranks = options.get("tensor_parallel_size", 1)
+    cores = core if ranks == 1 else "|".join(map(str, range(ranks)))  # one for each rank
+    about = (there, str(model), cores, connector, environment or {}, options)
     process = context.Process(target=serve, args=about, name=name)
     process.start()
     there.close()
