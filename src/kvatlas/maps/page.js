@@ -1,0 +1,774 @@
+// The page: what is looked at (`view`), how it is drawn, and what the reader does.
+"use strict";
+
+const data = JSON.parse(document.getElementById("data").textContent);
+const picture = byId("picture"), pen = picture.getContext("2d");
+const LEVELS = ["memory", "pool", "block", "page", "cell"];
+const MODES = ["head", "layer", "token", "field", "group"];
+
+let view = { plan: 0, stage: 0, tpRank: 0, group: 0, block: 0, level: "block" };
+let paint = { mode: "head", follow: null };
+let drawn = { rows: [], place: null, leftOut: 0, memory: [] };
+let cursor = null;
+
+const plan = () => data.plans[view.plan];
+
+// -- small helpers ----------------------------------------------------------------------------
+
+function make(tag, text, attributes) {
+  const element = document.createElement(tag);
+  if (text !== undefined && text !== null) element.textContent = text;
+  for (const [name, value] of Object.entries(attributes || {})) element.setAttribute(name, value);
+  return element;
+}
+
+const count = (number) => number.toLocaleString("en");
+
+function size(bytes) {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let unit = 0;
+  while (bytes >= 999.5 && unit < units.length - 1) { bytes /= 1024; unit++; }
+  return `${+bytes.toPrecision(3)} ${units[unit]}`;
+}
+
+const words = (kind) => kind.replaceAll("_", " ");
+
+// -- drawing ----------------------------------------------------------------------------------
+
+function fitCanvas(canvas, width, height) {
+  const ratio = window.devicePixelRatio || 1;
+  canvas.width = Math.round(width * ratio);
+  canvas.height = Math.round(height * ratio);
+  canvas.style.height = `${height}px`;
+  canvas.getContext("2d").setTransform(ratio, 0, 0, ratio, 0, 0);
+}
+
+function render() {
+  const width = byId("stage").clientWidth;
+  view.width = width < 560 ? 16 : 32;
+  if (view.level === "memory") {
+    renderMemory(width);
+  } else {
+    const { rows, leftOut } = rowsOf(plan(), view);
+    const place = layOut(rows, width, view.level);
+    drawn = { rows, place, leftOut, memory: [] };
+    fitCanvas(picture, width, place.total);
+    pen.clearRect(0, 0, width, place.total);
+    paintRows(pen, plan(), view, rows, place, paint);
+    paintLabels();
+  }
+  renderCrumbs();
+  renderMinimap();
+  renderCaption();
+  paintCursor();
+}
+
+function paintLabels() {
+  const { rows, place } = drawn;
+  pen.fillStyle = getComputedStyle(document.documentElement).getPropertyValue("--quiet");
+  pen.font = `${place.left < 100 ? 10 : 12}px system-ui, sans-serif`;
+  pen.textBaseline = "middle";
+  pen.textAlign = "right";
+  const every = Math.max(1, Math.ceil(13 / place.height));
+  rows.forEach((row, n) => {
+    if (n % every) return;
+    const label = rowLabel(data, plan(), view, row);
+    const short = place.left < 100 ? label.replace("layer ", "L").replace("tokens ", "t").replace("token ", "t") : label;
+    pen.fillText(short, place.left - 8, n * place.height + 2 + (place.height - place.gap) / 2, place.left - 10);
+  });
+  pen.textAlign = "start";
+}
+
+function memoryParts() {
+  const machine = data.machine, mine = plan();
+  const pools = mine.pools.filter((pool) => pool.stage === view.stage);
+  const parts = pools.map((pool) => ({
+    name: pools.length > 1 ? `pool ${pool.index}` : "cache pool", bytes: pool.bytes, pool,
+    more: `${count(pool.blocks)} blocks of ${count(pool.block_bytes)} bytes`,
+  }));
+  const cached = pools.reduce((sum, pool) => sum + pool.bytes, 0);
+  const slack = { name: "left over", bytes: mine.memory - cached, more: "less than a block, or kept apart" };
+  if (!machine) return [...parts, slack];
+  const taken = machine.weights + machine.overhead + mine.memory;
+  return [
+    { name: "weights", bytes: machine.weights, more: `of ${machine.gpu}`, solid: 7 },
+    ...parts, slack,
+    { name: "overhead", bytes: machine.overhead, more: "contexts, activations, graphs", solid: 3 },
+    { name: "not taken", bytes: Math.max(0, machine.memory - taken), more: "left to others" },
+  ];
+}
+
+function renderMemory(width) {
+  const parts = memoryParts(), tall = 120, total = parts.reduce((sum, part) => sum + part.bytes, 0);
+  fitCanvas(picture, width, tall + 34);
+  pen.clearRect(0, 0, width, tall + 34);
+  const faint = hatch(pen, false);
+  let x = 0;
+  drawn = { rows: [], place: null, leftOut: 0, memory: [] };
+  for (const part of parts) {
+    const wide = (part.bytes / total) * width;
+    pen.fillStyle = part.pool ? word(part.pool.index) : part.solid !== undefined ? word(part.solid) : faint;
+    pen.fillRect(x, 2, Math.max(1, wide - 2), tall);
+    drawn.memory.push({ ...part, x, wide });
+    if (wide > 70) {
+      const light = part.pool || part.solid !== undefined;
+      pen.fillStyle = light ? "#ffffff" : getComputedStyle(document.documentElement).getPropertyValue("--ink");
+      pen.textBaseline = "middle";
+      pen.font = "600 14px system-ui, sans-serif";
+      pen.fillText(part.name, x + 12, 48, wide - 20);
+      pen.font = "12px system-ui, sans-serif";
+      pen.fillText(size(part.bytes), x + 12, 70, wide - 20);
+    }
+    x += wide;
+  }
+}
+
+function renderMinimap() {
+  const canvas = byId("minimap"), width = canvas.clientWidth, mini = canvas.getContext("2d");
+  fitCanvas(canvas, width, 14);
+  const style = getComputedStyle(document.documentElement), pool = poolOf(plan(), view);
+  mini.fillStyle = style.getPropertyValue("--track");
+  mini.fillRect(0, 3, width, 8);
+  mini.fillStyle = style.getPropertyValue("--accent");
+  const stretches = view.level === "memory" ? [{ start: 0, nbytes: pool.bytes }] : drawn.rows;
+  for (const row of stretches) {
+    const x = (row.start / pool.bytes) * width;
+    mini.fillRect(x, 1, Math.max(2, (row.nbytes / pool.bytes) * width), 12);
+  }
+}
+
+function renderCaption() {
+  const notes = [];
+  const mine = plan(), pool = poolOf(mine, view);
+  if (view.level === "pool") {
+    const first = Math.floor(view.block / BLOCKS_SHOWN) * BLOCKS_SHOWN;
+    const last = Math.min(pool.blocks, first + BLOCKS_SHOWN) - 1;
+    notes.push(`Blocks ${count(first)}–${count(last)} of ${count(pool.blocks)}; the others lie alike.`);
+  }
+  if (view.level === "memory") notes.push("One rank's memory, to scale.");
+  else if (view.level === "cell") notes.push(`Each row is ${view.width} bytes at most; each box one element.`);
+  else notes.push("Each row is contiguous memory, to scale; the next row is the next higher address.");
+  if (drawn.leftOut) notes.push(`${count(drawn.leftOut)} more rows are alike and not drawn.`);
+  const missing = regionsOf(mine, view).reduce((sum, region) => sum + region.left_out, 0);
+  if (missing) notes.push(`${count(missing)} more layers are not drawn.`);
+  byId("caption").textContent = notes.join(" ");
+  renderLegend();
+}
+
+function renderLegend() {
+  const legend = byId("legend"), mine = plan();
+  legend.replaceChildren();
+  const entry = (fill, text) => {
+    const one = make("span", null, { class: "key" });
+    const box = make("i");
+    box.style.background = fill;
+    one.append(box, text);
+    legend.append(one);
+  };
+  if (view.level === "memory") return;
+  const regions = regionsOf(mine, view);
+  if (paint.mode === "field") {
+    const named = new Map(regions.flatMap((region) => mine.pages[region.page].fields.map((field, n) => [field.name, n])));
+    named.forEach((n, name) => { if (!name.startsWith("pad")) entry(word(n), name); });
+  } else if (paint.mode === "group") {
+    entry(word(view.group), `group ${view.group}, ${words(mine.groups[view.group].kind)}`);
+  } else {
+    const shown = [0, 0.25, 0.5, 0.75, 1].map(ramp).join(", ");
+    entry(`linear-gradient(90deg, ${shown})`, `${paint.mode}, first to last; a cell's second field is paler`);
+  }
+  entry("var(--hatch)", "padding");
+}
+
+const LEVEL_NAMES = {
+  memory: () => (data.machine ? data.machine.gpu : "memory"),
+  pool: () => `pool ${plan().groups[view.group].pool}`,
+  block: () => `block ${count(view.block)}`,
+  page: () => shortName(data.names[view.region.layers[view.index]]) + partName(view.region, view.index),
+  cell: () => ("N" in view.at ? cellName() : `${view.field.name} row`),
+};
+
+function partName(region, index) {
+  return region.parts.length ? `, part ${region.parts[index]}` : "";
+}
+
+function cellName() {
+  const point = { kind: "field", region: view.region, field: view.field, at: view.at };
+  const head = headOf(point, view.tpRank), tokens = tokensOf(point);
+  return [head === null ? "" : `head ${head}`, tokens ? `token ${tokens[0]}` : ""].filter(Boolean).join(", ") || "cell";
+}
+
+function renderCrumbs() {
+  const crumbs = byId("crumbs");
+  crumbs.replaceChildren();
+  LEVELS.slice(0, LEVELS.indexOf(view.level) + 1).forEach((level) => {
+    const here = level === view.level;
+    const button = make("button", LEVEL_NAMES[level](), here ? { "aria-current": "page" } : {});
+    button.addEventListener("click", () => go({ level }));
+    crumbs.append(button);
+  });
+}
+
+// -- what a point is --------------------------------------------------------------------------
+
+function pointAt(x, y) {
+  const { rows, place } = drawn;
+  if (!place) return null;
+  const row = rows[Math.floor((y - 2) / place.height)];
+  if (!row || x < place.left) return null;
+  const pixels = Math.max(1, Math.round(row.nbytes * place.scale));
+  if (x - place.left >= pixels) return null;
+  const share = (Math.floor(x - place.left) + 0.5) / pixels;
+  const address = row.start + Math.min(row.nbytes - 1, Math.floor(share * row.nbytes));
+  return find(plan(), view.stage, view.group, address) || { kind: "unused", at: {}, address, region: null };
+}
+
+// Name and value of everything there is to say of a point.
+function factsOf(point) {
+  const mine = plan(), facts = [];
+  const add = (name, value) => { if (value !== null && value !== undefined) facts.push([name, String(value)]); };
+  if (point.kind === "unused") {
+    add("unused", `by ${words(mine.groups[view.group].kind)}: ${point.nbytes ? count(point.nbytes) + " bytes of the block" : "here"}`);
+    add("block", count(point.at.B ?? view.block));
+    add("address", count(point.address));
+    return facts;
+  }
+  const { region, at } = point;
+  add("layer", data.names[region.layers[at.L]] + partName(region, at.L));
+  if (point.kind === "padding") {
+    add("padding", point.nbytes ? `${count(point.nbytes)} bytes behind the page` : `field ${point.field.name}`);
+    add("block", count(at.B));
+    add("address", count(point.address));
+    return facts;
+  }
+  const { field } = point;
+  add("field", `${field.name}, ${field.dtype}`);
+  const head = headOf(point, view.tpRank);
+  if (head !== null) add("head", `${head}${field.shard === "H" ? ` of ${field.whole}` : ""}`);
+  else if (field.shard) add("row", `${globalRow(region, field, at, view.tpRank)} of ${field.whole}`);
+  const ranks = ranksOf(mine, region, field, at, view.tpRank);
+  add("tp rank", view.tpRank + (ranks.length > 1 ? `, the same bytes on ${ranks.length} ranks` : ""));
+  add("block", count(at.B));
+  const tokens = tokensOf(point);
+  if (tokens) add("token", (tokens[0] === tokens[1] ? tokens[0] : `${tokens[0]}–${tokens[1]}`) + " of the block");
+  else if (!region.tokens_per_state) add("token", "the request's state after its last token");
+  const inner = field.box[2].filter(([axis]) => !["B", "L", "k", "H", "N"].includes(axis));
+  add("element", inner.map(([axis]) => `${axis} ${at[axis]}`).join(", ") || null);
+  const start = point.address - at.rest;
+  add("bytes", `${count(start)} – ${count(start + field.box[1] - 1)}`);
+  add("address", count(point.address));
+  add("stride", field.box[2].filter(([, n]) => n > 1).map(([axis, , stride]) => `${axis} ${count(stride)}`).join(" · "));
+  return facts;
+}
+
+function showFacts(point) {
+  const list = byId("facts");
+  list.replaceChildren();
+  for (const [name, value] of factsOf(point)) {
+    list.append(make("dt", name), make("dd", value, { "data-fact": name }));
+  }
+  byId("facts-title").textContent = { field: "This byte", padding: "Padding", unused: "Unused" }[point.kind];
+}
+
+function showTip(point, x, y) {
+  const tip = byId("tip"), facts = new Map(factsOf(point));
+  const name = facts.get("layer") ? shortName(facts.get("layer")) : "";
+  const field = point.kind === "field" ? point.field.name : point.kind;
+  const parts = [name, field, facts.has("head") ? `head ${facts.get("head").split(" ")[0]}` : "",
+    point.kind === "field" && tokensOf(point) ? `token ${facts.get("token").split(" ")[0]}` : "", `byte ${facts.get("address")}`];
+  tip.textContent = parts.filter(Boolean).join(" · ");
+  tip.hidden = false;
+  const wide = byId("stage").clientWidth;
+  tip.style.left = `${Math.max(0, Math.min(x + 14, wide - tip.offsetWidth - 4))}px`;
+  tip.style.top = `${y + 18}px`;
+}
+
+// -- following --------------------------------------------------------------------------------
+
+function followChoices() {
+  const box = byId("follow");
+  box.replaceChildren();
+  const point = cursor && cursor.point && cursor.point.kind === "field" ? cursor.point : null;
+  for (const kind of ["token", "head", "layer"]) {
+    const pressed = paint.follow && paint.follow.kind === kind;
+    const button = make("button", kind, { "aria-pressed": String(Boolean(pressed)) });
+    button.addEventListener("click", () => followKind(pressed ? null : kind, point));
+    box.append(button);
+  }
+}
+
+function valueOf(point, kind) {
+  if (kind === "layer") return point.region.layers[point.at.L];
+  if (kind === "head") return headOf(point, view.tpRank);
+  const tokens = tokensOf(point);
+  return tokens && tokens[0];
+}
+
+function firstPoint() {
+  const { rows } = rowsOf(plan(), { ...view, level: "block" });
+  for (const row of rows) {
+    const point = find(plan(), view.stage, view.group, row.start);
+    if (point && point.kind === "field") return point;
+  }
+  return null;
+}
+
+function followKind(kind, point) {
+  const at = point || firstPoint();
+  const value = kind && at ? valueOf(at, kind) : null;
+  paint.follow = value === null ? null : { kind, value };
+  if (kind && value === null) byId("followed").textContent = `There is no ${kind} here.`;
+  update();
+}
+
+function chosenBy(follow) {
+  if (follow.kind === "layer") return { layer: follow.value };
+  return follow.kind === "head" ? { heads: [follow.value, follow.value] } : { token: follow.value };
+}
+
+function piecesOf(chosen) {
+  return pieces(plan(), view.stage, view.group, view.block, view.tpRank, chosen);
+}
+
+function sizesOf(runs) {
+  if (!runs) return "more than can be counted here";
+  if (!runs.length) return "nothing";
+  let least = Infinity, most = 0;
+  for (const [, length] of runs) { least = Math.min(least, length); most = Math.max(most, length); }
+  return least === most ? `${size(least)}${runs.length > 1 ? " each" : ""}` : `${size(least)} to ${size(most)}`;
+}
+
+function showFollowed() {
+  followChoices();
+  const text = byId("followed");
+  if (!paint.follow) {
+    text.textContent = "Choose what to follow, or Shift+click: its pieces light up.";
+    return;
+  }
+  const runs = piecesOf(chosenBy(paint.follow));
+  const { kind, value } = paint.follow;
+  const name = kind === "layer" ? shortName(data.names[value]) : `${kind} ${value}`;
+  text.textContent = `${name}: ${runs ? count(runs.length) : "very many"} ${runs && runs.length === 1 ? "piece" : "pieces"}, ${sizesOf(runs)}.`;
+}
+
+function headsHere() {
+  let first = Infinity, last = -1;
+  for (const region of regionsOf(plan(), view)) {
+    const parts = region.parts.length ? new Set(region.parts) : [0];
+    for (const field of plan().pages[region.page].fields) {
+      if (!axisOf(field.box, "H")) continue;
+      for (const part of parts) {
+        const held = field.shard === "H" ? field.ranges[view.tpRank * region.splits + part] : [[0, 0, axisOf(field.box, "H")[1]]];
+        for (const [, start, length] of held) { first = Math.min(first, start); last = Math.max(last, start + length - 1); }
+      }
+    }
+  }
+  return last < 0 ? null : [first, last];
+}
+
+function showTransfer() {
+  const table = byId("transfer");
+  const point = firstPoint();
+  const rows = [["the whole block", {}]];
+  const heads = headsHere();
+  if (heads && heads[1] > heads[0]) {
+    const half = Math.floor((heads[0] + heads[1] - 1) / 2);
+    rows.push([half > heads[0] ? `half its heads, ${heads[0]}–${half}` : `half its heads, ${heads[0]}`, { heads: [heads[0], half] }]);
+    if (half > heads[0]) rows.push([`one head, ${heads[0]}`, { heads: [heads[0], heads[0]] }]);
+  }
+  if (point) rows.push([`one layer, ${shortName(data.names[valueOf(point, "layer")]).replace("layer ", "")}`, { layer: valueOf(point, "layer") }]);
+  if (point && tokensOf(point)) rows.push(["one token, 0", { token: 0 }]);
+  table.replaceChildren();
+  const head = make("tr");
+  for (const name of ["", "pieces", "size"]) head.append(make("th", name));
+  table.append(head);
+  for (const [name, chosen] of rows) {
+    const runs = piecesOf(chosen), row = make("tr", null, { "data-chosen": JSON.stringify(chosen) });
+    row.append(make("th", name, { scope: "row" }), make("td", runs ? count(runs.length) : "–"), make("td", sizesOf(runs)));
+    if (runs && runs.length === 1) row.className = "best";
+    table.append(row);
+  }
+}
+
+// -- groups that overlay each other ---------------------------------------------------------------
+
+function alikeGroups() {
+  const mine = plan(), alike = new Map();
+  mine.groups.forEach((group, number) => {
+    const regions = mine.regions.filter((one) => one.stage === view.stage && one.group === number);
+    if (!regions.length) return;
+    const key = JSON.stringify([group.kind, regions.map((one) => [one.page, one.layers.length])]);
+    if (!alike.has(key)) alike.set(key, { group, regions, numbers: [] });
+    alike.get(key).numbers.push(number);
+  });
+  return [...alike.values()];
+}
+
+function showGroups() {
+  const box = byId("groups"), mine = plan();
+  box.replaceChildren();
+  const kinds = alikeGroups(), shared = mine.groups.length > 1;
+  byId("sharing-note").textContent = shared
+    ? "A block id belongs to one group at a time, and the groups of a pool lie over the same bytes. Choose one to see the block as it holds it."
+    : "All layers share one block table.";
+  for (const { group, regions, numbers } of kinds) {
+    const pool = mine.pools.find((one) => one.stage === view.stage && one.index === group.pool);
+    let padding = 0;
+    for (const region of regions) {
+      const page = mine.pages[region.page], pages = region.layers.length + region.left_out;
+      if (page.padding) padding += page.padding[1] * pages;
+      for (const field of page.fields) {
+        if (field.padding) padding += field.box[2].filter(([a]) => a !== "B" && a !== "L").reduce((n, [, s]) => n * s, field.box[1]) * pages;
+      }
+    }
+    const unused = (mine.unused[`${view.stage}/${numbers[0]}`] || []).reduce((sum, one) => sum + one[1], 0);
+    const current = numbers.includes(view.group);
+    const card = make("button", null, { class: "group", "aria-pressed": String(current) });
+    const times = numbers.length > 1 ? `${numbers.length} × ` : "";
+    const layers = regions.reduce((sum, one) => sum + one.layers.length, 0);
+    card.append(make("b", `${times}${words(group.kind)}`));
+    const seen = group.window ? `, window ${count(group.window)}` : "";
+    const parts = regions.some((one) => one.splits > 1) ? "parts of states" : layers === 1 ? "page" : "pages";
+    card.append(make("small", `${layers} ${parts}, ${count(group.block_size)} tokens${seen}`));
+    const bar = make("span", null, { class: "bar" });
+    for (const [kind, bytes] of [["used", pool.block_bytes - padding - unused], ["padding", padding], ["unused", unused]]) {
+      const part = make("i", null, { class: kind });
+      part.style.flexGrow = bytes;
+      if (bytes) bar.append(part);
+    }
+    card.append(bar);
+    const waste = [padding ? `${count(padding)} bytes padding` : "", unused ? `${count(unused)} bytes unused` : ""].filter(Boolean);
+    card.append(make("small", waste.join(", ") || "no padding"));
+    card.addEventListener("click", () => change({ group: current && numbers.length > 1 ? numbers[(numbers.indexOf(view.group) + 1) % numbers.length] : numbers[0] }));
+    box.append(card);
+  }
+}
+
+// -- moving about ---------------------------------------------------------------------------------
+
+function go(changes) {
+  const before = view;
+  view = { ...view, ...changes };
+  if (view.level === "page" || view.level === "cell") {
+    if (!view.region || view.region.group !== view.group) view = { ...view, level: "block" };
+  }
+  cursor = null;
+  byId("tip").hidden = true;
+  update();
+  if (before.level !== view.level && !stillness()) {
+    picture.animate([{ opacity: 0.25, transform: "scale(0.985)" }, { opacity: 1, transform: "none" }], { duration: 180 });
+  }
+}
+
+function goIn(point, part) {
+  if (view.level === "memory") {
+    if (part && part.pool) {
+      const group = plan().groups.findIndex((one) => one.pool === part.pool.index);
+      const stays = plan().groups[view.group].pool === part.pool.index;
+      go({ level: "pool", group: stays ? view.group : group });
+    }
+    return;
+  }
+  if (!point) return;
+  if (view.level === "pool") go({ level: "block", block: point.at.B ?? view.block });
+  else if (!point.region || !("L" in point.at)) return;
+  else if (view.level === "block") go({ level: "page", region: point.region, index: point.at.L });
+  else if (view.level === "page" && point.kind === "field") go({ level: "cell", at: point.at, field: point.field });
+}
+
+function goOut() {
+  const at = LEVELS.indexOf(view.level);
+  if (at > 0) go({ level: LEVELS[at - 1] });
+}
+
+const stillness = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
+
+// Another plan, rank, group or block: cells move from where they were to where they are.
+function change(changes) {
+  const from = cellsShown();
+  const next = { ...view, ...changes };
+  const mine = data.plans[next.plan];
+  next.tpRank = Math.min(next.tpRank, mine.tp - 1);
+  next.stage = Math.min(next.stage, mine.ranks / mine.tp - 1);
+  if (next.group >= mine.groups.length || !mine.regions.some((one) => one.group === next.group && one.stage === next.stage)) {
+    next.group = mine.regions.find((one) => one.stage === next.stage).group;
+  }
+  const pool = poolOf(mine, next);
+  next.block = Math.min(next.block, pool.blocks - 1);
+  if (["page", "cell"].includes(next.level)) next.level = "block";
+  view = next;
+  cursor = null;
+  paint.follow = paint.follow && changes.group === undefined ? paint.follow : null;
+  update();
+  if (view.level === "block" && !stillness()) animate(from, cellsShown());
+}
+
+const MOST_MOVING = 4000;
+
+// Where cells are drawn now, by what they are.
+function cellsShown() {
+  const cells = new Map();
+  if (view.level !== "block" || !drawn.place) return cells;
+  const mine = plan(), { rows, place } = drawn;
+  const order = rows.map((row, n) => [row.start, n]);
+  const total = regionsOf(mine, view).reduce((sum, region) => sum + region.layers.length * mine.pages[region.page].fields
+    .reduce((n, field) => n + field.box[2].filter(([a]) => "kHN".includes(a)).reduce((m, [, s]) => m * s, 1), 0), 0);
+  const skip = Math.max(1, Math.ceil(total / MOST_MOVING));
+  for (const region of regionsOf(mine, view)) {
+    for (const field of mine.pages[region.page].fields) {
+      const inner = field.box[2].filter(([axis]) => !"BLkHN".includes(axis));
+      const wide = inner.reduce((most, [, n, stride]) => most + (n - 1) * stride, field.box[1]);
+      const box = [field.box[0], wide, field.box[2].filter(([axis]) => "BLkHN".includes(axis))];
+      for (const [start, at] of starts(box, { B: view.block })) {
+        const state = (at.k || 0) * 4096 + (at.N || 0);
+        if (at.L >= region.layers.length || (state + (at.H || 0)) % skip) continue;
+        let low = 0, high = order.length - 1;
+        while (low < high) { const middle = (low + high + 1) >> 1; if (order[middle][0] <= start) low = middle; else high = middle - 1; }
+        const row = rows[low];
+        if (!row || start < row.start || start >= row.start + row.nbytes) continue;
+        const point = { kind: "field", region, field, number: mine.pages[region.page].fields.indexOf(field), at, address: start };
+        cells.set(`${region.layers[at.L]}/${field.name}/${headOf(point, view.tpRank)}/${state}`, {
+          x: place.left + (start - row.start) * place.scale, y: low * place.height + 2,
+          wide: Math.max(1, wide * place.scale), tall: place.height - place.gap,
+          colour: field.padding ? null : colourOf(mine, view, point, paint.mode), lit: follows(point, paint.follow, view.tpRank),
+        });
+      }
+    }
+  }
+  return cells;
+}
+
+function animate(from, to) {
+  const moving = [...to].filter(([key, cell]) => from.has(key) && cell.colour).map(([key, cell]) => [from.get(key), cell]);
+  if (!moving.length) return;
+  const begin = performance.now(), width = byId("stage").clientWidth, tall = drawn.place.total;
+  const token = (animate.token = {});
+  const step = (now) => {
+    if (animate.token !== token) return;
+    const share = Math.min(1, (now - begin) / 650);
+    if (share === 1) { render(); return; }
+    const eased = share < 0.5 ? 4 * share ** 3 : 1 - (2 - 2 * share) ** 3 / 2;
+    pen.clearRect(0, 0, width, tall);
+    for (const [one, two] of moving) {
+      pen.globalAlpha = two.lit ? 0.95 : 0.15;
+      pen.fillStyle = two.colour;
+      pen.fillRect(one.x + (two.x - one.x) * eased, one.y + (two.y - one.y) * eased,
+        one.wide + (two.wide - one.wide) * eased, one.tall + (two.tall - one.tall) * eased);
+    }
+    pen.globalAlpha = 1;
+    requestAnimationFrame(step);
+  };
+  requestAnimationFrame(step);
+}
+
+// -- knobs ----------------------------------------------------------------------------------------
+
+function knob(name, values, current, choose) {
+  const label = make("label", null, { class: "knob" });
+  label.append(make("span", name));
+  const few = values.length <= 6 && values.every(([, text]) => String(text).length <= 8);
+  if (few) {
+    const choices = make("span", null, { class: "choices", role: "group", "aria-label": name });
+    for (const [value, text] of values) {
+      const button = make("button", text, { type: "button", "aria-pressed": String(value === current) });
+      button.addEventListener("click", () => choose(value));
+      choices.append(button);
+    }
+    const group = make("div", null, { class: "knob" });
+    group.append(make("span", name), choices);
+    return group;
+  }
+  const select = make("select", null, { "aria-label": name });
+  for (const [value, text] of values) {
+    const option = make("option", text, { value });
+    option.selected = value === current;
+    select.append(option);
+  }
+  select.addEventListener("change", () => choose(values.find(([value]) => String(value) === select.value)[0]));
+  label.append(select);
+  return label;
+}
+
+// The plan that has this value, and otherwise most in common with the one that is shown.
+function closest(name, value) {
+  const now = plan().knobs;
+  let best = -1, most = -1;
+  data.plans.forEach((one, number) => {
+    if (one.knobs[name] !== value) return;
+    const same = Object.keys(now).filter((key) => key !== name && one.knobs[key] === now[key]).length;
+    if (same > most) { most = same; best = number; }
+  });
+  return best;
+}
+
+function showKnobs() {
+  const box = byId("knobs"), now = plan().knobs;
+  box.replaceChildren();
+  for (const name of Object.keys(now)) {
+    const values = [...new Set(data.plans.map((one) => one.knobs[name]))];
+    if (values.length < 2) continue;
+    if (typeof values[0] === "number") values.sort((one, two) => one - two);
+    else values.sort();
+    box.append(knob(name, values.map((value) => [value, value]), now[name], (value) => change({ plan: closest(name, value) })));
+  }
+  if (plan().ranks > 1) {
+    const rank = view.stage * plan().tp + view.tpRank;
+    box.append(knob("rank", [...Array(plan().ranks).keys()].map((n) => [n, n]), rank,
+      (n) => change({ stage: Math.floor(n / plan().tp), tpRank: n % plan().tp })));
+  }
+  box.append(knob("colour", MODES.map((mode) => [mode, mode]), paint.mode, (mode) => { paint.mode = mode; update(); }));
+}
+
+// -- search ---------------------------------------------------------------------------------------
+
+function search(text) {
+  const query = text.trim().toLowerCase();
+  const [, kind, digits] = /^(head|token|block|layer|address)?\s*(0x[0-9a-f]+|[\d,]+)$/.exec(query) || [];
+  const number = digits === undefined ? NaN : Number(digits.replaceAll(",", ""));
+  if (kind === "head" || kind === "token") { paint.follow = { kind, value: number }; go({ level: "block" }); return true; }
+  if (kind === "block" && number < poolOf(plan(), view).blocks) { go({ level: "block", block: number }); return true; }
+  if (digits !== undefined && (kind === "address" || !kind)) return goToAddress(number);
+  const wanted = kind === "layer" ? `.${number}.` : query;
+  const name = query ? data.names.findIndex((one) => `.${one.toLowerCase()}.`.includes(wanted)) : -1;
+  const mine = plan();
+  for (const region of name < 0 ? [] : mine.regions) {
+    const index = region.layers.indexOf(name);
+    if (index < 0) continue;
+    paint.follow = { kind: "layer", value: name };
+    go({ level: "block", stage: region.stage, group: region.group });
+    return true;
+  }
+  return false;
+}
+
+function goToAddress(address) {
+  const point = find(plan(), view.stage, view.group, address);
+  if (!point || point.at.B === undefined) return false;
+  if (point.kind === "field") go({ level: "cell", block: point.at.B, region: point.region, index: point.at.L, at: point.at, field: point.field });
+  else go({ level: "block", block: point.at.B });
+  const row = drawn.rows.findIndex((one) => address >= one.start && address < one.start + one.nbytes);
+  if (row >= 0) setCursor({ row, x: (address - drawn.rows[row].start + 0.5) / drawn.rows[row].nbytes }, true);
+  return true;
+}
+
+// -- events ---------------------------------------------------------------------------------------
+
+function update() {
+  render();
+  byId("title").textContent = data.title;
+  byId("answer").textContent = `${plan().label.replace(`${data.title}, `, "")}. ${plan().answer}`;
+  showKnobs();
+  showFollowed();
+  showTransfer();
+  showGroups();
+}
+
+// The keyboard's place: a row and a share of it.
+function setCursor(at, byKeyboard) {
+  const { rows, place } = drawn;
+  if (!place || !rows.length) return;
+  const row = Math.max(0, Math.min(rows.length - 1, at.row));
+  const pixels = Math.max(1, Math.round(rows[row].nbytes * place.scale));
+  const x = place.left + Math.max(0, Math.min(pixels - 1, Math.floor(at.x * pixels)));
+  const y = row * place.height + 2 + (place.height - place.gap) / 2;
+  cursor = { row, x: (x - place.left + 0.5) / pixels, point: pointAt(x, y), pixel: [x, y] };
+  if (cursor.point) { showFacts(cursor.point); showTip(cursor.point, x, y); }
+  if (byKeyboard) { render(); }
+}
+
+function paintCursor() {
+  if (!cursor || !cursor.pixel || !drawn.place || document.activeElement !== picture) return;
+  const [x, y] = cursor.pixel;
+  pen.strokeStyle = getComputedStyle(document.documentElement).getPropertyValue("--mark");
+  pen.lineWidth = 2;
+  pen.strokeRect(x - 5, y - drawn.place.height / 2, 10, drawn.place.height - 2);
+}
+
+function mouse(event) {
+  const box = picture.getBoundingClientRect();
+  return [event.clientX - box.left, event.clientY - box.top];
+}
+
+picture.addEventListener("mousemove", (event) => {
+  const [x, y] = mouse(event);
+  if (view.level === "memory") {
+    const part = drawn.memory.find((one) => x >= one.x && x < one.x + one.wide);
+    byId("tip").hidden = !part;
+    if (part) { byId("tip").textContent = `${part.name}: ${count(part.bytes)} bytes, ${part.more}`; byId("tip").style.left = `${Math.max(0, Math.min(x, byId("stage").clientWidth - 330))}px`; byId("tip").style.top = `${y + 18}px`; }
+    return;
+  }
+  const point = pointAt(x, y);
+  byId("tip").hidden = !point;
+  if (!point) return;
+  cursor = { row: Math.floor((y - 2) / drawn.place.height), x: 0, point };
+  showFacts(point);
+  showTip(point, x, y);
+});
+picture.addEventListener("mouseleave", () => { byId("tip").hidden = true; });
+picture.addEventListener("click", (event) => {
+  const [x, y] = mouse(event);
+  const point = pointAt(x, y);
+  if (event.shiftKey && point && point.kind === "field") {
+    followKind(paint.follow ? paint.follow.kind : headOf(point, view.tpRank) === null ? "token" : "head", point);
+  } else goIn(point, drawn.memory.find((one) => x >= one.x && x < one.x + one.wide));
+});
+
+let turned = 0, resting = 0;
+picture.addEventListener("wheel", (event) => {
+  const inner = view.level === "cell", outer = view.level === "memory";
+  if ((event.deltaY < 0 && inner) || (event.deltaY > 0 && outer)) return;
+  event.preventDefault();
+  if (performance.now() < resting) return;
+  turned += event.deltaY;
+  if (Math.abs(turned) < 60) return;
+  resting = performance.now() + 300;
+  const [x, y] = mouse(event);
+  if (turned < 0) goIn(pointAt(x, y), drawn.memory.find((one) => x >= one.x && x < one.x + one.wide));
+  else goOut();
+  turned = 0;
+}, { passive: false });
+
+picture.addEventListener("keydown", (event) => {
+  const moves = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };
+  if (event.key in moves && drawn.place) {
+    const [down, right] = moves[event.key], from = cursor && cursor.pixel ? cursor : { row: 0, x: 0 };
+    const step = event.shiftKey ? 10 : 1;
+    const pixels = drawn.place.width - drawn.place.left;
+    setCursor({ row: from.row + down * step, x: from.x + (right * step * 4) / pixels }, true);
+  } else if (event.key === "Enter") goIn(cursor && cursor.point, drawn.memory.find((one) => one.pool));
+  else if (event.key === "Escape" || event.key === "Backspace") goOut();
+  else return;
+  event.preventDefault();
+});
+
+addEventListener("keydown", (event) => {
+  if (["INPUT", "SELECT", "TEXTAREA"].includes(event.target.tagName)) return;
+  const last = poolOf(plan(), view).blocks - 1;
+  if (event.key === "/") { byId("query").focus(); event.preventDefault(); }
+  if (event.key === "[") go({ block: Math.max(0, view.block - 1) });
+  if (event.key === "]") go({ block: Math.min(last, view.block + 1) });
+});
+
+byId("search").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const found = search(byId("query").value);
+  byId("query").setAttribute("aria-invalid", String(!found));
+  if (found) picture.focus({ preventScroll: true });
+});
+byId("theme").addEventListener("click", () => {
+  document.documentElement.dataset.theme = isDark() ? "light" : "dark";
+  update();
+  if (data.route) renderRoute();
+});
+
+let waiting = 0;
+addEventListener("resize", () => {
+  cancelAnimationFrame(waiting);
+  waiting = requestAnimationFrame(() => { render(); if (data.route) renderRoute(); });
+});
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { update(); if (data.route) renderRoute(); });
+
+// Where there are no heads to tell apart, tokens or fields say more.
+if (!headsHere() || headsHere()[0] === headsHere()[1]) paint.mode = "field";
+update();
+if (firstPoint()) showFacts(firstPoint());
+if (data.route) startRoute();
