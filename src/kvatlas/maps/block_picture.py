@@ -64,11 +64,14 @@ def sampled_groups(
         regions = [r for r in drawn.regions if (r.stage, r.group) == (0, number)]
         if not regions:
             continue
-        key = tuple((region.page, len(region.layers)) for region in regions)
+        kind = drawn.groups[number]["kind"]
+        key = (kind, *((region.page, len(region.layers)) for region in regions))
         if key in alike:
             alike[key] = alike[key]._replace(times=alike[key].times + 1)
             continue
-        found = [(start, box.item, r) for r in regions for start, box in _starts(drawn, r)]
+        found: list[tuple[int, int, RegionDrawing | None]] = [
+            (start, box.item, region) for region in regions for start, box in _starts(drawn, region)
+        ]
         found += [(box.offset, box.item, None) for box in drawn.unused[f"0/{number}"]]
         found.sort(key=lambda row: row[0])
         each = max(nbytes for _, nbytes, _ in found) / columns

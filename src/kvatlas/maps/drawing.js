@@ -145,6 +145,14 @@ function keyOf(point, level) {
   return `${at.B}/${at.L}/${number}/${rows}`;
 }
 
+const fieldNames = [];
+
+// A number for each field's name, the same in all plans.
+function fieldNumber(name) {
+  if (!fieldNames.includes(name)) fieldNames.push(name);
+  return fieldNames.indexOf(name);
+}
+
 function shareOf(plan, view, point, mode) {
   const { at, field, region } = point;
   const last = (axis) => { const one = axisOf(field.box, axis); return one ? Math.max(1, one[1] - 1) : 1; };
@@ -158,7 +166,7 @@ function shareOf(plan, view, point, mode) {
 }
 
 function colourOf(plan, view, point, mode) {
-  if (mode === "field") return word(point.number);
+  if (mode === "field") return word(fieldNumber(point.field.name));
   if (mode === "group") return word(point.region.group);
   const base = ramp(shareOf(plan, view, point, mode));
   // A second field of a cell is the same colour, paler: V beside K.
@@ -200,16 +208,16 @@ function layOut(rows, width, level) {
   const left = width < 560 ? 64 : 128;
   const widest = Math.max(1, ...rows.map((row) => row.nbytes));
   const target = Math.min(innerHeight * 0.62, 900);
-  const height = Math.max(7, Math.min(level === "cell" ? 40 : 46, Math.floor(target / Math.max(1, rows.length))));
+  const height = Math.max(7, Math.min(level === "cell" ? 40 : rows.length < 9 ? 84 : 46, Math.floor(target / Math.max(1, rows.length))));
   const scale = (width - left - 2) / widest;
-  return { left, scale, height, gap: height > 12 ? 3 : 1, width, total: rows.length * height + 4 };
+  return { left, scale, height, gap: height > 12 ? 3 : 1, width, top: 5, total: rows.length * height + 10 };
 }
 
 function paintRows(context, plan, view, rows, place, paint) {
   const patterns = { padding: hatch(context, true), unused: hatch(context, false) };
   const ground = getComputedStyle(document.documentElement).getPropertyValue("--panel").trim();
   rows.forEach((row, n) => {
-    const y = n * place.height + 2, tall = place.height - place.gap;
+    const y = n * place.height + place.top, tall = place.height - place.gap;
     const pixels = Math.max(1, Math.round(row.nbytes * place.scale));
     let begin = 0, key = null, piece = null, hint = null;
     for (let x = 0; x <= pixels; x++) {

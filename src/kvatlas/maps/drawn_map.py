@@ -98,10 +98,11 @@ class Map:
         """One block in letters, for a terminal."""
         return text_picture(self.data, 0, width)
 
-    def save(self, path: str | Path) -> Path:
-        """Write the page, or the picture or text where the name ends in .svg or .txt."""
+    def save(self, path: str | Path, *, form: str = "") -> Path:
+        """Write the page, or the picture or text where `form` or the name's end is svg or txt."""
         path = Path(path)
-        made = {".svg": self.svg, ".txt": self.text}.get(path.suffix.lower(), self.html)()
+        wanted = form or path.suffix.lower().removeprefix(".")
+        made = {"svg": self.svg, "txt": self.text}.get(wanted, self.html)()
         try:
             path.write_text(made, "utf-8")
         except (OSError, ValueError) as problem:  # a ValueError is a name no file can have

@@ -74,7 +74,7 @@ function paintLabels() {
     if (n % every) return;
     const label = rowLabel(data, plan(), view, row);
     const short = place.left < 100 ? label.replace("layer ", "L").replace("tokens ", "t").replace("token ", "t") : label;
-    pen.fillText(short, place.left - 8, n * place.height + 2 + (place.height - place.gap) / 2, place.left - 10);
+    pen.fillText(short, place.left - 8, n * place.height + place.top + (place.height - place.gap) / 2, place.left - 10);
   });
   pen.textAlign = "start";
 }
@@ -168,8 +168,8 @@ function renderLegend() {
   if (view.level === "memory") return;
   const regions = regionsOf(mine, view);
   if (paint.mode === "field") {
-    const named = new Map(regions.flatMap((region) => mine.pages[region.page].fields.map((field, n) => [field.name, n])));
-    named.forEach((n, name) => { if (!name.startsWith("pad")) entry(word(n), name); });
+    const named = new Set(regions.flatMap((region) => mine.pages[region.page].fields.filter((one) => !one.padding).map((one) => one.name)));
+    named.forEach((name) => entry(word(fieldNumber(name)), name));
   } else if (paint.mode === "group") {
     entry(word(view.group), `group ${view.group}, ${words(mine.groups[view.group].kind)}`);
   } else {
@@ -213,7 +213,7 @@ function renderCrumbs() {
 function pointAt(x, y) {
   const { rows, place } = drawn;
   if (!place) return null;
-  const row = rows[Math.floor((y - 2) / place.height)];
+  const row = rows[Math.floor((y - place.top) / place.height)];
   if (!row || x < place.left) return null;
   const pixels = Math.max(1, Math.round(row.nbytes * place.scale));
   if (x - place.left >= pixels) return null;
@@ -527,7 +527,7 @@ function cellsShown() {
         if (!row || start < row.start || start >= row.start + row.nbytes) continue;
         const point = { kind: "field", region, field, number: mine.pages[region.page].fields.indexOf(field), at, address: start };
         cells.set(`${region.layers[at.L]}/${field.name}/${headOf(point, view.tpRank)}/${state}`, {
-          x: place.left + (start - row.start) * place.scale, y: low * place.height + 2,
+          x: place.left + (start - row.start) * place.scale, y: low * place.height + place.top,
           wide: Math.max(1, wide * place.scale), tall: place.height - place.gap,
           colour: field.padding ? null : colourOf(mine, view, point, paint.mode), lit: follows(point, paint.follow, view.tpRank),
         });
@@ -660,6 +660,8 @@ function update() {
   showFollowed();
   showTransfer();
   showGroups();
+  const point = (cursor && cursor.point) || firstPoint();
+  if (point) showFacts(point);
 }
 
 // The keyboard's place: a row and a share of it.
@@ -669,7 +671,7 @@ function setCursor(at, byKeyboard) {
   const row = Math.max(0, Math.min(rows.length - 1, at.row));
   const pixels = Math.max(1, Math.round(rows[row].nbytes * place.scale));
   const x = place.left + Math.max(0, Math.min(pixels - 1, Math.floor(at.x * pixels)));
-  const y = row * place.height + 2 + (place.height - place.gap) / 2;
+  const y = row * place.height + place.top + (place.height - place.gap) / 2;
   cursor = { row, x: (x - place.left + 0.5) / pixels, point: pointAt(x, y), pixel: [x, y] };
   if (cursor.point) { showFacts(cursor.point); showTip(cursor.point, x, y); }
   if (byKeyboard) { render(); }
@@ -699,7 +701,7 @@ picture.addEventListener("mousemove", (event) => {
   const point = pointAt(x, y);
   byId("tip").hidden = !point;
   if (!point) return;
-  cursor = { row: Math.floor((y - 2) / drawn.place.height), x: 0, point };
+  cursor = { row: Math.floor((y - drawn.place.top) / drawn.place.height), x: 0, point };
   showFacts(point);
   showTip(point, x, y);
 });
@@ -769,6 +771,6 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { up
 
 // Where there are no heads to tell apart, tokens or fields say more.
 if (!headsHere() || headsHere()[0] === headsHere()[1]) paint.mode = "field";
+for (const one of data.plans) for (const page of one.pages) for (const field of page.fields) if (!field.padding) fieldNumber(field.name);
 update();
-if (firstPoint()) showFacts(firstPoint());
 if (data.route) startRoute();
