@@ -16,7 +16,7 @@ function lengthClass(length) {
 }
 
 function strand(number) {
-  return STRANDS[isDark() ? "dark" : "light"][number];
+  return STRANDS[dark ? "dark" : "light"][number];
 }
 
 function startRoute() {

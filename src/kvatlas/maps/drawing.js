@@ -16,30 +16,56 @@ const byId = (id) => document.getElementById(id);
 const BLOCKS_SHOWN = 16;
 const MOST_ROWS = 160;
 
+// Whether colours are dark, asked once for each drawing: it is needed for every pixel.
+let dark = false;
+
 function isDark() {
   const chosen = document.documentElement.dataset.theme;
   return chosen ? chosen === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
 }
 
+const known = new Map();
+
+// What `make` gives for a key, remembered: few colours are asked for very often.
+function remembered(key, make) {
+  let value = known.get(key);
+  if (value === undefined) {
+    if (known.size > 50000) known.clear();
+    value = make();
+    known.set(key, value);
+  }
+  return value;
+}
+
 function rgb(colour) {
-  return [1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16));
+  return remembered(colour, () => [1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16)));
+}
+
+function hex(parts) {
+  return "#" + parts.map((part) => Math.round(part).toString(16).padStart(2, "0")).join("");
 }
 
 function mix(one, two, share) {
-  const other = rgb(two);
-  return "#" + rgb(one).map((part, n) => Math.round(part + (other[n] - part) * share)
-    .toString(16).padStart(2, "0")).join("");
+  return remembered(one + two + share, () => {
+    const other = rgb(two);
+    return hex(rgb(one).map((part, n) => part + (other[n] - part) * share));
+  });
 }
 
 function ramp(share) {
-  const stops = RAMPS[isDark() ? "dark" : "light"];
+  const step = Math.round(share * 256) / 256;
+  return remembered((dark ? 1000 : 0) + step, () => rampAt(step));
+}
+
+function rampAt(share) {
+  const stops = RAMPS[dark ? "dark" : "light"];
   const place = Math.max(0, Math.min(1, share)) * (stops.length - 1);
   const first = Math.min(Math.floor(place), stops.length - 2);
   return mix(stops[first], stops[first + 1], place - first);
 }
 
 function word(number) {
-  const words = WORDS[isDark() ? "dark" : "light"];
+  const words = WORDS[dark ? "dark" : "light"];
   return words[number % words.length];
 }
 
@@ -170,7 +196,7 @@ function colourOf(plan, view, point, mode) {
   if (mode === "group") return word(point.region.group);
   const base = ramp(shareOf(plan, view, point, mode));
   // A second field of a cell is the same colour, paler: V beside K.
-  return point.number % 2 ? mix(base, isDark() ? "#14161a" : "#ffffff", 0.32) : base;
+  return point.number % 2 ? mix(base, dark ? "#14161a" : "#ffffff", 0.32) : base;
 }
 
 // Whether a point belongs to what is followed.
@@ -215,7 +241,9 @@ function layOut(rows, width, level) {
 
 function paintRows(context, plan, view, rows, place, paint) {
   const patterns = { padding: hatch(context, true), unused: hatch(context, false) };
-  const ground = getComputedStyle(document.documentElement).getPropertyValue("--panel").trim();
+  const style = getComputedStyle(document.documentElement);
+  const [ground, mark] = ["--panel", "--mark"].map((name) => style.getPropertyValue(name).trim());
+  paint = { ...paint, ground, mark, patterns };
   rows.forEach((row, n) => {
     const y = n * place.height + place.top, tall = place.height - place.gap;
     const pixels = Math.max(1, Math.round(row.nbytes * place.scale));
@@ -231,7 +259,7 @@ function paintRows(context, plan, view, rows, place, paint) {
       if (next === key) continue;
       if (key !== null) {
         const at = { x: place.left + begin, y, wide: x - begin, tall, each: row.nbytes / pixels };
-        paintPiece(context, plan, view, piece, at, patterns, ground, paint);
+        paintPiece(context, plan, view, piece, at, paint);
       }
       begin = x;
       key = next;
@@ -240,7 +268,8 @@ function paintRows(context, plan, view, rows, place, paint) {
   });
 }
 
-function paintPiece(context, plan, view, point, at, patterns, ground, paint) {
+function paintPiece(context, plan, view, point, at, paint) {
+  const { ground, patterns } = paint;
   const wide = at.wide > 5 ? at.wide - 1 : at.wide;
   const shown = follows(point, paint.follow, view.tpRank);
   const here = view.level !== "pool" || !point || point.at.B === view.block;
@@ -257,11 +286,11 @@ function paintPiece(context, plan, view, point, at, patterns, ground, paint) {
   context.fillStyle = colour;
   context.fillRect(at.x, at.y, wide, at.tall);
   if (paint.follow && shown) {
-    context.fillStyle = getComputedStyle(document.documentElement).getPropertyValue("--mark");
+    context.fillStyle = paint.mark;
     context.fillRect(at.x, at.y + at.tall - 3, wide, 3);
   }
-  const text = pieceLabel(view, point);
-  if (at.tall >= 15 && text && wide > 7 * text.length + 6) {
+  const text = at.tall >= 15 && wide > 12 ? pieceLabel(view, point) : "";
+  if (text && wide > 7 * text.length + 6) {
     const [red, green, blue] = rgb(colour);
     context.fillStyle = red * 0.3 + green * 0.59 + blue * 0.11 > 140 ? "#10131a" : "#ffffff";
     context.font = "11px system-ui, sans-serif";
@@ -276,13 +305,14 @@ function paintPiece(context, plan, view, point, at, patterns, ground, paint) {
 function blended(plan, view, point, each, mode) {
   const sum = [0, 0, 0];
   let found = 0;
-  for (const step of [-0.4, -0.2, 0, 0.2, 0.4]) {
+  for (const step of [-0.34, 0, 0.33]) {
     const near = findIn(plan, point.region, point.address + Math.round(step * each), point.number);
     if (!near || near.kind !== "field") continue;
     rgb(colourOf(plan, view, near, mode)).forEach((part, n) => { sum[n] += part; });
     found++;
   }
-  return "#" + sum.map((part) => Math.round(part / found).toString(16).padStart(2, "0")).join("");
+  const [red, green, blue] = sum.map((part) => Math.round(part / found / 8));
+  return remembered(red * 4096 + green * 64 + blue + 5000, () => hex([red, green, blue].map((part) => Math.min(255, part * 8))));
 }
 
 function pieceLabel(view, point) {

@@ -3,15 +3,10 @@
 // [offset, item bytes, [[axis, size, stride], ...]].
 "use strict";
 
-const sortedAxes = new WeakMap();
-
+// The axes by stride, largest first; kept with the box, which is asked for every pixel.
 function axesBySize(box) {
-  let axes = sortedAxes.get(box);
-  if (!axes) {
-    axes = [...box[2]].sort((one, two) => two[2] - one[2]);
-    sortedAxes.set(box, axes);
-  }
-  return axes;
+  if (!box[3]) box[3] = [...box[2]].sort((one, two) => two[2] - one[2]);
+  return box[3];
 }
 
 // The coordinates of an address in a box, or null where it lies outside of its items.
