@@ -144,7 +144,7 @@ $(PAGE)/.installed: $(STAMP)
 	test -d $(PAGE) || $(BIN)/python -m venv $(PAGE)
 	$(BIN)/python -c 'import sysconfig as s; print("import site; site.addsitedir(%r)" % s.get_path("purelib"))' \
 		> $$(echo $(PAGE)/lib/python3*/site-packages)/packages_of_venv.pth
-	$(PAGE)/bin/pip install --quiet 'selenium>=4.40'
+	-$(PAGE)/bin/pip install --quiet 'selenium>=4.40'
 	touch $@
 
 GALLERY := Qwen3-8B gpt-oss-20b Llama-3.1-70B Gemma-3-27B DeepSeek-V3.2 DeepSeek-V4-Pro \

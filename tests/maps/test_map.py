@@ -156,7 +156,7 @@ def test_unlike_plans_are_drawn_with_the_reasons() -> None:
 
 def test_a_plan_of_very_many_layers_is_drawn_in_part_and_says_so() -> None:
     made = plan("Qwen3-8B", memory="1GiB", max_len=512)
-    (region,), names = made.regions, {}
+    (region,) = made.regions
     many = tuple(
         msgspec.structs.replace(region.layers[0], name=f"layers.{n}", index=n) for n in range(2000)
     )
@@ -171,7 +171,7 @@ def test_a_plan_of_very_many_layers_is_drawn_in_part_and_says_so() -> None:
             ),
         ),
     )
-    drawn = draw_plan(larger, names)
+    drawn = draw_plan(larger, {})
     assert drawn.regions[0].left_out == 2000 - MOST_LAYERS
     assert len(kvatlas.map(larger).html()) < 1_000_000
 

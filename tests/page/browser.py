@@ -45,12 +45,14 @@ class Browser:
 
     def hover(self, x: float, y: float) -> dict[str, str]:
         """Point at a place of the picture; what the page then says, by name."""
+        self.do("document.getElementById('facts').replaceChildren()")
         self.point(x, y)
         script = (
             "return Object.fromEntries([...document.querySelectorAll('#facts dd')]"
             ".map((one) => [one.dataset.fact, one.textContent]))"
         )
         facts: dict[str, str] = self.do(script)
+        assert facts, f"nothing is said of {x}, {y}"
         return facts
 
     def complaints(self) -> list[Any]:

@@ -32,7 +32,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "fp8": ("gpt-oss-20b", {"memory": "32MiB", "tp": 4, "kv_dtype": "fp8"}),
 }
 TO = " \N{EN DASH} "
-POINTS = 12
+POINTS = 10
 """Points that are hovered in each order of each kind."""
 
 
@@ -228,7 +228,7 @@ def test_pieces_of_a_transfer_are_the_runs_of_placements(browser: Browser, tmp_p
 
 
 def test_bands_are_the_runs_that_are_bound(browser: Browser, tmp_path: Path) -> None:
-    options = {"memory": "64MiB", "max_len": 64}
+    options: dict[str, Any] = {"memory": "64MiB", "max_len": 64}
     src = plan("Qwen3-8B", tp=2, layout="BLHNC", **options)
     dst = plan("Qwen3-8B", tp=4, layout="BHLNC", block_size=32, **options)
     drawn = kvatlas.map(src, dst)
@@ -239,9 +239,13 @@ def test_bands_are_the_runs_that_are_bound(browser: Browser, tmp_path: Path) -> 
     assert rows == len(drawn.data.route.check["pairs"]) == 4
     for number_of, pair in enumerate(drawn.data.route.pairs):
         browser.do("document.querySelectorAll('#pairs tr')[arguments[0] + 1].click()", number_of)
-        ends = {"src_rank": pair.src_rank, "dst_rank": pair.dst_rank}
-        blocks = {"src_blocks": tables[0], "dst_blocks": tables[1]}
-        bound = route(src, dst).bind(**ends, **blocks, tokens=drawn.data.route.tokens)
+        bound = route(src, dst).bind(
+            src_rank=pair.src_rank,
+            dst_rank=pair.dst_rank,
+            src_blocks=tables[0],
+            dst_blocks=tables[1],
+            tokens=drawn.data.route.tokens,
+        )
         runs = {
             run
             for c in bound.copies

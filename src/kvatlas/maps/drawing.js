@@ -231,7 +231,7 @@ function hatch(context, strong) {
 
 // Where rows go on a canvas of some width: their height, the scale, and room for labels.
 function layOut(rows, width, level) {
-  const left = width < 560 ? 64 : 128;
+  const left = width < 560 ? 64 : width > 2000 ? 170 : 128;
   const widest = Math.max(1, ...rows.map((row) => row.nbytes));
   const target = Math.min(innerHeight * 0.62, 900);
   const height = Math.max(7, Math.min(level === "cell" ? 40 : rows.length < 9 ? 84 : 46, Math.floor(target / Math.max(1, rows.length))));

@@ -67,7 +67,7 @@ function render() {
 function paintLabels() {
   const { rows, place } = drawn;
   pen.fillStyle = getComputedStyle(document.documentElement).getPropertyValue("--quiet");
-  pen.font = `${place.left < 100 ? 10 : 12}px system-ui, sans-serif`;
+  pen.font = `${place.left < 100 ? 10 : innerWidth > 2000 ? 15 : 12}px system-ui, sans-serif`;
   pen.textBaseline = "middle";
   pen.textAlign = "right";
   const every = Math.max(1, Math.ceil(13 / place.height));
@@ -100,7 +100,7 @@ function memoryParts() {
 }
 
 function renderMemory(width) {
-  const parts = memoryParts(), tall = 120, total = parts.reduce((sum, part) => sum + part.bytes, 0);
+  const parts = memoryParts(), tall = 200, total = parts.reduce((sum, part) => sum + part.bytes, 0);
   fitCanvas(picture, width, tall + 34);
   pen.clearRect(0, 0, width, tall + 34);
   const faint = hatch(pen, false);
