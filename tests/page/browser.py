@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -46,13 +47,16 @@ class Browser:
     def hover(self, x: float, y: float) -> dict[str, str]:
         """Point at a place of the picture; what the page then says, by name."""
         self.do("document.getElementById('facts').replaceChildren()")
-        self.point(x, y)
         script = (
             "return Object.fromEntries([...document.querySelectorAll('#facts dd')]"
             ".map((one) => [one.dataset.fact, one.textContent]))"
         )
-        facts: dict[str, str] = self.do(script)
-        assert facts, f"nothing is said of {x}, {y}"
+        facts: dict[str, str] = {}
+        until = monotonic() + 10
+        while not facts:  # a busy browser answers before it has looked where the mouse is
+            assert monotonic() < until, f"nothing is said of {x}, {y}"
+            self.point(x + 0.5 * (int(monotonic() * 20) % 2), y)
+            facts = self.do(script)
         return facts
 
     def complaints(self) -> list[Any]:

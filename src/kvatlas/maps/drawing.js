@@ -244,8 +244,16 @@ function paintRows(context, plan, view, rows, place, paint) {
   const style = getComputedStyle(document.documentElement);
   const [ground, mark] = ["--panel", "--mark"].map((name) => style.getPropertyValue(name).trim());
   paint = { ...paint, ground, mark, patterns };
+  const painted = new Map(), ratio = window.devicePixelRatio || 1;
   rows.forEach((row, n) => {
     const y = n * place.height + place.top, tall = place.height - place.gap;
+    const same = lookOf(plan, view, row, paint);
+    if (same !== null && painted.has(same)) {
+      const from = [0, painted.get(same) * ratio, context.canvas.width, tall * ratio];
+      context.drawImage(context.canvas, ...from, 0, y, context.canvas.width / ratio, tall);
+      return;
+    }
+    painted.set(same, y);
     const pixels = Math.max(1, Math.round(row.nbytes * place.scale));
     let begin = 0, key = null, piece = null, hint = null;
     for (let x = 0; x <= pixels; x++) {
@@ -266,6 +274,16 @@ function paintRows(context, plan, view, rows, place, paint) {
       piece = point;
     }
   });
+}
+
+// What decides how a row looks: rows that differ in their layer or block alone are copied.
+function lookOf(plan, view, row, paint) {
+  const first = find(plan, view.stage, view.group, row.start);
+  if (!first || first.kind !== "field" || view.level === "cell") return null;
+  const layers = paint.mode === "layer" || (paint.follow && paint.follow.kind === "layer");
+  const { B, L, ...inside } = first.at;
+  const own = [row.block === view.block, layers ? L : 0];
+  return JSON.stringify([first.region.page, first.number, row.nbytes, inside, own]);
 }
 
 function paintPiece(context, plan, view, point, at, paint) {

@@ -19,7 +19,7 @@ _ONE_ROW = 1024
 """Bytes of fields that are drawn in one row, whatever their axes."""
 
 
-class Stretch(NamedTuple):
+class BlockStretch(NamedTuple):
     """Bytes of block 0, and how far the same bytes of the next block are."""
 
     start: int
@@ -61,13 +61,13 @@ def page_rows(page: Page, placed: Placement) -> list[Placement]:
     return rows if gaps is None else [*rows, gaps]
 
 
-def unused(plan: Plan) -> dict[tuple[int, int], list[Stretch]]:
+def unused(plan: Plan) -> dict[tuple[int, int], list[BlockStretch]]:
     """Bytes of a block that a group leaves to others, or to nobody, by (stage, group)."""
-    taken: dict[tuple[int, int], list[Stretch]] = {}
+    taken: dict[tuple[int, int], list[BlockStretch]] = {}
     for region in plan.regions:
         pool = plan.pools_by_stage[region.stage, plan.groups[region.group].pool]
         taken.setdefault((region.stage, region.group), []).extend(_stretches(plan, region, pool))
-    left: dict[tuple[int, int], list[Stretch]] = {}
+    left: dict[tuple[int, int], list[BlockStretch]] = {}
     for (stage, group), own in taken.items():
         index = plan.groups[group].pool
         pool = plan.pools_by_stage[stage, index]
@@ -78,7 +78,7 @@ def unused(plan: Plan) -> dict[tuple[int, int], list[Stretch]]:
             for stretch in stretches
         ]
         if all(stretch.block_stride == pool.block_bytes for stretch in every):
-            every = [Stretch(0, pool.block_bytes, pool.block_bytes, pool.blocks)]
+            every = [BlockStretch(0, pool.block_bytes, pool.block_bytes, pool.blocks)]
         left[stage, group] = _without(every, own)
     return left
 
@@ -150,18 +150,18 @@ def _placement(axes: list[tuple[str, int, int]], offset: int, item: int) -> Plac
     return Placement(names, sizes, strides, offset, item)
 
 
-def _stretches(plan: Plan, region: Region, pool: Pool) -> list[Stretch]:
+def _stretches(plan: Plan, region: Region, pool: Pool) -> list[BlockStretch]:
     rows = block_rows(region.page(plan.tp), region.placement(plan.tp, pool.blocks))
     stride = rows.stride("B") if pool.blocks > 1 else region.block_stride
     starts, lengths = rows.select("B", 0).runs()
     every = zip(starts.tolist(), lengths.tolist(), strict=True)
-    return [Stretch(start, nbytes, stride, pool.blocks) for start, nbytes in every]
+    return [BlockStretch(start, nbytes, stride, pool.blocks) for start, nbytes in every]
 
 
-def _without(every: list[Stretch], own: list[Stretch]) -> list[Stretch]:
+def _without(every: list[BlockStretch], own: list[BlockStretch]) -> list[BlockStretch]:
     """What `every` has and `own` lacks, each byte once."""
     starts, lengths = _joined(own)
-    left: list[Stretch] = []
+    left: list[BlockStretch] = []
     for stretch in sorted(set(every)):
         at = stretch.start
         stop = at + stretch.nbytes
@@ -175,9 +175,9 @@ def _without(every: list[Stretch], own: list[Stretch]) -> list[Stretch]:
     return _disjoint(left)
 
 
-def _disjoint(stretches: list[Stretch]) -> list[Stretch]:
+def _disjoint(stretches: list[BlockStretch]) -> list[BlockStretch]:
     """The same bytes with none of them twice: groups may leave the same ones."""
-    made: list[Stretch] = []
+    made: list[BlockStretch] = []
     stop = 0
     for stretch in sorted(stretches):
         start = max(stop, stretch.start)
@@ -188,7 +188,7 @@ def _disjoint(stretches: list[Stretch]) -> list[Stretch]:
     return made
 
 
-def _joined(stretches: list[Stretch]) -> tuple[Int64s, Int64s]:
+def _joined(stretches: list[BlockStretch]) -> tuple[Int64s, Int64s]:
     starts = np.array([stretch.start for stretch in stretches], dtype=np.int64)
     lengths = np.array([stretch.nbytes for stretch in stretches], dtype=np.int64)
     return join_ranges(starts, lengths)

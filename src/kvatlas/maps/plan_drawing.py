@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from kvatlas.geometry import Field, Page, Placement
-from kvatlas.maps.memory_rows import Stretch, block_rows, page_rows, unused
+from kvatlas.maps.memory_rows import BlockStretch, block_rows, page_rows, unused
 from kvatlas.planning import Plan, Region, size
 
 MOST_LAYERS = 512
@@ -194,6 +194,6 @@ def _field(plan: Plan, region: Region, page: Page, placed: Placement, field: Fie
     )
 
 
-def _stretch(stretch: Stretch) -> Box:
+def _stretch(stretch: BlockStretch) -> Box:
     axes = (("B", stretch.blocks, stretch.block_stride),)
     return Box(stretch.start, stretch.nbytes, axes)
