@@ -29,8 +29,8 @@ endif
 # Expanded when a recipe runs, so after its environment was made.
 PARALLEL = $(shell $(PY) -c "import xdist" 2>/dev/null && echo "-n auto")
 
-.PHONY: demo tour test test-deep test-gpu test-lowest test-transformers test-vllm demo-vllm lint lint-workflows bench \
-	bench-gpu docs wheel check-release format clean test-attack soak
+.PHONY: demo tour test test-deep test-gpu test-lowest test-transformers test-vllm demo-vllm test-page map-gallery \
+	lint lint-workflows bench bench-gpu docs wheel check-release format clean test-attack soak
 
 demo: $(READY)  ## The main job: plan, prefill, ship the cache, decode elsewhere
 	$(PY) -m examples.handover
@@ -128,6 +128,31 @@ $(OTHER)/.installed: $(STAMP)
 	$(OTHER)/bin/pip install --quiet 'transformers==$(TRANSFORMERS)'
 	touch $@
 
+# The page of `kvatlas map` in a real browser: Debian's Chromium, driven by selenium, in an
+# environment that sees the packages of .venv too. Where no browser can be had, it says so, and
+# tests/maps still holds what the page is made of.
+PAGE := .venv-page
+
+test-page: $(PAGE)/.installed  ## Maps in a headless Chromium: hovers against memory, no requests
+	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || \
+		apt-get install --yes --no-install-recommends chromium chromium-driver >/dev/null || \
+		echo "Chromium cannot be installed here: its tests are skipped."
+	$(PAGE)/bin/python -m pytest -rs $(or $(TESTS),tests/page)
+
+$(PAGE)/.installed: $(STAMP)
+	test -d $(PAGE) || $(BIN)/python -m venv $(PAGE)
+	$(BIN)/python -c 'import sysconfig as s; print("import site; site.addsitedir(%r)" % s.get_path("purelib"))' \
+		> $$(echo $(PAGE)/lib/python3*/site-packages)/packages_of_venv.pth
+	-$(PAGE)/bin/pip install --quiet 'selenium>=4.40'
+	touch $@
+
+GALLERY := Qwen3-8B gpt-oss-20b Llama-3.1-70B Gemma-3-27B DeepSeek-V3.2 DeepSeek-V4-Pro \
+	Qwen3.5-397B-A17B Kimi-K3 Nemotron-H-8B Mamba2-2.7B
+
+map-gallery: $(READY)  ## Maps of ten models, in site/maps
+	mkdir -p site/maps
+	for model in $(GALLERY); do $(PY) -m kvatlas map $$model -o site/maps/$$model.html || exit 1; done
+
 # vLLM pins torch, so it has an environment of its own: torch first (its CPU build), then vLLM,
 # then without the packages that are built against other releases of torch and break its import.
 # Its wheel is not offered for every machine: where it cannot be installed, nothing is claimed.
@@ -198,5 +223,5 @@ $(DOCS)/.installed: pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-transformers-* .venv-docs .venv-lowest .venv-tools .venv-vllm .venv-wheel dist site
+	rm -rf $(VENV) .venv-page .venv-transformers-* .venv-docs .venv-lowest .venv-tools .venv-vllm .venv-wheel dist site
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis

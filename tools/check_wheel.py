@@ -44,6 +44,10 @@ def main() -> None:
     check(result.attempted > 0, "the README has no examples")
     check(result.failed == 0, f"{result.failed} examples of the README fail without extras")
 
+    # The page's style and scripts are files of their own.
+    drawn = kvatlas.map(kvatlas.plan("Qwen3-8B", memory="1GiB", max_len=512))
+    check(drawn.html().count("<script") == 2, "the page of a map is not whole")
+
     script = Path(sysconfig.get_path("scripts")) / "kvatlas"
     said = subprocess.run([script, "models"], capture_output=True, text=True, check=False)
     check(said.returncode == 69, f"the command line ended with {said.returncode}, not 69")

@@ -20,6 +20,7 @@ from kvatlas.errors import AtlasError, Code
 if TYPE_CHECKING:
     from kvatlas.cache import Cache, allocate, bind
     from kvatlas.geometry import DType, Field, Layout, Page, Placement, validate
+    from kvatlas.maps import Map, map  # noqa: A004
     from kvatlas.models import Model
     from kvatlas.planning import Plan, plan
     from kvatlas.routing import Route, route
@@ -36,6 +37,7 @@ _ROOMS = {
     "routing": ("Route", "route"),
     "wire": ("Node", "Session"),
     "tier": ("Tier",),
+    "maps": ("Map", "map"),
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 
@@ -46,6 +48,7 @@ __all__ = [
     "DType",
     "Field",
     "Layout",
+    "Map",
     "Model",
     "Node",
     "Page",
@@ -58,6 +61,7 @@ __all__ = [
     "allocate",
     "bind",
     "fit",
+    "map",
     "plan",
     "route",
     "validate",

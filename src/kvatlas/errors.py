@@ -57,6 +57,7 @@ class Code(StrEnum):
     BAD_SPEC = "bad_spec", "A layer cannot cache what this spec says"
     NO_CACHE = "no_cache", "There is nothing to cache"
     UNREADABLE = "unreadable", "A file cannot be read, or is not what it should be"
+    UNWRITABLE = "unwritable", "A file cannot be written"
     BAD_CONFIG = "bad_config", "A config value has the wrong type, length or range"
     MISSING_KEY = "missing_key", "The config lacks a key that its family needs"
     UNKNOWN_ARCHITECTURE = "unknown_architecture", "The architecture is unknown"

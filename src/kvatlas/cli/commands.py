@@ -215,6 +215,52 @@ def check(
 
 
 @command(
+    "map Qwen3-8B --layout BHLNC -o map.html --open",
+    "map Qwen3.5-397B-A17B --gpu 8xH200 -o map.html",
+    "map Qwen3-8B --from tp=2,layout=LBNHC --to tp=4,layout=BHLNC -o route.html",
+    "map prefill.json --to decode.json",
+    "map gpt-oss-20b --text",
+)
+@takes_plan_options
+def map(  # noqa: A001 - the command's name
+    options: PlanOptions,
+    source: Annotated[
+        str | None, typer.Option("--from", help="What the source changes: tp=2,layout=LBHNC")
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option("--to", help="Draw the route to a saved plan, or to tp=4,layout=BHLNC"),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="The file. [dim]By default map.html.[/]")
+    ] = None,
+    svg: Annotated[bool, typer.Option("--svg", help="A picture for documents.")] = False,
+    text: Annotated[bool, typer.Option("--text", help="Letters for a terminal.")] = False,
+    opened: Annotated[bool, typer.Option("--open", help="Show it in the browser.")] = False,
+    many: Annotated[
+        int | None, typer.Option("--tokens", help="Tokens of the request to count a route for.")
+    ] = None,
+) -> None:
+    """A page that shows where every byte lies; with --to, the route between two plans.
+
+    Takes a model, or a plan that `kvatlas plan --save` wrote. The page needs no network.
+    """
+    from kvatlas.cli.draw import draw
+
+    if svg and text:
+        raise typer.BadParameter("one of --svg and --text.", param_hint="'--svg'")
+    drawn = draw(options, source, target, tokens=many, knobs=not (svg or text))
+    if (svg or text) and output is None and not opened:
+        typer.echo(drawn.svg() if svg else drawn.text(), nl=False)
+        return
+    form = "svg" if svg else "txt" if text else "html"
+    path = drawn.save(output or Path(f"map.{form}"), form=form)
+    show(Text(f"Wrote {plain(path)}, {size(path.stat().st_size)}."))
+    if opened:
+        typer.launch(path.absolute().as_uri())
+
+
+@command(
     "move Qwen3-8B --from tp=2,layout=LBNHC --to layout=BHLNC,block-size=32",
     "move gpt-oss-20b --from tp=2 --to pp=2 --transport shm --how direct",
 )

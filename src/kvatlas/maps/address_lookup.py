@@ -1,0 +1,54 @@
+"""What lies at an address of a pool: the field and its coordinates, for many addresses at once.
+
+The page has the same few lines in its own language (`geometry.js`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvatlas.geometry import Int64s
+from kvatlas.maps.plan_drawing import Box, PageDrawing
+
+
+@dataclass(frozen=True)
+class Found:
+    """For each address the number of its field, -1 for none, and its coordinates."""
+
+    field: Int64s
+    coordinates: dict[str, Int64s]
+
+
+def look_up(page: PageDrawing, addresses: Int64s) -> Found:
+    """Which field of a page's kind each address belongs to.
+
+    >>> from kvatlas.maps.plan_drawing import draw_plan
+    >>> from kvatlas.planning import plan
+    >>> drawn = draw_plan(plan("gpt-oss-20b", memory="40GiB", layout="BLHNC"), {})
+    >>> found = look_up(drawn.pages[0], np.array([65664 + 256]))  # a token on, in layer 2's values
+    >>> page = drawn.pages[0]
+    >>> page.fields[found.field[0]].name, {axis: int(n[0]) for axis, n in found.coordinates.items()}
+    ('v', {'L': 2, 'B': 0, 'H': 0, 'N': 1, 'C': 0})
+    """
+    field = np.full(len(addresses), -1, dtype=np.int64)
+    coordinates: dict[str, Int64s] = {}
+    for number, drawn in enumerate(page.fields):
+        inside, found = _divide(drawn.box, addresses)
+        field[inside] = number
+        for axis, index in found.items():
+            known = coordinates.setdefault(axis, np.zeros(len(addresses), dtype=np.int64))
+            known[inside] = index[inside]
+    return Found(field, coordinates)
+
+
+def _divide(box: Box, addresses: Int64s) -> tuple[np.ndarray, dict[str, Int64s]]:
+    """Divide by the strides, largest first; inside where the rest lies in the item."""
+    rest = addresses - box.offset
+    found: dict[str, Int64s] = {}
+    for axis, size, stride in sorted(box.axes, key=lambda axis: -axis[2]):
+        index = np.clip(rest // stride, 0, size - 1) if stride else rest * 0
+        found[axis] = index
+        rest = rest - index * stride
+    return (rest >= 0) & (rest < box.item), {axis: found[axis] for axis, *_ in box.axes}

@@ -1,0 +1,151 @@
+"""`Map`: a plan, or two and the route between them, as a page, a picture and text."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable
+from functools import cached_property
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.maps.map_data import MapData
+from kvatlas.maps.plan_drawing import draw_plan
+from kvatlas.maps.route_drawing import draw_route
+from kvatlas.maps.svg_picture import svg_picture
+from kvatlas.maps.text_picture import text_picture
+from kvatlas.models import find_gpus
+from kvatlas.planning import Fit, Plan
+
+_SCRIPTS = ("geometry.js", "drawing.js", "bands.js", "facts.js", "controls.js", "page.js")
+_FRAME = (
+    '<iframe title="Map of {title}" srcdoc="{page}" '
+    'style="width:100%;height:760px;border:0;border-radius:8px"></iframe>'
+)
+
+
+class Map:
+    """A drawing of where every byte of a plan lies.
+
+    >>> import kvatlas
+    >>> drawn = kvatlas.map(kvatlas.plan("gpt-oss-20b", memory="40GiB", layout="BHLNC"))
+    >>> drawn
+    <Map of gpt-oss-20b, order BHLNC, blocks of 16>
+    >>> len(drawn.html()) < 1_000_000
+    True
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        to: Plan | None = None,
+        *,
+        others: Iterable[Plan] = (),
+        fit: Fit | None = None,
+        tokens: int | None = None,
+    ) -> None:
+        for given in (plan, to, *(others := tuple(others))):
+            if given is not None and not isinstance(given, Plan):
+                problem, hint = "Only plans are drawn", "Make one with kvatlas.plan"
+                raise AtlasError(Code.BAD_PLAN, problem, got=type(given).__name__, hint=hint)
+        self.plan, self.to, self.others, self.fit = plan, to, others, fit
+        self._tokens = tokens
+
+    def __repr__(self) -> str:
+        made, to = self.plan, self.to
+        end = f" -> {to.layout}, blocks of {to.block_size}" if to else ""
+        return f"<Map of {made.model}, order {made.layout}, blocks of {made.block_size}{end}>"
+
+    @cached_property
+    def data(self) -> MapData:
+        """What is drawn, as plain data."""
+        names: dict[str, int] = {}
+        ends = [self.plan] if self.to is None else [self.plan, self.to]
+        plans = tuple(draw_plan(one, names) for one in dict.fromkeys((*ends, *self.others)))
+        route = None if self.to is None else draw_route(self.plan, self.to, tokens=self._tokens)
+        return MapData(
+            title=self.plan.model,
+            names=tuple(names),
+            plans=plans,
+            machine=self._machine(),
+            route=route,
+        )
+
+    def html(self) -> str:
+        """One page that needs nothing else: no file beside it, no network."""
+        folder = resources.files("kvatlas.maps")
+        page = (folder / "page.html").read_text("utf-8")
+        script = "\n".join((folder / name).read_text("utf-8") for name in _SCRIPTS)
+        # Names come from configs: no text of theirs may end the element that holds the data.
+        data = msgspec.json.encode(self.data).decode().replace("<", "\\u003c")
+        parts = {
+            "TITLE": html.escape(self.plan.model),
+            "STYLE": (folder / "page.css").read_text("utf-8"),
+            "SCRIPT": script,
+            "DATA": data,
+        }
+        before, *rest = page.split("<!--")
+        return before + "".join(_filled(part, parts) for part in rest)
+
+    def svg(self) -> str:
+        """A picture of one block, for documents."""
+        return svg_picture(self.data, 0)
+
+    def text(self, width: int = 80) -> str:
+        """One block in letters, for a terminal."""
+        return text_picture(self.data, 0, width)
+
+    def save(self, path: str | Path, *, form: str = "") -> Path:
+        """Write the page, or the picture or text where `form` or the name's end is svg or txt."""
+        path = Path(path)
+        wanted = form or path.suffix.lower().removeprefix(".")
+        made = {"svg": self.svg, "txt": self.text}.get(wanted, self.html)()
+        try:
+            path.write_text(made, "utf-8")
+        except (OSError, ValueError) as problem:  # a ValueError is a name no file can have
+            reason = problem.strerror if isinstance(problem, OSError) else problem
+            got, hint = f"{path}: {reason}", "Name a file in a folder that can be written"
+            raise AtlasError(Code.UNWRITABLE, got=got, hint=hint) from problem
+        return path
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        title = html.escape(self.plan.model, quote=True)
+        return _FRAME.format(title=title, page=html.escape(self.html(), quote=True))
+
+    def _machine(self) -> dict[str, Any] | None:
+        if self.fit is None:
+            return None
+        _, gpu = find_gpus(self.fit.gpu)
+        return {
+            "gpu": gpu.name,
+            "memory": gpu.memory,
+            "weights": self.fit.weights,
+            "overhead": self.fit.overhead,
+        }
+
+
+def _filled(part: str, values: dict[str, str]) -> str:
+    """What follows a `<!--`: a value and the text behind it, or a comment as it was."""
+    name, end, text = part.partition("-->")
+    return values[name] + text if end and name in values else "<!--" + part
+
+
+def map(  # noqa: A001 - kvatlas.map is what people call it
+    plan: Plan,
+    to: Plan | None = None,
+    *,
+    others: Iterable[Plan] = (),
+    fit: Fit | None = None,
+    tokens: int | None = None,
+) -> Map:
+    """A drawing of a plan, and of the route to another.
+
+    `others` are plans of the same model for the page's knobs, `fit` says what else is in the
+    GPU's memory, and `tokens` is the length of the request that the route is counted for. In
+    a notebook the map shows itself.
+    """
+    return Map(plan, to, others=others, fit=fit, tokens=tokens)

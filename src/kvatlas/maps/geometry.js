@@ -1,0 +1,220 @@
+// Addresses and coordinates. The one formula is offset + index x stride, added up, and its
+// inverse: division by the strides, largest first. Boxes come from Python's Placement:
+// [offset, item bytes, [[axis, size, stride], ...]].
+"use strict";
+
+// The axes by stride, largest first; kept with the box, which is asked for every pixel.
+function axesBySize(box) {
+  if (!box[3]) box[3] = [...box[2]].sort((one, two) => two[2] - one[2]);
+  return box[3];
+}
+
+// The coordinates of an address in a box, or null where it lies outside of its items.
+function divide(box, address) {
+  let rest = address - box[0];
+  if (rest < 0) return null;
+  const at = {};
+  for (const [axis, size, stride] of axesBySize(box)) {
+    const index = stride ? Math.min(Math.floor(rest / stride), size - 1) : 0;
+    at[axis] = index;
+    rest -= index * stride;
+  }
+  if (rest >= box[1]) return null;
+  at.rest = rest;
+  return at;
+}
+
+// The address of some coordinates; axes that are not named count as 0.
+function addressOf(box, at) {
+  return box[2].reduce((sum, [axis, , stride]) => sum + (at[axis] || 0) * stride, box[0]);
+}
+
+function axisOf(box, name) {
+  return box[2].find(([axis]) => axis === name);
+}
+
+// Every start of a box whose coordinates in `fixed` are given.
+function* starts(box, fixed) {
+  const free = box[2].filter(([axis]) => !(axis in fixed));
+  const index = free.map(() => 0);
+  for (;;) {
+    const at = { ...fixed };
+    free.forEach(([axis], n) => { at[axis] = index[n]; });
+    yield [addressOf(box, at), at];
+    let n = free.length - 1;
+    while (n >= 0 && ++index[n] === free[n][1]) index[n--] = 0;
+    if (n < 0) return;
+  }
+}
+
+// What lies at an address while its block belongs to a group: a field, padding or nothing.
+// `hint` is the last answer: neighbours mostly lie in the same region.
+function find(plan, stage, group, address, hint) {
+  if (hint && hint.region) {
+    const again = findIn(plan, hint.region, address, hint.number);
+    if (again) return again;
+  }
+  for (const region of plan.regions) {
+    if (region.stage !== stage || region.group !== group) continue;
+    const found = findIn(plan, region, address, 0);
+    if (found) return found;
+  }
+  for (const box of plan.unused[`${stage}/${group}`] || []) {
+    const at = divide(box, address);
+    if (at) return { kind: "unused", region: null, at, address, nbytes: box[1] };
+  }
+  return null;
+}
+
+function findIn(plan, region, address, first) {
+  const page = plan.pages[region.page];
+  const count = page.fields.length;
+  for (let n = 0; n < count; n++) {
+    const number = (first + n) % count;
+    const field = page.fields[number];
+    const at = divide(field.box, address);
+    if (at) {
+      const kind = field.padding ? "padding" : "field";
+      return { kind, region, page, field, number, at, address };
+    }
+  }
+  const at = page.padding && divide(page.padding, address);
+  if (at) return { kind: "padding", region, page, number: 0, at, address, nbytes: page.padding[1] };
+  return null;
+}
+
+// Which row of the whole model a rank's own row is: heads, or rows of a convolution.
+function globalRow(region, field, at, tpRank) {
+  if (!field.shard || !(field.shard in at)) return null;
+  const part = region.parts.length ? region.parts[at.L] : 0;
+  const local = at[field.shard];
+  for (const [begin, start, length] of field.ranges[tpRank * region.splits + part]) {
+    if (local >= begin && local < begin + length) return start + local - begin;
+  }
+  return null;
+}
+
+// The head of the whole model; null where the field has no heads.
+function headOf(point, tpRank) {
+  if (point.kind !== "field" || !("H" in point.at)) return null;
+  const row = point.field.shard === "H" ? globalRow(point.region, point.field, point.at, tpRank) : null;
+  return row === null ? point.at.H : row;
+}
+
+// All tensor-parallel ranks that hold the same row.
+function ranksOf(plan, region, field, at, tpRank) {
+  if (!field.shard) return [...Array(plan.tp).keys()];
+  const row = globalRow(region, field, at, tpRank);
+  const ranks = [];
+  for (let rank = 0; rank < plan.tp; rank++) {
+    const held = field.ranges.slice(rank * region.splits, (rank + 1) * region.splits).flat();
+    if (held.some(([, start, length]) => row >= start && row < start + length)) ranks.push(rank);
+  }
+  return ranks;
+}
+
+// The state of the block that a point belongs to; null for recurrent states.
+function stateOf(point) {
+  const each = point.region && point.region.tokens_per_state;
+  if (!each || !("N" in point.at)) return null;
+  return (point.at.k || 0) * axisOf(point.field.box, "N")[1] + point.at.N;
+}
+
+// First and last token of the block that a point's state stands for.
+function tokensOf(point) {
+  const state = stateOf(point);
+  if (state === null) return null;
+  const each = point.region.tokens_per_state;
+  return [state * each, state * each + each - 1];
+}
+
+const MOST_PIECES = 400000;
+
+// The pieces of memory that hold what is chosen of a block: {layer, heads: [first, last], token}.
+function pieces(plan, stage, group, block, tpRank, chosen) {
+  const lengths = new Map();
+  let left = MOST_PIECES;
+  for (const region of plan.regions) {
+    if (region.stage !== stage || region.group !== group) continue;
+    for (const field of plan.pages[region.page].fields) {
+      if (field.padding) continue;
+      const layers = region.layers.map((_, index) => index)
+        .filter((index) => chosen.layer === undefined || region.layers[index] === chosen.layer);
+      for (const index of layers) {
+        for (const box of narrowed(region, field, block, index, tpRank, chosen)) {
+          left = collect(box, lengths, left);
+          if (left < 0) return null;
+        }
+      }
+    }
+  }
+  return joined(lengths);
+}
+
+// A field of one layer in one block, cut down to some heads and a token: boxes without B and L.
+function narrowed(region, field, block, index, tpRank, chosen) {
+  const at = { B: block, L: index };
+  const axes = field.box[2].filter(([axis]) => axis !== "B" && axis !== "L");
+  let boxes = [[addressOf(field.box, at), field.box[1], axes]];
+  if (chosen.heads) {
+    const [first, last] = chosen.heads;
+    if (!axisOf(field.box, "H")) return [];
+    const part = region.parts.length ? region.parts[index] : 0;
+    const held = field.shard === "H"
+      ? field.ranges[tpRank * region.splits + part] : [[0, 0, axisOf(field.box, "H")[1]]];
+    boxes = held.flatMap(([local, start, length]) => {
+      const begin = Math.max(first, start), stop = Math.min(last + 1, start + length);
+      return begin < stop ? [cut(boxes[0], "H", local + begin - start, stop - begin)] : [];
+    });
+  }
+  if (chosen.token !== undefined) {
+    const each = region.tokens_per_state, states = axisOf(field.box, "N");
+    if (!each || !states) return [];
+    const state = Math.floor(chosen.token / each);
+    const kernels = (axisOf(field.box, "k") || ["k", 1])[1];
+    if (state >= states[1] * kernels) return [];
+    boxes = boxes.map((box) => cut(cut(box, "N", state % states[1], 1), "k", Math.floor(state / states[1]), 1));
+  }
+  return boxes;
+}
+
+function cut(box, name, begin, length) {
+  const axis = axisOf(box, name);
+  if (!axis) return box;
+  const axes = box[2].map((one) => (one === axis ? [name, length, axis[2]] : one));
+  return [box[0] + begin * axis[2], box[1], axes];
+}
+
+// The runs of a box into `lengths`, by their start; what is left of the limit.
+function collect(box, lengths, left) {
+  let item = box[1];
+  const axes = [];
+  for (const [, size, stride] of [...axesBySize(box)].reverse()) {
+    if (size === 1) continue;
+    if (!axes.length && stride === item) item *= size;
+    else axes.push([size, stride]);
+  }
+  let begin = [box[0]];
+  for (const [size, stride] of axes) {
+    left -= begin.length * size;
+    if (left < 0) return -1;
+    const more = [];
+    for (const start of begin) for (let n = 0; n < size; n++) more.push(start + n * stride);
+    begin = more;
+  }
+  for (const start of begin) lengths.set(start, item);
+  return left - begin.length;
+}
+
+function joined(lengths) {
+  const order = Float64Array.from(lengths.keys()).sort();
+  const runs = [];
+  let stop = -1;
+  for (const start of order) {
+    const length = lengths.get(start);
+    if (start === stop) runs[runs.length - 1][1] += length;
+    else runs.push([start, length]);
+    stop = start + length;
+  }
+  return runs;
+}

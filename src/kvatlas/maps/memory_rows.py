@@ -1,0 +1,194 @@
+"""Rows of memory: contiguous stretches that a drawing puts one below the other, to scale.
+
+A block is cut along its outermost axes, so that what lies together in memory is drawn in one
+row: layers below each other where pages are outermost, heads where heads are.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from kvatlas.geometry import Int64s, Page, Placement, join_ranges
+from kvatlas.planning import Plan, Pool, Region
+
+_FEWEST, _MOST = 4, 64
+"""Rows that a page is cut into, where its axes allow."""
+_ONE_ROW = 1024
+"""Bytes of fields that are drawn in one row, whatever their axes."""
+
+
+class BlockStretch(NamedTuple):
+    """Bytes of block 0, and how far the same bytes of the next block are."""
+
+    start: int
+    nbytes: int
+    block_stride: int
+    blocks: int
+
+
+def block_rows(page: Page, placed: Placement) -> Placement:
+    """The rows of all pages of a block: an item is a row, padding behind pages included.
+
+    >>> from kvatlas.specs import FullAttention
+    >>> page = FullAttention(heads=8, head_dim=64).page(16)
+    >>> block_rows(page, page.place("BHLNC", pages=12, blocks=100))
+    Placement(B=100:393216, H=8:49152, offset=0, item=49152)
+    >>> block_rows(page, page.place("LBNHC", pages=12, blocks=100))
+    Placement(B=100:32768, L=12:3276800, offset=0, item=32768)
+    """
+    if page.padding:
+        rows = _rows(placed, keep=("B", "L"), fewest=1)
+        return Placement(rows.axes, rows.sizes, rows.strides, rows.offset, page.nbytes)
+    return _rows(placed, keep=("B",))
+
+
+def page_rows(page: Page, placed: Placement) -> list[Placement]:
+    """The rows of a single page; of a page without cells, those of its fields.
+
+    >>> from kvatlas.specs import FullAttention
+    >>> page = FullAttention(heads=8, head_dim=64).page(16)
+    >>> page_rows(page, page.place("BHLNC", pages=12, blocks=100))
+    [Placement(B=100:393216, L=12:4096, H=8:49152, offset=0, item=4096)]
+    """
+    alone = placed.select("B", 0).select("L", 0)
+    if (page.in_cells and page.heads * page.states > 1) or not alone.contiguous:
+        rows = [_rows(placed, keep=("B", "L"))]
+    else:
+        rows = _sections(page, placed)
+    gaps = page.gaps(placed)
+    return rows if gaps is None else [*rows, gaps]
+
+
+def unused(plan: Plan) -> dict[tuple[int, int], list[BlockStretch]]:
+    """Bytes of a block that a group leaves to others, or to nobody, by (stage, group)."""
+    taken: dict[tuple[int, int], list[BlockStretch]] = {}
+    for region in plan.regions:
+        pool = plan.pools_by_stage[region.stage, plan.groups[region.group].pool]
+        taken.setdefault((region.stage, region.group), []).extend(_stretches(plan, region, pool))
+    left: dict[tuple[int, int], list[BlockStretch]] = {}
+    for (stage, group), own in taken.items():
+        index = plan.groups[group].pool
+        pool = plan.pools_by_stage[stage, index]
+        every = [
+            stretch
+            for (at, other), stretches in taken.items()
+            if at == stage and plan.groups[other].pool == index
+            for stretch in stretches
+        ]
+        if all(stretch.block_stride == pool.block_bytes for stretch in every):
+            every = [BlockStretch(0, pool.block_bytes, pool.block_bytes, pool.blocks)]
+        left[stage, group] = _without(every, own)
+    return left
+
+
+def _rows(placed: Placement, *, keep: tuple[str, ...], fewest: int = _FEWEST) -> Placement:
+    """Cut along the outermost axes, until rows are contiguous and there are enough of them.
+
+    An axis that would make too many is cut into equal parts: `N_131` counts 131 states each.
+    """
+    names = [axis for axis in placed.axes if axis not in keep and placed.size(axis) > 1]
+    names.sort(key=placed.stride, reverse=True)
+    outer = [(axis, placed.size(axis), placed.stride(axis)) for axis in keep]
+    rest, count = placed, 1
+    for axis in keep:
+        rest = rest.select(axis, 0)
+    while len(names) > 1 or not rest.contiguous:
+        if rest.contiguous and count >= fewest:
+            break
+        axis, size, stride = names[0], rest.size(names[0]), rest.stride(names.pop(0))
+        together = _together(size, max(1, _MOST // count)) if rest.contiguous else 1
+        if together > 1:
+            outer.append((f"{axis}_{together}", size // together, stride * together))
+            rest = rest.narrow(axis, 0, together)
+            break
+        outer.append((axis, size, stride))
+        rest, count = rest.select(axis, 0), count * size
+    return _placement(outer, placed.offset, rest.nbytes)
+
+
+def _together(count: int, most: int) -> int:
+    """How many go into one of at most `most` equal parts.
+
+    >>> _together(16, 64), _together(2096, 64)
+    (1, 131)
+    """
+    return next(n for n in range(1, count + 1) if count % n == 0 and count // n <= most)
+
+
+def _sections(page: Page, placed: Placement) -> list[Placement]:
+    """Rows of a page that is flat: fields that interleave together, one after the other."""
+    views = [page.view(placed, field.name) for field in page.fields]
+    alone = [view.select("B", 0).select("L", 0) for view in views]
+    sections: list[list[Placement]] = []
+    stop = 0
+    for view in sorted(alone, key=lambda view: view.offset):
+        if not sections or view.offset >= stop:
+            sections.append([])
+        sections[-1].append(view)
+        stop = max(stop, view.stop)
+    kept = [(axis, placed.size(axis), placed.stride(axis)) for axis in ("B", "L")]
+    made = []
+    for views in sections:
+        start = min(view.offset for view in views)
+        nbytes = max(view.stop for view in views) - start
+        width = _width(max(views, key=lambda view: view.nbytes), nbytes)
+        made.append(_placement([*kept, ("row", nbytes // width, width)], start, width))
+    return made
+
+
+def _width(view: Placement, nbytes: int) -> int:
+    """Bytes of a row: an outer coordinate of the field, or several where there are many."""
+    steps = sorted((step for step in view.strides if step), reverse=True)
+    width = next((step for step in steps if nbytes % step == 0), nbytes)
+    return width * _together(nbytes // width, _MOST) if nbytes > _ONE_ROW else nbytes
+
+
+def _placement(axes: list[tuple[str, int, int]], offset: int, item: int) -> Placement:
+    names, sizes, strides = zip(*axes, strict=True)
+    return Placement(names, sizes, strides, offset, item)
+
+
+def _stretches(plan: Plan, region: Region, pool: Pool) -> list[BlockStretch]:
+    rows = block_rows(region.page(plan.tp), region.placement(plan.tp, pool.blocks))
+    stride = rows.stride("B") if pool.blocks > 1 else region.block_stride
+    starts, lengths = rows.select("B", 0).runs()
+    every = zip(starts.tolist(), lengths.tolist(), strict=True)
+    return [BlockStretch(start, nbytes, stride, pool.blocks) for start, nbytes in every]
+
+
+def _without(every: list[BlockStretch], own: list[BlockStretch]) -> list[BlockStretch]:
+    """What `every` has and `own` lacks, each byte once."""
+    starts, lengths = _joined(own)
+    left: list[BlockStretch] = []
+    for stretch in sorted(set(every)):
+        at = stretch.start
+        stop = at + stretch.nbytes
+        first = int(np.searchsorted(starts + lengths, at, side="right"))
+        while at < stop:
+            begin = int(starts[first]) if first < len(starts) else stop
+            if begin > at:
+                left.append(stretch._replace(start=at, nbytes=min(begin, stop) - at))
+            at = int(starts[first] + lengths[first]) if first < len(starts) else stop
+            first += 1
+    return _disjoint(left)
+
+
+def _disjoint(stretches: list[BlockStretch]) -> list[BlockStretch]:
+    """The same bytes with none of them twice: groups may leave the same ones."""
+    made: list[BlockStretch] = []
+    stop = 0
+    for stretch in sorted(stretches):
+        start = max(stop, stretch.start)
+        if start < stretch.start + stretch.nbytes:
+            end = stretch.start + stretch.nbytes
+            made.append(stretch._replace(start=start, nbytes=end - start))
+            stop = end
+    return made
+
+
+def _joined(stretches: list[BlockStretch]) -> tuple[Int64s, Int64s]:
+    starts = np.array([stretch.start for stretch in stretches], dtype=np.int64)
+    lengths = np.array([stretch.nbytes for stretch in stretches], dtype=np.int64)
+    return join_ranges(starts, lengths)

@@ -1,0 +1,199 @@
+"""A plan as data for a drawing: pools, groups, and every field as an offset with strides.
+
+Whoever draws adds offsets and multiples of strides, and nothing else: rows, padding and the
+bytes that a group leaves unused are placements too. Alike regions share one `PageDrawing`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from kvatlas.geometry import Field, Page, Placement
+from kvatlas.maps.memory_rows import BlockStretch, block_rows, page_rows, unused
+from kvatlas.planning import Plan, Region, size
+
+MOST_LAYERS = 512
+"""Pages along L of a region that are drawn; a plan that has more says so."""
+
+
+class Box(msgspec.Struct, frozen=True, array_like=True):
+    """A placement as it travels to the page: offset, item, and (name, size, stride) by axis."""
+
+    offset: int
+    item: int
+    axes: tuple[tuple[str, int, int], ...]
+
+    @classmethod
+    def of(cls, placed: Placement) -> Box:
+        """The box of a placement."""
+        axes = zip(placed.axes, placed.sizes, placed.strides, strict=True)
+        return cls(placed.offset, placed.item, tuple(axes))
+
+
+class FieldDrawing(msgspec.Struct, frozen=True, kw_only=True):
+    """A field over all pages and blocks of its region, and which rows each rank has of it."""
+
+    name: str
+    dtype: str
+    padding: bool
+    box: Box
+    shard: str | None
+    """The axis that tensor parallelism divides."""
+    whole: int
+    """Rows of that axis in the whole model."""
+    ranges: tuple[tuple[tuple[int, int, int], ...], ...]
+    """For each rank and part of a split state: (local, start, length) of what it holds."""
+
+
+class PageDrawing(msgspec.Struct, frozen=True, kw_only=True):
+    """Where pages of one kind lie: their fields, the rows that they are drawn in, their padding."""
+
+    fields: tuple[FieldDrawing, ...]
+    cells: Box
+    padding: Box | None
+    block_rows: Box
+    page_rows: tuple[Box, ...]
+
+
+class RegionDrawing(msgspec.Struct, frozen=True, kw_only=True):
+    """A region: its group, its layers by index into the names, and its pages."""
+
+    stage: int
+    group: int
+    page: int
+    layers: tuple[int, ...]
+    parts: tuple[int, ...]
+    splits: int
+    left_out: int
+    """Layers that are not drawn."""
+    page_bytes: int
+    tokens_per_state: int | None
+
+
+class PlanDrawing(msgspec.Struct, frozen=True, kw_only=True):
+    """A plan for the page: figures and geometry."""
+
+    label: str
+    answer: str
+    knobs: dict[str, str | int]
+    ranks: int
+    tp: int
+    memory: int
+    groups: tuple[dict[str, Any], ...]
+    pools: tuple[dict[str, Any], ...]
+    pages: tuple[PageDrawing, ...]
+    regions: tuple[RegionDrawing, ...]
+    unused: dict[str, tuple[Box, ...]]
+    """What a group's block leaves of its pool, by `stage/group`."""
+
+
+def draw_plan(plan: Plan, names: dict[str, int]) -> PlanDrawing:
+    """What a page needs to draw a plan; new layers are added to `names`."""
+    pages: dict[PageDrawing, int] = {}
+    regions = tuple(_region(plan, region, names, pages) for region in plan.regions)
+    summary = plan.summary()
+    return PlanDrawing(
+        label=str(plan),
+        answer=summary["answer"],
+        knobs=_knobs(plan),
+        ranks=plan.ranks,
+        tp=plan.tp,
+        memory=plan.memory,
+        groups=tuple(_group(group) for group in summary["groups"]),
+        pools=tuple(_pool(pool) for pool in summary["pools"]),
+        pages=tuple(pages),
+        regions=regions,
+        unused={
+            f"{stage}/{group}": tuple(_stretch(stretch) for stretch in left)
+            for (stage, group), left in unused(plan).items()
+        },
+    )
+
+
+def _knobs(plan: Plan) -> dict[str, str | int]:
+    """What tells plans of one model apart."""
+    dtypes = dict.fromkeys(
+        field.dtype.name
+        for region in plan.regions
+        for field in region.page(plan.tp).fields
+        if not field.padding
+    )
+    return {
+        "order": plan.layout,
+        "block": plan.block_size,
+        "tp": plan.tp,
+        "pp": plan.pp,
+        "pack": plan.pack,
+        "dtype": " ".join(dtypes),
+        "policy": plan.policy,
+    }
+
+
+def _group(summary: dict[str, Any]) -> dict[str, Any]:
+    kept = ("kind", "block_size", "pool", "window", "num_layers", "page_bytes")
+    return {name: summary[name] for name in kept}
+
+
+def _pool(summary: dict[str, Any]) -> dict[str, Any]:
+    named = {name: summary[name] for name in ("stage", "index", "blocks", "block_bytes", "bytes")}
+    return named | {"size": size(summary["bytes"])}
+
+
+def _region(
+    plan: Plan, region: Region, names: dict[str, int], pages: dict[PageDrawing, int]
+) -> RegionDrawing:
+    drawn = region.layers[:MOST_LAYERS]
+    page = _page(plan, region)
+    return RegionDrawing(
+        stage=region.stage,
+        group=region.group,
+        page=pages.setdefault(page, len(pages)),
+        layers=tuple(names.setdefault(layer.name, len(names)) for layer in drawn),
+        parts=tuple(region.part(index) for index in range(len(drawn))) if region.parts else (),
+        splits=region.splits,
+        left_out=len(region.layers) - len(drawn),
+        page_bytes=region.page_bytes,
+        tokens_per_state=region.layers[0].spec.tokens_per_state,
+    )
+
+
+def _page(plan: Plan, region: Region) -> PageDrawing:
+    page = region.page(plan.tp)
+    blocks = plan.pool(region.stage * plan.tp, region.group).blocks
+    placed = region.placement(plan.tp, blocks)
+    gaps = page.gaps(placed)
+    return PageDrawing(
+        fields=tuple(_field(plan, region, page, placed, field) for field in page.fields),
+        cells=Box.of(placed),
+        padding=None if gaps is None else Box.of(gaps),
+        block_rows=Box.of(block_rows(page, placed)),
+        page_rows=tuple(Box.of(rows) for rows in page_rows(page, placed)),
+    )
+
+
+def _field(plan: Plan, region: Region, page: Page, placed: Placement, field: Field) -> FieldDrawing:
+    sharding = field.sharding
+    held: Iterable[tuple[tuple[int, int, int], ...]] = ()
+    if sharding.sections:
+        ranks = plan.tp * region.splits
+        held = (
+            tuple((own.local, own.start, own.length) for own in sharding.ranges(ranks, rank))
+            for rank in range(ranks)
+        )
+    return FieldDrawing(
+        name=field.name,
+        dtype=field.dtype.name,
+        padding=field.padding,
+        box=Box.of(page.view(placed, field.name)),
+        shard=sharding.axis if sharding.sections else None,
+        whole=sharding.rows if sharding.sections else 0,
+        ranges=tuple(held),
+    )
+
+
+def _stretch(stretch: BlockStretch) -> Box:
+    axes = (("B", stretch.blocks, stretch.block_stride),)
+    return Box(stretch.start, stretch.nbytes, axes)

@@ -1,0 +1,91 @@
+"""A route as data for a drawing: runs of one request between two ranks, and the table of `check`.
+
+All runs are counted; those that are drawn are a sample where there are many, and said to be.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from kvatlas.geometry import Int64s
+from kvatlas.planning import Plan
+from kvatlas.routing import Route, check, scattered
+
+MOST_RUNS = 12_000
+"""Runs that a page draws, of all pairs of ranks together."""
+MOST_PAIRS = 32
+"""Pairs of ranks whose runs are drawn; the others are in the table alone."""
+
+
+class PairDrawing(msgspec.Struct, frozen=True, kw_only=True):
+    """Runs from one rank to another: (source pool, destination pool, from, to, bytes) each."""
+
+    src_rank: int
+    dst_rank: int
+    runs: tuple[tuple[int, int, int, int, int], ...]
+    counted: int
+    nbytes: int
+    sizes: dict[int, int]
+    """How many runs have at least so many bytes, and less than twice as many."""
+
+
+class RouteDrawing(msgspec.Struct, frozen=True, kw_only=True):
+    """The route between two plans of the page, or the reasons why there is none."""
+
+    check: dict[str, Any]
+    tokens: int
+    tables: tuple[dict[int, list[int]], ...]
+    """Block ids of the drawn request by group, at either end."""
+    pairs: tuple[PairDrawing, ...]
+
+
+def draw_route(src: Plan, dst: Plan, *, tokens: int | None = None) -> RouteDrawing:
+    """What a page needs to draw the route: `tokens` are counted, a block or so is drawn."""
+    answer = check(src, dst, tokens=tokens)
+    drawn = min(max(src.block_size, dst.block_size), answer.tokens)
+    tables = scattered(src, drawn), scattered(dst, drawn)
+    pairs: tuple[PairDrawing, ...] = ()
+    if answer.ok:
+        way = Route(src, dst)
+        shown = answer.pairs[:MOST_PAIRS]
+        most = MOST_RUNS // max(1, len(shown))
+        pairs = tuple(
+            _pair(way, pair.src_rank, pair.dst_rank, drawn, tables, most) for pair in shown
+        )
+    return RouteDrawing(check=answer.as_dict(), tokens=drawn, tables=tables, pairs=pairs)
+
+
+def _pair(
+    way: Route,
+    src_rank: int,
+    dst_rank: int,
+    tokens: int,
+    tables: tuple[dict[int, list[int]], dict[int, list[int]]],
+    most: int,
+) -> PairDrawing:
+    bound = way.bind(
+        src_rank=src_rank,
+        dst_rank=dst_rank,
+        src_blocks=tables[0],
+        dst_blocks=tables[1],
+        tokens=tokens,
+    )
+    counted = len(bound)
+    step = -(-counted // most)
+    runs: list[tuple[int, int, int, int, int]] = []
+    for copy in bound.copies:
+        pools = np.full(len(copy), copy.src_pool), np.full(len(copy), copy.dst_pool)
+        columns: list[Int64s] = [*pools, copy.src, copy.dst, copy.length]
+        sampled = [column[:: max(1, step)].tolist() for column in columns]
+        runs += zip(*sampled, strict=True)
+    return PairDrawing(
+        src_rank=src_rank,
+        dst_rank=dst_rank,
+        runs=tuple(runs),
+        counted=counted,
+        nbytes=bound.nbytes,
+        sizes=bound.report().sizes,
+    )

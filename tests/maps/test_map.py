@@ -1,0 +1,205 @@
+"""Maps without a browser: rows, lookups, the page's data, pictures and text."""
+
+from __future__ import annotations
+
+import math
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+import kvatlas
+from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry import ENGINE_LAYOUTS
+from kvatlas.maps.address_lookup import look_up
+from kvatlas.maps.plan_drawing import MOST_LAYERS, draw_plan
+from kvatlas.maps.route_drawing import MOST_RUNS
+from kvatlas.planning import Plan, plan
+from kvatlas.routing import check, route
+
+KINDS: list[tuple[str, dict[str, Any]]] = [
+    ("Qwen3-8B", {"tp": 2}),
+    ("gpt-oss-20b", {}),
+    ("DeepSeek-V2-Lite", {}),
+    ("Qwen3.5-35B-A3B", {"tp": 2}),
+    ("Qwen3.5-397B-A17B", {"tp": 2, "policy": "vllm"}),
+    ("DeepSeek-V4-Flash", {}),
+    ("Qwen3-8B", {"kv_dtype": "int4_per_token_head"}),
+    ("Qwen3-8B", {"kv_dtype": "nvfp4"}),
+    ("Gemma-3-27B", {"tp": 2}),
+]
+
+
+def plans() -> list[Plan]:
+    """Every kind in every order that it can have."""
+    made = []
+    for name, options in KINDS:
+        for layout in ENGINE_LAYOUTS:
+            try:
+                made.append(plan(name, memory="40GiB", layout=layout.order, **options))
+            except AtlasError as refusal:
+                assert refusal.code is Code.LAYOUT_REFUSED
+    assert len(made) >= 36
+    return made
+
+
+def test_rows_and_what_is_unused_are_all_bytes_of_a_block() -> None:
+    for made in plans():
+        drawn = draw_plan(made, {})
+        for key, left in drawn.unused.items():
+            stage, group = map(int, key.split("/"))
+            nbytes = sum(box.item for box in left)
+            for region in drawn.regions:
+                if (region.stage, region.group) == (stage, group):
+                    rows = drawn.pages[region.page].block_rows
+                    nbytes += rows.item * math.prod(n for axis, n, _ in rows.axes if axis != "B")
+            pool = made.pools_by_stage[stage, made.groups[group].pool]
+            assert nbytes == pool.block_bytes, (made, key)
+
+
+def test_rows_of_a_page_are_all_bytes_of_the_page() -> None:
+    for made in plans():
+        drawn = draw_plan(made, {})
+        for region, own in zip(made.regions, drawn.regions, strict=True):
+            boxes = drawn.pages[own.page].page_rows
+            outside = [[n for axis, n, _ in box.axes if axis not in ("B", "L")] for box in boxes]
+            rows = sum(box.item * math.prod(n) for box, n in zip(boxes, outside, strict=True))
+            assert rows == region.page_bytes, (made, region.group)
+
+
+def test_an_address_is_looked_up_to_the_coordinates_that_are_placed_there() -> None:
+    random = np.random.default_rng(0)
+    for made in plans():
+        drawn = draw_plan(made, {})
+        for region in drawn.regions[:6]:
+            page = drawn.pages[region.page]
+            layer = int(random.integers(len(region.layers)))
+            names = [layer.name for layer in made.regions[drawn.regions.index(region)].layers]
+            part = region.parts[layer] if region.parts else 0
+            for number, field in enumerate(page.fields):
+                view = made.view(names[layer], field.name, part)
+                at = {
+                    axis: random.integers(n, size=20)
+                    for axis, n in zip(view.axes, view.sizes, strict=True)
+                }
+                inside = random.integers(view.item, size=20)
+                found = look_up(page, view(**at) + inside)
+                assert (found.field == number).all()
+                assert (found.coordinates["L"] == layer).all()
+                for axis, index in at.items():
+                    assert (found.coordinates[axis] == index).all(), (made, field.name, axis)
+
+
+def test_pages_of_large_models_are_under_a_megabyte_and_need_no_network() -> None:
+    for name in ("Qwen3.5-397B-A17B", "Kimi-K3", "DeepSeek-V4-Pro", "Llama-3.1-405B"):
+        made = [plan(name, memory="400GiB", tp=tp) for tp in (1, 8)]
+        page = kvatlas.map(made[0], made[1], others=made, tokens=256).html()
+        assert len(page.encode()) < 1_000_000
+        assert "http://" not in page
+        assert "https://" not in page
+
+
+def test_a_models_name_cannot_write_the_page() -> None:
+    made = plan("Qwen3-8B", memory="4GiB", max_len=512)
+    hostile = "</script><script>alert(1)</script><!--DATA-->"
+    drawn = kvatlas.map(msgspec.structs.replace(made, model=hostile))
+    for text in (drawn.html(), drawn.svg(), drawn._repr_html_()):
+        assert "<script>alert" not in text
+    ET.fromstring(drawn.svg())  # noqa: S314
+
+
+def test_a_route_is_drawn_as_it_is_bound() -> None:
+    src = plan("Qwen3-8B", memory="8GiB", tp=2, layout="LBNHC")
+    dst = plan("Qwen3-8B", memory="8GiB", layout="BHLNC", block_size=32)
+    data = kvatlas.map(src, dst).data
+    assert data.route
+    assert data.route.check == check(src, dst).as_dict()
+    tables = data.route.tables
+    for pair in data.route.pairs:
+        bound = route(src, dst).bind(
+            src_rank=pair.src_rank,
+            dst_rank=pair.dst_rank,
+            src_blocks=tables[0],
+            dst_blocks=tables[1],
+            tokens=data.route.tokens,
+        )
+        columns = [(c.src_pool, c.dst_pool, c.src, c.dst, c.length) for c in bound.copies]
+        runs = {
+            (a, b, int(s), int(d), int(n))
+            for a, b, *runs in columns
+            for s, d, n in zip(*runs, strict=True)
+        }
+        assert set(pair.runs) == runs
+        assert (pair.counted, pair.nbytes) == (len(bound), bound.nbytes)
+
+
+def test_many_runs_are_sampled_and_counted() -> None:
+    src = plan("Llama-3.1-405B", memory="40GiB", layout="LBNHC", block_size=64)
+    dst = plan("Llama-3.1-405B", memory="40GiB", layout="BHLNC", block_size=64)
+    data = kvatlas.map(src, dst, tokens=64).data
+    assert data.route
+    (pair,) = data.route.pairs
+    assert len(pair.runs) <= MOST_RUNS < pair.counted
+    assert sum(pair.sizes.values()) == pair.counted
+
+
+def test_unlike_plans_are_drawn_with_the_reasons() -> None:
+    src = plan("Qwen3-8B", memory="4GiB", max_len=512)
+    data = kvatlas.map(src, plan("Qwen3-8B", memory="4GiB", max_len=512, kv_dtype="fp8")).data
+    assert data.route
+    assert not data.route.pairs
+    assert data.route.check["reasons"][0]["code"] == "unlike_dtypes"
+
+
+def test_a_plan_of_very_many_layers_is_drawn_in_part_and_says_so() -> None:
+    made = plan("Qwen3-8B", memory="1GiB", max_len=512)
+    (region,) = made.regions
+    many = tuple(
+        msgspec.structs.replace(region.layers[0], name=f"layers.{n}", index=n) for n in range(2000)
+    )
+    (pool,) = made.pools
+    larger = msgspec.structs.replace(
+        made,
+        memory=1 << 50,
+        pools=(msgspec.structs.replace(pool, blocks=10**6, block_bytes=2000 * 65536),),
+        regions=(
+            msgspec.structs.replace(
+                region, layers=many, page_stride=65536 * 10**6, block_stride=65536
+            ),
+        ),
+    )
+    drawn = draw_plan(larger, {})
+    assert drawn.regions[0].left_out == 2000 - MOST_LAYERS
+    assert len(kvatlas.map(larger).html()) < 1_000_000
+
+
+def test_text_is_read_in_80_columns_and_shows_heads() -> None:
+    for order, row in (("BHLNC", "000000"), ("LBNHC", "001122")):
+        made = plan("gpt-oss-20b", memory="40GiB", layout=order)
+        text = kvatlas.map(made).text()
+        body = text.splitlines()[3:]
+        assert max(map(len, body)) <= 80
+        assert any(f"  {row}" in line for line in body), text
+
+
+def test_pictures_are_xml_of_a_readable_size() -> None:
+    for made in plans()[::5]:
+        picture = kvatlas.map(made).svg()
+        assert ET.fromstring(picture).tag.endswith("svg")  # noqa: S314
+        assert len(picture) < 500_000
+
+
+def test_what_cannot_be_drawn_or_written_is_refused(tmp_path: Path) -> None:
+    made = plan("Qwen3-8B", memory="1GiB", max_len=512)
+    with pytest.raises(AtlasError) as refusal:
+        kvatlas.map("Qwen3-8B")  # type: ignore[arg-type]
+    assert refusal.value.code is Code.BAD_PLAN
+    for path in (tmp_path, tmp_path / "no" / "map.html", "\0"):
+        with pytest.raises(AtlasError) as refusal:
+            kvatlas.map(made).save(path)
+        assert refusal.value.code is Code.UNWRITABLE
+    for name in ("map.html", "map.svg", "map.txt"):
+        assert kvatlas.map(made).save(tmp_path / name).stat().st_size > 500

@@ -1,0 +1,331 @@
+"""The page in a real browser: what hovers say is true in memory, routes are as they are bound."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import kvatlas
+from kvatlas.cache import Cache, allocate
+from kvatlas.errors import AtlasError
+from kvatlas.geometry import ENGINE_LAYOUTS, join_ranges
+from kvatlas.planning import Plan, plan
+from kvatlas.routing import route
+from tests.page.browser import Browser, chromium
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense": ("Qwen3-8B", {"memory": "48MiB", "tp": 2}),
+    "sliding": ("gpt-oss-20b", {"memory": "32MiB"}),
+    "latent": ("DeepSeek-V2-Lite", {"memory": "32MiB"}),
+    "hybrid": ("Qwen3.5-35B-A3B", {"memory": "128MiB", "tp": 2}),
+    "hybrid of vLLM": ("Qwen3.5-35B-A3B", {"memory": "128MiB", "tp": 2, "policy": "vllm"}),
+    "compressed": ("DeepSeek-V4-Flash", {"memory": "64MiB"}),
+    "int4": ("Qwen3-8B", {"memory": "32MiB", "kv_dtype": "int4_per_token_head"}),
+    "nvfp4": ("Qwen3-8B", {"memory": "32MiB", "kv_dtype": "nvfp4"}),
+    "fp8": ("gpt-oss-20b", {"memory": "32MiB", "tp": 4, "kv_dtype": "fp8"}),
+}
+TO = " \N{EN DASH} "
+POINTS = 10
+"""Points that are hovered in each order of each kind."""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as made:
+        yield made
+
+
+def orders(name: str, options: dict[str, Any]) -> list[Plan]:
+    made = []
+    for layout in ENGINE_LAYOUTS:
+        try:
+            made.append(plan(name, max_len=64, in_flight=16, layout=layout.order, **options))
+        except AtlasError:
+            continue
+    assert made
+    return list(dict.fromkeys(made))
+
+
+def show(browser: Browser, tmp_path: Path, *args: Plan, **options: Any) -> None:
+    browser.open(kvatlas.map(*args, **options).save(tmp_path / "map.html"))
+
+
+def somewhere(browser: Browser, dice: random.Random) -> dict[str, str]:
+    """Go to a level, block, group and rank by chance, and point at a byte there."""
+    found: list[float] | None = browser.do(
+        """
+        const dice = arguments[0], mine = plan();
+        const regions = mine.regions, region = regions[Math.floor(dice[0] * regions.length)];
+        change({ group: region.group, stage: region.stage, tpRank: Math.floor(dice[1] * mine.tp) });
+        const pool = poolOf(mine, view), block = Math.floor(dice[2] * pool.blocks);
+        const index = Math.floor(dice[3] * region.layers.length);
+        go({ level: ["pool", "block", "page"][Math.floor(dice[4] * 3)], block, region, index });
+        const row = Math.floor(dice[5] * drawn.rows.length);
+        const y = row * drawn.place.height + drawn.place.top + 2;
+        const wide = drawn.rows[row].nbytes * drawn.place.scale;
+        const x = drawn.place.left + Math.floor(dice[6] * wide);
+        picture.scrollIntoView({ block: "start" });
+        const box = picture.getBoundingClientRect();
+        if (dice[7] < 0.3 && pointAt(x, y).kind === "field") {
+          if (view.level === "pool") goIn(pointAt(x, y));
+          if (view.level === "block") goIn(pointAt(x, y));
+          const wide = drawn.rows[0].nbytes * drawn.place.scale;
+          const inside = drawn.place.left + Math.floor(dice[8] * wide);
+          const at = picture.getBoundingClientRect();
+          return [at.left + inside, at.top + drawn.place.top + 3];
+        }
+        window.scrollBy(0, y - 300);
+        const now = picture.getBoundingClientRect();
+        return [now.left + x, now.top + y];
+        """,
+        [dice.random() for _ in range(9)],
+    )
+    assert found
+    return browser.hover(found[0] + 0.25, found[1])
+
+
+def number(text: str) -> int:
+    return int(re.sub(r"[^\d].*", "", text.replace(",", "")))
+
+
+def element(cache: Cache, said: dict[str, str]) -> tuple[torch.Tensor, tuple[int, ...], int]:
+    """The bound view, the place in it that the page describes, and the pool."""
+    name, _, part = said["layer"].partition(", part ")
+    layer = cache.parts(name)[int(part or 0)]
+    field = layer.page.field(said["field"].split(",")[0])
+    placed = layer.place(field.name)
+    at = {axis: int(n) for axis, n in re.findall(r"(\w+) (\d+)", said.get("element", ""))}
+    if "head" in said or "row" in said:
+        axis = field.sharding.axis or "H"
+        at[axis] = local_row(field.ranges, number(said.get("head") or said["row"]))
+    blocks = layer.placement.size("k") if "k" in layer.placement.axes else 1
+    at["B"] = number(said["block"]) * blocks
+    if "N" in placed.axes:
+        state = number(said["token"]) // (layer.spec.tokens_per_state or 1)
+        at["B"] += state // placed.size("N")
+        at["N"] = state % placed.size("N")
+    assert number(said["tp rank"]) == cache.tp_rank
+    pool = cache.plan.groups[cache.plan.region_of(name, int(part or 0))[0].group].pool
+    return layer.field(field.name), tuple(at[axis] for axis in placed.axes), pool
+
+
+def local_row(ranges: Any, row: int) -> int:
+    for held in ranges:
+        if held.start <= row < held.start + held.length:
+            return int(held.local + row - held.start)
+    return row
+
+
+def check_point(caches: dict[int, Cache], said: dict[str, str], tp_rank: int, group: int) -> str:
+    """Hold what the page says of a byte against memory; what kind of byte it was."""
+    cache = caches[tp_rank]
+    if "field" not in said:
+        pool = cache.pools[cache.plan.groups[group].pool]
+        regions = [region for region in cache.plan.regions if region.group == group]
+        for region in regions:
+            for index, layer in enumerate(region.layers):
+                for tensor in cache.parts(layer.name)[region.part(index)].fields.values():
+                    tensor.copy_(torch.ones((), dtype=torch.float32))
+        assert int(pool[number(said["address"])]) == 0, said
+        pool.zero_()
+        return "padding"
+    tensor, place, index = element(cache, said)
+    first, last = (int(text.replace(",", "")) for text in said["bytes"].split(TO))
+    assert first <= number(said["address"]) <= last
+    tensor[place] = torch.ones((), dtype=torch.float32).to(tensor.dtype)
+    pool = cache.pools[index]
+    assert pool[first : last + 1].any(), said
+    pool[first : last + 1] = 0
+    assert not pool.view(torch.int64).any(), said  # the mark is nowhere else
+    assert last - first + 1 == tensor.element_size()
+    return said["field"].split(",")[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_hover_says_is_found_in_memory(browser: Browser, tmp_path: Path, kind: str) -> None:
+    name, options = KINDS[kind]
+    made = orders(name, options)
+    show(browser, tmp_path, made[0], others=made[1:])
+    dice, kinds = random.Random(kind), set()  # noqa: S311
+    for index, one in enumerate(made):
+        browser.do("change({ plan: arguments[0] })", index)
+        caches = {rank: allocate(one, rank=rank, device="cpu") for rank in range(one.tp)}
+        for cache in caches.values():
+            for pool in cache.pools.values():
+                pool.zero_()
+        for _ in range(POINTS):
+            said = somewhere(browser, dice)
+            rank, group = browser.do("return [view.tpRank, view.group]")
+            kinds.add(check_point(caches, said, rank, group))
+    assert kinds - {"padding"}
+    assert browser.complaints() == []
+
+
+def expected_pieces(made: Plan, group: int, chosen: dict[str, Any], names: list[str]) -> list[int]:
+    """Lengths of the pieces that hold what is chosen of block 0 on rank 0, by `Placement`."""
+    starts, lengths = [], []
+    for region in made.regions:
+        if region.group != group or region.stage:
+            continue
+        for index, layer in enumerate(region.layers):
+            if "layer" in chosen and layer.name != names[chosen["layer"]]:
+                continue
+            page = region.page(made.tp, 0, index)
+            for field in page.fields:
+                view = made.view(layer.name, field.name, region.part(index)).select("B", 0)
+                if field.padding or ("heads" in chosen and "H" not in view.axes):
+                    continue
+                if "heads" in chosen:
+                    rows = range(chosen["heads"][0], chosen["heads"][1] + 1)
+                    held = [local_row(field.ranges, row) for row in rows if holds(field, row)]
+                    if not held:
+                        continue
+                    view = view.narrow("H", held[0], len(held))
+                if "token" in chosen:
+                    if "N" not in view.axes:
+                        continue
+                    view = view.narrow("N", 0, 1)
+                    view = view.narrow("k", 0, 1) if "k" in view.axes else view
+                begin, length = view.runs()
+                starts.append(begin)
+                lengths.append(length)
+    return list(join_ranges(np.concatenate(starts), np.concatenate(lengths))[1])
+
+
+def holds(field: Any, row: int) -> bool:
+    return not field.ranges or any(h.start <= row < h.start + h.length for h in field.ranges)
+
+
+def test_pieces_of_a_transfer_are_the_runs_of_placements(browser: Browser, tmp_path: Path) -> None:
+    for kind in ("dense", "hybrid", "compressed", "int4"):
+        name, options = KINDS[kind]
+        made = orders(name, options)
+        drawn = kvatlas.map(made[0], others=made[1:])
+        browser.open(drawn.save(tmp_path / "map.html"))
+        for index, one in enumerate(made):
+            browser.do("change({ plan: arguments[0], tpRank: 0, block: 0, group: 0 })", index)
+            told = browser.do(
+                """
+                return [...document.querySelectorAll("#transfer tr[data-chosen]")].map((row) => {
+                  const chosen = JSON.parse(row.dataset.chosen);
+                  const lengths = piecesOf(chosen).map((run) => run[1]);
+                  return [chosen, lengths, row.children[1].textContent];
+                });
+                """
+            )
+            assert len(told) >= 2
+            for chosen, lengths, text in told:
+                expected = expected_pieces(one, 0, chosen, list(drawn.data.names))
+                assert lengths == expected, (kind, one.layout, chosen)
+                assert int(text.replace(",", "")) == len(expected)
+
+
+def test_bands_are_the_runs_that_are_bound(browser: Browser, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"memory": "64MiB", "max_len": 64}
+    src = plan("Qwen3-8B", tp=2, layout="BLHNC", **options)
+    dst = plan("Qwen3-8B", tp=4, layout="BHLNC", block_size=32, **options)
+    drawn = kvatlas.map(src, dst)
+    browser.open(drawn.save(tmp_path / "map.html"))
+    assert drawn.data.route
+    tables, dice, seen = drawn.data.route.tables, random.Random(1), set()  # noqa: S311
+    rows = browser.do("return document.querySelectorAll('#pairs tr').length - 1")
+    assert rows == len(drawn.data.route.check["pairs"]) == 4
+    for number_of, pair in enumerate(drawn.data.route.pairs):
+        browser.do("document.querySelectorAll('#pairs tr')[arguments[0] + 1].click()", number_of)
+        bound = route(src, dst).bind(
+            src_rank=pair.src_rank,
+            dst_rank=pair.dst_rank,
+            src_blocks=tables[0],
+            dst_blocks=tables[1],
+            tokens=drawn.data.route.tokens,
+        )
+        runs = {
+            run
+            for c in bound.copies
+            for run in zip(c.src.tolist(), c.dst.tolist(), c.length.tolist(), strict=True)
+        }
+        for _ in range(25):
+            browser.do("byId('bands').scrollIntoView({ block: 'start' })")
+            box = browser.do("return byId('bands').getBoundingClientRect().toJSON()")
+            across = box["width"] * dice.uniform(0.2, 0.8)
+            browser.point(box["left"] + across, box["top"] + 40 + dice.random() * 300)
+            text = browser.do("return byId('run-facts').textContent")
+            found = re.findall(rf"bytes ([\d,]+){TO}([\d,]+)", text)
+            if not found:
+                continue
+            (a, b), (c, d) = [[int(n.replace(",", "")) for n in pair] for pair in found]
+            assert (a, c, b - a + 1) in runs, text
+            assert b - a == d - c
+            seen.add((a, c))
+    assert len(seen) > 20
+    assert browser.complaints() == []
+
+
+def test_keys_search_clicks_and_the_wheel_move_about(browser: Browser, tmp_path: Path) -> None:
+    made = plan("gpt-oss-20b", memory="40GiB", layout="BLNHC")
+    show(browser, tmp_path, made)
+    level = "return view.level"
+    for wanted in ("page", "cell"):
+        browser.do("picture.scrollIntoView({ block: 'center' })")
+        box = browser.do("const b = picture.getBoundingClientRect(); return [b.left, b.top]")
+        x = browser.do("return drawn.place.left") + 30
+        for kind in ("mousePressed", "mouseReleased"):
+            browser.point(box[0] + x, box[1] + 20, kind)
+        assert browser.do(level) == wanted
+    address = made.view("model.layers.3.attn.attn", "v")(B=5, H=2, N=7, C=9)
+    searches = {
+        "block 12": "return view.block === 12",
+        "layers.5.": "return data.names[paint.follow.value].includes('.5.')",
+        "head 3": "return paint.follow.kind === 'head' && paint.follow.value === 3",
+        "token 4": "return followed.textContent.startsWith('token 4')",
+        str(address): f"return view.level === 'cell' && cursor.point.address === {address}",
+        "no such thing": "return byId('query').getAttribute('aria-invalid') === 'true'",
+    }
+    for text, holds_true in searches.items():
+        browser.do("byId('query').value = arguments[0]; byId('search').requestSubmit()", text)
+        assert browser.do(holds_true), text
+    browser.do("go({ level: 'cell' }); picture.focus()")
+    for wanted in ("page", "block", "pool", "memory"):
+        browser.do("picture.dispatchEvent(new KeyboardEvent('keydown', { key: 'Escape' }))")
+        assert browser.do(level) == wanted
+    browser.do("picture.dispatchEvent(new KeyboardEvent('keydown', { key: 'Enter' }))")
+    assert browser.do(level) == "pool"
+    browser.do("picture.dispatchEvent(new KeyboardEvent('keydown', { key: 'ArrowDown' }))")
+    browser.do(
+        """
+        picture.scrollIntoView({ block: "start" });
+        const box = picture.getBoundingClientRect(), at = { clientX: box.left + 300, clientY: 30 };
+        picture.dispatchEvent(new WheelEvent("wheel", { deltaY: -120, ...at, cancelable: true }));
+        """
+    )
+    assert browser.do(level) == "block"
+    assert browser.complaints() == []
+
+
+def test_the_page_fits_every_width_in_light_and_dark(browser: Browser, tmp_path: Path) -> None:
+    made = plan("Qwen3.5-397B-A17B", memory="60GiB", tp=2)
+    try:
+        for width in (400, 1280, 3840):
+            for colours in ("light", "dark"):
+                browser.resize(width, 900)
+                browser.prefer(prefers_color_scheme=colours, prefers_reduced_motion="reduce")
+                show(browser, tmp_path, made)
+                for level in ("memory", "pool", "block"):
+                    browser.do("go({ level: arguments[0] })", level)
+                    across = "return document.documentElement.scrollWidth"
+                    assert browser.do(across) <= width, (width, level)
+                took = browser.do(
+                    "const at = performance.now(); update(); return performance.now() - at"
+                )
+                assert took < 5000
+        assert browser.complaints() == []
+    finally:
+        browser.resize(1280, 900)
+        browser.prefer(prefers_reduced_motion="reduce")
