@@ -71,24 +71,22 @@ def somewhere(browser: Browser, dice: random.Random) -> dict[str, str]:
         const y = row * drawn.place.height + drawn.place.top + 2;
         const wide = drawn.rows[row].nbytes * drawn.place.scale;
         const x = drawn.place.left + Math.floor(dice[6] * wide);
-        picture.scrollIntoView({ block: "start" });
-        const box = picture.getBoundingClientRect();
         if (dice[7] < 0.3 && pointAt(x, y).kind === "field") {
           if (view.level === "pool") goIn(pointAt(x, y));
           if (view.level === "block") goIn(pointAt(x, y));
           const wide = drawn.rows[0].nbytes * drawn.place.scale;
-          const inside = drawn.place.left + Math.floor(dice[8] * wide);
-          const at = picture.getBoundingClientRect();
-          return [at.left + inside, at.top + drawn.place.top + 3];
+          return [drawn.place.left + Math.floor(dice[8] * wide), drawn.place.top + 2];
         }
-        window.scrollBy(0, y - 300);
-        const now = picture.getBoundingClientRect();
-        return [now.left + x, now.top + y];
+        return [x, y];
         """,
         [dice.random() for _ in range(9)],
     )
     assert found
-    return browser.hover(found[0] + 0.25, found[1])
+    # The page is as high as its picture, so only now is it known where that lies.
+    scroll = "scrollTo(0, scrollY + picture.getBoundingClientRect().top + arguments[0])"
+    browser.do(scroll, found[1] - 300)
+    box = browser.do("return picture.getBoundingClientRect().toJSON()")
+    return browser.hover(box["left"] + found[0] + 0.25, box["top"] + found[1])
 
 
 def number(text: str) -> int:
