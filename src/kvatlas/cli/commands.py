@@ -255,7 +255,7 @@ def map(  # noqa: A001 - the command's name
         return
     form = "svg" if svg else "txt" if text else "html"
     path = drawn.save(output or Path(f"map.{form}"), form=form)
-    show(Text(f"Wrote {plain(path)}, {size(path.stat().st_size)}."))
+    typer.echo(f"Wrote {plain(path)}, {size(path.stat().st_size)}.")  # a path is not wrapped
     if opened:
         typer.launch(path.absolute().as_uri())
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import errno
 import os
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -49,7 +50,8 @@ _WORTH_A_CORE = 8 << 20
 _CUT_SHORT = -1
 """The checksum of a block that the file does not have to its end."""
 
-
+T = TypeVar("T")
+R = TypeVar("R")
 BlockPlace = tuple[int, int]
 """A pool, and the id of a block of it."""
 
@@ -101,9 +103,8 @@ class TierFile:
         whole = [block for blocks, _ in parts for block in blocks]
         ends = [(near[c.src_pool].address + c.src, self._places[c.dst_pool].address + c.dst, c)
                 for _, c in parts if len(c)]  # fmt: skip
-        run = self._helpers.map if len(whole) > 1 else map
         with self._whole_file():
-            checksums = dict(run(lambda runs: self._write_block(runs, pools), whole))
+            checksums = dict(self._on_cores(lambda runs: self._write_block(runs, pools), whole))
         self._move(ends, write=True)
         return checksums
 
@@ -157,10 +158,8 @@ class TierFile:
         # The system reads a file on several cores at once, and writes to it on one.
         parts = 1 if write else min(_SUMMING, len(length), 1 + int(length.sum()) // _WORTH_A_CORE)
         shares = zip(*(np.array_split(column, parts) for column in runs), strict=True)
-        run = self._helpers.map if parts > 1 else map
         with self._whole_file():
-            for _ in run(lambda share: self._move_runs(*share, write=write), shares):
-                pass
+            self._on_cores(lambda share: self._move_runs(*share, write=write), list(shares))
 
     def _move_runs(self, near: Int64s, far: Int64s, length: Int64s, *, write: bool) -> None:
         for _ in copy_file_runs(lambda: self._fd, near, far, length, write=write):
@@ -168,9 +167,20 @@ class TierFile:
 
     def checksums(self, blocks: Sequence[TierBlock]) -> list[int]:
         """The checksums of blocks, as their bytes are now; on several cores where there are."""
-        run = self._helpers.map if len(blocks) > 1 else map
         with refusals(self.path):
-            return list(run(self._checksum, blocks))
+            return self._on_cores(self._checksum, blocks)
+
+    def _on_cores(self, act: Callable[[T], R], items: Sequence[T]) -> list[R]:
+        """The results for all items, on several cores where there are several.
+
+        Where one fails, it is raised once none is at work any more: what the others still
+        wrote would else land in blocks, or in memory, that belong to somebody else by then.
+        """
+        if len(items) < 2:
+            return [act(item) for item in items]
+        tasks = [self._helpers.submit(act, item) for item in items]
+        wait(tasks)
+        return [task.result() for task in tasks]
 
     def commit(self, blocks: Sequence[TierBlock], known: Checksums) -> None:
         """Write the records of blocks whose bytes are all there, and on the disk where asked.
