@@ -23,6 +23,7 @@ from kvatlas import AtlasError
 from kvatlas.errors import Code
 from kvatlas.wire import Session, protocol
 from kvatlas.wire.channels import Channels
+from kvatlas.wire.connection import Connection
 from kvatlas.wire.rpc import Caller, Server
 from kvatlas.wire.security import Security
 from tests.wire.attacked import opening
@@ -244,6 +245,17 @@ def test_a_transfer_ends_when_its_peer_dies() -> None:
             source.nodes[0].server.close()
             assert failure(transfer, 30) is Code.PEER_LOST
             assert time.monotonic() - begun < 20
+
+
+def test_a_peer_that_dies_with_its_answer_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its connection is then no idle one that ends: the answer was the last that came."""
+    with ends(*pair()) as (source, target):
+        source.offer("r")
+        target.arounds = lambda act, copies: Stuck()  # noqa: ARG005
+        with Session(target.nodes[0], source.endpoints) as session:
+            monkeypatch.setattr(Connection, "quiet", property(lambda connection: False))  # noqa: ARG005
+            transfer = pull(session, target, how="direct", seconds=60)
+            assert failure(transfer, 30) is Code.PEER_LOST
 
 
 # -- strangers ----------------------------------------------------------------------------

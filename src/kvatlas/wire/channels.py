@@ -110,6 +110,8 @@ class Channels:
                 connection.send(payload, deadline)
                 answer = protocol.decode(connection.receive(deadline), protocol.Answer)
                 usable = connection.quiet
+                if not usable:  # it ended with its answer: monitors must hear of that too
+                    self._count_lost(endpoint)
                 return answer
             except TimeoutError:
                 raise no_answer(endpoint) from None
@@ -164,10 +166,13 @@ class Channels:
         pool.opened -= len(ended)
         pool.lost += len(ended)
 
-    def _lost(self, endpoint: str, problem: Exception) -> AtlasError:
-        """The peer has ended a connection, or accepts none."""
+    def _count_lost(self, endpoint: str) -> None:
         with self._changed:
             self._pools[endpoint].lost += 1
+
+    def _lost(self, endpoint: str, problem: Exception) -> AtlasError:
+        """The peer has ended a connection, or accepts none."""
+        self._count_lost(endpoint)
         return peer_lost(f"{str(problem) or 'the end of a connection'} at {endpoint}")
 
     def _open(self, endpoint: str, pool: _Pool, deadline: float) -> Connection:
