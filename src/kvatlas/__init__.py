@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvatlas.geometry import DType, Field, Layout, Page, Placement, validate
     from kvatlas.maps import Map, map  # noqa: A004
     from kvatlas.models import Model
-    from kvatlas.planning import Plan, plan
+    from kvatlas.planning import Plan, fit, plan
     from kvatlas.routing import Route, route
     from kvatlas.tier import Tier
     from kvatlas.wire import Node, Session
