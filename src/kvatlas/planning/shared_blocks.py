@@ -30,7 +30,7 @@ _SPLITS = (1, 2, 4, 8)
 """Parts that a state may be split into: each is one more call of its kernel."""
 _MOST_SIZES = 1024
 """Block sizes that are tried, from the smallest on; real states leave at most a few hundred."""
-_BATCH = 32
+_BATCH = 16
 MOST_TABLES = 64
 """Block tables that an engine may be asked to keep for a request."""
 _ALIGNMENT = 128
