@@ -27,6 +27,7 @@ from kvatlas.wire.transports.shm import ShmTransport
 from kvatlas.wire.transports.shm_segments import SEALS, containing, create_segment, map_segment
 from kvatlas.wire.transports.shm_sockets import SegmentServer, receive_descriptors
 from tests.wire.forking import forked, until_stopped
+from tests.wire.helpers import waited
 from tests.wire.transports.ends import eventually, soon
 
 RUNS = [Copy(0, 0, np.array([0]), np.array([8]), np.array([3]))]
@@ -472,6 +473,7 @@ def test_a_server_that_says_what_it_should_not(near: ShmTransport) -> None:
     other.register({0: pool.memory})
     link = near.connect(other.publish(), other.memory)
     link.check()
+    waited(lambda: bool(other._server._connected), 10)  # by a thread of its own
     (there,) = other._server._connected
     there.send(b"boo")
     assert code_of(link.check) == Code.PEER_LOST
