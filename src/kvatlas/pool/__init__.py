@@ -5,7 +5,7 @@ preemption. `checkpoints` and `eviction` are its policies, one a file.
 """
 
 from kvatlas.pool.block_ids import GONE, BlockIds
-from kvatlas.pool.block_pool import BlockCopy, BlockPool, Reservation
+from kvatlas.pool.block_pool import BlockPool, CopyOnWrite, Reservation
 from kvatlas.pool.checkpoints import CHECKPOINTS, Checkpoints, checkpoint_policy
 from kvatlas.pool.eviction import EVICTIONS, Eviction
 from kvatlas.pool.prefix_hash import HashChain, PrefixIdentity
@@ -14,10 +14,10 @@ __all__ = [
     "CHECKPOINTS",
     "EVICTIONS",
     "GONE",
-    "BlockCopy",
     "BlockIds",
     "BlockPool",
     "Checkpoints",
+    "CopyOnWrite",
     "Eviction",
     "HashChain",
     "PrefixIdentity",

@@ -32,7 +32,7 @@ SEEN = 4
 """Prefixes that are remembered for each block, whether its content is still there or not."""
 
 
-class BlockCopy(NamedTuple):
+class CopyOnWrite(NamedTuple):
     """A block to copy before the next tokens are computed: another owner keeps the old one."""
 
     group: int
@@ -46,7 +46,7 @@ class Reservation:
 
     clear: dict[int, list[int]] = field(default_factory=dict)
     """Blocks to zero, by group: those that the plan says are read before they are written."""
-    copies: list[BlockCopy] = field(default_factory=list)
+    copies: list[CopyOnWrite] = field(default_factory=list)
     """Blocks to copy."""
 
 
@@ -333,7 +333,7 @@ class BlockPool:
         new = ids.take_many(entries + len(copied))
         for entry in copied:
             block = new.pop()
-            made.copies.append(BlockCopy(index, table[entry], block))
+            made.copies.append(CopyOnWrite(index, table[entry], block))
             ids.release([table[entry]])
             table[entry] = block
         if new and index in self.plan.groups_to_clear:

@@ -49,6 +49,8 @@ class Eviction:
     """What of `Use` it ranks by."""
     _heap: list[tuple[Rank, int, Ids]] = field(default_factory=list, init=False)
     _serial: int = field(default=0, init=False)
+    _last_rank: Rank = field(default=(0.0,), init=False)
+    """Of the last victim."""
 
     def __post_init__(self) -> None:
         self._place = np.zeros(self.entries, np.int32)
@@ -81,6 +83,7 @@ class Eviction:
                 chosen = chosen[: int(np.searchsorted(freed, blocks)) + 1]
                 blocks -= int(freed[len(chosen) - 1])
                 self._leave(chosen)
+                self._last_rank = rank
                 found.append(chosen)
             if len(chosen) < len(segment):  # the rest keeps its order and its place
                 aside.append((rank, serial, segment[self._place[segment] == serial]))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvatlas.pool.eviction.base import Eviction, Ids, Rank, Use, by_value
 
@@ -22,19 +21,9 @@ class SavedCompute(Eviction):
 
     needs = ("saved",)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._clock = 0.0
-
     def ranked(self, ids: Ids, use: Use) -> Iterator[tuple[Rank, Ids]]:
         """By level; an entry whose worth is unknown is worth nothing."""
         worth = np.ones(len(ids)) if use.saved is None else use.saved
         levels = np.rint(LEVELS * np.log2(np.maximum(worth, 1.0)))
         for level, segment in by_value(ids, levels):
-            yield (self._clock + level,), segment
-
-    def victims(self, blocks: int, pinned: NDArray[np.bool_]) -> Ids:
-        """The clock goes on with what is evicted."""
-        if blocks > 0 and self._heap:
-            self._clock = max(self._clock, self._heap[0][0][0])
-        return super().victims(blocks, pinned)
+            yield (self._last_rank[0] + level,), segment
