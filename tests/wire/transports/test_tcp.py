@@ -14,6 +14,7 @@ import pytest
 from kvatlas.errors import AtlasError, Code
 from kvatlas.routing import Copy
 from kvatlas.wire import Memory, Transport, make_transport
+from kvatlas.wire.memory_copy import as_bytes
 from kvatlas.wire.transports.tcp import TcpTransport
 from kvatlas.wire.transports.tcp_server import CHALLENGE_BYTES, MOST_RUNS, QUESTION, WELCOME, proof
 from tests.wire.transports.ends import eventually, soon
@@ -39,7 +40,7 @@ def reads_all(source: Transport) -> bool:
     long = Copy(0, 0, np.array([0]), np.array([0]), np.array([half]))
     link.read([long, Copy(0, 0, at, at, np.full(len(at), 512))]).wait(soon())
     end.close()
-    return bool(np.array_equal(pool, source.memory[0].owner))
+    return bool(np.array_equal(pool, as_bytes(source.memory[0])))
 
 
 def dialled(source: Transport) -> tuple[socket.socket, bytes, bytes]:

@@ -162,7 +162,7 @@ class RegionServer:
         check_bounds([Copy(pool, pool, starts, starts, length)], regions, regions)
         region = as_bytes(regions[pool])
         if gathers(length):
-            one.sendall(_gathered(region, starts, length))
+            one.sendall(_gathered(region, starts, length).data)
             return
         for start, size in zip(starts.tolist(), length.tolist(), strict=True):
             one.sendall(region.data[start : start + size])
