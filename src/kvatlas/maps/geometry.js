@@ -33,6 +33,25 @@ function axisOf(box, name) {
   return box[2].find(([axis]) => axis === name);
 }
 
+// The axes of a box, smallest stride first, that make one stretch together: its bytes, and they.
+function innermost(box, outer) {
+  let nbytes = box[1];
+  const inside = [];
+  for (const [axis, size, stride] of [...axesBySize(box)].reverse()) {
+    if (size === 1) continue;
+    if (outer.includes(axis) || stride !== nbytes) break;
+    inside.push([axis, stride]);
+    nbytes *= size;
+  }
+  return [nbytes, inside];
+}
+
+// How the axes of a field nest in memory, outermost first: [axis, size, stride], C in bytes.
+function nesting(field) {
+  const axes = axesBySize(field.box).filter(([axis, size]) => size > 1 && "LBkHN".includes(axis));
+  return [...axes, ["C", axes.length ? axes[axes.length - 1][2] : field.box[1], 1]];
+}
+
 // Every start of a box whose coordinates in `fixed` are given.
 function* starts(box, fixed) {
   const free = box[2].filter(([axis]) => !(axis in fixed));
@@ -81,6 +100,24 @@ function findIn(plan, region, address, first) {
   const at = page.padding && divide(page.padding, address);
   if (at) return { kind: "padding", region, page, number: 0, at, address, nbytes: page.padding[1] };
   return null;
+}
+
+// The first byte behind the piece that a point lies in, of what `outer` axes tell apart.
+function pieceEnd(point, outer) {
+  const { at, address } = point, box = point.field ? point.field.box : null;
+  if (!box) return address - at.rest + point.nbytes;
+  const [nbytes, inside] = remembered(box, outer, () => innermost(box, outer));
+  return inside.reduce((start, [axis, stride]) => start - at[axis] * stride, address - at.rest) + nbytes;
+}
+
+const answers = new Map();
+
+// What `make` gives for a thing and a key, remembered: pictures ask the same very often.
+function remembered(thing, key, make) {
+  if (!answers.has(thing)) answers.set(thing, new Map());
+  const known = answers.get(thing);
+  if (!known.has(key)) known.set(key, make());
+  return known.get(key);
 }
 
 // Which row of the whole model a rank's own row is: heads, or rows of a convolution.
@@ -187,15 +224,10 @@ function cut(box, name, begin, length) {
 
 // The runs of a box into `lengths`, by their start; what is left of the limit.
 function collect(box, lengths, left) {
-  let item = box[1];
-  const axes = [];
-  for (const [, size, stride] of [...axesBySize(box)].reverse()) {
-    if (size === 1) continue;
-    if (!axes.length && stride === item) item *= size;
-    else axes.push([size, stride]);
-  }
+  const [item, inside] = innermost(box, []);
+  const axes = box[2].filter(([axis, size]) => size > 1 && !inside.some(([one]) => one === axis));
   let begin = [box[0]];
-  for (const [size, stride] of axes) {
+  for (const [, size, stride] of axes) {
     left -= begin.length * size;
     if (left < 0) return -1;
     const more = [];
