@@ -89,10 +89,11 @@ def somewhere(browser: Browser, dice: random.Random) -> dict[str, str]:
         """
         const dice = arguments[0], mine = plan();
         const regions = mine.regions, region = regions[Math.floor(dice[0] * regions.length)];
-        change({ group: region.group, stage: region.stage, tpRank: Math.floor(dice[1] * mine.tp) });
-        const pool = poolOf(mine, view), block = Math.floor(dice[2] * pool.blocks);
+        const tpRank = Math.floor(dice[1] * mine.tp), { group, stage } = region;
+        const block = Math.floor(dice[2] * poolOf(mine, { group, stage }).blocks);
         const index = Math.floor(dice[3] * region.layers.length);
-        go({ level: ["pool", "block", "page"][Math.floor(dice[4] * 3)], block, region, index });
+        const level = ["pool", "block", "page"][Math.floor(dice[4] * 3)];
+        go({ group, stage, tpRank, level, block, region, index });
         const row = Math.floor(dice[5] * drawn.rows.length);
         const y = row * drawn.place.height + drawn.place.top + 2;
         const wide = drawn.rows[row].nbytes * drawn.place.scale;
@@ -109,9 +110,8 @@ def somewhere(browser: Browser, dice: random.Random) -> dict[str, str]:
     )
     assert found
     # The page is as high as its picture, so only now is it known where that lies.
-    scroll = "scrollTo(0, scrollY + picture.getBoundingClientRect().top + arguments[0])"
-    browser.do(scroll, found[1] - 300)
-    box = browser.do("return picture.getBoundingClientRect().toJSON()")
+    scroll = "scrollTo(0, scrollY + picture.getBoundingClientRect().top + arguments[0]);"
+    box = browser.do(scroll + "return picture.getBoundingClientRect().toJSON()", found[1] - 300)
     return browser.hover(box["left"] + found[0] + 0.25, box["top"] + found[1])
 
 

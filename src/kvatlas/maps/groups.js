@@ -35,7 +35,7 @@ function groupStrip(kind) {
   const times = numbers.length > 1 ? `${numbers.length} × ` : "";
   const name = make("span");
   name.append(make("b", `${times}${words(group.kind)}`), make("small", layersOf(group, regions)));
-  card.append(name, make("canvas", null, { height: "18" }), make("small", wasteOf(kind).text || "no padding"));
+  card.append(name, make("canvas"), make("small", wasteOf(kind).text || "no padding"));
   const next = numbers[(numbers.indexOf(view.group) + 1) % numbers.length];
   card.addEventListener("click", () => change({ group: next }));
   return card;
@@ -70,7 +70,7 @@ function wasteOf({ group, regions, numbers }) {
 }
 
 function paintStrip(canvas, { numbers }) {
-  const width = canvas.clientWidth, tall = 18;
+  const width = canvas.clientWidth, tall = Math.round(1.3 * rem());
   if (!width) return;
   fitCanvas(canvas, width, tall);
   const own = { ...view, group: numbers.includes(view.group) ? view.group : numbers[0], level: "block" };

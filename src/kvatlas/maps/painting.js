@@ -75,7 +75,7 @@ function paintRow(brush, plan, view, stretches, at) {
   let before = 0;
   for (const { start, nbytes } of stretches) {
     const shift = before - start;
-    for (const [point, first, last] of piecesIn(plan, view, start, nbytes, each / brush.finest)) {
+    for (const [point, first, last] of piecesOfRow(plan, view, start, nbytes, each / brush.finest)) {
       const from = (first + shift) / each, to = (last + shift) / each, apart = to - from > 5 && !at.plain ? ratio : 0;
       const [colour, lit] = lookAt(brush, plan, view, point);
       blend(colours, colour, from, to - apart);
@@ -92,7 +92,7 @@ function paintRow(brush, plan, view, stretches, at) {
 }
 
 // The pieces of a stretch, [point, first byte, byte behind]; of tiny ones, a sample.
-function* piecesIn(plan, view, start, nbytes, least) {
+function* piecesOfRow(plan, view, start, nbytes, least) {
   let hint = null, turn = 0;
   for (let at = start; at < start + nbytes;) {
     const point = find(plan, view.stage, view.group, Math.floor(at), hint);

@@ -40,8 +40,8 @@ def svg_picture(data: MapData, plan: int) -> str:
     for group in sampled_groups(drawn, data.names, columns, piece_columns=_PIECE * _FINE):
         made, y = _group(drawn.groups[group.group], group, left, y)
         body += made
-    title = html.escape(data.title)
-    subtitle = html.escape(f"order {drawn.knobs['order']}, tp {drawn.tp}. {drawn.answer}")
+    title = html.escape(f"{data.title} in {drawn.knobs['order']}")
+    subtitle = html.escape(f"tp {drawn.tp}. {drawn.answer}")
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {y}" '
         'font-family="system-ui, Helvetica, Arial, sans-serif" font-size="12" role="img">'

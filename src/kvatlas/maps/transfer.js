@@ -54,7 +54,12 @@ function chosenBy({ kind, value }) {
 }
 
 function piecesOf(chosen) {
-  return pieces(plan(), view.stage, view.group, view.block, view.tpRank, chosen);
+  return piecesIn(plan(), view.stage, view.tpRank, chosen);
+}
+
+function piecesIn(mine, stage, tpRank, chosen) {
+  const key = JSON.stringify([stage, view.group, tpRank, chosen]);
+  return remembered(mine, key, () => pieces(mine, stage, view.group, tpRank, chosen));
 }
 
 function sizesOf(runs) {
@@ -140,8 +145,8 @@ function elsewhere(chosen) {
   for (const order of new Set(data.plans.map((one) => one.knobs.order))) {
     const other = data.plans[closest("order", order)], group = other.groups[view.group];
     if (order === plan().knobs.order || !group || group.kind !== plan().groups[view.group].kind) continue;
-    const runs = pieces(other, Math.min(view.stage, other.ranks / other.tp - 1), view.group, 0, Math.min(view.tpRank, other.tp - 1), chosen);
-    if (runs) told.push(`${order} ${count(runs.length)}`);
+    const runs = piecesIn(other, Math.min(view.stage, other.ranks / other.tp - 1), Math.min(view.tpRank, other.tp - 1), chosen);
+    if (runs && runs.length) told.push(`${order} ${count(runs.length)}`);
   }
-  return told.length ? `Elsewhere: ${told.join(", ")}.` : "";
+  return told.length ? `Other orders: ${told.join(", ")}.` : "";
 }
