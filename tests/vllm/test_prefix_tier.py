@@ -110,7 +110,6 @@ def asking(tokens: list[int], name: str = "r", **about: Any) -> Any:
     request = Request(name, len(tokens), about.get("params"))
     request.prompt_token_ids, request._all_token_ids = list(tokens), list(tokens)
     request.cache_salt = about.get("salt")
-    request.all_token_ids, request.num_tokens = request._all_token_ids, len(tokens)
     request.num_in_flight_tokens = about.get("in_flight", 0)
     request.status = SimpleNamespace(name=about.get("status", "FINISHED_STOPPED"))
     for key in ("lora_request", "mm_features"):
@@ -224,7 +223,8 @@ def test_a_request_for_another_engine_is_also_kept_and_let_go_once_both_are_done
     orders = both.take_orders()
     assert kept
     assert params is not None
-    assert [one.request_id for one in (*orders.offers, *orders.stores)] == ["r", "r"]
+    assert [one.request_id for one in orders.offers] == ["r"]
+    assert [one.request_id for one in orders.stores] == ["r"]
     made.ended.hold_twice({"r"})
     made.worker.carry_out(orders)
     made.worker.close()
