@@ -12,5 +12,5 @@ import vllm.v1.executor.multiproc_executor
 import vllm.v1.executor.uniproc_executor
 import vllm.v1.worker.cpu_worker  # noqa: F401
 
-import kvatlas.engines.vllm.connector
+import kvatlas.engines.vllm.connector  # noqa: F401
 import tests.vllm.engine_process  # noqa: F401
