@@ -23,8 +23,8 @@ from kvatlas.specs import (
     content_formats,
 )
 
-Floats = NDArray[np.float64]
-Bytes = NDArray[np.uint8]
+Floats = Any
+Bytes = Any
 Fields = dict[str, Bytes]
 """Bytes [..., items, bytes of an item] by field."""
 
@@ -54,7 +54,7 @@ FLOATS = {
 }  # fmt: skip
 
 
-def to_code(values: Floats, kind: str) -> NDArray[np.int64]:
+def to_code(values: Floats, kind: str) -> Any:
     """The nearest code, ties to the even one; what is too large saturates."""
     table = pattern_values(*FLOATS[kind])
     size = np.abs(values)
@@ -101,7 +101,7 @@ def pack(codes: NDArray[Any], bits: int) -> Bytes:
     return packed[..., None]
 
 
-def unpack(data: Bytes, bits: int, count: int) -> NDArray[np.int64]:
+def unpack(data: Bytes, bits: int, count: int) -> Any:
     stream = np.unpackbits(data[..., 0], axis=-1, bitorder="little")[..., : count * bits]
     stream = stream.reshape(*stream.shape[:-1], count, bits).astype(np.int64)
     return (stream << np.arange(bits)).sum(-1)

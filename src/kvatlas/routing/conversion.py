@@ -194,7 +194,7 @@ def conversion_between(
         got = f"{spelled(asked)} where the plans need {spelled(needed) or 'none'}"
         raise AtlasError(Code.BAD_CONVERSION, got=got, hint=hint)
     ends = (src, dst)
-    given = [tensor_scales(one, end, layers) for one, end in zip(scales, ends, strict=True)]
+    given = [tensor_scales(one, end.specs) for one, end in zip(scales, ends, strict=True)]
     cells: dict[tuple[str, str], tuple[CellFormat, CellFormat]] = {}
     changed: dict[FormatChange, set[str]] = {}
     for name in layers:
@@ -234,18 +234,16 @@ def way_between(src: CellFormat, dst: CellFormat) -> Way:
     return "elements" if src.by_element and dst.by_element else "rows"
 
 
-def tensor_scales(given: object, end: PlanEnd, layers: Collection[str]) -> dict[str, TensorScales]:
+def tensor_scales(given: object, layers: Collection[str]) -> dict[str, TensorScales]:
     """Scales by layer, from a number for all of them, or numbers or pairs (K, V) by name.
 
-    >>> from kvatlas.planning import plan
-    >>> end = PlanEnd(plan("Qwen3-8B", memory="1GiB", kv_dtype="fp8", max_len=512))
-    >>> tensor_scales(0.5, end, end.plan.layers)["model.layers.3.self_attn.attn"]
-    TensorScales(k=0.5, v=0.5)
+    >>> tensor_scales({"layers.1.attn": (0.5, 0.25)}, ["layers.0.attn", "layers.1.attn"])
+    {'layers.1.attn': TensorScales(k=0.5, v=0.25)}
     """
     if given is None:
         return {}
     by_layer = given if isinstance(given, Mapping) else dict.fromkeys(layers, given)
-    unknown = [name for name in by_layer if name not in end.specs]
+    unknown = [name for name in by_layer if name not in layers]
     if unknown:
         hint = "Name layers as the plan does"
         raise AtlasError(Code.UNKNOWN_LAYER, got=repr(unknown[0])[:200], hint=hint)

@@ -92,11 +92,12 @@ class Route:
         visibilities = {name: shared_visibility(src, dst, name) for name in self.layers}
         self.conversion: Conversion | None = None
         """What is converted on the way, how, where, and what error that adds."""
-        self._compiler = Compiler(*ends, visibilities)
+        self._converter: ConvertingCompiler | None = None
         if convert is not None:
             scales = (src_scales, dst_scales)
             self.conversion = conversion_between(*ends, self.layers, convert, scales)
-            self._compiler = ConvertingCompiler(*ends, visibilities, self.conversion)
+            self._converter = ConvertingCompiler(*ends, visibilities, self.conversion)
+        self._compiler = self._converter or Compiler(*ends, visibilities)
         self._arrivals = Compiler(ends[1], ends[1], visibilities)
         self._compiled: dict[tuple[object, ...], list[CompiledPair]] = {}
         self._converted: dict[tuple[int, int, frozenset[str] | None], list[ConvertedBox]] = {}
@@ -116,8 +117,8 @@ class Route:
     def compile(self, *, src_rank: int, dst_rank: int) -> int:
         """Compile one pair of ranks ahead of its first transfer; how many strips it has."""
         src_rank = self._checked_source(src_rank, dst_rank)
-        if isinstance(self._compiler, ConvertingCompiler):
-            return len(self._boxes(src_rank, int(dst_rank), None))
+        if self._converter is not None:
+            return len(self._boxes(self._converter, src_rank, int(dst_rank), None))
         pairs = self._pairs(self._compiler, src_rank, int(dst_rank), None)
         return sum(len(runs.starts.src) for pair in pairs for runs in pair.states)
 
@@ -194,12 +195,13 @@ class Route:
         >>> way.converted(src_rank=0, dst_rank=0, **blocks, tokens=16)
         <ConvertedStream of 1,179,648 bytes that arrive as 2,359,296>
         """
-        if self.conversion is None:
+        if self._converter is None:
             problem, hint = "The route converts nothing", "Use Route.stream, or route with convert="
             raise AtlasError(Code.BAD_CONVERSION, problem, got=self, hint=hint)
         request = self._request(src_rank, dst_rank, src_blocks, dst_blocks, tokens)
         names = self._checked_layers(layers)
-        return ConvertedStream(self._boxes(request.src.rank, request.dst.rank, names), request)
+        boxes = self._boxes(self._converter, request.src.rank, request.dst.rank, names)
+        return ConvertedStream(boxes, request)
 
     def needs(
         self,
@@ -296,13 +298,16 @@ class Route:
         return pairs
 
     def _boxes(
-        self, src_rank: int, dst_rank: int, names: frozenset[str] | None
+        self,
+        converter: ConvertingCompiler,
+        src_rank: int,
+        dst_rank: int,
+        names: frozenset[str] | None,
     ) -> list[ConvertedBox]:
         key = (src_rank, dst_rank, names)
         boxes = self._converted.get(key)
         if boxes is None:
-            assert isinstance(self._compiler, ConvertingCompiler)
-            boxes = self._converted[key] = self._compiler.boxes(*key)
+            boxes = self._converted[key] = converter.boxes(*key)
             for old in list(self._converted)[:-_MOST_COMPILED]:
                 self._converted.pop(old, None)
         return boxes

@@ -83,11 +83,15 @@ class TensorScales(NamedTuple):
     v: float = 1.0
 
 
+_ONE = TensorScales()
+
+
 def needs_scales(spec: Spec) -> bool:
     """Whether a layer's format has one scale for the tensor, which no page holds.
 
     >>> from kvatlas.specs import FullAttention
-    >>> [needs_scales(FullAttention(heads=8, head_dim=64, cache=c)) for c in ("fp8", "int8_per_token_head")]
+    >>> caches = ("fp8", "int8_per_token_head")
+    >>> [needs_scales(FullAttention(heads=8, head_dim=64, cache=c)) for c in caches]
     [True, False]
     """
     scaled = isinstance(spec, Attention | LatentAttention)
@@ -120,7 +124,7 @@ class CellFormat:
     """
 
     def __init__(
-        self, spec: Spec, *, field: str | None = None, scales: TensorScales = TensorScales()
+        self, spec: Spec, *, field: str | None = None, scales: TensorScales = _ONE
     ) -> None:
         self.spec, self.field, self.scales = spec, field, scales
 

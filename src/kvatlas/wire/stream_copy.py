@@ -6,60 +6,72 @@ into its own; where the route converts, the end that has the other format does s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvatlas.routing import ConvertedPart, ConvertedStream, Route, Stream
+from kvatlas.routing import ConvertedPart, ConvertedStream, Copy, Route, Stream
 from kvatlas.wire.memory_copy import Bytes, copy_pools
+from kvatlas.wire.protocol import MAX_CHECKSUM_SPAN
 from kvatlas.wire.staging import gather, scatter
 
 AnyStream = Stream | ConvertedStream
 """A request's bytes as they are, or formats changed on the way."""
 
+SOURCE, DESTINATION = 0, 1
+
+
+class StreamPiece(NamedTuple):
+    """A piece of a stream at one end, with its runs there, ready to be filled or delivered."""
+
+    copies: Sequence[Copy]
+    parts: Sequence[ConvertedPart] = ()
+    """What each copy is of, where the route converts."""
+
+    @classmethod
+    def of(cls, stream: AnyStream, start: int, stop: int, end: int) -> StreamPiece:
+        """Bytes start .. stop - 1 of a stream, with the runs of one end."""
+        if isinstance(stream, Stream):
+            return cls(stream.copies(start, stop))
+        parts = list(stream.parts(start, stop))
+        return cls([part.copy(end) for part in parts], parts)
+
+    def fill(self, pools: Mapping[int, Bytes], piece: Bytes) -> None:
+        """The piece as it travels, out of the source's pools."""
+        if not self.parts:
+            gather(self.copies, pools, piece)
+        done = 0
+        for copy, part in zip(self.copies, self.parts, strict=bool(self.parts)):
+            into = piece[done : done + part.travelling]
+            done += part.travelling
+            if part.converted_at(SOURCE):
+                cells = np.empty(part.nbytes(SOURCE), dtype=np.uint8)
+                gather([copy], pools, cells)
+                into[:] = _converted(part, cells)
+            else:
+                gather([copy], pools, into)
+
+    def deliver(self, piece: Bytes, pools: Mapping[int, Bytes]) -> int:
+        """Put the piece into the destination's pools; how many bytes arrived there."""
+        if not self.parts:
+            return scatter(self.copies, piece, pools)
+        done = arrived = 0
+        for copy, part in zip(self.copies, self.parts, strict=True):
+            cells = piece[done : done + part.travelling]
+            done += part.travelling
+            if part.converted_at(DESTINATION):
+                cells = _converted(part, cells)
+            arrived += scatter([copy], cells, pools)
+        return arrived
+
 
 def piece_spans(stream: AnyStream, piece: int) -> Iterator[tuple[int, int]]:
     """Where the pieces of a stream start and stop."""
     if isinstance(stream, ConvertedStream):
-        return stream.spans(piece)
+        return stream.spans(min(piece, MAX_CHECKSUM_SPAN))  # each is one checksum
     total = stream.nbytes
     return ((start, min(total, start + piece)) for start in range(0, total, piece))
-
-
-def fill_piece(
-    stream: AnyStream, start: int, stop: int, pools: Mapping[int, Bytes], piece: Bytes
-) -> None:
-    """Bytes start .. stop - 1 of a stream, out of the source's pools."""
-    if isinstance(stream, Stream):
-        gather(stream.copies(start, stop), pools, piece)
-        return
-    done = 0
-    for part in stream.parts(start, stop):
-        into = piece[done : done + part.travelling]
-        if part.converted_at(0):
-            cells = np.empty(part.nbytes(0), dtype=np.uint8)
-            gather([part.copy(0)], pools, cells)
-            into[:] = _converted(part, cells)
-        else:
-            gather([part.copy(0)], pools, into)
-        done += part.travelling
-
-
-def deliver_piece(
-    stream: AnyStream, start: int, stop: int, piece: Bytes, pools: Mapping[int, Bytes]
-) -> int:
-    """Put bytes start .. stop - 1 of a stream into the destination's pools; how many there."""
-    if isinstance(stream, Stream):
-        return scatter(stream.copies(start, stop), piece, pools)
-    done = arrived = 0
-    for part in stream.parts(start, stop):
-        cells = piece[done : done + part.travelling]
-        done += part.travelling
-        if part.converted_at(1):
-            cells = _converted(part, cells)
-        arrived += scatter([part.copy(1)], cells, pools)
-    return arrived
 
 
 def copy_request(
@@ -71,7 +83,7 @@ def copy_request(
     dst_blocks: Any,
     tokens: Any,
 ) -> int:
-    """Copy a request between ranks that are all in this process; how many bytes.
+    """Copy a request between ranks that are all in this process; how many bytes arrived.
 
     `src` and `dst` are byte arrays by rank, and by pool within it; a route that converts does so.
 
@@ -85,15 +97,15 @@ def copy_request(
     >>> int((pools[1][0][0] == 1).sum())
     2359296
     """
-    blocks = {"src_blocks": src_blocks, "dst_blocks": dst_blocks, "tokens": tokens}
     moved = 0
     for dst_rank, pools in dst.items():
         for src_rank in route.sources(dst_rank):
-            ranks = {"src_rank": src_rank, "dst_rank": dst_rank}
+            ask: dict[str, Any] = {"src_rank": src_rank, "dst_rank": dst_rank, "tokens": tokens}
+            ask.update(src_blocks=src_blocks, dst_blocks=dst_blocks)
             if route.conversion is not None:
-                moved += _convert_pools(route.converted(**ranks, **blocks), src[src_rank], pools)
+                moved += _convert_pools(route.converted(**ask), src[src_rank], pools)
                 continue
-            bound = route.bind(**ranks, **blocks)
+            bound = route.bind(**ask)
             copy_pools(bound.copies, src[src_rank], pools)
             moved += bound.nbytes
     return moved
@@ -105,11 +117,10 @@ def _convert_pools(
     """Carry out a converting transfer between pools; how many bytes arrived."""
     arrived = 0
     for part in stream.parts():
-        cells = np.empty(part.nbytes(0), dtype=np.uint8)
-        gather([part.copy(0)], src, cells)
-        arrived += scatter(
-            [part.copy(1)], cells if part.box.copied else _converted(part, cells), dst
-        )
+        cells = np.empty(part.nbytes(SOURCE), dtype=np.uint8)
+        gather([part.copy(SOURCE)], src, cells)
+        made = cells if part.box.copied else _converted(part, cells)
+        arrived += scatter([part.copy(DESTINATION)], made, dst)
     return arrived
 
 
