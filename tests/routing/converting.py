@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from kvatlas.planning import Plan
 from kvatlas.routing import Route, route, spelled
 from kvatlas.routing.conversion import row_error, unlike_formats
-from kvatlas.specs import Recurrent, Spec, content_formats, needs_scales
+from kvatlas.specs import CellFormat, Recurrent, Spec, content_formats, needs_scales
 from kvatlas.wire import copy_request
 from tests.routing import conversion_oracle as formats
 from tests.routing import oracle
@@ -58,7 +58,7 @@ def converting_route(src: Plan, dst: Plan) -> Route:
 def drawn_rows(spec: Spec, count: int, rng: np.random.Generator) -> dict[str, Any]:
     """Rows of every part of a layer's content, as models make them."""
     found: dict[str, Any] = {}
-    for field in spec.page(spec.tokens_per_state or 1).fields:
+    for field in CellFormat(spec).page.fields:
         sizes = field.shape
         if isinstance(spec, Recurrent):
             order = [sizes[name] for name in sorted(sizes)]
@@ -119,14 +119,19 @@ def fill_sources(move: Move, rng: np.random.Generator) -> tuple[dict[int, Memory
     return memories, numbers
 
 
-def assert_converts(move: Move, *, seed: int = 0, made: Route | None = None) -> dict[str, Any]:
-    """Carry a move out and compare every number of every destination rank with the oracle's.
-
-    Nothing else changes, guard bytes included. Gives the numbers as the destination keeps them.
-    """
+def assert_converts(move: Move, *, seed: int = 0) -> None:
+    """Carry a move out in this process and compare every number with the oracle's."""
     rng = np.random.default_rng(seed)
-    made = made or converting_route(move.src, move.dst)
     sources, numbers = fill_sources(move, rng)
+    before, after = carry_out(move, sources, rng)
+    assert_converted(move, numbers, before, after)
+
+
+def carry_out(
+    move: Move, sources: dict[int, Memory], rng: np.random.Generator
+) -> tuple[dict[int, Memory], dict[int, Memory]]:
+    """The destination's memory before and after a move."""
+    made = converting_route(move.src, move.dst)
     before = {rank: Memory(move.dst, rank, rng) for rank in oracle.ranks(move.dst)}
     after = {rank: memory.copy() for rank, memory in before.items()}
     pools = [{rank: one.pools for rank, one in side.items()} for side in (sources, after)]
@@ -138,56 +143,72 @@ def assert_converts(move: Move, *, seed: int = 0, made: Route | None = None) -> 
         for rank in oracle.ranks(move.dst)
     ]
     assert moved == sum(needed)
-    arrived: dict[str, Any] = {}
+    return before, after
+
+
+def assert_converted(
+    move: Move, numbers: dict[str, Any], before: dict[int, Memory], after: dict[int, Memory]
+) -> dict[str, Any]:
+    """Every number of every destination rank is the oracle's, and nothing else has changed.
+
+    Gives the numbers of all layers as the destination keeps them.
+    """
+    covered: dict[tuple[str, str], Any] = {}
+    found: dict[str, Any] = {}
     for rank in oracle.ranks(move.dst):
         fields: dict[str, dict[str, Any]] = {}
+        left = after[rank].copy()
         for held in oracle.held(move, "dst", rank):
             at = held.address[:, None] + np.arange(held.item)
-            pool = after[rank].pools[held.pool]
+            key = held.layer, held.field
             marks, seen = fields.setdefault(held.layer, {}).setdefault(
-                held.field, _blank(move, held.layer, held.field)
+                held.field, _blank(move, *key)
             )
-            marks[held.number], seen[held.number] = pool[at], True
+            marks[held.number], seen[held.number] = after[rank].pools[held.pool][at], True
+            covered[key] = covered.get(key, False) | seen
             # What has arrived is taken back out: all else must be as it was.
-            pool[at] = before[rank].pools[held.pool][at]
-        after[rank].assert_equal(before[rank], f"destination rank {rank}")
+            left.pools[held.pool][at] = before[rank].pools[held.pool][at]
+        left.assert_equal(before[rank], f"destination rank {rank}")
         for layer, own in fields.items():
-            arrived.setdefault(layer, []).append(own)
-    return {layer: _compare(move, layer, ranks, numbers[layer]) for layer, ranks in arrived.items()}
+            expected = found.get(layer)
+            found[layer] = _compare(move, layer, own, numbers[layer], expected)
+    for (layer, field), seen in covered.items():
+        states = oracle.states(move, layer)
+        arrived = seen.reshape(states.stop, -1)[states.start :]
+        assert arrived.all(), f"all of {field} of {layer} arrives"
+    return {
+        layer: loaded(move.dst.spec(layer), fields, scale_of(move.dst, layer))
+        for layer, fields in found.items()
+    }
 
 
 def _blank(move: Move, layer: str, field: str) -> tuple[Any, Any]:
-    spec = move.dst.spec(layer)
-    found = spec.page(spec.tokens_per_state or 1).field(field)
+    found = CellFormat(move.dst.spec(layer)).page.field(field)
     count = oracle.states(move, layer).stop
     for name, size in found.shape.items():
         count *= 1 if name == "N" else size
     return np.zeros((count, found.dtype.item), np.uint8), np.zeros(count, bool)
 
 
-def _compare(move: Move, layer: str, ranks: list[Any], numbers: dict[str, Any]) -> dict[str, Any]:
-    """The numbers of a layer at the destination, held against the oracle's."""
+def _compare(
+    move: Move, layer: str, own: dict[str, Any], numbers: dict[str, Any], other_ranks: Any
+) -> dict[str, Any]:
+    """One rank's part of a layer held against the oracle; all ranks' fields so far."""
     src, dst = move.src.spec(layer), move.dst.spec(layer)
     scales = scale_of(move.dst, layer)
-    before = next(iter(content_formats(src).values()))
-    expected = stored(dst, numbers, scales, before)
+    expected = stored(dst, numbers, scales, next(iter(content_formats(src).values())))
     whole = {name: data.copy() for name, data in expected.items()}
-    covered = {name: np.zeros(data.size // data.shape[-1], bool) for name, data in whole.items()}
-    for own in ranks:
-        for name, (marks, seen) in own.items():
-            flat = whole[name].reshape(-1, whole[name].shape[-1])
-            flat[seen] = marks[seen]
-            covered[name] |= seen
-    states = oracle.states(move, layer)
-    for name, seen in covered.items():
-        per_state = seen.reshape(states.stop, -1)
-        assert per_state[states.start :].all(), f"all of {name} of {layer} arrives"
-    found, right = loaded(dst, whole, scales), loaded(dst, expected, scales)
+    joined = whole if other_ranks is None else other_ranks
+    for name, (marks, seen) in own.items():
+        for fields in (whole, joined):
+            fields[name] = np.ascontiguousarray(fields[name])
+            fields[name].reshape(-1, fields[name].shape[-1])[seen] = marks[seen]
+    found, right = (loaded(dst, fields, scales) for fields in (whole, expected))
     for part, values in found.items():
         pair = _pair(src, dst, part)
         what = f"{part} of {layer}, {spelled([pair])}"
         assert_close(values, right[part], numbers[part], pair, what)
-    return found
+    return joined
 
 
 def _pair(src: Spec, dst: Spec, part: str) -> tuple[str, str]:

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import DType
+from kvatlas.geometry import DType, Page
 from kvatlas.specs.attention import Attention
 from kvatlas.specs.base import Spec
 from kvatlas.specs.cell_content import ATTENTION_CACHES
@@ -128,24 +128,15 @@ class CellFormat:
     ) -> None:
         self.spec, self.field, self.scales = spec, field, scales
 
-    @cached_property
+    @property
     def rows(self) -> tuple[CellRow, ...]:
         """The fields of a cell, padding left out."""
-        if self.field is not None:
-            return (CellRow(self.field, self.page.field(self.field).dtype, 0, 1),)
-        rows: list[CellRow] = []
-        at = 0
-        for field in self.page.fields:
-            if not field.padding:
-                items = math.prod(n for axis, n in field.sizes.items() if axis not in "HN")
-                rows.append(CellRow(field.name, field.dtype, at, items))
-                at += rows[-1].nbytes
-        return tuple(rows)
+        return _cell_rows(self.spec, self.field)
 
-    @cached_property
-    def page(self) -> Any:
+    @property
+    def page(self) -> Page:
         """The smallest page of the layer."""
-        return self.spec.page(self.spec.tokens_per_state or 1)
+        return _smallest_page(self.spec)
 
     @property
     def formats(self) -> Mapping[str, str]:
@@ -167,3 +158,24 @@ class CellFormat:
     def row(self, name: str) -> CellRow:
         """The row of a field."""
         return next(row for row in self.rows if row.name == name)
+
+
+@lru_cache(maxsize=4096)
+def _smallest_page(spec: Spec) -> Page:
+    """Remembered: layers share specs, and pages are checked when they are made."""
+    return spec.page(spec.tokens_per_state or 1)
+
+
+@lru_cache(maxsize=4096)
+def _cell_rows(spec: Spec, field: str | None) -> tuple[CellRow, ...]:
+    page = _smallest_page(spec)
+    if field is not None:
+        return (CellRow(field, page.field(field).dtype, 0, 1),)
+    rows: list[CellRow] = []
+    at = 0
+    for part in page.fields:
+        if not part.padding:
+            items = math.prod(n for axis, n in part.sizes.items() if axis not in "HN")
+            rows.append(CellRow(part.name, part.dtype, at, items))
+            at += rows[-1].nbytes
+    return tuple(rows)
