@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -101,8 +102,8 @@ def test_shared_memory_converts() -> None:
     src = small_plan(model_of("m", {"attn": attention("bf16")}), tp=2)
     dst = small_plan(model_of("m", {"attn": attention("int8_per_token_head")}), block_size=32)
     nodes = []
-    tables = [scattered(made, TOKENS) for made in (src, dst)]
-    move = Move(src, dst, *tables, (0, TOKENS))
+    tables = scattered(src, TOKENS), scattered(dst, TOKENS)
+    move = Move(src, dst, tables[0], tables[1], (0, TOKENS))
     memories, numbers = fill_sources(move, np.random.default_rng(5))
     try:
         pools = {}
@@ -129,12 +130,18 @@ def test_shared_memory_converts() -> None:
 def refusal(src: End, dst: End, *, pushing: bool = False) -> AtlasError:
     """Why a session is not had, or a transfer is not begun."""
     node, others = (src.nodes[0], dst) if pushing else (dst.nodes[0], src)
-    with pytest.raises(AtlasError) as refused, Session(node, others.endpoints) as session:
-        if pushing:
-            session.push("r", src_blocks=src.blocks, tokens=TOKENS).wait(5)
-        else:
-            session.pull("r", dst_blocks=dst.blocks, tokens=TOKENS).wait(5)
+    with pytest.raises(AtlasError) as refused:
+        _transfer(node, others, pushing=pushing)
     return refused.value
+
+
+def _transfer(node: Node, others: End, *, pushing: bool) -> None:
+    blocks = scattered(node.plan, TOKENS)
+    with Session(node, others.endpoints) as session:
+        if pushing:
+            session.push("r", src_blocks=blocks, tokens=TOKENS).wait(5)
+        else:
+            session.pull("r", dst_blocks=blocks, tokens=TOKENS).wait(5)
 
 
 def test_both_ends_have_to_agree() -> None:
@@ -148,7 +155,7 @@ def test_both_ends_have_to_agree() -> None:
         ({"convert": "fp8->fp16"}, {"convert": "fp8->fp16"}, Code.BAD_CONVERSION),
         ({"convert": "fp8->bf16"}, {"convert": "fp8->bf16"}, Code.MISSING_SCALES),
     ):
-        made = End(src, TOKENS, seed=1, **here), End(dst, TOKENS, seed=2, **there)  # type: ignore[arg-type]
+        made = End(src, TOKENS, seed=1, **here), End(dst, TOKENS, seed=2, **there)
         with ends(*made) as (source, target):
             source.offer("r")
             for pushing in (False, True):
@@ -184,7 +191,7 @@ def test_a_piece_that_was_changed_on_the_wire_is_noticed() -> None:
     with ends(*agreed(src, dst)) as (here, there):
         filled(here, there)
 
-        def flip(act: Any, copies: list[Copy]) -> Any:
+        def flip(act: Any, copies: Sequence[Copy]) -> Any:
             handle = act()
             there.nodes[0].staging.memory[copies[0].dst[0]] ^= 1
             return handle
@@ -207,5 +214,5 @@ def test_bad_terms_are_refused_when_a_node_is_made() -> None:
         (Code.UNKNOWN_LAYER, {"convert": "fp8->bf16", "scales": {"no layer": 1.0}}),
     ):
         with pytest.raises(AtlasError) as refused:
-            End(made, TOKENS, **wrong)  # type: ignore[arg-type]
+            End(made, TOKENS, **wrong)
         assert refused.value.code is code

@@ -82,7 +82,8 @@ def check_parts(src: Plan, dst: Plan, answer: Check) -> list[RenderableType]:
         why = table("code", "what is unlike", words=(0, 1), wraps=(1,))
         for reason in answer.reasons:
             why.add_row(str(reason.code), plain(reason.got))
-        return [head, no, indented(why)]
+        hints = dict.fromkeys(reason.hint for reason in answer.reasons if reason.hint)
+        return [head, no, indented(why), *(Text(f"{plain(hint)}.", style="dim") for hint in hints)]
     yes = Text("Yes: ", style="bold green")
     yes.append(
         f"{answer.tokens:,} tokens are {size(answer.nbytes)} in {answer.descriptors:,} "

@@ -19,7 +19,7 @@ from kvatlas.specs.attention import (
 )
 from kvatlas.specs.base import Spec
 from kvatlas.specs.cell_content import ATTENTION_CACHES, sides
-from kvatlas.specs.content_formats import (
+from kvatlas.specs.cell_formats import (
     PLAIN_FORMATS,
     CellFormat,
     CellRow,
