@@ -122,6 +122,7 @@ def explain(options: PlanOptions, as_json: Json = False) -> None:
 @command(
     "check Qwen3-8B --from tp=2,layout=LBHNC --to tp=3,layout=BHLNC",
     "check prefill.json decode.json --tokens 8192 --json",
+    "check Qwen3-8B --from kv-dtype=fp8 --to kv-dtype=bf16 --convert 'fp8->bf16'",
 )
 def check(
     first: Annotated[str, typer.Argument(metavar="MODEL|PLAN", show_default=False)],
@@ -135,6 +136,9 @@ def check(
     many: Annotated[
         int | None, typer.Option("--tokens", help="Tokens of the request to count for.")
     ] = None,
+    convert: Annotated[
+        str | None, typer.Option(help="Convert unlike formats, by name: 'fp8->bf16'")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Whether one plan's caches can go to another, and with how many descriptors.
@@ -146,45 +150,9 @@ def check(
     from kvatlas.routing import check as check_route
 
     src, dst = two_plans(first, second, source, target)
-    found = check_route(src, dst, tokens=many)
-    answer(as_json, found.as_dict(), *check_parts(src, dst, found))
-    if not found.ok:
-        raise typer.Exit(1)
-
-
-@command(
-    "doctor Qwen3-8B --from tp=2,block-size=64 --to tp=1,block-size=128",
-    "doctor prefill.sh decode.sh",
-    "doctor prefill.json decode.json --json",
-)
-def doctor(
-    first: Annotated[str, typer.Argument(metavar="MODEL|ENGINE", show_default=False)],
-    second: Annotated[str | None, typer.Argument(metavar="[ENGINE]", show_default=False)] = None,
-    source: Annotated[
-        str | None, typer.Option("--from", help="The prefill engine: tp=2,kv-cache-dtype=fp8")
-    ] = None,
-    target: Annotated[
-        str | None, typer.Option("--to", help="The decode engine: tp=1,block-size=128")
-    ] = None,
-    many: Annotated[
-        int, typer.Option("--tokens", help="Tokens of the request to count for.")
-    ] = 1000,
-    as_json: Json = False,
-) -> None:
-    """Whether two vLLM engines will understand each other, before either is started.
-
-    An engine is a file: its command line, its arguments as JSON, or a saved plan; or a model with
-    --from and --to. Exits with 1 where they will not.
-    """
-    from kvatlas.cli.doctor import doctor_parts, two_engines
-    from kvatlas.cli.move import quiet
-    from kvatlas.engines.vllm import diagnose
-
-    engines = two_engines(first, second, source, target)
-    with quiet("Looking at two engines ..."):
-        found = diagnose(*engines, tokens=many)
-    answer(as_json, found.as_dict(), *doctor_parts(found))
-    if not found.ok:
+    answer = check_route(src, dst, tokens=many, convert=convert)
+    answer(as_json, answer.as_dict(), *check_parts(src, dst, answer))
+    if not answer.ok:
         raise typer.Exit(1)
 
 
