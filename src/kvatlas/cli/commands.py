@@ -150,9 +150,45 @@ def check(
     from kvatlas.routing import check as check_route
 
     src, dst = two_plans(first, second, source, target)
-    answer = check_route(src, dst, tokens=many, convert=convert)
-    answer(as_json, answer.as_dict(), *check_parts(src, dst, answer))
-    if not answer.ok:
+    found = check_route(src, dst, tokens=many, convert=convert)
+    answer(as_json, found.as_dict(), *check_parts(src, dst, found))
+    if not found.ok:
+        raise typer.Exit(1)
+
+
+@command(
+    "doctor Qwen3-8B --from tp=2,block-size=64 --to tp=1,block-size=128",
+    "doctor prefill.sh decode.sh",
+    "doctor prefill.json decode.json --json",
+)
+def doctor(
+    first: Annotated[str, typer.Argument(metavar="MODEL|ENGINE", show_default=False)],
+    second: Annotated[str | None, typer.Argument(metavar="[ENGINE]", show_default=False)] = None,
+    source: Annotated[
+        str | None, typer.Option("--from", help="The prefill engine: tp=2,kv-cache-dtype=fp8")
+    ] = None,
+    target: Annotated[
+        str | None, typer.Option("--to", help="The decode engine: tp=1,block-size=128")
+    ] = None,
+    many: Annotated[
+        int, typer.Option("--tokens", help="Tokens of the request to count for.")
+    ] = 1000,
+    as_json: Json = False,
+) -> None:
+    """Whether two vLLM engines will understand each other, before either is started.
+
+    An engine is a file: its command line, its arguments as JSON, or a saved plan; or a model with
+    --from and --to. Exits with 1 where they will not.
+    """
+    from kvatlas.cli.doctor import doctor_parts, two_engines
+    from kvatlas.cli.move import quiet
+    from kvatlas.engines.vllm import diagnose
+
+    engines = two_engines(first, second, source, target)
+    with quiet("Looking at two engines ..."):
+        found = diagnose(*engines, tokens=many)
+    answer(as_json, found.as_dict(), *doctor_parts(found))
+    if not found.ok:
         raise typer.Exit(1)
 
 
