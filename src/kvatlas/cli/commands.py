@@ -17,6 +17,8 @@ from kvatlas.cli.options import MODEL, MODELS, PlanOptions, completer, takes_pla
 from kvatlas.cli.tables import comparison, headline, notes, sentences
 from kvatlas.planning import size
 
+__all__ = ["app", "run"]
+
 
 def run() -> None:
     """Run the command line of this process."""
