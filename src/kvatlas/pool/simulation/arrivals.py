@@ -58,6 +58,7 @@ class TimedReplay(Replay):
             self.waited += now - max(came, busy)
             self.outcome.hits[request] = hit or 0
             if hit is None:
+                self._seen[self.spans.of_request(request)] = True
                 self.outcome.refused += 1
                 busy = now
                 continue

@@ -88,5 +88,5 @@ def _seen(count: Ints, window: int | None) -> NDArray[np.float64]:
     tokens = count.astype(np.float64)
     if window is None:
         return tokens * (tokens + 1) / 2
-    begun = np.minimum(tokens, window)
+    begun: NDArray[np.float64] = np.minimum(tokens, window)
     return begun * (begun + 1) / 2 + (tokens - begun) * window

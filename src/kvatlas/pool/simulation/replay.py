@@ -1,8 +1,8 @@
 """`Replay`: a trace's requests through the pools of a plan, one after the other.
 
-Entries are spans of a class: the class in the high bits, the span in the low ones. For each request: the longest
-prefix that every class can serve; room for what is new; what was used is ranked. Everything
-is done on arrays, so that a request costs a few microseconds and some nanoseconds a span.
+Entries are spans of a class: the class in the high bits, the span in the low ones. For each
+request: the longest prefix that every class can serve; room for what is new; what was used is
+ranked. All on arrays, so that a request costs some microseconds, and a span some nanoseconds.
 """
 
 from __future__ import annotations
@@ -262,7 +262,8 @@ class Replay:
         return entries if len(self._evictions) == 1 else entries[self._pool_of(entries) == pool]
 
     def _pool_of(self, entries: Ints) -> Ints:
-        return np.array(self._pools)[entries >> self._bits]
+        pools: Ints = np.array(self._pools)[entries >> self._bits]
+        return pools
 
     def _drop(self, pool: int, victims: Ints) -> None:
         self._present[victims] = False
