@@ -92,7 +92,7 @@ def main(folder: Path) -> None:
     tasks = [(folder / file, model) for file in TRACES for model in MODELS]
     every: list[Line] = []
     with Pool() as workers:
-        for (path, model), (found, ceiling) in zip(tasks, workers.imap(_lines, tasks), strict=True):
+        for (_, model), (found, ceiling) in zip(tasks, workers.imap(_lines, tasks), strict=True):
             every += found
             print("\n".join(map(str, found)), flush=True)
             if model == MODELS[-1]:

@@ -31,14 +31,13 @@ def files() -> dict[Path, tuple[int, ...]]:
 
 def test_fifo_lru_and_optimal_find_as_much() -> None:
     theirs = pytest.importorskip("kvcache_sim.policies")
-    from kvcache_sim.plan import build_execution_plan
-    from kvcache_sim.trace import parse_trace_file
-
+    plans = pytest.importorskip("kvcache_sim.plan")
+    traces = pytest.importorskip("kvcache_sim.trace")
     for path, capacities in files().items():
         trace = read_trace(path)
         half = len(trace) // 2
         spans = Spans.of_ids(trace)
-        plan = build_execution_plan(parse_trace_file(path, block_size=trace.block))
+        plan = plans.build_execution_plan(traces.parse_trace_file(path, block_size=trace.block))
         for blocks in capacities:
             for eviction in ("fifo", "lru", "optimal"):
                 told = theirs.simulate_policy(plan, eviction, blocks)
