@@ -1,9 +1,10 @@
 """Run every benchmark."""
 
-from benchmarks import geometry, handing_over, kernels, planning, pulling, routes, tier, wires
+from benchmarks import geometry, handing_over, kernels, planning, pool, pulling, routes, tier, wires
 
 geometry.main()
 planning.main()
+pool.main()
 routes.main()
 kernels.main()
 tier.main()
