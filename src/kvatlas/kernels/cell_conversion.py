@@ -97,8 +97,7 @@ def _convert_block(
         step = max(1, _AT_ONCE // (8 * given.shape[1]))
         for first in range(0, len(given), step):
             codes = given[first : first + step].view(by_code)
-            out = into[first : first + step].view(table.dtype)
-            out[...] = np.take(table, codes, mode="clip")
+            np.take(table, codes, out=into[first : first + step].view(table.dtype), mode="clip")
         return
     values = torch.from_numpy(given.view(f"i{one.item}")).view(torch_dtype(one))
     stored = torch.from_numpy(into.view(f"i{two.item}")).view(torch_dtype(two))
