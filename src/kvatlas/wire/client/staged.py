@@ -27,7 +27,7 @@ from kvatlas.wire.stream_copy import (
 def pull_staged(lease: RankLease, stream: AnyStream) -> None:
     """Have pieces gathered, read and scatter them; one is gathered while another is read."""
     lease.borrow_both()
-    staging, pools = lease.node.staging, lease.node.pools
+    staging = lease.node.staging
     piece = min(staging.piece, lease.opened.piece)
     spans = list(piece_spans(stream, piece))
     many = min(len(lease.buffers), len(lease.lent))
@@ -46,7 +46,9 @@ def pull_staged(lease: RankLease, stream: AnyStream) -> None:
             here = staging.view(lease.buffers[number % many], stop - start)
             if isinstance(stream, ConvertedStream):
                 lease.received[start, stop] = zlib.crc32(here.data)
-            arrived = StreamPiece.of(stream, start, stop, DESTINATION).deliver(here, pools)
+            arrived = StreamPiece.of(stream, start, stop, DESTINATION).deliver(
+                here, lease.node.scatter
+            )
             lease.transfer.add(lease.rank, arrived)
     finally:
         wait([gathering])
@@ -61,7 +63,7 @@ def _gather_beside(lease: RankLease, span: tuple[int, int], buffer: int) -> Futu
 
 def push(lease: RankLease, stream: AnyStream, *, staged: bool) -> None:
     """Have the peer fetch piece after piece; with `staged`, the next is gathered meanwhile."""
-    staging, pools = lease.node.staging, lease.node.pools
+    staging = lease.node.staging
     piece = lease.opened.piece
     if staged:
         lease.borrow_both()
@@ -77,7 +79,7 @@ def push(lease: RankLease, stream: AnyStream, *, staged: bool) -> None:
                     fetching.result()
                 buffer = lease.buffers[number % len(lease.buffers)]
                 here = staging.view(buffer, stop - start)
-                StreamPiece.of(stream, start, stop, SOURCE).fill(pools, here)
+                StreamPiece.of(stream, start, stop, SOURCE).fill(lease.node.gather, here)
                 if isinstance(stream, ConvertedStream):
                     lease.received[start, stop] = zlib.crc32(here.data)
                 span["staged_at"] = buffer * staging.piece

@@ -176,7 +176,7 @@ class Answers:
         part = StreamPiece.of(lease.stream, question.start, question.stop, SOURCE)
         with lease.guard, self.node.metrics.phase("stage"):
             lease.check()
-            part.fill(self.node.pools, self.node.staging.view(question.buffer, nbytes))
+            part.fill(self.node.gather, self.node.staging.view(question.buffer, nbytes))
         # What was gathered counts only if the blocks were still held when it was done.
         lease.check()
         return protocol.Ok(seconds=lease.left)
@@ -212,7 +212,7 @@ class Answers:
             piece = node.staging.view(landing, nbytes)
             if part.parts:
                 lease.received[question.start, question.stop] = zlib.crc32(piece.data)
-            part.deliver(piece, node.pools)
+            part.deliver(piece, node.scatter)
             lease.fetched = question.stop
         return protocol.Ok(seconds=lease.left)
 
@@ -250,7 +250,7 @@ class Answers:
             piece = np.empty(span[1] - span[0], dtype=np.uint8)
             with lease.guard:
                 lease.check()
-                part.fill(self.node.pools, piece)
+                part.fill(self.node.gather, piece)
             found = zlib.crc32(piece.data)
         lease.check()
         return protocol.Checksums(sums=np.array([found], dtype="<u4").tobytes())
