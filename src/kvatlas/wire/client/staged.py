@@ -6,7 +6,6 @@ reads the last one and scatters it.
 
 from __future__ import annotations
 
-import zlib
 from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any
@@ -20,6 +19,7 @@ from kvatlas.wire.stream_copy import (
     SOURCE,
     AnyStream,
     StreamPiece,
+    piece_checksum,
     piece_spans,
 )
 
@@ -45,11 +45,9 @@ def pull_staged(lease: RankLease, stream: AnyStream) -> None:
                 gathering = _gather_beside(lease, spans[number + 1], 0)
             here = staging.view(lease.buffers[number % many], stop - start)
             if isinstance(stream, ConvertedStream):
-                lease.received[start, stop] = zlib.crc32(here.data)
-            arrived = StreamPiece.of(stream, start, stop, DESTINATION).deliver(
-                here, lease.node.scatter
-            )
-            lease.transfer.add(lease.rank, arrived)
+                lease.received[start, stop] = piece_checksum(here)
+            arriving = StreamPiece.of(stream, start, stop, DESTINATION)
+            lease.transfer.add(lease.rank, arriving.deliver(here, lease.node.scatter))
     finally:
         wait([gathering])
 
@@ -81,7 +79,7 @@ def push(lease: RankLease, stream: AnyStream, *, staged: bool) -> None:
                 here = staging.view(buffer, stop - start)
                 StreamPiece.of(stream, start, stop, SOURCE).fill(lease.node.gather, here)
                 if isinstance(stream, ConvertedStream):
-                    lease.received[start, stop] = zlib.crc32(here.data)
+                    lease.received[start, stop] = piece_checksum(here)
                 span["staged_at"] = buffer * staging.piece
             if fetching:
                 fetching.result()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import time
-import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,7 +24,7 @@ from kvatlas.wire.rpc import Caller, log
 from kvatlas.wire.server.node_state import NodeState
 from kvatlas.wire.server.sessions import Sessions
 from kvatlas.wire.staging import checksums, into_buffer
-from kvatlas.wire.stream_copy import DESTINATION, SOURCE, StreamPiece
+from kvatlas.wire.stream_copy import DESTINATION, SOURCE, StreamPiece, piece_checksum
 from kvatlas.wire.transports.base import STAGING, Link
 
 _LONGEST_LEASE = 3600.0
@@ -211,7 +210,7 @@ class Answers:
             lease.reads.remove(read)
             piece = node.staging.view(landing, nbytes)
             if part.parts:
-                lease.received[question.start, question.stop] = zlib.crc32(piece.data)
+                lease.received[question.start, question.stop] = piece_checksum(piece)
             part.deliver(piece, node.scatter)
             lease.fetched = question.stop
         return protocol.Ok(seconds=lease.left)
@@ -251,7 +250,7 @@ class Answers:
             with lease.guard:
                 lease.check()
                 part.fill(self.node.gather, piece)
-            found = zlib.crc32(piece.data)
+            found = piece_checksum(piece)
         lease.check()
         return protocol.Checksums(sums=np.array([found], dtype="<u4").tobytes())
 
