@@ -26,8 +26,9 @@ READY := $(STAMP)
 PY := $(BIN)/python
 endif
 
-# Expanded when a recipe runs, so after its environment was made.
-PARALLEL = $(shell $(PY) -c "import xdist" 2>/dev/null && echo "-n auto")
+# Expanded when a recipe runs, so after its environment was made. One worker more than there are
+# cores: some tests wait, for peers that stand still say, and others are run meanwhile.
+PARALLEL = $(shell $(PY) -c "import os, xdist; print('--dist loadgroup -n', os.cpu_count() + 1)" 2>/dev/null)
 
 .PHONY: demo tour test test-deep test-gpu test-lowest test-transformers test-vllm test-vllm-lifecycle \
 	demo-vllm test-page map-gallery map-figures map-pictures \
