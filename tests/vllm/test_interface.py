@@ -12,12 +12,18 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorRole,
     supports_hma,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
+    MultiConnector,
+    MultiKVConnectorStats,
 )
 
 from kvatlas import AtlasError
 from kvatlas.engines.vllm import KVAtlasConnector
+from kvatlas.engines.vllm.connector import KVAtlasEndpoint
 from kvatlas.engines.vllm.connector_stats import COUNTERS, KVAtlasPromMetrics, KVAtlasStats
 from kvatlas.engines.vllm.supported_versions import METHODS, check_version
 from kvatlas.engines.vllm.tier_worker import TierCounts
@@ -59,6 +65,22 @@ def test_settings_are_read_when_the_engine_starts() -> None:
         worker.build_connector_meta(SimpleNamespace())
     assert worker.get_transfer_results(set()).finished_sending == set()
     worker.shutdown()
+
+
+def test_as_a_member_of_vllms_multi_connector() -> None:
+    """Its statistics are found by name, and another member's handshake is not taken for its own."""
+    stats = KVAtlasStats.of(PullCounts(pulls=2))
+    sent = MultiKVConnectorStats({"KVAtlasConnector": stats}).to_dict()
+    built = MultiConnector.build_kv_connector_stats(sent)
+    assert built is not None
+    assert built.data["KVAtlasConnector"].data["pulls"] == 2
+    config = vllm_config()
+    config.kv_transfer_config = transfer_config()
+    groups = Config([Group(FullAttentionSpec(block_size=64))])
+    made = KVAtlasConnector(config, KVConnectorRole.SCHEDULER, groups)
+    made.set_xfer_handshake_metadata_pp_aware({(0, 0): KVAtlasEndpoint("tcp://h:1")})
+    with pytest.raises(AtlasError, match="first among MultiConnector"):
+        made.set_xfer_handshake_metadata_pp_aware({(0, 0): KVConnectorHandshakeMetadata()})
 
 
 def test_counts_of_ranks_add_up_in_vllms_statistics() -> None:

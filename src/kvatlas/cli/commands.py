@@ -122,6 +122,7 @@ def explain(options: PlanOptions, as_json: Json = False) -> None:
 @command(
     "check Qwen3-8B --from tp=2,layout=LBHNC --to tp=3,layout=BHLNC",
     "check prefill.json decode.json --tokens 8192 --json",
+    "check Qwen3-8B --from kv-dtype=fp8 --to kv-dtype=bf16 --convert 'fp8->bf16'",
 )
 def check(
     first: Annotated[str, typer.Argument(metavar="MODEL|PLAN", show_default=False)],
@@ -135,6 +136,9 @@ def check(
     many: Annotated[
         int | None, typer.Option("--tokens", help="Tokens of the request to count for.")
     ] = None,
+    convert: Annotated[
+        str | None, typer.Option(help="Convert unlike formats, by name: 'fp8->bf16'")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Whether one plan's caches can go to another, and with how many descriptors.
@@ -146,7 +150,7 @@ def check(
     from kvatlas.routing import check as check_route
 
     src, dst = two_plans(first, second, source, target)
-    found = check_route(src, dst, tokens=many)
+    found = check_route(src, dst, tokens=many, convert=convert)
     answer(as_json, found.as_dict(), *check_parts(src, dst, found))
     if not found.ok:
         raise typer.Exit(1)

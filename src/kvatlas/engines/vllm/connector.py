@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import vllm
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -93,6 +94,14 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         """Take the endpoints of all ranks."""
+        for one in metadata.values():
+            if not isinstance(one, KVAtlasEndpoint):  # of MultiConnector's first member alone
+                raise AtlasError(
+                    Code.ENGINE_REFUSES,
+                    "Ranks told the scheduler's side where another connector is",
+                    got=type(one).__name__,
+                    hint="Name KVAtlasConnector first among MultiConnector's connectors",
+                )
         endpoints = {key: one.endpoint for key, one in metadata.items()}
         self._in_scheduler().set_endpoints(endpoints)
 
@@ -294,6 +303,13 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
             got=f"tensors on {tensor.device}",
             hint='Try {"transport": "nixl", "transport_options": {"kind": "VRAM"}, "buffers": 0}',
         )
+
+
+# MultiConnector asks for its members' statistics by name, which only registered ones have.
+if "KVAtlasConnector" not in KVConnectorFactory._registry:
+    KVConnectorFactory.register_connector(
+        "KVAtlasConnector", "kvatlas.engines.vllm", "KVAtlasConnector"
+    )
 
 
 def _check_reachable(tensor: torch.Tensor) -> None:

@@ -40,13 +40,18 @@ class RemoteRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     prompt: Annotated[str, Meta(max_length=64)] = ""
     """A digest of the tokens, so that nobody reads another prompt's; empty without tokens."""
 
-    def params(self, engine_id: str) -> dict[str, Any]:
-        """The `kv_transfer_params` of a response."""
+    def params(self, engine_id: str, block_ids: Any = ()) -> dict[str, Any]:
+        """The `kv_transfer_params` of a response.
+
+        Block ids are there for proxies that look at what vLLM's own connector answers; no
+        engine reads them.
+        """
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "remote_engine_id": engine_id,
             "remote_request_id": self.request,
+            "remote_block_ids": [list(ids) for ids in block_ids],
             "kvatlas": msgspec.json.decode(msgspec.json.encode(self)),
         }
 

@@ -1,8 +1,8 @@
 """The scheduler's side: which tokens come from another engine or a tier, and what is kept.
 
-A decode engine always computes the last token of a prompt itself, so it reads one token
-fewer than the prompt has. Windows and recurrent states must then be those that this token
-sees: where a model has any, the prefill engine stops one token short.
+A decode engine always computes the last token of a prompt itself, also where it has read it.
+Windows and recurrent states must then be those that this token sees: where a model has any,
+the prefill engine stops one token short.
 """
 
 from __future__ import annotations
@@ -110,6 +110,8 @@ class SchedulerSide:
         if remote is None or not (request.kv_transfer_params or {}).get("do_remote_prefill"):
             kept = self._tier.matched(request, computed) if self._tier else 0
             return kept, bool(kept)
+        if computed >= request.num_prompt_tokens - 1:  # the last is computed here anyway
+            return 0, False
         count = max(0, self._stop(request, remote) - computed)
         return count, count > 0
 
@@ -168,7 +170,7 @@ class SchedulerSide:
             windows=tuple(sorted(windows)),
             prompt=prompt_digest(request.prompt_token_ids, tokens),
         )
-        return told.params(self._engine_id)
+        return told.params(self._engine_id, block_ids)
 
     def _store(self, request: Any, block_ids: Any) -> bool:
         """Have a finished request kept in the tier; whether its blocks wait for that."""
@@ -223,8 +225,8 @@ class SchedulerSide:
         params[_SHORTER] = True
 
     def _stop(self, request: Any, remote: RemoteRequest) -> int:
-        """How many tokens of a prompt may come from elsewhere: the last is computed here."""
-        return int(min(request.num_prompt_tokens - max(1, self._left_out), remote.tokens))
+        """How many tokens of a prompt may come from elsewhere."""
+        return int(min(request.num_prompt_tokens - self._left_out, remote.tokens))
 
     def _check(self, remote: RemoteRequest, request: Any) -> None:
         """Refuse another prompt's tokens, and windows where all tokens are cached here."""
