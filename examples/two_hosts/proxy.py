@@ -125,7 +125,7 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(said)
 
-    def log_message(self, format: str, *args: Any) -> None:
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
         """Engines log requests; the proxy need not."""
 
 
