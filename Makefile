@@ -32,7 +32,7 @@ PARALLEL = $(shell $(PY) -c "import os, xdist; print('--dist loadgroup -n', os.c
 
 .PHONY: demo tour test test-deep test-gpu test-lowest test-transformers test-vllm test-vllm-lifecycle \
 	demo-vllm test-page map-gallery map-figures map-pictures \
-	lint lint-workflows bench bench-gpu docs wheel check-release format clean test-attack soak
+	lint lint-workflows bench bench-gpu docs docs-pairings wheel check-release format clean test-attack soak
 
 demo: $(READY)  ## The main job: plan, prefill, ship the cache, decode elsewhere
 	$(PY) -m examples.handover
@@ -233,6 +233,10 @@ DOCS := .venv-docs
 docs: $(DOCS)/.installed  ## The documentation as a site, in site/; a broken link is an error
 	$(DOCS)/bin/python -m doctest tools/docs_examples.py
 	NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(DOCS)/bin/python -m mkdocs build --strict
+
+docs-pairings: $(READY)  ## The table of pairings with vLLM: every one is moved, byte by byte
+	$(PY) -m tests.routing.pairings_page > docs/vllm_pairings.md.new
+	mv docs/vllm_pairings.md.new docs/vllm_pairings.md
 
 $(DOCS)/.installed: pyproject.toml
 	test -d $(DOCS) || $(PYTHON) -m venv $(DOCS)
