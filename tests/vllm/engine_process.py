@@ -6,10 +6,11 @@ caches: they start in seconds.
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -56,8 +57,8 @@ class Engine:
         self.pipe.send(("add", name, list(prompt), tokens, params))
         return name
 
-    def wait(self, name: str) -> Answer:
-        deadline = time.monotonic() + ANSWER_SECONDS
+    def wait(self, name: str, seconds: float = ANSWER_SECONDS) -> Answer:
+        deadline = time.monotonic() + seconds
         while name not in self.answers:
             assert self.pipe.poll(max(0.0, deadline - time.monotonic())), f"no answer to {name}"
             said, *what = self.pipe.recv()
@@ -75,7 +76,7 @@ class Engine:
         self.pipe.send(("abort", name))
 
     def facts(self) -> dict[str, Any]:
-        """Free blocks, and requests that still hold some."""
+        """Free blocks, requests that still hold some, bytes on their way, and what was warned."""
         self.pipe.send(("facts",))
         while True:
             assert self.pipe.poll(ANSWER_SECONDS)
@@ -92,6 +93,12 @@ class Engine:
             assert time.monotonic() < deadline, facts
             time.sleep(0.02)
         return facts
+
+    def until(self, what: Callable[[dict[str, Any]], bool], seconds: float = 30.0) -> None:
+        """Wait until its facts are so."""
+        deadline = time.monotonic() + seconds
+        while not what(facts := self.facts()):
+            assert time.monotonic() < deadline, facts
 
     def kill(self) -> None:
         self.process.kill()
@@ -184,6 +191,8 @@ class _Running:
     def __init__(self, pipe: Connection, made: Any) -> None:
         self.pipe, self.engine = pipe, made
         self.scheduler = made.engine_core.engine_core.scheduler
+        self.warned = _Warned()
+        logging.getLogger("kvatlas.vllm").addHandler(self.warned)
 
     def loop(self) -> None:
         while True:
@@ -239,5 +248,28 @@ class _Running:
 
     def facts(self) -> None:
         pool = self.scheduler.kv_cache_manager.block_pool
-        found = {"free": pool.get_num_free_blocks(), "requests": len(self.scheduler.requests)}
+        found = {
+            "free": pool.get_num_free_blocks(),
+            "requests": len(self.scheduler.requests),
+            "moving": _bytes_on_their_way(),
+            "warned": self.warned.said,
+        }
         self.pipe.send(("facts", found))
+
+
+class _Warned(logging.Handler):
+    """The last that the connector has warned of."""
+
+    said = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said = record.getMessage()
+
+
+def _bytes_on_their_way() -> int:
+    """What has arrived so far of requests that have not arrived as a whole."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    worker = getattr(get_kv_transfer_group(), "_worker", None) if has_kv_transfer_group() else None
+    pulls = list(worker._pulls.values()) if worker is not None else []
+    return sum(one.transfer.moved for one in pulls if one.transfer is not None)
