@@ -111,6 +111,7 @@ class Code(StrEnum):
     CHECKSUM = "checksum", "Bytes were changed: their checksums differ"
     CANCELLED = "cancelled", "The transfer was cancelled"
     MISSING_EXTRA = "missing_extra", "A library is not installed"
+    BAD_TRACE = "bad_trace", "A trace contradicts itself, or is in no form that is known"
     NO_BLOCKS = "no_blocks", "The pool has no free block"
     ENGINE_REFUSES = "engine_refuses", "The engine's layers, masks or padding cannot be served"
     CANNOT_TAKE_BACK = "cannot_take_back", "What the tokens saw is no longer kept"
