@@ -96,3 +96,12 @@ def test_states_and_rows_convert_with_torch() -> None:
             for field, view in target.layer.fields.items():
                 assert torch.equal(view[places], source.layer.field(field)[ids].to(view.dtype))
         target.untouched()
+
+
+def test_states_of_unlike_dtypes_are_cast_by_the_kernel() -> None:
+    sizes: dict[str, Any] = {"heads": 2, "head_dim": 4, "groups": 1, "state_size": 4}
+    one, two = (
+        Mamba2(**sizes, ssm_dtype=dtype, conv_order=order)  # type: ignore[arg-type]
+        for dtype, order in (("fp32", "TR"), ("bf16", "RT"))
+    )
+    check_convert(one, two, ("LBNHC", "BLNHC"), "cpu")
