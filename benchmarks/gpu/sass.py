@@ -119,7 +119,7 @@ def elsewhere() -> Iterator[list[Compiled]]:
     with ExitStack() as stack:
         for module, name, value in (
             (jit.JITFunction, "run", compile_only),
-            (formats, "_takes_ptx", lambda _: True),
+            (formats, "takes_ptx", lambda _: True),
             (formats, "dot_of", lambda q: formats._OF_TORCH[q.dtype]),
             (tune, "architecture", lambda _: "hopper"),
             (tune, "processors", lambda _: PROCESSORS),

@@ -19,6 +19,7 @@ from kvatlas.cache import LayerCache
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import DType, Placement, fold_together, tile_alike
 from kvatlas.kernels.triton import checks, tune
+from kvatlas.kernels.triton import storage_formats as formats
 from kvatlas.kernels.triton.addresses import VECTOR, common, gap
 from kvatlas.kernels.triton.convert_device import convert_rows
 from kvatlas.kernels.triton.launch_copy import CopyTiling, EndAddresses, tile_of
@@ -84,6 +85,8 @@ class BlockConversion:
         self.device = sources[0].buffer.device
         for layer in (*sources, *targets):
             checks.reachable(layer.buffer, self.device)
+            formats.check_chip(layer)
+        self._ptx = formats.takes_ptx(sources[0])
         self.limits = tuple(
             min(layer.kernel_blocks.size("B") for layer in some) for some in (sources, targets)
         )
@@ -150,7 +153,7 @@ class BlockConversion:
         )  # fmt: skip
         convert_rows[(min(tiles, most),)](
             *ends, tables[2], blocks[0].numel(), layers, SHAPE=shape, TILING=tiling,
-            TABLE=layers > 1, PTX=self.device.type == "cuda" and torch.version.hip is None,
+            TABLE=layers > 1, PTX=self._ptx,
             num_warps=use["warps"],
         )  # fmt: skip
 
