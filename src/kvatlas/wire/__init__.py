@@ -11,6 +11,7 @@ from kvatlas.wire.memory_copy import (
     as_bytes,
     copy_pools,
     copy_request,
+    device_of,
     memory_of,
     rank_pools,
 )
@@ -20,11 +21,20 @@ from kvatlas.wire.sample_server import SampleTask, random_bytes, run_sample_serv
 from kvatlas.wire.security import TlsContexts
 from kvatlas.wire.server import Node, pools_for
 from kvatlas.wire.staging import stream_bytes
-from kvatlas.wire.transports import TRANSPORT_NAMES, Handle, Link, Memory, Transport, make_transport
+from kvatlas.wire.transports import (
+    HOST,
+    TRANSPORT_NAMES,
+    Handle,
+    Link,
+    Memory,
+    Transport,
+    make_transport,
+)
 from kvatlas.wire.transports.base import check_bounds
 from kvatlas.wire.transports.file import copy_file_runs
 
 __all__ = [
+    "HOST",
     "TRANSPORT_NAMES",
     "Bytes",
     "Handle",
@@ -44,6 +54,7 @@ __all__ = [
     "copy_file_runs",
     "copy_pools",
     "copy_request",
+    "device_of",
     "make_transport",
     "memory_of",
     "pools_for",

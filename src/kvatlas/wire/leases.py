@@ -44,6 +44,8 @@ class Offer(Held):
     """Names of the nodes that may read it; None for any."""
     read_by: set[tuple[bytes, int]] = field(default_factory=set)
     """Destinations that read no more of it: the hash of a plan, and a rank of it."""
+    mark: int | None = None
+    """Behind which the blocks hold what they shall, where they are on a GPU."""
 
 
 @dataclass
@@ -57,6 +59,8 @@ class Expected(Held):
     arrived: set[int] = field(default_factory=set)
     ready: threading.Event = field(default_factory=threading.Event)
     """Set once this node has itself put every byte of every source where it belongs."""
+    mark: int | None = None
+    """Behind which the blocks may be written, where they are on a GPU."""
 
     @property
     def complete(self) -> bool:

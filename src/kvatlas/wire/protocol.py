@@ -17,6 +17,7 @@ from msgspec import Meta
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Int64s
+from kvatlas.wire.transports.base import HOST, Memory
 
 VERSION = 2
 """The version that this end speaks. Version 1 went over ZeroMQ."""
@@ -61,7 +62,21 @@ class RegisteredMemory(msgspec.Struct, frozen=True, kw_only=True):
     index: Annotated[int, Meta(ge=-1, le=65535)]
     address: Whole
     nbytes: Whole
-    device: Annotated[int, Meta(ge=0, le=65535)] = 0
+    device: Annotated[int, Meta(ge=0, le=9999)] = 0
+    """The number of its GPU; 0 for the host."""
+    kind: Literal["host", "cuda"] = "host"
+
+    @classmethod
+    def of(cls, index: int, at: Memory) -> RegisteredMemory:
+        """A region as it travels."""
+        kind: Literal["host", "cuda"] = "host" if at.device == HOST else "cuda"
+        return cls(index=index, address=at.address, nbytes=at.nbytes, device=at.number, kind=kind)
+
+    @property
+    def memory(self) -> Memory:
+        """The region as transports know it."""
+        device = HOST if self.kind == "host" else f"cuda:{self.device}"
+        return Memory(self.address, self.nbytes, device)
 
 
 class Hello(Message, frozen=True, kw_only=True, tag="hello"):
@@ -123,7 +138,7 @@ class Open(Message, frozen=True, kw_only=True, tag="open"):
     """The sender reads no more of what is offered, however much of it this is."""
 
 
-class Opened(Message, frozen=True, kw_only=True, tag="opened"):
+class Opened(Message, frozen=True, kw_only=True, omit_defaults=True, tag="opened"):
     """A lease: the blocks stay as they are until it ends."""
 
     lease: Key
@@ -131,6 +146,8 @@ class Opened(Message, frozen=True, kw_only=True, tag="opened"):
     blocks: BlockTables
     piece: Whole = 0
     """Bytes of a staging buffer of this end; 0 where it has none."""
+    mark: Whole | None = None
+    """The mark of this end behind which its blocks are read; None where nothing is to wait for."""
 
 
 class LeaseQuestion(Message, frozen=True, kw_only=True):

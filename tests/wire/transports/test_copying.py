@@ -99,7 +99,7 @@ def runs(draw: st.DrawFn) -> list[Copy]:
 
 @given(runs())
 def test_rows_name_every_run(copies: list[Copy]) -> None:
-    regions = {pool: Memory(10_000 * (pool + 1), 400, pool) for pool in range(3)}
+    regions = {pool: Memory(10_000 * (pool + 1), 400, f"cuda:{pool}") for pool in range(3)}
     rows, indices = describe(copies, regions, src=True)
     flat = []
     for address, size, device, stride, count in rows.tolist():

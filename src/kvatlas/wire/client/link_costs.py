@@ -25,7 +25,12 @@ def should_stage(lease: RankLease, stream: Stream) -> bool:
             return True
         got = "pools that the source keeps to itself"
         raise failed(got, "Share them, or let the transfer be staged")
-    if wanted.how == "direct" or not lease.node.staging.most() or not lease.opened.piece:
+    if (
+        wanted.how == "direct"
+        or connection.link.adds
+        or not lease.node.staging.most()
+        or not lease.opened.piece
+    ):
         return False
     if lease.others and not connection.link.prompt:
         return True  # a replica that stalls in mid-read then leaves the blocks alone

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.routing import Copy, Costs, Stream, token_range
+from kvatlas.routing import Copy, Costs, RunGrid, Stream, token_range
 from kvatlas.wire import protocol
 from kvatlas.wire.channels import no_answer
 from kvatlas.wire.client.transfer import Transfer
@@ -67,6 +67,8 @@ class TransferRequest:
     streamed: bool
     final: bool = False
     wait_for_offer: float = 0.0
+    mark: int | None = None
+    """Behind which this node's blocks are read or written, where they are on a GPU."""
 
 
 @dataclass
@@ -226,20 +228,41 @@ class RankLease:
         return self.node.stream(peer, mine, theirs, self.tokens, layers, incoming=self.pull)
 
     def reaches_pools(self) -> bool:
-        """Whether the pools of the end that is read can be reached by the one that reads."""
+        """Whether pools can be read where they are, and what is pulled be put where it belongs."""
+        node, peer = self.node, self.connection.peer
+        own = node.plan.rank_pools(node.rank)
         if not self.pull:
-            return all(map(self.node.transport.shares, self.node.plan.rank_pools(self.node.rank)))
-        peer = self.connection.peer
-        return all(map(self.connection.link.reaches, peer.plan.rank_pools(peer.rank)))
+            return all(map(node.transport.shares, own))
+        taken = all(node.transport.takes(node.memory[index].device) for index in own)
+        theirs = peer.plan.rank_pools(peer.rank)
+        return taken and all(map(self.connection.link.reaches, theirs))
+
+    def follow(self) -> None:
+        """Have what is moved now come behind the marks of both ends."""
+        own = self.wanted.mark
+        self.node.mover.follow(own)
+        self.connection.link.follow(own, self.opened.mark if self.pull else None)
 
     def read(self, copies: Sequence[Copy], into: str = "buffers") -> None:
         """Read runs over the link; where that is given up, it is remembered."""
-        handle = self.connection.link.read(copies)
+        self._finish(self.connection.link.read(copies), into, self._check_going_on)
+
+    def read_grids(self, grids: Sequence[RunGrid]) -> None:
+        """Read runs that nobody has written out into blocks, renewing the lease meanwhile."""
+
+        def check() -> None:
+            self._check_going_on()
+            self.renew_in_time()
+
+        self._finish(self.connection.link.read_grids(grids), "blocks", check)
+
+    def _finish(self, handle: Handle, into: str, check: Callable[[], None]) -> None:
+        """Wait for a read; where it is given up, it is remembered."""
         deadline = self.deadline
         if self.others:
             deadline = min(deadline, time.monotonic() + self.patience)
         try:
-            handle.wait(deadline, self._check_going_on)
+            handle.wait(deadline, check)
         finally:
             handle.release()
             if not handle.settle():

@@ -14,7 +14,6 @@ from kvatlas.wire.client.direct import pull_direct
 from kvatlas.wire.client.link_costs import should_stage
 from kvatlas.wire.client.rank_lease import RankLease
 from kvatlas.wire.client.staged import pull_staged, push
-from kvatlas.wire.staging import checksums
 
 _CHECKSUM_PIECE = 1 << 20
 
@@ -71,6 +70,7 @@ class RankTransfer:
         lease = self.lease
         if not stream.nbytes:
             return
+        lease.follow()
         if self.wanted.streamed and lease.reaches_pools():
             self._move_layers()
         elif not lease.pull:
@@ -116,8 +116,8 @@ class RankTransfer:
         lease = self.lease
         span = {"start": start, "stop": stop, "piece": _CHECKSUM_PIECE}
         theirs = lease.ask_of_lease(protocol.GetChecksums, protocol.Checksums, **span).sums
-        part, pools = stream.copies(start, stop), self.node.pools
-        ours = checksums(part, pools, _CHECKSUM_PIECE, src=not lease.pull)
+        part = stream.copies(start, stop)
+        ours = self.node.mover.checksums(part, _CHECKSUM_PIECE, src=not lease.pull)
         if len(theirs) != 4 * len(ours):
             raise protocol.bad_handshake(f"{len(theirs)} bytes for {len(ours)} checksums")
         return int((ours != np.frombuffer(theirs, dtype="<u4")).sum())

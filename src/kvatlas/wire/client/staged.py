@@ -15,13 +15,12 @@ from kvatlas.routing import Stream
 from kvatlas.wire import protocol
 from kvatlas.wire.client.rank_lease import RankLease
 from kvatlas.wire.protocol import Ok
-from kvatlas.wire.staging import gather, scatter
 
 
 def pull_staged(lease: RankLease, stream: Stream) -> None:
     """Have pieces gathered, read and scatter them; one is gathered while another is read."""
     lease.borrow_both()
-    staging, pools = lease.node.staging, lease.node.pools
+    staging, mover = lease.node.staging, lease.node.mover
     piece = min(staging.piece, lease.opened.piece)
     spans = list(_spans(stream.nbytes, piece))
     many = min(len(lease.buffers), len(lease.lent))
@@ -38,7 +37,7 @@ def pull_staged(lease: RankLease, stream: Stream) -> None:
             if number + 1 < len(spans) and many == 1:
                 gathering = _gather_beside(lease, spans[number + 1], 0)
             here = staging.view(lease.buffers[number % many], stop - start)
-            scatter(stream.copies(start, stop), here, pools)
+            mover.scatter(stream.copies(start, stop), here)
             lease.transfer.add(lease.rank, stop - start)
     finally:
         wait([gathering])
@@ -53,7 +52,7 @@ def _gather_beside(lease: RankLease, span: tuple[int, int], buffer: int) -> Futu
 
 def push(lease: RankLease, stream: Stream, *, staged: bool) -> None:
     """Have the peer fetch piece after piece; with `staged`, the next is gathered meanwhile."""
-    staging, pools = lease.node.staging, lease.node.pools
+    staging, mover = lease.node.staging, lease.node.mover
     piece = lease.opened.piece
     if staged:
         lease.borrow_both()
@@ -68,7 +67,7 @@ def push(lease: RankLease, stream: Stream, *, staged: bool) -> None:
                 if fetching and len(lease.buffers) == 1:
                     fetching.result()
                 buffer = lease.buffers[number % len(lease.buffers)]
-                gather(stream.copies(start, stop), pools, staging.view(buffer, stop - start))
+                mover.gather(stream.copies(start, stop), staging.view(buffer, stop - start))
                 span["staged_at"] = buffer * staging.piece
             if fetching:
                 fetching.result()

@@ -23,7 +23,7 @@ from kvatlas.wire.peers import Peer, checked_peer
 from kvatlas.wire.rpc import Caller, log
 from kvatlas.wire.server.node_state import NodeState
 from kvatlas.wire.server.sessions import Sessions
-from kvatlas.wire.staging import checksums, gather, into_buffer, scatter
+from kvatlas.wire.staging import into_buffer
 from kvatlas.wire.transports.base import STAGING, Link
 
 _LONGEST_LEASE = 3600.0
@@ -97,6 +97,9 @@ class Answers:
         incoming = question.direction == "push"
         stream = node.stream(peer, held.blocks, theirs, tokens, question.layers, incoming=incoming)
         reading = {"sever": self._link(question.session, peer).sever} if incoming else {}
+        mark = None if incoming else self._told(held.mark)
+        if incoming:
+            node.mover.follow(held.mark)
         with node.lock:
             if self._held_now(question, peer) is not held:
                 raise _not_held(question)
@@ -123,7 +126,17 @@ class Answers:
             seconds=lease.left,
             blocks=protocol.pack_tables(held.blocks),
             piece=node.staging.piece if node.staging.most(for_peer=True) else 0,
+            mark=mark,
         )
+
+    def _told(self, mark: int | None) -> int | None:
+        """The mark that a reader waits for on its device; waited for here where it cannot."""
+        transport = self.node.transport
+        if mark is not None and not transport.marks_travel and transport.marks is not None:
+            transport.marks.wait(mark)
+            return None
+        self.node.mover.follow(mark)
+        return mark
 
     def _check_session(self, session: bytes, caller: Caller) -> None:
         """Leave no lease to a session that has ended while one was granted."""
@@ -174,7 +187,7 @@ class Answers:
         part = lease.stream.copies(question.start, question.stop)
         with lease.guard, self.node.metrics.phase("stage"):
             lease.check()
-            gather(part, self.node.pools, self.node.staging.view(question.buffer, nbytes))
+            self.node.mover.gather(part, self.node.staging.view(question.buffer, nbytes))
         # What was gathered counts only if the blocks were still held when it was done.
         lease.check()
         return protocol.Ok(seconds=lease.left)
@@ -204,7 +217,7 @@ class Answers:
         with lease.guard:
             lease.check()
             lease.reads.remove(read)
-            scatter(part, node.staging.view(landing, nbytes), node.pools)
+            node.mover.scatter(part, node.staging.view(landing, nbytes))
             lease.fetched = question.stop
         return protocol.Ok(seconds=lease.left)
 
@@ -222,7 +235,7 @@ class Answers:
         with lease.guard:
             lease.check()
             at_source = lease.direction == "pull"
-            sums = checksums(part, self.node.pools, question.piece, src=at_source)
+            sums = self.node.mover.checksums(part, question.piece, src=at_source)
         lease.check()
         return protocol.Checksums(sums=sums.astype("<u4").tobytes())
 

@@ -28,7 +28,7 @@ _LONGEST_OFFER = 3600.0
 
 
 def pools_for(plan: Plan, rank: int, transport: Transport) -> dict[int, Bytes]:
-    """Memory for the pools of a rank that peers of a transport can reach, by index."""
+    """Host memory for the pools of a rank that peers of a transport can reach, by index."""
     pools = plan.rank_pools(rank).items()
     return {index: transport.allocate(pool.nbytes) for index, pool in pools}
 
@@ -36,7 +36,9 @@ def pools_for(plan: Plan, rank: int, transport: Transport) -> dict[int, Bytes]:
 class Node(NodeState):
     """One rank of a plan, reachable by others.
 
-    `memory` says where the rank's pools are, by index; `listen` is the endpoint where peers
+    `memory` are the rank's pools, which it keeps alive: a `Cache`, or by index tensors, arrays
+    or `Memory`. On a GPU, what is offered, expected or pulled is ordered behind the kernels that
+    the calling thread's current stream was given before. `listen` is the endpoint where peers
     ask. With a `secret` of 16 bytes or more only those who know it can ask, and nobody can
     listen; `(new, old)` are both good while secrets are rotated, and `tls` takes the place of
     secrets. Without either a node listens on this host alone, unless it is `unprotected`.
@@ -48,7 +50,7 @@ class Node(NodeState):
         self.check_arguments()
         try:
             super().__post_init__()
-            self.transport.register(self.memory)
+            self.register()
             self.answers = Answers(self)
             self.server = Server(
                 self.listen, self.answers, security=self.security, unprotected=self.unprotected,
@@ -87,7 +89,8 @@ class Node(NodeState):
         with self.lock:
             _check_new(request, self.offers)
             until = time.monotonic() + min(seconds, _LONGEST_OFFER)
-            self.offers[request] = Offer(request, *held, until, released, names)
+            mark = self.mark()
+            self.offers[request] = Offer(request, *held, until, released, names, mark=mark)
 
     def withdraw(self, request: str) -> None:
         """End an offer before its time; transfers that are under way fail."""
@@ -101,7 +104,7 @@ class Node(NodeState):
         """
         held = self._checked(blocks, tokens, "destination")
         sources = frozenset(route(source, self.plan).sources(self.rank))
-        expected = Expected(request, *held, plan_hash(source), sources)
+        expected = Expected(request, *held, plan_hash(source), sources, mark=self.mark())
         with self.lock:
             _check_new(request, self.expected)
             self.expected[request] = expected
@@ -124,6 +127,7 @@ class Node(NodeState):
         self.leases.drop_all()
         self.expected.clear()
         self.answers.close()
+        self.mover.close()
         self.transport.close()
 
     def _checked(

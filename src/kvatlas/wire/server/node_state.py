@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
@@ -20,6 +19,7 @@ from kvatlas.wire.leases import Expected, Lease, Leases, Offer
 from kvatlas.wire.memory_copy import as_bytes, memory_of
 from kvatlas.wire.metrics import Metrics
 from kvatlas.wire.peers import Peer, PeerPlans, check_memory, plan_hash
+from kvatlas.wire.pool_mover import mover_for, pools_device
 from kvatlas.wire.protocol import (
     MIN_PIECE_BYTES,
     OLDEST_VERSION,
@@ -32,7 +32,7 @@ from kvatlas.wire.quarantine import Quarantine
 from kvatlas.wire.rpc import log
 from kvatlas.wire.security import Secret, Security, TlsContexts
 from kvatlas.wire.staging import StagingBuffers
-from kvatlas.wire.transports.base import STAGING, Memory, Transport
+from kvatlas.wire.transports.base import HOST, STAGING, Transport
 
 _MAX_ROUTES = 128
 _CHANNELS_SECONDS = 1.0
@@ -49,7 +49,7 @@ class NodeState:
     plan: Plan
     _: KW_ONLY
     rank: int = 0
-    memory: Mapping[int, Memory]
+    memory: Any
     transport: Transport
     name: str = ""
     listen: str = "tcp://127.0.0.1:0"
@@ -73,18 +73,23 @@ class NodeState:
         self.routes: OrderedDict[tuple[bytes, str], Route] = OrderedDict()
         self._routes_lock = threading.Lock()
         self.quarantine = Quarantine()
-        staging = np.zeros(0, np.uint8)
+        staging: Any = np.zeros(0, np.uint8)
         if self.buffers:
-            staging = self.transport.allocate(self.piece * self.buffers)
+            staging = self.transport.allocate_on(self.staging_device, self.piece * self.buffers)
             self.memory = {**self.memory, **memory_of({STAGING: staging})}
         self.staging = StagingBuffers(staging, self.piece)
         self.leases = Leases(self._lease_ended)
-        self.pools = {i: as_bytes(at) for i, at in self.memory.items() if at.device == 0}
+        self.pools = {i: as_bytes(at) for i, at in self.memory.items() if at.device == HOST}
+        """Its memory on the host, as bytes."""
 
     def check_arguments(self) -> None:
         """Refuse a secret, rank, memory or staging that cannot be this node's."""
         self.security = Security(self.secret, tls=self.tls)
         rank = checked_rank(self.plan, self.rank, "node")
+        self.memory = memory_of(self.memory)
+        device = pools_device(self.memory)
+        self.staging_device = device if self.transport.takes(device) else HOST
+        """Where staging buffers are: beside the pools where the transport reaches them there."""
         try:
             check_memory(self.plan, rank, self.memory)
         except AtlasError as error:
@@ -110,13 +115,19 @@ class NodeState:
             plan_hash=self.plan_hash,
             plan=self.plan.to_json() if with_plan else None,
             rank=self.rank,
-            memory=tuple(
-                RegisteredMemory(index=i, address=at.address, nbytes=at.nbytes, device=at.device)
-                for i, at in self.transport.reachable.items()
-            ),
+            memory=tuple(RegisteredMemory.of(*one) for one in self.transport.reachable.items()),
             transport=self.transport.name,
             metadata=self.transport.publish(),
         )
+
+    def register(self) -> None:
+        """Make the memory known to the transport, and get ready to move it."""
+        self.transport.register(self.memory)
+        self.mover = mover_for(self.transport, self.memory, self.staging.memory, self.metrics)
+
+    def mark(self) -> int | None:
+        """Mark what the caller's stream of the GPU has to do; None where the pools are no GPU's."""
+        return None if self.transport.marks is None else self.transport.marks.mark()
 
     def route_from(self, peer: Peer) -> Route:
         """The route from a peer to this node."""
