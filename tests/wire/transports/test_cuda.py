@@ -211,7 +211,9 @@ def test_requests_move_in_sums_behind_both_ends_marks(name: str) -> None:
         for index, pool in pools.items():
             assert np.array_equal(pool, right.pools[index])
         # Nobody synchronizes; the queue waits for a mark of either end, then copies at once.
-        assert [what for what, _ in driver.log] == ["record", "after", "after", "after", "post"]
+        assert [what for what, _ in driver.log] == [
+            "record", "after", "after", "after", "post", "end",
+        ]  # fmt: skip
 
 
 def test_the_runs_of_a_stream_are_the_sums_of_its_grids() -> None:
