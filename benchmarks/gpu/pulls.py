@@ -147,7 +147,7 @@ def source_process() -> Iterator[Source]:
 
 def seconds_of(act: Callable[[], Any], stream: Any, repeat: int = 9) -> float:
     """Median seconds of what a call puts on a stream."""
-    taken = []
+    taken: list[float] = []
     for _ in range(repeat + 2):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in "ab")  # type: ignore[no-untyped-call]
         begin.record(stream)

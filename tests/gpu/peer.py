@@ -75,7 +75,7 @@ class Served:
                 for pool in self.ranks.pools(rank).values():
                     pool.fill_(0x5A)
             for _ in range(busy):
-                torch.cuda._sleep(SLEEP)
+                torch.cuda._sleep(SLEEP)  # type: ignore[no-untyped-call]
             for rank, pools in kept.items():
                 for index, pool in self.ranks.pools(rank).items():
                     pool.copy_(pools[index])
@@ -154,7 +154,7 @@ class Peer:
     def serve(self, src: Plan, dst: Plan, transport: str, tokens: int, **given: Any) -> Json:
         """Have it serve; where it does, and what its transports publish."""
         about: Json = {"seed": 5} | given
-        plans = {"src": src.to_json().decode(), "dst": dst.to_json().decode()}
+        plans: Json = {"src": src.to_json().decode(), "dst": dst.to_json().decode()}
         said = self.ask("serve", **plans, transport=transport, tokens=tokens, **about)
         assert "endpoints" in said, said
         return said

@@ -149,7 +149,7 @@ class _PinnedMemory:
         import torch
 
         self._memory = memory
-        self._runtime: Any = torch.cuda.cudart()
+        self._runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         failed = self._runtime.cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)
         self._held = not int(failed)  # slower where it cannot be pinned, and as right
 

@@ -36,7 +36,7 @@ class StagingBuffers:
     """
 
     def __init__(self, memory: Any, piece: int) -> None:
-        self.memory, self.piece, self.count = memory, piece, memory.nbytes // piece
+        self.memory, self.piece, self.count = memory, piece, int(memory.nbytes) // piece
         own = -(-self.count // 2)
         self._free = {False: list(range(own)), True: list(range(own, self.count))}
         self._own = own

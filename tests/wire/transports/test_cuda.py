@@ -150,7 +150,7 @@ def test_metadata_that_no_transport_has_published_is_refused() -> None:
     source, target = GpuEnd(machine), GpuEnd(machine)
     good = msgspec.msgpack.decode(source.transport.publish())
     [[handle, nbytes]] = good["allocations"]
-    for lie in (
+    lies: tuple[dict[str, Any], ...] = (
         {"token": "no token"},
         {"device": b"short"},
         {"events": good["events"][:-1]},
@@ -164,7 +164,8 @@ def test_metadata_that_no_transport_has_published_is_refused() -> None:
         {"regions": {0: [0, -1, SIZE]}},
         {"regions": {0: [7, 0, SIZE]}},
         {"regions": {}},
-    ):
+    )
+    for lie in lies:
         told = msgspec.msgpack.encode(good | lie)
         code = code_of(lambda told=told: target.transport.connect(told, source.transport.memory))
         assert code is Code.BAD_HANDSHAKE, lie
@@ -205,7 +206,7 @@ def test_requests_move_in_sums_behind_both_ends_marks(name: str) -> None:
             pool[:] = pools[index]
         source.offer("r", move.src_blocks, tokens)
         with Session(target, [source.endpoint]) as session:
-            about = {"dst_blocks": move.dst_blocks, "tokens": tokens}
+            about: dict[str, Any] = {"dst_blocks": move.dst_blocks, "tokens": tokens}
             assert session.pull("r", **about).wait(20).ready
         right, _ = oracle.expected(move, 0, poison)
         for index, pool in pools.items():

@@ -263,7 +263,7 @@ class LibCuda(CudaDriver):
         """Behind the caller's current stream, and behind all that was recorded before."""
         import torch
 
-        order = torch.cuda.Stream(device)
+        order: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
         def record(event: int) -> None:
             order.wait_stream(torch.cuda.current_stream(device))
@@ -289,7 +289,7 @@ class _TorchQueue(DeviceQueue):
 
         self._driver, self._number, self._programs = driver, device, multiprocessors
         self._device = torch.device("cuda", device)
-        self._stream = torch.cuda.Stream(self._device)
+        self._stream: Any = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._starts: OrderedDict[int, tuple[Any, Any]] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -336,10 +336,7 @@ class TorchPosted(Posted):
     """What a stream has been given so far."""
 
     def __init__(self, stream: Any) -> None:
-        import torch
-
-        self._event = torch.cuda.Event()
-        self._event.record(stream)
+        self._event: Any = stream.record_event()
 
     def done(self) -> bool:
         """Whether the stream has done it."""
