@@ -99,6 +99,8 @@ class RankLease:
         """Staging buffers of this node."""
         self.lent: tuple[int, ...] = ()
         """Staging buffers of the peer."""
+        self.summed: int | None = None
+        """Runs that were read as sums; None where they were written out, or will be counted so."""
         self.given_up: dict[str, list[Handle]] = {"blocks": [], "buffers": []}
         """Reads that were given up before they were done, by what they would land in."""
 
@@ -254,6 +256,7 @@ class RankLease:
             self._check_going_on()
             self.renew_in_time()
 
+        self.summed = (self.summed or 0) + sum(map(len, grids))
         self._finish(self.connection.link.read_grids(grids), "blocks", check)
 
     def _finish(self, handle: Handle, into: str, check: Callable[[], None]) -> None:

@@ -64,7 +64,8 @@ class RankTransfer:
         # Only now: the source has confirmed that it held the blocks until after the last byte.
         for name in self._streamed_layers() if self.wanted.streamed else ():
             self.transfer.add_layer(lease.rank, name)
-        self.node.metrics.add(bytes=stream.nbytes, descriptors=stream.runs)
+        runs = stream.runs if lease.summed is None else lease.summed
+        self.node.metrics.add(bytes=stream.nbytes, descriptors=runs)
 
     def _move(self, stream: Stream) -> None:
         lease = self.lease
