@@ -33,7 +33,7 @@ from kvatlas.wire import (
     run_sample_server,
 )
 
-TRANSPORTS = tuple(name for name in TRANSPORT_NAMES if name != "memory")
+TRANSPORTS = tuple(name for name in TRANSPORT_NAMES if name not in ("cuda", "memory"))
 """Transports that reach another process."""
 _SEED = 20260
 _LEAST, _MOST = 1 << 26, 1 << 33

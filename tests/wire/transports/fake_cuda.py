@@ -45,6 +45,8 @@ class FakeCuda(CudaDriver):
         self.opened: Counter[int] = Counter()
         self.opens = 0
         self.log: list[tuple[str, int]] = []
+        self.busy = False
+        """Whether no event is done yet."""
         self.late = False
         """Whether what is posted stays under way until `finish`."""
         self.pending: list[FakePosted] = []
@@ -124,6 +126,11 @@ class FakeCuda(CudaDriver):
     def synchronize(self, device: int, event: int) -> None:
         del device
         self.log.append(("synchronize", event))
+
+    def finished(self, device: int, event: int) -> bool:
+        del device
+        self.log.append(("finished", event))
+        return not self.busy
 
     def recorder(self, device: int) -> Callable[[int], None]:
         del device

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from kvatlas import AtlasError, Code
-from kvatlas.routing import Copy, route, scattered
+from kvatlas.routing import Copy, RunGrid, route, scattered
+from kvatlas.routing.binding import Starts
 from kvatlas.wire import Memory, Node, Session, as_bytes
 from kvatlas.wire.transports import cuda
 from kvatlas.wire.transports.cuda import CudaTransport
@@ -211,10 +212,30 @@ def test_requests_move_in_sums_behind_both_ends_marks(name: str) -> None:
         right, _ = oracle.expected(move, 0, poison)
         for index, pool in pools.items():
             assert np.array_equal(pool, right.pools[index])
-        # Nobody synchronizes; the queue waits for a mark of either end, then copies at once.
-        assert [what for what, _ in driver.log] == [
-            "record", "after", "after", "after", "post", "end",
-        ]  # fmt: skip
+        # Nobody synchronizes: both queues follow this end's mark, the source's is looked at.
+        acts = [what for what, _ in driver.log]
+        assert acts == ["record", "after", "after", "finished", "post", "end"]
+
+
+def test_nothing_is_launched_before_the_sources_mark_is_done_or_after_it_was_given_up() -> None:
+    """A stream that waited for the event of a process that died would wait for ever."""
+    machine = FakeMachine()
+    source, target = GpuEnd(machine), GpuEnd(machine)
+    link = target.connect(source)
+    column = np.zeros(1, np.int64)
+    grid = RunGrid(0, 0, Starts.of(column, column), column, column, column + 8)
+    target.driver.busy = True
+    waiting, given_up = link.read_grids([grid], 3), link.read_grids([grid], 3)
+    assert not waiting.poll()
+    assert not given_up.settle()
+    given_up.release()
+    assert given_up.settle(), "what was never launched is over"
+    assert ("post", 1) not in target.driver.log
+    target.driver.busy = False
+    waiting.wait(float("inf"))
+    assert target.driver.log.count(("post", 1)) == 1
+    far = RunGrid(0, 0, Starts.of(column, column + SIZE), column, column, column + 8)
+    assert code_of(lambda: link.read_grids([far])) is Code.OUT_OF_BOUNDS
 
 
 def test_the_runs_of_a_stream_are_the_sums_of_its_grids() -> None:

@@ -240,10 +240,9 @@ class RankLease:
         return taken and all(map(self.connection.link.reaches, theirs))
 
     def follow(self) -> None:
-        """Have what is moved now come behind the marks of both ends."""
-        own = self.wanted.mark
-        self.node.mover.follow(own)
-        self.connection.link.follow(own, self.opened.mark if self.pull else None)
+        """Have what is moved now come behind what this node's GPU had to do at first."""
+        self.node.mover.follow(self.wanted.mark)
+        self.connection.link.follow(self.wanted.mark)
 
     def read(self, copies: Sequence[Copy], into: str = "buffers") -> None:
         """Read runs over the link; where that is given up, it is remembered."""
@@ -257,7 +256,7 @@ class RankLease:
             self.renew_in_time()
 
         self.summed = (self.summed or 0) + sum(map(len, grids))
-        self._finish(self.connection.link.read_grids(grids), "blocks", check)
+        self._finish(self.connection.link.read_grids(grids, self.opened.mark), "blocks", check)
 
     def _finish(self, handle: Handle, into: str, check: Callable[[], None]) -> None:
         """Wait for a read; where it is given up, it is remembered."""

@@ -170,19 +170,17 @@ class Link(ABC):
         check_bounds(copies, self.theirs, self.mine)
         return self._checked(copies, write=False)
 
-    def read_grids(self, grids: Sequence[RunGrid]) -> Handle:
-        """The same of runs that nobody has written out."""
-        raise NotImplementedError(f"{type(self).__name__} takes runs alone: {len(grids)}")
+    def read_grids(self, grids: Sequence[RunGrid], behind: int | None = None) -> Handle:
+        """The same of runs that nobody has written out, once the peer's mark is done."""
+        raise NotImplementedError(f"{type(self).__name__} takes runs: {len(grids)}, {behind}")
 
-    def follow(self, own: int | None, theirs: int | None) -> None:
-        """What is posted from now on comes behind a mark of this process, and one of the peer.
+    def follow(self, mark: int | None) -> None:
+        """What is posted from now on comes behind a mark of this process.
 
-        Where the transport cannot order that on the device, the host waits for its own; a
-        peer's has been waited for by the peer.
+        Where the transport cannot order that on the device, the host waits.
         """
-        del theirs
-        if own is not None and self.owner.marks is not None:
-            self.owner.marks.wait(own)
+        if mark is not None and self.owner.marks is not None:
+            self.owner.marks.wait(mark)
 
     def write(self, copies: Sequence[Copy]) -> Handle:
         """Bytes of this process into memory of the peer: the peer is the destination."""
@@ -243,7 +241,7 @@ class Transport(ABC):
     name: ClassVar[str]
 
     marks_travel: ClassVar[bool] = False
-    """Whether peers wait for marks on their device; else they are waited for before an answer."""
+    """Whether peers look at marks by themselves; else they are waited for before an answer."""
 
     def __init__(self, *, shared: Shared = "all") -> None:
         if shared not in ("all", "staging"):

@@ -6,8 +6,8 @@ Whoever connects maps each allocation once. A transfer is then a launch for ever
 that a route has, mostly one, that reads the peer's pages in their order and writes this end's
 in its own: nothing is staged, and nothing passes through the host.
 
-The copy is ordered behind the kernels that filled the peer's blocks by an event which the
-peer recorded when it offered them, so that no host waits. That the blocks were held until the
+The copy comes behind the kernels that filled the peer's blocks: it is launched once an event
+which the peer recorded when it offered them is seen to be done. That the blocks were held until the
 last byte was read is confirmed afterwards by the lease, as over every wire: the memory of a
 process that has freed it, or died, may be mapped and read here, and whether it is, and what is
 in it, CUDA leaves undefined.
@@ -19,15 +19,17 @@ import re
 import secrets
 import socket
 import threading
+import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import msgspec
 
 from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry import Int64s
 from kvatlas.routing import Copy, RunGrid
 from kvatlas.wire.transports import errors
 from kvatlas.wire.transports.base import (
@@ -53,6 +55,11 @@ from kvatlas.wire.transports.cuda_driver import (
 from kvatlas.wire.transports.device_marks import EVENTS
 from kvatlas.wire.transports.opened_memory import ForeignAllocation, OpenedMemory
 
+_Told = tuple[int, int, tuple[Int64s, Int64s], tuple[Int64s, Int64s, Int64s]]
+"""Pools at either end, starts, and spans."""
+
+_SPIN = 2e-3
+"""Seconds for which a copy is looked at without a pause."""
 _TOKEN = re.compile(r"[0-9a-f]{32}")
 _MAX_ALLOCATIONS = 1024
 
@@ -268,13 +275,10 @@ class _CudaLink(Link):
         peer = _here.get(self._token)
         return peer if peer is not None and peer.driver is self.owner.driver else None
 
-    def follow(self, own: int | None, theirs: int | None) -> None:
+    def follow(self, mark: int | None) -> None:
         """The queue waits on the device, and no host does."""
-        marks = self.owner.marks
-        if own is not None and marks is not None:
-            self._queue.after(marks.event(own))
-        if theirs is not None:
-            self._queue.after(self._event(theirs % EVENTS))
+        if mark is not None and self.owner.marks is not None:
+            self._queue.after(self.owner.marks.event(mark))
 
     def _event(self, number: int) -> int:
         peer = self._same_process
@@ -290,8 +294,12 @@ class _CudaLink(Link):
                     raise errors.peer_lost(got) from problem
             return self._events[number]
 
-    def read_grids(self, grids: Sequence[RunGrid]) -> Handle:
-        """Read runs that are sums: the kernel adds."""
+    def read_grids(self, grids: Sequence[RunGrid], behind: int | None = None) -> Handle:
+        """Read runs that are sums: the kernel adds. It is launched once the peer's mark is done.
+
+        No stream waits for that: were the peer to die before, it would wait for ever, and so
+        would whoever waits for all that this process's GPU has to do.
+        """
         self.check()
         check_grid_bounds(grids, self.theirs, self.mine)
         told = [
@@ -299,16 +307,30 @@ class _CudaLink(Link):
              (grid.src, grid.dst, grid.length))
             for grid in grids
         ]  # fmt: skip
-        return self._launch(told, write=False)
+        if behind is None:
+            return self._copy(told, lambda: True, write=False)
+        event = self._event(behind % EVENTS)
+        return self._copy(told, lambda: self._finished(event), write=False)
+
+    def _finished(self, event: int) -> bool:
+        try:
+            return self.owner.driver.finished(self.owner.device, event)
+        except DriverError as problem:
+            raise errors.peer_lost(f"an event that cannot be looked at: {problem}") from problem
 
     def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle:
         told = [(c.src_pool, c.dst_pool, NO_STARTS, (c.src, c.dst, c.length)) for c in copies]
-        return self._launch(told, write=write)
+        return self._copy(told, lambda: True, write=write)
 
-    def _launch(self, told: Iterable[tuple[int, int, Any, Any]], *, write: bool) -> Handle:
-        told = list(told)
+    def _copy(self, told: list[_Told], may_begin: Callable[[], bool], *, write: bool) -> Handle:
         if not told:
             return Done()
+        copy = _CudaCopy(lambda: self._launch(told, write=write), may_begin, self.check)
+        copy.begin()
+        return copy
+
+    def _launch(self, told: list[_Told], *, write: bool) -> tuple[Posted, Callable[[], None]]:
+        """Launch copies; they, and what to call once they are over."""
         pools = {dst if write else src for src, dst, _, _ in told}
         used: list[ForeignAllocation] = []
         try:
@@ -316,11 +338,10 @@ class _CudaLink(Link):
             near = {pool: at.address for pool, at in self.mine.items()}
             src, dst = (near, far) if write else (far, near)
             runs = [AddressRuns(src[a], dst[b], starts, spans) for a, b, starts, spans in told]
-            posted = self._queue.post(runs)
+            return self._queue.post(runs), lambda: self._unused(used)
         except BaseException:
             self._unused(used)
             raise
-        return _CudaCopy(posted, lambda: self._unused(used), self.check)
 
     def _address(self, pool: int, used: list[ForeignAllocation]) -> int:
         """Where a region of the peer is in this process, which stays mapped while it is used."""
@@ -347,20 +368,41 @@ class _CudaLink(Link):
 
 
 class _CudaCopy(Handle):
-    """A copy that the GPU carries out; nothing ends it before its time."""
+    """A copy that the GPU carries out; once it was launched, nothing ends it before its time."""
 
-    def __init__(self, posted: Posted, over: Any, check: Any) -> None:
-        self._posted, self._over, self._check = posted, over, check
+    def __init__(
+        self,
+        launch: Callable[[], tuple[Posted, Callable[[], None]]],
+        may_begin: Callable[[], bool],
+        check: Callable[[], None],
+    ) -> None:
+        self._launch, self._may_begin, self._check = launch, may_begin, check
+        self._posted: Posted | None = None
+        self._over: Callable[[], None] = lambda: None
+        self._given_up = False
+        self._begun = time.monotonic()
+        self._lock = threading.Lock()
+
+    def begin(self) -> None:
+        """Launch it if that may be now."""
+        with self._lock:
+            if self._posted is None and not self._given_up and self._may_begin():
+                self._posted, self._over = self._launch()
 
     def _poll(self) -> bool:
-        if not self._is_over():
-            self._check()
-            return False
-        return True
+        self.begin()
+        if self._is_over():
+            return True
+        self._check()
+        return False
 
     def _is_over(self) -> bool:
+        """Whether it was launched and has ended."""
+        posted = self._posted
+        if posted is None:
+            return False
         try:
-            over = self._posted.done()
+            over = posted.done()
         except Exception:
             # The device has failed, and with it all that this process had it do.
             self._over()
@@ -369,8 +411,19 @@ class _CudaCopy(Handle):
             self._over()
         return over
 
+    def _pause(self, seconds: float) -> None:
+        """A gigabyte takes half a millisecond, and the shortest sleep a tenth of one."""
+        super()._pause(0.0 if time.monotonic() - self._begun < _SPIN else seconds)
+
+    def _release(self) -> None:
+        """Never launched, if it was not yet."""
+        self._given_up = True
+
     def _settle(self) -> bool:
-        """Over where the device says so, or has failed."""
+        """Over where the device says so or has failed, or where it is never launched."""
+        with self._lock:
+            if self._posted is None:
+                return self._given_up or self._failure is not None
         try:
             return self._is_over()
         except Exception:

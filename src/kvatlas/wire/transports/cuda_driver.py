@@ -116,6 +116,10 @@ class CudaDriver(ABC):
         """Wait, on the host, for what an event was last recorded behind."""
 
     @abstractmethod
+    def finished(self, device: int, event: int) -> bool:
+        """Whether what an event was last recorded behind is done."""
+
+    @abstractmethod
     def recorder(self, device: int) -> Callable[[int], None]:
         """Records events, one behind the other, behind what the caller's stream has to do."""
 
@@ -258,6 +262,14 @@ class LibCuda(CudaDriver):
         """Wait for an event without holding up other threads."""
         with self._on(device):
             self._call("cuEventSynchronize", ctypes.c_void_p(event))
+
+    def finished(self, device: int, event: int) -> bool:
+        """Look at an event without waiting."""
+        with self._on(device):
+            code = self._library.cuEventQuery(ctypes.c_void_p(event))
+        if code not in (0, _NOT_READY):
+            raise DriverError(f"cuEventQuery answers {self._error(code)}")
+        return bool(code == 0)
 
     def recorder(self, device: int) -> Callable[[int], None]:
         """Behind the caller's current stream, and behind all that was recorded before."""
