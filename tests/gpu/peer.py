@@ -22,6 +22,8 @@ from kvatlas.routing import scattered
 from tests.routing import oracle
 
 Json = dict[str, Any]
+PROMPT = 37
+"""Tokens of a prompt, as the tiny models of hand-overs have them."""
 SLEEP = 1_000_000
 """Cycles of about half a millisecond, for which a stream can be kept busy."""
 
@@ -43,6 +45,7 @@ class Served:
     def __init__(self) -> None:
         self.ranks: Any = None
         self.contents: Any = None
+        self.generating: Any = None
 
     def answer(self, do: str, about: Json) -> Json:
         answer: Json = getattr(self, f"do_{do}")(**about) or {}
@@ -80,6 +83,20 @@ class Served:
                 for index, pool in self.ranks.pools(rank).items():
                     pool.copy_(pools[index])
         self.ranks.offer(request, **given)
+
+    def do_prefill(self, model: str, transport: str, **plan: Any) -> Json:
+        """Run a prompt on the GPU and offer its cache while the last kernels still run."""
+        from tests.gpu.tokens import Generating
+
+        self.generating = Generating(model, transport, **plan)
+        first = self.generating.prefill()
+        self.generating.node.offer("r", self.generating.cache.blocks_of(0), PROMPT)
+        return {"endpoint": self.generating.node.endpoint, "first": first}
+
+    def do_prefilled(self) -> None:
+        """Nobody reads it any more."""
+        self.generating.node.close()
+        self.generating = None
 
     def do_push(self, endpoints: list[str], request: str, **given: Any) -> Json:
         from kvatlas.wire import Session

@@ -61,15 +61,15 @@ def test_nodes_take_caches_tensors_and_arrays_and_keep_them_alive() -> None:
 
     made = small("dense")
     nbytes = made.pools[0].nbytes
-    for pools in (
-        allocate(made),
-        {0: torch.zeros(nbytes // 2, dtype=torch.bfloat16)},
-        {0: np.zeros(nbytes, np.uint8)},
-    ):
+    cache = allocate(made)
+    given: list[tuple[Any, Any]] = [(cache, cache.pools[0])]
+    given += [({0: pool}, pool) for pool in (torch.zeros(nbytes // 2, dtype=torch.bfloat16),)]
+    given += [({0: pool}, pool) for pool in (np.zeros(nbytes, np.uint8),)]
+    for pools, pool in given:
         with Node(made, memory=pools, transport=Local()) as node:
             region = node.transport.memory[0]
             assert (region.nbytes, region.device) == (nbytes, "host")
-            assert region.owner is (pools.pools if hasattr(pools, "pools") else pools)[0]
+            assert region.owner is pool
     strided = torch.zeros(2 * nbytes, dtype=torch.uint8)[::2]
     for wrong in ({0: strided}, {0: np.zeros(2 * nbytes, np.uint8)[::2]}, {0: b"bytes"}, 17):
         with pytest.raises(AtlasError) as refusal:
