@@ -6,12 +6,15 @@ A `Node` puts one rank's caches on the wire, a `Session` connects it to its peer
 
 from kvatlas.wire.client import Session, Transfer
 from kvatlas.wire.client.rank_lease import How
+from kvatlas.wire.gpu_offload import GpuOffload, HostPins
 from kvatlas.wire.memory_copy import (
     Bytes,
     as_bytes,
     copy_pools,
     copy_request,
     device_of,
+    gpu_pools,
+    is_on_gpu,
     memory_of,
     rank_pools,
 )
@@ -37,7 +40,9 @@ __all__ = [
     "HOST",
     "TRANSPORT_NAMES",
     "Bytes",
+    "GpuOffload",
     "Handle",
+    "HostPins",
     "How",
     "Link",
     "Memory",
@@ -55,6 +60,8 @@ __all__ = [
     "copy_pools",
     "copy_request",
     "device_of",
+    "gpu_pools",
+    "is_on_gpu",
     "make_transport",
     "memory_of",
     "pools_for",

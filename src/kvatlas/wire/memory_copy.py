@@ -20,6 +20,7 @@ from kvatlas.geometry import Int64s
 from kvatlas.planning import Plan
 from kvatlas.routing import Copy, Route
 from kvatlas.wire.transports.base import HOST, Memory
+from kvatlas.wire.transports.cuda_driver import load_driver
 
 STEP = 16 << 20
 """Bytes that are copied between two looks at the clock."""
@@ -77,6 +78,17 @@ def _memory_of(index: int, pool: Any) -> Memory:
     if not callable(getattr(pool, "data_ptr", None)) or not pool.is_contiguous():
         raise _no_pool(f"pool {index}", type(pool).__name__)
     return Memory(pool.data_ptr(), pool.nbytes, device_of(pool), owner=pool)
+
+
+def is_on_gpu(pools: Any) -> bool:
+    """Whether pools, as `memory_of` takes them, are in a GPU's memory.
+
+    >>> is_on_gpu({0: np.zeros(8)}), is_on_gpu({0: Memory(64, 8, "cuda:0")}), is_on_gpu(None)
+    (False, True, False)
+    """
+    given = getattr(pools, "pools", pools) or {}
+    devices = [getattr(pool, "device", HOST) for pool in given.values()]
+    return any(str(device).startswith("cuda") for device in devices)
 
 
 def device_of(tensor: Any) -> str:
@@ -283,14 +295,29 @@ def rank_pools(plan: Plan, rank: int, given: Mapping[int, Any]) -> dict[int, Byt
     for index, pool in plan.rank_pools(rank).items():
         held = _bytes_of(given[index]) if index in given else None
         if held is None or held.size < pool.nbytes:
-            raise AtlasError(
-                Code.OUT_OF_BOUNDS,
-                f"Pool {index} has no {pool.nbytes:,} bytes that this process can reach",
-                got=f"pools {sorted(given)}" if held is None else f"{held.size:,} bytes",
-                hint="Pass the rank's own pools by index, or carry= for memory elsewhere",
-            )
+            raise _not_held(index, pool.nbytes, given, None if held is None else held.size)
         pools[index] = held
     return pools
+
+
+def gpu_pools(plan: Plan, rank: int, given: Any) -> dict[int, Memory]:
+    """The pools of a rank on a GPU, from what `memory_of` takes; refused where there is none."""
+    memory = memory_of(given)
+    for index, pool in plan.rank_pools(rank).items():
+        held = memory[index].nbytes if index in memory else None
+        if held is None or held < pool.nbytes:
+            raise _not_held(index, pool.nbytes, memory, held)
+    load_driver()
+    return memory
+
+
+def _not_held(index: int, nbytes: int, given: Mapping[int, Any], held: int | None) -> AtlasError:
+    return AtlasError(
+        Code.OUT_OF_BOUNDS,
+        f"Pool {index} has no {nbytes:,} bytes that this process can reach",
+        got=f"pools {sorted(given)}" if held is None else f"{held:,} bytes",
+        hint="Pass the rank's own pools by index, or carry= for memory elsewhere",
+    )
 
 
 def _bytes_of(pool: Any) -> Bytes | None:

@@ -78,7 +78,7 @@ class GpuMover(PoolMover):
         self._marks, self._metrics = transport.marks, metrics
         self._queue: Any = transport.driver.queue(self._device.index, 0)
         bounces = isinstance(staging, np.ndarray) and staging.nbytes
-        self._pinned = _PinnedMemory(staging) if bounces else None
+        self._pinned = PinnedMemory(staging) if bounces else None
 
     def follow(self, mark: int | None) -> None:
         """The GPU waits, and no host does."""
@@ -94,38 +94,21 @@ class GpuMover(PoolMover):
         self._through(copies, stream, out=False)
 
     def _through(self, copies: Sequence[Copy], stream: Any, *, out: bool) -> None:
-        import torch
-
         total = stream_bytes(copies)
         if not total:
             return
         bounces = isinstance(stream, np.ndarray)
-        with torch.cuda.device(self._device), torch.cuda.stream(self._queue.stream):
-            near = stream
-            if bounces:
-                near = torch.empty(total, dtype=torch.uint8, device=self._device)
-                stream = torch.from_numpy(stream[:total])
-            if bounces and not out:
-                near.copy_(stream, non_blocking=True)
-            posted = self._queue.post(self._runs(copies, near.data_ptr(), out=out))
-            if bounces and out:
-                stream.copy_(near, non_blocking=True)
-                posted = self._queue.posted()
+        if bounces:
+            import torch
+
+            gpu = self._queue.buffer(total)
+            runs = stream_runs(copies, self._memory, gpu.data_ptr(), out=out)
+            posted = self._queue.through(runs, torch.from_numpy(stream), gpu, total, out=out)
+        else:
+            runs = stream_runs(copies, self._memory, stream.data_ptr(), out=out)
+            posted = self._queue.post(runs)
         posted.wait()
         self._metrics.add(**{"host_bounce_bytes" if bounces else "gpu_staged_bytes": total})
-
-    def _runs(self, copies: Iterable[Copy], stream: int, *, out: bool) -> list[AddressRuns]:
-        runs, done = [], 0
-        for copy in copies:
-            at = np.cumsum(copy.length) - copy.length + done
-            done += copy.nbytes
-            if out:
-                pool = self._memory[copy.src_pool].address
-                runs.append(AddressRuns(pool, stream, NO_STARTS, (copy.src, at, copy.length)))
-            else:
-                pool = self._memory[copy.dst_pool].address
-                runs.append(AddressRuns(stream, pool, NO_STARTS, (at, copy.dst, copy.length)))
-        return runs
 
     def checksums(self, copies: Sequence[Copy], piece: int, *, src: bool) -> Int64s:
         """Gathered by way of the host, where zlib sums up."""
@@ -142,7 +125,24 @@ class GpuMover(PoolMover):
             self._pinned = None
 
 
-class _PinnedMemory:
+def stream_runs(
+    copies: Iterable[Copy], pools: Mapping[int, Memory], stream: int, *, out: bool
+) -> list[AddressRuns]:
+    """Copies between pools and a stream that lies at an address: out of the pools, or into them."""
+    runs, done = [], 0
+    for copy in copies:
+        at = np.cumsum(copy.length) - copy.length + done
+        done += copy.nbytes
+        if out:
+            pool = pools[copy.src_pool].address
+            runs.append(AddressRuns(pool, stream, NO_STARTS, (copy.src, at, copy.length)))
+        else:
+            pool = pools[copy.dst_pool].address
+            runs.append(AddressRuns(stream, pool, NO_STARTS, (at, copy.dst, copy.length)))
+    return runs
+
+
+class PinnedMemory:
     """Host memory that the GPU reaches at the link's full speed, until it is released."""
 
     def __init__(self, memory: Bytes) -> None:
@@ -151,11 +151,12 @@ class _PinnedMemory:
         self._memory = memory
         self._runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         failed = self._runtime.cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)
-        self._held = not int(failed)  # slower where it cannot be pinned, and as right
+        self.held = not int(failed)  # slower where it cannot be pinned, and as right
 
     def release(self) -> None:
-        if self._held:
-            self._held = False
+        """Let go of it."""
+        if self.held:
+            self.held = False
             self._runtime.cudaHostUnregister(self._memory.ctypes.data)
 
 

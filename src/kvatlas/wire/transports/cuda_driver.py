@@ -310,25 +310,60 @@ class _TorchQueue(DeviceQueue):
         """The stream, for work of other kinds in the same order."""
         return self._stream
 
-    def posted(self) -> Posted:
-        """All that the stream has been given so far."""
-        return TorchPosted(self._stream)
-
     def after(self, event: int) -> None:
+        """Have the stream wait for an event."""
         self._driver.stream_waits(self._number, self._stream.cuda_stream, event)
 
-    def post(self, runs: Sequence[AddressRuns]) -> Posted:
+    def after_caller(self) -> None:
+        """Have the stream wait for what the caller's current stream has to do."""
         import torch
 
-        from kvatlas.kernels import copy_address_runs
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def post(self, runs: Sequence[AddressRuns], **choice: Any) -> Posted:
+        """Launch a kernel for each; `choice` overrides how."""
+        with self._on_stream():
+            self._launch(runs, choice)
+            return TorchPosted(self._stream)
+
+    def through(
+        self, runs: Sequence[AddressRuns], host: Any, gpu: Any, nbytes: int, *, out: bool
+    ) -> Posted:
+        """Copy from or to a buffer of the GPU, that goes to or comes from one of the host."""
+        with self._on_stream():
+            if not out:
+                gpu[:nbytes].copy_(host[:nbytes], non_blocking=True)
+            self._launch(runs, {})
+            if out:
+                host[:nbytes].copy_(gpu[:nbytes], non_blocking=True)
+            return TorchPosted(self._stream)
+
+    def buffer(self, nbytes: int) -> Any:
+        """Memory of the GPU, for use in the order of the stream."""
+        import torch
+
+        with self._on_stream():
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def buffers(self, nbytes: int) -> tuple[Any, Any]:
+        """Pinned memory of the host, and as much of the GPU."""
+        import torch
+
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True), self.buffer(nbytes)
+
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        import torch
 
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            for one in runs:
-                starts = self._placed(one.starts)
-                copy_address_runs(
-                    one.source, one.target, starts, one.spans, programs=self._programs
-                )
-            return self.posted()
+            yield
+
+    def _launch(self, runs: Sequence[AddressRuns], choice: dict[str, Any]) -> None:
+        from kvatlas.kernels import copy_address_runs
+
+        for one in runs:
+            use = {"programs": self._programs} | choice
+            copy_address_runs(one.source, one.target, self._placed(one.starts), one.spans, **use)
 
     def _placed(self, starts: tuple[Int64s, Int64s]) -> Any:
         """Starts on the device; those that were used longest ago are forgotten."""
