@@ -1,6 +1,6 @@
 """Pulls between two processes over the transport `cuda`, beside plain copies of the same bytes.
 
-    python -m benchmarks.gpu.pulls [orders] [request] [beside] [tune]
+    python -m benchmarks.gpu.pulls [orders] [request] [beside] [offload] [tune]
 
 - `orders`: tp 2 into tp 1, blocks of 16 into blocks of 32, scattered pages, 36 pairs of orders:
   bytes read and written per second, as a share of the device's own copy.
@@ -8,6 +8,7 @@
   messages included, beside a plain copy of its bytes.
 - `beside`: tokens per second of decode attention alone and while pulls run, by the number of
   multiprocessors that pulls are given.
+- `offload`: the same request into a tier in host memory and back, beside the link.
 - `tune`: launch parameters of the copy kernel.
 """
 
@@ -26,7 +27,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.attention import decode
-from benchmarks.gpu.ceilings import copy_rate
+from benchmarks.gpu.ceilings import copy_rate, link_rate
 from benchmarks.gpu.cells import ORDERS
 from benchmarks.gpu.tables import show
 from kvatlas.cache import Cache, allocate
@@ -268,22 +269,30 @@ def beside() -> None:
         endpoints = far.serve(made, 7)
         graph = _captured(case)
         alone = _steps(graph, 0.4)
-        for count in (0, 1, 2, 4, 8, 16, 32, 64, 132):
+        for count, choice in (
+            [(c, {}) for c in (0, 1, 2, 3, 4, 6, 8, 16, 32)]
+            + [(c, {"tile": 16384, "warps": 8, "programs": 4 * c}) for c in (1, 2, 4, 8)]
+            + [(c, {"tile": 32768, "warps": 16, "programs": 2 * c}) for c in (1, 2, 4)]
+        ):
             transport = make_transport("cuda", multiprocessors=count)
             with (
                 Node(mine, memory=cache, transport=transport, buffers=0) as node,
                 Session(node, endpoints) as session,
             ):
                 link, grids = grids_of(node, session, 0)
+                if choice:
+                    launch = link._queue._launch
+                    link._queue._launch = lambda runs, _, act=launch, c=choice: act(runs, c)
                 nbytes = sum(grid.nbytes for grid in grids)
                 read = lambda link=link, grids=grids: link.read_grids(grids)  # noqa: E731
-                speed = nbytes / seconds_of(read, link._queue.stream, 5)
+                speed = nbytes / seconds_of(read, link._queue.stream, 3)
                 pulling = Pulling(link, grids)
                 there = _steps(graph, 0.4)
                 moved = pulling.stop() * nbytes
             rows.append([
-                str(count or "all"), f"{speed / 1e9:,.0f}", f"{moved / 1e9:,.0f}",
-                f"{moved / speed:.0%}", f"{64 * there:,.0f}", f"{1 - there / alone:.1%}",
+                str(count or "all") + str(choice or ""), f"{speed / 1e9:,.0f}",
+                f"{moved / 1e9:,.0f}", f"{moved / speed:.0%}", f"{64 * there:,.0f}",
+                f"{1 - there / alone:.1%}",
             ])  # fmt: skip
     title = f"\nDecode of 64 x 4,096 tokens, one layer: {64 * alone:,.0f} tokens/s alone"
     head = ["multiprocessors", "GB/s alone", "GB/s beside", "kept", "tokens/s beside", "slower"]
@@ -391,6 +400,41 @@ def tune() -> None:
     show(title, ["programs", "tile", "warps", "stages", *map("->".join, pairs)], rows)
 
 
+def offload() -> None:
+    """A request of 1 GiB into a tier in host memory and back, beside the link's own speed."""
+    from kvatlas.tier import Tier
+
+    links = link_rate(to_host=True), link_rate(to_host=False)
+    rows = []
+    tier = Tier(planned("BLHNC"))
+    keys: Any = [f"{number}".encode() for number in range(TOKENS // 16)]
+    for order in ORDERS:
+        made = planned(order)
+        cache, back = filled(made, 0, 7), allocate(made, device=DEVICE)
+        about: Json = {"blocks": scattered(made, TOKENS), "tokens": TOKENS, "keys": keys}
+        row = [order]
+        for turn in range(3):
+            tier.metrics.seconds.clear()
+            begun = time.perf_counter()
+            tier.store(cache.pools, made, **about)
+            stored = time.perf_counter()
+            tier.fetch(back.pools, made, **about)
+            fetched = time.perf_counter()
+            tier.drop(keys)
+            if turn == 2:
+                phases = tier.metrics.seconds
+                gib = (1 << 30) / 1e9
+                row += [f"{gib / phases['store']:.1f}", f"{gib / (stored - begun):.1f}"]
+                row += [f"{gib / phases['fetch']:.1f}", f"{gib / (fetched - stored):.1f}"]
+        row.append(str(is_right(back, [cache])))
+        rows.append(row)
+    tier.close()
+    title = f"\nA request of 1 GiB and a tier in host memory, GB/s; link {links[0]:.1f} to the "
+    title += f"host, {links[1]:.1f} back"
+    head = ["order", "moved out", "whole store", "moved in", "whole fetch", "right"]
+    show(title, head, rows)
+
+
 def main(names: list[str]) -> None:
     """Run what is named, or all but the tuning."""
     copy = copy_rate()
@@ -399,9 +443,10 @@ def main(names: list[str]) -> None:
         "orders": lambda: orders(copy),
         "request": lambda: request(copy),
         "beside": beside,
+        "offload": offload,
         "tune": tune,
     }
-    for name in names or ["orders", "request", "beside"]:
+    for name in names or ["orders", "request", "beside", "offload"]:
         parts[name]()
 
 

@@ -77,8 +77,7 @@ class Served:
             for rank in kept:
                 for pool in self.ranks.pools(rank).values():
                     pool.fill_(0x5A)
-            for _ in range(busy):
-                torch.cuda._sleep(SLEEP)  # type: ignore[no-untyped-call]
+            torch.cuda._sleep(busy * SLEEP)  # type: ignore[no-untyped-call]
             for rank, pools in kept.items():
                 for index, pool in self.ranks.pools(rank).items():
                     pool.copy_(pools[index])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import numpy as np
@@ -89,4 +90,5 @@ class GpuRanks:
         self.close()
         self.whole.clear()
         self.nodes.clear()
+        gc.collect()
         torch.cuda.empty_cache()

@@ -9,7 +9,7 @@ the piece takes one more step over the link: the host bounce.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,10 @@ class PoolMover(ABC):
         """The stream of some copies, into the pools."""
 
     @abstractmethod
+    def rehearsal(self, copies: Sequence[Copy], stream: Any, nbytes: int) -> Callable[[], None]:
+        """Scatters into so many bytes of scratch memory for pool 0, to be timed."""
+
+    @abstractmethod
     def checksums(self, copies: Sequence[Copy], piece: int, *, src: bool) -> Int64s:
         """A CRC-32 of every `piece` bytes of the stream of some copies."""
 
@@ -59,6 +63,15 @@ class HostMover(PoolMover):
     def scatter(self, copies: Sequence[Copy], stream: Any) -> None:
         """By numpy."""
         scatter(copies, stream, self._pools)
+
+    def rehearsal(self, copies: Sequence[Copy], stream: Any, nbytes: int) -> Callable[[], None]:
+        """By numpy."""
+        scratch = {0: np.empty(nbytes, dtype=np.uint8)}
+
+        def act() -> None:
+            scatter(copies, stream, scratch)
+
+        return act
 
     def checksums(self, copies: Sequence[Copy], piece: int, *, src: bool) -> Int64s:
         """By numpy and zlib."""
@@ -87,35 +100,49 @@ class GpuMover(PoolMover):
 
     def gather(self, copies: Sequence[Copy], stream: Any) -> None:
         """By a kernel, into the GPU's memory; then in one stretch to the host if it is there."""
-        self._through(copies, stream, out=True)
+        self._count(stream, self._through(copies, self._memory, stream, out=True))
 
     def scatter(self, copies: Sequence[Copy], stream: Any) -> None:
         """The other way."""
-        self._through(copies, stream, out=False)
+        self._count(stream, self._through(copies, self._memory, stream, out=False))
 
-    def _through(self, copies: Sequence[Copy], stream: Any, *, out: bool) -> None:
+    def rehearsal(self, copies: Sequence[Copy], stream: Any, nbytes: int) -> Callable[[], None]:
+        """By a kernel."""
+        scratch = self._queue.buffer(nbytes)
+        pools = {0: Memory(scratch.data_ptr(), nbytes, f"{self._device}", owner=scratch)}
+
+        def act() -> None:
+            self._through(copies, pools, stream, out=False)
+
+        return act
+
+    def _through(
+        self, copies: Sequence[Copy], pools: Mapping[int, Memory], stream: Any, *, out: bool
+    ) -> int:
+        """Between pools and a stream, which is over when this returns; how many bytes."""
         total = stream_bytes(copies)
         if not total:
-            return
-        bounces = isinstance(stream, np.ndarray)
-        if bounces:
+            return 0
+        if isinstance(stream, np.ndarray):
             import torch
 
             gpu = self._queue.buffer(total)
-            runs = stream_runs(copies, self._memory, gpu.data_ptr(), out=out)
-            posted = self._queue.through(runs, torch.from_numpy(stream), gpu, total, out=out)
+            runs = stream_runs(copies, pools, gpu.data_ptr(), out=out)
+            self._queue.through(runs, torch.from_numpy(stream), gpu, total, out=out).wait()
         else:
-            runs = stream_runs(copies, self._memory, stream.data_ptr(), out=out)
-            posted = self._queue.post(runs)
-        posted.wait()
-        self._metrics.add(**{"host_bounce_bytes" if bounces else "gpu_staged_bytes": total})
+            self._queue.post(stream_runs(copies, pools, stream.data_ptr(), out=out)).wait()
+        return total
+
+    def _count(self, stream: Any, nbytes: int) -> None:
+        bounced = isinstance(stream, np.ndarray)
+        self._metrics.add(**{"host_bounce_bytes" if bounced else "gpu_staged_bytes": nbytes})
 
     def checksums(self, copies: Sequence[Copy], piece: int, *, src: bool) -> Int64s:
         """Gathered by way of the host, where zlib sums up."""
         if not src:
             copies = [Copy(c.dst_pool, c.src_pool, c.dst, c.src, c.length) for c in copies]
         stream = np.empty(stream_bytes(copies), dtype=np.uint8)
-        self._through(copies, stream, out=True)
+        self._through(copies, self._memory, stream, out=True)
         return crc_pieces(stream, piece)
 
     def close(self) -> None:

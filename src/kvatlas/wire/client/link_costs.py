@@ -10,7 +10,6 @@ import numpy as np
 
 from kvatlas.routing import Copy, Costs, Stream
 from kvatlas.wire.client.rank_lease import BUFFERS, RankLease
-from kvatlas.wire.staging import scatter
 from kvatlas.wire.transports.base import STAGING
 from kvatlas.wire.transports.errors import failed
 
@@ -64,9 +63,9 @@ def _measure(lease: RankLease) -> Costs:
     one = _quickest(partial(lease.read, [lease.staging_copy(0, piece)]))
     # A scatter of such short runs, as a staged transfer ends with, into scratch memory.
     spread = Copy(STAGING, 0, at, at[::-1], np.full(count, short))
-    scratch = {0: np.empty(2 * count * short, dtype=np.uint8)}
     stream = staging.view(lease.buffers[0], count * short)
-    copying = _quickest(partial(scatter, [spread], stream, scratch))
+    rehearse = lease.node.mover.rehearsal([spread], stream, 2 * count * short)
+    copying = _quickest(rehearse)
     wire = piece / one
     each = max(0.0, (many - count * short / wire) / count)
     return Costs(descriptor=each, wire=wire, copy=count * short / copying, piece=piece)
