@@ -148,6 +148,8 @@ class Opened(Message, frozen=True, kw_only=True, omit_defaults=True, tag="opened
     """Bytes of a staging buffer of this end; 0 where it has none."""
     mark: Whole | None = None
     """The mark of this end behind which its blocks are read; None where nothing is to wait for."""
+    layered: bool = False
+    """Whether layers are still being written: each is waited for before it is read."""
 
 
 class LeaseQuestion(Message, frozen=True, kw_only=True):
@@ -175,6 +177,20 @@ class Renew(LeaseQuestion, frozen=True, kw_only=True, tag="renew"):
     """Extend a lease."""
 
     seconds: Annotated[float, Meta(gt=0, le=86400)]
+
+
+class AwaitLayer(LeaseQuestion, frozen=True, kw_only=True, tag="await_layer"):
+    """Ask whether a layer of what is offered has been written, waiting a while until it is."""
+
+    layer: Name
+    seconds: Annotated[float, Meta(gt=0, le=86400)]
+
+
+class LayerWritten(Message, frozen=True, kw_only=True, tag="layer_written"):
+    """Whether it has, and the mark behind which it is read."""
+
+    written: bool
+    mark: Whole | None = None
 
 
 class Gather(LeaseQuestion, frozen=True, kw_only=True, tag="gather"):
@@ -242,8 +258,10 @@ class Refusal(Message, frozen=True, kw_only=True, tag="refusal"):
     """Seconds after which a peer that was busy may be asked again."""
 
 
-Question = Hello | Open | Borrow | Renew | Gather | Fetch | GetChecksums | Close | Release
-Answer = Welcome | SendPlan | Opened | Lent | Ok | Checksums | Refusal
+Question = (
+    Hello | Open | Borrow | Renew | AwaitLayer | Gather | Fetch | GetChecksums | Close | Release
+)
+Answer = Welcome | SendPlan | Opened | Lent | LayerWritten | Ok | Checksums | Refusal
 
 _UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 

@@ -162,6 +162,19 @@ class RankLease:
         ok = self.ask_of_lease(protocol.Renew, Ok, seconds=self._seconds_left())
         self._renew_at = time.monotonic() + ok.seconds / 2
 
+    def await_layer(self, layer: str) -> int | None:
+        """Wait until the peer has written a layer; the mark behind which it is read."""
+        if not self.opened.layered:
+            return self.opened.mark
+        while True:
+            self._check_going_on()
+            self.renew_in_time()
+            seconds = min(self.patience / 2, self._seconds_left())
+            about = {"layer": layer, "seconds": seconds}
+            said = self.ask_of_lease(protocol.AwaitLayer, protocol.LayerWritten, **about)
+            if said.written:
+                return said.mark
+
     def close(self, *, complete: bool) -> None:
         """End the lease; where all went well, the source confirms that it was held."""
         if not complete:
@@ -248,15 +261,18 @@ class RankLease:
         """Read runs over the link; where that is given up, it is remembered."""
         self._finish(self.connection.link.read(copies), into, self._check_going_on)
 
-    def read_grids(self, grids: Sequence[RunGrid]) -> None:
-        """Read runs that nobody has written out into blocks, renewing the lease meanwhile."""
+    def read_grids(self, grids: Sequence[RunGrid], behind: int | None) -> None:
+        """Read runs that nobody has written out into blocks, behind a mark of the peer.
+
+        The lease is renewed meanwhile.
+        """
 
         def check() -> None:
             self._check_going_on()
             self.renew_in_time()
 
         self.summed = (self.summed or 0) + sum(map(len, grids))
-        self._finish(self.connection.link.read_grids(grids, self.opened.mark), "blocks", check)
+        self._finish(self.connection.link.read_grids(grids, behind), "blocks", check)
 
     def _finish(self, handle: Handle, into: str, check: Callable[[], None]) -> None:
         """Wait for a read; where it is given up, it is remembered."""

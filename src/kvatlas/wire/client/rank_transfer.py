@@ -74,18 +74,29 @@ class RankTransfer:
         lease.follow()
         if self.wanted.streamed and lease.reaches_pools():
             self._move_layers()
-        elif not lease.pull:
+            return
+        behind = self._all_written() if lease.opened.layered else lease.opened.mark
+        if not lease.pull:
             lease.borrow(1)
             push(lease, stream, staged=should_stage(lease, stream))
         elif should_stage(lease, stream):
             pull_staged(lease, stream)
         else:
-            pull_direct(lease, stream)
+            pull_direct(lease, stream, behind)
+
+    def _all_written(self) -> int | None:
+        """Wait until the source has written every layer; its last mark, which stands for all."""
+        lease = self.lease
+        held = [name for name in self._streamed_layers() if lease.stream([name]).nbytes]
+        marks = [lease.await_layer(name) for name in held]
+        return max((mark for mark in marks if mark is not None), default=None)
 
     def _move_layers(self) -> None:
         lease = self.lease
         for name in self._streamed_layers():
-            pull_direct(lease, lease.stream([name]))
+            stream = lease.stream([name])
+            if stream.nbytes:  # else another rank has it
+                pull_direct(lease, stream, lease.await_layer(name))
             if not self.wanted.checksums:
                 # What was read counts once the source confirms that it still held it.
                 lease.renew()

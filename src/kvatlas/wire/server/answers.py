@@ -62,6 +62,8 @@ class Answers:
                 return protocol.Ok(seconds=lease.left)
             case protocol.Borrow():
                 return self._borrow(question)
+            case protocol.AwaitLayer():
+                return self._await_layer(question)
             case protocol.Gather():
                 return self._gather(question)
             case protocol.Fetch():
@@ -127,7 +129,20 @@ class Answers:
             blocks=protocol.pack_tables(held.blocks),
             piece=node.staging.piece if node.staging.most(for_peer=True) else 0,
             mark=mark,
+            layered=isinstance(held, Offer) and held.layers is not None,
         )
+
+    def _await_layer(self, question: protocol.AwaitLayer) -> protocol.Message:
+        """Whether a layer is written, after a while at most."""
+        lease = self._lease(question, "pull")
+        with self.node.lock:
+            offer = self.node.offers.get(lease.request)
+        if offer is None or offer.layers is None:
+            raise protocol.bad_handshake("a layer of what is not offered by layers")
+        seconds = min(question.seconds, lease.left, _LONGEST_WAIT)
+        written, mark = offer.layers.wait(question.layer, seconds)
+        lease.check()
+        return protocol.LayerWritten(written=written, mark=self._told(mark))
 
     def _told(self, mark: int | None) -> int | None:
         """The mark that a reader waits for on its device; waited for here where it cannot."""

@@ -16,7 +16,7 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Int64s
 from kvatlas.planning import Plan
 from kvatlas.routing import check_tables, route, token_range
-from kvatlas.wire.leases import Expected, Offer, Released
+from kvatlas.wire.leases import Expected, Offer, Released, WrittenLayers
 from kvatlas.wire.memory_copy import Bytes
 from kvatlas.wire.peers import plan_hash
 from kvatlas.wire.rpc import Server
@@ -75,6 +75,7 @@ class Node(NodeState):
         readers: Collection[str] | None = None,
         released: Released | None = None,
         recompute: int = 0,
+        layered: bool = False,
     ) -> None:
         """Let peers read a request's blocks, which stay untouched until they are released.
 
@@ -83,14 +84,29 @@ class Node(NodeState):
         one have done so, or the offer has expired. Only then may the blocks be reused.
         With `recompute`, windows also have what the last so many tokens see, for peers that
         compute those again. Entries that no token of the offer needs may hold anything.
+        What is `layered` may be offered before it is there: `layer_written` says of one layer
+        after the other that it is, and a pull that is `streamed` reads each as it comes.
         """
         held = self._checked(blocks, tokens, "source", recompute=recompute)
         names = None if readers is None else frozenset(readers)
         with self.lock:
             _check_new(request, self.offers)
             until = time.monotonic() + min(seconds, _LONGEST_OFFER)
-            mark = self.mark()
-            self.offers[request] = Offer(request, *held, until, released, names, mark=mark)
+            layers = WrittenLayers(self.plan.layers) if layered else None
+            mark = None if layered else self.mark()
+            self.offers[request] = Offer(
+                request, *held, until, released, names, mark=mark, layers=layers
+            )
+
+    def layer_written(self, request: str, layer: str) -> None:
+        """Say that a layer of a layered offer is written, once the caller's stream is done."""
+        with self.lock:
+            offer = self.offers.get(request)
+        if offer is None or offer.layers is None:
+            problem = "No layered offer has this name; it may have expired"
+            hint = "Offer it first, layered and for long enough"
+            raise AtlasError(Code.UNKNOWN_REQUEST, problem, got=repr(request)[:300], hint=hint)
+        offer.layers.add(layer, self.mark())
 
     def withdraw(self, request: str) -> None:
         """End an offer before its time; transfers that are under way fail."""

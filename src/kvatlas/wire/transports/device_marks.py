@@ -12,7 +12,7 @@ import threading
 
 from kvatlas.wire.transports.cuda_driver import CudaDriver
 
-EVENTS = 16
+EVENTS = 64
 """Events that marks take in turn."""
 
 
