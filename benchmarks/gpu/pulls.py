@@ -1,6 +1,6 @@
 """Pulls between two processes over the transport `cuda`, beside plain copies of the same bytes.
 
-    python -m benchmarks.gpu.pulls [orders] [request] [beside] [offload] [tune]
+    python -m benchmarks.gpu.pulls [orders] [request] [beside] [layers] [offload] [tune]
 
 - `orders`: tp 2 into tp 1, blocks of 16 into blocks of 32, scattered pages, 36 pairs of orders:
   bytes read and written per second, as a share of the device's own copy.
@@ -8,6 +8,7 @@
   messages included, beside a plain copy of its bytes.
 - `beside`: tokens per second of decode attention alone and while pulls run, by the number of
   multiprocessors that pulls are given.
+- `layers`: a prefill whose layers are read as they are written, or at its end.
 - `offload`: the same request into a tier in host memory and back, beside the link.
 - `tune`: launch parameters of the copy kernel.
 """
@@ -41,6 +42,8 @@ TOKENS = 8192
 LAYERS = 32
 DEVICE = "cuda:0"
 Json = dict[str, Any]
+_LAYER = 4_000_000
+"""Cycles, some two milliseconds, that a layer of the prefill takes."""
 _AHEAD = 20_000_000
 """Cycles, some ten milliseconds, in which a stream is given what is then timed."""
 
@@ -94,6 +97,11 @@ def source() -> None:
             ]  # fmt: skip
             nodes += new
             answer: Json = {"endpoints": [node.endpoint for node in new]}
+        elif "prefill" in order:
+            said.write("{}\n")
+            said.flush()
+            prefill(nodes[-1], order["prefill"], layered=order["layered"])
+            continue
         else:
             for node in nodes:
                 for request in order["offer"]:
@@ -103,6 +111,19 @@ def source() -> None:
         said.flush()
     for node in nodes:
         node.close()
+
+
+def prefill(node: Node, request: str, *, layered: bool) -> None:
+    """Keep the GPU busy for every layer, and offer what is then there: layer by layer, or whole."""
+    about: Json = {"blocks": scattered(node.plan, TOKENS), "tokens": TOKENS, "seconds": 60}
+    if layered:
+        node.offer(request, **about, layered=True)
+    for name in node.plan.layers:
+        torch.cuda._sleep(_LAYER)  # type: ignore[no-untyped-call]
+        if layered:
+            node.layer_written(request, name)
+    if not layered:
+        node.offer(request, **about)
 
 
 class Source:
@@ -128,6 +149,10 @@ class Source:
     def offer(self, *requests: str) -> None:
         """Offer requests, all of the same blocks."""
         self._ask(offer=list(requests))
+
+    def prefill(self, request: str, *, layered: bool) -> None:
+        """Begin to compute a request."""
+        self._ask(prefill=request, layered=layered)
 
     def close(self) -> None:
         """Let it end."""
@@ -400,6 +425,38 @@ def tune() -> None:
     show(title, ["programs", "tile", "warps", "stages", *map("->".join, pairs)], rows)
 
 
+def layers() -> None:
+    """From the beginning of a prefill until layers are here: as they are written, or at its end."""
+    made, mine = planned("LBNHC"), planned("BHLNC", block=32)
+    cache = allocate(mine, device=DEVICE)
+    blocks, first = scattered(mine, TOKENS), next(iter(mine.layers))
+    rows = []
+    with source_process() as far:
+        endpoints = far.serve(made, 7)
+        transport = make_transport("cuda")
+        with (
+            Node(mine, memory=cache, transport=transport, buffers=0) as node,
+            Session(node, endpoints) as session,
+        ):
+            for turn in range(6):
+                layered = turn % 2 == 0
+                begun = time.perf_counter()
+                far.prefill(f"r{turn}", layered=layered)
+                transfer = session.pull(
+                    f"r{turn}", dst_blocks=blocks, tokens=TOKENS, streamed=layered,
+                    wait_for_offer=5,
+                )  # fmt: skip
+                while layered and first not in transfer.layers and not transfer.done:
+                    time.sleep(1e-4)
+                early = time.perf_counter() - begun
+                transfer.wait(20)
+                done = time.perf_counter() - begun
+                how = "as written" if layered else "at the end"
+                rows.append([how, f"{early * 1e3:.1f}" if layered else "", f"{done * 1e3:.1f}"])
+    head = ["layers", "ms until the first is here", "ms until all are"]
+    show("\nA prefill of 32 layers of some 2 ms, read by another process", head, sorted(rows))
+
+
 def offload() -> None:
     """A request of 1 GiB into a tier in host memory and back, beside the link's own speed."""
     from kvatlas.tier import Tier
@@ -443,10 +500,11 @@ def main(names: list[str]) -> None:
         "orders": lambda: orders(copy),
         "request": lambda: request(copy),
         "beside": beside,
+        "layers": layers,
         "offload": offload,
         "tune": tune,
     }
-    for name in names or ["orders", "request", "beside", "offload"]:
+    for name in names or ["orders", "request", "beside", "layers", "offload"]:
         parts[name]()
 
 

@@ -83,6 +83,24 @@ class Served:
                     pool.copy_(pools[index])
         self.ranks.offer(request, **given)
 
+    def do_offer_layers(self, request: str, cycles: int = 20_000_000) -> None:
+        """Offer before anything is there, and fill one layer after the other."""
+        import torch
+
+        from kvatlas.cache import Cache
+
+        for node in self.ranks.nodes:
+            pools = self.ranks.pools(node.rank)
+            there = Cache(node.plan, node.rank, {i: pool.clone() for i, pool in pools.items()})
+            here = Cache(node.plan, node.rank, pools)
+            for pool in pools.values():
+                pool.fill_(0x5A)
+            node.offer(request, self.ranks.blocks, self.ranks.tokens, layered=True)
+            for name in here:
+                torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+                here[name].tensor.copy_(there[name].tensor)
+                node.layer_written(request, name)
+
     def do_prefill(self, model: str, transport: str, **plan: Any) -> Json:
         """Run a prompt on the GPU and offer its cache while the last kernels still run."""
         from tests.gpu.tokens import Generating

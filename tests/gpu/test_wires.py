@@ -128,6 +128,24 @@ def test_what_the_producer_has_launched_is_waited_for(peer: Peer, wire: str) -> 
 
 
 @pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("streamed", [True, False])
+def test_layers_that_are_written_while_others_are_read(
+    peer: Peer, wire: str, streamed: bool
+) -> None:
+    src, dst = small("dense", layout="LBNHC"), small("dense", layout="BHLNC")
+    move = move_of(src, dst, TOKENS)
+    served = peer.serve(src, dst, wire, TOKENS)
+    with ranks_of(dst, wire, move) as (ranks, poison):
+        peer.ask("offer_layers", request="r")
+        about: dict[str, Any] = {"dst_blocks": ranks.blocks, "tokens": TOKENS}
+        with Session(ranks.nodes[0], served["endpoints"]) as session:
+            transfer = session.pull("r", **about, streamed=streamed).wait(30)
+        assert ranks.wrong(right_of(move, poison)) == 0
+        assert not streamed or transfer.layers == set(dst.layers)
+    peer.ask("close")
+
+
+@pytest.mark.parametrize("wire", WIRES)
 def test_pushes(peer: Peer, wire: str) -> None:
     src, dst = small("dense", layout="LBNHC"), small("dense", layout="BHLNC", block_size=32)
     move = move_of(src, dst, TOKENS)
