@@ -167,9 +167,9 @@ class Peer:
             [sys.executable, "-m", "tests.gpu.peer"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
 
-    def ask(self, do: str, seconds: float = 90.0, **about: Any) -> Json:
+    def ask(self, do: str, **about: Any) -> Json:
         self.tell(do, **about)
-        return self.heard(seconds)
+        return self.heard()
 
     def tell(self, do: str, **about: Any) -> None:
         assert self.process.stdin is not None
