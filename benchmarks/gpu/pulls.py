@@ -294,11 +294,15 @@ def beside() -> None:
         endpoints = far.serve(made, 7)
         graph = _captured(case)
         alone = _steps(graph, 0.4)
-        for count, choice in (
-            [(c, {}) for c in (0, 1, 2, 3, 4, 6, 8, 16, 32)]
-            + [(c, {"tile": 16384, "warps": 8, "programs": 4 * c}) for c in (1, 2, 4, 8)]
-            + [(c, {"tile": 32768, "warps": 16, "programs": 2 * c}) for c in (1, 2, 4)]
-        ):
+        variants: list[tuple[int, Json]] = [(count, {}) for count in (0, 1, 2, 4)]
+        for programs, tile, warps, pause in (
+            (33, 2048, 1, 0), (66, 1024, 1, 0), (132, 512, 1, 0), (132, 1024, 1, 0),
+            (132, 2048, 1, 0), (132, 2048, 1, 2000), (132, 2048, 1, 4000), (132, 4096, 2, 4000),
+            (132, 4096, 1, 4000), (132, 4096, 1, 8000), (132, 8192, 2, 8000), (66, 4096, 1, 4000),
+        ):  # fmt: skip
+            use = {"tile": tile, "warps": warps, "programs": programs, "pause": pause}
+            variants.append((1, use))
+        for count, choice in variants:
             transport = make_transport("cuda", multiprocessors=count)
             with (
                 Node(mine, memory=cache, transport=transport, buffers=0) as node,

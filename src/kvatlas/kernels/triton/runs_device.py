@@ -10,12 +10,13 @@ import triton.language as tl
 def copy_run_grid(
     source, target, starts, spans, first_count, second_count, rows, words,
     WORD: tl.constexpr, UNIT: tl.constexpr, TILING: tl.constexpr, STARTS_FIRST: tl.constexpr,
-    WHOLE: tl.constexpr,
+    WHOLE: tl.constexpr, PAUSE: tl.constexpr,
 ):  # fmt: skip
     """Runs of words, one for every sum of a start and a span.
 
     `starts` has a row of offsets for either end, `spans` one more for lengths, in bytes.
-    `WHOLE` says that all runs have `words` words, which fill their tiles.
+    `WHOLE` says that all runs have `words` words, which fill their tiles. After each tile a
+    program rests for `PAUSE` nanoseconds, more or less.
     """
     ROWS: tl.constexpr = TILING.rows
     COLUMNS: tl.constexpr = TILING.columns
@@ -48,3 +49,8 @@ def copy_run_grid(
         moved = tl.load(pointers, mask=mask, eviction_policy=TILING.evict)
         pointers = end + ((to // ALIGN) * UNIT)[:, None] + column[None, :]
         tl.store(pointers, moved, mask=mask, eviction_policy=TILING.evict)
+        if PAUSE:
+            tl.inline_asm_elementwise(
+                "nanosleep.u32 $1; mov.u32 $0, 0;", "=r,r", [tl.full([1], PAUSE, tl.int32)],
+                dtype=tl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
