@@ -62,24 +62,21 @@ def copy_address_runs(
     except ModuleNotFoundError as problem:
         hint = "Install kvatlas[triton] where caches are in a GPU's memory"
         raise AtlasError(Code.MISSING_EXTRA, "", got=problem, hint=hint) from problem
-    src, dst, length = spans
-    if not len(length) or not starts.table.shape[1]:
+    table = np.stack(spans)
+    if not table.size or not starts.table.shape[1]:
         return
-    bits = starts.bits | _bits(src, dst, length) | source | target
-    apart = int(np.abs(np.diff(dst)).min()) if len(dst) > 1 else 0
+    bits = starts.bits | int(np.bitwise_or.reduce(table, axis=None)) | source | target
+    dst, length = table[1], table[2]
+    apart = abs(int(dst[1]) - int(dst[0])) if len(dst) > 1 else 0
     tables = RunTables(
         starts.table,
-        _uploaded(np.stack([src, dst, length]), starts.table.device),
+        _uploaded(table, starts.table.device),
         alignment=min(_WIDEST, bits & -bits),
         shortest=int(length.min()),
         longest=int(length.max()),
         starts_first=apart > starts.step,
     )
     copy_runs(source, target, tables, programs, **choice)
-
-
-def _bits(*offsets: Offsets) -> int:
-    return int(np.bitwise_or.reduce([np.bitwise_or.reduce(some, initial=0) for some in offsets]))
 
 
 def _uploaded(table: Offsets, device: torch.device) -> torch.Tensor:
