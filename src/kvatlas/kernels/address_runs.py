@@ -36,10 +36,10 @@ def place_starts(src: Offsets, dst: Offsets, device: torch.device | str) -> Plac
     >>> place_starts(np.array([0, 64]), np.array([0, 96]), "cpu")[1:]
     (96, 96)
     """
+    table = np.stack([src, dst])
     step = int(np.abs(np.diff(dst)).min()) if len(dst) > 1 else 0
-    return PlacedStarts(
-        _uploaded(np.stack([src, dst]), torch.device(device)), _bits(src, dst), step
-    )
+    bits = int(np.bitwise_or.reduce(table, axis=None))
+    return PlacedStarts(_uploaded(table, torch.device(device)), bits, step)
 
 
 def copy_address_runs(

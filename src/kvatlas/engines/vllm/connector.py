@@ -230,7 +230,7 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
             Code.WRONG_DEVICE,
             "The caches are in a GPU's memory, with which the connector was not run yet",
             got=f"tensors on {tensor.device}",
-            hint='Try {"transport": "cuda"} on one host, or nixl with {"kind": "VRAM"} as its options',
+            hint='Try {"transport": "cuda"}, or nixl with {"kind": "VRAM"} as its options',
         )
 
 
