@@ -192,7 +192,7 @@ def grids_of(node: Node, session: Session, rank: int) -> tuple[Any, Any]:
     """A request from one rank: the link, and its runs as sums."""
     peer = next(one for one in session.peers if one.rank == rank)
     blocks = scattered(node.plan, TOKENS), scattered(peer.plan, TOKENS)
-    stream = node.stream(peer, *blocks, (0, TOKENS), None, incoming=True)
+    stream: Any = node.stream(peer, *blocks, (0, TOKENS), None, incoming=True)
     return session.link(rank), list(stream.grids())
 
 

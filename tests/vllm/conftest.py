@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-collect_ignore_glob = (
-    [] if find_spec("vllm") else ["test_engine*.py", "test_describe.py", "test_interface.py"]
-)
+_NEED_VLLM = [
+    "test_engine*.py", "test_describe.py", "test_interface.py", "test_offload.py", "preloaded.py",
+]  # fmt: skip
+collect_ignore_glob = [] if find_spec("vllm") else _NEED_VLLM
 
 
 @pytest.fixture(scope="session")

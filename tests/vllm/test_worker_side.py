@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from kvatlas.engines.vllm import ConnectorSettings, describe_engine
+from kvatlas.engines.vllm.ended_requests import Ended
 from kvatlas.engines.vllm.orders import OfferOrder, PullOrder, RemoteRequest, StepOrders
-from kvatlas.engines.vllm.worker_side import Ended, WorkerSide
+from kvatlas.engines.vllm.worker_side import WorkerSide
 from kvatlas.planning import Plan
 from kvatlas.routing import route
 from kvatlas.wire import Memory, copy_request

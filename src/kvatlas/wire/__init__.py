@@ -11,7 +11,6 @@ from kvatlas.wire.memory_copy import (
     Bytes,
     as_bytes,
     copy_pools,
-    copy_request,
     device_of,
     gpu_pools,
     is_on_gpu,
@@ -24,6 +23,7 @@ from kvatlas.wire.sample_server import SampleTask, random_bytes, run_sample_serv
 from kvatlas.wire.security import TlsContexts
 from kvatlas.wire.server import Node, pools_for
 from kvatlas.wire.staging import stream_bytes
+from kvatlas.wire.stream_copy import copy_request
 from kvatlas.wire.transports import (
     HOST,
     TRANSPORT_NAMES,

@@ -32,8 +32,8 @@ class PoolMover(ABC):
         """The stream of some copies, out of the pools."""
 
     @abstractmethod
-    def scatter(self, copies: Sequence[Copy], stream: Any) -> None:
-        """The stream of some copies, into the pools."""
+    def scatter(self, copies: Sequence[Copy], stream: Any) -> int:
+        """The stream of some copies, into the pools; how many bytes."""
 
     @abstractmethod
     def rehearsal(self, copies: Sequence[Copy], stream: Any, nbytes: int) -> Callable[[], None]:
@@ -60,9 +60,9 @@ class HostMover(PoolMover):
         """By numpy."""
         gather(copies, self._pools, stream)
 
-    def scatter(self, copies: Sequence[Copy], stream: Any) -> None:
+    def scatter(self, copies: Sequence[Copy], stream: Any) -> int:
         """By numpy."""
-        scatter(copies, stream, self._pools)
+        return scatter(copies, stream, self._pools)
 
     def rehearsal(self, copies: Sequence[Copy], stream: Any, nbytes: int) -> Callable[[], None]:
         """By numpy."""
@@ -102,9 +102,9 @@ class GpuMover(PoolMover):
         """By a kernel, into the GPU's memory; then in one stretch to the host if it is there."""
         self._count(stream, self._through(copies, self._memory, stream, out=True))
 
-    def scatter(self, copies: Sequence[Copy], stream: Any) -> None:
+    def scatter(self, copies: Sequence[Copy], stream: Any) -> int:
         """The other way."""
-        self._count(stream, self._through(copies, self._memory, stream, out=False))
+        return self._count(stream, self._through(copies, self._memory, stream, out=False))
 
     def rehearsal(self, copies: Sequence[Copy], stream: Any, nbytes: int) -> Callable[[], None]:
         """By a kernel."""
@@ -133,9 +133,10 @@ class GpuMover(PoolMover):
             self._queue.post(stream_runs(copies, pools, stream.data_ptr(), out=out)).wait()
         return total
 
-    def _count(self, stream: Any, nbytes: int) -> None:
+    def _count(self, stream: Any, nbytes: int) -> int:
         bounced = isinstance(stream, np.ndarray)
         self._metrics.add(**{"host_bounce_bytes" if bounced else "gpu_staged_bytes": nbytes})
+        return nbytes
 
     def checksums(self, copies: Sequence[Copy], piece: int, *, src: bool) -> Int64s:
         """Gathered by way of the host, where zlib sums up."""
@@ -185,6 +186,22 @@ class PinnedMemory:
         if self.held:
             self.held = False
             self._runtime.cudaHostUnregister(self._memory.ctypes.data)
+
+
+def host_bytes(piece: Any) -> Bytes:
+    """The bytes of a piece on the host: itself, or a copy of what is on a GPU."""
+    here: Bytes = piece if isinstance(piece, np.ndarray) else piece.cpu().numpy()
+    return here
+
+
+def put_bytes(made: Bytes, piece: Any) -> None:
+    """Put bytes of the host into a piece, wherever that is."""
+    if isinstance(piece, np.ndarray):
+        piece[:] = made
+    else:
+        import torch
+
+        piece.copy_(torch.from_numpy(made))
 
 
 def mover_for(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,14 +17,16 @@ import numpy as np
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Int64s
 from kvatlas.planning import Plan
-from kvatlas.routing import Copy
+from kvatlas.routing import ConvertedStream, Copy
 from kvatlas.wire import protocol
 from kvatlas.wire.leases import Expected, Lease, LeaseRead, Offer, lease_expired
 from kvatlas.wire.peers import Peer, checked_peer
+from kvatlas.wire.pool_mover import host_bytes
 from kvatlas.wire.rpc import Caller, log
 from kvatlas.wire.server.node_state import NodeState
 from kvatlas.wire.server.sessions import Sessions
 from kvatlas.wire.staging import into_buffer
+from kvatlas.wire.stream_copy import DESTINATION, SOURCE, StreamPiece
 from kvatlas.wire.transports.base import STAGING, Link
 
 _LONGEST_LEASE = 3600.0
@@ -83,7 +86,7 @@ class Answers:
         if plan is None:
             return protocol.SendPlan()
         peer = checked_peer(hello, plan, self.node.transport.name)
-        self.node.route_to(peer)
+        self.node.check_route(peer)
         session = self.sessions.begin(hello, peer, caller)
         log.info("welcome name=%r rank=%d transport=%s", peer.name, peer.rank, hello.transport)
         return protocol.Welcome(hello=self.node.hello(with_plan=True), session=session)
@@ -199,10 +202,10 @@ class Answers:
         nbytes = self._checked_piece(question)
         if question.buffer not in lease.buffers:
             raise protocol.bad_handshake(f"buffer {question.buffer}, not one of the lease's")
-        part = lease.stream.copies(question.start, question.stop)
+        part = StreamPiece.of(lease.stream, question.start, question.stop, SOURCE)
         with lease.guard, self.node.metrics.phase("stage"):
             lease.check()
-            self.node.mover.gather(part, self.node.staging.view(question.buffer, nbytes))
+            part.fill(self.node.mover, self.node.staging.view(question.buffer, nbytes))
         # What was gathered counts only if the blocks were still held when it was done.
         lease.check()
         return protocol.Ok(seconds=lease.left)
@@ -213,11 +216,14 @@ class Answers:
         nbytes = self._checked_piece(question)
         if not lease.buffers:
             raise protocol.bad_handshake("a piece for a lease that has borrowed no buffer")
-        part = lease.stream.copies(question.start, question.stop)
+        part = StreamPiece.of(lease.stream, question.start, question.stop, DESTINATION)
         landing = lease.buffers[0]
         at = landing * node.staging.piece
-        reads = into_buffer(part, at)
-        if question.staged_at is not None:
+        if question.staged_at is None:
+            if part.parts:
+                raise protocol.bad_handshake("a piece to be converted that was not staged")
+            reads = into_buffer(part.copies, at)
+        else:
             one = [np.array([n], np.int64) for n in (question.staged_at, at, nbytes)]
             reads = [Copy(STAGING, STAGING, *one)] if nbytes else []
         link = self._link(question.session, peer)
@@ -232,7 +238,10 @@ class Answers:
         with lease.guard:
             lease.check()
             lease.reads.remove(read)
-            node.mover.scatter(part, node.staging.view(landing, nbytes))
+            piece = node.staging.view(landing, nbytes)
+            if part.parts:
+                lease.received[question.start, question.stop] = zlib.crc32(host_bytes(piece).data)
+            part.deliver(piece, node.mover)
             lease.fetched = question.stop
         return protocol.Ok(seconds=lease.left)
 
@@ -246,6 +255,8 @@ class Answers:
         lease = self._lease(question)
         if not 0 <= question.stop - question.start <= protocol.MAX_CHECKSUM_SPAN:
             raise protocol.bad_handshake(f"checksums of bytes {question.start}..{question.stop}")
+        if isinstance(lease.stream, ConvertedStream):
+            return self._converted_checksum(question, lease, lease.stream)
         part = lease.stream.copies(question.start, question.stop)
         with lease.guard:
             lease.check()
@@ -253,6 +264,25 @@ class Answers:
             sums = self.node.mover.checksums(part, question.piece, src=at_source)
         lease.check()
         return protocol.Checksums(sums=sums.astype("<u4").tobytes())
+
+    def _converted_checksum(
+        self, question: protocol.GetChecksums, lease: Lease, stream: ConvertedStream
+    ) -> protocol.Message:
+        """The checksum of one piece as it travels: formats differ at its two ends."""
+        span = question.start, question.stop
+        if lease.direction == "push":
+            if span not in lease.received:
+                raise protocol.bad_handshake(f"a checksum of bytes {span}, which were no piece")
+            found = lease.received[span]
+        else:
+            part = StreamPiece.of(stream, *span, SOURCE)
+            piece = np.empty(span[1] - span[0], dtype=np.uint8)
+            with lease.guard:
+                lease.check()
+                part.fill(self.node.mover, piece)
+            found = zlib.crc32(piece.data)
+        lease.check()
+        return protocol.Checksums(sums=np.array([found], dtype="<u4").tobytes())
 
     def _close(self, question: protocol.Close, peer: Peer) -> protocol.Message:
         lease = self._lease(question)
