@@ -28,7 +28,14 @@ from benchmarks.gpu import tables
 from kvatlas.cache import LayerCache
 from kvatlas.geometry import Layout
 from kvatlas.kernels import copy_address_runs, place_starts
-from kvatlas.kernels.triton import attend, attend_latent, copy_blocks, tune, write
+from kvatlas.kernels.triton import (
+    BlockConversion,
+    attend,
+    attend_latent,
+    copy_blocks,
+    tune,
+    write,
+)
 from kvatlas.kernels.triton import storage_formats as formats
 from kvatlas.specs import FullAttention, LatentAttention, Spec
 
@@ -172,6 +179,13 @@ def runs(programs: str) -> None:
     copy_address_runs(1 << 40, 1 << 41, starts, (spans, spans, sizes), programs=many)
 
 
+def convert(cache: str) -> None:
+    """bf16 into a format."""
+    spec, ids = FullAttention(heads=8, head_dim=128), torch.arange(4, dtype=torch.int32)
+    other = FullAttention(heads=8, head_dim=128, cache=cache)
+    BlockConversion([_layer(spec)], [_layer(other, "LBHNC")])(ids, ids)
+
+
 CALLS: dict[str, Callable[[str], None]] = {
     "decode": decode,
     "prefill": lambda cache: decode(cache, 60),
@@ -179,6 +193,7 @@ CALLS: dict[str, Callable[[str], None]] = {
     "write": put,
     "copy": move,
     "runs": runs,
+    "convert": lambda cache: convert("fp8" if cache == "auto" else cache),
 }
 
 

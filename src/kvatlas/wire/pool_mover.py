@@ -46,6 +46,9 @@ class PoolMover(ABC):
     def follow(self, mark: int | None) -> None:  # noqa: B027
         """What is moved from now on comes behind a mark of this process."""
 
+    def wait_for_caller(self) -> None:  # noqa: B027
+        """Wait for what the caller has put on its own stream of the GPU."""
+
     def close(self) -> None:  # noqa: B027
         """Give back what is kept for it."""
 
@@ -98,6 +101,12 @@ class GpuMover(PoolMover):
         if mark is not None and self._marks is not None:
             self._queue.after(self._marks.event(mark))
 
+    def wait_for_caller(self) -> None:
+        """Wait for the current stream of the calling thread."""
+        import torch
+
+        torch.cuda.current_stream(self._device).synchronize()
+
     def gather(self, copies: Sequence[Copy], stream: Any) -> None:
         """By a kernel, into the GPU's memory; then in one stretch to the host if it is there."""
         self._count(stream, self._through(copies, self._memory, stream, out=True))
@@ -123,6 +132,7 @@ class GpuMover(PoolMover):
         total = stream_bytes(copies)
         if not total:
             return 0
+        self._queue.after_caller()
         if isinstance(stream, np.ndarray):
             import torch
 
@@ -186,22 +196,6 @@ class PinnedMemory:
         if self.held:
             self.held = False
             self._runtime.cudaHostUnregister(self._memory.ctypes.data)
-
-
-def host_bytes(piece: Any) -> Bytes:
-    """The bytes of a piece on the host: itself, or a copy of what is on a GPU."""
-    here: Bytes = piece if isinstance(piece, np.ndarray) else piece.cpu().numpy()
-    return here
-
-
-def put_bytes(made: Bytes, piece: Any) -> None:
-    """Put bytes of the host into a piece, wherever that is."""
-    if isinstance(piece, np.ndarray):
-        piece[:] = made
-    else:
-        import torch
-
-        piece.copy_(torch.from_numpy(made))
 
 
 def mover_for(

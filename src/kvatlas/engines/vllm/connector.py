@@ -143,6 +143,10 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
         """What workers have to do after this step."""
         return KVAtlasStep(self._in_scheduler().take_orders())
 
+    def reset_cache(self) -> bool | None:
+        """Forget what the tier has, as vLLM asks where weights were updated."""
+        return self._in_scheduler().reset_tier()
+
     def update_connector_output(self, connector_output: Any) -> None:
         """What workers have done."""
         self._in_scheduler().received(connector_output.finished_recving)

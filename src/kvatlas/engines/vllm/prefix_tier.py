@@ -8,6 +8,7 @@ damaged block is a miss, and not a request that fails.
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -114,6 +115,14 @@ class PrefixTier:
             if sum(map(len, self._ends.values())) > 2 * len(self._tier) + len(rows):
                 self._list_ends()
         return result.no_room
+
+    def forget_all(self) -> None:
+        """Find nothing of what there is any more, neither now nor after a restart.
+
+        From here on nobody knows which weights there are, so what comes is found by this
+        engine alone.
+        """
+        self._keys = PrefixKeys(self._tier.plan, secrets.token_bytes(32))
 
     def close(self) -> None:
         """Wait for what is under way, and let go of the tier."""

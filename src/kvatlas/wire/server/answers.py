@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import time
-import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,12 +20,11 @@ from kvatlas.routing import ConvertedStream, Copy
 from kvatlas.wire import protocol
 from kvatlas.wire.leases import Expected, Lease, LeaseRead, Offer, lease_expired
 from kvatlas.wire.peers import Peer, checked_peer
-from kvatlas.wire.pool_mover import host_bytes
 from kvatlas.wire.rpc import Caller, log
 from kvatlas.wire.server.node_state import NodeState
 from kvatlas.wire.server.sessions import Sessions
 from kvatlas.wire.staging import into_buffer
-from kvatlas.wire.stream_copy import DESTINATION, SOURCE, StreamPiece
+from kvatlas.wire.stream_copy import DESTINATION, SOURCE, StreamPiece, piece_checksum
 from kvatlas.wire.transports.base import STAGING, Link
 
 _LONGEST_LEASE = 3600.0
@@ -205,7 +203,7 @@ class Answers:
         part = StreamPiece.of(lease.stream, question.start, question.stop, SOURCE)
         with lease.guard, self.node.metrics.phase("stage"):
             lease.check()
-            part.fill(self.node.mover, self.node.staging.view(question.buffer, nbytes))
+            self.node.fill(part, self.node.staging.view(question.buffer, nbytes))
         # What was gathered counts only if the blocks were still held when it was done.
         lease.check()
         return protocol.Ok(seconds=lease.left)
@@ -240,8 +238,8 @@ class Answers:
             lease.reads.remove(read)
             piece = node.staging.view(landing, nbytes)
             if part.parts:
-                lease.received[question.start, question.stop] = zlib.crc32(host_bytes(piece).data)
-            part.deliver(piece, node.mover)
+                lease.received[question.start, question.stop] = piece_checksum(piece)
+            node.deliver(piece, part)
             lease.fetched = question.stop
         return protocol.Ok(seconds=lease.left)
 
@@ -279,8 +277,8 @@ class Answers:
             piece = np.empty(span[1] - span[0], dtype=np.uint8)
             with lease.guard:
                 lease.check()
-                part.fill(self.node.mover, piece)
-            found = zlib.crc32(piece.data)
+                self.node.fill(part, piece)
+            found = piece_checksum(piece)
         lease.check()
         return protocol.Checksums(sums=np.array([found], dtype="<u4").tobytes())
 

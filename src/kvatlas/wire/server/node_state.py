@@ -33,7 +33,7 @@ from kvatlas.wire.quarantine import Quarantine
 from kvatlas.wire.rpc import log
 from kvatlas.wire.security import Secret, Security, TlsContexts
 from kvatlas.wire.staging import StagingBuffers
-from kvatlas.wire.stream_copy import AnyStream
+from kvatlas.wire.stream_copy import AnyStream, StreamPiece
 from kvatlas.wire.transports.base import HOST, STAGING, Transport
 
 _MAX_ROUTES = 128
@@ -211,6 +211,16 @@ class NodeState:
             src_rank=src_rank, dst_rank=dst_rank, src_blocks=src_blocks, dst_blocks=dst_blocks,
             tokens=tokens, layers=layers,
         )  # fmt: skip
+
+    def fill(self, part: StreamPiece, piece: Any) -> None:
+        """Fill a piece out of this node's pools, as it travels; it is there when this returns."""
+        part.fill(self.mover.gather, piece)
+        if part.parts:
+            self.mover.wait_for_caller()
+
+    def deliver(self, piece: Any, part: StreamPiece) -> int:
+        """Put a piece into this node's pools; how many bytes arrive there."""
+        return part.deliver(piece, self.mover.scatter)
 
     def release(self, request: str, why: str) -> None:
         """End an offer and its leases, and tell whoever made it."""
