@@ -66,6 +66,5 @@ def copy_runs(
             tables.spans.shape[1], count, words, WORD=_WORDS[word], UNIT=align // word,
             TILING=tiling, STARTS_FIRST=tables.starts_first,
             WHOLE=tables.shortest == tables.longest and words % columns == 0,
-            PAUSE=use.get("pause", 0),
             num_warps=use["warps"],
         )  # fmt: skip

@@ -10,20 +10,20 @@ import triton.language as tl
 def copy_run_grid(
     source, target, starts, spans, first_count, second_count, rows, words,
     WORD: tl.constexpr, UNIT: tl.constexpr, TILING: tl.constexpr, STARTS_FIRST: tl.constexpr,
-    WHOLE: tl.constexpr, PAUSE: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Runs of words, one for every sum of a start and a span.
 
     `starts` has a row of offsets for either end, `spans` one more for lengths, in bytes.
-    `WHOLE` says that all runs have `words` words, which fill their tiles. After each tile a
-    program rests for `PAUSE` nanoseconds, more or less.
+    `WHOLE` says that all runs have `words` words, which fill their tiles.
     """
     ROWS: tl.constexpr = TILING.rows
     COLUMNS: tl.constexpr = TILING.columns
     WIDTH: tl.constexpr = WORD.primitive_bitwidth // 8
     ALIGN: tl.constexpr = UNIT * WIDTH
-    begin = tl.multiple_of(source.to(tl.pointer_type(WORD)), ALIGN)
-    end = tl.multiple_of(target.to(tl.pointer_type(WORD)), ALIGN)
+    # An address of the host may be small, and is then handed over in 32 bits.
+    begin = tl.multiple_of(source.to(tl.int64).to(tl.pointer_type(WORD)), ALIGN)
+    end = tl.multiple_of(target.to(tl.int64).to(tl.pointer_type(WORD)), ALIGN)
     chunks = tl.cdiv(words, COLUMNS)
     tiles = tl.cdiv(rows, ROWS) * chunks
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=TILING.stages):
@@ -49,8 +49,3 @@ def copy_run_grid(
         moved = tl.load(pointers, mask=mask, eviction_policy=TILING.evict)
         pointers = end + ((to // ALIGN) * UNIT)[:, None] + column[None, :]
         tl.store(pointers, moved, mask=mask, eviction_policy=TILING.evict)
-        if PAUSE:
-            tl.inline_asm_elementwise(
-                "nanosleep.u32 $1; mov.u32 $0, 0;", "=r,r", [tl.full([1], PAUSE, tl.int32)],
-                dtype=tl.int32, is_pure=False, pack=1,
-            )  # fmt: skip

@@ -301,9 +301,7 @@ class _TorchQueue(DeviceQueue):
 
         self._driver, self._number, self._programs = driver, device, multiprocessors
         self._device = torch.device("cuda", device)
-        # A copy that keeps few multiprocessors gets them at once, or it would wait for all others.
-        priority = -1 if multiprocessors else 0
-        self._stream: Any = torch.cuda.Stream(self._device, priority)  # type: ignore[no-untyped-call]
+        self._stream: Any = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._starts: OrderedDict[int, tuple[Any, Any]] = OrderedDict()
         self._lock = threading.Lock()
 
