@@ -172,11 +172,12 @@ def move(_: str) -> None:
 
 
 def runs(programs: str) -> None:
+    """From a large address to one that fits in 32 bits, as the host's may."""
     starts = place_starts(np.arange(256) * 4096, np.arange(256) * 8192, "cpu")
     spans = np.arange(8192) * 65536
     sizes = np.full(8192, 512)
     many = int(programs) if programs.isdigit() else 0
-    copy_address_runs(1 << 40, 1 << 41, starts, (spans, spans, sizes), programs=many)
+    copy_address_runs(1 << 40, 1 << 30, starts, (spans, spans, sizes), programs=many)
 
 
 def convert(cache: str) -> None:
