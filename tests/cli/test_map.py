@@ -37,11 +37,14 @@ def test_refusals_are_short_and_coded(tmp_path: Path) -> None:
     shown("plan", "Qwen3-8B", "--save", str(good))
     text = good.read_text()
     damaged = {"cut.json": text[:3000], "wrong.json": text.replace('"page_stride":', '"x":')}
+    layer = text[text.index('{"name":') : text.index("}}") + 2]
+    damaged["layers.json"] = text.replace(layer, ",".join([layer] * 10_000), 1)
     for name, content in damaged.items():
         (tmp_path / name).write_text(content)
     cases = [
         ("unreadable", str(tmp_path / "cut.json")),
         ("bad_plan", str(tmp_path / "wrong.json")),
+        ("bad_plan", str(tmp_path / "layers.json")),
         ("unwritable", "Qwen3-8B", "-o", str(tmp_path / "no" / "map.html")),
         ("unreadable", str(good), "--to", str(tmp_path / "missing.json")),
         ("unknown_model", "no-such-model"),

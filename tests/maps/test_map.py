@@ -15,10 +15,11 @@ import kvatlas
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import ENGINE_LAYOUTS
 from kvatlas.maps.address_lookup import look_up
-from kvatlas.maps.plan_drawing import MOST_LAYERS, draw_plan
+from kvatlas.maps.plan_drawing import draw_plan
 from kvatlas.maps.route_drawing import MOST_RUNS
 from kvatlas.planning import Plan, plan
 from kvatlas.routing import check, route
+from tests.page.large_plan import large_plan
 
 KINDS: list[tuple[str, dict[str, Any]]] = [
     ("Qwen3-8B", {"tp": 2}),
@@ -154,26 +155,12 @@ def test_unlike_plans_are_drawn_with_the_reasons() -> None:
     assert data.route.check["reasons"][0]["code"] == "unlike_dtypes"
 
 
-def test_a_plan_of_very_many_layers_is_drawn_in_part_and_says_so() -> None:
-    made = plan("Qwen3-8B", memory="1GiB", max_len=512)
-    (region,) = made.regions
-    many = tuple(
-        msgspec.structs.replace(region.layers[0], name=f"layers.{n}", index=n) for n in range(2000)
-    )
-    (pool,) = made.pools
-    larger = msgspec.structs.replace(
-        made,
-        memory=1 << 50,
-        pools=(msgspec.structs.replace(pool, blocks=10**6, block_bytes=2000 * 65536),),
-        regions=(
-            msgspec.structs.replace(
-                region, layers=many, page_stride=65536 * 10**6, block_stride=65536
-            ),
-        ),
-    )
-    drawn = draw_plan(larger, {})
-    assert drawn.regions[0].left_out == 2000 - MOST_LAYERS
-    assert len(kvatlas.map(larger).html()) < 1_000_000
+def test_a_plan_of_very_many_layers_and_blocks_is_a_page_under_a_megabyte() -> None:
+    for order in ("LBNHC", "BHLNC"):
+        drawn = kvatlas.map(large_plan(order))
+        assert len(drawn.html()) < 1_000_000
+        assert len(drawn.svg()) < 500_000
+        assert len(drawn.text().splitlines()) < 30
 
 
 def test_text_is_read_in_80_columns_and_shows_heads() -> None:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from kvatlas.geometry import Ends, ShardRange, StateBlocks, StridedRuns, merge_runs, tile_alike
 from kvatlas.planning import kind_of
-from kvatlas.routing.plan_ends import LayerPart, PlanEnd
+from kvatlas.routing.plan_ends import FieldView, LayerPart, PlanEnd
 from kvatlas.specs import Visibility
 
 Layers = tuple[str, ...]
@@ -81,7 +81,7 @@ class Compiler:
     ) -> dict[GroupPair, list[StridedRuns]]:
         """The strips between two ranks, as few as possible, by pair of groups."""
         strips: dict[GroupPair, list[StridedRuns]] = defaultdict(list)
-        for alike, needed in self._choose(dst_rank).get(src_rank, ()):
+        for alike, needed in self.choices(src_rank, dst_rank):
             names = [name for name in alike if layers is None or name in layers]
             if names:
                 pair, strip = self._strip(names[0], needed)
@@ -90,6 +90,14 @@ class Compiler:
                     src, dst = self.src.page_offsets[name], self.dst.page_offsets[name]
                     strips[pair].append(strip.shift(src[parts[0]], dst[parts[1]]))
         return {pair: merge_runs(own) for pair, own in strips.items()}
+
+    def fields_chosen_by(self, layer: str, part: LayerPart) -> Mapping[str, FieldView]:
+        """The fields whose ranges say who reads what from whom: each for itself."""
+        return self.dst.views(layer, part)
+
+    def choices(self, src_rank: int, dst_rank: int) -> list[tuple[Layers, NeededShard]]:
+        """What a destination rank reads from a source rank."""
+        return self._choose(dst_rank).get(src_rank, [])
 
     # -- who reads whom ---------------------------------------------------------------
 
@@ -125,7 +133,7 @@ class Compiler:
     def _needed(self, layer: str, dst_tp_rank: int) -> Iterator[NeededShard]:
         """What a rank needs of a layer, in ranges that source ranks hold from end to end."""
         for part in self.dst.parts[layer]:
-            for name, view in self.dst.views(layer, part).items():
+            for name, view in self.fields_chosen_by(layer, part).items():
                 cells = _dealt_out(view.cells, self.dst, layer, dst_tp_rank)
                 key = layer, name, cells
                 if key not in self._held:
