@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from kvatlas.cli import catalogue_commands
+from kvatlas.cli.commands import app
 from kvatlas.cli.failures import plain
 from kvatlas.errors import Code
 from kvatlas.models import catalogue
-from tests.cli.helpers import app, kvatlas, process
+from tests.cli.helpers import kvatlas, process
 
 CONFIG: dict[str, Any] = {
     "architectures": ["MistralForCausalLM"], "model_type": "mistral", "num_hidden_layers": 2,

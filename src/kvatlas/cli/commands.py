@@ -14,8 +14,11 @@ from kvatlas.cli.compare import AXES, axes_of, compared_plans, compared_title
 from kvatlas.cli.failures import no_traceback, plain
 from kvatlas.cli.fit import fit_models, fit_parts, plan_on
 from kvatlas.cli.options import MODEL, MODELS, PlanOptions, completer, takes_plan_options
+from kvatlas.cli.simulate import simulate
 from kvatlas.cli.tables import comparison, headline, notes, sentences
 from kvatlas.planning import size
+
+__all__ = ["app", "run"]
 
 
 def run() -> None:
@@ -288,6 +291,11 @@ def bench(
     answer(as_json, {"rates": rates}, *bench_parts(rates))
 
 
+command(
+    "simulate Qwen3.5-397B-A17B --trace conversation_trace.jsonl --memory 60GiB",
+    "simulate gpt-oss-120b --gpu 2xH100 --trace traces/ --compare policy,checkpoints",
+    "simulate Llama-3.1-70B --trace my.jsonl --compare memory=40GiB,80GiB --json",
+)(simulate)
 command("models", "models gpt-oss-20b", "models ./config.json --json")(models)
 command("layouts", "layouts --json")(layouts)
 command("hybrids > docs/hybrids.md")(hybrids)

@@ -1,7 +1,8 @@
 """Block ids: dealt out to requests, found again by what they hold, and evicted.
 
 `BlockPool` is for engines: block tables for every group of a plan, prefix reuse, fork and
-preemption. `checkpoints` and `eviction` are its policies, one a file.
+preemption. `simulate` replays a trace of real requests through the pools of a plan, and says
+how much of it is found again. `checkpoints` and `eviction` are the policies of both.
 """
 
 from kvatlas.pool.block_ids import GONE, BlockIds
@@ -9,6 +10,8 @@ from kvatlas.pool.block_pool import BlockPool, CopyOnWrite, Reservation
 from kvatlas.pool.checkpoints import CHECKPOINTS, Checkpoints, checkpoint_policy
 from kvatlas.pool.eviction import EVICTIONS, Eviction
 from kvatlas.pool.prefix_hash import HashChain, PrefixIdentity
+from kvatlas.pool.simulation import HitRates, PrefillCost, active_parameters, simulate
+from kvatlas.pool.traces import Trace, read_trace
 
 __all__ = [
     "CHECKPOINTS",
@@ -20,7 +23,13 @@ __all__ = [
     "CopyOnWrite",
     "Eviction",
     "HashChain",
+    "HitRates",
+    "PrefillCost",
     "PrefixIdentity",
     "Reservation",
+    "Trace",
+    "active_parameters",
     "checkpoint_policy",
+    "read_trace",
+    "simulate",
 ]

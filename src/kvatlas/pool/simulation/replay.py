@@ -1,8 +1,8 @@
 """`Replay`: a trace's requests through the pools of a plan, one after the other.
 
-Entries are spans of a class: entry = class x spans + span. For each request: the longest
-prefix that every class can serve; room for what is new; what was used is ranked. Everything
-is done on arrays, so that a request costs a few microseconds and some nanoseconds a span.
+Entries are spans of a class: the class in the high bits, the span in the low ones. For each
+request: the longest prefix that every class can serve; room for what is new; what was used is
+ranked. All on arrays, so that a request costs some microseconds, and a span some nanoseconds.
 """
 
 from __future__ import annotations
@@ -64,11 +64,15 @@ class Replay:
     ) -> None:
         self.model, self.spans, self.policy = model, spans, policy
         self._share_out()
-        entries = len(model.classes) * spans.count
+        self._bits = max(spans.count - 1, 1).bit_length()
+        entries = len(model.classes) << self._bits
         self._present = np.zeros(entries, bool)
         self._pinned = np.zeros(entries, bool)
         self._seen = np.zeros(spans.count, bool)
         self._sizes = np.array([one.blocks for one in model.classes], np.int64)
+        ends = np.arange(int(np.diff(spans.starts).max(initial=0)) + 1)
+        self._first = [one.first(ends, spans.step) for one in model.classes]
+        """By class, the first span that is needed to go on behind so many."""
         kind = EVICTIONS[policy.eviction]
         self._evictions = [kind(entries, self._size) for _ in self._blocks]
         self._next = spans.next_uses() if "next_use" in kind.needs else None
@@ -109,11 +113,9 @@ class Replay:
         """One request: the spans that it found."""
         spans = self.spans.of_request(request)
         hit = self.find(spans[: self.spans.reusable[request]])
-        seen = _leading(self._seen[spans])
+        seen = leading(self._seen[spans])
         self._seen[spans] = True
-        prompt = Prompt(
-            self.spans.step, hit, seen, max(int(self.spans.known[request]), 0), len(spans)
-        )
+        prompt = Prompt(self.spans.step, hit, seen, int(self.spans.known[request]), len(spans))
         wanted = self.policy.checkpoints.positions(prompt)
         parts = self._entries(spans, hit, wanted)
         if self.policy.store:
@@ -126,43 +128,43 @@ class Replay:
 
     def find(self, spans: Ints) -> int:
         """The longest prefix of these spans that every class can serve."""
-        count = self.spans.count
         longest = len(spans)
         others = []
         for place, one in enumerate(self.model.classes):
             if one.needs == "all":
-                longest = _leading(self._present[spans[:longest] + place * count])
+                longest = leading(self._present[spans[:longest] + (place << self._bits)])
             else:
                 others.append((place, one))
         if not others or not longest:
             return longest
         good = np.ones(longest + 1, bool)
-        ends = np.arange(longest + 1)
         for place, one in others:
-            here = self._present[spans[:longest] + place * count]
+            here = self._present[spans[:longest] + (place << self._bits)]
             if one.needs == "state":
                 good[1:] &= here
-                continue
-            missing = np.concatenate([[0], np.cumsum(~here)])
-            good &= missing[ends] == missing[one.first(ends, self.spans.step)]
-        return int(np.flatnonzero(good)[-1])
+            elif not here.all():
+                missing = np.zeros(longest + 1, np.int64)
+                np.cumsum(~here, out=missing[1:])
+                good &= missing == missing[self._first[place][: longest + 1]]
+        return longest - int(np.argmax(good[::-1]))
 
     # -- what a request brings and uses -----------------------------------------------
 
     def _entries(self, spans: Ints, hit: int, wanted: Ints) -> list[Ints]:
         """Places along the request that each class keeps: all, or those of checkpoints."""
-        ends = np.append(wanted, hit) if hit else wanted
+        ends = np.concatenate([[hit], wanted]) if hit else wanted
         parts = []
-        for one in self.model.classes:
+        for one, first in zip(self.model.classes, self._first, strict=True):
             if one.needs == "all":
                 parts.append(np.arange(len(spans)))
             elif one.needs == "state":
-                parts.append(np.unique(ends) - 1)
+                parts.append(ends - 1)
+            elif len(ends) and _is_range(ends, first):
+                parts.append(np.arange(first[ends[0]], ends[-1]))
             else:
-                edges = np.zeros(len(spans) + 1, np.int64)
-                np.add.at(edges, one.first(ends, self.spans.step), 1)
-                np.add.at(edges, ends, -1)
-                parts.append(np.flatnonzero(np.cumsum(edges[:-1]) > 0))
+                edges = np.bincount(first[ends], minlength=len(spans) + 1)
+                edges -= np.bincount(ends, minlength=len(spans) + 1)
+                parts.append(np.flatnonzero(np.cumsum(edges[:-1])))
         return parts
 
     def _admit(self, request: int, spans: Ints, hit: int, wanted: Ints, parts: list[Ints]) -> bool:
@@ -190,10 +192,10 @@ class Replay:
         return True
 
     def _too_much(self, request: int, parts: list[Ints]) -> bool:
-        needs = self._in_flight[:, request].copy()
-        for place, one in enumerate(self.model.classes):
-            needs[self._pools[place]] += one.blocks * len(parts[place])
-        return bool((needs > self._blocks).any())
+        needs = self._in_flight[:, request].tolist()
+        for one, pool, part in zip(self.model.classes, self._pools, parts, strict=True):
+            needs[pool] += one.blocks * len(part)
+        return any(need > blocks for need, blocks in zip(needs, self._blocks, strict=True))
 
     def _store(self, request: int, parts: list[Ints]) -> None:
         """Entries come in, and then whatever goes first leaves, be it one of them."""
@@ -210,8 +212,7 @@ class Replay:
 
     def _in_order(self, spans: Ints, parts: list[Ints]) -> tuple[Ints, Ints]:
         """(entries, their places along the request), the first to go first."""
-        count = self.spans.count
-        entries = [spans[part] + place * count for place, part in enumerate(parts)]
+        entries = [spans[part] + (place << self._bits) for place, part in enumerate(parts)]
         if self.policy.by_group:
             ordered = self._by_group(entries, parts)
             return np.concatenate(ordered[0]), np.concatenate(ordered[1])
@@ -227,10 +228,8 @@ class Replay:
         """As vLLM frees: first what windows and states have left behind, then group by group."""
         left: list[tuple[Ints, Ints]] = []
         last: list[tuple[Ints, Ints]] = []
-        for one, entry, place in zip(self.model.classes, entries, parts, strict=True):
-            stop = int(place[-1]) + 1 if len(place) else 0
-            first = int(one.first(np.array([stop]), self.spans.step)[0])
-            behind = int(np.searchsorted(place, first))
+        for first, entry, place in zip(self._first, entries, parts, strict=True):
+            behind = int(np.searchsorted(place, first[place[-1] + 1])) if len(place) else 0
             left.append((entry[:behind][::-1], place[:behind][::-1]))
             last.append((entry[behind:][::-1], place[behind:][::-1]))
         both = left + last
@@ -242,7 +241,7 @@ class Replay:
             later = self._next[self.spans.starts[request] + places]
         if self._saved is not None:
             saved = np.empty(len(entries))
-            kinds = entries // self.spans.count
+            kinds = entries >> self._bits
             for place, one in enumerate(self.model.classes):
                 mine = kinds == place
                 saved[mine] = self._saved(one, places[mine])
@@ -256,14 +255,15 @@ class Replay:
 
     def _size(self, entries: Ints) -> Ints:
         """Blocks of each entry."""
-        sizes: Ints = self._sizes[entries // self.spans.count]
+        sizes: Ints = self._sizes[entries >> self._bits]
         return sizes
 
     def _of_pool(self, entries: Ints, pool: int) -> Ints:
         return entries if len(self._evictions) == 1 else entries[self._pool_of(entries) == pool]
 
     def _pool_of(self, entries: Ints) -> Ints:
-        return np.array(self._pools)[entries // self.spans.count]
+        pools: Ints = np.array(self._pools)[entries >> self._bits]
+        return pools
 
     def _drop(self, pool: int, victims: Ints) -> None:
         self._present[victims] = False
@@ -272,9 +272,15 @@ class Replay:
         self.outcome.evictions += freed
 
 
-def _leading(flags: NDArray[np.bool_]) -> int:
+def leading(flags: NDArray[np.bool_]) -> int:
     """How many of the first are all true."""
     if not len(flags):
         return 0
     first = int(np.argmin(flags))
     return len(flags) if flags[first] else first
+
+
+def _is_range(ends: Ints, first: Ints) -> bool:
+    """Whether windows at these ends leave no gap: neighbours, and none of them empty."""
+    whole = int(ends[-1] - ends[0]) == len(ends) - 1
+    return whole and bool((first[ends[0] : ends[-1] + 1] < ends).all())

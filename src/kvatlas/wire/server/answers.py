@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import time
-import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,7 +24,7 @@ from kvatlas.wire.rpc import Caller, log
 from kvatlas.wire.server.node_state import NodeState
 from kvatlas.wire.server.sessions import Sessions
 from kvatlas.wire.staging import checksums, into_buffer
-from kvatlas.wire.stream_copy import DESTINATION, SOURCE, StreamPiece
+from kvatlas.wire.stream_copy import DESTINATION, SOURCE, StreamPiece, piece_checksum
 from kvatlas.wire.transports.base import STAGING, Link
 
 _LONGEST_LEASE = 3600.0
@@ -176,7 +175,7 @@ class Answers:
         part = StreamPiece.of(lease.stream, question.start, question.stop, SOURCE)
         with lease.guard, self.node.metrics.phase("stage"):
             lease.check()
-            part.fill(self.node.pools, self.node.staging.view(question.buffer, nbytes))
+            part.fill(self.node.gather, self.node.staging.view(question.buffer, nbytes))
         # What was gathered counts only if the blocks were still held when it was done.
         lease.check()
         return protocol.Ok(seconds=lease.left)
@@ -211,8 +210,8 @@ class Answers:
             lease.reads.remove(read)
             piece = node.staging.view(landing, nbytes)
             if part.parts:
-                lease.received[question.start, question.stop] = zlib.crc32(piece.data)
-            part.deliver(piece, node.pools)
+                lease.received[question.start, question.stop] = piece_checksum(piece)
+            part.deliver(piece, node.scatter)
             lease.fetched = question.stop
         return protocol.Ok(seconds=lease.left)
 
@@ -250,8 +249,8 @@ class Answers:
             piece = np.empty(span[1] - span[0], dtype=np.uint8)
             with lease.guard:
                 lease.check()
-                part.fill(self.node.pools, piece)
-            found = zlib.crc32(piece.data)
+                part.fill(self.node.gather, piece)
+            found = piece_checksum(piece)
         lease.check()
         return protocol.Checksums(sums=np.array([found], dtype="<u4").tobytes())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
@@ -15,10 +15,10 @@ import numpy as np
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
-from kvatlas.routing import Route, Scales, checked_rank, fingerprint, route
+from kvatlas.routing import Copy, Route, Scales, checked_rank, fingerprint, route
 from kvatlas.wire.channels import Channels
 from kvatlas.wire.leases import Expected, Lease, Leases, Offer
-from kvatlas.wire.memory_copy import as_bytes, memory_of
+from kvatlas.wire.memory_copy import Bytes, as_bytes, memory_of
 from kvatlas.wire.metrics import Metrics
 from kvatlas.wire.peers import Peer, PeerPlans, check_memory, conversion_terms, plan_hash
 from kvatlas.wire.protocol import (
@@ -32,7 +32,7 @@ from kvatlas.wire.protocol import (
 from kvatlas.wire.quarantine import Quarantine
 from kvatlas.wire.rpc import log
 from kvatlas.wire.security import Secret, Security, TlsContexts
-from kvatlas.wire.staging import StagingBuffers
+from kvatlas.wire.staging import StagingBuffers, gather, scatter
 from kvatlas.wire.stream_copy import AnyStream
 from kvatlas.wire.transports.base import STAGING, Memory, Transport
 
@@ -200,6 +200,14 @@ class NodeState:
             src_rank=src_rank, dst_rank=dst_rank, src_blocks=src_blocks, dst_blocks=dst_blocks,
             tokens=tokens, layers=layers,
         )  # fmt: skip
+
+    def gather(self, copies: Sequence[Copy], stream: Bytes) -> None:
+        """The stream of some copies, out of this node's pools."""
+        gather(copies, self.pools, stream)
+
+    def scatter(self, copies: Sequence[Copy], stream: Bytes) -> None:
+        """The stream of some copies, into this node's pools."""
+        scatter(copies, stream, self.pools)
 
     def release(self, request: str, why: str) -> None:
         """End an offer and its leases, and tell whoever made it."""
