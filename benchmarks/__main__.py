@@ -1,10 +1,21 @@
 """Run every benchmark."""
 
-from benchmarks import geometry, handing_over, kernels, planning, pulling, routes, tier, wires
+from benchmarks import (
+    converting,
+    geometry,
+    handing_over,
+    kernels,
+    planning,
+    pulling,
+    routes,
+    tier,
+    wires,
+)
 
 geometry.main()
 planning.main()
 routes.main()
+converting.main()
 kernels.main()
 tier.main()
 wires.main()

@@ -26,7 +26,14 @@ from triton.runtime import driver, jit
 from benchmarks.gpu import tables
 from kvatlas.cache import LayerCache
 from kvatlas.geometry import Layout
-from kvatlas.kernels.triton import attend, attend_latent, copy_blocks, tune, write
+from kvatlas.kernels.triton import (
+    BlockConversion,
+    attend,
+    attend_latent,
+    copy_blocks,
+    tune,
+    write,
+)
 from kvatlas.kernels.triton import storage_formats as formats
 from kvatlas.specs import FullAttention, LatentAttention, Spec
 
@@ -162,12 +169,20 @@ def move(_: str) -> None:
     copy_blocks(_layer(spec), ids, _layer(spec, "LBHNC"), ids)
 
 
+def convert(cache: str) -> None:
+    """bf16 into a format."""
+    spec, ids = FullAttention(heads=8, head_dim=128), torch.arange(4, dtype=torch.int32)
+    other = FullAttention(heads=8, head_dim=128, cache=cache)
+    BlockConversion([_layer(spec)], [_layer(other, "LBHNC")])(ids, ids)
+
+
 CALLS: dict[str, Callable[[str], None]] = {
     "decode": decode,
     "prefill": lambda cache: decode(cache, 60),
     "latent": latent,
     "write": put,
     "copy": move,
+    "convert": lambda cache: convert("fp8" if cache == "auto" else cache),
 }
 
 

@@ -12,14 +12,21 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorRole,
     supports_hma,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
+    MultiConnector,
+    MultiKVConnectorStats,
 )
 
 from kvatlas import AtlasError
 from kvatlas.engines.vllm import KVAtlasConnector
+from kvatlas.engines.vllm.connector import KVAtlasEndpoint
 from kvatlas.engines.vllm.connector_stats import COUNTERS, KVAtlasPromMetrics, KVAtlasStats
 from kvatlas.engines.vllm.supported_versions import METHODS, check_version
+from kvatlas.engines.vllm.tier_worker import TierCounts
 from kvatlas.engines.vllm.worker_side import PullCounts
 from tests.vllm.shapes import Config, FullAttentionSpec, Group, vllm_config
 
@@ -60,14 +67,32 @@ def test_settings_are_read_when_the_engine_starts() -> None:
     worker.shutdown()
 
 
+def test_as_a_member_of_vllms_multi_connector() -> None:
+    """Its statistics are found by name, and another member's handshake is not taken for its own."""
+    stats = KVAtlasStats.of(PullCounts(pulls=2))
+    sent = MultiKVConnectorStats({"KVAtlasConnector": stats}).to_dict()
+    built = MultiConnector.build_kv_connector_stats(sent)
+    assert built is not None
+    assert built.data["KVAtlasConnector"].data["pulls"] == 2
+    config = vllm_config()
+    config.kv_transfer_config = transfer_config()
+    groups = Config([Group(FullAttentionSpec(block_size=64))])
+    made = KVAtlasConnector(config, KVConnectorRole.SCHEDULER, groups)
+    made.set_xfer_handshake_metadata_pp_aware({(0, 0): KVAtlasEndpoint("tcp://h:1")})
+    with pytest.raises(AtlasError, match="first among MultiConnector"):
+        made.set_xfer_handshake_metadata_pp_aware({(0, 0): KVConnectorHandshakeMetadata()})
+
+
 def test_counts_of_ranks_add_up_in_vllms_statistics() -> None:
-    one = KVAtlasStats.of(PullCounts(pulls=1, nbytes=2_000_000, seconds=0.5))
+    kept = TierCounts(tier_loads=2, tier_tokens=640, tier_stores=5)
+    one = KVAtlasStats.of(PullCounts(pulls=1, nbytes=2_000_000, seconds=0.5), kept)
     other = KVAtlasStats.of(PullCounts(pulls=3, failures=1, expired=2))
     assert not one.is_empty()
     assert KVAtlasStats().is_empty()
     both = KVAtlasConnector.build_kv_connector_stats(one.to_dict()).aggregate(other)
     said = both.reduce()
-    assert said == {"Requests read": 4, "Failed": 1, "Expired": 2, "MB": 2.0, "Avg ms": 125.0}
+    read = {"Requests read": 4, "Failed": 1, "Expired": 2, "MB": 2.0, "Avg ms": 125.0}
+    assert said == read | {"From the tier": 2, "Tokens from the tier": 640, "Kept": 5}
     registry = CollectorRegistry()
     kinds = {kind: _in(kind, registry) for kind in (Counter, Gauge, Histogram)}
     config = vllm_config()

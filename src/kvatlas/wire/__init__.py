@@ -10,7 +10,6 @@ from kvatlas.wire.memory_copy import (
     Bytes,
     as_bytes,
     copy_pools,
-    copy_request,
     memory_of,
     rank_pools,
 )
@@ -20,6 +19,7 @@ from kvatlas.wire.sample_server import SampleTask, random_bytes, run_sample_serv
 from kvatlas.wire.security import TlsContexts
 from kvatlas.wire.server import Node, pools_for
 from kvatlas.wire.staging import stream_bytes
+from kvatlas.wire.stream_copy import copy_request
 from kvatlas.wire.transports import TRANSPORT_NAMES, Handle, Link, Memory, Transport, make_transport
 from kvatlas.wire.transports.base import check_bounds
 from kvatlas.wire.transports.file import copy_file_runs

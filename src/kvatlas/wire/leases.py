@@ -10,8 +10,8 @@ from typing import Any
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Int64s
-from kvatlas.routing import Stream
 from kvatlas.wire.protocol import Direction, new_key
+from kvatlas.wire.stream_copy import AnyStream
 from kvatlas.wire.transports.base import Handle
 
 Released = Callable[[str, str], None]
@@ -98,7 +98,7 @@ class Lease:
     peer_rank: int
     complete: bool
     """Whether it covers all that is offered or expected, every layer of it."""
-    stream: Stream
+    stream: AnyStream
     entries: int
     """Entries of the block tables that it keeps."""
     expires: float
@@ -106,6 +106,8 @@ class Lease:
     """Staging buffers of this process that are the lease's own."""
     fetched: int = 0
     """Bytes of a pushed stream that this process has read and put into the blocks."""
+    received: dict[tuple[int, int], int] = field(default_factory=dict)
+    """Checksums of its pieces as they came, where they were converted before they were put."""
     reads: list[LeaseRead] = field(default_factory=list)
     """What this process is reading into those buffers."""
     sever: Callable[[], None] = lambda: None

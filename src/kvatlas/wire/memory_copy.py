@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Int64s
 from kvatlas.planning import Plan
-from kvatlas.routing import Copy, Route
+from kvatlas.routing import Copy
 from kvatlas.wire.transports.base import Memory
 
 STEP = 16 << 20
@@ -52,40 +52,6 @@ def memory_of(pools: Mapping[int, Bytes]) -> dict[int, Memory]:
     return {
         index: Memory(pool.ctypes.data, pool.nbytes, owner=pool) for index, pool in pools.items()
     }
-
-
-def copy_request(
-    route: Route,
-    src: Mapping[int, Mapping[int, Bytes]],
-    dst: Mapping[int, Mapping[int, Bytes]],
-    *,
-    src_blocks: Any,
-    dst_blocks: Any,
-    tokens: Any,
-) -> int:
-    """Copy a request between ranks that are all in this process; how many bytes.
-
-    `src` and `dst` are byte arrays by rank, and by pool within it.
-
-    >>> from kvatlas.planning import plan
-    >>> from kvatlas.routing import route
-    >>> made = plan("Qwen3-8B", memory="64MiB", max_len=64)
-    >>> pools = [{0: {0: np.full(made.pools[0].nbytes, n, np.uint8)}} for n in (1, 2)]
-    >>> copy_request(route(made, made), *pools, src_blocks=[3], dst_blocks=[0], tokens=16)
-    2359296
-    >>> int((pools[1][0][0] == 1).sum())
-    2359296
-    """
-    moved = 0
-    for dst_rank, pools in dst.items():
-        for src_rank in route.sources(dst_rank):
-            bound = route.bind(
-                src_rank=src_rank, dst_rank=dst_rank, src_blocks=src_blocks,
-                dst_blocks=dst_blocks, tokens=tokens,
-            )  # fmt: skip
-            copy_pools(bound.copies, src[src_rank], pools)
-            moved += bound.nbytes
-    return moved
 
 
 def copy_pools(copies: Iterable[Copy], src: Mapping[int, Bytes], dst: Mapping[int, Bytes]) -> None:

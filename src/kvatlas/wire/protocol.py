@@ -40,6 +40,7 @@ Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Key = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
 Whole = Annotated[int, Meta(ge=0, le=2**62)]
+Scale = Annotated[float, Meta(gt=0, le=1e30)]
 RequestNote = Annotated[str, Meta(max_length=256)]
 """The request that a lease is about, repeated for the log of the other end."""
 BlockTables = dict[Annotated[int, Meta(ge=0, le=65535)], bytes]
@@ -64,7 +65,17 @@ class RegisteredMemory(msgspec.Struct, frozen=True, kw_only=True):
     device: Annotated[int, Meta(ge=0, le=65535)] = 0
 
 
-class Hello(Message, frozen=True, kw_only=True, tag="hello"):
+class ConversionTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the sender agrees to convert between unlike formats, and the scales of its tensors."""
+
+    convert: Name
+    scales: Annotated[dict[Name, tuple[Scale, Scale]], Meta(max_length=16384)] = msgspec.field(
+        default_factory=dict
+    )
+    """Of K and of V, by layer."""
+
+
+class Hello(Message, frozen=True, kw_only=True, omit_defaults=True, tag="hello"):
     """Who the sender is, what it caches, and where."""
 
     version: int
@@ -81,6 +92,8 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     memory: Annotated[tuple[RegisteredMemory, ...], Meta(max_length=1024)]
     transport: Name
     metadata: Annotated[bytes, Meta(max_length=1 << 18)]
+    conversion: ConversionTerms | None = None
+    """Left out where nothing is converted: peers that know of no conversion understand that."""
 
 
 class NewerHello(Hello, frozen=True, kw_only=True, forbid_unknown_fields=False, tag="hello"):

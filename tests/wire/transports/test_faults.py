@@ -29,13 +29,13 @@ def kind(request: pytest.FixtureRequest) -> Iterator[Kind]:
 
 
 @pytest.fixture
-def near_options() -> dict[str, Any]:
-    return {}
+def near_options(kind: Kind) -> dict[str, Any]:
+    return dict(kind.options)
 
 
 @pytest.fixture
 def near(kind: Kind) -> Iterator[End]:
-    made = End(kind.name, {}, SIZES)
+    made = End(kind.name, dict(kind.options), SIZES)
     yield made
     assert made.close() == 0
     made.drop()
@@ -98,7 +98,7 @@ def test_killed_before_and_after(kind: Kind, near: End, fresh_far: Callable[...,
 
 def test_killed_during(kind: Kind, fresh_far: Callable[..., Peer]) -> None:
     size = 8 << 10 if kind.name != "mooncake" else 64 << 10
-    near, peer = End(kind.name, {}, BIG), fresh_far(BIG)
+    near, peer = End(kind.name, dict(kind.options), BIG), fresh_far(BIG)
     link = near.transport.connect(peer.metadata, peer.regions)
     link.read(runs(4, size)).wait(soon())
     # Past its first calls and far from done, on any machine: it is asked again and again.
@@ -150,12 +150,12 @@ def test_a_peer_that_stands_still(kind: Kind, near: End, fresh_far: Callable[...
 def test_closing_beside_a_peer_that_stands_still(
     kind: Kind, fresh_far: Callable[..., Peer]
 ) -> None:
-    near, peer = End(kind.name, {}, SIZES), fresh_far()
+    near, peer = End(kind.name, dict(kind.options), SIZES), fresh_far()
     link = near.transport.connect(peer.metadata, peer.regions)
     peer.signal(signal.SIGSTOP)
     start = time.monotonic()
     try:
-        handle = link.write(runs(20, 10_000))
+        handle = (link.read if kind.reads_only else link.write)(runs(20, 10_000))
         handle.wait(soon(0.3))
         handle.release()
     except AtlasError as problem:

@@ -207,7 +207,7 @@ def test_sources_that_are_killed_in_mid_read_leave_no_descriptor(
 ) -> None:
     for name, value in OVER_TCP.settings.items():
         monkeypatch.setenv(name, value)
-    near = End(OVER_TCP.name, {}, {0: POOL})
+    near = End(OVER_TCP.name, dict(OVER_TCP.options), {0: POOL})
     opened = []
     for _ in range(2):
         peer = Peer(OVER_TCP, {}, {0: POOL})

@@ -16,6 +16,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from kvatlas.engines.vllm.prefix_keys import RequestKeys
+from kvatlas.engines.vllm.prefix_tier import FoundPrefix
 from kvatlas.errors import AtlasError, Code
 
 VERSION = 1
@@ -38,13 +40,18 @@ class RemoteRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     prompt: Annotated[str, Meta(max_length=64)] = ""
     """A digest of the tokens, so that nobody reads another prompt's; empty without tokens."""
 
-    def params(self, engine_id: str) -> dict[str, Any]:
-        """The `kv_transfer_params` of a response."""
+    def params(self, engine_id: str, block_ids: Any = ()) -> dict[str, Any]:
+        """The `kv_transfer_params` of a response.
+
+        Block ids are there for proxies that look at what vLLM's own connector answers; no
+        engine reads them.
+        """
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "remote_engine_id": engine_id,
             "remote_request_id": self.request,
+            "remote_block_ids": [list(ids) for ids in block_ids],
             "kvatlas": msgspec.json.decode(msgspec.json.encode(self)),
         }
 
@@ -121,6 +128,28 @@ class OfferOrder:
     tokens: int
 
 
+@dataclass(frozen=True)
+class LoadOrder:
+    """Read tokens start .. stop - 1 of a request from the tier into these blocks."""
+
+    request_id: str
+    found: FoundPrefix
+    tables: Tables
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class StoreOrder:
+    """Keep tokens start .. stop - 1 of a finished request in the tier; its blocks wait for it."""
+
+    request_id: str
+    keys: RequestKeys
+    tables: Tables
+    start: int
+    stop: int
+
+
 @dataclass
 class StepOrders:
     """What a worker has to do after one step."""
@@ -131,3 +160,5 @@ class StepOrders:
     """Requests of other engines that are not going to be read."""
     cancelled: list[str] = field(default_factory=list)
     """Requests of this engine that were aborted while they were being read."""
+    loads: list[LoadOrder] = field(default_factory=list)
+    stores: list[StoreOrder] = field(default_factory=list)

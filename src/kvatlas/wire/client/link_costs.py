@@ -8,16 +8,24 @@ from functools import partial
 
 import numpy as np
 
-from kvatlas.routing import Copy, Costs, Stream
+from kvatlas.errors import AtlasError, Code
+from kvatlas.routing import ConvertedStream, Copy, Costs
 from kvatlas.wire.client.rank_lease import BUFFERS, RankLease
 from kvatlas.wire.staging import scatter
+from kvatlas.wire.stream_copy import AnyStream
 from kvatlas.wire.transports.base import STAGING
 from kvatlas.wire.transports.errors import failed
 
 
-def should_stage(lease: RankLease, stream: Stream) -> bool:
+def should_stage(lease: RankLease, stream: AnyStream) -> bool:
     """Whether to go through staging buffers: as asked, or by what the link was measured at."""
     wanted, connection = lease.wanted, lease.connection
+    if isinstance(stream, ConvertedStream):
+        if wanted.how == "direct":
+            hint = "Let the transfer be staged: cells are converted in staging buffers"
+            got = "a conversion, and pools that are read as they are"
+            raise AtlasError(Code.CONTRADICTORY, got=got, hint=hint)
+        return True
     if wanted.how == "staged":
         return True
     if not lease.reaches_pools():

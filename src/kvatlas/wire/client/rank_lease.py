@@ -12,13 +12,14 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.routing import Copy, Costs, Stream, token_range
+from kvatlas.routing import Copy, Costs, token_range
 from kvatlas.wire import protocol
 from kvatlas.wire.channels import no_answer
 from kvatlas.wire.client.transfer import Transfer
 from kvatlas.wire.peers import Peer
 from kvatlas.wire.protocol import Ok, Opened
 from kvatlas.wire.server.node_state import NodeState
+from kvatlas.wire.stream_copy import AnyStream
 from kvatlas.wire.transports.base import STAGING, Handle, Link
 
 A = TypeVar("A", bound=protocol.Message)
@@ -97,6 +98,8 @@ class RankLease:
         """Staging buffers of this node."""
         self.lent: tuple[int, ...] = ()
         """Staging buffers of the peer."""
+        self.received: dict[tuple[int, int], int] = {}
+        """Checksums of pieces as they travelled, where they were converted at one end."""
         self.given_up: dict[str, list[Handle]] = {"blocks": [], "buffers": []}
         """Reads that were given up before they were done, by what they would land in."""
 
@@ -220,7 +223,7 @@ class RankLease:
 
     # -- bytes ----------------------------------------------------------------------------
 
-    def stream(self, layers: Collection[str] | None) -> Stream:
+    def stream(self, layers: Collection[str] | None) -> AnyStream:
         """The bytes of some layers, or of all, that move between the two ends."""
         mine, theirs, peer = self.mine, self.theirs, self.connection.peer
         return self.node.stream(peer, mine, theirs, self.tokens, layers, incoming=self.pull)

@@ -370,7 +370,7 @@ class Session:
                 raise bad_handshake("a welcome without a plan")
             peer = checked_peer(answer.hello, plan, node.transport.name)
             self._check_same_plan(endpoint, peer)
-            node.route_from(peer)
+            node.check_route(peer)
             link = node.transport.connect(peer.metadata, peer.memory)
         return PeerConnection(endpoint, peer, answer.session, link, self._beside)
 

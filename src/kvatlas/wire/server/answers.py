@@ -16,14 +16,15 @@ import numpy as np
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Int64s
 from kvatlas.planning import Plan
-from kvatlas.routing import Copy
+from kvatlas.routing import ConvertedStream, Copy
 from kvatlas.wire import protocol
 from kvatlas.wire.leases import Expected, Lease, LeaseRead, Offer, lease_expired
 from kvatlas.wire.peers import Peer, checked_peer
 from kvatlas.wire.rpc import Caller, log
 from kvatlas.wire.server.node_state import NodeState
 from kvatlas.wire.server.sessions import Sessions
-from kvatlas.wire.staging import checksums, gather, into_buffer, scatter
+from kvatlas.wire.staging import checksums, into_buffer
+from kvatlas.wire.stream_copy import DESTINATION, SOURCE, StreamPiece, piece_checksum
 from kvatlas.wire.transports.base import STAGING, Link
 
 _LONGEST_LEASE = 3600.0
@@ -81,7 +82,7 @@ class Answers:
         if plan is None:
             return protocol.SendPlan()
         peer = checked_peer(hello, plan, self.node.transport.name)
-        self.node.route_to(peer)
+        self.node.check_route(peer)
         session = self.sessions.begin(hello, peer, caller)
         log.info("welcome name=%r rank=%d transport=%s", peer.name, peer.rank, hello.transport)
         return protocol.Welcome(hello=self.node.hello(with_plan=True), session=session)
@@ -171,10 +172,10 @@ class Answers:
         nbytes = self._checked_piece(question)
         if question.buffer not in lease.buffers:
             raise protocol.bad_handshake(f"buffer {question.buffer}, not one of the lease's")
-        part = lease.stream.copies(question.start, question.stop)
+        part = StreamPiece.of(lease.stream, question.start, question.stop, SOURCE)
         with lease.guard, self.node.metrics.phase("stage"):
             lease.check()
-            gather(part, self.node.pools, self.node.staging.view(question.buffer, nbytes))
+            part.fill(self.node.gather, self.node.staging.view(question.buffer, nbytes))
         # What was gathered counts only if the blocks were still held when it was done.
         lease.check()
         return protocol.Ok(seconds=lease.left)
@@ -185,11 +186,14 @@ class Answers:
         nbytes = self._checked_piece(question)
         if not lease.buffers:
             raise protocol.bad_handshake("a piece for a lease that has borrowed no buffer")
-        part = lease.stream.copies(question.start, question.stop)
+        part = StreamPiece.of(lease.stream, question.start, question.stop, DESTINATION)
         landing = lease.buffers[0]
         at = landing * node.staging.piece
-        reads = into_buffer(part, at)
-        if question.staged_at is not None:
+        if question.staged_at is None:
+            if part.parts:
+                raise protocol.bad_handshake("a piece to be converted that was not staged")
+            reads = into_buffer(part.copies, at)
+        else:
             one = [np.array([n], np.int64) for n in (question.staged_at, at, nbytes)]
             reads = [Copy(STAGING, STAGING, *one)] if nbytes else []
         link = self._link(question.session, peer)
@@ -204,7 +208,10 @@ class Answers:
         with lease.guard:
             lease.check()
             lease.reads.remove(read)
-            scatter(part, node.staging.view(landing, nbytes), node.pools)
+            piece = node.staging.view(landing, nbytes)
+            if part.parts:
+                lease.received[question.start, question.stop] = piece_checksum(piece)
+            part.deliver(piece, node.scatter)
             lease.fetched = question.stop
         return protocol.Ok(seconds=lease.left)
 
@@ -218,6 +225,8 @@ class Answers:
         lease = self._lease(question)
         if not 0 <= question.stop - question.start <= protocol.MAX_CHECKSUM_SPAN:
             raise protocol.bad_handshake(f"checksums of bytes {question.start}..{question.stop}")
+        if isinstance(lease.stream, ConvertedStream):
+            return self._converted_checksum(question, lease, lease.stream)
         part = lease.stream.copies(question.start, question.stop)
         with lease.guard:
             lease.check()
@@ -225,6 +234,25 @@ class Answers:
             sums = checksums(part, self.node.pools, question.piece, src=at_source)
         lease.check()
         return protocol.Checksums(sums=sums.astype("<u4").tobytes())
+
+    def _converted_checksum(
+        self, question: protocol.GetChecksums, lease: Lease, stream: ConvertedStream
+    ) -> protocol.Message:
+        """The checksum of one piece as it travels: formats differ at its two ends."""
+        span = question.start, question.stop
+        if lease.direction == "push":
+            if span not in lease.received:
+                raise protocol.bad_handshake(f"a checksum of bytes {span}, which were no piece")
+            found = lease.received[span]
+        else:
+            part = StreamPiece.of(stream, *span, SOURCE)
+            piece = np.empty(span[1] - span[0], dtype=np.uint8)
+            with lease.guard:
+                lease.check()
+                part.fill(self.node.gather, piece)
+            found = piece_checksum(piece)
+        lease.check()
+        return protocol.Checksums(sums=np.array([found], dtype="<u4").tobytes())
 
     def _close(self, question: protocol.Close, peer: Peer) -> protocol.Message:
         lease = self._lease(question)

@@ -15,7 +15,7 @@ from typing import Any
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Int64s
 from kvatlas.planning import Plan
-from kvatlas.routing import check_tables, route, token_range
+from kvatlas.routing import check_tables, token_range
 from kvatlas.wire.leases import Expected, Offer, Released
 from kvatlas.wire.memory_copy import Bytes
 from kvatlas.wire.peers import plan_hash
@@ -41,7 +41,8 @@ class Node(NodeState):
     listen; `(new, old)` are both good while secrets are rotated, and `tls` takes the place of
     secrets. Without either a node listens on this host alone, unless it is `unprotected`.
     `buffers` staging buffers of `piece` bytes are kept for staged transfers. The leases of a
-    peer end soon after its connections do.
+    peer end soon after its connections do. With `convert` ("fp8->bf16") peers in unlike formats
+    are served that ask for the same; `scales` are those of this node's tensors.
     """
 
     def __post_init__(self) -> None:
@@ -100,8 +101,7 @@ class Node(NodeState):
         blocks itself, so that nothing is written to them once it is forgotten.
         """
         held = self._checked(blocks, tokens, "destination")
-        sources = frozenset(route(source, self.plan).sources(self.rank))
-        expected = Expected(request, *held, plan_hash(source), sources)
+        expected = Expected(request, *held, plan_hash(source), self.sources_of(source))
         with self.lock:
             _check_new(request, self.expected)
             self.expected[request] = expected

@@ -5,21 +5,22 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
-from kvatlas.routing import Route, Stream, checked_rank, fingerprint, route
+from kvatlas.routing import Copy, Route, Scales, checked_rank, fingerprint, route
 from kvatlas.wire.channels import Channels
 from kvatlas.wire.leases import Expected, Lease, Leases, Offer
-from kvatlas.wire.memory_copy import as_bytes, memory_of
+from kvatlas.wire.memory_copy import Bytes, as_bytes, memory_of
 from kvatlas.wire.metrics import Metrics
-from kvatlas.wire.peers import Peer, PeerPlans, check_memory, plan_hash
+from kvatlas.wire.peers import Peer, PeerPlans, check_memory, conversion_terms, plan_hash
 from kvatlas.wire.protocol import (
     MIN_PIECE_BYTES,
     OLDEST_VERSION,
@@ -31,7 +32,8 @@ from kvatlas.wire.protocol import (
 from kvatlas.wire.quarantine import Quarantine
 from kvatlas.wire.rpc import log
 from kvatlas.wire.security import Secret, Security, TlsContexts
-from kvatlas.wire.staging import StagingBuffers
+from kvatlas.wire.staging import StagingBuffers, gather, scatter
+from kvatlas.wire.stream_copy import AnyStream
 from kvatlas.wire.transports.base import STAGING, Memory, Transport
 
 _MAX_ROUTES = 128
@@ -58,6 +60,8 @@ class NodeState:
     unprotected: bool = False
     piece: int = 4 << 20
     buffers: int = 8
+    convert: str | None = None
+    scales: Scales = None
 
     def __post_init__(self) -> None:
         self.plan_hash = plan_hash(self.plan)
@@ -70,7 +74,7 @@ class NodeState:
         self.peer_plans = PeerPlans()
         self.offers: dict[str, Offer] = {}
         self.expected: dict[str, Expected] = {}
-        self.routes: OrderedDict[tuple[bytes, str], Route] = OrderedDict()
+        self.routes: OrderedDict[tuple[object, ...], Route] = OrderedDict()
         self._routes_lock = threading.Lock()
         self.quarantine = Quarantine()
         staging = np.zeros(0, np.uint8)
@@ -85,6 +89,7 @@ class NodeState:
         """Refuse a secret, rank, memory or staging that cannot be this node's."""
         self.security = Security(self.secret, tls=self.tls)
         rank = checked_rank(self.plan, self.rank, "node")
+        self.conversion = conversion_terms(self.plan, self.convert, self.scales)
         try:
             check_memory(self.plan, rank, self.memory)
         except AtlasError as error:
@@ -116,6 +121,7 @@ class NodeState:
             ),
             transport=self.transport.name,
             metadata=self.transport.publish(),
+            conversion=self.conversion,
         )
 
     def route_from(self, peer: Peer) -> Route:
@@ -126,18 +132,56 @@ class NodeState:
         """The route from this node to a peer."""
         return self._route(peer, "to", self.plan, peer.plan)
 
+    def check_route(self, peer: Peer) -> None:
+        """Refuse a peer that this node can neither read from nor feed.
+
+        A conversion is agreed on by both, and goes one way.
+        """
+        try:
+            self.route_to(peer)
+        except AtlasError as refused:
+            if refused.code is not Code.BAD_CONVERSION:
+                raise
+            self.route_from(peer)
+
     def _route(self, peer: Peer, way: str, src: Plan, dst: Plan) -> Route:
-        key = (peer.plan_hash, way)
+        terms = b"" if peer.conversion is None else msgspec.json.encode(peer.conversion)
+        key = (peer.plan_hash, way, terms)
         with self._routes_lock:
             if key in self.routes:
                 self.routes.move_to_end(key)
                 return self.routes[key]
-        made = route(src, dst)
+        made = self._agreed_route(peer, src, dst)
         with self._routes_lock:
             made = self.routes.setdefault(key, made)
             while len(self.routes) > _MAX_ROUTES:
                 self.routes.popitem(last=False)
         return made
+
+    def _agreed_route(self, peer: Peer, src: Plan, dst: Plan) -> Route:
+        """The route between two plans, as both ends want it where formats are unlike."""
+        mine, theirs = self.conversion, peer.conversion
+        if fingerprint(src) == fingerprint(dst) or (mine is None and theirs is None):
+            return route(src, dst)
+        if mine is None or theirs is None or mine.convert != theirs.convert:
+            named = [repr(terms.convert) if terms else "nothing" for terms in (mine, theirs)]
+            raise AtlasError(
+                Code.UNLIKE_CONVERSIONS,
+                got=f"{named[0]} here, {named[1]} there",
+                hint="Make both nodes with the same convert=",
+            )
+        scales = [mine.scales or None, theirs.scales or None]
+        if src is peer.plan:
+            scales.reverse()
+        return route(src, dst, convert=mine.convert, src_scales=scales[0], dst_scales=scales[1])
+
+    def sources_of(self, source: Plan) -> frozenset[int]:
+        """The ranks of a plan that this node reads."""
+        convert: dict[str, Any] = {}
+        if self.conversion is not None and fingerprint(source) != fingerprint(self.plan):
+            # Who reads from whom does not depend on scales, which the source will say.
+            convert = {"convert": self.conversion.convert, "src_scales": 1.0, "dst_scales": 1.0}
+        return frozenset(route(source, self.plan, **convert).sources(self.rank))
 
     def readers(self, peer: Peer) -> list[int]:
         """The ranks of a peer's plan that read from this node."""
@@ -146,15 +190,24 @@ class NodeState:
 
     def stream(
         self, peer: Peer, mine: Any, theirs: Any, tokens: Any, layers: Any, *, incoming: bool
-    ) -> Stream:
+    ) -> AnyStream:
         """What moves between blocks of this node and blocks of a peer."""
         between = self.route_from(peer) if incoming else self.route_to(peer)
         ends = (peer.rank, theirs), (self.rank, mine)
         (src_rank, src_blocks), (dst_rank, dst_blocks) = ends if incoming else ends[::-1]
-        return between.stream(
+        bind = between.stream if between.conversion is None else between.converted
+        return bind(
             src_rank=src_rank, dst_rank=dst_rank, src_blocks=src_blocks, dst_blocks=dst_blocks,
             tokens=tokens, layers=layers,
         )  # fmt: skip
+
+    def gather(self, copies: Sequence[Copy], stream: Bytes) -> None:
+        """The stream of some copies, out of this node's pools."""
+        gather(copies, self.pools, stream)
+
+    def scatter(self, copies: Sequence[Copy], stream: Bytes) -> None:
+        """The stream of some copies, into this node's pools."""
+        scatter(copies, stream, self.pools)
 
     def release(self, request: str, why: str) -> None:
         """End an offer and its leases, and tell whoever made it."""

@@ -11,6 +11,7 @@ from kvatlas.wire.transports.errors import failed
 _CLASSES = {
     "nixl": "NixlTransport",
     "mooncake": "MooncakeTransport",
+    "tcp": "TcpTransport",
     "shm": "ShmTransport",
     "memory": "MemoryTransport",
     "file": "FileTransport",
@@ -27,7 +28,7 @@ def make_transport(name: str, /, **options: Any) -> Transport:
     >>> make_transport("pigeon")
     Traceback (most recent call last):
     kvatlas.errors.AtlasError: The transport failed. Got no transport 'pigeon'. \
-Choose one of nixl, mooncake, shm, memory, file. [wire_failed]
+Choose one of nixl, mooncake, tcp, shm, memory, file. [wire_failed]
     """
     if name not in _CLASSES:
         raise failed(f"no transport {name!r}", f"Choose one of {', '.join(TRANSPORT_NAMES)}")
