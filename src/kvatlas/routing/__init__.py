@@ -1,6 +1,6 @@
 """Routes: from any plan to any plan of the same model, as byte ranges."""
 
-from kvatlas.routing.binding import Copy
+from kvatlas.routing.binding import Copy, RunGrid
 from kvatlas.routing.block_tables import block_table, checked_rank
 from kvatlas.routing.compatibility import Reason, fingerprint
 from kvatlas.routing.conversion import (
@@ -39,6 +39,7 @@ __all__ = [
     "Report",
     "Route",
     "RowError",
+    "RunGrid",
     "Scales",
     "Stream",
     "block_table",

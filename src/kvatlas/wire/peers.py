@@ -127,7 +127,7 @@ def checked_peer(hello: Hello, plan: Plan, transport: str) -> Peer:
         raise bad_handshake("a fingerprint that is not its plan's")
     if hello.rank >= plan.ranks:
         raise bad_handshake(f"rank {hello.rank} of tp {plan.tp} x pp {plan.pp}")
-    memory = {one.index: Memory(one.address, one.nbytes, one.device) for one in hello.memory}
+    memory = {one.index: one.memory for one in hello.memory}
     if len(memory) < len(hello.memory):
         raise bad_handshake("a region twice")
     if set(memory) == {STAGING}:  # its pools are its own, and peers reach its staging alone

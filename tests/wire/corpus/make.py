@@ -177,6 +177,10 @@ def numbers() -> dict[str, tuple[str, bytes]]:
         "negative_address": {"memory": [registered(0, -(1 << 30), pool.nbytes)]},
         "negative_size": {"memory": [registered(0, 1 << 30, -pool.nbytes)]},
         "negative_device": {"memory": [registered(0, 1 << 30, pool.nbytes, -1)]},
+        "device_past_all": {"memory": [registered(0, 1 << 30, pool.nbytes, 10_000)]},
+        "kind_of_device_unknown": {
+            "memory": [registered(0, 1 << 30, pool.nbytes) | {"kind": "abacus"}]
+        },
         "address_past_all": {"memory": [registered(0, (1 << 62) + 8, pool.nbytes)]},
         "address_of_64_bits": {"memory": [registered(0, (1 << 64) - 8, pool.nbytes)]},
         "size_past_all": {"memory": [registered(0, 8, (1 << 62) + 1)]},
