@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
-from kvatlas.routing import Route, Scales, checked_rank, fingerprint, route
+from kvatlas.routing import Copy, Route, Scales, checked_rank, fingerprint, route
 from kvatlas.wire.channels import Channels
 from kvatlas.wire.leases import Expected, Lease, Leases, Offer
 from kvatlas.wire.memory_copy import as_bytes, memory_of
@@ -220,7 +221,12 @@ class NodeState:
 
     def deliver(self, piece: Any, part: StreamPiece) -> int:
         """Put a piece into this node's pools; how many bytes arrive there."""
-        return part.deliver(piece, self.mover.scatter)
+        return part.deliver(piece, self._scatter_converted if part.parts else self.mover.scatter)
+
+    def _scatter_converted(self, copies: Sequence[Copy], stream: Any) -> int:
+        """Scatter what the caller has converted, which a GPU may not have done yet."""
+        self.mover.wait_for_caller()
+        return self.mover.scatter(copies, stream)
 
     def release(self, request: str, why: str) -> None:
         """End an offer and its leases, and tell whoever made it."""
