@@ -5,13 +5,22 @@ from __future__ import annotations
 from itertools import permutations
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from kvatlas.kernels import convert_cells
+from kvatlas.routing import scattered
 from kvatlas.specs import CellFormat, FullAttention, TensorScales
+from kvatlas.wire import Session
+from tests.gpu.ranks import GpuRanks
 from tests.kernels.triton.cases import check_convert
+from tests.planning.models import model_of
+from tests.routing.cases import small_plan
+from tests.routing.converting import assert_converted, conversion_of, fill_sources, scales_of
+from tests.routing.oracle import Memory, Move
 
+TOKENS = 40
 PLAIN = ("bf16", "fp16", "fp32")
 
 
@@ -46,3 +55,35 @@ def test_cells_on_a_gpu_are_those_of_the_host(name: str) -> None:
     cells = rows.view(torch.uint8)
     here, there = convert_cells(cells, one, two), convert_cells(cells.cuda(), one, two).cpu()
     assert float((here != there).float().mean()) < 0.01
+
+
+@pytest.mark.parametrize("names", [("fp8", "bf16"), ("bf16", "int8_per_token_head")])
+def test_pools_on_a_gpu_convert_over_a_wire(names: tuple[str, str]) -> None:
+    """By way of the host: what is offered in one format arrives in another."""
+    src, dst = (
+        small_plan(model_of("m", {"attn": dense(name, head_dim=64)}), layout=layout, tp=tp)
+        for name, layout, tp in zip(names, ("LBNHC", "LBHNC"), (2, 1), strict=True)
+    )
+    move = Move(src, dst, scattered(src, TOKENS), scattered(dst, TOKENS), (0, TOKENS))
+    rng = np.random.default_rng(5)
+    memories, numbers = fill_sources(move, rng)
+    before = {rank: Memory(dst, rank, rng) for rank in range(dst.ranks)}
+    ends = []
+    try:
+        for made, held in ((src, memories), (dst, before)):
+            contents = {rank: memory.pools for rank, memory in held.items()}
+            about = {"convert": conversion_of(src, dst), "scales": scales_of(made)}
+            ends.append(GpuRanks(made, "shm", contents, TOKENS, **about))
+        here, there = ends
+        here.offer("r")
+        for node in there.nodes:
+            with Session(node, here.endpoints) as session:
+                session.pull("r", dst_blocks=there.blocks, tokens=TOKENS, checksums=True).wait(20)
+        after = {rank: memory.copy() for rank, memory in before.items()}
+        for rank, memory in after.items():
+            for index, pool in there.pools(rank).items():
+                memory.pools[index][:] = pool.cpu().numpy()
+        assert_converted(move, numbers, before, after)
+    finally:
+        for end in ends:
+            end.close()
