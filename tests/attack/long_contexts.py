@@ -247,11 +247,11 @@ def wide(name: str, tokens: int = MILLION) -> dict[str, Any]:
         )  # fmt: skip
         made.append((small, node, rooms))
     (src, giver, _), (dst, taker, _) = made
-    giver.offer("long", scattered(src, tokens), tokens, seconds=600)
+    giver.offer("long", scattered(src, tokens), tokens, seconds=1800)
     with Session(taker, [giver.endpoint]) as session, Peak() as peak:
         moving = session.pull(
-            "long", dst_blocks=scattered(dst, tokens), tokens=tokens, seconds=600, how="direct"
-        ).wait(600)
+            "long", dst_blocks=scattered(dst, tokens), tokens=tokens, seconds=1800, how="direct"
+        ).wait(1800)
     way = taker.transport
     assert isinstance(way, Checking)
     wrong = "" if moving.total == way.nbytes == moving.moved else "bytes carried twice or never"
