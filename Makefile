@@ -26,12 +26,13 @@ READY := $(STAMP)
 PY := $(BIN)/python
 endif
 
-# Expanded when a recipe runs, so after its environment was made.
-PARALLEL = $(shell $(PY) -c "import xdist" 2>/dev/null && echo "-n auto")
+# Expanded when a recipe runs, so after its environment was made. One worker more than there are
+# cores: some tests wait, for peers that stand still say, and others are run meanwhile.
+PARALLEL = $(shell $(PY) -c "import os, xdist; print('--dist loadgroup -n', os.cpu_count() + 1)" 2>/dev/null)
 
-.PHONY: demo tour test test-deep test-gpu test-lowest test-transformers test-vllm test-vllm-lifecycle \
-	demo-vllm test-page map-gallery map-figures map-pictures \
-	test-kvcache-simulator hits lint lint-workflows bench bench-gpu docs wheel check-release format clean test-attack soak
+.PHONY: demo tour test test-deep test-gpu test-lowest test-transformers test-vllm test-vllm-deep test-vllm-lifecycle \
+	bench-vllm demo-vllm test-page map-gallery map-figures map-pictures \
+	test-kvcache-simulator hits lint lint-workflows bench bench-gpu docs docs-pairings wheel check-release format clean test-attack soak
 
 demo: $(READY)  ## The main job: plan, prefill, ship the cache, decode elsewhere
 	$(PY) -m examples.handover
@@ -197,6 +198,14 @@ test-vllm:  ## Real vLLM engines on the CPU, with kvatlas as their connector
 test-vllm-lifecycle: $(VLLM)/.installed  ## vLLM's tests of remote prefill and decode, VLLM_TESTS=/path/to/vllm
 	$(VLLM)/bin/python -m tests.vllm.lifecycle '$(VLLM_TESTS)'
 
+bench-vllm: $(VLLM)/.installed  ## What moving a request costs two vLLM engines, beside raw NIXL
+	$(VLLM)/bin/python -m benchmarks.vllm_cost
+
+# 50 kills of each kind, and 1,000 requests in a row over each transport.
+test-vllm-deep: $(VLLM)/.installed  ## Workers that are killed, and many requests in a row
+	HYPOTHESIS_PROFILE=deep $(VLLM)/bin/python -m pytest -s \
+		$(or $(TESTS),tests/vllm/test_killed_workers.py tests/vllm/test_engine_thousand.py)
+
 demo-vllm:  ## Two vLLM engines of unlike block size and tp, one prompt: what moves between them
 	@if $(MAKE) --no-print-directory $(VLLM)/.installed; then \
 		$(VLLM)/bin/python -m examples.vllm_pair; \
@@ -249,6 +258,10 @@ DOCS := .venv-docs
 docs: $(DOCS)/.installed  ## The documentation as a site, in site/; a broken link is an error
 	$(DOCS)/bin/python -m doctest tools/docs_examples.py
 	NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(DOCS)/bin/python -m mkdocs build --strict
+
+docs-pairings: $(READY)  ## The table of pairings with vLLM: every one is moved, byte by byte
+	$(PY) -m tests.routing.pairings_page > docs/vllm_pairings.md.new
+	mv docs/vllm_pairings.md.new docs/vllm_pairings.md
 
 $(DOCS)/.installed: pyproject.toml
 	test -d $(DOCS) || $(PYTHON) -m venv $(DOCS)

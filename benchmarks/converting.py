@@ -11,14 +11,14 @@ from kvatlas.planning import Plan, plan
 from kvatlas.routing import route
 from kvatlas.wire import copy_request
 
-TOKENS = 512
+TOKENS = 128
 LAYERS, HEADS, DIM = 36, 8, 128
 FORMATS = ("fp32", "fp16", "fp8", "int8_per_token_head", "int4_per_token_head", "nvfp4")
 
 
 def planned(cache: str, layout: str, block: int) -> Plan:
     ask: dict[str, Any] = {"layout": layout, "block_size": block, "max_len": TOKENS}
-    return plan("Qwen3-8B", memory="1GiB", kv_dtype=cache, **ask)
+    return plan("Qwen3-8B", memory="80MiB", kv_dtype=cache, **ask)
 
 
 def pools(made: Plan, rng: np.random.Generator) -> dict[int, dict[int, Any]]:

@@ -369,6 +369,16 @@ def test_plans_of_unlike_models(code: Code, call: Callable[[], Any]) -> None:
     assert refusal.value.hint
 
 
+def test_unlike_models_are_refused_with_both_names() -> None:
+    """Also where they have layers of the same names: most models call them alike."""
+    for other in (
+        plans(FULL, FULL, name="two"),
+        plans(FullAttention(heads=8, head_dim=8), name="two"),
+    ):
+        with pytest.raises(AtlasError, match="'one' and 'two'"):
+            route(plans(FULL, name="one"), other)
+
+
 def test_no_word_of_the_source_makes_fewer_bytes_enough() -> None:
     """A window edited at the source is refused; a window that it keeps is the layer's own."""
     window = SlidingAttention(heads=4, head_dim=8, window=40)

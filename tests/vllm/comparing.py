@@ -7,10 +7,30 @@ from pathlib import Path
 from typing import Any
 
 from tests.vllm.engine_process import Answer, Engine, engine
-from tests.vllm.models import VOCABULARY
+from tests.vllm.models import VOCABULARY, checkpoint
+from tests.vllm.verdicts import engine_label
 
 CLOSE = 1e-3
 """Logprobs in float32 that count as equal: engines sum in other orders at other block sizes."""
+
+EDGES = (2, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 517)
+"""Around the edges of blocks of 64 and 128, and of windows of 64."""
+
+_SMALL, _LARGE, _LARGEST = ({"block_size": size} for size in (64, 128, 256))
+_TP = {"tensor_parallel_size": 2}
+PAIRS: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
+    ("llama", _SMALL, _SMALL),
+    ("gemma3", _SMALL, _SMALL),
+    ("llama", _SMALL, _LARGE),
+    ("gemma2", _SMALL, _LARGE),
+    ("gemma3", _SMALL, _LARGE),
+    # vLLM makes no smaller blocks for the states of these two.
+    ("granite", _LARGE, _LARGEST),
+    ("falcon_h1", _LARGE, _LARGEST),
+    ("llama", _SMALL | _TP, _LARGE),
+    ("granite", _LARGE | _TP, _LARGEST),
+)
+"""Models, and the two engines that hand requests to each other, either way."""
 
 
 def prompt(length: int, seed: int = 1) -> list[int]:
@@ -35,6 +55,21 @@ def undisturbed(model: Path, prompts: Sequence[Sequence[int]], **options: Any) -
         return [alone.generate(one) for one in prompts]
 
 
+class Undisturbed:
+    """What an engine without any connector answers to prompts of `EDGES`, asked once a model."""
+
+    def __init__(self, checkpoints: Path) -> None:
+        self._checkpoints = checkpoints
+        self._known: dict[str, dict[int, Answer]] = {}
+
+    def __call__(self, name: str) -> dict[int, Answer]:
+        if name not in self._known:
+            model = checkpoint(name, self._checkpoints)
+            answers = undisturbed(model, [prompt(length) for length in EDGES])
+            self._known[name] = dict(zip(EDGES, answers, strict=True))
+        return self._known[name]
+
+
 def split(prefill: Engine, decode: Engine, tokens: Sequence[int]) -> Answer:
     """What two engines answer, the one having read the prompt and the other going on."""
     begun = prefill.prefill(tokens)
@@ -57,3 +92,13 @@ def assert_nothing_held(*engines: Engine) -> None:
     """All blocks of engines that cache no prefixes are free again, but vLLM's null block."""
     for one in engines:
         assert one.idle()["free"] == one.started["free"], one.process.name
+
+
+def pair_ways(
+    one: tuple[Engine, dict[str, Any]], other: tuple[Engine, dict[str, Any]]
+) -> list[tuple[tuple[Engine, Engine], str]]:
+    """From one engine to the other and back, with the ways' names; once where both are alike."""
+    for made, options in (one, other):
+        assert made.started["block"] == options["block_size"], "vLLM has chosen another"
+    ways = [(one, other)] if one[1] == other[1] else [(one, other), (other, one)]
+    return [((a[0], b[0]), f"{engine_label(a[1])} -> {engine_label(b[1])}") for a, b in ways]

@@ -6,10 +6,11 @@ caches: they start in seconds.
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -56,8 +57,8 @@ class Engine:
         self.pipe.send(("add", name, list(prompt), tokens, params))
         return name
 
-    def wait(self, name: str) -> Answer:
-        deadline = time.monotonic() + ANSWER_SECONDS
+    def wait(self, name: str, seconds: float = ANSWER_SECONDS) -> Answer:
+        deadline = time.monotonic() + seconds
         while name not in self.answers:
             assert self.pipe.poll(max(0.0, deadline - time.monotonic())), f"no answer to {name}"
             said, *what = self.pipe.recv()
@@ -75,14 +76,22 @@ class Engine:
         self.pipe.send(("abort", name))
 
     def facts(self) -> dict[str, Any]:
-        """Free blocks, and requests that still hold some."""
-        self.pipe.send(("facts",))
+        """Free blocks, requests that still hold some, bytes on their way, and what was warned."""
+        found: dict[str, Any] = self._ask("facts")
+        return found
+
+    def steps(self) -> list[tuple[float, int, bool]]:
+        """Steps since the last look: seconds, requests that got a token, whether others came."""
+        found: list[tuple[float, int, bool]] = self._ask("steps")
+        return found
+
+    def _ask(self, question: str) -> Any:
+        self.pipe.send((question,))
         while True:
             assert self.pipe.poll(ANSWER_SECONDS)
             said, *what = self.pipe.recv()
-            if said == "facts":
-                found: dict[str, Any] = what[0]
-                return found
+            if said == question:
+                return what[0]
             self.answers[what[0]] = Answer(**what[1])
 
     def idle(self, seconds: float = 30.0) -> dict[str, Any]:
@@ -92,6 +101,12 @@ class Engine:
             assert time.monotonic() < deadline, facts
             time.sleep(0.02)
         return facts
+
+    def until(self, what: Callable[[dict[str, Any]], bool], seconds: float = 30.0) -> None:
+        """Wait until its facts are so."""
+        deadline = time.monotonic() + seconds
+        while not what(facts := self.facts()):
+            assert time.monotonic() < deadline, facts
 
     def kill(self) -> None:
         self.process.kill()
@@ -114,7 +129,7 @@ def engine(
     context.set_forkserver_preload(["tests.vllm.preloaded"])
     os.environ |= _FOR_ALL  # of the process that imports vLLM
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    ranks = options.get("tensor_parallel_size", 1)
+    ranks = options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1)
     cores = core if ranks == 1 else "|".join(map(str, range(ranks)))  # one for each rank
     about = (there, str(model), cores, connector, environment or {}, options)
     process = context.Process(target=serve, args=about, name=name)
@@ -184,6 +199,9 @@ class _Running:
     def __init__(self, pipe: Connection, made: Any) -> None:
         self.pipe, self.engine = pipe, made
         self.scheduler = made.engine_core.engine_core.scheduler
+        self.taken: list[tuple[float, int, bool]] = []
+        self.warned = _Warned()
+        logging.getLogger("kvatlas.vllm").addHandler(self.warned)
 
     def loop(self) -> None:
         while True:
@@ -199,7 +217,9 @@ class _Running:
                 self._step()
 
     def _step(self) -> None:
+        pulling, begun = bool(_pulls()), time.perf_counter()
         outputs = self.engine.step()
+        self.taken.append((time.perf_counter() - begun, len(outputs), pulling))
         for output in outputs:
             if output.finished:
                 self._tell(output)
@@ -239,5 +259,37 @@ class _Running:
 
     def facts(self) -> None:
         pool = self.scheduler.kv_cache_manager.block_pool
-        found = {"free": pool.get_num_free_blocks(), "requests": len(self.scheduler.requests)}
+        found = {
+            "free": pool.get_num_free_blocks(),
+            "requests": len(self.scheduler.requests),
+            "moving": _bytes_on_their_way(),
+            "warned": self.warned.said,
+            "block": self.engine.vllm_config.cache_config.block_size,
+        }
         self.pipe.send(("facts", found))
+
+    def steps(self) -> None:
+        self.pipe.send(("steps", self.taken))
+        self.taken = []
+
+
+class _Warned(logging.Handler):
+    """The last that the connector has warned of."""
+
+    said = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said = record.getMessage()
+
+
+def _bytes_on_their_way() -> int:
+    """What has arrived so far of requests that have not arrived as a whole."""
+    return sum(one.transfer.moved for one in _pulls() if one.transfer is not None)
+
+
+def _pulls() -> list[Any]:
+    """Requests that the connector of this process is reading."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    worker = getattr(get_kv_transfer_group(), "_worker", None) if has_kv_transfer_group() else None
+    return [] if worker is None else list(worker._pulls.values())

@@ -30,6 +30,18 @@ WINDOW = 64
 
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {**_DENSE, "num_hidden_layers": 3, "head_dim": 32}),
+    # Little to compute, and 64 KiB of cache for each token: what is moved takes its time.
+    "wide": (
+        "LlamaConfig",
+        {
+            **_DENSE,
+            "hidden_size": 256,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 8,
+            "num_hidden_layers": 16,
+            "head_dim": 64,
+        },
+    ),
     "gemma2": (
         "Gemma2Config",
         {

@@ -1,7 +1,6 @@
 """Pairs of real engines: greedy tokens and logprobs are those of one that nobody disturbs.
 
-Engines start in half a minute, so each test takes two and asks them everything; both are
-prefill and decode engine in turn.
+Each test takes two engines and asks them everything; both are prefill and decode engine in turn.
 """
 
 from __future__ import annotations
@@ -12,56 +11,53 @@ from typing import Any
 import pytest
 
 from tests.vllm.comparing import (
+    EDGES,
+    PAIRS,
+    Undisturbed,
     assert_nothing_held,
     assert_same,
     atlas,
+    pair_ways,
     prompt,
     split,
     undisturbed,
 )
 from tests.vllm.engine_process import engine
 from tests.vllm.models import checkpoint
-
-EDGES = (2, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 517)
-"""Around the edges of blocks of 64 and 128, and of windows of 64."""
+from tests.vllm.verdicts import OURS, RIGHT, Verdicts
 
 
-def both_ways(name: str, folder: Path, one: dict[str, Any], other: dict[str, Any]) -> None:
-    """Every length from either engine to the other, and another prompt's cache as a control."""
-    model = checkpoint(name, folder)
-    prompts = [prompt(length) for length in EDGES]
-    right = undisturbed(model, prompts)
+@pytest.mark.parametrize(("name", "one", "other"), PAIRS)
+def test_every_length_from_either_engine_to_the_other(
+    name: str,
+    one: dict[str, Any],
+    other: dict[str, Any],
+    checkpoints: Path,
+    right: Undisturbed,
+    verdicts: Verdicts,
+) -> None:
+    """Unlike blocks, ranks and kinds of layers; another prompt's cache is a control."""
+    model, answers = checkpoint(name, checkpoints), right(name)
     with (
         engine(model, name="one", core="0", connector=atlas(), **one) as first,
         engine(model, name="other", core="1", connector=atlas(), **other) as second,
     ):
-        for way in ((first, second), (second, first)):
-            for tokens, answer in zip(prompts, right, strict=True):
-                got = split(*way, tokens)
-                assert_same(answer, got, (name, way[0].process.name, len(tokens)))
-        forged, real = (
-            first.prefill(one).params or {}
-            for one in (prompt(len(prompts[-1]), seed=2), prompts[-1])
-        )
-        got = second.generate(prompts[-1], params=forged)
-        assert_same(right[-1], got, "another prompt's cache is not read")
-        forged = first.prefill(prompt(len(prompts[-1]), seed=2)).params or {}
+        for way, label in pair_ways((first, one), (second, other)):
+            for length, answer in answers.items():
+                got = split(*way, prompt(length))
+                assert_same(answer, got, (name, label, length))
+                verdicts.note(name, label, OURS, length, RIGHT)
+        length = EDGES[-1]
+        tokens, answer = prompt(length), answers[length]
+        forged, real = (first.prefill(it).params or {} for it in (prompt(length, seed=2), tokens))
+        got = second.generate(tokens, params=forged)
+        assert_same(answer, got, "another prompt's cache is not read")
+        forged = first.prefill(prompt(length, seed=2)).params or {}
         forged["kvatlas"]["prompt"] = real["kvatlas"]["prompt"]
-        wrong = second.generate(prompts[-1], params=forged)
-        assert wrong.tokens != right[-1].tokens, "what was read is not used"
-        assert_same(right[-1], second.generate(prompts[-1], params=real), "the right one")
+        wrong = second.generate(tokens, params=forged)
+        assert wrong.tokens != answer.tokens, "what was read is not used"
+        assert_same(answer, second.generate(tokens, params=real), "the right one")
         assert_nothing_held(first, second)
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "granite", "falcon_h1"])
-def test_unlike_blocks_both_ways(name: str, checkpoints: Path) -> None:
-    both_ways(name, checkpoints, {"block_size": 64}, {"block_size": 128})
-
-
-@pytest.mark.parametrize("name", ["llama", "granite"])
-def test_unlike_tensor_parallelism_both_ways(name: str, checkpoints: Path) -> None:
-    wide = {"tensor_parallel_size": 2, "block_size": 64}
-    both_ways(name, checkpoints, wide, {"block_size": 128})
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
@@ -118,3 +114,30 @@ def test_chunked_prefill_many_at_once_and_two_prefill_engines(checkpoints: Path)
         for name, answer, tokens in zip(names, right, prompts, strict=True):
             assert_same(answer, decode.wait(name), len(tokens))
         assert_nothing_held(first, second, decode)
+
+
+def test_as_one_of_several_connectors(
+    checkpoints: Path, right: Undisturbed, tmp_path: Path
+) -> None:
+    """A member of vLLM's MultiConnector, beside one that stores to a folder."""
+    model = checkpoint("llama", checkpoints)
+
+    def several(name: str) -> dict[str, Any]:
+        ours = atlas()
+        del ours["kv_load_failure_policy"]
+        example = {
+            "kv_connector": "ExampleConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / name)},
+        }
+        members = {"connectors": [ours, example]}
+        about = {"kv_connector": "MultiConnector", "kv_role": "kv_both"}
+        return {**about, "kv_connector_extra_config": members}
+
+    with (
+        engine(model, name="one", core="0", connector=several("one"), block_size=64) as first,
+        engine(model, name="other", core="1", connector=several("other"), block_size=128) as second,
+    ):
+        for length in (65, 517):
+            assert_same(right("llama")[length], split(first, second, prompt(length)), length)
+        assert_nothing_held(first, second)

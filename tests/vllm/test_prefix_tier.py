@@ -70,6 +70,7 @@ class EngineWithTier:
     def finish(self, tokens: list[int], *tables: list[int], **about: Any) -> bool:
         """A request ends; whether its blocks are kept. They are let go once it is stored."""
         request = asking(tokens, **about)
+        self.scheduler.on_new_request(request)
         request.num_computed_tokens = about.get("computed", len(tokens))
         kept, _ = self.scheduler.finished(request, tables)
         self.worker.carry_out(self.scheduler.take_orders())
@@ -212,6 +213,25 @@ def test_a_request_that_is_aborted_lets_go_of_what_was_found() -> None:
         assert made.finish([seed, *TOKENS[:299]], [3, 9, 1, 7, 5])
     assert made.worker.take_counts().tier_failures == 0
     made.close()
+
+
+def test_nothing_is_found_or_kept_across_other_weights(tmp_path: Path) -> None:
+    made = EngineWithTier(tmp_path / "tier", block=64, seed=1)
+    table = [3, 9, 1, 7, 5]
+    assert made.finish(TOKENS[:300], table)
+    begun = asking([7, *TOKENS[:299]], "begun")
+    assert made.matched(begun) == 0
+    assert made.matched(asking(TOKENS, "waiting")) == 256
+    assert made.scheduler.reset_tier()
+    assert made.scheduler.finished(begun, (table,)) == (False, None), "it began before"
+    assert made.matched(asking(TOKENS, "after")) == 0
+    assert made.finish(TOKENS[:300], table, name="again")
+    assert made.matched(asking(TOKENS, "later")) == 256
+    made.close()
+    restarted = EngineWithTier(tmp_path / "tier", block=64, seed=1)
+    assert restarted.matched(asking(TOKENS)) == 256, "what was kept under the checkpoint's weights"
+    restarted.close()
+    assert SchedulerSide(vllm_config(), made.config).reset_tier() is None
 
 
 def test_a_request_for_another_engine_is_also_kept_and_let_go_once_both_are_done() -> None:

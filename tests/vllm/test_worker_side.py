@@ -10,7 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from kvatlas.engines.vllm import ConnectorSettings, describe_engine
+from kvatlas.engines.vllm import (
+    ConnectorSettings,
+    describe_engine,
+    describe_stage,
+    join_stages,
+)
 from kvatlas.engines.vllm.ended_requests import Ended
 from kvatlas.engines.vllm.orders import OfferOrder, PullOrder, RemoteRequest, StepOrders
 from kvatlas.engines.vllm.worker_side import WorkerSide
@@ -31,15 +36,32 @@ def make_plan(block: int, tp: int = 1, kv_heads: int = 2) -> Plan:
     return describe_engine(vllm_config(tp=tp, kv_heads=kv_heads), Config(groups, num_blocks=16))
 
 
+def make_pipeline(block: int, tp: int = 1) -> Plan:
+    """Two pipeline stages, each with a layer of every group."""
+    kept: dict[str, Any] = {"block_size": block, "num_kv_heads": 2 // tp}
+    stages = [
+        describe_stage(
+            vllm_config(tp=tp),
+            Config(
+                [
+                    Group(FullAttentionSpec(**kept), [LAYERS[0][stage]]),
+                    Group(SlidingWindowSpec(**kept), [LAYERS[1][stage]]),
+                ]
+            ),
+        )
+        for stage in range(2)
+    ]
+    return join_stages(stages)
+
+
 class Ranks:
     """All ranks of an engine, with random bytes in their pools."""
 
     def __init__(self, plan: Plan, seed: int, **settings: Any) -> None:
         rng = np.random.default_rng(seed)
         self.plan = plan
-        self.pools = [
-            rng.integers(0, 256, plan.pools[0].nbytes, np.uint8) for _ in range(plan.ranks)
-        ]
+        sizes = [next(iter(plan.rank_pools(rank).values())).nbytes for rank in range(plan.ranks)]
+        self.pools = [rng.integers(0, 256, size, np.uint8) for size in sizes]
         given = ConnectorSettings.read({"transport": "shm", "piece": 4096, **settings})
         self.sides = [
             WorkerSide(plan, rank, Memory(pool.ctypes.data, pool.nbytes, owner=pool), given, port=0)
@@ -92,9 +114,15 @@ def pull(source: Ranks, start: int = 0, stop: int = 149) -> PullOrder:
 
 
 def test_requests_are_read_between_engines_of_unlike_ranks_and_blocks() -> None:
-    for ranks in ((2, 1), (1, 2)):
-        source = Ranks(make_plan(64, ranks[0]), 1)
-        target = Ranks(make_plan(128, ranks[1]), 2)
+    for plans in (
+        (make_plan(64, 2), make_plan(128)),
+        (make_plan(64), make_plan(128, 2)),
+        (make_pipeline(64), make_plan(128)),
+        (make_plan(64), make_pipeline(128)),
+        (make_pipeline(64, 2), make_plan(128)),
+        (make_pipeline(64), make_pipeline(128, 2)),
+    ):
+        source, target = Ranks(plans[0], 1), Ranks(plans[1], 2)
         with engines(source, target):
             right = [pool.copy() for pool in target.pools]
             copy_request(
@@ -106,8 +134,8 @@ def test_requests_are_read_between_engines_of_unlike_ranks_and_blocks() -> None:
             target.order(pulls=[pull(source)])  # before it is offered: it is waited for
             time.sleep(0.05)
             source.order(offers=[offer()])
-            assert target.ended() == [Ended(received={"d"})] * ranks[1]
-            assert source.ended() == [Ended(sent={"p"})] * ranks[0]
+            assert target.ended() == [Ended(received={"d"})] * target.plan.ranks
+            assert source.ended() == [Ended(sent={"p"})] * source.plan.ranks
             for got, wanted in zip(target.pools, right, strict=True):
                 assert np.array_equal(got, wanted)
             counts = target.sides[0].take_counts()

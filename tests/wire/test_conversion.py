@@ -205,6 +205,28 @@ def test_a_piece_that_was_changed_on_the_wire_is_noticed() -> None:
         assert refused.value.code is Code.CHECKSUM
 
 
+def test_a_gpu_scatters_what_it_has_converted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Conversion is on the caller's stream and the scatter on another: one waits for the other."""
+    src, dst = (small_plan(model_of("m", {"attn": attention(c)})) for c in ("fp8", "bf16"))
+    with ends(*agreed(src, dst)) as (here, there):
+        filled(here, there)
+        mover = there.nodes[0].mover
+        done: list[str] = []
+        scatter = mover.scatter
+
+        def noted(copies: Sequence[Copy], stream: Any) -> int:
+            done.append("scatter")
+            return scatter(copies, stream)
+
+        monkeypatch.setattr(mover, "wait_for_caller", lambda: done.append("wait"))
+        monkeypatch.setattr(mover, "scatter", noted)
+        here.offer("r")
+        with Session(there.nodes[0], here.endpoints) as session:
+            session.pull("r", dst_blocks=there.blocks, tokens=TOKENS).wait(5)
+        assert done == ["wait", "scatter"] * (len(done) // 2)
+        assert done
+
+
 def test_bad_terms_are_refused_when_a_node_is_made() -> None:
     made = small_plan(model_of("m", {"attn": attention("fp8")}))
     for code, wrong in (

@@ -8,7 +8,7 @@ that round to it first (int4) see the dtype that they would see from an engine.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -27,85 +27,85 @@ from kvatlas.kernels.write_read_latent import (
 from kvatlas.specs import Attention, CellFormat, CellRow, LatentAttention, needs_scales
 
 Fields = dict[str, torch.Tensor]
+ByteArray = TypeVar("ByteArray", NDArray[np.uint8], torch.Tensor)
 
 _ALIGNED = 16
 """Bytes that torch may read at once."""
 
-_AT_ONCE = 256 << 10
-"""Bytes of cells that are converted together: they stay in the processor's cache."""
+_AT_ONCE = 4 << 20
+"""Bytes of cells that a CPU converts together: with fewer, torch's threads wait for each other."""
+
+_LOOKED_UP = 256 << 10
+"""Bytes of indices of a look-up: they stay in the processor's cache."""
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
-def convert_cells(cells: NDArray[np.uint8], src: CellFormat, dst: CellFormat) -> NDArray[np.uint8]:
-    """Cells [n, bytes] of one format as cells [n, bytes] of another.
+def convert_cells(cells: ByteArray, src: CellFormat, dst: CellFormat) -> ByteArray:
+    """Cells [n, bytes] of one format as cells [n, bytes] of another, on whatever device they are.
 
     >>> from kvatlas.specs import FullAttention, TensorScales
     >>> specs = [FullAttention(heads=1, head_dim=2, cache=cache) for cache in ("auto", "fp8")]
     >>> rows = torch.tensor([[1.0, 2.0, -3.0, 0.3]], dtype=torch.bfloat16)
     >>> bf16, fp8 = CellFormat(specs[0]), CellFormat(specs[1], scales=TensorScales(0.5, 0.5))
-    >>> made = convert_cells(rows.view(torch.uint8).numpy(), bf16, fp8)
-    >>> torch.from_numpy(made).view(torch.float8_e4m3fn).float() * 0.5
+    >>> made = convert_cells(rows.view(torch.uint8), bf16, fp8)
+    >>> made.view(torch.float8_e4m3fn).float() * 0.5
     tensor([[ 1.0000,  2.0000, -3.0000,  0.3125]])
     """
-    if cells.ctypes.data % _ALIGNED or not cells.flags.writeable:
-        cells = cells.copy()
-    made = np.empty((len(cells), dst.nbytes), dtype=np.uint8)
+    if isinstance(cells, np.ndarray):
+        if not cells.flags.writeable:
+            cells = cells.copy()
+        return convert_cells(torch.from_numpy(cells), src, dst).numpy()
+    if cells.data_ptr() % _ALIGNED:
+        cells = cells.clone()
+    made = torch.empty((len(cells), dst.nbytes), dtype=torch.uint8, device=cells.device)
     if src.by_element and dst.by_element:
         _convert_elements(cells, src, made, dst)
         return made
-    each = max(1, _AT_ONCE // max(src.nbytes, dst.nbytes))
-    given, stored = torch.from_numpy(cells), torch.from_numpy(made)
-    for first in range(0, len(cells), each):
-        some = given[first : first + each]
+    each = len(cells) if cells.is_cuda else max(1, _AT_ONCE // max(src.nbytes, dst.nbytes))
+    for first in range(0, len(cells), max(1, each)):
+        some, into = cells[first : first + each], made[first : first + each]
         fields = {row.name: _view(some, row) for row in src.rows}
         for name, values in _converted(fields, src, dst).items():
             row = dst.row(name)
-            into = stored[first : first + each, row.at : row.at + row.nbytes]
-            into.copy_(values.contiguous().view(torch.uint8))
+            stored = values.contiguous().view(torch.uint8)
+            into[:, row.at : row.at + row.nbytes].copy_(stored)
     return made
 
 
 def _convert_elements(
-    cells: NDArray[np.uint8], src: CellFormat, made: NDArray[np.uint8], dst: CellFormat
+    cells: torch.Tensor, src: CellFormat, made: torch.Tensor, dst: CellFormat
 ) -> None:
-    """Cells in which every element stands for itself, all rows of one scale at once."""
+    """Cells in which every element stands for itself, neighbouring rows of one scale at once."""
     spans: dict[tuple[float, float], list[int]] = {}
     at = 0
     for row in src.rows:
         scales = _row_scale(src, row.name), _row_scale(dst, row.name)
         span = spans.setdefault(scales, [at, at])
         span[1] = at = at + row.items
-    (one, two), items = (src.rows[0].dtype, dst.rows[0].dtype), at
-    given = cells.view(f"V{one.item}").reshape(len(cells), items)
-    into = made.view(f"V{two.item}").reshape(len(cells), items)
-    for (from_scale, to_scale), (first, stop) in spans.items():
-        _convert_block(given[:, first:stop], one, into[:, first:stop], two, from_scale, to_scale)
+    one, two = src.rows[0].dtype, dst.rows[0].dtype
+    for scales, (first, stop) in spans.items():
+        given = cells.view(torch_dtype(one))[:, first:stop]
+        into = made.view(torch_dtype(two))[:, first:stop]
+        if not cells.is_cuda and one.item <= 2 and 1 in (one.item, two.item):
+            _look_up(given, one, into, two, scales)
+        elif scales == (1.0, 1.0) and two.item > 1:
+            into.copy_(given)
+        else:
+            into.copy_(_element(given, two, *scales))
 
 
-def _convert_block(
-    given: NDArray[Any],
-    one: DType,
-    into: NDArray[Any],
-    two: DType,
-    from_scale: float,
-    to_scale: float,
+def _look_up(
+    given: torch.Tensor, one: DType, into: torch.Tensor, two: DType, scales: tuple[float, float]
 ) -> None:
-    """Elements [n, items] of one type as elements of another."""
-    by_code = f"u{one.item}"
-    if one.item <= 2 and 1 in (one.item, two.item):
-        # numpy looks elements of 8 and 16 bits up faster than torch computes them in fp8.
-        table = _table(one, two, from_scale, to_scale)
-        step = max(1, _AT_ONCE // (8 * given.shape[1]))
-        for first in range(0, len(given), step):
-            codes = given[first : first + step].view(by_code)
-            out = into[first : first + step].view(table.dtype)
-            out[...] = np.take(table, codes, mode="clip")
-        return
-    values = torch.from_numpy(given.view(f"i{one.item}")).view(torch_dtype(one))
-    stored = torch.from_numpy(into.view(f"i{two.item}")).view(torch_dtype(two))
-    if from_scale == to_scale == 1.0 and two.item > 1:
-        stored.copy_(values)
-    else:
-        stored.copy_(_element(values, two, from_scale, to_scale))
+    """Elements of 8 and 16 bits: numpy finds them in a table faster than torch computes fp8."""
+    table = _table(one, two, *scales)
+    codes: NDArray[Any] = given.view(_WORDS[one.item]).numpy().view(f"u{one.item}")
+    stored: NDArray[Any] = into.view(_WORDS[two.item]).numpy()
+    step = max(1, _LOOKED_UP // (8 * given.shape[1]))
+    for first in range(0, len(codes), step):
+        some = slice(first, first + step)
+        np.take(table, codes[some], out=stored[some], mode="clip")
 
 
 @lru_cache(maxsize=256)
@@ -113,9 +113,8 @@ def _table(one: DType, two: DType, from_scale: float, to_scale: float) -> NDArra
     """What every code of one type becomes in another."""
     codes = np.arange(1 << one.bits).astype(f"u{one.item}").view(f"i{one.item}")
     values = torch.from_numpy(codes).view(torch_dtype(one))
-    made = _element(values, two, from_scale, to_scale)
-    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-    return made.view(words[two.item]).numpy()
+    made: NDArray[Any] = _element(values, two, from_scale, to_scale).view(_WORDS[two.item]).numpy()
+    return made
 
 
 def _element(

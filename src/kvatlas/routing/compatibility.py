@@ -10,7 +10,7 @@ import msgspec
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
-from kvatlas.routing.conversion import needed_pairs, spelled
+from kvatlas.routing.conversion import needed_pairs, spell_conversion
 from kvatlas.routing.plan_ends import PlanEnd
 from kvatlas.specs import without_dtypes, without_packing
 
@@ -64,11 +64,13 @@ def reasons(
         got = f"{src.plan.model!r} and {dst.plan.model!r}, which have no layer in common"
         return [Reason(Code.UNLIKE_MODELS, got)]
     reasons = []
+    models = src.plan.model, dst.plan.model
+    named = "" if models[0] == models[1] else f", of models {models[0]!r} and {models[1]!r}"
     wanted = set(src.specs) | set(dst.specs) if layers is None else set(layers)
     for name, end in (("source", src), ("destination", dst)):
         missing = sorted(wanted - set(end.specs))
         if missing:
-            reasons.append(Reason(Code.MISSING_LAYERS, f"no {_some(missing)} at the {name}"))
+            reasons.append(Reason(Code.MISSING_LAYERS, f"no {_some(missing)} at the {name}{named}"))
     unlike: dict[Code, list[str]] = {}
     for layer in sorted(wanted & set(src.specs) & set(dst.specs)):
         one, two = src.specs[layer], dst.specs[layer]
@@ -80,7 +82,8 @@ def reasons(
             unlike.setdefault(code, []).append(layer)
     for code, names in unlike.items():
         difference = _difference(src.specs[names[0]], dst.specs[names[0]])
-        reasons.append(Reason(code, f"{_some(names)}: {difference}", _hint(code, src, dst, names)))
+        problem = f"{_some(names)}: {difference}{named}"
+        reasons.append(Reason(code, problem, _hint(code, src, dst, names)))
     return reasons
 
 
@@ -96,7 +99,7 @@ def _hint(code: Code, src: PlanEnd, dst: PlanEnd, layers: list[str]) -> str:
     """How the conversion is asked for that would help."""
     if code is not Code.UNLIKE_DTYPES:
         return ""
-    name = spelled(needed_pairs(src, dst, layers))
+    name = spell_conversion(needed_pairs(src, dst, layers))
     return f"Plan both ends with one cache dtype, or ask for convert={name!r}"
 
 

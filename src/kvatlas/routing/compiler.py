@@ -67,6 +67,10 @@ class Compiler:
             alike[seen, *ends].append(name)
         self._alike = [tuple(names) for names in alike.values()]
         self._chosen: dict[int, dict[int, list[tuple[Layers, NeededShard]]]] = {}
+        self._held: dict[object, list[tuple[SourceShard, ShardRange]]] = {}
+        """What source ranks hold of a field, whoever needs it."""
+        self._runs: dict[object, StridedRuns] = {}
+        """Between places that are alike: groups of one pool share them, and many ranks."""
 
     def sources(self, dst_rank: int) -> tuple[int, ...]:
         """The source ranks that a destination rank reads."""
@@ -131,7 +135,10 @@ class Compiler:
         for part in self.dst.parts[layer]:
             for name, view in self.fields_chosen_by(layer, part).items():
                 cells = _dealt_out(view.cells, self.dst, layer, dst_tp_rank)
-                sources = list(self._sources(layer, name, cells))
+                key = layer, name, cells
+                if key not in self._held:
+                    self._held[key] = list(self._sources(*key))
+                sources = self._held[key]
                 for needed in self.dst.ranges(view.field.sharding, part, dst_tp_rank):
                     yield from _intersect(name, part, cells, needed, sources)
 
@@ -159,12 +166,16 @@ class Compiler:
             self.visibilities[layer],
             (source.cells, needed.cells),
         )
-        here, there = tile_alike(src.placement, dst.placement)
         axis = dst.field.sharding.axis
-        if axis is not None:
-            here = here.narrow(axis, source.local, needed.length)
-            there = there.narrow(axis, needed.local, needed.length)
-        return pair, StridedRuns.between(here, there)
+        ends = src.placement, dst.placement
+        key = (*ends, axis, source.local, needed.local, needed.length)
+        if key not in self._runs:
+            here, there = tile_alike(*ends)
+            if axis is not None:
+                here = here.narrow(axis, source.local, needed.length)
+                there = there.narrow(axis, needed.local, needed.length)
+            self._runs[key] = StridedRuns.between(here, there)
+        return pair, self._runs[key]
 
 
 def _dealt_out(cells: StateBlocks, end: PlanEnd, layer: str, tp_rank: int) -> StateBlocks:

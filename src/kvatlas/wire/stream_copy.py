@@ -6,20 +6,26 @@ into its own; where the route converts, the end that has the other format does s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvatlas.routing import ConvertedPart, ConvertedStream, Copy, Route, Stream
 from kvatlas.wire.memory_copy import Bytes, copy_pools
-from kvatlas.wire.protocol import MAX_CHECKSUM_SPAN
 from kvatlas.wire.staging import gather, scatter
 
 AnyStream = Stream | ConvertedStream
 """A request's bytes as they are, or formats changed on the way."""
 
+MoveRuns = Callable[[Sequence[Copy], Any], object]
+"""Gathers the runs of some copies into a stream, or scatters a stream into them."""
+
 SOURCE, DESTINATION = 0, 1
+
+_CONVERTED = 1 << 20
+"""Bytes of a piece that is converted, at most: codecs are slow, and the other end waits."""
 
 
 class StreamPiece(NamedTuple):
@@ -37,41 +43,44 @@ class StreamPiece(NamedTuple):
         parts = list(stream.parts(start, stop))
         return cls([part.copy(end) for part in parts], parts)
 
-    def fill(self, pools: Mapping[int, Bytes], piece: Bytes) -> None:
-        """The piece as it travels, out of the source's pools."""
+    def fill(self, gather: MoveRuns, piece: Any) -> None:
+        """The piece as it travels, gathered out of the source's pools."""
         if not self.parts:
-            gather(self.copies, pools, piece)
+            gather(self.copies, piece)
         done = 0
         for copy, part in zip(self.copies, self.parts, strict=bool(self.parts)):
             into = piece[done : done + part.travelling]
             done += part.travelling
             if part.converted_at(SOURCE):
-                cells = np.empty(part.nbytes(SOURCE), dtype=np.uint8)
-                gather([copy], pools, cells)
+                cells = _bytes_like(piece, part.nbytes(SOURCE))
+                gather([copy], cells)
                 into[:] = _converted(part, cells)
             else:
-                gather([copy], pools, into)
+                gather([copy], into)
 
-    def deliver(self, piece: Bytes, pools: Mapping[int, Bytes]) -> int:
-        """Put the piece into the destination's pools; how many bytes arrived there."""
+    def deliver(self, piece: Any, scatter: MoveRuns) -> int:
+        """Scatter the piece into the destination's pools; how many bytes arrive there."""
         if not self.parts:
-            return scatter(self.copies, piece, pools)
-        done = arrived = 0
-        for copy, part in zip(self.copies, self.parts, strict=True):
+            scatter(self.copies, piece)
+        done = 0
+        for copy, part in zip(self.copies, self.parts, strict=bool(self.parts)):
             cells = piece[done : done + part.travelling]
             done += part.travelling
-            if part.converted_at(DESTINATION):
-                cells = _converted(part, cells)
-            arrived += scatter([copy], cells, pools)
-        return arrived
+            scatter([copy], _converted(part, cells) if part.converted_at(DESTINATION) else cells)
+        return sum(copy.nbytes for copy in self.copies)
 
 
 def piece_spans(stream: AnyStream, piece: int) -> Iterator[tuple[int, int]]:
     """Where the pieces of a stream start and stop."""
     if isinstance(stream, ConvertedStream):
-        return stream.spans(min(piece, MAX_CHECKSUM_SPAN))  # each is one checksum
+        return stream.spans(min(piece, _CONVERTED))
     total = stream.nbytes
     return ((start, min(total, start + piece)) for start in range(0, total, piece))
+
+
+def piece_checksum(piece: Any) -> int:
+    """A CRC-32 of a piece, wherever it is."""
+    return zlib.crc32((piece if isinstance(piece, np.ndarray) else piece.cpu().numpy()).data)
 
 
 def copy_request(
@@ -124,7 +133,12 @@ def _convert_pools(
     return arrived
 
 
-def _converted(part: ConvertedPart, cells: Bytes) -> Bytes:
+def _bytes_like(piece: Any, nbytes: int) -> Any:
+    """So many bytes where a piece is: of the host, or of its device."""
+    return np.empty(nbytes, np.uint8) if isinstance(piece, np.ndarray) else piece.new_empty(nbytes)
+
+
+def _converted(part: ConvertedPart, cells: Any) -> Any:
     """Cells in the source's format as they are in the destination's."""
     from kvatlas.kernels import convert_cells  # torch, where something is converted
 

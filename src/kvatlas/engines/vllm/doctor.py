@@ -380,7 +380,7 @@ def _addresses(ends: Ends) -> Finding | None:
 
 def _ports(ends: Ends) -> Finding | None:
     spans = [_port_range(end) for end in ends]
-    said = [f"{span.start}-{span.stop - 1}" if span else "any" for span in spans]
+    said = [_ports_said(span) for span in spans]
     if any(span.stop > 65536 for span in spans):
         return _found("ports", said, "no", "there are no ports above 65535")
     same_host = ends[0].reachable == ends[1].reachable or ends[0].local
@@ -393,6 +393,12 @@ def _ports(ends: Ends) -> Finding | None:
     if busy:
         return _found("ports", said, "look", f"port {busy[0]} is in use here")
     return _found("ports", said)
+
+
+def _ports_said(ports: range) -> str:
+    if not ports:
+        return "any"
+    return str(ports.start) if len(ports) == 1 else f"{ports.start}-{ports.stop - 1}"
 
 
 def _port_range(end: EngineEnd) -> range:

@@ -141,14 +141,15 @@ class SchedulerSide:
         name = request.request_id
         if (remote := self._remote.pop(name, None)) is not None:
             self._orders.let_go.append(remote)
-        if self._tier:
-            self._tier.forget(name)
         if name in self._pulling:  # its blocks do not have its tokens yet
             self._pulling.discard(name)
             self._orders.cancelled.append(name)
-            return False, None
-        stored = self._store(request, block_ids)
-        params = self._offer(request, block_ids)
+            stored, params = False, None
+        else:
+            stored = self._store(request, block_ids)
+            params = self._offer(request, block_ids)
+        if self._tier:
+            self._tier.forget(name)
         return stored or params is not None, params
 
     def _offer(self, request: Any, block_ids: Any) -> dict[str, Any] | None:
@@ -196,6 +197,13 @@ class SchedulerSide:
         self._keep_out_of_cache(request_id, start, stop)
         self._pulling.add(request_id)
         return self._tables(blocks.get_block_ids(), stop)
+
+    def reset_tier(self) -> bool | None:
+        """Forget what the tier has; None where there is none."""
+        if self._tier is None:
+            return None
+        self._tier.reset()
+        return True
 
     # -- for every step -------------------------------------------------------------------
 

@@ -22,15 +22,18 @@ class TierScheduler:
         self._tier = tier
         self._ahead = max(0, ahead)
         """Last tokens of a request of which drafters keep a guess."""
-        # A drafter's guesses move a recurrent state on, and an end must be exactly where it is.
+        # A drafter's guesses move a recurrent state on, and a stop must be exactly where it is.
         self.keeps = not (tier.partial and (self._ahead or (guesses and tier.recurrent)))
         self._found: dict[str, Future[FoundPrefix | None] | None] = {}
         """What was found of requests that wait; None for nothing, or what was read before."""
+        self._outdated: set[str] = set()
+        """Requests that were begun before weights changed."""
 
     def matched(self, request: Any, computed: int) -> int | None:
         """How many tokens the tier has beyond those that are here; None while it is verified."""
         name = request.request_id
         if name not in self._found:
+            self._outdated.discard(name)  # it begins anew
             self._found[name] = self._find(request)
         looked_up = self._found[name]
         if looked_up is None:
@@ -51,11 +54,22 @@ class TierScheduler:
 
     def forget(self, request_id: str) -> None:
         """A request has finished."""
+        self._outdated.discard(request_id)
         _let_go(self._found.pop(request_id, None))
+
+    def reset(self) -> None:
+        """Weights may have changed: nothing that was computed before is found or kept."""
+        self._tier.forget_all()
+        self._outdated |= self._found.keys()
+        for looked_up in self._found.values():
+            _let_go(looked_up)
+        self._found.clear()
 
     def worth_keeping(self, request: Any) -> tuple[RequestKeys, int, int] | None:
         """The keys and the range of tokens of a finished request that the tier does not have."""
         if not self.keeps or not _made_of_tokens(request) or request.status.name == _FAILED:
+            return None
+        if request.request_id in self._outdated:
             return None
         in_flight = getattr(request, "num_in_flight_tokens", 0)
         tokens = request.num_computed_tokens - in_flight - self._ahead

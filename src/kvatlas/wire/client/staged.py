@@ -6,7 +6,6 @@ reads the last one and scatters it.
 
 from __future__ import annotations
 
-import zlib
 from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any
@@ -20,6 +19,7 @@ from kvatlas.wire.stream_copy import (
     SOURCE,
     AnyStream,
     StreamPiece,
+    piece_checksum,
     piece_spans,
 )
 
@@ -27,7 +27,7 @@ from kvatlas.wire.stream_copy import (
 def pull_staged(lease: RankLease, stream: AnyStream) -> None:
     """Have pieces gathered, read and scatter them; one is gathered while another is read."""
     lease.borrow_both()
-    staging, pools = lease.node.staging, lease.node.pools
+    staging = lease.node.staging
     piece = min(staging.piece, lease.opened.piece)
     spans = list(piece_spans(stream, piece))
     many = min(len(lease.buffers), len(lease.lent))
@@ -45,9 +45,9 @@ def pull_staged(lease: RankLease, stream: AnyStream) -> None:
                 gathering = _gather_beside(lease, spans[number + 1], 0)
             here = staging.view(lease.buffers[number % many], stop - start)
             if isinstance(stream, ConvertedStream):
-                lease.received[start, stop] = zlib.crc32(here.data)
-            arrived = StreamPiece.of(stream, start, stop, DESTINATION).deliver(here, pools)
-            lease.transfer.add(lease.rank, arrived)
+                lease.received[start, stop] = piece_checksum(here)
+            arriving = StreamPiece.of(stream, start, stop, DESTINATION)
+            lease.transfer.add(lease.rank, lease.node.deliver(here, arriving))
     finally:
         wait([gathering])
 
@@ -61,7 +61,7 @@ def _gather_beside(lease: RankLease, span: tuple[int, int], buffer: int) -> Futu
 
 def push(lease: RankLease, stream: AnyStream, *, staged: bool) -> None:
     """Have the peer fetch piece after piece; with `staged`, the next is gathered meanwhile."""
-    staging, pools = lease.node.staging, lease.node.pools
+    staging = lease.node.staging
     piece = lease.opened.piece
     if staged:
         lease.borrow_both()
@@ -77,9 +77,9 @@ def push(lease: RankLease, stream: AnyStream, *, staged: bool) -> None:
                     fetching.result()
                 buffer = lease.buffers[number % len(lease.buffers)]
                 here = staging.view(buffer, stop - start)
-                StreamPiece.of(stream, start, stop, SOURCE).fill(pools, here)
+                lease.node.fill(StreamPiece.of(stream, start, stop, SOURCE), here)
                 if isinstance(stream, ConvertedStream):
-                    lease.received[start, stop] = zlib.crc32(here.data)
+                    lease.received[start, stop] = piece_checksum(here)
                 span["staged_at"] = buffer * staging.piece
             if fetching:
                 fetching.result()
