@@ -1,6 +1,8 @@
 """Simulated hits beside those of vLLM's own KVCacheManager, request by request.
 
-A prompt is computed at once, one token is decoded, and the request ends. On whole traces where
+vLLM keeps checkpoints densely here (`prefix_cache_retention_interval=None`, states at every
+block), which is not its default. A prompt is computed at once, one token is decoded, and the
+request ends. On whole traces where
 `KVATLAS_FACTS` names some, else on a small one of our own; the output says which.
 """
 
@@ -86,7 +88,7 @@ def vllm_hits(trace: Trace, kinds: list[str], blocks: int) -> list[int]:
 
 
 def simulated_hits(trace: Trace, kinds: list[str], blocks: int) -> list[int]:
-    """Tokens that the simulation finds, with vLLM's checkpoints and order."""
+    """Tokens that the simulation finds, with vLLM's dense checkpoints and order."""
     shapes = {
         "full": LayerClass("all", 0, kinds.count("full")),
         "window": LayerClass("window", 0, kinds.count("window"), Visibility(window=WINDOW)),

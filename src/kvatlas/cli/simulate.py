@@ -71,7 +71,7 @@ def simulate(
         typer.Option(
             help="Where states and windows are kept: every-block, prompt-end, branch-points, "
             "every-4096; within-25 behind it for a quarter of the memory. [dim]By default "
-            "branch-points, and every-block for policy vllm.[/]",
+            "branch-points.[/]",
             autocompletion=completer(*_CHECKPOINTS),
         ),
     ] = None,

@@ -1,4 +1,8 @@
-"""A checkpoint at every block, as vLLM keeps them."""
+"""A checkpoint at every block: vLLM's dense retention.
+
+vLLM 0.32 does so with `prefix_cache_retention_interval=None`; its default, 0, keeps the ends
+of prompts and shared prefixes alone.
+"""
 
 from __future__ import annotations
 

@@ -84,12 +84,12 @@ def simulate(
 ) -> HitRates:
     """Replay a trace through the pools of a plan.
 
-    Plans of policy vllm keep a checkpoint at every block and let go group by group, as vLLM
-    does; others keep them at branch points and let go from the end on; `checkpoints` and
-    `by_group` say otherwise. Without `arrivals` one request follows the other;
-    with them, requests under way hold their blocks.
+    Checkpoints are kept at branch points unless `checkpoints` says otherwise. Plans of policy
+    vllm let go group by group, as vLLM does, and others from the end on, unless `by_group`
+    says otherwise. Without `arrivals` one request follows the other; with them, requests under
+    way hold their blocks.
     """
-    kept = checkpoints or ("branch-points" if plan.policy == "atlas" else "every-block")
+    kept = checkpoints or "branch-points"
     if eviction not in EVICTIONS:
         hint = f"Use one of {', '.join(EVICTIONS)}"
         problem = "There is no such eviction"
