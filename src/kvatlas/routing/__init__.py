@@ -1,6 +1,6 @@
 """Routes: from any plan to any plan of the same model, as byte ranges."""
 
-from kvatlas.routing.binding import Copy
+from kvatlas.routing.binding import Copy, RunGrid
 from kvatlas.routing.block_tables import block_table, checked_rank
 from kvatlas.routing.compatibility import Reason, fingerprint
 from kvatlas.routing.conversion import (
@@ -9,8 +9,8 @@ from kvatlas.routing.conversion import (
     FormatChange,
     RowError,
     Scales,
-    parsed,
-    spelled,
+    parse_conversion,
+    spell_conversion,
     tensor_scales,
 )
 from kvatlas.routing.converted_stream import CELLS, ConvertedPart, ConvertedStream
@@ -39,6 +39,7 @@ __all__ = [
     "Report",
     "Route",
     "RowError",
+    "RunGrid",
     "Scales",
     "Stream",
     "block_table",
@@ -47,12 +48,12 @@ __all__ = [
     "checked_rank",
     "fingerprint",
     "needed_states",
-    "parsed",
+    "parse_conversion",
     "report",
     "route",
     "scattered",
     "shared_visibility",
-    "spelled",
+    "spell_conversion",
     "tensor_scales",
     "token_range",
 ]

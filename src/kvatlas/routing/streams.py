@@ -29,7 +29,9 @@ from kvatlas.routing.binding import (
     CompiledPair,
     Copy,
     RepeatedRuns,
+    RunGrid,
     count_ranges,
+    grids,
     joined,
     ranges,
 )
@@ -155,6 +157,13 @@ class Stream:
             yield self._chunk(index, first, last).slice(start - begin, upto - begin)
             start = upto
             index += start == self._ends[index]
+
+    def grids(self) -> Iterator[RunGrid]:
+        """The whole stream as sums of starts and spans, in no order that anybody agrees on."""
+        for section in self._sections:
+            compiled, states = section.compiled, section.states
+            bound = self._request.bind(compiled.pair, states.spans(section.first, section.stop))
+            yield from grids(self._request.pools(compiled.pair), compiled, bound)
 
     def pieces(self, nbytes: int) -> Iterator[tuple[Copy, ...]]:
         """The whole stream, so many bytes at a time; the last piece may be shorter."""

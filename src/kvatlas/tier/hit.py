@@ -12,6 +12,7 @@ from kvatlas.routing import Copy, Route, checked_rank
 from kvatlas.tier.index import BlockIndex, TierBlock
 from kvatlas.tier.request_blocks import NeededBlock
 from kvatlas.tier.storage import Carry, TierStorage
+from kvatlas.wire import is_on_gpu
 
 
 @dataclass(eq=False, repr=False)
@@ -50,7 +51,7 @@ class Hit:
         with storage.using():
             rank = checked_rank(plan, rank, "destination")
             copies = self._bound(plan, rank, blocks, start)
-            if carry is not None:
+            if carry is not None or is_on_gpu(pools):
                 storage.load(copies, self._loaded)
             storage.carry("fetch", copies, carry or storage.reading(plan, rank, pools or {}))
 

@@ -13,7 +13,7 @@ import msgspec
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
-from kvatlas.routing import Scales, fingerprint, parsed, spelled, tensor_scales
+from kvatlas.routing import Scales, fingerprint, parse_conversion, spell_conversion, tensor_scales
 from kvatlas.wire.protocol import ConversionTerms, Hello, bad_handshake, check_versions
 from kvatlas.wire.transports.base import STAGING, Memory
 
@@ -109,7 +109,7 @@ def conversion_terms(plan: Plan, convert: str | None, scales: Scales) -> Convers
         return None
     given = tensor_scales(scales, plan.layers)
     return ConversionTerms(
-        convert=spelled(parsed(convert)),
+        convert=spell_conversion(parse_conversion(convert)),
         scales={name: (scale.k, scale.v) for name, scale in given.items()},
     )
 
@@ -127,7 +127,7 @@ def checked_peer(hello: Hello, plan: Plan, transport: str) -> Peer:
         raise bad_handshake("a fingerprint that is not its plan's")
     if hello.rank >= plan.ranks:
         raise bad_handshake(f"rank {hello.rank} of tp {plan.tp} x pp {plan.pp}")
-    memory = {one.index: Memory(one.address, one.nbytes, one.device) for one in hello.memory}
+    memory = {one.index: one.memory for one in hello.memory}
     if len(memory) < len(hello.memory):
         raise bad_handshake("a region twice")
     if set(memory) == {STAGING}:  # its pools are its own, and peers reach its staging alone

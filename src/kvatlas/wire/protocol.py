@@ -17,6 +17,7 @@ from msgspec import Meta
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Int64s
+from kvatlas.wire.transports.base import HOST, Memory
 
 VERSION = 2
 """The version that this end speaks. Version 1 went over ZeroMQ."""
@@ -62,7 +63,21 @@ class RegisteredMemory(msgspec.Struct, frozen=True, kw_only=True):
     index: Annotated[int, Meta(ge=-1, le=65535)]
     address: Whole
     nbytes: Whole
-    device: Annotated[int, Meta(ge=0, le=65535)] = 0
+    device: Annotated[int, Meta(ge=0, le=9999)] = 0
+    """The number of its GPU; 0 for the host."""
+    kind: Literal["host", "cuda"] = "host"
+
+    @classmethod
+    def of(cls, index: int, at: Memory) -> RegisteredMemory:
+        """A region as it travels."""
+        kind: Literal["host", "cuda"] = "host" if at.device == HOST else "cuda"
+        return cls(index=index, address=at.address, nbytes=at.nbytes, device=at.number, kind=kind)
+
+    @property
+    def memory(self) -> Memory:
+        """The region as transports know it."""
+        device = HOST if self.kind == "host" else f"cuda:{self.device}"
+        return Memory(self.address, self.nbytes, device)
 
 
 class ConversionTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -136,7 +151,7 @@ class Open(Message, frozen=True, kw_only=True, tag="open"):
     """The sender reads no more of what is offered, however much of it this is."""
 
 
-class Opened(Message, frozen=True, kw_only=True, tag="opened"):
+class Opened(Message, frozen=True, kw_only=True, omit_defaults=True, tag="opened"):
     """A lease: the blocks stay as they are until it ends."""
 
     lease: Key
@@ -144,6 +159,10 @@ class Opened(Message, frozen=True, kw_only=True, tag="opened"):
     blocks: BlockTables
     piece: Whole = 0
     """Bytes of a staging buffer of this end; 0 where it has none."""
+    mark: Whole | None = None
+    """The mark of this end behind which its blocks are read; None where nothing is to wait for."""
+    layered: bool = False
+    """Whether layers are still being written: each is waited for before it is read."""
 
 
 class LeaseQuestion(Message, frozen=True, kw_only=True):
@@ -171,6 +190,20 @@ class Renew(LeaseQuestion, frozen=True, kw_only=True, tag="renew"):
     """Extend a lease."""
 
     seconds: Annotated[float, Meta(gt=0, le=86400)]
+
+
+class AwaitLayer(LeaseQuestion, frozen=True, kw_only=True, tag="await_layer"):
+    """Ask whether a layer of what is offered has been written, waiting a while until it is."""
+
+    layer: Name
+    seconds: Annotated[float, Meta(gt=0, le=86400)]
+
+
+class LayerWritten(Message, frozen=True, kw_only=True, tag="layer_written"):
+    """Whether it has, and the mark behind which it is read."""
+
+    written: bool
+    mark: Whole | None = None
 
 
 class Gather(LeaseQuestion, frozen=True, kw_only=True, tag="gather"):
@@ -238,8 +271,10 @@ class Refusal(Message, frozen=True, kw_only=True, tag="refusal"):
     """Seconds after which a peer that was busy may be asked again."""
 
 
-Question = Hello | Open | Borrow | Renew | Gather | Fetch | GetChecksums | Close | Release
-Answer = Welcome | SendPlan | Opened | Lent | Ok | Checksums | Refusal
+Question = (
+    Hello | Open | Borrow | Renew | AwaitLayer | Gather | Fetch | GetChecksums | Close | Release
+)
+Answer = Welcome | SendPlan | Opened | Lent | LayerWritten | Ok | Checksums | Refusal
 
 _UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 

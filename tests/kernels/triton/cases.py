@@ -9,11 +9,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from kvatlas.cache import LayerCache
 from kvatlas.geometry import ENGINE_LAYOUTS, Layout
-from kvatlas.kernels import read
+from kvatlas.kernels import copy_address_runs, place_starts, read
 from kvatlas.kernels import write as write_by_torch
 from kvatlas.kernels import write_latent as write_latent_by_torch
 from kvatlas.kernels.triton import (
@@ -305,6 +306,28 @@ def check_latent(
         assert float((out[mine].double() - expected).abs().max()) < tolerance
         start += count
     pool.untouched()
+
+
+def check_runs(item: int, device: str, *, alike: bool, programs: int, seed: int) -> None:
+    """Runs of `item` bytes, or some of them shorter, where the sums of two tables say."""
+    rng = np.random.default_rng(seed)
+    starts, spans = 5, 7
+    before, after = rng.permutation(starts) * item * 11, np.arange(starts) * item * 13
+    source, target = rng.permutation(spans) * item, rng.permutation(spans) * item
+    length = np.full(spans, item)
+    if not alike:
+        length[::2] = max(1, item // 2)
+    memory = torch.from_numpy(rng.integers(0, 256, 60 * item, np.uint8)).to(device)
+    out = torch.full((2 * GUARD + 70 * item,), 0xA5, dtype=torch.uint8, device=device)
+    right = out.cpu().numpy().copy()
+    for a, b in zip(before, after, strict=True):
+        for x, y, n in zip(source, target, length, strict=True):
+            right[GUARD + b + y :][:n] = memory.cpu().numpy()[a + x :][:n]
+    copy_address_runs(
+        memory.data_ptr(), out[GUARD:].data_ptr(), place_starts(before, after, device),
+        (source, target, length), programs=programs,
+    )  # fmt: skip
+    assert np.array_equal(out.cpu().numpy(), right), (item, alike, programs)
 
 
 def check_convert(

@@ -21,6 +21,7 @@ with sass.elsewhere() as compiled:
     sass.put("int4_per_token_head")
     sass.move("")
     sass.convert("fp8")
+    sass.runs("")
 with sass.elsewhere() as wide:
     sass.decode("auto", dim=512)
 compiled = [kernel._asdict() for kernel in compiled]
@@ -47,6 +48,7 @@ def test_kernels_compile_for_a_chip_that_is_not_here() -> None:
         "merge",
         "write_rows",
         "copy_rows",
+        "copy_run_grid",
         "convert_rows",
     }
     assert not any(kernel["spilled"] for kernel in by_name.values())

@@ -142,7 +142,7 @@ def test_bad_metadata_under_a_good_name_does_not_lock_the_good_one_out(peer: Pee
 @pytest.mark.parametrize("memory", [{}, MEMORY, {0: MEMORY[0], 5: MEMORY[0]}])
 def test_metadata_is_put_together_as_it_was(memory: dict[int, Memory]) -> None:
     regions = {
-        pool: nixl_metadata.KeyedRegion(at.device, at.address, at.nbytes, KEY)
+        pool: nixl_metadata.KeyedRegion(at.number, at.address, at.nbytes, KEY)
         for pool, at in memory.items()
     }
     published = Published(AGENT, "DRAM", ADDRESS, regions)
@@ -158,7 +158,7 @@ def test_metadata_is_put_together_as_it_was(memory: dict[int, Memory]) -> None:
 
 def test_regions_are_those_of_the_handshake() -> None:
     regions = {
-        pool: nixl_metadata.KeyedRegion(at.device, at.address, at.nbytes, KEY)
+        pool: nixl_metadata.KeyedRegion(at.number, at.address, at.nbytes, KEY)
         for pool, at in MEMORY.items()
     }
     good = Published(AGENT, "DRAM", ADDRESS, regions)

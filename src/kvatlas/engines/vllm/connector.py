@@ -47,7 +47,7 @@ from kvatlas.engines.vllm.worker_side import PullCounts, WorkerSide
 from kvatlas.errors import AtlasError, Code
 from kvatlas.models import Model
 from kvatlas.planning import Plan
-from kvatlas.wire import Memory
+from kvatlas.wire import Memory, device_of
 
 log = logging.getLogger("kvatlas.vllm")
 
@@ -295,17 +295,16 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
                     blocks[name] = spec.block_size // split
         return blocks
 
-    def _device(self, tensor: torch.Tensor) -> int:
-        """The device's number; memory of a GPU only where its transport was asked for."""
-        if tensor.device.type == "cpu":
-            return 0
-        if self._settings.transport_options.get("kind") == "VRAM":
-            return int(tensor.device.index or 0)
+    def _device(self, tensor: torch.Tensor) -> str:
+        """The device's name; memory of a GPU only where its transport was asked for."""
+        asked = self._settings.transport_options.get("kind") == "VRAM"
+        if tensor.device.type == "cpu" or asked or self._settings.transport == "cuda":
+            return device_of(tensor)
         raise AtlasError(
             Code.WRONG_DEVICE,
             "The caches are in a GPU's memory, with which the connector was not run yet",
             got=f"tensors on {tensor.device}",
-            hint='Try {"transport": "nixl", "transport_options": {"kind": "VRAM"}, "buffers": 0}',
+            hint='Try {"transport": "cuda"}, or nixl with {"kind": "VRAM"} as its options',
         )
 
 

@@ -14,7 +14,6 @@ from kvatlas.wire.client.direct import pull_direct
 from kvatlas.wire.client.link_costs import should_stage
 from kvatlas.wire.client.rank_lease import RankLease
 from kvatlas.wire.client.staged import pull_staged, push
-from kvatlas.wire.staging import checksums
 from kvatlas.wire.stream_copy import AnyStream
 
 _CHECKSUM_PIECE = 1 << 20
@@ -66,22 +65,33 @@ class RankTransfer:
         # Only now: the source has confirmed that it held the blocks until after the last byte.
         for name in self._streamed_layers() if self.wanted.streamed else ():
             self.transfer.add_layer(lease.rank, name)
-        self.node.metrics.add(bytes=stream.nbytes, descriptors=stream.runs)
+        runs = stream.runs if lease.summed is None else lease.summed
+        self.node.metrics.add(bytes=stream.nbytes, descriptors=runs)
 
     def _move(self, stream: AnyStream) -> None:
         lease = self.lease
         if not stream.nbytes:
             return
+        lease.follow()
         converting = isinstance(stream, ConvertedStream)
         if self.wanted.streamed and lease.reaches_pools() and not converting:
             self._move_layers()
-        elif not lease.pull:
+            return
+        behind = self._all_written() if lease.opened.layered else lease.opened.mark
+        if not lease.pull:
             lease.borrow(1)
             push(lease, stream, staged=should_stage(lease, stream))
         elif should_stage(lease, stream) or isinstance(stream, ConvertedStream):
             pull_staged(lease, stream)
         else:
-            pull_direct(lease, stream)
+            pull_direct(lease, stream, behind)
+
+    def _all_written(self) -> int | None:
+        """Wait until the source has written every layer; its last mark, which stands for all."""
+        lease = self.lease
+        held = [name for name in self._streamed_layers() if lease.stream([name]).nbytes]
+        marks = [lease.await_layer(name) for name in held]
+        return max((mark for mark in marks if mark is not None), default=None)
 
     def _move_layers(self) -> None:
         lease = self.lease
@@ -89,7 +99,8 @@ class RankTransfer:
             layer = lease.stream([name])
             if isinstance(layer, ConvertedStream):
                 raise protocol.bad_handshake("a route that converts one layer, and not all")
-            pull_direct(lease, layer)
+            if layer.nbytes:  # else another rank has it
+                pull_direct(lease, layer, lease.await_layer(name))
             if not self.wanted.checksums:
                 # What was read counts once the source confirms that it still held it.
                 lease.renew()
@@ -128,8 +139,8 @@ class RankTransfer:
         if isinstance(stream, ConvertedStream):  # what travelled is what both ends can compare
             ours = np.array([lease.received[start, stop]])
         else:
-            part, pools = stream.copies(start, stop), self.node.pools
-            ours = checksums(part, pools, _CHECKSUM_PIECE, src=not lease.pull)
+            part = stream.copies(start, stop)
+            ours = self.node.mover.checksums(part, _CHECKSUM_PIECE, src=not lease.pull)
         if len(theirs) != 4 * len(ours):
             raise protocol.bad_handshake(f"{len(theirs)} bytes for {len(ours)} checksums")
         return int((ours != np.frombuffer(theirs, dtype="<u4")).sum())

@@ -130,6 +130,7 @@ class Session:
         wanted = TransferRequest(
             "pull", request, dst_blocks, src_blocks, tokens, layers, seconds, how, costs,
             checksums=checksums, streamed=streamed, final=final, wait_for_offer=wait_for_offer,
+            mark=self.node.mark(),
         )  # fmt: skip
         return self._start(wanted, ranks, total)
 
@@ -160,7 +161,7 @@ class Session:
         ranks = self.node.readers(self._any_peer())
         wanted = TransferRequest(
             "push", request, src_blocks, dst_blocks, tokens, layers, seconds, how, costs,
-            checksums=checksums, streamed=False,
+            checksums=checksums, streamed=False, mark=self.node.mark(),
         )  # fmt: skip
         return self._start(wanted, ranks, None)
 

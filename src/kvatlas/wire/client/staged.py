@@ -47,7 +47,7 @@ def pull_staged(lease: RankLease, stream: AnyStream) -> None:
             if isinstance(stream, ConvertedStream):
                 lease.received[start, stop] = piece_checksum(here)
             arriving = StreamPiece.of(stream, start, stop, DESTINATION)
-            lease.transfer.add(lease.rank, arriving.deliver(here, lease.node.scatter))
+            lease.transfer.add(lease.rank, lease.node.deliver(here, arriving))
     finally:
         wait([gathering])
 
@@ -77,7 +77,7 @@ def push(lease: RankLease, stream: AnyStream, *, staged: bool) -> None:
                     fetching.result()
                 buffer = lease.buffers[number % len(lease.buffers)]
                 here = staging.view(buffer, stop - start)
-                StreamPiece.of(stream, start, stop, SOURCE).fill(lease.node.gather, here)
+                lease.node.fill(StreamPiece.of(stream, start, stop, SOURCE), here)
                 if isinstance(stream, ConvertedStream):
                     lease.received[start, stop] = piece_checksum(here)
                 span["staged_at"] = buffer * staging.piece

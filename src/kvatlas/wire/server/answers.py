@@ -23,7 +23,7 @@ from kvatlas.wire.peers import Peer, checked_peer
 from kvatlas.wire.rpc import Caller, log
 from kvatlas.wire.server.node_state import NodeState
 from kvatlas.wire.server.sessions import Sessions
-from kvatlas.wire.staging import checksums, into_buffer
+from kvatlas.wire.staging import into_buffer
 from kvatlas.wire.stream_copy import DESTINATION, SOURCE, StreamPiece, piece_checksum
 from kvatlas.wire.transports.base import STAGING, Link
 
@@ -63,6 +63,8 @@ class Answers:
                 return protocol.Ok(seconds=lease.left)
             case protocol.Borrow():
                 return self._borrow(question)
+            case protocol.AwaitLayer():
+                return self._await_layer(question)
             case protocol.Gather():
                 return self._gather(question)
             case protocol.Fetch():
@@ -98,6 +100,9 @@ class Answers:
         incoming = question.direction == "push"
         stream = node.stream(peer, held.blocks, theirs, tokens, question.layers, incoming=incoming)
         reading = {"sever": self._link(question.session, peer).sever} if incoming else {}
+        mark = None if incoming else self._told(held.mark)
+        if incoming:
+            node.mover.follow(held.mark)
         with node.lock:
             if self._held_now(question, peer) is not held:
                 raise _not_held(question)
@@ -124,7 +129,30 @@ class Answers:
             seconds=lease.left,
             blocks=protocol.pack_tables(held.blocks),
             piece=node.staging.piece if node.staging.most(for_peer=True) else 0,
+            mark=mark,
+            layered=isinstance(held, Offer) and held.layers is not None,
         )
+
+    def _await_layer(self, question: protocol.AwaitLayer) -> protocol.Message:
+        """Whether a layer is written, after a while at most."""
+        lease = self._lease(question, "pull")
+        with self.node.lock:
+            offer = self.node.offers.get(lease.request)
+        if offer is None or offer.layers is None:
+            raise protocol.bad_handshake("a layer of what is not offered by layers")
+        seconds = min(question.seconds, lease.left, _LONGEST_WAIT)
+        written, mark = offer.layers.wait(question.layer, seconds)
+        lease.check()
+        return protocol.LayerWritten(written=written, mark=self._told(mark))
+
+    def _told(self, mark: int | None) -> int | None:
+        """The mark that a reader waits for on its device; waited for here where it cannot."""
+        transport = self.node.transport
+        if mark is not None and not transport.marks_travel and transport.marks is not None:
+            transport.marks.wait(mark)
+            return None
+        self.node.mover.follow(mark)
+        return mark
 
     def _check_session(self, session: bytes, caller: Caller) -> None:
         """Leave no lease to a session that has ended while one was granted."""
@@ -175,7 +203,7 @@ class Answers:
         part = StreamPiece.of(lease.stream, question.start, question.stop, SOURCE)
         with lease.guard, self.node.metrics.phase("stage"):
             lease.check()
-            part.fill(self.node.gather, self.node.staging.view(question.buffer, nbytes))
+            self.node.fill(part, self.node.staging.view(question.buffer, nbytes))
         # What was gathered counts only if the blocks were still held when it was done.
         lease.check()
         return protocol.Ok(seconds=lease.left)
@@ -211,7 +239,7 @@ class Answers:
             piece = node.staging.view(landing, nbytes)
             if part.parts:
                 lease.received[question.start, question.stop] = piece_checksum(piece)
-            part.deliver(piece, node.scatter)
+            node.deliver(piece, part)
             lease.fetched = question.stop
         return protocol.Ok(seconds=lease.left)
 
@@ -231,7 +259,7 @@ class Answers:
         with lease.guard:
             lease.check()
             at_source = lease.direction == "pull"
-            sums = checksums(part, self.node.pools, question.piece, src=at_source)
+            sums = self.node.mover.checksums(part, question.piece, src=at_source)
         lease.check()
         return protocol.Checksums(sums=sums.astype("<u4").tobytes())
 
@@ -249,7 +277,7 @@ class Answers:
             piece = np.empty(span[1] - span[0], dtype=np.uint8)
             with lease.guard:
                 lease.check()
-                part.fill(self.node.gather, piece)
+                self.node.fill(part, piece)
             found = piece_checksum(piece)
         lease.check()
         return protocol.Checksums(sums=np.array([found], dtype="<u4").tobytes())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
@@ -15,12 +14,13 @@ import numpy as np
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
-from kvatlas.routing import Copy, Route, Scales, checked_rank, fingerprint, route
+from kvatlas.routing import Route, Scales, checked_rank, fingerprint, route
 from kvatlas.wire.channels import Channels
 from kvatlas.wire.leases import Expected, Lease, Leases, Offer
-from kvatlas.wire.memory_copy import Bytes, as_bytes, memory_of
+from kvatlas.wire.memory_copy import as_bytes, memory_of
 from kvatlas.wire.metrics import Metrics
 from kvatlas.wire.peers import Peer, PeerPlans, check_memory, conversion_terms, plan_hash
+from kvatlas.wire.pool_mover import mover_for, pools_device
 from kvatlas.wire.protocol import (
     MIN_PIECE_BYTES,
     OLDEST_VERSION,
@@ -32,9 +32,9 @@ from kvatlas.wire.protocol import (
 from kvatlas.wire.quarantine import Quarantine
 from kvatlas.wire.rpc import log
 from kvatlas.wire.security import Secret, Security, TlsContexts
-from kvatlas.wire.staging import StagingBuffers, gather, scatter
-from kvatlas.wire.stream_copy import AnyStream
-from kvatlas.wire.transports.base import STAGING, Memory, Transport
+from kvatlas.wire.staging import StagingBuffers
+from kvatlas.wire.stream_copy import AnyStream, StreamPiece
+from kvatlas.wire.transports.base import HOST, STAGING, Transport
 
 _MAX_ROUTES = 128
 _CHANNELS_SECONDS = 1.0
@@ -51,7 +51,7 @@ class NodeState:
     plan: Plan
     _: KW_ONLY
     rank: int = 0
-    memory: Mapping[int, Memory]
+    memory: Any
     transport: Transport
     name: str = ""
     listen: str = "tcp://127.0.0.1:0"
@@ -77,18 +77,23 @@ class NodeState:
         self.routes: OrderedDict[tuple[object, ...], Route] = OrderedDict()
         self._routes_lock = threading.Lock()
         self.quarantine = Quarantine()
-        staging = np.zeros(0, np.uint8)
+        staging: Any = np.zeros(0, np.uint8)
         if self.buffers:
-            staging = self.transport.allocate(self.piece * self.buffers)
+            staging = self.transport.allocate_on(self.staging_device, self.piece * self.buffers)
             self.memory = {**self.memory, **memory_of({STAGING: staging})}
         self.staging = StagingBuffers(staging, self.piece)
         self.leases = Leases(self._lease_ended)
-        self.pools = {i: as_bytes(at) for i, at in self.memory.items() if at.device == 0}
+        self.pools = {i: as_bytes(at) for i, at in self.memory.items() if at.device == HOST}
+        """Its memory on the host, as bytes."""
 
     def check_arguments(self) -> None:
         """Refuse a secret, rank, memory or staging that cannot be this node's."""
         self.security = Security(self.secret, tls=self.tls)
         rank = checked_rank(self.plan, self.rank, "node")
+        self.memory = memory_of(self.memory)
+        device = pools_device(self.memory)
+        self.staging_device = device if self.transport.takes(device) else HOST
+        """Where staging buffers are: beside the pools where the transport reaches them there."""
         self.conversion = conversion_terms(self.plan, self.convert, self.scales)
         try:
             check_memory(self.plan, rank, self.memory)
@@ -115,14 +120,20 @@ class NodeState:
             plan_hash=self.plan_hash,
             plan=self.plan.to_json() if with_plan else None,
             rank=self.rank,
-            memory=tuple(
-                RegisteredMemory(index=i, address=at.address, nbytes=at.nbytes, device=at.device)
-                for i, at in self.transport.reachable.items()
-            ),
+            memory=tuple(RegisteredMemory.of(*one) for one in self.transport.reachable.items()),
             transport=self.transport.name,
             metadata=self.transport.publish(),
             conversion=self.conversion,
         )
+
+    def register(self) -> None:
+        """Make the memory known to the transport, and get ready to move it."""
+        self.transport.register(self.memory)
+        self.mover = mover_for(self.transport, self.memory, self.staging.memory, self.metrics)
+
+    def mark(self) -> int | None:
+        """Mark what the caller's stream of the GPU has to do; None where the pools are no GPU's."""
+        return None if self.transport.marks is None else self.transport.marks.mark()
 
     def route_from(self, peer: Peer) -> Route:
         """The route from a peer to this node."""
@@ -201,13 +212,15 @@ class NodeState:
             tokens=tokens, layers=layers,
         )  # fmt: skip
 
-    def gather(self, copies: Sequence[Copy], stream: Bytes) -> None:
-        """The stream of some copies, out of this node's pools."""
-        gather(copies, self.pools, stream)
+    def fill(self, part: StreamPiece, piece: Any) -> None:
+        """Fill a piece out of this node's pools, as it travels; it is there when this returns."""
+        part.fill(self.mover.gather, piece)
+        if part.parts:
+            self.mover.wait_for_caller()
 
-    def scatter(self, copies: Sequence[Copy], stream: Bytes) -> None:
-        """The stream of some copies, into this node's pools."""
-        scatter(copies, stream, self.pools)
+    def deliver(self, piece: Any, part: StreamPiece) -> int:
+        """Put a piece into this node's pools; how many bytes arrive there."""
+        return part.deliver(piece, self.mover.scatter)
 
     def release(self, request: str, why: str) -> None:
         """End an offer and its leases, and tell whoever made it."""

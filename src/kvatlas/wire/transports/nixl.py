@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from kvatlas.wire.transports import errors, nixl_metadata
-from kvatlas.wire.transports.base import Link, Memory, Shared, Transport
+from kvatlas.wire.transports.base import HOST, Link, Memory, Shared, Transport
 from kvatlas.wire.transports.nixl_agents import Agents, not_empty, rows_of, translated
 from kvatlas.wire.transports.nixl_link import BETWEEN_LOOKS, NixlLink
 from kvatlas.wire.transports.nixl_metadata import Kind
@@ -66,6 +66,10 @@ class NixlTransport(Transport):
         if memory:
             with translated():
                 self._agent.register_memory(rows_of(memory), self.kind)
+
+    def takes(self, device: str) -> bool:
+        """GPUs where it was made for VRAM, else the host: lists of NIXL have one kind of memory."""
+        return (device == HOST) == (self.kind == "DRAM")
 
     def publish(self) -> bytes:
         """Where its agent is, and the keys to its regions."""

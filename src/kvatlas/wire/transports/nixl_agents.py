@@ -69,7 +69,7 @@ def not_empty(memory: Mapping[int, Memory]) -> dict[int, Memory]:
 
 def rows_of(memory: Mapping[int, Memory]) -> Rows:
     """Regions as NIXL takes them."""
-    regions = [(region.address, region.nbytes, region.device) for region in memory.values()]
+    regions = [(region.address, region.nbytes, region.number) for region in memory.values()]
     return np.array(regions, dtype=np.uint64)
 
 
