@@ -108,10 +108,10 @@ class RankTransfer:
     def _bound_layers(self) -> Iterator[tuple[str, Stream]]:
         """Layers and their bytes, each bound while the one before it is read."""
         names = self._streamed_layers()
-        bind = partial(self.lease.connection.beside.submit, self._layer_stream)
-        coming = [bind(name) for name in names[:1]]
+        bind = self.lease.connection.beside.submit
+        coming = [bind(self._layer_stream, name) for name in names[:1]]
         for name, later in zip_longest(names, names[1:]):
-            coming += [bind(later)] if later else []
+            coming += [bind(self._layer_stream, later)] if later else []
             yield name, coming.pop(0).result()
 
     def _layer_stream(self, name: str) -> Stream:
