@@ -32,7 +32,7 @@ PARALLEL = $(shell $(PY) -c "import os, xdist; print('--dist loadgroup -n', os.c
 
 .PHONY: demo tour test test-deep test-gpu test-lowest test-transformers test-vllm test-vllm-deep test-vllm-lifecycle \
 	bench-vllm demo-vllm test-page map-gallery map-figures map-pictures \
-	lint lint-workflows bench bench-gpu docs docs-pairings wheel check-release format clean test-attack soak
+	test-kvcache-simulator hits lint lint-workflows bench bench-gpu docs docs-pairings wheel check-release format clean test-attack soak
 
 demo: $(READY)  ## The main job: plan, prefill, ship the cache, decode elsewhere
 	$(PY) -m examples.handover
@@ -68,6 +68,9 @@ lint: $(READY)  ## Formatting, lints and types
 
 bench: $(READY)  ## Figures, each beside a limit measured in the same run
 	$(PY) -m benchmarks
+
+hits: $(READY)  ## docs/hits.md, from the folder TRACES
+	$(PY) -m benchmarks.hit_rates $(TRACES) > docs/hits.md
 
 bench-gpu: $(READY)  ## The kernels on a CUDA device, beside its own limits
 	$(PY) -m benchmarks.gpu
@@ -114,6 +117,20 @@ $(LOWEST)/.installed: pyproject.toml constraints.txt tools/lowest.py
 	sed -i.all '/^torch==/d' $(LOWEST)/constraints.txt
 	$(LOWEST)/bin/pip install --quiet --constraint $(LOWEST)/constraints.txt --editable '.[dev]'
 	$(call WIRES,$(LOWEST))
+	touch $@
+
+# Hit rates beside a simulator of others, in an environment that sees the packages of .venv too.
+# With KVATLAS_FACTS on whole traces, else on a small one; -s shows which, and every figure.
+SIMULATOR := .venv-kvcache-simulator
+
+test-kvcache-simulator: $(SIMULATOR)/.installed  ## Hit rates beside those of kvcache-simulator 0.1.3
+	$(SIMULATOR)/bin/python -m pytest -s $(or $(TESTS),tests/pool/test_beside_kvcache_simulator.py)
+
+$(SIMULATOR)/.installed: $(STAMP)
+	test -d $(SIMULATOR) || $(BIN)/python -m venv $(SIMULATOR)
+	$(BIN)/python -c 'import sysconfig as s; print("import site; site.addsitedir(%r)" % s.get_path("purelib"))' \
+		> $$(echo $(SIMULATOR)/lib/python3*/site-packages)/packages_of_venv.pth
+	$(SIMULATOR)/bin/pip install --quiet 'kvcache-simulator==0.1.3'
 	touch $@
 
 # Another release of transformers, in an environment that sees the packages of .venv too.

@@ -25,8 +25,8 @@ TOKENS = 1025
 """A token more than whole blocks: where the rest is cached, it alone is computed."""
 PER_TOKEN, RUN = 64 << 10, 256 << 10
 """Bytes of a token's cache, and of a layer's page of 64 tokens: the longest run there is."""
-TURNS = 9
-DECODING, ARRIVING, LENGTH = 4, 6, 120
+TURNS = 5
+DECODING, ARRIVING, LENGTH = 4, 4, 80
 """Requests that are decoded at once, those that are read meanwhile, and the former's tokens."""
 OPTIONS: dict[str, Any] = {
     "max_model_len": 2048,
@@ -74,7 +74,7 @@ def step_times(prefill: Engine, decode: Engine) -> tuple[float, float, int]:
     """Median seconds of steps without and with reads under way, and how many of the latter."""
     quiet: list[float] = []
     busy: list[float] = []
-    for turn in range(3):
+    for turn in range(2):
         seeds = [1000 + 100 * turn + n for n in range(ARRIVING)]
         coming = [prompt(TOKENS, seed=seed) for seed in seeds]
         params = [prefill.prefill(tokens).params for tokens in coming]

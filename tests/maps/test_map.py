@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import xml.etree.ElementTree as ET
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import kvatlas
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import ENGINE_LAYOUTS
 from kvatlas.maps.address_lookup import look_up
+from kvatlas.maps.block_picture import sampled_groups
 from kvatlas.maps.plan_drawing import draw_plan
 from kvatlas.maps.route_drawing import MOST_RUNS
 from kvatlas.planning import Plan, plan
@@ -34,6 +36,7 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@cache
 def plans() -> list[Plan]:
     """Every kind in every order that it can have."""
     made = []
@@ -177,6 +180,22 @@ def test_pictures_are_xml_of_a_readable_size() -> None:
         picture = kvatlas.map(made).svg()
         assert ET.fromstring(picture).tag.endswith("svg")  # noqa: S314
         assert len(picture) < 500_000
+
+
+def test_pictures_of_the_documents_are_what_is_drawn_now() -> None:
+    images = Path(__file__).parents[2] / "docs" / "images"
+    for layout in ENGINE_LAYOUTS:
+        made = plan(images / "small-model.json", memory="64MiB", layout=layout.order)
+        drawn = (images / f"{layout.order}.svg").read_text("utf-8")
+        assert kvatlas.map(made).svg() == drawn, "run make map-pictures"
+
+
+def test_rows_of_a_picture_are_looked_up_inside_of_themselves() -> None:
+    made = plan("DeepSeek-V4-Flash", memory="40GiB")
+    drawn = draw_plan(made, {})
+    for group in sampled_groups(drawn, tuple(map(str, range(999))), 56, piece_columns=1):
+        for row in group.rows:
+            assert row.label != "head 0"  # what a row that ran into the next one was called
 
 
 def test_what_cannot_be_drawn_or_written_is_refused(tmp_path: Path) -> None:

@@ -239,15 +239,18 @@ def test_pieces_of_a_transfer_are_the_runs_of_placements(browser: Browser, tmp_p
                 """
                 return [...document.querySelectorAll("#transfer tr[data-chosen]")].map((row) => {
                   const chosen = JSON.parse(row.dataset.chosen);
-                  const lengths = piecesOf(chosen).map((run) => run[1]);
-                  return [chosen, lengths, row.children[1].textContent];
+                  const boxes = boxesOf(plan(), 0, 0, 0, chosen), found = piecesOf(chosen);
+                  const lengths = joinRuns(boxes).map((run) => run[1]);
+                  const sizes = [found.least, found.most];
+                  return [chosen, lengths, sizes, row.children[1].textContent];
                 });
                 """
             )
             assert len(told) >= 2
-            for chosen, lengths, text in told:
+            for chosen, lengths, sizes, text in told:
                 expected = expected_pieces(one, 0, chosen, list(drawn.data.names))
                 assert lengths == expected, (kind, one.layout, chosen)
+                assert sizes == [min(expected), max(expected)]
                 assert int(text.replace(",", "")) == len(expected)
 
 

@@ -163,8 +163,8 @@ def naive(trace: Trace, blocks: int) -> float:
         for one in ids:
             cache.pop(one, None)
             cache[one] = None
-        for one in list(cache)[: max(0, len(cache) - blocks)]:
-            del cache[one]
+            if len(cache) > blocks:
+                del cache[next(iter(cache))]
     return tokens / trace.tokens
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvatlas.planning import Plan
-from kvatlas.routing import Route, route, spelled
+from kvatlas.routing import Route, route, spell_conversion
 from kvatlas.routing.conversion import row_error, unlike_formats
 from kvatlas.specs import CellFormat, Recurrent, Spec, content_formats, needs_scales
 from kvatlas.wire import copy_request
@@ -45,7 +45,7 @@ def conversion_of(src: Plan, dst: Plan) -> str:
     found = {
         pair for own, differ in zip(pairs, unlike, strict=True) if differ for pair in own.values()
     }
-    return spelled({pair for pair in found if pair[0] != pair[1]})
+    return spell_conversion({pair for pair in found if pair[0] != pair[1]})
 
 
 def converting_route(src: Plan, dst: Plan) -> Route:
@@ -206,7 +206,7 @@ def _compare(
     found, right = (loaded(dst, fields, scales) for fields in (whole, expected))
     for part, values in found.items():
         pair = _pair(src, dst, part)
-        what = f"{part} of {layer}, {spelled([pair])}"
+        what = f"{part} of {layer}, {spell_conversion([pair])}"
         assert_close(values, right[part], numbers[part], pair, what)
     return joined
 

@@ -16,21 +16,19 @@ CLOSE = 1e-3
 EDGES = (2, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 517)
 """Around the edges of blocks of 64 and 128, and of windows of 64."""
 
-_SMALL, _LARGE, _WIDE = (
-    {"block_size": 64},
-    {"block_size": 128},
-    {"block_size": 64, "tensor_parallel_size": 2},
-)
+_SMALL, _LARGE, _LARGEST = ({"block_size": size} for size in (64, 128, 256))
+_TP = {"tensor_parallel_size": 2}
 PAIRS: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
     ("llama", _SMALL, _SMALL),
     ("gemma3", _SMALL, _SMALL),
     ("llama", _SMALL, _LARGE),
     ("gemma2", _SMALL, _LARGE),
     ("gemma3", _SMALL, _LARGE),
-    ("granite", _SMALL, _LARGE),
-    ("falcon_h1", _SMALL, _LARGE),
-    ("llama", _WIDE, _LARGE),
-    ("granite", _WIDE, _LARGE),
+    # vLLM makes no smaller blocks for the states of these two.
+    ("granite", _LARGE, _LARGEST),
+    ("falcon_h1", _LARGE, _LARGEST),
+    ("llama", _SMALL | _TP, _LARGE),
+    ("granite", _LARGE | _TP, _LARGEST),
 )
 """Models, and the two engines that hand requests to each other, either way."""
 
@@ -100,5 +98,7 @@ def pair_ways(
     one: tuple[Engine, dict[str, Any]], other: tuple[Engine, dict[str, Any]]
 ) -> list[tuple[tuple[Engine, Engine], str]]:
     """From one engine to the other and back, with the ways' names; once where both are alike."""
+    for made, options in (one, other):
+        assert made.started["block"] == options["block_size"], "vLLM has chosen another"
     ways = [(one, other)] if one[1] == other[1] else [(one, other), (other, one)]
     return [((a[0], b[0]), f"{engine_label(a[1])} -> {engine_label(b[1])}") for a, b in ways]

@@ -264,6 +264,7 @@ class _Running:
             "requests": len(self.scheduler.requests),
             "moving": _bytes_on_their_way(),
             "warned": self.warned.said,
+            "block": self.engine.vllm_config.cache_config.block_size,
         }
         self.pipe.send(("facts", found))
 

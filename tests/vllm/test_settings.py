@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -73,3 +75,27 @@ def test_every_setting_is_documented_with_its_default() -> None:
     defaults = msgspec.to_builtins(ConnectorSettings())
     assert [name for name, _ in rows] == [field.name for field in fields]
     assert {name: json.loads(text) for name, text in rows} == defaults
+
+
+def test_an_old_vllm_is_refused_when_the_connector_is_imported() -> None:
+    """It lacks names before it lacks methods; in a process that has not imported the real one."""
+    code = """if True:
+        import sys
+        from types import ModuleType
+        from kvatlas import AtlasError
+        import kvatlas.engines.vllm as engine
+        for parts in range(1, 6):
+            path = ".".join(["vllm", "distributed", "kv_transfer", "kv_connector", "v1"][:parts])
+            sys.modules[path] = ModuleType(path)
+            sys.modules[path].__path__ = []
+        sys.modules["vllm"].__version__ = "0.9.0"
+        try:
+            engine.KVAtlasConnector
+        except AtlasError as refusal:
+            print(refusal)
+    """
+    said = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
+    assert "lacks a name" in said
+    assert "vllm.distributed.kv_transfer.kv_connector.factory" in said

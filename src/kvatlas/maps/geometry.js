@@ -9,18 +9,34 @@ function axesBySize(box) {
   return box[3];
 }
 
-// The coordinates of an address in a box, or null where it lies outside of its items.
+// What `divide` needs of a box, kept with it: its bytes from first to last, its axes as a
+// function that gives their coordinates, and numbers to divide by.
+function divisorOf(box) {
+  if (!box[4]) {
+    const axes = axesBySize(box), zeros = Object.fromEntries([["rest", 0], ...axes.map(([axis]) => [axis, 0])]);
+    const extent = axes.reduce((sum, [, size, stride]) => sum + (size - 1) * stride, box[1]);
+    box[4] = { extent, zeros, names: axes.map(([axis]) => axis), last: axes.map(([, size]) => size - 1), strides: axes.map(([, , stride]) => stride) };
+  }
+  return box[4];
+}
+
+const indices = [];
+
+// The coordinates of an address in a box, or null where it lies outside of its items. Plain
+// loops, and objects of one shape: pictures ask this tens of thousands of times.
 function divide(box, address) {
+  const { extent, zeros, names, last, strides } = divisorOf(box);
   let rest = address - box[0];
-  if (rest < 0) return null;
-  const at = {};
-  for (const [axis, size, stride] of axesBySize(box)) {
-    const index = stride ? Math.min(Math.floor(rest / stride), size - 1) : 0;
-    at[axis] = index;
+  if (rest < 0 || rest >= extent) return null;
+  for (let n = 0; n < names.length; n++) {
+    const stride = strides[n], index = stride ? Math.min(Math.floor(rest / stride), last[n]) : 0;
+    indices[n] = index;
     rest -= index * stride;
   }
   if (rest >= box[1]) return null;
+  const at = { ...zeros };
   at.rest = rest;
+  for (let n = 0; n < names.length; n++) at[names[n]] = indices[n];
   return at;
 }
 
@@ -67,12 +83,10 @@ function* starts(box, fixed) {
 }
 
 // What lies at an address while its block belongs to a group: a field, padding or nothing.
-// `hint` is the last answer: neighbours mostly lie in the same region.
+// `hint` is the last answer, or has the region to begin with: neighbours mostly lie together.
 function find(plan, stage, group, address, hint) {
-  if (hint && hint.region) {
-    const again = findIn(plan, hint.region, address, hint.number);
-    if (again) return again;
-  }
+  const again = hint && hint.region && findIn(plan, hint.region, address, hint.number || 0);
+  if (again) return again;
   for (const region of plan.regions) {
     if (region.stage !== stage || region.group !== group) continue;
     const found = findIn(plan, region, address, 0);
@@ -167,9 +181,21 @@ function tokensOf(point) {
 
 const MOST_PIECES = 200000;
 
-// The pieces of memory, [start, bytes], that hold what is chosen of block 0:
-// {layer, heads: [first, last], token}. Null where they are too many to count here.
-function pieces(plan, stage, group, tpRank, chosen) {
+// How many pieces of memory hold what is chosen of block 0, {layer, heads: [first, last], token},
+// and the bytes of the least and the largest. Null where they are too many to count here.
+function countPieces(plan, stage, group, tpRank, chosen) {
+  const boxes = boxesOf(plan, stage, group, tpRank, chosen).sort((one, two) => one[0] - two[0]);
+  const many = boxes.reduce((sum, box) => sum + box[2].reduce((all, [, size]) => all * size, 1), 0);
+  const apart = boxes.every((box, n) => !n || boxes[n - 1][0] + divisorOf(boxes[n - 1]).extent < box[0]);
+  if (!apart && many > MOST_PIECES) return null;
+  const runs = apart ? boxes : joinRuns(boxes);
+  let least = Infinity, most = 0;
+  for (const [, nbytes] of runs) { least = Math.min(least, nbytes); most = Math.max(most, nbytes); }
+  return { many: apart ? many : runs.length, least, most };
+}
+
+// The boxes of what is chosen, those of a page joined where they are neighbours everywhere.
+function boxesOf(plan, stage, group, tpRank, chosen) {
   const boxes = [];
   for (const region of plan.regions) {
     if (region.stage !== stage || region.group !== group) continue;
@@ -178,8 +204,7 @@ function pieces(plan, stage, group, tpRank, chosen) {
       boxes.push(...joinBoxes(fields.flatMap((field) => narrowed(region, field, index, tpRank, chosen))));
     }
   }
-  const many = boxes.reduce((sum, box) => sum + box[2].reduce((all, [, size]) => all * size, 1), 0);
-  return many > MOST_PIECES ? null : joinRuns(boxes.flatMap((box) => [...starts(box, {})].map(([start]) => [start, box[1]])));
+  return boxes;
 }
 
 // Layers that are looked at one by one; null stands for all of them at once.
@@ -240,9 +265,9 @@ function joinBoxes(boxes) {
   return made;
 }
 
-// Runs in the order of memory, with neighbours joined.
-function joinRuns(runs) {
-  const made = [];
+// The runs of boxes, [start, bytes] in the order of memory, with neighbours joined.
+function joinRuns(boxes) {
+  const made = [], runs = boxes.flatMap((box) => [...starts(box, {})].map(([start]) => [start, box[1]]));
   for (const [start, nbytes] of runs.sort((one, two) => one[0] - two[0])) {
     const last = made[made.length - 1];
     if (last && last[0] + last[1] === start) last[1] += nbytes;

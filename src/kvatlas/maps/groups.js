@@ -24,7 +24,7 @@ function showGroups() {
     : "All layers share one block table.";
   for (const kind of kinds) box.append(groupStrip(kind));
   byId("groups-legend").replaceChildren(
-    swatch("linear-gradient(90deg, var(--accent) 50%, var(--accent-pale) 50%)", "pages, one after the other"),
+    swatch(`linear-gradient(90deg, ${PAGES[dark ? "dark" : "light"].map((fill, n) => `${fill} ${n * 50}% ${n * 50 + 50}%`).join(", ")})`, "pages, one after the other"),
     swatch("var(--hatch)", "padding in a page"), swatch("var(--hatch-pale)", "unused by the group"));
   for (const [n, kind] of kinds.entries()) paintStrip(box.children[n].querySelector("canvas"), kind);
 }
@@ -76,5 +76,6 @@ function paintStrip(canvas, { numbers }) {
   const own = { ...view, group: numbers.includes(view.group) ? view.group : numbers[0], level: "block" };
   const rows = blockRows(plan(), own).sort((one, two) => one.start - two.start);
   const brush = brushOf(canvas.getContext("2d"), { mode: "page", follow: null });
+  brush.finest = 1;
   paintRow(brush, plan(), own, rows, { x: 0, y: 0, wide: width, tall, plain: true });
 }

@@ -1,13 +1,13 @@
 // From one plan to another: cells move from where they were to where they are.
 "use strict";
 
-const MOST_MOVING = 4000;
+const MOST_MOVING = 2000;
 
 // Where cells are drawn now, by what they are.
 function cellsShown() {
   const cells = new Map();
   if (view.level !== "block" || !drawn.place) return cells;
-  const mine = plan(), { rows, place } = drawn;
+  const mine = plan(), { rows } = drawn;
   const fields = regionsOf(mine, view).flatMap((region) => mine.pages[region.page].fields
     .filter((field) => !field.padding).map((field) => ({ region, field, sizes: sizesIn(region, field) })));
   const total = fields.reduce((sum, { sizes }) => sum + sizes.reduce((all, many) => all * many, 1), 0);
@@ -15,14 +15,16 @@ function cellsShown() {
   for (const { region, field, sizes } of fields) {
     const inner = field.box[2].filter(([axis]) => !"BLkHN".includes(axis));
     const nbytes = inner.reduce((most, [, n, stride]) => most + (n - 1) * stride, field.box[1]);
-    for (const at of everyOf(sizes, skip)) {
-      for (const axis of ["k", "H", "N"]) if (!axisOf(field.box, axis)) delete at[axis];
+    const named = ["k", "H", "N"].filter((axis) => axisOf(field.box, axis));
+    for (const place of everyOf(sizes, skip)) {
+      const at = { L: place.L };
+      for (const axis of named) at[axis] = place[axis];
       const address = addressOf(field.box, { ...at, B: view.block }), n = rowAt(rows, address);
       if (n < 0) continue;
       const point = { kind: "field", region, field, at, address };
       cells.set(`${region.layers[at.L]}/${field.name}/${headOf(point, view.tpRank)}/${at.k}/${at.N}`, {
-        x: place.left + (address - rows[n].start) * place.scale, y: n * place.height + place.top,
-        wide: Math.max(1, nbytes * place.scale), tall: place.height - place.gap,
+        x: drawn.place.left + (address - rows[n].start) * drawn.place.scale, y: n * drawn.place.height + drawn.place.top,
+        wide: Math.max(1, nbytes * drawn.place.scale), tall: drawn.place.height - drawn.place.gap,
         colour: colourOf(mine, view, point, paint.mode), lit: follows(point, paint.follow, view.tpRank),
       });
     }

@@ -167,7 +167,7 @@ const stillness = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
 
 // Another plan, rank, group or block: cells move from where they were to where they are.
 function change(changes) {
-  const from = cellsShown();
+  const from = stillness() ? null : cellsShown();
   const next = { ...view, ...changes };
   const mine = data.plans[next.plan];
   next.tpRank = Math.min(next.tpRank, mine.tp - 1);
@@ -182,7 +182,7 @@ function change(changes) {
   cursor = null;
   paint.follow = paint.follow && changes.group === undefined ? paint.follow : null;
   update();
-  if (view.level === "block" && !stillness()) animate(from, cellsShown());
+  if (from && view.level === "block") animate(from, cellsShown());
 }
 
 // -- events ---------------------------------------------------------------------------------------

@@ -36,21 +36,21 @@ function layOut(rows, width, left, level) {
   return { left, scale: (width - left - 2) / widest, height, gap: height > 12 ? 3 : 1, width, top: 5, total: rows.length * height + 10 };
 }
 
-const MOST_LOOKUPS = 150000;
+const MOST_LOOKUPS = 30000; // of a picture: what an answer within a tenth of a second allows
 
 function paintRows(context, plan, view, rows, place, paint) {
   const brush = brushOf(context, paint);
   const ratio = window.devicePixelRatio || 1, painted = new Map();
-  brush.finest = Math.max(1, Math.min(8, MOST_LOOKUPS / (rows.length * place.width)));
+  const looks = rows.map((row) => lookOf(plan, view, row, paint));
+  brush.finest = Math.max(0.5, Math.min(8, MOST_LOOKUPS / (new Set(looks).size * place.width * ratio)));
   rows.forEach((row, n) => {
     const y = n * place.height + place.top, tall = place.height - place.gap;
-    const same = lookOf(plan, view, row, paint);
-    if (same !== null && painted.has(same)) {
-      const from = [0, painted.get(same) * ratio, context.canvas.width, tall * ratio];
+    if (painted.has(looks[n])) {
+      const from = [0, painted.get(looks[n]) * ratio, context.canvas.width, tall * ratio];
       context.drawImage(context.canvas, ...from, 0, y, context.canvas.width / ratio, tall);
       return;
     }
-    painted.set(same, y);
+    painted.set(looks[n], y);
     const wide = Math.max(1, Math.round(row.nbytes * place.scale));
     paintRow(brush, plan, view, [row], { x: place.left, y, wide, tall });
   });
@@ -59,7 +59,7 @@ function paintRows(context, plan, view, rows, place, paint) {
 // What is needed to paint rows, asked once for each picture.
 function brushOf(context, paint) {
   return {
-    context, paint, ground: styled("--panel"), mark: rgb(styled("--mark")), finest: 8,
+    context, paint, ground: styled("--panel"), gap: rgb(styled("--panel")), mark: rgb(styled("--mark")), finest: 8,
     patterns: { padding: hatch(context, true), unused: hatch(context, false) },
     empty: { padding: rgb(styled("--hatch-line")), unused: rgb(styled("--hatch-ground")) },
   };
@@ -71,29 +71,35 @@ function paintRow(brush, plan, view, stretches, at) {
   const { context } = brush, ratio = window.devicePixelRatio || 1;
   const pixels = Math.max(1, Math.round(at.wide * ratio));
   const each = stretches.reduce((sum, one) => sum + one.nbytes, 0) / pixels;
-  const colours = new Float32Array(pixels * 3), marks = new Float32Array(pixels), wide = [];
+  const line = new Float32Array(pixels * 4), wide = []; // red, green, blue, and how much is followed
   let before = 0;
-  for (const { start, nbytes } of stretches) {
-    const shift = before - start;
-    for (const [point, first, last] of piecesOfRow(plan, view, start, nbytes, each / brush.finest)) {
+  for (const row of stretches) {
+    const { start, nbytes } = row, shift = before - start;
+    for (const [point, first, last] of piecesOfRow(plan, view, row, each / brush.finest)) {
       const from = (first + shift) / each, to = (last + shift) / each, apart = to - from > 5 && !at.plain ? ratio : 0;
       const [colour, lit] = lookAt(brush, plan, view, point);
-      blend(colours, colour, from, to - apart);
-      if (apart) blend(colours, rgb(brush.ground), to - apart, to);
-      if (lit) blend(marks, [1], from, to - apart);
+      blend(line, colour, lit, from, to - apart);
+      if (apart) blend(line, brush.gap, 0, to - apart, to);
       if (to - from > 3) wide.push({ point, colour, x: at.x + from / ratio, wide: (to - from - apart) / ratio });
     }
     before += nbytes;
   }
-  drawLine(context, pixels, (n) => [colours[n * 3], colours[n * 3 + 1], colours[n * 3 + 2], 255], at);
+  drawLine(context, pixels, (image, n) => {
+    for (let part = 0; part < 3; part++) image[n + part] = line[n + part];
+    image[n + 3] = 255;
+  }, at);
   for (const one of wide) paintOver(brush, view, one, at);
-  const low = { ...at, y: at.y + at.tall - 3, tall: 3 };
-  if (brush.paint.follow) drawLine(context, pixels, (n) => [...brush.mark, 255 * marks[n]], low);
+  if (!brush.paint.follow) return;
+  drawLine(context, pixels, (image, n) => {
+    for (let part = 0; part < 3; part++) image[n + part] = brush.mark[part];
+    image[n + 3] = 255 * line[n + 3];
+  }, { ...at, y: at.y + at.tall - 3, tall: 3 });
 }
 
 // The pieces of a stretch, [point, first byte, byte behind]; of tiny ones, a sample.
-function* piecesOfRow(plan, view, start, nbytes, least) {
-  let hint = null, turn = 0;
+function* piecesOfRow(plan, view, row, least) {
+  const { start, nbytes } = row;
+  let hint = row, turn = 0;
   for (let at = start; at < start + nbytes;) {
     const point = find(plan, view.stage, view.group, Math.floor(at), hint);
     if (point && point.region) hint = point;
@@ -105,23 +111,26 @@ function* piecesOfRow(plan, view, start, nbytes, least) {
   }
 }
 
-// Adds a colour to the pixels between two places, by the part of each that is covered.
-function blend(line, colour, from, to) {
-  const parts = colour.length, pixels = line.length / parts;
-  for (let n = Math.max(0, Math.floor(from)); n < Math.min(pixels, to); n++) {
-    const share = Math.min(n + 1, to) - Math.max(n, from);
-    for (let part = 0; part < parts; part++) line[n * parts + part] += colour[part] * share;
+// Adds a colour and its light to the pixels between two places, by the part of each that is covered.
+function blend(line, colour, light, from, to) {
+  const last = Math.min(line.length / 4, to), [red, green, blue] = colour;
+  for (let n = Math.max(0, Math.floor(from)); n < last; n++) {
+    const share = Math.min(n + 1, to) - Math.max(n, from), at = n * 4;
+    line[at] += red * share;
+    line[at + 1] += green * share;
+    line[at + 2] += blue * share;
+    line[at + 3] += light * share;
   }
 }
 
 const strip = document.createElement("canvas");
 
 // One line of pixels, drawn as high as a row.
-function drawLine(context, pixels, colourAt, at) {
+function drawLine(context, pixels, fill, at) {
   strip.width = pixels;
   strip.height = 1;
   const pen = strip.getContext("2d"), image = pen.createImageData(pixels, 1);
-  for (let n = 0; n < pixels; n++) image.data.set(colourAt(n), n * 4);
+  for (let n = 0; n < pixels * 4; n += 4) fill(image.data, n);
   pen.putImageData(image, 0, 0);
   context.imageSmoothingEnabled = false;
   context.drawImage(strip, at.x, at.y, at.wide, at.tall);
@@ -130,12 +139,12 @@ function drawLine(context, pixels, colourAt, at) {
 // The colour of a point as numbers, and whether it is one of those that are followed.
 function lookAt(brush, plan, view, point) {
   const { paint, ground, empty } = brush;
-  if (!point || point.kind !== "field") return [empty[point ? point.kind : "unused"], false];
+  if (!point || point.kind !== "field") return [empty[point ? point.kind : "unused"], 0];
   const colour = colourOf(plan, view, point, paint.mode);
   const lit = follows(point, paint.follow, view.tpRank);
   const here = view.level !== "pool" || point.at.B === view.block;
   const share = !lit ? 0.13 : !here && !paint.follow ? 0.35 : 1;
-  return [share === 1 ? rgb(colour) : rgb(mix(ground, colour, share)), Boolean(paint.follow && lit)];
+  return [share === 1 ? rgb(colour) : rgb(mix(ground, colour, share)), Number(Boolean(paint.follow && lit))];
 }
 
 // What only wide pieces have room for: hatching, and words.
@@ -164,14 +173,24 @@ function inkOn(colour) {
   return 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.18 ? "#10131a" : "#ffffff";
 }
 
-// What decides how a row looks: rows that differ in their layer or block alone are copied.
+// What decides how a row looks: rows that differ in their layer, block or region alone are copied.
 function lookOf(plan, view, row, paint) {
-  const first = find(plan, view.stage, view.group, row.start);
-  if (!first || first.kind !== "field" || view.level === "cell") return null;
+  const first = row.region && find(plan, view.stage, view.group, row.start, row);
+  if (!first) return `unused ${row.nbytes}`;
+  if (first.kind !== "field" || view.level === "cell") return `alone ${row.start}`;
   const layers = paint.mode === "layer" || (paint.follow && paint.follow.kind === "layer");
   const { B, L, ...inside } = first.at;
-  const own = [row.block === view.block, layers ? L : 0];
-  return JSON.stringify([first.region.page, first.number, row.nbytes, inside, own]);
+  const own = [row.block === view.block, layers ? first.region.layers[L] : 0, first.region.parts[L]];
+  return JSON.stringify([shapeOf(plan.pages[first.region.page]), first.number, row.nbytes, inside, own]);
+}
+
+// A page's fields and padding wherever it lies: the same for regions that are alike.
+function shapeOf(page) {
+  return remembered(page, "shape", () => {
+    const boxes = [...page.fields.map((field) => field.box), page.padding].filter(Boolean);
+    const from = ([offset, item, axes]) => [offset - boxes[0][0], item, axes.filter(([axis]) => axis !== "L" && axis !== "B")];
+    return JSON.stringify([page.fields.map((field) => [field.name, field.ranges]), boxes.map(from)]);
+  });
 }
 
 function pieceLabel(view, point) {

@@ -12,6 +12,8 @@ const WORDS = {
   light: ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8a8d00", "#555555"],
   dark: ["#4aa3df", "#f0b429", "#2fc49b", "#e39ac4", "#8fd0f5", "#f07f3c", "#d8d85a", "#a8a8a8"],
 };
+// Pages of a group, one after the other: the page's accent, and a paler one.
+const PAGES = { light: ["#0060a0", "#4c90bd"], dark: ["#6cb6f0", "#4a7ea7"] };
 const byId = (id) => document.getElementById(id);
 const BLOCKS_SHOWN = 16;
 const MOST_ROWS = 160;
@@ -172,7 +174,7 @@ function shareOf(plan, view, point, mode) {
 
 function colourOf(plan, view, point, mode) {
   if (mode === "field") return word(fieldNumber(point.field.name));
-  if (mode === "page") return mix(styled("--accent"), styled("--panel"), point.at.L % 2 ? 0.3 : 0);
+  if (mode === "page") return PAGES[dark ? "dark" : "light"][point.at.L % 2];
   const share = shareOf(plan, view, point, mode);
   if (share === null) return dark ? "#59606d" : "#b4b8c0";
   const base = ramp(share);
@@ -212,10 +214,10 @@ function shortName(name) {
 function rowLabel(data, plan, view, row) {
   if (view.level === "pool" && row.block !== undefined) return `block ${row.block.toLocaleString("en")}`;
   if (view.level === "cell") {
-    const point = find(plan, view.stage, view.group, row.start);
+    const point = find(plan, view.stage, view.group, row.start, row);
     return point ? `${point.field.name} +${point.address - cellStart(point)}` : "";
   }
-  const ends = [row.start, row.start + row.nbytes - 1].map((at) => find(plan, view.stage, view.group, at));
+  const ends = [row.start, row.start + row.nbytes - 1].map((at) => find(plan, view.stage, view.group, at, row));
   const [one, two] = ends;
   if (!one || one.kind === "unused") return "unused";
   if (one.kind === "padding") return "padding";

@@ -59,16 +59,13 @@ function piecesOf(chosen) {
 
 function piecesIn(mine, stage, tpRank, chosen) {
   const key = JSON.stringify([stage, view.group, tpRank, chosen]);
-  return remembered(mine, key, () => pieces(mine, stage, view.group, tpRank, chosen));
+  return remembered(mine, key, () => countPieces(mine, stage, view.group, tpRank, chosen));
 }
 
-function sizesOf(runs) {
-  if (!runs) return "–";
-  if (!runs.length) return "nothing";
-  let least = Infinity, most = 0;
-  for (const [, length] of runs) { least = Math.min(least, length); most = Math.max(most, length); }
-  const [one, two] = [size(least), size(most)], unit = two.split(" ")[1];
-  return least === most ? one : `${one.replace(` ${unit}`, "")} – ${two}`;
+function sizesOf(found) {
+  if (!found || !found.many) return "–";
+  const [least, most] = [size(found.least), size(found.most)], unit = most.split(" ")[1];
+  return least === most ? most : `${least.replace(` ${unit}`, "")} – ${most}`;
 }
 
 // -- the table --------------------------------------------------------------------------------
@@ -102,7 +99,7 @@ function showTransfer() {
   table.append(head);
   let told = null;
   for (const choice of choices()) {
-    const runs = piecesOf(choice.chosen), row = make("tr", null, { "data-chosen": JSON.stringify(choice.chosen) });
+    const found = piecesOf(choice.chosen), row = make("tr", null, { "data-chosen": JSON.stringify(choice.chosen) });
     const pressed = Boolean(paint.follow && paint.follow.kind === choice.kind);
     const name = make("th", null, { scope: "row" });
     const button = make("button", choice.name, { type: "button", "aria-pressed": String(pressed), "data-kind": choice.kind || "" });
@@ -111,11 +108,11 @@ function showTransfer() {
       followKind(pressed ? null : choice.kind, point);
     });
     name.append(choice.kind ? button : choice.name);
-    row.append(name, make("td", runs ? count(runs.length) : "very many"), make("td", sizesOf(runs)));
-    if (runs && runs.length === 1) row.className = "best";
+    row.append(name, make("td", found ? count(found.many) : "very many"), make("td", sizesOf(found)));
+    if (found && found.many === 1) row.className = "best";
     if (pressed) row.classList.add("followed");
     table.append(row);
-    if (pressed || (!told && choice.kind)) told = { ...choice, runs };
+    if (pressed || (!told && choice.kind)) told = { ...choice, found };
   }
   byId("followed").textContent = told ? why(told) : "";
   byId("transfer-note").textContent = paint.follow
@@ -123,19 +120,19 @@ function showTransfer() {
 }
 
 // Why something lies in so many pieces: the axes that are outside of it break it up.
-function why({ name, kind, chosen, runs }) {
+function why({ name, kind, chosen, found }) {
   const order = plan().knobs.order, axes = nesting(mainField().field);
   const what = name.replace("half its heads,", "Heads").replace(/^one (.)(\w+),/, (_, first, rest) => first.toUpperCase() + rest);
-  const number = !runs ? "very many pieces" : runs.length === 1 ? "one piece" : `${count(runs.length)} pieces`;
+  const number = !found ? "very many pieces" : found.many === 1 ? "one piece" : `${count(found.many)} pieces`;
   const letter = { heads: "H", head: "H", layer: "L", token: "N" }[kind];
   const own = axes.findIndex(([axis]) => axis === letter);
-  if (own < 0 || !runs) return `${what}: ${number}.`;
+  if (own < 0 || !found) return `${what}: ${number}.`;
   const outside = axes.slice(0, own).filter(([axis]) => axis !== "B");
   const product = outside.reduce((all, [, many]) => all * many, 1);
-  const sum = product === runs.length && outside.length > 1 ? `${outside.map(([, many]) => count(many)).join(" × ")} = ` : "";
+  const sum = product === found.many && outside.length > 1 ? `${outside.map(([, many]) => count(many)).join(" × ")} = ` : "";
   const names = outside.map(([axis]) => AXES[axis]).join(" and ") || "nothing of a block";
   const are = outside.length ? "are" : "is";
-  const inside = product < runs.length ? " Its pages are cut up inside, too." : "";
+  const inside = product < found.many ? " Its pages are cut up inside, too." : "";
   return `${what}: ${sum}${number}, for in ${order} ${names} ${are} outside of ${AXES[letter]}.${inside} ${elsewhere(chosen)}`;
 }
 
@@ -145,8 +142,8 @@ function elsewhere(chosen) {
   for (const order of new Set(data.plans.map((one) => one.knobs.order))) {
     const other = data.plans[closest("order", order)], group = other.groups[view.group];
     if (order === plan().knobs.order || !group || group.kind !== plan().groups[view.group].kind) continue;
-    const runs = piecesIn(other, Math.min(view.stage, other.ranks / other.tp - 1), Math.min(view.tpRank, other.tp - 1), chosen);
-    if (runs && runs.length) told.push(`${order} ${count(runs.length)}`);
+    const found = piecesIn(other, Math.min(view.stage, other.ranks / other.tp - 1), Math.min(view.tpRank, other.tp - 1), chosen);
+    if (found && found.many) told.push(`${order} ${count(found.many)}`);
   }
   return told.length ? `Other orders: ${told.join(", ")}.` : "";
 }

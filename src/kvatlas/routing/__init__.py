@@ -9,8 +9,8 @@ from kvatlas.routing.conversion import (
     FormatChange,
     RowError,
     Scales,
-    parsed,
-    spelled,
+    parse_conversion,
+    spell_conversion,
     tensor_scales,
 )
 from kvatlas.routing.converted_stream import CELLS, ConvertedPart, ConvertedStream
@@ -48,12 +48,12 @@ __all__ = [
     "checked_rank",
     "fingerprint",
     "needed_states",
-    "parsed",
+    "parse_conversion",
     "report",
     "route",
     "scattered",
     "shared_visibility",
-    "spelled",
+    "spell_conversion",
     "tensor_scales",
     "token_range",
 ]

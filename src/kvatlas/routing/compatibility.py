@@ -10,7 +10,7 @@ import msgspec
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
-from kvatlas.routing.conversion import needed_pairs, spelled
+from kvatlas.routing.conversion import needed_pairs, spell_conversion
 from kvatlas.routing.plan_ends import PlanEnd
 from kvatlas.specs import without_dtypes, without_packing
 
@@ -99,7 +99,7 @@ def _hint(code: Code, src: PlanEnd, dst: PlanEnd, layers: list[str]) -> str:
     """How the conversion is asked for that would help."""
     if code is not Code.UNLIKE_DTYPES:
         return ""
-    name = spelled(needed_pairs(src, dst, layers))
+    name = spell_conversion(needed_pairs(src, dst, layers))
     return f"Plan both ends with one cache dtype, or ask for convert={name!r}"
 
 

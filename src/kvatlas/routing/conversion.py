@@ -129,7 +129,7 @@ class Conversion:
     @property
     def name(self) -> str:
         """How it is asked for."""
-        return spelled({(change.source, change.target) for change in self.changes})
+        return spell_conversion({(change.source, change.target) for change in self.changes})
 
     def __str__(self) -> str:
         return "; ".join(
@@ -139,19 +139,19 @@ class Conversion:
         )
 
 
-def spelled(pairs: Collection[tuple[str, str]]) -> str:
+def spell_conversion(pairs: Collection[tuple[str, str]]) -> str:
     """A conversion by name, as `convert=` takes it.
 
-    >>> spelled({("fp8", "bf16"), ("fp32", "bf16")})
+    >>> spell_conversion({("fp8", "bf16"), ("fp32", "bf16")})
     'fp32->bf16, fp8->bf16'
     """
     return ", ".join(f"{src}->{dst}" for src, dst in sorted(pairs))
 
 
-def parsed(convert: object) -> Pairs:
+def parse_conversion(convert: object) -> Pairs:
     """What `convert=` names, or a refusal.
 
-    >>> sorted(parsed("fp8_e4m3 -> bfloat16, float32->bf16"))
+    >>> sorted(parse_conversion("fp8_e4m3 -> bfloat16, float32->bf16"))
     [('fp32', 'bf16'), ('fp8', 'bf16')]
     """
     named = convert if isinstance(convert, str) and len(convert) <= _MOST_NAMED else ""
@@ -188,10 +188,10 @@ def conversion_between(
 
     `scales` are those of the source and of the destination.
     """
-    asked, needed = parsed(convert), needed_pairs(src, dst, layers)
+    asked, needed = parse_conversion(convert), needed_pairs(src, dst, layers)
     if asked != needed:
-        hint = f"Pass convert={spelled(needed)!r}" if needed else "Leave convert= out"
-        got = f"{spelled(asked)} where the plans need {spelled(needed) or 'none'}"
+        hint = f"Pass convert={spell_conversion(needed)!r}" if needed else "Leave convert= out"
+        got = f"{spell_conversion(asked)} where the plans need {spell_conversion(needed) or 'none'}"
         raise AtlasError(Code.BAD_CONVERSION, got=got, hint=hint)
     ends = (src, dst)
     given = [tensor_scales(one, end.specs) for one, end in zip(scales, ends, strict=True)]

@@ -210,7 +210,7 @@ class ConvertedPart(NamedTuple):
     first: int
     """First state of the chunk."""
     units: tuple[int, int]
-    """First and last cell but one of the chunk."""
+    """First of its cells in the chunk, and the one behind the last."""
 
     @property
     def box(self) -> ConvertedBox:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -112,6 +113,7 @@ class CellRow(NamedTuple):
         return self.items * self.dtype.item
 
 
+@dataclass(frozen=True)
 class CellFormat:
     """One cell of a layer as bytes: its fields one behind the other, and the tensors' scales.
 
@@ -123,10 +125,9 @@ class CellFormat:
     (136, [('k', 0), ('k_scale', 64), ('v', 68), ('v_scale', 132)])
     """
 
-    def __init__(
-        self, spec: Spec, *, field: str | None = None, scales: TensorScales = _ONE
-    ) -> None:
-        self.spec, self.field, self.scales = spec, field, scales
+    spec: Spec
+    field: str | None = None
+    scales: TensorScales = _ONE
 
     @property
     def rows(self) -> tuple[CellRow, ...]:

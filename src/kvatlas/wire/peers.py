@@ -13,7 +13,7 @@ import msgspec
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
-from kvatlas.routing import Scales, fingerprint, parsed, spelled, tensor_scales
+from kvatlas.routing import Scales, fingerprint, parse_conversion, spell_conversion, tensor_scales
 from kvatlas.wire.protocol import ConversionTerms, Hello, bad_handshake, check_versions
 from kvatlas.wire.transports.base import STAGING, Memory
 
@@ -109,7 +109,7 @@ def conversion_terms(plan: Plan, convert: str | None, scales: Scales) -> Convers
         return None
     given = tensor_scales(scales, plan.layers)
     return ConversionTerms(
-        convert=spelled(parsed(convert)),
+        convert=spell_conversion(parse_conversion(convert)),
         scales={name: (scale.k, scale.v) for name, scale in given.items()},
     )
 

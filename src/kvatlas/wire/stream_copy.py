@@ -14,7 +14,6 @@ import numpy as np
 
 from kvatlas.routing import ConvertedPart, ConvertedStream, Copy, Route, Stream
 from kvatlas.wire.memory_copy import Bytes, copy_pools
-from kvatlas.wire.protocol import MAX_CHECKSUM_SPAN
 from kvatlas.wire.staging import gather, scatter
 
 AnyStream = Stream | ConvertedStream
@@ -24,6 +23,9 @@ MoveRuns = Callable[[Sequence[Copy], Any], object]
 """Gathers the runs of some copies into a stream, or scatters a stream into them."""
 
 SOURCE, DESTINATION = 0, 1
+
+_CONVERTED = 1 << 20
+"""Bytes of a piece that is converted, at most: codecs are slow, and the other end waits."""
 
 
 class StreamPiece(NamedTuple):
@@ -71,7 +73,7 @@ class StreamPiece(NamedTuple):
 def piece_spans(stream: AnyStream, piece: int) -> Iterator[tuple[int, int]]:
     """Where the pieces of a stream start and stop."""
     if isinstance(stream, ConvertedStream):
-        return stream.spans(min(piece, MAX_CHECKSUM_SPAN))  # each is one checksum
+        return stream.spans(min(piece, _CONVERTED))
     total = stream.nbytes
     return ((start, min(total, start + piece)) for start in range(0, total, piece))
 

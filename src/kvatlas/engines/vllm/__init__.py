@@ -18,6 +18,7 @@ from kvatlas.engines.vllm.describe import (
 from kvatlas.engines.vllm.doctor import Diagnosis, diagnose, read_engine
 from kvatlas.engines.vllm.engine_arguments import EngineArguments
 from kvatlas.engines.vllm.settings import ConnectorSettings
+from kvatlas.engines.vllm.supported_versions import lacking_name
 
 if TYPE_CHECKING:
     from kvatlas.engines.vllm.connector import KVAtlasConnector
@@ -38,7 +39,9 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "KVAtlasConnector":
-        from kvatlas.engines.vllm.connector import KVAtlasConnector
-
+        try:
+            from kvatlas.engines.vllm.connector import KVAtlasConnector
+        except ImportError as missing:
+            raise lacking_name(missing) from missing
         return KVAtlasConnector
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

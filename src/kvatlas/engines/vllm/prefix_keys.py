@@ -1,8 +1,8 @@
 """Keys under which prefixes lie in a tier: digests of all tokens up to a place.
 
 A block of the tier is found by the tokens up to its end. Windows and recurrent states are
-of use only where a request has ended, anywhere in a block; the key of such an end says where
-it is and what comes before, so that the ends of a prefix can be found from its whole blocks.
+of use only where a request has stopped, anywhere in a block; the key of such a stop says where
+it is and what comes before, so that the stops of a prefix can be found from its whole blocks.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from math import gcd
 from kvatlas.planning import Plan
 
 _DIGEST = 24
-_BLOCK, _END = b"b", b"e"
+_BLOCK, _STOP = b"b", b"s"
 _PLACE = 8
-"""Bytes of the number of tokens in the key of an end."""
+"""Bytes of the number of tokens in the key of a stop."""
 
 
 class PrefixKeys:
@@ -40,7 +40,7 @@ class RequestKeys:
 
     >>> keys = RequestKeys([2, 4], 2, b"seed", [1, 2, 3, 4, 5])
     >>> rows = keys.rows(5)
-    >>> len(rows[0]), len(rows[1]), rows[0][-1] == rows[1][-1], ends_at(rows[0][-1])
+    >>> len(rows[0]), len(rows[1]), rows[0][-1] == rows[1][-1], stops_at(rows[0][-1])
     (3, 2, True, 5)
     >>> RequestKeys([2, 4], 2, b"seed", [1, 2, 3, 4, 9, 9]).rows(4) == keys.rows(4)
     True
@@ -61,32 +61,32 @@ class RequestKeys:
         """A key for each block of each group, where a request has its first `stop` tokens."""
         rows = {}
         for group, block in enumerate(self._blocks):
-            ends = range(block, stop + 1, block)
-            row: list[bytes | None] = [_BLOCK + self.before(end) for end in ends]
-            rows[group] = [*row, self.end(stop)] if stop % block else row
+            places = range(block, stop + 1, block)
+            row: list[bytes | None] = [_BLOCK + self.before(place) for place in places]
+            rows[group] = [*row, self.at_stop(stop)] if stop % block else row
         return rows
 
     def before(self, stop: int) -> bytes:
         """The digest of all tokens up to the last whole unit before `stop`."""
         return self._digests[stop // self._unit]
 
-    def end(self, stop: int) -> bytes:
-        """The key of an end that is not the end of a block."""
+    def at_stop(self, stop: int) -> bytes:
+        """The key of a stop within a block."""
         before = self.before(stop)
         tail = self._bytes(stop // self._unit * self._unit, stop)
-        return _END + before + stop.to_bytes(_PLACE, "little") + _digest(before, tail)
+        return _STOP + before + stop.to_bytes(_PLACE, "little") + _digest(before, tail)
 
     def _bytes(self, start: int, stop: int) -> bytes:
         return self._tokens[8 * start : 8 * stop]
 
 
 def comes_after(key: bytes) -> bytes | None:
-    """What `RequestKeys.before` is at an end; None for a key that is not of an end."""
-    return key[1 : 1 + _DIGEST] if key.startswith(_END) else None
+    """What `RequestKeys.before` is at a stop; None for a key that is not of a stop."""
+    return key[1 : 1 + _DIGEST] if key.startswith(_STOP) else None
 
 
-def ends_at(key: bytes) -> int:
-    """After how many tokens an end is."""
+def stops_at(key: bytes) -> int:
+    """After how many tokens a stop is."""
     return int.from_bytes(key[1 + _DIGEST : 1 + _DIGEST + _PLACE], "little")
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvatlas.engines.vllm.prefix_keys import PrefixKeys, RequestKeys, comes_after, ends_at
+from kvatlas.engines.vllm.prefix_keys import PrefixKeys, RequestKeys, comes_after, stops_at
 from kvatlas.errors import AtlasError, Code
 from kvatlas.models import Model
 from kvatlas.planning import Plan, plan
@@ -65,13 +65,13 @@ class PrefixTier:
         groups = tier.plan.groups
         self.recurrent = any(group.kind == "recurrent" for group in groups)
         self.partial = any(group.visibility != Visibility() for group in groups) or self.recurrent
-        """Whether a prefix is of use only where a request has ended."""
+        """Whether a prefix is of use only where a request has stopped."""
         self.longest = min(own.max_len, tier.plan.max_len)
-        self._ends: dict[bytes, set[bytes]] = {}
-        """Keys of ends by the digest of the whole blocks before them."""
+        self._stops: dict[bytes, set[bytes]] = {}
+        """Keys of stops by the digest of the whole blocks before them."""
         self._lock = threading.Lock()
         self._verifying = ThreadPoolExecutor(_VERIFYING, thread_name_prefix="kvatlas-verify")
-        self._list_ends()
+        self._list_stops()
 
     # -- what there is --------------------------------------------------------------------
 
@@ -91,7 +91,7 @@ class PrefixTier:
         return self._tier.match(keys.rows(tokens), tokens)
 
     def whole_blocks(self, tokens: int) -> int:
-        """The tokens of a request that are worth storing: whole blocks, or up to its end."""
+        """The tokens of a request that are worth storing: whole blocks, or all of them."""
         tokens = min(tokens, self.longest)
         return tokens if self.partial else tokens // self._keys.unit * self._keys.unit
 
@@ -111,9 +111,9 @@ class PrefixTier:
         if self.partial:
             with self._lock:
                 for key in {row[-1] for row in rows.values()}:
-                    self._note_end(key)
-            if sum(map(len, self._ends.values())) > 2 * len(self._tier) + len(rows):
-                self._list_ends()
+                    self._note_stop(key)
+            if sum(map(len, self._stops.values())) > 2 * len(self._tier) + len(rows):
+                self._list_stops()
         return result.no_room
 
     def forget_all(self) -> None:
@@ -139,33 +139,33 @@ class PrefixTier:
             best = self._tier.match(rows, whole)
         if not self.partial:
             return best, rows
-        for end in self._ends_of(keys, best):
-            at_end = keys.rows(end)
-            if self._tier.match(at_end, end) == end:
-                return end, at_end
+        for stop in self._stops_of(keys, best):
+            at_stop = keys.rows(stop)
+            if self._tier.match(at_stop, stop) == stop:
+                return stop, at_stop
         return best, rows
 
-    def _ends_of(self, keys: RequestKeys, beyond: int) -> list[int]:
-        """Where requests have ended that began as this one does, the longest first."""
-        unit, ends = self._keys.unit, []
+    def _stops_of(self, keys: RequestKeys, beyond: int) -> list[int]:
+        """Where requests have stopped that began as this one does, the longest first."""
+        unit, stops = self._keys.unit, []
         with self._lock:
             for place in range(beyond // unit * unit, keys.count + 1, unit):
-                ends += [ends_at(key) for key in self._ends.get(keys.before(place), ())
-                         if beyond < ends_at(key) <= keys.count
-                         and keys.end(ends_at(key)) == key]  # fmt: skip
-        return sorted(ends, reverse=True)
+                stops += [stops_at(key) for key in self._stops.get(keys.before(place), ())
+                         if beyond < stops_at(key) <= keys.count
+                         and keys.at_stop(stops_at(key)) == key]  # fmt: skip
+        return sorted(stops, reverse=True)
 
-    def _list_ends(self) -> None:
-        """Find all ends that the tier has; those that it has no more are forgotten."""
+    def _list_stops(self) -> None:
+        """Find all stops that the tier has; those that it has no more are forgotten."""
         with self._lock:
-            self._ends = {}
+            self._stops = {}
             for _, key in self._tier.names():
-                self._note_end(key)
+                self._note_stop(key)
 
-    def _note_end(self, key: bytes | None) -> None:
+    def _note_stop(self, key: bytes | None) -> None:
         before = None if key is None else comes_after(key)
         if key is not None and before is not None:
-            self._ends.setdefault(before, set()).add(key)
+            self._stops.setdefault(before, set()).add(key)
 
     def _pin(self, rows: Rows, tokens: int) -> FoundPrefix | None:
         with ExitStack() as pinned:

@@ -57,6 +57,25 @@ needs. Got vLLM 0.9.0 without KVConnectorBase_V1.bind_connector_metadata. Use vL
         )
 
 
+def lacking_name(missing: ImportError) -> Exception:
+    """The refusal of a vLLM that lacks what the connector imports; else the error as it is.
+
+    >>> gone = ImportError("cannot import name 'SupportsHMA' from 'vllm.base'", name="vllm.base")
+    >>> raise lacking_name(gone)
+    Traceback (most recent call last):
+    kvatlas.errors.AtlasError: vLLM's connector interface lacks a name that this connector \
+imports. Got cannot import name 'SupportsHMA' from 'vllm.base'. Use vLLM 0.32. [engine_refuses]
+    """
+    if not (missing.name or "").startswith("vllm."):
+        return missing
+    return AtlasError(
+        Code.ENGINE_REFUSES,
+        "vLLM's connector interface lacks a name that this connector imports",
+        got=str(missing),
+        hint=f"Use vLLM {'.'.join(map(str, KNOWN))}",
+    )
+
+
 def check_managers(kv_cache_manager: Any) -> None:
     """Refuse a cache manager that does not say which of a request's blocks are cached."""
     managers = getattr(getattr(kv_cache_manager, "coordinator", None), "single_type_managers", ())

@@ -22,7 +22,7 @@ class TierScheduler:
         self._tier = tier
         self._ahead = max(0, ahead)
         """Last tokens of a request of which drafters keep a guess."""
-        # A drafter's guesses move a recurrent state on, and an end must be exactly where it is.
+        # A drafter's guesses move a recurrent state on, and a stop must be exactly where it is.
         self.keeps = not (tier.partial and (self._ahead or (guesses and tier.recurrent)))
         self._found: dict[str, Future[FoundPrefix | None] | None] = {}
         """What was found of requests that wait; None for nothing, or what was read before."""

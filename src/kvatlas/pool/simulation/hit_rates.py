@@ -79,13 +79,15 @@ def simulate(
     checkpoints: str | None = None,
     cost: PrefillCost | None = None,
     arrivals: bool = False,
+    by_group: bool | None = None,
     progress: Progress | None = None,
 ) -> HitRates:
     """Replay a trace through the pools of a plan.
 
     Plans of policy vllm keep a checkpoint at every block and let go group by group, as vLLM
-    does; others keep them at branch points and let go from the end on. Without `arrivals`
-    one request follows the other; with them, requests under way hold their blocks.
+    does; others keep them at branch points and let go from the end on; `checkpoints` and
+    `by_group` say otherwise. Without `arrivals` one request follows the other;
+    with them, requests under way hold their blocks.
     """
     kept = checkpoints or ("branch-points" if plan.policy == "atlas" else "every-block")
     if eviction not in EVICTIONS:
@@ -94,7 +96,8 @@ def simulate(
         raise AtlasError(Code.UNKNOWN_POLICY, problem, got=repr(eviction[:60]), hint=hint)
     model = PoolModel.of(plan)
     spans = spans_of(trace, model.step)
-    policy = ReplayPolicy(eviction, checkpoint_policy(kept), by_group=plan.policy != "atlas")
+    in_turn = plan.policy != "atlas" if by_group is None else by_group
+    policy = ReplayPolicy(eviction, checkpoint_policy(kept), by_group=in_turn)
     held = model.in_flight(trace.lengths + trace.outputs, np.diff(spans.starts))
     saved = _saved(model, cost)
     waited = 0.0

@@ -198,8 +198,22 @@ class Replay:
         return any(need > blocks for need, blocks in zip(needs, self._blocks, strict=True))
 
     def _store(self, request: int, parts: list[Ints]) -> None:
-        """Entries come in, and then whatever goes first leaves, be it one of them."""
+        """Entries come in, and then whatever goes first leaves, be it one of them.
+
+        Head first they come in one after the other: what was there may be gone, and have to
+        come in again, when its turn comes.
+        """
         entries, places = self._in_order(self.spans.of_request(request), parts)
+        while len(entries):
+            here = self._present[entries]
+            count = len(entries)
+            if self.policy.head_first:
+                count = int(np.argmax(here != here[0])) or count
+            self._bring(request, entries[:count], places[:count])
+            entries, places = entries[count:], places[count:]
+        self.outcome.peak = max(self.outcome.peak, sum(self._used))
+
+    def _bring(self, request: int, entries: Ints, places: Ints) -> None:
         new = entries[~self._present[entries]]
         self._present[new] = True
         self._rank(request, entries, places)
@@ -208,7 +222,6 @@ class Replay:
             over = self._used[pool] - self._blocks[pool]
             if over > 0:
                 self._drop(pool, eviction.victims(over, self._pinned))
-        self.outcome.peak = max(self.outcome.peak, sum(self._used))
 
     def _in_order(self, spans: Ints, parts: list[Ints]) -> tuple[Ints, Ints]:
         """(entries, their places along the request), the first to go first."""
