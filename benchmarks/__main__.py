@@ -6,6 +6,7 @@ from benchmarks import (
     handing_over,
     kernels,
     planning,
+    pool,
     pulling,
     routes,
     tier,
@@ -14,6 +15,7 @@ from benchmarks import (
 
 geometry.main()
 planning.main()
+pool.main()
 routes.main()
 converting.main()
 kernels.main()

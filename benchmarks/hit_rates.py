@@ -28,6 +28,8 @@ MODELS = (
 HYBRIDS = MODELS[:2]
 TRACES = ("coding_agents", "synthetic_trace.jsonl", "conversation_trace.jsonl")
 SHARES = (8, 4, 2)
+SHORT = 32
+"""Hybrids are also looked at where memory is shorter."""
 CHOICES = (
     ("every-block", "lru"),
     ("branch-points", "lru"),
@@ -115,7 +117,7 @@ def _lines(task: tuple[Path, str]) -> tuple[list[Line], float]:
     memory = whole_memory(model, trace)
     found = []
     ceiling = 0.0
-    for share in SHARES:
+    for share in (SHORT, *SHARES) if model in HYBRIDS else SHARES:
         theirs, ours = (made(model, memory // share, policy) for policy in ("vllm", "atlas"))
         first = simulate(theirs, trace, checkpoints="every-block", by_group=True)
         ceiling = first.ceiling

@@ -134,6 +134,17 @@ def test_requests_that_never_overlap_find_what_they_find_one_after_the_other(see
         assert kept == crowd._used
 
 
+def test_a_share_of_the_memory_is_a_pool_of_its_own() -> None:
+    trace = read_trace(SAMPLE)
+    spans = Spans.of(trace, 256)
+    shared = PoolModel(256, (LayerClass("all", 0, 1), LayerClass("state", 0, 4)), (200,))
+    apart = PoolModel(256, (LayerClass("all", 0, 1), LayerClass("state", 1, 4)), (150, 50))
+    within = ReplayPolicy(checkpoints=checkpoint_policy("every-block-within-25"))
+    found = Replay(shared, spans, within).run()
+    assert found.hits.tolist() == Replay(apart, spans, ReplayPolicy()).run().hits.tolist()
+    assert found.hits.tolist() != Replay(shared, spans, ReplayPolicy()).run().hits.tolist()
+
+
 def saved_of(model: PoolModel) -> Any:
     return lambda one, places: np.array(
         [worth(model.classes.index(one), int(place)) for place in places]

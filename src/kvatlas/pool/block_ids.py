@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import natural
 from kvatlas.pool.eviction import Eviction, Use
 
 GONE = -1
@@ -118,7 +117,6 @@ class BlockIds:
 
     def keep(self, block: int) -> None:
         """What a block holds stays when its last owner goes, until it is evicted."""
-        natural(block, "a block")
         if not self._owners[block]:
             raise _without_owner(block)
         self._kept.add(block)

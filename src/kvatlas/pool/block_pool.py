@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import ceil_div, integer
-from kvatlas.planning import Plan
+from kvatlas.planning import Group, Plan
 from kvatlas.pool.block_ids import GONE, BlockIds
 from kvatlas.pool.checkpoints import Checkpoints, EveryBlock, Prompt
 from kvatlas.pool.eviction import EVICTIONS
@@ -111,8 +111,8 @@ class BlockPool:
         }
         """The ids of each pool, by its index."""
         self._requests: dict[Hashable, _Request] = {}
-        self._found: dict[tuple[int, bytes], int] = {}
-        """The block of a group's hash."""
+        self._found: list[dict[bytes, int]] = [{} for _ in plan.groups]
+        """By group, the block of a hash."""
         self._names: dict[tuple[int, int], tuple[int, bytes]] = {}
         """What a block of a pool is found by."""
         self._seen: dict[bytes, None] = {}
@@ -142,8 +142,10 @@ class BlockPool:
         longest = max(len(chain) - 1, 0) // self._step * self._step
         for index, group in enumerate(self.plan.groups):
             if group.kind != "recurrent" and group.visibility.first(longest) == 0:
-                have = 0
-                while have < longest and (index, chain.at(have + group.block)) in self._found:
+                found, have = self._found[index], 0
+                for digest in chain.ends(group.block, 0, longest // group.block):
+                    if digest not in found:
+                        break
                     have += group.block
                 longest = have // self._step * self._step
         while longest and not self._serves(chain, longest):
@@ -152,10 +154,14 @@ class BlockPool:
 
     def _serves(self, chain: HashChain, tokens: int) -> bool:
         return all(
-            (index, chain.at((entry + 1) * group.block)) in self._found
+            digest in self._found[index]
             for index, group in enumerate(self.plan.groups)
-            for entry in needed_blocks(group, tokens)
+            for digest in self._digests(group, chain, needed_blocks(group, tokens))
         )
+
+    @staticmethod
+    def _digests(group: Group, chain: HashChain, entries: range) -> list[bytes]:
+        return chain.ends(group.block, entries.start, entries.stop)
 
     def stops(self, request: Hashable, tokens: int) -> list[int]:
         """Where to pause on the way to `tokens` tokens, so that states can be kept there."""
@@ -177,7 +183,7 @@ class BlockPool:
         tables: list[list[int]] = []
         for index, group in enumerate(self.plan.groups):
             needed = needed_blocks(group, hit)
-            blocks = [self._found[index, chain.at((one + 1) * group.block)] for one in needed]
+            blocks = [self._found[index][one] for one in self._digests(group, chain, needed)]
             self.ids[group.pool].share(blocks)
             recurrent = group.kind == "recurrent"
             tables.append(blocks if recurrent else [GONE] * needed.start + blocks)
@@ -261,7 +267,8 @@ class BlockPool:
 
     def clear(self) -> None:
         """Find nothing any more; requests under way keep their blocks."""
-        self._found.clear()
+        for found in self._found:
+            found.clear()
         self._names.clear()
         self._seen.clear()
         for ids in self.ids.values():
@@ -278,13 +285,12 @@ class BlockPool:
 
     def _count_seen(self, chain: HashChain) -> int:
         """The longest prefix that was asked for before; from now on this one was, too."""
-        ends = range(self._step, len(chain) + 1, self._step)
-        seen = 0
-        for end in ends:
-            if chain.at(end) not in self._seen:
-                break
-            seen = end
-        self._seen.update((chain.at(end), None) for end in ends if end > seen)
+        if not self.checkpoints.asks_for_seen:
+            return 0
+        digests = chain.ends(self._step, 0, len(chain) // self._step)
+        count = next((n for n, one in enumerate(digests) if one not in self._seen), len(digests))
+        seen = count * self._step
+        self._seen.update(dict.fromkeys(digests[count:]))
         while len(self._seen) > self._most_seen:
             del self._seen[next(iter(self._seen))]
         return seen
@@ -353,10 +359,13 @@ class BlockPool:
                 if tokens in ends:
                     kept_state |= self._name(index, asked.chain.at(tokens), table[0])
                 continue
-            entries = {*range(asked.computed // group.block, tokens // group.block)}
-            if group.visibility != Visibility():
-                entries = {entry for end in ends for entry in needed_blocks(group, end)}
-            for entry in sorted(entries):
+            if group.visibility == Visibility():
+                first, stop = asked.computed // group.block, tokens // group.block
+                digests = asked.chain.ends(group.block, first, stop)
+                for digest, block in zip(digests, table[first:stop], strict=True):
+                    self._name(index, digest, block)
+                continue
+            for entry in sorted({entry for end in ends for entry in needed_blocks(group, end)}):
                 if table[entry] != GONE:
                     self._name(index, asked.chain.at((entry + 1) * group.block), table[entry])
         return kept_state
@@ -372,13 +381,15 @@ class BlockPool:
     def _name(self, index: int, digest: bytes, block: int) -> bool:
         """Have a block found by this hash, unless another is, or it is found by one already."""
         pool = self.plan.groups[index].pool
-        if (index, digest) in self._found or (pool, block) in self._names:
+        found = self._found[index]
+        if digest in found or (pool, block) in self._names:
             return False
-        self._found[index, digest] = block
+        found[digest] = block
         self._names[pool, block] = (index, digest)
         self.ids[pool].keep(block)
         return True
 
     def _lost(self, pool: int, blocks: list[int]) -> None:
         for block in blocks:
-            del self._found[self._names.pop((pool, block))]
+            index, digest = self._names.pop((pool, block))
+            del self._found[index][digest]

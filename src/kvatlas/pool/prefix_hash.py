@@ -59,22 +59,34 @@ class HashChain:
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens."""
-        waiting = [*self._open, *tokens]
+        waiting = [*self._open, *tokens] if self._open else tokens
         whole = len(waiting) // self.grain
         try:
-            rows = np.array(waiting[: whole * self.grain], np.int64).reshape(whole, self.grain)
+            rows = np.array(waiting[: whole * self.grain], np.int64).tobytes()
         except (OverflowError, TypeError, ValueError):
             hint = f"Tokens are whole numbers below {_MOST}"
             raise AtlasError(Code.NOT_AN_INTEGER, got=repr(waiting)[:80], hint=hint) from None
-        for row in rows:
-            digest = blake2b(self._links[-1], digest_size=DIGEST)
-            digest.update(row.tobytes())
-            end = len(self._links) * self.grain
-            while self._added < len(self._media) and self._media[self._added][0] < end:
-                digest.update(msgspec.msgpack.encode(self._media[self._added]))
-                self._added += 1
-            self._links.append(digest.digest())
-        self._open = waiting[whole * self.grain :]
+        link, size = self._links[-1], 8 * self.grain
+        for start in range(0, len(rows), size):
+            text = link + rows[start : start + size]
+            if self._added < len(self._media):
+                text += self._media_before(len(self._links) * self.grain)
+            link = blake2b(text, digest_size=DIGEST).digest()
+            self._links.append(link)
+        self._open = list(waiting[whole * self.grain :])
+
+    def _media_before(self, end: int) -> bytes:
+        """Images and sounds that begin before a token, and have not joined a block yet."""
+        joined = b""
+        while self._added < len(self._media) and self._media[self._added][0] < end:
+            joined += msgspec.msgpack.encode(self._media[self._added])
+            self._added += 1
+        return joined
+
+    def ends(self, block: int, start: int, stop: int) -> list[bytes]:
+        """The hashes at the ends of blocks `start` to `stop`, of so many tokens each."""
+        step = block // self.grain
+        return self._links[(start + 1) * step : stop * step + 1 : step]
 
     def at(self, tokens: int) -> bytes:
         """The hash of the first `tokens` tokens: a multiple of the grain."""

@@ -8,6 +8,7 @@ checkpoint is both. Each costs memory, so which to keep is a policy.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +40,8 @@ class Checkpoints:
 
     share: float | None = None
     """Part of the memory that checkpoints may take at most; all of it where nothing is said."""
+    asks_for_seen: ClassVar[bool] = False
+    """Whether it chooses by what earlier requests began with."""
 
     def __post_init__(self) -> None:
         if self.share is not None and not 0 < self.share < 1:

@@ -14,6 +14,8 @@ class BranchPoints(Checkpoints):
     second request comes past it.
     """
 
+    asks_for_seen = True
+
     def positions(self, prompt: Prompt) -> Positions:
         """At most two."""
         chosen = np.unique([min(prompt.seen, prompt.end), prompt.end])

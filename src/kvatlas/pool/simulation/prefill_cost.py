@@ -30,7 +30,7 @@ class PrefillCost:
 
     >>> cost = PrefillCost(per_token=10.0, pairs=((None, 2.0), (4, 1.0)))
     >>> cost.flops(np.array([0, 10]), np.array([10, 12]))
-    array([234.,  74.])
+    array([244.,  74.])
     """
 
     per_token: float

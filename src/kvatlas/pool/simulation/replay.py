@@ -70,8 +70,8 @@ class Replay:
         self._pinned = np.zeros(entries, bool)
         self._seen = np.zeros(spans.count, bool)
         self._sizes = np.array([one.blocks for one in model.classes], np.int64)
-        ends = np.arange(int(np.diff(spans.starts).max(initial=0)) + 1)
-        self._first = [one.first(ends, spans.step) for one in model.classes]
+        self._places = np.arange(int(np.diff(spans.starts).max(initial=0)) + 1)
+        self._first = [one.first(self._places, spans.step) for one in model.classes]
         """By class, the first span that is needed to go on behind so many."""
         kind = EVICTIONS[policy.eviction]
         self._evictions = [kind(entries, self._size) for _ in self._blocks]
@@ -156,11 +156,11 @@ class Replay:
         parts = []
         for one, first in zip(self.model.classes, self._first, strict=True):
             if one.needs == "all":
-                parts.append(np.arange(len(spans)))
+                parts.append(self._places[: len(spans)])
             elif one.needs == "state":
                 parts.append(ends - 1)
             elif len(ends) and _is_range(ends, first):
-                parts.append(np.arange(first[ends[0]], ends[-1]))
+                parts.append(self._places[first[ends[0]] : ends[-1]])
             else:
                 edges = np.bincount(first[ends], minlength=len(spans) + 1)
                 edges -= np.bincount(ends, minlength=len(spans) + 1)
