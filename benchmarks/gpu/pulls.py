@@ -193,7 +193,7 @@ def grids_of(node: Node, session: Session, rank: int) -> tuple[Any, Any]:
     peer = next(one for one in session.peers if one.rank == rank)
     blocks = scattered(node.plan, TOKENS), scattered(peer.plan, TOKENS)
     stream: Any = node.stream(peer, *blocks, (0, TOKENS), None, incoming=True)
-    return session.link(rank), list(stream.grids())
+    return session.link(rank), stream.grids()
 
 
 def tokens_of(cache: Cache, layer: str) -> torch.Tensor:

@@ -17,8 +17,9 @@ def engine_label(options: dict[str, Any]) -> str:
     >>> engine_label({"block_size": 64, "tensor_parallel_size": 2})
     'block 64, tp 2'
     """
-    ranks = options.get("tensor_parallel_size", 1)
-    return f"block {options['block_size']}" + (f", tp {ranks}" if ranks > 1 else "")
+    tp, pp = (options.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline"))
+    ranks = "".join(f", {name} {size}" for name, size in (("tp", tp), ("pp", pp)) if size > 1)
+    return f"block {options['block_size']}{ranks}"
 
 
 @dataclass

@@ -20,7 +20,7 @@ def pull_direct(lease: RankLease, stream: Stream, behind: int | None) -> None:
     total = stream.nbytes
     if lease.connection.link.adds:
         with lease.node.metrics.phase("direct"):
-            lease.read_grids(list(stream.grids()), behind)
+            lease.read_grids(stream.grids(), behind)
         lease.transfer.add(lease.rank, total)
         return
     batch = max(4096, min(_BATCH, total * _BATCH_RUNS // max(1, stream.runs)))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 
 import numpy as np
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.routing import ConvertedStream
+from kvatlas.routing import ConvertedStream, Stream
 from kvatlas.wire import protocol
 from kvatlas.wire.client.direct import pull_direct
 from kvatlas.wire.client.link_costs import should_stage
@@ -95,16 +97,31 @@ class RankTransfer:
 
     def _move_layers(self) -> None:
         lease = self.lease
-        for name in self._streamed_layers():
-            layer = lease.stream([name])
-            if isinstance(layer, ConvertedStream):
-                raise protocol.bad_handshake("a route that converts one layer, and not all")
+        for name, layer in self._bound_layers():
             if layer.nbytes:  # else another rank has it
                 pull_direct(lease, layer, lease.await_layer(name))
             if not self.wanted.checksums:
                 # What was read counts once the source confirms that it still held it.
                 lease.renew()
                 self.transfer.add_layer(lease.rank, name)
+
+    def _bound_layers(self) -> Iterator[tuple[str, Stream]]:
+        """Layers and their bytes, each bound while the one before it is read."""
+        names = self._streamed_layers()
+        bind = self.lease.connection.beside.submit
+        coming = [bind(self._layer_stream, name) for name in names[:1]]
+        for name, later in zip_longest(names, names[1:]):
+            coming += [bind(self._layer_stream, later)] if later else []
+            yield name, coming.pop(0).result()
+
+    def _layer_stream(self, name: str) -> Stream:
+        """The bytes of one layer, with its runs as sums where they will be asked for."""
+        stream = self.lease.stream([name])
+        if isinstance(stream, ConvertedStream):
+            raise protocol.bad_handshake("a route that converts one layer, and not all")
+        if self.lease.connection.link.adds:
+            stream.grids()
+        return stream
 
     def _streamed_layers(self) -> list[str]:
         layers = self.node.route_from(self.lease.connection.peer).layers
