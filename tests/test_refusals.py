@@ -206,6 +206,9 @@ def test_every_code_has_a_way_to_it() -> None:
         Code.UNLIKE_MODELS, Code.UNLIKE_LAYERS, Code.UNLIKE_DTYPES, Code.MISSING_LAYERS,
         Code.NOT_A_SOURCE, Code.BAD_TOKENS, Code.MISSING_BLOCKS, Code.TWICE,
     }  # fmt: skip
+    elsewhere |= {  # tests/routing/test_conversion.py, tests/wire/test_conversion.py
+        Code.BAD_CONVERSION, Code.CANNOT_CONVERT, Code.MISSING_SCALES, Code.UNLIKE_CONVERSIONS,
+    }  # fmt: skip
     elsewhere |= {  # tests/wire
         Code.DEADLINE, Code.PEER_LOST, Code.WIRE_FAILED, Code.BAD_HANDSHAKE, Code.BAD_SIGNATURE,
         Code.UNLIKE_VERSIONS, Code.UNKNOWN_SESSION, Code.UNKNOWN_REQUEST, Code.LEASE_EXPIRED,
@@ -215,6 +218,7 @@ def test_every_code_has_a_way_to_it() -> None:
     elsewhere |= {  # tests/engines/test_cache.py
         Code.NO_BLOCKS, Code.ENGINE_REFUSES, Code.CANNOT_TAKE_BACK,
     }  # fmt: skip
+    elsewhere |= {Code.BAD_TRACE}  # tests/pool/test_traces.py
     elsewhere |= {Code.UNWRITABLE}  # tests/maps/test_map.py
     elsewhere |= {Code.WRONG_DEVICE, Code.NO_KERNEL}  # tests/kernels/triton/test_refusals.py
     assert {code for code, _ in REFUSALS} | elsewhere == set(Code)

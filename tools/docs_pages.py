@@ -71,6 +71,7 @@ for page, name in COPIES.items():
 
 with mkdocs_gen_files.open("api/index.md", "w") as index:
     index.write("# API\n\nWhat each package offers; everything else may change.\n\n")
+    shown: dict[str, set[str]] = {}
     for init in sorted(SOURCE.rglob("__init__.py"), key=lambda path: path.parts[:-1]):
         names = offered(init)
         if names is None:
@@ -80,6 +81,11 @@ with mkdocs_gen_files.open("api/index.md", "w") as index:
         page = f"api/{module}.md"
         with mkdocs_gen_files.open(page, "w") as file:
             file.write(f"# `{module}`\n\n::: {module}\n    options: {{members: false}}\n")
-            for name in sorted(set(names) - {"__version__"}, key=str.lower):
-                file.write(f"\n::: {definition(module, name)}\n    options: {SHOWN}\n")
+            found = {definition(module, name): name for name in names if name != "__version__"}
+            # What a room's own page has is not shown again for the package inside that defines it.
+            inside = module.count(".") > 1
+            above = shown.get(module.rpartition(".")[0], set()) if inside else set()
+            shown[module] = set(found)
+            for defined in sorted(set(found) - above, key=lambda one: found[one].lower()):
+                file.write(f"\n::: {defined}\n    options: {SHOWN}\n")
         mkdocs_gen_files.set_edit_path(page, f"../{init.relative_to(ROOT)}")

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.cells import DEVICE, ORDERS, Case, Cell, layers_of, shuffled, small
-from kvatlas.kernels.triton import Staging, tune
+from kvatlas.kernels.triton import BlockConversion, Staging, tune
 from kvatlas.kernels.triton.launch_copy import between, zero_blocks
-from kvatlas.specs import FullAttention, Mamba2
+from kvatlas.specs import FullAttention, Mamba2, TensorScales
 
 MIB = 1 << 20
 MOVED = 1024
@@ -44,6 +44,50 @@ def on_device(source: str, target: str, kib: int, layers: int, choice: dict[str,
         ) and bool((second[-1].tensor == 0xA5).all() or layers == len(second))
 
     return Case([lambda: copy(ids, places, **choice)], 2 * moved * copy.block_bytes, right)
+
+
+def converting(
+    one: str, two: str, orders: tuple[str, str], layers: int, choice: dict[str, Any]
+) -> Case:
+    """Scattered pages of 16 states and 8 heads into pages of another format, in one launch."""
+    ends = [
+        FullAttention(heads=8, head_dim=128, cache="fp8" if name == "fp8" else "auto")
+        for name in (one, two)
+    ]
+    pages = [spec.page(16).nbytes for spec in ends]
+    moved = (16 if small() else MOVED) * MIB // max(pages) // layers
+    first, second = (
+        layers_of(spec, order, block=16, blocks=2 * moved)
+        for spec, order in zip(ends, orders, strict=True)
+    )
+    for layer in first:
+        for view in layer.fields.values():
+            view.copy_(torch.randn(view.shape[1:], device=DEVICE).to(view.dtype))
+    ids, places = shuffled(moved, 2 * moved, 1), shuffled(moved, 2 * moved, 2)
+    scales = [TensorScales(0.5, 0.5)] * layers
+    convert = BlockConversion(
+        first[:layers], second[:layers],
+        src_scales=scales if one == "fp8" else (), dst_scales=scales if two == "fp8" else (),
+    )  # fmt: skip
+    factor = 0.5 if one == "fp8" else 2.0
+
+    def right() -> bool:
+        second[0].buffer.fill_(0xA5)
+        convert(ids, places, **choice)
+        left = torch.ones(2 * moved, dtype=torch.bool, device=DEVICE)
+        left[places.long()] = False
+        for a, b in zip(first[:layers], second[:layers], strict=True):
+            for name in ("k", "v"):
+                axes = [a.place(name).axes.index(axis) for axis in b.place(name).axes]
+                wanted = a.field(name).permute(axes)[ids.long()].float() * factor
+                stored = wanted.to(b.field(name).dtype)
+                if not torch.equal(b.field(name)[places.long()].float(), stored.float()):
+                    return False
+            if not bool((b.tensor[left] == 0xA5).all()):
+                return False
+        return True
+
+    return Case([lambda: convert(ids, places, **choice)], moved * layers * sum(pages), right)
 
 
 def to_or_from_host(
@@ -148,6 +192,15 @@ def cells() -> list[Cell]:
             partial(on_device, source, target, 32, 4), bar=0.9,
         )
         for source, target in (("LBNHC", "BLHNC"), ("BHLNC", "LBHNC"), ("BLNHC", "BLNHC"))
+    ]  # fmt: skip
+    table += [
+        Cell(
+            f"converting on the device, {one} to {two}", f"{source} to {target}, {layers} layers",
+            partial(converting, one, two, (source, target), layers), bar=0.8,
+        )
+        for one, two in (("bf16", "fp8"), ("fp8", "bf16"))
+        for source, target in (("LBNHC", "LBNHC"), ("LBNHC", "BHLNC"), ("BHLNC", "LBNHC"))
+        for layers in (1, 4)
     ]  # fmt: skip
     table += [
         Cell("copy of Mamba2 states", f"{one} to {other}", partial(states, one, other, False))

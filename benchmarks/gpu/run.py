@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.gpu import attention, ceilings, copies, tables, writes
+from benchmarks.gpu import attention, ceilings, copies, pulls, tables, writes
 from benchmarks.gpu.cells import Cell, Measured, measure
 
 JOBS = 12
@@ -184,6 +184,8 @@ def main() -> None:
     known |= {name: max(figure, known[name]) for name, figure in links().items()}
     unlike = apart(results)
     _show(results, known, unlike, given.all)
+    if not given.only:
+        pulls.main([])
     if given.json:
         given.json.write_text(json.dumps(_record(results, known, unlike), indent=1))
 

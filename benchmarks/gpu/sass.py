@@ -1,6 +1,6 @@
 """What a kernel becomes on a chip that is not here: compiled for Hopper, its loops counted.
 
-`python -m benchmarks.gpu.sass decode=fp8 write=auto copy latent=auto prefill=auto` prints for
+`python -m benchmarks.gpu.sass decode=fp8 write=auto copy runs latent=auto prefill=auto` prints for
 each kernel that a call would launch its registers, the bytes that it spills, its shared
 memory, and what its longest loop consists of. Nothing is run, and no GPU is asked for.
 """
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+import numpy as np
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -26,7 +27,15 @@ from triton.runtime import driver, jit
 from benchmarks.gpu import tables
 from kvatlas.cache import LayerCache
 from kvatlas.geometry import Layout
-from kvatlas.kernels.triton import attend, attend_latent, copy_blocks, tune, write
+from kvatlas.kernels import copy_address_runs, place_starts
+from kvatlas.kernels.triton import (
+    BlockConversion,
+    attend,
+    attend_latent,
+    copy_blocks,
+    tune,
+    write,
+)
 from kvatlas.kernels.triton import storage_formats as formats
 from kvatlas.specs import FullAttention, LatentAttention, Spec
 
@@ -112,7 +121,7 @@ def elsewhere() -> Iterator[list[Compiled]]:
     with ExitStack() as stack:
         for module, name, value in (
             (jit.JITFunction, "run", compile_only),
-            (formats, "_takes_ptx", lambda _: True),
+            (formats, "takes_ptx", lambda _: True),
             (formats, "dot_of", lambda q: formats._OF_TORCH[q.dtype]),
             (tune, "architecture", lambda _: "hopper"),
             (tune, "processors", lambda _: PROCESSORS),
@@ -162,12 +171,30 @@ def move(_: str) -> None:
     copy_blocks(_layer(spec), ids, _layer(spec, "LBHNC"), ids)
 
 
+def runs(programs: str) -> None:
+    """From a large address to one that fits in 32 bits, as the host's may."""
+    starts = place_starts(np.arange(256) * 4096, np.arange(256) * 8192, "cpu")
+    spans = np.arange(8192) * 65536
+    sizes = np.full(8192, 512)
+    many = int(programs) if programs.isdigit() else 0
+    copy_address_runs(1 << 40, 1 << 30, starts, (spans, spans, sizes), programs=many)
+
+
+def convert(cache: str) -> None:
+    """bf16 into a format."""
+    spec, ids = FullAttention(heads=8, head_dim=128), torch.arange(4, dtype=torch.int32)
+    other = FullAttention(heads=8, head_dim=128, cache=cache)
+    BlockConversion([_layer(spec)], [_layer(other, "LBHNC")])(ids, ids)
+
+
 CALLS: dict[str, Callable[[str], None]] = {
     "decode": decode,
     "prefill": lambda cache: decode(cache, 60),
     "latent": latent,
     "write": put,
     "copy": move,
+    "runs": runs,
+    "convert": lambda cache: convert("fp8" if cache == "auto" else cache),
 }
 
 

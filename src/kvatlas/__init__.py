@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvatlas.maps import Map, map  # noqa: A004
     from kvatlas.models import Model
     from kvatlas.planning import Plan, fit, plan
+    from kvatlas.pool import BlockPool
     from kvatlas.routing import Route, route
     from kvatlas.tier import Tier
     from kvatlas.wire import Node, Session
@@ -34,6 +35,7 @@ _ROOMS = {
     "models": ("Model",),
     "planning": ("Plan", "fit", "plan"),
     "cache": ("Cache", "allocate", "bind"),
+    "pool": ("BlockPool",),
     "routing": ("Route", "route"),
     "wire": ("Node", "Session"),
     "tier": ("Tier",),
@@ -43,6 +45,7 @@ _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 
 __all__ = [
     "AtlasError",
+    "BlockPool",
     "Cache",
     "Code",
     "DType",

@@ -84,6 +84,13 @@ class Code(StrEnum):
     UNLIKE_MODELS = "unlike_models", "The two plans cache different models"
     UNLIKE_LAYERS = "unlike_layers", "A layer keeps different things in the two plans"
     UNLIKE_DTYPES = "unlike_dtypes", "A layer is kept in different dtypes in the two plans"
+    BAD_CONVERSION = (
+        "bad_conversion",
+        "The conversion that was asked for is not the one between the two plans",
+    )
+    CANNOT_CONVERT = "cannot_convert", "A layer's content cannot be converted"
+    MISSING_SCALES = "missing_scales", "A format with one scale for the tensor was given none"
+    UNLIKE_CONVERSIONS = "unlike_conversions", "The two ends did not agree on one conversion"
     MISSING_LAYERS = "missing_layers", "One plan has layers that the other lacks"
     NOT_A_SOURCE = "not_a_source", "The source rank does not hold what was chosen from it"
     BAD_TOKENS = "bad_tokens", "The token range is reversed or past the greatest length"
@@ -104,6 +111,7 @@ class Code(StrEnum):
     CHECKSUM = "checksum", "Bytes were changed: their checksums differ"
     CANCELLED = "cancelled", "The transfer was cancelled"
     MISSING_EXTRA = "missing_extra", "A library is not installed"
+    BAD_TRACE = "bad_trace", "A trace contradicts itself, or is in no form that is known"
     NO_BLOCKS = "no_blocks", "The pool has no free block"
     ENGINE_REFUSES = "engine_refuses", "The engine's layers, masks or padding cannot be served"
     CANNOT_TAKE_BACK = "cannot_take_back", "What the tokens saw is no longer kept"

@@ -30,7 +30,7 @@ _GIVING_UP = 2.0
 STOPPABLE = {
     kind.name: replace(kind, settings={**kind.settings, "MC_TRANSFER_TIMEOUT": "5"})
     for kind in (*KINDS, OVER_TCP)
-    if kind.needs_peer
+    if kind.needs_peer and kind.name != "tcp"  # whose reads are over once they are given up
 }
 
 
@@ -53,7 +53,7 @@ def stopped_reads(transport: str, tries: int, *, patient: bool = True) -> tuple[
 
 def _kept(kind: Kind, *, sever: bool, patient: bool) -> bool:
     """Whether memory stays as its next owner leaves it."""
-    near = End(kind.name, {}, {0: POOL})
+    near = End(kind.name, dict(kind.options), {0: POOL})
     with _source(kind) as peer:
         link = near.transport.connect(peer.metadata, peer.regions)
         handle = in_mid_read(near, peer, link.read)

@@ -37,7 +37,7 @@ WIRES = {
     wire.label: wire
     for wire in (
         Wire("shm", "shm"),
-        Wire("nixl-tcp", "nixl", {**_NO_IB, "UCX_TLS": "tcp"}),
+        Wire("tcp", "tcp"),
         Wire("nixl", "nixl", _NO_IB),
         Wire("mooncake", "mooncake", {"MC_TRANSFER_TIMEOUT": "3"}),
     )

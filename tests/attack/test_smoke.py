@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.attack.claims import Attack
 from tests.attack.forged import forged_messages
-from tests.attack.long_contexts import thin
+from tests.attack.long_contexts import thin, wide
 from tests.attack.plans import WIRES
 from tests.attack.proxy import Proxy
 from tests.attack.soak import Soak
@@ -27,6 +27,9 @@ def test_forged_messages_change_nothing() -> None:
 def test_a_long_request_takes_little_memory_beside_its_pools() -> None:
     result = thin(1 << 17)
     assert result["held"], result
+    for name in ("Gemma-3-27B", "Qwen3.5-397B-A17B", "DeepSeek-V4-Flash", "Mamba2-2.7B"):
+        result = wide(name, 4_000)
+        assert result["held"], result
 
 
 def test_a_soak_notices_what_is_left_open(tmp_path: Path) -> None:

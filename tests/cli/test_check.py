@@ -105,3 +105,17 @@ def test_reading_a_plan_gives_it_back(tmp_path: Path) -> None:
     made = plan("DeepSeek-V3.2", memory="20GiB", tp=2)
     path.write_bytes(made.to_json())
     assert read_plan(str(path)) == made
+
+
+def test_a_conversion_is_shown_with_its_price() -> None:
+    ends = ("check", "Qwen3-8B", "--from", "kv-dtype=fp8", "--tokens", "64")
+    assert "convert='fp8->bf16'" in " ".join(kvatlas(*ends).stdout.split())
+    text = shown(*ends, "--convert", "fp8->bf16")
+    assert "fp8->bf16" in text
+    assert "destination" in text
+    answer = said(*ends, "--convert", "fp8_e4m3 -> bfloat16")
+    assert [change["way"] for change in answer["conversion"]] == ["elements"]
+    assert all(pair["stage"] for pair in answer["pairs"])
+    wrong = kvatlas(*ends, "--convert", "fp8->fp32")
+    assert wrong.exit_code == 1
+    assert "bad_conversion" in wrong.stdout

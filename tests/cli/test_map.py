@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.cli.helpers import kvatlas, shown
+from tests.page.large_plan import large_plan
 
 
 def test_a_model_is_drawn_to_a_file(tmp_path: Path) -> None:
@@ -32,17 +33,28 @@ def test_pictures_and_text_go_to_the_terminal() -> None:
     assert "sliding_window" in shown("map", "gpt-oss-20b", "--text")
 
 
+def test_a_plan_of_a_million_blocks_is_drawn(tmp_path: Path) -> None:
+    saved = tmp_path / "large.json"
+    saved.write_bytes(large_plan("BLNHC").to_json())
+    assert "Wrote" in shown("map", str(saved), "-o", str(tmp_path / "map.html"))
+    assert "B 1,000,000 blocks > L 4,096 layers" in shown("map", str(saved), "--text")
+
+
 def test_refusals_are_short_and_coded(tmp_path: Path) -> None:
     good = tmp_path / "good.json"
     shown("plan", "Qwen3-8B", "--save", str(good))
     text = good.read_text()
     damaged = {"cut.json": text[:3000], "wrong.json": text.replace('"page_stride":', '"x":')}
+    layer = text[text.index('{"name":') : text.index("}}") + 2]
+    damaged["layers.json"] = text.replace(layer, ",".join([layer] * 10_000), 1)
     for name, content in damaged.items():
         (tmp_path / name).write_text(content)
     cases = [
         ("unreadable", str(tmp_path / "cut.json")),
         ("bad_plan", str(tmp_path / "wrong.json")),
+        ("bad_plan", str(tmp_path / "layers.json")),
         ("unwritable", "Qwen3-8B", "-o", str(tmp_path / "no" / "map.html")),
+        ("unwritable", "Qwen3-8B", "--svg", "-o", "/dev/full"),
         ("unreadable", str(good), "--to", str(tmp_path / "missing.json")),
         ("unknown_model", "no-such-model"),
         ("", str(good), "--tp", "2"),

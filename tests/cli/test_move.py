@@ -37,8 +37,14 @@ def test_a_table_for_people() -> None:
     ("arguments", "words"),
     [
         (("move", "Qwen3-8B", "--how", "sideways"), "auto, direct or staged"),
-        (("move", "Qwen3-8B", "--transport", "pigeon"), "'pigeon' is none of nixl, mooncake, shm"),
-        (("move", "Qwen3-8B", "--transport", "memory"), "'memory' is none of nixl, mooncake, shm"),
+        (
+            ("move", "Qwen3-8B", "--transport", "pigeon"),
+            "'pigeon' is none of nixl, mooncake, tcp, shm",
+        ),
+        (
+            ("move", "Qwen3-8B", "--transport", "memory"),
+            "'memory' is none of nixl, mooncake, tcp, shm",
+        ),
         (("move", "Qwen3-8B", "--to", "kv-dtype=fp8", "--tokens", "16"), "unlike_dtypes"),
         (("move", "no-such-model"), "unknown_model"),
         (("bench", "nothing"), "only wire"),

@@ -58,9 +58,10 @@ def test_interrupt_is_quiet() -> None:
         [
             sys.executable,
             "-c",
-            "import os, signal, time, kvatlas.cli.commands as app;"
-            "app.layout_facts = lambda: (os.kill(os.getpid(), signal.SIGINT), time.sleep(50));"
-            "import sys; sys.argv = ['kvatlas', 'layouts']; app.run()",
+            "import os, signal, time; from kvatlas.cli import catalogue_commands, commands;"
+            "catalogue_commands.layout_facts = "
+            "lambda: (os.kill(os.getpid(), signal.SIGINT), time.sleep(50));"
+            "import sys; sys.argv = ['kvatlas', 'layouts']; commands.run()",
         ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

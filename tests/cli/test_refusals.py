@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvatlas.cli import commands
+from kvatlas.cli import catalogue_commands
+from kvatlas.cli.commands import app
 from kvatlas.cli.failures import plain
 from kvatlas.errors import Code
 from kvatlas.models import catalogue
@@ -152,7 +153,7 @@ def test_a_defect_is_one_line_and_exit_70(monkeypatch: pytest.MonkeyPatch) -> No
     def broken() -> None:
         raise ZeroDivisionError("one by none")
 
-    monkeypatch.setattr(commands, "layout_facts", broken)
+    monkeypatch.setattr(catalogue_commands, "layout_facts", broken)
     result = kvatlas("layouts")
     assert result.exit_code == 70
     assert result.stdout == ""
@@ -167,8 +168,8 @@ def test_debug_raises_a_defect_as_it_came(monkeypatch: pytest.MonkeyPatch) -> No
     def broken() -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(commands, "layout_facts", broken)
-    result = CliRunner(env={"KVATLAS_DEBUG": "1"}).invoke(commands.app, ["layouts"])
+    monkeypatch.setattr(catalogue_commands, "layout_facts", broken)
+    result = CliRunner(env={"KVATLAS_DEBUG": "1"}).invoke(app, ["layouts"])
     assert isinstance(result.exception, ZeroDivisionError)
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvatlas.engines.transformers.block_allocator import GONE
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import ENGINE_LAYOUTS
+from kvatlas.pool import GONE
 from tests.engines.guarded import Guarded
 from tests.engines.side_by_side import NAME as SIDE_BY_SIDE
 from tests.engines.side_by_side import SideBySide

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import xml.etree.ElementTree as ET
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ import kvatlas
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import ENGINE_LAYOUTS
 from kvatlas.maps.address_lookup import look_up
-from kvatlas.maps.plan_drawing import MOST_LAYERS, draw_plan
+from kvatlas.maps.block_picture import sampled_groups
+from kvatlas.maps.plan_drawing import draw_plan
 from kvatlas.maps.route_drawing import MOST_RUNS
 from kvatlas.planning import Plan, plan
 from kvatlas.routing import check, route
+from tests.page.large_plan import large_plan
 
 KINDS: list[tuple[str, dict[str, Any]]] = [
     ("Qwen3-8B", {"tp": 2}),
@@ -33,6 +36,7 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@cache
 def plans() -> list[Plan]:
     """Every kind in every order that it can have."""
     made = []
@@ -154,26 +158,12 @@ def test_unlike_plans_are_drawn_with_the_reasons() -> None:
     assert data.route.check["reasons"][0]["code"] == "unlike_dtypes"
 
 
-def test_a_plan_of_very_many_layers_is_drawn_in_part_and_says_so() -> None:
-    made = plan("Qwen3-8B", memory="1GiB", max_len=512)
-    (region,) = made.regions
-    many = tuple(
-        msgspec.structs.replace(region.layers[0], name=f"layers.{n}", index=n) for n in range(2000)
-    )
-    (pool,) = made.pools
-    larger = msgspec.structs.replace(
-        made,
-        memory=1 << 50,
-        pools=(msgspec.structs.replace(pool, blocks=10**6, block_bytes=2000 * 65536),),
-        regions=(
-            msgspec.structs.replace(
-                region, layers=many, page_stride=65536 * 10**6, block_stride=65536
-            ),
-        ),
-    )
-    drawn = draw_plan(larger, {})
-    assert drawn.regions[0].left_out == 2000 - MOST_LAYERS
-    assert len(kvatlas.map(larger).html()) < 1_000_000
+def test_a_plan_of_very_many_layers_and_blocks_is_a_page_under_a_megabyte() -> None:
+    for order in ("LBNHC", "BHLNC"):
+        drawn = kvatlas.map(large_plan(order))
+        assert len(drawn.html()) < 1_000_000
+        assert len(drawn.svg()) < 500_000
+        assert len(drawn.text().splitlines()) < 30
 
 
 def test_text_is_read_in_80_columns_and_shows_heads() -> None:
@@ -190,6 +180,22 @@ def test_pictures_are_xml_of_a_readable_size() -> None:
         picture = kvatlas.map(made).svg()
         assert ET.fromstring(picture).tag.endswith("svg")  # noqa: S314
         assert len(picture) < 500_000
+
+
+def test_pictures_of_the_documents_are_what_is_drawn_now() -> None:
+    images = Path(__file__).parents[2] / "docs" / "images"
+    for layout in ENGINE_LAYOUTS:
+        made = plan(images / "small-model.json", memory="64MiB", layout=layout.order)
+        drawn = (images / f"{layout.order}.svg").read_text("utf-8")
+        assert kvatlas.map(made).svg() == drawn, "run make map-pictures"
+
+
+def test_rows_of_a_picture_are_looked_up_inside_of_themselves() -> None:
+    made = plan("DeepSeek-V4-Flash", memory="40GiB")
+    drawn = draw_plan(made, {})
+    for group in sampled_groups(drawn, tuple(map(str, range(999))), 56, piece_columns=1):
+        for row in group.rows:
+            assert row.label != "head 0"  # what a row that ran into the next one was called
 
 
 def test_what_cannot_be_drawn_or_written_is_refused(tmp_path: Path) -> None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
+from base64 import b64decode
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
-import pytest
+
+class NoBrowserError(Exception):
+    """What is missing of a browser that can be driven."""
 
 
 class Browser:
@@ -25,6 +29,10 @@ class Browser:
     def do(self, script: str, *args: Any) -> Any:
         return self.driver.execute_script(script, *args)
 
+    def wait_for(self, script: str, *args: Any) -> Any:
+        """What a script gives to the function that it gets as its last argument."""
+        return self.driver.execute_async_script(script, *args)
+
     def command(self, name: str, **options: Any) -> Any:
         return self.driver.execute_cdp_cmd(name, options)
 
@@ -36,6 +44,17 @@ class Browser:
         """Media features: dark colours, no motion."""
         named = [{"name": k.replace("_", "-"), "value": v} for k, v in features.items()]
         self.command("Emulation.setEmulatedMedia", features=named)
+
+    def picture(self, width: int) -> bytes:
+        """The whole page as PNG."""
+        height = self.do("return document.documentElement.scrollHeight")
+        clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
+        beyond = {"captureBeyondViewport": True, "clip": clip}
+        return b64decode(self.command("Page.captureScreenshot", **beyond)["data"])
+
+    def printed(self) -> bytes:
+        """The page as PDF."""
+        return b64decode(self.command("Page.printToPDF", printBackground=True)["data"])
 
     def point(self, x: float, y: float, kind: str = "mouseMoved") -> None:
         """Move the mouse to a place of the window, or click there."""
@@ -73,11 +92,14 @@ class Browser:
 
 @contextmanager
 def chromium() -> Iterator[Browser]:
-    """A browser, or a skip that says what is missing."""
-    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+    """A browser, or a NoBrowserError that says what is missing."""
+    try:
+        webdriver: Any = import_module("selenium.webdriver")
+    except ImportError as problem:
+        raise NoBrowserError("selenium is not installed") from problem
     program, driver = shutil.which("chromium"), shutil.which("chromedriver")
     if program is None or driver is None:
-        pytest.skip("chromium or chromium-driver is not installed")
+        raise NoBrowserError("chromium or chromium-driver is not installed")
     options = webdriver.ChromeOptions()
     options.binary_location = program
     for flag in ("headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage"):

@@ -371,7 +371,7 @@ def test_bad_calls_are_refused_and_leave_nothing() -> None:
     held = pools(made, 0, 0)
     request: dict[str, Any] = {"blocks": [5], "tokens": 16, "keys": [b"k"]}
     few = {0: held[0][: made.pools[0].nbytes - 1]}
-    elsewhere = {0: Memory(4096, made.pools[0].nbytes, device=1)}
+    few_elsewhere = {0: Memory(4096, made.pools[0].nbytes - 1, "cuda:0")}
     apart = {0: held[0][::2]}
     refusals = [
         (Code.BAD_RANK, lambda: tier.store(held, made, rank=1, **request)),
@@ -381,7 +381,7 @@ def test_bad_calls_are_refused_and_leave_nothing() -> None:
         (Code.OUT_OF_RANGE, lambda: tier.store(held, made, **{**request, "keys": {3: [b"k"]}})),
         (Code.OUT_OF_BOUNDS, lambda: tier.store({}, made, **request)),
         (Code.OUT_OF_BOUNDS, lambda: tier.store(few, made, **request)),
-        (Code.OUT_OF_BOUNDS, lambda: tier.store(elsewhere, made, **request)),
+        (Code.OUT_OF_BOUNDS, lambda: tier.store(few_elsewhere, made, **request)),
         (Code.OUT_OF_BOUNDS, lambda: tier.store(apart, made, **request)),
         (Code.MISSING_BLOCKS, lambda: tier.fetch(held, made, **request)),
     ]

@@ -11,7 +11,9 @@ import pytest
 from tests.vllm.comparing import Undisturbed
 from tests.vllm.verdicts import Verdicts
 
-_NEED_VLLM = ["test_engine*.py", "test_describe.py", "test_interface.py", "preloaded.py"]
+_NEED_VLLM = [
+    "test_engine*.py", "test_describe.py", "test_interface.py", "test_offload.py", "preloaded.py",
+]  # fmt: skip
 collect_ignore_glob = [] if find_spec("vllm") else _NEED_VLLM
 
 _VERDICTS = pytest.StashKey[Verdicts]()

@@ -119,9 +119,19 @@ class Request:
         self._all_token_ids = list(range(tokens))
         self.num_prompt_tokens = tokens
         self.num_computed_tokens = tokens
+        self.num_in_flight_tokens = 0
         self.max_tokens = 8
+        self.cache_salt: str | None = None
         self.kv_transfer_params = params
         self.status = SimpleNamespace(name=status or "FINISHED_LENGTH_CAPPED")
+
+    @property
+    def all_token_ids(self) -> list[int]:
+        return self._all_token_ids
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._all_token_ids)
 
 
 class Blocks:

@@ -26,6 +26,7 @@ from kvatlas.engines.vllm import KVAtlasConnector
 from kvatlas.engines.vllm.connector import KVAtlasEndpoint
 from kvatlas.engines.vllm.connector_stats import COUNTERS, KVAtlasPromMetrics, KVAtlasStats
 from kvatlas.engines.vllm.supported_versions import METHODS, check_version
+from kvatlas.engines.vllm.tier_worker import TierCounts
 from kvatlas.engines.vllm.worker_side import PullCounts
 from tests.vllm.shapes import Config, FullAttentionSpec, Group, vllm_config
 
@@ -83,13 +84,15 @@ def test_as_a_member_of_vllms_multi_connector() -> None:
 
 
 def test_counts_of_ranks_add_up_in_vllms_statistics() -> None:
-    one = KVAtlasStats.of(PullCounts(pulls=1, nbytes=2_000_000, seconds=0.5))
+    kept = TierCounts(tier_loads=2, tier_tokens=640, tier_stores=5)
+    one = KVAtlasStats.of(PullCounts(pulls=1, nbytes=2_000_000, seconds=0.5), kept)
     other = KVAtlasStats.of(PullCounts(pulls=3, failures=1, expired=2))
     assert not one.is_empty()
     assert KVAtlasStats().is_empty()
     both = KVAtlasConnector.build_kv_connector_stats(one.to_dict()).aggregate(other)
     said = both.reduce()
-    assert said == {"Requests read": 4, "Failed": 1, "Expired": 2, "MB": 2.0, "Avg ms": 125.0}
+    read = {"Requests read": 4, "Failed": 1, "Expired": 2, "MB": 2.0, "Avg ms": 125.0}
+    assert said == read | {"From the tier": 2, "Tokens from the tier": 640, "Kept": 5}
     registry = CollectorRegistry()
     kinds = {kind: _in(kind, registry) for kind in (Counter, Gauge, Histogram)}
     config = vllm_config()

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 import msgspec
 import numpy as np
 
+from kvatlas.engines.vllm.ended_requests import Ended
 from kvatlas.engines.vllm.orders import OfferOrder, PullOrder
-from kvatlas.engines.vllm.worker_side import Ended
 from kvatlas.routing import route
 from kvatlas.wire import copy_request
 from tests.vllm.test_worker_side import (

@@ -16,8 +16,9 @@ from kvatlas.engines.vllm import (
     describe_stage,
     join_stages,
 )
+from kvatlas.engines.vllm.ended_requests import Ended
 from kvatlas.engines.vllm.orders import OfferOrder, PullOrder, RemoteRequest, StepOrders
-from kvatlas.engines.vllm.worker_side import Ended, WorkerSide
+from kvatlas.engines.vllm.worker_side import WorkerSide
 from kvatlas.planning import Plan
 from kvatlas.routing import route
 from kvatlas.wire import Memory, copy_request

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvatlas import AtlasError
 from kvatlas.errors import Code
-from kvatlas.wire import Memory, Node, Session
+from kvatlas.wire import Memory, Node, Session, rank_pools
+from kvatlas.wire.pool_mover import pools_device
+from kvatlas.wire.protocol import RegisteredMemory
 from tests.wire.helpers import Buffers, End, Local, ends, pull_all, small
 
 
@@ -50,3 +53,47 @@ def test_bad_arguments_do_not_close_the_callers_transport() -> None:
         assert transport.registered == 0
     with Node(made, rank=0, memory=good, transport=transport):
         assert transport.registered
+
+
+def test_nodes_take_caches_tensors_and_arrays_and_keep_them_alive() -> None:
+    torch = pytest.importorskip("torch")
+    from kvatlas.cache import allocate
+
+    made = small("dense")
+    nbytes = made.pools[0].nbytes
+    cache = allocate(made)
+    given: list[tuple[Any, Any]] = [(cache, cache.pools[0])]
+    given += [({0: pool}, pool) for pool in (torch.zeros(nbytes // 2, dtype=torch.bfloat16),)]
+    given += [({0: pool}, pool) for pool in (np.zeros(nbytes, np.uint8),)]
+    for pools, pool in given:
+        with Node(made, memory=pools, transport=Local()) as node:
+            region = node.transport.memory[0]
+            assert (region.nbytes, region.device) == (nbytes, "host")
+            assert region.owner is pool
+    strided = torch.zeros(2 * nbytes, dtype=torch.uint8)[::2]
+    for wrong in ({0: strided}, {0: np.zeros(2 * nbytes, np.uint8)[::2]}, {0: b"bytes"}, 17):
+        with pytest.raises(AtlasError) as refusal:
+            Node(made, memory=wrong, transport=Local())
+        assert refusal.value.code is Code.BAD_TENSOR
+
+
+def test_memory_of_gpu_0_is_not_taken_for_host_memory() -> None:
+    """Its number was, and bytes of the host were read at its address."""
+    made = small("dense", pp=2)
+    at = Buffers(made, 0).memory[0]
+    gpu = {0: Memory(at.address, at.nbytes, "cuda:0")}
+    with pytest.raises(AtlasError) as refusal:  # there is no GPU here to order anything on
+        Node(made, memory=gpu, transport=Local())
+    assert refusal.value.code is Code.WRONG_DEVICE
+    with pytest.raises(AtlasError) as refusal:
+        rank_pools(made, 0, gpu)
+    assert refusal.value.code is Code.OUT_OF_BOUNDS
+    hello = RegisteredMemory.of(0, gpu[0])
+    assert (hello.kind, hello.device, hello.memory) == ("cuda", 0, gpu[0])
+    assert RegisteredMemory(index=0, address=64, nbytes=64).memory == Memory(64, 64)
+
+
+def test_pools_on_unlike_devices_are_refused() -> None:
+    with pytest.raises(AtlasError) as refusal:
+        pools_device({0: Memory(64, 64), 1: Memory(64, 64, "cuda:1")})
+    assert refusal.value.code is Code.WRONG_DEVICE

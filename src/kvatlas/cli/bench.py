@@ -31,7 +31,7 @@ from kvatlas.wire import (
     run_sample_server,
 )
 
-TRANSPORTS = ("nixl", "mooncake", "shm")
+TRANSPORTS = ("nixl", "mooncake", "tcp", "shm")
 RUNS = (4 << 10, 64 << 10, 1 << 20)
 _POOL = 64 << 20
 _MOVED = 16 << 20

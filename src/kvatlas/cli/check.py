@@ -24,6 +24,9 @@ _OTHERS = ("model", "prefix_caching", *_GPUS, *_NUMBERS)
 _WORDS = tuple(f.name for f in dataclasses.fields(PlanOptions) if f.name not in _OTHERS)
 
 
+_ERROR_NOTE = "error: the most that a row changes, relative, in the 2-norm."
+
+
 def two_plans(first: str, second: str | None, source: str | None, target: str | None) -> list[Plan]:
     """Both ends: two files, or one model with what each end changes."""
     if second is not None:
@@ -79,7 +82,8 @@ def check_parts(src: Plan, dst: Plan, answer: Check) -> list[RenderableType]:
         why = table("code", "what is unlike", words=(0, 1), wraps=(1,))
         for reason in answer.reasons:
             why.add_row(str(reason.code), plain(reason.got))
-        return [head, no, indented(why)]
+        hints = dict.fromkeys(reason.hint for reason in answer.reasons if reason.hint)
+        return [head, no, indented(why), *(Text(f"{plain(hint)}.", style="dim") for hint in hints)]
     yes = Text("Yes: ", style="bold green")
     yes.append(
         f"{answer.tokens:,} tokens are {size(answer.nbytes)} in {answer.descriptors:,} "
@@ -97,7 +101,19 @@ def check_parts(src: Plan, dst: Plan, answer: Check) -> list[RenderableType]:
             f"{report.descriptors:,}",
             size(report.median),
             size(report.largest),
-            "staged" if report.stage else "direct",
+            "staged" if report.stage or answer.conversion else "direct",
         )
     note = "direct: a descriptor for every run; staged: gather, send large pieces, scatter."
-    return [head, yes, indented(made), Text(note, style="dim")]
+    shown: list[RenderableType] = [head, yes, indented(made), Text(note, style="dim")]
+    if answer.conversion:
+        shown += [_conversion_table(answer), Text(_ERROR_NOTE, style="dim")]
+    return shown
+
+
+def _conversion_table(answer: Check) -> RenderableType:
+    """What is converted on the way, where, and what that costs a row."""
+    made = table("converts", "layers", "by", "at the", "error", "with outliers", words=(0, 2, 3))
+    for change in answer.conversion:
+        errors = (f"{error:.2g}" for error in change.error)
+        made.add_row(str(change), str(change.layers), change.way, change.at, *errors)
+    return indented(made)

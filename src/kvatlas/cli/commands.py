@@ -3,49 +3,22 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import msgspec
 import typer
-from rich.console import RenderableType
-from rich.text import Text
 
-import kvatlas
+from kvatlas.cli.app import Json, answer, app, command
+from kvatlas.cli.catalogue_commands import hybrids, layouts, models
 from kvatlas.cli.compare import AXES, axes_of, compared_plans, compared_title
-from kvatlas.cli.failures import guarded, no_traceback, plain
+from kvatlas.cli.failures import no_traceback, plain
 from kvatlas.cli.fit import fit_models, fit_parts, plan_on
-from kvatlas.cli.hybrids_page import hybrids_page
-from kvatlas.cli.model_facts import layer_facts, layout_facts, model_facts
 from kvatlas.cli.options import MODEL, MODELS, PlanOptions, completer, takes_plan_options
-from kvatlas.cli.tables import (
-    comparison,
-    headline,
-    indented,
-    notes,
-    sentences,
-    show,
-    table,
-    tokens,
-)
-from kvatlas.models import Model, catalogue
-from kvatlas.planning import BACKENDS, size
+from kvatlas.cli.simulate import simulate
+from kvatlas.cli.tables import comparison, headline, notes, sentences
+from kvatlas.planning import size
 
-app = typer.Typer(
-    name="kvatlas",
-    help="What of a model's KV cache fits, where every byte lies, and why.",
-    epilog="[dim]Example[/]  kvatlas plan Qwen3.5-397B-A17B --tp 2 --memory 60GiB",
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
-_NARROW = 16
-"""Columns that a table of 80 has left for a list of kinds."""
-
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else.")]
+__all__ = ["app", "run"]
 
 
 def run() -> None:
@@ -56,38 +29,6 @@ def run() -> None:
             stream.reconfigure(errors="backslashreplace")
     with no_traceback():
         app(prog_name="kvatlas")
-
-
-def command(*examples: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A guarded command of the app, with examples below its help."""
-    lines = ("[dim]Examples[/]", *(f"  kvatlas {line}" for line in examples))
-    register = app.command(epilog="\n".join(lines))
-    return lambda function: register(guarded(function))
-
-
-def _version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"kvatlas {kvatlas.__version__}")
-        raise typer.Exit
-
-
-def _answer(as_json: bool, value: object, *parts: RenderableType) -> None:
-    """Print `value` as JSON, or `parts`, which say the same to people."""
-    if as_json:
-        # Bytes, so that the encoding of the terminal cannot make it something else than JSON.
-        typer.echo(msgspec.json.format(msgspec.json.encode(value), indent=2))
-    else:
-        show(*parts)
-
-
-@app.callback()
-def root(
-    version: Annotated[
-        bool,
-        typer.Option("--version", help="Show the version.", callback=_version, is_eager=True),
-    ] = False,
-) -> None:
-    """What of a model's KV cache fits, where every byte lies, and why."""
 
 
 @command(
@@ -123,7 +64,7 @@ def plan(
     planned = plan_on(options)
     if save:
         _save(save, planned.plan.to_json())
-    _answer(as_json, planned.facts(), *planned.parts())
+    answer(as_json, planned.facts(), *planned.parts())
 
 
 def _compare(options: PlanOptions, texts: list[str], *, as_json: bool) -> None:
@@ -132,7 +73,7 @@ def _compare(options: PlanOptions, texts: list[str], *, as_json: bool) -> None:
     shown = (comparison(axis, plans) for axis, plans in rows.items())
     every = [row for plans in rows.values() for row in plans]
     noted = dict.fromkeys(note for row in every for note in row["warnings"] or ())
-    _answer(as_json, {"rows": every}, title, *shown, *notes(noted))
+    answer(as_json, {"rows": every}, title, *shown, *notes(noted))
 
 
 @command(
@@ -158,7 +99,7 @@ def fit(
     """Which models fit, weights and caches, on which topology, and for how many users."""
     options = {"kv_dtype": kv_dtype, "max_len": max_len, "in_flight": in_flight}
     found = fit_models(models, gpu, utilization=utilization, overhead=overhead, **options)
-    _answer(as_json, {"fits": [one.as_dict() for one in found]}, *fit_parts(found, gpu, max_len))
+    answer(as_json, {"fits": [one.as_dict() for one in found]}, *fit_parts(found, gpu, max_len))
 
 
 def _save(path: Path, content: bytes) -> None:
@@ -178,12 +119,13 @@ def explain(options: PlanOptions, as_json: Json = False) -> None:
     lines = planned.plan.explain().splitlines()
     facts = {**planned.facts(), "explain": [line.strip() for line in lines]}
     # The first two sentences say what the headline has just said.
-    _answer(as_json, facts, headline(facts), *planned.machine(), sentences(lines[2:]))
+    answer(as_json, facts, headline(facts), *planned.machine(), sentences(lines[2:]))
 
 
 @command(
     "check Qwen3-8B --from tp=2,layout=LBHNC --to tp=3,layout=BHLNC",
     "check prefill.json decode.json --tokens 8192 --json",
+    "check Qwen3-8B --from kv-dtype=fp8 --to kv-dtype=bf16 --convert 'fp8->bf16'",
 )
 def check(
     first: Annotated[str, typer.Argument(metavar="MODEL|PLAN", show_default=False)],
@@ -197,6 +139,9 @@ def check(
     many: Annotated[
         int | None, typer.Option("--tokens", help="Tokens of the request to count for.")
     ] = None,
+    convert: Annotated[
+        str | None, typer.Option(help="Convert unlike formats, by name: 'fp8->bf16'")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Whether one plan's caches can go to another, and with how many descriptors.
@@ -208,9 +153,45 @@ def check(
     from kvatlas.routing import check as check_route
 
     src, dst = two_plans(first, second, source, target)
-    answer = check_route(src, dst, tokens=many)
-    _answer(as_json, answer.as_dict(), *check_parts(src, dst, answer))
-    if not answer.ok:
+    found = check_route(src, dst, tokens=many, convert=convert)
+    answer(as_json, found.as_dict(), *check_parts(src, dst, found))
+    if not found.ok:
+        raise typer.Exit(1)
+
+
+@command(
+    "doctor Qwen3-8B --from tp=2,block-size=64 --to tp=1,block-size=128",
+    "doctor prefill.sh decode.sh",
+    "doctor prefill.json decode.json --json",
+)
+def doctor(
+    first: Annotated[str, typer.Argument(metavar="MODEL|ENGINE", show_default=False)],
+    second: Annotated[str | None, typer.Argument(metavar="[ENGINE]", show_default=False)] = None,
+    source: Annotated[
+        str | None, typer.Option("--from", help="The prefill engine: tp=2,kv-cache-dtype=fp8")
+    ] = None,
+    target: Annotated[
+        str | None, typer.Option("--to", help="The decode engine: tp=1,block-size=128")
+    ] = None,
+    many: Annotated[
+        int, typer.Option("--tokens", help="Tokens of the request to count for.")
+    ] = 1000,
+    as_json: Json = False,
+) -> None:
+    """Whether two vLLM engines will understand each other, before either is started.
+
+    An engine is a file: its command line, its arguments as JSON, or a saved plan; or a model with
+    --from and --to. Exits with 1 where they will not.
+    """
+    from kvatlas.cli.doctor import doctor_parts, two_engines
+    from kvatlas.cli.move import quiet
+    from kvatlas.engines.vllm import diagnose
+
+    engines = two_engines(first, second, source, target)
+    with quiet("Looking at two engines ..."):
+        found = diagnose(*engines, tokens=many)
+    answer(as_json, found.as_dict(), *doctor_parts(found))
+    if not found.ok:
         raise typer.Exit(1)
 
 
@@ -289,7 +270,7 @@ def move(
             for where, text in ends
         )
         ranks = list(move_request(src, dst, many, chosen, how))  # type: ignore[arg-type]
-    _answer(as_json, {"transport": chosen, "ranks": ranks}, *move_parts(src, dst, chosen, ranks))
+    answer(as_json, {"transport": chosen, "ranks": ranks}, *move_parts(src, dst, chosen, ranks))
     if any(rank.wrong for rank in ranks):
         raise typer.Exit(1)
 
@@ -307,96 +288,14 @@ def bench(
         raise typer.BadParameter("only wire can be measured here.", param_hint="'WHAT'")
     with quiet("Measuring transports between two processes ..."):
         rates = list(transport_rates())
-    _answer(as_json, {"rates": rates}, *bench_parts(rates))
+    answer(as_json, {"rates": rates}, *bench_parts(rates))
 
 
-@command("models", "models gpt-oss-20b", "models ./config.json --json")
-def models(name: Annotated[str | None, MODEL] = None, as_json: Json = False) -> None:
-    """The catalogue; or one model, with what each of its layers caches."""
-    if name is not None:
-        _one_model(Model.load(name), as_json=as_json)
-        return
-    facts = [model_facts(Model.load(known)) for known in catalogue()]
-    columns = ("model", "layers", "B/token", "fixed", "max len", "trust")
-    made = table(*columns, words=(0, 1, 5), wraps=(1,))
-    for fact in facts:
-        made.add_row(
-            Text(fact["name"], style="bold"),
-            _kinds(fact["layers"]),
-            *_sizes(fact),
-            tokens(fact["max_len"]) if fact["max_len"] else "-",
-            fact["confidence"],
-        )
-    legend = (
-        "fixed: windows and one state of a request, however long; "
-        "trust: how sure the numbers are. All at tp 1."
-    )
-    _answer(as_json, {"models": facts}, made, Text(legend, style="dim"))
-
-
-def _one_model(model: Model, *, as_json: bool) -> None:
-    facts, layers = model_facts(model), layer_facts(model)
-    title = Text(plain(model.name), style="bold")
-    title.append(f"  {plain(model.architecture)}, {model.depth} layers", style="not bold dim")
-    columns = ("layers", "number", "B/token", "fixed", "what each keeps")
-    made = table(*columns, words=(0, 4), wraps=(0, 4))
-    specs = dict.fromkeys(layer.spec for layer in model.layers)
-    for row, spec in zip(layers, specs, strict=True):
-        made.add_row(row["layers"], str(row["num_layers"]), *_sizes(row), _spec(spec))
-    length = f"{model.max_len:,} tokens at most" if model.max_len else "any length"
-    total = f"{facts['bytes_per_token']:,} bytes for each token, "
-    total += f"{facts['fixed_bytes_per_request']:,} for each request; {length}."
-    source = [Text(f"From {plain(model.source)}", style="dim")] if model.source else []
-    parts = (title, indented(made), Text(total), *notes(model.warnings), *source)
-    _answer(as_json, {**facts, "caches": layers}, *parts)
-
-
-def _sizes(fact: dict[str, Any]) -> tuple[str, str]:
-    each, fixed = fact["bytes_per_token"], fact["fixed_bytes_per_request"]
-    return f"{each:,.0f}" if each else "-", size(fixed) if fixed else "-"
-
-
-def _kinds(layers: dict[str, int]) -> str:
-    short = (("_attention", ""), ("sliding_window", "sliding"), ("chunked_local", "chunked"))
-    words = []
-    for kind, number in layers.items():
-        for long, brief in short:
-            kind = kind.replace(long, brief)
-        words.append(f"{number} {kind}")
-    # One line where it is short, else a line each, rather than a break inside a name.
-    return (" " if len(" ".join(words)) <= _NARROW else "\n").join(words)
-
-
-def _spec(spec: Any) -> str:
-    """What a spec says beyond its defaults, in words that break between lines."""
-    fields = msgspec.structs.fields(spec)
-    values = [(field.name, getattr(spec, field.name), field.default) for field in fields]
-    said = [f"{name} {value}" for name, value, default in values if value != default]
-    return " ".join((type(spec).__name__, ", ".join(said)))
-
-
-@command("layouts", "layouts --json")
-def layouts(as_json: Json = False) -> None:
-    """The orders that a cache can have in memory, and the backends that take them."""
-    facts = layout_facts()
-    words = ("block outermost", "layer compact", "page contiguous", "heads outside pages")
-    # Two lines in the head, so that the table stays narrow.
-    heads = ("order", "alias", *(word.replace(" ", "\n", 1) for word in words))
-    made = table(*heads, words=range(6))
-    for fact in facts:
-        marks = ("yes" if fact[word.replace(" ", "_")] else "-" for word in words)
-        made.add_row(Text(fact["order"], style="bold"), fact["alias"] or "", *marks)
-    takes = table("backend", "orders it takes", words=(0, 1), wraps=(1,))
-    for backend in BACKENDS.values():
-        if backend.layouts:
-            takes.add_row(backend.name, ", ".join(backend.layouts))
-    takes.add_row("every other", "all six")
-    legend = "Axes, outermost first: L page, B block, H head, N state, C content."
-    parts = (indented(made), indented(takes), Text(legend, style="dim"))
-    _answer(as_json, {"layouts": facts}, *parts)
-
-
-@command("hybrids > docs/hybrids.md")
-def hybrids() -> None:
-    """Markdown: every hybrid of the catalogue, vLLM's plan beside atlas's."""
-    typer.echo(hybrids_page(), nl=False)
+command(
+    "simulate Qwen3.5-397B-A17B --trace conversation_trace.jsonl --memory 60GiB",
+    "simulate gpt-oss-120b --gpu 2xH100 --trace traces/ --compare policy,checkpoints",
+    "simulate Llama-3.1-70B --trace my.jsonl --compare memory=40GiB,80GiB --json",
+)(simulate)
+command("models", "models gpt-oss-20b", "models ./config.json --json")(models)
+command("layouts", "layouts --json")(layouts)
+command("hybrids > docs/hybrids.md")(hybrids)

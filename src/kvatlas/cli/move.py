@@ -33,8 +33,8 @@ from kvatlas.wire import (
     run_sample_server,
 )
 
-TRANSPORTS = tuple(name for name in TRANSPORT_NAMES if name != "memory")
-"""Transports that reach another process."""
+TRANSPORTS = tuple(name for name in TRANSPORT_NAMES if name not in ("cuda", "memory"))
+"""Transports that reach another process, and memory of the host."""
 _SEED = 20260
 _LEAST, _MOST = 1 << 26, 1 << 33
 _REQUEST = "moved"

@@ -197,16 +197,38 @@ def contradictory(got: str, hint: str) -> AtlasError:
 
 def takes_plan_options(command: Callable[..., None]) -> Callable[..., None]:
     """A command that takes `PlanOptions` first, and on the command line its options."""
+    return _spread(command, {}, lambda given: PlanOptions(**given))
+
+
+def takes_models(command: Callable[..., None]) -> Callable[..., None]:
+    """A command that takes a list of `PlanOptions` first: of several models, alike otherwise."""
+    several = inspect.Parameter(
+        "models", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=Annotated[list[str], MODELS]
+    )
+
+    def each(given: dict[str, Any]) -> list[PlanOptions]:
+        return [PlanOptions(model=model, **given) for model in given.pop("models")]
+
+    return _spread(command, {"model": several}, each)
+
+
+def _spread(
+    command: Callable[..., None],
+    instead: dict[str, inspect.Parameter],
+    made: Callable[[dict[str, Any]], Any],
+) -> Callable[..., None]:
+    """A command whose first parameter is `made` of options that the command line takes."""
     own = inspect.signature(command, eval_str=True)
-    options = inspect.signature(PlanOptions, eval_str=True).parameters
+    named = inspect.signature(PlanOptions, eval_str=True).parameters
+    options = [instead.get(name, parameter) for name, parameter in named.items()]
     rest = [
         parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
         for parameter in list(own.parameters.values())[1:]
     ]
-    parameters = [*options.values(), *rest]
+    parameters = [*options, *rest]
 
     def spread(**given: Any) -> None:
-        command(PlanOptions(**{name: given.pop(name) for name in options}), **given)
+        command(made({one.name: given.pop(one.name) for one in options}), **given)
 
     spread.__name__, spread.__doc__ = command.__name__, command.__doc__
     spread.__annotations__ = {one.name: one.annotation for one in parameters}

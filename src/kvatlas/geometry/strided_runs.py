@@ -92,12 +92,13 @@ class StridedRuns(NamedTuple):
         return outer_sum(steps, self.offsets[end])
 
     def byte_ranges(
-        self, spans: StateSpans, ids: tuple[Int64s, Int64s], *, whole: bool
+        self, spans: StateSpans, ids: tuple[Int64s, Int64s], *, whole: bool, join: bool = True
     ) -> tuple[Int64s, Int64s, Int64s]:
         """Where spans of states lie at either end, and how long each is, in bytes.
 
         `ids` are the blocks of each span at either end. Ranges that touch at both ends are
-        joined. With `whole` the states of a kernel block are folded in already.
+        joined, unless they shall stay as alike as they are. With `whole` the states of a
+        kernel block are folded in already.
         """
         src, dst = self._starts(0, spans.src, ids[0]), self._starts(1, spans.dst, ids[1])
         count = spans.length
@@ -111,7 +112,7 @@ class StridedRuns(NamedTuple):
             src = np.repeat(src, count) + nth * self.state_strides[0]
             dst = np.repeat(dst, count) + nth * self.state_strides[1]
             length = np.full(len(nth), self.item, dtype=np.int64)
-        return join_copies(src, dst, length)
+        return join_copies(src, dst, length) if join else (src, dst, length)
 
     def _starts(self, end: int, starts: SpanStarts, ids: Int64s) -> Int64s:
         """How far into the pool spans start at one end, in the blocks that `ids` names."""

@@ -4,7 +4,10 @@ They run with torch anywhere; on a GPU most of them are Triton's.
 """
 
 import kvatlas.cache  # noqa: F401 - first: it says which extra brings torch
+from kvatlas.kernels.address_runs import PlacedStarts, copy_address_runs, place_starts
+from kvatlas.kernels.block_conversion import convert_blocks
 from kvatlas.kernels.block_copy import copy_blocks, gather_blocks, zero_blocks
+from kvatlas.kernels.cell_conversion import convert_cells
 from kvatlas.kernels.paged_attention import attend, attend_latent
 from kvatlas.kernels.quantise import decode, encode
 from kvatlas.kernels.recurrent_states import read_states, write_states
@@ -19,14 +22,19 @@ from kvatlas.kernels.write_read_latent import (
 )
 
 __all__ = [
+    "PlacedStarts",
     "attend",
     "attend_latent",
+    "convert_blocks",
+    "convert_cells",
+    "copy_address_runs",
     "copy_blocks",
     "decode",
     "decode_latent",
     "encode",
     "encode_latent",
     "gather_blocks",
+    "place_starts",
     "read",
     "read_latent",
     "read_rows",

@@ -24,6 +24,9 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     ([33, 3], [136, 198, 250])
     """
     count = codes.shape[-1]
+    if bits == 4 and count % 2 == 0:  # two codes a byte need no stream of single bits
+        pairs = split(codes.to(torch.uint8), count // 2, 2)
+        return pairs[..., 0] | (pairs[..., 1] << 4)
     nbytes = -(-count * bits // 8)
     shifts = torch.arange(bits, device=codes.device)
     stream = ((codes.to(torch.int32).unsqueeze(-1) >> shifts) & 1).flatten(-2)
@@ -38,6 +41,9 @@ def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     >>> unpack(torch.tensor([136, 198, 250], dtype=torch.uint8), 3, 8).tolist()
     [0, 1, 2, 3, 4, 5, 6, 7]
     """
+    if bits == 4:
+        both = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+        return both[..., :count].long()
     shifts = torch.arange(8, device=packed.device)
     stream = ((packed.to(torch.int32).unsqueeze(-1) >> shifts) & 1).flatten(-2)
     weights = 1 << torch.arange(bits, device=packed.device)

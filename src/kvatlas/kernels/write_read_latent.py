@@ -10,7 +10,7 @@ import torch
 
 from kvatlas.cache import LayerCache, torch_dtype
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Page
+from kvatlas.geometry import DType, Page
 from kvatlas.kernels import bit_packing as bits
 from kvatlas.kernels import fp8_fp4_formats as formats
 from kvatlas.kernels.dispatch import gpu_kernels
@@ -18,7 +18,6 @@ from kvatlas.kernels.fp8_fp4_formats import to_fp8
 from kvatlas.kernels.rows_by_slot import (
     find_slots,
     kept_slots,
-    read_field,
     read_fields,
     write_fields,
 )
@@ -59,33 +58,42 @@ def read_latent(
 def write_rows(layer: LayerCache, rows: torch.Tensor, slots: torch.Tensor) -> None:
     """Write an indexer's keys or a compressor's sums, one row for each slot."""
     slots, rows = kept_slots(slots, rows)
-    if isinstance(layer.spec, CompressorState):
-        fields = {"state": _checked(rows, layer.spec.width)}
-    else:
-        spec = layer.spec_as(Indexer)
-        _checked(rows, spec.head_dim)
-        if spec.cache == "bf16":
-            fields = {"index": rows}
-        elif spec.cache == "mxfp4":
-            data, scales = formats.to_mxfp4(rows.float())
-            fields = {"index": data, "index_scale": scales}
-        else:
-            data, power = formats.to_fp8_blocks(rows.float(), spec.head_dim, powers=True)
-            fields = {"index": data, "index_scale": torch.exp2(power)}
-    write_fields(layer, find_slots(layer, slots), fields)
+    write_fields(layer, find_slots(layer, slots), encode_rows(_rows_spec(layer), rows))
 
 
 def read_rows(layer: LayerCache, slots: torch.Tensor) -> torch.Tensor:
     """Read what `write_rows` stored, as float32."""
-    if isinstance(layer.spec, CompressorState):
-        return read_field(layer, "state", find_slots(layer, slots)).float()
-    spec = layer.spec_as(Indexer)
-    fields = read_fields(layer, find_slots(layer, slots))
+    return decode_rows(_rows_spec(layer), read_fields(layer, find_slots(layer, slots)))
+
+
+def encode_rows(spec: Indexer | CompressorState, rows: torch.Tensor) -> Fields:
+    """Quantise an indexer's keys or a compressor's sums: a tensor for each field of the page."""
+    if isinstance(spec, CompressorState):
+        return {"state": _checked(rows, spec.width).to(torch_dtype(DType.of(spec.dtype)))}
+    _checked(rows, spec.head_dim)
+    if spec.cache == "bf16":
+        return {"index": rows.to(torch.bfloat16)}
+    if spec.cache == "mxfp4":
+        data, scales = formats.to_mxfp4(rows.float())
+        return {"index": data, "index_scale": scales}
+    data, power = formats.to_fp8_blocks(rows.float(), spec.head_dim, powers=True)
+    return {"index": data, "index_scale": torch.exp2(power)}
+
+
+def decode_rows(spec: Indexer | CompressorState, fields: Fields) -> torch.Tensor:
+    """Dequantise what `encode_rows` gave, to float32."""
+    if isinstance(spec, CompressorState):
+        return fields["state"].float()
     if spec.cache == "mxfp4":
         values = bits.from_e2m1(bits.unpack(fields["index"], 4, spec.head_dim))
         return formats.from_blocks(values, formats.from_ue8m0(fields["index_scale"]), 32)
     keys = fields["index"].float()
     return keys * fields["index_scale"] if "index_scale" in fields else keys
+
+
+def _rows_spec(layer: LayerCache) -> Indexer | CompressorState:
+    spec = layer.spec
+    return spec if isinstance(spec, CompressorState) else layer.spec_as(Indexer)
 
 
 def encode_latent(

@@ -8,7 +8,10 @@ const STRANDS = {
   dark: ["#ff8a3d", "#f5bd41", "#6cc3f2", "#2f86d6"],
 };
 
+const FEW = 48, SOME = 400;
+
 let shownPair = 0;
+let shownRuns = FEW;
 let columns = null;
 
 function lengthClass(length) {
@@ -31,7 +34,7 @@ function startRoute() {
   }
   byId("route-note").textContent =
     `A request of ${count(check.tokens)} tokens is ${size(check.bytes)} in ${count(check.descriptors)} descriptors, its blocks scattered. `
-    + `Drawn are its first ${count(tokens)} tokens: each band is one run, contiguous at both ends.`;
+    + `Drawn are its first ${count(tokens)} tokens, both ends to scale: each band is one run, contiguous at both ends, and a gap is memory that stays.`;
   showPairs();
   renderRoute();
 }
@@ -48,7 +51,7 @@ function showPairs() {
   const table = byId("pairs");
   table.replaceChildren();
   const head = make("tr");
-  for (const name of ["from rank", "to rank", "bytes", "descriptors", "median", "largest", "better"]) head.append(make("th", name));
+  for (const name of ["from rank", "to rank", "bytes", "descriptors", "median", "largest", "best sent"]) head.append(make("th", name, { scope: "col" }));
   table.append(head);
   data.route.check.pairs.forEach((pair, number) => {
     const row = make("tr", null, { "aria-selected": String(number === shownPair), tabindex: "0" });
@@ -88,57 +91,113 @@ function heightAt(column, pool, address) {
   return one.y + (address - one.start) * column.scale;
 }
 
+// The first runs by their source's addresses: few enough to be seen one by one, or all.
+function runsShown(pair) {
+  if (!pair.sorted) pair.sorted = [...pair.runs].sort((one, two) => one[0] - two[0] || one[2] - two[2]);
+  return pair.sorted.slice(0, shownRuns);
+}
+
+function showHowMany(pair) {
+  const drawable = pair.runs.length;
+  const values = [FEW, SOME].filter((many) => many < drawable).map((many) => [many, `first ${many}`]);
+  values.push([Infinity, drawable < pair.counted ? `${count(drawable)} sampled` : `all ${count(drawable)}`]);
+  const now = values.some(([many]) => many === shownRuns) ? shownRuns : Infinity;
+  byId("shown").hidden = values.length === 1;
+  byId("shown").replaceChildren(knob("runs drawn", values, now, (many) => { shownRuns = many; renderRoute(); }));
+}
+
 function renderRoute() {
-  const pair = data.route.pairs[shownPair];
-  if (!pair) return;
-  const canvas = byId("bands"), width = canvas.parentElement.clientWidth;
-  const height = Math.min(620, Math.max(360, innerHeight * 0.6)), top = 30, side = Math.max(64, Math.min(180, width * 0.16));
-  fitCanvas(canvas, width, height + top + 12);
-  const brush = canvas.getContext("2d"), style = getComputedStyle(document.documentElement);
-  brush.clearRect(0, 0, width, height + top + 12);
-  const ends = [columnOf(pair.runs, 0, height), columnOf(pair.runs, 1, height)];
-  columns = { ends, top, side, width, pair };
-  const faint = pair.runs.length > 1500 ? 0.16 : pair.runs.length > 200 ? 0.38 : 0.62;
-  for (const [srcPool, dstPool, src, dst, length] of pair.runs) {
-    const one = top + heightAt(ends[0], srcPool, src), two = top + heightAt(ends[1], dstPool, dst);
-    const tall = [Math.max(0.6, length * ends[0].scale), Math.max(0.6, length * ends[1].scale)];
-    const middle = width / 2;
-    brush.globalAlpha = faint;
-    brush.fillStyle = strand(lengthClass(length));
-    brush.beginPath();
-    brush.moveTo(side, one);
-    brush.bezierCurveTo(middle, one, middle, two, width - side, two);
-    brush.lineTo(width - side, two + tall[1]);
-    brush.bezierCurveTo(middle, two + tall[1], middle, one + tall[0], side, one + tall[0]);
-    brush.fill();
+  const pair = data.route.pairs[shownPair], canvas = byId("bands"), width = canvas.clientWidth;
+  if (!pair || !width) return;
+  dark = isDark();
+  showHowMany(pair);
+  const height = Math.round(Math.max(320, innerHeight * 0.6)), top = 2.2 * rem();
+  fitCanvas(canvas, width, height + top + 4);
+  const brush = canvas.getContext("2d"), runs = runsShown(pair);
+  brush.font = labelFont();
+  const ends = [0, 1].map((end) => {
+    const column = columnOf(runs, end, height);
+    column.labels = column.joined.map((stretch) => stretchLabel(pair, end, stretch));
+    return column;
+  });
+  const wide = Math.max(...ends.flatMap((column) => column.labels.map((label) => brush.measureText(label).width)));
+  const bar = Math.max(16, width * 0.03), side = Math.round(Math.min(wide + 10, width * 0.28) + bar);
+  columns = { ends, top, side, bar, width, pair, runs };
+  brush.globalAlpha = runs.length > 1500 ? 0.16 : runs.length > 200 ? 0.38 : 0.55;
+  for (const run of runs) {
+    brush.fillStyle = strand(lengthClass(run[4]));
+    paintBand(brush, run);
   }
   brush.globalAlpha = 1;
-  ends.forEach((column, end) => paintEnd(brush, pair, column, end));
-  brush.fillStyle = style.getPropertyValue("--ink");
-  brush.font = "600 13px system-ui, sans-serif";
-  brush.textBaseline = "alphabetic";
-  brush.fillText(`rank ${pair.src_rank}`, 0, 18);
-  brush.textAlign = "right";
-  brush.fillText(`rank ${pair.dst_rank}`, width, 18);
-  brush.textAlign = "start";
+  ends.forEach((column, end) => paintEnd(brush, column, end));
+  columns.still = document.createElement("canvas");
+  columns.still.width = canvas.width;
+  columns.still.height = canvas.height;
+  columns.still.getContext("2d").drawImage(canvas, 0, 0);
   showLengths(pair);
 }
 
-// An end, coloured by head as the picture above is.
-function paintEnd(brush, pair, column, end) {
-  const { top, side, width } = columns, one = routeEnds()[end];
-  const left = end ? width - side + 3 : 0, wide = side - 3;
-  const rank = end ? pair.dst_rank : pair.src_rank;
-  const own = { stage: Math.floor(rank / one.tp), tpRank: rank % one.tp, level: "block" };
-  for (const stretch of column.joined) {
-    const tall = Math.max(0.7, (stretch.stop - stretch.start) * column.scale);
+// Where a run begins at either end, and how high it is there.
+function placeOf(run) {
+  return columns.ends.map((column, end) => [columns.top + heightAt(column, run[end], run[2 + end]), Math.max(0.8, run[4] * column.scale)]);
+}
+
+function paintBand(brush, run) {
+  const { side, width } = columns, third = (width - 2 * side) / 3;
+  const [[one, oneTall], [two, twoTall]] = placeOf(run);
+  brush.beginPath();
+  brush.moveTo(side, one);
+  brush.bezierCurveTo(side + third, one, width - side - third, two, width - side, two);
+  brush.lineTo(width - side, two + twoTall);
+  brush.bezierCurveTo(width - side - third, two + twoTall, side + third, one + oneTall, side, one + oneTall);
+  brush.fill();
+}
+
+// What a rank of an end sees.
+function endView(pair, end) {
+  const rank = end ? pair.dst_rank : pair.src_rank, { tp } = routeEnds()[end];
+  return { stage: Math.floor(rank / tp), tpRank: rank % tp, level: "block" };
+}
+
+// An end: its stretches coloured as the picture above is, with what they hold beside them.
+function paintEnd(brush, column, end) {
+  const { top, side, bar, width, pair } = columns, one = routeEnds()[end], own = endView(pair, end);
+  const left = end ? width - side : side - bar;
+  brush.textAlign = end ? "left" : "right";
+  brush.textBaseline = "middle";
+  let free = 0;
+  column.joined.forEach((stretch, n) => {
+    const bytes = stretch.stop - stretch.start, tall = Math.max(0.7, bytes * column.scale);
     for (let y = 0; y < tall; y++) {
-      const address = Math.min(stretch.stop - 1, Math.floor(stretch.start + ((y + 0.5) / tall) * (stretch.stop - stretch.start)));
-      const point = runPoint(end, own, address, stretch.pool);
-      brush.fillStyle = point ? colourOf(one, own, point, paint.mode === "group" ? "head" : paint.mode) : "#888888";
-      brush.fillRect(left, top + stretch.y + y, wide, Math.min(1, tall - y) + 0.3);
+      const point = runPoint(end, own, Math.min(stretch.stop - 1, Math.floor(stretch.start + ((y + 0.5) / tall) * bytes)), stretch.pool);
+      brush.fillStyle = point ? colourOf(one, own, point, tokensOf(point) ? paint.mode : "field") : "#888888";
+      brush.fillRect(left, top + stretch.y + y, bar, Math.min(1, tall - y) + 0.3);
     }
-  }
+    const middle = top + stretch.y + tall / 2;
+    if (middle - free < 1.1 * rem()) return;
+    free = middle;
+    brush.fillStyle = styled("--quiet");
+    brush.font = labelFont();
+    brush.fillText(column.labels[n], end ? left + bar + 8 : left - 8, middle, side - bar - 8);
+  });
+  brush.fillStyle = styled("--ink");
+  brush.font = `600 ${rem()}px system-ui, sans-serif`;
+  brush.fillText(`${endName(one).split(",")[0]} rank ${end ? pair.dst_rank : pair.src_rank}`, end ? left : left + bar, rem());
+  brush.textAlign = "start";
+}
+
+// What all of a stretch has in common.
+function stretchLabel(pair, end, stretch) {
+  const own = endView(pair, end);
+  const [one, two] = [stretch.start, stretch.stop - 1].map((at) => runPoint(end, own, at, stretch.pool));
+  if (!one || !two) return "";
+  const [first, last] = [one, two].map((point) => shortName(layerName(point.region, point.at.L)));
+  const heads = [one, two].map((point) => headOf(point, own.tpRank));
+  const tokens = [one, two].map((point) => (tokensOf(point) || [null])[0]);
+  const parts = [first === last ? first : `${first.replace("layer", "layers")}–${last.replace("layer ", "")}`];
+  if (heads[0] !== null && heads[0] === heads[1]) parts.unshift(`head ${heads[0]}`);
+  if (tokens[0] !== null && tokens[0] === tokens[1] && first === last) parts.push(`token ${tokens[0]}`);
+  return parts.join(", ");
 }
 
 // What lies at an address of the drawn request: its block says which group holds it.
@@ -158,24 +217,20 @@ function showLengths(pair) {
   const counted = CLASSES.map(() => 0);
   for (const [least, number] of Object.entries(pair.sizes)) counted[lengthClass(Number(least))] += number;
   CLASSES.forEach(([, name], n) => {
-    if (!counted[n]) return;
-    const one = make("span", null, { class: "key" }), swatch = make("i");
-    swatch.style.background = strand(n);
-    one.append(swatch, `${count(counted[n])} ${counted[n] === 1 ? "run" : "runs"} ${name}`);
-    box.append(one);
+    if (counted[n]) box.append(swatch(strand(n), `${count(counted[n])} ${counted[n] === 1 ? "run" : "runs"} ${name}`));
   });
   const part = pair.runs.length < pair.counted ? `, ${count(pair.runs.length)} of them drawn` : "";
   box.append(make("span", `${count(pair.counted)} ${pair.counted === 1 ? "run" : "runs"} carry ${size(pair.nbytes)}${part}.`));
 }
 
 function runAt(x, y) {
-  const { ends, top, side, width, pair } = columns;
+  const { side, width, runs } = columns;
   const share = Math.max(0, Math.min(1, (x - side) / (width - 2 * side)));
-  const eased = share * share * (3 - 2 * share);
+  const eased = share * share * (3 - 2 * share); // as the curve of a band goes
   let best = null, least = 12;
-  for (const run of pair.runs) {
-    const one = heightAt(ends[0], run[0], run[2]), two = heightAt(ends[1], run[1], run[3]);
-    const begin = top + one + (two - one) * eased, tall = run[4] * (ends[0].scale + (ends[1].scale - ends[0].scale) * eased);
+  for (const run of runs) {
+    const [[one, oneTall], [two, twoTall]] = placeOf(run);
+    const begin = one + (two - one) * eased, tall = oneTall + (twoTall - oneTall) * eased;
     const away = y < begin ? begin - y : y > begin + tall ? y - begin - tall : 0;
     if (away < least) { least = away; best = run; }
   }
@@ -184,13 +239,13 @@ function runAt(x, y) {
 
 function runFacts(run) {
   const { pair } = columns;
-  return [pair.src_rank, pair.dst_rank].map((rank, end) => {
-    const one = routeEnds()[end], own = { stage: Math.floor(rank / one.tp), tpRank: rank % one.tp };
+  return [0, 1].map((end) => {
+    const own = endView(pair, end);
     const point = runPoint(end, own, run[2 + end], run[end]);
     const bytes = `bytes ${count(run[2 + end])} – ${count(run[2 + end] + run[4] - 1)}`;
     if (!point) return bytes;
     const head = headOf(point, own.tpRank), tokens = tokensOf(point);
-    return [shortName(data.names[point.region.layers[point.at.L]]), point.field.name, head === null ? "" : `head ${head}`,
+    return [shortName(layerName(point.region, point.at.L)), point.field.name, head === null ? "" : `head ${head}`,
       tokens ? `token ${tokens[0]} of block ${count(point.at.B)}` : `block ${count(point.at.B)}`, bytes].filter(Boolean).join(", ");
   });
 }
@@ -199,8 +254,13 @@ byId("bands").addEventListener("mousemove", (event) => {
   if (!columns) return;
   const box = byId("bands").getBoundingClientRect();
   const run = runAt(event.clientX - box.left, event.clientY - box.top), told = byId("run-facts");
+  const brush = byId("bands").getContext("2d");
+  brush.clearRect(0, 0, columns.width, box.height);
+  brush.drawImage(columns.still, 0, 0, columns.width, box.height);
   told.replaceChildren();
   if (!run) return;
+  brush.fillStyle = styled("--mark");
+  paintBand(brush, run);
   const [from, to] = runFacts(run);
   told.append(make("b", `${count(run[4])} bytes in one run`), make("span", `from ${from}`), make("span", `to ${to}`));
 });

@@ -13,7 +13,10 @@ from kvatlas.maps.address_lookup import look_up
 from kvatlas.maps.plan_drawing import Box, PageDrawing, PlanDrawing, RegionDrawing
 
 MOST_ROWS = 16
-"""Rows of a group that are drawn; more are alike."""
+"""Rows of a group that are drawn, of each of its regions some; more are alike."""
+_WORDS = {"L": "layers", "B": "blocks", "H": "heads", "N": "states", "k": "parts"}
+_PLAIN = ("attn", "self_attn", "mixer", "linear_attn")
+"""Last words of a layer's name that say no more than its group does; `rows.js` has them too."""
 
 
 class RowSample(NamedTuple):
@@ -28,6 +31,8 @@ class RowSample(NamedTuple):
     page: PageDrawing | None
     goes_on: bool
     """Whether the row is longer than what is seen of it."""
+    more: int
+    """Rows of the same region behind it that are not drawn."""
 
 
 class GroupRows(NamedTuple):
@@ -37,27 +42,52 @@ class GroupRows(NamedTuple):
     times: int
     """Groups that look the same."""
     rows: list[RowSample]
-    left_out: int
     each: float
     """Bytes between two of those that are looked up."""
+    field: Box
+    """Where the first field of its largest region lies."""
+
+    @property
+    def heads(self) -> int:
+        """Heads that are seen."""
+        return max((int(row.head.max()) + 1 for row in self.rows if row.page), default=1)
 
 
 def short_label(name: str) -> str:
-    """The number that tells a layer from others, where its name has one.
+    """The number that tells a layer from others, where its name has one, and its last word.
 
     >>> short_label("model.layers.5.self_attn.attn"), short_label("head 3")
     ('layer 5', 'head 3')
+    >>> short_label("model.layers.2.attn.indexer.k_cache")
+    'layer 2 k_cache'
     """
-    number = next((part for part in name.split(".") if part.isdigit()), None)
-    return name if number is None else f"layer {number}"
+    parts = name.split(".")
+    number = next((part for part in parts if part.isdigit()), None)
+    if number is None:
+        return name
+    return f"layer {number}" if parts[-1] in _PLAIN else f"layer {number} {parts[-1]}"
+
+
+def nesting(box: Box) -> str:
+    """How a field's axes nest in memory, outermost first.
+
+    >>> axes = (("L", 36, 4096), ("B", 100, 147456), ("H", 1, 512), ("N", 8, 512), ("C", 128, 2))
+    >>> nesting(Box(0, 2, axes))
+    'B 100 blocks > L 36 layers > N 8 states > C 512 bytes'
+    """
+    several = [axis for axis in box.axes if axis[1] > 1 and axis[0] in _WORDS]
+    several.sort(key=lambda axis: -axis[2])
+    outer = [f"{axis} {n:,} {_WORDS[axis]}" for axis, n, _ in several]
+    content = several[-1][2] if several else box.item
+    return " > ".join([*outer, f"C {content:,} bytes"])
 
 
 def sampled_groups(
-    drawn: PlanDrawing, names: tuple[str, ...], columns: int, *, by_piece: bool = False
+    drawn: PlanDrawing, names: tuple[str, ...], columns: int, *, piece_columns: int
 ) -> list[GroupRows]:
     """Every group of the first stage, alike ones once, its rows looked up at `columns` bytes.
 
-    `by_piece` looks at no more than a piece of a field at once: of long rows, the beginning.
+    The largest piece of a field has `piece_columns` at least: of long rows, the beginning is seen.
     """
     alike: dict[object, GroupRows] = {}
     for number in range(len(drawn.groups)):
@@ -69,20 +99,41 @@ def sampled_groups(
         if key in alike:
             alike[key] = alike[key]._replace(times=alike[key].times + 1)
             continue
-        found: list[tuple[int, int, RegionDrawing | None]] = [
-            (start, box.item, region) for region in regions for start, box in _starts(drawn, region)
-        ]
-        found += [(box.offset, box.item, None) for box in drawn.unused[f"0/{number}"]]
-        found.sort(key=lambda row: row[0])
-        each = max(nbytes for _, nbytes, _ in found) / columns
-        if by_piece:
-            each = min(each, *(_largest_piece(drawn.pages[region.page]) for region in regions))
-        rows = [
-            _sample(drawn, region, names, start, nbytes, each, columns)
-            for start, nbytes, region in found[:MOST_ROWS]
-        ]
-        alike[key] = GroupRows(number, 1, rows, len(found) - len(rows), each)
+        rows = _rows(drawn, regions, drawn.unused[f"0/{number}"])
+        each = max(row.nbytes for row in rows) / columns
+        largest = max(_largest_piece(drawn.pages[region.page]) for region in regions)
+        each = min(each, largest / piece_columns)
+        seen = [_sample(drawn, row, names, each, columns) for row in rows]
+        largest_region = max(regions, key=lambda region: region.page_bytes * len(region.layers))
+        field = drawn.pages[largest_region.page].fields[0].box
+        alike[key] = GroupRows(number, 1, seen, each, field)
     return list(alike.values())
+
+
+class _Row(NamedTuple):
+    start: int
+    nbytes: int
+    region: RegionDrawing | None
+    more: int
+
+
+def _rows(drawn: PlanDrawing, regions: list[RegionDrawing], unused: tuple[Box, ...]) -> list[_Row]:
+    """Block 0 in the order of memory: some rows of each region, and what is unused."""
+    rows: list[_Row] = []
+    most = max(2, MOST_ROWS // len(regions))
+    for region in regions:
+        starts = [_Row(at, box.item, region, 0) for at, box in _starts(drawn, region)]
+        starts.sort(key=lambda row: row.start)
+        left_out = max(0, len(starts) - most)
+        rows += starts[: most - 1] + [
+            row._replace(more=left_out) for row in starts[most - 1 : most]
+        ]
+    widest = max(row.nbytes for row in rows)
+    for box in unused:
+        step = max(widest, -(-box.item // 12))
+        for at in range(0, box.item, step):
+            rows.append(_Row(box.offset + at, min(step, box.item - at), None, 0))
+    return sorted(rows, key=lambda row: row.start)
 
 
 def _largest_piece(page: PageDrawing) -> int:
@@ -109,21 +160,17 @@ def _starts(drawn: PlanDrawing, region: RegionDrawing) -> Iterator[tuple[int, Bo
 
 
 def _sample(
-    drawn: PlanDrawing,
-    region: RegionDrawing | None,
-    names: tuple[str, ...],
-    start: int,
-    nbytes: int,
-    each: float,
-    most: int,
+    drawn: PlanDrawing, row: _Row, names: tuple[str, ...], each: float, most: int
 ) -> RowSample:
+    start, nbytes, region, more = row
     columns = max(1, min(most, round(nbytes / each)))
     goes_on = nbytes > (columns + 1) * each
     nothing = np.full(columns, -1, dtype=np.int64)
     if region is None:
-        return RowSample(start, nbytes, "unused", nothing, nothing, None, goes_on)
+        return RowSample(start, nbytes, "unused", nothing, nothing, None, goes_on, more)
     page = drawn.pages[region.page]
-    at = start + ((np.arange(columns) + 0.5) * min(each, nbytes)).astype(np.int64)
+    step = min(each, nbytes / columns)
+    at = start + ((np.arange(columns) + 0.5) * step).astype(np.int64)
     found = look_up(page, at)
     named = np.array([not field.padding for field in page.fields])
     field = np.where((found.field >= 0) & named[found.field], found.field, -1)
@@ -134,4 +181,4 @@ def _sample(
         label = names[region.layers[layers[0]]] if layers[0] < len(region.layers) else ""
     elif len(heads) and len(set(heads.tolist())) == 1:
         label = f"head {heads[0]}"
-    return RowSample(start, nbytes, label, field, head, page, goes_on)
+    return RowSample(start, nbytes, label, field, head, page, goes_on, more)

@@ -6,7 +6,7 @@
 function knob(name, values, current, choose) {
   const label = make("label", null, { class: "knob" });
   label.append(make("span", name));
-  const few = values.length <= 6 && values.every(([, text]) => String(text).length <= 8);
+  const few = values.length <= 6 && values.every(([, text]) => String(text).length <= 12);
   if (few) {
     const choices = make("span", null, { class: "choices", role: "group", "aria-label": name });
     for (const [value, text] of values) {
@@ -56,7 +56,8 @@ function showKnobs() {
     box.append(knob("rank", [...Array(plan().ranks).keys()].map((n) => [n, n]), rank,
       (n) => change({ stage: Math.floor(n / plan().tp), tpRank: n % plan().tp })));
   }
-  box.append(knob("colour", MODES.map((mode) => [mode, mode]), paint.mode, (mode) => { paint.mode = mode; update(); }));
+  byId("colours").hidden = view.level === "memory";
+  byId("colours").replaceChildren(knob("colour by", MODES.map((mode) => [mode, mode]), paint.mode, (mode) => { paint.chosen = mode; update(); }));
 }
 
 // -- search ---------------------------------------------------------------------------------------
@@ -86,7 +87,8 @@ function goToAddress(address) {
   if (!point || point.at.B === undefined) return false;
   if (point.kind === "field") go({ level: "cell", block: point.at.B, region: point.region, index: point.at.L, at: point.at, field: point.field });
   else go({ level: "block", block: point.at.B });
-  const row = drawn.rows.findIndex((one) => address >= one.start && address < one.start + one.nbytes);
+  const row = rowAt(drawn.rows, address);
   if (row >= 0) setCursor({ row, x: (address - drawn.rows[row].start + 0.5) / drawn.rows[row].nbytes }, true);
+  else showFacts(point);
   return true;
 }

@@ -20,7 +20,19 @@ from kvatlas.maps.text_picture import text_picture
 from kvatlas.models import find_gpus
 from kvatlas.planning import Fit, Plan
 
-_SCRIPTS = ("geometry.js", "drawing.js", "bands.js", "facts.js", "controls.js", "page.js")
+_SCRIPTS = (
+    "geometry.js",
+    "rows.js",
+    "painting.js",
+    "captions.js",
+    "facts.js",
+    "transfer.js",
+    "groups.js",
+    "bands.js",
+    "controls.js",
+    "motion.js",
+    "page.js",
+)
 _FRAME = (
     '<iframe title="Map of {title}" srcdoc="{page}" '
     'style="width:100%;height:760px;border:0;border-radius:8px"></iframe>'

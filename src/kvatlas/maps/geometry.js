@@ -9,18 +9,34 @@ function axesBySize(box) {
   return box[3];
 }
 
-// The coordinates of an address in a box, or null where it lies outside of its items.
+// What `divide` needs of a box, kept with it: its bytes from first to last, its axes as a
+// function that gives their coordinates, and numbers to divide by.
+function divisorOf(box) {
+  if (!box[4]) {
+    const axes = axesBySize(box), zeros = Object.fromEntries([["rest", 0], ...axes.map(([axis]) => [axis, 0])]);
+    const extent = axes.reduce((sum, [, size, stride]) => sum + (size - 1) * stride, box[1]);
+    box[4] = { extent, zeros, names: axes.map(([axis]) => axis), last: axes.map(([, size]) => size - 1), strides: axes.map(([, , stride]) => stride) };
+  }
+  return box[4];
+}
+
+const indices = [];
+
+// The coordinates of an address in a box, or null where it lies outside of its items. Plain
+// loops, and objects of one shape: pictures ask this tens of thousands of times.
 function divide(box, address) {
+  const { extent, zeros, names, last, strides } = divisorOf(box);
   let rest = address - box[0];
-  if (rest < 0) return null;
-  const at = {};
-  for (const [axis, size, stride] of axesBySize(box)) {
-    const index = stride ? Math.min(Math.floor(rest / stride), size - 1) : 0;
-    at[axis] = index;
+  if (rest < 0 || rest >= extent) return null;
+  for (let n = 0; n < names.length; n++) {
+    const stride = strides[n], index = stride ? Math.min(Math.floor(rest / stride), last[n]) : 0;
+    indices[n] = index;
     rest -= index * stride;
   }
   if (rest >= box[1]) return null;
+  const at = { ...zeros };
   at.rest = rest;
+  for (let n = 0; n < names.length; n++) at[names[n]] = indices[n];
   return at;
 }
 
@@ -31,6 +47,25 @@ function addressOf(box, at) {
 
 function axisOf(box, name) {
   return box[2].find(([axis]) => axis === name);
+}
+
+// The axes of a box, smallest stride first, that make one stretch together: its bytes, and they.
+function innermost(box, outer) {
+  let nbytes = box[1];
+  const inside = [];
+  for (const [axis, size, stride] of [...axesBySize(box)].reverse()) {
+    if (size === 1) continue;
+    if (outer.includes(axis) || stride !== nbytes) break;
+    inside.push([axis, stride]);
+    nbytes *= size;
+  }
+  return [nbytes, inside];
+}
+
+// How the axes of a field nest in memory, outermost first: [axis, size, stride], C in bytes.
+function nesting(field) {
+  const axes = axesBySize(field.box).filter(([axis, size]) => size > 1 && "LBkHN".includes(axis));
+  return [...axes, ["C", axes.length ? axes[axes.length - 1][2] : field.box[1], 1]];
 }
 
 // Every start of a box whose coordinates in `fixed` are given.
@@ -48,12 +83,10 @@ function* starts(box, fixed) {
 }
 
 // What lies at an address while its block belongs to a group: a field, padding or nothing.
-// `hint` is the last answer: neighbours mostly lie in the same region.
+// `hint` is the last answer, or has the region to begin with: neighbours mostly lie together.
 function find(plan, stage, group, address, hint) {
-  if (hint && hint.region) {
-    const again = findIn(plan, hint.region, address, hint.number);
-    if (again) return again;
-  }
+  const again = hint && hint.region && findIn(plan, hint.region, address, hint.number || 0);
+  if (again) return again;
   for (const region of plan.regions) {
     if (region.stage !== stage || region.group !== group) continue;
     const found = findIn(plan, region, address, 0);
@@ -81,6 +114,24 @@ function findIn(plan, region, address, first) {
   const at = page.padding && divide(page.padding, address);
   if (at) return { kind: "padding", region, page, number: 0, at, address, nbytes: page.padding[1] };
   return null;
+}
+
+// The first byte behind the piece that a point lies in, of what `outer` axes tell apart.
+function pieceEnd(point, outer) {
+  const { at, address } = point, box = point.field ? point.field.box : null;
+  if (!box) return address - at.rest + point.nbytes;
+  const [nbytes, inside] = remembered(box, outer, () => innermost(box, outer));
+  return inside.reduce((start, [axis, stride]) => start - at[axis] * stride, address - at.rest) + nbytes;
+}
+
+const answers = new Map();
+
+// What `make` gives for a thing and a key, remembered: pictures ask the same very often.
+function remembered(thing, key, make) {
+  if (!answers.has(thing)) answers.set(thing, new Map());
+  const known = answers.get(thing);
+  if (!known.has(key)) known.set(key, make());
+  return known.get(key);
 }
 
 // Which row of the whole model a rank's own row is: heads, or rows of a convolution.
@@ -128,34 +179,44 @@ function tokensOf(point) {
   return [state * each, state * each + each - 1];
 }
 
-const MOST_PIECES = 400000;
+const MOST_PIECES = 200000;
 
-// The pieces of memory that hold what is chosen of a block: {layer, heads: [first, last], token}.
-function pieces(plan, stage, group, block, tpRank, chosen) {
-  const lengths = new Map();
-  let left = MOST_PIECES;
-  for (const region of plan.regions) {
-    if (region.stage !== stage || region.group !== group) continue;
-    for (const field of plan.pages[region.page].fields) {
-      if (field.padding) continue;
-      const layers = region.layers.map((_, index) => index)
-        .filter((index) => chosen.layer === undefined || region.layers[index] === chosen.layer);
-      for (const index of layers) {
-        for (const box of narrowed(region, field, block, index, tpRank, chosen)) {
-          left = collect(box, lengths, left);
-          if (left < 0) return null;
-        }
-      }
-    }
-  }
-  return joined(lengths);
+// How many pieces of memory hold what is chosen of block 0, {layer, heads: [first, last], token},
+// and the bytes of the least and the largest. Null where they are too many to count here.
+function countPieces(plan, stage, group, tpRank, chosen) {
+  const boxes = boxesOf(plan, stage, group, tpRank, chosen).sort((one, two) => one[0] - two[0]);
+  const many = boxes.reduce((sum, box) => sum + box[2].reduce((all, [, size]) => all * size, 1), 0);
+  const apart = boxes.every((box, n) => !n || boxes[n - 1][0] + divisorOf(boxes[n - 1]).extent < box[0]);
+  if (!apart && many > MOST_PIECES) return null;
+  const runs = apart ? boxes : joinRuns(boxes);
+  let least = Infinity, most = 0;
+  for (const [, nbytes] of runs) { least = Math.min(least, nbytes); most = Math.max(most, nbytes); }
+  return { many: apart ? many : runs.length, least, most };
 }
 
-// A field of one layer in one block, cut down to some heads and a token: boxes without B and L.
-function narrowed(region, field, block, index, tpRank, chosen) {
-  const at = { B: block, L: index };
-  const axes = field.box[2].filter(([axis]) => axis !== "B" && axis !== "L");
-  let boxes = [[addressOf(field.box, at), field.box[1], axes]];
+// The boxes of what is chosen, those of a page joined where they are neighbours everywhere.
+function boxesOf(plan, stage, group, tpRank, chosen) {
+  const boxes = [];
+  for (const region of plan.regions) {
+    if (region.stage !== stage || region.group !== group) continue;
+    const fields = plan.pages[region.page].fields.filter((field) => !field.padding);
+    for (const index of layersApart(region, chosen)) {
+      boxes.push(...joinBoxes(fields.flatMap((field) => narrowed(region, field, index, tpRank, chosen))));
+    }
+  }
+  return boxes;
+}
+
+// Layers that are looked at one by one; null stands for all of them at once.
+function layersApart(region, chosen) {
+  if (chosen.layer !== undefined) return [...region.layers.keys()].filter((index) => region.layers[index] === chosen.layer);
+  return region.parts.length ? [...region.layers.keys()] : [null];
+}
+
+// A field in block 0, of one layer or all, cut down to some heads and a token: boxes without B.
+function narrowed(region, field, index, tpRank, chosen) {
+  let boxes = [cut(field.box, "B", 0, 1)];
+  if (index !== null) boxes = [cut(boxes[0], "L", index, 1)];
   if (chosen.heads) {
     const [first, last] = chosen.heads;
     if (!axisOf(field.box, "H")) return [];
@@ -185,36 +246,32 @@ function cut(box, name, begin, length) {
   return [box[0] + begin * axis[2], box[1], axes];
 }
 
-// The runs of a box into `lengths`, by their start; what is left of the limit.
-function collect(box, lengths, left) {
-  let item = box[1];
-  const axes = [];
-  for (const [, size, stride] of [...axesBySize(box)].reverse()) {
-    if (size === 1) continue;
-    if (!axes.length && stride === item) item *= size;
-    else axes.push([size, stride]);
-  }
-  let begin = [box[0]];
-  for (const [size, stride] of axes) {
-    left -= begin.length * size;
-    if (left < 0) return -1;
-    const more = [];
-    for (const start of begin) for (let n = 0; n < size; n++) more.push(start + n * stride);
-    begin = more;
-  }
-  for (const start of begin) lengths.set(start, item);
-  return left - begin.length;
+// The same bytes with longer items: axes that are one stretch together become the item.
+function folded([offset, item, axes]) {
+  const [nbytes, inside] = innermost([offset, item, axes], []);
+  const outer = axes.filter(([axis, size]) => size > 1 && !inside.some(([one]) => one === axis));
+  return [offset, nbytes, outer];
 }
 
-function joined(lengths) {
-  const order = Float64Array.from(lengths.keys()).sort();
-  const runs = [];
-  let stop = -1;
-  for (const start of order) {
-    const length = lengths.get(start);
-    if (start === stop) runs[runs.length - 1][1] += length;
-    else runs.push([start, length]);
-    stop = start + length;
+// Boxes that lie behind each other wherever they are, as one: k and v of a cell, say.
+function joinBoxes(boxes) {
+  const made = [];
+  for (const box of boxes.map(folded).sort((one, two) => one[0] - two[0])) {
+    const last = made[made.length - 1];
+    const behind = last && last[0] + last[1] === box[0] && JSON.stringify(last[2]) === JSON.stringify(box[2]);
+    if (behind) made[made.length - 1] = folded([last[0], last[1] + box[1], last[2]]);
+    else made.push(box);
   }
-  return runs;
+  return made;
+}
+
+// The runs of boxes, [start, bytes] in the order of memory, with neighbours joined.
+function joinRuns(boxes) {
+  const made = [], runs = boxes.flatMap((box) => [...starts(box, {})].map(([start]) => [start, box[1]]));
+  for (const [start, nbytes] of runs.sort((one, two) => one[0] - two[0])) {
+    const last = made[made.length - 1];
+    if (last && last[0] + last[1] === start) last[1] += nbytes;
+    else made.push([start, nbytes]);
+  }
+  return made;
 }

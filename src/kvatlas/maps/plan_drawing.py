@@ -15,9 +15,6 @@ from kvatlas.geometry import Field, Page, Placement
 from kvatlas.maps.memory_rows import BlockStretch, block_rows, page_rows, unused
 from kvatlas.planning import Plan, Region, size
 
-MOST_LAYERS = 512
-"""Pages along L of a region that are drawn; a plan that has more says so."""
-
 
 class Box(msgspec.Struct, frozen=True, array_like=True):
     """A placement as it travels to the page: offset, item, and (name, size, stride) by axis."""
@@ -52,7 +49,6 @@ class PageDrawing(msgspec.Struct, frozen=True, kw_only=True):
     """Where pages of one kind lie: their fields, the rows that they are drawn in, their padding."""
 
     fields: tuple[FieldDrawing, ...]
-    cells: Box
     padding: Box | None
     block_rows: Box
     page_rows: tuple[Box, ...]
@@ -67,8 +63,6 @@ class RegionDrawing(msgspec.Struct, frozen=True, kw_only=True):
     layers: tuple[int, ...]
     parts: tuple[int, ...]
     splits: int
-    left_out: int
-    """Layers that are not drawn."""
     page_bytes: int
     tokens_per_state: int | None
 
@@ -145,16 +139,14 @@ def _pool(summary: dict[str, Any]) -> dict[str, Any]:
 def _region(
     plan: Plan, region: Region, names: dict[str, int], pages: dict[PageDrawing, int]
 ) -> RegionDrawing:
-    drawn = region.layers[:MOST_LAYERS]
     page = _page(plan, region)
     return RegionDrawing(
         stage=region.stage,
         group=region.group,
         page=pages.setdefault(page, len(pages)),
-        layers=tuple(names.setdefault(layer.name, len(names)) for layer in drawn),
-        parts=tuple(region.part(index) for index in range(len(drawn))) if region.parts else (),
+        layers=tuple(names.setdefault(layer.name, len(names)) for layer in region.layers),
+        parts=region.parts,
         splits=region.splits,
-        left_out=len(region.layers) - len(drawn),
         page_bytes=region.page_bytes,
         tokens_per_state=region.layers[0].spec.tokens_per_state,
     )
@@ -167,7 +159,6 @@ def _page(plan: Plan, region: Region) -> PageDrawing:
     gaps = page.gaps(placed)
     return PageDrawing(
         fields=tuple(_field(plan, region, page, placed, field) for field in page.fields),
-        cells=Box.of(placed),
         padding=None if gaps is None else Box.of(gaps),
         block_rows=Box.of(block_rows(page, placed)),
         page_rows=tuple(Box.of(rows) for rows in page_rows(page, placed)),

@@ -2,50 +2,83 @@
 
 from __future__ import annotations
 
-from kvatlas.maps.block_picture import GroupRows, RowSample, sampled_groups, short_label
+from collections.abc import Iterator
+from itertools import groupby
+from string import ascii_uppercase
+from textwrap import wrap
+
+from kvatlas.maps.block_picture import GroupRows, RowSample, nesting, sampled_groups, short_label
 from kvatlas.maps.map_data import MapData
+from kvatlas.maps.plan_drawing import FieldDrawing
 from kvatlas.planning import size
 
 _HEADS = "0123456789abcdefghijklmnopqrstuvwxyz"
-_LABEL = 12
+_LONGEST_LABEL = 20
 
 
 def text_picture(data: MapData, plan: int, width: int = 80) -> str:
     """A plan's blocks for a terminal, readable without colour."""
     drawn = data.plans[plan]
-    columns = max(16, width - _LABEL - 2 - len(" ..."))
-    lines = [drawn.label, drawn.answer]
+    labels = [len(short_label(name)) for name in (*data.names, "unused")]
+    label = min(_LONGEST_LABEL, max(labels))
+    columns = max(16, width - label - 2 - len(" ..."))
+    lines = [*wrap(drawn.label, width), *wrap(drawn.answer, width)]
     for pool in drawn.pools:
         stage = f" of stage {pool['stage']}" if drawn.ranks > drawn.tp else ""
         blocks = f"{pool['blocks']:,} blocks of {pool['block_bytes']:,} bytes"
         lines.append(f"Pool {pool['index']}{stage}: {blocks}, {pool['size']}.")
-    for group in sampled_groups(drawn, data.names, columns, by_piece=True):
-        lines += ["", *_group(drawn.groups[group.group], group)]
+    for group in sampled_groups(drawn, data.names, columns, piece_columns=1):
+        lines += ["", *_group(drawn.groups[group.group], group, label, width)]
     return "\n".join(lines) + "\n"
 
 
-def _group(summary: dict[str, object], group: GroupRows) -> list[str]:
+def _group(summary: dict[str, object], group: GroupRows, label: int, width: int) -> list[str]:
     times = f"{group.times} x " if group.times > 1 else ""
-    heads = max((int(row.head.max()) + 1 for row in group.rows if row.page), default=1)
-    fields = dict.fromkeys(
-        field.name for row in group.rows if row.page for field in row.page.fields
-    )
-    by_head = 1 < heads <= len(_HEADS)
+    fields = {field.name: field for row in group.rows if row.page for field in row.page.fields}
+    named = [field for field in fields.values() if not field.padding]
+    by_head = 1 < group.heads <= len(_HEADS)
+    letters = _letters([field for field in named if not (by_head and _has_heads(field))])
     lines = [f"{times}{summary['kind']}: a block of {summary['block_size']} tokens"]
-    lines += [f"{short_label(row.label):>{_LABEL}}  {_letters(row, by_head)}" for row in group.rows]
-    if group.left_out:
-        lines.append(f"{'':>{_LABEL}}  and {group.left_out} more rows")
-    letters = ", ".join(f"{name[0]} {name}" for name in fields if not name.startswith("pad"))
-    what = "digits are heads" if by_head else f"letters are fields ({letters})"
-    each = size(group.each)
-    lines.append(f"{'':>{_LABEL}}  {what}, dots padding; a letter is {each}, ... goes on")
-    return lines
+    lines += wrap(f"{nesting(group.field)}.", width, initial_indent="  ", subsequent_indent="  ")
+    for line, (first, *others) in _alike(group.rows, letters):
+        lines.append(f"{short_label(first.label)[:label]:>{label}}  {line}")
+        more = len(others) + sum(row.more for row in (first, *others))
+        if more:
+            lines.append(f"{'':>{label}}  {more} more {'rows' if more > 1 else 'row'} like it")
+    told = ["digits are heads"] if by_head else []
+    told += [f"{letter} is {name}" for name, letter in letters.items() if letter != name]
+    if any((row.field < 0).any() for row in group.rows):
+        told.append("dots are padding or unused")
+    told.append(f"each character stands for {size(group.each)}")
+    if any(row.goes_on for row in group.rows):
+        told.append("... goes on")
+    indent = " " * (label + 2)
+    return lines + wrap(", ".join(told), width, initial_indent=indent, subsequent_indent=indent)
 
 
-def _letters(row: RowSample, by_head: bool) -> str:
-    letters = [field.name[0] for field in row.page.fields] if row.page else []
+def _has_heads(field: FieldDrawing) -> bool:
+    return any(axis == "H" for axis, *_ in field.box.axes)
+
+
+def _letters(fields: list[FieldDrawing]) -> dict[str, str]:
+    """A letter for each field: one of its name, where no other has taken it."""
+    taken: dict[str, str] = {}
+    for field in fields:
+        free = [one for one in field.name + ascii_uppercase if one not in taken.values()]
+        taken[field.name] = next(one for one in free if one.isalpha())
+    return taken
+
+
+def _alike(rows: list[RowSample], letters: dict[str, str]) -> Iterator[tuple[str, list[RowSample]]]:
+    """Rows that read the same and follow each other, together."""
+    for line, same in groupby(rows, key=lambda row: _line(row, letters)):
+        yield line, list(same)
+
+
+def _line(row: RowSample, letters: dict[str, str]) -> str:
+    names = [field.name for field in row.page.fields] if row.page else []
     text = "".join(
-        "." if field < 0 else (_HEADS[head] if by_head else letters[field])
+        "." if field < 0 else letters.get(names[field]) or _HEADS[head]
         for field, head in zip(row.field.tolist(), row.head.tolist(), strict=True)
     )
     return text + " ..." * row.goes_on

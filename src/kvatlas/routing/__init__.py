@@ -1,8 +1,19 @@
 """Routes: from any plan to any plan of the same model, as byte ranges."""
 
-from kvatlas.routing.binding import Copy
+from kvatlas.routing.binding import Copy, RunGrid
 from kvatlas.routing.block_tables import block_table, checked_rank
 from kvatlas.routing.compatibility import Reason, fingerprint
+from kvatlas.routing.conversion import (
+    ROW_ERRORS,
+    Conversion,
+    FormatChange,
+    RowError,
+    Scales,
+    parse_conversion,
+    spell_conversion,
+    tensor_scales,
+)
+from kvatlas.routing.converted_stream import CELLS, ConvertedPart, ConvertedStream
 from kvatlas.routing.costs import Costs, Report, report
 from kvatlas.routing.feasibility import Check, RankPair, check, scattered
 from kvatlas.routing.prepared import PreparedRoute
@@ -12,15 +23,24 @@ from kvatlas.routing.streams import Stream
 from kvatlas.routing.token_ranges import needed_states, shared_visibility, token_range
 
 __all__ = [
+    "CELLS",
+    "ROW_ERRORS",
     "BoundRoute",
     "Check",
+    "Conversion",
+    "ConvertedPart",
+    "ConvertedStream",
     "Copy",
     "Costs",
+    "FormatChange",
     "PreparedRoute",
     "RankPair",
     "Reason",
     "Report",
     "Route",
+    "RowError",
+    "RunGrid",
+    "Scales",
     "Stream",
     "block_table",
     "check",
@@ -28,9 +48,12 @@ __all__ = [
     "checked_rank",
     "fingerprint",
     "needed_states",
+    "parse_conversion",
     "report",
     "route",
     "scattered",
     "shared_visibility",
+    "spell_conversion",
+    "tensor_scales",
     "token_range",
 ]

@@ -80,6 +80,32 @@ class Copy:
         )
 
 
+@dataclass(frozen=True, eq=False)
+class RunGrid:
+    """Runs of two pools at every sum of a start and a span, before the sums are written out.
+
+    A thousand starts and a thousand spans are a million runs: what can add for itself, such
+    as a kernel, is told of two thousand numbers.
+    """
+
+    src_pool: int
+    dst_pool: int
+    starts: Starts
+    """Known to the route; the same object for every request."""
+    src: Int64s
+    dst: Int64s
+    length: Int64s
+    """Where the spans of one request lie, and how long each is; none is empty."""
+
+    def __len__(self) -> int:
+        return len(self.starts.src) * len(self.length)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that move."""
+        return len(self.starts.src) * int(self.length.sum())
+
+
 class RepeatedRuns(NamedTuple):
     """Strips that differ only in where they start: one of them, and all starts."""
 
@@ -140,6 +166,14 @@ def ranges(compiled: CompiledPair, bound: BoundStates) -> Iterator[Runs]:
         stretches = _Stretches(part, whole=whole)
         for strip, starts in runs:
             yield _all_sums(starts, *stretches.of(strip))
+
+
+def grids(pools: tuple[int, int], compiled: CompiledPair, bound: BoundStates) -> Iterator[RunGrid]:
+    """The same runs as sums that nobody has written out, not joined."""
+    for runs, part, whole in _folded(compiled, bound):
+        for strip, starts in runs:
+            spans = strip.byte_ranges(part.states, part.ids, whole=whole, join=False)
+            yield RunGrid(*pools, starts, *spans)
 
 
 def count_ranges(compiled: CompiledPair, bound: BoundStates, cuts: int) -> int:

@@ -10,6 +10,7 @@ import msgspec
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
+from kvatlas.routing.conversion import needed_pairs, spell_conversion
 from kvatlas.routing.plan_ends import PlanEnd
 from kvatlas.specs import without_dtypes, without_packing
 
@@ -21,13 +22,14 @@ class Reason(NamedTuple):
 
     code: Code
     got: str
+    hint: str = ""
+    """What to do, where it says more than the code's own."""
 
 
 _HINTS = {
     Code.UNLIKE_MODELS: "Plan both ends for one model: layers are found by their names",
     Code.MISSING_LAYERS: "Name the layers to move with layers=",
     Code.UNLIKE_LAYERS: "Check the configs: heads, sizes, windows and ratios must agree",
-    Code.UNLIKE_DTYPES: "Plan both ends with one cache dtype: nothing is converted on the way",
 }
 
 
@@ -50,8 +52,14 @@ def fingerprint(plan: Plan) -> str:
     return blake2b(msgspec.json.encode(kept), digest_size=16).hexdigest()
 
 
-def reasons(src: PlanEnd, dst: PlanEnd, *, layers: Collection[str] | None = None) -> list[Reason]:
-    """Everything that keeps two plans from exchanging bytes."""
+def reasons(
+    src: PlanEnd,
+    dst: PlanEnd,
+    *,
+    layers: Collection[str] | None = None,
+    converting: bool = False,
+) -> list[Reason]:
+    """Everything that keeps two plans from exchanging bytes; dtypes do not where they convert."""
     if not src.specs.keys() & dst.specs.keys():
         got = f"{src.plan.model!r} and {dst.plan.model!r}, which have no layer in common"
         return [Reason(Code.UNLIKE_MODELS, got)]
@@ -68,20 +76,31 @@ def reasons(src: PlanEnd, dst: PlanEnd, *, layers: Collection[str] | None = None
         one, two = src.specs[layer], dst.specs[layer]
         if without_packing(one) != without_packing(two):
             same = without_dtypes(one) == without_dtypes(two)
+            if same and converting:
+                continue
             code = Code.UNLIKE_DTYPES if same else Code.UNLIKE_LAYERS
             unlike.setdefault(code, []).append(layer)
     for code, names in unlike.items():
         difference = _difference(src.specs[names[0]], dst.specs[names[0]])
-        reasons.append(Reason(code, f"{_some(names)}: {difference}{named}"))
+        problem = f"{_some(names)}: {difference}{named}"
+        reasons.append(Reason(code, problem, _hint(code, src, dst, names)))
     return reasons
 
 
 def refuse(reasons: list[Reason]) -> None:
     """Raise the first reason, and count the others."""
     if reasons:
-        code, got = reasons[0]
+        code, got, hint = reasons[0]
         more = f", and {len(reasons) - 1} more reason(s)" if len(reasons) > 1 else ""
-        raise AtlasError(code, got=got + more, hint=_HINTS[code])
+        raise AtlasError(code, got=got + more, hint=hint or _HINTS[code])
+
+
+def _hint(code: Code, src: PlanEnd, dst: PlanEnd, layers: list[str]) -> str:
+    """How the conversion is asked for that would help."""
+    if code is not Code.UNLIKE_DTYPES:
+        return ""
+    name = spell_conversion(needed_pairs(src, dst, layers))
+    return f"Plan both ends with one cache dtype, or ask for convert={name!r}"
 
 
 def _some(names: list[str]) -> str:

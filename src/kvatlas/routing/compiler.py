@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from kvatlas.geometry import Ends, ShardRange, StateBlocks, StridedRuns, merge_runs, tile_alike
 from kvatlas.planning import kind_of
-from kvatlas.routing.plan_ends import LayerPart, PlanEnd
+from kvatlas.routing.plan_ends import FieldView, LayerPart, PlanEnd
 from kvatlas.specs import Visibility
 
 Layers = tuple[str, ...]
@@ -67,6 +67,10 @@ class Compiler:
             alike[seen, *ends].append(name)
         self._alike = [tuple(names) for names in alike.values()]
         self._chosen: dict[int, dict[int, list[tuple[Layers, NeededShard]]]] = {}
+        self._held: dict[object, list[tuple[SourceShard, ShardRange]]] = {}
+        """What source ranks hold of a field, whoever needs it."""
+        self._runs: dict[object, StridedRuns] = {}
+        """Between places that are alike: groups of one pool share them, and many ranks."""
 
     def sources(self, dst_rank: int) -> tuple[int, ...]:
         """The source ranks that a destination rank reads."""
@@ -77,7 +81,7 @@ class Compiler:
     ) -> dict[GroupPair, list[StridedRuns]]:
         """The strips between two ranks, as few as possible, by pair of groups."""
         strips: dict[GroupPair, list[StridedRuns]] = defaultdict(list)
-        for alike, needed in self._choose(dst_rank).get(src_rank, ()):
+        for alike, needed in self.choices(src_rank, dst_rank):
             names = [name for name in alike if layers is None or name in layers]
             if names:
                 pair, strip = self._strip(names[0], needed)
@@ -86,6 +90,14 @@ class Compiler:
                     src, dst = self.src.page_offsets[name], self.dst.page_offsets[name]
                     strips[pair].append(strip.shift(src[parts[0]], dst[parts[1]]))
         return {pair: merge_runs(own) for pair, own in strips.items()}
+
+    def fields_chosen_by(self, layer: str, part: LayerPart) -> Mapping[str, FieldView]:
+        """The fields whose ranges say who reads what from whom: each for itself."""
+        return self.dst.views(layer, part)
+
+    def choices(self, src_rank: int, dst_rank: int) -> list[tuple[Layers, NeededShard]]:
+        """What a destination rank reads from a source rank."""
+        return self._choose(dst_rank).get(src_rank, [])
 
     # -- who reads whom ---------------------------------------------------------------
 
@@ -121,9 +133,12 @@ class Compiler:
     def _needed(self, layer: str, dst_tp_rank: int) -> Iterator[NeededShard]:
         """What a rank needs of a layer, in ranges that source ranks hold from end to end."""
         for part in self.dst.parts[layer]:
-            for name, view in self.dst.views(layer, part).items():
+            for name, view in self.fields_chosen_by(layer, part).items():
                 cells = _dealt_out(view.cells, self.dst, layer, dst_tp_rank)
-                sources = list(self._sources(layer, name, cells))
+                key = layer, name, cells
+                if key not in self._held:
+                    self._held[key] = list(self._sources(*key))
+                sources = self._held[key]
                 for needed in self.dst.ranges(view.field.sharding, part, dst_tp_rank):
                     yield from _intersect(name, part, cells, needed, sources)
 
@@ -151,12 +166,16 @@ class Compiler:
             self.visibilities[layer],
             (source.cells, needed.cells),
         )
-        here, there = tile_alike(src.placement, dst.placement)
         axis = dst.field.sharding.axis
-        if axis is not None:
-            here = here.narrow(axis, source.local, needed.length)
-            there = there.narrow(axis, needed.local, needed.length)
-        return pair, StridedRuns.between(here, there)
+        ends = src.placement, dst.placement
+        key = (*ends, axis, source.local, needed.local, needed.length)
+        if key not in self._runs:
+            here, there = tile_alike(*ends)
+            if axis is not None:
+                here = here.narrow(axis, source.local, needed.length)
+                there = there.narrow(axis, needed.local, needed.length)
+            self._runs[key] = StridedRuns.between(here, there)
+        return pair, self._runs[key]
 
 
 def _dealt_out(cells: StateBlocks, end: PlanEnd, layer: str, tp_rank: int) -> StateBlocks:

@@ -10,13 +10,17 @@ from typing import Any
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import ceil_div, positive
 from kvatlas.planning import Group, Plan
+from kvatlas.routing.binding import Copy
 from kvatlas.routing.compatibility import Reason, fingerprint, reasons
-from kvatlas.routing.costs import Costs, Report
+from kvatlas.routing.conversion import FormatChange
+from kvatlas.routing.costs import Costs, Report, report
 from kvatlas.routing.plan_ends import PlanEnd
 from kvatlas.routing.routes import Route
 from kvatlas.routing.token_ranges import token_range
 
 _TOKENS = 4096
+_ANY_SCALES: dict[str, Any] = {"src_scales": 1.0, "dst_scales": 1.0}
+"""Whether plans convert does not depend on what their tensors' scales are."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,8 @@ class Check:
     fingerprints: tuple[str, str]
     tokens: int
     pairs: tuple[RankPair, ...]
+    conversion: tuple[FormatChange, ...] = ()
+    """What is converted on the way; such transfers are always staged."""
 
     @property
     def ok(self) -> bool:
@@ -61,6 +67,7 @@ class Check:
             "tokens": self.tokens,
             "descriptors": self.descriptors,
             "bytes": self.nbytes,
+            "conversion": [change.as_dict() for change in self.conversion],
             "pairs": [
                 {
                     "src_rank": pair.src_rank,
@@ -72,7 +79,7 @@ class Check:
                     "largest": pair.report.largest,
                     "direct_seconds": pair.report.direct,
                     "staged_seconds": pair.report.staged,
-                    "stage": pair.report.stage,
+                    "stage": pair.report.stage or bool(self.conversion),
                 }
                 for pair in self.pairs
             ],
@@ -86,8 +93,11 @@ def check(
     tokens: int | None = None,
     layers: Iterable[str] | None = None,
     costs: Costs | None = None,
+    convert: str | None = None,
 ) -> Check:
     """Whether `src` can fill `dst`: all reasons at once where it cannot.
+
+    With `convert` unlike formats are converted; what scales tensors will have is not asked.
 
     Descriptors are counted for a request of `tokens` whose blocks are scattered over the
     pools, which is the worst that an engine deals out.
@@ -102,20 +112,36 @@ def check(
     (True, 4608)
     """
     names = None if layers is None else frozenset(layers)
-    refused = tuple(reasons(PlanEnd(src), PlanEnd(dst), layers=names))
+    ends = PlanEnd(src), PlanEnd(dst)
+    refused = tuple(reasons(*ends, layers=names, converting=convert is not None))
     most = min(src.max_len, dst.max_len)
     first_tokens = min(_TOKENS, most) if tokens is None else positive(tokens, "tokens")
     _, stop = token_range(first_tokens, most)
     pairs = []
+    way: Route | None = None
     if not refused:
-        way = Route(src, dst, layers=names)
+        try:
+            way = Route(
+                src, dst, layers=names, convert=convert, **({} if convert is None else _ANY_SCALES)
+            )
+        except AtlasError as refusal:
+            if convert is None:
+                raise
+            refused = (Reason(refusal.code, str(refusal.got), refusal.hint),)
+    if way is not None:
         request: dict[str, Any] = {"tokens": stop}
         request.update(src_blocks=scattered(src, stop), dst_blocks=scattered(dst, stop))
         for dst_rank in range(dst.ranks):
             for src_rank in way.sources(dst_rank):
-                bound = way.bind(src_rank=src_rank, dst_rank=dst_rank, **request)
-                pairs.append(RankPair(src_rank, dst_rank, bound.report(costs)))
-    return Check(refused, (fingerprint(src), fingerprint(dst)), stop, tuple(pairs))
+                request.update(src_rank=src_rank, dst_rank=dst_rank)
+                copies: Iterable[Copy]
+                if way.conversion is None:
+                    copies = way.bind(**request).copies
+                else:
+                    copies = [part.copy(part.box.wire) for part in way.converted(**request).parts()]
+                pairs.append(RankPair(src_rank, dst_rank, report(tuple(copies), costs)))
+    changes = () if way is None or way.conversion is None else way.conversion.changes
+    return Check(refused, (fingerprint(src), fingerprint(dst)), stop, tuple(pairs), changes)
 
 
 def scattered(plan: Plan, tokens: int) -> dict[int, list[int]]:

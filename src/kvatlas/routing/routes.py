@@ -18,6 +18,8 @@ from kvatlas.routing.binding import CompiledPair, Copy, Runs, compile_pair, join
 from kvatlas.routing.block_tables import Blocks, RequestTables, checked_rank
 from kvatlas.routing.compatibility import reasons, refuse
 from kvatlas.routing.compiler import Compiler
+from kvatlas.routing.conversion import Conversion, Scales, conversion_between
+from kvatlas.routing.converted_stream import ConvertedBox, ConvertedStream, ConvertingCompiler
 from kvatlas.routing.costs import Costs, Report, report
 from kvatlas.routing.plan_ends import PlanEnd
 from kvatlas.routing.prepared import Base, PreparedRoute, RankMemory
@@ -67,7 +69,16 @@ class Route:
     (4608, 2359296)
     """
 
-    def __init__(self, src: Plan, dst: Plan, *, layers: Iterable[str] | None = None) -> None:
+    def __init__(
+        self,
+        src: Plan,
+        dst: Plan,
+        *,
+        layers: Iterable[str] | None = None,
+        convert: str | None = None,
+        src_scales: Scales = None,
+        dst_scales: Scales = None,
+    ) -> None:
         for end in (src, dst):
             if not isinstance(end, Plan):
                 problem = "One end of the route is not a plan"
@@ -76,19 +87,28 @@ class Route:
         self.src, self.dst = src, dst
         ends = PlanEnd(src), PlanEnd(dst)
         names = None if layers is None else frozenset(layers)
-        refuse(reasons(*ends, layers=names))
+        refuse(reasons(*ends, layers=names, converting=convert is not None))
         self.layers = tuple(name for name in dst.layers if names is None or name in names)
         visibilities = {name: shared_visibility(src, dst, name) for name in self.layers}
-        self._compiler = Compiler(*ends, visibilities)
+        self.conversion: Conversion | None = None
+        """What is converted on the way, how, where, and what error that adds."""
+        self._converter: ConvertingCompiler | None = None
+        if convert is not None:
+            scales = (src_scales, dst_scales)
+            self.conversion = conversion_between(*ends, self.layers, convert, scales)
+            self._converter = ConvertingCompiler(*ends, visibilities, self.conversion)
+        self._compiler = self._converter or Compiler(*ends, visibilities)
         self._arrivals = Compiler(ends[1], ends[1], visibilities)
         self._compiled: dict[tuple[object, ...], list[CompiledPair]] = {}
+        self._converted: dict[tuple[int, int, frozenset[str] | None], list[ConvertedBox]] = {}
 
     def __repr__(self) -> str:
         src, dst = (
             f"tp {plan.tp}, pp {plan.pp}, {plan.layout}, blocks of {plan.block_size}"
             for plan in (self.src, self.dst)
         )
-        return f"<Route of {self.dst.model}, {len(self.layers)} layers: {src} -> {dst}>"
+        converting = f", {self.conversion.name}" if self.conversion else ""
+        return f"<Route of {self.dst.model}, {len(self.layers)} layers: {src} -> {dst}{converting}>"
 
     def sources(self, dst_rank: int) -> tuple[int, ...]:
         """The source ranks that a destination rank reads; each byte from one of them."""
@@ -97,6 +117,8 @@ class Route:
     def compile(self, *, src_rank: int, dst_rank: int) -> int:
         """Compile one pair of ranks ahead of its first transfer; how many strips it has."""
         src_rank = self._checked_source(src_rank, dst_rank)
+        if self._converter is not None:
+            return len(self._boxes(self._converter, src_rank, int(dst_rank), None))
         pairs = self._pairs(self._compiler, src_rank, int(dst_rank), None)
         return sum(len(runs.starts.src) for pair in pairs for runs in pair.states)
 
@@ -117,6 +139,7 @@ class Route:
         either one id, or a table in which the entry of the last token has the state.
         `layers` moves some layers alone, to stream them as they are computed.
         """
+        self._refuse_converting()
         request = self._request(src_rank, dst_rank, src_blocks, dst_blocks, tokens)
         copies = self._copies(self._compiler, request, layers)
         return BoundRoute(request.src.rank, request.dst.rank, copies)
@@ -148,9 +171,37 @@ class Route:
         >>> sum(map(len, long.copies(100 << 30, (100 << 30) + (4 << 20))))
         8192
         """
+        self._refuse_converting()
         request = self._request(src_rank, dst_rank, src_blocks, dst_blocks, tokens)
         pairs = self._pairs(self._compiler, request.src.rank, request.dst.rank, layers)
         return Stream(pairs, request)
+
+    def converted(
+        self,
+        *,
+        src_rank: int,
+        dst_rank: int,
+        src_blocks: Blocks,
+        dst_blocks: Blocks,
+        tokens: Any,
+        layers: Iterable[str] | None = None,
+    ) -> ConvertedStream:
+        """The stream of a route that converts: cells in one order, and both ends' runs of them.
+
+        >>> from kvatlas.planning import plan
+        >>> src, dst = (plan("Qwen3-8B", memory="8GiB", kv_dtype=d) for d in ("fp8", "bf16"))
+        >>> way = route(src, dst, convert="fp8->bf16", src_scales=0.5)
+        >>> blocks = {"src_blocks": [7], "dst_blocks": [2]}
+        >>> way.converted(src_rank=0, dst_rank=0, **blocks, tokens=16)
+        <ConvertedStream of 1,179,648 bytes that arrive as 2,359,296>
+        """
+        if self._converter is None:
+            problem, hint = "The route converts nothing", "Use Route.stream, or route with convert="
+            raise AtlasError(Code.BAD_CONVERSION, problem, got=self, hint=hint)
+        request = self._request(src_rank, dst_rank, src_blocks, dst_blocks, tokens)
+        names = self._checked_layers(layers)
+        boxes = self._boxes(self._converter, request.src.rank, request.dst.rank, names)
+        return ConvertedStream(boxes, request)
 
     def needs(
         self,
@@ -194,6 +245,7 @@ class Route:
         layers: Iterable[str] | None = None,
     ) -> PreparedRoute:
         """Descriptors of all blocks of two ranks, for transports that register them once."""
+        self._refuse_converting()
         src_rank = self._checked_source(src_rank, dst_rank)
         return PreparedRoute(
             self._compiler.strips(src_rank, int(dst_rank), self._checked_layers(layers)),
@@ -245,6 +297,28 @@ class Route:
                 self._compiled.pop(old, None)
         return pairs
 
+    def _boxes(
+        self,
+        converter: ConvertingCompiler,
+        src_rank: int,
+        dst_rank: int,
+        names: frozenset[str] | None,
+    ) -> list[ConvertedBox]:
+        key = (src_rank, dst_rank, names)
+        boxes = self._converted.get(key)
+        if boxes is None:
+            boxes = self._converted[key] = converter.boxes(*key)
+            for old in list(self._converted)[:-_MOST_COMPILED]:
+                self._converted.pop(old, None)
+        return boxes
+
+    def _refuse_converting(self) -> None:
+        """Refuse to name bytes that both ends have: where formats change there are none."""
+        if self.conversion is not None:
+            problem = "A route that converts has no bytes that are the same at both ends"
+            hint = "Use Route.converted"
+            raise AtlasError(Code.BAD_CONVERSION, problem, got=self.conversion.name, hint=hint)
+
     def _checked_source(self, src_rank: int, dst_rank: int) -> int:
         src_rank = checked_rank(self.src, src_rank, "source")
         sources = self.sources(dst_rank)
@@ -264,9 +338,21 @@ class Route:
         return names
 
 
-def route(src: Plan, dst: Plan, *, layers: Iterable[str] | None = None) -> Route:
+def route(
+    src: Plan,
+    dst: Plan,
+    *,
+    layers: Iterable[str] | None = None,
+    convert: str | None = None,
+    src_scales: Scales = None,
+    dst_scales: Scales = None,
+) -> Route:
     """The route from one plan to another, or a coded refusal where they are unlike.
 
     What layers keep decides, whatever the model is called. `layers` routes some alone.
+    `convert` asks for unlike formats to be converted, by name: "fp8->bf16"; then fp8 and nvfp4
+    need the scales of their tensors, each end its own.
     """
-    return Route(src, dst, layers=layers)
+    return Route(
+        src, dst, layers=layers, convert=convert, src_scales=src_scales, dst_scales=dst_scales
+    )

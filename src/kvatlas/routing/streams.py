@@ -29,7 +29,9 @@ from kvatlas.routing.binding import (
     CompiledPair,
     Copy,
     RepeatedRuns,
+    RunGrid,
     count_ranges,
+    grids,
     joined,
     ranges,
 )
@@ -121,6 +123,7 @@ class Stream:
         self._ends = list(accumulate(section.nbytes for section in self._sections))
         # Replaced as a whole, so that threads need no lock: at worst one makes it again.
         self._last: StreamChunk | None = None
+        self._grids: list[RunGrid] | None = None
 
     def __repr__(self) -> str:
         return f"<Stream of {self.nbytes:,} bytes in at most {self.runs:,} runs>"
@@ -155,6 +158,22 @@ class Stream:
             yield self._chunk(index, first, last).slice(start - begin, upto - begin)
             start = upto
             index += start == self._ends[index]
+
+    def grids(self) -> list[RunGrid]:
+        """The whole stream as sums of starts and spans, in no order that anybody agrees on.
+
+        Made once, and kept.
+        """
+        if self._grids is None:
+            self._grids = [
+                grid for section in self._sections for grid in self._section_grids(section)
+            ]
+        return self._grids
+
+    def _section_grids(self, section: StreamSection) -> Iterator[RunGrid]:
+        compiled, states = section.compiled, section.states
+        bound = self._request.bind(compiled.pair, states.spans(section.first, section.stop))
+        return grids(self._request.pools(compiled.pair), compiled, bound)
 
     def pieces(self, nbytes: int) -> Iterator[tuple[Copy, ...]]:
         """The whole stream, so many bytes at a time; the last piece may be shorter."""

@@ -19,6 +19,15 @@ from kvatlas.specs.attention import (
 )
 from kvatlas.specs.base import Spec
 from kvatlas.specs.cell_content import ATTENTION_CACHES, sides
+from kvatlas.specs.cell_formats import (
+    PLAIN_FORMATS,
+    CellFormat,
+    CellRow,
+    TensorScales,
+    content_formats,
+    format_name,
+    needs_scales,
+)
 from kvatlas.specs.identity import without_dtypes, without_packing
 from kvatlas.specs.latent import (
     LATENT_CACHES,
@@ -66,8 +75,11 @@ AnySpec = (
 __all__ = [
     "ATTENTION_CACHES",
     "LATENT_CACHES",
+    "PLAIN_FORMATS",
     "AnySpec",
     "Attention",
+    "CellFormat",
+    "CellRow",
     "ChunkedAttention",
     "CompressorState",
     "CrossAttention",
@@ -89,8 +101,12 @@ __all__ = [
     "SlidingLatentAttention",
     "Spec",
     "State",
+    "TensorScales",
     "Visibility",
     "compressed_latent",
+    "content_formats",
+    "format_name",
+    "needs_scales",
     "sides",
     "sparse_latent",
     "without_dtypes",

@@ -1,7 +1,7 @@
 """`TierFile`: the file of a tier, open.
 
-It is read and written by calls and never mapped: a disk that fails or fills, and a file
-that somebody cuts short, are then errors, where a mapping would end the process.
+It is read and written by calls alone: a disk that fails or fills, and a file that somebody
+cuts short, are then errors, where a mapping that is touched would end the process.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Int64s
 from kvatlas.planning import Plan
 from kvatlas.routing import Copy
+from kvatlas.tier.file_map import FileMap
 from kvatlas.tier.file_opening import (
     allocate,
     check_length,
@@ -45,6 +46,8 @@ _AT_ONCE = 256 << 10
 """Bytes that are read or written and summed together: what stays in the processor's cache."""
 _LONG_RUN = 32 << 10
 """Runs from here on, on the whole, are worth a call each."""
+_MAPPED_RUN = 4 << 10
+"""Runs from here on, on the whole, are read by few calls for many of them."""
 _WORTH_A_CORE = 8 << 20
 """Bytes of a read that are worth another core."""
 _CUT_SHORT = -1
@@ -86,6 +89,7 @@ class TierFile:
             for pool in self.plan.pools
         }
         self.window = Window(self._places)
+        self._map = FileMap(self._fd, self.extent.nbytes)
         self._helpers = ThreadPoolExecutor(1 + _SUMMING, thread_name_prefix="kvatlas-tier")
         self._block_bytes = {pool.index: pool.block_bytes for pool in self.plan.pools}
 
@@ -162,6 +166,9 @@ class TierFile:
             self._on_cores(lambda share: self._move_runs(*share, write=write), list(shares))
 
     def _move_runs(self, near: Int64s, far: Int64s, length: Int64s, *, write: bool) -> None:
+        together = not write and int(length.sum()) >= _MAPPED_RUN * len(length)
+        if together and self._map.read(near, far, length):
+            return
         for _ in copy_file_runs(lambda: self._fd, near, far, length, write=write):
             pass
 
@@ -225,6 +232,7 @@ class TierFile:
         """Let go of the file."""
         self._helpers.shutdown()
         self.window.close()
+        self._map.close()
         os.close(self._fd)
 
     @contextmanager

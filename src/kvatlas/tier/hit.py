@@ -12,6 +12,7 @@ from kvatlas.routing import Copy, Route, checked_rank
 from kvatlas.tier.index import BlockIndex, TierBlock
 from kvatlas.tier.request_blocks import NeededBlock
 from kvatlas.tier.storage import Carry, TierStorage
+from kvatlas.wire import is_on_gpu
 
 
 @dataclass(eq=False, repr=False)
@@ -39,14 +40,18 @@ class Hit:
         *,
         rank: int = 0,
         blocks: Any,
+        start: int | None = None,
         carry: Carry | None = None,
     ) -> None:
-        """Fill one rank's blocks, as routes take them."""
+        """Fill one rank's blocks, as routes take them; from token `start` on, where one is given.
+
+        What a rank has of the tokens before stays as it is.
+        """
         storage = self._storage
         with storage.using():
             rank = checked_rank(plan, rank, "destination")
-            copies = self._bound(plan, rank, blocks)
-            if carry is not None:
+            copies = self._bound(plan, rank, blocks, start)
+            if carry is not None or is_on_gpu(pools):
                 storage.load(copies, self._loaded)
             storage.carry("fetch", copies, carry or storage.reading(plan, rank, pools or {}))
 
@@ -60,13 +65,15 @@ class Hit:
             self._storage.load(copies, self._loaded)
             return copies
 
-    def _bound(self, plan: Plan, rank: int, blocks: Any) -> tuple[Copy, ...]:
+    def _bound(
+        self, plan: Plan, rank: int, blocks: Any, start: int | None = None
+    ) -> tuple[Copy, ...]:
         way = self._route_to(plan)
         if not self.tokens or 0 not in way.sources(rank):
             return ()
         with self._storage.metrics.phase("bind"):
             ends: dict[str, Any] = {"src_blocks": self._tables(), "dst_blocks": blocks}
-            tokens = self.start, self.tokens
+            tokens = self.start if start is None else max(start, self.start), self.tokens
             return way.bind(src_rank=0, dst_rank=rank, tokens=tokens, **ends).copies
 
     def release(self) -> None:

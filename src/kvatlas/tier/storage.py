@@ -13,7 +13,17 @@ from kvatlas.planning import Plan
 from kvatlas.routing import Copy
 from kvatlas.tier.file import Checksums, TierFile
 from kvatlas.tier.index import TierBlock
-from kvatlas.wire import Bytes, Metrics, copy_pools, rank_pools, stream_bytes
+from kvatlas.wire import (
+    Bytes,
+    GpuOffload,
+    HostPins,
+    Metrics,
+    copy_pools,
+    gpu_pools,
+    is_on_gpu,
+    rank_pools,
+    stream_bytes,
+)
 
 Carry = Callable[[Sequence[Copy]], None]
 """Carries copies out, by any transport, and returns when all bytes are there."""
@@ -30,6 +40,7 @@ class TierStorage:
     ) -> None:
         self._pools, self._file, self._verify_always = dict(pools), file, verify_always
         self.metrics = Metrics()
+        self._pins = HostPins()
         self._idle = threading.Condition()
         self._busy, self._open = 0, True
 
@@ -42,6 +53,8 @@ class TierStorage:
 
     def writing(self, plan: Plan, rank: int, pools: Mapping[int, Any]) -> Write:
         """From memory that this process can reach, into the tier."""
+        if is_on_gpu(pools):
+            return self.carried(self._offload(plan, rank, pools).store)
         if self._file is None:
             return lambda copies: copy_pools(copies, rank_pools(plan, rank, pools), self._pools)
         write = self._file.write
@@ -49,10 +62,19 @@ class TierStorage:
 
     def reading(self, plan: Plan, rank: int, pools: Mapping[int, Any]) -> Carry:
         """From the tier into memory that this process can reach."""
+        if is_on_gpu(pools):
+            return self._offload(plan, rank, pools).fetch
         if self._file is None:
             return lambda copies: copy_pools(copies, self._pools, rank_pools(plan, rank, pools))
         read = self._file.read
         return lambda copies: read(copies, rank_pools(plan, rank, pools))
+
+    def _offload(self, plan: Plan, rank: int, pools: Mapping[int, Any]) -> GpuOffload:
+        """Between a rank's pools on a GPU and the blocks' memory."""
+        memory = gpu_pools(plan, rank, pools)
+        # Memory that stands for a file is mostly not there, and shall not be.
+        pinned = self._file is None and self._pins.pin(self._pools)
+        return GpuOffload(memory, self.pools, pinned=pinned)
 
     def carried(self, carry: Carry) -> Write:
         """From anywhere, into the tier's memory; from there into its file."""
@@ -126,6 +148,7 @@ class TierStorage:
             was, self._open = self._open, False
             self._idle.wait_for(lambda: not self._busy)
         if was:
+            self._pins.release()
             self._pools = {}
             if self._file is not None:
                 self._file.close()

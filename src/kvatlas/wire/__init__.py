@@ -6,11 +6,14 @@ A `Node` puts one rank's caches on the wire, a `Session` connects it to its peer
 
 from kvatlas.wire.client import Session, Transfer
 from kvatlas.wire.client.rank_lease import How
+from kvatlas.wire.gpu_offload import GpuOffload, HostPins
 from kvatlas.wire.memory_copy import (
     Bytes,
     as_bytes,
     copy_pools,
-    copy_request,
+    device_of,
+    gpu_pools,
+    is_on_gpu,
     memory_of,
     rank_pools,
 )
@@ -20,14 +23,26 @@ from kvatlas.wire.sample_server import SampleTask, random_bytes, run_sample_serv
 from kvatlas.wire.security import TlsContexts
 from kvatlas.wire.server import Node, pools_for
 from kvatlas.wire.staging import stream_bytes
-from kvatlas.wire.transports import TRANSPORT_NAMES, Handle, Link, Memory, Transport, make_transport
+from kvatlas.wire.stream_copy import copy_request
+from kvatlas.wire.transports import (
+    HOST,
+    TRANSPORT_NAMES,
+    Handle,
+    Link,
+    Memory,
+    Transport,
+    make_transport,
+)
 from kvatlas.wire.transports.base import check_bounds
 from kvatlas.wire.transports.file import copy_file_runs
 
 __all__ = [
+    "HOST",
     "TRANSPORT_NAMES",
     "Bytes",
+    "GpuOffload",
     "Handle",
+    "HostPins",
     "How",
     "Link",
     "Memory",
@@ -44,6 +59,9 @@ __all__ = [
     "copy_file_runs",
     "copy_pools",
     "copy_request",
+    "device_of",
+    "gpu_pools",
+    "is_on_gpu",
     "make_transport",
     "memory_of",
     "pools_for",

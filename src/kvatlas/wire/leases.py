@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Int64s
-from kvatlas.routing import Stream
 from kvatlas.wire.protocol import Direction, new_key
+from kvatlas.wire.stream_copy import AnyStream
 from kvatlas.wire.transports.base import Handle
 
 Released = Callable[[str, str], None]
@@ -34,6 +34,31 @@ class Held:
     stop: int
 
 
+class WrittenLayers:
+    """Layers of an offer that have been written, each with its mark."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = frozenset(names)
+        self._written: dict[str, int | None] = {}
+        self._changed = threading.Condition()
+
+    def add(self, layer: str, mark: int | None) -> None:
+        """A layer has been written, once what was marked is done."""
+        with self._changed:
+            if layer not in self._names or layer in self._written:
+                problem = "There is no such layer, or it was written before"
+                hint = "Name each layer of the node's plan once"
+                raise AtlasError(Code.UNKNOWN_LAYER, problem, got=repr(layer)[:300], hint=hint)
+            self._written[layer] = mark
+            self._changed.notify_all()
+
+    def wait(self, layer: str, seconds: float) -> tuple[bool, int | None]:
+        """Whether a layer is written within so many seconds, and its mark."""
+        with self._changed:
+            written = self._changed.wait_for(lambda: layer in self._written, seconds)
+            return written, self._written.get(layer)
+
+
 @dataclass
 class Offer(Held):
     """Blocks of a finished request, kept as they are until they are read or the offer expires."""
@@ -44,6 +69,10 @@ class Offer(Held):
     """Names of the nodes that may read it; None for any."""
     read_by: set[tuple[bytes, int]] = field(default_factory=set)
     """Destinations that read no more of it: the hash of a plan, and a rank of it."""
+    mark: int | None = None
+    """Behind which the blocks hold what they shall, where they are on a GPU."""
+    layers: WrittenLayers | None = None
+    """Those that are written already; None where all are."""
 
 
 @dataclass
@@ -57,6 +86,8 @@ class Expected(Held):
     arrived: set[int] = field(default_factory=set)
     ready: threading.Event = field(default_factory=threading.Event)
     """Set once this node has itself put every byte of every source where it belongs."""
+    mark: int | None = None
+    """Behind which the blocks may be written, where they are on a GPU."""
 
     @property
     def complete(self) -> bool:
@@ -98,7 +129,7 @@ class Lease:
     peer_rank: int
     complete: bool
     """Whether it covers all that is offered or expected, every layer of it."""
-    stream: Stream
+    stream: AnyStream
     entries: int
     """Entries of the block tables that it keeps."""
     expires: float
@@ -106,6 +137,8 @@ class Lease:
     """Staging buffers of this process that are the lease's own."""
     fetched: int = 0
     """Bytes of a pushed stream that this process has read and put into the blocks."""
+    received: dict[tuple[int, int], int] = field(default_factory=dict)
+    """Checksums of its pieces as they came, where they were converted before they were put."""
     reads: list[LeaseRead] = field(default_factory=list)
     """What this process is reading into those buffers."""
     sever: Callable[[], None] = lambda: None

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Int64s
 from kvatlas.planning import Plan
-from kvatlas.routing import Copy, Route
-from kvatlas.wire.transports.base import Memory
+from kvatlas.routing import Copy
+from kvatlas.wire.transports.base import HOST, Memory
+from kvatlas.wire.transports.cuda_driver import load_driver
 
 STEP = 16 << 20
 """Bytes that are copied between two looks at the clock."""
@@ -42,50 +43,69 @@ Places = Int64s | range
 
 
 def as_bytes(memory: Memory) -> Bytes:
-    """The bytes of a region of this process; whoever registered it keeps it alive."""
+    """The bytes of a host region of this process; whoever registered it keeps it alive."""
+    if memory.device != HOST:
+        hint = "Copy it to the host first, or use a transport that reaches GPUs"
+        problem = "The processor cannot reach memory of a GPU"
+        raise AtlasError(Code.WRONG_DEVICE, problem, got=f"memory on {memory.device}", hint=hint)
     region: Any = (ctypes.c_uint8 * memory.nbytes).from_address(memory.address)
     return np.frombuffer(region, np.uint8)
 
 
-def memory_of(pools: Mapping[int, Bytes]) -> dict[int, Memory]:
-    """Where pools are in this process, as transports register them; keeps the pools alive."""
-    return {
-        index: Memory(pool.ctypes.data, pool.nbytes, owner=pool) for index, pool in pools.items()
-    }
+def memory_of(pools: Any) -> dict[int, Memory]:
+    """Where pools are, as transports register them; keeps the pools alive.
 
+    Pools are those of a `Cache`, or by index: numpy arrays, or tensors on any device, each one
+    contiguous stretch. What is `Memory` already stays as it is.
 
-def copy_request(
-    route: Route,
-    src: Mapping[int, Mapping[int, Bytes]],
-    dst: Mapping[int, Mapping[int, Bytes]],
-    *,
-    src_blocks: Any,
-    dst_blocks: Any,
-    tokens: Any,
-) -> int:
-    """Copy a request between ranks that are all in this process; how many bytes.
-
-    `src` and `dst` are byte arrays by rank, and by pool within it.
-
-    >>> from kvatlas.planning import plan
-    >>> from kvatlas.routing import route
-    >>> made = plan("Qwen3-8B", memory="64MiB", max_len=64)
-    >>> pools = [{0: {0: np.full(made.pools[0].nbytes, n, np.uint8)}} for n in (1, 2)]
-    >>> copy_request(route(made, made), *pools, src_blocks=[3], dst_blocks=[0], tokens=16)
-    2359296
-    >>> int((pools[1][0][0] == 1).sum())
-    2359296
+    >>> pool = np.zeros(64, np.uint8)
+    >>> memory_of({0: pool})[0].nbytes, memory_of({0: pool})[0].device
+    (64, 'host')
     """
-    moved = 0
-    for dst_rank, pools in dst.items():
-        for src_rank in route.sources(dst_rank):
-            bound = route.bind(
-                src_rank=src_rank, dst_rank=dst_rank, src_blocks=src_blocks,
-                dst_blocks=dst_blocks, tokens=tokens,
-            )  # fmt: skip
-            copy_pools(bound.copies, src[src_rank], pools)
-            moved += bound.nbytes
-    return moved
+    given = getattr(pools, "pools", pools)
+    if not isinstance(given, Mapping):
+        raise _no_pool("its pools", given)
+    return {index: _memory_of(index, pool) for index, pool in given.items()}
+
+
+def _memory_of(index: int, pool: Any) -> Memory:
+    if isinstance(pool, Memory):
+        return pool
+    if isinstance(pool, np.ndarray):
+        if not pool.flags.c_contiguous:
+            raise _no_pool(f"pool {index}", f"an array with strides {pool.strides}")
+        return Memory(pool.ctypes.data, pool.nbytes, owner=pool)
+    if not callable(getattr(pool, "data_ptr", None)) or not pool.is_contiguous():
+        raise _no_pool(f"pool {index}", type(pool).__name__)
+    return Memory(pool.data_ptr(), pool.nbytes, device_of(pool), owner=pool)
+
+
+def is_on_gpu(pools: Any) -> bool:
+    """Whether pools, as `memory_of` takes them, are in a GPU's memory.
+
+    >>> is_on_gpu({0: np.zeros(8)}), is_on_gpu({0: Memory(64, 8, "cuda:0")}), is_on_gpu(None)
+    (False, True, False)
+    """
+    given = getattr(pools, "pools", pools) or {}
+    devices = [getattr(pool, "device", HOST) for pool in given.values()]
+    return any(str(device).startswith("cuda") for device in devices)
+
+
+def device_of(tensor: Any) -> str:
+    """The name of the device that a torch tensor is on.
+
+    >>> import torch
+    >>> device_of(torch.zeros(1))
+    'host'
+    """
+    kind, number = tensor.device.type, tensor.device.index
+    return HOST if kind == "cpu" else f"{kind}:{number or 0}"
+
+
+def _no_pool(what: str, got: object) -> AtlasError:
+    problem = f"{what[0].upper()}{what[1:]} cannot be put on a wire"
+    hint = "Pass a Cache, or by index Memory, arrays or tensors, each in one contiguous stretch"
+    return AtlasError(Code.BAD_TENSOR, problem, got=got, hint=hint)
 
 
 def copy_pools(copies: Iterable[Copy], src: Mapping[int, Bytes], dst: Mapping[int, Bytes]) -> None:
@@ -241,20 +261,35 @@ def rank_pools(plan: Plan, rank: int, given: Mapping[int, Any]) -> dict[int, Byt
     for index, pool in plan.rank_pools(rank).items():
         held = _bytes_of(given[index]) if index in given else None
         if held is None or held.size < pool.nbytes:
-            raise AtlasError(
-                Code.OUT_OF_BOUNDS,
-                f"Pool {index} has no {pool.nbytes:,} bytes that this process can reach",
-                got=f"pools {sorted(given)}" if held is None else f"{held.size:,} bytes",
-                hint="Pass the rank's own pools by index, or carry= for memory elsewhere",
-            )
+            raise _not_held(index, pool.nbytes, given, None if held is None else held.size)
         pools[index] = held
     return pools
+
+
+def gpu_pools(plan: Plan, rank: int, given: Any) -> dict[int, Memory]:
+    """The pools of a rank on a GPU, from what `memory_of` takes; refused where there is none."""
+    memory = memory_of(given)
+    for index, pool in plan.rank_pools(rank).items():
+        held = memory[index].nbytes if index in memory else None
+        if held is None or held < pool.nbytes:
+            raise _not_held(index, pool.nbytes, memory, held)
+    load_driver()
+    return memory
+
+
+def _not_held(index: int, nbytes: int, given: Mapping[int, Any], held: int | None) -> AtlasError:
+    return AtlasError(
+        Code.OUT_OF_BOUNDS,
+        f"Pool {index} has no {nbytes:,} bytes that this process can reach",
+        got=f"pools {sorted(given)}" if held is None else f"{held:,} bytes",
+        hint="Pass the rank's own pools by index, or carry= for memory elsewhere",
+    )
 
 
 def _bytes_of(pool: Any) -> Bytes | None:
     """Memory of this process as bytes; None where it is elsewhere, or not contiguous."""
     if isinstance(pool, Memory):
-        return as_bytes(pool) if pool.device == 0 else None
+        return as_bytes(pool) if pool.device == HOST else None
     if isinstance(pool, np.ndarray):
         return pool.reshape(-1).view(np.uint8) if pool.flags.c_contiguous else None
     if not callable(getattr(pool, "data_ptr", None)) or pool.device.type != "cpu":

@@ -13,8 +13,8 @@ import msgspec
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
-from kvatlas.routing import fingerprint
-from kvatlas.wire.protocol import Hello, bad_handshake, check_versions
+from kvatlas.routing import Scales, fingerprint, parse_conversion, spell_conversion, tensor_scales
+from kvatlas.wire.protocol import ConversionTerms, Hello, bad_handshake, check_versions
 from kvatlas.wire.transports.base import STAGING, Memory
 
 ALIGNMENT = 8
@@ -39,6 +39,7 @@ class Peer:
     rank: int
     memory: dict[int, Memory]
     metadata: bytes
+    conversion: ConversionTerms | None = None
 
 
 class PeerPlans:
@@ -102,6 +103,17 @@ def plan_hash(plan: Plan) -> bytes:
     return hashlib.sha256(plan.to_json()).digest()
 
 
+def conversion_terms(plan: Plan, convert: str | None, scales: Scales) -> ConversionTerms | None:
+    """What a node agrees to convert, with the scales of its own tensors; None for nothing."""
+    if convert is None:
+        return None
+    given = tensor_scales(scales, plan.layers)
+    return ConversionTerms(
+        convert=spell_conversion(parse_conversion(convert)),
+        scales={name: (scale.k, scale.v) for name, scale in given.items()},
+    )
+
+
 def checked_peer(hello: Hello, plan: Plan, transport: str) -> Peer:
     """The peer behind a hello, or a coded refusal."""
     if hello.transport != transport:
@@ -115,7 +127,7 @@ def checked_peer(hello: Hello, plan: Plan, transport: str) -> Peer:
         raise bad_handshake("a fingerprint that is not its plan's")
     if hello.rank >= plan.ranks:
         raise bad_handshake(f"rank {hello.rank} of tp {plan.tp} x pp {plan.pp}")
-    memory = {one.index: Memory(one.address, one.nbytes, one.device) for one in hello.memory}
+    memory = {one.index: one.memory for one in hello.memory}
     if len(memory) < len(hello.memory):
         raise bad_handshake("a region twice")
     if set(memory) == {STAGING}:  # its pools are its own, and peers reach its staging alone
@@ -123,7 +135,14 @@ def checked_peer(hello: Hello, plan: Plan, transport: str) -> Peer:
     else:
         check_memory(plan, hello.rank, memory)
     return Peer(
-        hello.name, hello.incarnation, plan, hello.plan_hash, hello.rank, memory, hello.metadata
+        hello.name,
+        hello.incarnation,
+        plan,
+        hello.plan_hash,
+        hello.rank,
+        memory,
+        hello.metadata,
+        hello.conversion,
     )
 
 

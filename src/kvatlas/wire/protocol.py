@@ -17,6 +17,7 @@ from msgspec import Meta
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Int64s
+from kvatlas.wire.transports.base import HOST, Memory
 
 VERSION = 2
 """The version that this end speaks. Version 1 went over ZeroMQ."""
@@ -40,6 +41,7 @@ Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Key = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
 Whole = Annotated[int, Meta(ge=0, le=2**62)]
+Scale = Annotated[float, Meta(gt=0, le=1e30)]
 RequestNote = Annotated[str, Meta(max_length=256)]
 """The request that a lease is about, repeated for the log of the other end."""
 BlockTables = dict[Annotated[int, Meta(ge=0, le=65535)], bytes]
@@ -61,10 +63,34 @@ class RegisteredMemory(msgspec.Struct, frozen=True, kw_only=True):
     index: Annotated[int, Meta(ge=-1, le=65535)]
     address: Whole
     nbytes: Whole
-    device: Annotated[int, Meta(ge=0, le=65535)] = 0
+    device: Annotated[int, Meta(ge=0, le=9999)] = 0
+    """The number of its GPU; 0 for the host."""
+    kind: Literal["host", "cuda"] = "host"
+
+    @classmethod
+    def of(cls, index: int, at: Memory) -> RegisteredMemory:
+        """A region as it travels."""
+        kind: Literal["host", "cuda"] = "host" if at.device == HOST else "cuda"
+        return cls(index=index, address=at.address, nbytes=at.nbytes, device=at.number, kind=kind)
+
+    @property
+    def memory(self) -> Memory:
+        """The region as transports know it."""
+        device = HOST if self.kind == "host" else f"cuda:{self.device}"
+        return Memory(self.address, self.nbytes, device)
 
 
-class Hello(Message, frozen=True, kw_only=True, tag="hello"):
+class ConversionTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the sender agrees to convert between unlike formats, and the scales of its tensors."""
+
+    convert: Name
+    scales: Annotated[dict[Name, tuple[Scale, Scale]], Meta(max_length=16384)] = msgspec.field(
+        default_factory=dict
+    )
+    """Of K and of V, by layer."""
+
+
+class Hello(Message, frozen=True, kw_only=True, omit_defaults=True, tag="hello"):
     """Who the sender is, what it caches, and where."""
 
     version: int
@@ -81,6 +107,8 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     memory: Annotated[tuple[RegisteredMemory, ...], Meta(max_length=1024)]
     transport: Name
     metadata: Annotated[bytes, Meta(max_length=1 << 18)]
+    conversion: ConversionTerms | None = None
+    """Left out where nothing is converted: peers that know of no conversion understand that."""
 
 
 class NewerHello(Hello, frozen=True, kw_only=True, forbid_unknown_fields=False, tag="hello"):
@@ -123,7 +151,7 @@ class Open(Message, frozen=True, kw_only=True, tag="open"):
     """The sender reads no more of what is offered, however much of it this is."""
 
 
-class Opened(Message, frozen=True, kw_only=True, tag="opened"):
+class Opened(Message, frozen=True, kw_only=True, omit_defaults=True, tag="opened"):
     """A lease: the blocks stay as they are until it ends."""
 
     lease: Key
@@ -131,6 +159,10 @@ class Opened(Message, frozen=True, kw_only=True, tag="opened"):
     blocks: BlockTables
     piece: Whole = 0
     """Bytes of a staging buffer of this end; 0 where it has none."""
+    mark: Whole | None = None
+    """The mark of this end behind which its blocks are read; None where nothing is to wait for."""
+    layered: bool = False
+    """Whether layers are still being written: each is waited for before it is read."""
 
 
 class LeaseQuestion(Message, frozen=True, kw_only=True):
@@ -158,6 +190,20 @@ class Renew(LeaseQuestion, frozen=True, kw_only=True, tag="renew"):
     """Extend a lease."""
 
     seconds: Annotated[float, Meta(gt=0, le=86400)]
+
+
+class AwaitLayer(LeaseQuestion, frozen=True, kw_only=True, tag="await_layer"):
+    """Ask whether a layer of what is offered has been written, waiting a while until it is."""
+
+    layer: Name
+    seconds: Annotated[float, Meta(gt=0, le=86400)]
+
+
+class LayerWritten(Message, frozen=True, kw_only=True, tag="layer_written"):
+    """Whether it has, and the mark behind which it is read."""
+
+    written: bool
+    mark: Whole | None = None
 
 
 class Gather(LeaseQuestion, frozen=True, kw_only=True, tag="gather"):
@@ -225,8 +271,10 @@ class Refusal(Message, frozen=True, kw_only=True, tag="refusal"):
     """Seconds after which a peer that was busy may be asked again."""
 
 
-Question = Hello | Open | Borrow | Renew | Gather | Fetch | GetChecksums | Close | Release
-Answer = Welcome | SendPlan | Opened | Lent | Ok | Checksums | Refusal
+Question = (
+    Hello | Open | Borrow | Renew | AwaitLayer | Gather | Fetch | GetChecksums | Close | Release
+)
+Answer = Welcome | SendPlan | Opened | Lent | LayerWritten | Ok | Checksums | Refusal
 
 _UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 

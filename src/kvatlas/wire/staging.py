@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -34,8 +35,8 @@ class StagingBuffers:
     4
     """
 
-    def __init__(self, memory: Bytes, piece: int) -> None:
-        self.memory, self.piece, self.count = memory, piece, memory.size // piece
+    def __init__(self, memory: Any, piece: int) -> None:
+        self.memory, self.piece, self.count = memory, piece, int(memory.nbytes) // piece
         own = -(-self.count // 2)
         self._free = {False: list(range(own)), True: list(range(own, self.count))}
         self._own = own
@@ -66,8 +67,8 @@ class StagingBuffers:
                 self._free[buffer >= self._own].append(buffer)
             self._changed.notify_all()
 
-    def view(self, buffer: int, nbytes: int) -> Bytes:
-        """The first bytes of a buffer."""
+    def view(self, buffer: int, nbytes: int) -> Any:
+        """The first bytes of a buffer: an array of the host, or a tensor of a GPU."""
         return self.memory[buffer * self.piece :][:nbytes]
 
 
@@ -114,6 +115,15 @@ def checksums(
         copies = [Copy(c.dst_pool, c.src_pool, c.dst, c.src, c.length) for c in copies]
     stream = np.empty(stream_bytes(copies), dtype=np.uint8)
     gather(copies, pools, stream)
+    return crc_pieces(stream, piece)
+
+
+def crc_pieces(stream: Bytes, piece: int) -> Int64s:
+    """A CRC-32 of every `piece` bytes.
+
+    >>> crc_pieces(np.zeros(3, np.uint8), 2).tolist()
+    [1104745215, 3523407757]
+    """
     sums = [zlib.crc32(stream[at : at + piece].data) for at in range(0, stream.size, piece)]
     return np.array(sums, dtype=np.int64)
 

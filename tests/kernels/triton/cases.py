@@ -9,14 +9,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from kvatlas.cache import LayerCache
 from kvatlas.geometry import ENGINE_LAYOUTS, Layout
-from kvatlas.kernels import read
+from kvatlas.kernels import copy_address_runs, place_starts, read
 from kvatlas.kernels import write as write_by_torch
 from kvatlas.kernels import write_latent as write_latent_by_torch
 from kvatlas.kernels.triton import (
+    BlockConversion,
     attend,
     attend_latent,
     between,
@@ -32,6 +34,8 @@ from kvatlas.specs import (
     SlidingAttention,
     SlidingLatentAttention,
     Spec,
+    TensorScales,
+    needs_scales,
 )
 
 ORDERS = [layout.order for layout in ENGINE_LAYOUTS]
@@ -302,3 +306,70 @@ def check_latent(
         assert float((out[mine].double() - expected).abs().max()) < tolerance
         start += count
     pool.untouched()
+
+
+def check_runs(item: int, device: str, *, alike: bool, programs: int, seed: int) -> None:
+    """Runs of `item` bytes, or some of them shorter, where the sums of two tables say."""
+    rng = np.random.default_rng(seed)
+    starts, spans = 5, 7
+    before, after = rng.permutation(starts) * item * 11, np.arange(starts) * item * 13
+    source, target = rng.permutation(spans) * item, rng.permutation(spans) * item
+    length = np.full(spans, item)
+    if not alike:
+        length[::2] = max(1, item // 2)
+    memory = torch.from_numpy(rng.integers(0, 256, 60 * item, np.uint8)).to(device)
+    out = torch.full((2 * GUARD + 70 * item,), 0xA5, dtype=torch.uint8, device=device)
+    right = out.cpu().numpy().copy()
+    for a, b in zip(before, after, strict=True):
+        for x, y, n in zip(source, target, length, strict=True):
+            right[GUARD + b + y :][:n] = memory.cpu().numpy()[a + x :][:n]
+    copy_address_runs(
+        memory.data_ptr(), out[GUARD:].data_ptr(), place_starts(before, after, device),
+        (source, target, length), programs=programs,
+    )  # fmt: skip
+    assert np.array_equal(out.cpu().numpy(), right), (item, alike, programs)
+
+
+def check_convert(
+    spec: Any, other: Any, orders: tuple[str, str], device: str, *, layers: int = 1,
+    scales: tuple[float, float] = (1.0, 1.0), blocks: int = 12,
+) -> None:  # fmt: skip
+    """Blocks arrive in the other format, as torch's codecs write them, and nothing else changes.
+
+    `scales` are those of K, at the source and at the destination; V's are twice as large.
+    """
+    source, target = (
+        Pool(one, order, device, seed=i, blocks=blocks)
+        for i, (one, order) in enumerate(zip((spec, other), orders, strict=True))
+    )
+    ids = torch.tensor([5, 0, 7, 11], device=device)
+    places = torch.tensor([2, 9, 3, 0], device=device)
+    for layer in source.layers:
+        for view in layer.fields.values():
+            values = 4 * torch.randn(view.shape, generator=torch.Generator().manual_seed(3))
+            if device == "cpu":  # the interpreter rounds its own way; all types hold these
+                values = values.round().clamp(-4, 4)
+            view.copy_(values.to(device).to(view.dtype))
+    ends = [TensorScales(scale, 2 * scale) for scale in scales]
+    before = target.raw.clone()
+    convert = BlockConversion(
+        source.layers[:layers], target.layers[:layers],
+        src_scales=[ends[0]] * layers, dst_scales=[ends[1]] * layers,
+    )  # fmt: skip
+    convert(ids, places)
+    written = target.raw.clone()
+    target.raw.copy_(before)
+    for a, b in zip(source.layers[:layers], target.layers[:layers], strict=True):
+        for name, view in b.fields.items():
+            from_scale, to_scale = (
+                getattr(own, "v" if name == "v" else "k") if needs_scales(layer.spec) else 1.0
+                for own, layer in zip(ends, (a, b), strict=True)
+            )
+            axes = [a.place(name).axes.index(axis) for axis in b.place(name).axes]
+            exact = a.field(name).permute(axes)[ids].float() * (from_scale / to_scale)
+            if view.element_size() == 1:
+                most = torch.finfo(view.dtype).max
+                exact = exact.clamp(-most, most)
+            bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[view.element_size()]
+            view.view(bits)[places] = exact.to(view.dtype).view(bits)
+    assert torch.equal(written, target.raw)

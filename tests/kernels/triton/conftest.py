@@ -1,5 +1,47 @@
+"""Triton's interpreter, with less of its own work."""
+
+from __future__ import annotations
+
 import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
 
 # `make test` asks Triton to interpret; on a GPU the same cases are run by tests/gpu.
 if os.environ.get("TRITON_INTERPRET", "0") == "0":
     collect_ignore_glob = ["test_*.py"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def patched_once_a_launch() -> Iterator[None]:
+    """Triton's language is made interpretable once a launch, not in every device function.
+
+    The interpreter looks through all of `triton.language` again whenever one device function
+    calls another, where the launch has done so already: two fifths of the time of these tests.
+    """
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    # Older interpreters patch in another way: they stay as they are.
+    if not hasattr(interpreter, "_LangPatchScope"):
+        yield
+        return
+    patch_language, patched = interpreter._patch_lang, set[tuple[str, ...]]()
+
+    def patch_what_is_new(function: Any) -> Any:
+        seen = tuple(name for name in ("tl", "core", "language") if name in function.__globals__)
+        if seen in patched:
+            return None
+        scope, launch = patch_language(function), not patched
+        patched.add(seen)
+        restore = scope.restore
+
+        def restore_and_forget() -> None:
+            patched.clear()
+            restore()
+
+        scope.restore = restore_and_forget if launch else restore
+        return scope
+
+    interpreter._patch_lang = patch_what_is_new
+    yield
+    interpreter._patch_lang = patch_language

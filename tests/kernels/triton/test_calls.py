@@ -186,7 +186,7 @@ def test_tiles_of_converted_elements_are_not_too_small(monkeypatch: pytest.Monke
 def test_old_chips_have_no_eight_bit_floats(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = FullAttention(heads=2, head_dim=16, cache="fp8")
     layer = Pool(spec, "LBNHC", "cpu").layer
-    monkeypatch.setattr(formats, "_takes_ptx", lambda _: True)
+    monkeypatch.setattr(formats, "takes_ptx", lambda _: True)
     monkeypatch.setattr(tune, "capability", lambda _: (8, 0))
     with pytest.raises(AtlasError) as refusal:
         formats.stored_side(layer, "k")

@@ -20,6 +20,8 @@ with sass.elsewhere() as compiled:
     sass.decode("int8_per_token_head")
     sass.put("int4_per_token_head")
     sass.move("")
+    sass.convert("fp8")
+    sass.runs("")
 with sass.elsewhere() as wide:
     sass.decode("auto", dim=512)
 compiled = [kernel._asdict() for kernel in compiled]
@@ -40,7 +42,15 @@ def test_kernels_compile_for_a_chip_that_is_not_here() -> None:
     kernels, wide, room = json.loads(done.stdout.splitlines()[-1])
     assert max(*wide, *(kernel["shared"] for kernel in kernels)) <= room
     by_name = {kernel["name"]: kernel for kernel in kernels}
-    assert set(by_name) == {"count_tiles", "decode", "merge", "write_rows", "copy_rows"}
+    assert set(by_name) == {
+        "count_tiles",
+        "decode",
+        "merge",
+        "write_rows",
+        "copy_rows",
+        "copy_run_grid",
+        "convert_rows",
+    }
     assert not any(kernel["spilled"] for kernel in by_name.values())
     loop = by_name["decode"]["loop"]
     assert loop["LDGSTS"] > loop.get("LDG", 0)

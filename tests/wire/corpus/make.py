@@ -51,6 +51,12 @@ def registered(index: int, address: int, nbytes: int, device: int = 0) -> Json:
     return {"index": index, "address": address, "nbytes": nbytes, "device": device}
 
 
+def terms(*scales: list[float]) -> Json:
+    """What a peer would convert, with scales of so many layers."""
+    by_layer = {f"layers.{place}.attn": pair for place, pair in enumerate(scales)}
+    return {"convert": "fp8->bf16", "scales": by_layer}
+
+
 def sealed(said: Any) -> bytes:
     return framed(msgspec.msgpack.encode(said))
 
@@ -134,6 +140,13 @@ def fields() -> dict[str, tuple[str, bytes]]:
         "large_metadata": hello(metadata=bytes((1 << 18) + 1)),
         "other_transport": hello(transport="carrier pigeon"),
         "plan_as_map": hello() | {"plan": {}},
+        "conversion_as_text": hello(conversion="fp8->bf16"),
+        "conversion_without_a_name": hello(conversion={"scales": {}}),
+        "negative_scale": hello(conversion=terms([-1.0, 1.0])),
+        "infinite_scale": hello(conversion=terms([1.0, float("inf")])),
+        "undefined_scale": hello(conversion=terms([float("nan"), 1.0])),
+        "three_scales": hello(conversion=terms([1.0, 1.0, 1.0])),
+        "too_many_scales": hello(conversion=terms(*[[1.0, 1.0]] * 16385)),
         "infinite_rank": hello(rank=float("inf")),
         "undefined_address": hello(memory=[registered(0, 0, 0) | {"address": float("nan")}]),
     }
@@ -144,6 +157,7 @@ def fields() -> dict[str, tuple[str, bytes]]:
     alike = {
         "newer_that_understands_ours": hello(version=newer),
         "newer_that_says_more": hello(version=newer, more={"a": [1, {}]}),
+        "conversion_where_formats_are_alike": hello(conversion=terms([1.0, 1.0])),
     }
     return (
         {name: (bad, sealed(value)) for name, value in said.items()}
@@ -163,6 +177,10 @@ def numbers() -> dict[str, tuple[str, bytes]]:
         "negative_address": {"memory": [registered(0, -(1 << 30), pool.nbytes)]},
         "negative_size": {"memory": [registered(0, 1 << 30, -pool.nbytes)]},
         "negative_device": {"memory": [registered(0, 1 << 30, pool.nbytes, -1)]},
+        "device_past_all": {"memory": [registered(0, 1 << 30, pool.nbytes, 10_000)]},
+        "kind_of_device_unknown": {
+            "memory": [registered(0, 1 << 30, pool.nbytes) | {"kind": "abacus"}]
+        },
         "address_past_all": {"memory": [registered(0, (1 << 62) + 8, pool.nbytes)]},
         "address_of_64_bits": {"memory": [registered(0, (1 << 64) - 8, pool.nbytes)]},
         "size_past_all": {"memory": [registered(0, 8, (1 << 62) + 1)]},

@@ -19,7 +19,7 @@ def skip_without(kind: Kind) -> None:
     if kind.name == "file":
         return  # needs nothing but a folder
     try:
-        make_transport(kind.name).close()
+        make_transport(kind.name, **kind.options).close()
     except AtlasError as problem:
         if problem.code is not Code.MISSING_EXTRA:
             raise

@@ -26,12 +26,15 @@ class Kind:
     label: str
     name: str
     settings: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
     remote: bool = True
     """Its peers are other processes, which can be killed."""
     outlives: bool = False
     """What was published can be reached after its publisher has ended."""
     needs_peer: bool = False
     """The peer's processor takes part, so that one that stands still stops everything."""
+    reads_only: bool = False
+    """Nobody can write to another's memory."""
 
 
 # NIXL's wheel brings its own libibverbs. Where the system has one too, UCX loads both, and
@@ -44,8 +47,11 @@ KINDS = [
     Kind("file", "file", outlives=True),
     Kind("nixl", "nixl", _NO_IB),
     Kind("mooncake", "mooncake", needs_peer=True),
+    Kind("tcp", "tcp", needs_peer=True, reads_only=True),
 ]
-OVER_TCP = Kind("nixl-tcp", "nixl", {**_NO_IB, "UCX_TLS": "tcp"}, needs_peer=True)
+OVER_TCP = Kind(
+    "nixl-tcp", "nixl", {**_NO_IB, "UCX_TLS": "tcp"}, {"over_tcp": True}, needs_peer=True
+)
 """NIXL where the peer's processor has to serve."""
 
 
@@ -55,9 +61,9 @@ class Peer:
     def __init__(
         self, kind: Kind, options: dict[str, Any], sizes: dict[int, int] | None = None
     ) -> None:
-        self.kind, self.options = kind, options
+        self.kind, self.options = kind, {**kind.options, **options}
         self.process, self._pipe = forked(
-            main, kind.name, options, sizes or SIZES, dict(kind.settings)
+            main, kind.name, self.options, sizes or SIZES, dict(kind.settings)
         )
         self.metadata, self.regions = self.hear()
 

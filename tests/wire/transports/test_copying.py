@@ -99,7 +99,7 @@ def runs(draw: st.DrawFn) -> list[Copy]:
 
 @given(runs())
 def test_rows_name_every_run(copies: list[Copy]) -> None:
-    regions = {pool: Memory(10_000 * (pool + 1), 400, pool) for pool in range(3)}
+    regions = {pool: Memory(10_000 * (pool + 1), 400, f"cuda:{pool}") for pool in range(3)}
     rows, indices = describe(copies, regions, src=True)
     flat = []
     for address, size, device, stride, count in rows.tolist():
@@ -158,6 +158,6 @@ def test_a_library_that_does_not_load_is_not_called_missing() -> None:
 
 
 def test_names_are_in_the_order_of_preference() -> None:
-    assert TRANSPORT_NAMES == ("nixl", "mooncake", "shm", "memory", "file")
+    assert TRANSPORT_NAMES == ("cuda", "nixl", "mooncake", "tcp", "shm", "memory", "file")
     with pytest.raises(AtlasError):
         make_transport("carrier pigeon")

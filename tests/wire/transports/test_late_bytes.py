@@ -33,7 +33,7 @@ def test_closing_a_link_lets_what_is_under_way_come_to_its_end() -> None:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in kind.settings.items():
             patch.setenv(name, value)
-        near, peer = End("nixl", {}, {0: POOL}), Peer(kind, {}, {0: POOL})
+        near, peer = End("nixl", dict(kind.options), {0: POOL}), Peer(kind, {}, {0: POOL})
         link = near.transport.connect(peer.metadata, peer.regions)
         peer.signal(signal.SIGSTOP)
         handle = link.read([Copy(0, 0, np.array([0]), np.array([0]), np.array([POOL]))])

@@ -42,7 +42,7 @@ def own_address() -> str:
 def listen(tester: Connection, kind: Kind) -> None:
     """Be an end with a link, and tell at which ports it listens."""
     os.environ.update(kind.settings)
-    near, far = End(kind.name, {}, SIZES), End(kind.name, {}, SIZES)
+    near, far = (End(kind.name, dict(kind.options), SIZES) for _ in range(2))
     link = near.transport.connect(far.transport.publish(), far.regions)
     link.read([one(0, 0)]).wait(soon())
     tester.send([each.getsockname()[:2] for each in listeners().values()])

@@ -66,6 +66,7 @@ def linked(*, by_cpu: bool = False) -> Any:
     """A link whose agent says of an operation whatever its request has as its state."""
     memory = {0: Memory(4096, 4096)}
     owner: Any = SimpleNamespace(memory=memory, name="nixl", open=True)
+    owner.takes, owner.check_takes = lambda _: True, lambda _: None
     agents: Any = SimpleNamespace(kind="DRAM", by_cpu=by_cpu, make=lambda *_, **__: _Agent())
     peer: Any = SimpleNamespace(agent="peer", kind="DRAM")
     return NixlLink(owner, agents, peer, memory, lambda _: None)
@@ -207,7 +208,7 @@ def test_sources_that_are_killed_in_mid_read_leave_no_descriptor(
 ) -> None:
     for name, value in OVER_TCP.settings.items():
         monkeypatch.setenv(name, value)
-    near = End(OVER_TCP.name, {}, {0: POOL})
+    near = End(OVER_TCP.name, dict(OVER_TCP.options), {0: POOL})
     opened = []
     for _ in range(2):
         peer = Peer(OVER_TCP, {}, {0: POOL})

@@ -6,6 +6,7 @@ import dataclasses
 import os
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 from kvatlas.errors import AtlasError, Code
 from kvatlas.routing import Copy
 from kvatlas.wire import Memory, make_transport
-from kvatlas.wire.transports import nixl_metadata
+from kvatlas.wire.transports import nixl_agents, nixl_metadata
 from kvatlas.wire.transports.errors import read_metadata
 from kvatlas.wire.transports.nixl_metadata import Published
 from tests.wire.forking import forked
@@ -81,7 +82,7 @@ def connect_to_all(
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for noisy in (1, 2):
         os.dup2(nowhere, noisy)
-    near = End("nixl", {}, SIZES)
+    near = End("nixl", dict(OVER_TCP.options), SIZES)
     tried = list(variants(metadata))
     accepted = [some for some in tried if passes(some, regions)]
     refused, harmless = len(tried) - len(accepted), 0
@@ -121,7 +122,7 @@ def test_a_changed_byte_does_not_crash_who_connects(peer: Peer) -> None:
 def test_bad_metadata_under_a_good_name_does_not_lock_the_good_one_out(peer: Peer) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("UCX_TLS", "tcp")
-        near = End("nixl", {}, SIZES)
+        near = End("nixl", dict(OVER_TCP.options), SIZES)
         good = msgspec.msgpack.decode(peer.metadata, type=Published)
         other = Peer(OVER_TCP, {})
         address = msgspec.msgpack.decode(other.metadata, type=Published).address
@@ -141,7 +142,7 @@ def test_bad_metadata_under_a_good_name_does_not_lock_the_good_one_out(peer: Pee
 @pytest.mark.parametrize("memory", [{}, MEMORY, {0: MEMORY[0], 5: MEMORY[0]}])
 def test_metadata_is_put_together_as_it_was(memory: dict[int, Memory]) -> None:
     regions = {
-        pool: nixl_metadata.KeyedRegion(at.device, at.address, at.nbytes, KEY)
+        pool: nixl_metadata.KeyedRegion(at.number, at.address, at.nbytes, KEY)
         for pool, at in memory.items()
     }
     published = Published(AGENT, "DRAM", ADDRESS, regions)
@@ -157,7 +158,7 @@ def test_metadata_is_put_together_as_it_was(memory: dict[int, Memory]) -> None:
 
 def test_regions_are_those_of_the_handshake() -> None:
     regions = {
-        pool: nixl_metadata.KeyedRegion(at.device, at.address, at.nbytes, KEY)
+        pool: nixl_metadata.KeyedRegion(at.number, at.address, at.nbytes, KEY)
         for pool, at in MEMORY.items()
     }
     good = Published(AGENT, "DRAM", ADDRESS, regions)
@@ -187,3 +188,23 @@ def test_device_and_setting_that_disagree_are_refused(monkeypatch: pytest.Monkey
     with pytest.raises(AtlasError) as refusal:
         make_transport("nixl", device="eth0")
     assert refusal.value.code is Code.WIRE_FAILED
+
+
+def test_devices_that_make_ucx_read_over_tcp_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It aborts a process that is read over TCP when its reader is killed."""
+    skip_without(OVER_TCP)
+    monkeypatch.setattr(nixl_agents, "_RDMA", Path("/nowhere"))
+    for device, transports in (
+        ("eth0", "all"),
+        ("eth0,lo", "all"),
+        ("lo", "tcp"),
+        ("lo", "tcp,self"),
+    ):
+        monkeypatch.setenv("UCX_TLS", transports)
+        with pytest.raises(AtlasError) as refusal:
+            make_transport("nixl", device=device)
+        assert '"tcp"' in refusal.value.hint
+    make_transport("nixl", device="lo", over_tcp=True).close()
+    for transports in ("tcp,cma", "^ud", "all"):
+        monkeypatch.setenv("UCX_TLS", transports)
+        make_transport("nixl", device="lo").close()

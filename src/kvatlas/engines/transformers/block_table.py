@@ -14,19 +14,17 @@ import torch
 from torch import Tensor
 
 from kvatlas.cache import LayerCache
-from kvatlas.engines.transformers.block_allocator import GONE, BlockAllocator
 from kvatlas.geometry import ceil_div
 from kvatlas.kernels import copy_blocks, zero_blocks
 from kvatlas.planning import Group
+from kvatlas.pool import GONE, BlockIds
 from kvatlas.specs import Visibility
 
 
 class BlockTable:
     """The blocks of every sequence of a batch, for the layers of one group."""
 
-    def __init__(
-        self, group: Group, layers: Sequence[LayerCache], allocator: BlockAllocator
-    ) -> None:
+    def __init__(self, group: Group, layers: Sequence[LayerCache], free: BlockIds) -> None:
         self.block = group.block
         self.recurrent = group.kind == "recurrent"
         alike = {layer.spec.visibility for layer in layers}
@@ -37,7 +35,7 @@ class BlockTable:
         """Sequences may hold padding, so that it is unknown where chunks begin."""
         self.sequences: list[list[int]] = []
         self.layers = list(layers)
-        self.allocator = allocator
+        self.free = free
         self._slots: dict[range, Tensor] = {}
         self._reserved: range | None = None
         self._ids: Tensor | None = None
@@ -68,7 +66,7 @@ class BlockTable:
         old = self.sequences
         if self.recurrent:
             for i in set(range(len(old))) - set(chosen):
-                self.allocator.release(old[i])
+                self.free.release(old[i])
             self.sequences = []
             for place, i in enumerate(chosen):
                 again = i in chosen[:place]
@@ -76,9 +74,9 @@ class BlockTable:
         else:
             self.sequences = [list(old[i]) for i in chosen]
             for blocks in self.sequences:
-                self.allocator.share(blocks)
+                self.free.share(blocks)
             for blocks in old:
-                self.allocator.release(blocks)
+                self.free.release(blocks)
         self._changed()
 
     def can_crop(self, lengths: Sequence[int]) -> bool:
@@ -92,7 +90,7 @@ class BlockTable:
         """Keep `lengths` tokens of the sequences, and give the blocks behind them back."""
         for blocks, length in zip(self.sequences, lengths, strict=True):
             kept = ceil_div(length, self.block)
-            self.allocator.release(blocks[kept:])
+            self.free.release(blocks[kept:])
             del blocks[kept:]
         self._changed()
 
@@ -157,17 +155,17 @@ class BlockTable:
             blocks.append(self._take())
             self._ids = None
         for index in range(first // self.block, end):
-            if self.allocator.is_shared(blocks[index]):
+            if self.free.is_shared(blocks[index]):
                 self._replace(blocks, index, self._copy(blocks[index]))
 
     def _replace(self, blocks: list[int], index: int, block: int) -> None:
-        self.allocator.release([blocks[index]])
+        self.free.release([blocks[index]])
         blocks[index] = block
         self._ids = None
 
     def _take(self) -> int:
         """A free block, zeroed for a recurrent state: models read it before they write it all."""
-        block = self.allocator.take()
+        block = self.free.take()
         if self.recurrent:
             for layer in self.layers:
                 zero_blocks(layer, self.kernel_ids(layer, block))

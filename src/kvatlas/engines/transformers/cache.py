@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers.cache_utils import Cache as TransformersCache
 
 from kvatlas.cache import Cache, LayerCache, allocate
-from kvatlas.engines.transformers.block_allocator import BlockAllocator
 from kvatlas.engines.transformers.block_table import BlockTable
 from kvatlas.engines.transformers.cache_layers import (
     EmptyLayer,
@@ -31,6 +30,7 @@ from kvatlas.engines.transformers.sequence_batch import SequenceBatch
 from kvatlas.errors import AtlasError, Code
 from kvatlas.models import Layer
 from kvatlas.planning import Plan
+from kvatlas.pool import BlockPool
 from kvatlas.specs import Attention, LatentAttention, Recurrent, Spec
 
 AnyLayer = PagedAttentionLayer | PagedStateLayer | EmptyLayer
@@ -62,8 +62,8 @@ class AtlasCache(TransformersCache):
                 hint="Plan with tp 1 and pp 1",
             )
         self._cache = cache
-        self.blocks = {pool.index: BlockAllocator(pool.blocks) for pool in plan.pools}
-        """Which blocks of each pool are free."""
+        self.blocks = BlockPool(plan, null_block=False).ids
+        """Which blocks of each pool are free: padding has no entry here, so no block is null."""
         parts: list[list[LayerCache]] = [[] for _ in plan.groups]
         for name in plan.layers:
             for group, part in zip(self._groups_of(name), cache.parts(name), strict=True):
@@ -88,8 +88,8 @@ class AtlasCache(TransformersCache):
         return cls(allocate(plan, device=device))
 
     def __repr__(self) -> str:
-        total = sum(allocator.count for allocator in self.blocks.values())
-        used = total - sum(allocator.free for allocator in self.blocks.values())
+        total = sum(ids.count for ids in self.blocks.values())
+        used = total - sum(ids.free for ids in self.blocks.values())
         lengths = f" of {self.lengths} tokens" if self.batch.size else ""
         return (
             f"<AtlasCache {self.plan.model} {self.plan.layout}: "

@@ -63,8 +63,8 @@ class SequenceBatch:
 
     def _require(self, needs: Mapping[BlockTable, int]) -> None:
         """Refuse what some pool has too few blocks for, before any table changes."""
-        for allocator in {table.allocator for table in needs}:
-            allocator.require(sum(n for table, n in needs.items() if table.allocator is allocator))
+        for free in {table.free for table in needs}:
+            free.require(sum(n for table, n in needs.items() if table.free is free))
 
     # -- states that are lent to models ---------------------------------------------
 

@@ -15,6 +15,8 @@ from kvatlas.engines.vllm.describe import (
     describe_stage,
     join_stages,
 )
+from kvatlas.engines.vllm.doctor import Diagnosis, diagnose, read_engine
+from kvatlas.engines.vllm.engine_arguments import EngineArguments
 from kvatlas.engines.vllm.settings import ConnectorSettings
 from kvatlas.engines.vllm.supported_versions import lacking_name
 
@@ -24,10 +26,14 @@ if TYPE_CHECKING:
 __all__ = [
     "ConnectorSettings",
     "DescribedStage",
+    "Diagnosis",
+    "EngineArguments",
     "KVAtlasConnector",
     "describe_engine",
     "describe_stage",
+    "diagnose",
     "join_stages",
+    "read_engine",
 ]
 
 

@@ -25,15 +25,29 @@ from kvatlas.engines.vllm.describe import (
     DescribedStage,
     check_tensors,
     describe_stage,
+    described_model,
     join_stages,
 )
+from kvatlas.engines.vllm.ended_requests import EndedRequests
 from kvatlas.engines.vllm.orders import StepOrders
+from kvatlas.engines.vllm.prefix_tier import (
+    IN_MEMORY,
+    PrefixTier,
+    forget_tier,
+    open_tier,
+    share_tier,
+    shared_tier,
+)
 from kvatlas.engines.vllm.scheduler_side import SchedulerSide
 from kvatlas.engines.vllm.settings import ConnectorSettings
 from kvatlas.engines.vllm.supported_versions import check_managers, check_version
-from kvatlas.engines.vllm.worker_side import WorkerSide
+from kvatlas.engines.vllm.tier_worker import TierCounts, TierWorker
+from kvatlas.engines.vllm.weights_identity import cache_identity
+from kvatlas.engines.vllm.worker_side import PullCounts, WorkerSide
 from kvatlas.errors import AtlasError, Code
-from kvatlas.wire import Memory
+from kvatlas.models import Model
+from kvatlas.planning import Plan
+from kvatlas.wire import Memory, device_of
 
 log = logging.getLogger("kvatlas.vllm")
 
@@ -62,10 +76,19 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._settings = ConnectorSettings.read(extra)
+        self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
+        self._ended = EndedRequests()
         self._worker: WorkerSide | None = None
+        self._tier_worker: TierWorker | None = None
         self._scheduler: SchedulerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerSide(vllm_config, kv_cache_config)
+            settings = self._settings
+            self._scheduler = SchedulerSide(
+                vllm_config,
+                kv_cache_config,
+                tier=shared_tier(self._engine_id) if settings.tier else None,
+                alone=settings.alone,
+            )
 
     # -- the scheduler's side ---------------------------------------------------------------
 
@@ -95,8 +118,18 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """How many tokens another engine has, beyond those that are here."""
+        """How many tokens another engine or the tier has, beyond those that are here."""
         return self._in_scheduler().matched_tokens(request, num_computed_tokens)
+
+    def get_external_cache_hit_sources(
+        self, request: Any, num_external_tokens: int
+    ) -> dict[CacheHitSource, int]:
+        """Where those tokens come from, for vLLM's statistics."""
+        source = self._cache_hit_source
+        if self._in_scheduler().from_tier(request.request_id):
+            in_memory = self._settings.tier == IN_MEMORY
+            source = CacheHitSource.HOST if in_memory else CacheHitSource.DISK
+        return {source: num_external_tokens}
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:  # noqa: ARG002
         """All groups are read, not only those that can be found by their prefix."""
@@ -109,6 +142,10 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: Any) -> KVAtlasStep:  # noqa: ARG002
         """What workers have to do after this step."""
         return KVAtlasStep(self._in_scheduler().take_orders())
+
+    def reset_cache(self) -> bool | None:
+        """Forget what the tier has, as vLLM asks where weights were updated."""
+        return self._in_scheduler().reset_tier()
 
     def update_connector_output(self, connector_output: Any) -> None:
         """What workers have done."""
@@ -138,16 +175,21 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
             backends=_backends(config, named),
             kernel_blocks=self._kernel_blocks(named),
         )
-        plan = join_stages(_all_stages(stage))
+        stages = _all_stages(stage)
+        plan = join_stages(stages)
         base = check_tensors(plan, stage, named)
-        parallel = config.parallel_config
         rank = get_pp_group().rank_in_group * plan.tp + get_tp_group().rank_in_group
         (pool,) = plan.rank_pools(rank).values()
         tensor = next(iter(named.values()))
         memory = Memory(base, pool.nbytes, self._device(tensor), owner=tensor)
-        port = parallel.data_parallel_index * plan.ranks + rank
-        self._worker = WorkerSide(plan, rank, memory, self._settings, port=port)
-        log.info("%s at %s: %s", self._settings.transport, self._worker.endpoint, plan)
+        if self._settings.tier is not None:
+            _check_reachable(tensor)
+            self._open_tier(self._settings.tier, described_model(stages), plan, memory)
+        if not self._settings.alone:
+            port = config.parallel_config.data_parallel_index * plan.ranks + rank
+            about = (plan, rank, memory, self._settings)
+            self._worker = WorkerSide(*about, port=port, ended=self._ended)
+            log.info("%s at %s: %s", self._settings.transport, self._worker.endpoint, plan)
 
     def get_handshake_metadata(self) -> KVAtlasEndpoint | None:
         """Where this rank answers other engines."""
@@ -156,8 +198,15 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Begin what the scheduler has ordered; nothing is waited for."""
         step = self._get_connector_metadata()
-        if self._worker is not None and isinstance(step, KVAtlasStep):
-            self._worker.carry_out(step.orders)
+        if not isinstance(step, KVAtlasStep):
+            return
+        orders = step.orders
+        offered = {order.request_id for order in orders.offers}
+        self._ended.hold_twice(offered & {order.request_id for order in orders.stores})
+        if self._worker is not None:
+            self._worker.carry_out(orders)
+        if self._tier_worker is not None:
+            self._tier_worker.carry_out(orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing is read while a step runs."""
@@ -172,16 +221,14 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
         """What has been sent and received since the last step."""
-        if self._worker is None:
-            return KVConnectorTransferResults()
-        ended = self._worker.take_ended()
+        ended = self._ended.take() if self._worker is None else self._worker.take_ended()
         return KVConnectorTransferResults(ended.sent, ended.received, ended.failed)
 
     def get_kv_connector_stats(self) -> KVAtlasStats | None:
         """What was counted since the last step; None where that is nothing."""
-        if self._worker is None:
-            return None
-        stats = KVAtlasStats.of(self._worker.take_counts())
+        pulled = self._worker.take_counts() if self._worker else PullCounts()
+        kept = self._tier_worker.take_counts() if self._tier_worker else TierCounts()
+        stats = KVAtlasStats.of(pulled, kept)
         return None if stats.is_empty() else stats
 
     @classmethod
@@ -197,10 +244,14 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
         return KVAtlasPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
-        """Close the node and its sessions."""
+        """Close the node and its sessions, and the tier once it has what it was given."""
         if self._worker is not None:
             self._worker.close()
             self._worker = None
+        if self._tier_worker is not None:
+            self._tier_worker.close()
+            self._tier_worker = None
+            forget_tier(self._engine_id)
 
     # -- inside -------------------------------------------------------------------------------
 
@@ -213,6 +264,20 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
                 hint="Please report it: vLLM asks otherwise than its interface says",
             )
         return self._scheduler
+
+    def _open_tier(self, where: str, model: Model, plan: Plan, memory: Memory) -> None:
+        """Open the tier, for this worker and for the scheduler, which is in the same process."""
+        parallel = self._vllm_config.parallel_config
+        if parallel.data_parallel_size > 1 and where != IN_MEMORY:
+            where = f"{where}.{parallel.data_parallel_index}"  # a file has one user
+        identity = cache_identity(self._vllm_config, self._settings.weights_identity)
+        opened = open_tier(where, self._settings.tier_memory, model, plan)
+        tier = None
+        if opened is not None:
+            tier = PrefixTier(opened, plan, memory, identity)
+            self._tier_worker = TierWorker(tier, self._ended)
+            log.info("tier %s: %s", where, opened.plan)
+        share_tier(self._engine_id, tier)
 
     def _layers(self) -> set[str]:
         groups = self._kv_cache_config.transfer_groups
@@ -230,17 +295,16 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
                     blocks[name] = spec.block_size // split
         return blocks
 
-    def _device(self, tensor: torch.Tensor) -> int:
-        """The device's number; memory of a GPU only where its transport was asked for."""
-        if tensor.device.type == "cpu":
-            return 0
-        if self._settings.transport_options.get("kind") == "VRAM":
-            return int(tensor.device.index or 0)
+    def _device(self, tensor: torch.Tensor) -> str:
+        """The device's name; memory of a GPU only where its transport was asked for."""
+        asked = self._settings.transport_options.get("kind") == "VRAM"
+        if tensor.device.type == "cpu" or asked or self._settings.transport == "cuda":
+            return device_of(tensor)
         raise AtlasError(
             Code.WRONG_DEVICE,
             "The caches are in a GPU's memory, with which the connector was not run yet",
             got=f"tensors on {tensor.device}",
-            hint='Try {"transport": "nixl", "transport_options": {"kind": "VRAM"}, "buffers": 0}',
+            hint='Try {"transport": "cuda"}, or nixl with {"kind": "VRAM"} as its options',
         )
 
 
@@ -249,6 +313,17 @@ if "KVAtlasConnector" not in KVConnectorFactory._registry:
     KVConnectorFactory.register_connector(
         "KVAtlasConnector", "kvatlas.engines.vllm", "KVAtlasConnector"
     )
+
+
+def _check_reachable(tensor: torch.Tensor) -> None:
+    """Refuse a tier for caches that are not in host memory."""
+    if tensor.device.type != "cpu":
+        raise AtlasError(
+            Code.WRONG_DEVICE,
+            "A tier reads and writes caches in host memory alone",
+            got=f"tensors on {tensor.device}",
+            hint="Leave tier out of kv_connector_extra_config",
+        )
 
 
 def _backends(vllm_config: Any, layers: Any) -> dict[str, str]:

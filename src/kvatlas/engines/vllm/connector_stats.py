@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 from vllm.v1.metrics.utils import create_metric_per_engine
 
+from kvatlas.engines.vllm.tier_worker import TierCounts
 from kvatlas.engines.vllm.worker_side import PullCounts
 
 COUNTERS = {
@@ -19,6 +20,11 @@ COUNTERS = {
     "nbytes": "Bytes that were read from other engines",
     "seconds": "Seconds that reads took, one beside the other",
     "expired": "Requests that were kept for another engine, and that nobody read in time",
+    "tier_loads": "Requests whose prefix was read from the tier",
+    "tier_tokens": "Tokens that were read from the tier",
+    "tier_seconds": "Seconds that reads from the tier took, one beside the other",
+    "tier_stores": "Requests that were kept in the tier",
+    "tier_failures": "Requests that could not be read from the tier, or kept in it",
 }
 
 
@@ -31,13 +37,16 @@ class KVAtlasStats(KVConnectorStats):
             self.reset()
 
     @classmethod
-    def of(cls, counts: PullCounts) -> KVAtlasStats:
+    def of(cls, *counts: PullCounts | TierCounts) -> KVAtlasStats:
         """The counts of one rank."""
-        return cls(asdict(counts))
+        made = cls()
+        for one in counts:
+            made.data |= asdict(one)
+        return made
 
     def reset(self) -> None:
         """Count from zero."""
-        self.data = asdict(PullCounts())
+        self.data = asdict(PullCounts()) | asdict(TierCounts())
 
     def aggregate(self, other: KVConnectorStats) -> KVAtlasStats:
         """The counts of both."""
@@ -53,6 +62,9 @@ class KVAtlasStats(KVConnectorStats):
             "Expired": int(self.data["expired"]),
             "MB": round(self.data["nbytes"] / 1e6, 3),
             "Avg ms": round(1e3 * seconds / pulls, 3) if pulls else 0.0,
+            "From the tier": int(self.data["tier_loads"]),
+            "Tokens from the tier": int(self.data["tier_tokens"]),
+            "Kept": int(self.data["tier_stores"]),
         }
 
     def is_empty(self) -> bool:

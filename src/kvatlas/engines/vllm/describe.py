@@ -136,16 +136,8 @@ def join_stages(stages: Sequence[DescribedStage]) -> Plan:
             hint="Start all workers with the same arguments",
         )
     layers = [described for stage in stages for described in stage.layers]
-    model = Model(
-        name=first.model,
-        architecture=first.architecture,
-        layers=tuple(described.layer for described in layers),
-        depth=first.depth,
-        attention_heads=first.query_heads,
-        max_len=first.max_len,
-    )
     return foreign(
-        model,
+        described_model(stages),
         [{one.layer.name: one.placement for one in stage.layers} for stage in stages],
         tp=first.tp,
         max_len=first.max_len,
@@ -156,6 +148,19 @@ def join_stages(stages: Sequence[DescribedStage]) -> Plan:
         blocks={one.layer.name: one.block for one in layers},
         pools=[0] * first.groups,
         full={one.layer.name for one in layers if one.full},
+    )
+
+
+def described_model(stages: Sequence[DescribedStage]) -> Model:
+    """The model that an engine serves: what its layers keep, wherever they keep it."""
+    first = stages[0]
+    return Model(
+        name=first.model,
+        architecture=first.architecture,
+        layers=tuple(described.layer for stage in stages for described in stage.layers),
+        depth=first.depth,
+        attention_heads=first.query_heads,
+        max_len=first.max_len,
     )
 
 

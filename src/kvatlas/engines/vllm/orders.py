@@ -16,6 +16,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from kvatlas.engines.vllm.prefix_keys import RequestKeys
+from kvatlas.engines.vllm.prefix_tier import FoundPrefix
 from kvatlas.errors import AtlasError, Code
 
 VERSION = 1
@@ -126,6 +128,28 @@ class OfferOrder:
     tokens: int
 
 
+@dataclass(frozen=True)
+class LoadOrder:
+    """Read tokens start .. stop - 1 of a request from the tier into these blocks."""
+
+    request_id: str
+    found: FoundPrefix
+    tables: Tables
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class StoreOrder:
+    """Keep tokens start .. stop - 1 of a finished request in the tier; its blocks wait for it."""
+
+    request_id: str
+    keys: RequestKeys
+    tables: Tables
+    start: int
+    stop: int
+
+
 @dataclass
 class StepOrders:
     """What a worker has to do after one step."""
@@ -136,3 +160,5 @@ class StepOrders:
     """Requests of other engines that are not going to be read."""
     cancelled: list[str] = field(default_factory=list)
     """Requests of this engine that were aborted while they were being read."""
+    loads: list[LoadOrder] = field(default_factory=list)
+    stores: list[StoreOrder] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""The scheduler's side: which tokens come from another engine, and what is kept for one.
+"""The scheduler's side: which tokens come from another engine or a tier, and what is kept.
 
 A decode engine always computes the last token of a prompt itself, also where it has read it.
 Windows and recurrent states must then be those that this token sees: where a model has any,
@@ -13,13 +13,17 @@ from typing import Any
 
 from kvatlas.engines.vllm.orders import (
     VERSION,
+    LoadOrder,
     OfferOrder,
     PullOrder,
     RemoteRequest,
     StepOrders,
+    StoreOrder,
     Tables,
     prompt_digest,
 )
+from kvatlas.engines.vllm.prefix_tier import PrefixTier
+from kvatlas.engines.vllm.tier_scheduler import TierScheduler
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import ceil_div
 from kvatlas.specs import Visibility
@@ -35,7 +39,16 @@ _FINISHED = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
 class SchedulerSide:
     """What the connector does in the scheduler's process."""
 
-    def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
+    def __init__(
+        self,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        *,
+        tier: PrefixTier | None = None,
+        alone: bool = False,
+    ) -> None:
+        """`tier` keeps what has finished; an engine that is `alone` speaks to no other."""
+        self._alone = alone
         self._config = kv_cache_config
         self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
         self._caches_prefixes = bool(vllm_config.cache_config.enable_prefix_caching)
@@ -48,11 +61,14 @@ class SchedulerSide:
         # Drafters of several modules look ahead: what they keep of the last tokens is a guess.
         ahead = getattr(vllm_config, "num_prefill_lookahead_tokens", 0) - 1
         self._left_out = max(ahead, int(any(group.partial for group in self._groups)))
+        guesses = getattr(vllm_config, "speculative_config", None) is not None
+        self._tier = TierScheduler(tier, ahead=ahead, guesses=guesses) if tier else None
         self._managers: Any = None
         self._endpoints: tuple[str, ...] = ()
         self._remote: dict[str, RemoteRequest] = {}
         """Requests that may be read from another engine, until they are or are not."""
         self._pulling: set[str] = set()
+        """Requests that are being read, from another engine or from the tier."""
         self._orders = StepOrders()
 
     # -- at the start ---------------------------------------------------------------------
@@ -70,6 +86,8 @@ class SchedulerSide:
     def on_new_request(self, request: Any) -> None:
         """Note a request that comes from another engine, or goes to one."""
         params = request.kv_transfer_params or {}
+        if self._alone:
+            return
         if params.get("do_remote_decode"):
             self._stop_short(request, params)
         if params.get("do_remote_prefill"):
@@ -83,11 +101,15 @@ class SchedulerSide:
                 if (unread := self._remote.pop(request.request_id, None)) is not None:
                     self._orders.let_go.append(unread)
 
-    def matched_tokens(self, request: Any, computed: int) -> tuple[int, bool]:
-        """How many tokens another engine has beyond those that are here."""
+    def matched_tokens(self, request: Any, computed: int) -> tuple[int | None, bool]:
+        """How many tokens another engine or the tier has beyond those that are here.
+
+        None while that is not known yet.
+        """
         remote = self._remote.get(request.request_id)
         if remote is None or not (request.kv_transfer_params or {}).get("do_remote_prefill"):
-            return 0, False
+            kept = self._tier.matched(request, computed) if self._tier else 0
+            return kept, bool(kept)
         if computed >= request.num_prompt_tokens - 1:  # the last is computed here anyway
             return 0, False
         count = max(0, self._stop(request, remote) - computed)
@@ -98,6 +120,7 @@ class SchedulerSide:
         params = request.kv_transfer_params or {}
         remote = self._remote.get(request.request_id)
         if remote is None or not params.get("do_remote_prefill"):
+            self._load(request.request_id, blocks, external)
             return
         params["do_remote_prefill"] = False  # once: whatever fails is computed here
         del self._remote[request.request_id]
@@ -105,26 +128,37 @@ class SchedulerSide:
             self._orders.let_go.append(remote)
             return
         stop = self._stop(request, remote)
-        start = stop - external
-        tables = self._tables(blocks.get_block_ids(), stop)
-        self._keep_out_of_cache(request.request_id, start, stop)
-        self._pulling.add(request.request_id)
-        order = PullOrder(request.request_id, remote, tables, start, stop)
+        tables = self._reading(request.request_id, blocks, stop - external, stop)
+        order = PullOrder(request.request_id, remote, tables, stop - external, stop)
         self._orders.pulls.append(order)
+
+    def from_tier(self, request_id: str) -> bool:
+        """Whether the tokens that a request is being given come from the tier."""
+        return any(order.request_id == request_id for order in self._orders.loads)
 
     def finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         """Whether a finished request's blocks are kept, and what its response says of them."""
         name = request.request_id
-        params = request.kv_transfer_params or {}
-        if name in self._pulling:
-            self._pulling.discard(name)
-            self._orders.cancelled.append(name)
         if (remote := self._remote.pop(name, None)) is not None:
             self._orders.let_go.append(remote)
+        if name in self._pulling:  # its blocks do not have its tokens yet
+            self._pulling.discard(name)
+            self._orders.cancelled.append(name)
+            stored, params = False, None
+        else:
+            stored = self._store(request, block_ids)
+            params = self._offer(request, block_ids)
+        if self._tier:
+            self._tier.forget(name)
+        return stored or params is not None, params
+
+    def _offer(self, request: Any, block_ids: Any) -> dict[str, Any] | None:
+        """Keep a request for another engine, where one was named; what its response says."""
+        name, params = request.request_id, request.kv_transfer_params or {}
         tokens = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
         keep = params.get("do_remote_decode") and request.status.name in _FINISHED
-        if not keep or tokens < 1 or not any(block_ids):
-            return False, None
+        if not keep or self._alone or tokens < 1 or not any(block_ids):
+            return None
         offered = f"{name[:200]}/{secrets.token_hex(8)}"
         tables = self._tables(block_ids, tokens)
         self._orders.offers.append(OfferOrder(name, offered, tables, tokens))
@@ -137,7 +171,39 @@ class SchedulerSide:
             windows=tuple(sorted(windows)),
             prompt=prompt_digest(request.prompt_token_ids, tokens),
         )
-        return True, told.params(self._engine_id, block_ids)
+        return told.params(self._engine_id, block_ids)
+
+    def _store(self, request: Any, block_ids: Any) -> bool:
+        """Have a finished request kept in the tier; whether its blocks wait for that."""
+        kept = self._tier.worth_keeping(request) if self._tier and any(block_ids) else None
+        if kept is None:
+            return False
+        keys, start, stop = kept
+        tables = self._tables(block_ids, stop)
+        self._orders.stores.append(StoreOrder(request.request_id, keys, tables, start, stop))
+        return True
+
+    def _load(self, request_id: str, blocks: Any, external: int) -> None:
+        """Order what the tier has of a request."""
+        found = self._tier.take(request_id, wanted=external > 0) if self._tier else None
+        if found is not None:
+            start = found.tokens - external
+            tables = self._reading(request_id, blocks, start, found.tokens)
+            order = LoadOrder(request_id, found, tables, start, found.tokens)
+            self._orders.loads.append(order)
+
+    def _reading(self, request_id: str, blocks: Any, start: int, stop: int) -> Tables:
+        """The blocks that a request is read into, from elsewhere."""
+        self._keep_out_of_cache(request_id, start, stop)
+        self._pulling.add(request_id)
+        return self._tables(blocks.get_block_ids(), stop)
+
+    def reset_tier(self) -> bool | None:
+        """Forget what the tier has; None where there is none."""
+        if self._tier is None:
+            return None
+        self._tier.reset()
+        return True
 
     # -- for every step -------------------------------------------------------------------
 

@@ -11,13 +11,15 @@ import msgspec
 from msgspec import Meta
 
 from kvatlas.errors import AtlasError, Code
+from kvatlas.planning import quantity
 from kvatlas.wire import TRANSPORT_NAMES, How
 
+_NO_TRANSPORT = "none"
 Seconds = Annotated[float, Meta(gt=0, le=3600)]
 
 
 class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How engines reach each other.
+    """How engines reach each other, and where they keep what has finished.
 
     >>> ConnectorSettings.read({"transport": "shm", "lease_seconds": 60}).lease_seconds
     60.0
@@ -28,7 +30,7 @@ know. Got 'transports'. Did you mean 'transport'? [bad_config]
     """
 
     transport: str = "nixl"
-    """How bytes move: nixl, mooncake, or shm between processes of one host."""
+    """How bytes move: nixl, mooncake, or shm between processes of one host; `none` not at all."""
     transport_options: dict[str, Any] = {}
     """Options of the transport's class: `{"device": "eth0"}` for nixl, say."""
     how: How = "auto"
@@ -55,6 +57,12 @@ know. Got 'transports'. Did you mean 'transport'? [bad_config]
     """Staging buffers of each rank."""
     piece: Annotated[int, Meta(ge=4096, le=1 << 30)] = 4 << 20
     """Bytes of each."""
+    tier: str | None = None
+    """Where finished requests are kept to be found again: `memory`, or the path of a file."""
+    tier_memory: str = "4GiB"
+    """Bytes of a tier; a file that is there stays as large as it is."""
+    weights_identity: str | None = None
+    """What a tier's prefixes were computed with; else what the checkpoint's files say."""
 
     @classmethod
     def read(cls, given: Mapping[str, Any] | None) -> ConnectorSettings:
@@ -70,12 +78,20 @@ know. Got 'transports'. Did you mean 'transport'? [bad_config]
             settings = msgspec.convert(given, cls)
         except msgspec.ValidationError as wrong:
             raise _bad(str(wrong), "See docs/vllm.md for each key") from None
-        if settings.transport not in TRANSPORT_NAMES:
-            known = ", ".join(TRANSPORT_NAMES)
+        if settings.alone and settings.tier is None:
+            raise _bad("neither a transport nor a tier", "Leave transport out, or name a tier")
+        if settings.transport not in (*TRANSPORT_NAMES, _NO_TRANSPORT):
+            known = ", ".join((*TRANSPORT_NAMES, _NO_TRANSPORT))
             raise _bad(f"transport {settings.transport!r}", f"Choose one of {known}")
         if settings.listen in ("0.0.0.0", "::") and settings.advertise is None:  # noqa: S104
             raise _bad(f"listen {settings.listen!r}", "Say in advertise how peers reach this host")
+        quantity(settings.tier_memory, "tier_memory")
         return settings
+
+    @property
+    def alone(self) -> bool:
+        """Whether an engine has a tier, and speaks to no other."""
+        return self.transport == _NO_TRANSPORT
 
     def secret(self) -> bytes | None:
         """The shared secret, without the line's end."""

@@ -8,13 +8,13 @@ failed are reported once nothing can land in them any more.
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from kvatlas.engines.vllm.ended_requests import Ended, EndedRequests
 from kvatlas.engines.vllm.orders import OfferOrder, PullOrder, RemoteRequest, StepOrders
 from kvatlas.engines.vllm.sessions import EngineSessions
 from kvatlas.engines.vllm.settings import ConnectorSettings
@@ -28,15 +28,6 @@ _AT_ONCE = 64
 """Requests that are read at once; the others wait until one has ended."""
 _LONGEST_QUARANTINE = 600.0
 """Seconds after which a read that does not end is reported all the same."""
-
-
-@dataclass
-class Ended:
-    """Requests that were sent, and that were received or failed to be, since the last step."""
-
-    sent: set[str] = field(default_factory=set)
-    received: set[str] = field(default_factory=set)
-    failed: set[str] = field(default_factory=set)
 
 
 @dataclass
@@ -77,7 +68,14 @@ class WorkerSide:
     """What the connector does in the process of one rank."""
 
     def __init__(
-        self, plan: Plan, rank: int, memory: Memory, settings: ConnectorSettings, *, port: int
+        self,
+        plan: Plan,
+        rank: int,
+        memory: Memory,
+        settings: ConnectorSettings,
+        *,
+        port: int,
+        ended: EndedRequests | None = None,
     ) -> None:
         self._settings = settings
         transport = make_transport(settings.transport, **settings.transport_options)
@@ -100,7 +98,7 @@ class WorkerSide:
         self._pulls: dict[str, _Pull] = {}
         self._offered: dict[str, str] = {}
         """Requests of this engine by the names of their offers."""
-        self._ended: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
+        self._ended = ended or EndedRequests()
         self._counts = PullCounts()
         self._counts_lock = threading.Lock()
 
@@ -119,17 +117,9 @@ class WorkerSide:
 
     def take_ended(self) -> Ended:
         """What has ended since the last step."""
-        ended = Ended()
-        with suppress(queue.Empty):
-            while True:
-                what, request_id = self._ended.get_nowait()
-                if what == "sent":
-                    ended.sent.add(request_id)
-                    continue
-                self._pulls.pop(request_id, None)
-                ended.received.add(request_id)
-                if what == "failed":
-                    ended.failed.add(request_id)
+        ended = self._ended.take()
+        for request_id in ended.received:
+            self._pulls.pop(request_id, None)
         return ended
 
     def take_counts(self) -> PullCounts:
@@ -165,7 +155,7 @@ class WorkerSide:
         """An offer has ended: its blocks may be reused."""
         if why == "expired":
             self._count(expired=1)
-        self._ended.put(("sent", self._offered.pop(name)))
+        self._ended.sent(self._offered.pop(name))
 
     # -- what is read ---------------------------------------------------------------------
 
@@ -185,7 +175,7 @@ class WorkerSide:
             log.exception("a read failed request=%r", order.request_id)
         finally:
             self._count_pull(pull, outcome)
-            self._ended.put((outcome, order.request_id))
+            self._ended.arrived(order.request_id, failed=outcome == "failed")
 
     def _read(self, pull: _Pull, session: Session) -> bool:
         """Whether all of it has arrived; what has not can land no more when this returns."""

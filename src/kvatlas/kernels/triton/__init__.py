@@ -16,6 +16,7 @@ kernel does not read is some tensor or number that is at hand.
 from kvatlas.kernels.triton.attention.arguments import split_of
 from kvatlas.kernels.triton.attention.launch import attend, attend_latent
 from kvatlas.kernels.triton.attention.schedule import Schedule, WorkSplit, schedule
+from kvatlas.kernels.triton.launch_convert import BlockConversion
 from kvatlas.kernels.triton.launch_copy import (
     BlockCopy,
     CopyEnd,
@@ -28,6 +29,7 @@ from kvatlas.kernels.triton.offload_staging import Staging
 from kvatlas.kernels.triton.storage_formats import attends_latent, writes_latent
 
 __all__ = [
+    "BlockConversion",
     "BlockCopy",
     "CopyEnd",
     "Schedule",

@@ -11,14 +11,14 @@ import triton.language as tl
 
 
 @triton.jit
-def _base(end, layer, WORD: tl.constexpr, ALIGN: tl.constexpr, TABLE: tl.constexpr):
+def end_base(end, layer, WORD: tl.constexpr, ALIGN: tl.constexpr, TABLE: tl.constexpr):
     """The first word of a layer on one end."""
     address = tl.load(end.table + layer) if TABLE else end.address
     return tl.multiple_of(address.to(tl.pointer_type(WORD)), ALIGN)
 
 
 @triton.jit
-def _coordinates(row, SIZES: tl.constexpr):
+def row_coordinates(row, SIZES: tl.constexpr):
     """A row's number as coordinates of three axes, and what is left: its block."""
     third = row % SIZES[2]
     row = row // SIZES[2]
@@ -28,7 +28,7 @@ def _coordinates(row, SIZES: tl.constexpr):
 
 
 @triton.jit
-def _offset(end, block, first, second, third):
+def row_offset(end, block, first, second, third):
     """Units from an end's first word to a row."""
     at = block.to(tl.int64) * end.steps[0] + first * end.steps[1]
     return at + second * end.steps[2] + third * end.steps[3]
@@ -60,9 +60,9 @@ def copy_rows(
         row = (group % groups) * ROWS + tl.arange(0, ROWS)
         column = chunk * COLUMNS + tl.arange(0, COLUMNS)
         there = row < count
-        block, first, second, third = _coordinates(row, SIZES)
+        block, first, second, third = row_coordinates(row, SIZES)
         place = tl.load(target.ids + block, mask=there, other=0)
-        to = _offset(target, place, first, second, third)
+        to = row_offset(target, place, first, second, third)
         mask = there[:, None]
         if SHAPE.words % COLUMNS != 0:
             mask = mask & (column < SHAPE.words)[None, :]
@@ -70,13 +70,13 @@ def copy_rows(
             words = tl.zeros([ROWS, COLUMNS], WORD)
         else:
             chosen = tl.load(source.ids + block, mask=there, other=0)
-            at = _offset(source, chosen, first, second, third)
-            begin = _base(source, layer, WORD, ALIGN, TABLE)
+            at = row_offset(source, chosen, first, second, third)
+            begin = end_base(source, layer, WORD, ALIGN, TABLE)
             pointers = begin + (at * UNIT)[:, None] + column[None, :]
             words = tl.load(
                 pointers, mask=mask, eviction_policy=TILING.evict, cache_modifier=TILING.load
             )
-        pointers = _base(target, layer, WORD, ALIGN, TABLE) + (to * UNIT)[:, None]
+        pointers = end_base(target, layer, WORD, ALIGN, TABLE) + (to * UNIT)[:, None]
         tl.store(
             pointers + column[None, :], words, mask=mask, eviction_policy=TILING.evict,
             cache_modifier=TILING.store,
@@ -107,12 +107,12 @@ def copy_transposed(
         down = (rest % X) * ROWS + tl.arange(0, ROWS)
         rest = rest // X
         across = (rest % Y) * COLUMNS + tl.arange(0, COLUMNS)
-        block, first, second, third = _coordinates(rest // Y, SIZES)
+        block, first, second, third = row_coordinates(rest // Y, SIZES)
         mask = (down < DOWN)[:, None] & (across < ACROSS)[None, :]
-        at = _offset(source, tl.load(source.ids + block), first, second, third)
-        to = _offset(target, tl.load(target.ids + block), first, second, third)
-        begin = _base(source, layer, WORD, 1, TABLE) + at
-        end = _base(target, layer, WORD, 1, TABLE) + to
+        at = row_offset(source, tl.load(source.ids + block), first, second, third)
+        to = row_offset(target, tl.load(target.ids + block), first, second, third)
+        begin = end_base(source, layer, WORD, 1, TABLE) + at
+        end = end_base(target, layer, WORD, 1, TABLE) + to
         down, across = down.to(tl.int64)[:, None], across.to(tl.int64)[None, :]
         words = tl.load(begin + down * source.steps[4] + across * source.steps[5], mask=mask)
         tl.store(end + down * target.steps[4] + across * target.steps[5], words, mask=mask)

@@ -97,18 +97,18 @@ def dot_of(q: torch.Tensor) -> Any:
 def stored_side(layer: LayerCache, side: str) -> StoredSide:
     """One side of an attention layer, as kernels take it."""
     spec = layer.spec_as(Attention)
-    _check_chip(layer)
+    check_chip(layer)
     kind, bits = _kind(spec.cache, spec.dtype, side)
     dim = spec.head_dim if side == "k" else spec.v_dim or spec.head_dim
-    return _stored(layer.page, layer.kernel_blocks, side, kind, bits, dim, _takes_ptx(layer))
+    return _stored(layer.page, layer.kernel_blocks, side, kind, bits, dim, takes_ptx(layer))
 
 
 def stored_latent(layer: LayerCache, name: str) -> StoredSide:
     """The latent or the rotary rows of an MLA layer, whose elements stand for themselves."""
     spec = layer.spec_as(LatentAttention)
-    _check_chip(layer)
+    check_chip(layer)
     dim = spec.latent if name == "latent" else spec.rope
-    return _stored(layer.page, layer.kernel_blocks, name, "plain", 0, dim, _takes_ptx(layer))
+    return _stored(layer.page, layer.kernel_blocks, name, "plain", 0, dim, takes_ptx(layer))
 
 
 @lru_cache(maxsize=4096)
@@ -134,9 +134,9 @@ def _stored(
     )  # fmt: skip
 
 
-def _check_chip(layer: LayerCache) -> None:
+def check_chip(layer: LayerCache) -> None:
     """Refuse e4m3 that the chip cannot convert."""
-    if not _takes_ptx(layer) or all(f.dtype.name != "e4m3" for f in layer.page.fields):
+    if not takes_ptx(layer) or all(f.dtype.name != "e4m3" for f in layer.page.fields):
         return
     capability = tune.capability(layer.buffer.device)
     if capability < _E4M3_SINCE:
@@ -166,7 +166,8 @@ def attends_latent(spec: LatentAttention) -> bool:
     return writes_latent(spec) and all(size >= 16 and not size & (size - 1) for size in sizes)
 
 
-def _takes_ptx(layer: LayerCache) -> bool:
+def takes_ptx(layer: LayerCache) -> bool:
+    """Whether kernels on a layer's device may be written in PTX."""
     return layer.buffer.is_cuda and torch.version.hip is None
 
 

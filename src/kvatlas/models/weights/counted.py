@@ -17,7 +17,8 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.models.config import Config
 from kvatlas.models.model import Model, read_model, text_of
 from kvatlas.models.sources import Source, checkpoint_bytes, find_config
-from kvatlas.models.weights.families import FAMILIES, UNVERIFIED, Text, Traits, stacked
+from kvatlas.models.weights.decoders import Text, Traits, stacked
+from kvatlas.models.weights.families import FAMILIES, UNVERIFIED
 from kvatlas.models.weights.formats import Format, Quantisation, plain, quantisation
 from kvatlas.models.weights.tensor import Tensor, TensorClass, linear, norm
 from kvatlas.models.weights.towers import tower

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvatlas.models.config import Config
-from kvatlas.models.weights.families import listener
+from kvatlas.models.weights.decoders import listener
 from kvatlas.models.weights.tensor import Tensor, linear, norm
 
 

@@ -12,9 +12,17 @@ _BATCH_RUNS = 1 << 20
 """Runs that are posted at once, more or less: each costs memory at this end."""
 
 
-def pull_direct(lease: RankLease, stream: Stream) -> None:
-    """Read a stream into its blocks, batch by batch."""
+def pull_direct(lease: RankLease, stream: Stream, behind: int | None) -> None:
+    """Read a stream into its blocks, batch by batch; at once where the transport adds.
+
+    `behind` is the mark of the source behind which it is there.
+    """
     total = stream.nbytes
+    if lease.connection.link.adds:
+        with lease.node.metrics.phase("direct"):
+            lease.read_grids(stream.grids(), behind)
+        lease.transfer.add(lease.rank, total)
+        return
     batch = max(4096, min(_BATCH, total * _BATCH_RUNS // max(1, stream.runs)))
     for start in range(0, total, batch):
         lease.renew_in_time()

@@ -8,16 +8,23 @@ from functools import partial
 
 import numpy as np
 
-from kvatlas.routing import Copy, Costs, Stream
+from kvatlas.errors import AtlasError, Code
+from kvatlas.routing import ConvertedStream, Copy, Costs
 from kvatlas.wire.client.rank_lease import BUFFERS, RankLease
-from kvatlas.wire.staging import scatter
+from kvatlas.wire.stream_copy import AnyStream
 from kvatlas.wire.transports.base import STAGING
 from kvatlas.wire.transports.errors import failed
 
 
-def should_stage(lease: RankLease, stream: Stream) -> bool:
+def should_stage(lease: RankLease, stream: AnyStream) -> bool:
     """Whether to go through staging buffers: as asked, or by what the link was measured at."""
     wanted, connection = lease.wanted, lease.connection
+    if isinstance(stream, ConvertedStream):
+        if wanted.how == "direct":
+            hint = "Let the transfer be staged: cells are converted in staging buffers"
+            got = "a conversion, and pools that are read as they are"
+            raise AtlasError(Code.CONTRADICTORY, got=got, hint=hint)
+        return True
     if wanted.how == "staged":
         return True
     if not lease.reaches_pools():
@@ -25,7 +32,12 @@ def should_stage(lease: RankLease, stream: Stream) -> bool:
             return True
         got = "pools that the source keeps to itself"
         raise failed(got, "Share them, or let the transfer be staged")
-    if wanted.how == "direct" or not lease.node.staging.most() or not lease.opened.piece:
+    if (
+        wanted.how == "direct"
+        or connection.link.adds
+        or not lease.node.staging.most()
+        or not lease.opened.piece
+    ):
         return False
     if lease.others and not connection.link.prompt:
         return True  # a replica that stalls in mid-read then leaves the blocks alone
@@ -59,9 +71,9 @@ def _measure(lease: RankLease) -> Costs:
     one = _quickest(partial(lease.read, [lease.staging_copy(0, piece)]))
     # A scatter of such short runs, as a staged transfer ends with, into scratch memory.
     spread = Copy(STAGING, 0, at, at[::-1], np.full(count, short))
-    scratch = {0: np.empty(2 * count * short, dtype=np.uint8)}
     stream = staging.view(lease.buffers[0], count * short)
-    copying = _quickest(partial(scatter, [spread], stream, scratch))
+    rehearse = lease.node.mover.rehearsal([spread], stream, 2 * count * short)
+    copying = _quickest(rehearse)
     wire = piece / one
     each = max(0.0, (many - count * short / wire) / count)
     return Costs(descriptor=each, wire=wire, copy=count * short / copying, piece=piece)

@@ -12,13 +12,14 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.routing import Copy, Costs, Stream, token_range
+from kvatlas.routing import Copy, Costs, RunGrid, token_range
 from kvatlas.wire import protocol
 from kvatlas.wire.channels import no_answer
 from kvatlas.wire.client.transfer import Transfer
 from kvatlas.wire.peers import Peer
 from kvatlas.wire.protocol import Ok, Opened
 from kvatlas.wire.server.node_state import NodeState
+from kvatlas.wire.stream_copy import AnyStream
 from kvatlas.wire.transports.base import STAGING, Handle, Link
 
 A = TypeVar("A", bound=protocol.Message)
@@ -67,6 +68,8 @@ class TransferRequest:
     streamed: bool
     final: bool = False
     wait_for_offer: float = 0.0
+    mark: int | None = None
+    """Behind which this node's blocks are read or written, where they are on a GPU."""
 
 
 @dataclass
@@ -97,6 +100,10 @@ class RankLease:
         """Staging buffers of this node."""
         self.lent: tuple[int, ...] = ()
         """Staging buffers of the peer."""
+        self.summed: int | None = None
+        """Runs that were read as sums; None where they were written out, or will be counted so."""
+        self.received: dict[tuple[int, int], int] = {}
+        """Checksums of pieces as they travelled, where they were converted at one end."""
         self.given_up: dict[str, list[Handle]] = {"blocks": [], "buffers": []}
         """Reads that were given up before they were done, by what they would land in."""
 
@@ -157,6 +164,19 @@ class RankLease:
         """Have the peer confirm that the lease is held, and extend it."""
         ok = self.ask_of_lease(protocol.Renew, Ok, seconds=self._seconds_left())
         self._renew_at = time.monotonic() + ok.seconds / 2
+
+    def await_layer(self, layer: str) -> int | None:
+        """Wait until the peer has written a layer; the mark behind which it is read."""
+        if not self.opened.layered:
+            return self.opened.mark
+        while True:
+            self._check_going_on()
+            self.renew_in_time()
+            seconds = min(self.patience / 2, self._seconds_left())
+            about = {"layer": layer, "seconds": seconds}
+            said = self.ask_of_lease(protocol.AwaitLayer, protocol.LayerWritten, **about)
+            if said.written:
+                return said.mark
 
     def close(self, *, complete: bool) -> None:
         """End the lease; where all went well, the source confirms that it was held."""
@@ -220,26 +240,50 @@ class RankLease:
 
     # -- bytes ----------------------------------------------------------------------------
 
-    def stream(self, layers: Collection[str] | None) -> Stream:
+    def stream(self, layers: Collection[str] | None) -> AnyStream:
         """The bytes of some layers, or of all, that move between the two ends."""
         mine, theirs, peer = self.mine, self.theirs, self.connection.peer
         return self.node.stream(peer, mine, theirs, self.tokens, layers, incoming=self.pull)
 
     def reaches_pools(self) -> bool:
-        """Whether the pools of the end that is read can be reached by the one that reads."""
+        """Whether pools can be read where they are, and what is pulled be put where it belongs."""
+        node, peer = self.node, self.connection.peer
+        own = node.plan.rank_pools(node.rank)
         if not self.pull:
-            return all(map(self.node.transport.shares, self.node.plan.rank_pools(self.node.rank)))
-        peer = self.connection.peer
-        return all(map(self.connection.link.reaches, peer.plan.rank_pools(peer.rank)))
+            return all(map(node.transport.shares, own))
+        taken = all(node.transport.takes(node.memory[index].device) for index in own)
+        theirs = peer.plan.rank_pools(peer.rank)
+        return taken and all(map(self.connection.link.reaches, theirs))
+
+    def follow(self) -> None:
+        """Have what is moved now come behind what this node's GPU had to do at first."""
+        self.node.mover.follow(self.wanted.mark)
+        self.connection.link.follow(self.wanted.mark)
 
     def read(self, copies: Sequence[Copy], into: str = "buffers") -> None:
         """Read runs over the link; where that is given up, it is remembered."""
-        handle = self.connection.link.read(copies)
+        self._finish(self.connection.link.read(copies), into, self._check_going_on)
+
+    def read_grids(self, grids: Sequence[RunGrid], behind: int | None) -> None:
+        """Read runs that nobody has written out into blocks, behind a mark of the peer.
+
+        The lease is renewed meanwhile.
+        """
+
+        def check() -> None:
+            self._check_going_on()
+            self.renew_in_time()
+
+        self.summed = (self.summed or 0) + sum(map(len, grids))
+        self._finish(self.connection.link.read_grids(grids, behind), "blocks", check)
+
+    def _finish(self, handle: Handle, into: str, check: Callable[[], None]) -> None:
+        """Wait for a read; where it is given up, it is remembered."""
         deadline = self.deadline
         if self.others:
             deadline = min(deadline, time.monotonic() + self.patience)
         try:
-            handle.wait(deadline, self._check_going_on)
+            handle.wait(deadline, check)
         finally:
             handle.release()
             if not handle.settle():

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 
 import numpy as np
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.routing import Stream
+from kvatlas.routing import ConvertedStream, Stream
 from kvatlas.wire import protocol
 from kvatlas.wire.client.direct import pull_direct
 from kvatlas.wire.client.link_costs import should_stage
 from kvatlas.wire.client.rank_lease import RankLease
 from kvatlas.wire.client.staged import pull_staged, push
-from kvatlas.wire.staging import checksums
+from kvatlas.wire.stream_copy import AnyStream
 
 _CHECKSUM_PIECE = 1 << 20
 
@@ -65,59 +67,97 @@ class RankTransfer:
         # Only now: the source has confirmed that it held the blocks until after the last byte.
         for name in self._streamed_layers() if self.wanted.streamed else ():
             self.transfer.add_layer(lease.rank, name)
-        self.node.metrics.add(bytes=stream.nbytes, descriptors=stream.runs)
+        runs = stream.runs if lease.summed is None else lease.summed
+        self.node.metrics.add(bytes=stream.nbytes, descriptors=runs)
 
-    def _move(self, stream: Stream) -> None:
+    def _move(self, stream: AnyStream) -> None:
         lease = self.lease
         if not stream.nbytes:
             return
-        if self.wanted.streamed and lease.reaches_pools():
+        lease.follow()
+        converting = isinstance(stream, ConvertedStream)
+        if self.wanted.streamed and lease.reaches_pools() and not converting:
             self._move_layers()
-        elif not lease.pull:
+            return
+        behind = self._all_written() if lease.opened.layered else lease.opened.mark
+        if not lease.pull:
             lease.borrow(1)
             push(lease, stream, staged=should_stage(lease, stream))
-        elif should_stage(lease, stream):
+        elif should_stage(lease, stream) or isinstance(stream, ConvertedStream):
             pull_staged(lease, stream)
         else:
-            pull_direct(lease, stream)
+            pull_direct(lease, stream, behind)
+
+    def _all_written(self) -> int | None:
+        """Wait until the source has written every layer; its last mark, which stands for all."""
+        lease = self.lease
+        held = [name for name in self._streamed_layers() if lease.stream([name]).nbytes]
+        marks = [lease.await_layer(name) for name in held]
+        return max((mark for mark in marks if mark is not None), default=None)
 
     def _move_layers(self) -> None:
         lease = self.lease
-        for name in self._streamed_layers():
-            pull_direct(lease, lease.stream([name]))
+        for name, layer in self._bound_layers():
+            if layer.nbytes:  # else another rank has it
+                pull_direct(lease, layer, lease.await_layer(name))
             if not self.wanted.checksums:
                 # What was read counts once the source confirms that it still held it.
                 lease.renew()
                 self.transfer.add_layer(lease.rank, name)
+
+    def _bound_layers(self) -> Iterator[tuple[str, Stream]]:
+        """Layers and their bytes, each bound while the one before it is read."""
+        names = self._streamed_layers()
+        bind = self.lease.connection.beside.submit
+        coming = [bind(self._layer_stream, name) for name in names[:1]]
+        for name, later in zip_longest(names, names[1:]):
+            coming += [bind(self._layer_stream, later)] if later else []
+            yield name, coming.pop(0).result()
+
+    def _layer_stream(self, name: str) -> Stream:
+        """The bytes of one layer, with its runs as sums where they will be asked for."""
+        stream = self.lease.stream([name])
+        if isinstance(stream, ConvertedStream):
+            raise protocol.bad_handshake("a route that converts one layer, and not all")
+        if self.lease.connection.link.adds:
+            stream.grids()
+        return stream
 
     def _streamed_layers(self) -> list[str]:
         layers = self.node.route_from(self.lease.connection.peer).layers
         chosen = self.wanted.layers
         return [name for name in layers if chosen is None or name in chosen]
 
-    def _compare(self, stream: Stream) -> None:
+    def _compare(self, stream: AnyStream) -> None:
         """Refuse bytes that are not those of the other end."""
         total, longest = stream.nbytes, protocol.MAX_CHECKSUM_SPAN
+        converting = isinstance(stream, ConvertedStream)
+        pieces = len(self.lease.received) if converting else -(-total // _CHECKSUM_PIECE)
+        starts = range(0, total, longest)
+        spans = [(start, min(total, start + longest)) for start in starts]
         wrong = 0
-        for start in range(0, total, longest):
+        for start, stop in self.lease.received if converting else spans:
             self.transfer.check_cancelled()
             self.lease.renew_in_time()
             with self.node.metrics.phase("checksums"):
-                wrong += self._differing(stream, start, min(total, start + longest))
+                wrong += self._differing(stream, start, stop)
         if wrong:
             raise AtlasError(
                 Code.CHECKSUM,
-                got=f"{wrong} of {-(-total // _CHECKSUM_PIECE)} pieces that differ",
+                got=f"{wrong} of {pieces} pieces that differ",
                 hint="Transfer them again, and mistrust the wire",
             )
 
-    def _differing(self, stream: Stream, start: int, stop: int) -> int:
+    def _differing(self, stream: AnyStream, start: int, stop: int) -> int:
         """How many pieces of a span of the stream are not the same at both ends."""
         lease = self.lease
         span = {"start": start, "stop": stop, "piece": _CHECKSUM_PIECE}
         theirs = lease.ask_of_lease(protocol.GetChecksums, protocol.Checksums, **span).sums
-        part, pools = stream.copies(start, stop), self.node.pools
-        ours = checksums(part, pools, _CHECKSUM_PIECE, src=not lease.pull)
+        if isinstance(stream, ConvertedStream):  # what travelled is what both ends can compare
+            ours = np.array([lease.received[start, stop]])
+        else:
+            part = stream.copies(start, stop)
+            ours = self.node.mover.checksums(part, _CHECKSUM_PIECE, src=not lease.pull)
         if len(theirs) != 4 * len(ours):
             raise protocol.bad_handshake(f"{len(theirs)} bytes for {len(ours)} checksums")
         return int((ours != np.frombuffer(theirs, dtype="<u4")).sum())

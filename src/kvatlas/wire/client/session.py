@@ -130,6 +130,7 @@ class Session:
         wanted = TransferRequest(
             "pull", request, dst_blocks, src_blocks, tokens, layers, seconds, how, costs,
             checksums=checksums, streamed=streamed, final=final, wait_for_offer=wait_for_offer,
+            mark=self.node.mark(),
         )  # fmt: skip
         return self._start(wanted, ranks, total)
 
@@ -160,7 +161,7 @@ class Session:
         ranks = self.node.readers(self._any_peer())
         wanted = TransferRequest(
             "push", request, src_blocks, dst_blocks, tokens, layers, seconds, how, costs,
-            checksums=checksums, streamed=False,
+            checksums=checksums, streamed=False, mark=self.node.mark(),
         )  # fmt: skip
         return self._start(wanted, ranks, None)
 
@@ -370,7 +371,7 @@ class Session:
                 raise bad_handshake("a welcome without a plan")
             peer = checked_peer(answer.hello, plan, node.transport.name)
             self._check_same_plan(endpoint, peer)
-            node.route_from(peer)
+            node.check_route(peer)
             link = node.transport.connect(peer.metadata, peer.memory)
         return PeerConnection(endpoint, peer, answer.session, link, self._beside)
 

@@ -6,24 +6,30 @@ reads the last one and scatters it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any
 
-from kvatlas.routing import Stream
+from kvatlas.routing import ConvertedStream
 from kvatlas.wire import protocol
 from kvatlas.wire.client.rank_lease import RankLease
 from kvatlas.wire.protocol import Ok
-from kvatlas.wire.staging import gather, scatter
+from kvatlas.wire.stream_copy import (
+    DESTINATION,
+    SOURCE,
+    AnyStream,
+    StreamPiece,
+    piece_checksum,
+    piece_spans,
+)
 
 
-def pull_staged(lease: RankLease, stream: Stream) -> None:
+def pull_staged(lease: RankLease, stream: AnyStream) -> None:
     """Have pieces gathered, read and scatter them; one is gathered while another is read."""
     lease.borrow_both()
-    staging, pools = lease.node.staging, lease.node.pools
+    staging = lease.node.staging
     piece = min(staging.piece, lease.opened.piece)
-    spans = list(_spans(stream.nbytes, piece))
+    spans = list(piece_spans(stream, piece))
     many = min(len(lease.buffers), len(lease.lent))
     gathering = _gather_beside(lease, spans[0], 0)
     try:
@@ -38,8 +44,10 @@ def pull_staged(lease: RankLease, stream: Stream) -> None:
             if number + 1 < len(spans) and many == 1:
                 gathering = _gather_beside(lease, spans[number + 1], 0)
             here = staging.view(lease.buffers[number % many], stop - start)
-            scatter(stream.copies(start, stop), here, pools)
-            lease.transfer.add(lease.rank, stop - start)
+            if isinstance(stream, ConvertedStream):
+                lease.received[start, stop] = piece_checksum(here)
+            arriving = StreamPiece.of(stream, start, stop, DESTINATION)
+            lease.transfer.add(lease.rank, lease.node.deliver(here, arriving))
     finally:
         wait([gathering])
 
@@ -51,16 +59,16 @@ def _gather_beside(lease: RankLease, span: tuple[int, int], buffer: int) -> Futu
     return lease.connection.beside.submit(ask)
 
 
-def push(lease: RankLease, stream: Stream, *, staged: bool) -> None:
+def push(lease: RankLease, stream: AnyStream, *, staged: bool) -> None:
     """Have the peer fetch piece after piece; with `staged`, the next is gathered meanwhile."""
-    staging, pools = lease.node.staging, lease.node.pools
+    staging = lease.node.staging
     piece = lease.opened.piece
     if staged:
         lease.borrow_both()
         piece = min(piece, staging.piece)
     fetching: Future[Ok] | None = None
     try:
-        for number, (start, stop) in enumerate(_spans(stream.nbytes, piece)):
+        for number, (start, stop) in enumerate(piece_spans(stream, piece)):
             lease.transfer.check_cancelled()
             lease.renew_in_time()
             span: dict[str, Any] = {"start": start, "stop": stop}
@@ -68,7 +76,10 @@ def push(lease: RankLease, stream: Stream, *, staged: bool) -> None:
                 if fetching and len(lease.buffers) == 1:
                     fetching.result()
                 buffer = lease.buffers[number % len(lease.buffers)]
-                gather(stream.copies(start, stop), pools, staging.view(buffer, stop - start))
+                here = staging.view(buffer, stop - start)
+                lease.node.fill(StreamPiece.of(stream, start, stop, SOURCE), here)
+                if isinstance(stream, ConvertedStream):
+                    lease.received[start, stop] = piece_checksum(here)
                 span["staged_at"] = buffer * staging.piece
             if fetching:
                 fetching.result()
@@ -86,8 +97,3 @@ def _fetch(lease: RankLease, span: dict[str, Any]) -> Ok:
         ok = lease.ask_of_lease(protocol.Fetch, Ok, **span)
     lease.transfer.add(lease.rank, span["stop"] - span["start"])
     return ok
-
-
-def _spans(total: int, piece: int) -> Iterator[tuple[int, int]]:
-    """Where the pieces of a stream start and stop."""
-    return ((start, min(total, start + piece)) for start in range(0, total, piece))

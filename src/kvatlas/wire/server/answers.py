@@ -16,14 +16,15 @@ import numpy as np
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Int64s
 from kvatlas.planning import Plan
-from kvatlas.routing import Copy
+from kvatlas.routing import ConvertedStream, Copy
 from kvatlas.wire import protocol
 from kvatlas.wire.leases import Expected, Lease, LeaseRead, Offer, lease_expired
 from kvatlas.wire.peers import Peer, checked_peer
 from kvatlas.wire.rpc import Caller, log
 from kvatlas.wire.server.node_state import NodeState
 from kvatlas.wire.server.sessions import Sessions
-from kvatlas.wire.staging import checksums, gather, into_buffer, scatter
+from kvatlas.wire.staging import into_buffer
+from kvatlas.wire.stream_copy import DESTINATION, SOURCE, StreamPiece, piece_checksum
 from kvatlas.wire.transports.base import STAGING, Link
 
 _LONGEST_LEASE = 3600.0
@@ -62,6 +63,8 @@ class Answers:
                 return protocol.Ok(seconds=lease.left)
             case protocol.Borrow():
                 return self._borrow(question)
+            case protocol.AwaitLayer():
+                return self._await_layer(question)
             case protocol.Gather():
                 return self._gather(question)
             case protocol.Fetch():
@@ -81,7 +84,7 @@ class Answers:
         if plan is None:
             return protocol.SendPlan()
         peer = checked_peer(hello, plan, self.node.transport.name)
-        self.node.route_to(peer)
+        self.node.check_route(peer)
         session = self.sessions.begin(hello, peer, caller)
         log.info("welcome name=%r rank=%d transport=%s", peer.name, peer.rank, hello.transport)
         return protocol.Welcome(hello=self.node.hello(with_plan=True), session=session)
@@ -97,6 +100,9 @@ class Answers:
         incoming = question.direction == "push"
         stream = node.stream(peer, held.blocks, theirs, tokens, question.layers, incoming=incoming)
         reading = {"sever": self._link(question.session, peer).sever} if incoming else {}
+        mark = None if incoming else self._told(held.mark)
+        if incoming:
+            node.mover.follow(held.mark)
         with node.lock:
             if self._held_now(question, peer) is not held:
                 raise _not_held(question)
@@ -123,7 +129,30 @@ class Answers:
             seconds=lease.left,
             blocks=protocol.pack_tables(held.blocks),
             piece=node.staging.piece if node.staging.most(for_peer=True) else 0,
+            mark=mark,
+            layered=isinstance(held, Offer) and held.layers is not None,
         )
+
+    def _await_layer(self, question: protocol.AwaitLayer) -> protocol.Message:
+        """Whether a layer is written, after a while at most."""
+        lease = self._lease(question, "pull")
+        with self.node.lock:
+            offer = self.node.offers.get(lease.request)
+        if offer is None or offer.layers is None:
+            raise protocol.bad_handshake("a layer of what is not offered by layers")
+        seconds = min(question.seconds, lease.left, _LONGEST_WAIT)
+        written, mark = offer.layers.wait(question.layer, seconds)
+        lease.check()
+        return protocol.LayerWritten(written=written, mark=self._told(mark))
+
+    def _told(self, mark: int | None) -> int | None:
+        """The mark that a reader waits for on its device; waited for here where it cannot."""
+        transport = self.node.transport
+        if mark is not None and not transport.marks_travel and transport.marks is not None:
+            transport.marks.wait(mark)
+            return None
+        self.node.mover.follow(mark)
+        return mark
 
     def _check_session(self, session: bytes, caller: Caller) -> None:
         """Leave no lease to a session that has ended while one was granted."""
@@ -171,10 +200,10 @@ class Answers:
         nbytes = self._checked_piece(question)
         if question.buffer not in lease.buffers:
             raise protocol.bad_handshake(f"buffer {question.buffer}, not one of the lease's")
-        part = lease.stream.copies(question.start, question.stop)
+        part = StreamPiece.of(lease.stream, question.start, question.stop, SOURCE)
         with lease.guard, self.node.metrics.phase("stage"):
             lease.check()
-            gather(part, self.node.pools, self.node.staging.view(question.buffer, nbytes))
+            self.node.fill(part, self.node.staging.view(question.buffer, nbytes))
         # What was gathered counts only if the blocks were still held when it was done.
         lease.check()
         return protocol.Ok(seconds=lease.left)
@@ -185,11 +214,14 @@ class Answers:
         nbytes = self._checked_piece(question)
         if not lease.buffers:
             raise protocol.bad_handshake("a piece for a lease that has borrowed no buffer")
-        part = lease.stream.copies(question.start, question.stop)
+        part = StreamPiece.of(lease.stream, question.start, question.stop, DESTINATION)
         landing = lease.buffers[0]
         at = landing * node.staging.piece
-        reads = into_buffer(part, at)
-        if question.staged_at is not None:
+        if question.staged_at is None:
+            if part.parts:
+                raise protocol.bad_handshake("a piece to be converted that was not staged")
+            reads = into_buffer(part.copies, at)
+        else:
             one = [np.array([n], np.int64) for n in (question.staged_at, at, nbytes)]
             reads = [Copy(STAGING, STAGING, *one)] if nbytes else []
         link = self._link(question.session, peer)
@@ -204,7 +236,10 @@ class Answers:
         with lease.guard:
             lease.check()
             lease.reads.remove(read)
-            scatter(part, node.staging.view(landing, nbytes), node.pools)
+            piece = node.staging.view(landing, nbytes)
+            if part.parts:
+                lease.received[question.start, question.stop] = piece_checksum(piece)
+            node.deliver(piece, part)
             lease.fetched = question.stop
         return protocol.Ok(seconds=lease.left)
 
@@ -218,13 +253,34 @@ class Answers:
         lease = self._lease(question)
         if not 0 <= question.stop - question.start <= protocol.MAX_CHECKSUM_SPAN:
             raise protocol.bad_handshake(f"checksums of bytes {question.start}..{question.stop}")
+        if isinstance(lease.stream, ConvertedStream):
+            return self._converted_checksum(question, lease, lease.stream)
         part = lease.stream.copies(question.start, question.stop)
         with lease.guard:
             lease.check()
             at_source = lease.direction == "pull"
-            sums = checksums(part, self.node.pools, question.piece, src=at_source)
+            sums = self.node.mover.checksums(part, question.piece, src=at_source)
         lease.check()
         return protocol.Checksums(sums=sums.astype("<u4").tobytes())
+
+    def _converted_checksum(
+        self, question: protocol.GetChecksums, lease: Lease, stream: ConvertedStream
+    ) -> protocol.Message:
+        """The checksum of one piece as it travels: formats differ at its two ends."""
+        span = question.start, question.stop
+        if lease.direction == "push":
+            if span not in lease.received:
+                raise protocol.bad_handshake(f"a checksum of bytes {span}, which were no piece")
+            found = lease.received[span]
+        else:
+            part = StreamPiece.of(stream, *span, SOURCE)
+            piece = np.empty(span[1] - span[0], dtype=np.uint8)
+            with lease.guard:
+                lease.check()
+                self.node.fill(part, piece)
+            found = piece_checksum(piece)
+        lease.check()
+        return protocol.Checksums(sums=np.array([found], dtype="<u4").tobytes())
 
     def _close(self, question: protocol.Close, peer: Peer) -> protocol.Message:
         lease = self._lease(question)

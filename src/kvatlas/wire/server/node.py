@@ -15,8 +15,8 @@ from typing import Any
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Int64s
 from kvatlas.planning import Plan
-from kvatlas.routing import check_tables, route, token_range
-from kvatlas.wire.leases import Expected, Offer, Released
+from kvatlas.routing import check_tables, token_range
+from kvatlas.wire.leases import Expected, Offer, Released, WrittenLayers
 from kvatlas.wire.memory_copy import Bytes
 from kvatlas.wire.peers import plan_hash
 from kvatlas.wire.rpc import Server
@@ -28,7 +28,7 @@ _LONGEST_OFFER = 3600.0
 
 
 def pools_for(plan: Plan, rank: int, transport: Transport) -> dict[int, Bytes]:
-    """Memory for the pools of a rank that peers of a transport can reach, by index."""
+    """Host memory for the pools of a rank that peers of a transport can reach, by index."""
     pools = plan.rank_pools(rank).items()
     return {index: transport.allocate(pool.nbytes) for index, pool in pools}
 
@@ -36,19 +36,22 @@ def pools_for(plan: Plan, rank: int, transport: Transport) -> dict[int, Bytes]:
 class Node(NodeState):
     """One rank of a plan, reachable by others.
 
-    `memory` says where the rank's pools are, by index; `listen` is the endpoint where peers
+    `memory` are the rank's pools, which it keeps alive: a `Cache`, or by index tensors, arrays
+    or `Memory`. On a GPU, what is offered, expected or pulled is ordered behind the kernels that
+    the calling thread's current stream was given before. `listen` is the endpoint where peers
     ask. With a `secret` of 16 bytes or more only those who know it can ask, and nobody can
     listen; `(new, old)` are both good while secrets are rotated, and `tls` takes the place of
     secrets. Without either a node listens on this host alone, unless it is `unprotected`.
     `buffers` staging buffers of `piece` bytes are kept for staged transfers. The leases of a
-    peer end soon after its connections do.
+    peer end soon after its connections do. With `convert` ("fp8->bf16") peers in unlike formats
+    are served that ask for the same; `scales` are those of this node's tensors.
     """
 
     def __post_init__(self) -> None:
         self.check_arguments()
         try:
             super().__post_init__()
-            self.transport.register(self.memory)
+            self.register()
             self.answers = Answers(self)
             self.server = Server(
                 self.listen, self.answers, security=self.security, unprotected=self.unprotected,
@@ -73,6 +76,7 @@ class Node(NodeState):
         readers: Collection[str] | None = None,
         released: Released | None = None,
         recompute: int = 0,
+        layered: bool = False,
     ) -> None:
         """Let peers read a request's blocks, which stay untouched until they are released.
 
@@ -81,13 +85,29 @@ class Node(NodeState):
         one have done so, or the offer has expired. Only then may the blocks be reused.
         With `recompute`, windows also have what the last so many tokens see, for peers that
         compute those again. Entries that no token of the offer needs may hold anything.
+        What is `layered` may be offered before it is there: `layer_written` says of one layer
+        after the other that it is, and a pull that is `streamed` reads each as it comes.
         """
         held = self._checked(blocks, tokens, "source", recompute=recompute)
         names = None if readers is None else frozenset(readers)
         with self.lock:
             _check_new(request, self.offers)
             until = time.monotonic() + min(seconds, _LONGEST_OFFER)
-            self.offers[request] = Offer(request, *held, until, released, names)
+            layers = WrittenLayers(self.plan.layers) if layered else None
+            mark = None if layered else self.mark()
+            self.offers[request] = Offer(
+                request, *held, until, released, names, mark=mark, layers=layers
+            )
+
+    def layer_written(self, request: str, layer: str) -> None:
+        """Say that a layer of a layered offer is written, once the caller's stream is done."""
+        with self.lock:
+            offer = self.offers.get(request)
+        if offer is None or offer.layers is None:
+            problem = "No layered offer has this name; it may have expired"
+            hint = "Offer it first, layered and for long enough"
+            raise AtlasError(Code.UNKNOWN_REQUEST, problem, got=repr(request)[:300], hint=hint)
+        offer.layers.add(layer, self.mark())
 
     def withdraw(self, request: str) -> None:
         """End an offer before its time; transfers that are under way fail."""
@@ -100,8 +120,8 @@ class Node(NodeState):
         blocks itself, so that nothing is written to them once it is forgotten.
         """
         held = self._checked(blocks, tokens, "destination")
-        sources = frozenset(route(source, self.plan).sources(self.rank))
-        expected = Expected(request, *held, plan_hash(source), sources)
+        sources, mark = self.sources_of(source), self.mark()
+        expected = Expected(request, *held, plan_hash(source), sources, mark=mark)
         with self.lock:
             _check_new(request, self.expected)
             self.expected[request] = expected
@@ -124,6 +144,7 @@ class Node(NodeState):
         self.leases.drop_all()
         self.expected.clear()
         self.answers.close()
+        self.mover.close()
         self.transport.close()
 
     def _checked(

@@ -5,21 +5,23 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
-from kvatlas.routing import Route, Stream, checked_rank, fingerprint, route
+from kvatlas.routing import Copy, Route, Scales, checked_rank, fingerprint, route
 from kvatlas.wire.channels import Channels
 from kvatlas.wire.leases import Expected, Lease, Leases, Offer
 from kvatlas.wire.memory_copy import as_bytes, memory_of
 from kvatlas.wire.metrics import Metrics
-from kvatlas.wire.peers import Peer, PeerPlans, check_memory, plan_hash
+from kvatlas.wire.peers import Peer, PeerPlans, check_memory, conversion_terms, plan_hash
+from kvatlas.wire.pool_mover import mover_for, pools_device
 from kvatlas.wire.protocol import (
     MIN_PIECE_BYTES,
     OLDEST_VERSION,
@@ -32,7 +34,8 @@ from kvatlas.wire.quarantine import Quarantine
 from kvatlas.wire.rpc import log
 from kvatlas.wire.security import Secret, Security, TlsContexts
 from kvatlas.wire.staging import StagingBuffers
-from kvatlas.wire.transports.base import STAGING, Memory, Transport
+from kvatlas.wire.stream_copy import AnyStream, StreamPiece
+from kvatlas.wire.transports.base import HOST, STAGING, Transport
 
 _MAX_ROUTES = 128
 _CHANNELS_SECONDS = 1.0
@@ -49,7 +52,7 @@ class NodeState:
     plan: Plan
     _: KW_ONLY
     rank: int = 0
-    memory: Mapping[int, Memory]
+    memory: Any
     transport: Transport
     name: str = ""
     listen: str = "tcp://127.0.0.1:0"
@@ -58,6 +61,8 @@ class NodeState:
     unprotected: bool = False
     piece: int = 4 << 20
     buffers: int = 8
+    convert: str | None = None
+    scales: Scales = None
 
     def __post_init__(self) -> None:
         self.plan_hash = plan_hash(self.plan)
@@ -70,21 +75,27 @@ class NodeState:
         self.peer_plans = PeerPlans()
         self.offers: dict[str, Offer] = {}
         self.expected: dict[str, Expected] = {}
-        self.routes: OrderedDict[tuple[bytes, str], Route] = OrderedDict()
+        self.routes: OrderedDict[tuple[object, ...], Route] = OrderedDict()
         self._routes_lock = threading.Lock()
         self.quarantine = Quarantine()
-        staging = np.zeros(0, np.uint8)
+        staging: Any = np.zeros(0, np.uint8)
         if self.buffers:
-            staging = self.transport.allocate(self.piece * self.buffers)
+            staging = self.transport.allocate_on(self.staging_device, self.piece * self.buffers)
             self.memory = {**self.memory, **memory_of({STAGING: staging})}
         self.staging = StagingBuffers(staging, self.piece)
         self.leases = Leases(self._lease_ended)
-        self.pools = {i: as_bytes(at) for i, at in self.memory.items() if at.device == 0}
+        self.pools = {i: as_bytes(at) for i, at in self.memory.items() if at.device == HOST}
+        """Its memory on the host, as bytes."""
 
     def check_arguments(self) -> None:
         """Refuse a secret, rank, memory or staging that cannot be this node's."""
         self.security = Security(self.secret, tls=self.tls)
         rank = checked_rank(self.plan, self.rank, "node")
+        self.memory = memory_of(self.memory)
+        device = pools_device(self.memory)
+        self.staging_device = device if self.transport.takes(device) else HOST
+        """Where staging buffers are: beside the pools where the transport reaches them there."""
+        self.conversion = conversion_terms(self.plan, self.convert, self.scales)
         try:
             check_memory(self.plan, rank, self.memory)
         except AtlasError as error:
@@ -110,13 +121,20 @@ class NodeState:
             plan_hash=self.plan_hash,
             plan=self.plan.to_json() if with_plan else None,
             rank=self.rank,
-            memory=tuple(
-                RegisteredMemory(index=i, address=at.address, nbytes=at.nbytes, device=at.device)
-                for i, at in self.transport.reachable.items()
-            ),
+            memory=tuple(RegisteredMemory.of(*one) for one in self.transport.reachable.items()),
             transport=self.transport.name,
             metadata=self.transport.publish(),
+            conversion=self.conversion,
         )
+
+    def register(self) -> None:
+        """Make the memory known to the transport, and get ready to move it."""
+        self.transport.register(self.memory)
+        self.mover = mover_for(self.transport, self.memory, self.staging.memory, self.metrics)
+
+    def mark(self) -> int | None:
+        """Mark what the caller's stream of the GPU has to do; None where the pools are no GPU's."""
+        return None if self.transport.marks is None else self.transport.marks.mark()
 
     def route_from(self, peer: Peer) -> Route:
         """The route from a peer to this node."""
@@ -126,18 +144,56 @@ class NodeState:
         """The route from this node to a peer."""
         return self._route(peer, "to", self.plan, peer.plan)
 
+    def check_route(self, peer: Peer) -> None:
+        """Refuse a peer that this node can neither read from nor feed.
+
+        A conversion is agreed on by both, and goes one way.
+        """
+        try:
+            self.route_to(peer)
+        except AtlasError as refused:
+            if refused.code is not Code.BAD_CONVERSION:
+                raise
+            self.route_from(peer)
+
     def _route(self, peer: Peer, way: str, src: Plan, dst: Plan) -> Route:
-        key = (peer.plan_hash, way)
+        terms = b"" if peer.conversion is None else msgspec.json.encode(peer.conversion)
+        key = (peer.plan_hash, way, terms)
         with self._routes_lock:
             if key in self.routes:
                 self.routes.move_to_end(key)
                 return self.routes[key]
-        made = route(src, dst)
+        made = self._agreed_route(peer, src, dst)
         with self._routes_lock:
             made = self.routes.setdefault(key, made)
             while len(self.routes) > _MAX_ROUTES:
                 self.routes.popitem(last=False)
         return made
+
+    def _agreed_route(self, peer: Peer, src: Plan, dst: Plan) -> Route:
+        """The route between two plans, as both ends want it where formats are unlike."""
+        mine, theirs = self.conversion, peer.conversion
+        if fingerprint(src) == fingerprint(dst) or (mine is None and theirs is None):
+            return route(src, dst)
+        if mine is None or theirs is None or mine.convert != theirs.convert:
+            named = [repr(terms.convert) if terms else "nothing" for terms in (mine, theirs)]
+            raise AtlasError(
+                Code.UNLIKE_CONVERSIONS,
+                got=f"{named[0]} here, {named[1]} there",
+                hint="Make both nodes with the same convert=",
+            )
+        scales = [mine.scales or None, theirs.scales or None]
+        if src is peer.plan:
+            scales.reverse()
+        return route(src, dst, convert=mine.convert, src_scales=scales[0], dst_scales=scales[1])
+
+    def sources_of(self, source: Plan) -> frozenset[int]:
+        """The ranks of a plan that this node reads."""
+        convert: dict[str, Any] = {}
+        if self.conversion is not None and fingerprint(source) != fingerprint(self.plan):
+            # Who reads from whom does not depend on scales, which the source will say.
+            convert = {"convert": self.conversion.convert, "src_scales": 1.0, "dst_scales": 1.0}
+        return frozenset(route(source, self.plan, **convert).sources(self.rank))
 
     def readers(self, peer: Peer) -> list[int]:
         """The ranks of a peer's plan that read from this node."""
@@ -146,15 +202,31 @@ class NodeState:
 
     def stream(
         self, peer: Peer, mine: Any, theirs: Any, tokens: Any, layers: Any, *, incoming: bool
-    ) -> Stream:
+    ) -> AnyStream:
         """What moves between blocks of this node and blocks of a peer."""
         between = self.route_from(peer) if incoming else self.route_to(peer)
         ends = (peer.rank, theirs), (self.rank, mine)
         (src_rank, src_blocks), (dst_rank, dst_blocks) = ends if incoming else ends[::-1]
-        return between.stream(
+        bind = between.stream if between.conversion is None else between.converted
+        return bind(
             src_rank=src_rank, dst_rank=dst_rank, src_blocks=src_blocks, dst_blocks=dst_blocks,
             tokens=tokens, layers=layers,
         )  # fmt: skip
+
+    def fill(self, part: StreamPiece, piece: Any) -> None:
+        """Fill a piece out of this node's pools, as it travels; it is there when this returns."""
+        part.fill(self.mover.gather, piece)
+        if part.parts:
+            self.mover.wait_for_caller()
+
+    def deliver(self, piece: Any, part: StreamPiece) -> int:
+        """Put a piece into this node's pools; how many bytes arrive there."""
+        return part.deliver(piece, self._scatter_converted if part.parts else self.mover.scatter)
+
+    def _scatter_converted(self, copies: Sequence[Copy], stream: Any) -> int:
+        """Scatter what the caller has converted, which a GPU may not have done yet."""
+        self.mover.wait_for_caller()
+        return self.mover.scatter(copies, stream)
 
     def release(self, request: str, why: str) -> None:
         """End an offer and its leases, and tell whoever made it."""

@@ -1,6 +1,15 @@
-"""Transports: one interface over NIXL, Mooncake, shared memory, files and plain memory."""
+"""Transports: one interface over CUDA IPC, NIXL, Mooncake, shared memory, files, plain memory."""
 
-from kvatlas.wire.transports.base import STAGING, Handle, Link, Memory, Transport
+from kvatlas.wire.transports.base import HOST, STAGING, Handle, Link, Memory, Transport
 from kvatlas.wire.transports.registry import TRANSPORT_NAMES, make_transport
 
-__all__ = ["STAGING", "TRANSPORT_NAMES", "Handle", "Link", "Memory", "Transport", "make_transport"]
+__all__ = [
+    "HOST",
+    "STAGING",
+    "TRANSPORT_NAMES",
+    "Handle",
+    "Link",
+    "Memory",
+    "Transport",
+    "make_transport",
+]

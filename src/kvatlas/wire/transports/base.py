@@ -8,19 +8,22 @@ given an address that the handshake did not name.
 
 from __future__ import annotations
 
+import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Int64s
-from kvatlas.routing import Copy
+from kvatlas.routing import Copy, RunGrid
 from kvatlas.wire.transports import errors
+from kvatlas.wire.transports.cuda_driver import CudaDriver, load_driver
+from kvatlas.wire.transports.device_marks import DeviceMarks
 
 STAGING = -1
 """The index under which a process registers its staging buffers, beside its pools."""
@@ -28,6 +31,10 @@ STAGING = -1
 Shared = Literal["all", "staging"]
 """What peers may reach of what is registered: everything, or the staging buffers alone."""
 
+HOST = "host"
+"""The device of memory that the processor reaches; GPUs are called `cuda:0` and so on."""
+
+_DEVICE = re.compile(r"host|cuda:(0|[1-9][0-9]{0,3})")
 _LONGEST_PAUSE = 2e-3
 
 
@@ -35,13 +42,31 @@ _LONGEST_PAUSE = 2e-3
 class Memory:
     """One registered region: where it is in its process, how large, on which device.
 
-    What it is the memory of is kept alive with it, where `owner` names that.
+    Devices have names: `host`, or `cuda:0`, as torch calls them. What it is the memory of is
+    kept alive with it, where `owner` names that.
+
+    >>> Memory(0x7F0000000000, 4096, "cuda:1").number
+    1
     """
 
     address: int
     nbytes: int
-    device: int = 0
+    device: str = HOST
     owner: object = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.device, str) or not _DEVICE.fullmatch(self.device):
+            raise AtlasError(
+                Code.WRONG_DEVICE,
+                "Memory is on the host, or on a GPU that is named with its number",
+                got=repr(self.device),
+                hint='Say "host", or "cuda:0"',
+            )
+
+    @property
+    def number(self) -> int:
+        """The number of its GPU; 0 for the host."""
+        return 0 if self.device == HOST else int(self.device.removeprefix("cuda:"))
 
 
 class Handle(ABC):
@@ -132,6 +157,10 @@ class Link(ABC):
     prompt: ClassVar[bool] = False
     """Whether an operation that is given up is over at once: this process carries it out."""
 
+    adds: ClassVar[bool] = False
+    """Whether `read_grids` is there: the transport adds starts and spans for itself, and no
+    stream is so scattered that staging it would pay."""
+
     def __init__(self, owner: Transport, theirs: Mapping[int, Memory]) -> None:
         self.owner, self.mine, self.theirs = owner, owner.memory, dict(theirs)
         self.open = True
@@ -141,6 +170,18 @@ class Link(ABC):
         check_bounds(copies, self.theirs, self.mine)
         return self._checked(copies, write=False)
 
+    def read_grids(self, grids: Sequence[RunGrid], behind: int | None = None) -> Handle:
+        """The same of runs that nobody has written out, once the peer's mark is done."""
+        raise NotImplementedError(f"{type(self).__name__} takes runs: {len(grids)}, {behind}")
+
+    def follow(self, mark: int | None) -> None:
+        """What is posted from now on comes behind a mark of this process.
+
+        Where the transport cannot order that on the device, the host waits.
+        """
+        if mark is not None and self.owner.marks is not None:
+            self.owner.marks.wait(mark)
+
     def write(self, copies: Sequence[Copy]) -> Handle:
         """Bytes of this process into memory of the peer: the peer is the destination."""
         check_bounds(copies, self.mine, self.theirs)
@@ -149,6 +190,8 @@ class Link(ABC):
     def _checked(self, copies: Sequence[Copy], *, write: bool) -> Handle:
         self.check()
         copies = [copy for copy in copies if len(copy)]
+        for copy in copies:
+            self.owner.check_takes(self.mine[copy.src_pool if write else copy.dst_pool])
         return self._post(copies, write=write) if copies else Done()
 
     def _addresses(self, copies: Sequence[Copy], *, write: bool) -> tuple[Int64s, Int64s, Int64s]:
@@ -197,11 +240,16 @@ class Transport(ABC):
 
     name: ClassVar[str]
 
+    marks_travel: ClassVar[bool] = False
+    """Whether peers look at marks by themselves; else they are waited for before an answer."""
+
     def __init__(self, *, shared: Shared = "all") -> None:
         if shared not in ("all", "staging"):
             raise errors.failed(f"shared={shared!r}", hint='Share "all", or "staging" alone')
         self.shared: Shared = shared
         self.memory: dict[int, Memory] = {}
+        self.marks: DeviceMarks | None = None
+        """Marks of the GPU that registered memory is on; None where all is on the host."""
         self.open = True
         self.retired = 0
         """Connections that cannot be ended safely, and are kept for good with what they hold."""
@@ -218,12 +266,37 @@ class Transport(ABC):
                 hint="Close the transport before its memory changes",
             )
         # Libraries disagree on what an empty region is, and nobody can read from one.
-        self._register({pool: region for pool, region in memory.items() if region.nbytes})
+        taken_here = {p: at for p, at in memory.items() if at.nbytes and self.takes(at.device)}
+        gpus = [region.number for region in memory.values() if region.device != HOST]
+        if gpus and self.marks is None:
+            self.marks = DeviceMarks(self.driver, gpus[0])
+        self._register(taken_here)
         self.memory.update(memory)
+
+    @property
+    def driver(self) -> CudaDriver:
+        """CUDA's driver, for memory on GPUs."""
+        return load_driver()
+
+    def takes(self, device: str) -> bool:
+        """Whether it moves bytes of a device itself; others go by way of staging it does take."""
+        return device == HOST
+
+    def check_takes(self, region: Memory) -> None:
+        """Refuse memory on a device whose bytes it does not move itself."""
+        if not self.takes(region.device):
+            raise AtlasError(
+                Code.WRONG_DEVICE,
+                f"The transport {self.name} moves no bytes of this device itself",
+                got=f"memory on {region.device}",
+                hint="Let the transfer be staged, or choose a transport that does",
+            )
 
     def shares(self, pool: int) -> bool:
         """Whether peers may reach a region of this index."""
-        return self.shared == "all" or pool == STAGING
+        region = self.memory.get(pool)
+        reached = region is None or self.takes(region.device)
+        return reached and (self.shared == "all" or pool == STAGING)
 
     @property
     def reachable(self) -> dict[int, Memory]:
@@ -256,8 +329,16 @@ class Transport(ABC):
             raise errors.closed("transport")
 
     def allocate(self, nbytes: int) -> NDArray[np.uint8]:
-        """Memory of this process, zeroed, that peers of this transport can reach."""
+        """Host memory of this process, zeroed, that peers of this transport can reach."""
         return np.zeros(nbytes, dtype=np.uint8)
+
+    def allocate_on(self, device: str, nbytes: int) -> Any:
+        """Zeroed memory of a device: an array of the host, or a tensor of bytes of a GPU."""
+        if device == HOST:
+            return self.allocate(nbytes)
+        import torch
+
+        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
 
     def close(self) -> None:
         """Give everything back; a second call does nothing."""
@@ -265,6 +346,8 @@ class Transport(ABC):
             self.open = False
             self._close()
             self.memory.clear()
+            if self.marks is not None:
+                self.marks.close()
 
     def _close(self) -> None:  # noqa: B027
         """Tell the library below, where there is one."""
@@ -277,20 +360,42 @@ def check_bounds(
     for copy in copies:
         ends = (copy.src_pool, copy.src, src), (copy.dst_pool, copy.dst, dst)
         for pool, starts, regions in ends:
-            if pool not in regions:
-                raise AtlasError(
-                    Code.OUT_OF_BOUNDS,
-                    "A range lies in a region that is not registered",
-                    got=f"pool {pool}, not one of {sorted(regions)}",
-                    hint="Register every pool before the handshake",
-                )
-            nbytes = regions[pool].nbytes
+            nbytes = _region_bytes(pool, regions)
             if len(starts) and not _inside(starts, copy.length, nbytes):
-                raise AtlasError(
-                    Code.OUT_OF_BOUNDS,
-                    got=f"bytes outside 0..{nbytes - 1} of pool {pool}",
-                    hint="Check that the plan is the one that the memory was made for",
-                )
+                raise _outside(pool, nbytes)
+
+
+def check_grid_bounds(
+    grids: Iterable[RunGrid], src: Mapping[int, Memory], dst: Mapping[int, Memory]
+) -> None:
+    """Refuse sums that leave the regions of either end: their extremes are those of the parts."""
+    for grid in grids:
+        ends = (grid.src_pool, 0, grid.src, src), (grid.dst_pool, 1, grid.dst, dst)
+        for pool, end, spans, regions in ends:
+            starts, nbytes = grid.starts.at(end), _region_bytes(pool, regions)
+            first = int(starts.min()) + int(spans.min())
+            stop = int(starts.max()) + int((spans + grid.length).max())
+            if first < 0 or stop > nbytes or int(grid.length.min()) < 1:
+                raise _outside(pool, nbytes)
+
+
+def _region_bytes(pool: int, regions: Mapping[int, Memory]) -> int:
+    if pool not in regions:
+        raise AtlasError(
+            Code.OUT_OF_BOUNDS,
+            "A range lies in a region that is not registered",
+            got=f"pool {pool}, not one of {sorted(regions)}",
+            hint="Register every pool before the handshake",
+        )
+    return regions[pool].nbytes
+
+
+def _outside(pool: int, nbytes: int) -> AtlasError:
+    return AtlasError(
+        Code.OUT_OF_BOUNDS,
+        got=f"bytes outside 0..{nbytes - 1} of pool {pool}",
+        hint="Check that the plan is the one that the memory was made for",
+    )
 
 
 def _inside(starts: Int64s, length: Int64s, nbytes: int) -> bool:

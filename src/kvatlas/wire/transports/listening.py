@@ -17,6 +17,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from kvatlas.wire.transports import errors
+
 _SO_ATTACH_FILTER, _SO_LOCK_FILTER = 26, 44
 _NETWORK_HEADER = 0xFFF00000  # where a filter finds it, whatever lies before it
 _DESTINATION = {4: 16, 6: 24}
@@ -25,6 +27,23 @@ _LOAD_BYTE, _LOAD_WORD, _SHIFT_RIGHT, _IF_EQUAL, _RETURN = 0x30, 0x20, 0x74, 0x1
 _WHOLE = 0xFFFFFFFF
 _LISTENS, _GONE = "0A", ("06", "07")
 """The kernel's numbers for states: a socket that listens; connections that are over."""
+
+
+def own_addresses(host: str) -> list[str]:
+    """The addresses of this machine that a name stands for; not the one that means all of them.
+
+    >>> own_addresses("127.0.0.1")
+    ['127.0.0.1']
+    """
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError as problem:
+        got = f"{host}: {problem}"
+        raise errors.failed(got, hint="Name an address of this machine") from problem
+    addresses = sorted({str(entry[4][0]) for entry in found})
+    if any(ipaddress.ip_address(address).is_unspecified for address in addresses):
+        raise errors.failed(f"{host}, which is every address", hint="Name the one for peers")
+    return addresses
 
 
 def listeners() -> dict[int, socket.socket]:

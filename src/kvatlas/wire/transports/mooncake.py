@@ -25,7 +25,7 @@ import socket
 import struct
 import threading
 import weakref
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, ClassVar
 
@@ -38,7 +38,7 @@ from kvatlas.routing import Copy
 from kvatlas.wire.memory_copy import split_runs
 from kvatlas.wire.transports import errors
 from kvatlas.wire.transports.base import Handle, Link, Memory, Shared, Transport
-from kvatlas.wire.transports.listening import connected, listeners, narrow
+from kvatlas.wire.transports.listening import connected, listeners, narrow, own_addresses
 
 _MAX_SLICES = 1_000
 _MAX_BYTES = 64 << 20
@@ -130,7 +130,7 @@ def make_engine(host: str) -> Any:
         from mooncake.engine import TransferEngine
     except ImportError as problem:
         raise errors.cannot_import("mooncake", problem, _CUDA_WHEEL) from problem
-    addresses = _addresses(host)
+    addresses = own_addresses(host)
     with _making:
         for _ in range(_TRIES):
             before = set(listeners())
@@ -145,19 +145,7 @@ def make_engine(host: str) -> Any:
     raise errors.failed(got, hint="Look at who connects to this machine")
 
 
-def _addresses(host: str) -> set[str]:
-    try:
-        found = {entry[4][0] for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
-    except OSError as problem:
-        got = f"{host}: {problem}"
-        raise errors.failed(got, hint="Name an address of this machine") from problem
-    addresses = {str(address) for address in found}
-    if any(ipaddress.ip_address(address).is_unspecified for address in addresses):
-        raise errors.failed(f"{host}, which is every address", hint="Name the one for peers")
-    return addresses
-
-
-def _narrowed(before: Container[int], addresses: set[str]) -> bool:
+def _narrowed(before: Container[int], addresses: Iterable[str]) -> bool:
     """Hold an engine's new sockets to some addresses; False where somebody was quicker."""
     after = listeners()
     new = [one for inode, one in after.items() if inode not in before and _everywhere(one)]

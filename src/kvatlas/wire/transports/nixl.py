@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from kvatlas.wire.transports import errors, nixl_metadata
-from kvatlas.wire.transports.base import Link, Memory, Shared, Transport
+from kvatlas.wire.transports.base import HOST, Link, Memory, Shared, Transport
 from kvatlas.wire.transports.nixl_agents import Agents, not_empty, rows_of, translated
 from kvatlas.wire.transports.nixl_link import BETWEEN_LOOKS, NixlLink
 from kvatlas.wire.transports.nixl_metadata import Kind
@@ -36,7 +36,8 @@ class NixlTransport(Transport):
     `kind` says where this end's memory is: "DRAM" on the host, "VRAM" on GPUs, whose
     numbers are then the regions' devices. The two ends may differ. `device` is the one
     network device that UCX uses and listens on, as it names them ("eth0", "mlx5_0:1"):
-    the loopback unless it is given, or UCX_NET_DEVICES set.
+    the loopback unless it is given, or UCX_NET_DEVICES set. A device without RDMA is refused
+    unless `over_tcp`: UCX aborts a process that is read over TCP when its reader is killed.
     """
 
     name: ClassVar[str] = "nixl"
@@ -47,11 +48,12 @@ class NixlTransport(Transport):
         kind: Kind = "DRAM",
         backend: str = "UCX",
         device: str | None = None,
+        over_tcp: bool = False,
         shared: Shared = "all",
     ) -> None:
         super().__init__(shared=shared)
         self.kind, self.backend = kind, backend
-        self._agents = Agents(kind, backend, device)
+        self._agents = Agents(kind, backend, device, over_tcp=over_tcp)
         # A name is never used twice: a peer that starts again is another peer.
         self._name = f"kvatlas-{secrets.token_hex(16)}"
         self._agent: Any = self._agents.make(self._name, serves=True)
@@ -64,6 +66,10 @@ class NixlTransport(Transport):
         if memory:
             with translated():
                 self._agent.register_memory(rows_of(memory), self.kind)
+
+    def takes(self, device: str) -> bool:
+        """GPUs where it was made for VRAM, else the host: lists of NIXL have one kind of memory."""
+        return (device == HOST) == (self.kind == "DRAM")
 
     def publish(self) -> bytes:
         """Where its agent is, and the keys to its regions."""

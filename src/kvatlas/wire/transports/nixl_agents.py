@@ -23,15 +23,25 @@ PEER_LOST = "nixlRemoteDisconnectError"
 """What NIXL raises once the connection to a peer broke."""
 _BUILDS = ("nixl_cu13", "nixl_cu12", "nixl_rocm")
 _DEVICES = "UCX_NET_DEVICES"
+_RDMA = Path("/sys/class/infiniband")
+_ON_ONE_HOST = {"all", "sm", "shm", "cma"}
+"""Names of UCX's ways to read from processes of the same host, without their doing."""
 
 
 class Agents:
     """Makes the agents of one transport, all alike."""
 
-    def __init__(self, kind: Kind, backend: str, device: str | None) -> None:
+    def __init__(
+        self, kind: Kind, backend: str, device: str | None, *, over_tcp: bool = False
+    ) -> None:
         self._library = _library()
         self.kind, self.backend = kind, backend
         self._device = _network_device(device)
+        if backend == "UCX" and not over_tcp and _reads_over_tcp(self._device):
+            raise errors.failed(
+                f"UCX on {self._device!r}, which is TCP: it ends processes whose readers die",
+                hint='Use the transport "tcp", or over_tcp=True where that does not matter',
+            )
         self.by_cpu = backend == "UCX" and kind == "DRAM" and not _has_rdma()
         """Whether bytes arrive only while an agent of this process is called."""
 
@@ -59,7 +69,7 @@ def not_empty(memory: Mapping[int, Memory]) -> dict[int, Memory]:
 
 def rows_of(memory: Mapping[int, Memory]) -> Rows:
     """Regions as NIXL takes them."""
-    regions = [(region.address, region.nbytes, region.device) for region in memory.values()]
+    regions = [(region.address, region.nbytes, region.number) for region in memory.values()]
     return np.array(regions, dtype=np.uint64)
 
 
@@ -85,6 +95,20 @@ def _network_device(wanted: str | None) -> str:
         got = f"device={wanted!r} and {_DEVICES}={setting}"
         raise errors.failed(got, hint=f"Unset {_DEVICES}, or leave device out")
     return wanted or setting or "lo"
+
+
+def _reads_over_tcp(device: str) -> bool:
+    """Whether UCX has nothing but TCP to read from some peers with.
+
+    It then has the process that is read from send the bytes, and aborts that process where
+    the connection breaks before the first of them: `ucp_request_send` takes no such error.
+    """
+    devices = [name.partition(":")[0] for name in device.split(",")]
+    if _has_rdma() and ("all" in devices or any((_RDMA / name).exists() for name in devices)):
+        return False
+    named = set(os.environ.get("UCX_TLS", "all").split(","))
+    own_host = bool(named & _ON_ONE_HOST) or any(name.startswith("^") for name in named)
+    return devices != ["lo"] or not own_host
 
 
 def _library() -> Any:
@@ -115,5 +139,4 @@ def _without_rdma() -> None:
 
 
 def _has_rdma() -> bool:
-    devices = Path("/sys/class/infiniband")
-    return devices.is_dir() and any(devices.iterdir())
+    return _RDMA.is_dir() and any(_RDMA.iterdir())

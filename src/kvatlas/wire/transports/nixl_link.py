@@ -116,7 +116,8 @@ class NixlLink(Link):
 
     def _register_memory(self) -> None:
         """Tell the agent of regions that it does not know yet."""
-        memory = not_empty(self.mine)
+        taken = {pool: at for pool, at in self.mine.items() if self.owner.takes(at.device)}
+        memory = not_empty(taken)
         new = {pool: memory[pool] for pool in set(memory) - self._registered}
         if new:
             self.agent.register_memory(rows_of(new), self._agents.kind)

@@ -69,7 +69,7 @@ def take_apart(
             row = reader.field("")
             keys[row[:_ROW]] = row[_ROW:]
     regions = {
-        pool: KeyedRegion(at.device, at.address, at.nbytes, keys.get(_row(*_place(at)), b""))
+        pool: KeyedRegion(at.number, at.address, at.nbytes, keys.get(_row(*_place(at)), b""))
         for pool, at in memory.items()
     }
     published = Published(agent, kind, address, regions)
@@ -106,7 +106,7 @@ def check(published: Published, backend: str, memory: Mapping[int, Memory]) -> N
     if len(published.regions) > len(memory):
         raise errors.bad_metadata("regions that the handshake does not name")
     for at in memory.values():
-        inside = min(_place(at)) >= 0 and at.address + at.nbytes < 1 << 64 and at.device < 1 << 32
+        inside = min(_place(at)) >= 0 and at.address + at.nbytes < 1 << 64 and at.number < 1 << 32
         if not inside:
             raise errors.bad_metadata("a region past the end of memory")
     if not 0 < len(published.address) <= _MAX_ADDRESS:
@@ -143,7 +143,7 @@ def _section(kind: Kind, backend: str, rows: int) -> bytes:
 
 
 def _place(at: Memory) -> tuple[int, int, int]:
-    return at.address, at.nbytes, at.device
+    return at.address, at.nbytes, at.number
 
 
 def _row(*place: int) -> bytes:

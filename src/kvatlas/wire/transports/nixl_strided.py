@@ -61,7 +61,7 @@ def _grid(starts: Int64s, length: Int64s, region: Memory, first: int) -> tuple[R
     apart = phase != usual
     if length.strides != (0,):
         apart |= length != size
-    row = (region.address + usual, size, region.device, size, count)
+    row = (region.address + usual, size, region.number, size, count)
     if not bool(apart.any()) and first + count <= _MOST_INDICES:
         place += first
         return np.array([row], dtype=np.uint64), place.astype(np.int32), count
@@ -72,7 +72,7 @@ def _grid(starts: Int64s, length: Int64s, region: Memory, first: int) -> tuple[R
     rows[0] = row
     rows[1:, 0] = starts[others] + region.address
     rows[1:, 1] = rows[1:, 3] = length[others]
-    rows[1:, 2], rows[1:, 4] = region.device, 1
+    rows[1:, 2], rows[1:, 4] = region.number, 1
     if len(others) == len(starts):
         rows, count = rows[1:], 0
     place[others] = np.arange(count, count + len(others))

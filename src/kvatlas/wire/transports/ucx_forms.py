@@ -13,6 +13,7 @@ _ABILITIES = {0: 16, 1: 8}
 _MOST = 100
 """Devices and ways in an address; UCX has room for 128."""
 _MOST_DOMAINS = 64
+_NO_DEVICE = 0xFF
 _LAST, _WITHOUT_WAYS, _HAS_PATHS, _HAS_SYSTEM_DEVICE, _HAS_ENDPOINTS = 0x80, 0x80, 0x40, 0x20, 0x40
 
 
@@ -43,7 +44,7 @@ def is_key(key: bytes, memory: set[int]) -> bool:
     """Whether a key is a map of domains, a kind of memory, and a part for each domain.
 
     `memory` are UCX's numbers of the kinds that it may be for. Behind the parts there may
-    be the device, and how far it is from others, three bytes each.
+    be the device, and how far it is from others, three bytes each; and for a GPU an end.
 
     >>> is_key(bytes.fromhex("0100000000000000" "00" "00" "ff"), {0})
     True
@@ -51,6 +52,8 @@ def is_key(key: bytes, memory: set[int]) -> bool:
     False
     >>> is_key(bytes.fromhex("0300000000000000" "00" "00"), {0})
     False
+    >>> is_key(bytes.fromhex("1000000000000000" "01" "00" "01" "00000f" "01000f" "ff"), {1})
+    True
     """
     reader = _Reader(key)
     try:
@@ -61,7 +64,7 @@ def is_key(key: bytes, memory: set[int]) -> bool:
             reader.take(reader.byte())
     except _FormError:
         return False
-    return reader.at_end or reader.left % 3 == 1
+    return reader.at_end or reader.left % 3 == 1 or (reader.left % 3 == 2 and key[-1] == _NO_DEVICE)
 
 
 class _FormError(Exception):

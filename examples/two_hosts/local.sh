@@ -1,0 +1,110 @@
+#!/usr/bin/env bash
+# Both hosts on this machine: a tiny model, two engines of unlike blocks and a proxy, by serve.sh.
+#
+# Run from the repository's root, with vLLM's environment active. It asks the proxy and the decode
+# engine alone for the same prompt, and ends with 0 where both say the same.
+set -euo pipefail
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+folder=$(mktemp -d)
+started=()
+
+# Every part is a process group of its own, so that an engine's workers end with it.
+finish() {
+    for pid in "${started[@]}"; do
+        kill -TERM -- "-$pid" 2>/dev/null || true
+    done
+    wait 2>/dev/null || true
+    rm -rf "$folder"
+}
+trap finish EXIT
+
+begin() {
+    setsid "$here/serve.sh" "$1" >"$folder/$1.log" 2>&1 &
+    started+=("$!")
+}
+
+await() {
+    for ((second = 0; second < 400; second++)); do
+        if curl --silent --fail --output /dev/null "http://127.0.0.1:$2/health"; then
+            return
+        fi
+        sleep 1
+    done
+    echo "the $1 does not start:" >&2
+    tail -n 60 "$folder/$1.log" >&2
+    return 1
+}
+
+ask() {
+    curl --silent --fail "http://127.0.0.1:$1/v1/completions" \
+        --header 'Content-Type: application/json' --data "@$folder/prompt.json"
+}
+
+echo "Making a tiny model with random weights."
+"${PYTHON:-python3}" - "$folder" <<'PYTHON'
+import json
+import sys
+from pathlib import Path
+
+from examples.vllm_pair import make_model
+
+folder = Path(sys.argv[1])
+make_model(folder / "tiny-llama")
+prompt = " ".join(f"w{(31 * n + n * n) % 511 + 1}" for n in range(300))
+asked = {"prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+(folder / "prompt.json").write_text(json.dumps(asked | {"model": str(folder / "tiny-llama")}))
+PYTHON
+
+cat >"$folder/hosts.env" <<ENV
+MODEL=$folder/tiny-llama
+PREFILL_HOST=127.0.0.1
+DECODE_HOST=127.0.0.1
+PROXY_HOST=127.0.0.1
+LISTEN_ADDRESS=
+PREFILL_PORT=${PREFILL_PORT:-18100}
+DECODE_PORT=${DECODE_PORT:-18200}
+PROXY_PORT=${PROXY_PORT:-18000}
+PREFILL_KV_PORTS=${PREFILL_KV_PORTS:-17600}
+DECODE_KV_PORTS=${DECODE_KV_PORTS:-17700}
+SECRET_FILE=$folder/secret
+TRANSPORT=${TRANSPORT:-shm}
+TRANSPORT_OPTIONS='{}'
+PREFILL_FLAGS="--dtype float32 --max-model-len 1024 --enforce-eager --no-enable-prefix-caching --block-size 64"
+DECODE_FLAGS="--dtype float32 --max-model-len 1024 --enforce-eager --no-enable-prefix-caching --block-size 128"
+ENV
+export HOSTS_ENV=$folder/hosts.env
+export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1} VLLM_NO_USAGE_STATS=1
+# shellcheck source=/dev/null
+source "$HOSTS_ENV"
+
+"$here/serve.sh" secret
+"$here/serve.sh" check
+echo "Starting both engines and the proxy."
+begin prefill
+begin decode
+begin proxy
+await prefill "$PREFILL_PORT"
+await decode "$DECODE_PORT"
+await proxy "$PROXY_PORT"
+
+ask "$DECODE_PORT" >"$folder/alone.json"
+ask "$PROXY_PORT" >"$folder/both.json"
+curl --silent "http://127.0.0.1:$DECODE_PORT/metrics" >"$folder/metrics"
+"${PYTHON:-python3}" - "$folder" <<'PYTHON'
+import json
+import re
+import sys
+from pathlib import Path
+
+folder = Path(sys.argv[1])
+alone, both = (
+    json.loads((folder / name).read_text())["choices"][0]["text"]
+    for name in ("alone.json", "both.json")
+)
+pulled = re.search(r"^vllm:kvatlas_pulls_total\S* ([\d.]+)", (folder / "metrics").read_text(), re.M)
+count = float(pulled[1]) if pulled else 0.0
+print(f"decode alone:  {alone}\nboth engines:  {both}\nrequests read: {count:.0f}")
+sys.exit(0 if alone == both and count >= 1 else 1)
+PYTHON
+echo "Both say the same."

@@ -1,0 +1,158 @@
+"""A proxy in front of prefill and decode engines: what clients speak to.
+
+A prompt goes to a prefill engine for one token first, and then, with the `kv_transfer_params`
+of its answer, to a decode engine, whose answer is passed on as it comes. Where no prefill engine
+answers, the decode engine computes the prompt. Only Python's own library is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+_LARGEST = 64 << 20
+"""Bytes of a request's body."""
+_SECONDS = 600.0
+_COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
+_OF_THE_ANSWER = ("stream", "stream_options", "min_tokens", "max_completion_tokens")
+"""What is not asked of a prefill engine."""
+
+
+class Engines:
+    """Prefill and decode engines, each asked in turn."""
+
+    def __init__(self, prefill: Sequence[str], decode: Sequence[str]) -> None:
+        self._prefill, self._decode = itertools.cycle(prefill), itertools.cycle(decode)
+
+    def prefill(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> Any:
+        """The parameters with which a decode engine finds a prompt; None where it computes it."""
+        if not _one_prompt(body):
+            return None
+        asked = {key: value for key, value in body.items() if key not in _OF_THE_ANSWER}
+        asked |= {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+        try:
+            with self._post(next(self._prefill) + path, asked, headers) as answer:
+                return json.load(answer).get("kv_transfer_params")
+        except (OSError, ValueError) as problem:
+            print(f"not prefilled: {problem}", file=sys.stderr, flush=True)
+            return None
+
+    def decode(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> Any:
+        """A decode engine's answer, as it comes."""
+        return self._post(next(self._decode) + path, body, headers)
+
+    def get(self, path: str) -> Any:
+        """What a decode engine says of itself."""
+        return urllib.request.urlopen(next(self._decode) + path, timeout=_SECONDS)  # noqa: S310
+
+    def _post(self, url: str, body: dict[str, Any], headers: dict[str, str]) -> Any:
+        about = {"Content-Type": "application/json"} | headers
+        request = urllib.request.Request(url, json.dumps(body).encode(), about)  # noqa: S310
+        return urllib.request.urlopen(request, timeout=_SECONDS)  # noqa: S310
+
+
+def _one_prompt(body: dict[str, Any]) -> bool:
+    """Whether a body is one request: a hand-over is read once, by one."""
+    prompt = body.get("prompt")
+    several = isinstance(prompt, list) and any(not isinstance(part, int) for part in prompt)
+    return not several and body.get("n", 1) == 1 and not body.get("use_beam_search")
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One client's connection."""
+
+    engines: Engines
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        """Pass a question on to a decode engine."""
+        self._answer(lambda: self.engines.get(self.path))
+
+    def do_POST(self) -> None:
+        """Have a prompt prefilled by one engine and decoded by another."""
+        length = int(self.headers.get("Content-Length") or 0)
+        if not 0 < length <= _LARGEST:
+            self._refuse(413, "a body of 1 byte to 64 MiB is wanted")
+            return
+        try:
+            body = json.loads(self.rfile.read(length))
+        except ValueError:
+            body = None
+        if not isinstance(body, dict):
+            self._refuse(400, "the body is not a JSON object")
+            return
+        body.pop("kv_transfer_params", None)  # these are between engines
+        if self.path in _COMPLETIONS:
+            params = self.engines.prefill(self.path, body, self._passed_on())
+            if params is not None:
+                body["kv_transfer_params"] = params
+        self._answer(lambda: self.engines.decode(self.path, body, self._passed_on()))
+
+    def _passed_on(self) -> dict[str, str]:
+        names = ("Authorization", "X-Request-Id")
+        return {name: self.headers[name] for name in names if name in self.headers}
+
+    def _answer(self, ask: Any) -> None:
+        try:
+            answer = ask()
+        except urllib.error.HTTPError as refusal:
+            answer = refusal  # what an engine refuses, it explains itself
+        except OSError as problem:
+            self._refuse(502, f"no decode engine answers: {problem}")
+            return
+        with answer:
+            self.send_response(answer.status)
+            self.send_header("Content-Type", answer.headers.get("Content-Type", "text/plain"))
+            self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
+            for piece in _pieces(answer):
+                self.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece))
+            self.wfile.write(b"0\r\n\r\n")
+
+    def _refuse(self, status: int, why: str) -> None:
+        self.close_connection = True
+        said = json.dumps({"error": {"message": why}}).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(said)))
+        self.end_headers()
+        self.wfile.write(said)
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+        """Engines log requests; the proxy need not."""
+
+
+def _pieces(answer: Any) -> Iterator[bytes]:
+    """An answer as it comes."""
+    while piece := answer.read1(1 << 16):
+        yield piece
+
+
+def serve(address: tuple[str, int], engines: Engines) -> ThreadingHTTPServer:
+    """A proxy at an address, to be run with `serve_forever`."""
+    handler = type("BoundHandler", (Handler,), {"engines": engines})
+    server = ThreadingHTTPServer(address, handler)
+    server.daemon_threads = True
+    return server
+
+
+def main() -> None:
+    """Serve until interrupted."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--listen", default="127.0.0.1:8000", metavar="HOST:PORT")
+    parser.add_argument("--prefill", action="append", required=True, metavar="URL")
+    parser.add_argument("--decode", action="append", required=True, metavar="URL")
+    given = parser.parse_args()
+    host, _, port = given.listen.rpartition(":")
+    serve((host, int(port)), Engines(given.prefill, given.decode)).serve_forever()
+
+
+if __name__ == "__main__":
+    main()

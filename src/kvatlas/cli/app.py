@@ -1,0 +1,58 @@
+"""The app that every command belongs to, and how a command answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import RenderableType
+
+import kvatlas
+from kvatlas.cli.failures import guarded
+from kvatlas.cli.tables import show
+
+app = typer.Typer(
+    name="kvatlas",
+    help="What of a model's KV cache fits, where every byte lies, and why.",
+    epilog="[dim]Example[/]  kvatlas plan Qwen3.5-397B-A17B --tp 2 --memory 60GiB",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else.")]
+
+
+def command(*examples: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A guarded command of the app, with examples below its help."""
+    lines = ("[dim]Examples[/]", *(f"  kvatlas {line}" for line in examples))
+    register = app.command(epilog="\n".join(lines))
+    return lambda function: register(guarded(function))
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvatlas {kvatlas.__version__}")
+        raise typer.Exit
+
+
+def answer(as_json: bool, value: object, *parts: RenderableType) -> None:
+    """Print `value` as JSON, or `parts`, which say the same to people."""
+    if as_json:
+        # Bytes, so that the encoding of the terminal cannot make it something else than JSON.
+        typer.echo(msgspec.json.format(msgspec.json.encode(value), indent=2))
+    else:
+        show(*parts)
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Show the version.", callback=_version, is_eager=True),
+    ] = False,
+) -> None:
+    """What of a model's KV cache fits, where every byte lies, and why."""

@@ -1,0 +1,110 @@
+"""What is known by name: models, orders, and hybrids beside vLLM's plans."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.text import Text
+
+from kvatlas.cli.app import Json, answer
+from kvatlas.cli.failures import plain
+from kvatlas.cli.hybrids_page import hybrids_page
+from kvatlas.cli.model_facts import layer_facts, layout_facts, model_facts
+from kvatlas.cli.options import MODEL
+from kvatlas.cli.tables import indented, notes, table, tokens
+from kvatlas.models import Model, catalogue
+from kvatlas.planning import BACKENDS, size
+
+_NARROW = 16
+"""Columns that a table of 80 has left for a list of kinds."""
+
+
+def models(name: Annotated[str | None, MODEL] = None, as_json: Json = False) -> None:
+    """The catalogue; or one model, with what each of its layers caches."""
+    if name is not None:
+        _one_model(Model.load(name), as_json=as_json)
+        return
+    facts = [model_facts(Model.load(known)) for known in catalogue()]
+    columns = ("model", "layers", "B/token", "fixed", "max len", "trust")
+    made = table(*columns, words=(0, 1, 5), wraps=(1,))
+    for fact in facts:
+        made.add_row(
+            Text(fact["name"], style="bold"),
+            _kinds(fact["layers"]),
+            *_sizes(fact),
+            tokens(fact["max_len"]) if fact["max_len"] else "-",
+            fact["confidence"],
+        )
+    legend = (
+        "fixed: windows and one state of a request, however long; "
+        "trust: how sure the numbers are. All at tp 1."
+    )
+    answer(as_json, {"models": facts}, made, Text(legend, style="dim"))
+
+
+def _one_model(model: Model, *, as_json: bool) -> None:
+    facts, layers = model_facts(model), layer_facts(model)
+    title = Text(plain(model.name), style="bold")
+    title.append(f"  {plain(model.architecture)}, {model.depth} layers", style="not bold dim")
+    columns = ("layers", "number", "B/token", "fixed", "what each keeps")
+    made = table(*columns, words=(0, 4), wraps=(0, 4))
+    specs = dict.fromkeys(layer.spec for layer in model.layers)
+    for row, spec in zip(layers, specs, strict=True):
+        made.add_row(row["layers"], str(row["num_layers"]), *_sizes(row), _spec(spec))
+    length = f"{model.max_len:,} tokens at most" if model.max_len else "any length"
+    total = f"{facts['bytes_per_token']:,} bytes for each token, "
+    total += f"{facts['fixed_bytes_per_request']:,} for each request; {length}."
+    source = [Text(f"From {plain(model.source)}", style="dim")] if model.source else []
+    parts = (title, indented(made), Text(total), *notes(model.warnings), *source)
+    answer(as_json, {**facts, "caches": layers}, *parts)
+
+
+def _sizes(fact: dict[str, Any]) -> tuple[str, str]:
+    each, fixed = fact["bytes_per_token"], fact["fixed_bytes_per_request"]
+    return f"{each:,.0f}" if each else "-", size(fixed) if fixed else "-"
+
+
+def _kinds(layers: dict[str, int]) -> str:
+    short = (("_attention", ""), ("sliding_window", "sliding"), ("chunked_local", "chunked"))
+    words = []
+    for kind, number in layers.items():
+        for long, brief in short:
+            kind = kind.replace(long, brief)
+        words.append(f"{number} {kind}")
+    # One line where it is short, else a line each, rather than a break inside a name.
+    return (" " if len(" ".join(words)) <= _NARROW else "\n").join(words)
+
+
+def _spec(spec: Any) -> str:
+    """What a spec says beyond its defaults, in words that break between lines."""
+    fields = msgspec.structs.fields(spec)
+    values = [(field.name, getattr(spec, field.name), field.default) for field in fields]
+    said = [f"{name} {value}" for name, value, default in values if value != default]
+    return " ".join((type(spec).__name__, ", ".join(said)))
+
+
+def layouts(as_json: Json = False) -> None:
+    """The orders that a cache can have in memory, and the backends that take them."""
+    facts = layout_facts()
+    words = ("block outermost", "layer compact", "page contiguous", "heads outside pages")
+    # Two lines in the head, so that the table stays narrow.
+    heads = ("order", "alias", *(word.replace(" ", "\n", 1) for word in words))
+    made = table(*heads, words=range(6))
+    for fact in facts:
+        marks = ("yes" if fact[word.replace(" ", "_")] else "-" for word in words)
+        made.add_row(Text(fact["order"], style="bold"), fact["alias"] or "", *marks)
+    takes = table("backend", "orders it takes", words=(0, 1), wraps=(1,))
+    for backend in BACKENDS.values():
+        if backend.layouts:
+            takes.add_row(backend.name, ", ".join(backend.layouts))
+    takes.add_row("every other", "all six")
+    legend = "Axes, outermost first: L page, B block, H head, N state, C content."
+    parts = (indented(made), indented(takes), Text(legend, style="dim"))
+    answer(as_json, {"layouts": facts}, *parts)
+
+
+def hybrids() -> None:
+    """Markdown: every hybrid of the catalogue, vLLM's plan beside atlas's."""
+    typer.echo(hybrids_page(), nl=False)

@@ -1,0 +1,65 @@
+"""`kvatlas doctor`: two vLLM engines, and whether they will understand each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from stat import S_ISREG
+
+import typer
+from rich.console import RenderableType
+from rich.text import Text
+
+from kvatlas.cli.failures import plain
+from kvatlas.cli.tables import indented, table
+from kvatlas.engines.vllm import Diagnosis, EngineArguments, read_engine
+from kvatlas.errors import AtlasError, Code
+from kvatlas.planning import LARGEST_JSON, Plan, size
+
+_STYLES = {"ok": "green", "look": "yellow", "no": "bold red"}
+
+Engines = tuple[EngineArguments | Plan, EngineArguments | Plan]
+
+
+def two_engines(first: str, second: str | None, prefill: str | None, decode: str | None) -> Engines:
+    """Both engines: two files, or one model with what each is started with."""
+    if second is not None:
+        if prefill is not None or decode is not None:
+            raise typer.BadParameter("two files leave nothing to change.", param_hint="'--from'")
+        return _read(first), _read(second)
+    return (
+        EngineArguments.of_changes(first, prefill or ""),
+        EngineArguments.of_changes(first, decode or ""),
+    )
+
+
+def _read(path: str) -> EngineArguments | Plan:
+    try:
+        if not S_ISREG(Path(path).stat().st_mode):
+            raise OSError(0, "not a plain file")
+        with Path(path).open("rb") as file:
+            return read_engine(file.read(LARGEST_JSON + 1))
+    except (OSError, ValueError) as problem:
+        reason = problem.strerror if isinstance(problem, OSError) else problem
+        hint = "Write a command line of vllm serve into a file, or save a plan"
+        raise AtlasError(Code.UNREADABLE, got=f"{path}: {reason}", hint=hint) from problem
+
+
+def doctor_parts(found: Diagnosis) -> list[RenderableType]:
+    """What was found, for people: a table, what moves, and the answer in a last line."""
+    made = table("", "prefill", "decode", "", "", words=range(5), wraps=(1, 2, 4))
+    for one in found.findings:
+        verdict = Text(one.verdict, style=_STYLES[one.verdict])
+        made.add_row(one.what, plain(one.prefill), plain(one.decode), verdict, plain(one.why))
+    parts: list[RenderableType] = [indented(made)]
+    moves = found.moves
+    if moves is not None:
+        staged = any(pair.report.stage for pair in moves.pairs)
+        parts.append(
+            Text(
+                f"{moves.tokens:,} tokens are {size(moves.nbytes)} in {moves.descriptors:,} runs "
+                f"between {len(moves.pairs)} pair(s) of ranks, blocks scattered; "
+                f"{'gathered' if staged else 'run by run'} is faster."
+            )
+        )
+    style = "bold green" if found.ok else "bold red"
+    return [*parts, Text(plain(found.answer), style=style)]

@@ -1,0 +1,174 @@
+"""The arguments of `vllm serve` that decide what an engine's caches are and who can read them."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from difflib import get_close_matches
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.models import Model
+from kvatlas.planning import Plan, length, plan
+
+_SHORT = {
+    "tp": "tensor_parallel_size",
+    "pp": "pipeline_parallel_size",
+    "dp": "data_parallel_size",
+    "dcp": "decode_context_parallel_size",
+    "layout": "kv_cache_layout",
+    "backend": "attention_backend",
+    "prefix_caching": "enable_prefix_caching",
+    "max_len": "max_model_len",
+    "memory": "kv_cache_memory_bytes",
+}
+"""Names that are written shorter, by vLLM or by kvatlas."""
+_LAYOUT_VARIABLE = "VLLM_KV_CACHE_LAYOUT"
+_VARIABLE = re.compile(r"([A-Z][A-Z0-9_]*)=(.*)", re.DOTALL)
+_MEMORY = "1TiB"
+"""Memory of a rank where none is given: how many blocks there are does not matter here."""
+
+Ranks = Annotated[int, Meta(ge=1, le=1 << 16)]
+
+
+class EngineArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An engine as it will be started, by vLLM's own names.
+
+    >>> said = "VLLM_KV_CACHE_LAYOUT=HND vllm serve Qwen3-8B -tp 2 --block-size=32 --port 8000"
+    >>> made = EngineArguments.of_command(said)
+    >>> made.model, made.tensor_parallel_size, made.block_size, made.kv_cache_layout
+    ('Qwen3-8B', 2, 32, 'HND')
+    >>> EngineArguments.of_changes("Qwen3-8B", "tp=2,layout=HND").kv_cache_layout
+    'HND'
+    """
+
+    model: str
+    tensor_parallel_size: Ranks = 1
+    pipeline_parallel_size: Ranks = 1
+    data_parallel_size: Ranks = 1
+    decode_context_parallel_size: Ranks = 1
+    block_size: Annotated[int, Meta(ge=1)] | None = None
+    dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
+    enable_prefix_caching: bool | None = None
+    attention_backend: str | None = None
+    kv_cache_layout: str | None = None
+    """What VLLM_KV_CACHE_LAYOUT says."""
+    max_model_len: int | str | None = None
+    kv_cache_memory_bytes: int | str | None = None
+    disable_hybrid_kv_cache_manager: bool = False
+    speculative_config: dict[str, Any] | None = None
+    kv_transfer_config: dict[str, Any] | None = None
+    """None where nothing is said of it, empty where an engine is started without one."""
+
+    @classmethod
+    def of_command(cls, text: str) -> EngineArguments:
+        """An engine from its command line; options that do not matter here are passed over."""
+        try:
+            words = shlex.split(text.replace("\\\n", " "), comments=True)
+        except ValueError as problem:
+            raise _unreadable(str(problem)) from None
+        given: dict[str, Any] = {"kv_transfer_config": {}}
+        while words and (variable := _VARIABLE.fullmatch(words[0])):
+            if variable[1] == _LAYOUT_VARIABLE:
+                given["kv_cache_layout"] = variable[2]
+            del words[0]
+        if "serve" in words[:8]:
+            del words[: words.index("serve") + 1]
+        return cls.of_values(given | dict(_options(words)))
+
+    @classmethod
+    def of_changes(cls, model: str, text: str) -> EngineArguments:
+        """An engine of a model, from name=value with commas between."""
+        given: dict[str, Any] = {"model": model}
+        for part in filter(None, (part.strip() for part in text.split(","))):
+            name, equals, value = part.partition("=")
+            name = _long(name)
+            if name not in cls.__struct_fields__ or not equals:
+                known = (*_SHORT, "block_size", "dtype", "kv_cache_dtype")
+                near = get_close_matches(name, known, 1)
+                hint = f"Did you mean {near[0]}?" if near else f"Write name=value: {_words(known)}"
+                raise _unreadable(part, hint)
+            given[name] = value.strip()
+        return cls.of_values(given)
+
+    @classmethod
+    def of_values(cls, given: dict[str, Any]) -> EngineArguments:
+        """An engine from its arguments, under vLLM's names or shorter ones."""
+        values = {_long(str(name)): value for name, value in given.items()}
+        for name in ("speculative_config", "kv_transfer_config"):
+            if isinstance(values.get(name), str):
+                values[name] = _object(name, values[name])
+        known = {name: value for name, value in values.items() if name in cls.__struct_fields__}
+        try:
+            return msgspec.convert(known, cls, strict=False)
+        except msgspec.ValidationError as wrong:
+            raise _unreadable(str(wrong)) from None
+
+    def plan(self) -> Plan:
+        """The plan that vLLM makes of these."""
+        dtype = None if self.dtype == "auto" else self.dtype
+        model = Model.load(self.model, dtype=dtype)
+        return plan(
+            model,
+            memory=self.kv_cache_memory_bytes or _MEMORY,
+            tp=self.tensor_parallel_size,
+            pp=self.pipeline_parallel_size,
+            dcp=self.decode_context_parallel_size,
+            layout=self.kv_cache_layout,
+            backend=self.attention_backend,
+            block_size=self.block_size,
+            kv_dtype=None if self.kv_cache_dtype == "auto" else self.kv_cache_dtype,
+            policy="uniform" if self.disable_hybrid_kv_cache_manager else "vllm",
+            max_len=None if self.max_model_len is None else length(self.max_model_len),
+            prefix_caching=self.enable_prefix_caching is not False,
+        )
+
+
+def _options(words: list[str]) -> Iterator[tuple[str, Any]]:
+    """Options of a command line and their values; True for those without one."""
+    if words and not words[0].startswith("-"):
+        yield "model", words.pop(0)
+    while words:
+        name, equals, value = words.pop(0).partition("=")
+        if not name.startswith("-"):
+            continue
+        name = _long(name)
+        if equals:
+            yield name, value
+        elif words and not re.match(r"-+[a-zA-Z]", words[0]):
+            yield name, words.pop(0)
+        elif name.startswith("no_"):
+            yield name.removeprefix("no_"), False
+        else:
+            yield name, True
+
+
+def _long(name: str) -> str:
+    """An argument's name as vLLM's own objects have it."""
+    name = name.strip().lstrip("-").lower().replace("-", "_")
+    return _SHORT.get(name, name)
+
+
+def _object(name: str, text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as problem:
+        raise _unreadable(f"{name}: {problem}") from None
+    if not isinstance(found, dict):
+        raise _unreadable(f"{name} {text[:60]!r}")
+    return found
+
+
+def _words(names: tuple[str, ...]) -> str:
+    return ", ".join(name.replace("_", "-") for name in names)
+
+
+def _unreadable(got: str, hint: str = "Write it as vllm serve takes it") -> AtlasError:
+    problem = "The arguments of an engine cannot be read"
+    return AtlasError(Code.BAD_CONFIG, problem, got=got[:300], hint=hint)

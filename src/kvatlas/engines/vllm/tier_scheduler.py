@@ -1,0 +1,138 @@
+"""The scheduler's side of the tier: what it has of a request, and what is worth keeping."""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Future
+from typing import Any
+
+from kvatlas.engines.vllm.prefix_keys import RequestKeys
+from kvatlas.engines.vllm.prefix_tier import FoundPrefix, PrefixTier
+from kvatlas.errors import AtlasError
+
+log = logging.getLogger("kvatlas.vllm")
+
+_FAILED = "FINISHED_ERROR"
+
+
+class TierScheduler:
+    """Which tokens of which requests come from a tier, and go to it."""
+
+    def __init__(self, tier: PrefixTier, *, ahead: int, guesses: bool) -> None:
+        self._tier = tier
+        self._ahead = max(0, ahead)
+        """Last tokens of a request of which drafters keep a guess."""
+        # A drafter's guesses move a recurrent state on, and a stop must be exactly where it is.
+        self.keeps = not (tier.partial and (self._ahead or (guesses and tier.recurrent)))
+        self._found: dict[str, Future[FoundPrefix | None] | None] = {}
+        """What was found of requests that wait; None for nothing, or what was read before."""
+        self._outdated: set[str] = set()
+        """Requests that were begun before weights changed."""
+
+    def matched(self, request: Any, computed: int) -> int | None:
+        """How many tokens the tier has beyond those that are here; None while it is verified."""
+        name = request.request_id
+        if name not in self._found:
+            self._outdated.discard(name)  # it begins anew
+            self._found[name] = self._find(request)
+        looked_up = self._found[name]
+        if looked_up is None:
+            return 0
+        if not looked_up.done():
+            return None
+        found = _result(looked_up)
+        return max(0, found.tokens - computed) if found is not None else 0
+
+    def take(self, request_id: str, *, wanted: bool) -> FoundPrefix | None:
+        """What was found of a request, for it to be read; it is not looked up again."""
+        looked_up = self._found.get(request_id)
+        self._found[request_id] = None
+        if looked_up is not None and wanted and looked_up.done():
+            return _result(looked_up)
+        _let_go(looked_up)
+        return None
+
+    def forget(self, request_id: str) -> None:
+        """A request has finished."""
+        self._outdated.discard(request_id)
+        _let_go(self._found.pop(request_id, None))
+
+    def reset(self) -> None:
+        """Weights may have changed: nothing that was computed before is found or kept."""
+        self._tier.forget_all()
+        self._outdated |= self._found.keys()
+        for looked_up in self._found.values():
+            _let_go(looked_up)
+        self._found.clear()
+
+    def worth_keeping(self, request: Any) -> tuple[RequestKeys, int, int] | None:
+        """The keys and the range of tokens of a finished request that the tier does not have."""
+        if not self.keeps or not _made_of_tokens(request) or request.status.name == _FAILED:
+            return None
+        if request.request_id in self._outdated:
+            return None
+        in_flight = getattr(request, "num_in_flight_tokens", 0)
+        tokens = request.num_computed_tokens - in_flight - self._ahead
+        if self._tier.recurrent and in_flight:
+            # The step that is under way moves the state on before it is read.
+            tokens = request.num_computed_tokens
+            if tokens > len(request.all_token_ids):
+                return None
+        if tokens > self._tier.longest and self._tier.partial:
+            return None
+        tokens = self._tier.whole_blocks(tokens)
+        if tokens < 1:
+            return None
+        try:
+            keys = self._tier.keys(request.all_token_ids[:tokens], request.cache_salt)
+            start = self._tier.stored(keys, tokens)
+        except AtlasError as refusal:
+            log.warning("not kept in the tier request=%r: %s", request.request_id, refusal)
+            return None
+        return (keys, start, tokens) if start < tokens else None
+
+    def _find(self, request: Any) -> Future[FoundPrefix | None] | None:
+        if not _made_of_tokens(request) or getattr(request, "skip_reading_prefix_cache", False):
+            return None
+        last = request.num_tokens - max(1, self._ahead)  # the last token is always computed
+        try:
+            return self._tier.find(
+                self._tier.keys(request.all_token_ids[:last], request.cache_salt)
+            )
+        except (AtlasError, RuntimeError) as refusal:  # closed, or an unsound file
+            log.warning("not looked up in the tier request=%r: %s", request.request_id, refusal)
+            return None
+
+
+def _made_of_tokens(request: Any) -> bool:
+    """Whether tokens alone say what a request's cache is: no pictures, adapters or embeddings."""
+    return (
+        request.prompt_token_ids is not None
+        and not getattr(request, "mm_features", None)
+        and getattr(request, "lora_request", None) is None
+        and getattr(request, "prompt_embeds", None) is None
+        and getattr(request, "pooling_params", None) is None
+    )
+
+
+def _result(looked_up: Future[FoundPrefix | None]) -> FoundPrefix | None:
+    """What was found; nothing where looking failed."""
+    if looked_up.cancelled():
+        return None
+    problem = looked_up.exception()
+    if problem is not None:
+        log.warning("not found in the tier: %s", problem)
+        return None
+    return looked_up.result()
+
+
+def _let_go(looked_up: Future[FoundPrefix | None] | None) -> None:
+    """Unpin what was found, now or once it is."""
+
+    def unpin(done: Future[FoundPrefix | None]) -> None:
+        found = _result(done)
+        if found is not None:
+            found.let_go()
+
+    if looked_up is not None:
+        looked_up.add_done_callback(unpin)

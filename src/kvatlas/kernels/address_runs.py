@@ -1,0 +1,87 @@
+"""Runs between two addresses of one device, told as sums of starts and spans.
+
+The memory may be another process's: there are addresses and no tensors. Starts are known
+long before a request and are kept on the device; spans come with it and are few.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvatlas.errors import AtlasError, Code
+
+_WIDEST = 16
+"""Bytes that are loaded at once, at most."""
+
+Offsets = NDArray[np.int64]
+
+
+class PlacedStarts(NamedTuple):
+    """Offsets at both ends that spans are added to, on the device that copies."""
+
+    table: torch.Tensor
+    bits: int
+    """All offsets put together bit by bit: its lowest bit is what they are a multiple of."""
+    step: int
+    """The least that they are apart at the target."""
+
+
+def place_starts(src: Offsets, dst: Offsets, device: torch.device | str) -> PlacedStarts:
+    """Put starts on a device, for as many copies as there will be.
+
+    >>> place_starts(np.array([0, 64]), np.array([0, 96]), "cpu")[1:]
+    (96, 96)
+    """
+    table = np.stack([src, dst])
+    step = int(np.abs(np.diff(dst)).min()) if len(dst) > 1 else 0
+    bits = int(np.bitwise_or.reduce(table, axis=None))
+    return PlacedStarts(_uploaded(table, torch.device(device)), bits, step)
+
+
+def copy_address_runs(
+    source: int,
+    target: int,
+    starts: PlacedStarts,
+    spans: tuple[Offsets, Offsets, Offsets],
+    *,
+    programs: int = 0,
+    **choice: Any,
+) -> None:
+    """Copy a run for every sum of a start and a span, on the device's current stream.
+
+    `spans` are offsets at the source, at the target, and lengths, in bytes; at most
+    `programs` programs are launched where it is not 0. Nobody looks whether a run lies in
+    memory: that is for who knows the memory. No byte may be written twice.
+    """
+    try:
+        from kvatlas.kernels.triton.launch_runs import RunTables, copy_runs
+    except ModuleNotFoundError as problem:
+        hint = "Install kvatlas[triton] where caches are in a GPU's memory"
+        raise AtlasError(Code.MISSING_EXTRA, "", got=problem, hint=hint) from problem
+    table = np.stack(spans)
+    if not table.size or not starts.table.shape[1]:
+        return
+    bits = starts.bits | int(np.bitwise_or.reduce(table, axis=None)) | source | target
+    dst, length = table[1], table[2]
+    apart = abs(int(dst[1]) - int(dst[0])) if len(dst) > 1 else 0
+    tables = RunTables(
+        starts.table,
+        _uploaded(table, starts.table.device),
+        alignment=min(_WIDEST, bits & -bits),
+        shortest=int(length.min()),
+        longest=int(length.max()),
+        starts_first=apart > starts.step,
+    )
+    copy_runs(source, target, tables, programs, **choice)
+
+
+def _uploaded(table: Offsets, device: torch.device) -> torch.Tensor:
+    """A table on a device, without waiting for it."""
+    tensor = torch.from_numpy(table)
+    if device.type != "cuda":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)

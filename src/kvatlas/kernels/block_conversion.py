@@ -1,0 +1,61 @@
+"""Whole blocks into blocks of another format: cast where they lie, or decoded and encoded."""
+
+from __future__ import annotations
+
+import torch
+
+from kvatlas.cache import LayerCache
+from kvatlas.errors import AtlasError, Code
+from kvatlas.kernels.block_copy import block_ids
+from kvatlas.kernels.dispatch import gpu_kernels
+from kvatlas.kernels.recurrent_states import read_states, write_states
+from kvatlas.kernels.write_read_kv import read, write
+from kvatlas.kernels.write_read_latent import read_latent, read_rows, write_latent, write_rows
+from kvatlas.specs import Attention, CellFormat, LatentAttention, Recurrent, TensorScales
+
+_ONE = TensorScales()
+
+
+def convert_blocks(
+    source: LayerCache,
+    ids: torch.Tensor,
+    target: LayerCache,
+    places: torch.Tensor,
+    *,
+    src_scales: TensorScales = _ONE,
+    dst_scales: TensorScales = _ONE,
+) -> None:
+    """Blocks of one layer into blocks of another that keeps the same rows in another format.
+
+    Both have as many states in a block. On a GPU, formats whose elements stand for themselves
+    (the model's dtype, fp8 with one scale) are converted by one kernel that reads and writes
+    pages where they lie; others are read, decoded, and written.
+    """
+    if ids.numel() != places.numel():
+        problem, hint = "There are not as many blocks as places", "Pass two lists of one length"
+        got = f"{ids.numel()} blocks for {places.numel()} places"
+        raise AtlasError(Code.UNLIKE_PLACEMENTS, problem, got=got, hint=hint)
+    elements = all(CellFormat(layer.spec).by_element for layer in (source, target))
+    if elements and (gpu := gpu_kernels(source.buffer, target.buffer)):
+        scales = {"src_scales": [src_scales], "dst_scales": [dst_scales]}
+        gpu.BlockConversion([source], [target], **scales)(ids, places)
+        return
+    ids, places = block_ids(source, ids), block_ids(target, places)
+    if isinstance(source.spec, Recurrent):
+        write_states(target, read_states(source, ids), places)
+        return
+    states = [layer.kernel_blocks.size("N") for layer in (source, target)]
+    if states[0] != states[1]:
+        problem, hint = "Blocks have unlike numbers of states", "Route between them"
+        got = f"{states[0]} and {states[1]}"
+        raise AtlasError(Code.UNLIKE_PLACEMENTS, problem, got=got, hint=hint)
+    within = torch.arange(states[0], device=ids.device)
+    slots, into = ((some[:, None] * states[0] + within).flatten() for some in (ids, places))
+    if isinstance(source.spec, Attention):
+        k, v = read(source, slots, k_scale=src_scales.k, v_scale=src_scales.v)
+        write(target, k, v, into, k_scale=dst_scales.k, v_scale=dst_scales.v)
+    elif isinstance(source.spec, LatentAttention):
+        latent, rope = read_latent(source, slots, kv_scale=src_scales.k)
+        write_latent(target, latent, rope, into, kv_scale=dst_scales.k)
+    else:
+        write_rows(target, read_rows(source, slots), into)

@@ -1,0 +1,164 @@
+"""Cells of one format into cells of another: decoded to float32 and encoded again.
+
+The codecs are those that write and read caches, so that a converted cell holds what a write
+of the decoded row would have left. What the model's own dtype holds is not decoded: codecs
+that round to it first (int4) see the dtype that they would see from an engine.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvatlas.cache import torch_dtype
+from kvatlas.geometry import DType
+from kvatlas.kernels.fp8_fp4_formats import to_fp8
+from kvatlas.kernels.quantise import Side, decode, encode
+from kvatlas.kernels.write_read_latent import (
+    decode_latent,
+    decode_rows,
+    encode_latent,
+    encode_rows,
+)
+from kvatlas.specs import Attention, CellFormat, CellRow, LatentAttention, needs_scales
+
+Fields = dict[str, torch.Tensor]
+ByteArray = TypeVar("ByteArray", NDArray[np.uint8], torch.Tensor)
+
+_ALIGNED = 16
+"""Bytes that torch may read at once."""
+
+_AT_ONCE = 4 << 20
+"""Bytes of cells that a CPU converts together: with fewer, torch's threads wait for each other."""
+
+_LOOKED_UP = 256 << 10
+"""Bytes of indices of a look-up: they stay in the processor's cache."""
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+def convert_cells(cells: ByteArray, src: CellFormat, dst: CellFormat) -> ByteArray:
+    """Cells [n, bytes] of one format as cells [n, bytes] of another, on whatever device they are.
+
+    >>> from kvatlas.specs import FullAttention, TensorScales
+    >>> specs = [FullAttention(heads=1, head_dim=2, cache=cache) for cache in ("auto", "fp8")]
+    >>> rows = torch.tensor([[1.0, 2.0, -3.0, 0.3]], dtype=torch.bfloat16)
+    >>> bf16, fp8 = CellFormat(specs[0]), CellFormat(specs[1], scales=TensorScales(0.5, 0.5))
+    >>> made = convert_cells(rows.view(torch.uint8), bf16, fp8)
+    >>> made.view(torch.float8_e4m3fn).float() * 0.5
+    tensor([[ 1.0000,  2.0000, -3.0000,  0.3125]])
+    """
+    if isinstance(cells, np.ndarray):
+        if not cells.flags.writeable:
+            cells = cells.copy()
+        return convert_cells(torch.from_numpy(cells), src, dst).numpy()
+    if cells.data_ptr() % _ALIGNED:
+        cells = cells.clone()
+    made = torch.empty((len(cells), dst.nbytes), dtype=torch.uint8, device=cells.device)
+    if src.by_element and dst.by_element:
+        _convert_elements(cells, src, made, dst)
+        return made
+    each = len(cells) if cells.is_cuda else max(1, _AT_ONCE // max(src.nbytes, dst.nbytes))
+    for first in range(0, len(cells), max(1, each)):
+        some, into = cells[first : first + each], made[first : first + each]
+        fields = {row.name: _view(some, row) for row in src.rows}
+        for name, values in _converted(fields, src, dst).items():
+            row = dst.row(name)
+            stored = values.contiguous().view(torch.uint8)
+            into[:, row.at : row.at + row.nbytes].copy_(stored)
+    return made
+
+
+def _convert_elements(
+    cells: torch.Tensor, src: CellFormat, made: torch.Tensor, dst: CellFormat
+) -> None:
+    """Cells in which every element stands for itself, neighbouring rows of one scale at once."""
+    spans: dict[tuple[float, float], list[int]] = {}
+    at = 0
+    for row in src.rows:
+        scales = _row_scale(src, row.name), _row_scale(dst, row.name)
+        span = spans.setdefault(scales, [at, at])
+        span[1] = at = at + row.items
+    one, two = src.rows[0].dtype, dst.rows[0].dtype
+    for scales, (first, stop) in spans.items():
+        given = cells.view(torch_dtype(one))[:, first:stop]
+        into = made.view(torch_dtype(two))[:, first:stop]
+        if not cells.is_cuda and one.item <= 2 and 1 in (one.item, two.item):
+            _look_up(given, one, into, two, scales)
+        elif scales == (1.0, 1.0) and two.item > 1:
+            into.copy_(given)
+        else:
+            into.copy_(_element(given, two, *scales))
+
+
+def _look_up(
+    given: torch.Tensor, one: DType, into: torch.Tensor, two: DType, scales: tuple[float, float]
+) -> None:
+    """Elements of 8 and 16 bits: numpy finds them in a table faster than torch computes fp8."""
+    table = _table(one, two, *scales)
+    codes: NDArray[Any] = given.view(_WORDS[one.item]).numpy().view(f"u{one.item}")
+    stored: NDArray[Any] = into.view(_WORDS[two.item]).numpy()
+    step = max(1, _LOOKED_UP // (8 * given.shape[1]))
+    for first in range(0, len(codes), step):
+        some = slice(first, first + step)
+        np.take(table, codes[some], out=stored[some], mode="clip")
+
+
+@lru_cache(maxsize=256)
+def _table(one: DType, two: DType, from_scale: float, to_scale: float) -> NDArray[Any]:
+    """What every code of one type becomes in another."""
+    codes = np.arange(1 << one.bits).astype(f"u{one.item}").view(f"i{one.item}")
+    values = torch.from_numpy(codes).view(torch_dtype(one))
+    made: NDArray[Any] = _element(values, two, from_scale, to_scale).view(_WORDS[two.item]).numpy()
+    return made
+
+
+def _element(
+    values: torch.Tensor, dtype: DType, from_scale: float, to_scale: float
+) -> torch.Tensor:
+    """Elements by themselves, as the codecs decode and encode them."""
+    exact = values.float() * from_scale
+    if dtype.item > 1:
+        return exact.to(torch_dtype(dtype))
+    return to_fp8(exact / to_scale, e5m2=dtype.name == "e5m2")
+
+
+def _row_scale(cell: CellFormat, row: str) -> float:
+    """The scale of a row's tensor: 1 where its elements stand for themselves."""
+    if not needs_scales(cell.spec):
+        return 1.0
+    return cell.scales.v if row == "v" else cell.scales.k
+
+
+def _view(cells: torch.Tensor, row: CellRow) -> torch.Tensor:
+    """One field of cells [n, bytes] as [n, items]: a view where elements are aligned."""
+    item, dtype = row.dtype.item, torch_dtype(row.dtype)
+    if cells.shape[1] % item or row.at % item:
+        return cells[:, row.at : row.at + row.nbytes].contiguous().view(dtype)
+    return cells.view(dtype)[:, row.at // item : row.at // item + row.items]
+
+
+def _converted(fields: Fields, src: CellFormat, dst: CellFormat) -> Fields:
+    """The fields of some cells in the other format."""
+    one: Any = src.spec
+    two: Any = dst.spec
+    if isinstance(two, Attention):
+        return {**_side(fields, src, dst, "k"), **_side(fields, src, dst, "v")}
+    if isinstance(two, LatentAttention):
+        latent, rope = decode_latent(one, fields, scale=src.scales.k)
+        return encode_latent(two, dst.page, latent, rope, scale=dst.scales.k)
+    return encode_rows(two, decode_rows(one, fields))
+
+
+def _side(fields: Fields, src: CellFormat, dst: CellFormat, side: Side) -> Fields:
+    """K or V of some cells."""
+    one: Any = src.spec
+    two: Any = dst.spec
+    from_scale, to_scale = (getattr(end.scales, side) for end in (src, dst))
+    plain = one.cache == "auto"
+    rows = fields[side] if plain else decode(one, side, fields, scale=from_scale)
+    return encode(two, side, rows, scale=to_scale)

@@ -1,0 +1,58 @@
+"""Device code of copies that change the type of elements on the way."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvatlas.kernels.triton.copy_device import end_base, row_coordinates, row_offset
+from kvatlas.kernels.triton.write_device import as_element
+
+
+@triton.jit
+def convert_rows(
+    source, target, factors, blocks, layers, SHAPE: tl.constexpr, TILING: tl.constexpr,
+    TABLE: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Rows of elements that are contiguous on both ends, each times its layer's factor.
+
+    Rows are numbered (block, three axes), as in `copy_rows`.
+    """
+    SIZES: tl.constexpr = SHAPE.sizes
+    FROM: tl.constexpr = SHAPE.source
+    TO: tl.constexpr = SHAPE.target
+    UNIT: tl.constexpr = SHAPE.unit
+    ROWS: tl.constexpr = TILING.rows
+    COLUMNS: tl.constexpr = TILING.columns
+    FROM_ALIGN: tl.constexpr = UNIT * (FROM.primitive_bitwidth // 8)
+    TO_ALIGN: tl.constexpr = UNIT * (TO.primitive_bitwidth // 8)
+    CHUNKS: tl.constexpr = (SHAPE.elements + COLUMNS - 1) // COLUMNS
+    count = blocks * (SIZES[0] * SIZES[1] * SIZES[2])
+    groups = (count + ROWS - 1) // ROWS
+    tiles = groups * layers * CHUNKS
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=TILING.stages):
+        chunk = tile % CHUNKS
+        group = tile // CHUNKS
+        layer = group // groups
+        row = (group % groups) * ROWS + tl.arange(0, ROWS)
+        column = chunk * COLUMNS + tl.arange(0, COLUMNS)
+        there = row < count
+        block, first, second, third = row_coordinates(row, SIZES)
+        mask = there[:, None]
+        if SHAPE.elements % COLUMNS != 0:
+            mask = mask & (column < SHAPE.elements)[None, :]
+        chosen = tl.load(source.ids + block, mask=there, other=0)
+        at = row_offset(source, chosen, first, second, third) * UNIT
+        begin = end_base(source, layer, FROM, FROM_ALIGN, TABLE)
+        values = tl.load(
+            begin + at[:, None] + column[None, :], mask=mask, other=0.0,
+            eviction_policy=TILING.evict, cache_modifier=TILING.load,
+        )  # fmt: skip
+        made = as_element(values.to(tl.float32) * tl.load(factors + layer), TO, PTX)
+        place = tl.load(target.ids + block, mask=there, other=0)
+        to = row_offset(target, place, first, second, third) * UNIT
+        end = end_base(target, layer, TO, TO_ALIGN, TABLE)
+        tl.store(
+            end + to[:, None] + column[None, :], made, mask=mask, eviction_policy=TILING.evict,
+            cache_modifier=TILING.store,
+        )  # fmt: skip

@@ -1,0 +1,256 @@
+"""Copies between formats whose elements stand for themselves: cast on the way, in one launch.
+
+The model's dtypes and fp8 with one scale for the tensor keep the order of elements, so that
+converting is a copy in which loads and stores have unlike types. Layers, and their K and V,
+that fold alike share a launch; each has a factor, its source's scale over its target's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from kvatlas.cache import LayerCache
+from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry import DType, Placement, fold_together, tile_alike
+from kvatlas.kernels.triton import checks, tune
+from kvatlas.kernels.triton import storage_formats as formats
+from kvatlas.kernels.triton.addresses import VECTOR, common, gap
+from kvatlas.kernels.triton.convert_device import convert_rows
+from kvatlas.kernels.triton.launch_copy import CopyTiling, EndAddresses, tile_of
+from kvatlas.specs import CellFormat, TensorScales, needs_scales
+
+_ELEMENTS = {
+    "fp32": tl.float32,
+    "bf16": tl.bfloat16,
+    "fp16": tl.float16,
+    "e4m3": tl.float8e4nv,
+    "e5m2": tl.float8e5,
+}
+_ONE = TensorScales()
+
+
+class ConvertShape(NamedTuple):
+    """What a converting copy is compiled for."""
+
+    sizes: tuple[int, int, int]
+    """Of three axes beside the block."""
+    source: Any
+    target: Any
+    """The types of elements."""
+    unit: int
+    """Elements in a unit of the steps."""
+    elements: int
+    """Elements of a row that is contiguous on both ends."""
+
+
+class FoldedConversion(NamedTuple):
+    """How the elements of two placements are converted, wherever they start."""
+
+    shape: ConvertShape
+    source: tuple[int, ...]
+    """Steps of the block and of three axes, in units."""
+    target: tuple[int, ...]
+
+
+class _Part(NamedTuple):
+    """One field of a layer, or K and V together: where both ends start, and its factor."""
+
+    addresses: tuple[int, int]
+    placements: tuple[Placement, Placement]
+    dtypes: tuple[DType, DType]
+    factor: float
+
+
+class BlockConversion:
+    """A converting copy of blocks between layers, prepared once and launched with ids.
+
+    Both ends have pages of the same states and heads, in formats whose elements stand for
+    themselves. Scales are by layer.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[LayerCache],
+        targets: Sequence[LayerCache],
+        *,
+        src_scales: Sequence[TensorScales] = (),
+        dst_scales: Sequence[TensorScales] = (),
+    ) -> None:
+        self.device = sources[0].buffer.device
+        for layer in (*sources, *targets):
+            checks.reachable(layer.buffer, self.device)
+            formats.check_chip(layer)
+        self._ptx = formats.takes_ptx(sources[0])
+        self.limits = tuple(
+            min(layer.kernel_blocks.size("B") for layer in some) for some in (sources, targets)
+        )
+        given = src_scales or [_ONE] * len(sources), dst_scales or [_ONE] * len(targets)
+        alike: dict[FoldedConversion, list[_Part]] = {}
+        for source, target, *scales in zip(sources, targets, *given, strict=True):
+            for part in _parts(source, target, scales[0], scales[1]):
+                starts = tuple(
+                    address // dtype.item
+                    for address, dtype in zip(part.addresses, part.dtypes, strict=True)
+                )
+                folded = fold_conversion(*part.placements, *part.dtypes, common(starts, VECTOR))
+                alike.setdefault(folded, []).append(part)
+        self._launches = [(folded, parts, self._tables(parts)) for folded, parts in alike.items()]
+
+    @property
+    def launches(self) -> int:
+        """Kernels that one call launches."""
+        return len(self._launches)
+
+    def __call__(self, ids: torch.Tensor, places: torch.Tensor, **choice: Any) -> None:
+        """Blocks `ids` of the sources into blocks `places` of the targets."""
+        if ids.numel() != places.numel():
+            problem, hint = "There are not as many blocks as places", "Pass lists of one length"
+            got = f"{ids.numel()} blocks for {places.numel()} places"
+            raise AtlasError(Code.UNLIKE_PLACEMENTS, problem, got=got, hint=hint)
+        for name, chosen, limit in (("ids", ids, 0), ("places", places, 1)):
+            checks.integers(chosen, name, axes=1)
+            checks.same_device(self.device, **{name: chosen})
+            checks.in_range(chosen, self.limits[limit])
+        if ids.numel():
+            with tune.on(self.device):
+                for folded, parts, tables in self._launches:
+                    self._run(folded, parts[0], tables, (ids, places), choice)
+
+    def _tables(self, parts: list[_Part]) -> tuple[torch.Tensor, ...]:
+        ends = zip(*(part.addresses for part in parts), strict=True)
+        factors = torch.tensor([part.factor for part in parts], dtype=torch.float32)
+        tables = [torch.tensor(addresses, device=self.device) for addresses in ends]
+        return (*tables, factors.to(self.device))
+
+    def _run(
+        self,
+        folded: FoldedConversion,
+        part: _Part,
+        tables: tuple[torch.Tensor, ...],
+        blocks: tuple[torch.Tensor, torch.Tensor],
+        choice: dict[str, Any],
+    ) -> None:
+        use = {**tune.choose("copy", self.device), **choice}
+        shape, layers = folded.shape, tables[2].numel()
+        widest = max(shape.source.primitive_bitwidth, shape.target.primitive_bitwidth) // 8
+        columns, rows = tile_of(shape.elements, widest, use["tile"])
+        count = blocks[0].numel() * shape.sizes[0] * shape.sizes[1] * shape.sizes[2]
+        tiles = triton.cdiv(count, rows) * layers * triton.cdiv(shape.elements, columns)
+        most = use.get("programs") or use.get("per_sm", 0) * tune.processors(self.device) or tiles
+        ends = [
+            EndAddresses(part.addresses[end], tables[end], blocks[end], steps)
+            for end, steps in enumerate((folded.source, folded.target))
+        ]
+        tiling = CopyTiling(
+            rows, columns, use["evict"], use.get("load", ""), use.get("store", ""),
+            use.get("stages", 1),
+        )  # fmt: skip
+        convert_rows[(min(tiles, most),)](
+            *ends, tables[2], blocks[0].numel(), layers, SHAPE=shape, TILING=tiling,
+            TABLE=layers > 1, PTX=self._ptx,
+            num_warps=use["warps"],
+        )  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def fold_conversion(
+    source: Placement, target: Placement, one: DType, two: DType, alignment: int = VECTOR
+) -> FoldedConversion:
+    """How blocks are converted between two placements whose memory starts at `alignment` elements.
+
+    >>> bf16, fp8 = (DType.of(name) for name in ("bf16", "fp8"))
+    >>> page = [("B", 9), ("N", 16), ("H", 8), ("C", 256)]
+    >>> here, there = (Placement.packed(page, item=dtype.item) for dtype in (bf16, fp8))
+    >>> fold_conversion(here, there, bf16, fp8).shape.elements
+    32768
+    """
+    ends = [_in_elements(end) for end in (source, target)]
+    a, b = fold_together(*(end.select("B", 0) for end in ends))
+    axes = list(zip(a.sizes, a.strides, b.strides, strict=True))
+    if len(axes) > 3:
+        problem = "A conversion would step through more than three axes beside the block"
+        got, hint = f"{source} to {target}", "Convert K and V one by one"
+        raise AtlasError(Code.NOT_FOLDABLE, problem, got=got, hint=hint)
+    axes = [(1, 0, 0)] * (3 - len(axes)) + axes
+    steps = [(ends[0].stride("B"), ends[1].stride("B")), *((s, t) for _, s, t in axes)]
+    unit = common((alignment, a.item, *(number for pair in steps for number in pair)), VECTOR)
+    types = _ELEMENTS[one.name], _ELEMENTS[two.name]
+    shape = ConvertShape((axes[0][0], axes[1][0], axes[2][0]), *types, unit, a.item)
+    return FoldedConversion(
+        shape, tuple(pair[0] // unit for pair in steps), tuple(pair[1] // unit for pair in steps)
+    )
+
+
+def _in_elements(placement: Placement) -> Placement:
+    """The same map, counted in elements."""
+    item = placement.item
+    if any(number % item for number in (placement.offset, *placement.strides)):
+        problem = "Elements do not start at multiples of their size"
+        hint = "Plan pages and blocks whose sizes are multiples of the element"
+        raise AtlasError(Code.MISALIGNED, problem, got=placement, hint=hint)
+    strides = tuple(stride // item for stride in placement.strides)
+    return Placement(placement.axes, placement.sizes, strides, placement.offset // item, 1)
+
+
+def _parts(
+    source: LayerCache, target: LayerCache, src: TensorScales, dst: TensorScales
+) -> list[_Part]:
+    """What is converted of a layer: each field, or K and V as one where they lie alike."""
+    held = [
+        {f.name: f.sizes for f in layer.page.fields if not f.padding} for layer in (source, target)
+    ]
+    plain = all(CellFormat(layer.spec).by_element for layer in (source, target))
+    if held[0] != held[1] or not plain:
+        raise checks.no_kernel(
+            "Elements of these formats share scales or bytes, or are not the same ones",
+            f"{source.page} and {target.page}",
+            "Read the rows and write them",
+        )
+    parts = []
+    for name in held[0]:
+        ends = tile_alike(source.place(name), target.place(name))
+        parts.append(
+            _Part(
+                (
+                    source.buffer.data_ptr() + ends[0].offset,
+                    target.buffer.data_ptr() + ends[1].offset,
+                ),
+                ends,
+                (source.page.field(name).dtype, target.page.field(name).dtype),
+                _scale(source, src, name) / _scale(target, dst, name),
+            )
+        )
+    return _both_sides(source, target, parts) or parts
+
+
+def _both_sides(source: LayerCache, target: LayerCache, parts: list[_Part]) -> list[_Part] | None:
+    """K and V as one part, where they are equally far apart everywhere and have one factor."""
+    if len(parts) != 2 or {"k", "v"} - {f.name for f in source.page.fields}:
+        return None
+    k, v = parts
+    alike = k.factor == v.factor and k.placements[0].sizes == v.placements[0].sizes
+    apart = [gap(layer, "k", "v") if alike else None for layer in (source, target)]
+    both = tuple(
+        end.replace_axes(0, 0, ("s", 2, distance))
+        for end, distance in zip(k.placements, apart, strict=True)
+        if distance is not None and distance > 0
+    )
+    if len(both) != 2:
+        return None
+    try:
+        fold_conversion(*both, *k.dtypes)
+    except AtlasError:
+        return None
+    return [k._replace(placements=(both[0], both[1]))]
+
+
+def _scale(layer: LayerCache, scales: TensorScales, field: str) -> float:
+    if not needs_scales(layer.spec):
+        return 1.0
+    return scales.v if field == "v" else scales.k

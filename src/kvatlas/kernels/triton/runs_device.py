@@ -1,0 +1,51 @@
+"""Device code of copies whose runs lie at sums of two tables: starts, and spans."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def copy_run_grid(
+    source, target, starts, spans, first_count, second_count, rows, words,
+    WORD: tl.constexpr, UNIT: tl.constexpr, TILING: tl.constexpr, STARTS_FIRST: tl.constexpr,
+    WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Runs of words, one for every sum of a start and a span.
+
+    `starts` has a row of offsets for either end, `spans` one more for lengths, in bytes.
+    `WHOLE` says that all runs have `words` words, which fill their tiles.
+    """
+    ROWS: tl.constexpr = TILING.rows
+    COLUMNS: tl.constexpr = TILING.columns
+    WIDTH: tl.constexpr = WORD.primitive_bitwidth // 8
+    ALIGN: tl.constexpr = UNIT * WIDTH
+    # An address of the host may be small, and is then handed over in 32 bits.
+    begin = tl.multiple_of(source.to(tl.int64).to(tl.pointer_type(WORD)), ALIGN)
+    end = tl.multiple_of(target.to(tl.int64).to(tl.pointer_type(WORD)), ALIGN)
+    chunks = tl.cdiv(words, COLUMNS)
+    tiles = tl.cdiv(rows, ROWS) * chunks
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=TILING.stages):
+        row = (tile // chunks) * ROWS + tl.arange(0, ROWS)
+        column = (tile % chunks) * COLUMNS + tl.arange(0, COLUMNS)
+        there = row < rows
+        if STARTS_FIRST:
+            start = row % first_count
+            span = row // first_count
+        else:
+            span = row % second_count
+            start = row // second_count
+        at = tl.load(starts + start, mask=there, other=0)
+        at += tl.load(spans + span, mask=there, other=0)
+        to = tl.load(starts + first_count + start, mask=there, other=0)
+        to += tl.load(spans + second_count + span, mask=there, other=0)
+        mask = there[:, None]
+        if not WHOLE:
+            length = tl.load(spans + 2 * second_count + span, mask=there, other=0) // WIDTH
+            mask = mask & (column[None, :] < length[:, None])
+        # In units first: a product says what it is a multiple of, a loaded number does not.
+        pointers = begin + ((at // ALIGN) * UNIT)[:, None] + column[None, :]
+        moved = tl.load(pointers, mask=mask, eviction_policy=TILING.evict)
+        pointers = end + ((to // ALIGN) * UNIT)[:, None] + column[None, :]
+        tl.store(pointers, moved, mask=mask, eviction_policy=TILING.evict)

@@ -1,0 +1,136 @@
+// The words around the picture: where one is, what is drawn, and what its colours mean.
+"use strict";
+
+// What a plan is, in a sentence.
+function summary() {
+  const mine = plan(), pools = mine.pools.filter((pool) => pool.stage === view.stage);
+  const blocks = pools.map((pool) => `${count(pool.blocks)} blocks of ${size(pool.block_bytes)}`).join(" and ");
+  const each = mine.ranks > 1 ? ` on each of ${mine.ranks} ranks` : "";
+  const groups = mine.groups.length > 1 ? `, shared by ${mine.groups.length} groups of layers` : "";
+  return `${blocks}${each}, ${count(mine.knobs.block)} tokens a block${groups}.`;
+}
+
+function renderMinimap() {
+  const canvas = byId("minimap"), width = byId("stage").clientWidth, mini = canvas.getContext("2d");
+  canvas.hidden = byId("minimap-note").hidden = view.level === "memory";
+  if (canvas.hidden) return;
+  fitCanvas(canvas, width, 14);
+  const pool = poolOf(plan(), view);
+  mini.fillStyle = styled("--track");
+  mini.fillRect(0, 3, width, 8);
+  mini.fillStyle = styled("--accent");
+  for (const row of drawn.rows) {
+    const x = Math.min(width - 2, (row.start / pool.bytes) * width);
+    mini.fillRect(x, 1, Math.max(2, (row.nbytes / pool.bytes) * width), 12);
+  }
+  byId("minimap-note").textContent = `pool ${pool.index}, ${size(pool.bytes)}: marked is what the picture shows`;
+}
+
+function renderCaption() {
+  const notes = [];
+  const mine = plan(), pool = poolOf(mine, view);
+  if (view.level === "pool") {
+    const first = Math.floor(view.block / BLOCKS_SHOWN) * BLOCKS_SHOWN;
+    const last = Math.min(pool.blocks, first + BLOCKS_SHOWN) - 1;
+    const others = pool.blocks > BLOCKS_SHOWN ? "; the others lie alike" : "";
+    notes.push(`Blocks ${count(first)}–${count(last)} of ${count(pool.blocks)}${others}.`);
+  }
+  if (view.level === "memory") notes.push("One rank's memory, to scale.");
+  else if (view.level === "cell") notes.push(`Each row is ${view.width} bytes at most; each box one element.`);
+  else notes.push("Each row is contiguous memory, to scale; rows further down have higher addresses.");
+  if (drawn.every > 1) notes.push(`A sample: ${count(drawn.rows.length)} of ${count(drawn.of)} rows, every ${drawn.every}th.`);
+  byId("caption").textContent = notes.join(" ");
+  renderOrder();
+  renderLegend();
+}
+
+const AXES = { L: "layers", B: "blocks", H: "heads", N: "tokens", k: "parts of a block", C: "bytes" };
+
+// The field that most of a group's bytes are like.
+function mainField() {
+  const mine = plan(), regions = regionsOf(mine, view);
+  const largest = regions.reduce((one, two) => (two.page_bytes * two.layers.length > one.page_bytes * one.layers.length ? two : one));
+  return { region: largest, field: mine.pages[largest.page].fields[0] };
+}
+
+// What the letters of the order say.
+function renderOrder() {
+  const box = byId("order"), { region, field } = mainField();
+  box.replaceChildren();
+  box.hidden = view.level === "memory";
+  for (const [axis, number] of nesting(field)) {
+    const one = make("li");
+    one.append(make("b", axis), ` ${count(number)} ${axis === "N" && region.tokens_per_state !== 1 ? "states" : AXES[axis]}`);
+    box.append(one);
+  }
+}
+
+function swatch(fill, text) {
+  const one = make("span", null, { class: "key" }), box = make("i");
+  box.style.background = fill;
+  one.append(box, text);
+  return one;
+}
+
+function renderLegend() {
+  const legend = byId("legend"), mine = plan();
+  legend.replaceChildren();
+  if (view.level === "memory") {
+    for (const part of memoryParts()) legend.append(swatch(part.fill || "var(--hatch)", `${part.name}, ${size(part.bytes)}`));
+    return;
+  }
+  const fields = regionsOf(mine, view).flatMap((region) => mine.pages[region.page].fields.map((field) => [region, field]));
+  const named = fields.filter(([, field]) => !field.padding);
+  if (paint.mode === "field") {
+    const names = new Set(named.map(([, field]) => field.name));
+    names.forEach((name) => legend.append(swatch(word(fieldNumber(name)), name)));
+  } else {
+    rampLegend(legend, named.map(([, field]) => field));
+  }
+  const padded = fields.some(([, field]) => field.padding) || regionsOf(mine, view).some((region) => mine.pages[region.page].padding);
+  if (padded) legend.append(swatch("var(--hatch)", "padding"));
+  if ((mine.unused[`${view.stage}/${view.group}`] || []).length) legend.append(swatch("var(--hatch-pale)", "unused by this group"));
+}
+
+// Heads by number where they are few, else from the first to the last of what is coloured.
+function rampLegend(legend, fields) {
+  const heads = headsHere(), whole = Math.max(1, ...fields.map((field) => field.whole || (axisOf(field.box, "H") || ["H", 1])[1]));
+  if (paint.mode === "head" && heads && whole <= 16) {
+    for (let head = heads[0]; head <= heads[1]; head++) legend.append(swatch(ramp(head / Math.max(1, whole - 1)), head === heads[0] ? `head ${head}` : head));
+  } else {
+    const shown = [0, 0.25, 0.5, 0.75, 1].map(ramp).join(", ");
+    legend.append(swatch(`linear-gradient(90deg, ${shown})`, `${paint.mode}, first to last`));
+  }
+  const pale = [...new Set(fields.filter((field) => paleness(field.name)).map((field) => field.name))];
+  if (pale.length) legend.append(make("span", `${pale.join(", ")} fainter`, { class: "key" }));
+  if (paint.mode === "head" && fields.some((field) => !axisOf(field.box, "H"))) legend.append(swatch(dark ? "#59606d" : "#b4b8c0", "without heads"));
+}
+
+const LEVEL_NAMES = {
+  memory: () => (data.machine ? data.machine.gpu : "memory"),
+  pool: () => `pool ${plan().groups[view.group].pool}`,
+  block: () => `block ${count(view.block)}`,
+  page: () => shortName(data.names[view.region.layers[view.index]]) + partName(view.region, view.index),
+  cell: () => ("N" in view.at ? cellName() : `${view.field.name} row`),
+};
+
+function partName(region, index) {
+  return region.parts.length ? `, part ${region.parts[index]}` : "";
+}
+
+function cellName() {
+  const point = { kind: "field", region: view.region, field: view.field, at: view.at };
+  const head = headOf(point, view.tpRank), tokens = tokensOf(point);
+  return [head === null ? "" : `head ${head}`, tokens ? `token ${tokens[0]}` : ""].filter(Boolean).join(", ") || "cell";
+}
+
+function renderCrumbs() {
+  const crumbs = byId("crumbs");
+  crumbs.replaceChildren();
+  LEVELS.slice(0, LEVELS.indexOf(view.level) + 1).forEach((level) => {
+    const here = level === view.level;
+    const button = make("button", LEVEL_NAMES[level](), here ? { "aria-current": "page" } : {});
+    button.addEventListener("click", () => go({ level }));
+    crumbs.append(button);
+  });
+}

@@ -1,0 +1,80 @@
+// From one plan to another: cells move from where they were to where they are.
+"use strict";
+
+const MOST_MOVING = 2000;
+
+// Where cells are drawn now, by what they are.
+function cellsShown() {
+  const cells = new Map();
+  if (view.level !== "block" || !drawn.place) return cells;
+  const mine = plan(), { rows } = drawn;
+  const fields = regionsOf(mine, view).flatMap((region) => mine.pages[region.page].fields
+    .filter((field) => !field.padding).map((field) => ({ region, field, sizes: sizesIn(region, field) })));
+  const total = fields.reduce((sum, { sizes }) => sum + sizes.reduce((all, many) => all * many, 1), 0);
+  const skip = Math.ceil(total / MOST_MOVING) | 1; // odd: it does not fall into step with heads or tokens
+  for (const { region, field, sizes } of fields) {
+    const inner = field.box[2].filter(([axis]) => !"BLkHN".includes(axis));
+    const nbytes = inner.reduce((most, [, n, stride]) => most + (n - 1) * stride, field.box[1]);
+    const named = ["k", "H", "N"].filter((axis) => axisOf(field.box, axis));
+    for (const place of everyOf(sizes, skip)) {
+      const at = { L: place.L };
+      for (const axis of named) at[axis] = place[axis];
+      const address = addressOf(field.box, { ...at, B: view.block }), n = rowAt(rows, address);
+      if (n < 0) continue;
+      const point = { kind: "field", region, field, at, address };
+      cells.set(`${region.layers[at.L]}/${field.name}/${headOf(point, view.tpRank)}/${at.k}/${at.N}`, {
+        x: drawn.place.left + (address - rows[n].start) * drawn.place.scale, y: n * drawn.place.height + drawn.place.top,
+        wide: Math.max(1, nbytes * drawn.place.scale), tall: drawn.place.height - drawn.place.gap,
+        colour: colourOf(mine, view, point, paint.mode), lit: follows(point, paint.follow, view.tpRank),
+      });
+    }
+  }
+  return cells;
+}
+
+function sizesIn(region, field) {
+  return [region.layers.length, ...["k", "H", "N"].map((name) => (axisOf(field.box, name) || [name, 1])[1])];
+}
+
+// Every so manieth coordinate of L, k, H and N.
+function* everyOf([layers, parts, heads, states], skip) {
+  const total = layers * parts * heads * states;
+  for (let n = 0; n < total; n += skip) {
+    const rest = Math.floor(n / states), head = rest % heads, outer = Math.floor(rest / heads);
+    yield { L: Math.floor(outer / parts), k: outer % parts, H: head, N: n % states };
+  }
+}
+
+// The row that has an address, -1 for none.
+function rowAt(rows, address) {
+  let low = 0, high = rows.length - 1;
+  while (low < high) {
+    const middle = (low + high + 1) >> 1;
+    if (rows[middle].start <= address) low = middle; else high = middle - 1;
+  }
+  const row = rows[low];
+  return row && address >= row.start && address < row.start + row.nbytes ? low : -1;
+}
+
+function animate(from, to) {
+  const moving = [...to].filter(([key]) => from.has(key)).map(([key, cell]) => [from.get(key), cell]);
+  if (!moving.length) return;
+  const begin = performance.now(), width = byId("stage").clientWidth, tall = drawn.place.total;
+  const token = (animate.token = {});
+  const step = (now) => {
+    if (animate.token !== token) return;
+    const share = Math.min(1, (now - begin) / 650);
+    if (share === 1) { render(); return; }
+    const eased = share < 0.5 ? 4 * share ** 3 : 1 - (2 - 2 * share) ** 3 / 2;
+    pen.clearRect(0, 0, width, tall);
+    for (const [one, two] of moving) {
+      pen.globalAlpha = two.lit ? 0.95 : 0.15;
+      pen.fillStyle = two.colour;
+      pen.fillRect(one.x + (two.x - one.x) * eased, one.y + (two.y - one.y) * eased,
+        one.wide + (two.wide - one.wide) * eased, one.tall + (two.tall - one.tall) * eased);
+    }
+    pen.globalAlpha = 1;
+    requestAnimationFrame(step);
+  };
+  requestAnimationFrame(step);
+}

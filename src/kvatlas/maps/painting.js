@@ -1,0 +1,204 @@
+// Rows of memory on a canvas: every pixel is an address, and its colour says what lies there.
+"use strict";
+
+// Axes that tell the pieces of a picture apart; at the level of a cell, every element is one.
+const BY_CELL = ["B", "L", "k", "H", "N"], BY_STATE = ["B", "L", "H", "T"], BY_ELEMENT = { includes: () => true };
+
+function outerAxes(point, level) {
+  return level === "cell" ? BY_ELEMENT : "N" in point.at ? BY_CELL : BY_STATE;
+}
+
+const styled = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const rem = () => parseFloat(getComputedStyle(document.documentElement).fontSize);
+
+function hatch(context, strong) {
+  const tile = document.createElement("canvas");
+  tile.width = tile.height = 8;
+  const pen = tile.getContext("2d");
+  pen.fillStyle = styled("--hatch-ground");
+  pen.fillRect(0, 0, 8, 8);
+  pen.strokeStyle = styled(strong ? "--hatch-line" : "--hatch-faint");
+  pen.lineWidth = 1.6;
+  for (const by of [-8, 0, 8]) {
+    pen.beginPath();
+    pen.moveTo(by, 8);
+    pen.lineTo(by + 8, 0);
+    pen.stroke();
+  }
+  return context.createPattern(tile, "repeat");
+}
+
+// Where rows go on a canvas of some width: their height, the scale, and room for labels.
+function layOut(rows, width, left, level) {
+  const widest = rows.reduce((most, row) => Math.max(most, row.nbytes), 1);
+  const highest = rem() * (level === "cell" ? 2.9 : rows.length < 9 ? 6 : 3.3);
+  const height = Math.max(7, Math.min(highest, Math.floor((innerHeight * 0.6) / Math.max(1, rows.length))));
+  return { left, scale: (width - left - 2) / widest, height, gap: height > 12 ? 3 : 1, width, top: 5, total: rows.length * height + 10 };
+}
+
+const MOST_LOOKUPS = 30000; // of a picture: what an answer within a tenth of a second allows
+
+function paintRows(context, plan, view, rows, place, paint) {
+  const brush = brushOf(context, paint);
+  const ratio = window.devicePixelRatio || 1, painted = new Map();
+  const looks = rows.map((row) => lookOf(plan, view, row, paint));
+  brush.finest = Math.max(0.5, Math.min(8, MOST_LOOKUPS / (new Set(looks).size * place.width * ratio)));
+  rows.forEach((row, n) => {
+    const y = n * place.height + place.top, tall = place.height - place.gap;
+    if (painted.has(looks[n])) {
+      const from = [0, painted.get(looks[n]) * ratio, context.canvas.width, tall * ratio];
+      context.drawImage(context.canvas, ...from, 0, y, context.canvas.width / ratio, tall);
+      return;
+    }
+    painted.set(looks[n], y);
+    const wide = Math.max(1, Math.round(row.nbytes * place.scale));
+    paintRow(brush, plan, view, [row], { x: place.left, y, wide, tall });
+  });
+}
+
+// What is needed to paint rows, asked once for each picture.
+function brushOf(context, paint) {
+  return {
+    context, paint, ground: styled("--panel"), gap: rgb(styled("--panel")), mark: rgb(styled("--mark")), finest: 8,
+    patterns: { padding: hatch(context, true), unused: hatch(context, false) },
+    empty: { padding: rgb(styled("--hatch-line")), unused: rgb(styled("--hatch-ground")) },
+  };
+}
+
+// Stretches of memory side by side in one line; `at.plain` is one without gaps and words. A pixel has the mean of the colours of its
+// bytes, so that pieces narrower than pixels make no stripes of their own.
+function paintRow(brush, plan, view, stretches, at) {
+  const { context } = brush, ratio = window.devicePixelRatio || 1;
+  const pixels = Math.max(1, Math.round(at.wide * ratio));
+  const each = stretches.reduce((sum, one) => sum + one.nbytes, 0) / pixels;
+  const line = new Float32Array(pixels * 4), wide = []; // red, green, blue, and how much is followed
+  let before = 0;
+  for (const row of stretches) {
+    const { start, nbytes } = row, shift = before - start;
+    for (const [point, first, last] of piecesOfRow(plan, view, row, each / brush.finest)) {
+      const from = (first + shift) / each, to = (last + shift) / each, apart = to - from > 5 && !at.plain ? ratio : 0;
+      const [colour, lit] = lookAt(brush, plan, view, point);
+      blend(line, colour, lit, from, to - apart);
+      if (apart) blend(line, brush.gap, 0, to - apart, to);
+      if (to - from > 3) wide.push({ point, colour, x: at.x + from / ratio, wide: (to - from - apart) / ratio });
+    }
+    before += nbytes;
+  }
+  drawLine(context, pixels, (image, n) => {
+    for (let part = 0; part < 3; part++) image[n + part] = line[n + part];
+    image[n + 3] = 255;
+  }, at);
+  for (const one of wide) paintOver(brush, view, one, at);
+  if (!brush.paint.follow) return;
+  drawLine(context, pixels, (image, n) => {
+    for (let part = 0; part < 3; part++) image[n + part] = brush.mark[part];
+    image[n + 3] = 255 * line[n + 3];
+  }, { ...at, y: at.y + at.tall - 3, tall: 3 });
+}
+
+// The pieces of a stretch, [point, first byte, byte behind]; of tiny ones, a sample.
+function* piecesOfRow(plan, view, row, least) {
+  const { start, nbytes } = row;
+  let hint = row, turn = 0;
+  for (let at = start; at < start + nbytes;) {
+    const point = find(plan, view.stage, view.group, Math.floor(at), hint);
+    if (point && point.region) hint = point;
+    turn = (turn + 0.618) % 1; // uneven steps do not fall into step with what is drawn
+    const end = Math.max(point ? pieceEnd(point, outerAxes(point, view.level)) : 0, at + least * (0.5 + turn));
+    const last = Math.min(start + nbytes, end);
+    yield [point, at, last];
+    at = last;
+  }
+}
+
+// Adds a colour and its light to the pixels between two places, by the part of each that is covered.
+function blend(line, colour, light, from, to) {
+  const last = Math.min(line.length / 4, to), [red, green, blue] = colour;
+  for (let n = Math.max(0, Math.floor(from)); n < last; n++) {
+    const share = Math.min(n + 1, to) - Math.max(n, from), at = n * 4;
+    line[at] += red * share;
+    line[at + 1] += green * share;
+    line[at + 2] += blue * share;
+    line[at + 3] += light * share;
+  }
+}
+
+const strip = document.createElement("canvas");
+
+// One line of pixels, drawn as high as a row.
+function drawLine(context, pixels, fill, at) {
+  strip.width = pixels;
+  strip.height = 1;
+  const pen = strip.getContext("2d"), image = pen.createImageData(pixels, 1);
+  for (let n = 0; n < pixels * 4; n += 4) fill(image.data, n);
+  pen.putImageData(image, 0, 0);
+  context.imageSmoothingEnabled = false;
+  context.drawImage(strip, at.x, at.y, at.wide, at.tall);
+}
+
+// The colour of a point as numbers, and whether it is one of those that are followed.
+function lookAt(brush, plan, view, point) {
+  const { paint, ground, empty } = brush;
+  if (!point || point.kind !== "field") return [empty[point ? point.kind : "unused"], 0];
+  const colour = colourOf(plan, view, point, paint.mode);
+  const lit = follows(point, paint.follow, view.tpRank);
+  const here = view.level !== "pool" || point.at.B === view.block;
+  const share = !lit ? 0.13 : !here && !paint.follow ? 0.35 : 1;
+  return [share === 1 ? rgb(colour) : rgb(mix(ground, colour, share)), Number(Boolean(paint.follow && lit))];
+}
+
+// What only wide pieces have room for: hatching, and words.
+function paintOver(brush, view, piece, at) {
+  const { context, patterns, paint } = brush, { point, colour, x, wide } = piece;
+  if (!point || point.kind !== "field") {
+    context.globalAlpha = paint.follow ? 0.4 : 1;
+    context.fillStyle = patterns[point ? point.kind : "unused"];
+    context.fillRect(x, at.y, wide, at.tall);
+    context.globalAlpha = 1;
+    return;
+  }
+  const text = at.tall >= 15 && !at.plain ? pieceLabel(view, point) : "";
+  context.font = `${0.8 * rem()}px system-ui, sans-serif`;
+  if (!text || context.measureText(text).width > wide - 6) return;
+  context.fillStyle = inkOn(colour);
+  context.textAlign = "center";
+  context.textBaseline = "middle";
+  context.fillText(text, x + wide / 2, at.y + at.tall / 2);
+  context.textAlign = "start";
+}
+
+// Dark or light letters, whichever is read better on a colour.
+function inkOn(colour) {
+  const [red, green, blue] = colour.map((part) => (part / 255) ** 2.2);
+  return 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.18 ? "#10131a" : "#ffffff";
+}
+
+// What decides how a row looks: rows that differ in their layer, block or region alone are copied.
+function lookOf(plan, view, row, paint) {
+  const first = row.region && find(plan, view.stage, view.group, row.start, row);
+  if (!first) return `unused ${row.nbytes}`;
+  if (first.kind !== "field" || view.level === "cell") return `alone ${row.start}`;
+  const layers = paint.mode === "layer" || (paint.follow && paint.follow.kind === "layer");
+  const { B, L, ...inside } = first.at;
+  const own = [row.block === view.block, layers ? first.region.layers[L] : 0, first.region.parts[L]];
+  return JSON.stringify([shapeOf(plan.pages[first.region.page]), first.number, row.nbytes, inside, own]);
+}
+
+// A page's fields and padding wherever it lies: the same for regions that are alike.
+function shapeOf(page) {
+  return remembered(page, "shape", () => {
+    const boxes = [...page.fields.map((field) => field.box), page.padding].filter(Boolean);
+    const from = ([offset, item, axes]) => [offset - boxes[0][0], item, axes.filter(([axis]) => axis !== "L" && axis !== "B")];
+    return JSON.stringify([page.fields.map((field) => [field.name, field.ranges]), boxes.map(from)]);
+  });
+}
+
+function pieceLabel(view, point) {
+  if (view.level === "cell") {
+    const inner = point.field.box[2].filter(([axis]) => !["B", "L", "k", "H", "N"].includes(axis));
+    return inner.length ? String(point.at[inner[inner.length - 1][0]]) : "0";
+  }
+  if (view.level === "pool") return "";
+  const head = headOf(point, view.tpRank);
+  return head === null ? point.field.name : `${point.field.name} h${head}`;
+}

@@ -1,0 +1,149 @@
+// What a transfer takes of a block: in how many pieces, why, and where they are.
+"use strict";
+
+const WHOLE = "the whole block";
+
+function valueOf(point, kind) {
+  if (kind === "layer") return point.region.layers[point.at.L];
+  if (kind === "head") return headOf(point, view.tpRank);
+  const tokens = tokensOf(point);
+  return tokens && tokens[0];
+}
+
+function firstPoint() {
+  const { rows } = rowsOf(plan(), { ...view, level: "block" });
+  for (const row of rows) {
+    const point = find(plan(), view.stage, view.group, row.start);
+    if (point && point.kind === "field") return point;
+  }
+  return null;
+}
+
+// First and last head of the whole model that this rank has, of those of the group.
+function headsHere() {
+  let first = Infinity, last = -1;
+  for (const region of regionsOf(plan(), view)) {
+    const parts = region.parts.length ? new Set(region.parts) : [0];
+    for (const field of plan().pages[region.page].fields) {
+      if (!axisOf(field.box, "H")) continue;
+      for (const part of parts) {
+        const held = field.shard === "H" ? field.ranges[view.tpRank * region.splits + part] : [[0, 0, axisOf(field.box, "H")[1]]];
+        for (const [, start, length] of held) { first = Math.min(first, start); last = Math.max(last, start + length - 1); }
+      }
+    }
+  }
+  return last < 0 ? null : [first, last];
+}
+
+// -- following --------------------------------------------------------------------------------
+
+// Follow what a point has of a kind, or nothing.
+function followKind(kind, point) {
+  const value = point && kind === "heads" ? firstHalf() : point && valueOf(point, kind);
+  paint.follow = value === null || value === undefined ? null : { kind, value, point };
+  update();
+}
+
+function firstHalf() {
+  const heads = headsHere();
+  return heads && heads[1] > heads[0] ? [heads[0], Math.floor((heads[0] + heads[1] - 1) / 2)] : null;
+}
+
+function chosenBy({ kind, value }) {
+  return { layer: { layer: value }, token: { token: value }, head: { heads: [value, value] }, heads: { heads: value } }[kind];
+}
+
+function piecesOf(chosen) {
+  return piecesIn(plan(), view.stage, view.tpRank, chosen);
+}
+
+function piecesIn(mine, stage, tpRank, chosen) {
+  const key = JSON.stringify([stage, view.group, tpRank, chosen]);
+  return remembered(mine, key, () => countPieces(mine, stage, view.group, tpRank, chosen));
+}
+
+function sizesOf(found) {
+  if (!found || !found.many) return "–";
+  const [least, most] = [size(found.least), size(found.most)], unit = most.split(" ")[1];
+  return least === most ? most : `${least.replace(` ${unit}`, "")} – ${most}`;
+}
+
+// -- the table --------------------------------------------------------------------------------
+
+// What can be taken of a block: name, kind and value of each.
+function choices() {
+  const made = [{ name: WHOLE, chosen: {} }];
+  // What is followed stays where it was pointed at; a search names a head or token by itself.
+  const point = (paint.follow && paint.follow.point) || firstPoint();
+  const add = (kind, name, value) => {
+    if (value === null) return;
+    const followed = paint.follow && paint.follow.kind === kind ? paint.follow : { kind, value };
+    made.push({ kind, name: name(followed.value), chosen: chosenBy(followed) });
+  };
+  if (!point) return made;
+  const half = firstHalf();
+  if (half) {
+    add("heads", ([first, last]) => `half its heads, ${first === last ? first : `${first}–${last}`}`, half);
+    add("head", (head) => `one head, ${head}`, valueOf(point, "head") ?? half[0]);
+  }
+  add("layer", (layer) => `one layer, ${shortName(data.names[layer]).replace("layer ", "")}`, valueOf(point, "layer"));
+  add("token", (token) => `one token, ${token}`, valueOf(point, "token"));
+  return made;
+}
+
+function showTransfer() {
+  const table = byId("transfer");
+  table.replaceChildren();
+  const head = make("tr");
+  for (const name of ["", "pieces", "size of each"]) head.append(make("th", name, { scope: "col" }));
+  table.append(head);
+  let told = null;
+  for (const choice of choices()) {
+    const found = piecesOf(choice.chosen), row = make("tr", null, { "data-chosen": JSON.stringify(choice.chosen) });
+    const pressed = Boolean(paint.follow && paint.follow.kind === choice.kind);
+    const name = make("th", null, { scope: "row" });
+    const button = make("button", choice.name, { type: "button", "aria-pressed": String(pressed), "data-kind": choice.kind || "" });
+    button.addEventListener("click", () => {
+      const point = (paint.follow && paint.follow.point) || (cursor && cursor.point && cursor.point.kind === "field" ? cursor.point : firstPoint());
+      followKind(pressed ? null : choice.kind, point);
+    });
+    name.append(choice.kind ? button : choice.name);
+    row.append(name, make("td", found ? count(found.many) : "very many"), make("td", sizesOf(found)));
+    if (found && found.many === 1) row.className = "best";
+    if (pressed) row.classList.add("followed");
+    table.append(row);
+    if (pressed || (!told && choice.kind)) told = { ...choice, found };
+  }
+  byId("followed").textContent = told ? why(told) : "";
+  byId("transfer-note").textContent = paint.follow
+    ? "Its pieces are underlined in the picture. Choose it again to let go." : "Choose one to light up its pieces, or Shift+click the picture.";
+}
+
+// Why something lies in so many pieces: the axes that are outside of it break it up.
+function why({ name, kind, chosen, found }) {
+  const order = plan().knobs.order, axes = nesting(mainField().field);
+  const what = name.replace("half its heads,", "Heads").replace(/^one (.)(\w+),/, (_, first, rest) => first.toUpperCase() + rest);
+  const number = !found ? "very many pieces" : found.many === 1 ? "one piece" : `${count(found.many)} pieces`;
+  const letter = { heads: "H", head: "H", layer: "L", token: "N" }[kind];
+  const own = axes.findIndex(([axis]) => axis === letter);
+  if (own < 0 || !found) return `${what}: ${number}.`;
+  const outside = axes.slice(0, own).filter(([axis]) => axis !== "B");
+  const product = outside.reduce((all, [, many]) => all * many, 1);
+  const sum = product === found.many && outside.length > 1 ? `${outside.map(([, many]) => count(many)).join(" × ")} = ` : "";
+  const names = outside.map(([axis]) => AXES[axis]).join(" and ") || "nothing of a block";
+  const are = outside.length ? "are" : "is";
+  const inside = product < found.many ? " Its pages are cut up inside, too." : "";
+  return `${what}: ${sum}${number}, for in ${order} ${names} ${are} outside of ${AXES[letter]}.${inside} ${elsewhere(chosen)}`;
+}
+
+// The same in the other orders of the page.
+function elsewhere(chosen) {
+  const told = [];
+  for (const order of new Set(data.plans.map((one) => one.knobs.order))) {
+    const other = data.plans[closest("order", order)], group = other.groups[view.group];
+    if (order === plan().knobs.order || !group || group.kind !== plan().groups[view.group].kind) continue;
+    const found = piecesIn(other, Math.min(view.stage, other.ranks / other.tp - 1), Math.min(view.tpRank, other.tp - 1), chosen);
+    if (found && found.many) told.push(`${order} ${count(found.many)}`);
+  }
+  return told.length ? `Other orders: ${told.join(", ")}.` : "";
+}

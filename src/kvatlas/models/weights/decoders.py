@@ -1,0 +1,346 @@
+"""Which tensors a decoder's layers have.
+
+The mixers come from what a layer caches, which is read already: heads, recurrences, indexers.
+`Traits` say the rest. Most families are a stack of such layers; the few that are not (Gemma-4,
+DeepSeek-V4, Zamba-2, Whisper) have a function each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from kvatlas.models.config import Config
+from kvatlas.models.layer_patterns import block_kinds, gemma4_kinds
+from kvatlas.models.weights import mixers
+from kvatlas.models.weights.feed_forward import experts, mlp, shared_width, sparse_layers
+from kvatlas.models.weights.mixers import QkNorm
+from kvatlas.models.weights.tensor import Tensor, linear, norm
+from kvatlas.specs import (
+    AnySpec,
+    Attention,
+    CrossAttention,
+    GatedDeltaNet,
+    Indexer,
+    KimiDelta,
+    LatentAttention,
+    LightningAttention,
+    Mamba1,
+    Mamba2,
+    Rwkv7,
+    ShortConv,
+    SlidingAttention,
+)
+
+Predictors = Literal["none", "bare", "embeds"]
+"""Layers that predict further tokens are left out, come alone, or with their vocabulary."""
+
+Gate = Literal["none", "head", "element"]
+
+
+class Traits(NamedTuple):
+    """What a family's config does not say, or what it says by default."""
+
+    norms: int = 2
+    """Norms of the hidden size in a layer."""
+    norm_bias: bool = False
+    qk_norm: QkNorm = "none"
+    qkv_bias: bool | None = None
+    """None where the config's attention_bias says it."""
+    out_bias: bool | None = None
+    gated: bool = True
+    """Whether an MLP multiplies what goes up by a gate."""
+    mlp_bias: bool | None = None
+    expert_bias: bool = False
+    shared_gate: bool = False
+    sinks: bool = False
+    gate: Gate = "none"
+    """What gates the output of attention where the config does not say otherwise."""
+    tied: bool = False
+    """Whether embedding and lm_head are one where the config does not say."""
+    mixer: str = "self_attn"
+    feed_forward: str = "mlp"
+    mtp: Predictors = "none"
+    """Whether checkpoints ship the layers that predict further tokens, and with what."""
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A text model that is being counted: its config, and what each layer caches."""
+
+    config: Config
+    traits: Traits
+    caches: tuple[tuple[AnySpec, ...], ...]
+
+    @property
+    def hidden(self) -> int:
+        """Elements of a hidden row."""
+        return self.config.hidden()
+
+    @property
+    def depth(self) -> int:
+        """Decoder layers."""
+        return len(self.caches)
+
+    def norms(self) -> list[Tensor]:
+        """The norms of one layer that are as wide as a hidden row."""
+        bias = self.traits.norm_bias
+        return [norm("layernorm", self.hidden, bias=bias) for _ in range(self.traits.norms)]
+
+
+Layers = Callable[[Text], Iterator[list[Tensor]]]
+
+
+def stacked(text: Text) -> Iterator[list[Tensor]]:
+    """Norms, a mixer and an MLP or experts in every layer."""
+    sparse = sparse_layers(text.config, text.depth)
+    for index in range(text.depth):
+        mixed = [t for spec in text.caches[index] for t in mixer(text, spec, index)]
+        yield [*text.norms(), *mixed, *feed_forward(text, sparse=sparse[index])]
+
+
+def feed_forward(text: Text, *, sparse: bool) -> list[Tensor]:
+    """The second half of a layer."""
+    config, traits = text.config, text.traits
+    if sparse:
+        return experts(
+            config, name=traits.feed_forward, gated=traits.gated,
+            bias=traits.expert_bias, shared_gate=traits.shared_gate,
+        )  # fmt: skip
+    bias = config.flag("mlp_bias") if traits.mlp_bias is None else traits.mlp_bias
+    return mlp(config, name=traits.feed_forward, gated=traits.gated, bias=bias)
+
+
+def mixer(text: Text, spec: AnySpec, index: int) -> list[Tensor]:
+    """The tensors behind one cache of a layer."""
+    config, hidden, name = text.config, text.hidden, text.traits.mixer
+    match spec:
+        case Attention():
+            return mixers.attention(config, **attention_options(text, spec))
+        case LatentAttention():
+            return mixers.latent(config, gate=config.flag("mla_use_output_gate"))
+        case Indexer():
+            section = config.section("sparse_attention_config")
+            return mixers.block_indexer(config, section) if section else _indexer(config)
+        case GatedDeltaNet():
+            return mixers.delta_net(hidden, spec)
+        case KimiDelta():
+            section = config.section("linear_attn_config") or config
+            full = section.flag("use_full_rank_gate")
+            return mixers.kimi_delta(hidden, spec, full_gate=full)
+        case LightningAttention():
+            return mixers.lightning(config)
+        case Mamba2():
+            normed = config.flag("mamba_rms_norm", default="mamba_d_ssm" not in config.keys())  # noqa: SIM118
+            return mixers.mamba2(
+                hidden, spec, name="mamba" if name == "self_attn" else name,
+                bias=config.flag("use_bias") or config.flag("mamba_proj_bias"),
+                conv_bias=config.flag("use_conv_bias", default=True), normed=normed,
+            )  # fmt: skip
+        case Mamba1():
+            rank = config.get("mamba_dt_rank", "time_step_rank")
+            rank = rank if isinstance(rank, int) else -(-hidden // 16)
+            normed = config.has("mamba_dt_rank")  # Jamba's
+            return mixers.mamba1(hidden, spec, name="mamba", rank=rank, normed=normed)
+        case ShortConv():
+            return mixers.short_conv(hidden, spec.width, spec.kernel)
+        case Rwkv7():
+            return mixers.rwkv7(config, first=index == 0)
+    return []
+
+
+def _indexer(config: Config) -> list[Tensor]:
+    return mixers.latent_indexer(config)
+
+
+def attention_options(text: Text, spec: Attention) -> dict[str, Any]:
+    """What an attention layer is made of, beyond the sizes of its cache."""
+    config, traits = text.config, text.traits
+    said = config.flag("attention_bias")
+    sliding = isinstance(spec, SlidingAttention)
+    heads = config.maybe("swa_num_attention_heads") if sliding else None
+    other = config.section("attention_other_setting")
+    if other is not None and other.text("attention_type") == "sliding_attention" and sliding:
+        heads = other.maybe("num_attention_heads")
+    qk_norm = traits.qk_norm
+    if not config.flag("use_qk_norm", default=True):
+        qk_norm = "none"
+    gate = 0
+    if config.flag("attn_output_gate", default=traits.gate == "element"):
+        gate = spec.head_dim
+    elif config.flag("use_head_wise_attn_gate", default=traits.gate == "head"):
+        gate = 1
+    sinks = "add_swa_attention_sink_bias" if sliding else "add_full_attention_sink_bias"
+    return {
+        "name": traits.mixer,
+        "heads": heads,
+        "kv_heads": spec.heads,
+        "head_dim": spec.head_dim,
+        "v_dim": spec.v_dim,
+        "qkv_bias": said if traits.qkv_bias is None else traits.qkv_bias,
+        "out_bias": said if traits.out_bias is None else traits.out_bias,
+        "qk_norm": qk_norm,
+        "gate": gate,
+        "sinks": traits.sinks or config.flag(sinks),
+    }
+
+
+def one_or_the_other(text: Text) -> Iterator[list[Tensor]]:
+    """Nemotron-H: a layer is a mixer, an MLP or experts, behind one norm."""
+    for index, kind in enumerate(block_kinds(text.config)):
+        mixed = [t for spec in text.caches[index] for t in mixer(text, spec, index)]
+        rest = feed_forward(text, sparse=kind == "moe") if kind in ("mlp", "moe") else []
+        yield [*text.norms(), *mixed, *rest]
+
+
+def mixers_alone(text: Text) -> Iterator[list[Tensor]]:
+    """Mamba: a mixer behind one norm."""
+    for index in range(text.depth):
+        yield [*text.norms(), *(t for s in text.caches[index] for t in mixer(text, s, index))]
+
+
+def with_shared_mlp(text: Text) -> Iterator[list[Tensor]]:
+    """Granite-4: an MLP that all tokens share stands beside the experts, or alone."""
+    width = shared_width(text.config)
+    sparse = sparse_layers(text.config, text.depth)
+    for index in range(text.depth):
+        mixed = [t for spec in text.caches[index] for t in mixer(text, spec, index)]
+        rest = experts(text.config) if sparse[index] else mlp(text.config, width=width)
+        yield [*text.norms(), *mixed, *rest]
+
+
+def llama4(text: Text) -> Iterator[list[Tensor]]:
+    """Llama 4: one expert is shared, as wide as the others."""
+    width = text.config.count("intermediate_size")
+    shared = text.config.under({"shared_expert_intermediate_size": width})
+    return stacked(Text(shared, text.traits, text.caches))
+
+
+def gemma4(text: Text) -> Iterator[list[Tensor]]:
+    """Gemma-4: experts beside the MLP; keys that are values; layers that share a cache."""
+    config, hidden = text.config, text.hidden
+    owners: dict[bool, Attention] = {}
+    for kind, caches in zip(gemma4_kinds(config), text.caches, strict=True):
+        sliding = kind == "sliding"
+        for spec in caches:
+            if isinstance(spec, Attention):
+                owners[sliding] = spec
+        options = attention_options(text, owners[sliding])
+        values = sliding or not config.flag("attention_k_eq_v")
+        attention = mixers.attention(config, **options, values=values)
+        if not caches:  # only queries are its own
+            theirs = ("k_proj", "v_proj", "k_norm")
+            attention = [tensor for tensor in attention if not tensor.name.endswith(theirs)]
+        wide = 2 if config.flag("use_double_wide_mlp") and not caches else 1
+        yield [
+            *text.norms(), *attention,
+            *mlp(config, width=wide * config.count("intermediate_size")),
+            *_gemma4_experts(config), *_gemma4_inputs(config, hidden),
+        ]  # fmt: skip
+
+
+def _gemma4_experts(config: Config) -> list[Tensor]:
+    if not config.flag("enable_moe_block"):
+        return []
+    hidden, number = config.hidden(), config.count("num_experts")
+    norms = [norm("layernorm", hidden) for _ in range(3)]
+    scales = Tensor("router", "router.scale, per_expert_scale", hidden + number)
+    return [*experts(config, name="moe"), *norms, scales]
+
+
+def _gemma4_inputs(config: Config, hidden: int) -> list[Tensor]:
+    """What a layer does with its own embedding of each token, in the small models."""
+    width = config.size("hidden_size_per_layer_input")
+    if not width:
+        return []
+    gate = linear("mlp", "per_layer_input_gate", width, hidden)
+    out = linear("mlp", "per_layer_projection", hidden, width)
+    return [*gate, *out, norm("layernorm", hidden)]
+
+
+def deepseek_v4(text: Text) -> Iterator[list[Tensor]]:
+    """DeepSeek-V4: compressed attention, experts in every layer, and hyper-connections."""
+    config = text.config
+    ways = config.count("hc_mult", default=4)
+    mixing = ways * (2 + ways)
+    for index in range(text.depth):
+        ratio = config.per_layer("compress_ratios", text.depth, extra=4)[index]
+        hyper = [
+            Tensor("norm", "hc_fn", mixing, ways * text.hidden),
+            Tensor("norm", "hc_base, hc_scale", mixing + 3),
+        ]
+        yield [
+            *text.norms(), *hyper, *hyper,
+            *mixers.compressed_attention(config, ratio), *experts(config),
+        ]  # fmt: skip
+
+
+def zamba(text: Text) -> Iterator[list[Tensor]]:
+    """Zamba-2: Mamba-2 in every layer; a few layers share attention blocks and adapt them."""
+    config, hidden = text.config, text.hidden
+    blocks, used = config.count("num_mem_blocks", default=1), 0
+    rank = config.count("adapter_rank", default=128)
+    width = config.count("intermediate_size")
+    for index, caches in enumerate(text.caches):
+        tensors = text.norms()
+        for spec in caches:
+            if not isinstance(spec, Attention):
+                tensors += mixer(text, spec, index)
+                continue
+            tensors += linear("attention", "linear", hidden, hidden)
+            if config.flag("use_shared_mlp_adapter", default=True):
+                tensors += linear("mlp", "adapter.0", rank, hidden)
+                tensors += linear("mlp", "adapter.1", 2 * width, rank, parts=width)
+            if used < blocks:
+                options = attention_options(text, spec)
+                tensors += mixers.attention(config, width=2 * hidden, **options)
+                tensors += [norm("layernorm", 3 * hidden), *mlp(config, width=width)]
+            used += 1
+        yield tensors
+
+
+def whisper(text: Text) -> Iterator[list[Tensor]]:
+    """Whisper's decoder: two attentions, of which keys have no bias."""
+    for caches in text.caches:
+        tensors = [*text.norms(), *mlp(text.config, gated=False, bias=True)]
+        for spec in caches:
+            if isinstance(spec, Attention | CrossAttention):
+                tensors += listener(text.config, heads=spec.heads, head_dim=spec.head_dim)
+        yield tensors
+
+
+def listener(config: Config, *, heads: int, head_dim: int) -> list[Tensor]:
+    """Attention as Whisper has it, on both of its sides."""
+    made = mixers.attention(
+        config, heads=heads, kv_heads=heads, head_dim=head_dim, qkv_bias=True, out_bias=True
+    )
+    return [tensor for tensor in made if not tensor.name.endswith("k_proj.bias")]
+
+
+def pruned(text: Text) -> Iterator[list[Tensor]]:
+    """DeciLM and Nemotron-NAS: a search left each layer its own heads and its own MLP, or none."""
+    config, hidden = text.config, text.hidden
+    blocks = config.per_layer("block_configs", text.depth)
+    for index, caches in enumerate(text.caches):
+        tensors = [t for spec in caches for t in mixer(text, spec, index)]
+        tensors += [norm("layernorm", hidden)] if tensors else []
+        section = Config(blocks[index]).section("ffn") or Config({})
+        if section.flag("replace_with_linear"):
+            tensors += linear("mlp", "mlp.linear", hidden, hidden)
+        elif not section.flag("no_op"):
+            # 2/3 of a multiple of the hidden size, in whole multiples of 256.
+            width = int(2 * float(section.get("ffn_mult") or 0) * hidden / 3)
+            tensors += mlp(config, width=max(256, -(-width // 256) * 256))
+            tensors += [norm("layernorm", hidden)]
+        yield tensors
+
+
+def rwkv(text: Text) -> Iterator[list[Tensor]]:
+    """RWKV-7: time mixing, then channel mixing with a shift of its own."""
+    for index, caches in enumerate(text.caches):
+        mixed = [t for spec in caches for t in mixer(text, spec, index)]
+        # The first layer norms the embedding too.
+        extra = [norm("pre_norm", text.hidden, bias=True)] if index == 0 else []
+        shift = Tensor("mlp", "ffn.x_k", text.hidden)
+        yield [*text.norms(), *extra, *mixed, shift, *mlp(text.config, gated=False)]

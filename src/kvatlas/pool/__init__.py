@@ -1,0 +1,35 @@
+"""Block ids: dealt out to requests, found again by what they hold, and evicted.
+
+`BlockPool` is for engines: block tables for every group of a plan, prefix reuse, fork and
+preemption. `simulate` replays a trace of real requests through the pools of a plan, and says
+how much of it is found again. `checkpoints` and `eviction` are the policies of both.
+"""
+
+from kvatlas.pool.block_ids import GONE, BlockIds
+from kvatlas.pool.block_pool import BlockPool, CopyOnWrite, Reservation
+from kvatlas.pool.checkpoints import CHECKPOINTS, Checkpoints, checkpoint_policy
+from kvatlas.pool.eviction import EVICTIONS, Eviction
+from kvatlas.pool.prefix_hash import HashChain, PrefixIdentity
+from kvatlas.pool.simulation import HitRates, PrefillCost, active_parameters, simulate
+from kvatlas.pool.traces import Trace, read_trace
+
+__all__ = [
+    "CHECKPOINTS",
+    "EVICTIONS",
+    "GONE",
+    "BlockIds",
+    "BlockPool",
+    "Checkpoints",
+    "CopyOnWrite",
+    "Eviction",
+    "HashChain",
+    "HitRates",
+    "PrefillCost",
+    "PrefixIdentity",
+    "Reservation",
+    "Trace",
+    "active_parameters",
+    "checkpoint_policy",
+    "read_trace",
+    "simulate",
+]

@@ -1,0 +1,184 @@
+"""Block ids of one pool: taken, shared, kept for who comes back, and evicted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.pool.eviction import Eviction, Use
+
+GONE = -1
+"""Stands in a block table for a block that a window has left behind."""
+
+
+class BlockIds:
+    """The block ids of a pool with their reference counts; the last freed is taken first.
+
+    A block without an owner is free, or it is kept: what it holds may be asked for again.
+    Kept blocks are taken when none is free, in the order of an `Eviction`.
+
+    >>> ids = BlockIds(3)
+    >>> block = ids.take()
+    >>> ids.share([block])
+    >>> ids.release([block])
+    >>> ids.free
+    2
+    >>> ids.release([block])
+    >>> ids.free, ids.take() == block
+    (3, True)
+    """
+
+    def __init__(
+        self,
+        count: int,
+        *,
+        null_block: bool = False,
+        eviction: Eviction | None = None,
+        evicted: Callable[[list[int]], None] | None = None,
+    ) -> None:
+        self.count = count
+        self.null_block = null_block
+        """Whether block 0 is nobody's: engines point padded entries of tables at it."""
+        first = int(null_block)
+        self._free = list(range(count - 1, first - 1, -1))
+        self._owners = [0] * count
+        if null_block and count:
+            self._owners[0] = 1  # never taken, never given back
+        self._kept: set[int] = set()
+        """Blocks whose content can be found, whether they have owners or not."""
+        self._idle = 0
+        """Kept blocks without an owner."""
+        self._eviction = eviction
+        self._evicted = evicted
+        self._pinned = np.zeros(count, bool)
+        self._clock = 0
+
+    @property
+    def free(self) -> int:
+        """How many blocks can be taken: those that hold nothing, and those that are only kept."""
+        return len(self._free) + self._idle
+
+    @property
+    def kept(self) -> int:
+        """How many blocks without an owner are kept for who asks for them again."""
+        return self._idle
+
+    def require(self, count: int) -> None:
+        """Refuse a need of more blocks than can be taken, before any is taken."""
+        if count > self.free:
+            raise AtlasError(
+                Code.NO_BLOCKS,
+                got=f"{count} needed and {self.free} free of {self.count}",
+                hint="Make the cache for more or longer sequences, or reset it",
+            )
+
+    def take(self) -> int:
+        """A free block, for one owner."""
+        if not self._free:
+            self.require(1)
+            self._evict(1)
+        block = self._free.pop()
+        self._owners[block] = 1
+        return block
+
+    def take_many(self, count: int) -> list[int]:
+        """So many blocks at once, all or none."""
+        self.require(count)
+        if count > len(self._free):
+            self._evict(count - len(self._free))
+        taken = [self._free.pop() for _ in range(count)]
+        for block in taken:
+            self._owners[block] = 1
+        return taken
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """One more owner of each block; one that was only kept is in use again."""
+        for block in blocks:
+            if block != GONE:
+                if not self._owners[block]:
+                    self._check_kept(block)
+                    self._idle -= 1
+                    self._pinned[block] = True
+                self._owners[block] += 1
+
+    def owners(self, block: int) -> int:
+        """How many owners a block has."""
+        return self._owners[block]
+
+    def is_shared(self, block: int) -> bool:
+        """Whether a block has several owners."""
+        return self._owners[block] > 1
+
+    def is_kept(self, block: int) -> bool:
+        """Whether the content of a block can be found, so that nobody writes to it any more."""
+        return block in self._kept
+
+    def keep(self, block: int) -> None:
+        """What a block holds stays when its last owner goes, until it is evicted."""
+        if not self._owners[block]:
+            raise _without_owner(block)
+        self._kept.add(block)
+        self._pinned[block] = True
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """One owner less of each block; those without any are free again, or only kept."""
+        idle = []
+        for block in blocks:
+            if block == GONE:
+                continue
+            owners = self._owners[block]
+            if not owners or (not block and self.null_block):
+                raise _without_owner(block)
+            self._owners[block] = owners - 1
+            if owners == 1:
+                if block in self._kept:
+                    idle.append(block)
+                else:
+                    self._free.append(block)
+        if idle:
+            self._rest(idle)
+
+    def drop(self) -> list[int]:
+        """Keep nothing any more: kept blocks without an owner are free; their ids."""
+        idle = [block for block in self._kept if not self._owners[block]]
+        if idle and self._eviction is not None:
+            self._eviction.forget(np.array(idle, np.int64))
+        self._kept.clear()
+        self._idle = 0
+        self._free += idle
+        return idle
+
+    def _rest(self, idle: list[int]) -> None:
+        """Kept blocks whose last owner went, in the order in which they are to go."""
+        if self._eviction is None:
+            raise AtlasError(
+                Code.CONTRADICTORY, "Blocks are kept, and nothing says which is evicted first",
+                got=f"{len(idle)} kept blocks", hint="Give the pool an eviction",
+            )  # fmt: skip
+        self._clock += 1
+        ids = np.array(idle, np.int64)
+        self._pinned[ids] = False
+        self._idle += len(idle)
+        self._eviction.used(ids, Use(self._clock))
+
+    def _evict(self, count: int) -> None:
+        if self._eviction is None:
+            return
+        victims = self._eviction.victims(count, self._pinned).tolist()
+        self._kept.difference_update(victims)
+        self._idle -= len(victims)
+        self._free += reversed(victims)
+        if self._evicted is not None:
+            self._evicted(victims)
+
+    def _check_kept(self, block: int) -> None:
+        if block not in self._kept:
+            raise _without_owner(block)
+
+
+def _without_owner(block: int) -> AtlasError:
+    problem = "A block that nobody owns can be neither shared, kept nor given back"
+    hint = "Release each block once for each time it was taken or shared"
+    return AtlasError(Code.OUT_OF_RANGE, problem, got=f"block {block}", hint=hint)

@@ -1,0 +1,395 @@
+"""`BlockPool`: which blocks every request has, in every group of a plan.
+
+A request's life: `admit` finds the longest prefix that every group can serve and shares its
+blocks; `reserve` takes blocks before tokens are computed, and says what to zero and what to
+copy; `computed` says that they are, so that others find them; `free` gives everything back.
+Blocks that can be found are not written any more: whoever goes on behind one has it copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry import ceil_div, integer
+from kvatlas.planning import Group, Plan
+from kvatlas.pool.block_ids import GONE, BlockIds
+from kvatlas.pool.checkpoints import Checkpoints, EveryBlock, Prompt
+from kvatlas.pool.eviction import EVICTIONS
+from kvatlas.pool.group_needs import (
+    first_needed,
+    hash_grain,
+    hit_step,
+    needed_blocks,
+    reuses_prefixes,
+)
+from kvatlas.pool.prefix_hash import HashChain, PrefixIdentity
+from kvatlas.specs import Visibility
+
+SEEN = 4
+"""Prefixes that are remembered for each block, whether its content is still there or not."""
+
+
+class CopyOnWrite(NamedTuple):
+    """A block to copy before the next tokens are computed: another owner keeps the old one."""
+
+    group: int
+    source: int
+    destination: int
+
+
+@dataclass
+class Reservation:
+    """What an engine does before it computes the tokens that were reserved for."""
+
+    clear: dict[int, list[int]] = field(default_factory=dict)
+    """Blocks to zero, by group: those that the plan says are read before they are written."""
+    copies: list[CopyOnWrite] = field(default_factory=list)
+    """Blocks to copy."""
+
+
+@dataclass
+class _Request:
+    chain: HashChain
+    tables: list[list[int]]
+    prompt: int
+    hit: int
+    seen: int
+    """The longest prefix that was asked for before."""
+    computed: int
+    reserved: int
+
+
+class BlockPool:
+    """The blocks of a plan's pools, dealt out to requests by group.
+
+    >>> from kvatlas.planning import plan
+    >>> pool = BlockPool(plan("gpt-oss-20b", memory="40GiB"))
+    >>> pool.admit("first", range(100))
+    0
+    >>> pool.reserve("first", 100)
+    Reservation(clear={}, copies=[])
+    >>> pool.computed("first", 100); pool.free("first")
+    >>> pool.admit("second", range(100))  # the last token is always computed
+    96
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        null_block: bool = True,
+        eviction: str = "lru",
+        checkpoints: Checkpoints | None = None,
+        weights: str = "",
+    ) -> None:
+        self.plan = plan
+        self.checkpoints = checkpoints or EveryBlock()
+        self.weights = weights
+        if eviction not in EVICTIONS:
+            hint = f"Use one of {', '.join(EVICTIONS)}"
+            problem = "There is no such eviction"
+            raise AtlasError(Code.UNKNOWN_POLICY, problem, got=repr(eviction), hint=hint)
+        if self.checkpoints.share is not None:
+            problem = "A share of memory for checkpoints is simulated, and not kept to here"
+            raise AtlasError(
+                Code.CONTRADICTORY, problem, got=self.checkpoints, hint="Leave the share out"
+            )
+        sizes: dict[int, int] = {}
+        for one in plan.pools:
+            sizes[one.index] = min(one.blocks, sizes.get(one.index, one.blocks))
+        self.ids = {
+            index: BlockIds(
+                blocks,
+                null_block=null_block,
+                eviction=EVICTIONS[eviction](blocks),
+                evicted=lambda victims, index=index: self._lost(index, victims),  # type: ignore[misc]
+            )
+            for index, blocks in sizes.items()
+        }
+        """The ids of each pool, by its index."""
+        self._requests: dict[Hashable, _Request] = {}
+        self._found: list[dict[bytes, int]] = [{} for _ in plan.groups]
+        """By group, the block of a hash."""
+        self._names: dict[tuple[int, int], tuple[int, bytes]] = {}
+        """What a block of a pool is found by."""
+        self._seen: dict[bytes, None] = {}
+        """Prefixes that were asked for, the oldest first."""
+        self._most_seen = SEEN * sum(sizes.values())
+        self._reuses = reuses_prefixes(plan)
+        self._step, self._grain = hit_step(plan), hash_grain(plan)
+
+    def __repr__(self) -> str:
+        pools = ", ".join(f"{ids.free} of {ids.count} free" for ids in self.ids.values())
+        return f"<BlockPool {self.plan.model}: {len(self._requests)} requests, {pools}>"
+
+    # -- asking -----------------------------------------------------------------------
+
+    def tables(self, request: Hashable) -> dict[int, list[int]]:
+        """The blocks of a request by group, as routes take them; `GONE` where a window left."""
+        return {group: list(table) for group, table in enumerate(self._get(request).tables)}
+
+    def tokens(self, request: Hashable) -> int:
+        """Tokens of a request that are computed."""
+        return self._get(request).computed
+
+    def match(self, chain: HashChain) -> int:
+        """The most tokens of a prompt that every group can serve; the last is computed anyway."""
+        if not self._reuses:
+            return 0
+        longest = max(len(chain) - 1, 0) // self._step * self._step
+        for index, group in enumerate(self.plan.groups):
+            if group.kind != "recurrent" and group.visibility.first(longest) == 0:
+                found, have = self._found[index], 0
+                for digest in chain.ends(group.block, 0, longest // group.block):
+                    if digest not in found:
+                        break
+                    have += group.block
+                longest = have // self._step * self._step
+        while longest and not self._serves(chain, longest):
+            longest -= self._step
+        return longest
+
+    def _serves(self, chain: HashChain, tokens: int) -> bool:
+        return all(
+            digest in self._found[index]
+            for index, group in enumerate(self.plan.groups)
+            for digest in self._digests(group, chain, needed_blocks(group, tokens))
+        )
+
+    @staticmethod
+    def _digests(group: Group, chain: HashChain, entries: range) -> list[bytes]:
+        return chain.ends(group.block, entries.start, entries.stop)
+
+    def stops(self, request: Hashable, tokens: int) -> list[int]:
+        """Where to pause on the way to `tokens` tokens, so that states can be kept there."""
+        return self._kept_ends(self._get(request), tokens)
+
+    # -- a request's life ---------------------------------------------------------------
+
+    def admit(
+        self, request: Hashable, prompt: Sequence[int], identity: PrefixIdentity | None = None
+    ) -> int:
+        """Begin a request; the tokens of its prompt that need not be computed."""
+        if request in self._requests:
+            problem = "A request of that name is under way"
+            raise AtlasError(Code.TWICE, problem, got=repr(request), hint="Free it first")
+        identity = identity or PrefixIdentity(weights=self.weights)
+        chain = HashChain(identity, self._grain)
+        chain.extend(prompt)
+        hit = self.match(chain)
+        tables: list[list[int]] = []
+        for index, group in enumerate(self.plan.groups):
+            needed = needed_blocks(group, hit)
+            blocks = [self._found[index][one] for one in self._digests(group, chain, needed)]
+            self.ids[group.pool].share(blocks)
+            recurrent = group.kind == "recurrent"
+            tables.append(blocks if recurrent else [GONE] * needed.start + blocks)
+        seen = self._count_seen(chain)
+        self._requests[request] = _Request(chain, tables, len(chain), hit, seen, hit, hit)
+        return hit
+
+    def reserve(self, request: Hashable, tokens: int) -> Reservation:
+        """Blocks for a request's first `tokens` tokens, those already computed included.
+
+        Refused before anything is taken where some pool has too few. Blocks that a window has
+        left behind are given back first, as far as the next token no longer sees them.
+        """
+        asked = self._get(request)
+        tokens = integer(tokens, "the tokens")
+        if tokens < asked.computed:
+            problem = "Fewer tokens are reserved than are computed"
+            got = f"{tokens} tokens after {asked.computed}"
+            raise AtlasError(Code.BAD_TOKENS, problem, got=got, hint="Reserve for all of them")
+        self._leave_behind(asked)
+        needs: dict[int, int] = {}
+        wanted = []
+        for index, group in enumerate(self.plan.groups):
+            entries = self._entries(index, asked, tokens)
+            copied = self._copied(index, asked, tokens)
+            wanted.append((entries, copied))
+            needs[group.pool] = needs.get(group.pool, 0) + entries + len(copied)
+        for pool, count in needs.items():
+            self.ids[pool].require(count)
+        made = Reservation()
+        for index, (entries, copied) in enumerate(wanted):
+            self._take(index, asked, entries, copied, made)
+        asked.reserved = max(asked.reserved, tokens)
+        return made
+
+    def computed(self, request: Hashable, tokens: int, new: Sequence[int] = ()) -> None:
+        """The first `tokens` tokens are in their blocks; `new` are those after the prompt.
+
+        Blocks that are whole can be found from now on. A recurrent state is kept where
+        `tokens` is the end of a block and the policy wants a checkpoint: see `stops`.
+        """
+        asked = self._get(request)
+        tokens = integer(tokens, "the tokens")
+        asked.chain.extend(new)
+        if not asked.computed <= tokens <= min(asked.reserved, len(asked.chain)):
+            problem = "Tokens are computed in order, and in blocks that were reserved"
+            got = f"{tokens} tokens after {asked.computed}, of {len(asked.chain)} known"
+            got += f" and {asked.reserved} reserved"
+            raise AtlasError(Code.BAD_TOKENS, problem, got=got, hint="Reserve first")
+        if self._reuses and self._publish(asked, tokens):
+            asked.reserved = tokens  # the state is copied before it is written to
+        asked.computed = tokens
+
+    def fork(self, request: Hashable, child: Hashable) -> None:
+        """Go on with a request as two: they share all blocks until one of them writes."""
+        asked = self._get(request)
+        if child in self._requests:
+            problem = "A request of that name is under way"
+            raise AtlasError(Code.TWICE, problem, got=repr(child), hint="Free it first")
+        tables = [list(table) for table in asked.tables]
+        for group, table in zip(self.plan.groups, tables, strict=True):
+            self.ids[group.pool].share(table)
+        asked.reserved = asked.computed  # either has shared blocks copied before it goes on
+        self._requests[child] = replace(asked, chain=asked.chain.copy(), tables=tables)
+
+    def free(self, request: Hashable) -> None:
+        """Give a request's blocks back, the last first; those that can be found are kept."""
+        asked = self._get(request)
+        del self._requests[request]
+        for group, table in zip(self.plan.groups, asked.tables, strict=True):
+            self.ids[group.pool].release(reversed(table))
+
+    def preempt(self, request: Hashable) -> int:
+        """Free a request that is to come again; the tokens that were computed for it.
+
+        When it is admitted again, with all its tokens as the prompt, it has what is left.
+        """
+        computed = self._get(request).computed
+        self.free(request)
+        return computed
+
+    def clear(self) -> None:
+        """Find nothing any more; requests under way keep their blocks."""
+        for found in self._found:
+            found.clear()
+        self._names.clear()
+        self._seen.clear()
+        for ids in self.ids.values():
+            ids.drop()
+
+    # -- inside -------------------------------------------------------------------------
+
+    def _get(self, request: Hashable) -> _Request:
+        found = self._requests.get(request)
+        if found is None:
+            problem = "The pool has no such request"
+            raise AtlasError(Code.UNKNOWN_REQUEST, problem, got=repr(request), hint="Admit it")
+        return found
+
+    def _count_seen(self, chain: HashChain) -> int:
+        """The longest prefix that was asked for before; from now on this one was, too."""
+        if not self.checkpoints.asks_for_seen:
+            return 0
+        digests = chain.ends(self._step, 0, len(chain) // self._step)
+        count = next((n for n, one in enumerate(digests) if one not in self._seen), len(digests))
+        seen = count * self._step
+        self._seen.update(dict.fromkeys(digests[count:]))
+        while len(self._seen) > self._most_seen:
+            del self._seen[next(iter(self._seen))]
+        return seen
+
+    def _leave_behind(self, asked: _Request) -> None:
+        for group, table in zip(self.plan.groups, asked.tables, strict=True):
+            if group.kind == "recurrent" or group.kind == "cross_attention":
+                continue
+            stop = min(first_needed(group, asked.computed) // group.block, len(table))
+            left = [entry for entry in range(stop) if table[entry] != GONE]
+            self.ids[group.pool].release(table[entry] for entry in reversed(left))
+            for entry in left:
+                table[entry] = GONE
+
+    def _entries(self, index: int, asked: _Request, tokens: int) -> int:
+        """Blocks that a table lacks for so many tokens."""
+        group = self.plan.groups[index]
+        if group.kind == "recurrent":
+            stop = 1
+        else:
+            of = group.source if group.kind == "cross_attention" else tokens
+            stop = ceil_div(of, group.block)
+        return max(0, stop - len(asked.tables[index]))
+
+    def _copied(self, index: int, asked: _Request, tokens: int) -> list[int]:
+        """Entries that are written to next, and that others own or find."""
+        group, table = self.plan.groups[index], asked.tables[index]
+        if tokens == asked.computed or group.kind == "cross_attention":
+            return []
+        first = 0 if group.kind == "recurrent" else asked.computed // group.block
+        stop = len(table) if group.kind == "recurrent" else ceil_div(tokens, group.block)
+        ids = self.ids[group.pool]
+        return [
+            entry
+            for entry in range(first, min(stop, len(table)))
+            if table[entry] != GONE and (ids.is_shared(table[entry]) or ids.is_kept(table[entry]))
+        ]
+
+    def _take(
+        self, index: int, asked: _Request, entries: int, copied: list[int], made: Reservation
+    ) -> None:
+        if not entries and not copied:
+            return
+        group, table = self.plan.groups[index], asked.tables[index]
+        ids = self.ids[group.pool]
+        new = ids.take_many(entries + len(copied))
+        for entry in copied:
+            block = new.pop()
+            made.copies.append(CopyOnWrite(index, table[entry], block))
+            ids.release([table[entry]])
+            table[entry] = block
+        if new and index in self.plan.groups_to_clear:
+            made.clear[index] = list(new)
+        table += new
+
+    def _publish(self, asked: _Request, tokens: int) -> bool:
+        """Whole blocks are found from now on; whether a state was kept that is not written to.
+
+        Full attention keeps every block, windows and recurrent layers what checkpoints need.
+        """
+        ends = self._kept_ends(asked, tokens)
+        kept_state = False
+        for index, group in enumerate(self.plan.groups):
+            table = asked.tables[index]
+            if group.kind == "recurrent":
+                if tokens in ends:
+                    kept_state |= self._name(index, asked.chain.at(tokens), table[0])
+                continue
+            if group.visibility == Visibility():
+                first, stop = asked.computed // group.block, tokens // group.block
+                digests = asked.chain.ends(group.block, first, stop)
+                for digest, block in zip(digests, table[first:stop], strict=True):
+                    self._name(index, digest, block)
+                continue
+            for entry in sorted({entry for end in ends for entry in needed_blocks(group, end)}):
+                if table[entry] != GONE:
+                    self._name(index, asked.chain.at((entry + 1) * group.block), table[entry])
+        return kept_state
+
+    def _kept_ends(self, asked: _Request, tokens: int) -> list[int]:
+        """Checkpoints between what was computed before and now."""
+        begun, stop = asked.computed // self._step, tokens // self._step
+        seen, end = asked.seen // self._step, asked.prompt // self._step
+        known = Prompt(self._step, begun, seen, end, max(stop, end))
+        chosen = self.checkpoints.positions(known).tolist()
+        return [one * self._step for one in chosen if begun < one <= stop]
+
+    def _name(self, index: int, digest: bytes, block: int) -> bool:
+        """Have a block found by this hash, unless another is, or it is found by one already."""
+        pool = self.plan.groups[index].pool
+        found = self._found[index]
+        if digest in found or (pool, block) in self._names:
+            return False
+        found[digest] = block
+        self._names[pool, block] = (index, digest)
+        self.ids[pool].keep(block)
+        return True
+
+    def _lost(self, pool: int, blocks: list[int]) -> None:
+        for block in blocks:
+            index, digest = self._names.pop((pool, block))
+            del self._found[index][digest]

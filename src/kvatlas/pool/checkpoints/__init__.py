@@ -1,0 +1,44 @@
+"""Checkpoints: where recurrent states and windows are kept. One policy a file."""
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.pool.checkpoints.base import Checkpoints, Positions, Prompt
+from kvatlas.pool.checkpoints.branch_points import BranchPoints
+from kvatlas.pool.checkpoints.every_block import EveryBlock
+from kvatlas.pool.checkpoints.every_tokens import EveryTokens
+from kvatlas.pool.checkpoints.prompt_end import PromptEnd
+
+CHECKPOINTS = ("every-block", "prompt-end", "branch-points", "every-2048")
+"""Names that commands take; any number of tokens may stand in the last."""
+
+
+def checkpoint_policy(name: str) -> Checkpoints:
+    """The policy of a name, `within-25` behind it for a quarter of the memory at most.
+
+    >>> checkpoint_policy("every-4096"), checkpoint_policy("prompt-end-within-25").share
+    (EveryTokens(share=None, tokens=4096), 0.25)
+    """
+    text, _, limit = name.partition("-within-")
+    kinds = {"every-block": EveryBlock, "prompt-end": PromptEnd, "branch-points": BranchPoints}
+    words, number = text.rpartition("-")[::2]
+    bad = bool(limit) and not limit.isdecimal()
+    share = int(limit) / 100 if limit and not bad else None
+    if text in kinds and not bad:
+        return kinds[text](share=share)
+    if words == "every" and number.isdecimal() and not bad:
+        return EveryTokens(tokens=int(number), share=share)
+    hint = f"Use one of {', '.join(CHECKPOINTS)}, and within-25 behind it for a share of memory"
+    problem = "There is no such policy of checkpoints"
+    raise AtlasError(Code.UNKNOWN_POLICY, problem, got=repr(name[:60]), hint=hint)
+
+
+__all__ = [
+    "CHECKPOINTS",
+    "BranchPoints",
+    "Checkpoints",
+    "EveryBlock",
+    "EveryTokens",
+    "Positions",
+    "Prompt",
+    "PromptEnd",
+    "checkpoint_policy",
+]

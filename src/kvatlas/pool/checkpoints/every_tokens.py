@@ -1,0 +1,32 @@
+"""A checkpoint every so many tokens, and at the end of prompts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvatlas.geometry import positive
+from kvatlas.pool.checkpoints.base import Checkpoints, Positions, Prompt
+
+
+@dataclass(frozen=True, kw_only=True)
+class EveryTokens(Checkpoints):
+    """At the last block's end before each multiple of `tokens`, and at the end of prompts.
+
+    >>> EveryTokens(tokens=100).positions(Prompt(block=16, hit=0, seen=0, end=19, stop=20))
+    array([ 6, 12, 18, 19])
+    """
+
+    tokens: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive(self.tokens, "the tokens between checkpoints")
+
+    def positions(self, prompt: Prompt) -> Positions:
+        """Each of them once, where it is computed."""
+        step = max(self.tokens, prompt.block)
+        ends = np.arange(step, prompt.stop * prompt.block + 1, step) // prompt.block
+        chosen = np.unique(np.append(ends, prompt.end))
+        return chosen[chosen > prompt.hit].astype(np.int64)

@@ -1,0 +1,32 @@
+"""Least frequently used first; among equals the least recently used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from kvatlas.pool.eviction.base import Eviction, Ids, Rank, Use, by_value
+
+
+class Lfu(Eviction):
+    """The entry with the fewest uses goes first; what is evicted begins again at none."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._uses = np.zeros(self.entries, np.int32)
+
+    def ranked(self, ids: Ids, use: Use) -> Iterator[tuple[Rank, Ids]]:
+        """By uses, and by time among those with as many."""
+        self._uses[ids] += 1
+        for uses, segment in by_value(ids, self._uses[ids]):
+            yield (uses, use.now), segment
+
+    def forget(self, ids: Ids) -> None:
+        """Nor their uses are remembered."""
+        super().forget(ids)
+        self._uses[ids] = 0
+
+    def _leave(self, segment: Ids) -> None:
+        super()._leave(segment)
+        self._uses[segment] = 0

@@ -1,0 +1,74 @@
+"""S3-FIFO (SOSP'23): a small queue for what is new, a main one for what was used again."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvatlas.pool.eviction.base import Eviction, Ids, Use
+
+MOST_USES = 3
+SHARE = 0.1
+"""The small queue is drained while it has more than this share of all entries."""
+
+
+class S3Fifo(Eviction):
+    """What is used once goes early; what was used again, or comes back, stays longer.
+
+    A new entry enters the small queue, or the main one where it was evicted from the small
+    one not long ago. What was used since moves from the small to the main queue when its
+    turn comes; in the main queue it gets another round for each of up to three uses.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._small: OrderedDict[int, int] = OrderedDict()
+        self._main: OrderedDict[int, int] = OrderedDict()
+        """Entries in the order of their coming, with their uses since."""
+        self._ghosts: OrderedDict[int, None] = OrderedDict()
+        """Evicted from the small queue, as many as there are entries."""
+
+    def used(self, ids: Ids, use: Use) -> None:  # noqa: ARG002 - the order alone counts
+        """Count a use more, or enter a queue."""
+        for entry in ids.tolist():
+            for queue in (self._small, self._main):
+                if entry in queue:
+                    queue[entry] = min(queue[entry] + 1, MOST_USES)
+                    break
+            else:
+                back = entry in self._ghosts
+                self._ghosts.pop(entry, None)
+                (self._main if back else self._small)[entry] = 0
+
+    def forget(self, ids: Ids) -> None:
+        """Gone, and not by eviction: no ghost is left."""
+        for entry in ids.tolist():
+            self._small.pop(entry, None)
+            self._main.pop(entry, None)
+
+    def victims(self, blocks: int, pinned: NDArray[np.bool_]) -> Ids:
+        """From the small queue while it has more than its share, else from the main one."""
+        found: list[int] = []
+        aside: list[tuple[OrderedDict[int, int], int, int]] = []
+        while blocks > 0 and (self._small or self._main):
+            total = len(self._small) + len(self._main)
+            small = bool(self._small) and (len(self._small) > SHARE * total or not self._main)
+            queue = self._small if small else self._main
+            entry, uses = queue.popitem(last=False)
+            if pinned[entry]:
+                aside.append((queue, entry, uses))
+            elif uses:
+                self._main[entry] = 0 if small else uses - 1
+            else:
+                found.append(entry)
+                blocks -= int(self.size(np.array([entry]))[0]) if self.size else 1
+                if small:
+                    self._ghosts[entry] = None
+                    while len(self._ghosts) > total:
+                        self._ghosts.popitem(last=False)
+        for queue, entry, uses in reversed(aside):
+            queue[entry] = uses
+            queue.move_to_end(entry, last=False)
+        return np.array(found, np.int64)

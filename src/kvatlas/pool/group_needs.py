@@ -1,0 +1,52 @@
+"""What each group must have before a request can go on behind its first tokens."""
+
+from __future__ import annotations
+
+from math import gcd, lcm
+
+from kvatlas.geometry import ceil_div
+from kvatlas.planning import Group, Plan
+
+
+def first_needed(group: Group, tokens: int) -> int:
+    """The first token that the token at position `tokens` still sees.
+
+    >>> first_needed(Group(kind="sliding_window", block=16, pool=0, window=128), 1000)
+    873
+    """
+    return min(int(group.visibility.first(tokens)), tokens)
+
+
+def needed_blocks(group: Group, tokens: int) -> range:
+    """Entries of a group's table that a request needs to go on behind its first `tokens`.
+
+    Full attention needs them all, a window its last ones, a recurrent layer the state there,
+    as the entry whose end it is.
+
+    >>> needed_blocks(Group(kind="recurrent", block=16, pool=0), 64)
+    range(3, 4)
+    >>> needed_blocks(Group(kind="sliding_window", block=16, pool=0, window=17), 64)
+    range(3, 4)
+    """
+    stop = ceil_div(tokens, group.block)
+    if not tokens:
+        return range(0)
+    if group.kind == "recurrent":
+        return range(stop - 1, stop)
+    return range(first_needed(group, tokens) // group.block, stop)
+
+
+def hit_step(plan: Plan) -> int:
+    """Tokens that are whole blocks in every group: hits end at multiples of these."""
+    return lcm(*(group.block for group in plan.groups))
+
+
+def hash_grain(plan: Plan) -> int:
+    """Tokens that hashes are taken over, so that every block of every group ends with one."""
+    return gcd(*(group.block for group in plan.groups))
+
+
+def reuses_prefixes(plan: Plan) -> bool:
+    """Whether prefixes can be found: an encoder's tokens are not the request's."""
+    kinds = {group.kind for group in plan.groups}
+    return "cross_attention" not in kinds and plan.prefix_caching

@@ -1,0 +1,21 @@
+"""Hit rates: a trace's requests through the pools of a plan."""
+
+from kvatlas.pool.simulation.hit_rates import HitRates, simulate
+from kvatlas.pool.simulation.layer_classes import LayerClass, PoolModel
+from kvatlas.pool.simulation.prefill_cost import TFLOPS, PrefillCost, active_parameters
+from kvatlas.pool.simulation.replay import Outcome, Replay, ReplayPolicy
+from kvatlas.pool.simulation.spans import Spans
+
+__all__ = [
+    "TFLOPS",
+    "HitRates",
+    "LayerClass",
+    "Outcome",
+    "PoolModel",
+    "PrefillCost",
+    "Replay",
+    "ReplayPolicy",
+    "Spans",
+    "active_parameters",
+    "simulate",
+]

@@ -1,0 +1,147 @@
+"""`TimedReplay`: requests when they came, so that those under way hold their blocks.
+
+One prompt is computed at a time, at the rate of a cost model; answers are decoded side by
+side, at so many seconds a token. A request that finds no room waits, and those behind it
+with it. What is computed can be found when its prompt is done.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvatlas.pool.checkpoints import Prompt
+from kvatlas.pool.simulation.prefill_cost import DECODE_SECONDS, PrefillCost
+from kvatlas.pool.simulation.replay import Outcome, Progress, Replay, leading
+from kvatlas.pool.traces import Ints, Trace
+
+_PREFILLED, _DONE = 0, 1
+
+
+@dataclass
+class _Running:
+    entries: Ints
+    places: Ints
+    new: Ints
+
+
+class TimedReplay(Replay):
+    """A replay in which requests overlap."""
+
+    def start(self, trace: Trace, cost: PrefillCost | None) -> None:
+        """Take the trace's times, and what prompts cost."""
+        self._trace, self._cost = trace, cost
+        self._pins = np.zeros(len(self._present), np.int32)
+        self._held = [0] * len(self._blocks)
+        """Blocks of each pool that requests under way have: nobody can evict them."""
+        self._running: dict[int, _Running] = {}
+        self._events: list[tuple[float, int, int]] = []
+        self.waited = 0.0
+        """Seconds that requests waited for room."""
+
+    def run(self, progress: Progress | None = None) -> Outcome:
+        """All requests, at their times."""
+        times, requests = self._trace.times, len(self._trace)
+        order = np.argsort(times, kind="stable")
+        busy = 0.0
+        for count, request in enumerate(order.tolist()):
+            came = float(times[request])
+            now = max(came, busy)
+            self._happen(now)
+            hit = self._begin(request)
+            while hit is None and self._events:
+                now = max(now, self._events[0][0])
+                self._happen(now)
+                hit = self._begin(request)
+            self.waited += now - max(came, busy)
+            self.outcome.hits[request] = hit or 0
+            if hit is None:
+                self._seen[self.spans.of_request(request)] = True
+                self.outcome.refused += 1
+                busy = now
+                continue
+            busy = now + self._prefill_seconds(request, hit)
+            done = busy + DECODE_SECONDS * float(self._trace.outputs[request])
+            heapq.heappush(self._events, (busy, _PREFILLED, request))
+            heapq.heappush(self._events, (done, _DONE, request))
+            if progress and not count % 128:
+                progress(count / requests)
+        self._happen(np.inf)
+        return self.outcome
+
+    def _prefill_seconds(self, request: int, hit: int) -> float:
+        if self._cost is None:
+            return 0.0
+        tokens = self._trace.lengths[request : request + 1]
+        found = np.minimum(tokens, hit * self.spans.step)
+        return self._cost.seconds(float(self._cost.flops(found, tokens)[0]))
+
+    def _happen(self, now: float) -> None:
+        while self._events and self._events[0][0] <= now:
+            _, kind, request = heapq.heappop(self._events)
+            (self._prefilled if kind == _PREFILLED else self._done)(request)
+
+    def _begin(self, request: int) -> int | None:
+        """Blocks for a request, and the spans that it found; None where there is no room now."""
+        spans = self.spans.of_request(request)
+        hit = self.find(spans[: self.spans.reusable[request]])
+        known = int(self.spans.known[request])
+        prompt = Prompt(self.spans.step, hit, leading(self._seen[spans]), known, len(spans))
+        wanted = self.policy.checkpoints.positions(prompt)
+        parts = self._entries(spans, hit, wanted)
+        while self._too_much(request, parts):
+            if not len(wanted):
+                return None
+            wanted = wanted[-(len(wanted) // 2) :] if len(wanted) > 1 else wanted[:0]
+            parts = self._entries(spans, hit, wanted)
+        entries, places = self._in_order(spans, parts)
+        here = self._present[entries]
+        fresh, new = entries[here & (self._pins[entries] == 0)], entries[~here]
+        needs = []
+        for pool in range(len(self._blocks)):
+            held = int(self._size(self._of_pool(fresh, pool)).sum())
+            need = int(self._size(self._of_pool(new, pool)).sum())
+            need += int(self._in_flight[pool, request])
+            if self._held[pool] + held + need > self._blocks[pool]:
+                return None
+            needs.append((held, need))
+        self._pins[entries[here]] += 1
+        self._pinned[entries[here]] = True
+        for pool, (held, need) in enumerate(needs):
+            short = self._used[pool] + need - self._blocks[pool]
+            if short > 0:
+                self._drop(pool, self._evictions[pool].victims(short, self._pinned))
+            self._used[pool] += need
+            self._held[pool] += held + need
+        self.outcome.peak = max(self.outcome.peak, sum(self._used))
+        self._seen[spans] = True
+        self._running[request] = _Running(entries, places, new)
+        return hit
+
+    def _prefilled(self, request: int) -> None:
+        """What is new can be found; of what another request was quicker with, the room is free."""
+        new = self._running[request].new
+        twice = new[self._present[new]]
+        fresh = self._pins[twice] == 0
+        for pool in range(len(self._blocks)):
+            blocks = int(self._size(self._of_pool(twice, pool)).sum())
+            self._used[pool] -= blocks
+            idle = int(self._size(self._of_pool(twice[fresh], pool)).sum())
+            self._held[pool] += idle - blocks
+        self._present[new] = True
+        self._pins[new] += 1
+        self._pinned[new] = True
+
+    def _done(self, request: int) -> None:
+        ended = self._running.pop(request)
+        entries = ended.entries
+        self._pins[entries] -= 1
+        idle = entries[self._pins[entries] == 0]
+        self._pinned[idle] = False
+        for pool in range(len(self._blocks)):
+            held = int(self._in_flight[pool, request])
+            self._used[pool] -= held
+            self._held[pool] -= held + int(self._size(self._of_pool(idle, pool)).sum())
+        self._rank(request, entries, ended.places)

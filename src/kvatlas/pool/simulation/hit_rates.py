@@ -1,0 +1,193 @@
+"""`simulate`: how much of a trace's prompts a plan's pools find again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.planning import Plan
+from kvatlas.pool.checkpoints import checkpoint_policy
+from kvatlas.pool.eviction import EVICTIONS
+from kvatlas.pool.simulation.arrivals import TimedReplay
+from kvatlas.pool.simulation.layer_classes import LayerClass, PoolModel
+from kvatlas.pool.simulation.prefill_cost import PrefillCost
+from kvatlas.pool.simulation.replay import Outcome, Progress, Replay, ReplayPolicy, leading
+from kvatlas.pool.simulation.spans import Spans
+from kvatlas.pool.traces import Ints, Trace
+
+
+class HitRates(msgspec.Struct, frozen=True, kw_only=True):
+    """What a simulation found. Rates are shares of prompt tokens that need not be computed."""
+
+    model: str
+    policy: str
+    trace: str
+    eviction: str
+    checkpoints: str
+    arrivals: bool
+    block: int
+    """Tokens that hits are multiples of."""
+    memory: int
+    """Bytes of the pools, over all ranks."""
+    blocks: int
+    requests: int
+    tokens: int
+    """Of all prompts."""
+    found: int
+    """Tokens that were found."""
+    hit_rate: float
+    """Over the tokens of all requests."""
+    hit_rate_by_request: float
+    """Mean over requests, short or long."""
+    hit_rate_last_half: float
+    """Over the tokens of the last half of the requests, when the pools are full."""
+    ceiling: float
+    """What a memory without bounds finds in the trace's own blocks."""
+    computed: int
+    """Tokens that were computed."""
+    computed_again: int
+    """Tokens that were computed although an earlier request had computed them."""
+    evictions: int
+    """Blocks that were evicted."""
+    peak_blocks: int
+    """Blocks in use at most, those that are only kept included."""
+    refused: int
+    """Requests that no empty pool has room for; all their tokens count as computed."""
+    waited: float
+    """Seconds that requests waited for room, where arrivals are respected."""
+    flops: float | None
+    """Of all prompts, without a cache."""
+    flops_saved: float | None
+    seconds_saved: float | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """What machines read."""
+        return msgspec.structs.asdict(self)
+
+
+def simulate(
+    plan: Plan,
+    trace: Trace,
+    *,
+    eviction: str = "lru",
+    checkpoints: str | None = None,
+    cost: PrefillCost | None = None,
+    arrivals: bool = False,
+    by_group: bool | None = None,
+    progress: Progress | None = None,
+) -> HitRates:
+    """Replay a trace through the pools of a plan.
+
+    Plans of policy vllm keep a checkpoint at every block and let go group by group, as vLLM
+    does; others keep them at branch points and let go from the end on; `checkpoints` and
+    `by_group` say otherwise. Without `arrivals` one request follows the other;
+    with them, requests under way hold their blocks.
+    """
+    kept = checkpoints or ("branch-points" if plan.policy == "atlas" else "every-block")
+    if eviction not in EVICTIONS:
+        hint = f"Use one of {', '.join(EVICTIONS)}"
+        problem = "There is no such eviction"
+        raise AtlasError(Code.UNKNOWN_POLICY, problem, got=repr(eviction[:60]), hint=hint)
+    model = PoolModel.of(plan)
+    spans = spans_of(trace, model.step)
+    in_turn = plan.policy != "atlas" if by_group is None else by_group
+    policy = ReplayPolicy(eviction, checkpoint_policy(kept), by_group=in_turn)
+    held = model.in_flight(trace.lengths + trace.outputs, np.diff(spans.starts))
+    saved = _saved(model, cost)
+    waited = 0.0
+    if arrivals:
+        timed = TimedReplay(model, spans, policy, in_flight=held, saved=saved)
+        timed.start(trace, cost)
+        outcome = timed.run(progress)
+        waited = timed.waited
+    else:
+        outcome = Replay(model, spans, policy, in_flight=held, saved=saved).run(progress)
+    return _rates(
+        plan, trace, model, outcome, cost,
+        eviction=eviction, checkpoints=kept, arrivals=arrivals, waited=waited,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=2)
+def spans_of(trace: Trace, step: int) -> Spans:
+    """The spans of a trace, remembered: comparisons ask for them again and again."""
+    return Spans.of(trace, step)
+
+
+@lru_cache(maxsize=2)
+def ceiling(trace: Trace) -> Ints:
+    """Tokens of each request that an unlimited memory finds, in the trace's own blocks."""
+    found = np.zeros(len(trace), np.int64)
+    seen = np.zeros(int(trace.ids.max(initial=-1)) + 1, bool)
+    for request in range(len(trace)):
+        ids = trace.ids[trace.starts[request] : trace.starts[request + 1]]
+        found[request] = leading(seen[ids])
+        seen[ids] = True
+    return np.minimum(found * trace.block, trace.lengths)
+
+
+def _saved(
+    model: PoolModel, cost: PrefillCost | None
+) -> Callable[[LayerClass, Ints], NDArray[np.float64]]:
+    """FLOPs that an entry saves, by byte: of its own tokens, or of all before a checkpoint."""
+    priced = cost or PrefillCost(1.0)
+
+    def saved(one: LayerClass, places: Ints) -> NDArray[np.float64]:
+        stop = (places + 1) * model.step
+        start = stop - model.step if one.needs == "all" else stop * 0
+        return priced.flops(start, stop) / (one.blocks * one.block_bytes)
+
+    return saved
+
+
+def _rates(
+    plan: Plan,
+    trace: Trace,
+    model: PoolModel,
+    outcome: Outcome,
+    cost: PrefillCost | None,
+    **said: Any,
+) -> HitRates:
+    found = np.minimum(outcome.hits * model.step, trace.lengths)
+    best = ceiling(trace)
+    half = len(trace) // 2
+    real = np.maximum(trace.lengths, 1)
+    total = spent = None
+    if cost is not None:
+        total = float(cost.flops(trace.lengths * 0, trace.lengths).sum())
+        spent = float(cost.flops(found, trace.lengths).sum())
+    saved = None if total is None or spent is None else total - spent
+    return HitRates(
+        model=plan.model,
+        policy=plan.policy,
+        trace=trace.name,
+        block=model.step,
+        memory=sum(pool.nbytes for pool in plan.pools) * plan.tp,
+        blocks=sum(model.blocks),
+        requests=len(trace),
+        tokens=trace.tokens,
+        found=int(found.sum()),
+        hit_rate=_share(found.sum(), trace.tokens),
+        hit_rate_by_request=float((found / real).mean()),
+        hit_rate_last_half=_share(found[half:].sum(), trace.lengths[half:].sum()),
+        ceiling=_share(best.sum(), trace.tokens),
+        computed=trace.tokens - int(found.sum()),
+        computed_again=int(np.maximum(best - found, 0).sum()),
+        evictions=outcome.evictions,
+        peak_blocks=outcome.peak,
+        refused=outcome.refused,
+        flops=total,
+        flops_saved=saved,
+        seconds_saved=None if saved is None or cost is None else cost.seconds(saved),
+        **said,
+    )
+
+
+def _share(part: Any, whole: Any) -> float:
+    return float(part) / float(whole) if whole else 0.0

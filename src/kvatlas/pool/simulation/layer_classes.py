@@ -1,0 +1,105 @@
+"""Classes of groups that are kept and lost together: alike groups of one pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry import ceil_div
+from kvatlas.planning import Group, Plan
+from kvatlas.pool.group_needs import hit_step, reuses_prefixes
+from kvatlas.pool.simulation.spans import check_step
+from kvatlas.pool.traces import Ints
+from kvatlas.specs import Visibility
+
+EVERYTHING = Visibility()
+
+
+@dataclass(frozen=True)
+class LayerClass:
+    """Groups of one kind, block and pool, and what they keep for a span."""
+
+    needs: Literal["all", "window", "state"]
+    pool: int
+    blocks: int
+    """Blocks of the pool that a span, or a state, takes in all these groups."""
+    visibility: Visibility = EVERYTHING
+    block_bytes: int = 1
+
+    def first(self, ends: Ints, step: int) -> Ints:
+        """The first span that is needed to go on behind each of so many spans."""
+        if self.needs == "all":
+            return ends * 0
+        if self.needs == "state":
+            return np.maximum(ends - 1, 0)
+        first: Ints = self.visibility.first(ends * step) // step
+        return np.minimum(first, ends)
+
+
+@dataclass(frozen=True)
+class PoolModel:
+    """What of a plan decides hits: classes, and the blocks of each pool."""
+
+    step: int
+    """Tokens of a span: hits end at multiples of these."""
+    classes: tuple[LayerClass, ...]
+    blocks: tuple[int, ...]
+    """Of each pool, without the null block."""
+    groups: tuple[Group, ...] = ()
+    dcp: int = 1
+
+    @classmethod
+    def of(cls, plan: Plan) -> PoolModel:
+        """The classes of a plan, in the order of its groups."""
+        if not reuses_prefixes(plan):
+            problem = "This plan finds no prefixes: an encoder's tokens are not the request's"
+            got = f"{plan.model}, prefix caching {'on' if plan.prefix_caching else 'off'}"
+            hint = "Simulate a decoder, planned with prefix caching"
+            raise AtlasError(Code.CONTRADICTORY, problem, got=got, hint=hint)
+        step = hit_step(plan) * plan.dcp
+        check_step(step)
+        sizes: dict[int, tuple[int, int]] = {}
+        for pool in plan.pools:
+            least = min(pool.blocks, sizes.get(pool.index, (pool.blocks, 0))[0])
+            total = sizes.get(pool.index, (0, 0))[1] + pool.block_bytes
+            sizes[pool.index] = (least, total)
+        order = {index: place for place, index in enumerate(sorted(sizes))}
+        alike: dict[tuple[bool, Visibility, int, int], int] = {}
+        for group in plan.groups:
+            key = (group.kind == "recurrent", group.visibility, group.block, group.pool)
+            alike[key] = alike.get(key, 0) + 1
+        classes = [
+            LayerClass(
+                needs="state" if recurrent else "all" if seen == EVERYTHING else "window",
+                pool=order[index],
+                blocks=number * (1 if recurrent else ceil_div(step, block * plan.dcp)),
+                visibility=seen,
+                block_bytes=sizes[index][1] * plan.tp,
+            )
+            for (recurrent, seen, block, index), number in alike.items()
+        ]
+        blocks = tuple(sizes[index][0] - 1 for index in sorted(sizes))
+        return cls(step, tuple(classes), blocks, plan.groups, plan.dcp)
+
+    @classmethod
+    def plain(cls, step: int, blocks: int) -> PoolModel:
+        """Full attention alone, with one pool of so many blocks of `step` tokens."""
+        return cls(step, (LayerClass("all", 0, 1),), (blocks,))
+
+    def in_flight(self, lengths: Ints, spans: Ints) -> Ints:
+        """[pool, request] blocks beside whole spans that each request holds while it runs.
+
+        The block that is being filled, those of the answer, windows, and the states that are
+        written.
+        """
+        held = np.zeros((len(self.blocks), len(lengths)), np.int64)
+        order = {index: place for place, index in enumerate(sorted({g.pool for g in self.groups}))}
+        for group in self.groups:
+            taken = group.blocks(lengths, in_flight=1, dcp=self.dcp)
+            if group.visibility == EVERYTHING and group.kind != "recurrent":
+                taken = taken - spans * (self.step // (group.block * self.dcp))
+            held[order[group.pool]] += np.maximum(taken, 0)
+        return held

@@ -1,0 +1,92 @@
+"""What a prefill costs: the stated model behind the FLOPs and seconds that hits save.
+
+A token costs 2 FLOPs for each active parameter. Attention adds, for each pair of a query and
+a key that it sees, 2 FLOPs for each element of the key and of the value, in every query head.
+Seconds are FLOPs at a sustained rate, whatever the batch.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvatlas.models import Model, Weights
+from kvatlas.pool.traces import Ints
+from kvatlas.specs import Attention, Spec
+
+TFLOPS = 400.0
+"""Sustained by one GPU: about 40% of what an H100 or H200 has in bf16."""
+DECODE_SECONDS = 0.02
+"""For each token of an answer, where arrivals are respected."""
+_ACTIVE = re.compile(r"-A(\d+(?:\.\d+)?)B\b", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class PrefillCost:
+    """FLOPs of the tokens of a prompt.
+
+    >>> cost = PrefillCost(per_token=10.0, pairs=((None, 2.0), (4, 1.0)))
+    >>> cost.flops(np.array([0, 10]), np.array([10, 12]))
+    array([244.,  74.])
+    """
+
+    per_token: float
+    pairs: tuple[tuple[int | None, float], ...] = ()
+    """(window, FLOPs a pair) of attention: the layers of one window together."""
+    tflops: float = TFLOPS
+
+    @classmethod
+    def of(cls, model: Model, active: int, *, tflops: float = TFLOPS) -> PrefillCost:
+        """The cost of a model of so many active parameters."""
+        pairs: dict[int | None, float] = {}
+        for layer in model.layers:
+            seen = layer.spec.visibility
+            window = seen.window or seen.chunk
+            each = 2.0 * model.attention_heads * _row(layer.spec)
+            pairs[window] = pairs.get(window, 0.0) + each
+        return cls(2.0 * active, tuple(pairs.items()), tflops)
+
+    def flops(self, start: Ints, stop: Ints) -> NDArray[np.float64]:
+        """FLOPs of tokens start .. stop - 1, of many prompts at once."""
+        total = self.per_token * (stop - start)
+        for window, each in self.pairs:
+            total = total + each * (_seen(stop, window) - _seen(start, window))
+        return np.asarray(total, np.float64)
+
+    def seconds(self, flops: float) -> float:
+        """At the rate that is sustained."""
+        return flops / (self.tflops * 1e12)
+
+
+def active_parameters(weights: Weights) -> int | None:
+    """Parameters that a token meets: all, or those that the name of a mixture says.
+
+    >>> active_parameters(Weights.load("Qwen3-30B-A3B"))
+    3000000000
+    """
+    named = _ACTIVE.search(weights.name)
+    if named:
+        return int(float(named[1]) * 1e9)
+    outside = ("embedding", "tower", "mtp")
+    if "experts" in weights.classes:
+        return None
+    return sum(c.parameters for kind, c in weights.classes.items() if kind not in outside)
+
+
+def _row(spec: Spec) -> int:
+    """Elements of a key and a value that a query head meets."""
+    if isinstance(spec, Attention):
+        return 2 * spec.head_dim
+    return int(getattr(spec, "latent", 0) * 2 + getattr(spec, "rope", 0))
+
+
+def _seen(count: Ints, window: int | None) -> NDArray[np.float64]:
+    """Pairs of the first `count` tokens."""
+    tokens = count.astype(np.float64)
+    if window is None:
+        return tokens * (tokens + 1) / 2
+    begun: NDArray[np.float64] = np.minimum(tokens, window)
+    return begun * (begun + 1) / 2 + (tokens - begun) * window

@@ -1,0 +1,299 @@
+"""`Replay`: a trace's requests through the pools of a plan, one after the other.
+
+Entries are spans of a class: the class in the high bits, the span in the low ones. For each
+request: the longest prefix that every class can serve; room for what is new; what was used is
+ranked. All on arrays, so that a request costs some microseconds, and a span some nanoseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvatlas.pool.checkpoints import Checkpoints, EveryBlock, Prompt
+from kvatlas.pool.eviction import EVICTIONS, Use
+from kvatlas.pool.simulation.layer_classes import LayerClass, PoolModel
+from kvatlas.pool.simulation.spans import Spans
+from kvatlas.pool.traces import Ints
+
+Progress = Callable[[float], None]
+
+
+@dataclass(frozen=True)
+class ReplayPolicy:
+    """What is kept, what goes first, and in which order a request lets go."""
+
+    eviction: str = "lru"
+    checkpoints: Checkpoints = field(default_factory=EveryBlock)
+    by_group: bool = False
+    """Groups let go one after the other, as in vLLM, and not all of them from the end on."""
+    head_first: bool = False
+    """A request's first block is the first to go among its own."""
+    store: bool = False
+    """A store beside an engine: requests hold nothing in it, and what is new comes in last."""
+
+
+@dataclass
+class Outcome:
+    """What came of each request, and of the pools."""
+
+    hits: Ints
+    """Spans of each request that were found."""
+    refused: int = 0
+    """Requests that no empty pool had room for."""
+    evictions: int = 0
+    """Blocks that were evicted."""
+    peak: int = 0
+    """Blocks in use at most, kept ones included."""
+
+
+class Replay:
+    """The pools' content while a trace goes by."""
+
+    def __init__(
+        self,
+        model: PoolModel,
+        spans: Spans,
+        policy: ReplayPolicy,
+        *,
+        in_flight: Ints | None = None,
+        saved: Callable[[LayerClass, Ints], NDArray[np.float64]] | None = None,
+    ) -> None:
+        self.model, self.spans, self.policy = model, spans, policy
+        self._share_out()
+        self._bits = max(spans.count - 1, 1).bit_length()
+        entries = len(model.classes) << self._bits
+        self._present = np.zeros(entries, bool)
+        self._pinned = np.zeros(entries, bool)
+        self._seen = np.zeros(spans.count, bool)
+        self._sizes = np.array([one.blocks for one in model.classes], np.int64)
+        self._places = np.arange(int(np.diff(spans.starts).max(initial=0)) + 1)
+        self._first = [one.first(self._places, spans.step) for one in model.classes]
+        """By class, the first span that is needed to go on behind so many."""
+        kind = EVICTIONS[policy.eviction]
+        self._evictions = [kind(entries, self._size) for _ in self._blocks]
+        self._next = spans.next_uses() if "next_use" in kind.needs else None
+        self._saved = saved if "saved" in kind.needs else None
+        self._used = [0] * len(self._blocks)
+        requests = len(spans.starts) - 1
+        self._in_flight = np.zeros((len(self._blocks), requests), np.int64)
+        if in_flight is not None and not policy.store:
+            self._in_flight[: len(in_flight)] = in_flight
+        self.outcome = Outcome(np.zeros(requests, np.int64))
+
+    def _share_out(self) -> None:
+        """Where checkpoints have a share of the memory, that share is a pool of its own."""
+        share, classes = self.policy.checkpoints.share, self.model.classes
+        self._blocks = list(self.model.blocks)
+        self._pools = [one.pool for one in classes]
+        if share is None or all(one.needs == "all" for one in classes):
+            return
+        for pool, blocks in enumerate(self.model.blocks):
+            kinds = {one.needs == "all" for one in classes if one.pool == pool}
+            if len(kinds) == 2:
+                self._blocks[pool] = blocks - int(share * blocks)
+                self._blocks.append(int(share * blocks))
+                for place, one in enumerate(classes):
+                    if one.pool == pool and one.needs != "all":
+                        self._pools[place] = len(self._blocks) - 1
+
+    def run(self, progress: Progress | None = None) -> Outcome:
+        """All requests, in their order."""
+        requests = len(self.spans.starts) - 1
+        for request in range(requests):
+            self.serve(request)
+            if progress and not request % 128:
+                progress(request / requests)
+        return self.outcome
+
+    def serve(self, request: int) -> int:
+        """One request: the spans that it found."""
+        spans = self.spans.of_request(request)
+        hit = self.find(spans[: self.spans.reusable[request]])
+        seen = leading(self._seen[spans])
+        self._seen[spans] = True
+        prompt = Prompt(self.spans.step, hit, seen, int(self.spans.known[request]), len(spans))
+        wanted = self.policy.checkpoints.positions(prompt)
+        parts = self._entries(spans, hit, wanted)
+        if self.policy.store:
+            self._store(request, parts)
+        elif not self._admit(request, spans, hit, wanted, parts):
+            self.outcome.refused += 1
+            hit = 0
+        self.outcome.hits[request] = hit
+        return hit
+
+    def find(self, spans: Ints) -> int:
+        """The longest prefix of these spans that every class can serve."""
+        longest = len(spans)
+        others = []
+        for place, one in enumerate(self.model.classes):
+            if one.needs == "all":
+                longest = leading(self._present[spans[:longest] + (place << self._bits)])
+            else:
+                others.append((place, one))
+        if not others or not longest:
+            return longest
+        good = np.ones(longest + 1, bool)
+        for place, one in others:
+            here = self._present[spans[:longest] + (place << self._bits)]
+            if one.needs == "state":
+                good[1:] &= here
+            elif not here.all():
+                missing = np.zeros(longest + 1, np.int64)
+                np.cumsum(~here, out=missing[1:])
+                good &= missing == missing[self._first[place][: longest + 1]]
+        return longest - int(np.argmax(good[::-1]))
+
+    # -- what a request brings and uses -----------------------------------------------
+
+    def _entries(self, spans: Ints, hit: int, wanted: Ints) -> list[Ints]:
+        """Places along the request that each class keeps: all, or those of checkpoints."""
+        ends = np.concatenate([[hit], wanted]) if hit else wanted
+        parts = []
+        for one, first in zip(self.model.classes, self._first, strict=True):
+            if one.needs == "all":
+                parts.append(self._places[: len(spans)])
+            elif one.needs == "state":
+                parts.append(ends - 1)
+            elif len(ends) and _is_range(ends, first):
+                parts.append(self._places[first[ends[0]] : ends[-1]])
+            else:
+                edges = np.bincount(first[ends], minlength=len(spans) + 1)
+                edges -= np.bincount(ends, minlength=len(spans) + 1)
+                parts.append(np.flatnonzero(np.cumsum(edges[:-1])))
+        return parts
+
+    def _admit(self, request: int, spans: Ints, hit: int, wanted: Ints, parts: list[Ints]) -> bool:
+        """Room for a request, and its entries in it; False where it can never have room."""
+        while self._too_much(request, parts):
+            if not len(wanted):
+                return False
+            wanted = wanted[-(len(wanted) // 2) :] if len(wanted) > 1 else wanted[:0]
+            parts = self._entries(spans, hit, wanted)
+        entries, places = self._in_order(spans, parts)
+        self._pinned[entries] = True
+        new = entries[~self._present[entries]]
+        for pool, eviction in enumerate(self._evictions):
+            mine = self._of_pool(new, pool)
+            need = int(self._size(mine).sum())
+            held = int(self._in_flight[pool, request])
+            short = self._used[pool] + need + held - self._blocks[pool]
+            if short > 0:
+                self._drop(pool, eviction.victims(short, self._pinned))
+            self._used[pool] += need
+            self.outcome.peak = max(self.outcome.peak, sum(self._used) + held)
+        self._pinned[entries] = False
+        self._present[new] = True
+        self._rank(request, entries, places)
+        return True
+
+    def _too_much(self, request: int, parts: list[Ints]) -> bool:
+        needs = self._in_flight[:, request].tolist()
+        for one, pool, part in zip(self.model.classes, self._pools, parts, strict=True):
+            needs[pool] += one.blocks * len(part)
+        return any(need > blocks for need, blocks in zip(needs, self._blocks, strict=True))
+
+    def _store(self, request: int, parts: list[Ints]) -> None:
+        """Entries come in, and then whatever goes first leaves, be it one of them.
+
+        Head first they come in one after the other: what was there may be gone, and have to
+        come in again, when its turn comes.
+        """
+        entries, places = self._in_order(self.spans.of_request(request), parts)
+        while len(entries):
+            here = self._present[entries]
+            count = len(entries)
+            if self.policy.head_first:
+                count = int(np.argmax(here != here[0])) or count
+            self._bring(request, entries[:count], places[:count])
+            entries, places = entries[count:], places[count:]
+        self.outcome.peak = max(self.outcome.peak, sum(self._used))
+
+    def _bring(self, request: int, entries: Ints, places: Ints) -> None:
+        new = entries[~self._present[entries]]
+        self._present[new] = True
+        self._rank(request, entries, places)
+        for pool, eviction in enumerate(self._evictions):
+            self._used[pool] += int(self._size(self._of_pool(new, pool)).sum())
+            over = self._used[pool] - self._blocks[pool]
+            if over > 0:
+                self._drop(pool, eviction.victims(over, self._pinned))
+
+    def _in_order(self, spans: Ints, parts: list[Ints]) -> tuple[Ints, Ints]:
+        """(entries, their places along the request), the first to go first."""
+        entries = [spans[part] + (place << self._bits) for place, part in enumerate(parts)]
+        if self.policy.by_group:
+            ordered = self._by_group(entries, parts)
+            return np.concatenate(ordered[0]), np.concatenate(ordered[1])
+        if len(parts) == 1:
+            entry, place = entries[0], parts[0]
+            return (entry, place) if self.policy.head_first else (entry[::-1], place[::-1])
+        # A checkpoint is of no use without the blocks before it, so it goes before they do.
+        joined, places = np.concatenate(entries[::-1]), np.concatenate(parts[::-1])
+        order = np.argsort(places if self.policy.head_first else -places, kind="stable")
+        return joined[order], places[order]
+
+    def _by_group(self, entries: list[Ints], parts: list[Ints]) -> tuple[list[Ints], list[Ints]]:
+        """As vLLM frees: first what windows and states have left behind, then group by group."""
+        left: list[tuple[Ints, Ints]] = []
+        last: list[tuple[Ints, Ints]] = []
+        for first, entry, place in zip(self._first, entries, parts, strict=True):
+            behind = int(np.searchsorted(place, first[place[-1] + 1])) if len(place) else 0
+            left.append((entry[:behind][::-1], place[:behind][::-1]))
+            last.append((entry[behind:][::-1], place[behind:][::-1]))
+        both = left + last
+        return [one for one, _ in both], [two for _, two in both]
+
+    def _rank(self, request: int, entries: Ints, places: Ints) -> None:
+        later = saved = None
+        if self._next is not None:
+            later = self._next[self.spans.starts[request] + places]
+        if self._saved is not None:
+            saved = np.empty(len(entries))
+            kinds = entries >> self._bits
+            for place, one in enumerate(self.model.classes):
+                mine = kinds == place
+                saved[mine] = self._saved(one, places[mine])
+        use = Use(request + 1, saved, later)
+        for pool, eviction in enumerate(self._evictions):
+            if len(self._evictions) == 1:
+                eviction.used(entries, use)
+            else:
+                mine = self._pool_of(entries) == pool
+                eviction.used(entries[mine], use.part(mine))
+
+    def _size(self, entries: Ints) -> Ints:
+        """Blocks of each entry."""
+        sizes: Ints = self._sizes[entries >> self._bits]
+        return sizes
+
+    def _of_pool(self, entries: Ints, pool: int) -> Ints:
+        return entries if len(self._evictions) == 1 else entries[self._pool_of(entries) == pool]
+
+    def _pool_of(self, entries: Ints) -> Ints:
+        pools: Ints = np.array(self._pools)[entries >> self._bits]
+        return pools
+
+    def _drop(self, pool: int, victims: Ints) -> None:
+        self._present[victims] = False
+        freed = int(self._size(victims).sum())
+        self._used[pool] -= freed
+        self.outcome.evictions += freed
+
+
+def leading(flags: NDArray[np.bool_]) -> int:
+    """How many of the first are all true."""
+    if not len(flags):
+        return 0
+    first = int(np.argmin(flags))
+    return len(flags) if flags[first] else first
+
+
+def _is_range(ends: Ints, first: Ints) -> bool:
+    """Whether windows at these ends leave no gap: neighbours, and none of them empty."""
+    whole = int(ends[-1] - ends[0]) == len(ends) - 1
+    return whole and bool((first[ends[0] : ends[-1] + 1] < ends).all())

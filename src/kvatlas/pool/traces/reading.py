@@ -1,0 +1,191 @@
+"""Traces from files: Mooncake's form, plain token ids, and conversations of coding agents.
+
+The first two have one JSON object a line, and are read line by line. A conversation is one
+JSON object a file; a folder of them is one trace, in the order of their times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.pool.traces.trace import Trace, TraceBuilder, bad_trace
+
+MOONCAKE_BLOCK = 512
+TOKEN_BLOCK = 16
+"""Tokens that plain token ids are compared by."""
+LONGEST_LINE = 64 << 20
+"""Bytes of a line, or of a conversation."""
+_UNLIKE = "Write timestamp, input_length, output_length and hash_ids; or token_ids"
+
+
+class _Mooncake(msgspec.Struct, forbid_unknown_fields=True):
+    input_length: int
+    hash_ids: list[int]
+    output_length: int = 0
+    timestamp: float = 0.0
+    """Milliseconds."""
+    block_size: int | None = None
+
+
+class _TokenIds(msgspec.Struct, forbid_unknown_fields=True):
+    token_ids: list[int]
+    output_length: int = 0
+    timestamp: float = 0.0
+
+
+class _AgentRequest(msgspec.Struct, forbid_unknown_fields=True):
+    t: float
+    tokens: int = msgspec.field(name="in")
+    out: int
+    hash_ids: list[int]
+    type: str = ""
+    model: str = ""
+    input_types: msgspec.Raw = msgspec.Raw(b"")
+    output_types: msgspec.Raw = msgspec.Raw(b"")
+    stop: msgspec.Raw = msgspec.Raw(b"")
+    api_time: msgspec.Raw = msgspec.Raw(b"")
+    think_time: msgspec.Raw = msgspec.Raw(b"")
+    ttft: msgspec.Raw = msgspec.Raw(b"")
+
+
+class _Conversation(msgspec.Struct, forbid_unknown_fields=True):
+    block_size: int
+    requests: list[_AgentRequest]
+    hash_id_scope: str = "local"
+    id: str = ""
+    models: msgspec.Raw = msgspec.Raw(b"")
+    tool_tokens: int = 0
+    system_tokens: int = 0
+    totals: msgspec.Raw = msgspec.Raw(b"")
+
+
+Progress = Callable[[float], None]
+"""Told the part that is done, from 0 to 1."""
+
+
+def read_trace(
+    path: str | Path, *, block: int | None = None, progress: Progress | None = None
+) -> Trace:
+    """The trace of a file or a folder, in whichever form it is.
+
+    `block` is how many tokens an id of Mooncake's form stands for, 512 where nobody says;
+    for plain token ids, by how many tokens they are compared.
+    """
+    path = Path(path)
+    try:
+        if path.is_dir() or path.suffix == ".json":
+            files = sorted(path.glob("*.json")) if path.is_dir() else [path]
+            return _read_conversations(path.name, files, progress)
+        return _read_lines(path, block, progress)
+    except OSError as problem:
+        got = f"{path}: {problem.strerror}"
+        raise AtlasError(Code.UNREADABLE, got=got, hint="Give a trace file") from problem
+
+
+def _read_lines(path: Path, block: int | None, progress: Progress | None) -> Trace:
+    builder: TraceBuilder | None = None
+    decoder: msgspec.json.Decoder[Any] | None = None
+    tree = _TokenTree()
+    for number, line in _lines(path, progress):
+        where = f"{path.name}, line {number}"
+        if decoder is None:
+            kind: Any = _TokenIds if b'"token_ids"' in line else _Mooncake
+            decoder = msgspec.json.Decoder(kind)
+        try:
+            request = decoder.decode(line)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as problem:
+            raise bad_trace(where, "this is no request", problem, _UNLIKE) from None
+        if isinstance(request, _TokenIds):
+            if builder is None:
+                builder = _begin(path, block or TOKEN_BLOCK, where)
+            ids = tree.ids(request.token_ids, builder.block)
+            length = len(request.token_ids)
+        else:
+            if builder is None:
+                builder = _begin(path, block or request.block_size or MOONCAKE_BLOCK, where)
+            if request.block_size not in (None, builder.block):
+                got = f"{request.block_size} after {builder.block} tokens"
+                raise bad_trace(where, "blocks of two sizes", got, "Use one block size")
+            ids, length = request.hash_ids, request.input_length
+        builder.add(number, ids, length, request.output_length, request.timestamp / 1000)
+    return (builder or _begin(path, MOONCAKE_BLOCK, path.name)).finish()
+
+
+def _begin(path: Path, block: int, where: str) -> TraceBuilder:
+    if not 0 < block <= 1 << 20:
+        raise bad_trace(where, "no such block size", block, "Use a size such as 512")
+    builder = TraceBuilder(path.stem, block)
+    builder.begin(path.name)
+    return builder
+
+
+def _lines(path: Path, progress: Progress | None) -> Iterator[tuple[int, bytes]]:
+    """Lines that say something, with their numbers; none longer than is read at once."""
+    total, done, number = max(path.stat().st_size, 1), 0, 0
+    with path.open("rb") as file:
+        while line := file.readline(LONGEST_LINE):
+            number += 1
+            done += len(line)
+            if len(line) == LONGEST_LINE:
+                where, hint = f"{path.name}, line {number}", "Give one request a line"
+                raise bad_trace(where, "the line is too long", f"{len(line):,} bytes", hint)
+            if line.strip():
+                yield number, line
+            if progress and not number % 256:
+                progress(done / total)
+
+
+def _read_conversations(name: str, files: list[Path], progress: Progress | None) -> Trace:
+    builder: TraceBuilder | None = None
+    first = 0
+    decoder = msgspec.json.Decoder(_Conversation)
+    for place, path in enumerate(files):
+        if path.stat().st_size > LONGEST_LINE:
+            hint = "Give one conversation a file"
+            raise bad_trace(path.name, "the file is too long", f"{path.stat().st_size:,}", hint)
+        try:
+            found = decoder.decode(path.read_bytes())
+        except (msgspec.MsgspecError, ValueError, RecursionError) as problem:
+            hint = "Give conversations as kv-cache-tester writes them"
+            raise bad_trace(path.name, "this is no conversation", problem, hint) from None
+        if builder is None:
+            builder = _begin(path, found.block_size, path.name)
+            builder.name = name
+        elif found.block_size != builder.block:
+            got = f"{found.block_size} after {builder.block} tokens"
+            raise bad_trace(path.name, "blocks of two sizes", got, "Use one block size")
+        builder.begin(path.name)
+        shift = first if found.hash_id_scope == "local" else 0
+        greatest = -1
+        for number, one in enumerate(found.requests, 1):
+            if min(one.hash_ids, default=0) < 0:
+                where = f"{path.name}, line {number}"
+                raise bad_trace(where, "an id is negative", min(one.hash_ids), "Correct it")
+            greatest = max(greatest, max(one.hash_ids, default=-1))
+            ids = [shift + each for each in one.hash_ids] if shift else one.hash_ids
+            builder.add(number, ids, one.tokens, one.out, one.t)
+        first += greatest + 1
+        if progress:
+            progress((place + 1) / len(files))
+    return (builder or TraceBuilder(name, MOONCAKE_BLOCK)).finish(by_time=True)
+
+
+class _TokenTree:
+    """Numbers of blocks of tokens, one for each block and everything before it."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[bytes, int] = {}
+
+    def ids(self, tokens: list[int], block: int) -> list[int]:
+        link, found = b"", []
+        for start in range(0, len(tokens), block):
+            text = msgspec.msgpack.encode(tokens[start : start + block])
+            link = blake2b(link + text, digest_size=16).digest()
+            found.append(self._numbers.setdefault(link, len(self._numbers)))
+        return found

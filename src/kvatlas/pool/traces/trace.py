@@ -1,0 +1,176 @@
+"""`Trace`: requests as arrays of hashes that stand for their prompts, block by block.
+
+A hash stands for `block` tokens and everything before them: equal ids mean equal prefixes. So
+an id has one predecessor, one depth, and one number of tokens. A trace that says otherwise is
+refused with the line that says it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvatlas.errors import AtlasError, Code
+
+Ints = NDArray[np.int64]
+
+MOST_IDS = 40_000_000
+"""Ids of a trace that are read: about a gigabyte while they are put in order."""
+MOST_TOKENS = 1 << 40
+
+
+def bad_trace(where: str, problem: str, got: object, hint: str) -> AtlasError:
+    """The refusal of a trace, with the file and the line."""
+    return AtlasError(Code.BAD_TRACE, f"{where}: {problem}", got=got, hint=hint)
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """Requests in the order in which they came."""
+
+    name: str
+    block: int
+    """Tokens that an id stands for."""
+    ids: Ints
+    """Of all prompts behind each other, numbered from 0 in the order of their coming."""
+    starts: Ints
+    """Where each request's ids begin, and where the last's end."""
+    lengths: Ints
+    """Tokens of each prompt."""
+    outputs: Ints
+    """Tokens of each answer."""
+    times: NDArray[np.float64]
+    """Seconds at which each request came."""
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all prompts."""
+        return int(self.lengths.sum())
+
+    def repeated(self, times: int) -> Trace:
+        """The trace so often behind itself, each time with new ids."""
+        distinct = int(self.ids.max(initial=-1)) + 1
+        each = int(self.starts[-1])
+        span = float(self.times.max(initial=0.0))
+        return Trace(
+            f"{self.name} x {times}",
+            self.block,
+            np.concatenate([self.ids + n * distinct for n in range(times)]),
+            np.concatenate([[0], *(self.starts[1:] + n * each for n in range(times))]),
+            np.tile(self.lengths, times),
+            np.tile(self.outputs, times),
+            np.concatenate([self.times + n * span for n in range(times)]),
+        )
+
+
+class TraceBuilder:
+    """Requests one by one, each checked by itself; `finish` checks them against each other."""
+
+    def __init__(self, name: str, block: int) -> None:
+        self.name, self.block = name, block
+        self._ids, self._starts = array("q"), array("q", [0])
+        self._lengths, self._outputs, self._times = array("q"), array("q"), array("d")
+        self._where: list[tuple[int, str]] = []
+        """(first request, file) of each file."""
+        self._lines = array("q")
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def begin(self, file: str) -> None:
+        """What follows is from this file."""
+        self._where.append((len(self), file))
+
+    def add(self, line: int, ids: Sequence[int], length: int, output: int, time: float) -> None:
+        """One request, as its line says."""
+        where = f"{self._where[-1][1]}, line {line}"
+        if not (isfinite(time) and time >= 0):
+            raise bad_trace(where, "a request comes at a time from 0 on", time, "Correct the time")
+        if not (0 <= length <= MOST_TOKENS and 0 <= output <= MOST_TOKENS):
+            got = f"{length} and {output} tokens"
+            raise bad_trace(where, "lengths are from 0 on", got, "Correct the lengths")
+        whole, begun = length // self.block, -(-length // self.block)
+        if len(ids) not in (whole, begun):
+            problem = f"the ids are not those of the prompt's blocks of {self.block} tokens"
+            got = f"{len(ids)} ids for {length} tokens"
+            raise bad_trace(where, problem, got, f"Give {whole} or {begun} ids, or the block size")
+        if len(self._ids) + len(ids) > MOST_IDS:
+            problem = f"a trace has at most {MOST_IDS:,} ids"
+            raise bad_trace(where, problem, "more", "Split it, or use longer blocks")
+        try:
+            self._ids.extend(ids)
+        except (OverflowError, TypeError):
+            hint = "Ids are whole numbers below 2^63"
+            raise bad_trace(where, "an id is none", str(ids)[:60], hint) from None
+        self._starts.append(len(self._ids))
+        self._lengths.append(length)
+        self._outputs.append(output)
+        self._times.append(time)
+        self._lines.append(line)
+
+    def finish(self, *, by_time: bool = False) -> Trace:
+        """The trace, its ids numbered anew and held to be a tree."""
+        if not len(self):
+            hint = "A trace has one request a line"
+            raise bad_trace(self.name, "there is no request", "nothing", hint)
+        raw = np.frombuffer(self._ids, np.int64) if self._ids else np.empty(0, np.int64)
+        _, first, ids = np.unique(raw, return_index=True, return_inverse=True)
+        # Numbered in the order of their coming, which is kind to caches.
+        order = np.argsort(np.argsort(first, kind="stable"), kind="stable")
+        ids = order[ids.reshape(-1)].astype(np.int64)
+        starts = np.frombuffer(self._starts, np.int64)
+        lengths = np.frombuffer(self._lengths, np.int64)
+        self._check_tree(ids, starts, lengths)
+        trace = Trace(
+            self.name,
+            self.block,
+            ids,
+            starts,
+            lengths,
+            np.frombuffer(self._outputs, np.int64),
+            np.frombuffer(self._times, np.float64),
+        )
+        return _sorted(trace) if by_time else trace
+
+    def _check_tree(self, ids: Ints, starts: Ints, lengths: Ints) -> None:
+        """Every id behind one other, and of one number of tokens."""
+        counts = np.diff(starts)
+        depth = np.arange(len(ids)) - np.repeat(starts[:-1], counts)
+        before = np.where(depth > 0, np.roll(ids, 1), -1)
+        tokens = np.minimum(np.repeat(lengths, counts) - depth * self.block, self.block)
+        # Ids are numbered as they come, so each one's first is where a new maximum is.
+        first = np.zeros(int(ids.max(initial=-1)) + 1, np.int64)
+        first[ids[::-1]] = np.arange(len(ids))[::-1]
+        for facts, problem, hint in (
+            (before, "an id follows another id than before", "Ids stand for whole prefixes"),
+            (tokens, "an id stands for another number of tokens than before",
+             "The last block of a prompt has an id of its own while it is not full"),
+        ):  # fmt: skip
+            wrong = np.flatnonzero(facts != facts[first[ids]])
+            if len(wrong):
+                request = int(np.searchsorted(starts, wrong[0], side="right")) - 1
+                got = f"entry {int(depth[wrong[0]])} of its ids"
+                raise bad_trace(self._place(request), problem, got, hint)
+
+    def _place(self, request: int) -> str:
+        file = max(where for where in self._where if where[0] <= request)[1]
+        return f"{file}, line {self._lines[request]}"
+
+
+def _sorted(trace: Trace) -> Trace:
+    """The same requests in the order of their times."""
+    order = np.argsort(trace.times, kind="stable")
+    counts = np.diff(trace.starts)[order]
+    starts = np.concatenate([[0], np.cumsum(counts)])
+    inside = np.arange(starts[-1]) - np.repeat(starts[:-1], counts)
+    ids = trace.ids[np.repeat(trace.starts[order], counts) + inside]
+    lengths, outputs, times = trace.lengths[order], trace.outputs[order], trace.times[order]
+    return Trace(trace.name, trace.block, ids, starts, lengths, outputs, times)

@@ -1,0 +1,360 @@
+"""`ConvertedStream`: a request whose content changes its format on the way.
+
+Runs of equal bytes are what every other route is made of; unlike formats have none in common.
+So a converting route goes through cells (one head's fields of one state, or one element of a
+recurrent state) that both ends can name in one order, whatever their pages look like: boxes
+one after the other, in each its states in the order of the request, in each state its layers,
+heads and fields. One half of the way copies runs of the source's pages into that order, the
+other copies that order into the destination's pages; both are ordinary strips, so that tensor
+parallelism, unlike blocks, orders, packings and windows need nothing new. Between the halves
+cells are decoded and encoded, by themselves, at one end: at the source where its format is the
+larger one, so that the smaller one travels.
+
+A box is what one rank reads from another of layers that lie alike: some heads or rows of
+them. A place in the stream is a place in a box, and pieces end between cells.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry import (
+    CommonStates,
+    Placement,
+    StateBlocks,
+    StridedRuns,
+    integer,
+    merge_runs,
+    positive,
+    tile_alike,
+)
+from kvatlas.routing.binding import CompiledPair, Copy, RepeatedRuns, joined, ranges, repeated
+from kvatlas.routing.compiler import Compiler, GroupPair, NeededShard
+from kvatlas.routing.conversion import Conversion, place_of_conversion, way_between
+from kvatlas.routing.plan_ends import FieldView, LayerPart, PlanEnd
+from kvatlas.routing.request import BoundStates, RequestEnds
+from kvatlas.routing.streams import StreamChunk
+from kvatlas.specs import CellFormat, Recurrent, Visibility
+
+CELLS = -1
+"""In the place of a pool's index: the bytes of a piece of the stream."""
+
+_CHUNK = 4 << 20
+"""Bytes of a box whose runs are made at once; at least those of one state."""
+
+_OPEN = ("B", "k", "N")
+_IN_ORDER = StateBlocks(1 << 40)
+"""States of a stream: one behind the other, in a block that is never full."""
+
+
+class BoxEnd(NamedTuple):
+    """A box at one end: its cell, its bytes for one state, and its runs by kind of block."""
+
+    cell: CellFormat
+    nbytes: int
+    runs: dict[StateBlocks, list[RepeatedRuns]]
+
+
+class ConvertedBox(NamedTuple):
+    """What one rank reads from another of layers that lie alike: some heads or rows of them."""
+
+    pair: GroupPair
+    ends: tuple[BoxEnd, BoxEnd]
+    copied: bool
+    """Nothing changes: both ends have the same bytes."""
+    wire: int
+    """The end whose format travels: 0 for the source's."""
+
+    def unit(self, end: int) -> int:
+        """Bytes of the least that can be converted by itself."""
+        return 1 if self.copied else self.ends[end].cell.nbytes
+
+
+class ConvertingCompiler(Compiler):
+    """Boxes between two plans that keep a model in unlike formats."""
+
+    def __init__(
+        self,
+        src: PlanEnd,
+        dst: PlanEnd,
+        visibilities: Mapping[str, Visibility],
+        conversion: Conversion,
+    ) -> None:
+        super().__init__(src, dst, visibilities)
+        self.conversion = conversion
+
+    def fields_chosen_by(self, layer: str, part: LayerPart) -> Mapping[str, FieldView]:
+        """Rows go with all their fields, as the first of them goes; states each for itself."""
+        views = self.dst.views(layer, part)
+        return views if self._recurrent(layer) else dict([next(iter(views.items()))])
+
+    def boxes(
+        self, src_rank: int, dst_rank: int, layers: frozenset[str] | None = None
+    ) -> list[ConvertedBox]:
+        """What a destination rank reads from a source rank, in the order of the stream."""
+        boxes = []
+        for alike, needed in self.choices(src_rank, dst_rank):
+            by_scales: dict[object, list[str]] = defaultdict(list)
+            for name in alike:
+                if layers is None or name in layers:
+                    cells = self._cells(name, needed.field)
+                    by_scales[tuple(cell.scales for cell in cells)].append(name)
+            boxes += [self._box(names, needed) for names in by_scales.values()]
+        return boxes
+
+    def _recurrent(self, layer: str) -> bool:
+        return isinstance(self.dst.specs[layer], Recurrent)
+
+    def _cells(self, layer: str, field: str) -> tuple[CellFormat, CellFormat]:
+        return self.conversion.cells[layer, field if self._recurrent(layer) else "rows"]
+
+    def _box(self, names: list[str], needed: NeededShard) -> ConvertedBox:
+        layer, source = names[0], needed.sources[0]
+        pair = GroupPair(
+            (self.src.region(source.part).group, self.dst.region(needed.part).group),
+            self.src.specs[layer].tokens_per_state,
+            self.visibilities[layer],
+            (source.cells, needed.cells),
+        )
+        cells = self._cells(layer, needed.field)
+        axes = self._axes(layer, needed)
+        here = (self.src, source.part, source.local, source.cells)
+        there = (self.dst, needed.part, needed.local, needed.cells)
+        ends = [
+            self._end(names, needed, cell, axes, *end)
+            for cell, end in zip(cells, (here, there), strict=True)
+        ]
+        copied = way_between(*cells) == "copied"
+        wire = 1 if place_of_conversion(*cells) == "source" else 0
+        return ConvertedBox(pair, (ends[0], ends[1]), copied, wire)
+
+    def _axes(self, layer: str, needed: NeededShard) -> list[tuple[str, int]]:
+        """The axes of a box outside its cells, in the order of the stream: the destination's."""
+        view = self.dst.views(layer, needed.part)[needed.field]
+        cut = view.field.sharding.axis
+        inside = (*_OPEN,) if self._recurrent(layer) else (*_OPEN, "C", "c")
+        return [
+            (axis, needed.length if axis == cut else view.placement.size(axis))
+            for axis in view.placement.axes
+            if axis not in inside
+        ]
+
+    def _end(
+        self,
+        names: list[str],
+        needed: NeededShard,
+        cell: CellFormat,
+        axes: list[tuple[str, int]],
+        end: PlanEnd,
+        part: LayerPart,
+        local: int,
+        cells: StateBlocks,
+    ) -> BoxEnd:
+        """A box at one end: runs from its pages into the order of the stream."""
+        layer_bytes = cell.nbytes * int(np.prod([size for _, size in axes]))
+        strips: dict[StateBlocks, list[StridedRuns]] = defaultdict(list)
+        views = end.views(names[0], part)
+        for row in cell.rows:
+            view = views[row.name]
+            mine = view.placement
+            if view.field.sharding.axis is not None:
+                mine = mine.narrow(view.field.sharding.axis, local, needed.length)
+            outer = Placement.packed(axes, item=cell.nbytes)
+            in_order = Placement(
+                ("N", *outer.axes, "C"),
+                (2, *outer.sizes, row.items),
+                (layer_bytes * len(names), *outer.strides, row.dtype.item),
+                row.at,
+                row.dtype.item,
+            )
+            if cell.field is not None:
+                in_order = in_order.select("C", 0)
+            strip = StridedRuns.between(*tile_alike(mine, in_order))
+            blocks = view.cells._replace(every=cells.every, residue=cells.residue)
+            for place, name in enumerate(names):
+                shifted = strip.shift(end.page_offsets[name][part], place * layer_bytes)
+                strips[blocks].append(shifted)
+        runs = {blocks: repeated(merge_runs(own)) for blocks, own in strips.items()}
+        return BoxEnd(cell, layer_bytes * len(names), runs)
+
+
+class ConvertedSection(NamedTuple):
+    """A box and the states of it that move."""
+
+    box: ConvertedBox
+    states: CommonStates
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that travel."""
+        return self.states.total * self.box.ends[self.box.wire].nbytes
+
+    @property
+    def chunk(self) -> int:
+        """States whose runs are made at once."""
+        return max(1, _CHUNK // max(end.nbytes for end in self.box.ends))
+
+
+class ConvertedPart(NamedTuple):
+    """Some cells of one chunk: what a piece of the stream is made of."""
+
+    stream: ConvertedStream
+    section: int
+    first: int
+    """First state of the chunk."""
+    units: tuple[int, int]
+    """First of its cells in the chunk, and the one behind the last."""
+
+    @property
+    def box(self) -> ConvertedBox:
+        """The box that the cells are of."""
+        return self.stream.sections[self.section].box
+
+    def nbytes(self, end: int) -> int:
+        """Bytes of the cells in one end's format."""
+        return (self.units[1] - self.units[0]) * self.box.unit(end)
+
+    @property
+    def travelling(self) -> int:
+        """Bytes of the cells as they travel."""
+        return self.nbytes(self.box.wire)
+
+    def converted_at(self, end: int) -> bool:
+        """Whether one end has to convert them: 0 for the source."""
+        return not self.box.copied and self.box.wire != end
+
+    @property
+    def formats(self) -> tuple[CellFormat, CellFormat]:
+        """The cells' formats at the source and at the destination."""
+        return self.box.ends[0].cell, self.box.ends[1].cell
+
+    def copy(self, end: int) -> Copy:
+        """Runs between one end's pools and the cells in its own format, in their order."""
+        unit = self.box.unit(end)
+        chunk = self.stream.chunk(end, self.section, self.first)
+        part = chunk.slice(self.units[0] * unit, self.units[1] * unit)
+        order = part.dst - self.units[0] * unit
+        if end == 0:
+            return Copy(part.src_pool, CELLS, part.src, order, part.length)
+        return Copy(CELLS, part.src_pool, order, part.src, part.length)
+
+
+class ConvertedStream:
+    """The bytes that carry a request from one rank to another, formats changed on the way.
+
+    Made by `Route.converted`. Any number of threads may read it.
+    """
+
+    def __init__(self, boxes: Sequence[ConvertedBox], request: RequestEnds) -> None:
+        self._request = request
+        found = [ConvertedSection(box, request.states(box.pair)) for box in boxes]
+        request.check_distinct()
+        self.sections = [section for section in found if section.states.total]
+        self._ends = list(accumulate(section.nbytes for section in self.sections))
+        # Replaced as a whole, so that threads need no lock: at worst one makes it again.
+        self._last: dict[int, StreamChunk] = {}
+
+    def __repr__(self) -> str:
+        return f"<ConvertedStream of {self.nbytes:,} bytes that arrive as {self.arriving:,}>"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that travel."""
+        return self._ends[-1] if self._ends else 0
+
+    @property
+    def arriving(self) -> int:
+        """Bytes that are written at the destination."""
+        return sum(one.states.total * one.box.ends[1].nbytes for one in self.sections)
+
+    @property
+    def runs(self) -> int:
+        """Runs at the end whose format travels, at most."""
+        return sum(
+            one.states.total
+            * sum(len(runs.starts.src) for own in end.runs.values() for runs in own)
+            for one in self.sections
+            for end in (one.box.ends[one.box.wire],)
+        )
+
+    def spans(self, nbytes: int) -> Iterator[tuple[int, int]]:
+        """Where pieces of at most so many bytes start and stop, each of whole cells."""
+        nbytes, start = positive(nbytes, "the piece"), 0
+        while start < self.nbytes:
+            stop = self._whole(min(start + nbytes, self.nbytes))
+            if stop == start:
+                problem = "One cell is larger than a piece of the transfer"
+                hint = "Give the nodes larger buffers (piece=)"
+                got = f"pieces of {nbytes} bytes"
+                raise AtlasError(Code.BAD_SIZE, problem, got=got, hint=hint)
+            yield start, stop
+            start = stop
+
+    def parts(self, start: Any = 0, stop: Any = None) -> Iterator[ConvertedPart]:
+        """The cells of bytes start .. stop - 1, chunk by chunk in the order of the stream."""
+        start, stop = self._checked(start, self.nbytes if stop is None else stop)
+        index = bisect_right(self._ends, start)
+        while start < stop:
+            section = self.sections[index]
+            box, base = section.box, self._ends[index] - section.nbytes
+            each, unit = box.ends[box.wire].nbytes, box.unit(box.wire)
+            first = (start - base) // each // section.chunk * section.chunk
+            begin = base + first * each
+            end = base + min(first + section.chunk, section.states.total) * each
+            upto = min(stop, end)
+            units = (start - begin) // unit, (upto - begin) // unit
+            yield ConvertedPart(self, index, first, units)
+            start = upto
+            index += start == self._ends[index]
+
+    def chunk(self, end: int, index: int, first: int) -> StreamChunk:
+        """The runs of one chunk between one end's pools and the order of the stream."""
+        made = self._last.get(end)
+        if made is None or (made.section, made.first) != (index, first):
+            made = self._last[end] = self._chunk(end, index, first)
+        return made
+
+    def _chunk(self, end: int, index: int, first: int) -> StreamChunk:
+        section = self.sections[index]
+        box, states = section.box, section.states
+        stop = min(first + section.chunk, states.total)
+        tables = self._request.dst if end else self._request.src
+        group, local, step = box.pair.groups[end], states.local[end], states.steps[end]
+        found = []
+        for blocks, own in box.ends[end].runs.items():
+            held = StateBlocks(1) if box.pair.per_state is None else blocks
+            numbered = CommonStates((held, _IN_ORDER), states.total, (local, 0), (step, 1))
+            spans = numbered.spans(first, stop)
+            ids = tables.ids(group, spans.src.entry), np.zeros(len(spans.length), np.int64)
+            compiled = CompiledPair(box.pair, own, [])
+            found += list(ranges(compiled, BoundStates(spans, ids)))
+        pool = self._request.pools(box.pair)[end]
+        (copy,) = joined({(pool, CELLS): found})
+        order = copy.dst - first * box.ends[end].nbytes
+        copy = Copy(pool, CELLS, copy.src, order, copy.length)
+        return StreamChunk(index, first, copy, np.cumsum(copy.length))
+
+    def _whole(self, place: int) -> int:
+        """The last place between cells up to one in the stream."""
+        index = bisect_right(self._ends, place)
+        if index == len(self._ends):
+            return self.nbytes
+        section = self.sections[index]
+        base = self._ends[index] - section.nbytes
+        return place - (place - base) % section.box.unit(section.box.wire)
+
+    def _checked(self, start: Any, stop: Any) -> tuple[int, int]:
+        start, stop = integer(start, "the start"), integer(stop, "the stop")
+        inside = 0 <= start <= stop <= self.nbytes
+        if not inside or (self._whole(start), self._whole(stop)) != (start, stop):
+            problem = f"These are not whole cells of a stream of {self.nbytes} bytes"
+            hint = "Ask for bytes as ConvertedStream.spans gives them"
+            raise AtlasError(Code.OUT_OF_RANGE, problem, got=f"{start}..{stop}", hint=hint)
+        return start, stop

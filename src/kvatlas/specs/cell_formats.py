@@ -1,0 +1,182 @@
+"""The formats that a layer's content is written in, by name, and one cell of it as bytes.
+
+A format is what a cache dtype makes of numbers: the model's own dtype, fp8 with one scale
+for the tensor, int8 with a scale for each token and head, ... Rows of attention are in one
+format; a recurrent layer has one for each of its states.
+
+A cell is what a conversion takes and gives, by itself: the fields of one head and state, one
+behind the other, without padding. Of a recurrent state it is one element.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry import DType, Page
+from kvatlas.specs.attention import Attention
+from kvatlas.specs.base import Spec
+from kvatlas.specs.cell_content import ATTENTION_CACHES
+from kvatlas.specs.identity import without_packing
+from kvatlas.specs.latent import LATENT_CACHES, CompressorState, Indexer, LatentAttention
+from kvatlas.specs.recurrent import Recurrent
+
+PLAIN_FORMATS = ("fp32", "bf16", "fp16")
+"""Formats whose elements stand for themselves."""
+
+_SHORT = {
+    "fp8_e4m3": "fp8",
+    "int8": "int8_per_token_head",
+    "int4": "int4_per_token_head",
+}
+_KNOWN = {*ATTENTION_CACHES, *LATENT_CACHES, "mxfp4"} - {"auto"}
+
+
+def format_name(name: str) -> str:
+    """A format by its usual name, or a refusal.
+
+    >>> format_name("bfloat16"), format_name("fp8_e4m3"), format_name("int8")
+    ('bf16', 'fp8', 'int8_per_token_head')
+    """
+    wanted = name.strip().lower()
+    wanted = _SHORT.get(wanted, wanted)
+    if wanted in _KNOWN:
+        return wanted
+    try:
+        plain = DType.of(wanted).name
+    except AtlasError:
+        plain = ""
+    if plain not in PLAIN_FORMATS:
+        known = ", ".join((*PLAIN_FORMATS, *sorted(_KNOWN - {"fp8_e4m3"})))
+        problem = "There is no format of that name to convert"
+        raise AtlasError(Code.UNKNOWN_DTYPE, problem, got=repr(name), hint=f"Use one of {known}")
+    return plain
+
+
+@lru_cache(maxsize=4096)
+def content_formats(spec: Spec) -> Mapping[str, str]:
+    """The format of each part of a layer's content: its rows, or each of its states.
+
+    >>> from kvatlas.specs import FullAttention, Mamba1
+    >>> content_formats(FullAttention(heads=8, head_dim=64, cache="fp8_e4m3"))
+    {'rows': 'fp8'}
+    >>> content_formats(Mamba1(inner=64, state_size=16, ssm_dtype="float32"))
+    {'conv': 'bf16', 'ssm': 'fp32'}
+    """
+    if isinstance(spec, Recurrent):
+        return {state.name: DType.of(state.dtype).name for state in spec.layer_states()}
+    if isinstance(spec, Indexer):
+        return {"rows": spec.cache}
+    if isinstance(spec, CompressorState):
+        return {"rows": DType.of(spec.dtype).name}
+    bare: Any = without_packing(spec)
+    return {"rows": DType.of(bare.dtype).name if bare.cache == "auto" else bare.cache}
+
+
+class TensorScales(NamedTuple):
+    """The scales of one layer's whole tensors of K and of V; latent rows have the first."""
+
+    k: float = 1.0
+    v: float = 1.0
+
+
+_ONE = TensorScales()
+
+
+def needs_scales(spec: Spec) -> bool:
+    """Whether a layer's format has one scale for the tensor, which no page holds.
+
+    >>> from kvatlas.specs import FullAttention
+    >>> caches = ("fp8", "int8_per_token_head")
+    >>> [needs_scales(FullAttention(heads=8, head_dim=64, cache=c)) for c in caches]
+    [True, False]
+    """
+    scaled = isinstance(spec, Attention | LatentAttention)
+    return scaled and content_formats(spec)["rows"] in ("fp8", "fp8_e5m2", "nvfp4")
+
+
+class CellRow(NamedTuple):
+    """One field's elements in a cell: where they start there, and how many storage items."""
+
+    name: str
+    dtype: DType
+    at: int
+    items: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the row."""
+        return self.items * self.dtype.item
+
+
+@dataclass(frozen=True)
+class CellFormat:
+    """One cell of a layer as bytes: its fields one behind the other, and the tensors' scales.
+
+    `field` is the state that the cell is an element of, for recurrent layers.
+
+    >>> from kvatlas.specs import FullAttention
+    >>> cell = CellFormat(FullAttention(heads=8, head_dim=64, cache="int8_per_token_head"))
+    >>> cell.nbytes, [(row.name, row.at) for row in cell.rows]
+    (136, [('k', 0), ('k_scale', 64), ('v', 68), ('v_scale', 132)])
+    """
+
+    spec: Spec
+    field: str | None = None
+    scales: TensorScales = _ONE
+
+    @property
+    def rows(self) -> tuple[CellRow, ...]:
+        """The fields of a cell, padding left out."""
+        return _cell_rows(self.spec, self.field)
+
+    @property
+    def page(self) -> Page:
+        """The smallest page of the layer."""
+        return _smallest_page(self.spec)
+
+    @property
+    def formats(self) -> Mapping[str, str]:
+        """The names of what the cell is written in."""
+        all_of_it = content_formats(self.spec)
+        return all_of_it if self.field is None else {self.field: all_of_it[self.field]}
+
+    @property
+    def by_element(self) -> bool:
+        """Whether every element stands for itself, up to a scale of the whole tensor."""
+        scales = ("_scale", "_zero")
+        return not any(row.dtype.packed or row.name.endswith(scales) for row in self.rows)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the cell."""
+        return sum(row.nbytes for row in self.rows)
+
+    def row(self, name: str) -> CellRow:
+        """The row of a field."""
+        return next(row for row in self.rows if row.name == name)
+
+
+@lru_cache(maxsize=4096)
+def _smallest_page(spec: Spec) -> Page:
+    """Remembered: layers share specs, and pages are checked when they are made."""
+    return spec.page(spec.tokens_per_state or 1)
+
+
+@lru_cache(maxsize=4096)
+def _cell_rows(spec: Spec, field: str | None) -> tuple[CellRow, ...]:
+    page = _smallest_page(spec)
+    if field is not None:
+        return (CellRow(field, page.field(field).dtype, 0, 1),)
+    rows: list[CellRow] = []
+    at = 0
+    for part in page.fields:
+        if not part.padding:
+            items = math.prod(n for axis, n in part.sizes.items() if axis not in "HN")
+            rows.append(CellRow(part.name, part.dtype, at, items))
+            at += rows[-1].nbytes
+    return tuple(rows)

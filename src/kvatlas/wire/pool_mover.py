@@ -1,0 +1,221 @@
+"""A node's own pools: gathered into streams, filled from them, summed up; on the host or a GPU.
+
+What is staged over a wire is one piece of a stream in one buffer. Where the pools are on the
+host, numpy gathers and scatters. Where they are on a GPU, a kernel does, into a buffer of the
+same GPU if the transport reaches that; if not, the buffer is host memory that is pinned, and
+the piece takes one more step over the link: the host bounce.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry import Int64s
+from kvatlas.routing import Copy
+from kvatlas.wire.memory_copy import Bytes, as_bytes
+from kvatlas.wire.metrics import Metrics
+from kvatlas.wire.staging import checksums, crc_pieces, gather, scatter, stream_bytes
+from kvatlas.wire.transports.base import HOST, STAGING, Memory, Transport
+from kvatlas.wire.transports.cuda_driver import NO_STARTS, AddressRuns
+
+
+class PoolMover(ABC):
+    """Moves bytes between the pools of this node and streams."""
+
+    @abstractmethod
+    def gather(self, copies: Sequence[Copy], stream: Any) -> None:
+        """The stream of some copies, out of the pools."""
+
+    @abstractmethod
+    def scatter(self, copies: Sequence[Copy], stream: Any) -> int:
+        """The stream of some copies, into the pools; how many bytes."""
+
+    @abstractmethod
+    def rehearsal(self, copies: Sequence[Copy], stream: Any, nbytes: int) -> Callable[[], None]:
+        """Scatters into so many bytes of scratch memory for pool 0, to be timed."""
+
+    @abstractmethod
+    def checksums(self, copies: Sequence[Copy], piece: int, *, src: bool) -> Int64s:
+        """A CRC-32 of every `piece` bytes of the stream of some copies."""
+
+    def follow(self, mark: int | None) -> None:  # noqa: B027
+        """What is moved from now on comes behind a mark of this process."""
+
+    def wait_for_caller(self) -> None:  # noqa: B027
+        """Wait for what the caller has put on its own stream of the GPU."""
+
+    def close(self) -> None:  # noqa: B027
+        """Give back what is kept for it."""
+
+
+class HostMover(PoolMover):
+    """Pools in host memory."""
+
+    def __init__(self, pools: Mapping[int, Bytes]) -> None:
+        self._pools = pools
+
+    def gather(self, copies: Sequence[Copy], stream: Any) -> None:
+        """By numpy."""
+        gather(copies, self._pools, stream)
+
+    def scatter(self, copies: Sequence[Copy], stream: Any) -> int:
+        """By numpy."""
+        return scatter(copies, stream, self._pools)
+
+    def rehearsal(self, copies: Sequence[Copy], stream: Any, nbytes: int) -> Callable[[], None]:
+        """By numpy."""
+        scratch = {0: np.empty(nbytes, dtype=np.uint8)}
+
+        def act() -> None:
+            scatter(copies, stream, scratch)
+
+        return act
+
+    def checksums(self, copies: Sequence[Copy], piece: int, *, src: bool) -> Int64s:
+        """By numpy and zlib."""
+        return checksums(copies, self._pools, piece, src=src)
+
+
+class GpuMover(PoolMover):
+    """Pools in the memory of one GPU."""
+
+    def __init__(
+        self, transport: Transport, memory: Mapping[int, Memory], staging: Any, metrics: Metrics
+    ) -> None:
+        import torch
+
+        (device,) = {at.device for at in memory.values()}
+        self._device, self._memory = torch.device(device), dict(memory)
+        self._marks, self._metrics = transport.marks, metrics
+        self._queue: Any = transport.driver.queue(self._device.index, 0)
+        bounces = isinstance(staging, np.ndarray) and staging.nbytes
+        self._pinned = PinnedMemory(staging) if bounces else None
+
+    def follow(self, mark: int | None) -> None:
+        """The GPU waits, and no host does."""
+        if mark is not None and self._marks is not None:
+            self._queue.after(self._marks.event(mark))
+
+    def wait_for_caller(self) -> None:
+        """Wait for the current stream of the calling thread."""
+        import torch
+
+        torch.cuda.current_stream(self._device).synchronize()
+
+    def gather(self, copies: Sequence[Copy], stream: Any) -> None:
+        """By a kernel, into the GPU's memory; then in one stretch to the host if it is there."""
+        self._count(stream, self._through(copies, self._memory, stream, out=True))
+
+    def scatter(self, copies: Sequence[Copy], stream: Any) -> int:
+        """The other way."""
+        return self._count(stream, self._through(copies, self._memory, stream, out=False))
+
+    def rehearsal(self, copies: Sequence[Copy], stream: Any, nbytes: int) -> Callable[[], None]:
+        """By a kernel."""
+        scratch = self._queue.buffer(nbytes)
+        pools = {0: Memory(scratch.data_ptr(), nbytes, f"{self._device}", owner=scratch)}
+
+        def act() -> None:
+            self._through(copies, pools, stream, out=False)
+
+        return act
+
+    def _through(
+        self, copies: Sequence[Copy], pools: Mapping[int, Memory], stream: Any, *, out: bool
+    ) -> int:
+        """Between pools and a stream, which is over when this returns; how many bytes."""
+        total = stream_bytes(copies)
+        if not total:
+            return 0
+        self._queue.after_caller()
+        if isinstance(stream, np.ndarray):
+            import torch
+
+            gpu = self._queue.buffer(total)
+            runs = stream_runs(copies, pools, gpu.data_ptr(), out=out)
+            self._queue.through(runs, torch.from_numpy(stream), gpu, total, out=out).wait()
+        else:
+            self._queue.post(stream_runs(copies, pools, stream.data_ptr(), out=out)).wait()
+        return total
+
+    def _count(self, stream: Any, nbytes: int) -> int:
+        bounced = isinstance(stream, np.ndarray)
+        self._metrics.add(**{"host_bounce_bytes" if bounced else "gpu_staged_bytes": nbytes})
+        return nbytes
+
+    def checksums(self, copies: Sequence[Copy], piece: int, *, src: bool) -> Int64s:
+        """Gathered by way of the host, where zlib sums up."""
+        if not src:
+            copies = [Copy(c.dst_pool, c.src_pool, c.dst, c.src, c.length) for c in copies]
+        stream = np.empty(stream_bytes(copies), dtype=np.uint8)
+        self._through(copies, self._memory, stream, out=True)
+        return crc_pieces(stream, piece)
+
+    def close(self) -> None:
+        """Let go of the pinned memory."""
+        if self._pinned is not None:
+            self._pinned.release()
+            self._pinned = None
+
+
+def stream_runs(
+    copies: Iterable[Copy], pools: Mapping[int, Memory], stream: int, *, out: bool
+) -> list[AddressRuns]:
+    """Copies between pools and a stream that lies at an address: out of the pools, or into them."""
+    runs, done = [], 0
+    for copy in copies:
+        at = np.cumsum(copy.length) - copy.length + done
+        done += copy.nbytes
+        if out:
+            pool = pools[copy.src_pool].address
+            runs.append(AddressRuns(pool, stream, NO_STARTS, (copy.src, at, copy.length)))
+        else:
+            pool = pools[copy.dst_pool].address
+            runs.append(AddressRuns(stream, pool, NO_STARTS, (at, copy.dst, copy.length)))
+    return runs
+
+
+class PinnedMemory:
+    """Host memory that the GPU reaches at the link's full speed, until it is released."""
+
+    def __init__(self, memory: Bytes) -> None:
+        import torch
+
+        self._memory = memory
+        self._runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        failed = self._runtime.cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)
+        self.held = not int(failed)  # slower where it cannot be pinned, and as right
+
+    def release(self) -> None:
+        """Let go of it."""
+        if self.held:
+            self.held = False
+            self._runtime.cudaHostUnregister(self._memory.ctypes.data)
+
+
+def mover_for(
+    transport: Transport, memory: Mapping[int, Memory], staging: Any, metrics: Metrics
+) -> PoolMover:
+    """What moves the pools of a node, by the device that they are on."""
+    pools = {index: at for index, at in memory.items() if index != STAGING}
+    if pools_device(pools) == HOST:
+        return HostMover({index: as_bytes(at) for index, at in pools.items()})
+    return GpuMover(transport, pools, staging, metrics)
+
+
+def pools_device(pools: Mapping[int, Memory]) -> str:
+    """The one device that a rank's pools are on; the host where there are none."""
+    devices = {at.device for at in pools.values()}
+    if len(devices) > 1:
+        raise AtlasError(
+            Code.WRONG_DEVICE,
+            "The pools of one rank are on different devices",
+            got=", ".join(sorted(devices)),
+            hint="Allocate them on one device: kernels read them together",
+        )
+    return min(devices, default=HOST)

@@ -1,0 +1,146 @@
+"""Streams into and out of pools, converted on the way where the route converts.
+
+A piece travels in one format. The source fills it from its pools and the destination puts it
+into its own; where the route converts, the end that has the other format does so in between.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvatlas.routing import ConvertedPart, ConvertedStream, Copy, Route, Stream
+from kvatlas.wire.memory_copy import Bytes, copy_pools
+from kvatlas.wire.staging import gather, scatter
+
+AnyStream = Stream | ConvertedStream
+"""A request's bytes as they are, or formats changed on the way."""
+
+MoveRuns = Callable[[Sequence[Copy], Any], object]
+"""Gathers the runs of some copies into a stream, or scatters a stream into them."""
+
+SOURCE, DESTINATION = 0, 1
+
+_CONVERTED = 1 << 20
+"""Bytes of a piece that is converted, at most: codecs are slow, and the other end waits."""
+
+
+class StreamPiece(NamedTuple):
+    """A piece of a stream at one end, with its runs there, ready to be filled or delivered."""
+
+    copies: Sequence[Copy]
+    parts: Sequence[ConvertedPart] = ()
+    """What each copy is of, where the route converts."""
+
+    @classmethod
+    def of(cls, stream: AnyStream, start: int, stop: int, end: int) -> StreamPiece:
+        """Bytes start .. stop - 1 of a stream, with the runs of one end."""
+        if isinstance(stream, Stream):
+            return cls(stream.copies(start, stop))
+        parts = list(stream.parts(start, stop))
+        return cls([part.copy(end) for part in parts], parts)
+
+    def fill(self, gather: MoveRuns, piece: Any) -> None:
+        """The piece as it travels, gathered out of the source's pools."""
+        if not self.parts:
+            gather(self.copies, piece)
+        done = 0
+        for copy, part in zip(self.copies, self.parts, strict=bool(self.parts)):
+            into = piece[done : done + part.travelling]
+            done += part.travelling
+            if part.converted_at(SOURCE):
+                cells = _bytes_like(piece, part.nbytes(SOURCE))
+                gather([copy], cells)
+                into[:] = _converted(part, cells)
+            else:
+                gather([copy], into)
+
+    def deliver(self, piece: Any, scatter: MoveRuns) -> int:
+        """Scatter the piece into the destination's pools; how many bytes arrive there."""
+        if not self.parts:
+            scatter(self.copies, piece)
+        done = 0
+        for copy, part in zip(self.copies, self.parts, strict=bool(self.parts)):
+            cells = piece[done : done + part.travelling]
+            done += part.travelling
+            scatter([copy], _converted(part, cells) if part.converted_at(DESTINATION) else cells)
+        return sum(copy.nbytes for copy in self.copies)
+
+
+def piece_spans(stream: AnyStream, piece: int) -> Iterator[tuple[int, int]]:
+    """Where the pieces of a stream start and stop."""
+    if isinstance(stream, ConvertedStream):
+        return stream.spans(min(piece, _CONVERTED))
+    total = stream.nbytes
+    return ((start, min(total, start + piece)) for start in range(0, total, piece))
+
+
+def piece_checksum(piece: Any) -> int:
+    """A CRC-32 of a piece, wherever it is."""
+    return zlib.crc32((piece if isinstance(piece, np.ndarray) else piece.cpu().numpy()).data)
+
+
+def copy_request(
+    route: Route,
+    src: Mapping[int, Mapping[int, Bytes]],
+    dst: Mapping[int, Mapping[int, Bytes]],
+    *,
+    src_blocks: Any,
+    dst_blocks: Any,
+    tokens: Any,
+) -> int:
+    """Copy a request between ranks that are all in this process; how many bytes arrived.
+
+    `src` and `dst` are byte arrays by rank, and by pool within it; a route that converts does so.
+
+    >>> import numpy as np
+    >>> from kvatlas.planning import plan
+    >>> from kvatlas.routing import route
+    >>> made = plan("Qwen3-8B", memory="64MiB", max_len=64)
+    >>> pools = [{0: {0: np.full(made.pools[0].nbytes, n, np.uint8)}} for n in (1, 2)]
+    >>> copy_request(route(made, made), *pools, src_blocks=[3], dst_blocks=[0], tokens=16)
+    2359296
+    >>> int((pools[1][0][0] == 1).sum())
+    2359296
+    """
+    moved = 0
+    for dst_rank, pools in dst.items():
+        for src_rank in route.sources(dst_rank):
+            ask: dict[str, Any] = {"src_rank": src_rank, "dst_rank": dst_rank, "tokens": tokens}
+            ask.update(src_blocks=src_blocks, dst_blocks=dst_blocks)
+            if route.conversion is not None:
+                moved += _convert_pools(route.converted(**ask), src[src_rank], pools)
+                continue
+            bound = route.bind(**ask)
+            copy_pools(bound.copies, src[src_rank], pools)
+            moved += bound.nbytes
+    return moved
+
+
+def _convert_pools(
+    stream: ConvertedStream, src: Mapping[int, Bytes], dst: Mapping[int, Bytes]
+) -> int:
+    """Carry out a converting transfer between pools; how many bytes arrived."""
+    arrived = 0
+    for part in stream.parts():
+        cells = np.empty(part.nbytes(SOURCE), dtype=np.uint8)
+        gather([part.copy(SOURCE)], src, cells)
+        made = cells if part.box.copied else _converted(part, cells)
+        arrived += scatter([part.copy(DESTINATION)], made, dst)
+    return arrived
+
+
+def _bytes_like(piece: Any, nbytes: int) -> Any:
+    """So many bytes where a piece is: of the host, or of its device."""
+    return np.empty(nbytes, np.uint8) if isinstance(piece, np.ndarray) else piece.new_empty(nbytes)
+
+
+def _converted(part: ConvertedPart, cells: Any) -> Any:
+    """Cells in the source's format as they are in the destination's."""
+    from kvatlas.kernels import convert_cells  # torch, where something is converted
+
+    src, dst = part.formats
+    return convert_cells(cells.reshape(-1, src.nbytes), src, dst).reshape(-1)

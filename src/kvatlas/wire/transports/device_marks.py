@@ -1,0 +1,53 @@
+"""Marks: what a process had told its GPU to do at some moment, for others to wait behind.
+
+A mark is recorded when blocks are offered, expected or to be filled: whoever then reads or
+writes them, in this process or in another, does so behind the kernels that were launched
+before it. Events are few and used in turn. They are recorded one behind the other, so that
+one which was used again since stands for more than it did, never for less.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from kvatlas.wire.transports.cuda_driver import CudaDriver
+
+EVENTS = 64
+"""Events that marks take in turn."""
+
+
+class DeviceMarks:
+    """Marks of one device of this process."""
+
+    def __init__(self, driver: CudaDriver, device: int) -> None:
+        self._driver, self._device = driver, device
+        self._events = [driver.make_event(device) for _ in range(EVENTS)]
+        self._record = driver.recorder(device)
+        self._lock = threading.Lock()
+        self._made = 0
+
+    def mark(self) -> int:
+        """Mark what the calling thread's current stream has to do; the number of the mark."""
+        with self._lock:
+            number = self._made
+            self._made += 1
+            self._record(self.event(number))
+        return number
+
+    def event(self, number: int) -> int:
+        """The event that stands for a mark."""
+        return self._events[number % EVENTS]
+
+    def wait(self, number: int) -> None:
+        """Wait on the host until what was marked is done."""
+        self._driver.synchronize(self._device, self.event(number))
+
+    def export(self) -> tuple[bytes, ...]:
+        """Handles of the events, in their order."""
+        return tuple(self._driver.export_event(self._device, event) for event in self._events)
+
+    def close(self) -> None:
+        """Give the events back."""
+        events, self._events = self._events, []
+        for event in events:
+            self._driver.end_event(self._device, event)

@@ -1,0 +1,99 @@
+"""Allocations of other processes that are mapped here, each once, the least used given up first."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from contextlib import suppress
+from dataclasses import dataclass
+
+from kvatlas.wire.transports import errors
+from kvatlas.wire.transports.cuda_driver import CudaDriver, DriverError
+
+_MOST = 256
+"""Allocations that stay mapped, where none of them is being read."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignAllocation:
+    """An allocation of a peer. The peer's token keeps a handle that is used again apart."""
+
+    peer: str
+    handle: bytes
+    nbytes: int
+
+
+@dataclass
+class _Mapping:
+    address: int
+    users: int = 0
+    forgotten: bool = False
+
+
+class OpenedMemory:
+    """Mapped allocations of one device; any thread may use them."""
+
+    def __init__(self, driver: CudaDriver, device: int, most: int = _MOST) -> None:
+        self._driver, self._device, self._most = driver, device, most
+        self._open: OrderedDict[ForeignAllocation, _Mapping] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._open)
+
+    def acquire(self, allocation: ForeignAllocation) -> int:
+        """Its address here, mapped until it is released as often as it was acquired."""
+        with self._lock:
+            if allocation not in self._open:
+                self._open[allocation] = _Mapping(self._map(allocation))
+            mapping = self._open[allocation]
+            mapping.users += 1
+            mapping.forgotten = False
+            self._open.move_to_end(allocation)
+            self._give_up()
+            return mapping.address
+
+    def release(self, allocation: ForeignAllocation) -> None:
+        """Nothing that was posted reads it any more."""
+        with self._lock:
+            mapping = self._open[allocation]
+            mapping.users -= 1
+            if mapping.forgotten and not mapping.users:
+                self._unmap(allocation)
+            self._give_up()
+
+    def forget(self, peer: str) -> None:
+        """Unmap what a peer has, once nothing reads it any more."""
+        with self._lock:
+            for allocation in [one for one in self._open if one.peer == peer]:
+                self._open[allocation].forgotten = True
+                if not self._open[allocation].users:
+                    self._unmap(allocation)
+
+    def _map(self, allocation: ForeignAllocation) -> int:
+        try:
+            address = self._driver.open_memory(self._device, allocation.handle)
+        except DriverError as problem:
+            raise errors.peer_lost(f"memory whose handle opens no more: {problem}") from problem
+        try:
+            base, nbytes = self._driver.allocation(self._device, address)
+            if base != address or nbytes < allocation.nbytes:
+                got = f"a handle of {nbytes:,} bytes for {allocation.nbytes:,}"
+                raise errors.bad_metadata(got)
+        except BaseException:
+            with suppress(DriverError):
+                self._driver.close_memory(self._device, address)
+            raise
+        return address
+
+    def _give_up(self) -> None:
+        """Unmap those that were used longest ago, where there are too many."""
+        unused = [one for one, mapping in self._open.items() if not mapping.users]
+        for allocation in unused[: max(0, len(self._open) - self._most)]:
+            self._unmap(allocation)
+
+    def _unmap(self, allocation: ForeignAllocation) -> None:
+        mapping = self._open.pop(allocation)
+        with suppress(DriverError):  # a peer that has gone may have taken it along
+            self._driver.close_memory(self._device, mapping.address)

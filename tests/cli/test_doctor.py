@@ -1,0 +1,172 @@
+"""`kvatlas doctor`: two engines by their arguments, and everything that can be wrong with them."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvatlas.engines.vllm import EngineArguments, diagnose
+from tests.cli.helpers import kvatlas, said, shown
+
+FLAG = {
+    "kv_connector": "KVAtlasConnector",
+    "kv_connector_module_path": "kvatlas.engines.vllm",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+}
+
+
+def engine(extra: dict[str, Any] | None = None, flag: Any = None, **arguments: Any) -> Any:
+    """An engine with its connector; `extra` are the connector's settings."""
+    transfer = (
+        FLAG | (flag or {}) | {"kv_connector_extra_config": {"transport": "shm"} | (extra or {})}
+    )
+    given = {"model": "Qwen3-8B", "kv_transfer_config": transfer} | arguments
+    return EngineArguments.of_values(given)
+
+
+def verdicts(one: Any, other: Any) -> dict[str, str]:
+    """Whatever is not right."""
+    found = diagnose(one, other)
+    assert found.ok == all(finding.verdict != "no" for finding in found.findings)
+    return {f.what: f.verdict for f in found.findings if f.verdict != "ok"}
+
+
+def test_engines_of_unlike_topology_understand_each_other() -> None:
+    out = shown("doctor", "Qwen3-8B", "--from", "tp=2,block-size=64", "--to", "layout=HND")
+    assert out.splitlines()[-1] == "These two understand each other."
+    assert "1,000 tokens are 141 MiB in" in out
+    answer = said("doctor", "gpt-oss-20b", "--from", "tp=2", "--to", "tp=8", "--tokens", "500")
+    assert answer["ok"]
+    assert answer["moves"]["tokens"] == 500
+    names = [finding["what"] for finding in answer["findings"]]
+    assert {"model", "cache dtype", "ranks", "order", "block", "groups", "windows"} <= set(names)
+    hybrid = said("doctor", "Qwen3.5-397B-A17B", "--from", "tp=4", "--to", "tp=2")
+    assert "recurrent states" in [finding["what"] for finding in hybrid["findings"]]
+
+
+def test_engines_that_do_not_are_told_apart_by_what_is_unlike() -> None:
+    for source, target, what in (
+        ("", "kv-cache-dtype=fp8", "cache dtype"),
+        ("dtype=float16", "", "cache dtype"),
+        ("tp=2", "tp=3", "plan"),
+        ("layout=LBNHH", "", "plan"),
+        ("backend=CPU_ATTN", "backend=CPU_ATTN", "backend"),
+    ):
+        result = kvatlas("doctor", "Llama-3.1-8B", "--from", source, "--to", target)
+        assert result.exit_code == 1, (source, target, result.output)
+        last = " ".join(result.output.split()).rpartition("These two")[2]
+        assert f"do not understand each other: {what}:" in last
+    other = diagnose(*(EngineArguments(model=name) for name in ("Qwen3-8B", "gpt-oss-20b")))
+    assert [f.what for f in other.findings if f.verdict == "no"] == ["model"]
+    assert other.moves is None
+
+
+def test_what_arguments_and_settings_say_is_looked_at() -> None:
+    assert verdicts(engine(), engine()) == {}
+    no: dict[str, tuple[Any, Any]] = {
+        "connector": (engine(), engine(flag={"kv_connector": "NixlConnector"})),
+        "role": (engine(flag={"kv_role": "kv_consumer"}), engine()),
+        "transport": (engine(), engine({"transport": "mooncake"})),
+        "ports": (engine({"ports": 7600}), engine({"ports": 7600})),
+        "address": (engine({"listen": "10.0.0.5", "unprotected": True}), engine()),
+        "speculation": (engine(speculative_config={"method": "eagle"}), engine()),
+    }
+    for what, ends in no.items():
+        assert verdicts(*ends).get(what) == "no", what
+    bad = diagnose(engine(), engine({"lease_second": 3}))
+    assert "lease_seconds" in bad.answer
+    missing = diagnose(engine(), EngineArguments.of_command("vllm serve Qwen3-8B"))
+    assert "kv-transfer-config" in missing.answer
+    assert verdicts(engine(), engine(flag={"kv_load_failure_policy": "fail"})) == {
+        "failed reads": "look"
+    }
+    far = {"listen": "10.0.0.5", "ports": 7600, "transport": "nixl"}
+    assert verdicts(engine(far), engine(far | {"listen": "10.0.0.6"})).get("secret") == "no"
+    shared = engine({"listen": "10.0.0.5"}), engine({"listen": "10.0.0.6"})
+    assert verdicts(*shared).get("transport") == "no", "shared memory is of one host"
+    apart = [engine(model="gemma-3-27b", disable_hybrid_kv_cache_manager=off) for off in (0, 1)]
+    assert verdicts(*apart) == {"hybrid manager": "no"}
+    with socket.socket() as used:
+        used.bind(("127.0.0.1", 0))
+        used.listen()
+        busy = engine({"ports": used.getsockname()[1]})
+        assert verdicts(busy, engine()) == {"ports": "look"}
+
+
+def test_secrets_are_there_long_and_the_same(tmp_path: Path) -> None:
+    for name, text in (("a", "x" * 32), ("b", "y" * 32), ("short", "x")):
+        (tmp_path / name).write_text(text + "\n")
+
+    def with_secret(name: str | None) -> Any:
+        return engine({"secret_file": str(tmp_path / name)} if name else {})
+
+    assert verdicts(with_secret("a"), with_secret("a")) == {}
+    for one, other, verdict in (
+        ("a", "b", "no"), ("a", None, "no"), ("short", "short", "no"), ("a", "gone", "look"),
+    ):  # fmt: skip
+        assert verdicts(with_secret(one), with_secret(other)) == {"secret": verdict}, (one, other)
+    found = json.dumps(diagnose(with_secret("a"), with_secret("b")).as_dict())
+    assert "x" * 32 not in found, "secrets are not shown"
+
+
+def test_engines_from_files(tmp_path: Path) -> None:
+    flag = json.dumps(FLAG | {"kv_connector_extra_config": {"transport": "shm"}})
+    line = f"""# prefill
+    VLLM_KV_CACHE_LAYOUT=HND CUDA_VISIBLE_DEVICES=0 vllm serve Qwen3-8B -tp 2 --port 8100 \\
+      --no-enable-prefix-caching --trust-remote-code --max-model-len 16K \\
+      --kv-transfer-config '{flag}'
+    """
+    (tmp_path / "prefill.sh").write_text(line)
+    arguments = {"model": "Qwen3-8B", "tp": 1, "kv_transfer_config": flag, "seed": 3}
+    (tmp_path / "decode.json").write_text(json.dumps(arguments))
+    shown("plan", "Qwen3-8B", "--save", str(tmp_path / "plan.json"))
+    answer = said("doctor", *(str(tmp_path / name) for name in ("prefill.sh", "decode.json")))
+    rows = {row["what"]: (row["prefill"], row["decode"]) for row in answer["findings"]}
+    assert rows["order"] == ("LBHNC", "LBNHC")
+    assert rows["ranks"] == ("tp 2, pp 1", "tp 1, pp 1")
+    assert rows["longest request"][0] == "16,384 tokens"
+    out = shown(
+        "doctor", str(tmp_path / "prefill.sh"), str(tmp_path / "plan.json"), "--tokens", "9"
+    )
+    assert out.splitlines()[-1].startswith("These two understand each other")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("Qwen3-8B", "--from", "blok-size=3"), "Did you mean block_size"),
+        (("no-such-model",), "unknown_model"),
+        (("Qwen3-8B", "--from", "tp=two"), "bad_config"),
+        (("Qwen3-8B", "--to", "whatever"), "name=value"),
+        (("no", "files"), "unreadable"),
+        (("a", "b", "--from", "tp=1"), "nothing to change"),
+        (("Qwen3-8B", "--tokens", "0"), "bad_size"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(arguments: tuple[str, ...], words: str) -> None:
+    result = kvatlas("doctor", *arguments)
+    assert result.exit_code == 2, result.output
+    assert words in " ".join(result.output.split())
+
+
+def test_files_that_are_no_engines(tmp_path: Path) -> None:
+    path = tmp_path / "engine"
+    for text in (
+        "",
+        "[1]",
+        "vllm serve 'Qwen3-8B",
+        "vllm serve Qwen3-8B -tp none",
+        "vllm serve Qwen3-8B --kv-transfer-config {",
+        '{"model": 3}',
+        '{"regions": 1}',
+        "\x00",
+    ):
+        path.write_text(text)
+        result = kvatlas("doctor", str(path), str(path))
+        assert result.exit_code == 2, (text, result.output)
+        assert "Traceback" not in result.output

@@ -1,0 +1,76 @@
+"""`kvatlas simulate`: tables, JSON, comparisons and refusals, on a small trace of our own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.cli.helpers import kvatlas, said, shown
+
+SHORT = ("--max-len", "8K", "--in-flight", "512")
+TRACE = str(Path(__file__).parents[1] / "pool" / "sample_trace.jsonl")
+
+
+def test_several_models_in_one_table() -> None:
+    text = shown(
+        "simulate", "Llama-3.1-8B", "gpt-oss-20b", "--memory", "2GiB", "--trace", TRACE, *SHORT
+    )
+    assert "90 requests" in text
+    assert "Llama-3.1-8B" in text
+    assert "--active-params" in text  # gpt-oss does not say how many parameters a token meets
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_every_figure_has_a_name() -> None:
+    (row,) = said("simulate", "Llama-3.1-8B", "--memory", "2GiB", "--trace", TRACE, *SHORT)["rows"]
+    assert 0 < row["hit_rate"] <= row["ceiling"] < 1
+    assert row["found"] + row["computed"] == row["tokens"]
+    assert row["flops_saved"] < row["flops"]
+    assert row["peak_blocks"] <= row["blocks"]
+    assert {"hit_rate_by_request", "hit_rate_last_half", "computed_again", "evictions"} <= set(row)
+
+
+def test_side_by_side() -> None:
+    options = ["Qwen3.5-397B-A17B", "--memory", "6GiB", "--trace", TRACE]
+    rows = said("simulate", *options, "--compare", "policy=vllm,atlas,uniform")["rows"]
+    vllm, atlas, uniform = rows
+    assert atlas["hit_rate"] > vllm["hit_rate"]
+    assert uniform["refused_plan"]["code"] == "pages_not_unified"
+    every = said("simulate", *options, "--compare", "eviction,checkpoints")["rows"]
+    assert len(every) == 6 + 5
+    text = shown("simulate", *options, "--compare", "eviction", "--compare", "memory=6GiB,9GiB")
+    assert "s3-fifo" in text
+    assert "9GiB" in text
+
+
+def test_more_memory_finds_no_less() -> None:
+    options = ["gpt-oss-20b", "--trace", TRACE, *SHORT, "--compare", "memory=1GiB,2GiB,4GiB,8GiB"]
+    rates = [row["hit_rate"] for row in said("simulate", *options)["rows"]]
+    assert rates == sorted(rates)
+    assert rates[0] < rates[-1]
+
+
+def test_requests_under_way_hold_their_blocks() -> None:
+    options = ["Llama-3.1-8B", "--memory", "1100MiB", "--trace", TRACE, "--tflops", "1", *SHORT]
+    (alone,) = said("simulate", *options)["rows"]
+    (crowd,) = said("simulate", *options, "--arrivals")["rows"]
+    assert crowd["arrivals"]
+    assert crowd["waited"] > 0
+    assert crowd["hit_rate"] != alone["hit_rate"]
+
+
+def test_what_cannot_be_simulated_is_refused(tmp_path: Path) -> None:
+    lies = tmp_path / "lies.jsonl"
+    lies.write_text('{"input_length": 600, "hash_ids": [1, 2, 3]}\n')
+    refused = {
+        ("Llama-3.1-8B", "--trace", str(lies)): "bad_trace",
+        ("Llama-3.1-8B", "--trace", str(tmp_path / "none")): "unreadable",
+        ("Llama-3.1-8B", "--trace", TRACE, "--eviction", "mru"): "unknown_policy",
+        ("Llama-3.1-8B", "--trace", TRACE, "--checkpoints", "never"): "unknown_policy",
+        ("Whisper-large-v3", "--trace", TRACE): "contradictory",
+    }
+    for options, code in refused.items():
+        result = kvatlas("simulate", *options)
+        assert result.exit_code == 2, result.output
+        assert code in result.stderr
+    result = kvatlas("simulate", "Llama-3.1-8B", "--trace", TRACE, "--compare", "colour")
+    assert result.exit_code == 2

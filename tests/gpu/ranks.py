@@ -1,0 +1,94 @@
+"""All ranks of a plan in this process, their pools on a GPU between guard bytes."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvatlas.planning import Plan
+from kvatlas.routing import scattered
+from kvatlas.wire import Bytes, Node, make_transport
+
+GUARD, GUARDED = 4096, 0xA5
+OPTIONS: dict[str, dict[str, Any]] = {"nixl": {"kind": "VRAM"}}
+"""What a transport is made with where the pools are a GPU's."""
+
+Contents = dict[int, dict[int, Bytes]]
+"""Bytes by rank and pool."""
+
+
+class GpuRanks:
+    """Nodes of all ranks of a plan."""
+
+    def __init__(
+        self, plan: Plan, transport: str, contents: Contents, tokens: int, **given: Any
+    ) -> None:
+        self.plan, self.tokens = plan, tokens
+        self.blocks = scattered(plan, tokens)
+        self.device = given.pop("device", "cuda:0")
+        options = given.pop("options", OPTIONS.get(transport, {}))
+        about: dict[str, Any] = {"piece": 64 << 10, "buffers": 4} | given
+        self.whole = {
+            rank: {index: self._guarded(pool) for index, pool in pools.items()}
+            for rank, pools in contents.items()
+        }
+        torch.cuda.synchronize()
+        self.nodes = [
+            Node(
+                plan, rank=rank, memory=self.pools(rank),
+                transport=make_transport(transport, **options), **about,
+            )
+            for rank in self.whole
+        ]  # fmt: skip
+        self.released: list[tuple[int, str, str]] = []
+
+    def _guarded(self, pool: Bytes) -> torch.Tensor:
+        whole = np.full(pool.nbytes + 2 * GUARD, GUARDED, np.uint8)
+        whole[GUARD:-GUARD] = pool
+        return torch.from_numpy(whole).to(self.device)
+
+    def pools(self, rank: int) -> dict[int, torch.Tensor]:
+        """The pools of a rank alone."""
+        return {index: whole[GUARD:-GUARD] for index, whole in self.whole[rank].items()}
+
+    @property
+    def endpoints(self) -> list[str]:
+        return [node.endpoint for node in self.nodes]
+
+    def offer(self, request: str, seconds: float = 60.0) -> None:
+        for node in self.nodes:
+            rank = node.rank
+
+            def noted(request: str, why: str, rank: int = rank) -> None:
+                self.released.append((rank, request, why))
+
+            node.offer(request, self.blocks, self.tokens, seconds=seconds, released=noted)
+
+    def wrong(self, right: Contents) -> int:
+        """Bytes that are not as they should be, guards included."""
+        torch.cuda.synchronize()
+        found = 0
+        for rank, pools in right.items():
+            for index, pool in pools.items():
+                whole = self.whole[rank][index].cpu().numpy()
+                found += int((whole[GUARD:-GUARD] != pool).sum())
+                found += sum(int((g != GUARDED).sum()) for g in (whole[:GUARD], whole[-GUARD:]))
+        return found
+
+    def close(self) -> None:
+        for node in self.nodes:
+            node.server.stop()
+        for node in self.nodes:
+            node.close()
+            assert node.transport.registered == 0
+
+    def free(self) -> None:
+        """Close, and give the memory back to the driver."""
+        self.close()
+        self.whole.clear()
+        self.nodes.clear()
+        gc.collect()
+        torch.cuda.empty_cache()

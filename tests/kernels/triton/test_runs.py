@@ -1,0 +1,30 @@
+"""Runs between addresses, at sums of starts and spans, in Triton's interpreter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("triton")
+pytest.importorskip("torch")
+
+from kvatlas.kernels import copy_address_runs, place_starts
+from tests.kernels.triton.cases import check_runs
+
+SIZES = [512, 48, 20, 7, 4096, 2, 264, 1]
+"""Bytes of a run: words of every width, and rows that fill no tile."""
+
+
+def test_every_width_and_order_of_tables() -> None:
+    for number, item in enumerate(SIZES):
+        for programs in (0, 1, 3):
+            check_runs(item, "cpu", alike=bool(number % 2), programs=programs, seed=number)
+
+
+def test_nothing_to_copy() -> None:
+    none: Any = np.zeros(0, np.int64)
+    starts = place_starts(np.zeros(1, np.int64), np.zeros(1, np.int64), "cpu")
+    copy_address_runs(8, 8, starts, (none, none, none))
+    copy_address_runs(8, 8, place_starts(none, none, "cpu"), (np.zeros(1, np.int64),) * 3)

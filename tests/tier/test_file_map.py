@@ -1,0 +1,34 @@
+"""A mapped file that the system copies from, and that is cut short meanwhile."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+
+import numpy as np
+
+from kvatlas.tier.file_map import FileMap
+
+SIZE = 5 << 20
+
+
+def test_runs_are_copied_and_a_file_that_is_cut_short_is_told_not_touched() -> None:
+    held = np.random.default_rng(1).integers(0, 256, SIZE, dtype=np.uint8)
+    into = np.zeros(SIZE, np.uint8)
+    far = np.random.default_rng(2).permutation(SIZE // 4096) * 4096
+    near = np.arange(len(far)) * 4096
+    length = np.full(len(far), 4000)
+    with tempfile.TemporaryFile() as file:
+        file.write(held.tobytes())
+        file.flush()
+        mapped = FileMap(file.fileno(), SIZE)
+        assert mapped.read(near + into.ctypes.data, far, length)  # more than one call
+        want = np.zeros(SIZE, np.uint8)
+        for start, to in zip(far.tolist(), near.tolist(), strict=True):
+            want[to : to + 4000] = held[start : start + 4000]
+        assert np.array_equal(into, want)
+        os.ftruncate(file.fileno(), SIZE // 2)
+        assert not mapped.read(near + into.ctypes.data, far, length)
+        mapped.close()
+        assert not mapped.read(near + into.ctypes.data, far, length)
+        assert not FileMap(file.fileno(), 1 << 62).read(near, far, length)

@@ -1,0 +1,74 @@
+"""Requests that are offered before they are there: each layer is read once it was written."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvatlas import AtlasError, Code
+from kvatlas.wire import Session
+from tests.wire.helpers import End, assert_arrived, ends, small, until
+
+
+def test_layers_are_read_as_they_are_written() -> None:
+    """The first arrives while the last is not there yet; over stages that have some each."""
+    source = End(small("dense", pp=2), 40, seed=1)
+    target = End(small("dense", layout="LBHNC"), 40, seed=2)
+    names = list(source.plan.layers)
+    with ends(source, target):
+        for node in source.nodes:
+            node.offer("r", source.blocks, 40, layered=True)
+        with Session(target.nodes[0], source.endpoints) as session:
+            transfer = session.pull("r", dst_blocks=target.blocks, tokens=40, streamed=True)
+            for number, name in enumerate(names):
+                assert transfer.layers <= set(names[:number])
+                stage = source.plan.region_of(name)[0].stage
+                source.nodes[stage].layer_written("r", name)
+                until(lambda name=name: name in transfer.layers)  # type: ignore[misc]
+            assert transfer.wait(10).ready
+        assert_arrived(source, target, 0)
+
+
+def test_a_whole_pull_waits_for_all_layers() -> None:
+    source, target = End(small("dense"), 40, seed=1), End(small("dense"), 40, seed=2)
+    names = list(source.plan.layers)
+    with ends(source, target):
+        for how in ("direct", "staged"):
+            source.nodes[0].offer("r", source.blocks, 40, layered=True)
+            with Session(target.nodes[0], source.endpoints) as session:
+                about = {"dst_blocks": target.blocks, "tokens": 40}
+                transfer = session.pull("r", **about, how=how)  # type: ignore[arg-type]
+                for name in names:
+                    assert not transfer.moved
+                    source.nodes[0].layer_written("r", name)
+                assert transfer.wait(10).ready
+        assert_arrived(source, target, 0)
+
+
+def test_a_layer_that_is_never_written_ends_with_the_offer() -> None:
+    source, target = End(small("dense"), 40, seed=1), End(small("dense"), 40, seed=2)
+    with ends(source, target):
+        source.nodes[0].offer("r", source.blocks, 40, layered=True, seconds=0.4)
+        with Session(target.nodes[0], source.endpoints) as session:
+            about = {"dst_blocks": target.blocks, "tokens": 40, "streamed": True}
+            with pytest.raises(AtlasError) as refused:
+                session.pull("r", **about).wait(10)  # type: ignore[arg-type]
+            assert refused.value.code is Code.LEASE_EXPIRED
+        target.buffers[0].assert_untouched()
+
+
+def test_bad_calls_about_layers() -> None:
+    source = End(small("dense"), 40, seed=1)
+    node, name = source.nodes[0], next(iter(source.plan.layers))
+    with ends(source):
+        node.offer("whole", source.blocks, 40)
+        node.offer("layers", source.blocks, 40, layered=True)
+        node.layer_written("layers", name)
+        for request, layer, code in (
+            ("whole", name, Code.UNKNOWN_REQUEST),
+            ("nothing", name, Code.UNKNOWN_REQUEST),
+            ("layers", "no layer", Code.UNKNOWN_LAYER),
+            ("layers", name, Code.UNKNOWN_LAYER),
+        ):
+            with pytest.raises(AtlasError) as refused:
+                node.layer_written(request, layer)
+            assert refused.value.code is code

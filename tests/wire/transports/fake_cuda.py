@@ -1,0 +1,182 @@
+"""A machine with GPUs that are none: host memory, handles that go stale, copies by numpy.
+
+Every `FakeCuda` is the driver of one process; those of one `FakeMachine` can open each
+other's handles.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from kvatlas.wire import Bytes, Memory, as_bytes
+from kvatlas.wire.transports.cuda_driver import (
+    HANDLE_BYTES,
+    UUID_BYTES,
+    AddressRuns,
+    CudaDriver,
+    DeviceQueue,
+    DriverError,
+    Posted,
+)
+
+HEAD = 512
+"""Bytes of an allocation before the pool in it: a framework's allocator divides what it has."""
+
+
+class FakeMachine:
+    """The allocations and events of all processes, by handle."""
+
+    def __init__(self, gpus: int = 1) -> None:
+        self.gpus = [secrets.token_bytes(UUID_BYTES) for _ in range(gpus)]
+        self.memory: dict[bytes, Bytes] = {}
+        self.events: dict[bytes, int] = {}
+
+
+class FakeCuda(CudaDriver):
+    """One process's driver. `opened` counts what it has mapped, by address."""
+
+    def __init__(self, machine: FakeMachine, *, sees: Sequence[int] = (0,)) -> None:
+        self.machine, self._sees = machine, sees
+        self.allocations: dict[int, tuple[Bytes, bytes]] = {}
+        self.opened: Counter[int] = Counter()
+        self.opens = 0
+        self.log: list[tuple[str, int]] = []
+        self.busy = False
+        """Whether no event is done yet."""
+        self.late = False
+        """Whether what is posted stays under way until `finish`."""
+        self.pending: list[FakePosted] = []
+        self._events = 0
+
+    def allocate(self, nbytes: int, device: int = 0) -> tuple[Memory, Bytes]:
+        """A pool inside an allocation of its own."""
+        whole = np.zeros(nbytes + 2 * HEAD, np.uint8)
+        self.allocations[whole.ctypes.data] = whole, secrets.token_bytes(HANDLE_BYTES)
+        pool = whole[HEAD:-HEAD]
+        return Memory(pool.ctypes.data, nbytes, f"cuda:{device}", owner=whole), pool
+
+    def free(self, memory: Memory) -> None:
+        """Its handles are stale from now on."""
+        _, handle = self.allocations.pop(memory.address - HEAD)
+        self.machine.memory.pop(handle, None)
+
+    def finish(self) -> None:
+        for posted in self.pending:
+            posted.act()
+        self.pending.clear()
+
+    def devices(self) -> list[bytes]:
+        return [self.machine.gpus[number] for number in self._sees]
+
+    def allocation(self, device: int, address: int) -> tuple[int, int]:
+        del device
+        own = [whole for whole, _ in self.allocations.values()]
+        for whole in [*own, *self.machine.memory.values()]:
+            base = whole.ctypes.data
+            if base <= address < base + whole.nbytes:
+                return base, whole.nbytes
+        raise DriverError("no allocation there")
+
+    def export_memory(self, device: int, base: int) -> bytes:
+        del device
+        whole, handle = self.allocations[base]
+        self.machine.memory[handle] = whole
+        return handle
+
+    def open_memory(self, device: int, handle: bytes) -> int:
+        del device
+        if handle not in self.machine.memory:
+            raise DriverError("no such handle")
+        self.opens += 1
+        address: int = self.machine.memory[handle].ctypes.data
+        assert not self.opened[address], "an allocation is mapped twice"
+        self.opened[address] += 1
+        return address
+
+    def close_memory(self, device: int, address: int) -> None:
+        del device
+        assert self.opened[address] == 1, "unmapped without having been mapped"
+        self.opened[address] -= 1
+
+    def make_event(self, device: int) -> int:
+        del device
+        self._events += 1
+        return self._events
+
+    def export_event(self, device: int, event: int) -> bytes:
+        del device
+        handle = secrets.token_bytes(HANDLE_BYTES)
+        self.machine.events[handle] = event
+        return handle
+
+    def open_event(self, device: int, handle: bytes) -> int:
+        del device
+        if handle not in self.machine.events:
+            raise DriverError("no such event")
+        return 1000 + self.machine.events[handle]
+
+    def end_event(self, device: int, event: int) -> None:
+        del device
+        self.log.append(("end", event))
+
+    def synchronize(self, device: int, event: int) -> None:
+        del device
+        self.log.append(("synchronize", event))
+
+    def finished(self, device: int, event: int) -> bool:
+        del device
+        self.log.append(("finished", event))
+        return not self.busy
+
+    def recorder(self, device: int) -> Callable[[int], None]:
+        del device
+        return lambda event: self.log.append(("record", event))
+
+    def queue(self, device: int, multiprocessors: int) -> DeviceQueue:
+        del device, multiprocessors
+        return FakeQueue(self)
+
+
+class FakeQueue(DeviceQueue):
+    """Copies by numpy, at once or when the driver is told to finish."""
+
+    def __init__(self, driver: FakeCuda) -> None:
+        self.driver = driver
+
+    def after(self, event: int) -> None:
+        self.driver.log.append(("after", event))
+
+    def post(self, runs: Sequence[AddressRuns]) -> Posted:
+        self.driver.log.append(("post", len(runs)))
+        posted = FakePosted(runs)
+        if self.driver.late:
+            self.driver.pending.append(posted)
+        else:
+            posted.act()
+        return posted
+
+
+class FakePosted(Posted):
+    """A copy that is done when somebody does it."""
+
+    def __init__(self, runs: Sequence[AddressRuns]) -> None:
+        self._runs = runs
+        self._over = False
+
+    def act(self) -> None:
+        for run in self._runs:
+            for a, b in zip(*run.starts, strict=True):
+                for x, y, length in zip(*run.spans, strict=True):
+                    source = as_bytes(Memory(run.source + int(a + x), int(length)))
+                    as_bytes(Memory(run.target + int(b + y), int(length)))[:] = source
+        self._over = True
+
+    def done(self) -> bool:
+        return self._over
+
+    def wait(self) -> None:
+        assert self._over

@@ -1,0 +1,275 @@
+"""Caches of GPUs between processes, with a driver that is none: handles, order, refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvatlas import AtlasError, Code
+from kvatlas.routing import Copy, RunGrid, route, scattered
+from kvatlas.routing.binding import Starts
+from kvatlas.wire import Memory, Node, Session, as_bytes
+from kvatlas.wire.transports import cuda
+from kvatlas.wire.transports.cuda import CudaTransport
+from kvatlas.wire.transports.cuda_driver import CudaDriver, load_driver
+from kvatlas.wire.transports.device_marks import EVENTS
+from kvatlas.wire.transports.opened_memory import ForeignAllocation, OpenedMemory
+from tests.routing import oracle
+from tests.wire.helpers import small
+from tests.wire.transports.fake_cuda import FakeCuda, FakeMachine
+
+SIZE = 4096
+
+
+class GpuEnd:
+    """A transport of a process of its own, with one pool."""
+
+    def __init__(
+        self, machine: FakeMachine, nbytes: int = SIZE, seed: int = 0, **given: Any
+    ) -> None:
+        self.driver = FakeCuda(machine, **given)
+        self.memory, self.pool = self.driver.allocate(nbytes)
+        self.pool[:] = np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
+        self.transport = CudaTransport(driver=self.driver)
+        self.transport.register({0: self.memory})
+
+    def connect(self, other: GpuEnd) -> Any:
+        return self.transport.connect(other.transport.publish(), other.transport.memory)
+
+
+def runs(*rows: tuple[int, int, int]) -> list[Copy]:
+    return [Copy(0, 0, *(np.array(column, np.int64) for column in zip(*rows, strict=True)))]
+
+
+def code_of(act: Any) -> Code:
+    with pytest.raises(AtlasError) as refused:
+        act()
+    code: Code = refused.value.code
+    return code
+
+
+def test_runs_go_both_ways() -> None:
+    machine = FakeMachine()
+    source, target = GpuEnd(machine, seed=1), GpuEnd(machine, seed=2)
+    link = target.connect(source)
+    link.read(runs((0, 100, 64), (1000, 8, 32))).wait(float("inf"))
+    assert np.array_equal(target.pool[100:164], source.pool[:64])
+    assert np.array_equal(target.pool[8:40], source.pool[1000:1032])
+    link.write(runs((7, 2000, 9))).wait(float("inf"))
+    assert np.array_equal(source.pool[2000:2009], target.pool[7:16])
+    assert code_of(lambda: link.read(runs((SIZE - 8, 0, 9)))) is Code.OUT_OF_BOUNDS
+    link.close()
+    assert code_of(lambda: link.read(runs((0, 0, 1)))) is Code.WIRE_FAILED
+
+
+def test_an_allocation_is_mapped_once_and_unmapped_when_the_peer_goes() -> None:
+    machine = FakeMachine()
+    source, target = GpuEnd(machine), GpuEnd(machine)
+    one, other = target.connect(source), target.connect(source)
+    for link in (one, other, one):
+        link.read(runs((0, 0, 8))).wait(float("inf"))
+    assert target.driver.opens == 1
+    target.driver.late = True
+    under_way = one.read(runs((0, 64, 8)))
+    one.close()
+    assert sum(target.driver.opened.values()) == 1, "unmapped under a copy"
+    assert not under_way.settle()
+    target.driver.finish()
+    assert under_way.settle()
+    assert sum(target.driver.opened.values()) == 0
+    other.read(runs((0, 0, 8)))
+    assert target.driver.opens == 2, "a link that goes on maps it again"
+
+
+def test_what_was_used_longest_ago_is_unmapped_first() -> None:
+    machine = FakeMachine()
+    far, here = FakeCuda(machine), FakeCuda(machine)
+    allocations = []
+    for number in range(3):
+        memory, _ = far.allocate(64)
+        base, nbytes = far.allocation(0, memory.address)
+        allocations.append(ForeignAllocation(f"{number}", far.export_memory(0, base), nbytes))
+    opened = OpenedMemory(here, 0, most=2)
+    first, second, third = allocations
+    opened.acquire(first)
+    opened.acquire(second)
+    opened.release(second)
+    opened.acquire(third)  # the first is in use: the second has to go
+    opened.release(third)
+    assert (len(opened), here.opens) == (2, 3)
+    opened.release(first)
+    opened.acquire(second)
+    assert (len(opened), here.opens) == (2, 4)
+
+
+def test_a_handle_of_freed_memory_is_refused_before_anything_moves() -> None:
+    machine = FakeMachine()
+    source, target = GpuEnd(machine), GpuEnd(machine)
+    told = source.transport.publish(), source.transport.memory
+    source.driver.free(source.memory)
+    assert code_of(lambda: target.transport.connect(*told)) is Code.PEER_LOST
+    assert not target.driver.opened.total()
+
+
+def test_a_peer_of_another_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = FakeMachine()
+    source, target = GpuEnd(machine), GpuEnd(machine)
+    told = source.transport.publish(), source.transport.memory
+    monkeypatch.setattr(cuda, "_host", lambda: "elsewhere")
+    assert code_of(lambda: target.transport.connect(*told)) is Code.WRONG_DEVICE
+
+
+def test_a_gpu_that_is_not_seen_is_refused() -> None:
+    machine = FakeMachine(gpus=2)
+    source, target = GpuEnd(machine, sees=[1]), GpuEnd(machine, sees=[0])
+    assert code_of(lambda: target.connect(source)) is Code.WRONG_DEVICE
+    one = CudaTransport(driver=FakeCuda(machine))
+    assert code_of(lambda: one.register({0: Memory(1 << 20, 8, "cuda:1")})) is Code.WRONG_DEVICE
+    both = {0: Memory(1 << 20, 8, "cuda:0"), 1: Memory(1 << 21, 8, "cuda:1")}
+    two = CudaTransport(driver=FakeCuda(machine, sees=[0, 1]))
+    assert code_of(lambda: two.register(both)) is Code.WRONG_DEVICE
+
+
+def test_host_memory_and_foreign_memory_are_refused() -> None:
+    driver = FakeCuda(FakeMachine())
+    transport = CudaTransport(driver=driver)
+    memory, _ = driver.allocate(64)
+    host = Memory(memory.address, 64)
+    nowhere, too_long = Memory(1 << 20, 64, "cuda:0"), Memory(memory.address, 4096, "cuda:0")
+    assert code_of(lambda: transport.register({0: host})) is Code.WRONG_DEVICE
+    assert code_of(lambda: transport.register({0: nowhere})) is Code.WRONG_DEVICE
+    assert code_of(lambda: transport.register({0: too_long})) is Code.OUT_OF_BOUNDS
+
+
+def test_metadata_that_no_transport_has_published_is_refused() -> None:
+    machine = FakeMachine()
+    source, target = GpuEnd(machine), GpuEnd(machine)
+    good = msgspec.msgpack.decode(source.transport.publish())
+    [[handle, nbytes]] = good["allocations"]
+    lies: tuple[dict[str, Any], ...] = (
+        {"token": "no token"},
+        {"device": b"short"},
+        {"events": good["events"][:-1]},
+        {"events": [b"short"] * EVENTS},
+        {"allocations": [[b"short", nbytes]]},
+        {"allocations": [[handle, nbytes + 1]]},
+        {"allocations": [[handle, nbytes]] * 1025},
+        {"allocations": []},
+        {"regions": {0: [0, 0, SIZE + 1]}},
+        {"regions": {0: [0, nbytes - SIZE + 1, SIZE]}},
+        {"regions": {0: [0, -1, SIZE]}},
+        {"regions": {0: [7, 0, SIZE]}},
+        {"regions": {}},
+    )
+    for lie in lies:
+        told = msgspec.msgpack.encode(good | lie)
+        code = code_of(lambda told=told: target.transport.connect(told, source.transport.memory))
+        assert code is Code.BAD_HANDSHAKE, lie
+    assert not target.driver.opened.total()
+
+
+def test_a_machine_without_a_gpu_says_so() -> None:
+    load_driver.cache_clear()
+    assert code_of(CudaTransport) is Code.WRONG_DEVICE
+
+
+@contextmanager
+def node_of(made: Any, machine: FakeMachine, rng: Any) -> Iterator[tuple[Any, Any, FakeCuda]]:
+    driver = FakeCuda(machine)
+    given = {pool.index: driver.allocate(pool.nbytes) for pool in made.pools}
+    for _, pool in given.values():
+        pool[:] = rng.integers(0, 256, pool.nbytes, np.uint8)
+    memory = {index: at for index, (at, _) in given.items()}
+    pools = {index: pool for index, (_, pool) in given.items()}
+    transport = CudaTransport(driver=driver)
+    with Node(made, memory=memory, transport=transport, buffers=0) as node:
+        yield node, pools, driver
+
+
+@pytest.mark.parametrize("name", ["dense", "delta hybrid", "latent"])
+def test_requests_move_in_sums_behind_both_ends_marks(name: str) -> None:
+    """Every element is where brute force says; and the order of events is what makes it so."""
+    machine, rng, tokens = FakeMachine(), np.random.default_rng(4), 61
+    src, dst = small(name), small(name, block_size=32)
+    move = oracle.Move(src, dst, scattered(src, tokens), scattered(dst, tokens), (0, tokens))
+    filled = oracle.fill(move, rng)[0].pools
+    with node_of(src, machine, rng) as (source, theirs, _), node_of(dst, machine, rng) as there:
+        target, pools, driver = there
+        for index, pool in theirs.items():
+            pool[:] = filled[index]
+        poison = oracle.Memory(dst, 0, rng)
+        for index, pool in poison.pools.items():
+            pool[:] = pools[index]
+        source.offer("r", move.src_blocks, tokens)
+        with Session(target, [source.endpoint]) as session:
+            about: dict[str, Any] = {"dst_blocks": move.dst_blocks, "tokens": tokens}
+            assert session.pull("r", **about).wait(20).ready
+        right, _ = oracle.expected(move, 0, poison)
+        for index, pool in pools.items():
+            assert np.array_equal(pool, right.pools[index])
+        # Nobody synchronizes: both queues follow this end's mark, the source's is looked at.
+        acts = [what for what, _ in driver.log]
+        assert acts == ["record", "after", "after", "finished", "post", "end"]
+
+
+def test_nothing_is_launched_before_the_sources_mark_is_done_or_after_it_was_given_up() -> None:
+    """A stream that waited for the event of a process that died would wait for ever."""
+    machine = FakeMachine()
+    source, target = GpuEnd(machine), GpuEnd(machine)
+    link = target.connect(source)
+    column = np.zeros(1, np.int64)
+    grid = RunGrid(0, 0, Starts.of(column, column), column, column, column + 8)
+    target.driver.busy = True
+    waiting, given_up = link.read_grids([grid], 3), link.read_grids([grid], 3)
+    assert not waiting.poll()
+    assert not given_up.settle()
+    given_up.release()
+    assert given_up.settle(), "what was never launched is over"
+    assert ("post", 1) not in target.driver.log
+    target.driver.busy = False
+    waiting.wait(float("inf"))
+    assert target.driver.log.count(("post", 1)) == 1
+    far = RunGrid(0, 0, Starts.of(column, column + SIZE), column, column, column + 8)
+    assert code_of(lambda: link.read_grids([far])) is Code.OUT_OF_BOUNDS
+
+
+def test_the_runs_of_a_stream_are_the_sums_of_its_grids() -> None:
+    for name in ("dense", "sliding", "delta hybrid", "latent"):
+        src, dst = small(name, 200), small(name, 200, block_size=32)
+        blocks = scattered(src, 190), scattered(dst, 190)
+        stream = route(src, dst).stream(
+            src_rank=0, dst_rank=0, src_blocks=blocks[0], dst_blocks=blocks[1], tokens=(0, 190)
+        )
+        written: dict[tuple[int, int], list[int]] = {}
+        for copy in stream.walk():
+            for a, b, n in zip(copy.src, copy.dst, copy.length, strict=True):
+                written[copy.src_pool, int(b)] = [int(a), int(n)]
+        bytes_of_runs = {(p, b + i): a + i for (p, b), (a, n) in written.items() for i in range(n)}
+        found: dict[tuple[int, int], int] = {}
+        for grid in stream.grids():
+            for a, b in zip(grid.starts.src, grid.starts.dst, strict=True):
+                for x, y, n in zip(grid.src, grid.dst, grid.length, strict=True):
+                    for i in range(int(n)):
+                        assert (grid.src_pool, int(b + y) + i) not in found
+                        found[grid.src_pool, int(b + y) + i] = int(a + x) + i
+        assert found == bytes_of_runs
+
+
+def test_devices_are_named() -> None:
+    """GPU 0 is no host memory, whatever its number."""
+    gpu = Memory(1 << 20, 64, "cuda:0")
+    assert (gpu.number, Memory(1 << 20, 64, "cuda:11").number) == (0, 11)
+    assert gpu != Memory(1 << 20, 64)
+    assert code_of(lambda: as_bytes(gpu)) is Code.WRONG_DEVICE
+    for name in ("gpu", "cuda", "cuda:-1", "cuda:01", "cuda:99999", "cpu", "", 0, None):
+        bad: Any = name
+        assert code_of(lambda bad=bad: Memory(0, 1, bad)) is Code.WRONG_DEVICE
+
+
+def test_the_driver_is_an_interface() -> None:
+    assert isinstance(FakeCuda(FakeMachine()), CudaDriver)

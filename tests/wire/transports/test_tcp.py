@@ -1,0 +1,162 @@
+"""Reads over plain TCP: who may ask for what, and readers that go away in the middle of it."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.routing import Copy
+from kvatlas.wire import Memory, Transport, make_transport
+from kvatlas.wire.memory_copy import as_bytes
+from kvatlas.wire.transports.tcp import TcpTransport
+from kvatlas.wire.transports.tcp_server import CHALLENGE_BYTES, MOST_RUNS, QUESTION, WELCOME, proof
+from tests.wire.transports.ends import eventually, soon
+
+POOL = 8 << 20
+
+
+@pytest.fixture
+def source() -> Iterator[Transport]:
+    pool = np.random.default_rng(1).integers(0, 256, POOL, dtype=np.uint8)
+    end = make_transport("tcp")
+    end.register({0: Memory(pool.ctypes.data, POOL, owner=pool)})
+    yield end
+    end.close()
+
+
+def reads_all(source: Transport) -> bool:
+    """Whether a new peer gets every byte right: a long run, and many short ones."""
+    end, pool = make_transport("tcp"), np.zeros(POOL, np.uint8)
+    end.register({0: Memory(pool.ctypes.data, POOL)})
+    half, at = POOL // 2, np.arange(POOL // 2, POOL, 512)
+    link = end.connect(source.publish(), source.memory)
+    long = Copy(0, 0, np.array([0]), np.array([0]), np.array([half]))
+    link.read([long, Copy(0, 0, at, at, np.full(len(at), 512))]).wait(soon())
+    end.close()
+    return bool(np.array_equal(pool, as_bytes(source.memory[0])))
+
+
+def dialled(source: Transport) -> tuple[socket.socket, bytes, bytes]:
+    """A connection as a stranger has it, the token, and the challenge."""
+    published = msgspec.msgpack.decode(source.publish())
+    one = socket.create_connection((published["address"], published["port"]), timeout=10)
+    return one, published["token"], one.recv(CHALLENGE_BYTES, socket.MSG_WAITALL)
+
+
+def welcomed(source: Transport) -> socket.socket:
+    one, token, challenge = dialled(source)
+    one.sendall(proof(token, challenge))
+    assert one.recv(1) == WELCOME
+    return one
+
+
+def question(pool: int, runs: list[tuple[int, int]], count: int | None = None) -> bytes:
+    columns = np.array(runs, np.int64).reshape(-1, 2).T
+    return QUESTION.pack(pool, len(runs) if count is None else count) + columns.tobytes()
+
+
+def ended(one: socket.socket) -> bool:
+    """Whether the other end says nothing and hangs up."""
+    try:
+        return one.recv(1) == b""
+    except ConnectionResetError:
+        return True
+    finally:
+        one.close()
+
+
+def test_readers_that_die_in_mid_read_leave_their_source_serving(source: Transport) -> None:
+    """Killed processes leave resets behind: questions unread, answers on their way."""
+    for number in range(150):
+        one = welcomed(source)
+        one.sendall(question(0, [(0, POOL)]) + question(0, [(0, 100)] * 50) * (number % 7))
+        if number % 3:
+            one.recv(1 + number * 1000)
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        one.close()
+    assert reads_all(source)
+
+
+def test_who_does_not_know_the_token_reads_nothing(source: Transport) -> None:
+    one, token, challenge = dialled(source)
+    right = proof(token, challenge)
+    for said in (bytes(32), proof(bytes(32), challenge), question(0, [(0, 8)]) * 2):
+        one, _, _ = dialled(source)
+        one.sendall(said)
+        assert ended(one)
+    one, _, _ = dialled(source)
+    one.sendall(right)  # of another connection, as somebody on the network may have seen it
+    assert ended(one)
+    assert reads_all(source)
+
+
+def test_questions_that_make_no_sense_end_their_connection_alone(source: Transport) -> None:
+    for said in (
+        question(0, [(-1, 8)]),
+        question(0, [(0, 8), (POOL - 7, 8)]),
+        question(0, [(0, 0)]),
+        question(0, [(0, -8)]),
+        question(0, [(2**62, 2**62)]),
+        question(7, [(0, 8)]),
+        question(0, [], 0),
+        question(0, [], MOST_RUNS + 1),
+        question(0, [], 2**32 - 1),
+    ):
+        one = welcomed(source)
+        one.sendall(said)
+        assert ended(one), said
+    assert reads_all(source)
+
+
+def test_strangers_do_not_keep_peers_out(source: Transport) -> None:
+    strangers = [dialled(source)[0] for _ in range(150)]
+    assert reads_all(source)
+    for one in strangers:
+        one.close()
+
+
+def test_a_closed_source_leaves_no_thread_behind(source: Transport) -> None:
+    before = threading.active_count()
+    held = [welcomed(source) for _ in range(3)]
+    held[0].sendall(question(0, [(0, POOL)] * 20))  # nobody reads the answer
+    assert threading.active_count() >= before + 3
+    source.close()
+    assert threading.active_count() < before
+    assert ended(held[1])
+    for one in held:
+        one.close()
+
+
+def test_connections_are_kept_for_the_next_read(source: Transport) -> None:
+    end, pool = make_transport("tcp"), np.zeros(64, np.uint8)
+    end.register({0: Memory(pool.ctypes.data, 64)})
+    link = end.connect(source.publish(), source.memory)
+    copy = Copy(0, 0, np.array([0]), np.array([0]), np.array([64]))
+    before = threading.active_count()
+    for _ in range(20):
+        link.read([copy]).wait(soon())
+    assert threading.active_count() == before
+    link.read([copy]).release()  # given up: what still comes is nobody's
+    link.read([copy]).wait(soon())
+    link.close()
+    assert eventually(lambda: threading.active_count() < before)
+    end.close()
+
+
+def test_nobody_writes_and_nobody_listens_everywhere(source: Transport) -> None:
+    link = source.connect(source.publish(), source.memory)
+    for act in (
+        lambda: link.write([Copy(0, 0, np.array([0]), np.array([0]), np.array([64]))]),
+        lambda: TcpTransport(host="0.0.0.0"),  # noqa: S104
+        lambda: TcpTransport(host="192.0.2.1"),
+    ):
+        with pytest.raises(AtlasError) as refusal:
+            act()
+        assert refusal.value.code is Code.WIRE_FAILED
