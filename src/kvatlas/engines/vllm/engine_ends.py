@@ -1,0 +1,78 @@
+"""Two engines that are to understand each other, and what is found of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from kvatlas.engines.vllm.engine_arguments import EngineArguments
+from kvatlas.engines.vllm.settings import ConnectorSettings
+from kvatlas.errors import AtlasError, Code
+from kvatlas.planning import Plan
+
+_LOOPBACK = ("127.", "localhost", "::1")
+_NO_MODEL = (Code.UNKNOWN_MODEL, Code.UNREADABLE)
+
+Verdict = Literal["ok", "look", "no"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at, at both ends."""
+
+    what: str
+    prefill: str
+    decode: str
+    verdict: Verdict = "ok"
+    why: str = ""
+
+
+def beside(what: str, said: Iterable[str], verdict: Verdict = "ok", why: str = "") -> Finding:
+    """A finding, from what is said of both ends."""
+    prefill, decode = said
+    return Finding(what, prefill, decode, verdict, why)
+
+
+class EngineEnd:
+    """One of the two engines: its plan, and its connector's settings where they are given."""
+
+    def __init__(self, given: EngineArguments | Plan) -> None:
+        self.arguments = given if isinstance(given, EngineArguments) else None
+        self.plan = given if isinstance(given, Plan) else None
+        self.refusal: AtlasError | None = None
+        self.settings: ConnectorSettings | None = None
+        self.bad_settings: AtlasError | None = None
+        if self.arguments is None:
+            return
+        try:
+            self.plan = self.arguments.plan()
+        except AtlasError as refusal:
+            if refusal.code in _NO_MODEL:
+                raise
+            self.refusal = refusal
+        if self.transfer:
+            try:
+                extra = self.transfer.get("kv_connector_extra_config")
+                self.settings = ConnectorSettings.read(extra)
+            except AtlasError as refusal:
+                self.bad_settings = refusal
+
+    @property
+    def transfer(self) -> dict[str, Any]:
+        """Its kv_transfer_config; empty where none is given."""
+        return (self.arguments.kv_transfer_config if self.arguments else None) or {}
+
+    @property
+    def reachable(self) -> str:
+        """The host that its peers are told."""
+        assert self.settings is not None  # noqa: S101
+        return self.settings.advertise or self.settings.listen
+
+    @property
+    def local(self) -> bool:
+        """Whether it can be reached from its own host alone."""
+        return self.reachable.startswith(_LOOPBACK)
+
+
+Ends = tuple[EngineEnd, EngineEnd]

@@ -1,0 +1,118 @@
+"""What two engines keep, one beside the other: model, dtypes, topology, order, groups."""
+
+from __future__ import annotations
+
+from kvatlas.engines.vllm.engine_ends import Ends, Finding, beside
+from kvatlas.errors import Code
+from kvatlas.planning import Group, Plan
+from kvatlas.routing import Check, check
+from kvatlas.specs import Visibility
+
+
+def plan_findings(ends: Ends, tokens: int) -> tuple[list[Finding], Check | None]:
+    """What is found of both plans, and what moves between them where anything can."""
+    for name, end in zip(("prefill", "decode"), ends, strict=True):
+        if end.refusal is not None:
+            refusal = end.refusal
+            why = f"the {name} engine cannot be planned: {refusal.problem}. {refusal.hint}"
+            told = {name: str(refusal.got), "decode" if name == "prefill" else "prefill": "-"}
+            return [Finding("plan", told["prefill"], told["decode"], "no", why)], None
+    src, dst = (end.plan for end in ends)
+    assert src is not None  # noqa: S101
+    assert dst is not None  # noqa: S101
+    moves = check(src, dst, tokens=min(tokens, src.max_len, dst.max_len))
+    unlike = {reason.code: reason.got for reason in moves.reasons}
+    dtypes = unlike.pop(Code.UNLIKE_DTYPES, "").rpartition(": ")[2]
+    findings = [
+        _model(src, dst, moves, "; ".join(unlike.values())),
+        Finding("cache dtype", dtypes_of(src), dtypes_of(dst), "no" if dtypes else "ok", dtypes),
+        _topology(src, dst),
+        Finding("order", src.layout, dst.layout, why=_turned(src.layout, dst.layout)),
+        beside("block", (f"{end.block_size:,} tokens" for end in (src, dst))),
+        beside("groups", (_groups(end) for end in (src, dst))),
+        *_partial(src, dst),
+        _lengths(src, dst),
+    ]
+    return findings, moves if moves.ok else None
+
+
+def _model(src: Plan, dst: Plan, moves: Check, unlike: str) -> Finding:
+    both = zip((src, dst), moves.fingerprints, strict=True)
+    prints = [f"{plan.model} ({one[:8]})" for plan, one in both]
+    if unlike:
+        return beside("model", prints, "no", unlike)
+    if src.model != dst.model:
+        why = "layers are alike under two names: make sure that the weights are the same"
+        return beside("model", prints, "look", why)
+    return beside("model", prints)
+
+
+def dtypes_of(plan: Plan) -> str:
+    """What attention and states are kept in."""
+    found: dict[str, None] = {}
+    for region in plan.regions:
+        for layer in region.layers:
+            spec = plan.spec(layer.name)
+            cache = getattr(spec, "cache", "auto")
+            names = ("conv_dtype", "ssm_dtype") if hasattr(spec, "ssm_dtype") else ("dtype",)
+            own = [str(getattr(spec, name, "")) for name in names] if cache == "auto" else [cache]
+            found |= dict.fromkeys(filter(None, own))
+    return ", ".join(found)
+
+
+def _topology(src: Plan, dst: Plan) -> Finding:
+    said = [", ".join(f"{name} {n}" for name, n in _sizes(plan)) for plan in (src, dst)]
+    if src.dcp > 1 or dst.dcp > 1:
+        why = "the connector does not know context parallelism"
+        return beside("ranks", said, "no", why)
+    why = "" if (src.tp, src.pp) == (dst.tp, dst.pp) else "heads and layers are cut anew"
+    return beside("ranks", said, why=why)
+
+
+def _sizes(plan: Plan) -> list[tuple[str, int]]:
+    return [("tp", plan.tp), ("pp", plan.pp), *([("dcp", plan.dcp)] if plan.dcp > 1 else [])]
+
+
+def _turned(src: str, dst: str) -> str:
+    return "" if src == dst else "bytes are put in the other order on their way"
+
+
+def _groups(plan: Plan) -> str:
+    kinds: dict[str, int] = {}
+    for group in plan.groups:
+        kinds[group.kind] = kinds.get(group.kind, 0) + 1
+    return ", ".join(kind if n == 1 else f"{n} x {kind}" for kind, n in kinds.items())
+
+
+def _partial(src: Plan, dst: Plan) -> list[Finding]:
+    """Windows and recurrent states, of which only the last is kept."""
+    findings = []
+    windows = [windows_of(plan) for plan in (src, dst)]
+    if any(windows):
+        why = "the prompt is prefilled one token short, and decode computes it"
+        findings.append(beside("windows", (w or "all tokens" for w in windows), why=why))
+    states = [sum(group.kind == "recurrent" for group in plan.groups) for plan in (src, dst)]
+    if any(states):
+        said = [f"{count} group(s)" if count else "none" for count in states]
+        why = "the state after the last token but one moves"
+        findings.append(beside("recurrent states", said, why=why))
+    return findings
+
+
+def windows_of(plan: Plan) -> str:
+    """The windows of its groups, in words; empty where there are none."""
+    seen = {window for group in plan.groups if (window := _window(group))}
+    return ", ".join(f"{window:,}" for window in sorted(seen))
+
+
+def _window(group: Group) -> int | None:
+    if group.visibility == Visibility():
+        return None
+    return group.visibility.window or group.visibility.chunk
+
+
+def _lengths(src: Plan, dst: Plan) -> Finding:
+    said = [f"{plan.max_len:,} tokens" for plan in (src, dst)]
+    if src.max_len > dst.max_len:
+        return beside("longest request", said, "look", "decode refuses the longest prompts")
+    return beside("longest request", said)
