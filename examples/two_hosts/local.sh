@@ -11,6 +11,10 @@ started=()
 
 # Every part is a process group of its own, so that an engine's workers end with it.
 finish() {
+    local outcome=$?
+    if ((outcome)); then
+        tail -n 40 "$folder"/*.log >&2 || true
+    fi
     for pid in "${started[@]}"; do
         kill -TERM -- "-$pid" 2>/dev/null || true
     done
@@ -19,8 +23,9 @@ finish() {
 }
 trap finish EXIT
 
+# A core for each engine: threads that wait for work by spinning would hold up the other.
 begin() {
-    setsid "$here/serve.sh" "$1" >"$folder/$1.log" 2>&1 &
+    VLLM_CPU_OMP_THREADS_BIND=$2 setsid "$here/serve.sh" "$1" >"$folder/$1.log" 2>&1 &
     started+=("$!")
 }
 
@@ -92,9 +97,9 @@ source "$HOSTS_ENV"
 "$here/serve.sh" secret
 "$here/serve.sh" check
 echo "Starting both engines and the proxy."
-begin prefill
-begin decode
-begin proxy
+begin prefill 0
+begin decode "$(($(nproc) > 1 ? 1 : 0))"
+begin proxy auto
 await prefill "$PREFILL_PORT" 0
 await decode "$DECODE_PORT" 1
 await proxy "$PROXY_PORT" 2

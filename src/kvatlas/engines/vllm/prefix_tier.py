@@ -225,7 +225,7 @@ def shared_tier(engine_id: str) -> PrefixTier | None:
             Code.ENGINE_REFUSES,
             "A tier belongs to one process, and this engine's worker is in another",
             got=f"engine {engine_id!r}",
-            hint="Serve with one rank, and without a distributed_executor_backend",
+            hint="Run it in one process: VLLM_ENABLE_V1_MULTIPROCESSING=0, and one rank",
         )
     return _of_engines[engine_id]
 
