@@ -59,6 +59,8 @@ def test_interrupt_is_quiet() -> None:
             sys.executable,
             "-c",
             "import os, signal, time; from kvatlas.cli import catalogue_commands, commands;"
+            # A shell that runs this in the background has interrupts ignored.
+            "signal.signal(signal.SIGINT, signal.default_int_handler);"
             "catalogue_commands.layout_facts = "
             "lambda: (os.kill(os.getpid(), signal.SIGINT), time.sleep(50));"
             "import sys; sys.argv = ['kvatlas', 'layouts']; commands.run()",
