@@ -33,7 +33,7 @@ from kvatlas.wire.transports import (
     Transport,
     make_transport,
 )
-from kvatlas.wire.transports.base import check_bounds
+from kvatlas.wire.transports.bounds import check_bounds
 from kvatlas.wire.transports.file import copy_file_runs
 
 __all__ = [

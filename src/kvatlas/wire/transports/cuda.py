@@ -34,6 +34,7 @@ from kvatlas.wire.transports.cuda_published import (
     check_form,
 )
 from kvatlas.wire.transports.device_marks import DeviceMarks
+from kvatlas.wire.transports.offer_board import OfferBoard
 from kvatlas.wire.transports.opened_memory import OpenedMemory
 
 _here: weakref.WeakValueDictionary[str, CudaTransport] = weakref.WeakValueDictionary()
@@ -106,6 +107,7 @@ class CudaTransport(Transport):
     def _register(self, memory: Mapping[int, Memory]) -> None:
         if self._opened is None:
             self._opened = OpenedMemory(self._driver, self.device)
+            self.board = OfferBoard()
         for pool, region in memory.items():
             if self.shares(pool):
                 self._regions[pool] = self._located(region)
@@ -146,6 +148,7 @@ class CudaTransport(Transport):
                 list(self._allocations.values()),
                 self._regions,
                 list(self.marks.export()),
+                None if self.board is None else self.board.place,
             )
         )
 

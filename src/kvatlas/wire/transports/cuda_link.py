@@ -17,8 +17,8 @@ from kvatlas.wire.transports.base import (
     Link,
     Memory,
     Transport,
-    check_grid_bounds,
 )
+from kvatlas.wire.transports.bounds import check_grid_bounds
 from kvatlas.wire.transports.cuda_driver import (
     NO_STARTS,
     AddressRuns,
@@ -29,6 +29,7 @@ from kvatlas.wire.transports.cuda_driver import (
 )
 from kvatlas.wire.transports.cuda_published import PublishedMemory
 from kvatlas.wire.transports.device_marks import EVENTS, DeviceMarks
+from kvatlas.wire.transports.offer_board import SeenOffer, open_board
 from kvatlas.wire.transports.opened_memory import ForeignAllocation, OpenedMemory
 
 _Told = tuple[int, int, tuple[Int64s, Int64s], tuple[Int64s, Int64s, Int64s]]
@@ -70,11 +71,17 @@ class CudaLink(Link):
         ]
         self._handles, self._events = published.events, dict[int, int]()
         self._lock = threading.Lock()
+        self._board = None if published.board is None else open_board(published.board)
+        self.sees_offers = self._board is not None
         if end.marks_here() is None:
             # Opened now, so that a handle which is stale is refused before anything moves.
             for allocation in self._allocations:
                 end.opened.acquire(allocation)
                 end.opened.release(allocation)
+
+    def find_offer(self, request: str) -> SeenOffer | None:
+        """On the peer's board, where this process can see it."""
+        return None if self._board is None else self._board.find(request)
 
     def follow(self, mark: int | None) -> None:
         """The queue waits on the device, and no host does."""
@@ -161,6 +168,8 @@ class CudaLink(Link):
     def _close(self) -> None:
         """Unmap what the peer has, once no copy reads it."""
         self._end.opened.forget(self._token)
+        if self._board is not None:
+            self._board.close()
         with self._lock:
             events, self._events = self._events, {}
         for event in events.values():

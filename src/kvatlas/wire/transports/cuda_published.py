@@ -11,6 +11,7 @@ from kvatlas.wire.transports import errors
 from kvatlas.wire.transports.base import Memory
 from kvatlas.wire.transports.cuda_driver import HANDLE_BYTES, UUID_BYTES
 from kvatlas.wire.transports.device_marks import EVENTS
+from kvatlas.wire.transports.offer_board import BoardPlace
 
 _TOKEN = re.compile(r"[0-9a-f]{32}")
 _MAX_ALLOCATIONS = 1024
@@ -40,6 +41,7 @@ class PublishedMemory(msgspec.Struct, tag="cuda", forbid_unknown_fields=True):
     allocations: list[PublishedAllocation]
     regions: dict[int, PublishedRegion]
     events: list[bytes]
+    board: BoardPlace | None = None
 
 
 def check_form(published: PublishedMemory, memory: Mapping[int, Memory]) -> None:
