@@ -44,6 +44,8 @@ DEVICE = "cuda:0"
 Json = dict[str, Any]
 _LAYER = 4_000_000
 """Cycles, some two milliseconds, that a layer of the prefill takes."""
+_APART = 0.02
+"""Seconds between pulls that are timed one by one."""
 _AHEAD = 20_000_000
 """Cycles, some ten milliseconds, in which a stream is given what is then timed."""
 
@@ -269,8 +271,9 @@ def request(copy: float, pulls: int = 40) -> None:
                 for name in names:
                     if name == names[5]:
                         node.metrics.seconds.clear()
+                    time.sleep(_APART)
                     begun = time.perf_counter()
-                    session.pull(name, dst_blocks=blocks, tokens=TOKENS).wait(10)
+                    session.pull(name, dst_blocks=blocks, tokens=TOKENS).wait()
                     taken.append(time.perf_counter() - begun)
             phases = {k: v / (pulls - 5) * 1e3 for k, v in node.metrics.seconds.items()}
         right = is_right(cache, [filled(made, 0, 7)])

@@ -25,6 +25,9 @@ from kvatlas.geometry import (
 from kvatlas.routing.compiler import GroupPair
 from kvatlas.routing.request import BoundStates
 
+_MOST_STARTS = 1 << 15
+"""Starts that are kept with their states."""
+
 
 class Starts(NamedTuple):
     """Offsets at the source and at the destination, ascending there."""
@@ -112,11 +115,28 @@ class RepeatedRuns(NamedTuple):
     strip: StridedRuns
     starts: Starts
     """Where items lie at either end, by destination, in the first state of block 0."""
+    with_states: dict[int, Starts]
+    """The same in the first so many states, made where they are asked for."""
+
+    def in_states(self, count: int) -> Starts | None:
+        """Where items lie in the first `count` states; None where those are too many to keep.
+
+        The same object whenever it is asked for, so that a device can keep it.
+        """
+        if count * len(self.starts.src) > _MOST_STARTS:
+            return None
+        if count not in self.with_states:
+            nth = np.arange(count)
+            steps = zip(self.starts[:2], self.strip.state_strides, strict=True)
+            src, dst = ((at[:, None] + nth * step).reshape(-1) for at, step in steps)
+            order = np.argsort(dst, kind="stable")
+            self.with_states.setdefault(count, Starts.of(src[order], dst[order]))
+        return self.with_states[count]
 
     def part(self, first: int, stop: int) -> RepeatedRuns:
         """Some of the starts alone."""
         src, dst = self.starts.src[first:stop], self.starts.dst[first:stop]
-        return RepeatedRuns(self.strip, Starts.of(src, dst))
+        return RepeatedRuns(self.strip, Starts.of(src, dst), {})
 
 
 class CompiledPair(NamedTuple):
@@ -147,7 +167,7 @@ def repeated(strips: Sequence[StridedRuns]) -> list[RepeatedRuns]:
         at = np.array([member.offsets for member in members], dtype=np.int64)
         src, dst = ((at[:, end, None] + strip.item_offsets(end)).reshape(-1) for end in (0, 1))
         order = np.argsort(dst, kind="stable")
-        runs.append(RepeatedRuns(strip, Starts.of(src[order], dst[order])))
+        runs.append(RepeatedRuns(strip, Starts.of(src[order], dst[order]), {}))
     return runs
 
 
@@ -164,16 +184,36 @@ def ranges(compiled: CompiledPair, bound: BoundStates) -> Iterator[Runs]:
     """Every run that moves between two groups, in arrays."""
     for runs, part, whole in _folded(compiled, bound):
         stretches = _Stretches(part, whole=whole)
-        for strip, starts in runs:
+        for strip, starts, _ in runs:
             yield _all_sums(starts, *stretches.of(strip))
 
 
 def grids(pools: tuple[int, int], compiled: CompiledPair, bound: BoundStates) -> Iterator[RunGrid]:
     """The same runs as sums that nobody has written out, not joined."""
-    for runs, part, whole in _folded(compiled, bound):
-        for strip, starts in runs:
-            spans = strip.byte_ranges(part.states, part.ids, whole=whole, join=False)
+    for all_runs, part, whole in _folded(compiled, bound):
+        for runs in all_runs:
+            yield from _run_grids(pools, runs, part, whole=whole)
+
+
+def _run_grids(
+    pools: tuple[int, int], runs: RepeatedRuns, bound: BoundStates, *, whole: bool
+) -> Iterator[RunGrid]:
+    """Runs of one kind as sums; states that go one by one are starts where spans have equally many.
+
+    The route knows those starts, and what a request brings is a span for every block.
+    """
+    length = bound.states.length
+    most = int(length.max(initial=0))
+    if not whole and most > 1 and not runs.strip.gapless:
+        starts, full = runs.in_states(most), length == most
+        if starts is not None:
+            alike = bound if full.all() else _pick(bound, full)
+            spans = runs.strip.byte_ranges(_first_states(alike), alike.ids, whole=False, join=False)
             yield RunGrid(*pools, starts, *spans)
+            bound = _pick(bound, ~full)
+    if len(bound.states.length):
+        spans = runs.strip.byte_ranges(bound.states, bound.ids, whole=whole, join=False)
+        yield RunGrid(*pools, runs.starts, *spans)
 
 
 def count_ranges(compiled: CompiledPair, bound: BoundStates, cuts: int) -> int:
@@ -184,7 +224,7 @@ def count_ranges(compiled: CompiledPair, bound: BoundStates, cuts: int) -> int:
     count = 0
     for runs, part, whole in _folded(compiled, bound):
         stretches, length = _Stretches(part, whole=whole), part.states.length
-        for strip, starts in runs:
+        for strip, starts, _ in runs:
             if whole or strip.gapless:
                 joined = len(stretches.of(strip)[0])
                 each = joined + min(cuts, len(length) - joined)
@@ -268,6 +308,11 @@ def joined(runs_by_pools: Mapping[tuple[int, int], list[Runs]]) -> tuple[Copy, .
             src, dst, length = join_copies(src, dst, length)
         copies.append(Copy(*pools, src, dst, length))
     return tuple(copies)
+
+
+def _first_states(bound: BoundStates) -> StateSpans:
+    """The first state of every span."""
+    return bound.states._replace(length=np.ones_like(bound.states.length))
 
 
 def _pick(bound: BoundStates, mask: NDArray[np.bool_]) -> BoundStates:

@@ -17,7 +17,8 @@ from kvatlas.routing import Copy
 from kvatlas.wire.memory_copy import Bytes, copy_runs, split_runs
 from kvatlas.wire.pool_mover import PinnedMemory, stream_runs
 from kvatlas.wire.transports.base import Memory
-from kvatlas.wire.transports.cuda_driver import NO_STARTS, AddressRuns, CudaDriver, load_driver
+from kvatlas.wire.transports.cuda_driver import CudaDriver, load_driver
+from kvatlas.wire.transports.device_queue import NO_STARTS, AddressRuns
 
 _PIECE = 32 << 20
 """Bytes of a buffer; no run is longer than half of it."""

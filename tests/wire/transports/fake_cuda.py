@@ -13,15 +13,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvatlas.wire import Bytes, Memory, as_bytes
-from kvatlas.wire.transports.cuda_driver import (
-    HANDLE_BYTES,
-    UUID_BYTES,
-    AddressRuns,
-    CudaDriver,
-    DeviceQueue,
-    DriverError,
-    Posted,
-)
+from kvatlas.wire.transports.cuda_driver import HANDLE_BYTES, UUID_BYTES, CudaDriver, DriverError
+from kvatlas.wire.transports.device_queue import AddressRuns, DeviceQueue, Posted
 
 HEAD = 512
 """Bytes of an allocation before the pool in it: a framework's allocator divides what it has."""

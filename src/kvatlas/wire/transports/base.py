@@ -180,7 +180,7 @@ class Link(ABC):
         raise NotImplementedError(f"{type(self).__name__} takes runs: {len(grids)}, {behind}")
 
     def find_offer(self, request: str) -> SeenOffer | None:
-        """What the peer offers under a name, seen without asking; None where that takes a message."""
+        """What the peer offers under a name, seen without asking; None where it has to be asked."""
         del request
         return None
 

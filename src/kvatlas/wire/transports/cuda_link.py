@@ -19,16 +19,10 @@ from kvatlas.wire.transports.base import (
     Transport,
 )
 from kvatlas.wire.transports.bounds import check_grid_bounds
-from kvatlas.wire.transports.cuda_driver import (
-    NO_STARTS,
-    AddressRuns,
-    CudaDriver,
-    DeviceQueue,
-    DriverError,
-    Posted,
-)
+from kvatlas.wire.transports.cuda_driver import CudaDriver, DriverError
 from kvatlas.wire.transports.cuda_published import PublishedMemory
 from kvatlas.wire.transports.device_marks import EVENTS, DeviceMarks
+from kvatlas.wire.transports.device_queue import NO_STARTS, AddressRuns, DeviceQueue, Posted
 from kvatlas.wire.transports.offer_board import SeenOffer, open_board
 from kvatlas.wire.transports.opened_memory import ForeignAllocation, OpenedMemory
 
