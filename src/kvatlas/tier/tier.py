@@ -26,7 +26,7 @@ from kvatlas.tier.index import BlockIndex, Claim, StoreResult, TierBlock
 from kvatlas.tier.ingest import Ingest, check_tier_plan
 from kvatlas.tier.request_blocks import Keys, TierSpans, keys_by_group
 from kvatlas.tier.storage import Carry, TierStorage, Write
-from kvatlas.wire import Bytes, Memory, rank_pools
+from kvatlas.wire import Bytes, GpuOffload, Memory, rank_pools
 
 _PLANS = 16
 """Plans whose routes to and from a tier stay compiled."""
@@ -72,7 +72,7 @@ class Tier:
             pools = rank_pools(plan, 0, memory)
         elif _file is None:
             pools = {p.index: np.zeros(p.nbytes, dtype=np.uint8) for p in plan.pools}
-        self._storage = TierStorage(pools, _file, verify_always=_verify == "always")
+        self._storage = TierStorage(plan, pools, _file, verify_always=_verify == "always")
         self.metrics = self._storage.metrics
         self._index = BlockIndex(plan, _file.clear if _file else lambda _: None)
         if _file is not None:
@@ -142,11 +142,7 @@ class Tier:
                 keyed = [need for need in needs if need.key is not None]
                 whole = sum(self._index.find(need) is not None for need in keyed)
                 return StoreResult(whole, len(keyed) - whole, 0)
-            move = (
-                self._storage.carried(carry)
-                if carry
-                else self._storage.writing(plan, rank, pools or {})
-            )
+            move = self._mover(plan, rank, pools, carry)
             claim = self._index.claim(needs, ingest, rank)
             try:
                 if claim.fills:
@@ -155,15 +151,35 @@ class Tier:
                 self._index.unpin(claim.pinned)
             return StoreResult(claim.whole, claim.waiting, claim.no_room)
 
+    def _mover(
+        self, plan: Plan, rank: int, pools: Mapping[int, Any] | None, carry: Carry | None
+    ) -> Write | GpuOffload:
+        """What carries a rank's bytes into the tier."""
+        if carry is not None:
+            return self._storage.carried(carry)
+        offload = self._storage.offload_of_sums(plan, rank, pools)
+        return offload or self._storage.writing(plan, rank, pools or {})
+
     def _fill(
-        self, claim: Claim, ingest: Ingest, blocks: Any, tokens: tuple[int, int], write: Write
+        self,
+        claim: Claim,
+        ingest: Ingest,
+        blocks: Any,
+        tokens: tuple[int, int],
+        move: Write | GpuOffload,
     ) -> None:
         brought, known = None, Checksums()
         try:
-            with self.metrics.phase("bind"):
-                ids = {need: block.block_id for need, block in claim.fills}
-                copies, deliveries = ingest.copies(claim.rank, blocks, tokens, ids)
-            known = self._storage.carry("store", copies, write)
+            ids = {need: block.block_id for need, block in claim.fills}
+            about = (claim.rank, blocks, tokens, ids)
+            if isinstance(move, GpuOffload):
+                with self.metrics.phase("bind"):
+                    grids, deliveries = ingest.grids(*about)
+                self._storage.carry("store", grids, move.store_sums)
+            else:
+                with self.metrics.phase("bind"):
+                    copies, deliveries = ingest.copies(*about)
+                known = self._storage.carry("store", copies, move)
             brought = deliveries
         finally:
             ready = self._index.arrived(claim, ingest, brought)

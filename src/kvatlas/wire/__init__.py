@@ -4,6 +4,7 @@ A `Node` puts one rank's caches on the wire, a `Session` connects it to its peer
 `Transfer` is one request on its way.
 """
 
+from kvatlas.wire.block_staging import BlockStaging
 from kvatlas.wire.client import Session, Transfer
 from kvatlas.wire.client.rank_lease import How
 from kvatlas.wire.gpu_offload import GpuOffload, HostPins
@@ -34,11 +35,13 @@ from kvatlas.wire.transports import (
     make_transport,
 )
 from kvatlas.wire.transports.bounds import check_bounds
+from kvatlas.wire.transports.cuda_driver import load_driver
 from kvatlas.wire.transports.file import copy_file_runs
 
 __all__ = [
     "HOST",
     "TRANSPORT_NAMES",
+    "BlockStaging",
     "Bytes",
     "GpuOffload",
     "Handle",
@@ -62,6 +65,7 @@ __all__ = [
     "device_of",
     "gpu_pools",
     "is_on_gpu",
+    "load_driver",
     "make_transport",
     "memory_of",
     "pools_for",

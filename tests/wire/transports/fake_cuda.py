@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -143,7 +144,7 @@ class FakeQueue(DeviceQueue):
     def after(self, event: int) -> None:
         self.driver.log.append(("after", event))
 
-    def post(self, runs: Sequence[AddressRuns]) -> Posted:
+    def post(self, runs: Sequence[AddressRuns], **_: Any) -> Posted:
         self.driver.log.append(("post", len(runs)))
         posted = FakePosted(runs)
         if self.driver.late:
@@ -151,6 +152,36 @@ class FakeQueue(DeviceQueue):
         else:
             posted.act()
         return posted
+
+    def after_caller(self) -> None:
+        self.driver.log.append(("after_caller", 0))
+
+    def buffer(self, nbytes: int) -> FakeBuffer:
+        return FakeBuffer(nbytes)
+
+    def staged(
+        self, runs: Sequence[AddressRuns], stretches: Sequence[tuple[int, int, int]], *, out: bool
+    ) -> Posted:
+        self.driver.log.append(("staged", len(stretches)))
+        posted = FakePosted(runs)
+        if out:
+            posted.act()
+        for host, gpu, nbytes in stretches:
+            here, there = as_bytes(Memory(host, nbytes)), as_bytes(Memory(gpu, nbytes))
+            (here if out else there)[:] = there if out else here
+        if not out:
+            posted.act()
+        return posted
+
+
+class FakeBuffer:
+    """Memory of the GPU, as much as is asked for."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._bytes = np.full(nbytes, 0x5A, np.uint8)
+
+    def data_ptr(self) -> int:
+        return int(self._bytes.ctypes.data)
 
 
 class FakePosted(Posted):

@@ -256,6 +256,12 @@ class LibCuda(CudaDriver):
         size, order = ctypes.c_size_t(nbytes), ctypes.c_void_p(stream)
         self._call("cuMemcpyHtoDAsync_v2", address, begin, size, order)
 
+    def download(self, to: int, source: int, nbytes: int, stream: int) -> None:
+        """Copy into pinned memory of the host, in the order of a stream; its device is current."""
+        address, begin = ctypes.c_void_p(to), ctypes.c_uint64(source)
+        size, order = ctypes.c_size_t(nbytes), ctypes.c_void_p(stream)
+        self._call("cuMemcpyDtoHAsync_v2", address, begin, size, order)
+
     def stream_waits(self, device: int, stream: int, event: int) -> None:
         """What a stream is given from now on comes after an event."""
         with self.on(device):

@@ -31,6 +31,9 @@ class QueueDriver(Protocol):
     def upload(self, to: int, source: int, nbytes: int, stream: int) -> None:
         """Copy from pinned memory, in the order of a stream."""
 
+    def download(self, to: int, source: int, nbytes: int, stream: int) -> None:
+        """Copy into pinned memory, in the order of a stream."""
+
     def stream_waits(self, device: int, stream: int, event: int) -> None:
         """What a stream is given from now on comes after an event."""
 
@@ -81,6 +84,24 @@ class TorchQueue(DeviceQueue):
                 host[:nbytes].copy_(gpu[:nbytes], non_blocking=True)
                 posted = TorchPosted(self._stream)
             return posted
+
+    def staged(
+        self, runs: Sequence[AddressRuns], stretches: Sequence[tuple[int, int, int]], *, out: bool
+    ) -> Posted:
+        """Runs between pools and a buffer of the GPU, and stretches between it and pinned memory.
+
+        A stretch is its address on the host, that in the buffer, and its bytes.
+        """
+        stream = self._stream.cuda_stream
+        with self._lock, self._driver.on(self._number):
+            if out:
+                self._launch(runs, {})
+            for host, gpu, nbytes in stretches:
+                if out:
+                    self._driver.download(host, gpu, nbytes, stream)
+                else:
+                    self._driver.upload(gpu, host, nbytes, stream)
+            return TorchPosted(self._stream) if out else self._launch(runs, {})
 
     def buffer(self, nbytes: int) -> Any:
         """Memory of the GPU, for use in the order of the stream."""
