@@ -36,6 +36,10 @@ from kvatlas.wire.transports.cuda_published import (
 from kvatlas.wire.transports.device_marks import DeviceMarks
 from kvatlas.wire.transports.offer_board import OfferBoard
 from kvatlas.wire.transports.opened_memory import OpenedMemory
+from kvatlas.wire.transports.pace import CopyPace
+
+_SHARE = 0.06
+"""Of the GPU's time: slows down what is bound by memory beside it by less than a twentieth."""
 
 _here: weakref.WeakValueDictionary[str, CudaTransport] = weakref.WeakValueDictionary()
 """The transports of this process by token: CUDA opens no handle in the process that made it."""
@@ -44,8 +48,9 @@ _here: weakref.WeakValueDictionary[str, CudaTransport] = weakref.WeakValueDictio
 class CudaTransport(Transport):
     """Moves bytes between pools in the memory of GPUs of one host.
 
-    A copy keeps at most `multiprocessors` of the GPU busy, where it is not 0: what else runs
-    there goes on meanwhile. All regions of one transport are on one GPU; the two ends of a
+    Copies take at most `share` of the GPU's time in the long run: each runs at full speed, and
+    the next waits until what else runs there has had the rest; 1 for no limit. A copy keeps at
+    most `multiprocessors` of the GPU busy, where it is not 0. All regions of one transport are on one GPU; the two ends of a
     link may be on two, where one can reach the other's memory.
     """
 
@@ -56,6 +61,7 @@ class CudaTransport(Transport):
         self,
         *,
         multiprocessors: int = 0,
+        share: float = _SHARE,
         shared: Shared = "all",
         driver: CudaDriver | None = None,
     ) -> None:
@@ -63,6 +69,9 @@ class CudaTransport(Transport):
         if not isinstance(multiprocessors, int) or multiprocessors < 0:
             got = f"multiprocessors={multiprocessors!r}"
             raise errors.failed(got, hint="Give a number of multiprocessors, or 0 for all")
+        if not isinstance(share, int | float) or not 0 < share <= 1:
+            raise errors.failed(f"share={share!r}", hint="Give a part of the time, at most 1")
+        self._pace = CopyPace(share)
         self._driver = driver or load_driver()
         self.multiprocessors = multiprocessors
         self.token = secrets.token_hex(16)
@@ -174,7 +183,7 @@ class CudaTransport(Transport):
             return peer.marks if peer is not None and peer.driver is self.driver else None
 
         queue = self._driver.queue(self.device, self.multiprocessors)
-        return CudaEnd(self._driver, self.device, self.opened, queue, marks_here)
+        return CudaEnd(self._driver, self.device, self.opened, queue, self._pace, marks_here)
 
     def _close(self) -> None:
         """Peers that have its memory mapped notice by their leases."""

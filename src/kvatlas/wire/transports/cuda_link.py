@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import ClassVar, NamedTuple
 
 from kvatlas.geometry import Int64s
@@ -25,6 +26,7 @@ from kvatlas.wire.transports.device_marks import EVENTS, DeviceMarks
 from kvatlas.wire.transports.device_queue import NO_STARTS, AddressRuns, DeviceQueue, Posted
 from kvatlas.wire.transports.offer_board import SeenOffer, open_board
 from kvatlas.wire.transports.opened_memory import ForeignAllocation, OpenedMemory
+from kvatlas.wire.transports.pace import CopyPace
 
 _Told = tuple[int, int, tuple[Int64s, Int64s], tuple[Int64s, Int64s, Int64s]]
 """Pools at either end, starts, and spans."""
@@ -40,6 +42,7 @@ class CudaEnd(NamedTuple):
     device: int
     opened: OpenedMemory
     queue: DeviceQueue
+    pace: CopyPace
     marks_here: Callable[[], DeviceMarks | None]
     """The marks of a peer of this process, whose addresses are good as they are; else None."""
 
@@ -127,7 +130,8 @@ class CudaLink(Link):
     def _copy(self, told: list[_Told], may_begin: Callable[[], bool], *, write: bool) -> Handle:
         if not told:
             return Done()
-        copy = _CudaCopy(lambda: self._launch(told, write=write), may_begin, self.check)
+        launch = partial(self._launch, told, write=write)
+        copy = _CudaCopy(launch, may_begin, self.check, self._end.pace)
         copy.begin()
         return copy
 
@@ -179,8 +183,10 @@ class _CudaCopy(Handle):
         launch: Callable[[], tuple[Posted, Callable[[], None]]],
         may_begin: Callable[[], bool],
         check: Callable[[], None],
+        pace: CopyPace,
     ) -> None:
         self._launch, self._may_begin, self._check = launch, may_begin, check
+        self._pace, self._launched = pace, 0.0
         self._posted: Posted | None = None
         self._over: Callable[[], None] = lambda: None
         self._given_up = False
@@ -190,7 +196,10 @@ class _CudaCopy(Handle):
     def begin(self) -> None:
         """Launch it if that may be now."""
         with self._lock:
-            if self._posted is None and not self._given_up and self._may_begin():
+            if self._posted is not None or self._given_up:
+                return
+            if self._may_begin() and self._pace.may_begin():
+                self._launched = time.monotonic()
                 self._posted, self._over = self._launch()
 
     def _poll(self) -> bool:
@@ -213,6 +222,9 @@ class _CudaCopy(Handle):
             raise
         if over:
             self._over()
+            launched, self._launched = self._launched, 0.0
+            if launched:
+                self._pace.took(launched, time.monotonic())
         return over
 
     def _pause(self, seconds: float) -> None:
