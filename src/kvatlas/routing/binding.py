@@ -210,6 +210,8 @@ def _run_grids(
             alike = bound if full.all() else _pick(bound, full)
             spans = runs.strip.byte_ranges(_first_states(alike), alike.ids, whole=False, join=False)
             yield RunGrid(*pools, starts, *spans)
+            if alike is bound:
+                return
             bound = _pick(bound, ~full)
     if len(bound.states.length):
         spans = runs.strip.byte_ranges(bound.states, bound.ids, whole=whole, join=False)

@@ -50,8 +50,8 @@ class CudaTransport(Transport):
 
     Copies take at most `share` of the GPU's time in the long run: each runs at full speed, and
     the next waits until what else runs there has had the rest; 1 for no limit. A copy keeps at
-    most `multiprocessors` of the GPU busy, where it is not 0. All regions of one transport are on one GPU; the two ends of a
-    link may be on two, where one can reach the other's memory.
+    most `multiprocessors` of the GPU busy, where it is not 0. All regions of one transport are
+    on one GPU; the two ends of a link may be on two, where one can reach the other's memory.
     """
 
     name: ClassVar[str] = "cuda"
