@@ -38,7 +38,7 @@ from kvatlas.wire.transports.offer_board import OfferBoard
 from kvatlas.wire.transports.opened_memory import OpenedMemory
 from kvatlas.wire.transports.pace import CopyPace
 
-_SHARE = 0.06
+_SHARE = 0.08
 """Of the GPU's time: slows down what is bound by memory beside it by less than a twentieth."""
 
 _here: weakref.WeakValueDictionary[str, CudaTransport] = weakref.WeakValueDictionary()

@@ -199,7 +199,7 @@ class _CudaCopy(Handle):
             if self._posted is not None or self._given_up:
                 return
             if self._may_begin() and self._pace.may_begin():
-                self._launched = time.monotonic()
+                self._begun = self._launched = time.monotonic()
                 self._posted, self._over = self._launch()
 
     def _poll(self) -> bool:
