@@ -35,12 +35,17 @@ const words = (kind) => kind.replaceAll("_", " ");
 
 // -- drawing ----------------------------------------------------------------------------------
 
+// Gives a canvas its size, and empties it. New memory is taken only where the size is another.
 function fitCanvas(canvas, width, height) {
-  const ratio = window.devicePixelRatio || 1;
-  canvas.width = Math.round(width * ratio);
-  canvas.height = Math.round(height * ratio);
-  canvas.style.height = `${height}px`;
-  canvas.getContext("2d").setTransform(ratio, 0, 0, ratio, 0, 0);
+  const ratio = window.devicePixelRatio || 1, context = canvas.getContext("2d");
+  const [across, down] = [Math.round(width * ratio), Math.round(height * ratio)];
+  if (canvas.width !== across || canvas.height !== down) {
+    canvas.width = across;
+    canvas.height = down;
+    canvas.style.height = `${height}px`;
+  }
+  context.setTransform(ratio, 0, 0, ratio, 0, 0);
+  context.clearRect(0, 0, width, height);
 }
 
 function render() {
@@ -58,7 +63,6 @@ function render() {
     const place = layOut(rows, width, Math.round(Math.min(left, width * 0.3)), view.level);
     drawn = { rows, place, every, of, memory: [] };
     fitCanvas(picture, width, place.total);
-    pen.clearRect(0, 0, width, place.total);
     paintRows(pen, plan(), view, rows, place, paint);
     paintLabels(labels, place);
   }
@@ -106,7 +110,6 @@ function memoryParts() {
 function renderMemory(width) {
   const parts = memoryParts(), tall = Math.round(innerHeight * 0.48), total = parts.reduce((sum, part) => sum + part.bytes, 0);
   fitCanvas(picture, width, tall + 4);
-  pen.clearRect(0, 0, width, tall + 4);
   drawn = { rows: [], place: null, every: 1, of: 0, memory: [] };
   let x = 0;
   for (const part of parts) {

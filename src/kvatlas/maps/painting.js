@@ -38,28 +38,37 @@ function layOut(rows, width, left, level) {
 
 const MOST_LOOKUPS = 30000; // of a picture: what an answer within a tenth of a second allows
 
+// Rows that look alike are painted once, on a canvas of their own, and copied from there: copying from the picture
+// onto itself would have the browser copy the whole of it for each row.
 function paintRows(context, plan, view, rows, place, paint) {
-  const brush = brushOf(context, paint);
-  const ratio = window.devicePixelRatio || 1, painted = new Map();
-  const looks = rows.map((row) => lookOf(plan, view, row, paint));
-  brush.finest = Math.max(0.5, Math.min(8, MOST_LOOKUPS / (new Set(looks).size * place.width * ratio)));
+  const brush = brushOf(context, paint), ratio = window.devicePixelRatio || 1;
+  const looks = rows.map((row) => lookOf(plan, view, row, paint)), alike = new Map(), tiles = new Map();
+  for (const look of looks) alike.set(look, (alike.get(look) || 0) + 1);
+  brush.finest = Math.max(0.5, Math.min(8, MOST_LOOKUPS / (alike.size * place.width * ratio)));
   rows.forEach((row, n) => {
-    const y = n * place.height + place.top, tall = place.height - place.gap;
-    if (painted.has(looks[n])) {
-      const from = [0, painted.get(looks[n]) * ratio, context.canvas.width, tall * ratio];
-      context.drawImage(context.canvas, ...from, 0, y, context.canvas.width / ratio, tall);
+    const look = looks[n], y = n * place.height + place.top, tall = place.height - place.gap;
+    const wide = Math.max(1, Math.round(row.nbytes * place.scale));
+    if (alike.get(look) === 1) {
+      paintRow(brush, plan, view, [row], { x: place.left, y, wide, tall });
       return;
     }
-    painted.set(looks[n], y);
-    const wide = Math.max(1, Math.round(row.nbytes * place.scale));
-    paintRow(brush, plan, view, [row], { x: place.left, y, wide, tall });
+    if (!tiles.has(look)) tiles.set(look, paintTile(brush, plan, view, row, wide, tall));
+    context.drawImage(tiles.get(look), place.left, y, wide, tall);
   });
+}
+
+function paintTile(brush, plan, view, row, wide, tall) {
+  const tile = document.createElement("canvas");
+  fitCanvas(tile, wide, tall);
+  paintRow({ ...brush, context: tile.getContext("2d") }, plan, view, [row], { x: 0, y: 0, wide, tall });
+  return tile;
 }
 
 // What is needed to paint rows, asked once for each picture.
 function brushOf(context, paint) {
   return {
     context, paint, ground: styled("--panel"), gap: rgb(styled("--panel")), mark: rgb(styled("--mark")), finest: 8,
+    font: `${0.8 * rem()}px system-ui, sans-serif`, widths: new Map(),
     patterns: { padding: hatch(context, true), unused: hatch(context, false) },
     empty: { padding: rgb(styled("--hatch-line")), unused: rgb(styled("--hatch-ground")) },
   };
@@ -147,6 +156,8 @@ function lookAt(brush, plan, view, point) {
   return [share === 1 ? rgb(colour) : rgb(mix(ground, colour, share)), Number(Boolean(paint.follow && lit))];
 }
 
+const NARROWEST_WORD = 10; // pixels
+
 // What only wide pieces have room for: hatching, and words.
 function paintOver(brush, view, piece, at) {
   const { context, patterns, paint } = brush, { point, colour, x, wide } = piece;
@@ -157,14 +168,22 @@ function paintOver(brush, view, piece, at) {
     context.globalAlpha = 1;
     return;
   }
-  const text = at.tall >= 15 && !at.plain ? pieceLabel(view, point) : "";
-  context.font = `${0.8 * rem()}px system-ui, sans-serif`;
-  if (!text || context.measureText(text).width > wide - 6) return;
+  const text = at.tall >= 15 && wide > NARROWEST_WORD && !at.plain ? pieceLabel(view, point) : "";
+  if (!text || wordWidth(brush, text) > wide - 6) return;
+  context.font = brush.font;
   context.fillStyle = inkOn(colour);
   context.textAlign = "center";
   context.textBaseline = "middle";
   context.fillText(text, x + wide / 2, at.y + at.tall / 2);
   context.textAlign = "start";
+}
+
+function wordWidth({ context, font, widths }, text) {
+  if (!widths.has(text)) {
+    context.font = font;
+    widths.set(text, context.measureText(text).width);
+  }
+  return widths.get(text);
 }
 
 // Dark or light letters, whichever is read better on a colour.
