@@ -109,7 +109,7 @@ function showHowMany(pair) {
 function renderRoute() {
   const pair = data.route.pairs[shownPair], canvas = byId("bands"), width = canvas.clientWidth;
   if (!pair || !width) return;
-  dark = isDark();
+  readTheme();
   showHowMany(pair);
   const height = Math.round(Math.max(320, innerHeight * 0.6)), top = 2.2 * rem();
   fitCanvas(canvas, width, height + top + 4);

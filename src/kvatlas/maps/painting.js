@@ -8,10 +8,16 @@ function outerAxes(point, level) {
   return level === "cell" ? BY_ELEMENT : "N" in point.at ? BY_CELL : BY_STATE;
 }
 
-const styled = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-const rem = () => parseFloat(getComputedStyle(document.documentElement).fontSize);
+// A colour of the style sheet. Asking the browser has it work out all styles: it is asked once for each theme.
+function styled(name) {
+  return remembered(styled, `${dark} ${name}`, () => getComputedStyle(document.documentElement).getPropertyValue(name).trim());
+}
 
-function hatch(context, strong) {
+function hatch(strong) {
+  return remembered(hatch, `${dark} ${strong}`, () => hatchNow(strong));
+}
+
+function hatchNow(strong) {
   const tile = document.createElement("canvas");
   tile.width = tile.height = 8;
   const pen = tile.getContext("2d");
@@ -25,7 +31,7 @@ function hatch(context, strong) {
     pen.lineTo(by + 8, 0);
     pen.stroke();
   }
-  return context.createPattern(tile, "repeat");
+  return pen.createPattern(tile, "repeat");
 }
 
 // Where rows go on a canvas of some width: their height, the scale, and room for labels.
@@ -36,7 +42,8 @@ function layOut(rows, width, left, level) {
   return { left, scale: (width - left - 2) / widest, height, gap: height > 12 ? 3 : 1, width, top: 5, total: rows.length * height + 10 };
 }
 
-const MOST_LOOKUPS = 30000; // of a picture: what an answer within a tenth of a second allows
+const MOST_LOOKUPS = 16000; // of a picture: what an answer within a tenth of a second allows
+const FINEST = 5; // of a pixel: more are not told apart
 
 // Rows that look alike are painted once, on a canvas of their own, and copied from there: copying from the picture
 // onto itself would have the browser copy the whole of it for each row.
@@ -44,7 +51,7 @@ function paintRows(context, plan, view, rows, place, paint) {
   const brush = brushOf(context, paint), ratio = window.devicePixelRatio || 1;
   const looks = rows.map((row) => lookOf(plan, view, row, paint)), alike = new Map(), tiles = new Map();
   for (const look of looks) alike.set(look, (alike.get(look) || 0) + 1);
-  brush.finest = Math.max(0.5, Math.min(8, MOST_LOOKUPS / (alike.size * place.width * ratio)));
+  brush.finest = Math.max(0.5, Math.min(FINEST, MOST_LOOKUPS / (alike.size * place.width * ratio)));
   rows.forEach((row, n) => {
     const look = looks[n], y = n * place.height + place.top, tall = place.height - place.gap;
     const wide = Math.max(1, Math.round(row.nbytes * place.scale));
@@ -67,20 +74,20 @@ function paintTile(brush, plan, view, row, wide, tall) {
 // What is needed to paint rows, asked once for each picture.
 function brushOf(context, paint) {
   return {
-    context, paint, ground: styled("--panel"), gap: rgb(styled("--panel")), mark: rgb(styled("--mark")), finest: 8,
+    context, paint, ground: styled("--panel"), gap: rgb(styled("--panel")), mark: rgb(styled("--mark")), finest: FINEST,
     font: `${0.8 * rem()}px system-ui, sans-serif`, widths: new Map(),
-    patterns: { padding: hatch(context, true), unused: hatch(context, false) },
+    patterns: { padding: hatch(true), unused: hatch(false) },
     empty: { padding: rgb(styled("--hatch-line")), unused: rgb(styled("--hatch-ground")) },
   };
 }
 
-// Stretches of memory side by side in one line; `at.plain` is one without gaps and words. A pixel has the mean of the colours of its
-// bytes, so that pieces narrower than pixels make no stripes of their own.
+// Stretches of memory side by side in one line; `at.plain` is one without gaps and words. A pixel has the mean of the
+// colours of its bytes, so that pieces narrower than pixels make no stripes of their own.
 function paintRow(brush, plan, view, stretches, at) {
   const { context } = brush, ratio = window.devicePixelRatio || 1;
   const pixels = Math.max(1, Math.round(at.wide * ratio));
   const each = stretches.reduce((sum, one) => sum + one.nbytes, 0) / pixels;
-  const line = new Float32Array(pixels * 4), wide = []; // red, green, blue, and how much is followed
+  const line = { colours: new Float32Array(pixels * 3), lights: new Float32Array(pixels) }, wide = [];
   let before = 0;
   for (const row of stretches) {
     const { start, nbytes } = row, shift = before - start;
@@ -93,16 +100,9 @@ function paintRow(brush, plan, view, stretches, at) {
     }
     before += nbytes;
   }
-  drawLine(context, pixels, (image, n) => {
-    for (let part = 0; part < 3; part++) image[n + part] = line[n + part];
-    image[n + 3] = 255;
-  }, at);
+  drawLine(context, line, null, at);
   for (const one of wide) paintOver(brush, view, one, at);
-  if (!brush.paint.follow) return;
-  drawLine(context, pixels, (image, n) => {
-    for (let part = 0; part < 3; part++) image[n + part] = brush.mark[part];
-    image[n + 3] = 255 * line[n + 3];
-  }, { ...at, y: at.y + at.tall - 3, tall: 3 });
+  if (brush.paint.follow) drawLine(context, line, brush.mark, { ...at, y: at.y + at.tall - 3, tall: 3 });
 }
 
 // The pieces of a stretch, [point, first byte, byte behind]; of tiny ones, a sample.
@@ -121,25 +121,29 @@ function* piecesOfRow(plan, view, row, least) {
 }
 
 // Adds a colour and its light to the pixels between two places, by the part of each that is covered.
-function blend(line, colour, light, from, to) {
-  const last = Math.min(line.length / 4, to), [red, green, blue] = colour;
+function blend({ colours, lights }, [red, green, blue], light, from, to) {
+  const last = Math.min(lights.length, to);
   for (let n = Math.max(0, Math.floor(from)); n < last; n++) {
-    const share = Math.min(n + 1, to) - Math.max(n, from), at = n * 4;
-    line[at] += red * share;
-    line[at + 1] += green * share;
-    line[at + 2] += blue * share;
-    line[at + 3] += light * share;
+    const share = Math.min(n + 1, to) - Math.max(n, from), at = n * 3;
+    colours[at] += red * share;
+    colours[at + 1] += green * share;
+    colours[at + 2] += blue * share;
+    lights[n] += light * share;
   }
 }
 
 const strip = document.createElement("canvas");
+strip.height = 1;
 
-// One line of pixels, drawn as high as a row.
-function drawLine(context, pixels, fill, at) {
-  strip.width = pixels;
-  strip.height = 1;
-  const pen = strip.getContext("2d"), image = pen.createImageData(pixels, 1);
-  for (let n = 0; n < pixels * 4; n += 4) fill(image.data, n);
+// One line of pixels, drawn as high as a row; with a mark, its colour alone, as far as they are lit.
+function drawLine(context, { colours, lights }, mark, at) {
+  const pixels = lights.length;
+  if (strip.width !== pixels) strip.width = pixels;
+  const pen = strip.getContext("2d"), image = pen.createImageData(pixels, 1), { data } = image;
+  for (let n = 0; n < pixels; n++) {
+    for (let part = 0; part < 3; part++) data[n * 4 + part] = mark ? mark[part] : colours[n * 3 + part];
+    data[n * 4 + 3] = mark ? 255 * lights[n] : 255;
+  }
   pen.putImageData(image, 0, 0);
   context.imageSmoothingEnabled = false;
   context.drawImage(strip, at.x, at.y, at.wide, at.tall);

@@ -19,8 +19,16 @@ const BLOCKS_SHOWN = 16;
 const MOST_ROWS = 160;
 const MOST_UNUSED = 12; // rows that unused bytes are wrapped to, where others are much shorter
 
-// Whether colours are dark, asked once for each drawing: it is needed for every pixel.
-let dark = false;
+// Whether colours are dark, and how high letters are: asked once for each drawing, for the browser works out all
+// styles to answer.
+let dark = false, letterSize = 16;
+
+const rem = () => letterSize;
+
+function readTheme() {
+  dark = isDark();
+  letterSize = parseFloat(getComputedStyle(document.documentElement).fontSize);
+}
 
 function isDark() {
   const chosen = document.documentElement.dataset.theme;
