@@ -3,6 +3,10 @@
 
 // Groups that look the same, once.
 function alikeGroups() {
+  return remembered(plan(), `alike ${view.stage}`, findAlike);
+}
+
+function findAlike() {
   const mine = plan(), alike = new Map();
   mine.groups.forEach((group, number) => {
     const regions = mine.regions.filter((one) => one.stage === view.stage && one.group === number);

@@ -43,7 +43,7 @@ function layOut(rows, width, left, level) {
 }
 
 const MOST_LOOKUPS = 16000; // of a picture: what an answer within a tenth of a second allows
-const FINEST = 5; // of a pixel: more are not told apart
+const FINEST = 4; // of a pixel: more are not told apart
 
 // Rows that look alike are painted once, on a canvas of their own, and copied from there: copying from the picture
 // onto itself would have the browser copy the whole of it for each row.
@@ -75,7 +75,7 @@ function paintTile(brush, plan, view, row, wide, tall) {
 function brushOf(context, paint) {
   return {
     context, paint, ground: styled("--panel"), gap: rgb(styled("--panel")), mark: rgb(styled("--mark")), finest: FINEST,
-    font: `${0.8 * rem()}px system-ui, sans-serif`, widths: new Map(),
+    font: `${0.8 * rem()}px system-ui, sans-serif`, widths: new Map(), faded: { unlit: new Map(), elsewhere: new Map() },
     patterns: { padding: hatch(true), unused: hatch(false) },
     empty: { padding: rgb(styled("--hatch-line")), unused: rgb(styled("--hatch-ground")) },
   };
@@ -151,13 +151,22 @@ function drawLine(context, { colours, lights }, mark, at) {
 
 // The colour of a point as numbers, and whether it is one of those that are followed.
 function lookAt(brush, plan, view, point) {
-  const { paint, ground, empty } = brush;
+  const { paint, empty } = brush;
   if (!point || point.kind !== "field") return [empty[point ? point.kind : "unused"], 0];
   const colour = colourOf(plan, view, point, paint.mode);
   const lit = follows(point, paint.follow, view.tpRank);
   const here = view.level !== "pool" || point.at.B === view.block;
-  const share = !lit ? 0.13 : !here && !paint.follow ? 0.35 : 1;
-  return [share === 1 ? rgb(colour) : rgb(mix(ground, colour, share)), Number(Boolean(paint.follow && lit))];
+  const shown = !lit ? fade(brush, "unlit", colour) : !here && !paint.follow ? fade(brush, "elsewhere", colour) : rgb(colour);
+  return [shown, Number(Boolean(paint.follow && lit))];
+}
+
+const SHARES = { unlit: 0.13, elsewhere: 0.35 };
+
+// A colour that steps back: what is not followed, and other blocks.
+function fade({ faded, ground }, kind, colour) {
+  const known = faded[kind];
+  if (!known.has(colour)) known.set(colour, rgb(mix(ground, colour, SHARES[kind])));
+  return known.get(colour);
 }
 
 const NARROWEST_WORD = 10; // pixels

@@ -50,9 +50,11 @@ function mix(one, two, share) {
   });
 }
 
+const STEPS = 256; // colours of a ramp
+
 function ramp(share) {
-  const step = Math.round(share * 256) / 256;
-  return remembered(ramp, (dark ? 1000 : 0) + step, () => rampAt(step));
+  const step = Math.round(share * STEPS);
+  return remembered(ramp, dark ? step : step + 1000, () => rampAt(step / STEPS));
 }
 
 function rampAt(share) {
@@ -185,9 +187,11 @@ function colourOf(plan, view, point, mode) {
   if (mode === "page") return PAGES[dark ? "dark" : "light"][point.at.L % 2];
   const share = shareOf(plan, view, point, mode);
   if (share === null) return dark ? "#59606d" : "#b4b8c0";
-  const base = ramp(share);
-  const pale = paleness(point.field.name);
-  return pale ? mix(base, dark ? "#14161a" : "#ffffff", pale) : base;
+  const { field } = point, step = Math.round(share * STEPS);
+  return remembered(field, dark ? step : step + 1000, () => {
+    const base = ramp(share), pale = paleness(field.name);
+    return pale ? mix(base, dark ? "#14161a" : "#ffffff", pale) : base;
+  });
 }
 
 // Fields of one head have one colour: values are paler than keys, scales paler still.
