@@ -333,9 +333,18 @@ addEventListener("resize", () => {
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", updateAll);
 
 // Paper is light, whatever the screen is.
-let theme = "";
-addEventListener("beforeprint", () => { theme = document.documentElement.dataset.theme || ""; document.documentElement.dataset.theme = "light"; updateAll(); });
-addEventListener("afterprint", () => { document.documentElement.dataset.theme = theme; updateAll(); });
+let theme = "", printing = false;
+addEventListener("beforeprint", () => {
+  theme = document.documentElement.dataset.theme || "";
+  document.documentElement.dataset.theme = "light";
+  printing = true;
+  updateAll();
+});
+addEventListener("afterprint", () => {
+  document.documentElement.dataset.theme = theme;
+  printing = false;
+  updateAll();
+});
 
 for (const one of data.plans) for (const page of one.pages) for (const field of page.fields) if (!field.padding) fieldNumber(field.name);
 update();

@@ -42,8 +42,13 @@ function layOut(rows, width, left, level) {
   return { left, scale: (width - left - 2) / widest, height, gap: height > 12 ? 3 : 1, width, top: 5, total: rows.length * height + 10 };
 }
 
-const MOST_LOOKUPS = 16000; // of a picture: what an answer within a tenth of a second allows
-const FINEST = 4; // of a pixel: more are not told apart
+// How often a pixel's bytes are looked up: an answer within a tenth of a second allows so many lookups, and
+// more than a few of a pixel are not told apart. Where rows are many, pixels share some.
+const FINEST = 4, MANY_LOOKUPS = 16000, MOST_LOOKUPS = 40000;
+
+function lookupsOfPixel(pixels) {
+  return Math.min(FINEST, Math.max(MANY_LOOKUPS / pixels, Math.min(0.5, MOST_LOOKUPS / pixels)));
+}
 
 // Rows that look alike are painted once, on a canvas of their own, and copied from there: copying from the picture
 // onto itself would have the browser copy the whole of it for each row.
@@ -51,7 +56,7 @@ function paintRows(context, plan, view, rows, place, paint) {
   const brush = brushOf(context, paint), ratio = window.devicePixelRatio || 1;
   const looks = rows.map((row) => lookOf(plan, view, row, paint)), alike = new Map(), tiles = new Map();
   for (const look of looks) alike.set(look, (alike.get(look) || 0) + 1);
-  brush.finest = Math.max(0.5, Math.min(FINEST, MOST_LOOKUPS / (alike.size * place.width * ratio)));
+  brush.finest = lookupsOfPixel(alike.size * place.width * ratio);
   rows.forEach((row, n) => {
     const look = looks[n], y = n * place.height + place.top, tall = place.height - place.gap;
     const wide = Math.max(1, Math.round(row.nbytes * place.scale));
@@ -140,9 +145,12 @@ function drawLine(context, { colours, lights }, mark, at) {
   const pixels = lights.length;
   if (strip.width !== pixels) strip.width = pixels;
   const pen = strip.getContext("2d"), image = pen.createImageData(pixels, 1), { data } = image;
-  for (let n = 0; n < pixels; n++) {
-    for (let part = 0; part < 3; part++) data[n * 4 + part] = mark ? mark[part] : colours[n * 3 + part];
-    data[n * 4 + 3] = mark ? 255 * lights[n] : 255;
+  const [values, step] = mark ? [mark, 0] : [colours, 3];
+  for (let n = 0, from = 0, to = 0; n < pixels; n++, from += step, to += 4) {
+    data[to] = values[from];
+    data[to + 1] = values[from + 1];
+    data[to + 2] = values[from + 2];
+    data[to + 3] = mark ? 255 * lights[n] : 255;
   }
   pen.putImageData(image, 0, 0);
   context.imageSmoothingEnabled = false;
