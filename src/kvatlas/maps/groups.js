@@ -88,8 +88,19 @@ function paintStrip(canvas, { numbers }, width) {
   if (!width) return;
   fitCanvas(canvas, width, tall);
   const own = { ...view, group: numbers.includes(view.group) ? view.group : numbers[0], level: "block" };
-  const rows = blockRows(plan(), own).sort((one, two) => one.start - two.start);
+  const rows = joined(blockRows(plan(), own).sort((one, two) => one.start - two.start));
   const brush = brushOf(canvas.getContext("2d"), { mode: "page", follow: null });
   brush.finest = 1;
   paintRow(brush, plan(), own, rows, { x: 0, y: 0, wide: width, tall, plain: true });
+}
+
+// Rows of a region that follow each other in memory, as one.
+function joined(rows) {
+  const made = [];
+  for (const row of rows) {
+    const last = made[made.length - 1];
+    if (last && last.region === row.region && last.start + last.nbytes === row.start) last.nbytes += row.nbytes;
+    else made.push({ ...row });
+  }
+  return made;
 }

@@ -92,7 +92,7 @@ function blockRows(plan, view) {
   const rows = [];
   for (const region of regionsOf(plan, view)) {
     const box = plan.pages[region.page].block_rows;
-    for (const [start] of starts(box, { B: view.block })) rows.push({ start, nbytes: box[1], region });
+    for (const start of starts(box, { B: view.block })) rows.push({ start, nbytes: box[1], region });
   }
   const widest = rows.reduce((most, row) => Math.max(most, row.nbytes), 1);
   for (const box of plan.unused[`${view.stage}/${view.group}`] || []) {
@@ -108,7 +108,7 @@ function blockRows(plan, view) {
 function pageRows(plan, view) {
   const rows = [];
   for (const box of plan.pages[view.region.page].page_rows) {
-    for (const [start] of starts(box, { B: view.block, L: view.index })) {
+    for (const start of starts(box, { B: view.block, L: view.index })) {
       rows.push({ start, nbytes: box[1], region: view.region });
     }
   }
@@ -130,7 +130,7 @@ function poolRows(plan, view) {
   const rows = [];
   regions.forEach((region, n) => {
     const box = plan.pages[region.page].block_rows;
-    for (const [start] of starts(box, { B: first })) {
+    for (const start of starts(box, { B: first })) {
       if (strides[n] === 0 || strides[n] >= box[1]) rows.push({ start, nbytes: strides[n] * (count - 1) + box[1], region });
     }
   });
@@ -151,7 +151,7 @@ function cellRows(plan, view) {
     const [item, inside] = innermost(field.box, outer);
     const known = [...outer, ...inside.map(([axis]) => axis)];
     const apart = field.box[2].filter(([axis, size]) => size > 1 && !known.includes(axis));
-    for (const [begin] of starts([addressOf(field.box, at), item, apart], {})) {
+    for (const begin of starts([addressOf(field.box, at), item, apart], {})) {
       for (let from = 0; from < item; from += width) {
         rows.push({ start: begin + from, nbytes: Math.min(width, item - from), region: view.region, item: field.box[1] });
       }

@@ -10,13 +10,15 @@ function valueOf(point, kind) {
   return tokens && tokens[0];
 }
 
+// The first byte of a field in the block.
 function firstPoint() {
-  const { rows } = rowsOf(plan(), { ...view, level: "block" });
-  for (const row of rows) {
-    const point = find(plan(), view.stage, view.group, row.start);
-    if (point && point.kind === "field") return point;
+  let first = Infinity;
+  for (const region of regionsOf(plan(), view)) {
+    for (const { padding, box } of plan().pages[region.page].fields) {
+      if (!padding) first = Math.min(first, addressOf(box, { B: view.block }));
+    }
   }
-  return null;
+  return find(plan(), view.stage, view.group, first);
 }
 
 // First and last head of the whole model that this rank has, of those of the group.
