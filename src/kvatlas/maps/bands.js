@@ -225,7 +225,9 @@ function stretchLabel(pair, end, stretch) {
   const heads = [one, two].map((point) => headOf(point, own.tpRank));
   const tokens = [one, two].map((point) => (tokensOf(point) || [null])[0]);
   const parts = [first === last ? first : `${first.replace("layer", "layers")}–${last.replace("layer ", "")}`];
-  if (heads[0] !== null && heads[0] === heads[1]) parts.unshift(`head ${heads[0]}`);
+  if (heads[0] !== null && heads[1] !== null && (heads[0] === heads[1] || first !== last)) {
+    parts.unshift(heads[0] === heads[1] ? `head ${heads[0]}` : `heads ${heads[0]}–${heads[1]}`);
+  }
   if (tokens[0] !== null && tokens[0] === tokens[1] && first === last) parts.push(`token ${tokens[0]}`);
   return parts.join(", ");
 }

@@ -26,7 +26,7 @@ function showGroups() {
   byId("sharing").hidden = kinds.length === 1 && !wasteOf(kinds[0]).text;
   byId("sharing-note").textContent = mine.groups.length > 1
     ? "Groups of layers lie over the same bytes; a block id belongs to one of them at a time. Each strip is block "
-      + `${count(view.block)}, byte by byte, as one group holds it; hatched bytes are wasted then. Choose one to see it above.`
+      + `${count(view.block)}, byte by byte, as one group holds it; hatched bytes are padding, which holds nothing then. Choose one to see it above.`
     : "All layers share one block table.";
   const looks = JSON.stringify([view.plan, view.stage, dark, rem(), byId("stage").clientWidth]);
   if (looks !== stripsShown) makeStrips(kinds);

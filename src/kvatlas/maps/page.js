@@ -10,6 +10,7 @@ let view = { plan: 0, stage: 0, tpRank: 0, group: 0, block: 0, level: "block" };
 let paint = { mode: "head", chosen: "", follow: null };
 let drawn = { rows: [], labels: [], place: null, every: 1, of: 0, memory: [] };
 let cursor = null;
+let printing = false;
 
 const plan = () => data.plans[view.plan];
 
@@ -52,7 +53,7 @@ function fitCanvas(canvas, width, height) {
 function render(moving) {
   stopMotion();
   readTheme();
-  const width = byId("stage").clientWidth;
+  const width = printing ? PAPER.width : byId("stage").clientWidth;
   if (!width) return; // in a frame that is not shown
   view.width = width < 560 ? 16 : 32;
   if (view.level === "memory") renderMemory(width);
@@ -333,7 +334,7 @@ addEventListener("resize", () => {
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", updateAll);
 
 // Paper is light, whatever the screen is.
-let theme = "", printing = false;
+let theme = "";
 addEventListener("beforeprint", () => {
   theme = document.documentElement.dataset.theme || "";
   document.documentElement.dataset.theme = "light";

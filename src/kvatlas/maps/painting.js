@@ -34,11 +34,14 @@ function hatchNow(strong) {
   return pen.createPattern(tile, "repeat");
 }
 
+const PAPER = { width: 720, height: 240 }; // of the picture: all of the page shall go on one sheet
+
 // Where rows go on a canvas of some width: their height, the scale, and room for labels.
 function layOut(rows, width, left, level) {
   const widest = rows.reduce((most, row) => Math.max(most, row.nbytes), 1);
   const highest = rem() * (level === "cell" ? 2.9 : rows.length < 9 ? 6 : 3.3);
-  const height = Math.max(7, Math.min(highest, Math.floor((innerHeight * 0.6) / Math.max(1, rows.length))));
+  const [lowest, room] = printing ? [2, PAPER.height] : [7, innerHeight * 0.6];
+  const height = Math.max(lowest, Math.min(highest, Math.floor(room / Math.max(1, rows.length))));
   return { left, scale: (width - left - 2) / widest, height, gap: height > 12 ? 3 : 1, width, top: 5, total: rows.length * height + 10 };
 }
 
