@@ -101,8 +101,8 @@ class TimedReplay(Replay):
         fresh, new = entries[here & (self._pins[entries] == 0)], entries[~here]
         needs = []
         for pool in range(len(self._blocks)):
-            held = int(self._size(self._of_pool(fresh, pool)).sum())
-            need = int(self._size(self._of_pool(new, pool)).sum())
+            held = self._room(self._of_pool(fresh, pool))
+            need = self._room(self._of_pool(new, pool))
             need += int(self._in_flight[pool, request])
             if self._held[pool] + held + need > self._blocks[pool]:
                 return None
@@ -110,9 +110,7 @@ class TimedReplay(Replay):
         self._pins[entries[here]] += 1
         self._pinned[entries[here]] = True
         for pool, (held, need) in enumerate(needs):
-            short = self._used[pool] + need - self._blocks[pool]
-            if short > 0:
-                self._drop(pool, self._evictions[pool].victims(short, self._pinned))
+            self._evict(pool, self._used[pool] + need - self._blocks[pool])
             self._used[pool] += need
             self._held[pool] += held + need
         self.outcome.peak = max(self.outcome.peak, sum(self._used))
@@ -126,9 +124,9 @@ class TimedReplay(Replay):
         twice = new[self._present[new]]
         fresh = self._pins[twice] == 0
         for pool in range(len(self._blocks)):
-            blocks = int(self._size(self._of_pool(twice, pool)).sum())
+            blocks = self._room(self._of_pool(twice, pool))
             self._used[pool] -= blocks
-            idle = int(self._size(self._of_pool(twice[fresh], pool)).sum())
+            idle = self._room(self._of_pool(twice[fresh], pool))
             self._held[pool] += idle - blocks
         self._present[new] = True
         self._pins[new] += 1
@@ -143,5 +141,5 @@ class TimedReplay(Replay):
         for pool in range(len(self._blocks)):
             held = int(self._in_flight[pool, request])
             self._used[pool] -= held
-            self._held[pool] -= held + int(self._size(self._of_pool(idle, pool)).sum())
+            self._held[pool] -= held + self._room(self._of_pool(idle, pool))
         self._rank(request, entries, ended.places)

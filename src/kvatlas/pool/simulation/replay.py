@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from kvatlas.geometry import ceil_div
 from kvatlas.pool.checkpoints import Checkpoints, EveryBlock, Prompt
 from kvatlas.pool.eviction import EVICTIONS, Use
 from kvatlas.pool.simulation.layer_classes import LayerClass, PoolModel
@@ -69,12 +70,20 @@ class Replay:
         self._present = np.zeros(entries, bool)
         self._pinned = np.zeros(entries, bool)
         self._seen = np.zeros(spans.count, bool)
+        self._rows = [
+            self._present[place << self._bits : (place + 1) << self._bits]
+            for place in range(len(model.classes))
+        ]
+        """By class, which of its spans are there: views."""
         self._sizes = np.array([one.blocks for one in model.classes], np.int64)
+        self._alike = len(set(self._sizes.tolist())) == 1
+        """Whether all entries are equally large."""
         self._places = np.arange(int(np.diff(spans.starts).max(initial=0)) + 1)
         self._first = [one.first(self._places, spans.step) for one in model.classes]
         """By class, the first span that is needed to go on behind so many."""
         kind = EVICTIONS[policy.eviction]
-        self._evictions = [kind(entries, self._size) for _ in self._blocks]
+        sized = None if self._alike else self._size
+        self._evictions = [kind(entries, sized) for _ in self._blocks]
         self._next = spans.next_uses() if "next_use" in kind.needs else None
         self._saved = saved if "saved" in kind.needs else None
         self._used = [0] * len(self._blocks)
@@ -113,8 +122,7 @@ class Replay:
         """One request: the spans that it found."""
         spans = self.spans.of_request(request)
         hit = self.find(spans[: self.spans.reusable[request]])
-        seen = leading(self._seen[spans])
-        self._seen[spans] = True
+        seen = self._see(spans)
         prompt = Prompt(self.spans.step, hit, seen, int(self.spans.known[request]), len(spans))
         wanted = self.policy.checkpoints.positions(prompt)
         parts = self._entries(spans, hit, wanted)
@@ -132,14 +140,14 @@ class Replay:
         others = []
         for place, one in enumerate(self.model.classes):
             if one.needs == "all":
-                longest = leading(self._present[spans[:longest] + (place << self._bits)])
+                longest = leading(self._rows[place][spans[:longest]])
             else:
                 others.append((place, one))
         if not others or not longest:
             return longest
         good = np.ones(longest + 1, bool)
         for place, one in others:
-            here = self._present[spans[:longest] + (place << self._bits)]
+            here = self._rows[place][spans[:longest]]
             if one.needs == "state":
                 good[1:] &= here
             elif not here.all():
@@ -149,6 +157,14 @@ class Replay:
         return longest - int(np.argmax(good[::-1]))
 
     # -- what a request brings and uses -----------------------------------------------
+
+    def _see(self, spans: Ints) -> int:
+        """How many of the first an earlier request had, where the policy asks; all are had now."""
+        if not self.policy.checkpoints.asks_for_seen:
+            return 0
+        seen = leading(self._seen[spans])
+        self._seen[spans] = True
+        return seen
 
     def _entries(self, spans: Ints, hit: int, wanted: Ints) -> list[Ints]:
         """Places along the request that each class keeps: all, or those of checkpoints."""
@@ -175,18 +191,14 @@ class Replay:
             wanted = wanted[-(len(wanted) // 2) :] if len(wanted) > 1 else wanted[:0]
             parts = self._entries(spans, hit, wanted)
         entries, places = self._in_order(spans, parts)
-        self._pinned[entries] = True
-        new = entries[~self._present[entries]]
-        for pool, eviction in enumerate(self._evictions):
-            mine = self._of_pool(new, pool)
-            need = int(self._size(mine).sum())
+        here = self._present[entries]
+        new = entries[~here]
+        for pool in range(len(self._evictions)):
+            need = self._room(self._of_pool(new, pool))
             held = int(self._in_flight[pool, request])
-            short = self._used[pool] + need + held - self._blocks[pool]
-            if short > 0:
-                self._drop(pool, eviction.victims(short, self._pinned))
+            self._evict(pool, self._used[pool] + need + held - self._blocks[pool], entries[here])
             self._used[pool] += need
             self.outcome.peak = max(self.outcome.peak, sum(self._used) + held)
-        self._pinned[entries] = False
         self._present[new] = True
         self._rank(request, entries, places)
         return True
@@ -217,11 +229,9 @@ class Replay:
         new = entries[~self._present[entries]]
         self._present[new] = True
         self._rank(request, entries, places)
-        for pool, eviction in enumerate(self._evictions):
-            self._used[pool] += int(self._size(self._of_pool(new, pool)).sum())
-            over = self._used[pool] - self._blocks[pool]
-            if over > 0:
-                self._drop(pool, eviction.victims(over, self._pinned))
+        for pool in range(len(self._evictions)):
+            self._used[pool] += self._room(self._of_pool(new, pool))
+            self._evict(pool, self._used[pool] - self._blocks[pool])
 
     def _in_order(self, spans: Ints, parts: list[Ints]) -> tuple[Ints, Ints]:
         """(entries, their places along the request), the first to go first."""
@@ -271,6 +281,12 @@ class Replay:
         sizes: Ints = self._sizes[entries >> self._bits]
         return sizes
 
+    def _room(self, entries: Ints) -> int:
+        """Blocks of all these entries."""
+        if self._alike:
+            return len(entries) * int(self._sizes[0])
+        return int(self._size(entries).sum())
+
     def _of_pool(self, entries: Ints, pool: int) -> Ints:
         return entries if len(self._evictions) == 1 else entries[self._pool_of(entries) == pool]
 
@@ -278,9 +294,18 @@ class Replay:
         pools: Ints = np.array(self._pools)[entries >> self._bits]
         return pools
 
-    def _drop(self, pool: int, victims: Ints) -> None:
+    def _evict(self, pool: int, blocks: int, needed: Ints | None = None) -> None:
+        """Free so many blocks of a pool, none of them those of entries that are needed."""
+        if blocks <= 0:
+            return
+        if needed is not None:
+            self._pinned[needed] = True
+        each = int(self._sizes[0]) if self._alike else 1
+        victims = self._evictions[pool].victims(ceil_div(blocks, each), self._pinned)
+        if needed is not None:
+            self._pinned[needed] = False
         self._present[victims] = False
-        freed = int(self._size(victims).sum())
+        freed = self._room(victims)
         self._used[pool] -= freed
         self.outcome.evictions += freed
 
