@@ -80,9 +80,9 @@ class Eviction:
                 # Only as far as it may be needed: a long segment goes in many small pieces.
                 head = segment[: max(blocks, 64)]
                 queued, held = self._place[head] == serial, pinned[head]
-                chosen = np.flatnonzero(queued & ~held)
-                freed = np.cumsum(self.size(head[chosen])) if self.size else None
-                enough = blocks if freed is None else int(np.searchsorted(freed, blocks)) + 1
+                chosen = (queued & ~held).nonzero()[0]
+                freed = self.size(head[chosen]).cumsum() if self.size else None
+                enough = blocks if freed is None else int(freed.searchsorted(blocks)) + 1
                 chosen = chosen[:enough]
                 stop = int(chosen[-1]) + 1 if len(chosen) == enough else len(head)
                 if len(chosen):

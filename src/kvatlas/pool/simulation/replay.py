@@ -152,9 +152,9 @@ class Replay:
                 good[1:] &= here
             elif not here.all():
                 missing = np.zeros(longest + 1, np.int64)
-                np.cumsum(~here, out=missing[1:])
+                (~here).cumsum(out=missing[1:])
                 good &= missing == missing[self._first[place][: longest + 1]]
-        return longest - int(np.argmax(good[::-1]))
+        return longest - int(good[::-1].argmax())
 
     # -- what a request brings and uses -----------------------------------------------
 
@@ -175,13 +175,21 @@ class Replay:
                 parts.append(self._places[: len(spans)])
             elif one.needs == "state":
                 parts.append(ends - 1)
-            elif len(ends) and _is_range(ends, first):
-                parts.append(self._places[first[ends[0]] : ends[-1]])
             else:
-                edges = np.bincount(first[ends], minlength=len(spans) + 1)
-                edges -= np.bincount(ends, minlength=len(spans) + 1)
-                parts.append(np.flatnonzero(np.cumsum(edges[:-1])))
+                parts.append(self._windows(ends, first))
         return parts
+
+    def _windows(self, ends: Ints, first: Ints) -> Ints:
+        """The places of all windows that end at these ends, each once."""
+        begins = first[ends]
+        # Ends ascend and so do begins: a window adds what lies behind the end before it.
+        np.maximum(begins[1:], ends[:-1], out=begins[1:])
+        counts = ends - begins
+        behind = counts.cumsum()
+        total = int(behind[-1]) if len(ends) else 0
+        if total and total == ends[-1] - begins[0]:
+            return self._places[begins[0] : ends[-1]]
+        return (begins - behind + counts).repeat(counts) + self._places[:total]
 
     def _admit(self, request: int, spans: Ints, hit: int, wanted: Ints, parts: list[Ints]) -> bool:
         """Room for a request, and its entries in it; False where it can never have room."""
@@ -314,11 +322,5 @@ def leading(flags: NDArray[np.bool_]) -> int:
     """How many of the first are all true."""
     if not len(flags):
         return 0
-    first = int(np.argmin(flags))
+    first = int(flags.argmin())
     return len(flags) if flags[first] else first
-
-
-def _is_range(ends: Ints, first: Ints) -> bool:
-    """Whether windows at these ends leave no gap: neighbours, and none of them empty."""
-    whole = int(ends[-1] - ends[0]) == len(ends) - 1
-    return whole and bool((first[ends[0] : ends[-1] + 1] < ends).all())
