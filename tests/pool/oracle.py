@@ -97,6 +97,15 @@ class Oracle:
         good = [n for n in range(0, most + 1, self.step) if self.serves(tokens, n)]
         return max(good, default=0)
 
+    def attention(self, number: int, hit: int) -> int:
+        """The longest prefix that groups which keep everything have; the hit without such."""
+        tokens = self.requests[number]
+        whole = [n for n, cls in enumerate(self.classes) if cls.needs == "all"]
+        most = min(self.identified[number], len(tokens) - 1)
+        ends = range(0, most + 1, self.step)
+        good = [n for n in ends if all(self.has(c, tokens, p) for c in whole for p in range(n))]
+        return max(good, default=0) if whole else hit
+
     # -- what is kept -------------------------------------------------------------------
 
     def ends(self, number: int, hit: int) -> list[int]:
@@ -110,6 +119,9 @@ class Oracle:
             shared = [_common(tokens, other) for other in self.requests[:number]]
             seen = max((n // self.step * self.step for n in shared), default=0)
             chosen = {known, min(seen, known)}
+        elif self.checkpoints == "vllm-default":
+            last = min(known, (len(tokens) - 1) // self.step * self.step if tokens else 0)
+            chosen = {last, min(self.attention(number, hit), last)}
         else:
             apart = max(int(self.checkpoints.removeprefix("every-")), self.step)
             chosen = {known}

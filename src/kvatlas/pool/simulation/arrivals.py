@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvatlas.pool.checkpoints import Prompt
 from kvatlas.pool.simulation.prefill_cost import DECODE_SECONDS, PrefillCost
-from kvatlas.pool.simulation.replay import Outcome, Progress, Replay, leading
+from kvatlas.pool.simulation.replay import Outcome, Progress, Replay
 from kvatlas.pool.traces import Ints, Trace
 
 _PREFILLED, _DONE = 0, 1
@@ -86,9 +85,8 @@ class TimedReplay(Replay):
     def _begin(self, request: int) -> int | None:
         """Blocks for a request, and the spans that it found; None where there is no room now."""
         spans = self.spans.of_request(request)
-        hit = self.find(spans[: self.spans.reusable[request]])
-        known = int(self.spans.known[request])
-        prompt = Prompt(self.spans.step, hit, leading(self._seen[spans]), known, len(spans))
+        prompt = self._prompt(request, spans)
+        hit = prompt.hit
         wanted = self.policy.checkpoints.positions(prompt)
         parts = self._entries(spans, hit, wanted)
         while self._too_much(request, parts):

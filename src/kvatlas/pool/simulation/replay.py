@@ -121,9 +121,10 @@ class Replay:
     def serve(self, request: int) -> int:
         """One request: the spans that it found."""
         spans = self.spans.of_request(request)
-        hit = self.find(spans[: self.spans.reusable[request]])
-        seen = self._see(spans)
-        prompt = Prompt(self.spans.step, hit, seen, int(self.spans.known[request]), len(spans))
+        prompt = self._prompt(request, spans)
+        hit = prompt.hit
+        if self.policy.checkpoints.asks_for_seen:
+            self._seen[spans] = True
         wanted = self.policy.checkpoints.positions(prompt)
         parts = self._entries(spans, hit, wanted)
         if self.policy.store:
@@ -134,8 +135,17 @@ class Replay:
         self.outcome.hits[request] = hit
         return hit
 
-    def find(self, spans: Ints) -> int:
-        """The longest prefix of these spans that every class can serve."""
+    def _prompt(self, request: int, spans: Ints) -> Prompt:
+        """What is known of a request before it is computed."""
+        reusable = int(self.spans.reusable[request])
+        hit, attention = self.find(spans[:reusable])
+        asked = self.policy.checkpoints.asks_for_seen
+        seen = leading(self._seen[spans]) if asked else 0
+        known = int(self.spans.known[request])
+        return Prompt(self.spans.step, hit, seen, known, len(spans), attention, reusable)
+
+    def find(self, spans: Ints) -> tuple[int, int]:
+        """The longest prefix of these spans that every class can serve, and attention alone."""
         longest = len(spans)
         others = []
         for place, one in enumerate(self.model.classes):
@@ -144,7 +154,7 @@ class Replay:
             else:
                 others.append((place, one))
         if not others or not longest:
-            return longest
+            return longest, longest
         good = np.ones(longest + 1, bool)
         for place, one in others:
             here = self._rows[place][spans[:longest]]
@@ -154,17 +164,10 @@ class Replay:
                 missing = np.zeros(longest + 1, np.int64)
                 (~here).cumsum(out=missing[1:])
                 good &= missing == missing[self._first[place][: longest + 1]]
-        return longest - int(good[::-1].argmax())
+        hit = longest - int(good[::-1].argmax())
+        return hit, longest if len(others) < len(self.model.classes) else hit
 
     # -- what a request brings and uses -----------------------------------------------
-
-    def _see(self, spans: Ints) -> int:
-        """How many of the first an earlier request had, where the policy asks; all are had now."""
-        if not self.policy.checkpoints.asks_for_seen:
-            return 0
-        seen = leading(self._seen[spans])
-        self._seen[spans] = True
-        return seen
 
     def _entries(self, spans: Ints, hit: int, wanted: Ints) -> list[Ints]:
         """Places along the request that each class keeps: all, or those of checkpoints."""
