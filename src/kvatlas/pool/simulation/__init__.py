@@ -1,5 +1,6 @@
 """Hit rates: a trace's requests through the pools of a plan."""
 
+from kvatlas.pool.simulation.choosing import BASELINE, POLICIES, TriedPlan, choose
 from kvatlas.pool.simulation.hit_rates import HitRates, simulate
 from kvatlas.pool.simulation.layer_classes import LayerClass, PoolModel
 from kvatlas.pool.simulation.prefill_cost import TFLOPS, PrefillCost, active_parameters
@@ -7,6 +8,8 @@ from kvatlas.pool.simulation.replay import Outcome, Replay, ReplayPolicy
 from kvatlas.pool.simulation.spans import Spans
 
 __all__ = [
+    "BASELINE",
+    "POLICIES",
     "TFLOPS",
     "HitRates",
     "LayerClass",
@@ -16,6 +19,8 @@ __all__ = [
     "Replay",
     "ReplayPolicy",
     "Spans",
+    "TriedPlan",
     "active_parameters",
+    "choose",
     "simulate",
 ]
