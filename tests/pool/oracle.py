@@ -146,7 +146,7 @@ class Oracle:
         pairs = zip(self.classes, kept, strict=True)
         return sum(cls.size * len(spans) for cls, spans in pairs if cls.pool == pool)
 
-    def in_order(self, kept: list[list[int]]) -> list[tuple[int, int]]:
+    def in_order(self, kept: list[list[int]], reusable: int) -> list[tuple[int, int]]:
         """(class, span), the first to go first."""
         pairs = [(number, span) for number, spans in enumerate(kept) for span in spans]
         if not self.by_group:
@@ -156,7 +156,7 @@ class Oracle:
         for number, spans in enumerate(kept):
             stop = (max(spans) + 1) * self.step if spans else 0
             cls = self.classes[number]
-            first = stop - self.step if cls.needs == "state" else cls.sees_from(stop)
+            first = reusable if cls.needs == "state" else cls.sees_from(stop)
             for span in reversed(spans):
                 behind = span < first // self.step
                 (left if behind else last).append((number, span))
@@ -180,7 +180,7 @@ class Oracle:
             if not ends:
                 return 0
             ends = ends[-(len(ends) // 2) :] if len(ends) > 1 else []
-        order = self.in_order(kept)
+        order = self.in_order(kept, min(self.identified[number], max(len(tokens) - 1, 0)))
         mine = [(cls, tokens[: (span + 1) * self.step]) for cls, span in order]
         new = [name for name in mine if name not in self.entries]
         for pool in range(len(self.blocks)):

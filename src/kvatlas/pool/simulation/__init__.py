@@ -1,6 +1,7 @@
 """Hit rates: a trace's requests through the pools of a plan."""
 
 from kvatlas.pool.simulation.choosing import BASELINE, POLICIES, TriedPlan, choose
+from kvatlas.pool.simulation.copies import CopyingReplay
 from kvatlas.pool.simulation.hit_rates import HitRates, simulate
 from kvatlas.pool.simulation.layer_classes import LayerClass, PoolModel
 from kvatlas.pool.simulation.prefill_cost import TFLOPS, PrefillCost, active_parameters
@@ -11,6 +12,7 @@ __all__ = [
     "BASELINE",
     "POLICIES",
     "TFLOPS",
+    "CopyingReplay",
     "HitRates",
     "LayerClass",
     "Outcome",

@@ -94,7 +94,7 @@ class TimedReplay(Replay):
                 return None
             wanted = wanted[-(len(wanted) // 2) :] if len(wanted) > 1 else wanted[:0]
             parts = self._entries(spans, hit, wanted)
-        entries, places = self._in_order(spans, parts)
+        entries, places = self._in_order(request, parts)
         here = self._present[entries]
         fresh, new = entries[here & (self._pins[entries] == 0)], entries[~here]
         needs = []

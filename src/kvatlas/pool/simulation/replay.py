@@ -201,7 +201,7 @@ class Replay:
                 return False
             wanted = wanted[-(len(wanted) // 2) :] if len(wanted) > 1 else wanted[:0]
             parts = self._entries(spans, hit, wanted)
-        entries, places = self._in_order(spans, parts)
+        entries, places = self._in_order(request, parts)
         here = self._present[entries]
         new = entries[~here]
         for pool in range(len(self._evictions)):
@@ -226,7 +226,7 @@ class Replay:
         Head first they come in one after the other: what was there may be gone, and have to
         come in again, when its turn comes.
         """
-        entries, places = self._in_order(self.spans.of_request(request), parts)
+        entries, places = self._in_order(request, parts)
         while len(entries):
             here = self._present[entries]
             count = len(entries)
@@ -244,11 +244,12 @@ class Replay:
             self._used[pool] += self._room(self._of_pool(new, pool))
             self._evict(pool, self._used[pool] - self._blocks[pool])
 
-    def _in_order(self, spans: Ints, parts: list[Ints]) -> tuple[Ints, Ints]:
+    def _in_order(self, request: int, parts: list[Ints]) -> tuple[Ints, Ints]:
         """(entries, their places along the request), the first to go first."""
+        spans = self.spans.of_request(request)
         entries = [spans[part] + (place << self._bits) for place, part in enumerate(parts)]
         if self.policy.by_group:
-            ordered = self._by_group(entries, parts)
+            ordered = self._by_group(int(self.spans.reusable[request]), entries, parts)
             return np.concatenate(ordered[0]), np.concatenate(ordered[1])
         if len(parts) == 1:
             entry, place = entries[0], parts[0]
@@ -258,12 +259,19 @@ class Replay:
         order = np.argsort(places if self.policy.head_first else -places, kind="stable")
         return joined[order], places[order]
 
-    def _by_group(self, entries: list[Ints], parts: list[Ints]) -> tuple[list[Ints], list[Ints]]:
-        """As vLLM frees: first what windows and states have left behind, then group by group."""
+    def _by_group(
+        self, reusable: int, entries: list[Ints], parts: list[Ints]
+    ) -> tuple[list[Ints], list[Ints]]:
+        """As vLLM frees: first what windows and states have left behind, then group by group.
+
+        A state is behind when the prompt's last token is in a later block.
+        """
         left: list[tuple[Ints, Ints]] = []
         last: list[tuple[Ints, Ints]] = []
-        for first, entry, place in zip(self._first, entries, parts, strict=True):
-            behind = int(np.searchsorted(place, first[place[-1] + 1])) if len(place) else 0
+        groups = zip(self.model.classes, self._first, entries, parts, strict=True)
+        for one, first, entry, place in groups:
+            need = reusable if one.needs == "state" else first[place[-1] + 1] if len(place) else 0
+            behind = int(place.searchsorted(need))
             left.append((entry[:behind][::-1], place[:behind][::-1]))
             last.append((entry[behind:][::-1], place[behind:][::-1]))
         both = left + last
@@ -315,10 +323,14 @@ class Replay:
         victims = self._evictions[pool].victims(ceil_div(blocks, each), self._pinned)
         if needed is not None:
             self._pinned[needed] = False
-        self._present[victims] = False
         freed = self._room(victims)
+        self._gone(victims)
         self._used[pool] -= freed
         self.outcome.evictions += freed
+
+    def _gone(self, victims: Ints) -> None:
+        """Entries that are evicted are not there any more."""
+        self._present[victims] = False
 
 
 def leading(flags: NDArray[np.bool_]) -> int:
