@@ -89,12 +89,10 @@ class TimedReplay(Replay):
         hit = prompt.hit
         wanted = self.policy.checkpoints.positions(prompt)
         parts = self._entries(spans, hit, wanted)
-        while self._too_much(request, parts):
-            if not len(wanted):
-                return None
-            wanted = wanted[-(len(wanted) // 2) :] if len(wanted) > 1 else wanted[:0]
-            parts = self._entries(spans, hit, wanted)
-        entries, places = self._in_order(request, parts)
+        fitting = self._fitting(request, spans, hit, wanted, parts)
+        if fitting is None:
+            return None
+        entries, places = self._in_order(request, fitting)
         here = self._present[entries]
         fresh, new = entries[here & (self._pins[entries] == 0)], entries[~here]
         needs = []

@@ -40,49 +40,58 @@ class CopyingReplay(Replay):
 
     def _admit(self, request: int, spans: Ints, hit: int, wanted: Ints, parts: list[Ints]) -> bool:
         """Room for a request: everything behind the hit is new, be it there or not."""
-        if self._too_much(request, parts):
-            return super()._admit(request, spans, hit, wanted, parts)
-        entries, places = self._in_order(request, parts)
+        fitting = self._fitting(request, spans, hit, wanted, parts)
+        if fitting is None:
+            return False
+        entries, places = self._in_order(request, fitting)
         found = places < hit
         new, ids = entries[~found], entries.copy()
-        for place in (found & self._copied[entries]).nonzero()[0].tolist():
-            ids[place] = self._copies[int(entries[place])][0]
+        if hit and self._copies:
+            for place in (found & self._copied[entries]).nonzero()[0].tolist():
+                ids[place] = self._copies[int(entries[place])][0]
         for pool in range(len(self._evictions)):
             need = self._room(self._of_pool(new, pool))
             held = int(self._in_flight[pool, request])
             self._evict(pool, self._used[pool] + need + held - self._blocks[pool], ids[found])
             self._used[pool] += need
             self.outcome.peak = max(self.outcome.peak, sum(self._used) + held)
-        for place in (~found & self._present[entries]).nonzero()[0].tolist():
-            ids[place] = self._copy(int(entries[place]))
+        again = self._present[new]
+        if again.any():
+            ids[(~found).nonzero()[0][again]] = self._copy(new[again])
         self._present[new] = True
         for pool, eviction in enumerate(self._evictions):
             eviction.used(self._of_pool(ids, pool), Use(request + 1))
         return True
 
-    def _copy(self, entry: int) -> int:
-        """Another id of an entry that is there."""
-        made = self._free.pop()
-        self._owner[made - self._entries_end] = entry
-        self._copies.setdefault(entry, [entry]).append(made)
-        self._copied[entry] = True
-        return made
+    def _copy(self, entries: Ints) -> Ints:
+        """Another id of each of these entries, which are there."""
+        left = len(self._free) - len(entries)
+        made = self._free[left:]
+        del self._free[left:]
+        ids = np.array(made, np.int64)
+        self._owner[ids - self._entries_end] = entries
+        self._copied[entries] = True
+        for entry, one in zip(entries.tolist(), made, strict=True):
+            self._copies.setdefault(entry, [entry]).append(one)
+        return ids
 
     def _gone(self, victims: Ints) -> None:
         """Entries are gone when the last of their copies is."""
-        first = victims[victims < self._entries_end]
-        self._present[first[~self._copied[first]]] = False
-        further = victims[victims >= self._entries_end]
-        for one in [*first[self._copied[first]].tolist(), *further.tolist()]:
-            entry = int(self._entry(np.array([one]))[0])
-            left = self._copies[entry]
+        if not self._copies:
+            super()._gone(victims)
+            return
+        entries = self._entry(victims)
+        copied = self._copied[entries]
+        self._present[entries[~copied]] = False
+        for one, entry in zip(victims[copied].tolist(), entries[copied].tolist(), strict=True):
+            left = self._copies.pop(entry, [entry])  # its others may have gone just now
             left.remove(one)
             if one != entry:
                 self._free.append(one)
-            if left in ([], [entry]):
-                del self._copies[entry]
-                self._copied[entry] = False
-                self._present[entry] = bool(left)
+            self._present[entry] = bool(left)
+            self._copied[entry] = bool(left) and left != [entry]
+            if self._copied[entry]:
+                self._copies[entry] = left
 
     def _entry(self, ids: Ints) -> Ints:
         further = ids >= self._entries_end

@@ -192,16 +192,15 @@ class Replay:
         total = int(behind[-1]) if len(ends) else 0
         if total and total == ends[-1] - begins[0]:
             return self._places[begins[0] : ends[-1]]
-        return (begins - behind + counts).repeat(counts) + self._places[:total]
+        places: Ints = (begins - behind + counts).repeat(counts) + self._places[:total]
+        return places
 
     def _admit(self, request: int, spans: Ints, hit: int, wanted: Ints, parts: list[Ints]) -> bool:
         """Room for a request, and its entries in it; False where it can never have room."""
-        while self._too_much(request, parts):
-            if not len(wanted):
-                return False
-            wanted = wanted[-(len(wanted) // 2) :] if len(wanted) > 1 else wanted[:0]
-            parts = self._entries(spans, hit, wanted)
-        entries, places = self._in_order(request, parts)
+        fitting = self._fitting(request, spans, hit, wanted, parts)
+        if fitting is None:
+            return False
+        entries, places = self._in_order(request, fitting)
         here = self._present[entries]
         new = entries[~here]
         for pool in range(len(self._evictions)):
@@ -213,6 +212,17 @@ class Replay:
         self._present[new] = True
         self._rank(request, entries, places)
         return True
+
+    def _fitting(
+        self, request: int, spans: Ints, hit: int, wanted: Ints, parts: list[Ints]
+    ) -> list[Ints] | None:
+        """What of a request has room in an empty pool: the last of its checkpoints, if not all."""
+        while self._too_much(request, parts):
+            if not len(wanted):
+                return None
+            wanted = wanted[-(len(wanted) // 2) :] if len(wanted) > 1 else wanted[:0]
+            parts = self._entries(spans, hit, wanted)
+        return parts
 
     def _too_much(self, request: int, parts: list[Ints]) -> bool:
         needs = self._in_flight[:, request].tolist()
