@@ -35,16 +35,18 @@ make hits TRACES=folder JOBS=16
 
 CONCLUSION = """
 Over dense checkpoints, hybrids find at least 1.5 times as much in {dense} of {asked} rows at 1/8 to
-1/2 of the memory, and in {dense_short} of {hybrids} with 1/{short}. Over vLLM's default they do in {default} of {hybrids}:
-{possible} of the {asked} rows from 1/8 on leave room for it, since even a memory without bounds finds less
-than 1.5 times as much elsewhere; the most over the default is {most:.2f}. What is chosen is at least
-{least:.2f} times what vLLM's plan finds with either of its ways, in all {rows} rows.
+1/2 of the memory, and in {dense_short} of {hybrids} with 1/{short}. Over vLLM's default they do
+in {default} of {hybrids}: of the {asked} rows from 1/8 on, {possible} leave room for it, since elsewhere even a
+memory without bounds finds less than 1.5 times as much. The most over the default is {most:.2f}.
+What is chosen is at least {least:.2f} times what vLLM's plan finds with either of its ways, in all
+{rows} rows.
 
 What the plan alone is worth: atlas's with its best policy finds more than vLLM's with its best in
-{above} of {rows} rows and less in {below}, {lowest:.2f} to {highest:.2f} times as much. Most plans of atlas here are
-vLLM's own (equal blocks in the fourth column). Where they are not, small blocks find up to a block
-more of each prompt, but prompts then end at more places, and each place that is kept takes a
-state; where memory is short and prompts branch much, fewer and coarser places are better.
+{above} of {rows} rows and less in {below}, {lowest:.2f} to {highest:.2f} times as much. Most plans
+of atlas here are vLLM's own (equal blocks in the fourth column). Where they are not, small blocks
+find up to a block more of each prompt, but prompts then end at more places, and each place that is
+kept takes a state; where memory is short and prompts branch much, fewer and coarser places are
+better.
 
 What bounds it: half of a memory that is counted by dense checkpoints comes near what any memory
 finds. Dense models keep every block under every policy.

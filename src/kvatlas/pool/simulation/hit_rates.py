@@ -87,8 +87,8 @@ def simulate(
 
     Checkpoints are kept at branch points unless `checkpoints` says otherwise. Plans of policy
     vllm let go group by group, and keep what is computed again twice, as vLLM does; others let
-    go from the end on, and keep it once, unless `by_group` says otherwise. Without `arrivals` one request follows the other; with them, requests under
-    way hold their blocks.
+    go from the end on, and keep it once, unless `by_group` says otherwise. Without `arrivals`
+    one request follows the other; with them, requests under way hold their blocks.
     """
     kept = checkpoints or "branch-points"
     if eviction not in EVICTIONS:
