@@ -10,7 +10,14 @@ from kvatlas.pool.block_pool import BlockPool, CopyOnWrite, Reservation
 from kvatlas.pool.checkpoints import CHECKPOINTS, Checkpoints, checkpoint_policy
 from kvatlas.pool.eviction import EVICTIONS, Eviction
 from kvatlas.pool.prefix_hash import HashChain, PrefixIdentity
-from kvatlas.pool.simulation import HitRates, PrefillCost, active_parameters, simulate
+from kvatlas.pool.simulation import (
+    HitRates,
+    PrefillCost,
+    TriedPlan,
+    active_parameters,
+    choose,
+    simulate,
+)
 from kvatlas.pool.traces import Trace, read_trace
 
 __all__ = [
@@ -28,8 +35,10 @@ __all__ = [
     "PrefixIdentity",
     "Reservation",
     "Trace",
+    "TriedPlan",
     "active_parameters",
     "checkpoint_policy",
+    "choose",
     "read_trace",
     "simulate",
 ]
