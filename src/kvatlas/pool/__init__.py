@@ -8,6 +8,7 @@ how much of it is found again. `checkpoints` and `eviction` are the policies of 
 from kvatlas.pool.block_ids import GONE, BlockIds
 from kvatlas.pool.block_pool import BlockPool, CopyOnWrite, Reservation
 from kvatlas.pool.checkpoints import CHECKPOINTS, Checkpoints, checkpoint_policy
+from kvatlas.pool.events import AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored, EventBatch
 from kvatlas.pool.eviction import EVICTIONS, Eviction
 from kvatlas.pool.prefix_hash import HashChain, PrefixIdentity
 from kvatlas.pool.simulation import HitRates, PrefillCost, active_parameters, simulate
@@ -17,10 +18,15 @@ __all__ = [
     "CHECKPOINTS",
     "EVICTIONS",
     "GONE",
+    "AllBlocksCleared",
+    "BlockEvent",
     "BlockIds",
     "BlockPool",
+    "BlockRemoved",
+    "BlockStored",
     "Checkpoints",
     "CopyOnWrite",
+    "EventBatch",
     "Eviction",
     "HashChain",
     "HitRates",
