@@ -30,7 +30,7 @@ endif
 # cores: some tests wait, for peers that stand still say, and others are run meanwhile.
 PARALLEL = $(shell $(PY) -c "import os, xdist; print('--dist loadgroup -n', os.cpu_count() + 1)" 2>/dev/null)
 
-.PHONY: demo tour test test-deep test-gpu test-lowest test-transformers test-vllm test-vllm-deep test-vllm-lifecycle \
+.PHONY: demo tour test test-deep test-pool test-gpu test-lowest test-transformers test-vllm test-vllm-deep test-vllm-lifecycle \
 	bench-vllm demo-vllm test-page map-gallery map-figures map-pictures \
 	test-kvcache-simulator hits lint lint-workflows bench bench-gpu docs docs-pairings wheel check-release format clean test-attack soak
 
@@ -46,6 +46,12 @@ test: $(READY)  ## Unit, property and documentation tests; Triton interprets
 
 test-deep: $(READY)  ## The same properties with many more examples
 	TRITON_INTERPRET=1 HYPOTHESIS_PROFILE=deep $(PY) -m pytest $(PARALLEL) $(TESTS)
+
+# OPERATIONS on small pools of every kind, each checked: a quarter of an hour for all of them.
+OPERATIONS ?= 1000000
+
+test-pool: $(READY)  ## A million random operations on block pools, beside a reference
+	$(PY) -m tests.pool.million --operations $(OPERATIONS)
 
 # SIZE is how often each claim is tried, over each transport: 100 for all that is promised.
 SIZE ?= 6

@@ -7,11 +7,10 @@ a sound is no token: its own digest joins the block in which it begins.
 
 from __future__ import annotations
 
+import struct
 from bisect import bisect_left
 from collections.abc import Sequence
 from hashlib import sha256
-from struct import error as StructError  # noqa: N812
-from struct import pack, unpack
 
 import msgspec
 import numpy as np
@@ -113,7 +112,7 @@ class HashChain:
 
     def tokens(self, start: int, stop: int) -> list[int]:
         """Tokens by their position."""
-        return list(unpack(f"{stop - start}q", self._bytes(start, stop)))
+        return list(struct.unpack(f"{stop - start}q", self._bytes(start, stop)))
 
     def rows(self, block: int, start: int, stop: int) -> list[bytes]:
         """The tokens of blocks `start` to `stop` as bytes, each up to its first image or sound."""
@@ -145,11 +144,11 @@ class HashChain:
 
 def _as_bytes(tokens: Sequence[int]) -> bytes:
     try:
-        if not isinstance(tokens, np.ndarray):
-            return pack(f"{len(tokens)}q", *tokens)  # the quickest way from a list, and it checks
+        if not isinstance(tokens, np.ndarray):  # the quickest way from a list, and it checks
+            return struct.pack(f"{len(tokens)}q", *tokens)
         if tokens.dtype.kind in "iu" and tokens.dtype != np.uint64:
             return tokens.astype(np.int64).tobytes()
-    except (StructError, TypeError):
+    except (struct.error, TypeError):
         pass
     hint = f"Tokens are whole numbers below {_MOST}"
     raise AtlasError(Code.NOT_AN_INTEGER, got=repr(tokens[:8])[:80], hint=hint)
