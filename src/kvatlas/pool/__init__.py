@@ -8,6 +8,7 @@ how much of it is found again. `checkpoints` and `eviction` are the policies of 
 from kvatlas.pool.block_ids import GONE, BlockIds
 from kvatlas.pool.block_pool import BlockPool, CopyOnWrite, Reservation
 from kvatlas.pool.checkpoints import CHECKPOINTS, Checkpoints, checkpoint_policy
+from kvatlas.pool.event_stream import EventPublisher, EventSubscriber, ReceivedBatch
 from kvatlas.pool.events import AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored, EventBatch
 from kvatlas.pool.eviction import EVICTIONS, Eviction
 from kvatlas.pool.prefix_hash import HashChain, PrefixIdentity
@@ -27,11 +28,14 @@ __all__ = [
     "Checkpoints",
     "CopyOnWrite",
     "EventBatch",
+    "EventPublisher",
+    "EventSubscriber",
     "Eviction",
     "HashChain",
     "HitRates",
     "PrefillCost",
     "PrefixIdentity",
+    "ReceivedBatch",
     "Reservation",
     "Trace",
     "active_parameters",

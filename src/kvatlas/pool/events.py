@@ -108,7 +108,7 @@ def decode_batch(payload: bytes) -> EventBatch:
     if len(payload) <= MOST_BYTES:
         try:
             return _DECODER.decode(payload)
-        except (msgspec.DecodeError, RecursionError) as error:
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
             got = error
     problem = "This is no batch of KV events as vLLM 0.32 sends them"
     raise AtlasError(Code.BAD_HANDSHAKE, problem, got=got, hint="Compare the versions")
