@@ -32,7 +32,7 @@ PARALLEL = $(shell $(PY) -c "import os, xdist; print('--dist loadgroup -n', os.c
 
 .PHONY: demo tour test test-deep test-pool test-gpu test-lowest test-transformers test-vllm test-vllm-deep test-vllm-lifecycle \
 	bench-vllm demo-vllm test-page map-gallery map-figures map-pictures \
-	test-kvcache-simulator hits lint lint-workflows bench bench-gpu docs docs-pairings wheel check-release format clean test-attack soak
+	test-kvcache-simulator test-dynamo hits lint lint-workflows bench bench-gpu docs docs-pairings wheel check-release format clean test-attack soak
 
 demo: $(READY)  ## The main job: plan, prefill, ship the cache, decode elsewhere
 	$(PY) -m examples.handover
@@ -137,6 +137,20 @@ $(SIMULATOR)/.installed: $(STAMP)
 	$(BIN)/python -c 'import sysconfig as s; print("import site; site.addsitedir(%r)" % s.get_path("purelib"))' \
 		> $$(echo $(SIMULATOR)/lib/python3*/site-packages)/packages_of_venv.pth
 	$(SIMULATOR)/bin/pip install --quiet 'kvcache-simulator==0.1.3'
+	touch $@
+
+# Dynamo's indexer, a real listener to events, in an environment that sees the packages of .venv too.
+# It listens on all interfaces. Where its wheel cannot be had, the tests are skipped, saying so.
+DYNAMO := .venv-dynamo
+
+test-dynamo: $(DYNAMO)/.installed  ## A pool's events at the indexer of Dynamo 1.6.1: equal longest matches
+	$(DYNAMO)/bin/python -m pytest -s -rs $(or $(TESTS),tests/dynamo)
+
+$(DYNAMO)/.installed: $(STAMP)
+	test -d $(DYNAMO) || $(BIN)/python -m venv $(DYNAMO)
+	$(BIN)/python -c 'import sysconfig as s; print("import site; site.addsitedir(%r)" % s.get_path("purelib"))' \
+		> $$(echo $(DYNAMO)/lib/python3*/site-packages)/packages_of_venv.pth
+	-$(DYNAMO)/bin/pip install --quiet 'ai-dynamo-runtime==1.6.1'
 	touch $@
 
 # Another release of transformers, in an environment that sees the packages of .venv too.
@@ -282,5 +296,5 @@ $(DOCS)/.installed: pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-page .venv-transformers-* .venv-docs .venv-lowest .venv-tools .venv-vllm .venv-wheel dist site
+	rm -rf $(VENV) .venv-page .venv-dynamo .venv-transformers-* .venv-docs .venv-lowest .venv-tools .venv-vllm .venv-wheel dist site
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis

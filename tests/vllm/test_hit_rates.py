@@ -33,7 +33,7 @@ def tokens_of(trace: Trace, request: int) -> list[int]:
     return list(map(int, spread[: trace.lengths[request]]))
 
 
-def manager_of(kinds: list[str], blocks: int) -> Any:
+def manager_of(kinds: list[str], blocks: int, **options: Any) -> Any:
     import torch
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.kv_cache_interface import (
@@ -54,7 +54,8 @@ def manager_of(kinds: list[str], blocks: int) -> Any:
     }
     groups = [KVCacheGroupSpec([f"layer.{n}"], specs[kind]()) for n, kind in enumerate(kinds)]
     config = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)
-    return KVCacheManager(config, 1 << 20, scheduler_block_size=BLOCK, hash_block_size=BLOCK)
+    sizes = {"scheduler_block_size": BLOCK, "hash_block_size": BLOCK}
+    return KVCacheManager(config, 1 << 20, **sizes, **options)
 
 
 def vllm_hits(trace: Trace, kinds: list[str], blocks: int) -> list[int]:
