@@ -28,7 +28,7 @@ Ranges = tuple[Int64s, Int64s]
 """Starts and lengths, in ascending order, none touching the next."""
 
 
-class Share(NamedTuple):
+class RowShare(NamedTuple):
     """What a rank brings of a row: objects that it has all of, and those that it has part of."""
 
     whole: tuple[int, ...]
@@ -60,7 +60,7 @@ class GroupObjects:
         inside = np.interp(self._stops, edges, below) - np.interp(self._starts, edges, below)
         return np.bincount(self._owner, inside, len(self)).astype(np.int64)
 
-    def share(self, brought: Ranges, needed: Ranges, *, first: bool) -> Share:
+    def share(self, brought: Ranges, needed: Ranges, *, first: bool) -> RowShare:
         """Which objects a rank has that brings some ranges, of all that are needed.
 
         An object of which nothing is needed yet is brought by the first rank, so that the
@@ -69,7 +69,9 @@ class GroupObjects:
         mine, all_of = self.overlap(*brought), self.overlap(*needed)
         whole = (mine == all_of) & ((all_of > 0) | first)
         partly = (mine > 0) & (mine < all_of)
-        return Share(tuple(np.flatnonzero(whole).tolist()), tuple(np.flatnonzero(partly).tolist()))
+        return RowShare(
+            tuple(np.flatnonzero(whole).tolist()), tuple(np.flatnonzero(partly).tolist())
+        )
 
 
 class RowObjects:

@@ -11,7 +11,7 @@ from kvatlas.tier.ingest import Ingest
 from kvatlas.tier.namespaces import RowName
 from kvatlas.tier.numbered_copies import NumberedCopies, NumberedRows
 from kvatlas.tier.request_blocks import NeededBlock
-from kvatlas.tier.row_objects import Share
+from kvatlas.tier.row_objects import RowShare
 from kvatlas.tier.row_traffic import RowTraffic, StagedObject
 from kvatlas.tier.storage import TierStorage, Write
 from kvatlas.tier.store_calls import Deadline
@@ -73,7 +73,7 @@ class RowStoring:
             under_way[started] = list(own.values())
         return under_way, no_room
 
-    def _share(self, group: int, brought: Any, needed: Any) -> Share:
+    def _share(self, group: int, brought: Any, needed: Any) -> RowShare:
         """The objects that this rank brings to rows of a group; refused where it cuts one."""
         cut = self._traffic.names.cut
         first = self._rank == self._ingest.sources[0]

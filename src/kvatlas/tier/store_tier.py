@@ -161,6 +161,10 @@ class StoreTier:
             under_way = list(self._puts)
         return not wait_for(under_way, self.deadline if seconds is None else seconds).not_done
 
+    def idle(self) -> bool:
+        """Whether nothing is on its way between here and the store."""
+        return self._staging.idle()
+
     def _absent(
         self, rows: Mapping[NeededBlock, RowName], deadline: Deadline
     ) -> dict[NeededBlock, RowName]:
