@@ -40,7 +40,7 @@ class LyingStore(ObjectStore):
         if self.fault == "put says no":
             return [False for _ in objects]
         if self.fault == "put dies":
-            self.honest.put(objects[: self.random.integers(len(objects) + 1)])
+            self.honest.put(objects[: self._some(len(objects) + 1)])
             raise ConnectionResetError
         self._stall("put stalls")
         return self._answers(self.honest.put(objects), "put answers too few")
@@ -50,17 +50,19 @@ class LyingStore(ObjectStore):
             raise ConnectionResetError
         self._stall("get stalls")
         if self.fault == "evicted before get":
-            self.honest.remove([objects[self.random.integers(len(objects))][0]])
+            self.honest.remove([objects[self._some(len(objects))][0]])
         if self.fault == "another object":
             objects = list(zip(self._others(objects), (p for _, p in objects), strict=True))
+        if self.fault == "nothing is read":
+            return [sum(part.nbytes for part in parts) for _, parts in objects]
         sizes = self.honest.get(objects)
-        at = self.random.integers(len(objects))
+        at = self._some(len(objects))
         if self.fault == "bytes flipped":
             parts = objects[at][1]
-            part = parts[self.random.integers(len(parts))]
-            part[self.random.integers(part.nbytes)] ^= 1 << self.random.integers(8)
+            part = parts[self._some(len(parts))]
+            part[self._some(part.nbytes)] ^= 1 << self._some(8)
         if self.fault == "another size":
-            sizes[at] += (-1, 1, 1 << 40)[self.random.integers(3)]
+            sizes[at] += (-1, 1, 1 << 40)[self._some(3)]
         return self._answers(sizes, "get answers too few")
 
     def exists(self, names: Sequence[str]) -> list[bool]:
@@ -70,6 +72,9 @@ class LyingStore(ObjectStore):
         if self.fault == "exists says yes":
             return [True for _ in names]
         return self._answers(self.honest.exists(names), "exists answers too few")
+
+    def _some(self, below: int) -> int:
+        return int(self.random.integers(below))
 
     def _stall(self, fault: str) -> None:
         if self.fault == fault:

@@ -7,25 +7,28 @@ that there is no room, are answers; everything else, a master that is gone say, 
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from http.client import HTTPConnection, HTTPException
 from typing import Any
 
+import numpy as np
+
 from kvatlas.errors import AtlasError, Code, MissingExtraError
 from kvatlas.tier.stores.base import ABSENT, ObjectStore, Parts, StoreRoom
 from kvatlas.wire import Bytes
 
-_NO_ROOM = (-10, -200)
-"""No segment or no room for an object."""
+_NOT_STORED = (-10, -200, -800)
+"""No segment, no room, or a segment whose host cannot be reached."""
 _ABSENT = (-703, -704)
 """An object that is being written, or that is not there."""
 _UNLIKE_SIZE = (-600, -800)
-"""The memory for an object has not its size."""
+"""The memory for an object has not its size, or the object cannot be moved."""
 _KEPT = (-705,)
 """An object that is there already."""
 _SECONDS = 3.0
-"""That the master may take to list what it has."""
+"""That the master may take to be reached, or to list what it has."""
 
 
 class MooncakeStore(ObjectStore):
@@ -55,9 +58,18 @@ class MooncakeStore(ObjectStore):
         self.master, self._metrics = master, metrics
         self._client: Any = MooncakeDistributedStore()
         self._memory: list[Bytes] = []
+        self._check_master()
         answer = self._client.setup(host, metadata, segment, buffer, protocol, device, master)
         if answer:
             raise self._failed("setup", answer)
+
+    def _check_master(self) -> None:
+        """Refuse a master that is not there: the client would try for minutes."""
+        host, _, port = self.master.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), _SECONDS).close()
+        except (OSError, ValueError) as problem:
+            raise self._failed("connect", problem) from None
 
     def register(self, memory: Bytes) -> None:
         """Have the client know memory that objects go from and to."""
@@ -72,7 +84,7 @@ class MooncakeStore(ObjectStore):
             return []
         names, places, sizes = self._listed(objects)
         answers = self._client.batch_put_from_multi_buffers(names, places, sizes)
-        return [self._answer("put", answer, _NO_ROOM, _KEPT) for answer in answers]
+        return [self._answer("put", answer, _NOT_STORED, _KEPT) for answer in answers]
 
     def get(self, objects: Sequence[tuple[str, Parts]]) -> list[int]:
         """Read whole objects."""
@@ -81,11 +93,11 @@ class MooncakeStore(ObjectStore):
         names, places, sizes = self._listed(objects)
         answers = self._client.batch_get_into_multi_buffers(names, places, sizes)
         found = []
-        for (name, _), answer in zip(objects, answers, strict=True):
-            if answer in _UNLIKE_SIZE:
-                found.append(self.size(name))
-            else:
-                found.append(answer if self._answer("get", answer, _ABSENT) else ABSENT)
+        for name, own, answer in zip(names, sizes, answers, strict=True):
+            size = self.size(name) if answer in _UNLIKE_SIZE else answer
+            if answer in _UNLIKE_SIZE and size == sum(own):
+                raise self._failed("get", answer)  # its size is right: it could not be moved
+            found.append(size if self._answer("get", size, (ABSENT, *_ABSENT)) else ABSENT)
         return found
 
     def ranges(self, name: str, wanted: Sequence[tuple[int, Bytes]]) -> int:
@@ -93,20 +105,24 @@ class MooncakeStore(ObjectStore):
         size = self.size(name)
         if size == ABSENT:
             return ABSENT
-        inside = [(at, into[: max(0, size - at)]) for at, into in wanted if at < size]
-        if not inside:
+        between = np.empty(max(into.nbytes for _, into in wanted), np.uint8)
+        self._client.register_buffer(between.ctypes.data, between.nbytes)
+        try:
+            return sum(self._range(name, at, into, size, between) for at, into in wanted)
+        finally:
+            self._client.unregister_buffer(between.ctypes.data)
+
+    def _range(self, name: str, at: int, into: Bytes, size: int, between: Bytes) -> int:
+        """Read a part of an object, as far as it goes, by memory that the client knows."""
+        nbytes = min(into.nbytes, size - at)
+        if nbytes <= 0:
             return 0
-        read = self._client.get_into_ranges(
-            [into.ctypes.data for _, into in inside],
-            [[name] for _ in inside],
-            [[[0]] for _ in inside],
-            [[[at]] for at, _ in inside],
-            [[[into.nbytes]] for _, into in inside],
-        )
-        counts = [one for rows in read for row in rows for one in row]
-        if any(not self._answer("get", count, _ABSENT) for count in counts):
-            return ABSENT
-        return sum(counts)
+        place = between.ctypes.data
+        read = self._client.get_into_ranges([place], [[name]], [[[0]]], [[[at]]], [[[nbytes]]])
+        if read != [[[nbytes]]]:
+            raise self._failed("get_into_ranges", read)
+        into[:nbytes] = between[:nbytes]
+        return nbytes
 
     def exists(self, names: Sequence[str]) -> list[bool]:
         """Which objects are there."""
@@ -190,7 +206,7 @@ class MooncakeStore(ObjectStore):
             got = f"{self._metrics}/{name}: {problem}"
             raise AtlasError(Code.WIRE_FAILED, got=got, hint=hint) from None
 
-    def _failed(self, call: str, answer: int) -> AtlasError:
+    def _failed(self, call: str, answer: object) -> AtlasError:
         problem = "Mooncake Store does not answer as it should"
         got = f"{call}: {answer} from master {self.master}"
         return AtlasError(Code.WIRE_FAILED, problem, got=got, hint="See that its master runs")
