@@ -136,7 +136,7 @@ CASES = [
     for transport in ("shm", "nixl", "mooncake")
     # Shared memory carries every model and every topology, the others each some of them; all of
     # them carry all in the deep profile.
-    if DEEP or j == i % 4 and transport in ("shm", ("nixl", "mooncake")[i % 2])
+    if DEEP or (j == i % 4 and transport in ("shm", ("nixl", "mooncake")[i % 2]))
 ]
 
 
