@@ -11,7 +11,7 @@ import pytest
 from kvatlas.planning import Plan
 from kvatlas.routing import route, scattered
 from kvatlas.tier import Tier, storage
-from kvatlas.wire import Bytes, Memory, as_bytes, memory_copy
+from kvatlas.wire import Bytes, HostPins, Memory, as_bytes, memory_copy
 from kvatlas.wire.block_staging import BlockStaging, split_blocks
 from tests.routing import oracle
 from tests.wire.helpers import small
@@ -27,7 +27,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     made = FakeCuda(FakeMachine())
     monkeypatch.setattr(storage, "load_driver", lambda: made)
     monkeypatch.setattr(memory_copy, "load_driver", lambda: made)
-    monkeypatch.setattr(storage.HostPins, "pin", lambda *_: True)
+    monkeypatch.setattr(HostPins, "pin", lambda *_: True)
     return made
 
 
@@ -94,7 +94,7 @@ def test_a_buffer_takes_as_many_blocks_as_it_has_room_for(
 ) -> None:
     made = small("dense", layout="BLHNC")
     size = made.pools[0].block_bytes
-    blocks = {"src_blocks": [7, 2, 3, 5], "dst_blocks": [1, 0, 2, 3]}
+    blocks: dict[str, Any] = {"src_blocks": [7, 2, 3, 5], "dst_blocks": [1, 0, 2, 3]}
     grids = route(made, made).stream(src_rank=0, dst_rank=0, **blocks, tokens=64).grids()
     for room, expected in ((2 * size, [[2, 3], [5, 7]]), (9 * size, [[2, 3, 5, 7]])):
         split = split_blocks(grids, {0: size}, end=0, room=room)

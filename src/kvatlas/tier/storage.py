@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
 from kvatlas.routing import Copy, RunGrid
-from kvatlas.tier.file import Checksums, TierFile
-from kvatlas.tier.index import TierBlock
+from kvatlas.tier.file import TierFile
+from kvatlas.tier.index import PartSums, TierBlock
 from kvatlas.wire import (
     BlockStaging,
     Bytes,
@@ -32,8 +32,8 @@ Move = TypeVar("Move", Copy, RunGrid)
 Carry = Callable[[Sequence[Copy]], None]
 """Carries copies out, by any transport, and returns when all bytes are there."""
 
-Write = Callable[[Sequence[Copy]], Checksums | None]
-"""Carries copies out into a tier; the checksums of blocks of a file that it has summed."""
+Write = Callable[[Sequence[Copy]], PartSums | None]
+"""Carries copies out into a tier; what they add to checksums of blocks, where it is known."""
 
 
 class TierStorage:
@@ -110,7 +110,7 @@ class TierStorage:
         if file is None:
             return carry
 
-        def through_window(copies: Sequence[Copy]) -> Checksums:
+        def through_window(copies: Sequence[Copy]) -> PartSums:
             with file.window.used():
                 carry(copies)
                 within = [replace(c, src_pool=c.dst_pool, src=c.dst) for c in copies]
@@ -127,9 +127,9 @@ class TierStorage:
             file.read(within, file.window.pools)
 
     def carry(
-        self, phase: str, moves: Sequence[Move], carry: Callable[[Sequence[Move]], Checksums | None]
-    ) -> Checksums:
-        """Carry copies out, and count them; the checksums that are known from it."""
+        self, phase: str, moves: Sequence[Move], carry: Callable[[Sequence[Move]], PartSums | None]
+    ) -> PartSums:
+        """Carry copies out, and count them; what is known of checksums from it."""
         with self.metrics.phase(phase):
             known = carry(moves)
         nbytes, descriptors = sum(move.nbytes for move in moves), sum(map(len, moves))
@@ -138,11 +138,11 @@ class TierStorage:
 
     # -- whole blocks -------------------------------------------------------------------
 
-    def commit(self, blocks: Sequence[TierBlock], known: Checksums) -> None:
-        """Record blocks that have all of their bytes, and of which some checksums are known."""
+    def commit(self, blocks: Sequence[TierBlock]) -> None:
+        """Record blocks that have all of their bytes."""
         if self._file is not None and blocks:
             with self.metrics.phase("commit"):
-                self._file.commit(blocks, known)
+                self._file.commit(blocks)
 
     def damaged(self, blocks: Sequence[TierBlock]) -> list[TierBlock]:
         """The blocks whose bytes are not those that were stored."""

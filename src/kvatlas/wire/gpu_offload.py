@@ -19,6 +19,7 @@ from kvatlas.wire.block_staging import BlockStaging, address_runs, split_blocks
 from kvatlas.wire.memory_copy import Bytes, copy_runs, split_runs
 from kvatlas.wire.pool_mover import PinnedMemory, stream_runs
 from kvatlas.wire.transports.base import Memory
+from kvatlas.wire.transports.device_queue import NO_STARTS, AddressRuns
 
 _PIECE = 32 << 20
 """Bytes of a buffer; no run is longer than half of it."""
@@ -45,11 +46,11 @@ class GpuOffload:
 
     def store(self, copies: Sequence[Copy]) -> None:
         """From the GPU to the host, behind what the caller's stream has to do."""
-        self._bounced(copies, out=True)
+        self._move(copies, out=True)
 
     def fetch(self, copies: Sequence[Copy]) -> None:
         """From the host to the GPU."""
-        self._bounced(copies, out=False)
+        self._move(copies, out=False)
 
     def store_sums(self, grids: Sequence[RunGrid]) -> None:
         """The same as `store` of runs that nobody has written out, to pools that are pinned."""
@@ -58,6 +59,20 @@ class GpuOffload:
     def fetch_sums(self, grids: Sequence[RunGrid]) -> None:
         """The same as `fetch`, from pools that are pinned."""
         self._direct(grids, out=False)
+
+    def _move(self, copies: Sequence[Copy], *, out: bool) -> None:
+        """A kernel reaches over the link where the host's pools are pinned."""
+        if not self.pinned:
+            self._bounced(copies, out=out)
+            return
+        runs = []
+        for copy in copies:
+            gpu = self._gpu[copy.src_pool if out else copy.dst_pool].address
+            host = int(self._host[copy.dst_pool if out else copy.src_pool].ctypes.data)
+            spans = (copy.src, copy.dst, copy.length)
+            runs.append(AddressRuns(*((gpu, host) if out else (host, gpu)), NO_STARTS, spans))
+        self._queue.after_caller()
+        self._queue.post(runs, **(_OUT if out else _IN)).wait()
 
     def _direct(self, grids: Sequence[RunGrid], *, out: bool) -> None:
         """Whole blocks by way of a buffer; a kernel reaches over the link for the rest."""

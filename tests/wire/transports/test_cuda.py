@@ -223,7 +223,8 @@ def test_requests_move_in_sums_behind_both_ends_marks(name: str) -> None:
 def moved_by(target: Any, source: Any, most: int, **about: Any) -> Any:
     blocks = scattered(target.plan, most)
     session = Session(target, [source.endpoint])
-    return session, session.pull("r", **{"dst_blocks": blocks, "tokens": most} | about)
+    asked: dict[str, Any] = {"dst_blocks": blocks, "tokens": most, **about}
+    return session, session.pull("r", **asked)
 
 
 def test_a_pull_of_what_is_seen_asks_nothing_before_it_is_ready() -> None:
@@ -238,7 +239,12 @@ def test_a_pull_of_what_is_seen_asks_nothing_before_it_is_ready() -> None:
             before = source.metrics.values["messages"]
             asked: list[Any] = []
             answer = source.server.answer
-            source.server.answer = lambda *a: (asked.append(type(a[0]).__name__), answer(*a))[1]
+
+            def heard(question: Any, caller: Any) -> Any:
+                asked.append(type(question).__name__)
+                return answer(question, caller)
+
+            source.server.answer = heard
             about: dict[str, Any] = {"dst_blocks": scattered(dst, tokens), "tokens": tokens}
             assert session.pull("r", **about).wait().ready
         # Only then: everything that was asked is that the offer may end, which it has.
@@ -281,16 +287,22 @@ def test_what_is_seen_is_refused_as_what_is_asked_for() -> None:
             link = session.link(0)
             assert link.find_offer("r") is not None
             assert link.find_offer("some") is None, "not for everybody to see"
-            right = {"dst_blocks": scattered(made, tokens), "src_blocks": scattered(made, tokens)}
+            right: dict[str, Any] = {
+                "dst_blocks": scattered(made, tokens),
+                "src_blocks": scattered(made, tokens),
+            }
             assert session.pull("r", **right, tokens=tokens).wait().ready
 
 
 def test_who_waits_does_what_nobody_has_begun() -> None:
     done: list[int] = []
     transfer = Transfer("r", ranks=(0,), total=None, seconds=30)
-    part = transfer.add_part(
-        lambda: (done.append(threading.get_ident()), transfer.finished(0))[0], quick=True
-    )
+
+    def act() -> None:
+        done.append(threading.get_ident())
+        transfer.finished(0)
+
+    part = transfer.add_part(act, quick=True)
     assert transfer.wait().ready
     part()
     assert done == [threading.get_ident()], "once, and by who waited"

@@ -28,7 +28,7 @@ from kvatlas.wire.transports.errors import peer_lost
 from kvatlas.wire.transports.offer_board import PostedOffer, SeenOffer
 
 A = TypeVar("A", bound=protocol.Message)
-How = Literal["auto", "direct", "staged"]
+How = Literal["auto", "direct", "staged", "landed"]
 
 BUFFERS = 2
 """Staging buffers of a transfer at each end: one is filled while the other is sent."""
@@ -148,7 +148,7 @@ class RankLease:
     def _find_offer(self) -> SeenOffer | None:
         """The offer where no more has to be known or done than its blocks read."""
         wanted, connection = self.wanted, self.connection
-        if not self.pull or wanted.checksums or wanted.how == "staged":
+        if not self.pull or wanted.checksums or wanted.how not in ("auto", "direct"):
             return None
         converting = self.node.route_from(connection.peer).conversion is not None
         if converting or not self.reaches_pools():
@@ -285,9 +285,7 @@ class RankLease:
     def borrow_both(self) -> None:
         """Get staging buffers of both ends, waiting for them; the peer's are got last."""
         count = min(BUFFERS, self.node.staging.most())
-        while count and not self.buffers:
-            self.transfer.check_cancelled()
-            self.buffers = self.node.staging.acquire(count, min(0.1, self._seconds_left()))
+        self.borrow_own(count)
         if self.opened.piece:
             self.borrow(count)
         if not self.buffers or not self.lent:
@@ -297,6 +295,12 @@ class RankLease:
                 got=f"{len(self.buffers)} here, {len(self.lent)} there",
                 hint="Give the nodes more buffers, or let the transfer choose",
             )
+
+    def borrow_own(self, count: int) -> None:
+        """Get staging buffers of this end, waiting for them; none where it has none."""
+        while count and not self.buffers:
+            self.transfer.check_cancelled()
+            self.buffers = self.node.staging.acquire(count, min(0.1, self._seconds_left()))
 
     def staging_copy(self, buffer: int, nbytes: int, near: Any = (0,), far: Any = (0,)) -> Copy:
         """Runs of one length between offsets in a staging buffer of the peer and of this end."""
@@ -324,6 +328,10 @@ class RankLease:
         taken = all(node.transport.takes(node.memory[index].device) for index in own)
         theirs = peer.plan.rank_pools(peer.rank)
         return taken and all(map(self.connection.link.reaches, theirs))
+
+    def may_fill_blocks(self) -> bool:
+        """Whether a read that stalls may leave blocks undecided: no other replica fills them."""
+        return not self.others or self.connection.link.prompt
 
     def follow(self) -> None:
         """Have what is moved now come behind what this node's GPU had to do at first."""
