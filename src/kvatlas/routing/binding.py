@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -115,8 +115,8 @@ class RepeatedRuns(NamedTuple):
     strip: StridedRuns
     starts: Starts
     """Where items lie at either end, by destination, in the first state of block 0."""
-    with_states: dict[int, Starts]
-    """The same in the first so many states, made where they are asked for."""
+    kept: dict[object, Any]
+    """What was made of it and is asked for again: starts with states, spans of requests."""
 
     def in_states(self, count: int) -> Starts | None:
         """Where items lie in the first `count` states; None where those are too many to keep.
@@ -125,13 +125,14 @@ class RepeatedRuns(NamedTuple):
         """
         if count * len(self.starts.src) > _MOST_STARTS:
             return None
-        if count not in self.with_states:
+        if count not in self.kept:
             nth = np.arange(count)
             steps = zip(self.starts[:2], self.strip.state_strides, strict=True)
             src, dst = ((at[:, None] + nth * step).reshape(-1) for at, step in steps)
             order = np.argsort(dst, kind="stable")
-            self.with_states.setdefault(count, Starts.of(src[order], dst[order]))
-        return self.with_states[count]
+            self.kept.setdefault(count, Starts.of(src[order], dst[order]))
+        made: Starts = self.kept[count]
+        return made
 
     def part(self, first: int, stop: int) -> RepeatedRuns:
         """Some of the starts alone."""
@@ -186,36 +187,6 @@ def ranges(compiled: CompiledPair, bound: BoundStates) -> Iterator[Runs]:
         stretches = _Stretches(part, whole=whole)
         for strip, starts, _ in runs:
             yield _all_sums(starts, *stretches.of(strip))
-
-
-def grids(pools: tuple[int, int], compiled: CompiledPair, bound: BoundStates) -> Iterator[RunGrid]:
-    """The same runs as sums that nobody has written out, not joined."""
-    for all_runs, part, whole in _folded(compiled, bound):
-        for runs in all_runs:
-            yield from _run_grids(pools, runs, part, whole=whole)
-
-
-def _run_grids(
-    pools: tuple[int, int], runs: RepeatedRuns, bound: BoundStates, *, whole: bool
-) -> Iterator[RunGrid]:
-    """Runs of one kind as sums; states that go one by one are starts where spans have equally many.
-
-    The route knows those starts, and what a request brings is a span for every block.
-    """
-    length = bound.states.length
-    most = int(length.max(initial=0))
-    if not whole and most > 1 and not runs.strip.gapless:
-        starts, full = runs.in_states(most), length == most
-        if starts is not None:
-            alike = bound if full.all() else _pick(bound, full)
-            spans = runs.strip.byte_ranges(_first_states(alike), alike.ids, whole=False, join=False)
-            yield RunGrid(*pools, starts, *spans)
-            if alike is bound:
-                return
-            bound = _pick(bound, ~full)
-    if len(bound.states.length):
-        spans = runs.strip.byte_ranges(bound.states, bound.ids, whole=whole, join=False)
-        yield RunGrid(*pools, runs.starts, *spans)
 
 
 def count_ranges(compiled: CompiledPair, bound: BoundStates, cuts: int) -> int:
@@ -310,11 +281,6 @@ def joined(runs_by_pools: Mapping[tuple[int, int], list[Runs]]) -> tuple[Copy, .
             src, dst, length = join_copies(src, dst, length)
         copies.append(Copy(*pools, src, dst, length))
     return tuple(copies)
-
-
-def _first_states(bound: BoundStates) -> StateSpans:
-    """The first state of every span."""
-    return bound.states._replace(length=np.ones_like(bound.states.length))
 
 
 def _pick(bound: BoundStates, mask: NDArray[np.bool_]) -> BoundStates:

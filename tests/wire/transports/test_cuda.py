@@ -38,7 +38,7 @@ class GpuEnd:
         self.driver = FakeCuda(machine, **given)
         self.memory, self.pool = self.driver.allocate(nbytes)
         self.pool[:] = np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
-        self.transport = CudaTransport(driver=self.driver)
+        self.transport = CudaTransport(driver=self.driver, share=1.0)
         self.transport.register({0: self.memory})
 
     def connect(self, other: GpuEnd) -> Any:
@@ -140,7 +140,7 @@ def test_a_gpu_that_is_not_seen_is_refused() -> None:
 
 def test_host_memory_and_foreign_memory_are_refused() -> None:
     driver = FakeCuda(FakeMachine())
-    transport = CudaTransport(driver=driver)
+    transport = CudaTransport(driver=driver, share=1.0)
     memory, _ = driver.allocate(64)
     host = Memory(memory.address, 64)
     nowhere, too_long = Memory(1 << 20, 64, "cuda:0"), Memory(memory.address, 4096, "cuda:0")
@@ -189,7 +189,7 @@ def node_of(made: Any, machine: FakeMachine, rng: Any) -> Iterator[tuple[Any, An
         pool[:] = rng.integers(0, 256, pool.nbytes, np.uint8)
     memory = {index: at for index, (at, _) in given.items()}
     pools = {index: pool for index, (_, pool) in given.items()}
-    transport = CudaTransport(driver=driver)
+    transport = CudaTransport(driver=driver, share=1.0)
     with Node(made, memory=memory, transport=transport, buffers=0) as node:
         yield node, pools, driver
 

@@ -185,9 +185,10 @@ class RankLease:
 
     def _check_seen(self, offer: PostedOffer, told: Mapping[int, Int64s]) -> None:
         """What a peer checks where it is asked."""
-        blocks = {group: np.where(ids == _NOT_NEEDED, -1, ids) for group, ids in told.items()}
-        held = Held(offer.request, blocks, offer.start, offer.stop)
         mine = {group: np.asarray(ids) for group, ids in (self.theirs or {}).items()}
+        if mine:
+            told = {group: np.where(ids == _NOT_NEEDED, -1, ids) for group, ids in told.items()}
+        held = Held(offer.request, told, offer.start, offer.stop)
         held.check_asked(self.tokens, mine, self.connection.peer.plan)
 
     def _seconds_left(self) -> float:

@@ -21,7 +21,7 @@ from weakref import WeakSet
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import natural
-from kvatlas.routing import Costs, token_range
+from kvatlas.routing import Costs, table_arrays, token_range
 from kvatlas.wire.channels import no_answer
 from kvatlas.wire.client.rank_lease import How, PeerConnection, RankLease, TransferRequest
 from kvatlas.wire.client.rank_transfer import RankTransfer
@@ -120,6 +120,7 @@ class Session:
         blocks. A request that is not offered yet may be so within `wait_for_offer` seconds.
         """
         layers = None if layers is None else tuple(layers)
+        dst_blocks = table_arrays(dst_blocks, "destination")
         if recompute:
             start, stop = token_range(tokens, self.node.plan.max_len)
             tokens = (start, max(start, stop - natural(recompute, "recompute")))
