@@ -80,6 +80,8 @@ def rows_of(tensor: torch.Tensor, name: str, shape: tuple[int | None, ...]) -> N
 
 def apart(tensor: torch.Tensor, name: str) -> None:
     """Refuse rows that share memory: programs would write over each other's."""
+    if tensor.is_contiguous():
+        return
     axes = sorted(
         (stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
         if size > 1

@@ -35,12 +35,40 @@ class WorkSplit(NamedTuple):
     sink_tokens: int = 0
 
 
-class Schedule(NamedTuple):
-    """Ends of queries, decode tiles and prefill tiles, sequence by sequence, on the device."""
+class Partials(NamedTuple):
+    """Room for what workers leave of sequences that others walk on: flash-decoding's partials."""
 
-    ends: torch.Tensor
-    """[3, sequences + 1] of int32, each row from 0, or from where queries start."""
-    split: WorkSplit
+    sums: torch.Tensor
+    tops: torch.Tensor
+    """A maximum and a total for each row."""
+
+
+class Schedule:
+    """The work of a batch, on the device: what all layers of a kind share in a step.
+
+    It also has the room in which their workers leave partial sums: layers that share a
+    schedule are attended to one after the other, on one stream. A captured graph needs it as
+    long as it is replayed.
+    """
+
+    def __init__(self, ends: torch.Tensor, split: WorkSplit) -> None:
+        self.ends, self.split = ends, split
+        self.sequences = ends.shape[1] - 1
+        self.starts, self.decode_ends, self.prefill_ends = ends.unbind(0)
+        """Where queries begin and end, and where tiles do; [sequences + 1] of int32 each."""
+        self._partials: dict[tuple[int, int], Partials] = {}
+
+    def partials(self, rows: int, width: int) -> Partials:
+        """Room for so many rows; the same at every call."""
+        kept = self._partials.get((rows, width))
+        if kept is None:
+            sums, tops = (
+                torch.empty(rows * n, dtype=torch.float32, device=self.ends.device)
+                for n in (width, 2)
+            )
+            kept = Partials(sums, tops)
+            self._partials[rows, width] = kept
+        return kept
 
 
 def fit_of(states: int, tile: int) -> tuple[str, int]:
