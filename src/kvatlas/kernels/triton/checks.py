@@ -66,8 +66,10 @@ def in_range(ids: torch.Tensor, count: int, name: str = "Block ids") -> None:
 
 def rows_of(tensor: torch.Tensor, name: str, shape: tuple[int | None, ...]) -> None:
     """Refuse floating rows of another shape, or whose elements are not neighbours."""
-    fits = tensor.ndim == len(shape) and all(
-        want is None or want == size for want, size in zip(shape, tensor.shape, strict=True)
+    given = tuple(tensor.shape)
+    fits = given == shape or (
+        len(given) == len(shape)
+        and all(want is None or want == n for want, n in zip(shape, given, strict=True))
     )
     if not fits or not tensor.is_floating_point() or tensor.stride(-1) != 1:
         raise AtlasError(

@@ -97,11 +97,13 @@ def attend_latent(
 
 def _out(launch: LayerLaunch, q: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
     """Where rows of the output go: memory of its own, unless it is given."""
-    checks.rows_of(q, "q", (None, None, None))
-    dim = launch.shape.out.dim
+    if q.stride(-1) != 1:  # what else there is to say of queries, their launches depend on
+        checks.rows_of(q, "q", (None, None, None))
+    tokens, heads, _ = q.shape
+    shape = tokens, heads, launch.shape.out.dim
     if out is None:
-        return q.new_empty((*q.shape[:2], dim))
-    checks.rows_of(out, "out", (q.shape[0], q.shape[1], dim))
+        return q.new_empty(shape)
+    checks.rows_of(out, "out", shape)
     checks.apart(out, "out")
     return out
 

@@ -100,7 +100,7 @@ class AttentionCall(NamedTuple):
     def scoring(self) -> calls.Scoring:
         """As kernels take it: where there are no sinks any tensor will do, since none is read."""
         sinks = self.q if self.sink_logits is None else self.sink_logits
-        return self.launch.scoring._replace(sink_logits=sinks)
+        return calls.Scoring(*self.launch.scoring[:-1], sinks)
 
 
 def layer_launch(

@@ -38,9 +38,10 @@ class WorkSplit(NamedTuple):
 class Partials(NamedTuple):
     """Room for what workers leave of sequences that others walk on: flash-decoding's partials."""
 
-    sums: torch.Tensor
-    tops: torch.Tensor
-    """A maximum and a total for each row."""
+    room: torch.Tensor
+    """Sums of each row, then a maximum and a total of each."""
+    tops: int
+    """Where the second begin."""
 
 
 class Schedule:
@@ -62,12 +63,9 @@ class Schedule:
         """Room for so many rows; the same at every call."""
         kept = self._partials.get((rows, width))
         if kept is None:
-            sums, tops = (
-                torch.empty(rows * n, dtype=torch.float32, device=self.ends.device)
-                for n in (width, 2)
-            )
-            kept = Partials(sums, tops)
-            self._partials[rows, width] = kept
+            count = rows * (width + 2)
+            room = torch.empty(count, dtype=torch.float32, device=self.ends.device)
+            kept = self._partials[rows, width] = Partials(room, rows * width)
         return kept
 
 
