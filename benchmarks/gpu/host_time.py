@@ -19,7 +19,7 @@ from benchmarks.gpu.cells import DEVICE, layers_of
 from kvatlas.cache import LayerCache
 from kvatlas.kernels.triton import launch_write, split_of
 from kvatlas.kernels.triton import schedule as make_schedule
-from kvatlas.kernels.triton.attention import launch, schedule
+from kvatlas.kernels.triton.attention import launch, layer_launch, schedule
 from kvatlas.specs import FullAttention
 
 BAR = 40.0
@@ -27,7 +27,7 @@ BAR = 40.0
 _LAYERS = 16
 _TURNS = 60
 _KERNELS = (
-    (launch, "decode"),
+    (layer_launch, "decode"),
     (launch, "merge"),
     (launch, "prefill"),
     (schedule, "count_tiles"),

@@ -29,8 +29,6 @@ LATENT = gl.constexpr(512)
 ROPE = gl.constexpr(64)
 PIECE = gl.constexpr(128)
 """Columns of a tile that are waited for together."""
-PRODUCTS = gl.constexpr(5)
-"""Of a tile's logits: rotary parts, and pieces of the latents."""
 ROWS = gl.constexpr(64)
 TILE = gl.constexpr(64)
 
@@ -54,7 +52,7 @@ def load_pages(table, begin, last, STATES: gl.constexpr, LOADS: gl.constexpr):
     """The blocks of a tile's states, and which states of them; the last one past the end."""
     states = begin + gl.arange(0, TILE, layout=gl.SliceLayout(1, LOADS))
     states = gl.minimum(states, last)
-    return gl.load(table + states // STATES).to(gl.int64), states % STATES
+    return gl.load(table + states // STATES).to(gl.int32), states % STATES
 
 
 @gluon.jit
@@ -67,9 +65,11 @@ def copy_tile(
     ROPE_UNIT: gl.constexpr = SHAPE.v.unit
     elements = cache.buffer.to(gl.pointer_type(SHAPE.k_dot), bitcast=True)
     at = cache.k.rows
-    rows = (at.first + pages * at.block + states * at.state) * UNIT
+    rows = (at.first + pages.to(gl.int64) * at.block + states * at.state) * UNIT
     rope_at = cache.v.rows
-    rope_rows = (rope_at.first + pages * rope_at.block + states * rope_at.state) * ROPE_UNIT
+    rope_rows = (
+        rope_at.first + pages.to(gl.int64) * rope_at.block + states * rope_at.state
+    ) * ROPE_UNIT
     rope_rows = gl.convert_layout(rope_rows, gl.SliceLayout(1, ROPE_LOADS))
     columns = gl.arange(0, ROPE, layout=gl.SliceLayout(0, ROPE_LOADS))
     pointers = elements + gl.max_contiguous(
@@ -80,9 +80,7 @@ def copy_tile(
     for piece in gl.static_range(LATENT // PIECE):
         offsets = rows[:, None] + (piece * PIECE + columns)[None, :]
         pointers = elements + gl.max_contiguous(gl.multiple_of(offsets, [1, 8]), [1, 8])
-        async_copy.async_copy_global_to_shared(
-            latents.slice(piece * PIECE, PIECE, dim=1), pointers
-        )
+        async_copy.async_copy_global_to_shared(latents.slice(piece * PIECE, PIECE, dim=1), pointers)
         async_copy.commit_group()
 
 
@@ -113,10 +111,7 @@ def weigh(logits, top, begin, position, scoring):
     logits = gl.where(at[None, :] <= position[:, None], logits * scoring.scale, float("-inf"))
     higher = gl.max(logits, 1)
     grown = gl.max(higher - top, 0)
-    if grown > GROWTH:
-        higher = gl.maximum(top, higher)
-    else:
-        higher = top
+    higher = gl.maximum(top, higher) if grown > GROWTH else top
     return gl.exp2(logits - higher[:, None]), higher, grown
 
 
@@ -171,17 +166,23 @@ def decode_latent(
 
             # Queries of this sequence; rows past its last are those of the last.
             some = gl.minimum(load_row, count * GROUP - 1)
-            at = (start + some // GROUP).to(gl.int64) * q.token + (some % GROUP).to(gl.int64) * q.head
+            at = (start + some // GROUP).to(gl.int64) * q.token + (some % GROUP).to(
+                gl.int64
+            ) * q.head
             columns = gl.arange(0, PIECE, layout=gl.SliceLayout(0, LOADS))
             for piece in gl.static_range(LATENT // PIECE):
                 offsets = at[:, None] + (piece * PIECE + columns)[None, :]
                 query.slice(piece * PIECE, PIECE, dim=1).store(gl.load(q.tensor + offsets))
             rope_columns = gl.arange(0, ROPE, layout=gl.SliceLayout(0, ROPE_LOADS))
             rope_at = gl.convert_layout(at, gl.SliceLayout(1, ROPE_LOADS))
-            query_rope.store(gl.load(q.tensor + rope_at[:, None] + (LATENT + rope_columns)[None, :]))
+            query_rope.store(
+                gl.load(q.tensor + rope_at[:, None] + (LATENT + rope_columns)[None, :])
+            )
 
             pages, states = load_pages(table, begin, length - 1, STATES, LOADS)
-            copy_tile(cache, pages, states, latents.index(0), ropes.index(0), SHAPE, LOADS, ROPE_LOADS)
+            copy_tile(
+                cache, pages, states, latents.index(0), ropes.index(0), SHAPE, LOADS, ROPE_LOADS
+            )
             pages, states = load_pages(table, begin + TILE, length - 1, STATES, LOADS)
             acc = warpgroup_mma_init(gl.zeros([ROWS, LATENT], gl.float32, layout=SUMS))
             top = gl.full([ROWS], LOWEST, gl.float32, layout=gl.SliceLayout(1, LOGITS))
@@ -191,9 +192,7 @@ def decode_latent(
                 logits = begin_logits(
                     query, query_rope, latents.index(here), ropes.index(here), LOGITS
                 )
-                # The tile before is done with once no more than these products are under way:
-                # its room takes the next.
-                acc = warpgroup_mma_wait(PRODUCTS, deps=(acc,))
+                logits, acc = warpgroup_mma_wait(0, deps=(logits, acc))
                 barrier()
                 if n + TILE < end:
                     copy_tile(
@@ -201,7 +200,6 @@ def decode_latent(
                         SHAPE, LOADS, ROPE_LOADS,
                     )  # fmt: skip
                     pages, states = load_pages(table, n + 2 * TILE, length - 1, STATES, LOADS)
-                logits = warpgroup_mma_wait(0, deps=(logits,))
                 rated, higher, grown = weigh(logits, top, n, position, scoring)
                 if grown > GROWTH:
                     shrink = gl.exp2(top - higher)
@@ -231,20 +229,18 @@ def put(out, partials, scoring, softmax, places, where, SHAPE: gl.constexpr, TIL
     start, count, worker, program, begun, ended = where
     GROUP: gl.constexpr = SHAPE.out.group
     SUMS: gl.constexpr = acc.type.layout
+    valid = sum_row < count * GROUP
     if begun & ended:
         scaled = scoring.v_scale / gl.where(total == 0.0, 1.0, total)
         scaled = gl.convert_layout(scaled, gl.SliceLayout(1, SUMS))
         token = (start + sum_row // GROUP).to(gl.int64)
-        rows = token * out.token + (sum_row % GROUP).to(gl.int64) * out.head
-        valid = sum_row < count * GROUP
+        at = token * out.token + (sum_row % GROUP).to(gl.int64) * out.head
         values = (acc * scaled[:, None]).to(out.tensor.dtype.element_ty)
-        gl.store(out.tensor + rows[:, None] + column[None, :], values, mask=valid[:, None])
+        gl.store(out.tensor + at[:, None] + column[None, :], values, mask=valid[:, None])
     else:
         number = (2 * worker + begun.to(gl.int32)) * TILING.programs + program
-        valid = sum_row < count * GROUP
-        rows = (number * ROWS + sum_row - program * ROWS).to(gl.int64) * LATENT
-        gl.store(partials.room + rows[:, None] + column[None, :], acc, mask=valid[:, None])
+        at = (number * ROWS + sum_row - program * ROWS).to(gl.int64) * LATENT
+        gl.store(partials.room + at[:, None] + column[None, :], acc, mask=valid[:, None])
         tops = partials.room + partials.tops + 2 * (number * ROWS + row - program * ROWS)
-        valid = row < count * GROUP
-        gl.store(tops, top, mask=valid)
-        gl.store(tops + 1, total, mask=valid)
+        gl.store(tops, top, mask=row < count * GROUP)
+        gl.store(tops + 1, total, mask=row < count * GROUP)

@@ -17,7 +17,6 @@ from kvatlas.kernels.triton import checks, hadamard, tune
 from kvatlas.kernels.triton.addresses import batch_rows
 from kvatlas.kernels.triton.attention import arguments as calls
 from kvatlas.kernels.triton.attention import checks as batches
-from kvatlas.kernels.triton.attention.decode_device import decode
 from kvatlas.kernels.triton.attention.layer_launch import (
     AttentionCall,
     LayerLaunch,
@@ -149,7 +148,7 @@ def _decode(call: AttentionCall, plan: Schedule) -> None:
     partials = plan.partials(use.rows_of_partials, shape.out.width)
     batch = calls.BatchSequences(call.lengths, plan.starts, plan.decode_ends, sequences)
     target = batch_rows(call.out)
-    decode[(use.workers * use.programs,)](
+    use.kernel[(use.workers * use.programs,)](
         batch_rows(call.q), target, call.cache, batch, partials, scoring, SHAPE=shape,
         TILING=use.tiling, WORDS=use.words, EARLY=launch.early["EARLY"], **use.options,
     )  # fmt: skip

@@ -7,6 +7,8 @@ of a call is to look at its tensors and to launch.
 
 from __future__ import annotations
 
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +19,7 @@ from kvatlas.cache import LayerCache
 from kvatlas.kernels.triton import checks, tune
 from kvatlas.kernels.triton import storage_formats as formats
 from kvatlas.kernels.triton.attention import arguments as calls
+from kvatlas.kernels.triton.attention.decode_device import decode
 from kvatlas.kernels.triton.attention.schedule import WorkSplit, fit_of
 from kvatlas.kernels.triton.attention.walk_device import LOG2E
 from kvatlas.kernels.triton.storage_formats import SideRows, StoredSide
@@ -40,6 +43,7 @@ class Scores(NamedTuple):
 class DecodeLaunch(NamedTuple):
     """How sequences of few queries are launched."""
 
+    kernel: Any
     tiling: calls.Tiling
     words: calls.PackedWords
     workers: int
@@ -238,9 +242,36 @@ def _decode(
         "num_stages": use["stages"],
         "maxnreg": use.get("registers"),
     }
+    kernel = latent_kernel(key, shape, tiling)
+    if kernel is not None:
+        options = {"num_warps": 8}
     return DecodeLaunch(
-        tiling, words, workers, programs, depth, 2 * workers * programs * rows, options
+        kernel or decode, tiling, words, workers, programs, depth, 2 * workers * programs * rows,
+        options,
+    )  # fmt: skip
+
+
+def latent_kernel(
+    key: calls.LaunchKey, shape: calls.AttentionShape, tiling: calls.Tiling
+) -> Any | None:
+    """Hopper's own kernel for latents of 16 bits, where it can be had and such queries are its."""
+    suits = (
+        tune.architecture(key.device) == "hopper"
+        and shape.latent
+        and (shape.k.dim, shape.v.dim) == (512, 64)
+        and shape.k.element == shape.v.element == shape.k_dot
+        and shape.k_dot in (tl.bfloat16, tl.float16)
+        and min(shape.k.unit, shape.v.unit) >= 8  # 16 bytes, which are copied at once
+        and (tiling.rows, tiling.tile) == (64, 64)
+        and shape.mask == "causal"
+        and not shape.softcap
+        and not shape.out.sink_logits
+        and find_spec("triton.experimental.gluon") is not None
     )
+    if not suits:
+        return None
+    name = "kvatlas.kernels.triton.attention.latent_decode_device"
+    return import_module(name).decode_latent
 
 
 def _prefill(
