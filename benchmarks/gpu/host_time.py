@@ -108,6 +108,12 @@ def _allocations(act: Callable[[], Any]) -> int:
     return int(torch.cuda.memory_stats()[name] - before)
 
 
+def _forget(layers: list[LayerCache]) -> None:
+    """Let layers work out again which kernels they launch."""
+    for layer in layers:
+        layer.kept.clear()
+
+
 def measured(
     what: str, layers: list[LayerCache], call: Callable[[LayerCache], Any], *, returned: int = 0
 ) -> HostTime:
@@ -119,7 +125,10 @@ def measured(
 
     step()
     torch.cuda.synchronize()
+    _forget(layers)
     launches = bare_launches(step)
+    _forget(layers)
+    step()
     one = _allocations(lambda: call(layers[0])) - returned
     whole, bare = microseconds(step), microseconds(lambda: [act() for act in launches])
     many = len(layers)

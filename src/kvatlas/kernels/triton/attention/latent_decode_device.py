@@ -58,9 +58,8 @@ def load_pages(table, begin, last, STATES: gl.constexpr, LOADS: gl.constexpr):
 @gluon.jit
 def copy_tile(
     cache, pages, states, latents, ropes, SHAPE: gl.constexpr, LOADS: gl.constexpr,
-    ROPE_LOADS: gl.constexpr,
 ):  # fmt: skip
-    """Begin to load a tile: rotary parts with the first piece of the latents, then the others."""
+    """Begin to load a tile."""
     UNIT: gl.constexpr = SHAPE.k.unit
     ROPE_UNIT: gl.constexpr = SHAPE.v.unit
     elements = cache.buffer.to(gl.pointer_type(SHAPE.k_dot), bitcast=True)
@@ -70,37 +69,24 @@ def copy_tile(
     rope_rows = (
         rope_at.first + pages.to(gl.int64) * rope_at.block + states * rope_at.state
     ) * ROPE_UNIT
-    rope_rows = gl.convert_layout(rope_rows, gl.SliceLayout(1, ROPE_LOADS))
-    columns = gl.arange(0, ROPE, layout=gl.SliceLayout(0, ROPE_LOADS))
+    columns = gl.arange(0, ROPE, layout=gl.SliceLayout(0, LOADS))
     pointers = elements + gl.max_contiguous(
         gl.multiple_of(rope_rows[:, None] + columns[None, :], [1, 8]), [1, 8]
     )
     async_copy.async_copy_global_to_shared(ropes, pointers)
-    columns = gl.arange(0, PIECE, layout=gl.SliceLayout(0, LOADS))
-    for piece in gl.static_range(LATENT // PIECE):
-        offsets = rows[:, None] + (piece * PIECE + columns)[None, :]
-        pointers = elements + gl.max_contiguous(gl.multiple_of(offsets, [1, 8]), [1, 8])
-        async_copy.async_copy_global_to_shared(latents.slice(piece * PIECE, PIECE, dim=1), pointers)
-        async_copy.commit_group()
+    columns = gl.arange(0, LATENT, layout=gl.SliceLayout(0, LOADS))
+    offsets = rows[:, None] + columns[None, :]
+    pointers = elements + gl.max_contiguous(gl.multiple_of(offsets, [1, 8]), [1, 8])
+    async_copy.async_copy_global_to_shared(latents, pointers)
+    async_copy.commit_group()
 
 
 @gluon.jit
 def begin_logits(query, query_rope, latents, ropes, LOGITS: gl.constexpr):
-    """The products of queries and keys of a tile, piece by piece as it arrives."""
+    """The products of queries and the keys of a tile, under way."""
     logits = gl.zeros([ROWS, TILE], gl.float32, layout=LOGITS)
-    for piece in gl.static_range(LATENT // PIECE):
-        async_copy.wait_group(LATENT // PIECE - 1 - piece)
-        fence_async_shared()
-        barrier()
-        if piece == 0:
-            logits = warpgroup_mma(
-                query_rope, ropes.permute((1, 0)), logits, use_acc=False, is_async=True
-            )
-        logits = warpgroup_mma(
-            query.slice(piece * PIECE, PIECE, dim=1),
-            latents.slice(piece * PIECE, PIECE, dim=1).permute((1, 0)), logits, is_async=True,
-        )  # fmt: skip
-    return logits
+    logits = warpgroup_mma(query_rope, ropes.permute((1, 0)), logits, use_acc=False, is_async=True)
+    return warpgroup_mma(query, latents.permute((1, 0)), logits, is_async=True)
 
 
 @gluon.jit
@@ -126,8 +112,7 @@ def decode_latent(
     DTYPE: gl.constexpr = SHAPE.k_dot
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, TILE // 2, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, LATENT // 2, 16])
-    LOADS: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0])
-    ROPE_LOADS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
+    LOADS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     if EARLY:
         gl.inline_asm_elementwise(
@@ -173,33 +158,32 @@ def decode_latent(
             for piece in gl.static_range(LATENT // PIECE):
                 offsets = at[:, None] + (piece * PIECE + columns)[None, :]
                 query.slice(piece * PIECE, PIECE, dim=1).store(gl.load(q.tensor + offsets))
-            rope_columns = gl.arange(0, ROPE, layout=gl.SliceLayout(0, ROPE_LOADS))
-            rope_at = gl.convert_layout(at, gl.SliceLayout(1, ROPE_LOADS))
-            query_rope.store(
-                gl.load(q.tensor + rope_at[:, None] + (LATENT + rope_columns)[None, :])
-            )
+            rope_columns = gl.arange(0, ROPE, layout=gl.SliceLayout(0, LOADS))
+            query_rope.store(gl.load(q.tensor + at[:, None] + (LATENT + rope_columns)[None, :]))
 
             pages, states = load_pages(table, begin, length - 1, STATES, LOADS)
-            copy_tile(
-                cache, pages, states, latents.index(0), ropes.index(0), SHAPE, LOADS, ROPE_LOADS
-            )
+            copy_tile(cache, pages, states, latents.index(0), ropes.index(0), SHAPE, LOADS)
             pages, states = load_pages(table, begin + TILE, length - 1, STATES, LOADS)
             acc = warpgroup_mma_init(gl.zeros([ROWS, LATENT], gl.float32, layout=SUMS))
             top = gl.full([ROWS], LOWEST, gl.float32, layout=gl.SliceLayout(1, LOGITS))
             parts = gl.zeros([ROWS, TILE], gl.float32, layout=LOGITS)
             here = 0
             for n in range(begin, end, TILE):
+                # This tile is there, and the one before is done with: its room takes the next.
+                async_copy.wait_group(0)
+                acc = warpgroup_mma_wait(0, deps=(acc,))
+                fence_async_shared()
+                barrier()
                 logits = begin_logits(
                     query, query_rope, latents.index(here), ropes.index(here), LOGITS
                 )
-                logits, acc = warpgroup_mma_wait(0, deps=(logits, acc))
-                barrier()
                 if n + TILE < end:
                     copy_tile(
                         cache, pages, states, latents.index(1 - here), ropes.index(1 - here),
-                        SHAPE, LOADS, ROPE_LOADS,
+                        SHAPE, LOADS,
                     )  # fmt: skip
                     pages, states = load_pages(table, n + 2 * TILE, length - 1, STATES, LOADS)
+                logits = warpgroup_mma_wait(0, deps=(logits,))
                 rated, higher, grown = weigh(logits, top, n, position, scoring)
                 if grown > GROWTH:
                     shrink = gl.exp2(top - higher)
