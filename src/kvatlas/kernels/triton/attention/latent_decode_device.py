@@ -110,8 +110,9 @@ def decode_latent(
     GROUP: gl.constexpr = SHAPE.out.group
     STATES: gl.constexpr = SHAPE.states
     DTYPE: gl.constexpr = SHAPE.k_dot
-    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, TILE // 2, 16])
+    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, TILE, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, LATENT // 2, 16])
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     LOADS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     if EARLY:
@@ -122,7 +123,6 @@ def decode_latent(
     query_rope = gl.allocate_shared_memory(DTYPE, [ROWS, ROPE], SWIZZLED)
     latents = gl.allocate_shared_memory(DTYPE, [2, TILE, LATENT], SWIZZLED)
     ropes = gl.allocate_shared_memory(DTYPE, [2, TILE, ROPE], SWIZZLED)
-    weights = gl.allocate_shared_memory(DTYPE, [ROWS, TILE], SWIZZLED)
 
     program = gl.program_id(0) % TILING.programs
     worker = gl.program_id(0) // TILING.programs
@@ -166,7 +166,7 @@ def decode_latent(
             pages, states = load_pages(table, begin + TILE, length - 1, STATES, LOADS)
             acc = warpgroup_mma_init(gl.zeros([ROWS, LATENT], gl.float32, layout=SUMS))
             top = gl.full([ROWS], LOWEST, gl.float32, layout=gl.SliceLayout(1, LOGITS))
-            parts = gl.zeros([ROWS, TILE], gl.float32, layout=LOGITS)
+            total = gl.zeros([ROWS], gl.float32, layout=gl.SliceLayout(1, LOGITS))
             here = 0
             for n in range(begin, end, TILE):
                 # This tile is there, and the one before is done with: its room takes the next.
@@ -187,17 +187,14 @@ def decode_latent(
                 rated, higher, grown = weigh(logits, top, n, position, scoring)
                 if grown > GROWTH:
                     shrink = gl.exp2(top - higher)
-                    parts = parts * shrink[:, None]
+                    total = total * shrink
                     acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
                 top = higher
-                parts += rated
-                weights.store(rated.to(DTYPE))
-                fence_async_shared()
-                barrier()
+                total += gl.sum(rated, 1)
+                weights = gl.convert_layout(rated.to(DTYPE), WEIGHTS)
                 acc = warpgroup_mma(weights, latents.index(here), acc, is_async=True)
                 here = 1 - here
             acc = warpgroup_mma_wait(0, deps=(acc,))
-            total = gl.sum(parts, 1)
             put(out, partials, scoring, (acc, top, total), (row, sum_row, column),
                 (start, count, worker, program, tile == first, until == last),
                 SHAPE, TILING)  # fmt: skip
