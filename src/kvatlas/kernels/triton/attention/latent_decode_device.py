@@ -1,10 +1,9 @@
-"""Device code of MLA's decode on Hopper, in Gluon: matrix products that nobody waits for.
+"""Device code of MLA's decode on Hopper, in Gluon: loads and matrix products run by themselves.
 
-It does what `decode` does for latents of 16 bits, 64 query rows a program, and takes the same
-arguments. Sums of 64 x 512 fill half the registers: two groups of four warps have 256 columns
-each. While the product of one tile's weights and latents runs, the next but one tile is on its
-way into the room that the tile before has left, in pieces: its logits are begun when the first
-piece is there.
+It does what `decode` does, for latents of 16 bits and 64 query rows a program, and takes the same
+arguments. Two groups of four warps share the work: each has half of a tile's logits, and 256 of
+the 512 columns of the sums, which fill half of its registers. Shared memory holds the queries
+and two tiles: one is loaded while the other is worked on.
 """
 
 from __future__ import annotations
@@ -27,8 +26,6 @@ GROWTH = gl.constexpr(8.0)
 """Powers of two that a weight may grow by before sums are scaled down."""
 LATENT = gl.constexpr(512)
 ROPE = gl.constexpr(64)
-PIECE = gl.constexpr(128)
-"""Columns of a tile that are waited for together."""
 ROWS = gl.constexpr(64)
 TILE = gl.constexpr(64)
 
@@ -45,6 +42,15 @@ def find(ends, count, wanted):
         else:
             high = middle
     return low
+
+
+@gluon.jit
+def load_query(rows, query, query_rope, LOADS: gl.constexpr):
+    """Query rows into shared memory, latent and rotary parts."""
+    columns = gl.arange(0, LATENT, layout=gl.SliceLayout(0, LOADS))
+    query.store(gl.load(rows + columns[None, :]))
+    columns = gl.arange(0, ROPE, layout=gl.SliceLayout(0, LOADS))
+    query_rope.store(gl.load(rows + LATENT + columns[None, :]))
 
 
 @gluon.jit
@@ -107,12 +113,12 @@ def decode_latent(
     WORDS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """A worker's stretch of tiles, sequence by sequence."""
+    gl.static_assert(not WORDS.packed)
     GROUP: gl.constexpr = SHAPE.out.group
     STATES: gl.constexpr = SHAPE.states
     DTYPE: gl.constexpr = SHAPE.k_dot
-    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, TILE, 16])
+    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, TILE // 2, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, LATENT // 2, 16])
-    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     LOADS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     if EARLY:
@@ -123,6 +129,7 @@ def decode_latent(
     query_rope = gl.allocate_shared_memory(DTYPE, [ROWS, ROPE], SWIZZLED)
     latents = gl.allocate_shared_memory(DTYPE, [2, TILE, LATENT], SWIZZLED)
     ropes = gl.allocate_shared_memory(DTYPE, [2, TILE, ROPE], SWIZZLED)
+    weights = gl.allocate_shared_memory(DTYPE, [ROWS, TILE], SWIZZLED)
 
     program = gl.program_id(0) % TILING.programs
     worker = gl.program_id(0) // TILING.programs
@@ -151,22 +158,15 @@ def decode_latent(
 
             # Queries of this sequence; rows past its last are those of the last.
             some = gl.minimum(load_row, count * GROUP - 1)
-            at = (start + some // GROUP).to(gl.int64) * q.token + (some % GROUP).to(
-                gl.int64
-            ) * q.head
-            columns = gl.arange(0, PIECE, layout=gl.SliceLayout(0, LOADS))
-            for piece in gl.static_range(LATENT // PIECE):
-                offsets = at[:, None] + (piece * PIECE + columns)[None, :]
-                query.slice(piece * PIECE, PIECE, dim=1).store(gl.load(q.tensor + offsets))
-            rope_columns = gl.arange(0, ROPE, layout=gl.SliceLayout(0, LOADS))
-            query_rope.store(gl.load(q.tensor + at[:, None] + (LATENT + rope_columns)[None, :]))
-
+            at = (start + some // GROUP).to(gl.int64) * q.token
+            at += (some % GROUP).to(gl.int64) * q.head
+            load_query(q.tensor + at[:, None], query, query_rope, LOADS)
             pages, states = load_pages(table, begin, length - 1, STATES, LOADS)
             copy_tile(cache, pages, states, latents.index(0), ropes.index(0), SHAPE, LOADS)
             pages, states = load_pages(table, begin + TILE, length - 1, STATES, LOADS)
             acc = warpgroup_mma_init(gl.zeros([ROWS, LATENT], gl.float32, layout=SUMS))
             top = gl.full([ROWS], LOWEST, gl.float32, layout=gl.SliceLayout(1, LOGITS))
-            total = gl.zeros([ROWS], gl.float32, layout=gl.SliceLayout(1, LOGITS))
+            parts = gl.zeros([ROWS, TILE], gl.float32, layout=LOGITS)
             here = 0
             for n in range(begin, end, TILE):
                 # This tile is there, and the one before is done with: its room takes the next.
@@ -187,14 +187,18 @@ def decode_latent(
                 rated, higher, grown = weigh(logits, top, n, position, scoring)
                 if grown > GROWTH:
                     shrink = gl.exp2(top - higher)
-                    total = total * shrink
+                    parts = parts * shrink[:, None]
                     acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
                 top = higher
-                total += gl.sum(rated, 1)
-                weights = gl.convert_layout(rated.to(DTYPE), WEIGHTS)
+                parts += rated
+                weights.store(rated.to(DTYPE))
+                fence_async_shared()
+                barrier()
                 acc = warpgroup_mma(weights, latents.index(here), acc, is_async=True)
                 here = 1 - here
             acc = warpgroup_mma_wait(0, deps=(acc,))
+            barrier()  # both groups of warps: the next sequence's first tile takes the room
+            total = gl.sum(parts, 1)
             put(out, partials, scoring, (acc, top, total), (row, sum_row, column),
                 (start, count, worker, program, tile == first, until == last),
                 SHAPE, TILING)  # fmt: skip
