@@ -16,6 +16,7 @@ from kvatlas.planning.plans import LARGEST_JSON, Plan
 from kvatlas.planning.report import Padding, answer, padding
 from kvatlas.planning.request import length, quantity
 from kvatlas.planning.sized_layers import FULL_KINDS, SLIDING_KINDS, kind_of
+from kvatlas.planning.topology import stage_layers
 
 __all__ = [
     "ANY_ORDER",
@@ -46,4 +47,5 @@ __all__ = [
     "plan",
     "quantity",
     "size",
+    "stage_layers",
 ]
