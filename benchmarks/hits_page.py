@@ -37,8 +37,8 @@ CONCLUSION = """
 Over dense checkpoints, hybrids find at least 1.5 times as much in {dense} of {asked} rows at 1/8 to
 1/2 of the memory, and in {dense_short} of {hybrids} with 1/{short}. Over vLLM's default they do
 in {default} of {hybrids}: of the {asked} rows from 1/8 on, {possible} leave room for it, since
-elsewhere even a memory without bounds finds less than 1.5 times as much. The most over the default is {most:.2f}.
-What is chosen is at least {least:.2f} times what vLLM's plan finds with either of its ways, in all
+elsewhere even a memory without bounds finds less than 1.5 times as much. The most over the
+default is {most:.2f}. What is chosen is at least {least:.2f} times what vLLM's plan finds with either of its ways, in all
 {rows} rows.
 
 What the plan alone is worth: atlas's with its best policy finds more than vLLM's with its best in
