@@ -194,10 +194,11 @@ def test_bands_that_are_painted_some_in_each_frame_are_all_painted(
 def test_a_page_prints_on_one_sheet(browser: Browser, tmp_path: Path) -> None:
     for model in ("gpt-oss-20b", "Qwen3.5-397B-A17B", "DeepSeek-V4-Pro", "Llama-3.1-405B"):
         show(browser, tmp_path, plan(model, memory="80GiB"))
-        screen = browser.do("return [picture.width, picture.height]")
         sheets = re.findall(rb"/Type\s*/Page\b", browser.printed())
         assert len(sheets) == 1, model
-        assert browser.do("return [picture.width, picture.height]") == screen
+        frames = "const [done] = arguments, next = requestAnimationFrame;"
+        browser.wait_for(frames + "next(() => next(done))")
+        assert browser.do("return picture.width === byId('stage').clientWidth"), model
 
 
 def test_the_page_says_why_something_lies_in_so_many_pieces(
