@@ -91,7 +91,7 @@ def measure(browser: Browser, page: Path) -> tuple[float, list[Answer]]:
 def core_time(browser: Browser) -> float:
     """Milliseconds that tasks of the page's thread had a core, since it was opened."""
     metrics = browser.command("Performance.getMetrics")["metrics"]
-    return 1000 * next(one["value"] for one in metrics if one["name"] == "TaskDuration")
+    return 1000 * float(next(one["value"] for one in metrics if one["name"] == "TaskDuration"))
 
 
 def pages(folder: Path, models: list[str]) -> Iterator[tuple[str, Path]]:
