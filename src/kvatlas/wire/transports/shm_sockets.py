@@ -148,7 +148,7 @@ class SegmentServer:
         except OSError:
             time.sleep(0.02)  # most likely out of descriptors: not again at once
             return
-        process, user = _other_end(one)
+        process, user = other_end(one)
         if user != os.getuid():
             one.close()
             return
@@ -211,7 +211,7 @@ def receive_descriptors(name: str, token: bytes) -> tuple[socket.socket, list[in
 def _ask(one: socket.socket, name: str, token: bytes, deadline: float) -> list[int]:
     _limit(one, deadline)
     one.connect(_address(name))
-    _, user = _other_end(one)
+    _, user = other_end(one)
     if user != os.getuid():
         raise errors.peer_lost("a process of another user")
     one.send(token)
@@ -280,7 +280,7 @@ def _send_descriptors(one: socket.socket, descriptors: Sequence[int]) -> None:
             one.send(said)
 
 
-def _other_end(one: socket.socket) -> tuple[int, int]:
+def other_end(one: socket.socket) -> tuple[int, int]:
     """Process and user at the other end; a process of another namespace is 0."""
     layout = struct.Struct("iii")
     process, user, _ = layout.unpack(
