@@ -25,7 +25,7 @@ class Hit:
     _storage: TierStorage
     _route_to: Callable[[Plan], Route]
     """The tier's routes, by destination."""
-    _tables: Mapping[int, Sequence[int]]
+    tables: Mapping[int, Any]
     """The tier's blocks by group; entries that nobody needs have none, and are refused if used."""
     _let_go: Callable[[], None]
     """Unpins the blocks; called once."""
@@ -74,7 +74,7 @@ class Hit:
         if not self.tokens or 0 not in way.sources(rank):
             return ()
         with self._storage.metrics.phase("bind"):
-            ends: dict[str, Any] = {"src_blocks": self._tables, "dst_blocks": blocks}
+            ends: dict[str, Any] = {"src_blocks": self.tables, "dst_blocks": blocks}
             tokens = self.start if start is None else max(start, self.start), self.tokens
             return way.bind(src_rank=0, dst_rank=rank, tokens=tokens, **ends).copies
 
@@ -82,7 +82,7 @@ class Hit:
         """Unpin the blocks; a second call does nothing."""
         was, self._released = self._released, True
         if not was:
-            self._tables = {}
+            self.tables = {}
             self._loaded.close()
             self._let_go()
 

@@ -9,7 +9,7 @@ the tier's plan, or for a recurrent state after some tokens.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -79,7 +79,8 @@ class Tier:
             for older in self._index.restore(_file.recorded()):
                 _file.clear(older)
         self._spans = TierSpans(plan, plan)
-        self._desk = StoreDesk(plan, self._index, self._storage)
+        self.desk = StoreDesk(plan, self._index, self._storage)
+        """Where stores begin and end, for who moves bytes by itself."""
         self._route_to = lru_cache(PLANS)(lambda dst: route(plan, dst))
 
     @classmethod
@@ -132,7 +133,7 @@ class Tier:
         """
         storage = self._storage
         with storage.using():
-            store = self._desk.begin(plan, rank, tokens, keys_by_group(self.plan, keys))
+            store = self.desk.begin(plan, rank, tokens, keys_by_group(self.plan, keys))
             brought, known = None, Checksums()
             try:
                 if store.claim.fills:
@@ -147,7 +148,7 @@ class Tier:
                     known = storage.carry("store", copies, move)
                     brought = deliveries
             finally:
-                result = self._desk.end(store, brought, known)
+                result = self.desk.end(store, brought, known)
             return result
 
     # -- fetching -----------------------------------------------------------------------
@@ -230,6 +231,15 @@ class Tier:
     def evicted(self) -> int:
         """Whole blocks that have made room for others."""
         return self._index.evicted
+
+    @property
+    def file(self) -> TierFile | None:
+        """The file that it is in; None for one in memory."""
+        return self._file
+
+    def in_use(self) -> AbstractContextManager[None]:
+        """Keep the tier open meanwhile; refused once it is closed."""
+        return self._storage.using()
 
     @property
     def pools(self) -> dict[int, Bytes]:

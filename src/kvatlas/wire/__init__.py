@@ -41,6 +41,7 @@ from kvatlas.wire.rpc import Caller, Server
 from kvatlas.wire.sample_server import SampleTask, random_bytes, run_sample_server
 from kvatlas.wire.security import Security, TlsContexts
 from kvatlas.wire.server import Node, pools_for
+from kvatlas.wire.shared_pools import SharedPools, map_pools
 from kvatlas.wire.staging import stream_bytes
 from kvatlas.wire.stream_copy import copy_request
 from kvatlas.wire.transports import (
@@ -55,8 +56,6 @@ from kvatlas.wire.transports import (
 from kvatlas.wire.transports.base import check_bounds
 from kvatlas.wire.transports.errors import peer_lost
 from kvatlas.wire.transports.file import copy_file_runs
-from kvatlas.wire.transports.shm import map_published
-from kvatlas.wire.transports.shm_sockets import hang_up
 from kvatlas.wire.unix_sockets import connect_to_path, forget_path, unix_endpoint
 
 __all__ = [
@@ -84,6 +83,7 @@ __all__ = [
     "SendPlan",
     "Server",
     "Session",
+    "SharedPools",
     "TlsContexts",
     "Transfer",
     "Transport",
@@ -101,10 +101,9 @@ __all__ = [
     "encode",
     "forget_path",
     "gpu_pools",
-    "hang_up",
     "is_on_gpu",
     "make_transport",
-    "map_published",
+    "map_pools",
     "memory_of",
     "new_key",
     "pack_tables",

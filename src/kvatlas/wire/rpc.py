@@ -23,6 +23,7 @@ from kvatlas.wire import protocol
 from kvatlas.wire.connection import FRAME_SECONDS, Connection, listen_at, tune
 from kvatlas.wire.security import Security
 from kvatlas.wire.transports.errors import failed
+from kvatlas.wire.transports.shm_sockets import not_in_children
 from kvatlas.wire.unix_sockets import check_user, listen_at_path, unix_path
 
 log = logging.getLogger("kvatlas.wire")
@@ -260,7 +261,7 @@ class Server(threading.Thread):
 def _whose(connected: socket.socket) -> str:
     """The host of a connection, or its process on this one."""
     if connected.family == socket.AF_UNIX:
-        return f"process {check_user(connected)}"
+        return f"process {check_user(not_in_children(connected))}"
     return str(connected.getpeername()[0])
 
 

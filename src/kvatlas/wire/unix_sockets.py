@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvatlas.wire.transports.errors import failed, peer_lost
-from kvatlas.wire.transports.shm_sockets import other_end
+from kvatlas.wire.transports.shm_sockets import not_in_children, other_end
 
 _SCHEME = "unix://"
 _LONGEST_PATH = 100
@@ -43,7 +43,7 @@ def unix_endpoint(path: str | Path) -> str:
 
 def listen_at_path(path: Path) -> socket.socket:
     """A socket that listens at a path, where nothing may be; for this user alone."""
-    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listening = not_in_children(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
     try:
         # Before it has a name: at no moment may others connect.
         os.fchmod(listening.fileno(), 0o600)
@@ -58,7 +58,7 @@ def listen_at_path(path: Path) -> socket.socket:
 
 def connect_to_path(path: Path, seconds: float) -> socket.socket:
     """A connection to whoever listens at a path, which must be a process of this user."""
-    connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connected = not_in_children(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
     try:
         connected.settimeout(seconds)
         with _short(path) as short:
