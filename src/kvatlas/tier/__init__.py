@@ -1,5 +1,6 @@
 """The host and disk tier: what one topology stored, another can fetch."""
 
+from kvatlas.tier.file_owner import socket_beside
 from kvatlas.tier.hit import Hit
 from kvatlas.tier.index import StoreResult
 from kvatlas.tier.served.client import TierClient
@@ -15,4 +16,5 @@ __all__ = [
     "TierServer",
     "share_file",
     "share_memory",
+    "socket_beside",
 ]

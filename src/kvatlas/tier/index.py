@@ -8,6 +8,7 @@ recently used one is evicted when room is needed.
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -80,7 +81,8 @@ class BlockIndex:
         self.lock = threading.RLock()
         self.sequence = 0
         self.evicted = 0
-        self._found = 0
+        # Later than those of any index before: marks of a tier that was opened again stay good.
+        self._found = time.time_ns()
         self._cleared = cleared
         self._free = {p.index: list(range(p.blocks - 1, -1, -1)) for p in plan.pools}
         self._whole: dict[tuple[int, bytes], TierBlock] = {}

@@ -23,6 +23,7 @@ _MAX_BLOCKS = 1 << 20
 _MAX_PLAN = 4 << 20
 
 Count = Annotated[int, Meta(ge=0, le=1 << 40)]
+Mark = Annotated[int, Meta(ge=0, le=1 << 62)]
 Token = Annotated[int, Meta(ge=0, le=_MAX_TOKENS)]
 Number = Annotated[int, Meta(ge=0, le=65535)]
 PlanHash = Annotated[bytes, Meta(min_length=32, max_length=32)]
@@ -177,14 +178,14 @@ class KeysDropped(Message, frozen=True, kw_only=True, tag="keys_dropped"):
 class ListNames(SessionQuestion, frozen=True, kw_only=True, tag="list_names"):
     """Ask what has become whole since a mark."""
 
-    mark: Count
+    mark: Mark
 
 
 class NamesListed(Message, frozen=True, kw_only=True, tag="names_listed"):
     """The first of them, and the mark after these."""
 
     names: Annotated[tuple[BlockName, ...], Meta(max_length=1 << 16)]
-    mark: Count
+    mark: Mark
 
 
 class FindNames(SessionQuestion, frozen=True, kw_only=True, tag="find_names"):
