@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvatlas import AtlasError
-from kvatlas.engines.vllm import describe_stage
+from kvatlas.engines.vllm import describe_stage, prefix_tier
 from kvatlas.engines.vllm.describe import described_model, join_stages
 from kvatlas.engines.vllm.ended_requests import Ended, EndedRequests
 from kvatlas.engines.vllm.engine_tier import find_tier, open_tier
@@ -34,6 +34,12 @@ from tests.vllm.shapes import (
 LAYERS = [["a.0.attn", "a.1.attn"], ["a.2.attn", "a.3.attn"]]
 TOKENS = list(range(1000, 1400))
 MEMORY = "8MiB"
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the scheduler wait for answers that it can do without, on a busy machine too."""
+    monkeypatch.setattr(prefix_tier, "_SOON", 10.0)
 
 
 class EngineWithTier:

@@ -39,7 +39,8 @@ from kvatlas.wire import (
 )
 
 _PAUSE = 0.25
-"""Seconds between attempts to find a server that is gone."""
+"""Seconds for which a server that was not found is not looked for again."""
+_LOOK_AGAIN = 0.02
 _GONE = (Code.PEER_LOST, Code.DEADLINE, Code.UNKNOWN_SESSION, Code.BUSY, Code.UNREADABLE)
 """Why a tier that is served elsewhere may have nothing to say."""
 
@@ -50,8 +51,8 @@ class TierClient:
     """A tier that another process of this host and user serves at a path.
 
     Any number of threads may use one. What it has pinned, or was storing, is let go when it
-    is closed, and when its process ends. `before` is called before a server is looked for;
-    one that is found later must have a tier of the same plan.
+    is closed, and when its process ends. A server that is found later must have a tier of
+    the same plan.
     """
 
     def __init__(
@@ -59,10 +60,16 @@ class TierClient:
         path: str | Path,
         *,
         seconds: float = 10.0,
+        patience: float = 0.0,
         before: Callable[[], None] = lambda: None,
         closed: Callable[[], None] = lambda: None,
     ) -> None:
-        self.path, self.seconds = Path(path).absolute(), seconds
+        """No question takes longer than `seconds`.
+
+        A server that is not there is looked for during `patience`, each time after `before`;
+        `closed` is called at the end.
+        """
+        self.path, self.seconds, self.patience = Path(path).absolute(), seconds, patience
         self._before, self._on_close = before, closed
         self._lock = threading.Lock()
         self._closed, self._next_attempt = False, 0.0
@@ -295,16 +302,30 @@ class TierClient:
             raise AtlasError(Code.UNREADABLE, problem, got="a call", hint="Open it again")
         if self._attachment is not None and self._attachment.alive:
             return self._attachment
-        now = time.monotonic()
-        if now < self._next_attempt:
+        if time.monotonic() < self._next_attempt:
             raise peer_lost(f"nobody who serves a tier at {self.path}")
-        self._next_attempt = now + _PAUSE
-        self._before()
-        made = Attachment(self.path, self.seconds, self.metrics)
+        try:
+            self._attachment = self._found()
+        except AtlasError:
+            self._next_attempt = time.monotonic() + _PAUSE
+            raise
+        return self._attachment
+
+    def _found(self) -> Attachment:
+        """A server, waiting a moment for one that is about to be."""
+        until = time.monotonic() + min(self.patience, self.seconds)
+        while True:
+            try:
+                self._before()
+                made = Attachment(self.path, self.seconds, self.metrics)
+                break
+            except AtlasError as refusal:
+                if refusal.code is not Code.PEER_LOST or time.monotonic() > until:
+                    raise
+            time.sleep(_LOOK_AGAIN)
         if self._plan_text not in (None, made.plan.to_json()):
             made.close()
             raise peer_lost(f"a tier of another plan at {self.path}")
-        self._attachment = made
         return made
 
     def _tokens(self, keys: Keys, tokens: Any) -> dict[str, Any]:

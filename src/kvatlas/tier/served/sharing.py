@@ -9,10 +9,10 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
@@ -24,7 +24,8 @@ from kvatlas.wire import forget_path, make_transport, pools_for
 
 log = logging.getLogger("kvatlas.tier")
 
-_PAUSE = 0.02
+_TAKE_OVER = 2.0
+"""Seconds that a call waits while another process takes the place of one that has gone."""
 
 
 def share_file(
@@ -80,17 +81,14 @@ class _Host:
 
 def _shared(at: Path, host: _Host, seconds: float) -> TierClient:
     """A client, as soon as there is a server: another process may be about to become one."""
-    until = time.monotonic() + seconds
-    while True:
-        try:
-            host.serve()
-            return TierClient(at, seconds=seconds, before=host.serve, closed=host.close)
-        except AtlasError as refusal:
-            late = time.monotonic() > until
-            if late or refusal.code not in (Code.PEER_LOST, Code.UNKNOWN_SESSION):
-                host.close()
-                raise
-        time.sleep(_PAUSE)
+    try:
+        about: dict[str, Any] = {"before": host.serve, "closed": host.close}
+        client = TierClient(at, seconds=seconds, patience=seconds, **about)
+    except BaseException:
+        host.close()
+        raise
+    client.patience = _TAKE_OVER
+    return client
 
 
 def _serve_file(path: Path, plan: Plan | None, *, durable: bool) -> ExitStack:
