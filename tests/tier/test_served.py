@@ -73,7 +73,7 @@ def begin(client: TierClient, world: World, rank: int) -> Any:
     rows = world.keys(client)
     _, tables = world.holding(SRC, rank)
     about: Any = {"tokens": (0, world.tokens), "rows": rows, "blocks": tables}
-    return client._begin(client._attached(), SRC, rank=rank, **about)
+    return client._begin(client.find_server(), SRC, rank=rank, **about)
 
 
 def wait(what: Any) -> None:

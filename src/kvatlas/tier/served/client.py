@@ -72,7 +72,7 @@ class TierClient:
         self.path, self.seconds, self.patience = Path(path).absolute(), seconds, patience
         self._before, self._on_close = before, closed
         self._lock = threading.Lock()
-        self._closed, self._next_attempt = False, 0.0
+        self.closed, self._next_attempt = False, 0.0
         self._attachment: Attachment | None = None
         self.metrics = Metrics()
         self._nothing = TierStorage({}, None, verify_always=False)
@@ -100,7 +100,7 @@ class TierClient:
         rank = checked_rank(plan, rank, "source")
         rows = keys_by_group(self.plan, keys)
         start, stop, needs = self._ingests.needs(plan, tokens, rows)
-        ingest, at = self._ingests.of(plan), self._attached()
+        ingest, at = self._ingests.of(plan), self.find_server()
         begun = self._begin(at, plan, rank=rank, blocks=blocks, tokens=(start, stop), rows=rows)
         storage, known, brought = at.storage, Checksums(), False
         try:
@@ -162,7 +162,7 @@ class TierClient:
         """How many tokens could be fetched; 0 where nobody serves the tier."""
         about = self._tokens(keys, tokens)
         with self._gone_is_a_miss("match"):
-            found = _expected(self._attached().ask(m.MatchKeys, **about), m.KeysMatched)
+            found = _expected(self.find_server().ask(m.MatchKeys, **about), m.KeysMatched)
             return found.tokens
         return 0
 
@@ -171,7 +171,7 @@ class TierClient:
         """Pin what there is of some tokens, verified; nothing where nobody serves the tier."""
         about, hit = self._tokens(keys, tokens), None
         with self._gone_is_a_miss("pin"):
-            at = self._attached()
+            at = self.find_server()
             hit = self._hit(at, at.ask(m.PinKeys, **about))
         if hit is None:
             hit = Hit(about["start"], 0, self._nothing, self._route_to, {}, lambda: None)
@@ -183,7 +183,7 @@ class TierClient:
     @contextmanager
     def join(self, name: bytes) -> Iterator[Hit]:
         """Pin what another client has pinned, by its `Hit.name`; refused once that is let go."""
-        at = self._attached()
+        at = self.find_server()
         hit = self._hit(at, at.ask(m.JoinPin, pin=name))
         try:
             yield hit
@@ -226,12 +226,12 @@ class TierClient:
     def drop(self, keys: Keys) -> int:
         """Forget keys, in every group; how many blocks that were."""
         rows = keys_by_group(self.plan, keys)
-        return int(_expected(self._attached().ask(m.DropKeys, keys=rows), m.KeysDropped).blocks)
+        return int(_expected(self.find_server().ask(m.DropKeys, keys=rows), m.KeysDropped).blocks)
 
     def names_since(self, mark: int = 0) -> tuple[list[tuple[int, bytes]], int]:
         """Names that became whole after a mark, and the mark after them, as `Tier` says them."""
         with self._gone_is_a_miss("names"):
-            listed = _expected(self._attached().ask(m.ListNames, mark=mark), m.NamesListed)
+            listed = _expected(self.find_server().ask(m.ListNames, mark=mark), m.NamesListed)
             return list(listed.names), listed.mark
         return [], mark
 
@@ -256,13 +256,13 @@ class TierClient:
 
     def _find(self, *names: tuple[int, bytes]) -> m.NamesFound:
         with self._gone_is_a_miss("names"):
-            return _expected(self._attached().ask(m.FindNames, names=names), m.NamesFound)
+            return _expected(self.find_server().ask(m.FindNames, names=names), m.NamesFound)
         return m.NamesFound(whole=(False,), blocks=0, evicted=0)
 
     def close(self) -> None:
         """Wait for bytes that are on their way, then let go of all that this client has."""
         with self._lock:
-            was, self._closed = self._closed, True
+            was, self.closed = self.closed, True
             at, self._attachment = self._attachment, None
         if not was:
             if at is not None:
@@ -277,7 +277,7 @@ class TierClient:
 
     # -- the server ---------------------------------------------------------------------
 
-    def _attached(self) -> Attachment:
+    def find_server(self) -> Attachment:
         """The server as it was found, or another that has taken its place."""
         at = self._attachment
         if at is not None and at.alive:
@@ -297,7 +297,7 @@ class TierClient:
         return made
 
     def _attached_anew(self) -> Attachment:
-        if self._closed:
+        if self.closed:
             problem = "The tier is closed"
             raise AtlasError(Code.UNREADABLE, problem, got="a call", hint="Open it again")
         if self._attachment is not None and self._attachment.alive:
@@ -338,7 +338,7 @@ class TierClient:
         try:
             yield
         except AtlasError as refusal:
-            if refusal.code not in _GONE or self._closed:
+            if refusal.code not in _GONE or self.closed:
                 raise
             self.metrics.ended(question, str(refusal.code))
 

@@ -9,8 +9,11 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import threading
+import time
+import weakref
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,8 @@ log = logging.getLogger("kvatlas.tier")
 
 _TAKE_OVER = 2.0
 """Seconds that a call waits while another process takes the place of one that has gone."""
+_WATCH = 0.5
+"""Seconds between looks whether a tier is served."""
 
 
 def share_file(
@@ -88,7 +93,19 @@ def _shared(at: Path, host: _Host, seconds: float) -> TierClient:
         host.close()
         raise
     client.patience = _TAKE_OVER
+    threading.Thread(
+        target=_watch, args=(weakref.ref(client),), name="kvatlas-tier-watch", daemon=True
+    ).start()
     return client
+
+
+def _watch(watched: weakref.ref[TierClient]) -> None:
+    """See to it that somebody serves a tier, also while this process has nothing to ask."""
+    while (client := watched()) is not None and not client.closed:
+        with suppress(AtlasError):
+            client.find_server()
+        del client
+        time.sleep(_WATCH)
 
 
 def _serve_file(path: Path, plan: Plan | None, *, durable: bool) -> ExitStack:
