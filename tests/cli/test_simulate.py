@@ -36,7 +36,7 @@ def test_side_by_side() -> None:
     assert atlas["hit_rate"] > vllm["hit_rate"]
     assert uniform["refused_plan"]["code"] == "pages_not_unified"
     every = said("simulate", *options, "--compare", "eviction,checkpoints")["rows"]
-    assert len(every) == 6 + 5
+    assert len(every) == 6 + 6
     text = shown("simulate", *options, "--compare", "eviction", "--compare", "memory=6GiB,9GiB")
     assert "s3-fifo" in text
     assert "9GiB" in text

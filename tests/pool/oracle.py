@@ -97,6 +97,15 @@ class Oracle:
         good = [n for n in range(0, most + 1, self.step) if self.serves(tokens, n)]
         return max(good, default=0)
 
+    def attention(self, number: int, hit: int) -> int:
+        """The longest prefix that groups which keep everything have; the hit without such."""
+        tokens = self.requests[number]
+        whole = [n for n, cls in enumerate(self.classes) if cls.needs == "all"]
+        most = min(self.identified[number], len(tokens) - 1)
+        ends = range(0, most + 1, self.step)
+        good = [n for n in ends if all(self.has(c, tokens, p) for c in whole for p in range(n))]
+        return max(good, default=0) if whole else hit
+
     # -- what is kept -------------------------------------------------------------------
 
     def ends(self, number: int, hit: int) -> list[int]:
@@ -110,6 +119,9 @@ class Oracle:
             shared = [_common(tokens, other) for other in self.requests[:number]]
             seen = max((n // self.step * self.step for n in shared), default=0)
             chosen = {known, min(seen, known)}
+        elif self.checkpoints == "vllm-default":
+            last = min(known, (len(tokens) - 1) // self.step * self.step if tokens else 0)
+            chosen = {last, min(self.attention(number, hit), last)}
         else:
             apart = max(int(self.checkpoints.removeprefix("every-")), self.step)
             chosen = {known}
@@ -134,7 +146,7 @@ class Oracle:
         pairs = zip(self.classes, kept, strict=True)
         return sum(cls.size * len(spans) for cls, spans in pairs if cls.pool == pool)
 
-    def in_order(self, kept: list[list[int]]) -> list[tuple[int, int]]:
+    def in_order(self, kept: list[list[int]], reusable: int) -> list[tuple[int, int]]:
         """(class, span), the first to go first."""
         pairs = [(number, span) for number, spans in enumerate(kept) for span in spans]
         if not self.by_group:
@@ -144,7 +156,7 @@ class Oracle:
         for number, spans in enumerate(kept):
             stop = (max(spans) + 1) * self.step if spans else 0
             cls = self.classes[number]
-            first = stop - self.step if cls.needs == "state" else cls.sees_from(stop)
+            first = reusable if cls.needs == "state" else cls.sees_from(stop)
             for span in reversed(spans):
                 behind = span < first // self.step
                 (left if behind else last).append((number, span))
@@ -168,7 +180,7 @@ class Oracle:
             if not ends:
                 return 0
             ends = ends[-(len(ends) // 2) :] if len(ends) > 1 else []
-        order = self.in_order(kept)
+        order = self.in_order(kept, min(self.identified[number], max(len(tokens) - 1, 0)))
         mine = [(cls, tokens[: (span + 1) * self.step]) for cls, span in order]
         new = [name for name in mine if name not in self.entries]
         for pool in range(len(self.blocks)):

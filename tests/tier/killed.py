@@ -19,9 +19,10 @@ import numpy as np
 from kvatlas.planning import Plan
 from kvatlas.specs import FullAttention
 from kvatlas.tier import Tier
+from kvatlas.tier import file_writing as writing
 from kvatlas.wire.transports.file import _system
 from tests.planning.models import DELTA, model_of
-from tests.tier.world import AnyTier, small, tier_plan
+from tests.tier.world import BlockTier, small, tier_plan
 
 LAYER: Any = {"attn": FullAttention(heads=4, head_dim=64)}
 MODEL = model_of("killed", *[LAYER] * 3, DELTA)
@@ -49,7 +50,7 @@ def keys(name: int) -> list[bytes]:
     return [b"%d of %d" % (entry, name) for entry in range(3)]
 
 
-def store(tier: AnyTier, name: int, rank: int) -> None:
+def store(tier: BlockTier, name: int, rank: int) -> None:
     request: Any = {"blocks": TABLES, "tokens": TOKENS, "keys": keys(name)}
     tier.store(pools(SRC, name), SRC, rank=rank, **request)
 
@@ -94,7 +95,7 @@ FETCHED_INTO: dict[int, list[int]] = {
 }
 
 
-def fetched(tier: AnyTier, name: int) -> bool:
+def fetched(tier: BlockTier, name: int) -> bool:
     """Whether a name is there; then every byte of it is its own."""
     with tier.pin(keys(name), TOKENS) as hit:
         if not hit.tokens:
@@ -142,6 +143,8 @@ def main(path: Path, trials: int, seed: int) -> None:
     for trial in range(trials):
         child = os.fork()
         if not child:
+            # Run by run, or gathered into stretches that are summed: every other four trials.
+            writing._LONG_STRETCH = 1 if trial % 8 < 4 else 1 << 40
             if trial % 2:
                 die_at(
                     int(rng.integers(1, MOST_STEPS)), ("before", "torn", "after")[trial // 2 % 3]

@@ -23,7 +23,7 @@ from kvatlas.planning import Plan
 from kvatlas.tier import Tier, TierClient, TierServer, share_file
 from tests.planning.models import SMALL
 from tests.tier import killed
-from tests.tier.world import AnyTier, World, small, tier_plan
+from tests.tier.world import BlockTier, World, small, tier_plan
 
 REQUESTS, SECONDS = 4, 60.0
 GONE = (Code.PEER_LOST, Code.UNKNOWN_SESSION, Code.MISSING_BLOCKS)
@@ -111,7 +111,7 @@ def together(path: Path) -> None:
 # -- killed -----------------------------------------------------------------------------------
 
 
-def work(tier: AnyTier, seed: int) -> None:
+def work(tier: BlockTier, seed: int) -> None:
     """Store, fetch and drop until killed; every byte that is fetched is held to its name."""
     rng = np.random.default_rng(seed)
     while True:

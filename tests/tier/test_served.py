@@ -279,8 +279,8 @@ def test_wrong_messages_are_refused_and_harm_nobody(served: Any) -> None:
     )
     begun = at.ask(m.BeginStore, plan=digest, rank=0, **store)
     assert len(begun.fills) == 8 * 7
-    wrong = (m.BlockChecksum(0, 10_000, 1),)
-    about: Any = {"store": begun.store, "brought": True, "checksums": wrong}
+    wrong = (m.SummedPart(0, 10_000, 1, 1),)
+    about: Any = {"store": begun.store, "brought": True, "sums": wrong}
     assert code_of(m.EndStore, **about) is Code.BAD_HANDSHAKE
     assert code_of(m.EndStore, **about) is Code.BAD_HANDSHAKE, "it has ended"
     at._session = bytes(16)

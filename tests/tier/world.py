@@ -16,12 +16,13 @@ from numpy.typing import NDArray
 from kvatlas.models import Model
 from kvatlas.planning import Group, Plan, plan
 from kvatlas.routing import route, scattered
-from kvatlas.tier import Tier, TierClient
+from kvatlas.tier import StoreTier, Tier, TierClient
 from kvatlas.wire.staging import gather, scatter
 
 Pools = dict[int, NDArray[np.uint8]]
 
-AnyTier = Tier | TierClient
+BlockTier = Tier | TierClient
+AnyTier = BlockTier | StoreTier
 
 GUARD = 64
 MAX_LEN = 192

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console, RenderableType
-from rich.progress import Progress as ProgressBar
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -18,6 +16,7 @@ from kvatlas.cli.app import Json, answer
 from kvatlas.cli.compare import AXES, usual
 from kvatlas.cli.failures import plain
 from kvatlas.cli.options import PlanOptions, completer, takes_models
+from kvatlas.cli.progress import progress_bar
 from kvatlas.cli.tables import indented, notes, table
 from kvatlas.errors import AtlasError
 from kvatlas.models import Weights
@@ -31,7 +30,9 @@ __all__ = ["simulate"]
 _PLAN_AXES = ("policy", "block-size", "memory", "states", "pack", "kv-dtype", "tp")
 _POOL_AXES = ("eviction", "checkpoints")
 _EVICTIONS = ("fifo", "lru", "lfu", "s3-fifo", "saved-compute", "optimal")
-_CHECKPOINTS = ("every-block", "prompt-end", "branch-points", "every-2048", "every-8192")
+_CHECKPOINTS = (
+    "every-block", "vllm-default", "prompt-end", "branch-points", "every-2048", "every-8192",
+)  # fmt: skip
 
 Row = dict[str, Any]
 
@@ -69,9 +70,9 @@ def simulate(
     checkpoints: Annotated[
         str | None,
         typer.Option(
-            help="Where states and windows are kept: every-block, prompt-end, branch-points, "
-            "every-4096; within-25 behind it for a quarter of the memory. [dim]By default "
-            "branch-points.[/]",
+            help="Where states and windows are kept: every-block, vllm-default, prompt-end, "
+            "branch-points, every-4096; within-25 behind it for a quarter of the memory. "
+            "[dim]By default branch-points.[/]",
             autocompletion=completer(*_CHECKPOINTS),
         ),
     ] = None,
@@ -99,7 +100,7 @@ def simulate(
     """How much of a trace's prompts is found again, and what that saves."""
     from kvatlas.pool import read_trace
 
-    with _progress(f"Reading {plain(trace.name)}") as told:
+    with progress_bar(f"Reading {plain(trace.name)}") as told:
         read = read_trace(trace, block=trace_block, progress=told)
     active = quantity(active_params, "the parameters") if active_params else None
     question = _Question(read, eviction, checkpoints, arrivals, tflops, active)
@@ -153,7 +154,7 @@ def _row(
         numeric = axis in ("block-size", "tp") and value.isdecimal()
         changes[AXES[axis]] = int(value) if numeric else value
     plan = options.plan(**changes)
-    with _progress(f"{plain(plan.model)} {value}") as told:
+    with progress_bar(f"{plain(plan.model)} {value}") as told:
         rates = simulate_plan(
             plan,
             question.trace,
@@ -172,18 +173,6 @@ def _cost(options: PlanOptions, question: _Question) -> PrefillCost | None:
 
     active = question.active or active_parameters(Weights.load(options.model))
     return None if active is None else PrefillCost.of(options.load(), active)
-
-
-@contextmanager
-def _progress(what: str) -> Iterator[Callable[[float], None] | None]:
-    """A bar on a terminal's stderr, and nothing elsewhere."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield None
-        return
-    with ProgressBar(console=console, transient=True) as bar:
-        task = bar.add_task(what, total=1.0)
-        yield lambda done: bar.update(task, completed=done)
 
 
 def _parts(trace: Trace, rows: list[Row]) -> list[RenderableType]:

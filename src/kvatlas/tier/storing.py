@@ -14,8 +14,7 @@ from typing import Any
 
 from kvatlas.planning import Plan
 from kvatlas.routing import checked_rank, token_range
-from kvatlas.tier.file import Checksums
-from kvatlas.tier.index import BlockIndex, Claim, StoreResult, TierBlock
+from kvatlas.tier.index import BlockIndex, Claim, PartSums, StoreResult, TierBlock
 from kvatlas.tier.ingest import Delivery, Ingest
 from kvatlas.tier.request_blocks import NeededBlock
 from kvatlas.tier.storage import TierStorage
@@ -86,27 +85,27 @@ class StoreDesk:
         return OpenStore(ingest, start, stop, needs, claim)
 
     def end(
-        self, store: OpenStore, brought: dict[Any, Delivery] | None, known: Checksums
+        self, store: OpenStore, brought: dict[Any, Delivery] | None, sums: PartSums | None
     ) -> StoreResult:
         """A rank has brought its bytes, or failed: what is whole now.
 
-        Of blocks whose checksums are not `known`, they are taken from their bytes.
+        Blocks of which not all ranks have `sums` of what they brought are read for them.
         """
         claim = store.claim
         try:
             if claim.fills:
-                ready = self._index.arrived(claim, store.ingest, brought)
-                self._commit(ready, known)
+                ready = self._index.arrived(claim, store.ingest, brought, sums)
+                self._commit(ready)
                 claim.whole += len(ready)
         finally:
             self._index.unpin(claim.pinned)
         return StoreResult(claim.whole, claim.waiting, claim.no_room)
 
-    def _commit(self, blocks: list[TierBlock], known: Checksums) -> None:
+    def _commit(self, blocks: list[TierBlock]) -> None:
         """Commit blocks that have all of their bytes; only then can they be found."""
         done = False
         try:
-            self._storage.commit(blocks, known)
+            self._storage.commit(blocks)
             done = True
         finally:
             self._index.settle(blocks, whole=done)

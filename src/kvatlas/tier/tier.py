@@ -19,7 +19,7 @@ import numpy as np
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
 from kvatlas.routing import route, token_range
-from kvatlas.tier.file import Checksums, TierFile
+from kvatlas.tier.file import TierFile
 from kvatlas.tier.hit import Hit, tables_of
 from kvatlas.tier.index import BlockIndex, StoreResult
 from kvatlas.tier.ingest import check_tier_plan
@@ -134,7 +134,7 @@ class Tier:
         storage = self._storage
         with storage.using():
             store = self.desk.begin(plan, rank, tokens, keys_by_group(self.plan, keys))
-            brought, known = None, Checksums()
+            brought, sums = None, None
             try:
                 if store.claim.fills:
                     move = (
@@ -145,10 +145,10 @@ class Tier:
                     with self.metrics.phase("bind"):
                         span = store.start, store.stop
                         copies, deliveries = store.ingest.copies(rank, blocks, span, store.ids)
-                    known = storage.carry("store", copies, move)
+                    sums = storage.carry("store", copies, move)
                     brought = deliveries
             finally:
-                result = self.desk.end(store, brought, known)
+                result = self.desk.end(store, brought, sums)
             return result
 
     # -- fetching -----------------------------------------------------------------------

@@ -5,18 +5,22 @@ A `Node` puts one rank's caches on the wire, a `Session` connects it to its peer
 """
 
 from kvatlas.wire.channels import Channels
+from kvatlas.wire.checksum import crc32
 from kvatlas.wire.client import Session, Transfer
 from kvatlas.wire.client.rank_lease import How
 from kvatlas.wire.connection import Connection
 from kvatlas.wire.gpu_offload import GpuOffload, HostPins
 from kvatlas.wire.memory_copy import (
     Bytes,
+    Places,
     as_bytes,
     copy_pools,
+    copy_runs,
     device_of,
     gpu_pools,
     is_on_gpu,
     memory_of,
+    one_length,
     rank_pools,
 )
 from kvatlas.wire.metrics import Metrics
@@ -34,9 +38,9 @@ from kvatlas.wire.protocol import (
     encode,
     new_key,
     pack_tables,
-    raise_refusal,
     unpack_tables,
 )
+from kvatlas.wire.refusals import raise_refusal
 from kvatlas.wire.rpc import Caller, Server
 from kvatlas.wire.sample_server import SampleTask, random_bytes, run_sample_server
 from kvatlas.wire.security import Security, TlsContexts
@@ -77,6 +81,7 @@ __all__ = [
     "Metrics",
     "Node",
     "Ok",
+    "Places",
     "Refusal",
     "SampleTask",
     "Security",
@@ -96,6 +101,8 @@ __all__ = [
     "copy_file_runs",
     "copy_pools",
     "copy_request",
+    "copy_runs",
+    "crc32",
     "decode",
     "device_of",
     "encode",
@@ -106,6 +113,7 @@ __all__ = [
     "map_pools",
     "memory_of",
     "new_key",
+    "one_length",
     "pack_tables",
     "peer_lost",
     "pools_for",

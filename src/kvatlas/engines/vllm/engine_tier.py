@@ -11,6 +11,7 @@ import os
 import tempfile
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.models import Model
@@ -58,7 +59,12 @@ def open_tier(
 
 def _planned(model: Model, memory: str, own: Plan) -> Plan:
     """The plan of a new tier for a model."""
-    about = {"memory": memory, "layout": "BLHNC", "block_size": _BLOCK, "in_flight": 0}
+    about: dict[str, Any] = {
+        "memory": memory,
+        "layout": "BLHNC",
+        "block_size": _BLOCK,
+        "in_flight": 0,
+    }
     return plan(model, max_len=own.max_len, **about)
 
 

@@ -1,5 +1,7 @@
 """Hit rates: a trace's requests through the pools of a plan."""
 
+from kvatlas.pool.simulation.choosing import BASELINE, POLICIES, TriedPlan, choose
+from kvatlas.pool.simulation.copies import CopyingReplay
 from kvatlas.pool.simulation.hit_rates import HitRates, simulate
 from kvatlas.pool.simulation.layer_classes import LayerClass, PoolModel
 from kvatlas.pool.simulation.prefill_cost import TFLOPS, PrefillCost, active_parameters
@@ -7,7 +9,10 @@ from kvatlas.pool.simulation.replay import Outcome, Replay, ReplayPolicy
 from kvatlas.pool.simulation.spans import Spans
 
 __all__ = [
+    "BASELINE",
+    "POLICIES",
     "TFLOPS",
+    "CopyingReplay",
     "HitRates",
     "LayerClass",
     "Outcome",
@@ -16,6 +21,8 @@ __all__ = [
     "Replay",
     "ReplayPolicy",
     "Spans",
+    "TriedPlan",
     "active_parameters",
+    "choose",
     "simulate",
 ]

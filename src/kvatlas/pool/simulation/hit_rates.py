@@ -15,6 +15,7 @@ from kvatlas.planning import Plan
 from kvatlas.pool.checkpoints import checkpoint_policy
 from kvatlas.pool.eviction import EVICTIONS
 from kvatlas.pool.simulation.arrivals import TimedReplay
+from kvatlas.pool.simulation.copies import CopyingReplay
 from kvatlas.pool.simulation.layer_classes import LayerClass, PoolModel
 from kvatlas.pool.simulation.prefill_cost import PrefillCost
 from kvatlas.pool.simulation.replay import Outcome, Progress, Replay, ReplayPolicy, leading
@@ -85,9 +86,9 @@ def simulate(
     """Replay a trace through the pools of a plan.
 
     Checkpoints are kept at branch points unless `checkpoints` says otherwise. Plans of policy
-    vllm let go group by group, as vLLM does, and others from the end on, unless `by_group`
-    says otherwise. Without `arrivals` one request follows the other; with them, requests under
-    way hold their blocks.
+    vllm let go group by group, and keep what is computed again twice, as vLLM does; others let
+    go from the end on, and keep it once, unless `by_group` says otherwise. Without `arrivals`
+    one request follows the other; with them, requests under way hold their blocks.
     """
     kept = checkpoints or "branch-points"
     if eviction not in EVICTIONS:
@@ -107,7 +108,8 @@ def simulate(
         outcome = timed.run(progress)
         waited = timed.waited
     else:
-        outcome = Replay(model, spans, policy, in_flight=held, saved=saved).run(progress)
+        kind = CopyingReplay if in_turn and eviction == "lru" else Replay
+        outcome = kind(model, spans, policy, in_flight=held, saved=saved).run(progress)
     return _rates(
         plan, trace, model, outcome, cost,
         eviction=eviction, checkpoints=kept, arrivals=arrivals, waited=waited,

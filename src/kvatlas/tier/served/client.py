@@ -20,9 +20,8 @@ import numpy as np
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
 from kvatlas.routing import checked_rank, route, token_range
-from kvatlas.tier.file import Checksums
 from kvatlas.tier.hit import Hit
-from kvatlas.tier.index import StoreResult
+from kvatlas.tier.index import PartSums, StoreResult
 from kvatlas.tier.request_blocks import Keys, NeededBlock, keys_by_group
 from kvatlas.tier.served import messages as m
 from kvatlas.tier.served.attachment import Attachment
@@ -102,7 +101,7 @@ class TierClient:
         start, stop, needs = self._ingests.needs(plan, tokens, rows)
         ingest, at = self._ingests.of(plan), self.find_server()
         begun = self._begin(at, plan, rank=rank, blocks=blocks, tokens=(start, stop), rows=rows)
-        storage, known, brought = at.storage, Checksums(), False
+        storage, sums, brought = at.storage, PartSums(), False
         try:
             ids = self._filled(needs, begun.fills)
             if ids:
@@ -113,12 +112,12 @@ class TierClient:
                         else storage.writing(plan, rank, pools or {})
                     )
                     copies, _ = ingest.copies(rank, blocks, (start, stop), ids)
-                    known = storage.carry("store", copies, move)
+                    sums = storage.carry("store", copies, move)
             brought = True
         finally:
-            sums = tuple(m.BlockChecksum(*place, one) for place, one in known.items())
+            parts = tuple(m.SummedPart(*place, *part) for place, part in sums.items())
             with nullcontext() if brought else suppress(AtlasError):
-                ended = at.ask(m.EndStore, store=begun.store, brought=brought, checksums=sums)
+                ended = at.ask(m.EndStore, store=begun.store, brought=brought, sums=parts)
         return StoreResult(ended.whole, ended.waiting, ended.no_room)
 
     def _begin(

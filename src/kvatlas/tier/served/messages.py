@@ -139,12 +139,13 @@ class StoreBegun(Message, frozen=True, kw_only=True, tag="store_begun"):
     """Pairs of 32-bit integers: which of the blocks that are needed, and its id in the tier."""
 
 
-class BlockChecksum(msgspec.Struct, frozen=True, array_like=True):
-    """The checksum of a block of a file that was summed while it was written."""
+class SummedPart(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank's part adds to the checksum of a block, from writing it."""
 
     pool: Number
     block_id: Count
-    checksum: Annotated[int, Meta(ge=0)]
+    term: Annotated[int, Meta(ge=0, lt=1 << 32)]
+    nbytes: Count
 
 
 class EndStore(SessionQuestion, frozen=True, kw_only=True, tag="end_store"):
@@ -152,7 +153,7 @@ class EndStore(SessionQuestion, frozen=True, kw_only=True, tag="end_store"):
 
     store: Key
     brought: bool
-    checksums: Annotated[tuple[BlockChecksum, ...], Meta(max_length=_MAX_BLOCKS)] = ()
+    sums: Annotated[tuple[SummedPart, ...], Meta(max_length=_MAX_BLOCKS)] = ()
 
 
 class StoreEnded(Message, frozen=True, kw_only=True, tag="store_ended"):

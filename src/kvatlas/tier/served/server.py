@@ -23,6 +23,7 @@ from kvatlas.planning import Plan
 from kvatlas.tier.file_owner import socket_beside
 from kvatlas.tier.hit import Hit
 from kvatlas.tier.ingest import Delivery
+from kvatlas.tier.part_sums import PartSum
 from kvatlas.tier.request_blocks import keys_by_group
 from kvatlas.tier.served import messages as m
 from kvatlas.tier.storing import OpenStore
@@ -202,7 +203,7 @@ class TierServer:
     def _give_up(self, store: OpenStore) -> None:
         """Free what a client was filling; a tier that is closed has nothing to free."""
         with suppress(AtlasError), self._tier.in_use():
-            self._tier.desk.end(store, None, {})
+            self._tier.desk.end(store, None, None)
 
     # -- finding --------------------------------------------------------------------------
 
@@ -286,7 +287,7 @@ class TierServer:
                         raise _too_many("stores")
                     session.stores[key] = _Store(store, deliveries)
             except BaseException:
-                desk.end(store, None, {})
+                desk.end(store, None, None)
                 raise
         numbers = {need: number for number, need in enumerate(store.needs)}
         pairs = [(numbers[need], block.block_id) for need, block in store.claim.fills]
@@ -297,14 +298,14 @@ class TierServer:
             begun = session.stores.pop(question.store, None)
         if begun is None:
             raise bad_handshake("the end of a store that was not begun")
-        mine = {(block.pool, block.block_id) for _, block in begun.store.claim.fills}
-        known = {(one.pool, one.block_id): one.checksum for one in question.checksums}
-        unknown = known.keys() - mine
-        # Checksums of blocks that were not its to fill are not believed, and neither is the rest.
-        brought = begun.deliveries if question.brought and not unknown else None
+        mine = {block.place for _, block in begun.store.claim.fills}
+        sums = {(one.pool, one.block_id): PartSum(one.term, one.nbytes) for one in question.sums}
+        others = sums.keys() - mine
+        # Who speaks of blocks that were not its to fill is not believed at all.
+        brought = begun.deliveries if question.brought and not others else None
         with self._tier.in_use():
-            result = self._tier.desk.end(begun.store, brought, known if brought else {})
-        if unknown:
+            result = self._tier.desk.end(begun.store, brought, sums if brought else None)
+        if others:
             raise bad_handshake("checksums of blocks that were not to be filled")
         return m.StoreEnded(**result._asdict())
 
