@@ -23,7 +23,7 @@ from kvatlas.engines.vllm.prefix_tier import (
 )
 from kvatlas.engines.vllm.scheduler_side import SchedulerSide
 from kvatlas.engines.vllm.tier_worker import TierWorker
-from kvatlas.engines.vllm.weights_identity import cache_identity, weights_identity
+from kvatlas.engines.vllm.weights_identity import cache_identity
 from kvatlas.errors import Code
 from kvatlas.routing import route
 from kvatlas.wire import Memory, copy_request

@@ -1,8 +1,10 @@
 """The tiers: what one topology stored, another can fetch, on one host or from a fleet's store."""
 
+from kvatlas.tier.chained_keys import prefix_keys
 from kvatlas.tier.hit import Hit
 from kvatlas.tier.index import StoreResult
 from kvatlas.tier.namespaces import CacheIdentity
+from kvatlas.tier.opening import open_store, open_tier
 from kvatlas.tier.store_hit import StoreHit
 from kvatlas.tier.store_tier import StoreTier
 from kvatlas.tier.stores import FolderStore, HostStore, MooncakeStore, ObjectStore
@@ -19,4 +21,7 @@ __all__ = [
     "StoreResult",
     "StoreTier",
     "Tier",
+    "prefix_keys",
+    "open_store",
+    "open_tier",
 ]

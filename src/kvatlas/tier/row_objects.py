@@ -38,14 +38,22 @@ class RowShare(NamedTuple):
 class GroupObjects:
     """The objects of the rows of one group: which bytes of a row each of them has."""
 
-    def __init__(self, objects: list[Ranges]) -> None:
-        self.objects = objects
-        self.sizes = [int(length.sum()) for _, length in objects]
-        owner = [np.full(len(start), index) for index, (start, _) in enumerate(objects)]
-        starts, lengths = (np.concatenate(all_of) for all_of in zip(*objects, strict=True))
+    def __init__(self, held: list[Ranges]) -> None:
+        owner = [np.full(len(start), index) for index, (start, _) in enumerate(held)]
+        starts, lengths = (np.concatenate(all_of) for all_of in zip(*held, strict=True))
         order = np.argsort(starts, kind="stable")
-        self._starts, self._stops = starts[order], (starts + lengths)[order]
-        self._owner = np.concatenate(owner)[order]
+        starts, stops, owners = starts[order], (starts + lengths)[order], np.concatenate(owner)
+        owners = owners[order]
+        # Padding between two stretches of one object joins them: longer and fewer are faster.
+        first = np.flatnonzero(np.diff(owners, prepend=-1))
+        last = np.append(first[1:], len(owners)) - 1
+        self._starts, self._stops, self._owner = starts[first], stops[last], owners[first]
+        self.objects: list[Ranges] = []
+        """The stretches of a row that each object has: starts and lengths."""
+        for index in range(len(held)):
+            own = self._owner == index
+            self.objects.append((self._starts[own], (self._stops - self._starts)[own]))
+        self.sizes = [int(length.sum()) for _, length in self.objects]
 
     def __len__(self) -> int:
         return len(self.objects)
