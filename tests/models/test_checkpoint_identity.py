@@ -42,7 +42,7 @@ def test_a_fine_tune_with_the_same_index_has_other_weights(
 
 
 def test_files_of_the_hubs_cache_are_known_by_their_names(tmp_path: Path) -> None:
-    found = []
+    found: list[str] = []
     for digest in ("a" * 64, "b" * 64, "a" * 64):
         cache = tmp_path / f"cache {len(found)}"
         (cache / "blobs").mkdir(parents=True)

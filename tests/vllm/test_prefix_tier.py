@@ -25,6 +25,7 @@ from kvatlas.engines.vllm.scheduler_side import SchedulerSide
 from kvatlas.engines.vllm.tier_worker import TierWorker
 from kvatlas.engines.vllm.weights_identity import cache_identity
 from kvatlas.errors import Code
+from kvatlas.models import weights_identity
 from kvatlas.routing import route
 from kvatlas.wire import Memory, copy_request
 from tests.vllm.shapes import (

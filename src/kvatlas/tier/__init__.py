@@ -6,6 +6,14 @@ from kvatlas.tier.index import StoreResult
 from kvatlas.tier.namespaces import CacheIdentity
 from kvatlas.tier.opening import open_store, open_tier
 from kvatlas.tier.store_hit import StoreHit
+from kvatlas.tier.store_inspection import (
+    NamespaceSummary,
+    collect_garbage,
+    export_objects,
+    import_objects,
+    summaries,
+    verify,
+)
 from kvatlas.tier.store_tier import StoreTier
 from kvatlas.tier.stores import FolderStore, HostStore, MooncakeStore, ObjectStore
 from kvatlas.tier.tier import Tier
@@ -16,12 +24,18 @@ __all__ = [
     "Hit",
     "HostStore",
     "MooncakeStore",
+    "NamespaceSummary",
     "ObjectStore",
     "StoreHit",
     "StoreResult",
     "StoreTier",
     "Tier",
-    "prefix_keys",
+    "collect_garbage",
+    "export_objects",
+    "import_objects",
     "open_store",
     "open_tier",
+    "prefix_keys",
+    "summaries",
+    "verify",
 ]

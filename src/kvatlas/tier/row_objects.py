@@ -24,6 +24,8 @@ from kvatlas.planning import Plan, Region, stage_layers
 MOST_SHARDS = 16
 """Ranks that rows are cut for where nobody says how many: the most that engines use."""
 
+MOST_RANKS = 1024
+
 Ranges = tuple[Int64s, Int64s]
 """Starts and lengths, in ascending order, none touching the next."""
 
@@ -96,6 +98,9 @@ class RowObjects:
         self.plan = plan
         self.shards = _most_shards(plan) if shards is None else shards
         self.stages = stages
+        if not (1 <= self.shards <= MOST_RANKS and 1 <= stages <= MOST_RANKS):
+            got, hint = f"{shards} shards, {stages} stages", f"Use 1 to {MOST_RANKS} of each"
+            raise AtlasError(Code.OUT_OF_RANGE, "Rows cannot be cut so", got=got, hint=hint)
         self.groups = [self._group(index) for index in range(len(plan.groups))]
 
     def _group(self, group: int) -> GroupObjects:
