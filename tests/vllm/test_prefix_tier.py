@@ -18,7 +18,8 @@ from kvatlas.engines.vllm.engine_tier import find_tier, open_tier
 from kvatlas.engines.vllm.prefix_tier import PrefixTier
 from kvatlas.engines.vllm.scheduler_side import SchedulerSide
 from kvatlas.engines.vllm.tier_worker import TierWorker
-from kvatlas.engines.vllm.weights_identity import cache_identity, weights_identity
+from kvatlas.engines.vllm.weights_identity import cache_identity
+from kvatlas.models import weights_identity
 from kvatlas.routing import route
 from kvatlas.wire import Memory, copy_request
 from tests.vllm.shapes import (
