@@ -15,7 +15,7 @@ from rich.text import Text
 from kvatlas.cli.app import Json, answer
 from kvatlas.cli.compare import AXES, usual
 from kvatlas.cli.failures import plain
-from kvatlas.cli.options import PlanOptions, completer, takes_models
+from kvatlas.cli.options import PlanOptions, completer, contradictory, takes_models
 from kvatlas.cli.progress import progress_bar
 from kvatlas.cli.tables import indented, notes, table
 from kvatlas.errors import AtlasError
@@ -47,6 +47,8 @@ class _Question:
     arrivals: bool
     tflops: float
     active: int | None
+    over_memory: bool = False
+    """Whether curves are drawn: a memory that is too small is a point that is missing."""
 
 
 @takes_models
@@ -95,6 +97,15 @@ def simulate(
             show_default=False,
         ),
     ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o",
+            "--output",
+            help="Write curves over memory to a page; what else is compared makes more of them.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """How much of a trace's prompts is found again, and what that saves."""
@@ -103,8 +114,12 @@ def simulate(
     with progress_bar(f"Reading {plain(trace.name)}") as told:
         read = read_trace(trace, block=trace_block, progress=told)
     active = quantity(active_params, "the parameters") if active_params else None
-    question = _Question(read, eviction, checkpoints, arrivals, tflops, active)
-    rows = [row for one in options for row in _rows(one, question, _axes(compare or []))]
+    question = _Question(read, eviction, checkpoints, arrivals, tflops, active, output is not None)
+    axes = _axes(compare or [])
+    simulated = _rows if output is None else _curve_rows
+    rows = [row for one in options for row in simulated(one, question, axes)]
+    if output is not None:
+        _save(output, read, rows)
     answer(as_json, {"rows": rows}, *_parts(read, rows))
 
 
@@ -132,13 +147,36 @@ def _rows(
         values = given or own.get(axis) or usual(options.load(), axis)
         for value in values:
             row: Row = {"model": options.model, "compare": axis or None, "value": value or None}
+            row["curve"] = None
             try:
                 yield row | _row(options, question, cost, axis, value) | {"refused_plan": None}
             except AtlasError as refusal:
-                if not axis:
+                if not axis and not question.over_memory:
                     raise
                 told = {"code": str(refusal.code), "message": str(refusal)}
                 yield row | {"refused_plan": told}
+
+
+def _curve_rows(
+    options: PlanOptions, question: _Question, axes: list[tuple[str, tuple[str, ...]]]
+) -> Iterator[Row]:
+    """A row for each memory, for every value of what else is compared."""
+    memories = next((given for axis, given in axes if axis == "memory"), ())
+    others = [(axis, given) for axis, given in axes if axis != "memory"] or [("", ("",))]
+    for memory in memories or usual(options.load(), "memory"):
+        for row in _rows(dataclasses.replace(options, memory=memory), question, others):
+            curve = f"{row['compare']} {row['value']}" if row["compare"] else None
+            yield row | {"compare": "memory", "value": memory, "curve": curve}
+
+
+def _save(path: Path, trace: Trace, rows: list[Row]) -> None:
+    from kvatlas.cli.hit_curves import hits_page, save_page
+
+    found = [row for row in rows if not row["refused_plan"]]
+    if not found:
+        raise contradictory("a page without a plan", rows[0]["refused_plan"]["message"])
+    facts = f"{len(trace):,} requests, {trace.tokens:,} prompt tokens. Hit rates over memory."
+    save_page(path, hits_page(trace.name, facts, found))
 
 
 def _row(
@@ -182,7 +220,8 @@ def _parts(trace: Trace, rows: list[Row]) -> list[RenderableType]:
     told = []
     tables: dict[tuple[str, str | None], list[Row]] = {}
     for row in rows:
-        tables.setdefault((row["model"] if row["compare"] else "", row["compare"]), []).append(row)
+        heading = " ".join(filter(None, (row["model"] if row["compare"] else "", row["curve"])))
+        tables.setdefault((heading, row["compare"]), []).append(row)
     for (model, axis), some in tables.items():
         parts.append(indented(_table(axis or "model", some, "value" if axis else "model")))
         if axis:

@@ -63,7 +63,7 @@ def curves_picture(curves: Sequence[Curve], ceiling: float) -> str:
     """The curves as SVG: memory doubles from one step to the next."""
     sizes = sorted({memory for curve in curves for memory, _ in curve.points})
     highest = max([ceiling, *(share for curve in curves for _, share in curve.points)])
-    top = max(ceil(highest * 10), 1) / 10
+    top = max(ceil(highest * 5) / 5 if highest > 0.2 else ceil(highest * 20) / 20, 0.05)
     low, high = log2(sizes[0]), log2(sizes[-1])
 
     def x(memory: int) -> float:
@@ -77,7 +77,7 @@ def curves_picture(curves: Sequence[Curve], ceiling: float) -> str:
     for step in range(5):
         at = y(top * step / 4)
         lines.append(f'<path class="grid" d="M{_LEFT} {at}H{_RIGHT}"/>')
-        label = f"{top * step / 4:.0%}" if top >= 0.4 else f"{top * step / 4:.1%}"
+        label = f"{top * step / 4:.0%}" if top >= 0.2 else f"{top * step / 4:.1%}"
         lines.append(f'<text x="{_LEFT - 4}" y="{at + 3}" text-anchor="end">{label}</text>')
     lines += _memory_labels(sizes, x)
     lines.append(f'<path class="ceiling" d="M{_LEFT} {y(ceiling)}H{_RIGHT}"/>')
@@ -106,7 +106,8 @@ def _memory_labels(sizes: list[int], x: Callable[[int], float]) -> list[str]:
 
 
 def _style(place: int) -> str:
-    return f"of{place % COLOURS} again{place // COLOURS % 3}"
+    # Every other line is dashed, so that one that lies on another is seen.
+    return f"of{place % COLOURS} dashed{place % 2}"
 
 
 def _legend(place: int, curve: Curve) -> str:
