@@ -19,6 +19,7 @@ import numpy as np
 from kvatlas.planning import Plan
 from kvatlas.specs import FullAttention
 from kvatlas.tier import Tier
+from kvatlas.tier import file_writing as writing
 from kvatlas.wire.transports.file import _system
 from tests.planning.models import DELTA, model_of
 from tests.tier.world import small, tier_plan
@@ -134,6 +135,8 @@ def main(path: Path, trials: int, seed: int) -> None:
     for trial in range(trials):
         child = os.fork()
         if not child:
+            # Run by run, or gathered into stretches that are summed: every other four trials.
+            writing._LONG_STRETCH = 1 if trial % 8 < 4 else 1 << 40
             if trial % 2:
                 die_at(
                     int(rng.integers(1, MOST_STEPS)), ("before", "torn", "after")[trial // 2 % 3]

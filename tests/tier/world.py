@@ -16,10 +16,12 @@ from numpy.typing import NDArray
 from kvatlas.models import Model
 from kvatlas.planning import Group, Plan, plan
 from kvatlas.routing import route, scattered
-from kvatlas.tier import Tier
+from kvatlas.tier import StoreTier, Tier
 from kvatlas.wire.staging import gather, scatter
 
 Pools = dict[int, NDArray[np.uint8]]
+
+AnyTier = Tier | StoreTier
 
 GUARD = 64
 MAX_LEN = 192
@@ -95,9 +97,9 @@ class World:
         self.put(made, rank, held, tables)
         return held, tables
 
-    def keys(self, tier: Tier | Plan, tokens: int | None = None, salt: str = "") -> Any:
+    def keys(self, tier: AnyTier | Plan, tokens: int | None = None, salt: str = "") -> Any:
         """Keys of the request's blocks, by the tier's groups, as digests of their last token."""
-        made = tier.plan if isinstance(tier, Tier) else tier
+        made = tier if isinstance(tier, Plan) else tier.plan
         stop = self.tokens if tokens is None else tokens
         return {
             index: [
@@ -107,7 +109,7 @@ class World:
             for index, group in enumerate(made.groups)
         }
 
-    def store(self, tier: Tier, made: Plan, ranks: Any = None, **about: Any) -> list[Any]:
+    def store(self, tier: AnyTier, made: Plan, ranks: Any = None, **about: Any) -> list[Any]:
         """Store from every rank, or some."""
         results = []
         for rank in range(made.tp * made.pp) if ranks is None else ranks:
@@ -116,7 +118,7 @@ class World:
             results.append(tier.store(held, made, rank=rank, blocks=tables, **request))
         return results
 
-    def check(self, tier: Tier, made: Plan, tokens: Any = None, keys: Any = None) -> None:
+    def check(self, tier: AnyTier, made: Plan, tokens: Any = None, keys: Any = None) -> None:
         """Fetch into every rank: the request's bytes are there, and no other byte has changed."""
         stop = self.tokens if tokens is None else tokens
         for rank in range(made.tp * made.pp):

@@ -36,7 +36,7 @@ def tokens_of(trace: Trace, request: int) -> list[int]:
     return list(map(int, spread[: trace.lengths[request]]))
 
 
-def manager_of(kinds: list[str], blocks: int, kept: str) -> Any:
+def manager_of(kinds: list[str], blocks: int, kept: str, **options: Any) -> Any:
     """vLLM's manager of these groups, which keeps checkpoints so."""
     import torch
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -65,7 +65,8 @@ def manager_of(kinds: list[str], blocks: int, kept: str) -> Any:
         kv_cache_groups=groups,
         prefix_cache_retention_interval=None if dense else 0,
     )
-    return KVCacheManager(config, 1 << 20, scheduler_block_size=BLOCK, hash_block_size=BLOCK)
+    sizes = {"scheduler_block_size": BLOCK, "hash_block_size": BLOCK}
+    return KVCacheManager(config, 1 << 20, **sizes, **options)
 
 
 def chunks(tokens: int, hit: int, junction: int, kinds: list[str], kept: str) -> list[int]:

@@ -16,7 +16,14 @@ from typing import Any, NamedTuple
 from kvatlas.errors import AtlasError
 from kvatlas.planning import Plan
 from kvatlas.tier.ingest import Delivery, Ingest
+from kvatlas.tier.part_sums import PartSum
 from kvatlas.tier.request_blocks import Cover, NeededBlock, TierSpans
+
+BlockPlace = tuple[int, int]
+"""A pool, and the id of a block of it."""
+
+PartSums = dict[BlockPlace, PartSum]
+"""What a rank has added to the checksums of blocks, where that is known."""
 
 
 class StoreResult(NamedTuple):
@@ -46,10 +53,17 @@ class TierBlock:
     """Nobody finds it any more; its room is free when the last pin goes."""
     brought: dict[int, Delivery] = field(default_factory=dict)
     """What each rank has written to it."""
+    sums: dict[int, PartSum] = field(default_factory=dict)
+    """What each rank has added to its checksum, of those that summed what they wrote."""
     writing: set[int] = field(default_factory=set)
     """Ranks that write to it now."""
     fill_key: tuple[Any, ...] = ()
     """What the ranks that fill it find it by."""
+
+    @property
+    def place(self) -> BlockPlace:
+        """Where it is."""
+        return self.pool, self.block_id
 
     @property
     def name(self) -> tuple[int, bytes]:
@@ -184,12 +198,11 @@ class BlockIndex:
             self._free_dropped(block)
 
     def _clear(self, block: TierBlock) -> None:
-        place = block.pool, block.block_id
         try:
             self._cleared(block)
-            self._uncleared.pop(place, None)
+            self._uncleared.pop(block.place, None)
         except AtlasError as problem:
-            self._uncleared[place] = block, problem
+            self._uncleared[block.place] = block, problem
 
     def drop_keys(self, keys: Iterable[tuple[int, bytes]]) -> int:
         """Make keys absent; how many were there."""
@@ -244,11 +257,15 @@ class BlockIndex:
         claim.fills.append((need, block))
 
     def arrived(
-        self, claim: Claim, ingest: Ingest, brought: dict[Any, Delivery] | None
+        self,
+        claim: Claim,
+        ingest: Ingest,
+        brought: dict[Any, Delivery] | None,
+        sums: PartSums | None = None,
     ) -> list[TierBlock]:
         """A rank has written its bytes, or failed; the blocks that have all of theirs now.
 
-        They are pinned and numbered, to be settled.
+        They are pinned and numbered, to be settled. `sums` are of what was brought.
         """
         ready = []
         with self.lock:
@@ -256,6 +273,8 @@ class BlockIndex:
                 block.writing.discard(claim.rank)
                 if brought is not None:
                     block.brought[claim.rank] = brought[need.shape]
+                    if sums and block.place in sums:
+                        block.sums[claim.rank] = sums[block.place]
                 if not block.writing and not block.brought:
                     self.drop(block)
                 elif not block.writing and ingest.whole(need.shape, block.brought):
@@ -273,6 +292,7 @@ class BlockIndex:
         with self.lock:
             for block in blocks:
                 block.brought.clear()
+                block.sums.clear()
                 older = self._whole.get(block.name)
                 if not whole or (older is not None and self._serves(older, block.cover)):
                     self.drop(block)
@@ -314,7 +334,7 @@ class BlockIndex:
     def _free_dropped(self, block: TierBlock) -> None:
         if block.dropped and not block.pins:
             # What could not be cleared comes last: others are taken first.
-            last = (block.pool, block.block_id) not in self._uncleared
+            last = block.place not in self._uncleared
             free = self._free[block.pool]
             free.insert(len(free) if last else 0, block.block_id)
 

@@ -20,7 +20,7 @@ import numpy as np
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
 from kvatlas.routing import checked_rank, route, token_range
-from kvatlas.tier.file import Checksums, TierFile
+from kvatlas.tier.file import TierFile
 from kvatlas.tier.hit import Hit
 from kvatlas.tier.index import BlockIndex, Claim, StoreResult, TierBlock
 from kvatlas.tier.ingest import Ingest, check_tier_plan
@@ -158,23 +158,23 @@ class Tier:
     def _fill(
         self, claim: Claim, ingest: Ingest, blocks: Any, tokens: tuple[int, int], write: Write
     ) -> None:
-        brought, known = None, Checksums()
+        brought, sums = None, None
         try:
             with self.metrics.phase("bind"):
                 ids = {need: block.block_id for need, block in claim.fills}
                 copies, deliveries = ingest.copies(claim.rank, blocks, tokens, ids)
-            known = self._storage.carry("store", copies, write)
+            sums = self._storage.carry("store", copies, write)
             brought = deliveries
         finally:
-            ready = self._index.arrived(claim, ingest, brought)
-            self._commit(ready, known)
+            ready = self._index.arrived(claim, ingest, brought, sums)
+            self._commit(ready)
         claim.whole += len(ready)
 
-    def _commit(self, blocks: list[TierBlock], known: Checksums) -> None:
+    def _commit(self, blocks: list[TierBlock]) -> None:
         """Commit blocks that have all of their bytes; only then can they be found."""
         done = False
         try:
-            self._storage.commit(blocks, known)
+            self._storage.commit(blocks)
             done = True
         finally:
             self._index.settle(blocks, whole=done)

@@ -4,17 +4,21 @@ A `Node` puts one rank's caches on the wire, a `Session` connects it to its peer
 `Transfer` is one request on its way.
 """
 
+from kvatlas.wire.checksum import crc32
 from kvatlas.wire.client import Session, Transfer
 from kvatlas.wire.client.rank_lease import How
 from kvatlas.wire.gpu_offload import GpuOffload, HostPins
 from kvatlas.wire.memory_copy import (
     Bytes,
+    Places,
     as_bytes,
     copy_pools,
+    copy_runs,
     device_of,
     gpu_pools,
     is_on_gpu,
     memory_of,
+    one_length,
     rank_pools,
 )
 from kvatlas.wire.metrics import Metrics
@@ -48,6 +52,7 @@ __all__ = [
     "Memory",
     "Metrics",
     "Node",
+    "Places",
     "SampleTask",
     "Session",
     "TlsContexts",
@@ -59,11 +64,14 @@ __all__ = [
     "copy_file_runs",
     "copy_pools",
     "copy_request",
+    "copy_runs",
+    "crc32",
     "device_of",
     "gpu_pools",
     "is_on_gpu",
     "make_transport",
     "memory_of",
+    "one_length",
     "pools_for",
     "random_bytes",
     "rank_pools",

@@ -19,6 +19,7 @@ from typing import Any
 from kvatlas.errors import AtlasError, Code
 from kvatlas.wire import protocol
 from kvatlas.wire.connection import Connection, split_endpoint, tune
+from kvatlas.wire.refusals import raise_refusal
 from kvatlas.wire.security import Security, not_the_secret
 from kvatlas.wire.transports.errors import closed, failed, peer_lost
 
@@ -69,7 +70,7 @@ class Channels:
                 return answer
             pause = answer.retry * random.uniform(1.0, 1.5)  # noqa: S311  # not all at once
             if answer.code != Code.BUSY or time.monotonic() + pause >= deadline:
-                protocol.raise_refusal(answer)
+                raise_refusal(answer)
             time.sleep(pause)
 
     def monitor(self, endpoint: str) -> PeerMonitor:

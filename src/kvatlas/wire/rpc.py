@@ -21,6 +21,7 @@ from typing import Any
 from kvatlas.errors import AtlasError, Code
 from kvatlas.wire import protocol
 from kvatlas.wire.connection import FRAME_SECONDS, Connection, listen_at, tune
+from kvatlas.wire.refusals import BusyError, refusal_of
 from kvatlas.wire.security import Security
 from kvatlas.wire.transports.errors import failed
 
@@ -210,7 +211,7 @@ class Server(threading.Thread):
                 question = protocol.decode(payload, protocol.Question)
                 if not caller.known and not self._admit(caller):
                     caller.open = False
-                    raise protocol.BusyError("too many connections", 1.0)
+                    raise BusyError("too many connections", 1.0)
                 answer = self._answer(question, caller)
             except AtlasError as refusal:
                 answer = _refused(refusal, question, caller)
@@ -230,7 +231,7 @@ class Server(threading.Thread):
     def _answer(self, question: Any, caller: Caller) -> bytes:
         """The encoded answer to a question; whatever goes wrong on the way to it is refused."""
         if not self._turns.acquire(timeout=_BUSY_SECONDS):
-            raise protocol.BusyError(f"{_MAX_ANSWERING} questions at once", _BUSY_SECONDS)
+            raise BusyError(f"{_MAX_ANSWERING} questions at once", _BUSY_SECONDS)
         try:
             return protocol.encode(self.answer(question, caller))
         except AtlasError:
@@ -266,4 +267,4 @@ def _refused(refusal: AtlasError, question: Any, caller: Caller) -> bytes:
         "refused question=%s request=%r peer=%s code=%s got=%r",
         kind, request, caller.identity, refusal.code, got,
     )  # fmt: skip
-    return protocol.encode(protocol.refusal_of(refusal))
+    return protocol.encode(refusal_of(refusal))
