@@ -95,3 +95,26 @@ def test_curves_over_memory_are_a_page_without_a_network(tmp_path: Path) -> None
     result = kvatlas("simulate", *options[:-1], str(tmp_path / "no" / "page.html"), *compared)
     assert result.exit_code == 2
     assert "cannot write" in result.stderr
+
+
+def test_what_a_tier_finds_and_how_it_should_be_split() -> None:
+    options = ["Qwen3.5-397B-A17B", "--memory", "2GiB", "--max-len", "8K", "--trace", TRACE]
+    tiers = ["--host-memory", "3GiB", "--disk", "2GiB"]
+    none, shared, split = said("simulate", *options, *tiers, "--compare", "tier=none,shared,25")[
+        "rows"
+    ]
+    assert none["found_by_tier"] == {"gpu": none["found"]}
+    for row in (shared, split):
+        assert list(row["found_by_tier"]) == ["gpu", "host", "disk"]
+        assert sum(row["found_by_tier"].values()) == row["found"] > none["found"]
+    text = shown("simulate", *options, *tiers)
+    assert "found in" in text
+    assert "disk" in text
+    # Ranks share the host: two of them find what one finds.
+    (two,) = said("simulate", *options[:1], "--tp", "2", "--memory", "1GiB", *options[3:], *tiers)[
+        "rows"
+    ]
+    assert list(two["found_by_tier"]) == ["gpu", "host", "disk"]
+    for wrong in (["--compare", "tier"], [*tiers, "--arrivals"], [*tiers, "--compare", "tier=x"]):
+        result = kvatlas("simulate", *options, *wrong)
+        assert result.exit_code == 2, wrong

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -85,10 +86,11 @@ def test_tiers_that_cannot_be_are_refused() -> None:
     trace = read_trace(SAMPLE)
     made = plan("Llama-3.1-8B", memory="2GiB", max_len="8K")
     other = plan("Qwen3.5-397B-A17B", memory="8GiB", max_len="8K")
-    for options in (
+    refused: tuple[dict[str, Any], ...] = (
         {"tiers": {"host": other}},
         {"tiers": {"host": made}, "arrivals": True},
         {"tiers": {"host": made}, "state_share": 1.5},
-    ):
+    )
+    for options in refused:
         with pytest.raises(AtlasError):
-            simulate(made, trace, **options)  # type: ignore[arg-type]
+            simulate(made, trace, **options)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import ceil_div
@@ -146,7 +147,7 @@ class TieredReplay(Replay):
         self._rank(request, entries, places)
         return True
 
-    def _count(self, request: int, hit: int, places: Ints, where: Ints) -> None:
+    def _count(self, request: int, hit: int, places: Ints, where: NDArray[np.int8]) -> None:
         lowest = np.zeros(hit, np.int8)
         found = places < hit
         np.maximum.at(lowest, places[found], where[found])
