@@ -41,14 +41,16 @@ class TierStorage:
 
     def __init__(
         self,
-        plan: Plan,
         pools: Mapping[int, Bytes],
         file: TierFile | None,
         *,
         verify_always: bool,
+        plan: Plan | None = None,
     ) -> None:
+        """`plan` is the tier's, where its pools have whole blocks of it."""
         self._pools, self._file, self._verify_always = dict(pools), file, verify_always
-        self._block_bytes = {pool.index: pool.block_bytes for pool in plan.pools}
+        sizes = {pool.index: pool.block_bytes for pool in plan.pools} if plan else {}
+        self._block_bytes = sizes
         self._staging: dict[int, BlockStaging] = {}
         """By the number of the GPU."""
         self.metrics = Metrics()
@@ -88,7 +90,7 @@ class TierStorage:
         if pools is None or not is_on_gpu(pools):
             return None
         made = self.offload(plan, rank, pools)
-        return made if made.pinned else None
+        return made if made.pinned and self._block_bytes else None
 
     def offload(self, plan: Plan, rank: int, pools: Mapping[int, Any]) -> GpuOffload:
         """Between a rank's pools on a GPU and the blocks' memory."""

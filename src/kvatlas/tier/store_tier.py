@@ -97,7 +97,7 @@ class StoreTier:
         for memory in (*self._staging.pools.values(), *self._staging.headers.values()):
             store.register(memory.reshape(-1))
         self._traffic = RowTraffic(store, self.namespace, self._staging, _THREADS)
-        self._storage = TierStorage(plan, self._staging.pools, None, verify_always=False)
+        self._storage = TierStorage(self._staging.pools, None, verify_always=False)
         self.metrics = self._storage.metrics
         self._lookup = RowLookup(self._traffic, TierSpans(plan, plan))
         self._ingest_from = lru_cache(_PLANS)(lambda src: Ingest(src, plan))
