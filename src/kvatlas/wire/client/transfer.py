@@ -28,8 +28,9 @@ class TransferPart:
                 self._over.set()
 
     def join(self) -> None:
-        """Wait until it has been done."""
-        self._over.wait()
+        """Wait until whoever has begun to do it is done."""
+        if self._claim.locked():
+            self._over.wait()
 
 
 class Transfer:
