@@ -179,7 +179,7 @@ def _ids_of(tokens: list[int], block: int) -> list[int]:
     """Ids of blocks of tokens, by a hash of each block and everything before it.
 
     Nothing is remembered of them, so that memory does not grow with what was read. Of 40 million,
-    two are alike once in ten thousand traces; such a trace is refused, since the tree shows it.
+    two are alike once in ten thousand traces; the check that ids are a tree refuses such a trace.
     """
     link, found = b"", []
     for start in range(0, len(tokens), block):
