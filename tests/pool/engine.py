@@ -31,7 +31,7 @@ PIECES += [(*PIECES[0][:5], *PIECES[1][5:]), (*PIECES[0][:11], *PIECES[2][11:])]
 """Blocks of tokens, some of which begin alike."""
 PLANS = {name: small_plan(name, 24 if name != "compressed" else 200) for name in MODELS}
 POLICIES = [("every-block", "lru"), ("branch-points", "s3-fifo"), ("every-20", "lfu")]
-CUT = ("dense", "sliding")
+CUT = ("dense", "sliding", "chunked")
 """Models whose hits end at any token."""
 
 
