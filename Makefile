@@ -32,7 +32,7 @@ PARALLEL = $(shell $(PY) -c "import os, xdist; print('--dist loadgroup -n', os.c
 
 .PHONY: demo tour test test-deep test-pool test-gpu test-lowest test-transformers test-vllm test-vllm-deep test-vllm-lifecycle \
 	bench-vllm demo-vllm test-page map-gallery map-figures map-pictures \
-	test-kvcache-simulator test-dynamo hits lint lint-workflows bench bench-gpu docs docs-pairings wheel check-release format clean test-attack soak
+	test-kvcache-simulator test-dynamo hits lint lint-workflows bench bench-gpu docs docs-pairings wheel check-release format clean test-attack test-fleet soak
 
 demo: $(READY)  ## The main job: plan, prefill, ship the cache, decode elsewhere
 	$(PY) -m examples.handover
@@ -59,6 +59,9 @@ SECONDS ?= 3600
 
 test-attack: $(READY)  ## Peers that stop, die, lie and crowd, over every transport: what held
 	$(PY) -m tests.attack --tries $(SIZE)
+
+test-fleet: $(READY)  ## Tiers on a store that lies, and on Mooncake Store whose processes die, 100 times each
+	HYPOTHESIS_PROFILE=deep $(PY) -m pytest $(or $(TESTS),tests/tier/test_store_faults.py tests/tier/test_store_topologies.py tests/tier/test_mooncake_store.py)
 
 soak: $(READY)  ## Eight nodes under random faults for SECONDS=3600: no wrong byte, nothing left
 	$(PY) -m tests.attack.soak --seconds $(SECONDS)
@@ -159,7 +162,7 @@ OTHER := .venv-transformers-$(TRANSFORMERS)
 
 test-transformers: $(OTHER)/.installed  ## The engine's tokens in every order, with TRANSFORMERS=5.17.0, or another
 	TRITON_INTERPRET=1 HYPOTHESIS_PROFILE=deep $(OTHER)/bin/python -m pytest -n auto \
-		$(or $(TESTS),tests/engines/test_tokens.py)
+		$(or $(TESTS),tests/engines/test_tokens.py tests/engines/test_cache.py tests/handover)
 
 $(OTHER)/.installed: $(STAMP)
 	test -d $(OTHER) || $(BIN)/python -m venv $(OTHER)

@@ -64,7 +64,7 @@ def test_events_of_a_real_block_manager_are_read() -> None:
     init_none_hash(sha256)
     hasher = get_request_block_hasher(BLOCK, sha256)
     for kinds in (["full"], ["full", "window"], ["full", "state"]):
-        manager = manager_of(kinds, 60, enable_kv_cache_events=True)
+        manager = manager_of(kinds, 60, "every-block", enable_kv_cache_events=True)
         taken = []
         for number in range(8):
             manager.new_step_starts()

@@ -12,7 +12,14 @@ from kvatlas.pool.event_stream import EventPublisher, EventSubscriber, ReceivedB
 from kvatlas.pool.events import AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored, EventBatch
 from kvatlas.pool.eviction import EVICTIONS, Eviction
 from kvatlas.pool.prefix_hash import HashChain, PrefixIdentity
-from kvatlas.pool.simulation import HitRates, PrefillCost, active_parameters, simulate
+from kvatlas.pool.simulation import (
+    HitRates,
+    PrefillCost,
+    TriedPlan,
+    active_parameters,
+    choose,
+    simulate,
+)
 from kvatlas.pool.traces import Trace, read_trace
 
 __all__ = [
@@ -38,8 +45,10 @@ __all__ = [
     "ReceivedBatch",
     "Reservation",
     "Trace",
+    "TriedPlan",
     "active_parameters",
     "checkpoint_policy",
+    "choose",
     "read_trace",
     "simulate",
 ]
