@@ -343,7 +343,8 @@ class BlockPool:
 
         Full attention keeps every block, windows and recurrent layers what checkpoints need.
         """
-        ends = self._kept_ends(asked, tokens)
+        everything = all(group.keeps_all for group in self._index.groups)
+        ends = [] if everything else self._kept_ends(asked, tokens)
         kept_state = False
         for index, group in enumerate(self.plan.groups):
             table = asked.tables[index]
