@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
@@ -242,3 +243,12 @@ def test_addresses_that_cannot_be_used_are_refused() -> None:
         assert refusal.value.code is Code.WIRE_FAILED
     with EventPublisher("tcp://127.0.0.1:*") as publisher:
         assert int(publisher.endpoint.rpartition(":")[2]) > 0
+
+
+def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "zmq", None)
+    for call in (EventPublisher, EventSubscriber):
+        with pytest.raises(AtlasError) as refusal:
+            call("inproc://anywhere")
+        assert refusal.value.code is Code.MISSING_EXTRA
+        assert "kvatlas[wire]" in refusal.value.hint
