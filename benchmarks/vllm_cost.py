@@ -47,7 +47,7 @@ def first_tokens(prefill: Engine, decode: Engine, raw: float) -> dict[str, float
     taken: defaultdict[str, list[float]] = defaultdict(list)
     tokens = prompt(TOKENS, seed=100)
     for turn in range(TURNS + STARTING):
-        params = {"control": {"seconds_to_be_read": raw}}
+        params: dict[str, Any] = {"control": {"seconds_to_be_read": raw}}
         params["read"] = prefill.prefill(tokens).params
         prefill.until(lambda facts: facts["requests"] == 1)
         for way in ("read", "control") if turn % 2 else ("control", "read"):

@@ -28,7 +28,7 @@ Ranges = tuple[Int64s, Int64s]
 
 _numbers = itertools.count()
 _REMEMBERED = 1024
-_APART = 2
+APART = 2
 """Numbers are dealt out with gaps, so that no run goes on from one block into the next."""
 
 
@@ -78,6 +78,20 @@ class Ingest:
         aimed = [part for copy in bound.copies for part in self._aimed(copy, target[copy.dst_pool])]
         return aimed, known
 
+    def deliveries(
+        self, rank: int, blocks: Any, tokens: tuple[int, int], needs: Iterable[NeededBlock]
+    ) -> dict[Shape, Delivery]:
+        """What a rank brings to blocks of each shape; blocks are bound only for a new shape."""
+        with self._lock:
+            needs = list(needs)
+            if all((rank, need.shape) in self._known for need in needs):
+                return {need.shape: self._known[rank, need.shape] for need in needs}
+            tables, _ = self._number(*tokens)
+            bound = self.route.bind(
+                src_rank=rank, dst_rank=0, src_blocks=blocks, dst_blocks=tables, tokens=tokens
+            )
+            return self._deliveries(rank, needs, bound.copies, tables, tokens)
+
     def whole(self, shape: Shape, deliveries: Mapping[int, Delivery]) -> bool:
         """Whether what some ranks have brought is every byte that such a block needs."""
         ranks = frozenset(deliveries)
@@ -99,7 +113,7 @@ class Ingest:
             first, last = (stop - 1, stop) if recurrent else self.spans.touched(index, start, stop)
             entries = range(first // group.block, ceil_div(last, group.block))
             table = np.full(max(entries.stop, 1), -1, dtype=np.int64)
-            table[entries.start :] = _APART * (len(known) + np.arange(len(entries)))
+            table[entries.start :] = APART * (len(known) + np.arange(len(entries)))
             known += [(index, entry) for entry in entries]
             tables[index] = table[-1:] if recurrent else table
         return tables, numbers
@@ -107,7 +121,7 @@ class Ingest:
     def _aimed(self, copy: Copy, target: Int64s) -> Iterable[Copy]:
         """The ranges of a copy whose blocks have an id, aimed at it."""
         block_bytes = self.block_bytes[copy.dst_pool]
-        number, within = np.divmod(copy.dst, _APART * block_bytes)
+        number, within = np.divmod(copy.dst, APART * block_bytes)
         block_id = target[number]
         dst, kept = block_id * block_bytes + within, block_id >= 0
         if kept.all():
@@ -135,7 +149,7 @@ class Ingest:
             for need in unknown:
                 pool = self.pool_of[need.group]
                 entry = -1 if self.spans.recurrent(need.group) else need.entry
-                number = int(tables[need.group][entry]) // _APART
+                number = int(tables[need.group][entry]) // APART
                 mine = [(c.dst, c.length) for c in copies if c.dst_pool == pool]
                 theirs = [all_needs[pool]] if pool in all_needs else []
                 brought, needed = (self._within(all_of, pool, number) for all_of in (mine, theirs))
@@ -144,7 +158,7 @@ class Ingest:
 
     def _within(self, ranges: Iterable[Ranges], pool: int, number: int) -> Ranges:
         """The ranges that lie in one block, from its first byte on."""
-        begin = _APART * number * self.block_bytes[pool]
+        begin = APART * number * self.block_bytes[pool]
         starts, lengths = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         for start, length in ranges:
             inside = slice(*np.searchsorted(start, (begin, begin + self.block_bytes[pool])))
@@ -162,7 +176,7 @@ def with_room(plan: Plan) -> Plan:
             for group in plan.groups
             if group.pool == pool.index
         )
-        pools.append(msgspec.structs.replace(pool, blocks=_APART * blocks))
+        pools.append(msgspec.structs.replace(pool, blocks=APART * blocks))
     nbytes = sum(pool.nbytes for pool in pools)
     return msgspec.structs.replace(plan, pools=tuple(pools), memory=nbytes)
 

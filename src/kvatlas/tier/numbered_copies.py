@@ -1,0 +1,95 @@
+"""Copies of a whole request, taken apart by row: some rows at a time go through staging memory.
+
+A route is bound once, to numbers that stand for rows. They are dealt out with gaps, so that no
+run goes on from one row into the next; the runs of any rows are then moved to where these are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+
+from kvatlas.geometry import Int64s
+from kvatlas.planning import Plan
+from kvatlas.routing import Copy
+from kvatlas.tier.ingest import APART
+from kvatlas.tier.request_blocks import NeededBlock
+
+
+class NumberedRows:
+    """A number for each row that a request needs, pool by pool."""
+
+    def __init__(self, plan: Plan, needs: Iterable[NeededBlock]) -> None:
+        self._groups = plan.groups
+        self.numbers: dict[NeededBlock, int] = {}
+        counts = {pool.index: 0 for pool in plan.pools}
+        for need in needs:
+            pool = plan.groups[need.group].pool
+            self.numbers[need] = APART * counts[pool]
+            counts[pool] += 1
+
+    def tables(self) -> dict[int, list[int]]:
+        """A table for each group; entries that nobody needs have none, and are refused if used."""
+        tables = {group: [-1] for group in range(len(self._groups))}
+        for need, number in self.numbers.items():
+            entry = 0 if self._groups[need.group].kind == "recurrent" else need.entry
+            table = tables[need.group]
+            table += [-1] * (entry + 1 - len(table))
+            table[entry] = number
+        return tables
+
+
+class NumberedCopies:
+    """The runs of copies by the number of their row, at one end of them."""
+
+    def __init__(self, copies: Iterable[Copy], end: Literal["src", "dst"], plan: Plan) -> None:
+        self._end = end
+        self._block_bytes = {pool.index: pool.block_bytes for pool in plan.pools}
+        self._sorted = [self._by_row(copy) for copy in copies]
+
+    def _by_row(self, copy: Copy) -> tuple[Copy, Int64s]:
+        row = self._at(copy) // self._block_bytes[self._pool(copy)]
+        if len(row) > 1 and (np.diff(row) < 0).any():
+            order = np.argsort(row, kind="stable")
+            row = row[order]
+            copy = replace(
+                copy, src=copy.src[order], dst=copy.dst[order], length=np.array(copy.length)[order]
+            )
+        return copy, row
+
+    def within(self, pool: int, number: int) -> tuple[Int64s, Int64s]:
+        """Where the runs of a row start, from its first byte on, and how long they are."""
+        starts, lengths = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        for copy, row in self._sorted:
+            if self._pool(copy) == pool:
+                some = slice(*np.searchsorted(row, (number, number + 1)))
+                starts.append(self._at(copy)[some] - number * self._block_bytes[pool])
+                lengths.append(np.array(copy.length[some]))
+        return np.concatenate(starts), np.concatenate(lengths)
+
+    def at(self, places: Mapping[int, Mapping[int, int]]) -> list[Copy]:
+        """The copies of some rows, moved: by pool, from each number to a row that is there."""
+        moved = []
+        for copy, row in self._sorted:
+            pool = self._pool(copy)
+            numbers = np.array(sorted(places.get(pool, {})), np.int64)
+            if not len(numbers):
+                continue
+            some = slice(*np.searchsorted(row, (numbers[0], numbers[-1] + 1)))
+            if some.start == some.stop:
+                continue
+            rows = np.array([places[pool][number] for number in numbers.tolist()], np.int64)
+            shift = (rows - numbers)[np.searchsorted(numbers, row[some])]
+            at = self._at(copy)[some] + shift * self._block_bytes[pool]
+            part = replace(copy, src=copy.src[some], dst=copy.dst[some], length=copy.length[some])
+            moved.append(replace(part, src=at) if self._end == "src" else replace(part, dst=at))
+        return moved
+
+    def _at(self, copy: Copy) -> Int64s:
+        return np.asarray(copy.src if self._end == "src" else copy.dst)
+
+    def _pool(self, copy: Copy) -> int:
+        return copy.src_pool if self._end == "src" else copy.dst_pool

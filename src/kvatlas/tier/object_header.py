@@ -1,0 +1,80 @@
+"""The first bytes of every object: what it is, how long, and the checksum of what follows.
+
+    0   8s   b"kvobject"
+    8   u16  version, 1
+    10  u16  checksum: 1 for CRC-32 (that of zlib) of the payload
+    12  u32  which object of its row
+    16  u64  bytes of the payload
+    24  16s  the namespace
+    40  16s  the row
+    56  u32  the payload's checksum
+    60  u32  CRC-32 of the 60 bytes before
+
+Numbers are little-endian. Who reads an object knows all of it but the checksum beforehand, so
+the header is compared and not interpreted.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from typing import NamedTuple
+
+import numpy as np
+
+from kvatlas.tier.stores import Parts
+from kvatlas.wire import Bytes
+
+MAGIC, VERSION, CRC32 = b"kvobject", 1, 1
+_FIELDS = struct.Struct("<8sHHIQ16s16sI")
+HEADER = _FIELDS.size + 4
+"""Bytes of a header."""
+
+
+class ObjectPlace(NamedTuple):
+    """Which object this is: of which namespace, row, and which of the row's."""
+
+    namespace: bytes
+    row: bytes
+    number: int
+
+
+def checksum(parts: Parts) -> int:
+    """The checksum of a payload."""
+    found = 0
+    for part in parts:
+        found = zlib.crc32(part.data, found)
+    return found
+
+
+def header(place: ObjectPlace, nbytes: int, crc: int) -> Bytes:
+    """The header of an object.
+
+    >>> place = ObjectPlace(bytes(16), bytes(16), 0)
+    >>> made = header(place, 4, checksum([np.arange(4, dtype=np.uint8)]))
+    >>> made.nbytes, made[:8].tobytes(), is_sound(made, place, [np.arange(4, dtype=np.uint8)])
+    (64, b'kvobject', True)
+    """
+    about = (place.number, nbytes, place.namespace, place.row, crc)
+    said = _FIELDS.pack(MAGIC, VERSION, CRC32, *about)
+    return np.frombuffer(said + zlib.crc32(said).to_bytes(4, "little"), np.uint8)
+
+
+def is_sound(found: Bytes, place: ObjectPlace, payload: Parts) -> bool:
+    """Whether a header is that of an object, and the payload the one that it speaks of."""
+    nbytes = sum(part.nbytes for part in payload)
+    said = int.from_bytes(found[56:60].tobytes(), "little")
+    return bool(np.array_equal(found, header(place, nbytes, said))) and checksum(payload) == said
+
+
+def read_header(found: Bytes) -> tuple[ObjectPlace, int] | None:
+    """Which object a header speaks of, and the bytes of its payload; None where it is none."""
+    if found.nbytes != HEADER:
+        return None
+    said = found[: _FIELDS.size].tobytes()
+    magic, version, kind, number, nbytes, namespace, row, _ = _FIELDS.unpack(said)
+    if (magic, version, kind) != (MAGIC, VERSION, CRC32):
+        return None
+    if found[_FIELDS.size :].tobytes() != zlib.crc32(said).to_bytes(4, "little"):
+        return None
+    return ObjectPlace(namespace, row, number), nbytes

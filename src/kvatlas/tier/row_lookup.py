@@ -1,0 +1,89 @@
+"""`RowLookup`: how much of a request a store has, asked in few calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from kvatlas.tier.namespaces import RowName
+from kvatlas.tier.request_blocks import Cover, NeededBlock, TierSpans
+from kvatlas.tier.row_traffic import RowTraffic
+from kvatlas.tier.store_calls import Deadline
+
+_ENDS_AT_ONCE = 64
+"""Places where a request could go on from that are asked for in one call."""
+
+KeyRows = Mapping[int, Sequence[bytes | None]]
+
+
+class RowLookup:
+    """Which rows of a request a store has."""
+
+    def __init__(self, traffic: RowTraffic, spans: TierSpans) -> None:
+        self._traffic, self._spans = traffic, spans
+
+    def longest(
+        self, start: int, stop: int, keys: KeyRows, deadline: Deadline
+    ) -> tuple[int, dict[NeededBlock, RowName], str]:
+        """The most tokens that every group has what it needs for, their rows, and what is missing.
+
+        That is "absent" or "incomplete" where there are fewer tokens than asked for.
+        """
+        spans = self._spans
+        ends: list[int] = [stop, *range((stop - 1) // spans.step * spans.step, start, -spans.step)]
+        asked = Asked(self._traffic, spans, deadline)
+        # Groups that need everything say how far it can be at most.
+        for group in spans.keeping_all:
+            needs = list(spans.of_group(group, start, stop, keys.get(group, ())))
+            asked.look_for(needs)
+            for need in needs:
+                if need not in asked.rows:
+                    begin = need.entry * spans.tier.groups[group].block
+                    ends = [end for end in ends if end <= begin]
+                    break
+        for at in range(0, len(ends), _ENDS_AT_ONCE):
+            some = ends[at : at + _ENDS_AT_ONCE]
+            needs_of = {end: spans.needs(start, end, keys) for end in some}
+            asked.look_for(need for needs in needs_of.values() for need in needs)
+            for end, needs in needs_of.items():
+                if all(need in asked.rows for need in needs):
+                    return end, {need: asked.rows[need] for need in needs}, asked.missing
+        return 0, {}, asked.missing
+
+
+class Asked:
+    """What a store was asked for in one lookup, and has."""
+
+    def __init__(self, traffic: RowTraffic, spans: TierSpans, deadline: Deadline) -> None:
+        self._traffic, self._spans, self._deadline = traffic, spans, deadline
+        self.rows: dict[NeededBlock, RowName] = {}
+        """The row that serves each block that is there."""
+        self.missing = "absent"
+        self._known: dict[RowName, bool] = {}
+
+    def look_for(self, needs: Iterable[NeededBlock]) -> None:
+        """Ask for all rows that could serve some blocks, those that were not asked for yet."""
+        candidates = {need: self._candidates(need) for need in needs if need not in self.rows}
+        unknown = dict.fromkeys(row for rows in candidates.values() for row in rows)
+        new = [row for row in unknown if row not in self._known]
+        for row, (whole, begun) in zip(new, self._present(new), strict=True):
+            self._known[row] = whole
+            if begun and not whole:
+                self.missing = "incomplete"
+        for need, rows in candidates.items():
+            found = next((row for row in rows if self._known[row]), None)
+            if found is not None:
+                self.rows[need] = found
+
+    def _present(self, rows: Sequence[RowName]) -> list[tuple[bool, bool]]:
+        return self._traffic.present(rows, self._deadline)
+
+    def _candidates(self, need: NeededBlock) -> list[RowName]:
+        """A row of the whole block, or of exactly the tokens that are needed of it."""
+        if need.key is None:
+            return []
+        exact = RowName(need.group, need.key, need.cover)
+        if self._spans.recurrent(need.group):
+            return [exact]
+        block = self._spans.tier.groups[need.group].block
+        whole = RowName(need.group, need.key, Cover(0, block))
+        return [whole] if whole == exact else [whole, exact]

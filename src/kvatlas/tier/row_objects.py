@@ -1,0 +1,178 @@
+"""How the rows of a tier are cut into objects: alike for all who write and read them.
+
+A row is one block of the tier's plan. It is cut by who would hold its bytes if the model were
+dealt out to `shards` ranks, and to `stages` pipeline stages: bytes that the same ranks
+hold are one object. So a rank of any tp that divides `shards` holds whole objects, and those
+alone; what all ranks hold alike (the latents of MLA) is one object. The cut follows from the plan
+and these two numbers, and names no token, so every row of a group is cut alike.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry import Int64s, Placement, Sharding, join_ranges
+from kvatlas.planning import Plan, Region, stage_layers
+
+MOST_SHARDS = 16
+"""Ranks that rows are cut for where nobody says how many: the most that engines use."""
+
+MOST_RANKS = 1024
+
+Ranges = tuple[Int64s, Int64s]
+"""Starts and lengths, in ascending order, none touching the next."""
+
+
+class RowShare(NamedTuple):
+    """What a rank brings of a row: objects that it has all of, and those that it has part of."""
+
+    whole: tuple[int, ...]
+    partly: tuple[int, ...]
+
+
+class GroupObjects:
+    """The objects of the rows of one group: which bytes of a row each of them has."""
+
+    def __init__(self, held: list[Ranges]) -> None:
+        owner = [np.full(len(start), index) for index, (start, _) in enumerate(held)]
+        starts, lengths = (np.concatenate(all_of) for all_of in zip(*held, strict=True))
+        order = np.argsort(starts, kind="stable")
+        starts, stops, owners = starts[order], (starts + lengths)[order], np.concatenate(owner)
+        owners = owners[order]
+        # Padding between two stretches of one object joins them: longer and fewer are faster.
+        first = np.flatnonzero(np.diff(owners, prepend=-1))
+        last = np.append(first[1:], len(owners)) - 1
+        self._starts, self._stops, self._owner = starts[first], stops[last], owners[first]
+        self.objects: list[Ranges] = []
+        """The stretches of a row that each object has: starts and lengths."""
+        for index in range(len(held)):
+            own = self._owner == index
+            self.objects.append((self._starts[own], (self._stops - self._starts)[own]))
+        self.sizes = [int(length.sum()) for _, length in self.objects]
+
+    def __len__(self) -> int:
+        return len(self.objects)
+
+    def overlap(self, start: Int64s, length: Int64s) -> Int64s:
+        """How many bytes of each object lie in some ranges of a row."""
+        if not len(start):
+            return np.zeros(len(self), np.int64)
+        start, length = join_ranges(start, length)
+        edges = np.stack([start, start + length], axis=1).ravel()
+        below = np.concatenate([[0], np.repeat(np.cumsum(length), 2)[:-1]])
+        inside = np.interp(self._stops, edges, below) - np.interp(self._starts, edges, below)
+        return np.bincount(self._owner, inside, len(self)).astype(np.int64)
+
+    def share(self, brought: Ranges, needed: Ranges, *, first: bool) -> RowShare:
+        """Which objects a rank has that brings some ranges, of all that are needed.
+
+        An object of which nothing is needed yet is brought by the first rank, so that the
+        objects of a row are always all of them.
+        """
+        mine, all_of = self.overlap(*brought), self.overlap(*needed)
+        whole = (mine == all_of) & ((all_of > 0) | first)
+        partly = (mine > 0) & (mine < all_of)
+        return RowShare(
+            tuple(np.flatnonzero(whole).tolist()), tuple(np.flatnonzero(partly).tolist())
+        )
+
+
+class RowObjects:
+    """The objects of the rows of a tier's plan, group by group.
+
+    >>> from kvatlas.planning import plan
+    >>> made = plan("Qwen3-8B", memory="1GiB", layout="BHLNC", block_size=64, max_len=64)
+    >>> cut = RowObjects(made)
+    >>> cut.shards, len(cut.groups[0]), set(cut.groups[0].sizes)
+    (16, 8, {1179648})
+    """
+
+    def __init__(self, plan: Plan, shards: int | None = None, stages: int = 1) -> None:
+        self.plan = plan
+        self.shards = _most_shards(plan) if shards is None else shards
+        self.stages = stages
+        if not (1 <= self.shards <= MOST_RANKS and 1 <= stages <= MOST_RANKS):
+            got, hint = f"{shards} shards, {stages} stages", f"Use 1 to {MOST_RANKS} of each"
+            raise AtlasError(Code.OUT_OF_RANGE, "Rows cannot be cut so", got=got, hint=hint)
+        self.groups = [self._group(index) for index in range(len(plan.groups))]
+
+    def _group(self, group: int) -> GroupObjects:
+        """Bytes of a row by who would hold them, the first ranks' first."""
+        held: dict[tuple[int, tuple[int, ...]], list[Ranges]] = defaultdict(list)
+        for region in self.plan.regions:
+            if region.group == group:
+                for index, layer in enumerate(region.layers):
+                    stage = self._stages[layer.index]
+                    for holders, view in self._pieces(region, index):
+                        held[stage, holders].append(view.runs())
+        objects = []
+        for key in sorted(held):
+            starts, lengths = (np.concatenate(all_of) for all_of in zip(*held[key], strict=True))
+            objects.append(join_ranges(starts, lengths))
+        return GroupObjects(objects)
+
+    def _pieces(self, region: Region, index: int) -> Iterator[tuple[tuple[int, ...], Placement]]:
+        """The bytes of one page in block 0, field by field, and the ranks that would hold them."""
+        placed = region.placement(1, 1).select("L", index).select("B", 0)
+        page = region.page(1, 0, index)
+        for field in page.fields:
+            if field.padding:
+                continue
+            view, axis = page.view(placed, field.name), field.sharding.axis
+            if axis is None:
+                yield (), view
+                continue
+            for own in field.sharding.ranges(region.splits, region.part(index)):
+                cuts = _holders(field.sharding, self.shards, own.start, own.start + own.length)
+                for start, stop, holders in cuts:
+                    local = own.local + start - own.start
+                    yield holders, view.narrow(axis, local, stop - start)
+
+    @cached_property
+    def _stages(self) -> dict[int, int]:
+        """The stage of each decoder layer, as pipelines deal them out."""
+        layers = [layer.index for region in self.plan.regions for layer in region.layers]
+        shares = stage_layers(1 + max(layers), self.stages)
+        dealt = [stage for stage, share in enumerate(shares) for _ in range(share)]
+        return dict(enumerate(dealt))
+
+
+def _holders(
+    sharding: Sharding, shards: int, start: int, stop: int
+) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+    """Rows start .. stop - 1 of a field, cut where other ranks would hold them."""
+    held = [(one.start, one.start + one.length, rank)
+            for rank in range(shards) for one in sharding.ranges(shards, rank)]  # fmt: skip
+    edges = {start, stop} | {edge for first, last, _ in held for edge in (first, last)}
+    for first, last in pairwise(sorted(edge for edge in edges if start <= edge <= stop)):
+        yield first, last, tuple(rank for a, b, rank in held if a <= first and last <= b)
+
+
+def _most_shards(plan: Plan) -> int:
+    """The largest power of two up to `MOST_SHARDS` that every field can be dealt out to."""
+    shardings = {
+        field.sharding
+        for region in plan.regions
+        for index in range(len(region.layers))
+        for field in region.page(1, 0, index).fields
+        if not field.padding and field.sharding.axis is not None
+    }
+    shards = MOST_SHARDS
+    while shards > 1:
+        try:
+            for sharding in shardings:
+                sharding.ranges(shards, 0)
+        except AtlasError as refusal:
+            if refusal.code is not Code.TP_HEADS:
+                raise
+            shards //= 2
+        else:
+            break
+    return shards

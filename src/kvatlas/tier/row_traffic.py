@@ -1,0 +1,180 @@
+"""`RowTraffic`: rows between staging memory and a store, object by object, each of them checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.tier.namespaces import LEVELS, Namespace, RowName
+from kvatlas.tier.object_header import ObjectPlace, checksum, header, is_sound
+from kvatlas.tier.request_blocks import NeededBlock
+from kvatlas.tier.staging_rows import RowLease, StagingRows
+from kvatlas.tier.store_calls import Deadline, StoreCalls
+from kvatlas.tier.stores import ABSENT, ObjectStore
+from kvatlas.wire import Bytes
+
+_NAMES_AT_ONCE = 16_384
+"""Objects that a store is asked for in one call."""
+
+
+class StagedObject(NamedTuple):
+    """An object of a row, and where it is, or shall be, in staging memory."""
+
+    name: str
+    place: ObjectPlace
+    header: Bytes
+    payload: list[Bytes]
+
+    @property
+    def parts(self) -> tuple[str, list[Bytes]]:
+        """What a store takes."""
+        return self.name, [self.header, *self.payload]
+
+    @property
+    def nbytes(self) -> int:
+        """All of its bytes."""
+        return self.header.nbytes + sum(part.nbytes for part in self.payload)
+
+
+class StagedRows(NamedTuple):
+    """Rows that have a place in staging memory, by pool, from their numbers."""
+
+    lease: RowLease
+    places: dict[int, dict[int, int]]
+
+
+class RowTraffic:
+    """What goes between a store and staging memory, under the names of one namespace."""
+
+    def __init__(
+        self, store: ObjectStore, names: Namespace, staging: StagingRows, threads: int
+    ) -> None:
+        self.store, self.names, self.staging = store, names, staging
+        self.calls = StoreCalls(threads)
+        self._pool_of = [group.pool for group in names.cut.plan.groups]
+        self._marked = False
+
+    # -- what there is ------------------------------------------------------------------
+
+    def present(self, rows: Sequence[RowName], deadline: Deadline) -> list[tuple[bool, bool]]:
+        """For each row whether all of its objects are there, and whether any of them is."""
+        names = [self.names.objects(row) for row in rows]
+        there = self._exist([name for own in names for name in own], deadline)
+        found = [list(islice(there, len(own))) for own in names]
+        return [(all(own), any(own)) for own in found]
+
+    def _exist(self, names: list[str], deadline: Deadline) -> Iterator[bool]:
+        parts = [names[at : at + _NAMES_AT_ONCE] for at in range(0, len(names), _NAMES_AT_ONCE)]
+        found: list[bool] = []
+        for some in parts:
+            started = self.calls.start(partial(self.store.exists, some))
+            answer = self.calls.result(started, deadline)
+            found += [one is True for one in self._as_many(answer, some)]
+        return iter(found)
+
+    def why_absent(self, deadline: Deadline) -> str:
+        """Why nothing can be found here: from what on nobody has stored anything alike."""
+        if not self._marked:
+            there = list(self._exist(self.names.marks, deadline))
+            if False in there:
+                return f"other_{LEVELS[there.index(False)]}"
+            self._marked = True
+        return "absent"
+
+    def mark(self, deadline: Deadline) -> None:
+        """Have others know that such caches are stored here."""
+        if not self._marked:
+            marks = self.names.mark_objects()
+            self.calls.result(self.calls.start(lambda: self.store.put(marks)), deadline)
+            self._marked = True
+
+    # -- rows on their way --------------------------------------------------------------
+
+    def stage(self, numbers: Mapping[NeededBlock, int], deadline: Deadline) -> StagedRows | None:
+        """Places for rows in staging memory; None where there is no room in time."""
+        pools = [self._pool_of[need.group] for need in numbers]
+        lease = self.staging.lease({pool: pools.count(pool) for pool in set(pools)}, deadline)
+        if lease is None:
+            return None
+        free = {pool: iter(rows) for pool, rows in lease.rows.items()}
+        places: dict[int, dict[int, int]] = {pool: {} for pool in free}
+        for pool, number in zip(pools, numbers.values(), strict=True):
+            places[pool][number] = next(free[pool])
+        return StagedRows(lease, places)
+
+    def staged(
+        self, row: RowName, number: int, rows: StagedRows, indices: Sequence[int]
+    ) -> list[StagedObject]:
+        """Some objects of a row that has a place."""
+        pool = self._pool_of[row.group]
+        at, objects = rows.places[pool][number], self.names.cut.groups[row.group]
+        names, digest = self.names.objects(row), row.digest
+        return [
+            StagedObject(
+                names[index],
+                ObjectPlace(self.names.digest, digest, index),
+                self.staging.headers[pool][at, index],
+                self.staging.payload(pool, at, objects, index),
+            )
+            for index in indices
+        ]
+
+    def put(self, objects: Sequence[StagedObject]) -> Future[list[str]]:
+        """Begin to store objects; the names of those that found no room."""
+
+        def call() -> list[str]:
+            for one in objects:
+                nbytes = one.nbytes - one.header.nbytes
+                one.header[:] = header(one.place, nbytes, checksum(one.payload))
+            kept = self._as_many(self.store.put([one.parts for one in objects]), objects)
+            return [one.name for one, done in zip(objects, kept, strict=True) if done is not True]
+
+        return self.calls.start(call)
+
+    def get(self, objects: Sequence[StagedObject]) -> Future[None]:
+        """Begin to read objects: each is there then, whole and sound, or it is an error."""
+
+        def call() -> None:
+            for one in objects:
+                one.header[:] = 0  # what an earlier object left here proves nothing
+            sizes = self._as_many(self.store.get([one.parts for one in objects]), objects)
+            gone = [one.name for one, size in zip(objects, sizes, strict=True) if size == ABSENT]
+            if gone:
+                problem = "The store has an object no more that it had"
+                hint = "Compute the tokens: stores evict what they need room for"
+                raise AtlasError(Code.MISSING_BLOCKS, problem, got=gone[0], hint=hint)
+            damaged = [
+                one.name
+                for one, size in zip(objects, sizes, strict=True)
+                if size != one.nbytes or not is_sound(one.header, one.place, one.payload)
+            ]
+            if damaged:
+                self.store.remove(damaged)  # so that it can be stored again
+                problem = "The store has other bytes than were stored"
+                hint = "Compute the tokens: what is damaged was removed"
+                raise AtlasError(Code.CHECKSUM, problem, got=damaged[0], hint=hint)
+
+        return self.calls.start(call)
+
+    def give_back_after(self, started: Future[Any], lease: RowLease) -> None:
+        """Give rows back when a call has ended that uses them, however late that is."""
+        started.add_done_callback(lambda _: self.staging.give_back(lease))
+
+    def _as_many(self, answers: object, asked: Sequence[object]) -> list[object]:
+        """The answers of a store, one for each that was asked for."""
+        if isinstance(answers, list) and len(answers) == len(asked):
+            return answers
+        problem = "The store gave other answers than it was asked for"
+        got = f"{type(answers).__name__} for {len(asked)} objects"
+        raise AtlasError(Code.WIRE_FAILED, problem, got=got, hint="See which version it is")
+
+    def zero(self, row: RowName, number: int, rows: StagedRows) -> None:
+        """Clear a row that has fewer tokens than its block: equal rows have equal bytes."""
+        pool = self._pool_of[row.group]
+        self.staging.row(pool, rows.places[pool][number])[:] = np.uint8(0)

@@ -1,0 +1,94 @@
+"""Calls of a store that somebody waits for, but not for ever.
+
+A call that is late goes on in its thread, with the memory that it was given; what it had is
+given back when it ends and not before. Threads are daemons: a store that hangs keeps
+no process from ending.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from kvatlas.errors import AtlasError, Code
+
+T = TypeVar("T")
+_Call = tuple[Callable[[], Any], "Future[Any]"]
+
+
+class Deadline:
+    """A moment after which nobody waits any more."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self._end = seconds, time.monotonic() + seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds until then; 0 afterwards."""
+        return max(0.0, self._end - time.monotonic())
+
+    def passed(self) -> AtlasError:
+        """What to raise when it has passed."""
+        hint = "Compute the tokens instead, or give the store more time: deadline="
+        problem = "The store did not answer in time"
+        return AtlasError(Code.DEADLINE, problem, got=f"{self.seconds:g} seconds", hint=hint)
+
+
+class StoreCalls:
+    """A few threads that call a store.
+
+    >>> calls = StoreCalls(threads=1)
+    >>> calls.result(calls.start(lambda: 7), Deadline(5.0))
+    7
+    >>> calls.close()
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._waiting: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._work, name=f"kvatlas-store-{n}", daemon=True)
+            for n in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def start(self, call: Callable[[], T]) -> Future[T]:
+        """Have something called; every call that is started is made, or cancelled."""
+        made: Future[T] = Future()
+        self._waiting.put((call, made))
+        return made
+
+    def result(self, started: Future[T], deadline: Deadline) -> T:
+        """What a call gives; `DEADLINE` where that takes too long.
+
+        Whatever else a store raises is a failure of the store.
+        """
+        try:
+            return started.result(deadline.left)
+        except TimeoutError:
+            started.cancel()  # not begun, it need not be
+            raise deadline.passed() from None
+        except AtlasError:
+            raise
+        except Exception as problem:
+            got = f"{type(problem).__name__}: {problem}"
+            hint = "See that the store runs, and what it says"
+            raise AtlasError(Code.WIRE_FAILED, "The store failed", got=got, hint=hint) from problem
+
+    def close(self) -> None:
+        """End the threads when their calls end; nobody waits for that."""
+        for _ in self._threads:
+            self._waiting.put(None)
+
+    def _work(self) -> None:
+        while (item := self._waiting.get()) is not None:
+            call, made = item
+            if made.set_running_or_notify_cancel():
+                try:
+                    made.set_result(call())
+                except BaseException as problem:  # told to whoever waits
+                    made.set_exception(problem)

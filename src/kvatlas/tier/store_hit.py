@@ -1,0 +1,133 @@
+"""`StoreHit`: what a store has of a request, to be fetched by any number of ranks."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvatlas.errors import AtlasError
+from kvatlas.planning import Plan
+from kvatlas.routing import Route, checked_rank
+from kvatlas.tier.namespaces import RowName
+from kvatlas.tier.numbered_copies import NumberedCopies, NumberedRows
+from kvatlas.tier.request_blocks import NeededBlock
+from kvatlas.tier.row_traffic import RowTraffic, StagedRows
+from kvatlas.tier.storage import Carry, TierStorage
+from kvatlas.tier.store_calls import Deadline
+
+_AHEAD = 3
+"""Batches of rows that are on their way while one is used."""
+
+
+class _Batch(NamedTuple):
+    rows: StagedRows
+    started: Future[None]
+
+
+@dataclass(eq=False, repr=False)
+class StoreHit:
+    """Tokens of a request that a store has. It may lose them; a fetch then says so."""
+
+    start: int
+    tokens: int
+    """How many tokens of the request, from its first, can be fetched; 0 for none."""
+    rows: Mapping[NeededBlock, RowName]
+    _traffic: RowTraffic
+    _storage: TierStorage
+    _route_to: Callable[[Plan], Route]
+    _plan: Plan
+    """The tier's own."""
+    _seconds: float
+    _missed: Callable[[AtlasError], None]
+
+    def fetch(
+        self,
+        pools: Mapping[int, Any] | None,
+        plan: Plan,
+        *,
+        rank: int = 0,
+        blocks: Any,
+        start: int | None = None,
+    ) -> None:
+        """Fill one rank's blocks, from token `start` on; what it has of those before stays.
+
+        Rows come some at a time, each checked before it is used, the next ones while the first
+        are copied. Where one fails, blocks may have been filled in part: compute their tokens.
+        """
+        with self._storage.using():
+            rank = checked_rank(plan, rank, "destination")
+            way = self._route_to(plan)
+            if not self.tokens or 0 not in way.sources(rank):
+                return
+            numbered = NumberedRows(self._plan, self.rows)
+            tokens = self.start if start is None else max(start, self.start), self.tokens
+            with self._storage.metrics.phase("bind"):
+                ends: dict[str, Any] = {"src_blocks": numbered.tables(), "dst_blocks": blocks}
+                bound = way.bind(src_rank=0, dst_rank=rank, tokens=tokens, **ends)
+                copies = NumberedCopies(bound.copies, "src", self._plan)
+            try:
+                read = self._storage.reading(plan, rank, pools or {})
+                self._fetch(numbered.numbers, copies, read)
+            except AtlasError as problem:
+                self._missed(problem)
+                raise
+
+    def _fetch(
+        self, numbers: Mapping[NeededBlock, int], copies: NumberedCopies, read: Carry
+    ) -> None:
+        deadline, traffic = Deadline(self._seconds), self._traffic
+        waiting = batches(self._plan, numbers, traffic.staging.at_once)
+        under_way: deque[_Batch] = deque()
+        try:
+            while True:
+                while len(under_way) < _AHEAD and (some := next(waiting, None)) is not None:
+                    under_way.append(self._start(some, copies, deadline))
+                if not under_way:
+                    return
+                first = under_way[0]
+                traffic.calls.result(first.started, deadline)
+                self._storage.carry("fetch", copies.at(first.rows.places), read)
+                traffic.staging.give_back(under_way.popleft().rows.lease)
+        finally:
+            for batch in under_way:
+                traffic.give_back_after(batch.started, batch.rows.lease)
+
+    def _start(
+        self, numbers: Mapping[NeededBlock, int], copies: NumberedCopies, deadline: Deadline
+    ) -> _Batch:
+        """Begin to read the objects of some rows that this rank needs."""
+        rows = self._traffic.stage(numbers, deadline)
+        if rows is None:
+            raise deadline.passed()
+        wanted = []
+        for need, number in numbers.items():
+            row, objects = self.rows[need], self._traffic.names.cut.groups[need.group]
+            ranges = copies.within(self._plan.groups[need.group].pool, number)
+            indices = np.flatnonzero(objects.overlap(*ranges)).tolist()
+            wanted += self._traffic.staged(row, number, rows, indices)
+        return _Batch(rows, self._traffic.get(wanted))
+
+    def release(self) -> None:
+        """Nothing is kept for a hit: stores evict as they please."""
+
+
+def batches(
+    plan: Plan, numbers: Mapping[NeededBlock, int], at_once: Callable[[int], int]
+) -> Iterator[dict[NeededBlock, int]]:
+    """Rows in their order, as many at a time as go through staging memory together."""
+    some: dict[NeededBlock, int] = {}
+    counts: dict[int, int] = {}
+    for need, number in numbers.items():
+        pool = plan.groups[need.group].pool
+        if counts.get(pool, 0) == at_once(pool):
+            yield some
+            some, counts = {}, {}
+        some[need] = number
+        counts[pool] = counts.get(pool, 0) + 1
+    if some:
+        yield some

@@ -1,0 +1,301 @@
+"""`StoreTier`: one tier for a fleet, in a store of objects that all of its engines reach.
+
+It has the calls of `Tier`, and a plan of its own as `Tier` has, but no blocks: the plan says what
+a row looks like, and rows are in the store, cut into objects that every topology writes and
+reads whole. Nothing is kept here but rows on their way, in memory of bounded size, and nothing
+that a store says is believed: a row is found when all of its objects are there, and used when
+each of them is what it should be. A store that is slow, full or gone is a miss.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.planning import Plan
+from kvatlas.routing import checked_rank, route, token_range
+from kvatlas.tier.index import StoreResult
+from kvatlas.tier.ingest import Ingest, check_tier_plan, with_room
+from kvatlas.tier.namespaces import CacheIdentity, Namespace, RowName
+from kvatlas.tier.request_blocks import Keys, NeededBlock, TierSpans, keys_by_group
+from kvatlas.tier.row_lookup import RowLookup
+from kvatlas.tier.row_objects import RowObjects
+from kvatlas.tier.row_storing import Puts, RowStoring
+from kvatlas.tier.row_traffic import RowTraffic
+from kvatlas.tier.staging_rows import StagingRows
+from kvatlas.tier.storage import TierStorage
+from kvatlas.tier.store_calls import Deadline
+from kvatlas.tier.store_hit import StoreHit
+from kvatlas.tier.stores import ObjectStore
+
+_PLANS = 16
+_THREADS = 4
+_STORE_FAILED = {
+    Code.DEADLINE: "late",
+    Code.MISSING_BLOCKS: "gone",
+    Code.CHECKSUM: "damaged",
+    Code.WIRE_FAILED: "failed",
+    Code.UNREADABLE: "failed",
+}
+"""Errors that are the store's: why something could not be had of it."""
+
+
+class StoreTier:
+    """A second home for blocks, in a store.
+
+    >>> import numpy as np
+    >>> from kvatlas.planning import plan
+    >>> from kvatlas.tier import CacheIdentity, HostStore
+    >>> prefill = plan("Qwen3-8B", memory="64MiB", tp=2, layout="LBNHC", max_len=64)
+    >>> decode = plan("Qwen3-8B", memory="64MiB", layout="BHLNC", block_size=32, max_len=64)
+    >>> rows = plan("Qwen3-8B", memory="32MiB", layout="BHLNC", block_size=16, max_len=64)
+    >>> store, ours = HostStore(), CacheIdentity(weights="a digest of the checkpoint")
+    >>> tier = StoreTier(store, rows, ours, staging=32 << 20)
+    >>> keys = [b"first 16 tokens", b"first 32 tokens"]
+    >>> for rank in (0, 1):
+    ...     pools = {0: np.full(prefill.pools[0].nbytes, 1 + rank, np.uint8)}
+    ...     tier.store(pools, prefill, rank=rank, blocks=[7, 2], tokens=32, keys=keys)
+    StoreResult(whole=0, waiting=2, no_room=0)
+    StoreResult(whole=2, waiting=0, no_room=0)
+    >>> mine = {0: np.zeros(decode.pools[0].nbytes, np.uint8)}
+    >>> tier.fetch(mine, decode, blocks=[4], tokens=32, keys=keys)
+    >>> keys_of_layer_0 = decode.view("model.layers.0.self_attn.attn", "k")
+    >>> mine[0][keys_of_layer_0(B=4, H=[0, 3, 4, 7], N=3, C=0)]
+    array([1, 1, 2, 2], dtype=uint8)
+    >>> others = StoreTier(store, rows, CacheIdentity(weights="another"), staging=32 << 20)
+    >>> others.match(keys, tokens=32), dict(others.misses)
+    (0, {'other_weights': 1})
+    >>> tier.close(), others.close()
+    (None, None)
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        plan: Plan,
+        identity: CacheIdentity,
+        *,
+        shards: int | None = None,
+        stages: int = 1,
+        staging: int = 256 << 20,
+        deadline: float = 5.0,
+    ) -> None:
+        check_tier_plan(plan)
+        self.plan, self.deadline = plan, deadline
+        self.misses: Counter[str] = Counter()
+        """How often less was found than asked for, or could be fetched, by reason."""
+        cut = RowObjects(plan, shards, stages)
+        self.namespace = Namespace(identity, cut)
+        self._staging = StagingRows(plan, staging, max(map(len, cut.groups)))
+        for memory in (*self._staging.pools.values(), *self._staging.headers.values()):
+            store.register(memory.reshape(-1))
+        self._traffic = RowTraffic(store, self.namespace, self._staging, _THREADS)
+        self._storage = TierStorage(self._staging.pools, None, verify_always=False)
+        self.metrics = self._storage.metrics
+        self._lookup = RowLookup(self._traffic, TierSpans(plan, plan))
+        self._ingest_from = lru_cache(_PLANS)(lambda src: Ingest(src, plan))
+        self._route_to = lru_cache(_PLANS)(lambda dst: route(with_room(plan), dst))
+        self._compiling = threading.Lock()
+        self._puts: set[Future[list[str]]] = set()
+        self._lock = threading.Lock()
+
+    # -- storing ------------------------------------------------------------------------
+
+    def store(
+        self,
+        pools: Mapping[int, Any] | None,
+        plan: Plan,
+        *,
+        rank: int = 0,
+        blocks: Any,
+        tokens: Any,
+        keys: Keys,
+        wait: bool = True,
+    ) -> StoreResult:
+        """Store one rank's part of a request's tokens; every rank of its plan calls this.
+
+        Arguments are those of `Tier.store`. Without `wait` it returns when the pools have been
+        read, and what is on its way to the store counts as waiting; `flush` waits for it.
+        What the store has no room for, fails at, or is too slow for, counts as `no_room`.
+        """
+        with self._storage.using():
+            with self._compiling:
+                ingest = self._ingest_from(plan)
+            rank = checked_rank(plan, rank, "source")
+            start, stop = token_range(tokens, min(plan.max_len, self.plan.max_len))
+            start = ingest.spans.whole_blocks(start)
+            needs = ingest.spans.needs(start, stop, keys_by_group(self.plan, keys))
+            rows = {n: RowName(n.group, n.key, n.cover) for n in needs if n.key is not None}
+            deadline = Deadline(self.deadline)
+            refused: set[RowName] = set()
+            try:
+                absent = self._absent(rows, deadline)
+                if absent and rank in ingest.sources:
+                    write = self._storage.writing(plan, rank, pools or {})
+                    storing = RowStoring(self._traffic, ingest, rank, absent)
+                    puts, no_room = storing.start(
+                        blocks, (start, stop), self._storage, write, deadline
+                    )
+                    refused = {*no_room, *(self._finish(puts, deadline) if wait else ())}
+                    self._keep(puts)
+                    self._traffic.mark(deadline)
+                    absent = self._absent(rows, deadline)
+            except AtlasError as problem:
+                if problem.code not in _STORE_FAILED:
+                    raise
+                self.metrics.add(store_failed=1)
+                return StoreResult(0, 0, len(rows))
+            lost = sum(row in refused for row in absent.values())
+            return StoreResult(len(rows) - len(absent), len(absent) - lost, lost)
+
+    def flush(self, seconds: float | None = None) -> bool:
+        """Wait for what is on its way to the store; whether all of it has ended."""
+        with self._lock:
+            under_way = list(self._puts)
+        return not wait_for(under_way, self.deadline if seconds is None else seconds).not_done
+
+    def idle(self) -> bool:
+        """Whether nothing is on its way between here and the store."""
+        return self._staging.idle()
+
+    def _absent(
+        self, rows: Mapping[NeededBlock, RowName], deadline: Deadline
+    ) -> dict[NeededBlock, RowName]:
+        """The rows of which some object is not there."""
+        present = self._traffic.present(list(rows.values()), deadline)
+        pairs = zip(rows.items(), present, strict=True)
+        return {need: row for (need, row), (whole, _) in pairs if not whole}
+
+    def _finish(self, puts: Puts, deadline: Deadline) -> Iterator[RowName]:
+        """Wait for puts; rows that found no room, that the store failed at or is late with."""
+        for started, rows in puts.items():
+            try:
+                refused = self._traffic.calls.result(started, deadline)
+            except AtlasError:
+                self.metrics.add(store_failed=1)
+                yield from rows
+            else:
+                names = self.namespace.objects
+                yield from (row for row in rows if not set(refused).isdisjoint(names(row)))
+
+    def _keep(self, puts: Puts) -> None:
+        """Know of puts until they have ended."""
+        with self._lock:
+            self._puts |= puts.keys()
+        for started in puts:
+            started.add_done_callback(self._forget)
+
+    def _forget(self, ended: Future[list[str]]) -> None:
+        with self._lock:
+            self._puts.discard(ended)
+
+    # -- fetching -----------------------------------------------------------------------
+
+    def match(self, keys: Keys, tokens: Any) -> int:
+        """How many tokens could be fetched: all of them, or as many whole blocks as there are.
+
+        A store that fails or is late has none of them.
+        """
+        with self._storage.using():
+            start, stop = token_range(tokens, self.plan.max_len)
+            return self._found(start, stop, keys)[0]
+
+    @contextmanager
+    def pin(self, keys: Keys, tokens: Any) -> Iterator[StoreHit]:
+        """What there is of some tokens, for any number of ranks to fetch.
+
+        Stores keep nothing in place: what was there may be gone when it is fetched.
+        """
+        with self._storage.using():
+            start, stop = token_range(tokens, self.plan.max_len)
+            end, rows = self._found(start, stop, keys)
+            about = (self._traffic, self._storage, self._route_to, self.plan)
+            hit = StoreHit(start, end, rows, *about, self.deadline, self._missed)
+        yield hit
+
+    def fetch(
+        self,
+        pools: Mapping[int, Any] | None,
+        plan: Plan,
+        *,
+        rank: int = 0,
+        blocks: Any,
+        tokens: Any,
+        keys: Keys,
+    ) -> None:
+        """Fetch tokens into a rank's blocks: all of them, or a refusal.
+
+        Refused after it had begun, it leaves blocks that were filled in part.
+        """
+        _, stop = token_range(tokens, min(plan.max_len, self.plan.max_len))
+        with self.pin(keys, tokens) as hit:
+            if hit.tokens < stop:
+                problem, got = "The tier does not have all tokens", f"{hit.tokens} of {stop} tokens"
+                hint = "Ask match first, or pin what there is"
+                raise AtlasError(Code.MISSING_BLOCKS, problem, got=got, hint=hint)
+            hit.fetch(pools, plan, rank=rank, blocks=blocks)
+
+    def drop(self, keys: Keys) -> int:
+        """Forget keys, in every group; how many objects that were."""
+        with self._storage.using():
+            by_group = keys_by_group(self.plan, keys)
+            names = [(g, key) for g, row in by_group.items() for key in row if key is not None]
+            prefixes = [self.namespace.all_of(group, key) for group, key in names]
+            return sum(self._traffic.store.remove_all(prefix) for prefix in prefixes)
+
+    def drop_tenant(self) -> int:
+        """Remove every object of this tenant, whatever the model; how many that were."""
+        with self._storage.using():
+            return self._traffic.store.remove_all(self.namespace.tenant_prefix)
+
+    def close(self) -> None:
+        """Wait for calls that are under way, and let go of the store once its calls have ended.
+
+        A store that hangs is left to itself after the deadline.
+        """
+        ended = self.flush()
+        self._storage.close()
+        self._traffic.calls.close()
+        if ended and self._staging.idle():
+            self._traffic.store.close()
+
+    def __enter__(self) -> StoreTier:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- inside -------------------------------------------------------------------------
+
+    def _found(
+        self, start: int, stop: int, keys: Keys
+    ) -> tuple[int, Mapping[NeededBlock, RowName]]:
+        """The most tokens that there are, and their rows; why not more is counted."""
+        deadline, by_group = Deadline(self.deadline), keys_by_group(self.plan, keys)
+        try:
+            end, rows, missing = self._lookup.longest(start, stop, by_group, deadline)
+            if end < stop:
+                reason = self._traffic.why_absent(deadline) if missing == "absent" else missing
+                self._count(reason)
+            return end, rows
+        except AtlasError as problem:
+            if problem.code not in _STORE_FAILED:
+                raise
+            self._missed(problem)
+            return 0, {}
+
+    def _missed(self, problem: AtlasError) -> None:
+        """Count why something could not be had of the store."""
+        if problem.code in _STORE_FAILED:
+            self._count(_STORE_FAILED[problem.code])
+
+    def _count(self, reason: str) -> None:
+        with self._lock:
+            self.misses[reason] += 1

@@ -1,0 +1,17 @@
+"""Stores of objects: bytes under names, in host memory, in a folder, or in Mooncake Store."""
+
+from kvatlas.tier.stores.base import ABSENT, ObjectStore, Parts, StoreRoom, joined_size
+from kvatlas.tier.stores.folder import FolderStore
+from kvatlas.tier.stores.host import HostStore
+from kvatlas.tier.stores.mooncake import MooncakeStore
+
+__all__ = [
+    "ABSENT",
+    "FolderStore",
+    "HostStore",
+    "MooncakeStore",
+    "ObjectStore",
+    "Parts",
+    "StoreRoom",
+    "joined_size",
+]

@@ -1,0 +1,118 @@
+"""`HostStore`: objects in this process's memory, the least recently used evicted first."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from kvatlas.tier.stores.base import ABSENT, ObjectStore, Parts, StoreRoom, joined_size
+from kvatlas.wire import Bytes
+
+
+class HostStore(ObjectStore):
+    """Objects in memory, up to so many bytes.
+
+    >>> store, object = HostStore(capacity=8), np.arange(4, dtype=np.uint8)
+    >>> store.put([("a", [object]), ("b", [object])]), store.put([("c", [object])])
+    ([True, True], [True])
+    >>> store.exists(["a", "b", "c"]), store.capacity()
+    ([False, True, True], StoreRoom(used=8, total=8, objects=2))
+    """
+
+    def __init__(self, capacity: int = 1 << 30) -> None:
+        self._capacity, self._used = capacity, 0
+        self._objects: OrderedDict[str, Bytes] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def put(self, objects: Sequence[tuple[str, Parts]]) -> list[bool]:
+        """Store objects that are not there yet."""
+        return [self._put(name, parts) for name, parts in objects]
+
+    def _put(self, name: str, parts: Parts) -> bool:
+        size = joined_size(parts)
+        if size > self._capacity:
+            return False
+        made = np.concatenate(parts)
+        with self._lock:
+            if name not in self._objects:
+                while self._used + size > self._capacity:
+                    self._used -= self._objects.popitem(last=False)[1].nbytes
+                self._objects[name] = made
+                self._used += size
+        return True
+
+    def get(self, objects: Sequence[tuple[str, Parts]]) -> list[int]:
+        """Read whole objects."""
+        sizes = []
+        for name, parts in objects:
+            found = self._find(name)
+            sizes.append(ABSENT if found is None else found.nbytes)
+            if found is not None and found.nbytes == joined_size(parts):
+                at = 0
+                for part in parts:
+                    part[:] = found[at : at + part.nbytes]
+                    at += part.nbytes
+        return sizes
+
+    def ranges(self, name: str, wanted: Sequence[tuple[int, Bytes]]) -> int:
+        """Read parts of an object."""
+        found = self._find(name)
+        if found is None:
+            return ABSENT
+        read = 0
+        for offset, into in wanted:
+            some = found[offset : offset + into.nbytes]
+            into[: some.nbytes] = some
+            read += some.nbytes
+        return read
+
+    def exists(self, names: Sequence[str]) -> list[bool]:
+        """Which objects are there."""
+        with self._lock:
+            return [name in self._objects for name in names]
+
+    def remove(self, names: Sequence[str]) -> int:
+        """Remove objects."""
+        with self._lock:
+            gone = [self._objects.pop(name) for name in names if name in self._objects]
+            self._used -= sum(one.nbytes for one in gone)
+        return len(gone)
+
+    def remove_all(self, prefix: str) -> int:
+        """Remove all whose names begin so."""
+        return self.remove(list(self.names(prefix)))
+
+    def names(self, prefix: str = "") -> Iterator[str]:
+        """The names that begin so."""
+        with self._lock:
+            return iter([name for name in self._objects if name.startswith(prefix)])
+
+    def size(self, name: str) -> int:
+        """The bytes of an object."""
+        with self._lock:
+            found = self._objects.get(name)
+        return ABSENT if found is None else found.nbytes
+
+    def register(self, memory: Bytes) -> None:
+        """Any memory will do."""
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+    def sweep(self) -> int:
+        """Writers that died have left nothing."""
+        return 0
+
+    def capacity(self) -> StoreRoom:
+        """What there is and what could be."""
+        with self._lock:
+            return StoreRoom(self._used, self._capacity, len(self._objects))
+
+    def _find(self, name: str) -> Bytes | None:
+        with self._lock:
+            if name in self._objects:
+                self._objects.move_to_end(name)
+            return self._objects.get(name)

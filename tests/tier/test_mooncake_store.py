@@ -1,0 +1,128 @@
+"""One Mooncake Store, two processes of unlike topologies: every byte, also when things die."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import closing
+
+import numpy as np
+import pytest
+
+from kvatlas import AtlasError
+from tests.tier.lying_store import fetched
+from tests.tier.mooncake_world import Master, Peer, missing, model_of, running, wait_until, world_of
+from tests.tier.world import small
+
+DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
+TIMES = 100 if DEEP else 1
+WHY = missing()
+pytestmark = [
+    pytest.mark.skipif(bool(WHY), reason=WHY),
+    pytest.mark.xdist_group("mooncake store"),
+]
+deep = pytest.mark.skipif(not DEEP, reason="run by make test-fleet")
+FIVE = ("dense", "sliding", "latent", "delta hybrid", "compressed")
+
+
+@pytest.fixture(scope="module")
+def master() -> Iterator[Master]:
+    with running() as made:
+        yield made
+
+
+def test_a_process_of_another_topology_loads_what_one_has_stored(master: Master) -> None:
+    peer = Peer(master)
+    try:
+        for name in FIVE if DEEP else FIVE[::3]:
+            tp = {} if name in ("latent", "compressed") else {"tp": 2}
+            order = {} if name == "compressed" else {"layout": "LBNHC", **tp}
+            assert peer.ask("store", name, **order)[-1][0] > 0
+            with master.tier(name) as tier:
+                big = {"memory": "24MiB"} if name == "compressed" else {"block_size": 32}
+                world_of(name).check(tier, small(model_of(name), **big))
+                assert not tier.misses
+        peer.end()
+    finally:
+        peer.kill()
+
+
+def test_what_a_store_answers(master: Master) -> None:
+    store, wanted = master.store(), np.arange(5000, dtype=np.uint64).view(np.uint8)
+    store.register(wanted)
+    assert store.put([("kv1/a/b", [wanted[:64], wanted[64:]])]) == [True]
+    assert store.put([("kv1/a/b", [wanted[:100]])]) == [True]
+    assert store.size("kv1/a/b") == wanted.nbytes
+    got = np.zeros_like(wanted)
+    store.register(got)
+    assert store.get([("kv1/a/b", [got[:10], got[10:]]), ("kv1/no", [got[:9]])]) == [40_000, -1]
+    assert np.array_equal(got, wanted)
+    for size in (100, 39_999):
+        assert store.get([("kv1/a/b", [got[:size]])]) == [40_000]
+    some = np.zeros(64, np.uint8)
+    assert store.ranges("kv1/a/b", [(8, some)]) == 64
+    assert np.array_equal(some, wanted[8:72])
+    assert (store.ranges("kv1/no", [(0, some)]), store.size("kv1/no")) == (-1, -1)
+    assert store.exists(["kv1/a/b", "kv1/no"]) == [True, False]
+    assert "kv1/a/b" in list(store.names("kv1/a/"))
+    assert store.capacity().total >= 16 << 20
+    assert store.remove(["kv1/a/b", "kv1/no"]) == 1
+    store.put([("kv1/a/c", [wanted]), ("kv1/ab", [wanted])])
+    assert store.remove_all("kv1/a/") == 1
+    assert store.exists(["kv1/a/c", "kv1/ab"]) == [False, True]
+    store.close()
+
+
+@deep
+def test_a_client_killed_while_it_puts_leaves_whole_rows_or_none() -> None:
+    """What was in the memory of the one that died is gone; what remains is right."""
+    world, made = world_of("dense", 5), small(model_of("dense"))
+    rng = np.random.default_rng(0)
+    with running() as master, master.tier("dense") as tier:
+        for _ in range(TIMES):
+            tier.drop_tenant()
+            peer = Peer(master)
+            peer.tell("store", "dense", seed=5, tp=4)
+            wait_until(lambda: tier.match(world.keys(tier), 100) > 0 or "incomplete" in tier.misses)
+            time.sleep(float(rng.random()) / 20)
+            peer.kill()
+            fetched(world, tier, made)
+        # The master says for a while that what the dead one had is there.
+        wait_until(lambda: world.store(tier, made)[-1].whole == 7 and fetched(world, tier, made))
+
+
+def test_a_master_that_is_killed_is_a_miss_and_one_that_is_back_serves_again() -> None:
+    world, made = world_of("dense"), small(model_of("dense"))
+    with running() as master, master.tier("dense", deadline=10.0) as tier:
+        for _ in range(TIMES):
+            wait_until(lambda: world.store(tier, made)[-1].whole == 7)
+            assert fetched(world, tier, made)
+            master.kill()
+            tier.misses.clear()
+            assert tier.match(world.keys(tier), 100) == 0
+            assert tier.misses == {"failed": 1}
+            assert not fetched(world, tier, made)
+            master.start()
+
+
+@deep
+def test_a_full_store_evicts_and_what_is_found_is_right() -> None:
+    made, filler = small(model_of("dense")), np.zeros(1 << 20, np.uint8)
+    with running() as master, master.tier("dense") as tier, closing(master.store(0)) as other:
+        for seed in range(TIMES):
+            world = world_of("dense", seed)
+            tier.drop_tenant()
+            other.put([(f"kv1/filler/{seed}-{n}", [filler]) for n in range(20)])
+            world.store(tier, made)
+            fetched(world, tier, made)
+        other.remove_all("kv1/filler/")
+        wait_until(lambda: world.store(tier, made)[-1].whole == 7)
+        assert fetched(world, tier, made)
+
+
+def test_a_store_without_its_master_is_refused_when_it_is_opened() -> None:
+    with running() as master:
+        master.kill()
+        with pytest.raises(AtlasError):
+            master.store()

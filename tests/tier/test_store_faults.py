@@ -1,0 +1,195 @@
+"""A store that lies, loses, stalls or fails is a miss with a reason: never a wrong byte."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from kvatlas import AtlasError
+from kvatlas.tier import CacheIdentity, HostStore, StoreTier
+from tests.tier.lying_store import LyingStore, fetched, until
+from tests.tier.test_store_topologies import OURS, tier_in
+from tests.tier.test_topologies import MODELS
+from tests.tier.world import World, small, tier_plan
+
+DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
+TIMES = 100 if DEEP else 5
+MODEL = MODELS["dense"]
+LOADING = {
+    "bytes flipped": "damaged",
+    "another size": "damaged",
+    "another object": "damaged",
+    "nothing is read": "damaged",
+    "evicted before get": "gone",
+    "get raises": "failed",
+    "get answers too few": "failed",
+    "exists raises": "failed",
+    "exists answers too few": "failed",
+}
+STORING = ("put dies", "put says no", "put says yes", "put answers too few", "exists raises")
+REALLY_STORED = ("put answers too few", "put dies")
+"""Where rows may be whole though the store says otherwise: what counts is what is there."""
+STALLS = ("get stalls", "exists stalls", "put stalls")
+
+
+@pytest.mark.parametrize("fault", LOADING)
+def test_a_store_that_lies_while_loading_is_a_miss(fault: str) -> None:
+    world, src, dst = World(MODEL, 70), small(MODEL, tp=2), small(MODEL, layout="LBNHC")
+    store = LyingStore()
+    with tier_in(store, MODEL) as tier:
+        for time_ in range(TIMES):
+            world.store(tier, src)
+            tier.misses.clear()
+            store.random = np.random.default_rng(time_)
+            store.fault = fault
+            assert not fetched(world, tier, dst)
+            assert set(tier.misses) == {LOADING[fault]}, fault
+            store.fault = ""
+            assert until(tier.idle)
+        world.store(tier, src)  # what was damaged can be stored again
+        assert fetched(world, tier, dst)
+
+
+@pytest.mark.parametrize("fault", STORING)
+def test_a_store_that_fails_while_storing_has_whole_rows_or_none(fault: str) -> None:
+    world, src, dst = World(MODEL, 70), small(MODEL, tp=2), small(MODEL, layout="LBNHC")
+    store = LyingStore()
+    with tier_in(store, MODEL) as tier:
+        for time_ in range(TIMES):
+            store.remove_all("")
+            store.random = np.random.default_rng(time_)
+            store.fault = fault
+            stored = world.store(tier, src)
+            assert all(one.whole == 0 or fault in REALLY_STORED for one in stored)
+            store.fault = ""
+            assert fetched(world, tier, dst) == (tier.match(world.keys(tier), 70) == 70)
+            assert until(tier.idle)
+            assert world.store(tier, src)[-1].whole == 5
+            assert fetched(world, tier, dst)
+
+
+@pytest.mark.parametrize("fault", STALLS)
+def test_a_store_that_stalls_is_a_miss_by_the_deadline(fault: str) -> None:
+    world, made = World(MODEL, 70), small(MODEL)
+    for _ in range(TIMES if DEEP else 1):
+        store = LyingStore()
+        with tier_in(store, MODEL, deadline=0.2) as tier:
+            if fault != "put stalls":
+                world.store(tier, made)
+            store.fault = fault
+            begun = time.monotonic()
+            if fault == "put stalls":
+                assert world.store(tier, made)[0].no_room == 5
+            else:
+                assert not fetched(world, tier, made)
+                assert tier.misses["late"] == 1
+            assert time.monotonic() - begun < 10
+            assert fault == "exists stalls" or not tier.idle(), "late calls keep their memory"
+            store.fault = ""
+            store.stalled.set()
+            assert until(tier.idle)
+            world.store(tier, made)
+            tier.deadline = 10.0
+            assert fetched(world, tier, made)
+
+
+def test_a_full_store_forgets_and_never_mixes_up() -> None:
+    """Room for a third of the rows: what is found is right, and what is not is absent."""
+    made, store = small(MODEL), HostStore(20_000)
+    worlds = [World(MODEL, 48, seed=seed) for seed in range(TIMES)]
+    with tier_in(store, MODEL) as tier:
+        for world in worlds:
+            salted = {
+                i: [b"%d" % id(world) + k for k in row] for i, row in world.keys(tier).items()
+            }
+            world.store(tier, made, keys=salted)
+            room = store.capacity()
+            assert room.used <= room.total
+            if tier.match(salted, 48) == 48:
+                world.check(tier, made, keys=salted)
+
+
+def test_two_writers_of_one_key_at_once() -> None:
+    world, src, store = World(MODEL, 96), small(MODEL, tp=2), LyingStore()
+    with tier_in(store, MODEL) as one, tier_in(store, MODEL) as two:
+        for _ in range(TIMES):
+            writers = [
+                threading.Thread(target=world.store, args=(tier, src)) for tier in (one, two)
+            ]
+            for writer in writers:
+                writer.start()
+            for writer in writers:
+                writer.join()
+            assert fetched(world, one, small(MODEL))
+            assert fetched(world, two, small(MODEL, tp=4))
+            assert one.drop_tenant() > 0
+            assert store.capacity().objects == 0
+
+
+def test_other_weights_dtypes_formats_models_and_tenants_are_misses_with_their_reason() -> None:
+    world, store = World(MODEL, 64), HostStore()
+    with tier_in(store, MODEL) as tier:
+        world.store(tier, small(MODEL))
+        keys = world.keys(tier)
+    others = {
+        "other_tenant": (tier_plan(MODEL), CacheIdentity(weights="ours", tenant="else")),
+        "other_weights": (tier_plan(MODEL), CacheIdentity(weights="theirs")),
+        "other_dtype": (tier_plan(MODEL.with_cache("fp8")), OURS),
+        "other_format": (tier_plan(MODEL, layout="BHLNC"), OURS),
+        "other_model": (tier_plan(MODELS["latent"]), OURS),
+        "absent": (tier_plan(MODEL), OURS),
+    }
+    for reason, (plan, identity) in others.items():
+        asked = {0: [b"other " + key[:32] for key in keys[0]]} if reason == "absent" else keys
+        with StoreTier(store, plan, identity, staging=1 << 16) as tier:
+            assert tier.match(asked, 64) == 0
+            assert tier.misses == {reason: 1}
+
+
+def test_a_tenants_data_is_found_by_no_other_and_removed_as_a_whole() -> None:
+    world, store, made = World(MODEL, 64), HostStore(), small(MODEL)
+    tenants = [CacheIdentity(weights="ours", tenant=who) for who in ("a", "../a", "a/", "")]
+    tiers = [StoreTier(store, tier_plan(MODEL), who, staging=1 << 16) for who in tenants]
+    for place, tier in enumerate(tiers):
+        assert tier.match(world.keys(tier), 64) == 0
+        world.store(tier, made)
+        assert len({name.split("/")[1] for name in store.names()}) == place + 1
+    assert tiers[1].drop_tenant() > 0
+    assert [tier.match(world.keys(tier), 64) for tier in tiers] == [64, 0, 64, 64]
+    for tier in tiers:
+        tier.close()
+
+
+def test_keys_from_outside_stay_in_their_namespace() -> None:
+    store = HostStore()
+    made = small(MODEL)
+    with tier_in(store, MODEL) as tier:
+        for key in (b"../../x", b"/etc/passwd", b"\x00", b"kv1/", b"*" * 64):
+            held = {0: np.zeros(made.pools[0].nbytes, np.uint8)}
+            tier.store(held, made, blocks=[1], tokens=16, keys=[key])
+        inside = (tier.namespace.prefix, f"{tier.namespace.tenant_prefix}marks/")
+        assert all(name.startswith(inside) for name in store.names())
+        with pytest.raises(AtlasError):
+            tier.match([b"x" * 65], 16)
+
+
+def test_what_is_stored_later_is_there_after_a_flush() -> None:
+    world, made = World(MODEL, 160), small(MODEL)
+    with tier_in(HostStore(), MODEL) as tier:
+        world.store(tier, made, wait=False)
+        assert tier.flush()
+        assert tier.idle()
+        world.check(tier, small(MODEL, tp=2))
+
+
+def test_a_dropped_key_is_gone_whatever_tokens_it_had() -> None:
+    world, made = World(MODEL, 70), small(MODEL)
+    with tier_in(HostStore(), MODEL) as tier:
+        world.store(tier, made)
+        keys = world.keys(tier)
+        assert tier.drop({0: keys[0][4:]}) == 4
+        assert tier.match(keys, 70) == 64
