@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from kvatlas.engines.vllm import (
     describe_engine,
     describe_stage,
     join_stages,
+    thread_cores,
 )
 from kvatlas.engines.vllm.ended_requests import Ended
 from kvatlas.engines.vllm.orders import OfferOrder, PullOrder, RemoteRequest, StepOrders
@@ -253,6 +255,8 @@ def test_threads_that_move_bytes_leave_the_cores_that_vllm_computes_on(
 ) -> None:
     """vLLM binds a CPU worker's thread to its cores; threads made later would share them."""
     before, free = os.sched_getaffinity(0), os.sched_getaffinity(os.getppid())
+    engine = SimpleNamespace(pid=os.getppid())
+    monkeypatch.setattr(thread_cores, "parent_process", lambda: engine)
     bound = {min(before)}
     for by_vllm in (True, False):
         if by_vllm:

@@ -10,24 +10,23 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing import parent_process
 
 _BOUND_BY = ("OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 """What vLLM sets for the processes whose threads it binds."""
 
 
 def free_cores() -> set[int]:
-    """Cores of the process that started this one, where vLLM has bound this one to some of them.
+    """Cores of the engine that started this worker, where vLLM has bound it to some of them.
 
-    No others: threads then run wherever this one does.
-
-    >>> sorted(free_cores())
-    []
+    None are named otherwise: threads then run wherever the calling one does.
     """
+    engine = parent_process()
     bound = any(name in os.environ for name in _BOUND_BY)
-    if not bound or not hasattr(os, "sched_getaffinity"):  # which only Linux has
+    if engine is None or not bound or not hasattr(os, "sched_getaffinity"):  # only Linux has it
         return set()
     with suppress(OSError):
-        cores = os.sched_getaffinity(os.getppid())
+        cores = os.sched_getaffinity(engine.pid or 0)
         if cores > os.sched_getaffinity(0):
             return cores
     return set()
