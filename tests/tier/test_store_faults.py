@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 
-from kvatlas import AtlasError
+from kvatlas import AtlasError, Code
 from kvatlas.tier import CacheIdentity, HostStore, StoreTier
 from tests.tier.lying_store import LyingStore, fetched, until
 from tests.tier.test_store_topologies import OURS, tier_in
@@ -193,3 +193,32 @@ def test_a_dropped_key_is_gone_whatever_tokens_it_had() -> None:
         keys = world.keys(tier)
         assert tier.drop({0: keys[0][4:]}) == 4
         assert tier.match(keys, 70) == 64
+
+
+def test_a_wrong_block_table_is_the_callers_error_and_no_miss() -> None:
+    world, made = World(MODEL, 64), small(MODEL)
+    with tier_in(HostStore(), MODEL) as tier:
+        with pytest.raises(AtlasError) as refusal:
+            tier.store({0: np.zeros(made.pools[0].nbytes, np.uint8)}, made, blocks=[1], tokens=64,
+                       keys=world.keys(tier))  # fmt: skip
+        assert refusal.value.code == Code.MISSING_BLOCKS
+        world.store(tier, made)
+        with pytest.raises(AtlasError) as refusal:
+            tier.fetch({0: np.zeros(made.pools[0].nbytes, np.uint8)}, made, blocks=[1], tokens=64,
+                       keys=world.keys(tier))  # fmt: skip
+        assert refusal.value.code == Code.MISSING_BLOCKS
+        assert not tier.misses
+        assert tier.idle()
+
+
+def test_a_rank_asks_for_its_own_objects_alone_before_it_stores() -> None:
+    """Else every rank of a fleet would ask for all objects of all rows."""
+    store, world, made = LyingStore(), World(MODEL, 64), small(MODEL, tp=4)
+    with tier_in(store, MODEL) as tier:
+        for salt in ("one", "two"):
+            store.asked = 0
+            keys = world.keys(tier, salt=salt)
+            world.store(tier, made, keys=keys, wait=False)
+            assert tier.flush()
+        assert store.asked == 4 * 4  # rows, and an object of each for each rank
+        assert tier.match(keys, 64) == 64
