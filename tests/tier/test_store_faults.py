@@ -10,7 +10,11 @@ import numpy as np
 import pytest
 
 from kvatlas import AtlasError, Code
+from kvatlas.models import Model
 from kvatlas.tier import CacheIdentity, HostStore, StoreTier
+from kvatlas.tier.namespaces import row_format
+from kvatlas.tier.opening import rows_of
+from kvatlas.tier.row_objects import RowObjects
 from tests.tier.lying_store import LyingStore, fetched, until
 from tests.tier.test_store_topologies import OURS, tier_in
 from tests.tier.test_topologies import MODELS
@@ -222,3 +226,38 @@ def test_a_rank_asks_for_its_own_objects_alone_before_it_stores() -> None:
             assert tier.flush()
         assert store.asked == 4 * 4  # rows, and an object of each for each rank
         assert tier.match(keys, 64) == 64
+
+
+def test_little_staging_memory_is_enough_for_any_request_and_many_threads() -> None:
+    """Two rows of memory, requests of twelve, four threads that fetch at once."""
+    world, made = World(MODEL, 192), small(MODEL)
+    with StoreTier(HostStore(), tier_plan(MODEL), OURS, staging=1, deadline=20.0) as tier:
+        assert world.store(tier, made)[0].whole == 12
+        outcomes: list[bool] = []
+        fetchers = [
+            threading.Thread(target=lambda: outcomes.append(fetched(world, tier, made)))
+            for _ in range(4)
+        ]
+        for fetcher in fetchers:
+            fetcher.start()
+        for fetcher in fetchers:
+            fetcher.join()
+        assert outcomes == [True] * 4
+        assert tier.idle()
+
+
+def test_whoever_stores_after_a_tenant_was_dropped_marks_it_again() -> None:
+    world, store, made = World(MODEL, 64), HostStore(), small(MODEL)
+    with tier_in(store, MODEL) as tier:
+        world.store(tier, made)
+        tier.drop_tenant()
+        world.store(tier, made)
+        assert sum("marks" in name for name in store.names()) == 5
+
+
+def test_rows_look_alike_whatever_the_greatest_length() -> None:
+    """Else engines of unlike max_len would share nothing."""
+    for name in ("gpt-oss-20b", *(("Nemotron-H-8B", "DeepSeek-V4-Pro") if DEEP else ())):
+        model = Model.load(name)
+        plans = [rows_of(model, 64, longest, "1TiB") for longest in (2048, 65536)]
+        assert len({row_format(RowObjects(one)) for one in plans}) == 1

@@ -122,6 +122,10 @@ class RowTraffic:
             self.calls.result(self.calls.start(lambda: self.store.put(marks)), deadline)
             self._marked = True
 
+    def forget_marks(self) -> None:
+        """The marks were removed: whoever stores next makes them again."""
+        self._marked = False
+
     # -- rows on their way --------------------------------------------------------------
 
     def stage(self, numbers: Mapping[NeededBlock, int], deadline: Deadline) -> StagedRows | None:

@@ -267,17 +267,18 @@ class StoreTier:
     def drop_tenant(self) -> int:
         """Remove every object of this tenant, whatever the model; how many that were."""
         with self._storage.using():
-            return self._remove_all([self.namespace.tenant_prefix])
+            removed = self._remove_all([self.namespace.tenant_prefix])
+            self._traffic.forget_marks()
+            return removed
 
     def close(self) -> None:
         """Wait for calls that are under way, and let go of the store once its calls have ended.
 
         A store that hangs is left to itself after the deadline.
         """
-        ended = self.flush()
+        self.flush()
         self._storage.close()
-        self._traffic.calls.close()
-        if ended and self._staging.idle():
+        if self._traffic.calls.close(Deadline(self.deadline)):
             self._traffic.store.close()
 
     def __enter__(self) -> StoreTier:
