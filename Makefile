@@ -30,9 +30,9 @@ endif
 # cores: some tests wait, for peers that stand still say, and others are run meanwhile.
 PARALLEL = $(shell $(PY) -c "import os, xdist; print('--dist loadgroup -n', os.cpu_count() + 1)" 2>/dev/null)
 
-.PHONY: demo tour test test-deep test-gpu test-lowest test-transformers test-vllm test-vllm-deep test-vllm-lifecycle \
+.PHONY: demo tour test test-deep test-pool test-gpu test-lowest test-transformers test-vllm test-vllm-deep test-vllm-lifecycle \
 	bench-vllm demo-vllm test-page map-gallery map-figures map-pictures \
-	test-kvcache-simulator hits lint lint-workflows bench bench-gpu docs docs-pairings wheel check-release format clean test-attack test-fleet soak
+	test-kvcache-simulator test-dynamo hits lint lint-workflows bench bench-gpu docs docs-pairings wheel check-release format clean test-attack test-fleet soak
 
 demo: $(READY)  ## The main job: plan, prefill, ship the cache, decode elsewhere
 	$(PY) -m examples.handover
@@ -46,6 +46,12 @@ test: $(READY)  ## Unit, property and documentation tests; Triton interprets
 
 test-deep: $(READY)  ## The same properties with many more examples
 	TRITON_INTERPRET=1 HYPOTHESIS_PROFILE=deep $(PY) -m pytest $(PARALLEL) $(TESTS)
+
+# OPERATIONS on small pools of every kind, each checked: a quarter of an hour for all of them.
+OPERATIONS ?= 1000000
+
+test-pool: $(READY)  ## A million random operations on block pools, beside a reference
+	$(PY) -m tests.pool.million --operations $(OPERATIONS)
 
 # SIZE is how often each claim is tried, over each transport: 100 for all that is promised.
 SIZE ?= 6
@@ -136,13 +142,27 @@ $(SIMULATOR)/.installed: $(STAMP)
 	$(SIMULATOR)/bin/pip install --quiet 'kvcache-simulator==0.1.3'
 	touch $@
 
+# Dynamo's indexer, a real listener to events, in an environment that sees the packages of .venv too.
+# It listens on all interfaces. Where its wheel cannot be had, the tests are skipped, saying so.
+DYNAMO := .venv-dynamo
+
+test-dynamo: $(DYNAMO)/.installed  ## A pool's events at the indexer of Dynamo 1.6.1: equal longest matches
+	$(DYNAMO)/bin/python -m pytest -s -rs $(or $(TESTS),tests/dynamo)
+
+$(DYNAMO)/.installed: $(STAMP)
+	test -d $(DYNAMO) || $(BIN)/python -m venv $(DYNAMO)
+	$(BIN)/python -c 'import sysconfig as s; print("import site; site.addsitedir(%r)" % s.get_path("purelib"))' \
+		> $$(echo $(DYNAMO)/lib/python3*/site-packages)/packages_of_venv.pth
+	-$(DYNAMO)/bin/pip install --quiet 'ai-dynamo-runtime==1.6.1'
+	touch $@
+
 # Another release of transformers, in an environment that sees the packages of .venv too.
 TRANSFORMERS ?= 5.17.0
 OTHER := .venv-transformers-$(TRANSFORMERS)
 
 test-transformers: $(OTHER)/.installed  ## The engine's tokens in every order, with TRANSFORMERS=5.17.0, or another
 	TRITON_INTERPRET=1 HYPOTHESIS_PROFILE=deep $(OTHER)/bin/python -m pytest -n auto \
-		$(or $(TESTS),tests/engines/test_tokens.py)
+		$(or $(TESTS),tests/engines/test_tokens.py tests/engines/test_cache.py tests/handover)
 
 $(OTHER)/.installed: $(STAMP)
 	test -d $(OTHER) || $(BIN)/python -m venv $(OTHER)
@@ -279,5 +299,5 @@ $(DOCS)/.installed: pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-page .venv-transformers-* .venv-docs .venv-lowest .venv-tools .venv-vllm .venv-wheel dist site
+	rm -rf $(VENV) .venv-page .venv-dynamo .venv-transformers-* .venv-docs .venv-lowest .venv-tools .venv-vllm .venv-wheel dist site
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,6 +1,6 @@
 """The page `docs/hits.md`: hit rates under vLLM's plans and atlas's, on real traces.
 
-    python -m benchmarks.hit_rates TRACES > docs/hits.md
+    python -m benchmarks.hit_rates TRACES --jobs 2 > docs/hits.md
 
 TRACES is a folder with Mooncake's `conversation_trace.jsonl` and `synthetic_trace.jsonl`, and
 `coding_agents/` with conversations of kv-cache-tester.
@@ -8,18 +8,22 @@ TRACES is a folder with Mooncake's `conversation_trace.jsonl` and `synthetic_tra
 
 from __future__ import annotations
 
+import argparse
+import os
 import sys
+import time
 from functools import cache
 from multiprocessing import Pool
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from benchmarks.hits_page import CONCLUSION, HEAD
 from kvatlas.errors import AtlasError
 from kvatlas.planning import Plan, plan
-from kvatlas.pool import PrefillCost, Trace, read_trace, simulate
-from kvatlas.pool.simulation import PoolModel, Spans
+from kvatlas.pool import Trace, choose, read_trace, simulate
+from kvatlas.pool.simulation import POLICIES, PoolModel, Spans
 
 MODELS = (
     "Qwen3.5-397B-A17B", "Nemotron-H-8B", "gpt-oss-120b", "Gemma-3-27B", "DeepSeek-V4-Flash",
@@ -30,42 +34,8 @@ TRACES = ("coding_agents", "synthetic_trace.jsonl", "conversation_trace.jsonl")
 SHARES = (8, 4, 2)
 SHORT = 32
 """Hybrids are also looked at where memory is shorter."""
-CHOICES = (
-    ("every-block", "lru"),
-    ("branch-points", "lru"),
-    ("branch-points", "saved-compute"),
-    ("every-2048", "lru"),
-)
+CHOICES = (*POLICIES, ("branch-points", "s3-fifo"))
 """Checkpoints and evictions among which the best is taken."""
-
-_HEAD = """\
-# Hit rates: vLLM's plans beside atlas's, and what checkpoints are worth
-
-The share of prompt tokens that need not be computed, over whole traces, one request after the
-other. *dense* keeps a checkpoint at the end of every block, and every block of a window: vLLM
-0.32 with `prefix_cache_retention_interval=None`. That is not its default, 0, which keeps the ends
-of prompts and shared prefixes alone; the default is in no column. `branch-points` is the same idea
-at the granularity of the trace. vLLM's own manager found less with its default on a small trace
-with windows, probably because the exact end of a prompt, which it keeps, is in a block of the trace
-that the next turn has another id for: live traffic would share it. *best* is the best, for each row and known only
-afterwards, of: {choices}. *over dense* is atlas's plan with its best policy over vLLM's plan
-with dense checkpoints; *over best* is the same over vLLM's plan with its best policy, so what
-the plan alone is worth.
-
-The memory is a part of what would hold every block of the trace under vLLM's plan with dense
-checkpoints. Traces: two of Mooncake's (FAST'25), and 40 conversations of coding agents
-(kv-cache-tester), read at the granularity of their ids: 512 and 64 tokens. Llama-3.1-70B stands
-for Llama-3.3-70B, whose cache is the same. All at tp 1.
-
-This page is made by a command, from traces that are not part of the repository:
-
-```sh
-make hits TRACES=folder
-```
-
-| trace | model | memory | blocks | vLLM: dense | best | atlas: dense | best | its policy | over dense | over best |
-|---|---|--:|--:|--:|--:|--:|--:|---|--:|--:|
-"""  # noqa: E501
 
 
 class Line(NamedTuple):
@@ -75,43 +45,59 @@ class Line(NamedTuple):
     model: str
     share: int
     blocks: tuple[int, int]
-    rates: tuple[float, float, float, float]
-    policy: str
+    """Of vLLM's plan and atlas's."""
+    dense: float
+    default: float
+    theirs: float
+    """vLLM's plan with its best policy."""
+    ours: float
+    """Atlas's plan with its best policy."""
+    chosen: float
+    """The best of both, which is what `kvatlas plan --trace` takes."""
+    choice: str
+    bound: float
+    """The chosen plan, with an eviction that knows the future."""
+    ceiling: float
+    """Any memory."""
 
-    @property
-    def gain(self) -> float:
-        """Atlas's plan with the best policy over vLLM's plan with dense checkpoints."""
-        return self.rates[3] / self.rates[0] if self.rates[0] else float("inf")
-
-    @property
-    def plan_gain(self) -> float:
-        """Atlas's plan over vLLM's, each with its best policy."""
-        return self.rates[3] / self.rates[1] if self.rates[1] else float("inf")
+    def over(self, base: float) -> float:
+        """What is chosen over a base."""
+        return self.chosen / base if base else float("inf")
 
     def __str__(self) -> str:
         sizes = ", ".join(f"{size:,}" for size in self.blocks)
-        rates = " | ".join(f"{rate:.1%}" for rate in self.rates)
-        gain = f"{self.gain:.2f}x | {self.plan_gain:.2f}x"
+        figures = (self.dense, self.default, self.theirs, self.ours, self.chosen)
+        rates = " | ".join(f"{rate:.1%}" for rate in figures)
+        gains = f"{self.over(self.dense):.2f}x | {self.over(self.default):.2f}x"
         return (
-            f"| {self.trace} | {self.model} | 1/{self.share} | {sizes} | {rates} | {self.policy} "
-            f"| {gain} |"
+            f"| {self.trace} | {self.model} | 1/{self.share} | {sizes} | {rates} | {self.choice} "
+            f"| {gains} | {self.bound:.1%} |"
         )
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, jobs: int) -> None:
     """Print the page."""
     choices = "; ".join(f"`{kept}` with `{gone}`" for kept, gone in CHOICES)
-    print(_HEAD.format(choices=choices), end="")
-    tasks = [(folder / file, model) for file in TRACES for model in MODELS]
+    print(HEAD.format(choices=choices), end="")
+    tasks = [
+        (folder / file, model, share)
+        for file in TRACES
+        for model in MODELS
+        for share in ((SHORT, *SHARES) if model in HYBRIDS else SHARES)
+    ]
     every: list[Line] = []
-    with Pool() as workers:
-        for (_, model), (found, ceiling) in zip(tasks, workers.imap(_lines, tasks), strict=True):
-            every += found
-            print("\n".join(map(str, found)), flush=True)
-            if model == MODELS[-1]:
-                name = found[0].trace
-                print(f"| {name} | *without bounds, any* | | | | | | {ceiling:.1%} | | | |")
+    with Pool(jobs) as workers:
+        for (path, model, share), line in zip(tasks, workers.imap(_line, tasks), strict=True):
+            every.append(line)
+            print(line, flush=True)
+            if (model, share) == (MODELS[-1], SHARES[-1]):
+                print(f"| {line.trace} | *any, without bounds* {_row(line.ceiling)}")
+            print(f"{path.name} {model} 1/{share}", file=sys.stderr, flush=True)
     print(conclusion(every), end="")
+
+
+def _row(ceiling: float) -> str:
+    return f"| | | | | | | {ceiling:.1%} | | | | |"
 
 
 @cache
@@ -120,47 +106,34 @@ def trace_of(path: Path) -> Trace:
     return read_trace(path)
 
 
-def _lines(task: tuple[Path, str]) -> tuple[list[Line], float]:
-    """A row for each memory, and what no memory would exceed."""
-    path, model = task
+def _line(task: tuple[Path, str, int]) -> Line:
+    path, model, share = task
+    begun = time.perf_counter()
     trace = trace_of(path)
-    name = trace.name.removesuffix("_trace").replace("_", " ")
-    memory = whole_memory(model, trace)
-    found = []
-    ceiling = 0.0
-    for share in (SHORT, *SHARES) if model in HYBRIDS else SHARES:
-        theirs, ours = (made(model, memory // share, policy) for policy in ("vllm", "atlas"))
-        first = simulate(theirs, trace, checkpoints="every-block", by_group=True)
-        ceiling = first.ceiling
-        alike = (theirs.groups, theirs.pools) == (ours.groups, ours.pools)
-        under_theirs = rates(theirs, trace)
-        under_ours = under_theirs if alike else rates(ours, trace)
-        best = max(CHOICES, key=lambda choice: under_ours[choice])
-        figures = (
-            first.hit_rate,
-            max(first.hit_rate, *under_theirs.values()),
-            under_ours["every-block", "lru"],
-            under_ours[best],
-        )
-        sizes = PoolModel.of(theirs).step, PoolModel.of(ours).step
-        label = best[0] if best[1] == "lru" else ", ".join(best)
-        found.append(Line(name, model, share, sizes, figures, label))
-    return found, ceiling
-
-
-def rates(made_plan: Plan, trace: Trace) -> dict[tuple[str, str], float]:
-    """What each choice finds; compute saved is weighed by tokens."""
-    cost = PrefillCost(1.0)
-    return {
-        (kept, gone): simulate(
-            made_plan, trace, checkpoints=kept, eviction=gone, by_group=False, cost=cost
-        ).hit_rate
-        for kept, gone in CHOICES
-    }
+    memory = whole_memory(model, trace) // share
+    plans = {policy: made(model, memory, policy) for policy in ("atlas", "vllm")}
+    dense = simulate(plans["vllm"], trace, checkpoints="every-block", by_group=True)
+    default = simulate(plans["vllm"], trace, checkpoints="vllm-default", by_group=True)
+    theirs, ours = (
+        choose({name: plans[name]}, trace, policies=CHOICES)[0] for name in ("vllm", "atlas")
+    )
+    base = max(theirs.rates.hit_rate, dense.hit_rate)
+    best = ours if ours.rates.hit_rate >= base else theirs
+    figures = best.rates
+    label = f"{best.name}, {figures.checkpoints}"
+    label += "" if figures.eviction == "lru" else f", {figures.eviction}"
+    bound = simulate(best.plan, trace, checkpoints="branch-points", eviction="optimal")
+    print(f"{time.perf_counter() - begun:.0f} s", *task[1:], file=sys.stderr, flush=True)
+    return Line(
+        trace.name.removesuffix("_trace").replace("_", " "), model, share,
+        (dense.block, ours.rates.block), dense.hit_rate, default.hit_rate, base,
+        ours.rates.hit_rate, max(base, figures.hit_rate), label,
+        max(bound.hit_rate, figures.hit_rate), dense.ceiling,
+    )  # fmt: skip
 
 
 def whole_memory(model: str, trace: Trace) -> int:
-    """Bytes that hold every block of a trace, under vLLM's plan with vLLM's checkpoints."""
+    """Bytes that hold every block of a trace, under vLLM's plan with dense checkpoints."""
     sample = plan(model, memory="4TiB", policy="vllm", max_len=1 << 17)
     pools = PoolModel.of(sample)
     distinct = len(np.unique(Spans.of(trace, pools.step).numbers))
@@ -168,11 +141,11 @@ def whole_memory(model: str, trace: Trace) -> int:
     return blocks * sample.bytes_per_block
 
 
-def made(model: str, memory: int, policy: str) -> Plan:
+def made(model: str, memory: int, policy: Any) -> Plan:
     """A plan in so much memory, for the longest requests that it fits."""
     for length in (1 << 17, 1 << 16, 1 << 15, 1 << 13, 1 << 11):
         try:
-            return plan(model, memory=memory, policy=policy, max_len=length)  # type: ignore[arg-type]
+            return plan(model, memory=memory, policy=policy, max_len=length)
         except AtlasError as refusal:
             last = refusal
     raise last
@@ -182,22 +155,27 @@ def conclusion(every: list[Line]) -> str:
     """What the table says."""
     hybrids = [line for line in every if line.model in HYBRIDS]
     asked = [line for line in hybrids if line.share != SHORT]
-    many = [sum(line.gain >= 1.5 for line in lines) for lines in (asked, hybrids)]
-    most = max(every, key=lambda line: line.plan_gain)
-    least = min(every, key=lambda line: line.plan_gain)
-    below = sum(round(line.plan_gain, 2) < 1 for line in every)
-    return f"""
-Over dense checkpoints, hybrids find at least 1.5 times as much in {many[0]} of {len(asked)} rows at 1/8 to 1/2
-of the memory, and in {many[1]} of {len(hybrids)} with 1/{SHORT}. Nearly all of that is the policy's, and vLLM's plan has
-it, too: over vLLM's plan with its best policy, atlas's finds {least.plan_gain:.2f} ({least.model}, {least.trace},
-1/{least.share}) to {most.plan_gain:.2f} times as much ({most.model}, {most.trace}, 1/{most.share}), and less in {below} of {len(every)} rows.
-
-What bounds it: half of a memory that is counted by dense checkpoints comes near what any memory
-finds. Dense models keep every block under every policy. Most plans of atlas here are vLLM's own
-(equal blocks in the fourth column); where they are not, small blocks find up to a block more of
-each prompt, and a state takes the same bytes in more blocks, padding included.
-"""  # noqa: E501
+    return CONCLUSION.format(
+        asked=len(asked),
+        hybrids=len(hybrids),
+        short=SHORT,
+        dense=sum(line.over(line.dense) >= 1.5 for line in asked),
+        dense_short=sum(line.over(line.dense) >= 1.5 for line in hybrids),
+        default=sum(line.over(line.default) >= 1.5 for line in hybrids),
+        possible=sum(line.ceiling >= 1.5 * line.default for line in asked),
+        most=max(line.over(line.default) for line in every),
+        least=min(min(line.over(line.dense), line.over(line.default)) for line in every),
+        rows=len(every),
+        below=sum(round(line.ours, 4) < round(line.theirs, 4) for line in every),
+        above=sum(round(line.ours, 4) > round(line.theirs, 4) for line in every),
+        lowest=min(line.ours / line.theirs for line in every if line.theirs),
+        highest=max(line.ours / line.theirs for line in every if line.theirs),
+    )
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    asked_for = argparse.ArgumentParser(description=__doc__)
+    asked_for.add_argument("traces", type=Path)
+    asked_for.add_argument("--jobs", type=int, default=os.cpu_count())
+    given = asked_for.parse_args()
+    main(given.traces, given.jobs)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import time
+from pathlib import Path
 
 import numpy as np
 
 from benchmarks.timing import median_ms, show
-from kvatlas.planning import plan
-from kvatlas.pool import BlockPool, Trace
+from kvatlas.planning import Policy, plan
+from kvatlas.pool import BlockPool, Trace, read_trace, simulate
 from kvatlas.pool.simulation import PoolModel, Replay, ReplayPolicy, Spans
 
 TOKENS, BLOCK = 65_536, 16
@@ -23,7 +26,7 @@ def dictionary(blocks: int) -> None:
 
 
 def main() -> None:
-    """Print two tables."""
+    """Print two tables, and a third where `KVATLAS_FACTS` names a folder with traces."""
     made = plan("Qwen3-8B", memory="20GiB", block_size=BLOCK)
     blocks = TOKENS // BLOCK
     prompt = list(range(TOKENS))
@@ -61,6 +64,28 @@ def main() -> None:
         touched = len(spans.numbers)
         rows.append([f"x{times}", f"{touched:,}", f"{took:.2f}", f"{1e9 * took / touched:.0f}"])
     show("replay of a trace", ["trace", "spans", "seconds", "ns a span"], rows)
+    facts = os.environ.get("KVATLAS_FACTS")
+    if facts:
+        whole_traces(Path(facts) / "traces")
+
+
+def whole_traces(folder: Path) -> None:
+    """Real traces, read and simulated for one plan: seconds, and the most memory so far."""
+    rows = []
+    for name in ("conversation_trace.jsonl", "coding_agents"):
+        plans: tuple[tuple[str, Policy], ...] = (
+            ("Qwen3.5-397B-A17B", "atlas"),
+            ("gpt-oss-120b", "vllm"),
+        )
+        for model, policy in plans:
+            made = plan(model, memory="200GiB", policy=policy)
+            start = time.process_time()
+            found = simulate(made, read_trace(folder / name))
+            took = time.process_time() - start
+            most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+            cells = [f"{found.tokens / 1e6:.0f}M", f"{found.block}", f"{took:.1f}", f"{most:.0f}"]
+            rows.append([f"{name}, {model}, {policy}", *cells])
+    show("simulated", ["trace and plan", "tokens", "block", "seconds", "MB"], rows)
 
 
 def conversations(requests: int) -> Trace:

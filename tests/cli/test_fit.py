@@ -130,4 +130,4 @@ def test_compared_plans_that_are_refused_claim_no_ranks() -> None:
 
 def test_memory_that_is_too_small_is_told_in_units() -> None:
     text = " ".join(shown("fit", "Qwen3-8B", "--gpu", "H100", "--max-len", "1M").split())
-    assert "one request of 1,048,576 tokens needs 155 GB per rank. Got 56.8 GB." in text
+    assert "one request of 1,048,576 tokens needs 144 GiB per rank. Got 52.9 GiB." in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import lru_cache
 from typing import Any
 
@@ -30,6 +31,17 @@ from tests.engines.zoo import (
 
 BEAMS = 3
 SHORT = 18
+DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
+
+
+def in_turn(*cases: str) -> list[tuple[str, str]]:
+    """Cases on pages and on gathered rows, by turns; each on both in the deep profile."""
+    both = ("kvatlas", "eager")
+    return [
+        (case, attention)
+        for i, case in enumerate(cases)
+        for attention in (both if DEEP else [both[i % 2]])
+    ]
 
 
 @lru_cache
@@ -61,8 +73,10 @@ def owned(cache: AtlasCache) -> int:
     return sum(blocks.count - blocks.free for blocks in cache.blocks.values())
 
 
-@pytest.mark.parametrize("attention", ["kvatlas", "eager"])
-@pytest.mark.parametrize("name", ["Llama", "Gemma3", "DeepseekV3", "Qwen3Next", "FalconH1", "Lfm2"])
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    in_turn("Llama", "Gemma3", "DeepseekV3", "Qwen3Next", "FalconH1", "Lfm2"),
+)
 def test_beam_search(name: str, attention: str, pages: Guarded) -> None:
     cache = pages.cache(name, batch=BEAMS * len(PROMPTS))
     beams = on_pages(name, cache, attention, num_beams=BEAMS)
@@ -86,8 +100,10 @@ def test_beams_share_blocks_until_they_write(pages: Guarded) -> None:
     assert len({row[2] for row in table}) == 4
 
 
-@pytest.mark.parametrize("attention", ["kvatlas", "eager"])
-@pytest.mark.parametrize("name", ["Llama", "Mistral", "Llama4", "DeepseekV3", "Qwen3Next", "Jamba"])
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    in_turn("Llama", "Mistral", "Llama4", "Qwen3Next", "DeepseekV3", "Jamba"),
+)
 def test_going_on_from_a_prefix(name: str, attention: str, pages: Guarded) -> None:
     """Generate, then again with what was said and more; the same as transformers' own cache."""
     from transformers import DynamicCache
@@ -251,8 +267,7 @@ def test_states_lie_where_the_plan_says(name: str, pages: Guarded) -> None:
         torch.testing.assert_close(turned, state.recurrent_states[0], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("attention", ["kvatlas", "eager"])
-@pytest.mark.parametrize("layout", ["BLHNC", "BHLNC"])
+@pytest.mark.parametrize(("layout", "attention"), in_turn("BLHNC", "BHLNC"))
 def test_states_that_are_cut_by_heads(layout: str, attention: str, pages: Guarded) -> None:
     """Parts of a state lie in blocks of unlike groups; some rows of its conv are in all of them."""
     cache = pages.cache("Bamba in parts", layout=layout, states="shared")

@@ -47,6 +47,9 @@ class Browser:
 
     def picture(self, width: int) -> bytes:
         """The whole page as PNG."""
+        # What lies below the window is painted when there is time: two frames later it was.
+        frames = "const [done] = arguments; const next = requestAnimationFrame;"
+        self.wait_for(frames + "next(() => next(() => setTimeout(done, 50)))")
         height = self.do("return document.documentElement.scrollHeight")
         clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
         beyond = {"captureBeyondViewport": True, "clip": clip}

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvatlas import AtlasError, Code
 from kvatlas.models import Model, catalogue
-from kvatlas.planning import plan
+from kvatlas.planning import backends_of, plan
+from kvatlas.planning.placing import kernels_read
 from kvatlas.planning.shared_blocks import SharedBlock, SharedBlockSearch
 from kvatlas.planning.sized_layers import kind_of
 from tests.planning.models import ATTENTION, CONV, MAMBA, WIDE, model_of
@@ -144,3 +146,12 @@ def test_short_requests_are_planned_as_quickly_as_long_ones(
             looked_at.clear()
             plan(name, memory="60GiB", max_len=max_len)
             assert len(looked_at) < 100, (name, max_len)
+
+
+def test_a_plan_that_kernels_cannot_read_is_known_by_its_kernel_blocks() -> None:
+    """Not by the words of its warning."""
+    ask: Any = {"memory": "40GiB", "block_size": 256, "backend": "FLASHINFER", "layout": "BLHNC"}
+    backends = backends_of(Model.load("Llama-3.1-8B"), "FLASHINFER")
+    vllm, atlas = plan("Llama-3.1-8B", policy="vllm", **ask), plan("Llama-3.1-8B", **ask)
+    assert not kernels_read(backends, msgspec.structs.replace(vllm, warnings=()))
+    assert kernels_read(backends, atlas)

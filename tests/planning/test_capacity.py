@@ -83,8 +83,8 @@ def test_a_forgotten_unit_is_noticed() -> None:
     with pytest.raises(AtlasError) as refusal:
         plan("Qwen3-8B", memory=80)
     assert str(refusal.value) == (
-        "Not enough memory: one request of 32,768 tokens needs 4.83 GB per rank. "
-        "Got 80 bytes. Did you mean 80GB? [not_enough_memory]"
+        "Not enough memory: one request of 32,768 tokens needs 4.5 GiB per rank. "
+        "Got 80 B. Did you mean 80GB? [not_enough_memory]"
     )
 
 

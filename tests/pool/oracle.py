@@ -79,12 +79,16 @@ class Oracle:
     def has(self, cls: int, tokens: Tokens, position: int) -> bool:
         """Whether a class has the cell of one token."""
         end = (position // self.step + 1) * self.step
-        return (cls, tokens[:end]) in self.entries and end <= len(tokens)
+        return self.kept_anywhere((cls, tokens[:end])) and end <= len(tokens)
+
+    def kept_anywhere(self, name: tuple[int, Tokens]) -> bool:
+        """Whether an entry can be found."""
+        return name in self.entries
 
     def serves(self, tokens: Tokens, count: int) -> bool:
         for number, cls in enumerate(self.classes):
             if cls.needs == "state":
-                if count and (number, tokens[:count]) not in self.entries:
+                if count and not self.kept_anywhere((number, tokens[:count])):
                     return False
             elif not all(self.has(number, tokens, p) for p in range(cls.sees_from(count), count)):
                 return False
@@ -96,6 +100,15 @@ class Oracle:
         most = min(self.identified[number], len(tokens) - 1)
         good = [n for n in range(0, most + 1, self.step) if self.serves(tokens, n)]
         return max(good, default=0)
+
+    def attention(self, number: int, hit: int) -> int:
+        """The longest prefix that groups which keep everything have; the hit without such."""
+        tokens = self.requests[number]
+        whole = [n for n, cls in enumerate(self.classes) if cls.needs == "all"]
+        most = min(self.identified[number], len(tokens) - 1)
+        ends = range(0, most + 1, self.step)
+        good = [n for n in ends if all(self.has(c, tokens, p) for c in whole for p in range(n))]
+        return max(good, default=0) if whole else hit
 
     # -- what is kept -------------------------------------------------------------------
 
@@ -110,6 +123,9 @@ class Oracle:
             shared = [_common(tokens, other) for other in self.requests[:number]]
             seen = max((n // self.step * self.step for n in shared), default=0)
             chosen = {known, min(seen, known)}
+        elif self.checkpoints == "vllm-default":
+            last = min(known, (len(tokens) - 1) // self.step * self.step if tokens else 0)
+            chosen = {last, min(self.attention(number, hit), last)}
         else:
             apart = max(int(self.checkpoints.removeprefix("every-")), self.step)
             chosen = {known}
@@ -134,7 +150,7 @@ class Oracle:
         pairs = zip(self.classes, kept, strict=True)
         return sum(cls.size * len(spans) for cls, spans in pairs if cls.pool == pool)
 
-    def in_order(self, kept: list[list[int]]) -> list[tuple[int, int]]:
+    def in_order(self, kept: list[list[int]], reusable: int) -> list[tuple[int, int]]:
         """(class, span), the first to go first."""
         pairs = [(number, span) for number, spans in enumerate(kept) for span in spans]
         if not self.by_group:
@@ -144,7 +160,7 @@ class Oracle:
         for number, spans in enumerate(kept):
             stop = (max(spans) + 1) * self.step if spans else 0
             cls = self.classes[number]
-            first = stop - self.step if cls.needs == "state" else cls.sees_from(stop)
+            first = reusable if cls.needs == "state" else cls.sees_from(stop)
             for span in reversed(spans):
                 behind = span < first // self.step
                 (left if behind else last).append((number, span))
@@ -168,8 +184,9 @@ class Oracle:
             if not ends:
                 return 0
             ends = ends[-(len(ends) // 2) :] if len(ends) > 1 else []
-        order = self.in_order(kept)
+        order = self.in_order(kept, min(self.identified[number], max(len(tokens) - 1, 0)))
         mine = [(cls, tokens[: (span + 1) * self.step]) for cls, span in order]
+        self.come(hit, mine)
         new = [name for name in mine if name not in self.entries]
         for pool in range(len(self.blocks)):
             room = self.blocks[pool] - held[pool] - self.cost(new, pool)
@@ -179,6 +196,9 @@ class Oracle:
                 self.entries[name] = Entry(cls, name[1], span, born=number)
         self.use(number, mine)
         return hit
+
+    def come(self, hit: int, names: list[tuple[int, Tokens]]) -> None:
+        """A request is about to use these entries."""
 
     def cost(self, names: list[tuple[int, Tokens]], pool: int) -> int:
         classes = [self.classes[cls] for cls, _ in names]
@@ -229,6 +249,10 @@ class Oracle:
             if self.eviction == "saved-compute":
                 self.clocks[pool] = self.rank(victim)[0]
             del self.entries[victim]
+            self.evicted(victim)
+
+    def evicted(self, name: tuple[int, Tokens]) -> None:
+        """An entry has left the pool."""
 
     def rank(self, name: tuple[int, Tokens]) -> tuple[float, ...]:
         one = self.entries[name]
@@ -275,3 +299,59 @@ def _common(one: Tokens, two: Tokens) -> int:
     while count < min(len(one), len(two)) and one[count] == two[count]:
         count += 1
     return count
+
+
+@dataclass
+class TieredOracle(Oracle):
+    """The same with tiers below: what leaves one enters the next, and comes back when used."""
+
+    capacity: list[list[int]] = field(default_factory=list)
+    """Bytes of each tier: for everything, or for attention and for checkpoints."""
+    sizes: list[list[int]] = field(default_factory=list)
+    """Bytes of an entry, by tier and class."""
+    below: list[list[tuple[int, Tokens]]] = field(default_factory=list)
+    """Entries of each tier, the oldest first."""
+    found: list[list[int]] = field(default_factory=list)
+    """Tokens of each request by the lowest tier that they came from."""
+
+    def run(self) -> list[int]:
+        self.below = [[] for _ in self.capacity]
+        return super().run()
+
+    def kept_anywhere(self, name: tuple[int, Tokens]) -> bool:
+        return name in self.entries or any(name in tier for tier in self.below)
+
+    def serve(self, number: int) -> int:
+        self.found.append([0] * (1 + len(self.below)))
+        return super().serve(number)
+
+    def come(self, hit: int, names: list[tuple[int, Tokens]]) -> None:
+        lowest = [0] * hit
+        for depth, tier in enumerate(self.below, 1):
+            for name in [name for name in names if name in tier]:
+                tier.remove(name)
+                end = len(name[1])
+                if end <= hit:
+                    lowest[end - self.step : end] = [
+                        max(depth, before) for before in lowest[end - self.step : end]
+                    ]
+        for depth in lowest:
+            self.found[-1][depth] += 1
+
+    def evicted(self, name: tuple[int, Tokens]) -> None:
+        falling = [name]
+        for depth, tier in enumerate(self.below):
+            tier += falling
+            falling = []
+            for part, room in enumerate(self.capacity[depth]):
+                while self.bytes(depth, part) > room:
+                    oldest = next(one for one in tier if self.part(depth, one[0]) == part)
+                    tier.remove(oldest)
+                    falling.append(oldest)
+
+    def part(self, depth: int, cls: int) -> int:
+        return int(len(self.capacity[depth]) == 2 and self.classes[cls].needs != "all")
+
+    def bytes(self, depth: int, part: int) -> int:
+        mine = [cls for cls, _ in self.below[depth] if self.part(depth, cls) == part]
+        return sum(self.sizes[depth][cls] for cls in mine)

@@ -1,15 +1,8 @@
-"""A pool under random requests, beside memory that remembers what was written to it.
-
-The machine plays the engine: it zeroes, copies and writes what the pool says. What a token's
-cell holds is the whole prefix up to it, so that a block that two requests were given, that was
-reused too early, or that is found under a wrong hash shows at once.
-"""
+"""A pool under random requests, beside memory that remembers what was written to it."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 from hypothesis import Phase, settings
@@ -23,188 +16,85 @@ from hypothesis.stateful import (
 )
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.planning import Plan
-from kvatlas.pool import GONE, BlockPool, PrefixIdentity, checkpoint_policy
-from kvatlas.pool.group_needs import first_needed
-from tests.pool.models import MODELS, small_plan
+from kvatlas.pool import BlockPool, PrefixIdentity, checkpoint_policy
+from tests.pool.engine import PIECES, PLANS, POLICIES, Engine
+from tests.pool.million import run
+from tests.pool.models import MODELS
 
 DEEP = settings.get_current_profile_name() == "deep"
 EXAMPLES, STEPS = (10_000, 100) if DEEP else (60, 30)
-PIECES = [tuple(range(16 * n, 16 * n + 16)) for n in range(3)]
-PLANS = {name: small_plan(name, 24 if name != "compressed" else 200) for name in MODELS}
 
 prompts = st.tuples(
     st.lists(st.sampled_from(PIECES), max_size=4), st.integers(0, 20), st.sampled_from([b"", b"s"])
 )
 
 
-class Engine(RuleBasedStateMachine):
-    """Requests on a pool, and the memory behind it."""
+class Machine(RuleBasedStateMachine):
+    """Requests on an engine, drawn."""
 
-    plan: Plan
-    checkpoints = "every-block"
-    eviction = "lru"
+    kind: tuple[str, str, str]
+    """The model, its checkpoints and its eviction."""
 
     def __init__(self) -> None:
         super().__init__()
-        keep = checkpoint_policy(self.checkpoints)
-        self.pool = BlockPool(self.plan, eviction=self.eviction, checkpoints=keep)
-        self.memory: dict[tuple[int, int], tuple[int, dict[int, Any]]] = {}
-        self.requests: dict[int, list[int]] = {}
-        self.salts: dict[int, bytes] = {}
-        self.named = 0
+        self.engine = Engine(*self.kind)
 
-    # -- what an engine does ------------------------------------------------------------
-
-    def go_on(self, request: int, tokens: int) -> None:
-        """Compute a request up to `tokens` tokens, as the pool wants it."""
-        stops = [*self.pool.stops(request, tokens), tokens]
-        for stop in dict.fromkeys(stops):
-            made = self.pool.reserve(request, stop)
-            for group, blocks in made.clear.items():
-                for block in blocks:
-                    self.memory[self.plan.groups[group].pool, block] = (group, {})
-            for group, source, destination in made.copies:
-                pool = self.plan.groups[group].pool
-                owner, content = self.memory[pool, source]
-                assert owner == group
-                self.memory[pool, destination] = (group, dict(content))
-            self.write(request, stop)
-            self.pool.computed(request, stop)
-
-    def write(self, request: int, stop: int) -> None:
-        tables, begun = self.pool.tables(request), self.pool.tokens(request)
-        for index, group in enumerate(self.plan.groups):
-            if group.kind == "recurrent":
-                self.memory[group.pool, tables[index][0]] = (index, {0: self.mark(request, stop)})
-                continue
-            for position in range(begun, stop):
-                block = tables[index][position // group.block]
-                assert block != GONE
-                owner, content = self.memory.get((group.pool, block), (index, {}))
-                if owner != index:
-                    content = {}
-                content[position % group.block] = self.mark(request, position + 1)
-                self.memory[group.pool, block] = (index, content)
-
-    def mark(self, request: int, tokens: int) -> tuple[bytes, tuple[int, ...]]:
-        return self.salts[request], tuple(self.requests[request][:tokens])
-
-    # -- rules --------------------------------------------------------------------------
+    @property
+    def requests(self) -> list[int]:
+        return sorted(self.engine.requests)
 
     @rule(prompt=prompts)
     def admit(self, prompt: tuple[list[tuple[int, ...]], int, bytes]) -> None:
         pieces, tail, salt = prompt
         tokens = [token for piece in pieces for token in piece] + list(range(900, 900 + tail))
-        self.named += 1
-        self.requests[self.named], self.salts[self.named] = tokens, salt
-        hit = self.pool.admit(self.named, tokens, PrefixIdentity(salt=salt))
-        assert hit == 0 or hit < len(tokens)
-        self.try_to_go_on(self.named, len(tokens))
-
-    def try_to_go_on(self, request: int, tokens: int) -> None:
-        try:
-            self.go_on(request, tokens)
-        except AtlasError as refusal:
-            assert refusal.code is Code.NO_BLOCKS
-            self.end(request)
-
-    def end(self, request: int) -> None:
-        self.pool.free(request)
-        del self.requests[request], self.salts[request]
+        self.engine.admit(tokens, salt)
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), more=st.integers(1, 20))
     def decode(self, data: st.DataObject, more: int) -> None:
-        request = data.draw(st.sampled_from(sorted(self.requests)))
-        begun = self.pool.tokens(request)
-        new = [7] * more
-        self.requests[request] += new
-        try:
-            self.pool.computed(request, begun, new)  # tokens are known before they are computed
-            self.go_on(request, begun + more)
-        except AtlasError as refusal:
-            assert refusal.code is Code.NO_BLOCKS
-            self.end(request)
+        self.engine.decode(data.draw(st.sampled_from(self.requests)), more)
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
     def fork(self, data: st.DataObject) -> None:
-        request = data.draw(st.sampled_from(sorted(self.requests)))
-        self.named += 1
-        self.pool.fork(request, self.named)
-        self.requests[self.named] = list(self.requests[request])
-        self.salts[self.named] = self.salts[request]
+        self.engine.fork(data.draw(st.sampled_from(self.requests)))
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:
-        self.end(data.draw(st.sampled_from(sorted(self.requests))))
+        self.engine.free(data.draw(st.sampled_from(self.requests)))
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
     def preempt(self, data: st.DataObject) -> None:
-        request = data.draw(st.sampled_from(sorted(self.requests)))
-        tokens, salt = self.requests[request], self.salts[request]
-        assert self.pool.preempt(request) == len(tokens)
-        self.pool.admit(request, tokens, PrefixIdentity(salt=salt))
-        self.try_to_go_on(request, len(tokens))
+        self.engine.preempt(data.draw(st.sampled_from(self.requests)))
 
     @rule()
     def clear(self) -> None:
-        self.pool.clear()
-
-    # -- what holds always --------------------------------------------------------------
+        self.engine.pool.clear()
 
     @invariant()
-    def no_block_is_lost_or_given_twice(self) -> None:
-        owners: dict[int, Counter[int]] = {index: Counter() for index in self.pool.ids}
-        group_of: dict[tuple[int, int], int] = {}
-        for request in self.requests:
-            for index, table in self.pool.tables(request).items():
-                pool = self.plan.groups[index].pool
-                for block in table:
-                    if block != GONE:
-                        owners[pool][block] += 1
-                        assert group_of.setdefault((pool, block), index) == index
-        for index, ids in self.pool.ids.items():
-            assert 0 not in owners[index]
-            assert all(ids.owners(b) == owners[index][b] for b in range(1, ids.count))
-            assert ids.free == ids.count - 1 - len(owners[index])
-
-    @invariant()
-    def every_request_has_what_its_next_token_sees(self) -> None:
-        for request in self.requests:
-            tables, computed = self.pool.tables(request), self.pool.tokens(request)
-            assert computed == len(self.requests[request])
-            for index, group in enumerate(self.plan.groups):
-                if group.kind == "recurrent":
-                    found = self.memory[group.pool, tables[index][0]] if computed else None
-                    assert found in (None, (index, {0: self.mark(request, computed)}))
-                    continue
-                for position in range(first_needed(group, computed), computed):
-                    block = tables[index][position // group.block]
-                    owner, content = self.memory[group.pool, block]
-                    assert owner == index
-                    assert content[position % group.block] == self.mark(request, position + 1)
+    def all_is_well(self) -> None:
+        self.engine.check()
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_no_block_has_two_owners_and_none_is_lost(name: str) -> None:
-    policies = [("every-block", "lru"), ("branch-points", "s3-fifo"), ("every-20", "lfu")]
-    many = EXAMPLES // len(MODELS) // len(policies) + 1
-    for checkpoints, eviction in policies:
-        machine = type(
-            "Machine",
-            (Engine,),
-            {"plan": PLANS[name], "checkpoints": checkpoints, "eviction": eviction},
-        )
+    many = EXAMPLES // len(MODELS) // len(POLICIES) + 1
+    for policy in POLICIES:
+        machine = type("Drawn", (Machine,), {"kind": (name, *policy)})
         # Making a failure small takes minutes, and its steps are printed anyway.
         phases = [Phase.reuse, Phase.generate]
         chosen = settings(
             max_examples=many, stateful_step_count=STEPS, deadline=None, phases=phases
         )
         run_state_machine_as_test(machine, settings=chosen)
+
+
+def test_hundreds_of_operations_in_a_row_find_copy_and_evict() -> None:
+    done, counts = run(500, seed=1)
+    assert done.total() == 500
+    assert min(counts[one] for one in ("hits", "hits inside a block", "evicted blocks")) > 0
 
 
 def test_a_hit_ends_where_every_group_can_go_on() -> None:
@@ -222,24 +112,50 @@ def test_a_hit_ends_where_every_group_can_go_on() -> None:
         assert pool.admit(3, [*prompt, 5]) == 4 * step
 
 
+def computed(pool: BlockPool, name: object, prompt: list[int], identity: PrefixIdentity) -> None:
+    """Serve a request up to the end of its prompt."""
+    pool.admit(name, prompt, identity)
+    pool.reserve(name, len(prompt))
+    pool.computed(name, len(prompt))
+
+
 def test_other_weights_adapters_salts_and_images_find_nothing() -> None:
-    prompt = range(64)
+    prompt = list(range(64))
     base = PrefixIdentity(weights="a")
-    others = [
+    image = PrefixIdentity(weights="a", media=((3, b"image"),))
+    late = PrefixIdentity(weights="a", media=((40, b"image"),))
+    other = PrefixIdentity(weights="a", media=((40, b"other"),))
+    strangers = [
         PrefixIdentity(weights="b"),
         PrefixIdentity(weights="a", salt=b"tenant"),
         PrefixIdentity(weights="a", lora="adapter"),
-        PrefixIdentity(weights="a", media=((3, b"image"),)),
     ]
-    for number, identity in enumerate(others):
-        pool = BlockPool(PLANS["dense"])
-        pool.admit("first", prompt, base)
-        pool.reserve("first", 64)
-        pool.computed("first", 64)
-        assert pool.admit(("same", number), prompt, base) == 48
-        assert pool.admit(("other", number), prompt, identity) == 0
-        late = PrefixIdentity(weights="a", media=((40, b"image"),))
-        assert pool.admit(("image in the third block", number), prompt, late) == 32
+    for partial, same, early, third in ((False, 48, 0, 32), (True, 63, 3, 40)):
+        pool = BlockPool(PLANS["dense"], partial_hits=partial)
+        computed(pool, "first", prompt, base)
+        assert pool.admit("same", prompt, base) == same
+        assert [pool.admit(one, prompt, one) for one in strangers] == [0, 0, 0]
+        assert pool.admit("image in the first block", prompt, image) == early
+        computed(pool, "image in the third block", prompt, late)
+        assert pool.admit("the same image", prompt, late) == same
+        assert pool.admit("another image", prompt, other) == third
+        assert pool.admit("text", prompt, base) == same
+
+
+def test_a_block_that_begins_alike_is_copied_up_to_where_it_differs() -> None:
+    pool = BlockPool(PLANS["dense"])
+    prompt = list(range(48))
+    computed(pool, 1, prompt, PrefixIdentity())
+    computed(pool, 2, [*prompt[:32], 90, 91, *prompt[34:]], PrefixIdentity())
+    longer = [*prompt[:32], 90, 5, 5, 5]
+    assert pool.admit(3, longer) == 33
+    (source,) = pool.tables(2)[0][2:]
+    free = pool.ids[0].free
+    (copy,) = pool.reserve(3, 36).copies
+    assert (copy.group, copy.source, copy.tokens) == (0, source, 1)
+    assert pool.tables(3)[0] == [*pool.tables(1)[0][:2], copy.destination]
+    assert pool.ids[0].free == free - 1
+    assert pool.ids[0].owners(source) == 1
 
 
 def test_what_cannot_be_had_is_refused_and_changes_nothing() -> None:
@@ -255,6 +171,8 @@ def test_what_cannot_be_had_is_refused_and_changes_nothing() -> None:
         (Code.UNKNOWN_POLICY, lambda: checkpoint_policy("sometimes")),
         (Code.BAD_SIZE, lambda: checkpoint_policy("prompt-end-within-100")),
         (Code.NOT_AN_INTEGER, lambda: pool.admit(3, [1 << 70] * 16)),
+        (Code.NOT_AN_INTEGER, lambda: pool.admit(3, [1.5] * 16)),  # type: ignore[list-item]
+        (Code.NOT_AN_INTEGER, lambda: pool.computed(1, 0, [1, "a"])),  # type: ignore[list-item]
     ]
     for code, call in refused:
         with pytest.raises(AtlasError) as refusal:

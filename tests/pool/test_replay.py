@@ -24,7 +24,7 @@ from kvatlas.specs import Visibility
 from tests.pool.oracle import Oracle, OracleClass, worth
 
 DEEP = settings.get_current_profile_name() == "deep"
-KEPT = ("every-block", "prompt-end", "branch-points", "every-5")
+KEPT = ("every-block", "prompt-end", "branch-points", "vllm-default", "every-5")
 
 
 Requests = list[tuple[Any, ...]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import resource
@@ -19,43 +18,11 @@ import pytest
 from kvatlas import AtlasError, Code
 from kvatlas.routing import Copy
 from kvatlas.tier import StoreResult, Tier
-from kvatlas.tier import file as file_
+from kvatlas.tier import file_writing as writing_
 from kvatlas.tier import format as format_
 from kvatlas.wire.staging import gather, scatter, stream_bytes
-from kvatlas.wire.transports import file as file_transport
-from tests.planning.models import SMALL
-from tests.tier.world import World, pools, small, tier_plan
-
-DENSE = SMALL["dense"]
-TOKENS = 64
-CODES = {
-    errno.EIO: Code.UNREADABLE,
-    errno.ENOSPC: Code.NOT_ENOUGH_MEMORY,
-    errno.EDQUOT: Code.NOT_ENOUGH_MEMORY,
-}
-
-
-def kept(blocks: int = 6) -> Any:
-    return tier_plan(DENSE, max_len=TOKENS, memory=8192 * blocks)
-
-
-def code_of(act: Any, *arguments: Any, **options: Any) -> Code:
-    with pytest.raises(AtlasError) as refusal:
-        act(*arguments, **options)
-    return refusal.value.code
-
-
-def rows_agree(tier: Tier) -> None:
-    """Every block is free, whole or being filled, once; nothing is pinned; the file says so too."""
-    index = tier._index
-    held = [*index._whole.values(), *index._filling.values()]
-    assert not any(block.pins or block.writing for block in held)
-    ids = index._free[0] + [block.block_id for block in held]
-    assert sorted(ids) == list(range(tier.plan.pools[0].blocks))
-    assert tier._file is not None
-    said = {block.name for block in tier._file.recorded()}
-    gone = {block.name for block, _ in index._uncleared.values()}
-    assert set(index._whole) <= said <= set(index._whole) | gone
+from tests.tier.faults import CODES, DENSE, TOKENS, Faulty, code_of, kept, rows_agree
+from tests.tier.world import World, pools, small
 
 
 def in_child(act: Callable[[], None]) -> None:
@@ -73,41 +40,18 @@ def in_child(act: Callable[[], None]) -> None:
     assert status == 0
 
 
-class Faulty:
-    """Calls of the system that fail at the n-th time, and from then on."""
-
-    def __init__(self, patch: pytest.MonkeyPatch, call: str, at: int, number: int) -> None:
-        self.count, self.at, self.number = 0, at, number
-        vectored = call.startswith("vectored ")
-        name = call.removeprefix("vectored ")
-        self.real = getattr(file_transport._system if vectored else os, name)
-        patch.setattr(
-            file_transport._system if vectored else os,
-            name,
-            self.vectored if vectored else self.plain,
-        )
-
-    def fails(self) -> bool:
-        self.count += 1
-        return self.count >= self.at
-
-    def plain(self, *arguments: Any) -> Any:
-        if self.fails():
-            raise OSError(self.number, os.strerror(self.number))
-        return self.real(*arguments)
-
-    def vectored(self, *arguments: Any) -> Any:
-        if self.fails():
-            ctypes.set_errno(self.number)
-            return -1
-        return self.real(*arguments)
-
-
 # -- faults -------------------------------------------------------------------------------
 
 WRITES = ("vectored pwritev", "pwrite", "fdatasync", "preadv")
 
 
+@pytest.fixture
+def run_by_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every stretch of the file counts as short: runs are written as they are, and not summed."""
+    monkeypatch.setattr(writing_, "_LONG_STRETCH", 1 << 40)
+
+
+@pytest.mark.usefixtures("run_by_run")
 def test_a_store_that_fails_anywhere_loses_no_row(tmp_path: Path) -> None:
     """Blocks are evicted, replaced and written meanwhile; then everything works again."""
     made, old, new = small(DENSE), World(DENSE, TOKENS), World(DENSE, TOKENS, seed=4)
@@ -134,47 +78,6 @@ def test_a_store_that_fails_anywhere_loses_no_row(tmp_path: Path) -> None:
                 rows_agree(tier)
                 new.check(tier, made, keys=keys)
     assert failed > len(WRITES)
-
-
-def test_blocks_that_are_written_whole_are_summed_on_the_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Their bytes are not read again; blocks that others fill too, or in part, still are."""
-    monkeypatch.setattr(file_, "_LONG_RUN", 1)
-    monkeypatch.setattr(file_, "_AT_ONCE", 100)
-    for tp, tokens in ((1, TOKENS), (1, TOKENS - 3), (2, TOKENS)):
-        made, path = small(DENSE, tp=tp), tmp_path / f"{tp} {tokens}"
-        world = World(DENSE, tokens)
-        with Tier.open(path, kept()) as tier:
-            with pytest.MonkeyPatch.context() as patch:
-                read = Faulty(patch, "preadv", 10**9, errno.EIO)
-                world.store(tier, made)
-            assert bool(read.count) == (tp > 1 or tokens < TOKENS)
-            world.check(tier, made)
-        with Tier.open(path, verify="always") as tier:
-            assert len(tier) == 4
-            world.check(tier, made)
-
-
-def test_a_whole_block_that_cannot_be_written_loses_no_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made, old, new = small(DENSE), World(DENSE, TOKENS), World(DENSE, TOKENS, seed=4)
-    monkeypatch.setattr(file_, "_LONG_RUN", 1)
-    for at in range(1, 40, 3):
-        path = tmp_path / f"{at}"
-        with Tier.open(path, kept()) as tier:
-            keys = new.keys(tier, salt="new")
-            old.store(tier, made)
-            with pytest.MonkeyPatch.context() as patch:
-                Faulty(patch, "pwrite", at, errno.ENOSPC)
-                assert code_of(new.store, tier, made, keys=keys) is Code.NOT_ENOUGH_MEMORY
-            rows_agree(tier)
-            assert new.store(tier, made, keys=keys) == [StoreResult(4, 0, 0)]
-            new.check(tier, made, keys=keys)
-        with Tier.open(path) as tier:
-            rows_agree(tier)
-            new.check(tier, made, keys=keys)
 
 
 def test_a_drop_that_cannot_be_recorded_is_said_and_tried_again(tmp_path: Path) -> None:

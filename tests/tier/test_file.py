@@ -140,7 +140,7 @@ def test_of_two_records_for_one_key_the_later_counts(sample: Sample, tmp_path: P
             raw.seek(sample.extent.pools[block.pool] + later.block_id * nbytes)
             raw.write(text)
         later.sequence = 1000
-        file.commit([later], {})
+        file.commit([later])
         count = len(tier)
     for _ in range(2):
         with Tier.open(path) as tier:

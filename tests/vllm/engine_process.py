@@ -26,6 +26,8 @@ _FOR_ALL = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
     "TORCHDYNAMO_DISABLE": "1",
+    # Engines share the cores: threads that wait for each other would spin on them.
+    "OMP_NUM_THREADS": "1",
 }
 
 
@@ -74,6 +76,10 @@ class Engine:
 
     def abort(self, name: str) -> None:
         self.pipe.send(("abort", name))
+
+    def forget(self) -> None:
+        """Have no prefix be found any more."""
+        self.pipe.send(("forget",))
 
     def facts(self) -> dict[str, Any]:
         """Free blocks, requests that still hold some, bytes on their way, and what was warned."""
@@ -256,6 +262,9 @@ class _Running:
 
     def abort(self, name: str) -> None:
         self.engine.abort_request([name])
+
+    def forget(self) -> None:
+        assert self.engine.reset_prefix_cache(), "a request still holds blocks"
 
     def facts(self) -> None:
         pool = self.scheduler.kv_cache_manager.block_pool

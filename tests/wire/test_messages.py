@@ -14,6 +14,7 @@ from kvatlas import AtlasError
 from kvatlas.errors import Code, MissingExtraError
 from kvatlas.wire import protocol
 from kvatlas.wire.channels import Channels
+from kvatlas.wire.refusals import raise_refusal, refusal_of
 from kvatlas.wire.security import Security
 
 KEY = bytes(range(16))
@@ -75,17 +76,17 @@ def test_a_block_table_is_whole_numbers(nbytes: int) -> None:
 
 @pytest.mark.parametrize("code", list(Code))
 def test_every_refusal_reaches_the_peer_with_its_code(code: Code) -> None:
-    said = protocol.refusal_of(AtlasError(code, "rule" * 2000, got={1: 2}, hint="hint"))
+    said = refusal_of(AtlasError(code, "rule" * 2000, got={1: 2}, hint="hint"))
     back = protocol.decode(protocol.encode(said), protocol.Answer)
     with pytest.raises(AtlasError) as refusal:
-        protocol.raise_refusal(back)
+        raise_refusal(back)
     assert refusal.value.code is code
 
 
 def test_a_refusal_of_a_later_version_is_still_one() -> None:
     said = protocol.Refusal(code="not_yet_thought_of", problem="r", got="g", hint="h")
     with pytest.raises(AtlasError) as refusal:
-        protocol.raise_refusal(said)
+        raise_refusal(said)
     assert refusal.value.code is Code.WIRE_FAILED
 
 

@@ -7,14 +7,14 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from kvatlas import AtlasError
 from kvatlas.errors import Code
 from kvatlas.routing import Copy
-from kvatlas.wire import Handle, Session, protocol
+from kvatlas.wire import Handle, How, Session, protocol
 from kvatlas.wire.quarantine import Quarantine
 from tests.wire.attacked import Attacked, code_of, opening
 from tests.wire.faulty import Act, failure, pair, pull, works
@@ -264,7 +264,7 @@ def test_locks_are_taken_in_one_order() -> None:
                 name = f"{number} {turn}"
                 node.offer(name, blocks, 32, seconds=0.05 if turn % 3 else 30)
                 about: dict[str, Any] = {"dst_blocks": blocks, "tokens": 32, "seconds": 10}
-                moving = session.pull(name, how=("direct", "staged", "auto")[turn % 3], **about)
+                moving = session.pull(name, how=get_args(How)[turn // 4 % 4], **about)
                 if turn % 4 == 0:
                     node.withdraw(name)
                 if turn % 5 == 0:

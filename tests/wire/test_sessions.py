@@ -65,7 +65,7 @@ def test_every_small_model_is_moved() -> None:
 
 
 @pytest.mark.parametrize(("name", "src", "dst"), PAIRS)
-@pytest.mark.parametrize("how", ["direct", "staged", "auto"])
+@pytest.mark.parametrize("how", ["direct", "staged", "landed", "auto"])
 def test_a_pull_delivers_every_byte_and_no_other(
     name: str, src: dict[str, Any], dst: dict[str, Any], how: str
 ) -> None:
@@ -196,7 +196,7 @@ def test_pools_that_peers_cannot_reach_are_staged() -> None:
 def test_an_empty_range_is_there_at_once() -> None:
     with ends(*two_ends("dense", {"tp": 2}, {})) as (source, target):
         source.offer("r")
-        for how in ("direct", "staged", "auto"):
+        for how in ("direct", "staged", "landed", "auto"):
             pull_all(source, target, "r", tokens=(5, 5), how=how, checksums=True)
         target.buffers[0].assert_untouched()
 
@@ -212,9 +212,9 @@ def test_many_requests_at_once_over_many_threads() -> None:
                 node.offer(f"r{number}", [2 * number, 2 * number + 1], 32)
 
         def one(number: int) -> None:
-            how = ("direct", "staged", "auto", "auto")[number % 4]
+            how = ("direct", "staged", "landed", "auto")[number % 4]
             given: dict[str, Any] = {"how": how, "checksums": number % 3 == 0}
-            if how == "auto" and number % 2:
+            if how == "auto" and number % 8 == 3:
                 given = {"streamed": True}
             blocks = [2 * (many - 1 - number), 2 * (many - 1 - number) + 1]
             for _ in range(20):
@@ -320,10 +320,16 @@ def test_requests_are_offered_once_and_have_names() -> None:
 
 def test_costs_that_were_given_decide() -> None:
     with ends(*two_ends("dense", {"tp": 2}, {"layout": "BHLNC"})) as (source, target):
-        for request, costs in (("direct", Costs(descriptor=0)), ("staged", Costs(descriptor=1))):
+        for request, costs in (
+            ("direct", Costs(descriptor=0)),
+            ("landed", Costs(descriptor=1e-6, copy=1e8)),
+            ("staged", Costs(descriptor=1)),
+        ):
             source.offer(request)
             pull_all(source, target, request, costs=costs)
             assert (request in target.nodes[0].metrics.seconds) is True
+            gathered = source.nodes[0].metrics.seconds.get("stage", 0) > 0
+            assert gathered is (request == "staged"), "a source is spared where it can be"
         assert "measure" not in target.nodes[0].metrics.seconds
 
 

@@ -12,6 +12,7 @@ import pytest
 from kvatlas import AtlasError
 from kvatlas.errors import Code
 from kvatlas.wire import Session, protocol
+from kvatlas.wire.refusals import BusyError
 from tests.wire.attacked import Attacked, code_of, greeting, opening
 from tests.wire.faulty import failure, pair, pull
 from tests.wire.helpers import ends, until
@@ -126,7 +127,7 @@ def test_unlike_ends_are_told_what_is_unlike(attacked: Attacked) -> None:
 def test_a_busy_peer_is_asked_again_within_the_deadline() -> None:
     with ends(*pair()) as (source, target):
         answer = source.nodes[0].server.answer
-        refusals = [protocol.BusyError("enough to do", 0.05) for _ in range(3)]
+        refusals = [BusyError("enough to do", 0.05) for _ in range(3)]
 
         def at_first_busy(question: Any, caller: Any) -> Any:
             if isinstance(question, protocol.Open) and refusals:

@@ -7,7 +7,7 @@ field, all of them windows into the same allocation.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -17,7 +17,7 @@ import torch
 
 from kvatlas.cache.tensors import check_pool, checked_ids, torch_dtype, view
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Page, Placement
+from kvatlas.geometry import Page, Placement, size
 from kvatlas.planning import Plan, Pool
 from kvatlas.specs import Spec
 
@@ -80,6 +80,14 @@ class LayerCache:
         return (ids.unsqueeze(-1) * split + torch.arange(split, device=ids.device)).flatten(-2)
 
     @cached_property
+    def kept(self) -> dict[Hashable, Any]:
+        """What kernels have worked out of this layer, by what else it depends on.
+
+        It lives and dies with the layer, and so does what it refers to.
+        """
+        return {}
+
+    @cached_property
     def _places(self) -> dict[str, Placement]:
         return {}
 
@@ -118,7 +126,7 @@ class Cache(Mapping[str, LayerCache]):
     >>> from kvatlas.planning import plan
     >>> cache = allocate(plan("Qwen3-8B", memory="1GiB", max_len=512))
     >>> cache
-    <Cache Qwen3-8B, rank 0, cpu: 36 layers in 1 pool, 1.1 GB>
+    <Cache Qwen3-8B, rank 0, cpu: 36 layers in 1 pool, 1 GiB>
     >>> layer = cache["model.layers.3.self_attn.attn"]
     >>> layer.k.shape, layer.k.dtype
     (torch.Size([455, 8, 16, 128]), torch.bfloat16)
@@ -139,11 +147,10 @@ class Cache(Mapping[str, LayerCache]):
 
     def __repr__(self) -> str:
         total = sum(pool.nbytes for pool in self.plan.rank_pools(self.rank).values())
-        size = f"{total / 1e9:,.1f} GB" if total >= 1e9 else f"{total / 1e6:,.1f} MB"
         pools = f"{len(self.pools)} pool{'s' if len(self.pools) > 1 else ''}"
         devices = ", ".join(sorted({str(memory.device) for memory in self.pools.values()}))
         where = f"rank {self.rank}, {devices}"
-        return f"<Cache {self.plan.model}, {where}: {len(self)} layers in {pools}, {size}>"
+        return f"<Cache {self.plan.model}, {where}: {len(self)} layers in {pools}, {size(total)}>"
 
     def __getitem__(self, layer: str) -> LayerCache:
         return self.parts(layer)[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +18,7 @@ from kvatlas.cli.options import MODEL, MODELS, PlanOptions, completer, takes_pla
 from kvatlas.cli.simulate import simulate
 from kvatlas.cli.tables import comparison, headline, notes, sentences
 from kvatlas.cli.tier_commands import tier_app
+from kvatlas.cli.traffic import plan_for_trace
 from kvatlas.planning import size
 
 __all__ = ["app", "run"]
@@ -38,6 +40,7 @@ def run() -> None:
     "plan gpt-oss-20b --gpu 2xH100 --max-len 128K",
     "plan gpt-oss-20b --compare policy,tp",
     "plan DeepSeek-V3 --backend FLASHMLA --compare kv-dtype=auto,fp8",
+    "plan Qwen3.5-397B-A17B --memory 200GiB --trace conversations.jsonl",
 )
 @takes_plan_options
 def plan(
@@ -51,6 +54,14 @@ def plan(
             show_default=False,
         ),
     ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Choose blocks, pack and checkpoints by simulating this trace, and say why. "
+            "See `kvatlas simulate`.",
+            show_default=False,
+        ),
+    ] = None,
     save: Annotated[
         Path | None, typer.Option(help="Write the whole plan to a file, as JSON.")
     ] = None,
@@ -60,12 +71,16 @@ def plan(
     if compare:
         if save:
             raise typer.BadParameter("one plan is saved, not several.", param_hint="'--save'")
+        if trace:
+            raise typer.BadParameter("a trace chooses one plan.", param_hint="'--trace'")
         _compare(options, compare, as_json=as_json)
         return
-    planned = plan_on(options)
+    chosen = plan_for_trace(options, trace) if trace else None
+    planned = plan_on(replace(options, **chosen.options) if chosen else options)
     if save:
         _save(save, planned.plan.to_json())
-    answer(as_json, planned.facts(), *planned.parts())
+    facts = planned.facts() | ({"tried": chosen.facts()} if chosen else {})
+    answer(as_json, facts, *planned.parts(), *(chosen.parts() if chosen else ()))
 
 
 def _compare(options: PlanOptions, texts: list[str], *, as_json: bool) -> None:

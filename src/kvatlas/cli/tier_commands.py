@@ -6,6 +6,7 @@ from kvatlas.cli.tier_app import tier_app, tier_command
 from kvatlas.cli.tier_archives import export, import_archive
 from kvatlas.cli.tier_gc import gc
 from kvatlas.cli.tier_ls import ls
+from kvatlas.cli.tier_serve import serve
 from kvatlas.cli.tier_stat import stat
 from kvatlas.cli.tier_verify import verify_objects
 
@@ -21,3 +22,8 @@ tier_command(
 )(gc)
 tier_command("export", "export folder:///mnt/kv prefixes.tar")(export)
 tier_command("import", "import folder:///mnt/kv prefixes.tar")(import_archive)
+tier_command(
+    "serve",
+    "serve /var/cache/kvatlas/prefixes.tier",
+    "serve prefixes.tier --model Qwen3-8B --memory 64GiB",
+)(serve)

@@ -11,6 +11,7 @@ from kvatlas.geometry.address_arrays import (
     refuse_too_many,
     whole_numbers,
 )
+from kvatlas.geometry.byte_sizes import size
 from kvatlas.geometry.combine import append, fold_beside, in_words, stack, tile_alike, widest_word
 from kvatlas.geometry.dtype import DType
 from kvatlas.geometry.field import Field, FieldAxis, Section, Sharding, ShardRange
@@ -87,6 +88,7 @@ __all__ = [
     "row_bytes",
     "shared_pages",
     "side_by_side",
+    "size",
     "stack",
     "tile_alike",
     "validate",

@@ -70,7 +70,12 @@ class StridedRuns(NamedTuple):
 
     def shift(self, src: int, dst: int) -> StridedRuns:
         """The same runs, so many bytes further on at either end."""
-        return self._replace(offsets=(self.offsets[0] + src, self.offsets[1] + dst))
+        at = (self.offsets[0] + src, self.offsets[1] + dst)
+        return StridedRuns(*self[:5], at, self.item)
+
+    def with_item(self, item: int) -> StridedRuns:
+        """The same runs with a longer item, folded; itself where the item is its own."""
+        return self if item == self.item else self._replace(item=item).folded()
 
     def folded(self) -> StridedRuns:
         """Axes that are gapless at both ends folded into each other and into the item."""
@@ -167,16 +172,17 @@ def fold_states(families: Iterable[StridedRuns], states: int) -> list[StridedRun
 
 
 def _joined(families: Sequence[StridedRuns]) -> list[StridedRuns]:
+    """Families that differ in where they start and in the item, those that touch as one."""
     kept: list[StridedRuns] = []
-    longer = False
-    for runs in sorted(families, key=lambda runs: runs.offsets[1]):
-        last = kept[-1] if kept else None
-        if last and all(last.offsets[end] + last.item == runs.offsets[end] for end in (0, 1)):
-            kept[-1] = last._replace(item=last.item + runs.item)
-            longer = True
+    first, *others = sorted(families, key=lambda runs: runs.offsets[1])
+    item = first.item
+    for runs in others:
+        if runs.offsets == (first.offsets[0] + item, first.offsets[1] + item):
+            item += runs.item
         else:
-            kept.append(runs)
-    return [runs.folded() for runs in kept] if longer else kept
+            kept.append(first.with_item(item))
+            first, item = runs, runs.item
+    return [*kept, first.with_item(item)]
 
 
 def _stride(placement: Placement, axis: str) -> int:

@@ -109,7 +109,7 @@ function showHowMany(pair) {
 function renderRoute() {
   const pair = data.route.pairs[shownPair], canvas = byId("bands"), width = canvas.clientWidth;
   if (!pair || !width) return;
-  dark = isDark();
+  readTheme();
   showHowMany(pair);
   const height = Math.round(Math.max(320, innerHeight * 0.6)), top = 2.2 * rem();
   fitCanvas(canvas, width, height + top + 4);
@@ -117,24 +117,38 @@ function renderRoute() {
   brush.font = labelFont();
   const ends = [0, 1].map((end) => {
     const column = columnOf(runs, end, height);
-    column.labels = column.joined.map((stretch) => stretchLabel(pair, end, stretch));
+    column.labels = labelsOf(column).map(([stretch, middle]) => [stretchLabel(pair, end, stretch), middle]);
     return column;
   });
-  const wide = Math.max(...ends.flatMap((column) => column.labels.map((label) => brush.measureText(label).width)));
+  const wide = Math.max(0, ...ends.flatMap((column) => column.labels.map(([label]) => brush.measureText(label).width)));
   const bar = Math.max(16, width * 0.03), side = Math.round(Math.min(wide + 10, width * 0.28) + bar);
   columns = { ends, top, side, bar, width, pair, runs };
+  ends.forEach((column, end) => paintEnd(brush, column, end));
+  cancelAnimationFrame(banding);
+  paintBands(brush, 0);
+  showLengths(pair);
+}
+
+// Bands are painted some in each frame: of thousands, the first are seen at once. Paper waits for no frame.
+const BANDS_AT_ONCE = 250;
+let banding = 0;
+
+function paintBands(brush, first) {
+  const { runs } = columns, { canvas } = brush, next = first + (printing || stillness() ? Infinity : BANDS_AT_ONCE);
   brush.globalAlpha = runs.length > 1500 ? 0.16 : runs.length > 200 ? 0.38 : 0.55;
-  for (const run of runs) {
+  for (const run of runs.slice(first, next)) {
     brush.fillStyle = strand(lengthClass(run[4]));
     paintBand(brush, run);
   }
   brush.globalAlpha = 1;
-  ends.forEach((column, end) => paintEnd(brush, column, end));
+  if (next < runs.length) {
+    banding = requestAnimationFrame(() => paintBands(brush, next));
+    return;
+  }
   columns.still = document.createElement("canvas");
   columns.still.width = canvas.width;
   columns.still.height = canvas.height;
   columns.still.getContext("2d").drawImage(canvas, 0, 0);
-  showLengths(pair);
 }
 
 // Where a run begins at either end, and how high it is there.
@@ -165,25 +179,41 @@ function paintEnd(brush, column, end) {
   const left = end ? width - side : side - bar;
   brush.textAlign = end ? "left" : "right";
   brush.textBaseline = "middle";
-  let free = 0;
-  column.joined.forEach((stretch, n) => {
-    const bytes = stretch.stop - stretch.start, tall = Math.max(0.7, bytes * column.scale);
+  let painted = -1; // stretches that are thinner than the last pixel that was painted are seen there
+  for (const stretch of column.joined) {
+    const bytes = stretch.stop - stretch.start, tall = tallness(column, stretch);
+    if (Math.floor(stretch.y + tall) === painted) continue;
+    painted = Math.floor(stretch.y + tall);
     for (let y = 0; y < tall; y++) {
       const point = runPoint(end, own, Math.min(stretch.stop - 1, Math.floor(stretch.start + ((y + 0.5) / tall) * bytes)), stretch.pool);
       brush.fillStyle = point ? colourOf(one, own, point, tokensOf(point) ? paint.mode : "field") : "#888888";
       brush.fillRect(left, top + stretch.y + y, bar, Math.min(1, tall - y) + 0.3);
     }
-    const middle = top + stretch.y + tall / 2;
-    if (middle - free < 1.1 * rem()) return;
-    free = middle;
-    brush.fillStyle = styled("--quiet");
-    brush.font = labelFont();
-    brush.fillText(column.labels[n], end ? left + bar + 8 : left - 8, middle, side - bar - 8);
-  });
+  }
+  brush.fillStyle = styled("--quiet");
+  brush.font = labelFont();
+  for (const [label, middle] of column.labels) {
+    brush.fillText(label, end ? left + bar + 8 : left - 8, top + middle, side - bar - 8);
+  }
   brush.fillStyle = styled("--ink");
   brush.font = `600 ${rem()}px system-ui, sans-serif`;
   brush.fillText(`${endName(one).split(",")[0]} rank ${end ? pair.dst_rank : pair.src_rank}`, end ? left : left + bar, rem());
   brush.textAlign = "start";
+}
+
+const tallness = (column, { start, stop }) => Math.max(0.7, (stop - start) * column.scale);
+
+// The stretches that have room for words beside them, and where.
+function labelsOf(column) {
+  const made = [];
+  let free = -Infinity;
+  for (const stretch of column.joined) {
+    const middle = stretch.y + tallness(column, stretch) / 2;
+    if (middle - free < 1.1 * rem()) continue;
+    free = middle;
+    made.push([stretch, middle]);
+  }
+  return made;
 }
 
 // What all of a stretch has in common.
@@ -195,7 +225,9 @@ function stretchLabel(pair, end, stretch) {
   const heads = [one, two].map((point) => headOf(point, own.tpRank));
   const tokens = [one, two].map((point) => (tokensOf(point) || [null])[0]);
   const parts = [first === last ? first : `${first.replace("layer", "layers")}–${last.replace("layer ", "")}`];
-  if (heads[0] !== null && heads[0] === heads[1]) parts.unshift(`head ${heads[0]}`);
+  if (heads[0] !== null && heads[1] !== null && (heads[0] === heads[1] || first !== last)) {
+    parts.unshift(heads[0] === heads[1] ? `head ${heads[0]}` : `heads ${heads[0]}–${heads[1]}`);
+  }
   if (tokens[0] !== null && tokens[0] === tokens[1] && first === last) parts.push(`token ${tokens[0]}`);
   return parts.join(", ");
 }
@@ -255,12 +287,16 @@ byId("bands").addEventListener("mousemove", (event) => {
   const box = byId("bands").getBoundingClientRect();
   const run = runAt(event.clientX - box.left, event.clientY - box.top), told = byId("run-facts");
   const brush = byId("bands").getContext("2d");
-  brush.clearRect(0, 0, columns.width, box.height);
-  brush.drawImage(columns.still, 0, 0, columns.width, box.height);
   told.replaceChildren();
+  if (columns.still) { // all bands are painted
+    brush.clearRect(0, 0, columns.width, box.height);
+    brush.drawImage(columns.still, 0, 0, columns.width, box.height);
+  }
   if (!run) return;
-  brush.fillStyle = styled("--mark");
-  paintBand(brush, run);
+  if (columns.still) {
+    brush.fillStyle = styled("--mark");
+    paintBand(brush, run);
+  }
   const [from, to] = runFacts(run);
   told.append(make("b", `${count(run[4])} bytes in one run`), make("span", `from ${from}`), make("span", `to ${to}`));
 });

@@ -38,10 +38,15 @@ function renderCaption() {
   if (view.level === "memory") notes.push("One rank's memory, to scale.");
   else if (view.level === "cell") notes.push(`Each row is ${view.width} bytes at most; each box one element.`);
   else notes.push("Each row is contiguous memory, to scale; rows further down have higher addresses.");
-  if (drawn.every > 1) notes.push(`A sample: ${count(drawn.rows.length)} of ${count(drawn.of)} rows, every ${drawn.every}th.`);
+  if (drawn.every > 1) notes.push(`A sample: ${count(drawn.rows.length)} of ${count(drawn.of)} rows, every ${ordinal(drawn.every)}.`);
   byId("caption").textContent = notes.join(" ");
   renderOrder();
   renderLegend();
+}
+
+function ordinal(number) {
+  const teens = number % 100 > 10 && number % 100 < 14;
+  return number + ((!teens && { 1: "st", 2: "nd", 3: "rd" }[number % 10]) || "th");
 }
 
 const AXES = { L: "layers", B: "blocks", H: "heads", N: "tokens", k: "parts of a block", C: "bytes" };
@@ -50,7 +55,9 @@ const AXES = { L: "layers", B: "blocks", H: "heads", N: "tokens", k: "parts of a
 function mainField() {
   const mine = plan(), regions = regionsOf(mine, view);
   const largest = regions.reduce((one, two) => (two.page_bytes * two.layers.length > one.page_bytes * one.layers.length ? two : one));
-  return { region: largest, field: mine.pages[largest.page].fields[0] };
+  const bytes = ({ box }) => box[2].filter(([axis]) => axis !== "B" && axis !== "L").reduce((all, [, many]) => all * many, box[1]);
+  const field = mine.pages[largest.page].fields.reduce((one, two) => (bytes(two) > bytes(one) ? two : one));
+  return { region: largest, field };
 }
 
 // What the letters of the order say.

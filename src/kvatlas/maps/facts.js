@@ -49,7 +49,7 @@ function factsOf(point) {
   const start = point.address - at.rest;
   add("bytes", `${count(start)} – ${count(start + field.box[1] - 1)}`);
   add("address", count(point.address));
-  add("stride", field.box[2].filter(([, n]) => n > 1).map(([axis, , stride]) => `${axis} ${count(stride)}`).join(" · "));
+  add("stride", field.box[2].filter(([, n]) => n > 1).map(([axis, , stride]) => `${axis}\u00a0${count(stride)}`).join(" · "));
   return facts;
 }
 

@@ -68,17 +68,19 @@ function nesting(field) {
   return [...axes, ["C", axes.length ? axes[axes.length - 1][2] : field.box[1], 1]];
 }
 
-// Every start of a box whose coordinates in `fixed` are given.
+// The address of every item of a box whose coordinates in `fixed` are given.
 function* starts(box, fixed) {
-  const free = box[2].filter(([axis]) => !(axis in fixed));
-  const index = free.map(() => 0);
-  for (;;) {
-    const at = { ...fixed };
-    free.forEach(([axis], n) => { at[axis] = index[n]; });
-    yield [addressOf(box, at), at];
-    let n = free.length - 1;
-    while (n >= 0 && ++index[n] === free[n][1]) index[n--] = 0;
-    if (n < 0) return;
+  const free = box[2].filter(([axis]) => !(axis in fixed)), index = free.map(() => 0);
+  let address = addressOf(box, fixed), n = 0;
+  while (n >= 0) {
+    yield address;
+    for (n = free.length - 1; n >= 0; n--) {
+      const [, size, stride] = free[n];
+      address += stride;
+      if (++index[n] < size) break;
+      address -= size * stride;
+      index[n] = 0;
+    }
   }
 }
 
@@ -267,7 +269,7 @@ function joinBoxes(boxes) {
 
 // The runs of boxes, [start, bytes] in the order of memory, with neighbours joined.
 function joinRuns(boxes) {
-  const made = [], runs = boxes.flatMap((box) => [...starts(box, {})].map(([start]) => [start, box[1]]));
+  const made = [], runs = boxes.flatMap((box) => [...starts(box, {})].map((start) => [start, box[1]]));
   for (const [start, nbytes] of runs.sort((one, two) => one[0] - two[0])) {
     const last = made[made.length - 1];
     if (last && last[0] + last[1] === start) last[1] += nbytes;

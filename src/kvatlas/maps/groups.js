@@ -3,6 +3,10 @@
 
 // Groups that look the same, once.
 function alikeGroups() {
+  return remembered(plan(), `alike ${view.stage}`, findAlike);
+}
+
+function findAlike() {
   const mine = plan(), alike = new Map();
   mine.groups.forEach((group, number) => {
     const regions = mine.regions.filter((one) => one.stage === view.stage && one.group === number);
@@ -14,30 +18,40 @@ function alikeGroups() {
   return [...alike.values()];
 }
 
+let stripsShown = "";
+
+// The strips; they are made anew only where they look different from those that are shown.
 function showGroups() {
-  const box = byId("groups"), mine = plan(), kinds = alikeGroups();
-  box.replaceChildren();
+  const mine = plan(), kinds = alikeGroups();
   byId("sharing").hidden = kinds.length === 1 && !wasteOf(kinds[0]).text;
   byId("sharing-note").textContent = mine.groups.length > 1
     ? "Groups of layers lie over the same bytes; a block id belongs to one of them at a time. Each strip is block "
-      + `${count(view.block)}, byte by byte, as one group holds it; hatched bytes are wasted then. Choose one to see it above.`
+      + `${count(view.block)}, byte by byte, as one group holds it; hatched bytes are padding, which holds nothing then. Choose one to see it above.`
     : "All layers share one block table.";
-  for (const kind of kinds) box.append(groupStrip(kind));
+  const looks = JSON.stringify([view.plan, view.stage, dark, rem(), byId("stage").clientWidth]);
+  if (looks !== stripsShown) makeStrips(kinds);
+  stripsShown = looks;
+  kinds.forEach(({ numbers }, n) => byId("groups").children[n].setAttribute("aria-pressed", String(numbers.includes(view.group))));
+}
+
+function makeStrips(kinds) {
+  const box = byId("groups");
+  box.replaceChildren(...kinds.map(groupStrip));
   byId("groups-legend").replaceChildren(
     swatch(`linear-gradient(90deg, ${PAGES[dark ? "dark" : "light"].map((fill, n) => `${fill} ${n * 50}% ${n * 50 + 50}%`).join(", ")})`, "pages, one after the other"),
     swatch("var(--hatch)", "padding in a page"), swatch("var(--hatch-pale)", "unused by the group"));
-  for (const [n, kind] of kinds.entries()) paintStrip(box.children[n].querySelector("canvas"), kind);
+  const canvases = [...box.querySelectorAll("canvas")], widths = canvases.map((canvas) => canvas.clientWidth);
+  kinds.forEach((kind, n) => paintStrip(canvases[n], kind, widths[n]));
 }
 
 function groupStrip(kind) {
-  const { group, regions, numbers } = kind, current = numbers.includes(view.group);
-  const card = make("button", null, { type: "button", class: "group", "aria-pressed": String(current) });
+  const { group, regions, numbers } = kind;
+  const card = make("button", null, { type: "button", class: "group" });
   const times = numbers.length > 1 ? `${numbers.length} × ` : "";
   const name = make("span");
   name.append(make("b", `${times}${words(group.kind)}`), make("small", layersOf(group, regions)));
   card.append(name, make("canvas"), make("small", wasteOf(kind).text || "no padding"));
-  const next = numbers[(numbers.indexOf(view.group) + 1) % numbers.length];
-  card.addEventListener("click", () => change({ group: next }));
+  card.addEventListener("click", () => change({ group: numbers[(numbers.indexOf(view.group) + 1) % numbers.length] }));
   return card;
 }
 
@@ -69,13 +83,24 @@ function wasteOf({ group, regions, numbers }) {
   return { padding, unused, text: parts.filter(Boolean).join(", ") };
 }
 
-function paintStrip(canvas, { numbers }) {
-  const width = canvas.clientWidth, tall = Math.round(1.3 * rem());
+function paintStrip(canvas, { numbers }, width) {
+  const tall = Math.round(1.3 * rem());
   if (!width) return;
   fitCanvas(canvas, width, tall);
   const own = { ...view, group: numbers.includes(view.group) ? view.group : numbers[0], level: "block" };
-  const rows = blockRows(plan(), own).sort((one, two) => one.start - two.start);
+  const rows = joined(blockRows(plan(), own).sort((one, two) => one.start - two.start));
   const brush = brushOf(canvas.getContext("2d"), { mode: "page", follow: null });
   brush.finest = 1;
   paintRow(brush, plan(), own, rows, { x: 0, y: 0, wide: width, tall, plain: true });
+}
+
+// Rows of a region that follow each other in memory, as one.
+function joined(rows) {
+  const made = [];
+  for (const row of rows) {
+    const last = made[made.length - 1];
+    if (last && last.region === row.region && last.start + last.nbytes === row.start) last.nbytes += row.nbytes;
+    else made.push({ ...row });
+  }
+  return made;
 }

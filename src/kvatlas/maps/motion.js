@@ -1,7 +1,13 @@
 // From one plan to another: cells move from where they were to where they are.
 "use strict";
 
-const MOST_MOVING = 2000;
+const MOST_MOVING = 1500;
+
+let motion = 0; // the frame that is asked for
+
+function stopMotion() {
+  cancelAnimationFrame(motion);
+}
 
 // Where cells are drawn now, by what they are.
 function cellsShown() {
@@ -58,15 +64,13 @@ function rowAt(rows, address) {
 
 function animate(from, to) {
   const moving = [...to].filter(([key]) => from.has(key)).map(([key, cell]) => [from.get(key), cell]);
-  if (!moving.length) return;
-  const begin = performance.now(), width = byId("stage").clientWidth, tall = drawn.place.total;
-  const token = (animate.token = {});
+  if (!moving.length) { paintPicture(); return; }
+  const begin = performance.now(), { width, total } = drawn.place;
   const step = (now) => {
-    if (animate.token !== token) return;
-    const share = Math.min(1, (now - begin) / 650);
-    if (share === 1) { render(); return; }
+    const share = Math.max(0, Math.min(1, (now - begin) / 650)); // a frame's time may lie before what asked for it
+    if (share === 1) { paintPicture(); return; }
     const eased = share < 0.5 ? 4 * share ** 3 : 1 - (2 - 2 * share) ** 3 / 2;
-    pen.clearRect(0, 0, width, tall);
+    fitCanvas(picture, width, total);
     for (const [one, two] of moving) {
       pen.globalAlpha = two.lit ? 0.95 : 0.15;
       pen.fillStyle = two.colour;
@@ -74,7 +78,7 @@ function animate(from, to) {
         one.wide + (two.wide - one.wide) * eased, one.tall + (two.tall - one.tall) * eased);
     }
     pen.globalAlpha = 1;
-    requestAnimationFrame(step);
+    motion = requestAnimationFrame(step);
   };
-  requestAnimationFrame(step);
+  step(begin);
 }

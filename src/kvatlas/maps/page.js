@@ -8,8 +8,9 @@ const MODES = ["head", "layer", "token", "field"];
 
 let view = { plan: 0, stage: 0, tpRank: 0, group: 0, block: 0, level: "block" };
 let paint = { mode: "head", chosen: "", follow: null };
-let drawn = { rows: [], place: null, every: 1, of: 0, memory: [] };
+let drawn = { rows: [], labels: [], place: null, every: 1, of: 0, memory: [] };
 let cursor = null;
+let printing = false;
 
 const plan = () => data.plans[view.plan];
 
@@ -35,36 +36,52 @@ const words = (kind) => kind.replaceAll("_", " ");
 
 // -- drawing ----------------------------------------------------------------------------------
 
+// Gives a canvas its size, and empties it. New memory is taken only where the size is another.
 function fitCanvas(canvas, width, height) {
-  const ratio = window.devicePixelRatio || 1;
-  canvas.width = Math.round(width * ratio);
-  canvas.height = Math.round(height * ratio);
-  canvas.style.height = `${height}px`;
-  canvas.getContext("2d").setTransform(ratio, 0, 0, ratio, 0, 0);
+  const ratio = window.devicePixelRatio || 1, context = canvas.getContext("2d");
+  const [across, down] = [Math.round(width * ratio), Math.round(height * ratio)];
+  if (canvas.width !== across || canvas.height !== down) {
+    canvas.width = across;
+    canvas.height = down;
+    canvas.style.height = `${height}px`;
+  }
+  context.setTransform(ratio, 0, 0, ratio, 0, 0);
+  context.clearRect(0, 0, width, height);
 }
 
-function render() {
-  dark = isDark();
-  const width = byId("stage").clientWidth;
+// Draws all of the figure; where cells are about to move, what they move over is left to the motion.
+function render(moving) {
+  stopMotion();
+  readTheme();
+  const width = printing ? PAPER.width : byId("stage").clientWidth;
   if (!width) return; // in a frame that is not shown
   view.width = width < 560 ? 16 : 32;
-  if (view.level === "memory") {
-    renderMemory(width);
-  } else {
-    const { rows, every, of } = rowsOf(plan(), view);
-    const labels = rows.map((row) => rowLabel(data, plan(), view, row)).map((label) => (width < 560 ? shorter(label) : label));
-    pen.font = labelFont();
-    const left = labels.reduce((most, label) => Math.max(most, pen.measureText(label).width), 0) + rem();
-    const place = layOut(rows, width, Math.round(Math.min(left, width * 0.3)), view.level);
-    drawn = { rows, place, every, of, memory: [] };
-    fitCanvas(picture, width, place.total);
-    pen.clearRect(0, 0, width, place.total);
-    paintRows(pen, plan(), view, rows, place, paint);
-    paintLabels(labels, place);
+  if (view.level === "memory") renderMemory(width);
+  else {
+    arrange(width);
+    if (!moving) paintPicture();
   }
   renderCrumbs();
   renderMinimap();
   renderCaption();
+}
+
+// Which rows there are, and where they go.
+function arrange(width) {
+  const { rows, every, of } = rowsOf(plan(), view);
+  const labels = rows.map((row) => rowLabel(data, plan(), view, row)).map((label) => (width < 560 ? shorter(label) : label));
+  pen.font = labelFont();
+  const left = labels.reduce((most, label) => Math.max(most, pen.measureText(label).width), 0) + rem();
+  const place = layOut(rows, width, Math.round(Math.min(left, width * 0.3)), view.level);
+  drawn = { rows, labels, place, every, of, memory: [] };
+}
+
+function paintPicture() {
+  const { rows, labels, place } = drawn;
+  if (!place) return;
+  fitCanvas(picture, place.width, place.total);
+  paintRows(pen, plan(), view, rows, place, paint);
+  paintLabels(labels, place);
   paintCursor();
 }
 
@@ -106,12 +123,11 @@ function memoryParts() {
 function renderMemory(width) {
   const parts = memoryParts(), tall = Math.round(innerHeight * 0.48), total = parts.reduce((sum, part) => sum + part.bytes, 0);
   fitCanvas(picture, width, tall + 4);
-  pen.clearRect(0, 0, width, tall + 4);
-  drawn = { rows: [], place: null, every: 1, of: 0, memory: [] };
+  drawn = { rows: [], labels: [], place: null, every: 1, of: 0, memory: [] };
   let x = 0;
   for (const part of parts) {
     const wide = (part.bytes / total) * width;
-    pen.fillStyle = part.fill || hatch(pen, false);
+    pen.fillStyle = part.fill || hatch(false);
     pen.fillRect(x, 2, Math.max(1, wide - 2), tall);
     drawn.memory.push({ ...part, x, wide });
     pen.font = `600 ${rem()}px system-ui, sans-serif`;
@@ -167,7 +183,7 @@ const stillness = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
 
 // Another plan, rank, group or block: cells move from where they were to where they are.
 function change(changes) {
-  const from = stillness() ? null : cellsShown();
+  const from = stillness() || view.level !== "block" ? null : cellsShown();
   const next = { ...view, ...changes };
   const mine = data.plans[next.plan];
   next.tpRank = Math.min(next.tpRank, mine.tp - 1);
@@ -181,15 +197,15 @@ function change(changes) {
   view = next;
   cursor = null;
   paint.follow = paint.follow && changes.group === undefined ? paint.follow : null;
-  update();
-  if (from && view.level === "block") animate(from, cellsShown());
+  update(Boolean(from));
+  if (from) animate(from, cellsShown());
 }
 
 // -- events ---------------------------------------------------------------------------------------
 
-function update() {
+function update(moving) {
   paint.mode = paint.chosen || bestMode();
-  render();
+  render(moving);
   byId("title").textContent = data.title;
   byId("answer").textContent = `${summary()} ${plan().answer}`;
   showKnobs();
@@ -210,13 +226,13 @@ function setCursor(at, byKeyboard) {
   const y = row * place.height + place.top + (place.height - place.gap) / 2;
   cursor = { row, x: (x - place.left + 0.5) / pixels, point: pointAt(x, y), pixel: [x, y] };
   if (cursor.point) { showFacts(cursor.point); showTip(cursor.point, x, y); }
-  if (byKeyboard) { render(); }
+  if (byKeyboard) paintPicture();
 }
 
 function paintCursor() {
   if (!cursor || !cursor.pixel || !drawn.place || document.activeElement !== picture) return;
   const [x, y] = cursor.pixel;
-  pen.strokeStyle = getComputedStyle(document.documentElement).getPropertyValue("--mark");
+  pen.strokeStyle = styled("--mark");
   pen.lineWidth = 2;
   pen.strokeRect(x - 5, y - drawn.place.height / 2, 10, drawn.place.height - 2);
 }
@@ -311,16 +327,29 @@ function updateAll() {
 }
 
 let waiting = 0;
-addEventListener("resize", () => {
+
+// Draws anew once the page has its next size.
+function updateSoon() {
   cancelAnimationFrame(waiting);
   waiting = requestAnimationFrame(updateAll);
-});
+}
+
+addEventListener("resize", updateSoon);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", updateAll);
 
 // Paper is light, whatever the screen is.
 let theme = "";
-addEventListener("beforeprint", () => { theme = document.documentElement.dataset.theme || ""; document.documentElement.dataset.theme = "light"; updateAll(); });
-addEventListener("afterprint", () => { document.documentElement.dataset.theme = theme; updateAll(); });
+addEventListener("beforeprint", () => {
+  theme = document.documentElement.dataset.theme || "";
+  document.documentElement.dataset.theme = "light";
+  printing = true;
+  updateAll();
+});
+addEventListener("afterprint", () => {
+  document.documentElement.dataset.theme = theme;
+  printing = false;
+  updateSoon();
+});
 
 for (const one of data.plans) for (const page of one.pages) for (const field of page.fields) if (!field.padding) fieldNumber(field.name);
 update();

@@ -8,10 +8,16 @@ function outerAxes(point, level) {
   return level === "cell" ? BY_ELEMENT : "N" in point.at ? BY_CELL : BY_STATE;
 }
 
-const styled = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-const rem = () => parseFloat(getComputedStyle(document.documentElement).fontSize);
+// A colour of the style sheet. Asking the browser has it work out all styles: it is asked once for each theme.
+function styled(name) {
+  return remembered(styled, `${dark} ${name}`, () => getComputedStyle(document.documentElement).getPropertyValue(name).trim());
+}
 
-function hatch(context, strong) {
+function hatch(strong) {
+  return remembered(hatch, `${dark} ${strong}`, () => hatchNow(strong));
+}
+
+function hatchNow(strong) {
   const tile = document.createElement("canvas");
   tile.width = tile.height = 8;
   const pen = tile.getContext("2d");
@@ -25,53 +31,71 @@ function hatch(context, strong) {
     pen.lineTo(by + 8, 0);
     pen.stroke();
   }
-  return context.createPattern(tile, "repeat");
+  return pen.createPattern(tile, "repeat");
 }
+
+const PAPER = { width: 720, height: 240, letters: 11 }; // of the picture: all of the page shall go on one sheet
 
 // Where rows go on a canvas of some width: their height, the scale, and room for labels.
 function layOut(rows, width, left, level) {
   const widest = rows.reduce((most, row) => Math.max(most, row.nbytes), 1);
   const highest = rem() * (level === "cell" ? 2.9 : rows.length < 9 ? 6 : 3.3);
-  const height = Math.max(7, Math.min(highest, Math.floor((innerHeight * 0.6) / Math.max(1, rows.length))));
+  const [lowest, room] = printing ? [2, PAPER.height] : [7, innerHeight * 0.6];
+  const height = Math.max(lowest, Math.min(highest, Math.floor(room / Math.max(1, rows.length))));
   return { left, scale: (width - left - 2) / widest, height, gap: height > 12 ? 3 : 1, width, top: 5, total: rows.length * height + 10 };
 }
 
-const MOST_LOOKUPS = 30000; // of a picture: what an answer within a tenth of a second allows
+// How often a pixel's bytes are looked up: an answer within a tenth of a second allows so many lookups, and
+// more than a few of a pixel are not told apart. Where rows are many, pixels share some.
+const FINEST = 4, MANY_LOOKUPS = 16000, MOST_LOOKUPS = 40000;
 
+function lookupsOfPixel(pixels) {
+  return Math.min(FINEST, Math.max(MANY_LOOKUPS / pixels, Math.min(0.5, MOST_LOOKUPS / pixels)));
+}
+
+// Rows that look alike are painted once, on a canvas of their own, and copied from there: copying from the picture
+// onto itself would have the browser copy the whole of it for each row.
 function paintRows(context, plan, view, rows, place, paint) {
-  const brush = brushOf(context, paint);
-  const ratio = window.devicePixelRatio || 1, painted = new Map();
-  const looks = rows.map((row) => lookOf(plan, view, row, paint));
-  brush.finest = Math.max(0.5, Math.min(8, MOST_LOOKUPS / (new Set(looks).size * place.width * ratio)));
+  const brush = brushOf(context, paint), ratio = window.devicePixelRatio || 1;
+  const looks = rows.map((row) => lookOf(plan, view, row, paint)), alike = new Map(), tiles = new Map();
+  for (const look of looks) alike.set(look, (alike.get(look) || 0) + 1);
+  brush.finest = lookupsOfPixel(alike.size * place.width * ratio);
   rows.forEach((row, n) => {
-    const y = n * place.height + place.top, tall = place.height - place.gap;
-    if (painted.has(looks[n])) {
-      const from = [0, painted.get(looks[n]) * ratio, context.canvas.width, tall * ratio];
-      context.drawImage(context.canvas, ...from, 0, y, context.canvas.width / ratio, tall);
+    const look = looks[n], y = n * place.height + place.top, tall = place.height - place.gap;
+    const wide = Math.max(1, Math.round(row.nbytes * place.scale));
+    if (alike.get(look) === 1) {
+      paintRow(brush, plan, view, [row], { x: place.left, y, wide, tall });
       return;
     }
-    painted.set(looks[n], y);
-    const wide = Math.max(1, Math.round(row.nbytes * place.scale));
-    paintRow(brush, plan, view, [row], { x: place.left, y, wide, tall });
+    if (!tiles.has(look)) tiles.set(look, paintTile(brush, plan, view, row, wide, tall));
+    context.drawImage(tiles.get(look), place.left, y, wide, tall);
   });
+}
+
+function paintTile(brush, plan, view, row, wide, tall) {
+  const tile = document.createElement("canvas");
+  fitCanvas(tile, wide, tall);
+  paintRow({ ...brush, context: tile.getContext("2d") }, plan, view, [row], { x: 0, y: 0, wide, tall });
+  return tile;
 }
 
 // What is needed to paint rows, asked once for each picture.
 function brushOf(context, paint) {
   return {
-    context, paint, ground: styled("--panel"), gap: rgb(styled("--panel")), mark: rgb(styled("--mark")), finest: 8,
-    patterns: { padding: hatch(context, true), unused: hatch(context, false) },
+    context, paint, ground: styled("--panel"), gap: rgb(styled("--panel")), mark: rgb(styled("--mark")), finest: FINEST,
+    font: `${0.8 * rem()}px system-ui, sans-serif`, widths: new Map(), faded: { unlit: new Map(), elsewhere: new Map() },
+    patterns: { padding: hatch(true), unused: hatch(false) },
     empty: { padding: rgb(styled("--hatch-line")), unused: rgb(styled("--hatch-ground")) },
   };
 }
 
-// Stretches of memory side by side in one line; `at.plain` is one without gaps and words. A pixel has the mean of the colours of its
-// bytes, so that pieces narrower than pixels make no stripes of their own.
+// Stretches of memory side by side in one line; `at.plain` is one without gaps and words. A pixel has the mean of the
+// colours of its bytes, so that pieces narrower than pixels make no stripes of their own.
 function paintRow(brush, plan, view, stretches, at) {
   const { context } = brush, ratio = window.devicePixelRatio || 1;
   const pixels = Math.max(1, Math.round(at.wide * ratio));
   const each = stretches.reduce((sum, one) => sum + one.nbytes, 0) / pixels;
-  const line = new Float32Array(pixels * 4), wide = []; // red, green, blue, and how much is followed
+  const line = { colours: new Float32Array(pixels * 3), lights: new Float32Array(pixels) }, wide = [];
   let before = 0;
   for (const row of stretches) {
     const { start, nbytes } = row, shift = before - start;
@@ -84,16 +108,9 @@ function paintRow(brush, plan, view, stretches, at) {
     }
     before += nbytes;
   }
-  drawLine(context, pixels, (image, n) => {
-    for (let part = 0; part < 3; part++) image[n + part] = line[n + part];
-    image[n + 3] = 255;
-  }, at);
+  drawLine(context, line, null, at);
   for (const one of wide) paintOver(brush, view, one, at);
-  if (!brush.paint.follow) return;
-  drawLine(context, pixels, (image, n) => {
-    for (let part = 0; part < 3; part++) image[n + part] = brush.mark[part];
-    image[n + 3] = 255 * line[n + 3];
-  }, { ...at, y: at.y + at.tall - 3, tall: 3 });
+  if (brush.paint.follow) drawLine(context, line, brush.mark, { ...at, y: at.y + at.tall - 3, tall: 3 });
 }
 
 // The pieces of a stretch, [point, first byte, byte behind]; of tiny ones, a sample.
@@ -112,25 +129,32 @@ function* piecesOfRow(plan, view, row, least) {
 }
 
 // Adds a colour and its light to the pixels between two places, by the part of each that is covered.
-function blend(line, colour, light, from, to) {
-  const last = Math.min(line.length / 4, to), [red, green, blue] = colour;
+function blend({ colours, lights }, [red, green, blue], light, from, to) {
+  const last = Math.min(lights.length, to);
   for (let n = Math.max(0, Math.floor(from)); n < last; n++) {
-    const share = Math.min(n + 1, to) - Math.max(n, from), at = n * 4;
-    line[at] += red * share;
-    line[at + 1] += green * share;
-    line[at + 2] += blue * share;
-    line[at + 3] += light * share;
+    const share = Math.min(n + 1, to) - Math.max(n, from), at = n * 3;
+    colours[at] += red * share;
+    colours[at + 1] += green * share;
+    colours[at + 2] += blue * share;
+    lights[n] += light * share;
   }
 }
 
 const strip = document.createElement("canvas");
+strip.height = 1;
 
-// One line of pixels, drawn as high as a row.
-function drawLine(context, pixels, fill, at) {
-  strip.width = pixels;
-  strip.height = 1;
-  const pen = strip.getContext("2d"), image = pen.createImageData(pixels, 1);
-  for (let n = 0; n < pixels * 4; n += 4) fill(image.data, n);
+// One line of pixels, drawn as high as a row; with a mark, its colour alone, as far as they are lit.
+function drawLine(context, { colours, lights }, mark, at) {
+  const pixels = lights.length;
+  if (strip.width !== pixels) strip.width = pixels;
+  const pen = strip.getContext("2d"), image = pen.createImageData(pixels, 1), { data } = image;
+  const [values, step] = mark ? [mark, 0] : [colours, 3];
+  for (let n = 0, from = 0, to = 0; n < pixels; n++, from += step, to += 4) {
+    data[to] = values[from];
+    data[to + 1] = values[from + 1];
+    data[to + 2] = values[from + 2];
+    data[to + 3] = mark ? 255 * lights[n] : 255;
+  }
   pen.putImageData(image, 0, 0);
   context.imageSmoothingEnabled = false;
   context.drawImage(strip, at.x, at.y, at.wide, at.tall);
@@ -138,14 +162,25 @@ function drawLine(context, pixels, fill, at) {
 
 // The colour of a point as numbers, and whether it is one of those that are followed.
 function lookAt(brush, plan, view, point) {
-  const { paint, ground, empty } = brush;
+  const { paint, empty } = brush;
   if (!point || point.kind !== "field") return [empty[point ? point.kind : "unused"], 0];
   const colour = colourOf(plan, view, point, paint.mode);
   const lit = follows(point, paint.follow, view.tpRank);
   const here = view.level !== "pool" || point.at.B === view.block;
-  const share = !lit ? 0.13 : !here && !paint.follow ? 0.35 : 1;
-  return [share === 1 ? rgb(colour) : rgb(mix(ground, colour, share)), Number(Boolean(paint.follow && lit))];
+  const shown = !lit ? fade(brush, "unlit", colour) : !here && !paint.follow ? fade(brush, "elsewhere", colour) : rgb(colour);
+  return [shown, Number(Boolean(paint.follow && lit))];
 }
+
+const SHARES = { unlit: 0.13, elsewhere: 0.35 };
+
+// A colour that steps back: what is not followed, and other blocks.
+function fade({ faded, ground }, kind, colour) {
+  const known = faded[kind];
+  if (!known.has(colour)) known.set(colour, rgb(mix(ground, colour, SHARES[kind])));
+  return known.get(colour);
+}
+
+const NARROWEST_WORD = 10; // pixels
 
 // What only wide pieces have room for: hatching, and words.
 function paintOver(brush, view, piece, at) {
@@ -157,14 +192,22 @@ function paintOver(brush, view, piece, at) {
     context.globalAlpha = 1;
     return;
   }
-  const text = at.tall >= 15 && !at.plain ? pieceLabel(view, point) : "";
-  context.font = `${0.8 * rem()}px system-ui, sans-serif`;
-  if (!text || context.measureText(text).width > wide - 6) return;
+  const text = at.tall >= 15 && wide > NARROWEST_WORD && !at.plain ? pieceLabel(view, point) : "";
+  if (!text || wordWidth(brush, text) > wide - 6) return;
+  context.font = brush.font;
   context.fillStyle = inkOn(colour);
   context.textAlign = "center";
   context.textBaseline = "middle";
   context.fillText(text, x + wide / 2, at.y + at.tall / 2);
   context.textAlign = "start";
+}
+
+function wordWidth({ context, font, widths }, text) {
+  if (!widths.has(text)) {
+    context.font = font;
+    widths.set(text, context.measureText(text).width);
+  }
+  return widths.get(text);
 }
 
 // Dark or light letters, whichever is read better on a colour.

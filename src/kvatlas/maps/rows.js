@@ -19,8 +19,16 @@ const BLOCKS_SHOWN = 16;
 const MOST_ROWS = 160;
 const MOST_UNUSED = 12; // rows that unused bytes are wrapped to, where others are much shorter
 
-// Whether colours are dark, asked once for each drawing: it is needed for every pixel.
-let dark = false;
+// Whether colours are dark, and how high letters are: asked once for each drawing, for the browser works out all
+// styles to answer.
+let dark = false, letterSize = 16;
+
+const rem = () => letterSize;
+
+function readTheme() {
+  dark = isDark();
+  letterSize = printing ? PAPER.letters : parseFloat(getComputedStyle(document.documentElement).fontSize);
+}
 
 function isDark() {
   const chosen = document.documentElement.dataset.theme;
@@ -42,9 +50,11 @@ function mix(one, two, share) {
   });
 }
 
+const STEPS = 256; // colours of a ramp
+
 function ramp(share) {
-  const step = Math.round(share * 256) / 256;
-  return remembered(ramp, (dark ? 1000 : 0) + step, () => rampAt(step));
+  const step = Math.round(share * STEPS);
+  return remembered(ramp, dark ? step : step + 1000, () => rampAt(step / STEPS));
 }
 
 function rampAt(share) {
@@ -82,7 +92,7 @@ function blockRows(plan, view) {
   const rows = [];
   for (const region of regionsOf(plan, view)) {
     const box = plan.pages[region.page].block_rows;
-    for (const [start] of starts(box, { B: view.block })) rows.push({ start, nbytes: box[1], region });
+    for (const start of starts(box, { B: view.block })) rows.push({ start, nbytes: box[1], region });
   }
   const widest = rows.reduce((most, row) => Math.max(most, row.nbytes), 1);
   for (const box of plan.unused[`${view.stage}/${view.group}`] || []) {
@@ -98,7 +108,7 @@ function blockRows(plan, view) {
 function pageRows(plan, view) {
   const rows = [];
   for (const box of plan.pages[view.region.page].page_rows) {
-    for (const [start] of starts(box, { B: view.block, L: view.index })) {
+    for (const start of starts(box, { B: view.block, L: view.index })) {
       rows.push({ start, nbytes: box[1], region: view.region });
     }
   }
@@ -120,7 +130,7 @@ function poolRows(plan, view) {
   const rows = [];
   regions.forEach((region, n) => {
     const box = plan.pages[region.page].block_rows;
-    for (const [start] of starts(box, { B: first })) {
+    for (const start of starts(box, { B: first })) {
       if (strides[n] === 0 || strides[n] >= box[1]) rows.push({ start, nbytes: strides[n] * (count - 1) + box[1], region });
     }
   });
@@ -141,7 +151,7 @@ function cellRows(plan, view) {
     const [item, inside] = innermost(field.box, outer);
     const known = [...outer, ...inside.map(([axis]) => axis)];
     const apart = field.box[2].filter(([axis, size]) => size > 1 && !known.includes(axis));
-    for (const [begin] of starts([addressOf(field.box, at), item, apart], {})) {
+    for (const begin of starts([addressOf(field.box, at), item, apart], {})) {
       for (let from = 0; from < item; from += width) {
         rows.push({ start: begin + from, nbytes: Math.min(width, item - from), region: view.region, item: field.box[1] });
       }
@@ -177,9 +187,11 @@ function colourOf(plan, view, point, mode) {
   if (mode === "page") return PAGES[dark ? "dark" : "light"][point.at.L % 2];
   const share = shareOf(plan, view, point, mode);
   if (share === null) return dark ? "#59606d" : "#b4b8c0";
-  const base = ramp(share);
-  const pale = paleness(point.field.name);
-  return pale ? mix(base, dark ? "#14161a" : "#ffffff", pale) : base;
+  const { field } = point, step = Math.round(share * STEPS);
+  return remembered(field, dark ? step : step + 1000, () => {
+    const base = ramp(share), pale = paleness(field.name);
+    return pale ? mix(base, dark ? "#14161a" : "#ffffff", pale) : base;
+  });
 }
 
 // Fields of one head have one colour: values are paler than keys, scales paler still.

@@ -10,13 +10,15 @@ function valueOf(point, kind) {
   return tokens && tokens[0];
 }
 
+// The first byte of a field in the block.
 function firstPoint() {
-  const { rows } = rowsOf(plan(), { ...view, level: "block" });
-  for (const row of rows) {
-    const point = find(plan(), view.stage, view.group, row.start);
-    if (point && point.kind === "field") return point;
+  let first = Infinity;
+  for (const region of regionsOf(plan(), view)) {
+    for (const { padding, box } of plan().pages[region.page].fields) {
+      if (!padding) first = Math.min(first, addressOf(box, { B: view.block }));
+    }
   }
-  return null;
+  return find(plan(), view.stage, view.group, first);
 }
 
 // First and last head of the whole model that this rank has, of those of the group.
@@ -116,24 +118,36 @@ function showTransfer() {
   }
   byId("followed").textContent = told ? why(told) : "";
   byId("transfer-note").textContent = paint.follow
-    ? "Its pieces are underlined in the picture. Choose it again to let go." : "Choose one to light up its pieces, or Shift+click the picture.";
+    ? "Its pieces are underlined in the picture. Choose it again to let go."
+    : "A piece is contiguous memory, which moves in one run. Choose a line to light up its pieces, or Shift+click the picture.";
 }
 
 // Why something lies in so many pieces: the axes that are outside of it break it up.
 function why({ name, kind, chosen, found }) {
-  const order = plan().knobs.order, axes = nesting(mainField().field);
-  const what = name.replace("half its heads,", "Heads").replace(/^one (.)(\w+),/, (_, first, rest) => first.toUpperCase() + rest);
   const number = !found ? "very many pieces" : found.many === 1 ? "one piece" : `${count(found.many)} pieces`;
   const letter = { heads: "H", head: "H", layer: "L", token: "N" }[kind];
-  const own = axes.findIndex(([axis]) => axis === letter);
-  if (own < 0 || !found) return `${what}: ${number}.`;
+  const axes = nesting(mainField().field), own = axes.findIndex(([axis]) => axis === letter);
+  if (own < 0 || !found) return `${titled(name)}: ${number}.`;
   const outside = axes.slice(0, own).filter(([axis]) => axis !== "B");
   const product = outside.reduce((all, [, many]) => all * many, 1);
   const sum = product === found.many && outside.length > 1 ? `${outside.map(([, many]) => count(many)).join(" × ")} = ` : "";
-  const names = outside.map(([axis]) => AXES[axis]).join(" and ") || "nothing of a block";
-  const are = outside.length ? "are" : "is";
-  const inside = product < found.many ? " Its pages are cut up inside, too." : "";
-  return `${what}: ${sum}${number}, for in ${order} ${names} ${are} outside of ${AXES[letter]}.${inside} ${elsewhere(chosen)}`;
+  const because = causes(outside, product, letter, found).map((cause, n) => `${n ? ", and" : ", for"} ${cause}`).join("");
+  return `${titled(name)}: ${sum}${number}${because}. ${elsewhere(chosen)}`;
+}
+
+// "half its heads, 0–3" and "one head, 2" as they begin a sentence.
+function titled(name) {
+  return name.replace(/^half its heads, (\d+)$/, "Head $1").replace("half its heads,", "Heads")
+    .replace(/^one (.)(\w+),/, (_, first, rest) => first.toUpperCase() + rest);
+}
+
+function causes(outside, product, letter, { many }) {
+  const names = outside.map(([axis]) => AXES[axis]).join(" and "), { order } = plan().knobs;
+  const made = [];
+  if (outside.length) made.push(`in ${order} ${names} are outside of ${AXES[letter]}`);
+  else if (many === 1) made.push(`in ${order} nothing of a block is outside of ${AXES[letter]}`);
+  if (product < many) made.push("each page is cut up inside");
+  return made;
 }
 
 // The same in the other orders of the page.

@@ -11,6 +11,7 @@ import re
 from typing import NamedTuple
 
 from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry import size
 
 GIB = 2**30
 
@@ -54,7 +55,7 @@ _TABLE = (
     ("MI355X", 287.5, "288 GB", ""),
 )
 
-GPUS = {name: Gpu(name, int(size * GIB), sold) for name, size, sold, _ in _TABLE}
+GPUS = {name: Gpu(name, int(gib * GIB), sold) for name, gib, sold, _ in _TABLE}
 """Every GPU that is known, by name."""
 
 
@@ -116,8 +117,8 @@ def memory_for_cache(
     >>> memory_for_cache(find_gpu("L4"), 40 * GIB)
     Traceback (most recent call last):
         ...
-    kvatlas.errors.AtlasError: The weights leave no memory for a cache. Got 40.0 GiB of weights \
-and 3.0 GiB of overhead for 19.8 GiB, 90% of an L4. Use more ranks, a larger GPU or smaller \
+    kvatlas.errors.AtlasError: The weights leave no memory for a cache. Got 40 GiB of weights \
+and 3 GiB of overhead for 19.8 GiB, 90% of an L4. Use more ranks, a larger GPU or smaller \
 weights. [weights_too_large]
     """
     if not 0 < utilization <= 1:
@@ -133,7 +134,7 @@ weights. [weights_too_large]
     article = "an" if gpu.name[0] in "AHLM" else "a"
     raise AtlasError(
         Code.WEIGHTS_TOO_LARGE,
-        got=f"{weights / GIB:.1f} GiB of weights and {overhead / GIB:.1f} GiB of overhead "
-        f"for {usable / GIB:.1f} GiB, {utilization:.0%} of {article} {gpu.name}",
+        got=f"{size(weights)} of weights and {size(overhead)} of overhead "
+        f"for {size(usable)}, {utilization:.0%} of {article} {gpu.name}",
         hint="Use more ranks, a larger GPU or smaller weights",
     )

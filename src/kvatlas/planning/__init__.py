@@ -5,6 +5,7 @@
 manager). The result is a `Plan`: pure data.
 """
 
+from kvatlas.geometry import size
 from kvatlas.planning.backends import ANY_ORDER, BACKENDS, Backend, backends_of
 from kvatlas.planning.fitting import Fit, Fitting, Topology, fit, given_topology
 from kvatlas.planning.foreign_memory import foreign
@@ -12,7 +13,7 @@ from kvatlas.planning.plan_data import DECODING
 from kvatlas.planning.plan_parts import Group, Pool, Region
 from kvatlas.planning.planner import Policy, default_length, plan
 from kvatlas.planning.plans import LARGEST_JSON, Plan
-from kvatlas.planning.report import Padding, answer, padding, size
+from kvatlas.planning.report import Padding, answer, padding
 from kvatlas.planning.request import length, quantity
 from kvatlas.planning.sized_layers import FULL_KINDS, SLIDING_KINDS, kind_of
 from kvatlas.planning.topology import stage_layers

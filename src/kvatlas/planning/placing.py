@@ -6,7 +6,7 @@ as many pools as there are such sets of groups.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import lcm
@@ -22,7 +22,9 @@ from kvatlas.geometry import (
     round_up,
     shared_pages,
     side_by_side,
+    size,
 )
+from kvatlas.planning.backends import Backend
 from kvatlas.planning.block_size import BlockSize
 from kvatlas.planning.grouping import GroupDraft
 from kvatlas.planning.plan_parts import Group, Pool, Region
@@ -232,18 +234,10 @@ def not_enough(request: PlanRequest, needed: int, *, states: bool = False) -> At
         hint = f"Did you mean {request.memory}GB?"
     return AtlasError(
         Code.NOT_ENOUGH_MEMORY,
-        f"Not enough memory: {what} needs {_size(needed)} per rank",
-        got=_size(request.memory),
+        f"Not enough memory: {what} needs {size(needed)} per rank",
+        got=size(request.memory),
         hint=hint,
     )
-
-
-def _size(nbytes: float) -> str:
-    units = ["bytes", "kB", "MB", "GB", "TB"]
-    while nbytes >= 999.5 and len(units) > 1:
-        nbytes /= 1000
-        units.pop(0)
-    return f"{nbytes:.3g} {units[0]}"
 
 
 def place_group(
@@ -296,6 +290,12 @@ def _kernel_blocks(layer: SizedLayer) -> int:
     if layer.backend is None or layer.padded:
         return 1
     return layer.block // (layer.backend.kernel_block(layer.block) or layer.block)
+
+
+def kernels_read(backends: Mapping[str, Backend | None], plan: Plan) -> bool:
+    """Whether the backend of every layer reads the kernel blocks that its region has."""
+    read = [(backends[x.name], r.kernel_block) for r in plan.regions for x in r.layers]
+    return all(backend is None or backend.reads(block) for backend, block in read)
 
 
 def _kernel_block(layer: SizedLayer, warnings: list[str], *, dense: bool) -> int:

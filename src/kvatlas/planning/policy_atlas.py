@@ -45,6 +45,7 @@ from kvatlas.planning.placing import (
     PlanDraft,
     PoolDraft,
     blocks_held,
+    kernels_read,
     least_memory,
     make_plan,
     not_enough,
@@ -268,7 +269,7 @@ def _sound(hybrid: Hybrid, draft: PlanDraft) -> Plan | None:
         made = make_plan(request, replace(draft, size=size), policy="atlas")
     except AtlasError:
         return None
-    return None if any("cannot be split" in warning for warning in made.warnings) else made
+    return made if kernels_read(request.backends, made) else None
 
 
 def _promise(request: PlanRequest, share: Share) -> str:

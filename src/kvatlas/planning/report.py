@@ -6,22 +6,10 @@ from typing import Any
 
 import msgspec
 
+from kvatlas.geometry import size
 from kvatlas.planning.plan_data import DECODING, PlanData
 from kvatlas.planning.plan_parts import Group, Pool, Region
 from kvatlas.planning.sized_layers import FULL_KINDS, page_of
-
-
-def size(nbytes: float) -> str:
-    """Bytes for people.
-
-    >>> size(960), size(983040), size(96_030_720)
-    ('960 B', '960 KiB', '91.6 MiB')
-    """
-    units = ["B", "KiB", "MiB", "GiB", "TiB"]
-    while nbytes >= 999.5 and len(units) > 1:
-        nbytes /= 1024
-        units.pop(0)
-    return f"{nbytes:.3g} {units[0]}"
 
 
 class Padding(msgspec.Struct, frozen=True):

@@ -8,28 +8,47 @@ how much of it is found again. `checkpoints` and `eviction` are the policies of 
 from kvatlas.pool.block_ids import GONE, BlockIds
 from kvatlas.pool.block_pool import BlockPool, CopyOnWrite, Reservation
 from kvatlas.pool.checkpoints import CHECKPOINTS, Checkpoints, checkpoint_policy
+from kvatlas.pool.event_stream import EventPublisher, EventSubscriber, ReceivedBatch
+from kvatlas.pool.events import AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored, EventBatch
 from kvatlas.pool.eviction import EVICTIONS, Eviction
 from kvatlas.pool.prefix_hash import HashChain, PrefixIdentity
-from kvatlas.pool.simulation import HitRates, PrefillCost, active_parameters, simulate
+from kvatlas.pool.simulation import (
+    HitRates,
+    PrefillCost,
+    TriedPlan,
+    active_parameters,
+    choose,
+    simulate,
+)
 from kvatlas.pool.traces import Trace, read_trace
 
 __all__ = [
     "CHECKPOINTS",
     "EVICTIONS",
     "GONE",
+    "AllBlocksCleared",
+    "BlockEvent",
     "BlockIds",
     "BlockPool",
+    "BlockRemoved",
+    "BlockStored",
     "Checkpoints",
     "CopyOnWrite",
+    "EventBatch",
+    "EventPublisher",
+    "EventSubscriber",
     "Eviction",
     "HashChain",
     "HitRates",
     "PrefillCost",
     "PrefixIdentity",
+    "ReceivedBatch",
     "Reservation",
     "Trace",
+    "TriedPlan",
     "active_parameters",
     "checkpoint_policy",
+    "choose",
     "read_trace",
     "simulate",
 ]

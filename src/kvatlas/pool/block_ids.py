@@ -88,20 +88,26 @@ class BlockIds:
         self.require(count)
         if count > len(self._free):
             self._evict(count - len(self._free))
-        taken = [self._free.pop() for _ in range(count)]
+        taken = self._free[len(self._free) - count :]
+        del self._free[len(self._free) - count :]
+        taken.reverse()
         for block in taken:
             self._owners[block] = 1
         return taken
 
     def share(self, blocks: Iterable[int]) -> None:
         """One more owner of each block; one that was only kept is in use again."""
+        owners, woken = self._owners, []
         for block in blocks:
             if block != GONE:
-                if not self._owners[block]:
-                    self._check_kept(block)
-                    self._idle -= 1
-                    self._pinned[block] = True
-                self._owners[block] += 1
+                if not owners[block]:
+                    if block not in self._kept:
+                        raise _without_owner(block)
+                    woken.append(block)
+                owners[block] += 1
+        if woken:
+            self._idle -= len(woken)
+            self._pinned[woken] = True
 
     def owners(self, block: int) -> int:
         """How many owners a block has."""
@@ -115,25 +121,26 @@ class BlockIds:
         """Whether the content of a block can be found, so that nobody writes to it any more."""
         return block in self._kept
 
-    def keep(self, block: int) -> None:
-        """What a block holds stays when its last owner goes, until it is evicted."""
-        if not self._owners[block]:
-            raise _without_owner(block)
-        self._kept.add(block)
-        self._pinned[block] = True
+    def keep(self, blocks: list[int]) -> None:
+        """What blocks hold stays when their last owner goes, until it is evicted."""
+        if not all(map(self._owners.__getitem__, blocks)):
+            raise _without_owner(min(blocks, key=self._owners.__getitem__))
+        self._kept.update(blocks)
+        self._pinned[blocks] = True
 
     def release(self, blocks: Iterable[int]) -> None:
         """One owner less of each block; those without any are free again, or only kept."""
-        idle = []
+        owners, kept, idle = self._owners, self._kept, []
+        null = 0 if self.null_block else GONE
         for block in blocks:
             if block == GONE:
                 continue
-            owners = self._owners[block]
-            if not owners or (not block and self.null_block):
+            count = owners[block]
+            if not count or block == null:
                 raise _without_owner(block)
-            self._owners[block] = owners - 1
-            if owners == 1:
-                if block in self._kept:
+            owners[block] = count - 1
+            if count == 1:
+                if block in kept:
                     idle.append(block)
                 else:
                     self._free.append(block)
@@ -172,10 +179,6 @@ class BlockIds:
         self._free += reversed(victims)
         if self._evicted is not None:
             self._evicted(victims)
-
-    def _check_kept(self, block: int) -> None:
-        if block not in self._kept:
-            raise _without_owner(block)
 
 
 def _without_owner(block: int) -> AtlasError:

@@ -8,15 +8,16 @@ Blocks that can be found are not written any more: whoever goes on behind one ha
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import ceil_div, integer
-from kvatlas.planning import Group, Plan
+from kvatlas.planning import Plan
 from kvatlas.pool.block_ids import GONE, BlockIds
 from kvatlas.pool.checkpoints import Checkpoints, EveryBlock, Prompt
+from kvatlas.pool.events import AllBlocksCleared, BlockEvent, removed_events, stored_event
 from kvatlas.pool.eviction import EVICTIONS
 from kvatlas.pool.group_needs import (
     first_needed,
@@ -26,7 +27,7 @@ from kvatlas.pool.group_needs import (
     reuses_prefixes,
 )
 from kvatlas.pool.prefix_hash import HashChain, PrefixIdentity
-from kvatlas.specs import Visibility
+from kvatlas.pool.prefix_index import PrefixIndex
 
 SEEN = 4
 """Prefixes that are remembered for each block, whether its content is still there or not."""
@@ -38,6 +39,8 @@ class CopyOnWrite(NamedTuple):
     group: int
     source: int
     destination: int
+    tokens: int
+    """Tokens of it that are the request's: the rest of the block need not be copied."""
 
 
 @dataclass
@@ -72,8 +75,10 @@ class BlockPool:
     >>> pool.reserve("first", 100)
     Reservation(clear={}, copies=[])
     >>> pool.computed("first", 100); pool.free("first")
-    >>> pool.admit("second", range(100))  # the last token is always computed
-    96
+    >>> pool.admit("second", [*range(50), 7, 7, 7])  # 48 tokens are whole blocks
+    50
+    >>> [copy.tokens for copy in pool.reserve("second", 53).copies]  # of each group's fourth block
+    [2, 2]
     """
 
     def __init__(
@@ -84,6 +89,8 @@ class BlockPool:
         eviction: str = "lru",
         checkpoints: Checkpoints | None = None,
         weights: str = "",
+        partial_hits: bool = True,
+        events: Callable[[list[BlockEvent]], None] | None = None,
     ) -> None:
         self.plan = plan
         self.checkpoints = checkpoints or EveryBlock()
@@ -111,10 +118,10 @@ class BlockPool:
         }
         """The ids of each pool, by its index."""
         self._requests: dict[Hashable, _Request] = {}
-        self._found: list[dict[bytes, int]] = [{} for _ in plan.groups]
-        """By group, the block of a hash."""
-        self._names: dict[tuple[int, int], tuple[int, bytes]] = {}
-        """What a block of a pool is found by."""
+        self._index = PrefixIndex(plan, partial_hits=partial_hits)
+        self._listener = events
+        self._news: list[BlockEvent] = []
+        """What the listener is told when the call ends."""
         self._seen: dict[bytes, None] = {}
         """Prefixes that were asked for, the oldest first."""
         self._most_seen = SEEN * sum(sizes.values())
@@ -137,35 +144,13 @@ class BlockPool:
 
     def match(self, chain: HashChain) -> int:
         """The most tokens of a prompt that every group can serve; the last is computed anyway."""
-        if not self._reuses:
-            return 0
-        longest = max(len(chain) - 1, 0) // self._step * self._step
-        for index, group in enumerate(self.plan.groups):
-            if group.kind != "recurrent" and group.visibility.first(longest) == 0:
-                found, have = self._found[index], 0
-                for digest in chain.ends(group.block, 0, longest // group.block):
-                    if digest not in found:
-                        break
-                    have += group.block
-                longest = have // self._step * self._step
-        while longest and not self._serves(chain, longest):
-            longest -= self._step
-        return longest
-
-    def _serves(self, chain: HashChain, tokens: int) -> bool:
-        return all(
-            digest in self._found[index]
-            for index, group in enumerate(self.plan.groups)
-            for digest in self._digests(group, chain, needed_blocks(group, tokens))
-        )
-
-    @staticmethod
-    def _digests(group: Group, chain: HashChain, entries: range) -> list[bytes]:
-        return chain.ends(group.block, entries.start, entries.stop)
+        return self._index.longest(chain)
 
     def stops(self, request: Hashable, tokens: int) -> list[int]:
-        """Where to pause on the way to `tokens` tokens, so that states can be kept there."""
-        return self._kept_ends(self._get(request), tokens)
+        """Where to pause on the way to `tokens` tokens, so that recurrent states can be kept."""
+        asked = self._get(request)
+        recurrent = any(group.kind == "recurrent" for group in self.plan.groups)
+        return self._kept_ends(asked, tokens) if recurrent else []
 
     # -- a request's life ---------------------------------------------------------------
 
@@ -182,11 +167,11 @@ class BlockPool:
         hit = self.match(chain)
         tables: list[list[int]] = []
         for index, group in enumerate(self.plan.groups):
-            needed = needed_blocks(group, hit)
-            blocks = [self._found[index][one] for one in self._digests(group, chain, needed)]
+            blocks = self._index.groups[index].needed(chain, hit)
             self.ids[group.pool].share(blocks)
             recurrent = group.kind == "recurrent"
-            tables.append(blocks if recurrent else [GONE] * needed.start + blocks)
+            gone = 0 if recurrent else needed_blocks(group, hit).start
+            tables.append([GONE] * gone + blocks)
         seen = self._count_seen(chain)
         self._requests[request] = _Request(chain, tables, len(chain), hit, seen, hit, hit)
         return hit
@@ -217,6 +202,7 @@ class BlockPool:
         for index, (entries, copied) in enumerate(wanted):
             self._take(index, asked, entries, copied, made)
         asked.reserved = max(asked.reserved, tokens)
+        self._tell()
         return made
 
     def computed(self, request: Hashable, tokens: int, new: Sequence[int] = ()) -> None:
@@ -236,6 +222,7 @@ class BlockPool:
         if self._reuses and self._publish(asked, tokens):
             asked.reserved = tokens  # the state is copied before it is written to
         asked.computed = tokens
+        self._tell()
 
     def fork(self, request: Hashable, child: Hashable) -> None:
         """Go on with a request as two: they share all blocks until one of them writes."""
@@ -267,12 +254,12 @@ class BlockPool:
 
     def clear(self) -> None:
         """Find nothing any more; requests under way keep their blocks."""
-        for found in self._found:
-            found.clear()
-        self._names.clear()
+        self._index.clear()
         self._seen.clear()
         for ids in self.ids.values():
             ids.drop()
+        self._news = [AllBlocksCleared()] if self._listener else []
+        self._tell()
 
     # -- inside -------------------------------------------------------------------------
 
@@ -339,7 +326,9 @@ class BlockPool:
         new = ids.take_many(entries + len(copied))
         for entry in copied:
             block = new.pop()
-            made.copies.append(CopyOnWrite(index, table[entry], block))
+            recurrent = group.kind == "recurrent"
+            tokens = group.block if recurrent else asked.computed - entry * group.block
+            made.copies.append(CopyOnWrite(index, table[entry], block, tokens))
             ids.release([table[entry]])
             table[entry] = block
         if new and index in self.plan.groups_to_clear:
@@ -357,17 +346,18 @@ class BlockPool:
             table = asked.tables[index]
             if group.kind == "recurrent":
                 if tokens in ends:
-                    kept_state |= self._name(index, asked.chain.at(tokens), table[0])
-                continue
-            if group.visibility == Visibility():
+                    kept_state |= self._keep(index, asked.chain, tokens // group.block - 1, table)
+            elif self._index.groups[index].keeps_all:
                 first, stop = asked.computed // group.block, tokens // group.block
-                digests = asked.chain.ends(group.block, first, stop)
-                for digest, block in zip(digests, table[first:stop], strict=True):
-                    self._name(index, digest, block)
-                continue
-            for entry in sorted({entry for end in ends for entry in needed_blocks(group, end)}):
-                if table[entry] != GONE:
-                    self._name(index, asked.chain.at((entry + 1) * group.block), table[entry])
+                self._keep(index, asked.chain, first, table[first:stop])
+            else:
+                stop = 0
+                for end in ends:
+                    needed = needed_blocks(group, end)
+                    first, stop = max(needed.start, stop), needed.stop
+                    while first < stop and table[first] == GONE:
+                        first += 1
+                    self._keep(index, asked.chain, first, table[first:stop])
         return kept_state
 
     def _kept_ends(self, asked: _Request, tokens: int) -> list[int]:
@@ -378,18 +368,23 @@ class BlockPool:
         chosen = self.checkpoints.positions(known).tolist()
         return [one * self._step for one in chosen if begun < one <= stop]
 
-    def _name(self, index: int, digest: bytes, block: int) -> bool:
-        """Have a block found by this hash, unless another is, or it is found by one already."""
-        pool = self.plan.groups[index].pool
-        found = self._found[index]
-        if digest in found or (pool, block) in self._names:
-            return False
-        found[digest] = block
-        self._names[pool, block] = (index, digest)
-        self.ids[pool].keep(block)
-        return True
+    def _keep(self, index: int, chain: HashChain, first: int, blocks: list[int]) -> bool:
+        """Have entries of a group found, unless others are in their place; whether any is now."""
+        group, kept = self.plan.groups[index], False
+        for start, part in self._index.add(index, chain, first, blocks):
+            self.ids[group.pool].keep(part)
+            kept = True
+            if self._listener:
+                self._news.append(stored_event(index, group, chain, start, len(part)))
+        return kept
 
     def _lost(self, pool: int, blocks: list[int]) -> None:
-        for block in blocks:
-            index, digest = self._names.pop((pool, block))
-            del self._found[index][digest]
+        names = self._index.remove(pool, blocks)
+        if self._listener:
+            self._news += removed_events(names)
+
+    def _tell(self) -> None:
+        """Tell the listener what can be found since the last call, and what no more."""
+        if self._listener and self._news:
+            news, self._news = self._news, []
+            self._listener(news)

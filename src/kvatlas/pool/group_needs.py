@@ -6,6 +6,7 @@ from math import gcd, lcm
 
 from kvatlas.geometry import ceil_div
 from kvatlas.planning import Group, Plan
+from kvatlas.specs import Attention, CrossAttention, Indexer, LatentAttention, Spec
 
 
 def first_needed(group: Group, tokens: int) -> int:
@@ -44,6 +45,20 @@ def hit_step(plan: Plan) -> int:
 def hash_grain(plan: Plan) -> int:
     """Tokens that hashes are taken over, so that every block of every group ends with one."""
     return gcd(*(group.block for group in plan.groups))
+
+
+def can_be_cut(plan: Plan) -> bool:
+    """Whether every group keeps each token by itself, so that hits may end at any of them.
+
+    Recurrent layers keep a state of many tokens, and compressed ones a row for several.
+    """
+    return all(_keeps_tokens(layer.spec) for region in plan.regions for layer in region.layers)
+
+
+def _keeps_tokens(spec: Spec) -> bool:
+    if isinstance(spec, LatentAttention | Indexer):
+        return spec.compress == 1
+    return isinstance(spec, Attention) and not isinstance(spec, CrossAttention)
 
 
 def reuses_prefixes(plan: Plan) -> bool:

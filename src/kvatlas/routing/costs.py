@@ -50,6 +50,10 @@ class Costs:
         first = min(nbytes, self.piece) / self.copy
         return received + first + pieces * self.descriptor
 
+    def landed(self, descriptors: int, nbytes: int) -> float:
+        """Seconds with runs as long as they are at the source, and a scatter."""
+        return self.direct(descriptors, nbytes) + nbytes / self.copy
+
 
 @dataclass(frozen=True)
 class Report:

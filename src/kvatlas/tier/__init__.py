@@ -1,10 +1,14 @@
 """The tiers: what one topology stored, another can fetch, on one host or from a fleet's store."""
 
 from kvatlas.tier.chained_keys import prefix_keys
+from kvatlas.tier.file_owner import socket_beside
 from kvatlas.tier.hit import Hit
 from kvatlas.tier.index import StoreResult
 from kvatlas.tier.namespaces import CacheIdentity
 from kvatlas.tier.opening import open_store, open_tier
+from kvatlas.tier.served.client import TierClient
+from kvatlas.tier.served.server import TierServer
+from kvatlas.tier.served.sharing import share_file, share_memory
 from kvatlas.tier.store_hit import StoreHit
 from kvatlas.tier.store_inspection import (
     NamespaceSummary,
@@ -30,12 +34,17 @@ __all__ = [
     "StoreResult",
     "StoreTier",
     "Tier",
+    "TierClient",
+    "TierServer",
     "collect_garbage",
     "export_objects",
     "import_objects",
     "open_store",
     "open_tier",
     "prefix_keys",
+    "share_file",
+    "share_memory",
+    "socket_beside",
     "summaries",
     "verify",
 ]

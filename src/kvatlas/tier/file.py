@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import errno
 import os
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,25 +25,25 @@ from kvatlas.tier.file_opening import (
     allocate,
     check_length,
     create_file,
-    lock_file,
     open_own,
     read_all,
     read_plan,
     refusals,
     write_all,
 )
+from kvatlas.tier.file_owner import FileUse, lock_file, unlock_file
 from kvatlas.tier.file_window import Window
+from kvatlas.tier.file_writing import Piece, PieceWriter, pieces
 from kvatlas.tier.format import EMPTY_RECORD, RECORD, RecordFormat
-from kvatlas.tier.index import TierBlock
-from kvatlas.wire import Bytes, Memory, check_bounds, copy_file_runs, memory_of
+from kvatlas.tier.index import PartSums, TierBlock
+from kvatlas.tier.part_sums import SummedStretches, block_checksum, part_sums
+from kvatlas.wire import Bytes, Memory, check_bounds, copy_file_runs, crc32, memory_of
 
 _RECORDS = 8192
 """Records that are read at once."""
 _SUMMING = min(4, os.cpu_count() or 1)
 _AT_ONCE = 256 << 10
-"""Bytes that are read or written and summed together: what stays in the processor's cache."""
-_LONG_RUN = 32 << 10
-"""Runs from here on, on the whole, are worth a call each."""
+"""Bytes that are read and summed together: what stays in the processor's cache."""
 _MAPPED_RUN = 4 << 10
 """Runs from here on, on the whole, are read by few calls for many of them."""
 _WORTH_A_CORE = 8 << 20
@@ -55,24 +53,26 @@ _CUT_SHORT = -1
 
 T = TypeVar("T")
 R = TypeVar("R")
-BlockPlace = tuple[int, int]
-"""A pool, and the id of a block of it."""
-
-Checksums = dict[BlockPlace, int]
 
 
 class TierFile:
-    """A file that is open, locked, allocated, and as sound as its header says."""
+    """A file that is open, locked, allocated, and as sound as its header says.
 
-    def __init__(self, path: Path, plan: Plan | None, *, durable: bool) -> None:
-        self.path, self.durable = path, durable
+    With `shared` it is another process's: that has the lock, and sees to the records.
+    """
+
+    def __init__(
+        self, path: Path, plan: Plan | None, *, durable: bool, shared: bool = False
+    ) -> None:
+        self.path, self.durable = path.absolute(), durable
         if plan is not None and not path.exists():
             create_file(path, plan)
         self._fd = open_own(path)
         try:
-            lock_file(self._fd, path)
+            if not shared:
+                lock_file(self._fd, path)
             with refusals(path):
-                self.plan, identity, self.extent = read_plan(self._fd, path)
+                self.plan, self.identity, self.extent = read_plan(self._fd, path)
             if plan is not None and plan.to_json() != self.plan.to_json():
                 problem = "The tier's file was made for another plan"
                 got = f"{plan}, not {self.plan}"
@@ -83,67 +83,46 @@ class TierFile:
         except BaseException:
             os.close(self._fd)
             raise
-        self._records = RecordFormat(self.plan, self.extent, identity)
+        self._records = RecordFormat(self.plan, self.extent, self.identity)
         self._places = {
             pool.index: Memory(self.extent.pools[pool.index], pool.nbytes)
             for pool in self.plan.pools
         }
         self.window = Window(self._places)
+        self.use = FileUse(self._fd)
         self._map = FileMap(self._fd, self.extent.nbytes)
+        self._pieces = PieceWriter(self._fd)
         self._helpers = ThreadPoolExecutor(1 + _SUMMING, thread_name_prefix="kvatlas-tier")
         self._block_bytes = {pool.index: pool.block_bytes for pool in self.plan.pools}
 
     # -- blocks -------------------------------------------------------------------------
 
-    def write(self, copies: Sequence[Copy], pools: Mapping[int, Bytes]) -> Checksums:
+    def write(self, copies: Sequence[Copy], pools: Mapping[int, Bytes]) -> PartSums:
         """Carry copies out from pools in memory into blocks of the file.
 
-        Blocks that are filled whole by long runs are summed on the way, while their bytes
-        are in the processor's cache; these checksums are returned.
+        What they add to the checksums of blocks is returned, where it is known from
+        writing them.
         """
         near = memory_of(pools)
         check_bounds(copies, near, self._places)
-        parts = [self._apart(copy) for copy in copies]
-        whole = [block for blocks, _ in parts for block in blocks]
-        ends = [(near[c.src_pool].address + c.src, self._places[c.dst_pool].address + c.dst, c)
-                for _, c in parts if len(c)]  # fmt: skip
+        cut = [(copy, pieces(copy, self._block_bytes[copy.dst_pool])) for copy in copies]
+        work = [(copy, piece) for copy, of_copy in cut for piece in of_copy]
         with self._whole_file():
-            checksums = dict(self._on_cores(lambda runs: self._write_block(runs, pools), whole))
+            written = self._on_cores(lambda one: self._write_piece(*one, pools), work)
+        ends = [(near[c.src_pool].address + c.src, self._places[c.dst_pool].address + c.dst, c)
+                for c, of_copy in cut if not of_copy and len(c)]  # fmt: skip
         self._move(ends, write=True)
-        return checksums
+        sums = {}
+        for pool in {copy.dst_pool for copy, _ in work}:
+            pairs = zip(work, written, strict=True)
+            stretches = [some for (copy, _), some in pairs if copy.dst_pool == pool]
+            for block_id, part in part_sums(stretches, self._block_bytes[pool]):
+                sums[pool, block_id] = part
+        return sums
 
-    def _apart(self, copy: Copy) -> tuple[list[Copy], Copy]:
-        """The runs of each block that long runs fill whole, in order, and all other runs."""
-        if copy.nbytes < _LONG_RUN * len(copy):
-            return [], copy
-        order = np.argsort(copy.dst, kind="stable")
-        columns = copy.src[order], copy.dst[order], copy.length[order]
-        nbytes = self._block_bytes[copy.dst_pool]
-        block = columns[1] // nbytes
-        first = np.flatnonzero(np.diff(block, prepend=-1))
-        filled = np.add.reduceat(columns[2], first) == nbytes
-        stop = np.append(first[1:], len(block))
-        blocks = [
-            replace(copy, src=src, dst=dst, length=length)
-            for a, b in zip(first[filled].tolist(), stop[filled].tolist(), strict=True)
-            for src, dst, length in [[column[a:b] for column in columns]]
-        ]
-        others = ~np.repeat(filled, stop - first)
-        src, dst, length = (column[others] for column in columns)
-        return blocks, replace(copy, src=src, dst=dst, length=length)
-
-    def _write_block(self, runs: Copy, pools: Mapping[int, Bytes]) -> tuple[BlockPlace, int]:
-        """Write all of a block; which it is, and the checksum of what was written."""
-        memory, checksum = pools[runs.src_pool].data, 0
-        offset = self._places[runs.dst_pool].address + int(runs.dst[0])
-        for start, length in zip(runs.src.tolist(), runs.length.tolist(), strict=True):
-            for at in range(start, start + length, _AT_ONCE):
-                piece = memory[at : min(at + _AT_ONCE, start + length)]
-                checksum = zlib.crc32(piece, checksum)
-                write_all(self._fd, piece, offset)
-                offset += len(piece)
-        block_id = int(runs.dst[0]) // self._block_bytes[runs.dst_pool]
-        return (runs.dst_pool, block_id), checksum
+    def _write_piece(self, copy: Copy, piece: Piece, pools: Mapping[int, Bytes]) -> SummedStretches:
+        offset = self._places[copy.dst_pool].address
+        return self._pieces.write(piece, pools[copy.src_pool], offset)
 
     def read(self, copies: Sequence[Copy], pools: Mapping[int, Bytes]) -> None:
         """Carry copies out from blocks of the file into pools in memory."""
@@ -189,20 +168,20 @@ class TierFile:
         wait(tasks)
         return [task.result() for task in tasks]
 
-    def commit(self, blocks: Sequence[TierBlock], known: Checksums) -> None:
+    def commit(self, blocks: Sequence[TierBlock]) -> None:
         """Write the records of blocks whose bytes are all there, and on the disk where asked.
 
-        Blocks whose checksums are not `known` are read for them.
+        Blocks whose checksums do not follow from those of their parts are read for them.
         """
         synced = self._helpers.submit(os.fdatasync, self._fd) if self.durable else None
         with self._whole_file():
-            for block in blocks:
-                block.checksum = known.get((block.pool, block.block_id), _CUT_SHORT)
-            unknown = [block for block in blocks if block.checksum == _CUT_SHORT]
-            for block, checksum in zip(unknown, self.checksums(unknown), strict=True):
-                if checksum == _CUT_SHORT:
-                    raise OSError(errno.ENODATA, "The file ends before its blocks")
-                block.checksum = checksum
+            known = [self._summed(block) for block in blocks]
+            unknown = [b for b, checksum in zip(blocks, known, strict=True) if checksum is None]
+            read = iter(self.checksums(unknown))
+            for block, checksum in zip(blocks, known, strict=True):
+                block.checksum = next(read) if checksum is None else checksum
+            if any(block.checksum == _CUT_SHORT for block in unknown):
+                raise OSError(errno.ENODATA, "The file ends before its blocks")
             if synced is not None:
                 synced.result()
         with self._whole_file():
@@ -210,6 +189,10 @@ class TierFile:
                 write_all(self._fd, self._records.write(block), self._records.place(block))
             if self.durable:
                 os.fdatasync(self._fd)
+
+    def _summed(self, block: TierBlock) -> int | None:
+        """The checksum of a block, where all that ranks have brought to it was summed."""
+        return block_checksum(block.sums.values(), self._block_bytes[block.pool])
 
     def clear(self, block: TierBlock) -> None:
         """Say that a block is empty, before anything is written to it."""
@@ -233,6 +216,7 @@ class TierFile:
         self._helpers.shutdown()
         self.window.close()
         self._map.close()
+        unlock_file(self._fd)
         os.close(self._fd)
 
     @contextmanager
@@ -256,6 +240,6 @@ class TierFile:
             done = os.preadv(self._fd, [room[: start + nbytes - at]], at)
             if not done:
                 return _CUT_SHORT
-            checksum = zlib.crc32(room[:done], checksum)
+            checksum = crc32(room[:done], checksum)
             at += done
         return checksum

@@ -8,15 +8,24 @@ recently used one is evicted when room is needed.
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from kvatlas.errors import AtlasError
 from kvatlas.planning import Plan
 from kvatlas.tier.ingest import Delivery, Ingest
+from kvatlas.tier.part_sums import PartSum
 from kvatlas.tier.request_blocks import Cover, NeededBlock, TierSpans
+
+BlockPlace = tuple[int, int]
+"""A pool, and the id of a block of it."""
+
+PartSums = dict[BlockPlace, PartSum]
+"""What a rank has added to the checksums of blocks, where that is known."""
 
 
 class StoreResult(NamedTuple):
@@ -41,15 +50,24 @@ class TierBlock:
     """Its bytes have been held against their checksum since the tier was opened."""
     checksum: int = 0
     sequence: int = 0
+    found: int = 0
+    """When it could first be found: a number that grows with every block."""
     pins: int = 0
     dropped: bool = False
     """Nobody finds it any more; its room is free when the last pin goes."""
     brought: dict[int, Delivery] = field(default_factory=dict)
     """What each rank has written to it."""
+    sums: dict[int, PartSum] = field(default_factory=dict)
+    """What each rank has added to its checksum, of those that summed what they wrote."""
     writing: set[int] = field(default_factory=set)
     """Ranks that write to it now."""
     fill_key: tuple[Any, ...] = ()
     """What the ranks that fill it find it by."""
+
+    @property
+    def place(self) -> BlockPlace:
+        """Where it is."""
+        return self.pool, self.block_id
 
     @property
     def name(self) -> tuple[int, bytes]:
@@ -77,6 +95,8 @@ class BlockIndex:
         self.lock = threading.RLock()
         self.sequence = 0
         self.evicted = 0
+        # Later than those of any index before: marks of a tier that was opened again stay good.
+        self._found = time.time_ns()
         self._cleared = cleared
         self._free = {p.index: list(range(p.blocks - 1, -1, -1)) for p in plan.pools}
         self._whole: dict[tuple[int, bytes], TierBlock] = {}
@@ -104,6 +124,8 @@ class BlockIndex:
                 self._whole[block.name] = block
                 self.sequence = block.sequence
             for block in self._whole.values():
+                self._found += 1
+                block.found = self._found
                 self._recent[block.pool][block] = None
             for pool, ids in self._free.items():
                 taken = {block.block_id for block in self._recent[pool]}
@@ -147,6 +169,14 @@ class BlockIndex:
         with self.lock:
             return [block.name for lru in self._recent.values() for block in lru if block.whole]
 
+    def names_since(self, mark: int, most: int) -> tuple[list[tuple[int, bytes]], int]:
+        """The first names that became whole after a mark, and the mark after them."""
+        with self.lock:
+            # In the order in which they came: a name that comes again moves to the end.
+            newest_first = reversed(self._whole.values())
+            new = list(takewhile(lambda block: block.found > mark, newest_first))[::-1][:most]
+            return [block.name for block in new], new[-1].found if new else mark
+
     def pin(self, needs: Sequence[NeededBlock]) -> list[TierBlock] | None:
         """All blocks that are needed, pinned; None where one is absent."""
         with self.lock:
@@ -184,12 +214,11 @@ class BlockIndex:
             self._free_dropped(block)
 
     def _clear(self, block: TierBlock) -> None:
-        place = block.pool, block.block_id
         try:
             self._cleared(block)
-            self._uncleared.pop(place, None)
+            self._uncleared.pop(block.place, None)
         except AtlasError as problem:
-            self._uncleared[place] = block, problem
+            self._uncleared[block.place] = block, problem
 
     def drop_keys(self, keys: Iterable[tuple[int, bytes]]) -> int:
         """Make keys absent; how many were there."""
@@ -244,11 +273,15 @@ class BlockIndex:
         claim.fills.append((need, block))
 
     def arrived(
-        self, claim: Claim, ingest: Ingest, brought: dict[Any, Delivery] | None
+        self,
+        claim: Claim,
+        ingest: Ingest,
+        brought: dict[Any, Delivery] | None,
+        sums: PartSums | None = None,
     ) -> list[TierBlock]:
         """A rank has written its bytes, or failed; the blocks that have all of theirs now.
 
-        They are pinned and numbered, to be settled.
+        They are pinned and numbered, to be settled. `sums` are of what was brought.
         """
         ready = []
         with self.lock:
@@ -256,6 +289,8 @@ class BlockIndex:
                 block.writing.discard(claim.rank)
                 if brought is not None:
                     block.brought[claim.rank] = brought[need.shape]
+                    if sums and block.place in sums:
+                        block.sums[claim.rank] = sums[block.place]
                 if not block.writing and not block.brought:
                     self.drop(block)
                 elif not block.writing and ingest.whole(need.shape, block.brought):
@@ -273,6 +308,7 @@ class BlockIndex:
         with self.lock:
             for block in blocks:
                 block.brought.clear()
+                block.sums.clear()
                 older = self._whole.get(block.name)
                 if not whole or (older is not None and self._serves(older, block.cover)):
                     self.drop(block)
@@ -280,6 +316,8 @@ class BlockIndex:
                     if older is not None:
                         self.drop(older)
                     block.whole = True
+                    self._found += 1
+                    block.found = self._found
                     self._whole[block.name] = block
                 self.unpin([block])
 
@@ -314,7 +352,7 @@ class BlockIndex:
     def _free_dropped(self, block: TierBlock) -> None:
         if block.dropped and not block.pins:
             # What could not be cleared comes last: others are taken first.
-            last = (block.pool, block.block_id) not in self._uncleared
+            last = block.place not in self._uncleared
             free = self._free[block.pool]
             free.insert(len(free) if last else 0, block.block_id)
 

@@ -11,8 +11,8 @@ from typing import Any
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
 from kvatlas.routing import Copy
-from kvatlas.tier.file import Checksums, TierFile
-from kvatlas.tier.index import TierBlock
+from kvatlas.tier.file import TierFile
+from kvatlas.tier.index import PartSums, TierBlock
 from kvatlas.wire import (
     Bytes,
     GpuOffload,
@@ -28,8 +28,8 @@ from kvatlas.wire import (
 Carry = Callable[[Sequence[Copy]], None]
 """Carries copies out, by any transport, and returns when all bytes are there."""
 
-Write = Callable[[Sequence[Copy]], Checksums | None]
-"""Carries copies out into a tier; the checksums of blocks of a file that it has summed."""
+Write = Callable[[Sequence[Copy]], PartSums | None]
+"""Carries copies out into a tier; what they add to checksums of blocks, where it is known."""
 
 
 class TierStorage:
@@ -82,7 +82,7 @@ class TierStorage:
         if file is None:
             return carry
 
-        def through_window(copies: Sequence[Copy]) -> Checksums:
+        def through_window(copies: Sequence[Copy]) -> PartSums:
             with file.window.used():
                 carry(copies)
                 within = [replace(c, src_pool=c.dst_pool, src=c.dst) for c in copies]
@@ -98,8 +98,8 @@ class TierStorage:
             within = [replace(c, dst_pool=c.src_pool, dst=c.src) for c in copies]
             file.read(within, file.window.pools)
 
-    def carry(self, phase: str, copies: Sequence[Copy], carry: Carry | Write) -> Checksums:
-        """Carry copies out, and count them; the checksums that are known from it."""
+    def carry(self, phase: str, copies: Sequence[Copy], carry: Carry | Write) -> PartSums:
+        """Carry copies out, and count them; what is known of checksums from it."""
         with self.metrics.phase(phase):
             known = carry(copies)
         descriptors = sum(map(len, copies))
@@ -108,11 +108,11 @@ class TierStorage:
 
     # -- whole blocks -------------------------------------------------------------------
 
-    def commit(self, blocks: Sequence[TierBlock], known: Checksums) -> None:
-        """Record blocks that have all of their bytes, and of which some checksums are known."""
+    def commit(self, blocks: Sequence[TierBlock]) -> None:
+        """Record blocks that have all of their bytes."""
         if self._file is not None and blocks:
             with self.metrics.phase("commit"):
-                self._file.commit(blocks, known)
+                self._file.commit(blocks)
 
     def damaged(self, blocks: Sequence[TierBlock]) -> list[TierBlock]:
         """The blocks whose bytes are not those that were stored."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -367,28 +367,6 @@ def unpack_tables(blocks: BlockTables) -> dict[int, Int64s]:
             raise bad_handshake(f"a block table of {len(ids)} bytes")
         tables[group] = np.frombuffer(ids, dtype="<u4").astype(np.int64)
     return tables
-
-
-class BusyError(AtlasError):
-    """Too much to do at this end; the peer may ask again after `retry` seconds."""
-
-    def __init__(self, got: str, retry: float) -> None:
-        super().__init__(Code.BUSY, got=got, hint=f"Ask again in {retry:g} s")
-        self.retry = retry
-
-
-def refusal_of(error: AtlasError) -> Refusal:
-    """An error as it is sent to the peer that caused it."""
-    texts = [str(text)[:4096] for text in (error.problem, error.got, error.hint)]
-    retry = error.retry if isinstance(error, BusyError) else 0.0
-    return Refusal(code=str(error.code), problem=texts[0], got=texts[1], hint=texts[2], retry=retry)
-
-
-def raise_refusal(refusal: Refusal) -> NoReturn:
-    """Raise a refusal that came from a peer, with the peer's own code."""
-    known = {str(code): code for code in Code}
-    code = known.get(refusal.code, Code.WIRE_FAILED)
-    raise AtlasError(code, refusal.problem, got=f"{refusal.got} (says the peer)", hint=refusal.hint)
 
 
 def bad_handshake(got: str) -> AtlasError:

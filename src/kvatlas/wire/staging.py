@@ -8,7 +8,6 @@ description but where it starts and stops.
 from __future__ import annotations
 
 import threading
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ import numpy as np
 
 from kvatlas.geometry import Int64s
 from kvatlas.routing import Copy
+from kvatlas.wire.checksum import crc32
 from kvatlas.wire.memory_copy import Bytes, Places, copy_runs, one_length
 from kvatlas.wire.transports.base import STAGING
 
@@ -124,7 +124,7 @@ def crc_pieces(stream: Bytes, piece: int) -> Int64s:
     >>> crc_pieces(np.zeros(3, np.uint8), 2).tolist()
     [1104745215, 3523407757]
     """
-    sums = [zlib.crc32(stream[at : at + piece].data) for at in range(0, stream.size, piece)]
+    sums = [crc32(stream[at : at + piece].data) for at in range(0, stream.size, piece)]
     return np.array(sums, dtype=np.int64)
 
 

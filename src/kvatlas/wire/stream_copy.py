@@ -6,13 +6,13 @@ into its own; where the route converts, the end that has the other format does s
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvatlas.routing import ConvertedPart, ConvertedStream, Copy, Route, Stream
+from kvatlas.wire.checksum import crc32
 from kvatlas.wire.memory_copy import Bytes, copy_pools
 from kvatlas.wire.staging import gather, scatter
 
@@ -80,7 +80,7 @@ def piece_spans(stream: AnyStream, piece: int) -> Iterator[tuple[int, int]]:
 
 def piece_checksum(piece: Any) -> int:
     """A CRC-32 of a piece, wherever it is."""
-    return zlib.crc32((piece if isinstance(piece, np.ndarray) else piece.cpu().numpy()).data)
+    return crc32((piece if isinstance(piece, np.ndarray) else piece.cpu().numpy()).data)
 
 
 def copy_request(

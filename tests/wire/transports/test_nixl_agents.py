@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import time
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 
 from kvatlas import AtlasError
 from kvatlas.routing import Copy
-from kvatlas.wire import Memory
+from kvatlas.wire import Memory, make_transport
 from kvatlas.wire.transports import nixl_link
 from kvatlas.wire.transports.nixl_link import NixlHandle, NixlLink
 from tests.attack.late_bytes import POOL, in_mid_read
@@ -221,3 +222,13 @@ def test_sources_that_are_killed_in_mid_read_leave_no_descriptor(
         opened.append(len(os.listdir("/proc/self/fd")))  # noqa: PTH208
     near.drop()
     assert opened[-1] == opened[0]
+
+
+@pytest.mark.skipif(not HAS_NIXL, reason="NIXL is not installed")
+def test_a_transport_that_nobody_reads_from_leaves_the_processor_alone() -> None:
+    """NIXL's own interface has its thread look for work without a pause: a whole core."""
+    transport = make_transport("nixl")
+    begun, used = time.monotonic(), time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - used < 0.1 * (time.monotonic() - begun)
+    transport.close()

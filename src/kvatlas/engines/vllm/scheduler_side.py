@@ -1,6 +1,6 @@
 """The scheduler's side: which tokens come from another engine or a tier, and what is kept.
 
-A decode engine always computes the last token of a prompt itself, also where it has read it.
+A decode engine always computes the last token of a prompt itself, so that it is not read.
 Windows and recurrent states must then be those that this token sees: where a model has any,
 the prefill engine stops one token short.
 """
@@ -189,7 +189,8 @@ class SchedulerSide:
         if found is not None:
             start = found.tokens - external
             tables = self._reading(request_id, blocks, start, found.tokens)
-            order = LoadOrder(request_id, found, tables, start, found.tokens)
+            pinned = (found.hit.name, found.rows)
+            order = LoadOrder(request_id, *pinned, tables, start, found.tokens)
             self._orders.loads.append(order)
 
     def _reading(self, request_id: str, blocks: Any, start: int, stop: int) -> Tables:
@@ -215,6 +216,14 @@ class SchedulerSide:
     def received(self, requests: Any) -> None:
         """Requests are here, or have failed."""
         self._pulling.difference_update(requests or ())
+        if self._tier is not None:
+            for request_id in requests or ():
+                self._tier.loaded(request_id)
+
+    def close(self) -> None:
+        """Let go of the tier."""
+        if self._tier is not None:
+            self._tier.close()
 
     # -- inside ---------------------------------------------------------------------------
 
@@ -233,8 +242,11 @@ class SchedulerSide:
         params[_SHORTER] = True
 
     def _stop(self, request: Any, remote: RemoteRequest) -> int:
-        """How many tokens of a prompt may come from elsewhere."""
-        return int(min(request.num_prompt_tokens - self._left_out, remote.tokens))
+        """How many tokens of a prompt come from elsewhere: never the last, computed here anyway.
+
+        Alone in its block it would be thousands of short runs where K is transposed.
+        """
+        return int(min(request.num_prompt_tokens - max(1, self._left_out), remote.tokens))
 
     def _check(self, remote: RemoteRequest, request: Any) -> None:
         """Refuse another prompt's tokens, and windows where all tokens are cached here."""

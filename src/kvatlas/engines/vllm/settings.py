@@ -34,7 +34,7 @@ know. Got 'transports'. Did you mean 'transport'? [bad_config]
     transport_options: dict[str, Any] = {}
     """Options of the transport's class: `{"device": "eth0"}` for nixl, say."""
     how: How = "auto"
-    """Whether runs go one by one (`direct`), gathered (`staged`), or as measured."""
+    """One by one (`direct`), gathered (`staged`), put in place here (`landed`), or as measured."""
     listen: str = "127.0.0.1"
     """The address on which ranks answer their peers."""
     advertise: str | None = None

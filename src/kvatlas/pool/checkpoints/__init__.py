@@ -6,8 +6,9 @@ from kvatlas.pool.checkpoints.branch_points import BranchPoints
 from kvatlas.pool.checkpoints.every_block import EveryBlock
 from kvatlas.pool.checkpoints.every_tokens import EveryTokens
 from kvatlas.pool.checkpoints.prompt_end import PromptEnd
+from kvatlas.pool.checkpoints.vllm_default import VllmDefault
 
-CHECKPOINTS = ("every-block", "prompt-end", "branch-points", "every-2048")
+CHECKPOINTS = ("every-block", "prompt-end", "branch-points", "vllm-default", "every-2048")
 """Names that commands take; any number of tokens may stand in the last."""
 
 
@@ -18,7 +19,12 @@ def checkpoint_policy(name: str) -> Checkpoints:
     (EveryTokens(share=None, tokens=4096), 0.25)
     """
     text, _, limit = name.partition("-within-")
-    kinds = {"every-block": EveryBlock, "prompt-end": PromptEnd, "branch-points": BranchPoints}
+    kinds = {
+        "every-block": EveryBlock,
+        "prompt-end": PromptEnd,
+        "branch-points": BranchPoints,
+        "vllm-default": VllmDefault,
+    }
     words, number = text.rpartition("-")[::2]
     bad = bool(limit) and not limit.isdecimal()
     share = int(limit) / 100 if limit and not bad else None
@@ -40,5 +46,6 @@ __all__ = [
     "Positions",
     "Prompt",
     "PromptEnd",
+    "VllmDefault",
     "checkpoint_policy",
 ]

@@ -32,6 +32,10 @@ class Prompt:
     """The last place that a later request can be known to come past."""
     stop: int
     """Whole blocks of the prompt."""
+    attention: int | None = None
+    """The longest prefix that layers which keep every block have, where it is known."""
+    resend: int | None = None
+    """The last place at which the same prompt can start when it comes again, where it is known."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,5 +18,5 @@ class BranchPoints(Checkpoints):
 
     def positions(self, prompt: Prompt) -> Positions:
         """At most two."""
-        chosen = np.unique([min(prompt.seen, prompt.end), prompt.end])
-        return chosen[chosen > prompt.hit].astype(np.int64)
+        chosen = sorted({min(prompt.seen, prompt.end), prompt.end})
+        return np.array([end for end in chosen if end > prompt.hit], np.int64)

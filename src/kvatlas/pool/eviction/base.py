@@ -75,18 +75,27 @@ class Eviction:
         aside = []
         while blocks > 0 and self._heap:
             rank, serial, segment = heapq.heappop(self._heap)
-            segment = segment[self._place[segment] == serial]
-            chosen = segment[~pinned[segment]]
-            if len(chosen):
-                each = self.size(chosen) if self.size else np.ones(len(chosen), np.int64)
-                freed = np.cumsum(each)
-                chosen = chosen[: int(np.searchsorted(freed, blocks)) + 1]
-                blocks -= int(freed[len(chosen) - 1])
-                self._leave(chosen)
-                self._last_rank = rank
-                found.append(chosen)
-            if len(chosen) < len(segment):  # the rest keeps its order and its place
-                aside.append((rank, serial, segment[self._place[segment] == serial]))
+            passed = []
+            while blocks > 0 and len(segment):
+                # Only as far as it may be needed: a long segment goes in many small pieces.
+                head = segment[: max(blocks, 64)]
+                queued, held = self._place[head] == serial, pinned[head]
+                chosen = (queued & ~held).nonzero()[0]
+                freed = self.size(head[chosen]).cumsum() if self.size else None
+                enough = blocks if freed is None else int(freed.searchsorted(blocks)) + 1
+                chosen = chosen[:enough]
+                stop = int(chosen[-1]) + 1 if len(chosen) == enough else len(head)
+                if len(chosen):
+                    blocks -= len(chosen) if freed is None else int(freed[len(chosen) - 1])
+                    found.append(head[chosen])
+                    self._leave(found[-1])
+                    self._last_rank = rank
+                passed.append(head[:stop][(queued & held)[:stop]])
+                segment = segment[stop:]
+            # The rest keeps its order and its place.
+            rest = np.concatenate([*passed, segment]) if any(map(len, passed)) else segment
+            if len(rest):
+                aside.append((rank, serial, rest))
         for one in aside:
             heapq.heappush(self._heap, one)
         return np.concatenate(found) if found else np.empty(0, np.int64)

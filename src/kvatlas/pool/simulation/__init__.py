@@ -1,21 +1,31 @@
 """Hit rates: a trace's requests through the pools of a plan."""
 
+from kvatlas.pool.simulation.choosing import BASELINE, POLICIES, TriedPlan, choose
+from kvatlas.pool.simulation.copies import CopyingReplay
 from kvatlas.pool.simulation.hit_rates import HitRates, simulate
 from kvatlas.pool.simulation.layer_classes import LayerClass, PoolModel
 from kvatlas.pool.simulation.prefill_cost import TFLOPS, PrefillCost, active_parameters
 from kvatlas.pool.simulation.replay import Outcome, Replay, ReplayPolicy
 from kvatlas.pool.simulation.spans import Spans
+from kvatlas.pool.simulation.tiers import LowerTier, TieredReplay
 
 __all__ = [
+    "BASELINE",
+    "POLICIES",
     "TFLOPS",
+    "CopyingReplay",
     "HitRates",
     "LayerClass",
+    "LowerTier",
     "Outcome",
     "PoolModel",
     "PrefillCost",
     "Replay",
     "ReplayPolicy",
     "Spans",
+    "TieredReplay",
+    "TriedPlan",
     "active_parameters",
+    "choose",
     "simulate",
 ]

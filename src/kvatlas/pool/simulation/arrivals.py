@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvatlas.pool.checkpoints import Prompt
 from kvatlas.pool.simulation.prefill_cost import DECODE_SECONDS, PrefillCost
-from kvatlas.pool.simulation.replay import Outcome, Progress, Replay, leading
+from kvatlas.pool.simulation.replay import Outcome, Progress, Replay
 from kvatlas.pool.traces import Ints, Trace
 
 _PREFILLED, _DONE = 0, 1
@@ -86,23 +85,20 @@ class TimedReplay(Replay):
     def _begin(self, request: int) -> int | None:
         """Blocks for a request, and the spans that it found; None where there is no room now."""
         spans = self.spans.of_request(request)
-        hit = self.find(spans[: self.spans.reusable[request]])
-        known = int(self.spans.known[request])
-        prompt = Prompt(self.spans.step, hit, leading(self._seen[spans]), known, len(spans))
+        prompt = self._prompt(request, spans)
+        hit = prompt.hit
         wanted = self.policy.checkpoints.positions(prompt)
         parts = self._entries(spans, hit, wanted)
-        while self._too_much(request, parts):
-            if not len(wanted):
-                return None
-            wanted = wanted[-(len(wanted) // 2) :] if len(wanted) > 1 else wanted[:0]
-            parts = self._entries(spans, hit, wanted)
-        entries, places = self._in_order(spans, parts)
+        fitting = self._fitting(request, spans, hit, wanted, parts)
+        if fitting is None:
+            return None
+        entries, places = self._in_order(request, fitting)
         here = self._present[entries]
         fresh, new = entries[here & (self._pins[entries] == 0)], entries[~here]
         needs = []
         for pool in range(len(self._blocks)):
-            held = int(self._size(self._of_pool(fresh, pool)).sum())
-            need = int(self._size(self._of_pool(new, pool)).sum())
+            held = self._room(self._of_pool(fresh, pool))
+            need = self._room(self._of_pool(new, pool))
             need += int(self._in_flight[pool, request])
             if self._held[pool] + held + need > self._blocks[pool]:
                 return None
@@ -110,9 +106,7 @@ class TimedReplay(Replay):
         self._pins[entries[here]] += 1
         self._pinned[entries[here]] = True
         for pool, (held, need) in enumerate(needs):
-            short = self._used[pool] + need - self._blocks[pool]
-            if short > 0:
-                self._drop(pool, self._evictions[pool].victims(short, self._pinned))
+            self._evict(pool, self._used[pool] + need - self._blocks[pool])
             self._used[pool] += need
             self._held[pool] += held + need
         self.outcome.peak = max(self.outcome.peak, sum(self._used))
@@ -126,9 +120,9 @@ class TimedReplay(Replay):
         twice = new[self._present[new]]
         fresh = self._pins[twice] == 0
         for pool in range(len(self._blocks)):
-            blocks = int(self._size(self._of_pool(twice, pool)).sum())
+            blocks = self._room(self._of_pool(twice, pool))
             self._used[pool] -= blocks
-            idle = int(self._size(self._of_pool(twice[fresh], pool)).sum())
+            idle = self._room(self._of_pool(twice[fresh], pool))
             self._held[pool] += idle - blocks
         self._present[new] = True
         self._pins[new] += 1
@@ -143,5 +137,5 @@ class TimedReplay(Replay):
         for pool in range(len(self._blocks)):
             held = int(self._in_flight[pool, request])
             self._used[pool] -= held
-            self._held[pool] -= held + int(self._size(self._of_pool(idle, pool)).sum())
+            self._held[pool] -= held + self._room(self._of_pool(idle, pool))
         self._rank(request, entries, ended.places)

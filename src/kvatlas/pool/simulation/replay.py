@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from kvatlas.geometry import ceil_div
 from kvatlas.pool.checkpoints import Checkpoints, EveryBlock, Prompt
 from kvatlas.pool.eviction import EVICTIONS, Use
 from kvatlas.pool.simulation.layer_classes import LayerClass, PoolModel
@@ -69,12 +70,20 @@ class Replay:
         self._present = np.zeros(entries, bool)
         self._pinned = np.zeros(entries, bool)
         self._seen = np.zeros(spans.count, bool)
+        self._rows = [
+            self._present[place << self._bits : (place + 1) << self._bits]
+            for place in range(len(model.classes))
+        ]
+        """By class, which of its spans are there: views."""
         self._sizes = np.array([one.blocks for one in model.classes], np.int64)
+        self._alike = len(set(self._sizes.tolist())) == 1
+        """Whether all entries are equally large."""
         self._places = np.arange(int(np.diff(spans.starts).max(initial=0)) + 1)
         self._first = [one.first(self._places, spans.step) for one in model.classes]
         """By class, the first span that is needed to go on behind so many."""
         kind = EVICTIONS[policy.eviction]
-        self._evictions = [kind(entries, self._size) for _ in self._blocks]
+        sized = None if self._alike else self._size
+        self._evictions = [kind(entries, sized) for _ in self._blocks]
         self._next = spans.next_uses() if "next_use" in kind.needs else None
         self._saved = saved if "saved" in kind.needs else None
         self._used = [0] * len(self._blocks)
@@ -112,10 +121,10 @@ class Replay:
     def serve(self, request: int) -> int:
         """One request: the spans that it found."""
         spans = self.spans.of_request(request)
-        hit = self.find(spans[: self.spans.reusable[request]])
-        seen = leading(self._seen[spans])
-        self._seen[spans] = True
-        prompt = Prompt(self.spans.step, hit, seen, int(self.spans.known[request]), len(spans))
+        prompt = self._prompt(request, spans)
+        hit = prompt.hit
+        if self.policy.checkpoints.asks_for_seen:
+            self._seen[spans] = True
         wanted = self.policy.checkpoints.positions(prompt)
         parts = self._entries(spans, hit, wanted)
         if self.policy.store:
@@ -126,27 +135,37 @@ class Replay:
         self.outcome.hits[request] = hit
         return hit
 
-    def find(self, spans: Ints) -> int:
-        """The longest prefix of these spans that every class can serve."""
+    def _prompt(self, request: int, spans: Ints) -> Prompt:
+        """What is known of a request before it is computed."""
+        reusable = int(self.spans.reusable[request])
+        hit, attention = self.find(spans[:reusable])
+        asked = self.policy.checkpoints.asks_for_seen
+        seen = leading(self._seen[spans]) if asked else 0
+        known = int(self.spans.known[request])
+        return Prompt(self.spans.step, hit, seen, known, len(spans), attention, reusable)
+
+    def find(self, spans: Ints) -> tuple[int, int]:
+        """The longest prefix of these spans that every class can serve, and attention alone."""
         longest = len(spans)
         others = []
         for place, one in enumerate(self.model.classes):
             if one.needs == "all":
-                longest = leading(self._present[spans[:longest] + (place << self._bits)])
+                longest = leading(self._rows[place][spans[:longest]])
             else:
                 others.append((place, one))
         if not others or not longest:
-            return longest
+            return longest, longest
         good = np.ones(longest + 1, bool)
         for place, one in others:
-            here = self._present[spans[:longest] + (place << self._bits)]
+            here = self._rows[place][spans[:longest]]
             if one.needs == "state":
                 good[1:] &= here
             elif not here.all():
                 missing = np.zeros(longest + 1, np.int64)
-                np.cumsum(~here, out=missing[1:])
+                (~here).cumsum(out=missing[1:])
                 good &= missing == missing[self._first[place][: longest + 1]]
-        return longest - int(np.argmax(good[::-1]))
+        hit = longest - int(good[::-1].argmax())
+        return hit, longest if len(others) < len(self.model.classes) else hit
 
     # -- what a request brings and uses -----------------------------------------------
 
@@ -159,37 +178,51 @@ class Replay:
                 parts.append(self._places[: len(spans)])
             elif one.needs == "state":
                 parts.append(ends - 1)
-            elif len(ends) and _is_range(ends, first):
-                parts.append(self._places[first[ends[0]] : ends[-1]])
             else:
-                edges = np.bincount(first[ends], minlength=len(spans) + 1)
-                edges -= np.bincount(ends, minlength=len(spans) + 1)
-                parts.append(np.flatnonzero(np.cumsum(edges[:-1])))
+                parts.append(self._windows(ends, first))
         return parts
+
+    def _windows(self, ends: Ints, first: Ints) -> Ints:
+        """The places of all windows that end at these ends, each once."""
+        begins = first[ends]
+        # Ends ascend and so do begins: a window adds what lies behind the end before it.
+        np.maximum(begins[1:], ends[:-1], out=begins[1:])
+        counts = ends - begins
+        behind = counts.cumsum()
+        total = int(behind[-1]) if len(ends) else 0
+        if total and total == ends[-1] - begins[0]:
+            return self._places[begins[0] : ends[-1]]
+        places: Ints = (begins - behind + counts).repeat(counts) + self._places[:total]
+        return places
 
     def _admit(self, request: int, spans: Ints, hit: int, wanted: Ints, parts: list[Ints]) -> bool:
         """Room for a request, and its entries in it; False where it can never have room."""
-        while self._too_much(request, parts):
-            if not len(wanted):
-                return False
-            wanted = wanted[-(len(wanted) // 2) :] if len(wanted) > 1 else wanted[:0]
-            parts = self._entries(spans, hit, wanted)
-        entries, places = self._in_order(spans, parts)
-        self._pinned[entries] = True
-        new = entries[~self._present[entries]]
-        for pool, eviction in enumerate(self._evictions):
-            mine = self._of_pool(new, pool)
-            need = int(self._size(mine).sum())
+        fitting = self._fitting(request, spans, hit, wanted, parts)
+        if fitting is None:
+            return False
+        entries, places = self._in_order(request, fitting)
+        here = self._present[entries]
+        new = entries[~here]
+        for pool in range(len(self._evictions)):
+            need = self._room(self._of_pool(new, pool))
             held = int(self._in_flight[pool, request])
-            short = self._used[pool] + need + held - self._blocks[pool]
-            if short > 0:
-                self._drop(pool, eviction.victims(short, self._pinned))
+            self._evict(pool, self._used[pool] + need + held - self._blocks[pool], entries[here])
             self._used[pool] += need
             self.outcome.peak = max(self.outcome.peak, sum(self._used) + held)
-        self._pinned[entries] = False
         self._present[new] = True
         self._rank(request, entries, places)
         return True
+
+    def _fitting(
+        self, request: int, spans: Ints, hit: int, wanted: Ints, parts: list[Ints]
+    ) -> list[Ints] | None:
+        """What of a request has room in an empty pool: the last of its checkpoints, if not all."""
+        while self._too_much(request, parts):
+            if not len(wanted):
+                return None
+            wanted = wanted[-(len(wanted) // 2) :] if len(wanted) > 1 else wanted[:0]
+            parts = self._entries(spans, hit, wanted)
+        return parts
 
     def _too_much(self, request: int, parts: list[Ints]) -> bool:
         needs = self._in_flight[:, request].tolist()
@@ -203,7 +236,7 @@ class Replay:
         Head first they come in one after the other: what was there may be gone, and have to
         come in again, when its turn comes.
         """
-        entries, places = self._in_order(self.spans.of_request(request), parts)
+        entries, places = self._in_order(request, parts)
         while len(entries):
             here = self._present[entries]
             count = len(entries)
@@ -217,17 +250,16 @@ class Replay:
         new = entries[~self._present[entries]]
         self._present[new] = True
         self._rank(request, entries, places)
-        for pool, eviction in enumerate(self._evictions):
-            self._used[pool] += int(self._size(self._of_pool(new, pool)).sum())
-            over = self._used[pool] - self._blocks[pool]
-            if over > 0:
-                self._drop(pool, eviction.victims(over, self._pinned))
+        for pool in range(len(self._evictions)):
+            self._used[pool] += self._room(self._of_pool(new, pool))
+            self._evict(pool, self._used[pool] - self._blocks[pool])
 
-    def _in_order(self, spans: Ints, parts: list[Ints]) -> tuple[Ints, Ints]:
+    def _in_order(self, request: int, parts: list[Ints]) -> tuple[Ints, Ints]:
         """(entries, their places along the request), the first to go first."""
+        spans = self.spans.of_request(request)
         entries = [spans[part] + (place << self._bits) for place, part in enumerate(parts)]
         if self.policy.by_group:
-            ordered = self._by_group(entries, parts)
+            ordered = self._by_group(int(self.spans.reusable[request]), entries, parts)
             return np.concatenate(ordered[0]), np.concatenate(ordered[1])
         if len(parts) == 1:
             entry, place = entries[0], parts[0]
@@ -237,12 +269,19 @@ class Replay:
         order = np.argsort(places if self.policy.head_first else -places, kind="stable")
         return joined[order], places[order]
 
-    def _by_group(self, entries: list[Ints], parts: list[Ints]) -> tuple[list[Ints], list[Ints]]:
-        """As vLLM frees: first what windows and states have left behind, then group by group."""
+    def _by_group(
+        self, reusable: int, entries: list[Ints], parts: list[Ints]
+    ) -> tuple[list[Ints], list[Ints]]:
+        """As vLLM frees: first what windows and states have left behind, then group by group.
+
+        A state is behind when the prompt's last token is in a later block.
+        """
         left: list[tuple[Ints, Ints]] = []
         last: list[tuple[Ints, Ints]] = []
-        for first, entry, place in zip(self._first, entries, parts, strict=True):
-            behind = int(np.searchsorted(place, first[place[-1] + 1])) if len(place) else 0
+        groups = zip(self.model.classes, self._first, entries, parts, strict=True)
+        for one, first, entry, place in groups:
+            need = reusable if one.needs == "state" else first[place[-1] + 1] if len(place) else 0
+            behind = int(place.searchsorted(need))
             left.append((entry[:behind][::-1], place[:behind][::-1]))
             last.append((entry[behind:][::-1], place[behind:][::-1]))
         both = left + last
@@ -271,6 +310,12 @@ class Replay:
         sizes: Ints = self._sizes[entries >> self._bits]
         return sizes
 
+    def _room(self, entries: Ints) -> int:
+        """Blocks of all these entries."""
+        if self._alike:
+            return len(entries) * int(self._sizes[0])
+        return int(self._size(entries).sum())
+
     def _of_pool(self, entries: Ints, pool: int) -> Ints:
         return entries if len(self._evictions) == 1 else entries[self._pool_of(entries) == pool]
 
@@ -278,22 +323,29 @@ class Replay:
         pools: Ints = np.array(self._pools)[entries >> self._bits]
         return pools
 
-    def _drop(self, pool: int, victims: Ints) -> None:
-        self._present[victims] = False
-        freed = int(self._size(victims).sum())
+    def _evict(self, pool: int, blocks: int, needed: Ints | None = None) -> None:
+        """Free so many blocks of a pool, none of them those of entries that are needed."""
+        if blocks <= 0:
+            return
+        if needed is not None:
+            self._pinned[needed] = True
+        each = int(self._sizes[0]) if self._alike else 1
+        victims = self._evictions[pool].victims(ceil_div(blocks, each), self._pinned)
+        if needed is not None:
+            self._pinned[needed] = False
+        freed = self._room(victims)
+        self._gone(victims)
         self._used[pool] -= freed
         self.outcome.evictions += freed
+
+    def _gone(self, victims: Ints) -> None:
+        """Entries that are evicted are not there any more."""
+        self._present[victims] = False
 
 
 def leading(flags: NDArray[np.bool_]) -> int:
     """How many of the first are all true."""
     if not len(flags):
         return 0
-    first = int(np.argmin(flags))
+    first = int(flags.argmin())
     return len(flags) if flags[first] else first
-
-
-def _is_range(ends: Ints, first: Ints) -> bool:
-    """Whether windows at these ends leave no gap: neighbours, and none of them empty."""
-    whole = int(ends[-1] - ends[0]) == len(ends) - 1
-    return whole and bool((first[ends[0] : ends[-1] + 1] < ends).all())

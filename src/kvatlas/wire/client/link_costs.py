@@ -1,50 +1,89 @@
-"""What a link is measured at, and whether a stream is better staged over it."""
+"""What a link is measured at, and which way a stream then takes over it."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Literal
 
 import numpy as np
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.routing import ConvertedStream, Copy, Costs
+from kvatlas.geometry import ceil_div
+from kvatlas.routing import ConvertedStream, Copy, Costs, Stream
+from kvatlas.wire.client.landed import join_at_source
 from kvatlas.wire.client.rank_lease import BUFFERS, RankLease
 from kvatlas.wire.stream_copy import AnyStream
 from kvatlas.wire.transports.base import STAGING
 from kvatlas.wire.transports.errors import failed
 
+Way = Literal["direct", "staged", "landed"]
 
-def should_stage(lease: RankLease, stream: AnyStream) -> bool:
-    """Whether to go through staging buffers: as asked, or by what the link was measured at."""
-    wanted, connection = lease.wanted, lease.connection
+_LONG_RUN = 128 << 10
+"""Bytes of a run that nobody gathers: a copy of them takes longer than any descriptor."""
+
+
+def choose_way(lease: RankLease, stream: AnyStream) -> Way:
+    """How a stream goes: as asked, or by what the link was measured at."""
+    wanted = lease.wanted
     if isinstance(stream, ConvertedStream):
-        if wanted.how == "direct":
+        if wanted.how in ("direct", "landed"):
             hint = "Let the transfer be staged: cells are converted in staging buffers"
             got = "a conversion, and pools that are read as they are"
             raise AtlasError(Code.CONTRADICTORY, got=got, hint=hint)
-        return True
+        return "staged"
     if wanted.how == "staged":
-        return True
+        return "staged"
     if not lease.reaches_pools():
         if wanted.how == "auto":
-            return True
+            return "staged"
         got = "pools that the source keeps to itself"
         raise failed(got, "Share them, or let the transfer be staged")
-    if (
-        wanted.how == "direct"
-        or connection.link.adds
-        or not lease.node.staging.most()
-        or not lease.opened.piece
-    ):
-        return False
-    if lease.others and not connection.link.prompt:
-        return True  # a replica that stalls in mid-read then leaves the blocks alone
+    if wanted.how != "auto":
+        if wanted.how == "landed" and not _can_land(lease):
+            raise failed("no buffers and pools on this host to land in", "Choose another way")
+        return wanted.how
+    return _cheapest_way(lease, stream)
+
+
+def _cheapest_way(lease: RankLease, stream: Stream) -> Way:
+    """The way that is expected to be the fastest; where two are close, the source is spared."""
+    wanted, connection = lease.wanted, lease.connection
+    if connection.link.adds or not lease.node.staging.most() or not lease.opened.piece:
+        return "direct"
+    if not lease.may_fill_blocks():
+        return "staged"  # a replica that stalls in mid-read then leaves the blocks alone
+    if wanted.costs is None and stream.nbytes >= _LONG_RUN * stream.runs:
+        return "direct"
     costs = wanted.costs or connection.costs or _measured(lease)
     # For buffers and to have them filled, and as much again for threads that take turns.
     asking = 4 * connection.question_seconds
-    return asking + costs.staged(stream.nbytes) < costs.direct(stream.runs, stream.nbytes)
+    nbytes, direct = stream.nbytes, costs.direct(stream.runs, stream.nbytes)
+    staged = asking + costs.staged(nbytes)
+    if min(staged, nbytes / costs.wire + nbytes / costs.copy) >= direct:
+        return "direct"
+    if _can_land(lease):
+        pieces = ceil_div(nbytes, costs.piece)
+        gathering = nbytes / costs.copy + pieces * connection.question_seconds
+        landed = costs.landed(_joined_runs(lease, stream), nbytes)
+        if landed < min(direct, staged + gathering):
+            return "landed"
+    return "staged" if staged < direct else "direct"
+
+
+def _can_land(lease: RankLease) -> bool:
+    """Whether what is pulled can be put in place by this process, from a buffer of its own."""
+    node = lease.node
+    here = {STAGING, *node.plan.rank_pools(node.rank)} <= set(node.pools)
+    return lease.pull and here and node.staging.most() > 0
+
+
+def _joined_runs(lease: RankLease, stream: Stream) -> int:
+    """Runs of a stream joined where they touch at the source, as far as its first piece tells."""
+    piece = min(stream.nbytes, lease.node.staging.piece)
+    joined = sum(len(join_at_source(copy)[0]) for copy in stream.copies(0, piece))
+    return ceil_div(joined * stream.nbytes, piece)
 
 
 def _measured(lease: RankLease) -> Costs:
@@ -68,21 +107,23 @@ def _measure(lease: RankLease) -> Costs:
     at = np.arange(count) * 2 * short
     runs = lease.staging_copy(0, short, at, at[::-1])
     many = _quickest(partial(lease.read, [runs]))
+    alone = _quickest(partial(lease.read, [lease.staging_copy(0, short)]))
     one = _quickest(partial(lease.read, [lease.staging_copy(0, piece)]))
     # A scatter of such short runs, as a staged transfer ends with, into scratch memory.
     spread = Copy(STAGING, 0, at, at[::-1], np.full(count, short))
     stream = staging.view(lease.buffers[0], count * short)
     rehearse = lease.node.mover.rehearsal([spread], stream, 2 * count * short)
     copying = _quickest(rehearse)
-    wire = piece / one
-    each = max(0.0, (many - count * short / wire) / count)
+    # What every read costs, however little it reads, is neither the bytes' nor the runs'.
+    wire = piece / max(one - alone, one / 2)
+    each = max(0.0, (many - alone) / max(1, count - 1) - short / wire)
     return Costs(descriptor=each, wire=wire, copy=count * short / copying, piece=piece)
 
 
 def _quickest(act: Callable[[], object]) -> float:
-    """Least seconds of three turns."""
+    """Least seconds of five turns."""
     taken = []
-    for _ in range(3):
+    for _ in range(5):
         begun = time.perf_counter()
         act()
         taken.append(time.perf_counter() - begun)

@@ -23,7 +23,7 @@ from kvatlas.wire.stream_copy import AnyStream
 from kvatlas.wire.transports.base import STAGING, Handle, Link
 
 A = TypeVar("A", bound=protocol.Message)
-How = Literal["auto", "direct", "staged"]
+How = Literal["auto", "direct", "staged", "landed"]
 
 BUFFERS = 2
 """Staging buffers of a transfer at each end: one is filled while the other is sent."""
@@ -215,9 +215,7 @@ class RankLease:
     def borrow_both(self) -> None:
         """Get staging buffers of both ends, waiting for them; the peer's are got last."""
         count = min(BUFFERS, self.node.staging.most())
-        while count and not self.buffers:
-            self.transfer.check_cancelled()
-            self.buffers = self.node.staging.acquire(count, min(0.1, self._seconds_left()))
+        self.borrow_own(count)
         if self.opened.piece:
             self.borrow(count)
         if not self.buffers or not self.lent:
@@ -227,6 +225,12 @@ class RankLease:
                 got=f"{len(self.buffers)} here, {len(self.lent)} there",
                 hint="Give the nodes more buffers, or let the transfer choose",
             )
+
+    def borrow_own(self, count: int) -> None:
+        """Get staging buffers of this end, waiting for them; none where it has none."""
+        while count and not self.buffers:
+            self.transfer.check_cancelled()
+            self.buffers = self.node.staging.acquire(count, min(0.1, self._seconds_left()))
 
     def staging_copy(self, buffer: int, nbytes: int, near: Any = (0,), far: Any = (0,)) -> Copy:
         """Runs of one length between offsets in a staging buffer of the peer and of this end."""
@@ -254,6 +258,10 @@ class RankLease:
         taken = all(node.transport.takes(node.memory[index].device) for index in own)
         theirs = peer.plan.rank_pools(peer.rank)
         return taken and all(map(self.connection.link.reaches, theirs))
+
+    def may_fill_blocks(self) -> bool:
+        """Whether a read that stalls may leave blocks undecided: no other replica fills them."""
+        return not self.others or self.connection.link.prompt
 
     def follow(self) -> None:
         """Have what is moved now come behind what this node's GPU had to do at first."""

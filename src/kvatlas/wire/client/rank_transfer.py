@@ -13,7 +13,8 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.routing import ConvertedStream, Stream
 from kvatlas.wire import protocol
 from kvatlas.wire.client.direct import pull_direct
-from kvatlas.wire.client.link_costs import should_stage
+from kvatlas.wire.client.landed import pull_landed
+from kvatlas.wire.client.link_costs import choose_way
 from kvatlas.wire.client.rank_lease import RankLease
 from kvatlas.wire.client.staged import pull_staged, push
 from kvatlas.wire.stream_copy import AnyStream
@@ -82,9 +83,13 @@ class RankTransfer:
         behind = self._all_written() if lease.opened.layered else lease.opened.mark
         if not lease.pull:
             lease.borrow(1)
-            push(lease, stream, staged=should_stage(lease, stream))
-        elif should_stage(lease, stream) or isinstance(stream, ConvertedStream):
+        way = choose_way(lease, stream)
+        if not lease.pull:
+            push(lease, stream, staged=way == "staged")
+        elif way == "staged" or isinstance(stream, ConvertedStream):
             pull_staged(lease, stream)
+        elif way == "landed":
+            pull_landed(lease, stream)
         else:
             pull_direct(lease, stream, behind)
 

@@ -19,7 +19,8 @@ import msgspec
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.wire.peers import Peer
-from kvatlas.wire.protocol import BusyError, Hello, new_key
+from kvatlas.wire.protocol import Hello, new_key
+from kvatlas.wire.refusals import BusyError
 from kvatlas.wire.rpc import Caller
 
 _MAX_SESSIONS = 4096

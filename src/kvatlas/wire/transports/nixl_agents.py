@@ -24,6 +24,8 @@ PEER_LOST = "nixlRemoteDisconnectError"
 _BUILDS = ("nixl_cu13", "nixl_cu12", "nixl_rocm")
 _DEVICES = "UCX_NET_DEVICES"
 _RDMA = Path("/sys/class/infiniband")
+_LONGEST_SLEEP = 5_000
+"""Microseconds that a thread which serves peers sleeps at most; what comes wakes it at once."""
 _ON_ONE_HOST = {"all", "sm", "shm", "cma"}
 """Names of UCX's ways to read from processes of the same host, without their doing."""
 
@@ -54,12 +56,26 @@ class Agents:
         options = {"engine_config": f"NET_DEVICES={self._device}"} if self.backend == "UCX" else {}
         try:
             agent = self._library.nixl_agent(name, config)
+            if serves:
+                agent.agent = self._serving(name)
             agent.create_backend(self.backend, options)
         except Exception as problem:
             got = f"no NIXL backend {self.backend!r} on {self._device!r}: {problem}"
             hint = "Choose a backend that NIXL brings, and a network device of this machine"
             raise errors.failed(got, hint=hint) from problem
         return agent
+
+    def _serving(self, name: str) -> Any:
+        """What is below an agent that serves: its thread sleeps until a peer wants something.
+
+        NIXL's own interface sets no pause, and its thread then never sleeps: a whole core.
+        """
+        below = self._library.nixlBind
+        config = below.nixlAgentConfig()
+        config.useProgThread = True
+        config.pthrDelay = _LONGEST_SLEEP
+        config.syncMode = self._library.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT.value
+        return below.nixlAgent(name, config)
 
 
 def not_empty(memory: Mapping[int, Memory]) -> dict[int, Memory]:

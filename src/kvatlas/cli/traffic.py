@@ -1,0 +1,119 @@
+"""`kvatlas plan --trace`: the plan under which a user's own traffic finds the most."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from kvatlas.cli.failures import plain
+from kvatlas.cli.options import PlanOptions
+from kvatlas.cli.progress import progress_bar
+from kvatlas.cli.tables import indented, notes, table
+from kvatlas.errors import AtlasError
+from kvatlas.planning import Plan
+
+if TYPE_CHECKING:
+    from kvatlas.pool import TriedPlan
+
+_PACKS = (1, 2, 4, 8)
+_BLOCKS = (32, 64, 128, 256)
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Plans that could serve the traffic, by name, and why others could not."""
+
+    plans: dict[str, Plan]
+    changes: dict[str, dict[str, Any]]
+    """The options that make each of them."""
+    refused: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PlanForTrace:
+    """What was tried on a trace, the best first."""
+
+    trace: str
+    tried: list[TriedPlan]
+    candidates: Candidates
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What makes the plan that is chosen, beside what was given."""
+        return self.candidates.changes[self.tried[0].name]
+
+    def facts(self) -> list[dict[str, Any]]:
+        """What `--json` prints of each."""
+        return [
+            {"plan": one.name, "as_vllm_runs_it": one.by_group, **one.rates.as_dict()}
+            for one in self.tried
+        ]
+
+    def parts(self) -> list[RenderableType]:
+        """Why it was chosen, and everything that was compared."""
+        best = self.tried[0]
+        made = table("plan", "block", "checkpoints", "eviction", "requests", "found", words=(0, 2))
+        for one in self.tried:
+            rates, style = one.rates, "bold green" if one is best else ""
+            name = "vllm, as vLLM runs it" if one.by_group else one.name
+            requests = f"{one.plan.summary()['requests_decoding']:,.1f}"
+            block, found = f"{rates.block:,}", f"{rates.hit_rate:.1%}"
+            made.add_row(
+                name, block, rates.checkpoints, rates.eviction, requests, found, style=style
+            )
+        legend = (
+            "found: prompt tokens that need not be computed. requests: of the greatest length, "
+            "decoding. Every plan has the same memory; each was tried with checkpoints at branch "
+            "points, and the best and vLLM's with every policy."
+        )
+        reason = Text(plain(self.reason()))
+        refused = notes(self.candidates.refused)
+        return [reason, indented(made), *refused, Text(legend, style="dim")]
+
+    def reason(self) -> str:
+        """Why, in two sentences."""
+        best = self.tried[0]
+        rates = best.rates
+        theirs = next((one.rates for one in self.tried if one.by_group), None)
+        beside = f" vLLM's plan and default find {theirs.hit_rate:.1%}," if theirs else ""
+        return (
+            f"{self.trace}: {best.name}, blocks of {rates.block:,} tokens, checkpoints "
+            f"{rates.checkpoints}, eviction {rates.eviction} find {rates.hit_rate:.1%} of the "
+            f"prompts' tokens.{beside} any memory {rates.ceiling:.1%}."
+        )
+
+
+def plan_for_trace(options: PlanOptions, path: Path, block: int | None = None) -> PlanForTrace:
+    """Try plans and policies on a trace. A bar tells how far it is."""
+    from kvatlas.pool import choose, read_trace
+
+    with progress_bar(f"Reading {plain(path.name)}") as told:
+        trace = read_trace(path, block=block, progress=told)
+    found = candidates(options)
+    with progress_bar("Simulating") as told:
+        tried = choose(found.plans, trace, progress=told)
+    return PlanForTrace(trace.name, tried, found)
+
+
+def candidates(options: PlanOptions) -> Candidates:
+    """The plan that was asked for, vLLM's, and other packs or blocks where none was given."""
+    first = options.plan()
+    plans, refused = {options.policy: first}, []
+    changes: dict[str, dict[str, Any]] = {options.policy: {}, "vllm": {"policy": "vllm"}}
+    recurrent = any(group.kind == "recurrent" for group in first.groups)
+    if recurrent and options.pack == "auto":
+        changes |= {f"pack {number}": {"pack": str(number)} for number in _PACKS}
+    if not recurrent and options.block_size is None:
+        changes |= {f"block {number}": {"block_size": number} for number in _BLOCKS}
+    for name, change in changes.items():
+        if name in plans:
+            continue
+        try:
+            plans[name] = options.plan(**change)
+        except AtlasError as refusal:
+            refused.append(f"{name} was not tried. {refusal.problem}, got {refusal.got}")
+    return Candidates(plans, changes, tuple(refused))

@@ -1,0 +1,277 @@
+"""Batches of events over ZeroMQ, as vLLM sends them: numbered, and sent again when asked.
+
+A publisher has a PUB socket, whose messages are [topic, number, batch], and where it is given
+an address for it a ROUTER socket, which is asked with the number of the first batch that
+somebody lacks. Numbers are 8 bytes, the highest first; a replay ends with the number -1. It is
+neither encrypted nor signed: publish to hosts that you trust. Needs the extra `wire`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from threading import Event, Lock, Thread
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+from kvatlas.errors import AtlasError, Code, MissingExtraError
+from kvatlas.pool.events import MOST_BYTES, BlockEvent, EventBatch, decode_batch, encode_batch
+
+END = b"\xff" * 8
+"""The number behind the last batch of a replay."""
+KEPT_BYTES = 1 << 28
+"""Bytes of batches that are kept for who asks again."""
+WAITING = 100_000
+"""Batches that wait for a listener who is slow, as in vLLM; behind these it misses some."""
+_TICK = 100
+"""Milliseconds after which a thread looks whether it is to end."""
+
+
+def _zmq() -> Any:
+    try:
+        import zmq
+    except ModuleNotFoundError:
+        raise MissingExtraError("zmq", "wire") from None
+    return zmq
+
+
+class EventPublisher:
+    """Sends what it is told to all who listen; what a `BlockPool` takes as `events`.
+
+    >>> with EventPublisher("inproc://events") as publisher:
+    ...     publisher([])
+    ...     publisher.sent
+    1
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        replay: str | None = None,
+        topic: str = "",
+        data_parallel_rank: int | None = None,
+        kept: int = 10_000,
+    ) -> None:
+        zmq = _zmq()
+        self.topic = topic.encode()
+        self.data_parallel_rank = data_parallel_rank
+        self.sent = 0
+        """Batches so far, which is the number of the next."""
+        self._lock = Lock()  # of the PUB socket, the number and what is kept
+        self._kept: deque[tuple[int, bytes]] = deque()
+        self._most, self._bytes = kept, 0
+        self._ended = Event()
+        self._publish = _bound(zmq.PUB, endpoint, most=WAITING)
+        self.endpoint = _address(self._publish)
+        """Where it is reached: with the port that was chosen where the address had none."""
+        self.replay_endpoint: str | None = None
+        self._thread: Thread | None = None
+        if replay is not None:
+            try:
+                router = _bound(zmq.ROUTER, replay, most=kept + 1)
+            except AtlasError:
+                self._publish.close(linger=0)
+                raise
+            self.replay_endpoint = _address(router)
+            self._thread = Thread(target=self._serve, args=(router,), name="replay", daemon=True)
+            self._thread.start()
+
+    def __call__(self, events: Sequence[BlockEvent]) -> None:
+        """Send a batch of events, with the time and the next number. It never waits."""
+        batch = EventBatch(time.time(), list(events), self.data_parallel_rank)
+        payload = encode_batch(batch)
+        with self._lock:
+            if self._ended.is_set():
+                hint = "Open another"
+                raise AtlasError(Code.CANCELLED, "The publisher is closed", got=self, hint=hint)
+            number, self.sent = self.sent, self.sent + 1
+            self._publish.send_multipart([self.topic, _number(number), payload])
+            self._kept.append((number, payload))
+            self._bytes += len(payload)
+            while len(self._kept) > self._most or self._bytes > KEPT_BYTES:
+                self._bytes -= len(self._kept.popleft()[1])
+
+    def close(self) -> None:
+        """Send nothing any more; what is on its way still goes, for a second."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+        with self._lock:
+            self._publish.close(linger=1000)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- replay -------------------------------------------------------------------------
+
+    def _serve(self, router: Any) -> None:
+        try:
+            while not self._ended.is_set():
+                if router.poll(_TICK):
+                    self._answer(router, router.recv_multipart())
+        finally:
+            router.close(linger=0)
+
+    def _answer(self, router: Any, frames: list[bytes]) -> None:
+        """Send what is kept from a number on; a question in another form is not answered."""
+        if len(frames) != 3 or frames[1] or len(frames[2]) != 8:
+            return
+        first = int.from_bytes(frames[2], "big")
+        with self._lock:
+            again = [(number, payload) for number, payload in self._kept if number >= first]
+        answers = [[self.topic, _number(number), payload] for number, payload in again]
+        try:
+            for answer in [*answers, [b"", END, b""]]:
+                router.send_multipart([frames[0], b"", *answer], flags=_zmq().NOBLOCK)
+        except _zmq().ZMQError:
+            return  # it is gone or slow, and asks again for what it lacks
+
+
+class ReceivedBatch(NamedTuple):
+    """A batch with its number."""
+
+    number: int
+    batch: EventBatch
+    gap: bool
+    """Batches before it are lost, or the publisher began anew: forget what was known before."""
+
+
+class EventSubscriber:
+    """Listens to a publisher, vLLM's too, and asks again for batches that it missed.
+
+    Nothing that comes is trusted: frames, numbers and batches are checked, and a batch that is
+    none is refused with `bad_handshake`. `read` is called by one thread.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        replay: str | None = None,
+        topic: str = "",
+        patience: float = 5.0,
+    ) -> None:
+        zmq = _zmq()
+        self.patience = patience
+        """Seconds that a replay may take."""
+        self._replay_endpoint = replay
+        self._expected = 0
+        self._waiting: deque[ReceivedBatch] = deque()
+        self._socket = _socket(zmq.SUB)
+        try:
+            self._socket.setsockopt(zmq.SUBSCRIBE, topic.encode())
+            self._socket.setsockopt(zmq.MAXMSGSIZE, MOST_BYTES)
+            self._socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            self._socket.close(linger=0)
+            raise _bad_address(endpoint, error) from None
+
+    def read(self, timeout: float) -> ReceivedBatch | None:
+        """The next batch, in order; None where none came for `timeout` seconds."""
+        if not self._waiting and self._socket.poll(round(timeout * 1000)):
+            number, payload = _checked(self._socket.recv_multipart())
+            self._receive(number, decode_batch(payload))
+        return self._waiting.popleft() if self._waiting else None
+
+    def _receive(self, number: int, batch: EventBatch) -> None:
+        """Take a batch in, behind those that are missing before it."""
+        anew = number < self._expected
+        expected = 0 if anew else self._expected
+        missing = self._ask_again(expected, number) if number > expected else []
+        # Who has seen nothing yet has nothing to forget, if it has all from the first on.
+        gap = anew
+        for one, content in [*missing, (number, batch)]:
+            gap |= one != expected
+            self._waiting.append(ReceivedBatch(one, content, gap))
+            expected, gap = one + 1, False
+        self._expected = expected
+
+    def _ask_again(self, first: int, stop: int) -> list[tuple[int, EventBatch]]:
+        """Batches from `first` up to `stop`, as far as they can still be had, in order."""
+        if self._replay_endpoint is None:
+            return []
+        zmq = _zmq()
+        found: list[tuple[int, EventBatch]] = []
+        socket = _socket(zmq.DEALER)
+        try:
+            socket.setsockopt(zmq.MAXMSGSIZE, MOST_BYTES)
+            socket.set_hwm(0)
+            socket.connect(self._replay_endpoint)
+            socket.send_multipart([b"", _number(first)])
+            end = time.monotonic() + self.patience
+            while (left := end - time.monotonic()) > 0 and socket.poll(round(left * 1000)):
+                frames = socket.recv_multipart()
+                if frames[2:3] == [END]:
+                    break
+                number, payload = _checked(frames[1:])
+                if number >= stop:
+                    break
+                if number >= first:
+                    found.append((number, decode_batch(payload)))
+                    first = number + 1
+        except AtlasError:
+            return found  # what comes behind nonsense is as good as lost
+        except zmq.ZMQError as error:
+            raise _bad_address(self._replay_endpoint, error) from None
+        finally:
+            socket.close(linger=0)
+        return found
+
+    def close(self) -> None:
+        """Listen no more."""
+        self._socket.close(linger=0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _number(number: int) -> bytes:
+    return number.to_bytes(8, "big")
+
+
+def _checked(frames: list[bytes]) -> tuple[int, bytes]:
+    """The number and the batch of a message: [topic, number, batch]."""
+    if len(frames) != 3 or len(frames[1]) != 8 or frames[1][0] & 0x80:
+        problem = "A message of events is a topic, a number of 8 bytes and a batch"
+        got = f"frames of {list(map(len, frames))[:8]} bytes"
+        raise AtlasError(Code.BAD_HANDSHAKE, problem, got=got, hint="Compare the versions")
+    return int.from_bytes(frames[1], "big"), frames[2]
+
+
+def _socket(kind: int) -> Any:
+    return _zmq().Context.instance().socket(kind)
+
+
+def _bound(kind: int, endpoint: str, *, most: int) -> Any:
+    """A socket that keeps `most` messages for each peer that is slow."""
+    zmq, socket = _zmq(), _socket(kind)
+    try:
+        socket.set_hwm(most)
+        if kind == zmq.ROUTER:
+            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # says so where a peer is gone or slow
+        socket.bind(endpoint)
+    except _zmq().ZMQError as error:
+        socket.close(linger=0)
+        raise _bad_address(endpoint, error) from None
+    return socket
+
+
+def _address(socket: Any) -> str:
+    return str(socket.getsockopt_string(_zmq().LAST_ENDPOINT))
+
+
+def _bad_address(endpoint: str, error: Exception) -> AtlasError:
+    problem = f"ZeroMQ cannot use this address: {error}"
+    return AtlasError(Code.WIRE_FAILED, problem, got=endpoint, hint="tcp://127.0.0.1:5557, say")

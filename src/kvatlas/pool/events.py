@@ -1,0 +1,158 @@
+"""Events that routers listen to, as vLLM 0.32 sends them: what can be found, and what no more.
+
+A batch is `[time, events, data-parallel rank]` in msgpack, an event a map with its type. A
+hash is that of everything up to the end of a block; like vLLM, we send 64 bits of it. Each
+group of a hybrid has events of its own, with its number and kind: a prefix is a hit only
+where all groups have what the next token needs. What is read is checked before it is used.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+from math import isfinite
+from typing import Annotated, Any
+
+import msgspec
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.planning import Group
+from kvatlas.pool.prefix_hash import HashChain
+from kvatlas.pool.prefix_index import Name
+
+MOST_BYTES = 1 << 26
+"""Bytes of a batch that is read."""
+MEDIUM = "GPU"
+"""Where blocks lie, as vLLM names it: the first home of a cache."""
+
+BlockHash = Annotated[int, msgspec.Meta(ge=-(2**63))] | bytes
+_Token = Annotated[int, msgspec.Meta(ge=0)]
+_Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
+_Rank = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
+
+
+class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, frozen=True):
+    """Blocks behind each other that can be found from now on."""
+
+    block_hashes: list[BlockHash]
+    parent_block_hash: BlockHash | None
+    """The hash before the first of them; None at the beginning of a prompt."""
+    token_ids: list[_Token]
+    block_size: _Size
+    lora_id: int | None = msgspec.field(default_factory=lambda: None)
+    medium: str | None = msgspec.field(default_factory=lambda: MEDIUM)
+    lora_name: str | None = msgspec.field(default_factory=lambda: None)
+    extra_keys: list[tuple[Any, ...] | None] | None = None
+    """For each block what joins its hash: adapter, (image, position) and salt."""
+    group_idx: _Rank | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: _Size | None = None
+    locality: str | None = None
+    ownership: str | None = None
+    session_id: str | None = None
+
+    def __post_init__(self) -> None:
+        """Windows of vLLM leave blocks out, and not their tokens: so there may be more of these."""
+        count, blocks = len(self.token_ids), len(self.block_hashes)
+        if count % self.block_size or count < blocks * self.block_size:
+            raise ValueError(f"{count} tokens for {blocks} blocks of {self.block_size}")
+        if self.extra_keys is not None and len(self.extra_keys) != blocks:
+            raise ValueError(f"keys of {len(self.extra_keys)} blocks for {blocks}")
+
+
+class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, frozen=True):
+    """Blocks that can be found no more."""
+
+    block_hashes: list[BlockHash]
+    medium: str | None = msgspec.field(default_factory=lambda: MEDIUM)
+    group_idx: _Rank | None = None
+    locality: str | None = None
+    ownership: str | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, tag=True, frozen=True):
+    """Nothing can be found any more."""
+
+
+BlockEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):
+    """Events in their order, with the time when they were sent."""
+
+    ts: float
+    events: list[BlockEvent]
+    data_parallel_rank: _Rank | None = None
+
+    def __post_init__(self) -> None:
+        """A time is a number."""
+        if not isfinite(self.ts):
+            raise ValueError(f"time {self.ts}")
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(EventBatch)
+
+
+def encode_batch(batch: EventBatch) -> bytes:
+    """A batch as vLLM sends it."""
+    return _ENCODER.encode(batch)
+
+
+def decode_batch(payload: bytes) -> EventBatch:
+    """A batch from a peer, checked: sizes, types, tokens that fill the blocks.
+
+    >>> decode_batch(encode_batch(EventBatch(1.5, [BlockRemoved([7])]))).events
+    [BlockRemoved(block_hashes=[7], medium='GPU', group_idx=None, locality=None, ownership=None)]
+    """
+    got: Any = f"{len(payload)} bytes"
+    if len(payload) <= MOST_BYTES:
+        try:
+            return _DECODER.decode(payload)
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+            got = error
+    problem = "This is no batch of KV events as vLLM 0.32 sends them"
+    raise AtlasError(Code.BAD_HANDSHAKE, problem, got=got, hint="Compare the versions")
+
+
+# -- what a pool sends ------------------------------------------------------------------
+
+
+def stored_event(
+    number: int, group: Group, chain: HashChain, first: int, blocks: int
+) -> BlockStored:
+    """Entries of a group from `first` on can be found."""
+    size, stop = group.block, first + blocks
+    keys = [_extra_keys(chain, n * size, (n + 1) * size) for n in range(first, stop)]
+    windows = group.kind in ("sliding_window", "sliding_window_mla")
+    return BlockStored(
+        block_hashes=list(map(_external, chain.ends(size, first, stop))),
+        parent_block_hash=_external(chain.at(first * size)) if first else None,
+        token_ids=chain.tokens(first * size, stop * size),
+        block_size=size,
+        lora_name=chain.identity.lora or None,
+        extra_keys=keys if any(keys) else None,
+        group_idx=number,
+        kv_cache_spec_kind="mamba" if group.kind == "recurrent" else group.kind,
+        kv_cache_spec_sliding_window=group.window if windows else None,
+    )
+
+
+def removed_events(names: list[Name]) -> list[BlockEvent]:
+    """Blocks were evicted: an event for each stretch of one group."""
+    return [
+        BlockRemoved([_external(name[1]) for name in part], group_idx=number)
+        for number, part in groupby(names, key=lambda name: name[3])
+    ]
+
+
+def _external(digest: bytes) -> int:
+    return int.from_bytes(digest[-8:], "big")
+
+
+def _extra_keys(chain: HashChain, start: int, stop: int) -> tuple[Any, ...] | None:
+    """What joins a block's hash beside its tokens, as vLLM lists it."""
+    identity = chain.identity
+    keys: list[Any] = [identity.lora] if identity.lora else []
+    keys += [(one.hex(), at - start) for at, one in identity.media if start <= at < stop]
+    keys += [identity.salt.hex()] if identity.salt and not start else []
+    return tuple(keys) or None

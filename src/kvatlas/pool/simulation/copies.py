@@ -1,0 +1,109 @@
+"""`CopyingReplay`: blocks that are computed again are kept beside those that were there.
+
+Where a state or a window is missing, an engine computes attention's blocks anew although it has
+them. vLLM's block tables only grow, so it keeps both, each with a place of its own in the queue;
+a hit takes the older. So does this replay, and finds what vLLM finds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvatlas.pool.eviction import Lru, Use
+from kvatlas.pool.simulation.replay import Replay
+from kvatlas.pool.traces import Ints
+
+
+class CopyingReplay(Replay):
+    """A replay of entries with copies: ids below `_entries_end` are first ones, the rest further.
+
+    Evicts the least recently used, as vLLM does.
+    """
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self._entries_end = len(self._present)
+        most = sum(self._blocks)
+        total = self._entries_end + most
+        self._pinned = np.zeros(total, bool)
+        sized = None if self._alike else self._size
+        self._evictions = [Lru(total, sized) for _ in self._blocks]
+        self._owner = np.zeros(most, np.int64)
+        """The entry that each further id is a copy of."""
+        self._free = list(range(total - 1, self._entries_end - 1, -1))
+        self._copies: dict[int, list[int]] = {}
+        """Ids of entries that have others than their first, the oldest in front."""
+        self._copied = np.zeros(self._entries_end, bool)
+        """Whether an entry is in `_copies`."""
+
+    def _admit(self, request: int, spans: Ints, hit: int, wanted: Ints, parts: list[Ints]) -> bool:
+        """Room for a request: everything behind the hit is new, be it there or not."""
+        fitting = self._fitting(request, spans, hit, wanted, parts)
+        if fitting is None:
+            return False
+        entries, places = self._in_order(request, fitting)
+        found = places < hit
+        new, ids = entries[~found], entries.copy()
+        if hit and self._copies:
+            for place in (found & self._copied[entries]).nonzero()[0].tolist():
+                ids[place] = self._copies[int(entries[place])][0]
+        for pool in range(len(self._evictions)):
+            need = self._room(self._of_pool(new, pool))
+            held = int(self._in_flight[pool, request])
+            self._evict(pool, self._used[pool] + need + held - self._blocks[pool], ids[found])
+            self._used[pool] += need
+            self.outcome.peak = max(self.outcome.peak, sum(self._used) + held)
+        again = self._present[new]
+        if again.any():
+            ids[(~found).nonzero()[0][again]] = self._copy(new[again])
+        self._present[new] = True
+        for pool, eviction in enumerate(self._evictions):
+            eviction.used(self._of_pool(ids, pool), Use(request + 1))
+        return True
+
+    def _copy(self, entries: Ints) -> Ints:
+        """Another id of each of these entries, which are there."""
+        left = len(self._free) - len(entries)
+        made = self._free[left:]
+        del self._free[left:]
+        ids = np.array(made, np.int64)
+        self._owner[ids - self._entries_end] = entries
+        self._copied[entries] = True
+        for entry, one in zip(entries.tolist(), made, strict=True):
+            self._copies.setdefault(entry, [entry]).append(one)
+        return ids
+
+    def _gone(self, victims: Ints) -> None:
+        """Entries are gone when the last of their copies is."""
+        if not self._copies:
+            super()._gone(victims)
+            return
+        entries = self._entry(victims)
+        copied = self._copied[entries]
+        self._present[entries[~copied]] = False
+        for one, entry in zip(victims[copied].tolist(), entries[copied].tolist(), strict=True):
+            left = self._copies.pop(entry, [entry])  # its others may have gone just now
+            left.remove(one)
+            if one != entry:
+                self._free.append(one)
+            self._present[entry] = bool(left)
+            self._copied[entry] = bool(left) and left != [entry]
+            if self._copied[entry]:
+                self._copies[entry] = left
+
+    def _entry(self, ids: Ints) -> Ints:
+        further = ids >= self._entries_end
+        if not further.any():
+            return ids
+        found = ids.copy()
+        found[further] = self._owner[ids[further] - self._entries_end]
+        return found
+
+    def _size(self, entries: Ints) -> Ints:
+        """Blocks of each entry."""
+        return super()._size(self._entry(entries))
+
+    def _pool_of(self, entries: Ints) -> Ints:
+        return super()._pool_of(self._entry(entries))

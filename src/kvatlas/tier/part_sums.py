@@ -1,0 +1,106 @@
+"""The CRC-32 of a block from those of its parts, which several ranks write in any order.
+
+A CRC is the remainder of a polynomial, and the remainder of a sum is the sum of the
+remainders. So each stretch of a block adds a term, which depends on its bytes and on how many
+follow it up to the block's end, and on nothing else: whoever writes a stretch knows its term,
+and nobody has to read the block again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import cache, lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvatlas.geometry import Int64s
+
+_POLYNOMIAL = 0xEDB88320
+"""CRC-32's, the highest power in the lowest bit."""
+START = 0xFFFFFFFF
+"""Where the CRC-32 of a stretch starts from: what comes before it is seen to elsewhere."""
+
+Words = NDArray[np.uint32]
+
+
+class PartSum(NamedTuple):
+    """What some bytes of a block add to its checksum, and how many they are."""
+
+    term: int
+    nbytes: int
+
+
+class SummedStretches(NamedTuple):
+    """Stretches of a pool that were written, and the CRC-32 of each from `START` on."""
+
+    start: Int64s
+    nbytes: Int64s
+    crc: Words
+
+
+def part_sums(
+    written: Iterable[SummedStretches], block_bytes: int
+) -> Iterator[tuple[int, PartSum]]:
+    """What stretches of a pool add to each block that they lie in, none in two of them.
+
+    >>> import zlib
+    >>> data = b"two halves of a block"
+    >>> crcs = np.array([zlib.crc32(data[10:], START), zlib.crc32(data[:10], START)], np.uint32)
+    >>> halves = SummedStretches(np.array([73, 63]), np.array([11, 10]), crcs)
+    >>> ((block_id, whole),) = part_sums([halves], block_bytes=21)
+    >>> block_id, block_checksum([whole], 21) == zlib.crc32(data)
+    (3, True)
+    """
+    start, nbytes, crc = (np.concatenate(columns) for columns in zip(*written, strict=True))
+    block_id = start // block_bytes
+    terms = _moved(crc ^ np.uint32(START), (block_id + 1) * block_bytes - start - nbytes)
+    ids, which = np.unique(block_id, return_inverse=True)
+    term, total = np.zeros(len(ids), np.uint32), np.zeros(len(ids), np.int64)
+    np.bitwise_xor.at(term, which, terms)
+    np.add.at(total, which, nbytes)
+    for row in zip(ids.tolist(), term.tolist(), total.tolist(), strict=True):
+        yield row[0], PartSum(*row[1:])
+
+
+def block_checksum(parts: Iterable[PartSum], block_bytes: int) -> int | None:
+    """The CRC-32 of a block from parts that do not overlap; None where they are not all of it."""
+    term, total = _start(block_bytes), 0
+    for part in parts:
+        term, total = term ^ part.term, total + part.nbytes
+    return term ^ START if total == block_bytes else None
+
+
+@lru_cache
+def _start(nbytes: int) -> int:
+    """What the start of a CRC-32 adds to that of so many bytes."""
+    return int(_moved(np.array([START], np.uint32), np.array([nbytes]))[0])
+
+
+def _moved(remainders: Words, after: Int64s) -> Words:
+    """The remainders of the same bytes with so many zeros behind them."""
+    moved = remainders.copy()
+    for power in range(int(after.max(initial=0)).bit_length()):
+        rows = np.flatnonzero(after >> power & 1)
+        moved[rows] = _look_up(_zeros(power), moved[rows])
+    return moved
+
+
+@cache
+def _zeros(power: int) -> Words:
+    """What `2 ** power` zero bytes make of each byte of a remainder: 4 rows of 256."""
+    if power:
+        half = _zeros(power - 1)
+        return _look_up(half, half)
+    values: NDArray[np.int64] = np.arange(256) << np.array([[0], [8], [16], [24]])
+    for _ in range(8):
+        values = np.where(values & 1, values >> 1 ^ _POLYNOMIAL, values >> 1)
+    return values.astype(np.uint32)
+
+
+def _look_up(table: Words, values: Words) -> Words:
+    looked_up: Words = table[0][values & 255]
+    for row in (1, 2, 3):
+        looked_up = looked_up ^ table[row][values >> 8 * row & 255]
+    return looked_up

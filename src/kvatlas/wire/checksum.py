@@ -1,0 +1,27 @@
+"""`crc32`: zlib's, or the same from ISA-L where that is installed, at several times the speed."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from functools import cache
+
+Summed = bytes | bytearray | memoryview
+
+
+@cache
+def _fastest() -> Callable[[Summed, int], int]:
+    try:
+        from isal import isal_zlib
+    except ImportError:
+        return zlib.crc32
+    return isal_zlib.crc32
+
+
+def crc32(data: Summed, start: int = 0) -> int:
+    """The CRC-32 of some bytes, or of what `start` is the CRC-32 of, and these bytes.
+
+    >>> crc32(b"123456789") == crc32(b"456789", crc32(b"123")) == 0xCBF43926
+    True
+    """
+    return _fastest()(data, start)

@@ -1,0 +1,62 @@
+"""Blocks that are computed again and kept twice: what is counted is what is there."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvatlas.pool.checkpoints import checkpoint_policy
+from kvatlas.pool.simulation import (
+    CopyingReplay,
+    LayerClass,
+    PoolModel,
+    Replay,
+    ReplayPolicy,
+    Spans,
+)
+from tests.pool.test_replay import DEEP, KEPT, random_classes, random_trace, simulated
+
+
+def ids_there(replay: CopyingReplay) -> list[int]:
+    """The id of every copy of every entry that is found."""
+    alone = np.flatnonzero(replay._present & ~replay._copied).tolist()
+    return alone + [one for copies in replay._copies.values() for one in copies]
+
+
+@settings(max_examples=2_000 if DEEP else 25)
+@given(seed=st.integers(0, 1 << 32))
+def test_copies_are_counted_found_and_evicted_one_by_one(seed: int) -> None:
+    dice = Random(seed)  # noqa: S311
+    trace, _ = random_trace(dice)
+    kinds, step = random_classes(dice), dice.randint(1, 5)
+    pools = 1 + max(kind.pool for kind in kinds)
+    blocks = tuple(dice.randint(5, 50) for _ in range(pools))
+    model = PoolModel(step, tuple(map(simulated, kinds)), blocks)
+    policy = ReplayPolicy(checkpoints=checkpoint_policy(dice.choice(KEPT)), by_group=True)
+    replay = CopyingReplay(model, Spans.of(trace, step), policy)
+    for request in range(len(trace)):
+        replay.serve(request)
+        there = np.array(ids_there(replay), np.int64)
+        assert len(set(there.tolist())) == len(there)
+        for pool, eviction in enumerate(replay._evictions):
+            mine = replay._of_pool(there, pool)
+            assert replay._room(mine) == replay._used[pool] <= blocks[pool]
+            queued = np.flatnonzero(eviction._place)
+            assert sorted(queued.tolist()) == sorted(mine.tolist())
+        assert all(len(copies) > 1 or copies != [one] for one, copies in replay._copies.items())
+
+
+def test_what_is_computed_again_takes_room_of_its_own() -> None:
+    ids = [[0, 1, 2, 3], [9], [0, 1, 2, 3]]
+    starts = np.cumsum([0, *map(len, ids)])
+    spans = Spans(1, np.concatenate(ids), starts, 10, np.diff(starts), np.diff(starts))
+    classes = (LayerClass("all", 0, 1), LayerClass("state", 0, 1))
+    policy = ReplayPolicy(checkpoints=checkpoint_policy("prompt-end"), by_group=True)
+    # The first state goes when the second request comes; attention's four blocks stay.
+    once = Replay(PoolModel(1, classes, (6,)), spans, policy)
+    twice = CopyingReplay(PoolModel(1, classes, (6,)), spans, policy)
+    assert once.run().hits.tolist() == twice.run().hits.tolist() == [0, 0, 0]
+    assert once.outcome.evictions < twice.outcome.evictions

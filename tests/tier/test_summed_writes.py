@@ -1,0 +1,210 @@
+"""Checksums that are taken while blocks are written, by several ranks, at once, and again."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import threading
+import zlib
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvatlas import Code
+from kvatlas.routing import Copy
+from kvatlas.tier import StoreResult, Tier
+from kvatlas.tier import file_writing as writing_
+from kvatlas.tier.part_sums import START, SummedStretches, block_checksum, part_sums
+from kvatlas.wire import checksum as checksum_
+from tests.tier.faults import DENSE, TOKENS, Faulty, code_of, kept, rows_agree
+from tests.tier.world import World, small
+
+
+@pytest.fixture
+def in_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every stretch counts as long: it is gathered, summed and written; in several pieces."""
+    monkeypatch.setattr(writing_, "_LONG_STRETCH", 1)
+    monkeypatch.setattr(writing_, "_PIECE", 3000)
+    monkeypatch.setattr(writing_, "_AT_ONCE", 100)
+
+
+def test_a_block_has_the_same_checksum_in_whatever_parts_it_is_summed() -> None:
+    rng = np.random.default_rng(5)
+    for block_bytes in (1, 2, 255, 256, 4096, 100_003):
+        data = rng.integers(0, 256, block_bytes, dtype=np.uint8).tobytes()
+        for cuts in (0, 1, 2, 9, 200):
+            edges = np.unique([0, *rng.integers(0, block_bytes, cuts).tolist(), block_bytes])
+            crcs = [zlib.crc32(data[a:b], START) for a, b in pairwise(edges)]
+            columns = edges[:-1] + 7 * block_bytes, np.diff(edges), np.array(crcs, np.uint32)
+            mine = rng.random(len(crcs)) < 0.5  # two ranks, in any order
+            order = rng.permutation(len(crcs))
+            ranks = [[c[order[mine[order] == of]] for c in columns] for of in (False, True)]
+            given = [SummedStretches(*rank) for rank in ranks]
+            parts = [dict(part_sums([one], block_bytes)).get(7) for one in given]
+            known = [part for part in parts if part is not None]
+            assert block_checksum(known, block_bytes) == zlib.crc32(data)
+            assert dict(part_sums(given, block_bytes)).keys() == {7}
+            if len(known) == 2:
+                assert block_checksum(known[:1], block_bytes) is None, "a part is no block"
+
+
+def test_checksums_are_the_same_with_and_without_isal(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = np.random.default_rng(2).integers(0, 256, 70_001, dtype=np.uint8)
+    for there in (True, False):
+        if not there:
+            monkeypatch.setitem(sys.modules, "isal", None)
+        checksum_._fastest.cache_clear()
+        for start in (0, 1, START):
+            assert checksum_.crc32(data.data, start) == zlib.crc32(data.data, start)
+    assert checksum_._fastest() is zlib.crc32
+    checksum_._fastest.cache_clear()
+
+
+def counted_reads(store: Callable[[], Any]) -> int:
+    """How many calls read bytes of blocks for their checksums while something is stored."""
+    with pytest.MonkeyPatch.context() as patch:
+        read = Faulty(patch, "preadv", 10**9, errno.EIO)
+        store()
+    return read.count
+
+
+@pytest.mark.usefixtures("in_stretches")
+@pytest.mark.parametrize("long_run", [1, 1 << 20])
+def test_blocks_are_summed_on_the_way_and_not_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, long_run: int
+) -> None:
+    """Whoever fills them, in whatever runs; a last block that has begun only is read still."""
+    monkeypatch.setattr(writing_, "_LONG_RUN", long_run)
+    for tp, tokens, layout in (
+        (1, TOKENS, "BLHNC"), (1, TOKENS, "LBNHC"), (1, TOKENS - 3, "LBNHC"),
+        (2, TOKENS, "LBHNC"), (2, TOKENS, "BLNHC"),
+    ):  # fmt: skip
+        made, path = small(DENSE, tp=tp, layout=layout), tmp_path / f"{tp} {tokens} {layout}"
+        world = World(DENSE, tokens)
+        with Tier.open(path, kept()) as tier:
+            reads = counted_reads(lambda: world.store(tier, made))  # noqa: B023
+            assert bool(reads) == (tokens < TOKENS)
+            world.check(tier, made)
+        with Tier.open(path, verify="always") as tier:
+            assert len(tier) == 4
+            world.check(tier, made)
+
+
+@pytest.mark.usefixtures("in_stretches")
+def test_a_rank_that_fails_and_stores_again_is_summed_once(tmp_path: Path) -> None:
+    made, world = small(DENSE, tp=2), World(DENSE, TOKENS)
+    with Tier.open(tmp_path / "t", kept()) as tier:
+        world.store(tier, made, ranks=[0])
+        for at in (1, 7, 30):
+            with pytest.MonkeyPatch.context() as patch:
+                Faulty(patch, "pwrite", at, errno.EIO)
+                assert code_of(world.store, tier, made, ranks=[1]) is Code.UNREADABLE
+        assert counted_reads(lambda: world.store(tier, made, ranks=[0, 1])) == 0
+    with Tier.open(tmp_path / "t", verify="always") as tier:
+        assert len(tier) == 4
+        world.check(tier, made)
+
+
+@pytest.mark.usefixtures("in_stretches")
+def test_two_ranks_that_fill_blocks_at_once_are_both_in_the_checksum(tmp_path: Path) -> None:
+    made, world = small(DENSE, tp=2, layout="LBNHC"), World(DENSE, TOKENS)
+    for turn in range(10):
+        with Tier.open(tmp_path / f"{turn}", kept(), durable=False) as tier:
+            start = threading.Barrier(2)
+
+            def act(rank: int, tier: Tier = tier, start: threading.Barrier = start) -> None:
+                start.wait()
+                world.store(tier, made, ranks=[rank])
+
+            threads = [threading.Thread(target=act, args=(rank,)) for rank in (0, 1)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        with Tier.open(tmp_path / f"{turn}", verify="always") as tier:
+            assert len(tier) == 4
+            world.check(tier, made)
+
+
+def test_bytes_that_change_behind_a_rank_are_found_when_they_are_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What one rank wrote is damaged before another makes the block whole."""
+    monkeypatch.setattr(writing_, "_LONG_STRETCH", 1)
+    made, world = small(DENSE, tp=2), World(DENSE, TOKENS)
+    path = tmp_path / "t"
+    with Tier.open(path, kept(), verify="always") as tier:
+        world.store(tier, made, ranks=[0])
+        (filling, *_) = tier._index._filling.values()
+        assert tier._file is not None
+        with path.open("r+b") as raw:
+            raw.seek(tier._file.extent.pools[0] + filling.block_id * 8192)
+            byte = raw.read(1)
+            raw.seek(-1, os.SEEK_CUR)
+            raw.write(bytes([byte[0] ^ 1]))
+        world.store(tier, made, ranks=[1])
+        assert len(tier) == 4
+        with tier.pin(world.keys(tier), TOKENS) as hit:
+            assert hit.tokens < TOKENS
+        assert tier.metrics.values["damaged"] == 1
+
+
+@pytest.mark.usefixtures("in_stretches")
+def test_a_stretch_that_cannot_be_written_loses_no_row(tmp_path: Path) -> None:
+    made, old, new = small(DENSE), World(DENSE, TOKENS), World(DENSE, TOKENS, seed=4)
+    for at in range(1, 40, 3):
+        path = tmp_path / f"{at}"
+        with Tier.open(path, kept()) as tier:
+            keys = new.keys(tier, salt="new")
+            old.store(tier, made)
+            with pytest.MonkeyPatch.context() as patch:
+                Faulty(patch, "pwrite", at, errno.ENOSPC)
+                assert code_of(new.store, tier, made, keys=keys) is Code.NOT_ENOUGH_MEMORY
+            rows_agree(tier)
+            assert new.store(tier, made, keys=keys) == [StoreResult(4, 0, 0)]
+            new.check(tier, made, keys=keys)
+        with Tier.open(path) as tier:
+            rows_agree(tier)
+            new.check(tier, made, keys=keys)
+
+
+def test_threads_share_the_memory_that_they_gather_into(tmp_path: Path) -> None:
+    """Each has its own at any moment, and one that finds none takes new."""
+    block, runs = 1 << 14, 128
+    memory = np.random.default_rng(3).integers(0, 256, block, dtype=np.uint8)
+    src, length = np.arange(runs)[::-1] * (block // runs), np.full(runs, block // runs)
+    want = np.concatenate([memory[a : a + length[0]] for a in src]).tobytes()
+    path, problems = tmp_path / "file", list[BaseException]()
+    path.write_bytes(bytes(8 * block))
+    before = sys.getswitchinterval()
+    with path.open("r+b") as file:
+        writer = writing_.PieceWriter(file.fileno())
+
+        def act(number: int) -> None:
+            copy = Copy(0, 0, src, number * block + np.arange(runs) * length, length)
+            try:
+                for _ in range(60):
+                    for piece in writing_.pieces(copy, block):
+                        (crc,) = writer.write(piece, memory, 0).crc.tolist()
+                        assert crc == zlib.crc32(want, START)
+            except BaseException as problem:
+                problems.append(problem)
+
+        threads = [threading.Thread(target=act, args=(number,)) for number in range(8)]
+        sys.setswitchinterval(1e-6)
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            sys.setswitchinterval(before)
+    assert not problems
+    assert path.read_bytes() == 8 * want
+    nothing = np.empty(0, np.int64)
+    assert writing_.pieces(Copy(0, 0, nothing, nothing, nothing), block) == []
