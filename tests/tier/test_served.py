@@ -226,6 +226,29 @@ def test_the_next_owner_of_a_file_waits_for_who_still_uses_it(
     client.close()
 
 
+def test_blocks_of_a_server_that_closes_are_free_when_no_client_fills_them_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_owner, "_WAIT_SECONDS", 0.1)
+    tier, world = Tier.open(tmp_path / "t", tier_plan(MODEL)), World(MODEL, 100)
+    every = tier.plan.pools[0].blocks
+    for quiet in (True, False):
+        server = TierServer(tier)
+        client = TierClient(server.path)
+        begin(client, world, 0)
+        at = client.find_server()
+        writing = at.moving()
+        if not quiet:
+            writing.__enter__()
+        server.close()
+        assert tier._index.free(0) == (every if quiet else every - 7)
+        if not quiet:
+            with pytest.raises(AtlasError, match="disconnected"):
+                writing.__exit__(None, None, None)
+        client.close()
+    tier.close()
+
+
 def test_two_that_store_the_same_at_once_leave_one_block_of_each(served: Any) -> None:
     tier, server = served
     world = World(MODEL, 100)

@@ -25,8 +25,8 @@ IN_MEMORY = "memory"
 """What the setting says for a tier in host memory."""
 _BLOCK = 64
 """Tokens of a tier's block, where the model's layers allow it."""
-_OPEN_SECONDS = 30.0
-"""Seconds that a tier may take to be opened, by this process or another."""
+_MOVE_SECONDS = 10.0
+"""Seconds after which a tier that does not answer a worker is a miss."""
 _ASK_SECONDS = 5.0
 """Seconds after which a tier that does not answer the scheduler is a miss."""
 _NOT_THERE = (Code.PEER_LOST, Code.DEADLINE)
@@ -41,10 +41,10 @@ def open_tier(
     """
     if where == IN_MEMORY:
         made = _planned(model, memory, own)
-        return share_memory(memory_socket(engine_id), made, seconds=_OPEN_SECONDS)
+        return share_memory(memory_socket(engine_id), made, seconds=_MOVE_SECONDS)
     new = None if Path(where).exists() else _planned(model, memory, own)
     try:
-        tier = share_file(where, new, durable=False, seconds=_OPEN_SECONDS)
+        tier = share_file(where, new, durable=False, seconds=_MOVE_SECONDS)
     except AtlasError as refusal:
         if refusal.code in _NOT_THERE:
             raise

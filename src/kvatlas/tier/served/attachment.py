@@ -49,6 +49,8 @@ class Attachment:
             self._anchor = Connection(_connected(path, seconds))
             on_failure.callback(self._anchor.close)
             told = _greet(self._anchor, path, deadline)
+            if _which(path) != self._socket:  # one has taken another's place meanwhile
+                raise _gone(path)
             if told.version != m.VERSION or (told.file is None) == (told.memory is None):
                 raise bad_handshake("a tier's server that speaks of neither file nor memory")
             self._session = told.session

@@ -118,7 +118,8 @@ class TierClient:
             parts = tuple(m.SummedPart(*place, *part) for place, part in sums.items())
             with nullcontext() if brought else suppress(AtlasError):
                 ended = at.ask(m.EndStore, store=begun.store, brought=brought, sums=parts)
-        return StoreResult(ended.whole, ended.waiting, ended.no_room)
+        result = _expected(ended, m.StoreEnded)
+        return StoreResult(result.whole, result.waiting, result.no_room)
 
     def _begin(
         self, at: Attachment, plan: Plan, *, rank: int, blocks: Any, tokens: Any, rows: Any
@@ -312,7 +313,7 @@ class TierClient:
 
     def _found(self) -> Attachment:
         """A server, waiting a moment for one that is about to be."""
-        until = time.monotonic() + min(self.patience, self.seconds)
+        until = time.monotonic() + self.patience
         while True:
             try:
                 self._before()
