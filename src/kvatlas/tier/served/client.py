@@ -280,7 +280,7 @@ class TierClient:
     def find_server(self) -> Attachment:
         """The server as it was found, or another that has taken its place."""
         at = self._attachment
-        if at is not None and at.alive:
+        if at is not None and at.usable:
             return at
         return self._attach()
 
@@ -300,7 +300,7 @@ class TierClient:
         if self.closed:
             problem = "The tier is closed"
             raise AtlasError(Code.UNREADABLE, problem, got="a call", hint="Open it again")
-        if self._attachment is not None and self._attachment.alive:
+        if self._attachment is not None and self._attachment.usable:
             return self._attachment
         if time.monotonic() < self._next_attempt:
             raise peer_lost(f"nobody who serves a tier at {self.path}")

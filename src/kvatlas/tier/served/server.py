@@ -81,8 +81,9 @@ class _ClientSession:
 class TierServer:
     """Serves a tier at a path: of a tier in a file, beside it, as `PATH.sock`.
 
-    A tier in memory is served where that is shared memory (`shared_pools`), at the path that
-    `at` names. Whoever runs as the same user may ask; others are not heard.
+    A tier in memory is served, at the path that `at` names, where that is shared memory:
+    `Tier(plan, pools_for(plan, 0, make_transport("shm")))`. Whoever runs as the same user may
+    ask; others are not heard.
 
     >>> import tempfile
     >>> from kvatlas.planning import plan
