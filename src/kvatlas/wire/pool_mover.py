@@ -77,7 +77,7 @@ class HostMover(PoolMover):
         return act
 
     def checksums(self, copies: Sequence[Copy], piece: int, *, src: bool) -> Int64s:
-        """By numpy and zlib."""
+        """By numpy and the processor."""
         return checksums(copies, self._pools, piece, src=src)
 
 
@@ -149,7 +149,7 @@ class GpuMover(PoolMover):
         return nbytes
 
     def checksums(self, copies: Sequence[Copy], piece: int, *, src: bool) -> Int64s:
-        """Gathered by way of the host, where zlib sums up."""
+        """Gathered by way of the host, and summed there."""
         if not src:
             copies = [Copy(c.dst_pool, c.src_pool, c.dst, c.src, c.length) for c in copies]
         stream = np.empty(stream_bytes(copies), dtype=np.uint8)
