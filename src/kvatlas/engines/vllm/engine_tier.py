@@ -72,10 +72,12 @@ def find_tier(where: str, engine_id: str) -> TierClient | None:
     """The tier that an engine's workers have opened, for its scheduler; None where none has."""
     at = memory_socket(engine_id) if where == IN_MEMORY else socket_beside(Path(where))
     try:
-        return TierClient(at, seconds=_ASK_SECONDS)
+        tier = TierClient(at, seconds=_ASK_SECONDS, patience=_ASK_SECONDS)
     except AtlasError as refusal:
         log.error("nothing is kept or found again: %s", refusal)
         return None
+    tier.patience = 0.0  # from here on a tier that is gone is a miss at once
+    return tier
 
 
 def memory_socket(engine_id: str) -> Path:
