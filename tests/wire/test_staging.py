@@ -17,7 +17,7 @@ from kvatlas.wire import Memory, copy_pools
 from kvatlas.wire.client.landed import join_at_source
 from kvatlas.wire.memory_copy import as_bytes
 from kvatlas.wire.staging import checksums, gather, into_buffer, scatter, stream_bytes
-from kvatlas.wire.transports.base import check_bounds
+from kvatlas.wire.transports.bounds import check_bounds
 
 POOL = 4096
 
