@@ -11,7 +11,7 @@ import pytest
 
 from kvatlas import AtlasError, Code
 from kvatlas.models import Model
-from kvatlas.tier import CacheIdentity, HostStore, StoreTier
+from kvatlas.tier import CacheIdentity, HostStore, StoreTier, prefix_keys
 from kvatlas.tier.namespaces import row_format
 from kvatlas.tier.opening import rows_of
 from kvatlas.tier.row_objects import RowObjects
@@ -261,3 +261,15 @@ def test_rows_look_alike_whatever_the_greatest_length() -> None:
         model = Model.load(name)
         plans = [rows_of(model, 64, longest, "1TiB") for longest in (2048, 65536)]
         assert len({row_format(RowObjects(one)) for one in plans}) == 1
+
+
+def test_tokens_that_are_no_whole_numbers_have_no_keys() -> None:
+    plan = tier_plan(MODEL)
+    for tokens in ([1.5], ["a"], [2**63], [None]):
+        with pytest.raises(AtlasError) as refusal:
+            prefix_keys(plan, tokens)  # type: ignore[arg-type]
+        assert refusal.value.code == Code.NOT_AN_INTEGER
+    [keys] = prefix_keys(plan, range(40)).values()
+    assert len(set(keys)) == 3
+    assert prefix_keys(plan, range(33))[0][:2] == keys[:2]
+    assert prefix_keys(plan, range(40), lora="an adapter")[0][0] != keys[0]
