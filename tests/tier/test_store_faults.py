@@ -81,23 +81,23 @@ def test_a_store_that_stalls_is_a_miss_by_the_deadline(fault: str) -> None:
     world, made = World(MODEL, 70), small(MODEL)
     for _ in range(TIMES if DEEP else 1):
         store = LyingStore()
-        with tier_in(store, MODEL, deadline=0.2) as tier:
+        with tier_in(store, MODEL, deadline=30.0) as tier:
             if fault != "put stalls":
                 world.store(tier, made)
-            store.fault = fault
+            store.fault, tier.deadline = fault, 1.0
             begun = time.monotonic()
             if fault == "put stalls":
                 assert world.store(tier, made)[0].no_room == 5
             else:
                 assert not fetched(world, tier, made)
                 assert tier.misses["late"] == 1
-            assert time.monotonic() - begun < 10
+            assert time.monotonic() - begun < 20
             assert fault == "exists stalls" or not tier.idle(), "late calls keep their memory"
             store.fault = ""
             store.stalled.set()
             assert until(tier.idle)
+            tier.deadline = 30.0
             world.store(tier, made)
-            tier.deadline = 10.0
             assert fetched(world, tier, made)
 
 
