@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from kvatlas import Code
+from kvatlas.routing import Copy
 from kvatlas.tier import StoreResult, Tier
 from kvatlas.tier import file_writing as writing_
 from kvatlas.tier.part_sums import START, SummedStretches, block_checksum, part_sums
@@ -170,3 +171,40 @@ def test_a_stretch_that_cannot_be_written_loses_no_row(tmp_path: Path) -> None:
         with Tier.open(path) as tier:
             rows_agree(tier)
             new.check(tier, made, keys=keys)
+
+
+def test_threads_share_the_memory_that_they_gather_into(tmp_path: Path) -> None:
+    """Each has its own at any moment, and one that finds none takes new."""
+    block, runs = 1 << 14, 128
+    memory = np.random.default_rng(3).integers(0, 256, block, dtype=np.uint8)
+    src, length = np.arange(runs)[::-1] * (block // runs), np.full(runs, block // runs)
+    want = np.concatenate([memory[a : a + length[0]] for a in src]).tobytes()
+    path, problems = tmp_path / "file", list[BaseException]()
+    path.write_bytes(bytes(8 * block))
+    before = sys.getswitchinterval()
+    with path.open("r+b") as file:
+        writer = writing_.PieceWriter(file.fileno())
+
+        def act(number: int) -> None:
+            copy = Copy(0, 0, src, number * block + np.arange(runs) * length, length)
+            try:
+                for _ in range(60):
+                    for piece in writing_.pieces(copy, block):
+                        (crc,) = writer.write(piece, memory, 0).crc.tolist()
+                        assert crc == zlib.crc32(want, START)
+            except BaseException as problem:
+                problems.append(problem)
+
+        threads = [threading.Thread(target=act, args=(number,)) for number in range(8)]
+        sys.setswitchinterval(1e-6)
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            sys.setswitchinterval(before)
+    assert not problems
+    assert path.read_bytes() == 8 * want
+    nothing = np.empty(0, np.int64)
+    assert writing_.pieces(Copy(0, 0, nothing, nothing, nothing), block) == []

@@ -68,6 +68,9 @@ class _Request:
 class BlockPool:
     """The blocks of a plan's pools, dealt out to requests by group.
 
+    `events` is called with what can be found since the last call, and what no more; it must
+    not raise. With `partial_hits`, hits end inside a block where every layer allows it.
+
     >>> from kvatlas.planning import plan
     >>> pool = BlockPool(plan("gpt-oss-20b", memory="40GiB"))
     >>> pool.admit("first", range(100))
@@ -147,8 +150,10 @@ class BlockPool:
         return self._index.longest(chain)
 
     def stops(self, request: Hashable, tokens: int) -> list[int]:
-        """Where to pause on the way to `tokens` tokens, so that states can be kept there."""
-        return self._kept_ends(self._get(request), tokens)
+        """Where to pause on the way to `tokens` tokens, so that recurrent states can be kept."""
+        asked = self._get(request)
+        recurrent = any(group.kind == "recurrent" for group in self.plan.groups)
+        return self._kept_ends(asked, tokens) if recurrent else []
 
     # -- a request's life ---------------------------------------------------------------
 
@@ -338,7 +343,8 @@ class BlockPool:
 
         Full attention keeps every block, windows and recurrent layers what checkpoints need.
         """
-        ends = self._kept_ends(asked, tokens)
+        everything = all(group.keeps_all for group in self._index.groups)
+        ends = [] if everything else self._kept_ends(asked, tokens)
         kept_state = False
         for index, group in enumerate(self.plan.groups):
             table = asked.tables[index]

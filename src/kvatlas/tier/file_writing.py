@@ -48,7 +48,8 @@ def pieces(copy: Copy, block_bytes: int) -> list[Piece]:
     """
     block = copy.dst // block_bytes
     follows = (copy.dst[1:] == copy.dst[:-1] + copy.length[:-1]) & (block[1:] == block[:-1])
-    if copy.nbytes < _LONG_STRETCH * (len(copy) - np.count_nonzero(follows)):
+    stretches = len(copy) - np.count_nonzero(follows)
+    if not stretches or copy.nbytes < _LONG_STRETCH * stretches:
         return []
     src, dst, length, apart = _joined(copy, follows)
     step, long = (np.cumsum(length) - length) // _PIECE, length >= _LONG_RUN
@@ -85,7 +86,7 @@ class PieceWriter:
         if int(piece.length[0]) >= _LONG_RUN:
             return self._write(memory, piece.src, piece.dst, piece.length, offset)
         nbytes = np.add.reduceat(piece.length, piece.stretch)
-        room = self._rooms.pop() if self._rooms else np.empty(_PIECE + _LONG_RUN, np.uint8)
+        room = self._room()
         try:
             for _ in copy_runs(memory, room, piece.src, _packed(piece.length), piece.length):
                 pass
@@ -93,6 +94,12 @@ class PieceWriter:
             return self._write(room, starts, piece.dst[piece.stretch], nbytes, offset)
         finally:
             self._rooms.append(room)
+
+    def _room(self) -> Bytes:
+        try:
+            return self._rooms.pop()
+        except IndexError:  # all are in use
+            return np.empty(_PIECE + _LONG_RUN, np.uint8)
 
     def _write(
         self, memory: Bytes, src: Int64s, dst: Int64s, length: Int64s, offset: int

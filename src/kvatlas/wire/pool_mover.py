@@ -21,7 +21,7 @@ from kvatlas.wire.memory_copy import Bytes, as_bytes
 from kvatlas.wire.metrics import Metrics
 from kvatlas.wire.staging import checksums, crc_pieces, gather, scatter, stream_bytes
 from kvatlas.wire.transports.base import HOST, STAGING, Memory, Transport
-from kvatlas.wire.transports.cuda_driver import NO_STARTS, AddressRuns
+from kvatlas.wire.transports.device_queue import NO_STARTS, AddressRuns
 
 
 class PoolMover(ABC):
@@ -77,7 +77,7 @@ class HostMover(PoolMover):
         return act
 
     def checksums(self, copies: Sequence[Copy], piece: int, *, src: bool) -> Int64s:
-        """By numpy and zlib."""
+        """By numpy and the processor."""
         return checksums(copies, self._pools, piece, src=src)
 
 
@@ -149,7 +149,7 @@ class GpuMover(PoolMover):
         return nbytes
 
     def checksums(self, copies: Sequence[Copy], piece: int, *, src: bool) -> Int64s:
-        """Gathered by way of the host, where zlib sums up."""
+        """Gathered by way of the host, and summed there."""
         if not src:
             copies = [Copy(c.dst_pool, c.src_pool, c.dst, c.src, c.length) for c in copies]
         stream = np.empty(stream_bytes(copies), dtype=np.uint8)

@@ -23,7 +23,8 @@ from kvatlas.wire.memory_copy import Bytes, as_bytes
 from kvatlas.wire.transports import errors
 from kvatlas.wire.transports.base import Handle, Link, Memory, Shared, Transport
 from kvatlas.wire.transports.polled_copy import Stepwise, copy_steps
-from kvatlas.wire.transports.shm_segments import Segment, containing, create_segment, map_segment
+from kvatlas.wire.transports.sealed_memory import map_sealed
+from kvatlas.wire.transports.shm_segments import Segment, containing, create_segment
 from kvatlas.wire.transports.shm_sockets import (
     TOKEN_BYTES,
     SegmentServer,
@@ -112,29 +113,41 @@ class ShmTransport(Transport):
 
     def _connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link:
         """Map a peer's regions; those outside shared memory stay out of reach."""
-        published = errors.read_metadata(metadata, _Published)
-        if not _NAME.fullmatch(published.socket) or len(published.token) != TOKEN_BYTES:
-            raise errors.bad_metadata("a name or token of another length")
-        regions = {pool: at for pool, at in published.regions.items() if pool in memory}
-        for pool, region in regions.items():
-            if region.nbytes != memory[pool].nbytes:
-                raise errors.bad_metadata(f"pool {pool} of {region.nbytes} bytes")
-        connection, descriptors = receive_descriptors(published.socket, published.token)
+        sizes = {pool: region.nbytes for pool, region in memory.items()}
+        connection, mapped = map_published(metadata, sizes)
         link = _ShmLink(self, connection, memory)
-        try:
-            link.mapped.update(_mapped(regions, descriptors))
-        except BaseException:
-            link.close()
-            raise
-        finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
+        link.mapped.update(mapped)
         return link
 
     def _close(self) -> None:
         """Its peers notice; segments stay with whoever created them."""
         self._server.close()
         self._regions.clear()
+
+
+def map_published(
+    metadata: bytes, sizes: Mapping[int, int]
+) -> tuple[socket.socket, dict[int, Bytes]]:
+    """A connection to who has published regions, and those that are in shared memory, mapped.
+
+    They stay mapped as long as anybody has a view of them, whatever becomes of the connection.
+    """
+    published = errors.read_metadata(metadata, _Published)
+    if not _NAME.fullmatch(published.socket) or len(published.token) != TOKEN_BYTES:
+        raise errors.bad_metadata("a name or token of another length")
+    regions = {pool: at for pool, at in published.regions.items() if pool in sizes}
+    for pool, region in regions.items():
+        if region.nbytes != sizes[pool]:
+            raise errors.bad_metadata(f"pool {pool} of {region.nbytes} bytes")
+    connection, descriptors = receive_descriptors(published.socket, published.token)
+    try:
+        return connection, _mapped(regions, descriptors)
+    except BaseException:
+        hang_up(connection)
+        raise
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
 
 
 def _mapped(regions: Mapping[int, _Region], descriptors: Sequence[int]) -> dict[int, Bytes]:
@@ -146,7 +159,7 @@ def _mapped(regions: Mapping[int, _Region], descriptors: Sequence[int]) -> dict[
         if not 0 <= number < len(descriptors):
             raise errors.bad_metadata(f"pool {pool} in a segment that the peer does not give")
         if number not in segments:
-            segments[number] = np.frombuffer(map_segment(descriptors[number]), np.uint8)
+            segments[number] = np.frombuffer(map_sealed(descriptors[number]), np.uint8)
         segment = segments[number]
         if region.nbytes < 1 or not 0 <= region.start <= segment.size - region.nbytes:
             raise errors.bad_metadata(f"pool {pool} beyond its segment of {segment.size:,} bytes")
