@@ -52,6 +52,6 @@ kept takes a state; where memory is short and prompts branch much, fewer and coa
 better.
 
 What bounds it: half of a memory that is counted by dense checkpoints comes near what any memory
-finds. With 1/{short} there is more to be had, as the last column says, but by an eviction that knows
-what comes: no policy here gets near it. Dense models keep every block under every policy.
+finds. With 1/{short} there is more to be had, as the last column says, but by an eviction that
+knows what comes: no policy here gets near it. Dense models keep every block under every policy.
 """
