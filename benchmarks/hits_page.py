@@ -13,8 +13,9 @@ row and known only afterwards, of: {choices}; under vLLM's plan, and under atlas
 better of the two plans with its best policies, which is what `kvatlas plan --trace` looks for:
 vLLM's own plan and policy are among what it tries, so it is never below them. *over dense* and
 *over default* are what is chosen over vLLM's plan with each of vLLM's ways. *optimal* is the
-chosen plan with an eviction that knows the future (Belady) and checkpoints at branch points: no
-strict bound where entries are unlike in size, but what a better eviction could hope for.
+chosen plan with an eviction that knows the future (Belady) and checkpoints at branch points: what
+a better eviction could hope for. It is no strict bound where entries are unlike in size, or where
+a state is passed and not taken up; where it finds less than what is chosen, that stands there.
 
 The memory is a part of what would hold every block of the trace under vLLM's plan with dense
 checkpoints. Traces: two of Mooncake's (FAST'25), and 40 conversations of coding agents
@@ -34,11 +35,11 @@ make hits TRACES=folder JOBS=16
 """  # noqa: E501
 
 CONCLUSION = """
-Over dense checkpoints, hybrids find at least 1.5 times as much in {dense} of {asked} rows at 1/8 to
-1/2 of the memory, and in {dense_short} of {hybrids} with 1/{short}. Over vLLM's default they do
-in {default} of {hybrids}: of the {asked} rows from 1/8 on, {possible} leave room for it, since
-elsewhere even a memory without bounds finds less than 1.5 times as much. The most over the
-default is {most:.2f}. What is chosen is at least {least:.2f} times what vLLM's plan finds with either of its ways, in all
+Over dense checkpoints, hybrids find at least 1.5 times as much in {dense} of {asked} rows at 1/8
+to 1/2 of the memory, and in {dense_short} of {hybrids} with 1/{short}. Over vLLM's default they do
+in {default} of {hybrids}. In {possible} of the {asked} rows from 1/8 on could they: elsewhere even
+a memory without bounds finds less than 1.5 times as much. The most over the default is {most:.2f}.
+What is chosen is at least {least:.2f} times what vLLM's plan finds with either of its ways, in all
 {rows} rows.
 
 What the plan alone is worth: atlas's with its best policy finds more than vLLM's with its best in

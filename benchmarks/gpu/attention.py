@@ -264,14 +264,28 @@ def cells() -> list[Cell]:
                         (64, 4096), 4, 1), ceiling="dense",
             )
         )  # fmt: skip
-    for cache in ("auto", "fp8"):
-        for unit, ceiling in (("GB/s", "dense"), ("TFLOP/s", "matrix product")):
-            table.append(
-                Cell(
-                    f"decode MLA 64 x 4096, 128 heads, {cache}, {unit}", "LBNHC, block 64",
-                    partial(latent, (64, 4096), cache, "LBNHC", unit), unit=unit, ceiling=ceiling,
-                )
-            )  # fmt: skip
+    for order in ORDERS:
+        table.append(
+            Cell(
+                "decode MLA 64 x 4096, 128 heads, auto, operations", f"{order}, block 64",
+                partial(latent, (64, 4096), "auto", order, "TFLOP/s"), unit="TFLOP/s",
+                ceiling="", bar=500.0,
+            )
+        )  # fmt: skip
+    table += [
+        Cell(
+            f"decode MLA 64 x 4096, {heads} heads, {cache}, {unit}", "LBNHC, block 64",
+            partial(latent, (64, 4096), cache, "LBNHC", unit, heads=heads), unit=unit,
+            ceiling=ceiling, bar=bar,
+        )
+        for heads, cache, unit, ceiling, bar in (
+            (128, "auto", "TFLOP/s", "matrix product", None),
+            (128, "auto", "GB/s", "dense", None),
+            (128, "fp8", "TFLOP/s", "matrix product", None),
+            (128, "fp8", "GB/s", "dense", None),
+            (16, "auto", "GB/s", "dense", 0.8),
+        )
+    ]  # fmt: skip
     table += [
         Cell(
             "prefill of 8192 tokens", f"{order}, block {block}",

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.gpu import attention, ceilings, copies, pulls, tables, writes
+from benchmarks.gpu import attention, ceilings, copies, host_time, pulls, tables, writes
 from benchmarks.gpu.cells import Cell, Measured, measure
 
 JOBS = 12
@@ -185,6 +185,7 @@ def main() -> None:
     unlike = apart(results)
     _show(results, known, unlike, given.all)
     if not given.only:
+        host_time.main()
         pulls.main([])
     if given.json:
         given.json.write_text(json.dumps(_record(results, known, unlike), indent=1))

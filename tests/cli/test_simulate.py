@@ -74,3 +74,47 @@ def test_what_cannot_be_simulated_is_refused(tmp_path: Path) -> None:
         assert code in result.stderr
     result = kvatlas("simulate", "Llama-3.1-8B", "--trace", TRACE, "--compare", "colour")
     assert result.exit_code == 2
+
+
+def test_curves_over_memory_are_a_page_without_a_network(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    options = ["Qwen3.5-397B-A17B", "--trace", TRACE, "--max-len", "8K", "-o", str(page)]
+    # 100 MiB hold no request: a point that is missing, and no reason to fail.
+    compared = ["--compare", "memory=100MiB,2GiB,4GiB", "--compare", "policy=vllm,atlas"]
+    rows = said("simulate", *options, *compared)["rows"]
+    assert [bool(row["refused_plan"]) for row in rows] == [True] * 2 + [False] * 4
+    text = page.read_text()
+    for row in rows[2:]:
+        assert f"<td>{row['hit_rate']:.1%}</td>" in text
+    assert text.count('class="curve') == 2 * 2  # in the picture and in the legend
+    assert text.count("<circle") == 4
+    assert "any memory 63.0%" in text
+    assert "prefers-color-scheme: dark" in text
+    for word in ("http:", "https:", "<script", "url(", "@import"):
+        assert word not in text
+    result = kvatlas("simulate", *options[:-1], str(tmp_path / "no" / "page.html"), *compared)
+    assert result.exit_code == 2
+    assert "cannot write" in result.stderr
+
+
+def test_what_a_tier_finds_and_how_it_should_be_split() -> None:
+    options = ["Qwen3.5-397B-A17B", "--memory", "2GiB", "--max-len", "8K", "--trace", TRACE]
+    tiers = ["--host-memory", "3GiB", "--disk", "2GiB"]
+    none, shared, split = said("simulate", *options, *tiers, "--compare", "tier=none,shared,25")[
+        "rows"
+    ]
+    assert none["found_by_tier"] == {"gpu": none["found"]}
+    for row in (shared, split):
+        assert list(row["found_by_tier"]) == ["gpu", "host", "disk"]
+        assert sum(row["found_by_tier"].values()) == row["found"] > none["found"]
+    text = shown("simulate", *options, *tiers)
+    assert "found in" in text
+    assert "disk" in text
+    # Ranks share the host: two of them find what one finds.
+    (two,) = said("simulate", *options[:1], "--tp", "2", "--memory", "1GiB", *options[3:], *tiers)[
+        "rows"
+    ]
+    assert list(two["found_by_tier"]) == ["gpu", "host", "disk"]
+    for wrong in (["--compare", "tier"], [*tiers, "--arrivals"], [*tiers, "--compare", "tier=x"]):
+        result = kvatlas("simulate", *options, *wrong)
+        assert result.exit_code == 2, wrong

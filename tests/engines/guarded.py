@@ -11,6 +11,7 @@ import torch
 from kvatlas.cache import bind
 from kvatlas.engines.transformers import AtlasCache, make_plan
 from kvatlas.planning import Plan
+from kvatlas.pool import BlockPool
 from tests.engines.zoo import NEW, PROMPTS, model_of
 
 GUARD = 4096
@@ -32,14 +33,14 @@ class Guarded:
         options = {"batch": len(PROMPTS), "max_len": LONGEST, **options}
         return self.bind(make_plan(model_of(name).config, **options))
 
-    def bind(self, plan: Plan) -> AtlasCache:
+    def bind(self, plan: Plan, pool: BlockPool | None = None) -> AtlasCache:
         """A cache for a plan, in memory that is dirty."""
         pools = {}
-        for pool in plan.pools:
-            raw = torch.full((pool.nbytes + 2 * GUARD,), _EDGE, dtype=torch.uint8)
-            pools[pool.index] = raw[GUARD:-GUARD].fill_(_DIRT)
+        for each in plan.pools:
+            raw = torch.full((each.nbytes + 2 * GUARD,), _EDGE, dtype=torch.uint8)
+            pools[each.index] = raw[GUARD:-GUARD].fill_(_DIRT)
             self._buffers.append(raw)
-        return AtlasCache(bind(pools, plan))
+        return AtlasCache(bind(pools, plan), pool)
 
     def check(self) -> None:
         """Refuse a buffer whose edges have changed."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.gpu.attention import latent
 
 from kvatlas import AtlasError, Code, kernels
 from kvatlas.kernels import triton as gpu
@@ -139,6 +140,13 @@ def test_what_is_not_finite_stays_so(cache: str) -> None:
 def test_latents_are_written(cache: str, dtype: torch.dtype, order: str) -> None:
     spec = LatentAttention(cache=cache)
     check_write_latent(spec, order, "cuda", dtype=dtype, whole=False)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_latents_of_many_heads(order: str) -> None:
+    """64 rows a program, sequences of a tile, of a tile and one, and of more than one worker."""
+    for heads, batch in ((128, (3, 700)), (64, (5, 65)), (128, (2, 6000)), (128, (70, 64))):
+        assert latent(batch, "auto", order, "TFLOP/s", {}, heads=heads).right()
 
 
 @pytest.mark.parametrize("order", ["LBNHC", "BLHNC"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,9 @@ import kvatlas
 from kvatlas.cache import Cache, allocate
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import ENGINE_LAYOUTS, join_ranges
-from kvatlas.models import catalogue
 from kvatlas.planning import Plan, plan
 from kvatlas.routing import route
-from tests.page.browser import Browser, NoBrowserError, chromium
-from tests.page.large_plan import large_plan
+from tests.page.browser import Browser
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("Qwen3-8B", {"memory": "48MiB", "tp": 2}),
@@ -57,15 +54,6 @@ ROUTES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 TO = " \N{EN DASH} "
 POINTS = 10
 """Points that are hovered in each order of each kind."""
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    try:
-        with chromium() as made:
-            yield made
-    except NoBrowserError as missing:
-        pytest.skip(str(missing))
 
 
 def orders(name: str, options: dict[str, Any]) -> list[Plan]:
@@ -317,106 +305,4 @@ def test_bands_are_the_runs_that_are_bound(browser: Browser, tmp_path: Path, kin
             assert common_words(start) == common_words(stop), text
             seen.add((number_of, a, c))
     assert len(seen) > 15, len(seen)
-    assert browser.complaints() == []
-
-
-def test_keys_search_clicks_and_the_wheel_move_about(browser: Browser, tmp_path: Path) -> None:
-    made = plan("gpt-oss-20b", memory="40GiB", layout="BLNHC")
-    show(browser, tmp_path, made)
-    level = "return view.level"
-    for wanted in ("page", "cell"):
-        browser.do("picture.scrollIntoView({ block: 'center' })")
-        box = browser.do("const b = picture.getBoundingClientRect(); return [b.left, b.top]")
-        x = browser.do("return drawn.place.left") + 30
-        for kind in ("mousePressed", "mouseReleased"):
-            browser.point(box[0] + x, box[1] + 20, kind)
-        assert browser.do(level) == wanted
-    address = made.view("model.layers.3.attn.attn", "v")(B=5, H=2, N=7, C=9)
-    searches = {
-        "block 12": "return view.block === 12",
-        "layers.5.": "return data.names[paint.follow.value].includes('.5.')",
-        "head 3": "return paint.follow.kind === 'head' && paint.follow.value === 3",
-        "token 4": "return byId('followed').textContent.startsWith('Token 4: ')",
-        str(address): f"return view.level === 'cell' && cursor.point.address === {address}",
-        "no such thing": "return byId('query').getAttribute('aria-invalid') === 'true'",
-    }
-    for text, holds_true in searches.items():
-        browser.do("byId('query').value = arguments[0]; byId('search').requestSubmit()", text)
-        assert browser.do(holds_true), text
-    browser.do("go({ level: 'cell' }); picture.focus()")
-    for wanted in ("page", "block", "pool", "memory"):
-        browser.do("picture.dispatchEvent(new KeyboardEvent('keydown', { key: 'Escape' }))")
-        assert browser.do(level) == wanted
-    browser.do("picture.dispatchEvent(new KeyboardEvent('keydown', { key: 'Enter' }))")
-    assert browser.do(level) == "pool"
-    browser.do("picture.dispatchEvent(new KeyboardEvent('keydown', { key: 'ArrowDown' }))")
-    browser.do(
-        """
-        picture.scrollIntoView({ block: "start" });
-        const box = picture.getBoundingClientRect(), at = { clientX: box.left + 300, clientY: 30 };
-        picture.dispatchEvent(new WheelEvent("wheel", { deltaY: -120, ...at, cancelable: true }));
-        """
-    )
-    assert browser.do(level) == "block"
-    assert browser.complaints() == []
-
-
-def test_the_page_fits_every_width_in_light_and_dark(browser: Browser, tmp_path: Path) -> None:
-    made = plan("Qwen3.5-397B-A17B", memory="60GiB", tp=2)
-    try:
-        for width in (400, 1280, 3840):
-            for colours in ("light", "dark"):
-                browser.resize(width, 900)
-                browser.prefer(prefers_color_scheme=colours, prefers_reduced_motion="reduce")
-                show(browser, tmp_path, made)
-                for level in ("memory", "pool", "block"):
-                    browser.do("go({ level: arguments[0] })", level)
-                    across = "return document.documentElement.scrollWidth"
-                    assert browser.do(across) <= width, (width, level)
-                took = browser.do(
-                    "const at = performance.now(); update(); return performance.now() - at"
-                )
-                assert took < 5000
-        assert browser.complaints() == []
-    finally:
-        browser.resize(1280, 900)
-        browser.prefer(prefers_reduced_motion="reduce")
-
-
-def test_every_model_of_the_catalogue_is_drawn_without_complaint(
-    browser: Browser, tmp_path: Path
-) -> None:
-    for name in catalogue():
-        page = kvatlas.map(plan(name, memory="2TiB")).save(tmp_path / "map.html")
-        assert page.stat().st_size < 1_000_000
-        browser.open(page)
-        assert browser.do("return drawn.rows.length && byId('facts').children.length"), name
-        assert browser.complaints() == [], name
-
-
-def test_a_million_blocks_and_thousands_of_layers_are_a_sample_that_says_so(
-    browser: Browser, tmp_path: Path
-) -> None:
-    for order in ("LBNHC", "BHLNC"):
-        show(browser, tmp_path, large_plan(order))
-        assert browser.do("return drawn.rows.length") <= 200
-        said = browser.do("return byId('caption').textContent")
-        assert ("of 4,096 rows" in said) == (order == "LBNHC")
-        browser.do("go({ level: 'pool' })")
-        assert "of 1,000,000; the others lie alike" in browser.do(
-            "return byId('caption').textContent"
-        )
-        browser.do("byId('query').value = 'layers.4095'; byId('search').requestSubmit()")
-        assert "4095" in browser.do("return byId('followed').textContent")
-    assert browser.complaints() == []
-
-
-def test_what_is_in_a_hidden_frame_is_drawn_once_it_is_shown(
-    browser: Browser, tmp_path: Path
-) -> None:
-    page = kvatlas.map(plan("gpt-oss-20b", memory="4GiB")).save(tmp_path / "map.html")
-    outer = tmp_path / "outer.html"
-    outer.write_text(f'<iframe src="{page.name}" width="900" height="700" style="display:none">')
-    browser.open(outer)
-    browser.do("document.querySelector('iframe').style.display = 'block'")
     assert browser.complaints() == []

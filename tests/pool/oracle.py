@@ -79,12 +79,16 @@ class Oracle:
     def has(self, cls: int, tokens: Tokens, position: int) -> bool:
         """Whether a class has the cell of one token."""
         end = (position // self.step + 1) * self.step
-        return (cls, tokens[:end]) in self.entries and end <= len(tokens)
+        return self.kept_anywhere((cls, tokens[:end])) and end <= len(tokens)
+
+    def kept_anywhere(self, name: tuple[int, Tokens]) -> bool:
+        """Whether an entry can be found."""
+        return name in self.entries
 
     def serves(self, tokens: Tokens, count: int) -> bool:
         for number, cls in enumerate(self.classes):
             if cls.needs == "state":
-                if count and (number, tokens[:count]) not in self.entries:
+                if count and not self.kept_anywhere((number, tokens[:count])):
                     return False
             elif not all(self.has(number, tokens, p) for p in range(cls.sees_from(count), count)):
                 return False
@@ -182,6 +186,7 @@ class Oracle:
             ends = ends[-(len(ends) // 2) :] if len(ends) > 1 else []
         order = self.in_order(kept, min(self.identified[number], max(len(tokens) - 1, 0)))
         mine = [(cls, tokens[: (span + 1) * self.step]) for cls, span in order]
+        self.come(hit, mine)
         new = [name for name in mine if name not in self.entries]
         for pool in range(len(self.blocks)):
             room = self.blocks[pool] - held[pool] - self.cost(new, pool)
@@ -191,6 +196,9 @@ class Oracle:
                 self.entries[name] = Entry(cls, name[1], span, born=number)
         self.use(number, mine)
         return hit
+
+    def come(self, hit: int, names: list[tuple[int, Tokens]]) -> None:
+        """A request is about to use these entries."""
 
     def cost(self, names: list[tuple[int, Tokens]], pool: int) -> int:
         classes = [self.classes[cls] for cls, _ in names]
@@ -241,6 +249,10 @@ class Oracle:
             if self.eviction == "saved-compute":
                 self.clocks[pool] = self.rank(victim)[0]
             del self.entries[victim]
+            self.evicted(victim)
+
+    def evicted(self, name: tuple[int, Tokens]) -> None:
+        """An entry has left the pool."""
 
     def rank(self, name: tuple[int, Tokens]) -> tuple[float, ...]:
         one = self.entries[name]
@@ -287,3 +299,59 @@ def _common(one: Tokens, two: Tokens) -> int:
     while count < min(len(one), len(two)) and one[count] == two[count]:
         count += 1
     return count
+
+
+@dataclass
+class TieredOracle(Oracle):
+    """The same with tiers below: what leaves one enters the next, and comes back when used."""
+
+    capacity: list[list[int]] = field(default_factory=list)
+    """Bytes of each tier: for everything, or for attention and for checkpoints."""
+    sizes: list[list[int]] = field(default_factory=list)
+    """Bytes of an entry, by tier and class."""
+    below: list[list[tuple[int, Tokens]]] = field(default_factory=list)
+    """Entries of each tier, the oldest first."""
+    found: list[list[int]] = field(default_factory=list)
+    """Tokens of each request by the lowest tier that they came from."""
+
+    def run(self) -> list[int]:
+        self.below = [[] for _ in self.capacity]
+        return super().run()
+
+    def kept_anywhere(self, name: tuple[int, Tokens]) -> bool:
+        return name in self.entries or any(name in tier for tier in self.below)
+
+    def serve(self, number: int) -> int:
+        self.found.append([0] * (1 + len(self.below)))
+        return super().serve(number)
+
+    def come(self, hit: int, names: list[tuple[int, Tokens]]) -> None:
+        lowest = [0] * hit
+        for depth, tier in enumerate(self.below, 1):
+            for name in [name for name in names if name in tier]:
+                tier.remove(name)
+                end = len(name[1])
+                if end <= hit:
+                    lowest[end - self.step : end] = [
+                        max(depth, before) for before in lowest[end - self.step : end]
+                    ]
+        for depth in lowest:
+            self.found[-1][depth] += 1
+
+    def evicted(self, name: tuple[int, Tokens]) -> None:
+        falling = [name]
+        for depth, tier in enumerate(self.below):
+            tier += falling
+            falling = []
+            for part, room in enumerate(self.capacity[depth]):
+                while self.bytes(depth, part) > room:
+                    oldest = next(one for one in tier if self.part(depth, one[0]) == part)
+                    tier.remove(oldest)
+                    falling.append(oldest)
+
+    def part(self, depth: int, cls: int) -> int:
+        return int(len(self.capacity[depth]) == 2 and self.classes[cls].needs != "all")
+
+    def bytes(self, depth: int, part: int) -> int:
+        mine = [cls for cls, _ in self.below[depth] if self.part(depth, cls) == part]
+        return sum(self.sizes[depth][cls] for cls in mine)

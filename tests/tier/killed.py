@@ -22,7 +22,7 @@ from kvatlas.tier import Tier
 from kvatlas.tier import file_writing as writing
 from kvatlas.wire.transports.file import _system
 from tests.planning.models import DELTA, model_of
-from tests.tier.world import small, tier_plan
+from tests.tier.world import BlockTier, small, tier_plan
 
 LAYER: Any = {"attn": FullAttention(heads=4, head_dim=64)}
 MODEL = model_of("killed", *[LAYER] * 3, DELTA)
@@ -50,7 +50,7 @@ def keys(name: int) -> list[bytes]:
     return [b"%d of %d" % (entry, name) for entry in range(3)]
 
 
-def store(tier: Tier, name: int, rank: int) -> None:
+def store(tier: BlockTier, name: int, rank: int) -> None:
     request: Any = {"blocks": TABLES, "tokens": TOKENS, "keys": keys(name)}
     tier.store(pools(SRC, name), SRC, rank=rank, **request)
 
@@ -89,29 +89,37 @@ def die_at(step: int, how: str) -> None:
     calls.pwritev = dying(calls.pwritev)  # the bytes of blocks
 
 
+FETCHED_INTO: dict[int, list[int]] = {
+    index: [2 + 5 * index + n for n in range(3 if group.kind != "recurrent" else 1)]
+    for index, group in enumerate(DST.groups)
+}
+
+
+def fetched(tier: BlockTier, name: int) -> bool:
+    """Whether a name is there; then every byte of it is its own."""
+    with tier.pin(keys(name), TOKENS) as hit:
+        if not hit.tokens:
+            return False
+        got = {p.index: np.zeros(p.nbytes, dtype=np.uint8) for p in DST.pools}
+        hit.fetch(got, DST, blocks=FETCHED_INTO)
+        counts = np.bincount(np.concatenate(list(got.values())), minlength=256)
+        moved = sum(copy.nbytes for copy in hit.copies(DST, blocks=FETCHED_INTO))
+        assert hit.tokens == TOKENS, "the state is after all tokens"
+        assert counts[1 + name] == moved > 0, "bytes of another block, or none"
+        assert counts[0] + moved == counts.sum(), "bytes of another block"
+    return True
+
+
 def look(path: Path) -> tuple[int, int, int]:
     """Everything that is said to be there is what was stored.
 
     How many names, how many blocks, and which names, as bits.
     """
-    tables = {
-        index: [2 + 5 * index + n for n in range(3 if group.kind != "recurrent" else 1)]
-        for index, group in enumerate(DST.groups)
-    }
     names, bits = 0, 0
     with Tier.open(path) as tier:
         blocks = len(tier)
         for name in range(NAMES):
-            with tier.pin(keys(name), TOKENS) as hit:
-                if not hit.tokens:
-                    continue
-                got = {p.index: np.zeros(p.nbytes, dtype=np.uint8) for p in DST.pools}
-                hit.fetch(got, DST, blocks=tables)
-                counts = np.bincount(np.concatenate(list(got.values())), minlength=256)
-                moved = sum(copy.nbytes for copy in hit.copies(DST, blocks=tables))
-                assert hit.tokens == TOKENS, "the state is after all tokens"
-                assert counts[1 + name] == moved > 0, "bytes of another block, or none"
-                assert counts[0] + moved == counts.sum(), "bytes of another block"
+            if fetched(tier, name):
                 names, bits = names + 1, bits | 1 << name
         assert tier.metrics.values["damaged"] == 0, "a record was written before its block"
         # It goes on working, and the next process finds that too.

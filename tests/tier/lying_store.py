@@ -107,6 +107,9 @@ class LyingStore(ObjectStore):
     def size(self, name: str) -> int:
         return self.honest.size(name)
 
+    def sweep(self) -> int:
+        return self.honest.sweep()
+
     def capacity(self) -> StoreRoom:
         return self.honest.capacity()
 

@@ -58,7 +58,7 @@ class Master:
         assert _MASTER is not None
         ports = [f"--rpc_port={self.port}", f"--metrics_port={self.web}"]
         short = [
-            "--default_kv_lease_ttl=100",
+            "--default_kv_lease_ttl=3000",
             "--client_ttl=2",
             "--put_start_discard_timeout_sec=2",
         ]

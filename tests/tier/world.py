@@ -16,12 +16,13 @@ from numpy.typing import NDArray
 from kvatlas.models import Model
 from kvatlas.planning import Group, Plan, plan
 from kvatlas.routing import route, scattered
-from kvatlas.tier import StoreTier, Tier
+from kvatlas.tier import StoreTier, Tier, TierClient
 from kvatlas.wire.staging import gather, scatter
 
 Pools = dict[int, NDArray[np.uint8]]
 
-AnyTier = Tier | StoreTier
+BlockTier = Tier | TierClient
+AnyTier = BlockTier | StoreTier
 
 GUARD = 64
 MAX_LEN = 192
@@ -118,10 +119,17 @@ class World:
             results.append(tier.store(held, made, rank=rank, blocks=tables, **request))
         return results
 
-    def check(self, tier: AnyTier, made: Plan, tokens: Any = None, keys: Any = None) -> None:
-        """Fetch into every rank: the request's bytes are there, and no other byte has changed."""
+    def check(
+        self,
+        tier: AnyTier,
+        made: Plan,
+        tokens: Any = None,
+        keys: Any = None,
+        ranks: Any = None,
+    ) -> None:
+        """Fetch into ranks: the request's bytes are there, and no other byte has changed."""
         stop = self.tokens if tokens is None else tokens
-        for rank in range(made.tp * made.pp):
+        for rank in range(made.tp * made.pp) if ranks is None else ranks:
             tables = scattered(made, stop if isinstance(stop, int) else stop[1])
             got, expected = pools(made, rank, 7), pools(made, rank, 7)
             self.put(made, rank, expected, tables, stop)

@@ -110,6 +110,28 @@ def test_sources_that_are_killed_before_during_and_after_a_read() -> None:
         assert counts.failures == TIMES + struck
 
 
+def test_sources_that_are_killed_the_moment_a_read_has_ended() -> None:
+    """What has arrived stays, nothing of the dead is waited for, and the next source is read."""
+    reader = Reader()
+    with engines(reader.ranks):
+        for turn in range(TIMES):
+            with killable() as source:
+                order = source.offer(f"after {turn}")
+
+                def strike(order: PullOrder = order, source: KillableWorker = source) -> None:
+                    pull = reader.side._pulls[order.request_id]
+                    while pull.transfer is None or not pull.transfer.done:
+                        time.sleep(0.0005)
+                    source.kill()
+
+                assert reader.read(order, strike), "all of it had been confirmed"
+                reader.ranks.order(let_go=[order.remote])
+                assert np.array_equal(reader.pool, reader.right)
+                reader.settled()
+        counts = reader.side.take_counts()
+        assert (counts.pulls, counts.failures) == (TIMES, 0)
+
+
 def test_readers_that_are_killed_in_the_middle_of_a_read() -> None:
     source = Ranks(make_plan(64), SEED, **SMALL)
     (side,), before = source.sides, source.pools[0].copy()

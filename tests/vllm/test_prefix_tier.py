@@ -11,20 +11,15 @@ import numpy as np
 import pytest
 
 from kvatlas import AtlasError
-from kvatlas.engines.vllm import describe_stage
+from kvatlas.engines.vllm import describe_stage, prefix_tier
 from kvatlas.engines.vllm.describe import described_model, join_stages
 from kvatlas.engines.vllm.ended_requests import Ended, EndedRequests
-from kvatlas.engines.vllm.prefix_tier import (
-    PrefixTier,
-    forget_tier,
-    open_tier,
-    share_tier,
-    shared_tier,
-)
+from kvatlas.engines.vllm.engine_tier import find_tier, open_tier
+from kvatlas.engines.vllm.prefix_tier import PrefixTier
 from kvatlas.engines.vllm.scheduler_side import SchedulerSide
 from kvatlas.engines.vllm.tier_worker import TierWorker
-from kvatlas.engines.vllm.weights_identity import cache_identity, weights_identity
-from kvatlas.errors import Code
+from kvatlas.engines.vllm.weights_identity import cache_identity
+from kvatlas.models import weights_identity
 from kvatlas.routing import route
 from kvatlas.wire import Memory, copy_request
 from tests.vllm.shapes import (
@@ -42,6 +37,12 @@ TOKENS = list(range(1000, 1400))
 MEMORY = "8MiB"
 
 
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the scheduler wait for answers that it can do without, on a busy machine too."""
+    monkeypatch.setattr(prefix_tier, "_SOON", 10.0)
+
+
 class EngineWithTier:
     """One engine's memory, its scheduler's and its worker's side, and the tier between them."""
 
@@ -56,13 +57,15 @@ class EngineWithTier:
         self.plan = join_stages(stages)
         size = self.plan.pools[0].nbytes
         self.pool = np.random.default_rng(seed).integers(0, 256, size, np.uint8)
-        memory = about.get("memory", MEMORY)
-        tier = open_tier(str(where), memory, described_model(stages), self.plan)
-        assert tier is not None
+        memory, engine_id = about.get("memory", MEMORY), f"engine {id(self)}"
+        opened = open_tier(str(where), memory, described_model(stages), self.plan, engine_id)
+        assert opened is not None
         held = Memory(self.pool.ctypes.data, size, owner=self.pool)
-        self.tier = PrefixTier(tier, self.plan, held, about.get("identity", b"weights"))
         self.ended = EndedRequests()
-        self.worker = TierWorker(self.tier, self.ended)
+        self.worker = TierWorker(opened, self.plan, 0, held, self.ended)
+        asked = find_tier(str(where), engine_id)
+        assert asked is not None
+        self.tier = PrefixTier(asked, self.plan.max_len, about.get("identity", b"weights"))
         config = vllm_config()
         config.speculative_config = about.get("guesses")
         self.scheduler = SchedulerSide(config, self.config, tier=self.tier, alone=True)
@@ -103,8 +106,8 @@ class EngineWithTier:
         return ended
 
     def close(self) -> None:
+        self.scheduler.close()
         self.worker.close()
-        self.tier.close()
 
 
 def asking(tokens: list[int], name: str = "r", **about: Any) -> Any:
@@ -207,7 +210,9 @@ def test_a_request_that_is_aborted_lets_go_of_what_was_found() -> None:
     orders = made.scheduler.take_orders()
     assert not orders.stores
     made.worker.carry_out(orders)
-    assert made.wait().received == {"loading"}
+    ended = made.wait()
+    assert ended.received == {"loading"}
+    made.scheduler.received(ended.received)
     # Nothing is pinned: other requests find room.
     for seed in range(6):
         assert made.finish([seed, *TOKENS[:299]], [3, 9, 1, 7, 5])
@@ -247,7 +252,7 @@ def test_a_request_for_another_engine_is_also_kept_and_let_go_once_both_are_done
     assert [one.request_id for one in orders.stores] == ["r"]
     made.ended.hold_twice({"r"})
     made.worker.carry_out(orders)
-    made.worker.close()
+    made.worker._storing.shutdown(wait=True)
     assert not made.ended.take().sent, "the other engine has not read it yet"
     made.ended.sent("r")
     assert made.ended.take().sent == {"r"}
@@ -270,10 +275,7 @@ def test_a_tier_that_is_damaged_or_full_is_a_miss(tmp_path: Path) -> None:
     assert made.matched(asking([8, *TOKENS[:299]], "last")) == 256
     assert made.matched(asking([0, *TOKENS[:299]], "first")) == 0
     stages = [describe_stage(vllm_config(), made.config)]
-    about = (str(path), "1200KiB", described_model(stages), made.plan)
-    with pytest.raises(AtlasError) as refusal:
-        open_tier(*about)
-    assert refusal.value.code is Code.TWICE
+    about = (str(path), "1200KiB", described_model(stages), made.plan, "engine")
     made.close()
     path.write_bytes(b"x" * 4096)
     assert open_tier(*about) is None, "a damaged header"
@@ -283,16 +285,18 @@ def test_a_tier_that_is_damaged_or_full_is_a_miss(tmp_path: Path) -> None:
     assert open_tier(*about) is None, "another model's"
 
 
-def test_ranks_and_processes_that_cannot_share_a_tier_are_refused() -> None:
-    heads = FullAttentionSpec(block_size=64, num_kv_heads=1)
-    stages = [describe_stage(vllm_config(tp=2), Config([Group(heads, LAYERS[0])]))]
-    with pytest.raises(AtlasError, match="several ranks"):
-        open_tier("memory", MEMORY, described_model(stages), join_stages(stages))
-    with pytest.raises(AtlasError, match="in another"):
-        shared_tier("engine")
-    share_tier("engine", None)
-    assert shared_tier("engine") is None
-    forget_tier("engine")
+def test_a_worker_whose_tier_cannot_be_used_lets_every_request_go() -> None:
+    made = EngineWithTier("memory", block=64, seed=1)
+    held = Memory(made.pool.ctypes.data, made.pool.nbytes, owner=made.pool)
+    assert made.finish(TOKENS[:300], [3, 9, 1, 7, 5])
+    request = asking(TOKENS, "found")
+    assert made.matched(request) == 256
+    made.worker.close()
+    made.worker = TierWorker(None, made.plan, 0, held, made.ended)
+    assert made.finish([7, *TOKENS[:299]], [3, 9, 1, 7, 5], name="kept")
+    assert made.load(request, [6, 2, 8, 10], external=256).failed == {"found"}
+    assert made.worker.take_counts().tier_failures == 2
+    made.close()
 
 
 def test_a_drafter_keeps_recurrent_states_and_guesses_out() -> None:

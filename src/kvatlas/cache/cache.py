@@ -7,7 +7,7 @@ field, all of them windows into the same allocation.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -78,6 +78,14 @@ class LayerCache:
         if split == 1:
             return ids
         return (ids.unsqueeze(-1) * split + torch.arange(split, device=ids.device)).flatten(-2)
+
+    @cached_property
+    def kept(self) -> dict[Hashable, Any]:
+        """What kernels have worked out of this layer, by what else it depends on.
+
+        It lives and dies with the layer, and so does what it refers to.
+        """
+        return {}
 
     @cached_property
     def _places(self) -> dict[str, Placement]:

@@ -17,6 +17,7 @@ from kvatlas.cli.fit import fit_models, fit_parts, plan_on
 from kvatlas.cli.options import MODEL, MODELS, PlanOptions, completer, takes_plan_options
 from kvatlas.cli.simulate import simulate
 from kvatlas.cli.tables import comparison, headline, notes, sentences
+from kvatlas.cli.tier_commands import tier_app
 from kvatlas.cli.traffic import plan_for_trace
 from kvatlas.planning import size
 
@@ -314,3 +315,4 @@ command(
 command("models", "models gpt-oss-20b", "models ./config.json --json")(models)
 command("layouts", "layouts --json")(layouts)
 command("hybrids > docs/hybrids.md")(hybrids)
+app.add_typer(tier_app)

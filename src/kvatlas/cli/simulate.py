@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import RenderableType
@@ -13,45 +11,33 @@ from rich.table import Table
 from rich.text import Text
 
 from kvatlas.cli.app import Json, answer
-from kvatlas.cli.compare import AXES, usual
 from kvatlas.cli.failures import plain
-from kvatlas.cli.options import PlanOptions, completer, takes_models
+from kvatlas.cli.hit_rows import (
+    PLAN_AXES,
+    POOL_AXES,
+    Question,
+    Row,
+    axes_of_hits,
+    curve_rows,
+    hit_rows,
+)
+from kvatlas.cli.options import PlanOptions, completer, contradictory, takes_models
 from kvatlas.cli.progress import progress_bar
+from kvatlas.cli.replay_options import ReplayOptions, takes_replay_options
 from kvatlas.cli.tables import indented, notes, table
-from kvatlas.errors import AtlasError
-from kvatlas.models import Weights
-from kvatlas.planning import quantity, size
+from kvatlas.planning import size
 
 if TYPE_CHECKING:
-    from kvatlas.pool import PrefillCost, Trace
+    from kvatlas.pool import Trace
 
 __all__ = ["simulate"]
 
-_PLAN_AXES = ("policy", "block-size", "memory", "states", "pack", "kv-dtype", "tp")
-_POOL_AXES = ("eviction", "checkpoints")
-_EVICTIONS = ("fifo", "lru", "lfu", "s3-fifo", "saved-compute", "optimal")
-_CHECKPOINTS = (
-    "every-block", "vllm-default", "prompt-end", "branch-points", "every-2048", "every-8192",
-)  # fmt: skip
-
-Row = dict[str, Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Question:
-    """What is simulated, but for the plan."""
-
-    trace: Trace
-    eviction: str
-    checkpoints: str | None
-    arrivals: bool
-    tflops: float
-    active: int | None
-
 
 @takes_models
+@takes_replay_options
 def simulate(
     options: list[PlanOptions],
+    replay: ReplayOptions,
     trace: Annotated[
         Path,
         typer.Option(
@@ -63,35 +49,22 @@ def simulate(
     trace_block: Annotated[
         int | None, typer.Option(help="Tokens of an id. [dim]By default 512 in Mooncake's form.[/]")
     ] = None,
-    eviction: Annotated[
-        str,
-        typer.Option(help="What goes first: lru, ...", autocompletion=completer(*_EVICTIONS)),
-    ] = "lru",
-    checkpoints: Annotated[
-        str | None,
-        typer.Option(
-            help="Where states and windows are kept: every-block, vllm-default, prompt-end, "
-            "branch-points, every-4096; within-25 behind it for a quarter of the memory. "
-            "[dim]By default branch-points.[/]",
-            autocompletion=completer(*_CHECKPOINTS),
-        ),
-    ] = None,
-    arrivals: Annotated[
-        bool, typer.Option("--arrivals", help="Requests come at their times, and hold blocks.")
-    ] = False,
-    tflops: Annotated[
-        float, typer.Option(help="TFLOP/s that a rank sustains while it computes prompts.")
-    ] = 400.0,
-    active_params: Annotated[
-        str | None,
-        typer.Option(help="Parameters that a token meets: 5.1G. [dim]By default the model's.[/]"),
-    ] = None,
     compare: Annotated[
         list[str] | None,
         typer.Option(
-            help="Side by side over policy, block-size, memory, states, eviction, checkpoints; "
-            "or over values of one: memory=20GiB,40GiB. Commas, or repeated.",
-            autocompletion=completer(*_PLAN_AXES, *_POOL_AXES),
+            help="Side by side over policy, block-size, memory, states, eviction, checkpoints, "
+            "tier; or over values of one: memory=20GiB,40GiB. Commas, or repeated. Of a tier: "
+            "none, shared, or how many percent of it are for states alone.",
+            autocompletion=completer(*PLAN_AXES, *POOL_AXES),
+            show_default=False,
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o",
+            "--output",
+            help="Write curves over memory to a page; what else is compared makes more of them.",
             show_default=False,
         ),
     ] = None,
@@ -102,77 +75,23 @@ def simulate(
 
     with progress_bar(f"Reading {plain(trace.name)}") as told:
         read = read_trace(trace, block=trace_block, progress=told)
-    active = quantity(active_params, "the parameters") if active_params else None
-    question = _Question(read, eviction, checkpoints, arrivals, tflops, active)
-    rows = [row for one in options for row in _rows(one, question, _axes(compare or []))]
+    question = Question(read, replay, output is not None)
+    axes = axes_of_hits(compare or [])
+    simulated = hit_rows if output is None else curve_rows
+    rows = [row for one in options for row in simulated(one, question, axes)]
+    if output is not None:
+        _save(output, read, rows)
     answer(as_json, {"rows": rows}, *_parts(read, rows))
 
 
-def _axes(texts: list[str]) -> list[tuple[str, tuple[str, ...]]]:
-    """Axes to vary, with their values; one without a name where nothing varies."""
-    found = []
-    for text in texts:
-        name, given, values = text.partition("=")
-        for one in [name] if given else text.split(","):
-            axis = one.strip().lower().replace("_", "-")
-            if axis not in (*_PLAN_AXES, *_POOL_AXES):
-                known = ", ".join((*_PLAN_AXES, *_POOL_AXES))
-                problem = f"{axis!r} is none of {known}."
-                raise typer.BadParameter(problem, param_hint="'--compare'")
-            found.append((axis, tuple(v.strip() for v in values.split(",") if v.strip())))
-    return found or [("", ("",))]
+def _save(path: Path, trace: Trace, rows: list[Row]) -> None:
+    from kvatlas.cli.hit_curves import hits_page, save_page
 
-
-def _rows(
-    options: PlanOptions, question: _Question, axes: list[tuple[str, tuple[str, ...]]]
-) -> Iterator[Row]:
-    cost = _cost(options, question)
-    for axis, given in axes:
-        own = {"eviction": _EVICTIONS, "checkpoints": _CHECKPOINTS}
-        values = given or own.get(axis) or usual(options.load(), axis)
-        for value in values:
-            row: Row = {"model": options.model, "compare": axis or None, "value": value or None}
-            try:
-                yield row | _row(options, question, cost, axis, value) | {"refused_plan": None}
-            except AtlasError as refusal:
-                if not axis:
-                    raise
-                told = {"code": str(refusal.code), "message": str(refusal)}
-                yield row | {"refused_plan": told}
-
-
-def _row(
-    options: PlanOptions, question: _Question, cost: PrefillCost | None, axis: str, value: str
-) -> Row:
-    from kvatlas.pool import simulate as simulate_plan
-
-    chosen = {"eviction": question.eviction, "checkpoints": question.checkpoints}
-    changes: dict[str, Any] = {}
-    if axis in chosen:
-        chosen[axis] = value
-    elif axis:
-        numeric = axis in ("block-size", "tp") and value.isdecimal()
-        changes[AXES[axis]] = int(value) if numeric else value
-    plan = options.plan(**changes)
-    with progress_bar(f"{plain(plan.model)} {value}") as told:
-        rates = simulate_plan(
-            plan,
-            question.trace,
-            eviction=chosen["eviction"] or "lru",
-            checkpoints=chosen["checkpoints"],
-            cost=cost and dataclasses.replace(cost, tflops=question.tflops * plan.ranks),
-            arrivals=question.arrivals,
-            progress=told,
-        )
-    return rates.as_dict()
-
-
-def _cost(options: PlanOptions, question: _Question) -> PrefillCost | None:
-    """What a prompt costs; None where nobody says how many parameters a token meets."""
-    from kvatlas.pool import PrefillCost, active_parameters
-
-    active = question.active or active_parameters(Weights.load(options.model))
-    return None if active is None else PrefillCost.of(options.load(), active)
+    found = [row for row in rows if not row["refused_plan"]]
+    if not found:
+        raise contradictory("a page without a plan", rows[0]["refused_plan"]["message"])
+    facts = f"{len(trace):,} requests, {trace.tokens:,} prompt tokens. Hit rates over memory."
+    save_page(path, hits_page(trace.name, facts, found))
 
 
 def _parts(trace: Trace, rows: list[Row]) -> list[RenderableType]:
@@ -182,7 +101,8 @@ def _parts(trace: Trace, rows: list[Row]) -> list[RenderableType]:
     told = []
     tables: dict[tuple[str, str | None], list[Row]] = {}
     for row in rows:
-        tables.setdefault((row["model"] if row["compare"] else "", row["compare"]), []).append(row)
+        heading = " ".join(filter(None, (row["model"] if row["compare"] else "", row["curve"])))
+        tables.setdefault((heading, row["compare"]), []).append(row)
     for (model, axis), some in tables.items():
         parts.append(indented(_table(axis or "model", some, "value" if axis else "model")))
         if axis:
@@ -193,7 +113,20 @@ def _parts(trace: Trace, rows: list[Row]) -> list[RenderableType]:
         elif row["refused"]:
             told.append(f"{row['model']} {row['value'] or ''}: {row['refused']:,} never fit.")
     found = [row for row in rows if not row["refused_plan"]]
-    return [*parts, *notes(told), *_legend(found)]
+    return [*parts, *_tier_table(found), *notes(told), *_legend(found)]
+
+
+def _tier_table(rows: list[Row]) -> list[RenderableType]:
+    """Where what was found came from, of rows that have tiers below the GPU."""
+    tiers = list(dict.fromkeys(tier for row in rows for tier in row["found_by_tier"]))
+    if len(tiers) < 2:
+        return []
+    made = table("found in", *tiers, words=(0,), wraps=(0,))
+    for row in rows:
+        name = " ".join(filter(None, (row["model"], row["curve"], row["value"])))
+        shares = [row["found_by_tier"].get(tier, 0) / max(row["tokens"], 1) for tier in tiers]
+        made.add_row(plain(name), *(f"{share:.1%}" for share in shares))
+    return [indented(made)]
 
 
 def _table(name: str, rows: list[Row], key: str) -> Table:

@@ -327,10 +327,14 @@ function updateAll() {
 }
 
 let waiting = 0;
-addEventListener("resize", () => {
+
+// Draws anew once the page has its next size.
+function updateSoon() {
   cancelAnimationFrame(waiting);
   waiting = requestAnimationFrame(updateAll);
-});
+}
+
+addEventListener("resize", updateSoon);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", updateAll);
 
 // Paper is light, whatever the screen is.
@@ -344,7 +348,7 @@ addEventListener("beforeprint", () => {
 addEventListener("afterprint", () => {
   document.documentElement.dataset.theme = theme;
   printing = false;
-  updateAll();
+  updateSoon();
 });
 
 for (const one of data.plans) for (const page of one.pages) for (const field of page.fields) if (!field.padding) fieldNumber(field.name);

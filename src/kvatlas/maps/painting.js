@@ -34,7 +34,7 @@ function hatchNow(strong) {
   return pen.createPattern(tile, "repeat");
 }
 
-const PAPER = { width: 720, height: 240 }; // of the picture: all of the page shall go on one sheet
+const PAPER = { width: 720, height: 240, letters: 11 }; // of the picture: all of the page shall go on one sheet
 
 // Where rows go on a canvas of some width: their height, the scale, and room for labels.
 function layOut(rows, width, left, level) {

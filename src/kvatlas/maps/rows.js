@@ -27,7 +27,7 @@ const rem = () => letterSize;
 
 function readTheme() {
   dark = isDark();
-  letterSize = parseFloat(getComputedStyle(document.documentElement).fontSize);
+  letterSize = printing ? PAPER.letters : parseFloat(getComputedStyle(document.documentElement).fontSize);
 }
 
 function isDark() {

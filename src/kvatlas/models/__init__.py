@@ -9,6 +9,7 @@ size is checked by the spec that it ends in.
 what they leave of a GPU.
 """
 
+from kvatlas.models.checkpoint_identity import weights_identity
 from kvatlas.models.gpus import GPUS, OVERHEAD, Gpu, find_gpu, find_gpus, memory_for_cache
 from kvatlas.models.known_models import catalogue
 from kvatlas.models.layer import Layer
@@ -26,4 +27,5 @@ __all__ = [
     "find_gpu",
     "find_gpus",
     "memory_for_cache",
+    "weights_identity",
 ]

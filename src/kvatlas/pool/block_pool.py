@@ -147,8 +147,10 @@ class BlockPool:
         return self._index.longest(chain)
 
     def stops(self, request: Hashable, tokens: int) -> list[int]:
-        """Where to pause on the way to `tokens` tokens, so that states can be kept there."""
-        return self._kept_ends(self._get(request), tokens)
+        """Where to pause on the way to `tokens` tokens, so that recurrent states can be kept."""
+        asked = self._get(request)
+        recurrent = any(group.kind == "recurrent" for group in self.plan.groups)
+        return self._kept_ends(asked, tokens) if recurrent else []
 
     # -- a request's life ---------------------------------------------------------------
 

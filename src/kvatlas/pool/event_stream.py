@@ -22,6 +22,8 @@ END = b"\xff" * 8
 """The number behind the last batch of a replay."""
 KEPT_BYTES = 1 << 28
 """Bytes of batches that are kept for who asks again."""
+WAITING = 100_000
+"""Batches that wait for a listener who is slow, as in vLLM; behind these it misses some."""
 _TICK = 100
 """Milliseconds after which a thread looks whether it is to end."""
 
@@ -61,7 +63,7 @@ class EventPublisher:
         self._kept: deque[tuple[int, bytes]] = deque()
         self._most, self._bytes = kept, 0
         self._ended = Event()
-        self._publish = _bound(zmq.PUB, endpoint, most=kept)
+        self._publish = _bound(zmq.PUB, endpoint, most=WAITING)
         self.endpoint = _address(self._publish)
         """Where it is reached: with the port that was chosen where the address had none."""
         self.replay_endpoint: str | None = None
@@ -256,7 +258,7 @@ def _bound(kind: int, endpoint: str, *, most: int) -> Any:
     """A socket that keeps `most` messages for each peer that is slow."""
     zmq, socket = _zmq(), _socket(kind)
     try:
-        socket.set_hwm(max(most, 1))
+        socket.set_hwm(most)
         if kind == zmq.ROUTER:
             socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # says so where a peer is gone or slow
         socket.bind(endpoint)

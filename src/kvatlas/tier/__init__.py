@@ -1,9 +1,23 @@
 """The tiers: what one topology stored, another can fetch, on one host or from a fleet's store."""
 
+from kvatlas.tier.chained_keys import prefix_keys
+from kvatlas.tier.file_owner import socket_beside
 from kvatlas.tier.hit import Hit
 from kvatlas.tier.index import StoreResult
 from kvatlas.tier.namespaces import CacheIdentity
+from kvatlas.tier.opening import open_store, open_tier
+from kvatlas.tier.served.client import TierClient
+from kvatlas.tier.served.server import TierServer
+from kvatlas.tier.served.sharing import share_file, share_memory
 from kvatlas.tier.store_hit import StoreHit
+from kvatlas.tier.store_inspection import (
+    NamespaceSummary,
+    collect_garbage,
+    export_objects,
+    import_objects,
+    summaries,
+    verify,
+)
 from kvatlas.tier.store_tier import StoreTier
 from kvatlas.tier.stores import FolderStore, HostStore, MooncakeStore, ObjectStore
 from kvatlas.tier.tier import Tier
@@ -14,9 +28,23 @@ __all__ = [
     "Hit",
     "HostStore",
     "MooncakeStore",
+    "NamespaceSummary",
     "ObjectStore",
     "StoreHit",
     "StoreResult",
     "StoreTier",
     "Tier",
+    "TierClient",
+    "TierServer",
+    "collect_garbage",
+    "export_objects",
+    "import_objects",
+    "open_store",
+    "open_tier",
+    "prefix_keys",
+    "share_file",
+    "share_memory",
+    "socket_beside",
+    "summaries",
+    "verify",
 ]

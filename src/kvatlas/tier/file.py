@@ -25,13 +25,13 @@ from kvatlas.tier.file_opening import (
     allocate,
     check_length,
     create_file,
-    lock_file,
     open_own,
     read_all,
     read_plan,
     refusals,
     write_all,
 )
+from kvatlas.tier.file_owner import FileUse, lock_file, unlock_file
 from kvatlas.tier.file_window import Window
 from kvatlas.tier.file_writing import Piece, PieceWriter, pieces
 from kvatlas.tier.format import EMPTY_RECORD, RECORD, RecordFormat
@@ -56,17 +56,23 @@ R = TypeVar("R")
 
 
 class TierFile:
-    """A file that is open, locked, allocated, and as sound as its header says."""
+    """A file that is open, locked, allocated, and as sound as its header says.
 
-    def __init__(self, path: Path, plan: Plan | None, *, durable: bool) -> None:
-        self.path, self.durable = path, durable
+    With `shared` it is another process's: that has the lock, and sees to the records.
+    """
+
+    def __init__(
+        self, path: Path, plan: Plan | None, *, durable: bool, shared: bool = False
+    ) -> None:
+        self.path, self.durable = path.absolute(), durable
         if plan is not None and not path.exists():
             create_file(path, plan)
         self._fd = open_own(path)
         try:
-            lock_file(self._fd, path)
+            if not shared:
+                lock_file(self._fd, path)
             with refusals(path):
-                self.plan, identity, self.extent = read_plan(self._fd, path)
+                self.plan, self.identity, self.extent = read_plan(self._fd, path)
             if plan is not None and plan.to_json() != self.plan.to_json():
                 problem = "The tier's file was made for another plan"
                 got = f"{plan}, not {self.plan}"
@@ -77,12 +83,13 @@ class TierFile:
         except BaseException:
             os.close(self._fd)
             raise
-        self._records = RecordFormat(self.plan, self.extent, identity)
+        self._records = RecordFormat(self.plan, self.extent, self.identity)
         self._places = {
             pool.index: Memory(self.extent.pools[pool.index], pool.nbytes)
             for pool in self.plan.pools
         }
         self.window = Window(self._places)
+        self.use = FileUse(self._fd)
         self._map = FileMap(self._fd, self.extent.nbytes)
         self._pieces = PieceWriter(self._fd)
         self._helpers = ThreadPoolExecutor(1 + _SUMMING, thread_name_prefix="kvatlas-tier")
@@ -209,6 +216,7 @@ class TierFile:
         self._helpers.shutdown()
         self.window.close()
         self._map.close()
+        unlock_file(self._fd)
         os.close(self._fd)
 
     @contextmanager

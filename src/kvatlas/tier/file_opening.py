@@ -1,4 +1,4 @@
-"""Opening the file of a tier: made whole or not at all, one user at a time, nothing believed.
+"""Opening the file of a tier: made whole or not at all, nothing believed.
 
 What the system says of a disk that fails or fills becomes a refusal here.
 """
@@ -6,7 +6,6 @@ What the system says of a disk that fails or fills becomes a refusal here.
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import os
 import secrets
@@ -41,15 +40,6 @@ def open_own(path: Path) -> int:
         hint = "Run as its owner, and take the rights of others away: chmod go-w"
         raise AtlasError(Code.UNREADABLE, problem, got=got, hint=hint)
     return fd
-
-
-def lock_file(fd: int, path: Path) -> None:
-    """Refuse a file that somebody else has open."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        problem, hint = "The tier's file is open elsewhere", "Close it there, or use another path"
-        raise AtlasError(Code.TWICE, problem, got=path, hint=hint) from None
 
 
 def create_file(path: Path, plan: Plan) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvatlas.planning import Plan
 from kvatlas.routing import Copy, Route, checked_rank
-from kvatlas.tier.index import BlockIndex, TierBlock
+from kvatlas.tier.index import TierBlock
 from kvatlas.tier.request_blocks import NeededBlock
 from kvatlas.tier.storage import Carry, TierStorage
 from kvatlas.wire import is_on_gpu
@@ -23,15 +23,17 @@ class Hit:
     tokens: int
     """How many tokens of the request, from its first, can be fetched; 0 for none."""
     _storage: TierStorage
-    _index: BlockIndex
     _route_to: Callable[[Plan], Route]
     """The tier's routes, by destination."""
-    _plan: Plan
-    """The tier's own."""
-    _needs: list[NeededBlock]
-    _blocks: list[TierBlock]
+    tables: Mapping[int, Any]
+    """The tier's blocks by group; entries that nobody needs have none, and are refused if used."""
+    _let_go: Callable[[], None]
+    """Unpins the blocks; called once."""
+    name: bytes = b""
+    """What other clients of a served tier join it by."""
     _loaded: ExitStack = field(default_factory=ExitStack)
     """Ends the use of the tier's memory."""
+    _released: bool = False
 
     def fetch(
         self,
@@ -72,23 +74,27 @@ class Hit:
         if not self.tokens or 0 not in way.sources(rank):
             return ()
         with self._storage.metrics.phase("bind"):
-            ends: dict[str, Any] = {"src_blocks": self._tables(), "dst_blocks": blocks}
+            ends: dict[str, Any] = {"src_blocks": self.tables, "dst_blocks": blocks}
             tokens = self.start if start is None else max(start, self.start), self.tokens
             return way.bind(src_rank=0, dst_rank=rank, tokens=tokens, **ends).copies
 
     def release(self) -> None:
         """Unpin the blocks; a second call does nothing."""
-        blocks, self._blocks = self._blocks, []
-        self._loaded.close()
-        self._index.unpin(blocks)
+        was, self._released = self._released, True
+        if not was:
+            self.tables = {}
+            self._loaded.close()
+            self._let_go()
 
-    def _tables(self) -> dict[int, list[int]]:
-        """Block ids by group; entries that nobody needs have none, and are refused if used."""
-        groups = self._plan.groups
-        tables = {group: [-1] for group in range(len(groups))}
-        for need, block in zip(self._needs, self._blocks, strict=True):
-            entry = 0 if groups[need.group].kind == "recurrent" else need.entry
-            table = tables[need.group]
-            table += [-1] * (entry + 1 - len(table))
-            table[entry] = block.block_id
-        return tables
+
+def tables_of(
+    plan: Plan, needs: Sequence[NeededBlock], blocks: Sequence[TierBlock]
+) -> dict[int, list[int]]:
+    """The block ids that have what is needed, by group of the tier's plan."""
+    tables = {group: [-1] for group in range(len(plan.groups))}
+    for need, block in zip(needs, blocks, strict=True):
+        entry = 0 if plan.groups[need.group].kind == "recurrent" else need.entry
+        table = tables[need.group]
+        table += [-1] * (entry + 1 - len(table))
+        table[entry] = block.block_id
+    return tables

@@ -8,9 +8,11 @@ recently used one is evicted when room is needed.
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from kvatlas.errors import AtlasError
@@ -48,6 +50,8 @@ class TierBlock:
     """Its bytes have been held against their checksum since the tier was opened."""
     checksum: int = 0
     sequence: int = 0
+    found: int = 0
+    """When it could first be found: a number that grows with every block."""
     pins: int = 0
     dropped: bool = False
     """Nobody finds it any more; its room is free when the last pin goes."""
@@ -91,6 +95,8 @@ class BlockIndex:
         self.lock = threading.RLock()
         self.sequence = 0
         self.evicted = 0
+        # Later than those of any index before: marks of a tier that was opened again stay good.
+        self._found = time.time_ns()
         self._cleared = cleared
         self._free = {p.index: list(range(p.blocks - 1, -1, -1)) for p in plan.pools}
         self._whole: dict[tuple[int, bytes], TierBlock] = {}
@@ -118,6 +124,8 @@ class BlockIndex:
                 self._whole[block.name] = block
                 self.sequence = block.sequence
             for block in self._whole.values():
+                self._found += 1
+                block.found = self._found
                 self._recent[block.pool][block] = None
             for pool, ids in self._free.items():
                 taken = {block.block_id for block in self._recent[pool]}
@@ -160,6 +168,14 @@ class BlockIndex:
         """Every (group, key) that is whole, the least recently used first."""
         with self.lock:
             return [block.name for lru in self._recent.values() for block in lru if block.whole]
+
+    def names_since(self, mark: int, most: int) -> tuple[list[tuple[int, bytes]], int]:
+        """The first names that became whole after a mark, and the mark after them."""
+        with self.lock:
+            # In the order in which they came: a name that comes again moves to the end.
+            newest_first = reversed(self._whole.values())
+            new = list(takewhile(lambda block: block.found > mark, newest_first))[::-1][:most]
+            return [block.name for block in new], new[-1].found if new else mark
 
     def pin(self, needs: Sequence[NeededBlock]) -> list[TierBlock] | None:
         """All blocks that are needed, pinned; None where one is absent."""
@@ -300,6 +316,8 @@ class BlockIndex:
                     if older is not None:
                         self.drop(older)
                     block.whole = True
+                    self._found += 1
+                    block.found = self._found
                     self._whole[block.name] = block
                 self.unpin([block])
 

@@ -78,6 +78,20 @@ class Ingest:
         aimed = [part for copy in bound.copies for part in self._aimed(copy, target[copy.dst_pool])]
         return aimed, known
 
+    def deliveries(
+        self, rank: int, blocks: Any, tokens: tuple[int, int], needs: Iterable[NeededBlock]
+    ) -> dict[Shape, Delivery]:
+        """What a rank brings to blocks of each shape; blocks are bound only for a new shape."""
+        with self._lock:
+            needs = list(needs)
+            if all((rank, need.shape) in self._known for need in needs):
+                return {need.shape: self._known[rank, need.shape] for need in needs}
+            tables, _ = self._number(*tokens)
+            bound = self.route.bind(
+                src_rank=rank, dst_rank=0, src_blocks=blocks, dst_blocks=tables, tokens=tokens
+            )
+            return self._deliveries(rank, needs, bound.copies, tables, tokens)
+
     def whole(self, shape: Shape, deliveries: Mapping[int, Delivery]) -> bool:
         """Whether what some ranks have brought is every byte that such a block needs."""
         ranks = frozenset(deliveries)

@@ -1,7 +1,7 @@
 """Whose caches these are: names under which objects lie, and what must be alike to share them.
 
-    kv1/TENANT/NAMESPACE/KEY/FIRST-STOP/INDEX    an object of a row
-    kv1/TENANT/marks/DIGEST                      somebody stores such caches: why a miss is one
+    kv1/TENANT/NAMESPACE/KEY/GROUP.FIRST-STOP/INDEX    an object of a row
+    kv1/TENANT/marks/DIGEST                            such caches are stored: why a miss is one
 
 Words in capitals are digests in hexadecimal, or numbers, so that no name of a tenant and no key
 leads out of its place.
@@ -11,6 +11,7 @@ format (the plan of a row, and how it is cut). Who differs in any of them looks 
 
 from __future__ import annotations
 
+import re
 from functools import cached_property
 from hashlib import blake2b
 from typing import NamedTuple
@@ -28,6 +29,10 @@ from kvatlas.wire import Bytes
 
 ROOT = "kv1"
 _DIGEST = 16
+_OBJECT = re.compile(
+    rf"{ROOT}/([0-9a-f]{{32}})/([0-9a-f]{{32}})/([0-9a-f]{{32}}/([0-9]{{1,6}})\.[0-9]{{1,20}}-[0-9]{{1,20}})"
+    r"/([0-9]{1,6})"
+)
 LEVELS = ("tenant", "model", "weights", "dtype", "format")
 """What must be alike, in this order: a miss says from which on nobody has stored."""
 
@@ -65,7 +70,7 @@ class RowName(NamedTuple):
     @property
     def name(self) -> str:
         """Where its objects are in the namespace."""
-        return f"{self.place}/{self.cover.first}-{self.cover.stop}"
+        return f"{self.place}/{self.group}.{self.cover.first}-{self.cover.stop}"
 
     @property
     def digest(self) -> bytes:
@@ -138,6 +143,34 @@ class Namespace:
 def tenant_prefix(tenant: str) -> str:
     """What all names of a tenant begin with, and nobody else's."""
     return f"{ROOT}/{_digest(tenant.encode()).hex()}/"
+
+
+class ObjectName(NamedTuple):
+    """What the name of an object says."""
+
+    tenant: str
+    namespace: str
+    row: str
+    group: int
+    number: int
+
+    @property
+    def place(self) -> ObjectPlace:
+        """What its header must say."""
+        return ObjectPlace(bytes.fromhex(self.namespace), row_digest(self.row), self.number)
+
+
+def parse_name(name: str) -> ObjectName | None:
+    """What a name says; None for one that is of no row.
+
+    >>> parse_name("kv1/" + "/".join(["0" * 32] * 3) + "/0.0-64/7").number
+    7
+    """
+    found = _OBJECT.fullmatch(name)
+    if found is None:
+        return None
+    tenant, namespace, row, group, number = found.groups()
+    return ObjectName(tenant, namespace, row, int(group), int(number))
 
 
 def row_digest(name: str) -> bytes:

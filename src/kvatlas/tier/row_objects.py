@@ -24,6 +24,8 @@ from kvatlas.planning import Plan, Region, stage_layers
 MOST_SHARDS = 16
 """Ranks that rows are cut for where nobody says how many: the most that engines use."""
 
+MOST_RANKS = 1024
+
 Ranges = tuple[Int64s, Int64s]
 """Starts and lengths, in ascending order, none touching the next."""
 
@@ -38,14 +40,22 @@ class RowShare(NamedTuple):
 class GroupObjects:
     """The objects of the rows of one group: which bytes of a row each of them has."""
 
-    def __init__(self, objects: list[Ranges]) -> None:
-        self.objects = objects
-        self.sizes = [int(length.sum()) for _, length in objects]
-        owner = [np.full(len(start), index) for index, (start, _) in enumerate(objects)]
-        starts, lengths = (np.concatenate(all_of) for all_of in zip(*objects, strict=True))
+    def __init__(self, held: list[Ranges]) -> None:
+        owner = [np.full(len(start), index) for index, (start, _) in enumerate(held)]
+        starts, lengths = (np.concatenate(all_of) for all_of in zip(*held, strict=True))
         order = np.argsort(starts, kind="stable")
-        self._starts, self._stops = starts[order], (starts + lengths)[order]
-        self._owner = np.concatenate(owner)[order]
+        starts, stops, owners = starts[order], (starts + lengths)[order], np.concatenate(owner)
+        owners = owners[order]
+        # Padding between two stretches of one object joins them: longer and fewer are faster.
+        first = np.flatnonzero(np.diff(owners, prepend=-1))
+        last = np.append(first[1:], len(owners)) - 1
+        self._starts, self._stops, self._owner = starts[first], stops[last], owners[first]
+        self.objects: list[Ranges] = []
+        """The stretches of a row that each object has: starts and lengths."""
+        for index in range(len(held)):
+            own = self._owner == index
+            self.objects.append((self._starts[own], (self._stops - self._starts)[own]))
+        self.sizes = [int(length.sum()) for _, length in self.objects]
 
     def __len__(self) -> int:
         return len(self.objects)
@@ -88,6 +98,9 @@ class RowObjects:
         self.plan = plan
         self.shards = _most_shards(plan) if shards is None else shards
         self.stages = stages
+        if not (1 <= self.shards <= MOST_RANKS and 1 <= stages <= MOST_RANKS):
+            got, hint = f"{shards} shards, {stages} stages", f"Use 1 to {MOST_RANKS} of each"
+            raise AtlasError(Code.OUT_OF_RANGE, "Rows cannot be cut so", got=got, hint=hint)
         self.groups = [self._group(index) for index in range(len(plan.groups))]
 
     def _group(self, group: int) -> GroupObjects:

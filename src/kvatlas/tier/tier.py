@@ -8,9 +8,8 @@ the tier's plan, or for a recurrent state after some tokens.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -19,17 +18,18 @@ import numpy as np
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
-from kvatlas.routing import checked_rank, route, token_range
+from kvatlas.routing import route, token_range
 from kvatlas.tier.file import TierFile
-from kvatlas.tier.hit import Hit
-from kvatlas.tier.index import BlockIndex, Claim, StoreResult, TierBlock
-from kvatlas.tier.ingest import Ingest, check_tier_plan
+from kvatlas.tier.hit import Hit, tables_of
+from kvatlas.tier.index import BlockIndex, StoreResult
+from kvatlas.tier.ingest import check_tier_plan
 from kvatlas.tier.request_blocks import Keys, TierSpans, keys_by_group
-from kvatlas.tier.storage import Carry, TierStorage, Write
+from kvatlas.tier.storage import Carry, TierStorage
+from kvatlas.tier.storing import PLANS, StoreDesk
 from kvatlas.wire import Bytes, Memory, rank_pools
 
-_PLANS = 16
-"""Plans whose routes to and from a tier stay compiled."""
+_NAMES = 1 << 14
+"""Names that are listed at once: what one message has room for."""
 
 
 class Tier:
@@ -79,9 +79,9 @@ class Tier:
             for older in self._index.restore(_file.recorded()):
                 _file.clear(older)
         self._spans = TierSpans(plan, plan)
-        self._ingest_from = lru_cache(_PLANS)(lambda src: Ingest(src, plan))
-        self._route_to = lru_cache(_PLANS)(lambda dst: route(plan, dst))
-        self._compiling = threading.Lock()
+        self.desk = StoreDesk(plan, self._index, self._storage)
+        """Where stores begin and end, for who moves bytes by itself."""
+        self._route_to = lru_cache(PLANS)(lambda dst: route(plan, dst))
 
     @classmethod
     def open(
@@ -131,53 +131,25 @@ class Tier:
         What windows have left behind is not stored. `carry` moves bytes that this process
         cannot reach, from the rank's pools into `tier.memory`.
         """
-        with self._storage.using():
-            with self._compiling:  # once: ranks that fill a block meet in one Ingest
-                ingest = self._ingest_from(plan)
-            rank = checked_rank(plan, rank, "source")
-            start, stop = token_range(tokens, min(plan.max_len, self.plan.max_len))
-            start = ingest.spans.whole_blocks(start)
-            needs = ingest.spans.needs(start, stop, keys_by_group(self.plan, keys))
-            if rank not in ingest.sources:  # others bring what this one also holds
-                keyed = [need for need in needs if need.key is not None]
-                whole = sum(self._index.find(need) is not None for need in keyed)
-                return StoreResult(whole, len(keyed) - whole, 0)
-            move = (
-                self._storage.carried(carry)
-                if carry
-                else self._storage.writing(plan, rank, pools or {})
-            )
-            claim = self._index.claim(needs, ingest, rank)
+        storage = self._storage
+        with storage.using():
+            store = self.desk.begin(plan, rank, tokens, keys_by_group(self.plan, keys))
+            brought, sums = None, None
             try:
-                if claim.fills:
-                    self._fill(claim, ingest, blocks, (start, stop), move)
+                if store.claim.fills:
+                    move = (
+                        storage.carried(carry)
+                        if carry
+                        else storage.writing(plan, rank, pools or {})
+                    )
+                    with self.metrics.phase("bind"):
+                        span = store.start, store.stop
+                        copies, deliveries = store.ingest.copies(rank, blocks, span, store.ids)
+                    sums = storage.carry("store", copies, move)
+                    brought = deliveries
             finally:
-                self._index.unpin(claim.pinned)
-            return StoreResult(claim.whole, claim.waiting, claim.no_room)
-
-    def _fill(
-        self, claim: Claim, ingest: Ingest, blocks: Any, tokens: tuple[int, int], write: Write
-    ) -> None:
-        brought, sums = None, None
-        try:
-            with self.metrics.phase("bind"):
-                ids = {need: block.block_id for need, block in claim.fills}
-                copies, deliveries = ingest.copies(claim.rank, blocks, tokens, ids)
-            sums = self._storage.carry("store", copies, write)
-            brought = deliveries
-        finally:
-            ready = self._index.arrived(claim, ingest, brought, sums)
-            self._commit(ready)
-        claim.whole += len(ready)
-
-    def _commit(self, blocks: list[TierBlock]) -> None:
-        """Commit blocks that have all of their bytes; only then can they be found."""
-        done = False
-        try:
-            self._storage.commit(blocks)
-            done = True
-        finally:
-            self._index.settle(blocks, whole=done)
+                result = self.desk.end(store, brought, sums)
+            return result
 
     # -- fetching -----------------------------------------------------------------------
 
@@ -248,10 +220,26 @@ class Tier:
         """Every (group, key) that is whole, the least recently used first."""
         return self._index.names()
 
+    def names_since(self, mark: int = 0) -> tuple[list[tuple[int, bytes]], int]:
+        """Names that became whole after a mark, the oldest first, and the mark after them.
+
+        Not all at once where there are many: the marks are alike when there are no more.
+        """
+        return self._index.names_since(mark, _NAMES)
+
     @property
     def evicted(self) -> int:
         """Whole blocks that have made room for others."""
         return self._index.evicted
+
+    @property
+    def file(self) -> TierFile | None:
+        """The file that it is in; None for one in memory."""
+        return self._file
+
+    def in_use(self) -> AbstractContextManager[None]:
+        """Keep the tier open meanwhile; refused once it is closed."""
+        return self._storage.using()
 
     @property
     def pools(self) -> dict[int, Bytes]:
@@ -286,9 +274,9 @@ class Tier:
                 pinned.callback(self._index.unpin, blocks)
                 damaged = self._storage.damaged(blocks)
                 if not damaged:
-                    pinned.pop_all()
-                    about = (self._storage, self._index, self._route_to, self.plan)
-                    return Hit(start, end, *about, needs, blocks)
+                    tables = tables_of(self.plan, needs, blocks)
+                    let_go = pinned.pop_all().close
+                    return Hit(start, end, self._storage, self._route_to, tables, let_go)
             for block in damaged:
                 self.metrics.add(damaged=1)
                 self._index.drop(block)

@@ -4,9 +4,11 @@ A `Node` puts one rank's caches on the wire, a `Session` connects it to its peer
 `Transfer` is one request on its way.
 """
 
+from kvatlas.wire.channels import Channels
 from kvatlas.wire.checksum import crc32
 from kvatlas.wire.client import Session, Transfer
 from kvatlas.wire.client.rank_lease import How
+from kvatlas.wire.connection import Connection
 from kvatlas.wire.gpu_offload import GpuOffload, HostPins
 from kvatlas.wire.memory_copy import (
     Bytes,
@@ -23,9 +25,27 @@ from kvatlas.wire.memory_copy import (
 )
 from kvatlas.wire.metrics import Metrics
 from kvatlas.wire.peers import check_plan_size
+from kvatlas.wire.protocol import (
+    BlockTables,
+    Key,
+    Message,
+    Ok,
+    Refusal,
+    SendPlan,
+    bad_handshake,
+    by_group,
+    decode,
+    encode,
+    new_key,
+    pack_tables,
+    unpack_tables,
+)
+from kvatlas.wire.refusals import raise_refusal
+from kvatlas.wire.rpc import Caller, Server
 from kvatlas.wire.sample_server import SampleTask, random_bytes, run_sample_server
-from kvatlas.wire.security import TlsContexts
+from kvatlas.wire.security import Security, TlsContexts
 from kvatlas.wire.server import Node, pools_for
+from kvatlas.wire.shared_pools import SharedPools, map_pools
 from kvatlas.wire.staging import stream_bytes
 from kvatlas.wire.stream_copy import copy_request
 from kvatlas.wire.transports import (
@@ -38,43 +58,70 @@ from kvatlas.wire.transports import (
     make_transport,
 )
 from kvatlas.wire.transports.base import check_bounds
+from kvatlas.wire.transports.errors import peer_lost
 from kvatlas.wire.transports.file import copy_file_runs
+from kvatlas.wire.unix_sockets import connect_to_path, forget_path, unix_endpoint
 
 __all__ = [
     "HOST",
     "TRANSPORT_NAMES",
+    "BlockTables",
     "Bytes",
+    "Caller",
+    "Channels",
+    "Connection",
     "GpuOffload",
     "Handle",
     "HostPins",
     "How",
+    "Key",
     "Link",
     "Memory",
+    "Message",
     "Metrics",
     "Node",
+    "Ok",
     "Places",
+    "Refusal",
     "SampleTask",
+    "Security",
+    "SendPlan",
+    "Server",
     "Session",
+    "SharedPools",
     "TlsContexts",
     "Transfer",
     "Transport",
     "as_bytes",
+    "bad_handshake",
+    "by_group",
     "check_bounds",
     "check_plan_size",
+    "connect_to_path",
     "copy_file_runs",
     "copy_pools",
     "copy_request",
     "copy_runs",
     "crc32",
+    "decode",
     "device_of",
+    "encode",
+    "forget_path",
     "gpu_pools",
     "is_on_gpu",
     "make_transport",
+    "map_pools",
     "memory_of",
+    "new_key",
     "one_length",
+    "pack_tables",
+    "peer_lost",
     "pools_for",
+    "raise_refusal",
     "random_bytes",
     "rank_pools",
     "run_sample_server",
     "stream_bytes",
+    "unix_endpoint",
+    "unpack_tables",
 ]

@@ -22,6 +22,7 @@ from kvatlas.wire.connection import Connection, split_endpoint, tune
 from kvatlas.wire.refusals import raise_refusal
 from kvatlas.wire.security import Security, not_the_secret
 from kvatlas.wire.transports.errors import closed, failed, peer_lost
+from kvatlas.wire.unix_sockets import connect_to_path, unix_path
 
 _PER_ENDPOINT = 8
 """Connections to one endpoint at most, and so questions that it is asked at once."""
@@ -32,7 +33,7 @@ _CHECK_SECONDS = 0.05
 """Seconds between looks at a connection that nobody uses."""
 
 _REPEATABLE = (protocol.Hello, protocol.Renew, protocol.Gather, protocol.GetChecksums)
-"""Questions that do no harm when they are carried out twice."""
+"""Questions between nodes that do no harm when they are carried out twice."""
 
 
 @dataclass
@@ -49,10 +50,20 @@ class _Pool:
 
 
 class Channels:
-    """A node's connections to its peers; any thread may ask."""
+    """A node's connections to its peers; any thread may ask.
 
-    def __init__(self, security: Security) -> None:
-        self._security = security
+    Answers are of the type `answers`; questions of the types `repeatable` do no harm when they
+    are carried out twice.
+    """
+
+    def __init__(
+        self,
+        security: Security,
+        *,
+        answers: Any = protocol.Answer,
+        repeatable: tuple[type, ...] = _REPEATABLE,
+    ) -> None:
+        self._security, self._answers, self._repeatable = security, answers, repeatable
         self._pools: defaultdict[str, _Pool] = defaultdict(_Pool)
         self._changed = threading.Condition()
         self._closed = False
@@ -63,7 +74,7 @@ class Channels:
         A peer that is busy is asked again when it says so, as long as there is time.
         """
         payload = protocol.encode(message)
-        repeatable = isinstance(message, _REPEATABLE)
+        repeatable = isinstance(message, self._repeatable)
         while True:
             answer = self._answer(endpoint, payload, deadline, repeatable=repeatable)
             if not isinstance(answer, protocol.Refusal):
@@ -109,7 +120,7 @@ class Channels:
             usable = False
             try:
                 connection.send(payload, deadline)
-                answer = protocol.decode(connection.receive(deadline), protocol.Answer)
+                answer = protocol.decode(connection.receive(deadline), self._answers)
                 usable = connection.quiet
                 if not usable:  # it ended with its answer: monitors must hear of that too
                     self._count_lost(endpoint)
@@ -178,12 +189,11 @@ class Channels:
 
     def _open(self, endpoint: str, pool: _Pool, deadline: float) -> Connection:
         """A new connection, with the first secret that the peer knows too."""
-        host, port = split_endpoint(endpoint)
         refusal: AtlasError | None = None
         for turn in range(self._security.choices):
             choice = (pool.choice + turn) % self._security.choices
             try:
-                opened = self._dial(host, port, choice, deadline)
+                opened = self._dial(endpoint, choice, deadline)
             except TimeoutError:
                 raise no_answer(endpoint) from None
             except _ENDED as problem:
@@ -201,10 +211,13 @@ class Channels:
         assert refusal is not None  # noqa: S101  # there is at least one choice
         raise refusal
 
-    def _dial(self, host: str, port: int, choice: int, deadline: float) -> socket.socket:
+    def _dial(self, endpoint: str, choice: int, deadline: float) -> socket.socket:
         left = deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError
+        if (path := unix_path(endpoint)) is not None:
+            return connect_to_path(path, left)
+        host, port = split_endpoint(endpoint)
         connected = socket.create_connection((host, port), timeout=left)
         try:
             tune(connected)

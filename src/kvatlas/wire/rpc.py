@@ -24,6 +24,8 @@ from kvatlas.wire.connection import FRAME_SECONDS, Connection, listen_at, tune
 from kvatlas.wire.refusals import BusyError, refusal_of
 from kvatlas.wire.security import Security
 from kvatlas.wire.transports.errors import failed
+from kvatlas.wire.transports.shm_sockets import not_in_children
+from kvatlas.wire.unix_sockets import check_user, listen_at_path, unix_path
 
 log = logging.getLogger("kvatlas.wire")
 
@@ -45,8 +47,8 @@ class Caller:
 
     def __init__(self, connected: socket.socket) -> None:
         self.connection = Connection(connected)
-        self.identity = str(connected.getpeername()[0])
-        """What its quotas are counted by: its host, or its certificate."""
+        self.identity = _whose(connected)
+        """What its quotas are counted by: its host, its certificate, or its process."""
         self.known = self.answering = False
         self.open = True
 
@@ -58,8 +60,8 @@ class Caller:
 class Server(threading.Thread):
     """Answers questions until it is closed, those of different connections beside each other.
 
-    `answer` is called with a question and its caller, `closed` with a caller that has gone,
-    `idle` again and again.
+    `answer` is called with a question, one of the type `questions`, and its caller; `closed`
+    with a caller that has gone, `idle` again and again.
     """
 
     def __init__(
@@ -69,22 +71,26 @@ class Server(threading.Thread):
         *,
         security: Security | None = None,
         unprotected: bool = False,
+        questions: Any = protocol.Question,
         idle: Callable[[], None] = lambda: None,
         closed: Callable[[Caller], None] = lambda _: None,
     ) -> None:
         super().__init__(name="kvatlas-wire", daemon=True)
-        self.answer = answer
+        self.answer, self._questions = answer, questions
         self._idle, self._closed = idle, closed
         self._security = security or Security()
         self._callers: dict[Caller, threading.Thread] = {}
         self._lock = threading.Lock()
         self._turns = threading.BoundedSemaphore(_MAX_ANSWERING)
         self._closing = threading.Event()
-        self._listening = listen_at(
-            listen, protected=self._security.protected, unprotected=unprotected
-        )
-        port = self._listening.getsockname()[1]
-        self.endpoint = f"{listen.rpartition(':')[0]}:{port}"
+        if (path := unix_path(listen)) is not None:
+            self._listening = listen_at_path(path)
+            self.endpoint = listen
+        else:
+            protected = self._security.protected
+            self._listening = listen_at(listen, protected=protected, unprotected=unprotected)
+            port = self._listening.getsockname()[1]
+            self.endpoint = f"{listen.rpartition(':')[0]}:{port}"
         self._housekeeping = threading.Thread(
             target=self._keep_house, name="kvatlas-sweep", daemon=True
         )
@@ -131,7 +137,8 @@ class Server(threading.Thread):
     # -- callers --------------------------------------------------------------------------
 
     def _receive_caller(self, connected: socket.socket) -> None:
-        tune(connected)
+        if connected.family != socket.AF_UNIX:
+            tune(connected)
         caller = Caller(connected)
         self._drop_strangers(_MAX_STRANGERS - 1)
         thread = threading.Thread(
@@ -189,7 +196,8 @@ class Server(threading.Thread):
             caller.connection = Connection(protected)
             if self._closing.is_set() or not caller.open:
                 return  # who hung up on it has missed it
-            caller.identity = self._security.identify(protected)
+            if connected.family != socket.AF_UNIX:
+                caller.identity = self._security.identify(protected)
             self._answer_all(caller)
         except AtlasError as refusal:
             got = str(refusal.got)
@@ -208,7 +216,7 @@ class Server(threading.Thread):
             try:
                 payload = self._receive(caller, until)
                 caller.answering = True
-                question = protocol.decode(payload, protocol.Question)
+                question = protocol.decode(payload, self._questions)
                 if not caller.known and not self._admit(caller):
                     caller.open = False
                     raise BusyError("too many connections", 1.0)
@@ -249,6 +257,13 @@ class Server(threading.Thread):
                 self._idle()
             except Exception:
                 log.exception("housekeeping failed")
+
+
+def _whose(connected: socket.socket) -> str:
+    """The host of a connection, or its process on this one."""
+    if connected.family == socket.AF_UNIX:
+        return f"process {check_user(not_in_children(connected))}"
+    return str(connected.getpeername()[0])
 
 
 def _join(thread: threading.Thread) -> None:

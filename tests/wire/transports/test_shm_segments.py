@@ -426,13 +426,13 @@ def connect_once(tester: Connection, name: str, token: bytes) -> None:
 def test_another_user_is_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever connects and whoever is connected to asks the kernel who the other is."""
     server = SegmentServer()
-    real = shm_sockets._other_end
+    real = shm_sockets.other_end
     for end in ("accepting", "connecting"):
         with monkeypatch.context() as patch:
             serving = end == "accepting"
             patch.setattr(
                 shm_sockets,
-                "_other_end",
+                "other_end",
                 lambda one, serving=serving: (
                     (7, os.getuid() + 1)
                     if (threading.current_thread().name == "kvatlas-shm") == serving

@@ -8,12 +8,13 @@ copied, for all layers of its group, just before one of its owners writes to it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from kvatlas.cache import LayerCache
+from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import ceil_div
 from kvatlas.kernels import copy_blocks, zero_blocks
 from kvatlas.planning import Group
@@ -33,6 +34,8 @@ class BlockTable:
         """Windows leave no block behind, so that tokens can be taken back."""
         self.padded = False
         """Sequences may hold padding, so that it is unknown where chunks begin."""
+        self.reserve_blocks: Callable[[int], None] | None = None
+        """Has blocks taken for so many tokens, where a `BlockPool` keeps the table of the batch."""
         self.sequences: list[list[int]] = []
         self.layers = list(layers)
         self.free = free
@@ -53,6 +56,11 @@ class BlockTable:
         self.sequences = [[self._take()] if self.recurrent else [] for _ in range(count)]
         self._changed()
 
+    def assign(self, blocks: list[int]) -> None:
+        """The blocks of the one sequence, as a pool has dealt them out."""
+        self.sequences = [blocks]
+        self._changed()
+
     def blocks_to_select(self, chosen: Sequence[int]) -> int:
         """Free blocks that `select` needs: one for each recurrent state that is copied."""
         return max(0, len(chosen) - len(self.sequences)) if self.recurrent else 0
@@ -64,7 +72,9 @@ class BlockTable:
         step, so a state that is chosen twice is copied at once.
         """
         old = self.sequences
-        if self.recurrent:
+        if self.reserve_blocks is not None:
+            self._check_pool_keeps(chosen == [0], f"sequences {chosen} of one")
+        elif self.recurrent:
             for i in set(range(len(old))) - set(chosen):
                 self.free.release(old[i])
             self.sequences = []
@@ -88,6 +98,7 @@ class BlockTable:
 
     def crop(self, lengths: Sequence[int]) -> None:
         """Keep `lengths` tokens of the sequences, and give the blocks behind them back."""
+        self._check_pool_keeps(self.reserve_blocks is None, f"{list(lengths)} tokens")
         for blocks, length in zip(self.sequences, lengths, strict=True):
             kept = ceil_div(length, self.block)
             self.free.release(blocks[kept:])
@@ -144,8 +155,18 @@ class BlockTable:
             visibility = Visibility(window=visibility.chunk)
         return int(visibility.first(position))
 
+    @staticmethod
+    def _check_pool_keeps(keeps: bool, got: str) -> None:
+        if not keeps:
+            problem = "A sequence that reuses a prefix goes on as one, and forwards"
+            hint = "Use a cache without reuse for beams and for tokens that are taken back"
+            raise AtlasError(Code.ENGINE_REFUSES, problem, got=got, hint=hint)
+
     def _prepare(self, blocks: list[int], first: int, stop: int) -> None:
         """Make a sequence's blocks ready for positions `first` to `stop` to be written."""
+        if self.reserve_blocks is not None:
+            self.reserve_blocks(stop)
+            return
         if not self.keep_all:
             for index in range(min(self._first_visible(first) // self.block, len(blocks))):
                 if blocks[index] != GONE:
@@ -173,10 +194,14 @@ class BlockTable:
 
     def _copy(self, block: int) -> int:
         copy = self._take()
-        for layer in self.layers:
-            old, new = (self.kernel_ids(layer, one) for one in (block, copy))
-            copy_blocks(layer, old, layer, new)
+        self.copy(block, copy)
         return copy
+
+    def copy(self, source: int, destination: int) -> None:
+        """Copy a block, for all layers."""
+        for layer in self.layers:
+            old, new = (self.kernel_ids(layer, one) for one in (source, destination))
+            copy_blocks(layer, old, layer, new)
 
     def _changed(self) -> None:
         self._ids = self._reserved = None

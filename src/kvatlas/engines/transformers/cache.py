@@ -7,6 +7,7 @@ pages; under any other, rows in sight are gathered for it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ class AtlasCache(TransformersCache):
     <AtlasCache llama BHLNC: 0 sequences, 0 of 13 blocks used>
     """
 
-    def __init__(self, cache: Cache) -> None:
+    def __init__(self, cache: Cache, pool: BlockPool | None = None) -> None:
         plan = cache.plan
         if plan.ranks > 1:
             raise AtlasError(
@@ -62,8 +63,10 @@ class AtlasCache(TransformersCache):
                 hint="Plan with tp 1 and pp 1",
             )
         self._cache = cache
-        self.blocks = BlockPool(plan, null_block=False).ids
-        """Which blocks of each pool are free: padding has no entry here, so no block is null."""
+        self.pool = pool or BlockPool(plan, null_block=False)
+        """Who deals out blocks: padding has no entry here, so none is null unless it says so."""
+        self.blocks = self.pool.ids
+        """Which blocks of each pool are free."""
         parts: list[list[LayerCache]] = [[] for _ in plan.groups]
         for name in plan.layers:
             for group, part in zip(self._groups_of(name), cache.parts(name), strict=True):
@@ -208,11 +211,21 @@ class AtlasCache(TransformersCache):
         for table in self._tables:
             if not table.recurrent:
                 table.reserve(0, tokens, self.batch.padding)
+        self._go_on_behind(tokens)
+        return [self.blocks_of(sequence) for sequence in range(sequences)]
+
+    def adopt_from_pool(self, tokens: int, reserve_blocks: Callable[[int], None]) -> None:
+        """Begin with one sequence whose first tokens a pool has found; see `PrefixReuse`."""
+        self.reset()
+        self.batch.begin_on_pool(reserve_blocks)
+        if tokens:
+            self._go_on_behind(tokens)
+
+    def _go_on_behind(self, tokens: int) -> None:
         for layer in self._attention:
             layer.seen = tokens
         for layer in self._recurrent:
             layer.has_previous_state[0] = True
-        return [self.blocks_of(sequence) for sequence in range(sequences)]
 
     def reset(self) -> None:
         """Forget everything and give every block back."""

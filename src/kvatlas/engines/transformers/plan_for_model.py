@@ -21,14 +21,16 @@ def make_plan(
     kv_dtype: str | None = None,
     ssm_dtype: str = "fp32",
     in_flight: int | None = None,
+    prefix_caching: bool = False,
     **options: Any,
 ) -> Plan:
     """A plan for `batch` sequences of `max_len` tokens, and nothing more.
 
     K, V and latents are kept in `kv_dtype`, or in the model's own dtype; recurrent states
     in `ssm_dtype`, since transformers computes them in fp32. `in_flight` are the most
-    tokens that one forward call brings; windows must cover them too. Further `options` are
-    those of `kvatlas.plan`: layout, pack, block_size, states, tp, pp.
+    tokens that one forward call brings; windows must cover them too. `prefix_caching` also
+    plans for the states that `PrefixReuse` keeps. Further `options` are those of
+    `kvatlas.plan`: layout, pack, block_size, states, tp, pp.
     """
     dtype = _dtype(config)
     model = Model.load(config, conv_dtype=dtype, ssm_dtype=ssm_dtype)
@@ -36,7 +38,7 @@ def make_plan(
         kv_dtype = dtype
     in_flight = max_len if in_flight is None else in_flight
     options |= {"kv_dtype": kv_dtype, "max_len": max_len, "in_flight": in_flight}
-    options["prefix_caching"] = False
+    options["prefix_caching"] = prefix_caching
     probe = plan(model, memory=_AMPLE, **options)
     sequences = positive(batch, "the batch")
     needed = probe.blocks_per_request()

@@ -42,9 +42,18 @@ class SequenceBatch:
         if len(self.padding) != size:
             self.padding = [0] * size
 
-    def clear(self) -> None:
-        """End the batch and give all blocks back."""
+    def begin_on_pool(self, reserve_blocks: Callable[[int], None]) -> None:
+        """Begin with one sequence whose blocks a pool deals out."""
+        self.clear()
         for table in self.tables:
+            table.reserve_blocks = reserve_blocks
+        self.size, self.padding = 1, [0]
+
+    def clear(self) -> None:
+        """End the batch and give all blocks back; a pool's are its own to give back."""
+        for table in self.tables:
+            if table.reserve_blocks is not None:
+                table.reserve_blocks, table.sequences = None, []
             table.select([])
         self.size, self.padding = 0, []
         self.paged_tokens = self._take_back = None

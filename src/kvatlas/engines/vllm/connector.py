@@ -29,15 +29,9 @@ from kvatlas.engines.vllm.describe import (
     join_stages,
 )
 from kvatlas.engines.vllm.ended_requests import EndedRequests
+from kvatlas.engines.vllm.engine_tier import IN_MEMORY, find_tier, open_tier
 from kvatlas.engines.vllm.orders import StepOrders
-from kvatlas.engines.vllm.prefix_tier import (
-    IN_MEMORY,
-    PrefixTier,
-    forget_tier,
-    open_tier,
-    share_tier,
-    shared_tier,
-)
+from kvatlas.engines.vllm.prefix_tier import PrefixTier
 from kvatlas.engines.vllm.scheduler_side import SchedulerSide
 from kvatlas.engines.vllm.settings import ConnectorSettings
 from kvatlas.engines.vllm.supported_versions import check_managers, check_version
@@ -45,8 +39,6 @@ from kvatlas.engines.vllm.tier_worker import TierCounts, TierWorker
 from kvatlas.engines.vllm.weights_identity import cache_identity
 from kvatlas.engines.vllm.worker_side import PullCounts, WorkerSide
 from kvatlas.errors import AtlasError, Code
-from kvatlas.models import Model
-from kvatlas.planning import Plan
 from kvatlas.wire import Memory, device_of
 
 log = logging.getLogger("kvatlas.vllm")
@@ -86,7 +78,7 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler = SchedulerSide(
                 vllm_config,
                 kv_cache_config,
-                tier=shared_tier(self._engine_id) if settings.tier else None,
+                tier=self._find_tier(settings.tier) if settings.tier else None,
                 alone=settings.alone,
             )
 
@@ -184,7 +176,10 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
         memory = Memory(base, pool.nbytes, self._device(tensor), owner=tensor)
         if self._settings.tier is not None:
             _check_reachable(tensor)
-            self._open_tier(self._settings.tier, described_model(stages), plan, memory)
+            model, where = described_model(stages), self._settings.tier
+            tier = open_tier(where, self._settings.tier_memory, model, plan, self._engine_id)
+            self._tier_worker = TierWorker(tier, plan, rank, memory, self._ended)
+            log.info("tier %s: %s", where, tier.plan if tier is not None else "cannot be used")
         if not self._settings.alone:
             port = config.parallel_config.data_parallel_index * plan.ranks + rank
             about = (plan, rank, memory, self._settings)
@@ -251,7 +246,8 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
         if self._tier_worker is not None:
             self._tier_worker.close()
             self._tier_worker = None
-            forget_tier(self._engine_id)
+        if self._scheduler is not None:
+            self._scheduler.close()
 
     # -- inside -------------------------------------------------------------------------------
 
@@ -265,19 +261,14 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
             )
         return self._scheduler
 
-    def _open_tier(self, where: str, model: Model, plan: Plan, memory: Memory) -> None:
-        """Open the tier, for this worker and for the scheduler, which is in the same process."""
-        parallel = self._vllm_config.parallel_config
-        if parallel.data_parallel_size > 1 and where != IN_MEMORY:
-            where = f"{where}.{parallel.data_parallel_index}"  # a file has one user
-        identity = cache_identity(self._vllm_config, self._settings.weights_identity)
-        opened = open_tier(where, self._settings.tier_memory, model, plan)
-        tier = None
-        if opened is not None:
-            tier = PrefixTier(opened, plan, memory, identity)
-            self._tier_worker = TierWorker(tier, self._ended)
-            log.info("tier %s: %s", where, opened.plan)
-        share_tier(self._engine_id, tier)
+    def _find_tier(self, where: str) -> PrefixTier | None:
+        """The tier that this engine's workers have opened, to ask what it has."""
+        config = self._vllm_config
+        identity = cache_identity(config, self._settings.weights_identity)
+        tier = find_tier(where, self._engine_id)
+        if tier is None:
+            return None
+        return PrefixTier(tier, config.model_config.max_model_len, identity)
 
     def _layers(self) -> set[str]:
         groups = self._kv_cache_config.transfer_groups

@@ -16,8 +16,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from kvatlas.engines.vllm.prefix_keys import RequestKeys
-from kvatlas.engines.vllm.prefix_tier import FoundPrefix
+from kvatlas.engines.vllm.prefix_keys import Rows
 from kvatlas.errors import AtlasError, Code
 
 VERSION = 1
@@ -133,7 +132,10 @@ class LoadOrder:
     """Read tokens start .. stop - 1 of a request from the tier into these blocks."""
 
     request_id: str
-    found: FoundPrefix
+    pin: bytes
+    """What the scheduler has pinned, by the name under which others join it."""
+    keys: Rows
+    """The same by its keys: whoever serves the tier next knows no pins."""
     tables: Tables
     start: int
     stop: int
@@ -144,7 +146,7 @@ class StoreOrder:
     """Keep tokens start .. stop - 1 of a finished request in the tier; its blocks wait for it."""
 
     request_id: str
-    keys: RequestKeys
+    keys: Rows
     tables: Tables
     start: int
     stop: int

@@ -14,6 +14,9 @@ from math import gcd
 
 from kvatlas.planning import Plan
 
+Rows = dict[int, list[bytes | None]]
+"""A key for each block of a tier, by its groups."""
+
 _DIGEST = 24
 _BLOCK, _STOP = b"b", b"s"
 _PLACE = 8
@@ -57,9 +60,9 @@ class RequestKeys:
             chunk = self._bytes(begin, begin + unit)
             self._digests.append(_digest(self._digests[-1], chunk))
 
-    def rows(self, stop: int) -> dict[int, list[bytes | None]]:
+    def rows(self, stop: int) -> Rows:
         """A key for each block of each group, where a request has its first `stop` tokens."""
-        rows = {}
+        rows: Rows = {}
         for group, block in enumerate(self._blocks):
             places = range(block, stop + 1, block)
             row: list[bytes | None] = [_BLOCK + self.before(place) for place in places]

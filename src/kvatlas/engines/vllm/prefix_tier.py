@@ -1,8 +1,8 @@
-"""`PrefixTier`: an engine's tier, by tokens; one object for its scheduler and its worker.
+"""`PrefixTier`: what a tier has of requests, by their tokens, as an engine's scheduler sees it.
 
-Both are in one process where an engine has one rank, and a tier belongs to one process. What
-a tier has of a request is pinned and verified before the scheduler hears of it, so that a
-damaged block is a miss, and not a request that fails.
+The scheduler asks, beside its own thread, and pins what there is: verified before it hears
+of it, so that a damaged block is a miss, and not a request that fails. Workers then fetch
+what is pinned, by its name. A tier that is gone, or slow, is a miss.
 """
 
 from __future__ import annotations
@@ -10,33 +10,23 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from kvatlas.engines.vllm.prefix_keys import PrefixKeys, RequestKeys, comes_after, stops_at
-from kvatlas.errors import AtlasError, Code
-from kvatlas.models import Model
-from kvatlas.planning import Plan, plan
-from kvatlas.routing import fingerprint
+from kvatlas.engines.vllm.prefix_keys import PrefixKeys, RequestKeys, Rows, comes_after, stops_at
 from kvatlas.specs import Visibility
-from kvatlas.tier import Hit, Tier
-from kvatlas.wire import Memory
+from kvatlas.tier import Hit, TierClient
 
 log = logging.getLogger("kvatlas.vllm")
 
-IN_MEMORY = "memory"
-"""What the setting says for a tier in host memory."""
-_BLOCK = 64
-"""Tokens of a tier's block, where the model's layers allow it."""
-_VERIFYING = 2
-
-Rows = dict[int, list[bytes | None]]
-BlockIds = Sequence[Sequence[int]]
-"""Of an engine's own blocks, by group."""
+_ASKING = 4
+"""Requests that are looked up at once."""
+_STALE = 64
+"""Stops that may be listed and not be there, beyond as many as there are."""
+_SOON = 0.005
+"""Seconds that the scheduler waits for an answer which it can do without."""
 
 
 @dataclass
@@ -44,6 +34,8 @@ class FoundPrefix:
     """What a tier has of a request, pinned until it is let go."""
 
     hit: Hit
+    rows: Rows
+    """The keys under which it was found."""
     _pinned: ExitStack
 
     @property
@@ -59,62 +51,45 @@ class FoundPrefix:
 class PrefixTier:
     """Prefixes of requests in a tier, found by their tokens."""
 
-    def __init__(self, tier: Tier, own: Plan, memory: Memory, identity: bytes) -> None:
-        self._tier, self._plan, self._pools = tier, own, {0: memory}
+    def __init__(self, tier: TierClient, max_len: int, identity: bytes) -> None:
+        """`identity` is that of the model and its weights, `max_len` the engine's."""
+        self._tier = tier
         self._keys = PrefixKeys(tier.plan, identity)
         groups = tier.plan.groups
         self.recurrent = any(group.kind == "recurrent" for group in groups)
         self.partial = any(group.visibility != Visibility() for group in groups) or self.recurrent
         """Whether a prefix is of use only where a request has stopped."""
-        self.longest = min(own.max_len, tier.plan.max_len)
+        self.longest = min(max_len, tier.plan.max_len)
         self._stops: dict[bytes, set[bytes]] = {}
         """Keys of stops by the digest of the whole blocks before them."""
+        self._mark = 0
+        """Up to where the tier's names have been listed."""
         self._lock = threading.Lock()
-        self._verifying = ThreadPoolExecutor(_VERIFYING, thread_name_prefix="kvatlas-verify")
-        self._list_stops()
-
-    # -- what there is --------------------------------------------------------------------
+        self._asking = ThreadPoolExecutor(_ASKING, thread_name_prefix="kvatlas-ask")
 
     def keys(self, tokens: Any, salt: str | None) -> RequestKeys:
         """The keys of a request's tokens."""
         return self._keys.of(tokens[: self.longest], salt or "")
 
-    def find(self, keys: RequestKeys) -> Future[FoundPrefix | None] | None:
-        """What there is of a request, once it is verified; None where there is nothing."""
-        tokens, rows = self._longest(keys)
-        if not tokens:
-            return None
-        return self._verifying.submit(self._pin, rows, tokens)
+    def find(self, keys: RequestKeys) -> Future[FoundPrefix | None]:
+        """What there is of a request, once that is known; it may be by now."""
+        asked = self._asking.submit(self._pin, keys)
+        _wait(asked)
+        return asked
 
     def stored(self, keys: RequestKeys, tokens: int) -> int:
-        """How many of a request's first tokens need not be stored any more."""
-        return self._tier.match(keys.rows(tokens), tokens)
+        """How many of a request's first tokens need not be stored any more; 0 in doubt."""
+        asked = self._asking.submit(self._tier.match, keys.rows(tokens), tokens)
+        return asked.result() if _wait(asked) else 0
 
     def whole_blocks(self, tokens: int) -> int:
         """The tokens of a request that are worth storing: whole blocks, or all of them."""
         tokens = min(tokens, self.longest)
         return tokens if self.partial else tokens // self._keys.unit * self._keys.unit
 
-    # -- moving ---------------------------------------------------------------------------
-
-    def load(self, found: FoundPrefix, tables: BlockIds, start: int) -> None:
-        """Fill an engine's blocks with tokens from `start` on."""
-        blocks = dict(enumerate(tables))
-        found.hit.fetch(self._pools, self._plan, blocks=blocks, start=start)
-
-    def store(self, keys: RequestKeys, tables: BlockIds, start: int, stop: int) -> int:
-        """Keep tokens start .. stop - 1 of an engine's blocks; how many blocks found no room."""
-        rows = keys.rows(stop)
-        result = self._tier.store(
-            self._pools, self._plan, blocks=dict(enumerate(tables)), tokens=(start, stop), keys=rows
-        )
-        if self.partial:
-            with self._lock:
-                for key in {row[-1] for row in rows.values()}:
-                    self._note_stop(key)
-            if sum(map(len, self._stops.values())) > 2 * len(self._tier) + len(rows):
-                self._list_stops()
-        return result.no_room
+    def let_go(self, found: FoundPrefix) -> None:
+        """Unpin what was found, beside the caller's thread."""
+        self._asking.submit(found.let_go)
 
     def forget_all(self) -> None:
         """Find nothing of what there is any more, neither now nor after a restart.
@@ -126,10 +101,18 @@ class PrefixTier:
 
     def close(self) -> None:
         """Wait for what is under way, and let go of the tier."""
-        self._verifying.shutdown(wait=True, cancel_futures=True)
+        self._asking.shutdown(wait=True, cancel_futures=True)
         self._tier.close()
 
     # -- inside ---------------------------------------------------------------------------
+
+    def _pin(self, keys: RequestKeys) -> FoundPrefix | None:
+        tokens, rows = self._longest(keys)
+        if not tokens:
+            return None
+        with ExitStack() as pinned:
+            hit = pinned.enter_context(self._tier.pin(rows, tokens))
+            return FoundPrefix(hit, rows, pinned.pop_all()) if hit.tokens else None
 
     def _longest(self, keys: RequestKeys) -> tuple[int, Rows]:
         """The most tokens that could be had, and the keys under which they are."""
@@ -139,6 +122,7 @@ class PrefixTier:
             best = self._tier.match(rows, whole)
         if not self.partial:
             return best, rows
+        self._note_new_stops()
         for stop in self._stops_of(keys, best):
             at_stop = keys.rows(stop)
             if self._tier.match(at_stop, stop) == stop:
@@ -155,83 +139,27 @@ class PrefixTier:
                          and keys.at_stop(stops_at(key)) == key]  # fmt: skip
         return sorted(stops, reverse=True)
 
-    def _list_stops(self) -> None:
-        """Find all stops that the tier has; those that it has no more are forgotten."""
+    def _note_new_stops(self) -> None:
+        """Learn of stops that anybody has stored since the last look."""
         with self._lock:
-            self._stops = {}
-            for _, key in self._tier.names():
-                self._note_stop(key)
+            # Of blocks that have made room for others nobody tells: all are listed again.
+            if sum(map(len, self._stops.values())) > 2 * len(self._tier) + _STALE:
+                self._stops, self._mark = {}, 0
+            while True:
+                names, mark = self._tier.names_since(self._mark)
+                for _, key in names:
+                    before = comes_after(key)
+                    if before is not None:
+                        self._stops.setdefault(before, set()).add(key)
+                if mark == self._mark:
+                    return
+                self._mark = mark
 
-    def _note_stop(self, key: bytes | None) -> None:
-        before = None if key is None else comes_after(key)
-        if key is not None and before is not None:
-            self._stops.setdefault(before, set()).add(key)
 
-    def _pin(self, rows: Rows, tokens: int) -> FoundPrefix | None:
-        with ExitStack() as pinned:
-            hit = pinned.enter_context(self._tier.pin(rows, tokens))
-            return FoundPrefix(hit, pinned.pop_all()) if hit.tokens else None
-
-
-def open_tier(where: str, memory: str, model: Model, own: Plan) -> Tier | None:
-    """The tier that a setting names: a new one for a model, or the file that is there.
-
-    None for a file that is damaged or another model's: nothing is found in it, or kept.
-    """
-    if own.ranks > 1:
-        raise AtlasError(
-            Code.ENGINE_REFUSES,
-            "A tier belongs to one process, and this engine has several ranks",
-            got=f"tier {where!r} with tp {own.tp} and pp {own.pp}",
-            hint="Serve with tp 1 and pp 1, or leave tier out: ranks cannot share one yet",
-        )
-    if where == IN_MEMORY or not Path(where).exists():
-        made = plan(
-            model,
-            memory=memory,
-            layout="BLHNC",
-            block_size=_BLOCK,
-            max_len=own.max_len,
-            in_flight=0,
-        )
-        return Tier(made) if where == IN_MEMORY else Tier.open(where, made, durable=False)
+def _wait(asked: Future[Any]) -> bool:
+    """Whether an answer is there soon."""
     try:
-        tier = Tier.open(where, durable=False)
-    except AtlasError as refusal:
-        if refusal.code is Code.TWICE:
-            raise
-        log.error("nothing is kept or found again: %s", refusal)
-        return None
-    if fingerprint(tier.plan) != fingerprint(own):
-        log.error("nothing is kept or found again: %s is the tier of %s", where, tier.plan)
-        tier.close()
-        return None
-    return tier
-
-
-_of_engines: dict[str, PrefixTier | None] = {}
-"""Tiers that workers of this process have opened; None for one that cannot be used."""
-
-
-def share_tier(engine_id: str, tier: PrefixTier | None) -> None:
-    """Have the scheduler of an engine find the tier that its worker has opened."""
-    _of_engines[engine_id] = tier
-
-
-def shared_tier(engine_id: str) -> PrefixTier | None:
-    """The tier of an engine whose worker is in this process."""
-    if engine_id not in _of_engines:
-        raise AtlasError(
-            Code.ENGINE_REFUSES,
-            "A tier belongs to one process, and this engine's worker is in another",
-            got=f"engine {engine_id!r}",
-            hint="Run it in one process: VLLM_ENABLE_V1_MULTIPROCESSING=0, and one rank",
-        )
-    return _of_engines[engine_id]
-
-
-def forget_tier(engine_id: str) -> None:
-    """Close an engine's tier."""
-    tier = _of_engines.pop(engine_id, None)
-    if tier is not None:
-        tier.close()
+        asked.exception(_SOON)
+    except TimeoutError:
+        return False
+    return not asked.exception()

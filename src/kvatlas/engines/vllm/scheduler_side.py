@@ -189,7 +189,8 @@ class SchedulerSide:
         if found is not None:
             start = found.tokens - external
             tables = self._reading(request_id, blocks, start, found.tokens)
-            order = LoadOrder(request_id, found, tables, start, found.tokens)
+            pinned = (found.hit.name, found.rows)
+            order = LoadOrder(request_id, *pinned, tables, start, found.tokens)
             self._orders.loads.append(order)
 
     def _reading(self, request_id: str, blocks: Any, start: int, stop: int) -> Tables:
@@ -215,6 +216,14 @@ class SchedulerSide:
     def received(self, requests: Any) -> None:
         """Requests are here, or have failed."""
         self._pulling.difference_update(requests or ())
+        if self._tier is not None:
+            for request_id in requests or ():
+                self._tier.loaded(request_id)
+
+    def close(self) -> None:
+        """Let go of the tier."""
+        if self._tier is not None:
+            self._tier.close()
 
     # -- inside ---------------------------------------------------------------------------
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
-from kvatlas.engines.vllm.prefix_keys import RequestKeys
+from kvatlas.engines.vllm.prefix_keys import Rows
 from kvatlas.engines.vllm.prefix_tier import FoundPrefix, PrefixTier
 from kvatlas.errors import AtlasError
 
@@ -26,6 +27,8 @@ class TierScheduler:
         self.keeps = not (tier.partial and (self._ahead or (guesses and tier.recurrent)))
         self._found: dict[str, Future[FoundPrefix | None] | None] = {}
         """What was found of requests that wait; None for nothing, or what was read before."""
+        self._loading: dict[str, FoundPrefix] = {}
+        """What workers fetch, pinned until all of them have."""
         self._outdated: set[str] = set()
         """Requests that were begun before weights changed."""
 
@@ -48,24 +51,37 @@ class TierScheduler:
         looked_up = self._found.get(request_id)
         self._found[request_id] = None
         if looked_up is not None and wanted and looked_up.done():
-            return _result(looked_up)
-        _let_go(looked_up)
+            found = _result(looked_up)
+            if found is not None:
+                self._loading[request_id] = found
+            return found
+        self._let_go(looked_up)
         return None
+
+    def loaded(self, request_id: str) -> None:
+        """All workers have fetched what was found of a request, or have failed to."""
+        found = self._loading.pop(request_id, None)
+        if found is not None:
+            self._tier.let_go(found)
 
     def forget(self, request_id: str) -> None:
         """A request has finished."""
         self._outdated.discard(request_id)
-        _let_go(self._found.pop(request_id, None))
+        self._let_go(self._found.pop(request_id, None))
 
     def reset(self) -> None:
         """Weights may have changed: nothing that was computed before is found or kept."""
         self._tier.forget_all()
         self._outdated |= self._found.keys()
         for looked_up in self._found.values():
-            _let_go(looked_up)
+            self._let_go(looked_up)
         self._found.clear()
 
-    def worth_keeping(self, request: Any) -> tuple[RequestKeys, int, int] | None:
+    def close(self) -> None:
+        """Let go of the tier, and of all that was found."""
+        self._tier.close()
+
+    def worth_keeping(self, request: Any) -> tuple[Rows, int, int] | None:
         """The keys and the range of tokens of a finished request that the tier does not have."""
         if not self.keeps or not _made_of_tokens(request) or request.status.name == _FAILED:
             return None
@@ -89,7 +105,7 @@ class TierScheduler:
         except AtlasError as refusal:
             log.warning("not kept in the tier request=%r: %s", request.request_id, refusal)
             return None
-        return (keys, start, tokens) if start < tokens else None
+        return (keys.rows(tokens), start, tokens) if start < tokens else None
 
     def _find(self, request: Any) -> Future[FoundPrefix | None] | None:
         if not _made_of_tokens(request) or getattr(request, "skip_reading_prefix_cache", False):
@@ -102,6 +118,18 @@ class TierScheduler:
         except (AtlasError, RuntimeError) as refusal:  # closed, or an unsound file
             log.warning("not looked up in the tier request=%r: %s", request.request_id, refusal)
             return None
+
+    def _let_go(self, looked_up: Future[FoundPrefix | None] | None) -> None:
+        """Unpin what was found, now or once it is."""
+
+        def unpin(done: Future[FoundPrefix | None]) -> None:
+            found = _result(done)
+            if found is not None:
+                with suppress(RuntimeError):  # closed: with the tier all pins go
+                    self._tier.let_go(found)
+
+        if looked_up is not None:
+            looked_up.add_done_callback(unpin)
 
 
 def _made_of_tokens(request: Any) -> bool:
@@ -124,15 +152,3 @@ def _result(looked_up: Future[FoundPrefix | None]) -> FoundPrefix | None:
         log.warning("not found in the tier: %s", problem)
         return None
     return looked_up.result()
-
-
-def _let_go(looked_up: Future[FoundPrefix | None] | None) -> None:
-    """Unpin what was found, now or once it is."""
-
-    def unpin(done: Future[FoundPrefix | None]) -> None:
-        found = _result(done)
-        if found is not None:
-            found.let_go()
-
-    if looked_up is not None:
-        looked_up.add_done_callback(unpin)

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 
 from kvatlas.engines.vllm.ended_requests import EndedRequests
 from kvatlas.engines.vllm.orders import LoadOrder, StepOrders, StoreOrder
-from kvatlas.engines.vllm.prefix_tier import PrefixTier
-from kvatlas.errors import AtlasError
+from kvatlas.errors import AtlasError, Code
+from kvatlas.planning import Plan
+from kvatlas.tier import Hit, TierClient
+from kvatlas.wire import Memory
 
 log = logging.getLogger("kvatlas.vllm")
 
@@ -31,10 +33,16 @@ class TierCounts:
 
 
 class TierWorker:
-    """Reads requests from a tier into an engine's blocks, and keeps finished ones in it."""
+    """Reads requests from a tier into one rank's blocks, and keeps finished ones in it.
 
-    def __init__(self, tier: PrefixTier, ended: EndedRequests) -> None:
-        self._tier, self._ended = tier, ended
+    Without a tier, which may be unusable, everything that is ordered fails.
+    """
+
+    def __init__(
+        self, tier: TierClient | None, own: Plan, rank: int, memory: Memory, ended: EndedRequests
+    ) -> None:
+        self._tier, self._plan, self._rank = tier, own, rank
+        self._pools, self._ended = {0: memory}, ended
         self._loading = ThreadPoolExecutor(_LOADING, thread_name_prefix="kvatlas-load")
         self._storing = ThreadPoolExecutor(1, thread_name_prefix="kvatlas-store")
         self._counts = TierCounts()
@@ -54,21 +62,22 @@ class TierWorker:
         return counts
 
     def close(self) -> None:
-        """Finish what was ordered."""
+        """Finish what was ordered, and let go of the tier."""
         self._loading.shutdown(wait=True)
         self._storing.shutdown(wait=True)
+        if self._tier is not None:
+            self._tier.close()
 
     def _load(self, order: LoadOrder) -> None:
         begun, failed = time.monotonic(), True
         try:
-            self._tier.load(order.found, order.tables, order.start)
+            self._fetch(self._usable(), order)
             failed = False
         except AtlasError as refusal:
             log.warning("not read from the tier request=%r: %s", order.request_id, refusal)
         except Exception:
             log.exception("a read from the tier failed request=%r", order.request_id)
         finally:
-            order.found.let_go()
             tokens = 0 if failed else order.stop - order.start
             seconds = time.monotonic() - begun
             self._count(
@@ -77,10 +86,36 @@ class TierWorker:
             )  # fmt: skip
             self._ended.arrived(order.request_id, failed=failed)
 
+    def _fetch(self, tier: TierClient, order: LoadOrder) -> None:
+        """Read what the scheduler has pinned; where the pin is gone, what is there still."""
+        try:
+            with tier.join(order.pin) as hit:
+                self._fill(hit, order)
+        except AtlasError as refusal:
+            log.info("looked up again request=%r: %s", order.request_id, refusal)
+            with tier.pin(order.keys, order.stop) as hit:
+                self._fill(hit, order)
+
+    def _fill(self, hit: Hit, order: LoadOrder) -> None:
+        if hit.tokens < order.stop:
+            hint = "Compute them, or have vLLM do so: kv_load_failure_policy=recompute"
+            got = f"{hit.tokens} of {order.stop} tokens"
+            raise AtlasError(Code.MISSING_BLOCKS, "The tier has lost tokens", got=got, hint=hint)
+        blocks = dict(enumerate(order.tables))
+        hit.fetch(self._pools, self._plan, rank=self._rank, blocks=blocks, start=order.start)
+
     def _store(self, order: StoreOrder) -> None:
         failed = True
         try:
-            failed = bool(self._tier.store(order.keys, order.tables, order.start, order.stop))
+            result = self._usable().store(
+                self._pools,
+                self._plan,
+                rank=self._rank,
+                blocks=dict(enumerate(order.tables)),
+                tokens=(order.start, order.stop),
+                keys=order.keys,
+            )
+            failed = bool(result.no_room)
             if failed:
                 log.info("no room in the tier request=%r", order.request_id)
         except AtlasError as refusal:
@@ -90,6 +125,12 @@ class TierWorker:
         finally:
             self._count(tier_stores=not failed, tier_failures=failed)
             self._ended.sent(order.request_id)
+
+    def _usable(self) -> TierClient:
+        if self._tier is None:
+            hint = "See the log of this worker's start"
+            raise AtlasError(Code.UNREADABLE, "The tier cannot be used", got="a call", hint=hint)
+        return self._tier
 
     def _count(self, **amounts: float) -> None:
         with self._counts_lock:

@@ -66,8 +66,10 @@ def in_range(ids: torch.Tensor, count: int, name: str = "Block ids") -> None:
 
 def rows_of(tensor: torch.Tensor, name: str, shape: tuple[int | None, ...]) -> None:
     """Refuse floating rows of another shape, or whose elements are not neighbours."""
-    fits = tensor.ndim == len(shape) and all(
-        want is None or want == size for want, size in zip(shape, tensor.shape, strict=True)
+    given = tuple(tensor.shape)
+    fits = given == shape or (
+        len(given) == len(shape)
+        and all(want is None or want == n for want, n in zip(shape, given, strict=True))
     )
     if not fits or not tensor.is_floating_point() or tensor.stride(-1) != 1:
         raise AtlasError(
@@ -80,6 +82,8 @@ def rows_of(tensor: torch.Tensor, name: str, shape: tuple[int | None, ...]) -> N
 
 def apart(tensor: torch.Tensor, name: str) -> None:
     """Refuse rows that share memory: programs would write over each other's."""
+    if tensor.is_contiguous():
+        return
     axes = sorted(
         (stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
         if size > 1

@@ -6,7 +6,6 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-import triton
 
 from kvatlas.cache import LayerCache
 from kvatlas.kernels.hadamard import signs
@@ -17,6 +16,9 @@ from kvatlas.kernels.triton.addresses import BatchRows, batch_rows
 from kvatlas.kernels.triton.storage_formats import SideRows, StorageFormat, StoredSide
 from kvatlas.kernels.triton.write_device import write_rows
 from kvatlas.specs import Attention, LatentAttention
+
+_FP8 = ("fp8", "fp8_e4m3", "fp8_e5m2")
+"""Cache dtypes whose elements have one scale for a whole tensor."""
 
 
 def write(
@@ -35,23 +37,9 @@ def write(
     may be slices of a fused projection: only their last axis must be contiguous.
     """
     spec = layer.spec_as(Attention)
-    checks.integers(slots, "slots", axes=1)
-    heads, v_dim = layer.place("k").size("H"), spec.v_dim or spec.head_dim
-    formats.refuse_head(spec.head_dim, "K")
-    formats.refuse_head(v_dim, "V")
-    odd = any(n & (n - 1) or n < 16 for n in (spec.head_dim, v_dim))
-    if spec.cache.startswith("turboquant") and odd:
-        raise checks.no_kernel(
-            "Rows cannot be rotated: their length is no power of two, or less than 16",
-            f"heads of {spec.head_dim} and {v_dim} in {spec.cache}",
-            "Use another cache dtype",
-        )
-    checks.rows_of(k, "k", (slots.shape[0], heads, spec.head_dim))
-    checks.rows_of(v, "v", (slots.shape[0], heads, v_dim))
-    stored = formats.stored_side(layer, "k"), formats.stored_side(layer, "v")
-    per_tensor = spec.cache in ("fp8", "fp8_e4m3", "fp8_e5m2")
-    scales = (k_scale, v_scale) if per_tensor or spec.cache == "nvfp4" else (1.0, 1.0)
-    _write(layer, (k, v), slots, stored, scales, per_tensor, choice)
+    per_tensor = spec.cache in (*_FP8, "nvfp4")
+    scales = (k_scale, v_scale) if per_tensor else (1.0, 1.0)
+    _write(layer, (k, v), slots, scales, choice)
 
 
 def write_latent(
@@ -64,18 +52,11 @@ def write_latent(
     **choice: Any,
 ) -> None:
     """Latent and rotary rows [states, elements] into the states that `slots` name."""
-    spec = layer.spec_as(LatentAttention)
-    checks.integers(slots, "slots", axes=1)
-    formats.refuse_head(spec.latent, "the latent")
-    if not formats.writes_latent(spec):
-        raise checks.no_kernel(
-            "Latents have scales by blocks, or are too long", spec.cache, "Use auto or fp8"
-        )
-    checks.rows_of(latent, "latent", (slots.shape[0], spec.latent))
-    checks.rows_of(rope, "rope", (slots.shape[0], spec.rope))
-    stored = tuple(formats.stored_latent(layer, name) for name in ("latent", "rope"))
+    layer.spec_as(LatentAttention)
+    checks.rows_of(latent, "latent", (None, None))
+    checks.rows_of(rope, "rope", (None, None))
     rows = latent.unsqueeze(1), rope.unsqueeze(1)
-    _write(layer, rows, slots, stored, (kv_scale, kv_scale), spec.cache != "auto", choice)
+    _write(layer, rows, slots, (kv_scale, kv_scale), choice)
 
 
 class WrittenSide(NamedTuple):
@@ -89,42 +70,115 @@ class WrittenSide(NamedTuple):
     """What codes come from: signs of int4's rotation, the ends of levels' cells."""
 
 
+class WriteLaunch(NamedTuple):
+    """What a layer's launches are, for any batch of rows of one shape: kept with the layer."""
+
+    sides: tuple[StoredSide, StoredSide]
+    tables: tuple[torch.Tensor | None, torch.Tensor | None]
+    """What codes come from, where they do."""
+    rows_at_once: int
+    options: dict[str, Any]
+    """Constants that the kernel is compiled for."""
+
+
 def _write(
     layer: LayerCache,
     rows: tuple[torch.Tensor, torch.Tensor],
     slots: torch.Tensor,
-    stored: tuple[StoredSide, ...],
     scales: tuple[float, float],
-    per_tensor: bool,
     choice: dict[str, Any],
 ) -> None:
-    k, v = (side.format for side in stored)
-    device = checks.same_device(layer.buffer.device, k=rows[0], v=rows[1], slots=slots)
-    states, heads = layer.kernel_blocks.size("N"), rows[0].shape[1]
+    k, v = rows
+    key = WriteLaunch, k.shape[1:], v.shape[1:], tuple(choice.items())
+    launch: WriteLaunch | None = layer.kept.get(key)
+    if launch is None:
+        launch = layer.kept[key] = _worked_out(layer, rows, choice)
+    checks.integers(slots, "slots", axes=1)
+    count = slots.shape[0]
+    checks.rows_of(k, "k", (count, None, None))
+    checks.rows_of(v, "v", (count, None, None))
+    device = checks.same_device(layer.buffer.device, k=k, v=v, slots=slots)
     if checks.debugging():
-        checks.in_range(slots.clamp(min=0), layer.kernel_blocks.size("B") * states, "Slots")
-    use = {**tune.choose("write", device, kind=k.kind), **choice}
-    count = max(1, use["tile"] // max(k.width, v.width))
-    if not slots.shape[0]:
+        places = layer.kernel_blocks.size("B") * layer.kernel_blocks.size("N")
+        checks.in_range(slots.clamp(min=0), places, "Slots")
+    if not count:
         return
     sides = [
-        WrittenSide(batch_rows(new), side.at, scale, _table(side.format, slots))
-        for new, side, scale in zip(rows, stored, scales, strict=True)
+        WrittenSide(batch_rows(new), side.at, scale, slots if table is None else table)
+        for new, side, scale, table in zip(rows, launch.sides, scales, launch.tables, strict=True)
     ]
     with tune.on(device):
-        write_rows[(triton.cdiv(slots.shape[0] * heads, count),)](
-            *sides, slots, slots.shape[0], layer.buffer, K_FORMAT=k, V_FORMAT=v, HEADS=heads,
-            STATES=states, COUNT=count, PER_TENSOR=per_tensor, num_warps=use["warps"],
-            **tune.dependent_launch(device),
-            # A fused product and sum rounds once, and codes would differ from torch's.
-            enable_fp_fusion=k.kind not in ("scaled", "int4"),
-        )  # fmt: skip
+        write_rows[(-(-count * k.shape[1] // launch.rows_at_once),)](
+            *sides, slots, count, layer.buffer, **launch.options
+        )
 
 
-def _table(form: StorageFormat, unused: torch.Tensor) -> torch.Tensor:
+def _worked_out(
+    layer: LayerCache, rows: tuple[torch.Tensor, torch.Tensor], choice: dict[str, Any]
+) -> WriteLaunch:
+    if isinstance(layer.spec, LatentAttention):
+        sides, per_tensor = _latent_sides(layer, rows), layer.spec.cache != "auto"
+    else:
+        sides = _attention_sides(layer, rows)
+        per_tensor = layer.spec_as(Attention).cache in _FP8
+    k, v = (side.format for side in sides)
+    device = layer.buffer.device
+    use = {**tune.choose("write", device, kind=k.kind), **choice}
+    count = max(1, use["tile"] // max(k.width, v.width))
+    options = {
+        "K_FORMAT": k,
+        "V_FORMAT": v,
+        "HEADS": rows[0].shape[1],
+        "STATES": layer.kernel_blocks.size("N"),
+        "COUNT": count,
+        "PER_TENSOR": per_tensor,
+        "num_warps": use["warps"],
+        # A fused product and sum rounds once, and codes would differ from torch's.
+        "enable_fp_fusion": k.kind not in ("scaled", "int4"),
+        **tune.dependent_launch(device),
+    }
+    return WriteLaunch(sides, (_table(k, device), _table(v, device)), count, options)
+
+
+def _attention_sides(
+    layer: LayerCache, rows: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[StoredSide, StoredSide]:
+    """K and V of an attention layer, refused where new rows are not like them."""
+    spec = layer.spec_as(Attention)
+    heads, v_dim = layer.place("k").size("H"), spec.v_dim or spec.head_dim
+    formats.refuse_head(spec.head_dim, "K")
+    formats.refuse_head(v_dim, "V")
+    odd = any(n & (n - 1) or n < 16 for n in (spec.head_dim, v_dim))
+    if spec.cache.startswith("turboquant") and odd:
+        raise checks.no_kernel(
+            "Rows cannot be rotated: their length is no power of two, or less than 16",
+            f"heads of {spec.head_dim} and {v_dim} in {spec.cache}",
+            "Use another cache dtype",
+        )
+    for name, new, dim in zip("kv", rows, (spec.head_dim, v_dim), strict=True):
+        checks.rows_of(new, name, (None, heads, dim))
+    return formats.stored_side(layer, "k"), formats.stored_side(layer, "v")
+
+
+def _latent_sides(
+    layer: LayerCache, rows: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[StoredSide, StoredSide]:
+    """The latents of an MLA layer and their rotary rows."""
+    spec = layer.spec_as(LatentAttention)
+    formats.refuse_head(spec.latent, "the latent")
+    if not formats.writes_latent(spec):
+        raise checks.no_kernel(
+            "Latents have scales by blocks, or are too long", spec.cache, "Use auto or fp8"
+        )
+    checks.rows_of(rows[0], "latent", (None, 1, spec.latent))
+    checks.rows_of(rows[1], "rope", (None, 1, spec.rope))
+    return formats.stored_latent(layer, "latent"), formats.stored_latent(layer, "rope")
+
+
+def _table(form: StorageFormat, device: torch.device) -> torch.Tensor | None:
     if form.kind == "int4":
-        return signs(1 << form.rotation, unused.device)
-    return _bounds(form.bits, unused.device) if form.kind == "levels" else unused
+        return signs(1 << form.rotation, device)
+    return _bounds(form.bits, device) if form.kind == "levels" else None
 
 
 @lru_cache(maxsize=16)

@@ -35,6 +35,8 @@ class LaunchRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 Rules = dict[str, dict[str, list[LaunchRule]]]
 """By chip architecture and kernel."""
 
+_HERE: AbstractContextManager[Any] = nullcontext()
+
 SHIPPED = Path(__file__).with_name("tuned_launches.json")
 
 
@@ -102,7 +104,9 @@ def shared_memory(device: torch.device) -> float:
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
     """Makes a device the current one, which is where Triton launches."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    if device.type != "cuda" or torch.cuda.current_device() == device.index:
+        return _HERE
+    return torch.cuda.device(device)
 
 
 @lru_cache(maxsize=16)

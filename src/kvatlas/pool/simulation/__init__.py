@@ -7,6 +7,7 @@ from kvatlas.pool.simulation.layer_classes import LayerClass, PoolModel
 from kvatlas.pool.simulation.prefill_cost import TFLOPS, PrefillCost, active_parameters
 from kvatlas.pool.simulation.replay import Outcome, Replay, ReplayPolicy
 from kvatlas.pool.simulation.spans import Spans
+from kvatlas.pool.simulation.tiers import LowerTier, TieredReplay
 
 __all__ = [
     "BASELINE",
@@ -15,12 +16,14 @@ __all__ = [
     "CopyingReplay",
     "HitRates",
     "LayerClass",
+    "LowerTier",
     "Outcome",
     "PoolModel",
     "PrefillCost",
     "Replay",
     "ReplayPolicy",
     "Spans",
+    "TieredReplay",
     "TriedPlan",
     "active_parameters",
     "choose",

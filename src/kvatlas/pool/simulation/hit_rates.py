@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -20,6 +20,7 @@ from kvatlas.pool.simulation.layer_classes import LayerClass, PoolModel
 from kvatlas.pool.simulation.prefill_cost import PrefillCost
 from kvatlas.pool.simulation.replay import Outcome, Progress, Replay, ReplayPolicy, leading
 from kvatlas.pool.simulation.spans import Spans
+from kvatlas.pool.simulation.tiers import LowerTier, TieredReplay
 from kvatlas.pool.traces import Ints, Trace
 
 
@@ -66,6 +67,8 @@ class HitRates(msgspec.Struct, frozen=True, kw_only=True):
     """Of all prompts, without a cache."""
     flops_saved: float | None
     seconds_saved: float | None
+    found_by_tier: dict[str, int] = {}
+    """Of the tokens that were found, by the lowest tier that had some of what they need."""
 
     def as_dict(self) -> dict[str, Any]:
         """What machines read."""
@@ -81,6 +84,8 @@ def simulate(
     cost: PrefillCost | None = None,
     arrivals: bool = False,
     by_group: bool | None = None,
+    tiers: Mapping[str, Plan] | None = None,
+    state_share: float | None = None,
     progress: Progress | None = None,
 ) -> HitRates:
     """Replay a trace through the pools of a plan.
@@ -88,7 +93,9 @@ def simulate(
     Checkpoints are kept at branch points unless `checkpoints` says otherwise. Plans of policy
     vllm let go group by group, and keep what is computed again twice, as vLLM does; others let
     go from the end on, and keep it once, unless `by_group` says otherwise. Without `arrivals`
-    one request follows the other; with them, requests under way hold their blocks.
+    one request follows the other; with them, requests under way hold their blocks. What is
+    evicted goes to `tiers`, plans by name, from the first to the last; `state_share` is the part
+    of the first that checkpoints have for themselves.
     """
     kept = checkpoints or "branch-points"
     if eviction not in EVICTIONS:
@@ -101,19 +108,38 @@ def simulate(
     policy = ReplayPolicy(eviction, checkpoint_policy(kept), by_group=in_turn)
     held = model.in_flight(trace.lengths + trace.outputs, np.diff(spans.starts))
     saved = _saved(model, cost)
-    waited = 0.0
-    if arrivals:
-        timed = TimedReplay(model, spans, policy, in_flight=held, saved=saved)
+    options: dict[str, Any] = {"in_flight": held, "saved": saved}
+    waited, found = 0.0, None
+    if tiers:
+        lower = _lower_tiers(tiers, model, state_share, arrivals=arrivals)
+        tiered = TieredReplay(model, spans, policy, tiers=lower, **options)
+        outcome, found = tiered.run(progress), tiered.found
+    elif arrivals:
+        timed = TimedReplay(model, spans, policy, **options)
         timed.start(trace, cost)
-        outcome = timed.run(progress)
-        waited = timed.waited
+        outcome, waited = timed.run(progress), timed.waited
     else:
         kind = CopyingReplay if in_turn and eviction == "lru" else Replay
-        outcome = kind(model, spans, policy, in_flight=held, saved=saved).run(progress)
+        outcome = kind(model, spans, policy, **options).run(progress)
+    by_tier = outcome.hits[None] if found is None else found
+    places = dict(zip(("gpu", *(tiers or ())), (by_tier.sum(1) * model.step).tolist(), strict=True))
     return _rates(
         plan, trace, model, outcome, cost,
         eviction=eviction, checkpoints=kept, arrivals=arrivals, waited=waited,
+        found_by_tier=places,
     )  # fmt: skip
+
+
+def _lower_tiers(
+    tiers: Mapping[str, Plan], model: PoolModel, share: float | None, *, arrivals: bool
+) -> list[LowerTier]:
+    if arrivals:
+        hint = "Simulate tiers without arrivals"
+        raise AtlasError(Code.CONTRADICTORY, got="tiers and arrivals", hint=hint)
+    return [
+        LowerTier.of(name, plan, model, state_share=None if place else share)
+        for place, (name, plan) in enumerate(tiers.items())
+    ]
 
 
 @lru_cache(maxsize=2)

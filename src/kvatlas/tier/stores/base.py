@@ -72,6 +72,10 @@ class ObjectStore(ABC):
         """The bytes of an object, or `ABSENT`."""
 
     @abstractmethod
+    def sweep(self) -> int:
+        """Remove what writers that died have left behind; how many bytes that were."""
+
+    @abstractmethod
     def capacity(self) -> StoreRoom:
         """What there is and what could be."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,6 +20,8 @@ from kvatlas.wire import Bytes
 
 _NAME = re.compile(r"[a-z0-9_.-]+(/[a-z0-9_.-]+)*")
 _UNFINISHED = ".new"
+_ABANDONED = 600.0
+"""Seconds after which nobody goes on with a file that is not finished."""
 _MOST_PARTS = 512
 """Stretches of memory that one call of the system takes."""
 
@@ -71,6 +74,7 @@ class FolderStore(ObjectStore):
 
     def _make_room(self, size: int) -> None:
         """Remove the oldest objects until a tenth of the room is free, and `size` bytes."""
+        self.sweep()
         files = sorted((found.stat().st_mtime_ns, found) for found in self._files(self._root))
         self._used = sum(path.stat().st_size for _, path in files if path.exists())
         for _, path in files:
@@ -148,6 +152,16 @@ class FolderStore(ObjectStore):
 
     def close(self) -> None:
         """Nothing is held open."""
+
+    def sweep(self) -> int:
+        """Remove files that nobody has written to for a while, and that were never finished."""
+        before, swept = time.time() - _ABANDONED, 0
+        for where, _, files in os.walk(self._root):
+            for path in (Path(where, one) for one in files if one.endswith(_UNFINISHED)):
+                with suppress(FileNotFoundError):
+                    if path.stat().st_mtime < before:
+                        swept += self._remove(path)
+        return swept
 
     def capacity(self) -> StoreRoom:
         """What there is and what could be."""

@@ -21,8 +21,8 @@ from kvatlas.wire import Bytes
 
 _NOT_STORED = (-10, -200, -800)
 """No segment, no room, or a segment whose host cannot be reached."""
-_ABSENT = (-703, -704)
-"""An object that is being written, or that is not there."""
+_ABSENT = (-703, -704, -707)
+"""An object that is being written, is not there, or could be evicted while it was read."""
 _UNLIKE_SIZE = (-600, -800)
 """The memory for an object has not its size, or the object cannot be moved."""
 _KEPT = (-705,)
@@ -153,6 +153,10 @@ class MooncakeStore(ObjectStore):
         """The bytes of an object."""
         answer = self._client.get_size(name)
         return int(answer) if self._answer("size", answer, _ABSENT) else ABSENT
+
+    def sweep(self) -> int:
+        """The master itself forgets what was never finished."""
+        return 0
 
     def capacity(self) -> StoreRoom:
         """What there is and what could be."""

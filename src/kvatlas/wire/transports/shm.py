@@ -112,29 +112,41 @@ class ShmTransport(Transport):
 
     def _connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link:
         """Map a peer's regions; those outside shared memory stay out of reach."""
-        published = errors.read_metadata(metadata, _Published)
-        if not _NAME.fullmatch(published.socket) or len(published.token) != TOKEN_BYTES:
-            raise errors.bad_metadata("a name or token of another length")
-        regions = {pool: at for pool, at in published.regions.items() if pool in memory}
-        for pool, region in regions.items():
-            if region.nbytes != memory[pool].nbytes:
-                raise errors.bad_metadata(f"pool {pool} of {region.nbytes} bytes")
-        connection, descriptors = receive_descriptors(published.socket, published.token)
+        sizes = {pool: region.nbytes for pool, region in memory.items()}
+        connection, mapped = map_published(metadata, sizes)
         link = _ShmLink(self, connection, memory)
-        try:
-            link.mapped.update(_mapped(regions, descriptors))
-        except BaseException:
-            link.close()
-            raise
-        finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
+        link.mapped.update(mapped)
         return link
 
     def _close(self) -> None:
         """Its peers notice; segments stay with whoever created them."""
         self._server.close()
         self._regions.clear()
+
+
+def map_published(
+    metadata: bytes, sizes: Mapping[int, int]
+) -> tuple[socket.socket, dict[int, Bytes]]:
+    """A connection to who has published regions, and those that are in shared memory, mapped.
+
+    They stay mapped as long as anybody has a view of them, whatever becomes of the connection.
+    """
+    published = errors.read_metadata(metadata, _Published)
+    if not _NAME.fullmatch(published.socket) or len(published.token) != TOKEN_BYTES:
+        raise errors.bad_metadata("a name or token of another length")
+    regions = {pool: at for pool, at in published.regions.items() if pool in sizes}
+    for pool, region in regions.items():
+        if region.nbytes != sizes[pool]:
+            raise errors.bad_metadata(f"pool {pool} of {region.nbytes} bytes")
+    connection, descriptors = receive_descriptors(published.socket, published.token)
+    try:
+        return connection, _mapped(regions, descriptors)
+    except BaseException:
+        hang_up(connection)
+        raise
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
 
 
 def _mapped(regions: Mapping[int, _Region], descriptors: Sequence[int]) -> dict[int, Bytes]:

@@ -45,7 +45,8 @@ _sockets: WeakSet[socket.socket] = WeakSet()
 _guard = threading.Lock()
 
 
-def _kept(made: socket.socket) -> socket.socket:
+def not_in_children(made: socket.socket) -> socket.socket:
+    """Have a socket closed in processes that are forked from this one."""
     with _guard:
         _sockets.add(made)
     return made
@@ -80,11 +81,11 @@ class SegmentServer:
         """Process and deadline of connections without a token, the oldest first."""
         self._connected: dict[socket.socket, int] = {}
         self._most = max(16, min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2))
-        self._listener = _kept(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        self._listener = not_in_children(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         self._listener.setblocking(False)
         self._listener.bind(_address(self.name))
         self._listener.listen(2 * _MOST_WAITING)
-        self._stop, self._stopped = map(_kept, socket.socketpair())
+        self._stop, self._stopped = map(not_in_children, socket.socketpair())
         self._selector = selectors.DefaultSelector()
         for one in (self._listener, self._stopped):
             self._selector.register(one, selectors.EVENT_READ)
@@ -148,7 +149,7 @@ class SegmentServer:
         except OSError:
             time.sleep(0.02)  # most likely out of descriptors: not again at once
             return
-        process, user = _other_end(one)
+        process, user = other_end(one)
         if user != os.getuid():
             one.close()
             return
@@ -157,7 +158,7 @@ class SegmentServer:
             most = Counter(process for process, _ in self._waiting.values()).most_common(1)[0][0]
             self._drop(next(w for w, (process, _) in self._waiting.items() if process == most))
         one.setblocking(False)
-        self._waiting[_kept(one)] = process, time.monotonic() + HANDSHAKE_SECONDS
+        self._waiting[not_in_children(one)] = process, time.monotonic() + HANDSHAKE_SECONDS
         self._selector.register(one, selectors.EVENT_READ)
 
     def _hear(self, one: socket.socket) -> None:
@@ -193,7 +194,7 @@ def receive_descriptors(name: str, token: bytes) -> tuple[socket.socket, list[in
     """Connect to a server of this user: the connection, and the descriptors that it gives."""
     deadline = time.monotonic() + HANDSHAKE_SECONDS
     for _ in range(_ATTEMPTS):
-        one = _kept(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        one = not_in_children(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         try:
             return one, _ask(one, name, token, deadline)
         except (ConnectionResetError, BrokenPipeError):
@@ -211,7 +212,7 @@ def receive_descriptors(name: str, token: bytes) -> tuple[socket.socket, list[in
 def _ask(one: socket.socket, name: str, token: bytes, deadline: float) -> list[int]:
     _limit(one, deadline)
     one.connect(_address(name))
-    _, user = _other_end(one)
+    _, user = other_end(one)
     if user != os.getuid():
         raise errors.peer_lost("a process of another user")
     one.send(token)
@@ -280,7 +281,7 @@ def _send_descriptors(one: socket.socket, descriptors: Sequence[int]) -> None:
             one.send(said)
 
 
-def _other_end(one: socket.socket) -> tuple[int, int]:
+def other_end(one: socket.socket) -> tuple[int, int]:
     """Process and user at the other end; a process of another namespace is 0."""
     layout = struct.Struct("iii")
     process, user, _ = layout.unpack(

@@ -134,35 +134,6 @@ class Scoring(NamedTuple):
     sink_logits: torch.Tensor | None
 
 
-class Partials(NamedTuple):
-    """Room for what workers leave of sequences that others walk on: flash-decoding's partials."""
-
-    sums: torch.Tensor
-    tops: torch.Tensor
-    """A maximum and a total for each row."""
-
-
-class AttentionCall(NamedTuple):
-    """One call, all of it decided: what decode and prefill share."""
-
-    layer: LayerCache
-    q: torch.Tensor
-    out: torch.Tensor
-    tables: torch.Tensor
-    lengths: torch.Tensor
-    heads: int
-    """Kv heads."""
-    k: SideRows
-    v: SideRows
-    shape: AttentionShape
-    scoring: Scoring
-
-    @property
-    def cache(self) -> PagedCache:
-        """The layer and the block tables, as kernels take them."""
-        return PagedCache(self.layer.buffer, self.k, self.v, self.tables, self.tables.stride(0))
-
-
 def mask_of(visibility: Visibility) -> tuple[str, int, int]:
     """What queries see, as kernels take it: a mask, the size of its window or chunk, sink tokens.
 
@@ -320,25 +291,27 @@ def dot_for(own: Any, side: StoredSide) -> Any:
     return tl.float16 if exact and own != tl.float32 else own
 
 
-def words_of(call: AttentionCall, rows: int) -> PackedWords:
+def words_of(
+    layer: LayerCache, shape: AttentionShape, sides: tuple[SideRows, SideRows], rows: int
+) -> PackedWords:
     """How K and V are walked as words of 16 bits, where rows of queries are so many."""
-    k, v = call.shape.k, call.shape.v
+    k, v = shape.k, shape.v
     bits = _word_bits(k)
     suits = (
-        not call.shape.latent
+        not shape.latent
         and bits in (4, 8, 16)
         and bits == _word_bits(v)
         and (bits < 16 or rows <= _FEW_ROWS)
         and all(
             form.unit * form.element.primitive_bitwidth >= 16 and at.rows.element == 1
             and not form.tile and form.dim == form.width >= 16 * (16 // bits)
-            for form, at in ((k, call.k), (v, call.v))
+            for form, at in zip((k, v), sides, strict=True)
         )
     )  # fmt: skip
-    delta = gap(call.layer, "k", "v") if suits else None
+    delta = gap(layer, "k", "v") if suits else None
     if delta is None or abs(delta) >= _NEAR:
         return PackedWords()
-    lead = _lead(call)
+    lead = _lead(layer, shape)
     return PackedWords(True, delta, lead, lead * 8 // bits)
 
 
@@ -347,17 +320,16 @@ def _word_bits(form: StorageFormat) -> int:
     return form.bits if form.kind in ("plain", "scaled", "int4") else 0
 
 
-def _lead(call: AttentionCall) -> int:
+def _lead(layer: LayerCache, shape: AttentionShape) -> int:
     """Bytes before V from which on it can be read in pieces as wide as those of K.
 
     A row with its own scale is 264 bytes, say: K, its scale, V, its scale. V starts at a
     multiple of 4 alone, its neighbours' scales at one of 8.
     """
-    k, v = call.shape.k, call.shape.v
+    k, v = shape.k, shape.v
     if not all(form.kind in ("scaled", "int4") for form in (k, v)):
         return 0
     length = v.dim * v.bits // 8
-    layer = call.layer
     between = gap(layer, "k_scale", "v") == _SCALE and gap(layer, "v", "v_scale") == length
     whole = (layer.buffer.data_ptr(), length)
     aligned = k.scale_unit >= 2 and all(n % (2 * _SCALE) == 0 for n in whole)

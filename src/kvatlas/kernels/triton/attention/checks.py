@@ -6,21 +6,19 @@ import torch
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.kernels.triton import checks
-from kvatlas.kernels.triton.attention.arguments import AttentionCall
+from kvatlas.kernels.triton.attention.layer_launch import AttentionCall
 from kvatlas.kernels.triton.attention.schedule import Schedule, WorkSplit
-from kvatlas.specs import Visibility
 
 
 def check(
     call: AttentionCall,
-    visibility: Visibility,
     queries: torch.Tensor | None,
     starts: torch.Tensor | None,
     max_queries: int | None,
     prepared: bool,
 ) -> None:
     """Refuse what no kernel can be trusted with; ids and lengths in debug mode alone."""
-    sink_logits = call.scoring.sink_logits
+    sink_logits = call.sink_logits
     checks.same_device(
         call.layer.buffer.device, q=call.q, out=call.out, tables=call.tables,
         lengths=call.lengths, queries=queries, starts=starts, sink_logits=sink_logits,
@@ -38,9 +36,9 @@ def check(
     sizes += [] if starts is None else [starts.shape[0] - 1]
     wrong = any(size != count for size in sizes) or (queries is None) == (starts is None)
     if not wrong and checks.debugging() and count:
-        wrong = _debug_batch(call, visibility, queries, starts, max_queries)
+        wrong = _debug_batch(call, queries, starts, max_queries)
     if wrong:
-        room = call.tables.shape[1] * call.shape.states
+        room = call.tables.shape[1] * call.launch.shape.states
         raise AtlasError(
             Code.BAD_TENSOR,
             "Tables, lengths and queries do not fit together",
@@ -52,12 +50,12 @@ def check(
 
 def _debug_batch(
     call: AttentionCall,
-    visibility: Visibility,
     queries: torch.Tensor | None,
     starts: torch.Tensor | None,
     max_queries: int | None,
 ) -> bool:
     """Whether lengths and counts are wrong; block ids within reach are looked at too."""
+    visibility, states = call.layer.spec.visibility, call.launch.shape.states
     lengths, rows = call.lengths, call.q.shape[0]
     if starts is not None:
         counts = starts.diff()
@@ -65,14 +63,14 @@ def _debug_batch(
     else:
         counts = lengths if queries is None else queries
         wrong = int(counts.sum()) != rows
-    room = call.tables.shape[1] * call.shape.states
+    room = call.tables.shape[1] * states
     wrong |= visibility.causal and bool((counts > lengths).any())
     wrong |= bool(((counts > 0) & (lengths < 1)).any()) or int(lengths.max()) > room
     wrong |= max_queries is not None and int(counts.max()) > max_queries
     # Only blocks within reach count: what a window has left behind may hold anything.
-    first = torch.arange(call.tables.shape[1], device=call.tables.device) * call.shape.states
+    first = torch.arange(call.tables.shape[1], device=call.tables.device) * states
     low = visibility.first(lengths - counts)
-    reached = (first > (low - call.shape.states)[:, None]) | (first < visibility.sink_tokens)
+    reached = (first > (low - states)[:, None]) | (first < visibility.sink_tokens)
     reached &= (first < lengths[:, None]) & (counts > 0)[:, None]
     checks.in_range(call.tables[reached], call.layer.kernel_blocks.size("B"))
     return wrong
@@ -80,10 +78,10 @@ def _debug_batch(
 
 def refuse_schedule(given: Schedule, split: WorkSplit, count: int) -> None:
     """Refuse a schedule of other batches or layers: rows would be left unwritten."""
-    if given.split != split or given.ends.shape != (3, count + 1):
+    if given.split != split or given.sequences != count:
         raise AtlasError(
             Code.BAD_TENSOR,
             "The schedule is of another batch, or of layers whose work is split otherwise",
-            got=f"{given.split} of {given.ends.shape[1] - 1} sequences for {split} of {count}",
+            got=f"{given.split} of {given.sequences} sequences for {split} of {count}",
             hint="Make it by split_of() of such a layer, with the same max_queries",
         )

@@ -105,11 +105,12 @@ def decode(
                 places = (number * TILING.programs + program) * TILING.rows
                 places += tl.arange(0, TILING.rows)
                 column = tl.arange(0, OUT.width)
-                pointers = partials.sums + places.to(tl.int64)[:, None] * OUT.width
+                pointers = partials.room + places.to(tl.int64)[:, None] * OUT.width
                 mask = valid[:, None] & (column < OUT.dim)[None, :]
                 tl.store(pointers + column[None, :], softmax.acc, mask=mask)
-                tl.store(partials.tops + 2 * places, softmax.top, mask=valid)
-                tl.store(partials.tops + 2 * places + 1, softmax.total, mask=valid)
+                tops = partials.room + partials.tops + 2 * places
+                tl.store(tops, softmax.top, mask=valid)
+                tl.store(tops + 1, softmax.total, mask=valid)
         tile = until
         sequence += 1
 

@@ -45,9 +45,10 @@ def merge(
                 there = worker <= until
                 number = 2 * worker + (worker == begin).to(tl.int32)
                 places = (number * TILING.programs + program) * TILING.rows + place
-                tops = tl.load(partials.tops + 2 * places, mask=there, other=-1.0e30)
-                totals = tl.load(partials.tops + 2 * places + 1, mask=there, other=0.0)
-                pointers = partials.sums + places.to(tl.int64)[:, None] * WIDTH + column[None, :]
+                pairs = partials.room + partials.tops + 2 * places
+                tops = tl.load(pairs, mask=there, other=-1.0e30)
+                totals = tl.load(pairs + 1, mask=there, other=0.0)
+                pointers = partials.room + places.to(tl.int64)[:, None] * WIDTH + column[None, :]
                 mask = there[:, None] & (column < OUT.dim)[None, :]
                 rows = tl.load(pointers, mask=mask, other=0.0)
                 higher = tl.maximum(top, tl.max(tops, 0))

@@ -35,12 +35,38 @@ class WorkSplit(NamedTuple):
     sink_tokens: int = 0
 
 
-class Schedule(NamedTuple):
-    """Ends of queries, decode tiles and prefill tiles, sequence by sequence, on the device."""
+class Partials(NamedTuple):
+    """Room for what workers leave of sequences that others walk on: flash-decoding's partials."""
 
-    ends: torch.Tensor
-    """[3, sequences + 1] of int32, each row from 0, or from where queries start."""
-    split: WorkSplit
+    room: torch.Tensor
+    """Sums of each row, then a maximum and a total of each."""
+    tops: int
+    """Where the second begin."""
+
+
+class Schedule:
+    """The work of a batch, on the device: what all layers of a kind share in a step.
+
+    It also has the room in which their workers leave partial sums: layers that share a
+    schedule are attended to one after the other, on one stream. A captured graph needs it as
+    long as it is replayed.
+    """
+
+    def __init__(self, ends: torch.Tensor, split: WorkSplit) -> None:
+        self.ends, self.split = ends, split
+        self.sequences = ends.shape[1] - 1
+        self.starts, self.decode_ends, self.prefill_ends = ends.unbind(0)
+        """Where queries begin and end, and where tiles do; [sequences + 1] of int32 each."""
+        self._partials: dict[tuple[int, int], Partials] = {}
+
+    def partials(self, rows: int, width: int) -> Partials:
+        """Room for so many rows; the same at every call."""
+        kept = self._partials.get((rows, width))
+        if kept is None:
+            count = rows * (width + 2)
+            room = torch.empty(count, dtype=torch.float32, device=self.ends.device)
+            kept = self._partials[rows, width] = Partials(room, rows * width)
+        return kept
 
 
 def fit_of(states: int, tile: int) -> tuple[str, int]:

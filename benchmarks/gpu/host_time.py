@@ -1,0 +1,184 @@
+"""What a call costs the host: `attend` and `write`, beside bare launches of the same kernels.
+
+A bare launch is Triton's own, with arguments that are at hand. What a call takes beyond its
+launches is this library's: checks, and what it has worked out once for a layer. `python -m
+benchmarks.gpu.host_time` prints the table; it is a part of `make bench-gpu`.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.gpu import tables
+from benchmarks.gpu.cells import DEVICE, layers_of
+from kvatlas.cache import LayerCache
+from kvatlas.kernels.triton import launch_write, split_of
+from kvatlas.kernels.triton import schedule as make_schedule
+from kvatlas.kernels.triton.attention import launch, layer_launch, schedule
+from kvatlas.specs import FullAttention
+
+BAR = 40.0
+"""Microseconds beyond the bare launches, at most."""
+_LAYERS = 16
+_TURNS = 60
+_KERNELS = (
+    (layer_launch, "decode"),
+    (launch, "merge"),
+    (launch, "prefill"),
+    (schedule, "count_tiles"),
+    (launch_write, "write_rows"),
+)
+
+
+class HostTime(NamedTuple):
+    """Microseconds of the host for one call."""
+
+    what: str
+    call: float
+    bare: float
+    """Of the kernels that it launches, by themselves."""
+    launches: int
+    allocations: int
+    """Of memory on the device, without what the call returns."""
+
+    @property
+    def beyond(self) -> float:
+        """What the call takes more than its launches."""
+        return self.call - self.bare
+
+    def row(self) -> list[str]:
+        """As a row of the table."""
+        verdict = "ok" if self.beyond <= BAR else "over"
+        times = [f"{n:.1f}" for n in (self.call, self.bare, self.beyond)]
+        counts = [str(self.launches), str(self.allocations)]
+        return [self.what, *times, *counts, f"{BAR:.0f}", verdict]
+
+
+class _Recorder:
+    """Stands for a kernel, and keeps what it was launched with."""
+
+    def __init__(self, kernel: Any, kept: list[Callable[[], Any]]) -> None:
+        self._kernel, self._kept = kernel, kept
+
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        launched = self._kernel[grid]
+
+        def run(*arguments: Any, **options: Any) -> Any:
+            self._kept.append(lambda: launched(*arguments, **options))
+            return launched(*arguments, **options)
+
+        return run
+
+
+def bare_launches(act: Callable[[], Any]) -> list[Callable[[], Any]]:
+    """The launches of a call, to be made again by themselves."""
+    kept: list[Callable[[], Any]] = []
+    real = [(module, name, getattr(module, name)) for module, name in _KERNELS]
+    try:
+        for module, name, kernel in real:
+            setattr(module, name, _Recorder(kernel, kept))
+        act()
+    finally:
+        for module, name, kernel in real:
+            setattr(module, name, kernel)
+    return kept
+
+
+def microseconds(act: Callable[[], Any]) -> float:
+    """The host's time for one turn, the device waited for after each."""
+    taken = []
+    for _ in range(_TURNS):
+        begin = time.perf_counter()
+        act()
+        taken.append(1e6 * (time.perf_counter() - begin))
+        torch.cuda.synchronize()
+    return statistics.median(taken)
+
+
+def _allocations(act: Callable[[], Any]) -> int:
+    name = "allocation.all.allocated"
+    before = torch.cuda.memory_stats()[name]
+    kept = act()
+    del kept
+    return int(torch.cuda.memory_stats()[name] - before)
+
+
+def _forget(layers: list[LayerCache]) -> None:
+    """Let layers work out again which kernels they launch."""
+    for layer in layers:
+        layer.kept.clear()
+
+
+def measured(
+    what: str, layers: list[LayerCache], call: Callable[[LayerCache], Any], *, returned: int = 0
+) -> HostTime:
+    """A call for each of some layers, as a step of an engine makes it."""
+
+    def step() -> None:
+        for layer in layers:
+            call(layer)
+
+    step()
+    torch.cuda.synchronize()
+    _forget(layers)
+    launches = bare_launches(step)
+    _forget(layers)
+    step()
+    one = _allocations(lambda: call(layers[0])) - returned
+    whole, bare = microseconds(step), microseconds(lambda: [act() for act in launches])
+    many = len(layers)
+    return HostTime(what, whole / many, bare / many, len(launches) // many, one)
+
+
+def every_figure() -> list[HostTime]:
+    """A step of 16 sequences of few tokens: the device is never what is waited for."""
+    spec, block, sequences = FullAttention(heads=8, head_dim=128), 16, 16
+    layers = layers_of(spec, "LBNHC", block=block, blocks=64, slots=_LAYERS)
+    q = torch.randn(sequences, 32, 128, dtype=torch.bfloat16, device=DEVICE)
+    rows = q[:, :8].contiguous()
+    numbers = torch.arange(sequences, dtype=torch.int32, device=DEVICE)
+    batch: dict[str, Any] = {
+        "tables": numbers[:, None].expand(-1, 2).contiguous(),
+        "lengths": torch.full_like(numbers, 20),
+    }
+    one = torch.ones_like(numbers)
+    split = split_of(layers[0], 32, max_queries=1)
+    prepared = make_schedule(split, batch["lengths"], one)
+    out = torch.empty_like(q)
+    slots = numbers.long() * block
+    return [
+        measured(
+            "attend, any batch", layers,
+            lambda layer: launch.attend(layer, q, queries=one, **batch), returned=1,
+        ),
+        measured(
+            "attend, one query each", layers,
+            lambda layer: launch.attend(layer, q, queries=one, max_queries=1, **batch), returned=1,
+        ),
+        measured(
+            "the same, prepared, into `out`", layers,
+            lambda layer: launch.attend(
+                layer, q, max_queries=1, prepared=prepared, out=out, **batch
+            ),
+        ),
+        measured("write", layers, lambda layer: launch_write.write(layer, rows, rows, slots)),
+    ]  # fmt: skip
+
+
+def main() -> None:
+    """Print the table."""
+    if not torch.cuda.is_available():
+        print("No CUDA device here: nothing is measured.")
+        return
+    columns = ("call", "us", "bare launches", "beyond", "launches", "allocations", "bar", "")
+    title = f"Host time of a call, {torch.cuda.get_device_name()}, medians of {_TURNS}"
+    tables.show(title, columns, [figure.row() for figure in every_figure()], left="c")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""A request of the shapes that vLLM keeps on a CPU, pulled without vLLM, beside raw NIXL."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tests.vllm.shapes import Config, FullAttentionSpec, Group, vllm_config
+
+from benchmarks.wires import raw_nixl, scattered
+from kvatlas.engines.vllm import describe_engine
+from kvatlas.planning import Plan
+from kvatlas.routing import scattered as scattered_blocks
+from kvatlas.wire import (
+    Node,
+    SampleTask,
+    Session,
+    make_transport,
+    memory_of,
+    pools_for,
+    run_sample_server,
+)
+
+LAYERS, HEADS, HEAD = 16, 8, 64
+TURNS = 11
+
+
+def plan_of(block: int) -> Plan:
+    """The caches of an engine that serves the model of `vllm_cost`, of 160 MiB at least."""
+    names = [f"layers.{number}.attn" for number in range(LAYERS)]
+    spec = FullAttentionSpec(block_size=block, num_kv_heads=HEADS, head_size=HEAD, head_size_v=HEAD)
+    config = vllm_config(kv_heads=HEADS)
+    config.model_config.max_model_len = 2048
+    config.model_config.get_total_num_hidden_layers = lambda: LAYERS
+    config.model_config.model_arch_config.total_num_attention_heads = HEADS
+    made = Config([Group(spec, names)], num_blocks=2560 // block)
+    return describe_engine(config, made, backends=dict.fromkeys(names, "CPU_ATTN"))
+
+
+def raw_and_pulled(block: int, tokens: int, per_token: int, run: int) -> tuple[float, float]:
+    """Median seconds of a request's bytes by NIXL's own calls, and by a session, in turns.
+
+    Both between the same two processes, from blocks of 64 tokens; NIXL in the longest runs.
+    """
+    target, near = plan_of(block), make_transport("nixl")
+    pools = pools_for(target, 0, near)
+    # A token more than is pulled, so that the source does not let go of it.
+    task = SampleTask(
+        plan=plan_of(64), transport="nixl", seed=1, requests=("0",), tokens=tokens + 1
+    )
+    with (
+        run_sample_server(task) as endpoints,
+        Node(target, memory=memory_of(pools), transport=near) as node,
+        Session(node, endpoints) as session,
+    ):
+        link: Any = session.link(0)
+        blocks = scattered_blocks(target, tokens)
+        pool = node.memory[0].address
+        copy = scattered(run, tokens * per_token)
+        raw = raw_nixl(link.agent, link.peer, link.theirs[0].address, pool, copy)
+
+        def pull() -> None:
+            session.pull("0", dst_blocks=blocks, tokens=tokens).wait()
+
+        first, second = _in_turns(raw, pull)
+        return first, second
+
+
+def _in_turns(*acts: Callable[[], Any]) -> list[float]:
+    taken: list[list[float]] = [[] for _ in acts]
+    for turn in range(TURNS + 2):
+        for act, times in zip(acts, taken, strict=True):
+            begun = time.perf_counter()
+            act()
+            if turn > 1:  # memory is there, and the link was measured
+                times.append(time.perf_counter() - begun)
+    return [statistics.median(times) for times in taken]

@@ -1,0 +1,140 @@
+"""Rows of hit rates: what is compared, and a simulation for each value of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from kvatlas.cli.compare import AXES, usual
+from kvatlas.cli.failures import plain
+from kvatlas.cli.options import PlanOptions, contradictory
+from kvatlas.cli.progress import progress_bar
+from kvatlas.cli.replay_options import CHECKPOINTS, EVICTIONS, ReplayOptions
+from kvatlas.errors import AtlasError
+from kvatlas.models import Weights
+from kvatlas.planning import quantity
+
+if TYPE_CHECKING:
+    from kvatlas.pool import PrefillCost, Trace
+
+PLAN_AXES = ("policy", "block-size", "memory", "states", "pack", "kv-dtype", "tp")
+SHARES = ("none", "shared", "10", "25", "50", "75")
+"""Ways of a tier: not there; one pool for everything; so many percent for states alone."""
+POOL_AXES = {"eviction": EVICTIONS, "checkpoints": CHECKPOINTS, "tier": SHARES}
+
+Row = dict[str, Any]
+Axes = list[tuple[str, tuple[str, ...]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """What is simulated, but for the plan."""
+
+    trace: Trace
+    replay: ReplayOptions
+    over_memory: bool = False
+    """Whether curves are drawn: a memory that is too small is a point that is missing."""
+
+
+def axes_of_hits(texts: list[str]) -> Axes:
+    """Axes to vary, with their values; one without a name where nothing varies.
+
+    >>> axes_of_hits(["policy,tier", "memory=1GiB,2GiB"])
+    [('policy', ()), ('tier', ()), ('memory', ('1GiB', '2GiB'))]
+    """
+    found = []
+    for text in texts:
+        name, given, values = text.partition("=")
+        for one in [name] if given else text.split(","):
+            axis = one.strip().lower().replace("_", "-")
+            if axis not in (*PLAN_AXES, *POOL_AXES):
+                known = ", ".join((*PLAN_AXES, *POOL_AXES))
+                problem = f"{axis!r} is none of {known}."
+                raise typer.BadParameter(problem, param_hint="'--compare'")
+            found.append((axis, tuple(v.strip() for v in values.split(",") if v.strip())))
+    return found or [("", ("",))]
+
+
+def hit_rows(options: PlanOptions, question: Question, axes: Axes) -> Iterator[Row]:
+    """A row for each value of each axis, or why there is none."""
+    cost = _cost(options, question)
+    for axis, given in axes:
+        if axis == "tier":
+            _check_tiers(question.replay, given)
+        values = given or POOL_AXES.get(axis) or usual(options.load(), axis)
+        for value in values:
+            row: Row = {"model": options.model, "compare": axis or None, "value": value or None}
+            row["curve"] = None
+            try:
+                yield row | _row(options, question, cost, axis, value) | {"refused_plan": None}
+            except AtlasError as refusal:
+                if not axis and not question.over_memory:
+                    raise
+                told = {"code": str(refusal.code), "message": str(refusal)}
+                yield row | {"refused_plan": told}
+
+
+def curve_rows(options: PlanOptions, question: Question, axes: Axes) -> Iterator[Row]:
+    """A row for each memory, for every value of what else is compared."""
+    memories = next((given for axis, given in axes if axis == "memory"), ())
+    others = [(axis, given) for axis, given in axes if axis != "memory"]
+    for memory in memories or usual(options.load(), "memory"):
+        sized = dataclasses.replace(options, memory=memory)
+        for row in hit_rows(sized, question, others or [("", ("",))]):
+            curve = f"{row['compare']} {row['value']}" if row["compare"] else None
+            yield row | {"compare": "memory", "value": memory, "curve": curve}
+
+
+def _row(
+    options: PlanOptions, question: Question, cost: PrefillCost | None, axis: str, value: str
+) -> Row:
+    from kvatlas.pool import simulate
+
+    replay, changes, tier = question.replay, dict[str, Any](), "shared"
+    if axis == "tier":
+        tier = value
+    elif axis == "eviction":
+        replay = dataclasses.replace(replay, eviction=value)
+    elif axis == "checkpoints":
+        replay = dataclasses.replace(replay, checkpoints=value)
+    elif axis:
+        numeric = axis in ("block-size", "tp") and value.isdecimal()
+        changes[AXES[axis]] = int(value) if numeric else value
+    plan = options.plan(**changes)
+    with progress_bar(f"{plain(plan.model)} {value}") as told:
+        rates = simulate(
+            plan,
+            question.trace,
+            eviction=replay.eviction,
+            checkpoints=replay.checkpoints,
+            cost=cost and dataclasses.replace(cost, tflops=replay.tflops * plan.ranks),
+            arrivals=replay.arrivals,
+            tiers={} if tier == "none" else replay.tiers(options),
+            state_share=int(tier) / 100 if tier.isdecimal() else None,
+            progress=told,
+        )
+    return rates.as_dict()
+
+
+def _check_tiers(replay: ReplayOptions, values: tuple[str, ...]) -> None:
+    """Refuse ways that a tier cannot be."""
+    if not (replay.host_memory or replay.disk):
+        hint = "Give --host-memory, --disk or both"
+        raise contradictory("--compare tier without a tier", hint)
+    for value in values:
+        if value not in ("none", "shared") and not (value.isdecimal() and 0 < int(value) < 100):
+            problem = f"{value!r} is neither none, nor shared, nor a percentage for states."
+            raise typer.BadParameter(problem, param_hint="'--compare'")
+
+
+def _cost(options: PlanOptions, question: Question) -> PrefillCost | None:
+    """What a prompt costs; None where nobody says how many parameters a token meets."""
+    from kvatlas.pool import PrefillCost, active_parameters
+
+    given = question.replay.active_params
+    active = quantity(given, "the parameters") if given else None
+    active = active or active_parameters(Weights.load(options.model))
+    return None if active is None else PrefillCost.of(options.load(), active)

@@ -1,0 +1,46 @@
+"""`kvatlas tier`: the group of commands that look after a tier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvatlas.cli.failures import guarded
+
+if TYPE_CHECKING:
+    from kvatlas.tier import ObjectStore
+
+tier_app = typer.Typer(
+    name="tier", help="Look after a tier that engines share.", no_args_is_help=True
+)
+
+Where = Annotated[
+    str,
+    typer.Argument(
+        metavar="STORE",
+        help="mooncake://host:port?metrics=host:9003 or folder:///path",
+        show_default=False,
+    ),
+]
+
+
+def tier_command(name: str, *examples: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A guarded command of the group, with examples below its help."""
+    lines = ("[dim]Examples[/]", *(f"  kvatlas tier {line}" for line in examples))
+    register = tier_app.command(name, epilog="\n".join(lines))
+    return lambda function: register(guarded(function))
+
+
+@contextmanager
+def opened(where: str) -> Iterator[ObjectStore]:
+    """The store at an address, until it is let go."""
+    from kvatlas.tier import open_store
+
+    store = open_store(where)
+    try:
+        yield store
+    finally:
+        store.close()

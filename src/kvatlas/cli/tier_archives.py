@@ -1,0 +1,40 @@
+"""`kvatlas tier export` and `import`: the objects of a store in a tar file, and back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvatlas.cli.app import Json, answer
+from kvatlas.cli.failures import plain
+from kvatlas.cli.tables import table
+from kvatlas.cli.tier_app import Where, opened
+
+Archive = Annotated[Path, typer.Argument(help="The tar file.", show_default=False)]
+
+
+def export(where: Where, archive: Archive, as_json: Json = False) -> None:
+    """Write every sound object of a store into a tar file."""
+    from kvatlas.tier import export_objects
+
+    with opened(where) as store:
+        count = export_objects(store, archive)
+    shown = table("objects written", words=())
+    shown.add_row(f"{count:,}")
+    answer(as_json, {"objects": count}, shown)
+
+
+def import_archive(where: Where, archive: Archive, as_json: Json = False) -> None:
+    """Put the objects of a tar file into a store. Exit 1 where some are not what they say."""
+    from kvatlas.tier import import_objects
+
+    with opened(where) as store:
+        verdict = import_objects(store, archive)
+    shown = table("objects stored", "refused", words=())
+    shown.add_row(f"{verdict.sound:,}", f"{len(verdict.damaged):,}")
+    value = {"stored": verdict.sound, "refused": verdict.damaged}
+    answer(as_json, value, shown, *map(plain, verdict.damaged[:20]))
+    if verdict.damaged:
+        raise typer.Exit(1)

@@ -1,0 +1,17 @@
+"""`kvatlas tier stat`: how full a store is."""
+
+from __future__ import annotations
+
+from kvatlas.cli.app import Json, answer
+from kvatlas.cli.tables import table
+from kvatlas.cli.tier_app import Where, opened
+from kvatlas.planning import size
+
+
+def stat(where: Where, as_json: Json = False) -> None:
+    """Objects and bytes of a store, and how many bytes it could have."""
+    with opened(where) as store:
+        room = store.capacity()
+    shown = table("objects", "bytes", "room for", words=())
+    shown.add_row(f"{room.objects:,}", size(room.used), size(room.total) if room.total else "?")
+    answer(as_json, room._asdict(), shown)

@@ -1,0 +1,27 @@
+"""`kvatlas tier verify`: whether every object of a store is what it should be."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kvatlas.cli.app import Json, answer
+from kvatlas.cli.failures import plain
+from kvatlas.cli.tables import table
+from kvatlas.cli.tier_app import Where, opened
+
+Remove = Annotated[bool, typer.Option("--remove", help="Remove what is damaged.")]
+
+
+def verify_objects(where: Where, remove: Remove = False, as_json: Json = False) -> None:
+    """Read every object: its name, header and checksum must agree. Exit 1 where some do not."""
+    from kvatlas.tier import verify
+
+    with opened(where) as store:
+        verdict = verify(store, remove=remove)
+    shown = table("sound", "damaged", words=())
+    shown.add_row(f"{verdict.sound:,}", f"{len(verdict.damaged):,}")
+    answer(as_json, verdict._asdict(), shown, *map(plain, verdict.damaged[:20]))
+    if verdict.damaged:
+        raise typer.Exit(1)

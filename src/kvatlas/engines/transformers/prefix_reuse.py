@@ -1,0 +1,145 @@
+"""`PrefixReuse`: a model's requests, each of which begins with what earlier ones left.
+
+A `BlockPool` finds the longest prefix that every layer can go on behind: attention all its
+blocks, windows their last ones, recurrent layers a state that was kept there. The model then
+computes what comes behind it, on pages that it has never seen itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from kvatlas.engines.transformers.cache import AtlasCache
+from kvatlas.errors import AtlasError, Code
+from kvatlas.pool import PrefixIdentity
+
+_ROUNDING = 0.05
+"""How far apart logits may be, as a share of the largest: bf16 has 8 bits."""
+
+
+class PrefixReuse:
+    """Requests on one `AtlasCache`, one after the other, whose prefixes are found again.
+
+    `begin` looks a prompt up, and computes it as far as states are to be kept for later
+    requests; `generate` does the rest; `end` says which tokens it was. The plan must be one
+    for reuse (`prefix_caching=True`), with room for more than one sequence.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(
+    ...     vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+    ...     num_attention_heads=2, eos_token_id=None, bos_token_id=None,
+    ... )
+    >>> model = LlamaForCausalLM(config)
+    >>> cache = AtlasCache.from_config(config, batch=4, max_len=64, prefix_caching=True)
+    >>> reuse = PrefixReuse(model, cache)
+    >>> for prompt in (list(range(40)), [*range(30), 3, 3, 3]):
+    ...     print(reuse.begin(prompt), "tokens need not be computed")
+    ...     ids = model.generate(torch.tensor([prompt]), past_key_values=cache, max_new_tokens=5)
+    ...     reuse.end(ids[0].tolist())
+    0 tokens need not be computed
+    30 tokens need not be computed
+    """
+
+    def __init__(self, model: Any, cache: AtlasCache) -> None:
+        if any(group.kind == "recurrent" for group in cache.plan.groups):
+            _check_goes_on(model)
+        self.model = model
+        self.cache = cache
+        self.pool = cache.pool
+        self._prompt: list[int] | None = None
+        """Of the request that is under way."""
+        self._reserved = 0
+
+    def begin(self, prompt: Sequence[int], identity: PrefixIdentity | None = None) -> int:
+        """Begin a request; the tokens of its prompt that need not be computed.
+
+        One that is under way, and was not ended, is given up.
+        """
+        self._leave()
+        hit = self.pool.admit(self, prompt, identity)
+        self._prompt, self._reserved = list(prompt), hit
+        self.cache.adopt_from_pool(hit, self._reserve)
+        self._assign()
+        # The last token is left for `generate`, which begins with what follows it.
+        for stop in self.pool.stops(self, len(self._prompt) - 1):
+            self._compute(stop)
+        self._reserve(len(self._prompt))  # states that were kept are copied before they change
+        return hit
+
+    def end(self, tokens: Sequence[int]) -> None:
+        """End the request: `tokens` are its prompt and what was generated behind it."""
+        if self._prompt is None:
+            problem = "No request is under way"
+            raise AtlasError(Code.UNKNOWN_REQUEST, problem, got="an end", hint="Begin one first")
+        prompt, seen = self._prompt, self.cache.seen
+        if list(tokens[: len(prompt)]) != prompt or len(tokens) < seen:
+            problem = "These tokens are not those of the request"
+            got = f"{len(tokens)} tokens for a prompt of {len(prompt)}, of which {seen} are kept"
+            hint = "Pass all tokens, the prompt included, as generate returns them"
+            raise AtlasError(Code.BAD_TOKENS, problem, got=got, hint=hint)
+        self.cache.batch.settle()
+        self.pool.computed(self, seen, tokens[len(prompt) :])
+        self._leave()
+
+    # -- inside -------------------------------------------------------------------------
+
+    def _compute(self, stop: int) -> None:
+        """Run the model up to a checkpoint, and have it kept."""
+        prompt, seen = self._prompt or [], self.cache.seen
+        self._reserve(stop)
+        ids = torch.tensor([prompt[seen:stop]], device=self.model.device)
+        with torch.no_grad():
+            self.model(ids, past_key_values=self.cache, use_cache=True)
+        self.cache.batch.settle()
+        self.pool.computed(self, stop)
+        self._reserved = stop
+
+    def _reserve(self, tokens: int) -> None:
+        """Have blocks for so many tokens: taken, zeroed and copied as the pool says."""
+        if tokens <= self._reserved:
+            return
+        made = self.pool.reserve(self, tokens)
+        for group, blocks in made.clear.items():
+            self.cache.cache.clear(group, blocks)
+        for copy in made.copies:
+            self.cache.batch.tables[copy.group].copy(copy.source, copy.destination)
+        self._assign()
+        self._reserved = tokens
+
+    def _assign(self) -> None:
+        for table, blocks in zip(
+            self.cache.batch.tables, self.pool.tables(self).values(), strict=True
+        ):
+            table.assign(blocks)
+
+    def _leave(self) -> None:
+        if self._prompt is not None:
+            self._prompt = None
+            self.cache.reset()
+            self.pool.free(self)
+
+
+def _check_goes_on(model: Any) -> None:
+    """Refuse a model that forgets its states where several tokens come behind them.
+
+    Some of transformers' do (Jamba, Bamba), and say nothing. So a few tokens are run at once
+    and in two parts, on transformers' own cache.
+    """
+    ids = torch.arange(1, 13, device=model.device).unsqueeze(0)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        whole = model(ids).logits[0, -1].float()
+        model(ids[:, :6], past_key_values=cache, use_cache=True)
+        parts = model(ids[:, 6:], past_key_values=cache, use_cache=True).logits[0, -1].float()
+    apart = (whole - parts).abs().max() / whole.abs().max()
+    if apart > _ROUNDING:
+        raise AtlasError(
+            Code.ENGINE_REFUSES,
+            "This model forgets its recurrent states where several tokens come behind them",
+            got=f"{type(model).__name__}: logits that are {float(apart):.0%} apart",
+            hint="Run it with an AtlasCache alone, without reuse",
+        )

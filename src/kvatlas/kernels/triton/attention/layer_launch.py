@@ -1,0 +1,287 @@
+"""What a layer's launches are, for any batch: worked out at the first call, kept with the layer.
+
+An engine calls a layer's attention at every step with queries of one shape and dtype. All
+that follows from these and from where the layer's pages lie is a `LayerLaunch`; what is left
+of a call is to look at its tensors and to launch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from kvatlas.cache import LayerCache
+from kvatlas.kernels.triton import checks, tune
+from kvatlas.kernels.triton import storage_formats as formats
+from kvatlas.kernels.triton.attention import arguments as calls
+from kvatlas.kernels.triton.attention.decode_device import decode
+from kvatlas.kernels.triton.attention.schedule import WorkSplit, fit_of
+from kvatlas.kernels.triton.attention.walk_device import LOG2E
+from kvatlas.kernels.triton.storage_formats import SideRows, StoredSide
+from kvatlas.specs import Attention, LatentAttention
+
+_PER_TENSOR = ("fp8", "fp8_e4m3", "fp8_e5m2", "nvfp4")
+"""Cache dtypes with a scale for the whole of K and of V."""
+
+
+class Scores(NamedTuple):
+    """What a caller says of logits, besides the spec; hashable."""
+
+    scale: float | None
+    softcap: float | None
+    k_scale: float
+    v_scale: float
+    sink_logits: bool
+    """Whether there are any."""
+
+
+class DecodeLaunch(NamedTuple):
+    """How sequences of few queries are launched."""
+
+    kernel: Any
+    tiling: calls.Tiling
+    words: calls.PackedWords
+    workers: int
+    programs: int
+    """Of a worker."""
+    depth: int
+    """Rows of a tile that may be in use."""
+    rows_of_partials: int
+    options: dict[str, Any]
+    """What Triton compiles with."""
+
+
+class PrefillLaunch(NamedTuple):
+    """How sequences of many queries are launched."""
+
+    tiling: calls.Tiling
+    options: dict[str, Any]
+
+
+class LayerLaunch(NamedTuple):
+    """The launches of a layer for queries of one shape and dtype."""
+
+    heads: int
+    """Kv heads."""
+    k: SideRows
+    v: SideRows
+    shape: calls.AttentionShape
+    scoring: calls.Scoring
+    """Without sinks, which are tensors."""
+    split: WorkSplit
+    decode: DecodeLaunch
+    prefill: PrefillLaunch | None
+    """None where no sequence has so many queries."""
+    early: dict[str, Any]
+    """What a kernel is launched with that waits for the one before by itself."""
+
+
+class AttentionCall(NamedTuple):
+    """One call: what a layer's launches have been worked out to be, and a batch."""
+
+    layer: LayerCache
+    launch: LayerLaunch
+    q: torch.Tensor
+    out: torch.Tensor
+    tables: torch.Tensor
+    lengths: torch.Tensor
+    sink_logits: torch.Tensor | None
+
+    @property
+    def cache(self) -> calls.PagedCache:
+        """The layer and the block tables, as kernels take them."""
+        launch = self.launch
+        return calls.PagedCache(
+            self.layer.buffer, launch.k, launch.v, self.tables, self.tables.stride(0)
+        )
+
+    @property
+    def scoring(self) -> calls.Scoring:
+        """As kernels take it: where there are no sinks any tensor will do, since none is read."""
+        sinks = self.q if self.sink_logits is None else self.sink_logits
+        return calls.Scoring(*self.launch.scoring[:-1], sinks)
+
+
+def layer_launch(
+    layer: LayerCache,
+    q: torch.Tensor,
+    scores: Scores,
+    max_queries: int | None,
+    choice: dict[str, Any],
+) -> LayerLaunch:
+    """The launches of a layer for queries like these, worked out at the first call."""
+    key = (q.shape[1:], q.dtype, q.is_cuda, scores, max_queries, tuple(choice.items()))
+    kept: LayerLaunch | None = layer.kept.get(key)
+    if kept is None:
+        kept = layer.kept[key] = _worked_out(layer, q, scores, max_queries, choice)
+    return kept
+
+
+def _worked_out(
+    layer: LayerCache,
+    q: torch.Tensor,
+    scores: Scores,
+    max_queries: int | None,
+    choice: dict[str, Any],
+) -> LayerLaunch:
+    if isinstance(layer.spec, LatentAttention):
+        heads, (k, v) = 1, _latent_sides(layer, q)
+    else:
+        heads, (k, v) = layer.place("k").size("H"), _attention_sides(layer, q)
+    shape = _shape(layer, q, k, v, heads, scores)
+    key = calls.launch_key(layer, q.shape[1], q.dtype)
+    mask = calls.mask_of(layer.spec.visibility)
+    split = calls.work_split(key, shape.states, mask, max_queries, choice)
+    wanted = max_queries is None or max_queries * key.group > split.few
+    return LayerLaunch(
+        heads, k.at, v.at, shape, _scoring(layer, scores), split,
+        _decode(layer, key, split, shape, (k.at, v.at), heads, max_queries, choice),
+        _prefill(key, split, shape, heads, choice) if wanted else None,
+        tune.dependent_launch(q.device),
+    )  # fmt: skip
+
+
+def _attention_sides(layer: LayerCache, q: torch.Tensor) -> tuple[StoredSide, StoredSide]:
+    """K and V of an attention layer, refused where no kernel has queries for them."""
+    spec = layer.spec_as(Attention)
+    formats.refuse_head(spec.head_dim, "K")
+    formats.refuse_head(spec.v_dim or spec.head_dim, "V")
+    checks.rows_of(q, "q", (None, None, spec.head_dim))
+    heads = layer.place("k").size("H")
+    if q.shape[1] % heads or not q.shape[1]:
+        raise checks.no_kernel(
+            "Query heads do not share kv heads evenly",
+            f"{q.shape[1]} query heads for {heads}",
+            "Pass the heads that this rank holds",
+        )
+    return formats.stored_side(layer, "k"), formats.stored_side(layer, "v")
+
+
+def _latent_sides(layer: LayerCache, q: torch.Tensor) -> tuple[StoredSide, StoredSide]:
+    """The latents of an MLA layer and their rotary rows."""
+    spec = layer.spec_as(LatentAttention)
+    formats.refuse_head(spec.latent, "the latent")
+    if not formats.attends_latent(spec):
+        raise checks.no_kernel(
+            "Latents have scales by blocks, or rows that are no power of two",
+            f"{spec.cache} of {spec.latent} + {spec.rope}",
+            "Use auto or fp8",
+        )
+    checks.rows_of(q, "q", (None, None, spec.latent + spec.rope))
+    return formats.stored_latent(layer, "latent"), formats.stored_latent(layer, "rope")
+
+
+def _shape(
+    layer: LayerCache,
+    q: torch.Tensor,
+    k: StoredSide,
+    v: StoredSide,
+    heads: int,
+    scores: Scores,
+) -> calls.AttentionShape:
+    latent = isinstance(layer.spec, LatentAttention)
+    values = k.format if latent else v.format
+    own = formats.dot_of(q)
+    k_dot = calls.dot_for(own, k)
+    return calls.AttentionShape(
+        k.format, v.format, k_dot, k_dot if latent else calls.dot_for(own, v),
+        "ieee" if k_dot == tl.float32 else "tf32",
+        calls.OutputShape(q.shape[1] // heads, values.dim, values.width, scores.sink_logits),
+        layer.kernel_blocks.size("N"), latent, calls.mask_of(layer.spec.visibility)[0],
+        bool(scores.softcap),
+    )  # fmt: skip
+
+
+def _scoring(layer: LayerCache, scores: Scores) -> calls.Scoring:
+    """Logits in base 2: their scale has the factor, unless a softcap turns them there itself."""
+    spec = layer.spec
+    scale, k_scale, v_scale = scores.scale, scores.k_scale, scores.v_scale
+    if isinstance(spec, LatentAttention):
+        kept_as_is = spec.cache == "auto"
+    else:
+        spec = layer.spec_as(Attention)
+        kept_as_is = spec.cache not in _PER_TENSOR
+        scale = spec.head_dim**-0.5 if scale is None else scale
+    if kept_as_is:
+        k_scale = v_scale = 1.0
+    scale = (scale or 0.0) * k_scale
+    scale = scale if scores.softcap else scale * LOG2E.value
+    _, size, sink_tokens = calls.mask_of(spec.visibility)
+    return calls.Scoring(scale, abs(scores.softcap or 0.0), v_scale, size, sink_tokens, None)
+
+
+def _decode(
+    layer: LayerCache,
+    key: calls.LaunchKey,
+    split: WorkSplit,
+    shape: calls.AttentionShape,
+    sides: tuple[SideRows, SideRows],
+    heads: int,
+    max_queries: int | None,
+    choice: dict[str, Any],
+) -> DecodeLaunch:
+    rows = calls.rows_for(key.group, max_queries)
+    use = calls.parameters("decode", key, rows, choice)
+    words = calls.words_of(layer, shape, sides, rows)
+    rows = rows if words.packed else max(16, rows)
+    row_tiles = triton.cdiv(key.group, rows)
+    programs = heads * row_tiles
+    workers = max(1, tune.processors(key.device) * use["per_sm"] // programs)
+    tiling = calls.Tiling(
+        rows, split.tile, *fit_of(shape.states, split.tile), use["stages"], use.get("evict", ""),
+        programs, row_tiles,
+    )  # fmt: skip
+    depth = rows if max_queries is None else min(rows, max_queries * key.group)
+    options = {
+        "num_warps": use["warps"],
+        "num_stages": use["stages"],
+        "maxnreg": use.get("registers"),
+    }
+    kernel = latent_kernel(key, shape, tiling)
+    if kernel is not None:
+        options = {"num_warps": 8}
+    return DecodeLaunch(
+        kernel or decode, tiling, words, workers, programs, depth, 2 * workers * programs * rows,
+        options,
+    )  # fmt: skip
+
+
+def latent_kernel(
+    key: calls.LaunchKey, shape: calls.AttentionShape, tiling: calls.Tiling
+) -> Any | None:
+    """Hopper's own kernel for latents of 16 bits, where it can be had and such queries are its."""
+    suits = (
+        tune.architecture(key.device) == "hopper"
+        and shape.latent
+        and (shape.k.dim, shape.v.dim) == (512, 64)
+        and shape.k.element == shape.v.element == shape.k_dot
+        and shape.k_dot in (tl.bfloat16, tl.float16)
+        and min(shape.k.unit, shape.v.unit) >= 8  # 16 bytes, which are copied at once
+        and (tiling.rows, tiling.tile) == (64, 64)
+        and shape.mask == "causal"
+        and not shape.softcap
+        and not shape.out.sink_logits
+        and find_spec("triton.experimental.gluon") is not None
+    )
+    if not suits:
+        return None
+    name = "kvatlas.kernels.triton.attention.latent_decode_device"
+    return import_module(name).decode_latent
+
+
+def _prefill(
+    key: calls.LaunchKey,
+    split: WorkSplit,
+    shape: calls.AttentionShape,
+    heads: int,
+    choice: dict[str, Any],
+) -> PrefillLaunch:
+    use = calls.parameters("prefill", key, 0, choice)
+    fit = fit_of(shape.states, use["tile"])
+    tiling = calls.Tiling(split.rows, use["tile"], *fit, use["stages"], "", heads)
+    return PrefillLaunch(tiling, {"num_warps": use["warps"], "num_stages": use["stages"]})

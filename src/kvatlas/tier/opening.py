@@ -1,0 +1,116 @@
+"""`open_tier`: a tier by its address, whether it is of one process, a file, or a fleet's store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from urllib.parse import SplitResult, parse_qsl, urlsplit
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.models import Model
+from kvatlas.planning import Plan, plan, quantity
+from kvatlas.tier.namespaces import CacheIdentity
+from kvatlas.tier.store_tier import StoreTier
+from kvatlas.tier.stores import FolderStore, HostStore, MooncakeStore, ObjectStore
+from kvatlas.tier.tier import Tier
+
+IN_MEMORY = "memory"
+BLOCK = 64
+"""Tokens of a row, where the model's layers allow it."""
+_ANY_MEMORY = "1TiB"
+"""Rows of a store are planned for: how many there are is the store's."""
+_SIZES = ("segment", "buffer", "capacity")
+_SCHEMES = ("mooncake", "folder", "host")
+
+
+def open_tier(
+    where: str | Path,
+    model: Model | str,
+    identity: CacheIdentity | None = None,
+    *,
+    memory: str | int = "1GiB",
+    block_size: int = BLOCK,
+    max_len: int | None = None,
+    **options: Any,
+) -> Tier | StoreTier:
+    """The tier at an address, for one model.
+
+    - `"memory"`: host memory of this process, so many bytes of `memory`.
+    - a path: a file; a new one takes `memory` bytes, one that is there keeps its plan.
+    - `"mooncake://host:port?metrics=host:9003&segment=4GiB"`: a fleet's Mooncake Store.
+    - `"folder:///path?capacity=100GiB"`: a folder that hosts share; `"host://?capacity=1GiB"`.
+
+    A store's tier needs an `identity`; `options` are those of `StoreTier`.
+
+    >>> from kvatlas.models import Model
+    >>> with open_tier("memory", "Qwen3-8B", memory="256MiB", max_len=1024) as tier:
+    ...     tier.plan.groups[0].block
+    64
+    >>> ours = CacheIdentity(weights="a digest of the checkpoint")
+    >>> with open_tier("host://", "Qwen3-8B", ours, max_len=1024, staging=32 << 20) as fleet:
+    ...     fleet.match([b"a key"], 64), dict(fleet.misses)
+    (0, {'other_tenant': 1})
+    """
+    address = urlsplit(str(where))
+    known = model if isinstance(model, Model) else Model.load(model)
+    if address.scheme not in _SCHEMES:
+        if options:
+            hint = f"Leave them out, or name a store: {', '.join(_SCHEMES)}"
+            problem = "Only the tier of a store takes these options"
+            raise AtlasError(Code.CONTRADICTORY, problem, got=sorted(options), hint=hint)
+        made = rows_of(known, block_size, max_len, memory)
+        if str(where) == IN_MEMORY:
+            return Tier(made)
+        return Tier.open(where, None if Path(where).exists() else made)
+    if identity is None:
+        hint = "Pass CacheIdentity(weights=models.weights_identity(folder))"
+        problem = "A store that others write to is of no use without an identity"
+        raise AtlasError(Code.CONTRADICTORY, problem, got=str(where), hint=hint)
+    rows = rows_of(known, block_size, max_len, _ANY_MEMORY)
+    return StoreTier(open_store(str(where)), rows, identity, **options)
+
+
+def open_store(where: str) -> ObjectStore:
+    """The store at an address."""
+    address = urlsplit(where)
+    about = _about(address)
+    try:
+        match address.scheme:
+            case "mooncake":
+                return MooncakeStore(address.netloc, **about)
+            case "folder":
+                return FolderStore(address.netloc + address.path, **about)
+            case "host":
+                return HostStore(**about)
+    except TypeError as problem:
+        hint = "See docs/fleet.md for what an address takes"
+        problem_text = "The address of a store says something that the store does not know"
+        raise AtlasError(Code.BAD_CONFIG, problem_text, got=str(problem), hint=hint) from None
+    hint = "Write mooncake://host:port, folder:///path or host://"
+    raise AtlasError(Code.BAD_CONFIG, "There is no such kind of store", got=repr(where), hint=hint)
+
+
+def rows_of(model: Model, block_size: int, max_len: int | None, memory: str | int) -> Plan:
+    """The plan of a model's rows: heads outermost where they can be, states whole."""
+    about: dict[str, Any] = {"memory": memory, "in_flight": 0, "states": "apart"}
+    if max_len is not None:
+        about["max_len"] = max_len
+    refusal = None
+    for layout in ("BHLNC", "BLHNC"):
+        for block in (block_size, 4 * block_size):
+            try:
+                return plan(model, layout=layout, block_size=block, **about)
+            except AtlasError as problem:
+                if problem.code not in (Code.LAYOUT_REFUSED, Code.NOT_DIVISIBLE):
+                    raise
+                refusal = refusal or problem
+    assert refusal is not None  # noqa: S101
+    raise refusal
+
+
+def _about(address: SplitResult) -> dict[str, Any]:
+    """What an address says behind its question mark; sizes with their units."""
+    said = dict(parse_qsl(address.query))
+    return {
+        name: quantity(value, name) if name in _SIZES else value for name, value in said.items()
+    }

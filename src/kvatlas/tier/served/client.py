@@ -1,0 +1,349 @@
+"""`TierClient`: a tier that another process serves, with the same calls as `Tier`.
+
+A tier that is gone is a miss: nothing matches, nothing is pinned, and storing is refused
+(`peer_lost`), all of it within `seconds`. Whoever serves the tier next is found by later calls.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.planning import Plan
+from kvatlas.routing import checked_rank, route, token_range
+from kvatlas.tier.hit import Hit
+from kvatlas.tier.index import PartSums, StoreResult
+from kvatlas.tier.request_blocks import Keys, NeededBlock, keys_by_group
+from kvatlas.tier.served import messages as m
+from kvatlas.tier.served.attachment import Attachment
+from kvatlas.tier.storage import Carry, TierStorage
+from kvatlas.tier.storing import PLANS, Ingests
+from kvatlas.wire import (
+    Metrics,
+    SendPlan,
+    bad_handshake,
+    by_group,
+    pack_tables,
+    peer_lost,
+    unpack_tables,
+)
+
+_PAUSE = 0.25
+"""Seconds for which a server that was not found is not looked for again."""
+_LOOK_AGAIN = 0.02
+_GONE = (Code.PEER_LOST, Code.DEADLINE, Code.UNKNOWN_SESSION, Code.BUSY, Code.UNREADABLE)
+"""Why a tier that is served elsewhere may have nothing to say."""
+
+Kind = TypeVar("Kind")
+
+
+class TierClient:
+    """A tier that another process of this host and user serves at a path.
+
+    Any number of threads may use one. What it has pinned, or was storing, is let go when it
+    is closed, and when its process ends. A server that is found later must have a tier of
+    the same plan.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        seconds: float = 10.0,
+        patience: float = 0.0,
+        before: Callable[[], None] = lambda: None,
+        closed: Callable[[], None] = lambda: None,
+    ) -> None:
+        """No question takes longer than `seconds`.
+
+        A server that is not there is looked for during `patience`, each time after `before`;
+        `closed` is called at the end.
+        """
+        self.path, self.seconds, self.patience = Path(path).absolute(), seconds, patience
+        self._before, self._on_close = before, closed
+        self._lock = threading.Lock()
+        self.closed, self._next_attempt = False, 0.0
+        self._attachment: Attachment | None = None
+        self.metrics = Metrics()
+        self._nothing = TierStorage({}, None, verify_always=False)
+        self._plan_text: bytes | None = None
+        self.plan = plan = self._attach().plan
+        self._plan_text = plan.to_json()
+        self._ingests = Ingests(plan)
+        self._route_to = lru_cache(PLANS)(lambda dst: route(plan, dst))
+        self._plans: dict[Plan, tuple[bytes, bytes]] = {}
+
+    # -- storing ------------------------------------------------------------------------
+
+    def store(
+        self,
+        pools: Mapping[int, Any] | None,
+        plan: Plan,
+        *,
+        rank: int = 0,
+        blocks: Any,
+        tokens: Any,
+        keys: Keys,
+        carry: Carry | None = None,
+    ) -> StoreResult:
+        """Store one rank's part of a request's tokens, as `Tier.store` does."""
+        rank = checked_rank(plan, rank, "source")
+        rows = keys_by_group(self.plan, keys)
+        start, stop, needs = self._ingests.needs(plan, tokens, rows)
+        ingest, at = self._ingests.of(plan), self.find_server()
+        begun = self._begin(at, plan, rank=rank, blocks=blocks, tokens=(start, stop), rows=rows)
+        storage, sums, brought = at.storage, PartSums(), False
+        try:
+            ids = self._filled(needs, begun.fills)
+            if ids:
+                with storage.using():
+                    move = (
+                        storage.carried(carry)
+                        if carry
+                        else storage.writing(plan, rank, pools or {})
+                    )
+                    copies, _ = ingest.copies(rank, blocks, (start, stop), ids)
+                    sums = storage.carry("store", copies, move)
+            brought = True
+        finally:
+            parts = tuple(m.SummedPart(*place, *part) for place, part in sums.items())
+            with nullcontext() if brought else suppress(AtlasError):
+                ended = at.ask(m.EndStore, store=begun.store, brought=brought, sums=parts)
+        return StoreResult(ended.whole, ended.waiting, ended.no_room)
+
+    def _begin(
+        self, at: Attachment, plan: Plan, *, rank: int, blocks: Any, tokens: Any, rows: Any
+    ) -> m.StoreBegun:
+        text, digest = self._told(plan)
+        about = {"plan": digest, "rank": rank, "keys": rows, "start": tokens[0], "stop": tokens[1]}
+        tables = pack_tables(by_group(blocks))
+        answer = at.ask(m.BeginStore, blocks=tables, **about)
+        if isinstance(answer, SendPlan):
+            at.ask(m.LearnPlan, plan=text)
+            answer = at.ask(m.BeginStore, blocks=tables, **about)
+        return _expected(answer, m.StoreBegun)
+
+    def _told(self, plan: Plan) -> tuple[bytes, bytes]:
+        """A plan as it travels, and its hash."""
+        if plan not in self._plans:
+            if len(self._plans) >= PLANS:
+                self._plans = {}
+            text = plan.to_json()
+            self._plans[plan] = text, hashlib.sha256(text).digest()
+        return self._plans[plan]
+
+    def _filled(self, needs: list[NeededBlock], fills: bytes) -> dict[NeededBlock, int]:
+        """The blocks that the server gave, each of them one of the tier's, and needed."""
+        if len(fills) % 8:
+            raise bad_handshake(f"blocks in {len(fills)} bytes")
+        ids = {}
+        for number, block_id in np.frombuffer(fills, "<u4").reshape(-1, 2).tolist():
+            if number >= len(needs):
+                raise bad_handshake(f"block {number} of {len(needs)}")
+            pool = self.plan.pool(0, needs[number].group)
+            if block_id >= pool.blocks:
+                raise bad_handshake(f"block {block_id} of a pool of {pool.blocks}")
+            ids[needs[number]] = block_id
+        return ids
+
+    # -- fetching -----------------------------------------------------------------------
+
+    def match(self, keys: Keys, tokens: Any) -> int:
+        """How many tokens could be fetched; 0 where nobody serves the tier."""
+        about = self._tokens(keys, tokens)
+        with self._gone_is_a_miss("match"):
+            found = _expected(self.find_server().ask(m.MatchKeys, **about), m.KeysMatched)
+            return found.tokens
+        return 0
+
+    @contextmanager
+    def pin(self, keys: Keys, tokens: Any) -> Iterator[Hit]:
+        """Pin what there is of some tokens, verified; nothing where nobody serves the tier."""
+        about, hit = self._tokens(keys, tokens), None
+        with self._gone_is_a_miss("pin"):
+            at = self.find_server()
+            hit = self._hit(at, at.ask(m.PinKeys, **about))
+        if hit is None:
+            hit = Hit(about["start"], 0, self._nothing, self._route_to, {}, lambda: None)
+        try:
+            yield hit
+        finally:
+            hit.release()
+
+    @contextmanager
+    def join(self, name: bytes) -> Iterator[Hit]:
+        """Pin what another client has pinned, by its `Hit.name`; refused once that is let go."""
+        at = self.find_server()
+        hit = self._hit(at, at.ask(m.JoinPin, pin=name))
+        try:
+            yield hit
+        finally:
+            hit.release()
+
+    def fetch(
+        self,
+        pools: Mapping[int, Any] | None,
+        plan: Plan,
+        *,
+        rank: int = 0,
+        blocks: Any,
+        tokens: Any,
+        keys: Keys,
+        carry: Carry | None = None,
+    ) -> None:
+        """Fetch tokens into a rank's blocks: all of them, or a refusal."""
+        _, stop = token_range(tokens, min(plan.max_len, self.plan.max_len))
+        with self.pin(keys, tokens) as hit:
+            if hit.tokens < stop:
+                problem, got = "The tier does not have all tokens", f"{hit.tokens} of {stop} tokens"
+                hint = "Ask TierClient.match first, or pin what there is"
+                raise AtlasError(Code.MISSING_BLOCKS, problem, got=got, hint=hint)
+            hit.fetch(pools, plan, rank=rank, blocks=blocks, carry=carry)
+
+    def _hit(self, at: Attachment, answer: Any) -> Hit:
+        pinned = _expected(answer, m.KeysPinned)
+        tables = unpack_tables(pinned.tables)
+
+        def let_go() -> None:
+            with suppress(AtlasError):  # with its server, or its session, the pin is gone too
+                at.ask(m.Unpin, pin=pinned.pin)
+
+        about = (at.storage, self._route_to, tables, let_go)
+        return Hit(pinned.start, pinned.tokens, *about, name=pinned.pin)
+
+    # -- what there is ------------------------------------------------------------------
+
+    def drop(self, keys: Keys) -> int:
+        """Forget keys, in every group; how many blocks that were."""
+        rows = keys_by_group(self.plan, keys)
+        return int(_expected(self.find_server().ask(m.DropKeys, keys=rows), m.KeysDropped).blocks)
+
+    def names_since(self, mark: int = 0) -> tuple[list[tuple[int, bytes]], int]:
+        """Names that became whole after a mark, and the mark after them, as `Tier` says them."""
+        with self._gone_is_a_miss("names"):
+            listed = _expected(self.find_server().ask(m.ListNames, mark=mark), m.NamesListed)
+            return list(listed.names), listed.mark
+        return [], mark
+
+    def has(self, key: bytes, group: int = 0) -> bool:
+        """Whether a key of a group is whole."""
+        return all(self._find((group, key)).whole)
+
+    def __contains__(self, key: object) -> bool:
+        """Whether a key is whole in every group that it could stand for."""
+        if not isinstance(key, bytes):
+            return False
+        return all(self._find(*((group, key) for group in range(len(self.plan.groups)))).whole)
+
+    def __len__(self) -> int:
+        """Blocks that are whole."""
+        return self._find().blocks
+
+    @property
+    def evicted(self) -> int:
+        """Whole blocks that have made room for others since the server opened the tier."""
+        return self._find().evicted
+
+    def _find(self, *names: tuple[int, bytes]) -> m.NamesFound:
+        with self._gone_is_a_miss("names"):
+            return _expected(self.find_server().ask(m.FindNames, names=names), m.NamesFound)
+        return m.NamesFound(whole=(False,), blocks=0, evicted=0)
+
+    def close(self) -> None:
+        """Wait for bytes that are on their way, then let go of all that this client has."""
+        with self._lock:
+            was, self.closed = self.closed, True
+            at, self._attachment = self._attachment, None
+        if not was:
+            if at is not None:
+                at.close()
+            self._on_close()
+
+    def __enter__(self) -> TierClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- the server ---------------------------------------------------------------------
+
+    def find_server(self) -> Attachment:
+        """The server as it was found, or another that has taken its place."""
+        at = self._attachment
+        if at is not None and at.alive:
+            return at
+        return self._attach()
+
+    def _attach(self) -> Attachment:
+        if not self._lock.acquire(timeout=self.seconds):
+            hint = "See whether its process stands still"
+            raise AtlasError(Code.DEADLINE, got=f"no tier at {self.path} yet", hint=hint)
+        try:
+            old, made = self._attachment, self._attached_anew()
+        finally:
+            self._lock.release()
+        if old is not None and old is not made:
+            old.close()
+        return made
+
+    def _attached_anew(self) -> Attachment:
+        if self.closed:
+            problem = "The tier is closed"
+            raise AtlasError(Code.UNREADABLE, problem, got="a call", hint="Open it again")
+        if self._attachment is not None and self._attachment.alive:
+            return self._attachment
+        if time.monotonic() < self._next_attempt:
+            raise peer_lost(f"nobody who serves a tier at {self.path}")
+        try:
+            self._attachment = self._found()
+        except AtlasError:
+            self._next_attempt = time.monotonic() + _PAUSE
+            raise
+        return self._attachment
+
+    def _found(self) -> Attachment:
+        """A server, waiting a moment for one that is about to be."""
+        until = time.monotonic() + min(self.patience, self.seconds)
+        while True:
+            try:
+                self._before()
+                made = Attachment(self.path, self.seconds, self.metrics)
+                break
+            except AtlasError as refusal:
+                if refusal.code is not Code.PEER_LOST or time.monotonic() > until:
+                    raise
+            time.sleep(_LOOK_AGAIN)
+        if self._plan_text not in (None, made.plan.to_json()):
+            made.close()
+            raise peer_lost(f"a tier of another plan at {self.path}")
+        return made
+
+    def _tokens(self, keys: Keys, tokens: Any) -> dict[str, Any]:
+        start, stop = token_range(tokens, self.plan.max_len)
+        return {"keys": keys_by_group(self.plan, keys), "start": start, "stop": stop}
+
+    @contextmanager
+    def _gone_is_a_miss(self, question: str) -> Iterator[None]:
+        """Leave the block where the tier cannot be asked, and count that."""
+        try:
+            yield
+        except AtlasError as refusal:
+            if refusal.code not in _GONE or self.closed:
+                raise
+            self.metrics.ended(question, str(refusal.code))
+
+
+def _expected(answer: Any, kind: type[Kind]) -> Kind:
+    """An answer that is one to the question."""
+    if not isinstance(answer, kind):
+        raise bad_handshake(f"{type(answer).__name__} where {kind.__name__} was due")
+    return answer

@@ -1,0 +1,356 @@
+"""`TierServer`: a tier of this process, for other processes of the same user on this host.
+
+The server alone has the index: it says which blocks have what, which a rank may fill, and
+when they are whole. Bytes never go through it. What a client has pinned or has begun to
+store belongs to its session, and the session to one connection: when that ends, because the
+client has closed it or has died, pins go and blocks that it was filling are free again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.planning import Plan
+from kvatlas.tier.file_owner import socket_beside
+from kvatlas.tier.hit import Hit
+from kvatlas.tier.ingest import Delivery
+from kvatlas.tier.part_sums import PartSum
+from kvatlas.tier.request_blocks import keys_by_group
+from kvatlas.tier.served import messages as m
+from kvatlas.tier.storing import OpenStore
+from kvatlas.tier.tier import Tier
+from kvatlas.wire import (
+    Caller,
+    Key,
+    Message,
+    Ok,
+    SendPlan,
+    Server,
+    SharedPools,
+    bad_handshake,
+    check_plan_size,
+    forget_path,
+    new_key,
+    pack_tables,
+    unix_endpoint,
+    unpack_tables,
+)
+
+_MAX_PLANS = 64
+"""Plans of clients that are remembered."""
+_MAX_OPEN = 4096
+"""Pins, or stores, that one session may have at once."""
+
+
+@dataclass(eq=False)
+class _Pin:
+    """Blocks that one or more sessions keep in place."""
+
+    hit: Hit
+    held: ExitStack
+    holders: int = 1
+
+
+@dataclass(eq=False)
+class _Store:
+    """A store that a client has begun."""
+
+    store: OpenStore
+    deliveries: dict[Any, Delivery]
+
+
+@dataclass(eq=False)
+class _ClientSession:
+    """What one client has."""
+
+    open: bool = True
+    pins: dict[Key, int] = field(default_factory=dict)
+    """How often it has each."""
+    stores: dict[Key, _Store] = field(default_factory=dict)
+
+
+class TierServer:
+    """Serves a tier at a path: of a tier in a file, beside it, as `PATH.sock`.
+
+    A tier in memory is served where that is shared memory (`shared_pools`), at the path that
+    `at` names. Whoever runs as the same user may ask; others are not heard.
+
+    >>> import tempfile
+    >>> from kvatlas.planning import plan
+    >>> from kvatlas.tier import TierClient, TierServer
+    >>> made = plan("Qwen3-8B", memory="32MiB", layout="BLHNC", max_len=64)
+    >>> path = Path(tempfile.mkdtemp()) / "prefixes.tier"
+    >>> with Tier.open(path, made) as tier, TierServer(tier) as server:
+    ...     with TierClient(server.path) as client:  # in any process
+    ...         client.match([b"first 16 tokens"], tokens=16)
+    0
+    """
+
+    def __init__(self, tier: Tier, at: str | Path | None = None) -> None:
+        self._tier = tier
+        self._shared: SharedPools | None = None
+        if tier.file is not None:
+            self.path = socket_beside(tier.file.path)
+            where: dict[str, Any] = {"file": _told(tier)}
+        elif at is None:
+            problem = "A tier in memory has no file beside which it could be found"
+            hint = "Name a path in a folder of your own: TierServer(tier, at=path)"
+            raise AtlasError(Code.BAD_CONFIG, problem, got="no path", hint=hint)
+        else:
+            self.path = Path(at).absolute()
+            self._shared = SharedPools(tier.memory)
+            published = self._shared.published
+            where = {"memory": m.OwnedMemory(plan=tier.plan.to_json(), published=published)}
+        self._where = where
+        self._sessions: dict[Key, _ClientSession] = {}
+        self._of_callers: dict[Caller, Key] = {}
+        self._pins: dict[Key, _Pin] = {}
+        self._plans: OrderedDict[bytes, Plan] = OrderedDict()
+        self._lock = threading.Lock()
+        self._closed = False
+        try:
+            self._server = Server(
+                unix_endpoint(self.path),
+                self._answer,
+                questions=m.TierQuestion,
+                closed=self._hung_up,
+            )
+        except BaseException:
+            if self._shared is not None:
+                self._shared.close()
+            raise
+
+    def close(self) -> None:
+        """Answer nobody any more, and let go of all that clients have; not of the tier."""
+        was, self._closed = self._closed, True
+        if was:
+            return
+        self._server.close()
+        for session in list(self._sessions):
+            self._end_session(session)
+        forget_path(self.path)
+        if self._shared is not None:
+            self._shared.close()
+
+    @property
+    def clients(self) -> int:
+        """Clients that have a session now."""
+        return len(self._sessions)
+
+    def __enter__(self) -> TierServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- sessions -------------------------------------------------------------------------
+
+    def _answer(self, question: Any, caller: Caller) -> Message:
+        if isinstance(question, m.Attach):
+            return self._attach(question, caller)
+        session = self._sessions.get(question.session)
+        if session is None:
+            raise _no_session()
+        answer: Message = _ANSWERS[type(question)](self, question, session)
+        return answer
+
+    def _attach(self, question: m.Attach, caller: Caller) -> Message:
+        if question.version != m.VERSION:
+            raise AtlasError(
+                Code.UNLIKE_VERSIONS,
+                got=f"version {question.version} of a tier's questions against {m.VERSION}",
+                hint="Run the same version of kvatlas in all processes that share a tier",
+            )
+        key = new_key()
+        with self._lock:
+            if caller in self._of_callers:
+                raise bad_handshake("a second session on one connection")
+            if not caller.open:  # it hung up, and that was seen to already
+                raise _no_session()
+            self._sessions[key] = _ClientSession()
+            self._of_callers[caller] = key
+        return m.Attached(version=m.VERSION, session=key, **self._where)
+
+    def _hung_up(self, caller: Caller) -> None:
+        with self._lock:
+            key = self._of_callers.pop(caller, None)
+        if key is not None:
+            self._end_session(key)
+
+    def _end_session(self, key: Key) -> None:
+        with self._lock:
+            session = self._sessions.pop(key, None)
+            if session is None:
+                return
+            session.open = False
+            pins, stores = session.pins, list(session.stores.values())
+            session.stores = {}
+        with ExitStack() as all_of_them:  # each is let go, whatever becomes of the others
+            for pin, times in pins.items():
+                all_of_them.callback(self._let_go, pin, times)
+            for store in stores:
+                all_of_them.callback(self._give_up, store.store)
+
+    def _give_up(self, store: OpenStore) -> None:
+        """Free what a client was filling; a tier that is closed has nothing to free."""
+        with suppress(AtlasError), self._tier.in_use():
+            self._tier.desk.end(store, None, None)
+
+    # -- finding --------------------------------------------------------------------------
+
+    def _match(self, question: m.MatchKeys, _: _ClientSession) -> Message:
+        tokens = (question.start, question.stop)
+        return m.KeysMatched(tokens=self._tier.match(question.keys, tokens))
+
+    def _pin(self, question: m.PinKeys, session: _ClientSession) -> Message:
+        held, key = ExitStack(), new_key()
+        hit = held.enter_context(self._tier.pin(question.keys, (question.start, question.stop)))
+        with self._lock:
+            room = session.open and len(session.pins) < _MAX_OPEN
+            if room:
+                self._pins[key] = _Pin(hit, held)
+                session.pins[key] = 1
+        if not room:
+            held.close()
+            raise _too_many("pins") if session.open else _no_session()
+        return _pinned(key, hit)
+
+    def _join(self, question: m.JoinPin, session: _ClientSession) -> Message:
+        with self._lock:
+            pin = self._pins.get(question.pin)
+            if pin is None or not session.open:
+                raise AtlasError(
+                    Code.MISSING_BLOCKS,
+                    "What was pinned is pinned no more",
+                    got="a pin that nobody holds",
+                    hint="Keep the first pin until all who join it have fetched",
+                )
+            pin.holders += 1
+            session.pins[question.pin] = session.pins.get(question.pin, 0) + 1
+            return _pinned(question.pin, pin.hit)
+
+    def _unpin(self, question: m.Unpin, session: _ClientSession) -> Message:
+        with self._lock:
+            times = session.pins.pop(question.pin, 0)
+            if times > 1:
+                session.pins[question.pin] = times - 1
+        if times:
+            self._let_go(question.pin, 1)
+        return Ok()
+
+    def _let_go(self, key: Key, times: int) -> None:
+        with self._lock:
+            pin = self._pins[key]
+            pin.holders -= times
+            if pin.holders:
+                return
+            del self._pins[key]
+        pin.held.close()
+
+    # -- storing --------------------------------------------------------------------------
+
+    def _learn(self, question: m.LearnPlan, _: _ClientSession) -> Message:
+        check_plan_size(question.plan)
+        plan = Plan.from_json(question.plan)
+        with self._lock:
+            self._plans[hashlib.sha256(question.plan).digest()] = plan
+            while len(self._plans) > _MAX_PLANS:
+                self._plans.popitem(last=False)
+        return Ok()
+
+    def _begin(self, question: m.BeginStore, session: _ClientSession) -> Message:
+        plan = self._plans.get(question.plan)
+        if plan is None:
+            return SendPlan()
+        desk, key = self._tier.desk, new_key()
+        blocks = unpack_tables(question.blocks)
+        rows = keys_by_group(self._tier.plan, question.keys)
+        with self._tier.in_use():
+            store = desk.begin(plan, question.rank, (question.start, question.stop), rows)
+            try:
+                fills = dict(store.claim.fills)
+                about = (question.rank, blocks, (store.start, store.stop), fills)
+                deliveries = store.ingest.deliveries(*about) if fills else {}
+                with self._lock:
+                    if not session.open:
+                        raise _no_session()
+                    if len(session.stores) >= _MAX_OPEN:
+                        raise _too_many("stores")
+                    session.stores[key] = _Store(store, deliveries)
+            except BaseException:
+                desk.end(store, None, None)
+                raise
+        numbers = {need: number for number, need in enumerate(store.needs)}
+        pairs = [(numbers[need], block.block_id) for need, block in store.claim.fills]
+        return m.StoreBegun(store=key, fills=np.array(pairs, "<u4").tobytes())
+
+    def _end(self, question: m.EndStore, session: _ClientSession) -> Message:
+        with self._lock:
+            begun = session.stores.pop(question.store, None)
+        if begun is None:
+            raise bad_handshake("the end of a store that was not begun")
+        mine = {block.place for _, block in begun.store.claim.fills}
+        sums = {(one.pool, one.block_id): PartSum(one.term, one.nbytes) for one in question.sums}
+        others = sums.keys() - mine
+        # Who speaks of blocks that were not its to fill is not believed at all.
+        brought = begun.deliveries if question.brought and not others else None
+        with self._tier.in_use():
+            result = self._tier.desk.end(begun.store, brought, sums if brought else None)
+        if others:
+            raise bad_handshake("checksums of blocks that were not to be filled")
+        return m.StoreEnded(**result._asdict())
+
+    # -- what there is --------------------------------------------------------------------
+
+    def _drop(self, question: m.DropKeys, _: _ClientSession) -> Message:
+        return m.KeysDropped(blocks=self._tier.drop(question.keys))
+
+    def _list(self, question: m.ListNames, _: _ClientSession) -> Message:
+        names, mark = self._tier.names_since(question.mark)
+        return m.NamesListed(names=tuple(names), mark=mark)
+
+    def _find(self, question: m.FindNames, _: _ClientSession) -> Message:
+        whole = tuple(self._tier.has(key, group) for group, key in question.names)
+        return m.NamesFound(whole=whole, blocks=len(self._tier), evicted=self._tier.evicted)
+
+
+_ANSWERS: dict[type, Any] = {
+    m.MatchKeys: TierServer._match,
+    m.PinKeys: TierServer._pin,
+    m.JoinPin: TierServer._join,
+    m.Unpin: TierServer._unpin,
+    m.LearnPlan: TierServer._learn,
+    m.BeginStore: TierServer._begin,
+    m.EndStore: TierServer._end,
+    m.DropKeys: TierServer._drop,
+    m.ListNames: TierServer._list,
+    m.FindNames: TierServer._find,
+}
+
+
+def _told(tier: Tier) -> m.OwnedFile:
+    assert tier.file is not None  # noqa: S101
+    return m.OwnedFile(path=str(tier.file.path), identity=tier.file.identity)
+
+
+def _pinned(key: Key, hit: Hit) -> m.KeysPinned:
+    return m.KeysPinned(pin=key, start=hit.start, tokens=hit.tokens, tables=pack_tables(hit.tables))
+
+
+def _no_session() -> AtlasError:
+    hint = "Attach to the tier anew"
+    return AtlasError(Code.UNKNOWN_SESSION, got="a session that has ended", hint=hint)
+
+
+def _too_many(what: str) -> AtlasError:
+    hint = "Let go of some first"
+    return AtlasError(Code.TOO_MANY, got=f"more than {_MAX_OPEN} {what} of one client", hint=hint)

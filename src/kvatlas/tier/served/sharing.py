@@ -1,0 +1,155 @@
+"""A tier whoever serves it: this process where nobody else does, now or later.
+
+The first process that opens a tier's file owns it, and serves it to the others; when that
+one ends, the next call of another makes it the owner.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.planning import Plan
+from kvatlas.tier.file_owner import socket_beside
+from kvatlas.tier.served.client import TierClient
+from kvatlas.tier.served.server import TierServer
+from kvatlas.tier.tier import Tier
+from kvatlas.wire import forget_path, make_transport, pools_for
+
+log = logging.getLogger("kvatlas.tier")
+
+_TAKE_OVER = 2.0
+"""Seconds that a call waits while another process takes the place of one that has gone."""
+_WATCH = 0.5
+"""Seconds between looks whether a tier is served."""
+
+
+def share_file(
+    path: str | Path, plan: Plan | None = None, *, durable: bool = True, seconds: float = 10.0
+) -> TierClient:
+    """The tier in a file, for any number of processes at once; with a plan, made if absent.
+
+    A file that is there keeps its plan, whichever is given. `durable` counts where this
+    process becomes the one that serves it.
+
+    >>> import tempfile
+    >>> from kvatlas.planning import plan
+    >>> made = plan("Qwen3-8B", memory="32MiB", layout="BLHNC", max_len=64)
+    >>> path = Path(tempfile.mkdtemp()) / "prefixes.tier"
+    >>> with share_file(path, made) as one, share_file(path) as other:
+    ...     one.match([b"first 16 tokens"], 16), other.plan == made
+    (0, True)
+    """
+    path = Path(path).absolute()
+    host = _Host(lambda: _serve_file(path, plan, durable=durable))
+    return _shared(socket_beside(path), host, seconds)
+
+
+def share_memory(at: str | Path, plan: Plan, *, seconds: float = 10.0) -> TierClient:
+    """A tier in shared memory, found at a path; it is empty again when who serves it ends."""
+    at = Path(at).absolute()
+    return _shared(at, _Host(lambda: _serve_memory(at, plan)), seconds)
+
+
+class _Host:
+    """Has this process serve a tier while nobody else does."""
+
+    def __init__(self, serve: Callable[[], ExitStack]) -> None:
+        self._serve = serve
+        self._serving: ExitStack | None = None
+
+    def serve(self) -> None:
+        """Become the one that serves it, unless some process does."""
+        if self._serving is not None:
+            return
+        try:
+            self._serving = self._serve()
+        except AtlasError as refusal:
+            if refusal.code is not Code.TWICE:
+                raise
+
+    def close(self) -> None:
+        """Leave it to others."""
+        serving, self._serving = self._serving, None
+        if serving is not None:
+            serving.close()
+
+
+def _shared(at: Path, host: _Host, seconds: float) -> TierClient:
+    """A client, as soon as there is a server: another process may be about to become one."""
+    try:
+        about: dict[str, Any] = {"before": host.serve, "closed": host.close}
+        client = TierClient(at, seconds=seconds, patience=seconds, **about)
+    except BaseException:
+        host.close()
+        raise
+    client.patience = _TAKE_OVER
+    threading.Thread(
+        target=_watch, args=(weakref.ref(client),), name="kvatlas-tier-watch", daemon=True
+    ).start()
+    return client
+
+
+def _watch(watched: weakref.ref[TierClient]) -> None:
+    """See to it that somebody serves a tier, also while this process has nothing to ask."""
+    while (client := watched()) is not None and not client.closed:
+        with suppress(AtlasError):
+            client.find_server()
+        del client
+        time.sleep(_WATCH)
+
+
+def _serve_file(path: Path, plan: Plan | None, *, durable: bool) -> ExitStack:
+    """Own a file, and serve it."""
+    with ExitStack() as serving:
+        tier = serving.enter_context(_opened(path, plan, durable=durable))
+        served = serving.enter_context(TierServer(tier))
+        log.info("serving path=%s at=%s", path, served.path)
+        return serving.pop_all()
+
+
+def _opened(path: Path, plan: Plan | None, *, durable: bool) -> Tier:
+    if path.exists():
+        return Tier.open(path, durable=durable)
+    try:
+        return Tier.open(path, plan, durable=durable)
+    except AtlasError as refusal:
+        if refusal.code is not Code.BAD_PLAN or not path.exists():
+            raise
+        return Tier.open(path, durable=durable)  # somebody was faster, with another plan
+
+
+def _serve_memory(at: Path, plan: Plan) -> ExitStack:
+    """Have a tier in shared memory, and serve it."""
+    with ExitStack() as serving:
+        _own(at, serving)
+        tier = Tier(plan, pools_for(plan, 0, make_transport("shm")))
+        serving.callback(tier.close)
+        serving.enter_context(TierServer(tier, at))
+        return serving.pop_all()
+
+
+def _own(at: Path, owning: ExitStack) -> None:
+    """Be the one process that serves at a path; the lock goes with it, however it ends."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        fd = os.open(at.with_name(f"{at.name}.lock"), flags, 0o600)
+    except OSError as problem:
+        hint = "Use a path in a folder of your own"
+        raise AtlasError(Code.UNWRITABLE, got=f"{at}: {problem.strerror}", hint=hint) from None
+    owning.callback(os.close, fd)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        said = "A tier is served at this path already"
+        raise AtlasError(Code.TWICE, said, got=at, hint="Use another path") from None
+    forget_path(at)

@@ -1,0 +1,111 @@
+"""`StoreDesk`: stores in two steps, so that whoever has the bytes may be another process.
+
+A store begins with the blocks that a rank may fill, and ends when it has: blocks that then
+have the bytes of all ranks are committed, and only then can they be found.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from kvatlas.planning import Plan
+from kvatlas.routing import checked_rank, token_range
+from kvatlas.tier.index import BlockIndex, Claim, PartSums, StoreResult, TierBlock
+from kvatlas.tier.ingest import Delivery, Ingest
+from kvatlas.tier.request_blocks import NeededBlock
+from kvatlas.tier.storage import TierStorage
+
+PLANS = 16
+"""Plans whose routes to and from a tier stay compiled."""
+
+
+@dataclass
+class OpenStore:
+    """What one rank stores in one call, until it has."""
+
+    ingest: Ingest
+    start: int
+    stop: int
+    needs: list[NeededBlock]
+    claim: Claim
+
+    @property
+    def ids(self) -> dict[NeededBlock, int]:
+        """The blocks that the rank fills."""
+        return {need: block.block_id for need, block in self.claim.fills}
+
+
+class Ingests:
+    """What ranks of each plan bring to a tier, compiled once for each plan."""
+
+    def __init__(self, tier: Plan) -> None:
+        self._tier = tier
+        self._of = lru_cache(PLANS)(lambda src: Ingest(src, tier))
+        self._compiling = threading.Lock()
+
+    def of(self, plan: Plan) -> Ingest:
+        """Of one plan: the same object for all of its ranks, which meet in it."""
+        with self._compiling:
+            return self._of(plan)
+
+    def needs(
+        self, plan: Plan, tokens: Any, keys: Mapping[int, Sequence[bytes | None]]
+    ) -> tuple[int, int, list[NeededBlock]]:
+        """The tokens that are stored, from a block's first on, and the tier's blocks of them."""
+        start, stop = token_range(tokens, min(plan.max_len, self._tier.max_len))
+        spans = self.of(plan).spans
+        start = spans.whole_blocks(start)
+        return start, stop, spans.needs(start, stop, keys)
+
+
+class StoreDesk:
+    """Begins and ends the stores of a tier, for any thread."""
+
+    def __init__(self, plan: Plan, index: BlockIndex, storage: TierStorage) -> None:
+        self._index, self._storage = index, storage
+        self._ingests = Ingests(plan)
+
+    def begin(
+        self, plan: Plan, rank: int, tokens: Any, keys: Mapping[int, Sequence[bytes | None]]
+    ) -> OpenStore:
+        """Which blocks a rank of a plan may fill; `end` must follow."""
+        ingest = self._ingests.of(plan)
+        rank = checked_rank(plan, rank, "source")
+        start, stop, needs = self._ingests.needs(plan, tokens, keys)
+        if rank in ingest.sources:
+            claim = self._index.claim(needs, ingest, rank)
+        else:  # others bring what this one also holds
+            keyed = [need for need in needs if need.key is not None]
+            whole = sum(self._index.find(need) is not None for need in keyed)
+            claim = Claim(rank, whole=whole, waiting=len(keyed) - whole)
+        return OpenStore(ingest, start, stop, needs, claim)
+
+    def end(
+        self, store: OpenStore, brought: dict[Any, Delivery] | None, sums: PartSums | None
+    ) -> StoreResult:
+        """A rank has brought its bytes, or failed: what is whole now.
+
+        Blocks of which not all ranks have `sums` of what they brought are read for them.
+        """
+        claim = store.claim
+        try:
+            if claim.fills:
+                ready = self._index.arrived(claim, store.ingest, brought, sums)
+                self._commit(ready)
+                claim.whole += len(ready)
+        finally:
+            self._index.unpin(claim.pinned)
+        return StoreResult(claim.whole, claim.waiting, claim.no_room)
+
+    def _commit(self, blocks: list[TierBlock]) -> None:
+        """Commit blocks that have all of their bytes; only then can they be found."""
+        done = False
+        try:
+            self._storage.commit(blocks)
+            done = True
+        finally:
+            self._index.settle(blocks, whole=done)

@@ -1,0 +1,236 @@
+"""The page as it is read: keys, widths, motions, paper; very large plans; words that explain."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import kvatlas
+from kvatlas.models import catalogue
+from kvatlas.planning import Plan, plan
+from tests.page.browser import Browser
+from tests.page.large_plan import large_plan
+
+
+def show(browser: Browser, tmp_path: Path, *args: Plan, **options: Any) -> None:
+    browser.open(kvatlas.map(*args, **options).save(tmp_path / "map.html"))
+
+
+def test_keys_search_clicks_and_the_wheel_move_about(browser: Browser, tmp_path: Path) -> None:
+    made = plan("gpt-oss-20b", memory="40GiB", layout="BLNHC")
+    show(browser, tmp_path, made)
+    level = "return view.level"
+    for wanted in ("page", "cell"):
+        browser.do("picture.scrollIntoView({ block: 'center' })")
+        box = browser.do("const b = picture.getBoundingClientRect(); return [b.left, b.top]")
+        x = browser.do("return drawn.place.left") + 30
+        for kind in ("mousePressed", "mouseReleased"):
+            browser.point(box[0] + x, box[1] + 20, kind)
+        assert browser.do(level) == wanted
+    address = made.view("model.layers.3.attn.attn", "v")(B=5, H=2, N=7, C=9)
+    searches = {
+        "block 12": "return view.block === 12",
+        "layers.5.": "return data.names[paint.follow.value].includes('.5.')",
+        "head 3": "return paint.follow.kind === 'head' && paint.follow.value === 3",
+        "token 4": "return byId('followed').textContent.startsWith('Token 4: ')",
+        str(address): f"return view.level === 'cell' && cursor.point.address === {address}",
+        "no such thing": "return byId('query').getAttribute('aria-invalid') === 'true'",
+    }
+    for text, holds_true in searches.items():
+        browser.do("byId('query').value = arguments[0]; byId('search').requestSubmit()", text)
+        assert browser.do(holds_true), text
+    browser.do("go({ level: 'cell' }); picture.focus()")
+    for wanted in ("page", "block", "pool", "memory"):
+        browser.do("picture.dispatchEvent(new KeyboardEvent('keydown', { key: 'Escape' }))")
+        assert browser.do(level) == wanted
+    browser.do("picture.dispatchEvent(new KeyboardEvent('keydown', { key: 'Enter' }))")
+    assert browser.do(level) == "pool"
+    browser.do("picture.dispatchEvent(new KeyboardEvent('keydown', { key: 'ArrowDown' }))")
+    browser.do(
+        """
+        picture.scrollIntoView({ block: "start" });
+        const box = picture.getBoundingClientRect(), at = { clientX: box.left + 300, clientY: 30 };
+        picture.dispatchEvent(new WheelEvent("wheel", { deltaY: -120, ...at, cancelable: true }));
+        """
+    )
+    assert browser.do(level) == "block"
+    assert browser.complaints() == []
+
+
+def test_the_page_fits_every_width_in_light_and_dark(browser: Browser, tmp_path: Path) -> None:
+    made = plan("Qwen3.5-397B-A17B", memory="60GiB", tp=2)
+    try:
+        for width in (400, 1280, 3840):
+            for colours in ("light", "dark"):
+                browser.resize(width, 900)
+                browser.prefer(prefers_color_scheme=colours, prefers_reduced_motion="reduce")
+                show(browser, tmp_path, made)
+                # Also where the first drawing is what makes the page so high that it scrolls.
+                assert browser.do("return picture.width === byId('stage').clientWidth")
+                for level in ("memory", "pool", "block"):
+                    browser.do("go({ level: arguments[0] })", level)
+                    across = "return document.documentElement.scrollWidth"
+                    assert browser.do(across) <= width, (width, level)
+                took = browser.do(
+                    "const at = performance.now(); update(); return performance.now() - at"
+                )
+                assert took < 5000
+        assert browser.complaints() == []
+    finally:
+        browser.resize(1280, 900)
+        browser.prefer(prefers_reduced_motion="reduce")
+
+
+def test_every_model_of_the_catalogue_is_drawn_without_complaint(
+    browser: Browser, tmp_path: Path
+) -> None:
+    for name in catalogue():
+        page = kvatlas.map(plan(name, memory="2TiB")).save(tmp_path / "map.html")
+        assert page.stat().st_size < 1_000_000
+        browser.open(page)
+        assert browser.do("return drawn.rows.length && byId('facts').children.length"), name
+        assert browser.complaints() == [], name
+
+
+def test_a_million_blocks_and_thousands_of_layers_are_a_sample_that_says_so(
+    browser: Browser, tmp_path: Path
+) -> None:
+    for order in ("LBNHC", "BHLNC"):
+        show(browser, tmp_path, large_plan(order))
+        assert browser.do("return drawn.rows.length") <= 200
+        said = browser.do("return byId('caption').textContent")
+        assert ("of 4,096 rows" in said) == (order == "LBNHC")
+        browser.do("go({ level: 'pool' })")
+        assert "of 1,000,000; the others lie alike" in browser.do(
+            "return byId('caption').textContent"
+        )
+        browser.do("byId('query').value = 'layers.4095'; byId('search').requestSubmit()")
+        assert "4095" in browser.do("return byId('followed').textContent")
+    assert browser.complaints() == []
+
+
+def test_what_is_in_a_hidden_frame_is_drawn_once_it_is_shown(
+    browser: Browser, tmp_path: Path
+) -> None:
+    page = kvatlas.map(plan("gpt-oss-20b", memory="4GiB")).save(tmp_path / "map.html")
+    outer = tmp_path / "outer.html"
+    outer.write_text(f'<iframe src="{page.name}" width="900" height="700" style="display:none">')
+    browser.open(outer)
+    browser.do("document.querySelector('iframe').style.display = 'block'")
+    assert browser.complaints() == []
+
+
+def two_orders(model: str) -> list[Plan]:
+    return [plan(model, memory="40GiB", layout=order) for order in ("LBNHC", "BHLNC")]
+
+
+def test_the_picture_is_never_copied_onto_itself(browser: Browser, tmp_path: Path) -> None:
+    """The browser would copy the whole of it for each row: seconds, on a large screen."""
+    first, *others = two_orders("Qwen3-8B")
+    show(browser, tmp_path, first, others=others)
+    copies = browser.do(
+        """
+        const drawImage = CanvasRenderingContext2D.prototype.drawImage;
+        let copies = 0;
+        CanvasRenderingContext2D.prototype.drawImage = function (source, ...rest) {
+          if (source === this.canvas) copies++;
+          drawImage.call(this, source, ...rest);
+        };
+        for (const plan of [0, 1]) {
+          change({ plan });
+          for (const level of ["pool", "block"]) go({ level });
+        }
+        return copies;
+        """
+    )
+    assert copies == 0
+
+
+def test_a_motion_ends_as_the_still_picture_and_gives_way_to_what_comes_next(
+    browser: Browser, tmp_path: Path
+) -> None:
+    first, *others = two_orders("gpt-oss-20b")
+    picture = "return picture.toDataURL()"
+    try:
+        show(browser, tmp_path, first, others=others)
+        browser.do("change({ plan: 1 })")
+        still = browser.do(picture)
+        browser.do("paint.chosen = 'layer'; update()")
+        coloured = browser.do(picture)
+        browser.prefer(prefers_reduced_motion="no-preference")
+        show(browser, tmp_path, first, others=others)
+        moving = "change({ plan: 1 }); setTimeout(arguments[0], 1500)"
+        browser.wait_for(moving)
+        assert browser.do(picture) == still
+        show(browser, tmp_path, first, others=others)
+        next_click = "change({ plan: 1 }); paint.chosen = 'layer'; update();"
+        browser.wait_for(next_click + "setTimeout(arguments[0], 300)")
+        assert browser.do(picture) == coloured
+    finally:
+        browser.prefer(prefers_reduced_motion="reduce")
+
+
+def test_bands_that_are_painted_some_in_each_frame_are_all_painted(
+    browser: Browser, tmp_path: Path
+) -> None:
+    ends = two_orders("gpt-oss-20b")
+    every = "[...byId('shown').querySelectorAll('button, option')].pop().click();"
+    painted = "return byId('bands').toDataURL()"
+    try:
+        show(browser, tmp_path, *ends)
+        browser.do(every)
+        at_once = browser.do(painted)
+        browser.prefer(prefers_reduced_motion="no-preference")
+        show(browser, tmp_path, *ends)
+        wait = "const wait = () => columns.still ? done() : setTimeout(wait, 20); wait();"
+        browser.wait_for("const [done] = arguments;" + every + wait)
+        assert browser.do("return columns.runs.length > 2 * BANDS_AT_ONCE")
+        assert browser.do(painted) == at_once
+    finally:
+        browser.prefer(prefers_reduced_motion="reduce")
+
+
+def test_a_page_prints_on_one_sheet(browser: Browser, tmp_path: Path) -> None:
+    for model in ("gpt-oss-20b", "Qwen3.5-397B-A17B", "DeepSeek-V4-Pro", "Llama-3.1-405B"):
+        show(browser, tmp_path, plan(model, memory="80GiB"))
+        sheets = re.findall(rb"/Type\s*/Page\b", browser.printed())
+        assert len(sheets) == 1, model
+        frames = "const [done] = arguments, next = requestAnimationFrame;"
+        browser.wait_for(frames + "next(() => next(done))")
+        assert browser.do("return picture.width === byId('stage').clientWidth"), model
+
+
+def test_the_page_says_why_something_lies_in_so_many_pieces(
+    browser: Browser, tmp_path: Path
+) -> None:
+    """As a newcomer reads it, who has chosen nothing yet."""
+    orders = two_orders("Qwen3-8B")
+    half, times = "Heads 0\N{EN DASH}3:", "36 \N{MULTIPLICATION SIGN} 16 = 576 pieces"
+    outside = f"{half} {times}, for in LBNHC layers and tokens are outside of heads."
+    nothing = f"{half} one piece, for in BHLNC nothing of a block is outside of heads."
+    cases = {
+        "LBNHC": ([orders[0], orders[1]], f"{outside} Other orders: BHLNC 1."),
+        "BHLNC": ([orders[1], orders[0]], f"{nothing} Other orders: LBNHC 576."),
+        "two heads": ([plan("Qwen3.5-397B-A17B", memory="80GiB")], "Head 0: "),
+        "a state": ([plan("Mamba2-2.7B", memory="80GiB")], "layers are outside of heads."),
+        "cut up": ([plan("DeepSeek-V4-Pro", memory="80GiB")], ", for each page is cut up inside."),
+    }
+    for name, ((first, *others), told) in cases.items():
+        show(browser, tmp_path, first, others=others)
+        assert told in browser.do("return byId('followed').textContent"), name
+
+
+def test_strips_of_groups_say_which_is_shown_and_where_padding_lies(
+    browser: Browser, tmp_path: Path
+) -> None:
+    show(browser, tmp_path, plan("Qwen3.5-397B-A17B", memory="80GiB"))
+    strips = "return [...document.querySelectorAll('.group')].map((one) => [one.innerText,"
+    strips += " one.getAttribute('aria-pressed')])"
+    (attention, shown), (recurrent, other) = browser.do(strips)
+    assert (shown, other) == ("true", "false")
+    assert "no padding" in attention
+    assert "71,680 bytes (1.3%) unused at the block's end" in recurrent
+    browser.do("document.querySelectorAll('.group')[1].click()")
+    assert [pressed for _, pressed in browser.do(strips)] == ["false", "true"]
+    assert "unused by this group" in browser.do("return byId('legend').textContent")

@@ -1,0 +1,149 @@
+"""What is in a store can be listed, verified, cleaned up and carried elsewhere."""
+
+from __future__ import annotations
+
+import io
+import os
+import tarfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvatlas import AtlasError
+from kvatlas.tier import (
+    FolderStore,
+    HostStore,
+    collect_garbage,
+    export_objects,
+    import_objects,
+    summaries,
+    verify,
+)
+from tests.cli.helpers import said
+from tests.tier.test_store_topologies import tier_in
+from tests.tier.test_topologies import MODELS
+from tests.tier.world import World, small
+
+MODEL = MODELS["sliding"]
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return World(MODEL, 75)
+
+
+def filled(path: Path, world: World) -> FolderStore:
+    with tier_in(FolderStore(path), MODEL) as tier:
+        world.store(tier, small(MODEL, tp=2))
+    return FolderStore(path)
+
+
+def test_the_command_line_lists_verifies_and_cleans_up(tmp_path: Path, world: World) -> None:
+    store, where = filled(tmp_path / "store", world), f"folder://{tmp_path}/store"
+    [listed] = said("tier", "ls", where)["namespaces"]
+    assert (listed["model"], listed["incomplete"]) == ("sliding", 0)
+    assert listed["objects"] == 4 * listed["rows"] > 0
+    stat = said("tier", "stat", where)
+    assert stat["objects"] == listed["objects"] + 5  # and the marks
+    assert said("tier", "verify", where) == {"sound": stat["objects"], "damaged": []}
+    assert said("tier", "gc", where) == {"objects": 0, "left_bytes": 0}
+    archive = str(tmp_path / "all.tar")
+    assert said("tier", "export", where, archive)["objects"] == stat["objects"]
+    other = f"folder://{tmp_path}/other"
+    assert said("tier", "import", other, archive)["refused"] == []
+    with tier_in(FolderStore(tmp_path / "other"), MODEL) as tier:
+        world.check(tier, small(MODEL))
+    assert said("tier", "gc", where, "--tenant", listed["tenant"])["objects"] > 0
+    assert store.capacity().objects == 0
+
+
+def test_a_flipped_byte_is_found_wherever_it_is(tmp_path: Path, world: World) -> None:
+    store = filled(tmp_path, world)
+    names = sorted(store.names())
+    for place, name in enumerate(names[::7]):
+        path = tmp_path / name
+        content = bytearray(path.read_bytes())
+        content[place * 31 % len(content)] ^= 16
+        path.write_bytes(content)
+        assert verify(store).damaged == [name]
+        assert verify(store, remove=True).damaged == [name]
+        assert verify(store).damaged == []
+
+
+def test_an_object_under_another_name_is_damaged(world: World) -> None:
+    store = HostStore()
+    with tier_in(store, MODEL) as tier:
+        world.store(tier, small(MODEL))
+        one, two = sorted(name for name in store.names() if "marks" not in name)[:2]
+        content = np.zeros(store.size(one), np.uint8)
+        store.get([(one, [content])])
+        store.remove([two])
+        store.put([(two, [content])])
+        assert verify(store).damaged == [two]
+
+
+def test_rows_that_lack_objects_and_files_of_dead_writers_are_removed(
+    tmp_path: Path, world: World
+) -> None:
+    store = filled(tmp_path, world)
+    name = next(name for name in store.names() if name.endswith("/2"))
+    store.remove([name])
+    assert [one.incomplete for one in summaries(store)] == [1]
+    left = (tmp_path / name).with_name("0.abc.new")
+    left.write_bytes(bytes(100))
+    os.utime(left, (time.time() - 3600, time.time() - 3600))
+    assert collect_garbage(store) == (3, 100)
+    assert [one.incomplete for one in summaries(store)] == [0]
+
+
+def test_an_archive_from_a_stranger_brings_nothing_that_is_not_sound(
+    tmp_path: Path, world: World
+) -> None:
+    store = filled(tmp_path / "store", world)
+    export_objects(store, tmp_path / "good.tar")
+    with tarfile.open(tmp_path / "good.tar") as good:
+        [first, *_] = [one for one in good if "marks" not in one.name]
+        content = good.extractfile(first)
+        assert content is not None
+        text = content.read()
+    hostile = {
+        "../../outside": text,
+        "kv1/x": text,
+        first.name.replace("/0.", "/1."): text,
+        first.name + "0": text,
+        first.name: text[:-1] + b"!" + text[-1:],
+    }
+    with tarfile.open(tmp_path / "bad.tar", "w") as bad:
+        for name, content_of in hostile.items():
+            about = tarfile.TarInfo(name)
+            about.size = len(content_of)
+            bad.addfile(about, io.BytesIO(content_of))
+        link = tarfile.TarInfo("kv1/link")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        bad.addfile(link)
+    empty = FolderStore(tmp_path / "empty")
+    assert import_objects(empty, tmp_path / "bad.tar").damaged == [*hostile, "kv1/link"]
+    assert empty.capacity().objects == 0
+    (tmp_path / "no.tar").write_bytes(b"no archive")
+    with pytest.raises(AtlasError):
+        import_objects(empty, tmp_path / "no.tar")
+
+
+def test_names_lead_to_no_place_outside_a_folder(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path / "store")
+    for name in ("../x", "/etc/passwd", "a/../../x", "a//b", ".new", "a\0b", "A", ""):
+        with pytest.raises(AtlasError):
+            store.put([(name, [np.zeros(1, np.uint8)])])
+        with pytest.raises(AtlasError):
+            store.exists([name])
+
+
+def test_a_folder_of_limited_size_keeps_to_it(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path, capacity=1000)
+    for number in range(50):
+        assert store.put([(f"kv1/{number}", [np.zeros(100, np.uint8)])]) == [True]
+        assert store.capacity().used <= 1000
+    assert store.exists(["kv1/49", "kv1/0"]) == [True, False]
+    assert store.put([("kv1/large", [np.zeros(2000, np.uint8)])]) == [False]

@@ -1,0 +1,150 @@
+"""Engines of several ranks around one tier, without vLLM: each rank and scheduler a client."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvatlas.engines.vllm import describe_stage, prefix_tier
+from kvatlas.engines.vllm.describe import described_model, join_stages
+from kvatlas.engines.vllm.ended_requests import Ended, EndedRequests
+from kvatlas.engines.vllm.engine_tier import find_tier, open_tier
+from kvatlas.engines.vllm.prefix_tier import PrefixTier
+from kvatlas.engines.vllm.scheduler_side import SchedulerSide
+from kvatlas.engines.vllm.tier_worker import TierWorker
+from kvatlas.routing import route
+from kvatlas.wire import Memory, copy_request
+from tests.vllm.shapes import Blocks, Config, FullAttentionSpec, Group, vllm_config
+from tests.vllm.test_prefix_tier import LAYERS, MEMORY, TOKENS, asking
+
+HEADS = 2
+"""Of the whole model."""
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the scheduler wait for answers that it can do without, on a busy machine too."""
+    monkeypatch.setattr(prefix_tier, "_SOON", 10.0)
+
+
+class Ranks:
+    """An engine's ranks, each with memory and a tier's client of its own, and its scheduler."""
+
+    def __init__(self, where: Path, name: str, *, tp: int, block: int) -> None:
+        spec = FullAttentionSpec(block_size=block, num_kv_heads=HEADS // tp)
+        config = Config([Group(spec, LAYERS[0])], num_blocks=24)
+        stages = [describe_stage(vllm_config(tp=tp), config)]
+        self.plan = join_stages(stages)
+        rng = np.random.default_rng([tp, block])
+        size = self.plan.pools[0].nbytes
+        self.pools = [rng.integers(0, 256, size, np.uint8) for _ in range(tp)]
+        self.ended = [EndedRequests() for _ in range(tp)]
+        self.workers = []
+        for rank, pool in enumerate(self.pools):
+            tier = open_tier(str(where), MEMORY, described_model(stages), self.plan, name)
+            held = Memory(pool.ctypes.data, size, owner=pool)
+            self.workers.append(TierWorker(tier, self.plan, rank, held, self.ended[rank]))
+        asked = find_tier(str(where), name)
+        assert asked is not None
+        tier_of = PrefixTier(asked, self.plan.max_len, b"weights")
+        self.scheduler = SchedulerSide(vllm_config(tp=tp), config, tier=tier_of, alone=True)
+
+    def carry_out(self, ranks: Any = None) -> None:
+        orders = self.scheduler.take_orders()
+        for rank in range(len(self.workers)) if ranks is None else ranks:
+            self.workers[rank].carry_out(orders)
+
+    def wait(self, rank: int) -> Ended:
+        until = time.monotonic() + 20
+        while not ((ended := self.ended[rank].take()).sent or ended.received):
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        return ended
+
+    def matched(self, request: Any) -> int | None:
+        until = time.monotonic() + 20
+        while (found := self.scheduler.matched_tokens(request, 0)[0]) is None:
+            assert time.monotonic() < until
+        return found
+
+    def close(self) -> None:
+        self.scheduler.close()
+        for worker in self.workers:
+            worker.close()
+
+
+def kept_by(engine: Ranks, table: list[int], ranks: Any = None) -> None:
+    request = asking(TOKENS[:300])
+    request.num_computed_tokens = 300
+    assert engine.scheduler.finished(request, (table,))[0]
+    engine.carry_out(ranks)
+    for rank in range(len(engine.workers)) if ranks is None else ranks:
+        assert engine.wait(rank).sent == {"r"}
+
+
+def expected_at(src: Ranks, dst: Ranks, rows: list[int], into: list[int]) -> list[Any]:
+    """What the pools of the other engine should be, by a route that meets no tier."""
+    pools = [pool.copy() for pool in dst.pools]
+    copy_request(
+        route(src.plan, dst.plan),
+        {rank: {0: pool} for rank, pool in enumerate(src.pools)},
+        {rank: {0: pool} for rank, pool in enumerate(pools)},
+        src_blocks={0: rows}, dst_blocks={0: into}, tokens=256,
+    )  # fmt: skip
+    return pools
+
+
+@pytest.mark.parametrize(("first", "second"), [((2, 64), (1, 128)), ((1, 32), (2, 64))])
+def test_ranks_of_unlike_engines_share_a_tier_and_a_prefix_is_found_when_all_have_stored(
+    first: tuple[int, int], second: tuple[int, int], tmp_path: Path
+) -> None:
+    path = tmp_path / "tier"
+    one = Ranks(path, "one", tp=first[0], block=first[1])
+    other = Ranks(path, "other", tp=second[0], block=second[1])
+    table = [3, 9, 1, 7, 5, 11, 2, 8, 10, 4]
+    if first[0] > 1:
+        kept_by(one, table, [0])
+        assert other.matched(asking(TOKENS, "early")) == 0, "one rank's part is not there"
+    kept_by(one, table)
+    request = asking(TOKENS, "found")
+    assert other.matched(request) == 256
+    expected = expected_at(one, other, table, [6, 2, 12, 14])
+    other.scheduler.allocated(request, Blocks([6, 2, 12, 14]), 256)
+    orders = other.scheduler.take_orders()
+    for rank, worker in enumerate(other.workers):
+        worker.carry_out(orders)
+        assert other.wait(rank).failed == set(), "the pin is there for every rank"
+    other.scheduler.received({"found"})
+    for got, right in zip(other.pools, expected, strict=True):
+        np.testing.assert_array_equal(got, right)
+    other.close()
+    one.close()
+
+
+def test_what_was_found_is_read_when_the_engine_that_served_the_tier_has_gone(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "tier"
+    one = Ranks(path, "one", tp=1, block=64)
+    other = Ranks(path, "other", tp=2, block=64)
+    kept_by(one, [3, 9, 1, 7, 5])
+    request, table = asking(TOKENS, "found"), [6, 2, 12, 14]
+    assert other.matched(request) == 256
+    one.close()
+    expected = expected_at(one, other, [3, 9, 1, 7, 5], table)
+    other.scheduler.allocated(request, Blocks(table), 256)
+    other.carry_out()
+    for rank in range(2):
+        assert other.wait(rank).failed == set()
+    for got, right in zip(other.pools, expected, strict=True):
+        np.testing.assert_array_equal(got, right)
+    other.scheduler.received({"found"})
+    # A worker of this engine serves it now: its scheduler finds that, sooner or later.
+    until = time.monotonic() + 20
+    while not other.matched(asking(TOKENS, f"again {time.monotonic()}")):
+        assert time.monotonic() < until
+    other.close()
