@@ -190,7 +190,7 @@ def test_threads_share_the_memory_that_they_gather_into(tmp_path: Path) -> None:
             try:
                 for _ in range(60):
                     for piece in writing_.pieces(copy, block):
-                        (crc,) = writer.write(piece, memory, 0).crc.tolist()
+                        (crc,) = writer.finish(writer.prepare(piece, memory, 0)).crc.tolist()
                         assert crc == zlib.crc32(want, START)
             except BaseException as problem:
                 problems.append(problem)

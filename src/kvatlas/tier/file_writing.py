@@ -73,27 +73,48 @@ def _joined(copy: Copy, follows: Mask) -> tuple[Int64s, Int64s, Int64s, Mask]:
     return copy.src[kept], copy.dst[kept], np.add.reduceat(copy.length, kept), apart[kept]
 
 
+class Prepared(NamedTuple):
+    """A piece that was gathered and summed, and what of it is yet to be written."""
+
+    summed: SummedStretches
+    data: list[memoryview]
+    offset: list[int]
+    """Where each goes in the file."""
+    room: Bytes | None
+    """What it was gathered into, which nothing else may use until it is written."""
+
+
 class PieceWriter:
-    """Writes pieces to a file, on any number of threads."""
+    """Writes pieces to a file: `prepare` on any number of threads, `finish` on one.
+
+    Long stretches are written by whoever prepares them. Calls for short ones would wait for
+    each other on every core, which costs more than they do.
+    """
 
     def __init__(self, file: int) -> None:
         self._file = file
         self._rooms: list[Bytes] = []
         """Memory that was gathered into before; new memory costs a fault for each page."""
 
-    def write(self, piece: Piece, memory: Bytes, offset: int) -> SummedStretches:
-        """Write runs of some memory to a pool at an offset of the file; its stretches, summed."""
+    def prepare(self, piece: Piece, memory: Bytes, offset: int) -> Prepared:
+        """Gather and sum runs of some memory, which go to a pool at an offset of the file."""
         if int(piece.length[0]) >= _LONG_RUN:
-            return self._write(memory, piece.src, piece.dst, piece.length, offset)
+            stretches = piece.src, piece.dst, piece.length
+            return Prepared(*self._sum(memory, *stretches, offset), room=None)
         nbytes = np.add.reduceat(piece.length, piece.stretch)
         room = self._room()
-        try:
-            for _ in copy_runs(memory, room, piece.src, _packed(piece.length), piece.length):
-                pass
-            starts = np.cumsum(nbytes) - nbytes
-            return self._write(room, starts, piece.dst[piece.stretch], nbytes, offset)
-        finally:
-            self._rooms.append(room)
+        for _ in copy_runs(memory, room, piece.src, _packed(piece.length), piece.length):
+            pass
+        starts = np.cumsum(nbytes) - nbytes
+        return Prepared(*self._sum(room, starts, piece.dst[piece.stretch], nbytes, offset), room)
+
+    def finish(self, prepared: Prepared) -> SummedStretches:
+        """Write what of a piece is yet to be written; its stretches, summed."""
+        for data, offset in zip(prepared.data, prepared.offset, strict=True):
+            write_all(self._file, data, offset)
+        if prepared.room is not None:
+            self._rooms.append(prepared.room)
+        return prepared.summed
 
     def _room(self) -> Bytes:
         try:
@@ -101,19 +122,25 @@ class PieceWriter:
         except IndexError:  # all are in use
             return np.empty(_PIECE + _LONG_RUN, np.uint8)
 
-    def _write(
+    def _sum(
         self, memory: Bytes, src: Int64s, dst: Int64s, length: Int64s, offset: int
-    ) -> SummedStretches:
+    ) -> tuple[SummedStretches, list[memoryview], list[int]]:
+        """Stretches summed, and those that are yet to be written."""
         crcs, data = [], memory.data
+        later: tuple[list[memoryview], list[int]] = [], []
         rows = zip(src.tolist(), (offset + dst).tolist(), length.tolist(), strict=True)
         for start, to, nbytes in rows:
             crc = START
             for done in range(0, nbytes, _AT_ONCE):
                 some = data[start + done : start + min(done + _AT_ONCE, nbytes)]
                 crc = crc32(some, crc)
-                write_all(self._file, some, to + done)
+                if nbytes >= _AT_ONCE:
+                    write_all(self._file, some, to + done)
+                else:
+                    later[0].append(some)
+                    later[1].append(to)
             crcs.append(crc)
-        return SummedStretches(dst, length, np.array(crcs, np.uint32))
+        return SummedStretches(dst, length, np.array(crcs, np.uint32)), *later
 
 
 def _packed(length: Int64s) -> Places:
