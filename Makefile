@@ -75,8 +75,10 @@ lint: $(READY)  ## Formatting, lints and types
 	$(PY) -m ruff check .
 	$(PY) -m mypy
 
-bench: $(READY)  ## Figures, each beside a limit measured in the same run
+bench: $(READY)  ## Figures, each beside a limit measured in the same run; of vLLM where it is set up
 	$(PY) -m benchmarks
+	@if test -e $(VLLM)/.installed; then $(MAKE) --no-print-directory bench-vllm; \
+	else echo "What a request costs two vLLM engines: make bench-vllm, which sets vLLM up."; fi
 
 hits: $(READY)  ## docs/hits.md, from the folder TRACES
 	$(PY) -m benchmarks.hit_rates $(TRACES) > docs/hits.md

@@ -2,6 +2,7 @@
 
 from benchmarks import (
     converting,
+    fleet,
     geometry,
     handing_over,
     kernels,
@@ -20,6 +21,7 @@ routes.main()
 converting.main()
 kernels.main()
 tier.main()
+fleet.main()
 wires.main()
 handing_over.main()
 pulling.main()

@@ -179,9 +179,10 @@ def main() -> None:
 
 def _hold(address: str) -> None:
     """Give memory to a store until nobody wants it any more."""
-    MooncakeStore(address, segment=1 << 30)
+    store = MooncakeStore(address, segment=1 << 30)
     print("ready", flush=True)
     sys.stdin.readline()
+    store.close()
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import argparse
 import os
 import sys
 import time
+from contextlib import suppress
 from functools import cache
 from multiprocessing import Pool
 from pathlib import Path
@@ -34,7 +35,8 @@ TRACES = ("coding_agents", "synthetic_trace.jsonl", "conversation_trace.jsonl")
 SHARES = (8, 4, 2)
 SHORT = 32
 """Hybrids are also looked at where memory is shorter."""
-CHOICES = (*POLICIES, ("branch-points", "s3-fifo"))
+PACKS = (2, 4, 8)
+CHOICES = (*POLICIES, ("branch-points", "s3-fifo"), ("vllm-default", "s3-fifo"))
 """Checkpoints and evictions among which the best is taken."""
 
 
@@ -51,7 +53,7 @@ class Line(NamedTuple):
     theirs: float
     """vLLM's plan with its best policy."""
     ours: float
-    """Atlas's plan with its best policy."""
+    """Atlas's plan, or one of its packs, with its best policy."""
     chosen: float
     """The best of both, which is what `kvatlas plan --trace` takes."""
     choice: str
@@ -111,12 +113,14 @@ def _line(task: tuple[Path, str, int]) -> Line:
     begun = time.perf_counter()
     trace = trace_of(path)
     memory = whole_memory(model, trace) // share
-    plans = {policy: made(model, memory, policy) for policy in ("atlas", "vllm")}
-    dense = simulate(plans["vllm"], trace, checkpoints="every-block", by_group=True)
-    default = simulate(plans["vllm"], trace, checkpoints="vllm-default", by_group=True)
-    theirs, ours = (
-        choose({name: plans[name]}, trace, policies=CHOICES)[0] for name in ("vllm", "atlas")
-    )
+    vllm = made(model, memory, policy="vllm")
+    atlas = {"atlas": made(model, memory)}
+    for pack in PACKS if model in HYBRIDS else ():
+        with suppress(AtlasError):  # some models have fewer layers of attention
+            atlas[f"pack {pack}"] = made(model, memory, pack=pack)
+    dense = simulate(vllm, trace, checkpoints="every-block", by_group=True)
+    default = simulate(vllm, trace, checkpoints="vllm-default", by_group=True)
+    theirs, ours = (choose(plans, trace, policies=CHOICES)[0] for plans in ({"vllm": vllm}, atlas))
     base = max(theirs.rates.hit_rate, dense.hit_rate)
     best = ours if ours.rates.hit_rate >= base else theirs
     figures = best.rates
@@ -141,11 +145,11 @@ def whole_memory(model: str, trace: Trace) -> int:
     return blocks * sample.bytes_per_block
 
 
-def made(model: str, memory: int, policy: Any) -> Plan:
+def made(model: str, memory: int, **options: Any) -> Plan:
     """A plan in so much memory, for the longest requests that it fits."""
     for length in (1 << 17, 1 << 16, 1 << 15, 1 << 13, 1 << 11):
         try:
-            return plan(model, memory=memory, policy=policy, max_len=length)
+            return plan(model, memory=memory, max_len=length, **options)
         except AtlasError as refusal:
             last = refusal
     raise last

@@ -9,8 +9,9 @@ The share of prompt tokens that need not be computed, over whole traces, one req
 other. vLLM 0.32 keeps checkpoints of states and windows in one of two ways, and both are here:
 *dense*, at the end of every block (`prefix_cache_retention_interval=None`), and its *default* (0),
 at the ends of prompts and where a prompt leaves one that is cached. *best* is the best, for each
-row and known only afterwards, of: {choices}; under vLLM's plan, and under atlas's. *chosen* is the
-better of the two plans with its best policies, which is what `kvatlas plan --trace` looks for:
+row and known only afterwards, of: {choices}.
+Under vLLM's plan, and under atlas's or, for hybrids, its packs of 2, 4 and 8. *chosen* is the
+better of the two with its best policies, which is what `kvatlas plan --trace` looks for:
 vLLM's own plan and policy are among what it tries, so it is never below them. *over dense* and
 *over default* are what is chosen over vLLM's plan with each of vLLM's ways. *optimal* is the
 chosen plan with an eviction that knows the future (Belady) and checkpoints at branch points: what

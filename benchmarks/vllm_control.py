@@ -36,11 +36,11 @@ class ControlConnector(KVAtlasConnector):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """All tokens but the last, where nothing is to be read."""
+        """All tokens, where nothing is to be read."""
         if (request.kv_transfer_params or {}).get(SECONDS) is None:
             return super().get_num_new_matched_tokens(request, num_computed_tokens)
-        count = request.num_prompt_tokens - 1 - num_computed_tokens
-        return count, count > 0
+        count = request.num_prompt_tokens - num_computed_tokens
+        return (count, True) if count > 1 else (0, False)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Note it, once."""

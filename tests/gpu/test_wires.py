@@ -6,6 +6,7 @@ import base64
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,10 @@ from tests.planning.models import SMALL
 from tests.routing import oracle
 
 TOKENS = 61
-WIRES = ["cuda", "nixl", "shm"]
-"""All of them between pools on a GPU; shm by way of the host."""
+BOUNCED = ["shm", *(["mooncake"] if find_spec("mooncake") else [])]
+"""Those that reach a GPU by way of the host; Mooncake where it is installed."""
+WIRES = ["cuda", "nixl", *BOUNCED]
+"""All of them between pools on a GPU."""
 
 UNLIKE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("dense", {"layout": "LBNHC", "tp": 2}, {"layout": "BHLNC"}),
@@ -117,7 +120,7 @@ def test_staged_and_checked(peer: Peer, wire: str) -> None:
     src, dst = small("dense", layout="LBNHC"), small("dense", layout="BHLNC", block_size=32)
     (metrics,) = check(peer, wire, src, dst, how="staged", checksums=True)
     bounced, staged = metrics.values["host_bounce_bytes"], metrics.values["gpu_staged_bytes"]
-    assert (bounced > 0, staged > 0) == ((True, False) if wire == "shm" else (False, True))
+    assert (bounced > 0, staged > 0) == ((True, False) if wire in BOUNCED else (False, True))
 
 
 @pytest.mark.parametrize("wire", WIRES)
@@ -159,7 +162,7 @@ def test_pushes(peer: Peer, wire: str) -> None:
     peer.ask("close")
 
 
-@pytest.mark.parametrize("wire", ["shm", "nixl"])
+@pytest.mark.parametrize("wire", ["nixl", *BOUNCED])
 def test_unlike_devices(peer: Peer, wire: str) -> None:
     """A source on the GPU, a destination on the host."""
     src, dst = small("dense", layout="LBNHC"), small("dense", layout="BHLNC")

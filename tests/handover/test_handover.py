@@ -19,7 +19,7 @@ from kvatlas import AtlasError
 from kvatlas.engines.transformers import AtlasCache, make_plan
 from kvatlas.engines.transformers.simulated_ranks import SimulatedRanks
 from kvatlas.routing import route, scattered
-from kvatlas.tier import Tier
+from kvatlas.tier import CacheIdentity, FolderStore, StoreTier, Tier, prefix_keys
 from kvatlas.wire import Session, make_transport
 from tests.handover.prefill import MARK
 from tests.handover.tiny import LONGEST, MODELS, NEW, PROMPT, model_of, prompt
@@ -202,6 +202,33 @@ def test_tokens_after_a_stay_on_disk(name: str, tmp_path: Path) -> None:
                 tier.fetch(pools, made[1], rank=rank, blocks=mine, tokens=PROMPT, keys=keys)
         first = undisturbed(name, 5)[0]
         assert go_on(name, ranks, mine, 5, first) == undisturbed(name, 5)
+
+
+@pytest.mark.parametrize("name", MODELS if DEEP else ["sliding", "delta hybrid"])
+def test_tokens_agree_through_a_store_that_two_topologies_share(name: str, tmp_path: Path) -> None:
+    src, dst = plans(name, "tp 2 to 3")
+    config = model_of(name).config
+    made = [make_plan(config, batch=2, max_len=LONGEST, **end) for end in (src, dst)]
+    rows = make_plan(config, batch=2, max_len=LONGEST, layout="BLHNC")
+    ours = CacheIdentity(weights=f"the weights of {name}")
+    keys = prefix_keys(rows, prompt(5)[0].tolist())
+
+    def opened() -> StoreTier:
+        return StoreTier(FolderStore(tmp_path), rows, ours, shards=6, staging=1 << 20)
+
+    with (
+        SimulatedRanks(made[0], "memory", name="prefill") as prefilled,
+        SimulatedRanks(made[1], "memory", name="decode") as ranks,
+    ):
+        blocks = prefilled.copy_from(own_cache(name, 5), PROMPT)
+        with opened() as tier:
+            for rank, pools in prefilled.pools.items():
+                tier.store(pools, made[0], rank=rank, blocks=blocks, tokens=PROMPT, keys=keys)
+        mine = scattered(ranks.plan, PROMPT)
+        with opened() as tier:
+            for rank, pools in ranks.pools.items():
+                tier.fetch(pools, made[1], rank=rank, blocks=mine, tokens=PROMPT, keys=keys)
+        assert go_on(name, ranks, mine, 5, undisturbed(name, 5)[0]) == undisturbed(name, 5)
 
 
 def same_bytes(name: str, ranks: SimulatedRanks, blocks: dict[int, list[int]]) -> None:

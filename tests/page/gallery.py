@@ -26,6 +26,7 @@ def make_page(model: str, folder: Path) -> Path:
 
 def take_pictures(browser: Browser, page: Path) -> None:
     """PNGs beside a page for every width, light and dark, and a PDF."""
+    browser.command("Emulation.setScrollbarsHidden", hidden=True)
     for width, height in SIZES.items():
         browser.resize(width, height)
         for colours in ("light", "dark"):

@@ -180,8 +180,8 @@ def test_what_a_hover_says_is_found_in_memory(browser: Browser, tmp_path: Path, 
     assert browser.complaints() == []
 
 
-def expected_pieces(made: Plan, group: int, chosen: dict[str, Any], names: list[str]) -> list[int]:
-    """Lengths of the pieces that hold what is chosen of block 0 on rank 0, by `Placement`."""
+def expected_runs(made: Plan, group: int, chosen: dict[str, Any], names: list[str]) -> list[int]:
+    """Lengths of the runs that hold what is chosen of block 0 on rank 0, by `Placement`."""
     starts, lengths = [], []
     for region in made.regions:
         if region.group != group or region.stage:
@@ -215,7 +215,7 @@ def holds(field: Any, row: int) -> bool:
     return not field.ranges or any(h.start <= row < h.start + h.length for h in field.ranges)
 
 
-def test_pieces_of_a_transfer_are_the_runs_of_placements(browser: Browser, tmp_path: Path) -> None:
+def test_runs_of_a_transfer_are_those_of_placements(browser: Browser, tmp_path: Path) -> None:
     for kind in ("dense", "hybrid", "compressed", "int4"):
         name, options = KINDS[kind]
         made = orders(name, options)
@@ -227,7 +227,7 @@ def test_pieces_of_a_transfer_are_the_runs_of_placements(browser: Browser, tmp_p
                 """
                 return [...document.querySelectorAll("#transfer tr[data-chosen]")].map((row) => {
                   const chosen = JSON.parse(row.dataset.chosen);
-                  const boxes = boxesOf(plan(), 0, 0, 0, chosen), found = piecesOf(chosen);
+                  const boxes = boxesOf(plan(), 0, 0, 0, chosen), found = runsOf(chosen);
                   const lengths = joinRuns(boxes).map((run) => run[1]);
                   const sizes = [found.least, found.most];
                   return [chosen, lengths, sizes, row.children[1].textContent];
@@ -236,7 +236,7 @@ def test_pieces_of_a_transfer_are_the_runs_of_placements(browser: Browser, tmp_p
             )
             assert len(told) >= 2
             for chosen, lengths, sizes, text in told:
-                expected = expected_pieces(one, 0, chosen, list(drawn.data.names))
+                expected = expected_runs(one, 0, chosen, list(drawn.data.names))
                 assert lengths == expected, (kind, one.layout, chosen)
                 assert sizes == [min(expected), max(expected)]
                 assert int(text.replace(",", "")) == len(expected)

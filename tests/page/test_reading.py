@@ -201,14 +201,12 @@ def test_a_page_prints_on_one_sheet(browser: Browser, tmp_path: Path) -> None:
         assert browser.do("return picture.width === byId('stage').clientWidth"), model
 
 
-def test_the_page_says_why_something_lies_in_so_many_pieces(
-    browser: Browser, tmp_path: Path
-) -> None:
+def test_the_page_says_why_something_lies_in_so_many_runs(browser: Browser, tmp_path: Path) -> None:
     """As a newcomer reads it, who has chosen nothing yet."""
     orders = two_orders("Qwen3-8B")
-    half, times = "Heads 0\N{EN DASH}3:", "36 \N{MULTIPLICATION SIGN} 16 = 576 pieces"
+    half, times = "Heads 0\N{EN DASH}3:", "36 \N{MULTIPLICATION SIGN} 16 = 576 runs"
     outside = f"{half} {times}, for in LBNHC layers and tokens are outside of heads."
-    nothing = f"{half} one piece, for in BHLNC nothing of a block is outside of heads."
+    nothing = f"{half} one run, for in BHLNC nothing of a block is outside of heads."
     cases = {
         "LBNHC": ([orders[0], orders[1]], f"{outside} Other orders: BHLNC 1."),
         "BHLNC": ([orders[1], orders[0]], f"{nothing} Other orders: LBNHC 576."),

@@ -9,6 +9,7 @@ that can be found, and from these, token by token, every hit that there must be.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 from kvatlas.errors import AtlasError, Code
@@ -31,7 +32,7 @@ PIECES += [(*PIECES[0][:5], *PIECES[1][5:]), (*PIECES[0][:11], *PIECES[2][11:])]
 """Blocks of tokens, some of which begin alike."""
 PLANS = {name: small_plan(name, 24 if name != "compressed" else 200) for name in MODELS}
 POLICIES = [("every-block", "lru"), ("branch-points", "s3-fifo"), ("every-20", "lfu")]
-CUT = ("dense", "sliding")
+CUT = ("dense", "sliding", "chunked")
 """Models whose hits end at any token."""
 
 
@@ -47,7 +48,7 @@ class Engine:
             checkpoints=checkpoint_policy(checkpoints),
             events=self.listen,
         )
-        self.memory: dict[tuple[int, int], tuple[int, dict[int, int]]] = {}
+        self.memory: dict[tuple[int, int], tuple[int, list[int | None]]] = {}
         """What is in a block of a pool: the group that wrote it, and its cells."""
         self.requests: dict[int, list[int]] = {}
         self.salts: dict[int, bytes] = {}
@@ -121,31 +122,34 @@ class Engine:
             made = self.pool.reserve(request, stop)
             for group, blocks in made.clear.items():
                 for block in blocks:
-                    self.memory[self.plan.groups[group].pool, block] = (group, {})
+                    self.memory[self.plan.groups[group].pool, block] = self._empty(group)
             for group, source, destination, of_it in made.copies:
                 pool = self.plan.groups[group].pool
                 owner, content = self.memory[pool, source]
                 assert owner == group
-                copied = {n: cell for n, cell in content.items() if n < of_it}
-                self.memory[pool, destination] = (group, copied)
+                _, copied = self.memory[pool, destination] = self._empty(group)
+                copied[:of_it] = content[:of_it]
             self._write(request, stop)
             self.pool.computed(request, stop)
+
+    def _empty(self, group: int) -> tuple[int, list[int | None]]:
+        return group, [None] * self.plan.groups[group].block
 
     def _write(self, request: int, stop: int) -> None:
         tables, begun = self.pool.tables(request), self.pool.tokens(request)
         marks = self.marks[request]
         for index, group in enumerate(self.plan.groups):
             if group.kind == "recurrent":
-                self.memory[group.pool, tables[index][0]] = (index, {0: marks[stop]})
+                _, content = self.memory[group.pool, tables[index][0]] = self._empty(index)
+                content[0] = marks[stop]
                 continue
-            for position in range(begun, stop):
-                block = tables[index][position // group.block]
-                assert block != GONE
-                owner, content = self.memory.get((group.pool, block), (index, {}))
-                if owner != index:
-                    content = {}
-                content[position % group.block] = marks[position + 1]
-                self.memory[group.pool, block] = (index, content)
+            for entry, first, last in _in_blocks(group.block, begun, stop):
+                block = group.pool, tables[index][entry]
+                assert block[1] != GONE
+                if self.memory.get(block, (-1,))[0] != index:
+                    self.memory[block] = self._empty(index)
+                start = entry * group.block
+                self.memory[block][1][first - start : last - start] = marks[first + 1 : last + 1]
 
     # -- what a listener knows ----------------------------------------------------------
 
@@ -228,7 +232,8 @@ class Engine:
                         assert group_of.setdefault((pool, block), index) == index
         for index, ids in self.pool.ids.items():
             assert 0 not in owners[index]
-            assert all(ids.owners(b) == owners[index][b] for b in range(1, ids.count))
+            blocks = range(1, ids.count)
+            assert list(map(ids.owners, blocks)) == list(map(owners[index].__getitem__, blocks))
             assert ids.free == ids.count - 1 - len(owners[index])
 
     def a_listener_knows_what_can_be_found(self) -> None:
@@ -247,11 +252,19 @@ class Engine:
             assert computed == len(self.requests[request])
             for index, group in enumerate(self.plan.groups):
                 if group.kind == "recurrent":
-                    found = self.memory[group.pool, tables[index][0]] if computed else None
-                    assert found in (None, (index, {0: marks[computed]}))
+                    if computed:
+                        owner, content = self.memory[group.pool, tables[index][0]]
+                        assert (owner, content[0]) == (index, marks[computed])
                     continue
-                for position in range(first_needed(group, computed), computed):
-                    block = tables[index][position // group.block]
-                    owner, content = self.memory[group.pool, block]
+                first_seen = first_needed(group, computed)
+                for entry, first, last in _in_blocks(group.block, first_seen, computed):
+                    owner, content = self.memory[group.pool, tables[index][entry]]
                     assert owner == index
-                    assert content[position % group.block] == marks[position + 1]
+                    start = entry * group.block
+                    assert content[first - start : last - start] == marks[first + 1 : last + 1]
+
+
+def _in_blocks(block: int, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """(entry, first, last) of the tokens from `start` to `stop` in each block."""
+    for entry in range(start // block, -(-stop // block)):
+        yield entry, max(start, entry * block), min(stop, (entry + 1) * block)

@@ -5,11 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from kvatlas.planning import Plan, plan
+from kvatlas.specs import ChunkedAttention, Spec
 from tests.planning.models import ATTENTION, DELTA, SLIDING, SMALL, model_of
 
+CHUNKED: dict[str, Spec] = {"attn": ChunkedAttention(heads=4, head_dim=8, chunk=32)}
+UNEVEN: dict[str, Spec] = {"attn": ChunkedAttention(heads=4, head_dim=8, chunk=24)}
 MODELS = {
     "dense": SMALL["dense"],
     "sliding": SMALL["sliding"],
+    "chunked": model_of("chunked", *[CHUNKED, ATTENTION] * 2),
+    "uneven chunks": model_of("uneven chunks", *[UNEVEN, ATTENTION] * 2),
     "hybrid": model_of("hybrid", *[DELTA, DELTA, ATTENTION] * 2),
     "mixed": model_of("mixed", *[DELTA, SLIDING, ATTENTION] * 2),
     "compressed": SMALL["compressed"],

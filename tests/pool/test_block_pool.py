@@ -19,7 +19,7 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.pool import BlockPool, PrefixIdentity, checkpoint_policy
 from tests.pool.engine import PIECES, PLANS, POLICIES, Engine
 from tests.pool.million import run
-from tests.pool.models import MODELS
+from tests.pool.models import MODELS, small_plan
 
 DEEP = settings.get_current_profile_name() == "deep"
 EXAMPLES, STEPS = (10_000, 100) if DEEP else (60, 30)
@@ -110,6 +110,19 @@ def test_a_hit_ends_where_every_group_can_go_on() -> None:
         pool.free(1)
         assert pool.admit(2, [*prompt[: 3 * step], 5]) == expected // 16 * step
         assert pool.admit(3, [*prompt, 5]) == 4 * step
+
+
+def test_compressed_caches_are_found_at_whole_blocks() -> None:
+    pool = BlockPool(small_plan("compressed", 600, max_len=1024))
+    prompt = list(range(700))
+    computed(pool, 1, prompt, PrefixIdentity())
+    pool.free(1)
+    for count, expected in ((700, 512), (513, 512), (512, 256), (300, 256), (200, 0)):
+        assert pool.admit(2, [*prompt[:count], 7]) == expected + 256 * (count == 512)
+        assert pool.admit(3, prompt[:count]) == expected
+        for request in (2, 3):
+            pool.reserve(request, len(prompt) + 1)
+            pool.free(request)
 
 
 def computed(pool: BlockPool, name: object, prompt: list[int], identity: PrefixIdentity) -> None:

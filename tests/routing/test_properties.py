@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvatlas import AtlasError, Code
 from kvatlas.planning import Plan
-from kvatlas.routing import Route, route
+from kvatlas.routing import Copy, Route, RunGrid, route
 from kvatlas.specs import (
     FullAttention,
     GatedDeltaNet,
@@ -148,6 +148,32 @@ def bring(made: Route, move: Move, rank: int, sources: dict[int, Memory], after:
     for source in made.sources(rank):
         bound = made.bind(src_rank=source, dst_rank=rank, **ask(move))
         oracle.carry_out(bound.copies, sources[source], after)
+
+
+@fewer
+@given(requests())
+def test_sums_that_nobody_has_written_out_bring_the_same(move: Move) -> None:
+    """Asked for twice: what is kept of a number of tokens is bound to any blocks."""
+    rng = np.random.default_rng(0)
+    made, sources = route(move.src, move.dst), oracle.fill(move, rng)
+    for rank in oracle.ranks(move.dst):
+        poison = Memory(move.dst, rank, rng)
+        after = poison.copy()
+        for source in made.sources(rank):
+            made.stream(src_rank=source, dst_rank=rank, **ask(move)).grids()
+            grids = made.stream(src_rank=source, dst_rank=rank, **ask(move)).grids()
+            oracle.carry_out([written_out(grid) for grid in grids], sources[source], after)
+        right, _ = oracle.expected(move, rank, poison)
+        after.assert_equal(right, f"rank {rank} in sums")
+
+
+def written_out(grid: RunGrid) -> Copy:
+    starts = grid.starts
+    src, dst = (
+        (at[:, None] + spans).reshape(-1)
+        for at, spans in ((starts.src, grid.src), (starts.dst, grid.dst))
+    )
+    return Copy(grid.src_pool, grid.dst_pool, src, dst, np.tile(grid.length, len(starts.src)))
 
 
 @fewer

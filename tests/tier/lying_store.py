@@ -33,6 +33,7 @@ class LyingStore(ObjectStore):
         self.fault = ""
         self.random = np.random.default_rng(1)
         self.stalled = threading.Event()
+        self.asked = 0
 
     def put(self, objects: Sequence[tuple[str, Parts]]) -> list[bool]:
         if self.fault == "put says yes":
@@ -66,6 +67,7 @@ class LyingStore(ObjectStore):
         return self._answers(sizes, "get answers too few")
 
     def exists(self, names: Sequence[str]) -> list[bool]:
+        self.asked += len(names)
         if self.fault == "exists raises":
             raise ConnectionResetError
         self._stall("exists stalls")

@@ -185,19 +185,49 @@ def test_a_tier_that_is_gone_is_a_miss_and_found_again_when_it_is_back(tmp_path:
         client.match(keys, 100)
 
 
-def test_a_server_that_stands_still_is_a_miss_within_the_deadline(tmp_path: Path) -> None:
-    path = tmp_path / "t"
-    with Tier.open(path, tier_plan(MODEL)) as tier, TierServer(tier) as server:
-        client = TierClient(server.path, seconds=0.3)
-        go_on = threading.Event()
-        answer = server._server.answer
-        server._server.answer = lambda *about: (go_on.wait(20), answer(*about))[1]
-        begun = time.monotonic()
-        assert client.match([b"k"] * 7, 100) == 0
-        assert time.monotonic() - begun < 10
-        assert client.metrics.outcomes["match", "deadline"] == 1
-        go_on.set()
-        client.close()
+def test_a_server_that_stands_still_is_a_miss_within_the_deadline(served: Any) -> None:
+    tier, server = served
+    world = World(MODEL, 100)
+    client = TierClient(server.path)
+    assert world.store(client, SRC, [0]) == [StoreResult(0, 7, 0)]
+    go_on, answer = threading.Event(), server._server.answer
+
+    def late(question: Any, caller: Any) -> Any:
+        if not isinstance(question, m.Attach):
+            go_on.wait(20)
+        return answer(question, caller)
+
+    server._server.answer = late
+    begun = time.monotonic()
+    client.find_server()._seconds = 0.3
+    assert client.match(world.keys(client), 100) == 0
+    client.find_server()._seconds = 0.3
+    with pytest.raises(AtlasError) as refusal:
+        world.store(client, SRC, [1])
+    assert refusal.value.code is Code.DEADLINE
+    assert time.monotonic() - begun < 10
+    assert client.metrics.outcomes["match", "deadline"] == 1
+    go_on.set()
+    # What was carried out all the same belongs to a session that is used no more.
+    wait(lambda: any(block.writing for block in tier._index._filling.values()))
+    client.find_server()
+    wait(lambda: not any(block.writing for block in tier._index._filling.values()))
+    assert world.store(client, SRC, [1]) == [StoreResult(7, 0, 0)]
+    world.check(client, DST)
+    client.close()
+
+
+def test_a_file_that_was_removed_and_made_anew_is_the_one_that_all_use(tmp_path: Path) -> None:
+    path, world = tmp_path / "t", World(MODEL, 100)
+    with share_file(path, tier_plan(MODEL)) as one, share_file(path) as other:
+        world.store(one, SRC)
+        path.unlink()
+        with share_file(path, tier_plan(MODEL)) as new:
+            for client in (new, one, other):
+                assert client.match(world.keys(client), 100) == 0
+            assert world.store(other, SRC) == [StoreResult(0, 7, 0), StoreResult(7, 0, 0)]
+            for client in (one, new):
+                world.check(client, DST)
 
 
 def test_the_next_owner_of_a_file_waits_for_who_still_uses_it(
@@ -224,6 +254,29 @@ def test_the_next_owner_of_a_file_waits_for_who_still_uses_it(
         pytest.fail("blocks of the last server are not used under the next")
     again.close()
     client.close()
+
+
+def test_blocks_of_a_server_that_closes_are_free_when_no_client_fills_them_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_owner, "_WAIT_SECONDS", 0.1)
+    tier, world = Tier.open(tmp_path / "t", tier_plan(MODEL)), World(MODEL, 100)
+    every = tier.plan.pools[0].blocks
+    for quiet in (True, False):
+        server = TierServer(tier)
+        client = TierClient(server.path)
+        begin(client, world, 0)
+        at = client.find_server()
+        writing = at.moving()
+        if not quiet:
+            writing.__enter__()
+        server.close()
+        assert tier._index.free(0) == (every if quiet else every - 7)
+        if not quiet:
+            with pytest.raises(AtlasError, match="disconnected"):
+                writing.__exit__(None, None, None)
+        client.close()
+    tier.close()
 
 
 def test_two_that_store_the_same_at_once_leave_one_block_of_each(served: Any) -> None:

@@ -9,8 +9,12 @@ import time
 import numpy as np
 import pytest
 
-from kvatlas import AtlasError
+from kvatlas import AtlasError, Code
+from kvatlas.models import Model
 from kvatlas.tier import CacheIdentity, HostStore, StoreTier
+from kvatlas.tier.namespaces import row_format
+from kvatlas.tier.opening import rows_of
+from kvatlas.tier.row_objects import RowObjects
 from tests.tier.lying_store import LyingStore, fetched, until
 from tests.tier.test_store_topologies import OURS, tier_in
 from tests.tier.test_topologies import MODELS
@@ -193,3 +197,67 @@ def test_a_dropped_key_is_gone_whatever_tokens_it_had() -> None:
         keys = world.keys(tier)
         assert tier.drop({0: keys[0][4:]}) == 4
         assert tier.match(keys, 70) == 64
+
+
+def test_a_wrong_block_table_is_the_callers_error_and_no_miss() -> None:
+    world, made = World(MODEL, 64), small(MODEL)
+    with tier_in(HostStore(), MODEL) as tier:
+        with pytest.raises(AtlasError) as refusal:
+            tier.store({0: np.zeros(made.pools[0].nbytes, np.uint8)}, made, blocks=[1], tokens=64,
+                       keys=world.keys(tier))  # fmt: skip
+        assert refusal.value.code == Code.MISSING_BLOCKS
+        world.store(tier, made)
+        with pytest.raises(AtlasError) as refusal:
+            tier.fetch({0: np.zeros(made.pools[0].nbytes, np.uint8)}, made, blocks=[1], tokens=64,
+                       keys=world.keys(tier))  # fmt: skip
+        assert refusal.value.code == Code.MISSING_BLOCKS
+        assert not tier.misses
+        assert tier.idle()
+
+
+def test_a_rank_asks_for_its_own_objects_alone_before_it_stores() -> None:
+    """Else every rank of a fleet would ask for all objects of all rows."""
+    store, world, made = LyingStore(), World(MODEL, 64), small(MODEL, tp=4)
+    with tier_in(store, MODEL) as tier:
+        for salt in ("one", "two"):
+            store.asked = 0
+            keys = world.keys(tier, salt=salt)
+            world.store(tier, made, keys=keys, wait=False)
+            assert tier.flush()
+        assert store.asked == 4 * 4  # rows, and an object of each for each rank
+        assert tier.match(keys, 64) == 64
+
+
+def test_little_staging_memory_is_enough_for_any_request_and_many_threads() -> None:
+    """Two rows of memory, requests of twelve, four threads that fetch at once."""
+    world, made = World(MODEL, 192), small(MODEL)
+    with StoreTier(HostStore(), tier_plan(MODEL), OURS, staging=1, deadline=20.0) as tier:
+        assert world.store(tier, made)[0].whole == 12
+        outcomes: list[bool] = []
+        fetchers = [
+            threading.Thread(target=lambda: outcomes.append(fetched(world, tier, made)))
+            for _ in range(4)
+        ]
+        for fetcher in fetchers:
+            fetcher.start()
+        for fetcher in fetchers:
+            fetcher.join()
+        assert outcomes == [True] * 4
+        assert tier.idle()
+
+
+def test_whoever_stores_after_a_tenant_was_dropped_marks_it_again() -> None:
+    world, store, made = World(MODEL, 64), HostStore(), small(MODEL)
+    with tier_in(store, MODEL) as tier:
+        world.store(tier, made)
+        tier.drop_tenant()
+        world.store(tier, made)
+        assert sum("marks" in name for name in store.names()) == 5
+
+
+def test_rows_look_alike_whatever_the_greatest_length() -> None:
+    """Else engines of unlike max_len would share nothing."""
+    for name in ("gpt-oss-20b", *(("Nemotron-H-8B", "DeepSeek-V4-Pro") if DEEP else ())):
+        model = Model.load(name)
+        plans = [rows_of(model, 64, longest, "1TiB") for longest in (2048, 65536)]
+        assert len({row_format(RowObjects(one)) for one in plans}) == 1

@@ -10,12 +10,20 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.vllm.comparing import assert_nothing_held, assert_same, atlas, prompt, undisturbed
 from tests.vllm.engine_process import engine
 from tests.vllm.models import checkpoint
 
 ROOT = Path(__file__).parents[2]
 LENGTH = 300
+TP: dict[str, Any] = {"tensor_parallel_size": 2}
+PP: dict[str, Any] = {
+    "pipeline_parallel_size": 2,
+    "enforce_eager": False,  # as in `tests.vllm.comparing`
+    "compilation_config": {"mode": 1},
+}
 
 
 def keeping(path: Path | str) -> dict[str, Any]:
@@ -23,34 +31,58 @@ def keeping(path: Path | str) -> dict[str, Any]:
     return atlas(transport="none", tier=str(path), tier_memory="16MiB")
 
 
+@pytest.mark.parametrize(
+    ("name", "ranks", "found"), [("llama", TP, 256), ("gemma3", TP, LENGTH + 7), ("llama", PP, 256)]
+)
 def test_engines_of_unlike_ranks_find_at_once_what_the_other_has_stored(
+    name: str, ranks: dict[str, Any], found: int, checkpoints: Path, tmp_path: Path
+) -> None:
+    """Whole blocks of 64 tokens; with windows, all that was computed of a request that goes on."""
+    model, path = checkpoint(name, checkpoints), tmp_path / "prefixes.tier"
+    with engine(model, name="undisturbed", core="0|1") as alone:
+        begun = [prompt(LENGTH, seed) for seed in (1, 2)]
+        right = [alone.generate(one) for one in begun]
+        longer = [
+            one + answer.tokens + prompt(40, 5) for one, answer in zip(begun, right, strict=True)
+        ]
+        right_after = [alone.generate(one) for one in longer]
+    with (
+        engine(model, name="several", connector=keeping(path), block_size=64, **ranks) as several,
+        engine(model, name="one", core="1", connector=keeping(path), block_size=128) as one,
+    ):
+        for asked, (first, second) in enumerate(((several, one), (one, several))):
+            got = first.generate(begun[asked])
+            assert_same(right[asked], got, (first.process.name, asked))
+            assert got.cached == 0
+            first.idle()
+            got = second.generate(longer[asked])
+            assert_same(right_after[asked], got, (second.process.name, asked))
+            assert got.cached == found
+            second.idle()
+        assert_nothing_held(one, several)
+
+
+def test_an_engine_goes_on_when_the_one_that_served_the_tier_is_killed(
     checkpoints: Path, tmp_path: Path
 ) -> None:
     model, path = checkpoint("llama", checkpoints), tmp_path / "prefixes.tier"
-    prompts = [prompt(LENGTH, seed) for seed in (1, 2, 3)]
+    prompts = [prompt(LENGTH, seed) for seed in (1, 2)]
     right = undisturbed(model, prompts)
     with (
-        engine(
-            model, name="two", connector=keeping(path), block_size=64, tensor_parallel_size=2
-        ) as two,
-        engine(model, name="one", core="1", connector=keeping(path), block_size=128) as one,
+        engine(model, name="serving", connector=keeping(path), block_size=64) as serving,
+        engine(model, name="other", core="1", connector=keeping(path), block_size=128) as other,
     ):
-        for first, second, asked in ((two, one, 0), (one, two, 1)):
-            for made, found in ((first, 0), (second, 256)):
-                got = made.generate(prompts[asked])
-                assert_same(right[asked], got, (made.process.name, asked))
-                assert got.cached == found, "blocks of the tier have 64 tokens"
-                made.idle()
-        assert_nothing_held(one, two)
-        # Whoever serves the tier goes without a word: the other computes, and goes on keeping.
-        two.kill()
-        until = time.monotonic() + 60
-        while (got := one.generate(prompts[2])).cached != 256:
-            assert_same(right[2], got, "after the other engine was killed")
-            assert time.monotonic() < until, "kept by the one that is left"
-            one.idle()
-        assert_same(right[2], got, "read from the tier")
-        assert_nothing_held(one)
+        assert_same(right[0], serving.generate(prompts[0]), "stored")
+        serving.idle()
+        serving.kill()
+        for answer, tokens in zip(right, prompts, strict=True):
+            until = time.monotonic() + 60
+            while (got := other.generate(tokens)).cached != 256:
+                assert_same(answer, got, "computed while nobody serves the tier")
+                assert time.monotonic() < until, "found by the one that is left"
+                other.idle()
+            assert_same(answer, got, "read from the tier")
+        assert_nothing_held(other)
 
 
 def test_a_prefix_outlives_engines_whose_core_is_another_process(

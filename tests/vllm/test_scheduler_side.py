@@ -45,15 +45,26 @@ def test_the_last_token_of_a_prompt_is_always_computed_here() -> None:
     decode = side(FULL)
     request = Request("d", 100, told(100))
     decode.on_new_request(request)
-    assert decode.matched_tokens(request, 0) == (99, True), "the last is not even read"
-    assert decode.matched_tokens(request, 64) == (35, True)
+    assert decode.matched_tokens(request, 0) == (100, True), "vLLM computes the last again"
+    assert decode.matched_tokens(request, 64) == (36, True)
     assert decode.matched_tokens(request, 99) == (0, False), "nothing but the last is missing"
-    decode.allocated(request, Blocks([7, 8]), 35)
+    decode.allocated(request, Blocks([7, 8]), 36)
     (order,) = decode.take_orders().pulls
-    assert (order.start, order.stop, order.tables) == (64, 99, ((7, 8),))
+    assert (order.start, order.stop, order.tables) == (64, 99, ((7, 8),)), "and it is not read"
     assert order.remote.request == "p/1"
     assert decode.matched_tokens(request, 0) == (0, False), "a request is read once"
     assert decode.take_orders().pulls == []
+
+
+def test_the_last_token_of_a_prompt_is_read_where_it_is_the_last_of_its_block() -> None:
+    """vLLM caches full blocks that were read before the last token is computed again."""
+    for tokens, stop, entries in ((128, 128, 2), (129, 128, 2), (130, 129, 3), (2, 1, 1)):
+        decode = side(FULL)
+        request = Request("d", tokens, told(tokens))
+        decode.on_new_request(request)
+        decode.allocated(request, Blocks([7, 8, 9]), tokens)
+        (order,) = decode.take_orders().pulls
+        assert (order.start, order.stop, len(order.tables[0])) == (0, stop, entries)
 
 
 def test_a_prefix_that_is_here_is_not_read_and_the_other_engine_is_told() -> None:
@@ -218,7 +229,7 @@ def test_blocks_that_a_window_fills_in_part_are_not_cached() -> None:
 def test_windows_alone_are_not_read_where_all_tokens_are_cached() -> None:
     """An engine without the hybrid manager caches windows as if all their tokens were there."""
     whole = Group(FullAttentionSpec(block_size=64, sliding_window=64))
-    for caching, windows, matched in ((True, (64,), 0), (True, (), 99), (False, (64,), 99)):
+    for caching, windows, matched in ((True, (64,), 0), (True, (), 100), (False, (64,), 100)):
         decode = side(whole, caching=caching)
         request = Request("d", 100, told(windows=windows))
         decode.on_new_request(request)

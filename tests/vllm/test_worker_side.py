@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from kvatlas.engines.vllm import (
     ConnectorSettings,
     describe_engine,
     describe_stage,
     join_stages,
+    thread_cores,
 )
 from kvatlas.engines.vllm.ended_requests import Ended
 from kvatlas.engines.vllm.orders import OfferOrder, PullOrder, RemoteRequest, StepOrders
@@ -242,3 +247,34 @@ def test_a_request_that_is_aborted_is_reported_and_given_back() -> None:
         source.order(offers=[offer()])
         target.order(let_go=[source.remote(149)])
         assert source.ended() == [Ended(sent={"p"})]
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(os.getppid())) < 2, reason="needs two cores")
+def test_threads_that_move_bytes_leave_the_cores_that_vllm_computes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM binds a CPU worker's thread to its cores; threads made later would share them."""
+    before, free = os.sched_getaffinity(0), os.sched_getaffinity(os.getppid())
+    engine = SimpleNamespace(pid=os.getppid())
+    monkeypatch.setattr(thread_cores, "parent_process", lambda: engine)
+    bound = {min(before)}
+    for by_vllm in (True, False):
+        if by_vllm:
+            monkeypatch.setenv("OMP_PLACES", str(bound))
+        else:
+            monkeypatch.delenv("OMP_PLACES")
+        known = {thread.native_id for thread in threading.enumerate()}
+        os.sched_setaffinity(0, bound)
+        try:
+            source, target = Ranks(make_plan(64), 1), Ranks(make_plan(128), 2)
+            with engines(source, target):
+                source.order(offers=[offer()])
+                target.order(pulls=[pull(source)])
+                assert target.ended() == [Ended(received={"d"})]
+                made = {thread.native_id for thread in threading.enumerate()} - known
+                cores = [os.sched_getaffinity(one) for one in made if one is not None]
+                assert cores
+                assert all(one == (free if by_vllm else bound) for one in cores)
+            assert os.sched_getaffinity(0) == bound, "vLLM's own thread stays where it is"
+        finally:
+            os.sched_setaffinity(0, before)

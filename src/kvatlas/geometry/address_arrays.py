@@ -36,7 +36,7 @@ def whole_numbers(given: Any, what: str, axes: Sequence[int] = (1,)) -> Int64s:
     if array.size == 0 and array.dtype.kind == "f":
         array = array.astype(np.int64)  # an empty list has no type of its own
     # numpy takes True for 1 in a list of ints; nobody means that.
-    booleans = isinstance(given, list | tuple) and any(isinstance(one, bool) for one in given)
+    booleans = isinstance(given, list | tuple) and bool in set(map(type, given))
     if array.dtype.kind not in "iu" or array.ndim not in axes or booleans:
         got = f"{type(given).__name__} of {array.dtype} with {array.ndim} axes"
         hint = "Pass ints, in a list or in a numpy array of one axis"

@@ -137,6 +137,13 @@ class CommonStates(NamedTuple):
             return np.arange(self.local[end] // each, self._last(end) // each + 1)
         return (self.local[end] + np.arange(self.total) * self.steps[end]) // each
 
+    def entry_slice(self, end: int) -> slice | Int64s:
+        """The same as a slice, where they follow each other."""
+        each = self._entry_states(end)
+        if self.steps[end] <= each:
+            return slice(self.local[end] // each, self._last(end) // each + 1)
+        return self.entries(end)
+
     def spans(self, first: int = 0, stop: int | None = None) -> StateSpans:
         """Numbers first .. stop - 1 of these states, as spans."""
         count = max(0, (self.total if stop is None else stop) - first)

@@ -6,6 +6,7 @@ long before a request and are kept on the device; spans come with it and are few
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,12 +50,15 @@ def copy_address_runs(
     spans: tuple[Offsets, Offsets, Offsets],
     *,
     programs: int = 0,
+    stream: Any = None,
+    place: Callable[[Offsets], torch.Tensor] | None = None,
     **choice: Any,
 ) -> None:
-    """Copy a run for every sum of a start and a span, on the device's current stream.
+    """Copy a run for every sum of a start and a span, on a stream, or on the current one.
 
     `spans` are offsets at the source, at the target, and lengths, in bytes; at most
-    `programs` programs are launched where it is not 0. Nobody looks whether a run lies in
+    `programs` programs are launched where it is not 0. `place` puts a table on the device in
+    the order of the stream. Nobody looks whether a run lies in
     memory: that is for who knows the memory. No byte may be written twice.
     """
     try:
@@ -62,7 +66,7 @@ def copy_address_runs(
     except ModuleNotFoundError as problem:
         hint = "Install kvatlas[triton] where caches are in a GPU's memory"
         raise AtlasError(Code.MISSING_EXTRA, "", got=problem, hint=hint) from problem
-    table = np.stack(spans)
+    table = np.array(spans)
     if not table.size or not starts.table.shape[1]:
         return
     bits = starts.bits | int(np.bitwise_or.reduce(table, axis=None)) | source | target
@@ -70,13 +74,13 @@ def copy_address_runs(
     apart = abs(int(dst[1]) - int(dst[0])) if len(dst) > 1 else 0
     tables = RunTables(
         starts.table,
-        _uploaded(table, starts.table.device),
+        _uploaded(table, starts.table.device) if place is None else place(table),
         alignment=min(_WIDEST, bits & -bits),
         shortest=int(length.min()),
         longest=int(length.max()),
         starts_first=apart > starts.step,
     )
-    copy_runs(source, target, tables, programs, **choice)
+    copy_runs(source, target, tables, programs, stream=stream, **choice)
 
 
 def _uploaded(table: Offsets, device: torch.device) -> torch.Tensor:

@@ -181,15 +181,15 @@ function tokensOf(point) {
   return [state * each, state * each + each - 1];
 }
 
-const MOST_PIECES = 200000;
+const MOST_RUNS = 200000;
 
-// How many pieces of memory hold what is chosen of block 0, {layer, heads: [first, last], token},
+// In how many runs of memory lies what is chosen of block 0, {layer, heads: [first, last], token},
 // and the bytes of the least and the largest. Null where they are too many to count here.
-function countPieces(plan, stage, group, tpRank, chosen) {
+function countRuns(plan, stage, group, tpRank, chosen) {
   const boxes = boxesOf(plan, stage, group, tpRank, chosen).sort((one, two) => one[0] - two[0]);
   const many = boxes.reduce((sum, box) => sum + box[2].reduce((all, [, size]) => all * size, 1), 0);
   const apart = boxes.every((box, n) => !n || boxes[n - 1][0] + divisorOf(boxes[n - 1]).extent < box[0]);
-  if (!apart && many > MOST_PIECES) return null;
+  if (!apart && many > MOST_RUNS) return null;
   const runs = apart ? boxes : joinRuns(boxes);
   let least = Infinity, most = 0;
   for (const [, nbytes] of runs) { least = Math.min(least, nbytes); most = Math.max(most, nbytes); }

@@ -1,4 +1,4 @@
-// What a transfer takes of a block: in how many pieces, why, and where they are.
+// What a transfer takes of a block: in how many runs, why, and where they are.
 "use strict";
 
 const WHOLE = "the whole block";
@@ -55,13 +55,13 @@ function chosenBy({ kind, value }) {
   return { layer: { layer: value }, token: { token: value }, head: { heads: [value, value] }, heads: { heads: value } }[kind];
 }
 
-function piecesOf(chosen) {
-  return piecesIn(plan(), view.stage, view.tpRank, chosen);
+function runsOf(chosen) {
+  return runsIn(plan(), view.stage, view.tpRank, chosen);
 }
 
-function piecesIn(mine, stage, tpRank, chosen) {
+function runsIn(mine, stage, tpRank, chosen) {
   const key = JSON.stringify([stage, view.group, tpRank, chosen]);
-  return remembered(mine, key, () => countPieces(mine, stage, view.group, tpRank, chosen));
+  return remembered(mine, key, () => countRuns(mine, stage, view.group, tpRank, chosen));
 }
 
 function sizesOf(found) {
@@ -97,11 +97,11 @@ function showTransfer() {
   const table = byId("transfer");
   table.replaceChildren();
   const head = make("tr");
-  for (const name of ["", "pieces", "size of each"]) head.append(make("th", name, { scope: "col" }));
+  for (const name of ["", "runs", "size of each"]) head.append(make("th", name, { scope: "col" }));
   table.append(head);
   let told = null;
   for (const choice of choices()) {
-    const found = piecesOf(choice.chosen), row = make("tr", null, { "data-chosen": JSON.stringify(choice.chosen) });
+    const found = runsOf(choice.chosen), row = make("tr", null, { "data-chosen": JSON.stringify(choice.chosen) });
     const pressed = Boolean(paint.follow && paint.follow.kind === choice.kind);
     const name = make("th", null, { scope: "row" });
     const button = make("button", choice.name, { type: "button", "aria-pressed": String(pressed), "data-kind": choice.kind || "" });
@@ -118,13 +118,13 @@ function showTransfer() {
   }
   byId("followed").textContent = told ? why(told) : "";
   byId("transfer-note").textContent = paint.follow
-    ? "Its pieces are underlined in the picture. Choose it again to let go."
-    : "A piece is contiguous memory, which moves in one run. Choose a line to light up its pieces, or Shift+click the picture.";
+    ? "Its runs are underlined in the picture. Choose it again to let go."
+    : "A run is contiguous memory, which moves at once. Choose a line to light up its runs, or Shift+click the picture.";
 }
 
-// Why something lies in so many pieces: the axes that are outside of it break it up.
+// Why something lies in so many runs: the axes that are outside of it break it up.
 function why({ name, kind, chosen, found }) {
-  const number = !found ? "very many pieces" : found.many === 1 ? "one piece" : `${count(found.many)} pieces`;
+  const number = !found ? "very many runs" : found.many === 1 ? "one run" : `${count(found.many)} runs`;
   const letter = { heads: "H", head: "H", layer: "L", token: "N" }[kind];
   const axes = nesting(mainField().field), own = axes.findIndex(([axis]) => axis === letter);
   if (own < 0 || !found) return `${titled(name)}: ${number}.`;
@@ -156,7 +156,7 @@ function elsewhere(chosen) {
   for (const order of new Set(data.plans.map((one) => one.knobs.order))) {
     const other = data.plans[closest("order", order)], group = other.groups[view.group];
     if (order === plan().knobs.order || !group || group.kind !== plan().groups[view.group].kind) continue;
-    const found = piecesIn(other, Math.min(view.stage, other.ranks / other.tp - 1), Math.min(view.tpRank, other.tp - 1), chosen);
+    const found = runsIn(other, Math.min(view.stage, other.ranks / other.tp - 1), Math.min(view.tpRank, other.tp - 1), chosen);
     if (found && found.many) told.push(`${order} ${count(found.many)}`);
   }
   return told.length ? `Other orders: ${told.join(", ")}.` : "";

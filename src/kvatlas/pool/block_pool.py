@@ -68,6 +68,9 @@ class _Request:
 class BlockPool:
     """The blocks of a plan's pools, dealt out to requests by group.
 
+    `events` is called with what can be found since the last call, and what no more; it must
+    not raise. With `partial_hits`, hits end inside a block where every layer allows it.
+
     >>> from kvatlas.planning import plan
     >>> pool = BlockPool(plan("gpt-oss-20b", memory="40GiB"))
     >>> pool.admit("first", range(100))
@@ -340,7 +343,8 @@ class BlockPool:
 
         Full attention keeps every block, windows and recurrent layers what checkpoints need.
         """
-        ends = self._kept_ends(asked, tokens)
+        everything = all(group.keeps_all for group in self._index.groups)
+        ends = [] if everything else self._kept_ends(asked, tokens)
         kept_state = False
         for index, group in enumerate(self.plan.groups):
             table = asked.tables[index]

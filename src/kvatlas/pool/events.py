@@ -16,7 +16,7 @@ import msgspec
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Group
-from kvatlas.pool.prefix_hash import HashChain
+from kvatlas.pool.prefix_hash import HashChain, PrefixIdentity
 from kvatlas.pool.prefix_index import Name
 
 MOST_BYTES = 1 << 26
@@ -122,15 +122,17 @@ def stored_event(
 ) -> BlockStored:
     """Entries of a group from `first` on can be found."""
     size, stop = group.block, first + blocks
-    keys = [_extra_keys(chain, n * size, (n + 1) * size) for n in range(first, stop)]
+    identity, keys = chain.identity, None
+    if identity.lora or identity.salt or identity.media:
+        keys = [_extra_keys(identity, n * size, (n + 1) * size) for n in range(first, stop)]
     windows = group.kind in ("sliding_window", "sliding_window_mla")
     return BlockStored(
         block_hashes=list(map(_external, chain.ends(size, first, stop))),
         parent_block_hash=_external(chain.at(first * size)) if first else None,
         token_ids=chain.tokens(first * size, stop * size),
         block_size=size,
-        lora_name=chain.identity.lora or None,
-        extra_keys=keys if any(keys) else None,
+        lora_name=identity.lora or None,
+        extra_keys=keys,
         group_idx=number,
         kv_cache_spec_kind="mamba" if group.kind == "recurrent" else group.kind,
         kv_cache_spec_sliding_window=group.window if windows else None,
@@ -149,9 +151,8 @@ def _external(digest: bytes) -> int:
     return int.from_bytes(digest[-8:], "big")
 
 
-def _extra_keys(chain: HashChain, start: int, stop: int) -> tuple[Any, ...] | None:
+def _extra_keys(identity: PrefixIdentity, start: int, stop: int) -> tuple[Any, ...] | None:
     """What joins a block's hash beside its tokens, as vLLM lists it."""
-    identity = chain.identity
     keys: list[Any] = [identity.lora] if identity.lora else []
     keys += [(one.hex(), at - start) for at, one in identity.media if start <= at < stop]
     keys += [identity.salt.hex()] if identity.salt and not start else []

@@ -28,13 +28,31 @@ def needed_blocks(group: Group, tokens: int) -> range:
     range(3, 4)
     >>> needed_blocks(Group(kind="sliding_window", block=16, pool=0, window=17), 64)
     range(3, 4)
+    >>> needed_blocks(Group(kind="chunked_local_attention", block=16, pool=0, window=24), 72)
+    range(4, 4)
     """
     stop = ceil_div(tokens, group.block)
     if not tokens:
         return range(0)
     if group.kind == "recurrent":
         return range(stop - 1, stop)
-    return range(first_needed(group, tokens) // group.block, stop)
+    first = first_needed(group, tokens)
+    if first == tokens:  # a chunk begins here
+        return range(tokens // group.block, tokens // group.block)
+    return range(first // group.block, stop)
+
+
+def last_without_need(group: Group, tokens: int) -> int:
+    """The last place up to `tokens` at which nothing before is needed: where a chunk begins.
+
+    >>> last_without_need(Group(kind="chunked_local_attention", block=16, pool=0, window=24), 80)
+    72
+    """
+    if group.kind == "recurrent":
+        return 0
+    first = first_needed(group, tokens)
+    chunked = group.kind == "chunked_local_attention"
+    return first if chunked or first == tokens else 0
 
 
 def hit_step(plan: Plan) -> int:
@@ -50,9 +68,13 @@ def hash_grain(plan: Plan) -> int:
 def can_be_cut(plan: Plan) -> bool:
     """Whether every group keeps each token by itself, so that hits may end at any of them.
 
-    Recurrent layers keep a state of many tokens, and compressed ones a row for several.
+    Recurrent layers keep a state of many tokens, and compressed ones a row for several. Where
+    a chunk begins inside a block, who goes on there leaves the block's first tokens out.
     """
-    return all(_keeps_tokens(layer.spec) for region in plan.regions for layer in region.layers)
+    layers = [layer for region in plan.regions for layer in region.layers]
+    chunked = [group for group in plan.groups if group.kind == "chunked_local_attention"]
+    whole = all(group.window and group.window % group.block == 0 for group in chunked)
+    return whole and all(_keeps_tokens(layer.spec) for layer in layers)
 
 
 def _keeps_tokens(spec: Spec) -> bool:

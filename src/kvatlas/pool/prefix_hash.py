@@ -75,10 +75,8 @@ class HashChain:
         self._rows += rows
         self._open = waiting[whole:]
         if self._added == len(self._media):
-            update, digest, append = self._running.update, self._running.digest, self._links.append
-            for row in rows:
-                update(row)
-                append(digest())
+            update, digest = self._running.update, self._running.digest
+            self._links += [digest() for row in rows if update(row) is None]  # it returns None
             return
         for row in rows:
             self._running.update(row)

@@ -13,7 +13,13 @@ from itertools import repeat
 
 from kvatlas.geometry import ceil_div
 from kvatlas.planning import Group, Plan
-from kvatlas.pool.group_needs import can_be_cut, hit_step, needed_blocks, reuses_prefixes
+from kvatlas.pool.group_needs import (
+    can_be_cut,
+    hit_step,
+    last_without_need,
+    needed_blocks,
+    reuses_prefixes,
+)
 from kvatlas.pool.prefix_hash import TOKEN, HashChain
 from kvatlas.specs import Visibility
 
@@ -47,14 +53,15 @@ class GroupIndex:
             start = count * block
             return self._within(chain, count, min(tokens, start + block))
         recurrent = self.group.kind == "recurrent"
+        least = last_without_need(self.group, tokens)
         entry = (tokens // block if recurrent else ceil_div(tokens, block)) - 1
-        while entry >= 0:
+        while (entry + 1) * block > least:
             stop = min(tokens, (entry + 1) * block)
             found = stop if recurrent else self._within(chain, entry, stop)
-            if found > entry * block and self._has(chain, found):
+            if found > max(entry * block, least) and self._has(chain, found):
                 return found
             entry -= 1
-        return 0
+        return least
 
     def needed(self, chain: HashChain, tokens: int) -> list[int]:
         """The blocks to go on with behind `tokens` tokens; of the last perhaps the first tokens."""

@@ -1,7 +1,7 @@
 """Routes: from any plan to any plan of the same model, as byte ranges."""
 
 from kvatlas.routing.binding import Copy, RunGrid
-from kvatlas.routing.block_tables import block_table, checked_rank
+from kvatlas.routing.block_tables import block_table, checked_rank, table_arrays
 from kvatlas.routing.compatibility import Reason, fingerprint
 from kvatlas.routing.conversion import (
     ROW_ERRORS,
@@ -54,6 +54,7 @@ __all__ = [
     "scattered",
     "shared_visibility",
     "spell_conversion",
+    "table_arrays",
     "tensor_scales",
     "token_range",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,9 @@ from kvatlas.geometry import (
 )
 from kvatlas.routing.compiler import GroupPair
 from kvatlas.routing.request import BoundStates
+
+_MOST_STARTS = 1 << 15
+"""Starts that are kept with their states."""
 
 
 class Starts(NamedTuple):
@@ -112,11 +115,29 @@ class RepeatedRuns(NamedTuple):
     strip: StridedRuns
     starts: Starts
     """Where items lie at either end, by destination, in the first state of block 0."""
+    kept: dict[object, Any]
+    """What was made of it and is asked for again: starts with states, spans of requests."""
+
+    def in_states(self, count: int) -> Starts | None:
+        """Where items lie in the first `count` states; None where those are too many to keep.
+
+        The same object whenever it is asked for, so that a device can keep it.
+        """
+        if count * len(self.starts.src) > _MOST_STARTS:
+            return None
+        if count not in self.kept:
+            nth = np.arange(count)
+            steps = zip(self.starts[:2], self.strip.state_strides, strict=True)
+            src, dst = ((at[:, None] + nth * step).reshape(-1) for at, step in steps)
+            order = np.argsort(dst, kind="stable")
+            self.kept.setdefault(count, Starts.of(src[order], dst[order]))
+        made: Starts = self.kept[count]
+        return made
 
     def part(self, first: int, stop: int) -> RepeatedRuns:
         """Some of the starts alone."""
         src, dst = self.starts.src[first:stop], self.starts.dst[first:stop]
-        return RepeatedRuns(self.strip, Starts.of(src, dst))
+        return RepeatedRuns(self.strip, Starts.of(src, dst), {})
 
 
 class CompiledPair(NamedTuple):
@@ -147,7 +168,7 @@ def repeated(strips: Sequence[StridedRuns]) -> list[RepeatedRuns]:
         at = np.array([member.offsets for member in members], dtype=np.int64)
         src, dst = ((at[:, end, None] + strip.item_offsets(end)).reshape(-1) for end in (0, 1))
         order = np.argsort(dst, kind="stable")
-        runs.append(RepeatedRuns(strip, Starts.of(src[order], dst[order])))
+        runs.append(RepeatedRuns(strip, Starts.of(src[order], dst[order]), {}))
     return runs
 
 
@@ -164,16 +185,8 @@ def ranges(compiled: CompiledPair, bound: BoundStates) -> Iterator[Runs]:
     """Every run that moves between two groups, in arrays."""
     for runs, part, whole in _folded(compiled, bound):
         stretches = _Stretches(part, whole=whole)
-        for strip, starts in runs:
+        for strip, starts, _ in runs:
             yield _all_sums(starts, *stretches.of(strip))
-
-
-def grids(pools: tuple[int, int], compiled: CompiledPair, bound: BoundStates) -> Iterator[RunGrid]:
-    """The same runs as sums that nobody has written out, not joined."""
-    for runs, part, whole in _folded(compiled, bound):
-        for strip, starts in runs:
-            spans = strip.byte_ranges(part.states, part.ids, whole=whole, join=False)
-            yield RunGrid(*pools, starts, *spans)
 
 
 def count_ranges(compiled: CompiledPair, bound: BoundStates, cuts: int) -> int:
@@ -184,7 +197,7 @@ def count_ranges(compiled: CompiledPair, bound: BoundStates, cuts: int) -> int:
     count = 0
     for runs, part, whole in _folded(compiled, bound):
         stretches, length = _Stretches(part, whole=whole), part.states.length
-        for strip, starts in runs:
+        for strip, starts, _ in runs:
             if whole or strip.gapless:
                 joined = len(stretches.of(strip)[0])
                 each = joined + min(cuts, len(length) - joined)

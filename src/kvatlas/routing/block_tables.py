@@ -42,7 +42,7 @@ class RequestTables:
             got = f"{len(table)} blocks where {last + 1} are needed"
             hint = f"Blocks of that group have {self.plan.groups[group].block} tokens"
             raise AtlasError(Code.MISSING_BLOCKS, problem, got=got, hint=hint)
-        entries = states.entries(end)
+        entries = states.entry_slice(end)
         ids = table[entries]
         low, high = int(ids.min()), int(ids.max())
         blocks = self.plan.pool(self.rank, group).blocks
@@ -110,6 +110,17 @@ def _tables(plan: Plan, blocks: Any, end: str) -> dict[int, Int64s]:
         got, hint = type(blocks).__name__, "Pass a mapping from group index to block ids"
         raise AtlasError(Code.MISSING_BLOCKS, problem, got=got, hint=hint)
     return {0: block_table(blocks, f"the {end}")}
+
+
+def table_arrays(blocks: Any, end: str) -> Any:
+    """Block tables as routes take them, as arrays: what is looked at often is read once.
+
+    >>> table_arrays({0: [3, 1]}, "source"), table_arrays([2], "source")
+    ({0: array([3, 1])}, array([2]))
+    """
+    if not isinstance(blocks, Mapping):
+        return block_table(blocks, f"the {end}") if isinstance(blocks, list | tuple) else blocks
+    return {group: block_table(ids, f"group {group} at the {end}") for group, ids in blocks.items()}
 
 
 def block_table(given: Any, what: str) -> Int64s:

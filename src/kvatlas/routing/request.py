@@ -41,8 +41,17 @@ class RequestEnds:
             states = self._chunks(pair, pair.per_state, chunk)
         if states.total:
             self.src.use(pair.groups[0], states, 0)
-            self.dst.use(pair.groups[1], states, 1)
+            if not self._alike(pair):
+                self.dst.use(pair.groups[1], states, 1)
         return states
+
+    def _alike(self, pair: GroupPair) -> bool:
+        """Whether both ends are the same entries of the same tables."""
+        return (
+            self.src is self.dst
+            and pair.groups[0] == pair.groups[1]
+            and pair.cells[0] == pair.cells[1]
+        )
 
     def bind(self, pair: GroupPair, spans: StateSpans) -> BoundStates:
         """Spans of states that were checked, and the blocks that they are in."""
@@ -57,7 +66,8 @@ class RequestEnds:
     def check_distinct(self) -> None:
         """Refuse a block that two entries of the request's tables would share."""
         self.src.check_distinct()
-        self.dst.check_distinct()
+        if self.dst is not self.src:
+            self.dst.check_distinct()
 
     def _recurrent(self, pair: GroupPair) -> CommonStates:
         """The one state of a recurrent group, where it lies after the last token."""

@@ -31,11 +31,11 @@ from kvatlas.routing.binding import (
     RepeatedRuns,
     RunGrid,
     count_ranges,
-    grids,
     joined,
     ranges,
 )
 from kvatlas.routing.request import RequestEnds
+from kvatlas.routing.run_grids import grids
 
 CHUNK_RUNS = 1 << 19
 """Runs that are made at once: 8 MB to keep where they have one length, else 16.
@@ -171,9 +171,10 @@ class Stream:
         return self._grids
 
     def _section_grids(self, section: StreamSection) -> Iterator[RunGrid]:
-        compiled, states = section.compiled, section.states
-        bound = self._request.bind(compiled.pair, states.spans(section.first, section.stop))
-        return grids(self._request.pools(compiled.pair), compiled, bound)
+        pair, ends = section.compiled.pair, (self._request.src, self._request.dst)
+        src, dst = (end.by_group[group] for end, group in zip(ends, pair.groups, strict=True))
+        span, pools = (section.first, section.stop), self._request.pools(pair)
+        return grids(pools, section.compiled, section.states, span, (src, dst))
 
     def pieces(self, nbytes: int) -> Iterator[tuple[Copy, ...]]:
         """The whole stream, so many bytes at a time; the last piece may be shorter."""

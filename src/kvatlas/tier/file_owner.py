@@ -27,7 +27,8 @@ _LOCK = struct.Struct("@hhqqi")
 
 def socket_beside(path: Path) -> Path:
     """Where the owner of a tier's file is found by other processes."""
-    return path.absolute().with_name(f"{path.name}.sock")
+    real = path.resolve()  # by whichever name a file is opened, its owner is found
+    return real.with_name(f"{real.name}.sock")
 
 
 def lock_file(fd: int, path: Path) -> None:
@@ -38,14 +39,10 @@ def lock_file(fd: int, path: Path) -> None:
         problem, hint = "The tier's file is open elsewhere", "Close it there, or use another path"
         raise AtlasError(Code.TWICE, problem, got=path, hint=hint) from None
     forget_path(socket_beside(path))
-    until = time.monotonic() + _WAIT_SECONDS
-    while not _set(fd, fcntl.F_WRLCK):
-        if time.monotonic() > until:
-            problem = "The tier's file is still being used through a process that has gone"
-            hint = "Try again, or see which processes have the file open"
-            raise AtlasError(Code.TWICE, problem, got=path, hint=hint)
-        time.sleep(_PAUSE_SECONDS)
-    _set(fd, fcntl.F_UNLCK)
+    if not FileUse(fd).wait_for_others():
+        problem = "The tier's file is still being used through a process that has gone"
+        hint = "Try again, or see which processes have the file open"
+        raise AtlasError(Code.TWICE, problem, got=path, hint=hint)
 
 
 def unlock_file(fd: int) -> None:
@@ -72,6 +69,16 @@ class FileUse:
             self._users -= 1
             if not self._users:
                 _set(self._fd, fcntl.F_UNLCK)
+
+    def wait_for_others(self) -> bool:
+        """Whether no other process is inside any more, within a few seconds."""
+        until = time.monotonic() + _WAIT_SECONDS
+        while not _set(self._fd, fcntl.F_WRLCK):
+            if time.monotonic() > until:
+                return False
+            time.sleep(_PAUSE_SECONDS)
+        _set(self._fd, fcntl.F_UNLCK)
+        return True
 
 
 def _set(fd: int, kind: int) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvatlas.planning import Plan
-from kvatlas.routing import Copy, Route, checked_rank
+from kvatlas.routing import Copy, Route, RunGrid, checked_rank
 from kvatlas.tier.index import TierBlock
 from kvatlas.tier.request_blocks import NeededBlock
 from kvatlas.tier.storage import Carry, TierStorage
@@ -52,6 +52,11 @@ class Hit:
         storage = self._storage
         with storage.using():
             rank = checked_rank(plan, rank, "destination")
+            offload = None if carry else storage.offload_of_sums(plan, rank, pools)
+            if offload is not None:
+                grids = self._sums(plan, rank, blocks, start)
+                storage.carry("fetch", grids, offload.fetch_sums)
+                return
             copies = self._bound(plan, rank, blocks, start)
             if carry is not None or is_on_gpu(pools):
                 storage.load(copies, self._loaded)
@@ -74,9 +79,21 @@ class Hit:
         if not self.tokens or 0 not in way.sources(rank):
             return ()
         with self._storage.metrics.phase("bind"):
-            ends: dict[str, Any] = {"src_blocks": self.tables, "dst_blocks": blocks}
-            tokens = self.start if start is None else max(start, self.start), self.tokens
-            return way.bind(src_rank=0, dst_rank=rank, tokens=tokens, **ends).copies
+            return way.bind(**self._ends(rank, blocks, start)).copies
+
+    def _sums(self, plan: Plan, rank: int, blocks: Any, start: int | None) -> list[RunGrid]:
+        """The same runs, which nobody has written out."""
+        way = self._route_to(plan)
+        if not self.tokens or 0 not in way.sources(rank):
+            return []
+        with self._storage.metrics.phase("bind"):
+            return way.stream(**self._ends(rank, blocks, start)).grids()
+
+    def _ends(self, rank: int, blocks: Any, start: int | None) -> dict[str, Any]:
+        """What is fetched, as routes take it."""
+        tokens = self.start if start is None else max(start, self.start), self.tokens
+        ends = {"src_blocks": self.tables, "dst_blocks": blocks, "tokens": tokens}
+        return {"src_rank": 0, "dst_rank": rank, **ends}
 
     def release(self) -> None:
         """Unpin the blocks; a second call does nothing."""

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -20,11 +21,13 @@ import numpy as np
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Int64s, Layout, ceil_div, join_ranges
 from kvatlas.planning import Plan
-from kvatlas.routing import Copy, route
+from kvatlas.routing import Copy, RunGrid, route
 from kvatlas.tier.request_blocks import NeededBlock, TierSpans
 
 Shape = tuple[Any, ...]
 Ranges = tuple[Int64s, Int64s]
+
+Move = TypeVar("Move", Copy, RunGrid)
 
 _numbers = itertools.count()
 _REMEMBERED = 1024
@@ -66,16 +69,24 @@ class Ingest:
         """
         with self._lock:
             tables, numbers = self._number(*tokens)
-            bound = self.route.bind(
-                src_rank=rank, dst_rank=0, src_blocks=blocks, dst_blocks=tables, tokens=tokens
-            )
-            known = self._deliveries(rank, ids, bound.copies, tables, tokens)
-        placed = {(need.group, need.entry): block_id for need, block_id in ids.items()}
-        target = {
-            pool: np.array([placed.get(place, -1) for place in places], dtype=np.int64)
-            for pool, places in numbers.items()
-        }
+            bound = self.route.bind(**_ends(rank, blocks, tables, tokens))
+            known = self._deliveries(rank, ids, lambda: bound.copies, tables, tokens)
+        target = _targets(ids, numbers)
         aimed = [part for copy in bound.copies for part in self._aimed(copy, target[copy.dst_pool])]
+        return aimed, known
+
+    def grids(
+        self, rank: int, blocks: Any, tokens: tuple[int, int], ids: Mapping[NeededBlock, int]
+    ) -> tuple[list[RunGrid], dict[Shape, Delivery]]:
+        """The same as sums, which are written out only for blocks of a shape not seen before."""
+        with self._lock:
+            tables, numbers = self._number(*tokens)
+            ends = _ends(rank, blocks, tables, tokens)
+            bind = partial(self.route.bind, **ends)
+            known = self._deliveries(rank, ids, lambda: bind().copies, tables, tokens)
+            grids = self.route.stream(**ends).grids()
+        target = _targets(ids, numbers)
+        aimed = [part for grid in grids for part in self._aimed(grid, target[grid.dst_pool])]
         return aimed, known
 
     def deliveries(
@@ -87,10 +98,8 @@ class Ingest:
             if all((rank, need.shape) in self._known for need in needs):
                 return {need.shape: self._known[rank, need.shape] for need in needs}
             tables, _ = self._number(*tokens)
-            bound = self.route.bind(
-                src_rank=rank, dst_rank=0, src_blocks=blocks, dst_blocks=tables, tokens=tokens
-            )
-            return self._deliveries(rank, needs, bound.copies, tables, tokens)
+            bind = partial(self.route.bind, **_ends(rank, blocks, tables, tokens))
+            return self._deliveries(rank, needs, lambda: bind().copies, tables, tokens)
 
     def whole(self, shape: Shape, deliveries: Mapping[int, Delivery]) -> bool:
         """Whether what some ranks have brought is every byte that such a block needs."""
@@ -118,7 +127,7 @@ class Ingest:
             tables[index] = table[-1:] if recurrent else table
         return tables, numbers
 
-    def _aimed(self, copy: Copy, target: Int64s) -> Iterable[Copy]:
+    def _aimed(self, copy: Move, target: Int64s) -> Iterable[Move]:
         """The ranges of a copy whose blocks have an id, aimed at it."""
         block_bytes = self.block_bytes[copy.dst_pool]
         number, within = np.divmod(copy.dst, APART * block_bytes)
@@ -133,7 +142,7 @@ class Ingest:
         self,
         rank: int,
         needs: Iterable[NeededBlock],
-        copies: Iterable[Copy],
+        written: Callable[[], Iterable[Copy]],
         tables: dict[int, Int64s],
         tokens: tuple[int, int],
     ) -> dict[Shape, Delivery]:
@@ -145,6 +154,7 @@ class Ingest:
             self._whole.clear()
             unknown = list(shapes.values())
         if unknown:
+            copies = list(written())
             all_needs = self.route.needs(dst_rank=0, dst_blocks=tables, tokens=tokens)
             for need in unknown:
                 pool = self.pool_of[need.group]
@@ -165,6 +175,21 @@ class Ingest:
             starts.append(start[inside] - begin)
             lengths.append(np.array(length[inside]))
         return np.concatenate(starts), np.concatenate(lengths)
+
+
+def _ends(rank: int, blocks: Any, tables: Any, tokens: tuple[int, int]) -> dict[str, Any]:
+    """A rank's blocks and numbers of the tier's, as routes take them."""
+    ends = {"src_blocks": blocks, "dst_blocks": tables, "tokens": tokens}
+    return {"src_rank": rank, "dst_rank": 0, **ends}
+
+
+def _targets(ids: Mapping[NeededBlock, int], numbers: Mapping[int, list[Any]]) -> dict[int, Int64s]:
+    """The block id that each number stands for, by pool; -1 for none."""
+    placed = {(need.group, need.entry): block_id for need, block_id in ids.items()}
+    return {
+        pool: np.array([placed.get(place, -1) for place in places], dtype=np.int64)
+        for pool, places in numbers.items()
+    }
 
 
 def with_room(plan: Plan) -> Plan:

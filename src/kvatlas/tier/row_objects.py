@@ -35,6 +35,8 @@ class RowShare(NamedTuple):
 
     whole: tuple[int, ...]
     partly: tuple[int, ...]
+    filled: bool
+    """Whether it brings every byte of those that it has all of, also what is not needed."""
 
 
 class GroupObjects:
@@ -79,9 +81,9 @@ class GroupObjects:
         mine, all_of = self.overlap(*brought), self.overlap(*needed)
         whole = (mine == all_of) & ((all_of > 0) | first)
         partly = (mine > 0) & (mine < all_of)
-        return RowShare(
-            tuple(np.flatnonzero(whole).tolist()), tuple(np.flatnonzero(partly).tolist())
-        )
+        filled = bool((mine == self.sizes)[whole].all())
+        have, cut = (tuple(np.flatnonzero(which).tolist()) for which in (whole, partly))
+        return RowShare(have, cut, filled)
 
 
 class RowObjects:

@@ -49,6 +49,7 @@ class RowStoring:
             runs, deliveries = self._ingest.copies(self._rank, blocks, tokens, ids)
             copies = NumberedCopies(runs, "dst", self._plan)
             shares = {shape: self._share(shape[0], *own) for shape, own in deliveries.items()}
+            self._traffic.know_shares(self._ingest.number, self._rank, shares)
         under_way: Puts = {}
         no_room: list[RowName] = []
         for some in batches(self._plan, self._numbers, self._traffic.staging.at_once):
@@ -60,7 +61,8 @@ class RowStoring:
             objects: list[StagedObject] = []
             try:
                 for need, row in own.items():
-                    self._traffic.zero(row, some[need], rows)
+                    if not shares[need.shape].filled:
+                        self._traffic.zero(row, some[need], rows)
                 storage.carry("store", copies.at(rows.places), write)
                 for need, row in own.items():
                     mine = shares[need.shape].whole

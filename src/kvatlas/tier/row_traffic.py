@@ -14,11 +14,14 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.tier.namespaces import LEVELS, Namespace, RowName
 from kvatlas.tier.object_header import ObjectPlace, checksum, header, is_sound
 from kvatlas.tier.request_blocks import NeededBlock
+from kvatlas.tier.row_objects import RowShare
 from kvatlas.tier.staging_rows import RowLease, StagingRows
 from kvatlas.tier.store_calls import Deadline, StoreCalls
 from kvatlas.tier.stores import ABSENT, ObjectStore
 from kvatlas.wire import Bytes
 
+_REMEMBERED = 4096
+"""Shapes of rows, by rank, of which it is known what the rank brings."""
 _NAMES_AT_ONCE = 16_384
 """Objects that a store is asked for in one call."""
 
@@ -59,12 +62,37 @@ class RowTraffic:
         self.calls = StoreCalls(threads)
         self._pool_of = [group.pool for group in names.cut.plan.groups]
         self._marked = False
+        self._shares: dict[tuple[int, int, Any], RowShare] = {}
 
     # -- what there is ------------------------------------------------------------------
 
     def present(self, rows: Sequence[RowName], deadline: Deadline) -> list[tuple[bool, bool]]:
         """For each row whether all of its objects are there, and whether any of them is."""
-        names = [self.names.objects(row) for row in rows]
+        return self._present([self.names.objects(row) for row in rows], deadline)
+
+    def brought(
+        self, rows: Mapping[NeededBlock, RowName], source: tuple[int, int], deadline: Deadline
+    ) -> list[bool]:
+        """For each row whether all objects are there that a rank brings to it.
+
+        `source` is the number of an ingest, and the rank. What it brings is known once it has
+        brought something; before, all objects are asked for.
+        """
+        names = []
+        for need, row in rows.items():
+            share = self._shares.get((*source, need.shape))
+            own = self.names.objects(row)
+            names.append(own if share is None else [own[index] for index in share.whole])
+        return [whole for whole, _ in self._present(names, deadline)]
+
+    def know_shares(self, ingest: int, rank: int, shares: Mapping[Any, RowShare]) -> None:
+        """Remember what a rank brings to rows, by their shape."""
+        if len(self._shares) > _REMEMBERED:
+            self._shares.clear()
+        for shape, share in shares.items():
+            self._shares[ingest, rank, shape] = share
+
+    def _present(self, names: list[list[str]], deadline: Deadline) -> list[tuple[bool, bool]]:
         there = self._exist([name for own in names for name in own], deadline)
         found = [list(islice(there, len(own))) for own in names]
         return [(all(own), any(own)) for own in found]
@@ -93,6 +121,10 @@ class RowTraffic:
             marks = self.names.mark_objects()
             self.calls.result(self.calls.start(lambda: self.store.put(marks)), deadline)
             self._marked = True
+
+    def forget_marks(self) -> None:
+        """The marks were removed: whoever stores next makes them again."""
+        self._marked = False
 
     # -- rows on their way --------------------------------------------------------------
 

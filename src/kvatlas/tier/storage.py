@@ -6,14 +6,15 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
-from kvatlas.routing import Copy
+from kvatlas.routing import Copy, RunGrid
 from kvatlas.tier.file import TierFile
 from kvatlas.tier.index import PartSums, TierBlock
 from kvatlas.wire import (
+    BlockStaging,
     Bytes,
     GpuOffload,
     HostPins,
@@ -21,9 +22,12 @@ from kvatlas.wire import (
     copy_pools,
     gpu_pools,
     is_on_gpu,
+    load_driver,
     rank_pools,
-    stream_bytes,
 )
+
+Move = TypeVar("Move", Copy, RunGrid)
+"""Runs that are written out, or sums of them."""
 
 Carry = Callable[[Sequence[Copy]], None]
 """Carries copies out, by any transport, and returns when all bytes are there."""
@@ -36,9 +40,19 @@ class TierStorage:
     """The blocks of a tier: pools in memory, or a file, until it is closed."""
 
     def __init__(
-        self, pools: Mapping[int, Bytes], file: TierFile | None, *, verify_always: bool
+        self,
+        pools: Mapping[int, Bytes],
+        file: TierFile | None,
+        *,
+        verify_always: bool,
+        plan: Plan | None = None,
     ) -> None:
+        """`plan` is the tier's, where its pools have whole blocks of it."""
         self._pools, self._file, self._verify_always = dict(pools), file, verify_always
+        sizes = {pool.index: pool.block_bytes for pool in plan.pools} if plan else {}
+        self._block_bytes = sizes
+        self._staging: dict[int, BlockStaging] = {}
+        """By the number of the GPU."""
         self.metrics = Metrics()
         self._pins = HostPins()
         self._idle = threading.Condition()
@@ -54,7 +68,7 @@ class TierStorage:
     def writing(self, plan: Plan, rank: int, pools: Mapping[int, Any]) -> Write:
         """From memory that this process can reach, into the tier."""
         if is_on_gpu(pools):
-            return self.carried(self._offload(plan, rank, pools).store)
+            return self.carried(self.offload(plan, rank, pools).store)
         if self._file is None:
             return lambda copies: copy_pools(copies, rank_pools(plan, rank, pools), self._pools)
         write = self._file.write
@@ -63,18 +77,34 @@ class TierStorage:
     def reading(self, plan: Plan, rank: int, pools: Mapping[int, Any]) -> Carry:
         """From the tier into memory that this process can reach."""
         if is_on_gpu(pools):
-            return self._offload(plan, rank, pools).fetch
+            return self.offload(plan, rank, pools).fetch
         if self._file is None:
             return lambda copies: copy_pools(copies, self._pools, rank_pools(plan, rank, pools))
         read = self._file.read
         return lambda copies: read(copies, rank_pools(plan, rank, pools))
 
-    def _offload(self, plan: Plan, rank: int, pools: Mapping[int, Any]) -> GpuOffload:
+    def offload_of_sums(
+        self, plan: Plan, rank: int, pools: Mapping[int, Any] | None
+    ) -> GpuOffload | None:
+        """What moves sums between pools on a GPU and memory that is pinned; None for others."""
+        if pools is None or not is_on_gpu(pools):
+            return None
+        made = self.offload(plan, rank, pools)
+        return made if made.pinned and self._block_bytes else None
+
+    def offload(self, plan: Plan, rank: int, pools: Mapping[int, Any]) -> GpuOffload:
         """Between a rank's pools on a GPU and the blocks' memory."""
         memory = gpu_pools(plan, rank, pools)
         # Memory that stands for a file is mostly not there, and shall not be.
         pinned = self._file is None and self._pins.pin(self._pools)
-        return GpuOffload(memory, self.pools, pinned=pinned)
+        number = next(iter(memory.values())).number
+        with self._idle:
+            if number not in self._staging:
+                self._staging[number] = BlockStaging(load_driver().queue(number, 0))
+        return GpuOffload(
+            memory, self.pools, pinned=pinned, block_bytes=self._block_bytes,
+            staging=self._staging[number],
+        )  # fmt: skip
 
     def carried(self, carry: Carry) -> Write:
         """From anywhere, into the tier's memory; from there into its file."""
@@ -98,12 +128,14 @@ class TierStorage:
             within = [replace(c, dst_pool=c.src_pool, dst=c.src) for c in copies]
             file.read(within, file.window.pools)
 
-    def carry(self, phase: str, copies: Sequence[Copy], carry: Carry | Write) -> PartSums:
+    def carry(
+        self, phase: str, moves: Sequence[Move], carry: Callable[[Sequence[Move]], PartSums | None]
+    ) -> PartSums:
         """Carry copies out, and count them; what is known of checksums from it."""
         with self.metrics.phase(phase):
-            known = carry(copies)
-        descriptors = sum(map(len, copies))
-        self.metrics.add(**{f"{phase}_bytes": stream_bytes(copies)}, descriptors=descriptors)
+            known = carry(moves)
+        nbytes, descriptors = sum(move.nbytes for move in moves), sum(map(len, moves))
+        self.metrics.add(**{f"{phase}_bytes": nbytes}, descriptors=descriptors)
         return known or {}
 
     # -- whole blocks -------------------------------------------------------------------
@@ -149,6 +181,7 @@ class TierStorage:
             self._idle.wait_for(lambda: not self._busy)
         if was:
             self._pins.release()
+            self._staging.clear()
             self._pools = {}
             if self._file is not None:
                 self._file.close()

@@ -44,7 +44,8 @@ class StoreCalls:
     >>> calls = StoreCalls(threads=1)
     >>> calls.result(calls.start(lambda: 7), Deadline(5.0))
     7
-    >>> calls.close()
+    >>> calls.close(Deadline(5.0))
+    True
     """
 
     def __init__(self, threads: int) -> None:
@@ -79,10 +80,13 @@ class StoreCalls:
             hint = "See that the store runs, and what it says"
             raise AtlasError(Code.WIRE_FAILED, "The store failed", got=got, hint=hint) from problem
 
-    def close(self) -> None:
-        """End the threads when their calls end; nobody waits for that."""
+    def close(self, deadline: Deadline) -> bool:
+        """End the threads when their calls end; whether all have ended in time."""
         for _ in self._threads:
             self._waiting.put(None)
+        for thread in self._threads:
+            thread.join(deadline.left)
+        return not any(thread.is_alive() for thread in self._threads)
 
     def _work(self) -> None:
         while (item := self._waiting.get()) is not None:

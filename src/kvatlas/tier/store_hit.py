@@ -81,14 +81,18 @@ class StoreHit:
         self, numbers: Mapping[NeededBlock, int], copies: NumberedCopies, read: Carry
     ) -> None:
         deadline, traffic = Deadline(self._seconds), self._traffic
-        waiting = batches(self._plan, numbers, traffic.staging.at_once)
+        waiting = deque(batches(self._plan, numbers, traffic.staging.at_once))
         under_way: deque[_Batch] = deque()
         try:
-            while True:
-                while len(under_way) < _AHEAD and (some := next(waiting, None)) is not None:
-                    under_way.append(self._start(some, copies, deadline))
+            while waiting or under_way:
+                while waiting and len(under_way) < _AHEAD:
+                    # Who holds rows does not wait for more: others may do the same.
+                    rows = traffic.stage(waiting[0], Deadline(0) if under_way else deadline)
+                    if rows is None:
+                        break
+                    under_way.append(self._start(waiting.popleft(), copies, rows))
                 if not under_way:
-                    return
+                    raise deadline.passed()
                 first = under_way[0]
                 traffic.calls.result(first.started, deadline)
                 self._storage.carry("fetch", copies.at(first.rows.places), read)
@@ -98,12 +102,9 @@ class StoreHit:
                 traffic.give_back_after(batch.started, batch.rows.lease)
 
     def _start(
-        self, numbers: Mapping[NeededBlock, int], copies: NumberedCopies, deadline: Deadline
+        self, numbers: Mapping[NeededBlock, int], copies: NumberedCopies, rows: StagedRows
     ) -> _Batch:
         """Begin to read the objects of some rows that this rank needs."""
-        rows = self._traffic.stage(numbers, deadline)
-        if rows is None:
-            raise deadline.passed()
         wanted = []
         for need, number in numbers.items():
             row, objects = self.rows[need], self._traffic.names.cut.groups[need.group]

@@ -37,6 +37,8 @@ from kvatlas.tier.stores import ObjectStore
 
 _PLANS = 16
 _THREADS = 4
+_UNAVAILABLE = (Code.DEADLINE, Code.WIRE_FAILED, Code.UNREADABLE)
+"""Errors of a store that cannot be asked."""
 _STORE_FAILED = {
     Code.DEADLINE: "late",
     Code.MISSING_BLOCKS: "gone",
@@ -48,7 +50,7 @@ _STORE_FAILED = {
 
 
 class StoreTier:
-    """A second home for blocks, in a store.
+    """A second home for blocks, in a store, which it takes over and closes.
 
     >>> import numpy as np
     >>> from kvatlas.planning import plan
@@ -122,7 +124,8 @@ class StoreTier:
         """Store one rank's part of a request's tokens; every rank of its plan calls this.
 
         Arguments are those of `Tier.store`. Without `wait` it returns when the pools have been
-        read, and what is on its way to the store counts as waiting; `flush` waits for it.
+        read, and what is on its way to the store counts as waiting, and what this rank had
+        nothing to bring to as whole; `flush` waits for what is on its way.
         What the store has no room for, fails at, or is too slow for, counts as `no_room`.
         """
         with self._storage.using():
@@ -136,19 +139,20 @@ class StoreTier:
             deadline = Deadline(self.deadline)
             refused: set[RowName] = set()
             try:
-                absent = self._absent(rows, deadline)
-                if absent and rank in ingest.sources:
+                absent = self._not_brought(rows, ingest, rank, deadline)
+                if absent:
                     write = self._storage.writing(plan, rank, pools or {})
                     storing = RowStoring(self._traffic, ingest, rank, absent)
                     puts, no_room = storing.start(
                         blocks, (start, stop), self._storage, write, deadline
                     )
-                    refused = {*no_room, *(self._finish(puts, deadline) if wait else ())}
                     self._keep(puts)
+                    refused = {*no_room, *(self._finish(puts, deadline) if wait else ())}
                     self._traffic.mark(deadline)
+                if wait:
                     absent = self._absent(rows, deadline)
             except AtlasError as problem:
-                if problem.code not in _STORE_FAILED:
+                if problem.code not in _UNAVAILABLE:
                     raise
                 self.metrics.add(store_failed=1)
                 return StoreResult(0, 0, len(rows))
@@ -164,6 +168,16 @@ class StoreTier:
     def idle(self) -> bool:
         """Whether nothing is on its way between here and the store."""
         return self._staging.idle()
+
+    def _not_brought(
+        self, rows: Mapping[NeededBlock, RowName], ingest: Ingest, rank: int, deadline: Deadline
+    ) -> dict[NeededBlock, RowName]:
+        """The rows to which this rank has something to bring."""
+        if rank not in ingest.sources:  # others bring what this one also holds
+            return {}
+        there = self._traffic.brought(rows, (ingest.number, rank), deadline)
+        pairs = zip(rows.items(), there, strict=True)
+        return {need: row for (need, row), done in pairs if not done}
 
     def _absent(
         self, rows: Mapping[NeededBlock, RowName], deadline: Deadline
@@ -248,22 +262,23 @@ class StoreTier:
             by_group = keys_by_group(self.plan, keys)
             names = [(g, key) for g, row in by_group.items() for key in row if key is not None]
             prefixes = [self.namespace.all_of(group, key) for group, key in names]
-            return sum(self._traffic.store.remove_all(prefix) for prefix in prefixes)
+            return self._remove_all(prefixes)
 
     def drop_tenant(self) -> int:
         """Remove every object of this tenant, whatever the model; how many that were."""
         with self._storage.using():
-            return self._traffic.store.remove_all(self.namespace.tenant_prefix)
+            removed = self._remove_all([self.namespace.tenant_prefix])
+            self._traffic.forget_marks()
+            return removed
 
     def close(self) -> None:
         """Wait for calls that are under way, and let go of the store once its calls have ended.
 
         A store that hangs is left to itself after the deadline.
         """
-        ended = self.flush()
+        self.flush()
         self._storage.close()
-        self._traffic.calls.close()
-        if ended and self._staging.idle():
+        if self._traffic.calls.close(Deadline(self.deadline)):
             self._traffic.store.close()
 
     def __enter__(self) -> StoreTier:
@@ -273,6 +288,12 @@ class StoreTier:
         self.close()
 
     # -- inside -------------------------------------------------------------------------
+
+    def _remove_all(self, prefixes: list[str]) -> int:
+        """Remove all objects whose names begin so; how many that were."""
+        traffic = self._traffic
+        started = traffic.calls.start(lambda: sum(map(traffic.store.remove_all, prefixes)))
+        return traffic.calls.result(started, Deadline(self.deadline))
 
     def _found(
         self, start: int, stop: int, keys: Keys

@@ -72,7 +72,7 @@ class Tier:
             pools = rank_pools(plan, 0, memory)
         elif _file is None:
             pools = {p.index: np.zeros(p.nbytes, dtype=np.uint8) for p in plan.pools}
-        self._storage = TierStorage(pools, _file, verify_always=_verify == "always")
+        self._storage = TierStorage(pools, _file, verify_always=_verify == "always", plan=plan)
         self.metrics = self._storage.metrics
         self._index = BlockIndex(plan, _file.clear if _file else lambda _: None)
         if _file is not None:
@@ -137,15 +137,21 @@ class Tier:
             brought, sums = None, None
             try:
                 if store.claim.fills:
-                    move = (
-                        storage.carried(carry)
-                        if carry
-                        else storage.writing(plan, rank, pools or {})
-                    )
-                    with self.metrics.phase("bind"):
-                        span = store.start, store.stop
-                        copies, deliveries = store.ingest.copies(rank, blocks, span, store.ids)
-                    sums = storage.carry("store", copies, move)
+                    offload = None if carry else storage.offload_of_sums(plan, rank, pools)
+                    about = (rank, blocks, (store.start, store.stop), store.ids)
+                    if offload is not None:
+                        with self.metrics.phase("bind"):
+                            grids, deliveries = store.ingest.grids(*about)
+                        sums = storage.carry("store", grids, offload.store_sums)
+                    else:
+                        with self.metrics.phase("bind"):
+                            copies, deliveries = store.ingest.copies(*about)
+                        move = (
+                            storage.carried(carry)
+                            if carry
+                            else storage.writing(plan, rank, pools or {})
+                        )
+                        sums = storage.carry("store", copies, move)
                     brought = deliveries
             finally:
                 result = self.desk.end(store, brought, sums)

@@ -4,6 +4,7 @@ A `Node` puts one rank's caches on the wire, a `Session` connects it to its peer
 `Transfer` is one request on its way.
 """
 
+from kvatlas.wire.block_staging import BlockStaging
 from kvatlas.wire.channels import Channels
 from kvatlas.wire.checksum import crc32
 from kvatlas.wire.client import Session, Transfer
@@ -57,7 +58,8 @@ from kvatlas.wire.transports import (
     Transport,
     make_transport,
 )
-from kvatlas.wire.transports.base import check_bounds
+from kvatlas.wire.transports.bounds import check_bounds
+from kvatlas.wire.transports.cuda_driver import load_driver
 from kvatlas.wire.transports.errors import peer_lost
 from kvatlas.wire.transports.file import copy_file_runs
 from kvatlas.wire.unix_sockets import connect_to_path, forget_path, unix_endpoint
@@ -65,6 +67,7 @@ from kvatlas.wire.unix_sockets import connect_to_path, forget_path, unix_endpoin
 __all__ = [
     "HOST",
     "TRANSPORT_NAMES",
+    "BlockStaging",
     "BlockTables",
     "Bytes",
     "Caller",
@@ -109,6 +112,7 @@ __all__ = [
     "forget_path",
     "gpu_pools",
     "is_on_gpu",
+    "load_driver",
     "make_transport",
     "map_pools",
     "memory_of",

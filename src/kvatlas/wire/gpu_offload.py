@@ -1,9 +1,10 @@
 """Between pools on a GPU and pools on the host, of one process: what a tier stores and fetches.
 
-Where the host's pools are pinned, a kernel of few programs reads one side and writes the
-other, in whatever orders the two have: that fills the link, and leaves the rest of the GPU to
-others. Where they are not (memory that stands for a file), pieces go through two pinned
-buffers, one on the link while the processor is busy with the other.
+Where the host's pools are pinned, whole blocks go over the link as they lie there, and a kernel
+sees to the order of the GPU's pools (`block_staging`); blocks that move in part are read or
+written across the link by a kernel of few programs. Where they are not (memory that stands
+for a file), pieces go through two pinned buffers, one on the link while the processor is busy
+with the other.
 """
 
 from __future__ import annotations
@@ -13,17 +14,18 @@ from typing import Any
 
 import numpy as np
 
-from kvatlas.routing import Copy
+from kvatlas.routing import Copy, RunGrid
+from kvatlas.wire.block_staging import BlockStaging, address_runs, split_blocks
 from kvatlas.wire.memory_copy import Bytes, copy_runs, split_runs
 from kvatlas.wire.pool_mover import PinnedMemory, stream_runs
 from kvatlas.wire.transports.base import Memory
-from kvatlas.wire.transports.cuda_driver import NO_STARTS, AddressRuns, CudaDriver, load_driver
+from kvatlas.wire.transports.device_queue import NO_STARTS, AddressRuns
 
 _PIECE = 32 << 20
 """Bytes of a buffer; no run is longer than half of it."""
-_PROGRAMS = 8
-"""Programs that fill the link."""
-_CHOICE = {"tile": 16384, "warps": 16, "stages": 3}
+_OUT = {"programs": 8, "tile": 16384, "warps": 16, "stages": 3}
+_IN = {"programs": 32, "tile": 16384, "warps": 16, "stages": 1}
+"""How a kernel that reaches the host is launched. Reads wait for answers: they need more."""
 
 
 class GpuOffload:
@@ -35,12 +37,12 @@ class GpuOffload:
         host: Mapping[int, Bytes],
         *,
         pinned: bool,
-        driver: CudaDriver | None = None,
+        block_bytes: Mapping[int, int],
+        staging: BlockStaging,
     ) -> None:
-        """`pinned` says that the GPU reaches all of the host's pools."""
-        self._gpu, self._host, self._pinned = dict(gpu), dict(host), pinned
-        number = next(iter(gpu.values())).number
-        self._queue: Any = (driver or load_driver()).queue(number, 0)
+        """`pinned` says that the GPU reaches all of the host's pools, of blocks in one piece."""
+        self._gpu, self._host, self.pinned = dict(gpu), dict(host), pinned
+        self._block_bytes, self._staging, self._queue = block_bytes, staging, staging.queue
 
     def store(self, copies: Sequence[Copy]) -> None:
         """From the GPU to the host, behind what the caller's stream has to do."""
@@ -50,26 +52,44 @@ class GpuOffload:
         """From the host to the GPU."""
         self._move(copies, out=False)
 
-    def _move(self, copies: Sequence[Copy], *, out: bool) -> None:
-        self._queue.after_caller()
-        if self._pinned:
-            self._direct(copies, out=out)
-        else:
-            self._bounced(copies, out=out)
+    def store_sums(self, grids: Sequence[RunGrid]) -> None:
+        """The same as `store` of runs that nobody has written out, to pools that are pinned."""
+        self._direct(grids, out=True)
 
-    def _direct(self, copies: Sequence[Copy], *, out: bool) -> None:
+    def fetch_sums(self, grids: Sequence[RunGrid]) -> None:
+        """The same as `fetch`, from pools that are pinned."""
+        self._direct(grids, out=False)
+
+    def _move(self, copies: Sequence[Copy], *, out: bool) -> None:
+        """A kernel reaches over the link where the host's pools are pinned."""
+        if not self.pinned:
+            self._bounced(copies, out=out)
+            return
         runs = []
         for copy in copies:
-            ends = (
-                self._gpu[copy.src_pool if out else copy.dst_pool].address,
-                int(self._host[copy.dst_pool if out else copy.src_pool].ctypes.data),
-            )
-            source, target = ends if out else ends[::-1]
-            runs.append(AddressRuns(source, target, NO_STARTS, (copy.src, copy.dst, copy.length)))
-        self._queue.post(runs, programs=_PROGRAMS, **_CHOICE).wait()
+            gpu = self._gpu[copy.src_pool if out else copy.dst_pool].address
+            host = int(self._host[copy.dst_pool if out else copy.src_pool].ctypes.data)
+            spans = (copy.src, copy.dst, copy.length)
+            runs.append(AddressRuns(*((gpu, host) if out else (host, gpu)), NO_STARTS, spans))
+        self._queue.after_caller()
+        self._queue.post(runs, **(_OUT if out else _IN)).wait()
+
+    def _direct(self, grids: Sequence[RunGrid], *, out: bool) -> None:
+        """Whole blocks by way of a buffer; a kernel reaches over the link for the rest."""
+        self._queue.after_caller()
+        host = {index: Memory(pool.ctypes.data, pool.nbytes) for index, pool in self._host.items()}
+        split = split_blocks(grids, self._block_bytes, end=int(out), room=self._staging.room)
+        posted = self._staging.move(split, self._gpu, host, self._block_bytes, out=out)
+        if split.rest:
+            ends = (self._gpu, host) if out else (host, self._gpu)
+            runs = address_runs(split.rest, *ends)
+            posted = self._queue.post(runs, **(_OUT if out else _IN))
+        if posted is not None:
+            posted.wait()
 
     def _bounced(self, copies: Sequence[Copy], *, out: bool) -> None:
         """Two buffers in turn: the link carries one while the processor sees to the other."""
+        self._queue.after_caller()
         pieces = list(_pieces(copies))
         buffers = [self._queue.buffers(min(_PIECE, piece_bytes(pieces))) for _ in "ab"]
         posted: list[Any] = []

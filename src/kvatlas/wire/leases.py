@@ -8,8 +8,11 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Int64s
+from kvatlas.planning import Plan
 from kvatlas.wire.protocol import Direction, new_key
 from kvatlas.wire.stream_copy import AnyStream
 from kvatlas.wire.transports.base import Handle
@@ -32,6 +35,33 @@ class Held:
     blocks: Mapping[int, Int64s]
     start: int
     stop: int
+
+    def check_asked(self, tokens: tuple[int, int], told: Mapping[int, Int64s], plan: Plan) -> None:
+        """Refuse tokens that are not held, and a peer that means other blocks by the request."""
+        for group, ids in told.items():
+            mine = self.blocks.get(group)
+            kept = mine >= 0 if mine is not None and len(ids) == len(mine) else None
+            if mine is None or kept is None or not np.array_equal(ids[kept], mine[kept]):
+                raise AtlasError(
+                    Code.UNKNOWN_REQUEST,
+                    "The two ends mean different blocks by the request",
+                    got=f"other blocks for group {group}",
+                    hint="Leave the peer's blocks out to be told them",
+                )
+        # A lone recurrent state is the one after the last token.
+        alone = any(
+            group.kind == "recurrent" and len(self.blocks.get(index, ())) == 1
+            for index, group in enumerate(plan.groups)
+        )
+        start, stop = tokens
+        if not self.start <= start <= stop <= self.stop or (alone and stop != self.stop):
+            raise AtlasError(
+                Code.BAD_TOKENS,
+                f"The tokens are not among {self.start}..{self.stop}"
+                + (", or do not end with the last, whose state is the one kept" if alone else ""),
+                got=(start, stop),
+                hint="Ask for what is offered",
+            )
 
 
 class WrittenLayers:

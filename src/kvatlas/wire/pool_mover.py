@@ -21,7 +21,7 @@ from kvatlas.wire.memory_copy import Bytes, as_bytes
 from kvatlas.wire.metrics import Metrics
 from kvatlas.wire.staging import checksums, crc_pieces, gather, scatter, stream_bytes
 from kvatlas.wire.transports.base import HOST, STAGING, Memory, Transport
-from kvatlas.wire.transports.cuda_driver import NO_STARTS, AddressRuns
+from kvatlas.wire.transports.device_queue import NO_STARTS, AddressRuns
 
 
 class PoolMover(ABC):

@@ -253,11 +253,13 @@ class Ok(Message, frozen=True, kw_only=True, tag="ok"):
     seconds: float = 0.0
 
 
-class Release(Message, frozen=True, kw_only=True, tag="release"):
+class Release(Message, frozen=True, kw_only=True, omit_defaults=True, tag="release"):
     """The sender reads no more of an offered request: where it was the last, the offer ends."""
 
     session: Key
     request: Name
+    read: bool = False
+    """Whether it has read all that it wanted, without a lease."""
 
 
 class Refusal(Message, frozen=True, kw_only=True, tag="refusal"):

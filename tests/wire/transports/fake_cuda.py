@@ -9,19 +9,13 @@ from __future__ import annotations
 import secrets
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from kvatlas.wire import Bytes, Memory, as_bytes
-from kvatlas.wire.transports.cuda_driver import (
-    HANDLE_BYTES,
-    UUID_BYTES,
-    AddressRuns,
-    CudaDriver,
-    DeviceQueue,
-    DriverError,
-    Posted,
-)
+from kvatlas.wire.transports.cuda_driver import HANDLE_BYTES, UUID_BYTES, CudaDriver, DriverError
+from kvatlas.wire.transports.device_queue import AddressRuns, DeviceQueue, Posted
 
 HEAD = 512
 """Bytes of an allocation before the pool in it: a framework's allocator divides what it has."""
@@ -150,7 +144,7 @@ class FakeQueue(DeviceQueue):
     def after(self, event: int) -> None:
         self.driver.log.append(("after", event))
 
-    def post(self, runs: Sequence[AddressRuns]) -> Posted:
+    def post(self, runs: Sequence[AddressRuns], **_: Any) -> Posted:
         self.driver.log.append(("post", len(runs)))
         posted = FakePosted(runs)
         if self.driver.late:
@@ -158,6 +152,36 @@ class FakeQueue(DeviceQueue):
         else:
             posted.act()
         return posted
+
+    def after_caller(self) -> None:
+        self.driver.log.append(("after_caller", 0))
+
+    def buffer(self, nbytes: int) -> FakeBuffer:
+        return FakeBuffer(nbytes)
+
+    def staged(
+        self, runs: Sequence[AddressRuns], stretches: Sequence[tuple[int, int, int]], *, out: bool
+    ) -> Posted:
+        self.driver.log.append(("staged", len(stretches)))
+        posted = FakePosted(runs)
+        if out:
+            posted.act()
+        for host, gpu, nbytes in stretches:
+            here, there = as_bytes(Memory(host, nbytes)), as_bytes(Memory(gpu, nbytes))
+            (here if out else there)[:] = there if out else here
+        if not out:
+            posted.act()
+        return posted
+
+
+class FakeBuffer:
+    """Memory of the GPU, as much as is asked for."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._bytes = np.full(nbytes, 0x5A, np.uint8)
+
+    def data_ptr(self) -> int:
+        return int(self._bytes.ctypes.data)
 
 
 class FakePosted(Posted):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,14 +14,16 @@ import pytest
 from kvatlas import AtlasError, Code
 from kvatlas.routing import Copy, RunGrid, route, scattered
 from kvatlas.routing.binding import Starts
-from kvatlas.wire import Memory, Node, Session, as_bytes
+from kvatlas.wire import Memory, Node, Session, Transfer, as_bytes
 from kvatlas.wire.transports import cuda
 from kvatlas.wire.transports.cuda import CudaTransport
 from kvatlas.wire.transports.cuda_driver import CudaDriver, load_driver
 from kvatlas.wire.transports.device_marks import EVENTS
 from kvatlas.wire.transports.opened_memory import ForeignAllocation, OpenedMemory
+from kvatlas.wire.transports.pace import CopyPace
 from tests.routing import oracle
 from tests.wire.helpers import small
+from tests.wire.transports.ends import eventually
 from tests.wire.transports.fake_cuda import FakeCuda, FakeMachine
 
 SIZE = 4096
@@ -35,7 +38,7 @@ class GpuEnd:
         self.driver = FakeCuda(machine, **given)
         self.memory, self.pool = self.driver.allocate(nbytes)
         self.pool[:] = np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
-        self.transport = CudaTransport(driver=self.driver)
+        self.transport = CudaTransport(driver=self.driver, share=1.0)
         self.transport.register({0: self.memory})
 
     def connect(self, other: GpuEnd) -> Any:
@@ -137,7 +140,7 @@ def test_a_gpu_that_is_not_seen_is_refused() -> None:
 
 def test_host_memory_and_foreign_memory_are_refused() -> None:
     driver = FakeCuda(FakeMachine())
-    transport = CudaTransport(driver=driver)
+    transport = CudaTransport(driver=driver, share=1.0)
     memory, _ = driver.allocate(64)
     host = Memory(memory.address, 64)
     nowhere, too_long = Memory(1 << 20, 64, "cuda:0"), Memory(memory.address, 4096, "cuda:0")
@@ -186,7 +189,7 @@ def node_of(made: Any, machine: FakeMachine, rng: Any) -> Iterator[tuple[Any, An
         pool[:] = rng.integers(0, 256, pool.nbytes, np.uint8)
     memory = {index: at for index, (at, _) in given.items()}
     pools = {index: pool for index, (_, pool) in given.items()}
-    transport = CudaTransport(driver=driver)
+    transport = CudaTransport(driver=driver, share=1.0)
     with Node(made, memory=memory, transport=transport, buffers=0) as node:
         yield node, pools, driver
 
@@ -215,6 +218,120 @@ def test_requests_move_in_sums_behind_both_ends_marks(name: str) -> None:
         # Nobody synchronizes: both queues follow this end's mark, the source's is looked at.
         acts = [what for what, _ in driver.log]
         assert acts == ["record", "after", "after", "finished", "post", "end"]
+
+
+def moved_by(target: Any, source: Any, most: int, **about: Any) -> Any:
+    blocks = scattered(target.plan, most)
+    session = Session(target, [source.endpoint])
+    asked: dict[str, Any] = {"dst_blocks": blocks, "tokens": most, **about}
+    return session, session.pull("r", **asked)
+
+
+def test_a_pull_of_what_is_seen_asks_nothing_before_it_is_ready() -> None:
+    machine, rng, tokens = FakeMachine(), np.random.default_rng(4), 61
+    src, dst = small("dense"), small("dense", block_size=32)
+    released: list[str] = []
+    with node_of(src, machine, rng) as (source, _, _), node_of(dst, machine, rng) as there:
+        target = there[0]
+        told = {"seconds": 30, "released": lambda _, why: released.append(why)}
+        source.offer("r", scattered(src, tokens), tokens, **told)
+        with Session(target, [source.endpoint]) as session:
+            before = source.metrics.values["messages"]
+            asked: list[Any] = []
+            answer = source.server.answer
+
+            def heard(question: Any, caller: Any) -> Any:
+                asked.append(type(question).__name__)
+                return answer(question, caller)
+
+            source.server.answer = heard
+            about: dict[str, Any] = {"dst_blocks": scattered(dst, tokens), "tokens": tokens}
+            assert session.pull("r", **about).wait().ready
+        # Only then: everything that was asked is that the offer may end, which it has.
+        assert asked == ["Release"]
+        assert source.metrics.values["messages"] == before + 1
+        assert released == ["read"]
+
+
+def test_an_offer_that_is_withdrawn_under_the_copy_delivers_nothing() -> None:
+    machine, rng, tokens = FakeMachine(), np.random.default_rng(4), 61
+    made = small("dense")
+    with node_of(made, machine, rng) as (source, _, _), node_of(made, machine, rng) as there:
+        target, _, driver = there
+        source.offer("r", scattered(made, tokens), tokens)
+        driver.late = True
+        session, transfer = moved_by(target, source, tokens)
+        with session:
+            assert eventually(lambda: driver.pending)
+            source.withdraw("r")
+            driver.finish()
+            assert code_of(transfer.wait) is Code.LEASE_EXPIRED
+
+
+def test_what_is_seen_is_refused_as_what_is_asked_for() -> None:
+    machine, rng, tokens = FakeMachine(), np.random.default_rng(4), 61
+    made = small("dense")
+    lies: list[tuple[dict[str, Any], Code]] = [
+        ({"tokens": 62}, Code.BAD_TOKENS),
+        ({"src_blocks": [0, 1, 2, 3]}, Code.UNKNOWN_REQUEST),
+        ({"src_blocks": [1]}, Code.UNKNOWN_REQUEST),
+    ]
+    with node_of(made, machine, rng) as (source, _, _), node_of(made, machine, rng) as there:
+        source.offer("r", scattered(made, tokens), tokens)
+        source.offer("some", scattered(made, tokens), tokens, readers=["nobody"])
+        for lie, code in lies:
+            session, transfer = moved_by(there[0], source, tokens, **lie)
+            with session:
+                assert code_of(transfer.wait) is code, lie
+        with Session(there[0], [source.endpoint]) as session:
+            link = session.link(0)
+            assert link.find_offer("r") is not None
+            assert link.find_offer("some") is None, "not for everybody to see"
+            right: dict[str, Any] = {
+                "dst_blocks": scattered(made, tokens),
+                "src_blocks": scattered(made, tokens),
+            }
+            assert session.pull("r", **right, tokens=tokens).wait().ready
+
+
+def test_who_waits_does_what_nobody_has_begun() -> None:
+    done: list[int] = []
+    transfer = Transfer("r", ranks=(0,), total=None, seconds=30)
+
+    def act() -> None:
+        done.append(threading.get_ident())
+        transfer.finished(0)
+
+    part = transfer.add_part(act, quick=True)
+    assert transfer.wait().ready
+    part()
+    assert done == [threading.get_ident()], "once, and by who waited"
+    transfer.join()
+
+
+def test_copies_take_their_share_of_the_time_and_begin_at_once_after_a_quiet_time() -> None:
+    now = [100.0]
+    pace = CopyPace(0.1, clock=lambda: now[0])
+    busy = 0.0
+    for _ in range(40_000):
+        if pace.may_begin():
+            pace.took(now[0], now[0] + 1e-3)
+            pace.took(now[0] + 5e-4, now[0] + 1e-3)  # at the same time: counts once
+            busy += 1e-3
+            now[0] += 1e-3
+        else:
+            now[0] += 1e-4
+    assert busy / (now[0] - 100.0) == pytest.approx(0.1, rel=0.1)
+    now[0] += 1.0
+    at_once = 0
+    while pace.may_begin():
+        pace.took(now[0], now[0] + 1e-3)
+        now[0] += 1e-3
+        at_once += 1
+    assert 4 <= at_once <= 6
+    for share in (0, -1, 1.5, "all"):
+        bad: Any = share
+        assert code_of(lambda bad=bad: CudaTransport(driver=FakeCuda(FakeMachine()), share=bad))
 
 
 def test_nothing_is_launched_before_the_sources_mark_is_done_or_after_it_was_given_up() -> None:

@@ -22,9 +22,10 @@ import pytest
 from kvatlas.errors import AtlasError, Code
 from kvatlas.routing import Copy
 from kvatlas.wire import Memory, make_transport
-from kvatlas.wire.transports import shm_segments, shm_sockets
+from kvatlas.wire.transports import sealed_memory, shm_sockets
+from kvatlas.wire.transports.sealed_memory import SEALS, map_sealed
 from kvatlas.wire.transports.shm import ShmTransport
-from kvatlas.wire.transports.shm_segments import SEALS, containing, create_segment, map_segment
+from kvatlas.wire.transports.shm_segments import containing, create_segment
 from kvatlas.wire.transports.shm_sockets import SegmentServer, receive_descriptors
 from tests.wire.forking import forked, until_stopped
 from tests.wire.helpers import waited
@@ -150,7 +151,7 @@ def test_forged_descriptors_are_refused(near: ShmTransport, tmp_path: Path) -> N
     """Files, and memfds that are not sealed as they should be, are never mapped."""
     for kind in ("file", "unsealed", "shrinks", "unsealable", "read only"):
         bad = forged(kind, tmp_path)
-        assert code_of(map_segment, bad) == Code.BAD_HANDSHAKE
+        assert code_of(map_sealed, bad) == Code.BAD_HANDSHAKE
         other = ShmTransport()
         pool = create_segment(4096)
         other.register({0: pool.memory})
@@ -195,7 +196,7 @@ def test_more_than_the_host_or_its_container_has(
     before = descriptors()
     assert code_of(create_segment, 1 << 50) == Code.NOT_ENOUGH_MEMORY
     (tmp_path / "memory.max").write_text("8192\n")
-    monkeypatch.setattr(shm_segments, "_CONTAINER", tmp_path / "memory.max")
+    monkeypatch.setattr(sealed_memory, "_CONTAINER", tmp_path / "memory.max")
     assert code_of(create_segment, 8193) == Code.NOT_ENOUGH_MEMORY
     create_segment(8192).close()
     assert descriptors() == before

@@ -76,6 +76,10 @@ class PrefixReuse:
             problem = "No request is under way"
             raise AtlasError(Code.UNKNOWN_REQUEST, problem, got="an end", hint="Begin one first")
         prompt, seen = self._prompt, self.cache.seen
+        if any(table.reserve_blocks != self._reserve for table in self.cache.batch.tables):
+            problem = "The cache was reset, or used otherwise, since the request began"
+            hint = "Begin again, and reset nothing before its end"
+            raise AtlasError(Code.ENGINE_REFUSES, problem, got=self.cache, hint=hint)
         if list(tokens[: len(prompt)]) != prompt or len(tokens) < seen:
             problem = "These tokens are not those of the request"
             got = f"{len(tokens)} tokens for a prompt of {len(prompt)}, of which {seen} are kept"

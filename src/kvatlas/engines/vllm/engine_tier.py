@@ -25,8 +25,8 @@ IN_MEMORY = "memory"
 """What the setting says for a tier in host memory."""
 _BLOCK = 64
 """Tokens of a tier's block, where the model's layers allow it."""
-_OPEN_SECONDS = 30.0
-"""Seconds that a tier may take to be opened, by this process or another."""
+_MOVE_SECONDS = 10.0
+"""Seconds after which a tier that does not answer a worker is a miss."""
 _ASK_SECONDS = 5.0
 """Seconds after which a tier that does not answer the scheduler is a miss."""
 _NOT_THERE = (Code.PEER_LOST, Code.DEADLINE)
@@ -41,10 +41,10 @@ def open_tier(
     """
     if where == IN_MEMORY:
         made = _planned(model, memory, own)
-        return share_memory(memory_socket(engine_id), made, seconds=_OPEN_SECONDS)
+        return share_memory(memory_socket(engine_id), made, seconds=_MOVE_SECONDS)
     new = None if Path(where).exists() else _planned(model, memory, own)
     try:
-        tier = share_file(where, new, durable=False, seconds=_OPEN_SECONDS)
+        tier = share_file(where, new, durable=False, seconds=_MOVE_SECONDS)
     except AtlasError as refusal:
         if refusal.code in _NOT_THERE:
             raise
@@ -72,10 +72,12 @@ def find_tier(where: str, engine_id: str) -> TierClient | None:
     """The tier that an engine's workers have opened, for its scheduler; None where none has."""
     at = memory_socket(engine_id) if where == IN_MEMORY else socket_beside(Path(where))
     try:
-        return TierClient(at, seconds=_ASK_SECONDS)
+        tier = TierClient(at, seconds=_ASK_SECONDS, patience=_ASK_SECONDS)
     except AtlasError as refusal:
         log.error("nothing is kept or found again: %s", refusal)
         return None
+    tier.patience = 0.0  # from here on a tier that is gone is a miss at once
+    return tier
 
 
 def memory_socket(engine_id: str) -> Path:

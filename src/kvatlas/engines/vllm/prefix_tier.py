@@ -10,8 +10,9 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,8 @@ _STALE = 64
 """Stops that may be listed and not be there, beyond as many as there are."""
 _SOON = 0.005
 """Seconds that the scheduler waits for an answer which it can do without."""
+_HURRIED = 1.0
+"""Seconds for which it waits for none, once one was late."""
 
 
 @dataclass
@@ -66,6 +69,7 @@ class PrefixTier:
         """Up to where the tier's names have been listed."""
         self._lock = threading.Lock()
         self._asking = ThreadPoolExecutor(_ASKING, thread_name_prefix="kvatlas-ask")
+        self._hurried_until = 0.0
 
     def keys(self, tokens: Any, salt: str | None) -> RequestKeys:
         """The keys of a request's tokens."""
@@ -74,13 +78,13 @@ class PrefixTier:
     def find(self, keys: RequestKeys) -> Future[FoundPrefix | None]:
         """What there is of a request, once that is known; it may be by now."""
         asked = self._asking.submit(self._pin, keys)
-        _wait(asked)
+        self._is_soon(asked)
         return asked
 
     def stored(self, keys: RequestKeys, tokens: int) -> int:
         """How many of a request's first tokens need not be stored any more; 0 in doubt."""
         asked = self._asking.submit(self._tier.match, keys.rows(tokens), tokens)
-        return asked.result() if _wait(asked) else 0
+        return asked.result() if self._is_soon(asked) else 0
 
     def whole_blocks(self, tokens: int) -> int:
         """The tokens of a request that are worth storing: whole blocks, or all of them."""
@@ -89,7 +93,8 @@ class PrefixTier:
 
     def let_go(self, found: FoundPrefix) -> None:
         """Unpin what was found, beside the caller's thread."""
-        self._asking.submit(found.let_go)
+        with suppress(RuntimeError):  # closed: with the session all pins go
+            self._asking.submit(found.let_go)
 
     def forget_all(self) -> None:
         """Find nothing of what there is any more, neither now nor after a restart.
@@ -105,6 +110,16 @@ class PrefixTier:
         self._tier.close()
 
     # -- inside ---------------------------------------------------------------------------
+
+    def _is_soon(self, asked: Future[Any]) -> bool:
+        """Whether an answer is there soon; a tier that is slow holds up no step twice."""
+        if time.monotonic() < self._hurried_until:
+            return asked.done() and not asked.exception()
+        try:
+            return not asked.exception(_SOON)
+        except TimeoutError:
+            self._hurried_until = time.monotonic() + _HURRIED
+            return False
 
     def _pin(self, keys: RequestKeys) -> FoundPrefix | None:
         tokens, rows = self._longest(keys)
@@ -154,12 +169,3 @@ class PrefixTier:
                 if mark == self._mark:
                     return
                 self._mark = mark
-
-
-def _wait(asked: Future[Any]) -> bool:
-    """Whether an answer is there soon."""
-    try:
-        asked.exception(_SOON)
-    except TimeoutError:
-        return False
-    return not asked.exception()

@@ -1,6 +1,6 @@
 """The scheduler's side: which tokens come from another engine or a tier, and what is kept.
 
-A decode engine always computes the last token of a prompt itself, so that it is not read.
+A decode engine always computes the last token of a prompt itself, also where it has read it.
 Windows and recurrent states must then be those that this token sees: where a model has any,
 the prefill engine stops one token short.
 """
@@ -128,8 +128,9 @@ class SchedulerSide:
             self._orders.let_go.append(remote)
             return
         stop = self._stop(request, remote)
-        tables = self._reading(request.request_id, blocks, stop - external, stop)
-        order = PullOrder(request.request_id, remote, tables, stop - external, stop)
+        start, stop = stop - external, self._read_until(request, stop)
+        tables = self._reading(request.request_id, blocks, start, stop)
+        order = PullOrder(request.request_id, remote, tables, start, stop)
         self._orders.pulls.append(order)
 
     def from_tier(self, request_id: str) -> bool:
@@ -242,11 +243,17 @@ class SchedulerSide:
         params[_SHORTER] = True
 
     def _stop(self, request: Any, remote: RemoteRequest) -> int:
-        """How many tokens of a prompt come from elsewhere: never the last, computed here anyway.
+        """How many tokens of a prompt may come from elsewhere."""
+        return int(min(request.num_prompt_tokens - self._left_out, remote.tokens))
 
-        Alone in its block it would be thousands of short runs where K is transposed.
+    def _read_until(self, request: Any, stop: int) -> int:
+        """The same without the last token of a prompt, which vLLM computes again anyway.
+
+        Alone in its block it would be thousands of short runs, where K is transposed. Where it
+        is the last of its block, others may find that before it is computed, and it is read.
         """
-        return int(min(request.num_prompt_tokens - max(1, self._left_out), remote.tokens))
+        last = stop == request.num_prompt_tokens
+        return stop - int(last and all(stop % group.block for group in self._groups))
 
     def _check(self, remote: RemoteRequest, request: Any) -> None:
         """Refuse another prompt's tokens, and windows where all tokens are cached here."""

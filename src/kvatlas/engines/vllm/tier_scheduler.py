@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import Future
-from contextlib import suppress
 from typing import Any
 
 from kvatlas.engines.vllm.prefix_keys import Rows
@@ -125,8 +124,7 @@ class TierScheduler:
         def unpin(done: Future[FoundPrefix | None]) -> None:
             found = _result(done)
             if found is not None:
-                with suppress(RuntimeError):  # closed: with the tier all pins go
-                    self._tier.let_go(found)
+                self._tier.let_go(found)
 
         if looked_up is not None:
             looked_up.add_done_callback(unpin)

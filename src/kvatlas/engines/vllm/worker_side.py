@@ -18,6 +18,7 @@ from kvatlas.engines.vllm.ended_requests import Ended, EndedRequests
 from kvatlas.engines.vllm.orders import OfferOrder, PullOrder, RemoteRequest, StepOrders
 from kvatlas.engines.vllm.sessions import EngineSessions
 from kvatlas.engines.vllm.settings import ConnectorSettings
+from kvatlas.engines.vllm.thread_cores import free_cores, making_threads_for, run_on
 from kvatlas.errors import AtlasError
 from kvatlas.planning import Plan
 from kvatlas.wire import Memory, Node, Session, Transfer, make_transport
@@ -78,20 +79,23 @@ class WorkerSide:
         ended: EndedRequests | None = None,
     ) -> None:
         self._settings = settings
-        transport = make_transport(settings.transport, **settings.transport_options)
-        self.node = Node(
-            plan,
-            rank=rank,
-            memory={0: memory},
-            transport=transport,
-            listen=settings.listen_at(port),
-            secret=settings.secret(),
-            unprotected=settings.unprotected,
-            piece=settings.piece,
-            buffers=settings.buffers,
-        )
+        cores = free_cores()
+        with making_threads_for(cores):
+            self.node = Node(
+                plan,
+                rank=rank,
+                memory={0: memory},
+                transport=make_transport(settings.transport, **settings.transport_options),
+                listen=settings.listen_at(port),
+                secret=settings.secret(),
+                unprotected=settings.unprotected,
+                piece=settings.piece,
+                buffers=settings.buffers,
+            )
         self.endpoint = settings.advertised(self.node.endpoint)
-        self._beside = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="kvatlas-vllm")
+        self._beside = ThreadPoolExecutor(
+            _AT_ONCE, thread_name_prefix="kvatlas-vllm", initializer=run_on, initargs=(cores,)
+        )
         self._sessions = EngineSessions(
             self.node, seconds=min(10.0, settings.pull_seconds), close=self._beside.submit
         )

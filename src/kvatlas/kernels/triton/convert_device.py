@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvatlas.kernels.triton.copy_device import end_base, row_coordinates, row_offset
+from kvatlas.kernels.triton.copy_device import end_base, row_offset, tile_count, tile_rows
 from kvatlas.kernels.triton.write_device import as_element
 
 
@@ -26,21 +26,12 @@ def convert_rows(
     COLUMNS: tl.constexpr = TILING.columns
     FROM_ALIGN: tl.constexpr = UNIT * (FROM.primitive_bitwidth // 8)
     TO_ALIGN: tl.constexpr = UNIT * (TO.primitive_bitwidth // 8)
-    CHUNKS: tl.constexpr = (SHAPE.elements + COLUMNS - 1) // COLUMNS
     count = blocks * (SIZES[0] * SIZES[1] * SIZES[2])
-    groups = (count + ROWS - 1) // ROWS
-    tiles = groups * layers * CHUNKS
+    tiles = tile_count(count, layers, SHAPE.elements, ROWS, COLUMNS)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=TILING.stages):
-        chunk = tile % CHUNKS
-        group = tile // CHUNKS
-        layer = group // groups
-        row = (group % groups) * ROWS + tl.arange(0, ROWS)
-        column = chunk * COLUMNS + tl.arange(0, COLUMNS)
-        there = row < count
-        block, first, second, third = row_coordinates(row, SIZES)
-        mask = there[:, None]
-        if SHAPE.elements % COLUMNS != 0:
-            mask = mask & (column < SHAPE.elements)[None, :]
+        layer, column, there, mask, block, first, second, third = tile_rows(
+            tile, count, SHAPE.elements, SIZES, ROWS, COLUMNS
+        )
         chosen = tl.load(source.ids + block, mask=there, other=0)
         at = row_offset(source, chosen, first, second, third) * UNIT
         begin = end_base(source, layer, FROM, FROM_ALIGN, TABLE)

@@ -35,6 +35,34 @@ def row_offset(end, block, first, second, third):
 
 
 @triton.jit
+def tile_rows(
+    tile, count, WIDTH: tl.constexpr, SIZES: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """What one of a copy's tiles has: its layer, rows and columns of `WIDTH`, and which are there.
+
+    Rows are numbered (block, three axes), `count` of them in each layer.
+    """
+    CHUNKS: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
+    groups = (count + ROWS - 1) // ROWS
+    group = tile // CHUNKS
+    row = (group % groups) * ROWS + tl.arange(0, ROWS)
+    column = (tile % CHUNKS) * COLUMNS + tl.arange(0, COLUMNS)
+    there = row < count
+    mask = there[:, None]
+    if WIDTH % COLUMNS != 0:
+        mask = mask & (column < WIDTH)[None, :]
+    block, first, second, third = row_coordinates(row, SIZES)
+    return group // groups, column, there, mask, block, first, second, third
+
+
+@triton.jit
+def tile_count(count, layers, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """How many tiles the rows of all layers have."""
+    return ((count + ROWS - 1) // ROWS) * layers * ((WIDTH + COLUMNS - 1) // COLUMNS)
+
+
+@triton.jit
 def copy_rows(
     source, target, blocks, layers, SHAPE: tl.constexpr, TILING: tl.constexpr, TABLE: tl.constexpr,
     FILL: tl.constexpr,
@@ -49,23 +77,14 @@ def copy_rows(
     ROWS: tl.constexpr = TILING.rows
     COLUMNS: tl.constexpr = TILING.columns
     ALIGN: tl.constexpr = UNIT * (WORD.primitive_bitwidth // 8)
-    CHUNKS: tl.constexpr = (SHAPE.words + COLUMNS - 1) // COLUMNS
     count = blocks * (SIZES[0] * SIZES[1] * SIZES[2])
-    groups = (count + ROWS - 1) // ROWS
-    tiles = groups * layers * CHUNKS
+    tiles = tile_count(count, layers, SHAPE.words, ROWS, COLUMNS)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=TILING.stages):
-        chunk = tile % CHUNKS
-        group = tile // CHUNKS
-        layer = group // groups
-        row = (group % groups) * ROWS + tl.arange(0, ROWS)
-        column = chunk * COLUMNS + tl.arange(0, COLUMNS)
-        there = row < count
-        block, first, second, third = row_coordinates(row, SIZES)
+        layer, column, there, mask, block, first, second, third = tile_rows(
+            tile, count, SHAPE.words, SIZES, ROWS, COLUMNS
+        )
         place = tl.load(target.ids + block, mask=there, other=0)
         to = row_offset(target, place, first, second, third)
-        mask = there[:, None]
-        if SHAPE.words % COLUMNS != 0:
-            mask = mask & (column < SHAPE.words)[None, :]
         if FILL:
             words = tl.zeros([ROWS, COLUMNS], WORD)
         else:

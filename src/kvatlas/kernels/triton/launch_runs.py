@@ -7,6 +7,7 @@ runs takes some kilobytes to describe.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -37,12 +38,13 @@ class RunTables(NamedTuple):
 
 
 def copy_runs(
-    source: int, target: int, tables: RunTables, programs: int = 0, **choice: Any
-) -> None:
-    """Copy runs between two addresses on the current stream of the tables' device.
+    source: int, target: int, tables: RunTables, programs: int = 0, *, stream: Any = None,
+    **choice: Any,
+) -> None:  # fmt: skip
+    """Copy runs between two addresses, on a stream of the tables' device or on its current one.
 
     `programs` are launched at most, where it is not 0. No byte may be written twice, or be
-    both read and written.
+    both read and written. Whoever names a stream has made its device the current one.
 
     >>> import torch
     >>> memory = torch.arange(48, dtype=torch.uint8)
@@ -59,12 +61,41 @@ def copy_runs(
     columns, rows = tile_of(words, word, use["tile"])
     count = tables.starts.shape[1] * tables.spans.shape[1]
     tiles = triton.cdiv(count, rows) * triton.cdiv(words, columns)
-    tiling = CopyTiling(rows, columns, evict=use["evict"], stages=use["stages"])
-    with tune.on(device):
-        copy_run_grid[(min(tiles, programs or tiles),)](
-            source, target, tables.starts, tables.spans, tables.starts.shape[1],
-            tables.spans.shape[1], count, words, WORD=_WORDS[word], UNIT=align // word,
-            TILING=tiling, STARTS_FIRST=tables.starts_first,
-            WHOLE=tables.shortest == tables.longest and words % columns == 0,
-            num_warps=use["warps"],
-        )  # fmt: skip
+    constants = {
+        "WORD": _WORDS[word],
+        "UNIT": align // word,
+        "TILING": CopyTiling(rows, columns, evict=use["evict"], stages=use["stages"]),
+        "STARTS_FIRST": tables.starts_first,
+        "WHOLE": tables.shortest == tables.longest and words % columns == 0,
+    }
+    arguments = (
+        source, target, tables.starts, tables.spans, tables.starts.shape[1],
+        tables.spans.shape[1], count, words,
+    )  # fmt: skip
+    _launch(min(tiles, programs or tiles), arguments, constants, use["warps"], device, stream)
+
+
+_compiled: dict[tuple[object, ...], Any] = {}
+"""Kernels that are launched again without being looked up, by all that they depend on."""
+
+
+def _launch(
+    programs: int,
+    arguments: tuple[Any, ...],
+    constants: dict[str, Any],
+    warps: int,
+    device: torch.device,
+    stream: Any,
+) -> None:
+    # Numbers are handed over in 32 bits where they fit; nothing else of them matters.
+    wide = tuple(one >= 1 << 31 for one in arguments if isinstance(one, int))
+    key = (device, warps, wide, *constants.values())
+    if stream is not None and key in _compiled:
+        launch = _compiled[key][programs, 1, 1]
+        launch(*arguments, *constants.values(), stream=stream.cuda_stream)
+        return
+    current = nullcontext() if stream is None else torch.cuda.stream(stream)
+    with tune.on(device), current:
+        made = copy_run_grid[(programs,)](*arguments, **constants, num_warps=warps)
+    if device.type == "cuda" and made is not None:
+        _compiled[key] = made

@@ -25,14 +25,18 @@ class CopyingReplay(Replay):
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)
         self._entries_end = len(self._present)
-        most = sum(self._blocks)
+        # No more copies than blocks, and none that nobody computes.
+        most = min(sum(self._blocks), len(self.spans.numbers) * len(self.model.classes))
         total = self._entries_end + most
         self._pinned = np.zeros(total, bool)
         sized = None if self._alike else self._size
         self._evictions = [Lru(total, sized) for _ in self._blocks]
         self._owner = np.zeros(most, np.int64)
         """The entry that each further id is a copy of."""
-        self._free = list(range(total - 1, self._entries_end - 1, -1))
+        self._free: list[int] = []
+        """Further ids that were used and are free again."""
+        self._fresh = self._entries_end
+        """The first further id that was never used."""
         self._copies: dict[int, list[int]] = {}
         """Ids of entries that have others than their first, the oldest in front."""
         self._copied = np.zeros(self._entries_end, bool)
@@ -65,9 +69,12 @@ class CopyingReplay(Replay):
 
     def _copy(self, entries: Ints) -> Ints:
         """Another id of each of these entries, which are there."""
-        left = len(self._free) - len(entries)
+        left = max(len(self._free) - len(entries), 0)
         made = self._free[left:]
         del self._free[left:]
+        missing = len(entries) - len(made)
+        made += range(self._fresh, self._fresh + missing)
+        self._fresh += missing
         ids = np.array(made, np.int64)
         self._owner[ids - self._entries_end] = entries
         self._copied[entries] = True

@@ -42,13 +42,16 @@ class Attachment:
     """A session with the server at a path, and the tier's blocks as this process reaches them."""
 
     def __init__(self, path: Path, seconds: float, metrics: Metrics) -> None:
-        self.path, self._seconds, self._open = path, seconds, True
+        self.path, self._seconds = path, seconds
+        self._open, self._doubtful = True, False
         deadline = time.monotonic() + seconds
         with ExitStack() as on_failure:
             self._socket = _which(path)
             self._anchor = Connection(_connected(path, seconds))
             on_failure.callback(self._anchor.close)
             told = _greet(self._anchor, path, deadline)
+            if _which(path) != self._socket:  # one has taken another's place meanwhile
+                raise _gone(path)
             if told.version != m.VERSION or (told.file is None) == (told.memory is None):
                 raise bad_handshake("a tier's server that speaks of neither file nor memory")
             self._session = told.session
@@ -70,17 +73,27 @@ class Attachment:
 
     @property
     def alive(self) -> bool:
-        """Whether the server still knows this session."""
+        """Whether the server still knows this session, and nobody has taken its place."""
         try:
-            return self._open and self._anchor.quiet
+            return self._open and self._anchor.quiet and _which(self.path) == self._socket
         except (OSError, ValueError):  # closed meanwhile
             return False
+
+    @property
+    def usable(self) -> bool:
+        """Whether it is good for further calls."""
+        return self.alive and not self._doubtful
 
     def ask(self, kind: type[Message], **about: Any) -> Any:
         """The server's answer to a question, within the client's time."""
         question = kind(session=self._session, **about)
         deadline = time.monotonic() + self._seconds
-        return self._channels.ask(unix_endpoint(self.path), question, deadline=deadline)
+        try:
+            return self._channels.ask(unix_endpoint(self.path), question, deadline=deadline)
+        except AtlasError as refusal:
+            # It may still be carried out: what it pins or claims goes with the session alone.
+            self._doubtful |= refusal.code is Code.DEADLINE
+            raise
 
     @contextmanager
     def moving(self) -> Iterator[None]:
@@ -92,8 +105,6 @@ class Attachment:
         with ExitStack() as used:
             if self._use is not None:
                 used.enter_context(self._use)
-                if _which(self.path) != self._socket:
-                    raise _gone(self.path)
             self._check()
             yield
             self._check()

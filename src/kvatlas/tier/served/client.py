@@ -118,7 +118,8 @@ class TierClient:
             parts = tuple(m.SummedPart(*place, *part) for place, part in sums.items())
             with nullcontext() if brought else suppress(AtlasError):
                 ended = at.ask(m.EndStore, store=begun.store, brought=brought, sums=parts)
-        return StoreResult(ended.whole, ended.waiting, ended.no_room)
+        result = _expected(ended, m.StoreEnded)
+        return StoreResult(result.whole, result.waiting, result.no_room)
 
     def _begin(
         self, at: Attachment, plan: Plan, *, rank: int, blocks: Any, tokens: Any, rows: Any
@@ -279,7 +280,7 @@ class TierClient:
     def find_server(self) -> Attachment:
         """The server as it was found, or another that has taken its place."""
         at = self._attachment
-        if at is not None and at.alive:
+        if at is not None and at.usable:
             return at
         return self._attach()
 
@@ -299,7 +300,7 @@ class TierClient:
         if self.closed:
             problem = "The tier is closed"
             raise AtlasError(Code.UNREADABLE, problem, got="a call", hint="Open it again")
-        if self._attachment is not None and self._attachment.alive:
+        if self._attachment is not None and self._attachment.usable:
             return self._attachment
         if time.monotonic() < self._next_attempt:
             raise peer_lost(f"nobody who serves a tier at {self.path}")
@@ -312,7 +313,7 @@ class TierClient:
 
     def _found(self) -> Attachment:
         """A server, waiting a moment for one that is about to be."""
-        until = time.monotonic() + min(self.patience, self.seconds)
+        until = time.monotonic() + self.patience
         while True:
             try:
                 self._before()

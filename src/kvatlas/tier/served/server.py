@@ -81,8 +81,9 @@ class _ClientSession:
 class TierServer:
     """Serves a tier at a path: of a tier in a file, beside it, as `PATH.sock`.
 
-    A tier in memory is served where that is shared memory (`shared_pools`), at the path that
-    `at` names. Whoever runs as the same user may ask; others are not heard.
+    A tier in memory is served, at the path that `at` names, where that is shared memory:
+    `Tier(plan, pools_for(plan, 0, make_transport("shm")))`. Whoever runs as the same user may
+    ask; others are not heard.
 
     >>> import tempfile
     >>> from kvatlas.planning import plan
@@ -130,16 +131,21 @@ class TierServer:
             raise
 
     def close(self) -> None:
-        """Answer nobody any more, and let go of all that clients have; not of the tier."""
+        """Answer nobody any more, and let go of all that clients have; not of the tier.
+
+        Clients may be in the middle of reading or filling blocks: these are free once that was
+        seen to be over. In shared memory nobody can see it, and they stay out of use.
+        """
         was, self._closed = self._closed, True
         if was:
             return
         self._server.close()
-        for session in list(self._sessions):
-            self._end_session(session)
         forget_path(self.path)
         if self._shared is not None:
             self._shared.close()
+        elif self._tier.file is not None and self._tier.file.use.wait_for_others():
+            for session in list(self._sessions):
+                self._end_session(session)
 
     @property
     def clients(self) -> int:
@@ -181,9 +187,10 @@ class TierServer:
         return m.Attached(version=m.VERSION, session=key, **self._where)
 
     def _hung_up(self, caller: Caller) -> None:
+        """A client has closed its session, or has died: either way it moves no bytes any more."""
         with self._lock:
             key = self._of_callers.pop(caller, None)
-        if key is not None:
+        if key is not None and not self._closed:  # else it was this end that hung up
             self._end_session(key)
 
     def _end_session(self, key: Key) -> None:
@@ -193,7 +200,7 @@ class TierServer:
                 return
             session.open = False
             pins, stores = session.pins, list(session.stores.values())
-            session.stores = {}
+            session.pins, session.stores = {}, {}
         with ExitStack() as all_of_them:  # each is let go, whatever becomes of the others
             for pin, times in pins.items():
                 all_of_them.callback(self._let_go, pin, times)

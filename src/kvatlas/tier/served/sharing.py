@@ -27,6 +27,8 @@ from kvatlas.wire import forget_path, make_transport, pools_for
 
 log = logging.getLogger("kvatlas.tier")
 
+_OPENING = 30.0
+"""Seconds that the first process may take to open a tier, which others wait for."""
 _TAKE_OVER = 2.0
 """Seconds that a call waits while another process takes the place of one that has gone."""
 _WATCH = 0.5
@@ -88,7 +90,8 @@ def _shared(at: Path, host: _Host, seconds: float) -> TierClient:
     """A client, as soon as there is a server: another process may be about to become one."""
     try:
         about: dict[str, Any] = {"before": host.serve, "closed": host.close}
-        client = TierClient(at, seconds=seconds, patience=seconds, **about)
+        patience = max(seconds, _OPENING)
+        client = TierClient(at, seconds=seconds, patience=patience, **about)
     except BaseException:
         host.close()
         raise
@@ -141,15 +144,21 @@ def _serve_memory(at: Path, plan: Plan) -> ExitStack:
 def _own(at: Path, owning: ExitStack) -> None:
     """Be the one process that serves at a path; the lock goes with it, however it ends."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    lock = at.with_name(f"{at.name}.lock")
     try:
-        fd = os.open(at.with_name(f"{at.name}.lock"), flags, 0o600)
+        fd = os.open(lock, flags, 0o600)
     except OSError as problem:
         hint = "Use a path in a folder of your own"
         raise AtlasError(Code.UNWRITABLE, got=f"{at}: {problem.strerror}", hint=hint) from None
     owning.callback(os.close, fd)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # The last owner removes the file while it has the lock: this may be that one.
+        mine = os.path.samestat(os.fstat(fd), lock.stat())
     except OSError:
+        mine = False
+    if not mine:
         said = "A tier is served at this path already"
-        raise AtlasError(Code.TWICE, said, got=at, hint="Use another path") from None
+        raise AtlasError(Code.TWICE, said, got=at, hint="Use another path")
+    owning.callback(lock.unlink)
     forget_path(at)

@@ -75,9 +75,13 @@ class FolderStore(ObjectStore):
     def _make_room(self, size: int) -> None:
         """Remove the oldest objects until a tenth of the room is free, and `size` bytes."""
         self.sweep()
-        files = sorted((found.stat().st_mtime_ns, found) for found in self._files(self._root))
-        self._used = sum(path.stat().st_size for _, path in files if path.exists())
-        for _, path in files:
+        files = []
+        for path in self._files(self._root):
+            with suppress(FileNotFoundError):  # others make room too
+                about = path.stat()
+                files.append((about.st_mtime_ns, about.st_size, path))
+        self._used = sum(nbytes for _, nbytes, _ in files)
+        for _, _, path in sorted(files):
             if self._used + size <= self._capacity * 9 // 10:
                 return
             self._used -= self._remove(path)

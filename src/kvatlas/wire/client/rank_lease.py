@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,21 +12,29 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry import Int64s
 from kvatlas.routing import Copy, Costs, RunGrid, token_range
 from kvatlas.wire import protocol
 from kvatlas.wire.channels import no_answer
 from kvatlas.wire.client.transfer import Transfer
+from kvatlas.wire.leases import Held, lease_expired
 from kvatlas.wire.peers import Peer
 from kvatlas.wire.protocol import Ok, Opened
+from kvatlas.wire.rpc import log
 from kvatlas.wire.server.node_state import NodeState
 from kvatlas.wire.stream_copy import AnyStream
 from kvatlas.wire.transports.base import STAGING, Handle, Link
+from kvatlas.wire.transports.errors import peer_lost
+from kvatlas.wire.transports.offer_board import PostedOffer, SeenOffer
 
 A = TypeVar("A", bound=protocol.Message)
 How = Literal["auto", "direct", "staged", "landed"]
 
 BUFFERS = 2
 """Staging buffers of a transfer at each end: one is filled while the other is sent."""
+
+_NOT_NEEDED = 0xFFFFFFFF
+"""A block id that stands for none in a table as it travels."""
 
 _SEVERED = 1.0
 """Seconds in which a link that was torn down is seen to be done with what it was reading."""
@@ -96,6 +104,8 @@ class RankLease:
         self.tokens = token_range(wanted.tokens, self.node.plan.max_len)
         self.mine = protocol.by_group(wanted.blocks)
         self.theirs = None if wanted.peer_blocks is None else protocol.by_group(wanted.peer_blocks)
+        self.seen: SeenOffer | None = None
+        """The offer, where it was seen without asking: there is no lease then."""
         self.buffers: list[int] = []
         """Staging buffers of this node."""
         self.lent: tuple[int, ...] = ()
@@ -125,7 +135,27 @@ class RankLease:
         return self._ask(message(**about, **fields), kind)
 
     def open(self) -> None:
-        """Have the peer grant the lease."""
+        """See on the peer's board what it offers, or have it grant the lease."""
+        with self.node.metrics.phase("open"):
+            self.seen = self._find_offer()
+            if self.seen is None:
+                self._ask_for_lease()
+                return
+        offer, forever = self.seen.offer, float("inf")
+        self.opened = Opened(lease=b"", seconds=forever, blocks=offer.blocks, mark=offer.mark)
+        self._renew_at = forever
+
+    def _find_offer(self) -> SeenOffer | None:
+        """The offer where no more has to be known or done than its blocks read."""
+        wanted, connection = self.wanted, self.connection
+        if not self.pull or wanted.checksums or wanted.how not in ("auto", "direct"):
+            return None
+        converting = self.node.route_from(connection.peer).conversion is not None
+        if converting or not self.reaches_pools():
+            return None
+        return connection.link.find_offer(wanted.request)
+
+    def _ask_for_lease(self) -> None:
         wanted, theirs = self.wanted, self.theirs
         question = protocol.Open(
             session=self.connection.session,
@@ -139,18 +169,27 @@ class RankLease:
             seconds=self._seconds_left(),
             final=wanted.final,
         )
-        with self.node.metrics.phase("open"):
-            self.opened = self._ask(question, Opened)
+        self.opened = self._ask(question, Opened)
         self._renew_at = time.monotonic() + self.opened.seconds / 2
 
     def check_opened(self) -> None:
         """Take the peer's blocks, and its staging only where that can be what it says."""
         told = protocol.unpack_tables(self.opened.blocks)
+        if self.seen is not None:
+            self._check_seen(self.seen.offer, told)
         self.theirs = told if self.theirs is None else self.theirs
         piece = self.opened.piece
         if piece and (piece < protocol.MIN_PIECE_BYTES or piece > self._staging_bytes()):
             got = f"buffers of {piece} bytes in {self._staging_bytes()}"
             raise protocol.bad_handshake(got)
+
+    def _check_seen(self, offer: PostedOffer, told: Mapping[int, Int64s]) -> None:
+        """What a peer checks where it is asked."""
+        mine = {group: np.asarray(ids) for group, ids in (self.theirs or {}).items()}
+        if mine:
+            told = {group: np.where(ids == _NOT_NEEDED, -1, ids) for group, ids in told.items()}
+        held = Held(offer.request, told, offer.start, offer.stop)
+        held.check_asked(self.tokens, mine, self.connection.peer.plan)
 
     def _seconds_left(self) -> float:
         return max(0.001, self.deadline - time.monotonic())
@@ -162,6 +201,9 @@ class RankLease:
 
     def renew(self) -> None:
         """Have the peer confirm that the lease is held, and extend it."""
+        if self.seen is not None:
+            self._confirm(self.seen)
+            return
         ok = self.ask_of_lease(protocol.Renew, Ok, seconds=self._seconds_left())
         self._renew_at = time.monotonic() + ok.seconds / 2
 
@@ -180,12 +222,41 @@ class RankLease:
 
     def close(self, *, complete: bool) -> None:
         """End the lease; where all went well, the source confirms that it was held."""
+        if self.seen is not None:
+            if complete:
+                with self.node.metrics.phase("confirm"):
+                    self._confirm(self.seen)
+            return
         if not complete:
             # Nobody waits for a peer that may not answer: its lease ends by itself then.
             self.connection.beside.submit(self._abandon)
             return
         with self.node.metrics.phase("confirm"):
             self.ask_of_lease(protocol.Close, Ok, complete=True)
+
+    def _confirm(self, seen: SeenOffer) -> None:
+        """Look whether the blocks have been held until now."""
+        if not seen.confirmed:
+            raise peer_lost("a process that ends") if seen.held else lease_expired()
+
+    def tell_read(self) -> None:
+        """Let the source know, beside everything else, what it has not been asked about."""
+        seen, wanted = self.seen, self.wanted
+        if seen is None:
+            return
+        whole = wanted.layers is None and self.tokens == (seen.offer.start, seen.offer.stop)
+        if whole or wanted.final:
+            told = protocol.Release(
+                session=self.connection.session, request=wanted.request, read=True
+            )
+            self.connection.beside.submit(self._tell, told)
+
+    def _tell(self, told: protocol.Message) -> None:
+        deadline = time.monotonic() + self.patience
+        try:
+            self.node.channels.ask(self.connection.endpoint, told, deadline=deadline)
+        except AtlasError as refused:  # the offer ends by itself then
+            log.warning("not released request=%r: %s", self.wanted.request, refused)
 
     def _abandon(self) -> None:
         deadline = time.monotonic() + min(1.0, self.patience)
@@ -303,6 +374,8 @@ class RankLease:
         """Raise where the transfer has ended, or the peer has died."""
         self.transfer.check_cancelled()
         self.monitor.check()
+        if self.seen is not None and not self.seen.held:
+            raise lease_expired()
 
     def _sever(self) -> None:
         """Tear the link to a stalled replica down before another one fills the same blocks."""

@@ -15,12 +15,13 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, get_args
 from weakref import WeakSet
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import natural
-from kvatlas.routing import Costs, token_range
+from kvatlas.routing import Costs, table_arrays, token_range
 from kvatlas.wire.channels import no_answer
 from kvatlas.wire.client.rank_lease import How, PeerConnection, RankLease, TransferRequest
 from kvatlas.wire.client.rank_transfer import RankTransfer
@@ -119,6 +120,7 @@ class Session:
         blocks. A request that is not offered yet may be so within `wait_for_offer` seconds.
         """
         layers = None if layers is None else tuple(layers)
+        dst_blocks = table_arrays(dst_blocks, "destination")
         if recompute:
             start, stop = token_range(tokens, self.node.plan.max_len)
             tokens = (start, max(start, stop - natural(recompute, "recompute")))
@@ -173,6 +175,8 @@ class Session:
         for transfer in running:
             transfer.cancel()
         self._workers.shutdown(wait=True)
+        for transfer in running:
+            transfer.join()
         self._beside.shutdown(wait=True)
         for connection in self._connections.values():
             connection.link.close()
@@ -216,8 +220,14 @@ class Session:
             self._running.add(transfer)
             for rank in ranks:
                 transfer.use()
-                self._workers.submit(self._run_rank, transfer, wanted, rank)
+                run = partial(self._run_rank, transfer, wanted, rank)
+                self._workers.submit(transfer.add_part(run, quick=self._sees_offers(rank)))
         return transfer
+
+    def _sees_offers(self, rank: int) -> bool:
+        """Whether what a rank offers is seen without asking."""
+        found = [self._connections.get(endpoint) for endpoint in self._replicas[rank]]
+        return all(one is not None and one.link.sees_offers for one in found)
 
     def _tell(self, request: str, ranks: Sequence[int], seconds: float) -> Transfer:
         """Let go of a request at every replica of some ranks."""
@@ -256,7 +266,7 @@ class Session:
     def _run_rank(self, transfer: Transfer, wanted: TransferRequest, rank: int) -> None:
         """Carry out one rank's part, and record its outcome."""
         try:
-            self._take_turns(transfer, wanted, rank)
+            lease = self._take_turns(transfer, wanted, rank)
         except AtlasError as refused:
             error = refused
         except Exception as defect:
@@ -265,6 +275,7 @@ class Session:
         else:
             self.node.metrics.ended(wanted.direction, "ok")
             transfer.finished(rank)
+            lease.tell_read()
             if wanted.final and transfer.ready:
                 self._tell_unread(wanted.request)
             return
@@ -275,14 +286,13 @@ class Session:
         self.node.metrics.ended(wanted.direction, str(code))
         log.warning("failed request=%r rank=%d code=%s", wanted.request, rank, error.code)
 
-    def _take_turns(self, transfer: Transfer, wanted: TransferRequest, rank: int) -> None:
+    def _take_turns(self, transfer: Transfer, wanted: TransferRequest, rank: int) -> RankLease:
         """Carry it out when it is its turn, and again later while it is not offered yet."""
         pause, until = _FIRST_PAUSE, transfer.begun + wanted.wait_for_offer
         while True:
             has_turn = self._turns.acquire(timeout=_TURN_SECONDS)
             try:
-                self._try_replicas(transfer, wanted, rank)
-                return
+                return self._try_replicas(transfer, wanted, rank)
             except AtlasError as refused:
                 if refused.code is not Code.UNKNOWN_REQUEST or time.monotonic() >= until:
                     raise
@@ -292,7 +302,7 @@ class Session:
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
-    def _try_replicas(self, transfer: Transfer, wanted: TransferRequest, rank: int) -> None:
+    def _try_replicas(self, transfer: Transfer, wanted: TransferRequest, rank: int) -> RankLease:
         """Try one replica after the other, those that are connected first."""
         left = deque(sorted(self._replicas[rank], key=lambda one: one not in self._connections))
         reconnected: set[str] = set()
@@ -305,8 +315,9 @@ class Session:
                 transfer.check_cancelled()
                 with self._connection(endpoint, time.monotonic() + patience) as connection:
                     part = (self.node, connection, wanted, transfer, patience)
-                    RankTransfer(RankLease(*part, others=bool(left))).run()
-                return
+                    lease = RankLease(*part, others=bool(left))
+                    RankTransfer(lease).run()
+                return lease
             except AtlasError as refused:
                 if refused.code is Code.UNKNOWN_SESSION and endpoint not in reconnected:
                     # The peer has restarted, and may be connected to again.

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Int64s
-from kvatlas.planning import Plan
 from kvatlas.routing import ConvertedStream, Copy
 from kvatlas.wire import protocol
 from kvatlas.wire.leases import Expected, Lease, LeaseRead, Offer, lease_expired
@@ -75,7 +72,7 @@ class Answers:
                 return self._close(question, peer)
             case protocol.Release():
                 if self._all_have_read(question.request, peer):
-                    self.node.release(question.request, "let_go")
+                    self.node.release(question.request, "read" if question.read else "let_go")
                 return protocol.Ok()
         raise protocol.bad_handshake(type(question).__name__)
 
@@ -95,8 +92,7 @@ class Answers:
         told = protocol.unpack_tables(question.peer_blocks or {})
         held = self._held(question, peer)
         tokens = question.start, question.stop
-        _check_same_blocks(held.blocks, told)
-        _check_tokens(held, *tokens, node.plan)
+        held.check_asked(tokens, told, node.plan)
         incoming = question.direction == "push"
         stream = node.stream(peer, held.blocks, theirs, tokens, question.layers, incoming=incoming)
         reading = {"sever": self._link(question.session, peer).sever} if incoming else {}
@@ -376,32 +372,3 @@ def _not_held(question: protocol.Open) -> AtlasError:
         problem = "The request is not expected from this plan, or has arrived"
     hint = "Offer or expect it first, and for long enough"
     return AtlasError(Code.UNKNOWN_REQUEST, problem, got=repr(question.request), hint=hint)
-
-
-def _check_same_blocks(mine: Mapping[int, Int64s], told: Mapping[int, Int64s]) -> None:
-    """Refuse a peer that means other blocks than this node has for the request."""
-    for group, ids in told.items():
-        kept = mine[group] >= 0 if group in mine and len(ids) == len(mine[group]) else None
-        if kept is None or not np.array_equal(ids[kept], mine[group][kept]):
-            raise AtlasError(
-                Code.UNKNOWN_REQUEST,
-                "The two ends mean different blocks by the request",
-                got=f"other blocks for group {group}",
-                hint="Leave the peer's blocks out to be told them",
-            )
-
-
-def _check_tokens(held: Offer | Expected, start: int, stop: int, plan: Plan) -> None:
-    """Refuse tokens that are not held; a lone recurrent state is the one after the last."""
-    alone = any(
-        group.kind == "recurrent" and len(held.blocks.get(index, ())) == 1
-        for index, group in enumerate(plan.groups)
-    )
-    if not held.start <= start <= stop <= held.stop or (alone and stop != held.stop):
-        raise AtlasError(
-            Code.BAD_TOKENS,
-            f"The tokens are not among {held.start}..{held.stop}"
-            + (", or do not end with the last, whose state is the one kept" if alone else ""),
-            got=(start, stop),
-            hint="Ask for what is offered",
-        )

@@ -95,9 +95,9 @@ class Node(NodeState):
             until = time.monotonic() + min(seconds, _LONGEST_OFFER)
             layers = WrittenLayers(self.plan.layers) if layered else None
             mark = None if layered else self.mark()
-            self.offers[request] = Offer(
-                request, *held, until, released, names, mark=mark, layers=layers
-            )
+            offer = Offer(request, *held, until, released, names, mark=mark, layers=layers)
+            self.offers[request] = offer
+            self.post(offer)
 
     def layer_written(self, request: str, layer: str) -> None:
         """Say that a layer of a layered offer is written, once the caller's stream is done."""

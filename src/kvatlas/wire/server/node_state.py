@@ -29,6 +29,7 @@ from kvatlas.wire.protocol import (
     Hello,
     RegisteredMemory,
     new_key,
+    pack_tables,
 )
 from kvatlas.wire.quarantine import Quarantine
 from kvatlas.wire.rpc import log
@@ -36,6 +37,7 @@ from kvatlas.wire.security import Secret, Security, TlsContexts
 from kvatlas.wire.staging import StagingBuffers
 from kvatlas.wire.stream_copy import AnyStream, StreamPiece
 from kvatlas.wire.transports.base import HOST, STAGING, Transport
+from kvatlas.wire.transports.offer_board import PostedOffer
 
 _MAX_ROUTES = 128
 _CHANNELS_SECONDS = 1.0
@@ -228,10 +230,19 @@ class NodeState:
         self.mover.wait_for_caller()
         return self.mover.scatter(copies, stream)
 
+    def post(self, offer: Offer) -> None:
+        """Let peers of this host see an offer without asking, where anybody may read all of it."""
+        board = self.transport.board
+        if board is not None and offer.readers is None and offer.layers is None:
+            tables = pack_tables(offer.blocks)
+            board.post(PostedOffer(offer.request, tables, offer.start, offer.stop, offer.mark))
+
     def release(self, request: str, why: str) -> None:
         """End an offer and its leases, and tell whoever made it."""
         with self.lock:
             offer = self.offers.pop(request, None)
+            if self.transport.board is not None:
+                self.transport.board.take_down(request)
         self.leases.drop_request(request, "pull")
         if offer is not None and offer.released is not None:
             try:

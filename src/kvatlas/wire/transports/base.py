@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -22,8 +22,10 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Int64s
 from kvatlas.routing import Copy, RunGrid
 from kvatlas.wire.transports import errors
+from kvatlas.wire.transports.bounds import check_bounds
 from kvatlas.wire.transports.cuda_driver import CudaDriver, load_driver
 from kvatlas.wire.transports.device_marks import DeviceMarks
+from kvatlas.wire.transports.offer_board import OfferBoard, SeenOffer
 
 STAGING = -1
 """The index under which a process registers its staging buffers, beside its pools."""
@@ -161,6 +163,9 @@ class Link(ABC):
     """Whether `read_grids` is there: the transport adds starts and spans for itself, and no
     stream is so scattered that staging it would pay."""
 
+    sees_offers: bool = False
+    """Whether `find_offer` may find something."""
+
     def __init__(self, owner: Transport, theirs: Mapping[int, Memory]) -> None:
         self.owner, self.mine, self.theirs = owner, owner.memory, dict(theirs)
         self.open = True
@@ -173,6 +178,11 @@ class Link(ABC):
     def read_grids(self, grids: Sequence[RunGrid], behind: int | None = None) -> Handle:
         """The same of runs that nobody has written out, once the peer's mark is done."""
         raise NotImplementedError(f"{type(self).__name__} takes runs: {len(grids)}, {behind}")
+
+    def find_offer(self, request: str) -> SeenOffer | None:
+        """What the peer offers under a name, seen without asking; None where it has to be asked."""
+        del request
+        return None
 
     def follow(self, mark: int | None) -> None:
         """What is posted from now on comes behind a mark of this process.
@@ -250,6 +260,8 @@ class Transport(ABC):
         self.memory: dict[int, Memory] = {}
         self.marks: DeviceMarks | None = None
         """Marks of the GPU that registered memory is on; None where all is on the host."""
+        self.board: OfferBoard | None = None
+        """Where peers see offers without asking; None where they ask."""
         self.open = True
         self.retired = 0
         """Connections that cannot be ended safely, and are kept for good with what they hold."""
@@ -348,56 +360,8 @@ class Transport(ABC):
             self.memory.clear()
             if self.marks is not None:
                 self.marks.close()
+            if self.board is not None:
+                self.board.close()
 
     def _close(self) -> None:  # noqa: B027
         """Tell the library below, where there is one."""
-
-
-def check_bounds(
-    copies: Iterable[Copy], src: Mapping[int, Memory], dst: Mapping[int, Memory]
-) -> None:
-    """Refuse ranges that leave the regions of either end."""
-    for copy in copies:
-        ends = (copy.src_pool, copy.src, src), (copy.dst_pool, copy.dst, dst)
-        for pool, starts, regions in ends:
-            nbytes = _region_bytes(pool, regions)
-            if len(starts) and not _inside(starts, copy.length, nbytes):
-                raise _outside(pool, nbytes)
-
-
-def check_grid_bounds(
-    grids: Iterable[RunGrid], src: Mapping[int, Memory], dst: Mapping[int, Memory]
-) -> None:
-    """Refuse sums that leave the regions of either end: their extremes are those of the parts."""
-    for grid in grids:
-        ends = (grid.src_pool, 0, grid.src, src), (grid.dst_pool, 1, grid.dst, dst)
-        for pool, end, spans, regions in ends:
-            starts, nbytes = grid.starts.at(end), _region_bytes(pool, regions)
-            first = int(starts.min()) + int(spans.min())
-            stop = int(starts.max()) + int((spans + grid.length).max())
-            if first < 0 or stop > nbytes or int(grid.length.min()) < 1:
-                raise _outside(pool, nbytes)
-
-
-def _region_bytes(pool: int, regions: Mapping[int, Memory]) -> int:
-    if pool not in regions:
-        raise AtlasError(
-            Code.OUT_OF_BOUNDS,
-            "A range lies in a region that is not registered",
-            got=f"pool {pool}, not one of {sorted(regions)}",
-            hint="Register every pool before the handshake",
-        )
-    return regions[pool].nbytes
-
-
-def _outside(pool: int, nbytes: int) -> AtlasError:
-    return AtlasError(
-        Code.OUT_OF_BOUNDS,
-        got=f"bytes outside 0..{nbytes - 1} of pool {pool}",
-        hint="Check that the plan is the one that the memory was made for",
-    )
-
-
-def _inside(starts: Int64s, length: Int64s, nbytes: int) -> bool:
-    # Taken away from the size, not added to the start: sums of large numbers wrap around.
-    return bool(starts.min() >= 0 and length.min() > 0 and (starts <= nbytes - length).all())

@@ -23,7 +23,8 @@ from kvatlas.wire.memory_copy import Bytes, as_bytes
 from kvatlas.wire.transports import errors
 from kvatlas.wire.transports.base import Handle, Link, Memory, Shared, Transport
 from kvatlas.wire.transports.polled_copy import Stepwise, copy_steps
-from kvatlas.wire.transports.shm_segments import Segment, containing, create_segment, map_segment
+from kvatlas.wire.transports.sealed_memory import map_sealed
+from kvatlas.wire.transports.shm_segments import Segment, containing, create_segment
 from kvatlas.wire.transports.shm_sockets import (
     TOKEN_BYTES,
     SegmentServer,
@@ -158,7 +159,7 @@ def _mapped(regions: Mapping[int, _Region], descriptors: Sequence[int]) -> dict[
         if not 0 <= number < len(descriptors):
             raise errors.bad_metadata(f"pool {pool} in a segment that the peer does not give")
         if number not in segments:
-            segments[number] = np.frombuffer(map_segment(descriptors[number]), np.uint8)
+            segments[number] = np.frombuffer(map_sealed(descriptors[number]), np.uint8)
         segment = segments[number]
         if region.nbytes < 1 or not 0 <= region.start <= segment.size - region.nbytes:
             raise errors.bad_metadata(f"pool {pool} beyond its segment of {segment.size:,} bytes")

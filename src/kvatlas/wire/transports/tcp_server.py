@@ -28,7 +28,8 @@ from kvatlas.geometry import Int64s
 from kvatlas.routing import Copy
 from kvatlas.wire.connection import tune
 from kvatlas.wire.memory_copy import Bytes, as_bytes, copy_runs
-from kvatlas.wire.transports.base import Memory, check_bounds
+from kvatlas.wire.transports.base import Memory
+from kvatlas.wire.transports.bounds import check_bounds
 
 log = logging.getLogger("kvatlas.wire")
 

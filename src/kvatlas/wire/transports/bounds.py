@@ -1,0 +1,68 @@
+"""Whether byte ranges stay inside regions: looked at before anything is posted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry import Int64s
+from kvatlas.routing import Copy, RunGrid
+
+
+class SizedRegion(Protocol):
+    """A region, as far as its size goes."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+
+
+def check_bounds(
+    copies: Iterable[Copy], src: Mapping[int, SizedRegion], dst: Mapping[int, SizedRegion]
+) -> None:
+    """Refuse ranges that leave the regions of either end."""
+    for copy in copies:
+        ends = (copy.src_pool, copy.src, src), (copy.dst_pool, copy.dst, dst)
+        for pool, starts, regions in ends:
+            nbytes = _region_bytes(pool, regions)
+            if len(starts) and not _inside(starts, copy.length, nbytes):
+                raise _outside(pool, nbytes)
+
+
+def check_grid_bounds(
+    grids: Iterable[RunGrid], src: Mapping[int, SizedRegion], dst: Mapping[int, SizedRegion]
+) -> None:
+    """Refuse sums that leave the regions of either end: their extremes are those of the parts."""
+    for grid in grids:
+        ends = (grid.src_pool, 0, grid.src, src), (grid.dst_pool, 1, grid.dst, dst)
+        for pool, end, spans, regions in ends:
+            starts, nbytes = grid.starts.at(end), _region_bytes(pool, regions)
+            first = int(starts.min()) + int(spans.min())
+            stop = int(starts.max()) + int((spans + grid.length).max())
+            if first < 0 or stop > nbytes or int(grid.length.min()) < 1:
+                raise _outside(pool, nbytes)
+
+
+def _region_bytes(pool: int, regions: Mapping[int, SizedRegion]) -> int:
+    if pool not in regions:
+        raise AtlasError(
+            Code.OUT_OF_BOUNDS,
+            "A range lies in a region that is not registered",
+            got=f"pool {pool}, not one of {sorted(regions)}",
+            hint="Register every pool before the handshake",
+        )
+    return regions[pool].nbytes
+
+
+def _outside(pool: int, nbytes: int) -> AtlasError:
+    return AtlasError(
+        Code.OUT_OF_BOUNDS,
+        got=f"bytes outside 0..{nbytes - 1} of pool {pool}",
+        hint="Check that the plan is the one that the memory was made for",
+    )
+
+
+def _inside(starts: Int64s, length: Int64s, nbytes: int) -> bool:
+    # Taken away from the size, not added to the start: sums of large numbers wrap around.
+    return bool(starts.min() >= 0 and length.min() > 0 and (starts <= nbytes - length).all())

@@ -1,0 +1,280 @@
+"""Offers that processes of one host see without asking: a board in shared memory.
+
+A source posts what it offers, and takes it down before its blocks may be reused. A reader
+that finds an offer on the board reads the blocks, and then looks again. The blocks were held
+until after the last byte if two things are so then: the offer's generation is the one that
+was there before, and the source's process has not begun to end. That is what a source
+would confirm by a message, at the price of looking at memory.
+
+Every slot has a generation, odd while an offer is posted. Whoever takes one down first makes
+it even, and only then lets go of the blocks; whoever reads looks at it before and behind
+everything else. What is posted carries a digest over itself and its generation, so that it
+does not matter in which order another processor sees what was written.
+
+A process is known by its number and the moment it was started, in one namespace of
+processes. The kernel says in its `stat` when it has begun to end, which comes before any of its
+memory is given back. Where the kernel says less, a reader asks by message.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvatlas.errors import AtlasError
+from kvatlas.wire.transports.sealed_memory import make_sealed, map_sealed
+
+_SLOTS = 128
+_SLOT_BYTES = 32 << 10
+_HEAD_BYTES = 4096
+"""Before the slots: a row of generation, name, bytes and digest for each."""
+_BOARD_BYTES = _HEAD_BYTES + _SLOTS * _SLOT_BYTES
+
+_MEMFD = "/memfd:kvatlas"
+"""What the kernel calls a segment's descriptor."""
+
+_FLAGS, _STARTED = 6, 19
+"""Columns of a process's `stat`, counted behind its name."""
+_EXITING = 4
+"""The flag of a process that has begun to end."""
+
+
+class PostedOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """What a reader has to know of an offer."""
+
+    request: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+    blocks: dict[Annotated[int, msgspec.Meta(ge=0, le=65535)], bytes]
+    """Block ids by group, each table as little-endian 32-bit integers."""
+    start: Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+    stop: Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+    mark: Annotated[int, msgspec.Meta(ge=0, le=2**62)] | None
+
+
+class BoardPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """Where a board is: a descriptor of a process."""
+
+    process: Annotated[int, msgspec.Meta(ge=1, le=2**31)]
+    started: Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+    namespace: Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+    descriptor: Annotated[int, msgspec.Meta(ge=0, le=2**31)]
+
+
+# msgspec crashes where two threads are the first to decode a type: the first is this one.
+_decoder = msgspec.msgpack.Decoder(PostedOffer)
+
+
+class OfferBoard:
+    """The board of one source; any thread may use it.
+
+    >>> board = OfferBoard()
+    >>> board.post(PostedOffer("request 17", {0: b""}, 0, 64, None))
+    True
+    >>> seen = PeerBoard(board.memory, None).find("request 17")
+    >>> seen.offer.stop, seen.held
+    (64, True)
+    >>> board.take_down("request 17")
+    >>> seen.held
+    False
+    >>> board.close()
+    """
+
+    def __init__(self) -> None:
+        self._descriptor = make_sealed(_BOARD_BYTES)
+        self.memory = map_sealed(self._descriptor)
+        self._rows = _rows(self.memory)
+        self._slots: dict[str, int] = {}
+        self._free = list(range(_SLOTS))
+        self._lock = threading.Lock()
+
+    @property
+    def place(self) -> BoardPlace | None:
+        """Where peers find it; None where the kernel does not say what they would look at."""
+        namespace = _namespace()
+        with suppress(OSError):
+            own = WatchedProcess(os.getpid())
+            if namespace is not None and own.alive:
+                about = (os.getpid(), own.started, namespace)
+                return BoardPlace(*about, self._descriptor)
+        return None
+
+    def post(self, offer: PostedOffer) -> bool:
+        """Post an offer; whether there was room for it."""
+        payload = msgspec.msgpack.encode(offer)
+        with self._lock:
+            if len(payload) > _SLOT_BYTES or not self._free or offer.request in self._slots:
+                return False
+            slot = self._slots[offer.request] = self._free.pop()
+            at = _HEAD_BYTES + slot * _SLOT_BYTES
+            self.memory[at : at + len(payload)] = payload
+            generation = int(self._rows[slot, 0]) + 1
+            digest = _digest(payload, generation)
+            self._rows[slot, 1:] = _digest(offer.request.encode()), len(payload), digest
+            self._rows[slot, 0] = generation
+        return True
+
+    def take_down(self, request: str) -> None:
+        """Take an offer down, before its blocks are let go; nothing where it was not posted."""
+        with self._lock:
+            slot = self._slots.pop(request, None)
+            if slot is not None:
+                self._rows[slot, 0] += 1
+                self._free.append(slot)
+
+    def close(self) -> None:
+        """Take everything down."""
+        for request in list(self._slots):
+            self.take_down(request)
+        with self._lock:
+            descriptor, self._descriptor = self._descriptor, -1
+            self._free.clear()  # nothing is posted any more
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class SeenOffer:
+    """An offer that was found on a peer's board, to be looked at again."""
+
+    def __init__(self, board: PeerBoard, offer: PostedOffer, slot: int, generation: int) -> None:
+        self.offer = offer
+        self._board, self._slot, self._generation = board, slot, generation
+
+    @property
+    def held(self) -> bool:
+        """Whether it has been posted ever since, as far as the board says."""
+        return self._board.generation(self._slot) == self._generation
+
+    @property
+    def confirmed(self) -> bool:
+        """Whether the blocks are held at this moment, and have been since it was found."""
+        return self._board.alive and self.held
+
+
+class PeerBoard:
+    """The board of a peer, which may write anything there."""
+
+    def __init__(self, memory: mmap.mmap, process: WatchedProcess | None) -> None:
+        """`process` is the peer's; None where that is this one."""
+        self._memory, self._process = memory, process
+        self._rows = _rows(memory)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process has not begun to end."""
+        return self._process is None or self._process.alive
+
+    def generation(self, slot: int) -> int:
+        """The generation of a slot; odd where something is posted there."""
+        return int(self._rows[slot, 0])
+
+    def find(self, request: str) -> SeenOffer | None:
+        """An offer by its name; None where it is not there, or is no offer."""
+        name = _digest(request.encode())
+        for slot in np.flatnonzero(self._rows[:, 1] == name).tolist():
+            generation, _, nbytes, digest = self._rows[slot].tolist()
+            at = _HEAD_BYTES + slot * _SLOT_BYTES
+            payload = self._memory[at : at + min(max(nbytes, 0), _SLOT_BYTES)]
+            if not generation % 2 or digest != _digest(payload, generation):
+                continue
+            with suppress(msgspec.MsgspecError, ValueError, RecursionError):
+                offer = _decoder.decode(payload)
+                seen = SeenOffer(self, offer, slot, generation)
+                if offer.request == request and seen.held:
+                    return seen
+        return None
+
+    def close(self) -> None:
+        """Look no more."""
+        if self._process is not None:
+            self._process.close()
+
+
+def open_board(place: BoardPlace) -> PeerBoard | None:
+    """The board of a process of this host; None where it cannot be looked at from here."""
+    if place.namespace != _namespace():
+        return None
+    path = Path(f"/proc/{place.process}/fd/{place.descriptor}")
+    descriptor = -1
+    try:
+        if not str(path.readlink()).startswith(_MEMFD):  # nothing else is opened on a peer's word
+            return None
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        memory = map_sealed(descriptor, read_only=True)
+        process = WatchedProcess(place.process)
+    except (OSError, AtlasError):
+        return None
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
+    if len(memory) == _BOARD_BYTES and process.started == place.started and process.alive:
+        return PeerBoard(memory, process)
+    process.close()
+    return None
+
+
+class WatchedProcess:
+    """A process, and whether it has begun to end; another of the same number is another.
+
+    >>> WatchedProcess(os.getpid()).alive
+    True
+    """
+
+    def __init__(self, number: int) -> None:
+        self._stat = os.open(f"/proc/{number}/stat", os.O_RDONLY | os.O_CLOEXEC)
+        columns = self._columns()
+        self.started = int(columns[_STARTED]) if len(columns) > _STARTED else 0
+        """When it was started; 0 where the kernel does not say."""
+
+    def _columns(self) -> list[bytes]:
+        """What the kernel says of it, behind its name; nothing where it has gone."""
+        try:
+            return os.pread(self._stat, 1024, 0).rpartition(b")")[2].split()
+        except OSError:
+            return []
+
+    @property
+    def alive(self) -> bool:
+        """Whether it has not begun to end, where the kernel says so."""
+        columns = self._columns()
+        flags = int(columns[_FLAGS]) if len(columns) > _STARTED else 0
+        # Every process has some flag: where there are none, the kernel does not tell them.
+        return bool(flags) and not flags & _EXITING
+
+    def close(self) -> None:
+        """Look no more; a second call does nothing."""
+        descriptor, self._stat = self._stat, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _namespace() -> int | None:
+    """Names the namespace that numbers of processes are of."""
+    try:
+        return Path("/proc/self/ns/pid").stat().st_ino
+    except OSError:
+        return None
+
+
+def _digest(payload: bytes, generation: int = 0) -> int:
+    """Stands for some bytes of one generation in a slot's row."""
+    salt = generation.to_bytes(8, "little", signed=True)
+    digest = hashlib.blake2b(payload, digest_size=8, salt=salt).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def _rows(memory: Any) -> NDArray[np.int64]:
+    return np.frombuffer(memory, np.int64, 4 * _SLOTS).reshape(_SLOTS, 4)

@@ -1,0 +1,64 @@
+"""Files without a name that processes share, whose size nobody can change any more."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+from pathlib import Path
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.wire.transports.errors import bad_metadata, no_room
+
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+_HOST = Path("/proc/meminfo")
+_CONTAINER = Path("/sys/fs/cgroup/memory.max")
+
+
+def make_sealed(nbytes: int) -> int:
+    """The descriptor of so many bytes of shared memory, zeroed, which the caller closes."""
+    if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1:
+        problem = "Shared memory needs at least one byte"
+        raise AtlasError(Code.BAD_SIZE, problem, got=nbytes, hint="Ask for the bytes of a pool")
+    descriptor = -1
+    try:
+        if nbytes > _most_bytes():
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        descriptor = os.memfd_create("kvatlas", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        # Every page exists before anyone writes: a host that runs out of memory says so
+        # here, and not by killing whoever touches a page too many.
+        os.posix_fallocate(descriptor, 0, nbytes)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
+    except OSError as fault:
+        if descriptor >= 0:
+            os.close(descriptor)
+        raise no_segment(nbytes, fault) from fault
+    return descriptor
+
+
+def no_segment(nbytes: int, fault: OSError) -> AtlasError:
+    """There is no room for so many bytes."""
+    hint = "Plan for less, make room on the host, or raise the container's limit"
+    return no_room("The host cannot hold the segment", nbytes, fault, hint)
+
+
+def _most_bytes() -> int:
+    """More than this cannot be had; the system would find out by killing processes."""
+    host = dict(line.split(":") for line in _HOST.read_text().splitlines())
+    free = sum(int(host[name].split()[0]) << 10 for name in ("MemAvailable", "SwapFree"))
+    limit = _CONTAINER.read_text().strip() if _CONTAINER.exists() else "max"
+    return min(free, int(limit)) if limit.isdigit() else free
+
+
+def map_sealed(descriptor: int, *, read_only: bool = False) -> mmap.mmap:
+    """A peer's segment, mapped whole; what is not sealed is refused."""
+    try:
+        # Only a memfd has seals, so this refuses all other kinds of files as well.
+        if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS == SEALS:
+            access = mmap.ACCESS_READ if read_only else mmap.ACCESS_DEFAULT
+            return mmap.mmap(descriptor, os.fstat(descriptor).st_size, access=access)
+    except (OSError, ValueError) as problem:
+        raise bad_metadata(f"a descriptor that cannot be mapped: {problem}") from problem
+    raise bad_metadata("shared memory that the peer could take away: it is not sealed")

@@ -1,0 +1,212 @@
+"""A stream of torch's that launches the copy kernel, with as little as possible on the host."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvatlas.geometry import Int64s
+from kvatlas.wire.transports.device_queue import AddressRuns, DeviceQueue, Posted
+
+_KEPT_STARTS = 256
+"""Tables of starts that a queue keeps on its device."""
+_SLOTS = 32
+"""Tables of spans that may be under way at once."""
+_SLOT_BYTES = 64 << 10
+"""Longer tables are put into memory of their own."""
+
+
+class QueueDriver(Protocol):
+    """What a queue needs of CUDA's driver."""
+
+    def on(self, device: int) -> AbstractContextManager[None]:
+        """Makes a device the calling thread's own."""
+
+    def upload(self, to: int, source: int, nbytes: int, stream: int) -> None:
+        """Copy from pinned memory, in the order of a stream."""
+
+    def download(self, to: int, source: int, nbytes: int, stream: int) -> None:
+        """Copy into pinned memory, in the order of a stream."""
+
+    def stream_waits(self, device: int, stream: int, event: int) -> None:
+        """What a stream is given from now on comes after an event."""
+
+
+class TorchQueue(DeviceQueue):
+    """One stream of one device; any thread may use it."""
+
+    def __init__(self, driver: QueueDriver, device: int, multiprocessors: int) -> None:
+        import torch
+
+        self._driver, self._number, self._programs = driver, device, multiprocessors
+        self._device = torch.device("cuda", device)
+        self._stream: Any = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._starts: OrderedDict[int, tuple[Any, Any]] = OrderedDict()
+        self._slots = [_TableSlot() for _ in range(_SLOTS)]
+        self._used = 0
+        self._lock = threading.Lock()
+
+    @property
+    def stream(self) -> Any:
+        """The stream, for work of other kinds in the same order."""
+        return self._stream
+
+    def after(self, event: int) -> None:
+        """Have the stream wait for an event."""
+        self._driver.stream_waits(self._number, self._stream.cuda_stream, event)
+
+    def after_caller(self) -> None:
+        """Have the stream wait for what the caller's current stream has to do."""
+        import torch
+
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def post(self, runs: Sequence[AddressRuns], **choice: Any) -> Posted:
+        """Launch a kernel for each; `choice` overrides how."""
+        with self._lock, self._driver.on(self._number):
+            return self._launch(runs, choice)
+
+    def through(
+        self, runs: Sequence[AddressRuns], host: Any, gpu: Any, nbytes: int, *, out: bool
+    ) -> Posted:
+        """Copy from or to a buffer of the GPU, that goes to or comes from one of the host."""
+        with self._lock, self.on_stream():
+            if not out:
+                gpu[:nbytes].copy_(host[:nbytes], non_blocking=True)
+            posted = self._launch(runs, {})
+            if out:
+                host[:nbytes].copy_(gpu[:nbytes], non_blocking=True)
+                posted = TorchPosted(self._stream)
+            return posted
+
+    def staged(
+        self, runs: Sequence[AddressRuns], stretches: Sequence[tuple[int, int, int]], *, out: bool
+    ) -> Posted:
+        """Runs between pools and a buffer of the GPU, and stretches between it and pinned memory.
+
+        A stretch is its address on the host, that in the buffer, and its bytes.
+        """
+        stream = self._stream.cuda_stream
+        with self._lock, self._driver.on(self._number):
+            if out:
+                self._launch(runs, {})
+            for host, gpu, nbytes in stretches:
+                if out:
+                    self._driver.download(host, gpu, nbytes, stream)
+                else:
+                    self._driver.upload(gpu, host, nbytes, stream)
+            return TorchPosted(self._stream) if out else self._launch(runs, {})
+
+    def buffer(self, nbytes: int) -> Any:
+        """Memory of the GPU, for use in the order of the stream."""
+        import torch
+
+        with self.on_stream():
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def buffers(self, nbytes: int) -> tuple[Any, Any]:
+        """Pinned memory of the host, and as much of the GPU."""
+        import torch
+
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True), self.buffer(nbytes)
+
+    @contextmanager
+    def on_stream(self) -> Iterator[None]:
+        """Makes the stream the current one."""
+        import torch
+
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            yield
+
+    def _launch(self, runs: Sequence[AddressRuns], choice: dict[str, Any]) -> TorchPosted:
+        """Launch under the lock: tables are used in the order in which they are uploaded."""
+        from kvatlas.kernels import copy_address_runs
+
+        use = {"programs": self._programs} | choice
+        slots: list[_TableSlot] = []
+
+        def placed(table: Int64s) -> Any:
+            return self._uploaded(table, slots)
+
+        for one in runs:
+            copy_address_runs(
+                one.source, one.target, self._placed(one.starts), one.spans,
+                stream=self._stream, place=placed, **use,
+            )  # fmt: skip
+        posted = TorchPosted(self._stream)
+        for slot in slots:
+            slot.used_until = posted
+        return posted
+
+    def _uploaded(self, table: Int64s, slots: list[_TableSlot]) -> Any:
+        """A table on the device, in the order of the stream."""
+        import torch
+
+        if table.nbytes > _SLOT_BYTES or len(slots) == _SLOTS:
+            with self.on_stream():
+                whole = torch.from_numpy(table).pin_memory()
+                return whole.to(self._device, non_blocking=True)
+        slot = self._slots[self._used % _SLOTS]
+        self._used += 1
+        if slot.used_until is None:
+            with self.on_stream():
+                slot.make(self._device)
+        else:
+            slot.used_until.wait()
+        slots.append(slot)
+        slot.here[: table.size] = table.reshape(-1)
+        address, stream = slot.table.data_ptr(), self._stream.cuda_stream
+        self._driver.upload(address, slot.address, table.nbytes, stream)
+        return slot.table[: table.size].view(table.shape)
+
+    def _placed(self, starts: tuple[Int64s, Int64s]) -> Any:
+        """Starts on the device; those that were used longest ago are forgotten."""
+        from kvatlas.kernels import place_starts
+
+        if id(starts[0]) not in self._starts:
+            with self.on_stream():
+                # The arrays are kept too: nobody else's can have their identity meanwhile.
+                self._starts[id(starts[0])] = starts, place_starts(*starts, self._device)
+        self._starts.move_to_end(id(starts[0]))
+        while len(self._starts) > _KEPT_STARTS:
+            self._starts.popitem(last=False)
+        return self._starts[id(starts[0])][1]
+
+
+class _TableSlot:
+    """Pinned memory for a table, and as much of the device."""
+
+    here: NDArray[np.int64]
+    address: int
+    table: Any
+    used_until: Posted | None = None
+
+    def make(self, device: Any) -> None:
+        """Allocate both."""
+        import torch
+
+        count = _SLOT_BYTES // 8
+        pinned = torch.empty(count, dtype=torch.int64, pin_memory=True)
+        self.here, self.address = pinned.numpy(), pinned.data_ptr()
+        self.table = torch.empty(count, dtype=torch.int64, device=device)
+
+
+class TorchPosted(Posted):
+    """What a stream has been given so far."""
+
+    def __init__(self, stream: Any) -> None:
+        self._event: Any = stream.record_event()
+
+    def done(self) -> bool:
+        """Whether the stream has done it."""
+        return bool(self._event.query())
+
+    def wait(self) -> None:
+        """Wait without holding up other threads."""
+        self._event.synchronize()

@@ -1,0 +1,141 @@
+"""Offers that are seen without asking: until they are taken down, and while their source lives."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvatlas.wire.transports.offer_board import (
+    BoardPlace,
+    OfferBoard,
+    PeerBoard,
+    PostedOffer,
+    WatchedProcess,
+    open_board,
+)
+from tests.wire.transports.ends import eventually
+
+SOURCE = """
+import sys, msgspec
+from kvatlas.wire.transports.offer_board import OfferBoard, PostedOffer
+board = OfferBoard()
+board.post(PostedOffer("r", {0: b"1234"}, 0, 64, 3))
+print(msgspec.json.encode(board.place).decode(), flush=True)
+sys.stdin.read()
+"""
+
+
+def offer(name: str, entries: int = 4) -> PostedOffer:
+    return PostedOffer(name, {0: bytes(4 * entries)}, 0, 64, None)
+
+
+@pytest.fixture
+def board() -> Iterator[OfferBoard]:
+    made = OfferBoard()
+    yield made
+    made.close()
+
+
+def place_of(board: OfferBoard) -> BoardPlace:
+    assert board.place is not None
+    return board.place
+
+
+def test_an_offer_is_seen_until_it_is_taken_down_and_never_mistaken_for_the_next(
+    board: OfferBoard,
+) -> None:
+    peer = open_board(place_of(board))
+    assert peer is not None
+    assert peer.find("r") is None
+    for turn in range(3):
+        assert board.post(offer("r", entries=turn))
+        assert not board.post(offer("r")), "posted twice under one name"
+        seen = peer.find("r")
+        assert seen is not None
+        assert (seen.offer.blocks, seen.confirmed) == ({0: bytes(4 * turn)}, True)
+        board.take_down("r")
+        assert board.post(offer("another")), "takes the same slot"
+        assert not seen.held
+        assert not seen.confirmed
+        assert peer.find("r") is None
+        board.take_down("another")
+    board.post(offer("last"))
+    seen = peer.find("last")
+    board.close()
+    assert seen is not None
+    assert not seen.held
+
+
+def test_what_has_no_room_is_not_posted(board: OfferBoard) -> None:
+    assert not board.post(offer("long", entries=1 << 13))
+    posted = [board.post(offer(f"r{number}")) for number in range(200)]
+    assert posted == [number < 128 for number in range(200)]
+    board.take_down("r5")
+    assert board.post(offer("r199"))
+
+
+def test_nothing_that_a_peer_writes_is_taken_for_an_offer_that_it_did_not_post(
+    board: OfferBoard,
+) -> None:
+    """Whatever bytes change: what is found is what was posted, or nothing."""
+    rng = np.random.default_rng(5)
+    posted = offer("r", entries=40)
+    board.post(posted)
+    # The slots from behind: what is posted first lies in the last of them.
+    whole = np.frombuffer(board.memory, np.uint8)
+    busy = np.flatnonzero(whole)
+    peer = PeerBoard(board.memory, None)
+    for _ in range(2000):
+        at = int(rng.choice(busy))
+        before, whole[at] = whole[at], rng.integers(0, 256)
+        seen = peer.find("r")
+        assert seen is None or seen.offer == posted
+        whole[at] = before
+    assert peer.find("r") is not None
+
+
+def test_a_process_that_was_killed_confirms_nothing() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SOURCE], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None
+        place = msgspec.json.decode(process.stdout.readline(), type=BoardPlace)
+        peer = open_board(place)
+        assert peer is not None
+        seen = peer.find("r")
+        assert seen is not None
+        assert seen.confirmed
+        process.send_signal(signal.SIGSTOP)
+        assert seen.confirmed, "what is stopped lets go of nothing"
+        process.kill()
+        assert eventually(lambda: not peer.alive), "it is there until somebody waits for it"
+        assert seen.held, "its board says nothing"
+        assert not seen.confirmed
+        process.wait()
+        assert not seen.confirmed
+        assert open_board(place) is None
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_places_that_are_no_board_are_not_looked_at(board: OfferBoard) -> None:
+    place = place_of(board)
+    with open("/dev/null") as other:  # noqa: PTH123
+        for lie in (
+            {"namespace": place.namespace + 1},
+            {"descriptor": other.fileno()},
+            {"descriptor": 10_000},
+            {"process": 2**31},
+            {"started": place.started + 1},
+        ):
+            assert open_board(msgspec.structs.replace(place, **lie)) is None, lie
+    assert WatchedProcess(os.getpid()).started == place.started
