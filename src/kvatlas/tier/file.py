@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -34,7 +33,7 @@ from kvatlas.tier.file_opening import (
 )
 from kvatlas.tier.file_owner import FileUse, lock_file, unlock_file
 from kvatlas.tier.file_window import Window
-from kvatlas.tier.file_writing import Piece, PieceWriter, Prepared, pieces
+from kvatlas.tier.file_writing import Piece, PieceWriter, pieces
 from kvatlas.tier.format import EMPTY_RECORD, RECORD, RecordFormat
 from kvatlas.tier.index import PartSums, TierBlock
 from kvatlas.tier.part_sums import SummedStretches, block_checksum, part_sums
@@ -43,8 +42,6 @@ from kvatlas.wire import Bytes, Memory, check_bounds, copy_file_runs, crc32, mem
 _RECORDS = 8192
 """Records that are read at once."""
 _SUMMING = min(4, os.cpu_count() or 1)
-_AHEAD = 2 * _SUMMING
-"""Pieces that are prepared while another is written."""
 _AT_ONCE = 256 << 10
 """Bytes that are read and summed together: what stays in the processor's cache."""
 _MAPPED_RUN = 4 << 10
@@ -111,7 +108,7 @@ class TierFile:
         cut = [(copy, pieces(copy, self._block_bytes[copy.dst_pool])) for copy in copies]
         work = [(copy, piece) for copy, of_copy in cut for piece in of_copy]
         with self._whole_file():
-            written = self._write_pieces(work, pools)
+            written = self._on_cores(lambda one: self._write_piece(*one, pools), work)
         ends = [(near[c.src_pool].address + c.src, self._places[c.dst_pool].address + c.dst, c)
                 for c, of_copy in cut if not of_copy and len(c)]  # fmt: skip
         self._move(ends, write=True)
@@ -123,24 +120,9 @@ class TierFile:
                 sums[pool, block_id] = part
         return sums
 
-    def _write_pieces(
-        self, work: Sequence[tuple[Copy, Piece]], pools: Mapping[int, Bytes]
-    ) -> list[SummedStretches]:
-        """Write pieces in their order, while other cores prepare some of the next."""
-        tasks: deque[Future[Prepared]] = deque()
-        written = []
-        try:
-            for copy, piece in work:
-                offset = self._places[copy.dst_pool].address
-                memory = pools[copy.src_pool]
-                tasks.append(self._helpers.submit(self._pieces.prepare, piece, memory, offset))
-                if len(tasks) > _AHEAD:
-                    written.append(self._pieces.finish(tasks.popleft().result()))
-            while tasks:
-                written.append(self._pieces.finish(tasks.popleft().result()))
-        finally:
-            wait(tasks)
-        return written
+    def _write_piece(self, copy: Copy, piece: Piece, pools: Mapping[int, Bytes]) -> SummedStretches:
+        offset = self._places[copy.dst_pool].address
+        return self._pieces.write(piece, pools[copy.src_pool], offset)
 
     def read(self, copies: Sequence[Copy], pools: Mapping[int, Bytes]) -> None:
         """Carry copies out from blocks of the file into pools in memory."""

@@ -2,11 +2,14 @@
 
 The system writes to a file on one core at a time, and a call for each short run would keep
 it for long. So short runs are gathered first, on several cores, into stretches of the file;
-these are summed while they are in the processor's cache, and written by a call each.
+these are summed while they are in the processor's cache, and written by a call each. Short
+stretches are written by one thread at a time, while others gather and sum: calls that wait for
+each other in the system cost more than they do.
 """
 
 from __future__ import annotations
 
+import threading
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -73,48 +76,29 @@ def _joined(copy: Copy, follows: Mask) -> tuple[Int64s, Int64s, Int64s, Mask]:
     return copy.src[kept], copy.dst[kept], np.add.reduceat(copy.length, kept), apart[kept]
 
 
-class Prepared(NamedTuple):
-    """A piece that was gathered and summed, and what of it is yet to be written."""
-
-    summed: SummedStretches
-    data: list[memoryview]
-    offset: list[int]
-    """Where each goes in the file."""
-    room: Bytes | None
-    """What it was gathered into, which nothing else may use until it is written."""
-
-
 class PieceWriter:
-    """Writes pieces to a file: `prepare` on any number of threads, `finish` on one.
-
-    Long stretches are written by whoever prepares them. Calls for short ones would wait for
-    each other on every core, which costs more than they do.
-    """
+    """Writes pieces to a file, on any number of threads."""
 
     def __init__(self, file: int) -> None:
         self._file = file
+        self._turn = threading.Lock()
+        """Held by the thread that writes short stretches."""
         self._rooms: list[Bytes] = []
         """Memory that was gathered into before; new memory costs a fault for each page."""
 
-    def prepare(self, piece: Piece, memory: Bytes, offset: int) -> Prepared:
-        """Gather and sum runs of some memory, which go to a pool at an offset of the file."""
+    def write(self, piece: Piece, memory: Bytes, offset: int) -> SummedStretches:
+        """Write runs of some memory to a pool at an offset of the file; its stretches, summed."""
         if int(piece.length[0]) >= _LONG_RUN:
-            stretches = piece.src, piece.dst, piece.length
-            return Prepared(*self._sum(memory, *stretches, offset), room=None)
+            return self._write(memory, piece.src, piece.dst, piece.length, offset)
         nbytes = np.add.reduceat(piece.length, piece.stretch)
         room = self._room()
-        for _ in copy_runs(memory, room, piece.src, _packed(piece.length), piece.length):
-            pass
-        starts = np.cumsum(nbytes) - nbytes
-        return Prepared(*self._sum(room, starts, piece.dst[piece.stretch], nbytes, offset), room)
-
-    def finish(self, prepared: Prepared) -> SummedStretches:
-        """Write what of a piece is yet to be written; its stretches, summed."""
-        for data, offset in zip(prepared.data, prepared.offset, strict=True):
-            write_all(self._file, data, offset)
-        if prepared.room is not None:
-            self._rooms.append(prepared.room)
-        return prepared.summed
+        try:
+            for _ in copy_runs(memory, room, piece.src, _packed(piece.length), piece.length):
+                pass
+            starts = np.cumsum(nbytes) - nbytes
+            return self._write(room, starts, piece.dst[piece.stretch], nbytes, offset)
+        finally:
+            self._rooms.append(room)
 
     def _room(self) -> Bytes:
         try:
@@ -122,25 +106,32 @@ class PieceWriter:
         except IndexError:  # all are in use
             return np.empty(_PIECE + _LONG_RUN, np.uint8)
 
-    def _sum(
+    def _write(
         self, memory: Bytes, src: Int64s, dst: Int64s, length: Int64s, offset: int
-    ) -> tuple[SummedStretches, list[memoryview], list[int]]:
-        """Stretches summed, and those that are yet to be written."""
-        crcs, data = [], memory.data
-        later: tuple[list[memoryview], list[int]] = [], []
-        rows = zip(src.tolist(), (offset + dst).tolist(), length.tolist(), strict=True)
-        for start, to, nbytes in rows:
+    ) -> SummedStretches:
+        data, to = memory.data, (offset + dst).tolist()
+        ends = zip(src.tolist(), (src + length).tolist(), strict=True)
+        stretches = [data[start:stop] for start, stop in ends]
+        write = self._write_short if int(length.max()) < _AT_ONCE else self._write_long
+        return SummedStretches(dst, length, np.array(write(stretches, to), np.uint32))
+
+    def _write_short(self, stretches: list[memoryview], to: list[int]) -> list[int]:
+        crcs = [crc32(stretch, START) for stretch in stretches]
+        with self._turn:
+            for stretch, place in zip(stretches, to, strict=True):
+                write_all(self._file, stretch, place)
+        return crcs
+
+    def _write_long(self, stretches: list[memoryview], to: list[int]) -> list[int]:
+        crcs = []
+        for stretch, place in zip(stretches, to, strict=True):
             crc = START
-            for done in range(0, nbytes, _AT_ONCE):
-                some = data[start + done : start + min(done + _AT_ONCE, nbytes)]
+            for done in range(0, len(stretch), _AT_ONCE):
+                some = stretch[done : done + _AT_ONCE]
                 crc = crc32(some, crc)
-                if nbytes >= _AT_ONCE:
-                    write_all(self._file, some, to + done)
-                else:
-                    later[0].append(some)
-                    later[1].append(to)
+                write_all(self._file, some, place + done)
             crcs.append(crc)
-        return SummedStretches(dst, length, np.array(crcs, np.uint32)), *later
+        return crcs
 
 
 def _packed(length: Int64s) -> Places:
