@@ -165,8 +165,9 @@ def test_a_motion_ends_as_the_still_picture_and_gives_way_to_what_comes_next(
         assert browser.do(picture) == still
         show(browser, tmp_path, first, others=others)
         next_click = "change({ plan: 1 }); paint.chosen = 'layer'; update();"
-        browser.wait_for(next_click + "setTimeout(arguments[0], 300)")
-        assert browser.do(picture) == coloured
+        frames = "const [done] = arguments, next = requestAnimationFrame;"
+        seen = "next(() => next(() => done(picture.toDataURL())))"
+        assert browser.wait_for(frames + next_click + seen) == coloured
     finally:
         browser.prefer(prefers_reduced_motion="reduce")
 

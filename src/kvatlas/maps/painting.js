@@ -99,21 +99,27 @@ function paintRow(brush, plan, view, stretches, at) {
   let before = 0;
   for (const row of stretches) {
     const { start, nbytes } = row, shift = before - start;
-    for (const [point, first, last] of piecesOfRow(plan, view, row, each / brush.finest)) {
-      const from = (first + shift) / each, to = (last + shift) / each, apart = to - from > 5 && !at.plain ? ratio : 0;
+    for (const [point, first, last, whole] of piecesOfRow(plan, view, row, each / brush.finest)) {
+      const from = (first + shift) / each, to = (last + shift) / each, apart = whole && to - from > 5 && !at.plain ? ratio : 0;
       const [colour, lit] = lookAt(brush, plan, view, point);
       blend(line, colour, lit, from, to - apart);
       if (apart) blend(line, brush.gap, 0, to - apart, to);
-      if (to - from > 3) wide.push({ point, colour, x: at.x + from / ratio, wide: (to - from - apart) / ratio });
+      if (whole && to - from > 3) wide.push({ point, colour, x: at.x + from / ratio, wide: (to - from - apart) / ratio });
     }
     before += nbytes;
   }
   drawLine(context, line, null, at);
   for (const one of wide) paintOver(brush, view, one, at);
-  if (brush.paint.follow) drawLine(context, line, brush.mark, { ...at, y: at.y + at.tall - 3, tall: 3 });
+  if (brush.paint.follow) drawLine(context, line, brush.mark, underline(at));
 }
 
-// The pieces of a stretch, [point, first byte, byte behind]; of tiny ones, a sample.
+// Where what is followed has its mark: the lowest pixels of a row.
+function underline(at) {
+  const tall = Math.min(3, at.tall);
+  return { ...at, y: at.y + at.tall - tall, tall };
+}
+
+// The pieces of a stretch: [point, first byte, byte behind, whether it is one piece]. Of tiny ones, one stands for several.
 function* piecesOfRow(plan, view, row, least) {
   const { start, nbytes } = row;
   let hint = row, turn = 0;
@@ -121,9 +127,9 @@ function* piecesOfRow(plan, view, row, least) {
     const point = find(plan, view.stage, view.group, Math.floor(at), hint);
     if (point && point.region) hint = point;
     turn = (turn + 0.618) % 1; // uneven steps do not fall into step with what is drawn
-    const end = Math.max(point ? pieceEnd(point, outerAxes(point, view.level)) : 0, at + least * (0.5 + turn));
-    const last = Math.min(start + nbytes, end);
-    yield [point, at, last];
+    const end = point ? pieceEnd(point, outerAxes(point, view.level)) : 0, next = at + least * (0.5 + turn);
+    const last = Math.min(start + nbytes, Math.max(end, next));
+    yield [point, at, last, end >= next];
     at = last;
   }
 }
