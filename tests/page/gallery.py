@@ -32,6 +32,8 @@ def take_pictures(browser: Browser, page: Path) -> None:
         for colours in ("light", "dark"):
             browser.prefer(prefers_color_scheme=colours, prefers_reduced_motion="reduce")
             browser.open(page.absolute())
+            # No scroll bar is in the picture: nothing is kept free for it, either.
+            browser.do("document.documentElement.style.scrollbarGutter = 'auto'; updateAll()")
             picture = page.with_name(f"{page.stem}-{width}-{colours}.png")
             picture.write_bytes(browser.picture(width))
     browser.resize(1280, 900)
