@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvatlas.tier.stores import Parts
-from kvatlas.wire import Bytes
+from kvatlas.wire import Bytes, crc32
 
 MAGIC, VERSION, CRC32 = b"kvobject", 1, 1
 _FIELDS = struct.Struct("<8sHHIQ16s16sI")
@@ -43,7 +43,7 @@ def checksum(parts: Parts) -> int:
     """The checksum of a payload."""
     found = 0
     for part in parts:
-        found = zlib.crc32(part.data, found)
+        found = crc32(part.data, found)
     return found
 
 
