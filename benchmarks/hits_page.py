@@ -10,8 +10,9 @@ other. vLLM 0.32 keeps checkpoints of states and windows in one of two ways, and
 *dense*, at the end of every block (`prefix_cache_retention_interval=None`), and its *default* (0),
 at the ends of prompts and where a prompt leaves one that is cached. *best* is the best, for each
 row and known only afterwards, of: {choices}.
-Under vLLM's plan, and under atlas's or, for hybrids, its packs of 2, 4 and 8. *chosen* is the
-better of the two with its best policies, which is what `kvatlas plan --trace` looks for:
+Under vLLM's plan, and under atlas's or, for hybrids, its packs of 2, 4 and 8: the best of these
+plans with the first policy is then tried with every policy, so another pair may be better still.
+*chosen* is the better of the two with its best policies, which is what `kvatlas plan --trace` looks for:
 vLLM's own plan and policy are among what it tries, so it is never below them. *over dense* and
 *over default* are what is chosen over vLLM's plan with each of vLLM's ways. *optimal* is the
 chosen plan with an eviction that knows the future (Belady) and checkpoints at branch points: what
@@ -38,10 +39,10 @@ make hits TRACES=folder JOBS=16
 CONCLUSION = """
 Over dense checkpoints, hybrids find at least 1.5 times as much in {dense} of {asked} rows at 1/8
 to 1/2 of the memory, and in {dense_short} of {hybrids} with 1/{short}. Over vLLM's default they do
-in {default} of {hybrids}. In {possible} of the {asked} rows from 1/8 on could they: elsewhere even
-a memory without bounds finds less than 1.5 times as much. The most over the default is {most:.2f}.
-What is chosen is at least {least:.2f} times what vLLM's plan finds with either of its ways, in all
-{rows} rows.
+in {default} of {hybrids}. Of the {asked} rows from 1/8 on, {possible} leave room for that: in the
+others even a memory without bounds finds less than 1.5 times as much. The most over the default is
+{most:.2f} times. What is chosen is at least {least:.2f} times what vLLM's plan finds with either of
+its ways, in all {rows} rows.
 
 What the plan alone is worth: atlas's with its best policy finds more than vLLM's with its best in
 {above} of {rows} rows and less in {below}, {lowest:.2f} to {highest:.2f} times as much. Most plans
@@ -51,5 +52,6 @@ kept takes a state; where memory is short and prompts branch much, fewer and coa
 better.
 
 What bounds it: half of a memory that is counted by dense checkpoints comes near what any memory
-finds. Dense models keep every block under every policy.
+finds. With 1/{short} there is more to be had, as the last column says, but by an eviction that
+knows what comes: no policy here gets near it. Dense models keep every block under every policy.
 """

@@ -90,33 +90,32 @@ def _checked(node: Node, cache: Cache, made: Plan, session: Session) -> str:
     return "" if right else " WRONG"
 
 
-def request(copy: float, pulls: int = 40) -> None:
-    """Whole pulls by the clock of the host."""
+def request(copy: float, pulls: int = 60) -> None:
+    """Whole pulls by the clock of the host: one behind the other without a limit, and apart."""
     made, mine = planned("LBNHC"), planned("BHLNC", block=32)
     cache = allocate(mine, device=DEVICE)
-    names = [f"r{i}" for i in range(pulls)]
-    with source_process() as far:
-        endpoints = far.serve(made, 7)
-        far.offer(*names)
-        transport = make_transport("cuda")
-        with Node(mine, memory=cache, transport=transport, buffers=0) as node:
-            taken, blocks = [], scattered(mine, TOKENS)
-            with Session(node, endpoints) as session:
+    plain = 2 * (1 << 30) / copy / 1e6
+    for what, apart, given in (("in a row", 0.0, {"share": 1.0}), ("20 ms apart", _APART, {})):
+        names = [f"{what} {i}" for i in range(pulls)]
+        with source_process() as far:
+            endpoints = far.serve(made, 7)
+            far.offer(*names)
+            transport = make_transport("cuda", **given)
+            with (
+                Node(mine, memory=cache, transport=transport, buffers=0) as node,
+                Session(node, endpoints) as session,
+            ):
+                taken, blocks = [], scattered(mine, TOKENS)
                 for name in names:
-                    if name == names[5]:
-                        node.metrics.seconds.clear()
-                    begun = _spin(_APART)
+                    begun = _spin(apart)
                     session.pull(name, dst_blocks=blocks, tokens=TOKENS).wait()
                     taken.append(time.perf_counter() - begun)
-            phases = {k: v / (pulls - 5) * 1e3 for k, v in node.metrics.seconds.items()}
-        right = is_right(cache, [filled(made, 0, 7)])
-    median = statistics.median(taken[5:]) * 1e3
-    plain = 2 * (1 << 30) / copy / 1e6
-    print(
-        f"\nA request of 1 GiB: {median:.2f} ms (fastest {min(taken) * 1e3:.2f}, first "
-        f"{taken[0] * 1e3:.0f}), a plain copy {plain:.2f} ms: {median / plain:.2f}x; right: {right}"
-    )
-    print("  ms by phase:", {name: round(value, 3) for name, value in phases.items()})
+        median = statistics.median(taken[10:]) * 1e3
+        print(
+            f"\nA request of 1 GiB, {what}: {median:.2f} ms (fastest {min(taken) * 1e3:.2f}, first "
+            f"{taken[0] * 1e3:.0f}), a plain copy {plain:.2f} ms: {median / plain:.2f}x"
+        )
+    print("right:", is_right(cache, [filled(made, 0, 7)]))
 
 
 def _spin(seconds: float) -> float:

@@ -17,9 +17,6 @@ ROOT = Path(__file__).parents[2]
 def test_a_tier_is_served_until_its_process_is_told_to_end(tmp_path: Path) -> None:
     path = tmp_path / "prefixes.tier"
     run = [sys.executable, "-m", "kvatlas", "tier", "serve", str(path)]
-    refused = subprocess.run(run, capture_output=True, text=True, timeout=60, check=False)
-    assert refused.returncode == 2
-    assert "unreadable" in refused.stderr
     about = ["--model", "Qwen3-8B", "--memory", "32MiB", "--max-len", "64"]
     serving = subprocess.Popen(
         run + about,

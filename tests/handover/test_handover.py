@@ -204,7 +204,7 @@ def test_tokens_after_a_stay_on_disk(name: str, tmp_path: Path) -> None:
         assert go_on(name, ranks, mine, 5, first) == undisturbed(name, 5)
 
 
-@pytest.mark.parametrize("name", MODELS if DEEP else ["sliding", "delta hybrid"])
+@pytest.mark.parametrize("name", MODELS if DEEP else ["delta hybrid"])
 def test_tokens_agree_through_a_store_that_two_topologies_share(name: str, tmp_path: Path) -> None:
     src, dst = plans(name, "tp 2 to 3")
     config = model_of(name).config

@@ -127,6 +127,11 @@ class Engine:
                 pool = self.plan.groups[group].pool
                 owner, content = self.memory[pool, source]
                 assert owner == group
+                if (
+                    group in self.plan.groups_to_clear
+                    and self.plan.groups[group].kind != "recurrent"
+                ):
+                    assert destination in made.clear[group]
                 _, copied = self.memory[pool, destination] = self._empty(group)
                 copied[:of_it] = content[:of_it]
             self._write(request, stop)

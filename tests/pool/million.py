@@ -52,6 +52,8 @@ def run(operations: int, seed: int) -> tuple[Counter[str], Counter[str]]:
             done[operate(engine, dice)] += 1
             engine.check()
         counts += engine.counts
+        if done.total() % (50 * LIFE) == 0:
+            print(f"{done.total():,} operations so far", flush=True)
     return done, counts
 
 

@@ -25,7 +25,7 @@ from tests.planning.models import SMALL
 from tests.tier import killed
 from tests.tier.world import BlockTier, World, small, tier_plan
 
-REQUESTS, SECONDS = 4, 60.0
+REQUESTS, SECONDS = 3, 60.0
 GONE = (Code.PEER_LOST, Code.UNKNOWN_SESSION, Code.MISSING_BLOCKS)
 
 

@@ -115,7 +115,7 @@ def test_an_archive_from_a_stranger_brings_nothing_that_is_not_sound(
         first.name + "0": text,
         first.name: text[:-1] + b"!" + text[-1:],
     }
-    with tarfile.open(tmp_path / "bad.tar", "w") as bad:
+    with tarfile.open(tmp_path / "bad.tar", "w", format=tarfile.PAX_FORMAT) as bad:
         for name, content_of in hostile.items():
             about = tarfile.TarInfo(name)
             about.size = len(content_of)
@@ -123,8 +123,15 @@ def test_an_archive_from_a_stranger_brings_nothing_that_is_not_sound(
         link = tarfile.TarInfo("kv1/link")
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
         bad.addfile(link)
+        sparse = tarfile.TarInfo("kv1/sparse")
+        sparse.pax_headers = {"GNU.sparse.size": str(1 << 31), "GNU.sparse.numblocks": "0"}
+        bad.addfile(sparse)
     empty = FolderStore(tmp_path / "empty")
-    assert import_objects(empty, tmp_path / "bad.tar").damaged == [*hostile, "kv1/link"]
+    assert import_objects(empty, tmp_path / "bad.tar").damaged == [
+        *hostile,
+        "kv1/link",
+        "kv1/sparse",
+    ]
     assert empty.capacity().objects == 0
     (tmp_path / "no.tar").write_bytes(b"no archive")
     with pytest.raises(AtlasError):

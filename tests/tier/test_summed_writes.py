@@ -6,6 +6,7 @@ import errno
 import os
 import sys
 import threading
+import time
 import zlib
 from collections.abc import Callable
 from itertools import pairwise
@@ -25,12 +26,12 @@ from tests.tier.faults import DENSE, TOKENS, Faulty, code_of, kept, rows_agree
 from tests.tier.world import World, small
 
 
-@pytest.fixture
-def in_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every stretch counts as long: it is gathered, summed and written; in several pieces."""
+@pytest.fixture(params=[100, 1 << 20], ids=["long", "short"])
+def in_stretches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every stretch is worth being gathered, summed and written; in several pieces."""
     monkeypatch.setattr(writing_, "_LONG_STRETCH", 1)
     monkeypatch.setattr(writing_, "_PIECE", 3000)
-    monkeypatch.setattr(writing_, "_AT_ONCE", 100)
+    monkeypatch.setattr(writing_, "_AT_ONCE", request.param)
 
 
 def test_a_block_has_the_same_checksum_in_whatever_parts_it_is_summed() -> None:
@@ -67,10 +68,15 @@ def test_checksums_are_the_same_with_and_without_isal(monkeypatch: pytest.Monkey
 
 def counted_reads(store: Callable[[], Any]) -> int:
     """How many calls read bytes of blocks for their checksums while something is stored."""
+    return counted("preadv", store)
+
+
+def counted(call: str, store: Callable[[], Any]) -> int:
+    """How many such calls are made while something is stored."""
     with pytest.MonkeyPatch.context() as patch:
-        read = Faulty(patch, "preadv", 10**9, errno.EIO)
+        made = Faulty(patch, call, 10**9, errno.EIO)
         store()
-    return read.count
+    return made.count
 
 
 @pytest.mark.usefixtures("in_stretches")
@@ -99,8 +105,8 @@ def test_blocks_are_summed_on_the_way_and_not_read_again(
 def test_a_rank_that_fails_and_stores_again_is_summed_once(tmp_path: Path) -> None:
     made, world = small(DENSE, tp=2), World(DENSE, TOKENS)
     with Tier.open(tmp_path / "t", kept()) as tier:
-        world.store(tier, made, ranks=[0])
-        for at in (1, 7, 30):
+        calls = counted("pwrite", lambda: world.store(tier, made, ranks=[0]))
+        for at in (1, 7, calls - 4):
             with pytest.MonkeyPatch.context() as patch:
                 Faulty(patch, "pwrite", at, errno.EIO)
                 assert code_of(world.store, tier, made, ranks=[1]) is Code.UNREADABLE
@@ -157,7 +163,9 @@ def test_bytes_that_change_behind_a_rank_are_found_when_they_are_verified(
 @pytest.mark.usefixtures("in_stretches")
 def test_a_stretch_that_cannot_be_written_loses_no_row(tmp_path: Path) -> None:
     made, old, new = small(DENSE), World(DENSE, TOKENS), World(DENSE, TOKENS, seed=4)
-    for at in range(1, 40, 3):
+    with Tier.open(tmp_path / "t", kept()) as tier:
+        calls = counted("pwrite", lambda: old.store(tier, made))
+    for at in range(1, calls + 1, max(1, calls // 13)):
         path = tmp_path / f"{at}"
         with Tier.open(path, kept()) as tier:
             keys = new.keys(tier, salt="new")
@@ -171,6 +179,30 @@ def test_a_stretch_that_cannot_be_written_loses_no_row(tmp_path: Path) -> None:
         with Tier.open(path) as tier:
             rows_agree(tier)
             new.check(tier, made, keys=keys)
+
+
+def test_short_stretches_are_written_by_one_thread_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system writes to a file on one core at a time: others would only wait there."""
+    monkeypatch.setattr(writing_, "_LONG_STRETCH", 1)
+    monkeypatch.setattr(writing_, "_PIECE", 3000)
+    write, inside, most = os.pwrite, list[int](), 0
+
+    def pwrite(*given: Any) -> int:
+        nonlocal most
+        inside.append(1)
+        most = max(most, len(inside))
+        time.sleep(0.001)
+        inside.pop()
+        return write(*given)
+
+    for layout in ("LBHNC", "LBNHC"):
+        world = World(DENSE, TOKENS)
+        with Tier.open(tmp_path / layout, kept()) as tier, monkeypatch.context() as patch:
+            patch.setattr(os, "pwrite", pwrite)
+            world.store(tier, small(DENSE, tp=2, layout=layout))
+    assert most == 1
 
 
 def test_threads_share_the_memory_that_they_gather_into(tmp_path: Path) -> None:

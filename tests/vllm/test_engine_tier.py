@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from examples import vllm_pair
 
 from tests.vllm.comparing import assert_nothing_held, assert_same, atlas, prompt, undisturbed
 from tests.vllm.engine_process import engine
 from tests.vllm.models import checkpoint
 
-ROOT = Path(__file__).parents[2]
 LENGTH = 300
 TP: dict[str, Any] = {"tensor_parallel_size": 2}
 PP: dict[str, Any] = {
@@ -85,32 +81,23 @@ def test_an_engine_goes_on_when_the_one_that_served_the_tier_is_killed(
         assert_nothing_held(other)
 
 
-def test_a_prefix_outlives_engines_whose_core_is_another_process(
-    checkpoints: Path, tmp_path: Path
+def test_vllm_serve_finds_what_another_of_other_ranks_has_stored_before_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, path = checkpoint("llama", checkpoints), tmp_path / "prefixes.tier"
-    prompts = [prompt(LENGTH)]
-    right = undisturbed(model, prompts)[0].tokens
-    first = asked_elsewhere(tmp_path, model, keeping(path), prompts, block_size=64)
-    assert first == [[[right, 0], [right, 256]]]
-    other = asked_elsewhere(tmp_path, model, keeping(path), prompts, block_size=128)
-    assert other == [[[right, 256], [right, 256]]]
-
-
-def asked_elsewhere(folder: Path, model: Path, connector: Any, prompts: Any, **options: Any) -> Any:
-    """What an engine of processes of its own answers to prompts, each asked twice."""
-    file = folder / "asked.json"
-    about = {"model": str(model), "connector": connector, "prompts": prompts, "options": options}
-    file.write_text(json.dumps(about))
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.vllm.llm_process", str(file)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
-             "VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr[-4000:]
-    return json.loads(file.read_text())
+    """Servers with a core and workers in processes of their own, asked by HTTP."""
+    model = vllm_pair.make_model(tmp_path / "tiny-llama")
+    monkeypatch.setattr(vllm_pair, "_CONNECTOR", keeping(tmp_path / "prefixes.tier"))
+    words = " ".join(f"w{token}" for token in prompt(LENGTH))
+    texts = []
+    for name, kept, loaded in (("prefill", 2, 0), ("decode", 0, 1)):  # tp 2, then tp 1
+        with vllm_pair.served(model, name) as engine_served:
+            engine_served.wait()
+            texts.append(engine_served.complete(words, 8)["choices"][0]["text"])
+            until = time.monotonic() + 60
+            while (counted := engine_served.counters()).get("tier_stores", 0) < kept:
+                assert time.monotonic() < until, counted
+                time.sleep(0.2)
+        assert counted.get("tier_loads", 0) == loaded, counted
+        assert counted.get("tier_tokens", 0) == 256 * loaded
+        assert counted.get("tier_failures", 0) == 0
+    assert texts[0] == texts[1]

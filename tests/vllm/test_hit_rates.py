@@ -161,7 +161,9 @@ def test_vllm_finds_what_is_simulated(kinds: list[str]) -> None:
             rates = [sum(hits) / trace.tokens for hits in (theirs, ours)]
             name = f"{trace.name} {kept} {kinds} {blocks}"
             print(f"{name}: {rates[0]:.4f}, {rates[1]:.4f} simulated")
-            if facts:
+            if facts and kinds != [
+                "full"
+            ]:  # some requests of thousands differ, and nobody knows why
                 assert abs(rates[0] - rates[1]) < 0.001
             else:
                 assert theirs == ours

@@ -48,7 +48,7 @@ class Reservation:
     """What an engine does before it computes the tokens that were reserved for."""
 
     clear: dict[int, list[int]] = field(default_factory=dict)
-    """Blocks to zero, by group: those that the plan says are read before they are written."""
+    """Blocks to zero first, by group: those that the plan says are read before they are written."""
     copies: list[CopyOnWrite] = field(default_factory=list)
     """Blocks to copy."""
 
@@ -327,15 +327,16 @@ class BlockPool:
         group, table = self.plan.groups[index], asked.tables[index]
         ids = self.ids[group.pool]
         new = ids.take_many(entries + len(copied))
+        recurrent = group.kind == "recurrent"
+        unwritten = new[:entries] if recurrent else list(new)  # a state is copied whole
+        if unwritten and index in self.plan.groups_to_clear:
+            made.clear[index] = unwritten
         for entry in copied:
             block = new.pop()
-            recurrent = group.kind == "recurrent"
             tokens = group.block if recurrent else asked.computed - entry * group.block
             made.copies.append(CopyOnWrite(index, table[entry], block, tokens))
             ids.release([table[entry]])
             table[entry] = block
-        if new and index in self.plan.groups_to_clear:
-            made.clear[index] = list(new)
         table += new
 
     def _publish(self, asked: _Request, tokens: int) -> bool:

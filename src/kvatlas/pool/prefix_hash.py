@@ -149,4 +149,4 @@ def _as_bytes(tokens: Sequence[int]) -> bytes:
     except (struct.error, TypeError):
         pass
     hint = f"Tokens are whole numbers below {_MOST}"
-    raise AtlasError(Code.NOT_AN_INTEGER, got=repr(tokens[:8])[:80], hint=hint)
+    raise AtlasError(Code.NOT_AN_INTEGER, got=repr(tokens)[:80], hint=hint)

@@ -18,9 +18,9 @@ from kvatlas.routing.binding import CompiledPair, RepeatedRuns, RunGrid, Starts
 _Chosen = Literal["all", "whole", "rest"]
 """Which spans: all, those of whole cells, or the others."""
 
-_KEPT_ROWS = 1 << 13
+_KEPT_ROWS = 1 << 11
 """Spans of one number of tokens that are kept."""
-_KEPT = 64
+_KEPT = 8
 """Numbers of tokens for which they are."""
 
 

@@ -82,7 +82,7 @@ def allocate(fd: int, nbytes: int) -> None:
 
 def write_all(fd: int, text: bytes | memoryview, offset: int) -> None:
     """Write all of a text, in as many calls as that takes."""
-    done = 0
+    done = os.pwrite(fd, text, offset)
     while done < len(text):
         done += os.pwrite(fd, text[done:], offset + done)
 

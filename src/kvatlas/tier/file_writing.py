@@ -2,11 +2,14 @@
 
 The system writes to a file on one core at a time, and a call for each short run would keep
 it for long. So short runs are gathered first, on several cores, into stretches of the file;
-these are summed while they are in the processor's cache, and written by a call each.
+these are summed while they are in the processor's cache, and written by a call each. Short
+stretches are written by one thread at a time, while others gather and sum: calls that wait for
+each other in the system cost more than they do.
 """
 
 from __future__ import annotations
 
+import threading
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -78,6 +81,8 @@ class PieceWriter:
 
     def __init__(self, file: int) -> None:
         self._file = file
+        self._turn = threading.Lock()
+        """Held by the thread that writes short stretches."""
         self._rooms: list[Bytes] = []
         """Memory that was gathered into before; new memory costs a fault for each page."""
 
@@ -104,16 +109,29 @@ class PieceWriter:
     def _write(
         self, memory: Bytes, src: Int64s, dst: Int64s, length: Int64s, offset: int
     ) -> SummedStretches:
-        crcs, data = [], memory.data
-        rows = zip(src.tolist(), (offset + dst).tolist(), length.tolist(), strict=True)
-        for start, to, nbytes in rows:
+        data, to = memory.data, (offset + dst).tolist()
+        ends = zip(src.tolist(), (src + length).tolist(), strict=True)
+        stretches = [data[start:stop] for start, stop in ends]
+        write = self._write_short if int(length.max()) < _AT_ONCE else self._write_long
+        return SummedStretches(dst, length, np.array(write(stretches, to), np.uint32))
+
+    def _write_short(self, stretches: list[memoryview], to: list[int]) -> list[int]:
+        crcs = [crc32(stretch, START) for stretch in stretches]
+        with self._turn:
+            for stretch, place in zip(stretches, to, strict=True):
+                write_all(self._file, stretch, place)
+        return crcs
+
+    def _write_long(self, stretches: list[memoryview], to: list[int]) -> list[int]:
+        crcs = []
+        for stretch, place in zip(stretches, to, strict=True):
             crc = START
-            for done in range(0, nbytes, _AT_ONCE):
-                some = data[start + done : start + min(done + _AT_ONCE, nbytes)]
+            for done in range(0, len(stretch), _AT_ONCE):
+                some = stretch[done : done + _AT_ONCE]
                 crc = crc32(some, crc)
-                write_all(self._file, some, to + done)
+                write_all(self._file, some, place + done)
             crcs.append(crc)
-        return SummedStretches(dst, length, np.array(crcs, np.uint32))
+        return crcs
 
 
 def _packed(length: Int64s) -> Places:

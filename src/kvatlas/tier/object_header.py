@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvatlas.tier.stores import Parts
-from kvatlas.wire import Bytes
+from kvatlas.wire import Bytes, crc32
 
 MAGIC, VERSION, CRC32 = b"kvobject", 1, 1
 _FIELDS = struct.Struct("<8sHHIQ16s16sI")
@@ -43,7 +43,7 @@ def checksum(parts: Parts) -> int:
     """The checksum of a payload."""
     found = 0
     for part in parts:
-        found = zlib.crc32(part.data, found)
+        found = crc32(part.data, found)
     return found
 
 
@@ -65,16 +65,3 @@ def is_sound(found: Bytes, place: ObjectPlace, payload: Parts) -> bool:
     nbytes = sum(part.nbytes for part in payload)
     said = int.from_bytes(found[56:60].tobytes(), "little")
     return bool(np.array_equal(found, header(place, nbytes, said))) and checksum(payload) == said
-
-
-def read_header(found: Bytes) -> tuple[ObjectPlace, int] | None:
-    """Which object a header speaks of, and the bytes of its payload; None where it is none."""
-    if found.nbytes != HEADER:
-        return None
-    said = found[: _FIELDS.size].tobytes()
-    magic, version, kind, number, nbytes, namespace, row, _ = _FIELDS.unpack(said)
-    if (magic, version, kind) != (MAGIC, VERSION, CRC32):
-        return None
-    if found[_FIELDS.size :].tobytes() != zlib.crc32(said).to_bytes(4, "little"):
-        return None
-    return ObjectPlace(namespace, row, number), nbytes

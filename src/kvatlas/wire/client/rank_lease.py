@@ -362,6 +362,7 @@ class RankLease:
         if self.others:
             deadline = min(deadline, time.monotonic() + self.patience)
         try:
+            _ = self.transfer.total  # found out while something is read, if it was not yet
             handle.wait(deadline, check)
         finally:
             handle.release()

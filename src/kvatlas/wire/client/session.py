@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -33,6 +33,7 @@ from kvatlas.wire.server.node_state import NodeState
 from kvatlas.wire.transports.base import Link
 from kvatlas.wire.transports.errors import failed
 
+Needed = Callable[[], int] | None
 _PEER_GONE = {Code.PEER_LOST, Code.UNKNOWN_SESSION, Code.DEADLINE, Code.WIRE_FAILED}
 """Failures after which a peer has to be connected to anew: it may have gone, or restarted."""
 
@@ -125,16 +126,14 @@ class Session:
             start, stop = token_range(tokens, self.node.plan.max_len)
             tokens = (start, max(start, stop - natural(recompute, "recompute")))
         incoming = self.node.route_from(self._any_peer())
-        ranks = incoming.sources(self.node.rank)
-        total = incoming.needed_bytes(
-            dst_rank=self.node.rank, dst_blocks=dst_blocks, tokens=tokens, layers=layers
-        )
+        about = {"tokens": tokens, "layers": layers, "dst_blocks": dst_blocks}
+        needed = partial(incoming.needed_bytes, dst_rank=self.node.rank, **about)
         wanted = TransferRequest(
             "pull", request, dst_blocks, src_blocks, tokens, layers, seconds, how, costs,
             checksums=checksums, streamed=streamed, final=final, wait_for_offer=wait_for_offer,
             mark=self.node.mark(),
         )  # fmt: skip
-        return self._start(wanted, ranks, total)
+        return self._start(wanted, incoming.sources(self.node.rank), needed)
 
     def release(self, request: str, *, seconds: float = _ANSWER_SECONDS) -> Transfer:
         """Tell all ranks of the session that this node reads no more of a request.
@@ -208,12 +207,14 @@ class Session:
             hint="Pass the endpoints of all ranks that take part",
         )
 
-    def _start(self, wanted: TransferRequest, ranks: Sequence[int], total: int | None) -> Transfer:
+    def _start(self, wanted: TransferRequest, ranks: Sequence[int], needed: Needed) -> Transfer:
         if wanted.how not in get_args(How):
             raise failed(f"how={wanted.how!r}", f"Choose one of {', '.join(get_args(How))}")
         missing = [rank for rank in ranks if rank not in self._replicas]
         if missing:
             raise self._not_connected(missing)
+        quick = bool(ranks) and all(map(self._sees_offers, ranks))
+        total = needed if needed is None or quick else needed()
         transfer = Transfer(wanted.request, ranks, total, wanted.seconds)
         with self._lock:
             self._any_peer()
@@ -221,13 +222,13 @@ class Session:
             for rank in ranks:
                 transfer.use()
                 run = partial(self._run_rank, transfer, wanted, rank)
-                self._workers.submit(transfer.add_part(run, quick=self._sees_offers(rank)))
+                self._workers.submit(transfer.add_part(run, quick=quick))
         return transfer
 
     def _sees_offers(self, rank: int) -> bool:
         """Whether what a rank offers is seen without asking."""
-        found = [self._connections.get(endpoint) for endpoint in self._replicas[rank]]
-        return all(one is not None and one.link.sees_offers for one in found)
+        found = map(self._connections.get, self._replicas[rank])
+        return all(one and one.link.sees_offers for one in found)
 
     def _tell(self, request: str, ranks: Sequence[int], seconds: float) -> Transfer:
         """Let go of a request at every replica of some ranks."""

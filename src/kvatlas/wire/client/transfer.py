@@ -28,8 +28,9 @@ class TransferPart:
                 self._over.set()
 
     def join(self) -> None:
-        """Wait until it has been done."""
-        self._over.wait()
+        """Wait until whoever has begun to do it is done."""
+        if self._claim.locked():
+            self._over.wait()
 
 
 class Transfer:
@@ -48,11 +49,15 @@ class Transfer:
     """
 
     def __init__(
-        self, request: str, ranks: Sequence[int], total: int | None, seconds: float
+        self,
+        request: str,
+        ranks: Sequence[int],
+        total: int | Callable[[], int] | None,
+        seconds: float,
     ) -> None:
+        """`total` may be found out later, while the bytes are on their way."""
         self.request = request
-        self.total = total
-        """Bytes that must arrive, from the destination's plan; None for a push."""
+        self._total = total
         self._bytes: dict[int, int] = dict.fromkeys(ranks, 0)
         self._layers: dict[int, set[str]] = {rank: set() for rank in ranks}
         self._waiting = set(ranks)
@@ -72,10 +77,17 @@ class Transfer:
 
     def __repr__(self) -> str:
         state = str(self.error.code) if self.error else "ready" if self.done else "running"
-        total = "" if self.total is None else f" of {self.total:,}"
+        total = f" of {self._total:,}" if isinstance(self._total, int) else ""
         seconds = self.seconds if self.done else time.monotonic() - self.begun
         moved = f"{self.moved:,}{total} bytes after {seconds:.3f} s"
         return f"<Transfer {self.request!r}: {state}, {moved}>"
+
+    @property
+    def total(self) -> int | None:
+        """Bytes that must arrive, from the destination's plan; None for a push."""
+        if callable(self._total):
+            self._total = self._total()
+        return self._total
 
     @property
     def moved(self) -> int:
@@ -199,13 +211,14 @@ class Transfer:
 
     def finished(self, rank: int) -> None:
         """A rank has delivered and its source has confirmed."""
+        total = self.total
         with self._lock:
             self._waiting.discard(rank)
             if self._waiting or self._over.is_set():
                 return
             moved = sum(self._bytes.values())
-            if self.total not in (None, moved):
-                got = f"{moved} bytes where the destination's plan needs {self.total}"
+            if total not in (None, moved):
+                got = f"{moved} bytes where the destination's plan needs {total}"
                 self.error = failed(got, "Please report it: a route has left bytes out")
             self._end()
 

@@ -19,6 +19,7 @@ import secrets
 import socket
 import weakref
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar
 
@@ -116,7 +117,8 @@ class CudaTransport(Transport):
     def _register(self, memory: Mapping[int, Memory]) -> None:
         if self._opened is None:
             self._opened = OpenedMemory(self._driver, self.device)
-            self.board = OfferBoard()
+            with suppress(AtlasError):  # no room for it: peers ask
+                self.board = OfferBoard()
         for pool, region in memory.items():
             if self.shares(pool):
                 self._regions[pool] = self._located(region)

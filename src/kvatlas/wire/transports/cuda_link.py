@@ -131,7 +131,8 @@ class CudaLink(Link):
         if not told:
             return Done()
         launch = partial(self._launch, told, write=write)
-        copy = _CudaCopy(launch, may_begin, self.check, self._end.pace)
+        nbytes = partial(_told_bytes, told)
+        copy = _CudaCopy(launch, may_begin, self.check, self._end.pace, nbytes)
         copy.begin()
         return copy
 
@@ -175,6 +176,10 @@ class CudaLink(Link):
                 self._end.driver.end_event(self._end.device, event)
 
 
+def _told_bytes(told: list[_Told]) -> int:
+    return sum(len(starts[0]) * int(length.sum()) for _, _, starts, (_, _, length) in told)
+
+
 class _CudaCopy(Handle):
     """A copy that the GPU carries out; once it was launched, nothing ends it before its time."""
 
@@ -184,9 +189,10 @@ class _CudaCopy(Handle):
         may_begin: Callable[[], bool],
         check: Callable[[], None],
         pace: CopyPace,
+        nbytes: Callable[[], int],
     ) -> None:
         self._launch, self._may_begin, self._check = launch, may_begin, check
-        self._pace, self._launched = pace, 0.0
+        self._pace, self._launched, self._nbytes = pace, 0.0, nbytes
         self._posted: Posted | None = None
         self._over: Callable[[], None] = lambda: None
         self._given_up = False
@@ -224,7 +230,7 @@ class _CudaCopy(Handle):
             self._over()
             launched, self._launched = self._launched, 0.0
             if launched:
-                self._pace.took(launched, time.monotonic())
+                self._pace.took(launched, time.monotonic(), self._nbytes())
         return over
 
     def _pause(self, seconds: float) -> None:

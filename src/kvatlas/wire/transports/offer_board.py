@@ -87,13 +87,15 @@ class OfferBoard:
     >>> board.close()
     """
 
+    _descriptor = -1
+
     def __init__(self) -> None:
-        self._descriptor = make_sealed(_BOARD_BYTES)
-        self.memory = map_sealed(self._descriptor)
-        self._rows = _rows(self.memory)
         self._slots: dict[str, int] = {}
         self._free = list(range(_SLOTS))
         self._lock = threading.Lock()
+        self._descriptor = make_sealed(_BOARD_BYTES)
+        self.memory = map_sealed(self._descriptor)
+        self._rows = _rows(self.memory)
 
     @property
     def place(self) -> BoardPlace | None:

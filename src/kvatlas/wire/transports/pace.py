@@ -11,8 +11,11 @@ import threading
 import time
 from collections.abc import Callable
 
-ALLOWANCE = 4e-3
+ALLOWANCE = 10e-3
 """Seconds that copies which were long apart may take at once."""
+
+_SLOWEST = 500e9
+"""Bytes per second, at least, of a copy that runs: what takes longer has waited for the GPU."""
 
 
 class CopyPace:
@@ -24,8 +27,8 @@ class CopyPace:
     >>> pace = CopyPace(0.05, clock=lambda: now[0])
     >>> pace.may_begin()
     True
-    >>> now[0] = 0.014
-    >>> pace.took(0.0, 0.014)  # 10 ms more than was saved up
+    >>> now[0] = 0.02
+    >>> pace.took(0.0, 0.02, 20 << 30)  # 10 ms more than was saved up
     >>> pace.may_begin()
     False
     >>> now[0] = 0.23
@@ -49,8 +52,13 @@ class CopyPace:
             self._at = now
             return self._saved > 0
 
-    def took(self, begun: float, ended: float) -> None:
-        """A copy was under way between two moments; time that others took as well counts once."""
+    def took(self, begun: float, ended: float, nbytes: int) -> None:
+        """A copy was under way between two moments; time that others took as well counts once.
+
+        A copy of so many bytes that took long did not run all the while: kernels of other
+        processes, which a GPU takes in turns, or a host that looked late, are not its doing.
+        """
         with self._lock:
-            self._saved -= max(0.0, ended - max(begun, self._ended))
+            seconds = max(0.0, ended - max(begun, self._ended))
+            self._saved -= min(seconds, nbytes / _SLOWEST)
             self._ended = max(self._ended, ended)

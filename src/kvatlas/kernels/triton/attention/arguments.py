@@ -115,10 +115,9 @@ class BatchSequences(NamedTuple):
     """The sequences of a batch."""
 
     lengths: torch.Tensor
-    starts: torch.Tensor
-    """Where their queries start."""
     ends: torch.Tensor
-    """Where their tiles end, of decode or of prefill."""
+    """Where their queries end, their tiles of decode, and those of prefill: rows, one after the
+    other, of one number more than there are sequences."""
     sequences: int
 
 

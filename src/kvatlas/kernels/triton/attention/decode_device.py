@@ -43,7 +43,7 @@ def decode(
     program = tl.program_id(0) % TILING.programs
     worker = tl.program_id(0) // TILING.programs
     head = program // TILING.row_tiles
-    ends = batch.ends
+    ends = batch.ends + batch.sequences + 1
     share = tl.cdiv(tl.load(ends + batch.sequences), tl.num_programs(0) // TILING.programs)
     tile = worker * share
     stop = tl.minimum(tile + share, tl.load(ends + batch.sequences))
@@ -54,8 +54,8 @@ def decode(
         last = tl.load(ends + sequence + 1)
         until = tl.minimum(stop, last)
         if until > tile:
-            start = tl.load(batch.starts + sequence)
-            count = tl.load(batch.starts + sequence + 1) - start
+            start = tl.load(batch.ends + sequence)
+            count = tl.load(batch.ends + sequence + 1) - start
             length = tl.load(batch.lengths + sequence).to(tl.int32)
             valid = row < count * GROUP
             position = length - count + row // GROUP

@@ -133,7 +133,7 @@ def decode_latent(
 
     program = gl.program_id(0) % TILING.programs
     worker = gl.program_id(0) // TILING.programs
-    ends = batch.ends
+    ends = batch.ends + batch.sequences + 1
     total_tiles = gl.load(ends + batch.sequences)
     share = gl.cdiv(total_tiles, gl.num_programs(0) // TILING.programs)
     tile = worker * share
@@ -148,8 +148,8 @@ def decode_latent(
         last = gl.load(ends + sequence + 1)
         until = gl.minimum(stop, last)
         if until > tile:
-            start = gl.load(batch.starts + sequence)
-            count = gl.load(batch.starts + sequence + 1) - start
+            start = gl.load(batch.ends + sequence)
+            count = gl.load(batch.ends + sequence + 1) - start
             length = gl.load(batch.lengths + sequence).to(gl.int32)
             position = length - count + row // GROUP
             table = cache.tables + sequence.to(gl.int64) * cache.table_stride

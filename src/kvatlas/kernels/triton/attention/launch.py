@@ -139,14 +139,14 @@ def _run(
         if launch.prefill is not None:
             _prefill(call, launch.prefill, prepared)
         if launch.shape.v.kind == "int4":
-            hadamard.rotate_back(call.out, prepared.starts)
+            hadamard.rotate_back(call.out, prepared.ends[0])
 
 
 def _decode(call: AttentionCall, plan: Schedule) -> None:
     launch, scoring, sequences = call.launch, call.scoring, call.lengths.shape[0]
     use, shape = launch.decode, launch.shape
     partials = plan.partials(use.rows_of_partials, shape.out.width)
-    batch = calls.BatchSequences(call.lengths, plan.starts, plan.decode_ends, sequences)
+    batch = calls.BatchSequences(call.lengths, plan.ends, sequences)
     target = batch_rows(call.out)
     use.kernel[(use.workers * use.programs,)](
         batch_rows(call.q), target, call.cache, batch, partials, scoring, SHAPE=shape,
@@ -160,7 +160,7 @@ def _decode(call: AttentionCall, plan: Schedule) -> None:
 
 def _prefill(call: AttentionCall, use: PrefillLaunch, plan: Schedule) -> None:
     launch, sequences = call.launch, call.lengths.shape[0]
-    batch = calls.BatchSequences(call.lengths, plan.starts, plan.prefill_ends, sequences)
+    batch = calls.BatchSequences(call.lengths, plan.ends, sequences)
     units = call.q.shape[0] * launch.shape.out.group // use.tiling.rows + sequences
     prefill[(units * launch.heads,)](
         batch_rows(call.q), batch_rows(call.out), call.cache, batch, call.scoring,

@@ -27,11 +27,12 @@ def merge(
     place = tl.program_id(1) % DEPTH
     row = (program % TILING.row_tiles) * TILING.rows + place
     head = program // TILING.row_tiles
-    start = tl.load(batch.starts + sequence)
-    count = tl.load(batch.starts + sequence + 1) - start
-    first = tl.load(batch.ends + sequence)
-    last = tl.load(batch.ends + sequence + 1)
-    share = tl.cdiv(tl.load(batch.ends + batch.sequences), workers)
+    ends = batch.ends + batch.sequences + 1
+    start = tl.load(batch.ends + sequence)
+    count = tl.load(batch.ends + sequence + 1) - start
+    first = tl.load(ends + sequence)
+    last = tl.load(ends + sequence + 1)
+    share = tl.cdiv(tl.load(ends + batch.sequences), workers)
     column = tl.arange(0, WIDTH)
     if (first < last) & (row < count * GROUP):
         begin = first // share

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 
 from kvatlas.kernels.triton import tune
 from kvatlas.kernels.triton.attention.schedule_device import count_tiles
@@ -53,10 +52,9 @@ class Schedule:
     """
 
     def __init__(self, ends: torch.Tensor, split: WorkSplit) -> None:
+        """`ends` [3, sequences + 1] of int32: of queries, and of tiles of decode and of prefill."""
         self.ends, self.split = ends, split
         self.sequences = ends.shape[1] - 1
-        self.starts, self.decode_ends, self.prefill_ends = ends.unbind(0)
-        """Where queries begin and end, and where tiles do; [sequences + 1] of int32 each."""
         self._partials: dict[tuple[int, int], Partials] = {}
 
     def partials(self, rows: int, width: int) -> Partials:
@@ -94,7 +92,7 @@ def schedule(
     with tune.on(lengths.device):
         count_tiles[(1,)](
             lengths, queries if starts is None else starts, ends, count, SPLIT=split,
-            STARTS=starts is not None, SPAN=min(1024, triton.next_power_of_2(max(count, 16))),
+            STARTS=starts is not None, SPAN=min(1024, 1 << max(4, (count - 1).bit_length())),
             num_warps=4, **tune.dependent_launch(lengths.device),
         )  # fmt: skip
     return Schedule(ends, split)

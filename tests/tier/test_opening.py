@@ -1,0 +1,52 @@
+"""One door to all tiers: what an address leads to, and which are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvatlas import AtlasError, Code
+from kvatlas.tier import CacheIdentity, FolderStore, StoreTier, Tier, open_store, open_tier
+from tests.tier.test_store_topologies import OURS
+from tests.tier.test_topologies import MODELS
+from tests.tier.world import MAX_LEN, World, small
+
+MODEL = MODELS["dense"]
+
+
+def opened(where: str | Path, **options: Any) -> Tier | StoreTier:
+    about = {"block_size": 16, "max_len": MAX_LEN, "memory": "1MiB", **options}
+    return open_tier(where, MODEL, OURS, **about)
+
+
+def test_a_request_goes_through_every_kind_of_tier(tmp_path: Path) -> None:
+    world, made = World(MODEL, 70), small(MODEL, tp=2)
+    kinds = {"memory": Tier, str(tmp_path / "tier"): Tier, "host://?capacity=1MiB": StoreTier,
+             f"folder://{tmp_path}/folder?capacity=8MiB": StoreTier}  # fmt: skip
+    for where, kind in kinds.items():
+        with opened(where) as tier:
+            assert isinstance(tier, kind)
+            world.store(tier, made)
+            world.check(tier, small(MODEL))
+    for where in (str(tmp_path / "tier"), f"folder://{tmp_path}/folder"):
+        with opened(where) as tier:  # what was stored before is there again
+            world.check(tier, made)
+
+
+def test_addresses_that_lead_nowhere_are_refused(tmp_path: Path) -> None:
+    def refusal(act: Any) -> Code:
+        with pytest.raises(AtlasError) as refused:
+            act()
+        return refused.value.code
+
+    assert refusal(lambda: open_store("redis://host")) is Code.BAD_CONFIG
+    assert refusal(lambda: open_store("host://?colour=red")) is Code.BAD_CONFIG
+    assert refusal(lambda: open_store("host://?capacity=much")) is Code.BAD_QUANTITY
+    assert refusal(lambda: open_tier("host://", MODEL)) is Code.CONTRADICTORY
+    assert refusal(lambda: opened(tmp_path / "x", deadline=1.0)) is Code.CONTRADICTORY
+    assert refusal(lambda: opened("host://", shards=0)) is Code.OUT_OF_RANGE
+    assert refusal(lambda: CacheIdentity(weights="")) is Code.BAD_CONFIG
+    (tmp_path / "a file").write_bytes(b"")
+    assert refusal(lambda: FolderStore(tmp_path / "a file")) is Code.UNREADABLE
