@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 
 from kvatlas import AtlasError, Code, Layout  # noqa: E402
 from kvatlas.cache import ALIGNMENT, allocate, bind  # noqa: E402
+from kvatlas.geometry import size  # noqa: E402
 from kvatlas.planning import plan  # noqa: E402
 from tests.guards import ORDERS, Guarded, one_storage, small_plan  # noqa: E402
 from tests.planning.models import SMALL  # noqa: E402
@@ -134,9 +135,9 @@ def test_memory_that_does_not_fit_is_refused() -> None:
 def test_a_cache_prints_itself() -> None:
     made = small_plan(SMALL["sliding"], tp=2, pp=2)
     text = repr(allocate(made, rank=3))
-    size = sum(pool.nbytes for pool in made.pools if pool.stage == 1) / 1e6
+    held = size(sum(pool.nbytes for pool in made.pools if pool.stage == 1))
     layers = len(allocate(made, rank=3))
-    expected = f"<Cache {made.model}, rank 3, cpu: {layers} layers in 1 pool, {size:.1f} MB>"
+    expected = f"<Cache {made.model}, rank 3, cpu: {layers} layers in 1 pool, {held}>"
     assert text == expected
     assert "tensor(" not in repr(allocate(made)["layers.0.attn"])
 

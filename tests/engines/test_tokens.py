@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -22,6 +23,12 @@ SOME = 18
 """Tokens with which sequences cross blocks and leave windows; all of them are generated once."""
 Way = dict[str, Any]
 DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
+Case = TypeVar("Case")
+
+
+def by_turns(cases: Iterable[Case], turn: int, of: int = 2) -> list[Case]:
+    """Every second case, say; all of them in the deep profile."""
+    return list(cases) if DEEP else list(cases)[turn::of]
 
 
 def ways(name: str) -> list[Way]:
@@ -56,7 +63,7 @@ def in_turn(name: str, every: list[Way]) -> list[Way]:
     return every if DEEP else every[list(ZOO).index(name) % 3 :: 3]
 
 
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", by_turns(ZOO, 0))
 def test_the_models_say_something(name: str) -> None:
     """Tokens vary, differ from row to row, and depend on what was kept."""
     own = own_tokens(name)
@@ -81,12 +88,12 @@ def check_tokens(name: str, chosen: list[Way], attention: str, pages: Guarded) -
             assert table.visibility.window is None or blocks[0] == GONE
 
 
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", by_turns(ZOO, 0))
 def test_tokens_in_every_order_and_pack(name: str, pages: Guarded) -> None:
     check_tokens(name, in_turn(name, ways(name)), "eager", pages)
 
 
-@pytest.mark.parametrize("name", [name for name, tiny in ZOO.items() if tiny.attention])
+@pytest.mark.parametrize("name", by_turns((n for n, tiny in ZOO.items() if tiny.attention), 1))
 def test_tokens_from_pages_in_every_order(name: str, pages: Guarded) -> None:
     chosen = some_ways(name)
     assert {way["layout"] for way in chosen} == set(ORDERS)
@@ -98,7 +105,7 @@ DIRECT += [(name, "eager") for name in ("Gemma2", "GptOss", "Mamba2")]  # which 
 DIRECT += [(name, "sdpa") for name in ("Mistral", "Llama4", "DeepseekV3", "Qwen3Next", "FalconH1")]
 
 
-@pytest.mark.parametrize(("name", "attention"), DIRECT)
+@pytest.mark.parametrize(("name", "attention"), by_turns(DIRECT, 1))
 def test_tokens_from_generate_itself(name: str, attention: str, pages: Guarded) -> None:
     own = own_tokens(name)
     model_of(name).set_attn_implementation(attention)
@@ -109,7 +116,7 @@ def test_tokens_from_generate_itself(name: str, attention: str, pages: Guarded) 
         assert cache.lengths == [cache.seen - longest + length for length in PROMPTS]
 
 
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", by_turns(ZOO, 0, 3))
 def test_a_wrong_cache_says_something_else(name: str, pages: Guarded) -> None:
     """The control: pages whose bytes are elsewhere on the way change the tokens."""
     own = own_tokens(name)

@@ -22,10 +22,13 @@ with sass.elsewhere() as compiled:
     sass.move("")
     sass.convert("fp8")
     sass.runs("")
+with sass.elsewhere() as own:
+    sass.latent("auto")
 with sass.elsewhere() as wide:
     sass.decode("auto", dim=512)
 compiled = [kernel._asdict() for kernel in compiled]
-print(json.dumps([compiled, [kernel.shared for kernel in wide], sass.SHARED]))
+wide = [kernel.shared for kernel in wide]
+print(json.dumps([compiled, wide, {k.name: k._asdict() for k in own}, sass.SHARED]))
 """
 
 
@@ -39,7 +42,9 @@ def test_kernels_compile_for_a_chip_that_is_not_here() -> None:
         text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    kernels, wide, room = json.loads(done.stdout.splitlines()[-1])
+    kernels, wide, own, room = json.loads(done.stdout.splitlines()[-1])
+    assert own["decode_latent"]["shared"] <= room
+    assert own["decode_latent"]["loop"]["HGMMA"] == 36 + 4  # logits, sums
     assert max(*wide, *(kernel["shared"] for kernel in kernels)) <= room
     by_name = {kernel["name"]: kernel for kernel in kernels}
     assert set(by_name) == {

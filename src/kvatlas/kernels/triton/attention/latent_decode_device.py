@@ -18,7 +18,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # by another name from Triton 3.7 on
+# By other names in later releases of Triton than 3.6.
+barrier = getattr(gl, "thread_barrier", None) or gl.barrier
+begin_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 LOWEST = gl.constexpr(-1.0e30)
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -79,11 +81,11 @@ def copy_tile(
     pointers = elements + gl.max_contiguous(
         gl.multiple_of(rope_rows[:, None] + columns[None, :], [1, 8]), [1, 8]
     )
-    async_copy.async_copy_global_to_shared(ropes, pointers)
+    begin_copy(ropes, pointers)
     columns = gl.arange(0, LATENT, layout=gl.SliceLayout(0, LOADS))
     offsets = rows[:, None] + columns[None, :]
     pointers = elements + gl.max_contiguous(gl.multiple_of(offsets, [1, 8]), [1, 8])
-    async_copy.async_copy_global_to_shared(latents, pointers)
+    begin_copy(latents, pointers)
     async_copy.commit_group()
 
 

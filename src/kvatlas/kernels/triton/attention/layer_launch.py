@@ -8,7 +8,6 @@ of a call is to look at its tensors and to launch.
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +26,10 @@ from kvatlas.specs import Attention, LatentAttention
 
 _PER_TENSOR = ("fp8", "fp8_e4m3", "fp8_e5m2", "nvfp4")
 """Cache dtypes with a scale for the whole of K and of V."""
+
+
+_GLUON = (3, 6), (3, 9)
+"""Releases of Triton with whose Gluon the kernel for latents was compiled: it changes its names."""
 
 
 class Scores(NamedTuple):
@@ -266,7 +269,7 @@ def latent_kernel(
         and shape.mask == "causal"
         and not shape.softcap
         and not shape.out.sink_logits
-        and find_spec("triton.experimental.gluon") is not None
+        and _GLUON[0] <= _release(triton.__version__) <= _GLUON[1]
     )
     if not suits:
         return None
@@ -285,3 +288,12 @@ def _prefill(
     fit = fit_of(shape.states, use["tile"])
     tiling = calls.Tiling(split.rows, use["tile"], *fit, use["stages"], "", heads)
     return PrefillLaunch(tiling, {"num_warps": use["warps"], "num_stages": use["stages"]})
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """The first two numbers of a version.
+
+    >>> _release("3.6.0+git1")
+    (3, 6)
+    """
+    return tuple(int(number) for number in version.split(".")[:2])
