@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
 import pytest
@@ -169,6 +170,52 @@ def test_a_block_that_begins_alike_is_copied_up_to_where_it_differs() -> None:
     assert pool.tables(3)[0] == [*pool.tables(1)[0][:2], copy.destination]
     assert pool.ids[0].free == free - 1
     assert pool.ids[0].owners(source) == 1
+
+
+def test_tokens_of_a_call_that_was_refused_are_not_known() -> None:
+    """Else they would be there twice, and another prompt would be found for this one."""
+    pool = BlockPool(PLANS["dense"])
+    pool.admit(1, range(31))
+    with pytest.raises(AtlasError):
+        pool.computed(1, 32, [900])
+    pool.reserve(1, 48)
+    pool.computed(1, 32, [900])
+    pool.computed(1, 48, range(901, 917))
+    assert pool.admit(2, [*range(31), *range(900, 917), 5]) == 48
+
+
+@pytest.mark.parametrize("eviction", ["fifo", "lru", "s3-fifo"])
+def test_what_is_copied_from_is_nobody_elses_before(eviction: str) -> None:
+    """Else a full pool deals a source out to another group, which zeroes it before the copy."""
+    made, rng = small_plan("hybrid", 14), random.Random(7)
+    pool, step, copied = BlockPool(made, eviction=eviction), made.block_size, 0
+    for number in range(200):
+        tokens = rng.choice([1, 2, 3]) * step
+        prompt = [rng.randrange(4), *range(100, 99 + tokens)]
+        pool.admit(number, [*prompt, *[7] * rng.randrange(1, step)])
+        try:
+            given = pool.reserve(number, tokens + 1)
+        except AtlasError:  # no blocks
+            pool.free(number)
+            continue
+        sources = {(made.groups[one.group].pool, one.source) for one in given.copies}
+        written = {(made.groups[one.group].pool, one.destination) for one in given.copies}
+        written |= {(made.groups[g].pool, one) for g, ids in given.clear.items() for one in ids}
+        assert not sources & written
+        copied += len(sources)
+        pool.computed(number, tokens)
+        pool.free(number)
+    assert copied
+
+
+def test_a_fork_copies_only_what_was_computed() -> None:
+    pool = BlockPool(PLANS["dense"])
+    pool.admit(1, range(64))
+    pool.reserve(1, 64)
+    pool.computed(1, 20)
+    pool.fork(1, 2)
+    given = pool.reserve(2, 64)
+    assert {one.tokens for one in given.copies} == {4}
 
 
 def test_what_cannot_be_had_is_refused_and_changes_nothing() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -385,3 +387,30 @@ def test_a_commit_that_fails_leaves_the_key_absent(
         assert tier._index.free(0) == tier.plan.pools[0].blocks
         assert isinstance(sample.world.store(tier, sample.made)[0], StoreResult)
         sample.world.check(tier, sample.made)
+
+
+def test_an_interrupt_is_raised_once_nobody_writes_any_more(tmp_path: Path) -> None:
+    """What others still wrote would land in blocks that belong to somebody else by then."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    ended: list[int] = []
+
+    def act(number: int) -> None:
+        time.sleep(0.3)
+        ended.append(number)
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with Tier.open(tmp_path / "tier", tiny_plan()) as tier:
+            assert tier.file is not None
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            with pytest.raises(KeyboardInterrupt):
+                tier.file._on_cores(act, list(range(12)))
+            there = list(ended)
+            assert 0 < len(there) < 12
+            time.sleep(0.6)
+            assert ended == there
+    finally:
+        signal.signal(signal.SIGALRM, before)

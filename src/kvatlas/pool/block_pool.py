@@ -202,8 +202,12 @@ class BlockPool:
         for pool, count in needs.items():
             self.ids[pool].require(count)
         made = Reservation()
+        left: list[tuple[int, int]] = []
         for index, (entries, copied) in enumerate(wanted):
-            self._take(index, asked, entries, copied, made)
+            left += self._take(index, asked, entries, copied, made)
+        # Only now: what is copied from must be nobody else's before it was.
+        for pool, block in left:
+            self.ids[pool].release([block])
         asked.reserved = max(asked.reserved, tokens)
         self._tell()
         return made
@@ -216,12 +220,13 @@ class BlockPool:
         """
         asked = self._get(request)
         tokens = integer(tokens, "the tokens")
-        asked.chain.extend(new)
-        if not asked.computed <= tokens <= min(asked.reserved, len(asked.chain)):
+        known = len(asked.chain) + len(new)
+        if not asked.computed <= tokens <= min(asked.reserved, known):
             problem = "Tokens are computed in order, and in blocks that were reserved"
-            got = f"{tokens} tokens after {asked.computed}, of {len(asked.chain)} known"
+            got = f"{tokens} tokens after {asked.computed}, of {known} known"
             got += f" and {asked.reserved} reserved"
             raise AtlasError(Code.BAD_TOKENS, problem, got=got, hint="Reserve first")
+        asked.chain.extend(new)
         if self._reuses and self._publish(asked, tokens):
             asked.reserved = tokens  # the state is copied before it is written to
         asked.computed = tokens
@@ -321,9 +326,10 @@ class BlockPool:
 
     def _take(
         self, index: int, asked: _Request, entries: int, copied: list[int], made: Reservation
-    ) -> None:
+    ) -> list[tuple[int, int]]:
+        """Take a group's blocks; those that it leaves, by pool, to be released."""
         if not entries and not copied:
-            return
+            return []
         group, table = self.plan.groups[index], asked.tables[index]
         ids = self.ids[group.pool]
         new = ids.take_many(entries + len(copied))
@@ -331,13 +337,16 @@ class BlockPool:
         unwritten = new[:entries] if recurrent else list(new)  # a state is copied whole
         if unwritten and index in self.plan.groups_to_clear:
             made.clear[index] = unwritten
+        left = []
         for entry in copied:
             block = new.pop()
             tokens = group.block if recurrent else asked.computed - entry * group.block
-            made.copies.append(CopyOnWrite(index, table[entry], block, tokens))
-            ids.release([table[entry]])
+            if tokens > 0:  # else nothing was computed there yet
+                made.copies.append(CopyOnWrite(index, table[entry], block, tokens))
+            left.append((group.pool, table[entry]))
             table[entry] = block
         table += new
+        return left
 
     def _publish(self, asked: _Request, tokens: int) -> bool:
         """Whole blocks are found from now on; whether a state was kept that is not written to.

@@ -9,10 +9,10 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -78,8 +78,9 @@ class TierFile:
                 got = f"{plan}, not {self.plan}"
                 hint = "Leave the plan out, or use another path"
                 raise AtlasError(Code.BAD_PLAN, problem, got=got, hint=hint)
-            with refusals(path):
-                allocate(self._fd, self.extent.nbytes)
+            if not shared:
+                with refusals(path):
+                    allocate(self._fd, self.extent.nbytes)
         except BaseException:
             os.close(self._fd)
             raise
@@ -159,13 +160,19 @@ class TierFile:
     def _on_cores(self, act: Callable[[T], R], items: Sequence[T]) -> list[R]:
         """The results for all items, on several cores where there are several.
 
-        Where one fails, it is raised once none is at work any more: what the others still
-        wrote would else land in blocks, or in memory, that belong to somebody else by then.
+        Where one fails, or the caller is interrupted, that is raised once none is at work any
+        more: what the others still wrote would else land in blocks, or in memory, that belong
+        to somebody else by then.
         """
         if len(items) < 2:
             return [act(item) for item in items]
-        tasks = [self._helpers.submit(act, item) for item in items]
-        wait(tasks)
+        tasks: list[Future[R]] = []
+        try:
+            tasks.extend(self._helpers.submit(act, item) for item in items)
+            wait(tasks)
+        except BaseException:
+            _let_end(tasks)
+            raise
         return [task.result() for task in tasks]
 
     def commit(self, blocks: Sequence[TierBlock]) -> None:
@@ -243,3 +250,15 @@ class TierFile:
             checksum = crc32(room[:done], checksum)
             at += done
         return checksum
+
+
+def _let_end(tasks: Sequence[Future[Any]]) -> None:
+    """Wait for tasks that have begun, however often that is interrupted."""
+    while True:
+        try:
+            for task in tasks:
+                task.cancel()
+            wait(tasks)
+        except BaseException:  # noqa: S112
+            continue
+        return

@@ -108,6 +108,9 @@ def test_a_schedule_serves_what_it_was_made_for() -> None:
         with pytest.raises(AtlasError) as refusal:
             attend(layer, q, prepared=other, **where)
         assert refusal.value.code is Code.BAD_TENSOR
+    with pytest.raises(AtlasError) as refusal:  # a table less than there are sequences
+        attend(layer, q, prepared=made, **{**where, "tables": TABLE[:1], "queries": None})
+    assert refusal.value.code is Code.BAD_TENSOR
 
 
 def test_queries_may_start_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:

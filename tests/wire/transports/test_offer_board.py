@@ -32,6 +32,12 @@ sys.stdin.read()
 """
 
 
+EXEC = """
+import os
+os.execv(sys.executable, [sys.executable, "-c", "print('another program', flush=True); input()"])
+"""
+
+
 def offer(name: str, entries: int = 4) -> PostedOffer:
     return PostedOffer(name, {0: bytes(4 * entries)}, 0, 64, None)
 
@@ -125,6 +131,58 @@ def test_a_process_that_was_killed_confirms_nothing() -> None:
     finally:
         process.kill()
         process.communicate()
+
+
+def test_a_process_that_has_become_another_program_confirms_nothing() -> None:
+    """Its number, its start and its flags are the same; what it offered is not there any more."""
+    code = SOURCE.replace("sys.stdin.read()", "sys.stdin.readline()") + EXEC
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as source:
+        assert source.stdin is not None
+        assert source.stdout is not None
+        place = msgspec.json.decode(source.stdout.readline(), type=BoardPlace)
+        peer = open_board(place)
+        assert peer is not None
+        seen = peer.find("r")
+        assert seen is not None
+        assert seen.confirmed
+        print(file=source.stdin, flush=True)
+        assert source.stdout.readline() == "another program\n"
+        assert not seen.confirmed
+        assert peer.find("r") is None
+        source.kill()
+
+
+def test_a_process_that_leaves_without_closing_takes_its_offers_down_first() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", SOURCE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as source:
+        assert source.stdin is not None
+        assert source.stdout is not None
+        peer = open_board(msgspec.json.decode(source.stdout.readline(), type=BoardPlace))
+        assert peer is not None
+        seen = peer.find("r")
+        assert seen is not None
+        source.stdin.close()
+        source.wait(20)
+        assert not seen.held
+
+
+def test_a_forked_process_takes_nothing_down(board: OfferBoard) -> None:
+    board.post(offer("r"))
+    peer = open_board(place_of(board))
+    assert peer is not None
+    seen = peer.find("r")
+    assert seen is not None
+    child = os.fork()
+    if not child:
+        board.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert seen.confirmed
+    board.take_down("r")
+    assert not seen.held
 
 
 def test_places_that_are_no_board_are_not_looked_at(board: OfferBoard) -> None:

@@ -124,6 +124,8 @@ class SchedulerSide:
             return
         params["do_remote_prefill"] = False  # once: whatever fails is computed here
         del self._remote[request.request_id]
+        if self._tier:
+            self._tier.begun(request.request_id)
         if not external:
             self._orders.let_go.append(remote)
             return

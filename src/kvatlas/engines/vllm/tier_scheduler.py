@@ -57,6 +57,10 @@ class TierScheduler:
         self._let_go(looked_up)
         return None
 
+    def begun(self, request_id: str) -> None:
+        """A request has tokens of another engine: if weights change, it is outdated too."""
+        self._found.setdefault(request_id, None)
+
     def loaded(self, request_id: str) -> None:
         """All workers have fetched what was found of a request, or have failed to."""
         found = self._loading.pop(request_id, None)

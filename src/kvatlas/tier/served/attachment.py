@@ -92,7 +92,7 @@ class Attachment:
             return self._channels.ask(unix_endpoint(self.path), question, deadline=deadline)
         except AtlasError as refusal:
             # It may still be carried out: what it pins or claims goes with the session alone.
-            self._doubtful |= refusal.code is Code.DEADLINE
+            self._doubtful |= refusal.code in (Code.DEADLINE, Code.PEER_LOST, Code.BUSY)
             raise
 
     @contextmanager

@@ -293,7 +293,8 @@ class TierClient:
         finally:
             self._lock.release()
         if old is not None and old is not made:
-            old.close()
+            # It waits for bytes that are on their way, for which nobody who asks shall wait.
+            threading.Thread(target=old.close, name="kvatlas-tier-leave", daemon=True).start()
         return made
 
     def _attached_anew(self) -> Attachment:

@@ -276,7 +276,8 @@ class Session:
         else:
             self.node.metrics.ended(wanted.direction, "ok")
             transfer.finished(rank)
-            lease.tell_read()
+            if transfer.error is None:  # who failed may come again for it
+                lease.tell_read()
             if wanted.final and transfer.ready:
                 self._tell_unread(wanted.request)
             return

@@ -175,6 +175,10 @@ class CudaTransport(Transport):
                 got="a peer on another host" if other else "a GPU that this process does not see",
                 hint="Use nixl between hosts; let both processes see both GPUs",
             )
+        here = _here.get(published.token)
+        if here is not None and any(here.memory.get(pool) != at for pool, at in memory.items()):
+            hint = "Name memory as it was registered"
+            raise errors.failed("memory that this process has not registered so", hint=hint)
         return CudaLink(self, self._end(published.token), published, memory)
 
     def _end(self, token: str) -> CudaEnd:

@@ -209,6 +209,8 @@ class _CudaCopy(Handle):
                 self._posted, self._over = self._launch()
 
     def _poll(self) -> bool:
+        if self._posted is None:
+            self._check()  # the events of a link that was closed are gone
         self.begin()
         if self._is_over():
             return True

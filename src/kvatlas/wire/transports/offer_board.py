@@ -22,6 +22,7 @@ import hashlib
 import mmap
 import os
 import threading
+import weakref
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
@@ -93,9 +94,12 @@ class OfferBoard:
         self._slots: dict[str, int] = {}
         self._free = list(range(_SLOTS))
         self._lock = threading.Lock()
+        self._process = os.getpid()
         self._descriptor = make_sealed(_BOARD_BYTES)
         self.memory = map_sealed(self._descriptor)
         self._rows = _rows(self.memory)
+        # Whoever leaves without closing gives its GPU's memory back before the kernel sees it end.
+        weakref.finalize(self, _take_all_down, self._rows, self._process)
 
     @property
     def place(self) -> BoardPlace | None:
@@ -127,7 +131,7 @@ class OfferBoard:
         """Take an offer down, before its blocks are let go; nothing where it was not posted."""
         with self._lock:
             slot = self._slots.pop(request, None)
-            if slot is not None:
+            if slot is not None and os.getpid() == self._process:
                 self._rows[slot, 0] += 1
                 self._free.append(slot)
 
@@ -166,22 +170,29 @@ class SeenOffer:
 class PeerBoard:
     """The board of a peer, which may write anything there."""
 
-    def __init__(self, memory: mmap.mmap, process: WatchedProcess | None) -> None:
-        """`process` is the peer's; None where that is this one."""
-        self._memory, self._process = memory, process
+    def __init__(
+        self, memory: mmap.mmap, process: WatchedProcess | None, path: Path | None = None
+    ) -> None:
+        """`process` is the peer's, which has the board at `path`; None where that is this one."""
+        self._memory, self._process, self._path = memory, process, path
+        self._file = None if path is None else _file_at(path)
         self._rows = _rows(memory)
 
     @property
     def alive(self) -> bool:
-        """Whether the process has not begun to end."""
-        return self._process is None or self._process.alive
+        """Whether the process has not begun to end, and still is the program that has the board."""
+        if self._process is None:
+            return True
+        return self._process.alive and (self._path is None or _file_at(self._path) == self._file)
 
     def generation(self, slot: int) -> int:
         """The generation of a slot; odd where something is posted there."""
         return int(self._rows[slot, 0])
 
     def find(self, request: str) -> SeenOffer | None:
-        """An offer by its name; None where it is not there, or is no offer."""
+        """An offer by its name; None where it is not there, is no offer, or its source has gone."""
+        if not self.alive:
+            return None
         name = _digest(request.encode())
         for slot in np.flatnonzero(self._rows[:, 1] == name).tolist():
             generation, _, nbytes, digest = self._rows[slot].tolist()
@@ -220,7 +231,7 @@ def open_board(place: BoardPlace) -> PeerBoard | None:
         if descriptor >= 0:
             os.close(descriptor)
     if len(memory) == _BOARD_BYTES and process.started == place.started and process.alive:
-        return PeerBoard(memory, process)
+        return PeerBoard(memory, process, path)
     process.close()
     return None
 
@@ -232,7 +243,11 @@ class WatchedProcess:
     True
     """
 
+    _stat = -1
+
     def __init__(self, number: int) -> None:
+        self._lock = threading.Lock()
+        """Held while the descriptor is used: closed meanwhile, its number may be another's."""
         self._stat = os.open(f"/proc/{number}/stat", os.O_RDONLY | os.O_CLOEXEC)
         columns = self._columns()
         self.started = int(columns[_STARTED]) if len(columns) > _STARTED else 0
@@ -241,7 +256,8 @@ class WatchedProcess:
     def _columns(self) -> list[bytes]:
         """What the kernel says of it, behind its name; nothing where it has gone."""
         try:
-            return os.pread(self._stat, 1024, 0).rpartition(b")")[2].split()
+            with self._lock:
+                return os.pread(self._stat, 1024, 0).rpartition(b")")[2].split()
         except OSError:
             return []
 
@@ -255,12 +271,28 @@ class WatchedProcess:
 
     def close(self) -> None:
         """Look no more; a second call does nothing."""
-        descriptor, self._stat = self._stat, -1
-        if descriptor >= 0:
-            os.close(descriptor)
+        with self._lock:
+            descriptor, self._stat = self._stat, -1
+            if descriptor >= 0:
+                os.close(descriptor)
 
     def __del__(self) -> None:
         self.close()
+
+
+def _take_all_down(rows: NDArray[np.int64], process: int) -> None:
+    """Make every generation even, unless this is a process that was forked."""
+    if os.getpid() == process:
+        rows[:, 0] += rows[:, 0] % 2
+
+
+def _file_at(path: Path) -> tuple[int, int] | None:
+    """Which file a descriptor of a process is."""
+    try:
+        state = path.stat()
+    except OSError:
+        return None
+    return state.st_dev, state.st_ino
 
 
 def _namespace() -> int | None:

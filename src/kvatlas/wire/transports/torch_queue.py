@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, Protocol
 
 import numpy as np
@@ -76,7 +76,7 @@ class TorchQueue(DeviceQueue):
         self, runs: Sequence[AddressRuns], host: Any, gpu: Any, nbytes: int, *, out: bool
     ) -> Posted:
         """Copy from or to a buffer of the GPU, that goes to or comes from one of the host."""
-        with self._lock, self.on_stream():
+        with self._lock, self.on_stream(), self._no_launch_left_behind():
             if not out:
                 gpu[:nbytes].copy_(host[:nbytes], non_blocking=True)
             posted = self._launch(runs, {})
@@ -93,7 +93,7 @@ class TorchQueue(DeviceQueue):
         A stretch is its address on the host, that in the buffer, and its bytes.
         """
         stream = self._stream.cuda_stream
-        with self._lock, self._driver.on(self._number):
+        with self._lock, self._driver.on(self._number), self._no_launch_left_behind():
             if out:
                 self._launch(runs, {})
             for host, gpu, nbytes in stretches:
@@ -134,31 +134,43 @@ class TorchQueue(DeviceQueue):
         def placed(table: Int64s) -> Any:
             return self._uploaded(table, slots)
 
-        for one in runs:
-            copy_address_runs(
-                one.source, one.target, self._placed(one.starts), one.spans,
-                stream=self._stream, place=placed, **use,
-            )  # fmt: skip
-        posted = TorchPosted(self._stream)
-        for slot in slots:
-            slot.used_until = posted
+        with self._no_launch_left_behind():
+            try:
+                for one in runs:
+                    copy_address_runs(
+                        one.source, one.target, self._placed(one.starts), one.spans,
+                        stream=self._stream, place=placed, **use,
+                    )  # fmt: skip
+            finally:
+                posted = TorchPosted(self._stream)
+                for slot in slots:
+                    slot.used_until = posted
         return posted
+
+    @contextmanager
+    def _no_launch_left_behind(self) -> Iterator[None]:
+        """Where something fails, wait for what was launched before: it still writes until then."""
+        try:
+            yield
+        except BaseException:
+            with suppress(Exception):  # the device has failed, and writes no more
+                TorchPosted(self._stream).wait()
+            raise
 
     def _uploaded(self, table: Int64s, slots: list[_TableSlot]) -> Any:
         """A table on the device, in the order of the stream."""
         import torch
 
-        if table.nbytes > _SLOT_BYTES or len(slots) == _SLOTS:
+        slot = self._slots[self._used % _SLOTS]
+        in_use = slot.used_until is not None and not slot.used_until.done()
+        if table.nbytes > _SLOT_BYTES or len(slots) == _SLOTS or in_use:
             with self.on_stream():
                 whole = torch.from_numpy(table).pin_memory()
                 return whole.to(self._device, non_blocking=True)
-        slot = self._slots[self._used % _SLOTS]
         self._used += 1
         if slot.used_until is None:
             with self.on_stream():
                 slot.make(self._device)
-        else:
-            slot.used_until.wait()
         slots.append(slot)
         slot.here[: table.size] = table.reshape(-1)
         address, stream = slot.table.data_ptr(), self._stream.cuda_stream

@@ -29,9 +29,9 @@ def check(
             checks.integers(given, name, axes=1)
     if sink_logits is not None:
         checks.rows_of(sink_logits, "sink_logits", (call.q.shape[1],))
-    if queries is None and starts is None and prepared:
-        return
     count = call.lengths.shape[0]
+    if queries is None and starts is None and prepared and call.tables.shape[0] == count:
+        return
     sizes = [call.tables.shape[0], *([] if queries is None else [queries.shape[0]])]
     sizes += [] if starts is None else [starts.shape[0] - 1]
     wrong = any(size != count for size in sizes) or (queries is None) == (starts is None)

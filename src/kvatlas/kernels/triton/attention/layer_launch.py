@@ -145,7 +145,7 @@ def _worked_out(
         heads, k.at, v.at, shape, _scoring(layer, scores), split,
         _decode(layer, key, split, shape, (k.at, v.at), heads, max_queries, choice),
         _prefill(key, split, shape, heads, choice) if wanted else None,
-        tune.dependent_launch(q.device),
+        tune.dependent_launch(layer.buffer.device),
     )  # fmt: skip
 
 
@@ -245,7 +245,7 @@ def _decode(
         "num_stages": use["stages"],
         "maxnreg": use.get("registers"),
     }
-    kernel = latent_kernel(key, shape, tiling)
+    kernel = latent_kernel(key, shape, tiling) if layer.buffer.data_ptr() % 16 == 0 else None
     if kernel is not None:
         options = {"num_warps": 8}
     return DecodeLaunch(
