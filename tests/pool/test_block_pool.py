@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
@@ -187,12 +187,12 @@ def test_tokens_of_a_call_that_was_refused_are_not_known() -> None:
 @pytest.mark.parametrize("eviction", ["fifo", "lru", "s3-fifo"])
 def test_what_is_copied_from_is_nobody_elses_before(eviction: str) -> None:
     """Else a full pool deals a source out to another group, which zeroes it before the copy."""
-    made, rng = small_plan("hybrid", 14), random.Random(7)
+    made, rng = small_plan("hybrid", 14), np.random.default_rng(7)
     pool, step, copied = BlockPool(made, eviction=eviction), made.block_size, 0
     for number in range(200):
-        tokens = rng.choice([1, 2, 3]) * step
-        prompt = [rng.randrange(4), *range(100, 99 + tokens)]
-        pool.admit(number, [*prompt, *[7] * rng.randrange(1, step)])
+        tokens = int(rng.integers(1, 4)) * step
+        prompt = [int(rng.integers(4)), *range(100, 99 + tokens)]
+        pool.admit(number, [*prompt, *[7] * int(rng.integers(1, step))])
         try:
             given = pool.reserve(number, tokens + 1)
         except AtlasError:  # no blocks
