@@ -6,12 +6,13 @@ how much of it is found again. `checkpoints` and `eviction` are the policies of 
 """
 
 from kvatlas.pool.block_ids import GONE, BlockIds
-from kvatlas.pool.block_pool import BlockPool, CopyOnWrite, Reservation
+from kvatlas.pool.block_pool import BlockPool
 from kvatlas.pool.checkpoints import CHECKPOINTS, Checkpoints, checkpoint_policy
 from kvatlas.pool.event_stream import EventPublisher, EventSubscriber, ReceivedBatch
 from kvatlas.pool.events import AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored, EventBatch
 from kvatlas.pool.eviction import EVICTIONS, Eviction
 from kvatlas.pool.prefix_hash import HashChain, PrefixIdentity
+from kvatlas.pool.reservation import CopyOnWrite, Reservation
 from kvatlas.pool.simulation import (
     HitRates,
     PrefillCost,

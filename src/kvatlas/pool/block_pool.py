@@ -9,8 +9,7 @@ Blocks that can be found are not written any more: whoever goes on behind one ha
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import ceil_div, integer
@@ -28,29 +27,10 @@ from kvatlas.pool.group_needs import (
 )
 from kvatlas.pool.prefix_hash import HashChain, PrefixIdentity
 from kvatlas.pool.prefix_index import PrefixIndex
+from kvatlas.pool.reservation import CopyOnWrite, Reservation
 
 SEEN = 4
 """Prefixes that are remembered for each block, whether its content is still there or not."""
-
-
-class CopyOnWrite(NamedTuple):
-    """A block to copy before the next tokens are computed: another owner keeps the old one."""
-
-    group: int
-    source: int
-    destination: int
-    tokens: int
-    """Tokens of it that are the request's: the rest of the block need not be copied."""
-
-
-@dataclass
-class Reservation:
-    """What an engine does before it computes the tokens that were reserved for."""
-
-    clear: dict[int, list[int]] = field(default_factory=dict)
-    """Blocks to zero first, by group: those that the plan says are read before they are written."""
-    copies: list[CopyOnWrite] = field(default_factory=list)
-    """Blocks to copy."""
 
 
 @dataclass

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
 from kvatlas.routing import Copy, Route, RunGrid, checked_rank
 from kvatlas.tier.index import TierBlock
@@ -115,3 +116,11 @@ def tables_of(
         table += [-1] * (entry + 1 - len(table))
         table[entry] = block.block_id
     return tables
+
+
+def check_all_there(found: int, wanted: int) -> None:
+    """Refuse a fetch of more tokens than a tier has."""
+    if found < wanted:
+        problem, got = "The tier does not have all tokens", f"{found} of {wanted} tokens"
+        hint = "Ask match first, or pin what there is"
+        raise AtlasError(Code.MISSING_BLOCKS, problem, got=got, hint=hint)

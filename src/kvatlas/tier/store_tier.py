@@ -21,6 +21,7 @@ from typing import Any
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
 from kvatlas.routing import checked_rank, route, token_range
+from kvatlas.tier.hit import check_all_there
 from kvatlas.tier.index import StoreResult
 from kvatlas.tier.ingest import Ingest, check_tier_plan, with_room
 from kvatlas.tier.namespaces import CacheIdentity, Namespace, RowName
@@ -250,10 +251,7 @@ class StoreTier:
         """
         _, stop = token_range(tokens, min(plan.max_len, self.plan.max_len))
         with self.pin(keys, tokens) as hit:
-            if hit.tokens < stop:
-                problem, got = "The tier does not have all tokens", f"{hit.tokens} of {stop} tokens"
-                hint = "Ask match first, or pin what there is"
-                raise AtlasError(Code.MISSING_BLOCKS, problem, got=got, hint=hint)
+            check_all_there(hit.tokens, stop)
             hit.fetch(pools, plan, rank=rank, blocks=blocks)
 
     def drop(self, keys: Keys) -> int:

@@ -16,11 +16,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
 from kvatlas.routing import route, token_range
 from kvatlas.tier.file import TierFile
-from kvatlas.tier.hit import Hit, tables_of
+from kvatlas.tier.hit import Hit, check_all_there, tables_of
 from kvatlas.tier.index import BlockIndex, StoreResult
 from kvatlas.tier.ingest import check_tier_plan
 from kvatlas.tier.request_blocks import Keys, TierSpans, keys_by_group
@@ -194,10 +193,7 @@ class Tier:
         """Fetch tokens into a rank's blocks: all of them, or a refusal and nothing."""
         _, stop = token_range(tokens, min(plan.max_len, self.plan.max_len))
         with self.pin(keys, tokens) as hit:
-            if hit.tokens < stop:
-                problem, got = "The tier does not have all tokens", f"{hit.tokens} of {stop} tokens"
-                hint = "Ask Tier.match first, or pin what there is"
-                raise AtlasError(Code.MISSING_BLOCKS, problem, got=got, hint=hint)
+            check_all_there(hit.tokens, stop)
             hit.fetch(pools, plan, rank=rank, blocks=blocks, carry=carry)
 
     def drop(self, keys: Keys) -> int:

@@ -20,7 +20,7 @@ import numpy as np
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
 from kvatlas.routing import checked_rank, route, token_range
-from kvatlas.tier.hit import Hit
+from kvatlas.tier.hit import Hit, check_all_there
 from kvatlas.tier.index import PartSums, StoreResult
 from kvatlas.tier.request_blocks import Keys, NeededBlock, keys_by_group
 from kvatlas.tier.served import messages as m
@@ -204,10 +204,7 @@ class TierClient:
         """Fetch tokens into a rank's blocks: all of them, or a refusal."""
         _, stop = token_range(tokens, min(plan.max_len, self.plan.max_len))
         with self.pin(keys, tokens) as hit:
-            if hit.tokens < stop:
-                problem, got = "The tier does not have all tokens", f"{hit.tokens} of {stop} tokens"
-                hint = "Ask TierClient.match first, or pin what there is"
-                raise AtlasError(Code.MISSING_BLOCKS, problem, got=got, hint=hint)
+            check_all_there(hit.tokens, stop)
             hit.fetch(pools, plan, rank=rank, blocks=blocks, carry=carry)
 
     def _hit(self, at: Attachment, answer: Any) -> Hit:

@@ -242,7 +242,7 @@ class RankLease:
     def tell_read(self) -> None:
         """Let the source know, beside everything else, what it has not been asked about."""
         seen, wanted = self.seen, self.wanted
-        if seen is None:
+        if seen is None or self.transfer.error is not None:  # who failed may come again for it
             return
         whole = wanted.layers is None and self.tokens == (seen.offer.start, seen.offer.stop)
         if whole or wanted.final:

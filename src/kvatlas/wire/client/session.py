@@ -276,8 +276,7 @@ class Session:
         else:
             self.node.metrics.ended(wanted.direction, "ok")
             transfer.finished(rank)
-            if transfer.error is None:  # who failed may come again for it
-                lease.tell_read()
+            lease.tell_read()
             if wanted.final and transfer.ready:
                 self._tell_unread(wanted.request)
             return

@@ -1,0 +1,26 @@
+"""`Reservation`: what an engine zeroes and copies before it computes tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class CopyOnWrite(NamedTuple):
+    """A block to copy before the next tokens are computed: another owner keeps the old one."""
+
+    group: int
+    source: int
+    destination: int
+    tokens: int
+    """Tokens of it that are the request's: the rest of the block need not be copied."""
+
+
+@dataclass
+class Reservation:
+    """What an engine does before it computes the tokens that were reserved for."""
+
+    clear: dict[int, list[int]] = field(default_factory=dict)
+    """Blocks to zero first, by group: those that the plan says are read before they are written."""
+    copies: list[CopyOnWrite] = field(default_factory=list)
+    """Blocks to copy."""
