@@ -1,11 +1,12 @@
 """The tiers: what one topology stored, another can fetch, on one host or from a fleet's store."""
 
-from kvatlas.tier.chained_keys import prefix_keys
+from kvatlas.tier.chained_keys import BlockKeys, PrefixChain, prefix_keys
 from kvatlas.tier.file_owner import socket_beside
 from kvatlas.tier.hit import Hit
 from kvatlas.tier.index import StoreResult
 from kvatlas.tier.namespaces import CacheIdentity
-from kvatlas.tier.opening import open_store, open_tier
+from kvatlas.tier.opening import is_store, open_store, open_tier, rows_of
+from kvatlas.tier.prefix_finder import AnyTier, PrefixFinder
 from kvatlas.tier.served.client import TierClient
 from kvatlas.tier.served.server import TierServer
 from kvatlas.tier.served.sharing import share_file, share_memory
@@ -23,6 +24,8 @@ from kvatlas.tier.stores import FolderStore, HostStore, MooncakeStore, ObjectSto
 from kvatlas.tier.tier import Tier
 
 __all__ = [
+    "AnyTier",
+    "BlockKeys",
     "CacheIdentity",
     "FolderStore",
     "Hit",
@@ -30,6 +33,8 @@ __all__ = [
     "MooncakeStore",
     "NamespaceSummary",
     "ObjectStore",
+    "PrefixChain",
+    "PrefixFinder",
     "StoreHit",
     "StoreResult",
     "StoreTier",
@@ -39,9 +44,11 @@ __all__ = [
     "collect_garbage",
     "export_objects",
     "import_objects",
+    "is_store",
     "open_store",
     "open_tier",
     "prefix_keys",
+    "rows_of",
     "share_file",
     "share_memory",
     "socket_beside",

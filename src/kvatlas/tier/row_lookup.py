@@ -49,6 +49,16 @@ class RowLookup:
                     return end, {need: asked.rows[need] for need in needs}, asked.missing
         return 0, {}, asked.missing
 
+    def begun(self, group: int, ends: Mapping[int, bytes], deadline: Deadline) -> list[bool]:
+        """For each end of a request whether a row of a group that it ends in was begun."""
+        spans = self._spans
+        rows = [
+            [RowName(group, key, cover) for cover in spans.covers_at_end(group, stop)]
+            for stop, key in ends.items()
+        ]
+        there = iter(self._traffic.begun([row for own in rows for row in own], deadline))
+        return [any([next(there) for _ in own]) for own in rows]
+
 
 class Asked:
     """What a store was asked for in one lookup, and has."""

@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
 from functools import lru_cache
+from itertools import compress
 from typing import Any
 
 from kvatlas.errors import AtlasError, Code
@@ -221,6 +222,22 @@ class StoreTier:
         with self._storage.using():
             start, stop = token_range(tokens, self.plan.max_len)
             return self._found(start, stop, keys)[0]
+
+    def kept_ends(self, group: int, ends: Mapping[int, bytes]) -> list[int]:
+        """Up to which of some tokens a group has rows: `ends` has the key of each one's last.
+
+        Rows may still lack objects that other ranks store. A store that fails or is late has none.
+        """
+        with self._storage.using():
+            deadline = Deadline(self.deadline)
+            try:
+                there = self._lookup.begun(group, ends, deadline)
+            except AtlasError as problem:
+                if problem.code not in _STORE_FAILED:
+                    raise
+                self._missed(problem)
+                return []
+            return list(compress(ends, there))
 
     @contextmanager
     def pin(self, keys: Keys, tokens: Any) -> Iterator[StoreHit]:

@@ -218,6 +218,10 @@ class Tier:
         """Whether a key of a group is whole."""
         return self._index.has(group, key)
 
+    def kept_ends(self, group: int, ends: Mapping[int, bytes]) -> list[int]:
+        """Up to which of some tokens a group has blocks: `ends` has the key of each one's last."""
+        return [tokens for tokens, key in ends.items() if self._index.has(group, key)]
+
     def names(self) -> list[tuple[int, bytes]]:
         """Every (group, key) that is whole, the least recently used first."""
         return self._index.names()

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from functools import lru_cache
+from itertools import compress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -235,6 +236,11 @@ class TierClient:
     def has(self, key: bytes, group: int = 0) -> bool:
         """Whether a key of a group is whole."""
         return all(self._find((group, key)).whole)
+
+    def kept_ends(self, group: int, ends: Mapping[int, bytes]) -> list[int]:
+        """Up to which of some tokens a group has blocks: `ends` has the key of each one's last."""
+        found = self._find(*((group, key) for key in ends.values())).whole
+        return list(compress(ends, found))
 
     def __contains__(self, key: object) -> bool:
         """Whether a key is whole in every group that it could stand for."""
