@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 
 from kvatlas.tier.namespaces import RowName
 from kvatlas.tier.request_blocks import Cover, NeededBlock, TierSpans
@@ -57,7 +58,7 @@ class RowLookup:
             for stop, key in ends.items()
         ]
         there = iter(self._traffic.begun([row for own in rows for row in own], deadline))
-        return [any([next(there) for _ in own]) for own in rows]
+        return [any(list(islice(there, len(own)))) for own in rows]
 
 
 class Asked:

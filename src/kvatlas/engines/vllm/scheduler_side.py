@@ -192,8 +192,7 @@ class SchedulerSide:
         if found is not None:
             start = found.tokens - external
             tables = self._reading(request_id, blocks, start, found.tokens)
-            pinned = (found.hit.name, found.rows)
-            order = LoadOrder(request_id, *pinned, tables, start, found.tokens)
+            order = LoadOrder(request_id, found.pin, found.keys, tables, start, found.tokens)
             self._orders.loads.append(order)
 
     def _reading(self, request_id: str, blocks: Any, start: int, stop: int) -> Tables:

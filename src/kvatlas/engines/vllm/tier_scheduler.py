@@ -6,9 +6,9 @@ import logging
 from concurrent.futures import Future
 from typing import Any
 
-from kvatlas.engines.vllm.prefix_keys import Rows
 from kvatlas.engines.vllm.prefix_tier import FoundPrefix, PrefixTier
 from kvatlas.errors import AtlasError
+from kvatlas.tier import BlockKeys
 
 log = logging.getLogger("kvatlas.vllm")
 
@@ -84,7 +84,7 @@ class TierScheduler:
         """Let go of the tier, and of all that was found."""
         self._tier.close()
 
-    def worth_keeping(self, request: Any) -> tuple[Rows, int, int] | None:
+    def worth_keeping(self, request: Any) -> tuple[BlockKeys, int, int] | None:
         """The keys and the range of tokens of a finished request that the tier does not have."""
         if not self.keeps or not _made_of_tokens(request) or request.status.name == _FAILED:
             return None
@@ -103,12 +103,12 @@ class TierScheduler:
         if tokens < 1:
             return None
         try:
-            keys = self._tier.keys(request.all_token_ids[:tokens], request.cache_salt)
-            start = self._tier.stored(keys, tokens)
+            chain = self._tier.chain(request.all_token_ids[:tokens], request.cache_salt)
+            start = self._tier.stored(chain, tokens)
         except AtlasError as refusal:
             log.warning("not kept in the tier request=%r: %s", request.request_id, refusal)
             return None
-        return (keys.rows(tokens), start, tokens) if start < tokens else None
+        return (chain.keys(tokens), start, tokens) if start < tokens else None
 
     def _find(self, request: Any) -> Future[FoundPrefix | None] | None:
         if not _made_of_tokens(request) or getattr(request, "skip_reading_prefix_cache", False):
@@ -116,7 +116,7 @@ class TierScheduler:
         last = request.num_tokens - max(1, self._ahead)  # the last token is always computed
         try:
             return self._tier.find(
-                self._tier.keys(request.all_token_ids[:last], request.cache_salt)
+                self._tier.chain(request.all_token_ids[:last], request.cache_salt)
             )
         except (AtlasError, RuntimeError) as refusal:  # closed, or an unsound file
             log.warning("not looked up in the tier request=%r: %s", request.request_id, refusal)
