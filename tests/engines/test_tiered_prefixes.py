@@ -13,7 +13,7 @@ import torch
 from kvatlas.engines.transformers import AtlasCache, PrefixReuse, make_plan
 from kvatlas.errors import AtlasError
 from kvatlas.pool import BlockPool, PrefixIdentity
-from kvatlas.tier import open_tier
+from kvatlas.tier import Tier, open_tier
 from tests.engines.guarded import Guarded
 from tests.engines.test_prefix_reuse import DEEP, NEW
 from tests.engines.zoo import VOCABULARY, model_of, seeded
@@ -171,6 +171,7 @@ def test_a_tier_that_is_open_may_be_given_and_stays_open(pages: Guarded) -> None
             reuse = PrefixReuse(model_of("Llama"), pages.bind(plan), tier)
             assert ask("Llama", reuse, prompts()[0][:40])[0] == expected
             reuse.close()
+        assert isinstance(tier, Tier)
         assert len(tier) == 2
     reuse = PrefixReuse(model_of("Llama"), pages.bind(plan), tier)  # closed: all is computed
     assert ask("Llama", reuse, prompts()[0][:40])[0] == 0

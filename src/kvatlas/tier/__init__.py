@@ -5,7 +5,7 @@ from kvatlas.tier.file_owner import socket_beside
 from kvatlas.tier.hit import Hit
 from kvatlas.tier.index import StoreResult
 from kvatlas.tier.namespaces import CacheIdentity
-from kvatlas.tier.opening import is_store, open_store, open_tier, rows_of
+from kvatlas.tier.opening import is_store, open_store, open_store_tier, open_tier
 from kvatlas.tier.prefix_finder import AnyTier, PrefixFinder
 from kvatlas.tier.served.client import TierClient
 from kvatlas.tier.served.server import TierServer
@@ -46,9 +46,9 @@ __all__ = [
     "import_objects",
     "is_store",
     "open_store",
+    "open_store_tier",
     "open_tier",
     "prefix_keys",
-    "rows_of",
     "share_file",
     "share_memory",
     "socket_beside",

@@ -71,8 +71,27 @@ def open_tier(
         hint = "Pass CacheIdentity(weights=models.weights_identity(folder))"
         problem = "A store that others write to is of no use without an identity"
         raise AtlasError(Code.CONTRADICTORY, problem, got=str(where), hint=hint)
-    rows = rows_of(known, block_size, max_len, _ANY_MEMORY)
-    return StoreTier(open_store(str(where)), rows, identity, **options)
+    about: dict[str, Any] = {"block_size": block_size, "max_len": max_len, **options}
+    return open_store_tier(str(where), known, identity, **about)
+
+
+def open_store_tier(
+    where: str,
+    model: Model | Plan,
+    identity: CacheIdentity,
+    *,
+    block_size: int = BLOCK,
+    max_len: int | None = None,
+    **options: Any,
+) -> StoreTier:
+    """The tier in the store at an address; `options` are those of `StoreTier`."""
+    rows = rows_of(_known(model), block_size, max_len, _ANY_MEMORY)
+    store = open_store(where)
+    try:
+        return StoreTier(store, rows, identity, **options)
+    except BaseException:
+        store.close()
+        raise
 
 
 def _known(model: Model | Plan | str) -> Model:

@@ -12,7 +12,7 @@ import logging
 import secrets
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,5 +126,6 @@ class PrefixTier:
             return None
         keys = chain.keys(tokens)
         with ExitStack() as pinned:
-            hit = pinned.enter_context(self._tier.pin(keys, tokens))
+            pin: AbstractContextManager[Hit | StoreHit] = self._tier.pin(keys, tokens)
+            hit = pinned.enter_context(pin)
             return FoundPrefix(hit, keys, pinned.pop_all()) if hit.tokens else None

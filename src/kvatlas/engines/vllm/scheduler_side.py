@@ -23,7 +23,7 @@ from kvatlas.engines.vllm.orders import (
     prompt_digest,
 )
 from kvatlas.engines.vllm.prefix_tier import PrefixTier
-from kvatlas.engines.vllm.tier_scheduler import TierScheduler
+from kvatlas.engines.vllm.tier_scheduler import PATIENCE, TierScheduler
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import ceil_div
 from kvatlas.specs import Visibility
@@ -61,8 +61,11 @@ class SchedulerSide:
         # Drafters of several modules look ahead: what they keep of the last tokens is a guess.
         ahead = getattr(vllm_config, "num_prefill_lookahead_tokens", 0) - 1
         self._left_out = max(ahead, int(any(group.partial for group in self._groups)))
-        guesses = getattr(vllm_config, "speculative_config", None) is not None
-        self._tier = TierScheduler(tier, ahead=ahead, guesses=guesses) if tier else None
+        self._ahead = ahead
+        self._guesses = getattr(vllm_config, "speculative_config", None) is not None
+        self._tier: TierScheduler | None = None
+        if tier is not None:
+            self.use_tier(tier)
         self._managers: Any = None
         self._endpoints: tuple[str, ...] = ()
         self._remote: dict[str, RemoteRequest] = {}
@@ -76,6 +79,11 @@ class SchedulerSide:
     def set_endpoints(self, endpoints: dict[tuple[int, int], str]) -> None:
         """Where the ranks of this engine are, by stage and tensor-parallel rank."""
         self._endpoints = tuple(endpoints[key] for key in sorted(endpoints))
+
+    def use_tier(self, tier: PrefixTier, patience: float = PATIENCE) -> None:
+        """Keep what has finished in a tier, and ask it for requests, each for so many seconds."""
+        ahead, guesses = self._ahead, self._guesses
+        self._tier = TierScheduler(tier, ahead=ahead, guesses=guesses, patience=patience)
 
     def bind_manager(self, kv_cache_manager: Any) -> None:
         """Take vLLM's managers of the groups' blocks, which know what is cached."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from concurrent.futures import Future
 from typing import Any
 
@@ -13,13 +14,17 @@ from kvatlas.tier import BlockKeys
 log = logging.getLogger("kvatlas.vllm")
 
 _FAILED = "FINISHED_ERROR"
+PATIENCE = 2.0
+"""Seconds that a request waits for what a tier has of it."""
 
 
 class TierScheduler:
     """Which tokens of which requests come from a tier, and go to it."""
 
-    def __init__(self, tier: PrefixTier, *, ahead: int, guesses: bool) -> None:
-        self._tier = tier
+    def __init__(
+        self, tier: PrefixTier, *, ahead: int, guesses: bool, patience: float = PATIENCE
+    ) -> None:
+        self._tier, self._patience = tier, patience
         self._ahead = max(0, ahead)
         """Last tokens of a request of which drafters keep a guess."""
         # A drafter's guesses move a recurrent state on, and a stop must be exactly where it is.
@@ -28,6 +33,8 @@ class TierScheduler:
         """What was found of requests that wait; None for nothing, or what was read before."""
         self._loading: dict[str, FoundPrefix] = {}
         """What workers fetch, pinned until all of them have."""
+        self._wait_until: dict[str, float] = {}
+        """When requests that are looked up are computed instead."""
         self._outdated: set[str] = set()
         """Requests that were begun before weights changed."""
 
@@ -36,12 +43,18 @@ class TierScheduler:
         name = request.request_id
         if name not in self._found:
             self._outdated.discard(name)  # it begins anew
+            self._wait_until[name] = time.monotonic() + self._patience
             self._found[name] = self._find(request)
         looked_up = self._found[name]
         if looked_up is None:
             return 0
         if not looked_up.done():
-            return None
+            if time.monotonic() < self._wait_until[name]:
+                return None
+            log.warning("computed here request=%r: the tier has not answered in time", name)
+            self._found[name] = None
+            self._let_go(looked_up)
+            return 0
         found = _result(looked_up)
         return max(0, found.tokens - computed) if found is not None else 0
 
@@ -70,6 +83,7 @@ class TierScheduler:
     def forget(self, request_id: str) -> None:
         """A request has finished."""
         self._outdated.discard(request_id)
+        self._wait_until.pop(request_id, None)
         self._let_go(self._found.pop(request_id, None))
 
     def reset(self) -> None:
@@ -79,6 +93,7 @@ class TierScheduler:
         for looked_up in self._found.values():
             self._let_go(looked_up)
         self._found.clear()
+        self._wait_until.clear()
 
     def close(self) -> None:
         """Let go of the tier, and of all that was found."""
