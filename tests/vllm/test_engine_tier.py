@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from examples import vllm_pair
 
+from tests.tier import mooncake_world
 from tests.vllm.comparing import assert_nothing_held, assert_same, atlas, prompt, undisturbed
 from tests.vllm.engine_process import engine
 from tests.vllm.models import checkpoint
@@ -27,14 +30,35 @@ def keeping(path: Path | str) -> dict[str, Any]:
     return atlas(transport="none", tier=str(path), tier_memory="16MiB")
 
 
+@contextmanager
+def tier_at(kind: str, folder: Path) -> Iterator[str]:
+    """A file, or a store of a master that runs meanwhile."""
+    if kind == "file":
+        yield str(folder / "prefixes.tier")
+        return
+    if why := mooncake_world.missing():
+        pytest.skip(why)
+    with mooncake_world.running() as master:
+        # Ranks give memory to it, and so does a host that is no engine's.
+        host = master.store(segment=64 << 20)
+        yield f"mooncake://{master.address}?segment=16MiB"
+        host.close()
+
+
 @pytest.mark.parametrize(
-    ("name", "ranks", "found"), [("llama", TP, 256), ("gemma3", TP, LENGTH + 7), ("llama", PP, 256)]
+    ("kind", "name", "ranks", "found"),
+    [
+        ("file", "llama", TP, 256),
+        ("file", "gemma3", TP, LENGTH + 7),
+        ("file", "llama", PP, 256),
+        ("mooncake", "gemma3", TP, LENGTH + 7),
+    ],
 )
 def test_engines_of_unlike_ranks_find_at_once_what_the_other_has_stored(
-    name: str, ranks: dict[str, Any], found: int, checkpoints: Path, tmp_path: Path
+    kind: str, name: str, ranks: dict[str, Any], found: int, checkpoints: Path, tmp_path: Path
 ) -> None:
     """Whole blocks of 64 tokens; with windows, all that was computed of a request that goes on."""
-    model, path = checkpoint(name, checkpoints), tmp_path / "prefixes.tier"
+    model = checkpoint(name, checkpoints)
     with engine(model, name="undisturbed", core="0|1") as alone:
         begun = [prompt(LENGTH, seed) for seed in (1, 2)]
         right = [alone.generate(one) for one in begun]
@@ -43,8 +67,9 @@ def test_engines_of_unlike_ranks_find_at_once_what_the_other_has_stored(
         ]
         right_after = [alone.generate(one) for one in longer]
     with (
-        engine(model, name="several", connector=keeping(path), block_size=64, **ranks) as several,
-        engine(model, name="one", core="1", connector=keeping(path), block_size=128) as one,
+        tier_at(kind, tmp_path) as where,
+        engine(model, name="several", connector=keeping(where), block_size=64, **ranks) as several,
+        engine(model, name="one", core="1", connector=keeping(where), block_size=128) as one,
     ):
         for asked, (first, second) in enumerate(((several, one), (one, several))):
             got = first.generate(begun[asked])
