@@ -106,7 +106,7 @@ def test_an_engine_goes_on_when_the_one_that_served_the_tier_is_killed(
         assert_nothing_held(other)
 
 
-def test_vllm_serve_finds_what_another_of_other_ranks_has_stored_before_it_ended(
+def test_vllm_serve_finds_what_another_of_other_ranks_has_stored_under_the_same_weights_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Servers with a core and workers in processes of their own, asked by HTTP."""
@@ -114,7 +114,10 @@ def test_vllm_serve_finds_what_another_of_other_ranks_has_stored_before_it_ended
     monkeypatch.setattr(vllm_pair, "_CONNECTOR", keeping(tmp_path / "prefixes.tier"))
     words = " ".join(f"w{token}" for token in prompt(LENGTH))
     texts = []
-    for name, kept, loaded in (("prefill", 2, 0), ("decode", 0, 1)):  # tp 2, then tp 1
+    # tp 2 stores and ends; tp 1 loads; tp 1 with other weights under the same names does not.
+    for name, kept, loaded in (("prefill", 2, 0), ("decode", 0, 1), ("decode", 1, 0)):
+        if len(texts) == 2:
+            train(model / "model.safetensors")
         with vllm_pair.served(model, name) as engine_served:
             engine_served.wait()
             texts.append(engine_served.complete(words, 8)["choices"][0]["text"])
@@ -125,4 +128,13 @@ def test_vllm_serve_finds_what_another_of_other_ranks_has_stored_before_it_ended
         assert counted.get("tier_loads", 0) == loaded, counted
         assert counted.get("tier_tokens", 0) == 256 * loaded
         assert counted.get("tier_failures", 0) == 0
-    assert texts[0] == texts[1]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def train(path: Path) -> None:
+    """Change the weights of a checkpoint a little, and nothing else."""
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(path)
+    weights["model.layers.1.self_attn.v_proj.weight"] += 0.5
+    save_file(weights, path, {"format": "pt"})

@@ -43,12 +43,20 @@ class PrefixChain:
     """
 
     def __init__(
-        self, plan: Plan, tokens: Sequence[int], *, salt: bytes = b"", lora: str = ""
+        self,
+        plan: Plan,
+        tokens: Sequence[int],
+        *,
+        salt: bytes = b"",
+        lora: str = "",
+        identity: bytes = b"",
     ) -> None:
+        """`identity` goes before the salt, where the tier's names say nothing of the weights."""
         self._blocks = [group.block for group in plan.groups]
         self._grain = grain = gcd(*self._blocks)
         self._text, self.count = _as_bytes(tokens), len(tokens)
-        self._links = [_digest(msgspec.msgpack.encode([salt, lora]))]
+        self.salt, self.lora = salt, lora
+        self._links = [_digest(msgspec.msgpack.encode([identity + salt, lora]))]
         for start in range(0, self.count - grain + 1, grain):
             self._links.append(_digest(self._links[-1] + self._between(start, start + grain)))
 
@@ -65,6 +73,11 @@ class PrefixChain:
         whole = stop // self._grain
         tail = self._between(whole * self._grain, stop)
         return _digest(self._links[whole] + tail) if tail else self._links[whole]
+
+    def tokens(self, start: int, stop: int) -> list[int]:
+        """Some of the tokens."""
+        found: list[int] = np.frombuffer(self._between(start, stop), "<i8").tolist()
+        return found
 
     def _between(self, start: int, stop: int) -> bytes:
         return self._text[_TOKEN * start : _TOKEN * stop]

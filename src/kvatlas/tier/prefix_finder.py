@@ -8,6 +8,7 @@ ends are asked for by their keys, many at once, from the last that the other lay
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import compress
 from math import gcd
 
 from kvatlas.specs import Visibility
@@ -63,7 +64,8 @@ class PrefixFinder:
 
     def chain(self, tokens: Sequence[int], salt: bytes = b"", lora: str = "") -> PrefixChain:
         """The keys of a request's tokens."""
-        return PrefixChain(self.tier.plan, tokens, salt=self.identity + salt, lora=lora)
+        about = {"salt": salt, "identity": self.identity}
+        return PrefixChain(self.tier.plan, tokens, lora=lora, **about)
 
     def whole_blocks(self, tokens: int) -> int:
         """The tokens of a request that are worth storing: whole blocks, or all of them."""
@@ -84,7 +86,7 @@ class PrefixFinder:
         tried = 0
         for last in range(self._farthest(chain), 0, -_AT_ONCE):
             stops = range(last, max(0, last - _AT_ONCE), -1)
-            there = self.tier.kept_ends(self._ending, {stop: chain.key_at(stop) for stop in stops})
+            there = list(compress(stops, self._kept(self._ending, chain, stops)))
             yield from there[: _TRIES - tried]
             tried += len(there)
             if tried >= _TRIES:
@@ -94,13 +96,14 @@ class PrefixFinder:
         """The last token that a prefix could end with: not a block behind what is kept whole."""
         if self._keeping is None:
             return chain.count
-        block, group = self.tier.plan.groups[self._keeping].block, self._keeping
+        block = self.tier.plan.groups[self._keeping].block
         whole = range(block, chain.count + 1, block)
         for first in range(0, len(whole), _AT_ONCE):
-            asked = whole[first : first + _AT_ONCE]
-            there = self.tier.kept_ends(group, {stop: chain.key_at(stop) for stop in asked})
-            # They come in their order: the first that is another is not there.
-            for number, stop in enumerate(asked):
-                if there[number : number + 1] != [stop]:
+            stops = whole[first : first + _AT_ONCE]
+            for stop, there in zip(stops, self._kept(self._keeping, chain, stops), strict=True):
+                if not there:
                     return stop - 1
         return chain.count
+
+    def _kept(self, group: int, chain: PrefixChain, stops: range) -> list[bool]:
+        return self.tier.kept_ends(group, [(stop, chain.key_at(stop)) for stop in stops])

@@ -50,15 +50,22 @@ class RowLookup:
                     return end, {need: asked.rows[need] for need in needs}, asked.missing
         return 0, {}, asked.missing
 
-    def begun(self, group: int, ends: Mapping[int, bytes], deadline: Deadline) -> list[bool]:
-        """For each end of a request whether a row of a group that it ends in was begun."""
-        spans = self._spans
+    def kept(
+        self, group: int, ends: Sequence[tuple[int, bytes]], deadline: Deadline, *, whole: bool
+    ) -> list[bool]:
+        """For each end of a request whether a row of a group that it ends in is there, or begun."""
+        covers = [self._spans.covers_at_end(group, stop) for stop, _ in ends]
         rows = [
-            [RowName(group, key, cover) for cover in spans.covers_at_end(group, stop)]
-            for stop, key in ends.items()
+            RowName(group, key, cover)
+            for (_, key), own in zip(ends, covers, strict=True)
+            for cover in own
         ]
-        there = iter(self._traffic.begun([row for own in rows for row in own], deadline))
-        return [any(list(islice(there, len(own)))) for own in rows]
+        traffic = self._traffic
+        if whole:
+            there = iter([all_there for all_there, _ in traffic.present(rows, deadline)])
+        else:
+            there = iter(traffic.begun(rows, deadline))
+        return [any(list(islice(there, len(own)))) for own in covers]
 
 
 class Asked:

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
 from functools import lru_cache
-from itertools import compress
 from typing import Any
 
 from kvatlas.errors import AtlasError, Code
@@ -223,21 +222,20 @@ class StoreTier:
             start, stop = token_range(tokens, self.plan.max_len)
             return self._found(start, stop, keys)[0]
 
-    def kept_ends(self, group: int, ends: Mapping[int, bytes]) -> list[int]:
-        """Up to which of some tokens a group has rows: `ends` has the key of each one's last.
+    def kept_ends(
+        self, group: int, ends: Sequence[tuple[int, bytes]], *, whole: bool = False
+    ) -> list[bool]:
+        """Whether a group has the row that requests of so many tokens end in, by its key.
 
-        Rows may still lack objects that other ranks store. A store that fails or is late has none.
+        Unless asked for `whole` rows, one may lack objects that other ranks have yet to store.
+        Refused, and counted, where the store fails or is late.
         """
         with self._storage.using():
-            deadline = Deadline(self.deadline)
             try:
-                there = self._lookup.begun(group, ends, deadline)
+                return self._lookup.kept(group, ends, Deadline(self.deadline), whole=whole)
             except AtlasError as problem:
-                if problem.code not in _STORE_FAILED:
-                    raise
                 self._missed(problem)
-                return []
-            return list(compress(ends, there))
+                raise
 
     @contextmanager
     def pin(self, keys: Keys, tokens: Any) -> Iterator[StoreHit]:

@@ -9,10 +9,9 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import lru_cache
-from itertools import compress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -237,10 +236,16 @@ class TierClient:
         """Whether a key of a group is whole."""
         return all(self._find((group, key)).whole)
 
-    def kept_ends(self, group: int, ends: Mapping[int, bytes]) -> list[int]:
-        """Up to which of some tokens a group has blocks: `ends` has the key of each one's last."""
-        found = self._find(*((group, key) for key in ends.values())).whole
-        return list(compress(ends, found))
+    def kept_ends(
+        self, group: int, ends: Sequence[tuple[int, bytes]], *, whole: bool = False
+    ) -> list[bool]:
+        """Whether a group has blocks, as `Tier.kept_ends` says; refused where nobody serves it."""
+        del whole  # all blocks are
+        names = tuple((group, key) for _, key in ends)
+        found = _expected(self.find_server().ask(m.FindNames, names=names), m.NamesFound).whole
+        if len(found) != len(names):
+            raise bad_handshake(f"{len(found)} answers for {len(names)} names")
+        return list(found)
 
     def __contains__(self, key: object) -> bool:
         """Whether a key is whole in every group that it could stand for."""
