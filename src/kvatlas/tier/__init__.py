@@ -22,6 +22,7 @@ from kvatlas.tier.store_inspection import (
 from kvatlas.tier.store_tier import StoreTier
 from kvatlas.tier.stores import FolderStore, HostStore, MooncakeStore, ObjectStore
 from kvatlas.tier.tier import Tier
+from kvatlas.tier.tier_events import TierEvents, block_hash
 
 __all__ = [
     "AnyTier",
@@ -40,7 +41,9 @@ __all__ = [
     "StoreTier",
     "Tier",
     "TierClient",
+    "TierEvents",
     "TierServer",
+    "block_hash",
     "collect_garbage",
     "export_objects",
     "import_objects",

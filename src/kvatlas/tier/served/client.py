@@ -241,11 +241,15 @@ class TierClient:
     ) -> list[bool]:
         """Whether a group has blocks, as `Tier.kept_ends` says; refused where nobody serves it."""
         del whole  # all blocks are
-        names = tuple((group, key) for _, key in ends)
-        found = _expected(self.find_server().ask(m.FindNames, names=names), m.NamesFound).whole
-        if len(found) != len(names):
-            raise bad_handshake(f"{len(found)} answers for {len(names)} names")
-        return list(found)
+        found: list[bool] = []
+        for first in range(0, len(ends), m.MOST_NAMES):
+            names = tuple((group, key) for _, key in ends[first : first + m.MOST_NAMES])
+            answer = self.find_server().ask(m.FindNames, names=names)
+            some = _expected(answer, m.NamesFound).whole
+            if len(some) != len(names):
+                raise bad_handshake(f"{len(some)} answers for {len(names)} names")
+            found += some
+        return found
 
     def __contains__(self, key: object) -> bool:
         """Whether a key is whole in every group that it could stand for."""
