@@ -65,7 +65,8 @@ class Ranks:
             asked = find_fleet_tier(fleet, rows, weights)
         assert asked is not None
         self.asked = asked
-        used = PrefixTier(asked, self.plan.max_len, b"weights" if fleet is None else b"")
+        identity = b"weights" if fleet is None else b""
+        used = PrefixTier(asked, self.plan.max_len, identity, events_from="STORAGE")
         self.scheduler.use_tier(used, about.get("lookup_seconds", 20.0))
 
     def carry_out(self, ranks: Any = None) -> None:
@@ -235,3 +236,33 @@ def test_a_store_that_cannot_be_reached_is_not_used(tmp_path: Path) -> None:
         plan = join_stages([describe_stage(vllm_config(), config)])
         assert open_fleet_tier(settings, plan, b"weights") is None
         assert find_fleet_tier(settings, plan.to_json(), b"weights") is None
+
+
+def test_what_all_ranks_have_stored_is_told_to_routers_and_what_is_gone_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefix_tier, "_ASK_AGAIN", 0.0)
+
+    def next_event() -> Any:
+        until = time.monotonic() + 20
+        while not (events := one.scheduler.take_events()):
+            assert time.monotonic() < until
+        (event,) = events
+        return event
+
+    for where in (tmp_path / "tier", f"folder://{tmp_path}/store"):
+        one = Ranks(where, "one", tp=2, block=64)
+        kept_by(one, [3, 9, 1, 7, 5])
+        one.scheduler.sent({"r"})
+        stored = next_event()
+        assert (stored.token_ids, stored.block_size) == (TOKENS[:256], 64)
+        place = "REMOTE" if is_store(where) else "LOCAL"
+        assert (stored.medium, stored.locality) == ("STORAGE", place)
+        keys = one.scheduler._tier._tier.chain(TOKENS[:256], None).keys()  # type: ignore[union-attr]
+        one.asked.drop({0: keys[0][3:]})
+        removed = next_event()
+        assert removed.block_hashes == stored.block_hashes[3:]
+        assert one.scheduler.reset_tier()
+        assert not one.scheduler.take_events(), "vLLM itself says that nothing is found any more"
+        one.close()
+    assert SchedulerSide(vllm_config(), Config([], num_blocks=1)).take_events() == []

@@ -22,12 +22,15 @@ from kvatlas.tier.store_inspection import (
 from kvatlas.tier.store_tier import StoreTier
 from kvatlas.tier.stores import FolderStore, HostStore, MooncakeStore, ObjectStore
 from kvatlas.tier.tier import Tier
-from kvatlas.tier.tier_events import TierEvents, block_hash
+from kvatlas.tier.tier_events import MEMORY, STORAGE, EventListener, TierEvents, block_hash
 
 __all__ = [
+    "MEMORY",
+    "STORAGE",
     "AnyTier",
     "BlockKeys",
     "CacheIdentity",
+    "EventListener",
     "FolderStore",
     "Hit",
     "HostStore",

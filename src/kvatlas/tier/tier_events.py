@@ -33,7 +33,7 @@ _AGAIN = 1024
 _MOST = 1 << 20
 """Blocks that are remembered; beyond, the oldest are told of as removed."""
 
-Listener = Callable[[list[BlockEvent]], None]
+EventListener = Callable[[list[BlockEvent]], None]
 
 
 class _Block(NamedTuple):
@@ -75,7 +75,9 @@ class TierEvents:
     (2, None, 2)
     """
 
-    def __init__(self, tier: AnyTier, listener: Listener, *, medium: str | None = None) -> None:
+    def __init__(
+        self, tier: AnyTier, listener: EventListener, *, medium: str | None = None
+    ) -> None:
         in_memory = isinstance(tier, Tier) and tier.file is None
         self.medium = medium or (MEMORY if in_memory else STORAGE)
         self._locality = _REMOTE if isinstance(tier, StoreTier) else _LOCAL
@@ -100,13 +102,24 @@ class TierEvents:
                 news += self._removed()
                 for _ in range(len(self._noted)):
                     noted = self._noted.popleft()
-                    if not self._look_for(noted, news) and noted.tries < _TRIES:
+                    try:
+                        complete = self._look_for(noted, news)
+                    except AtlasError:
+                        self._noted.appendleft(noted)
+                        raise
+                    if not complete and noted.tries < _TRIES:
                         self._noted.append(noted._replace(tries=noted.tries + 1))
                 news += self._forgotten()
             except AtlasError:
                 pass  # it is slow or gone, which is no news of what it has
             if news:
                 self._listener(news)
+
+    def forget(self) -> None:
+        """Know of nothing any more, and tell nobody: a listener was told otherwise."""
+        with self._lock:
+            self._noted.clear()
+            self._told.clear()
 
     # -- inside -------------------------------------------------------------------------
 

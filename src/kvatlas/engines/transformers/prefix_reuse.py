@@ -16,10 +16,10 @@ import torch
 from transformers import DynamicCache
 
 from kvatlas.engines.transformers.cache import AtlasCache
-from kvatlas.engines.transformers.tiered_prefixes import TieredPrefixes, loaded_weights
+from kvatlas.engines.transformers.tiered_prefixes import TieredPrefixes, tiered_prefixes
 from kvatlas.errors import AtlasError, Code
 from kvatlas.pool import PrefixIdentity
-from kvatlas.tier import AnyTier, CacheIdentity
+from kvatlas.tier import AnyTier, CacheIdentity, EventListener
 
 _ROUNDING = 0.05
 """How far apart logits may be, as a share of the largest: bf16 has 8 bits."""
@@ -49,7 +49,8 @@ class PrefixReuse:
 
     With a `tier`, other processes and hosts find them too: one that is open, or the address of
     one, as `kvatlas.tier.open_tier` takes it. Its prefixes are those of `identity`, or else of the
-    weights as they are in the model now; `options` are those of `open_tier`.
+    weights as they are in the model now; `options` are those of `open_tier`. `events` is called
+    with what the tier has of requests that were ended here, as a `BlockPool`'s listener is.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class PrefixReuse:
         tier: AnyTier | str | Path | None = None,
         *,
         identity: CacheIdentity | None = None,
+        events: EventListener | None = None,
         **options: Any,
     ) -> None:
         if any(group.kind == "recurrent" for group in cache.plan.groups):
@@ -72,13 +74,9 @@ class PrefixReuse:
         self._identity: PrefixIdentity | None = None
         self.tiered: TieredPrefixes | None = None
         """What goes to the tier, and comes from it."""
-        self._opened = isinstance(tier, str | Path)
-        if isinstance(tier, str | Path):
-            about = (model, cache.cache, identity)
-            self.tiered = TieredPrefixes.open(tier, *about, **options)
-        elif tier is not None:
-            identity = identity or CacheIdentity(weights=loaded_weights(model))
-            self.tiered = TieredPrefixes(tier, identity)
+        if tier is not None:
+            about = {"identity": identity, "events": events, **options}
+            self.tiered = tiered_prefixes(tier, model, cache.cache, **about)
 
     def begin(self, prompt: Sequence[int], identity: PrefixIdentity | None = None) -> int:
         """Begin a request; the tokens of its prompt that need not be computed.
@@ -118,7 +116,7 @@ class PrefixReuse:
     def close(self) -> None:
         """Give up what is under way, and let go of a tier that was opened here."""
         self._leave()
-        if self.tiered is not None and self._opened:
+        if self.tiered is not None:
             self.tiered.close()
 
     # -- inside -------------------------------------------------------------------------

@@ -18,14 +18,16 @@ import msgspec
 import torch
 
 from kvatlas.cache import Cache
-from kvatlas.errors import AtlasError
+from kvatlas.errors import AtlasError, Code
 from kvatlas.pool import PrefixIdentity
 from kvatlas.tier import (
     AnyTier,
     CacheIdentity,
+    EventListener,
     PrefixChain,
     PrefixFinder,
     StoreTier,
+    TierEvents,
     open_tier,
 )
 
@@ -42,34 +44,33 @@ _NOT_THE_MODEL = ("transformers_version", "use_cache")
 class TieredPrefixes:
     """What a tier has of a model's requests."""
 
-    def __init__(self, tier: AnyTier, identity: CacheIdentity) -> None:
-        """A store was opened with an identity, and is believed that it is this one."""
+    def __init__(
+        self,
+        tier: AnyTier,
+        identity: CacheIdentity,
+        events: EventListener | None = None,
+        *,
+        own: bool = False,
+    ) -> None:
+        """A store was opened with an identity, and is believed that it is this one.
+
+        A tier that is its `own` is closed with it.
+        """
         said = b"" if isinstance(tier, StoreTier) else msgspec.msgpack.encode(identity)
         self._finder = PrefixFinder(tier, blake2b(said, digest_size=16).digest() if said else b"")
-        self.tier = tier
+        self.tier, self._own = tier, own
+        self.events = None if events is None else TierEvents(tier, events)
+        """Tells what is stored, where somebody listens."""
         self.counts: Counter[str] = Counter()
         """Requests that were loaded, stored, or not: `loaded`, `absent`, `failed`, and so on."""
-
-    @classmethod
-    def open(
-        cls,
-        where: str | Path,
-        model: Any,
-        cache: Cache,
-        identity: CacheIdentity | None,
-        **about: Any,
-    ) -> TieredPrefixes:
-        """The tier at an address, shared with other processes, for one model and its weights."""
-        identity = identity or CacheIdentity(weights=loaded_weights(model))
-        about = {"max_len": cache.plan.max_len, "shared": True, **about}
-        return cls(open_tier(where, cache.plan, identity, **about), identity)
 
     def chain(self, tokens: Sequence[int], identity: PrefixIdentity | None) -> PrefixChain | None:
         """The keys of a request's tokens; None where tokens alone do not say what it is."""
         about = identity or PrefixIdentity()
         if about.media:
             return None
-        salt = msgspec.msgpack.encode([about.weights, about.salt]) if identity else b""
+        told_apart = bool(about.weights or about.salt)
+        salt = msgspec.msgpack.encode([about.weights, about.salt]) if told_apart else b""
         longest = self.tier.plan.max_len
         return self._finder.chain(tokens[:longest], salt, about.lora)
 
@@ -116,6 +117,9 @@ class TieredPrefixes:
                     about["wait"] = False  # the blocks have been read: the rest is the store's
                 result = self.tier.store(cache.pools, cache.plan, **about)
                 self.counts["no_room" if result.no_room else "stored"] += 1
+            if self.events is not None:
+                self.events.note(chain, stop)
+                self.events.tell()
         except AtlasError as refusal:
             log.warning("not stored in the tier: %s", refusal)
             self.counts["not_stored"] += 1
@@ -125,8 +129,37 @@ class TieredPrefixes:
         return self._finder.recurrent and tokens % self._finder.unit == 0
 
     def close(self) -> None:
-        """Let go of the tier."""
-        self.tier.close()
+        """Wait for what is on its way to the tier, and let go of it."""
+        if isinstance(self.tier, StoreTier):
+            self.tier.flush()
+        if self.events is not None:
+            self.events.tell()
+        if self._own:
+            self.tier.close()
+
+
+def tiered_prefixes(
+    tier: AnyTier | str | Path,
+    model: Any,
+    cache: Cache,
+    *,
+    identity: CacheIdentity | None = None,
+    events: EventListener | None = None,
+    **options: Any,
+) -> TieredPrefixes:
+    """A model's prefixes in a tier that is open, or in the one at an address.
+
+    The tier of an address is shared with other processes; `options` are those of `open_tier`.
+    """
+    identity = identity or CacheIdentity(weights=loaded_weights(model))
+    if isinstance(tier, str | Path):
+        about = {"max_len": cache.plan.max_len, "shared": True, **options}
+        opened = open_tier(tier, cache.plan, identity, **about)
+        return TieredPrefixes(opened, identity, events, own=True)
+    if options:
+        problem, hint = "A tier that is open takes no options", "Pass its address instead"
+        raise AtlasError(Code.CONTRADICTORY, problem, got=sorted(options), hint=hint)
+    return TieredPrefixes(tier, identity, events)
 
 
 def loaded_weights(model: Any) -> str:

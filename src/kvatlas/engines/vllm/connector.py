@@ -6,8 +6,10 @@ import logging
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import torch
 import vllm
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -42,10 +44,13 @@ from kvatlas.engines.vllm.worker_side import PullCounts, WorkerSide
 from kvatlas.errors import AtlasError, Code
 from kvatlas.models import Model
 from kvatlas.planning import Plan
-from kvatlas.tier import StoreTier, TierClient
+from kvatlas.tier import MEMORY, STORAGE, StoreTier, TierClient
 from kvatlas.wire import Memory, device_of
 
 log = logging.getLogger("kvatlas.vllm")
+
+_DECODER = msgspec.msgpack.Decoder(list[BlockStored | BlockRemoved | AllBlocksCleared])
+"""Makes vLLM's own events of ours, which have the same form."""
 
 
 @dataclass
@@ -152,6 +157,12 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: Any) -> None:
         """What workers have done."""
         self._in_scheduler().received(connector_output.finished_recving)
+        self._in_scheduler().sent(connector_output.finished_sending)
+
+    def take_events(self) -> list[Any]:
+        """What the tier has since the last call, and what no more, for vLLM to publish."""
+        events = self._in_scheduler().take_events()
+        return _DECODER.decode(msgspec.msgpack.encode(events)) if events else []
 
     def request_finished(
         self, request: Any, block_ids: list[int]
@@ -287,8 +298,7 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
         tier = find_tier(where, self._engine_id)
         if tier is None:
             return None
-        longest = self._vllm_config.model_config.max_model_len
-        return PrefixTier(tier, longest, self._identity())
+        return self._prefixes(tier, self._identity())
 
     def _use_fleet_tier(self, rows: set[bytes | None]) -> None:
         """Ask the store that all ranks have opened; one that some have not is never whole."""
@@ -298,9 +308,16 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
             return
         tier = find_fleet_tier(self._settings, plan, self._identity())
         if tier is not None:
-            longest = self._vllm_config.model_config.max_model_len
-            used = PrefixTier(tier, longest, b"")  # the identity is in the store's names
+            used = self._prefixes(tier, b"")  # the identity is in the store's names
             self._in_scheduler().use_tier(used, self._settings.lookup_seconds)
+
+    def _prefixes(self, tier: TierClient | StoreTier, identity: bytes) -> PrefixTier:
+        """What a tier has, and where vLLM publishes events, events of it."""
+        events, medium = getattr(self._vllm_config, "kv_events_config", None), None
+        if events is not None and events.enable_kv_cache_events:
+            medium = MEMORY if self._settings.tier == IN_MEMORY else STORAGE
+        longest = self._vllm_config.model_config.max_model_len
+        return PrefixTier(tier, longest, identity, events_from=medium)
 
     def _identity(self) -> bytes:
         return cache_identity(self._vllm_config, self._settings.weights_identity)

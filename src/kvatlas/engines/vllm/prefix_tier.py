@@ -11,11 +11,13 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
+from kvatlas.pool import BlockEvent
 from kvatlas.tier import (
     BlockKeys,
     Hit,
@@ -24,6 +26,7 @@ from kvatlas.tier import (
     StoreHit,
     StoreTier,
     TierClient,
+    TierEvents,
 )
 
 log = logging.getLogger("kvatlas.vllm")
@@ -34,6 +37,10 @@ _SOON = 0.005
 """Seconds that the scheduler waits for an answer which it can do without."""
 _HURRIED = 1.0
 """Seconds for which it waits for none, once one was late."""
+_ASK_AGAIN = 5.0
+"""Seconds after which the tier is asked whether it still has what listeners were told of."""
+_NEWS = 1 << 16
+"""Events that wait to be taken."""
 
 
 @dataclass
@@ -63,13 +70,29 @@ class FoundPrefix:
 class PrefixTier:
     """Prefixes of requests in a tier, found by their tokens."""
 
-    def __init__(self, tier: TierClient | StoreTier, max_len: int, identity: bytes) -> None:
-        """`identity` is that of the model and its weights, `max_len` the engine's."""
+    def __init__(
+        self,
+        tier: TierClient | StoreTier,
+        max_len: int,
+        identity: bytes,
+        *,
+        events_from: str | None = None,
+    ) -> None:
+        """`identity` is that of the model and its weights, `max_len` the engine's.
+
+        Where `events_from` names a medium, what is there is told as events.
+        """
         self._tier, self._finder = tier, PrefixFinder(tier, identity)
         self.recurrent, self.partial = self._finder.recurrent, self._finder.partial
         self.longest = min(max_len, tier.plan.max_len)
         self._asking = ThreadPoolExecutor(_ASKING, thread_name_prefix="kvatlas-ask")
         self._hurried_until = 0.0
+        self._news: deque[BlockEvent] = deque(maxlen=_NEWS)
+        self._events: TierEvents | None = None
+        if events_from is not None:
+            self._events = TierEvents(tier, self._news.extend, medium=events_from)
+        self._telling: Future[None] | None = None
+        self._tell_at = 0.0
 
     def chain(self, tokens: Any, salt: str | None) -> PrefixChain:
         """The keys of a request's tokens."""
@@ -95,6 +118,26 @@ class PrefixTier:
         with suppress(RuntimeError):  # closed: with the session all pins go
             self._asking.submit(found.let_go)
 
+    @property
+    def tells(self) -> bool:
+        """Whether somebody listens to events."""
+        return self._events is not None
+
+    def note(self, chain: PrefixChain, tokens: int) -> None:
+        """A request's first tokens were stored: listeners are told, once they can be found."""
+        if self._events is not None:
+            self._events.note(chain, tokens)
+            self._tell_at = 0.0
+
+    def take_events(self) -> list[BlockEvent]:
+        """What can be found since the last call, and what no more; the tier is asked beside it."""
+        ready = self._telling is None or self._telling.done()
+        if self._events is not None and ready and time.monotonic() >= self._tell_at:
+            self._tell_at = time.monotonic() + _ASK_AGAIN
+            with suppress(RuntimeError):  # closed
+                self._telling = self._asking.submit(self._events.tell)
+        return [self._news.popleft() for _ in range(len(self._news))]
+
     def forget_all(self) -> None:
         """Find nothing of what there is any more, neither now nor after a restart.
 
@@ -102,6 +145,8 @@ class PrefixTier:
         engine alone.
         """
         self._finder = PrefixFinder(self._tier, secrets.token_bytes(32))
+        if self._events is not None:
+            self._events.forget()
 
     def close(self) -> None:
         """Wait for what is under way, and let go of the tier."""

@@ -26,6 +26,7 @@ from kvatlas.engines.vllm.prefix_tier import PrefixTier
 from kvatlas.engines.vllm.tier_scheduler import PATIENCE, TierScheduler
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import ceil_div
+from kvatlas.pool import BlockEvent
 from kvatlas.specs import Visibility
 
 log = logging.getLogger("kvatlas.vllm")
@@ -222,6 +223,16 @@ class SchedulerSide:
         """What workers have to do after this step."""
         orders, self._orders = self._orders, StepOrders()
         return orders
+
+    def sent(self, requests: Any) -> None:
+        """Requests were read by others, or stored in the tier; their blocks are free."""
+        if self._tier is not None:
+            for request_id in requests or ():
+                self._tier.stored(request_id)
+
+    def take_events(self) -> list[BlockEvent]:
+        """What the tier has since the last call, and what no more."""
+        return [] if self._tier is None else self._tier.take_events()
 
     def received(self, requests: Any) -> None:
         """Requests are here, or have failed."""

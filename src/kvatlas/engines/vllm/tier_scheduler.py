@@ -9,7 +9,8 @@ from typing import Any
 
 from kvatlas.engines.vllm.prefix_tier import FoundPrefix, PrefixTier
 from kvatlas.errors import AtlasError
-from kvatlas.tier import BlockKeys
+from kvatlas.pool import BlockEvent
+from kvatlas.tier import BlockKeys, PrefixChain
 
 log = logging.getLogger("kvatlas.vllm")
 
@@ -33,6 +34,8 @@ class TierScheduler:
         """What was found of requests that wait; None for nothing, or what was read before."""
         self._loading: dict[str, FoundPrefix] = {}
         """What workers fetch, pinned until all of them have."""
+        self._storing: dict[str, tuple[PrefixChain, int]] = {}
+        """What workers store, until all of them have."""
         self._wait_until: dict[str, float] = {}
         """When requests that are looked up are computed instead."""
         self._outdated: set[str] = set()
@@ -80,6 +83,15 @@ class TierScheduler:
         if found is not None:
             self._tier.let_go(found)
 
+    def stored(self, request_id: str) -> None:
+        """All workers have stored what they were given of a request, or have failed to."""
+        if request_id in self._storing:
+            self._tier.note(*self._storing.pop(request_id))
+
+    def take_events(self) -> list[BlockEvent]:
+        """What the tier has since the last call, and what no more."""
+        return self._tier.take_events()
+
     def forget(self, request_id: str) -> None:
         """A request has finished."""
         self._outdated.discard(request_id)
@@ -94,6 +106,7 @@ class TierScheduler:
             self._let_go(looked_up)
         self._found.clear()
         self._wait_until.clear()
+        self._storing.clear()
 
     def close(self) -> None:
         """Let go of the tier, and of all that was found."""
@@ -123,7 +136,11 @@ class TierScheduler:
         except AtlasError as refusal:
             log.warning("not kept in the tier request=%r: %s", request.request_id, refusal)
             return None
-        return (chain.keys(tokens), start, tokens) if start < tokens else None
+        if start >= tokens:
+            return None
+        if self._tier.tells:
+            self._storing[request.request_id] = chain, tokens
+        return chain.keys(tokens), start, tokens
 
     def _find(self, request: Any) -> Future[FoundPrefix | None] | None:
         if not _made_of_tokens(request) or getattr(request, "skip_reading_prefix_cache", False):
