@@ -35,12 +35,12 @@ WORLDS = {name: World(MODELS[name], 70) for name in ("dense", "six hybrid")}
 @contextmanager
 def tiers(folder: Path, model: Any) -> Iterator[list[tuple[AnyTier, str, str]]]:
     """A tier of each kind with little room, its medium and its place."""
-    about: dict[str, Any] = {"block_size": BLOCK, "max_len": MAX_LEN, "memory": "192KiB"}
+    about: dict[str, Any] = {"block_size": BLOCK, "max_len": MAX_LEN, "memory": "128KiB"}
     store: dict[str, Any] = {"block_size": BLOCK, "max_len": MAX_LEN, "staging": 1 << 18}
     with (
         open_tier("memory", model, **about) as memory,
         open_tier(folder / "file", model, shared=True, **about) as file,
-        open_tier(f"folder://{folder}/s?capacity=192KiB", model, OURS, **store) as kept,
+        open_tier(f"folder://{folder}/s?capacity=120KiB", model, OURS, **store) as kept,
     ):
         kinds = (memory, "CPU", "LOCAL"), (file, "STORAGE", "LOCAL"), (kept, "STORAGE", "REMOTE")
         yield list(kinds)
