@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 from examples import vllm_pair
 
+from kvatlas.pool import BlockStored, EventSubscriber
 from tests.tier import mooncake_world
 from tests.vllm.comparing import assert_nothing_held, assert_same, atlas, prompt, undisturbed
-from tests.vllm.engine_process import engine
+from tests.vllm.engine_process import Engine, engine
 from tests.vllm.models import checkpoint
 
 LENGTH = 300
@@ -67,9 +68,13 @@ def test_engines_of_unlike_ranks_find_at_once_what_the_other_has_stored(
             one + answer.tokens + prompt(40, 5) for one, answer in zip(begun, right, strict=True)
         ]
         right_after = [alone.generate(one) for one in longer]
+    addresses = [f"ipc://{tmp_path}/{name}" for name in ("events", "replay")]
+    published = {"enable_kv_cache_events": True, "publisher": "zmq",
+                 "endpoint": addresses[0], "replay_endpoint": addresses[1]}  # fmt: skip
+    own = {"block_size": 64, "kv_events_config": published, **ranks}
     with (
         tier_at(kind, tmp_path) as where,
-        engine(model, name="several", connector=keeping(where), block_size=64, **ranks) as several,
+        engine(model, name="several", connector=keeping(where), **own) as several,
         engine(model, name="one", core="1", connector=keeping(where), block_size=128) as one,
     ):
         for asked, (first, second) in enumerate(((several, one), (one, several))):
@@ -82,6 +87,24 @@ def test_engines_of_unlike_ranks_find_at_once_what_the_other_has_stored(
             assert got.cached == found
             second.idle()
         assert_nothing_held(one, several)
+        stored = told_of(addresses, several)
+        place = "LOCAL" if kind == "file" else "REMOTE"
+        assert (stored.medium, stored.locality, stored.block_size) == ("STORAGE", place, 64)
+        assert stored.token_ids[:64] == begun[0][:64]
+
+
+def told_of(addresses: list[str], publishing: Engine) -> BlockStored:
+    """The first blocks of a group that keeps all which an engine publishes as its tier's."""
+    until = time.monotonic() + 60
+    with EventSubscriber(addresses[0], replay=addresses[1]) as subscriber:
+        while time.monotonic() < until:
+            publishing.generate(prompt(5))  # vLLM publishes while it steps
+            while (received := subscriber.read(timeout=0.2)) is not None:
+                for event in received.batch.events:
+                    whole = getattr(event, "kv_cache_spec_kind", "") == "full_attention"
+                    if isinstance(event, BlockStored) and whole and event.medium != "GPU":
+                        return event
+    raise AssertionError("no event comes")
 
 
 def test_an_engine_goes_on_when_the_one_that_served_the_tier_is_killed(
