@@ -60,6 +60,11 @@ class DecodeGraph:
         self._step: _CapturedStep | None = None
         self._looked_at = -1
 
+    @property
+    def captured(self) -> bool:
+        """Whether steps are replayed by now."""
+        return self._step is not None and self._step.captured
+
     def __enter__(self) -> Self:
         forward = self._forward
 
@@ -125,6 +130,11 @@ class _CapturedStep:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._answer: Any = None
         self._warm = False
+
+    @property
+    def captured(self) -> bool:
+        """Whether there is a graph."""
+        return self._graph is not None
 
     def run(self, ids: Tensor, positions: Tensor | None, start: int) -> Any:
         """Take blocks for the token behind `start` of every sequence, and run the step."""

@@ -130,7 +130,7 @@ def page_attention(
     else:
         answers = attend(pages, q, sink_logits=s_aux, softcap=softcap, **where)
     if step.stored is None:
-        return answers.unflatten(0, (-1, count)).to(query.dtype), None
+        return torch.unflatten(answers, 0, (-1, count)).to(query.dtype), None
     padded = answers.new_zeros((*step.stored.shape, *answers.shape[1:]))
     padded[step.stored] = answers
     return padded.to(query.dtype), None
