@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -26,8 +27,8 @@ SIZES = ((16, 2_048), (16, 16_384), (1, 4_096))
 """Sequences, and tokens that each has in the cache."""
 BAR = 1.25
 """A captured step, as so many times its kernels, at most."""
-_STEPS = 12
-_TURNS = 5
+_STEPS = 8
+_TURNS = 3
 _CONFIG: dict[str, Any] = {
     "vocab_size": 32_000,
     "hidden_size": 4_096,
@@ -149,7 +150,10 @@ def _give_back() -> None:
 def table() -> list[StepTimes]:
     """Print the table; what was measured."""
     llama = model()
-    found = [measure(llama, *size) for size in SIZES]
+    found = []
+    for size in SIZES:
+        found.append(measure(llama, *size))
+        print(*found[-1].row(), file=sys.stderr)
     columns = ("cached", "own", "gathered", "pages", "graph", "kernels", "share", "1.25x", "own ")
     tables.show(
         "A decode step of transformers (16 layers, bf16), ms", columns,

@@ -166,7 +166,8 @@ class _CapturedStep:
                 Code.ENGINE_REFUSES,
                 "A step of this model cannot be captured in a graph",
                 got=str(failed).splitlines()[0],
-                hint="Generate without a DecodeGraph",
+                hint="Models of experts want set_experts_implementation('batched_mm'); "
+                "others that ask the device on the way run without a DecodeGraph",
             ) from failed
         self._graph = graph
 
