@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -118,7 +118,7 @@ ZOO: dict[str, Tiny] = {
             "num_key_value_heads": 4,
             "q_lora_rank": 24,
             "kv_lora_rank": 16,
-            "qk_rope_head_dim": 16,
+            "qk_rope_head_dim": 8,
             "qk_nope_head_dim": 12,
             "v_head_dim": 10,
             "first_k_dense_replace": 1,
@@ -152,7 +152,7 @@ ZOO: dict[str, Tiny] = {
             "layer_types": _ALTERNATE,
             "num_key_value_heads": 4,
             "kv_lora_rank": 16,
-            "qk_rope_head_dim": 16,
+            "qk_rope_head_dim": 8,
             "qk_nope_head_dim": 12,
             "v_head_dim": 10,
             "linear_head_dim": 8,
@@ -245,8 +245,15 @@ OTHERS: dict[str, Tiny] = {
         },
         recurrent=True,
     ),
+    **{
+        f"{name} for kernels": replace(
+            ZOO[name], options={**ZOO[name].options, "qk_rope_head_dim": 16}
+        )
+        for name in ("DeepseekV3", "KimiLinear")
+    },
 }
-"""Models for one test alone: this one's states are larger than a block of its attention."""
+"""Models for some tests alone: the first one's states are larger than a block of its attention,
+the others' rotary parts are as wide as a GPU's kernels want them."""
 
 
 @cache
