@@ -259,8 +259,7 @@ class Replay:
         spans = self.spans.of_request(request)
         entries = [spans[part] + (place << self._bits) for place, part in enumerate(parts)]
         if self.policy.by_group:
-            ordered = self._by_group(int(self.spans.reusable[request]), entries, parts)
-            return np.concatenate(ordered[0]), np.concatenate(ordered[1])
+            return self._by_group(request, entries, parts)
         if len(parts) == 1:
             entry, place = entries[0], parts[0]
             return (entry, place) if self.policy.head_first else (entry[::-1], place[::-1])
@@ -269,23 +268,35 @@ class Replay:
         order = np.argsort(places if self.policy.head_first else -places, kind="stable")
         return joined[order], places[order]
 
-    def _by_group(
-        self, reusable: int, entries: list[Ints], parts: list[Ints]
-    ) -> tuple[list[Ints], list[Ints]]:
+    def _by_group(self, request: int, entries: list[Ints], parts: list[Ints]) -> tuple[Ints, Ints]:
         """As vLLM frees: first what windows and states have left behind, then group by group.
 
-        A state is behind when the prompt's last token is in a later block.
+        A window's blocks are behind when the token after the prompt does not see them, a state
+        when the prompt's last token is in a later block. States at every block go as a window's
+        blocks do. Where there are few, a prompt is computed in parts that end at them: each is
+        left, in all groups, when the part behind the next one begins.
         """
+        in_parts = not isinstance(self.policy.checkpoints, EveryBlock)
+        spans = int(self.spans.starts[request + 1] - self.spans.starts[request])
+        passed: list[tuple[Ints, Ints]] = []
         left: list[tuple[Ints, Ints]] = []
         last: list[tuple[Ints, Ints]] = []
         groups = zip(self.model.classes, self._first, entries, parts, strict=True)
         for one, first, entry, place in groups:
-            need = reusable if one.needs == "state" else first[place[-1] + 1] if len(place) else 0
+            state = one.needs == "state"
+            need = self.spans.reusable[request] if state else first[spans]
             behind = int(place.searchsorted(need))
-            left.append((entry[:behind][::-1], place[:behind][::-1]))
+            if behind and state and in_parts:
+                passed.append((entry[:behind], place[:behind]))
+            elif behind:
+                left.append((entry[behind - 1 :: -1], place[behind - 1 :: -1]))
             last.append((entry[behind:][::-1], place[behind:][::-1]))
-        both = left + last
-        return [one for one, _ in both], [two for _, two in both]
+        if len(passed) > 1:
+            joined, places = (np.concatenate(both) for both in zip(*passed, strict=True))
+            order = places.argsort(kind="stable")
+            passed = [(joined[order], places[order])]
+        ordered = passed + left + last
+        return np.concatenate([one for one, _ in ordered]), np.concatenate([two for _, two in ordered])
 
     def _rank(self, request: int, entries: Ints, places: Ints) -> None:
         later = saved = None
