@@ -69,7 +69,7 @@ class Eviction:
         """Take entries out of the queue: they are gone."""
         self._place[ids] = 0
 
-    def victims(self, blocks: int, pinned: NDArray[np.bool_]) -> Ids:
+    def victims(self, blocks: int, pinned: NDArray[np.bool_] | None = None) -> Ids:
         """Take entries of `blocks` blocks out of the queue, or all that are not pinned."""
         found: list[Ids] = []
         aside = []
@@ -79,8 +79,9 @@ class Eviction:
             while blocks > 0 and len(segment):
                 # Only as far as it may be needed: a long segment goes in many small pieces.
                 head = segment[: max(blocks, 64)]
-                queued, held = self._place[head] == serial, pinned[head]
-                chosen = (queued & ~held).nonzero()[0]
+                queued = self._place[head] == serial
+                held = None if pinned is None else queued & pinned[head]
+                chosen = (queued if held is None else queued ^ held).nonzero()[0]
                 freed = self.size(head[chosen]).cumsum() if self.size else None
                 enough = blocks if freed is None else int(freed.searchsorted(blocks)) + 1
                 chosen = chosen[:enough]
@@ -90,7 +91,8 @@ class Eviction:
                     found.append(head[chosen])
                     self._leave(found[-1])
                     self._last_rank = rank
-                passed.append(head[:stop][(queued & held)[:stop]])
+                if held is not None:
+                    passed.append(head[:stop][held[:stop]])
                 segment = segment[stop:]
             # The rest keeps its order and its place.
             rest = np.concatenate([*passed, segment]) if any(map(len, passed)) else segment
