@@ -99,8 +99,10 @@ class CopyingReplay(Replay):
             super()._gone(victims)
             return
         entries = self._entry(victims)
-        copied = self._copied[entries]
         self._present[entries] = False
+        copied = self._copied[entries].nonzero()[0]
+        if not len(copied):
+            return
         owners = entries[copied].tolist()
         for one, entry in zip(victims[copied].tolist(), owners, strict=True):
             self._copies[entry].remove(one)

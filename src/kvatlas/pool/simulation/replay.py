@@ -180,7 +180,7 @@ class Replay:
             if one.needs == "state":
                 good[1:] &= here
             elif np.count_nonzero(here) < longest:
-                missing = np.zeros(longest + 1, np.int64)
+                missing = np.zeros(longest + 1, np.int32)
                 (~here).cumsum(out=missing[1:])
                 good &= missing == missing[self._first[place][: longest + 1]]
         hit = longest - int(good[::-1].argmax())
