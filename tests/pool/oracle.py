@@ -150,9 +150,7 @@ class Oracle:
         pairs = zip(self.classes, kept, strict=True)
         return sum(cls.size * len(spans) for cls, spans in pairs if cls.pool == pool)
 
-    def in_order(
-        self, kept: list[list[int]], reusable: int, whole: int
-    ) -> list[tuple[int, int]]:
+    def in_order(self, kept: list[list[int]], reusable: int, whole: int) -> list[tuple[int, int]]:
         """(class, span), the first to go first."""
         pairs = [(number, span) for number, spans in enumerate(kept) for span in spans]
         if not self.by_group:

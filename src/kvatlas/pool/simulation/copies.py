@@ -67,7 +67,7 @@ class CopyingReplay(Replay):
         return True
 
     def _take_oldest(self, ids: Ints, found: Ints) -> None:
-        """The oldest copies of entries that are found; none of them is evicted until ranked anew."""
+        """The oldest copies of what is found; none of them is evicted until ranked anew."""
         if self._copies:
             for place in found[self._copied[ids[found]]].tolist():
                 ids[place] = self._copies[int(ids[place])][0]

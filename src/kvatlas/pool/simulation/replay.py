@@ -18,6 +18,7 @@ from kvatlas.geometry import ceil_div
 from kvatlas.pool.checkpoints import Checkpoints, EveryBlock, Prompt
 from kvatlas.pool.eviction import EVICTIONS, Use
 from kvatlas.pool.simulation.layer_classes import LayerClass, PoolModel
+from kvatlas.pool.simulation.release_order import along_the_request, by_group
 from kvatlas.pool.simulation.spans import Spans
 from kvatlas.pool.traces import Ints
 
@@ -79,6 +80,7 @@ class Replay:
             for place in range(len(model.classes))
         ]
         """By class, which of its spans are there: views."""
+        self._in_parts = not isinstance(policy.checkpoints, EveryBlock)
         self._sizes = np.array([one.blocks for one in model.classes], np.int64)
         self._alike = len(set(self._sizes.tolist())) == 1
         """Whether all entries are equally large."""
@@ -285,50 +287,16 @@ class Replay:
         """(entries, their places along the request), the first to go first."""
         spans = self._of_request(request)
         entries = []
-        for place, (one, part) in enumerate(zip(self.model.classes, parts, strict=True)):
+        for number, (one, part) in enumerate(zip(self.model.classes, parts, strict=True)):
             mine = spans if one.needs == "all" else spans[part]
-            entries.append(mine + (place << self._bits))
-        if self.policy.by_group:
-            return self._by_group(request, entries, parts)
-        if len(parts) == 1:
-            entry, place = entries[0], parts[0]
-            return (entry, place) if self.policy.head_first else (entry[::-1], place[::-1])
-        # A checkpoint is of no use without the blocks before it, so it goes before they do.
-        joined, places = np.concatenate(entries[::-1]), np.concatenate(parts[::-1])
-        order = np.argsort(places if self.policy.head_first else -places, kind="stable")
-        return joined[order], places[order]
-
-    def _by_group(self, request: int, entries: list[Ints], parts: list[Ints]) -> tuple[Ints, Ints]:
-        """As vLLM frees: first what windows and states have left behind, then group by group.
-
-        A window's blocks are behind when the token after the prompt does not see them, a state
-        when the prompt's last token is in a later block. States at every block go as a window's
-        blocks do. Where there are few, a prompt is computed in parts that end at them: each is
-        left, in all groups, when the part behind the next one begins.
-        """
-        in_parts = not isinstance(self.policy.checkpoints, EveryBlock)
-        spans = self._starts[request + 1] - self._starts[request]
-        passed: list[tuple[Ints, Ints]] = []
-        left: list[tuple[Ints, Ints]] = []
-        last: list[tuple[Ints, Ints]] = []
-        groups = zip(self.model.classes, self._first, entries, parts, strict=True)
-        for one, first, entry, place in groups:
-            state = one.needs == "state"
-            need = self._reusable[request] if state else first[spans]
-            behind = int(place.searchsorted(need)) if one.needs != "all" else 0
-            if behind and state and in_parts:
-                passed.append((entry[:behind], place[:behind]))
-            elif behind:
-                left.append((entry[behind - 1 :: -1], place[behind - 1 :: -1]))
-            if behind < len(place):
-                last.append((entry[behind:][::-1], place[behind:][::-1]))
-        if len(passed) > 1:
-            joined, places = (np.concatenate(both) for both in zip(*passed, strict=True))
-            order = places.argsort(kind="stable")
-            passed = [(joined[order], places[order])]
-        ordered = passed + left + last or [(entries[0], parts[0])]
-        joined, places = (np.concatenate(both) for both in zip(*ordered, strict=True))
-        return joined, places
+            entries.append(mine + (number << self._bits))
+        if not self.policy.by_group:
+            return along_the_request(entries, parts, head_first=self.policy.head_first)
+        needs = [
+            self._reusable[request] if one.needs == "state" else first[len(spans)]
+            for one, first in zip(self.model.classes, self._first, strict=True)
+        ]
+        return by_group(self.model.classes, needs, entries, parts, in_parts=self._in_parts)
 
     def _rank(self, request: int, entries: Ints, places: Ints) -> None:
         later = saved = None
