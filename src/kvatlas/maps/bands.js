@@ -103,7 +103,7 @@ function showHowMany(pair) {
   values.push([Infinity, drawable < pair.counted ? `${count(drawable)} sampled` : `all ${count(drawable)}`]);
   const now = values.some(([many]) => many === shownRuns) ? shownRuns : Infinity;
   byId("shown").hidden = values.length === 1;
-  byId("shown").replaceChildren(knob("runs drawn", values, now, (many) => { shownRuns = many; renderRoute(); }));
+  showIn(byId("shown"), [["runs drawn", values, now, (many) => { shownRuns = many; renderRoute(); }]]);
 }
 
 function renderRoute() {

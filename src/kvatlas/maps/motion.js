@@ -5,8 +5,11 @@ const MOST_MOVING = 1500;
 
 let motion = 0; // the frame that is asked for
 
+// Ends what goes on from frame to frame: a motion, and rows that are still to be painted.
 function stopMotion() {
   cancelAnimationFrame(motion);
+  cancelAnimationFrame(painting);
+  painting = 0;
 }
 
 // Where cells are drawn now, by what they are.
