@@ -206,11 +206,14 @@ function change(changes) {
 // -- events ---------------------------------------------------------------------------------------
 
 // Draws what has changed: the picture and the controls, and in the next frame the words, so that the answer to a
-// click does not wait for them. Who wants stillness gets all at once.
+// click does not wait for them. Until then what is below the picture stays where it is, for moving it means painting
+// it. Who wants stillness gets all at once.
 function update(moving) {
+  if (stillness()) { showPicture(moving); showWords(); return; }
+  const { style, clientHeight } = byId("stage");
+  if (!wordsDue) [style.height, style.overflow] = [`${clientHeight}px`, "clip"];
   showPicture(moving);
-  if (stillness()) showWords();
-  else if (!wordsDue) wordsDue = requestAnimationFrame(() => setTimeout(showWords));
+  if (!wordsDue) wordsDue = requestAnimationFrame(() => setTimeout(showWords));
 }
 
 let wordsDue = 0;
@@ -224,7 +227,9 @@ function showPicture(moving) {
 }
 
 function showWords() {
+  const { style } = byId("stage");
   wordsDue = 0;
+  style.height = style.overflow = "";
   if (!pictureWidth) return;
   say("title", data.title);
   say("answer", `${summary()} ${plan().answer}`);
