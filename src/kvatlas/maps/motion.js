@@ -8,8 +8,8 @@ let motion = 0; // the frame that is asked for
 // Ends what goes on from frame to frame: a motion, and rows that are still to be painted.
 function stopMotion() {
   cancelAnimationFrame(motion);
-  cancelAnimationFrame(painting);
-  painting = 0;
+  rowsLater(null);
+  painting = false;
 }
 
 // Where cells are drawn now, by what they are.
@@ -83,5 +83,5 @@ function animate(from, to) {
     pen.globalAlpha = 1;
     motion = requestAnimationFrame(step);
   };
-  step(begin);
+  motion = requestAnimationFrame(step);
 }

@@ -213,10 +213,12 @@ function update(moving) {
   const { style, clientHeight } = byId("stage");
   if (!wordsDue) [style.height, style.overflow] = [`${clientHeight}px`, "clip"];
   showPicture(moving);
-  if (!wordsDue) wordsDue = requestAnimationFrame(() => setTimeout(showWords));
+  wordsDue = true;
+  wordsLater(showWords);
 }
 
-let wordsDue = 0;
+const wordsLater = later();
+let wordsDue = false;
 
 function showPicture(moving) {
   paint.mode = paint.chosen || bestMode();
@@ -228,7 +230,7 @@ function showPicture(moving) {
 
 function showWords() {
   const { style } = byId("stage");
-  wordsDue = 0;
+  wordsDue = false;
   style.height = style.overflow = "";
   if (!pictureWidth) return;
   say("title", data.title);

@@ -53,9 +53,19 @@ function lookupsOfPixel(pixels) {
   return Math.min(FINEST, Math.max(MANY_LOOKUPS / pixels, Math.min(0.5, MOST_LOOKUPS / pixels)));
 }
 
+// Makes a function that does work once the next frame is on its way. Other work takes its place, null calls it off.
+function later() {
+  let turn = 0;
+  return (work) => {
+    const mine = ++turn;
+    if (work) requestAnimationFrame(() => setTimeout(() => { if (mine === turn) work(); }));
+  };
+}
+
 const FRAME_WORK = 20; // milliseconds of a frame that rows are painted in
 
-let painting = 0; // the frame that is asked for, for the rows that are left
+const rowsLater = later();
+let painting = false; // whether rows are left for later
 
 // Rows that look alike are painted once, on a canvas of their own, and copied from there: copying from the picture
 // onto itself would have the browser copy the whole of it for each row. Rows that take longer than a frame has are
@@ -83,7 +93,8 @@ function paintRows(context, plan, view, rows, place, paint) {
     let n = first;
     do { paintOne(rows[n], n); n++; } while (n < rows.length && performance.now() < until);
     drawLines(brush, view);
-    painting = n < rows.length ? requestAnimationFrame(() => paintFrom(n)) : 0;
+    painting = n < rows.length;
+    rowsLater(painting ? () => paintFrom(n) : null);
   };
   if (rows.length) paintFrom(0);
 }
