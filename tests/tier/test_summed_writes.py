@@ -19,7 +19,9 @@ import pytest
 from kvatlas import Code
 from kvatlas.routing import Copy
 from kvatlas.tier import StoreResult, Tier
+from kvatlas.tier import file_map as file_map_
 from kvatlas.tier import file_writing as writing_
+from kvatlas.tier.file_map import FileMap
 from kvatlas.tier.part_sums import START, SummedStretches, block_checksum, part_sums
 from kvatlas.wire import checksum as checksum_
 from tests.tier.faults import DENSE, TOKENS, Faulty, code_of, kept, rows_agree
@@ -181,6 +183,66 @@ def test_a_stretch_that_cannot_be_written_loses_no_row(tmp_path: Path) -> None:
             new.check(tier, made, keys=keys)
 
 
+@pytest.fixture
+def mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stretches are written by one call for many, as if all pages of files were in memory."""
+    monkeypatch.setattr(writing_, "_LONG_STRETCH", 1)
+    monkeypatch.setattr(writing_, "_MAPPED_STRETCH", 1)
+    monkeypatch.setattr(writing_, "_PIECE", 3000)
+    monkeypatch.setattr(FileMap, "in_memory", lambda *_: True)
+
+
+@pytest.mark.usefixtures("mapped")
+def test_stretches_of_a_file_in_memory_are_written_by_one_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or one by one, where that call is refused or does not do all of it."""
+    copy, copied = file_map_._copy, list[int]()
+
+    def counted_copy(*given: Any) -> int:
+        copied.append(1)
+        return int(copy(*given))
+
+    def half(process: int, into: int, many: int, *rest: Any) -> int:
+        return int(copy(process, into, many // 2, *rest))
+
+    def refused(*_: Any) -> int:
+        return -1
+
+    for turn, act in enumerate((counted_copy, half, refused)):
+        monkeypatch.setattr(file_map_, "_copy", act)
+        for layout in ("LBHNC", "LBNHC"):
+            made, world = small(DENSE, tp=2, layout=layout), World(DENSE, TOKENS)
+            path = tmp_path / f"{turn} {layout}"
+            with Tier.open(path, kept()) as tier:
+                calls = counted("pwrite", lambda: world.store(tier, made))  # noqa: B023
+                assert (calls == 4) == (act is counted_copy), "but for the four records"
+                world.check(tier, made)
+            with Tier.open(path, verify="always") as tier:
+                assert len(tier) == 4
+                world.check(tier, made)
+    assert copied
+
+
+@pytest.mark.usefixtures("mapped")
+def test_a_file_that_is_cut_short_while_it_is_written_kills_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, world = small(DENSE), World(DENSE, TOKENS)
+    path = tmp_path / "t"
+
+    def cut_short(*_: Any) -> bool:
+        os.truncate(path, 4096)
+        return True
+
+    with Tier.open(path, kept()) as tier:
+        whole = path.stat().st_size
+        monkeypatch.setattr(FileMap, "in_memory", cut_short)
+        assert code_of(world.store, tier, made) is Code.UNREADABLE
+        assert path.stat().st_size < whole
+        assert not len(tier)
+
+
 def test_short_stretches_are_written_by_one_thread_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,7 +277,7 @@ def test_threads_share_the_memory_that_they_gather_into(tmp_path: Path) -> None:
     path.write_bytes(bytes(8 * block))
     before = sys.getswitchinterval()
     with path.open("r+b") as file:
-        writer = writing_.PieceWriter(file.fileno())
+        writer = writing_.PieceWriter(file.fileno(), FileMap(file.fileno(), 8 * block))
 
         def act(number: int) -> None:
             copy = Copy(0, 0, src, number * block + np.arange(runs) * length, length)

@@ -92,7 +92,7 @@ class TierFile:
         self.window = Window(self._places)
         self.use = FileUse(self._fd)
         self._map = FileMap(self._fd, self.extent.nbytes)
-        self._pieces = PieceWriter(self._fd)
+        self._pieces = PieceWriter(self._fd, self._map)
         self._helpers = ThreadPoolExecutor(1 + _SUMMING, thread_name_prefix="kvatlas-tier")
         self._block_bytes = {pool.index: pool.block_bytes for pool in self.plan.pools}
 

@@ -1,10 +1,11 @@
 """Runs from memory into the blocks of a tier's file: by few calls, and summed on the way.
 
-The system writes to a file on one core at a time, and a call for each short run would keep
-it for long. So short runs are gathered first, on several cores, into stretches of the file;
-these are summed while they are in the processor's cache, and written by a call each. Short
-stretches are written by one thread at a time, while others gather and sum: calls that wait for
-each other in the system cost more than they do.
+Short runs are gathered first, on several cores, into stretches of the file; these are summed
+while they are in the processor's cache, and then written. Where the system has their pages of
+the file in memory, hundreds are written by one call, on several cores at once. Elsewhere it
+would read a page before a part of it is replaced, so there each stretch is written by a call
+of its own. Such calls the system carries out one at a time for each file, and waiting for each
+other costs them more than they do: one thread makes them, while others gather and sum.
 """
 
 from __future__ import annotations
@@ -18,18 +19,24 @@ from numpy.typing import NDArray
 
 from kvatlas.geometry import Int64s
 from kvatlas.routing import Copy
+from kvatlas.tier.file_map import FileMap
 from kvatlas.tier.file_opening import write_all
 from kvatlas.tier.part_sums import START, SummedStretches
 from kvatlas.wire import Bytes, Places, copy_runs, crc32, one_length
 
 _AT_ONCE = 256 << 10
-"""Bytes that are summed and written together: what stays in the processor's cache."""
+"""Bytes of a long stretch that are summed and written together: what stays in the cache."""
 _PIECE = 2 << 20
 """Bytes of short runs that are gathered together."""
+_ROOM = 8 << 20
+"""Bytes of the memory that is gathered into. A piece needs less, but from 4 MiB on numpy asks
+for large pages, which the system looks up faster; what is not used of it does not exist."""
 _LONG_RUN = 32 << 10
 """Runs from here on are written from where they are."""
 _LONG_STRETCH = 8 << 10
 """Stretches from here on, on the whole, are worth being summed and written one by one."""
+_MAPPED_STRETCH = 8 << 10
+"""Stretches of a piece from here on, on the whole, are worth being written by one call."""
 
 Mask = NDArray[np.bool_]
 
@@ -79,10 +86,10 @@ def _joined(copy: Copy, follows: Mask) -> tuple[Int64s, Int64s, Int64s, Mask]:
 class PieceWriter:
     """Writes pieces to a file, on any number of threads."""
 
-    def __init__(self, file: int) -> None:
-        self._file = file
+    def __init__(self, file: int, mapped: FileMap) -> None:
+        self._file, self._map = file, mapped
         self._turn = threading.Lock()
-        """Held by the thread that writes short stretches."""
+        """Held by the thread that writes short stretches by a call each."""
         self._rooms: list[Bytes] = []
         """Memory that was gathered into before; new memory costs a fault for each page."""
 
@@ -104,23 +111,31 @@ class PieceWriter:
         try:
             return self._rooms.pop()
         except IndexError:  # all are in use
-            return np.empty(_PIECE + _LONG_RUN, np.uint8)
+            return np.empty(_ROOM, np.uint8)
 
     def _write(
         self, memory: Bytes, src: Int64s, dst: Int64s, length: Int64s, offset: int
     ) -> SummedStretches:
-        data, to = memory.data, (offset + dst).tolist()
+        data, to = memory.data, offset + dst
         ends = zip(src.tolist(), (src + length).tolist(), strict=True)
         stretches = [data[start:stop] for start, stop in ends]
-        write = self._write_short if int(length.max()) < _AT_ONCE else self._write_long
-        return SummedStretches(dst, length, np.array(write(stretches, to), np.uint32))
+        if int(length.max()) >= _AT_ONCE:
+            crcs = self._write_long(stretches, to.tolist())
+        else:
+            crcs = [crc32(stretch, START) for stretch in stretches]
+            if not self._write_mapped(memory.ctypes.data + src, to, length):
+                self._write_short(stretches, to.tolist())
+        return SummedStretches(dst, length, np.array(crcs, np.uint32))
 
-    def _write_short(self, stretches: list[memoryview], to: list[int]) -> list[int]:
-        crcs = [crc32(stretch, START) for stretch in stretches]
+    def _write_mapped(self, src: Int64s, to: Int64s, length: Int64s) -> bool:
+        """Write stretches by one call; False where that is not worth it, or cannot be."""
+        long = int(length.sum()) >= _MAPPED_STRETCH * len(length)
+        return long and self._map.in_memory(to) and self._map.write(src, to, length)
+
+    def _write_short(self, stretches: list[memoryview], to: list[int]) -> None:
         with self._turn:
             for stretch, place in zip(stretches, to, strict=True):
                 write_all(self._file, stretch, place)
-        return crcs
 
     def _write_long(self, stretches: list[memoryview], to: list[int]) -> list[int]:
         crcs = []
