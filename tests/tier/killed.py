@@ -18,7 +18,7 @@ import numpy as np
 
 from kvatlas.planning import Plan
 from kvatlas.specs import FullAttention
-from kvatlas.tier import Tier, file_map
+from kvatlas.tier import Tier, file_map, file_pieces
 from kvatlas.tier import file_writing as writing
 from kvatlas.wire.transports.file import _system
 from tests.planning.models import DELTA, model_of
@@ -146,7 +146,7 @@ def main(path: Path, trials: int, seed: int) -> None:
         if not child:
             # Run by run, or gathered into stretches that are summed: every other four trials;
             # these one by one, or many by one call.
-            writing._LONG_STRETCH = 1 if trial % 8 < 4 else 1 << 40
+            file_pieces._LONG_STRETCH = 1 if trial % 8 < 4 else 1 << 40
             writing._MAPPED_STRETCH = 1 if trial % 16 < 8 else 1 << 40
             if trial % 2:
                 die_at(

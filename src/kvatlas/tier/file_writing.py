@@ -11,107 +11,42 @@ other costs them more than they do: one thread makes them, while others gather a
 from __future__ import annotations
 
 import threading
-from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvatlas.geometry import Int64s
-from kvatlas.routing import Copy
 from kvatlas.tier.file_map import FileMap
 from kvatlas.tier.file_opening import write_all
+from kvatlas.tier.file_pieces import Piece, Rooms
 from kvatlas.tier.part_sums import START, SummedStretches
-from kvatlas.wire import Bytes, Places, copy_runs, crc32, one_length
+from kvatlas.wire import Bytes, copy_runs, crc32
 
 _AT_ONCE = 256 << 10
 """Bytes of a long stretch that are summed and written together: what stays in the cache."""
-_PIECE = 2 << 20
-"""Bytes of short runs that are gathered together."""
-_ROOM = 8 << 20
-"""Bytes of the memory that is gathered into. A piece needs less, but from 4 MiB on numpy asks
-for large pages, which the system looks up faster; what is not used of it does not exist."""
-_LONG_RUN = 32 << 10
-"""Runs from here on are written from where they are."""
-_LONG_STRETCH = 8 << 10
-"""Stretches from here on, on the whole, are worth being summed and written one by one."""
 _MAPPED_STRETCH = 8 << 10
 """Stretches of a piece from here on, on the whole, are worth being written by one call."""
-
-Mask = NDArray[np.bool_]
-
-
-class Piece(NamedTuple):
-    """Runs of a copy that one core sees to: all of them short, or all long."""
-
-    src: Int64s
-    dst: Int64s
-    length: Int64s
-    stretch: Int64s
-    """The first run of each stretch of the file."""
-
-
-def pieces(copy: Copy, block_bytes: int) -> list[Piece]:
-    """The runs of a copy, cut into pieces; none where its stretches of the file are short.
-
-    A stretch is made of runs that follow each other in a block.
-    """
-    block = copy.dst // block_bytes
-    follows = (copy.dst[1:] == copy.dst[:-1] + copy.length[:-1]) & (block[1:] == block[:-1])
-    stretches = len(copy) - np.count_nonzero(follows)
-    if not stretches or copy.nbytes < _LONG_STRETCH * stretches:
-        return []
-    src, dst, length, apart = _joined(copy, follows)
-    step, long = (np.cumsum(length) - length) // _PIECE, length >= _LONG_RUN
-    cut = np.flatnonzero((step[1:] != step[:-1]) | (long[1:] != long[:-1])) + 1
-    apart[cut] = True
-    edges = [0, *cut.tolist(), len(length)]
-    return [
-        Piece(src[a:b], dst[a:b], length[a:b], np.flatnonzero(apart[a:b]))
-        for a, b in pairwise(edges)
-    ]
-
-
-def _joined(copy: Copy, follows: Mask) -> tuple[Int64s, Int64s, Int64s, Mask]:
-    """Runs that touch at both ends as one, and which runs do not follow the one before."""
-    apart = np.concatenate([[True], ~follows])
-    kept = np.flatnonzero(
-        np.concatenate([[True], ~follows | (copy.src[1:] != copy.src[:-1] + copy.length[:-1])])
-    )
-    if len(kept) == len(copy):
-        return copy.src, copy.dst, copy.length, apart
-    return copy.src[kept], copy.dst[kept], np.add.reduceat(copy.length, kept), apart[kept]
+_SUMMING = 1
 
 
 class PieceWriter:
     """Writes pieces to a file, on any number of threads."""
 
-    def __init__(self, file: int, mapped: FileMap) -> None:
-        self._file, self._map = file, mapped
+    def __init__(self, file: int, mapped: FileMap, rooms: Rooms) -> None:
+        self._file, self._map, self._rooms = file, mapped, rooms
         self._turn = threading.Lock()
         """Held by the thread that writes short stretches by a call each."""
-        self._rooms: list[Bytes] = []
-        """Memory that was gathered into before; new memory costs a fault for each page."""
+        self._summing = threading.Semaphore(_SUMMING)
 
     def write(self, piece: Piece, memory: Bytes, offset: int) -> SummedStretches:
         """Write runs of some memory to a pool at an offset of the file; its stretches, summed."""
-        if int(piece.length[0]) >= _LONG_RUN:
-            return self._write(memory, piece.src, piece.dst, piece.length, offset)
-        nbytes = np.add.reduceat(piece.length, piece.stretch)
-        room = self._room()
-        try:
-            for _ in copy_runs(memory, room, piece.src, _packed(piece.length), piece.length):
+        if piece.is_long:
+            return self._write(memory, piece.near, piece.far, piece.length, offset)
+        nbytes = piece.stretch_bytes
+        with self._rooms.one() as room:
+            for _ in copy_runs(memory, room, piece.near, piece.packed, piece.length):
                 pass
             starts = np.cumsum(nbytes) - nbytes
-            return self._write(room, starts, piece.dst[piece.stretch], nbytes, offset)
-        finally:
-            self._rooms.append(room)
-
-    def _room(self) -> Bytes:
-        try:
-            return self._rooms.pop()
-        except IndexError:  # all are in use
-            return np.empty(_ROOM, np.uint8)
+            return self._write(room, starts, piece.far[piece.first], nbytes, offset)
 
     def _write(
         self, memory: Bytes, src: Int64s, dst: Int64s, length: Int64s, offset: int
@@ -122,7 +57,8 @@ class PieceWriter:
         if int(length.max()) >= _AT_ONCE:
             crcs = self._write_long(stretches, to.tolist())
         else:
-            crcs = [crc32(stretch, START) for stretch in stretches]
+            with self._summing:
+                crcs = [crc32(stretch, START) for stretch in stretches]
             if not self._write_mapped(memory.ctypes.data + src, to, length):
                 self._write_short(stretches, to.tolist())
         return SummedStretches(dst, length, np.array(crcs, np.uint32))
@@ -147,10 +83,3 @@ class PieceWriter:
                 write_all(self._file, some, place + done)
             crcs.append(crc)
         return crcs
-
-
-def _packed(length: Int64s) -> Places:
-    """Where runs start that lie one behind the other."""
-    if one_length(length):
-        return range(0, len(length) * int(length[0]), int(length[0]))
-    return np.cumsum(length) - length
