@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -14,7 +12,7 @@ import pytest
 from kvatlas import AtlasError, Code
 from kvatlas.routing import Copy, RunGrid, route, scattered
 from kvatlas.routing.binding import Starts
-from kvatlas.wire import Memory, Node, Session, Transfer, as_bytes
+from kvatlas.wire import Memory, Session, Transfer, as_bytes
 from kvatlas.wire.transports import cuda
 from kvatlas.wire.transports.cuda import CudaTransport
 from kvatlas.wire.transports.cuda_driver import CudaDriver, load_driver
@@ -24,7 +22,7 @@ from kvatlas.wire.transports.pace import CopyPace
 from tests.routing import oracle
 from tests.wire.helpers import small
 from tests.wire.transports.ends import eventually
-from tests.wire.transports.fake_cuda import FakeCuda, FakeMachine
+from tests.wire.transports.fake_cuda import FakeCuda, FakeMachine, node_of
 
 SIZE = 4096
 
@@ -179,19 +177,6 @@ def test_metadata_that_no_transport_has_published_is_refused() -> None:
 def test_a_machine_without_a_gpu_says_so() -> None:
     load_driver.cache_clear()
     assert code_of(CudaTransport) is Code.WRONG_DEVICE
-
-
-@contextmanager
-def node_of(made: Any, machine: FakeMachine, rng: Any) -> Iterator[tuple[Any, Any, FakeCuda]]:
-    driver = FakeCuda(machine)
-    given = {pool.index: driver.allocate(pool.nbytes) for pool in made.pools}
-    for _, pool in given.values():
-        pool[:] = rng.integers(0, 256, pool.nbytes, np.uint8)
-    memory = {index: at for index, (at, _) in given.items()}
-    pools = {index: pool for index, (_, pool) in given.items()}
-    transport = CudaTransport(driver=driver, share=1.0)
-    with Node(made, memory=memory, transport=transport, buffers=0) as node:
-        yield node, pools, driver
 
 
 @pytest.mark.parametrize("name", ["dense", "delta hybrid", "latent"])

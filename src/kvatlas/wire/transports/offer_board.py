@@ -174,7 +174,8 @@ class PeerBoard:
         self, memory: mmap.mmap, process: WatchedProcess | None, path: Path | None = None
     ) -> None:
         """`process` is the peer's, which has the board at `path`; None where that is this one."""
-        self._memory, self._process, self._path = memory, process, path
+        self._memory, self._process = memory, process
+        self._path = path
         self._file = None if path is None else _file_at(path)
         self._rows = _rows(memory)
 
@@ -191,8 +192,10 @@ class PeerBoard:
 
     def find(self, request: str) -> SeenOffer | None:
         """An offer by its name; None where it is not there, is no offer, or its source has gone."""
-        if not self.alive:
-            return None
+        return self.glimpse(request) if self.alive else None
+
+    def glimpse(self, request: str) -> SeenOffer | None:
+        """The same where nobody has looked whether the source is there: who reads looks later."""
         name = _digest(request.encode())
         for slot in np.flatnonzero(self._rows[:, 1] == name).tolist():
             generation, _, nbytes, digest = self._rows[slot].tolist()
