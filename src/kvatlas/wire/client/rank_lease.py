@@ -230,8 +230,9 @@ class RankLease:
         whole = wanted.layers is None and self.tokens == (seen.offer.start, seen.offer.stop)
         if whole or wanted.final:
             told = protocol.Release(
-                session=self.connection.session, request=wanted.request, read=True
-            )
+                session=self.connection.session, request=wanted.request, read=True,
+                posting=seen.posting,
+            )  # fmt: skip
             self.connection.beside.submit(self._tell, told)
 
     def _tell(self, told: protocol.Message) -> None:

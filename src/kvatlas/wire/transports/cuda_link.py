@@ -124,8 +124,8 @@ class CudaLink(Link):
         ]  # fmt: skip
         if behind is None:
             return self._copy(told, lambda: True, write=False)
-        event = self._event(behind % EVENTS)
-        return self._copy(told, lambda: self._finished(event), write=False)
+        self._event(behind % EVENTS)  # opened now: what is stale is refused before anything moves
+        return self._copy(told, lambda: self._passed(behind), write=False)
 
     def prepare(self, shape: RequestShape) -> PreparedRead | None:
         """Launches with all but block ids in place, where every block lies in its pool."""
@@ -158,12 +158,16 @@ class CudaLink(Link):
     def may_begin(self, behind: int | None) -> bool:
         """Whether a copy behind a mark of the peer may be launched at this moment."""
         self.check()
-        done = behind is None or self._finished(self._event(behind % EVENTS))
-        return done and self._end.pace.may_begin()
+        return (behind is None or self._passed(behind)) and self._end.pace.may_begin()
 
-    def _finished(self, event: int) -> bool:
+    def _passed(self, mark: int) -> bool:
+        """Whether a mark of the peer is done."""
+        here = self._end.marks_here()
+        known = here.done if here is not None else self._board.marks_done if self._board else -1
+        if mark <= known:
+            return True
         try:
-            return self._end.driver.finished(self._end.device, event)
+            return self._end.driver.finished(self._end.device, self._event(mark % EVENTS))
         except DriverError as problem:
             raise errors.peer_lost(f"an event that cannot be looked at: {problem}") from problem
 
