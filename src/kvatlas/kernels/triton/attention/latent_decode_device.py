@@ -171,32 +171,34 @@ def load_query(q, start, count, program, room, WHO: gl.constexpr, GROUP: gl.cons
     at = (start + row // GROUP).to(gl.int64) * q.token + (row % GROUP).to(gl.int64) * q.head
     rows = q.tensor + at[:, None]
     columns = WHO * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, LOADS))
-    part = room.query.slice(WHO * HALF, HALF, dim=1)
+    part = room.query.index(0).slice(WHO * HALF, HALF, dim=1)
     part.store(gl.load(rows + columns[None, :]).to(part.dtype))
     if WHO == 1:
         columns = LATENT + gl.arange(0, ROPE, layout=gl.SliceLayout(0, LOADS))
-        room.query_rope.store(gl.load(rows + columns[None, :]).to(part.dtype))
+        room.query_rope.index(0).store(gl.load(rows + columns[None, :]).to(part.dtype))
 
 
 @gluon.jit
-def begin_logits(room, signals, phase, WHO: gl.constexpr, LOGITS: gl.constexpr):
+def begin_logits(room, signals, phase, zero, WHO: gl.constexpr, LOGITS: gl.constexpr):
     """The products of queries and the keys of a group's tile, under way as halves arrive."""
-    latents = room.latents.index(WHO)
+    latents = room.latents.index(WHO + zero)
+    query = room.query.index(zero)
+    query_rope = room.query_rope.index(zero)
     logits = gl.zeros([ROWS, TILE], gl.float32, layout=LOGITS)
     mbarrier.wait(signals.there.index(2 * WHO), phase)
     fence_async_shared()
     logits = warpgroup_mma(
-        room.query.slice(0, HALF, dim=1), latents.slice(0, HALF, dim=1).permute((1, 0)), logits,
+        query.slice(0, HALF, dim=1), latents.slice(0, HALF, dim=1).permute((1, 0)), logits,
         use_acc=False, is_async=True,
     )  # fmt: skip
     mbarrier.wait(signals.there.index(2 * WHO + 1), phase)
     fence_async_shared()
     logits = warpgroup_mma(
-        room.query.slice(HALF, HALF, dim=1), latents.slice(HALF, HALF, dim=1).permute((1, 0)),
+        query.slice(HALF, HALF, dim=1), latents.slice(HALF, HALF, dim=1).permute((1, 0)),
         logits, is_async=True,
     )  # fmt: skip
     return warpgroup_mma(
-        room.query_rope, room.ropes.index(WHO).permute((1, 0)), logits, is_async=True
+        query_rope, room.ropes.index(WHO + zero).permute((1, 0)), logits, is_async=True
     )
 
 
@@ -296,7 +298,7 @@ def multiply(
             mbarrier.wait(signals.ready.index(0), turn & 1)
             for n in range(begin, end, 2 * TILE):
                 phase = pairs & 1
-                logits = begin_logits(room, signals, phase, WHO, LOGITS)
+                logits = begin_logits(room, signals, phase, n >> 31, WHO, LOGITS)
                 if WHO == 1:
                     acc, total, top = add_values(
                         acc, total, top, room, signals, phase, WHO, OTHER
@@ -395,8 +397,8 @@ def decode_latent(
             "griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, is_pure=False, pack=1
         )
     room = Room(
-        gl.allocate_shared_memory(DTYPE, [ROWS, LATENT], SWIZZLED),
-        gl.allocate_shared_memory(DTYPE, [ROWS, ROPE], SWIZZLED),
+        gl.allocate_shared_memory(DTYPE, [1, ROWS, LATENT], SWIZZLED),
+        gl.allocate_shared_memory(DTYPE, [1, ROWS, ROPE], SWIZZLED),
         gl.allocate_shared_memory(DTYPE, [2, TILE, LATENT], SWIZZLED),
         gl.allocate_shared_memory(DTYPE, [2, TILE, ROPE], SWIZZLED),
         gl.allocate_shared_memory(gl.float32, [2, ROWS], PLAIN),
@@ -414,5 +416,5 @@ def decode_latent(
             (load_tiles, (cache, batch, room, signals, SHAPE, TILING)),
         ],
         [4, 4],
-        [216, 80],
+        [216, 72],
     )
