@@ -43,6 +43,15 @@ TILE = gl.constexpr(64)
 THREADS = gl.constexpr(128)
 """Of a group."""
 
+_E4M3 = gl.constexpr("""
+    {
+        .reg .b16 first, second;
+        mov.b32 {first, second}, $2;
+        cvt.rn.f16x2.e4m3x2 $0, first;
+        cvt.rn.f16x2.e4m3x2 $1, second;
+    }
+""")
+
 
 class Room(NamedTuple):
     """Shared memory. Of two tiles, the second index is the group whose logits they are for."""
@@ -73,14 +82,6 @@ class Signals(NamedTuple):
     """A group has loaded its part of the queries."""
     ended: Any
     """Totals are written."""
-
-
-class Stretch(NamedTuple):
-    """Tiles of a worker."""
-
-    tile: Any
-    stop: Any
-    sequence: Any
 
 
 @gluon.jit
@@ -122,42 +123,105 @@ def row_starts(at, pages, states, UNIT: gl.constexpr):
 
 
 @gluon.jit
-def begin_rows(elements, rows, FROM: gl.constexpr, room, LOADS: gl.constexpr):
-    """Begin to load columns of rows, 16 bytes a thread."""
-    columns = gl.arange(0, room.shape[1], layout=gl.SliceLayout(0, LOADS))
-    offsets = rows[:, None] + (FROM + columns)[None, :]
-    begin_copy(room, elements + gl.max_contiguous(gl.multiple_of(offsets, [1, 8]), [1, 8]))
+def row_pointers(elements, rows, FROM: gl.constexpr, COUNT: gl.constexpr, LOADS: gl.constexpr):
+    """Where columns of rows lie, 16 bytes a thread."""
+    WIDE: gl.constexpr = LOADS.size_per_thread[1]
+    columns = FROM + gl.arange(0, COUNT, layout=gl.SliceLayout(0, LOADS))
+    offsets = rows[:, None] + columns[None, :]
+    return elements + gl.max_contiguous(gl.multiple_of(offsets, [1, WIDE]), [1, WIDE])
+
+
+@gluon.jit
+def copy_states(cache, table, states, room, signals, phase, SHAPE: gl.constexpr):
+    """Load two tiles as they are, each half when its group is done with the one before."""
+    LOADS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    begin, end, last = states
+    elements = cache.buffer.to(gl.pointer_type(SHAPE.k.element), bitcast=True)
+    for n in range(begin, end, 2 * TILE):
+        for i in gl.static_range(2):
+            pages, places = load_pages(table, n + i * TILE, last, SHAPE.states, LOADS)
+            rows = row_starts(cache.k.rows, pages, places, SHAPE.k.unit)
+            ropes = row_starts(cache.v.rows, pages, places, SHAPE.v.unit)
+            for half in gl.static_range(2):
+                mbarrier.wait(signals.free.index(2 * i + half), phase ^ 1)
+                part = room.latents.index(i).slice(half * HALF, HALF, dim=1)
+                begin_copy(part, row_pointers(elements, rows, half * HALF, HALF, LOADS))
+                if half == 1:
+                    begin_copy(room.ropes.index(i), row_pointers(elements, ropes, 0, ROPE, LOADS))
+                there = signals.there.index(2 * i + half)
+                async_copy.mbarrier_arrive(there, increment_count=False)
+        phase ^= 1
+    return phase
+
+
+@gluon.jit
+def as_halves(words):
+    """Words of four e4m3 as words of two halves each, twice as many."""
+    pairs = gl.inline_asm_elementwise(
+        _E4M3, "=r,=r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+    )
+    return gl.join(pairs[0], pairs[1]).reshape([words.shape[0], 2 * words.shape[1]])
+
+
+@gluon.jit
+def convert_states(cache, table, states, room, signals, phase, SHAPE: gl.constexpr):
+    """Load two tiles and convert them; a half is on its way while the one before is converted."""
+    LOADS: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
+    WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
+    UNIT: gl.constexpr = SHAPE.k.unit // 4
+    ROPE_UNIT: gl.constexpr = SHAPE.v.unit // 4
+    begin, end, last = states
+    words = cache.buffer.to(gl.pointer_type(gl.int32), bitcast=True)
+    all_latents = room.latents._reinterpret(gl.int32, [2, TILE, LATENT // 2], WORDS)
+    all_ropes = room.ropes._reinterpret(gl.int32, [2, TILE, ROPE // 2], WORDS)
+    pages, places = load_pages(table, begin, last, SHAPE.states, LOADS)
+    rows = row_starts(cache.k.rows, pages, places, UNIT)
+    left = gl.load(row_pointers(words, rows, 0, HALF // 4, LOADS))
+    for n in range(begin, end, 2 * TILE):
+        for i in gl.static_range(2):
+            right = gl.load(row_pointers(words, rows, HALF // 4, HALF // 4, LOADS))
+            ropes = row_starts(cache.v.rows, pages, places, ROPE_UNIT)
+            rope = gl.load(row_pointers(words, ropes, 0, ROPE // 4, LOADS))
+            pages, places = load_pages(table, n + (i + 1) * TILE, last, SHAPE.states, LOADS)
+            rows = row_starts(cache.k.rows, pages, places, UNIT)
+            latents = all_latents.index(i)
+            mbarrier.wait(signals.free.index(2 * i), phase ^ 1)
+            latents.slice(0, HALF // 2, dim=1).store(as_halves(left))
+            announce(signals.there.index(2 * i))
+            left = gl.load(row_pointers(words, rows, 0, HALF // 4, LOADS))
+            mbarrier.wait(signals.free.index(2 * i + 1), phase ^ 1)
+            latents.slice(HALF // 2, HALF // 2, dim=1).store(as_halves(right))
+            all_ropes.index(i).store(as_halves(rope))
+            announce(signals.there.index(2 * i + 1))
+        phase ^= 1
+    return phase
+
+
+@gluon.jit
+def announce(there):
+    """Say that what the group has written can be multiplied."""
+    fence_async_shared()
+    barrier()
+    mbarrier.arrive(there, count=THREADS)
 
 
 @gluon.jit
 def load_tiles(cache, batch, room, signals, SHAPE: gl.constexpr, TILING: gl.constexpr):
-    """The group that loads."""
-    LOADS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    elements = cache.buffer.to(gl.pointer_type(SHAPE.k_dot), bitcast=True)
+    """The group that loads: a worker's tiles by twos, sequence by sequence."""
     ends = batch.ends + batch.sequences + 1
     tile, stop, sequence = stretch_of(batch, TILING)
-    pairs = 0
+    phase = 0
     while tile < stop:
         first = gl.load(ends + sequence)
         until = gl.minimum(stop, gl.load(ends + sequence + 1))
-        length = gl.load(batch.lengths + sequence).to(gl.int32)
-        table = cache.tables + sequence.to(gl.int64) * cache.table_stride
-        for n in range((tile - first) * TILE, (until - first) * TILE, 2 * TILE):
-            for i in gl.static_range(2):
-                pages, states = load_pages(table, n + i * TILE, length - 1, SHAPE.states, LOADS)
-                rows = row_starts(cache.k.rows, pages, states, SHAPE.k.unit)
-                ropes = row_starts(cache.v.rows, pages, states, SHAPE.v.unit)
-                latents = room.latents.index(i)
-                for half in gl.static_range(2):
-                    mbarrier.wait(signals.free.index(2 * i + half), (pairs & 1) ^ 1)
-                    part = latents.slice(half * HALF, HALF, dim=1)
-                    begin_rows(elements, rows, half * HALF, part, LOADS)
-                    if half == 1:
-                        begin_rows(elements, ropes, 0, room.ropes.index(i), LOADS)
-                    async_copy.mbarrier_arrive(
-                        signals.there.index(2 * i + half), increment_count=False
-                    )
-            pairs += 1
+        if until > tile:
+            length = gl.load(batch.lengths + sequence).to(gl.int32)
+            table = cache.tables + sequence.to(gl.int64) * cache.table_stride
+            states = (tile - first) * TILE, (until - first) * TILE, length - 1
+            if SHAPE.k.element == SHAPE.k_dot:
+                phase = copy_states(cache, table, states, room, signals, phase, SHAPE)
+            else:
+                phase = convert_states(cache, table, states, room, signals, phase, SHAPE)
         tile = until
         sequence += 1
 
@@ -409,6 +473,7 @@ def decode_latent(
         barriers(4, THREADS), barriers(4, 1), barriers(2, 1), barriers(1, 2), barriers(2, 1)
     )
     fence_async_shared()
+    COPIED: gl.constexpr = SHAPE.k.element == SHAPE.k_dot
     gl.warp_specialize(
         [
             (multiply, (q, out, batch, partials, scoring, room, signals, 0, SHAPE, TILING)),
@@ -416,5 +481,5 @@ def decode_latent(
             (load_tiles, (cache, batch, room, signals, SHAPE, TILING)),
         ],
         [4, 4],
-        [216, 72],
+        [216, 72] if COPIED else [200, 104],
     )
