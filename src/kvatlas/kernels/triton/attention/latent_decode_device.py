@@ -29,6 +29,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 # By other names in later releases of Triton than 3.6.
 barrier = getattr(gl, "thread_barrier", None) or gl.barrier
+_memory = gl.shared_memory_descriptor
+seen_as = getattr(_memory, "reinterpret", None) or _memory._reinterpret
 begin_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 LOWEST = gl.constexpr(-1.0e30)
@@ -104,6 +106,7 @@ def stretch_of(batch, TILING: gl.constexpr):
     ends = batch.ends + batch.sequences + 1
     total = gl.load(ends + batch.sequences)
     share = gl.cdiv(total, gl.num_programs(0) // TILING.programs)
+    share = gl.cdiv(share, TILING.together) * TILING.together
     tile = gl.program_id(0) // TILING.programs * share
     return tile, gl.minimum(tile + share, total), find(ends, batch.sequences, tile)
 
@@ -172,8 +175,8 @@ def convert_states(cache, table, states, room, signals, phase, SHAPE: gl.constex
     ROPE_UNIT: gl.constexpr = SHAPE.v.unit // 4
     begin, end, last = states
     words = cache.buffer.to(gl.pointer_type(gl.int32), bitcast=True)
-    all_latents = room.latents._reinterpret(gl.int32, [2, TILE, LATENT // 2], WORDS)
-    all_ropes = room.ropes._reinterpret(gl.int32, [2, TILE, ROPE // 2], WORDS)
+    all_latents = seen_as(room.latents, gl.int32, [2, TILE, LATENT // 2], WORDS)
+    all_ropes = seen_as(room.ropes, gl.int32, [2, TILE, ROPE // 2], WORDS)
     pages, places = load_pages(table, begin, last, SHAPE.states, LOADS)
     rows = row_starts(cache.k.rows, pages, places, UNIT)
     left = gl.load(row_pointers(words, rows, 0, HALF // 4, LOADS))
