@@ -257,8 +257,7 @@ def write_rows(
     slot = tl.load(slots + token, mask=token < tokens, other=-1).to(tl.int64)
     k_rows = get_rows(k.rows, token, head, token < tokens, K_FORMAT)
     v_rows = get_rows(v.rows, token, head, token < tokens, V_FORMAT)
-    states = TileStates(
-        (slot // STATES).to(tl.int32), (slot % STATES).to(tl.int32), head, slot >= 0
-    )
+    page, state = (slot // STATES).to(tl.int32), (slot % STATES).to(tl.int32)
+    states = TileStates(page, tl.full([], 0, tl.int32), state, head, slot >= 0)
     put_side(buffer, k, states, k_rows, K_FORMAT, COUNT, PER_TENSOR)
     put_side(buffer, v, states, v_rows, V_FORMAT, COUNT, PER_TENSOR)

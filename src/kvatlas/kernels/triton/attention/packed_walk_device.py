@@ -202,7 +202,8 @@ def walk_words(
         if FIT == "pages in tile" and TILE == 2 * STATES:
             here = tl.where(offset < STATES, here, after.to(tl.int32))
         page, after = two_pages(stretch, n + TILE, STATES, TILE, FIT)
-        states = TileStates(here, state_of(n, offset, STATES, FIT), stretch.head, there)
+        start, state = state_of(n, offset, STATES, FIT)
+        states = TileStates(here, start, state, stretch.head, there)
         k_rows = row_offsets(cache.k.rows, states, K.unit if COUNT == 1 else K.unit // 2)
         v_rows = k_rows + (WORDS.delta - LEAD) // 2
         k_pointers = words + k_rows[:, None] + tl.arange(0, K.width // COUNT)[None, :]
