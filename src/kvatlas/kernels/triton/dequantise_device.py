@@ -46,7 +46,7 @@ def row_offsets(steps, states, UNIT: tl.constexpr):
     same from tile to tile.
     """
     first = (steps.first + states.head.to(tl.int64) * steps.head) * UNIT
-    first += states.start.to(tl.int64) * (steps.state * UNIT)
+    first += tl.cast(states.start, tl.int64) * (steps.state * UNIT)
     page = states.page.to(tl.int64) * (steps.block * UNIT) + first
     return page + states.state.to(tl.int64) * (steps.state * UNIT)
 

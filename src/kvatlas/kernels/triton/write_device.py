@@ -258,6 +258,6 @@ def write_rows(
     k_rows = get_rows(k.rows, token, head, token < tokens, K_FORMAT)
     v_rows = get_rows(v.rows, token, head, token < tokens, V_FORMAT)
     page, state = (slot // STATES).to(tl.int32), (slot % STATES).to(tl.int32)
-    states = TileStates(page, tl.full([], 0, tl.int32), state, head, slot >= 0)
+    states = TileStates(page, 0, state, head, slot >= 0)
     put_side(buffer, k, states, k_rows, K_FORMAT, COUNT, PER_TENSOR)
     put_side(buffer, v, states, v_rows, V_FORMAT, COUNT, PER_TENSOR)

@@ -146,8 +146,8 @@ def state_of(n, offset, STATES: tl.constexpr, FIT: tl.constexpr):
     if FIT == "tile in page":
         return n % STATES, offset
     if FIT == "pages in tile":
-        return n * 0, offset % STATES
-    return n * 0, (n + offset) % STATES
+        return 0, offset % STATES
+    return 0, (n + offset) % STATES
 
 
 @triton.jit
