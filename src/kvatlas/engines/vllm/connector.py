@@ -58,6 +58,8 @@ class KVAtlasStep(KVConnectorMetadata):
     """What the scheduler's side tells workers with every step."""
 
     orders: StepOrders = field(default_factory=StepOrders)
+    idle: bool = False
+    """Whether nothing is computed in it."""
 
 
 @dataclass
@@ -81,6 +83,8 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
         self._settings = ConnectorSettings.read(extra)
         self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
         self._ended = EndedRequests()
+        self._idle = False
+        """Whether nothing is computed in the step that is under way."""
         self._worker: WorkerSide | None = None
         self._tier_worker: TierWorker | None = None
         self._rows: bytes | None = None
@@ -146,9 +150,10 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
         """Blocks were found for a request."""
         self._in_scheduler().allocated(request, blocks, num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: Any) -> KVAtlasStep:  # noqa: ARG002
+    def build_connector_meta(self, scheduler_output: Any) -> KVAtlasStep:
         """What workers have to do after this step."""
-        return KVAtlasStep(self._in_scheduler().take_orders())
+        idle = not scheduler_output.total_num_scheduled_tokens
+        return KVAtlasStep(self._in_scheduler().take_orders(), idle)
 
     def reset_cache(self) -> bool | None:
         """Forget what the tier has, as vLLM asks where weights were updated."""
@@ -219,7 +224,7 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
         step = self._get_connector_metadata()
         if not isinstance(step, KVAtlasStep):
             return
-        orders = step.orders
+        orders, self._idle = step.orders, step.idle
         offered = {order.request_id for order in orders.offers}
         self._ended.hold_twice(offered & {order.request_id for order in orders.stores})
         if self._worker is not None:
@@ -240,7 +245,8 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
         """What has been sent and received since the last step."""
-        ended = self._ended.take() if self._worker is None else self._worker.take_ended()
+        worker, idle = self._worker, self._idle
+        ended = self._ended.take() if worker is None else worker.take_ended(idle=idle)
         return KVConnectorTransferResults(ended.sent, ended.received, ended.failed)
 
     def get_kv_connector_stats(self) -> KVAtlasStats | None:

@@ -71,7 +71,7 @@ know. Got 'transports'. Did you mean 'transport'? [bad_config]
     """Compare what has arrived with what the source has, byte by byte."""
     buffers: Annotated[int, Meta(ge=0, le=1024)] = 8
     """Staging buffers of each rank."""
-    piece: Annotated[int, Meta(ge=4096, le=1 << 30)] = 4 << 20
+    piece: Annotated[int, Meta(ge=4096, le=1 << 30)] = 8 << 20
     """Bytes of each."""
     tier: str | None = None
     """Where finished requests are kept: `memory`, a file's path, or the address of a store."""
