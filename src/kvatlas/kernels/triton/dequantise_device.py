@@ -30,6 +30,8 @@ class TileStates(NamedTuple):
     """The states of a tile: their blocks, their places in those, the head, and which exist."""
 
     page: Any
+    start: Any
+    """What is added to all places: the same number for every state."""
     state: Any
     head: Any
     there: Any
@@ -39,11 +41,14 @@ class TileStates(NamedTuple):
 def row_offsets(steps, states, UNIT: tl.constexpr):
     """Elements from the pool's start to the first one of each state's row.
 
-    Steps of blocks and states fit 32 bits, so that each product is one instruction.
+    Steps of blocks and states fit 32 bits, so that each product is one instruction. What is
+    the same for all states is added up first: where they are of one page, the rest stays the
+    same from tile to tile.
     """
     first = (steps.first + states.head.to(tl.int64) * steps.head) * UNIT
-    within = states.state.to(tl.int64) * (steps.state * UNIT) + first
-    return states.page.to(tl.int64) * (steps.block * UNIT) + within
+    first += tl.cast(states.start, tl.int64) * (steps.state * UNIT)
+    page = states.page.to(tl.int64) * (steps.block * UNIT) + first
+    return page + states.state.to(tl.int64) * (steps.state * UNIT)
 
 
 @triton.jit

@@ -142,12 +142,12 @@ def pages(stretch, begin, STATES: tl.constexpr, TILE: tl.constexpr, FIT: tl.cons
 
 @triton.jit
 def state_of(n, offset, STATES: tl.constexpr, FIT: tl.constexpr):
-    """The places in their pages of the states of a tile that begins at `n`."""
+    """The places in their pages of the states of a tile that begins at `n`: a start, and more."""
     if FIT == "tile in page":
-        return n % STATES + offset
+        return n % STATES, offset
     if FIT == "pages in tile":
-        return offset % STATES
-    return (n + offset) % STATES
+        return 0, offset % STATES
+    return 0, (n + offset) % STATES
 
 
 @triton.jit
@@ -193,7 +193,8 @@ def walk(
         there = within(at, stretch, reach, scoring.sink_tokens, MASK)
         here = page.to(tl.int32)
         page = pages(stretch, n + TILE, STATES, TILE, FIT)
-        states = TileStates(here, state_of(n, offset, STATES, FIT), stretch.head, there)
+        start, state = state_of(n, offset, STATES, FIT)
+        states = TileStates(here, start, state, stretch.head, there)
         k, k_factor = read(
             cache.buffer, cache.k, states, K, SHAPE.k_dot, MASKED and SHAPE.latent, EVICT
         )
