@@ -73,7 +73,7 @@ class Replay:
         self._bits = max(spans.count - 1, 1).bit_length()
         entries = len(model.classes) << self._bits
         self._present = np.zeros(entries, bool)
-        self._pinned: NDArray[np.bool_] = np.zeros(entries, bool)
+        self._pinned = np.zeros(entries, bool)
         self._seen = np.zeros(spans.count, bool)
         self._rows = [
             self._present[place << self._bits : (place + 1) << self._bits]
