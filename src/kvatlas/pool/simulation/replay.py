@@ -155,11 +155,13 @@ class Replay:
         return Prompt(self.spans.step, hit, seen, known, len(spans), attention, reusable)
 
     def _count_seen(self, spans: Ints, there: int) -> int:
-        """How many of the first were asked for before, which those that are there were.
+        """How many of the first were asked for before: as a rule all that are there, and no more.
 
         Whoever asks for a span asks for all before it.
         """
         seen = self._seen
+        if there and not seen[spans[there - 1]]:
+            there = 0  # a chunk begins there, and needs nothing before it
         if there == len(spans) or not seen[spans[there]]:
             return there
         rest = range(there, len(spans))
