@@ -32,7 +32,7 @@ _MOST_PARTS = 512
 
 
 class FolderStore(ObjectStore):
-    """Objects as files below a folder, up to so many bytes; the oldest go first.
+    """Objects as files below a folder, up to so many bytes; the least recently used go first.
 
     All who share the folder and give it a `capacity` count together what is in it.
 
@@ -101,7 +101,7 @@ class FolderStore(ObjectStore):
                 ledger.used = max(0, ledger.used - size)
 
     def _make_room(self, size: int) -> int:
-        """Remove the oldest objects until a tenth of the room is free, and `size` bytes.
+        """Remove objects until a tenth of the room is free, and `size` bytes.
 
         The bytes that are there then, also those of objects that others are writing.
         """
@@ -136,6 +136,9 @@ class FolderStore(ObjectStore):
             if found is None:
                 return ABSENT
             size = os.fstat(found).st_size
+            if self._capacity:
+                with suppress(OSError):  # of another user, say: then it goes by its age
+                    os.utime(found)
             return _read(found, parts) if size == joined_size(parts) else size
 
     def ranges(self, name: str, wanted: Sequence[tuple[int, Bytes]]) -> int:
