@@ -58,7 +58,7 @@ class SpanPattern(NamedTuple):
 
     def fill(self, end: int, tables: Mapping[int, Int64s], out: Int64s) -> None:
         """Where spans lie at one end, in blocks of tables that are long enough for them."""
-        np.take(tables[self.groups[end]], self.template.entries[end], out=out, mode="clip")
+        tables[self.groups[end]].take(self.template.entries[end], out=out, mode="clip")
         out *= self.strides[end]
         out += self.template.offsets[end]
 

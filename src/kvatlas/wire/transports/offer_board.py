@@ -224,7 +224,7 @@ class PeerBoard:
     def glimpse(self, request: str) -> SeenOffer | None:
         """The same where nobody has looked whether the source is there: who reads looks later."""
         name = _digest(request.encode())
-        for slot in np.flatnonzero(self._rows[:, 1] == name).tolist():
+        for slot in (self._rows[:, 1] == name).nonzero()[0].tolist():
             generation, _, nbytes, digest = self._rows[slot].tolist()
             at = _HEAD_BYTES + slot * _SLOT_BYTES
             payload = self._memory[at : at + min(max(nbytes, 0), _SLOT_BYTES)]
