@@ -192,10 +192,7 @@ def put_side(
         TOP: tl.constexpr = 127.0 if ELEMENT == tl.int8 else E4M3_MAX
         step = nan_unless_finite(tl.maximum(share_of(largest, TOP), LEAST), largest)
         stored = exact * inverse_of(step)[:, None]
-        if ELEMENT == tl.int8:
-            stored = away(stored)
-        else:
-            stored = tl.clamp(stored, -E4M3_MAX, E4M3_MAX)
+        stored = away(stored) if ELEMENT == tl.int8 else tl.clamp(stored, -E4M3_MAX, E4M3_MAX)
         put_elements(buffer, at.rows, states, stored.to(ELEMENT), ELEMENT, UNIT, FORMAT.dim, WIDTH)
         put_column(buffer, at.scales, states, step, tl.float32, SCALE_UNIT)
     elif KIND == "int4":
