@@ -120,7 +120,7 @@ def to_e2m1(values):
     size = tl.minimum(tl.abs(values), 6.0)
     few = (size + 6291456.0).to(tl.int32, bitcast=True) & 3
     bits = size.to(tl.int32, bitcast=True)
-    more = ((bits + ((bits >> 22) & 1) + 0x1FFFFF) >> 22) - 252
+    more = (bits + ((bits >> 22) & 1) + (0x1FFFFF - (252 << 22))) >> 22
     sign = (values.to(tl.int32, bitcast=True) >> 28) & 8
     return tl.where(size < 1.0, few, more) | sign
 
@@ -213,7 +213,10 @@ def put_side(
     elif KIND == "nvfp4":
         blocks = tl.reshape(rows.to(tl.float32), [COUNT, WIDTH // 16, 16])
         largest = largest_of(blocks, 2)
-        share = nan_unless_finite(share_of(share_of(largest, 6.0), side.scale), largest)
+        six = tl.full([1, 1], 6.0, tl.float32)
+        scale = tl.full([1, 1], 1.0, tl.float32) * side.scale
+        share = quotient(quotient(largest, six, FORMAT.ptx), scale, FORMAT.ptx)
+        share = nan_unless_finite(share, largest)
         step = as_element(share, tl.float8e4nv, FORMAT.ptx)
         exact = step.to(tl.float32) * side.scale
         values = quotient(blocks, tl.maximum(exact, TINY)[:, :, None], FORMAT.ptx)
