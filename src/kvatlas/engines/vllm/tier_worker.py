@@ -12,7 +12,7 @@ from kvatlas.engines.vllm.ended_requests import EndedRequests
 from kvatlas.engines.vllm.orders import LoadOrder, StepOrders, StoreOrder
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
-from kvatlas.tier import Hit, TierClient
+from kvatlas.tier import Hit, StoreHit, StoreTier, TierClient
 from kvatlas.wire import Memory
 
 log = logging.getLogger("kvatlas.vllm")
@@ -39,7 +39,12 @@ class TierWorker:
     """
 
     def __init__(
-        self, tier: TierClient | None, own: Plan, rank: int, memory: Memory, ended: EndedRequests
+        self,
+        tier: TierClient | StoreTier | None,
+        own: Plan,
+        rank: int,
+        memory: Memory,
+        ended: EndedRequests,
     ) -> None:
         self._tier, self._plan, self._rank = tier, own, rank
         self._pools, self._ended = {0: memory}, ended
@@ -86,17 +91,19 @@ class TierWorker:
             )  # fmt: skip
             self._ended.arrived(order.request_id, failed=failed)
 
-    def _fetch(self, tier: TierClient, order: LoadOrder) -> None:
+    def _fetch(self, tier: TierClient | StoreTier, order: LoadOrder) -> None:
         """Read what the scheduler has pinned; where the pin is gone, what is there still."""
-        try:
-            with tier.join(order.pin) as hit:
-                self._fill(hit, order)
-        except AtlasError as refusal:
-            log.info("looked up again request=%r: %s", order.request_id, refusal)
-            with tier.pin(order.keys, order.stop) as hit:
-                self._fill(hit, order)
+        if isinstance(tier, TierClient):
+            try:
+                with tier.join(order.pin) as joined:
+                    self._fill(joined, order)
+                return
+            except AtlasError as refusal:
+                log.info("looked up again request=%r: %s", order.request_id, refusal)
+        with tier.pin(order.keys, order.stop) as hit:
+            self._fill(hit, order)
 
-    def _fill(self, hit: Hit, order: LoadOrder) -> None:
+    def _fill(self, hit: Hit | StoreHit, order: LoadOrder) -> None:
         if hit.tokens < order.stop:
             hint = "Compute them, or have vLLM do so: kv_load_failure_policy=recompute"
             got = f"{hit.tokens} of {order.stop} tokens"
@@ -126,7 +133,7 @@ class TierWorker:
             self._count(tier_stores=not failed, tier_failures=failed)
             self._ended.sent(order.request_id)
 
-    def _usable(self) -> TierClient:
+    def _usable(self) -> TierClient | StoreTier:
         if self._tier is None:
             hint = "See the log of this worker's start"
             raise AtlasError(Code.UNREADABLE, "The tier cannot be used", got="a call", hint=hint)

@@ -36,9 +36,14 @@ from kvatlas.wire.transports.sealed_memory import make_sealed, map_sealed
 
 _SLOTS = 128
 _SLOT_BYTES = 32 << 10
-_HEAD_BYTES = 4096
-"""Before the slots: a row of generation, name, bytes and digest for each."""
+_ROW_BYTES = 32
+"""For each slot: generation, name, bytes and digest."""
+_HEAD_BYTES = 8192
+"""Before the slots: their rows, and behind them the last mark that is known to be done."""
 _BOARD_BYTES = _HEAD_BYTES + _SLOTS * _SLOT_BYTES
+
+Posting = tuple[int, int]
+"""A slot, and the generation in which an offer was posted there."""
 
 _MEMFD = "/memfd:kvatlas"
 """What the kernel calls a segment's descriptor."""
@@ -97,7 +102,8 @@ class OfferBoard:
         self._process = os.getpid()
         self._descriptor = make_sealed(_BOARD_BYTES)
         self.memory = map_sealed(self._descriptor)
-        self._rows = _rows(self.memory)
+        self._rows, self._done = _rows(self.memory), _done(self.memory)
+        self._done[0] = -1
         # Whoever leaves without closing gives its GPU's memory back before the kernel sees it end.
         weakref.finalize(self, _take_all_down, self._rows, self._process)
 
@@ -135,6 +141,17 @@ class OfferBoard:
                 self._rows[slot, 0] += 1
                 self._free.append(slot)
 
+    def tell_done(self, mark: int) -> None:
+        """Let readers know that marks up to this one are done."""
+        if os.getpid() == self._process:
+            self._done[0] = mark
+
+    def posting(self, request: str) -> Posting | None:
+        """Where an offer is posted now, and for which time; None where it is not."""
+        with self._lock:
+            slot = self._slots.get(request)
+            return None if slot is None else (slot, int(self._rows[slot, 0]))
+
     def close(self) -> None:
         """Take everything down."""
         for request in list(self._slots):
@@ -157,6 +174,11 @@ class SeenOffer:
         self._board, self._slot, self._generation = board, slot, generation
 
     @property
+    def posting(self) -> Posting:
+        """What tells it apart from every other that this board has had."""
+        return self._slot, self._generation
+
+    @property
     def held(self) -> bool:
         """Whether it has been posted ever since, as far as the board says."""
         return self._board.generation(self._slot) == self._generation
@@ -174,9 +196,15 @@ class PeerBoard:
         self, memory: mmap.mmap, process: WatchedProcess | None, path: Path | None = None
     ) -> None:
         """`process` is the peer's, which has the board at `path`; None where that is this one."""
-        self._memory, self._process, self._path = memory, process, path
+        self._memory, self._process = memory, process
+        self._path = path
         self._file = None if path is None else _file_at(path)
-        self._rows = _rows(memory)
+        self._rows, self._done = _rows(memory), _done(memory)
+
+    @property
+    def marks_done(self) -> int:
+        """The last of the marks that its source knows to be done; -1 before there is any."""
+        return int(self._done[0])
 
     @property
     def alive(self) -> bool:
@@ -191,8 +219,10 @@ class PeerBoard:
 
     def find(self, request: str) -> SeenOffer | None:
         """An offer by its name; None where it is not there, is no offer, or its source has gone."""
-        if not self.alive:
-            return None
+        return self.glimpse(request) if self.alive else None
+
+    def glimpse(self, request: str) -> SeenOffer | None:
+        """The same where nobody has looked whether the source is there: who reads looks later."""
         name = _digest(request.encode())
         for slot in np.flatnonzero(self._rows[:, 1] == name).tolist():
             generation, _, nbytes, digest = self._rows[slot].tolist()
@@ -312,3 +342,7 @@ def _digest(payload: bytes, generation: int = 0) -> int:
 
 def _rows(memory: Any) -> NDArray[np.int64]:
     return np.frombuffer(memory, np.int64, 4 * _SLOTS).reshape(_SLOTS, 4)
+
+
+def _done(memory: Any) -> NDArray[np.int64]:
+    return np.frombuffer(memory, np.int64, 1, _SLOTS * _ROW_BYTES)

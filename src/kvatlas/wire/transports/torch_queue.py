@@ -12,7 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvatlas.geometry import Int64s
-from kvatlas.wire.transports.device_queue import AddressRuns, DeviceQueue, Posted
+from kvatlas.wire.transports.device_queue import (
+    AddressPattern,
+    AddressRuns,
+    DeviceQueue,
+    Posted,
+    PreparedRuns,
+)
+from kvatlas.wire.transports.torch_prepared import TorchPreparedRuns
 
 _KEPT_STARTS = 256
 """Tables of starts that a queue keeps on its device."""
@@ -44,7 +51,7 @@ class TorchQueue(DeviceQueue):
     def __init__(self, driver: QueueDriver, device: int, multiprocessors: int) -> None:
         import torch
 
-        self._driver, self._number, self._programs = driver, device, multiprocessors
+        self._driver, self._number, self.programs = driver, device, multiprocessors
         self._device = torch.device("cuda", device)
         self._stream: Any = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._starts: OrderedDict[int, tuple[Any, Any]] = OrderedDict()
@@ -63,14 +70,33 @@ class TorchQueue(DeviceQueue):
 
     def after_caller(self) -> None:
         """Have the stream wait for what the caller's current stream has to do."""
-        import torch
-
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._stream.wait_stream(self.caller_stream())
 
     def post(self, runs: Sequence[AddressRuns], **choice: Any) -> Posted:
         """Launch a kernel for each; `choice` overrides how."""
         with self._lock, self._driver.on(self._number):
             return self._launch(runs, choice)
+
+    def prepare(self, patterns: Sequence[AddressPattern]) -> PreparedRuns:
+        """Tables, events and launches for requests of one shape."""
+        with self._lock:
+            return TorchPreparedRuns(self, patterns)
+
+    @contextmanager
+    def posting(self) -> Iterator[Any]:
+        """The stream, for one thread at a time, with its device as the current one."""
+        with self._lock, self._driver.on(self._number), self._no_launch_left_behind():
+            yield self._stream
+
+    def caller_stream(self) -> Any:
+        """The stream that the caller uses now."""
+        import torch
+
+        return torch.cuda.current_stream(self._device)
+
+    def upload(self, to: int, source: int, nbytes: int) -> None:
+        """Copy from pinned memory in the order of the stream; its device is the current one."""
+        self._driver.upload(to, source, nbytes, self._stream.cuda_stream)
 
     def through(
         self, runs: Sequence[AddressRuns], host: Any, gpu: Any, nbytes: int, *, out: bool
@@ -128,7 +154,7 @@ class TorchQueue(DeviceQueue):
         """Launch under the lock: tables are used in the order in which they are uploaded."""
         from kvatlas.kernels import copy_address_runs
 
-        use = {"programs": self._programs} | choice
+        use = {"programs": self.programs} | choice
         slots: list[_TableSlot] = []
 
         def placed(table: Int64s) -> Any:
@@ -138,7 +164,7 @@ class TorchQueue(DeviceQueue):
             try:
                 for one in runs:
                     copy_address_runs(
-                        one.source, one.target, self._placed(one.starts), one.spans,
+                        one.source, one.target, self.placed(one.starts), one.spans,
                         stream=self._stream, place=placed, **use,
                     )  # fmt: skip
             finally:
@@ -173,11 +199,10 @@ class TorchQueue(DeviceQueue):
                 slot.make(self._device)
         slots.append(slot)
         slot.here[: table.size] = table.reshape(-1)
-        address, stream = slot.table.data_ptr(), self._stream.cuda_stream
-        self._driver.upload(address, slot.address, table.nbytes, stream)
+        self.upload(slot.table.data_ptr(), slot.address, table.nbytes)
         return slot.table[: table.size].view(table.shape)
 
-    def _placed(self, starts: tuple[Int64s, Int64s]) -> Any:
+    def placed(self, starts: tuple[Int64s, Int64s]) -> Any:
         """Starts on the device; those that were used longest ago are forgotten."""
         from kvatlas.kernels import place_starts
 

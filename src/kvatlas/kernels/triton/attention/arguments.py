@@ -87,6 +87,8 @@ class Tiling(NamedTuple):
     """Programs of a worker: kv heads, times the tiles of their query rows."""
     row_tiles: int = 1
     """Tiles of rows that the query heads of a kv head are split into."""
+    together: int = 1
+    """Tiles that are walked together: a worker's share is a multiple of them."""
 
 
 class PackedWords(NamedTuple):
