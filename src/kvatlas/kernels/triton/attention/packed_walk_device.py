@@ -17,7 +17,6 @@ import triton.language as tl
 from kvatlas.kernels.triton.attention.packed_words_device import (
     CODE_RAISE,
     INT8_RAISE,
-    NVFP4_UNIT,
     apart,
     block_steps,
     columns_apart,
@@ -26,17 +25,22 @@ from kvatlas.kernels.triton.attention.packed_words_device import (
     squares,
 )
 from kvatlas.kernels.triton.attention.walk_device import (
+    CLEARED,
     Softmax,
     capped,
     pages,
+    power_of,
     seen_by,
     state_of,
     within,
 )
-from kvatlas.kernels.triton.dequantise_device import TileStates, column_of, row_offsets
+from kvatlas.kernels.triton.dequantise_device import (
+    E2M1_UNIT,
+    TileStates,
+    column_of,
+    row_offsets,
+)
 
-CLEARED = tl.constexpr(2.0**-60)
-"""A scale that is as good as 0."""
 HEADROOM = tl.constexpr(8.0)
 """Powers of 2 that weights may grow before sums are scaled down, which most tiles spare."""
 
@@ -50,16 +54,6 @@ class ValueScales(NamedTuple):
     """The code that stands for 0, for codes."""
     last: Any
     """The last elements of rows that are read early, and the scale behind them: one number."""
-
-
-@triton.jit
-def logarithm(values, PTX: tl.constexpr):
-    """Of base 2, to within a millionth: one instruction where there is one."""
-    if PTX:
-        return tl.inline_asm_elementwise(
-            "lg2.approx.f32 $0, $1;", "=f,f", [values], dtype=tl.float32, is_pure=True, pack=1
-        )
-    return tl.log2(values)
 
 
 @triton.jit
@@ -98,7 +92,7 @@ def scored(k, columns, q_sum, cache, states, scale, SHAPE: tl.constexpr):
     if RAISED:
         logits = logits - (q_sum * INT8_RAISE)[None, :]
     if K.kind == "nvfp4":
-        logits = logits * (scale * NVFP4_UNIT)
+        logits = logits * (scale * E2M1_UNIT)
     elif K.kind == "levels":
         # A row of levels is as long as its norm says.
         norm = column_of(cache.buffer, cache.k.scales, states, tl.float16, K.scale_unit, False)
@@ -141,11 +135,9 @@ def value_scales(cache, states, v_rows, V: tl.constexpr, LEAD: tl.constexpr, MAS
             zero = (word & 15).to(tl.float32)
             word = word & -16
         step = word.to(tl.float32, bitcast=True)
-    # Blocks that were cleared have scales of 0, whose logarithm no sum survives.
-    step = tl.where(step == 0.0, CLEARED, step)
     if V.kind == "range":
-        zero = -zero / step
-    return ValueScales(logarithm(step, V.ptx), zero, last)
+        zero = -zero / tl.where(step == 0.0, CLEARED, step)
+    return ValueScales(power_of(step, V.ptx), zero, last)
 
 
 @triton.jit
@@ -174,7 +166,7 @@ def walk_words(
     LAST: tl.constexpr = LEAD * 8 // BITS
     CODES: tl.constexpr = V.kind == "int4" or V.kind == "range"
     V_SCALED: tl.constexpr = V.kind == "scaled" or CODES
-    UNIT: tl.constexpr = CODE_RAISE if CODES else NVFP4_UNIT if V.kind == "nvfp4" else 1.0
+    UNIT: tl.constexpr = CODE_RAISE if CODES else E2M1_UNIT if V.kind == "nvfp4" else 1.0
     NO_NUMBERS: tl.constexpr = COUNT < 4 and K.element != tl.int8
     acc, top, total = softmax.acc, softmax.top, softmax.total
     q = queries.rows
