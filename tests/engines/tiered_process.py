@@ -18,7 +18,6 @@ from tests.engines.test_tiered_prefixes import ask, engine, prompts
 
 def main(name: str, where: str, number: str) -> None:
     torch.set_num_threads(1)
-    torch.backends.mkldnn.enabled = False
     dice = Random(int(number))  # noqa: S311
     with guarded() as pages:
         for _ in range(2):
