@@ -15,6 +15,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 TESTS ?=
+# Tests start many processes that import kvatlas: bytecode is kept, whatever the shell says.
+export PYTHONDONTWRITEBYTECODE :=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 

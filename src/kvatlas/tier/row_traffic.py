@@ -68,6 +68,10 @@ class RowTraffic:
         """For each row whether all of its objects are there, and whether any of them is."""
         return self._present([self.names.objects(row) for row in rows], deadline)
 
+    def begun(self, rows: Sequence[RowName], deadline: Deadline) -> list[bool]:
+        """For each row whether its first object is there."""
+        return list(self._exist([self.names.objects(row)[0] for row in rows], deadline))
+
     def brought(
         self, rows: Mapping[NeededBlock, RowName], source: tuple[int, int], deadline: Deadline
     ) -> list[bool]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
@@ -220,6 +220,21 @@ class StoreTier:
         with self._storage.using():
             start, stop = token_range(tokens, self.plan.max_len)
             return self._found(start, stop, keys)[0]
+
+    def kept_ends(
+        self, group: int, ends: Sequence[tuple[int, bytes]], *, whole: bool = False
+    ) -> list[bool]:
+        """Whether a group has the row that requests of so many tokens end in, by its key.
+
+        Unless asked for `whole` rows, one may lack objects that other ranks have yet to store.
+        Refused, and counted, where the store fails or is late.
+        """
+        with self._storage.using():
+            try:
+                return self._lookup.kept(group, ends, Deadline(self.deadline), whole=whole)
+            except AtlasError as problem:
+                self._missed(problem)
+                raise
 
     @contextmanager
     def pin(self, keys: Keys, tokens: Any) -> Iterator[StoreHit]:

@@ -43,7 +43,7 @@ from kvatlas.wire.protocol import (
 )
 from kvatlas.wire.refusals import raise_refusal
 from kvatlas.wire.rpc import Caller, Server
-from kvatlas.wire.sample_server import SampleTask, random_bytes, run_sample_server
+from kvatlas.wire.sample_server import SampleTask, converting, random_bytes, run_sample_server
 from kvatlas.wire.security import Security, TlsContexts
 from kvatlas.wire.server import Node, pools_for
 from kvatlas.wire.shared_pools import SharedPools, map_pools
@@ -101,6 +101,7 @@ __all__ = [
     "check_bounds",
     "check_plan_size",
     "connect_to_path",
+    "converting",
     "copy_file_runs",
     "copy_pools",
     "copy_request",
