@@ -303,7 +303,7 @@ class Session:
     ) -> None:
         """Carry out one rank's part, and record its outcome."""
         try:
-            if started is not None and not started.read.distinct:
+            if started is not None and not started.read.sound:
                 started.abandon()
                 started = None  # to be refused as any other
             if started is None:

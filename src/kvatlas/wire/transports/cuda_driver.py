@@ -26,6 +26,8 @@ UUID_BYTES = 16
 _UNTIMED, _SHARED = 2, 4
 """Flags of events: no timing, and to be shared with other processes."""
 _PEER_ACCESS = 1
+_RELAXED = 2
+"""A capture that forbids nobody anything."""
 _NOT_READY = 600
 
 
@@ -133,6 +135,8 @@ class LibCuda(CudaDriver):
         ):  # called often: numbers are taken as they are
             function = getattr(self._library, name)
             function.argtypes = [ctypes.c_void_p] * (2 if name == "cuEventRecord" else 1)
+        self._library.cuGraphLaunch.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+        self._library.cuStreamQuery.argtypes = [ctypes.c_void_p]
         self._library.cuStreamWaitEvent.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint]
         self._library.cuMemcpyHtoDAsync_v2.argtypes = [
             ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p,
@@ -298,5 +302,30 @@ class LibCuda(CudaDriver):
 
     def order(self, event: int, before: int, stream: int) -> None:
         """What a stream is given from now on comes after another; their device is current."""
-        self._call("cuEventRecord", event, before)
-        self._call("cuStreamWaitEvent", stream, event, 0)
+        if self._library.cuStreamQuery(before):  # it has something to do
+            self._call("cuEventRecord", event, before)
+            self._call("cuStreamWaitEvent", stream, event, 0)
+
+    def capture(self, stream: int, act: Callable[[], None]) -> int:
+        """What is given to a stream meanwhile, to be launched as often as wanted, and not now."""
+        graph, made = ctypes.c_void_p(), ctypes.c_void_p()
+        self._call("cuStreamBeginCapture_v2", ctypes.c_void_p(stream), _RELAXED)
+        try:
+            act()
+        finally:
+            self._call("cuStreamEndCapture", ctypes.c_void_p(stream), ctypes.byref(graph))
+        try:
+            no_flags = ctypes.c_uint64(0)
+            self._call("cuGraphInstantiateWithFlags", ctypes.byref(made), graph, no_flags)
+        finally:
+            self._call("cuGraphDestroy", graph)
+        return made.value or 0
+
+    def launch_graph(self, graph: int, stream: int) -> None:
+        """Launch what was captured; its device is current."""
+        self._call("cuGraphLaunch", graph, stream)
+
+    def end_graph(self, device: int, graph: int) -> None:
+        """Give back what was captured."""
+        with self.on(device):
+            self._call("cuGraphExecDestroy", ctypes.c_void_p(graph))

@@ -109,6 +109,12 @@ class CudaLink(Link):
                     raise errors.peer_lost(got) from problem
             return self._events[number]
 
+    def open_events(self) -> None:
+        """Open all events of the peer: the first look at one takes as long as all other looks."""
+        if self._end.marks_here() is None:
+            for number in range(len(self._handles)):
+                self._event(number)
+
     def read_grids(self, grids: Sequence[RunGrid], behind: int | None = None) -> Handle:
         """Read runs that are sums: the kernel adds. It is launched once the peer's mark is done.
 
@@ -232,6 +238,7 @@ class _PreparedPull(PreparedRead):
     def __init__(self, link: CudaLink, shape: RequestShape) -> None:
         self._link, self._nbytes = link, shape.nbytes
         self._pools = {pattern.pools[0] for pattern in shape.patterns}
+        link.open_events()
         self._far, over = link.mapped(self._pools)
         try:
             patterns = [
