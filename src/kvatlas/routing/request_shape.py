@@ -17,17 +17,17 @@ from kvatlas.geometry import Int64s
 from kvatlas.routing.block_tables import RequestTables
 from kvatlas.routing.run_grids import BlockIds, SpanPattern
 
-Lengths = tuple[tuple[int, int], ...]
-"""How long the block tables of a request are, by group."""
+Lengths = tuple[tuple[int, ...], tuple[int, ...]]
+"""Groups, and how long the block table of each is."""
 
 
 def table_lengths(tables: Mapping[int, BlockIds]) -> Lengths:
     """How long some block tables are.
 
-    >>> table_lengths({0: np.array([7, 4]), 1: np.array([9])})
-    ((0, 2), (1, 1))
+    >>> table_lengths({0: np.array([7, 4]), 3: np.array([9])})
+    ((0, 3), (2, 1))
     """
-    return tuple((group, len(table)) for group, table in tables.items())
+    return tuple(tables), tuple(map(len, tables.values()))
 
 
 class TableShape:
