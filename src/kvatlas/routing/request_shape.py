@@ -34,7 +34,6 @@ class TableShape:
     """Which entries of the block tables at one end are used, and what may stand there."""
 
     def __init__(self, tables: RequestTables) -> None:
-        self.lengths = table_lengths(tables.by_group)
         by_pool: dict[int, list[tuple[int, slice | Int64s]]] = defaultdict(list)
         blocks: dict[int, int] = {}
         for group, used in tables.used_entries().items():

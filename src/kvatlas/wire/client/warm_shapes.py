@@ -79,15 +79,17 @@ class WarmShapes:
 
     def learn(self, tokens: tuple[int, int], stream: Stream, total: int) -> None:
         """Get ready for the next request like one that was pulled, unless it is the first so."""
-        shape = stream.shape()
-        key = (tokens, shape.src.lengths, shape.dst.lengths)
+        key = (tokens, *stream.table_lengths)
         with self._lock:
             again = key in self._kept
             ready = self._kept.setdefault(key, None) is not None
             self._kept.move_to_end(key)
             while len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
-        if not again or ready or not shape.nbytes or shape.spans > _MOST_SPANS:
+        if not again or ready or not stream.nbytes:
+            return
+        shape = stream.shape()
+        if shape.spans > _MOST_SPANS:
             return
         read = self._link.prepare(shape)
         if read is not None:

@@ -26,8 +26,7 @@ class MappedMemory(NamedTuple):
         """Keep them mapped until `let_go`; whether they still are where they were."""
         found: list[int] = []
         try:
-            for allocation in self.allocations:
-                found.append(self.opened.acquire(allocation))
+            found.extend(map(self.opened.acquire, self.allocations))
         except BaseException:
             for allocation in self.allocations[: len(found)]:
                 self.opened.release(allocation)

@@ -163,7 +163,7 @@ class TorchPreparedRuns(PreparedRuns):
             log.exception("copies are not captured, and launched one by one")
             self._captures = False
             return
-        weakref.finalize(table, driver.end_graph, self._queue.number, graph)
+        _at_its_end(table, driver.end_graph, self._queue.number, graph)
         table.graphs[orders] = graph
 
 
@@ -190,7 +190,7 @@ class _RequestTable:
         self.driver, self.number = queue.driver, queue.number
         self.caller, self.over = (self.driver.local_event(self.number) for _ in "ab")
         for event in (self.caller, self.over):
-            weakref.finalize(self, self.driver.end_event, self.number, event)
+            _at_its_end(self, self.driver.end_event, self.number, event)
         self.posted: Posted | None = None
         self.graphs: dict[tuple[bool, ...], int] = {}
         """What launches all of it at once, by the orders in which kernels take their tables."""
@@ -218,3 +218,8 @@ class _PostedTable(Posted):
         """Wait without holding up other threads."""
         if not self._over:
             self._table.driver.synchronize(self._table.number, self._table.over)
+
+
+def _at_its_end(owner: object, give_back: Callable[[int, int], None], device: int, it: int) -> None:
+    """Give something of the driver's back when its owner goes, but not as the process ends."""
+    weakref.finalize(owner, give_back, device, it).atexit = False
