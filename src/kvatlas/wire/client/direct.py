@@ -28,6 +28,8 @@ def pull_direct(lease: RankLease, stream: Stream, behind: int | None) -> None:
     for start in range(0, total, batch):
         lease.renew_in_time()
         stop = min(total, start + batch)
+        copies = stream.copies(start, stop)
+        lease.count(sum(map(len, copies)))
         with lease.node.metrics.phase("direct"):
-            lease.read(stream.copies(start, stop), "blocks")
+            lease.read(copies, "blocks")
         lease.transfer.add(lease.rank, stop - start)

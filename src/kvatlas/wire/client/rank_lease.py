@@ -93,8 +93,8 @@ class RankLease:
         """Staging buffers of this node."""
         self.lent: tuple[int, ...] = ()
         """Staging buffers of the peer."""
-        self.summed: int | None = None
-        """Runs that were read as sums; None where they were written out, or will be counted so."""
+        self.runs: int | None = None
+        """Runs that were read; None where those of the stream stand for them."""
         self.received: dict[tuple[int, int], int] = {}
         """Checksums of pieces as they travelled, where they were converted at one end."""
         self.given_up: dict[str, list[Handle]] = {"blocks": [], "buffers": []}
@@ -337,7 +337,7 @@ class RankLease:
             self._check_going_on()
             self.renew_in_time()
 
-        self.summed = (self.summed or 0) + sum(map(len, grids))
+        self.count(sum(map(len, grids)))
         self._finish(self.connection.link.read_grids(grids, behind), "blocks", check)
 
     def finish_started(self, started: StartedRead) -> None:
@@ -357,6 +357,10 @@ class RankLease:
             self.connection.warm.learn(self.tokens, stream, total)
         except Exception:  # then the next one takes as long as this
             log.exception("a shape was not learnt request=%r", self.wanted.request)
+
+    def count(self, runs: int) -> None:
+        """So many runs more are read."""
+        self.runs = (self.runs or 0) + runs
 
     def _finish(self, handle: Handle, into: str, check: Callable[[], None]) -> None:
         """Wait for a read; where it is given up, it is remembered."""

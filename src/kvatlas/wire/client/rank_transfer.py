@@ -82,7 +82,7 @@ class RankTransfer:
         # Only now: the source has confirmed that it held the blocks until after the last byte.
         for name in self._streamed_layers() if self.wanted.streamed else ():
             self.transfer.add_layer(lease.rank, name)
-        runs = stream.runs if lease.summed is None else lease.summed
+        runs = stream.runs if lease.runs is None else lease.runs
         self.node.metrics.add(bytes=stream.nbytes, descriptors=runs)
 
     def _move(self, stream: AnyStream) -> None:
