@@ -126,17 +126,16 @@ class LibCuda(CudaDriver):
 
     def __init__(self) -> None:
         self._library: Any = ctypes.CDLL("libcuda.so.1")
+        self._looks: Any = ctypes.PyDLL("libcuda.so.1")
+        """For calls that never wait: whoever makes them keeps the interpreter."""
         self._contexts: dict[int, ctypes.c_void_p] = {}
         self._lock = threading.Lock()
         self._call("cuInit", 0)
-        for name in (
-            "cuEventRecord",
-            "cuEventQuery",
-        ):  # called often: numbers are taken as they are
-            function = getattr(self._library, name)
-            function.argtypes = [ctypes.c_void_p] * (2 if name == "cuEventRecord" else 1)
+        # Called often, so that numbers are taken as they are.
+        self._looks.cuEventQuery.argtypes = [ctypes.c_void_p]
+        self._looks.cuStreamQuery.argtypes = [ctypes.c_void_p]
+        self._library.cuEventRecord.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
         self._library.cuGraphLaunch.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-        self._library.cuStreamQuery.argtypes = [ctypes.c_void_p]
         self._library.cuStreamWaitEvent.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint]
         self._library.cuMemcpyHtoDAsync_v2.argtypes = [
             ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p,
@@ -156,7 +155,7 @@ class LibCuda(CudaDriver):
         """Around calls that are about a device: its context is this thread's meanwhile."""
         context = self._contexts.get(device)
         current = ctypes.c_void_p()
-        self._library.cuCtxGetCurrent(ctypes.byref(current))
+        self._looks.cuCtxGetCurrent(ctypes.byref(current))
         if context is not None and current.value == context.value:
             return _AS_IT_IS
         return self._made_current(device)
@@ -259,7 +258,7 @@ class LibCuda(CudaDriver):
     def finished(self, device: int, event: int) -> bool:
         """Look at an event without waiting."""
         with self.on(device):
-            code = self._library.cuEventQuery(event)
+            code = self._looks.cuEventQuery(event)
         if code not in (0, _NOT_READY):
             raise DriverError(f"cuEventQuery answers {self._error(code)}")
         return bool(code == 0)
@@ -302,7 +301,7 @@ class LibCuda(CudaDriver):
 
     def order(self, event: int, before: int, stream: int) -> None:
         """What a stream is given from now on comes after another; their device is current."""
-        if self._library.cuStreamQuery(before):  # it has something to do
+        if self._looks.cuStreamQuery(before):  # it has something to do
             self._call("cuEventRecord", event, before)
             self._call("cuStreamWaitEvent", stream, event, 0)
 
