@@ -49,7 +49,7 @@ class Placing(NamedTuple):
         """Copy them out of a batch that was read."""
         target, steps = pools[self.pool], self.places.steps
         word = self.length if self.length <= _ELEMENT else gcd(self.length, _WORD)
-        shape = (*(one.count for one in steps), self.length // word)
+        shape = (*(one.times for one in steps), self.length // word)
         kind = f"V{word}"
         strides = [(*(one.src for one in steps), word), (*(one.dst for one in steps), word)]
         for src, dst in zip(self.places.src.tolist(), self.places.dst.tolist(), strict=True):
@@ -69,7 +69,7 @@ class LandingBatch(NamedTuple):
     def nbytes(self) -> int:
         """Bytes that are put in place."""
         return sum(
-            one.length * len(one.places.src) * int(np.prod([s.count for s in one.places.steps]))
+            one.length * len(one.places.src) * int(np.prod([s.times for s in one.places.steps]))
             for one in self.placing
         )
 
@@ -95,7 +95,7 @@ class _Tiles(NamedTuple):
         nested, length = NestedSteps.of(grid.starts.src, grid.starts.dst), int(grid.length.max())
         reach, dense = 0, []
         for one in sorted(nested.steps, key=lambda one: abs(one.src)):
-            further = reach + (one.count - 1) * one.src
+            further = reach + (one.times - 1) * one.src
             if not 0 <= one.src <= _SPARSE * (reach + length) or further + length > most:
                 break
             dense.append(one)

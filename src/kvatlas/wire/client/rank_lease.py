@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -29,6 +29,7 @@ from kvatlas.wire.transports.offer_board import PostedOffer, SeenOffer
 
 A = TypeVar("A", bound=protocol.Message)
 How = Literal["auto", "direct", "staged", "landed"]
+Way = Literal["direct", "staged", "landed"]
 
 BUFFERS = 2
 """Staging buffers of a transfer at each end: one is filled while the other is sent."""
@@ -52,6 +53,8 @@ class PeerConnection:
     """Asks questions while a transfer does something else."""
     costs: Costs | None = None
     """What the link was measured at."""
+    ways: dict[tuple[int, int], Way] = field(default_factory=dict)
+    """Which way was found the fastest, by runs and bytes."""
     question_seconds: float = 0.0
     """How long the peer takes to answer a question."""
     users: int = 0
