@@ -29,8 +29,8 @@ _AT_ONCE = 64
 """Requests that are read at once; the others wait until one has ended."""
 _LONGEST_QUARANTINE = 600.0
 """Seconds after which a read that does not end is reported all the same."""
-_IDLE_SECONDS = 2e-3
-"""Seconds that an engine with nothing to compute waits for what is being read."""
+_READING_SECONDS, _OFFERING_SECONDS = 2e-3, 1e-3
+"""Seconds that an engine with nothing to compute waits for what it reads, or others read."""
 
 
 @dataclass
@@ -124,10 +124,11 @@ class WorkerSide:
     def take_ended(self, *, idle: bool = False) -> Ended:
         """What has ended since the last step.
 
-        An `idle` engine has nothing to do but to look again: while something is being read it
-        waits here for a moment, which leaves the interpreter to those who read.
+        An `idle` engine has nothing to do but to look again: it waits here for a moment, which
+        leaves its core and its interpreter to those who read.
         """
-        ended = self._ended.take(_IDLE_SECONDS if idle and self._pulls else 0.0)
+        seconds = _READING_SECONDS if self._pulls else _OFFERING_SECONDS if self._offered else 0.0
+        ended = self._ended.take(seconds if idle else 0.0)
         for request_id in ended.received:
             self._pulls.pop(request_id, None)
         return ended
@@ -205,6 +206,7 @@ class WorkerSide:
         if transfer is None:
             return False
         try:
+            transfer.carry_out()
             transfer.wait()
         finally:
             if not transfer.wait_released(_LONGEST_QUARANTINE):

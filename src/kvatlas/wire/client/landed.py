@@ -20,10 +20,10 @@ def pull_landed(lease: RankLease, stream: Stream) -> None:
     node = lease.node
     room = node.staging.piece
     lease.borrow_own(min(BUFFERS, node.staging.most()))
-    grids, placing = stream.grids(), deque[Future[None]]()
-    lease.count(sum(map(len, grids)))
+    placing: deque[Future[None]] = deque()
+    lease.count(stream.runs_apart)
     try:
-        for number, batch in enumerate(landing_batches(grids, room)):
+        for number, batch in enumerate(landing_batches(stream.grids(), room)):
             lease.transfer.check_cancelled()
             lease.renew_in_time()
             if len(placing) == len(lease.buffers):

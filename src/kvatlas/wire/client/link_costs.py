@@ -55,9 +55,7 @@ def _cheapest_way(lease: RankLease, stream: Stream) -> Way:
         return "staged"  # a replica that stalls in mid-read then leaves the blocks alone
     if wanted.costs is not None:
         return _weighed(lease, stream, wanted.costs)
-    # Before neighbours are joined, which takes longer: a request that moves like others is
-    # weighed once.
-    runs = sum(map(len, stream.grids()))
+    runs = stream.runs_apart  # a request that moves like others is weighed once
     if stream.nbytes >= _LONG_RUN * runs:
         return "direct"
     costs, alike = connection.costs or _measured(lease), (runs, stream.nbytes)
