@@ -80,7 +80,7 @@ def _weighed(lease: RankLease, stream: Stream, costs: Costs) -> Way:
     if _can_land(lease):
         pieces = ceil_div(nbytes, costs.piece)
         gathering = nbytes / costs.copy + pieces * connection.question_seconds
-        reads = expected_reads(stream.grids(), lease.node.staging.piece)
+        reads, nbytes = expected_reads(stream.grids(), lease.node.staging.piece)
         if costs.landed(reads, nbytes) < min(direct, staged + gathering):
             return "landed"
     return "staged" if staged < direct else "direct"
