@@ -9,7 +9,7 @@ are read as one.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from functools import lru_cache
 from math import gcd
 from typing import NamedTuple
@@ -119,7 +119,7 @@ class _Tiles(NamedTuple):
         return int((self.grid.src + self.grid.length).max()) + int(self.src.max()) + self.reach
 
 
-def landing_batches(grids: Sequence[RunGrid], room: int) -> Iterator[LandingBatch]:
+def landing_batches(grids: Sequence[RunGrid], room: int) -> Generator[LandingBatch]:
     """All runs of some grids, in batches of at most `room` bytes."""
     alike: defaultdict[tuple[int, int], list[RunGrid]] = defaultdict(list)
     for grid in grids:
