@@ -18,7 +18,7 @@ from kvatlas.engines.vllm.ended_requests import Ended, EndedRequests
 from kvatlas.engines.vllm.orders import OfferOrder, PullOrder, RemoteRequest, StepOrders
 from kvatlas.engines.vllm.sessions import EngineSessions
 from kvatlas.engines.vllm.settings import ConnectorSettings
-from kvatlas.engines.vllm.thread_cores import free_cores, making_threads_for, run_on
+from kvatlas.engines.vllm.thread_cores import free_cores, making_threads_for, run_beside
 from kvatlas.errors import AtlasError
 from kvatlas.planning import Plan
 from kvatlas.wire import Memory, Node, Session, Transfer, make_transport
@@ -29,7 +29,7 @@ _AT_ONCE = 64
 """Requests that are read at once; the others wait until one has ended."""
 _LONGEST_QUARANTINE = 600.0
 """Seconds after which a read that does not end is reported all the same."""
-_READING_SECONDS, _OFFERING_SECONDS = 2e-3, 1e-3
+_READING_SECONDS, _OFFERING_SECONDS = 4e-3, 1e-3
 """Seconds that an engine with nothing to compute waits for what it reads, or others read."""
 
 
@@ -96,7 +96,7 @@ class WorkerSide:
             )
         self.endpoint = settings.advertised(self.node.endpoint)
         self._beside = ThreadPoolExecutor(
-            _AT_ONCE, thread_name_prefix="kvatlas-vllm", initializer=run_on, initargs=(cores,)
+            _AT_ONCE, thread_name_prefix="kvatlas-vllm", initializer=run_beside, initargs=(cores,)
         )
         self._sessions = EngineSessions(
             self.node, seconds=min(10.0, settings.pull_seconds), close=self._beside.submit
