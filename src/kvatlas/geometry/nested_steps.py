@@ -14,7 +14,11 @@ from kvatlas.geometry.address_arrays import Int64s, outer_sum
 
 
 class Steps(NamedTuple):
-    """So many steps, and how many bytes each is at the source and at the destination."""
+    """So many steps, and how many bytes each is at the source and at the destination.
+
+    >>> NestedSteps.of(np.array([0, 8, 16]), np.array([0, 5, 10])).steps
+    (Steps(times=3, src=8, dst=5),)
+    """
 
     times: int
     src: int
@@ -22,7 +26,11 @@ class Steps(NamedTuple):
 
 
 class NestedSteps(NamedTuple):
-    """Offsets at both ends of a copy: each of the firsts, and from there all sums of steps."""
+    """Offsets at both ends of a copy: each of the firsts, and from there all sums of steps.
+
+    >>> NestedSteps.of(np.array([0, 7, 9]), np.array([0, 1, 2])).src  # in no steps at all
+    array([0, 7, 9])
+    """
 
     src: Int64s
     dst: Int64s
@@ -45,7 +53,12 @@ class NestedSteps(NamedTuple):
         return cls(src, dst, tuple(reversed(steps)))
 
     def written_out(self, steps: tuple[Steps, ...]) -> tuple[Int64s, Int64s]:
-        """Offsets at both ends of the firsts and of some of the steps."""
+        """Offsets at both ends of the firsts and of some of the steps.
+
+        >>> nested = NestedSteps.of(np.array([0, 8, 16]), np.array([0, 5, 10]))
+        >>> nested.written_out(nested.steps)
+        (array([ 0,  8, 16]), array([ 0,  5, 10]))
+        """
         src = outer_sum([self.src, *(np.arange(one.times) * one.src for one in steps)])
         dst = outer_sum([self.dst, *(np.arange(one.times) * one.dst for one in steps)])
         return src, dst
