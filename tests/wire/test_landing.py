@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,6 +11,7 @@ from numpy.typing import NDArray
 
 from kvatlas.routing import RunGrid
 from kvatlas.routing.binding import Starts
+from kvatlas.wire.client.transfer import Transfer
 from kvatlas.wire.landing import expected_reads, landing_batches
 
 SRC = np.random.default_rng(1).integers(1, 256, 1 << 15, np.uint8)
@@ -125,3 +128,14 @@ def test_more_blocks_than_their_distances_have_numbers_for() -> None:
     reads = [batch.read(0) for batch in landing_batches([grid], 1 << 20)]
     assert sorted(np.concatenate([one.src for one in reads]).tolist()) == spans.tolist()
     assert all((one.length == 1).all() for one in reads)
+
+
+def test_work_that_somebody_waits_for_is_done_once_and_by_who_waits() -> None:
+    done: list[str] = []
+    transfer = Transfer("r", ranks=(0,), total=None, seconds=30)
+    part = transfer.add_part(lambda: done.append(threading.current_thread().name), quick=False)
+    waiting = threading.Thread(target=transfer.carry_out, name="waits")
+    waiting.start()
+    waiting.join()
+    part()  # the thread that was woken for it comes too late
+    assert done == ["waits"]
