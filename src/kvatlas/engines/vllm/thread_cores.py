@@ -16,7 +16,7 @@ from multiprocessing import parent_process
 _BOUND_BY = ("OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 """What vLLM sets for the processes whose threads it binds."""
 _BEHIND = 5
-"""Steps of priority that leave a third of a core to a thread that shares it."""
+"""Steps of priority that leave a quarter of a core to a thread that shares it."""
 
 
 def free_cores() -> set[int]:

@@ -11,7 +11,8 @@ import numpy as np
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import ceil_div
 from kvatlas.routing import ConvertedStream, Copy, Costs, Stream
-from kvatlas.wire.client.rank_lease import BUFFERS, RankLease, Way
+from kvatlas.wire.client.peer_connection import Way
+from kvatlas.wire.client.rank_lease import BUFFERS, RankLease
 from kvatlas.wire.landing import expected_reads
 from kvatlas.wire.stream_copy import AnyStream
 from kvatlas.wire.transports.base import STAGING

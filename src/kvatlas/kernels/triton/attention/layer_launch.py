@@ -32,6 +32,10 @@ _GLUON = (3, 6), (3, 9)
 """Releases of Triton with whose Gluon the kernel for latents was compiled: it changes its names."""
 
 
+MOST_KEPT = 64
+"""Launches that a layer remembers: scales and the most queries may differ from call to call."""
+
+
 class Scores(NamedTuple):
     """What a caller says of logits, besides the spec; hashable."""
 
@@ -121,7 +125,11 @@ def layer_launch(
     key = (q.shape[1:], q.dtype, q.is_cuda, scores, max_queries, tuple(choice.items()))
     kept: LayerLaunch | None = layer.kept.get(key)
     if kept is None:
-        kept = layer.kept[key] = _worked_out(layer, q, scores, max_queries, choice)
+        kept = _worked_out(layer, q, scores, max_queries, choice)
+        made = [one for one, launch in layer.kept.items() if isinstance(launch, LayerLaunch)]
+        for old in made[: 1 - MOST_KEPT]:
+            layer.kept.pop(old, None)
+        layer.kept[key] = kept
     return kept
 
 
@@ -247,7 +255,7 @@ def _decode(
     }
     kernel = latent_kernel(key, shape, tiling) if layer.buffer.data_ptr() % 16 == 0 else None
     if kernel is not None:
-        options = {"num_warps": 8}
+        options, tiling = {"num_warps": 4}, tiling._replace(together=2)
     return DecodeLaunch(
         kernel or decode, tiling, words, workers, programs, depth, 2 * workers * programs * rows,
         options,
@@ -262,10 +270,11 @@ def latent_kernel(
         tune.architecture(key.device) == "hopper"
         and shape.latent
         and (shape.k.dim, shape.v.dim) == (512, 64)
-        and shape.k.element == shape.v.element == shape.k_dot
+        and shape.k.element == shape.v.element
+        and shape.k.element in (shape.k_dot, tl.float8e4nv)
         and shape.k_dot in (tl.bfloat16, tl.float16)
-        and min(shape.k.unit, shape.v.unit) >= 8  # 16 bytes, which are copied at once
-        and (tiling.rows, tiling.tile) == (64, 64)
+        and min(shape.k.unit, shape.v.unit) * shape.k.element.primitive_bitwidth >= 128
+        and tiling.tile == 64
         and shape.mask == "causal"
         and not shape.softcap
         and not shape.out.sink_logits

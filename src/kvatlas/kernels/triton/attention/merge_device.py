@@ -33,6 +33,7 @@ def merge(
     first = tl.load(ends + sequence)
     last = tl.load(ends + sequence + 1)
     share = tl.cdiv(tl.load(ends + batch.sequences), workers)
+    share = tl.cdiv(share, TILING.together) * TILING.together
     column = tl.arange(0, WIDTH)
     if (first < last) & (row < count * GROUP):
         begin = first // share
