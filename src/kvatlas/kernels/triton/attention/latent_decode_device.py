@@ -82,6 +82,8 @@ class Signals(NamedTuple):
     """Weights and tops are written."""
     ready: Any
     """A group has loaded its part of the queries."""
+    turn: Any
+    """The first group's logits are about done, so that the second's do not slow them down."""
     ended: Any
     """Totals are written."""
 
@@ -365,11 +367,13 @@ def multiply(
             mbarrier.wait(signals.ready.index(0), turn & 1)
             for n in range(begin, end, 2 * TILE):
                 phase = pairs & 1
-                logits = begin_logits(room, signals, phase, n >> 31, WHO, LOGITS)
                 if WHO == 1:
-                    acc, total, top = add_values(
-                        acc, total, top, room, signals, phase, WHO, OTHER
-                    )
+                    mbarrier.wait(signals.turn.index(0), phase)
+                logits = begin_logits(room, signals, phase, n >> 31, WHO, LOGITS)
+                if WHO == 0:
+                    mbarrier.arrive(signals.turn.index(0), count=1)
+                if WHO == 1:
+                    acc, total, top = add_values(acc, total, top, room, signals, phase, WHO, OTHER)
                     logits = warpgroup_mma_wait(1, deps=(logits,))
                 else:
                     logits = warpgroup_mma_wait(0, deps=(logits,))
@@ -386,9 +390,7 @@ def multiply(
                 acc = warpgroup_mma_wait(0, deps=(acc,))
                 release(signals, WHO, WHO)
                 if WHO == 0:
-                    acc, total, top = add_values(
-                        acc, total, top, room, signals, phase, WHO, OTHER
-                    )
+                    acc, total, top = add_values(acc, total, top, room, signals, phase, WHO, OTHER)
                     acc = warpgroup_mma_wait(0, deps=(acc,))
                     release(signals, WHO, OTHER)
                 pairs += 1
@@ -473,7 +475,12 @@ def decode_latent(
         gl.allocate_shared_memory(gl.int32, [2, 1], PLAIN),
     )
     signals = Signals(
-        barriers(4, THREADS), barriers(4, 1), barriers(2, 1), barriers(1, 2), barriers(2, 1)
+        barriers(4, THREADS),
+        barriers(4, 1),
+        barriers(2, 1),
+        barriers(1, 2),
+        barriers(1, 1),
+        barriers(2, 1),
     )
     fence_async_shared()
     COPIED: gl.constexpr = SHAPE.k.element == SHAPE.k_dot
