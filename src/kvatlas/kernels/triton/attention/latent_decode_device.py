@@ -114,17 +114,21 @@ def stretch_of(batch, TILING: gl.constexpr):
 
 
 @gluon.jit
-def load_pages(table, begin, last, STATES: gl.constexpr, LOADS: gl.constexpr):
-    """The blocks of a tile's states, and which states of them; the last one past the end."""
-    states = begin + gl.arange(0, TILE, layout=gl.SliceLayout(1, LOADS))
-    states = gl.minimum(states, last)
-    return gl.load(table + states // STATES).to(gl.int64), states % STATES
+def states_of(begin, last, LOADS: gl.constexpr):
+    """A tile's states; the last one past the end."""
+    return gl.minimum(begin + gl.arange(0, TILE, layout=gl.SliceLayout(1, LOADS)), last)
 
 
 @gluon.jit
-def row_starts(at, pages, states, UNIT: gl.constexpr):
-    """Elements from the pool's start to the states' rows."""
-    return (at.first + pages * at.block + states * at.state) * UNIT
+def load_pages(table, begin, last, STATES: gl.constexpr, LOADS: gl.constexpr):
+    """The blocks of a tile's states: asked for early, since loads wait for them."""
+    return gl.load(table + states_of(begin, last, LOADS) // STATES)
+
+
+@gluon.jit
+def row_starts(at, pages, places, UNIT: gl.constexpr):
+    """Elements from the pool's start to the rows of states at places in pages."""
+    return (at.first + pages.to(gl.int64) * at.block + places * at.state) * UNIT
 
 
 @gluon.jit
@@ -137,24 +141,37 @@ def row_pointers(elements, rows, FROM: gl.constexpr, COUNT: gl.constexpr, LOADS:
 
 
 @gluon.jit
-def copy_states(cache, table, states, room, signals, phase, SHAPE: gl.constexpr):
-    """Load two tiles as they are, each half when its group is done with the one before."""
-    LOADS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    begin, end, last = states
+def copy_tile(cache, pages, places, room, signals, phase, TO: gl.constexpr, SHAPE: gl.constexpr):
+    """Begin to load a tile as it is, each half when its group is done with the one before."""
+    LOADS: gl.constexpr = pages.type.layout.parent
     elements = cache.buffer.to(gl.pointer_type(SHAPE.k.element), bitcast=True)
+    rows = row_starts(cache.k.rows, pages, places, SHAPE.k.unit)
+    ropes = row_starts(cache.v.rows, pages, places, SHAPE.v.unit)
+    for half in gl.static_range(2):
+        mbarrier.wait(signals.free.index(2 * TO + half), phase ^ 1)
+        part = room.latents.index(TO).slice(half * HALF, HALF, dim=1)
+        begin_copy(part, row_pointers(elements, rows, half * HALF, HALF, LOADS))
+        if half == 1:
+            begin_copy(room.ropes.index(TO), row_pointers(elements, ropes, 0, ROPE, LOADS))
+        async_copy.mbarrier_arrive(signals.there.index(2 * TO + half), increment_count=False)
+
+
+@gluon.jit
+def copy_states(cache, table, states, room, signals, phase, SHAPE: gl.constexpr):
+    """Load a sequence's tiles as they are, by twos."""
+    LOADS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    STATES: gl.constexpr = SHAPE.states
+    begin, end, last = states
+    first = load_pages(table, begin, last, STATES, LOADS)
+    second = load_pages(table, begin + TILE, last, STATES, LOADS)
     for n in range(begin, end, 2 * TILE):
-        for i in gl.static_range(2):
-            pages, places = load_pages(table, n + i * TILE, last, SHAPE.states, LOADS)
-            rows = row_starts(cache.k.rows, pages, places, SHAPE.k.unit)
-            ropes = row_starts(cache.v.rows, pages, places, SHAPE.v.unit)
-            for half in gl.static_range(2):
-                mbarrier.wait(signals.free.index(2 * i + half), phase ^ 1)
-                part = room.latents.index(i).slice(half * HALF, HALF, dim=1)
-                begin_copy(part, row_pointers(elements, rows, half * HALF, HALF, LOADS))
-                if half == 1:
-                    begin_copy(room.ropes.index(i), row_pointers(elements, ropes, 0, ROPE, LOADS))
-                there = signals.there.index(2 * i + half)
-                async_copy.mbarrier_arrive(there, increment_count=False)
+        next_first = load_pages(table, n + 2 * TILE, last, STATES, LOADS)
+        next_second = load_pages(table, n + 3 * TILE, last, STATES, LOADS)
+        places = states_of(n, last, LOADS) % STATES
+        copy_tile(cache, first, places, room, signals, phase, 0, SHAPE)
+        places = states_of(n + TILE, last, LOADS) % STATES
+        copy_tile(cache, second, places, room, signals, phase, 1, SHAPE)
+        first, second = next_first, next_second
         phase ^= 1
     return phase
 
@@ -179,20 +196,25 @@ def convert_states(cache, table, states, room, signals, phase, SHAPE: gl.constex
     words = cache.buffer.to(gl.pointer_type(gl.int32), bitcast=True)
     all_latents = seen_as(room.latents, gl.int32, [2, TILE, LATENT // 2], WORDS)
     all_ropes = seen_as(room.ropes, gl.int32, [2, TILE, ROPE // 2], WORDS)
-    pages, places = load_pages(table, begin, last, SHAPE.states, LOADS)
+    STATES: gl.constexpr = SHAPE.states
+    pages = load_pages(table, begin, last, STATES, LOADS)
+    places = states_of(begin, last, LOADS) % STATES
     rows = row_starts(cache.k.rows, pages, places, UNIT)
     left = gl.load(row_pointers(words, rows, 0, HALF // 4, LOADS))
+    next_pages = load_pages(table, begin + TILE, last, STATES, LOADS)
     for n in range(begin, end, 2 * TILE):
         for i in gl.static_range(2):
             right = gl.load(row_pointers(words, rows, HALF // 4, HALF // 4, LOADS))
             ropes = row_starts(cache.v.rows, pages, places, ROPE_UNIT)
             rope = gl.load(row_pointers(words, ropes, 0, ROPE // 4, LOADS))
-            pages, places = load_pages(table, n + (i + 1) * TILE, last, SHAPE.states, LOADS)
-            rows = row_starts(cache.k.rows, pages, places, UNIT)
+            pages = next_pages
+            places = states_of(n + (i + 1) * TILE, last, LOADS) % STATES
+            next_pages = load_pages(table, n + (i + 2) * TILE, last, STATES, LOADS)
             latents = all_latents.index(i)
             mbarrier.wait(signals.free.index(2 * i), phase ^ 1)
             latents.slice(0, HALF // 2, dim=1).store(as_halves(left))
             announce(signals.there.index(2 * i))
+            rows = row_starts(cache.k.rows, pages, places, UNIT)
             left = gl.load(row_pointers(words, rows, 0, HALF // 4, LOADS))
             mbarrier.wait(signals.free.index(2 * i + 1), phase ^ 1)
             latents.slice(HALF // 2, HALF // 2, dim=1).store(as_halves(right))
@@ -461,10 +483,6 @@ def decode_latent(
     DTYPE: gl.constexpr = SHAPE.k_dot
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    if EARLY:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, is_pure=False, pack=1
-        )
     room = Room(
         gl.allocate_shared_memory(DTYPE, [1, ROWS, LATENT], SWIZZLED),
         gl.allocate_shared_memory(DTYPE, [1, ROWS, ROPE], SWIZZLED),
@@ -482,6 +500,12 @@ def decode_latent(
         barriers(1, 1),
         barriers(2, 1),
     )
+    if EARLY:
+        # A program has a multiprocessor to itself, so that those before cannot displace any.
+        gl.inline_asm_elementwise(
+            "griddepcontrol.wait; griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32,
+            is_pure=False, pack=1,
+        )  # fmt: skip
     fence_async_shared()
     COPIED: gl.constexpr = SHAPE.k.element == SHAPE.k_dot
     gl.warp_specialize(

@@ -247,7 +247,8 @@ def _decode(
     }
     kernel = latent_kernel(key, shape, tiling) if layer.buffer.data_ptr() % 16 == 0 else None
     if kernel is not None:
-        options, tiling = {"num_warps": 4}, tiling._replace(together=2)
+        options = {"num_warps": 4, "launch_pdl": True}
+        tiling = tiling._replace(together=2)
     return DecodeLaunch(
         kernel or decode, tiling, words, workers, programs, depth, 2 * workers * programs * rows,
         options,
