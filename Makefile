@@ -15,6 +15,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 TESTS ?=
+# Tests start many processes that import kvatlas: bytecode is kept, whatever the shell says.
+export PYTHONDONTWRITEBYTECODE :=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
@@ -61,7 +63,7 @@ test-attack: $(READY)  ## Peers that stop, die, lie and crowd, over every transp
 	$(PY) -m tests.attack --tries $(SIZE)
 
 test-fleet: $(READY)  ## Tiers on a store that lies, and on Mooncake Store whose processes die, 100 times each
-	HYPOTHESIS_PROFILE=deep $(PY) -m pytest $(or $(TESTS),tests/tier/test_store_faults.py tests/tier/test_store_topologies.py tests/tier/test_mooncake_store.py)
+	HYPOTHESIS_PROFILE=deep $(PY) -m pytest $(or $(TESTS),tests/tier/test_store_faults.py tests/tier/test_store_topologies.py tests/tier/test_mooncake_store.py tests/tier/test_mooncake_faults.py)
 
 soak: $(READY)  ## Eight nodes under random faults for SECONDS=3600: no wrong byte, nothing left
 	$(PY) -m tests.attack.soak --seconds $(SECONDS)

@@ -53,7 +53,8 @@ class ControlConnector(KVAtlasConnector):
     def build_connector_meta(self, scheduler_output: Any) -> ControlStep:
         """What workers have to do after this step."""
         waits, self._waits = self._waits, {}
-        return ControlStep(super().build_connector_meta(scheduler_output).orders, waits)
+        step = super().build_connector_meta(scheduler_output)
+        return ControlStep(step.orders, step.idle, waits)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin to wait."""

@@ -10,7 +10,7 @@ from typing import Any
 from tests.vllm.shapes import Config, FullAttentionSpec, Group, vllm_config
 
 from benchmarks.wires import raw_nixl, scattered
-from kvatlas.engines.vllm import describe_engine
+from kvatlas.engines.vllm import ConnectorSettings, describe_engine
 from kvatlas.planning import Plan
 from kvatlas.routing import scattered as scattered_blocks
 from kvatlas.wire import (
@@ -44,7 +44,7 @@ def raw_and_pulled(block: int, tokens: int, per_token: int, run: int) -> tuple[f
 
     Both between the same two processes, from blocks of 64 tokens; NIXL in the longest runs.
     """
-    target, near = plan_of(block), make_transport("nixl")
+    target, near, piece = plan_of(block), make_transport("nixl"), ConnectorSettings().piece
     pools = pools_for(target, 0, near)
     # A token more than is pulled, so that the source does not let go of it.
     task = SampleTask(
@@ -52,7 +52,7 @@ def raw_and_pulled(block: int, tokens: int, per_token: int, run: int) -> tuple[f
     )
     with (
         run_sample_server(task) as endpoints,
-        Node(target, memory=memory_of(pools), transport=near) as node,
+        Node(target, memory=memory_of(pools), transport=near, piece=piece) as node,
         Session(node, endpoints) as session,
     ):
         link: Any = session.link(0)

@@ -27,10 +27,12 @@ def test_every_byte_arrives(source: str, target: str, how: str) -> None:
     assert all(rank["wrong"] == 0 for rank in answer["ranks"])
 
 
-def test_a_table_for_people() -> None:
-    result = process("move", "Qwen3-8B", "--to", "tp=2", "--tokens", "16", "--transport", "shm")
+def test_content_is_converted_on_the_way_and_people_get_a_table() -> None:
+    ends = ("--from", "kv-dtype=fp8", "--to", "kv-dtype=bf16,tp=2", "--convert", "fp8->bf16")
+    result = process("move", "Qwen3-8B", *ends, "--tokens", "16", "--transport", "shm")
     assert result.returncode == 0, result.stderr
     assert "Every byte arrived over shm, and no other was touched." in result.stdout
+    assert result.stdout.count("staged") == 2, "cells are converted in buffers"
 
 
 @pytest.mark.parametrize(
@@ -46,6 +48,10 @@ def test_a_table_for_people() -> None:
             "'memory' is none of nixl, mooncake, tcp, shm",
         ),
         (("move", "Qwen3-8B", "--to", "kv-dtype=fp8", "--tokens", "16"), "unlike_dtypes"),
+        (
+            ("move", "Qwen3-8B", "--to", "kv-dtype=fp8", "--tokens", "16", "--convert", "up->down"),
+            "unknown_dtype",
+        ),
         (("move", "no-such-model"), "unknown_model"),
         (("bench", "nothing"), "only wire"),
     ],

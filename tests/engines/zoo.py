@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -245,8 +245,15 @@ OTHERS: dict[str, Tiny] = {
         },
         recurrent=True,
     ),
+    **{
+        f"{name} for kernels": replace(
+            ZOO[name], options={**ZOO[name].options, "qk_rope_head_dim": 16}
+        )
+        for name in ("DeepseekV3", "KimiLinear")
+    },
 }
-"""Models for one test alone: this one's states are larger than a block of its attention."""
+"""Models for some tests alone: the first one's states are larger than a block of its attention,
+the others' rotary parts are as wide as a GPU's kernels want them."""
 
 
 @cache

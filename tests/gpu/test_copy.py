@@ -9,7 +9,14 @@ import torch
 
 from kvatlas.kernels.triton import Staging
 from kvatlas.specs import FullAttention, Mamba2, ShortConv
-from tests.kernels.triton.cases import ORDERS, Pool, check_copy, check_runs, check_zero
+from tests.kernels.triton.cases import (
+    ORDERS,
+    Pool,
+    check_copy,
+    check_repeated_runs,
+    check_runs,
+    check_zero,
+)
 
 DENSE = FullAttention(heads=4, head_dim=128)
 HOST, HERE = True, False
@@ -61,6 +68,11 @@ def test_rows_come_back_from_staging(order: str) -> None:
         assert torch.equal(a.tensor[ids], b.tensor[places])
     first.untouched()
     second.untouched()
+
+
+def test_runs_that_are_copied_again_and_again() -> None:
+    for number, item in enumerate((512, 48, 20, 7, 4096)):
+        check_repeated_runs(item, "cuda", alike=bool(number % 2), seed=number)
 
 
 def test_runs_at_sums_of_starts_and_spans() -> None:

@@ -150,21 +150,27 @@ class Oracle:
         pairs = zip(self.classes, kept, strict=True)
         return sum(cls.size * len(spans) for cls, spans in pairs if cls.pool == pool)
 
-    def in_order(self, kept: list[list[int]], reusable: int) -> list[tuple[int, int]]:
+    def in_order(self, kept: list[list[int]], reusable: int, whole: int) -> list[tuple[int, int]]:
         """(class, span), the first to go first."""
         pairs = [(number, span) for number, spans in enumerate(kept) for span in spans]
         if not self.by_group:
             return sorted(pairs, key=lambda pair: (-pair[1], -pair[0]))
+        passed: list[tuple[int, int]] = []
         left: list[tuple[int, int]] = []
         last: list[tuple[int, int]] = []
         for number, spans in enumerate(kept):
-            stop = (max(spans) + 1) * self.step if spans else 0
             cls = self.classes[number]
-            first = reusable if cls.needs == "state" else cls.sees_from(stop)
+            state = cls.needs == "state"
+            first = reusable if state else cls.sees_from(whole)
             for span in reversed(spans):
-                behind = span < first // self.step
-                (left if behind else last).append((number, span))
-        return sorted(left, key=lambda p: p[0]) + last
+                if span >= first // self.step:
+                    last.append((number, span))
+                elif state and self.checkpoints != "every-block":
+                    passed.append((number, span))
+                else:
+                    left.append((number, span))
+        passed.sort(key=lambda pair: (pair[1], pair[0]))
+        return passed + left + last
 
     # -- serving ------------------------------------------------------------------------
 
@@ -184,7 +190,9 @@ class Oracle:
             if not ends:
                 return 0
             ends = ends[-(len(ends) // 2) :] if len(ends) > 1 else []
-        order = self.in_order(kept, min(self.identified[number], max(len(tokens) - 1, 0)))
+        identified = self.identified[number]
+        reusable = min(identified, max(len(tokens) - 1, 0))
+        order = self.in_order(kept, reusable, identified // self.step * self.step)
         mine = [(cls, tokens[: (span + 1) * self.step]) for cls, span in order]
         self.come(hit, mine)
         new = [name for name in mine if name not in self.entries]

@@ -18,7 +18,7 @@ import numpy as np
 
 from kvatlas.planning import Plan
 from kvatlas.specs import FullAttention
-from kvatlas.tier import Tier
+from kvatlas.tier import Tier, file_map, file_pieces
 from kvatlas.tier import file_writing as writing
 from kvatlas.wire.transports.file import _system
 from tests.planning.models import DELTA, model_of
@@ -87,6 +87,7 @@ def die_at(step: int, how: str) -> None:
     os.pwrite, os.fdatasync = dying(os.pwrite), dying(os.fdatasync)
     calls: Any = _system
     calls.pwritev = dying(calls.pwritev)  # the bytes of blocks
+    file_map._copy = dying(file_map._copy)
 
 
 FETCHED_INTO: dict[int, list[int]] = {
@@ -143,8 +144,10 @@ def main(path: Path, trials: int, seed: int) -> None:
     for trial in range(trials):
         child = os.fork()
         if not child:
-            # Run by run, or gathered into stretches that are summed: every other four trials.
-            writing._LONG_STRETCH = 1 if trial % 8 < 4 else 1 << 40
+            # Run by run, or gathered into stretches that are summed: every other four trials;
+            # these one by one, or many by one call.
+            file_pieces._LONG_STRETCH = 1 if trial % 8 < 4 else 1 << 40
+            writing._MAPPED_STRETCH = 1 if trial % 16 < 8 else 1 << 40
             if trial % 2:
                 die_at(
                     int(rng.integers(1, MOST_STEPS)), ("before", "torn", "after")[trial // 2 % 3]

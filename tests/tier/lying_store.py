@@ -12,6 +12,7 @@ from kvatlas import AtlasError, Code
 from kvatlas.planning import Plan
 from kvatlas.routing import scattered
 from kvatlas.tier import HostStore, ObjectStore, StoreTier
+from kvatlas.tier.hit import check_all_there
 from kvatlas.tier.stores import Parts, StoreRoom
 from kvatlas.wire import Bytes
 from tests.tier.world import GUARD, World, pools
@@ -122,22 +123,24 @@ class LyingStore(ObjectStore):
         self.honest.close()
 
 
-def fetched(world: World, tier: StoreTier, made: Plan) -> bool:
-    """Whether all ranks got all tokens; every byte is right, or as it was, either way."""
+def fetched(
+    world: World, tier: StoreTier, made: Plan, between: Callable[[], object] = lambda: None
+) -> bool:
+    """Whether all ranks got all tokens; every byte is right, or as it was, either way.
+
+    Something may happen between what a rank finds and what it loads.
+    """
     for rank in range(made.ranks):
         tables = scattered(made, world.tokens)
         got, right = pools(made, rank, 7), pools(made, rank, 7)
         before = pools(made, rank, 7)
         world.put(made, rank, right, tables)
         try:
-            tier.fetch(
-                {i: pool[:-GUARD] for i, pool in got.items()},
-                made,
-                rank=rank,
-                blocks=tables,
-                tokens=world.tokens,
-                keys=world.keys(tier),
-            )
+            with tier.pin(world.keys(tier), world.tokens) as hit:
+                check_all_there(hit.tokens, world.tokens)
+                between()
+                mine = {i: pool[:-GUARD] for i, pool in got.items()}
+                hit.fetch(mine, made, rank=rank, blocks=tables)
         except AtlasError as refusal:
             assert refusal.code in MISSES
             assert all(((got[i] == right[i]) | (got[i] == before[i])).all() for i in got)

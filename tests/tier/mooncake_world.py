@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -49,7 +50,8 @@ def world_of(name: str, seed: int = 0) -> World:
 class Master:
     """A master on ports of its own, which can be killed and started again."""
 
-    def __init__(self) -> None:
+    def __init__(self, lease_ms: int = 3000) -> None:
+        self.lease_ms = lease_ms
         self.port, self.web = _free_port(), _free_port()
         self.address, self.pages = f"127.0.0.1:{self.port}", f"127.0.0.1:{self.web}"
         self.start()
@@ -58,7 +60,7 @@ class Master:
         assert _MASTER is not None
         ports = [f"--rpc_port={self.port}", f"--metrics_port={self.web}"]
         short = [
-            "--default_kv_lease_ttl=3000",
+            f"--default_kv_lease_ttl={self.lease_ms}",
             "--client_ttl=2",
             "--put_start_discard_timeout_sec=2",
         ]
@@ -120,8 +122,18 @@ class Peer:
 
 
 @contextmanager
-def running() -> Iterator[Master]:
-    master = Master()
+def stopped(process: subprocess.Popen[Any]) -> Iterator[None]:
+    """A process that stands still meanwhile, as one does that is short of everything."""
+    process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        process.send_signal(signal.SIGCONT)
+
+
+@contextmanager
+def running(**options: Any) -> Iterator[Master]:
+    master = Master(**options)
     try:
         yield master
     finally:

@@ -17,8 +17,8 @@ import pytest
 
 from kvatlas import AtlasError, Code
 from kvatlas.routing import Copy
-from kvatlas.tier import StoreResult, Tier
-from kvatlas.tier import file_writing as writing_
+from kvatlas.tier import StoreResult, Tier, file_map
+from kvatlas.tier import file_pieces as pieces_
 from kvatlas.tier import format as format_
 from kvatlas.wire.staging import gather, scatter, stream_bytes
 from tests.tier.faults import CODES, DENSE, TOKENS, Faulty, code_of, kept, rows_agree
@@ -48,7 +48,7 @@ WRITES = ("vectored pwritev", "pwrite", "fdatasync", "preadv")
 @pytest.fixture
 def run_by_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every stretch of the file counts as short: runs are written as they are, and not summed."""
-    monkeypatch.setattr(writing_, "_LONG_STRETCH", 1 << 40)
+    monkeypatch.setattr(pieces_, "_LONG_STRETCH", 1 << 40)
 
 
 @pytest.mark.usefixtures("run_by_run")
@@ -105,6 +105,7 @@ def test_fetches_and_openings_that_fail(tmp_path: Path) -> None:
     with Tier.open(path, kept()) as tier:
         world.store(tier, made)
         with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(file_map, "_copy", lambda *_: -1)  # a disk that fails does so both ways
             Faulty(patch, "vectored preadv", 1, errno.EIO)
             assert code_of(world.check, tier, made) == Code.UNREADABLE
         rows_agree(tier)

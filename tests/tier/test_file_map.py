@@ -1,4 +1,4 @@
-"""A mapped file that the system copies from, and that is cut short meanwhile."""
+"""A mapped file that the system copies from and to, and that is cut short meanwhile."""
 
 from __future__ import annotations
 
@@ -32,3 +32,26 @@ def test_runs_are_copied_and_a_file_that_is_cut_short_is_told_not_touched() -> N
         mapped.close()
         assert not mapped.read(near + into.ctypes.data, far, length)
         assert not FileMap(file.fileno(), 1 << 62).read(near, far, length)
+
+
+def test_runs_are_written_and_a_file_that_is_cut_short_is_told_not_touched() -> None:
+    memory = np.random.default_rng(1).integers(0, 256, SIZE, dtype=np.uint8)
+    near = np.random.default_rng(2).permutation(SIZE // 4096) * 4096
+    far = np.arange(len(near)) * 4096 + 7
+    length = np.full(len(far), 4000)
+    with tempfile.TemporaryFile() as file:
+        file.truncate(SIZE)
+        mapped = FileMap(file.fileno(), SIZE)
+        assert not mapped.in_memory(far), "nothing of it was used yet"
+        assert mapped.write(near + memory.ctypes.data, far, length)  # more than one call
+        assert mapped.in_memory(far)
+        want = np.zeros(SIZE, np.uint8)
+        for start, to in zip(near.tolist(), far.tolist(), strict=True):
+            want[to : to + 4000] = memory[start : start + 4000]
+        assert file.read() == want.tobytes()
+        os.ftruncate(file.fileno(), SIZE // 2)
+        assert not mapped.write(near + memory.ctypes.data, far, length)
+        assert os.fstat(file.fileno()).st_size == SIZE // 2
+        mapped.close()
+        assert not mapped.write(near + memory.ctypes.data, far, length)
+        assert not mapped.in_memory(far)

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvatlas import AtlasError, Code
-from kvatlas.tier import CacheIdentity, FolderStore, StoreTier, Tier, open_store, open_tier
+from kvatlas.models import Model
+from kvatlas.tier import (
+    AnyTier,
+    CacheIdentity,
+    FolderStore,
+    StoreTier,
+    Tier,
+    open_store,
+    open_tier,
+)
 from tests.tier.test_store_topologies import OURS
 from tests.tier.test_topologies import MODELS
 from tests.tier.world import MAX_LEN, World, small
@@ -16,9 +26,9 @@ from tests.tier.world import MAX_LEN, World, small
 MODEL = MODELS["dense"]
 
 
-def opened(where: str | Path, **options: Any) -> Tier | StoreTier:
+def opened(where: str | Path, model: Model = MODEL, **options: Any) -> AnyTier:
     about = {"block_size": 16, "max_len": MAX_LEN, "memory": "1MiB", **options}
-    return open_tier(where, MODEL, OURS, **about)
+    return open_tier(where, model, OURS, **about)
 
 
 def test_a_request_goes_through_every_kind_of_tier(tmp_path: Path) -> None:
@@ -42,11 +52,16 @@ def test_addresses_that_lead_nowhere_are_refused(tmp_path: Path) -> None:
         return refused.value.code
 
     assert refusal(lambda: open_store("redis://host")) is Code.BAD_CONFIG
+    assert refusal(lambda: opened("redis://host")) is Code.BAD_CONFIG, "no file of that name"
     assert refusal(lambda: open_store("host://?colour=red")) is Code.BAD_CONFIG
     assert refusal(lambda: open_store("host://?capacity=much")) is Code.BAD_QUANTITY
     assert refusal(lambda: open_tier("host://", MODEL)) is Code.CONTRADICTORY
     assert refusal(lambda: opened(tmp_path / "x", deadline=1.0)) is Code.CONTRADICTORY
     assert refusal(lambda: opened("host://", shards=0)) is Code.OUT_OF_RANGE
     assert refusal(lambda: CacheIdentity(weights="")) is Code.BAD_CONFIG
+    opened(tmp_path / "of another model").close()
+    for shared in (False, True):
+        again = partial(opened, tmp_path / "of another model", MODELS["six"], shared=shared)
+        assert refusal(again) is Code.UNLIKE_MODELS
     (tmp_path / "a file").write_bytes(b"")
     assert refusal(lambda: FolderStore(tmp_path / "a file")) is Code.UNREADABLE

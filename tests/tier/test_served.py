@@ -28,7 +28,8 @@ from kvatlas.tier import (
     share_memory,
 )
 from kvatlas.tier.served import messages as m
-from kvatlas.wire import connect_to_path, decode, encode
+from kvatlas.tier.served import server as server_
+from kvatlas.wire import connect_to_path, decode, encode, make_transport, pools_for
 from kvatlas.wire.connection import Connection
 from kvatlas.wire.protocol import Refusal, SendPlan
 from tests.planning.models import SMALL
@@ -228,6 +229,36 @@ def test_a_file_that_was_removed_and_made_anew_is_the_one_that_all_use(tmp_path:
             assert world.store(other, SRC) == [StoreResult(0, 7, 0), StoreResult(7, 0, 0)]
             for client in (one, new):
                 world.check(client, DST)
+
+
+def test_a_server_of_shared_memory_waits_for_what_clients_have_and_frees_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody can see whether they still use it: they say so, or it stays out of use."""
+    plan, world = tier_plan(MODEL), World(MODEL, 100)
+    tier = Tier(plan, pools_for(plan, 0, make_transport("shm")))
+    every = plan.pools[0].blocks
+    for ends in (True, False):
+        monkeypatch.setattr(server_, "_CLOSE_SECONDS", 30.0 if ends else 0.1)
+        server = TierServer(tier, tmp_path / f"{ends}")
+        client, late = TierClient(server.path), TierClient(server.path)
+        begun = begin(client, world, 0)
+        closing = threading.Thread(target=server.close)
+        closing.start()
+        wait(lambda: server._closing)  # noqa: B023
+        if ends:
+            assert late.match(world.keys(tier), 100) == 0
+            with pytest.raises(AtlasError) as refusal:
+                world.store(late, SRC)
+            assert refusal.value.code is Code.PEER_LOST
+            at = client.find_server()
+            at.ask(m.EndStore, store=begun.store, brought=False, sums=())
+        closing.join(20)
+        assert not closing.is_alive()
+        assert tier._index.free(0) == (every if ends else every - 7)
+        client.close()
+        late.close()
+    tier.close()
 
 
 def test_the_next_owner_of_a_file_waits_for_who_still_uses_it(

@@ -17,9 +17,11 @@ import numpy as np
 import pytest
 
 from kvatlas import Code
-from kvatlas.routing import Copy
 from kvatlas.tier import StoreResult, Tier
+from kvatlas.tier import file_map as file_map_
+from kvatlas.tier import file_pieces as pieces_
 from kvatlas.tier import file_writing as writing_
+from kvatlas.tier.file_map import FileMap
 from kvatlas.tier.part_sums import START, SummedStretches, block_checksum, part_sums
 from kvatlas.wire import checksum as checksum_
 from tests.tier.faults import DENSE, TOKENS, Faulty, code_of, kept, rows_agree
@@ -29,8 +31,8 @@ from tests.tier.world import World, small
 @pytest.fixture(params=[100, 1 << 20], ids=["long", "short"])
 def in_stretches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every stretch is worth being gathered, summed and written; in several pieces."""
-    monkeypatch.setattr(writing_, "_LONG_STRETCH", 1)
-    monkeypatch.setattr(writing_, "_PIECE", 3000)
+    monkeypatch.setattr(pieces_, "_LONG_STRETCH", 1)
+    monkeypatch.setattr(pieces_, "_PIECE", 3000)
     monkeypatch.setattr(writing_, "_AT_ONCE", request.param)
 
 
@@ -85,7 +87,7 @@ def test_blocks_are_summed_on_the_way_and_not_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, long_run: int
 ) -> None:
     """Whoever fills them, in whatever runs; a last block that has begun only is read still."""
-    monkeypatch.setattr(writing_, "_LONG_RUN", long_run)
+    monkeypatch.setattr(pieces_, "_LONG_RUN", long_run)
     for tp, tokens, layout in (
         (1, TOKENS, "BLHNC"), (1, TOKENS, "LBNHC"), (1, TOKENS - 3, "LBNHC"),
         (2, TOKENS, "LBHNC"), (2, TOKENS, "BLNHC"),
@@ -141,7 +143,7 @@ def test_bytes_that_change_behind_a_rank_are_found_when_they_are_verified(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What one rank wrote is damaged before another makes the block whole."""
-    monkeypatch.setattr(writing_, "_LONG_STRETCH", 1)
+    monkeypatch.setattr(pieces_, "_LONG_STRETCH", 1)
     made, world = small(DENSE, tp=2), World(DENSE, TOKENS)
     path = tmp_path / "t"
     with Tier.open(path, kept(), verify="always") as tier:
@@ -181,12 +183,72 @@ def test_a_stretch_that_cannot_be_written_loses_no_row(tmp_path: Path) -> None:
             new.check(tier, made, keys=keys)
 
 
+@pytest.fixture
+def mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stretches are written by one call for many, as if all pages of files were in memory."""
+    monkeypatch.setattr(pieces_, "_LONG_STRETCH", 1)
+    monkeypatch.setattr(writing_, "_MAPPED_STRETCH", 1)
+    monkeypatch.setattr(pieces_, "_PIECE", 3000)
+    monkeypatch.setattr(FileMap, "in_memory", lambda *_: True)
+
+
+@pytest.mark.usefixtures("mapped")
+def test_stretches_of_a_file_in_memory_are_written_by_one_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or one by one, where that call is refused or does not do all of it."""
+    copy, copied = file_map_._copy, list[int]()
+
+    def counted_copy(*given: Any) -> int:
+        copied.append(1)
+        return int(copy(*given))
+
+    def half(process: int, into: int, many: int, *rest: Any) -> int:
+        return int(copy(process, into, many // 2, *rest))
+
+    def refused(*_: Any) -> int:
+        return -1
+
+    for turn, act in enumerate((counted_copy, half, refused)):
+        monkeypatch.setattr(file_map_, "_copy", act)
+        for layout in ("LBHNC", "LBNHC"):
+            made, world = small(DENSE, tp=2, layout=layout), World(DENSE, TOKENS)
+            path = tmp_path / f"{turn} {layout}"
+            with Tier.open(path, kept()) as tier:
+                calls = counted("pwrite", lambda: world.store(tier, made))  # noqa: B023
+                assert (calls == 4) == (act is counted_copy), "but for the four records"
+                world.check(tier, made)
+            with Tier.open(path, verify="always") as tier:
+                assert len(tier) == 4
+                world.check(tier, made)
+    assert copied
+
+
+@pytest.mark.usefixtures("mapped")
+def test_a_file_that_is_cut_short_while_it_is_written_kills_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, world = small(DENSE), World(DENSE, TOKENS)
+    path = tmp_path / "t"
+
+    def cut_short(*_: Any) -> bool:
+        os.truncate(path, 4096)
+        return True
+
+    with Tier.open(path, kept()) as tier:
+        whole = path.stat().st_size
+        monkeypatch.setattr(FileMap, "in_memory", cut_short)
+        assert code_of(world.store, tier, made) is Code.UNREADABLE
+        assert path.stat().st_size < whole
+        assert not len(tier)
+
+
 def test_short_stretches_are_written_by_one_thread_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The system writes to a file on one core at a time: others would only wait there."""
-    monkeypatch.setattr(writing_, "_LONG_STRETCH", 1)
-    monkeypatch.setattr(writing_, "_PIECE", 3000)
+    monkeypatch.setattr(pieces_, "_LONG_STRETCH", 1)
+    monkeypatch.setattr(pieces_, "_PIECE", 3000)
     write, inside, most = os.pwrite, list[int](), 0
 
     def pwrite(*given: Any) -> int:
@@ -215,13 +277,15 @@ def test_threads_share_the_memory_that_they_gather_into(tmp_path: Path) -> None:
     path.write_bytes(bytes(8 * block))
     before = sys.getswitchinterval()
     with path.open("r+b") as file:
-        writer = writing_.PieceWriter(file.fileno())
+        writer = writing_.PieceWriter(
+            file.fileno(), FileMap(file.fileno(), 8 * block), pieces_.Rooms()
+        )
 
         def act(number: int) -> None:
-            copy = Copy(0, 0, src, number * block + np.arange(runs) * length, length)
+            far = number * block + np.arange(runs) * length
             try:
                 for _ in range(60):
-                    for piece in writing_.pieces(copy, block):
+                    for piece in pieces_.pieces(src, far, length, block):
                         (crc,) = writer.write(piece, memory, 0).crc.tolist()
                         assert crc == zlib.crc32(want, START)
             except BaseException as problem:
@@ -239,4 +303,4 @@ def test_threads_share_the_memory_that_they_gather_into(tmp_path: Path) -> None:
     assert not problems
     assert path.read_bytes() == 8 * want
     nothing = np.empty(0, np.int64)
-    assert writing_.pieces(Copy(0, 0, nothing, nothing, nothing), block) == []
+    assert pieces_.pieces(nothing, nothing, nothing, block) == []

@@ -184,6 +184,7 @@ def serve(
 
 def _start(model: str, connector: Any, options: dict[str, Any]) -> Any:
     from vllm import EngineArgs, LLMEngine
+    from vllm.config import KVEventsConfig
 
     given: dict[str, Any] = {
         "skip_tokenizer_init": True,
@@ -196,6 +197,8 @@ def _start(model: str, connector: Any, options: dict[str, Any]) -> Any:
         "num_gpu_blocks_override": 256,
         "kv_transfer_config": connector,
     }
+    if "kv_events_config" in options:
+        options = options | {"kv_events_config": KVEventsConfig(**options["kv_events_config"])}
     config = EngineArgs(model=model, **given | options).create_engine_config()
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # ranks too have imported all they need
     return LLMEngine.from_vllm_config(config)

@@ -57,12 +57,14 @@ def test_settings_are_read_when_the_engine_starts() -> None:
         KVAtlasConnector(*about)
     config.kv_transfer_config = transfer_config(lease_seconds=3)
     made = KVAtlasConnector(*about)
-    step = made.build_connector_meta(SimpleNamespace())
+    step = made.build_connector_meta(SimpleNamespace(total_num_scheduled_tokens=0))
     assert not step.orders.pulls
+    assert step.idle
+    assert not made.build_connector_meta(SimpleNamespace(total_num_scheduled_tokens=7)).idle
     assert made.get_handshake_metadata() is None
     worker = KVAtlasConnector(config, KVConnectorRole.WORKER, about[2])
     with pytest.raises(AtlasError):
-        worker.build_connector_meta(SimpleNamespace())
+        worker.build_connector_meta(SimpleNamespace(total_num_scheduled_tokens=0))
     assert worker.get_transfer_results(set()).finished_sending == set()
     worker.shutdown()
 

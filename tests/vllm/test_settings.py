@@ -29,6 +29,10 @@ def test_settings_that_cannot_be_are_refused_with_what_to_do() -> None:
         ({"ports": "many"}, "docs/vllm.md"),
         ({"how": "quickly"}, "docs/vllm.md"),
         ({"listen": EVERYWHERE}, "advertise"),
+        ({"tier": "redis://host"}, "mooncake://host:port"),
+        ({"tier": "host://"}, "mooncake://host:port"),
+        ({"tier": "/a/file", "tenant": "me"}, "Name a store"),
+        ({"tier": "folder:///mnt/kv", "tier_options": {"stage": 2}}, "docs/vllm.md"),
     ):
         with pytest.raises(AtlasError) as refusal:
             ConnectorSettings.read(given)

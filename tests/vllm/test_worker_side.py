@@ -21,7 +21,7 @@ from kvatlas.engines.vllm import (
     join_stages,
     thread_cores,
 )
-from kvatlas.engines.vllm.ended_requests import Ended
+from kvatlas.engines.vllm.ended_requests import Ended, EndedRequests
 from kvatlas.engines.vllm.orders import OfferOrder, PullOrder, RemoteRequest, StepOrders
 from kvatlas.engines.vllm.worker_side import WorkerSide
 from kvatlas.planning import Plan
@@ -218,6 +218,21 @@ def test_an_engine_that_does_not_answer_fails_all_who_wait_at_once() -> None:
             assert time.monotonic() < begun + 10, found
             found.failed |= target.sides[0].take_ended().failed
             time.sleep(0.01)
+
+
+def test_an_idle_engine_waits_a_moment_for_what_it_reads_and_no_longer() -> None:
+    """Its thread would look again and again, and keep those who read from it."""
+    ended = EndedRequests()
+    threading.Timer(0.05, ended.arrived, ("d",), {"failed": False}).start()
+    assert ended.take() == Ended()
+    assert ended.take(20.0) == Ended(received={"d"})
+    target = Ranks(make_plan(128), 2)
+    with engines(target):
+        (side,) = target.sides
+        begun = time.monotonic()
+        for _ in range(1000):
+            assert side.take_ended(idle=True) == Ended(), "nothing is being read"
+        assert time.monotonic() < begun + 1.5
 
 
 def test_an_offer_that_nobody_reads_expires() -> None:

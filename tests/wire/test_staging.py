@@ -14,7 +14,6 @@ from kvatlas import AtlasError
 from kvatlas.errors import Code
 from kvatlas.routing import Copy
 from kvatlas.wire import Memory, copy_pools
-from kvatlas.wire.client.landed import join_at_source
 from kvatlas.wire.memory_copy import as_bytes
 from kvatlas.wire.staging import checksums, gather, into_buffer, scatter, stream_bytes
 from kvatlas.wire.transports.bounds import check_bounds
@@ -57,26 +56,6 @@ def spelled_out(given: list[Copy]) -> list[tuple[int, int, int, int]]:
 def pools_of(seed: int) -> dict[int, Any]:
     rng = np.random.default_rng(seed)
     return {i: rng.integers(0, 256, POOL, dtype=np.uint8) for i in (0, 1)}
-
-
-@given(copies(), st.integers(0, 99))
-def test_runs_joined_at_the_source_are_found_where_they_were_read_to(
-    whole: list[Copy], at: int
-) -> None:
-    for copy in whole:
-        if not len(copy):
-            continue
-        source, buffer = pools_of(1)[copy.src_pool], np.zeros(POOL, np.uint8)
-        joined, places = join_at_source(copy, at)
-        assert len(joined) <= len(copy)
-        assert joined.nbytes == copy.nbytes
-        gaps = joined.src[1:] - (joined.src + joined.length)[:-1]
-        assert (gaps != 0).all(), "none touches the next"
-        assert joined.dst.tolist() == (at + np.cumsum(joined.length) - joined.length).tolist()
-        for start, to, n in zip(joined.src, joined.dst, joined.length, strict=True):
-            buffer[to : to + n] = source[start : start + n]
-        for start, place, n in zip(copy.src, places, copy.length, strict=True):
-            assert np.array_equal(buffer[place : place + n], source[start : start + n])
 
 
 @given(copies())

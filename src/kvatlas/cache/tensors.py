@@ -7,6 +7,8 @@ refused with the reason.
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from kvatlas.errors import AtlasError, Code
@@ -40,11 +42,17 @@ def check_pool(buffer: torch.Tensor) -> None:
 
 
 def checked_ids(ids: torch.Tensor, count: int, what: str, hint: str) -> torch.Tensor:
-    """Ids as int64, refused where one is not in 0..count-1."""
+    """Ids as int64, refused where one is not in 0..count-1.
+
+    Ids on a GPU are looked at with `KVATLAS_DEBUG=1` alone, since that waits for the device;
+    torch stops the program where it reads by ids that are not there.
+    """
     ids = torch.as_tensor(ids)
     if ids.numel():
         if ids.is_floating_point() or ids.dtype == torch.bool:
             raise AtlasError(Code.NOT_AN_INTEGER, got=f"{what} of {ids.dtype}", hint=hint)
+        if ids.is_cuda and os.environ.get("KVATLAS_DEBUG", "0") in ("", "0"):
+            return ids.long()
         low, high = (int(n) for n in torch.aminmax(ids))
         if low < 0 or high >= count:
             problem = f"{what} must be 0..{count - 1}"

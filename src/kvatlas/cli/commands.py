@@ -260,6 +260,7 @@ def map(  # noqa: A001 - the command's name
 @command(
     "move Qwen3-8B --from tp=2,layout=LBNHC --to layout=BHLNC,block-size=32",
     "move gpt-oss-20b --from tp=2 --to pp=2 --transport shm --how direct",
+    "move Qwen3-8B --from kv-dtype=fp8 --to kv-dtype=bf16 --convert 'fp8->bf16'",
 )
 def move(
     model: Annotated[str, MODEL],
@@ -270,6 +271,9 @@ def move(
         str | None, typer.Option(help="nixl, mooncake or shm. [dim]By default the first here.[/]")
     ] = None,
     how: Annotated[str, typer.Option(help="auto, direct or staged.")] = "auto",
+    convert: Annotated[
+        str | None, typer.Option(help="Convert unlike formats, by name: 'fp8->bf16'")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Move a request between two processes with unlike plans, and compare every byte."""
@@ -285,7 +289,8 @@ def move(
             small_plan(PlanOptions(model=model, **changes(text, where)), many)
             for where, text in ends
         )
-        ranks = list(move_request(src, dst, many, chosen, how))  # type: ignore[arg-type]
+        moved = move_request(src, dst, many, chosen, how, convert)  # type: ignore[arg-type]
+        ranks = list(moved)
     answer(as_json, {"transport": chosen, "ranks": ranks}, *move_parts(src, dst, chosen, ranks))
     if any(rank.wrong for rank in ranks):
         raise typer.Exit(1)

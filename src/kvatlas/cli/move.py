@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import typer
@@ -26,6 +27,8 @@ from kvatlas.wire import (
     Node,
     SampleTask,
     Session,
+    converting,
+    copy_request,
     make_transport,
     memory_of,
     pools_for,
@@ -88,13 +91,15 @@ def _runs_here(name: str) -> bool:
 
 
 def move_request(
-    src: Plan, dst: Plan, tokens: int, transport: str, how: How
+    src: Plan, dst: Plan, tokens: int, transport: str, how: How, convert: str | None = None
 ) -> Iterator[MovedRank]:
     """Move one request between two processes, rank by rank, and compare every byte."""
     task = SampleTask(
-        plan=src, transport=transport, seed=_SEED, requests=(_REQUEST,), tokens=tokens
-    )
-    way = Route(src, dst)
+        plan=src, transport=transport, seed=_SEED, requests=(_REQUEST,), tokens=tokens,
+        convert=convert,
+    )  # fmt: skip
+    scales = None if convert is None else 1.0
+    way = Route(src, dst, convert=convert, src_scales=scales, dst_scales=scales)
     with run_sample_server(task) as endpoints:
         for rank in range(dst.ranks):
             near = make_transport(transport)
@@ -102,8 +107,9 @@ def move_request(
             for index, pool in pools.items():
                 pool[:] = random_bytes(pool.nbytes, _SEED + 1, rank, index)
             node = Node(
-                dst, rank=rank, memory=memory_of(pools), transport=near, name=f"destination-{rank}"
-            )
+                dst, rank=rank, memory=memory_of(pools), transport=near,
+                name=f"destination-{rank}", **converting(convert),
+            )  # fmt: skip
             with node, Session(node, endpoints) as session:
                 blocks = scattered(dst, tokens)
                 transfer = session.pull(
@@ -125,20 +131,34 @@ def _wrong(way: Route, rank: int, pools: dict[int, Bytes], tokens: int) -> int:
     """Bytes of a rank that are not what a copy in one process would have made them."""
     expected = {i: random_bytes(p.nbytes, _SEED + 1, rank, i) for i, p in pools.items()}
     tables = scattered(way.src, tokens), scattered(way.dst, tokens)
-    for source in way.sources(rank):
-        bound = way.bind(
-            src_rank=source, dst_rank=rank, src_blocks=tables[0], dst_blocks=tables[1],
-            tokens=tokens,
-        )  # fmt: skip
-        sent = {
+    about = {"src_blocks": tables[0], "dst_blocks": tables[1], "tokens": tokens}
+    sent = {
+        source: {
             index: random_bytes(pool.nbytes, _SEED, source, index)
             for index, pool in way.src.rank_pools(source).items()
         }
-        for copy in bound.copies:
-            here, there = sent[copy.src_pool], expected[copy.dst_pool]
+        for source in way.sources(rank)
+    }
+    if way.conversion is not None:
+        copy_request(way, sent, {rank: expected}, **about)
+    else:
+        _copy_ranges(way, rank, sent, expected, about)
+    return sum(int(np.count_nonzero(expected[i] != pools[i])) for i in pools)
+
+
+def _copy_ranges(
+    way: Route,
+    rank: int,
+    sent: dict[int, dict[int, Bytes]],
+    expected: dict[int, Bytes],
+    about: dict[str, Any],
+) -> None:
+    """Copy range by range, as plainly as that can be done."""
+    for source, pools in sent.items():
+        for copy in way.bind(src_rank=source, dst_rank=rank, **about).copies:
+            here, there = pools[copy.src_pool], expected[copy.dst_pool]
             for start, to, length in zip(copy.src, copy.dst, copy.length, strict=True):
                 there[to : to + length] = here[start : start + length]
-    return sum(int(np.count_nonzero(expected[i] != pools[i])) for i in pools)
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from kvatlas.geometry.integers import (
     round_up,
 )
 from kvatlas.geometry.layout import ENGINE_LAYOUTS, Layout
+from kvatlas.geometry.nested_steps import NestedSteps, Steps
 from kvatlas.geometry.packing import ElementRow, Shard, flat_field, in_cells, in_planes, row_bytes
 from kvatlas.geometry.page import Page
 from kvatlas.geometry.page_arrangement import (
@@ -51,6 +52,7 @@ __all__ = [
     "FieldAxis",
     "Int64s",
     "Layout",
+    "NestedSteps",
     "Page",
     "PageSet",
     "Placement",
@@ -62,6 +64,7 @@ __all__ = [
     "SpanStarts",
     "StateBlocks",
     "StateSpans",
+    "Steps",
     "StridedRuns",
     "Whole",
     "append",

@@ -4,7 +4,12 @@ They run with torch anywhere; on a GPU most of them are Triton's.
 """
 
 import kvatlas.cache  # noqa: F401 - first: it says which extra brings torch
-from kvatlas.kernels.address_runs import PlacedStarts, copy_address_runs, place_starts
+from kvatlas.kernels.address_runs import (
+    PlacedStarts,
+    RepeatedCopy,
+    copy_address_runs,
+    place_starts,
+)
 from kvatlas.kernels.block_conversion import convert_blocks
 from kvatlas.kernels.block_copy import copy_blocks, gather_blocks, zero_blocks
 from kvatlas.kernels.cell_conversion import convert_cells
@@ -23,6 +28,7 @@ from kvatlas.kernels.write_read_latent import (
 
 __all__ = [
     "PlacedStarts",
+    "RepeatedCopy",
     "attend",
     "attend_latent",
     "convert_blocks",

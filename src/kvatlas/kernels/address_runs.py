@@ -43,6 +43,57 @@ def place_starts(src: Offsets, dst: Offsets, device: torch.device | str) -> Plac
     return PlacedStarts(_uploaded(table, torch.device(device)), bits, step)
 
 
+class RepeatedCopy:
+    """Copies between two addresses whose spans lie elsewhere each time, and have the same lengths.
+
+    All but that is worked out once: launching one more costs the host some microseconds. `bits`
+    are offsets that may come, put together bit by bit.
+    """
+
+    def __init__(
+        self,
+        source: int,
+        target: int,
+        starts: PlacedStarts,
+        length: Offsets,
+        bits: int,
+        programs: int = 0,
+    ) -> None:
+        self._ends, self._starts, self._programs = (source, target), starts, programs
+        self._sizes = int(length.min()), int(length.max())
+        every = starts.bits | int(np.bitwise_or.reduce(length)) | bits | source | target
+        self._alignment = min(_WIDEST, every & -every)
+        self._kernels: dict[bool, Any] = {}
+
+    def launch(self, spans: torch.Tensor, apart: int, stream: Any) -> None:
+        """Copy spans [3, spans] of the device, the first two of which are `apart` at the target.
+
+        The device is the current one, and the spans are at a multiple of 16.
+        """
+        starts_first = apart > self._starts.step
+        kernel = self._kernels.get(starts_first)
+        if kernel is not None:
+            kernel.launch(spans.data_ptr(), stream.cuda_stream)
+            return
+        run_tables, copy_runs = _launcher()
+        tables = run_tables(
+            self._starts.table, spans, self._alignment, *self._sizes, starts_first=starts_first
+        )
+        made = copy_runs(*self._ends, tables, self._programs, stream=stream)
+        if made is not None:
+            self._kernels[starts_first] = made
+
+
+def _launcher() -> tuple[Any, Any]:
+    """Triton's side of it."""
+    try:
+        from kvatlas.kernels.triton.launch_runs import RunTables, copy_runs
+    except ModuleNotFoundError as problem:
+        hint = "Install kvatlas[triton] where caches are in a GPU's memory"
+        raise AtlasError(Code.MISSING_EXTRA, "", got=problem, hint=hint) from problem
+    return RunTables, copy_runs
+
+
 def copy_address_runs(
     source: int,
     target: int,
@@ -61,18 +112,14 @@ def copy_address_runs(
     the order of the stream. Nobody looks whether a run lies in
     memory: that is for who knows the memory. No byte may be written twice.
     """
-    try:
-        from kvatlas.kernels.triton.launch_runs import RunTables, copy_runs
-    except ModuleNotFoundError as problem:
-        hint = "Install kvatlas[triton] where caches are in a GPU's memory"
-        raise AtlasError(Code.MISSING_EXTRA, "", got=problem, hint=hint) from problem
+    run_tables, copy_runs = _launcher()
     table = np.array(spans)
     if not table.size or not starts.table.shape[1]:
         return
     bits = starts.bits | int(np.bitwise_or.reduce(table, axis=None)) | source | target
     dst, length = table[1], table[2]
     apart = abs(int(dst[1]) - int(dst[0])) if len(dst) > 1 else 0
-    tables = RunTables(
+    tables = run_tables(
         starts.table,
         _uploaded(table, starts.table.device) if place is None else place(table),
         alignment=min(_WIDEST, bits & -bits),

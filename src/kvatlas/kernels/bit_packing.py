@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -43,7 +45,7 @@ def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     """
     if bits == 4:
         both = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
-        return both[..., :count].long()
+        return both[..., :count]
     shifts = torch.arange(8, device=packed.device)
     stream = ((packed.to(torch.int32).unsqueeze(-1) >> shifts) & 1).flatten(-2)
     weights = 1 << torch.arange(bits, device=packed.device)
@@ -56,17 +58,15 @@ def to_e2m1(values: torch.Tensor) -> torch.Tensor:
     >>> to_e2m1(torch.tensor([0.24, 0.25, 2.5, -6.0, 9.0])).tolist()
     [0, 0, 4, 15, 7]
     """
-    table = torch.tensor(_E2M1, device=values.device, dtype=values.dtype)
-    size = values.abs().clamp(max=_E2M1[-1])
-    above = torch.bucketize(size, table).clamp(max=7)
-    below = (above - 1).clamp(min=0)
-    up, down = table[above] - size, size - table[below]
-    even = torch.where(above % 2 == 0, above, below)
-    code = torch.where(up < down, above, torch.where(up > down, below, even))
-    return code | (torch.signbit(values).to(code.dtype) << 3)
+    size = values.abs()
+    code = torch.signbit(values).to(torch.uint8) << 3
+    for below, (least, most) in enumerate(pairwise(_E2M1)):
+        half = (least + most) / 2
+        code += size > half if below % 2 == 0 else size >= half
+    return code
 
 
 def from_e2m1(codes: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """The numbers that e2m1 codes stand for."""
     table = torch.tensor([*_E2M1, *(-x for x in _E2M1)], device=codes.device, dtype=dtype)
-    return table[codes.long()]
+    return table[codes.int()]

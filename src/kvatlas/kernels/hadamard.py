@@ -65,6 +65,9 @@ def _transform(values: torch.Tensor) -> torch.Tensor:
     while width < size:
         pairs = split(values, size // (2 * width), 2, width)
         first, second = pairs[..., 0, :], pairs[..., 1, :]
-        values = torch.stack((first + second, first - second), dim=-2).flatten(-3)
+        made = torch.empty_like(pairs)
+        torch.add(first, second, out=made[..., 0, :])
+        torch.sub(first, second, out=made[..., 1, :])
+        values = made.flatten(-3)
         width *= 2
     return values

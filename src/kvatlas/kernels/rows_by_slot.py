@@ -8,6 +8,8 @@ move as one indexed copy. Both work on the views of a field, in whatever layout 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -36,13 +38,25 @@ class SlotRun(NamedTuple):
     length: int
 
 
-class Slots(NamedTuple):
+@dataclass(frozen=True)
+class Slots:
     """Slots that were checked: blocks and states, and the runs that they come in."""
 
-    blocks: torch.Tensor
-    states: torch.Tensor
+    numbers: torch.Tensor
+    in_block: int
+    """States of a block."""
     runs: list[SlotRun] | None
     """None where slots are scattered."""
+
+    @cached_property
+    def blocks(self) -> torch.Tensor:
+        """The block of each."""
+        return torch.div(self.numbers, self.in_block, rounding_mode="floor")
+
+    @cached_property
+    def states(self) -> torch.Tensor:
+        """The state of each within its block."""
+        return torch.remainder(self.numbers, self.in_block)
 
 
 def find_slots(layer: LayerCache, slots: torch.Tensor) -> Slots:
@@ -52,9 +66,7 @@ def find_slots(layer: LayerCache, slots: torch.Tensor) -> Slots:
     hint = "Check the block table, and slots = block * N + state"
     slots = checked_ids(slots, count, "Slots", hint)
     looked_for = slots.device.type == "cpu" and slots.numel() >= _MANY
-    runs = _slot_runs(slots.numpy(), states) if looked_for else None
-    blocks = torch.div(slots, states, rounding_mode="floor")
-    return Slots(blocks, torch.remainder(slots, states), runs)
+    return Slots(slots, states, _slot_runs(slots.numpy(), states) if looked_for else None)
 
 
 def kept_slots(slots: torch.Tensor, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -94,11 +106,14 @@ def read_field(
     pages = _by_row(layer, name)
     tiled = "c" in layer.place(name).axes
     if slots.runs is None and out is None:
-        (words,) = _in_words(pages)
-        rows = words[slots.blocks, slots.states].view(pages.dtype)
+        words, in_turn = _row_words(layer, name, pages)
+        if in_turn:
+            rows = words.index_select(0, slots.numbers).view(pages.dtype)
+        else:
+            rows = words[slots.blocks, slots.states].view(pages.dtype)
         return rows.flatten(-2) if tiled else rows
     if out is None:
-        rows = pages.new_empty((slots.blocks.numel(), *pages.shape[2:]))
+        rows = pages.new_empty((slots.numbers.numel(), *pages.shape[2:]))
         out = rows.flatten(-2) if tiled else rows
     words, rows = _in_words(pages, _tiled_like(pages, out))
     if slots.runs is None:
@@ -110,8 +125,22 @@ def read_field(
 
 def _by_row(layer: LayerCache, name: str) -> torch.Tensor:
     """A field as [B, N, H, row], or less where it has no heads; a tiled row has two axes."""
-    axes = layer.place(name).axes
-    return layer.field(name).permute([axes.index(axis) for axis in _ROW_AXES if axis in axes])
+    kept: torch.Tensor | None = layer.kept.get(("by row", name))
+    if kept is None:
+        axes = layer.place(name).axes
+        order = [axes.index(axis) for axis in _ROW_AXES if axis in axes]
+        kept = layer.kept["by row", name] = layer.field(name).permute(order)
+    return kept
+
+
+def _row_words(layer: LayerCache, name: str, pages: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    """A field by row in wide words; as [B * N, ...] where states of all blocks are in turn."""
+    kept: tuple[torch.Tensor, bool] | None = layer.kept.get(("row words", name))
+    if kept is None:
+        (words,) = _in_words(pages)
+        in_turn = words.stride(0) == words.shape[1] * words.stride(1)
+        kept = layer.kept["row words", name] = (words.flatten(0, 1) if in_turn else words, in_turn)
+    return kept
 
 
 def _tiled_like(pages: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

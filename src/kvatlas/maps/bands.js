@@ -103,7 +103,7 @@ function showHowMany(pair) {
   values.push([Infinity, drawable < pair.counted ? `${count(drawable)} sampled` : `all ${count(drawable)}`]);
   const now = values.some(([many]) => many === shownRuns) ? shownRuns : Infinity;
   byId("shown").hidden = values.length === 1;
-  byId("shown").replaceChildren(knob("runs drawn", values, now, (many) => { shownRuns = many; renderRoute(); }));
+  showIn(byId("shown"), [["runs drawn", values, now, (many) => { shownRuns = many; renderRoute(); }]]);
 }
 
 function renderRoute() {
@@ -124,14 +124,14 @@ function renderRoute() {
   const bar = Math.max(16, width * 0.03), side = Math.round(Math.min(wide + 10, width * 0.28) + bar);
   columns = { ends, top, side, bar, width, pair, runs };
   ends.forEach((column, end) => paintEnd(brush, column, end));
-  cancelAnimationFrame(banding);
+  bandsLater(null);
   paintBands(brush, 0);
   showLengths(pair);
 }
 
 // Bands are painted some in each frame: of thousands, the first are seen at once. Paper waits for no frame.
 const BANDS_AT_ONCE = 250;
-let banding = 0;
+const bandsLater = later();
 
 function paintBands(brush, first) {
   const { runs } = columns, { canvas } = brush, next = first + (printing || stillness() ? Infinity : BANDS_AT_ONCE);
@@ -142,7 +142,7 @@ function paintBands(brush, first) {
   }
   brush.globalAlpha = 1;
   if (next < runs.length) {
-    banding = requestAnimationFrame(() => paintBands(brush, next));
+    bandsLater(() => paintBands(brush, next));
     return;
   }
   columns.still = document.createElement("canvas");

@@ -11,7 +11,7 @@ function summary() {
 }
 
 function renderMinimap() {
-  const canvas = byId("minimap"), width = byId("stage").clientWidth, mini = canvas.getContext("2d");
+  const canvas = byId("minimap"), width = pictureWidth, mini = canvas.getContext("2d");
   canvas.hidden = byId("minimap-note").hidden = view.level === "memory";
   if (canvas.hidden) return;
   fitCanvas(canvas, width, 14);
@@ -23,7 +23,7 @@ function renderMinimap() {
     const x = Math.min(width - 2, (row.start / pool.bytes) * width);
     mini.fillRect(x, 1, Math.max(2, (row.nbytes / pool.bytes) * width), 12);
   }
-  byId("minimap-note").textContent = `pool ${pool.index}, ${size(pool.bytes)}: marked is what the picture shows`;
+  say("minimap-note", `pool ${pool.index}, ${size(pool.bytes)}: marked is what the picture shows`);
 }
 
 function renderCaption() {
@@ -39,7 +39,7 @@ function renderCaption() {
   else if (view.level === "cell") notes.push(`Each row is ${view.width} bytes at most; each box one element.`);
   else notes.push("Each row is contiguous memory, to scale; rows further down have higher addresses.");
   if (drawn.every > 1) notes.push(`A sample: ${count(drawn.rows.length)} of ${count(drawn.of)} rows, every ${ordinal(drawn.every)}.`);
-  byId("caption").textContent = notes.join(" ");
+  say("caption", notes.join(" "));
   renderOrder();
   renderLegend();
 }

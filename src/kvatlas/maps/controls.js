@@ -4,29 +4,37 @@
 // -- knobs ----------------------------------------------------------------------------------------
 
 function knob(name, values, current, choose) {
-  const label = make("label", null, { class: "knob" });
-  label.append(make("span", name));
   const few = values.length <= 6 && values.every(([, text]) => String(text).length <= 12);
+  const box = make(few ? "div" : "label", null, { class: "knob" }), find = (text) => values.find(([value]) => String(value) === text)[0];
+  box.append(make("span", name));
   if (few) {
     const choices = make("span", null, { class: "choices", role: "group", "aria-label": name });
-    for (const [value, text] of values) {
-      const button = make("button", text, { type: "button", "aria-pressed": String(value === current) });
-      button.addEventListener("click", () => choose(value));
-      choices.append(button);
-    }
-    const group = make("div", null, { class: "knob" });
-    group.append(make("span", name), choices);
-    return group;
+    choices.append(...values.map(([value, text]) => make("button", text, { type: "button", value })));
+    choices.addEventListener("click", (event) => { if (event.target.value) choose(find(event.target.value)); });
+    box.append(choices);
+  } else {
+    const select = make("select", null, { "aria-label": name });
+    select.append(...values.map(([value, text]) => make("option", text, { value })));
+    select.addEventListener("change", () => choose(find(select.value)));
+    box.append(select);
   }
-  const select = make("select", null, { "aria-label": name });
-  for (const [value, text] of values) {
-    const option = make("option", text, { value });
-    option.selected = value === current;
-    select.append(option);
-  }
-  select.addEventListener("change", () => choose(values.find(([value]) => String(value) === select.value)[0]));
-  label.append(select);
-  return label;
+  turn(box, current);
+  return box;
+}
+
+// Shows which value a knob has.
+function turn(box, current) {
+  for (const button of box.querySelectorAll("button")) button.setAttribute("aria-pressed", String(button.value === String(current)));
+  for (const select of box.querySelectorAll("select")) select.value = String(current);
+}
+
+// The knobs of a box, [name, values, current value, what to do]; they are made anew only where they are others,
+// so that the keyboard stays where it is.
+function showIn(box, knobs) {
+  const looks = JSON.stringify(knobs.map(([name, values]) => [name, values]));
+  if (box.dataset.looks !== looks) box.replaceChildren(...knobs.map((one) => knob(...one)));
+  else knobs.forEach(([, , current], n) => turn(box.children[n], current));
+  box.dataset.looks = looks;
 }
 
 // The plan that has this value, and otherwise most in common with the one that is shown.
@@ -42,22 +50,22 @@ function closest(name, value) {
 }
 
 function showKnobs() {
-  const box = byId("knobs"), now = plan().knobs;
-  box.replaceChildren();
+  const now = plan().knobs, knobs = [];
   for (const name of Object.keys(now)) {
     const values = [...new Set(data.plans.map((one) => one.knobs[name]))];
     if (values.length < 2) continue;
     if (typeof values[0] === "number") values.sort((one, two) => one - two);
     else values.sort();
-    box.append(knob(name, values.map((value) => [value, value]), now[name], (value) => change({ plan: closest(name, value) })));
+    knobs.push([name, values.map((value) => [value, value]), now[name], (value) => change({ plan: closest(name, value) })]);
   }
   if (plan().ranks > 1) {
     const rank = view.stage * plan().tp + view.tpRank;
-    box.append(knob("rank", [...Array(plan().ranks).keys()].map((n) => [n, n]), rank,
-      (n) => change({ stage: Math.floor(n / plan().tp), tpRank: n % plan().tp })));
+    knobs.push(["rank", [...Array(plan().ranks).keys()].map((n) => [n, n]), rank,
+      (n) => change({ stage: Math.floor(n / plan().tp), tpRank: n % plan().tp })]);
   }
+  showIn(byId("knobs"), knobs);
   byId("colours").hidden = view.level === "memory";
-  byId("colours").replaceChildren(knob("colour by", MODES.map((mode) => [mode, mode]), paint.mode, (mode) => { paint.chosen = mode; update(); }));
+  showIn(byId("colours"), [["colour by", MODES.map((mode) => [mode, mode]), paint.mode, (mode) => { paint.chosen = mode; update(); }]]);
 }
 
 // -- search ---------------------------------------------------------------------------------------
@@ -88,7 +96,7 @@ function goToAddress(address) {
   if (point.kind === "field") go({ level: "cell", block: point.at.B, region: point.region, index: point.at.L, at: point.at, field: point.field });
   else go({ level: "block", block: point.at.B });
   const row = rowAt(drawn.rows, address);
-  if (row >= 0) setCursor({ row, x: (address - drawn.rows[row].start + 0.5) / drawn.rows[row].nbytes }, true);
+  if (row >= 0) setCursor({ row, x: (address - drawn.rows[row].start + 0.5) / drawn.rows[row].nbytes });
   else showFacts(point);
   return true;
 }

@@ -24,11 +24,11 @@ let stripsShown = "";
 function showGroups() {
   const mine = plan(), kinds = alikeGroups();
   byId("sharing").hidden = kinds.length === 1 && !wasteOf(kinds[0]).text;
-  byId("sharing-note").textContent = mine.groups.length > 1
+  say("sharing-note", mine.groups.length > 1
     ? "Groups of layers lie over the same bytes; a block id belongs to one of them at a time. Each strip is block "
       + `${count(view.block)}, byte by byte, as one group holds it; hatched bytes are padding, which holds nothing then. Choose one to see it above.`
-    : "All layers share one block table.";
-  const looks = JSON.stringify([view.plan, view.stage, dark, rem(), byId("stage").clientWidth]);
+    : "All layers share one block table.");
+  const looks = JSON.stringify([view.plan, view.stage, dark, rem(), pictureWidth]);
   if (looks !== stripsShown) makeStrips(kinds);
   stripsShown = looks;
   kinds.forEach(({ numbers }, n) => byId("groups").children[n].setAttribute("aria-pressed", String(numbers.includes(view.group))));
@@ -92,6 +92,7 @@ function paintStrip(canvas, { numbers }, width) {
   const brush = brushOf(canvas.getContext("2d"), { mode: "page", follow: null });
   brush.finest = 1;
   paintRow(brush, plan(), own, rows, { x: 0, y: 0, wide: width, tall, plain: true });
+  drawLines(brush, own);
 }
 
 // Rows of a region that follow each other in memory, as one.

@@ -5,8 +5,11 @@ const MOST_MOVING = 1500;
 
 let motion = 0; // the frame that is asked for
 
+// Ends what goes on from frame to frame: a motion, and rows that are still to be painted.
 function stopMotion() {
   cancelAnimationFrame(motion);
+  rowsLater(null);
+  painting = false;
 }
 
 // Where cells are drawn now, by what they are.
@@ -80,5 +83,5 @@ function animate(from, to) {
     pen.globalAlpha = 1;
     motion = requestAnimationFrame(step);
   };
-  step(begin);
+  motion = requestAnimationFrame(step);
 }

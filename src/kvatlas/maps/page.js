@@ -11,6 +11,7 @@ let paint = { mode: "head", chosen: "", follow: null };
 let drawn = { rows: [], labels: [], place: null, every: 1, of: 0, memory: [] };
 let cursor = null;
 let printing = false;
+let pictureWidth = 0; // asked once for each drawing, for the browser lays out all of the page to answer
 
 const plan = () => data.plans[view.plan];
 
@@ -32,6 +33,11 @@ function size(bytes) {
   return `${+bytes.toPrecision(3)} ${units[unit]}`;
 }
 
+// Text of an element; the same is not set again, which would have it painted again.
+function say(id, text) {
+  if (byId(id).textContent !== text) byId(id).textContent = text;
+}
+
 const words = (kind) => kind.replaceAll("_", " ");
 
 // -- drawing ----------------------------------------------------------------------------------
@@ -49,21 +55,18 @@ function fitCanvas(canvas, width, height) {
   context.clearRect(0, 0, width, height);
 }
 
-// Draws all of the figure; where cells are about to move, what they move over is left to the motion.
+// Draws the picture; where cells are about to move, what they move over is left to the motion.
 function render(moving) {
   stopMotion();
   readTheme();
-  const width = printing ? PAPER.width : byId("stage").clientWidth;
-  if (!width) return; // in a frame that is not shown
-  view.width = width < 560 ? 16 : 32;
-  if (view.level === "memory") renderMemory(width);
+  pictureWidth = printing ? PAPER.width : byId("stage").clientWidth;
+  if (!pictureWidth) return; // in a frame that is not shown
+  view.width = pictureWidth < 560 ? 16 : 32;
+  if (view.level === "memory") renderMemory(pictureWidth);
   else {
-    arrange(width);
+    arrange(pictureWidth);
     if (!moving) paintPicture();
   }
-  renderCrumbs();
-  renderMinimap();
-  renderCaption();
 }
 
 // Which rows there are, and where they go.
@@ -82,7 +85,6 @@ function paintPicture() {
   fitCanvas(picture, place.width, place.total);
   paintRows(pen, plan(), view, rows, place, paint);
   paintLabels(labels, place);
-  paintCursor();
 }
 
 const labelFont = () => `${0.86 * rem()}px system-ui, sans-serif`;
@@ -203,12 +205,38 @@ function change(changes) {
 
 // -- events ---------------------------------------------------------------------------------------
 
+// Draws what has changed: the picture and the controls, and in the next frame the words, so that the answer to a
+// click does not wait for them. Until then what is below the picture stays where it is, for moving it means painting
+// it. Who wants stillness gets all at once.
 function update(moving) {
+  if (stillness()) { showPicture(moving); showWords(); return; }
+  const { style, clientHeight } = byId("stage");
+  if (!wordsDue) [style.height, style.overflow] = [`${clientHeight}px`, "clip"];
+  showPicture(moving);
+  wordsDue = true;
+  wordsLater(showWords);
+}
+
+const wordsLater = later();
+let wordsDue = false;
+
+function showPicture(moving) {
   paint.mode = paint.chosen || bestMode();
   render(moving);
-  byId("title").textContent = data.title;
-  byId("answer").textContent = `${summary()} ${plan().answer}`;
+  renderCrumbs();
   showKnobs();
+  showCursor();
+}
+
+function showWords() {
+  const { style } = byId("stage");
+  wordsDue = false;
+  style.height = style.overflow = "";
+  if (!pictureWidth) return;
+  say("title", data.title);
+  say("answer", `${summary()} ${plan().answer}`);
+  renderMinimap();
+  renderCaption();
   showTransfer();
   showGroups();
   const point = (cursor && cursor.point) || firstPoint();
@@ -217,7 +245,7 @@ function update(moving) {
 }
 
 // The keyboard's place: a row and a share of it.
-function setCursor(at, byKeyboard) {
+function setCursor(at) {
   const { rows, place } = drawn;
   if (!place || !rows.length) return;
   const row = Math.max(0, Math.min(rows.length - 1, at.row));
@@ -226,15 +254,17 @@ function setCursor(at, byKeyboard) {
   const y = row * place.height + place.top + (place.height - place.gap) / 2;
   cursor = { row, x: (x - place.left + 0.5) / pixels, point: pointAt(x, y), pixel: [x, y] };
   if (cursor.point) { showFacts(cursor.point); showTip(cursor.point, x, y); }
-  if (byKeyboard) paintPicture();
+  showCursor();
 }
 
-function paintCursor() {
-  if (!cursor || !cursor.pixel || !drawn.place || document.activeElement !== picture) return;
-  const [x, y] = cursor.pixel;
-  pen.strokeStyle = styled("--mark");
-  pen.lineWidth = 2;
-  pen.strokeRect(x - 5, y - drawn.place.height / 2, 10, drawn.place.height - 2);
+// Where the keyboard is, while the picture has it: an element of its own, so that nothing is painted anew.
+function showCursor() {
+  const shown = Boolean(cursor && cursor.pixel && drawn.place), { style } = byId("cursor");
+  byId("cursor").hidden = !shown;
+  if (!shown) return;
+  const [x, y] = cursor.pixel, { height, gap } = drawn.place;
+  style.transform = `translate(${x - 5}px, ${y - height / 2}px)`;
+  style.height = `${height - gap + 2}px`;
 }
 
 function mouse(event) {
@@ -254,6 +284,7 @@ picture.addEventListener("mousemove", (event) => {
   byId("tip").hidden = !point;
   if (!point) return;
   cursor = { row: Math.floor((y - drawn.place.top) / drawn.place.height), x: 0, point };
+  showCursor();
   showFacts(point);
   showTip(point, x, y);
 });
@@ -287,7 +318,7 @@ picture.addEventListener("keydown", (event) => {
     const [down, right] = moves[event.key], from = cursor && cursor.pixel ? cursor : { row: 0, x: 0 };
     const step = event.shiftKey ? 10 : 1;
     const pixels = drawn.place.width - drawn.place.left;
-    setCursor({ row: from.row + down * step, x: from.x + (right * step * 4) / pixels }, true);
+    setCursor({ row: from.row + down * step, x: from.x + (right * step * 4) / pixels });
   } else if (event.key === "Enter") goIn(cursor && cursor.point, drawn.memory.find((one) => one.pool));
   else if (event.key === "Escape" || event.key === "Backspace") goOut();
   else return;
@@ -322,7 +353,8 @@ function bestMode() {
 }
 
 function updateAll() {
-  update();
+  showPicture();
+  showWords();
   if (data.route) renderRoute();
 }
 
@@ -352,5 +384,6 @@ addEventListener("afterprint", () => {
 });
 
 for (const one of data.plans) for (const page of one.pages) for (const field of page.fields) if (!field.padding) fieldNumber(field.name);
-update();
+showPicture();
+showWords();
 if (data.route) startRoute();

@@ -53,36 +53,65 @@ function lookupsOfPixel(pixels) {
   return Math.min(FINEST, Math.max(MANY_LOOKUPS / pixels, Math.min(0.5, MOST_LOOKUPS / pixels)));
 }
 
+// Makes a function that does work once the next frame is on its way. Other work takes its place, null calls it off.
+function later() {
+  let turn = 0;
+  return (work) => {
+    const mine = ++turn;
+    if (work) requestAnimationFrame(() => setTimeout(() => { if (mine === turn) work(); }));
+  };
+}
+
+const FRAME_WORK = 20; // milliseconds of a frame that rows are painted in
+
+const rowsLater = later();
+let painting = false; // whether rows are left for later
+
 // Rows that look alike are painted once, on a canvas of their own, and copied from there: copying from the picture
-// onto itself would have the browser copy the whole of it for each row.
+// onto itself would have the browser copy the whole of it for each row. Rows that take longer than a frame has are
+// painted in the next; paper waits for no frame.
 function paintRows(context, plan, view, rows, place, paint) {
   const brush = brushOf(context, paint), ratio = window.devicePixelRatio || 1;
   const looks = rows.map((row) => lookOf(plan, view, row, paint)), alike = new Map(), tiles = new Map();
   for (const look of looks) alike.set(look, (alike.get(look) || 0) + 1);
   brush.finest = lookupsOfPixel(alike.size * place.width * ratio);
-  rows.forEach((row, n) => {
+  const paintOne = (row, n) => {
     const look = looks[n], y = n * place.height + place.top, tall = place.height - place.gap;
     const wide = Math.max(1, Math.round(row.nbytes * place.scale));
     if (alike.get(look) === 1) {
       paintRow(brush, plan, view, [row], { x: place.left, y, wide, tall });
       return;
     }
-    if (!tiles.has(look)) tiles.set(look, paintTile(brush, plan, view, row, wide, tall));
+    if (!tiles.has(look)) {
+      drawLines(brush, view); // the tile's lines wait on the same sheet
+      tiles.set(look, paintTile(brush, plan, view, row, wide, tall));
+    }
     context.drawImage(tiles.get(look), place.left, y, wide, tall);
-  });
+  };
+  const paintFrom = (first) => {
+    const until = printing || stillness() ? Infinity : performance.now() + FRAME_WORK;
+    let n = first;
+    do { paintOne(rows[n], n); n++; } while (n < rows.length && performance.now() < until);
+    drawLines(brush, view);
+    painting = n < rows.length;
+    rowsLater(painting ? () => paintFrom(n) : null);
+  };
+  if (rows.length) paintFrom(0);
 }
 
 function paintTile(brush, plan, view, row, wide, tall) {
   const tile = document.createElement("canvas");
   fitCanvas(tile, wide, tall);
-  paintRow({ ...brush, context: tile.getContext("2d") }, plan, view, [row], { x: 0, y: 0, wide, tall });
+  const own = { ...brush, context: tile.getContext("2d"), lines: [] };
+  paintRow(own, plan, view, [row], { x: 0, y: 0, wide, tall });
+  drawLines(own, view);
   return tile;
 }
 
 // What is needed to paint rows, asked once for each picture.
 function brushOf(context, paint) {
   return {
-    context, paint, ground: styled("--panel"), gap: rgb(styled("--panel")), mark: rgb(styled("--mark")), finest: FINEST,
+    context, paint, lines: [], ground: styled("--panel"), gap: rgb(styled("--panel")), mark: rgb(styled("--mark")), finest: FINEST,
     font: `${0.8 * rem()}px system-ui, sans-serif`, widths: new Map(), faded: { unlit: new Map(), elsewhere: new Map() },
     patterns: { padding: hatch(true), unused: hatch(false) },
     empty: { padding: rgb(styled("--hatch-line")), unused: rgb(styled("--hatch-ground")) },
@@ -90,12 +119,13 @@ function brushOf(context, paint) {
 }
 
 // Stretches of memory side by side in one line; `at.plain` is one without gaps and words. A pixel has the mean of the
-// colours of its bytes, so that pieces narrower than pixels make no stripes of their own.
+// colours of its bytes, so that pieces narrower than pixels make no stripes of their own. It is seen once
+// `drawLines` has drawn what is waiting.
 function paintRow(brush, plan, view, stretches, at) {
-  const { context } = brush, ratio = window.devicePixelRatio || 1;
+  const ratio = window.devicePixelRatio || 1;
   const pixels = Math.max(1, Math.round(at.wide * ratio));
   const each = stretches.reduce((sum, one) => sum + one.nbytes, 0) / pixels;
-  const line = { colours: new Float32Array(pixels * 3), lights: new Float32Array(pixels) }, wide = [];
+  const line = emptyLine(pixels), over = [];
   let before = 0;
   for (const row of stretches) {
     const { start, nbytes } = row, shift = before - start;
@@ -104,13 +134,13 @@ function paintRow(brush, plan, view, stretches, at) {
       const [colour, lit] = lookAt(brush, plan, view, point);
       blend(line, colour, lit, from, to - apart);
       if (apart) blend(line, brush.gap, 0, to - apart, to);
-      if (whole && to - from > 3) wide.push({ point, colour, x: at.x + from / ratio, wide: (to - from - apart) / ratio });
+      if (whole && to - from > 3) over.push({ point, colour, x: at.x + from / ratio, wide: (to - from - apart) / ratio });
     }
     before += nbytes;
   }
-  drawLine(context, line, null, at);
-  for (const one of wide) paintOver(brush, view, one, at);
-  if (brush.paint.follow) drawLine(context, line, brush.mark, underline(at));
+  if (brush.lines.length === LINES_AT_ONCE || strip.width < pixels) drawLines(brush, view);
+  writeLine(brush, line, pixels);
+  brush.lines.push({ pixels, at, over });
 }
 
 // Where what is followed has its mark: the lowest pixels of a row.
@@ -134,6 +164,17 @@ function* piecesOfRow(plan, view, row, least) {
   }
 }
 
+// Sums of colours and of light for every pixel of a line. One line is summed up at a time, in memory that stays.
+const sums = { colours: new Float32Array(0), lights: new Float32Array(0) };
+
+function emptyLine(pixels) {
+  if (sums.lights.length < pixels) {
+    sums.colours = new Float32Array(pixels * 3);
+    sums.lights = new Float32Array(pixels);
+  }
+  return { colours: sums.colours.subarray(0, pixels * 3).fill(0), lights: sums.lights.subarray(0, pixels).fill(0) };
+}
+
 // Adds a colour and its light to the pixels between two places, by the part of each that is covered.
 function blend({ colours, lights }, [red, green, blue], light, from, to) {
   const last = Math.min(lights.length, to);
@@ -146,24 +187,45 @@ function blend({ colours, lights }, [red, green, blue], light, from, to) {
   }
 }
 
+// Lines wait on a sheet, one below the other, and are given to the browser together: each time costs.
+const LINES_AT_ONCE = 16;
 const strip = document.createElement("canvas");
-strip.height = 1;
+strip.height = 2 * LINES_AT_ONCE; // lines, and below them their marks
+let sheet = null;
 
-// One line of pixels, drawn as high as a row; with a mark, its colour alone, as far as they are lit.
-function drawLine(context, { colours, lights }, mark, at) {
-  const pixels = lights.length;
-  if (strip.width !== pixels) strip.width = pixels;
-  const pen = strip.getContext("2d"), image = pen.createImageData(pixels, 1), { data } = image;
-  const [values, step] = mark ? [mark, 0] : [colours, 3];
-  for (let n = 0, from = 0, to = 0; n < pixels; n++, from += step, to += 4) {
-    data[to] = values[from];
-    data[to + 1] = values[from + 1];
-    data[to + 2] = values[from + 2];
-    data[to + 3] = mark ? 255 * lights[n] : 255;
+// Writes a line onto the sheet; where something is followed its marks too, as far as pixels are lit.
+function writeLine({ lines, paint, mark }, { colours, lights }, pixels) {
+  if (strip.width < pixels) strip.width = pixels;
+  if (!sheet || sheet.width !== strip.width) sheet = strip.getContext("2d").createImageData(strip.width, strip.height);
+  const { data } = sheet, below = LINES_AT_ONCE * sheet.width * 4;
+  for (let n = 0, from = 0, to = lines.length * sheet.width * 4; n < pixels; n++, from += 3, to += 4) {
+    data[to] = colours[from];
+    data[to + 1] = colours[from + 1];
+    data[to + 2] = colours[from + 2];
+    data[to + 3] = 255;
   }
-  pen.putImageData(image, 0, 0);
+  if (!paint.follow) return;
+  for (let n = 0, to = lines.length * sheet.width * 4 + below; n < pixels; n++, to += 4) {
+    data[to] = mark[0];
+    data[to + 1] = mark[1];
+    data[to + 2] = mark[2];
+    data[to + 3] = 255 * lights[n];
+  }
+}
+
+// Draws the lines that wait, each as high as its row, then what lies over them.
+function drawLines(brush, view) {
+  const { context, lines, paint } = brush;
+  if (!lines.length) return;
+  const draw = (n, pixels, at) => context.drawImage(strip, 0, n, pixels, 1, at.x, at.y, at.wide, at.tall);
+  strip.getContext("2d").putImageData(sheet, 0, 0, 0, 0, sheet.width, paint.follow ? sheet.height : lines.length);
   context.imageSmoothingEnabled = false;
-  context.drawImage(strip, at.x, at.y, at.wide, at.tall);
+  lines.forEach(({ pixels, at, over }, n) => {
+    draw(n, pixels, at);
+    for (const one of over) paintOver(brush, view, one, at);
+    if (paint.follow) draw(LINES_AT_ONCE + n, pixels, underline(at));
+  });
+  lines.length = 0;
 }
 
 // The colour of a point as numbers, and whether it is one of those that are followed.

@@ -94,7 +94,7 @@ function choices() {
 }
 
 function showTransfer() {
-  const table = byId("transfer");
+  const table = byId("transfer"), held = table.contains(document.activeElement) && document.activeElement.dataset.kind;
   table.replaceChildren();
   const head = make("tr");
   for (const name of ["", "runs", "size of each"]) head.append(make("th", name, { scope: "col" }));
@@ -116,10 +116,11 @@ function showTransfer() {
     table.append(row);
     if (pressed || (!told && choice.kind)) told = { ...choice, found };
   }
-  byId("followed").textContent = told ? why(told) : "";
-  byId("transfer-note").textContent = paint.follow
+  if (held) for (const button of table.querySelectorAll(`[data-kind="${held}"]`)) button.focus({ preventScroll: true });
+  say("followed", told ? why(told) : "");
+  say("transfer-note", paint.follow
     ? "Its runs are underlined in the picture. Choose it again to let go."
-    : "A run is contiguous memory, which moves at once. Choose a line to light up its runs, or Shift+click the picture.";
+    : "A run is contiguous memory, which moves at once. Choose a line to light up its runs, or Shift+click the picture.");
 }
 
 // Why something lies in so many runs: the axes that are outside of it break it up.

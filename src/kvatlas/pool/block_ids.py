@@ -52,7 +52,8 @@ class BlockIds:
         """Kept blocks without an owner."""
         self._eviction = eviction
         self._evicted = evicted
-        self._pinned = np.zeros(count, bool)
+        self._woken = bytearray(count)
+        """Whether a block has an owner again since it was queued to be evicted."""
         self._clock = 0
 
     @property
@@ -97,17 +98,15 @@ class BlockIds:
 
     def share(self, blocks: Iterable[int]) -> None:
         """One more owner of each block; one that was only kept is in use again."""
-        owners, woken = self._owners, []
+        owners, woken = self._owners, self._woken
         for block in blocks:
             if block != GONE:
                 if not owners[block]:
                     if block not in self._kept:
                         raise _without_owner(block)
-                    woken.append(block)
+                    woken[block] = True
+                    self._idle -= 1
                 owners[block] += 1
-        if woken:
-            self._idle -= len(woken)
-            self._pinned[woken] = True
 
     def owners(self, block: int) -> int:
         """How many owners a block has."""
@@ -126,7 +125,6 @@ class BlockIds:
         if not all(map(self._owners.__getitem__, blocks)):
             raise _without_owner(min(blocks, key=self._owners.__getitem__))
         self._kept.update(blocks)
-        self._pinned[blocks] = True
 
     def release(self, blocks: Iterable[int]) -> None:
         """One owner less of each block; those without any are free again, or only kept."""
@@ -150,8 +148,8 @@ class BlockIds:
     def drop(self) -> list[int]:
         """Keep nothing any more: kept blocks without an owner are free; their ids."""
         idle = [block for block in self._kept if not self._owners[block]]
-        if idle and self._eviction is not None:
-            self._eviction.forget(np.array(idle, np.int64))
+        if self._kept and self._eviction is not None:
+            self._eviction.forget(np.array(list(self._kept), np.int64))
         self._kept.clear()
         self._idle = 0
         self._free += idle
@@ -166,14 +164,15 @@ class BlockIds:
             )  # fmt: skip
         self._clock += 1
         ids = np.array(idle, np.int64)
-        self._pinned[ids] = False
+        np.frombuffer(self._woken, bool)[ids] = False
         self._idle += len(idle)
         self._eviction.used(ids, Use(self._clock))
 
     def _evict(self, count: int) -> None:
         if self._eviction is None:
             return
-        victims = self._eviction.victims(count, self._pinned).tolist()
+        woken = np.frombuffer(self._woken, bool)
+        victims = self._eviction.victims(count, woken).tolist()
         self._kept.difference_update(victims)
         self._idle -= len(victims)
         self._free += reversed(victims)

@@ -43,6 +43,8 @@ class _Request:
     """The longest prefix that was asked for before."""
     computed: int
     reserved: int
+    incomplete: Sequence[int]
+    """Of each group the first entries, as many, of which not all tokens came: nobody finds them."""
 
 
 class BlockPool:
@@ -155,8 +157,9 @@ class BlockPool:
             recurrent = group.kind == "recurrent"
             gone = 0 if recurrent else needed_blocks(group, hit).start
             tables.append([GONE] * gone + blocks)
-        seen = self._count_seen(chain)
-        self._requests[request] = _Request(chain, tables, len(chain), hit, seen, hit, hit)
+        seen, all_there = self._count_seen(chain), (0,) * len(tables)
+        about = (len(chain), hit, seen, hit, hit, all_there)
+        self._requests[request] = _Request(chain, tables, *about)
         return hit
 
     def reserve(self, request: Hashable, tokens: int) -> Reservation:
@@ -211,6 +214,12 @@ class BlockPool:
             asked.reserved = tokens  # the state is copied before it is written to
         asked.computed = tokens
         self._tell()
+
+    def loaded(self, request: Hashable, tokens: int) -> None:
+        """The first `tokens` tokens came from elsewhere, as far as the next one sees them."""
+        ends = [(group, first_needed(group, tokens)) for group in self.plan.groups]
+        self._get(request).incomplete = [ceil_div(first, group.block) for group, first in ends]
+        self.computed(request, tokens)
 
     def fork(self, request: Hashable, child: Hashable) -> None:
         """Go on with a request as two: they share all blocks until one of them writes."""
@@ -348,7 +357,8 @@ class BlockPool:
                 stop = 0
                 for end in ends:
                     needed = needed_blocks(group, end)
-                    first, stop = max(needed.start, stop), needed.stop
+                    first = max(needed.start, stop, asked.incomplete[index])
+                    stop = needed.stop
                     while first < stop and table[first] == GONE:
                         first += 1
                     self._keep(index, asked.chain, first, table[first:stop])

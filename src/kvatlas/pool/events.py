@@ -17,7 +17,7 @@ import msgspec
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Group
 from kvatlas.pool.prefix_hash import HashChain, PrefixIdentity
-from kvatlas.pool.prefix_index import Name
+from kvatlas.pool.prefix_index import BlockName
 
 MOST_BYTES = 1 << 26
 """Bytes of a batch that is read."""
@@ -139,11 +139,11 @@ def stored_event(
     )
 
 
-def removed_events(names: list[Name]) -> list[BlockEvent]:
+def removed_events(names: list[BlockName]) -> list[BlockEvent]:
     """Blocks were evicted: an event for each stretch of one group."""
     return [
-        BlockRemoved([_external(name[1]) for name in part], group_idx=number)
-        for number, part in groupby(names, key=lambda name: name[3])
+        BlockRemoved([_external(name.digest) for name in part], group_idx=number)
+        for number, part in groupby(names, key=lambda name: name.group)
     ]
 
 

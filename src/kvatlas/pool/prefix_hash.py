@@ -71,7 +71,7 @@ class HashChain:
         waiting = self._open + _as_bytes(tokens)
         size = TOKEN * self.grain
         whole = len(waiting) // size * size
-        rows = [waiting[start : start + size] for start in range(0, whole, size)]
+        rows = np.frombuffer(waiting[:whole], f"V{size}").tolist() if whole else []
         self._rows += rows
         self._open = waiting[whole:]
         if self._added == len(self._media):

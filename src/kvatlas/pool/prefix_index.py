@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
-from itertools import repeat
+from itertools import repeat, takewhile
+
+import msgspec
 
 from kvatlas.geometry import ceil_div
 from kvatlas.planning import Group, Plan
@@ -23,9 +25,17 @@ from kvatlas.pool.group_needs import (
 from kvatlas.pool.prefix_hash import TOKEN, HashChain
 from kvatlas.specs import Visibility
 
-Name = tuple[bytes, bytes, bytes, int]
-"""What a block is found by: its tokens up to the first image or sound, or none where blocks are
-not cut; the hash up to its end; the hash before it; its group."""
+
+class BlockName(msgspec.Struct, frozen=True, order=True, gc=False):
+    """What a block is found by. There are as many as blocks, so the collector is kept off them."""
+
+    row: bytes
+    """Its tokens up to the first image or sound, or none where blocks are not cut."""
+    digest: bytes
+    """The hash up to its end."""
+    before: bytes
+    """The hash before it."""
+    group: int
 
 
 class GroupIndex:
@@ -40,7 +50,7 @@ class GroupIndex:
         """By the hash up to its end."""
         self.keeps_all = group.kind != "recurrent" and group.visibility == Visibility()
         """Whether every token is needed to go on: then so are those of any shorter prefix."""
-        self._behind: dict[bytes, Name | list[Name]] = {}
+        self._behind: dict[bytes, BlockName | list[BlockName]] = {}
         """The blocks that follow a prefix: mostly one, which stands by itself, else sorted."""
 
     # -- asking -----------------------------------------------------------------------
@@ -70,7 +80,7 @@ class GroupIndex:
         digests = chain.ends(block, entries.start, min(entries.stop, whole))
         if whole < entries.stop:
             digests.append(self._agreeing(chain, whole * block, tokens)[1])
-        return [self.blocks[one] for one in digests]
+        return list(map(self.blocks.__getitem__, digests))
 
     def _within(self, chain: HashChain, entry: int, stop: int) -> int:
         """Where the block that is found of an entry stops to agree with the prompt."""
@@ -85,11 +95,11 @@ class GroupIndex:
         if followers is None or start == stop:
             return 0, b""
         row = chain.row(start, stop)
-        if isinstance(followers, tuple):
+        if isinstance(followers, BlockName):
             followers = [followers]
-        place = bisect_left(followers, (row,))
+        place = bisect_left(followers, row, key=lambda name: name.row)
         near = followers[max(place - 1, 0) : place + 1]
-        return max((_equal_tokens(row, name[0]), name[1]) for name in near)
+        return max((_equal_tokens(row, name.row), name.digest) for name in near)
 
     def _has(self, chain: HashChain, tokens: int) -> bool:
         """Whether all whole blocks are found that are needed behind so many tokens."""
@@ -99,12 +109,12 @@ class GroupIndex:
 
     # -- changing ---------------------------------------------------------------------
 
-    def add(self, blocks: list[int], chain: HashChain, first: int) -> list[Name]:
+    def add(self, blocks: list[int], chain: HashChain, first: int) -> list[BlockName]:
         """Have blocks found as entries from `first` on, where none is yet; by what they are."""
         size, stop = self.group.block, first + len(blocks)
         digests, before = chain.ends(size, first, stop), chain.starts(size, first, stop)
         rows = chain.rows(size, first, stop) if self.cut else [b""] * len(blocks)
-        names = list(zip(rows, digests, before, repeat(self.number)))
+        names = list(map(BlockName, rows, digests, before, repeat(self.number)))
         self.blocks.update(zip(digests, blocks, strict=True))
         if self.cut and self._behind.keys().isdisjoint(before):
             self._behind.update(zip(before, names, strict=True))
@@ -113,22 +123,22 @@ class GroupIndex:
                 self._add_behind(name)
         return names
 
-    def _add_behind(self, name: Name) -> None:
-        others = self._behind.setdefault(name[2], name)
+    def _add_behind(self, name: BlockName) -> None:
+        others = self._behind.setdefault(name.before, name)
         if isinstance(others, list):
             insort(others, name)
         elif others is not name:
-            self._behind[name[2]] = sorted((others, name))
+            self._behind[name.before] = sorted((others, name))
 
-    def remove(self, name: Name) -> None:
+    def remove(self, name: BlockName) -> None:
         """Find a block no more."""
-        del self.blocks[name[1]]
+        del self.blocks[name.digest]
         if self.cut:
-            others = self._behind[name[2]]
+            others = self._behind[name.before]
             if isinstance(others, list) and len(others) > 1:
                 del others[bisect_left(others, name)]
             else:
-                del self._behind[name[2]]
+                del self._behind[name.before]
 
     def clear(self) -> None:
         """Find nothing any more."""
@@ -148,7 +158,7 @@ class PrefixIndex:
         cut = partial_hits and can_be_cut(plan)
         self._step = 1 if cut else hit_step(plan)
         self.groups = [GroupIndex(n, group, cut=cut) for n, group in enumerate(plan.groups)]
-        self._names: dict[int, dict[int, Name]] = {group.pool: {} for group in plan.groups}
+        self._names: dict[int, dict[int, BlockName]] = {group.pool: {} for group in plan.groups}
         """What a block is found by, by its pool and its id."""
 
     def longest(self, chain: HashChain) -> int:
@@ -188,12 +198,12 @@ class PrefixIndex:
             names.update(zip(part, group.add(part, chain, first + start), strict=True))
             yield first + start, part
 
-    def remove(self, pool: int, blocks: Iterable[int]) -> list[Name]:
+    def remove(self, pool: int, blocks: Iterable[int]) -> list[BlockName]:
         """Find blocks of a pool no more; what they were found by."""
         names = self._names[pool]
         removed = [names.pop(block) for block in blocks]
         for name in removed:
-            self.groups[name[3]].remove(name)
+            self.groups[name.group].remove(name)
         return removed
 
     def clear(self) -> None:
@@ -206,7 +216,7 @@ class PrefixIndex:
 
 def _leading(known: dict[bytes, int], digests: list[bytes]) -> int:
     """How many of the first hashes are known."""
-    return next((n for n, one in enumerate(digests) if one not in known), len(digests))
+    return len(list(takewhile(known.__contains__, digests)))
 
 
 def _equal_tokens(one: bytes, two: bytes) -> int:

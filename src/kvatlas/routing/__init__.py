@@ -18,7 +18,9 @@ from kvatlas.routing.costs import Costs, Report, report
 from kvatlas.routing.feasibility import Check, RankPair, check, scattered
 from kvatlas.routing.prepared import PreparedRoute
 from kvatlas.routing.request import check_tables
+from kvatlas.routing.request_shape import Lengths, RequestShape, table_lengths
 from kvatlas.routing.routes import BoundRoute, Route, route
+from kvatlas.routing.run_grids import SpanPattern
 from kvatlas.routing.streams import Stream
 from kvatlas.routing.token_ranges import needed_states, shared_visibility, token_range
 
@@ -33,14 +35,17 @@ __all__ = [
     "Copy",
     "Costs",
     "FormatChange",
+    "Lengths",
     "PreparedRoute",
     "RankPair",
     "Reason",
     "Report",
+    "RequestShape",
     "Route",
     "RowError",
     "RunGrid",
     "Scales",
+    "SpanPattern",
     "Stream",
     "block_table",
     "check",
@@ -55,6 +60,7 @@ __all__ = [
     "shared_visibility",
     "spell_conversion",
     "table_arrays",
+    "table_lengths",
     "tensor_scales",
     "token_range",
 ]

@@ -63,6 +63,10 @@ class RequestTables:
             for group, table in self.by_group.items()
         }
 
+    def used_entries(self) -> dict[int, Int64s]:
+        """Which entries were asked for, by group."""
+        return {group: np.flatnonzero(used) for group, used in self._used.items()}
+
     def check_distinct(self) -> None:
         """Refuse a block that two entries would share, in a group or across groups of a pool."""
         by_pool: dict[int, list[Int64s]] = {}

@@ -6,7 +6,7 @@ blocks are its own. So all but the ids is made once for each number of tokens, a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -33,23 +33,64 @@ class SpanTemplate(NamedTuple):
     offsets: tuple[Int64s, Int64s]
     """Where it lies in that block."""
     length: Int64s
-
-    def at(self, end: int, table: Int64s, stride: int) -> Int64s:
-        """Where spans lie at one end, in blocks of a table."""
-        found: Int64s = table[self.entries[end]] * stride
-        found += self.offsets[end]
-        return found
+    inside: tuple[bool, bool]
+    """Whether any lies elsewhere than where its block begins."""
 
 
-def grids(
+class SpanPattern(NamedTuple):
+    """Spans of requests of one shape between two groups: block tables are all that is missing."""
+
+    pools: tuple[int, int]
+    groups: tuple[int, int]
+    strides: tuple[int, int]
+    """Bytes between blocks, at either end."""
+    template: SpanTemplate
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that move."""
+        return len(self.template.starts.src) * int(self.template.length.sum())
+
+    @property
+    def bits(self) -> int:
+        """Bit by bit, all that where spans lie is a sum or a multiple of."""
+        src, dst = self.template.offsets
+        offsets = np.bitwise_or.reduce(src) | np.bitwise_or.reduce(dst)
+        return int(offsets) | abs(self.strides[0]) | abs(self.strides[1])
+
+    def fill(self, end: int, tables: Mapping[int, Int64s], out: Int64s) -> None:
+        """Where spans lie at one end, in blocks of tables that are long enough for them."""
+        made = self.template
+        tables[self.groups[end]].take(made.entries[end], out=out, mode="clip")
+        out *= self.strides[end]
+        if made.inside[end]:
+            out += made.offsets[end]
+
+    def grid(self, src: Mapping[int, Int64s], dst: Mapping[int, Int64s]) -> RunGrid:
+        """The runs of a request."""
+        made = self.template
+        at = np.empty((2, len(made.length)), dtype=np.int64)
+        self.fill(0, src, at[0])
+        self.fill(1, dst, at[1])
+        return RunGrid(*self.pools, made.starts, at[0], at[1], made.length)
+
+    def reach(self, end: int, blocks: int) -> tuple[int, int]:
+        """The first byte and the one behind the last, whichever of so many blocks are used."""
+        made, last = self.template, (blocks - 1) * self.strides[end]
+        starts, offsets = made.starts.at(end), made.offsets[end]
+        first = int(starts.min()) + int(offsets.min()) + min(0, last)
+        stop = int(starts.max()) + int((offsets + made.length).max()) + max(0, last)
+        return first, stop
+
+
+def span_patterns(
     pools: tuple[int, int],
     compiled: CompiledPair,
     states: CommonStates,
     span: tuple[int, int],
-    tables: tuple[Int64s, Int64s],
-) -> Iterator[RunGrid]:
-    """The runs of some states between two groups, with the block tables of either end."""
-    cell = compiled.pair.cells[0].states
+) -> Iterator[SpanPattern]:
+    """The runs of some states between two groups, in blocks that are not known yet."""
+    pair, cell = compiled.pair, compiled.pair.cells[0].states
     rest: _Chosen = "rest" if compiled.whole else "all"
     parts: list[tuple[_Chosen, list[RepeatedRuns]]] = [
         ("whole", compiled.whole),
@@ -59,8 +100,7 @@ def grids(
         for runs in all_runs:
             strides = runs.strip.block_strides
             for made in _templates(runs, states, span, chosen, cell):
-                src, dst = (made.at(end, tables[end], strides[end]) for end in (0, 1))
-                yield RunGrid(*pools, made.starts, src, dst, made.length)
+                yield SpanPattern(pools, pair.groups, strides, made)
 
 
 def _templates(
@@ -107,7 +147,7 @@ def _template(
     # A row for each span, or for each of its states.
     each = np.ones_like(spans.length) if len(src) == len(none) else spans.length
     entries = np.repeat(spans.src.entry, each), np.repeat(spans.dst.entry, each)
-    return SpanTemplate(starts, entries, (src, dst), length)
+    return SpanTemplate(starts, entries, (src, dst), length, (bool(src.any()), bool(dst.any())))
 
 
 def _pick(spans: StateSpans, chosen: NDArray[np.bool_]) -> StateSpans:

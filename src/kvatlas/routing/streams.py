@@ -35,7 +35,8 @@ from kvatlas.routing.binding import (
     ranges,
 )
 from kvatlas.routing.request import RequestEnds
-from kvatlas.routing.run_grids import grids
+from kvatlas.routing.request_shape import RequestShape, TableShape
+from kvatlas.routing.run_grids import SpanPattern, span_patterns
 
 CHUNK_RUNS = 1 << 19
 """Runs that are made at once: 8 MB to keep where they have one length, else 16.
@@ -165,16 +166,19 @@ class Stream:
         Made once, and kept.
         """
         if self._grids is None:
-            self._grids = [
-                grid for section in self._sections for grid in self._section_grids(section)
-            ]
+            tables = self._request.src.by_group, self._request.dst.by_group
+            self._grids = [pattern.grid(*tables) for pattern in self._patterns()]
         return self._grids
 
-    def _section_grids(self, section: StreamSection) -> Iterator[RunGrid]:
-        pair, ends = section.compiled.pair, (self._request.src, self._request.dst)
-        src, dst = (end.by_group[group] for end, group in zip(ends, pair.groups, strict=True))
-        span, pools = (section.first, section.stop), self._request.pools(pair)
-        return grids(pools, section.compiled, section.states, span, (src, dst))
+    def shape(self) -> RequestShape:
+        """What it has in common with streams of the same tokens and other block ids."""
+        src, dst = self._request.src, self._request.dst
+        return RequestShape(self.nbytes, tuple(self._patterns()), TableShape(src), TableShape(dst))
+
+    def _patterns(self) -> Iterator[SpanPattern]:
+        for section in self._sections:
+            span, pools = (section.first, section.stop), self._request.pools(section.compiled.pair)
+            yield from span_patterns(pools, section.compiled, section.states, span)
 
     def pieces(self, nbytes: int) -> Iterator[tuple[Copy, ...]]:
         """The whole stream, so many bytes at a time; the last piece may be shorter."""

@@ -23,14 +23,70 @@ _DIGEST = 16
 _TOKEN = 8
 """Bytes of a token."""
 
+BlockKeys = dict[int, list[bytes | None]]
+"""A key for each block of a tier, by its groups."""
 
-def prefix_keys(
-    plan: Plan, tokens: Sequence[int], *, salt: bytes = b"", lora: str = ""
-) -> dict[int, list[bytes | None]]:
-    """A key for each block of each group of a tier's plan; the last stands for what it has.
+
+class PrefixChain:
+    """The keys of a request's tokens in a tier of some plan, and of every prefix of them.
 
     Requests of unlike `salt` or LoRA adapter share none. An image or a sound must be told
     apart by its tokens, or by the salt.
+
+    >>> from kvatlas.planning import plan
+    >>> rows = plan("Qwen3-8B", memory="1GiB", layout="BHLNC", block_size=64, max_len=256)
+    >>> chain = PrefixChain(rows, range(200))
+    >>> chain.keys(100) == PrefixChain(rows, range(100)).keys()
+    True
+    >>> chain.keys(100)[0] == [chain.key_at(64), chain.key_at(100)]
+    True
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        tokens: Sequence[int],
+        *,
+        salt: bytes = b"",
+        lora: str = "",
+        identity: bytes = b"",
+    ) -> None:
+        """`identity` goes before the salt, where the tier's names say nothing of the weights."""
+        self._blocks = [group.block for group in plan.groups]
+        self._grain = grain = gcd(*self._blocks)
+        self._text, self.count = _as_bytes(tokens), len(tokens)
+        self.salt, self.lora = salt, lora
+        self._links = [_digest(msgspec.msgpack.encode([identity + salt, lora]))]
+        for start in range(0, self.count - grain + 1, grain):
+            self._links.append(_digest(self._links[-1] + self._between(start, start + grain)))
+
+    def keys(self, stop: int | None = None) -> BlockKeys:
+        """A key for each block of each group, where a request has its first `stop` tokens."""
+        stop = self.count if stop is None else stop
+        return {
+            group: [self.key_at(min(end, stop)) for end in range(block, stop + block, block)]
+            for group, block in enumerate(self._blocks)
+        }
+
+    def key_at(self, stop: int) -> bytes:
+        """The key of the block that a request of so many tokens ends in, in any group."""
+        whole = stop // self._grain
+        tail = self._between(whole * self._grain, stop)
+        return _digest(self._links[whole] + tail) if tail else self._links[whole]
+
+    def tokens(self, start: int, stop: int) -> list[int]:
+        """Some of the tokens."""
+        found: list[int] = np.frombuffer(self._between(start, stop), "<i8").tolist()
+        return found
+
+    def _between(self, start: int, stop: int) -> bytes:
+        return self._text[_TOKEN * start : _TOKEN * stop]
+
+
+def prefix_keys(
+    plan: Plan, tokens: Sequence[int], *, salt: bytes = b"", lora: str = ""
+) -> BlockKeys:
+    """A key for each block of each group of a tier's plan; the last stands for what it has.
 
     >>> from kvatlas.planning import plan
     >>> rows = plan("gpt-oss-20b", memory="1GiB", layout="BHLNC", block_size=64, max_len=256)
@@ -40,19 +96,7 @@ def prefix_keys(
     >>> one[0][0] == prefix_keys(rows, range(128), salt=b"mine")[0][0]
     False
     """
-    text, count = _as_bytes(tokens), len(tokens)
-    grain = gcd(*(group.block for group in plan.groups))
-    links = [_digest(msgspec.msgpack.encode([salt, lora]))]
-    for start in range(0, count // grain * grain, grain):
-        links.append(_digest(links[-1] + text[_TOKEN * start : _TOKEN * (start + grain)]))
-    tail = text[_TOKEN * (count // grain * grain) :]
-    end = _digest(links[-1] + tail) if tail else links[-1]
-    keys: dict[int, list[bytes | None]] = {}
-    for index, group in enumerate(plan.groups):
-        step = group.block // grain
-        begun = [end] if count % group.block else []
-        keys[index] = [*links[step::step], *begun]
-    return keys
+    return PrefixChain(plan, tokens, salt=salt, lora=lora).keys()
 
 
 def _as_bytes(tokens: Sequence[int]) -> bytes:

@@ -32,8 +32,10 @@ from kvatlas.tier.file_opening import (
     write_all,
 )
 from kvatlas.tier.file_owner import FileUse, lock_file, unlock_file
+from kvatlas.tier.file_pieces import Piece, Rooms, pieces
+from kvatlas.tier.file_reading import RunReader
 from kvatlas.tier.file_window import Window
-from kvatlas.tier.file_writing import Piece, PieceWriter, pieces
+from kvatlas.tier.file_writing import PieceWriter
 from kvatlas.tier.format import EMPTY_RECORD, RECORD, RecordFormat
 from kvatlas.tier.index import PartSums, TierBlock
 from kvatlas.tier.part_sums import SummedStretches, block_checksum, part_sums
@@ -44,8 +46,6 @@ _RECORDS = 8192
 _SUMMING = min(4, os.cpu_count() or 1)
 _AT_ONCE = 256 << 10
 """Bytes that are read and summed together: what stays in the processor's cache."""
-_MAPPED_RUN = 4 << 10
-"""Runs from here on, on the whole, are read by few calls for many of them."""
 _WORTH_A_CORE = 8 << 20
 """Bytes of a read that are worth another core."""
 _CUT_SHORT = -1
@@ -92,7 +92,9 @@ class TierFile:
         self.window = Window(self._places)
         self.use = FileUse(self._fd)
         self._map = FileMap(self._fd, self.extent.nbytes)
-        self._pieces = PieceWriter(self._fd)
+        rooms = Rooms()
+        self._writer = PieceWriter(self._fd, self._map, rooms)
+        self._reader = RunReader(self._fd, self._map, rooms)
         self._helpers = ThreadPoolExecutor(1 + _SUMMING, thread_name_prefix="kvatlas-tier")
         self._block_bytes = {pool.index: pool.block_bytes for pool in self.plan.pools}
 
@@ -106,13 +108,14 @@ class TierFile:
         """
         near = memory_of(pools)
         check_bounds(copies, near, self._places)
-        cut = [(copy, pieces(copy, self._block_bytes[copy.dst_pool])) for copy in copies]
+        cut = [(c, pieces(c.src, c.dst, c.length, self._block_bytes[c.dst_pool])) for c in copies]
         work = [(copy, piece) for copy, of_copy in cut for piece in of_copy]
         with self._whole_file():
             written = self._on_cores(lambda one: self._write_piece(*one, pools), work)
-        ends = [(near[c.src_pool].address + c.src, self._places[c.dst_pool].address + c.dst, c)
-                for c, of_copy in cut if not of_copy and len(c)]  # fmt: skip
-        self._move(ends, write=True)
+            for copy in (copy for copy, of_copy in cut if not of_copy and len(copy)):
+                ends = near[copy.src_pool].address + copy.src, self._far(copy.dst_pool, copy.dst)
+                for _ in copy_file_runs(lambda: self._fd, *ends, copy.length, write=True):
+                    pass
         sums = {}
         for pool in {copy.dst_pool for copy, _ in work}:
             pairs = zip(work, written, strict=True)
@@ -123,34 +126,23 @@ class TierFile:
 
     def _write_piece(self, copy: Copy, piece: Piece, pools: Mapping[int, Bytes]) -> SummedStretches:
         offset = self._places[copy.dst_pool].address
-        return self._pieces.write(piece, pools[copy.src_pool], offset)
+        return self._writer.write(piece, pools[copy.src_pool], offset)
 
     def read(self, copies: Sequence[Copy], pools: Mapping[int, Bytes]) -> None:
         """Carry copies out from blocks of the file into pools in memory."""
-        near = memory_of(pools)
-        check_bounds(copies, self._places, near)
-        ends = [(near[c.dst_pool].address + c.dst, self._places[c.src_pool].address + c.src, c)
-                for c in copies]  # fmt: skip
-        self._move(ends, write=False)
-
-    def _move(self, ends: Sequence[tuple[Int64s, Int64s, Copy]], *, write: bool) -> None:
-        if not ends:
-            return
-        near, far, copies = zip(*ends, strict=True)
-        length = np.concatenate([copy.length for copy in copies])
-        runs = np.concatenate(near), np.concatenate(far), length
-        # The system reads a file on several cores at once, and writes to it on one.
-        parts = 1 if write else min(_SUMMING, len(length), 1 + int(length.sum()) // _WORTH_A_CORE)
-        shares = zip(*(np.array_split(column, parts) for column in runs), strict=True)
+        check_bounds(copies, self._places, memory_of(pools))
+        shares = [share for copy in copies for share in _shares(copy)]
         with self._whole_file():
-            self._on_cores(lambda share: self._move_runs(*share, write=write), list(shares))
+            self._on_cores(lambda share: self._read_share(*share, pools), shares)
 
-    def _move_runs(self, near: Int64s, far: Int64s, length: Int64s, *, write: bool) -> None:
-        together = not write and int(length.sum()) >= _MAPPED_RUN * len(length)
-        if together and self._map.read(near, far, length):
-            return
-        for _ in copy_file_runs(lambda: self._fd, near, far, length, write=write):
-            pass
+    def _read_share(
+        self, copy: Copy, near: Int64s, far: Int64s, length: Int64s, pools: Mapping[int, Bytes]
+    ) -> None:
+        self._reader.read(pools[copy.dst_pool], near, self._far(copy.src_pool, far), length)
+
+    def _far(self, pool: int, at: Int64s) -> Int64s:
+        """Offsets of the file from those of a pool."""
+        return self._places[pool].address + at
 
     def checksums(self, blocks: Sequence[TierBlock]) -> list[int]:
         """The checksums of blocks, as their bytes are now; on several cores where there are."""
@@ -250,6 +242,15 @@ class TierFile:
             checksum = crc32(room[:done], checksum)
             at += done
         return checksum
+
+
+def _shares(copy: Copy) -> Iterator[tuple[Copy, Int64s, Int64s, Int64s]]:
+    """A copy, and for each core what it reads of it: where to, where from, how much."""
+    if len(copy):
+        parts = min(_SUMMING, len(copy), 1 + copy.nbytes // _WORTH_A_CORE)
+        columns = (np.array_split(column, parts) for column in (copy.dst, copy.src, copy.length))
+        for near, far, length in zip(*columns, strict=True):
+            yield copy, near, far, length
 
 
 def _let_end(tasks: Sequence[Future[Any]]) -> None:

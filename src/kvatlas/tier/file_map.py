@@ -1,8 +1,8 @@
 """`FileMap`: a file's bytes at addresses that this process never touches itself.
 
-The system copies from them on request: hundreds of runs, scattered at both ends, in one
-call that holds up no other thread. Where the file has been cut short or its disk fails, that
-call fails, while touching the addresses would end the process.
+The system copies from and to them on request: hundreds of runs, scattered at both ends, in
+one call that holds up no other thread, on any number of cores. Where the file has been cut
+short or its disk fails, that call fails, while touching the addresses would end the process.
 """
 
 from __future__ import annotations
@@ -19,12 +19,16 @@ _AT_ONCE = 1024
 """Ranges that the system takes in one call (IOV_MAX)."""
 _MOST_BYTES = 1 << 30
 """Bytes of one call; the system takes 2 GiB."""
+_ALIKE = 1 << 20
+"""Bytes of a file of which the system has all in memory, or none, on the whole."""
 
-_read = ctypes.CDLL(None, use_errno=True).process_vm_readv
-_read.restype = ctypes.c_ssize_t
-_read.argtypes = (
+_system = ctypes.CDLL(None, use_errno=True)
+_copy = _system.process_vm_readv
+_copy.restype = ctypes.c_ssize_t
+_copy.argtypes = (
     ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong
 )  # fmt: skip
+_system.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 
 
 class FileMap:
@@ -32,7 +36,7 @@ class FileMap:
 
     def __init__(self, file: int, nbytes: int) -> None:
         try:
-            self._map: mmap.mmap | None = mmap.mmap(file, nbytes, prot=mmap.PROT_READ)
+            self._map: mmap.mmap | None = mmap.mmap(file, nbytes)
         except (OSError, ValueError):  # no such addresses, or not so many bytes
             self._map = None
         # The address is asked for without touching a byte.
@@ -43,22 +47,48 @@ class FileMap:
 
         Where that is not so, some may have been: whoever reads them by other calls hears why.
         """
-        if self._map is None or int(length.max()) > _MOST_BYTES // _AT_ONCE:
+        return self._map is not None and _copied(near, far + self._address, length)
+
+    def write(self, near: Int64s, far: Int64s, length: Int64s) -> bool:
+        """Copy runs at addresses to offsets of the file; whether all of them were, as above.
+
+        The disk has them as it has what is written by other calls: after an `fdatasync`.
+        """
+        return self._map is not None and _copied(far + self._address, near, length)
+
+    def in_memory(self, far: Int64s) -> bool:
+        """Whether the system has the pages at offsets of the file in memory.
+
+        Pages come and go many at once, so of offsets close to each other one is looked at.
+        """
+        if self._map is None:
             return False
-        ranges = np.empty((2, len(length), 2), np.uint64)
-        ranges[0, :, 0], ranges[1, :, 0] = near, far + self._address
-        ranges[:, :, 1] = length
-        row, process = ranges.strides[1], os.getpid()
-        for first in range(0, len(length), _AT_ONCE):
-            some = slice(first, first + _AT_ONCE)
-            into, out_of = (end.ctypes.data + first * row for end in ranges)
-            many = len(length[some])
-            if _read(process, into, many, out_of, many, 0) != int(length[some].sum()):
-                return False
-        return True
+        state = ctypes.c_ubyte()
+        apart = np.concatenate([[True], np.abs(np.diff(far)) >= _ALIKE])
+        pages = (far[apart] + self._address) // mmap.PAGESIZE * mmap.PAGESIZE
+        return all(
+            _system.mincore(page, mmap.PAGESIZE, ctypes.byref(state)) == 0 and state.value & 1
+            for page in pages.tolist()
+        )
 
     def close(self) -> None:
         """Let go of the addresses."""
         if self._map is not None:
             self._map.close()
             self._map = None
+
+
+def _copied(into: Int64s, out_of: Int64s, length: Int64s) -> bool:
+    """Have the system copy runs between addresses; whether it has copied all of them."""
+    if int(length.max()) > _MOST_BYTES // _AT_ONCE:
+        return False
+    ranges = np.empty((2, len(length), 2), np.uint64)
+    ranges[0, :, 0], ranges[1, :, 0] = into, out_of
+    ranges[:, :, 1] = length
+    row, process = ranges.strides[1], os.getpid()
+    for first in range(0, len(length), _AT_ONCE):
+        some = length[first : first + _AT_ONCE]
+        to, of = (end.ctypes.data + first * row for end in ranges)
+        if _copy(process, to, len(some), of, len(some), 0) != int(some.sum()):
+            return False
+    return True

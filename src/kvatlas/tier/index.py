@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import threading
 import time
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import islice
 from typing import Any, NamedTuple
 
 from kvatlas.errors import AtlasError
@@ -20,6 +21,9 @@ from kvatlas.planning import Plan
 from kvatlas.tier.ingest import Delivery, Ingest
 from kvatlas.tier.part_sums import PartSum
 from kvatlas.tier.request_blocks import Cover, NeededBlock, TierSpans
+
+_FEW = 1024
+"""Blocks that were dropped are kept in mind at least until there are so many."""
 
 BlockPlace = tuple[int, int]
 """A pool, and the id of a block of it."""
@@ -100,6 +104,8 @@ class BlockIndex:
         self._cleared = cleared
         self._free = {p.index: list(range(p.blocks - 1, -1, -1)) for p in plan.pools}
         self._whole: dict[tuple[int, bytes], TierBlock] = {}
+        self._in_order: list[TierBlock] = []
+        """Whole blocks as they came to be found, and some that were dropped since."""
         self._filling: dict[tuple[Any, ...], TierBlock] = {}
         self._recent = {p.index: OrderedDict[TierBlock, None]() for p in plan.pools}
         self._uncleared: dict[tuple[int, int], tuple[TierBlock, AtlasError]] = {}
@@ -124,8 +130,7 @@ class BlockIndex:
                 self._whole[block.name] = block
                 self.sequence = block.sequence
             for block in self._whole.values():
-                self._found += 1
-                block.found = self._found
+                self._note_found(block)
                 self._recent[block.pool][block] = None
             for pool, ids in self._free.items():
                 taken = {block.block_id for block in self._recent[pool]}
@@ -172,9 +177,9 @@ class BlockIndex:
     def names_since(self, mark: int, most: int) -> tuple[list[tuple[int, bytes]], int]:
         """The first names that became whole after a mark, and the mark after them."""
         with self.lock:
-            # In the order in which they came: a name that comes again moves to the end.
-            newest_first = reversed(self._whole.values())
-            new = list(takewhile(lambda block: block.found > mark, newest_first))[::-1][:most]
+            first = bisect_right(self._in_order, mark, key=lambda block: block.found)
+            later = (self._in_order[at] for at in range(first, len(self._in_order)))
+            new = list(islice((block for block in later if not block.dropped), most))
             return [block.name for block in new], new[-1].found if new else mark
 
     def pin(self, needs: Sequence[NeededBlock]) -> list[TierBlock] | None:
@@ -316,10 +321,17 @@ class BlockIndex:
                     if older is not None:
                         self.drop(older)
                     block.whole = True
-                    self._found += 1
-                    block.found = self._found
+                    self._note_found(block)
                     self._whole[block.name] = block
                 self.unpin([block])
+
+    def _note_found(self, block: TierBlock) -> None:
+        """A block can be found from now on."""
+        self._found += 1
+        block.found = self._found
+        self._in_order.append(block)
+        if len(self._in_order) > 2 * len(self._whole) + _FEW:
+            self._in_order = [one for one in self._in_order if not one.dropped]
 
     # -- room ---------------------------------------------------------------------------
 

@@ -9,7 +9,11 @@ from urllib.parse import SplitResult, parse_qsl, urlsplit
 from kvatlas.errors import AtlasError, Code
 from kvatlas.models import Model
 from kvatlas.planning import Plan, plan, quantity
+from kvatlas.routing import fingerprint
 from kvatlas.tier.namespaces import CacheIdentity
+from kvatlas.tier.prefix_finder import AnyTier
+from kvatlas.tier.served.client import TierClient
+from kvatlas.tier.served.sharing import share_file
 from kvatlas.tier.store_tier import StoreTier
 from kvatlas.tier.stores import FolderStore, HostStore, MooncakeStore, ObjectStore
 from kvatlas.tier.tier import Tier
@@ -25,18 +29,20 @@ _SCHEMES = ("mooncake", "folder", "host")
 
 def open_tier(
     where: str | Path,
-    model: Model | str,
+    model: Model | Plan | str,
     identity: CacheIdentity | None = None,
     *,
     memory: str | int = "1GiB",
     block_size: int = BLOCK,
     max_len: int | None = None,
+    shared: bool = False,
     **options: Any,
-) -> Tier | StoreTier:
-    """The tier at an address, for one model.
+) -> AnyTier:
+    """The tier at an address, for one model, or for the model that a plan is of.
 
     - `"memory"`: host memory of this process, so many bytes of `memory`.
-    - a path: a file; a new one takes `memory` bytes, one that is there keeps its plan.
+    - a path: a file; a new one takes `memory` bytes, one that is there keeps its plan. This
+      process alone has it open, or any number of this host's where it is `shared`.
     - `"mooncake://host:port?metrics=host:9003&segment=4GiB"`: a fleet's Mooncake Store.
     - `"folder:///path?capacity=100GiB"`: a folder that hosts share; `"host://?capacity=1GiB"`.
 
@@ -51,29 +57,77 @@ def open_tier(
     ...     fleet.match([b"a key"], 64), dict(fleet.misses)
     (0, {'other_tenant': 1})
     """
-    address = urlsplit(str(where))
-    known = model if isinstance(model, Model) else Model.load(model)
-    if address.scheme not in _SCHEMES:
+    known = _known(model)
+    if not is_store(where):
         if options:
             hint = f"Leave them out, or name a store: {', '.join(_SCHEMES)}"
             problem = "Only the tier of a store takes these options"
             raise AtlasError(Code.CONTRADICTORY, problem, got=sorted(options), hint=hint)
+        if "://" in str(where):
+            raise _unknown_kind(where)
         made = rows_of(known, block_size, max_len, memory)
-        if str(where) == IN_MEMORY:
-            return Tier(made)
-        return Tier.open(where, None if Path(where).exists() else made)
+        return Tier(made) if str(where) == IN_MEMORY else _open_file(Path(where), made, shared)
     if identity is None:
         hint = "Pass CacheIdentity(weights=models.weights_identity(folder))"
         problem = "A store that others write to is of no use without an identity"
         raise AtlasError(Code.CONTRADICTORY, problem, got=str(where), hint=hint)
-    rows = rows_of(known, block_size, max_len, _ANY_MEMORY)
-    return StoreTier(open_store(str(where)), rows, identity, **options)
+    about: dict[str, Any] = {"block_size": block_size, "max_len": max_len, **options}
+    return open_store_tier(str(where), known, identity, **about)
 
 
-def open_store(where: str) -> ObjectStore:
-    """The store at an address."""
+def open_store_tier(
+    where: str,
+    model: Model | Plan,
+    identity: CacheIdentity,
+    *,
+    block_size: int = BLOCK,
+    max_len: int | None = None,
+    **options: Any,
+) -> StoreTier:
+    """The tier in the store at an address; `options` are those of `StoreTier`."""
+    rows = rows_of(_known(model), block_size, max_len, _ANY_MEMORY)
+    store = open_store(where)
+    try:
+        return StoreTier(store, rows, identity, **options)
+    except BaseException:
+        store.close()
+        raise
+
+
+def _known(model: Model | Plan | str) -> Model:
+    """A model; of a plan what it keeps, the same whatever the topology and the order are."""
+    if isinstance(model, Plan):
+        kept = {layer.name: layer for region in model.regions for layer in region.layers}
+        layers = tuple(sorted(kept.values(), key=lambda layer: (layer.index, layer.name)))
+        about: dict[str, Any] = {"name": model.model, "architecture": "", "attention_heads": 0}
+        return Model(layers=layers, depth=layers[-1].index + 1, max_len=model.max_len, **about)
+    return model if isinstance(model, Model) else Model.load(model)
+
+
+def _open_file(path: Path, made: Plan, shared: bool) -> Tier | TierClient:
+    """The tier in a file, a new one of this plan where there is none."""
+    new = None if path.exists() else made
+    tier = share_file(path, new, durable=False) if shared else Tier.open(path, new)
+    if fingerprint(tier.plan) != fingerprint(made):
+        tier.close()
+        problem, hint = "The file is the tier of another model", "Name another file"
+        raise AtlasError(Code.UNLIKE_MODELS, problem, got=f"{path}: {tier.plan}", hint=hint)
+    return tier
+
+
+def is_store(where: str | Path) -> bool:
+    """Whether an address is that of a store, which needs an identity.
+
+    >>> is_store("mooncake://10.0.0.1:50051"), is_store("/var/cache/prefixes.tier")
+    (True, False)
+    """
+    return urlsplit(str(where)).scheme in _SCHEMES
+
+
+def open_store(where: str, **instead: Any) -> ObjectStore:
+    """The store at an address; `instead` are options that replace those of the address."""
     address = urlsplit(where)
-    about = _about(address)
+    about = _about(address) | instead
     try:
         match address.scheme:
             case "mooncake":
@@ -86,8 +140,13 @@ def open_store(where: str) -> ObjectStore:
         hint = "See docs/fleet.md for what an address takes"
         problem_text = "The address of a store says something that the store does not know"
         raise AtlasError(Code.BAD_CONFIG, problem_text, got=str(problem), hint=hint) from None
+    raise _unknown_kind(where)
+
+
+def _unknown_kind(where: str | Path) -> AtlasError:
     hint = "Write mooncake://host:port, folder:///path or host://"
-    raise AtlasError(Code.BAD_CONFIG, "There is no such kind of store", got=repr(where), hint=hint)
+    problem = "There is no such kind of store"
+    return AtlasError(Code.BAD_CONFIG, problem, got=repr(str(where)), hint=hint)
 
 
 def rows_of(model: Model, block_size: int, max_len: int | None, memory: str | int) -> Plan:

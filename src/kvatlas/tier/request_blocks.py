@@ -98,6 +98,14 @@ class TierSpans:
             where = begin if self.other.dcp > 1 else 0
             yield NeededBlock(group, entry, _at(keys, entry), cover, (group, where, covers))
 
+    def covers_at_end(self, group: int, stop: int) -> set[Cover]:
+        """What the last block of a request of so many tokens may have: all before, or a window."""
+        if self.recurrent(group):
+            return {Cover(0, stop)}
+        begin = (stop - 1) // self.tier.groups[group].block * self.tier.groups[group].block
+        first = max(one for one, _ in self._spans(group, 0, stop))
+        return {Cover(0, stop - begin), Cover(max(first - begin, 0), stop - begin)}
+
     @property
     def step(self) -> int:
         """Tokens that are whole blocks in every group."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 
 from kvatlas.tier.namespaces import RowName
 from kvatlas.tier.request_blocks import Cover, NeededBlock, TierSpans
@@ -48,6 +49,23 @@ class RowLookup:
                 if all(need in asked.rows for need in needs):
                     return end, {need: asked.rows[need] for need in needs}, asked.missing
         return 0, {}, asked.missing
+
+    def kept(
+        self, group: int, ends: Sequence[tuple[int, bytes]], deadline: Deadline, *, whole: bool
+    ) -> list[bool]:
+        """For each end of a request whether a row of a group that it ends in is there, or begun."""
+        covers = [self._spans.covers_at_end(group, stop) for stop, _ in ends]
+        rows = [
+            RowName(group, key, cover)
+            for (_, key), own in zip(ends, covers, strict=True)
+            for cover in own
+        ]
+        traffic = self._traffic
+        if whole:
+            there = iter([all_there for all_there, _ in traffic.present(rows, deadline)])
+        else:
+            there = iter(traffic.begun(rows, deadline))
+        return [any(list(islice(there, len(own)))) for own in covers]
 
 
 class Asked:

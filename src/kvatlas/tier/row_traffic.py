@@ -55,11 +55,9 @@ class StagedRows(NamedTuple):
 class RowTraffic:
     """What goes between a store and staging memory, under the names of one namespace."""
 
-    def __init__(
-        self, store: ObjectStore, names: Namespace, staging: StagingRows, threads: int
-    ) -> None:
+    def __init__(self, store: ObjectStore, names: Namespace, staging: StagingRows) -> None:
         self.store, self.names, self.staging = store, names, staging
-        self.calls = StoreCalls(threads)
+        self.calls = StoreCalls(store.calls_at_once)
         self._pool_of = [group.pool for group in names.cut.plan.groups]
         self._marked = False
         self._shares: dict[tuple[int, int, Any], RowShare] = {}
@@ -69,6 +67,10 @@ class RowTraffic:
     def present(self, rows: Sequence[RowName], deadline: Deadline) -> list[tuple[bool, bool]]:
         """For each row whether all of its objects are there, and whether any of them is."""
         return self._present([self.names.objects(row) for row in rows], deadline)
+
+    def begun(self, rows: Sequence[RowName], deadline: Deadline) -> list[bool]:
+        """For each row whether its first object is there."""
+        return list(self._exist([self.names.objects(row)[0] for row in rows], deadline))
 
     def brought(
         self, rows: Mapping[NeededBlock, RowName], source: tuple[int, int], deadline: Deadline

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
@@ -37,7 +37,6 @@ from kvatlas.tier.store_hit import StoreHit
 from kvatlas.tier.stores import ObjectStore
 
 _PLANS = 16
-_THREADS = 4
 _UNAVAILABLE = (Code.DEADLINE, Code.WIRE_FAILED, Code.UNREADABLE)
 """Errors of a store that cannot be asked."""
 _STORE_FAILED = {
@@ -99,7 +98,7 @@ class StoreTier:
         self._staging = StagingRows(plan, staging, max(map(len, cut.groups)))
         for memory in (*self._staging.pools.values(), *self._staging.headers.values()):
             store.register(memory.reshape(-1))
-        self._traffic = RowTraffic(store, self.namespace, self._staging, _THREADS)
+        self._traffic = RowTraffic(store, self.namespace, self._staging)
         self._storage = TierStorage(self._staging.pools, None, verify_always=False)
         self.metrics = self._storage.metrics
         self._lookup = RowLookup(self._traffic, TierSpans(plan, plan))
@@ -221,6 +220,21 @@ class StoreTier:
         with self._storage.using():
             start, stop = token_range(tokens, self.plan.max_len)
             return self._found(start, stop, keys)[0]
+
+    def kept_ends(
+        self, group: int, ends: Sequence[tuple[int, bytes]], *, whole: bool = False
+    ) -> list[bool]:
+        """Whether a group has the row that requests of so many tokens end in, by its key.
+
+        Unless asked for `whole` rows, one may lack objects that other ranks have yet to store.
+        Refused, and counted, where the store fails or is late.
+        """
+        with self._storage.using():
+            try:
+                return self._lookup.kept(group, ends, Deadline(self.deadline), whole=whole)
+            except AtlasError as problem:
+                self._missed(problem)
+                raise
 
     @contextmanager
     def pin(self, keys: Keys, tokens: Any) -> Iterator[StoreHit]:

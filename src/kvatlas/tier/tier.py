@@ -218,6 +218,14 @@ class Tier:
         """Whether a key of a group is whole."""
         return self._index.has(group, key)
 
+    def kept_ends(
+        self, group: int, ends: Sequence[tuple[int, bytes]], *, whole: bool = False
+    ) -> list[bool]:
+        """Whether a group has the block that requests of so many tokens end in, by its key."""
+        del whole  # all blocks are
+        with self._storage.using():
+            return [self._index.has(group, key) for _, key in ends]
+
     def names(self) -> list[tuple[int, bytes]]:
         """Every (group, key) that is whole, the least recently used first."""
         return self._index.names()

@@ -6,7 +6,7 @@ A `Node` puts one rank's caches on the wire, a `Session` connects it to its peer
 
 from kvatlas.wire.block_staging import BlockStaging
 from kvatlas.wire.channels import Channels
-from kvatlas.wire.checksum import crc32
+from kvatlas.wire.checksum import crc32, has_fast_crc32
 from kvatlas.wire.client import Session, Transfer
 from kvatlas.wire.client.rank_lease import How
 from kvatlas.wire.connection import Connection
@@ -43,7 +43,7 @@ from kvatlas.wire.protocol import (
 )
 from kvatlas.wire.refusals import raise_refusal
 from kvatlas.wire.rpc import Caller, Server
-from kvatlas.wire.sample_server import SampleTask, random_bytes, run_sample_server
+from kvatlas.wire.sample_server import SampleTask, converting, random_bytes, run_sample_server
 from kvatlas.wire.security import Security, TlsContexts
 from kvatlas.wire.server import Node, pools_for
 from kvatlas.wire.shared_pools import SharedPools, map_pools
@@ -101,6 +101,7 @@ __all__ = [
     "check_bounds",
     "check_plan_size",
     "connect_to_path",
+    "converting",
     "copy_file_runs",
     "copy_pools",
     "copy_request",
@@ -111,6 +112,7 @@ __all__ = [
     "encode",
     "forget_path",
     "gpu_pools",
+    "has_fast_crc32",
     "is_on_gpu",
     "load_driver",
     "make_transport",

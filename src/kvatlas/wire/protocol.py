@@ -260,6 +260,11 @@ class Release(Message, frozen=True, kw_only=True, omit_defaults=True, tag="relea
     request: Name
     read: bool = False
     """Whether it has read all that it wanted, without a lease."""
+    posting: tuple[Annotated[int, Meta(ge=0, le=65535)], Whole] | None = None
+    """Which posting it has read, where it was seen on a board: its slot, and that's generation.
+
+    An offer that was made anew under the same name is another, and is kept.
+    """
 
 
 class Refusal(Message, frozen=True, kw_only=True, tag="refusal"):

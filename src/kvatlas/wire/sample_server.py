@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -36,6 +37,17 @@ class SampleTask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     tokens: int
     seconds: float = 300.0
     secret: bytes | None = None
+    convert: str | None = None
+    """What both ends agree to convert, their tensors' scales being 1."""
+
+
+def converting(convert: str | None) -> dict[str, Any]:
+    """What a node is told of a conversion between samples, whose scales are all 1.
+
+    >>> converting("fp8->bf16"), converting(None)
+    ({'convert': 'fp8->bf16', 'scales': 1.0}, {})
+    """
+    return {} if convert is None else {"convert": convert, "scales": 1.0}
 
 
 def random_bytes(nbytes: int, *seed: int) -> Bytes:
@@ -56,7 +68,7 @@ def main() -> None:
             kept.append(pools)  # a node knows where its memory is, and does not own it
             node = Node(
                 task.plan, rank=rank, memory=memory_of(pools), transport=transport,
-                name=f"source-{rank}", secret=task.secret,
+                name=f"source-{rank}", secret=task.secret, **converting(task.convert),
             )  # fmt: skip
             stack.enter_context(node)
             blocks = scattered(task.plan, task.tokens)

@@ -14,7 +14,7 @@ import torch
 
 from kvatlas.cache import LayerCache
 from kvatlas.geometry import ENGINE_LAYOUTS, Layout
-from kvatlas.kernels import copy_address_runs, place_starts, read
+from kvatlas.kernels import RepeatedCopy, copy_address_runs, place_starts, read
 from kvatlas.kernels import write as write_by_torch
 from kvatlas.kernels import write_latent as write_latent_by_torch
 from kvatlas.kernels.triton import (
@@ -328,6 +328,33 @@ def check_runs(item: int, device: str, *, alike: bool, programs: int, seed: int)
         (source, target, length), programs=programs,
     )  # fmt: skip
     assert np.array_equal(out.cpu().numpy(), right), (item, alike, programs)
+
+
+def check_repeated_runs(item: int, device: str, *, alike: bool, seed: int) -> None:
+    """The same copy again and again, its spans elsewhere each time: in order, and scattered."""
+    rng = np.random.default_rng(seed)
+    starts, spans, stride = 5, 8, 4 * item
+    before, after = rng.permutation(starts) * item * 50, np.arange(starts) * item * 50
+    length = np.full(spans, item)
+    if not alike:
+        length[::2] = max(1, item // 2)
+    memory = torch.from_numpy(rng.integers(0, 256, 260 * item, np.uint8)).to(device)
+    out = torch.empty(2 * GUARD + 260 * item, dtype=torch.uint8, device=device)
+    stream = torch.cuda.current_stream() if device == "cuda" else None
+    copy = RepeatedCopy(
+        memory.data_ptr(), out[GUARD:].data_ptr(), place_starts(before, after, device), length,
+        stride,
+    )  # fmt: skip
+    for turn in range(4):
+        table = np.stack([rng.permutation(spans) * stride, np.arange(spans) * stride, length])
+        table[1] = rng.permutation(table[1]) if turn % 2 else table[1]
+        right = out.fill_(0xA5).cpu().numpy().copy()
+        for a, b in zip(before, after, strict=True):
+            for x, y, n in table.T:
+                right[GUARD + b + y :][:n] = memory.cpu().numpy()[a + x :][:n]
+        # Both orders of the tables, whichever would be faster.
+        copy.launch(torch.from_numpy(table).to(device), 0 if turn < 2 else 1 << 30, stream)
+        assert np.array_equal(out.cpu().numpy(), right), (item, alike, turn)
 
 
 def check_convert(

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 pytest.importorskip("torch")
 
 from kvatlas.kernels import copy_address_runs, place_starts
-from tests.kernels.triton.cases import check_runs
+from tests.kernels.triton.cases import check_repeated_runs, check_runs
 
 SIZES = [512, 48, 20, 7, 4096, 2, 264, 1]
 """Bytes of a run: words of every width, and rows that fill no tile."""
@@ -21,6 +21,11 @@ def test_every_width_and_order_of_tables() -> None:
     for number, item in enumerate(SIZES):
         for programs in (0, 1, 3):
             check_runs(item, "cpu", alike=bool(number % 2), programs=programs, seed=number)
+
+
+def test_runs_that_are_copied_again_and_again() -> None:
+    for number, item in enumerate((512, 20, 7)):
+        check_repeated_runs(item, "cpu", alike=bool(number % 2), seed=number)
 
 
 def test_nothing_to_copy() -> None:

@@ -62,8 +62,9 @@ class Peer:
         self, kind: Kind, options: dict[str, Any], sizes: dict[int, int] | None = None
     ) -> None:
         self.kind, self.options = kind, {**kind.options, **options}
+        here = {name: value for name, value in os.environ.items() if name.startswith("UCX_")}
         self.process, self._pipe = forked(
-            main, kind.name, self.options, sizes or SIZES, dict(kind.settings)
+            main, kind.name, self.options, sizes or SIZES, here | dict(kind.settings)
         )
         self.metadata, self.regions = self.hear()
 

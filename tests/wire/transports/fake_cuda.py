@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
-from kvatlas.wire import Bytes, Memory, as_bytes
+from kvatlas.wire import Bytes, Memory, Node, as_bytes
+from kvatlas.wire.transports.cuda import CudaTransport
 from kvatlas.wire.transports.cuda_driver import HANDLE_BYTES, UUID_BYTES, CudaDriver, DriverError
 from kvatlas.wire.transports.device_queue import AddressRuns, DeviceQueue, Posted
 
@@ -204,3 +206,19 @@ class FakePosted(Posted):
 
     def wait(self) -> None:
         assert self._over
+
+
+@contextmanager
+def node_of(
+    made: Any, machine: FakeMachine, rng: Any, share: float = 1.0
+) -> Iterator[tuple[Any, Any, FakeCuda]]:
+    """A node on a GPU of its own process, its pools as bytes, and its driver."""
+    driver = FakeCuda(machine)
+    given = {pool.index: driver.allocate(pool.nbytes) for pool in made.pools}
+    for _, pool in given.values():
+        pool[:] = rng.integers(0, 256, pool.nbytes, np.uint8)
+    memory = {index: at for index, (at, _) in given.items()}
+    pools = {index: pool for index, (_, pool) in given.items()}
+    transport = CudaTransport(driver=driver, share=share)
+    with Node(made, memory=memory, transport=transport, buffers=0) as node:
+        yield node, pools, driver

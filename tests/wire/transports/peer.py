@@ -63,6 +63,9 @@ def main(
     settings: dict[str, str],
 ) -> None:
     """Be the other end until told to exit, or until nobody tells it anything any more."""
+    # The server that this was forked from may have been started in the midst of another test.
+    for left_over in [one for one in os.environ if one.startswith("UCX_")]:
+        del os.environ[left_over]
     os.environ.update(settings)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for noisy in (1, 2):  # libraries print what they like

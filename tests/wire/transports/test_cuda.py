@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -14,17 +13,19 @@ import pytest
 from kvatlas import AtlasError, Code
 from kvatlas.routing import Copy, RunGrid, route, scattered
 from kvatlas.routing.binding import Starts
-from kvatlas.wire import Memory, Node, Session, Transfer, as_bytes
+from kvatlas.wire import Memory, Session, Transfer, as_bytes
+from kvatlas.wire.protocol import Release
 from kvatlas.wire.transports import cuda
 from kvatlas.wire.transports.cuda import CudaTransport
 from kvatlas.wire.transports.cuda_driver import CudaDriver, load_driver
-from kvatlas.wire.transports.device_marks import EVENTS
+from kvatlas.wire.transports.device_marks import EVENTS, DeviceMarks
+from kvatlas.wire.transports.offer_board import OfferBoard, PeerBoard
 from kvatlas.wire.transports.opened_memory import ForeignAllocation, OpenedMemory
 from kvatlas.wire.transports.pace import CopyPace
 from tests.routing import oracle
 from tests.wire.helpers import small
 from tests.wire.transports.ends import eventually
-from tests.wire.transports.fake_cuda import FakeCuda, FakeMachine
+from tests.wire.transports.fake_cuda import FakeCuda, FakeMachine, node_of
 
 SIZE = 4096
 
@@ -181,19 +182,6 @@ def test_a_machine_without_a_gpu_says_so() -> None:
     assert code_of(CudaTransport) is Code.WRONG_DEVICE
 
 
-@contextmanager
-def node_of(made: Any, machine: FakeMachine, rng: Any) -> Iterator[tuple[Any, Any, FakeCuda]]:
-    driver = FakeCuda(machine)
-    given = {pool.index: driver.allocate(pool.nbytes) for pool in made.pools}
-    for _, pool in given.values():
-        pool[:] = rng.integers(0, 256, pool.nbytes, np.uint8)
-    memory = {index: at for index, (at, _) in given.items()}
-    pools = {index: pool for index, (_, pool) in given.items()}
-    transport = CudaTransport(driver=driver, share=1.0)
-    with Node(made, memory=memory, transport=transport, buffers=0) as node:
-        yield node, pools, driver
-
-
 @pytest.mark.parametrize("name", ["dense", "delta hybrid", "latent"])
 def test_requests_move_in_sums_behind_both_ends_marks(name: str) -> None:
     """Every element is where brute force says; and the order of events is what makes it so."""
@@ -332,6 +320,71 @@ def test_copies_take_their_share_of_the_time_and_begin_at_once_after_a_quiet_tim
     for share in (0, -1, 1.5, "all"):
         bad: Any = share
         assert code_of(lambda bad=bad: CudaTransport(driver=FakeCuda(FakeMachine()), share=bad))
+
+
+class LaggingDriver(FakeCuda):
+    """A device that does what was recorded in order, a hundred steps behind the host."""
+
+    behind = 100
+
+    def __init__(self) -> None:
+        super().__init__(FakeMachine())
+        self.now, self.recorded = 0, dict[int, int]()
+
+    def recorder(self, device: int) -> Callable[[int], None]:
+        del device
+        return lambda event: self.recorded.__setitem__(event, self.now)
+
+    def finished(self, device: int, event: int) -> bool:
+        del device
+        return self.recorded[event] + self.behind <= self.now
+
+
+def test_a_mark_is_seen_to_be_done_although_others_are_made_all_the_time() -> None:
+    driver = LaggingDriver()
+    marks = DeviceMarks(driver, 0)
+    begun: dict[int, int] = {}
+    longest = 0
+    for step in range(1000):
+        driver.now = step
+        begun.setdefault(marks.mark(), step)
+        for number in [one for one in begun if marks.passed(one)]:
+            assert step >= begun[number] + driver.behind, "never for less"
+            longest = max(longest, step - begun.pop(number))
+    assert 0 < longest <= 2 * driver.behind
+    assert all(step > 1000 - 2 * driver.behind for step in begun.values())
+    board = OfferBoard()
+    marks.board = board
+    for step in range(1000, 1300):
+        driver.now = step
+        marks.mark()
+    assert 0 < PeerBoard(board.memory, None).marks_done == marks.done
+
+
+def test_an_offer_made_anew_is_not_ended_by_who_has_read_the_one_before() -> None:
+    machine, rng, tokens = FakeMachine(), np.random.default_rng(4), 61
+    made = small("dense")
+    released: list[str] = []
+    with node_of(made, machine, rng) as (source, _, _), node_of(made, machine, rng) as there:
+
+        def offer(name: str) -> None:
+            told = lambda request, why: released.append(f"{name} {request} {why}")  # noqa: E731
+            source.offer("r", scattered(made, tokens), tokens, released=told)
+
+        answer = source.server.answer
+
+        def late(question: Any, caller: Any) -> Any:
+            if isinstance(question, Release):  # it was long on its way
+                source.withdraw("r")
+                offer("second")
+            return answer(question, caller)
+
+        offer("first")
+        session, transfer = moved_by(there[0], source, tokens)
+        source.server.answer = late
+        with session:
+            assert transfer.wait(20).ready
+        assert released == ["first r withdrawn"]
 
 
 def test_layers_that_wait_for_the_gpu_of_a_busy_source_are_not_held_back() -> None:

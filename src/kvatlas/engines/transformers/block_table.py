@@ -40,8 +40,10 @@ class BlockTable:
         self.layers = list(layers)
         self.free = free
         self._slots: dict[range, Tensor] = {}
+        self._to_read: dict[range, tuple[Tensor, Tensor | None]] = {}
         self._reserved: range | None = None
         self._ids: Tensor | None = None
+        self._ids_are_old = True
 
     @property
     def device(self) -> torch.device:
@@ -114,12 +116,25 @@ class BlockTable:
         of a group call this with the same tokens, and the first call takes the blocks.
         """
         tokens = range(start, start + count)
-        if self._reserved != tokens:
-            self._slots.clear()
-            for blocks, skipped in zip(self.sequences, padding, strict=True):
-                self._prepare(blocks, max(start - skipped, 0), max(start + count - skipped, 0))
-            self._reserved = tokens
+        self._take_blocks(tokens, padding)
         return self.slots(tokens, padding)
+
+    def reserve_next(self, start: int, padding: Sequence[int]) -> list[int]:
+        """The slot of one new token of each sequence, as `reserve` has it, without the device."""
+        self._take_blocks(range(start, start + 1), padding)
+        slots = []
+        for blocks, skipped in zip(self.sequences, padding, strict=True):
+            index, state = divmod(start - skipped, self.block)
+            slots.append(blocks[index] * self.block + state if index >= 0 else -1)
+        return slots
+
+    def _take_blocks(self, tokens: range, padding: Sequence[int]) -> None:
+        if self._reserved != tokens:
+            self._forget_slots()
+            for blocks, skipped in zip(self.sequences, padding, strict=True):
+                first, stop = (max(token - skipped, 0) for token in (tokens.start, tokens.stop))
+                self._prepare(blocks, first, stop)
+            self._reserved = tokens
 
     def slots(self, tokens: range, padding: Sequence[int]) -> Tensor:
         """Slots [sequences, tokens] of tokens of the batch; -1 where nothing is stored."""
@@ -132,13 +147,35 @@ class BlockTable:
             self._slots[tokens] = slots.masked_fill(missing, -1)
         return self._slots[tokens]
 
+    def slots_to_read(self, tokens: range, padding: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+        """Slots of tokens, 0 where nothing is stored, and where that is; None for nowhere.
+
+        All layers of a group read the same, and the first call alone may wait for the device.
+        """
+        if tokens not in self._to_read:
+            slots = self.slots(tokens, padding)
+            missing = slots < 0
+            all_stored = self.visibility == Visibility() and max(padding) <= tokens.start
+            self._to_read = {tokens: (slots, None)}
+            if not all_stored and bool(missing.any()):
+                self._to_read = {tokens: (slots.clamp(min=0), missing)}
+        return self._to_read[tokens]
+
     @property
     def ids(self) -> Tensor:
-        """Block ids [sequences, blocks], filled up with `GONE`."""
-        if self._ids is None:
-            width = max(1, *map(len, self.sequences))
-            filled = [blocks + [GONE] * (width - len(blocks)) for blocks in self.sequences]
-            self._ids = torch.tensor(filled, dtype=torch.long, device=self.device)
+        """Block ids [sequences, blocks], filled up with `GONE`.
+
+        They stay where they are while there is room, so that a captured graph finds them.
+        """
+        if self._ids is None or self._ids_are_old:
+            count, width = len(self.sequences), max(1, *map(len, self.sequences))
+            if self._ids is None or self._ids.shape[0] != count or self._ids.shape[1] < width:
+                room = 1 if self.recurrent else 1 << width.bit_length()
+                self._ids = torch.empty((count, room), dtype=torch.long, device=self.device)
+            room = self._ids.shape[1]
+            filled = [blocks + [GONE] * (room - len(blocks)) for blocks in self.sequences]
+            self._ids.copy_(torch.tensor(filled))
+            self._ids_are_old = False
         return self._ids
 
     def kernel_ids(self, layer: LayerCache, block: int | None = None) -> Tensor:
@@ -174,7 +211,7 @@ class BlockTable:
         end = ceil_div(stop, self.block)
         while len(blocks) < end:
             blocks.append(self._take())
-            self._ids = None
+            self._ids_are_old = True
         for index in range(first // self.block, end):
             if self.free.is_shared(blocks[index]):
                 self._replace(blocks, index, self._copy(blocks[index]))
@@ -182,7 +219,7 @@ class BlockTable:
     def _replace(self, blocks: list[int], index: int, block: int) -> None:
         self.free.release([blocks[index]])
         blocks[index] = block
-        self._ids = None
+        self._ids_are_old = True
 
     def _take(self) -> int:
         """A free block, zeroed for a recurrent state: models read it before they write it all."""
@@ -204,5 +241,8 @@ class BlockTable:
             copy_blocks(layer, old, layer, new)
 
     def _changed(self) -> None:
-        self._ids = self._reserved = None
-        self._slots.clear()
+        self._ids_are_old, self._reserved = True, None
+        self._forget_slots()
+
+    def _forget_slots(self) -> None:
+        self._slots, self._to_read = {}, {}

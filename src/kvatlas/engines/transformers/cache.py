@@ -227,6 +227,11 @@ class AtlasCache(TransformersCache):
         for layer in self._recurrent:
             layer.has_previous_state[0] = True
 
+    def count_tokens(self, count: int) -> None:
+        """So many tokens of every sequence were stored by a `DecodeGraph`."""
+        for layer in self._attention:
+            layer.seen += count
+
     def reset(self) -> None:
         """Forget everything and give every block back."""
         for layer in self.layers:
@@ -264,7 +269,7 @@ class AtlasCache(TransformersCache):
             layer.seen -= count
 
     is_compileable = False
-    """Tables change from step to step, so no graph is captured."""
+    """Tables change from step to step, as transformers captures none: see `DecodeGraph`."""
 
 
 def _is_plain(spec: Spec) -> bool:

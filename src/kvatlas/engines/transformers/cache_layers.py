@@ -56,25 +56,34 @@ class PagedAttentionLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any) -> Pair:
         """Store new tokens; return all in sight, or the new ones alone where pages are read."""
+        if self.batch.fixed is not None:
+            self._write_tokens(key_states, value_states, self.batch.fixed.slots[self.table])
+            return key_states, value_states
         self.batch.admit(key_states.shape[0])
         start, count = self.seen, key_states.shape[-2]
-        slots = self.table.reserve(start, count, self.batch.padding).flatten()
-        # By token; a latent is the row of one head, which its kernels leave out.
-        k, v = (s.transpose(1, 2).flatten(0, 1 + self.latent) for s in (key_states, value_states))
-        (write_latent if self.latent else write)(self.pages, k, v, slots)
+        slots = self.table.reserve(start, count, self.batch.padding)
+        self._write_tokens(key_states, value_states, slots.flatten())
         self.seen += count
         if self.batch.paged_tokens == (start, count):
             return key_states, value_states
-        keys, values = self._in_sight(start, heads=key_states.shape[1])
+        keys, values = self._in_sight(start, key_states.shape[1], key_states.dtype)
         return keys.to(key_states.dtype), values.to(value_states.dtype)
 
-    def _in_sight(self, start: int, heads: int) -> Pair:
+    def _write_tokens(self, key_states: Tensor, value_states: Tensor, slots: Tensor) -> None:
+        # By token; a latent is the row of one head, which its kernels leave out.
+        k, v = (s.transpose(1, 2).flatten(0, 1 + self.latent) for s in (key_states, value_states))
+        (write_latent if self.latent else write)(self.pages, k, v, slots)
+
+    def _in_sight(self, start: int, heads: int, dtype: torch.dtype) -> Pair:
         """What the mask of transformers covers, gathered; zeros where nothing is stored."""
-        slots = self.table.slots(range(self._offset(start), self.seen), self.batch.padding)
-        pair = (read_latent if self.latent else read)(self.pages, slots.flatten().clamp(min=0))
+        tokens = range(self._offset(start), self.seen)
+        slots, missing = self.table.slots_to_read(tokens, self.batch.padding)
+        if self.latent:
+            pair = read_latent(self.pages, slots.flatten())
+        else:
+            pair = read(self.pages, slots.flatten(), dtype=dtype)
         keys, values = (rows.view(*slots.shape, heads, -1) for rows in pair)
-        missing = slots < 0
-        if bool(missing.any()):
+        if missing is not None:
             keys[missing], values[missing] = 0, 0
         return keys.transpose(1, 2), values.transpose(1, 2)
 

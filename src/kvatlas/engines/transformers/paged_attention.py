@@ -58,6 +58,9 @@ def page_mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
             allow_is_causal_skip=False, use_vmap=use_vmap, device=device,
         )  # fmt: skip
+    empty = torch.empty((batch_size, 1, q_length, 0), dtype=torch.bool, device=device)
+    if layer.batch.fixed is not None:  # who fixed the step has looked at its mask
+        return empty
     layer.batch.expect_paged_attention(attention_mask, batch_size, q_offset, q_length)
     queries = range(q_offset, q_offset + q_length)
     keys = range(kv_offset, kv_offset + kv_length)
@@ -68,7 +71,7 @@ def page_mask(
             got="a mask that pages cannot be read with",
             hint="Use attn_implementation sdpa or eager, or plan from the model's own config",
         )
-    return torch.empty((batch_size, 1, q_length, 0), dtype=torch.bool, device=device)
+    return empty
 
 
 def _as_planned(
@@ -112,24 +115,24 @@ def page_attention(
             hint="Layers that share another's K and V need attn_implementation sdpa or eager",
         )
     layer, count = written[1], query.shape[-2]
-    pages = layer.pages
-    padding = torch.tensor(layer.batch.padding, device=query.device)
-    tokens = torch.arange(layer.seen - count, layer.seen, device=query.device)
-    stored = tokens >= padding.unsqueeze(1)
+    pages, step = layer.pages, layer.batch.step_tensors(layer.seen - count, count)
     where: dict[str, Any] = {
         "tables": layer.table.kernel_ids(pages),
-        "lengths": (layer.seen - padding).clamp(min=0),
-        "queries": stored.sum(1),
+        "lengths": step.lengths,
+        "queries": step.queries,
         "max_queries": count,
         "scale": scale,
     }
-    q = query.transpose(1, 2)[stored]
+    q = query.transpose(1, 2)
+    q = q.flatten(0, 1) if step.stored is None else q[step.stored]
     if isinstance(pages.spec, LatentAttention):
         answers = _absorbed(module, pages, q, where)
     else:
         answers = attend(pages, q, sink_logits=s_aux, softcap=softcap, **where)
-    padded = answers.new_zeros((*stored.shape, *answers.shape[1:]))
-    padded[stored] = answers
+    if step.stored is None:
+        return torch.unflatten(answers, 0, (-1, count)).to(query.dtype), None
+    padded = answers.new_zeros((*step.stored.shape, *answers.shape[1:]))
+    padded[step.stored] = answers
     return padded.to(query.dtype), None
 
 

@@ -2,20 +2,24 @@
 
 A `BlockPool` finds the longest prefix that every layer can go on behind: attention all its
 blocks, windows their last ones, recurrent layers a state that was kept there. The model then
-computes what comes behind it, on pages that it has never seen itself.
+computes what comes behind it, on pages that it has never seen itself. Where a tier has more of
+a prompt than the pool, it is loaded from there; what has finished is stored in it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import DynamicCache
 
 from kvatlas.engines.transformers.cache import AtlasCache
+from kvatlas.engines.transformers.tiered_prefixes import TieredPrefixes, tiered_prefixes
 from kvatlas.errors import AtlasError, Code
 from kvatlas.pool import PrefixIdentity
+from kvatlas.tier import AnyTier, CacheIdentity, EventListener
 
 _ROUNDING = 0.05
 """How far apart logits may be, as a share of the largest: bf16 has 8 bits."""
@@ -42,10 +46,32 @@ class PrefixReuse:
     ...     reuse.end(ids[0].tolist())
     0 tokens need not be computed
     30 tokens need not be computed
+
+    With a `tier`, other processes and hosts find them too: one that is open, or the address of
+    one, as `kvatlas.tier.open_tier` takes it. Its prefixes are those of `identity`, or else of the
+    weights as they are in the model now; `options` are those of `open_tier`. `events` is called
+    with what the tier has of requests that were ended here, as a `BlockPool`'s listener is.
     """
 
-    def __init__(self, model: Any, cache: AtlasCache) -> None:
-        if any(group.kind == "recurrent" for group in cache.plan.groups):
+    def __init__(
+        self,
+        model: Any,
+        cache: AtlasCache,
+        tier: AnyTier | str | Path | None = None,
+        *,
+        identity: CacheIdentity | None = None,
+        events: EventListener | None = None,
+        **options: Any,
+    ) -> None:
+        kinds = {group.kind for group in cache.plan.groups}
+        if kinds == {"recurrent"}:
+            raise AtlasError(
+                Code.ENGINE_REFUSES,
+                "Without attention nothing counts tokens, so generate would begin at the first one",
+                got=f"{type(model).__name__}, which has recurrent layers alone",
+                hint="Run it with an AtlasCache alone, without reuse",
+            )
+        if "recurrent" in kinds:
             _check_goes_on(model)
         self.model = model
         self.cache = cache
@@ -53,6 +79,12 @@ class PrefixReuse:
         self._prompt: list[int] | None = None
         """Of the request that is under way."""
         self._reserved = 0
+        self._identity: PrefixIdentity | None = None
+        self.tiered: TieredPrefixes | None = None
+        """What goes to the tier, and comes from it."""
+        if tier is not None:
+            about = {"identity": identity, "events": events, **options}
+            self.tiered = tiered_prefixes(tier, model, cache.cache, **about)
 
     def begin(self, prompt: Sequence[int], identity: PrefixIdentity | None = None) -> int:
         """Begin a request; the tokens of its prompt that need not be computed.
@@ -60,14 +92,13 @@ class PrefixReuse:
         One that is under way, and was not ended, is given up.
         """
         self._leave()
-        hit = self.pool.admit(self, prompt, identity)
-        self._prompt, self._reserved = list(prompt), hit
-        self.cache.adopt_from_pool(hit, self._reserve)
-        self._assign()
+        hit = self._admit(prompt, identity)
+        if self.tiered is not None:
+            hit = self._load(self.tiered, hit)
         # The last token is left for `generate`, which begins with what follows it.
-        for stop in self.pool.stops(self, len(self._prompt) - 1):
+        for stop in self.pool.stops(self, len(prompt) - 1):
             self._compute(stop)
-        self._reserve(len(self._prompt))  # states that were kept are copied before they change
+        self._reserve(len(prompt))  # states that were kept are copied before they change
         return hit
 
     def end(self, tokens: Sequence[int]) -> None:
@@ -87,9 +118,54 @@ class PrefixReuse:
             raise AtlasError(Code.BAD_TOKENS, problem, got=got, hint=hint)
         self.cache.batch.settle()
         self.pool.computed(self, seen, tokens[len(prompt) :])
+        self._store(tokens, seen)
         self._leave()
 
+    def close(self) -> None:
+        """Give up what is under way, and let go of a tier that was opened here."""
+        self._leave()
+        if self.tiered is not None:
+            self.tiered.close()
+
     # -- inside -------------------------------------------------------------------------
+
+    def _admit(self, prompt: Sequence[int], identity: PrefixIdentity | None) -> int:
+        """Begin with what the pool has of a prompt; how many tokens that are."""
+        hit = self.pool.admit(self, prompt, identity)
+        self._prompt, self._identity = list(prompt), identity
+        self._go_on_behind(hit)
+        return hit
+
+    def _go_on_behind(self, tokens: int) -> None:
+        self._reserved = tokens
+        self.cache.adopt_from_pool(tokens, self._reserve)
+        self._assign()
+
+    def _load(self, tiered: TieredPrefixes, hit: int) -> int:
+        """Load what a tier has of the prompt beyond a hit; the tokens that are there then."""
+        prompt, identity = self._prompt or [], self._identity
+        chain = tiered.chain(prompt[:-1], identity)  # the last token is computed anyway
+        found = tiered.longest(chain)
+        if chain is None or found <= hit:
+            return hit
+        try:
+            self._reserve(found)
+        except AtlasError as refusal:
+            if refusal.code is not Code.NO_BLOCKS:
+                raise
+            return hit
+        if tiered.load(chain, self.cache.cache, self.pool.tables(self), hit, found):
+            self.pool.loaded(self, found)
+            self._go_on_behind(found)
+            return found
+        self._leave()  # blocks that were filled in part are nobody's
+        return self._admit(prompt, identity)
+
+    def _store(self, tokens: Sequence[int], stop: int) -> None:
+        """Have the tier keep the first tokens of the request."""
+        if self.tiered is not None:
+            chain = self.tiered.chain(list(tokens[:stop]), self._identity)
+            self.tiered.store(chain, self.cache.cache, self.pool.tables(self), stop)
 
     def _compute(self, stop: int) -> None:
         """Run the model up to a checkpoint, and have it kept."""
@@ -101,6 +177,8 @@ class PrefixReuse:
         self.cache.batch.settle()
         self.pool.computed(self, stop)
         self._reserved = stop
+        if self.tiered is not None and self.tiered.ends_here(stop):
+            self._store(prompt, stop)
 
     def _reserve(self, tokens: int) -> None:
         """Have blocks for so many tokens: taken, zeroed and copied as the pool says."""

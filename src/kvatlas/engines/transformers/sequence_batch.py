@@ -3,12 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvatlas.engines.transformers.block_table import BlockTable
 from kvatlas.errors import AtlasError, Code
+
+
+class StepTensors(NamedTuple):
+    """What attention of every layer needs to know of the tokens of a step."""
+
+    lengths: Tensor
+    """Stored tokens of each sequence, the new ones included."""
+    queries: Tensor
+    """New ones that are stored."""
+    stored: Tensor | None
+    """Which of the new ones [sequences, tokens] are stored; None for all."""
+
+
+class FixedStep(NamedTuple):
+    """A token for each sequence, in tensors that stay where they are from step to step."""
+
+    tensors: StepTensors
+    slots: Mapping[BlockTable, Tensor]
+    """Where each group stores the new token of each sequence."""
 
 
 class SequenceBatch:
@@ -18,11 +38,16 @@ class SequenceBatch:
         self.tables = tuple(tables)
         self.size = 0
         """Sequences, or beams of them."""
+        self.number = 0
+        """Counts batches, and choices among the sequences of one."""
         self.padding: list[int] = []
         """Tokens on the left of each sequence that are padding and not stored."""
         self.paged_tokens: tuple[int, int] | None = None
         """(start, count) of the tokens for which attention said that it reads the pages."""
+        self.fixed: FixedStep | None = None
+        """What layers use in place of their own count of tokens, while a graph is captured."""
         self._take_back: Callable[[], None] | None = None
+        self._step: tuple[tuple[int, int], StepTensors] | None = None
 
     def admit(self, size: int) -> None:
         """Begin a batch of `size` sequences, unless it has begun with as many."""
@@ -39,6 +64,7 @@ class SequenceBatch:
         for table in self.tables:
             table.admit(size, padded=self.paged_tokens is None)
         self.size = size
+        self._begin_anew()
         if len(self.padding) != size:
             self.padding = [0] * size
 
@@ -57,6 +83,11 @@ class SequenceBatch:
             table.select([])
         self.size, self.padding = 0, []
         self.paged_tokens = self._take_back = None
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self.number += 1
+        self._step = None
 
     def select(self, indices: Tensor) -> None:
         """Go on with these sequences, given by their numbers or by a mask over them."""
@@ -67,6 +98,7 @@ class SequenceBatch:
             table.select(chosen)
         self.padding = [self.padding[i] for i in chosen]
         self.size = len(chosen)
+        self._begin_anew()
         if not chosen:
             self.clear()
 
@@ -90,6 +122,23 @@ class SequenceBatch:
             self._take_back = None
 
     # -- how pages are read ---------------------------------------------------------
+
+    def step_tensors(self, start: int, count: int) -> StepTensors:
+        """Lengths and queries of a step of `count` tokens from `start` on, for all layers."""
+        if self.fixed is not None:
+            return self.fixed.tensors
+        if self._step is None or self._step[0] != (start, count):
+            device = self.tables[0].device
+            padding = torch.tensor(self.padding, device=device)
+            lengths = (start + count - padding).clamp(min=0)
+            if max(self.padding) <= start:
+                made = StepTensors(lengths, torch.full_like(lengths, count), None)
+            else:
+                tokens = torch.arange(start, start + count, device=device)
+                stored = tokens >= padding.unsqueeze(1)
+                made = StepTensors(lengths, stored.sum(1), stored)
+            self._step = (start, count), made
+        return self._step[1]
 
     def expect_paged_attention(
         self, mask: Tensor | None, size: int, start: int, count: int

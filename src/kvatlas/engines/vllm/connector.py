@@ -6,8 +6,10 @@ import logging
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import torch
 import vllm
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -22,7 +24,6 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvatlas.engines.vllm.connector_stats import KVAtlasPromMetrics, KVAtlasStats
 from kvatlas.engines.vllm.describe import (
-    DescribedStage,
     check_tensors,
     describe_stage,
     described_model,
@@ -30,8 +31,10 @@ from kvatlas.engines.vllm.describe import (
 )
 from kvatlas.engines.vllm.ended_requests import EndedRequests
 from kvatlas.engines.vllm.engine_tier import IN_MEMORY, find_tier, open_tier
+from kvatlas.engines.vllm.fleet_tier import find_fleet_tier, open_fleet_tier
 from kvatlas.engines.vllm.orders import StepOrders
 from kvatlas.engines.vllm.prefix_tier import PrefixTier
+from kvatlas.engines.vllm.registered_caches import all_stages, check_reachable, layer_backends
 from kvatlas.engines.vllm.scheduler_side import SchedulerSide
 from kvatlas.engines.vllm.settings import ConnectorSettings
 from kvatlas.engines.vllm.supported_versions import check_managers, check_version
@@ -39,9 +42,15 @@ from kvatlas.engines.vllm.tier_worker import TierCounts, TierWorker
 from kvatlas.engines.vllm.weights_identity import cache_identity
 from kvatlas.engines.vllm.worker_side import PullCounts, WorkerSide
 from kvatlas.errors import AtlasError, Code
+from kvatlas.models import Model
+from kvatlas.planning import Plan
+from kvatlas.tier import MEMORY, STORAGE, StoreTier, TierClient
 from kvatlas.wire import Memory, device_of
 
 log = logging.getLogger("kvatlas.vllm")
+
+_DECODER = msgspec.msgpack.Decoder(list[BlockStored | BlockRemoved | AllBlocksCleared])
+"""Makes vLLM's own events of ours, which have the same form."""
 
 
 @dataclass
@@ -49,13 +58,17 @@ class KVAtlasStep(KVConnectorMetadata):
     """What the scheduler's side tells workers with every step."""
 
     orders: StepOrders = field(default_factory=StepOrders)
+    idle: bool = False
+    """Whether nothing is computed in it."""
 
 
 @dataclass
 class KVAtlasEndpoint(KVConnectorHandshakeMetadata):
-    """Where one rank answers other engines."""
+    """Where one rank answers other engines, and what rows of a store look like to it."""
 
-    endpoint: str
+    endpoint: str | None
+    rows: bytes | None = None
+    """The plan of a fleet's tier, where the rank has opened one."""
 
 
 class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
@@ -70,15 +83,19 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
         self._settings = ConnectorSettings.read(extra)
         self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
         self._ended = EndedRequests()
+        self._idle = False
+        """Whether nothing is computed in the step that is under way."""
         self._worker: WorkerSide | None = None
         self._tier_worker: TierWorker | None = None
+        self._rows: bytes | None = None
+        """The plan of a fleet's tier, as a worker has opened it."""
         self._scheduler: SchedulerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
             settings = self._settings
             self._scheduler = SchedulerSide(
                 vllm_config,
                 kv_cache_config,
-                tier=self._find_tier(settings.tier) if settings.tier else None,
+                tier=self._find_tier(settings.own_tier) if settings.own_tier else None,
                 alone=settings.alone,
             )
 
@@ -94,8 +111,11 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
                     got=type(one).__name__,
                     hint="Name KVAtlasConnector first among MultiConnector's connectors",
                 )
-        endpoints = {key: one.endpoint for key, one in metadata.items()}
+        endpoints = {key: one.endpoint for key, one in metadata.items() if one.endpoint}
         self._in_scheduler().set_endpoints(endpoints)
+        rows = {one.rows for one in metadata.values()}
+        if self._settings.fleet_tier:
+            self._use_fleet_tier(rows)
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         """Take the cache manager, which is told what not to cache."""
@@ -119,8 +139,7 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
         """Where those tokens come from, for vLLM's statistics."""
         source = self._cache_hit_source
         if self._in_scheduler().from_tier(request.request_id):
-            in_memory = self._settings.tier == IN_MEMORY
-            source = CacheHitSource.HOST if in_memory else CacheHitSource.DISK
+            source = _hit_source(self._settings)
         return {source: num_external_tokens}
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:  # noqa: ARG002
@@ -131,9 +150,10 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
         """Blocks were found for a request."""
         self._in_scheduler().allocated(request, blocks, num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: Any) -> KVAtlasStep:  # noqa: ARG002
+    def build_connector_meta(self, scheduler_output: Any) -> KVAtlasStep:
         """What workers have to do after this step."""
-        return KVAtlasStep(self._in_scheduler().take_orders())
+        idle = not scheduler_output.total_num_scheduled_tokens
+        return KVAtlasStep(self._in_scheduler().take_orders(), idle)
 
     def reset_cache(self) -> bool | None:
         """Forget what the tier has, as vLLM asks where weights were updated."""
@@ -142,6 +162,12 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: Any) -> None:
         """What workers have done."""
         self._in_scheduler().received(connector_output.finished_recving)
+        self._in_scheduler().sent(connector_output.finished_sending)
+
+    def take_events(self) -> list[Any]:
+        """What the tier has since the last call, and what no more, for vLLM to publish."""
+        events = self._in_scheduler().take_events()
+        return _DECODER.decode(msgspec.msgpack.encode(events)) if events else []
 
     def request_finished(
         self, request: Any, block_ids: list[int]
@@ -164,10 +190,10 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
         stage = describe_stage(
             config,
             self._kv_cache_config,
-            backends=_backends(config, named),
+            backends=layer_backends(config, named),
             kernel_blocks=self._kernel_blocks(named),
         )
-        stages = _all_stages(stage)
+        stages = all_stages(stage)
         plan = join_stages(stages)
         base = check_tensors(plan, stage, named)
         rank = get_pp_group().rank_in_group * plan.tp + get_tp_group().rank_in_group
@@ -175,11 +201,11 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
         tensor = next(iter(named.values()))
         memory = Memory(base, pool.nbytes, self._device(tensor), owner=tensor)
         if self._settings.tier is not None:
-            _check_reachable(tensor)
-            model, where = described_model(stages), self._settings.tier
-            tier = open_tier(where, self._settings.tier_memory, model, plan, self._engine_id)
+            check_reachable(tensor)
+            tier = self._open_tier(self._settings.tier, described_model(stages), plan)
             self._tier_worker = TierWorker(tier, plan, rank, memory, self._ended)
-            log.info("tier %s: %s", where, tier.plan if tier is not None else "cannot be used")
+            used = tier.plan if tier is not None else "cannot be used"
+            log.info("tier %s: %s", self._settings.tier, used)
         if not self._settings.alone:
             port = config.parallel_config.data_parallel_index * plan.ranks + rank
             about = (plan, rank, memory, self._settings)
@@ -187,15 +213,18 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
             log.info("%s at %s: %s", self._settings.transport, self._worker.endpoint, plan)
 
     def get_handshake_metadata(self) -> KVAtlasEndpoint | None:
-        """Where this rank answers other engines."""
-        return None if self._worker is None else KVAtlasEndpoint(self._worker.endpoint)
+        """Where this rank answers other engines, and the plan of its tier in a store."""
+        if self._worker is None and not self._settings.fleet_tier:
+            return None
+        endpoint = None if self._worker is None else self._worker.endpoint
+        return KVAtlasEndpoint(endpoint, self._rows)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Begin what the scheduler has ordered; nothing is waited for."""
         step = self._get_connector_metadata()
         if not isinstance(step, KVAtlasStep):
             return
-        orders = step.orders
+        orders, self._idle = step.orders, step.idle
         offered = {order.request_id for order in orders.offers}
         self._ended.hold_twice(offered & {order.request_id for order in orders.stores})
         if self._worker is not None:
@@ -216,7 +245,8 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
         """What has been sent and received since the last step."""
-        ended = self._ended.take() if self._worker is None else self._worker.take_ended()
+        worker, idle = self._worker, self._idle
+        ended = self._ended.take() if worker is None else worker.take_ended(idle=idle)
         return KVConnectorTransferResults(ended.sent, ended.received, ended.failed)
 
     def get_kv_connector_stats(self) -> KVAtlasStats | None:
@@ -261,14 +291,44 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
             )
         return self._scheduler
 
+    def _open_tier(self, where: str, model: Model, own: Plan) -> TierClient | StoreTier | None:
+        """The tier that the settings name, for this worker."""
+        if not self._settings.fleet_tier:
+            return open_tier(where, self._settings.tier_memory, model, own, self._engine_id)
+        tier = open_fleet_tier(self._settings, own, self._identity())
+        self._rows = None if tier is None else tier.plan.to_json()
+        return tier
+
     def _find_tier(self, where: str) -> PrefixTier | None:
         """The tier that this engine's workers have opened, to ask what it has."""
-        config = self._vllm_config
-        identity = cache_identity(config, self._settings.weights_identity)
         tier = find_tier(where, self._engine_id)
         if tier is None:
             return None
-        return PrefixTier(tier, config.model_config.max_model_len, identity)
+        return self._prefixes(tier, self._identity())
+
+    def _use_fleet_tier(self, rows: set[bytes | None]) -> None:
+        """Ask the store that all ranks have opened; one that some have not is never whole."""
+        plan = rows.pop() if len(rows) == 1 else None
+        if plan is None:
+            log.error("nothing is kept or found again: not all ranks have opened the store alike")
+            return
+        tier = find_fleet_tier(self._settings, plan, self._identity())
+        if self._vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
+            log.warning("requests whose tokens the store loses fail: set kv_load_failure_policy")
+        if tier is not None:
+            used = self._prefixes(tier, b"")  # the identity is in the store's names
+            self._in_scheduler().use_tier(used, self._settings.lookup_seconds)
+
+    def _prefixes(self, tier: TierClient | StoreTier, identity: bytes) -> PrefixTier:
+        """What a tier has, and where vLLM publishes events, events of it."""
+        events, medium = getattr(self._vllm_config, "kv_events_config", None), None
+        if events is not None and events.enable_kv_cache_events:
+            medium = MEMORY if self._settings.tier == IN_MEMORY else STORAGE
+        longest = self._vllm_config.model_config.max_model_len
+        return PrefixTier(tier, longest, identity, events_from=medium)
+
+    def _identity(self) -> bytes:
+        return cache_identity(self._vllm_config, self._settings.weights_identity)
 
     def _layers(self) -> set[str]:
         groups = self._kv_cache_config.transfer_groups
@@ -306,33 +366,8 @@ if "KVAtlasConnector" not in KVConnectorFactory._registry:
     )
 
 
-def _check_reachable(tensor: torch.Tensor) -> None:
-    """Refuse a tier for caches that are not in host memory."""
-    if tensor.device.type != "cpu":
-        raise AtlasError(
-            Code.WRONG_DEVICE,
-            "A tier reads and writes caches in host memory alone",
-            got=f"tensors on {tensor.device}",
-            hint="Leave tier out of kv_connector_extra_config",
-        )
-
-
-def _backends(vllm_config: Any, layers: Any) -> dict[str, str]:
-    """The attention backend of each layer, as its module says."""
-    modules = vllm_config.compilation_config.static_forward_context
-    found = {}
-    for name in layers:
-        backend = getattr(modules.get(name), "get_attn_backend", lambda: None)()
-        if backend is not None:
-            found[name] = backend.get_name()
-    return found
-
-
-def _all_stages(stage: DescribedStage) -> list[DescribedStage]:
-    """What every pipeline stage keeps, in their order: each tells the others."""
-    group = get_pp_group()
-    if group.world_size == 1:
-        return [stage]
-    stages: list[Any] = [None] * group.world_size
-    torch.distributed.all_gather_object(stages, stage, group=group.cpu_group)
-    return stages
+def _hit_source(settings: ConnectorSettings) -> CacheHitSource:
+    """What vLLM's statistics call a tier."""
+    if settings.fleet_tier:
+        return CacheHitSource.EXTERNAL_UNSPECIFIED
+    return CacheHitSource.HOST if settings.tier == IN_MEMORY else CacheHitSource.DISK

@@ -52,12 +52,13 @@ class EndedRequests:
         """A request is here, or could not be read."""
         self._told.put(("failed" if failed else "received", request_id))
 
-    def take(self) -> Ended:
-        """What has ended since the last step."""
+    def take(self, seconds: float = 0.0) -> Ended:
+        """What has ended since the last step; where nothing has, the first within `seconds`."""
         ended = Ended()
         with suppress(queue.Empty):
             while True:
-                what, request_id = self._told.get_nowait()
+                wait = seconds if ended == Ended() else 0.0
+                what, request_id = self._told.get(wait > 0, wait or None)
                 if what == "sent":
                     ended.sent.add(request_id)
                     continue

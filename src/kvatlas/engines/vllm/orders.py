@@ -16,8 +16,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from kvatlas.engines.vllm.prefix_keys import Rows
 from kvatlas.errors import AtlasError, Code
+from kvatlas.tier import BlockKeys
 
 VERSION = 1
 """Of the parameters; an engine that reads others computes the request itself."""
@@ -133,8 +133,8 @@ class LoadOrder:
 
     request_id: str
     pin: bytes
-    """What the scheduler has pinned, by the name under which others join it."""
-    keys: Rows
+    """What the scheduler has pinned, by the name under which others join it; empty in a store."""
+    keys: BlockKeys
     """The same by its keys: whoever serves the tier next knows no pins."""
     tables: Tables
     start: int
@@ -146,7 +146,7 @@ class StoreOrder:
     """Keep tokens start .. stop - 1 of a finished request in the tier; its blocks wait for it."""
 
     request_id: str
-    keys: Rows
+    keys: BlockKeys
     tables: Tables
     start: int
     stop: int

@@ -23,9 +23,10 @@ from kvatlas.engines.vllm.orders import (
     prompt_digest,
 )
 from kvatlas.engines.vllm.prefix_tier import PrefixTier
-from kvatlas.engines.vllm.tier_scheduler import TierScheduler
+from kvatlas.engines.vllm.tier_scheduler import PATIENCE, TierScheduler
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import ceil_div
+from kvatlas.pool import BlockEvent
 from kvatlas.specs import Visibility
 
 log = logging.getLogger("kvatlas.vllm")
@@ -61,8 +62,11 @@ class SchedulerSide:
         # Drafters of several modules look ahead: what they keep of the last tokens is a guess.
         ahead = getattr(vllm_config, "num_prefill_lookahead_tokens", 0) - 1
         self._left_out = max(ahead, int(any(group.partial for group in self._groups)))
-        guesses = getattr(vllm_config, "speculative_config", None) is not None
-        self._tier = TierScheduler(tier, ahead=ahead, guesses=guesses) if tier else None
+        self._ahead = ahead
+        self._guesses = getattr(vllm_config, "speculative_config", None) is not None
+        self._tier: TierScheduler | None = None
+        if tier is not None:
+            self.use_tier(tier)
         self._managers: Any = None
         self._endpoints: tuple[str, ...] = ()
         self._remote: dict[str, RemoteRequest] = {}
@@ -76,6 +80,11 @@ class SchedulerSide:
     def set_endpoints(self, endpoints: dict[tuple[int, int], str]) -> None:
         """Where the ranks of this engine are, by stage and tensor-parallel rank."""
         self._endpoints = tuple(endpoints[key] for key in sorted(endpoints))
+
+    def use_tier(self, tier: PrefixTier, patience: float = PATIENCE) -> None:
+        """Keep what has finished in a tier, and ask it for requests, each for so many seconds."""
+        ahead, guesses = self._ahead, self._guesses
+        self._tier = TierScheduler(tier, ahead=ahead, guesses=guesses, patience=patience)
 
     def bind_manager(self, kv_cache_manager: Any) -> None:
         """Take vLLM's managers of the groups' blocks, which know what is cached."""
@@ -192,8 +201,7 @@ class SchedulerSide:
         if found is not None:
             start = found.tokens - external
             tables = self._reading(request_id, blocks, start, found.tokens)
-            pinned = (found.hit.name, found.rows)
-            order = LoadOrder(request_id, *pinned, tables, start, found.tokens)
+            order = LoadOrder(request_id, found.pin, found.keys, tables, start, found.tokens)
             self._orders.loads.append(order)
 
     def _reading(self, request_id: str, blocks: Any, start: int, stop: int) -> Tables:
@@ -215,6 +223,16 @@ class SchedulerSide:
         """What workers have to do after this step."""
         orders, self._orders = self._orders, StepOrders()
         return orders
+
+    def sent(self, requests: Any) -> None:
+        """Requests were read by others, or stored in the tier; their blocks are free."""
+        if self._tier is not None:
+            for request_id in requests or ():
+                self._tier.stored(request_id)
+
+    def take_events(self) -> list[BlockEvent]:
+        """What the tier has since the last call, and what no more."""
+        return [] if self._tier is None else self._tier.take_events()
 
     def received(self, requests: Any) -> None:
         """Requests are here, or have failed."""

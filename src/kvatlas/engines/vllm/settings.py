@@ -12,10 +12,26 @@ from msgspec import Meta
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import quantity
+from kvatlas.tier import is_store
 from kvatlas.wire import TRANSPORT_NAMES, How
 
 _NO_TRANSPORT = "none"
 Seconds = Annotated[float, Meta(gt=0, le=3600)]
+
+
+class StoreOptions(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """How engines use a store; `shards` and `stages` must be the same in the whole fleet."""
+
+    shards: Annotated[int, Meta(ge=1, le=4096)] | None = None
+    """Parts of a row: a multiple of every tp that stores; else what suits powers of two."""
+    stages: Annotated[int, Meta(ge=1, le=4096)] = 1
+    """Pipeline stages of the engines that store."""
+    staging: Annotated[int, Meta(ge=0, le=1 << 40)] = 256 << 20
+    """Bytes of each worker for rows on their way."""
+    deadline: Seconds = 5.0
+    """Seconds after which a store that does not answer a worker is a miss."""
 
 
 class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -55,12 +71,18 @@ know. Got 'transports'. Did you mean 'transport'? [bad_config]
     """Compare what has arrived with what the source has, byte by byte."""
     buffers: Annotated[int, Meta(ge=0, le=1024)] = 8
     """Staging buffers of each rank."""
-    piece: Annotated[int, Meta(ge=4096, le=1 << 30)] = 4 << 20
+    piece: Annotated[int, Meta(ge=4096, le=1 << 30)] = 8 << 20
     """Bytes of each."""
     tier: str | None = None
-    """Where finished requests are kept to be found again: `memory`, or the path of a file."""
+    """Where finished requests are kept: `memory`, a file's path, or the address of a store."""
     tier_memory: str = "4GiB"
-    """Bytes of a tier; a file that is there stays as large as it is."""
+    """Bytes of a tier; a file that is there stays as large as it is, a store is not asked."""
+    tier_options: StoreOptions = StoreOptions()
+    """How a store is used: `{"stages": 2}` for pipelines, say."""
+    tenant: str = ""
+    """Whose prefixes these are in a store: tenants find nothing of each other's."""
+    lookup_seconds: Seconds = 2.0
+    """How long a request waits for what the tier has of it, before it is computed."""
     weights_identity: str | None = None
     """What a tier's prefixes were computed with; else what the checkpoint's files say."""
 
@@ -86,7 +108,31 @@ know. Got 'transports'. Did you mean 'transport'? [bad_config]
         if settings.listen in ("0.0.0.0", "::") and settings.advertise is None:  # noqa: S104
             raise _bad(f"listen {settings.listen!r}", "Say in advertise how peers reach this host")
         quantity(settings.tier_memory, "tier_memory")
+        settings._check_tier()
         return settings
+
+    def _check_tier(self) -> None:
+        """Refuse a tier that no engine can open, and a store's options where there is none."""
+        if self.tier is None:
+            return
+        of_one_process = self.tier.startswith("host:")
+        if is_store(self.tier) and not of_one_process:
+            return
+        if "://" in self.tier:
+            hint = "Write mooncake://host:port, folder:///path, a file's path, or memory"
+            raise _bad(f"tier {self.tier!r}", hint)
+        if self.tenant or self.tier_options != StoreOptions():
+            raise _bad(f"tenant or tier_options for tier {self.tier!r}", "Name a store as the tier")
+
+    @property
+    def fleet_tier(self) -> bool:
+        """Whether the tier is in a store, which engines of many hosts share."""
+        return self.tier is not None and is_store(self.tier)
+
+    @property
+    def own_tier(self) -> str | None:
+        """The tier that is this host's: in memory, or in a file."""
+        return None if self.fleet_tier else self.tier
 
     @property
     def alone(self) -> bool:

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import logging
+import time
 from concurrent.futures import Future
 from typing import Any
 
-from kvatlas.engines.vllm.prefix_keys import Rows
 from kvatlas.engines.vllm.prefix_tier import FoundPrefix, PrefixTier
 from kvatlas.errors import AtlasError
+from kvatlas.pool import BlockEvent
+from kvatlas.tier import BlockKeys, PrefixChain
 
 log = logging.getLogger("kvatlas.vllm")
 
 _FAILED = "FINISHED_ERROR"
+PATIENCE = 2.0
+"""Seconds that a request waits for what a tier has of it."""
+_PAUSE = 5.0
+"""Seconds for which a tier is asked nothing, once it was late: requests do not all wait for it."""
 
 
 class TierScheduler:
     """Which tokens of which requests come from a tier, and go to it."""
 
-    def __init__(self, tier: PrefixTier, *, ahead: int, guesses: bool) -> None:
-        self._tier = tier
+    def __init__(
+        self, tier: PrefixTier, *, ahead: int, guesses: bool, patience: float = PATIENCE
+    ) -> None:
+        self._tier, self._patience = tier, patience
         self._ahead = max(0, ahead)
         """Last tokens of a request of which drafters keep a guess."""
         # A drafter's guesses move a recurrent state on, and a stop must be exactly where it is.
@@ -28,6 +36,11 @@ class TierScheduler:
         """What was found of requests that wait; None for nothing, or what was read before."""
         self._loading: dict[str, FoundPrefix] = {}
         """What workers fetch, pinned until all of them have."""
+        self._storing: dict[str, tuple[PrefixChain, int]] = {}
+        """What workers store, until all of them have."""
+        self._wait_until: dict[str, float] = {}
+        """When requests that are looked up are computed instead."""
+        self._asked_from = 0.0
         self._outdated: set[str] = set()
         """Requests that were begun before weights changed."""
 
@@ -36,12 +49,20 @@ class TierScheduler:
         name = request.request_id
         if name not in self._found:
             self._outdated.discard(name)  # it begins anew
-            self._found[name] = self._find(request)
+            now = time.monotonic()
+            self._wait_until[name] = now + self._patience
+            self._found[name] = self._find(request) if now >= self._asked_from else None
         looked_up = self._found[name]
         if looked_up is None:
             return 0
         if not looked_up.done():
-            return None
+            if time.monotonic() < self._wait_until[name]:
+                return None
+            log.warning("computed here request=%r: the tier has not answered in time", name)
+            self._asked_from = time.monotonic() + _PAUSE
+            self._found[name] = None
+            self._let_go(looked_up)
+            return 0
         found = _result(looked_up)
         return max(0, found.tokens - computed) if found is not None else 0
 
@@ -67,9 +88,19 @@ class TierScheduler:
         if found is not None:
             self._tier.let_go(found)
 
+    def stored(self, request_id: str) -> None:
+        """All workers have stored what they were given of a request, or have failed to."""
+        if request_id in self._storing:
+            self._tier.note(*self._storing.pop(request_id))
+
+    def take_events(self) -> list[BlockEvent]:
+        """What the tier has since the last call, and what no more."""
+        return self._tier.take_events()
+
     def forget(self, request_id: str) -> None:
         """A request has finished."""
         self._outdated.discard(request_id)
+        self._wait_until.pop(request_id, None)
         self._let_go(self._found.pop(request_id, None))
 
     def reset(self) -> None:
@@ -79,12 +110,14 @@ class TierScheduler:
         for looked_up in self._found.values():
             self._let_go(looked_up)
         self._found.clear()
+        self._wait_until.clear()
+        self._storing.clear()
 
     def close(self) -> None:
         """Let go of the tier, and of all that was found."""
         self._tier.close()
 
-    def worth_keeping(self, request: Any) -> tuple[Rows, int, int] | None:
+    def worth_keeping(self, request: Any) -> tuple[BlockKeys, int, int] | None:
         """The keys and the range of tokens of a finished request that the tier does not have."""
         if not self.keeps or not _made_of_tokens(request) or request.status.name == _FAILED:
             return None
@@ -103,12 +136,16 @@ class TierScheduler:
         if tokens < 1:
             return None
         try:
-            keys = self._tier.keys(request.all_token_ids[:tokens], request.cache_salt)
-            start = self._tier.stored(keys, tokens)
+            chain = self._tier.chain(request.all_token_ids[:tokens], request.cache_salt)
+            start = self._tier.stored(chain, tokens)
         except AtlasError as refusal:
             log.warning("not kept in the tier request=%r: %s", request.request_id, refusal)
             return None
-        return (keys.rows(tokens), start, tokens) if start < tokens else None
+        if start >= tokens:
+            return None
+        if self._tier.tells:
+            self._storing[request.request_id] = chain, tokens
+        return chain.keys(tokens), start, tokens
 
     def _find(self, request: Any) -> Future[FoundPrefix | None] | None:
         if not _made_of_tokens(request) or getattr(request, "skip_reading_prefix_cache", False):
@@ -116,7 +153,7 @@ class TierScheduler:
         last = request.num_tokens - max(1, self._ahead)  # the last token is always computed
         try:
             return self._tier.find(
-                self._tier.keys(request.all_token_ids[:last], request.cache_salt)
+                self._tier.chain(request.all_token_ids[:last], request.cache_salt)
             )
         except (AtlasError, RuntimeError) as refusal:  # closed, or an unsound file
             log.warning("not looked up in the tier request=%r: %s", request.request_id, refusal)

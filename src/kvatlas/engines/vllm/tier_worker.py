@@ -12,11 +12,15 @@ from kvatlas.engines.vllm.ended_requests import EndedRequests
 from kvatlas.engines.vllm.orders import LoadOrder, StepOrders, StoreOrder
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
-from kvatlas.tier import Hit, TierClient
+from kvatlas.tier import Hit, StoreHit, StoreTier, TierClient
 from kvatlas.wire import Memory
 
 log = logging.getLogger("kvatlas.vllm")
 
+_SLOW = 1.0
+"""Seconds of a store that fails after which others are not tried: requests hold their blocks."""
+_PAUSE = 5.0
+"""Seconds for which they are not."""
 _LOADING = 2
 """Requests that are read at once; one is stored beside them."""
 
@@ -39,12 +43,18 @@ class TierWorker:
     """
 
     def __init__(
-        self, tier: TierClient | None, own: Plan, rank: int, memory: Memory, ended: EndedRequests
+        self,
+        tier: TierClient | StoreTier | None,
+        own: Plan,
+        rank: int,
+        memory: Memory,
+        ended: EndedRequests,
     ) -> None:
         self._tier, self._plan, self._rank = tier, own, rank
         self._pools, self._ended = {0: memory}, ended
         self._loading = ThreadPoolExecutor(_LOADING, thread_name_prefix="kvatlas-load")
         self._storing = ThreadPoolExecutor(1, thread_name_prefix="kvatlas-store")
+        self._store_from = 0.0
         self._counts = TierCounts()
         self._counts_lock = threading.Lock()
 
@@ -86,17 +96,19 @@ class TierWorker:
             )  # fmt: skip
             self._ended.arrived(order.request_id, failed=failed)
 
-    def _fetch(self, tier: TierClient, order: LoadOrder) -> None:
+    def _fetch(self, tier: TierClient | StoreTier, order: LoadOrder) -> None:
         """Read what the scheduler has pinned; where the pin is gone, what is there still."""
-        try:
-            with tier.join(order.pin) as hit:
-                self._fill(hit, order)
-        except AtlasError as refusal:
-            log.info("looked up again request=%r: %s", order.request_id, refusal)
-            with tier.pin(order.keys, order.stop) as hit:
-                self._fill(hit, order)
+        if isinstance(tier, TierClient):
+            try:
+                with tier.join(order.pin) as joined:
+                    self._fill(joined, order)
+                return
+            except AtlasError as refusal:
+                log.info("looked up again request=%r: %s", order.request_id, refusal)
+        with tier.pin(order.keys, order.stop) as hit:
+            self._fill(hit, order)
 
-    def _fill(self, hit: Hit, order: LoadOrder) -> None:
+    def _fill(self, hit: Hit | StoreHit, order: LoadOrder) -> None:
         if hit.tokens < order.stop:
             hint = "Compute them, or have vLLM do so: kv_load_failure_policy=recompute"
             got = f"{hit.tokens} of {order.stop} tokens"
@@ -105,8 +117,10 @@ class TierWorker:
         hit.fetch(self._pools, self._plan, rank=self._rank, blocks=blocks, start=order.start)
 
     def _store(self, order: StoreOrder) -> None:
-        failed = True
+        begun, failed = time.monotonic(), True
         try:
+            if begun < self._store_from:
+                return
             result = self._usable().store(
                 self._pools,
                 self._plan,
@@ -123,10 +137,13 @@ class TierWorker:
         except Exception:
             log.exception("a request was not kept request=%r", order.request_id)
         finally:
+            now = time.monotonic()
+            if failed and now - begun > _SLOW:
+                self._store_from = now + _PAUSE
             self._count(tier_stores=not failed, tier_failures=failed)
             self._ended.sent(order.request_id)
 
-    def _usable(self) -> TierClient:
+    def _usable(self) -> TierClient | StoreTier:
         if self._tier is None:
             hint = "See the log of this worker's start"
             raise AtlasError(Code.UNREADABLE, "The tier cannot be used", got="a call", hint=hint)

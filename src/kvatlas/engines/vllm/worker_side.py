@@ -29,6 +29,8 @@ _AT_ONCE = 64
 """Requests that are read at once; the others wait until one has ended."""
 _LONGEST_QUARANTINE = 600.0
 """Seconds after which a read that does not end is reported all the same."""
+_IDLE_SECONDS = 2e-3
+"""Seconds that an engine with nothing to compute waits for what is being read."""
 
 
 @dataclass
@@ -119,9 +121,13 @@ class WorkerSide:
             if request_id in self._pulls:
                 self._pulls[request_id].cancel()
 
-    def take_ended(self) -> Ended:
-        """What has ended since the last step."""
-        ended = self._ended.take()
+    def take_ended(self, *, idle: bool = False) -> Ended:
+        """What has ended since the last step.
+
+        An `idle` engine has nothing to do but to look again: while something is being read it
+        waits here for a moment, which leaves the interpreter to those who read.
+        """
+        ended = self._ended.take(_IDLE_SECONDS if idle and self._pulls else 0.0)
         for request_id in ended.received:
             self._pulls.pop(request_id, None)
         return ended

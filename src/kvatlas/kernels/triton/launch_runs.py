@@ -7,6 +7,7 @@ runs takes some kilobytes to describe.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -40,11 +41,12 @@ class RunTables(NamedTuple):
 def copy_runs(
     source: int, target: int, tables: RunTables, programs: int = 0, *, stream: Any = None,
     **choice: Any,
-) -> None:  # fmt: skip
+) -> RunKernel | None:  # fmt: skip
     """Copy runs between two addresses, on a stream of the tables' device or on its current one.
 
     `programs` are launched at most, where it is not 0. No byte may be written twice, or be
-    both read and written. Whoever names a stream has made its device the current one.
+    both read and written. Whoever names a stream has made its device the current one. What is
+    returned launches the same for other spans; None where there is no GPU.
 
     >>> import torch
     >>> memory = torch.arange(48, dtype=torch.uint8)
@@ -72,7 +74,21 @@ def copy_runs(
         source, target, tables.starts, tables.spans, tables.starts.shape[1],
         tables.spans.shape[1], count, words,
     )  # fmt: skip
-    _launch(min(tiles, programs or tiles), arguments, constants, use["warps"], device, stream)
+    return _launch(
+        min(tiles, programs or tiles), arguments, constants, use["warps"], device, stream
+    )
+
+
+class RunKernel(NamedTuple):
+    """A kernel that was launched, to be launched again with all arguments but one as they were."""
+
+    run: Callable[..., None]
+    before: tuple[int, ...]
+    after: tuple[Any, ...]
+
+    def launch(self, spans: int, stream: int) -> None:
+        """Launch it with spans at an address, which is a multiple of 16 as it was before."""
+        self.run(*self.before, spans, *self.after, stream=stream)
 
 
 _compiled: dict[tuple[object, ...], Any] = {}
@@ -86,16 +102,22 @@ def _launch(
     warps: int,
     device: torch.device,
     stream: Any,
-) -> None:
+) -> RunKernel | None:
     # Numbers are handed over in 32 bits where they fit; nothing else of them matters.
     wide = tuple(one >= 1 << 31 for one in arguments if isinstance(one, int))
     key = (device, warps, wide, *constants.values())
-    if stream is not None and key in _compiled:
-        launch = _compiled[key][programs, 1, 1]
-        launch(*arguments, *constants.values(), stream=stream.cuda_stream)
-        return
-    current = nullcontext() if stream is None else torch.cuda.stream(stream)
-    with tune.on(device), current:
-        made = copy_run_grid[(programs,)](*arguments, **constants, num_warps=warps)
-    if device.type == "cuda" and made is not None:
-        _compiled[key] = made
+    source, target, starts, spans, *counts = arguments
+    kernel = None if stream is None else _compiled.get(key)
+    known = kernel is not None
+    if kernel is None:
+        current = nullcontext() if stream is None else torch.cuda.stream(stream)
+        with tune.on(device), current:
+            kernel = copy_run_grid[(programs,)](*arguments, **constants, num_warps=warps)
+        if device.type != "cuda" or kernel is None:
+            return None
+        _compiled[key] = kernel
+    before, after = (source, target, starts.data_ptr()), (*counts, *constants.values())
+    made = RunKernel(kernel[programs, 1, 1], before, after)
+    if known:
+        made.launch(spans.data_ptr(), stream.cuda_stream)
+    return made

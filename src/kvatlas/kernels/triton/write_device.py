@@ -20,6 +20,9 @@ E5M2_MAX = tl.constexpr(57344.0)
 HALF_MAX = tl.constexpr(65504.0)
 HALF_LEAST = tl.constexpr(6e-8)
 SIZE_BITS = tl.constexpr(0x7FFFFFFF)
+SIGN_BIT = tl.constexpr(-0x80000000)
+HALF_BITS = tl.constexpr(0x3F000000)
+"""The bits of 0.5."""
 EIGHT_BIT_NAN = tl.constexpr(0x7F)
 
 
@@ -31,9 +34,15 @@ def nearest(values):
 
 @triton.jit
 def away(values):
-    """Whole numbers, halves away from zero."""
-    moved = values + tl.where(values < 0.0, -0.5, 0.5)
-    return tl.where(moved < 0.0, tl.ceil(moved), tl.floor(moved))
+    """The nearest integers, halves away from zero."""
+    half = values.to(tl.int32, bitcast=True) & SIGN_BIT | HALF_BITS
+    return (values + half.to(tl.float32, bitcast=True)).to(tl.int32)
+
+
+@triton.jit
+def four_bits(codes):
+    """The nearest codes of 4 bits."""
+    return tl.minimum(tl.maximum(codes, 0), 15)
 
 
 @triton.jit
@@ -86,14 +95,34 @@ def inverse_of(step):
 
 
 @triton.jit
+def quotient(values, divisor, PTX: tl.constexpr):
+    """Values over a divisor that many share, rounded as a division is.
+
+    The inverse is found once; what its product is off by is found exactly and divided again,
+    which rounds as it should (Markstein), for sizes that neither overflow nor vanish.
+    """
+    if PTX:
+        inverse = inverse_of(divisor)
+        near = values * inverse
+        exact = tl.fma(tl.fma(-near, divisor, values), inverse, near)
+        return tl.where(tl.abs(near) < float("inf"), exact, near)
+    # Interpreted, a product and a sum are rounded one by one.
+    return tl.div_rn(values, tl.broadcast_to(divisor, values.shape))
+
+
+@triton.jit
 def to_e2m1(values):
-    """The nearest e2m1 code of each value, ties to the even code."""
-    size = tl.abs(values)
-    code = (size > 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32) + (size > 1.25).to(tl.int32)
-    code += (size >= 1.75).to(tl.int32) + (size > 2.5).to(tl.int32)
-    code += (size >= 3.5).to(tl.int32) + (size > 5.0).to(tl.int32)
-    negative = values.to(tl.int32, bitcast=True) < 0
-    return code | (negative.to(tl.int32) << 3)
+    """The nearest e2m1 code of each value, ties to the even code.
+
+    Up to 1 codes count halves, which are the last bits of 1.5 * 2**22; from there on they are
+    the exponent and the first bit of the fraction, 252 more than 2 for a 1.
+    """
+    size = tl.minimum(tl.abs(values), 6.0)
+    few = (size + 6291456.0).to(tl.int32, bitcast=True) & 3
+    bits = size.to(tl.int32, bitcast=True)
+    more = (bits + ((bits >> 22) & 1) + (0x1FFFFF - (252 << 22))) >> 22
+    sign = (values.to(tl.int32, bitcast=True) >> 28) & 8
+    return tl.where(size < 1.0, few, more) | sign
 
 
 @triton.jit
@@ -153,7 +182,8 @@ def put_side(
     at = side.at
     if KIND == "plain":
         if PER_TENSOR:
-            rows = tl.div_rn(rows.to(tl.float32), side.scale)
+            scale = tl.full([1, 1], 1.0, tl.float32) * side.scale
+            rows = quotient(rows.to(tl.float32), scale, FORMAT.ptx)
         stored = as_element(rows, ELEMENT, FORMAT.ptx)
         put_elements(buffer, at.rows, states, stored, ELEMENT, UNIT, FORMAT.dim, WIDTH, FORMAT.tile)
     elif KIND == "scaled":
@@ -162,10 +192,7 @@ def put_side(
         TOP: tl.constexpr = 127.0 if ELEMENT == tl.int8 else E4M3_MAX
         step = nan_unless_finite(tl.maximum(share_of(largest, TOP), LEAST), largest)
         stored = exact * inverse_of(step)[:, None]
-        if ELEMENT == tl.int8:
-            stored = tl.clamp(away(stored), -128.0, 127.0)
-        else:
-            stored = tl.clamp(stored, -E4M3_MAX, E4M3_MAX)
+        stored = away(stored) if ELEMENT == tl.int8 else tl.clamp(stored, -E4M3_MAX, E4M3_MAX)
         put_elements(buffer, at.rows, states, stored.to(ELEMENT), ELEMENT, UNIT, FORMAT.dim, WIDTH)
         put_column(buffer, at.scales, states, step, tl.float32, SCALE_UNIT)
     elif KIND == "int4":
@@ -176,21 +203,24 @@ def put_side(
         low = tl.minimum(tl.min(exact, 1), 0.0)
         span = tl.maximum(tl.max(exact, 1), 0.0) - low
         step = nan_unless_finite(tl.maximum(share_of(span, 15.0), LEAST), span)
-        zero = tl.clamp(away(tl.div_rn(-low, step)), 0.0, 15.0)
+        zero = four_bits(away(tl.div_rn(-low, step)))
         steps = exact * inverse_of(step)[:, None]
-        codes = tl.clamp(away(steps + zero[:, None]), 0.0, 15.0).to(tl.int32)
+        codes = four_bits(away(steps + zero.to(tl.float32)[:, None]))
         put_codes(buffer, at.rows, states, codes, FORMAT, COUNT)
         # The zero point rides in the scale's lowest bits.
-        word = (step.to(tl.int32, bitcast=True) & -16) | zero.to(tl.int32)
+        word = (step.to(tl.int32, bitcast=True) & -16) | zero
         put_column(buffer, at.scales, states, word, tl.int32, SCALE_UNIT)
     elif KIND == "nvfp4":
         blocks = tl.reshape(rows.to(tl.float32), [COUNT, WIDTH // 16, 16])
         largest = largest_of(blocks, 2)
-        share = nan_unless_finite(share_of(share_of(largest, 6.0), side.scale), largest)
+        six = tl.full([1, 1], 6.0, tl.float32)
+        scale = tl.full([1, 1], 1.0, tl.float32) * side.scale
+        share = quotient(quotient(largest, six, FORMAT.ptx), scale, FORMAT.ptx)
+        share = nan_unless_finite(share, largest)
         step = as_element(share, tl.float8e4nv, FORMAT.ptx)
         exact = step.to(tl.float32) * side.scale
-        wide = tl.broadcast_to(tl.maximum(exact, TINY)[:, :, None], [COUNT, WIDTH // 16, 16])
-        values = tl.where((exact > 0.0)[:, :, None], tl.div_rn(blocks, wide), 0.0)
+        values = quotient(blocks, tl.maximum(exact, TINY)[:, :, None], FORMAT.ptx)
+        values = tl.where((exact > 0.0)[:, :, None], values, 0.0)
         codes = to_e2m1(tl.reshape(values, [COUNT, WIDTH]))
         put_codes(buffer, at.rows, states, codes, FORMAT, COUNT)
         put_elements(
@@ -202,10 +232,7 @@ def put_side(
         norm = tl.sqrt_rn(tl.sum(exact * exact, 1))
         length = tl.maximum(norm, TINY)
         # A rotation of rows of norm 1 has elements of variance 1 / D: sqrt(D) cancels.
-        unit = tl.div_rn(
-            hadamard(exact, COUNT, WIDTH, ROTATION),
-            tl.broadcast_to(length[:, None], [COUNT, WIDTH]),
-        )
+        unit = quotient(hadamard(exact, COUNT, WIDTH, ROTATION), length[:, None], FORMAT.ptx)
         codes = tl.zeros([COUNT, WIDTH], tl.int32)
         for i in tl.static_range((1 << FORMAT.bits) - 1):
             codes += (unit > tl.load(side.table + i)).to(tl.int32)
@@ -220,8 +247,8 @@ def put_side(
         step = tl.clamp(share_of(span, MOST), HALF_LEAST, HALF_MAX)
         half = nan_unless_finite(step, span).to(tl.float16)
         zero = tl.clamp(low, -HALF_MAX, HALF_MAX).to(tl.float16)
-        wide = tl.broadcast_to(half.to(tl.float32)[:, None], [COUNT, WIDTH])
-        steps = tl.div_rn(exact - zero.to(tl.float32)[:, None], wide)
+        above = exact - zero.to(tl.float32)[:, None]
+        steps = quotient(above, half.to(tl.float32)[:, None], FORMAT.ptx)
         codes = tl.clamp(nearest(tl.clamp(steps, -1.0, 64.0)), 0.0, MOST).to(tl.int32)
         put_codes(buffer, at.rows, states, codes, FORMAT, COUNT)
         put_column(buffer, at.scales, states, half, tl.float16, SCALE_UNIT)
@@ -257,8 +284,7 @@ def write_rows(
     slot = tl.load(slots + token, mask=token < tokens, other=-1).to(tl.int64)
     k_rows = get_rows(k.rows, token, head, token < tokens, K_FORMAT)
     v_rows = get_rows(v.rows, token, head, token < tokens, V_FORMAT)
-    states = TileStates(
-        (slot // STATES).to(tl.int32), (slot % STATES).to(tl.int32), head, slot >= 0
-    )
+    page, state = (slot // STATES).to(tl.int32), (slot % STATES).to(tl.int32)
+    states = TileStates(page, 0, state, head, slot >= 0)
     put_side(buffer, k, states, k_rows, K_FORMAT, COUNT, PER_TENSOR)
     put_side(buffer, v, states, v_rows, V_FORMAT, COUNT, PER_TENSOR)

@@ -18,5 +18,5 @@ class BranchPoints(Checkpoints):
 
     def positions(self, prompt: Prompt) -> Positions:
         """At most two."""
-        chosen = sorted({min(prompt.seen, prompt.end), prompt.end})
+        chosen = [prompt.seen, prompt.end] if prompt.seen < prompt.end else [prompt.end]
         return np.array([end for end in chosen if end > prompt.hit], np.int64)

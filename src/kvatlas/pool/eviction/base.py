@@ -4,7 +4,8 @@ An entry is a small whole number: a block id of a pool, or a span of a simulated
 has a rank, the lowest goes first; among equals the one that was ranked first, and of those
 ranked in one call the first named. Entries are ranked in bulk and kept as arrays in a heap of
 segments: an entry that is ranked again leaves its old place behind, which is skipped when it
-comes up. So an operation costs what it touches, whatever the number of entries.
+comes up, or swept away when there are more such than entries. So an operation costs what it
+touches, whatever the number of entries, and memory is bounded by them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,11 @@ from numpy.typing import NDArray
 
 Ids = NDArray[np.int64]
 Rank = tuple[float, ...]
+
+SPARE = 1024
+"""Places beyond two an entry that a queue may have before it is swept."""
+LAST_SERIAL = 2**31 - 1
+"""The last number of a segment before they are numbered anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +54,8 @@ class Eviction:
     needs: ClassVar[tuple[str, ...]] = ()
     """What of `Use` it ranks by."""
     _heap: list[tuple[Rank, int, Ids]] = field(default_factory=list, init=False)
+    _stored: int = field(default=0, init=False)
+    """Places in the heap, those that were left behind included."""
     _serial: int = field(default=0, init=False)
     _last_rank: Rank = field(default=(0.0,), init=False)
     """Of the last victim."""
@@ -69,18 +77,20 @@ class Eviction:
         """Take entries out of the queue: they are gone."""
         self._place[ids] = 0
 
-    def victims(self, blocks: int, pinned: NDArray[np.bool_]) -> Ids:
+    def victims(self, blocks: int, pinned: NDArray[np.bool_] | None = None) -> Ids:
         """Take entries of `blocks` blocks out of the queue, or all that are not pinned."""
         found: list[Ids] = []
         aside = []
         while blocks > 0 and self._heap:
             rank, serial, segment = heapq.heappop(self._heap)
+            self._stored -= len(segment)
             passed = []
             while blocks > 0 and len(segment):
                 # Only as far as it may be needed: a long segment goes in many small pieces.
                 head = segment[: max(blocks, 64)]
-                queued, held = self._place[head] == serial, pinned[head]
-                chosen = (queued & ~held).nonzero()[0]
+                queued = self._place[head] == serial
+                held = None if pinned is None else queued & pinned[head]
+                chosen = (queued if held is None else queued ^ held).nonzero()[0]
                 freed = self.size(head[chosen]).cumsum() if self.size else None
                 enough = blocks if freed is None else int(freed.searchsorted(blocks)) + 1
                 chosen = chosen[:enough]
@@ -90,7 +100,8 @@ class Eviction:
                     found.append(head[chosen])
                     self._leave(found[-1])
                     self._last_rank = rank
-                passed.append(head[:stop][(queued & held)[:stop]])
+                if held is not None:
+                    passed.append(head[:stop][held[:stop]])
                 segment = segment[stop:]
             # The rest keeps its order and its place.
             rest = np.concatenate([*passed, segment]) if any(map(len, passed)) else segment
@@ -98,16 +109,37 @@ class Eviction:
                 aside.append((rank, serial, rest))
         for one in aside:
             heapq.heappush(self._heap, one)
+            self._stored += len(one[2])
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
     def _leave(self, segment: Ids) -> None:
         self._place[segment] = 0
 
     def _push(self, rank: Rank, segment: Ids) -> None:
-        if len(segment):
-            self._serial += 1
-            self._place[segment] = self._serial
-            heapq.heappush(self._heap, (rank, self._serial, segment))
+        if not len(segment):
+            return
+        if self._stored > 2 * self.entries + SPARE or self._serial == LAST_SERIAL:
+            self._sweep()
+        self._serial += 1
+        self._place[segment] = self._serial
+        heapq.heappush(self._heap, (rank, self._serial, segment))
+        self._stored += len(segment)
+
+    def _sweep(self) -> None:
+        """Forget the places that were left behind, and number the segments anew."""
+        queued, self._heap, self._serial, self._stored = sorted(self._heap, key=_order), [], 0, 0
+        for rank, serial, segment in queued:
+            left = segment[self._place[segment] == serial]
+            if len(left):
+                self._serial += 1
+                self._heap.append((rank, self._serial, left))  # sorted, so it is a heap
+                self._stored += len(left)
+        for _, serial, segment in self._heap:
+            self._place[segment] = serial
+
+
+def _order(queued: tuple[Rank, int, Ids]) -> tuple[Rank, int]:
+    return queued[:2]
 
 
 def by_value(ids: Ids, values: NDArray[Any]) -> Iterator[tuple[float, Ids]]:

@@ -28,7 +28,6 @@ class CopyingReplay(Replay):
         # No more copies than blocks, and none that nobody computes.
         most = min(sum(self._blocks), len(self.spans.numbers) * len(self.model.classes))
         total = self._entries_end + most
-        self._pinned = np.zeros(total, bool)
         sized = None if self._alike else self._size
         self._evictions = [Lru(total, sized) for _ in self._blocks]
         self._owner = np.zeros(most, np.int64)
@@ -48,24 +47,32 @@ class CopyingReplay(Replay):
         if fitting is None:
             return False
         entries, places = self._in_order(request, fitting)
-        found = places < hit
-        new, ids = entries[~found], entries.copy()
-        if hit and self._copies:
-            for place in (found & self._copied[entries]).nonzero()[0].tolist():
-                ids[place] = self._copies[int(entries[place])][0]
+        ids, new = entries.copy(), entries
+        if hit:
+            self._take_oldest(ids, (places < hit).nonzero()[0])
+            behind = (places >= hit).nonzero()[0]
+            new = entries[behind]
         for pool in range(len(self._evictions)):
             need = self._room(self._of_pool(new, pool))
             held = int(self._in_flight[pool, request])
-            self._evict(pool, self._used[pool] + need + held - self._blocks[pool], ids[found])
+            self._evict(pool, self._used[pool] + need + held - self._blocks[pool])
             self._used[pool] += need
             self.outcome.peak = max(self.outcome.peak, sum(self._used) + held)
-        again = self._present[new]
-        if again.any():
-            ids[(~found).nonzero()[0][again]] = self._copy(new[again])
+        again = self._present[new].nonzero()[0]
+        if len(again):
+            ids[behind[again] if hit else again] = self._copy(new[again])
         self._present[new] = True
         for pool, eviction in enumerate(self._evictions):
             eviction.used(self._of_pool(ids, pool), Use(request + 1))
         return True
+
+    def _take_oldest(self, ids: Ints, found: Ints) -> None:
+        """The oldest copies of what is found; none of them is evicted until ranked anew."""
+        if self._copies:
+            for place in found[self._copied[ids[found]]].tolist():
+                ids[place] = self._copies[int(ids[place])][0]
+        for pool, eviction in enumerate(self._evictions):
+            eviction.forget(self._of_pool(ids[found], pool))
 
     def _copy(self, entries: Ints) -> Ints:
         """Another id of each of these entries, which are there."""
@@ -82,27 +89,39 @@ class CopyingReplay(Replay):
             self._copies.setdefault(entry, [entry]).append(one)
         return ids
 
+    def _victims(self, pool: int, blocks: int) -> Ints:
+        """None of those that are found: they are not in the queue."""
+        return self._evictions[pool].victims(blocks)
+
     def _gone(self, victims: Ints) -> None:
         """Entries are gone when the last of their copies is."""
         if not self._copies:
             super()._gone(victims)
             return
         entries = self._entry(victims)
-        copied = self._copied[entries]
-        self._present[entries[~copied]] = False
-        for one, entry in zip(victims[copied].tolist(), entries[copied].tolist(), strict=True):
-            left = self._copies.pop(entry, [entry])  # its others may have gone just now
-            left.remove(one)
+        self._present[entries] = False
+        copied = self._copied[entries].nonzero()[0]
+        if not len(copied):
+            return
+        owners = entries[copied].tolist()
+        for one, entry in zip(victims[copied].tolist(), owners, strict=True):
+            self._copies[entry].remove(one)
             if one != entry:
                 self._free.append(one)
-            self._present[entry] = bool(left)
-            self._copied[entry] = bool(left) and left != [entry]
-            if self._copied[entry]:
-                self._copies[entry] = left
+        there, plain = [], []
+        for entry in set(owners):
+            left = self._copies[entry]
+            if left:
+                there.append(entry)
+            if not left or left == [entry]:
+                plain.append(entry)
+                del self._copies[entry]
+        self._present[there] = True
+        self._copied[plain] = False
 
     def _entry(self, ids: Ints) -> Ints:
-        further = ids >= self._entries_end
-        if not further.any():
+        further = (ids >= self._entries_end).nonzero()[0]
+        if not len(further):
             return ids
         found = ids.copy()
         found[further] = self._owner[ids[further] - self._entries_end]

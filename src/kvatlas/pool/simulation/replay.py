@@ -7,6 +7,7 @@ ranked. All on arrays, so that a request costs some microseconds, and a span som
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -17,10 +18,14 @@ from kvatlas.geometry import ceil_div
 from kvatlas.pool.checkpoints import Checkpoints, EveryBlock, Prompt
 from kvatlas.pool.eviction import EVICTIONS, Use
 from kvatlas.pool.simulation.layer_classes import LayerClass, PoolModel
+from kvatlas.pool.simulation.release_order import along_the_request, by_group
 from kvatlas.pool.simulation.spans import Spans
 from kvatlas.pool.traces import Ints
 
 Progress = Callable[[float], None]
+
+FEW_ENDS = 4
+"""Windows up to which a loop over them is quicker than arrays of them."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,7 @@ class Replay:
             for place in range(len(model.classes))
         ]
         """By class, which of its spans are there: views."""
+        self._in_parts = not isinstance(policy.checkpoints, EveryBlock)
         self._sizes = np.array([one.blocks for one in model.classes], np.int64)
         self._alike = len(set(self._sizes.tolist())) == 1
         """Whether all entries are equally large."""
@@ -91,6 +97,8 @@ class Replay:
         self._in_flight = np.zeros((len(self._blocks), requests), np.int64)
         if in_flight is not None and not policy.store:
             self._in_flight[: len(in_flight)] = in_flight
+        self._starts = spans.starts.tolist()
+        self._reusable, self._known = spans.reusable.tolist(), spans.known.tolist()
         self.outcome = Outcome(np.zeros(requests, np.int64))
 
     def _share_out(self) -> None:
@@ -120,11 +128,11 @@ class Replay:
 
     def serve(self, request: int) -> int:
         """One request: the spans that it found."""
-        spans = self.spans.of_request(request)
+        spans = self._of_request(request)
         prompt = self._prompt(request, spans)
         hit = prompt.hit
         if self.policy.checkpoints.asks_for_seen:
-            self._seen[spans] = True
+            self._seen[spans[prompt.seen :]] = True
         wanted = self.policy.checkpoints.positions(prompt)
         parts = self._entries(spans, hit, wanted)
         if self.policy.store:
@@ -135,14 +143,29 @@ class Replay:
         self.outcome.hits[request] = hit
         return hit
 
+    def _of_request(self, request: int) -> Ints:
+        return self.spans.numbers[self._starts[request] : self._starts[request + 1]]
+
     def _prompt(self, request: int, spans: Ints) -> Prompt:
         """What is known of a request before it is computed."""
-        reusable = int(self.spans.reusable[request])
+        reusable, known = self._reusable[request], self._known[request]
         hit, attention = self.find(spans[:reusable])
         asked = self.policy.checkpoints.asks_for_seen
-        seen = leading(self._seen[spans]) if asked else 0
-        known = int(self.spans.known[request])
+        seen = self._count_seen(spans, attention) if asked else 0
         return Prompt(self.spans.step, hit, seen, known, len(spans), attention, reusable)
+
+    def _count_seen(self, spans: Ints, there: int) -> int:
+        """How many of the first were asked for before: as a rule all that are there, and no more.
+
+        Whoever asks for a span asks for all before it.
+        """
+        seen = self._seen
+        if there and not seen[spans[there - 1]]:
+            there = 0  # a chunk begins there, and needs nothing before it
+        if there == len(spans) or not seen[spans[there]]:
+            return there
+        rest = range(there, len(spans))
+        return there + bisect_left(rest, True, key=lambda place: not seen[spans[place]])
 
     def find(self, spans: Ints) -> tuple[int, int]:
         """The longest prefix of these spans that every class can serve, and attention alone."""
@@ -150,7 +173,7 @@ class Replay:
         others = []
         for place, one in enumerate(self.model.classes):
             if one.needs == "all":
-                longest = leading(self._rows[place][spans[:longest]])
+                longest = _leading_there(self._rows[place], spans[:longest])
             else:
                 others.append((place, one))
         if not others or not longest:
@@ -160,8 +183,8 @@ class Replay:
             here = self._rows[place][spans[:longest]]
             if one.needs == "state":
                 good[1:] &= here
-            elif not here.all():
-                missing = np.zeros(longest + 1, np.int64)
+            elif np.count_nonzero(here) < longest:
+                missing = np.zeros(longest + 1, np.int32)
                 (~here).cumsum(out=missing[1:])
                 good &= missing == missing[self._first[place][: longest + 1]]
         hit = longest - int(good[::-1].argmax())
@@ -184,13 +207,19 @@ class Replay:
 
     def _windows(self, ends: Ints, first: Ints) -> Ints:
         """The places of all windows that end at these ends, each once."""
-        begins = first[ends]
         # Ends ascend and so do begins: a window adds what lies behind the end before it.
+        if len(ends) <= FEW_ENDS:
+            pieces, before = [self._places[:0]], 0
+            for end in ends.tolist():
+                pieces.append(self._places[max(int(first[end]), before) : end])
+                before = end
+            return np.concatenate(pieces)
+        begins = first[ends]
         np.maximum(begins[1:], ends[:-1], out=begins[1:])
         counts = ends - begins
         behind = counts.cumsum()
-        total = int(behind[-1]) if len(ends) else 0
-        if total and total == ends[-1] - begins[0]:
+        total = int(behind[-1])
+        if total == ends[-1] - begins[0]:
             return self._places[begins[0] : ends[-1]]
         places: Ints = (begins - behind + counts).repeat(counts) + self._places[:total]
         return places
@@ -228,7 +257,9 @@ class Replay:
         needs = self._in_flight[:, request].tolist()
         for one, pool, part in zip(self.model.classes, self._pools, parts, strict=True):
             needs[pool] += one.blocks * len(part)
-        return any(need > blocks for need, blocks in zip(needs, self._blocks, strict=True))
+            if needs[pool] > self._blocks[pool]:
+                return True
+        return False
 
     def _store(self, request: int, parts: list[Ints]) -> None:
         """Entries come in, and then whatever goes first leaves, be it one of them.
@@ -256,36 +287,18 @@ class Replay:
 
     def _in_order(self, request: int, parts: list[Ints]) -> tuple[Ints, Ints]:
         """(entries, their places along the request), the first to go first."""
-        spans = self.spans.of_request(request)
-        entries = [spans[part] + (place << self._bits) for place, part in enumerate(parts)]
-        if self.policy.by_group:
-            ordered = self._by_group(int(self.spans.reusable[request]), entries, parts)
-            return np.concatenate(ordered[0]), np.concatenate(ordered[1])
-        if len(parts) == 1:
-            entry, place = entries[0], parts[0]
-            return (entry, place) if self.policy.head_first else (entry[::-1], place[::-1])
-        # A checkpoint is of no use without the blocks before it, so it goes before they do.
-        joined, places = np.concatenate(entries[::-1]), np.concatenate(parts[::-1])
-        order = np.argsort(places if self.policy.head_first else -places, kind="stable")
-        return joined[order], places[order]
-
-    def _by_group(
-        self, reusable: int, entries: list[Ints], parts: list[Ints]
-    ) -> tuple[list[Ints], list[Ints]]:
-        """As vLLM frees: first what windows and states have left behind, then group by group.
-
-        A state is behind when the prompt's last token is in a later block.
-        """
-        left: list[tuple[Ints, Ints]] = []
-        last: list[tuple[Ints, Ints]] = []
-        groups = zip(self.model.classes, self._first, entries, parts, strict=True)
-        for one, first, entry, place in groups:
-            need = reusable if one.needs == "state" else first[place[-1] + 1] if len(place) else 0
-            behind = int(place.searchsorted(need))
-            left.append((entry[:behind][::-1], place[:behind][::-1]))
-            last.append((entry[behind:][::-1], place[behind:][::-1]))
-        both = left + last
-        return [one for one, _ in both], [two for _, two in both]
+        spans = self._of_request(request)
+        entries = []
+        for number, (one, part) in enumerate(zip(self.model.classes, parts, strict=True)):
+            mine = spans if one.needs == "all" else spans[part]
+            entries.append(mine + (number << self._bits))
+        if not self.policy.by_group:
+            return along_the_request(entries, parts, head_first=self.policy.head_first)
+        needs = [
+            self._reusable[request] if one.needs == "state" else first[len(spans)]
+            for one, first in zip(self.model.classes, self._first, strict=True)
+        ]
+        return by_group(self.model.classes, needs, entries, parts, in_parts=self._in_parts)
 
     def _rank(self, request: int, entries: Ints, places: Ints) -> None:
         later = saved = None
@@ -330,7 +343,7 @@ class Replay:
         if needed is not None:
             self._pinned[needed] = True
         each = int(self._sizes[0]) if self._alike else 1
-        victims = self._evictions[pool].victims(ceil_div(blocks, each), self._pinned)
+        victims = self._victims(pool, ceil_div(blocks, each))
         if needed is not None:
             self._pinned[needed] = False
         freed = self._room(victims)
@@ -338,9 +351,25 @@ class Replay:
         self._used[pool] -= freed
         self.outcome.evictions += freed
 
+    def _victims(self, pool: int, blocks: int) -> Ints:
+        return self._evictions[pool].victims(blocks, self._pinned)
+
     def _gone(self, victims: Ints) -> None:
         """Entries that are evicted are not there any more."""
         self._present[victims] = False
+
+
+def _leading_there(there: NDArray[np.bool_], spans: Ints) -> int:
+    """How many of the first spans are there; most prompts are new from early on."""
+    start, count = 0, 64
+    while start < len(spans):
+        part = there[spans[start : start + count]]
+        found = leading(part)
+        start += found
+        if found < len(part):
+            break
+        count *= 4
+    return start
 
 
 def leading(flags: NDArray[np.bool_]) -> int:

@@ -44,11 +44,12 @@ class Spans:
         every[trace.ids] = end - begin
         base = np.concatenate([[0], np.cumsum(every)])
         here = np.maximum(np.minimum(end, np.repeat(stop, counts)) - begin, 0)
-        shift = np.repeat(base[trace.ids], here)
-        inside = np.arange(len(shift)) - np.repeat(np.cumsum(here) - here, here)
+        # In place: there may be tens of millions of them.
+        numbers = np.repeat(base[trace.ids] - (np.cumsum(here) - here), here)
+        numbers += np.arange(len(numbers))
         return cls(
             step=step,
-            numbers=shift + inside,
+            numbers=numbers,
             starts=np.concatenate([[0], np.cumsum(stop)]),
             count=int(base[-1]),
             reusable=np.minimum(stop, np.maximum(trace.lengths - 1, 0) // step),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import lru_cache
 from pathlib import Path
@@ -235,6 +235,21 @@ class TierClient:
     def has(self, key: bytes, group: int = 0) -> bool:
         """Whether a key of a group is whole."""
         return all(self._find((group, key)).whole)
+
+    def kept_ends(
+        self, group: int, ends: Sequence[tuple[int, bytes]], *, whole: bool = False
+    ) -> list[bool]:
+        """Whether a group has blocks, as `Tier.kept_ends` says; refused where nobody serves it."""
+        del whole  # all blocks are
+        found: list[bool] = []
+        for first in range(0, len(ends), m.MOST_NAMES):
+            names = tuple((group, key) for _, key in ends[first : first + m.MOST_NAMES])
+            answer = self.find_server().ask(m.FindNames, names=names)
+            some = _expected(answer, m.NamesFound).whole
+            if len(some) != len(names):
+                raise bad_handshake(f"{len(some)} answers for {len(names)} names")
+            found += some
+        return found
 
     def __contains__(self, key: object) -> bool:
         """Whether a key is whole in every group that it could stand for."""

@@ -22,6 +22,8 @@ _MAX_TOKENS = 1 << 40
 _MAX_BLOCKS = 1 << 20
 _MAX_PLAN = 4 << 20
 
+MOST_NAMES = 4096
+"""Names that may be asked for in one question."""
 Count = Annotated[int, Meta(ge=0, le=1 << 40)]
 Mark = Annotated[int, Meta(ge=0, le=1 << 62)]
 Token = Annotated[int, Meta(ge=0, le=_MAX_TOKENS)]
@@ -192,13 +194,13 @@ class NamesListed(Message, frozen=True, kw_only=True, tag="names_listed"):
 class FindNames(SessionQuestion, frozen=True, kw_only=True, tag="find_names"):
     """Ask which of some names are whole."""
 
-    names: Annotated[tuple[BlockName, ...], Meta(max_length=4096)]
+    names: Annotated[tuple[BlockName, ...], Meta(max_length=MOST_NAMES)]
 
 
 class NamesFound(Message, frozen=True, kw_only=True, tag="names_found"):
     """Whether each is, and how many blocks there are, and have made room for others."""
 
-    whole: Annotated[tuple[bool, ...], Meta(max_length=4096)]
+    whole: Annotated[tuple[bool, ...], Meta(max_length=MOST_NAMES)]
     blocks: Count
     evicted: Count
 

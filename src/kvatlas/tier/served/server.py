@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from collections import OrderedDict
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -49,6 +50,11 @@ _MAX_PLANS = 64
 """Plans of clients that are remembered."""
 _MAX_OPEN = 4096
 """Pins, or stores, that one session may have at once."""
+_CLOSE_SECONDS = 5.0
+"""Seconds that clients have to end what they do with shared memory when a server is closed."""
+_PAUSE = 0.01
+_BEGINNINGS = (m.Attach, m.PinKeys, m.JoinPin, m.BeginStore)
+"""Questions of which something is to be let go later."""
 
 
 @dataclass(eq=False)
@@ -117,7 +123,7 @@ class TierServer:
         self._pins: dict[Key, _Pin] = {}
         self._plans: OrderedDict[bytes, Plan] = OrderedDict()
         self._lock = threading.Lock()
-        self._closed = False
+        self._closing = self._closed = False
         try:
             self._server = Server(
                 unix_endpoint(self.path),
@@ -134,11 +140,15 @@ class TierServer:
         """Answer nobody any more, and let go of all that clients have; not of the tier.
 
         Clients may be in the middle of reading or filling blocks: these are free once that was
-        seen to be over. In shared memory nobody can see it, and they stay out of use.
+        seen to be over. In shared memory clients have to say so: they may still do that for
+        some seconds, and begin nothing new; blocks of which they do not stay out of use.
         """
-        was, self._closed = self._closed, True
+        was, self._closing = self._closing, True
         if was:
             return
+        if self._shared is not None:
+            self._wait_for_clients()
+        self._closed = True
         self._server.close()
         forget_path(self.path)
         if self._shared is not None:
@@ -146,6 +156,15 @@ class TierServer:
         elif self._tier.file is not None and self._tier.file.use.wait_for_others():
             for session in list(self._sessions):
                 self._end_session(session)
+
+    def _wait_for_clients(self) -> None:
+        """Give clients some seconds to let go of what they have; who dies has let go as well."""
+        until = time.monotonic() + _CLOSE_SECONDS
+        while time.monotonic() < until:
+            with self._lock:
+                if not any(one.pins or one.stores for one in self._sessions.values()):
+                    return
+            time.sleep(_PAUSE)
 
     @property
     def clients(self) -> int:
@@ -161,6 +180,9 @@ class TierServer:
     # -- sessions -------------------------------------------------------------------------
 
     def _answer(self, question: Any, caller: Caller) -> Message:
+        if self._closing and isinstance(question, _BEGINNINGS):
+            problem, hint = "The tier's server is being closed", "Look for the next one"
+            raise AtlasError(Code.PEER_LOST, problem, got="a call", hint=hint)
         if isinstance(question, m.Attach):
             return self._attach(question, caller)
         session = self._sessions.get(question.session)

@@ -9,17 +9,22 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import stat
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.tier.stores.base import ABSENT, ObjectStore, Parts, StoreRoom, joined_size
+from kvatlas.tier.stores.folder_ledger import FolderLedger
 from kvatlas.wire import Bytes
 
 _NAME = re.compile(r"[a-z0-9_.-]+(/[a-z0-9_.-]+)*")
 _UNFINISHED = ".new"
+_LEDGER = ".used"
+"""A name that no object can have."""
 _ABANDONED = 600.0
 """Seconds after which nobody goes on with a file that is not finished."""
 _MOST_PARTS = 512
@@ -27,7 +32,9 @@ _MOST_PARTS = 512
 
 
 class FolderStore(ObjectStore):
-    """Objects as files below a folder, up to so many bytes; the oldest go first.
+    """Objects as files below a folder, up to so many bytes; the least recently used go first.
+
+    All who share the folder and give it a `capacity` count together what is in it.
 
     >>> import tempfile, numpy as np
     >>> store = FolderStore(tempfile.mkdtemp())
@@ -41,96 +48,117 @@ class FolderStore(ObjectStore):
         self._root, self._capacity = Path(path), capacity
         with _refusals(self._root):
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._used = self.capacity().used if capacity else 0
+        self._ledger = FolderLedger(self._root / _LEDGER)
+        if capacity:
+            with _refusals(self._root), self._ledger.held() as ledger:
+                ledger.used = self._counted()
 
     def put(self, objects: Sequence[tuple[str, Parts]]) -> list[bool]:
         """Store objects that are not there yet."""
         return [self._put(self._path(name), parts) for name, parts in objects]
 
     def _put(self, path: Path, parts: Parts) -> bool:
-        if path.exists():
+        if _is_object(path):
             return True
-        size = joined_size(parts)
-        if self._capacity and self._used + size > self._capacity:
-            self._make_room(size)
-            if self._used + size > self._capacity:
-                return False
+        size, linked = joined_size(parts), False
         unfinished = path.with_name(f"{path.name}.{secrets.token_hex(8)}{_UNFINISHED}")
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            descriptor = self._create(unfinished, size)
+            if descriptor is None:
+                return False
             try:
-                _write(descriptor, parts)
+                linked = _finish(descriptor, unfinished, path, parts)
             finally:
                 os.close(descriptor)
-            with suppress(FileExistsError):
-                os.link(unfinished, path)
-                self._used += size
+                unfinished.unlink(missing_ok=True)
+                if not linked:
+                    self._release(size)
         except OSError:
             return False  # no room, or no right to write: the object is absent
-        finally:
-            unfinished.unlink(missing_ok=True)
-        return True
+        return linked or _is_object(path)
 
-    def _make_room(self, size: int) -> None:
-        """Remove the oldest objects until a tenth of the room is free, and `size` bytes."""
+    def _create(self, path: Path, size: int) -> int | None:
+        """A new file of a size, after making room where that is needed; None without room.
+
+        Whoever counts what is there counts it from now on.
+        """
+        if not self._capacity:
+            return _create(path, size)
+        with self._ledger.held() as ledger:
+            if ledger.used + size > self._capacity:
+                ledger.used = self._make_room(size)
+            if ledger.used + size > self._capacity:
+                return None
+            made = _create(path, size)
+            ledger.used += size
+            return made
+
+    def _release(self, size: int) -> None:
+        """Count bytes no more that are not there."""
+        if self._capacity and size:
+            with self._ledger.held() as ledger:
+                ledger.used = max(0, ledger.used - size)
+
+    def _make_room(self, size: int) -> int:
+        """Remove objects until a tenth of the room is free, and `size` bytes.
+
+        The bytes that are there then, also those of objects that others are writing.
+        """
         self.sweep()
         files = []
         for path in self._files(self._root):
-            with suppress(FileNotFoundError):  # others make room too
+            with suppress(FileNotFoundError):  # others remove objects too
                 about = path.stat()
                 files.append((about.st_mtime_ns, about.st_size, path))
-        self._used = sum(nbytes for _, nbytes, _ in files)
+        used = self._counted()
         for _, _, path in sorted(files):
-            if self._used + size <= self._capacity * 9 // 10:
-                return
-            self._used -= self._remove(path)
+            if used + size <= self._capacity * 9 // 10:
+                break
+            used -= _remove(path)
+        return used
+
+    def _counted(self) -> int:
+        """The bytes of all objects, also of those that are being written."""
+        sizes = 0
+        # A file that is finished meanwhile is counted twice rather than not at all.
+        for path in chain(self._unfinished(), self._files(self._root)):
+            with suppress(FileNotFoundError):
+                sizes += path.stat().st_size
+        return sizes
 
     def get(self, objects: Sequence[tuple[str, Parts]]) -> list[int]:
         """Read whole objects."""
         return [self._get(self._path(name), parts) for name, parts in objects]
 
     def _get(self, path: Path, parts: Parts) -> int:
-        with _refusals(path):
-            try:
-                descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-            except FileNotFoundError:
+        with _refusals(path), _opened(path) as found:
+            if found is None:
                 return ABSENT
-            try:
-                size = os.fstat(descriptor).st_size
-                return _read(descriptor, parts) if size == joined_size(parts) else size
-            finally:
-                os.close(descriptor)
+            size = os.fstat(found).st_size
+            if self._capacity:
+                with suppress(OSError):  # of another user, say: then it goes by its age
+                    os.utime(found)
+            return _read(found, parts) if size == joined_size(parts) else size
 
     def ranges(self, name: str, wanted: Sequence[tuple[int, Bytes]]) -> int:
         """Read parts of an object."""
         path = self._path(name)
-        with _refusals(path):
-            try:
-                descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-            except FileNotFoundError:
+        with _refusals(path), _opened(path) as found:
+            if found is None:
                 return ABSENT
-            try:
-                return sum(os.preadv(descriptor, [into.data], at) for at, into in wanted)
-            finally:
-                os.close(descriptor)
+            return sum(os.preadv(found, [into.data], at) for at, into in wanted)
 
     def exists(self, names: Sequence[str]) -> list[bool]:
         """Which objects are there."""
-        return [self._path(name).exists() for name in names]
+        return [_is_object(self._path(name)) for name in names]
 
     def remove(self, names: Sequence[str]) -> int:
         """Remove objects."""
-        sizes = [self._remove(self._path(name)) for name in names]
-        self._used -= sum(sizes)
+        with _refusals(self._root):
+            sizes = [_remove(self._path(name)) for name in names]
+            self._release(sum(sizes))
         return sum(size > 0 for size in sizes)
-
-    def _remove(self, path: Path) -> int:
-        with suppress(FileNotFoundError):
-            size = path.stat().st_size
-            path.unlink()
-            return size
-        return 0
 
     def remove_all(self, prefix: str) -> int:
         """Remove all whose names begin so."""
@@ -146,10 +174,10 @@ class FolderStore(ObjectStore):
 
     def size(self, name: str) -> int:
         """The bytes of an object."""
-        try:
-            return self._path(name).stat().st_size
-        except OSError:
-            return ABSENT
+        path = self._path(name)
+        with suppress(OSError):
+            return path.lstat().st_size if _is_object(path) else ABSENT
+        return ABSENT
 
     def register(self, memory: Bytes) -> None:
         """Any memory will do."""
@@ -160,11 +188,10 @@ class FolderStore(ObjectStore):
     def sweep(self) -> int:
         """Remove files that nobody has written to for a while, and that were never finished."""
         before, swept = time.time() - _ABANDONED, 0
-        for where, _, files in os.walk(self._root):
-            for path in (Path(where, one) for one in files if one.endswith(_UNFINISHED)):
-                with suppress(FileNotFoundError):
-                    if path.stat().st_mtime < before:
-                        swept += self._remove(path)
+        for path in self._unfinished():
+            with suppress(FileNotFoundError):
+                if path.stat().st_mtime < before:
+                    swept += _remove(path)
         return swept
 
     def capacity(self) -> StoreRoom:
@@ -180,7 +207,12 @@ class FolderStore(ObjectStore):
 
     def _files(self, folder: Path) -> Iterator[Path]:
         for where, _, files in os.walk(folder):
-            yield from (Path(where, one) for one in files if not one.endswith(_UNFINISHED))
+            whole = (Path(where, one) for one in files if not one.endswith(_UNFINISHED))
+            yield from (path for path in whole if path.name != _LEDGER and _is_object(path))
+
+    def _unfinished(self) -> Iterator[Path]:
+        for where, _, files in os.walk(self._root):
+            yield from (Path(where, one) for one in files if one.endswith(_UNFINISHED))
 
     def _path(self, name: str) -> Path:
         """Where an object is: below the folder, whatever its name says."""
@@ -199,6 +231,65 @@ def _refusals(path: Path) -> Iterator[None]:
     except OSError as problem:
         hint = "Look at the disk, and at who may read the folder"
         raise AtlasError(Code.UNREADABLE, got=f"{path}: {problem}", hint=hint) from None
+
+
+def _is_object(path: Path) -> bool:
+    """Whether there is a file, and not something else that could be waited for for ever."""
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except OSError:
+        return False
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int | None]:
+    """A file to read from; None where there is none, or something else."""
+    try:
+        found = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        found = None
+    except OSError:
+        if _is_object(path):
+            raise
+        found = None
+    if found is None:
+        yield None
+        return
+    try:
+        yield found if stat.S_ISREG(os.fstat(found).st_mode) else None
+    finally:
+        os.close(found)
+
+
+def _create(path: Path, size: int) -> int:
+    """A new file of a size, open to be written."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.ftruncate(descriptor, size)
+    except BaseException:
+        os.close(descriptor)
+        path.unlink(missing_ok=True)
+        raise
+    return descriptor
+
+
+def _finish(descriptor: int, unfinished: Path, path: Path, parts: Parts) -> bool:
+    """Fill a file and give it its name; False where another has it already."""
+    _write(descriptor, parts)
+    try:
+        os.link(unfinished, path)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _remove(path: Path) -> int:
+    """Remove a file; how many bytes that frees."""
+    with suppress(FileNotFoundError):
+        size = path.lstat().st_size
+        path.unlink()
+        return size
+    return 0
 
 
 def _write(descriptor: int, parts: Parts) -> None:

@@ -22,11 +22,14 @@ def pull_direct(lease: RankLease, stream: Stream, behind: int | None) -> None:
         with lease.node.metrics.phase("direct"):
             lease.read_grids(stream.grids(), behind)
         lease.transfer.add(lease.rank, total)
+        lease.read_whole = stream if lease.seen is not None else None
         return
     batch = max(4096, min(_BATCH, total * _BATCH_RUNS // max(1, stream.runs)))
     for start in range(0, total, batch):
         lease.renew_in_time()
         stop = min(total, start + batch)
+        copies = stream.copies(start, stop)
+        lease.count(sum(map(len, copies)))
         with lease.node.metrics.phase("direct"):
-            lease.read(stream.copies(start, stop), "blocks")
+            lease.read(copies, "blocks")
         lease.transfer.add(lease.rank, stop - start)

@@ -1,61 +1,47 @@
 """A pull by way of this end's staging buffers alone: the source does nothing for it.
 
 Where runs are short only because the two ends lie differently, most of them touch at the
-source. They are read as they lie there, joined, and put in place from a buffer of this end.
+source. They are read as they lie there, joined, and put in place from a buffer of this end,
+while the next are read into another.
 """
 
 from __future__ import annotations
 
-import numpy as np
+from collections import deque
+from concurrent.futures import Future, wait
 
-from kvatlas.geometry import Int64s
-from kvatlas.routing import Copy, Stream
-from kvatlas.wire.client.rank_lease import RankLease
-from kvatlas.wire.memory_copy import copy_pools
-from kvatlas.wire.stream_copy import piece_spans
-from kvatlas.wire.transports.base import STAGING
+from kvatlas.routing import Stream
+from kvatlas.wire.client.rank_lease import BUFFERS, RankLease
+from kvatlas.wire.landing import LandingBatch, landing_batches
 
 
 def pull_landed(lease: RankLease, stream: Stream) -> None:
-    """Read a stream piece by piece into a buffer, and from there into its blocks."""
+    """Read a stream batch by batch into buffers, and from there into its blocks."""
     node = lease.node
-    lease.borrow_own(1)
-    for start, stop in piece_spans(stream, node.staging.piece):
-        lease.transfer.check_cancelled()
-        lease.renew_in_time()
-        at, joined, apart, straight = lease.buffers[0] * node.staging.piece, [], [], []
-        for copy in stream.copies(start, stop):
-            read, places = join_at_source(copy, at)
-            if 2 * len(read) > len(copy) and lease.may_fill_blocks():
-                straight.append(copy)
-                continue
-            joined.append(read)
-            apart.append(Copy(STAGING, copy.dst_pool, places, copy.dst, copy.length))
-            at += copy.nbytes
-        with node.metrics.phase("landed"):
-            lease.read(joined)
-            copy_pools(apart, node.pools, node.pools)
-            lease.read(straight, "blocks")
-        lease.transfer.add(lease.rank, stop - start)
+    room = node.staging.piece
+    lease.borrow_own(min(BUFFERS, node.staging.most()))
+    grids, placing = stream.grids(), deque[Future[None]]()
+    lease.count(sum(map(len, grids)))
+    try:
+        for number, batch in enumerate(landing_batches(grids, room)):
+            lease.transfer.check_cancelled()
+            lease.renew_in_time()
+            if len(placing) == len(lease.buffers):
+                placing.popleft().result()
+            buffer = lease.buffers[number % len(lease.buffers)]
+            with node.metrics.phase("landed"):
+                lease.read([batch.read(buffer * room)])
+            placing.append(lease.connection.beside.submit(_place, lease, batch, buffer))
+    finally:
+        wait(placing)  # nobody else gets blocks or buffers meanwhile
+    for one in placing:
+        one.result()
 
 
-def join_at_source(copy: Copy, at: int = 0) -> tuple[Copy, Int64s]:
-    """Runs joined where they touch at the source, to be read one behind the other from `at` on.
-
-    Also where every run lies then.
-
-    >>> copy = Copy(0, 0, np.array([8, 0, 4]), np.array([0, 4, 8]), np.array([4, 4, 2]))
-    >>> joined, places = join_at_source(copy, at=100)
-    >>> joined.src, joined.dst, joined.length, places
-    (array([0, 8]), array([100, 106]), array([6, 4]), array([106, 100, 104]))
-    """
-    order = np.argsort(copy.src, kind="stable")
-    starts = copy.src[order]
-    stops = starts + copy.length[order]
-    cuts = np.concatenate([[0], np.flatnonzero(starts[1:] != stops[:-1]) + 1])
-    first = starts[cuts]
-    length = stops[np.append(cuts[1:], len(stops)) - 1] - first
-    begins = np.cumsum(length) - length + at
-    places = np.empty_like(starts)
-    places[order] = starts + np.repeat(begins - first, np.diff(np.append(cuts, len(starts))))
-    return Copy(copy.src_pool, STAGING, first, begins, length), places
+def _place(lease: RankLease, batch: LandingBatch, buffer: int) -> None:
+    """Put what has been read into a buffer where it belongs."""
+    node = lease.node
+    here = node.staging.view(buffer, node.staging.piece)
+    for one in batch.placing:
+        one.carry_out(here, node.pools)
+    lease.transfer.add(lease.rank, batch.nbytes)

@@ -12,8 +12,8 @@ import numpy as np
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import ceil_div
 from kvatlas.routing import ConvertedStream, Copy, Costs, Stream
-from kvatlas.wire.client.landed import join_at_source
 from kvatlas.wire.client.rank_lease import BUFFERS, RankLease
+from kvatlas.wire.landing import expected_reads
 from kvatlas.wire.stream_copy import AnyStream
 from kvatlas.wire.transports.base import STAGING
 from kvatlas.wire.transports.errors import failed
@@ -54,7 +54,8 @@ def _cheapest_way(lease: RankLease, stream: Stream) -> Way:
         return "direct"
     if not lease.may_fill_blocks():
         return "staged"  # a replica that stalls in mid-read then leaves the blocks alone
-    if wanted.costs is None and stream.nbytes >= _LONG_RUN * stream.runs:
+    # Runs are counted as they are before neighbours are joined, which takes a tenth as long.
+    if wanted.costs is None and stream.nbytes >= _LONG_RUN * sum(map(len, stream.grids())):
         return "direct"
     costs = wanted.costs or connection.costs or _measured(lease)
     # For buffers and to have them filled, and as much again for threads that take turns.
@@ -66,7 +67,8 @@ def _cheapest_way(lease: RankLease, stream: Stream) -> Way:
     if _can_land(lease):
         pieces = ceil_div(nbytes, costs.piece)
         gathering = nbytes / costs.copy + pieces * connection.question_seconds
-        landed = costs.landed(_joined_runs(lease, stream), nbytes)
+        reads = expected_reads(stream.grids(), lease.node.staging.piece)
+        landed = costs.landed(reads, nbytes)
         if landed < min(direct, staged + gathering):
             return "landed"
     return "staged" if staged < direct else "direct"
@@ -77,13 +79,6 @@ def _can_land(lease: RankLease) -> bool:
     node = lease.node
     here = {STAGING, *node.plan.rank_pools(node.rank)} <= set(node.pools)
     return lease.pull and here and node.staging.most() > 0
-
-
-def _joined_runs(lease: RankLease, stream: Stream) -> int:
-    """Runs of a stream joined where they touch at the source, as far as its first piece tells."""
-    piece = min(stream.nbytes, lease.node.staging.piece)
-    joined = sum(len(join_at_source(copy)[0]) for copy in stream.copies(0, piece))
-    return ceil_div(joined * stream.nbytes, piece)
 
 
 def _measured(lease: RankLease) -> Costs:

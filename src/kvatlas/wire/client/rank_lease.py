@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -13,17 +12,18 @@ import numpy as np
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Int64s
-from kvatlas.routing import Copy, Costs, RunGrid, token_range
+from kvatlas.routing import Copy, Costs, RunGrid, Stream, token_range
 from kvatlas.wire import protocol
 from kvatlas.wire.channels import no_answer
+from kvatlas.wire.client.peer_connection import PeerConnection
 from kvatlas.wire.client.transfer import Transfer
+from kvatlas.wire.client.warm_shapes import StartedRead
 from kvatlas.wire.leases import Held, lease_expired
-from kvatlas.wire.peers import Peer
 from kvatlas.wire.protocol import Ok, Opened
 from kvatlas.wire.rpc import log
 from kvatlas.wire.server.node_state import NodeState
 from kvatlas.wire.stream_copy import AnyStream
-from kvatlas.wire.transports.base import STAGING, Handle, Link
+from kvatlas.wire.transports.base import STAGING, Handle
 from kvatlas.wire.transports.errors import peer_lost
 from kvatlas.wire.transports.offer_board import PostedOffer, SeenOffer
 
@@ -38,25 +38,6 @@ _NOT_NEEDED = 0xFFFFFFFF
 
 _SEVERED = 1.0
 """Seconds in which a link that was torn down is seen to be done with what it was reading."""
-
-
-@dataclass
-class PeerConnection:
-    """A peer that has welcomed this node, and the link to its memory."""
-
-    endpoint: str
-    peer: Peer
-    session: bytes
-    link: Link
-    beside: ThreadPoolExecutor
-    """Asks questions while a transfer does something else."""
-    costs: Costs | None = None
-    """What the link was measured at."""
-    question_seconds: float = 0.0
-    """How long the peer takes to answer a question."""
-    users: int = 0
-    """Transfers that use it now: the link is closed after the last of them."""
-    gone: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,12 +87,14 @@ class RankLease:
         self.theirs = None if wanted.peer_blocks is None else protocol.by_group(wanted.peer_blocks)
         self.seen: SeenOffer | None = None
         """The offer, where it was seen without asking: there is no lease then."""
+        self.read_whole: Stream | None = None
+        """What was read at once, in the way that pulls mostly take."""
         self.buffers: list[int] = []
         """Staging buffers of this node."""
         self.lent: tuple[int, ...] = ()
         """Staging buffers of the peer."""
-        self.summed: int | None = None
-        """Runs that were read as sums; None where they were written out, or will be counted so."""
+        self.runs: int | None = None
+        """Runs that were read; None where those of the stream stand for them."""
         self.received: dict[tuple[int, int], int] = {}
         """Checksums of pieces as they travelled, where they were converted at one end."""
         self.given_up: dict[str, list[Handle]] = {"blocks": [], "buffers": []}
@@ -247,8 +230,9 @@ class RankLease:
         whole = wanted.layers is None and self.tokens == (seen.offer.start, seen.offer.stop)
         if whole or wanted.final:
             told = protocol.Release(
-                session=self.connection.session, request=wanted.request, read=True
-            )
+                session=self.connection.session, request=wanted.request, read=True,
+                posting=seen.posting,
+            )  # fmt: skip
             self.connection.beside.submit(self._tell, told)
 
     def _tell(self, told: protocol.Message) -> None:
@@ -353,8 +337,30 @@ class RankLease:
             self._check_going_on()
             self.renew_in_time()
 
-        self.summed = (self.summed or 0) + sum(map(len, grids))
+        self.count(sum(map(len, grids)))
         self._finish(self.connection.link.read_grids(grids, behind), "blocks", check)
+
+    def finish_started(self, started: StartedRead) -> None:
+        """Wait for a read that was begun before there was a lease."""
+        self.seen = started.seen
+        self._finish(started.handle, "blocks", self._check_going_on)
+
+    def learn(self) -> None:
+        """Get ready, beside everything else, for the next request of the same shape."""
+        stream, total = self.read_whole, self.transfer.total
+        plain = self.wanted.layers is None and not self.wanted.streamed
+        if plain and stream is not None and total is not None and not self.others:
+            self.connection.beside.submit(self._learn, stream, total)
+
+    def _learn(self, stream: Stream, total: int) -> None:
+        try:
+            self.connection.warm.learn(self.tokens, stream, total)
+        except Exception:  # then the next one takes as long as this
+            log.exception("a shape was not learnt request=%r", self.wanted.request)
+
+    def count(self, runs: int) -> None:
+        """So many runs more are read."""
+        self.runs = (self.runs or 0) + runs
 
     def _finish(self, handle: Handle, into: str, check: Callable[[], None]) -> None:
         """Wait for a read; where it is given up, it is remembered."""

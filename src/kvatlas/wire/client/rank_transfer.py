@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
@@ -17,6 +17,7 @@ from kvatlas.wire.client.landed import pull_landed
 from kvatlas.wire.client.link_costs import choose_way
 from kvatlas.wire.client.rank_lease import RankLease
 from kvatlas.wire.client.staged import pull_staged, push
+from kvatlas.wire.client.warm_shapes import StartedRead
 from kvatlas.wire.stream_copy import AnyStream
 
 _CHECKSUM_PIECE = 1 << 20
@@ -38,11 +39,17 @@ class RankTransfer:
         What this end lent is given back, and the transfer is told that its blocks are left
         alone, once nothing can be read into them any more.
         """
+        self._carry_out(self._run)
+
+    def finish(self, started: StartedRead) -> None:
+        """The same of a read that was begun before: wait for it, and have it confirmed."""
+        self._carry_out(partial(self._finish, started))
+
+    def _carry_out(self, act: Callable[[], None]) -> None:
         lease = self.lease
         self.transfer.use()
         try:
-            self.transfer.check_cancelled()
-            self._run()
+            act()
         finally:
             quarantine, sever = self.node.quarantine, lease.connection.link.sever
             quarantine.hold(lease.given_up["blocks"], self.transfer.leave, sever=sever)
@@ -52,8 +59,15 @@ class RankTransfer:
                 sever=sever,
             )
 
+    def _finish(self, started: StartedRead) -> None:
+        lease = self.lease
+        lease.finish_started(started)
+        self.transfer.add(lease.rank, started.warm.shape.nbytes)
+        lease.close(complete=True)
+
     def _run(self) -> None:
         lease = self.lease
+        self.transfer.check_cancelled()
         lease.open()
         complete = False
         try:
@@ -68,7 +82,7 @@ class RankTransfer:
         # Only now: the source has confirmed that it held the blocks until after the last byte.
         for name in self._streamed_layers() if self.wanted.streamed else ():
             self.transfer.add_layer(lease.rank, name)
-        runs = stream.runs if lease.summed is None else lease.summed
+        runs = stream.runs if lease.runs is None else lease.runs
         self.node.metrics.add(bytes=stream.nbytes, descriptors=runs)
 
     def _move(self, stream: AnyStream) -> None:

@@ -12,32 +12,33 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
+from types import MappingProxyType
 from typing import Any, get_args
 from weakref import WeakSet
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import natural
 from kvatlas.routing import Costs, table_arrays, token_range
-from kvatlas.wire.channels import no_answer
-from kvatlas.wire.client.rank_lease import How, PeerConnection, RankLease, TransferRequest
+from kvatlas.wire.client.connections import PEER_GONE, Connections
+from kvatlas.wire.client.follow_ups import FollowUps
+from kvatlas.wire.client.rank_lease import How, RankLease, TransferRequest
 from kvatlas.wire.client.rank_transfer import RankTransfer
+from kvatlas.wire.client.started_pull import StartedPull
 from kvatlas.wire.client.transfer import Transfer
-from kvatlas.wire.peers import Peer, checked_peer
-from kvatlas.wire.protocol import Ok, Release, SendPlan, Welcome, bad_handshake
+from kvatlas.wire.client.warm_shapes import plain_tables
+from kvatlas.wire.peers import Peer
+from kvatlas.wire.protocol import Ok, Release, bad_handshake
 from kvatlas.wire.rpc import log
 from kvatlas.wire.server.node_state import NodeState
 from kvatlas.wire.transports.base import Link
 from kvatlas.wire.transports.errors import failed
 
-Needed = Callable[[], int] | None
-_PEER_GONE = {Code.PEER_LOST, Code.UNKNOWN_SESSION, Code.DEADLINE, Code.WIRE_FAILED}
-"""Failures after which a peer has to be connected to anew: it may have gone, or restarted."""
-
-_RETRIED = _PEER_GONE | {Code.LEASE_EXPIRED, Code.UNKNOWN_REQUEST, Code.CHECKSUM, Code.BUSY}
+Needed = Callable[[], int] | int | None
+_RETRIED = PEER_GONE | {Code.LEASE_EXPIRED, Code.UNKNOWN_REQUEST, Code.CHECKSUM, Code.BUSY}
 """Failures that another replica may be spared."""
 
 _AT_ONCE = 64
@@ -62,20 +63,17 @@ class Session:
     def __init__(self, node: NodeState, endpoints: Sequence[str], *, seconds: float = 10.0) -> None:
         self.node = node
         self._replicas: dict[int, list[str]] = {}
-        self._known: dict[str, Peer] = {}
-        self._connections: dict[str, PeerConnection] = {}
-        self._connecting = {endpoint: threading.Lock() for endpoint in endpoints}
         self._lock = threading.RLock()
         self._workers = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="kvatlas-transfer")
         self._beside = ThreadPoolExecutor(2 * _AT_ONCE, thread_name_prefix="kvatlas-beside")
+        self._connections = Connections(node, endpoints, self._beside)
+        self._follow_ups = FollowUps(self._workers, self._beside)
         self._turns = threading.Semaphore(_TURNS)
         self._running: WeakSet[Transfer] = WeakSet()
         self._closed = False
         try:
             for endpoint in dict.fromkeys(endpoints):
-                connection = self._connect(endpoint, time.monotonic() + seconds)
-                self._connections[endpoint], peer = connection, connection.peer
-                self._known[endpoint] = peer
+                peer = self._connections.connect(endpoint, time.monotonic() + seconds)
                 self._replicas.setdefault(peer.rank, []).append(endpoint)
         except BaseException:
             self.close()
@@ -84,14 +82,14 @@ class Session:
     @property
     def peers(self) -> list[Peer]:
         """The peers as they were when first connected to, in the order of their ranks."""
-        return [self._known[one] for rank in sorted(self._replicas) for one in self._replicas[rank]]
+        known = self._connections.known
+        return [known[one] for rank in sorted(self._replicas) for one in self._replicas[rank]]
 
     def link(self, rank: int) -> Link:
         """The transport's own connection to a rank, for those who know what they read."""
-        with self._lock:
-            for endpoint in self._replicas.get(rank, ()):
-                if endpoint in self._connections:
-                    return self._connections[endpoint].link
+        for connection in map(self._connections.find, self._replicas.get(rank, ())):
+            if connection is not None:
+                return connection.link
         raise self._not_connected([rank])
 
     def pull(
@@ -121,19 +119,30 @@ class Session:
         blocks. A request that is not offered yet may be so within `wait_for_offer` seconds.
         """
         layers = None if layers is None else tuple(layers)
-        dst_blocks = table_arrays(dst_blocks, "destination")
         if recompute:
             start, stop = token_range(tokens, self.node.plan.max_len)
             tokens = (start, max(start, stop - natural(recompute, "recompute")))
-        incoming = self.node.route_from(self._any_peer())
-        about = {"tokens": tokens, "layers": layers, "dst_blocks": dst_blocks}
-        needed = partial(incoming.needed_bytes, dst_rank=self.node.rank, **about)
-        wanted = TransferRequest(
-            "pull", request, dst_blocks, src_blocks, tokens, layers, seconds, how, costs,
-            checksums=checksums, streamed=streamed, final=final, wait_for_offer=wait_for_offer,
-            mark=self.node.mark(),
-        )  # fmt: skip
-        return self._start(wanted, incoming.sources(self.node.rank), needed)
+        started: dict[int, StartedPull] = {}
+        try:
+            plain = src_blocks is None and layers is None and how in ("auto", "direct")
+            if plain and not checksums and not streamed:
+                self._start_warm(started, request, tokens, dst_blocks)
+            dst_blocks = table_arrays(dst_blocks, "destination")
+            incoming = self.node.route_from(self._any_peer())
+            ranks = incoming.sources(self.node.rank)
+            warm = started[ranks[0]].total if ranks and len(started) == len(ranks) else None
+            about = {"tokens": tokens, "layers": layers, "dst_blocks": dst_blocks}
+            needed = partial(incoming.needed_bytes, dst_rank=self.node.rank, **about)
+            wanted = TransferRequest(
+                "pull", request, dst_blocks, src_blocks, tokens, layers, seconds, how, costs,
+                checksums=checksums, streamed=streamed, final=final,
+                wait_for_offer=wait_for_offer, mark=self.node.mark() if warm is None else None,
+            )  # fmt: skip
+            return self._start(wanted, ranks, needed if warm is None else warm, started)
+        except BaseException:
+            for one in started.values():
+                one.abandon()
+            raise
 
     def release(self, request: str, *, seconds: float = _ANSWER_SECONDS) -> Transfer:
         """Tell all ranks of the session that this node reads no more of a request.
@@ -173,13 +182,12 @@ class Session:
             running = list(self._running)
         for transfer in running:
             transfer.cancel()
+        self._follow_ups.close()
         self._workers.shutdown(wait=True)
         for transfer in running:
             transfer.join()
         self._beside.shutdown(wait=True)
-        for connection in self._connections.values():
-            connection.link.close()
-        self._connections.clear()
+        self._connections.close()
 
     def __enter__(self) -> Session:
         return self
@@ -190,14 +198,14 @@ class Session:
     # -- inside ---------------------------------------------------------------------------
 
     def _any_peer(self) -> Peer:
-        if self._closed or not self._known:
+        if self._closed or not self._connections.known:
             raise AtlasError(
                 Code.PEER_LOST,
                 "The session is closed" if self._closed else "The session has no peers",
                 got="no connection",
                 hint="Connect to the ranks of the other plan",
             )
-        return next(iter(self._known.values()))
+        return next(iter(self._connections.known.values()))
 
     def _not_connected(self, ranks: Sequence[int]) -> AtlasError:
         return AtlasError(
@@ -207,27 +215,53 @@ class Session:
             hint="Pass the endpoints of all ranks that take part",
         )
 
-    def _start(self, wanted: TransferRequest, ranks: Sequence[int], needed: Needed) -> Transfer:
+    def _start_warm(
+        self, started: dict[int, StartedPull], request: str, tokens: Any, blocks: Any
+    ) -> None:
+        """Begin to read from ranks whose share of such a request was read before."""
+        try:
+            tables = plain_tables(blocks)
+        except AtlasError:
+            return
+        for rank, endpoints in self._replicas.items():
+            if len(endpoints) == 1:
+                read = StartedPull.begin(self._connections, endpoints[0], request, tokens, tables)
+                if read is not None:
+                    started[rank] = read
+
+    def _start(
+        self,
+        wanted: TransferRequest,
+        ranks: Sequence[int],
+        needed: Needed,
+        started: Mapping[int, StartedPull] = MappingProxyType({}),
+    ) -> Transfer:
         if wanted.how not in get_args(How):
             raise failed(f"how={wanted.how!r}", f"Choose one of {', '.join(get_args(How))}")
         missing = [rank for rank in ranks if rank not in self._replicas]
         if missing:
             raise self._not_connected(missing)
         quick = bool(ranks) and all(map(self._sees_offers, ranks))
-        total = needed if needed is None or quick else needed()
+        total = needed() if callable(needed) and not quick else needed
         transfer = Transfer(wanted.request, ranks, total, wanted.seconds)
         with self._lock:
             self._any_peer()
             self._running.add(transfer)
             for rank in ranks:
                 transfer.use()
-                run = partial(self._run_rank, transfer, wanted, rank)
-                self._workers.submit(transfer.add_part(run, quick=quick))
+                read = started.get(rank)
+                run = partial(self._run_rank, transfer, wanted, rank, read)
+                part = transfer.add_part(run, quick=quick)
+                if read is None:
+                    self._workers.submit(part)
+                else:
+                    then = partial(self._after_started, transfer, read)
+                    self._follow_ups.add(transfer, part, then)
         return transfer
 
     def _sees_offers(self, rank: int) -> bool:
         """Whether what a rank offers is seen without asking."""
-        found = map(self._connections.get, self._replicas[rank])
+        found = map(self._connections.find, self._replicas[rank])
         return all(one and one.link.sees_offers for one in found)
 
     def _tell(self, request: str, ranks: Sequence[int], seconds: float) -> Transfer:
@@ -244,7 +278,7 @@ class Session:
         problem: AtlasError | None = None
         for endpoint in self._replicas[rank]:
             try:
-                with self._connection(endpoint, transfer.deadline) as connection:
+                with self._connections.use(endpoint, transfer.deadline) as connection:
                     told = Release(session=connection.session, request=transfer.request)
                     answer = self.node.channels.ask(endpoint, told, deadline=transfer.deadline)
                     if not isinstance(answer, Ok):
@@ -264,21 +298,31 @@ class Session:
             read = {one for mine in range(self.node.plan.ranks) for one in incoming.sources(mine)}
             self._tell(request, sorted(set(self._replicas) - read), _ANSWER_SECONDS)
 
-    def _run_rank(self, transfer: Transfer, wanted: TransferRequest, rank: int) -> None:
+    def _run_rank(
+        self, transfer: Transfer, wanted: TransferRequest, rank: int, started: StartedPull | None
+    ) -> None:
         """Carry out one rank's part, and record its outcome."""
         try:
-            lease = self._take_turns(transfer, wanted, rank)
+            if started is not None and not started.read.distinct:
+                started.abandon()
+                started = None  # to be refused as any other
+            if started is None:
+                lease = self._take_turns(transfer, wanted, rank)
+            else:
+                started.finish(self.node, wanted, transfer, _ANSWER_SECONDS)
         except AtlasError as refused:
             error = refused
         except Exception as defect:
             log.exception("a transfer failed request=%r rank=%d", wanted.request, rank)
             error = failed(f"{type(defect).__name__}: {defect}", hint="See the log")
         else:
+            if started is not None:
+                transfer.finished(rank)  # what else there is to do, another thread does
+                return
             self.node.metrics.ended(wanted.direction, "ok")
             transfer.finished(rank)
-            lease.tell_read()
-            if wanted.final and transfer.ready:
-                self._tell_unread(wanted.request)
+            self._after_reading(transfer, lease)
+            lease.learn()
             return
         finally:
             transfer.leave()
@@ -286,6 +330,20 @@ class Session:
         code = error.code if transfer.error is None else transfer.error.code
         self.node.metrics.ended(wanted.direction, str(code))
         log.warning("failed request=%r rank=%d code=%s", wanted.request, rank, error.code)
+
+    def _after_reading(self, transfer: Transfer, lease: RankLease) -> None:
+        """Let sources know what was read without a word."""
+        lease.tell_read()
+        if lease.wanted.final and transfer.ready:
+            self._tell_unread(lease.wanted.request)
+
+    def _after_started(self, transfer: Transfer, started: StartedPull) -> None:
+        """What comes after a read that was started; nothing more where it has failed."""
+        started.tidy_up()
+        if started.lease is not None:
+            self.node.metrics.ended("pull", "ok")
+            self.node.metrics.add(bytes=started.nbytes, descriptors=started.runs)
+            self._after_reading(transfer, started.lease)
 
     def _take_turns(self, transfer: Transfer, wanted: TransferRequest, rank: int) -> RankLease:
         """Carry it out when it is its turn, and again later while it is not offered yet."""
@@ -305,7 +363,8 @@ class Session:
 
     def _try_replicas(self, transfer: Transfer, wanted: TransferRequest, rank: int) -> RankLease:
         """Try one replica after the other, those that are connected first."""
-        left = deque(sorted(self._replicas[rank], key=lambda one: one not in self._connections))
+        unknown = {one: self._connections.find(one) is None for one in self._replicas[rank]}
+        left = deque(sorted(unknown, key=unknown.__getitem__))
         reconnected: set[str] = set()
         while True:
             endpoint = left.popleft()
@@ -314,7 +373,7 @@ class Session:
             patience = min(_ANSWER_SECONDS, remaining / (len(left) + 1))
             try:
                 transfer.check_cancelled()
-                with self._connection(endpoint, time.monotonic() + patience) as connection:
+                with self._connections.use(endpoint, time.monotonic() + patience) as connection:
                     part = (self.node, connection, wanted, transfer, patience)
                     lease = RankLease(*part, others=bool(left))
                     RankTransfer(lease).run()
@@ -327,74 +386,3 @@ class Session:
                 if refused.code not in _RETRIED or transfer.done or not left:
                     raise
                 transfer.restart(rank)
-
-    @contextmanager
-    def _connection(self, endpoint: str, deadline: float) -> Iterator[PeerConnection]:
-        """A peer for one transfer; its link stays open while any transfer uses it."""
-        connecting = self._connecting[endpoint]
-        if not connecting.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            raise no_answer(endpoint)
-        try:
-            connection = self._connected(endpoint)
-            if connection is None:
-                connection = self._connect(endpoint, deadline)
-                connection.users = 1
-                with self._lock:
-                    self._connections[endpoint] = connection
-        finally:
-            connecting.release()
-        try:
-            yield connection
-        except AtlasError as refused:
-            if refused.code in _PEER_GONE:
-                with self._lock:
-                    connection.gone = True
-                    if self._connections.get(endpoint) is connection:
-                        del self._connections[endpoint]
-            raise
-        finally:
-            with self._lock:
-                connection.users -= 1
-                unused = connection.gone and not connection.users
-            if unused:
-                connection.link.close()
-
-    def _connected(self, endpoint: str) -> PeerConnection | None:
-        """The connection to an endpoint, if there is one, kept open for one user more."""
-        with self._lock:
-            connection = self._connections.get(endpoint)
-            if connection is not None:
-                connection.users += 1
-            return connection
-
-    def _connect(self, endpoint: str, deadline: float) -> PeerConnection:
-        """Exchange hellos with a peer, check what it says, and open a link to its memory."""
-        node = self.node
-        with node.metrics.phase("handshake"):
-            answer: Any = SendPlan()
-            for with_plan in (False, True):
-                if isinstance(answer, SendPlan):
-                    hello = node.hello(with_plan=with_plan)
-                    answer = node.channels.ask(endpoint, hello, deadline=deadline)
-            if not isinstance(answer, Welcome):
-                raise bad_handshake(f"{type(answer).__name__} instead of Welcome")
-            plan = node.peer_plans.find(answer.hello)
-            if plan is None:
-                raise bad_handshake("a welcome without a plan")
-            peer = checked_peer(answer.hello, plan, node.transport.name)
-            self._check_same_plan(endpoint, peer)
-            node.check_route(peer)
-            link = node.transport.connect(peer.metadata, peer.memory)
-        return PeerConnection(endpoint, peer, answer.session, link, self._beside)
-
-    def _check_same_plan(self, endpoint: str, peer: Peer) -> None:
-        """Refuse ranks of another plan: parts of two plans do not make up a request."""
-        known = self._known.get(endpoint, peer)
-        plans = {one.plan_hash for one in self._known.values()}
-        if known.rank != peer.rank or not plans <= {peer.plan_hash}:
-            raise AtlasError(
-                Code.PEER_LOST,
-                "Another rank, or a rank of another plan, is at this endpoint",
-                got=f"rank {peer.rank} of {peer.plan} at {endpoint}",
-                hint="Open a new session",
-            )

@@ -27,6 +27,11 @@ class TransferPart:
             finally:
                 self._over.set()
 
+    @property
+    def over(self) -> bool:
+        """Whether it has been done."""
+        return self._over.is_set()
+
     def join(self) -> None:
         """Wait until whoever has begun to do it is done."""
         if self._claim.locked():

@@ -23,6 +23,7 @@ from kvatlas.wire.server.sessions import Sessions
 from kvatlas.wire.staging import into_buffer
 from kvatlas.wire.stream_copy import DESTINATION, SOURCE, StreamPiece, piece_checksum
 from kvatlas.wire.transports.base import STAGING, Link
+from kvatlas.wire.transports.offer_board import Posting
 
 _LONGEST_LEASE = 3600.0
 _LONGEST_WAIT = 0.2
@@ -71,8 +72,10 @@ class Answers:
             case protocol.Close():
                 return self._close(question, peer)
             case protocol.Release():
-                if self._all_have_read(question.request, peer):
-                    self.node.release(question.request, "read" if question.read else "let_go")
+                offer = self._all_have_read(question.request, peer, question.posting)
+                if offer is not None:
+                    why = "read" if question.read else "let_go"
+                    self.node.release(question.request, why, offer)
                 return protocol.Ok()
         raise protocol.bad_handshake(type(question).__name__)
 
@@ -285,19 +288,26 @@ class Answers:
         if question.complete and lease.complete:
             if lease.direction == "push":
                 self._arrived(lease)
-            elif self._all_have_read(lease.request, peer):
-                self.node.release(lease.request, "read")
+            else:
+                offer = self._all_have_read(lease.request, peer, None)
+                if offer is not None:
+                    self.node.release(lease.request, "read", offer)
         return protocol.Ok(seconds=left)
 
-    def _all_have_read(self, request: str, peer: Peer) -> bool:
-        """Whether, with this peer, every rank that reads from this one has done so."""
+    def _all_have_read(self, request: str, peer: Peer, posting: Posting | None) -> Offer | None:
+        """The offer, where with this peer every rank that reads from this one has done so.
+
+        Not one that was made anew since a posting was read.
+        """
         readers = {(peer.plan_hash, rank) for rank in self.node.readers(peer)}
         with self.node.lock:
             offer = self.node.offers.get(request)
             if offer is None or not _may_read(offer, peer):
-                return False
+                return None
+            if posting is not None and self.node.posting(request) != posting:
+                return None
             offer.read_by.add((peer.plan_hash, peer.rank))
-            return readers <= offer.read_by
+            return offer if readers <= offer.read_by else None
 
     def _arrived(self, lease: Lease) -> None:
         """Count a source whose every byte this node has itself put into the blocks."""

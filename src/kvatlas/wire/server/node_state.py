@@ -37,7 +37,7 @@ from kvatlas.wire.security import Secret, Security, TlsContexts
 from kvatlas.wire.staging import StagingBuffers
 from kvatlas.wire.stream_copy import AnyStream, StreamPiece
 from kvatlas.wire.transports.base import HOST, STAGING, Transport
-from kvatlas.wire.transports.offer_board import PostedOffer
+from kvatlas.wire.transports.offer_board import PostedOffer, Posting
 
 _MAX_ROUTES = 128
 _CHANNELS_SECONDS = 1.0
@@ -237,9 +237,16 @@ class NodeState:
             tables = pack_tables(offer.blocks)
             board.post(PostedOffer(offer.request, tables, offer.start, offer.stop, offer.mark))
 
-    def release(self, request: str, why: str) -> None:
-        """End an offer and its leases, and tell whoever made it."""
+    def posting(self, request: str) -> Posting | None:
+        """Where peers see an offer now; None where they do not."""
+        board = self.transport.board
+        return None if board is None else board.posting(request)
+
+    def release(self, request: str, why: str, only: Offer | None = None) -> None:
+        """End an offer and its leases, and tell whoever made it; `only` it, if it is given."""
         with self.lock:
+            if only is not None and self.offers.get(request) is not only:
+                return  # it has ended, and the one that is there now is another
             offer = self.offers.pop(request, None)
             if self.transport.board is not None:
                 self.transport.board.take_down(request)
@@ -263,6 +270,6 @@ class NodeState:
         if now >= self._channels_swept + _CHANNELS_SECONDS:
             self._channels_swept = now
             self.channels.sweep()
-        for request in [r for r, offer in list(self.offers.items()) if offer.expires <= now]:
-            log.warning("expired request=%r", request)
-            self.release(request, "expired")
+        for offer in [one for one in list(self.offers.values()) if one.expires <= now]:
+            log.warning("expired request=%r", offer.request)
+            self.release(offer.request, "expired", offer)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Int64s
-from kvatlas.routing import Copy, RunGrid
+from kvatlas.routing import Copy, RequestShape, RunGrid
 from kvatlas.wire.transports import errors
 from kvatlas.wire.transports.bounds import check_bounds
 from kvatlas.wire.transports.cuda_driver import CudaDriver, load_driver
@@ -93,6 +93,10 @@ class Handle(ABC):
                 raise self._failure from problem
         return self._done
 
+    def peek(self) -> bool:
+        """The same at once: what is to be done when it is done, the next `poll` does."""
+        return self.poll()
+
     @abstractmethod
     def _poll(self) -> bool:
         """Whether it is done; not called again once it is, or has failed."""
@@ -153,6 +157,19 @@ class Done(Handle):
         return True
 
 
+class PreparedRead(ABC):
+    """Reads of requests that differ in their block ids alone, which were checked."""
+
+    @abstractmethod
+    def begin(
+        self, src: Mapping[int, Int64s], dst: Mapping[int, Int64s], behind: int | None
+    ) -> Handle | None:
+        """Read between blocks of two tables, behind a mark of the peer and the caller's stream.
+
+        None where that cannot be done at once: then nothing is.
+        """
+
+
 class Link(ABC):
     """A connection to one peer's memory."""
 
@@ -179,10 +196,19 @@ class Link(ABC):
         """The same of runs that nobody has written out, once the peer's mark is done."""
         raise NotImplementedError(f"{type(self).__name__} takes runs: {len(grids)}, {behind}")
 
+    def prepare(self, shape: RequestShape) -> PreparedRead | None:
+        """Get ready to read requests of one shape; None where every one is read anew."""
+        del shape
+        return None
+
     def find_offer(self, request: str) -> SeenOffer | None:
         """What the peer offers under a name, seen without asking; None where it has to be asked."""
         del request
         return None
+
+    def glimpse_offer(self, request: str) -> SeenOffer | None:
+        """The same, where nobody has looked whether the peer is still there."""
+        return self.find_offer(request)
 
     def follow(self, mark: int | None) -> None:
         """What is posted from now on comes behind a mark of this process.

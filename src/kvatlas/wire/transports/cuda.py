@@ -119,6 +119,8 @@ class CudaTransport(Transport):
             self._opened = OpenedMemory(self._driver, self.device)
             with suppress(AtlasError):  # no room for it: peers ask
                 self.board = OfferBoard()
+                if self.marks is not None:
+                    self.marks.board = self.board
         for pool, region in memory.items():
             if self.shares(pool):
                 self._regions[pool] = self._located(region)

@@ -3,36 +3,42 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import ClassVar, NamedTuple
 
 from kvatlas.geometry import Int64s
-from kvatlas.routing import Copy, RunGrid
+from kvatlas.routing import Copy, RequestShape, RunGrid
 from kvatlas.wire.transports import errors
 from kvatlas.wire.transports.base import (
     Done,
     Handle,
     Link,
     Memory,
+    PreparedRead,
     Transport,
 )
 from kvatlas.wire.transports.bounds import check_grid_bounds
+from kvatlas.wire.transports.cuda_copy import CudaCopy
 from kvatlas.wire.transports.cuda_driver import CudaDriver, DriverError
 from kvatlas.wire.transports.cuda_published import PublishedMemory
 from kvatlas.wire.transports.device_marks import EVENTS, DeviceMarks
-from kvatlas.wire.transports.device_queue import NO_STARTS, AddressRuns, DeviceQueue, Posted
+from kvatlas.wire.transports.device_queue import (
+    NO_STARTS,
+    AddressPattern,
+    AddressRuns,
+    DeviceQueue,
+    Posted,
+    PreparedRuns,
+    Tables,
+)
 from kvatlas.wire.transports.offer_board import SeenOffer, open_board
 from kvatlas.wire.transports.opened_memory import ForeignAllocation, OpenedMemory
 from kvatlas.wire.transports.pace import CopyPace
 
 _Told = tuple[int, int, tuple[Int64s, Int64s], tuple[Int64s, Int64s, Int64s]]
 """Pools at either end, starts, and spans."""
-
-_SPIN = 2e-3
-"""Seconds for which a copy is looked at without a pause."""
 
 
 class CudaEnd(NamedTuple):
@@ -80,6 +86,10 @@ class CudaLink(Link):
         """On the peer's board, where this process can see it."""
         return None if self._board is None else self._board.find(request)
 
+    def glimpse_offer(self, request: str) -> SeenOffer | None:
+        """The same, without asking the kernel after the peer's process."""
+        return None if self._board is None else self._board.glimpse(request)
+
     def follow(self, mark: int | None) -> None:
         """The queue waits on the device, and no host does."""
         if mark is not None and self.owner.marks is not None:
@@ -114,12 +124,50 @@ class CudaLink(Link):
         ]  # fmt: skip
         if behind is None:
             return self._copy(told, lambda: True, write=False)
-        event = self._event(behind % EVENTS)
-        return self._copy(told, lambda: self._finished(event), write=False)
+        self._event(behind % EVENTS)  # opened now: what is stale is refused before anything moves
+        return self._copy(told, lambda: self._passed(behind), write=False)
 
-    def _finished(self, event: int) -> bool:
+    def prepare(self, shape: RequestShape) -> PreparedRead | None:
+        """Launches with all but block ids in place, where every block lies in its pool."""
+        self.check()
+        regions, ends = (self.theirs, self.mine), (shape.src, shape.dst)
+        for pattern in shape.patterns:
+            for end, pool in enumerate(pattern.pools):
+                first, stop = pattern.reach(end, ends[end].blocks[pool])
+                if pool not in regions[end] or first < 0 or stop > regions[end][pool].nbytes:
+                    return None
+        return _PreparedPull(self, shape)
+
+    def mapped(self, pools: Iterable[int]) -> tuple[dict[int, int], Callable[[], None]]:
+        """Where pools of the peer are in this process, until what comes with it is called."""
+        used: list[ForeignAllocation] = []
         try:
-            return self._end.driver.finished(self._end.device, event)
+            return {p: self._address(p, used) for p in pools}, lambda: self._unused(used)
+        except BaseException:
+            self._unused(used)
+            raise
+
+    def prepare_runs(self, patterns: Sequence[AddressPattern]) -> PreparedRuns:
+        """Have the queue get ready for requests of one shape."""
+        return self._queue.prepare(patterns)
+
+    def launched(self, posted: Posted, over: Callable[[], None], nbytes: int) -> Handle:
+        """A copy that the queue was given already."""
+        return CudaCopy.launched(posted, over, self.check, self._end.pace, lambda: nbytes)
+
+    def may_begin(self, behind: int | None) -> bool:
+        """Whether a copy behind a mark of the peer may be launched at this moment."""
+        self.check()
+        return (behind is None or self._passed(behind)) and self._end.pace.may_begin()
+
+    def _passed(self, mark: int) -> bool:
+        """Whether a mark of the peer is done."""
+        here = self._end.marks_here()
+        known = here.done if here is not None else self._board.marks_done if self._board else -1
+        if mark <= known:
+            return True
+        try:
+            return self._end.driver.finished(self._end.device, self._event(mark % EVENTS))
         except DriverError as problem:
             raise errors.peer_lost(f"an event that cannot be looked at: {problem}") from problem
 
@@ -132,22 +180,20 @@ class CudaLink(Link):
             return Done()
         launch = partial(self._launch, told, write=write)
         nbytes = partial(_told_bytes, told)
-        copy = _CudaCopy(launch, may_begin, self.check, self._end.pace, nbytes)
+        copy = CudaCopy(launch, may_begin, self.check, self._end.pace, nbytes)
         copy.begin()
         return copy
 
     def _launch(self, told: list[_Told], *, write: bool) -> tuple[Posted, Callable[[], None]]:
         """Launch copies; they, and what to call once they are over."""
-        pools = {dst if write else src for src, dst, _, _ in told}
-        used: list[ForeignAllocation] = []
+        far, over = self.mapped({dst if write else src for src, dst, _, _ in told})
         try:
-            far = {pool: self._address(pool, used) for pool in pools}
             near = {pool: at.address for pool, at in self.mine.items()}
             src, dst = (near, far) if write else (far, near)
             runs = [AddressRuns(src[a], dst[b], starts, spans) for a, b, starts, spans in told]
-            return self._queue.post(runs), lambda: self._unused(used)
+            return self._queue.post(runs), over
         except BaseException:
-            self._unused(used)
+            over()
             raise
 
     def _address(self, pool: int, used: list[ForeignAllocation]) -> int:
@@ -180,75 +226,34 @@ def _told_bytes(told: list[_Told]) -> int:
     return sum(len(starts[0]) * int(length.sum()) for _, _, starts, (_, _, length) in told)
 
 
-class _CudaCopy(Handle):
-    """A copy that the GPU carries out; once it was launched, nothing ends it before its time."""
+class _PreparedPull(PreparedRead):
+    """Pulls of one shape over one link."""
 
-    def __init__(
-        self,
-        launch: Callable[[], tuple[Posted, Callable[[], None]]],
-        may_begin: Callable[[], bool],
-        check: Callable[[], None],
-        pace: CopyPace,
-        nbytes: Callable[[], int],
-    ) -> None:
-        self._launch, self._may_begin, self._check = launch, may_begin, check
-        self._pace, self._launched, self._nbytes = pace, 0.0, nbytes
-        self._posted: Posted | None = None
-        self._over: Callable[[], None] = lambda: None
-        self._given_up = False
-        self._begun = time.monotonic()
-        self._lock = threading.Lock()
-
-    def begin(self) -> None:
-        """Launch it if that may be now."""
-        with self._lock:
-            if self._posted is not None or self._given_up:
-                return
-            if self._may_begin() and self._pace.may_begin():
-                self._begun = self._launched = time.monotonic()
-                self._posted, self._over = self._launch()
-
-    def _poll(self) -> bool:
-        if self._posted is None:
-            self._check()  # the events of a link that was closed are gone
-        self.begin()
-        if self._is_over():
-            return True
-        self._check()
-        return False
-
-    def _is_over(self) -> bool:
-        """Whether it was launched and has ended."""
-        posted = self._posted
-        if posted is None:
-            return False
+    def __init__(self, link: CudaLink, shape: RequestShape) -> None:
+        self._link, self._nbytes = link, shape.nbytes
+        self._pools = {pattern.pools[0] for pattern in shape.patterns}
+        self._far, over = link.mapped(self._pools)
         try:
-            over = posted.done()
-        except Exception:
-            # The device has failed, and with it all that this process had it do.
-            self._over()
-            raise
-        if over:
-            self._over()
-            launched, self._launched = self._launched, 0.0
-            if launched:
-                self._pace.took(launched, time.monotonic(), self._nbytes())
-        return over
+            patterns = [
+                AddressPattern(self._far[a], link.mine[b].address, pattern)
+                for pattern in shape.patterns
+                for a, b in (pattern.pools,)
+            ]
+            self._runs = link.prepare_runs(patterns)
+        finally:
+            over()
 
-    def _pause(self, seconds: float) -> None:
-        """A gigabyte takes half a millisecond, and the shortest sleep a tenth of one."""
-        super()._pause(0.0 if time.monotonic() - self._begun < _SPIN else seconds)
-
-    def _release(self) -> None:
-        """Never launched, if it was not yet."""
-        self._given_up = True
-
-    def _settle(self) -> bool:
-        """Over where the device says so or has failed, or where it is never launched."""
-        with self._lock:
-            if self._posted is None:
-                return self._given_up or self._failure is not None
+    def begin(self, src: Tables, dst: Tables, behind: int | None) -> Handle | None:
+        """Launch it, if that may be now and the peer's memory is where it was."""
+        link = self._link
+        if not link.may_begin(behind):
+            return None
+        far, over = link.mapped(self._pools)
+        posted: Posted | None = None
         try:
-            return self._is_over()
-        except Exception:
-            return True
+            if far == self._far:
+                posted = self._runs.post(src, dst)
+        finally:
+            if posted is None:
+                over()
+        return None if posted is None else link.launched(posted, over, self._nbytes)

@@ -3,7 +3,9 @@
 A mark is recorded when blocks are offered, expected or to be filled: whoever then reads or
 writes them, in this process or in another, does so behind the kernels that were launched
 before it. Events are few and used in turn. They are recorded one behind the other, so that
-one which was used again since stands for more than it did, never for less.
+one which was used again since stands for more than it did, never for less. One that is not
+done yet is not used again, but for the last, and that it was done is said before it is: of a
+device that is far behind, nobody would ever see it.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import threading
 
 from kvatlas.wire.transports.cuda_driver import CudaDriver
+from kvatlas.wire.transports.offer_board import OfferBoard
 
 EVENTS = 64
 """Events that marks take in turn."""
@@ -25,14 +28,32 @@ class DeviceMarks:
         self._record = driver.recorder(device)
         self._lock = threading.Lock()
         self._made = 0
+        self.done = -1
+        """Marks up to this one are done, and their events may stand for others."""
+        self.board: OfferBoard | None = None
+        """Where other processes see that."""
 
     def mark(self) -> int:
         """Mark what the calling thread's current stream has to do; the number of the mark."""
         with self._lock:
-            number = self._made
-            self._made += 1
-            self._record(self.event(number))
-        return number
+            if self._made < EVENTS:
+                self._made += 1
+            elif self._driver.finished(self._device, self.event(self._made)):
+                self._tell_done(self._made - EVENTS)
+                self._made += 1
+            # Else the last stands for more: what somebody waits for is not put off for ever.
+            self._record(self.event(self._made - 1))
+            return self._made - 1
+
+    def _tell_done(self, number: int) -> None:
+        """Let everybody know of a mark that is done, before its event is recorded again."""
+        self.done = number
+        if self.board is not None:
+            self.board.tell_done(number)
+
+    def passed(self, number: int) -> bool:
+        """Whether what was marked is done."""
+        return number <= self.done or self._driver.finished(self._device, self.event(number))
 
     def event(self, number: int) -> int:
         """The event that stands for a mark."""

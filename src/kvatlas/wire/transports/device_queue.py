@@ -6,15 +6,20 @@ An interface, so that everything above it runs without a GPU.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from kvatlas.geometry import Int64s
+from kvatlas.routing import SpanPattern
 
 NO_STARTS = (np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64))
 """For runs that are told one by one: each span is one."""
+
+
+Tables = Mapping[int, Int64s]
+"""Block ids by group."""
 
 
 class AddressRuns(NamedTuple):
@@ -26,6 +31,14 @@ class AddressRuns(NamedTuple):
     """Offsets at the source and at the target; kept on the device as long as they are used."""
     spans: tuple[Int64s, Int64s, Int64s]
     """Offsets at either end, and lengths."""
+
+
+class AddressPattern(NamedTuple):
+    """Runs between two addresses that only lack block ids."""
+
+    source: int
+    target: int
+    pattern: SpanPattern
 
 
 class Posted(ABC):
@@ -48,5 +61,41 @@ class DeviceQueue(ABC):
         """What is posted from now on comes after what the event was last recorded behind."""
 
     @abstractmethod
+    def after_caller(self) -> None:
+        """What is posted from now on comes after what the caller's current stream has to do."""
+
+    @abstractmethod
     def post(self, runs: Sequence[AddressRuns]) -> Posted:
         """Copy; nobody waits."""
+
+    def prepare(self, patterns: Sequence[AddressPattern]) -> PreparedRuns:
+        """Get ready to copy the same runs of many requests."""
+        return _PostedAsRuns(self, patterns)
+
+
+class PreparedRuns(ABC):
+    """Runs of requests that differ in their block ids alone."""
+
+    @abstractmethod
+    def post(self, src: Tables, dst: Tables) -> Posted | None:
+        """Copy between blocks of two tables, behind what the caller's current stream has to do.
+
+        None where too many such copies are under way: nothing is done then.
+        """
+
+
+class _PostedAsRuns(PreparedRuns):
+    """Runs that are made when they are posted, for queues that prepare nothing."""
+
+    def __init__(self, queue: DeviceQueue, patterns: Sequence[AddressPattern]) -> None:
+        self._queue, self._patterns = queue, patterns
+
+    def post(self, src: Tables, dst: Tables) -> Posted | None:
+        """Make them, and post them."""
+        runs = []
+        for source, target, pattern in self._patterns:
+            grid = pattern.grid(src, dst)
+            starts, spans = (grid.starts.src, grid.starts.dst), (grid.src, grid.dst, grid.length)
+            runs.append(AddressRuns(source, target, starts, spans))
+        self._queue.after_caller()
+        return self._queue.post(runs)

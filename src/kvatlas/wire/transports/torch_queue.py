@@ -12,7 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvatlas.geometry import Int64s
-from kvatlas.wire.transports.device_queue import AddressRuns, DeviceQueue, Posted
+from kvatlas.wire.transports.device_queue import (
+    AddressPattern,
+    AddressRuns,
+    DeviceQueue,
+    Posted,
+    PreparedRuns,
+)
+from kvatlas.wire.transports.torch_prepared import TorchPreparedRuns
 
 _KEPT_STARTS = 256
 """Tables of starts that a queue keeps on its device."""
@@ -37,6 +44,24 @@ class QueueDriver(Protocol):
     def stream_waits(self, device: int, stream: int, event: int) -> None:
         """What a stream is given from now on comes after an event."""
 
+    def local_event(self, device: int) -> int:
+        """An event of this process, to be recorded again and again."""
+
+    def end_event(self, device: int, event: int) -> None:
+        """Give an event back."""
+
+    def synchronize(self, device: int, event: int) -> None:
+        """Wait for what an event was last recorded behind."""
+
+    def finished(self, device: int, event: int) -> bool:
+        """Whether what an event was last recorded behind is done."""
+
+    def record(self, event: int, stream: int) -> None:
+        """Record an event behind what a stream has to do; its device is current."""
+
+    def order(self, event: int, before: int, stream: int) -> None:
+        """What a stream is given from now on comes after another; their device is current."""
+
 
 class TorchQueue(DeviceQueue):
     """One stream of one device; any thread may use it."""
@@ -44,13 +69,14 @@ class TorchQueue(DeviceQueue):
     def __init__(self, driver: QueueDriver, device: int, multiprocessors: int) -> None:
         import torch
 
-        self._driver, self._number, self._programs = driver, device, multiprocessors
+        self.driver, self.number, self.programs = driver, device, multiprocessors
         self._device = torch.device("cuda", device)
         self._stream: Any = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._starts: OrderedDict[int, tuple[Any, Any]] = OrderedDict()
         self._slots = [_TableSlot() for _ in range(_SLOTS)]
         self._used = 0
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
+        """Held while something is posted."""
 
     @property
     def stream(self) -> Any:
@@ -59,7 +85,7 @@ class TorchQueue(DeviceQueue):
 
     def after(self, event: int) -> None:
         """Have the stream wait for an event."""
-        self._driver.stream_waits(self._number, self._stream.cuda_stream, event)
+        self.driver.stream_waits(self.number, self._stream.cuda_stream, event)
 
     def after_caller(self) -> None:
         """Have the stream wait for what the caller's current stream has to do."""
@@ -69,14 +95,24 @@ class TorchQueue(DeviceQueue):
 
     def post(self, runs: Sequence[AddressRuns], **choice: Any) -> Posted:
         """Launch a kernel for each; `choice` overrides how."""
-        with self._lock, self._driver.on(self._number):
+        with self.lock, self.driver.on(self.number):
             return self._launch(runs, choice)
+
+    def prepare(self, patterns: Sequence[AddressPattern]) -> PreparedRuns:
+        """Tables, events and launches for requests of one shape."""
+        with self.lock:
+            return TorchPreparedRuns(self, patterns)
+
+    def wait_for_launches(self) -> None:
+        """Wait for all that was launched, where something has failed: it writes until then."""
+        with suppress(Exception):  # the device has failed, and writes no more
+            TorchPosted(self._stream).wait()
 
     def through(
         self, runs: Sequence[AddressRuns], host: Any, gpu: Any, nbytes: int, *, out: bool
     ) -> Posted:
         """Copy from or to a buffer of the GPU, that goes to or comes from one of the host."""
-        with self._lock, self.on_stream(), self._no_launch_left_behind():
+        with self.lock, self.on_stream(), self._no_launch_left_behind():
             if not out:
                 gpu[:nbytes].copy_(host[:nbytes], non_blocking=True)
             posted = self._launch(runs, {})
@@ -93,14 +129,14 @@ class TorchQueue(DeviceQueue):
         A stretch is its address on the host, that in the buffer, and its bytes.
         """
         stream = self._stream.cuda_stream
-        with self._lock, self._driver.on(self._number), self._no_launch_left_behind():
+        with self.lock, self.driver.on(self.number), self._no_launch_left_behind():
             if out:
                 self._launch(runs, {})
             for host, gpu, nbytes in stretches:
                 if out:
-                    self._driver.download(host, gpu, nbytes, stream)
+                    self.driver.download(host, gpu, nbytes, stream)
                 else:
-                    self._driver.upload(gpu, host, nbytes, stream)
+                    self.driver.upload(gpu, host, nbytes, stream)
             return TorchPosted(self._stream) if out else self._launch(runs, {})
 
     def buffer(self, nbytes: int) -> Any:
@@ -128,7 +164,7 @@ class TorchQueue(DeviceQueue):
         """Launch under the lock: tables are used in the order in which they are uploaded."""
         from kvatlas.kernels import copy_address_runs
 
-        use = {"programs": self._programs} | choice
+        use = {"programs": self.programs} | choice
         slots: list[_TableSlot] = []
 
         def placed(table: Int64s) -> Any:
@@ -138,7 +174,7 @@ class TorchQueue(DeviceQueue):
             try:
                 for one in runs:
                     copy_address_runs(
-                        one.source, one.target, self._placed(one.starts), one.spans,
+                        one.source, one.target, self.placed(one.starts), one.spans,
                         stream=self._stream, place=placed, **use,
                     )  # fmt: skip
             finally:
@@ -153,8 +189,7 @@ class TorchQueue(DeviceQueue):
         try:
             yield
         except BaseException:
-            with suppress(Exception):  # the device has failed, and writes no more
-                TorchPosted(self._stream).wait()
+            self.wait_for_launches()
             raise
 
     def _uploaded(self, table: Int64s, slots: list[_TableSlot]) -> Any:
@@ -174,10 +209,10 @@ class TorchQueue(DeviceQueue):
         slots.append(slot)
         slot.here[: table.size] = table.reshape(-1)
         address, stream = slot.table.data_ptr(), self._stream.cuda_stream
-        self._driver.upload(address, slot.address, table.nbytes, stream)
+        self.driver.upload(address, slot.address, table.nbytes, stream)
         return slot.table[: table.size].view(table.shape)
 
-    def _placed(self, starts: tuple[Int64s, Int64s]) -> Any:
+    def placed(self, starts: tuple[Int64s, Int64s]) -> Any:
         """Starts on the device; those that were used longest ago are forgotten."""
         from kvatlas.kernels import place_starts
 

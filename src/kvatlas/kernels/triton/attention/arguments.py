@@ -288,7 +288,7 @@ def stored_as(cache: str) -> str:
 def dot_for(own: Any, side: StoredSide) -> Any:
     """The type of a dot: elements of 8 and 4 bits are exact as halves, and get there fast."""
     narrow = side.format.element in (tl.float8e4nv, tl.float8e5, tl.int8)
-    exact = narrow or side.format.kind == "int4"
+    exact = narrow or side.format.kind in ("int4", "nvfp4", "levels")
     return tl.float16 if exact and own != tl.float32 else own
 
 
@@ -297,15 +297,16 @@ def words_of(
 ) -> PackedWords:
     """How K and V are walked as words of 16 bits, where rows of queries are so many."""
     k, v = shape.k, shape.v
-    bits = _word_bits(k)
+    bits = k.bits
     suits = (
         not shape.latent
         and bits in (4, 8, 16)
-        and bits == _word_bits(v)
+        and bits == v.bits
         and (bits < 16 or rows <= _FEW_ROWS)
         and all(
             form.unit * form.element.primitive_bitwidth >= 16 and at.rows.element == 1
             and not form.tile and form.dim == form.width >= 16 * (16 // bits)
+            and (form.kind != "nvfp4" or (form.scale_unit % 4 == 0 and at.scales.element == 1))
             for form, at in zip((k, v), sides, strict=True)
         )
     )  # fmt: skip
@@ -314,11 +315,6 @@ def words_of(
         return PackedWords()
     lead = _lead(layer, shape)
     return PackedWords(True, delta, lead, lead * 8 // bits)
-
-
-def _word_bits(form: StorageFormat) -> int:
-    """Bits of an element; 0 where elements are not numbers by themselves."""
-    return form.bits if form.kind in ("plain", "scaled", "int4") else 0
 
 
 def _lead(layer: LayerCache, shape: AttentionShape) -> int:

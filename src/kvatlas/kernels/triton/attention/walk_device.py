@@ -10,11 +10,19 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from kvatlas.kernels.triton.dequantise_device import TileStates, by_shared_memory, read
+from kvatlas.kernels.triton.dequantise_device import (
+    E2M1_UNIT,
+    TileStates,
+    by_shared_memory,
+    read,
+)
 
 LOWEST = tl.constexpr(-1.0e30)
 """A maximum below all logits that still can be subtracted from minus infinity."""
 LOG2E = tl.constexpr(1.4426950408889634)
+
+CLEARED = tl.constexpr(2.0**-60)
+"""A scale that is as good as 0."""
 
 
 class Softmax(NamedTuple):
@@ -142,12 +150,12 @@ def pages(stretch, begin, STATES: tl.constexpr, TILE: tl.constexpr, FIT: tl.cons
 
 @triton.jit
 def state_of(n, offset, STATES: tl.constexpr, FIT: tl.constexpr):
-    """The places in their pages of the states of a tile that begins at `n`."""
+    """The places in their pages of the states of a tile that begins at `n`: a start, and more."""
     if FIT == "tile in page":
-        return n % STATES + offset
+        return n % STATES, offset
     if FIT == "pages in tile":
-        return offset % STATES
-    return (n + offset) % STATES
+        return 0, offset % STATES
+    return 0, (n + offset) % STATES
 
 
 @triton.jit
@@ -164,6 +172,18 @@ def capped(logits, softcap):
     """Softcap * tanh(logits / softcap), in base 2: tanh is 1 - 2 / (exp(2 x) + 1)."""
     folded = tl.exp2(logits * (2.0 * LOG2E / softcap))
     return softcap * LOG2E * (1.0 - 2.0 / (folded + 1.0))
+
+
+@triton.jit
+def power_of(scale, PTX: tl.constexpr):
+    """The logarithms of scales, of base 2, to within a millionth: one instruction with PTX."""
+    # Blocks that were cleared have scales of 0, whose logarithm no sum survives.
+    scale = tl.where(scale == 0.0, CLEARED, scale)
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "lg2.approx.f32 $0, $1;", "=f,f", [scale], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return tl.log2(scale)
 
 
 @triton.jit
@@ -184,6 +204,8 @@ def walk(
     EVICT: tl.constexpr = TILING.evict
     PRECISION: tl.constexpr = SHAPE.precision
     V_SCALED: tl.constexpr = V.kind == "scaled" or V.kind == "int4"
+    # What values are too small by, weights are too large by.
+    LIFT: tl.constexpr = 14.0 if V.kind == "nvfp4" else 0.0
     acc, top, total = softmax.acc, softmax.top, softmax.total
     offset = tl.arange(0, TILE)
     reach = tl.min(queries.least, 0)
@@ -193,7 +215,8 @@ def walk(
         there = within(at, stretch, reach, scoring.sink_tokens, MASK)
         here = page.to(tl.int32)
         page = pages(stretch, n + TILE, STATES, TILE, FIT)
-        states = TileStates(here, state_of(n, offset, STATES, FIT), stretch.head, there)
+        start, state = state_of(n, offset, STATES, FIT)
+        states = TileStates(here, start, state, stretch.head, there)
         k, k_factor = read(
             cache.buffer, cache.k, states, K, SHAPE.k_dot, MASKED and SHAPE.latent, EVICT
         )
@@ -208,8 +231,11 @@ def walk(
             rope, _ = read(cache.buffer, cache.v, states, V, SHAPE.k_dot, False, EVICT)
             logits = tl.dot(queries.rope, tl.trans(rope), logits, input_precision=PRECISION)
         if K.kind == "scaled" or K.kind == "int4" or K.kind == "levels":
-            logits = logits * k_factor[None, :]
-        logits = logits * scoring.scale
+            logits = logits * (k_factor * scoring.scale)[None, :]
+        elif K.kind == "nvfp4":
+            logits = logits * (scoring.scale * E2M1_UNIT)
+        else:
+            logits = logits * scoring.scale
         if SHAPE.softcap:
             logits = capped(logits, scoring.softcap)
         if MASKED:
@@ -228,26 +254,18 @@ def walk(
             if V.element.primitive_bitwidth == 8 and (V.kind == "plain" or V.kind == "scaled"):
                 v = by_shared_memory(v)
         if V_SCALED:
-            # Scales of V are part of the weights. Their exponents are added to the logits, so
-            # that the largest weight is near 1 whatever the scales are, and halves are wide
-            # enough for the others; the total takes them out again.
-            power = (v_factor.to(tl.int32, bitcast=True) >> 23) & 255
-            # Blocks that were cleared have scales of 0: 2**-60 is as good.
-            power = tl.where(power == 0, 67, power)
-            v_factor = v_factor.to(tl.int32, bitcast=True) & 0x7FFFFF | 0x3F800000
-            v_factor = v_factor.to(tl.float32, bitcast=True)
-            v_inverse = ((254 - power) << 23).to(tl.float32, bitcast=True)
-            # A row whose scale is no number does not turn into numbers.
-            v_inverse = tl.where(power == 255, float("nan"), v_inverse)
-            logits = logits + (power - 127).to(tl.float32)[None, :]
+            # Scales of V are part of the weights. They are added to the logits, so that the
+            # largest weight is near 1 whatever the scales are, and halves are wide enough for
+            # the others; the total takes them out again.
+            power = power_of(v_factor, V.ptx)
+            logits = logits + power[None, :]
         higher = tl.maximum(top, tl.max(logits, 1))
         shrink = tl.exp2(top - higher)
-        weights = tl.exp2(logits - higher[:, None])
+        weights = tl.exp2(logits - (higher - LIFT)[:, None])
         if V_SCALED:
-            total = total * shrink + tl.sum(weights * v_inverse[None, :], 1)
-            weights = weights * v_factor[None, :]
+            total = total * shrink + tl.sum(weights * tl.exp2(-power)[None, :], 1)
         else:
-            total = total * shrink + tl.sum(weights, 1)
+            total = total * shrink + tl.sum(weights, 1) * 2.0**-LIFT
         top = higher
         acc = acc * shrink[:, None]
         acc = tl.dot(weights.to(SHAPE.v_dot), v, acc, input_precision=PRECISION)

@@ -1,0 +1,167 @@
+"""A decode step of transformers on planned pages, beside the sum of its kernels and its own cache.
+
+    python -m benchmarks.gpu.steps
+
+The model is a Llama of 16 layers, 4,096 wide, in bf16 with random weights. `own` is transformers'
+cache under sdpa, `gathered` an AtlasCache under sdpa, `pages` one whose pages attention reads,
+`graph` the same as a captured step. `kernels` is what the GPU is busy with in a captured step:
+what no step can be faster than.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from benchmarks.gpu import tables
+from kvatlas.engines.transformers import AtlasCache, DecodeGraph
+
+SIZES = ((16, 2_048), (16, 16_384), (1, 4_096))
+"""Sequences, and tokens that each has in the cache."""
+BAR = 1.25
+"""A captured step, as so many times its kernels, at most."""
+_STEPS = 8
+_TURNS = 3
+_CONFIG: dict[str, Any] = {
+    "vocab_size": 32_000,
+    "hidden_size": 4_096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 32_768,
+    "dtype": "bfloat16",
+}
+
+
+class StepTimes(NamedTuple):
+    """Milliseconds of a step, by the cache and the attention."""
+
+    sequences: int
+    tokens: int
+    own: float
+    gathered: float
+    pages: float
+    graph: float
+    kernels: float
+
+    def row(self) -> list[str]:
+        """As a row of the table."""
+        times = [f"{n:.2f}" for n in self[2:]]
+        share = self.graph / self.kernels
+        verdicts = ["ok" if share <= BAR else "over", "ok" if self.gathered <= self.own else "over"]
+        return [f"{self.sequences} x {self.tokens:,}", *times, f"{share:.2f}x", *verdicts]
+
+
+def model() -> Any:
+    """The model, on the GPU."""
+    with torch.device("cuda"):
+        torch.set_default_dtype(torch.bfloat16)
+        made = LlamaForCausalLM(LlamaConfig(**_CONFIG)).eval()
+        torch.set_default_dtype(torch.float32)
+    return made
+
+
+def measure(llama: Any, sequences: int, tokens: int) -> StepTimes:
+    """All ways of one size."""
+    ids = torch.ones((sequences, 1), dtype=torch.long, device="cuda")
+
+    def stepping(cache: Any, attention: str) -> Callable[[int], None]:
+        llama.set_attn_implementation(attention)
+
+        def step(number: int) -> None:
+            place = torch.full_like(ids, tokens + number)
+            llama(ids, position_ids=place, past_key_values=cache, use_cache=True).logits.argmax(-1)
+
+        return step
+
+    own = _milliseconds(stepping(_own_cache(llama, sequences, tokens), "sdpa"))
+    _give_back()
+    gathered = _milliseconds(stepping(_pages(llama, sequences, tokens), "sdpa"))
+    _give_back()
+    pages = _milliseconds(stepping(_pages(llama, sequences, tokens), "kvatlas"))
+    cache = _pages(llama, sequences, tokens)
+    step = stepping(cache, "kvatlas")
+    with DecodeGraph(llama, cache):
+        graph = _milliseconds(step)
+        kernels = _kernel_time(step)
+    del cache, step
+    _give_back()
+    return StepTimes(sequences, tokens, own, gathered, pages, graph, kernels)
+
+
+def _own_cache(llama: Any, sequences: int, tokens: int) -> Any:
+    cache = DynamicCache(config=llama.config)
+    heads, dim = _CONFIG["num_key_value_heads"], llama.config.head_dim
+    for layer in range(_CONFIG["num_hidden_layers"]):
+        rows = torch.randn((sequences, heads, tokens, dim), dtype=torch.bfloat16, device="cuda")
+        cache.update(rows, rows, layer)
+    return cache
+
+
+def _pages(llama: Any, sequences: int, tokens: int) -> AtlasCache:
+    most = tokens + _STEPS * (_TURNS + 3)
+    cache = AtlasCache.from_config(
+        llama.config, batch=sequences, max_len=most, device="cuda:0", layout="LBNHC"
+    )
+    cache.adopt(tokens, sequences)
+    return cache
+
+
+def _milliseconds(step: Callable[[int], None]) -> float:
+    """Of one step, from the first launch to the last kernel's end: the median of some turns."""
+    times, number = [], 0
+    with torch.no_grad():
+        for turn in range(_TURNS + 1):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            for _ in range(_STEPS):
+                step(number)
+                number += 1
+            torch.cuda.synchronize()
+            if turn:
+                times.append((time.perf_counter() - began) / _STEPS * 1e3)
+    return statistics.median(times)
+
+
+def _kernel_time(step: Callable[[int], None]) -> float:
+    """Milliseconds in which the GPU is busy with one step, by its own clock."""
+    first = _STEPS * (_TURNS + 1)
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.no_grad(), torch.profiler.profile(activities=activities) as seen:
+        for number in range(4):
+            step(first + number)
+        torch.cuda.synchronize()
+    busy: float = sum(event.self_device_time_total for event in seen.key_averages())
+    return busy / 4 / 1e3
+
+
+def _give_back() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def table() -> list[StepTimes]:
+    """Print the table; what was measured."""
+    llama = model()
+    found = []
+    for size in SIZES:
+        found.append(measure(llama, *size))
+        print(*found[-1].row(), file=sys.stderr)
+    columns = ("cached", "own", "gathered", "pages", "graph", "kernels", "share", "1.25x", "own ")
+    tables.show(
+        "A decode step of transformers (16 layers, bf16), ms", columns,
+        [one.row() for one in found], left="c",
+    )  # fmt: skip
+    return found
+
+
+if __name__ == "__main__":
+    table()

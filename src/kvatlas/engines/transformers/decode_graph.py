@@ -1,0 +1,189 @@
+"""Decode steps of a model as one CUDA graph: tables and lengths lie in fixed tensors.
+
+A step of one token a sequence is the same work every time, on tensors that lie where they lay.
+So it is captured once and replayed: the host takes blocks for the new tokens, writes a few
+numbers, and launches once, where it would otherwise run the model's Python for every layer.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from kvatlas.engines.transformers.cache import AtlasCache
+from kvatlas.engines.transformers.paged_attention import NAME
+from kvatlas.engines.transformers.sequence_batch import FixedStep, StepTensors
+from kvatlas.errors import AtlasError, Code
+
+_ASKED_BESIDES = ("inputs_embeds", "labels", "output_attentions", "output_hidden_states")
+"""What a caller may ask of a step that a captured one does not give."""
+
+
+class DecodeGraph:
+    """Has a model run its decode steps on a cache as a captured graph.
+
+    Within a `with` block `generate()` and calls of the model go as before, and steps of one token
+    for every sequence of the cache are replayed. The first step of a batch runs without a graph,
+    the second is captured; so is the first after tables have grown out of their room. What a
+    replayed step returns is overwritten by the next. Without a GPU the same is done in the same
+    tensors, and no graph is captured.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32,
+    ...     num_hidden_layers=1, num_attention_heads=2, attn_implementation="kvatlas")
+    >>> model = LlamaForCausalLM(config).eval()
+    >>> cache = AtlasCache.from_config(config, batch=1, max_len=64)
+    >>> with DecodeGraph(model, cache) as graph:
+    ...     ids = model.generate(torch.tensor([[5, 6, 7]]), past_key_values=cache,
+    ...         max_new_tokens=9, do_sample=False, eos_token_id=None)
+    >>> graph.steps, cache.lengths
+    (8, [11])
+    """
+
+    def __init__(self, model: Any, cache: AtlasCache) -> None:
+        if model.config._attn_implementation != NAME:
+            raise AtlasError(
+                Code.ENGINE_REFUSES,
+                "Only attention that reads pages can be captured",
+                got=f"attn_implementation {model.config._attn_implementation}",
+                hint=f'Load the model with attn_implementation="{NAME}"',
+            )
+        self.model = model
+        self.cache = cache
+        self.steps = 0
+        """Steps that were run in fixed tensors, in a graph or not."""
+        self._forward = model.forward
+        self._own = "forward" in vars(model)
+        self._step: _CapturedStep | None = None
+        self._looked_at = -1
+
+    @property
+    def captured(self) -> bool:
+        """Whether steps are replayed by now."""
+        return self._step is not None and self._step.captured
+
+    def __enter__(self) -> Self:
+        forward = self._forward
+
+        @wraps(forward)
+        def step_or_forward(input_ids: Tensor | None = None, *others: Any, **options: Any) -> Any:
+            if input_ids is None or others or not self._is_step(input_ids, options):
+                return forward(input_ids, *others, **options)
+            return self._run(input_ids, options)
+
+        self.model.forward = step_or_forward
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._own:
+            self.model.forward = self._forward
+        else:
+            del self.model.forward
+        self._step = None
+
+    def _is_step(self, ids: Tensor, options: dict[str, Any]) -> bool:
+        """Whether every sequence of the cache goes on by one token, and nothing else is asked."""
+        return (
+            options.get("past_key_values") is self.cache
+            and self.cache.seen > max(self.cache.batch.padding, default=0)
+            and tuple(ids.shape) == (self.cache.batch.size, 1)
+            and options.get("return_dict", True) is not False
+            and not any(options.get(name) is not None for name in _ASKED_BESIDES[:2])
+            and not any(options.get(name) for name in _ASKED_BESIDES[2:])
+        )
+
+    def _run(self, ids: Tensor, options: dict[str, Any]) -> Any:
+        cache, start = self.cache, self.cache.seen
+        batch = cache.batch
+        batch.settle()
+        if self._looked_at != batch.number:
+            mask = options.get("attention_mask")
+            batch.expect_paged_attention(mask, batch.size, start, 1)
+            self._looked_at = batch.number
+        if self._step is None or self._step.sequences != batch.size:
+            self._step = _CapturedStep(self._forward, cache)
+        answer = self._step.run(ids, options.get("position_ids"), start)
+        cache.count_tokens(1)
+        self.steps += 1
+        return answer
+
+
+class _CapturedStep:
+    """One step in tensors of its own, and its graph once it was captured."""
+
+    def __init__(self, forward: Any, cache: AtlasCache) -> None:
+        batch, device = cache.batch, cache.batch.tables[0].device
+        self._forward, self._cache, self.sequences = forward, cache, batch.size
+        self._attention = [table for table in batch.tables if not table.recurrent]
+        self._numbers = torch.zeros(
+            (2 + len(self._attention), batch.size), dtype=torch.long, device=device
+        )
+        positions, lengths, *slots = self._numbers
+        self._positions = positions.unsqueeze(1)
+        self._ids = torch.zeros_like(self._positions)
+        tensors = StepTensors(lengths, torch.ones_like(lengths), None)
+        self._fixed = FixedStep(tensors, dict(zip(self._attention, slots, strict=True)))
+        self._tables: list[int] = []
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._answer: Any = None
+        self._warm = False
+
+    @property
+    def captured(self) -> bool:
+        """Whether there is a graph."""
+        return self._graph is not None
+
+    def run(self, ids: Tensor, positions: Tensor | None, start: int) -> Any:
+        """Take blocks for the token behind `start` of every sequence, and run the step."""
+        padding = self._cache.batch.padding
+        stored = [start - skipped for skipped in padding]
+        slots = [table.reserve_next(start, padding) for table in self._attention]
+        self._numbers.copy_(torch.tensor([stored, [n + 1 for n in stored], *slots]))
+        self._ids.copy_(ids)
+        if positions is not None:
+            self._positions.copy_(positions)
+        tables = [table.ids.data_ptr() for table in self._cache.batch.tables]
+        if tables != self._tables:  # they have outgrown their room
+            self._tables, self._graph, self._warm = tables, None, False
+        if self._graph is None and self._warm and ids.is_cuda:
+            self._capture()
+        if self._graph is None:
+            self._answer, self._warm = self._model(), True
+        else:
+            self._graph.replay()
+        return self._answer
+
+    def _capture(self) -> None:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self._answer = self._model()
+        except RuntimeError as failed:
+            raise AtlasError(
+                Code.ENGINE_REFUSES,
+                "A step of this model cannot be captured in a graph",
+                got=str(failed).splitlines()[0],
+                hint="Models of experts want set_experts_implementation('batched_mm'); "
+                "others that ask the device on the way run without a DecodeGraph",
+            ) from failed
+        self._graph = graph
+
+    def _model(self) -> Any:
+        """The model's own step, on fixed tensors; states that it was lent are written back."""
+        batch = self._cache.batch
+        batch.fixed = self._fixed
+        try:
+            with torch.no_grad():
+                answer = self._forward(
+                    input_ids=self._ids,
+                    position_ids=self._positions,
+                    past_key_values=self._cache,
+                    use_cache=True,
+                )
+            batch.settle()
+        finally:
+            batch.fixed = None
+        return answer

@@ -1,0 +1,59 @@
+"""The store that an engine's setting names: every worker is a client of it, and the scheduler.
+
+Workers know what the model keeps, and so what a row is like; they tell the scheduler, which
+only asks what there is. A store that cannot be reached at the start is not used.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+
+from kvatlas.engines.vllm.settings import ConnectorSettings
+from kvatlas.errors import AtlasError, Code
+from kvatlas.planning import Plan
+from kvatlas.tier import CacheIdentity, StoreTier, open_store, open_store_tier
+
+log = logging.getLogger("kvatlas.vllm")
+
+_UNREACHABLE = (Code.WIRE_FAILED, Code.UNREADABLE, Code.DEADLINE)
+
+
+def open_fleet_tier(settings: ConnectorSettings, own: Plan, identity: bytes) -> StoreTier | None:
+    """The tier in the store that settings name, for one worker of an engine of this plan."""
+    options = {"max_len": own.max_len, **msgspec.structs.asdict(settings.tier_options)}
+    try:
+        return open_store_tier(settings.tier or "", own, _whose(settings, identity), **options)
+    except AtlasError as refusal:
+        return _not_reached(refusal)
+
+
+def find_fleet_tier(settings: ConnectorSettings, rows: bytes, identity: bytes) -> StoreTier | None:
+    """The same for the scheduler, which moves no rows; `rows` is the plan that workers have."""
+    where, options = settings.tier or "", settings.tier_options
+    # Memory for the store is given by workers alone.
+    none = {"segment": 0} if where.startswith("mooncake:") else {}
+    try:
+        return StoreTier(
+            open_store(where, **none),
+            Plan.from_json(rows),
+            _whose(settings, identity),
+            shards=options.shards,
+            stages=options.stages,
+            staging=0,
+            deadline=settings.lookup_seconds,
+        )
+    except AtlasError as refusal:
+        return _not_reached(refusal)
+
+
+def _not_reached(refusal: AtlasError) -> None:
+    """Go on without a store that cannot be reached; refuse what is wrong with the settings."""
+    if refusal.code not in _UNREACHABLE:
+        raise refusal
+    log.error("nothing is kept or found again: %s", refusal)
+
+
+def _whose(settings: ConnectorSettings, identity: bytes) -> CacheIdentity:
+    return CacheIdentity(weights=identity.hex(), tenant=settings.tenant)

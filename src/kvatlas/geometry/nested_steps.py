@@ -1,0 +1,66 @@
+"""Offsets as sums of regular steps, where that is what they are.
+
+Thousands of runs that lie like the elements of an array are copied by one call that is told
+the array's shape and strides; written out they are thousands of numbers to be looked at.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from kvatlas.geometry.address_arrays import Int64s, outer_sum
+
+
+class Steps(NamedTuple):
+    """So many steps, and how many bytes each is at the source and at the destination."""
+
+    count: int
+    src: int
+    dst: int
+
+
+class NestedSteps(NamedTuple):
+    """Offsets at both ends of a copy: each of the firsts, and from there all sums of steps."""
+
+    src: Int64s
+    dst: Int64s
+    steps: tuple[Steps, ...]
+    """Outermost first."""
+
+    @classmethod
+    def of(cls, src: Int64s, dst: Int64s) -> NestedSteps:
+        """The same offsets, with as few firsts as their order allows.
+
+        >>> src, dst = np.array([0, 1, 2, 8, 9, 10]), np.array([0, 4, 8, 100, 104, 108])
+        >>> NestedSteps.of(src, dst)  # doctest: +NORMALIZE_WHITESPACE
+        NestedSteps(src=array([0]), dst=array([0]),
+                    steps=(Steps(count=2, src=8, dst=100), Steps(count=3, src=1, dst=4)))
+        """
+        steps: list[Steps] = []
+        while (found := _innermost(src, dst)) is not None:
+            steps.append(found)
+            src, dst = src[:: found.count], dst[:: found.count]
+        return cls(src, dst, tuple(reversed(steps)))
+
+    def written_out(self, steps: tuple[Steps, ...]) -> tuple[Int64s, Int64s]:
+        """Offsets at both ends of the firsts and of some of the steps."""
+        src = outer_sum([self.src, *(np.arange(one.count) * one.src for one in steps)])
+        dst = outer_sum([self.dst, *(np.arange(one.count) * one.dst for one in steps)])
+        return src, dst
+
+
+def _innermost(src: Int64s, dst: Int64s) -> Steps | None:
+    """The steps that all offsets take in turns at first, if there are such."""
+    if len(src) < 2:
+        return None
+    by_src, by_dst = np.diff(src), np.diff(dst)
+    step = Steps(0, int(by_src[0]), int(by_dst[0]))
+    alike = (by_src == step.src) & (by_dst == step.dst)
+    count = len(src) if alike.all() else int(alike.argmin()) + 1
+    if count < 2 or len(src) % count:
+        return None
+    # What leads from the last of some steps to the first of the next may be anything.
+    inside = np.append(alike, True).reshape(-1, count)[:, :-1]
+    return step._replace(count=count) if inside.all() else None

@@ -1,0 +1,95 @@
+"""What requests of one shape have in common: all that does not depend on their block ids.
+
+Requests of the same tokens, in as many blocks, differ in the ids of those alone. What was
+worked out for one of them holds for the next: where spans lie in its blocks, and which entries
+of its block tables are used. What is left to do is to look at the ids and to add.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvatlas.geometry import Int64s
+from kvatlas.routing.block_tables import RequestTables
+from kvatlas.routing.run_grids import SpanPattern
+
+Lengths = tuple[tuple[int, int], ...]
+"""How long the block tables of a request are, by group."""
+
+
+def table_lengths(tables: Mapping[int, Int64s]) -> Lengths:
+    """How long some block tables are.
+
+    >>> table_lengths({0: np.array([7, 4]), 1: np.array([9])})
+    ((0, 2), (1, 1))
+    """
+    return tuple((group, len(table)) for group, table in tables.items())
+
+
+class TableShape:
+    """Which entries of the block tables at one end are used, and what may stand there."""
+
+    def __init__(self, tables: RequestTables) -> None:
+        self.lengths = table_lengths(tables.by_group)
+        by_pool: dict[int, list[tuple[int, slice | Int64s]]] = defaultdict(list)
+        blocks: dict[int, int] = {}
+        for group, used in tables.used_entries().items():
+            pool = tables.plan.groups[group].pool
+            by_pool[pool].append((group, _as_slice(used)))
+            blocks[pool] = tables.plan.pool(tables.rank, group).blocks
+        self.blocks = blocks
+        """How many blocks each pool has that is used."""
+        self._used = [(blocks[pool], used) for pool, used in by_pool.items()]
+
+    def in_range(self, tables: Mapping[int, Int64s]) -> bool:
+        """Whether all ids that are used, of tables of these lengths, are blocks of their pools."""
+        for blocks, used in self._used:
+            for group, entries in used:
+                # As numbers without a sign: one that is negative is larger than any.
+                if tables[group][entries].view(np.uint64).max() >= blocks:
+                    return False
+        return True
+
+    def distinct(self, tables: Mapping[int, Int64s]) -> bool:
+        """Whether no block is used twice."""
+        for _, used in self._used:
+            ids = np.sort(np.concatenate([tables[group][entries] for group, entries in used]))
+            if (ids[1:] == ids[:-1]).any():
+                return False
+        return True
+
+
+def _as_slice(entries: Int64s) -> slice | Int64s:
+    """Entries that follow each other as a slice, which is looked up sooner."""
+    first, last = int(entries[0]), int(entries[-1])
+    return slice(first, last + 1) if last - first == len(entries) - 1 else entries
+
+
+@dataclass(frozen=True, eq=False)
+class RequestShape:
+    """The runs of requests of one shape, as sums that only lack block ids.
+
+    Made by `Stream.shape`.
+    """
+
+    nbytes: int
+    patterns: tuple[SpanPattern, ...]
+    src: TableShape
+    dst: TableShape
+
+    @property
+    def spans(self) -> int:
+        """Spans of all patterns: what a request brings."""
+        return sum(len(pattern.template.length) for pattern in self.patterns)
+
+    @property
+    def runs(self) -> int:
+        """Runs of a request."""
+        return sum(
+            len(pattern.template.length) * len(pattern.template.starts.src)
+            for pattern in self.patterns
+        )

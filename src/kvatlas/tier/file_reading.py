@@ -1,0 +1,56 @@
+"""Runs from the blocks of a tier's file into memory: by few calls, in the order of the file."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvatlas.geometry import Int64s
+from kvatlas.tier.file_map import FileMap
+from kvatlas.tier.file_pieces import Piece, Rooms, pieces
+from kvatlas.wire import Bytes, copy_file_runs, copy_runs
+
+_MAPPED_RUN = 4 << 10
+"""Runs from here on, on the whole, are read to where they belong by few calls."""
+_LONG_STRETCH = 128 << 10
+"""Stretches from here on, on the whole, are worth a call each, which scatters their runs."""
+
+
+class RunReader:
+    """Reads runs of a file, on any number of threads."""
+
+    def __init__(self, file: int, mapped: FileMap, rooms: Rooms) -> None:
+        self._file, self._map, self._rooms = file, mapped, rooms
+
+    def read(self, memory: Bytes, near: Int64s, far: Int64s, length: Int64s) -> None:
+        """Read runs at offsets of the file to offsets of some memory."""
+        if int(length.sum()) >= _MAPPED_RUN * len(length):
+            self._read(memory, near, far, length)
+            return
+        order = np.argsort(far, kind="stable")
+        near, far, length = near[order], far[order], length[order]
+        stretches = 1 + np.count_nonzero(far[1:] != far[:-1] + length[:-1])
+        short = int(length.sum()) < _LONG_STRETCH * stretches
+        cut = pieces(near, far, length, int(far[-1]) + 1) if short else []
+        for piece in cut:
+            self._read_piece(piece, memory)
+        if not cut:
+            self._read_each(memory, near, far, length)
+
+    def _read_piece(self, piece: Piece, memory: Bytes) -> None:
+        if piece.is_long:
+            self._read(memory, piece.near, piece.far, piece.length)
+            return
+        nbytes = piece.stretch_bytes
+        with self._rooms.one() as room:
+            self._read(room, np.cumsum(nbytes) - nbytes, piece.far[piece.first], nbytes)
+            for _ in copy_runs(room, memory, piece.packed, piece.near, piece.length):
+                pass
+
+    def _read(self, memory: Bytes, near: Int64s, far: Int64s, length: Int64s) -> None:
+        if not self._map.read(near + memory.ctypes.data, far, length):
+            self._read_each(memory, near, far, length)
+
+    def _read_each(self, memory: Bytes, near: Int64s, far: Int64s, length: Int64s) -> None:
+        address = memory.ctypes.data
+        for _ in copy_file_runs(lambda: self._file, near + address, far, length, write=False):
+            pass

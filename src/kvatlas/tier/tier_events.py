@@ -1,0 +1,215 @@
+"""`TierEvents`: what a tier has, told to routers in the form of vLLM's KV events.
+
+Whoever stores requests notes them here, and from time to time has this `tell`: it asks the
+tier which of their blocks can be found by now, and whether those that were told of before still
+can. Stores evict in silence, and tiers are shared, so asking is the only way to know.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby, islice
+from typing import Any, NamedTuple
+
+from kvatlas.errors import AtlasError
+from kvatlas.planning import Group
+from kvatlas.pool import BlockEvent, BlockRemoved, BlockStored
+from kvatlas.tier.chained_keys import PrefixChain
+from kvatlas.tier.prefix_finder import AnyTier
+from kvatlas.tier.store_tier import StoreTier
+from kvatlas.tier.tier import Tier
+
+MEMORY, STORAGE = "CPU", "STORAGE"
+"""What vLLM calls the places below a GPU's memory."""
+_LOCAL, _REMOTE = "LOCAL", "REMOTE"
+_TRIES = 4
+"""How often blocks of a request are looked for; of windows and states most are never stored."""
+_NOTED = 4096
+"""Requests that wait to be looked for; the oldest are given up beyond."""
+_AGAIN = 1024
+"""Blocks that are asked for again at a time."""
+_MOST = 1 << 20
+"""Blocks that are remembered; beyond, the oldest are told of as removed."""
+
+EventListener = Callable[[list[BlockEvent]], None]
+
+
+class _Block(NamedTuple):
+    group: int
+    key: bytes
+
+    @property
+    def hash(self) -> int:
+        return block_hash(self.key)
+
+
+class _Noted(NamedTuple):
+    chain: PrefixChain
+    stop: int
+    tries: int
+
+
+class TierEvents:
+    """Tells a listener, an `EventPublisher` say, what a tier has of requests that were noted.
+
+    Whole blocks are told of, with their tokens. `medium` is "CPU" for memory and "STORAGE" for a
+    file or a store. Any number of threads may use one; the listener must not raise.
+
+    >>> import numpy as np
+    >>> from kvatlas.planning import plan
+    >>> from kvatlas.tier import PrefixFinder
+    >>> own = plan("Qwen3-8B", memory="64MiB", layout="BHLNC", max_len=64)
+    >>> tier, pools = Tier(own), {0: np.zeros(own.pools[0].nbytes, np.uint8)}
+    >>> chain, heard = PrefixFinder(tier).chain(range(40)), []
+    >>> events = TierEvents(tier, heard.extend)
+    >>> result = tier.store(pools, own, blocks=[3, 1], tokens=32, keys=chain.keys(32))
+    >>> events.note(chain, 32)
+    >>> events.tell()
+    >>> heard[0].medium, heard[0].block_size, heard[0].token_ids == list(range(32))
+    ('CPU', 16, True)
+    >>> heard[0].block_hashes == [block_hash(key) for key in chain.keys(32)[0]]
+    True
+    >>> tier.drop(chain.keys(32)), events.tell(), len(heard[1].block_hashes)
+    (2, None, 2)
+    """
+
+    def __init__(
+        self, tier: AnyTier, listener: EventListener, *, medium: str | None = None
+    ) -> None:
+        in_memory = isinstance(tier, Tier) and tier.file is None
+        self.medium = medium or (MEMORY if in_memory else STORAGE)
+        self._locality = _REMOTE if isinstance(tier, StoreTier) else _LOCAL
+        self._tier, self._listener = tier, listener
+        self._noted: deque[_Noted] = deque(maxlen=_NOTED)
+        self._told: OrderedDict[_Block, int] = OrderedDict()
+        """Blocks that were told of, and the tokens up to their ends; the oldest first."""
+        self._lock = threading.Lock()
+
+    def note(self, chain: PrefixChain, stop: int) -> None:
+        """The first `stop` tokens of a request were stored, or are about to be."""
+        self._noted.append(_Noted(chain, stop, 1))
+
+    def tell(self) -> None:
+        """Tell what can be found since the last call, and what no more.
+
+        A tier that cannot be asked now is asked the next time.
+        """
+        with self._lock:
+            news: list[BlockEvent] = []
+            try:
+                news += self._removed()
+                for _ in range(len(self._noted)):
+                    noted = self._noted.popleft()
+                    try:
+                        complete = self._look_for(noted, news)
+                    except AtlasError:
+                        self._noted.appendleft(noted)
+                        raise
+                    if not complete and noted.tries < _TRIES:
+                        self._noted.append(noted._replace(tries=noted.tries + 1))
+                news += self._forgotten()
+            except AtlasError:
+                pass  # it is slow or gone, which is no news of what it has
+            if news:
+                self._listener(news)
+
+    def forget(self) -> None:
+        """Know of nothing any more, and tell nobody: a listener was told otherwise."""
+        with self._lock:
+            self._noted.clear()
+            self._told.clear()
+
+    # -- inside -------------------------------------------------------------------------
+
+    def _look_for(self, noted: _Noted, news: list[BlockEvent]) -> bool:
+        """Add blocks of a request that can be found and were not told of; whether all can be."""
+        complete = True
+        for number, group in enumerate(self._tier.plan.groups):
+            ends = range(group.block, noted.stop + 1, group.block)
+            keys = [(stop, noted.chain.key_at(stop)) for stop in ends]
+            new = [(stop, key) for stop, key in keys if _Block(number, key) not in self._told]
+            there = self._tier.kept_ends(number, new, whole=True) if new else []
+            found = [stop for (stop, _), kept in zip(new, there, strict=True) if kept]
+            complete &= all(there)
+            about = (noted.chain, number, group)
+            news += [self._stored_event(*about, stops) for stops in _stretches(found, group.block)]
+        return complete
+
+    def _stored_event(
+        self, chain: PrefixChain, number: int, group: Group, stops: Sequence[int]
+    ) -> BlockStored:
+        blocks = {_Block(number, chain.key_at(stop)): stop for stop in stops}
+        self._told |= blocks
+        first = stops[0] - group.block
+        windows = group.kind in ("sliding_window", "sliding_window_mla")
+        return BlockStored(
+            block_hashes=[block.hash for block in blocks],
+            parent_block_hash=block_hash(chain.key_at(first)) if first else None,
+            token_ids=chain.tokens(first, stops[-1]),
+            block_size=group.block,
+            medium=self.medium,
+            lora_name=chain.lora or None,
+            extra_keys=_extra_keys(chain, len(blocks), first=not first),
+            group_idx=number,
+            kv_cache_spec_kind="mamba" if group.kind == "recurrent" else group.kind,
+            kv_cache_spec_sliding_window=group.window if windows else None,
+            locality=self._locality,
+        )
+
+    def _removed(self) -> list[BlockEvent]:
+        """Ask for some that were told of again, the longest ago first."""
+        oldest = list(islice(self._told.items(), _AGAIN))
+        gone: list[_Block] = []
+        for number, part in groupby(sorted(oldest), lambda one: one[0].group):
+            asked = list(part)
+            ends = [(stop, block.key) for block, stop in asked]
+            there = self._tier.kept_ends(number, ends, whole=True)
+            gone += [block for (block, _), kept in zip(asked, there, strict=True) if not kept]
+        for block, _ in oldest:
+            self._told.move_to_end(block)
+        return self._removed_events(gone)
+
+    def _forgotten(self) -> list[BlockEvent]:
+        return self._removed_events(list(islice(self._told, max(0, len(self._told) - _MOST))))
+
+    def _removed_events(self, blocks: Sequence[_Block]) -> list[BlockEvent]:
+        for block in blocks:
+            del self._told[block]
+        return [
+            BlockRemoved([one.hash for one in part], self.medium, number, self._locality)
+            for number, part in groupby(blocks, lambda block: block.group)
+        ]
+
+
+def _stretches(stops: Sequence[int], block: int) -> Iterator[list[int]]:
+    """Ends of blocks that come behind each other."""
+    begun: list[int] = []
+    for stop in stops:
+        if begun and stop != begun[-1] + block:
+            yield begun
+            begun = []
+        begun.append(stop)
+    if begun:
+        yield begun
+
+
+def block_hash(key: bytes) -> int:
+    """What events call a block: the last 64 bits of its key.
+
+    >>> block_hash(bytes(15) + b"A")
+    65
+    """
+    return int.from_bytes(key[-8:], "big")
+
+
+def _extra_keys(
+    chain: PrefixChain, blocks: int, *, first: bool
+) -> list[tuple[Any, ...] | None] | None:
+    """What joins the hash of each block beside its tokens, as vLLM lists it."""
+    lora = (chain.lora,) if chain.lora else ()
+    salt = (chain.salt.hex(),) if chain.salt and first else ()
+    if not lora and not chain.salt:
+        return None
+    return [(*lora, *salt) or None, *[lora or None] * (blocks - 1)]

@@ -1,0 +1,131 @@
+"""A session's connections: hellos exchanged, what peers say checked, links kept while used."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.wire.channels import no_answer
+from kvatlas.wire.client.peer_connection import PeerConnection
+from kvatlas.wire.peers import Peer, checked_peer
+from kvatlas.wire.protocol import SendPlan, Welcome, bad_handshake
+from kvatlas.wire.server.node_state import NodeState
+
+PEER_GONE = {Code.PEER_LOST, Code.UNKNOWN_SESSION, Code.DEADLINE, Code.WIRE_FAILED}
+"""Failures after which a peer has to be connected to anew: it may have gone, or restarted."""
+
+
+class Connections:
+    """Connections of a node to some endpoints; any thread may use them."""
+
+    def __init__(
+        self, node: NodeState, endpoints: Sequence[str], beside: ThreadPoolExecutor
+    ) -> None:
+        self._node, self._beside = node, beside
+        self._open: dict[str, PeerConnection] = {}
+        self._connecting = {endpoint: threading.Lock() for endpoint in endpoints}
+        self._lock = threading.Lock()
+        self.known: dict[str, Peer] = {}
+        """The peers as they were when first connected to."""
+
+    def connect(self, endpoint: str, deadline: float) -> Peer:
+        """Connect to a peer for the first time."""
+        connection = self._open[endpoint] = self._connect(endpoint, deadline)
+        self.known[endpoint] = connection.peer
+        return connection.peer
+
+    def find(self, endpoint: str) -> PeerConnection | None:
+        """The connection to an endpoint, if there is one now."""
+        return self._open.get(endpoint)
+
+    def close(self) -> None:
+        """Close all links."""
+        for connection in self._open.values():
+            connection.link.close()
+        self._open.clear()
+
+    @contextmanager
+    def use(self, endpoint: str, deadline: float) -> Iterator[PeerConnection]:
+        """A peer for one transfer; its link stays open while any transfer uses it."""
+        connecting = self._connecting[endpoint]
+        if not connecting.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise no_answer(endpoint)
+        try:
+            connection = self.take(endpoint)
+            if connection is None:
+                connection = self._connect(endpoint, deadline)
+                connection.users = 1
+                with self._lock:
+                    self._open[endpoint] = connection
+        finally:
+            connecting.release()
+        with self.using(connection):
+            yield connection
+
+    @contextmanager
+    def using(self, connection: PeerConnection) -> Iterator[None]:
+        """Around what is done with a connection that was taken; one to a lost peer is forgotten."""
+        try:
+            yield
+        except AtlasError as refused:
+            if refused.code in PEER_GONE:
+                with self._lock:
+                    connection.gone = True
+                    if self._open.get(connection.endpoint) is connection:
+                        del self._open[connection.endpoint]
+            raise
+        finally:
+            self.give_back(connection)
+
+    def give_back(self, connection: PeerConnection) -> None:
+        """A connection that was taken is used no more."""
+        with self._lock:
+            connection.users -= 1
+            unused = connection.gone and not connection.users
+        if unused:
+            connection.link.close()
+
+    def take(self, endpoint: str) -> PeerConnection | None:
+        """The connection to an endpoint, if there is one, kept open for one user more."""
+        with self._lock:
+            connection = self._open.get(endpoint)
+            if connection is not None:
+                connection.users += 1
+            return connection
+
+    def _connect(self, endpoint: str, deadline: float) -> PeerConnection:
+        """Exchange hellos with a peer, check what it says, and open a link to its memory."""
+        node = self._node
+        with node.metrics.phase("handshake"):
+            answer: Any = SendPlan()
+            for with_plan in (False, True):
+                if isinstance(answer, SendPlan):
+                    hello = node.hello(with_plan=with_plan)
+                    answer = node.channels.ask(endpoint, hello, deadline=deadline)
+            if not isinstance(answer, Welcome):
+                raise bad_handshake(f"{type(answer).__name__} instead of Welcome")
+            plan = node.peer_plans.find(answer.hello)
+            if plan is None:
+                raise bad_handshake("a welcome without a plan")
+            peer = checked_peer(answer.hello, plan, node.transport.name)
+            self._check_same_plan(endpoint, peer)
+            node.check_route(peer)
+            link = node.transport.connect(peer.metadata, peer.memory)
+        return PeerConnection(endpoint, peer, answer.session, link, self._beside)
+
+    def _check_same_plan(self, endpoint: str, peer: Peer) -> None:
+        """Refuse ranks of another plan: parts of two plans do not make up a request."""
+        known = self.known.get(endpoint, peer)
+        plans = {one.plan_hash for one in self.known.values()}
+        if known.rank != peer.rank or not plans <= {peer.plan_hash}:
+            raise AtlasError(
+                Code.PEER_LOST,
+                "Another rank, or a rank of another plan, is at this endpoint",
+                got=f"rank {peer.rank} of {peer.plan} at {endpoint}",
+                hint="Open a new session",
+            )

@@ -1,0 +1,84 @@
+"""What comes after a pull that was started by who asked for it: later, and by another thread.
+
+Who waits for such a pull finishes it. What the source is told afterwards can wait for a moment:
+a thread that was woken for it at once would take the interpreter from whoever was waiting, just
+when it goes on. One thread looks after all of them from time to time, as long as there are any.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+
+from kvatlas.wire.client.transfer import Transfer, TransferPart
+from kvatlas.wire.rpc import log
+
+_EVERY = 2e-3
+"""Seconds between looks."""
+
+
+@dataclass
+class _FollowUp:
+    transfer: Transfer
+    part: TransferPart
+    then: Callable[[], None]
+    since: float = field(default_factory=time.monotonic)
+
+
+class FollowUps:
+    """Pulls that were started; any thread may use them."""
+
+    def __init__(self, workers: Executor, beside: Executor) -> None:
+        self._workers, self._beside = workers, beside
+        self._kept: list[_FollowUp] = []
+        self._lock = threading.Lock()
+        self._looking = self._closing = False
+
+    def add(self, transfer: Transfer, part: TransferPart, then: Callable[[], None]) -> None:
+        """Have a part finished if nobody does so soon, and call `then` once it is."""
+        with self._lock:
+            self._kept.append(_FollowUp(transfer, part, then))
+            start, self._looking = not self._looking, True
+        if start:
+            self._beside.submit(self._look)
+
+    def close(self) -> None:
+        """Finish everything, before the threads that do so end; nothing is added any more."""
+        self._closing = True
+        while self._looking:
+            time.sleep(_EVERY)
+
+    def _look(self) -> None:
+        while True:
+            time.sleep(_EVERY)
+            with self._lock:
+                kept, self._kept = self._kept, []
+                if not kept:
+                    self._looking = False
+                    return
+            for one in kept:
+                self._follow(one)
+
+    def _follow(self, one: _FollowUp) -> None:
+        if self._closing:
+            one.part()
+            one.part.join()
+        if one.part.over:
+            _carefully(one.then)
+            return
+        if time.monotonic() - one.since > _EVERY:
+            self._workers.submit(one.part)
+            one.since = float("inf")
+        with self._lock:
+            self._kept.append(one)
+
+
+def _carefully(act: Callable[[], None]) -> None:
+    """What fails here must not keep others from being followed up."""
+    try:
+        act()
+    except Exception:
+        log.exception("a pull was not followed up")

@@ -1,0 +1,34 @@
+"""A peer that has welcomed this node: the session with it, the link to its memory."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from kvatlas.routing import Costs
+from kvatlas.wire.client.warm_shapes import WarmShapes
+from kvatlas.wire.peers import Peer
+from kvatlas.wire.transports.base import Link
+
+
+@dataclass
+class PeerConnection:
+    """A peer that has welcomed this node, and the link to its memory."""
+
+    endpoint: str
+    peer: Peer
+    session: bytes
+    link: Link
+    beside: ThreadPoolExecutor
+    """Asks questions while a transfer does something else."""
+    costs: Costs | None = None
+    """What the link was measured at."""
+    question_seconds: float = 0.0
+    """How long the peer takes to answer a question."""
+    users: int = 0
+    """Transfers that use it now: the link is closed after the last of them."""
+    gone: bool = False
+
+    def __post_init__(self) -> None:
+        self.warm = WarmShapes(self.link)
+        """What was pulled over it, to be pulled sooner the next time."""

@@ -1,0 +1,107 @@
+"""One rank's part of a pull that was begun by who asked for it, and is finished by who waits."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from kvatlas.wire.client.connections import Connections
+from kvatlas.wire.client.peer_connection import PeerConnection
+from kvatlas.wire.client.rank_lease import RankLease, TransferRequest
+from kvatlas.wire.client.rank_transfer import RankTransfer
+from kvatlas.wire.client.transfer import Transfer
+from kvatlas.wire.client.warm_shapes import StartedRead
+from kvatlas.wire.server.node_state import NodeState
+
+_SOON = 2e-3
+"""Seconds for which a read is looked at without a pause: a gigabyte takes half a millisecond."""
+
+_EVERY = 1e-4
+"""Seconds between looks at a read that nobody wants any more."""
+
+
+@dataclass
+class StartedPull:
+    """A read that is under way, over a connection that was taken for it."""
+
+    connections: Connections
+    connection: PeerConnection
+    read: StartedRead
+    lease: RankLease | None = None
+    """Once every byte has arrived, and the source's blocks were held until then."""
+    _untidy: bool = True
+
+    @classmethod
+    def begin(
+        cls, connections: Connections, endpoint: str, request: str, tokens: Any, blocks: Any
+    ) -> StartedPull | None:
+        """Begin to read, where a peer is connected and such a request was pulled from it before."""
+        connection = connections.take(endpoint)
+        if connection is None:
+            return None
+        read: StartedRead | None = None
+        try:
+            read = connection.warm.start(request, tokens, blocks)
+        finally:
+            if read is None:
+                connections.give_back(connection)
+        return None if read is None else cls(connections, connection, read)
+
+    @property
+    def total(self) -> int:
+        """Bytes that must arrive, of all ranks."""
+        return self.read.warm.total
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that come from this rank."""
+        return self.read.warm.shape.nbytes
+
+    @property
+    def runs(self) -> int:
+        """Runs that they come in."""
+        return self.read.warm.shape.runs
+
+    def finish(
+        self, node: NodeState, wanted: TransferRequest, transfer: Transfer, patience: float
+    ) -> None:
+        """Wait until it is over, and confirm that the source held its blocks; or raise why not."""
+        lease = RankLease(node, self.connection, wanted, transfer, patience)
+        if self._is_soon_over(transfer):
+            transfer.add(lease.rank, self.nbytes)
+        else:
+            self._untidy = False
+            with self.connections.using(self.connection):
+                RankTransfer(lease).finish(self.read)
+        lease.seen = self.read.seen
+        self.lease = lease
+
+    def _is_soon_over(self, transfer: Transfer) -> bool:
+        """Whether it has ended well within a moment, as most do: looked at without a pause."""
+        handle, seen = self.read.handle, self.read.seen
+        until = time.monotonic() + _SOON
+        try:
+            while not handle.peek():
+                if transfer.done or not seen.held or time.monotonic() > until:
+                    return False
+                time.sleep(0)  # others may want the interpreter
+        except Exception:  # whoever goes the whole way is told why
+            return False
+        return seen.confirmed
+
+    def tidy_up(self) -> None:
+        """Give back what a read that is over has used, if that was left for later."""
+        if self._untidy:
+            self._untidy = False
+            self.read.handle.poll()
+            self.read.handle.release()
+            self.connections.give_back(self.connection)
+
+    def abandon(self) -> None:
+        """Wait until nothing is written any more, where nothing comes of it."""
+        self._untidy = False
+        self.read.handle.release()
+        while not self.read.handle.settle():
+            time.sleep(_EVERY)
+        self.connections.give_back(self.connection)

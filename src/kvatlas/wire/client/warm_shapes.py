@@ -1,0 +1,135 @@
+"""Pulls that are launched by who asks for them, because one of the same shape went before.
+
+A pull works out, from two plans, tokens and block tables, what is read from where. For the
+next request of the same tokens, in as many blocks, all of that is known but the block ids, and
+a transport may have prepared launches for it. Then it is begun before anything else is done:
+the offer is seen on the peer's board, its blocks and those of the caller are seen to lie in
+their pools, and the copy is launched. Everything that a pull consists of beside that happens
+while it runs; where a block was named twice, what was copied is nothing, and it is refused.
+
+Whatever is unusual is not begun here: the pull then goes its whole way, which says what is
+wrong, or waits where something has to be waited for.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvatlas.errors import AtlasError
+from kvatlas.geometry import Int64s
+from kvatlas.routing import Lengths, RequestShape, Stream, block_table, table_lengths
+from kvatlas.wire.protocol import unpack_tables
+from kvatlas.wire.rpc import log
+from kvatlas.wire.transports.base import Handle, Link, PreparedRead
+from kvatlas.wire.transports.offer_board import SeenOffer
+
+_KEPT = 32
+"""Shapes that are kept ready for one peer; those that were used longest ago go first."""
+
+_MOST_SPANS = 1 << 12
+"""Spans of a shape that is kept: longer requests take so long that it would not be noticed."""
+
+_Key = tuple[tuple[int, int], Lengths, Lengths]
+"""Tokens, and how long the block tables of source and destination are."""
+
+
+class WarmShape(NamedTuple):
+    """A shape that was pulled before, and what a transport has prepared for it."""
+
+    shape: RequestShape
+    read: PreparedRead
+    total: int
+    """Bytes that must arrive at this node, of all ranks."""
+
+
+class StartedRead(NamedTuple):
+    """A read that is under way."""
+
+    seen: SeenOffer
+    handle: Handle
+    warm: WarmShape
+    tables: tuple[Mapping[int, Int64s], Mapping[int, Int64s]]
+    """Block ids at the source and here."""
+
+    @property
+    def distinct(self) -> bool:
+        """Whether no block was named twice; looked at while it is read, and not before."""
+        src, dst = self.tables
+        return self.warm.shape.src.distinct(src) and self.warm.shape.dst.distinct(dst)
+
+
+class WarmShapes:
+    """Shapes that were pulled over one link; any thread may use them."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._kept: OrderedDict[_Key, WarmShape | None] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def learn(self, tokens: tuple[int, int], stream: Stream, total: int) -> None:
+        """Get ready for the next request like one that was pulled, unless it is the first so."""
+        shape = stream.shape()
+        key = (tokens, shape.src.lengths, shape.dst.lengths)
+        with self._lock:
+            again = key in self._kept
+            ready = self._kept.setdefault(key, None) is not None
+            self._kept.move_to_end(key)
+            while len(self._kept) > _KEPT:
+                self._kept.popitem(last=False)
+        if not again or ready or not shape.nbytes or shape.spans > _MOST_SPANS:
+            return
+        read = self._link.prepare(shape)
+        if read is not None:
+            with self._lock:
+                self._kept[key] = WarmShape(shape, read, total)
+
+    def start(self, request: str, tokens: Any, blocks: Mapping[int, Int64s]) -> StartedRead | None:
+        """Read what is offered under a name into blocks; None where nothing was begun."""
+        if not self._kept:
+            return None
+        try:
+            return self._start(request, tokens, blocks)
+        except AtlasError:
+            return None
+        except Exception:
+            log.exception("a warm pull was not begun request=%r", request)
+            return None
+
+    def _start(self, request: str, tokens: Any, mine: Mapping[int, Int64s]) -> StartedRead | None:
+        span = (0, tokens) if type(tokens) is int else tokens
+        if type(span) is not tuple or len(span) != 2 or type(span[0]) is not int:
+            return None
+        seen = self._link.glimpse_offer(request)
+        if seen is None:
+            return None
+        offer = seen.offer
+        if not offer.start <= span[0] or span[1] is True or span[1] != offer.stop:
+            return None
+        theirs = unpack_tables(offer.blocks)
+        warm = self._kept.get((span, table_lengths(theirs), table_lengths(mine)))
+        if warm is None or not (warm.shape.src.in_range(theirs) and warm.shape.dst.in_range(mine)):
+            return None
+        handle = warm.read.begin(theirs, mine, offer.mark)
+        return None if handle is None else StartedRead(seen, handle, warm, (theirs, mine))
+
+
+def plain_tables(blocks: Any) -> dict[int, Int64s]:
+    """Block tables by group as arrays; those that are such already are not copied.
+
+    >>> plain_tables([2, 5])
+    {0: array([2, 5])}
+    """
+    if type(blocks) is not dict:
+        blocks = blocks if isinstance(blocks, Mapping) else {0: blocks}
+    return {group: _plain_table(table, group) for group, table in blocks.items()}
+
+
+def _plain_table(table: Any, group: Any) -> Int64s:
+    if type(table) is np.ndarray and table.dtype == np.int64 and table.ndim == 1:
+        return table
+    return block_table(table, f"group {group} at the destination")

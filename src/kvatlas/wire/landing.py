@@ -1,0 +1,269 @@
+"""Which bytes of a source are read together, and how they get from a buffer into their blocks.
+
+Runs are short where the two ends lie differently; at the source most of them touch. Those that
+lie close together there, and at regular steps at both ends, are a tile: what is read, sorted
+and put in place goes by tiles, of which there are few, whatever their runs. Tiles that touch
+are read as one.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from math import gcd
+from typing import NamedTuple
+
+import numpy as np
+
+from kvatlas.geometry import Int64s, NestedSteps, Steps, ceil_div
+from kvatlas.routing import Copy, RunGrid
+from kvatlas.wire.memory_copy import Bytes
+from kvatlas.wire.transports.base import STAGING
+
+_SHARE = 4
+"""A tile has a quarter of a buffer at most, and so has a run."""
+_SPARSE = 2
+"""Steps of a tile are at most twice as long at the source as what lies at each."""
+_MOST_TILES = 1 << 17
+"""Tiles that are sorted together, more or less: so many take 10 MB."""
+_LOOKED_AT = 4
+"""Spans that tell what the others are like."""
+_KEPT = 1 << 10
+"""Tiles of a batch whose steps are kept for batches that lie alike."""
+_FAR = 1 << 50
+"""More bytes than any pool has."""
+_ELEMENT, _WORD = 1 << 10, 256
+"""Runs up to so many bytes are an element each; longer ones are several, which numpy copies
+without holding up other threads where there are many."""
+
+
+class Placing(NamedTuple):
+    """Runs of one length that lie at nested steps in a batch, and where they go in a pool."""
+
+    pool: int
+    places: NestedSteps
+    length: int
+
+    def carry_out(self, batch: Bytes, pools: Mapping[int, Bytes]) -> None:
+        """Copy them out of a batch that was read."""
+        target, steps = pools[self.pool], self.places.steps
+        word = self.length if self.length <= _ELEMENT else gcd(self.length, _WORD)
+        shape = (*(one.count for one in steps), self.length // word)
+        kind = f"V{word}"
+        strides = [(*(one.src for one in steps), word), (*(one.dst for one in steps), word)]
+        for src, dst in zip(self.places.src.tolist(), self.places.dst.tolist(), strict=True):
+            here = np.ndarray(shape, kind, batch, src, strides[0])
+            np.ndarray(shape, kind, target, dst, strides[1])[...] = here
+
+
+class LandingBatch(NamedTuple):
+    """Ranges of a source's pool that are read one behind the other, and where they go then."""
+
+    pool: int
+    src: Int64s
+    length: Int64s
+    placing: list[Placing]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are put in place."""
+        return sum(
+            one.length * len(one.places.src) * int(np.prod([s.count for s in one.places.steps]))
+            for one in self.placing
+        )
+
+    def read(self, at: int) -> Copy:
+        """What is read into the staging memory, from an offset on."""
+        places = np.cumsum(self.length) - self.length + at
+        return Copy(self.pool, STAGING, self.src, places, self.length)
+
+
+class _Tiles(NamedTuple):
+    """Where the tiles of a grid start, beside its spans, and the steps in each."""
+
+    grid: RunGrid
+    src: Int64s
+    dst: Int64s
+    steps: tuple[Steps, ...]
+    reach: int
+    """Bytes between the first run of a tile and the start of its last, at the source."""
+
+    @classmethod
+    def of(cls, grid: RunGrid, most: int) -> _Tiles:
+        """As many steps in a tile as keep it dense, and within `most` bytes."""
+        nested, length = NestedSteps.of(grid.starts.src, grid.starts.dst), int(grid.length.max())
+        reach, dense = 0, []
+        for one in sorted(nested.steps, key=lambda one: abs(one.src)):
+            further = reach + (one.count - 1) * one.src
+            if not 0 <= one.src <= _SPARSE * (reach + length) or further + length > most:
+                break
+            dense.append(one)
+            reach = further
+        others = tuple(one for one in nested.steps if one not in dense)
+        return cls(grid, *nested.written_out(others), tuple(reversed(dense)), reach)
+
+
+def landing_batches(grids: Sequence[RunGrid], room: int) -> Iterator[LandingBatch]:
+    """All runs of some grids, in batches of at most `room` bytes."""
+    alike: defaultdict[tuple[int, int], list[RunGrid]] = defaultdict(list)
+    for grid in grids:
+        if len(grid):
+            cut = _cut(grid, max(1, room // _SHARE))
+            alike[grid.src_pool, len(cut.length)].append(cut)
+    for (_, count), several in alike.items():
+        tiles = [_Tiles.of(grid, max(1, room // _SHARE)) for grid in several]
+        step = max(1, _MOST_TILES // sum(len(one.src) for one in tiles))
+        for first in range(0, count, step):
+            yield from _SortedTiles.of(tiles, slice(first, first + step)).batches(room)
+
+
+def expected_reads(grids: Sequence[RunGrid], room: int) -> int:
+    """Ranges that are read for some grids, as far as the first spans of each tell."""
+    some = [_first_spans(grid) for grid in grids if len(grid)]
+    reads = sum(len(batch.src) for batch in landing_batches(some, room))
+    part, total = (sum(grid.nbytes for grid in several) for several in (some, grids))
+    return ceil_div(reads * total, part) if part else 0
+
+
+def _first_spans(grid: RunGrid) -> RunGrid:
+    src, dst, length = (column[:_LOOKED_AT] for column in (grid.src, grid.dst, grid.length))
+    return RunGrid(grid.src_pool, grid.dst_pool, grid.starts, src, dst, length)
+
+
+def _cut(grid: RunGrid, most: int) -> RunGrid:
+    """The same runs, none longer than `most` bytes."""
+    if int(grid.length.max()) <= most:
+        return grid
+    parts = -(-grid.length // most)
+    skip = (np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)) * most
+    src, dst, length = (np.repeat(one, parts) for one in (grid.src, grid.dst, grid.length))
+    pools = (grid.src_pool, grid.dst_pool)
+    return RunGrid(*pools, grid.starts, src + skip, dst + skip, np.minimum(length - skip, most))
+
+
+class _SortedTiles(NamedTuple):
+    """Tiles of all spans in the order in which they are read."""
+
+    tiles: Sequence[_Tiles]
+    owner: Int64s
+    """Of which of them each is."""
+    start: Int64s
+    """Where it lies at the source; so much further as sets blocks apart."""
+    reached: Int64s
+    """How far it and all before it reach."""
+    dst: Int64s
+    length: Int64s
+    place: Int64s
+    """Where it lies in all that is read, one behind the other."""
+
+    @classmethod
+    def of(cls, tiles: Sequence[_Tiles], spans: slice) -> _SortedTiles:
+        """Tiles with every span."""
+        grid, reach = tiles[0].grid, max(one.reach for one in tiles)
+        apart = _blocks(grid.src[spans], grid.dst[spans], reach) * _FAR
+        starts, stops, targets, lengths = [], [], [], []
+        for one in tiles:
+            at, length = one.grid.src[spans] + apart, one.grid.length[spans]
+            starts.append((at[:, None] + one.src).reshape(-1))
+            stops.append(((at + length + one.reach)[:, None] + one.src).reshape(-1))
+            targets.append((one.grid.dst[spans, None] + one.dst).reshape(-1))
+            lengths.append(np.repeat(length, len(one.src)))
+        owner = np.repeat(np.arange(len(tiles)), [len(one) for one in starts])
+        start = np.concatenate(starts)
+        order = np.argsort(start, kind="stable")
+        columns = (owner, start, *map(np.concatenate, (stops, targets, lengths)))
+        owner, start, stop, dst, length = (column[order] for column in columns)
+        reached = np.maximum.accumulate(stop)
+        skipped = np.maximum(0, start[1:] - reached[:-1]).cumsum()
+        place = start - start[0]
+        place[1:] -= skipped
+        return cls(tiles, owner, start, reached, dst, length, place)
+
+    def batches(self, room: int) -> Iterator[LandingBatch]:
+        """Some of them at a time, that are read together."""
+        cuts = self._cuts(room)
+        gaps = np.flatnonzero(self.start[1:] > self.reached[:-1]) + 1
+        runs = np.union1d(gaps, cuts[:-1])
+        length = self.reached[np.append(runs[1:], len(self.start)) - 1] - self.start[runs]
+        src, firsts = self.start[runs] % _FAR, np.searchsorted(runs, cuts).tolist()
+        alike = [part for number in range(len(self.tiles)) for part in self._alike(number, cuts)]
+        pool = self.tiles[0].grid.src_pool
+        for number, at in enumerate(self.place[cuts[:-1]].tolist()):
+            some = slice(firsts[number], firsts[number + 1])
+            placing = [part.placing(number, at) for part in alike]
+            yield LandingBatch(pool, src[some], length[some], [one for one in placing if one])
+
+    def _cuts(self, room: int) -> list[int]:
+        """With which tiles batches of at most so many bytes begin, and how many tiles there are."""
+        edges = np.flatnonzero(self.start[1:] >= self.reached[:-1]) + 1
+        edges = np.append(edges, len(self.start))
+        end = self.place[-1] + self.reached[-1] - self.start[-1]
+        places, cuts = np.append(self.place, end), [0]
+        before = places[edges]
+        while cuts[-1] < len(self.start):
+            limit = places[cuts[-1]] + room
+            cut = edges[np.searchsorted(before, limit, side="right") - 1]
+            if cut <= cuts[-1] or before[0] > limit:
+                # Tiles that reach into each other, and some bytes are read twice.
+                cut = np.searchsorted(self.place, limit - room // _SHARE, side="right")
+            cuts.append(int(cut))
+        return cuts
+
+    def _alike(self, number: int, cuts: list[int]) -> Iterator[_AlikeTiles]:
+        """The tiles of a grid by the length of their runs."""
+        own = np.flatnonzero(self.owner == number)
+        lengths = self.length[own]
+        for length in np.unique(lengths).tolist():
+            some = own[lengths == length]
+            cut = np.searchsorted(some, cuts).tolist()
+            yield _AlikeTiles(self.tiles[number], length, self.place[some], self.dst[some], cut)
+
+
+class _AlikeTiles(NamedTuple):
+    """Tiles of one grid whose runs have one length, and with which of them batches begin."""
+
+    tiles: _Tiles
+    length: int
+    place: Int64s
+    dst: Int64s
+    cuts: list[int]
+
+    def placing(self, batch: int, at: int) -> Placing | None:
+        """Those of a batch, which is read from a place on; None where it has none."""
+        some = slice(self.cuts[batch], self.cuts[batch + 1])
+        if some.start == some.stop:
+            return None
+        outer = _nested(self.place[some] - at, self.dst[some])
+        nested = NestedSteps(outer.src, outer.dst, outer.steps + self.tiles.steps)
+        return Placing(self.tiles.grid.dst_pool, nested, self.length)
+
+
+def _nested(src: Int64s, dst: Int64s) -> NestedSteps:
+    """Offsets as nested steps; those that batches have in common are looked for once."""
+    if len(src) > _KEPT:
+        return NestedSteps.of(src, dst)
+    found = _steps_of((src - src[0]).tobytes(), (dst - dst[0]).tobytes())
+    return NestedSteps(found.src + src[0], found.dst + dst[0], found.steps)
+
+
+@lru_cache(maxsize=256)
+def _steps_of(src: bytes, dst: bytes) -> NestedSteps:
+    return NestedSteps.of(np.frombuffer(src, np.int64), np.frombuffer(dst, np.int64))
+
+
+def _blocks(src: Int64s, dst: Int64s, reach: int) -> Int64s:
+    """A number for each span, the same for those whose tiles overlap at the source.
+
+    Spans that are neighbours at the destination have neighbouring numbers: what is written
+    together is then in one batch, if there is room.
+    """
+    order = np.argsort(src, kind="stable")
+    block = np.empty_like(src)
+    block[order] = np.cumsum(np.append(0, np.diff(src[order]) > reach))
+    first = np.full(int(block.max()) + 1, _FAR)
+    np.minimum.at(first, block, dst)
+    rank = np.empty_like(first)
+    rank[np.argsort(first, kind="stable")] = np.arange(len(first))
+    numbers: Int64s = rank[block]
+    return numbers

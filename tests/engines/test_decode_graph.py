@@ -1,0 +1,72 @@
+"""Steps in fixed tensors give the tokens of steps without: what a captured graph is made of."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvatlas.engines.transformers import AtlasCache, DecodeGraph
+from kvatlas.errors import AtlasError, Code
+from tests.engines.guarded import Guarded
+from tests.engines.test_tokens import by_turns
+from tests.engines.zoo import ZOO, generate, model_of, own_tokens, prompts, tiny_of
+
+STEPS = 20
+"""Tokens with which sequences cross blocks, and tables outgrow their first room."""
+SERVED = [name for name in ZOO if tiny_of(name).argument == "past_key_values"]
+
+
+@pytest.mark.parametrize("name", by_turns(SERVED, 1, of=4))
+def test_tokens_of_steps_in_fixed_tensors(name: str, pages: Guarded) -> None:
+    own, model = own_tokens(name)[:, :STEPS], model_of(name)
+    model.set_attn_implementation("kvatlas")
+    cache = pages.cache(name, layout="BHLNC", **({"block_size": 16} if name == "Llama" else {}))
+    with DecodeGraph(model, cache) as graph:
+        for _ in range(2):  # a second batch of as many sequences is run in the same tensors
+            assert generate(name, cache, max_new_tokens=STEPS).equal(own)
+            cache.reset()
+    assert graph.steps == 2 * (STEPS - 1)
+    assert "forward" not in vars(model)
+
+
+def test_a_choice_among_sequences_is_another_batch(pages: Guarded) -> None:
+    model, cache = model_of("Llama"), pages.cache("Llama")
+    model.set_attn_implementation("kvatlas")
+    inputs = prompts()
+    with torch.no_grad():
+        first = model(**inputs, past_key_values=cache).logits[:, -1:].argmax(-1)
+        with DecodeGraph(model, cache) as graph:
+            mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 1), value=1)
+            places = (mask.sum(1) - 1).unsqueeze(1)
+            whole = model(
+                first, attention_mask=mask, position_ids=places, past_key_values=cache
+            ).logits.clone()
+            cache.crop(-1)
+            cache.batch_select_indices(torch.tensor([2, 0]))
+            some = model(
+                first[[2, 0]], attention_mask=mask[[2, 0]], position_ids=places[[2, 0]],
+                past_key_values=cache,
+            ).logits  # fmt: skip
+    assert graph.steps == 2
+    assert torch.allclose(some, whole[[2, 0]], atol=1e-5)
+
+
+def test_a_mask_that_pages_cannot_be_read_with_is_refused(pages: Guarded) -> None:
+    model, cache = model_of("Llama"), pages.cache("Llama")
+    model.set_attn_implementation("kvatlas")
+    inputs = prompts()
+    with torch.no_grad(), DecodeGraph(model, cache):
+        model(**inputs, past_key_values=cache)
+        mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 1), value=0)
+        with pytest.raises(AtlasError) as refused:
+            model(torch.ones((3, 1), dtype=torch.long), attention_mask=mask, past_key_values=cache)
+    assert refused.value.code == Code.ENGINE_REFUSES
+
+
+def test_attention_that_reads_no_pages_is_refused() -> None:
+    model = model_of("Llama")
+    model.set_attn_implementation("sdpa")
+    cache = AtlasCache.from_config(model.config, batch=1, max_len=64)
+    with pytest.raises(AtlasError, match="Only attention that reads pages") as refused:
+        DecodeGraph(model, cache)
+    assert refused.value.code == Code.ENGINE_REFUSES

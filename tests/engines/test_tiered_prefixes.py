@@ -1,0 +1,182 @@
+"""Tokens of real models that begin with what other engines left in a tier, beside runs without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvatlas.engines.transformers import AtlasCache, PrefixReuse, make_plan
+from kvatlas.errors import AtlasError
+from kvatlas.pool import BlockPool, PrefixIdentity
+from kvatlas.tier import Tier, open_tier
+from tests.engines.guarded import Guarded
+from tests.engines.test_prefix_reuse import DEEP, NEW
+from tests.engines.zoo import VOCABULARY, model_of, seeded
+from tests.tier import mooncake_world
+
+QUICK = ["Llama", "Gemma3", "Qwen3Next"]
+NAMES = [*QUICK, "DeepseekV3", "Llama4", "GptOss", "FalconH1", "NemotronH", "Lfm2", "KimiLinear"]
+WHOLE = ("Llama", "DeepseekV3")
+"""Models that see all tokens: whole blocks of these are found, and no others."""
+BLOCK = 16
+UNLIKE: tuple[dict[str, Any], ...] = (
+    {"layout": "LBNHC", "max_len": 140},
+    {"layout": "BLNHC", "max_len": 180, "block_size": 32},
+)
+
+
+@contextmanager
+def engine(name: str, pages: Guarded, where: Any, number: int, **about: Any) -> Iterator[Any]:
+    """One of two engines of unlike order, block size and longest request, on one tier."""
+    options = UNLIKE[number] if name in QUICK[:2] else {**UNLIKE[number], "layout": "LBNHC"}
+    try:
+        plan = make_plan(model_of(name).config, batch=3, prefix_caching=True, **options)
+    except AtlasError:  # states want blocks of their own size
+        options = {key: value for key, value in options.items() if key != "block_size"}
+        plan = make_plan(model_of(name).config, batch=3, prefix_caching=True, **options)
+    options = {"block_size": BLOCK, **about}
+    if "://" in str(where):
+        options = {"staging": 1 << 20, "deadline": 30.0, **options}
+    else:
+        options = {"memory": "1MiB", **options}
+    cache = pages.bind(plan, BlockPool(plan, null_block=False))
+    made = PrefixReuse(model_of(name), cache, where, **options)
+    try:
+        yield made
+    finally:
+        made.close()
+        assert all(ids.free == ids.count for ids in made.pool.ids.values())
+
+
+def said_to(name: str, prompt: list[int], cache: AtlasCache | None = None) -> list[int]:
+    """A prompt and what a model says to it, which may be the token that pads, and counts."""
+    ids = torch.tensor([prompt])
+    about: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "past_key_values": cache}
+    made = model_of(name).generate(ids, max_new_tokens=NEW, do_sample=False, **about)
+    tokens: list[int] = made[0].tolist()
+    return tokens
+
+
+def ask(name: str, reuse: PrefixReuse, prompt: list[int], **about: Any) -> tuple[int, list[int]]:
+    """How many tokens were found, and what is said then: the same as without a tier."""
+    model_of(name).set_attn_implementation("kvatlas")
+    found = reuse.begin(prompt, **about)
+    said = said_to(name, prompt, reuse.cache)
+    reuse.end(said)
+    model_of(name).set_attn_implementation("eager")
+    assert said == said_to(name, prompt)
+    return found, said
+
+
+def prompts() -> list[list[int]]:
+    return torch.randint(1, VOCABULARY, (3, 130), generator=seeded(33)).tolist()
+
+
+def converse(name: str, pages: Guarded, where: Any) -> None:
+    """What one engine has said, the other goes on from; and, if there is time, back."""
+    first, more, last = prompts()
+    with engine(name, pages, where, 0) as one:
+        found, said = ask(name, one, first[:50])
+        assert found == 0
+    computed = len(said) - 1  # the last token was never given to the model
+    with engine(name, pages, where, 1) as other:
+        found, said = ask(name, other, said + more[:20])
+        assert found == (computed // BLOCK * BLOCK if name in WHOLE else computed)
+        assert other.tiered.counts["loaded"] == 1
+    if not DEEP:
+        return
+    with engine(name, pages, where, 0) as one:
+        assert ask(name, one, [*said[:3], *last[:40]])[0] == 0
+        found, _ = ask(name, one, said + last[:9])
+        computed = len(said) - 1
+        assert found == (computed // BLOCK * BLOCK if name in WHOLE else computed)
+
+
+@pytest.mark.parametrize("name", NAMES if DEEP else QUICK[:2])
+def test_tokens_behind_what_another_engine_stored_are_those_without_it(
+    name: str, pages: Guarded, tmp_path: Path
+) -> None:
+    kinds = (f"folder://{tmp_path}/store", tmp_path / "file")
+    for where in kinds if DEEP else kinds[QUICK.index(name) :][:1]:
+        converse(name, pages, where)
+
+
+@pytest.mark.skipif(bool(mooncake_world.missing()), reason=mooncake_world.missing() or "it is here")
+def test_tokens_agree_through_mooncake_store(pages: Guarded) -> None:
+    with mooncake_world.running() as master:
+        keeper = master.store()  # the memory of engines goes when they do
+        for name in QUICK if DEEP else QUICK[2:]:
+            converse(name, pages, f"mooncake://{master.address}")
+        keeper.close()
+
+
+def test_other_weights_and_other_salts_find_nothing_and_are_counted(
+    pages: Guarded, tmp_path: Path
+) -> None:
+    where, prompt = f"folder://{tmp_path}", prompts()[0][:40]
+    mine, model = PrefixIdentity(salt=b"mine"), model_of("Llama")
+    with engine("Llama", pages, where, 0) as one:
+        ask("Llama", one, prompt, identity=mine)
+    with engine("Llama", pages, where, 1) as other:
+        assert ask("Llama", other, prompt)[0] == 0
+        assert other.tiered.tier.misses == {"absent": 2}, "not found, and so stored"
+    with engine("Llama", pages, where, 1) as other:
+        assert ask("Llama", other, prompt, identity=mine)[0] == 32
+    weight = model.lm_head.weight
+    with torch.no_grad():
+        weight += 0.5
+    try:
+        with engine("Llama", pages, where, 1) as fine_tuned:
+            assert fine_tuned.begin(prompt) == 0
+            assert fine_tuned.tiered.tier.misses == {"other_weights": 1}
+    finally:
+        with torch.no_grad():
+            weight -= 0.5
+
+
+def test_what_is_lost_between_lookup_and_load_is_computed(pages: Guarded, tmp_path: Path) -> None:
+    prompt = prompts()[0][:60]
+    for harm in ("removed", "flipped"):
+        folder = tmp_path / harm
+        with engine("Llama", pages, f"folder://{folder}", 0) as one:
+            ask("Llama", one, prompt)
+        with engine("Llama", pages, f"folder://{folder}", 1) as other:
+            longest = other.tiered.longest
+
+            def then_harmed(chain: Any, longest: Any = longest, folder: Path = folder) -> int:
+                found = int(longest(chain))
+                for path in folder.rglob("0.0-16/0"):  # an object of every row
+                    path.chmod(0o600)
+                    path.write_bytes(bytes(path.stat().st_size))
+                    if folder.name == "removed":
+                        path.unlink()
+                return found
+
+            other.tiered.longest = then_harmed
+            assert ask("Llama", other, prompt)[0] == 0
+            assert other.tiered.counts["lost"] == 1
+            reason = "incomplete" if harm == "removed" else "damaged"
+            assert other.tiered.tier.misses[reason]
+
+
+def test_a_tier_that_is_open_may_be_given_and_stays_open(pages: Guarded) -> None:
+    plan = make_plan(model_of("Llama").config, batch=3, prefix_caching=True, **UNLIKE[0])
+    with open_tier("memory", plan, memory="1MiB", block_size=BLOCK) as tier:
+        for expected in (0, 32):
+            reuse = PrefixReuse(model_of("Llama"), pages.bind(plan), tier)
+            assert ask("Llama", reuse, prompts()[0][:40])[0] == expected
+            reuse.close()
+        assert isinstance(tier, Tier)
+        assert len(tier) == (40 + NEW - 1) // BLOCK
+    reuse = PrefixReuse(model_of("Llama"), pages.bind(plan), tier)  # closed: all is computed
+    assert ask("Llama", reuse, prompts()[0][:40])[0] == 0
+    assert reuse.tiered is not None
+    assert reuse.tiered.counts == {"failed": 1, "not_stored": 1}
+    pictured = PrefixIdentity(media=((3, b"a picture"),))
+    ask("Llama", reuse, prompts()[0][:20], identity=pictured)
+    assert reuse.tiered.counts["not_stored"] == 1, "tokens alone do not say what it is"

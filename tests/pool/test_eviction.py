@@ -1,0 +1,76 @@
+"""Queues of what is evicted: bounded, in order, and begun anew when all is dropped."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+
+from kvatlas.pool import BlockIds
+from kvatlas.pool.checkpoints import EveryBlock, checkpoint_policy
+from kvatlas.pool.eviction import EVICTIONS, Eviction, Fifo, Lru, Use
+from kvatlas.pool.simulation import LayerClass, PoolModel, Replay, ReplayPolicy, Spans
+
+NOBODY = np.zeros(20, bool)
+
+
+def use(queue: Eviction, entries: list[int], now: int) -> None:
+    later = np.array(entries) + now
+    queue.used(np.array(entries, np.int64), Use(now, np.ones(len(entries)), later))
+
+
+def test_a_queue_of_which_nothing_is_evicted_does_not_grow() -> None:
+    for name, kind in EVICTIONS.items():
+        if name == "s3-fifo":  # it has no segments
+            continue
+        dice = Random(3)  # noqa: S311
+        queue, never_swept = kind(20), kind(20)
+        never_swept.entries = 10**9
+        for now in range(250):
+            entries = dice.sample(range(20), dice.randint(5, 20))
+            use(queue, entries, now)
+            use(never_swept, entries, now)
+        assert sum(len(segment) for _, _, segment in queue._heap) < 1_100
+        for _ in range(20):
+            assert queue.victims(1, NOBODY).tolist() == never_swept.victims(1, NOBODY).tolist()
+
+
+def test_segments_are_numbered_anew_when_their_numbers_end() -> None:
+    queue = Lru(4)
+    use(queue, [0, 1, 2], 1)
+    queue._serial = 2**31 - 1
+    use(queue, [3, 0], 2)
+    assert queue.victims(4, NOBODY).tolist() == [1, 2, 3, 0]
+
+
+def test_what_is_dropped_while_it_is_in_use_is_queued_anew() -> None:
+    lost: list[int] = []
+    ids = BlockIds(3, eviction=Fifo(3), evicted=lost.extend)
+    first = ids.take()
+    ids.keep([first])
+    ids.release([first])
+    ids.share([first])
+    ids.drop()
+    ids.release([first])
+    blocks = ids.take_many(3)
+    ids.keep(blocks)
+    others = [block for block in blocks if block != first]
+    ids.release([*others, first])
+    ids.take()
+    assert lost == others[:1]
+
+
+def test_states_go_in_the_order_in_which_a_prompt_passed_them() -> None:
+    numbers = np.arange(9)
+    spans = Spans(1, numbers, np.array([0, 9]), 9, np.array([8]), np.array([8]))
+    classes = tuple(LayerClass(needs, 0, 1) for needs in ("all", "state", "state"))
+    model = PoolModel(1, classes, (100,))
+    parts = [numbers, np.array([2, 7]), np.array([2, 7])]
+    orders = {}
+    for policy in (checkpoint_policy("vllm-default"), EveryBlock()):
+        replay = Replay(model, spans, ReplayPolicy(checkpoints=policy, by_group=True))
+        entries, places = replay._in_order(0, parts)
+        orders[type(policy)] = list(zip((entries >> 4).tolist(), places.tolist(), strict=True))
+    attention = [(0, place) for place in reversed(range(9))]
+    assert orders.pop(EveryBlock) == [(1, 7), (1, 2), (2, 7), (2, 2), *attention]
+    assert orders.popitem()[1] == [(1, 2), (2, 2), (1, 7), (2, 7), *attention]

@@ -1,0 +1,101 @@
+"""A folder of objects that several processes share, and in which others leave other things."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvatlas import AtlasError, Code
+from kvatlas.tier import FolderStore
+from kvatlas.tier.stores import folder as folder_
+
+SOME = np.arange(100, dtype=np.uint8)
+
+
+def test_what_is_no_file_under_a_key_hangs_nobody_and_is_absent(tmp_path: Path) -> None:
+    store, into = FolderStore(tmp_path), np.zeros(100, np.uint8)
+    (tmp_path / "kv1").mkdir()
+    os.mkfifo(tmp_path / "kv1/fifo")
+    (tmp_path / "kv1/link").symlink_to("/dev/zero")
+    (tmp_path / "kv1/folder").mkdir()
+    for name in ("kv1/fifo", "kv1/link", "kv1/folder"):
+        assert store.get([(name, [into])]) == [-1]
+        assert store.ranges(name, [(0, into)]) == store.size(name) == -1
+        assert store.exists([name]) == [False]
+        assert store.put([(name, [SOME])]) == [False]
+    assert list(store.names()) == []
+    assert store.capacity().objects == 0
+    store.remove(["kv1/fifo", "kv1/link"])
+    assert store.put([("kv1/fifo", [SOME]), ("kv1/link", [SOME])]) == [True, True]
+    assert not into.any()
+
+
+def test_all_who_share_a_folder_count_what_is_in_it_together(tmp_path: Path) -> None:
+    stores = [FolderStore(tmp_path, capacity=1000) for _ in range(2)]
+    for number in range(40):
+        assert stores[number % 2].put([(f"kv1/{number}", [SOME])]) == [True]
+        assert stores[0].capacity().used <= 1000
+    there = stores[1].exists([f"kv1/{number}" for number in range(40)])
+    assert 5 <= sum(there) <= 10
+    assert there[-1]
+    assert stores[0].remove_all("kv1/") == sum(there)
+    assert stores[1].put([(f"kv1/again-{number}", [SOME]) for number in range(10)]) == [True] * 10
+    assert stores[0].exists([f"kv1/again-{number}" for number in range(10)]) == [True] * 10
+    # Somebody who died has left the count wrong: it is made anew, when there is no room or
+    # when the folder is opened.
+    with stores[0]._ledger.held() as ledger:
+        ledger.used = 10**9
+    assert stores[0].put([("kv1/last", [SOME])]) == [True]
+    with stores[0]._ledger.held() as ledger:
+        ledger.used = 0
+    with FolderStore(tmp_path, capacity=1000)._ledger.held() as ledger:
+        assert ledger.used == stores[0].capacity().used > 0
+
+
+def test_the_least_recently_used_make_room(tmp_path: Path) -> None:
+    store, into = FolderStore(tmp_path, capacity=1000), np.zeros(100, np.uint8)
+    names = [f"kv1/{number}" for number in range(10)]
+    assert all(store.put([(name, [SOME]) for name in names]))
+    for age, name in enumerate(names):
+        os.utime(tmp_path / name, (10**9 + age, 10**9 + age))
+    assert store.get([(names[0], [into])]) == [100]
+    assert store.put([("kv1/new", [SOME])]) == [True]
+    assert store.exists(names) == [True, False, False, *[True] * 7]
+
+
+def test_a_put_that_fails_gives_its_room_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FolderStore(tmp_path, capacity=1000)
+    with monkeypatch.context() as patch:
+        patch.setattr(folder_, "_write", lambda *_: (_ for _ in ()).throw(OSError("full")))
+        assert store.put([(f"kv1/{number}", [SOME]) for number in range(30)]) == [False] * 30
+    assert store.put([(f"kv1/{number}", [SOME]) for number in range(10)]) == [True] * 10
+    assert list(tmp_path.rglob("*.new")) == []
+    (tmp_path / ".used").unlink()
+    os.mkfifo(tmp_path / ".used")
+    assert store.put([("kv1/x", [SOME])]) == [False]
+    with pytest.raises(AtlasError) as refusal:
+        FolderStore(tmp_path, capacity=1000)
+    assert refusal.value.code is Code.UNREADABLE
+
+
+def test_writers_at_once_keep_to_the_room_that_there_is(tmp_path: Path) -> None:
+    def act(number: int) -> None:
+        store = FolderStore(tmp_path, capacity=2000)
+        for turn in range(30):
+            store.put([(f"kv1/{turn}", [SOME]), (f"kv1/{number}-{turn}", [SOME])])
+
+    threads = [threading.Thread(target=act, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    used = FolderStore(tmp_path).capacity().used
+    assert 1000 <= used <= 2000
+    with FolderStore(tmp_path, capacity=2000)._ledger.held() as ledger:
+        assert ledger.used == used

@@ -1,0 +1,94 @@
+"""What is read in batches and put in place from a buffer, against copies of every run."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from kvatlas.routing import RunGrid
+from kvatlas.routing.binding import Starts
+from kvatlas.wire.landing import expected_reads, landing_batches
+
+SRC = np.random.default_rng(1).integers(1, 256, 1 << 15, np.uint8)
+
+
+@st.composite
+def grids(draw: st.DrawFn) -> list[RunGrid]:
+    """Runs that share no byte at the destination, and may do so at the source."""
+    made, at = [], 0
+    for _ in range(draw(st.integers(1, 3))):
+        item = draw(st.integers(1, 20))
+        counts = [draw(st.integers(1, 4)) for _ in range(3)]
+        sources = [draw(st.integers(0, 3)) * item * draw(st.sampled_from([1, 3])) for _ in counts]
+        src = dst = np.zeros(1, np.int64)
+        size = item
+        for count, step in zip(counts, sources, strict=True):
+            gap = draw(st.integers(0, 2))
+            src = (np.arange(count)[:, None] * step + src).reshape(-1)
+            dst = (np.arange(count)[:, None] * (size + gap) + dst).reshape(-1)
+            size = (size + gap) * count
+        if draw(st.booleans()):  # in no order at all
+            src = np.random.default_rng(item).permutation(src)
+        spans = draw(st.integers(1, 4))
+        starts = np.array([draw(st.integers(0, 400)) for _ in range(spans)]) * item
+        lengths = np.array([draw(st.integers(1, item)) for _ in range(spans)])
+        lengths = lengths if draw(st.booleans()) else np.full(spans, item)
+        order = np.array(draw(st.permutations(range(spans))))
+        places = at + order * size
+        at += spans * size
+        made.append(RunGrid(0, 0, Starts.of(src, dst), starts, places, lengths))
+    return made
+
+
+def copied(several: list[RunGrid]) -> NDArray[np.uint8]:
+    target = np.zeros(1 << 16, np.uint8)
+    for grid in several:
+        for src, dst in zip(grid.starts.src, grid.starts.dst, strict=True):
+            for a, b, n in zip(grid.src, grid.dst, grid.length, strict=True):
+                target[dst + b : dst + b + n] = SRC[src + a : src + a + n]
+    return target
+
+
+@given(grids(), st.sampled_from([100, 1000, 1 << 16]))
+def test_all_runs_arrive_and_nothing_else_is_touched(several: list[RunGrid], room: int) -> None:
+    target, moved = np.zeros(1 << 16, np.uint8), 0
+    for batch in landing_batches(several, room):
+        read, buffer = batch.read(0), np.zeros(room, np.uint8)
+        assert read.nbytes <= room
+        for a, b, n in zip(read.src, read.dst, read.length, strict=True):
+            buffer[b : b + n] = SRC[a : a + n]
+        for one in batch.placing:
+            one.carry_out(buffer, {0: target})
+        moved += batch.nbytes
+    assert moved == sum(grid.nbytes for grid in several)
+    assert np.array_equal(target, copied(several))
+    assert expected_reads(several, room) > 0
+
+
+def test_rows_that_are_short_at_the_destination_alone_are_read_as_whole_pages() -> None:
+    """As vLLM keeps K on a CPU: 64 rows of 64 tokens, into rows of 128 tokens."""
+    rows, heads = np.arange(64), np.arange(8)[:, None]
+    src = (heads * 2048 + rows * 16).reshape(-1)
+    dst = (heads * 4096 + rows * 32).reshape(-1)
+    short = Starts.of(src, dst)
+    long = Starts.of(heads.reshape(-1) * 2048 + 1024, heads.reshape(-1) * 4096 + 2048)
+    at = np.array([0])
+    several = [
+        RunGrid(0, 0, short, at, at, np.array([16])),
+        RunGrid(0, 0, long, at, at, np.array([1024])),
+    ]
+    (batch,) = landing_batches(several, 1 << 16)
+    assert batch.length.tolist() == [8 * 2048]
+    assert [len(one.places.src) for one in batch.placing] == [1, 1]
+    assert expected_reads(several, 1 << 16) == 1
+
+
+def test_halves_of_rows_are_read_with_the_other_halves() -> None:
+    """The way back: two spans that are interleaved at the source are one range."""
+    rows = np.arange(64)
+    starts, spans = Starts.of(rows * 32, rows * 16), np.array([0, 16])
+    grid = RunGrid(0, 0, starts, spans, np.array([4096, 0]), np.array([16, 16]))
+    (batch,) = landing_batches([grid], 1 << 16)
+    assert batch.length.tolist() == [2048]

@@ -1,0 +1,234 @@
+"""Pulls of a shape that was pulled before: begun by who asks, and refused as any other is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvatlas import AtlasError, Code
+from kvatlas.routing import scattered
+from kvatlas.wire import Session
+from kvatlas.wire.client.warm_shapes import WarmShapes
+from tests.routing import oracle
+from tests.wire.helpers import small
+from tests.wire.transports.ends import eventually
+from tests.wire.transports.fake_cuda import FakeMachine, node_of
+
+TOKENS = 61
+
+
+class WarmEnds:
+    """A source and a target whose session has pulled requests of one shape."""
+
+    def __init__(self, name: str, source: Any, target: Any, session: Session) -> None:
+        self.source, self.theirs, _ = source
+        self.target, self.pools, self.driver = target
+        self.session, self.rng = session, np.random.default_rng(9)
+        self.released: list[str] = []
+        for turn in range(2):
+            self.offer(f"cold {turn}")
+            self.pull(f"cold {turn}").wait(20)
+            assert eventually(lambda: self.warm._kept)
+        assert eventually(lambda: any(self.warm._kept.values())), name
+        assert eventually(lambda: len(self.released) == 2)
+        self.driver.log.clear()
+
+    @property
+    def warm(self) -> WarmShapes:
+        connection = self.session._connections.find(self.source.endpoint)
+        assert connection is not None
+        return connection.warm
+
+    def offer(self, request: str, blocks: Any = None) -> None:
+        blocks = scattered(self.source.plan, TOKENS) if blocks is None else blocks
+        tell = lambda _, why: self.released.append(why)  # noqa: E731
+        self.source.offer(request, blocks, TOKENS, seconds=30, released=tell)
+
+    def pull(self, request: str, **about: Any) -> Any:
+        asked = {"dst_blocks": scattered(self.target.plan, TOKENS), "tokens": TOKENS}
+        return self.session.pull(request, **(asked | about))
+
+    @property
+    def acts(self) -> list[str]:
+        return [what for what, _ in self.driver.log]
+
+
+@contextmanager
+def warm_ends(name: str = "dense", share: float = 1.0) -> Iterator[WarmEnds]:
+    machine, rng = FakeMachine(), np.random.default_rng(4)
+    src, dst = small(name), small(name, block_size=32)
+    with (
+        node_of(src, machine, rng) as source,
+        node_of(dst, machine, rng, share) as target,
+        Session(target[0], [source[0].endpoint]) as session,
+    ):
+        yield WarmEnds(name, source, target, session)
+
+
+def code_of(act: Any) -> Code:
+    with pytest.raises(AtlasError) as refused:
+        act()
+    code: Code = refused.value.code
+    return code
+
+
+def other_blocks(plan: Any, rng: Any) -> dict[int, Any]:
+    """As many blocks as `scattered` gives each group, drawn anew; none twice in a pool."""
+    tables: dict[int, Any] = {}
+    for pool in plan.pools:
+        groups = [g for g, one in enumerate(plan.groups) if one.pool == pool.index]
+        drawn = rng.permutation(pool.blocks)
+        for group in groups:
+            count = len(scattered(plan, TOKENS)[group])
+            tables[group], drawn = drawn[:count], drawn[count:]
+    return dict(sorted(tables.items()))
+
+
+@pytest.mark.parametrize("name", ["dense", "delta hybrid", "latent"])
+def test_a_warm_pull_moves_every_element_between_other_blocks(name: str) -> None:
+    with warm_ends(name) as ends:
+        src, dst = ends.source.plan, ends.target.plan
+        blocks = other_blocks(src, ends.rng), other_blocks(dst, ends.rng)
+        move = oracle.Move(src, dst, *blocks, (0, TOKENS))
+        filled = oracle.fill(move, ends.rng)[0].pools
+        poison = oracle.Memory(dst, 0, ends.rng)
+        for index, pool in ends.theirs.items():
+            pool[:] = filled[index]
+        for index, pool in poison.pools.items():
+            pool[:] = ends.pools[index]
+        ends.offer("r", blocks[0])
+        transfer = ends.pull("r", dst_blocks=blocks[1])
+        assert ends.acts == ["finished", "after_caller", "post"], "launched by who asked"
+        assert transfer.wait(20).ready
+        right, _ = oracle.expected(move, 0, poison)
+        for index, pool in ends.pools.items():
+            assert np.array_equal(pool, right.pools[index])
+
+
+def test_a_warm_pull_counts_and_lets_go_of_its_offer_afterwards() -> None:
+    with warm_ends() as ends:
+        before = ends.target.metrics.values["bytes"], ends.target.metrics.outcomes["pull", "ok"]
+        ends.offer("r")
+        transfer = ends.pull("r").wait(20)
+        assert transfer.moved == transfer.total
+        assert transfer.released
+        assert eventually(lambda: ends.released == ["read"] * 3)
+        counted = ends.target.metrics.values["bytes"], ends.target.metrics.outcomes["pull", "ok"]
+        assert counted == (before[0] + transfer.total, before[1] + 1)
+        ends.offer("unwatched")
+        unwatched = ends.pull("unwatched")  # nobody waits for it
+        assert eventually(lambda: unwatched.ready and ends.released == ["read"] * 4)
+
+
+def test_whatever_is_wrong_with_a_request_is_refused_as_if_it_were_the_first() -> None:
+    with warm_ends() as ends:
+        ends.offer("r")
+        blocks = scattered(ends.target.plan, TOKENS)[0]
+        most = ends.target.plan.pools[0].blocks
+        lies: list[tuple[dict[str, Any], Code]] = [
+            ({"dst_blocks": {0: [blocks[0], blocks[0]]}}, Code.TWICE),
+            ({"dst_blocks": {0: [blocks[0], most]}}, Code.OUT_OF_RANGE),
+            ({"dst_blocks": {0: [-1, blocks[1]]}}, Code.OUT_OF_RANGE),
+            ({"dst_blocks": {0: blocks[:1]}}, Code.MISSING_BLOCKS),
+            ({"dst_blocks": {0: blocks, 7: blocks}}, Code.OUT_OF_RANGE),
+            ({"tokens": TOKENS + 1}, Code.BAD_TOKENS),
+            ({"request": "another"}, Code.UNKNOWN_REQUEST),
+            ({"src_blocks": {0: [1]}}, Code.UNKNOWN_REQUEST),
+        ]
+        for lie, code in lies:
+            asked = {"request": "r"} | lie
+            assert code_of(lambda asked=asked: ends.pull(**asked).wait(20)) is code, lie
+            assert "post" not in ends.acts or code is Code.TWICE, lie
+            ends.driver.log.clear()
+        assert ends.pull("r").wait(20).ready
+
+
+def test_an_offer_that_is_withdrawn_under_a_warm_copy_delivers_nothing() -> None:
+    with warm_ends() as ends:
+        ends.offer("r")
+        ends.driver.late = True
+        transfer = ends.pull("r")
+        assert ends.driver.pending, "launched by who asked"
+        ends.source.withdraw("r")
+        ends.offer("r")  # the same name, and other content
+        assert code_of(transfer.wait) is Code.LEASE_EXPIRED
+        assert not transfer.released, "the copy still writes"
+        ends.driver.finish()
+        assert eventually(lambda: transfer.released)
+
+
+@pytest.mark.parametrize("how", ["cancel", "deadline", "close"])
+def test_blocks_of_a_warm_pull_that_failed_are_kept_until_its_copy_is_over(how: str) -> None:
+    with warm_ends() as ends:
+        ends.offer("r")
+        ends.driver.late = True
+        transfer = ends.pull("r", seconds=0.05 if how == "deadline" else 30)
+        if how == "cancel":
+            transfer.cancel()
+        elif how == "close":
+            ends.session.close()
+        code = Code.DEADLINE if how == "deadline" else Code.CANCELLED
+        assert code_of(transfer.wait) is code
+        assert not transfer.wait_released(0.05), "the copy still writes"
+        ends.driver.finish()
+        assert transfer.wait_released(20)
+        assert not any(ends.driver.opened.values()) or how != "close"
+
+
+def test_who_cannot_be_given_a_transfer_waits_until_the_copy_is_over() -> None:
+    with warm_ends() as ends:
+        ends.offer("r")
+        with pytest.raises(TypeError):
+            ends.pull("r", seconds="soon")
+        assert ends.acts == ["finished", "after_caller", "post"]
+        connection = ends.session._connections.find(ends.source.endpoint)
+        assert connection is not None
+        assert connection.users == 0
+        assert ends.pull("r").wait(20).ready
+
+
+def test_what_cannot_be_launched_at_once_goes_the_whole_way() -> None:
+    with warm_ends() as ends:
+        ends.offer("r")
+        ends.driver.busy = True  # the source's GPU is not done with the blocks
+        transfer = ends.pull("r")
+        assert "post" not in ends.acts
+        ends.driver.busy = False
+        assert transfer.wait(20).ready
+        ends.offer("all")
+        for about in ({"checksums": False, "layers": tuple(ends.target.plan.layers)},):
+            ends.driver.log.clear()
+            assert ends.pull("all", **about).wait(20).ready
+            assert "record" in ends.acts, about
+
+
+class GoneProcess:
+    """A process that has begun to end."""
+
+    alive = False
+
+    def close(self) -> None:
+        """Look no more."""
+
+
+def test_a_source_that_has_gone_confirms_no_warm_pull() -> None:
+    with warm_ends() as ends:
+        ends.offer("r")
+        board = ends.session.link(0)._board  # type: ignore[attr-defined]
+        board._process = GoneProcess()
+        assert code_of(ends.pull("r").wait) is Code.PEER_LOST
+
+
+def test_shapes_are_kept_for_few_requests_and_learnt_at_their_second() -> None:
+    with warm_ends() as ends:
+        for tokens in range(1, 40):
+            request = f"of {tokens}"
+            ends.source.offer(request, scattered(ends.source.plan, tokens), tokens)
+            blocks = scattered(ends.target.plan, tokens)
+            assert ends.pull(request, dst_blocks=blocks, tokens=tokens).wait(20).ready
+        assert eventually(lambda: len(ends.warm._kept) == 32)
+        assert not any(ends.warm._kept.values()), "each was pulled once"
