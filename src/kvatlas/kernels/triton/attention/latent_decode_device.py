@@ -164,7 +164,8 @@ def multiply(
                 phase = pairs & 1
                 if WHO == 1:
                     mbarrier.wait(signals.turn.index(0), phase)
-                logits = begin_logits(room, signals, phase, n >> 31, WHO, LOGITS)
+                zero = n >> 31  # what compilers know to be 0 they keep descriptors of, and spill
+                logits = begin_logits(room, signals, phase, zero, WHO, LOGITS)
                 if WHO == 0:
                     mbarrier.arrive(signals.turn.index(0), count=1)
                 if WHO == 1:

@@ -88,22 +88,23 @@ def publish(rated, top, growth, room, signals, WHO: gl.constexpr):
 
 
 @gluon.jit
-def begin_values(acc, room, WHO: gl.constexpr, OF: gl.constexpr):
+def begin_values(acc, room, zero, WHO: gl.constexpr, OF: gl.constexpr):
     """Add the products of a group's half of a tile's values and the weights."""
-    values = room.latents.index(OF).slice(WHO * HALF, HALF, dim=1).permute((1, 0))
-    return warpgroup_mma(values, room.weights.index(OF), acc, is_async=True)
+    values = room.latents.index(OF + zero).slice(WHO * HALF, HALF, dim=1).permute((1, 0))
+    return warpgroup_mma(values, room.weights.index(OF + zero), acc, is_async=True)
 
 
 @gluon.jit
-def add_values(acc, parts, top, room, signals, phase, WHO: gl.constexpr, OF: gl.constexpr):
+def add_values(acc, parts, top, room, signals, turns, WHO: gl.constexpr, OF: gl.constexpr):
     """Sums with those of the other group's tile; begun, not done."""
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    phase, zero = turns
     mbarrier.wait(signals.weighed.index(OF), phase)
     if gl.max(room.growth.index(OF).load(ONE), 0) > GROWTH:
         higher = room.tops.index(OF).load(top.type.layout)
         acc, parts = scaled_down(acc, parts, top, higher)
         top = higher
-    return begin_values(acc, room, WHO, OF), parts, top
+    return begin_values(acc, room, zero, WHO, OF), parts, top
 
 
 @gluon.jit
@@ -143,9 +144,12 @@ def multiply_few(
             mbarrier.wait(signals.ready.index(0), turn & 1)
             for n in range(begin, end, 2 * TILE):
                 phase = pairs & 1
-                logits = begin_logits(room, signals, phase, n >> 31, WHO, LAYOUT)
+                zero = n >> 31  # what compilers know to be 0 they keep descriptors of, and spill
+                logits = begin_logits(room, signals, phase, zero, WHO, LAYOUT)
                 if WHO == 1:
-                    acc, parts, top = add_values(acc, parts, top, room, signals, phase, WHO, OTHER)
+                    acc, parts, top = add_values(
+                        acc, parts, top, room, signals, (phase, zero), WHO, OTHER
+                    )
                     logits = warpgroup_mma_wait(1, deps=(logits,))
                 else:
                     logits = warpgroup_mma_wait(0, deps=(logits,))
@@ -160,11 +164,13 @@ def multiply_few(
                     acc, parts = scaled_down(acc, parts, top, higher)
                 top = higher
                 parts += rated
-                acc = begin_values(acc, room, WHO, WHO)
+                acc = begin_values(acc, room, zero, WHO, WHO)
                 acc = warpgroup_mma_wait(0, deps=(acc,))
                 release(signals, WHO, WHO)
                 if WHO == 0:
-                    acc, parts, top = add_values(acc, parts, top, room, signals, phase, WHO, OTHER)
+                    acc, parts, top = add_values(
+                        acc, parts, top, room, signals, (phase, zero), WHO, OTHER
+                    )
                     acc = warpgroup_mma_wait(0, deps=(acc,))
                     release(signals, WHO, OTHER)
                 pairs += 1
