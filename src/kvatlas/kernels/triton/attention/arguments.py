@@ -285,8 +285,14 @@ def stored_as(cache: str) -> str:
     return "fp8" if cache in ("fp8_e4m3", "fp8_e5m2") else cache
 
 
-def dot_for(own: Any, side: StoredSide) -> Any:
-    """The type of a dot: elements of 8 and 4 bits are exact as halves, and get there fast."""
+def dot_for(own: Any, side: StoredSide, *, values: bool) -> Any:
+    """The type of a dot: elements of 8 and 4 bits are exact as halves, and get there fast.
+
+    Values with a scale for each row are exact as bfloat16 too, as which weights times any scale
+    are in range.
+    """
+    if values and own != tl.float32 and side.format.kind in ("scaled", "int4"):
+        return tl.bfloat16
     narrow = side.format.element in (tl.float8e4nv, tl.float8e5, tl.int8)
     exact = narrow or side.format.kind in ("int4", "nvfp4", "levels")
     return tl.float16 if exact and own != tl.float32 else own

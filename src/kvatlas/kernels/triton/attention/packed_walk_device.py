@@ -25,11 +25,9 @@ from kvatlas.kernels.triton.attention.packed_words_device import (
     squares,
 )
 from kvatlas.kernels.triton.attention.walk_device import (
-    CLEARED,
     Softmax,
     capped,
     pages,
-    power_of,
     seen_by,
     state_of,
     within,
@@ -41,6 +39,8 @@ from kvatlas.kernels.triton.dequantise_device import (
     row_offsets,
 )
 
+CLEARED = tl.constexpr(2.0**-60)
+"""A scale that is as good as 0."""
 HEADROOM = tl.constexpr(8.0)
 """Powers of 2 that weights may grow before sums are scaled down, which most tiles spare."""
 
@@ -54,6 +54,18 @@ class ValueScales(NamedTuple):
     """The code that stands for 0, for codes."""
     last: Any
     """The last elements of rows that are read early, and the scale behind them: one number."""
+
+
+@triton.jit
+def power_of(scale, PTX: tl.constexpr):
+    """The logarithms of scales, of base 2, to within a millionth: one instruction with PTX."""
+    # Blocks that were cleared have scales of 0, whose logarithm no sum survives.
+    scale = tl.where(scale == 0.0, CLEARED, scale)
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "lg2.approx.f32 $0, $1;", "=f,f", [scale], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return tl.log2(scale)
 
 
 @triton.jit
