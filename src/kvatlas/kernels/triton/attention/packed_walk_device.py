@@ -274,7 +274,9 @@ def walk_words(
             if MASKED and NO_NUMBERS:
                 codes = tl.where(there[None, :], codes, 0)
             if CODES:
-                last = (1.0 + (codes & 15).to(tl.float32) / CODE_RAISE).to(DOT)
+                # As `apart` has it: a 1 with the code in the uppermost bits of its fraction.
+                last = (((codes << 6) & 0x3C0) | 0x3C00).to(tl.int16).to(tl.float16, bitcast=True)
+                last = last.to(DOT)
             else:
                 last = codes.to(tl.int8).to(V.element, bitcast=True).to(DOT)
             ending = tl.dot(last, weights, ending, input_precision=PRECISION)
