@@ -79,30 +79,33 @@ there with its sign turned is 1024 + 128 + the number."""
 
 _FOUR_BYTES_BF16 = tl.constexpr("""
     {
-        .reg .b32 a, b, low, high;
+        .reg .b32 a, b, low, high, minus;
+        mov.b32 minus, 0xBF80BF80;
         prmt.b32 a, $2, 0x43434343, 0x4140;
         prmt.b32 b, $2, 0x43434343, 0x4342;
         and.b32 low, a, 0x437F437F;
         and.b32 high, a, 0x43804380;
-        sub.bf16x2 $0, low, high;
+        fma.rn.bf16x2 $0, high, minus, low;
         and.b32 low, b, 0x437F437F;
         and.b32 high, b, 0x43804380;
-        sub.bf16x2 $1, low, high;
+        fma.rn.bf16x2 $1, high, minus, low;
     }
 """)
 """Four int8 as bfloat16. 0x4300 is 128 and its lowest bits count ones; with the bit of the
-sign it is 256, which is taken off, or else 128."""
+sign it is 256, which is taken off, or else 128. Ampere has no difference of bfloat16, but
+products and sums in one: 0xBF80 is -1."""
 
 
-def _codes_of_bytes(one: int, kind: str) -> str:
+def _codes_of_bytes(one: int, minus: int, kind: str) -> str:
     """PTX for the codes of four bytes, low halves first, added to a number, less what is given.
 
-    `one` is the upper byte of a number whose lowest bits count ones.
+    `one` is the upper byte of a number whose lowest bits count ones, `minus` the bits of -1.
     """
     ones = f"0x{one * 0x01010101:08X}"
     return f"""
     {{
-        .reg .b32 low, high, a, b, c, d;
+        .reg .b32 low, high, a, b, c, d, minus;
+        mov.b32 minus, 0x{minus * 0x00010001:08X};
         and.b32 low, $4, 0x0F0F0F0F;
         shr.u32 high, $4, 4;
         and.b32 high, high, 0x0F0F0F0F;
@@ -110,17 +113,21 @@ def _codes_of_bytes(one: int, kind: str) -> str:
         prmt.b32 b, low, {ones}, 0x4342;
         prmt.b32 c, high, {ones}, 0x4140;
         prmt.b32 d, high, {ones}, 0x4342;
-        sub.{kind} $0, a, $5;
-        sub.{kind} $1, b, $6;
-        sub.{kind} $2, c, $5;
-        sub.{kind} $3, d, $6;
+        fma.rn.{kind} a, $5, minus, a;
+        fma.rn.{kind} b, $6, minus, b;
+        fma.rn.{kind} c, $5, minus, c;
+        fma.rn.{kind} d, $6, minus, d;
+        mov.b32 $0, a;
+        mov.b32 $1, b;
+        mov.b32 $2, c;
+        mov.b32 $3, d;
     }}
     """
 
 
-_CODES_F16 = tl.constexpr(_codes_of_bytes(0x64, "f16x2"))
+_CODES_F16 = tl.constexpr(_codes_of_bytes(0x64, 0xBC00, "f16x2"))
 """Of 1024 + code."""
-_CODES_BF16 = tl.constexpr(_codes_of_bytes(0x43, "bf16x2"))
+_CODES_BF16 = tl.constexpr(_codes_of_bytes(0x43, 0xBF80, "bf16x2"))
 """Of 128 + code."""
 _NVFP4_BYTES = tl.constexpr("""
     {
@@ -136,10 +143,14 @@ _NVFP4_BYTES = tl.constexpr("""
         prmt.b32 b, low, 0, 0x3424;
         prmt.b32 c, high, 0, 0x1404;
         prmt.b32 d, high, 0, 0x3424;
-        mul.f16x2 $0, a, $5;
-        mul.f16x2 $1, b, $6;
-        mul.f16x2 $2, c, $5;
-        mul.f16x2 $3, d, $6;
+        mul.f16x2 a, a, $5;
+        mul.f16x2 b, b, $6;
+        mul.f16x2 c, c, $5;
+        mul.f16x2 d, d, $6;
+        mov.b32 $0, a;
+        mov.b32 $1, b;
+        mov.b32 $2, c;
+        mov.b32 $3, d;
     }
 """)
 """The numbers of four bytes, low halves first, times what is given: sign and, three bits

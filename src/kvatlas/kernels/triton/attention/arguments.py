@@ -308,7 +308,7 @@ def words_of(
         not shape.latent
         and bits in (4, 8, 16)
         and bits == v.bits
-        and (bits < 16 or rows <= _FEW_ROWS)
+        and rows <= _most_rows(k)
         and all(
             form.unit * form.element.primitive_bitwidth >= 16 and at.rows.element == 1
             and not form.tile and form.dim == form.width >= 16 * (16 // bits)
@@ -321,6 +321,16 @@ def words_of(
         return PackedWords()
     lead = _lead(layer, shape)
     return PackedWords(True, delta, lead, lead * 8 // bits)
+
+
+def _most_rows(form: StorageFormat) -> int:
+    """Rows of queries up to which elements are walked as words.
+
+    With more, a program has several warps, and unpacking takes less of its time.
+    """
+    if form.kind in ("nvfp4", "levels"):
+        return 2 * _FEW_ROWS
+    return _FEW_ROWS if form.bits == 16 else _MOST_ROWS
 
 
 def _lead(layer: LayerCache, shape: AttentionShape) -> int:
