@@ -45,12 +45,20 @@ class TableShape:
         """How many blocks each pool has that is used."""
         self._used = [(blocks[pool], used) for pool, used in by_pool.items()]
 
-    def admits(self, tables: Mapping[int, Int64s]) -> bool:
-        """Whether nothing is wrong with tables of these lengths: ids in range, and each once."""
+    def in_range(self, tables: Mapping[int, Int64s]) -> bool:
+        """Whether all ids that are used, of tables of these lengths, are blocks of their pools."""
         for blocks, used in self._used:
-            ids = [tables[group][entries] for group, entries in used]
-            found = np.sort(ids[0] if len(ids) == 1 else np.concatenate(ids))
-            if found[0] < 0 or found[-1] >= blocks or (found[1:] == found[:-1]).any():
+            for group, entries in used:
+                # As numbers without a sign: one that is negative is larger than any.
+                if tables[group][entries].view(np.uint64).max() >= blocks:
+                    return False
+        return True
+
+    def distinct(self, tables: Mapping[int, Int64s]) -> bool:
+        """Whether no block is used twice."""
+        for _, used in self._used:
+            ids = np.sort(np.concatenate([tables[group][entries] for group, entries in used]))
+            if (ids[1:] == ids[:-1]).any():
                 return False
         return True
 

@@ -33,6 +33,8 @@ class SpanTemplate(NamedTuple):
     offsets: tuple[Int64s, Int64s]
     """Where it lies in that block."""
     length: Int64s
+    inside: tuple[bool, bool]
+    """Whether any lies elsewhere than where its block begins."""
 
 
 class SpanPattern(NamedTuple):
@@ -58,9 +60,11 @@ class SpanPattern(NamedTuple):
 
     def fill(self, end: int, tables: Mapping[int, Int64s], out: Int64s) -> None:
         """Where spans lie at one end, in blocks of tables that are long enough for them."""
-        np.take(tables[self.groups[end]], self.template.entries[end], out=out, mode="clip")
+        made = self.template
+        tables[self.groups[end]].take(made.entries[end], out=out, mode="clip")
         out *= self.strides[end]
-        out += self.template.offsets[end]
+        if made.inside[end]:
+            out += made.offsets[end]
 
     def grid(self, src: Mapping[int, Int64s], dst: Mapping[int, Int64s]) -> RunGrid:
         """The runs of a request."""
@@ -143,7 +147,7 @@ def _template(
     # A row for each span, or for each of its states.
     each = np.ones_like(spans.length) if len(src) == len(none) else spans.length
     entries = np.repeat(spans.src.entry, each), np.repeat(spans.dst.entry, each)
-    return SpanTemplate(starts, entries, (src, dst), length)
+    return SpanTemplate(starts, entries, (src, dst), length, (bool(src.any()), bool(dst.any())))
 
 
 def _pick(spans: StateSpans, chosen: NDArray[np.bool_]) -> StateSpans:

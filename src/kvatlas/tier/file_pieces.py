@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from kvatlas.geometry import Int64s
 from kvatlas.wire import Bytes, Places, one_length
 
-_PIECE = 2 << 20
-"""Bytes of runs that are moved together."""
+_PIECE = 4 << 20
+"""Bytes of runs that are moved together: enough to keep a thread from asking for Python often."""
 _ROOM = 8 << 20
 """Bytes of the memory between. A piece needs less, but from 4 MiB on numpy asks for large
 pages, which the system looks up faster; what is not used of it does not exist."""

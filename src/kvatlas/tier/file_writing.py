@@ -6,6 +6,7 @@ the file in memory, hundreds are written by one call, on several cores at once. 
 would read a page before a part of it is replaced, so there each stretch is written by a call
 of its own. Such calls the system carries out one at a time for each file, and waiting for each
 other costs them more than they do: one thread makes them, while others gather and sum.
+In the same way one thread sums while others gather and write, where sums are fast.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from kvatlas.tier.file_map import FileMap
 from kvatlas.tier.file_opening import write_all
 from kvatlas.tier.file_pieces import Piece, Rooms
 from kvatlas.tier.part_sums import START, SummedStretches
-from kvatlas.wire import Bytes, copy_runs, crc32
+from kvatlas.wire import Bytes, copy_runs, crc32, has_fast_crc32
 
 _AT_ONCE = 256 << 10
 """Bytes of a long stretch that are summed and written together: what stays in the cache."""
 _MAPPED_STRETCH = 8 << 10
 """Stretches of a piece from here on, on the whole, are worth being written by one call."""
-_SUMMING = 1
+_SUMMING = 4
+"""Threads that sum at once, where sums take longer than taking turns in Python does."""
 
 
 class PieceWriter:
@@ -35,7 +37,8 @@ class PieceWriter:
         self._file, self._map, self._rooms = file, mapped, rooms
         self._turn = threading.Lock()
         """Held by the thread that writes short stretches by a call each."""
-        self._summing = threading.Semaphore(_SUMMING)
+        self._summing = threading.Semaphore(1 if has_fast_crc32() else _SUMMING)
+        """Held by threads that sum short stretches."""
 
     def write(self, piece: Piece, memory: Bytes, offset: int) -> SummedStretches:
         """Write runs of some memory to a pool at an offset of the file; its stretches, summed."""

@@ -3,8 +3,9 @@
 A pull works out, from two plans, tokens and block tables, what is read from where. For the
 next request of the same tokens, in as many blocks, all of that is known but the block ids, and
 a transport may have prepared launches for it. Then it is begun before anything else is done:
-the offer is seen on the peer's board, its blocks and those of the caller are checked, and the
-copy is launched. Everything that a pull consists of beside that happens while it runs.
+the offer is seen on the peer's board, its blocks and those of the caller are seen to lie in
+their pools, and the copy is launched. Everything that a pull consists of beside that happens
+while it runs; where a block was named twice, what was copied is nothing, and it is refused.
 
 Whatever is unusual is not begun here: the pull then goes its whole way, which says what is
 wrong, or waits where something has to be waited for.
@@ -21,7 +22,7 @@ import numpy as np
 
 from kvatlas.errors import AtlasError
 from kvatlas.geometry import Int64s
-from kvatlas.routing import Lengths, RequestShape, Stream, table_lengths
+from kvatlas.routing import Lengths, RequestShape, Stream, block_table, table_lengths
 from kvatlas.wire.protocol import unpack_tables
 from kvatlas.wire.rpc import log
 from kvatlas.wire.transports.base import Handle, Link, PreparedRead
@@ -52,6 +53,14 @@ class StartedRead(NamedTuple):
     seen: SeenOffer
     handle: Handle
     warm: WarmShape
+    tables: tuple[Mapping[int, Int64s], Mapping[int, Int64s]]
+    """Block ids at the source and here."""
+
+    @property
+    def distinct(self) -> bool:
+        """Whether no block was named twice; looked at while it is read, and not before."""
+        src, dst = self.tables
+        return self.warm.shape.src.distinct(src) and self.warm.shape.dst.distinct(dst)
 
 
 class WarmShapes:
@@ -79,7 +88,7 @@ class WarmShapes:
             with self._lock:
                 self._kept[key] = WarmShape(shape, read, total)
 
-    def start(self, request: str, tokens: Any, blocks: Any) -> StartedRead | None:
+    def start(self, request: str, tokens: Any, blocks: Mapping[int, Int64s]) -> StartedRead | None:
         """Read what is offered under a name into blocks; None where nothing was begun."""
         if not self._kept:
             return None
@@ -91,36 +100,36 @@ class WarmShapes:
             log.exception("a warm pull was not begun request=%r", request)
             return None
 
-    def _start(self, request: str, tokens: Any, blocks: Any) -> StartedRead | None:
-        span, mine = _plain_tokens(tokens), _plain_tables(blocks)
-        if span is None or mine is None:
+    def _start(self, request: str, tokens: Any, mine: Mapping[int, Int64s]) -> StartedRead | None:
+        span = (0, tokens) if type(tokens) is int else tokens
+        if type(span) is not tuple or len(span) != 2 or type(span[0]) is not int:
             return None
         seen = self._link.glimpse_offer(request)
-        if seen is None or not seen.offer.start <= span[0] or span[1] != seen.offer.stop:
+        if seen is None:
             return None
-        theirs = unpack_tables(seen.offer.blocks)
-        key = (span, table_lengths(theirs), table_lengths(mine))
-        warm = self._kept.get(key)
-        if warm is None or not (warm.shape.src.admits(theirs) and warm.shape.dst.admits(mine)):
+        offer = seen.offer
+        if not offer.start <= span[0] or span[1] is True or span[1] != offer.stop:
             return None
-        handle = warm.read.begin(theirs, mine, seen.offer.mark)
-        return None if handle is None else StartedRead(seen, handle, warm)
+        theirs = unpack_tables(offer.blocks)
+        warm = self._kept.get((span, table_lengths(theirs), table_lengths(mine)))
+        if warm is None or not (warm.shape.src.in_range(theirs) and warm.shape.dst.in_range(mine)):
+            return None
+        handle = warm.read.begin(theirs, mine, offer.mark)
+        return None if handle is None else StartedRead(seen, handle, warm, (theirs, mine))
 
 
-def _plain_tokens(tokens: Any) -> tuple[int, int] | None:
-    """A range of tokens that is told in the plainest way."""
-    if type(tokens) is int:
-        return 0, tokens
-    if type(tokens) is tuple and len(tokens) == 2 and all(type(edge) is int for edge in tokens):
-        return tokens
-    return None
+def plain_tables(blocks: Any) -> dict[int, Int64s]:
+    """Block tables by group as arrays; those that are such already are not copied.
+
+    >>> plain_tables([2, 5])
+    {0: array([2, 5])}
+    """
+    if type(blocks) is not dict:
+        blocks = blocks if isinstance(blocks, Mapping) else {0: blocks}
+    return {group: _plain_table(table, group) for group, table in blocks.items()}
 
 
-def _plain_tables(blocks: Any) -> dict[int, Int64s] | None:
-    """Block tables by group, where they are arrays already."""
-    tables = dict(blocks) if isinstance(blocks, Mapping) else {0: blocks}
-    plain = all(
-        isinstance(table, np.ndarray) and table.dtype == np.int64 and table.ndim == 1
-        for table in tables.values()
-    )
-    return tables if plain else None
+def _plain_table(table: Any, group: Any) -> Int64s:
+    if type(table) is np.ndarray and table.dtype == np.int64 and table.ndim == 1:
+        return table
+    return block_table(table, f"group {group} at the destination")

@@ -93,6 +93,10 @@ class Handle(ABC):
                 raise self._failure from problem
         return self._done
 
+    def peek(self) -> bool:
+        """The same at once: what is to be done when it is done, the next `poll` does."""
+        return self.poll()
+
     @abstractmethod
     def _poll(self) -> bool:
         """Whether it is done; not called again once it is, or has failed."""

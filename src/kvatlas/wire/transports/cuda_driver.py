@@ -10,7 +10,7 @@ import ctypes
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -23,10 +23,13 @@ HANDLE_BYTES = 64
 
 UUID_BYTES = 16
 
-_EVENT_FLAGS = 2 | 4
-"""No timing, and to be shared with other processes."""
+_UNTIMED, _SHARED = 2, 4
+"""Flags of events: no timing, and to be shared with other processes."""
 _PEER_ACCESS = 1
 _NOT_READY = 600
+
+
+_AS_IT_IS = nullcontext()
 
 
 class DriverError(Exception):
@@ -124,6 +127,16 @@ class LibCuda(CudaDriver):
         self._contexts: dict[int, ctypes.c_void_p] = {}
         self._lock = threading.Lock()
         self._call("cuInit", 0)
+        for name in (
+            "cuEventRecord",
+            "cuEventQuery",
+        ):  # called often: numbers are taken as they are
+            function = getattr(self._library, name)
+            function.argtypes = [ctypes.c_void_p] * (2 if name == "cuEventRecord" else 1)
+        self._library.cuStreamWaitEvent.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint]
+        self._library.cuMemcpyHtoDAsync_v2.argtypes = [
+            ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p,
+        ]  # fmt: skip
 
     def _call(self, name: str, *given: Any) -> None:
         code = getattr(self._library, name)(*given)
@@ -135,9 +148,17 @@ class LibCuda(CudaDriver):
         self._library.cuGetErrorName(code, ctypes.byref(text))
         return f"{code} ({(text.value or b'unknown').decode()})"
 
-    @contextmanager
-    def on(self, device: int) -> Iterator[None]:
+    def on(self, device: int) -> AbstractContextManager[None]:
         """Around calls that are about a device: its context is this thread's meanwhile."""
+        context = self._contexts.get(device)
+        current = ctypes.c_void_p()
+        self._library.cuCtxGetCurrent(ctypes.byref(current))
+        if context is not None and current.value == context.value:
+            return _AS_IT_IS
+        return self._made_current(device)
+
+    @contextmanager
+    def _made_current(self, device: int) -> Iterator[None]:
         with self._lock:
             if device not in self._contexts:
                 number, context = ctypes.c_int(), ctypes.c_void_p()
@@ -195,9 +216,16 @@ class LibCuda(CudaDriver):
 
     def make_event(self, device: int) -> int:
         """An interprocess event."""
+        return self._event(device, _UNTIMED | _SHARED)
+
+    def local_event(self, device: int) -> int:
+        """An event of this process, to be recorded again and again."""
+        return self._event(device, _UNTIMED)
+
+    def _event(self, device: int, flags: int) -> int:
         event = ctypes.c_void_p()
         with self.on(device):
-            self._call("cuEventCreate", ctypes.byref(event), _EVENT_FLAGS)
+            self._call("cuEventCreate", ctypes.byref(event), flags)
         return event.value or 0
 
     def export_event(self, device: int, event: int) -> bytes:
@@ -227,7 +255,7 @@ class LibCuda(CudaDriver):
     def finished(self, device: int, event: int) -> bool:
         """Look at an event without waiting."""
         with self.on(device):
-            code = self._library.cuEventQuery(ctypes.c_void_p(event))
+            code = self._library.cuEventQuery(event)
         if code not in (0, _NOT_READY):
             raise DriverError(f"cuEventQuery answers {self._error(code)}")
         return bool(code == 0)
@@ -241,8 +269,7 @@ class LibCuda(CudaDriver):
         def record(event: int) -> None:
             order.wait_stream(torch.cuda.current_stream(device))
             with self.on(device):
-                stream = ctypes.c_void_p(order.cuda_stream)
-                self._call("cuEventRecord", ctypes.c_void_p(event), stream)
+                self.record(event, order.cuda_stream)
 
         return record
 
@@ -252,9 +279,7 @@ class LibCuda(CudaDriver):
 
     def upload(self, to: int, source: int, nbytes: int, stream: int) -> None:
         """Copy from pinned memory of the host, in the order of a stream; its device is current."""
-        address, begin = ctypes.c_uint64(to), ctypes.c_void_p(source)
-        size, order = ctypes.c_size_t(nbytes), ctypes.c_void_p(stream)
-        self._call("cuMemcpyHtoDAsync_v2", address, begin, size, order)
+        self._call("cuMemcpyHtoDAsync_v2", to, source, nbytes, stream)
 
     def download(self, to: int, source: int, nbytes: int, stream: int) -> None:
         """Copy into pinned memory of the host, in the order of a stream; its device is current."""
@@ -265,4 +290,13 @@ class LibCuda(CudaDriver):
     def stream_waits(self, device: int, stream: int, event: int) -> None:
         """What a stream is given from now on comes after an event."""
         with self.on(device):
-            self._call("cuStreamWaitEvent", ctypes.c_void_p(stream), ctypes.c_void_p(event), 0)
+            self._call("cuStreamWaitEvent", stream, event, 0)
+
+    def record(self, event: int, stream: int) -> None:
+        """Record an event behind what a stream has to do; its device is current."""
+        self._call("cuEventRecord", event, stream)
+
+    def order(self, event: int, before: int, stream: int) -> None:
+        """What a stream is given from now on comes after another; their device is current."""
+        self._call("cuEventRecord", event, before)
+        self._call("cuStreamWaitEvent", stream, event, 0)

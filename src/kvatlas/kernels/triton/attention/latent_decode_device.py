@@ -367,9 +367,7 @@ def multiply(
                 phase = pairs & 1
                 logits = begin_logits(room, signals, phase, n >> 31, WHO, LOGITS)
                 if WHO == 1:
-                    acc, total, top = add_values(
-                        acc, total, top, room, signals, phase, WHO, OTHER
-                    )
+                    acc, total, top = add_values(acc, total, top, room, signals, phase, WHO, OTHER)
                     logits = warpgroup_mma_wait(1, deps=(logits,))
                 else:
                     logits = warpgroup_mma_wait(0, deps=(logits,))
@@ -386,9 +384,7 @@ def multiply(
                 acc = warpgroup_mma_wait(0, deps=(acc,))
                 release(signals, WHO, WHO)
                 if WHO == 0:
-                    acc, total, top = add_values(
-                        acc, total, top, room, signals, phase, WHO, OTHER
-                    )
+                    acc, total, top = add_values(acc, total, top, room, signals, phase, WHO, OTHER)
                     acc = warpgroup_mma_wait(0, deps=(acc,))
                     release(signals, WHO, OTHER)
                 pairs += 1

@@ -32,6 +32,10 @@ _GLUON = (3, 6), (3, 9)
 """Releases of Triton with whose Gluon the kernel for latents was compiled: it changes its names."""
 
 
+MOST_KEPT = 64
+"""Launches that a layer remembers: scales and the most queries may differ from call to call."""
+
+
 class Scores(NamedTuple):
     """What a caller says of logits, besides the spec; hashable."""
 
@@ -121,7 +125,11 @@ def layer_launch(
     key = (q.shape[1:], q.dtype, q.is_cuda, scores, max_queries, tuple(choice.items()))
     kept: LayerLaunch | None = layer.kept.get(key)
     if kept is None:
-        kept = layer.kept[key] = _worked_out(layer, q, scores, max_queries, choice)
+        kept = _worked_out(layer, q, scores, max_queries, choice)
+        made = [one for one, launch in layer.kept.items() if isinstance(launch, LayerLaunch)]
+        for old in made[: 1 - MOST_KEPT]:
+            layer.kept.pop(old, None)
+        layer.kept[key] = kept
     return kept
 
 
