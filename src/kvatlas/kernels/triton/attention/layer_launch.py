@@ -205,9 +205,9 @@ def _shape(
     latent = isinstance(layer.spec, LatentAttention)
     values = k.format if latent else v.format
     own = formats.dot_of(q)
-    k_dot = calls.dot_for(own, k)
+    k_dot = calls.dot_for(own, k, values=False)
     return calls.AttentionShape(
-        k.format, v.format, k_dot, k_dot if latent else calls.dot_for(own, v),
+        k.format, v.format, k_dot, k_dot if latent else calls.dot_for(own, v, values=True),
         "ieee" if k_dot == tl.float32 else "tf32",
         calls.OutputShape(q.shape[1] // heads, values.dim, values.width, scores.sink_logits),
         layer.kernel_blocks.size("N"), latent, calls.mask_of(layer.spec.visibility)[0],
