@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks.gpu.beside import beside
@@ -105,7 +106,7 @@ def request(copy: float, pulls: int = 60) -> None:
                 Node(mine, memory=cache, transport=transport, buffers=0) as node,
                 Session(node, endpoints) as session,
             ):
-                taken, blocks = [], scattered(mine, TOKENS)
+                taken, blocks = [], {0: np.array(scattered(mine, TOKENS)[0])}
                 for name in names:
                     begun = _spin(apart)
                     session.pull(name, dst_blocks=blocks, tokens=TOKENS).wait()

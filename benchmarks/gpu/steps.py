@@ -37,6 +37,7 @@ _CONFIG: dict[str, Any] = {
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
     "max_position_embeddings": 32_768,
+    "dtype": "bfloat16",
 }
 
 

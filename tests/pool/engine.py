@@ -65,19 +65,37 @@ class Engine:
 
     # -- what users do ------------------------------------------------------------------
 
-    def admit(self, tokens: list[int], salt: bytes) -> None:
+    def admit(self, tokens: list[int], salt: bytes, loaded: int = 0) -> None:
+        """Begin a request, whose first tokens may come from elsewhere."""
         self.named += 1
         self.requests[self.named], self.salts[self.named] = tokens, salt
         self._count(self.named)
-        self._begin(self.named)
+        self._begin(self.named, loaded)
 
-    def _begin(self, request: int) -> None:
+    def _begin(self, request: int, loaded: int = 0) -> None:
         tokens, salt = self.requests[request], self.salts[request]
         expected = self.longest(self.marks[request])
         assert self.pool.admit(request, tokens, PrefixIdentity(salt=salt)) == expected
         self.counts["hits"] += expected > 0
         self.counts["hits inside a block"] += bool(expected % self.plan.block_size)
+        if expected < min(loaded, len(tokens)):
+            self._load(request, min(loaded, len(tokens)))
         self._try(request, len(tokens))
+
+    def _load(self, request: int, stop: int) -> None:
+        """Have tokens come from elsewhere, as far as the next one sees them."""
+        if self.name == "compressed":
+            stop -= stop % max(group.block for group in self.plan.groups)
+        self.now = request
+        try:
+            self._reserve(request, max(stop, self.pool.tokens(request)))
+        except AtlasError as refusal:
+            assert refusal.code is Code.NO_BLOCKS
+            return
+        if stop > self.pool.tokens(request):
+            self._write(request, stop, as_seen=True)
+            self.pool.loaded(request, stop)
+            self.counts["loaded"] += 1
 
     def decode(self, request: int, more: int) -> None:
         begun, new = self.pool.tokens(request), [7] * more
@@ -119,28 +137,28 @@ class Engine:
         """Compute a request up to `tokens` tokens, as the pool wants it."""
         self.now = request
         for stop in dict.fromkeys([*self.pool.stops(request, tokens), tokens]):
-            made = self.pool.reserve(request, stop)
-            for group, blocks in made.clear.items():
-                for block in blocks:
-                    self.memory[self.plan.groups[group].pool, block] = self._empty(group)
-            for group, source, destination, of_it in made.copies:
-                pool = self.plan.groups[group].pool
-                owner, content = self.memory[pool, source]
-                assert owner == group
-                if (
-                    group in self.plan.groups_to_clear
-                    and self.plan.groups[group].kind != "recurrent"
-                ):
-                    assert destination in made.clear[group]
-                _, copied = self.memory[pool, destination] = self._empty(group)
-                copied[:of_it] = content[:of_it]
+            self._reserve(request, stop)
             self._write(request, stop)
             self.pool.computed(request, stop)
+
+    def _reserve(self, request: int, stop: int) -> None:
+        made = self.pool.reserve(request, stop)
+        for group, blocks in made.clear.items():
+            for block in blocks:
+                self.memory[self.plan.groups[group].pool, block] = self._empty(group)
+        for group, source, destination, of_it in made.copies:
+            pool = self.plan.groups[group].pool
+            owner, content = self.memory[pool, source]
+            assert owner == group
+            if group in self.plan.groups_to_clear and self.plan.groups[group].kind != "recurrent":
+                assert destination in made.clear[group]
+            _, copied = self.memory[pool, destination] = self._empty(group)
+            copied[:of_it] = content[:of_it]
 
     def _empty(self, group: int) -> tuple[int, list[int | None]]:
         return group, [None] * self.plan.groups[group].block
 
-    def _write(self, request: int, stop: int) -> None:
+    def _write(self, request: int, stop: int, *, as_seen: bool = False) -> None:
         tables, begun = self.pool.tables(request), self.pool.tokens(request)
         marks = self.marks[request]
         for index, group in enumerate(self.plan.groups):
@@ -148,7 +166,8 @@ class Engine:
                 _, content = self.memory[group.pool, tables[index][0]] = self._empty(index)
                 content[0] = marks[stop]
                 continue
-            for entry, first, last in _in_blocks(group.block, begun, stop):
+            written = max(begun, first_needed(group, stop)) if as_seen else begun
+            for entry, first, last in _in_blocks(group.block, written, stop):
                 block = group.pool, tables[index][entry]
                 assert block[1] != GONE
                 if self.memory.get(block, (-1,))[0] != index:
@@ -248,8 +267,8 @@ class Engine:
                 _, marks = known[int.from_bytes(digest[-8:], "big")]
                 owner, content = self.memory[index.group.pool, block]
                 assert owner == index.number
-                last = 0 if index.group.kind == "recurrent" else index.group.block - 1
-                assert content[last] == marks[-1]
+                recurrent = index.group.kind == "recurrent"
+                assert content[:1] == marks[-1:] if recurrent else content == marks
 
     def every_request_has_what_its_next_token_sees(self) -> None:
         for request, marks in self.marks.items():

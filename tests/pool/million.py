@@ -31,7 +31,7 @@ def operate(engine: Engine, dice: Random) -> str:
     if name == "admit":
         pieces = [token for _ in range(dice.randint(0, 4)) for token in dice.choice(PIECES)]
         tail = list(range(900, 900 + dice.randint(0, 20)))
-        engine.admit(pieces + tail, dice.choice([b"", b"s"]))
+        engine.admit(pieces + tail, dice.choice([b"", b"s"]), dice.choice([0, dice.randint(1, 70)]))
     elif name == "decode":
         engine.decode(request, dice.randint(1, 20))
     elif name == "clear":

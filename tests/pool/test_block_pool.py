@@ -44,11 +44,11 @@ class Machine(RuleBasedStateMachine):
     def requests(self) -> list[int]:
         return sorted(self.engine.requests)
 
-    @rule(prompt=prompts)
-    def admit(self, prompt: tuple[list[tuple[int, ...]], int, bytes]) -> None:
+    @rule(prompt=prompts, loaded=st.sampled_from([0, 0, 16, 23, 40, 57, 64]))
+    def admit(self, prompt: tuple[list[tuple[int, ...]], int, bytes], loaded: int) -> None:
         pieces, tail, salt = prompt
         tokens = [token for piece in pieces for token in piece] + list(range(900, 900 + tail))
-        self.engine.admit(tokens, salt)
+        self.engine.admit(tokens, salt, loaded)
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), more=st.integers(1, 20))
@@ -95,7 +95,8 @@ def test_no_block_has_two_owners_and_none_is_lost(name: str) -> None:
 def test_hundreds_of_operations_in_a_row_find_copy_and_evict() -> None:
     done, counts = run(500, seed=1)
     assert done.total() == 500
-    assert min(counts[one] for one in ("hits", "hits inside a block", "evicted blocks")) > 0
+    kinds = ("hits", "hits inside a block", "evicted blocks", "loaded")
+    assert min(counts[one] for one in kinds) > 0
 
 
 def test_a_hit_ends_where_every_group_can_go_on() -> None:

@@ -56,6 +56,17 @@ def test_all_who_share_a_folder_count_what_is_in_it_together(tmp_path: Path) -> 
         assert ledger.used == stores[0].capacity().used > 0
 
 
+def test_the_least_recently_used_make_room(tmp_path: Path) -> None:
+    store, into = FolderStore(tmp_path, capacity=1000), np.zeros(100, np.uint8)
+    names = [f"kv1/{number}" for number in range(10)]
+    assert all(store.put([(name, [SOME]) for name in names]))
+    for age, name in enumerate(names):
+        os.utime(tmp_path / name, (10**9 + age, 10**9 + age))
+    assert store.get([(names[0], [into])]) == [100]
+    assert store.put([("kv1/new", [SOME])]) == [True]
+    assert store.exists(names) == [True, False, False, *[True] * 7]
+
+
 def test_a_put_that_fails_gives_its_room_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -65,6 +76,14 @@ def test_a_put_that_fails_gives_its_room_back(
         assert store.put([(f"kv1/{number}", [SOME]) for number in range(30)]) == [False] * 30
     assert store.put([(f"kv1/{number}", [SOME]) for number in range(10)]) == [True] * 10
     assert list(tmp_path.rglob("*.new")) == []
+    left = tmp_path / "kv1/of somebody who died.new"
+    left.write_bytes(bytes(300))
+    os.utime(left, (10**9, 10**9))
+    assert store.remove(["kv1/0", "kv1/1", "kv1/2"]) == 3
+    FolderStore(tmp_path, capacity=1000)  # counts that too
+    assert store.sweep() == 300
+    with store._ledger.held() as ledger:
+        assert ledger.used == 700
     (tmp_path / ".used").unlink()
     os.mkfifo(tmp_path / ".used")
     assert store.put([("kv1/x", [SOME])]) == [False]

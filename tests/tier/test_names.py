@@ -49,7 +49,7 @@ def test_names_that_come_and_go_are_listed_once_and_forgotten() -> None:
     index, rng = BlockIndex(PLAN, lambda _: None), np.random.default_rng(0)
     there: dict[bytes, TierBlock] = {}
     mark, seen, number = 0, list[bytes](), 0
-    for _ in range(200):
+    for _ in range(60):
         for block in filled(index, number, 50):
             there[block.key] = block
         number += 50

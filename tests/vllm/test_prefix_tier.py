@@ -285,8 +285,8 @@ def test_a_tier_that_is_damaged_or_full_is_a_miss(tmp_path: Path) -> None:
     assert open_tier(*about) is None, "another model's"
 
 
-def test_a_worker_whose_tier_cannot_be_used_lets_every_request_go() -> None:
-    made = EngineWithTier("memory", block=64, seed=1)
+def test_a_worker_whose_tier_cannot_be_used_lets_every_request_go(tmp_path: Path) -> None:
+    made = EngineWithTier(tmp_path / "tier", block=64, seed=1)
     held = Memory(made.pool.ctypes.data, made.pool.nbytes, owner=made.pool)
     assert made.finish(TOKENS[:300], [3, 9, 1, 7, 5])
     request = asking(TOKENS, "found")

@@ -10,7 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvatlas.engines.vllm import ConnectorSettings, describe_stage, prefix_tier
+from kvatlas import AtlasError
+from kvatlas.engines.vllm import (
+    ConnectorSettings,
+    describe_stage,
+    prefix_tier,
+    tier_worker,
+)
 from kvatlas.engines.vllm.describe import described_model, join_stages
 from kvatlas.engines.vllm.ended_requests import Ended, EndedRequests
 from kvatlas.engines.vllm.engine_tier import find_tier, open_tier
@@ -190,6 +196,10 @@ def test_a_store_that_is_slow_holds_a_request_up_for_so_long_and_no_longer(
     assert 0.2 < time.monotonic() - begun < 10
     answering.set()
     assert one.matched(waiting) == 0, "it is being computed"
+    begun = time.monotonic()
+    assert one.scheduler.matched_tokens(asking(TOKENS, "next"), 0)[0] == 0, "nobody else waits"
+    one.scheduler._tier._asked_from = begun  # type: ignore[union-attr]
+    assert one.matched(asking(TOKENS, "later")) == 256
     one.scheduler.allocated(waiting, Blocks([6, 2, 12, 14, 15]), 0)
     assert not one.scheduler.take_orders().loads
     one.close()
@@ -236,6 +246,32 @@ def test_a_store_that_cannot_be_reached_is_not_used(tmp_path: Path) -> None:
         plan = join_stages([describe_stage(vllm_config(), config)])
         assert open_fleet_tier(settings, plan, b"weights") is None
         assert find_fleet_tier(settings, plan.to_json(), b"weights") is None
+    settings = ConnectorSettings.read({"tier": "folder:///tmp/x?colour=red", "transport": "none"})
+    with pytest.raises(AtlasError, match="does not know"):
+        open_fleet_tier(settings, plan, b"weights")
+
+
+def test_a_store_that_hangs_holds_the_blocks_of_few_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier_worker, "_SLOW", 0.05)
+    options = {"staging": 1 << 16, "deadline": 0.3}
+    one = Ranks(f"folder://{tmp_path}", "one", tp=1, block=64, tier_options=options)
+    answering = threading.Event()
+    [worker] = one.workers
+    store = worker._tier._traffic.store  # type: ignore[union-attr]
+    exists = store.exists
+    monkeypatch.setattr(store, "exists", lambda names: answering.wait(20) and exists(names))
+    begun = time.monotonic()
+    for _ in range(30):
+        kept_by(one, [3, 9, 1, 7, 5])
+    assert time.monotonic() - begun < 6, "not 30 deadlines"
+    assert one.workers[0].take_counts().tier_failures == 30
+    answering.set()
+    worker._store_from = 0.0
+    kept_by(one, [3, 9, 1, 7, 5])
+    assert one.matched(asking(TOKENS, "found")) == 256
+    one.close()
 
 
 def test_what_all_ranks_have_stored_is_told_to_routers_and_what_is_gone_too(

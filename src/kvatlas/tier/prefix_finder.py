@@ -41,7 +41,8 @@ class PrefixFinder:
     StoreResult(whole=2, waiting=0, no_room=0)
     >>> finder.longest(finder.chain([*range(30), 7, 7])), finder.longest(finder.chain(range(60)))
     (16, 32)
-    >>> PrefixFinder(tier, b"other weights").longest(finder.chain(range(60), salt=b"mine"))
+    >>> others = PrefixFinder(tier, b"a digest of other weights")
+    >>> others.longest(others.chain(range(60)))
     0
     """
 

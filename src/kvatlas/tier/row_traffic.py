@@ -55,11 +55,9 @@ class StagedRows(NamedTuple):
 class RowTraffic:
     """What goes between a store and staging memory, under the names of one namespace."""
 
-    def __init__(
-        self, store: ObjectStore, names: Namespace, staging: StagingRows, threads: int
-    ) -> None:
+    def __init__(self, store: ObjectStore, names: Namespace, staging: StagingRows) -> None:
         self.store, self.names, self.staging = store, names, staging
-        self.calls = StoreCalls(threads)
+        self.calls = StoreCalls(store.calls_at_once)
         self._pool_of = [group.pool for group in names.cut.plan.groups]
         self._marked = False
         self._shares: dict[tuple[int, int, Any], RowShare] = {}

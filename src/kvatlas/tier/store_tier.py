@@ -37,7 +37,6 @@ from kvatlas.tier.store_hit import StoreHit
 from kvatlas.tier.stores import ObjectStore
 
 _PLANS = 16
-_THREADS = 4
 _UNAVAILABLE = (Code.DEADLINE, Code.WIRE_FAILED, Code.UNREADABLE)
 """Errors of a store that cannot be asked."""
 _STORE_FAILED = {
@@ -99,7 +98,7 @@ class StoreTier:
         self._staging = StagingRows(plan, staging, max(map(len, cut.groups)))
         for memory in (*self._staging.pools.values(), *self._staging.headers.values()):
             store.register(memory.reshape(-1))
-        self._traffic = RowTraffic(store, self.namespace, self._staging, _THREADS)
+        self._traffic = RowTraffic(store, self.namespace, self._staging)
         self._storage = TierStorage(self._staging.pools, None, verify_always=False)
         self.metrics = self._storage.metrics
         self._lookup = RowLookup(self._traffic, TierSpans(plan, plan))

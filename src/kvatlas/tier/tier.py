@@ -223,7 +223,8 @@ class Tier:
     ) -> list[bool]:
         """Whether a group has the block that requests of so many tokens end in, by its key."""
         del whole  # all blocks are
-        return [self._index.has(group, key) for _, key in ends]
+        with self._storage.using():
+            return [self._index.has(group, key) for _, key in ends]
 
     def names(self) -> list[tuple[int, bytes]]:
         """Every (group, key) that is whole, the least recently used first."""

@@ -6,7 +6,7 @@ A `Node` puts one rank's caches on the wire, a `Session` connects it to its peer
 
 from kvatlas.wire.block_staging import BlockStaging
 from kvatlas.wire.channels import Channels
-from kvatlas.wire.checksum import crc32
+from kvatlas.wire.checksum import crc32, has_fast_crc32
 from kvatlas.wire.client import Session, Transfer
 from kvatlas.wire.client.rank_lease import How
 from kvatlas.wire.connection import Connection
@@ -112,6 +112,7 @@ __all__ = [
     "encode",
     "forget_path",
     "gpu_pools",
+    "has_fast_crc32",
     "is_on_gpu",
     "load_driver",
     "make_transport",

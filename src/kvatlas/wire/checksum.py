@@ -25,3 +25,8 @@ def crc32(data: Summed, start: int = 0) -> int:
     True
     """
     return _fastest()(data, start)
+
+
+def has_fast_crc32() -> bool:
+    """Whether sums are ISA-L's."""
+    return _fastest() is not zlib.crc32

@@ -80,6 +80,14 @@ WORDS: dict[str, tuple[Any, dict[str, Any]]] = {
         SlidingAttention(**HALVES, window=7, cache="int4_per_token_head"),
         {"tolerance": ROUNDED_CODES},
     ),
+    "nvfp4 that stay": (
+        SinkAttention(**HALVES, sink_tokens=21, window=9, cache="nvfp4"),
+        {"softcap": 2.0, "lengths": [37], "queries": [4]},
+    ),
+    "levels and a range": (
+        SlidingAttention(**HALVES, window=7, cache="turboquant_4bit_nc"),
+        {"lengths": [37], "queries": [4], "tolerance": ROUNDED_CODES},
+    ),
 }  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from kvatlas.kernels.triton import (  # noqa: E402
 )
 from kvatlas.kernels.triton import storage_formats as formats  # noqa: E402
 from kvatlas.kernels.triton.attention import arguments as calls  # noqa: E402
+from kvatlas.kernels.triton.attention.layer_launch import Scores, layer_launch  # noqa: E402
 from kvatlas.specs import FullAttention, Indexer, LatentAttention, SinkAttention  # noqa: E402
 from tests.kernels.triton.cases import Pool  # noqa: E402
 
@@ -83,6 +84,17 @@ def test_scales_are_for_caches_that_have_them() -> None:
     q = queries_of(1, 32)
     mine = attend_latent(layer, q, **where)
     assert torch.allclose(mine, kernels.attend_latent(layer, q, **where), atol=1e-5)
+
+
+def test_a_layer_does_not_remember_every_scale_it_was_called_with() -> None:
+    layer, q = filled(SPEC), queries_of(1)
+    first = layer_launch(layer, q, Scores(None, None, 1.0, 1.0, False), 1, {})
+    for number in range(200):
+        scores = Scores(1 / (1 + number), None, 1.0, 1.0, False)
+        launch = layer_launch(layer, q, scores, 1, {})
+        assert layer_launch(layer, q, scores, 1, {}) is launch
+    assert len(layer.kept) <= 64
+    assert layer_launch(layer, q, Scores(None, None, 1.0, 1.0, False), 1, {}) == first
 
 
 def test_sums_do_not_depend_on_the_default_dtype() -> None:

@@ -154,7 +154,7 @@ def test_batches_that_do_not_fit(monkeypatch: pytest.MonkeyPatch, more: dict[str
     assert refusal.value.code is Code.BAD_TENSOR
 
 
-@pytest.mark.parametrize("cache", ["auto", "fp8", *SCALED])
+@pytest.mark.parametrize("cache", ["auto", "fp8", "nvfp4", "turboquant_4bit_nc", *SCALED])
 def test_halves_are_enough(monkeypatch: pytest.MonkeyPatch, cache: str) -> None:
     """Dots of halves, as on a GPU: what is added to codes and taken out again cancels."""
     monkeypatch.setattr(formats, "dot_of", lambda _: tl.float16)

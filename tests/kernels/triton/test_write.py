@@ -9,19 +9,41 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
 
 from kvatlas import kernels  # noqa: E402
-from kvatlas.kernels import hadamard  # noqa: E402
+from kvatlas.kernels import bit_packing, hadamard  # noqa: E402
 from kvatlas.kernels import triton as gpu  # noqa: E402
+from kvatlas.kernels.quantise import round_away  # noqa: E402
 from kvatlas.kernels.triton import hadamard as rotations  # noqa: E402
+from kvatlas.kernels.triton.write_device import away, to_e2m1  # noqa: E402
 from kvatlas.specs import ATTENTION_CACHES, FullAttention, LatentAttention  # noqa: E402
 from tests.kernels.triton.cases import (  # noqa: E402
     Pool,
     check_not_finite,
     check_write_latent,
 )
+
+
+def _round(values: Any, codes: Any, whole: Any) -> None:
+    at = tl.arange(0, 256)
+    value = tl.load(values + at)
+    tl.store(codes + at, to_e2m1(value))
+    tl.store(whole + at, away(value))
+
+
+def test_bits_round_as_torch_does() -> None:
+    """Ties, and the numbers next to them: to e2m1, and to whole numbers away from zero."""
+    ties = torch.arange(0, 8, 0.25)
+    near = [torch.nextafter(ties, torch.tensor(far)) for far in (-9.0, 9.0)]
+    values = torch.cat([ties, *near, torch.linspace(0, 130, 32)])
+    values = torch.cat([values, -values])
+    codes, whole = (torch.empty(len(values), dtype=torch.int32) for _ in "ab")
+    triton.jit(_round)[(1,)](values, codes, whole)
+    assert codes.tolist() == bit_packing.to_e2m1(values).tolist()
+    assert whole.tolist() == round_away(values).tolist()
 
 
 @pytest.mark.parametrize("cache", ATTENTION_CACHES)

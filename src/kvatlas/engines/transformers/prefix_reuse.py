@@ -63,7 +63,15 @@ class PrefixReuse:
         events: EventListener | None = None,
         **options: Any,
     ) -> None:
-        if any(group.kind == "recurrent" for group in cache.plan.groups):
+        kinds = {group.kind for group in cache.plan.groups}
+        if kinds == {"recurrent"}:
+            raise AtlasError(
+                Code.ENGINE_REFUSES,
+                "Without attention nothing counts tokens, so generate would begin at the first one",
+                got=f"{type(model).__name__}, which has recurrent layers alone",
+                hint="Run it with an AtlasCache alone, without reuse",
+            )
+        if "recurrent" in kinds:
             _check_goes_on(model)
         self.model = model
         self.cache = cache

@@ -6,10 +6,8 @@ import logging
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import torch
 import vllm
-from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -24,7 +22,6 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvatlas.engines.vllm.connector_stats import KVAtlasPromMetrics, KVAtlasStats
 from kvatlas.engines.vllm.describe import (
-    DescribedStage,
     check_tensors,
     describe_stage,
     described_model,
@@ -35,6 +32,8 @@ from kvatlas.engines.vllm.engine_tier import IN_MEMORY, find_tier, open_tier
 from kvatlas.engines.vllm.fleet_tier import find_fleet_tier, open_fleet_tier
 from kvatlas.engines.vllm.orders import StepOrders
 from kvatlas.engines.vllm.prefix_tier import PrefixTier
+from kvatlas.engines.vllm.published_events import as_vllm_events
+from kvatlas.engines.vllm.registered_caches import all_stages, check_reachable, layer_backends
 from kvatlas.engines.vllm.scheduler_side import SchedulerSide
 from kvatlas.engines.vllm.settings import ConnectorSettings
 from kvatlas.engines.vllm.supported_versions import check_managers, check_version
@@ -48,9 +47,6 @@ from kvatlas.tier import MEMORY, STORAGE, StoreTier, TierClient
 from kvatlas.wire import Memory, device_of
 
 log = logging.getLogger("kvatlas.vllm")
-
-_DECODER = msgspec.msgpack.Decoder(list[BlockStored | BlockRemoved | AllBlocksCleared])
-"""Makes vLLM's own events of ours, which have the same form."""
 
 
 @dataclass
@@ -166,8 +162,7 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
 
     def take_events(self) -> list[Any]:
         """What the tier has since the last call, and what no more, for vLLM to publish."""
-        events = self._in_scheduler().take_events()
-        return _DECODER.decode(msgspec.msgpack.encode(events)) if events else []
+        return as_vllm_events(self._in_scheduler().take_events())
 
     def request_finished(
         self, request: Any, block_ids: list[int]
@@ -190,10 +185,10 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
         stage = describe_stage(
             config,
             self._kv_cache_config,
-            backends=_backends(config, named),
+            backends=layer_backends(config, named),
             kernel_blocks=self._kernel_blocks(named),
         )
-        stages = _all_stages(stage)
+        stages = all_stages(stage)
         plan = join_stages(stages)
         base = check_tensors(plan, stage, named)
         rank = get_pp_group().rank_in_group * plan.tp + get_tp_group().rank_in_group
@@ -201,7 +196,7 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
         tensor = next(iter(named.values()))
         memory = Memory(base, pool.nbytes, self._device(tensor), owner=tensor)
         if self._settings.tier is not None:
-            _check_reachable(tensor)
+            check_reachable(tensor)
             tier = self._open_tier(self._settings.tier, described_model(stages), plan)
             self._tier_worker = TierWorker(tier, plan, rank, memory, self._ended)
             used = tier.plan if tier is not None else "cannot be used"
@@ -313,6 +308,8 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
             log.error("nothing is kept or found again: not all ranks have opened the store alike")
             return
         tier = find_fleet_tier(self._settings, plan, self._identity())
+        if self._vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
+            log.warning("requests whose tokens the store loses fail: set kv_load_failure_policy")
         if tier is not None:
             used = self._prefixes(tier, b"")  # the identity is in the store's names
             self._in_scheduler().use_tier(used, self._settings.lookup_seconds)
@@ -369,35 +366,3 @@ def _hit_source(settings: ConnectorSettings) -> CacheHitSource:
     if settings.fleet_tier:
         return CacheHitSource.EXTERNAL_UNSPECIFIED
     return CacheHitSource.HOST if settings.tier == IN_MEMORY else CacheHitSource.DISK
-
-
-def _check_reachable(tensor: torch.Tensor) -> None:
-    """Refuse a tier for caches that are not in host memory."""
-    if tensor.device.type != "cpu":
-        raise AtlasError(
-            Code.WRONG_DEVICE,
-            "A tier reads and writes caches in host memory alone",
-            got=f"tensors on {tensor.device}",
-            hint="Leave tier out of kv_connector_extra_config",
-        )
-
-
-def _backends(vllm_config: Any, layers: Any) -> dict[str, str]:
-    """The attention backend of each layer, as its module says."""
-    modules = vllm_config.compilation_config.static_forward_context
-    found = {}
-    for name in layers:
-        backend = getattr(modules.get(name), "get_attn_backend", lambda: None)()
-        if backend is not None:
-            found[name] = backend.get_name()
-    return found
-
-
-def _all_stages(stage: DescribedStage) -> list[DescribedStage]:
-    """What every pipeline stage keeps, in their order: each tells the others."""
-    group = get_pp_group()
-    if group.world_size == 1:
-        return [stage]
-    stages: list[Any] = [None] * group.world_size
-    torch.distributed.all_gather_object(stages, stage, group=group.cpu_group)
-    return stages

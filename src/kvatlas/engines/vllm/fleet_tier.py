@@ -11,11 +11,13 @@ import logging
 import msgspec
 
 from kvatlas.engines.vllm.settings import ConnectorSettings
-from kvatlas.errors import AtlasError
+from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
 from kvatlas.tier import CacheIdentity, StoreTier, open_store, open_store_tier
 
 log = logging.getLogger("kvatlas.vllm")
+
+_UNREACHABLE = (Code.WIRE_FAILED, Code.UNREADABLE, Code.DEADLINE)
 
 
 def open_fleet_tier(settings: ConnectorSettings, own: Plan, identity: bytes) -> StoreTier | None:
@@ -24,7 +26,7 @@ def open_fleet_tier(settings: ConnectorSettings, own: Plan, identity: bytes) -> 
     try:
         return open_store_tier(settings.tier or "", own, _whose(settings, identity), **options)
     except AtlasError as refusal:
-        log.error("nothing is kept or found again: %s", refusal)
+        _check_unreachable(refusal)
         return None
 
 
@@ -44,8 +46,15 @@ def find_fleet_tier(settings: ConnectorSettings, rows: bytes, identity: bytes) -
             deadline=settings.lookup_seconds,
         )
     except AtlasError as refusal:
-        log.error("nothing is kept or found again: %s", refusal)
+        _check_unreachable(refusal)
         return None
+
+
+def _check_unreachable(refusal: AtlasError) -> None:
+    """Go on without a store that cannot be reached; refuse what is wrong with the settings."""
+    if refusal.code not in _UNREACHABLE:
+        raise refusal
+    log.error("nothing is kept or found again: %s", refusal)
 
 
 def _whose(settings: ConnectorSettings, identity: bytes) -> CacheIdentity:

@@ -17,6 +17,8 @@ log = logging.getLogger("kvatlas.vllm")
 _FAILED = "FINISHED_ERROR"
 PATIENCE = 2.0
 """Seconds that a request waits for what a tier has of it."""
+_PAUSE = 5.0
+"""Seconds for which a tier is asked nothing, once it was late: requests do not all wait for it."""
 
 
 class TierScheduler:
@@ -38,6 +40,7 @@ class TierScheduler:
         """What workers store, until all of them have."""
         self._wait_until: dict[str, float] = {}
         """When requests that are looked up are computed instead."""
+        self._asked_from = 0.0
         self._outdated: set[str] = set()
         """Requests that were begun before weights changed."""
 
@@ -46,8 +49,9 @@ class TierScheduler:
         name = request.request_id
         if name not in self._found:
             self._outdated.discard(name)  # it begins anew
-            self._wait_until[name] = time.monotonic() + self._patience
-            self._found[name] = self._find(request)
+            now = time.monotonic()
+            self._wait_until[name] = now + self._patience
+            self._found[name] = self._find(request) if now >= self._asked_from else None
         looked_up = self._found[name]
         if looked_up is None:
             return 0
@@ -55,6 +59,7 @@ class TierScheduler:
             if time.monotonic() < self._wait_until[name]:
                 return None
             log.warning("computed here request=%r: the tier has not answered in time", name)
+            self._asked_from = time.monotonic() + _PAUSE
             self._found[name] = None
             self._let_go(looked_up)
             return 0

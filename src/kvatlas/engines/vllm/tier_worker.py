@@ -17,6 +17,10 @@ from kvatlas.wire import Memory
 
 log = logging.getLogger("kvatlas.vllm")
 
+_SLOW = 1.0
+"""Seconds of a store that fails after which others are not tried: requests hold their blocks."""
+_PAUSE = 5.0
+"""Seconds for which they are not."""
 _LOADING = 2
 """Requests that are read at once; one is stored beside them."""
 
@@ -50,6 +54,7 @@ class TierWorker:
         self._pools, self._ended = {0: memory}, ended
         self._loading = ThreadPoolExecutor(_LOADING, thread_name_prefix="kvatlas-load")
         self._storing = ThreadPoolExecutor(1, thread_name_prefix="kvatlas-store")
+        self._store_from = 0.0
         self._counts = TierCounts()
         self._counts_lock = threading.Lock()
 
@@ -112,8 +117,10 @@ class TierWorker:
         hit.fetch(self._pools, self._plan, rank=self._rank, blocks=blocks, start=order.start)
 
     def _store(self, order: StoreOrder) -> None:
-        failed = True
+        begun, failed = time.monotonic(), True
         try:
+            if begun < self._store_from:
+                return
             result = self._usable().store(
                 self._pools,
                 self._plan,
@@ -130,6 +137,9 @@ class TierWorker:
         except Exception:
             log.exception("a request was not kept request=%r", order.request_id)
         finally:
+            now = time.monotonic()
+            if failed and now - begun > _SLOW:
+                self._store_from = now + _PAUSE
             self._count(tier_stores=not failed, tier_failures=failed)
             self._ended.sent(order.request_id)
 

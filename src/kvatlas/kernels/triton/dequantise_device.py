@@ -8,7 +8,7 @@ of `RowSteps`) and by its `StorageFormat`, whose kind says what `read` makes of 
 | `plain` | the elements | |
 | `scaled` | the elements | the scale |
 | `int4` | codes less their zero point | the scale |
-| `nvfp4` | numbers | |
+| `nvfp4` | numbers times 2**-14 | |
 | `levels` | levels of a normal variable | the norm over theirs |
 | `range` | numbers | |
 """
@@ -26,6 +26,10 @@ _LEVELS_OF_8 = tl.constexpr(normal_levels(3))
 _LEVELS_OF_16 = tl.constexpr(normal_levels(4))
 
 
+E2M1_UNIT = tl.constexpr(16384.0)
+"""What numbers of e2m1 are too small by, where their bits are those of halves."""
+
+
 class TileStates(NamedTuple):
     """The states of a tile: their blocks, their places in those, the head, and which exist."""
 
@@ -41,14 +45,13 @@ class TileStates(NamedTuple):
 def row_offsets(steps, states, UNIT: tl.constexpr):
     """Elements from the pool's start to the first one of each state's row.
 
-    Steps of blocks and states fit 32 bits, so that each product is one instruction. What is
-    the same for all states is added up first: where they are of one page, the rest stays the
-    same from tile to tile.
+    Steps of blocks and states fit 32 bits, so that each product is one instruction. What stays
+    the same from tile to tile is added up by itself.
     """
     first = (steps.first + states.head.to(tl.int64) * steps.head) * UNIT
-    first += tl.cast(states.start, tl.int64) * (steps.state * UNIT)
-    page = states.page.to(tl.int64) * (steps.block * UNIT) + first
-    return page + states.state.to(tl.int64) * (steps.state * UNIT)
+    within = states.state.to(tl.int64) * (steps.state * UNIT) + first
+    start = tl.cast(states.start, tl.int64) * (steps.state * UNIT)
+    return (states.page.to(tl.int64) * (steps.block * UNIT) + start) + within
 
 
 @triton.jit
@@ -74,9 +77,103 @@ _FOUR_BYTES = tl.constexpr("""
 there with its sign turned is 1024 + 128 + the number."""
 
 
+_FOUR_BYTES_BF16 = tl.constexpr("""
+    {
+        .reg .b32 a, b, low, high, minus;
+        mov.b32 minus, 0xBF80BF80;
+        prmt.b32 a, $2, 0x43434343, 0x4140;
+        prmt.b32 b, $2, 0x43434343, 0x4342;
+        and.b32 low, a, 0x437F437F;
+        and.b32 high, a, 0x43804380;
+        fma.rn.bf16x2 $0, high, minus, low;
+        and.b32 low, b, 0x437F437F;
+        and.b32 high, b, 0x43804380;
+        fma.rn.bf16x2 $1, high, minus, low;
+    }
+""")
+"""Four int8 as bfloat16. 0x4300 is 128 and its lowest bits count ones; with the bit of the
+sign it is 256, which is taken off, or else 128. Ampere has no difference of bfloat16, but
+products and sums in one: 0xBF80 is -1."""
+
+
+def _codes_of_bytes(one: int, minus: int, kind: str) -> str:
+    """PTX for the codes of four bytes, low halves first, added to a number, less what is given.
+
+    `one` is the upper byte of a number whose lowest bits count ones, `minus` the bits of -1.
+    """
+    ones = f"0x{one * 0x01010101:08X}"
+    return f"""
+    {{
+        .reg .b32 low, high, a, b, c, d, minus;
+        mov.b32 minus, 0x{minus * 0x00010001:08X};
+        and.b32 low, $4, 0x0F0F0F0F;
+        shr.u32 high, $4, 4;
+        and.b32 high, high, 0x0F0F0F0F;
+        prmt.b32 a, low, {ones}, 0x4140;
+        prmt.b32 b, low, {ones}, 0x4342;
+        prmt.b32 c, high, {ones}, 0x4140;
+        prmt.b32 d, high, {ones}, 0x4342;
+        fma.rn.{kind} a, $5, minus, a;
+        fma.rn.{kind} b, $6, minus, b;
+        fma.rn.{kind} c, $5, minus, c;
+        fma.rn.{kind} d, $6, minus, d;
+        mov.b32 $0, a;
+        mov.b32 $1, b;
+        mov.b32 $2, c;
+        mov.b32 $3, d;
+    }}
+    """
+
+
+_CODES_F16 = tl.constexpr(_codes_of_bytes(0x64, 0xBC00, "f16x2"))
+"""Of 1024 + code."""
+_CODES_BF16 = tl.constexpr(_codes_of_bytes(0x43, 0xBF80, "bf16x2"))
+"""Of 128 + code."""
+_NVFP4_BYTES = tl.constexpr("""
+    {
+        .reg .b32 low, high, part, a, b, c, d;
+        shl.b32 part, $4, 1;
+        and.b32 part, part, 0x0E0E0E0E;
+        shl.b32 low, $4, 4;
+        lop3.b32 low, low, 0x80808080, part, 0xEA;
+        shr.u32 part, $4, 3;
+        and.b32 part, part, 0x0E0E0E0E;
+        lop3.b32 high, $4, 0x80808080, part, 0xEA;
+        prmt.b32 a, low, 0, 0x1404;
+        prmt.b32 b, low, 0, 0x3424;
+        prmt.b32 c, high, 0, 0x1404;
+        prmt.b32 d, high, 0, 0x3424;
+        mul.f16x2 a, a, $5;
+        mul.f16x2 b, b, $6;
+        mul.f16x2 c, c, $5;
+        mul.f16x2 d, d, $6;
+        mov.b32 $0, a;
+        mov.b32 $1, b;
+        mov.b32 $2, c;
+        mov.b32 $3, d;
+    }
+""")
+"""The numbers of four bytes, low halves first, times what is given: sign and, three bits
+lower, the rest of a code make the upper byte of a half that is 2**14 times too small."""
+
+
+@triton.jit
+def paired(packed, with_each, CODE: tl.constexpr):
+    """Both codes of bytes side by side, as numbers of the type of `with_each`."""
+    low, high = tl.inline_asm_elementwise(
+        CODE, "=r,=r,=r,=r,r,r,r", [packed, with_each], dtype=(with_each.dtype, with_each.dtype),
+        is_pure=True, pack=4,
+    )  # fmt: skip
+    return tl.reshape(tl.join(low, high), [packed.shape[0], 2 * packed.shape[1]])
+
+
 @triton.jit
 def as_dot(tile, DOT: tl.constexpr, PTX: tl.constexpr):
     """Elements in the type of a dot."""
+    if PTX and tile.dtype == tl.int8 and DOT == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            _FOUR_BYTES_BF16, "=r,=r,r", [tile], dtype=tl.bfloat16, is_pure=True, pack=4
+        )
     if PTX and tile.dtype == tl.int8 and DOT == tl.float16:
         return tl.inline_asm_elementwise(
             _FOUR_BYTES, "=r,=r,r", [tile], dtype=tl.float16, is_pure=True, pack=4
@@ -129,14 +226,21 @@ def column_of(
 
 
 @triton.jit
-def nibbles(buffer, steps, states, FORMAT: tl.constexpr, MASKED: tl.constexpr, EVICT: tl.constexpr):
-    """Codes of 4 bits, the first one of a byte in its low half."""
-    WIDTH: tl.constexpr = FORMAT.width
-    packed = elements(
-        buffer, steps, states, tl.uint8, FORMAT.unit, FORMAT.dim // 2, WIDTH // 2, MASKED, EVICT
+def code_bytes(
+    buffer, steps, states, FORMAT: tl.constexpr, MASKED: tl.constexpr, EVICT: tl.constexpr
+):
+    """Rows of codes of 4 bits, two in a byte."""
+    HALF: tl.constexpr = FORMAT.width // 2
+    return elements(
+        buffer, steps, states, tl.uint8, FORMAT.unit, FORMAT.dim // 2, HALF, MASKED, EVICT
     )
+
+
+@triton.jit
+def nibbles(packed):
+    """Codes of 4 bits, the first one of a byte in its low half."""
     both = tl.join(packed & 15, packed >> 4)
-    return tl.reshape(both, [packed.shape[0], WIDTH])
+    return tl.reshape(both, [packed.shape[0], 2 * packed.shape[1]])
 
 
 @triton.jit
@@ -159,7 +263,7 @@ def from_e2m1(codes):
     """The numbers that e2m1 codes stand for, by way of the bits of a half."""
     code = codes.to(tl.int16)
     half = ((code & 8) << 12) | ((code & 7) << 9)
-    return half.to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
+    return half.to(tl.float16, bitcast=True).to(tl.float32) * E2M1_UNIT
 
 
 @triton.jit
@@ -192,21 +296,34 @@ def read(
         if KIND == "scaled":
             factor = column_of(buffer, side.scales, states, tl.float32, FORMAT.scale_unit, MASKED)
     elif KIND == "int4":
-        codes = nibbles(buffer, side.rows, states, FORMAT, MASKED, EVICT)
+        packed = code_bytes(buffer, side.rows, states, FORMAT, MASKED, EVICT)
         word = column_of(buffer, side.scales, states, tl.int32, FORMAT.scale_unit, MASKED)
-        tile = (codes.to(tl.int32) - (word & 15)[:, None]).to(tl.float32).to(DOT)
+        zero = (word & 15)[:, None]
         factor = (word & -16).to(tl.float32, bitcast=True)
+        if FORMAT.ptx and DOT == tl.float16:
+            tile = paired(packed, (zero + 1024).to(DOT), _CODES_F16)
+        elif FORMAT.ptx and DOT == tl.bfloat16:
+            tile = paired(packed, (zero + 128).to(DOT), _CODES_BF16)
+        else:
+            tile = (nibbles(packed).to(tl.int32) - zero).to(tl.float32).to(DOT)
     elif KIND == "nvfp4":
-        codes = nibbles(buffer, side.rows, states, FORMAT, MASKED, EVICT)
+        packed = code_bytes(buffer, side.rows, states, FORMAT, MASKED, EVICT)
         steps = elements(
             buffer, side.scales, states, tl.float8e4nv, FORMAT.scale_unit, DIM // 16, WIDTH // 16,
             MASKED, EVICT,
-        ).to(tl.float32)  # fmt: skip
-        wide = tl.broadcast_to(steps[:, :, None], [codes.shape[0], WIDTH // 16, 16])
-        tile = (from_e2m1(codes) * tl.reshape(wide, [codes.shape[0], WIDTH])).to(DOT)
+        )  # fmt: skip
+        if FORMAT.ptx and DOT == tl.float16:
+            wide = tl.broadcast_to(steps.to(DOT)[:, :, None], [steps.shape[0], WIDTH // 16, 8])
+            tile = paired(packed, tl.reshape(wide, packed.shape), _NVFP4_BYTES)
+        else:
+            wide = tl.broadcast_to(
+                steps.to(tl.float32)[:, :, None], [steps.shape[0], WIDTH // 16, 16]
+            )
+            small = from_e2m1(nibbles(packed)) / E2M1_UNIT
+            tile = (small * tl.reshape(wide, [steps.shape[0], WIDTH])).to(DOT)
     else:
         if FORMAT.bits == 4:
-            codes = nibbles(buffer, side.rows, states, FORMAT, MASKED, EVICT)
+            codes = nibbles(code_bytes(buffer, side.rows, states, FORMAT, MASKED, EVICT))
         else:
             codes = octals(buffer, side.rows, states, FORMAT, MASKED)
         step = column_of(buffer, side.scales, states, tl.float16, FORMAT.scale_unit, MASKED)

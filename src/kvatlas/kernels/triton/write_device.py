@@ -120,7 +120,7 @@ def to_e2m1(values):
     size = tl.minimum(tl.abs(values), 6.0)
     few = (size + 6291456.0).to(tl.int32, bitcast=True) & 3
     bits = size.to(tl.int32, bitcast=True)
-    more = ((bits + ((bits >> 22) & 1) + 0x1FFFFF) >> 22) - 252
+    more = (bits + ((bits >> 22) & 1) + (0x1FFFFF - (252 << 22))) >> 22
     sign = (values.to(tl.int32, bitcast=True) >> 28) & 8
     return tl.where(size < 1.0, few, more) | sign
 
@@ -192,10 +192,7 @@ def put_side(
         TOP: tl.constexpr = 127.0 if ELEMENT == tl.int8 else E4M3_MAX
         step = nan_unless_finite(tl.maximum(share_of(largest, TOP), LEAST), largest)
         stored = exact * inverse_of(step)[:, None]
-        if ELEMENT == tl.int8:
-            stored = away(stored)
-        else:
-            stored = tl.clamp(stored, -E4M3_MAX, E4M3_MAX)
+        stored = away(stored) if ELEMENT == tl.int8 else tl.clamp(stored, -E4M3_MAX, E4M3_MAX)
         put_elements(buffer, at.rows, states, stored.to(ELEMENT), ELEMENT, UNIT, FORMAT.dim, WIDTH)
         put_column(buffer, at.scales, states, step, tl.float32, SCALE_UNIT)
     elif KIND == "int4":
@@ -216,7 +213,10 @@ def put_side(
     elif KIND == "nvfp4":
         blocks = tl.reshape(rows.to(tl.float32), [COUNT, WIDTH // 16, 16])
         largest = largest_of(blocks, 2)
-        share = nan_unless_finite(share_of(share_of(largest, 6.0), side.scale), largest)
+        six = tl.full([1, 1], 6.0, tl.float32)
+        scale = tl.full([1, 1], 1.0, tl.float32) * side.scale
+        share = quotient(quotient(largest, six, FORMAT.ptx), scale, FORMAT.ptx)
+        share = nan_unless_finite(share, largest)
         step = as_element(share, tl.float8e4nv, FORMAT.ptx)
         exact = step.to(tl.float32) * side.scale
         values = quotient(blocks, tl.maximum(exact, TINY)[:, :, None], FORMAT.ptx)

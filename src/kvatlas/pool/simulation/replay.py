@@ -73,7 +73,7 @@ class Replay:
         self._bits = max(spans.count - 1, 1).bit_length()
         entries = len(model.classes) << self._bits
         self._present = np.zeros(entries, bool)
-        self._pinned: NDArray[np.bool_] = np.zeros(entries, bool)
+        self._pinned = np.zeros(entries, bool)
         self._seen = np.zeros(spans.count, bool)
         self._rows = [
             self._present[place << self._bits : (place + 1) << self._bits]
@@ -155,11 +155,13 @@ class Replay:
         return Prompt(self.spans.step, hit, seen, known, len(spans), attention, reusable)
 
     def _count_seen(self, spans: Ints, there: int) -> int:
-        """How many of the first were asked for before, which those that are there were.
+        """How many of the first were asked for before: as a rule all that are there, and no more.
 
         Whoever asks for a span asks for all before it.
         """
         seen = self._seen
+        if there and not seen[spans[there - 1]]:
+            there = 0  # a chunk begins there, and needs nothing before it
         if there == len(spans) or not seen[spans[there]]:
             return there
         rest = range(there, len(spans))

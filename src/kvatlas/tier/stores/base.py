@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from kvatlas.wire import Bytes
 
@@ -35,6 +35,9 @@ def joined_size(parts: Parts) -> int:
 
 class ObjectStore(ABC):
     """Objects by name. Any number of threads may use one; a failure is an `AtlasError`."""
+
+    calls_at_once: ClassVar[int] = 4
+    """Calls that are worth being made at once: more would wait for each other."""
 
     @abstractmethod
     def put(self, objects: Sequence[tuple[str, Parts]]) -> list[bool]:

@@ -13,6 +13,7 @@ import stat
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 
 from kvatlas.errors import AtlasError, Code
@@ -31,7 +32,7 @@ _MOST_PARTS = 512
 
 
 class FolderStore(ObjectStore):
-    """Objects as files below a folder, up to so many bytes; the oldest go first.
+    """Objects as files below a folder, up to so many bytes; the least recently used go first.
 
     All who share the folder and give it a `capacity` count together what is in it.
 
@@ -59,31 +60,39 @@ class FolderStore(ObjectStore):
     def _put(self, path: Path, parts: Parts) -> bool:
         if _is_object(path):
             return True
-        size = joined_size(parts)
+        size, linked = joined_size(parts), False
+        unfinished = path.with_name(f"{path.name}.{secrets.token_hex(8)}{_UNFINISHED}")
         try:
-            if not self._reserve(size):
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            descriptor = self._create(unfinished, size)
+            if descriptor is None:
                 return False
-            there = False
             try:
-                there = _write_new(path, parts, size)
+                linked = _finish(descriptor, unfinished, path, parts)
             finally:
-                if not there:
+                os.close(descriptor)
+                unfinished.unlink(missing_ok=True)
+                if not linked:
                     self._release(size)
         except OSError:
             return False  # no room, or no right to write: the object is absent
-        return there or _is_object(path)
+        return linked or _is_object(path)
 
-    def _reserve(self, size: int) -> bool:
-        """Count bytes that will be there, after making room where that is needed."""
+    def _create(self, path: Path, size: int) -> int | None:
+        """A new file of a size, after making room where that is needed; None without room.
+
+        Whoever counts what is there counts it from now on.
+        """
         if not self._capacity:
-            return True
+            return _create(path, size)
         with self._ledger.held() as ledger:
             if ledger.used + size > self._capacity:
                 ledger.used = self._make_room(size)
             if ledger.used + size > self._capacity:
-                return False
+                return None
+            made = _create(path, size)
             ledger.used += size
-        return True
+            return made
 
     def _release(self, size: int) -> None:
         """Count bytes no more that are not there."""
@@ -92,11 +101,11 @@ class FolderStore(ObjectStore):
                 ledger.used = max(0, ledger.used - size)
 
     def _make_room(self, size: int) -> int:
-        """Remove the oldest objects until a tenth of the room is free, and `size` bytes.
+        """Remove objects until a tenth of the room is free, and `size` bytes.
 
         The bytes that are there then, also those of objects that others are writing.
         """
-        self.sweep()
+        self._swept()
         files = []
         for path in self._files(self._root):
             with suppress(FileNotFoundError):  # others remove objects too
@@ -112,7 +121,8 @@ class FolderStore(ObjectStore):
     def _counted(self) -> int:
         """The bytes of all objects, also of those that are being written."""
         sizes = 0
-        for path in (*self._files(self._root), *self._unfinished()):
+        # A file that is finished meanwhile is counted twice rather than not at all.
+        for path in chain(self._unfinished(), self._files(self._root)):
             with suppress(FileNotFoundError):
                 sizes += path.stat().st_size
         return sizes
@@ -126,6 +136,9 @@ class FolderStore(ObjectStore):
             if found is None:
                 return ABSENT
             size = os.fstat(found).st_size
+            if self._capacity:
+                with suppress(OSError):  # of another user, say: then it goes by its age
+                    os.utime(found)
             return _read(found, parts) if size == joined_size(parts) else size
 
     def ranges(self, name: str, wanted: Sequence[tuple[int, Bytes]]) -> int:
@@ -174,6 +187,12 @@ class FolderStore(ObjectStore):
 
     def sweep(self) -> int:
         """Remove files that nobody has written to for a while, and that were never finished."""
+        with _refusals(self._root):
+            swept = self._swept()
+            self._release(swept)
+        return swept
+
+    def _swept(self) -> int:
         before, swept = time.time() - _ABANDONED, 0
         for path in self._unfinished():
             with suppress(FileNotFoundError):
@@ -248,23 +267,25 @@ def _opened(path: Path) -> Iterator[int | None]:
         os.close(found)
 
 
-def _write_new(path: Path, parts: Parts, size: int) -> bool:
-    """Write a file whose name nobody has yet; whether it was this one that got the name."""
-    unfinished = path.with_name(f"{path.name}.{secrets.token_hex(8)}{_UNFINISHED}")
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+def _create(path: Path, size: int) -> int:
+    """A new file of a size, open to be written."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        descriptor = os.open(unfinished, flags, 0o600)
-        try:
-            os.ftruncate(descriptor, size)  # who counts now, counts all of it
-            _write(descriptor, parts)
-        finally:
-            os.close(descriptor)
+        os.ftruncate(descriptor, size)
+    except BaseException:
+        os.close(descriptor)
+        path.unlink(missing_ok=True)
+        raise
+    return descriptor
+
+
+def _finish(descriptor: int, unfinished: Path, path: Path, parts: Parts) -> bool:
+    """Fill a file and give it its name; False where another has it already."""
+    _write(descriptor, parts)
+    try:
         os.link(unfinished, path)
     except FileExistsError:
         return False
-    finally:
-        unfinished.unlink(missing_ok=True)
     return True
 
 

@@ -11,7 +11,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from http.client import HTTPConnection, HTTPException
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -38,6 +38,9 @@ class MooncakeStore(ObjectStore):
     the client's own, for what is not in registered memory. `metrics` is the address of the
     master's web pages, which list what there is.
     """
+
+    calls_at_once: ClassVar[int] = 2
+    """One moves bytes while another's are summed: two that move bytes hold each other up."""
 
     def __init__(
         self,

@@ -14,6 +14,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
 from kvatlas.wire.client.transfer import Transfer, TransferPart
+from kvatlas.wire.rpc import log
 
 _EVERY = 2e-3
 """Seconds between looks."""
@@ -34,7 +35,7 @@ class FollowUps:
         self._workers, self._beside = workers, beside
         self._kept: list[_FollowUp] = []
         self._lock = threading.Lock()
-        self._looking = False
+        self._looking = self._closing = False
 
     def add(self, transfer: Transfer, part: TransferPart, then: Callable[[], None]) -> None:
         """Have a part finished if nobody does so soon, and call `then` once it is."""
@@ -45,13 +46,10 @@ class FollowUps:
             self._beside.submit(self._look)
 
     def close(self) -> None:
-        """Finish everything, before the threads that do so end."""
-        with self._lock:
-            kept, self._kept = self._kept, []
-        for one in kept:
-            one.part()
-            one.part.join()
-            one.then()
+        """Finish everything, before the threads that do so end; nothing is added any more."""
+        self._closing = True
+        while self._looking:
+            time.sleep(_EVERY)
 
     def _look(self) -> None:
         while True:
@@ -65,11 +63,22 @@ class FollowUps:
                 self._follow(one)
 
     def _follow(self, one: _FollowUp) -> None:
+        if self._closing:
+            one.part()
+            one.part.join()
         if one.part.over:
-            one.then()
+            _carefully(one.then)
             return
         if time.monotonic() - one.since > _EVERY:
             self._workers.submit(one.part)
             one.since = float("inf")
         with self._lock:
             self._kept.append(one)
+
+
+def _carefully(act: Callable[[], None]) -> None:
+    """What fails here must not keep others from being followed up."""
+    try:
+        act()
+    except Exception:
+        log.exception("a pull was not followed up")

@@ -29,6 +29,7 @@ from kvatlas.wire.client.rank_lease import How, RankLease, TransferRequest
 from kvatlas.wire.client.rank_transfer import RankTransfer
 from kvatlas.wire.client.started_pull import StartedPull
 from kvatlas.wire.client.transfer import Transfer
+from kvatlas.wire.client.warm_shapes import plain_tables
 from kvatlas.wire.peers import Peer
 from kvatlas.wire.protocol import Ok, Release, bad_handshake
 from kvatlas.wire.rpc import log
@@ -118,7 +119,6 @@ class Session:
         blocks. A request that is not offered yet may be so within `wait_for_offer` seconds.
         """
         layers = None if layers is None else tuple(layers)
-        dst_blocks = table_arrays(dst_blocks, "destination")
         if recompute:
             start, stop = token_range(tokens, self.node.plan.max_len)
             tokens = (start, max(start, stop - natural(recompute, "recompute")))
@@ -127,9 +127,10 @@ class Session:
             plain = src_blocks is None and layers is None and how in ("auto", "direct")
             if plain and not checksums and not streamed:
                 self._start_warm(started, request, tokens, dst_blocks)
+            dst_blocks = table_arrays(dst_blocks, "destination")
             incoming = self.node.route_from(self._any_peer())
             ranks = incoming.sources(self.node.rank)
-            warm = next(iter(started.values())).total if len(started) == len(ranks) else None
+            warm = started[ranks[0]].total if ranks and len(started) == len(ranks) else None
             about = {"tokens": tokens, "layers": layers, "dst_blocks": dst_blocks}
             needed = partial(incoming.needed_bytes, dst_rank=self.node.rank, **about)
             wanted = TransferRequest(
@@ -218,9 +219,13 @@ class Session:
         self, started: dict[int, StartedPull], request: str, tokens: Any, blocks: Any
     ) -> None:
         """Begin to read from ranks whose share of such a request was read before."""
+        try:
+            tables = plain_tables(blocks)
+        except AtlasError:
+            return
         for rank, endpoints in self._replicas.items():
             if len(endpoints) == 1:
-                read = StartedPull.begin(self._connections, endpoints[0], request, tokens, blocks)
+                read = StartedPull.begin(self._connections, endpoints[0], request, tokens, tables)
                 if read is not None:
                     started[rank] = read
 
@@ -298,6 +303,11 @@ class Session:
     ) -> None:
         """Carry out one rank's part, and record its outcome."""
         try:
+            if started is not None and not started.read.sound:
+                # To be refused as any other, or read again: behind the caller's stream, as the
+                # queue that reads has been since it was started.
+                started.abandon()
+                started = None
             if started is None:
                 lease = self._take_turns(transfer, wanted, rank)
             else:
@@ -330,7 +340,8 @@ class Session:
             self._tell_unread(lease.wanted.request)
 
     def _after_started(self, transfer: Transfer, started: StartedPull) -> None:
-        """What comes after a read that was started; nothing where it has failed."""
+        """What comes after a read that was started; nothing more where it has failed."""
+        started.tidy_up()
         if started.lease is not None:
             self.node.metrics.ended("pull", "ok")
             self.node.metrics.add(bytes=started.nbytes, descriptors=started.runs)

@@ -14,6 +14,9 @@ from kvatlas.wire.client.transfer import Transfer
 from kvatlas.wire.client.warm_shapes import StartedRead
 from kvatlas.wire.server.node_state import NodeState
 
+_SOON = 2e-3
+"""Seconds for which a read is looked at without a pause: a gigabyte takes half a millisecond."""
+
 _EVERY = 1e-4
 """Seconds between looks at a read that nobody wants any more."""
 
@@ -27,6 +30,7 @@ class StartedPull:
     read: StartedRead
     lease: RankLease | None = None
     """Once every byte has arrived, and the source's blocks were held until then."""
+    _untidy: bool = True
 
     @classmethod
     def begin(
@@ -63,13 +67,40 @@ class StartedPull:
         self, node: NodeState, wanted: TransferRequest, transfer: Transfer, patience: float
     ) -> None:
         """Wait until it is over, and confirm that the source held its blocks; or raise why not."""
-        with self.connections.using(self.connection):
-            lease = RankLease(node, self.connection, wanted, transfer, patience)
-            RankTransfer(lease).finish(self.read)
+        lease = RankLease(node, self.connection, wanted, transfer, patience)
+        if self._is_soon_over(transfer):
+            transfer.add(lease.rank, self.nbytes)
+        else:
+            self._untidy = False
+            with self.connections.using(self.connection):
+                RankTransfer(lease).finish(self.read)
+        lease.seen = self.read.seen
         self.lease = lease
 
+    def _is_soon_over(self, transfer: Transfer) -> bool:
+        """Whether it has ended well within a moment, as most do: looked at without a pause."""
+        handle, seen = self.read.handle, self.read.seen
+        until = time.monotonic() + _SOON
+        try:
+            while not handle.peek():
+                if transfer.done or not seen.held or time.monotonic() > until:
+                    return False
+                time.sleep(0)  # others may want the interpreter
+        except Exception:  # whoever goes the whole way is told why
+            return False
+        return seen.confirmed
+
+    def tidy_up(self) -> None:
+        """Give back what a read that is over has used, if that was left for later."""
+        if self._untidy:
+            self._untidy = False
+            self.read.handle.poll()
+            self.read.handle.release()
+            self.connections.give_back(self.connection)
+
     def abandon(self) -> None:
-        """Wait until nothing is written any more, where there will be no transfer."""
+        """Wait until nothing is written any more, where nothing comes of it."""
+        self._untidy = False
         self.read.handle.release()
         while not self.read.handle.settle():
             time.sleep(_EVERY)

@@ -3,8 +3,10 @@
 A pull works out, from two plans, tokens and block tables, what is read from where. For the
 next request of the same tokens, in as many blocks, all of that is known but the block ids, and
 a transport may have prepared launches for it. Then it is begun before anything else is done:
-the offer is seen on the peer's board, its blocks and those of the caller are checked, and the
-copy is launched. Everything that a pull consists of beside that happens while it runs.
+the offer is seen on the peer's board, its blocks and those of the caller are seen to lie in
+their pools, and the copy is launched. Everything that a pull consists of beside that happens
+while it runs. Should the offer not be genuine then, or a block be named twice, the copy counts
+for nothing, and the pull goes its whole way.
 
 Whatever is unusual is not begun here: the pull then goes its whole way, which says what is
 wrong, or waits where something has to be waited for.
@@ -21,8 +23,7 @@ import numpy as np
 
 from kvatlas.errors import AtlasError
 from kvatlas.geometry import Int64s
-from kvatlas.routing import Lengths, RequestShape, Stream, table_lengths
-from kvatlas.wire.protocol import unpack_tables
+from kvatlas.routing import BlockIds, Lengths, RequestShape, Stream, block_table, table_lengths
 from kvatlas.wire.rpc import log
 from kvatlas.wire.transports.base import Handle, Link, PreparedRead
 from kvatlas.wire.transports.offer_board import SeenOffer
@@ -32,6 +33,9 @@ _KEPT = 32
 
 _MOST_SPANS = 1 << 12
 """Spans of a shape that is kept: longer requests take so long that it would not be noticed."""
+
+_TOLD = np.dtype("<u4")
+"""Block ids as they stand on a board."""
 
 _Key = tuple[tuple[int, int], Lengths, Lengths]
 """Tokens, and how long the block tables of source and destination are."""
@@ -52,6 +56,17 @@ class StartedRead(NamedTuple):
     seen: SeenOffer
     handle: Handle
     warm: WarmShape
+    tables: tuple[Mapping[int, BlockIds], Mapping[int, BlockIds]]
+    """Block ids at the source and here."""
+
+    @property
+    def sound(self) -> bool:
+        """Whether it reads what was offered, and no block was named twice.
+
+        Looked at while it is read, and not before: no other memory is touched if it is not so.
+        """
+        (src, dst), shape = self.tables, self.warm.shape
+        return self.seen.genuine and shape.src.distinct(src) and shape.dst.distinct(dst)
 
 
 class WarmShapes:
@@ -64,22 +79,24 @@ class WarmShapes:
 
     def learn(self, tokens: tuple[int, int], stream: Stream, total: int) -> None:
         """Get ready for the next request like one that was pulled, unless it is the first so."""
-        shape = stream.shape()
-        key = (tokens, shape.src.lengths, shape.dst.lengths)
+        key = (tokens, *stream.table_lengths)
         with self._lock:
             again = key in self._kept
             ready = self._kept.setdefault(key, None) is not None
             self._kept.move_to_end(key)
             while len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
-        if not again or ready or not shape.nbytes or shape.spans > _MOST_SPANS:
+        if not again or ready or not stream.nbytes:
+            return
+        shape = stream.shape()
+        if shape.spans > _MOST_SPANS:
             return
         read = self._link.prepare(shape)
         if read is not None:
             with self._lock:
                 self._kept[key] = WarmShape(shape, read, total)
 
-    def start(self, request: str, tokens: Any, blocks: Any) -> StartedRead | None:
+    def start(self, request: str, tokens: Any, blocks: Mapping[int, Int64s]) -> StartedRead | None:
         """Read what is offered under a name into blocks; None where nothing was begun."""
         if not self._kept:
             return None
@@ -91,36 +108,36 @@ class WarmShapes:
             log.exception("a warm pull was not begun request=%r", request)
             return None
 
-    def _start(self, request: str, tokens: Any, blocks: Any) -> StartedRead | None:
-        span, mine = _plain_tokens(tokens), _plain_tables(blocks)
-        if span is None or mine is None:
+    def _start(self, request: str, tokens: Any, mine: Mapping[int, Int64s]) -> StartedRead | None:
+        span = (0, tokens) if type(tokens) is int else tokens
+        if type(span) is not tuple or len(span) != 2 or type(span[0]) is not int:
             return None
         seen = self._link.glimpse_offer(request)
-        if seen is None or not seen.offer.start <= span[0] or span[1] != seen.offer.stop:
+        if seen is None:
             return None
-        theirs = unpack_tables(seen.offer.blocks)
-        key = (span, table_lengths(theirs), table_lengths(mine))
-        warm = self._kept.get(key)
-        if warm is None or not (warm.shape.src.admits(theirs) and warm.shape.dst.admits(mine)):
+        offer = seen.offer
+        if not offer.start <= span[0] or span[1] is True or span[1] != offer.stop:
             return None
-        handle = warm.read.begin(theirs, mine, seen.offer.mark)
-        return None if handle is None else StartedRead(seen, handle, warm)
+        theirs = {group: np.frombuffer(ids, _TOLD) for group, ids in offer.blocks.items()}
+        warm = self._kept.get((span, table_lengths(theirs), table_lengths(mine)))
+        if warm is None or not (warm.shape.src.in_range(theirs) and warm.shape.dst.in_range(mine)):
+            return None
+        handle = warm.read.begin(theirs, mine, offer.mark)
+        return None if handle is None else StartedRead(seen, handle, warm, (theirs, mine))
 
 
-def _plain_tokens(tokens: Any) -> tuple[int, int] | None:
-    """A range of tokens that is told in the plainest way."""
-    if type(tokens) is int:
-        return 0, tokens
-    if type(tokens) is tuple and len(tokens) == 2 and all(type(edge) is int for edge in tokens):
-        return tokens
-    return None
+def plain_tables(blocks: Any) -> dict[int, Int64s]:
+    """Block tables by group as arrays; those that are such already are not copied.
+
+    >>> plain_tables([2, 5])
+    {0: array([2, 5])}
+    """
+    if type(blocks) is not dict:
+        blocks = blocks if isinstance(blocks, Mapping) else {0: blocks}
+    return {group: _plain_table(table, group) for group, table in blocks.items()}
 
 
-def _plain_tables(blocks: Any) -> dict[int, Int64s] | None:
-    """Block tables by group, where they are arrays already."""
-    tables = dict(blocks) if isinstance(blocks, Mapping) else {0: blocks}
-    plain = all(
-        isinstance(table, np.ndarray) and table.dtype == np.int64 and table.ndim == 1
-        for table in tables.values()
-    )
-    return tables if plain else None
+def _plain_table(table: Any, group: Any) -> Int64s:
+    if type(table) is np.ndarray and table.dtype == np.int64 and table.ndim == 1:
+        return table
+    return block_table(table, f"group {group} at the destination")

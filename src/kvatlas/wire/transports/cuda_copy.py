@@ -30,6 +30,8 @@ class CudaCopy(Handle):
     ) -> None:
         self._launch, self._may_begin, self._check = launch, may_begin, check
         self._pace, self._launched, self._nbytes = pace, 0.0, nbytes
+        self._ended = 0.0
+        """When it was first seen to be over."""
         self._posted: Posted | None = None
         self._over: Callable[[], None] = lambda: None
         self._given_up = False
@@ -43,10 +45,10 @@ class CudaCopy(Handle):
         over: Callable[[], None],
         check: Callable[[], None],
         pace: CopyPace,
-        nbytes: Callable[[], int],
+        nbytes: int,
     ) -> CudaCopy:
         """One that the device was told of already; `over` is called once it has ended."""
-        copy = cls(lambda: (posted, over), lambda: True, check, pace, nbytes)
+        copy = cls(lambda: (posted, over), lambda: True, check, pace, lambda: nbytes)
         copy._posted, copy._over, copy._launched = posted, over, copy._begun
         return copy
 
@@ -68,14 +70,20 @@ class CudaCopy(Handle):
         self._check()
         return False
 
+    def peek(self) -> bool:
+        """Whether the device has done it: several looks, since little comes between."""
+        posted = self._posted
+        if posted is not None:
+            for _ in range(_LOOKS):
+                if posted.done():
+                    self._ended = self._ended or time.monotonic()
+                    return True
+        return False
+
     def _is_over(self) -> bool:
         """Whether it was launched and has ended."""
-        posted = self._posted
-        if posted is None:
-            return False
         try:
-            # Several looks: what comes between two polls takes longer than all of them.
-            over = any(posted.done() for _ in range(_LOOKS))
+            over = self.peek()
         except Exception:
             # The device has failed, and with it all that this process had it do.
             self._over()
@@ -84,7 +92,7 @@ class CudaCopy(Handle):
             self._over()
             launched, self._launched = self._launched, 0.0
             if launched:
-                self._pace.took(launched, time.monotonic(), self._nbytes())
+                self._pace.took(launched, self._ended, self._nbytes())
         return over
 
     def _pause(self, seconds: float) -> None:

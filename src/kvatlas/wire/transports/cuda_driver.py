@@ -10,7 +10,7 @@ import ctypes
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -23,10 +23,15 @@ HANDLE_BYTES = 64
 
 UUID_BYTES = 16
 
-_EVENT_FLAGS = 2 | 4
-"""No timing, and to be shared with other processes."""
+_UNTIMED, _SHARED = 2, 4
+"""Flags of events: no timing, and to be shared with other processes."""
 _PEER_ACCESS = 1
+_RELAXED = 2
+"""A capture that forbids nobody anything."""
 _NOT_READY = 600
+
+
+_AS_IT_IS = nullcontext()
 
 
 class DriverError(Exception):
@@ -121,9 +126,20 @@ class LibCuda(CudaDriver):
 
     def __init__(self) -> None:
         self._library: Any = ctypes.CDLL("libcuda.so.1")
+        self._looks: Any = ctypes.PyDLL("libcuda.so.1")
+        """For calls that never wait: whoever makes them keeps the interpreter."""
         self._contexts: dict[int, ctypes.c_void_p] = {}
         self._lock = threading.Lock()
         self._call("cuInit", 0)
+        # Called often, so that numbers are taken as they are.
+        self._looks.cuEventQuery.argtypes = [ctypes.c_void_p]
+        self._looks.cuStreamQuery.argtypes = [ctypes.c_void_p]
+        self._library.cuEventRecord.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+        self._library.cuGraphLaunch.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+        self._library.cuStreamWaitEvent.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint]
+        self._library.cuMemcpyHtoDAsync_v2.argtypes = [
+            ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p,
+        ]  # fmt: skip
 
     def _call(self, name: str, *given: Any) -> None:
         code = getattr(self._library, name)(*given)
@@ -135,9 +151,17 @@ class LibCuda(CudaDriver):
         self._library.cuGetErrorName(code, ctypes.byref(text))
         return f"{code} ({(text.value or b'unknown').decode()})"
 
-    @contextmanager
-    def on(self, device: int) -> Iterator[None]:
+    def on(self, device: int) -> AbstractContextManager[None]:
         """Around calls that are about a device: its context is this thread's meanwhile."""
+        context = self._contexts.get(device)
+        current = ctypes.c_void_p()
+        self._looks.cuCtxGetCurrent(ctypes.byref(current))
+        if context is not None and current.value == context.value:
+            return _AS_IT_IS
+        return self._made_current(device)
+
+    @contextmanager
+    def _made_current(self, device: int) -> Iterator[None]:
         with self._lock:
             if device not in self._contexts:
                 number, context = ctypes.c_int(), ctypes.c_void_p()
@@ -195,9 +219,16 @@ class LibCuda(CudaDriver):
 
     def make_event(self, device: int) -> int:
         """An interprocess event."""
+        return self._event(device, _UNTIMED | _SHARED)
+
+    def local_event(self, device: int) -> int:
+        """An event of this process, to be recorded again and again."""
+        return self._event(device, _UNTIMED)
+
+    def _event(self, device: int, flags: int) -> int:
         event = ctypes.c_void_p()
         with self.on(device):
-            self._call("cuEventCreate", ctypes.byref(event), _EVENT_FLAGS)
+            self._call("cuEventCreate", ctypes.byref(event), flags)
         return event.value or 0
 
     def export_event(self, device: int, event: int) -> bytes:
@@ -227,7 +258,7 @@ class LibCuda(CudaDriver):
     def finished(self, device: int, event: int) -> bool:
         """Look at an event without waiting."""
         with self.on(device):
-            code = self._library.cuEventQuery(ctypes.c_void_p(event))
+            code = self._looks.cuEventQuery(event)
         if code not in (0, _NOT_READY):
             raise DriverError(f"cuEventQuery answers {self._error(code)}")
         return bool(code == 0)
@@ -241,8 +272,7 @@ class LibCuda(CudaDriver):
         def record(event: int) -> None:
             order.wait_stream(torch.cuda.current_stream(device))
             with self.on(device):
-                stream = ctypes.c_void_p(order.cuda_stream)
-                self._call("cuEventRecord", ctypes.c_void_p(event), stream)
+                self.record(event, order.cuda_stream)
 
         return record
 
@@ -252,9 +282,7 @@ class LibCuda(CudaDriver):
 
     def upload(self, to: int, source: int, nbytes: int, stream: int) -> None:
         """Copy from pinned memory of the host, in the order of a stream; its device is current."""
-        address, begin = ctypes.c_uint64(to), ctypes.c_void_p(source)
-        size, order = ctypes.c_size_t(nbytes), ctypes.c_void_p(stream)
-        self._call("cuMemcpyHtoDAsync_v2", address, begin, size, order)
+        self._call("cuMemcpyHtoDAsync_v2", to, source, nbytes, stream)
 
     def download(self, to: int, source: int, nbytes: int, stream: int) -> None:
         """Copy into pinned memory of the host, in the order of a stream; its device is current."""
@@ -265,4 +293,38 @@ class LibCuda(CudaDriver):
     def stream_waits(self, device: int, stream: int, event: int) -> None:
         """What a stream is given from now on comes after an event."""
         with self.on(device):
-            self._call("cuStreamWaitEvent", ctypes.c_void_p(stream), ctypes.c_void_p(event), 0)
+            self._call("cuStreamWaitEvent", stream, event, 0)
+
+    def record(self, event: int, stream: int) -> None:
+        """Record an event behind what a stream has to do; its device is current."""
+        self._call("cuEventRecord", event, stream)
+
+    def order(self, event: int, before: int, stream: int) -> None:
+        """What a stream is given from now on comes after another; their device is current."""
+        if self._looks.cuStreamQuery(before):  # it has something to do
+            self._call("cuEventRecord", event, before)
+            self._call("cuStreamWaitEvent", stream, event, 0)
+
+    def capture(self, stream: int, act: Callable[[], None]) -> int:
+        """What is given to a stream meanwhile, to be launched as often as wanted, and not now."""
+        graph, made = ctypes.c_void_p(), ctypes.c_void_p()
+        self._call("cuStreamBeginCapture_v2", ctypes.c_void_p(stream), _RELAXED)
+        try:
+            act()
+        finally:
+            self._call("cuStreamEndCapture", ctypes.c_void_p(stream), ctypes.byref(graph))
+        try:
+            no_flags = ctypes.c_uint64(0)
+            self._call("cuGraphInstantiateWithFlags", ctypes.byref(made), graph, no_flags)
+        finally:
+            self._call("cuGraphDestroy", graph)
+        return made.value or 0
+
+    def launch_graph(self, graph: int, stream: int) -> None:
+        """Launch what was captured; its device is current."""
+        self._call("cuGraphLaunch", graph, stream)
+
+    def end_graph(self, device: int, graph: int) -> None:
+        """Give back what was captured."""
+        with self.on(device):
+            self._call("cuGraphExecDestroy", ctypes.c_void_p(graph))

@@ -21,8 +21,10 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
+import struct
 import threading
 import weakref
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
@@ -36,8 +38,9 @@ from kvatlas.wire.transports.sealed_memory import make_sealed, map_sealed
 
 _SLOTS = 128
 _SLOT_BYTES = 32 << 10
-_ROW_BYTES = 32
-"""For each slot: generation, name, bytes and digest."""
+# Native: a number is read at once, and never half of one and half of the next.
+_ROW, _NAME = struct.Struct("4q"), struct.Struct("q")
+"""For each slot: generation, name, bytes and digest; and one of them."""
 _HEAD_BYTES = 8192
 """Before the slots: their rows, and behind them the last mark that is known to be done."""
 _BOARD_BYTES = _HEAD_BYTES + _SLOTS * _SLOT_BYTES
@@ -169,14 +172,19 @@ class OfferBoard:
 class SeenOffer:
     """An offer that was found on a peer's board, to be looked at again."""
 
-    def __init__(self, board: PeerBoard, offer: PostedOffer, slot: int, generation: int) -> None:
-        self.offer = offer
-        self._board, self._slot, self._generation = board, slot, generation
+    def __init__(
+        self, board: PeerBoard, offer: PostedOffer, posting: Posting, written: tuple[bytes, int]
+    ) -> None:
+        """`written` is what stood on the board, and the digest beside it."""
+        self.offer, self.posting = offer, posting
+        self._board, self._written = board, written
+        self._slot, self._generation = posting
 
     @property
-    def posting(self) -> Posting:
-        """What tells it apart from every other that this board has had."""
-        return self._slot, self._generation
+    def genuine(self) -> bool:
+        """Whether it is what was posted, and not half of it and half of what was there before."""
+        payload, digest = self._written
+        return digest == _digest(payload, self._generation)
 
     @property
     def held(self) -> bool:
@@ -199,12 +207,12 @@ class PeerBoard:
         self._memory, self._process = memory, process
         self._path = path
         self._file = None if path is None else _file_at(path)
-        self._rows, self._done = _rows(memory), _done(memory)
 
     @property
     def marks_done(self) -> int:
         """The last of the marks that its source knows to be done; -1 before there is any."""
-        return int(self._done[0])
+        mark: int = _NAME.unpack_from(self._memory, _SLOTS * _ROW.size)[0]
+        return mark
 
     @property
     def alive(self) -> bool:
@@ -215,27 +223,44 @@ class PeerBoard:
 
     def generation(self, slot: int) -> int:
         """The generation of a slot; odd where something is posted there."""
-        return int(self._rows[slot, 0])
+        generation: int = _NAME.unpack_from(self._memory, slot * _ROW.size)[0]
+        return generation
 
     def find(self, request: str) -> SeenOffer | None:
         """An offer by its name; None where it is not there, is no offer, or its source has gone."""
-        return self.glimpse(request) if self.alive else None
+        seen = (one for one in self._glimpses(request) if one.genuine and one.held)
+        return next(seen, None) if self.alive else None
 
     def glimpse(self, request: str) -> SeenOffer | None:
-        """The same where nobody has looked whether the source is there: who reads looks later."""
-        name = _digest(request.encode())
-        for slot in np.flatnonzero(self._rows[:, 1] == name).tolist():
-            generation, _, nbytes, digest = self._rows[slot].tolist()
+        """What may be an offer of that name, as quickly as it can be seen.
+
+        Whether it is `genuine`, and its source is there, who reads its blocks looks later.
+        """
+        return next(self._glimpses(request), None)
+
+    def _glimpses(self, request: str) -> Iterator[SeenOffer]:
+        for slot in self._slots_of(request):
+            generation, _, nbytes, digest = _ROW.unpack_from(self._memory, slot * _ROW.size)
             at = _HEAD_BYTES + slot * _SLOT_BYTES
             payload = self._memory[at : at + min(max(nbytes, 0), _SLOT_BYTES)]
-            if not generation % 2 or digest != _digest(payload, generation):
+            if not generation % 2:
                 continue
-            with suppress(msgspec.MsgspecError, ValueError, RecursionError):
+            try:
                 offer = _decoder.decode(payload)
-                seen = SeenOffer(self, offer, slot, generation)
-                if offer.request == request and seen.held:
-                    return seen
-        return None
+            except (msgspec.MsgspecError, ValueError, RecursionError):
+                continue
+            if offer.request == request:
+                yield SeenOffer(self, offer, (slot, generation), (payload, digest))
+
+    def _slots_of(self, request: str) -> Iterator[int]:
+        """Slots whose name is a request's, found without a pass over all rows."""
+        name = _NAME.pack(_digest(request.encode()))
+        at = self._memory.find(name, 0, _SLOTS * _ROW.size)
+        while at >= 0:
+            slot, column = divmod(at, _ROW.size)
+            if column == _NAME.size:  # the second number of a row
+                yield slot
+            at = self._memory.find(name, at + 1, _SLOTS * _ROW.size)
 
     def close(self) -> None:
         """Look no more."""
@@ -283,19 +308,19 @@ class WatchedProcess:
         self.started = int(columns[_STARTED]) if len(columns) > _STARTED else 0
         """When it was started; 0 where the kernel does not say."""
 
-    def _columns(self) -> list[bytes]:
+    def _columns(self, most: int = -1) -> list[bytes]:
         """What the kernel says of it, behind its name; nothing where it has gone."""
         try:
             with self._lock:
-                return os.pread(self._stat, 1024, 0).rpartition(b")")[2].split()
+                return os.pread(self._stat, 1024, 0).rpartition(b")")[2].split(None, most)
         except OSError:
             return []
 
     @property
     def alive(self) -> bool:
         """Whether it has not begun to end, where the kernel says so."""
-        columns = self._columns()
-        flags = int(columns[_FLAGS]) if len(columns) > _STARTED else 0
+        columns = self._columns(_FLAGS + 1)
+        flags = int(columns[_FLAGS]) if len(columns) > _FLAGS + 1 else 0
         # Every process has some flag: where there are none, the kernel does not tell them.
         return bool(flags) and not flags & _EXITING
 
@@ -345,4 +370,4 @@ def _rows(memory: Any) -> NDArray[np.int64]:
 
 
 def _done(memory: Any) -> NDArray[np.int64]:
-    return np.frombuffer(memory, np.int64, 1, _SLOTS * _ROW_BYTES)
+    return np.frombuffer(memory, np.int64, 1, _SLOTS * _ROW.size)

@@ -45,9 +45,9 @@ class OpenedMemory:
     def acquire(self, allocation: ForeignAllocation) -> int:
         """Its address here, mapped until it is released as often as it was acquired."""
         with self._lock:
-            if allocation not in self._open:
-                self._open[allocation] = _Mapping(self._map(allocation))
-            mapping = self._open[allocation]
+            mapping = self._open.get(allocation)
+            if mapping is None:
+                mapping = self._open[allocation] = _Mapping(self._map(allocation))
             mapping.users += 1
             mapping.forgotten = False
             self._open.move_to_end(allocation)
@@ -89,9 +89,11 @@ class OpenedMemory:
 
     def _give_up(self) -> None:
         """Unmap those that were used longest ago, where there are too many."""
-        unused = [one for one, mapping in self._open.items() if not mapping.users]
-        for allocation in unused[: max(0, len(self._open) - self._most)]:
-            self._unmap(allocation)
+        too_many = len(self._open) - self._most
+        if too_many > 0:
+            unused = [one for one, mapping in self._open.items() if not mapping.users]
+            for allocation in unused[:too_many]:
+                self._unmap(allocation)
 
     def _unmap(self, allocation: ForeignAllocation) -> None:
         mapping = self._open.pop(allocation)

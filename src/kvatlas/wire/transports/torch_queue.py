@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,7 +19,7 @@ from kvatlas.wire.transports.device_queue import (
     Posted,
     PreparedRuns,
 )
-from kvatlas.wire.transports.torch_prepared import TorchPreparedRuns
+from kvatlas.wire.transports.torch_prepared import LaunchDriver, TorchPreparedRuns
 
 _KEPT_STARTS = 256
 """Tables of starts that a queue keeps on its device."""
@@ -29,14 +29,8 @@ _SLOT_BYTES = 64 << 10
 """Longer tables are put into memory of their own."""
 
 
-class QueueDriver(Protocol):
+class QueueDriver(LaunchDriver, Protocol):
     """What a queue needs of CUDA's driver."""
-
-    def on(self, device: int) -> AbstractContextManager[None]:
-        """Makes a device the calling thread's own."""
-
-    def upload(self, to: int, source: int, nbytes: int, stream: int) -> None:
-        """Copy from pinned memory, in the order of a stream."""
 
     def download(self, to: int, source: int, nbytes: int, stream: int) -> None:
         """Copy into pinned memory, in the order of a stream."""
@@ -51,13 +45,14 @@ class TorchQueue(DeviceQueue):
     def __init__(self, driver: QueueDriver, device: int, multiprocessors: int) -> None:
         import torch
 
-        self._driver, self._number, self.programs = driver, device, multiprocessors
+        self.driver, self.number, self.programs = driver, device, multiprocessors
         self._device = torch.device("cuda", device)
         self._stream: Any = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._starts: OrderedDict[int, tuple[Any, Any]] = OrderedDict()
         self._slots = [_TableSlot() for _ in range(_SLOTS)]
         self._used = 0
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
+        """Held while something is posted."""
 
     @property
     def stream(self) -> Any:
@@ -66,43 +61,34 @@ class TorchQueue(DeviceQueue):
 
     def after(self, event: int) -> None:
         """Have the stream wait for an event."""
-        self._driver.stream_waits(self._number, self._stream.cuda_stream, event)
+        self.driver.stream_waits(self.number, self._stream.cuda_stream, event)
 
     def after_caller(self) -> None:
         """Have the stream wait for what the caller's current stream has to do."""
-        self._stream.wait_stream(self.caller_stream())
+        import torch
+
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def post(self, runs: Sequence[AddressRuns], **choice: Any) -> Posted:
         """Launch a kernel for each; `choice` overrides how."""
-        with self._lock, self._driver.on(self._number):
+        with self.lock, self.driver.on(self.number):
             return self._launch(runs, choice)
 
     def prepare(self, patterns: Sequence[AddressPattern]) -> PreparedRuns:
         """Tables, events and launches for requests of one shape."""
-        with self._lock:
+        with self.lock:
             return TorchPreparedRuns(self, patterns)
 
-    @contextmanager
-    def posting(self) -> Iterator[Any]:
-        """The stream, for one thread at a time, with its device as the current one."""
-        with self._lock, self._driver.on(self._number), self._no_launch_left_behind():
-            yield self._stream
-
-    def caller_stream(self) -> Any:
-        """The stream that the caller uses now."""
-        import torch
-
-        return torch.cuda.current_stream(self._device)
-
-    def upload(self, to: int, source: int, nbytes: int) -> None:
-        """Copy from pinned memory in the order of the stream; its device is the current one."""
-        self._driver.upload(to, source, nbytes, self._stream.cuda_stream)
+    def wait_for_launches(self) -> None:
+        """Wait for all that was launched, where something has failed: it writes until then."""
+        with suppress(Exception):  # the device has failed, and writes no more
+            TorchPosted(self._stream).wait()
 
     def through(
         self, runs: Sequence[AddressRuns], host: Any, gpu: Any, nbytes: int, *, out: bool
     ) -> Posted:
         """Copy from or to a buffer of the GPU, that goes to or comes from one of the host."""
-        with self._lock, self.on_stream(), self._no_launch_left_behind():
+        with self.lock, self.on_stream(), self._no_launch_left_behind():
             if not out:
                 gpu[:nbytes].copy_(host[:nbytes], non_blocking=True)
             posted = self._launch(runs, {})
@@ -119,14 +105,14 @@ class TorchQueue(DeviceQueue):
         A stretch is its address on the host, that in the buffer, and its bytes.
         """
         stream = self._stream.cuda_stream
-        with self._lock, self._driver.on(self._number), self._no_launch_left_behind():
+        with self.lock, self.driver.on(self.number), self._no_launch_left_behind():
             if out:
                 self._launch(runs, {})
             for host, gpu, nbytes in stretches:
                 if out:
-                    self._driver.download(host, gpu, nbytes, stream)
+                    self.driver.download(host, gpu, nbytes, stream)
                 else:
-                    self._driver.upload(gpu, host, nbytes, stream)
+                    self.driver.upload(gpu, host, nbytes, stream)
             return TorchPosted(self._stream) if out else self._launch(runs, {})
 
     def buffer(self, nbytes: int) -> Any:
@@ -179,8 +165,7 @@ class TorchQueue(DeviceQueue):
         try:
             yield
         except BaseException:
-            with suppress(Exception):  # the device has failed, and writes no more
-                TorchPosted(self._stream).wait()
+            self.wait_for_launches()
             raise
 
     def _uploaded(self, table: Int64s, slots: list[_TableSlot]) -> Any:
@@ -199,7 +184,8 @@ class TorchQueue(DeviceQueue):
                 slot.make(self._device)
         slots.append(slot)
         slot.here[: table.size] = table.reshape(-1)
-        self.upload(slot.table.data_ptr(), slot.address, table.nbytes)
+        address, stream = slot.table.data_ptr(), self._stream.cuda_stream
+        self.driver.upload(address, slot.address, table.nbytes, stream)
         return slot.table[: table.size].view(table.shape)
 
     def placed(self, starts: tuple[Int64s, Int64s]) -> Any:

@@ -17,7 +17,6 @@ import triton.language as tl
 from kvatlas.kernels.triton.attention.packed_words_device import (
     CODE_RAISE,
     INT8_RAISE,
-    NVFP4_UNIT,
     apart,
     block_steps,
     columns_apart,
@@ -33,7 +32,12 @@ from kvatlas.kernels.triton.attention.walk_device import (
     state_of,
     within,
 )
-from kvatlas.kernels.triton.dequantise_device import TileStates, column_of, row_offsets
+from kvatlas.kernels.triton.dequantise_device import (
+    E2M1_UNIT,
+    TileStates,
+    column_of,
+    row_offsets,
+)
 
 CLEARED = tl.constexpr(2.0**-60)
 """A scale that is as good as 0."""
@@ -53,13 +57,15 @@ class ValueScales(NamedTuple):
 
 
 @triton.jit
-def logarithm(values, PTX: tl.constexpr):
-    """Of base 2, to within a millionth: one instruction where there is one."""
+def power_of(scale, PTX: tl.constexpr):
+    """The logarithms of scales, of base 2, to within a millionth: one instruction with PTX."""
+    # Blocks that were cleared have scales of 0, whose logarithm no sum survives.
+    scale = tl.where(scale == 0.0, CLEARED, scale)
     if PTX:
         return tl.inline_asm_elementwise(
-            "lg2.approx.f32 $0, $1;", "=f,f", [values], dtype=tl.float32, is_pure=True, pack=1
+            "lg2.approx.f32 $0, $1;", "=f,f", [scale], dtype=tl.float32, is_pure=True, pack=1
         )
-    return tl.log2(values)
+    return tl.log2(scale)
 
 
 @triton.jit
@@ -98,7 +104,7 @@ def scored(k, columns, q_sum, cache, states, scale, SHAPE: tl.constexpr):
     if RAISED:
         logits = logits - (q_sum * INT8_RAISE)[None, :]
     if K.kind == "nvfp4":
-        logits = logits * (scale * NVFP4_UNIT)
+        logits = logits * (scale * E2M1_UNIT)
     elif K.kind == "levels":
         # A row of levels is as long as its norm says.
         norm = column_of(cache.buffer, cache.k.scales, states, tl.float16, K.scale_unit, False)
@@ -141,11 +147,9 @@ def value_scales(cache, states, v_rows, V: tl.constexpr, LEAD: tl.constexpr, MAS
             zero = (word & 15).to(tl.float32)
             word = word & -16
         step = word.to(tl.float32, bitcast=True)
-    # Blocks that were cleared have scales of 0, whose logarithm no sum survives.
-    step = tl.where(step == 0.0, CLEARED, step)
     if V.kind == "range":
-        zero = -zero / step
-    return ValueScales(logarithm(step, V.ptx), zero, last)
+        zero = -zero / tl.where(step == 0.0, CLEARED, step)
+    return ValueScales(power_of(step, V.ptx), zero, last)
 
 
 @triton.jit
@@ -174,7 +178,7 @@ def walk_words(
     LAST: tl.constexpr = LEAD * 8 // BITS
     CODES: tl.constexpr = V.kind == "int4" or V.kind == "range"
     V_SCALED: tl.constexpr = V.kind == "scaled" or CODES
-    UNIT: tl.constexpr = CODE_RAISE if CODES else NVFP4_UNIT if V.kind == "nvfp4" else 1.0
+    UNIT: tl.constexpr = CODE_RAISE if CODES else E2M1_UNIT if V.kind == "nvfp4" else 1.0
     NO_NUMBERS: tl.constexpr = COUNT < 4 and K.element != tl.int8
     acc, top, total = softmax.acc, softmax.top, softmax.total
     q = queries.rows
@@ -270,7 +274,9 @@ def walk_words(
             if MASKED and NO_NUMBERS:
                 codes = tl.where(there[None, :], codes, 0)
             if CODES:
-                last = (1.0 + (codes & 15).to(tl.float32) / CODE_RAISE).to(DOT)
+                # As `apart` has it: a 1 with the code in the uppermost bits of its fraction.
+                last = (((codes << 6) & 0x3C0) | 0x3C00).to(tl.int16).to(tl.float16, bitcast=True)
+                last = last.to(DOT)
             else:
                 last = codes.to(tl.int8).to(V.element, bitcast=True).to(DOT)
             ending = tl.dot(last, weights, ending, input_precision=PRECISION)

@@ -20,7 +20,12 @@ import triton
 import triton.language as tl
 
 from kvatlas.kernels.quantise import normal_levels
-from kvatlas.kernels.triton.dequantise_device import elements, from_e2m1, level_of
+from kvatlas.kernels.triton.dequantise_device import (
+    E2M1_UNIT,
+    elements,
+    from_e2m1,
+    level_of,
+)
 
 _E4M3 = tl.constexpr("""
     {
@@ -144,8 +149,6 @@ _LEVELS = tl.constexpr(f"""
 bytes hold; below 8 the lower three bits are turned, and the sign is set."""
 INT8_RAISE = tl.constexpr(1152.0)
 CODE_RAISE = tl.constexpr(16.0)
-NVFP4_UNIT = tl.constexpr(16384.0)
-"""What numbers of nvfp4 are too small by."""
 
 
 @triton.jit
@@ -170,7 +173,7 @@ def numbers_of(codes, steps, KIND: tl.constexpr):
     """What codes of 4 bits stand for in a dot, where no PTX is taken."""
     if KIND == "nvfp4":
         step = steps.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
-        return from_e2m1(codes) * step.to(tl.float32) / NVFP4_UNIT
+        return from_e2m1(codes) * step.to(tl.float32) / E2M1_UNIT
     if KIND == "levels":
         return level_of(codes, 4)
     return 1.0 + codes.to(tl.float32) / CODE_RAISE

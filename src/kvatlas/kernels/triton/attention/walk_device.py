@@ -10,7 +10,12 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from kvatlas.kernels.triton.dequantise_device import TileStates, by_shared_memory, read
+from kvatlas.kernels.triton.dequantise_device import (
+    E2M1_UNIT,
+    TileStates,
+    by_shared_memory,
+    read,
+)
 
 LOWEST = tl.constexpr(-1.0e30)
 """A maximum below all logits that still can be subtracted from minus infinity."""
@@ -184,6 +189,8 @@ def walk(
     EVICT: tl.constexpr = TILING.evict
     PRECISION: tl.constexpr = SHAPE.precision
     V_SCALED: tl.constexpr = V.kind == "scaled" or V.kind == "int4"
+    # What values are too small by, weights are too large by.
+    LIFT: tl.constexpr = 14.0 if V.kind == "nvfp4" else 0.0
     acc, top, total = softmax.acc, softmax.top, softmax.total
     offset = tl.arange(0, TILE)
     reach = tl.min(queries.least, 0)
@@ -209,8 +216,11 @@ def walk(
             rope, _ = read(cache.buffer, cache.v, states, V, SHAPE.k_dot, False, EVICT)
             logits = tl.dot(queries.rope, tl.trans(rope), logits, input_precision=PRECISION)
         if K.kind == "scaled" or K.kind == "int4" or K.kind == "levels":
-            logits = logits * k_factor[None, :]
-        logits = logits * scoring.scale
+            logits = logits * (k_factor * scoring.scale)[None, :]
+        elif K.kind == "nvfp4":
+            logits = logits * (scoring.scale * E2M1_UNIT)
+        else:
+            logits = logits * scoring.scale
         if SHAPE.softcap:
             logits = capped(logits, scoring.softcap)
         if MASKED:
@@ -228,27 +238,12 @@ def walk(
             v, v_factor = read(cache.buffer, cache.v, states, V, SHAPE.v_dot, MASKED, EVICT)
             if V.element.primitive_bitwidth == 8 and (V.kind == "plain" or V.kind == "scaled"):
                 v = by_shared_memory(v)
-        if V_SCALED:
-            # Scales of V are part of the weights. Their exponents are added to the logits, so
-            # that the largest weight is near 1 whatever the scales are, and halves are wide
-            # enough for the others; the total takes them out again.
-            power = (v_factor.to(tl.int32, bitcast=True) >> 23) & 255
-            # Blocks that were cleared have scales of 0: 2**-60 is as good.
-            power = tl.where(power == 0, 67, power)
-            v_factor = v_factor.to(tl.int32, bitcast=True) & 0x7FFFFF | 0x3F800000
-            v_factor = v_factor.to(tl.float32, bitcast=True)
-            v_inverse = ((254 - power) << 23).to(tl.float32, bitcast=True)
-            # A row whose scale is no number does not turn into numbers.
-            v_inverse = tl.where(power == 255, float("nan"), v_inverse)
-            logits = logits + (power - 127).to(tl.float32)[None, :]
         higher = tl.maximum(top, tl.max(logits, 1))
         shrink = tl.exp2(top - higher)
-        weights = tl.exp2(logits - higher[:, None])
+        weights = tl.exp2(logits - (higher - LIFT)[:, None])
+        total = total * shrink + tl.sum(weights, 1) * 2.0**-LIFT
         if V_SCALED:
-            total = total * shrink + tl.sum(weights * v_inverse[None, :], 1)
             weights = weights * v_factor[None, :]
-        else:
-            total = total * shrink + tl.sum(weights, 1)
         top = higher
         acc = acc * shrink[:, None]
         acc = tl.dot(weights.to(SHAPE.v_dot), v, acc, input_precision=PRECISION)

@@ -1,0 +1,43 @@
+"""What a worker learns from vLLM when its caches are registered, beside the tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.distributed.parallel_state import get_pp_group
+
+from kvatlas.engines.vllm.describe import DescribedStage
+from kvatlas.errors import AtlasError, Code
+
+
+def check_reachable(tensor: torch.Tensor) -> None:
+    """Refuse a tier for caches that are not in host memory."""
+    if tensor.device.type != "cpu":
+        raise AtlasError(
+            Code.WRONG_DEVICE,
+            "A tier reads and writes caches in host memory alone",
+            got=f"tensors on {tensor.device}",
+            hint="Leave tier out of kv_connector_extra_config",
+        )
+
+
+def layer_backends(vllm_config: Any, layers: Any) -> dict[str, str]:
+    """The attention backend of each layer, as its module says."""
+    modules = vllm_config.compilation_config.static_forward_context
+    found = {}
+    for name in layers:
+        backend = getattr(modules.get(name), "get_attn_backend", lambda: None)()
+        if backend is not None:
+            found[name] = backend.get_name()
+    return found
+
+
+def all_stages(stage: DescribedStage) -> list[DescribedStage]:
+    """What every pipeline stage keeps, in their order: each tells the others."""
+    group = get_pp_group()
+    if group.world_size == 1:
+        return [stage]
+    stages: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(stages, stage, group=group.cpu_group)
+    return stages
