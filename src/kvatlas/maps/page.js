@@ -354,9 +354,9 @@ function bestMode() {
 
 // Whether the block's picture is wide enough to tell heads apart.
 function headsAreApart() {
-  const [, item, axes] = mainField().field.box, head = (axes.find(([axis]) => axis === "H") || [0, 0, item])[2];
+  const heads = axisOf(mainField().field.box, "H");
   const widest = blockRows(plan(), view).reduce((most, row) => Math.max(most, row.nbytes), 1);
-  return (head / widest) * pictureWidth > 1.2;
+  return !heads || (heads[2] / widest) * pictureWidth > 1.2;
 }
 
 function updateAll() {
