@@ -323,7 +323,7 @@ class Session:
                 return
             self.node.metrics.ended(wanted.direction, "ok")
             transfer.finished(rank)
-            self._after_reading(transfer, lease)
+            self._after_reading(transfer, lease, self._beside.submit)
             lease.learn()
             return
         finally:
@@ -333,9 +333,11 @@ class Session:
         self.node.metrics.ended(wanted.direction, str(code))
         log.warning("failed request=%r rank=%d code=%s", wanted.request, rank, error.code)
 
-    def _after_reading(self, transfer: Transfer, lease: RankLease) -> None:
+    def _after_reading(
+        self, transfer: Transfer, lease: RankLease, tell: Callable[..., object]
+    ) -> None:
         """Let sources know what was read without a word."""
-        lease.tell_read()
+        lease.tell_read(tell)
         if lease.wanted.final and transfer.ready:
             self._tell_unread(lease.wanted.request)
 
@@ -345,7 +347,7 @@ class Session:
         if started.lease is not None:
             self.node.metrics.ended("pull", "ok")
             self.node.metrics.add(bytes=started.nbytes, descriptors=started.runs)
-            self._after_reading(transfer, started.lease)
+            self._after_reading(transfer, started.lease, lambda act, told: act(told))
 
     def _take_turns(self, transfer: Transfer, wanted: TransferRequest, rank: int) -> RankLease:
         """Carry it out when it is its turn, and again later while it is not offered yet."""
