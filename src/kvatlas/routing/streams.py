@@ -139,6 +139,11 @@ class Stream:
         """Runs of the whole stream, at most: strips that happen to touch are counted apart."""
         return sum(map(self._count, self._sections))
 
+    @property
+    def runs_apart(self) -> int:
+        """The same with all blocks counted apart; quicker to find where `grids` are there."""
+        return sum(map(len, self.grids()))
+
     def copies(self, start: int, stop: int) -> tuple[Copy, ...]:
         """Bytes start .. stop - 1 of the stream, runs cut at its edges.
 
