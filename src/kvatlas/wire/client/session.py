@@ -303,15 +303,13 @@ class Session:
     ) -> None:
         """Carry out one rank's part, and record its outcome."""
         try:
-            if started is not None and not started.read.sound:
+            about = (self.node, wanted, transfer, _ANSWER_SECONDS)
+            if started is not None and not started.finish(*about):
                 # To be refused as any other, or read again: behind the caller's stream, as the
                 # queue that reads has been since it was started.
-                started.abandon()
                 started = None
             if started is None:
                 lease = self._take_turns(transfer, wanted, rank)
-            else:
-                started.finish(self.node, wanted, transfer, _ANSWER_SECONDS)
         except AtlasError as refused:
             error = refused
         except Exception as defect:
