@@ -266,6 +266,8 @@ class NixlHandle(Handle):
     def _settle(self) -> bool:
         """Over where NIXL says so, or its agent is gone."""
         link = self._link
+        if self._arrived:
+            return True
         if not link.lock.acquire(blocking=False):
             return False  # a call is under way, perhaps this operation's
         try:
