@@ -69,7 +69,7 @@ def cells() -> list[Cell]:
             partial(
                 new_tokens, FullAttention(heads=8, head_dim=128, cache=cache), "LBNHC", 16, 8192
             ),
-            ceiling="copy",
+            ceiling="copy", bar=0.4 if cache.startswith("turboquant") else 0.6,
         )
         for cache in caches
     ]  # fmt: skip

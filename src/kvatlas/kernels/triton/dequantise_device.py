@@ -77,23 +77,58 @@ _FOUR_BYTES = tl.constexpr("""
 there with its sign turned is 1024 + 128 + the number."""
 
 
-_INT4_BYTES = tl.constexpr("""
+_FOUR_BYTES_BF16 = tl.constexpr("""
     {
-        .reg .b32 low, high, a, b, c, d;
+        .reg .b32 a, b, low, high, minus;
+        mov.b32 minus, 0xBF80BF80;
+        prmt.b32 a, $2, 0x43434343, 0x4140;
+        prmt.b32 b, $2, 0x43434343, 0x4342;
+        and.b32 low, a, 0x437F437F;
+        and.b32 high, a, 0x43804380;
+        fma.rn.bf16x2 $0, high, minus, low;
+        and.b32 low, b, 0x437F437F;
+        and.b32 high, b, 0x43804380;
+        fma.rn.bf16x2 $1, high, minus, low;
+    }
+""")
+"""Four int8 as bfloat16. 0x4300 is 128 and its lowest bits count ones; with the bit of the
+sign it is 256, which is taken off, or else 128. Ampere has no difference of bfloat16, but
+products and sums in one: 0xBF80 is -1."""
+
+
+def _codes_of_bytes(one: int, minus: int, kind: str) -> str:
+    """PTX for the codes of four bytes, low halves first, added to a number, less what is given.
+
+    `one` is the upper byte of a number whose lowest bits count ones, `minus` the bits of -1.
+    """
+    ones = f"0x{one * 0x01010101:08X}"
+    return f"""
+    {{
+        .reg .b32 low, high, a, b, c, d, minus;
+        mov.b32 minus, 0x{minus * 0x00010001:08X};
         and.b32 low, $4, 0x0F0F0F0F;
         shr.u32 high, $4, 4;
         and.b32 high, high, 0x0F0F0F0F;
-        prmt.b32 a, low, 0x64646464, 0x4140;
-        prmt.b32 b, low, 0x64646464, 0x4342;
-        prmt.b32 c, high, 0x64646464, 0x4140;
-        prmt.b32 d, high, 0x64646464, 0x4342;
-        sub.f16x2 $0, a, $5;
-        sub.f16x2 $1, b, $6;
-        sub.f16x2 $2, c, $5;
-        sub.f16x2 $3, d, $6;
-    }
-""")
-"""The codes of four bytes, low halves first, as 1024 + code, less what is given."""
+        prmt.b32 a, low, {ones}, 0x4140;
+        prmt.b32 b, low, {ones}, 0x4342;
+        prmt.b32 c, high, {ones}, 0x4140;
+        prmt.b32 d, high, {ones}, 0x4342;
+        fma.rn.{kind} a, $5, minus, a;
+        fma.rn.{kind} b, $6, minus, b;
+        fma.rn.{kind} c, $5, minus, c;
+        fma.rn.{kind} d, $6, minus, d;
+        mov.b32 $0, a;
+        mov.b32 $1, b;
+        mov.b32 $2, c;
+        mov.b32 $3, d;
+    }}
+    """
+
+
+_CODES_F16 = tl.constexpr(_codes_of_bytes(0x64, 0xBC00, "f16x2"))
+"""Of 1024 + code."""
+_CODES_BF16 = tl.constexpr(_codes_of_bytes(0x43, 0xBF80, "bf16x2"))
+"""Of 128 + code."""
 _NVFP4_BYTES = tl.constexpr("""
     {
         .reg .b32 low, high, part, a, b, c, d;
@@ -108,10 +143,14 @@ _NVFP4_BYTES = tl.constexpr("""
         prmt.b32 b, low, 0, 0x3424;
         prmt.b32 c, high, 0, 0x1404;
         prmt.b32 d, high, 0, 0x3424;
-        mul.f16x2 $0, a, $5;
-        mul.f16x2 $1, b, $6;
-        mul.f16x2 $2, c, $5;
-        mul.f16x2 $3, d, $6;
+        mul.f16x2 a, a, $5;
+        mul.f16x2 b, b, $6;
+        mul.f16x2 c, c, $5;
+        mul.f16x2 d, d, $6;
+        mov.b32 $0, a;
+        mov.b32 $1, b;
+        mov.b32 $2, c;
+        mov.b32 $3, d;
     }
 """)
 """The numbers of four bytes, low halves first, times what is given: sign and, three bits
@@ -120,9 +159,9 @@ lower, the rest of a code make the upper byte of a half that is 2**14 times too 
 
 @triton.jit
 def paired(packed, with_each, CODE: tl.constexpr):
-    """Both halves of bytes side by side, as PTX makes halves of them."""
+    """Both codes of bytes side by side, as numbers of the type of `with_each`."""
     low, high = tl.inline_asm_elementwise(
-        CODE, "=r,=r,=r,=r,r,r,r", [packed, with_each], dtype=(tl.float16, tl.float16),
+        CODE, "=r,=r,=r,=r,r,r,r", [packed, with_each], dtype=(with_each.dtype, with_each.dtype),
         is_pure=True, pack=4,
     )  # fmt: skip
     return tl.reshape(tl.join(low, high), [packed.shape[0], 2 * packed.shape[1]])
@@ -131,6 +170,10 @@ def paired(packed, with_each, CODE: tl.constexpr):
 @triton.jit
 def as_dot(tile, DOT: tl.constexpr, PTX: tl.constexpr):
     """Elements in the type of a dot."""
+    if PTX and tile.dtype == tl.int8 and DOT == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            _FOUR_BYTES_BF16, "=r,=r,r", [tile], dtype=tl.bfloat16, is_pure=True, pack=4
+        )
     if PTX and tile.dtype == tl.int8 and DOT == tl.float16:
         return tl.inline_asm_elementwise(
             _FOUR_BYTES, "=r,=r,r", [tile], dtype=tl.float16, is_pure=True, pack=4
@@ -258,7 +301,9 @@ def read(
         zero = (word & 15)[:, None]
         factor = (word & -16).to(tl.float32, bitcast=True)
         if FORMAT.ptx and DOT == tl.float16:
-            tile = paired(packed, (zero + 1024).to(tl.float16), _INT4_BYTES)
+            tile = paired(packed, (zero + 1024).to(DOT), _CODES_F16)
+        elif FORMAT.ptx and DOT == tl.bfloat16:
+            tile = paired(packed, (zero + 128).to(DOT), _CODES_BF16)
         else:
             tile = (nibbles(packed).to(tl.int32) - zero).to(tl.float32).to(DOT)
     elif KIND == "nvfp4":

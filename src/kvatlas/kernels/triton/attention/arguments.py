@@ -285,8 +285,14 @@ def stored_as(cache: str) -> str:
     return "fp8" if cache in ("fp8_e4m3", "fp8_e5m2") else cache
 
 
-def dot_for(own: Any, side: StoredSide) -> Any:
-    """The type of a dot: elements of 8 and 4 bits are exact as halves, and get there fast."""
+def dot_for(own: Any, side: StoredSide, *, values: bool) -> Any:
+    """The type of a dot: elements of 8 and 4 bits are exact as halves, and get there fast.
+
+    Values with a scale for each row are exact as bfloat16 too, as which weights times any scale
+    are in range.
+    """
+    if values and own != tl.float32 and side.format.kind in ("scaled", "int4"):
+        return tl.bfloat16
     narrow = side.format.element in (tl.float8e4nv, tl.float8e5, tl.int8)
     exact = narrow or side.format.kind in ("int4", "nvfp4", "levels")
     return tl.float16 if exact and own != tl.float32 else own
@@ -302,7 +308,7 @@ def words_of(
         not shape.latent
         and bits in (4, 8, 16)
         and bits == v.bits
-        and (bits < 16 or rows <= _FEW_ROWS)
+        and rows <= _most_rows(k)
         and all(
             form.unit * form.element.primitive_bitwidth >= 16 and at.rows.element == 1
             and not form.tile and form.dim == form.width >= 16 * (16 // bits)
@@ -315,6 +321,16 @@ def words_of(
         return PackedWords()
     lead = _lead(layer, shape)
     return PackedWords(True, delta, lead, lead * 8 // bits)
+
+
+def _most_rows(form: StorageFormat) -> int:
+    """Rows of queries up to which elements are walked as words.
+
+    With more, a program has several warps, and unpacking takes less of its time.
+    """
+    if form.kind in ("nvfp4", "levels"):
+        return 2 * _FEW_ROWS
+    return _FEW_ROWS if form.bits == 16 else _MOST_ROWS
 
 
 def _lead(layer: LayerCache, shape: AttentionShape) -> int:

@@ -8,9 +8,6 @@ import triton.language as tl
 from kvatlas.kernels.triton.attention.walk_device import LOG2E, row_pointers
 from kvatlas.kernels.triton.dependent_launch_device import after_previous, before_next
 
-AT_ONCE = tl.constexpr(16)
-"""Partials that are loaded together."""
-
 
 @triton.jit
 def merge(
@@ -20,6 +17,8 @@ def merge(
     """One row of one sequence; `DEPTH` rows of a tile may be in use."""
     WIDTH: tl.constexpr = OUT.width
     GROUP: tl.constexpr = OUT.group
+    # Partials that are loaded together: as many as registers hold, since each load is waited for.
+    AT_ONCE: tl.constexpr = 64 if WIDTH <= 128 else 16
     after_previous(EARLY)
     before_next(EARLY)
     sequence = tl.program_id(0)

@@ -25,11 +25,9 @@ from kvatlas.kernels.triton.attention.packed_words_device import (
     squares,
 )
 from kvatlas.kernels.triton.attention.walk_device import (
-    CLEARED,
     Softmax,
     capped,
     pages,
-    power_of,
     seen_by,
     state_of,
     within,
@@ -41,6 +39,8 @@ from kvatlas.kernels.triton.dequantise_device import (
     row_offsets,
 )
 
+CLEARED = tl.constexpr(2.0**-60)
+"""A scale that is as good as 0."""
 HEADROOM = tl.constexpr(8.0)
 """Powers of 2 that weights may grow before sums are scaled down, which most tiles spare."""
 
@@ -54,6 +54,18 @@ class ValueScales(NamedTuple):
     """The code that stands for 0, for codes."""
     last: Any
     """The last elements of rows that are read early, and the scale behind them: one number."""
+
+
+@triton.jit
+def power_of(scale, PTX: tl.constexpr):
+    """The logarithms of scales, of base 2, to within a millionth: one instruction with PTX."""
+    # Blocks that were cleared have scales of 0, whose logarithm no sum survives.
+    scale = tl.where(scale == 0.0, CLEARED, scale)
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "lg2.approx.f32 $0, $1;", "=f,f", [scale], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return tl.log2(scale)
 
 
 @triton.jit
@@ -262,7 +274,9 @@ def walk_words(
             if MASKED and NO_NUMBERS:
                 codes = tl.where(there[None, :], codes, 0)
             if CODES:
-                last = (1.0 + (codes & 15).to(tl.float32) / CODE_RAISE).to(DOT)
+                # As `apart` has it: a 1 with the code in the uppermost bits of its fraction.
+                last = (((codes << 6) & 0x3C0) | 0x3C00).to(tl.int16).to(tl.float16, bitcast=True)
+                last = last.to(DOT)
             else:
                 last = codes.to(tl.int8).to(V.element, bitcast=True).to(DOT)
             ending = tl.dot(last, weights, ending, input_precision=PRECISION)

@@ -21,9 +21,6 @@ LOWEST = tl.constexpr(-1.0e30)
 """A maximum below all logits that still can be subtracted from minus infinity."""
 LOG2E = tl.constexpr(1.4426950408889634)
 
-CLEARED = tl.constexpr(2.0**-60)
-"""A scale that is as good as 0."""
-
 
 class Softmax(NamedTuple):
     """An online softmax: for each query the sum of values so far, the maximum and the total."""
@@ -175,18 +172,6 @@ def capped(logits, softcap):
 
 
 @triton.jit
-def power_of(scale, PTX: tl.constexpr):
-    """The logarithms of scales, of base 2, to within a millionth: one instruction with PTX."""
-    # Blocks that were cleared have scales of 0, whose logarithm no sum survives.
-    scale = tl.where(scale == 0.0, CLEARED, scale)
-    if PTX:
-        return tl.inline_asm_elementwise(
-            "lg2.approx.f32 $0, $1;", "=f,f", [scale], dtype=tl.float32, is_pure=True, pack=1
-        )
-    return tl.log2(scale)
-
-
-@triton.jit
 def walk(
     softmax, queries, stretch, cache, scoring, SHAPE: tl.constexpr, TILING: tl.constexpr,
     MASK: tl.constexpr, MASKED: tl.constexpr,
@@ -253,19 +238,12 @@ def walk(
             v, v_factor = read(cache.buffer, cache.v, states, V, SHAPE.v_dot, MASKED, EVICT)
             if V.element.primitive_bitwidth == 8 and (V.kind == "plain" or V.kind == "scaled"):
                 v = by_shared_memory(v)
-        if V_SCALED:
-            # Scales of V are part of the weights. They are added to the logits, so that the
-            # largest weight is near 1 whatever the scales are, and halves are wide enough for
-            # the others; the total takes them out again.
-            power = power_of(v_factor, V.ptx)
-            logits = logits + power[None, :]
         higher = tl.maximum(top, tl.max(logits, 1))
         shrink = tl.exp2(top - higher)
         weights = tl.exp2(logits - (higher - LIFT)[:, None])
+        total = total * shrink + tl.sum(weights, 1) * 2.0**-LIFT
         if V_SCALED:
-            total = total * shrink + tl.sum(weights * tl.exp2(-power)[None, :], 1)
-        else:
-            total = total * shrink + tl.sum(weights, 1) * 2.0**-LIFT
+            weights = weights * v_factor[None, :]
         top = higher
         acc = acc * shrink[:, None]
         acc = tl.dot(weights.to(SHAPE.v_dot), v, acc, input_precision=PRECISION)
