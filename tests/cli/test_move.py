@@ -13,14 +13,27 @@ import pytest
 from tests.cli.helpers import kvatlas, process
 
 
+def shadowed(folder: Path, module: str, text: str) -> dict[str, str]:
+    """An environment in which another module of that name comes first."""
+    (folder / f"{module}.py").write_text(text)
+    inherited = os.environ.get("PYTHONPATH", "")
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(folder), inherited)))}
+
+
+MISSING = 'raise ModuleNotFoundError("No module named \'cryptography\'", name="cryptography")'
+
+
 @pytest.mark.parametrize(
     ("source", "target", "how"),
     [("tp=2,layout=LBNHC", "layout=BHLNC,block-size=32", "auto"), ("", "tp=2,pp=2", "direct")],
 )
-def test_every_byte_arrives(source: str, target: str, how: str) -> None:
+def test_every_byte_arrives_on_one_host_without_any_extra(
+    source: str, target: str, how: str, tmp_path: Path
+) -> None:
     ends = ("--from", source, "--to", target, "--tokens", "48", "--how", how)
-    result = process("move", "Qwen3-8B", *ends, "--transport", "shm", "--json")
-    assert result.returncode == 0, result.stderr
+    missing = shadowed(tmp_path, "cryptography", MISSING)
+    result = process("move", "Qwen3-8B", *ends, "--transport", "shm", "--json", **missing)
+    assert (result.returncode, result.stderr) == (0, "")
     answer = json.loads(result.stdout)
     assert answer["transport"] == "shm"
     assert sum(rank["nbytes"] for rank in answer["ranks"]) == 48 * 36 * 8 * 2 * 128 * 2
@@ -65,19 +78,6 @@ def test_refusals(arguments: tuple[str, ...], words: str) -> None:
 
 
 MOVE = ("move", "Qwen3-8B", "--tokens", "16", "--transport", "shm")
-
-
-def shadowed(folder: Path, module: str, text: str) -> dict[str, str]:
-    """An environment in which another module of that name comes first."""
-    (folder / f"{module}.py").write_text(text)
-    inherited = os.environ.get("PYTHONPATH", "")
-    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(folder), inherited)))}
-
-
-def test_a_move_on_one_host_needs_no_extra(tmp_path: Path) -> None:
-    missing = 'raise ModuleNotFoundError("No module named \'cryptography\'", name="cryptography")'
-    result = process(*MOVE, **shadowed(tmp_path, "cryptography", missing))
-    assert (result.returncode, result.stderr) == (0, "")
 
 
 def test_a_helper_process_that_fails_is_no_traceback(tmp_path: Path) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -180,3 +184,32 @@ def test_a_tier_that_is_open_may_be_given_and_stays_open(pages: Guarded) -> None
     pictured = PrefixIdentity(media=((3, b"a picture"),))
     ask("Llama", reuse, prompts()[0][:20], identity=pictured)
     assert reuse.tiered.counts["not_stored"] == 1, "tokens alone do not say what it is"
+
+
+@pytest.mark.skipif(not DEEP, reason="processes that import torch: in the deep profile")
+def test_four_processes_at_once_share_a_tier_and_every_token_is_right(tmp_path: Path) -> None:
+    with ExitStack() as running:
+        addresses = {"Llama": f"folder://{tmp_path}/store", "Gemma3": str(tmp_path / "file")}
+        if not mooncake_world.missing():
+            master = running.enter_context(mooncake_world.running())
+            running.callback(master.store(64 << 20).close)
+            addresses["Qwen3Next"] = f"mooncake://{master.address}"
+        for name, where in addresses.items():
+            at_once = [
+                subprocess.Popen(
+                    [sys.executable, "-m", "tests.engines.tiered_process", name, where, str(n)],
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+                for n in range(4)
+            ]
+            counted: Counter[str] = Counter()
+            for one in at_once:
+                said, problems = one.communicate(timeout=300)
+                assert one.returncode == 0, problems[-2000:]
+                for line in said.splitlines():
+                    if line.startswith("counts "):
+                        counted += Counter(json.loads(line.removeprefix("counts ")))
+            assert counted["loaded"] > 4, (name, where, counted)
+            assert not counted["failed"] + counted["not_stored"], (name, where, counted)

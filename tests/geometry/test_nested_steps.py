@@ -21,7 +21,7 @@ def test_offsets_are_the_sums_of_their_steps(
         dst = (dst[:, None] + np.arange(count) * by_dst).reshape(-1)
     src, dst = np.append(src, further).astype(np.int64), np.append(dst, further).astype(np.int64)
     nested = NestedSteps.of(src, dst)
-    assert all(one.count > 1 for one in nested.steps)
+    assert all(one.times > 1 for one in nested.steps)
     for written, given_ in zip(nested.written_out(nested.steps), (src, dst), strict=True):
         assert written.tolist() == given_.tolist()
 
@@ -31,4 +31,4 @@ def test_an_arrays_elements_have_one_first() -> None:
     dst = (at * 8).transpose(0, 2, 1).reshape(-1)
     nested = NestedSteps.of(at.transpose(0, 2, 1).reshape(-1), dst)
     assert len(nested.src) == 1
-    assert sorted(one.count for one in nested.steps) == [2, 3, 5]
+    assert sorted(one.times for one in nested.steps) == [2, 3, 5]

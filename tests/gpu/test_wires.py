@@ -114,6 +114,30 @@ def test_slices_block_sizes_and_kinds(peer: Peer, wire: str) -> None:
         check(peer, wire, small(name, **source), small(name, **target))
 
 
+def test_requests_of_one_shape_again_and_again(peer: Peer) -> None:
+    """The first are read as any, the others by launches that were prepared for them."""
+    for name, source, target in UNLIKE:
+        src, dst = small(name, **source), small(name, **target)
+        move = move_of(src, dst, TOKENS)
+        served = peer.serve(src, dst, "cuda", TOKENS)
+        with ranks_of(dst, "cuda", move) as (ranks, poison):
+            for node in ranks.nodes:
+                with Session(node, served["endpoints"]) as session:
+                    for turn in range(6):
+                        request = f"{node.rank} {turn}"
+                        peer.ask("offer", request=request)
+                        for index, pool in ranks.pools(node.rank).items():
+                            pool.copy_(torch.from_numpy(poison[node.rank].pools[index]))
+                        transfer = session.pull(request, dst_blocks=ranks.blocks, tokens=TOKENS)
+                        assert transfer.wait(30).ready
+                        time.sleep(0.03)  # what is prepared is so beside everything else
+                    found = [session._connections.find(one) for one in served["endpoints"]]
+                    warm = [any(one.warm._kept.values()) for one in found if one is not None]
+                    assert any(warm), (name, source, target)
+            assert ranks.wrong(right_of(move, poison)) == 0, (name, source, target)
+        peer.ask("close")
+
+
 @pytest.mark.parametrize("wire", WIRES)
 def test_staged_and_checked(peer: Peer, wire: str) -> None:
     """Gathered and scattered by kernels; said in the metrics which way that went."""

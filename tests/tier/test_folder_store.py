@@ -76,6 +76,14 @@ def test_a_put_that_fails_gives_its_room_back(
         assert store.put([(f"kv1/{number}", [SOME]) for number in range(30)]) == [False] * 30
     assert store.put([(f"kv1/{number}", [SOME]) for number in range(10)]) == [True] * 10
     assert list(tmp_path.rglob("*.new")) == []
+    left = tmp_path / "kv1/of somebody who died.new"
+    left.write_bytes(bytes(300))
+    os.utime(left, (10**9, 10**9))
+    assert store.remove(["kv1/0", "kv1/1", "kv1/2"]) == 3
+    FolderStore(tmp_path, capacity=1000)  # counts that too
+    assert store.sweep() == 300
+    with store._ledger.held() as ledger:
+        assert ledger.used == 700
     (tmp_path / ".used").unlink()
     os.mkfifo(tmp_path / ".used")
     assert store.put([("kv1/x", [SOME])]) == [False]

@@ -272,7 +272,7 @@ def test_threads_that_move_bytes_leave_the_cores_that_vllm_computes_on(
     before, free = os.sched_getaffinity(0), os.sched_getaffinity(os.getppid())
     engine = SimpleNamespace(pid=os.getppid())
     monkeypatch.setattr(thread_cores, "parent_process", lambda: engine)
-    bound = {min(before)}
+    bound, own = {min(before)}, os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     for by_vllm in (True, False):
         if by_vllm:
             monkeypatch.setenv("OMP_PLACES", str(bound))
@@ -287,9 +287,17 @@ def test_threads_that_move_bytes_leave_the_cores_that_vllm_computes_on(
                 target.order(pulls=[pull(source)])
                 assert target.ended() == [Ended(received={"d"})]
                 made = {thread.native_id for thread in threading.enumerate()} - known
+                reading = [
+                    thread.native_id or 0
+                    for thread in threading.enumerate()
+                    if thread.name.startswith("kvatlas-vllm")
+                ]
+                behind = {os.getpriority(os.PRIO_PROCESS, one) - own for one in reading}
+                assert behind == ({5} if by_vllm else {0}), "an engine that computes comes first"
                 cores = [os.sched_getaffinity(one) for one in made if one is not None]
                 assert cores
                 assert all(one == (free if by_vllm else bound) for one in cores)
             assert os.sched_getaffinity(0) == bound, "vLLM's own thread stays where it is"
+            assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == own
         finally:
             os.sched_setaffinity(0, before)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvatlas import AtlasError
@@ -84,6 +85,31 @@ def test_a_request_may_be_expected_and_offered_at_once() -> None:
             gate.opened.set()
             transfer.wait(10)
         works(source, target)
+
+
+def test_what_two_threads_land_fails_as_one() -> None:
+    """A read that fails is the transfer's failure; once it is released nothing lands any more."""
+    with ends(*pair()) as (source, target):
+        source.offer("r")
+        reads = iter(range(100))
+
+        def failing(act: Act, copies: Sequence[Copy]) -> Handle:
+            if copies[0].dst_pool == STAGING and next(reads) == 2:
+                raise AtlasError(Code.WIRE_FAILED, got="a read", hint="None")
+            time.sleep(0.01)
+            return act()
+
+        target.arounds = failing
+        with Session(target.nodes[0], source.endpoints) as session:
+            transfer = pull(session, target, how="landed")
+            assert failure(transfer) is Code.WIRE_FAILED
+            assert transfer.wait_released(10)
+            assert next(reads) < 6, "the other thread goes on no further"
+            before = {index: pool.copy() for index, pool in target.nodes[0].pools.items()}
+            time.sleep(0.05)
+            for index, pool in target.nodes[0].pools.items():
+                assert np.array_equal(pool, before[index])
+        works(source, target, how="landed")
 
 
 # -- bytes ----------------------------------------------------------------------------------------

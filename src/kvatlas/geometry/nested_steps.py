@@ -14,15 +14,23 @@ from kvatlas.geometry.address_arrays import Int64s, outer_sum
 
 
 class Steps(NamedTuple):
-    """So many steps, and how many bytes each is at the source and at the destination."""
+    """So many steps, and how many bytes each is at the source and at the destination.
 
-    count: int
+    >>> NestedSteps.of(np.array([0, 8, 16]), np.array([0, 5, 10])).steps
+    (Steps(times=3, src=8, dst=5),)
+    """
+
+    times: int
     src: int
     dst: int
 
 
 class NestedSteps(NamedTuple):
-    """Offsets at both ends of a copy: each of the firsts, and from there all sums of steps."""
+    """Offsets at both ends of a copy: each of the firsts, and from there all sums of steps.
+
+    >>> NestedSteps.of(np.array([0, 7, 9]), np.array([0, 1, 2])).src  # in no steps at all
+    array([0, 7, 9])
+    """
 
     src: Int64s
     dst: Int64s
@@ -36,18 +44,23 @@ class NestedSteps(NamedTuple):
         >>> src, dst = np.array([0, 1, 2, 8, 9, 10]), np.array([0, 4, 8, 100, 104, 108])
         >>> NestedSteps.of(src, dst)  # doctest: +NORMALIZE_WHITESPACE
         NestedSteps(src=array([0]), dst=array([0]),
-                    steps=(Steps(count=2, src=8, dst=100), Steps(count=3, src=1, dst=4)))
+                    steps=(Steps(times=2, src=8, dst=100), Steps(times=3, src=1, dst=4)))
         """
         steps: list[Steps] = []
         while (found := _innermost(src, dst)) is not None:
             steps.append(found)
-            src, dst = src[:: found.count], dst[:: found.count]
+            src, dst = src[:: found.times], dst[:: found.times]
         return cls(src, dst, tuple(reversed(steps)))
 
     def written_out(self, steps: tuple[Steps, ...]) -> tuple[Int64s, Int64s]:
-        """Offsets at both ends of the firsts and of some of the steps."""
-        src = outer_sum([self.src, *(np.arange(one.count) * one.src for one in steps)])
-        dst = outer_sum([self.dst, *(np.arange(one.count) * one.dst for one in steps)])
+        """Offsets at both ends of the firsts and of some of the steps.
+
+        >>> nested = NestedSteps.of(np.array([0, 8, 16]), np.array([0, 5, 10]))
+        >>> nested.written_out(nested.steps)
+        (array([ 0,  8, 16]), array([ 0,  5, 10]))
+        """
+        src = outer_sum([self.src, *(np.arange(one.times) * one.src for one in steps)])
+        dst = outer_sum([self.dst, *(np.arange(one.times) * one.dst for one in steps)])
         return src, dst
 
 
@@ -63,4 +76,4 @@ def _innermost(src: Int64s, dst: Int64s) -> Steps | None:
         return None
     # What leads from the last of some steps to the first of the next may be anything.
     inside = np.append(alike, True).reshape(-1, count)[:, :-1]
-    return step._replace(count=count) if inside.all() else None
+    return step._replace(times=count) if inside.all() else None

@@ -65,12 +65,15 @@ class RepeatedCopy:
         self._alignment = min(_WIDEST, every & -every)
         self._kernels: dict[bool, Any] = {}
 
-    def launch(self, spans: torch.Tensor, apart: int, stream: Any) -> None:
-        """Copy spans [3, spans] of the device, the first two of which are `apart` at the target.
+    def starts_first(self, target: Offsets) -> bool:
+        """Whether starts that follow each other are nearer than spans, which lie there."""
+        return len(target) > 1 and abs(int(target[1]) - int(target[0])) > self._starts.step
+
+    def launch(self, spans: torch.Tensor, stream: Any, *, starts_first: bool) -> None:
+        """Copy spans [3, spans] of the device, in an order that suits where they lie.
 
         The device is the current one, and the spans are at a multiple of 16.
         """
-        starts_first = apart > self._starts.step
         kernel = self._kernels.get(starts_first)
         if kernel is not None:
             kernel.launch(spans.data_ptr(), stream.cuda_stream)

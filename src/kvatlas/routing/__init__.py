@@ -20,13 +20,14 @@ from kvatlas.routing.prepared import PreparedRoute
 from kvatlas.routing.request import check_tables
 from kvatlas.routing.request_shape import Lengths, RequestShape, table_lengths
 from kvatlas.routing.routes import BoundRoute, Route, route
-from kvatlas.routing.run_grids import SpanPattern
+from kvatlas.routing.run_grids import BlockIds, SpanPattern
 from kvatlas.routing.streams import Stream
 from kvatlas.routing.token_ranges import needed_states, shared_visibility, token_range
 
 __all__ = [
     "CELLS",
     "ROW_ERRORS",
+    "BlockIds",
     "BoundRoute",
     "Check",
     "Conversion",

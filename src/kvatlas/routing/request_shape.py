@@ -15,26 +15,25 @@ import numpy as np
 
 from kvatlas.geometry import Int64s
 from kvatlas.routing.block_tables import RequestTables
-from kvatlas.routing.run_grids import SpanPattern
+from kvatlas.routing.run_grids import BlockIds, SpanPattern
 
-Lengths = tuple[tuple[int, int], ...]
-"""How long the block tables of a request are, by group."""
+Lengths = tuple[tuple[int, ...], tuple[int, ...]]
+"""Groups, and how long the block table of each is."""
 
 
-def table_lengths(tables: Mapping[int, Int64s]) -> Lengths:
+def table_lengths(tables: Mapping[int, BlockIds]) -> Lengths:
     """How long some block tables are.
 
-    >>> table_lengths({0: np.array([7, 4]), 1: np.array([9])})
-    ((0, 2), (1, 1))
+    >>> table_lengths({0: np.array([7, 4]), 3: np.array([9])})
+    ((0, 3), (2, 1))
     """
-    return tuple((group, len(table)) for group, table in tables.items())
+    return tuple(tables), tuple(map(len, tables.values()))
 
 
 class TableShape:
     """Which entries of the block tables at one end are used, and what may stand there."""
 
     def __init__(self, tables: RequestTables) -> None:
-        self.lengths = table_lengths(tables.by_group)
         by_pool: dict[int, list[tuple[int, slice | Int64s]]] = defaultdict(list)
         blocks: dict[int, int] = {}
         for group, used in tables.used_entries().items():
@@ -45,16 +44,17 @@ class TableShape:
         """How many blocks each pool has that is used."""
         self._used = [(blocks[pool], used) for pool, used in by_pool.items()]
 
-    def in_range(self, tables: Mapping[int, Int64s]) -> bool:
+    def in_range(self, tables: Mapping[int, BlockIds]) -> bool:
         """Whether all ids that are used, of tables of these lengths, are blocks of their pools."""
         for blocks, used in self._used:
             for group, entries in used:
+                ids = tables[group][entries]
                 # As numbers without a sign: one that is negative is larger than any.
-                if tables[group][entries].view(np.uint64).max() >= blocks:
+                if (ids.view(np.uint64) if ids.dtype == np.int64 else ids).max() >= blocks:
                     return False
         return True
 
-    def distinct(self, tables: Mapping[int, Int64s]) -> bool:
+    def distinct(self, tables: Mapping[int, BlockIds]) -> bool:
         """Whether no block is used twice."""
         for _, used in self._used:
             ids = np.sort(np.concatenate([tables[group][entries] for group, entries in used]))

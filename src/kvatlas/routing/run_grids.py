@@ -24,6 +24,10 @@ _KEPT = 8
 """Numbers of tokens for which they are."""
 
 
+BlockIds = Int64s | NDArray[np.uint32]
+"""A block table, as the caller has it or as it stands in a message."""
+
+
 class SpanTemplate(NamedTuple):
     """Spans of a request before its block ids are known, and the starts that they go with."""
 
@@ -33,6 +37,8 @@ class SpanTemplate(NamedTuple):
     offsets: tuple[Int64s, Int64s]
     """Where it lies in that block."""
     length: Int64s
+    one_each: tuple[bool, bool]
+    """Whether they are in one entry after the other, from the first on."""
     inside: tuple[bool, bool]
     """Whether any lies elsewhere than where its block begins."""
 
@@ -58,15 +64,15 @@ class SpanPattern(NamedTuple):
         offsets = np.bitwise_or.reduce(src) | np.bitwise_or.reduce(dst)
         return int(offsets) | abs(self.strides[0]) | abs(self.strides[1])
 
-    def fill(self, end: int, tables: Mapping[int, Int64s], out: Int64s) -> None:
+    def fill(self, end: int, tables: Mapping[int, BlockIds], out: Int64s) -> None:
         """Where spans lie at one end, in blocks of tables that are long enough for them."""
-        made = self.template
-        tables[self.groups[end]].take(made.entries[end], out=out, mode="clip")
-        out *= self.strides[end]
+        made, table = self.template, tables[self.groups[end]]
+        used = table[: len(out)] if made.one_each[end] else table[made.entries[end]]
+        np.multiply(used, self.strides[end], out=out, dtype=np.int64)
         if made.inside[end]:
             out += made.offsets[end]
 
-    def grid(self, src: Mapping[int, Int64s], dst: Mapping[int, Int64s]) -> RunGrid:
+    def grid(self, src: Mapping[int, BlockIds], dst: Mapping[int, BlockIds]) -> RunGrid:
         """The runs of a request."""
         made = self.template
         at = np.empty((2, len(made.length)), dtype=np.int64)
@@ -147,7 +153,12 @@ def _template(
     # A row for each span, or for each of its states.
     each = np.ones_like(spans.length) if len(src) == len(none) else spans.length
     entries = np.repeat(spans.src.entry, each), np.repeat(spans.dst.entry, each)
-    return SpanTemplate(starts, entries, (src, dst), length, (bool(src.any()), bool(dst.any())))
+    in_order = np.arange(len(length))
+    return SpanTemplate(
+        starts, entries, (src, dst), length,
+        (np.array_equal(entries[0], in_order), np.array_equal(entries[1], in_order)),
+        (bool(src.any()), bool(dst.any())),
+    )  # fmt: skip
 
 
 def _pick(spans: StateSpans, chosen: NDArray[np.bool_]) -> StateSpans:

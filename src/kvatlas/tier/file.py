@@ -93,7 +93,8 @@ class TierFile:
         self.use = FileUse(self._fd)
         self._map = FileMap(self._fd, self.extent.nbytes)
         rooms = Rooms()
-        self._writer = PieceWriter(self._fd, self._map, rooms)
+        mapped = None if durable else self._map
+        self._writer = PieceWriter(self._fd, self.extent.nbytes, mapped, rooms)
         self._reader = RunReader(self._fd, self._map, rooms)
         self._helpers = ThreadPoolExecutor(1 + _SUMMING, thread_name_prefix="kvatlas-tier")
         self._block_bytes = {pool.index: pool.block_bytes for pool in self.plan.pools}

@@ -19,16 +19,12 @@ _AT_ONCE = 1024
 """Ranges that the system takes in one call (IOV_MAX)."""
 _MOST_BYTES = 1 << 30
 """Bytes of one call; the system takes 2 GiB."""
-_ALIKE = 1 << 20
-"""Bytes of a file of which the system has all in memory, or none, on the whole."""
 
-_system = ctypes.CDLL(None, use_errno=True)
-_copy = _system.process_vm_readv
+_copy = ctypes.CDLL(None, use_errno=True).process_vm_readv
 _copy.restype = ctypes.c_ssize_t
 _copy.argtypes = (
     ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong
 )  # fmt: skip
-_system.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 
 
 class FileMap:
@@ -55,21 +51,6 @@ class FileMap:
         The disk has them as it has what is written by other calls: after an `fdatasync`.
         """
         return self._map is not None and _copied(far + self._address, near, length)
-
-    def in_memory(self, far: Int64s) -> bool:
-        """Whether the system has the pages at offsets of the file in memory.
-
-        Pages come and go many at once, so of offsets close to each other one is looked at.
-        """
-        if self._map is None:
-            return False
-        state = ctypes.c_ubyte()
-        apart = np.concatenate([[True], np.abs(np.diff(far)) >= _ALIKE])
-        pages = (far[apart] + self._address) // mmap.PAGESIZE * mmap.PAGESIZE
-        return all(
-            _system.mincore(page, mmap.PAGESIZE, ctypes.byref(state)) == 0 and state.value & 1
-            for page in pages.tolist()
-        )
 
     def close(self) -> None:
         """Let go of the addresses."""

@@ -17,11 +17,13 @@ from numpy.typing import NDArray
 from kvatlas.geometry import Int64s
 from kvatlas.wire import Bytes, Places, one_length
 
-_PIECE = 4 << 20
-"""Bytes of runs that are moved together: enough to keep a thread from asking for Python often."""
-_ROOM = 8 << 20
-"""Bytes of the memory between. A piece needs less, but from 4 MiB on numpy asks for large
-pages, which the system looks up faster; what is not used of it does not exist."""
+_PIECE = 8 << 20
+"""Bytes of runs that are moved together at most. Threads that are done ask for Python, and hold
+each other up then: large pieces have them ask less often."""
+_SMALL_PIECE = 1 << 20
+"""Pieces are not made smaller than this for more of them."""
+_PIECES = 8
+"""Pieces that are wanted at least, so that all cores have some."""
 _LONG_RUN = 32 << 10
 """Runs from here on need no memory between."""
 _LONG_STRETCH = 8 << 10
@@ -71,7 +73,9 @@ def pieces(near: Int64s, far: Int64s, length: Int64s, block_bytes: int) -> list[
     if not stretches or int(length.sum()) < _LONG_STRETCH * stretches:
         return []
     near, far, length, apart = _joined(near, far, length, follows)
-    step, long = (np.cumsum(length) - length) // _PIECE, length >= _LONG_RUN
+    ends = np.cumsum(length)
+    piece = min(_PIECE, max(_SMALL_PIECE, int(ends[-1]) // _PIECES))
+    step, long = (ends - length) // piece, length >= _LONG_RUN
     cut = np.flatnonzero((step[1:] != step[:-1]) | (long[1:] != long[:-1])) + 1
     apart[cut] = True
     edges = [0, *cut.tolist(), len(length)]
@@ -106,7 +110,7 @@ class Rooms:
         try:
             room = self._free.pop()
         except IndexError:  # all are in use
-            room = np.empty(_ROOM, np.uint8)
+            room = np.empty(_PIECE + _LONG_RUN, np.uint8)
         try:
             yield room
         finally:

@@ -1,17 +1,18 @@
 """Runs from memory into the blocks of a tier's file: by few calls, and summed on the way.
 
 Short runs are gathered first, on several cores, into stretches of the file; these are summed
-while they are in the processor's cache, and then written. Where the system has their pages of
-the file in memory, hundreds are written by one call, on several cores at once. Elsewhere it
-would read a page before a part of it is replaced, so there each stretch is written by a call
-of its own. Such calls the system carries out one at a time for each file, and waiting for each
-other costs them more than they do: one thread makes them, while others gather and sum.
-In the same way one thread sums while others gather and write, where sums are fast.
+while they are in the processor's cache, and then written. Where the file was written to a
+moment ago, hundreds are written by one call, on several cores at once. Elsewhere the system
+would have to prepare every page for that, or to read it, so there each stretch is written by a
+call of its own. Such calls the system carries out one at a time for each file, and waiting for
+each other costs them more than they do: one thread makes them, while others gather and sum.
+For the same reason few sum at once.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 
 import numpy as np
 
@@ -26,18 +27,25 @@ _AT_ONCE = 256 << 10
 """Bytes of a long stretch that are summed and written together: what stays in the cache."""
 _MAPPED_STRETCH = 8 << 10
 """Stretches of a piece from here on, on the whole, are worth being written by one call."""
-_SUMMING = 4
-"""Threads that sum at once, where sums take longer than taking turns in Python does."""
+_REGION = 1 << 20
+"""Bytes of a file of which it is known when they were written."""
+_STILL_DIRTY = 15.0
+"""Seconds for which what was written is in memory alone: the system gives it 30 by default."""
+_SUMMING, _SUMMING_FAST = 4, 2
+"""Threads that sum at once: few where sums are fast, and threads mostly ask for Python."""
 
 
 class PieceWriter:
     """Writes pieces to a file, on any number of threads."""
 
-    def __init__(self, file: int, mapped: FileMap, rooms: Rooms) -> None:
+    def __init__(self, file: int, nbytes: int, mapped: FileMap | None, rooms: Rooms) -> None:
+        """Of a file of so many bytes; not `mapped` where the disk has all that was written."""
         self._file, self._map, self._rooms = file, mapped, rooms
+        self._written = np.full(1 + nbytes // _REGION, -np.inf)
+        """When something was written to a region last."""
         self._turn = threading.Lock()
         """Held by the thread that writes short stretches by a call each."""
-        self._summing = threading.Semaphore(1 if has_fast_crc32() else _SUMMING)
+        self._summing = threading.Semaphore(_SUMMING_FAST if has_fast_crc32() else _SUMMING)
         """Held by threads that sum short stretches."""
 
     def write(self, piece: Piece, memory: Bytes, offset: int) -> SummedStretches:
@@ -68,8 +76,11 @@ class PieceWriter:
 
     def _write_mapped(self, src: Int64s, to: Int64s, length: Int64s) -> bool:
         """Write stretches by one call; False where that is not worth it, or cannot be."""
+        now, regions = time.monotonic(), to // _REGION
+        recent = now - float(self._written[regions].min()) < _STILL_DIRTY
+        self._written[regions] = now
         long = int(length.sum()) >= _MAPPED_STRETCH * len(length)
-        return long and self._map.in_memory(to) and self._map.write(src, to, length)
+        return self._map is not None and recent and long and self._map.write(src, to, length)
 
     def _write_short(self, stretches: list[memoryview], to: list[int]) -> None:
         with self._turn:

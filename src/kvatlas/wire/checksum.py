@@ -28,5 +28,5 @@ def crc32(data: Summed, start: int = 0) -> int:
 
 
 def has_fast_crc32() -> bool:
-    """Whether sums are ISA-L's: faster than threads take turns in Python."""
+    """Whether sums are ISA-L's."""
     return _fastest() is not zlib.crc32

@@ -9,30 +9,30 @@ are read as one.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from functools import lru_cache
 from math import gcd
 from typing import NamedTuple
 
 import numpy as np
 
-from kvatlas.geometry import Int64s, NestedSteps, Steps, ceil_div
+from kvatlas.geometry import INT64_MAX, Int64s, NestedSteps, Steps, ceil_div
 from kvatlas.routing import Copy, RunGrid
-from kvatlas.wire.memory_copy import Bytes
+from kvatlas.wire.memory_copy import Bytes, copy_runs
 from kvatlas.wire.transports.base import STAGING
 
 _SHARE = 4
 """A tile has a quarter of a buffer at most, and so has a run."""
-_SPARSE = 2
-"""Steps of a tile are at most twice as long at the source as what lies at each."""
+_SPARSE = 8
+"""A tile reaches over eight times its own bytes at most: others may fill what is between."""
 _MOST_TILES = 1 << 17
 """Tiles that are sorted together, more or less: so many take 10 MB."""
-_LOOKED_AT = 4
+_LOOKED_AT = 16
 """Spans that tell what the others are like."""
 _KEPT = 1 << 10
 """Tiles of a batch whose steps are kept for batches that lie alike."""
-_FAR = 1 << 50
-"""More bytes than any pool has."""
+_MOST_CALLS = 64
+"""Copies for the runs of a grid in a batch, beyond which their places are written out."""
 _ELEMENT, _WORD = 1 << 10, 256
 """Runs up to so many bytes are an element each; longer ones are several, which numpy copies
 without holding up other threads where there are many."""
@@ -48,8 +48,13 @@ class Placing(NamedTuple):
     def carry_out(self, batch: Bytes, pools: Mapping[int, Bytes]) -> None:
         """Copy them out of a batch that was read."""
         target, steps = pools[self.pool], self.places.steps
+        if len(self.places.src) > _MOST_CALLS:  # in no order: better looked up one by one
+            src, dst = self.places.written_out(steps)
+            for _ in copy_runs(batch, target, src, dst, np.full(len(src), self.length)):
+                pass
+            return
         word = self.length if self.length <= _ELEMENT else gcd(self.length, _WORD)
-        shape = (*(one.count for one in steps), self.length // word)
+        shape = (*(one.times for one in steps), self.length // word)
         kind = f"V{word}"
         strides = [(*(one.src for one in steps), word), (*(one.dst for one in steps), word)]
         for src, dst in zip(self.places.src.tolist(), self.places.dst.tolist(), strict=True):
@@ -69,7 +74,7 @@ class LandingBatch(NamedTuple):
     def nbytes(self) -> int:
         """Bytes that are put in place."""
         return sum(
-            one.length * len(one.places.src) * int(np.prod([s.count for s in one.places.steps]))
+            one.length * len(one.places.src) * int(np.prod([s.times for s in one.places.steps]))
             for one in self.placing
         )
 
@@ -88,23 +93,33 @@ class _Tiles(NamedTuple):
     steps: tuple[Steps, ...]
     reach: int
     """Bytes between the first run of a tile and the start of its last, at the source."""
+    extent: int
+    """The same of what would be a tile if there were room for it."""
 
     @classmethod
     def of(cls, grid: RunGrid, most: int) -> _Tiles:
         """As many steps in a tile as keep it dense, and within `most` bytes."""
-        nested, length = NestedSteps.of(grid.starts.src, grid.starts.dst), int(grid.length.max())
-        reach, dense = 0, []
+        nested = NestedSteps.of(grid.starts.src, grid.starts.dst)
+        length = nbytes = int(grid.length.max())
+        reach, extent, dense = 0, 0, []
         for one in sorted(nested.steps, key=lambda one: abs(one.src)):
-            further = reach + (one.count - 1) * one.src
-            if not 0 <= one.src <= _SPARSE * (reach + length) or further + length > most:
+            extent, nbytes = extent + (one.times - 1) * one.src, nbytes * one.times
+            if one.src < 0 or extent + length > _SPARSE * nbytes:
+                extent -= (one.times - 1) * one.src
                 break
-            dense.append(one)
-            reach = further
+            if extent + length <= most:
+                dense.append(one)
+                reach = extent
         others = tuple(one for one in nested.steps if one not in dense)
-        return cls(grid, *nested.written_out(others), tuple(reversed(dense)), reach)
+        return cls(grid, *nested.written_out(others), tuple(reversed(dense)), reach, extent)
+
+    @property
+    def source_stop(self) -> int:
+        """Where the last of them ends at the source."""
+        return int((self.grid.src + self.grid.length).max()) + int(self.src.max()) + self.reach
 
 
-def landing_batches(grids: Sequence[RunGrid], room: int) -> Iterator[LandingBatch]:
+def landing_batches(grids: Sequence[RunGrid], room: int) -> Generator[LandingBatch]:
     """All runs of some grids, in batches of at most `room` bytes."""
     alike: defaultdict[tuple[int, int], list[RunGrid]] = defaultdict(list)
     for grid in grids:
@@ -118,12 +133,13 @@ def landing_batches(grids: Sequence[RunGrid], room: int) -> Iterator[LandingBatc
             yield from _SortedTiles.of(tiles, slice(first, first + step)).batches(room)
 
 
-def expected_reads(grids: Sequence[RunGrid], room: int) -> int:
-    """Ranges that are read for some grids, as far as the first spans of each tell."""
+def expected_reads(grids: Sequence[RunGrid], room: int) -> tuple[int, int]:
+    """Ranges that are read for some grids, and their bytes, as far as the first spans tell."""
     some = [_first_spans(grid) for grid in grids if len(grid)]
-    reads = sum(len(batch.src) for batch in landing_batches(some, room))
-    part, total = (sum(grid.nbytes for grid in several) for several in (some, grids))
-    return ceil_div(reads * total, part) if part else 0
+    reads = [batch.length for batch in landing_batches(some, room)]
+    total, part = (max(1, sum(grid.nbytes for grid in several)) for several in (grids, some))
+    ranges, nbytes = sum(map(len, reads)), sum(int(length.sum()) for length in reads)
+    return ceil_div(ranges * total, part), ceil_div(nbytes * total, part)
 
 
 def _first_spans(grid: RunGrid) -> RunGrid:
@@ -149,19 +165,21 @@ class _SortedTiles(NamedTuple):
     owner: Int64s
     """Of which of them each is."""
     start: Int64s
-    """Where it lies at the source; so much further as sets blocks apart."""
+    """Where it lies at the source, `far` further on in every block."""
     reached: Int64s
     """How far it and all before it reach."""
     dst: Int64s
     length: Int64s
     place: Int64s
     """Where it lies in all that is read, one behind the other."""
+    far: int
 
     @classmethod
     def of(cls, tiles: Sequence[_Tiles], spans: slice) -> _SortedTiles:
         """Tiles with every span."""
-        grid, reach = tiles[0].grid, max(one.reach for one in tiles)
-        apart = _blocks(grid.src[spans], grid.dst[spans], reach) * _FAR
+        grid, extent = tiles[0].grid, max(one.extent for one in tiles)
+        far = 1 + max(one.source_stop for one in tiles)  # so that no two blocks touch
+        apart = _blocks(grid.src[spans], grid.dst[spans], extent) * far
         starts, stops, targets, lengths = [], [], [], []
         for one in tiles:
             at, length = one.grid.src[spans] + apart, one.grid.length[spans]
@@ -178,7 +196,7 @@ class _SortedTiles(NamedTuple):
         skipped = np.maximum(0, start[1:] - reached[:-1]).cumsum()
         place = start - start[0]
         place[1:] -= skipped
-        return cls(tiles, owner, start, reached, dst, length, place)
+        return cls(tiles, owner, start, reached, dst, length, place, far)
 
     def batches(self, room: int) -> Iterator[LandingBatch]:
         """Some of them at a time, that are read together."""
@@ -186,7 +204,7 @@ class _SortedTiles(NamedTuple):
         gaps = np.flatnonzero(self.start[1:] > self.reached[:-1]) + 1
         runs = np.union1d(gaps, cuts[:-1])
         length = self.reached[np.append(runs[1:], len(self.start)) - 1] - self.start[runs]
-        src, firsts = self.start[runs] % _FAR, np.searchsorted(runs, cuts).tolist()
+        src, firsts = self.start[runs] % self.far, np.searchsorted(runs, cuts).tolist()
         alike = [part for number in range(len(self.tiles)) for part in self._alike(number, cuts)]
         pool = self.tiles[0].grid.src_pool
         for number, at in enumerate(self.place[cuts[:-1]].tolist()):
@@ -252,16 +270,16 @@ def _steps_of(src: bytes, dst: bytes) -> NestedSteps:
     return NestedSteps.of(np.frombuffer(src, np.int64), np.frombuffer(dst, np.int64))
 
 
-def _blocks(src: Int64s, dst: Int64s, reach: int) -> Int64s:
-    """A number for each span, the same for those whose tiles overlap at the source.
+def _blocks(src: Int64s, dst: Int64s, extent: int) -> Int64s:
+    """A number for each span, the same for those whose runs are interleaved at the source.
 
     Spans that are neighbours at the destination have neighbouring numbers: what is written
     together is then in one batch, if there is room.
     """
     order = np.argsort(src, kind="stable")
     block = np.empty_like(src)
-    block[order] = np.cumsum(np.append(0, np.diff(src[order]) > reach))
-    first = np.full(int(block.max()) + 1, _FAR)
+    block[order] = np.cumsum(np.append(0, np.diff(src[order]) > extent))
+    first = np.full(int(block.max()) + 1, INT64_MAX)
     np.minimum.at(first, block, dst)
     rank = np.empty_like(first)
     rank[np.argsort(first, kind="stable")] = np.arange(len(first))

@@ -353,7 +353,8 @@ def check_repeated_runs(item: int, device: str, *, alike: bool, seed: int) -> No
             for x, y, n in table.T:
                 right[GUARD + b + y :][:n] = memory.cpu().numpy()[a + x :][:n]
         # Both orders of the tables, whichever would be faster.
-        copy.launch(torch.from_numpy(table).to(device), 0 if turn < 2 else 1 << 30, stream)
+        copy.launch(torch.from_numpy(table).to(device), stream, starts_first=turn < 2)
+        assert copy.starts_first(table[1]) == (abs(table[1, 1] - table[1, 0]) > 50 * item)
         assert np.array_equal(out.cpu().numpy(), right), (item, alike, turn)
 
 

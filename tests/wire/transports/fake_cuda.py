@@ -210,15 +210,15 @@ class FakePosted(Posted):
 
 @contextmanager
 def node_of(
-    made: Any, machine: FakeMachine, rng: Any, share: float = 1.0
+    made: Any, machine: FakeMachine, rng: Any, share: float = 1.0, rank: int = 0
 ) -> Iterator[tuple[Any, Any, FakeCuda]]:
     """A node on a GPU of its own process, its pools as bytes, and its driver."""
     driver = FakeCuda(machine)
-    given = {pool.index: driver.allocate(pool.nbytes) for pool in made.pools}
+    given = {pool.index: driver.allocate(pool.nbytes) for pool in made.rank_pools(rank).values()}
     for _, pool in given.values():
         pool[:] = rng.integers(0, 256, pool.nbytes, np.uint8)
     memory = {index: at for index, (at, _) in given.items()}
     pools = {index: pool for index, (_, pool) in given.items()}
     transport = CudaTransport(driver=driver, share=share)
-    with Node(made, memory=memory, transport=transport, buffers=0) as node:
+    with Node(made, rank=rank, memory=memory, transport=transport, buffers=0) as node:
         yield node, pools, driver

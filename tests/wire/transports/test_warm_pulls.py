@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -107,6 +107,46 @@ def test_a_warm_pull_moves_every_element_between_other_blocks(name: str) -> None
         right, _ = oracle.expected(move, 0, poison)
         for index, pool in ends.pools.items():
             assert np.array_equal(pool, right.pools[index])
+
+
+def test_ranks_are_warm_one_by_one_and_make_up_a_request_together() -> None:
+    machine, rng = FakeMachine(), np.random.default_rng(4)
+    src, dst = small("dense", tp=2), small("dense", block_size=32)
+    move = oracle.Move(src, dst, scattered(src, TOKENS), scattered(dst, TOKENS), (0, TOKENS))
+    filled = oracle.fill(move, rng)
+    with ExitStack() as stack:
+        sources = [stack.enter_context(node_of(src, machine, rng, rank=rank)) for rank in range(2)]
+        target, pools, driver = stack.enter_context(node_of(dst, machine, rng))
+        session = stack.enter_context(Session(target, [node.endpoint for node, _, _ in sources]))
+        for rank, (_, theirs, _) in enumerate(sources):
+            for index, pool in theirs.items():
+                pool[:] = filled[rank].pools[index]
+        connections = [session._connections.find(node.endpoint) for node, _, _ in sources]
+        poison = oracle.Memory(dst, 0, rng)
+
+        def pull(request: str, *ranks: int) -> tuple[Any, int]:
+            """Pull what some ranks offer; the transfer, and how many reads were begun at once."""
+            for rank in ranks:
+                sources[rank][0].offer(request, move.src_blocks, TOKENS)
+            for index, pool in pools.items():
+                pool[:] = poison.pools[index]
+            driver.log.clear()
+            transfer = session.pull(request, dst_blocks=move.dst_blocks, tokens=TOKENS)
+            return transfer, [what for what, _ in driver.log].count("post")
+
+        for turn in range(2):
+            assert pull(f"cold {turn}", 0, 1)[0].wait(20).ready
+            assert eventually(lambda: all(one and one.warm._kept for one in connections))
+        assert eventually(lambda: all(one and any(one.warm._kept.values()) for one in connections))
+        transfer, begun = pull("warm", 0, 1)
+        assert begun == 2
+        assert transfer.wait(20).moved == transfer.total
+        right, _ = oracle.expected(move, 0, poison)
+        assert all(np.array_equal(pool, right.pools[index]) for index, pool in pools.items())
+        transfer, begun = pull("half", 0)
+        assert begun == 1
+        assert code_of(transfer.wait) is Code.UNKNOWN_REQUEST
+        assert transfer.wait_released(20)
 
 
 def test_a_warm_pull_counts_and_lets_go_of_its_offer_afterwards() -> None:

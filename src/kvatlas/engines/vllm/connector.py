@@ -6,10 +6,8 @@ import logging
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import torch
 import vllm
-from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -34,6 +32,7 @@ from kvatlas.engines.vllm.engine_tier import IN_MEMORY, find_tier, open_tier
 from kvatlas.engines.vllm.fleet_tier import find_fleet_tier, open_fleet_tier
 from kvatlas.engines.vllm.orders import StepOrders
 from kvatlas.engines.vllm.prefix_tier import PrefixTier
+from kvatlas.engines.vllm.published_events import as_vllm_events
 from kvatlas.engines.vllm.registered_caches import all_stages, check_reachable, layer_backends
 from kvatlas.engines.vllm.scheduler_side import SchedulerSide
 from kvatlas.engines.vllm.settings import ConnectorSettings
@@ -48,9 +47,6 @@ from kvatlas.tier import MEMORY, STORAGE, StoreTier, TierClient
 from kvatlas.wire import Memory, device_of
 
 log = logging.getLogger("kvatlas.vllm")
-
-_DECODER = msgspec.msgpack.Decoder(list[BlockStored | BlockRemoved | AllBlocksCleared])
-"""Makes vLLM's own events of ours, which have the same form."""
 
 
 @dataclass
@@ -166,8 +162,7 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
 
     def take_events(self) -> list[Any]:
         """What the tier has since the last call, and what no more, for vLLM to publish."""
-        events = self._in_scheduler().take_events()
-        return _DECODER.decode(msgspec.msgpack.encode(events)) if events else []
+        return as_vllm_events(self._in_scheduler().take_events())
 
     def request_finished(
         self, request: Any, block_ids: list[int]

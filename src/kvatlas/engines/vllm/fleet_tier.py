@@ -26,7 +26,8 @@ def open_fleet_tier(settings: ConnectorSettings, own: Plan, identity: bytes) -> 
     try:
         return open_store_tier(settings.tier or "", own, _whose(settings, identity), **options)
     except AtlasError as refusal:
-        return _not_reached(refusal)
+        _check_unreachable(refusal)
+        return None
 
 
 def find_fleet_tier(settings: ConnectorSettings, rows: bytes, identity: bytes) -> StoreTier | None:
@@ -45,10 +46,11 @@ def find_fleet_tier(settings: ConnectorSettings, rows: bytes, identity: bytes) -
             deadline=settings.lookup_seconds,
         )
     except AtlasError as refusal:
-        return _not_reached(refusal)
+        _check_unreachable(refusal)
+        return None
 
 
-def _not_reached(refusal: AtlasError) -> None:
+def _check_unreachable(refusal: AtlasError) -> None:
     """Go on without a store that cannot be reached; refuse what is wrong with the settings."""
     if refusal.code not in _UNREACHABLE:
         raise refusal

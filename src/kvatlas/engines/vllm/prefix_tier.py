@@ -151,6 +151,8 @@ class PrefixTier:
     def close(self) -> None:
         """Wait for what is under way, and let go of the tier."""
         self._asking.shutdown(wait=True, cancel_futures=True)
+        if isinstance(self._tier, StoreTier):
+            log.info("misses of the store by reason: %s", dict(self._tier.misses))
         self._tier.close()
 
     # -- inside ---------------------------------------------------------------------------

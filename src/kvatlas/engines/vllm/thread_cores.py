@@ -8,12 +8,15 @@ vLLM has left free for them.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import parent_process
 
 _BOUND_BY = ("OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 """What vLLM sets for the processes whose threads it binds."""
+_BEHIND = 5
+"""Steps of priority that leave a quarter of a core to a thread that shares it."""
 
 
 def free_cores() -> set[int]:
@@ -37,6 +40,20 @@ def run_on(cores: set[int]) -> None:
     if cores:
         with suppress(OSError):  # cores that were taken away meanwhile
             os.sched_setaffinity(0, cores)
+
+
+def run_beside(cores: set[int]) -> None:
+    """The same for a thread that reads, behind those that compute where it meets them.
+
+    An engine that computes then keeps its core, and one that waits lends it.
+    """
+    run_on(cores)
+    if cores:
+        thread = threading.get_native_id()
+        with suppress(OSError):
+            os.setpriority(
+                os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _BEHIND
+            )
 
 
 @contextmanager

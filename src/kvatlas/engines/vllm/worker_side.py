@@ -18,7 +18,7 @@ from kvatlas.engines.vllm.ended_requests import Ended, EndedRequests
 from kvatlas.engines.vllm.orders import OfferOrder, PullOrder, RemoteRequest, StepOrders
 from kvatlas.engines.vllm.sessions import EngineSessions
 from kvatlas.engines.vllm.settings import ConnectorSettings
-from kvatlas.engines.vllm.thread_cores import free_cores, making_threads_for, run_on
+from kvatlas.engines.vllm.thread_cores import free_cores, making_threads_for, run_beside
 from kvatlas.errors import AtlasError
 from kvatlas.planning import Plan
 from kvatlas.wire import Memory, Node, Session, Transfer, make_transport
@@ -29,8 +29,8 @@ _AT_ONCE = 64
 """Requests that are read at once; the others wait until one has ended."""
 _LONGEST_QUARANTINE = 600.0
 """Seconds after which a read that does not end is reported all the same."""
-_IDLE_SECONDS = 2e-3
-"""Seconds that an engine with nothing to compute waits for what is being read."""
+_READING_SECONDS, _OFFERING_SECONDS = 4e-3, 1e-3
+"""Seconds that an engine with nothing to compute waits for what it reads, or others read."""
 
 
 @dataclass
@@ -96,7 +96,7 @@ class WorkerSide:
             )
         self.endpoint = settings.advertised(self.node.endpoint)
         self._beside = ThreadPoolExecutor(
-            _AT_ONCE, thread_name_prefix="kvatlas-vllm", initializer=run_on, initargs=(cores,)
+            _AT_ONCE, thread_name_prefix="kvatlas-vllm", initializer=run_beside, initargs=(cores,)
         )
         self._sessions = EngineSessions(
             self.node, seconds=min(10.0, settings.pull_seconds), close=self._beside.submit
@@ -124,10 +124,11 @@ class WorkerSide:
     def take_ended(self, *, idle: bool = False) -> Ended:
         """What has ended since the last step.
 
-        An `idle` engine has nothing to do but to look again: while something is being read it
-        waits here for a moment, which leaves the interpreter to those who read.
+        An `idle` engine has nothing to do but to look again: it waits here for a moment, which
+        leaves its core and its interpreter to those who read.
         """
-        ended = self._ended.take(_IDLE_SECONDS if idle and self._pulls else 0.0)
+        seconds = _READING_SECONDS if self._pulls else _OFFERING_SECONDS if self._offered else 0.0
+        ended = self._ended.take(seconds if idle else 0.0)
         for request_id in ended.received:
             self._pulls.pop(request_id, None)
         return ended
@@ -205,6 +206,7 @@ class WorkerSide:
         if transfer is None:
             return False
         try:
+            transfer.carry_out()
             transfer.wait()
         finally:
             if not transfer.wait_released(_LONGEST_QUARANTINE):

@@ -105,7 +105,7 @@ class FolderStore(ObjectStore):
 
         The bytes that are there then, also those of objects that others are writing.
         """
-        self.sweep()
+        self._swept()
         files = []
         for path in self._files(self._root):
             with suppress(FileNotFoundError):  # others remove objects too
@@ -187,6 +187,12 @@ class FolderStore(ObjectStore):
 
     def sweep(self) -> int:
         """Remove files that nobody has written to for a while, and that were never finished."""
+        with _refusals(self._root):
+            swept = self._swept()
+            self._release(swept)
+        return swept
+
+    def _swept(self) -> int:
         before, swept = time.time() - _ABANDONED, 0
         for path in self._unfinished():
             with suppress(FileNotFoundError):

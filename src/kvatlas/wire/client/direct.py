@@ -24,7 +24,7 @@ def pull_direct(lease: RankLease, stream: Stream, behind: int | None) -> None:
         lease.transfer.add(lease.rank, total)
         lease.read_whole = stream if lease.seen is not None else None
         return
-    batch = max(4096, min(_BATCH, total * _BATCH_RUNS // max(1, stream.runs)))
+    batch = max(4096, min(_BATCH, total * _BATCH_RUNS // max(1, stream.runs_apart)))
     for start in range(0, total, batch):
         lease.renew_in_time()
         stop = min(total, start + batch)

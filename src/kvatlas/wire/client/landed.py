@@ -2,13 +2,14 @@
 
 Where runs are short only because the two ends lie differently, most of them touch at the
 source. They are read as they lie there, joined, and put in place from a buffer of this end,
-while the next are read into another.
+while another thread reads the next into another.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from concurrent.futures import Future, wait
+import threading
+from collections.abc import Generator
+from concurrent.futures import wait
 
 from kvatlas.routing import Stream
 from kvatlas.wire.client.rank_lease import BUFFERS, RankLease
@@ -17,31 +18,52 @@ from kvatlas.wire.landing import LandingBatch, landing_batches
 
 def pull_landed(lease: RankLease, stream: Stream) -> None:
     """Read a stream batch by batch into buffers, and from there into its blocks."""
-    node = lease.node
-    room = node.staging.piece
-    lease.borrow_own(min(BUFFERS, node.staging.most()))
-    grids, placing = stream.grids(), deque[Future[None]]()
-    lease.count(sum(map(len, grids)))
+    staging = lease.node.staging
+    lease.borrow_own(min(BUFFERS, staging.most()))
+    lease.count(stream.runs_apart)
+    left = _BatchesLeft(landing_batches(stream.grids(), staging.piece))
+    others = [
+        lease.connection.beside.submit(_land, lease, left, buffer) for buffer in lease.buffers[1:]
+    ]
     try:
-        for number, batch in enumerate(landing_batches(grids, room)):
-            lease.transfer.check_cancelled()
-            lease.renew_in_time()
-            if len(placing) == len(lease.buffers):
-                placing.popleft().result()
-            buffer = lease.buffers[number % len(lease.buffers)]
-            with node.metrics.phase("landed"):
-                lease.read([batch.read(buffer * room)])
-            placing.append(lease.connection.beside.submit(_place, lease, batch, buffer))
+        _land(lease, left, lease.buffers[0])
     finally:
-        wait(placing)  # nobody else gets blocks or buffers meanwhile
-    for one in placing:
+        wait(others)  # nobody else gets blocks or buffers meanwhile
+    for one in others:
         one.result()
 
 
-def _place(lease: RankLease, batch: LandingBatch, buffer: int) -> None:
-    """Put what has been read into a buffer where it belongs."""
+class _BatchesLeft:
+    """Batches that nobody has taken yet, for several threads."""
+
+    def __init__(self, batches: Generator[LandingBatch]) -> None:
+        self._batches, self._lock = batches, threading.Lock()
+
+    def take(self) -> LandingBatch | None:
+        """The next one, if there is any."""
+        with self._lock:
+            return next(self._batches, None)
+
+    def drop(self) -> None:
+        """There are none any more: what has failed need not go on."""
+        with self._lock:
+            self._batches.close()
+
+
+def _land(lease: RankLease, left: _BatchesLeft, buffer: int) -> None:
+    """Read batches into a buffer and put them where they belong, until there are none."""
     node = lease.node
-    here = node.staging.view(buffer, node.staging.piece)
-    for one in batch.placing:
-        one.carry_out(here, node.pools)
-    lease.transfer.add(lease.rank, batch.nbytes)
+    room = node.staging.piece
+    try:
+        while (batch := left.take()) is not None:
+            lease.transfer.check_cancelled()
+            lease.renew_in_time()
+            with node.metrics.phase("landed"):
+                lease.read([batch.read(buffer * room)])
+                here = node.staging.view(buffer, room)
+                for one in batch.placing:
+                    one.carry_out(here, node.pools)
+            lease.transfer.add(lease.rank, batch.nbytes)
+    except BaseException:
+        left.drop()
+        raise

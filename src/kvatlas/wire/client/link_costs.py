@@ -5,23 +5,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
 
 import numpy as np
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import ceil_div
 from kvatlas.routing import ConvertedStream, Copy, Costs, Stream
+from kvatlas.wire.client.peer_connection import Way
 from kvatlas.wire.client.rank_lease import BUFFERS, RankLease
 from kvatlas.wire.landing import expected_reads
 from kvatlas.wire.stream_copy import AnyStream
 from kvatlas.wire.transports.base import STAGING
 from kvatlas.wire.transports.errors import failed
 
-Way = Literal["direct", "staged", "landed"]
-
 _LONG_RUN = 128 << 10
 """Bytes of a run that nobody gathers: a copy of them takes longer than any descriptor."""
+_KEPT_WAYS = 256
+"""Numbers of runs and bytes for which the way that was found is kept."""
 
 
 def choose_way(lease: RankLease, stream: AnyStream) -> Way:
@@ -54,10 +54,24 @@ def _cheapest_way(lease: RankLease, stream: Stream) -> Way:
         return "direct"
     if not lease.may_fill_blocks():
         return "staged"  # a replica that stalls in mid-read then leaves the blocks alone
-    # Runs are counted as they are before neighbours are joined, which takes a tenth as long.
-    if wanted.costs is None and stream.nbytes >= _LONG_RUN * sum(map(len, stream.grids())):
+    if wanted.costs is not None:
+        return _weighed(lease, stream, wanted.costs)
+    runs = stream.runs_apart  # a request that moves like others is weighed once
+    if stream.nbytes >= _LONG_RUN * runs:
         return "direct"
-    costs = wanted.costs or connection.costs or _measured(lease)
+    costs, alike = connection.costs or _measured(lease), (runs, stream.nbytes)
+    found = connection.ways.get(alike)
+    if found is None:
+        found = _weighed(lease, stream, costs)
+        if connection.costs is not None:  # else there was no buffer to measure with
+            kept = list(connection.ways.items())[-_KEPT_WAYS:]
+            connection.ways = {**dict(kept), alike: found}  # as a whole: others look at it
+    return found
+
+
+def _weighed(lease: RankLease, stream: Stream, costs: Costs) -> Way:
+    """The cheapest way by what a link costs."""
+    connection = lease.connection
     # For buffers and to have them filled, and as much again for threads that take turns.
     asking = 4 * connection.question_seconds
     nbytes, direct = stream.nbytes, costs.direct(stream.runs, stream.nbytes)
@@ -67,9 +81,8 @@ def _cheapest_way(lease: RankLease, stream: Stream) -> Way:
     if _can_land(lease):
         pieces = ceil_div(nbytes, costs.piece)
         gathering = nbytes / costs.copy + pieces * connection.question_seconds
-        reads = expected_reads(stream.grids(), lease.node.staging.piece)
-        landed = costs.landed(reads, nbytes)
-        if landed < min(direct, staged + gathering):
+        reads, nbytes = expected_reads(stream.grids(), lease.node.staging.piece)
+        if costs.landed(reads, nbytes) < min(direct, staged + gathering):
             return "landed"
     return "staged" if staged < direct else "direct"
 

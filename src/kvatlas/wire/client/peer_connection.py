@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 from kvatlas.routing import Costs
 from kvatlas.wire.client.warm_shapes import WarmShapes
 from kvatlas.wire.peers import Peer
 from kvatlas.wire.transports.base import Link
+
+Way = Literal["direct", "staged", "landed"]
 
 
 @dataclass
@@ -23,6 +26,8 @@ class PeerConnection:
     """Asks questions while a transfer does something else."""
     costs: Costs | None = None
     """What the link was measured at."""
+    ways: dict[tuple[int, int], Way] = field(default_factory=dict)
+    """Which way was found the fastest, by runs and bytes."""
     question_seconds: float = 0.0
     """How long the peer takes to answer a question."""
     users: int = 0

@@ -303,9 +303,11 @@ class Session:
     ) -> None:
         """Carry out one rank's part, and record its outcome."""
         try:
-            if started is not None and not started.read.distinct:
+            if started is not None and not started.read.sound:
+                # To be refused as any other, or read again: behind the caller's stream, as the
+                # queue that reads has been since it was started.
                 started.abandon()
-                started = None  # to be refused as any other
+                started = None
             if started is None:
                 lease = self._take_turns(transfer, wanted, rank)
             else:

@@ -147,6 +147,14 @@ class Transfer:
             raise self.error
         return self
 
+    def carry_out(self) -> None:
+        """Do what nobody has begun of it in the calling thread: one that has nothing else to do.
+
+        Threads of the session are spared that way, and waking them.
+        """
+        for part in self._parts:
+            part()
+
     def wait_released(self, seconds: float | None = None) -> bool:
         """Wait until its blocks may be reused; False where that takes longer than `seconds`."""
         begun = time.monotonic()

@@ -5,7 +5,8 @@ next request of the same tokens, in as many blocks, all of that is known but the
 a transport may have prepared launches for it. Then it is begun before anything else is done:
 the offer is seen on the peer's board, its blocks and those of the caller are seen to lie in
 their pools, and the copy is launched. Everything that a pull consists of beside that happens
-while it runs; where a block was named twice, what was copied is nothing, and it is refused.
+while it runs. Should the offer not be genuine then, or a block be named twice, the copy counts
+for nothing, and the pull goes its whole way.
 
 Whatever is unusual is not begun here: the pull then goes its whole way, which says what is
 wrong, or waits where something has to be waited for.
@@ -22,8 +23,7 @@ import numpy as np
 
 from kvatlas.errors import AtlasError
 from kvatlas.geometry import Int64s
-from kvatlas.routing import Lengths, RequestShape, Stream, block_table, table_lengths
-from kvatlas.wire.protocol import unpack_tables
+from kvatlas.routing import BlockIds, Lengths, RequestShape, Stream, block_table, table_lengths
 from kvatlas.wire.rpc import log
 from kvatlas.wire.transports.base import Handle, Link, PreparedRead
 from kvatlas.wire.transports.offer_board import SeenOffer
@@ -33,6 +33,9 @@ _KEPT = 32
 
 _MOST_SPANS = 1 << 12
 """Spans of a shape that is kept: longer requests take so long that it would not be noticed."""
+
+_TOLD = np.dtype("<u4")
+"""Block ids as they stand on a board."""
 
 _Key = tuple[tuple[int, int], Lengths, Lengths]
 """Tokens, and how long the block tables of source and destination are."""
@@ -53,14 +56,17 @@ class StartedRead(NamedTuple):
     seen: SeenOffer
     handle: Handle
     warm: WarmShape
-    tables: tuple[Mapping[int, Int64s], Mapping[int, Int64s]]
+    tables: tuple[Mapping[int, BlockIds], Mapping[int, BlockIds]]
     """Block ids at the source and here."""
 
     @property
-    def distinct(self) -> bool:
-        """Whether no block was named twice; looked at while it is read, and not before."""
-        src, dst = self.tables
-        return self.warm.shape.src.distinct(src) and self.warm.shape.dst.distinct(dst)
+    def sound(self) -> bool:
+        """Whether it reads what was offered, and no block was named twice.
+
+        Looked at while it is read, and not before: no other memory is touched if it is not so.
+        """
+        (src, dst), shape = self.tables, self.warm.shape
+        return self.seen.genuine and shape.src.distinct(src) and shape.dst.distinct(dst)
 
 
 class WarmShapes:
@@ -73,15 +79,17 @@ class WarmShapes:
 
     def learn(self, tokens: tuple[int, int], stream: Stream, total: int) -> None:
         """Get ready for the next request like one that was pulled, unless it is the first so."""
-        shape = stream.shape()
-        key = (tokens, shape.src.lengths, shape.dst.lengths)
+        key = (tokens, *stream.table_lengths)
         with self._lock:
             again = key in self._kept
             ready = self._kept.setdefault(key, None) is not None
             self._kept.move_to_end(key)
             while len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
-        if not again or ready or not shape.nbytes or shape.spans > _MOST_SPANS:
+        if not again or ready or not stream.nbytes:
+            return
+        shape = stream.shape()
+        if shape.spans > _MOST_SPANS:
             return
         read = self._link.prepare(shape)
         if read is not None:
@@ -110,7 +118,7 @@ class WarmShapes:
         offer = seen.offer
         if not offer.start <= span[0] or span[1] is True or span[1] != offer.stop:
             return None
-        theirs = unpack_tables(offer.blocks)
+        theirs = {group: np.frombuffer(ids, _TOLD) for group, ids in offer.blocks.items()}
         warm = self._kept.get((span, table_lengths(theirs), table_lengths(mine)))
         if warm is None or not (warm.shape.src.in_range(theirs) and warm.shape.dst.in_range(mine)):
             return None

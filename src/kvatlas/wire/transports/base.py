@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Int64s
-from kvatlas.routing import Copy, RequestShape, RunGrid
+from kvatlas.routing import BlockIds, Copy, RequestShape, RunGrid
 from kvatlas.wire.transports import errors
 from kvatlas.wire.transports.bounds import check_bounds
 from kvatlas.wire.transports.cuda_driver import CudaDriver, load_driver
@@ -162,7 +162,7 @@ class PreparedRead(ABC):
 
     @abstractmethod
     def begin(
-        self, src: Mapping[int, Int64s], dst: Mapping[int, Int64s], behind: int | None
+        self, src: Mapping[int, BlockIds], dst: Mapping[int, BlockIds], behind: int | None
     ) -> Handle | None:
         """Read between blocks of two tables, behind a mark of the peer and the caller's stream.
 

@@ -45,10 +45,10 @@ class CudaCopy(Handle):
         over: Callable[[], None],
         check: Callable[[], None],
         pace: CopyPace,
-        nbytes: Callable[[], int],
+        nbytes: int,
     ) -> CudaCopy:
         """One that the device was told of already; `over` is called once it has ended."""
-        copy = cls(lambda: (posted, over), lambda: True, check, pace, nbytes)
+        copy = cls(lambda: (posted, over), lambda: True, check, pace, lambda: nbytes)
         copy._posted, copy._over, copy._launched = posted, over, copy._begun
         return copy
 

@@ -26,6 +26,8 @@ UUID_BYTES = 16
 _UNTIMED, _SHARED = 2, 4
 """Flags of events: no timing, and to be shared with other processes."""
 _PEER_ACCESS = 1
+_RELAXED = 2
+"""A capture that forbids nobody anything."""
 _NOT_READY = 600
 
 
@@ -124,15 +126,16 @@ class LibCuda(CudaDriver):
 
     def __init__(self) -> None:
         self._library: Any = ctypes.CDLL("libcuda.so.1")
+        self._looks: Any = ctypes.PyDLL("libcuda.so.1")
+        """For calls that never wait: whoever makes them keeps the interpreter."""
         self._contexts: dict[int, ctypes.c_void_p] = {}
         self._lock = threading.Lock()
         self._call("cuInit", 0)
-        for name in (
-            "cuEventRecord",
-            "cuEventQuery",
-        ):  # called often: numbers are taken as they are
-            function = getattr(self._library, name)
-            function.argtypes = [ctypes.c_void_p] * (2 if name == "cuEventRecord" else 1)
+        # Called often, so that numbers are taken as they are.
+        self._looks.cuEventQuery.argtypes = [ctypes.c_void_p]
+        self._looks.cuStreamQuery.argtypes = [ctypes.c_void_p]
+        self._library.cuEventRecord.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+        self._library.cuGraphLaunch.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
         self._library.cuStreamWaitEvent.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint]
         self._library.cuMemcpyHtoDAsync_v2.argtypes = [
             ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p,
@@ -152,7 +155,7 @@ class LibCuda(CudaDriver):
         """Around calls that are about a device: its context is this thread's meanwhile."""
         context = self._contexts.get(device)
         current = ctypes.c_void_p()
-        self._library.cuCtxGetCurrent(ctypes.byref(current))
+        self._looks.cuCtxGetCurrent(ctypes.byref(current))
         if context is not None and current.value == context.value:
             return _AS_IT_IS
         return self._made_current(device)
@@ -255,7 +258,7 @@ class LibCuda(CudaDriver):
     def finished(self, device: int, event: int) -> bool:
         """Look at an event without waiting."""
         with self.on(device):
-            code = self._library.cuEventQuery(event)
+            code = self._looks.cuEventQuery(event)
         if code not in (0, _NOT_READY):
             raise DriverError(f"cuEventQuery answers {self._error(code)}")
         return bool(code == 0)
@@ -298,5 +301,30 @@ class LibCuda(CudaDriver):
 
     def order(self, event: int, before: int, stream: int) -> None:
         """What a stream is given from now on comes after another; their device is current."""
-        self._call("cuEventRecord", event, before)
-        self._call("cuStreamWaitEvent", stream, event, 0)
+        if self._looks.cuStreamQuery(before):  # it has something to do
+            self._call("cuEventRecord", event, before)
+            self._call("cuStreamWaitEvent", stream, event, 0)
+
+    def capture(self, stream: int, act: Callable[[], None]) -> int:
+        """What is given to a stream meanwhile, to be launched as often as wanted, and not now."""
+        graph, made = ctypes.c_void_p(), ctypes.c_void_p()
+        self._call("cuStreamBeginCapture_v2", ctypes.c_void_p(stream), _RELAXED)
+        try:
+            act()
+        finally:
+            self._call("cuStreamEndCapture", ctypes.c_void_p(stream), ctypes.byref(graph))
+        try:
+            no_flags = ctypes.c_uint64(0)
+            self._call("cuGraphInstantiateWithFlags", ctypes.byref(made), graph, no_flags)
+        finally:
+            self._call("cuGraphDestroy", graph)
+        return made.value or 0
+
+    def launch_graph(self, graph: int, stream: int) -> None:
+        """Launch what was captured; its device is current."""
+        self._call("cuGraphLaunch", graph, stream)
+
+    def end_graph(self, device: int, graph: int) -> None:
+        """Give back what was captured."""
+        with self.on(device):
+            self._call("cuGraphExecDestroy", ctypes.c_void_p(graph))

@@ -22,6 +22,7 @@ from kvatlas.wire.transports.base import (
 from kvatlas.wire.transports.bounds import check_grid_bounds
 from kvatlas.wire.transports.cuda_copy import CudaCopy
 from kvatlas.wire.transports.cuda_driver import CudaDriver, DriverError
+from kvatlas.wire.transports.cuda_prepared import CudaPreparedRead, MappedMemory, PeerMarks
 from kvatlas.wire.transports.cuda_published import PublishedMemory
 from kvatlas.wire.transports.device_marks import EVENTS, DeviceMarks
 from kvatlas.wire.transports.device_queue import (
@@ -30,8 +31,6 @@ from kvatlas.wire.transports.device_queue import (
     AddressRuns,
     DeviceQueue,
     Posted,
-    PreparedRuns,
-    Tables,
 )
 from kvatlas.wire.transports.offer_board import SeenOffer, open_board
 from kvatlas.wire.transports.opened_memory import ForeignAllocation, OpenedMemory
@@ -136,7 +135,32 @@ class CudaLink(Link):
                 first, stop = pattern.reach(end, ends[end].blocks[pool])
                 if pool not in regions[end] or first < 0 or stop > regions[end][pool].nbytes:
                     return None
-        return _PreparedPull(self, shape)
+        return self._prepared(shape)
+
+    def _prepared(self, shape: RequestShape) -> PreparedRead | None:
+        end = self._end
+        if self._board is None or end.marks_here() is not None:
+            return None  # whoever is in this process, or has to be asked, is not waited for so
+        pools = sorted({pattern.pools[0] for pattern in shape.patterns})
+        used = [self._allocations[self._regions[pool].allocation] for pool in pools]
+        far, over = self.mapped(pools)
+        try:
+            patterns = [
+                AddressPattern(far[a], self.mine[b].address, pattern)
+                for pattern in shape.patterns
+                for a, b in (pattern.pools,)
+            ]
+            memory = MappedMemory(
+                end.opened,
+                tuple(used),
+                [far[pool] - self._regions[pool].offset for pool in pools],
+            )
+            events = [self._event(number) for number in range(EVENTS)]
+            marks = PeerMarks(end.driver, end.device, self._board, events)
+            runs = self._queue.prepare(patterns)
+            return CudaPreparedRead(runs, memory, marks, end.pace, self.check, shape.nbytes)
+        finally:
+            over()
 
     def mapped(self, pools: Iterable[int]) -> tuple[dict[int, int], Callable[[], None]]:
         """Where pools of the peer are in this process, until what comes with it is called."""
@@ -146,19 +170,6 @@ class CudaLink(Link):
         except BaseException:
             self._unused(used)
             raise
-
-    def prepare_runs(self, patterns: Sequence[AddressPattern]) -> PreparedRuns:
-        """Have the queue get ready for requests of one shape."""
-        return self._queue.prepare(patterns)
-
-    def launched(self, posted: Posted, over: Callable[[], None], nbytes: int) -> Handle:
-        """A copy that the queue was given already."""
-        return CudaCopy.launched(posted, over, self.check, self._end.pace, lambda: nbytes)
-
-    def may_begin(self, behind: int | None) -> bool:
-        """Whether a copy behind a mark of the peer may be launched at this moment."""
-        self.check()
-        return (behind is None or self._passed(behind)) and self._end.pace.may_begin()
 
     def _passed(self, mark: int) -> bool:
         """Whether a mark of the peer is done."""
@@ -224,36 +235,3 @@ class CudaLink(Link):
 
 def _told_bytes(told: list[_Told]) -> int:
     return sum(len(starts[0]) * int(length.sum()) for _, _, starts, (_, _, length) in told)
-
-
-class _PreparedPull(PreparedRead):
-    """Pulls of one shape over one link."""
-
-    def __init__(self, link: CudaLink, shape: RequestShape) -> None:
-        self._link, self._nbytes = link, shape.nbytes
-        self._pools = {pattern.pools[0] for pattern in shape.patterns}
-        self._far, over = link.mapped(self._pools)
-        try:
-            patterns = [
-                AddressPattern(self._far[a], link.mine[b].address, pattern)
-                for pattern in shape.patterns
-                for a, b in (pattern.pools,)
-            ]
-            self._runs = link.prepare_runs(patterns)
-        finally:
-            over()
-
-    def begin(self, src: Tables, dst: Tables, behind: int | None) -> Handle | None:
-        """Launch it, if that may be now and the peer's memory is where it was."""
-        link = self._link
-        if not link.may_begin(behind):
-            return None
-        far, over = link.mapped(self._pools)
-        posted: Posted | None = None
-        try:
-            if far == self._far:
-                posted = self._runs.post(src, dst)
-        finally:
-            if posted is None:
-                over()
-        return None if posted is None else link.launched(posted, over, self._nbytes)

@@ -12,13 +12,13 @@ from typing import NamedTuple
 import numpy as np
 
 from kvatlas.geometry import Int64s
-from kvatlas.routing import SpanPattern
+from kvatlas.routing import BlockIds, SpanPattern
 
 NO_STARTS = (np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64))
 """For runs that are told one by one: each span is one."""
 
 
-Tables = Mapping[int, Int64s]
+Tables = Mapping[int, BlockIds]
 """Block ids by group."""
 
 

@@ -172,14 +172,19 @@ class OfferBoard:
 class SeenOffer:
     """An offer that was found on a peer's board, to be looked at again."""
 
-    def __init__(self, board: PeerBoard, offer: PostedOffer, slot: int, generation: int) -> None:
-        self.offer = offer
-        self._board, self._slot, self._generation = board, slot, generation
+    def __init__(
+        self, board: PeerBoard, offer: PostedOffer, posting: Posting, written: tuple[bytes, int]
+    ) -> None:
+        """`written` is what stood on the board, and the digest beside it."""
+        self.offer, self.posting = offer, posting
+        self._board, self._written = board, written
+        self._slot, self._generation = posting
 
     @property
-    def posting(self) -> Posting:
-        """What tells it apart from every other that this board has had."""
-        return self._slot, self._generation
+    def genuine(self) -> bool:
+        """Whether it is what was posted, and not half of it and half of what was there before."""
+        payload, digest = self._written
+        return digest == _digest(payload, self._generation)
 
     @property
     def held(self) -> bool:
@@ -223,22 +228,29 @@ class PeerBoard:
 
     def find(self, request: str) -> SeenOffer | None:
         """An offer by its name; None where it is not there, is no offer, or its source has gone."""
-        return self.glimpse(request) if self.alive else None
+        seen = (one for one in self._glimpses(request) if one.genuine and one.held)
+        return next(seen, None) if self.alive else None
 
     def glimpse(self, request: str) -> SeenOffer | None:
-        """The same where nobody has looked whether the source is there: who reads looks later."""
+        """What may be an offer of that name, as quickly as it can be seen.
+
+        Whether it is `genuine`, and its source is there, who reads its blocks looks later.
+        """
+        return next(self._glimpses(request), None)
+
+    def _glimpses(self, request: str) -> Iterator[SeenOffer]:
         for slot in self._slots_of(request):
             generation, _, nbytes, digest = _ROW.unpack_from(self._memory, slot * _ROW.size)
             at = _HEAD_BYTES + slot * _SLOT_BYTES
             payload = self._memory[at : at + min(max(nbytes, 0), _SLOT_BYTES)]
-            if not generation % 2 or digest != _digest(payload, generation):
+            if not generation % 2:
                 continue
-            with suppress(msgspec.MsgspecError, ValueError, RecursionError):
+            try:
                 offer = _decoder.decode(payload)
-                seen = SeenOffer(self, offer, slot, generation)
-                if offer.request == request and seen.held:
-                    return seen
-        return None
+            except (msgspec.MsgspecError, ValueError, RecursionError):
+                continue
+            if offer.request == request:
+                yield SeenOffer(self, offer, (slot, generation), (payload, digest))
 
     def _slots_of(self, request: str) -> Iterator[int]:
         """Slots whose name is a request's, found without a pass over all rows."""

@@ -6,10 +6,12 @@ the lengths of all spans, events, and launches whose arguments do not change.
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,6 +19,8 @@ import numpy as np
 from kvatlas.geometry import Int64s, ceil_div
 from kvatlas.routing import SpanPattern
 from kvatlas.wire.transports.device_queue import AddressPattern, Posted, PreparedRuns, Tables
+
+log = logging.getLogger("kvatlas.wire")
 
 _TABLES = 4
 """Requests of one shape that may be under way at once."""
@@ -50,6 +54,15 @@ class LaunchDriver(Protocol):
 
     def order(self, event: int, before: int, stream: int) -> None:
         """What a stream is given from now on comes after another."""
+
+    def capture(self, stream: int, act: Callable[[], None]) -> int:
+        """What is given to a stream meanwhile, to be launched as often as wanted, and not now."""
+
+    def launch_graph(self, graph: int, stream: int) -> None:
+        """Launch what was captured."""
+
+    def end_graph(self, device: int, graph: int) -> None:
+        """Give back what was captured."""
 
 
 class LaunchQueue(Protocol):
@@ -87,6 +100,9 @@ class TorchPreparedRuns(PreparedRuns):
 
         self._queue, self._patterns = queue, [one.pattern for one in patterns]
         self._stream, self._address = queue.stream, queue.stream.cuda_stream
+        self._aside: Any = torch.cuda.Stream(queue.stream.device)  # type: ignore[no-untyped-call]
+        """Where launches are captured: nobody else is ever given it."""
+        self._captures = True
         self._caller_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
         self._copies = [
             RepeatedCopy(
@@ -116,13 +132,39 @@ class TorchPreparedRuns(PreparedRuns):
         for pattern, rows in zip(self._patterns, table.rows, strict=True):
             pattern.fill(0, src, rows[0])
             pattern.fill(1, dst, rows[1])
-        driver.upload(table.device_address, table.address, table.nbytes, stream)
-        for copy, rows, spans in zip(self._copies, table.rows, table.spans, strict=True):
-            apart = abs(int(rows[1, 1]) - int(rows[1, 0])) if rows.shape[1] > 1 else 0
-            copy.launch(spans, apart, self._stream)
+        orders = tuple(
+            copy.starts_first(rows[1]) for copy, rows in zip(self._copies, table.rows, strict=True)
+        )
+        graph = table.graphs.get(orders)
+        if graph is not None:
+            driver.launch_graph(graph, stream)
+        else:
+            self._launch(table, orders, self._stream)
         driver.record(table.over, stream)
         table.posted = _PostedTable(table)
+        if graph is None and self._captures:
+            self._capture(table, orders)
         return table.posted
+
+    def _launch(self, table: _RequestTable, orders: tuple[bool, ...], stream: Any) -> None:
+        """Upload a table, and launch its copies."""
+        address = stream.cuda_stream
+        self._queue.driver.upload(table.device_address, table.address, table.nbytes, address)
+        for copy, spans, starts_first in zip(self._copies, table.spans, orders, strict=True):
+            copy.launch(spans, stream, starts_first=starts_first)
+
+    def _capture(self, table: _RequestTable, orders: tuple[bool, ...]) -> None:
+        """Have one call launch all of it the next time: kernels are compiled now."""
+        driver = self._queue.driver
+        act = partial(self._launch, table, orders, self._aside)
+        try:
+            graph = driver.capture(self._aside.cuda_stream, act)
+        except Exception:
+            log.exception("copies are not captured, and launched one by one")
+            self._captures = False
+            return
+        _at_its_end(table, driver.end_graph, self._queue.number, graph)
+        table.graphs[orders] = graph
 
 
 class _RequestTable:
@@ -148,8 +190,10 @@ class _RequestTable:
         self.driver, self.number = queue.driver, queue.number
         self.caller, self.over = (self.driver.local_event(self.number) for _ in "ab")
         for event in (self.caller, self.over):
-            weakref.finalize(self, self.driver.end_event, self.number, event)
+            _at_its_end(self, self.driver.end_event, self.number, event)
         self.posted: Posted | None = None
+        self.graphs: dict[tuple[bool, ...], int] = {}
+        """What launches all of it at once, by the orders in which kernels take their tables."""
 
     @property
     def free(self) -> bool:
@@ -174,3 +218,8 @@ class _PostedTable(Posted):
         """Wait without holding up other threads."""
         if not self._over:
             self._table.driver.synchronize(self._table.number, self._table.over)
+
+
+def _at_its_end(owner: object, give_back: Callable[[int, int], None], device: int, it: int) -> None:
+    """Give something of the driver's back when its owner goes, but not as the process ends."""
+    weakref.finalize(owner, give_back, device, it).atexit = False

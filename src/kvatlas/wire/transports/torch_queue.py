@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,7 +19,7 @@ from kvatlas.wire.transports.device_queue import (
     Posted,
     PreparedRuns,
 )
-from kvatlas.wire.transports.torch_prepared import TorchPreparedRuns
+from kvatlas.wire.transports.torch_prepared import LaunchDriver, TorchPreparedRuns
 
 _KEPT_STARTS = 256
 """Tables of starts that a queue keeps on its device."""
@@ -29,38 +29,14 @@ _SLOT_BYTES = 64 << 10
 """Longer tables are put into memory of their own."""
 
 
-class QueueDriver(Protocol):
+class QueueDriver(LaunchDriver, Protocol):
     """What a queue needs of CUDA's driver."""
-
-    def on(self, device: int) -> AbstractContextManager[None]:
-        """Makes a device the calling thread's own."""
-
-    def upload(self, to: int, source: int, nbytes: int, stream: int) -> None:
-        """Copy from pinned memory, in the order of a stream."""
 
     def download(self, to: int, source: int, nbytes: int, stream: int) -> None:
         """Copy into pinned memory, in the order of a stream."""
 
     def stream_waits(self, device: int, stream: int, event: int) -> None:
         """What a stream is given from now on comes after an event."""
-
-    def local_event(self, device: int) -> int:
-        """An event of this process, to be recorded again and again."""
-
-    def end_event(self, device: int, event: int) -> None:
-        """Give an event back."""
-
-    def synchronize(self, device: int, event: int) -> None:
-        """Wait for what an event was last recorded behind."""
-
-    def finished(self, device: int, event: int) -> bool:
-        """Whether what an event was last recorded behind is done."""
-
-    def record(self, event: int, stream: int) -> None:
-        """Record an event behind what a stream has to do; its device is current."""
-
-    def order(self, event: int, before: int, stream: int) -> None:
-        """What a stream is given from now on comes after another; their device is current."""
 
 
 class TorchQueue(DeviceQueue):

@@ -1,248 +1,40 @@
 """Device code of MLA's decode on Hopper, in Gluon: loads and matrix products run by themselves.
 
-It does what `decode` does, for latents of 512 + 64 elements and up to 64 query rows a program, and
-takes the same arguments. Three groups of four warps share the work, as FlashMLA's do:
-
-| group | what it does |
-|---|---|
-| two that multiply | each has the logits of every other tile, and 256 of the sums' 512 columns |
-| one that loads | the next tile's half, as soon as the group that had it is done with it |
-
-Sums of 64 x 256 fill half of a group's registers. While one group is at its tile's softmax the
-other's products run. Weights go to the other group through shared memory, where the tile's
-rotary part was, which nobody needs by then. What logits are relative to goes with them.
+It does what `decode` does, for latents of 512 + 64 elements and 64 query rows a program, and
+takes the same arguments; `latent_groups_device` has the groups of warps that share the work.
+Sums of 64 x 256 fill half of a group's registers. Weights lie where the tile's rotary part was,
+which nobody needs by then: shared memory has no room besides.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
     fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-# By other names in later releases of Triton than 3.6.
-barrier = getattr(gl, "thread_barrier", None) or gl.barrier
-_memory = gl.shared_memory_descriptor
-seen_as = getattr(_memory, "reinterpret", None) or _memory._reinterpret
-begin_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+from kvatlas.kernels.triton.attention.latent_groups_device import (
+    GROWTH,
+    HALF,
+    LATENT,
+    LOWEST,
+    ROPE,
+    TILE,
+    Room,
+    after_previous,
+    barrier,
+    load_query,
+    release,
+    signals_of,
+    stretch_of,
+)
+from kvatlas.kernels.triton.attention.latent_load_device import load_tiles
 
-LOWEST = gl.constexpr(-1.0e30)
-GROWTH = gl.constexpr(8.0)
-"""Powers of two that a weight may grow by before sums are scaled down."""
-LATENT = gl.constexpr(512)
-HALF = gl.constexpr(256)
-"""Columns of the sums that a group has."""
-ROPE = gl.constexpr(64)
 ROWS = gl.constexpr(64)
-TILE = gl.constexpr(64)
-THREADS = gl.constexpr(128)
-"""Of a group."""
-
-_E4M3 = gl.constexpr("""
-    {
-        .reg .b16 first, second;
-        mov.b32 {first, second}, $2;
-        cvt.rn.f16x2.e4m3x2 $0, first;
-        cvt.rn.f16x2.e4m3x2 $1, second;
-    }
-""")
-
-
-class Room(NamedTuple):
-    """Shared memory. Of two tiles, the second index is the group whose logits they are for."""
-
-    query: Any
-    query_rope: Any
-    latents: Any
-    ropes: Any
-    """Rotary parts; then the weights."""
-    tops: Any
-    """What a tile's weights are relative to."""
-    totals: Any
-    """Of the weights of each group, at the end."""
-    grown: Any
-    """Whether `tops` have changed with a tile."""
-
-
-class Signals(NamedTuple):
-    """Barriers in shared memory, for each of two tiles or groups."""
-
-    there: Any
-    """Left and right half are loaded: 2 * tile + half."""
-    free: Any
-    """A group is done with its half: 2 * tile + half."""
-    weighed: Any
-    """Weights and tops are written."""
-    ready: Any
-    """A group has loaded its part of the queries."""
-    ended: Any
-    """Totals are written."""
-
-
-@gluon.jit
-def find(ends, count, wanted):
-    """The sequence that tile number `wanted` belongs to; `ends` starts with 0."""
-    low = 0
-    high = count
-    while low < high:
-        middle = (low + high) // 2
-        if gl.load(ends + middle + 1) <= wanted:
-            low = middle + 1
-        else:
-            high = middle
-    return low
-
-
-@gluon.jit
-def stretch_of(batch, TILING: gl.constexpr):
-    """The tiles of this program's worker."""
-    ends = batch.ends + batch.sequences + 1
-    total = gl.load(ends + batch.sequences)
-    share = gl.cdiv(total, gl.num_programs(0) // TILING.programs)
-    share = gl.cdiv(share, TILING.together) * TILING.together
-    tile = gl.program_id(0) // TILING.programs * share
-    return tile, gl.minimum(tile + share, total), find(ends, batch.sequences, tile)
-
-
-@gluon.jit
-def load_pages(table, begin, last, STATES: gl.constexpr, LOADS: gl.constexpr):
-    """The blocks of a tile's states, and which states of them; the last one past the end."""
-    states = begin + gl.arange(0, TILE, layout=gl.SliceLayout(1, LOADS))
-    states = gl.minimum(states, last)
-    return gl.load(table + states // STATES).to(gl.int64), states % STATES
-
-
-@gluon.jit
-def row_starts(at, pages, states, UNIT: gl.constexpr):
-    """Elements from the pool's start to the states' rows."""
-    return (at.first + pages * at.block + states * at.state) * UNIT
-
-
-@gluon.jit
-def row_pointers(elements, rows, FROM: gl.constexpr, COUNT: gl.constexpr, LOADS: gl.constexpr):
-    """Where columns of rows lie, 16 bytes a thread."""
-    WIDE: gl.constexpr = LOADS.size_per_thread[1]
-    columns = FROM + gl.arange(0, COUNT, layout=gl.SliceLayout(0, LOADS))
-    offsets = rows[:, None] + columns[None, :]
-    return elements + gl.max_contiguous(gl.multiple_of(offsets, [1, WIDE]), [1, WIDE])
-
-
-@gluon.jit
-def copy_states(cache, table, states, room, signals, phase, SHAPE: gl.constexpr):
-    """Load two tiles as they are, each half when its group is done with the one before."""
-    LOADS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    begin, end, last = states
-    elements = cache.buffer.to(gl.pointer_type(SHAPE.k.element), bitcast=True)
-    for n in range(begin, end, 2 * TILE):
-        for i in gl.static_range(2):
-            pages, places = load_pages(table, n + i * TILE, last, SHAPE.states, LOADS)
-            rows = row_starts(cache.k.rows, pages, places, SHAPE.k.unit)
-            ropes = row_starts(cache.v.rows, pages, places, SHAPE.v.unit)
-            for half in gl.static_range(2):
-                mbarrier.wait(signals.free.index(2 * i + half), phase ^ 1)
-                part = room.latents.index(i).slice(half * HALF, HALF, dim=1)
-                begin_copy(part, row_pointers(elements, rows, half * HALF, HALF, LOADS))
-                if half == 1:
-                    begin_copy(room.ropes.index(i), row_pointers(elements, ropes, 0, ROPE, LOADS))
-                there = signals.there.index(2 * i + half)
-                async_copy.mbarrier_arrive(there, increment_count=False)
-        phase ^= 1
-    return phase
-
-
-@gluon.jit
-def as_halves(words):
-    """Words of four e4m3 as words of two halves each, twice as many."""
-    pairs = gl.inline_asm_elementwise(
-        _E4M3, "=r,=r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
-    )
-    return gl.join(pairs[0], pairs[1]).reshape([words.shape[0], 2 * words.shape[1]])
-
-
-@gluon.jit
-def convert_states(cache, table, states, room, signals, phase, SHAPE: gl.constexpr):
-    """Load two tiles and convert them; a half is on its way while the one before is converted."""
-    LOADS: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
-    WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
-    UNIT: gl.constexpr = SHAPE.k.unit // 4
-    ROPE_UNIT: gl.constexpr = SHAPE.v.unit // 4
-    begin, end, last = states
-    words = cache.buffer.to(gl.pointer_type(gl.int32), bitcast=True)
-    all_latents = seen_as(room.latents, gl.int32, [2, TILE, LATENT // 2], WORDS)
-    all_ropes = seen_as(room.ropes, gl.int32, [2, TILE, ROPE // 2], WORDS)
-    pages, places = load_pages(table, begin, last, SHAPE.states, LOADS)
-    rows = row_starts(cache.k.rows, pages, places, UNIT)
-    left = gl.load(row_pointers(words, rows, 0, HALF // 4, LOADS))
-    for n in range(begin, end, 2 * TILE):
-        for i in gl.static_range(2):
-            right = gl.load(row_pointers(words, rows, HALF // 4, HALF // 4, LOADS))
-            ropes = row_starts(cache.v.rows, pages, places, ROPE_UNIT)
-            rope = gl.load(row_pointers(words, ropes, 0, ROPE // 4, LOADS))
-            pages, places = load_pages(table, n + (i + 1) * TILE, last, SHAPE.states, LOADS)
-            rows = row_starts(cache.k.rows, pages, places, UNIT)
-            latents = all_latents.index(i)
-            mbarrier.wait(signals.free.index(2 * i), phase ^ 1)
-            latents.slice(0, HALF // 2, dim=1).store(as_halves(left))
-            announce(signals.there.index(2 * i))
-            left = gl.load(row_pointers(words, rows, 0, HALF // 4, LOADS))
-            mbarrier.wait(signals.free.index(2 * i + 1), phase ^ 1)
-            latents.slice(HALF // 2, HALF // 2, dim=1).store(as_halves(right))
-            all_ropes.index(i).store(as_halves(rope))
-            announce(signals.there.index(2 * i + 1))
-        phase ^= 1
-    return phase
-
-
-@gluon.jit
-def announce(there):
-    """Say that what the group has written can be multiplied."""
-    fence_async_shared()
-    barrier()
-    mbarrier.arrive(there, count=THREADS)
-
-
-@gluon.jit
-def load_tiles(cache, batch, room, signals, SHAPE: gl.constexpr, TILING: gl.constexpr):
-    """The group that loads: a worker's tiles by twos, sequence by sequence."""
-    ends = batch.ends + batch.sequences + 1
-    tile, stop, sequence = stretch_of(batch, TILING)
-    phase = 0
-    while tile < stop:
-        first = gl.load(ends + sequence)
-        until = gl.minimum(stop, gl.load(ends + sequence + 1))
-        if until > tile:
-            length = gl.load(batch.lengths + sequence).to(gl.int32)
-            table = cache.tables + sequence.to(gl.int64) * cache.table_stride
-            states = (tile - first) * TILE, (until - first) * TILE, length - 1
-            if SHAPE.k.element == SHAPE.k_dot:
-                phase = copy_states(cache, table, states, room, signals, phase, SHAPE)
-            else:
-                phase = convert_states(cache, table, states, room, signals, phase, SHAPE)
-        tile = until
-        sequence += 1
-
-
-@gluon.jit
-def load_query(q, start, count, program, room, WHO: gl.constexpr, GROUP: gl.constexpr):
-    """A group's half of the query rows into shared memory; rows past the last are the last."""
-    LOADS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    row = program * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LOADS))
-    row = gl.minimum(row, count * GROUP - 1)
-    at = (start + row // GROUP).to(gl.int64) * q.token + (row % GROUP).to(gl.int64) * q.head
-    rows = q.tensor + at[:, None]
-    columns = WHO * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, LOADS))
-    part = room.query.index(0).slice(WHO * HALF, HALF, dim=1)
-    part.store(gl.load(rows + columns[None, :]).to(part.dtype))
-    if WHO == 1:
-        columns = LATENT + gl.arange(0, ROPE, layout=gl.SliceLayout(0, LOADS))
-        room.query_rope.index(0).store(gl.load(rows + columns[None, :]).to(part.dtype))
 
 
 @gluon.jit
@@ -270,15 +62,29 @@ def begin_logits(room, signals, phase, zero, WHO: gl.constexpr, LOGITS: gl.const
 
 
 @gluon.jit
-def weigh(logits, top, begin, limit, scale):
-    """Weights of a tile's states, and the maximum that they are relative to."""
-    LOGITS: gl.constexpr = logits.type.layout
-    at = begin + gl.arange(0, TILE, layout=gl.SliceLayout(0, LOGITS))
-    logits = gl.where(at[None, :] <= limit[:, None], logits * scale, float("-inf"))
-    higher = gl.max(logits, 1)
-    grown = gl.max(higher - top, 0)
-    higher = gl.maximum(top, higher) if grown > GROWTH else top
-    return gl.exp2(logits - higher[:, None]), higher, grown > GROWTH
+def has_grown(growth, room, WHO: gl.constexpr):
+    """Whether a row's maximum has grown too far for its sums, by what each warp has found."""
+    EACH: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    room.growth.index(WHO).store(growth)
+    barrier()  # and the logits' products are done in all warps: weights may take the keys' place
+    return gl.max(room.growth.index(WHO).load(EACH), 0) > GROWTH
+
+
+@gluon.jit
+def weigh(logits, top, begin, seen, scale, room, WHO: gl.constexpr):
+    """Weights of a tile's states, and the maximum that they are relative to.
+
+    `scale` is positive. Only the last tiles have states that some query does not see.
+    """
+    limit, least = seen
+    if begin + TILE > least:
+        at = begin + gl.arange(0, TILE, layout=gl.SliceLayout(0, logits.type.layout))
+        logits = gl.where(at[None, :] <= limit[:, None], logits, float("-inf"))
+    higher = gl.max(logits, 1) * scale
+    by_warp = (higher - top).reshape([4, ROWS // 4])
+    grown = has_grown(gl.max(by_warp, 1), room, WHO)
+    higher = gl.maximum(top, higher) if grown else top
+    return gl.exp2(logits * scale - higher[:, None]), higher, grown
 
 
 @gluon.jit
@@ -290,42 +96,32 @@ def scaled_down(acc, total, top, higher):
 
 
 @gluon.jit
-def publish(rated, top, grown, room, signals, WHO: gl.constexpr):
+def publish(rated, top, room, signals, WHO: gl.constexpr):
     """A tile's weights, for both groups, and what they are relative to."""
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    weights = room.ropes.index(WHO)
-    weights.store(rated.to(weights.dtype))
+    room.weights.index(WHO).store(rated.to(room.weights.dtype))
     room.tops.index(WHO).store(top)
-    room.grown.index(WHO).store(gl.full([1], grown.to(gl.int32), gl.int32, layout=ONE))
     fence_async_shared()
     barrier()
     mbarrier.arrive(signals.weighed.index(WHO), count=1)
 
 
 @gluon.jit
+def begin_values(acc, room, WHO: gl.constexpr, OF: gl.constexpr):
+    """Add the products of a tile's weights and a group's half of its values."""
+    values = room.latents.index(OF).slice(WHO * HALF, HALF, dim=1)
+    return warpgroup_mma(room.weights.index(OF), values, acc, is_async=True)
+
+
+@gluon.jit
 def add_values(acc, total, top, room, signals, phase, WHO: gl.constexpr, OF: gl.constexpr):
     """Sums with those of the other group's tile; begun, not done."""
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    EACH: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     mbarrier.wait(signals.weighed.index(OF), phase)
-    if gl.max(room.grown.index(OF).load(ONE), 0) > 0:
+    if gl.max(room.growth.index(OF).load(EACH), 0) > GROWTH:
         higher = room.tops.index(OF).load(top.type.layout)
         acc, total = scaled_down(acc, total, top, higher)
         top = higher
     return begin_values(acc, room, WHO, OF), total, top
-
-
-@gluon.jit
-def begin_values(acc, room, WHO: gl.constexpr, OF: gl.constexpr):
-    """Add the products of a tile's weights and a group's half of its values."""
-    values = room.latents.index(OF).slice(WHO * HALF, HALF, dim=1)
-    return warpgroup_mma(room.ropes.index(OF), values, acc, is_async=True)
-
-
-@gluon.jit
-def release(signals, WHO: gl.constexpr, OF: gl.constexpr):
-    """Let a tile's half be loaded anew."""
-    barrier()
-    mbarrier.arrive(signals.free.index(2 * OF + WHO), count=1)
 
 
 @gluon.jit
@@ -355,6 +151,7 @@ def multiply(
             begin = (tile - first) * TILE
             end = (until - first) * TILE
             limit = gl.minimum(length - count + row // GROUP, end - 1)
+            least = gl.minimum(length - count + 1, end)
             load_query(q, start, count, program, room, WHO, GROUP)
             fence_async_shared()
             barrier()
@@ -365,14 +162,21 @@ def multiply(
             mbarrier.wait(signals.ready.index(0), turn & 1)
             for n in range(begin, end, 2 * TILE):
                 phase = pairs & 1
-                logits = begin_logits(room, signals, phase, n >> 31, WHO, LOGITS)
+                if WHO == 1:
+                    mbarrier.wait(signals.turn.index(0), phase)
+                zero = n >> 31  # what compilers know to be 0 they keep descriptors of, and spill
+                logits = begin_logits(room, signals, phase, zero, WHO, LOGITS)
+                if WHO == 0:
+                    mbarrier.arrive(signals.turn.index(0), count=1)
                 if WHO == 1:
                     acc, total, top = add_values(acc, total, top, room, signals, phase, WHO, OTHER)
                     logits = warpgroup_mma_wait(1, deps=(logits,))
                 else:
                     logits = warpgroup_mma_wait(0, deps=(logits,))
-                rated, higher, grown = weigh(logits, top, n + WHO * TILE, limit, scoring.scale)
-                publish(rated, higher, grown, room, signals, WHO)
+                rated, higher, grown = weigh(
+                    logits, top, n + WHO * TILE, (limit, least), scoring.scale, room, WHO
+                )
+                publish(rated, higher, room, signals, WHO)
                 if WHO == 1:
                     acc = warpgroup_mma_wait(0, deps=(acc,))
                     release(signals, WHO, OTHER)
@@ -437,15 +241,6 @@ def put(
 
 
 @gluon.jit
-def barriers(count: gl.constexpr, arrivals: gl.constexpr):
-    """Barriers in shared memory, for so many arrivals each."""
-    some = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(count):
-        mbarrier.init(some.index(i), count=arrivals)
-    return some
-
-
-@gluon.jit
 def decode_latent(
     q, out, cache, batch, partials, scoring, SHAPE: gl.constexpr, TILING: gl.constexpr,
     WORDS: gl.constexpr, EARLY: gl.constexpr,
@@ -455,22 +250,19 @@ def decode_latent(
     DTYPE: gl.constexpr = SHAPE.k_dot
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    if EARLY:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, is_pure=False, pack=1
-        )
+    ropes = gl.allocate_shared_memory(DTYPE, [2, TILE, ROPE], SWIZZLED)
     room = Room(
         gl.allocate_shared_memory(DTYPE, [1, ROWS, LATENT], SWIZZLED),
         gl.allocate_shared_memory(DTYPE, [1, ROWS, ROPE], SWIZZLED),
         gl.allocate_shared_memory(DTYPE, [2, TILE, LATENT], SWIZZLED),
-        gl.allocate_shared_memory(DTYPE, [2, TILE, ROPE], SWIZZLED),
+        ropes,
+        ropes,
         gl.allocate_shared_memory(gl.float32, [2, ROWS], PLAIN),
         gl.allocate_shared_memory(gl.float32, [2, ROWS], PLAIN),
-        gl.allocate_shared_memory(gl.int32, [2, 1], PLAIN),
+        gl.allocate_shared_memory(gl.float32, [2, 4], PLAIN),
     )
-    signals = Signals(
-        barriers(4, THREADS), barriers(4, 1), barriers(2, 1), barriers(1, 2), barriers(2, 1)
-    )
+    signals = signals_of()
+    after_previous(EARLY)
     fence_async_shared()
     COPIED: gl.constexpr = SHAPE.k.element == SHAPE.k_dot
     gl.warp_specialize(
@@ -480,5 +272,5 @@ def decode_latent(
             (load_tiles, (cache, batch, room, signals, SHAPE, TILING)),
         ],
         [4, 4],
-        [216, 72] if COPIED else [200, 104],
+        [216, 72] if COPIED else [192, 120],
     )

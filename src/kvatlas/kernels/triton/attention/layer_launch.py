@@ -32,6 +32,10 @@ _GLUON = (3, 6), (3, 9)
 """Releases of Triton with whose Gluon the kernel for latents was compiled: it changes its names."""
 
 
+_FEW_LATENT_ROWS = 0
+"""Query rows up to which products with latents are turned round."""
+
+
 MOST_KEPT = 64
 """Launches that a layer remembers: scales and the most queries may differ from call to call."""
 
@@ -149,9 +153,12 @@ def _worked_out(
     mask = calls.mask_of(layer.spec.visibility)
     split = calls.work_split(key, shape.states, mask, max_queries, choice)
     wanted = max_queries is None or max_queries * key.group > split.few
+    scoring = _scoring(layer, scores)
+    few = _decode(layer, key, split, shape, (k.at, v.at), heads, max_queries, choice)
+    if scoring.scale > 0 and layer.buffer.data_ptr() % 16 == 0:
+        few = on_hopper(few, key, shape)
     return LayerLaunch(
-        heads, k.at, v.at, shape, _scoring(layer, scores), split,
-        _decode(layer, key, split, shape, (k.at, v.at), heads, max_queries, choice),
+        heads, k.at, v.at, shape, scoring, split, few,
         _prefill(key, split, shape, heads, choice) if wanted else None,
         tune.dependent_launch(layer.buffer.device),
     )  # fmt: skip
@@ -253,19 +260,15 @@ def _decode(
         "num_stages": use["stages"],
         "maxnreg": use.get("registers"),
     }
-    kernel = latent_kernel(key, shape, tiling) if layer.buffer.data_ptr() % 16 == 0 else None
-    if kernel is not None:
-        options, tiling = {"num_warps": 4}, tiling._replace(together=2)
     return DecodeLaunch(
-        kernel or decode, tiling, words, workers, programs, depth, 2 * workers * programs * rows,
-        options,
-    )  # fmt: skip
+        decode, tiling, words, workers, programs, depth, 2 * workers * programs * rows, options
+    )
 
 
-def latent_kernel(
-    key: calls.LaunchKey, shape: calls.AttentionShape, tiling: calls.Tiling
-) -> Any | None:
-    """Hopper's own kernel for latents of 16 bits, where it can be had and such queries are its."""
+def on_hopper(
+    launch: DecodeLaunch, key: calls.LaunchKey, shape: calls.AttentionShape
+) -> DecodeLaunch:
+    """The same by Hopper's own kernels for latents, where these can be had and take them."""
     suits = (
         tune.architecture(key.device) == "hopper"
         and shape.latent
@@ -274,16 +277,22 @@ def latent_kernel(
         and shape.k.element in (shape.k_dot, tl.float8e4nv)
         and shape.k_dot in (tl.bfloat16, tl.float16)
         and min(shape.k.unit, shape.v.unit) * shape.k.element.primitive_bitwidth >= 128
-        and tiling.tile == 64
+        and launch.tiling.tile == 64
         and shape.mask == "causal"
         and not shape.softcap
         and not shape.out.sink_logits
         and _GLUON[0] <= _release(triton.__version__) <= _GLUON[1]
     )
     if not suits:
-        return None
-    name = "kvatlas.kernels.triton.attention.latent_decode_device"
-    return import_module(name).decode_latent
+        return launch
+    name = "decode_latent_few" if launch.tiling.rows <= _FEW_LATENT_ROWS else "decode_latent"
+    file = "latent_few_device" if launch.tiling.rows <= _FEW_LATENT_ROWS else "latent_decode_device"
+    module = import_module(f"kvatlas.kernels.triton.attention.{file}")
+    return launch._replace(
+        kernel=getattr(module, name),
+        tiling=launch.tiling._replace(together=2),
+        options={"num_warps": 4, "launch_pdl": True},
+    )
 
 
 def _prefill(

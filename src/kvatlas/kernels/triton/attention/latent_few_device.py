@@ -1,0 +1,254 @@
+"""Device code of MLA's decode on Hopper for few query rows, which memory bounds.
+
+As `latent_decode_device`, with the same groups of warps, and both products the other way
+round: states are the rows of the logits and latent columns those of the sums, since the matrix
+units take 64 rows and no fewer, but as few as 8 columns.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from kvatlas.kernels.triton.attention.latent_groups_device import (
+    GROWTH,
+    HALF,
+    LATENT,
+    LOWEST,
+    ROPE,
+    TILE,
+    Room,
+    after_previous,
+    barrier,
+    load_query,
+    release,
+    signals_of,
+    stretch_of,
+)
+from kvatlas.kernels.triton.attention.latent_load_device import load_tiles
+
+
+@gluon.jit
+def begin_logits(room, signals, phase, zero, WHO: gl.constexpr, LAYOUT: gl.constexpr):
+    """The products of the keys of a group's tile and queries, under way as halves arrive."""
+    ROWS: gl.constexpr = room.query.shape[1]
+    latents = room.latents.index(WHO + zero)
+    query = room.query.index(zero)
+    query_rope = room.query_rope.index(zero)
+    logits = gl.zeros([TILE, ROWS], gl.float32, layout=LAYOUT)
+    for half in gl.static_range(2):
+        mbarrier.wait(signals.there.index(2 * WHO + half), phase)
+        fence_async_shared()
+        logits = warpgroup_mma(
+            latents.slice(half * HALF, HALF, dim=1),
+            query.slice(half * HALF, HALF, dim=1).permute((1, 0)), logits, use_acc=half == 1,
+            is_async=True,
+        )  # fmt: skip
+    return warpgroup_mma(
+        room.ropes.index(WHO + zero), query_rope.permute((1, 0)), logits, is_async=True
+    )
+
+
+@gluon.jit
+def weigh(logits, top, begin, seen, scale):
+    """Weights of a tile's states, and the maximum that they are relative to; `scale` > 0."""
+    limit, least = seen
+    if begin + TILE > least:
+        at = begin + gl.arange(0, TILE, layout=gl.SliceLayout(1, logits.type.layout))
+        logits = gl.where(at[:, None] <= limit[None, :], logits, float("-inf"))
+    higher = gl.max(logits, 0) * scale
+    growth = gl.max(higher - top, 0)
+    higher = gl.maximum(top, higher) if growth > GROWTH else top
+    return gl.exp2(logits * scale - higher[None, :]), higher, growth
+
+
+@gluon.jit
+def scaled_down(acc, parts, top, higher):
+    """Sums and weights that are relative to a higher maximum."""
+    shrink = gl.exp2(top - higher)
+    return acc * shrink[None, :], parts * shrink[None, :]
+
+
+@gluon.jit
+def publish(rated, top, growth, room, signals, WHO: gl.constexpr):
+    """A tile's weights, for both groups, and what they are relative to."""
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    room.weights.index(WHO).store(rated.to(room.weights.dtype))
+    room.tops.index(WHO).store(top)
+    room.growth.index(WHO).store(gl.full([1], growth, gl.float32, layout=ONE))
+    fence_async_shared()
+    barrier()
+    mbarrier.arrive(signals.weighed.index(WHO), count=1)
+
+
+@gluon.jit
+def begin_values(acc, room, zero, WHO: gl.constexpr, OF: gl.constexpr):
+    """Add the products of a group's half of a tile's values and the weights."""
+    values = room.latents.index(OF + zero).slice(WHO * HALF, HALF, dim=1).permute((1, 0))
+    return warpgroup_mma(values, room.weights.index(OF + zero), acc, is_async=True)
+
+
+@gluon.jit
+def add_values(acc, parts, top, room, signals, turns, WHO: gl.constexpr, OF: gl.constexpr):
+    """Sums with those of the other group's tile; begun, not done."""
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    phase, zero = turns
+    mbarrier.wait(signals.weighed.index(OF), phase)
+    if gl.max(room.growth.index(OF).load(ONE), 0) > GROWTH:
+        higher = room.tops.index(OF).load(top.type.layout)
+        acc, parts = scaled_down(acc, parts, top, higher)
+        top = higher
+    return begin_values(acc, room, zero, WHO, OF), parts, top
+
+
+@gluon.jit
+def multiply_few(
+    q, out, batch, partials, scoring, room, signals, WHO: gl.constexpr, SHAPE: gl.constexpr,
+    TILING: gl.constexpr,
+):  # fmt: skip
+    """A group that multiplies: its tiles' logits, its columns' sums."""
+    ROWS: gl.constexpr = TILING.rows
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    GROUP: gl.constexpr = SHAPE.out.group
+    OTHER: gl.constexpr = 1 - WHO
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, LAYOUT))
+    ends = batch.ends + batch.sequences + 1
+    tile, stop, sequence = stretch_of(batch, TILING)
+    pairs = 0
+    turn = 0
+    while tile < stop:
+        first = gl.load(ends + sequence)
+        last = gl.load(ends + sequence + 1)
+        until = gl.minimum(stop, last)
+        if until > tile:
+            start = gl.load(batch.ends + sequence)
+            count = gl.load(batch.ends + sequence + 1) - start
+            length = gl.load(batch.lengths + sequence).to(gl.int32)
+            begin = (tile - first) * TILE
+            end = (until - first) * TILE
+            limit = gl.minimum(length - count + row // GROUP, end - 1)
+            least = gl.minimum(length - count + 1, end)
+            load_query(q, start, count, 0, room, WHO, GROUP)
+            fence_async_shared()
+            barrier()
+            mbarrier.arrive(signals.ready.index(0), count=1)
+            acc = gl.zeros([HALF, ROWS], gl.float32, layout=LAYOUT)
+            parts = gl.zeros([TILE, ROWS], gl.float32, layout=LAYOUT)
+            top = gl.full([ROWS], LOWEST, gl.float32, layout=gl.SliceLayout(0, LAYOUT))
+            mbarrier.wait(signals.ready.index(0), turn & 1)
+            for n in range(begin, end, 2 * TILE):
+                phase = pairs & 1
+                zero = n >> 31  # what compilers know to be 0 they keep descriptors of, and spill
+                logits = begin_logits(room, signals, phase, zero, WHO, LAYOUT)
+                if WHO == 1:
+                    acc, parts, top = add_values(
+                        acc, parts, top, room, signals, (phase, zero), WHO, OTHER
+                    )
+                    logits = warpgroup_mma_wait(1, deps=(logits,))
+                else:
+                    logits = warpgroup_mma_wait(0, deps=(logits,))
+                rated, higher, growth = weigh(
+                    logits, top, n + WHO * TILE, (limit, least), scoring.scale
+                )
+                publish(rated, higher, growth, room, signals, WHO)
+                if WHO == 1:
+                    acc = warpgroup_mma_wait(0, deps=(acc,))
+                    release(signals, WHO, OTHER)
+                if growth > GROWTH:
+                    acc, parts = scaled_down(acc, parts, top, higher)
+                top = higher
+                parts += rated
+                acc = begin_values(acc, room, zero, WHO, WHO)
+                acc = warpgroup_mma_wait(0, deps=(acc,))
+                release(signals, WHO, WHO)
+                if WHO == 0:
+                    acc, parts, top = add_values(
+                        acc, parts, top, room, signals, (phase, zero), WHO, OTHER
+                    )
+                    acc = warpgroup_mma_wait(0, deps=(acc,))
+                    release(signals, WHO, OTHER)
+                pairs += 1
+            total = gl.sum(parts, 0)
+            room.totals.index(WHO).store(total)
+            barrier()
+            mbarrier.arrive(signals.ended.index(WHO), count=1)
+            mbarrier.wait(signals.ended.index(OTHER), turn & 1)
+            total += room.totals.index(OTHER).load(total.type.layout)
+            put(out, partials, scoring, (acc, top, total),
+                (start, count, tile == first, until == last), WHO, SHAPE, TILING)  # fmt: skip
+            turn += 1
+        tile = until
+        sequence += 1
+
+
+@gluon.jit
+def put(
+    out, partials, scoring, softmax, where, WHO: gl.constexpr, SHAPE: gl.constexpr,
+    TILING: gl.constexpr,
+):  # fmt: skip
+    """What a worker has of a sequence: its output where it has all, else partials for `merge`."""
+    acc, top, total = softmax
+    start, count, begun, ended = where
+    GROUP: gl.constexpr = SHAPE.out.group
+    LAYOUT: gl.constexpr = acc.type.layout
+    ROWS: gl.constexpr = TILING.rows
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, LAYOUT))
+    column = WHO * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, LAYOUT))
+    valid = row < count * GROUP
+    if begun & ended:
+        scaled = scoring.v_scale / gl.where(total == 0.0, 1.0, total)
+        token = (start + row // GROUP).to(gl.int64)
+        at = token * out.token + (row % GROUP).to(gl.int64) * out.head
+        values = (acc * scaled[None, :]).to(out.tensor.dtype.element_ty)
+        gl.store(out.tensor + at[None, :] + column[:, None], values, mask=valid[None, :])
+    else:
+        place = (2 * gl.program_id(0) + begun.to(gl.int32)) * ROWS + row
+        at = place.to(gl.int64) * LATENT
+        gl.store(partials.room + at[None, :] + column[:, None], acc, mask=valid[None, :])
+        if WHO == 0:
+            tops = partials.room + partials.tops + 2 * place
+            gl.store(tops, top, mask=valid)
+            gl.store(tops + 1, total, mask=valid)
+
+
+@gluon.jit
+def decode_latent_few(
+    q, out, cache, batch, partials, scoring, SHAPE: gl.constexpr, TILING: gl.constexpr,
+    WORDS: gl.constexpr, EARLY: gl.constexpr,
+):  # fmt: skip
+    """A worker's stretch of tiles, sequence by sequence."""
+    gl.static_assert(not WORDS.packed)
+    gl.static_assert(TILING.programs == 1)
+    ROWS: gl.constexpr = TILING.rows
+    DTYPE: gl.constexpr = SHAPE.k_dot
+    SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    NARROW: gl.constexpr = gl.NVMMASharedLayout(2 * ROWS, 16, 2)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    room = Room(
+        gl.allocate_shared_memory(DTYPE, [1, ROWS, LATENT], SWIZZLED),
+        gl.allocate_shared_memory(DTYPE, [1, ROWS, ROPE], SWIZZLED),
+        gl.allocate_shared_memory(DTYPE, [2, TILE, LATENT], SWIZZLED),
+        gl.allocate_shared_memory(DTYPE, [2, TILE, ROPE], SWIZZLED),
+        gl.allocate_shared_memory(DTYPE, [2, TILE, ROWS], NARROW),
+        gl.allocate_shared_memory(gl.float32, [2, ROWS], PLAIN),
+        gl.allocate_shared_memory(gl.float32, [2, ROWS], PLAIN),
+        gl.allocate_shared_memory(gl.float32, [2, 1], PLAIN),
+    )
+    signals = signals_of()
+    after_previous(EARLY)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (multiply_few, (q, out, batch, partials, scoring, room, signals, 0, SHAPE, TILING)),
+            (multiply_few, (q, out, batch, partials, scoring, room, signals, 1, SHAPE, TILING)),
+            (load_tiles, (cache, batch, room, signals, SHAPE, TILING)),
+        ],
+        [4, 4],
+        [160, 184],
+    )

@@ -1,0 +1,181 @@
+"""Device code of the group of warps that loads MLA's tiles on Hopper, from pages in any order.
+
+Latents of 16 bits are copied to shared memory as they are, by copies that signal their own end.
+Those of 8 bits are loaded ahead into registers, and become halves on their way from there.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+)
+
+from kvatlas.kernels.triton.attention.latent_groups_device import (
+    HALF,
+    LATENT,
+    ROPE,
+    THREADS,
+    TILE,
+    barrier,
+    stretch_of,
+)
+
+# By other names in later releases of Triton than 3.6.
+_memory = gl.shared_memory_descriptor
+seen_as = getattr(_memory, "reinterpret", None) or _memory._reinterpret
+begin_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+
+_E4M3 = gl.constexpr("""
+    {
+        .reg .b16 first, second;
+        mov.b32 {first, second}, $2;
+        cvt.rn.f16x2.e4m3x2 $0, first;
+        cvt.rn.f16x2.e4m3x2 $1, second;
+    }
+""")
+
+
+@gluon.jit
+def states_of(begin, last, LOADS: gl.constexpr):
+    """A tile's states; the last one past the end."""
+    return gl.minimum(begin + gl.arange(0, TILE, layout=gl.SliceLayout(1, LOADS)), last)
+
+
+@gluon.jit
+def load_pages(table, begin, last, STATES: gl.constexpr, LOADS: gl.constexpr):
+    """The blocks of a tile's states: asked for early, since loads wait for them."""
+    return gl.load(table + states_of(begin, last, LOADS) // STATES)
+
+
+@gluon.jit
+def row_starts(at, pages, places, UNIT: gl.constexpr):
+    """Elements from the pool's start to the rows of states at places in pages."""
+    return (at.first + pages.to(gl.int64) * at.block + places * at.state) * UNIT
+
+
+@gluon.jit
+def row_pointers(elements, rows, FROM: gl.constexpr, COUNT: gl.constexpr, LOADS: gl.constexpr):
+    """Where columns of rows lie, 16 bytes a thread."""
+    WIDE: gl.constexpr = LOADS.size_per_thread[1]
+    columns = FROM + gl.arange(0, COUNT, layout=gl.SliceLayout(0, LOADS))
+    offsets = rows[:, None] + columns[None, :]
+    return elements + gl.max_contiguous(gl.multiple_of(offsets, [1, WIDE]), [1, WIDE])
+
+
+@gluon.jit
+def copy_tile(cache, pages, places, room, signals, phase, TO: gl.constexpr, SHAPE: gl.constexpr):
+    """Begin to load a tile as it is, each half when its group is done with the one before."""
+    LOADS: gl.constexpr = pages.type.layout.parent
+    elements = cache.buffer.to(gl.pointer_type(SHAPE.k.element), bitcast=True)
+    rows = row_starts(cache.k.rows, pages, places, SHAPE.k.unit)
+    ropes = row_starts(cache.v.rows, pages, places, SHAPE.v.unit)
+    for half in gl.static_range(2):
+        mbarrier.wait(signals.free.index(2 * TO + half), phase ^ 1)
+        part = room.latents.index(TO).slice(half * HALF, HALF, dim=1)
+        begin_copy(part, row_pointers(elements, rows, half * HALF, HALF, LOADS))
+        if half == 1:
+            begin_copy(room.ropes.index(TO), row_pointers(elements, ropes, 0, ROPE, LOADS))
+        async_copy.mbarrier_arrive(signals.there.index(2 * TO + half), increment_count=False)
+
+
+@gluon.jit
+def copy_states(cache, table, states, room, signals, phase, SHAPE: gl.constexpr):
+    """Load a sequence's tiles as they are, by twos."""
+    LOADS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    STATES: gl.constexpr = SHAPE.states
+    begin, end, last = states
+    first = load_pages(table, begin, last, STATES, LOADS)
+    second = load_pages(table, begin + TILE, last, STATES, LOADS)
+    for n in range(begin, end, 2 * TILE):
+        next_first = load_pages(table, n + 2 * TILE, last, STATES, LOADS)
+        next_second = load_pages(table, n + 3 * TILE, last, STATES, LOADS)
+        places = states_of(n, last, LOADS) % STATES
+        copy_tile(cache, first, places, room, signals, phase, 0, SHAPE)
+        places = states_of(n + TILE, last, LOADS) % STATES
+        copy_tile(cache, second, places, room, signals, phase, 1, SHAPE)
+        first, second = next_first, next_second
+        phase ^= 1
+    return phase
+
+
+@gluon.jit
+def as_halves(words):
+    """Words of four e4m3 as words of two halves each, twice as many."""
+    pairs = gl.inline_asm_elementwise(
+        _E4M3, "=r,=r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+    )
+    return gl.join(pairs[0], pairs[1]).reshape([words.shape[0], 2 * words.shape[1]])
+
+
+@gluon.jit
+def announce(there):
+    """Say that what the group has written can be multiplied."""
+    fence_async_shared()
+    barrier()
+    mbarrier.arrive(there, count=THREADS)
+
+
+@gluon.jit
+def convert_states(cache, table, states, room, signals, phase, SHAPE: gl.constexpr):
+    """Load a sequence's tiles and convert them: halves wait in registers until there is room."""
+    LOADS: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
+    WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
+    UNIT: gl.constexpr = SHAPE.k.unit // 4
+    ROPE_UNIT: gl.constexpr = SHAPE.v.unit // 4
+    begin, end, last = states
+    words = cache.buffer.to(gl.pointer_type(gl.int32), bitcast=True)
+    all_latents = seen_as(room.latents, gl.int32, [2, TILE, LATENT // 2], WORDS)
+    all_ropes = seen_as(room.ropes, gl.int32, [2, TILE, ROPE // 2], WORDS)
+    STATES: gl.constexpr = SHAPE.states
+    pages = load_pages(table, begin, last, STATES, LOADS)
+    next_pages = load_pages(table, begin + TILE, last, STATES, LOADS)
+    places = states_of(begin, last, LOADS) % STATES
+    rows = row_starts(cache.k.rows, pages, places, UNIT)
+    ropes = row_starts(cache.v.rows, pages, places, ROPE_UNIT)
+    left = gl.load(row_pointers(words, rows, 0, HALF // 4, LOADS))
+    right = gl.load(row_pointers(words, rows, HALF // 4, HALF // 4, LOADS))
+    rope = gl.load(row_pointers(words, ropes, 0, ROPE // 4, LOADS))
+    for n in range(begin, end, 2 * TILE):
+        for i in gl.static_range(2):
+            places = states_of(n + (i + 1) * TILE, last, LOADS) % STATES
+            latents = all_latents.index(i)
+            mbarrier.wait(signals.free.index(2 * i), phase ^ 1)
+            latents.slice(0, HALF // 2, dim=1).store(as_halves(left))
+            announce(signals.there.index(2 * i))
+            rows = row_starts(cache.k.rows, next_pages, places, UNIT)
+            ropes = row_starts(cache.v.rows, next_pages, places, ROPE_UNIT)
+            left = gl.load(row_pointers(words, rows, 0, HALF // 4, LOADS))
+            next_pages = load_pages(table, n + (i + 2) * TILE, last, STATES, LOADS)
+            mbarrier.wait(signals.free.index(2 * i + 1), phase ^ 1)
+            latents.slice(HALF // 2, HALF // 2, dim=1).store(as_halves(right))
+            all_ropes.index(i).store(as_halves(rope))
+            announce(signals.there.index(2 * i + 1))
+            right = gl.load(row_pointers(words, rows, HALF // 4, HALF // 4, LOADS))
+            rope = gl.load(row_pointers(words, ropes, 0, ROPE // 4, LOADS))
+        phase ^= 1
+    return phase
+
+
+@gluon.jit
+def load_tiles(cache, batch, room, signals, SHAPE: gl.constexpr, TILING: gl.constexpr):
+    """The group that loads: a worker's tiles by twos, sequence by sequence."""
+    ends = batch.ends + batch.sequences + 1
+    tile, stop, sequence = stretch_of(batch, TILING)
+    phase = 0
+    while tile < stop:
+        first = gl.load(ends + sequence)
+        until = gl.minimum(stop, gl.load(ends + sequence + 1))
+        if until > tile:
+            length = gl.load(batch.lengths + sequence).to(gl.int32)
+            table = cache.tables + sequence.to(gl.int64) * cache.table_stride
+            states = (tile - first) * TILE, (until - first) * TILE, length - 1
+            if SHAPE.k.element == SHAPE.k_dot:
+                phase = copy_states(cache, table, states, room, signals, phase, SHAPE)
+            else:
+                phase = convert_states(cache, table, states, room, signals, phase, SHAPE)
+        tile = until
+        sequence += 1

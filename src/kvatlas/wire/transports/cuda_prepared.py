@@ -1,0 +1,95 @@
+"""Reads over a link of the transport `cuda` that were prepared: as little as can be before them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvatlas.wire.transports.base import Handle, PreparedRead
+from kvatlas.wire.transports.cuda_copy import CudaCopy
+from kvatlas.wire.transports.cuda_driver import CudaDriver
+from kvatlas.wire.transports.device_queue import Posted, PreparedRuns, Tables
+from kvatlas.wire.transports.offer_board import PeerBoard
+from kvatlas.wire.transports.opened_memory import ForeignAllocation, OpenedMemory
+from kvatlas.wire.transports.pace import CopyPace
+
+
+class MappedMemory(NamedTuple):
+    """Allocations of a peer, and where they were mapped when a read was prepared."""
+
+    opened: OpenedMemory
+    allocations: tuple[ForeignAllocation, ...]
+    addresses: list[int]
+
+    def hold(self) -> bool:
+        """Keep them mapped until `let_go`; whether they still are where they were."""
+        found: list[int] = []
+        try:
+            found.extend(map(self.opened.acquire, self.allocations))
+        except BaseException:
+            for allocation in self.allocations[: len(found)]:
+                self.opened.release(allocation)
+            raise
+        return found == self.addresses
+
+    def let_go(self) -> None:
+        """Nothing that was posted reads them any more."""
+        for allocation in self.allocations:
+            self.opened.release(allocation)
+
+
+class PeerMarks(NamedTuple):
+    """Marks of a peer, whose events are all open: to open one takes longer than all else."""
+
+    driver: CudaDriver
+    device: int
+    board: PeerBoard
+    events: Sequence[int]
+
+    def passed(self, mark: int | None) -> bool:
+        """Whether a mark is done."""
+        if mark is None or mark <= self.board.marks_done:
+            return True
+        return self.driver.finished(self.device, self.events[mark % len(self.events)])
+
+
+@dataclass(frozen=True)
+class CudaPreparedRead(PreparedRead):
+    """Pulls of one shape over one link."""
+
+    runs: PreparedRuns
+    memory: MappedMemory
+    marks: PeerMarks
+    pace: CopyPace
+    check: Callable[[], None]
+    """Raises where the link is closed."""
+    nbytes: int
+
+    def begin(self, src: Tables, dst: Tables, behind: int | None) -> Handle | None:
+        """Launch it, if that may be now and the peer's memory is where it was."""
+        self.check()
+        if not self.marks.passed(behind) or not self.pace.may_begin():
+            return None
+        held, posted = self.memory.hold(), None
+        try:
+            posted = self.runs.post(src, dst) if held else None
+        finally:
+            if posted is None:
+                self.memory.let_go()
+        return None if posted is None else self._launched(posted)
+
+    def _launched(self, posted: Posted) -> Handle:
+        over = _Once(self.memory.let_go)
+        return CudaCopy.launched(posted, over, self.check, self.pace, self.nbytes)
+
+
+class _Once:
+    """Calls something at the first call, and nothing at others."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self._left = [act]
+
+    def __call__(self) -> None:
+        while self._left:
+            self._left.pop()()
