@@ -328,8 +328,8 @@ def words_of(
 def _most_rows(form: StorageFormat) -> int:
     """Rows of queries up to which elements are walked as words.
 
-    nvfp4 and turboquant are where a chip was seen to be right: in rows of 128 elements. With
-    more rows of queries a program has several warps, and unpacking takes less of its time.
+    nvfp4 and turboquant only where a chip was seen to be right: in rows of 128 elements, and
+    with no more rows of queries than one warp has room for.
     """
     if form.kind in ("nvfp4", "levels", "range"):
         return 2 * _FEW_ROWS if form.width == _WORDS_WIDTH else 0
