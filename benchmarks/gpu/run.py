@@ -7,6 +7,7 @@ many are wrong or could not run. `--all` shows every cell, `--json FILE` keeps t
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -187,8 +188,18 @@ def main() -> None:
     if not given.only:
         host_time.main()
         pulls.main([])
+        _steps()
     if given.json:
         given.json.write_text(json.dumps(_record(results, known, unlike), indent=1))
+
+
+def _steps() -> None:
+    if importlib.util.find_spec("transformers") is None:
+        print("transformers is not installed: its decode steps are not measured.")
+        return
+    from benchmarks.gpu import steps
+
+    steps.table()
 
 
 def _unit(ceiling: str) -> str:

@@ -75,6 +75,11 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "int4, softcap": (FullAttention(**BASE, cache="int4_per_token_head"), {"softcap": 2.0}),
     "int8, sinks": (FullAttention(**BASE, cache="int8_per_token_head"), {"sink_logits": True}),
+    "nvfp4 that stay": (SinkAttention(**BASE, sink_tokens=90, window=100, cache="nvfp4"), {}),
+    "levels in a window": (SlidingAttention(**BASE, window=70, cache="turboquant_4bit_nc"), {}),
+    "small heads of nvfp4": (FullAttention(heads=2, head_dim=64, cache="nvfp4"), {}),
+    "large heads of nvfp4": (FullAttention(heads=2, head_dim=256, cache="nvfp4"), {}),
+    "small heads of levels": (FullAttention(heads=2, head_dim=64, cache="turboquant_4bit_nc"), {}),
 }  # fmt: skip
 
 

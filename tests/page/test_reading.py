@@ -166,7 +166,8 @@ def test_a_motion_ends_as_the_still_picture_and_gives_way_to_what_comes_next(
         show(browser, tmp_path, first, others=others)
         next_click = "change({ plan: 1 }); paint.chosen = 'layer'; update();"
         frames = "const [done] = arguments, next = requestAnimationFrame;"
-        seen = "next(() => next(() => done(picture.toDataURL())))"
+        seen = "const wait = () => painting || wordsDue ? next(wait)"
+        seen += " : next(() => next(() => done(picture.toDataURL()))); wait()"
         assert browser.wait_for(frames + next_click + seen) == coloured
     finally:
         browser.prefer(prefers_reduced_motion="reduce")
@@ -192,11 +193,25 @@ def test_bands_that_are_painted_some_in_each_frame_are_all_painted(
         browser.prefer(prefers_reduced_motion="reduce")
 
 
+def sheets(browser: Browser) -> int:
+    return len(re.findall(rb"/Type\s*/Page\b", browser.printed()))
+
+
+def test_a_route_prints_on_one_sheet(browser: Browser, tmp_path: Path) -> None:
+    for model, src, dst in (
+        ("Qwen3-8B", 4, 8),
+        ("DeepSeek-V4-Pro", 1, 2),
+        ("Llama-3.1-405B", 8, 4),
+    ):
+        ends = [plan(model, memory="80GiB", tp=tp) for tp in (src, dst)]
+        show(browser, tmp_path, *ends)
+        assert sheets(browser) == 1, model
+
+
 def test_a_page_prints_on_one_sheet(browser: Browser, tmp_path: Path) -> None:
     for model in ("gpt-oss-20b", "Qwen3.5-397B-A17B", "DeepSeek-V4-Pro", "Llama-3.1-405B"):
         show(browser, tmp_path, plan(model, memory="80GiB"))
-        sheets = re.findall(rb"/Type\s*/Page\b", browser.printed())
-        assert len(sheets) == 1, model
+        assert sheets(browser) == 1, model
         frames = "const [done] = arguments, next = requestAnimationFrame;"
         browser.wait_for(frames + "next(() => next(done))")
         assert browser.do("return picture.width === byId('stage').clientWidth"), model
@@ -206,13 +221,18 @@ def test_the_page_says_why_something_lies_in_so_many_runs(browser: Browser, tmp_
     """As a newcomer reads it, who has chosen nothing yet."""
     orders = two_orders("Qwen3-8B")
     half, times = "Heads 0\N{EN DASH}3:", "36 \N{MULTIPLICATION SIGN} 16 = 576 runs"
-    outside = f"{half} {times}, for in LBNHC layers and tokens are outside of heads."
-    nothing = f"{half} one run, for in BHLNC nothing of a block is outside of heads."
+    outside = f"{half} {times}, for in LBNHC layers and tokens are outside of heads: "
+    outside += "every token of every layer has a piece of its own."
+    nothing = f"{half} one run, for in BHLNC nothing of a block is outside of heads: "
+    nothing += "it lies together."
     cases = {
         "LBNHC": ([orders[0], orders[1]], f"{outside} Other orders: BHLNC 1."),
         "BHLNC": ([orders[1], orders[0]], f"{nothing} Other orders: LBNHC 576."),
         "two heads": ([plan("Qwen3.5-397B-A17B", memory="80GiB")], "Head 0: "),
-        "a state": ([plan("Mamba2-2.7B", memory="80GiB")], "layers are outside of heads."),
+        "a state": (
+            [plan("Mamba2-2.7B", memory="80GiB")],
+            "layers are outside of heads: every layer has",
+        ),
         "cut up": ([plan("DeepSeek-V4-Pro", memory="80GiB")], ", for each page is cut up inside."),
     }
     for name, ((first, *others), told) in cases.items():
@@ -233,3 +253,57 @@ def test_strips_of_groups_say_which_is_shown_and_where_padding_lies(
     browser.do("document.querySelectorAll('.group')[1].click()")
     assert [pressed for _, pressed in browser.do(strips)] == ["false", "true"]
     assert "unused by this group" in browser.do("return byId('legend').textContent")
+
+
+def test_the_keyboard_stays_on_what_it_chose(browser: Browser, tmp_path: Path) -> None:
+    first, *others = two_orders("gpt-oss-20b")
+    show(browser, tmp_path, first, others=others)
+    for chosen in (
+        "#knobs button[value=BHLNC]",
+        "#colours button[value=layer]",
+        "[data-kind=head]",
+    ):
+        browser.do(
+            "const one = document.querySelector(arguments[0]); one.focus(); one.click()", chosen
+        )
+        still = "return document.activeElement.matches(arguments[0])"
+        assert browser.do(still + " && document.activeElement.ariaPressed === 'true'", chosen), (
+            chosen
+        )
+    browser.do("picture.focus()")
+    before = browser.do("return picture.toDataURL()")
+    arrow = "new KeyboardEvent('keydown', { key: 'ArrowDown' })"
+    browser.do(f"picture.dispatchEvent({arrow})")
+    assert browser.do("return byId('cursor').getBoundingClientRect().height > 5")
+    assert browser.do("return picture.toDataURL()") == before, "the whole picture is painted anew"
+
+
+def test_pictures_painted_in_several_frames_are_whole_and_words_follow(
+    browser: Browser, tmp_path: Path
+) -> None:
+    made = [plan("Llama-3.1-405B", memory="80GiB", layout=order) for order in ("LBNHC", "BHLNC")]
+    act = "paint.chosen = 'layer'; followKind('token', firstPoint());"
+    try:
+        show(browser, tmp_path, made[0], others=made[1:])
+        browser.do(act)
+        looks = "return [picture.toDataURL(), document.body.innerText, byId('stage').style.height]"
+        at_once = browser.do(looks)
+        browser.prefer(prefers_reduced_motion="no-preference")
+        show(browser, tmp_path, made[0], others=made[1:])
+        assert browser.do(act + "return wordsDue")
+        rest = "const wait = () => painting || wordsDue ? setTimeout(wait, 20) : done(); wait();"
+        browser.wait_for("const [done] = arguments;" + rest)
+        assert browser.do(looks) == at_once
+    finally:
+        browser.prefer(prefers_reduced_motion="reduce")
+
+
+def test_heads_that_share_a_pixel_are_coloured_by_token(browser: Browser, tmp_path: Path) -> None:
+    made = plan("Qwen3.5-397B-A17B", memory="80GiB")
+    try:
+        for width, mode in ((1280, "head"), (400, "token")):
+            browser.resize(width, 900)
+            show(browser, tmp_path, made)
+            assert browser.do("return paint.mode") == mode
+    finally:
+        browser.resize(1280, 900)

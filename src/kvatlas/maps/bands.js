@@ -25,6 +25,7 @@ function strand(number) {
 function startRoute() {
   const { check, tokens } = data.route;
   byId("route").hidden = false;
+  document.body.classList.add("routed");
   const [src, dst] = routeEnds();
   byId("route-title").textContent = `From ${endName(src)} to ${endName(dst)}`;
   if (!check.ok) {
@@ -107,11 +108,11 @@ function showHowMany(pair) {
 }
 
 function renderRoute() {
-  const pair = data.route.pairs[shownPair], canvas = byId("bands"), width = canvas.clientWidth;
+  const pair = data.route.pairs[shownPair], canvas = byId("bands"), width = printing ? PAPER.width : canvas.clientWidth;
   if (!pair || !width) return;
   readTheme();
   showHowMany(pair);
-  const height = Math.round(Math.max(320, innerHeight * 0.6)), top = 2.2 * rem();
+  const height = printing ? PAPER.bands : Math.round(Math.max(320, innerHeight * 0.6)), top = 2.2 * rem();
   fitCanvas(canvas, width, height + top + 4);
   const brush = canvas.getContext("2d"), runs = runsShown(pair);
   brush.font = labelFont();

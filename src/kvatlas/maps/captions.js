@@ -38,10 +38,18 @@ function renderCaption() {
   if (view.level === "memory") notes.push("One rank's memory, to scale.");
   else if (view.level === "cell") notes.push(`Each row is ${view.width} bytes at most; each box one element.`);
   else notes.push("Each row is contiguous memory, to scale; rows further down have higher addresses.");
+  if (isFine()) notes.push("Fields that are finer than a pixel give it their mean colour.");
   if (drawn.every > 1) notes.push(`A sample: ${count(drawn.rows.length)} of ${count(drawn.of)} rows, every ${ordinal(drawn.every)}.`);
   say("caption", notes.join(" "));
   renderOrder();
   renderLegend();
+}
+
+// Whether one of the fields that are drawn is narrower than a pixel.
+function isFine() {
+  if (!drawn.place || view.level === "cell") return false;
+  const fields = regionsOf(plan(), view).flatMap((region) => plan().pages[region.page].fields);
+  return fields.some(({ box }) => innermost(box, BY_CELL)[0] * drawn.place.scale < 1);
 }
 
 function ordinal(number) {

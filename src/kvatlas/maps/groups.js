@@ -61,7 +61,8 @@ function layersOf(group, regions) {
   const [first, last] = [names[0].split(" "), names[names.length - 1].split(" ")];
   if (first[1] === last[1]) first.length = 1;
   const which = names.length === 1 ? `layer ${names[0]}` : `${names.length} layers, ${first.join(" ")} … ${last.join(" ")}`;
-  return `${which}; ${count(group.block_size)} tokens${group.window ? `, window ${count(group.window)}` : ""}`;
+  const { splits } = regions[0], parts = splits > 1 ? `, 1/${splits} of the state of each` : "";
+  return `${which}${parts}; ${count(group.block_size)} tokens${group.window ? `, window ${count(group.window)}` : ""}`;
 }
 
 // Bytes of a block that a group leaves, and in which way.

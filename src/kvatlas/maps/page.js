@@ -44,7 +44,7 @@ const words = (kind) => kind.replaceAll("_", " ");
 
 // Gives a canvas its size, and empties it. New memory is taken only where the size is another.
 function fitCanvas(canvas, width, height) {
-  const ratio = window.devicePixelRatio || 1, context = canvas.getContext("2d");
+  const ratio = pixelRatio(), context = canvas.getContext("2d");
   const [across, down] = [Math.round(width * ratio), Math.round(height * ratio)];
   if (canvas.width !== across || canvas.height !== down) {
     canvas.width = across;
@@ -57,9 +57,6 @@ function fitCanvas(canvas, width, height) {
 
 // Draws the picture; where cells are about to move, what they move over is left to the motion.
 function render(moving) {
-  stopMotion();
-  readTheme();
-  pictureWidth = printing ? PAPER.width : byId("stage").clientWidth;
   if (!pictureWidth) return; // in a frame that is not shown
   view.width = pictureWidth < 560 ? 16 : 32;
   if (view.level === "memory") renderMemory(pictureWidth);
@@ -221,6 +218,9 @@ const wordsLater = later();
 let wordsDue = false;
 
 function showPicture(moving) {
+  stopMotion();
+  readTheme();
+  pictureWidth = printing ? PAPER.width : byId("stage").clientWidth;
   paint.mode = paint.chosen || bestMode();
   render(moving);
   renderCrumbs();
@@ -344,12 +344,19 @@ byId("theme").addEventListener("click", () => {
   updateAll();
 });
 
-// The colours that say most of a group: of keys and values of a single head, tokens do.
+// The colours that say most of a group: of keys and values of a single head, tokens do, and where all heads of a
+// token share a pixel.
 function bestMode() {
-  const heads = headsHere();
-  if (heads && heads[1] > heads[0]) return "head";
-  const fields = regionsOf(plan(), view).flatMap((region) => plan().pages[region.page].fields);
+  const heads = headsHere(), fields = regionsOf(plan(), view).flatMap((region) => plan().pages[region.page].fields);
+  if (heads && heads[1] > heads[0] && (view.level !== "block" || headsAreApart())) return "head";
   return fields.some((field) => axisOf(field.box, "N")) && fields.every((field) => ["k", "v"].includes(field.name)) ? "token" : "field";
+}
+
+// Whether the block's picture is wide enough to tell heads apart.
+function headsAreApart() {
+  const heads = axisOf(mainField().field.box, "H");
+  const widest = blockRows(plan(), view).reduce((most, row) => Math.max(most, row.nbytes), 1);
+  return !heads || (heads[2] / widest) * pictureWidth > 1.2;
 }
 
 function updateAll() {

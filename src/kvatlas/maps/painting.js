@@ -14,33 +14,38 @@ function styled(name) {
 }
 
 function hatch(strong) {
-  return remembered(hatch, `${dark} ${strong}`, () => hatchNow(strong));
+  return remembered(hatch, `${dark} ${strong} ${rem()}`, () => hatchNow(strong));
 }
 
 function hatchNow(strong) {
   const tile = document.createElement("canvas");
-  tile.width = tile.height = 8;
+  const wide = Math.max(8, Math.round(rem() / 2)); // large letters are read from further away
+  tile.width = tile.height = wide;
   const pen = tile.getContext("2d");
   pen.fillStyle = styled("--hatch-ground");
-  pen.fillRect(0, 0, 8, 8);
+  pen.fillRect(0, 0, wide, wide);
   pen.strokeStyle = styled(strong ? "--hatch-line" : "--hatch-faint");
-  pen.lineWidth = 1.6;
-  for (const by of [-8, 0, 8]) {
+  pen.lineWidth = wide / 5;
+  for (const by of [-wide, 0, wide]) {
     pen.beginPath();
-    pen.moveTo(by, 8);
-    pen.lineTo(by + 8, 0);
+    pen.moveTo(by, wide);
+    pen.lineTo(by + wide, 0);
     pen.stroke();
   }
   return pen.createPattern(tile, "repeat");
 }
 
-const PAPER = { width: 720, height: 240, letters: 11 }; // of the picture: all of the page shall go on one sheet
+// Of the picture, alone or above a route, and of the route's bands: all of the page shall go on one sheet.
+const PAPER = { width: 720, height: 240, letters: 11, aboveRoute: 160, bands: 220 };
+
+// Pixels of a canvas for each of the page's: paper has finer ones than screens.
+const pixelRatio = () => (printing ? 2 : window.devicePixelRatio || 1);
 
 // Where rows go on a canvas of some width: their height, the scale, and room for labels.
 function layOut(rows, width, left, level) {
   const widest = rows.reduce((most, row) => Math.max(most, row.nbytes), 1);
   const highest = rem() * (level === "cell" ? 2.9 : rows.length < 9 ? 6 : 3.3);
-  const [lowest, room] = printing ? [2, PAPER.height] : [7, innerHeight * 0.6];
+  const [lowest, room] = printing ? [2, data.route ? PAPER.aboveRoute : PAPER.height] : [7, innerHeight * 0.6];
   const height = Math.max(lowest, Math.min(highest, Math.floor(room / Math.max(1, rows.length))));
   return { left, scale: (width - left - 2) / widest, height, gap: height > 12 ? 3 : 1, width, top: 5, total: rows.length * height + 10 };
 }
@@ -71,7 +76,7 @@ let painting = false; // whether rows are left for later
 // onto itself would have the browser copy the whole of it for each row. Rows that take longer than a frame has are
 // painted in the next; paper waits for no frame.
 function paintRows(context, plan, view, rows, place, paint) {
-  const brush = brushOf(context, paint), ratio = window.devicePixelRatio || 1;
+  const brush = brushOf(context, paint), ratio = pixelRatio();
   const looks = rows.map((row) => lookOf(plan, view, row, paint)), alike = new Map(), tiles = new Map();
   for (const look of looks) alike.set(look, (alike.get(look) || 0) + 1);
   brush.finest = lookupsOfPixel(alike.size * place.width * ratio);
@@ -122,7 +127,7 @@ function brushOf(context, paint) {
 // colours of its bytes, so that pieces narrower than pixels make no stripes of their own. It is seen once
 // `drawLines` has drawn what is waiting.
 function paintRow(brush, plan, view, stretches, at) {
-  const ratio = window.devicePixelRatio || 1;
+  const ratio = pixelRatio();
   const pixels = Math.max(1, Math.round(at.wide * ratio));
   const each = stretches.reduce((sum, one) => sum + one.nbytes, 0) / pixels;
   const line = emptyLine(pixels), over = [];

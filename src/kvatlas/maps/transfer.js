@@ -142,11 +142,15 @@ function titled(name) {
     .replace(/^one (.)(\w+),/, (_, first, rest) => first.toUpperCase() + rest);
 }
 
+const ONE = { L: "layer", H: "head", N: "token", k: "part of a block" };
+
 function causes(outside, product, letter, { many }) {
   const names = outside.map(([axis]) => AXES[axis]).join(" and "), { order } = plan().knobs;
+  const every = outside.map(([axis]) => `every ${ONE[axis]}`).reverse().join(" of ");
+  const pieces = product > many ? "" : `: ${every} has a piece of its own`;
   const made = [];
-  if (outside.length) made.push(`in ${order} ${names} are outside of ${AXES[letter]}`);
-  else if (many === 1) made.push(`in ${order} nothing of a block is outside of ${AXES[letter]}`);
+  if (outside.length) made.push(`in ${order} ${names} are outside of ${AXES[letter]}${pieces}`);
+  else if (many === 1) made.push(`in ${order} nothing of a block is outside of ${AXES[letter]}: it lies together`);
   if (product < many) made.push("each page is cut up inside");
   return made;
 }

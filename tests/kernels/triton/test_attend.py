@@ -81,11 +81,11 @@ WORDS: dict[str, tuple[Any, dict[str, Any]]] = {
         {"tolerance": ROUNDED_CODES},
     ),
     "nvfp4 that stay": (
-        SinkAttention(**HALVES, sink_tokens=21, window=9, cache="nvfp4"),
+        SinkAttention(**{**HALVES, "head_dim": 128}, sink_tokens=21, window=9, cache="nvfp4"),
         {"softcap": 2.0, "lengths": [37], "queries": [4]},
     ),
     "levels and a range": (
-        SlidingAttention(**HALVES, window=7, cache="turboquant_4bit_nc"),
+        SlidingAttention(**{**HALVES, "head_dim": 128}, window=7, cache="turboquant_4bit_nc"),
         {"lengths": [37], "queries": [4], "tolerance": ROUNDED_CODES},
     ),
 }  # fmt: skip

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
 torch = pytest.importorskip("torch")
 
 from kvatlas import AtlasError, Code, kernels  # noqa: E402
@@ -23,6 +24,7 @@ from kvatlas.kernels.triton import (  # noqa: E402
 )
 from kvatlas.kernels.triton import storage_formats as formats  # noqa: E402
 from kvatlas.kernels.triton.attention import arguments as calls  # noqa: E402
+from kvatlas.kernels.triton.attention.decode_device import decode  # noqa: E402
 from kvatlas.kernels.triton.attention.layer_launch import Scores, layer_launch  # noqa: E402
 from kvatlas.specs import FullAttention, Indexer, LatentAttention, SinkAttention  # noqa: E402
 from tests.kernels.triton.cases import Pool  # noqa: E402
@@ -88,12 +90,13 @@ def test_scales_are_for_caches_that_have_them() -> None:
 
 def test_a_layer_does_not_remember_every_scale_it_was_called_with() -> None:
     layer, q = filled(SPEC), queries_of(1)
+    others = len(layer.kept)
     first = layer_launch(layer, q, Scores(None, None, 1.0, 1.0, False), 1, {})
     for number in range(200):
         scores = Scores(1 / (1 + number), None, 1.0, 1.0, False)
         launch = layer_launch(layer, q, scores, 1, {})
         assert layer_launch(layer, q, scores, 1, {}) is launch
-    assert len(layer.kept) <= 64
+    assert len(layer.kept) - others <= 64
     assert layer_launch(layer, q, Scores(None, None, 1.0, 1.0, False), 1, {}) == first
 
 
@@ -240,3 +243,20 @@ def test_a_layer_is_served_by_the_kernels_of_its_kind() -> None:
         with pytest.raises(AtlasError) as refusal:
             act()
         assert refusal.value.code is Code.BAD_SPEC
+
+
+def test_hoppers_kernels_take_the_latents_that_they_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any number of heads in 8 and 16 bits; a scale that turns maxima into minima is not theirs."""
+    monkeypatch.setattr(tune, "architecture", lambda _: "hopper")
+    monkeypatch.setattr(tune, "shared_memory", lambda _: 232_448)
+    monkeypatch.setattr(formats, "dot_of", lambda _: tl.bfloat16)
+    own = []
+    for cache in ("auto", "fp8"):
+        layer = Pool(LatentAttention(cache=cache), "LBNHC", "cpu", block=64).layer
+        for heads, scale in ((128, 0.1), (16, 0.1), (128, -0.1), (16, 0.0)):
+            q = torch.empty(1, heads, 576, dtype=torch.bfloat16)
+            launch = layer_launch(layer, q, Scores(scale, None, 1.0, 1.0, False), 1, {}).decode
+            assert (launch.kernel is not decode) == (scale > 0)
+            assert launch.tiling.together == (2 if scale > 0 else 1)
+            own.append(launch.kernel)
+    assert len(set(own)) == 3

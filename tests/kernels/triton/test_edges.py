@@ -158,7 +158,8 @@ def test_batches_that_do_not_fit(monkeypatch: pytest.MonkeyPatch, more: dict[str
 def test_halves_are_enough(monkeypatch: pytest.MonkeyPatch, cache: str) -> None:
     """Dots of halves, as on a GPU: what is added to codes and taken out again cancels."""
     monkeypatch.setattr(formats, "dot_of", lambda _: tl.float16)
-    spec = FullAttention(**HALVES, cache=cache)
+    dim = 128 if cache in ("nvfp4", "turboquant_4bit_nc") else 64  # what is walked as words
+    spec = FullAttention(**{**HALVES, "head_dim": dim}, cache=cache)
     check_attend(
         spec, "LBHNC", "cpu", lengths=[150, 40], queries=[1, 1], tolerance=1e-3, tile=32, rows=16,
         max_queries=1,

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -100,6 +101,16 @@ def test_what_fails_as_it_begins_is_held_until_its_agent_has_ended() -> None:
     assert not handle.settle()
     other._request.state = "gone"
     assert eventually(handle.settle)
+
+
+def test_what_is_over_as_it_begins_does_not_wait_for_what_another_thread_begins() -> None:
+    """Between processes of one host NIXL copies while it is called, which may take long."""
+    handle = posted("DONE")
+    handle.start()
+    with ThreadPoolExecutor(1) as another, handle._link.lock:
+        assert another.submit(handle.settle).result(10)
+        assert another.submit(handle.poll).result(10)
+    assert not handle._link.posted
 
 
 def test_no_failure_to_post_keeps_the_agent() -> None:

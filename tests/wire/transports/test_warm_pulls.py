@@ -219,6 +219,44 @@ def test_blocks_of_a_warm_pull_that_failed_are_kept_until_its_copy_is_over(how: 
         assert not any(ends.driver.opened.values()) or how != "close"
 
 
+def test_an_interrupt_of_who_waits_does_not_let_go_of_what_is_written() -> None:
+    with warm_ends() as ends:
+        ends.offer("r")
+        ends.driver.late = True
+        transfer = ends.pull("r")
+        (posted,) = ends.driver.pending
+        look, interrupts = posted.done, [KeyboardInterrupt()]
+
+        def done() -> bool:
+            if interrupts:
+                raise interrupts.pop()
+            return look()
+
+        posted.done = done  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            transfer.wait()
+        assert not transfer.wait_released(0.05), "the copy still writes"
+        ends.driver.finish()
+        assert transfer.wait_released(20)
+
+
+def test_a_shape_in_use_is_kept_and_those_that_come_once_are_not_learnt() -> None:
+    with warm_ends() as ends:
+        for tokens in range(1, 40):
+            ends.source.offer(f"{tokens}", scattered(ends.source.plan, tokens), tokens)
+            blocks = scattered(ends.target.plan, tokens)
+            assert ends.pull(f"{tokens}", dst_blocks=blocks, tokens=tokens).wait(20).ready
+            if tokens % 8 == 0:
+                ends.offer(f"again {tokens}")
+                ends.driver.log.clear()
+                transfer = ends.pull(f"again {tokens}")
+                assert "post" in ends.acts
+                assert "record" not in ends.acts, "launched by who asked"
+                assert transfer.wait(20).ready
+        assert eventually(lambda: len(ends.warm._kept) == 32)
+        assert sum(map(bool, ends.warm._kept.values())) == 1
+
+
 def test_who_cannot_be_given_a_transfer_waits_until_the_copy_is_over() -> None:
     with warm_ends() as ends:
         ends.offer("r")
@@ -261,14 +299,3 @@ def test_a_source_that_has_gone_confirms_no_warm_pull() -> None:
         board = ends.session.link(0)._board  # type: ignore[attr-defined]
         board._process = GoneProcess()
         assert code_of(ends.pull("r").wait) is Code.PEER_LOST
-
-
-def test_shapes_are_kept_for_few_requests_and_learnt_at_their_second() -> None:
-    with warm_ends() as ends:
-        for tokens in range(1, 40):
-            request = f"of {tokens}"
-            ends.source.offer(request, scattered(ends.source.plan, tokens), tokens)
-            blocks = scattered(ends.target.plan, tokens)
-            assert ends.pull(request, dst_blocks=blocks, tokens=tokens).wait(20).ready
-        assert eventually(lambda: len(ends.warm._kept) == 32)
-        assert not any(ends.warm._kept.values()), "each was pulled once"

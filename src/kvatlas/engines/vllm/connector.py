@@ -88,12 +88,10 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
             settings = self._settings
-            self._scheduler = SchedulerSide(
-                vllm_config,
-                kv_cache_config,
-                tier=self._find_tier(settings.own_tier) if settings.own_tier else None,
-                alone=settings.alone,
-            )
+            self._scheduler = SchedulerSide(vllm_config, kv_cache_config, alone=settings.alone)
+            tier = self._find_tier(settings.own_tier) if settings.own_tier else None
+            if tier is not None:
+                self._scheduler.use_tier(tier, settings.lookup_seconds)
 
     # -- the scheduler's side ---------------------------------------------------------------
 

@@ -22,6 +22,8 @@ _UNREACHABLE = (Code.WIRE_FAILED, Code.UNREADABLE, Code.DEADLINE)
 
 def open_fleet_tier(settings: ConnectorSettings, own: Plan, identity: bytes) -> StoreTier | None:
     """The tier in the store that settings name, for one worker of an engine of this plan."""
+    if own.pp > 1 and settings.tier_options.stages % own.pp:
+        log.error("requests are read from the store and not kept: set stages in tier_options")
     options = {"max_len": own.max_len, **msgspec.structs.asdict(settings.tier_options)}
     try:
         return open_store_tier(settings.tier or "", own, _whose(settings, identity), **options)

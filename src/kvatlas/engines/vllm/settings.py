@@ -81,7 +81,7 @@ know. Got 'transports'. Did you mean 'transport'? [bad_config]
     """How a store is used: `{"stages": 2}` for pipelines, say."""
     tenant: str = ""
     """Whose prefixes these are in a store: tenants find nothing of each other's."""
-    lookup_seconds: Seconds = 2.0
+    lookup_seconds: Seconds = 5.0
     """How long a request waits for what the tier has of it, before it is computed."""
     weights_identity: str | None = None
     """What a tier's prefixes were computed with; else what the checkpoint's files say."""

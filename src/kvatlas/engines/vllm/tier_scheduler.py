@@ -15,7 +15,7 @@ from kvatlas.tier import BlockKeys, PrefixChain
 log = logging.getLogger("kvatlas.vllm")
 
 _FAILED = "FINISHED_ERROR"
-PATIENCE = 2.0
+PATIENCE = 5.0
 """Seconds that a request waits for what a tier has of it."""
 _PAUSE = 5.0
 """Seconds for which a tier is asked nothing, once it was late: requests do not all wait for it."""

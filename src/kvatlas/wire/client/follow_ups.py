@@ -19,6 +19,9 @@ from kvatlas.wire.rpc import log
 _EVERY = 2e-3
 """Seconds between looks."""
 
+_TOGETHER = 6e-3
+"""Seconds for which sources are not told, so that they are told of several pulls in a row."""
+
 
 @dataclass
 class _FollowUp:
@@ -52,28 +55,42 @@ class FollowUps:
             time.sleep(_EVERY)
 
     def _look(self) -> None:
+        over: list[_FollowUp] = []
         while True:
             time.sleep(_EVERY)
             with self._lock:
                 kept, self._kept = self._kept, []
-                if not kept:
+                if not kept and not over:
                     self._looking = False
                     return
-            for one in kept:
-                self._follow(one)
+            over += [one for one in kept if self._is_over(one)]
+            if self._closing:
+                _do_all(over)
+                over = []
+            elif over and time.monotonic() - over[0].since > _TOGETHER:
+                self._beside.submit(_do_all, over)
+                over = []
 
-    def _follow(self, one: _FollowUp) -> None:
+    def _is_over(self, one: _FollowUp) -> bool:
+        """Whether nothing but what comes afterwards is left; else it is looked at again."""
         if self._closing:
             one.part()
             one.part.join()
+        now = time.monotonic()
         if one.part.over:
-            _carefully(one.then)
-            return
-        if time.monotonic() - one.since > _EVERY:
+            one.since = now
+            return True
+        if now - one.since > _EVERY:
             self._workers.submit(one.part)
             one.since = float("inf")
         with self._lock:
             self._kept.append(one)
+        return False
+
+
+def _do_all(over: list[_FollowUp]) -> None:
+    for one in over:
+        _carefully(one.then)
 
 
 def _carefully(act: Callable[[], None]) -> None:

@@ -222,8 +222,8 @@ class RankLease:
         if not seen.confirmed:
             raise peer_lost("a process that ends") if seen.held else lease_expired()
 
-    def tell_read(self) -> None:
-        """Let the source know, beside everything else, what it has not been asked about."""
+    def tell_read(self, tell: Callable[..., object]) -> None:
+        """Let the source know what it has not been asked about; `tell` does so, now or later."""
         seen, wanted = self.seen, self.wanted
         if seen is None or self.transfer.error is not None:  # who failed may come again for it
             return
@@ -233,7 +233,7 @@ class RankLease:
                 session=self.connection.session, request=wanted.request, read=True,
                 posting=seen.posting,
             )  # fmt: skip
-            self.connection.beside.submit(self._tell, told)
+            tell(self._tell, told)
 
     def _tell(self, told: protocol.Message) -> None:
         deadline = time.monotonic() + self.patience

@@ -303,15 +303,13 @@ class Session:
     ) -> None:
         """Carry out one rank's part, and record its outcome."""
         try:
-            if started is not None and not started.read.sound:
+            about = (self.node, wanted, transfer, _ANSWER_SECONDS)
+            if started is not None and not started.finish(*about):
                 # To be refused as any other, or read again: behind the caller's stream, as the
                 # queue that reads has been since it was started.
-                started.abandon()
                 started = None
             if started is None:
                 lease = self._take_turns(transfer, wanted, rank)
-            else:
-                started.finish(self.node, wanted, transfer, _ANSWER_SECONDS)
         except AtlasError as refused:
             error = refused
         except Exception as defect:
@@ -323,7 +321,7 @@ class Session:
                 return
             self.node.metrics.ended(wanted.direction, "ok")
             transfer.finished(rank)
-            self._after_reading(transfer, lease)
+            self._after_reading(transfer, lease, self._beside.submit)
             lease.learn()
             return
         finally:
@@ -333,9 +331,11 @@ class Session:
         self.node.metrics.ended(wanted.direction, str(code))
         log.warning("failed request=%r rank=%d code=%s", wanted.request, rank, error.code)
 
-    def _after_reading(self, transfer: Transfer, lease: RankLease) -> None:
+    def _after_reading(
+        self, transfer: Transfer, lease: RankLease, tell: Callable[..., object]
+    ) -> None:
         """Let sources know what was read without a word."""
-        lease.tell_read()
+        lease.tell_read(tell)
         if lease.wanted.final and transfer.ready:
             self._tell_unread(lease.wanted.request)
 
@@ -345,7 +345,7 @@ class Session:
         if started.lease is not None:
             self.node.metrics.ended("pull", "ok")
             self.node.metrics.add(bytes=started.nbytes, descriptors=started.runs)
-            self._after_reading(transfer, started.lease)
+            self._after_reading(transfer, started.lease, lambda act, told: act(told))
 
     def _take_turns(self, transfer: Transfer, wanted: TransferRequest, rank: int) -> RankLease:
         """Carry it out when it is its turn, and again later while it is not offered yet."""

@@ -65,10 +65,22 @@ class StartedPull:
 
     def finish(
         self, node: NodeState, wanted: TransferRequest, transfer: Transfer, patience: float
-    ) -> None:
-        """Wait until it is over, and confirm that the source held its blocks; or raise why not."""
-        lease = RankLease(node, self.connection, wanted, transfer, patience)
-        if self._is_soon_over(transfer):
+    ) -> bool:
+        """Wait until it is over, and confirm that the source held its blocks; or raise why not.
+
+        False where it is over and counts for nothing: it read what it should not have.
+        """
+        try:
+            lease = RankLease(node, self.connection, wanted, transfer, patience)
+            sound = self.read.sound
+            soon = sound and self._is_soon_over(transfer)
+        except BaseException:  # an interrupt, for one: the copy still writes
+            self._hold(node, transfer)
+            raise
+        if not sound:
+            self.abandon()
+            return False
+        if soon:
             transfer.add(lease.rank, self.nbytes)
         else:
             self._untidy = False
@@ -76,6 +88,16 @@ class StartedPull:
                 RankTransfer(lease).finish(self.read)
         lease.seen = self.read.seen
         self.lease = lease
+        return True
+
+    def _hold(self, node: NodeState, transfer: Transfer) -> None:
+        """Keep the blocks of a transfer from being reused until the copy is over."""
+        self._untidy = False
+        handle, sever = self.read.handle, self.connection.link.sever
+        handle.release()
+        transfer.use()
+        node.quarantine.hold([handle], transfer.leave, sever=sever)
+        self.connections.give_back(self.connection)
 
     def _is_soon_over(self, transfer: Transfer) -> bool:
         """Whether it has ended well within a moment, as most do: looked at without a pause."""

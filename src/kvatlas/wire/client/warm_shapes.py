@@ -119,11 +119,19 @@ class WarmShapes:
         if not offer.start <= span[0] or span[1] is True or span[1] != offer.stop:
             return None
         theirs = {group: np.frombuffer(ids, _TOLD) for group, ids in offer.blocks.items()}
-        warm = self._kept.get((span, table_lengths(theirs), table_lengths(mine)))
+        key = (span, table_lengths(theirs), table_lengths(mine))
+        warm = self._kept.get(key)
         if warm is None or not (warm.shape.src.in_range(theirs) and warm.shape.dst.in_range(mine)):
             return None
         handle = warm.read.begin(theirs, mine, offer.mark)
-        return None if handle is None else StartedRead(seen, handle, warm, (theirs, mine))
+        if handle is None:
+            return None
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+        # The caller may use its arrays for something else once it has been answered.
+        copied = {group: table.copy() for group, table in mine.items()}
+        return StartedRead(seen, handle, warm, (theirs, copied))
 
 
 def plain_tables(blocks: Any) -> dict[int, Int64s]:

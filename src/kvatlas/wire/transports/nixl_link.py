@@ -218,9 +218,13 @@ class NixlHandle(Handle):
     def start(self) -> None:
         """Let NIXL begin; how that fails is seen by whoever looks. The link's lock is held."""
         with suppress(AtlasError), self._calling():
-            self._link.agent.transfer(self._request)
+            if self._link.agent.transfer(self._request) == "DONE":
+                self._arrive()
 
     def _poll(self) -> bool:
+        # The lock may be held for as long as another operation takes to begin.
+        if self._arrived:
+            return True
         with self._link.lock:
             return self._look()
 
@@ -239,10 +243,14 @@ class NixlHandle(Handle):
                 raise errors.failed("state ERR from NIXL")
         if state != "DONE":
             return False
-        link.posted.discard(self)
+        self._arrive()
+        return True
+
+    def _arrive(self) -> None:
+        """Give the request back: all is here. The link's lock is held."""
+        self._link.posted.discard(self)
         self.drop()
         self._arrived = True
-        return True
 
     @contextmanager
     def _calling(self) -> Iterator[None]:
@@ -258,6 +266,8 @@ class NixlHandle(Handle):
     def _settle(self) -> bool:
         """Over where NIXL says so, or its agent is gone."""
         link = self._link
+        if self._arrived:
+            return True
         if not link.lock.acquire(blocking=False):
             return False  # a call is under way, perhaps this operation's
         try:

@@ -23,6 +23,8 @@ _FEW_ROWS = 8
 With more, Triton 3.6 takes other matrix instructions, whose operands it lays out wrongly
 where a tile is transposed and was not copied to shared memory by the pipeline.
 """
+_WORDS_WIDTH = 128
+"""Elements of rows of nvfp4 and turboquant that are walked as words."""
 _NEAR = 1 << 20
 """Bytes that an instruction can add to an address, less than it can."""
 _SCALE = 4
@@ -308,7 +310,7 @@ def words_of(
         not shape.latent
         and bits in (4, 8, 16)
         and bits == v.bits
-        and rows <= _most_rows(k)
+        and rows <= min(_most_rows(k), _most_rows(v))
         and all(
             form.unit * form.element.primitive_bitwidth >= 16 and at.rows.element == 1
             and not form.tile and form.dim == form.width >= 16 * (16 // bits)
@@ -326,10 +328,11 @@ def words_of(
 def _most_rows(form: StorageFormat) -> int:
     """Rows of queries up to which elements are walked as words.
 
-    With more, a program has several warps, and unpacking takes less of its time.
+    nvfp4 and turboquant only where a chip was seen to be right: in rows of 128 elements, and
+    with no more rows of queries than one warp has room for.
     """
-    if form.kind in ("nvfp4", "levels"):
-        return 2 * _FEW_ROWS
+    if form.kind in ("nvfp4", "levels", "range"):
+        return 2 * _FEW_ROWS if form.width == _WORDS_WIDTH else 0
     return _FEW_ROWS if form.bits == 16 else _MOST_ROWS
 
 

@@ -32,7 +32,7 @@ _GLUON = (3, 6), (3, 9)
 """Releases of Triton with whose Gluon the kernel for latents was compiled: it changes its names."""
 
 
-_FEW_LATENT_ROWS = 0
+_FEW_LATENT_ROWS = 16
 """Query rows up to which products with latents are turned round."""
 
 
