@@ -58,6 +58,63 @@ def test_keys_search_clicks_and_the_wheel_move_about(browser: Browser, tmp_path:
     assert browser.complaints() == []
 
 
+def find(browser: Browser, text: str) -> str:
+    """Ask the search box; what is said beside it."""
+    browser.do("byId('query').value = arguments[0]; byId('search').requestSubmit()", text)
+    return str(browser.do("return byId('found').textContent"))
+
+
+FACTS = """
+return Object.fromEntries([...document.querySelectorAll('#facts dd')]
+  .map((one) => [one.dataset.fact, one.textContent]))
+"""
+
+
+def test_a_search_combines_layer_head_and_token_and_says_what_is_not_there(
+    browser: Browser, tmp_path: Path
+) -> None:
+    made = [plan("Qwen3-8B", memory="40GiB", tp=2, layout=order) for order in ("LBNHC", "BHLNC")]
+    show(browser, tmp_path, made[0], others=made[1:])
+    for index, one in enumerate(made):
+        browser.do("change({ plan: arguments[0], tpRank: 0, block: 0 })", index)
+        told = find(browser, "layer 3, head 5, token 100")
+        assert "head 5 is on rank 1; token 100 is token 4 of block 6" in told
+        assert browser.do("return [view.level, view.block, view.tpRank]") == ["cell", 6, 1]
+        facts = browser.do(FACTS)
+        address = one.view("model.layers.3.self_attn.attn", "k")(B=6, H=1, N=4, C=0)
+        assert facts["address"] == f"{address:,}"
+        assert facts["head"].startswith("5 ")
+        # What is shown without pointing is in view, too: a page's first byte is of its layer.
+        browser.do("go({ level: 'page' })")
+        assert ".3." in browser.do(FACTS)["layer"]
+        assert browser.do("return document.querySelector('[data-kind=layer]').innerText") == (
+            "one layer, 3"
+        )
+    assert "token 4 of block 6, where a request fills" in find(browser, "token 100")
+    assert browser.do("return [view.level, view.block, paint.follow.value]") == ["block", 6, 4]
+    assert "Token 4: " in browser.do("return byId('followed').textContent")
+    browser.do("change({ tpRank: 0 })")
+    assert find(browser, "head 5") == "head 5 is on rank 1"
+    assert browser.do("return [view.tpRank, paint.follow.value]") == [1, 5]
+    missing = {
+        "layer 40": "no layer 40: layers 0 to 35",
+        "head 9": "no head 9: heads 0 to 7",
+        "block 3, token 16": "no token 16 in a block: tokens 0 to 15",
+        "head 5, rank 0": "head 5 is not on rank 0, but on rank 1",
+        "rank 2": "no rank 2: ranks 0 to 1",
+        "banana": "nothing is called \u201cbanana\u201d",
+        "padding": "no padding",
+    }
+    for text, told in missing.items():
+        browser.do("paint.follow = { kind: 'head', value: 5 }; update()")
+        assert told in find(browser, text), text
+        assert browser.do("return paint.follow") is None, "the last search is still lit"
+    find(browser, "head 5")
+    browser.do("change({ tpRank: 0 })")
+    assert browser.do("return paint.follow") is None, "what is not on this rank is followed"
+    assert browser.complaints() == []
+
+
 def test_the_page_fits_every_width_in_light_and_dark(browser: Browser, tmp_path: Path) -> None:
     made = plan("Qwen3.5-397B-A17B", memory="60GiB", tp=2)
     try:
@@ -238,6 +295,47 @@ def test_the_page_says_why_something_lies_in_so_many_runs(browser: Browser, tmp_
     for name, ((first, *others), told) in cases.items():
         show(browser, tmp_path, first, others=others)
         assert told in browser.do("return byId('followed').textContent"), name
+
+
+def test_other_orders_are_counted_for_the_plan_shown_and_knobs_say_what_they_change(
+    browser: Browser, tmp_path: Path
+) -> None:
+    sizes = (("LBNHC", 16), ("BHLNC", 16), ("LBNHC", 32), ("BHLNC", 32), ("BLNHC", 16))
+    made = [plan("Qwen3-8B", memory="40GiB", layout=o, block_size=n) for o, n in sizes]
+    made.append(plan("Qwen3-8B", memory="40GiB", layout="LBNHC", tp=8))
+    show(browser, tmp_path, made[0], others=made[1:])
+    turn = "document.querySelector(`#knobs [aria-label=${arguments[0]}] [value='${arguments[1]}']`)"
+    followed, note = "return byId('followed').textContent", "return byId('knobs-note').textContent"
+    browser.do(turn + ".click()", "block", "32")
+    assert browser.do(followed).endswith("Other orders: BHLNC 1, BLNHC 576 (block 16).")
+    browser.do(turn + ".click()", "order", "BHLNC")
+    assert "Other orders: LBNHC 1,152, BLNHC 576 (block 16)." in browser.do(followed)
+    assert browser.do(note) == ""
+    browser.do(turn + ".click()", "tp", "8")
+    said = "No plan of tp 8 with order BHLNC, block 32 was drawn: this one has order LBNHC, block"
+    assert browser.do(note) == f"{said} 16."
+    assert "Other orders" not in browser.do(followed)
+    # All of a line of the table chooses it.
+    browser.do("document.querySelector('#transfer .choice td:last-child').click()")
+    assert browser.do("return paint.follow.kind") == "layer"
+    assert browser.do("return byId('words').innerText.includes('Words')")
+    scrolls = "picture.blur(); picture.dispatchEvent(new WheelEvent('wheel', { deltaY: 120 }));"
+    assert browser.do(scrolls + "return view.level") == "block"
+
+
+def test_packs_are_seen_in_the_order_of_axes_and_rows_of_one_layer_told_apart(
+    browser: Browser, tmp_path: Path
+) -> None:
+    show(browser, tmp_path, plan("Qwen3.5-397B-A17B", memory="80GiB", layout="LBNHC"))
+    order = browser.do("return byId('order').innerText.replaceAll('\\n', ' ')")
+    assert order.startswith("L 5 packs of layers B ")
+    assert "5 \N{MULTIPLICATION SIGN} 3 \N{MULTIPLICATION SIGN} 704 = 10,560 runs" in browser.do(
+        "return byId('followed').textContent"
+    )
+    assert browser.do("return new Set(drawn.labels).size === drawn.labels.length")
+    assert "the first padding of block 0 as recurrent holds it" in find(browser, "padding")
+    assert "padding" in browser.do(FACTS)
+    assert browser.complaints() == []
 
 
 def test_strips_of_groups_say_which_is_shown_and_where_padding_lies(

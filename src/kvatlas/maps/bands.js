@@ -9,6 +9,7 @@ const STRANDS = {
 };
 
 const FEW = 48, SOME = 400;
+const POINT_AT_A_BAND = byId("run-facts").textContent;
 
 let shownPair = 0;
 let shownRuns = FEW;
@@ -34,10 +35,19 @@ function startRoute() {
     return;
   }
   byId("route-note").textContent =
-    `A request of ${count(check.tokens)} tokens is ${size(check.bytes)} in ${count(check.descriptors)} descriptors, its blocks scattered. `
+    `A request of ${count(check.tokens)} tokens is ${size(check.bytes)} in ${count(check.descriptors)} descriptors, its blocks scattered${sumOfRuns()}. `
     + `Drawn are its first ${count(tokens)} tokens, both ends to scale: each band is one run, contiguous at both ends, and a gap is memory that stays.`;
   showPairs();
   renderRoute();
+}
+
+// How the runs that are drawn make up all descriptors, where all pairs and stretches of the request are alike.
+function sumOfRuns() {
+  const { check, tokens, pairs } = data.route, times = check.tokens / tokens;
+  const [first] = pairs, alike = check.pairs.length === pairs.length && pairs.every(({ counted }) => counted === first.counted);
+  if (!pairs.length || !alike || first.counted * times * pairs.length !== check.descriptors) return "";
+  const among = pairs.length > 1 ? ` × ${pairs.length} pairs of ranks` : "";
+  return `: ${count(first.counted)} runs × ${count(times)} times ${count(tokens)} tokens${among}`;
 }
 
 function routeEnds() {
@@ -58,7 +68,7 @@ function showPairs() {
     const row = make("tr", null, { "aria-selected": String(number === shownPair), tabindex: "0" });
     const cells = [pair.src_rank, pair.dst_rank, size(pair.bytes), count(pair.descriptors), size(pair.median), size(pair.largest), pair.stage ? "staged" : "direct"];
     for (const text of cells) row.append(make("td", text));
-    const choose = () => { if (number < data.route.pairs.length) { shownPair = number; showPairs(); renderRoute(); } };
+    const choose = () => { if (number < data.route.pairs.length) { shownPair = number; say("run-facts", POINT_AT_A_BAND); showPairs(); renderRoute(); } };
     row.addEventListener("click", choose);
     row.addEventListener("keydown", (event) => { if (event.key === "Enter") choose(); });
     table.append(row);

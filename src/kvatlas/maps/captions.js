@@ -6,7 +6,7 @@ function summary() {
   const mine = plan(), pools = mine.pools.filter((pool) => pool.stage === view.stage);
   const blocks = pools.map((pool) => `${count(pool.blocks)} blocks of ${size(pool.block_bytes)}`).join(" and ");
   const each = mine.ranks > 1 ? ` on each of ${mine.ranks} ranks` : "";
-  const groups = mine.groups.length > 1 ? `, shared by ${mine.groups.length} groups of layers` : "";
+  const groups = mine.groups.length < 2 ? "" : `, ${pools.length > 1 ? "for" : "shared by"} ${mine.groups.length} groups of layers`;
   return `${blocks}${each}, ${count(mine.knobs.block)} tokens a block${groups}.`;
 }
 
@@ -57,6 +57,11 @@ function ordinal(number) {
   return number + ((!teens && { 1: "st", 2: "nd", 3: "rd" }[number % 10]) || "th");
 }
 
+const AXIS_WORDS = {
+  L: "L counts the pages of a block: one for each layer", B: "B counts blocks of the pool", H: "H counts heads on this rank",
+  N: "N counts states of a block: one for each token in plain attention", k: "k counts parts of a block, as kernels take them",
+  C: "C is content: the bytes of one cell",
+};
 const AXES = { L: "layers", B: "blocks", H: "heads", N: "tokens", k: "parts of a block", C: "bytes" };
 
 // The field that most of a group's bytes are like.
@@ -68,15 +73,26 @@ function mainField() {
   return { region: largest, field };
 }
 
+// How the axes of what is shown nest. Layers are there twice where they lie in several alike regions, as packs do.
+function nestingHere() {
+  const { region, field } = mainField(), looks = (one) => JSON.stringify([shapeOf(plan().pages[one.page]), one.layers.length]);
+  const offsets = regionsOf(plan(), view).filter((one) => looks(one) === looks(region))
+    .map((one) => plan().pages[one.page].fields.find(({ name }) => name === field.name).box[0]).sort((one, two) => one - two);
+  const axes = nesting(field);
+  if (offsets.length > 1) axes.push(["L", offsets.length, offsets[1] - offsets[0], "packs"]);
+  return axes.sort((one, two) => two[2] - one[2]);
+}
+
 // What the letters of the order say.
 function renderOrder() {
-  const box = byId("order"), { region, field } = mainField();
+  const box = byId("order"), { region } = mainField(), axes = nestingHere(), alone = axes.filter(([axis]) => axis === "L").length < 2;
+  const nameOf = ([axis, , , packs]) => (axis === "N" && region.tokens_per_state !== 1 ? "states" : packs && !alone ? `${packs} of layers` : AXES[axis]);
   box.replaceChildren();
   box.hidden = view.level === "memory";
-  for (const [axis, number] of nesting(field)) {
-    const one = make("li");
-    one.append(make("b", axis), ` ${count(number)} ${axis === "N" && region.tokens_per_state !== 1 ? "states" : AXES[axis]}`);
-    box.append(one);
+  for (const one of axes) {
+    const item = make("li", null, { title: AXIS_WORDS[one[0]] });
+    item.append(make("b", one[0]), ` ${count(one[1])} ${nameOf(one)}`);
+    box.append(item);
   }
 }
 

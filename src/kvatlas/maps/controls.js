@@ -1,7 +1,5 @@
-// Knobs, which choose among the plans of the page, and the search box.
+// Knobs, which choose among the plans of the page.
 "use strict";
-
-// -- knobs ----------------------------------------------------------------------------------------
 
 function knob(name, values, current, choose) {
   const few = values.length <= 6 && values.every(([, text]) => String(text).length <= 12);
@@ -49,6 +47,15 @@ function closest(name, value) {
   return best;
 }
 
+// Another value of a knob. Not every two values have a plan: what else had to change is said.
+function turnTo(name, value) {
+  const before = plan().knobs;
+  change({ plan: closest(name, value) });
+  const now = plan().knobs, others = Object.keys(now).filter((key) => key !== name && now[key] !== before[key]);
+  const list = (knobs) => others.map((key) => `${key} ${knobs[key]}`).join(", ");
+  if (others.length) say("knobs-note", `No plan of ${name} ${value} with ${list(before)} was drawn: this one has ${list(now)}.`);
+}
+
 function showKnobs() {
   const now = plan().knobs, knobs = [];
   for (const name of Object.keys(now)) {
@@ -56,7 +63,7 @@ function showKnobs() {
     if (values.length < 2) continue;
     if (typeof values[0] === "number") values.sort((one, two) => one - two);
     else values.sort();
-    knobs.push([name, values.map((value) => [value, value]), now[name], (value) => change({ plan: closest(name, value) })]);
+    knobs.push([name, values.map((value) => [value, value]), now[name], (value) => turnTo(name, value)]);
   }
   if (plan().ranks > 1) {
     const rank = view.stage * plan().tp + view.tpRank;
@@ -66,37 +73,4 @@ function showKnobs() {
   showIn(byId("knobs"), knobs);
   byId("colours").hidden = view.level === "memory";
   showIn(byId("colours"), [["colour by", MODES.map((mode) => [mode, mode]), paint.mode, (mode) => { paint.chosen = mode; update(); }]]);
-}
-
-// -- search ---------------------------------------------------------------------------------------
-
-function search(text) {
-  const query = text.trim().toLowerCase();
-  const [, kind, digits] = /^(head|token|block|layer|address)?\s*(0x[0-9a-f]+|[\d,]+)$/.exec(query) || [];
-  const number = digits === undefined ? NaN : Number(digits.replaceAll(",", ""));
-  if (kind === "head" || kind === "token") { paint.follow = { kind, value: number }; go({ level: "block" }); return true; }
-  if (kind === "block" && number < poolOf(plan(), view).blocks) { go({ level: "block", block: number }); return true; }
-  if (digits !== undefined && (kind === "address" || !kind)) return goToAddress(number);
-  const wanted = kind === "layer" ? `.${number}.` : query;
-  const name = query ? data.names.findIndex((one) => `.${one.toLowerCase()}.`.includes(wanted)) : -1;
-  const mine = plan();
-  for (const region of name < 0 ? [] : mine.regions) {
-    const index = region.layers.indexOf(name);
-    if (index < 0) continue;
-    paint.follow = { kind: "layer", value: name };
-    go({ level: "block", stage: region.stage, group: region.group });
-    return true;
-  }
-  return false;
-}
-
-function goToAddress(address) {
-  const point = find(plan(), view.stage, view.group, address);
-  if (!point || point.at.B === undefined) return false;
-  if (point.kind === "field") go({ level: "cell", block: point.at.B, region: point.region, index: point.at.L, at: point.at, field: point.field });
-  else go({ level: "block", block: point.at.B });
-  const row = rowAt(drawn.rows, address);
-  if (row >= 0) setCursor({ row, x: (address - drawn.rows[row].start + 0.5) / drawn.rows[row].nbytes });
-  else showFacts(point);
-  return true;
 }

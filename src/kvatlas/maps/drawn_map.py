@@ -30,6 +30,7 @@ _SCRIPTS = (
     "groups.js",
     "bands.js",
     "controls.js",
+    "search.js",
     "motion.js",
     "page.js",
 )
@@ -93,8 +94,9 @@ class Map:
         script = "\n".join((folder / name).read_text("utf-8") for name in _SCRIPTS)
         # Names come from configs: no text of theirs may end the element that holds the data.
         data = msgspec.json.encode(self.data).decode().replace("<", "\\u003c")
+        ends = f": {self.plan.layout} to {self.to.layout}" if self.to else ""
         parts = {
-            "TITLE": html.escape(self.plan.model),
+            "TITLE": html.escape(self.plan.model + ends),
             "STYLE": (folder / "page.css").read_text("utf-8"),
             "SCRIPT": script,
             "DATA": data,

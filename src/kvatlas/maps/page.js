@@ -145,6 +145,7 @@ function renderMemory(width) {
 
 function go(changes) {
   const before = view;
+  forgetNotes();
   view = { ...view, ...changes };
   if (view.level === "page" || view.level === "cell") {
     if (!view.region || view.region.group !== view.group) view = { ...view, level: "block" };
@@ -195,7 +196,9 @@ function change(changes) {
   if (["page", "cell"].includes(next.level)) next.level = "block";
   view = next;
   cursor = null;
-  paint.follow = paint.follow && changes.group === undefined ? paint.follow : null;
+  forgetNotes();
+  const lit = paint.follow && changes.group === undefined ? runsOf(chosenBy(paint.follow)) : { many: 0 };
+  if (lit && !lit.many) paint.follow = null; // what is followed is not in what is shown now
   update(Boolean(from));
   if (from) animate(from, cellsShown());
 }
@@ -233,7 +236,7 @@ function showWords() {
   wordsDue = false;
   style.height = style.overflow = "";
   if (!pictureWidth) return;
-  say("title", data.title);
+  say("title", data.route ? `${data.title}: ${routeEnds().map(endName).join(" → ")}` : data.title);
   say("answer", `${summary()} ${plan().answer}`);
   renderMinimap();
   renderCaption();
@@ -299,6 +302,8 @@ picture.addEventListener("click", (event) => {
 
 let turned = 0, resting = 0;
 picture.addEventListener("wheel", (event) => {
+  // Who scrolls down the page does not mean the picture: it has to be chosen first.
+  if (document.activeElement !== picture && !event.ctrlKey) return;
   const inner = view.level === "cell", outer = view.level === "memory";
   if ((event.deltaY < 0 && inner) || (event.deltaY > 0 && outer)) return;
   event.preventDefault();
@@ -333,12 +338,6 @@ addEventListener("keydown", (event) => {
   if (event.key === "]") go({ block: Math.min(last, view.block + 1) });
 });
 
-byId("search").addEventListener("submit", (event) => {
-  event.preventDefault();
-  const found = search(byId("query").value);
-  byId("query").setAttribute("aria-invalid", String(!found));
-  if (found) picture.focus({ preventScroll: true });
-});
 byId("theme").addEventListener("click", () => {
   document.documentElement.dataset.theme = isDark() ? "light" : "dark";
   updateAll();

@@ -238,7 +238,10 @@ function rowLabel(data, plan, view, row) {
     const name = shortName(data.names[one.region.layers[one.at.L]] || "");
     const heads = [headOf(one, view.tpRank), headOf(last, view.tpRank)];
     const several = axisOf(one.field.box, "H") && axisOf(one.field.box, "H")[1] > 1;
-    return several && heads[0] === heads[1] ? `${name} h${heads[0]}` : name;
+    if (several && heads[0] === heads[1]) return `${name} h${heads[0]}`;
+    const tokens = [tokensOf(one), tokensOf(last)];
+    const part = tokens[0] && tokens[1] && tokens[1][1] - tokens[0][0] + 1 < plan.groups[view.group].block_size;
+    return part ? `${name} t${tokens[0][0]}–${tokens[1][1]}` : name;
   }
   const heads = [headOf(one, view.tpRank), headOf(last, view.tpRank)];
   const tokens = [tokensOf(one), tokensOf(last)];

@@ -10,8 +10,12 @@ function valueOf(point, kind) {
   return tokens && tokens[0];
 }
 
-// The first byte of a field in the block.
+// The first byte of a field in what is shown: of the page or cell, else of the block.
 function firstPoint() {
+  if (["page", "cell"].includes(view.level) && drawn.rows.length) {
+    const point = find(plan(), view.stage, view.group, drawn.rows[0].start, drawn.rows[0]);
+    if (point && point.kind === "field") return point;
+  }
   let first = Infinity;
   for (const region of regionsOf(plan(), view)) {
     for (const { padding, box } of plan().pages[region.page].fields) {
@@ -56,12 +60,13 @@ function chosenBy({ kind, value }) {
 }
 
 function runsOf(chosen) {
-  return runsIn(plan(), view.stage, view.tpRank, chosen);
+  return runsIn(plan(), view.group, chosen);
 }
 
-function runsIn(mine, stage, tpRank, chosen) {
-  const key = JSON.stringify([stage, view.group, tpRank, chosen]);
-  return remembered(mine, key, () => countRuns(mine, stage, view.group, tpRank, chosen));
+// The runs of what is chosen in a group of a plan that has the same ranks as the one that is shown.
+function runsIn(mine, group, chosen) {
+  const key = JSON.stringify([view.stage, group, view.tpRank, chosen]);
+  return remembered(mine, key, () => countRuns(mine, view.stage, group, view.tpRank, chosen));
 }
 
 function sizesOf(found) {
@@ -105,13 +110,14 @@ function showTransfer() {
     const pressed = Boolean(paint.follow && paint.follow.kind === choice.kind);
     const name = make("th", null, { scope: "row" });
     const button = make("button", choice.name, { type: "button", "aria-pressed": String(pressed), "data-kind": choice.kind || "" });
-    button.addEventListener("click", () => {
+    if (choice.kind) row.className = "choice";
+    if (choice.kind) row.addEventListener("click", () => {
       const point = (paint.follow && paint.follow.point) || (cursor && cursor.point && cursor.point.kind === "field" ? cursor.point : firstPoint());
       followKind(pressed ? null : choice.kind, point);
     });
     name.append(choice.kind ? button : choice.name);
     row.append(name, make("td", found ? count(found.many) : "very many"), make("td", sizesOf(found)));
-    if (found && found.many === 1) row.className = "best";
+    if (found && found.many === 1) row.classList.add("best");
     if (pressed) row.classList.add("followed");
     table.append(row);
     if (pressed || (!told && choice.kind)) told = { ...choice, found };
@@ -127,9 +133,9 @@ function showTransfer() {
 function why({ name, kind, chosen, found }) {
   const number = !found ? "very many runs" : found.many === 1 ? "one run" : `${count(found.many)} runs`;
   const letter = { heads: "H", head: "H", layer: "L", token: "N" }[kind];
-  const axes = nesting(mainField().field), own = axes.findIndex(([axis]) => axis === letter);
+  const axes = nestingHere(), own = axes.findLastIndex(([axis]) => axis === letter);
   if (own < 0 || !found) return `${titled(name)}: ${number}.`;
-  const outside = axes.slice(0, own).filter(([axis]) => axis !== "B");
+  const outside = axes.slice(0, own).filter(([axis]) => axis !== "B" && axis !== letter);
   const product = outside.reduce((all, [, many]) => all * many, 1);
   const sum = product === found.many && outside.length > 1 ? `${outside.map(([, many]) => count(many)).join(" × ")} = ` : "";
   const because = causes(outside, product, letter, found).map((cause, n) => `${n ? ", and" : ", for"} ${cause}`).join("");
@@ -145,8 +151,9 @@ function titled(name) {
 const ONE = { L: "layer", H: "head", N: "token", k: "part of a block" };
 
 function causes(outside, product, letter, { many }) {
-  const names = outside.map(([axis]) => AXES[axis]).join(" and "), { order } = plan().knobs;
-  const every = outside.map(([axis]) => `every ${ONE[axis]}`).reverse().join(" of ");
+  const letters = [...new Set(outside.map(([axis]) => axis))], { order } = plan().knobs;
+  const names = letters.map((axis) => AXES[axis]).join(" and ");
+  const every = letters.map((axis) => `every ${ONE[axis]}`).reverse().join(" of ");
   const pieces = product > many ? "" : `: ${every} has a piece of its own`;
   const made = [];
   if (outside.length) made.push(`in ${order} ${names} are outside of ${AXES[letter]}${pieces}`);
@@ -157,12 +164,30 @@ function causes(outside, product, letter, { many }) {
 
 // The same in the other orders of the page.
 function elsewhere(chosen) {
-  const told = [];
+  const told = [], { knobs } = plan();
   for (const order of new Set(data.plans.map((one) => one.knobs.order))) {
-    const other = data.plans[closest("order", order)], group = other.groups[view.group];
-    if (order === plan().knobs.order || !group || group.kind !== plan().groups[view.group].kind) continue;
-    const found = runsIn(other, Math.min(view.stage, other.ranks / other.tp - 1), Math.min(view.tpRank, other.tp - 1), chosen);
-    if (found && found.many) told.push(`${order} ${count(found.many)}`);
+    const other = order === knobs.order ? null : inOrder(order), group = other ? sameGroup(other) : -1;
+    const found = group < 0 ? null : runsIn(other, group, chosen);
+    if (!found || !found.many) continue;
+    const apart = LABELLED.filter((name) => other.knobs[name] !== knobs[name]).map((name) => `${name} ${count(other.knobs[name])}`);
+    told.push(`${order} ${count(found.many)}${apart.length ? ` (${apart.join(", ")})` : ""}`);
   }
   return told.length ? `Other orders: ${told.join(", ")}.` : "";
+}
+
+const LABELLED = ["block", "pack"]; // knobs that an order may choose for itself: where they differ, it is said
+
+// The plan of an order that is compared with the one shown: of the same ranks and dtypes, or there is none.
+function inOrder(order) {
+  const now = plan().knobs, unlike = (one) => LABELLED.filter((name) => one.knobs[name] !== now[name]).length;
+  const alike = Object.keys(now).filter((name) => name !== "order" && !LABELLED.includes(name));
+  const found = data.plans.filter((one) => one.knobs.order === order && alike.every((name) => one.knobs[name] === now[name]));
+  return found.sort((one, two) => unlike(one) - unlike(two))[0];
+}
+
+// The number of another plan's group that is like the one shown, -1 where it has none.
+function sameGroup(other) {
+  const looks = (group) => group && JSON.stringify([group.kind, group.window, group.num_layers]);
+  const wanted = looks(plan().groups[view.group]);
+  return looks(other.groups[view.group]) === wanted ? view.group : other.groups.findIndex((group) => looks(group) === wanted);
 }
