@@ -96,6 +96,11 @@ def test_a_search_combines_layer_head_and_token_and_says_what_is_not_there(
     browser.do("change({ tpRank: 0 })")
     assert find(browser, "head 5") == "head 5 is on rank 1"
     assert browser.do("return [view.tpRank, paint.follow.value]") == [1, 5]
+    find(browser, "layer 3, head 5")
+    assert browser.do("return [view.level, paint.follow.kind]") == ["page", "head"]
+    assert browser.do(FACTS)["head"].startswith("5 "), "a pixel's other byte is told of"
+    browser.do("change({ block: 0 })")
+    assert browser.do("return byId('tip').hidden")
     missing = {
         "layer 40": "no layer 40: layers 0 to 35",
         "head 9": "no head 9: heads 0 to 7",
@@ -265,6 +270,36 @@ def test_a_route_prints_on_one_sheet(browser: Browser, tmp_path: Path) -> None:
         assert sheets(browser) == 1, model
 
 
+def test_a_route_says_its_ends_and_how_drawn_runs_make_up_all(
+    browser: Browser, tmp_path: Path
+) -> None:
+    ends = [
+        plan("Qwen3-8B", memory="40GiB", tp=tp, layout=order)
+        for tp, order in ((2, "LBNHC"), (4, "BHLNC"))
+    ]
+    drawn = kvatlas.map(*ends, tokens=4096)
+    browser.open(drawn.save(tmp_path / "map.html"))
+    title = browser.do("return [document.title, byId('title').textContent]")
+    assert title[0].startswith("Qwen3-8B: LBNHC to BHLNC")
+    assert "LBNHC, tp 2, blocks of 16 \N{RIGHTWARDS ARROW} BHLNC, tp 4, blocks of 16" in title[1]
+    note, times = browser.do("return byId('route-note').textContent"), "\N{MULTIPLICATION SIGN}"
+    assert drawn.data.route
+    runs = drawn.data.route.pairs[0].counted
+    assert drawn.data.route.check["descriptors"] == runs * 256 * 4
+    assert f": {runs:,} runs {times} 256 blocks of 16 tokens {times} 4 pairs of ranks." in note
+    asked = browser.do("return byId('run-facts').innerText")
+    over = """
+    const box = byId("bands").getBoundingClientRect();
+    const at = { clientX: box.left + box.width / 2, clientY: box.top + box.height / 2 };
+    byId("bands").dispatchEvent(new MouseEvent("mousemove", at));
+    return byId("run-facts").innerText;
+    """
+    assert "bytes in one run" in browser.do(over)
+    browser.do("document.querySelectorAll('#pairs tr')[3].click()")
+    assert browser.do("return byId('run-facts').innerText") == asked, "a run of other ranks"
+    assert "bytes in one run" in browser.do(over)
+
+
 def test_a_page_prints_on_one_sheet(browser: Browser, tmp_path: Path) -> None:
     for model in ("gpt-oss-20b", "Qwen3.5-397B-A17B", "DeepSeek-V4-Pro", "Llama-3.1-405B"):
         show(browser, tmp_path, plan(model, memory="80GiB"))
@@ -334,7 +369,9 @@ def test_packs_are_seen_in_the_order_of_axes_and_rows_of_one_layer_told_apart(
     )
     assert browser.do("return new Set(drawn.labels).size === drawn.labels.length")
     assert "the first padding of block 0 as recurrent holds it" in find(browser, "padding")
-    assert "padding" in browser.do(FACTS)
+    facts = browser.do(FACTS)
+    assert "57,344 bytes behind the page" in facts["padding"]
+    assert facts["address"] == f"{4_325_376 - 57_344:,}"
     assert browser.complaints() == []
 
 

@@ -47,7 +47,7 @@ function sumOfRuns() {
   const [first] = pairs, alike = check.pairs.length === pairs.length && pairs.every(({ counted }) => counted === first.counted);
   if (!pairs.length || !alike || first.counted * times * pairs.length !== check.descriptors) return "";
   const among = pairs.length > 1 ? ` × ${pairs.length} pairs of ranks` : "";
-  return `: ${count(first.counted)} runs × ${count(times)} times ${count(tokens)} tokens${among}`;
+  return `: ${count(first.counted)} runs × ${count(times)} blocks of ${count(tokens)} tokens${among}`;
 }
 
 function routeEnds() {

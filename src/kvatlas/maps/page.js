@@ -196,6 +196,7 @@ function change(changes) {
   if (["page", "cell"].includes(next.level)) next.level = "block";
   view = next;
   cursor = null;
+  byId("tip").hidden = true;
   forgetNotes();
   const lit = paint.follow && changes.group === undefined ? runsOf(chosenBy(paint.follow)) : { many: 0 };
   if (lit && !lit.many) paint.follow = null; // what is followed is not in what is shown now
@@ -247,7 +248,7 @@ function showWords() {
   else if (point) showFacts(point);
 }
 
-// The keyboard's place: a row and a share of it.
+// The keyboard's place: a row, a share of it, and the byte that is meant where a pixel has several.
 function setCursor(at) {
   const { rows, place } = drawn;
   if (!place || !rows.length) return;
@@ -255,7 +256,7 @@ function setCursor(at) {
   const pixels = Math.max(1, Math.round(rows[row].nbytes * place.scale));
   const x = place.left + Math.max(0, Math.min(pixels - 1, Math.floor(at.x * pixels)));
   const y = row * place.height + place.top + (place.height - place.gap) / 2;
-  cursor = { row, x: (x - place.left + 0.5) / pixels, point: pointAt(x, y), pixel: [x, y] };
+  cursor = { row, x: (x - place.left + 0.5) / pixels, point: at.point || pointAt(x, y), pixel: [x, y] };
   if (cursor.point) { showFacts(cursor.point); showTip(cursor.point, x, y); }
   showCursor();
 }

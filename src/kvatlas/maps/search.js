@@ -143,12 +143,11 @@ function forgetNotes() {
   say("knobs-note", "");
 }
 
-// Puts the cursor on a byte that is shown.
+// Puts the cursor on a byte; where its row is left out of a sample, it is told of all the same.
 function pointTo(address) {
-  const row = rowAt(drawn.rows, address);
-  if (row < 0) return false;
-  setCursor({ row, x: (address - drawn.rows[row].start + 0.5) / drawn.rows[row].nbytes });
-  return true;
+  const row = rowAt(drawn.rows, address), point = find(plan(), view.stage, view.group, address);
+  if (row >= 0) setCursor({ row, x: (address - drawn.rows[row].start + 0.5) / drawn.rows[row].nbytes, point });
+  else { cursor = { row: 0, x: 0, point }; showFacts(point); }
 }
 
 function goToAddress(address) {
@@ -156,7 +155,7 @@ function goToAddress(address) {
   if (!point || point.at.B === undefined) return missing(`no byte ${count(address)} in pool ${pool.index}: ${numbers("bytes", pool.bytes - 1)}`);
   if (point.kind === "field") go({ level: "cell", block: point.at.B, region: point.region, index: point.at.L, at: point.at, field: point.field });
   else go({ level: "block", block: point.at.B });
-  if (!pointTo(address)) showFacts(point);
+  pointTo(address);
   return { found: true, told: "" };
 }
 
@@ -179,7 +178,7 @@ function goToPadding() {
   const { block, address } = paddingOf(group), name = words(plan().groups[group].kind);
   paint.follow = null;
   go({ level: "block", group, block });
-  if (!pointTo(address)) showFacts(find(plan(), view.stage, group, address));
+  pointTo(address);
   return { found: true, told: `the first padding of block ${count(block)} as ${name} holds it` };
 }
 

@@ -185,9 +185,12 @@ function inOrder(order) {
   return found.sort((one, two) => unlike(one) - unlike(two))[0];
 }
 
-// The number of another plan's group that is like the one shown, -1 where it has none.
+// The number of another plan's group that is like the one shown, with states as whole; -1 where it has none.
 function sameGroup(other) {
-  const looks = (group) => group && JSON.stringify([group.kind, group.window, group.num_layers]);
-  const wanted = looks(plan().groups[view.group]);
-  return looks(other.groups[view.group]) === wanted ? view.group : other.groups.findIndex((group) => looks(group) === wanted);
+  const looks = (mine, number) => {
+    const { kind, window, num_layers } = mine.groups[number];
+    return JSON.stringify([kind, window, num_layers, ...regionsOf(mine, { stage: view.stage, group: number }).map((one) => one.splits).slice(0, 1)]);
+  };
+  const wanted = looks(plan(), view.group), alike = [...other.groups.keys()].filter((number) => looks(other, number) === wanted);
+  return alike.includes(view.group) ? view.group : alike[0] ?? -1;
 }
