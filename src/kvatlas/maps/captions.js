@@ -73,20 +73,20 @@ function mainField() {
   return { region: largest, field };
 }
 
-// How the axes of what is shown nest. Layers are there twice where they lie in several alike regions, as packs do.
+// How the axes of what is shown nest. Layers are there twice where several of them lie in each of some alike regions, as packs do.
 function nestingHere() {
   const { region, field } = mainField(), looks = (one) => JSON.stringify([shapeOf(plan().pages[one.page]), one.layers.length]);
   const offsets = regionsOf(plan(), view).filter((one) => looks(one) === looks(region))
     .map((one) => plan().pages[one.page].fields.find(({ name }) => name === field.name).box[0]).sort((one, two) => one - two);
   const axes = nesting(field);
-  if (offsets.length > 1) axes.push(["L", offsets.length, offsets[1] - offsets[0], "packs"]);
+  if (offsets.length > 1) axes.push(["L", offsets.length, offsets[1] - offsets[0], plan().knobs.pack > 1 && region.tokens_per_state ? "packs" : "regions"]);
   return axes.sort((one, two) => two[2] - one[2]);
 }
 
 // What the letters of the order say.
 function renderOrder() {
   const box = byId("order"), { region } = mainField(), axes = nestingHere(), alone = axes.filter(([axis]) => axis === "L").length < 2;
-  const nameOf = ([axis, , , packs]) => (axis === "N" && region.tokens_per_state !== 1 ? "states" : packs && !alone ? `${packs} of layers` : AXES[axis]);
+  const nameOf = ([axis, , , regions]) => (axis === "N" && region.tokens_per_state !== 1 ? "states" : regions && !alone ? `${regions} of layers` : AXES[axis]);
   box.replaceChildren();
   box.hidden = view.level === "memory";
   for (const one of axes) {
