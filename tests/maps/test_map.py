@@ -209,3 +209,9 @@ def test_what_cannot_be_drawn_or_written_is_refused(tmp_path: Path) -> None:
         assert refusal.value.code is Code.UNWRITABLE
     for name in ("map.html", "map.svg", "map.txt"):
         assert kvatlas.map(made).save(tmp_path / name).stat().st_size > 500
+
+
+def test_packs_of_layers_are_named_where_they_lie_outside_of_blocks() -> None:
+    made = plan("Qwen3.5-397B-A17B", memory="80GiB", layout="LBNHC")
+    lines = kvatlas.map(made).text()
+    assert "L 5 packs of layers > B 3,971 blocks > L 3 layers > N 704 states" in lines

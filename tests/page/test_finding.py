@@ -176,7 +176,12 @@ def test_other_orders_are_counted_for_the_plan_shown_and_knobs_say_what_they_cha
 def test_packs_are_seen_in_the_order_of_axes_and_rows_of_one_layer_told_apart(
     browser: Browser, tmp_path: Path
 ) -> None:
-    show(browser, tmp_path, plan("Qwen3.5-397B-A17B", memory="80GiB", layout="LBNHC"))
+    packs, pools = (
+        plan("Qwen3.5-397B-A17B", memory="80GiB", layout=order) for order in ("LBNHC", "LHBNC")
+    )
+    show(browser, tmp_path, packs, others=[pools])
+    summary = "change({ plan: 1 }); const told = summary(); change({ plan: 0 }); return told"
+    assert "for 2 groups of layers" in browser.do(summary), "they share no pool"
     order = browser.do("return byId('order').innerText.replaceAll('\\n', ' ')")
     assert order.startswith("L 5 packs of layers B ")
     assert "5 \N{MULTIPLICATION SIGN} 3 \N{MULTIPLICATION SIGN} 704 = 10,560 runs" in browser.do(

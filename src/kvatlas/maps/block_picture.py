@@ -14,7 +14,15 @@ from kvatlas.maps.plan_drawing import Box, PageDrawing, PlanDrawing, RegionDrawi
 
 MOST_ROWS = 16
 """Rows of a group that are drawn, of each of its regions some; more are alike."""
-_WORDS = {"L": "layers", "B": "blocks", "H": "heads", "N": "states", "k": "parts"}
+_WORDS = {
+    "L": "layers",
+    "packs": "packs of layers",
+    "regions": "regions of layers",
+    "B": "blocks",
+    "H": "heads",
+    "N": "states",
+    "k": "parts",
+}
 _PLAIN = ("attn", "self_attn", "mixer", "linear_attn")
 """Last words of a layer's name that say no more than its group does; `rows.js` has them too."""
 
@@ -45,7 +53,7 @@ class GroupRows(NamedTuple):
     each: float
     """Bytes between two of those that are looked up."""
     field: Box
-    """Where the first field of its largest region lies."""
+    """Where the first field of its largest region lies, and of those that are like it."""
 
     @property
     def heads(self) -> int:
@@ -74,10 +82,12 @@ def nesting(box: Box) -> str:
     >>> axes = (("L", 36, 4096), ("B", 100, 147456), ("H", 1, 512), ("N", 8, 512), ("C", 128, 2))
     >>> nesting(Box(0, 2, axes))
     'B 100 blocks > L 36 layers > N 8 states > C 512 bytes'
+    >>> nesting(Box(0, 2, (("packs", 5, 4096), ("L", 3, 512), ("C", 256, 2))))
+    'L 5 packs of layers > L 3 layers > C 512 bytes'
     """
     several = [axis for axis in box.axes if axis[1] > 1 and axis[0] in _WORDS]
     several.sort(key=lambda axis: -axis[2])
-    outer = [f"{axis} {n:,} {_WORDS[axis]}" for axis, n, _ in several]
+    outer = [f"{axis if len(axis) == 1 else 'L'} {n:,} {_WORDS[axis]}" for axis, n, _ in several]
     content = several[-1][2] if several else box.item
     return " > ".join([*outer, f"C {content:,} bytes"])
 
@@ -105,9 +115,28 @@ def sampled_groups(
         each = min(each, largest / piece_columns)
         seen = [_sample(drawn, row, names, each, columns) for row in rows]
         largest_region = max(regions, key=lambda region: region.page_bytes * len(region.layers))
-        field = drawn.pages[largest_region.page].fields[0].box
+        field = _with_regions(drawn, regions, largest_region)
         alike[key] = GroupRows(number, 1, seen, each, field)
     return list(alike.values())
+
+
+def _with_regions(drawn: PlanDrawing, regions: list[RegionDrawing], one: RegionDrawing) -> Box:
+    """A region's first field, with an axis of the regions that are like it where there are some."""
+
+    def first_field(region: RegionDrawing) -> Box:
+        return drawn.pages[region.page].fields[0].box
+
+    box = first_field(one)
+    offsets = sorted(
+        first_field(region).offset
+        for region in regions
+        if len(region.layers) == len(one.layers) and first_field(region).axes == box.axes
+    )
+    if len(offsets) == 1:
+        return box
+    packed = one.tokens_per_state and drawn.knobs["pack"] != 1
+    name = "L" if len(one.layers) == 1 else "packs" if packed else "regions"
+    return Box(box.offset, box.item, ((name, len(offsets), offsets[1] - offsets[0]), *box.axes))
 
 
 class _Row(NamedTuple):
