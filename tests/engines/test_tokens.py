@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
@@ -16,13 +15,13 @@ from tests.engines.guarded import Guarded
 from tests.engines.side_by_side import NAME as SIDE_BY_SIDE
 from tests.engines.side_by_side import SideBySide
 from tests.engines.zoo import NEW, PROMPTS, ZOO, behind, generate, model_of, own_tokens, prompts
+from tests.profiles import DEEP
 
 ORDERS = [layout.order for layout in ENGINE_LAYOUTS]
 PACKS = (1, 2, 4)
 SOME = 18
 """Tokens with which sequences cross blocks and leave windows; all of them are generated once."""
 Way = dict[str, Any]
-DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
 Case = TypeVar("Case")
 
 
