@@ -26,7 +26,7 @@ Case = TypeVar("Case")
 
 
 def by_turns(cases: Iterable[Case], turn: int, of: int = 3) -> list[Case]:
-    """Every third case, say; all of them in the deep profile, which `make test-transformers` runs."""
+    """Every third case, say; all in the deep profile, which `make test-transformers` runs."""
     return list(cases) if DEEP else list(cases)[turn::of]
 
 
