@@ -112,6 +112,9 @@ def test_a_search_combines_layer_head_and_token_and_says_what_is_not_there(
         assert told in find(browser, text), text
         assert browser.do("return paint.follow") is None, "the last search is still lit"
     find(browser, "head 5")
+    assert find(browser, " ") == ""
+    assert browser.do("return paint.follow") is None, "an empty box lets go"
+    find(browser, "head 5")
     browser.do("change({ tpRank: 0 })")
     assert browser.do("return paint.follow") is None, "what is not on this rank is followed"
     assert browser.complaints() == []

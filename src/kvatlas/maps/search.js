@@ -16,10 +16,11 @@ function termsOf(query) {
 function search(text) {
   const query = text.trim().toLowerCase(), terms = termsOf(query);
   const [, digits] = /^(?:address\s*)?(0x[0-9a-f]+|[\d,]+)$/.exec(query) || [];
+  if (!query) { paint.follow = null; update(); return { found: true, told: "" }; }
   if (terms) return goToTerms(terms);
   if (digits !== undefined) return goToAddress(Number(digits.replaceAll(",", "")));
   if (query === "padding") return goToPadding();
-  const name = query ? data.names.findIndex((one) => `.${one.toLowerCase()}.`.includes(query)) : -1;
+  const name = data.names.findIndex((one) => `.${one.toLowerCase()}.`.includes(query));
   const region = name < 0 ? null : plan().regions.find((one) => one.layers.includes(name));
   if (!region) return missing(`nothing is called “${text.trim()}”: a layer's name, “head 5”, “token 100”, “block 7”, “padding” or an address is found`);
   return goToTerms({}, { name, region });
@@ -179,7 +180,8 @@ function goToPadding() {
   paint.follow = null;
   go({ level: "block", group, block });
   pointTo(address);
-  return { found: true, told: `the first padding of block ${count(block)} as ${name} holds it` };
+  const what = cursor.point.kind === "unused" ? "unused byte" : "padding";
+  return { found: true, told: `the first ${what} of block ${count(block)} as ${name} holds it` };
 }
 
 byId("search").addEventListener("submit", (event) => {
