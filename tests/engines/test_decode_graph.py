@@ -70,3 +70,24 @@ def test_attention_that_reads_no_pages_is_refused() -> None:
     with pytest.raises(AtlasError, match="Only attention that reads pages") as refused:
         DecodeGraph(model, cache)
     assert refused.value.code == Code.ENGINE_REFUSES
+
+
+def test_steps_without_positions_or_with_several_a_token_are_those_of_the_model(
+    pages: Guarded,
+) -> None:
+    model, inputs = model_of("Llama"), prompts()
+    model.set_attn_implementation("kvatlas")
+    mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 1), value=1)
+    assert not mask.all(), "some sequence is padded"
+    said = []
+    for steps in (0, 1):
+        cache = pages.cache("Llama")
+        with torch.no_grad(), DecodeGraph(model, cache) as graph:
+            first = model(**inputs, past_key_values=cache).logits[:, -1:].argmax(-1)
+            step = graph.model.forward if steps else graph._forward
+            said.append(step(first, attention_mask=mask, past_key_values=cache).logits)
+        assert graph.steps == steps
+        options = {"past_key_values": cache, "position_ids": torch.zeros((3, 3, 1))}
+        assert not graph._is_step(first, options), "three a token, as for pictures"
+        cache.reset()
+    assert torch.allclose(said[0], said[1], atol=1e-5)
