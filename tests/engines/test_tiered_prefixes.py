@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from kvatlas.engines.transformers import AtlasCache, PrefixReuse, make_plan
+from kvatlas.engines.transformers.tiered_prefixes import loaded_weights
 from kvatlas.errors import AtlasError
 from kvatlas.pool import BlockPool, PrefixIdentity
 from kvatlas.tier import Tier, open_tier
@@ -213,3 +214,26 @@ def test_four_processes_at_once_share_a_tier_and_every_token_is_right(tmp_path: 
                         counted += Counter(json.loads(line.removeprefix("counts ")))
             assert counted["loaded"] > 4, (name, where, counted)
             assert not counted["failed"] + counted["not_stored"], (name, where, counted)
+
+
+def test_weights_that_differ_in_any_element_are_others() -> None:
+    for kind in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
+        layer = torch.nn.Linear(128, 128, dtype=torch.float32).to(kind).requires_grad_(False)
+        packed = torch.zeros(128 * 128 + 3, dtype=kind)
+        layer.weight.data = packed[3:].view(128, 128)  # as others lay several into one
+        told = {loaded_weights(layer)}
+        for place in (0, 1, 77, 128 * 128 - 1):
+            packed.view(torch.uint8)[-1 - place] = 1
+            told.add(loaded_weights(layer))
+        assert len(told) == 5
+
+
+def test_whole_blocks_of_a_request_that_is_longer_than_the_tiers_are_stored(
+    pages: Guarded, tmp_path: Path
+) -> None:
+    prompt = prompts()[0][:60]
+    with engine("Llama", pages, tmp_path / "file", 0, max_len=40) as one:
+        ask("Llama", one, prompt)
+        assert one.tiered.counts["stored"] == 1
+    with engine("Llama", pages, tmp_path / "file", 1) as other:
+        assert ask("Llama", other, prompt)[0] == 32
