@@ -67,9 +67,11 @@ def said_to(name: str, prompt: list[int], cache: AtlasCache | None = None) -> li
     return tokens
 
 
-def ask(name: str, reuse: PrefixReuse, prompt: list[int], **about: Any) -> tuple[int, list[int]]:
+def ask(
+    name: str, reuse: PrefixReuse, prompt: list[int], attention: str = "kvatlas", **about: Any
+) -> tuple[int, list[int]]:
     """How many tokens were found, and what is said then: the same as without a tier."""
-    model_of(name).set_attn_implementation("kvatlas")
+    model_of(name).set_attn_implementation(attention)
     found = reuse.begin(prompt, **about)
     said = said_to(name, prompt, reuse.cache)
     reuse.end(said)
@@ -109,6 +111,17 @@ def test_tokens_behind_what_another_engine_stored_are_those_without_it(
     kinds = (f"folder://{tmp_path}/store", tmp_path / "file")
     for where in kinds if DEEP else kinds[QUICK.index(name) :][:1]:
         converse(name, pages, where)
+
+
+def test_tokens_of_a_chunk_before_which_did_not_come_are_not_read(
+    pages: Guarded, tmp_path: Path
+) -> None:
+    first, more, _ = prompts()
+    with engine("Llama4", pages, tmp_path / "file", 1) as one:
+        said = ask("Llama4", one, first[:30])[1]
+    with engine("Llama4", pages, tmp_path / "file", 1) as other:
+        found, _ = ask("Llama4", other, said + more[:3], attention="eager")
+        assert found == len(said) - 1
 
 
 @pytest.mark.skipif(bool(mooncake_world.missing()), reason=mooncake_world.missing() or "it is here")
