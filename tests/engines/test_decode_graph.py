@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 import torch
 
 from kvatlas.engines.transformers import AtlasCache, DecodeGraph
 from kvatlas.errors import AtlasError, Code
+from kvatlas.pool import GONE
 from tests.engines.guarded import Guarded
 from tests.engines.test_tokens import by_turns
 from tests.engines.zoo import ZOO, generate, model_of, own_tokens, prompts, tiny_of
@@ -91,3 +94,27 @@ def test_steps_without_positions_or_with_several_a_token_are_those_of_the_model(
         assert not graph._is_step(first, options), "three a token, as for pictures"
         cache.reset()
     assert torch.allclose(said[0], said[1], atol=1e-5)
+
+
+def test_a_graph_is_not_replayed_on_tables_that_came_to_lie_where_others_lay(
+    pages: Guarded,
+) -> None:
+    model, cache = model_of("Llama"), pages.cache("Llama")
+    model.set_attn_implementation("kvatlas")
+    with torch.no_grad(), DecodeGraph(model, cache) as graph:
+        first = model(**prompts(), past_key_values=cache).logits[:, -1:].argmax(-1)
+        (table,) = cache.batch.tables
+        narrow = table.ids.clone()
+        place = torch.empty(2 * narrow.numel(), dtype=torch.long)
+        table._ids = place[: narrow.numel()].view(narrow.shape).copy_(narrow)
+        model(first, past_key_values=cache)
+        step = graph._step
+        assert step is not None
+        step._graph = cast("torch.cuda.CUDAGraph", object())  # which nobody can replay
+        wide = torch.cat((table.ids, torch.full_like(narrow, GONE)), 1)
+        table._ids = place.view(wide.shape).copy_(wide)
+        model(first, past_key_values=cache)
+        assert not graph.captured
+        model.set_attn_implementation("eager")
+        model(first, past_key_values=cache)
+        assert graph.steps == 2, "attention that needs all rows has them"

@@ -90,6 +90,7 @@ class DecodeGraph:
         positions = options.get("position_ids")
         return (
             options.get("past_key_values") is self.cache
+            and self.model.config._attn_implementation == NAME
             and self.cache.seen > max(self.cache.batch.padding, default=0)
             and tuple(ids.shape) == (self.cache.batch.size, 1)
             and (positions is None or positions.dim() == ids.dim())
@@ -129,7 +130,8 @@ class _CapturedStep:
         self._ids = torch.zeros_like(self._positions)
         tensors = StepTensors(lengths, torch.ones_like(lengths), None)
         self._fixed = FixedStep(tensors, dict(zip(self._attention, slots, strict=True)))
-        self._tables: list[int] = []
+        self._tables: list[Tensor] = []
+        """Which the graph reads: kept, so that no others come to lie where they lay."""
         self._graph: torch.cuda.CUDAGraph | None = None
         self._answer: Any = None
         self._warm = False
@@ -149,8 +151,8 @@ class _CapturedStep:
         self._ids.copy_(ids)
         if positions is not None:
             self._positions.copy_(positions)
-        tables = [table.ids.data_ptr() for table in self._cache.batch.tables]
-        if tables != self._tables:  # they have outgrown their room
+        tables = [table.ids for table in self._cache.batch.tables]
+        if list(map(id, tables)) != list(map(id, self._tables)):  # they have outgrown their room
             self._tables, self._graph, self._warm = tables, None, False
         if self._graph is None and self._warm and ids.is_cuda:
             self._capture()
