@@ -157,12 +157,13 @@ class BlockTable:
         """
         if tokens not in self._to_read:
             slots = self.slots(tokens, padding)
+            self._to_read = {tokens: (slots, None)}
+            if self.visibility == Visibility() and max(padding) <= tokens.start:
+                return slots, None  # all are stored
             firsts = [skipped + self._first_visible(max(start - skipped, 0)) for skipped in padding]
             unseen = torch.tensor(firsts, device=self.device).unsqueeze(1) - tokens.start
             missing = (slots < 0) | (torch.arange(len(tokens), device=self.device) < unseen)
-            all_stored = self.visibility == Visibility() and max(padding) <= tokens.start
-            self._to_read = {tokens: (slots, None)}
-            if not all_stored and bool(missing.any()):
+            if bool(missing.any()):
                 self._to_read = {tokens: (slots.clamp(min=0), missing)}
         return self._to_read[tokens]
 
