@@ -19,8 +19,6 @@ from kvatlas.wire import Bytes
 
 _LEASES = 8
 """Leases that all rows are enough for."""
-_AT_ONCE = 16 << 20
-"""Bytes that are moved together at most: a store begins when as many are there."""
 
 Needed = Mapping[int, int]
 """How many rows of each pool."""
@@ -53,7 +51,7 @@ class StagingRows:
 
     def at_once(self, pool: int) -> int:
         """Rows of a pool that are moved together: few, so that several leases are under way."""
-        return max(1, min(self.rows[pool] // _LEASES, _AT_ONCE // self._block_bytes[pool]))
+        return max(1, self.rows[pool] // _LEASES)
 
     def lease(self, needed: Needed, deadline: Deadline) -> RowLease | None:
         """Rows, all that are needed at once; None where none come free in time."""
