@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 import torch
 
 from kvatlas.engines.transformers import AtlasCache, DecodeGraph
 from kvatlas.errors import AtlasError, Code
+from kvatlas.pool import GONE
 from tests.engines.guarded import Guarded
 from tests.engines.test_tokens import by_turns
 from tests.engines.zoo import ZOO, generate, model_of, own_tokens, prompts, tiny_of
@@ -70,3 +73,48 @@ def test_attention_that_reads_no_pages_is_refused() -> None:
     with pytest.raises(AtlasError, match="Only attention that reads pages") as refused:
         DecodeGraph(model, cache)
     assert refused.value.code == Code.ENGINE_REFUSES
+
+
+def test_steps_without_positions_or_with_several_a_token_are_those_of_the_model(
+    pages: Guarded,
+) -> None:
+    model, inputs = model_of("Llama"), prompts()
+    model.set_attn_implementation("kvatlas")
+    mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 1), value=1)
+    assert not mask.all(), "some sequence is padded"
+    said = []
+    for steps in (0, 1):
+        cache = pages.cache("Llama")
+        with torch.no_grad(), DecodeGraph(model, cache) as graph:
+            first = model(**inputs, past_key_values=cache).logits[:, -1:].argmax(-1)
+            step = graph.model.forward if steps else graph._forward
+            said.append(step(first, attention_mask=mask, past_key_values=cache).logits)
+        assert graph.steps == steps
+        options = {"past_key_values": cache, "position_ids": torch.zeros((3, 3, 1))}
+        assert not graph._is_step(first, options), "three a token, as for pictures"
+        cache.reset()
+    assert torch.allclose(said[0], said[1], atol=1e-5)
+
+
+def test_a_graph_is_not_replayed_on_tables_that_came_to_lie_where_others_lay(
+    pages: Guarded,
+) -> None:
+    model, cache = model_of("Llama"), pages.cache("Llama")
+    model.set_attn_implementation("kvatlas")
+    with torch.no_grad(), DecodeGraph(model, cache) as graph:
+        first = model(**prompts(), past_key_values=cache).logits[:, -1:].argmax(-1)
+        (table,) = cache.batch.tables
+        narrow = table.ids.clone()
+        place = torch.empty(2 * narrow.numel(), dtype=torch.long)
+        table._ids = place[: narrow.numel()].view(narrow.shape).copy_(narrow)
+        model(first, past_key_values=cache)
+        step = graph._step
+        assert step is not None
+        step._graph = cast("torch.cuda.CUDAGraph", object())  # which nobody can replay
+        wide = torch.cat((table.ids, torch.full_like(narrow, GONE)), 1)
+        table._ids = place.view(wide.shape).copy_(wide)
+        model(first, past_key_values=cache)
+        assert not graph.captured
+        model.set_attn_implementation("eager")
+        model(first, past_key_values=cache)
+        assert graph.steps == 2, "attention that needs all rows has them"

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from kvatlas.engines.transformers import AtlasCache, PrefixReuse, make_plan
+from kvatlas.engines.transformers.tiered_prefixes import loaded_weights
 from kvatlas.errors import AtlasError
 from kvatlas.pool import BlockPool, PrefixIdentity
 from kvatlas.tier import Tier, open_tier
@@ -67,9 +68,11 @@ def said_to(name: str, prompt: list[int], cache: AtlasCache | None = None) -> li
     return tokens
 
 
-def ask(name: str, reuse: PrefixReuse, prompt: list[int], **about: Any) -> tuple[int, list[int]]:
+def ask(
+    name: str, reuse: PrefixReuse, prompt: list[int], attention: str = "kvatlas", **about: Any
+) -> tuple[int, list[int]]:
     """How many tokens were found, and what is said then: the same as without a tier."""
-    model_of(name).set_attn_implementation("kvatlas")
+    model_of(name).set_attn_implementation(attention)
     found = reuse.begin(prompt, **about)
     said = said_to(name, prompt, reuse.cache)
     reuse.end(said)
@@ -109,6 +112,17 @@ def test_tokens_behind_what_another_engine_stored_are_those_without_it(
     kinds = (f"folder://{tmp_path}/store", tmp_path / "file")
     for where in kinds if DEEP else kinds[QUICK.index(name) :][:1]:
         converse(name, pages, where)
+
+
+def test_tokens_of_a_chunk_before_which_did_not_come_are_not_read(
+    pages: Guarded, tmp_path: Path
+) -> None:
+    first, more, _ = prompts()
+    with engine("Llama4", pages, tmp_path / "file", 1) as one:
+        said = ask("Llama4", one, first[:30])[1]
+    with engine("Llama4", pages, tmp_path / "file", 1) as other:
+        found, _ = ask("Llama4", other, said + more[:3], attention="eager")
+        assert found == len(said) - 1
 
 
 @pytest.mark.skipif(bool(mooncake_world.missing()), reason=mooncake_world.missing() or "it is here")
@@ -214,3 +228,26 @@ def test_four_processes_at_once_share_a_tier_and_every_token_is_right(tmp_path: 
                         counted += Counter(json.loads(line.removeprefix("counts ")))
             assert counted["loaded"] > 4, (name, where, counted)
             assert not counted["failed"] + counted["not_stored"], (name, where, counted)
+
+
+def test_weights_that_differ_in_any_element_are_others() -> None:
+    for kind in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
+        layer = torch.nn.Linear(128, 128, dtype=torch.float32).to(kind).requires_grad_(False)
+        packed = torch.zeros(128 * 128 + 3, dtype=kind)
+        layer.weight.data = packed[3:].view(128, 128)  # as others lay several into one
+        told = {loaded_weights(layer)}
+        for place in (0, 1, 77, 128 * 128 - 1):
+            packed.view(torch.uint8)[-1 - place] = 1
+            told.add(loaded_weights(layer))
+        assert len(told) == 5
+
+
+def test_whole_blocks_of_a_request_that_is_longer_than_the_tiers_are_stored(
+    pages: Guarded, tmp_path: Path
+) -> None:
+    prompt = prompts()[0][:60]
+    with engine("Llama", pages, tmp_path / "file", 0, max_len=40) as one:
+        ask("Llama", one, prompt)
+        assert one.tiered.counts["stored"] == 1
+    with engine("Llama", pages, tmp_path / "file", 1) as other:
+        assert ask("Llama", other, prompt)[0] == 32

@@ -107,3 +107,61 @@ def test_writers_at_once_keep_to_the_room_that_there_is(tmp_path: Path) -> None:
     assert 1000 <= used <= 2000
     with FolderStore(tmp_path, capacity=2000)._ledger.held() as ledger:
         assert ledger.used == used
+
+
+def test_a_count_that_is_made_while_objects_are_removed_is_right_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stores = [FolderStore(tmp_path, capacity=5000) for _ in range(2)]
+    names = [f"kv1/{number}/0" for number in range(40)]
+    stores[0].put([(name, [SOME]) for name in names])
+    opened, unlink = threading.Event(), Path.unlink
+
+    def count() -> None:
+        FolderStore(tmp_path, capacity=5000)
+        opened.set()
+
+    def then_counted(path: Path, *, missing_ok: bool = False) -> None:
+        unlink(path, missing_ok=missing_ok)
+        if path == tmp_path / names[5]:
+            threading.Thread(target=count).start()
+            opened.wait(0.1)
+
+    monkeypatch.setattr(Path, "unlink", then_counted)
+    assert stores[1].remove(names[:30]) == 30
+    assert opened.wait(20)
+    with stores[0]._ledger.held() as ledger:
+        assert ledger.used == stores[0].capacity().used == 1000
+
+
+def test_folders_go_with_their_last_object_and_are_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FolderStore(tmp_path, capacity=1000)
+    for number in range(100):  # each makes room for the next
+        assert store.put([(f"kv1/row-{number}/0", [SOME])]) == [True]
+    assert len(list((tmp_path / "kv1").iterdir())) <= 10
+    mkdir, removed = Path.mkdir, threading.Event()
+
+    def then_removed(path: Path, mode: int, *, parents: bool, exist_ok: bool) -> None:
+        mkdir(path, mode, parents, exist_ok)
+        if path.name == "row-new" and not removed.is_set():
+            path.rmdir()
+            removed.set()
+
+    monkeypatch.setattr(Path, "mkdir", then_removed)
+    assert store.put([("kv1/row-new/0", [SOME])]) == [True]
+    assert removed.is_set()
+    store.remove_all("kv1/")
+    assert [path.name for path in tmp_path.iterdir()] == [".used"]
+
+
+def test_a_disk_that_does_not_answer_is_not_one_without_objects(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FolderStore(tmp_path)
+    assert store.put([("kv1/a", [SOME])]) == [True]
+    monkeypatch.setattr(Path, "lstat", lambda _: (_ for _ in ()).throw(OSError("stale")))
+    with pytest.raises(AtlasError) as refusal:
+        store.exists(["kv1/a"])
+    assert refusal.value.code is Code.UNREADABLE

@@ -10,7 +10,14 @@ import pytest
 
 from kvatlas import AtlasError, Code
 from kvatlas.models import Model
-from kvatlas.tier import CacheIdentity, FolderStore, HostStore, ObjectStore, StoreTier
+from kvatlas.tier import (
+    CacheIdentity,
+    FolderStore,
+    HostStore,
+    ObjectStore,
+    StoreTier,
+    row_traffic,
+)
 from tests.planning.models import SMALL
 from tests.profiles import DEEP
 from tests.tier.test_topologies import MODELS, TURNS
@@ -65,6 +72,20 @@ def test_two_tiers_of_unlike_staging_share_a_folder(tmp_path: Path) -> None:
         world.check(two, small(model, tp=3, layout="LBNHC"))
         assert world.store(two, small(model, tp=6))[-1].waiting == 0
         assert not two.misses
+
+
+def test_marks_that_a_store_has_evicted_are_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_traffic, "_MARKED_FOR", 0.0)
+    model, store = MODELS["dense"], HostStore()
+    world = World(model, 64)
+    with tier_in(store, model) as tier:
+        world.store(tier, small(model))
+        store.remove(tier.namespace.marks)
+        tier.drop(world.keys(tier))
+        world.store(tier, small(model))
+        with tier_in(store, model) as fresh:
+            assert fresh.match([b"of nobody"] * 4, 64) == 0
+            assert fresh.misses == {"absent": 1}
 
 
 def test_a_rank_that_has_a_part_of_an_object_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ from kvatlas.tier import (
     TierEvents,
     block_hash,
     open_tier,
+    prefix_finder,
     tier_events,
 )
 from tests.tier.test_store_topologies import OURS
@@ -153,3 +155,28 @@ def test_a_publisher_sends_what_a_tier_has(tmp_path: Path) -> None:
         (stored,) = received.batch.events
         assert isinstance(stored, BlockStored)
         assert (stored.medium, stored.token_ids) == ("CPU", list(range(64)))
+
+
+def test_a_tier_that_is_slow_is_asked_for_so_long_and_no_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    about: dict[str, Any] = {"block_size": BLOCK, "max_len": 1 << 14, "memory": "16MiB"}
+    with open_tier("memory", MODELS["six hybrid"], **about) as tier:
+        finder, asked = PrefixFinder(tier), []
+
+        def slow(group: int, ends: list[Any], **_: Any) -> list[bool]:
+            asked.append(len(ends))
+            time.sleep(0.05)
+            return [group == finder._keeping] * len(ends)
+
+        monkeypatch.setattr(tier, "kept_ends", slow)
+        monkeypatch.setattr(prefix_finder, "_SECONDS", 0.1)
+        assert finder.longest(finder.chain(range(16_000))) == 0
+        assert len(asked) < 8
+        events = TierEvents(tier, lambda _: None)
+        for number in range(50):
+            events.note(finder.chain([number] * 20), 20)
+        monkeypatch.setattr(tier_events, "_SECONDS", 0.0)
+        asked.clear()
+        events.tell()
+        assert 1 <= len(asked) <= len(tier.plan.groups), "of one request; the others come later"

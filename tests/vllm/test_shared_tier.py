@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvatlas import AtlasError
+from kvatlas import AtlasError, Code
 from kvatlas.engines.vllm import (
     ConnectorSettings,
     describe_stage,
@@ -25,7 +25,8 @@ from kvatlas.engines.vllm.prefix_tier import PrefixTier
 from kvatlas.engines.vllm.scheduler_side import SchedulerSide
 from kvatlas.engines.vllm.tier_worker import TierWorker
 from kvatlas.routing import route
-from kvatlas.tier import is_store
+from kvatlas.tier import FolderStore, is_store
+from kvatlas.tier.opening import rows_of
 from kvatlas.wire import Memory, copy_request
 from tests.vllm.shapes import Blocks, Config, FullAttentionSpec, Group, vllm_config
 from tests.vllm.test_prefix_tier import LAYERS, MEMORY, TOKENS, asking
@@ -302,3 +303,44 @@ def test_what_all_ranks_have_stored_is_told_to_routers_and_what_is_gone_too(
         assert not one.scheduler.take_events(), "vLLM itself says that nothing is found any more"
         one.close()
     assert SchedulerSide(vllm_config(), Config([], num_blocks=1)).take_events() == []
+
+
+def test_routers_are_told_nothing_of_other_weights_and_an_engine_waits_for_no_tier_then(
+    tmp_path: Path,
+) -> None:
+    one = Ranks(tmp_path / "tier", "one", tp=1, block=64)
+    kept_by(one, [3, 9, 1, 7, 5])
+    one.scheduler.sent({"r"})
+    prefixes = one.scheduler._tier._tier  # type: ignore[union-attr]
+    assert not one.scheduler.take_events(), "it is being asked"
+    events, telling = prefixes._events, prefixes._telling
+    assert events is not None
+    assert telling is not None
+    telling.result(20)
+    answering = threading.Event()
+    one.asked.kept_ends = lambda _, ends, **__: [answering.wait(20)] * len(ends)
+    events.note(prefixes.chain(TOKENS[:64], "others"), 64)
+    under_way = prefixes._asking.submit(events.tell)
+    begun = time.monotonic()
+    assert one.scheduler.reset_tier()
+    assert time.monotonic() - begun < 10
+    answering.set()
+    under_way.result(20)
+    assert not one.scheduler.take_events(), "what was found is nothing to the new weights"
+    one.close()
+
+
+def test_a_store_that_cannot_be_used_is_let_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[FolderStore] = []
+    monkeypatch.setattr(FolderStore, "close", lambda store: closed.append(store))
+    gone = AtlasError(Code.WIRE_FAILED, got="no memory for the store", hint="")
+    monkeypatch.setattr(FolderStore, "register", lambda *_: (_ for _ in ()).throw(gone))
+    settings = ConnectorSettings.read({"tier": f"folder://{tmp_path}", "transport": "none"})
+    config = Config([Group(FullAttentionSpec(block_size=64), LAYERS[0])], num_blocks=24)
+    plan = join_stages([describe_stage(vllm_config(), config)])
+    rows = rows_of(described_model([describe_stage(vllm_config(), config)]), 64, 512, "1GiB")
+    assert find_fleet_tier(settings, rows.to_json(), b"weights") is None
+    assert open_fleet_tier(settings, plan, b"weights") is None
+    assert len(closed) == 2

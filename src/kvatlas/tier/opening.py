@@ -132,7 +132,7 @@ def open_store(where: str, **instead: Any) -> ObjectStore:
         match address.scheme:
             case "mooncake":
                 return MooncakeStore(address.netloc, **about)
-            case "folder":
+            case "folder" if address.netloc + address.path:
                 return FolderStore(address.netloc + address.path, **about)
             case "host":
                 return HostStore(**about)

@@ -7,6 +7,7 @@ ends are asked for by their keys, many at once, from the last that the other lay
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from itertools import compress
 from math import gcd
@@ -23,6 +24,8 @@ _AT_ONCE = 1024
 """Keys that a tier is asked for in one call."""
 _TRIES = 16
 """Ends that are looked at closely: some groups may lack what others have."""
+_SECONDS = 2.0
+"""Seconds after which a tier that is slow is asked for no further ends."""
 
 
 class PrefixFinder:
@@ -75,25 +78,28 @@ class PrefixFinder:
     def longest(self, chain: PrefixChain) -> int:
         """How many of a request's first tokens the tier has; their keys are `chain.keys` of it."""
         if self.partial:
-            for stop in self._ends(chain):
+            until = time.monotonic() + _SECONDS
+            for stop in self._ends(chain, until):
                 if self.tier.match(chain.keys(stop), stop) == stop:
                     return stop
         # Where there is nothing, this also has a store count why.
         whole = chain.count // self.unit * self.unit
         return self.tier.match(chain.keys(whole), whole) if whole else 0
 
-    def _ends(self, chain: PrefixChain) -> Iterator[int]:
+    def _ends(self, chain: PrefixChain, until: float) -> Iterator[int]:
         """Where requests were stored up to that began as this one does, the longest first."""
         tried = 0
-        for last in range(self._farthest(chain), 0, -_AT_ONCE):
+        for last in range(self._farthest(chain, until), 0, -_AT_ONCE):
             stops = range(last, max(0, last - _AT_ONCE), -1)
-            there = list(compress(stops, self._kept(self._ending, chain, stops)))
-            yield from there[: _TRIES - tried]
-            tried += len(there)
-            if tried >= _TRIES:
+            for stop in compress(stops, self._kept(self._ending, chain, stops)):
+                if tried == _TRIES or time.monotonic() > until:
+                    return
+                tried += 1
+                yield stop
+            if time.monotonic() > until:
                 return
 
-    def _farthest(self, chain: PrefixChain) -> int:
+    def _farthest(self, chain: PrefixChain, until: float) -> int:
         """The last token that a prefix could end with: not a block behind what is kept whole."""
         if self._keeping is None:
             return chain.count
@@ -104,6 +110,8 @@ class PrefixFinder:
             for stop, there in zip(stops, self._kept(self._keeping, chain, stops), strict=True):
                 if not there:
                     return stop - 1
+            if time.monotonic() > until:
+                return stops[-1]
         return chain.count
 
     def _kept(self, group: int, chain: PrefixChain, stops: range) -> list[bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -24,6 +25,8 @@ _REMEMBERED = 4096
 """Shapes of rows, by rank, of which it is known what the rank brings."""
 _NAMES_AT_ONCE = 16_384
 """Objects that a store is asked for in one call."""
+_MARKED_FOR = 60.0
+"""Seconds for which marks are taken to be there still: stores evict them like other objects."""
 
 
 class StagedObject(NamedTuple):
@@ -59,7 +62,7 @@ class RowTraffic:
         self.store, self.names, self.staging = store, names, staging
         self.calls = StoreCalls(store.calls_at_once)
         self._pool_of = [group.pool for group in names.cut.plan.groups]
-        self._marked = False
+        self._marked_until = 0.0
         self._shares: dict[tuple[int, int, Any], RowShare] = {}
 
     # -- what there is ------------------------------------------------------------------
@@ -110,23 +113,23 @@ class RowTraffic:
 
     def why_absent(self, deadline: Deadline) -> str:
         """Why nothing can be found here: from what on nobody has stored anything alike."""
-        if not self._marked:
+        if time.monotonic() >= self._marked_until:
             there = list(self._exist(self.names.marks, deadline))
             if False in there:
                 return f"other_{LEVELS[there.index(False)]}"
-            self._marked = True
+            self._marked_until = time.monotonic() + _MARKED_FOR
         return "absent"
 
     def mark(self, deadline: Deadline) -> None:
         """Have others know that such caches are stored here."""
-        if not self._marked:
+        if time.monotonic() >= self._marked_until:
             marks = self.names.mark_objects()
             self.calls.result(self.calls.start(lambda: self.store.put(marks)), deadline)
-            self._marked = True
+            self._marked_until = time.monotonic() + _MARKED_FOR
 
     def forget_marks(self) -> None:
         """The marks were removed: whoever stores next makes them again."""
-        self._marked = False
+        self._marked_until = 0.0
 
     # -- rows on their way --------------------------------------------------------------
 

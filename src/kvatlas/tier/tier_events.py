@@ -8,6 +8,7 @@ can. Stores evict in silence, and tiers are shared, so asking is the only way to
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby, islice
@@ -30,6 +31,8 @@ _NOTED = 4096
 """Requests that wait to be looked for; the oldest are given up beyond."""
 _AGAIN = 1024
 """Blocks that are asked for again at a time."""
+_SECONDS = 2.0
+"""Seconds after which the requests that are left are looked for another time."""
 _MOST = 1 << 20
 """Blocks that are remembered; beyond, the oldest are told of as removed."""
 
@@ -94,10 +97,11 @@ class TierEvents:
     def tell(self) -> None:
         """Tell what can be found since the last call, and what no more.
 
-        A tier that cannot be asked now is asked the next time.
+        A tier that cannot be asked now is asked the next time, and a slow one for the rest.
         """
         with self._lock:
             news: list[BlockEvent] = []
+            until = time.monotonic() + _SECONDS
             try:
                 news += self._removed()
                 for _ in range(len(self._noted)):
@@ -109,6 +113,8 @@ class TierEvents:
                         raise
                     if not complete and noted.tries < _TRIES:
                         self._noted.append(noted._replace(tries=noted.tries + 1))
+                    if time.monotonic() > until:
+                        break
                 news += self._forgotten()
             except AtlasError:
                 pass  # it is slow or gone, which is no news of what it has

@@ -147,17 +147,23 @@ class BlockTable:
             self._slots[tokens] = slots.masked_fill(missing, -1)
         return self._slots[tokens]
 
-    def slots_to_read(self, tokens: range, padding: Sequence[int]) -> tuple[Tensor, Tensor | None]:
-        """Slots of tokens, 0 where nothing is stored, and where that is; None for nowhere.
+    def slots_to_read(
+        self, tokens: range, start: int, padding: Sequence[int]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Slots of tokens, 0 where there is nothing to see, and where that is; None for nowhere.
 
+        Tokens of a chunk that ended before `start` may never have come: nobody sees them.
         All layers of a group read the same, and the first call alone may wait for the device.
         """
         if tokens not in self._to_read:
             slots = self.slots(tokens, padding)
-            missing = slots < 0
-            all_stored = self.visibility == Visibility() and max(padding) <= tokens.start
             self._to_read = {tokens: (slots, None)}
-            if not all_stored and bool(missing.any()):
+            if self.visibility == Visibility() and max(padding) <= tokens.start:
+                return slots, None  # all are stored
+            firsts = [skipped + self._first_visible(max(start - skipped, 0)) for skipped in padding]
+            unseen = torch.tensor(firsts, device=self.device).unsqueeze(1) - tokens.start
+            missing = (slots < 0) | (torch.arange(len(tokens), device=self.device) < unseen)
+            if bool(missing.any()):
                 self._to_read = {tokens: (slots.clamp(min=0), missing)}
         return self._to_read[tokens]
 

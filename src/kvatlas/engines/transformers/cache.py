@@ -209,6 +209,7 @@ class AtlasCache(TransformersCache):
         self.reset()
         self.batch.admit(sequences)
         for table in self._tables:
+            table.padded = False
             if not table.recurrent:
                 table.reserve(0, tokens, self.batch.padding)
         self._go_on_behind(tokens)

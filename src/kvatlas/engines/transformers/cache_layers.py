@@ -77,7 +77,7 @@ class PagedAttentionLayer(CacheLayerMixin):
     def _in_sight(self, start: int, heads: int, dtype: torch.dtype) -> Pair:
         """What the mask of transformers covers, gathered; zeros where nothing is stored."""
         tokens = range(self._offset(start), self.seen)
-        slots, missing = self.table.slots_to_read(tokens, self.batch.padding)
+        slots, missing = self.table.slots_to_read(tokens, start, self.batch.padding)
         if self.latent:
             pair = read_latent(self.pages, slots.flatten())
         else:

@@ -28,7 +28,8 @@ class DecodeGraph:
     Within a `with` block `generate()` and calls of the model go as before, and steps of one token
     for every sequence of the cache are replayed. The first step of a batch runs without a graph,
     the second is captured; so is the first after tables have grown out of their room. What a
-    replayed step returns is overwritten by the next. Without a GPU the same is done in the same
+    replayed step returns is overwritten by the next. The mask is looked at in a batch's first
+    step: those of later ones must go on as it began. Without a GPU the same is done in the same
     tensors, and no graph is captured.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -86,10 +87,13 @@ class DecodeGraph:
 
     def _is_step(self, ids: Tensor, options: dict[str, Any]) -> bool:
         """Whether every sequence of the cache goes on by one token, and nothing else is asked."""
+        positions = options.get("position_ids")
         return (
             options.get("past_key_values") is self.cache
+            and self.model.config._attn_implementation == NAME
             and self.cache.seen > max(self.cache.batch.padding, default=0)
             and tuple(ids.shape) == (self.cache.batch.size, 1)
+            and (positions is None or positions.dim() == ids.dim())
             and options.get("return_dict", True) is not False
             and not any(options.get(name) is not None for name in _ASKED_BESIDES[:2])
             and not any(options.get(name) for name in _ASKED_BESIDES[2:])
@@ -126,7 +130,8 @@ class _CapturedStep:
         self._ids = torch.zeros_like(self._positions)
         tensors = StepTensors(lengths, torch.ones_like(lengths), None)
         self._fixed = FixedStep(tensors, dict(zip(self._attention, slots, strict=True)))
-        self._tables: list[int] = []
+        self._tables: list[Tensor] = []
+        """Which the graph reads: kept, so that no others come to lie where they lay."""
         self._graph: torch.cuda.CUDAGraph | None = None
         self._answer: Any = None
         self._warm = False
@@ -139,14 +144,15 @@ class _CapturedStep:
     def run(self, ids: Tensor, positions: Tensor | None, start: int) -> Any:
         """Take blocks for the token behind `start` of every sequence, and run the step."""
         padding = self._cache.batch.padding
-        stored = [start - skipped for skipped in padding]
+        lengths = [start + 1 - skipped for skipped in padding]
         slots = [table.reserve_next(start, padding) for table in self._attention]
-        self._numbers.copy_(torch.tensor([stored, [n + 1 for n in stored], *slots]))
+        places = [start] * len(padding)  # as models number tokens that come without positions
+        self._numbers.copy_(torch.tensor([places, lengths, *slots]))
         self._ids.copy_(ids)
         if positions is not None:
             self._positions.copy_(positions)
-        tables = [table.ids.data_ptr() for table in self._cache.batch.tables]
-        if tables != self._tables:  # they have outgrown their room
+        tables = [table.ids for table in self._cache.batch.tables]
+        if list(map(id, tables)) != list(map(id, self._tables)):  # they have outgrown their room
             self._tables, self._graph, self._warm = tables, None, False
         if self._graph is None and self._warm and ids.is_cuda:
             self._capture()

@@ -72,7 +72,7 @@ class SequenceBatch:
         """Begin with one sequence whose blocks a pool deals out."""
         self.clear()
         for table in self.tables:
-            table.reserve_blocks = reserve_blocks
+            table.reserve_blocks, table.padded = reserve_blocks, False
         self.size, self.padding = 1, [0]
 
     def clear(self) -> None:

@@ -36,8 +36,8 @@ log = logging.getLogger("kvatlas.transformers")
 Blocks = Mapping[int, Sequence[int]]
 """The blocks of a sequence, by group."""
 
-_SAMPLES = 4096
-"""Elements of every tensor that tell weights apart."""
+_SUMMED = 1 << 18
+"""Words of a tensor that are summed together."""
 _NOT_THE_MODEL = ("transformers_version", "use_cache")
 
 
@@ -104,8 +104,9 @@ class TieredPrefixes:
     def store(self, chain: PrefixChain | None, cache: Cache, blocks: Blocks, tokens: int) -> None:
         """Store a request's first tokens, as far as they are worth it and not there yet."""
         stop = 0
-        if chain is not None and tokens <= chain.count:
-            stop = self._finder.whole_blocks(tokens)
+        # A state is of use where it was computed; whole blocks also where a tier's longest ends.
+        if chain is not None and (tokens <= chain.count or not self._finder.partial):
+            stop = self._finder.whole_blocks(min(tokens, chain.count))
         if chain is None or not stop:
             return
         try:
@@ -163,7 +164,7 @@ def tiered_prefixes(
 
 
 def loaded_weights(model: Any) -> str:
-    """A digest of a model in memory: its config, and elements sampled from every tensor.
+    """A digest of a model in memory: its config, and all of its tensors.
 
     >>> layer = torch.nn.Linear(4, 4)
     >>> one = loaded_weights(layer)
@@ -180,7 +181,16 @@ def loaded_weights(model: Any) -> str:
     digest = blake2b(json.dumps(said, sort_keys=True, default=str).encode(), digest_size=16)
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
-        flat = tensor.detach().reshape(-1)
-        some = flat[:: max(1, flat.numel() // _SAMPLES)].contiguous().view(torch.uint8)
-        digest.update(some.cpu().numpy().tobytes())
+        digest.update(_summed(tensor.detach()))
     return digest.hexdigest()
+
+
+def _summed(tensor: torch.Tensor) -> bytes:
+    """Sums over a tensor's bytes, made where it lies: each word counts by an odd number."""
+    text = tensor.reshape(-1).contiguous().view(torch.uint8)
+    text = text.clone() if text.storage_offset() % 8 else text
+    words = text[: text.numel() // 8 * 8].view(torch.int64)
+    by = torch.arange(1, 2 * _SUMMED, 2, device=words.device)
+    sums = [(part * by[: len(part)]).sum().view(1) for part in torch.split(words, _SUMMED)]
+    parts = (torch.cat(sums).view(torch.uint8), text[len(words) * 8 :])
+    return b"".join(part.cpu().numpy().tobytes() for part in parts)

@@ -7,6 +7,7 @@ only asks what there is. A store that cannot be reached at the start is not used
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 
 import msgspec
 
@@ -37,19 +38,24 @@ def find_fleet_tier(settings: ConnectorSettings, rows: bytes, identity: bytes) -
     where, options = settings.tier or "", settings.tier_options
     # Memory for the store is given by workers alone.
     none = {"segment": 0} if where.startswith("mooncake:") else {}
-    try:
-        return StoreTier(
-            open_store(where, **none),
-            Plan.from_json(rows),
-            _whose(settings, identity),
-            shards=options.shards,
-            stages=options.stages,
-            staging=0,
-            deadline=settings.lookup_seconds,
-        )
-    except AtlasError as refusal:
-        _check_unreachable(refusal)
-        return None
+    with ExitStack() as on_failure:
+        try:
+            store = open_store(where, **none)
+            on_failure.callback(store.close)
+            tier = StoreTier(
+                store,
+                Plan.from_json(rows),
+                _whose(settings, identity),
+                shards=options.shards,
+                stages=options.stages,
+                staging=0,
+                deadline=settings.lookup_seconds,
+            )
+        except AtlasError as refusal:
+            _check_unreachable(refusal)
+            return None
+        on_failure.pop_all()
+        return tier
 
 
 def _check_unreachable(refusal: AtlasError) -> None:

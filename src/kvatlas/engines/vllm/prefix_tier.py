@@ -87,10 +87,8 @@ class PrefixTier:
         self.longest = min(max_len, tier.plan.max_len)
         self._asking = ThreadPoolExecutor(_ASKING, thread_name_prefix="kvatlas-ask")
         self._hurried_until = 0.0
-        self._news: deque[BlockEvent] = deque(maxlen=_NEWS)
-        self._events: TierEvents | None = None
-        if events_from is not None:
-            self._events = TierEvents(tier, self._news.extend, medium=events_from)
+        self._medium = events_from
+        self._begin_events()
         self._telling: Future[None] | None = None
         self._tell_at = 0.0
 
@@ -145,8 +143,7 @@ class PrefixTier:
         engine alone.
         """
         self._finder = PrefixFinder(self._tier, secrets.token_bytes(32))
-        if self._events is not None:
-            self._events.forget()
+        self._begin_events()
 
     def close(self) -> None:
         """Wait for what is under way, and let go of the tier."""
@@ -156,6 +153,13 @@ class PrefixTier:
         self._tier.close()
 
     # -- inside ---------------------------------------------------------------------------
+
+    def _begin_events(self) -> None:
+        """Know of nothing that listeners were told; what is being asked is told nobody."""
+        self._news: deque[BlockEvent] = deque(maxlen=_NEWS)
+        self._events: TierEvents | None = None
+        if self._medium is not None:
+            self._events = TierEvents(self._tier, self._news.extend, medium=self._medium)
 
     def _is_soon(self, asked: Future[Any]) -> bool:
         """Whether an answer is there soon; a tier that is slow holds up no step twice."""

@@ -11,7 +11,7 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
@@ -27,6 +27,8 @@ _LEDGER = ".used"
 """A name that no object can have."""
 _ABANDONED = 600.0
 """Seconds after which nobody goes on with a file that is not finished."""
+_FOLDER_TRIES = 8
+"""How often a folder is made for a file that others remove meanwhile."""
 _MOST_PARTS = 512
 """Stretches of memory that one call of the system takes."""
 
@@ -63,7 +65,6 @@ class FolderStore(ObjectStore):
         size, linked = joined_size(parts), False
         unfinished = path.with_name(f"{path.name}.{secrets.token_hex(8)}{_UNFINISHED}")
         try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             descriptor = self._create(unfinished, size)
             if descriptor is None:
                 return False
@@ -71,9 +72,10 @@ class FolderStore(ObjectStore):
                 linked = _finish(descriptor, unfinished, path, parts)
             finally:
                 os.close(descriptor)
-                unfinished.unlink(missing_ok=True)
-                if not linked:
-                    self._release(size)
+                if linked:
+                    unfinished.unlink(missing_ok=True)
+                else:
+                    self._remove_all([unfinished])
         except OSError:
             return False  # no room, or no right to write: the object is absent
         return linked or _is_object(path)
@@ -94,18 +96,36 @@ class FolderStore(ObjectStore):
             ledger.used += size
             return made
 
-    def _release(self, size: int) -> None:
-        """Count bytes no more that are not there."""
-        if self._capacity and size:
+    def _remove_all(self, paths: Iterable[Path]) -> list[int]:
+        """Remove files; the bytes of each that are counted no more."""
+        if not self._capacity:
+            return [self._remove(path) for path in paths]
+        sizes = []
+        for path in paths:
+            # At once, or who counts anew in between has them taken off twice.
             with self._ledger.held() as ledger:
-                ledger.used = max(0, ledger.used - size)
+                sizes.append(self._remove(path))
+                ledger.used = max(0, ledger.used - sizes[-1])
+        return sizes
+
+    def _remove(self, path: Path) -> int:
+        """Remove a file, and folders that are empty without it; how many bytes that frees."""
+        with suppress(FileNotFoundError):
+            size = path.lstat().st_size
+            path.unlink()
+            with suppress(OSError):  # others have something there
+                while (path := path.parent) != self._root:
+                    path.rmdir()
+            return size
+        return 0
 
     def _make_room(self, size: int) -> int:
         """Remove objects until a tenth of the room is free, and `size` bytes.
 
         The bytes that are there then, also those of objects that others are writing.
         """
-        self._swept()
+        for path in self._abandoned():
+            self._remove(path)
         files = []
         for path in self._files(self._root):
             with suppress(FileNotFoundError):  # others remove objects too
@@ -115,7 +135,7 @@ class FolderStore(ObjectStore):
         for _, _, path in sorted(files):
             if used + size <= self._capacity * 9 // 10:
                 break
-            used -= _remove(path)
+            used -= self._remove(path)
         return used
 
     def _counted(self) -> int:
@@ -151,13 +171,13 @@ class FolderStore(ObjectStore):
 
     def exists(self, names: Sequence[str]) -> list[bool]:
         """Which objects are there."""
-        return [_is_object(self._path(name)) for name in names]
+        with _refusals(self._root):
+            return [_is_there(self._path(name)) for name in names]
 
     def remove(self, names: Sequence[str]) -> int:
         """Remove objects."""
         with _refusals(self._root):
-            sizes = [_remove(self._path(name)) for name in names]
-            self._release(sum(sizes))
+            sizes = self._remove_all(map(self._path, names))
         return sum(size > 0 for size in sizes)
 
     def remove_all(self, prefix: str) -> int:
@@ -188,17 +208,14 @@ class FolderStore(ObjectStore):
     def sweep(self) -> int:
         """Remove files that nobody has written to for a while, and that were never finished."""
         with _refusals(self._root):
-            swept = self._swept()
-            self._release(swept)
-        return swept
+            return sum(self._remove_all(self._abandoned()))
 
-    def _swept(self) -> int:
-        before, swept = time.time() - _ABANDONED, 0
+    def _abandoned(self) -> Iterator[Path]:
+        before = time.time() - _ABANDONED
         for path in self._unfinished():
             with suppress(FileNotFoundError):
                 if path.stat().st_mtime < before:
-                    swept += _remove(path)
-        return swept
+                    yield path
 
     def capacity(self) -> StoreRoom:
         """What there is and what could be."""
@@ -242,8 +259,16 @@ def _refusals(path: Path) -> Iterator[None]:
 def _is_object(path: Path) -> bool:
     """Whether there is a file, and not something else that could be waited for for ever."""
     try:
-        return stat.S_ISREG(path.lstat().st_mode)
+        return _is_there(path)
     except OSError:
+        return False
+
+
+def _is_there(path: Path) -> bool:
+    """The same; raises `OSError` where the disk does not say."""
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
         return False
 
 
@@ -269,7 +294,15 @@ def _opened(path: Path) -> Iterator[int | None]:
 
 def _create(path: Path, size: int) -> int:
     """A new file of a size, open to be written."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    for tries_left in reversed(range(_FOLDER_TRIES)):
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            descriptor = os.open(path, flags, 0o600)
+            break
+        except FileNotFoundError:  # others have removed the folder, which was empty
+            if not tries_left:
+                raise
     try:
         os.ftruncate(descriptor, size)
     except BaseException:
@@ -287,15 +320,6 @@ def _finish(descriptor: int, unfinished: Path, path: Path, parts: Parts) -> bool
     except FileExistsError:
         return False
     return True
-
-
-def _remove(path: Path) -> int:
-    """Remove a file; how many bytes that frees."""
-    with suppress(FileNotFoundError):
-        size = path.lstat().st_size
-        path.unlink()
-        return size
-    return 0
 
 
 def _write(descriptor: int, parts: Parts) -> None:
