@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -146,6 +147,36 @@ def test_ranks_are_warm_one_by_one_and_make_up_a_request_together() -> None:
         transfer, begun = pull("half", 0)
         assert begun == 1
         assert code_of(transfer.wait) is Code.UNKNOWN_REQUEST
+        assert transfer.wait_released(20)
+
+
+def test_a_block_that_only_another_rank_would_fill_fails_the_pull_and_holds_up_no_end() -> None:
+    machine, rng = FakeMachine(), np.random.default_rng(4)
+    src, dst = small("conv hybrid", pp=2), small("conv hybrid", block_size=32)
+    with ExitStack() as stack:
+        nodes = [stack.enter_context(node_of(src, machine, rng, rank=rank)) for rank in range(2)]
+        target, _, driver = stack.enter_context(node_of(dst, machine, rng))
+        session = Session(target, [node.endpoint for node, _, _ in nodes])
+        connections = [session._connections.find(node.endpoint) for node, _, _ in nodes]
+        good = scattered(dst, TOKENS)
+
+        def pull(request: str, blocks: Any) -> Any:
+            for node, _, _ in nodes:
+                node.offer(request, scattered(src, TOKENS), TOKENS)
+            return session.pull(request, dst_blocks=blocks, tokens=TOKENS)
+
+        for turn in range(2):
+            pull(f"cold {turn}", good).wait(20)
+            assert eventually(lambda: all(one and one.warm._kept for one in connections))
+        assert eventually(lambda: all(one and any(one.warm._kept.values()) for one in connections))
+        driver.log.clear()
+        transfer = pull("bad", good | {1: [10**6] * len(good[1])})  # the second rank's alone
+        assert [what for what, _ in driver.log].count("post") == 1, "launched by who asked"
+        closing = threading.Thread(target=session.close, daemon=True)
+        closing.start()
+        closing.join(10)
+        assert not closing.is_alive()
+        assert code_of(transfer.wait) in (Code.OUT_OF_RANGE, Code.CANCELLED)
         assert transfer.wait_released(20)
 
 

@@ -86,19 +86,24 @@ class FolderStore(ObjectStore):
         if not self._capacity:
             return _create(path, size)
         with self._ledger.held() as ledger:
-            if ledger.used + size > self._capacity:
-                ledger.used = self._make_room(size)
-            if ledger.used + size > self._capacity:
+            used = ledger.used
+            if used is None or used + size > self._capacity:
+                used = ledger.used = self._make_room(size)
+            if used + size > self._capacity:
                 return None
-            made = _create(path, size)
-            ledger.used += size
-            return made
+            ledger.used = used + size
+            try:
+                return _create(path, size)
+            except BaseException:
+                ledger.used = used
+                raise
 
     def _release(self, size: int) -> None:
         """Count bytes no more that are not there."""
         if self._capacity and size:
             with self._ledger.held() as ledger:
-                ledger.used = max(0, ledger.used - size)
+                if ledger.used is not None:
+                    ledger.used = max(0, ledger.used - size)
 
     def _make_room(self, size: int) -> int:
         """Remove objects until a tenth of the room is free, and `size` bytes.

@@ -74,7 +74,7 @@ class FollowUps:
     def _is_over(self, one: _FollowUp) -> bool:
         """Whether nothing but what comes afterwards is left; else it is looked at again."""
         if self._closing:
-            one.part()
+            _carefully(one.part)
             one.part.join()
         now = time.monotonic()
         if one.part.over:
