@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -13,6 +14,9 @@ import pytest
 from kvatlas import AtlasError, Code
 from kvatlas.routing import scattered
 from kvatlas.wire import Session
+from kvatlas.wire.channels import no_answer
+from kvatlas.wire.client import follow_ups
+from kvatlas.wire.client import session as session_
 from kvatlas.wire.client.warm_shapes import WarmShapes
 from tests.routing import oracle
 from tests.wire.helpers import small
@@ -313,6 +317,26 @@ def test_what_cannot_be_launched_at_once_goes_the_whole_way() -> None:
             ends.driver.log.clear()
             assert ends.pull("all", **about).wait(20).ready
             assert "record" in ends.acts, about
+
+
+def test_a_source_that_stalls_once_it_was_read_holds_up_one_end_of_a_session_and_not_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def stalled(endpoint: str, _: Any, *, deadline: float) -> Any:
+        time.sleep(max(0.0, deadline - time.monotonic()))
+        raise no_answer(endpoint)
+
+    monkeypatch.setattr(session_, "_ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(follow_ups, "_TOGETHER", 60.0)  # all in a row
+    with warm_ends() as ends:
+        monkeypatch.setattr(ends.target.channels, "ask", stalled)
+        for number in range(20):
+            ends.offer(f"{number}")
+            assert ends.pull(f"{number}").wait(20).ready
+        begun = time.monotonic()
+        ends.session.close()
+        assert time.monotonic() - begun < 2
+        assert not any(ends.driver.opened.values())
 
 
 class GoneProcess:
