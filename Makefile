@@ -166,7 +166,7 @@ OTHER := .venv-transformers-$(TRANSFORMERS)
 
 test-transformers: $(OTHER)/.installed  ## The engine's tokens in every order, with TRANSFORMERS=5.17.0, or another
 	TRITON_INTERPRET=1 HYPOTHESIS_PROFILE=deep $(OTHER)/bin/python -m pytest -n auto \
-		$(or $(TESTS),tests/engines/test_tokens.py tests/engines/test_cache.py tests/handover)
+		$(or $(TESTS),tests/engines/test_tokens.py tests/engines/test_cache.py tests/engines/test_decode_graph.py tests/handover)
 
 $(OTHER)/.installed: $(STAMP)
 	test -d $(OTHER) || $(BIN)/python -m venv $(OTHER)

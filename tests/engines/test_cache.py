@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import lru_cache
 from typing import Any
 
@@ -28,10 +27,10 @@ from tests.engines.zoo import (
     own_tokens,
     prompts,
 )
+from tests.profiles import DEEP
 
 BEAMS = 3
 SHORT = 18
-DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
 
 
 def in_turn(*cases: str) -> list[tuple[str, str]]:

@@ -7,15 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
 
 from kvatlas.engines.transformers import AtlasCache, PrefixReuse, make_plan
 from kvatlas.errors import AtlasError, Code
 from kvatlas.pool import BlockPool, checkpoint_policy
 from tests.engines.guarded import Guarded
 from tests.engines.zoo import VOCABULARY, model_of, seeded
+from tests.profiles import DEEP
 
-DEEP = settings.get_current_profile_name() == "deep"
 NEW = 10 if DEEP else 3
 LONG = 130
 QUICK = ["Llama", "Gemma3", "Qwen3Next"]

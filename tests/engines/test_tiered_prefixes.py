@@ -19,8 +19,9 @@ from kvatlas.errors import AtlasError
 from kvatlas.pool import BlockPool, PrefixIdentity
 from kvatlas.tier import Tier, open_tier
 from tests.engines.guarded import Guarded
-from tests.engines.test_prefix_reuse import DEEP, NEW
+from tests.engines.test_prefix_reuse import NEW
 from tests.engines.zoo import VOCABULARY, model_of, seeded
+from tests.profiles import DEEP
 from tests.tier import mooncake_world
 
 QUICK = ["Llama", "Gemma3", "Qwen3Next"]

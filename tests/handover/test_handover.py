@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from kvatlas.tier import CacheIdentity, FolderStore, StoreTier, Tier, prefix_key
 from kvatlas.wire import Session, make_transport
 from tests.handover.prefill import MARK
 from tests.handover.tiny import LONGEST, MODELS, NEW, PROMPT, model_of, prompt
+from tests.profiles import DEEP
 
 # One worker, so that the other process, which imports transformers, is started once.
 pytestmark = pytest.mark.xdist_group("handover")
@@ -35,7 +35,6 @@ TOPOLOGIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tp 2 to 3": ({"tp": 2, "layout": "BHLNC"}, {"tp": 3, "layout": "BLNHC", "block_size": 32}),
     "pp 2 to 1": ({"pp": 2, "layout": "LBHNC", "block_size": 32}, {"tp": 2, "layout": "BLHNC"}),
 }
-DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
 HYBRIDS = ("delta hybrid", "mamba hybrid")
 
 

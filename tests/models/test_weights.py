@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,7 @@ from kvatlas import AtlasError, Code
 from kvatlas.models import Model, Weights, catalogue
 from kvatlas.models.known_models import CatalogueEntry
 from tests.cases import each
-
-DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
+from tests.profiles import DEEP
 
 UNKNOWN_TO_TRANSFORMERS = {"RWKV7-World-2.9B", "Kimi-K3"}
 PUBLISHED = {

@@ -9,7 +9,6 @@ every layer is somewhere, nothing shares a byte that may not, and a request arri
 from __future__ import annotations
 
 import json
-import os
 import random
 from collections.abc import Iterator
 from functools import lru_cache
@@ -24,11 +23,11 @@ from kvatlas.planning import FULL_KINDS, Plan, plan
 from kvatlas.routing import fingerprint
 from tests.planning import test_soundness
 from tests.planning.test_orders import FAMILIES
+from tests.profiles import DEEP
 from tests.routing.arrives import assert_arrives
 from tests.routing.cases import tables
 from tests.routing.oracle import Move
 
-DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
 SAMPLE = 200
 ASKED: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in FAMILIES),

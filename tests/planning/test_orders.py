@@ -8,7 +8,6 @@ memory can be bound, each field seen, and a request moved to a plan in another o
 
 from __future__ import annotations
 
-import os
 import random
 from itertools import permutations, product
 from typing import Any
@@ -35,8 +34,8 @@ from tests.planning.models import SMALL, model_of
 pytest.importorskip("torch")
 
 from kvatlas.cache import allocate
+from tests.profiles import DEEP
 
-DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
 ORDERS = ["".join(axes) + "C" for axes in permutations("LBHN")]
 POLICIES: tuple[Any, ...] = ("atlas", "vllm", "uniform")
 REFUSED = {

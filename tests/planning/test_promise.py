@@ -6,7 +6,6 @@ were not taken are tried one by one.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from functools import cache
 from itertools import product
@@ -19,6 +18,7 @@ from kvatlas.models import Model, catalogue
 from kvatlas.planning import Plan, plan
 from kvatlas.planning.sized_layers import kind_of, page_of
 from tests.planning.models import ATTENTION, CONV, DELTA, MAMBA, SLIDING, SMALL, WIDE, model_of
+from tests.profiles import DEEP
 
 DECODING = 1
 LENGTHS = (1, 512, 4096, 16_384, 32_768)
@@ -26,7 +26,6 @@ TPS = (1, 2, 4, 8)
 PROMISE = 0.99
 KERNEL_BLOCK = 16
 SIZES = ("20GiB", "60GiB", "140GiB")
-DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
 REFUSALS = (Code.BAD_TOPOLOGY, Code.TP_HEADS, Code.NOT_ENOUGH_MEMORY)
 
 

@@ -21,8 +21,8 @@ from kvatlas.pool import BlockPool, PrefixIdentity, checkpoint_policy
 from tests.pool.engine import PIECES, PLANS, POLICIES, Engine
 from tests.pool.million import run
 from tests.pool.models import MODELS, small_plan
+from tests.profiles import DEEP
 
-DEEP = settings.get_current_profile_name() == "deep"
 EXAMPLES, STEPS = (3_000, 100) if DEEP else (60, 30)  # a million: make test-pool
 
 prompts = st.tuples(

@@ -17,7 +17,8 @@ from kvatlas.pool.simulation import (
     ReplayPolicy,
     Spans,
 )
-from tests.pool.test_replay import DEEP, KEPT, random_classes, random_trace, simulated
+from tests.pool.test_replay import KEPT, random_classes, random_trace, simulated
+from tests.profiles import DEEP
 
 
 def ids_there(replay: CopyingReplay) -> list[int]:

@@ -22,8 +22,8 @@ from kvatlas.pool.simulation.spans import Spans
 from kvatlas.pool.traces import Trace, TraceBuilder, read_trace
 from kvatlas.specs import Visibility
 from tests.pool.oracle import Oracle, OracleClass, worth
+from tests.profiles import DEEP
 
-DEEP = settings.get_current_profile_name() == "deep"
 KEPT = ("every-block", "prompt-end", "branch-points", "vllm-default", "every-5")
 
 

@@ -16,7 +16,8 @@ from kvatlas.pool import read_trace, simulate
 from kvatlas.pool.checkpoints import checkpoint_policy
 from kvatlas.pool.simulation import LowerTier, PoolModel, ReplayPolicy, Spans, TieredReplay
 from tests.pool.oracle import TieredOracle
-from tests.pool.test_replay import DEEP, KEPT, SAMPLE, random_classes, random_trace, simulated
+from tests.pool.test_replay import KEPT, SAMPLE, random_classes, random_trace, simulated
+from tests.profiles import DEEP
 
 
 @settings(max_examples=5_000 if DEEP else 30)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from itertools import cycle, permutations, product
 from typing import Any
@@ -47,6 +46,7 @@ from kvatlas.specs import (
 )
 from tests.kernels.test_codec import documented
 from tests.planning.models import model_of
+from tests.profiles import DEEP
 from tests.routing import conversion_oracle as formats
 from tests.routing.cases import moving, small_plan, stacked
 from tests.routing.converting import (
@@ -64,7 +64,6 @@ from tests.routing.strategies import RECURRENT as RECURRENT_KINDS
 from tests.routing.strategies import models
 from tests.routing.strategies import planned as drawn_plan
 
-DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
 INT8 = "int8_per_token_head"
 PLAIN = ("bf16", "fp16", "fp32")
 ATTENTION = (*PLAIN, *(c for c in ATTENTION_CACHES if c not in ("auto", "fp8_e4m3")))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
@@ -16,9 +15,9 @@ from kvatlas.models import catalogue
 from kvatlas.planning import Plan, plan
 from kvatlas.routing import Copy, Route, Stream, route, scattered
 from kvatlas.specs import FullAttention
+from tests.profiles import DEEP
 from tests.routing.cases import stacked
 
-DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
 TOKENS = 1 << 20
 PIECE = 4 << 20
 MOST_BYTES = 128 << 20

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 
 from kvatlas.tier import MooncakeStore, StoreTier
+from tests.profiles import DEEP
 from tests.tier.lying_store import fetched, until
 from tests.tier.mooncake_world import (
     Master,
@@ -24,7 +24,6 @@ from tests.tier.mooncake_world import (
 )
 from tests.tier.world import small
 
-DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
 TIMES = 100
 ROWS = 7
 SECONDS = 0.5

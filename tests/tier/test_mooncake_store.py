@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -11,11 +10,11 @@ import numpy as np
 import pytest
 
 from kvatlas import AtlasError
+from tests.profiles import DEEP
 from tests.tier.lying_store import fetched
 from tests.tier.mooncake_world import Master, Peer, missing, model_of, running, wait_until, world_of
 from tests.tier.world import small
 
-DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
 TIMES = 100 if DEEP else 1
 WHY = missing()
 pytestmark = [

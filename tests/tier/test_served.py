@@ -33,10 +33,10 @@ from kvatlas.wire import connect_to_path, decode, encode, make_transport, pools_
 from kvatlas.wire.connection import Connection
 from kvatlas.wire.protocol import Refusal, SendPlan
 from tests.planning.models import SMALL
+from tests.profiles import DEEP
 from tests.tier.world import World, small, tier_plan
 
 ROOT = Path(__file__).parents[2]
-DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
 MODEL = SMALL["dense"]
 SRC = small(MODEL, tp=2, layout="LBNHC")
 DST = small(MODEL, block_size=32, layout="BHLNC")

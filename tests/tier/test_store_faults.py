@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 
@@ -15,12 +14,12 @@ from kvatlas.tier import CacheIdentity, HostStore, StoreTier, prefix_keys
 from kvatlas.tier.namespaces import row_format
 from kvatlas.tier.opening import rows_of
 from kvatlas.tier.row_objects import RowObjects
+from tests.profiles import DEEP
 from tests.tier.lying_store import LyingStore, fetched, until
 from tests.tier.test_store_topologies import OURS, tier_in
 from tests.tier.test_topologies import MODELS
 from tests.tier.world import World, small, tier_plan
 
-DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
 TIMES = 100 if DEEP else 5
 MODEL = MODELS["dense"]
 LOADING = {

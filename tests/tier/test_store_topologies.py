@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,10 @@ from kvatlas import AtlasError, Code
 from kvatlas.models import Model
 from kvatlas.tier import CacheIdentity, FolderStore, HostStore, ObjectStore, StoreTier
 from tests.planning.models import SMALL
+from tests.profiles import DEEP
 from tests.tier.test_topologies import MODELS, TURNS
 from tests.tier.world import World, small, tier_plan
 
-DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
 OURS = CacheIdentity(weights="ours")
 FIVE = ("dense", "sliding", "latent", "delta hybrid", "mamba hybrid")
 

@@ -9,16 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import settings
 
 from kvatlas import AtlasError
 from kvatlas.routing import route, scattered
 from kvatlas.wire import Handle, Session, Transfer, random_bytes
+from tests.profiles import DEEP
 from tests.wire.child import TOKENS, Child, Rank
 from tests.wire.forking import HAS_NIXL
 from tests.wire.helpers import small, until
 
-DEEP = settings().max_examples >= 10_000
 POINTS = 1000 if DEEP else 10
 """Moments at which something is killed, over all transports."""
 SECONDS = 3.0

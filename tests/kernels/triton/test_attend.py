@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -28,6 +27,7 @@ from tests.kernels.triton.cases import (  # noqa: E402
     check_latent,
     check_write,
 )
+from tests.profiles import DEEP  # noqa: E402
 
 BASE: dict[str, Any] = {"heads": 2, "head_dim": 16, "dtype": "fp32"}
 MIXED: dict[str, Any] = {"lengths": [37, 20, 9], "queries": [4, 20, 0]}
@@ -98,7 +98,6 @@ def test_attention_is_what_float64_says(kind: str) -> None:
 
 
 TILES = [("LBHNC", 16), ("BLNHC", 32)]
-DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,10 @@ class WarmEnds:
         self.source.offer(request, blocks, TOKENS, seconds=30, released=tell)
 
     def pull(self, request: str, **about: Any) -> Any:
-        asked = {"dst_blocks": scattered(self.target.plan, TOKENS), "tokens": TOKENS}
+        asked: dict[str, Any] = {
+            "dst_blocks": scattered(self.target.plan, TOKENS),
+            "tokens": TOKENS,
+        }
         return self.session.pull(request, **(asked | about))
 
     @property
@@ -297,9 +300,9 @@ def test_an_interrupt_of_who_waits_does_not_let_go_of_what_is_written() -> None:
         def done() -> bool:
             if interrupts:
                 raise interrupts.pop()
-            return look()
+            return bool(look())
 
-        posted.done = done  # type: ignore[method-assign]
+        posted.done = done
         with pytest.raises(KeyboardInterrupt):
             transfer.wait()
         assert not transfer.wait_released(0.05), "the copy still writes"
