@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -131,7 +132,9 @@ def test_who_stands_still_with_the_count_hangs_nobody(
 
 def test_a_count_that_is_lost_is_made_anew_and_not_taken_for_nothing(tmp_path: Path) -> None:
     store, ledger = FolderStore(tmp_path, capacity=1000), tmp_path / ".used"
-    losses = (ledger.unlink, lambda: os.truncate(ledger, 0), lambda: ledger.write_bytes(b"?"))
+    losses: list[Callable[[], object]] = [
+        ledger.unlink, lambda: os.truncate(ledger, 0), lambda: ledger.write_bytes(b"?"),
+    ]  # fmt: skip
     for turn, lose in enumerate(losses):
         store.put([(f"kv1/{turn}-{number}", [SOME]) for number in range(9)])
         lose()
