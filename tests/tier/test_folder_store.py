@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,7 @@ import pytest
 from kvatlas import AtlasError, Code
 from kvatlas.tier import FolderStore
 from kvatlas.tier.stores import folder as folder_
+from kvatlas.tier.stores import folder_ledger
 
 SOME = np.arange(100, dtype=np.uint8)
 
@@ -165,3 +168,47 @@ def test_a_disk_that_does_not_answer_is_not_one_without_objects(
     with pytest.raises(AtlasError) as refusal:
         store.exists(["kv1/a"])
     assert refusal.value.code is Code.UNREADABLE
+
+
+def test_who_stands_still_with_the_count_hangs_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder_ledger, "_PATIENCE", 0.05)
+    store, put = FolderStore(tmp_path, capacity=1000), list[list[bool]]()
+    with (tmp_path / ".used").open("r+b") as stopped:
+        fcntl.flock(stopped, fcntl.LOCK_EX)
+        act = lambda: put.append(store.put([("kv1/x", [SOME])]))  # noqa: E731
+        putting = threading.Thread(target=act, daemon=True)
+        putting.start()
+        putting.join(5)
+        assert put == [[False]]
+        with pytest.raises(AtlasError) as refusal:
+            FolderStore(tmp_path, capacity=1000)
+        assert refusal.value.code is Code.UNREADABLE
+    assert store.put([("kv1/x", [SOME])]) == [True]
+
+
+def test_a_count_that_is_lost_is_made_anew_and_not_taken_for_nothing(tmp_path: Path) -> None:
+    store, ledger = FolderStore(tmp_path, capacity=1000), tmp_path / ".used"
+    losses: list[Callable[[], object]] = [
+        ledger.unlink, lambda: os.truncate(ledger, 0), lambda: ledger.write_bytes(b"?"),
+    ]  # fmt: skip
+    for turn, lose in enumerate(losses):
+        store.put([(f"kv1/{turn}-{number}", [SOME]) for number in range(9)])
+        lose()
+        assert store.put([("kv1/last", [SOME])]) == [True]
+        store.put([(f"kv1/{turn}-more-{number}", [SOME]) for number in range(9)])
+        assert store.capacity().used <= 1000
+        store.remove_all("kv1/")
+
+
+def test_a_count_that_cannot_be_written_leaves_no_file_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FolderStore(tmp_path, capacity=1000)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", lambda *_: (_ for _ in ()).throw(OSError("full")))
+        assert store.put([(f"kv1/{number}", [SOME]) for number in range(5)]) == [False] * 5
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert list(tmp_path.rglob("*.new")) == []

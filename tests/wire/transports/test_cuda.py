@@ -17,7 +17,7 @@ from kvatlas.wire import Memory, Session, Transfer, as_bytes
 from kvatlas.wire.protocol import Release
 from kvatlas.wire.transports import cuda
 from kvatlas.wire.transports.cuda import CudaTransport
-from kvatlas.wire.transports.cuda_driver import CudaDriver, load_driver
+from kvatlas.wire.transports.cuda_driver import CudaDriver, DriverError, load_driver
 from kvatlas.wire.transports.device_marks import EVENTS, DeviceMarks
 from kvatlas.wire.transports.offer_board import OfferBoard, PeerBoard
 from kvatlas.wire.transports.opened_memory import ForeignAllocation, OpenedMemory
@@ -338,6 +338,18 @@ class LaggingDriver(FakeCuda):
     def finished(self, device: int, event: int) -> bool:
         del device
         return self.recorded[event] + self.behind <= self.now
+
+
+def test_a_gpu_that_has_failed_is_refused_with_a_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failed(*_: int) -> bool:
+        raise DriverError("700")
+
+    driver = FakeCuda(FakeMachine())
+    marks = DeviceMarks(driver, 0)
+    monkeypatch.setattr(driver, "finished", failed)
+    with pytest.raises(AtlasError) as refusal:
+        [marks.mark() for _ in range(EVENTS + 1)]
+    assert refusal.value.code is Code.WIRE_FAILED
 
 
 def test_a_mark_is_seen_to_be_done_although_others_are_made_all_the_time() -> None:

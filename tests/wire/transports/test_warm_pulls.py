@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -12,6 +14,9 @@ import pytest
 from kvatlas import AtlasError, Code
 from kvatlas.routing import scattered
 from kvatlas.wire import Session
+from kvatlas.wire.channels import no_answer
+from kvatlas.wire.client import follow_ups
+from kvatlas.wire.client import session as session_
 from kvatlas.wire.client.warm_shapes import WarmShapes
 from tests.routing import oracle
 from tests.wire.helpers import small
@@ -152,6 +157,68 @@ def test_ranks_are_warm_one_by_one_and_make_up_a_request_together() -> None:
         assert transfer.wait_released(20)
 
 
+class WarmRanks:
+    """Ranks of a source, and a target whose session has pulled requests of one shape from them."""
+
+    def __init__(self, stack: ExitStack, name: str, **source: int) -> None:
+        machine, rng = FakeMachine(), np.random.default_rng(4)
+        self.src, self.dst = small(name, **source), small(name, block_size=32)
+        ranks = range(self.src.ranks)
+        made = [stack.enter_context(node_of(self.src, machine, rng, rank=rank)) for rank in ranks]
+        self.nodes = [node for node, _, _ in made]
+        target, _, self.driver = stack.enter_context(node_of(self.dst, machine, rng))
+        self.session = Session(target, [node.endpoint for node in self.nodes])
+        self.blocks = scattered(self.dst, TOKENS)
+        self.released: list[tuple[int, str]] = []
+        warm = self.session._connections.find(self.nodes[0].endpoint).warm  # type: ignore[union-attr]
+        for turn in range(2):
+            self.pull(f"cold {turn}").wait(20)
+            assert eventually(lambda: len(warm._kept) == 1)
+        assert eventually(lambda: all(warm._kept.values()))
+        assert eventually(lambda: len(self.released) == 2 * len(ranks))
+        self.released.clear()
+
+    def pull(self, request: str, blocks: Any = None) -> Any:
+        """Pull, for the last time, what all ranks offer."""
+        for rank, node in enumerate(self.nodes):
+            tell = lambda _, why, rank=rank: self.released.append((rank, why))  # noqa: E731
+            node.offer(request, scattered(self.src, TOKENS), TOKENS, released=tell)
+        self.driver.log.clear()
+        blocks = self.blocks if blocks is None else blocks
+        return self.session.pull(request, dst_blocks=blocks, tokens=TOKENS, final=True)
+
+    @property
+    def begun(self) -> int:
+        """How many reads were launched by who asked."""
+        return [what for what, _ in self.driver.log].count("after_caller")
+
+
+def test_a_block_that_only_another_rank_would_fill_fails_the_pull_and_holds_up_no_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with ExitStack() as stack:
+        ends = WarmRanks(stack, "conv hybrid", pp=2)
+        assert eventually(lambda: not ends.session._follow_ups._looking)
+        monkeypatch.setattr(follow_ups, "_EVERY", 0.1)  # finished by the end of the session
+        transfer = ends.pull("bad", ends.blocks | {1: [10**6] * len(ends.blocks[1])})
+        assert ends.begun == 1, "the second rank's blocks alone are wrong"
+        closing = threading.Thread(target=ends.session.close, daemon=True)
+        closing.start()
+        closing.join(10)
+        assert not closing.is_alive()
+        assert code_of(transfer.wait) in (Code.OUT_OF_RANGE, Code.CANCELLED)
+        assert transfer.wait_released(20)
+
+
+def test_ranks_that_nobody_reads_are_told_although_the_session_ends_at_once() -> None:
+    with ExitStack() as stack:
+        ends = WarmRanks(stack, "latent", tp=2)
+        assert ends.pull("r").wait(20).ready
+        assert ends.begun == 1
+        ends.session.close()
+        assert eventually(lambda: sorted(ends.released) == [(0, "read"), (1, "let_go")])
+
+
 def test_a_warm_pull_counts_and_lets_go_of_its_offer_afterwards() -> None:
     with warm_ends() as ends:
         before = ends.target.metrics.values["bytes"], ends.target.metrics.outcomes["pull", "ok"]
@@ -285,6 +352,26 @@ def test_what_cannot_be_launched_at_once_goes_the_whole_way() -> None:
             ends.driver.log.clear()
             assert ends.pull("all", **about).wait(20).ready
             assert "record" in ends.acts, about
+
+
+def test_a_source_that_stalls_once_it_was_read_holds_up_one_end_of_a_session_and_not_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def stalled(endpoint: str, _: Any, *, deadline: float) -> Any:
+        time.sleep(max(0.0, deadline - time.monotonic()))
+        raise no_answer(endpoint)
+
+    monkeypatch.setattr(session_, "_ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(follow_ups, "_TOGETHER", 60.0)  # all in a row
+    with warm_ends() as ends:
+        monkeypatch.setattr(ends.target.channels, "ask", stalled)
+        for number in range(20):
+            ends.offer(f"{number}")
+            assert ends.pull(f"{number}").wait(20).ready
+        begun = time.monotonic()
+        ends.session.close()
+        assert time.monotonic() - begun < 2
+        assert not any(ends.driver.opened.values())
 
 
 class GoneProcess:

@@ -88,13 +88,17 @@ class FolderStore(ObjectStore):
         if not self._capacity:
             return _create(path, size)
         with self._ledger.held() as ledger:
-            if ledger.used + size > self._capacity:
-                ledger.used = self._make_room(size)
-            if ledger.used + size > self._capacity:
+            used = ledger.used
+            if used is None or used + size > self._capacity:
+                used = ledger.used = self._make_room(size)
+            if used + size > self._capacity:
                 return None
-            made = _create(path, size)
-            ledger.used += size
-            return made
+            ledger.used = used + size
+            try:
+                return _create(path, size)
+            except BaseException:
+                ledger.used = used
+                raise
 
     def _remove_all(self, paths: Iterable[Path]) -> list[int]:
         """Remove files; the bytes of each that are counted no more."""
@@ -105,7 +109,8 @@ class FolderStore(ObjectStore):
             # At once, or who counts anew in between has them taken off twice.
             with self._ledger.held() as ledger:
                 sizes.append(self._remove(path))
-                ledger.used = max(0, ledger.used - sizes[-1])
+                if ledger.used is not None:
+                    ledger.used = max(0, ledger.used - sizes[-1])
         return sizes
 
     def _remove(self, path: Path) -> int:

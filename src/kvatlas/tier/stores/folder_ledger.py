@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import stat
 import struct
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 _USED = struct.Struct("<q")
+_PATIENCE, _PAUSE = 10.0, 1e-3
+"""Seconds for which others may have the count, and between looks: who has it may be stopped."""
 
 
 class HeldLedger:
@@ -20,10 +24,11 @@ class HeldLedger:
         self._file = file
 
     @property
-    def used(self) -> int:
-        """Bytes that are there; 0 where nobody has counted."""
+    def used(self) -> int | None:
+        """Bytes that are there; None where nobody has counted."""
         text = os.pread(self._file, _USED.size, 0)
-        return max(0, _USED.unpack(text)[0]) if len(text) == _USED.size else 0
+        count: int = _USED.unpack(text)[0] if len(text) == _USED.size else -1
+        return None if count < 0 else count
 
     @used.setter
     def used(self, nbytes: int) -> None:
@@ -38,7 +43,7 @@ class FolderLedger:
 
     >>> import tempfile
     >>> with FolderLedger(Path(tempfile.mkdtemp()) / "used").held() as ledger:
-    ...     ledger.used += 7
+    ...     ledger.used = 7
     ...     ledger.used
     7
     """
@@ -54,7 +59,21 @@ class FolderLedger:
         try:
             if not stat.S_ISREG(os.fstat(file).st_mode):
                 raise OSError(f"no file: {self._path}")
-            fcntl.flock(file, fcntl.LOCK_EX)  # of this opening, so also among threads
+            _lock(file)
             yield HeldLedger(file)
         finally:
             os.close(file)
+
+
+def _lock(file: int) -> None:
+    """Keep others from a file until it is closed: its other openings, so also threads."""
+    until = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise TimeoutError(errno.ETIMEDOUT, "Another process keeps the count") from None
+            time.sleep(_PAUSE)
+        else:
+            return

@@ -22,6 +22,9 @@ _EVERY = 2e-3
 _TOGETHER = 6e-3
 """Seconds for which sources are not told, so that they are told of several pulls in a row."""
 
+_SLOW = 0.05
+"""Seconds after which others do not wait for a source that is being told."""
+
 
 @dataclass
 class _FollowUp:
@@ -39,6 +42,8 @@ class FollowUps:
         self._kept: list[_FollowUp] = []
         self._lock = threading.Lock()
         self._looking = self._closing = False
+        self._rows = 0
+        """Rows of pulls that are being followed up."""
 
     def add(self, transfer: Transfer, part: TransferPart, then: Callable[[], None]) -> None:
         """Have a part finished if nobody does so soon, and call `then` once it is."""
@@ -51,7 +56,7 @@ class FollowUps:
     def close(self) -> None:
         """Finish everything, before the threads that do so end; nothing is added any more."""
         self._closing = True
-        while self._looking:
+        while self._looking or self._rows:
             time.sleep(_EVERY)
 
     def _look(self) -> None:
@@ -64,17 +69,16 @@ class FollowUps:
                     self._looking = False
                     return
             over += [one for one in kept if self._is_over(one)]
-            if self._closing:
-                _do_all(over)
-                over = []
-            elif over and time.monotonic() - over[0].since > _TOGETHER:
-                self._beside.submit(_do_all, over)
+            if over and (self._closing or time.monotonic() - over[0].since > _TOGETHER):
+                with self._lock:
+                    self._rows += 1
+                self._beside.submit(self._do_all, over)
                 over = []
 
     def _is_over(self, one: _FollowUp) -> bool:
         """Whether nothing but what comes afterwards is left; else it is looked at again."""
         if self._closing:
-            one.part()
+            _carefully(one.part)
             one.part.join()
         now = time.monotonic()
         if one.part.over:
@@ -87,10 +91,19 @@ class FollowUps:
             self._kept.append(one)
         return False
 
-
-def _do_all(over: list[_FollowUp]) -> None:
-    for one in over:
-        _carefully(one.then)
+    def _do_all(self, over: list[_FollowUp]) -> None:
+        """Follow up one after the other; behind a source that stalls, all at once."""
+        try:
+            for place, one in enumerate(over):
+                begun = time.monotonic()
+                _carefully(one.then)
+                if time.monotonic() - begun > _SLOW:
+                    for other in over[place + 1 :]:
+                        self._beside.submit(_carefully, other.then)
+                    return
+        finally:
+            with self._lock:
+                self._rows -= 1
 
 
 def _carefully(act: Callable[[], None]) -> None:

@@ -151,7 +151,9 @@ class Session:
         that nobody reads does so at the first word. What is returned is ready when all have
         been told. Where one cannot be, its offer ends by itself when it expires.
         """
-        return self._tell(request, list(self._replicas), seconds)
+        with self._lock:
+            self._any_peer()
+            return self._tell(request, list(self._replicas), seconds)
 
     def push(
         self,
@@ -268,7 +270,6 @@ class Session:
         """Let go of a request at every replica of some ranks."""
         transfer = Transfer(request, ranks, 0, seconds)
         with self._lock:
-            self._any_peer()
             self._running.add(transfer)
             for rank in ranks:
                 self._beside.submit(self._tell_rank, transfer, rank)
@@ -292,10 +293,13 @@ class Session:
             transfer.failed(rank, problem)
 
     def _tell_unread(self, request: str) -> None:
-        """Let go of a request at ranks that nobody reads: what they hold, others hold too."""
-        with suppress(AtlasError):  # a session that was closed meanwhile
-            incoming = self.node.route_from(self._any_peer())
-            read = {one for mine in range(self.node.plan.ranks) for one in incoming.sources(mine)}
+        """Let go of a request at ranks that nobody reads: what they hold, others hold too.
+
+        Also while the session is closed, as long as there are threads for it.
+        """
+        incoming = self.node.route_from(next(iter(self._connections.known.values())))
+        read = {one for mine in range(self.node.plan.ranks) for one in incoming.sources(mine)}
+        with suppress(RuntimeError):  # the last thread has gone: what they offer ends by itself
             self._tell(request, sorted(set(self._replicas) - read), _ANSWER_SECONDS)
 
     def _run_rank(

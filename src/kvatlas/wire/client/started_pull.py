@@ -72,6 +72,7 @@ class StartedPull:
         """
         try:
             lease = RankLease(node, self.connection, wanted, transfer, patience)
+            _ = transfer.total  # other ranks' blocks may be wrong: refused before this one counts
             sound = self.read.sound
             soon = sound and self._is_soon_over(transfer)
         except BaseException:  # an interrupt, for one: the copy still writes

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import threading
 
-from kvatlas.wire.transports.cuda_driver import CudaDriver
+from kvatlas.wire.transports import errors
+from kvatlas.wire.transports.cuda_driver import CudaDriver, DriverError
 from kvatlas.wire.transports.offer_board import OfferBoard
 
 EVENTS = 64
@@ -35,15 +36,23 @@ class DeviceMarks:
 
     def mark(self) -> int:
         """Mark what the calling thread's current stream has to do; the number of the mark."""
-        with self._lock:
-            if self._made < EVENTS:
-                self._made += 1
-            elif self._driver.finished(self._device, self.event(self._made)):
-                self._tell_done(self._made - EVENTS)
-                self._made += 1
-            # Else the last stands for more: what somebody waits for is not put off for ever.
-            self._record(self.event(self._made - 1))
-            return self._made - 1
+        try:
+            with self._lock:
+                return self._mark()
+        except DriverError as problem:
+            raise errors.failed(
+                f"a GPU that has failed: {problem}", hint="Restart the process"
+            ) from problem
+
+    def _mark(self) -> int:
+        if self._made < EVENTS:
+            self._made += 1
+        elif self._driver.finished(self._device, self.event(self._made)):
+            self._tell_done(self._made - EVENTS)
+            self._made += 1
+        # Else the last stands for more: what somebody waits for is not put off for ever.
+        self._record(self.event(self._made - 1))
+        return self._made - 1
 
     def _tell_done(self, number: int) -> None:
         """Let everybody know of a mark that is done, before its event is recorded again."""

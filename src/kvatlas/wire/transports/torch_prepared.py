@@ -205,19 +205,21 @@ class _PostedTable(Posted):
     """A copy that was launched; it keeps its table, which must stay as long as it runs."""
 
     def __init__(self, table: _RequestTable) -> None:
-        self._table = table
-        self._over = False
+        self._table: _RequestTable | None = table
+        """Let go of once it is over: the table has the copy, and two that have each other stay."""
 
     def done(self) -> bool:
         """Whether the device has done it; seen before the event is recorded for another copy."""
-        if not self._over:
-            self._over = self._table.driver.finished(self._table.number, self._table.over)
-        return self._over
+        table = self._table
+        if table is not None and table.driver.finished(table.number, table.over):
+            self._table = None
+        return self._table is None
 
     def wait(self) -> None:
         """Wait without holding up other threads."""
-        if not self._over:
-            self._table.driver.synchronize(self._table.number, self._table.over)
+        table = self._table
+        if table is not None:
+            table.driver.synchronize(table.number, table.over)
 
 
 def _at_its_end(owner: object, give_back: Callable[[int, int], None], device: int, it: int) -> None:
