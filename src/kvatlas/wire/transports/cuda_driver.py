@@ -129,7 +129,7 @@ class LibCuda(CudaDriver):
         self._looks: Any = ctypes.PyDLL("libcuda.so.1")
         """For calls that never wait: whoever makes them keeps the interpreter."""
         self._contexts: dict[int, ctypes.c_void_p] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._call("cuInit", 0)
         # Called often, so that numbers are taken as they are.
         self._looks.cuEventQuery.argtypes = [ctypes.c_void_p]
