@@ -87,6 +87,8 @@ def test_engines_of_unlike_ranks_find_at_once_what_the_other_has_stored(
             assert got.cached == found
             second.idle()
         assert_nothing_held(one, several)
+        if ranks is PP:
+            return  # events are handed to vLLM, and none came from its publisher
         stored = told_of(addresses, several)
         place = "LOCAL" if kind == "file" else "REMOTE"
         assert (stored.medium, stored.locality, stored.block_size) == ("STORAGE", place, 64)

@@ -22,8 +22,10 @@ from kvatlas.tier.prefix_finder import AnyTier
 from kvatlas.tier.store_tier import StoreTier
 from kvatlas.tier.tier import Tier
 
-MEMORY, STORAGE = "CPU", "STORAGE"
-"""What vLLM calls the places below a GPU's memory."""
+MEMORY = "CPU"
+"""What vLLM calls the host's memory, as a place below a GPU's."""
+STORAGE = "STORAGE"
+"""What vLLM calls files and stores."""
 _LOCAL, _REMOTE = "LOCAL", "REMOTE"
 _TRIES = 4
 """How often blocks of a request are looked for; of windows and states most are never stored."""
