@@ -1,0 +1,192 @@
+"""Device code of prefill on Hopper, in Gluon: loads and matrix products run by themselves.
+
+It does what `prefill` does, for rows of 128 elements of 16 bits and 128 query rows a program,
+and takes the same arguments; `hopper_prefill_groups_device` has the groups of warps that share
+the work.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from kvatlas.kernels.triton.attention.hopper_prefill_groups_device import (
+    PrefillRoom,
+    prefill_signals,
+    rounds_of,
+    work_of,
+)
+from kvatlas.kernels.triton.attention.hopper_prefill_load_device import load_keys_and_values
+from kvatlas.kernels.triton.attention.latent_groups_device import LOWEST, barrier
+
+ROWS = gl.constexpr(64)
+"""Query rows of a group."""
+
+
+@gluon.jit
+def row_offsets(rows, work, row, GROUP: gl.constexpr):
+    """Elements from a batch's start to rows of the work's sequence, heads of its tokens."""
+    token = (work.start + row // GROUP).to(gl.int64)
+    return token * rows.token + (work.head * GROUP + row % GROUP).to(gl.int64) * rows.head
+
+
+@gluon.jit
+def load_queries(q, work, row, room, WHO: gl.constexpr, GROUP: gl.constexpr):
+    """A group's query rows into shared memory; rows past the last are the last."""
+    LOADS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    DIM: gl.constexpr = room.query.shape[2]
+    to = room.query.index(WHO)
+    row = gl.minimum(row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LOADS)), work.rows - 1)
+    column = gl.arange(0, DIM, layout=gl.SliceLayout(0, LOADS))
+    at = row_offsets(q, work, row, GROUP)
+    loaded = gl.load(q.tensor + at[:, None] + column[None, :])
+    barrier()  # the products of the work before are done in all warps
+    to.store(loaded.to(to.dtype))
+    fence_async_shared()
+    barrier()
+
+
+@gluon.jit
+def begin_logits(room, signals, tiles, WHO: gl.constexpr, LAYOUT: gl.constexpr):
+    """The products of a group's queries and the keys of tile number `tiles`, under way."""
+    STAGES: gl.constexpr = room.k.shape[0]
+    TILE: gl.constexpr = room.k.shape[1]
+    stage = tiles % STAGES
+    k = room.k.index(stage)
+    logits = gl.zeros([ROWS, TILE], gl.float32, layout=LAYOUT)
+    mbarrier.wait(signals.there_k.index(stage), tiles // STAGES & 1)
+    fence_async_shared()
+    return warpgroup_mma(
+        room.query.index(WHO), k.permute((1, 0)), logits, use_acc=False, is_async=True
+    )
+
+
+@gluon.jit
+def begin_values(acc, weights, room, signals, tiles):
+    """Sums with the products of weights and the values of tile number `tiles`, under way."""
+    STAGES: gl.constexpr = room.v.shape[0]
+    stage = tiles % STAGES
+    mbarrier.wait(signals.there_v.index(stage), tiles // STAGES & 1)
+    fence_async_shared()
+    return warpgroup_mma(weights, room.v.index(stage), acc, is_async=True)
+
+
+@gluon.jit
+def release(free, tiles):
+    """Let the room of tile number `tiles` be loaded anew, as far as this group goes."""
+    STAGES: gl.constexpr = free.shape[0]
+    barrier()
+    mbarrier.arrive(free.index(tiles % STAGES), count=1)
+
+
+@gluon.jit
+def weigh(logits, top, begin, seen, scale):
+    """Weights of a tile's states, and the maximum that they are relative to; `scale` > 0."""
+    position, earliest = seen
+    TILE: gl.constexpr = logits.shape[1]
+    if begin + TILE - 1 > earliest:
+        at = begin + gl.arange(0, TILE, layout=gl.SliceLayout(0, logits.type.layout))
+        logits = gl.where(at[None, :] <= position[:, None], logits, float("-inf"))
+    higher = gl.maximum(top, gl.max(logits, 1) * scale)
+    return gl.exp2(logits * scale - higher[:, None]), higher
+
+
+@gluon.jit
+def multiply(
+    q, out, batch, scoring, room, signals, WHO: gl.constexpr, SHAPE: gl.constexpr,
+    TILING: gl.constexpr,
+):  # fmt: skip
+    """A group that multiplies: the rows of each piece of work, from the last tile to the first."""
+    TILE: gl.constexpr = TILING.tile
+    DIM: gl.constexpr = SHAPE.out.width
+    GROUP: gl.constexpr = SHAPE.out.group
+    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    PLACES: gl.constexpr = gl.SliceLayout(1, LOGITS)
+    tiles = 0
+    turns = 0
+    for turn in range(0, rounds_of(batch, TILING)):
+        work = work_of(batch, scoring, turn, SHAPE, TILING)
+        if work.end > work.begin:
+            first = work.row + WHO * ROWS
+            row = first + gl.arange(0, ROWS, layout=PLACES)
+            seen = work.before + row // GROUP, work.before + first // GROUP
+            load_queries(q, work, first, room, WHO, GROUP)
+            acc = gl.zeros([ROWS, DIM], gl.float32, layout=SUMS)
+            top = gl.full([ROWS], LOWEST, gl.float32, layout=PLACES)
+            logits = begin_logits(room, signals, tiles, WHO, LOGITS)
+            logits = warpgroup_mma_wait(0, deps=(logits,))
+            release(signals.free_k, tiles)
+            rated, top = weigh(logits, top, work.end - TILE, seen, scoring.scale)
+            total = gl.sum(rated, 1)
+            weights = gl.convert_layout(rated.to(room.v.dtype), WEIGHTS)
+            for n in range(work.begin + TILE, work.end, TILE):
+                begin = work.end - TILE - (n - work.begin)
+                mbarrier.wait(signals.turn.index(WHO), turns & 1 ^ (1 - WHO))
+                logits = begin_logits(room, signals, tiles + 1, WHO, LOGITS)
+                acc = begin_values(acc, weights, room, signals, tiles)
+                mbarrier.arrive(signals.turn.index(1 - WHO), count=1)
+                logits = warpgroup_mma_wait(1, deps=(logits,))
+                release(signals.free_k, tiles + 1)
+                rated, higher = weigh(logits, top, begin, seen, scoring.scale)
+                shrink = gl.exp2(top - higher)
+                total = total * shrink + gl.sum(rated, 1)
+                top = higher
+                acc = warpgroup_mma_wait(0, deps=(acc,))
+                release(signals.free_v, tiles)
+                acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
+                weights = gl.convert_layout(rated.to(room.v.dtype), WEIGHTS)
+                tiles += 1
+                turns += 1
+            acc = begin_values(acc, weights, room, signals, tiles)
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            release(signals.free_v, tiles)
+            tiles += 1
+            put_rows(out, acc, total, work, first, scoring, GROUP)
+
+
+@gluon.jit
+def put_rows(out, acc, total, work, first, scoring, GROUP: gl.constexpr):
+    """A group's rows of the output."""
+    STORES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    scaled = scoring.v_scale / gl.where(total == 0.0, 1.0, total)
+    scaled = gl.convert_layout(scaled, gl.SliceLayout(1, acc.type.layout))
+    values = (acc * scaled[:, None]).to(out.tensor.dtype.element_ty)
+    row = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORES))
+    column = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, STORES))
+    at = row_offsets(out, work, row, GROUP)
+    gl.store(
+        out.tensor + at[:, None] + column[None, :], gl.convert_layout(values, STORES),
+        mask=(row < work.rows)[:, None],
+    )  # fmt: skip
+
+
+@gluon.jit
+def prefill_hopper(q, out, cache, batch, scoring, SHAPE: gl.constexpr, TILING: gl.constexpr):
+    """Rows are (query, head of the group); the longest walks come first."""
+    DIM: gl.constexpr = SHAPE.out.width
+    STAGES: gl.constexpr = TILING.stages
+    SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    room = PrefillRoom(
+        gl.allocate_shared_memory(SHAPE.k_dot, [2, ROWS, DIM], SWIZZLED),
+        gl.allocate_shared_memory(SHAPE.k_dot, [STAGES, TILING.tile, DIM], SWIZZLED),
+        gl.allocate_shared_memory(SHAPE.v_dot, [STAGES, TILING.tile, DIM], SWIZZLED),
+    )
+    signals = prefill_signals(STAGES)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (multiply, (q, out, batch, scoring, room, signals, 0, SHAPE, TILING)),
+            (multiply, (q, out, batch, scoring, room, signals, 1, SHAPE, TILING)),
+            (load_keys_and_values, (cache, batch, scoring, room, signals, SHAPE, TILING)),
+        ],
+        [4, 4],
+        [216, 72],
+    )
