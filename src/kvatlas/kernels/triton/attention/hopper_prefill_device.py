@@ -53,28 +53,29 @@ def load_queries(q, work, row, room, WHO: gl.constexpr, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def begin_logits(room, signals, tiles, WHO: gl.constexpr, LAYOUT: gl.constexpr):
+def wait_for(there, tiles):
+    """Wait until tile number `tiles` of K or V is loaded."""
+    STAGES: gl.constexpr = there.shape[0]
+    mbarrier.wait(there.index(tiles % STAGES), tiles // STAGES & 1)
+
+
+@gluon.jit
+def begin_logits(room, tiles, WHO: gl.constexpr, LAYOUT: gl.constexpr):
     """The products of a group's queries and the keys of tile number `tiles`, under way."""
     STAGES: gl.constexpr = room.k.shape[0]
     TILE: gl.constexpr = room.k.shape[1]
-    stage = tiles % STAGES
-    k = room.k.index(stage)
     logits = gl.zeros([ROWS, TILE], gl.float32, layout=LAYOUT)
-    mbarrier.wait(signals.there_k.index(stage), tiles // STAGES & 1)
-    fence_async_shared()
+    k = room.k.index(tiles % STAGES)
     return warpgroup_mma(
         room.query.index(WHO), k.permute((1, 0)), logits, use_acc=False, is_async=True
     )
 
 
 @gluon.jit
-def begin_values(acc, weights, room, signals, tiles):
+def begin_values(acc, weights, room, tiles):
     """Sums with the products of weights and the values of tile number `tiles`, under way."""
     STAGES: gl.constexpr = room.v.shape[0]
-    stage = tiles % STAGES
-    mbarrier.wait(signals.there_v.index(stage), tiles // STAGES & 1)
-    fence_async_shared()
-    return warpgroup_mma(weights, room.v.index(stage), acc, is_async=True)
+    return warpgroup_mma(weights, room.v.index(tiles % STAGES), acc, is_async=True)
 
 
 @gluon.jit
@@ -121,7 +122,9 @@ def multiply(
             load_queries(q, work, first, room, WHO, GROUP)
             acc = gl.zeros([ROWS, DIM], gl.float32, layout=SUMS)
             top = gl.full([ROWS], LOWEST, gl.float32, layout=PLACES)
-            logits = begin_logits(room, signals, tiles, WHO, LOGITS)
+            wait_for(signals.there_k, tiles)
+            fence_async_shared()
+            logits = begin_logits(room, tiles, WHO, LOGITS)
             logits = warpgroup_mma_wait(0, deps=(logits,))
             release(signals.free_k, tiles)
             rated, top = weigh(logits, top, work.end - TILE, seen, scoring.scale)
@@ -129,15 +132,19 @@ def multiply(
             weights = gl.convert_layout(rated.to(room.v.dtype), WEIGHTS)
             for n in range(work.begin + TILE, work.end, TILE):
                 begin = work.end - TILE - (n - work.begin)
+                wait_for(signals.there_k, tiles + 1)
+                wait_for(signals.there_v, tiles)
+                fence_async_shared()
                 mbarrier.wait(signals.turn.index(WHO), turns & 1 ^ (1 - WHO))
-                logits = begin_logits(room, signals, tiles + 1, WHO, LOGITS)
-                acc = begin_values(acc, weights, room, signals, tiles)
+                logits = begin_logits(room, tiles + 1, WHO, LOGITS)
+                acc = begin_values(acc, weights, room, tiles)
                 mbarrier.arrive(signals.turn.index(1 - WHO), count=1)
                 logits = warpgroup_mma_wait(1, deps=(logits,))
-                release(signals.free_k, tiles + 1)
                 rated, higher = weigh(logits, top, begin, seen, scoring.scale)
                 shrink = gl.exp2(top - higher)
                 total = total * shrink + gl.sum(rated, 1)
+                room.totals.index(WHO).store(total)
+                release(signals.free_k, tiles + 1)
                 top = higher
                 acc = warpgroup_mma_wait(0, deps=(acc,))
                 release(signals.free_v, tiles)
@@ -145,7 +152,9 @@ def multiply(
                 weights = gl.convert_layout(rated.to(room.v.dtype), WEIGHTS)
                 tiles += 1
                 turns += 1
-            acc = begin_values(acc, weights, room, signals, tiles)
+            wait_for(signals.there_v, tiles)
+            fence_async_shared()
+            acc = begin_values(acc, weights, room, tiles)
             acc = warpgroup_mma_wait(0, deps=(acc,))
             release(signals.free_v, tiles)
             tiles += 1
@@ -178,6 +187,7 @@ def prefill_hopper(q, out, cache, batch, scoring, SHAPE: gl.constexpr, TILING: g
         gl.allocate_shared_memory(SHAPE.k_dot, [2, ROWS, DIM], SWIZZLED),
         gl.allocate_shared_memory(SHAPE.k_dot, [STAGES, TILING.tile, DIM], SWIZZLED),
         gl.allocate_shared_memory(SHAPE.v_dot, [STAGES, TILING.tile, DIM], SWIZZLED),
+        gl.allocate_shared_memory(gl.float32, [2, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])),
     )
     signals = prefill_signals(STAGES)
     fence_async_shared()

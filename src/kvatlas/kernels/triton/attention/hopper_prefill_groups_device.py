@@ -26,6 +26,7 @@ class PrefillRoom(NamedTuple):
     query: Any
     k: Any
     v: Any
+    totals: Any
 
 
 class PrefillSignals(NamedTuple):
