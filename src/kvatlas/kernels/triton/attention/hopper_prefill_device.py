@@ -18,6 +18,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kvatlas.kernels.triton.attention.hopper_prefill_groups_device import (
     PrefillRoom,
+    has_factors,
+    lift_of,
     prefill_signals,
     rounds_of,
     work_of,
@@ -87,15 +89,28 @@ def release(free, tiles):
 
 
 @gluon.jit
-def weigh(logits, top, begin, seen, scale):
-    """Weights of a tile's states, and the maximum that they are relative to; `scale` > 0."""
+def weigh(logits, top, begin, seen, scale, LIFT: gl.constexpr):
+    """Weights of a tile's states, and the maximum that they are relative to; `scale` > 0.
+
+    They are 2**LIFT times too large.
+    """
     position, earliest = seen
     TILE: gl.constexpr = logits.shape[1]
     if begin + TILE - 1 > earliest:
         at = begin + gl.arange(0, TILE, layout=gl.SliceLayout(0, logits.type.layout))
         logits = gl.where(at[None, :] <= position[:, None], logits, float("-inf"))
     higher = gl.maximum(top, gl.max(logits, 1) * scale)
-    return gl.exp2(logits * scale - higher[:, None]), higher
+    return gl.exp2(logits * scale - (higher - LIFT)[:, None]), higher
+
+
+@gluon.jit
+def factored(rows, factors, tiles, FACTORS: gl.constexpr):
+    """Logits or weights of tile number `tiles`, times the factors of its states."""
+    STAGES: gl.constexpr = factors.shape[0]
+    if FACTORS:
+        each = factors.index(tiles % STAGES).load(gl.SliceLayout(0, rows.type.layout))
+        rows = rows * each[None, :]
+    return rows
 
 
 @gluon.jit
@@ -104,13 +119,18 @@ def multiply(
     TILING: gl.constexpr,
 ):  # fmt: skip
     """A group that multiplies: the rows of each piece of work, from the last tile to the first."""
-    TILE: gl.constexpr = TILING.tile
     DIM: gl.constexpr = SHAPE.out.width
     GROUP: gl.constexpr = SHAPE.out.group
+    TILE: gl.constexpr = TILING.tile
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     PLACES: gl.constexpr = gl.SliceLayout(1, LOGITS)
+    K_FACTORS: gl.constexpr = has_factors(SHAPE.k.kind)
+    V_FACTORS: gl.constexpr = has_factors(SHAPE.v.kind)
+    K_LIFT: gl.constexpr = lift_of(SHAPE.k.kind)
+    V_LIFT: gl.constexpr = lift_of(SHAPE.v.kind)
+    scale = scoring.scale * 2.0**K_LIFT
     tiles = 0
     turns = 0
     for turn in range(0, rounds_of(batch, TILING)):
@@ -126,9 +146,11 @@ def multiply(
             fence_async_shared()
             logits = begin_logits(room, tiles, WHO, LOGITS)
             logits = warpgroup_mma_wait(0, deps=(logits,))
-            release(signals.free_k, tiles)
-            rated, top = weigh(logits, top, work.end - TILE, seen, scoring.scale)
+            logits = factored(logits, room.k_factors, tiles, K_FACTORS)
+            rated, top = weigh(logits, top, work.end - TILE, seen, scale, V_LIFT)
             total = gl.sum(rated, 1)
+            rated = factored(rated, room.v_factors, tiles, V_FACTORS)
+            release(signals.free_k, tiles)
             weights = gl.convert_layout(rated.to(room.v.dtype), WEIGHTS)
             for n in range(work.begin + TILE, work.end, TILE):
                 begin = work.end - TILE - (n - work.begin)
@@ -140,12 +162,16 @@ def multiply(
                 acc = begin_values(acc, weights, room, tiles)
                 mbarrier.arrive(signals.turn.index(1 - WHO), count=1)
                 logits = warpgroup_mma_wait(1, deps=(logits,))
-                rated, higher = weigh(logits, top, begin, seen, scoring.scale)
+                logits = factored(logits, room.k_factors, tiles + 1, K_FACTORS)
+                rated, higher = weigh(logits, top, begin, seen, scale, V_LIFT)
                 shrink = gl.exp2(top - higher)
                 total = total * shrink + gl.sum(rated, 1)
+                rated = factored(rated, room.v_factors, tiles + 1, V_FACTORS)
+                top = higher
+                # Compilers would wait for the sums before the softmax, were it not for a
+                # barrier after it that something of it is written before.
                 room.totals.index(WHO).store(total)
                 release(signals.free_k, tiles + 1)
-                top = higher
                 acc = warpgroup_mma_wait(0, deps=(acc,))
                 release(signals.free_v, tiles)
                 acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
@@ -158,7 +184,7 @@ def multiply(
             acc = warpgroup_mma_wait(0, deps=(acc,))
             release(signals.free_v, tiles)
             tiles += 1
-            put_rows(out, acc, total, work, first, scoring, GROUP)
+            put_rows(out, acc, total * 2.0**-V_LIFT, work, first, scoring, GROUP)
 
 
 @gluon.jit
@@ -182,15 +208,20 @@ def prefill_hopper(q, out, cache, batch, scoring, SHAPE: gl.constexpr, TILING: g
     """Rows are (query, head of the group); the longest walks come first."""
     DIM: gl.constexpr = SHAPE.out.width
     STAGES: gl.constexpr = TILING.stages
+    FACTORS: gl.constexpr = TILING.tile if has_factors(SHAPE.k.kind) else 1
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     room = PrefillRoom(
         gl.allocate_shared_memory(SHAPE.k_dot, [2, ROWS, DIM], SWIZZLED),
         gl.allocate_shared_memory(SHAPE.k_dot, [STAGES, TILING.tile, DIM], SWIZZLED),
         gl.allocate_shared_memory(SHAPE.v_dot, [STAGES, TILING.tile, DIM], SWIZZLED),
-        gl.allocate_shared_memory(gl.float32, [2, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        gl.allocate_shared_memory(gl.float32, [STAGES, FACTORS], PLAIN),
+        gl.allocate_shared_memory(gl.float32, [STAGES, FACTORS], PLAIN),
+        gl.allocate_shared_memory(gl.float32, [2, ROWS], PLAIN),
     )
     signals = prefill_signals(STAGES)
     fence_async_shared()
+    COPIED: gl.constexpr = SHAPE.k.element == SHAPE.k_dot
     gl.warp_specialize(
         [
             (multiply, (q, out, batch, scoring, room, signals, 0, SHAPE, TILING)),
@@ -198,5 +229,5 @@ def prefill_hopper(q, out, cache, batch, scoring, SHAPE: gl.constexpr, TILING: g
             (load_keys_and_values, (cache, batch, scoring, room, signals, SHAPE, TILING)),
         ],
         [4, 4],
-        [216, 72],
+        [216, 72] if COPIED else [200, 104],
     )

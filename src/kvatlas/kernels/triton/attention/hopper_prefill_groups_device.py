@@ -26,7 +26,11 @@ class PrefillRoom(NamedTuple):
     query: Any
     k: Any
     v: Any
+    k_factors: Any
+    """What logits of a tile's states are multiplied by, and below their weights."""
+    v_factors: Any
     totals: Any
+    """Of each group's rows."""
 
 
 class PrefillSignals(NamedTuple):
@@ -59,6 +63,18 @@ class Work(NamedTuple):
     begin: Any
     """States begin .. end - 1 are walked, in whole tiles; none where there is no work."""
     end: Any
+
+
+@gluon.constexpr_function
+def has_factors(kind):
+    """Whether rows of a format are left to be multiplied by factors of their own."""
+    return kind in ("scaled", "int4")
+
+
+@gluon.constexpr_function
+def lift_of(kind):
+    """The power of two that rows of a format, taken apart, are too small by."""
+    return 14.0 if kind == "nvfp4" else 0.0
 
 
 @gluon.jit

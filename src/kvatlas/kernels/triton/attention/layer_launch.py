@@ -325,13 +325,12 @@ def prefill_on_hopper(
     suits = (
         tune.architecture(key.device) == "hopper"
         and not shape.latent
-        and shape.k.element == shape.v.element == shape.k_dot == shape.v_dot
         and shape.k_dot in (tl.bfloat16, tl.float16)
         and shape.k.dim == shape.v.dim == 128
-        and shape.k.unit == shape.v.unit == 8
-        and not shape.k.tile
-        and not shape.v.tile
-        and (launch.tiling.rows, launch.tiling.tile) == (128, 128)
+        and _hopper_loads(shape.k, shape.k_dot)
+        and _hopper_loads(shape.v, shape.v_dot)
+        and shape.k.kind == shape.v.kind
+        and launch.tiling.rows == 128
         and shape.mask == "causal"
         and not shape.softcap
         and not shape.out.sink_logits
@@ -341,9 +340,20 @@ def prefill_on_hopper(
         return launch
     module = import_module("kvatlas.kernels.triton.attention.hopper_prefill_device")
     return PrefillLaunch(
-        module.prefill_hopper, launch.tiling._replace(stages=2), {"num_warps": 4},
+        module.prefill_hopper, launch.tiling._replace(tile=128, stages=2), {"num_warps": 4},
         tune.processors(key.device),
     )  # fmt: skip
+
+
+def _hopper_loads(form: formats.StorageFormat, dot: Any) -> bool:
+    """Whether Hopper's own kernel loads rows of a format: whole vectors, or words of codes."""
+    if form.tile:
+        return False
+    if form.element == dot:
+        return form.kind == "plain" and form.unit * form.bits == 128
+    if form.kind in ("plain", "scaled"):
+        return form.element in (tl.int8, tl.float8e4nv) and form.unit % 4 == 0
+    return form.kind in ("int4", "nvfp4") and form.unit % 4 == 0
 
 
 def _release(version: str) -> tuple[int, ...]:
