@@ -18,6 +18,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kvatlas.kernels.triton.attention.hopper_prefill_groups_device import (
     PrefillRoom,
+    Seen,
+    first_seen,
     has_factors,
     lift_of,
     prefill_signals,
@@ -29,6 +31,7 @@ from kvatlas.kernels.triton.attention.latent_groups_device import LOWEST, barrie
 
 ROWS = gl.constexpr(64)
 """Query rows of a group."""
+LOG2E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
@@ -89,16 +92,30 @@ def release(free, tiles):
 
 
 @gluon.jit
-def weigh(logits, top, begin, seen, scale, LIFT: gl.constexpr):
+def seen_by(work, first, size, LAYOUT: gl.constexpr, GROUP: gl.constexpr, MASK: gl.constexpr):
+    """What a group's rows see, from row `first` of the sequence on."""
+    row = first + gl.arange(0, ROWS, layout=LAYOUT)
+    if MASK == "full":
+        return Seen(row * 0 + (work.high - 1), 0, work.high, size)
+    else:
+        last = work.before + (first + ROWS - 1) // GROUP
+        position = work.before + row // GROUP
+        return Seen(position, first_seen(last, size, MASK), work.before + first // GROUP + 1, size)
+
+
+@gluon.jit
+def weigh(logits, top, begin, seen, scale, LIFT: gl.constexpr, MASK: gl.constexpr):
     """Weights of a tile's states, and the maximum that they are relative to; `scale` > 0.
 
     They are 2**LIFT times too large.
     """
-    position, earliest = seen
     TILE: gl.constexpr = logits.shape[1]
-    if begin + TILE - 1 > earliest:
+    if (begin + TILE > seen.until) | (begin < seen.whole):
         at = begin + gl.arange(0, TILE, layout=gl.SliceLayout(0, logits.type.layout))
-        logits = gl.where(at[None, :] <= position[:, None], logits, float("-inf"))
+        there = at[None, :] <= seen.position[:, None]
+        if MASK == "window" or MASK == "chunk":
+            there = there & (at[None, :] >= first_seen(seen.position, seen.size, MASK)[:, None])
+        logits = gl.where(there, logits, float("-inf"))
     higher = gl.maximum(top, gl.max(logits, 1) * scale)
     return gl.exp2(logits * scale - (higher - LIFT)[:, None]), higher
 
@@ -120,7 +137,9 @@ def multiply(
 ):  # fmt: skip
     """A group that multiplies: the rows of each piece of work, from the last tile to the first."""
     DIM: gl.constexpr = SHAPE.out.width
-    GROUP: gl.constexpr = SHAPE.out.group
+    OUT: gl.constexpr = SHAPE.out
+    GROUP: gl.constexpr = OUT.group
+    MASK: gl.constexpr = SHAPE.mask
     TILE: gl.constexpr = TILING.tile
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
@@ -137,8 +156,7 @@ def multiply(
         work = work_of(batch, scoring, turn, SHAPE, TILING)
         if work.end > work.begin:
             first = work.row + WHO * ROWS
-            row = first + gl.arange(0, ROWS, layout=PLACES)
-            seen = work.before + row // GROUP, work.before + first // GROUP
+            seen = seen_by(work, first, scoring.size, PLACES, GROUP, MASK)
             load_queries(q, work, first, room, WHO, GROUP)
             acc = gl.zeros([ROWS, DIM], gl.float32, layout=SUMS)
             top = gl.full([ROWS], LOWEST, gl.float32, layout=PLACES)
@@ -147,7 +165,7 @@ def multiply(
             logits = begin_logits(room, tiles, WHO, LOGITS)
             logits = warpgroup_mma_wait(0, deps=(logits,))
             logits = factored(logits, room.k_factors, tiles, K_FACTORS)
-            rated, top = weigh(logits, top, work.end - TILE, seen, scale, V_LIFT)
+            rated, top = weigh(logits, top, work.end - TILE, seen, scale, V_LIFT, MASK)
             total = gl.sum(rated, 1)
             rated = factored(rated, room.v_factors, tiles, V_FACTORS)
             release(signals.free_k, tiles)
@@ -163,7 +181,7 @@ def multiply(
                 mbarrier.arrive(signals.turn.index(1 - WHO), count=1)
                 logits = warpgroup_mma_wait(1, deps=(logits,))
                 logits = factored(logits, room.k_factors, tiles + 1, K_FACTORS)
-                rated, higher = weigh(logits, top, begin, seen, scale, V_LIFT)
+                rated, higher = weigh(logits, top, begin, seen, scale, V_LIFT, MASK)
                 shrink = gl.exp2(top - higher)
                 total = total * shrink + gl.sum(rated, 1)
                 rated = factored(rated, room.v_factors, tiles + 1, V_FACTORS)
@@ -184,18 +202,31 @@ def multiply(
             acc = warpgroup_mma_wait(0, deps=(acc,))
             release(signals.free_v, tiles)
             tiles += 1
-            put_rows(out, acc, total * 2.0**-V_LIFT, work, first, scoring, GROUP)
+            total = total * 2.0**-V_LIFT
+            put_rows(out, (acc, top, total), work, first, scoring, OUT)
 
 
 @gluon.jit
-def put_rows(out, acc, total, work, first, scoring, GROUP: gl.constexpr):
-    """A group's rows of the output."""
+def put_rows(out, softmax, work, first, scoring, OUT: gl.constexpr):
+    """A group's rows of the output; a sink's logit takes part in the total alone."""
+    acc, top, total = softmax
+    DIM: gl.constexpr = OUT.width
+    GROUP: gl.constexpr = OUT.group
     STORES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    scaled = scoring.v_scale / gl.where(total == 0.0, 1.0, total)
+    scale = scoring.v_scale
+    if OUT.sink_logits:
+        row = first + gl.arange(0, ROWS, layout=top.type.layout)
+        sinks = scoring.sink_logits + work.head * GROUP + row % GROUP
+        sink = gl.load(sinks).to(gl.float32) * LOG2E
+        higher = gl.maximum(top, sink)
+        shrink = gl.exp2(top - higher)
+        total = total * shrink + gl.exp2(sink - higher)
+        scale = shrink * scale
+    scaled = scale / gl.where(total == 0.0, 1.0, total)
     scaled = gl.convert_layout(scaled, gl.SliceLayout(1, acc.type.layout))
     values = (acc * scaled[:, None]).to(out.tensor.dtype.element_ty)
     row = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORES))
-    column = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, STORES))
+    column = gl.arange(0, DIM, layout=gl.SliceLayout(0, STORES))
     at = row_offsets(out, work, row, GROUP)
     gl.store(
         out.tensor + at[:, None] + column[None, :], gl.convert_layout(values, STORES),

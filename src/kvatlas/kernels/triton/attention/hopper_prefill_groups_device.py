@@ -44,6 +44,18 @@ class PrefillSignals(NamedTuple):
     """It is a group's turn to begin products."""
 
 
+class Seen(NamedTuple):
+    """What a group's query rows see."""
+
+    position: Any
+    """Of each row: the last state that it sees."""
+    whole: Any
+    """Every row sees states whole .. until - 1."""
+    until: Any
+    size: Any
+    """Of a window or chunk."""
+
+
 class Work(NamedTuple):
     """A tile of query rows, packed heads of some tokens of a sequence, and what it sees."""
 
@@ -87,6 +99,17 @@ def prefill_signals(STAGES: gl.constexpr):
 
 
 @gluon.jit
+def first_seen(position, size, MASK: gl.constexpr):
+    """The earliest state that a query at `position` sees: of its window, of its chunk, or 0."""
+    if MASK == "window":
+        return gl.maximum(position - size + 1, 0)
+    elif MASK == "chunk":
+        return position // size * size
+    else:
+        return position * 0
+
+
+@gluon.jit
 def rounds_of(batch, TILING: gl.constexpr):
     """Pieces of work that a program has, at most."""
     ends = batch.ends + 2 * (batch.sequences + 1)
@@ -101,6 +124,7 @@ def work_of(batch, scoring, turn, SHAPE: gl.constexpr, TILING: gl.constexpr):
     Programs take pieces forwards and backwards by turns, so that all have walked as far.
     """
     GROUP: gl.constexpr = SHAPE.out.group
+    MASK: gl.constexpr = SHAPE.mask
     TILE: gl.constexpr = TILING.tile
     ends = batch.ends + 2 * (batch.sequences + 1)
     units = gl.load(ends + batch.sequences)
@@ -116,9 +140,14 @@ def work_of(batch, scoring, turn, SHAPE: gl.constexpr, TILING: gl.constexpr):
     length = gl.load(batch.lengths + sequence).to(gl.int32)
     row = (unit - gl.load(ends + sequence)) * TILING.rows
     before = length - count
+    earliest = before + row // GROUP
     high = gl.minimum(before + (row + TILING.rows - 1) // GROUP + 1, length)
+    if MASK == "full":
+        high = length
+    low = first_seen(earliest, scoring.size, MASK)
+    begin = low // TILE * TILE
     end = gl.cdiv(high, TILE) * TILE
     if number >= units * TILING.programs:
-        end = 0
-    return Work(sequence, number % TILING.programs, start, count * GROUP, row, before, 0, high, 0,
-                end)  # fmt: skip
+        end = begin
+    return Work(sequence, number % TILING.programs, start, count * GROUP, row, before, low, high,
+                begin, end)  # fmt: skip

@@ -166,7 +166,7 @@ def _worked_out(
     many = _prefill(key, split, shape, heads, choice) if wanted else None
     if scoring.scale > 0 and layer.buffer.data_ptr() % 16 == 0:
         few = on_hopper(few, key, shape)
-        many = many and prefill_on_hopper(many, key, shape)
+        many = many and prefill_on_hopper(many, key, shape, (k.at, v.at))
     return LayerLaunch(
         heads, k.at, v.at, shape, scoring, split, few, many,
         tune.dependent_launch(layer.buffer.device),
@@ -319,7 +319,10 @@ def _prefill(
 
 
 def prefill_on_hopper(
-    launch: PrefillLaunch, key: calls.LaunchKey, shape: calls.AttentionShape
+    launch: PrefillLaunch,
+    key: calls.LaunchKey,
+    shape: calls.AttentionShape,
+    sides: tuple[SideRows, SideRows],
 ) -> PrefillLaunch:
     """The same by Hopper's own kernel, where it can be had and takes such rows."""
     suits = (
@@ -327,13 +330,12 @@ def prefill_on_hopper(
         and not shape.latent
         and shape.k_dot in (tl.bfloat16, tl.float16)
         and shape.k.dim == shape.v.dim == 128
-        and _hopper_loads(shape.k, shape.k_dot)
-        and _hopper_loads(shape.v, shape.v_dot)
         and shape.k.kind == shape.v.kind
+        and _hopper_loads(shape.k, sides[0], shape.k_dot)
+        and _hopper_loads(shape.v, sides[1], shape.v_dot)
         and launch.tiling.rows == 128
-        and shape.mask == "causal"
+        and shape.mask != "sinks"
         and not shape.softcap
-        and not shape.out.sink_logits
         and _GLUON[0] <= _release(triton.__version__) <= _GLUON[1]
     )
     if not suits:
@@ -345,15 +347,16 @@ def prefill_on_hopper(
     )  # fmt: skip
 
 
-def _hopper_loads(form: formats.StorageFormat, dot: Any) -> bool:
-    """Whether Hopper's own kernel loads rows of a format: whole vectors, or words of codes."""
-    if form.tile:
+def _hopper_loads(form: formats.StorageFormat, at: SideRows, dot: Any) -> bool:
+    """Whether Hopper's own prefill loads rows of a format: in vectors as they are, or in words."""
+    if form.tile or at.rows.element != 1:
         return False
     if form.element == dot:
         return form.kind == "plain" and form.unit * form.bits == 128
-    if form.kind in ("plain", "scaled"):
-        return form.element in (tl.int8, tl.float8e4nv) and form.unit % 4 == 0
-    return form.kind in ("int4", "nvfp4") and form.unit % 4 == 0
+    if form.kind == "nvfp4":
+        return form.unit % 4 == 0 and form.scale_unit % 2 == 0 and at.scales.element == 1
+    bytes_apart = form.kind in ("plain", "scaled") and form.element in (tl.int8, tl.float8e4nv)
+    return (bytes_apart or form.kind == "int4") and form.unit % 4 == 0
 
 
 def _release(version: str) -> tuple[int, ...]:
