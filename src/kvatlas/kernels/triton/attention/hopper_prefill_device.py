@@ -80,6 +80,8 @@ def begin_logits(room, tiles, WHO: gl.constexpr, LAYOUT: gl.constexpr):
 def begin_values(acc, weights, room, tiles):
     """Sums with the products of weights and the values of tile number `tiles`, under way."""
     STAGES: gl.constexpr = room.v.shape[0]
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    weights = gl.convert_layout(weights.to(room.v.dtype), WEIGHTS)
     return warpgroup_mma(weights, room.v.index(tiles % STAGES), acc, is_async=True)
 
 
@@ -143,7 +145,6 @@ def multiply(
     TILE: gl.constexpr = TILING.tile
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
-    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     PLACES: gl.constexpr = gl.SliceLayout(1, LOGITS)
     K_FACTORS: gl.constexpr = has_factors(SHAPE.k.kind)
     V_FACTORS: gl.constexpr = has_factors(SHAPE.v.kind)
@@ -160,18 +161,21 @@ def multiply(
             load_queries(q, work, first, room, WHO, GROUP)
             acc = gl.zeros([ROWS, DIM], gl.float32, layout=SUMS)
             top = gl.full([ROWS], LOWEST, gl.float32, layout=PLACES)
+            total = gl.zeros([ROWS], gl.float32, layout=PLACES)
             wait_for(signals.there_k, tiles)
             fence_async_shared()
             logits = begin_logits(room, tiles, WHO, LOGITS)
             logits = warpgroup_mma_wait(0, deps=(logits,))
-            logits = factored(logits, room.k_factors, tiles, K_FACTORS)
-            rated, top = weigh(logits, top, work.end - TILE, seen, scale, V_LIFT, MASK)
-            total = gl.sum(rated, 1)
-            rated = factored(rated, room.v_factors, tiles, V_FACTORS)
-            release(signals.free_k, tiles)
-            weights = gl.convert_layout(rated.to(room.v.dtype), WEIGHTS)
             for n in range(work.begin + TILE, work.end, TILE):
-                begin = work.end - TILE - (n - work.begin)
+                begin = work.end - n + work.begin
+                logits = factored(logits, room.k_factors, tiles, K_FACTORS)
+                weights, higher = weigh(logits, top, begin, seen, scale, V_LIFT, MASK)
+                shrink = gl.exp2(top - higher)
+                total = total * shrink + gl.sum(weights, 1)
+                weights = factored(weights, room.v_factors, tiles, V_FACTORS)
+                acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
+                top = higher
+                release(signals.free_k, tiles)
                 wait_for(signals.there_k, tiles + 1)
                 wait_for(signals.there_v, tiles)
                 fence_async_shared()
@@ -179,23 +183,18 @@ def multiply(
                 logits = begin_logits(room, tiles + 1, WHO, LOGITS)
                 acc = begin_values(acc, weights, room, tiles)
                 mbarrier.arrive(signals.turn.index(1 - WHO), count=1)
-                logits = warpgroup_mma_wait(1, deps=(logits,))
-                logits = factored(logits, room.k_factors, tiles + 1, K_FACTORS)
-                rated, higher = weigh(logits, top, begin, seen, scale, V_LIFT, MASK)
-                shrink = gl.exp2(top - higher)
-                total = total * shrink + gl.sum(rated, 1)
-                rated = factored(rated, room.v_factors, tiles + 1, V_FACTORS)
-                top = higher
-                # Compilers would wait for the sums before the softmax, were it not for a
-                # barrier after it that something of it is written before.
-                room.totals.index(WHO).store(total)
-                release(signals.free_k, tiles + 1)
-                acc = warpgroup_mma_wait(0, deps=(acc,))
+                logits, acc = warpgroup_mma_wait(0, deps=(logits, acc))
                 release(signals.free_v, tiles)
-                acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
-                weights = gl.convert_layout(rated.to(room.v.dtype), WEIGHTS)
                 tiles += 1
                 turns += 1
+            logits = factored(logits, room.k_factors, tiles, K_FACTORS)
+            weights, higher = weigh(logits, top, work.begin, seen, scale, V_LIFT, MASK)
+            shrink = gl.exp2(top - higher)
+            total = total * shrink + gl.sum(weights, 1)
+            weights = factored(weights, room.v_factors, tiles, V_FACTORS)
+            acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
+            top = higher
+            release(signals.free_k, tiles)
             wait_for(signals.there_v, tiles)
             fence_async_shared()
             acc = begin_values(acc, weights, room, tiles)
