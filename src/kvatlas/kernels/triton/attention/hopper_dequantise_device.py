@@ -123,12 +123,11 @@ def bytes_apart(words, ELEMENT: gl.constexpr, DOT: gl.constexpr):
     """Words of four int8 or e4m3, in the type of a dot."""
     if ELEMENT == gl.int8 and DOT == gl.float16:
         return pairs_of(words, _FOUR_BYTES)
-    elif ELEMENT == gl.int8:
+    if ELEMENT == gl.int8:
         return pairs_of(words, _FOUR_BYTES_BF16)
-    elif DOT == gl.float16:
+    if DOT == gl.float16:
         return pairs_of(words, _E4M3)
-    else:
-        return pairs_of(words, _E4M3_BF16)
+    return pairs_of(words, _E4M3_BF16)
 
 
 @gluon.jit
@@ -138,8 +137,7 @@ def int4_apart(words, zeros, DOT: gl.constexpr):
     zeros = gl.expand_dims(zeros, 1) + words * 0
     if DOT == gl.float16:
         return eights_of(words, zeros, _CODES_F16)
-    else:
-        return eights_of(words, zeros, _CODES_BF16)
+    return eights_of(words, zeros, _CODES_BF16)
 
 
 @gluon.jit

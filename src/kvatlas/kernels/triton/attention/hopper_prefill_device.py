@@ -26,7 +26,11 @@ from kvatlas.kernels.triton.attention.hopper_prefill_groups_device import (
     rounds_of,
     work_of,
 )
-from kvatlas.kernels.triton.attention.hopper_prefill_load_device import load_keys_and_values
+from kvatlas.kernels.triton.attention.hopper_prefill_load_device import (
+    CONVERTING,
+    COPYING,
+    load_keys_and_values,
+)
 from kvatlas.kernels.triton.attention.latent_groups_device import LOWEST, barrier
 
 ROWS = gl.constexpr(64)
@@ -99,10 +103,9 @@ def seen_by(work, first, size, LAYOUT: gl.constexpr, GROUP: gl.constexpr, MASK: 
     row = first + gl.arange(0, ROWS, layout=LAYOUT)
     if MASK == "full":
         return Seen(row * 0 + (work.high - 1), 0, work.high, size)
-    else:
-        last = work.before + (first + ROWS - 1) // GROUP
-        position = work.before + row // GROUP
-        return Seen(position, first_seen(last, size, MASK), work.before + first // GROUP + 1, size)
+    last = work.before + (first + ROWS - 1) // GROUP
+    position = work.before + row // GROUP
+    return Seen(position, first_seen(last, size, MASK), work.before + first // GROUP + 1, size)
 
 
 @gluon.jit
@@ -153,7 +156,7 @@ def multiply(
     scale = scoring.scale * 2.0**K_LIFT
     tiles = 0
     turns = 0
-    for turn in range(0, rounds_of(batch, TILING)):
+    for turn in range(rounds_of(batch, TILING)):
         work = work_of(batch, scoring, turn, SHAPE, TILING)
         if work.end > work.begin:
             first = work.row + WHO * ROWS
@@ -247,7 +250,6 @@ def prefill_hopper(q, out, cache, batch, scoring, SHAPE: gl.constexpr, TILING: g
         gl.allocate_shared_memory(SHAPE.v_dot, [STAGES, TILING.tile, DIM], SWIZZLED),
         gl.allocate_shared_memory(gl.float32, [STAGES, FACTORS], PLAIN),
         gl.allocate_shared_memory(gl.float32, [STAGES, FACTORS], PLAIN),
-        gl.allocate_shared_memory(gl.float32, [2, ROWS], PLAIN),
     )
     signals = prefill_signals(STAGES)
     fence_async_shared()
@@ -258,6 +260,6 @@ def prefill_hopper(q, out, cache, batch, scoring, SHAPE: gl.constexpr, TILING: g
             (multiply, (q, out, batch, scoring, room, signals, 1, SHAPE, TILING)),
             (load_keys_and_values, (cache, batch, scoring, room, signals, SHAPE, TILING)),
         ],
-        [4, 4],
-        [216, 72] if COPIED else [200, 104],
+        [4, COPYING if COPIED else CONVERTING],
+        [216, 72] if COPIED else [192, 64],
     )

@@ -5,9 +5,8 @@
 | two that multiply | each has 64 of a program's 128 query rows, and all of their softmax |
 | one that loads | tiles of K and of V, as soon as both groups are done with those before |
 
-While one group is at its softmax the other's products run: they take turns to begin products.
-Within a group, the values of one tile are multiplied under the softmax of the next.
-FlashAttention-3's schedule.
+While one group is at its softmax the other's products run: they take turns to begin products,
+each the keys of a tile and the values of the one before. FlashAttention-3's ping-pong.
 """
 
 from __future__ import annotations
@@ -29,8 +28,6 @@ class PrefillRoom(NamedTuple):
     k_factors: Any
     """What logits of a tile's states are multiplied by, and below their weights."""
     v_factors: Any
-    totals: Any
-    """Of each group's rows."""
 
 
 class PrefillSignals(NamedTuple):
@@ -103,10 +100,9 @@ def first_seen(position, size, MASK: gl.constexpr):
     """The earliest state that a query at `position` sees: of its window, of its chunk, or 0."""
     if MASK == "window":
         return gl.maximum(position - size + 1, 0)
-    elif MASK == "chunk":
+    if MASK == "chunk":
         return position // size * size
-    else:
-        return position * 0
+    return position * 0
 
 
 @gluon.jit

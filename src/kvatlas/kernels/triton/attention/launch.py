@@ -161,7 +161,10 @@ def _prefill(call: AttentionCall, use: PrefillLaunch, plan: Schedule) -> None:
     launch, sequences = call.launch, call.lengths.shape[0]
     batch = calls.BatchSequences(call.lengths, plan.ends, sequences)
     units = call.q.shape[0] * launch.shape.out.group // use.tiling.rows + sequences
-    use.kernel[(min(units * launch.heads, use.most),)](
+    programs = units * launch.heads
+    if sequences == 1:
+        programs = min(programs, use.most)
+    use.kernel[(programs,)](
         batch_rows(call.q), batch_rows(call.out), call.cache, batch, call.scoring,
         SHAPE=launch.shape, TILING=use.tiling, **use.options,
     )  # fmt: skip

@@ -79,7 +79,7 @@ class PrefillLaunch(NamedTuple):
     tiling: calls.Tiling
     options: dict[str, Any]
     most: int
-    """Programs at most: others' work waits for them."""
+    """Programs at most for a batch of one sequence, whose tiles are shared out evenly beforehand."""
 
 
 class LayerLaunch(NamedTuple):
