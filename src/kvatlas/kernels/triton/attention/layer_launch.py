@@ -79,7 +79,7 @@ class PrefillLaunch(NamedTuple):
     tiling: calls.Tiling
     options: dict[str, Any]
     most: int
-    """Programs at most for a batch of one sequence, whose tiles are shared out evenly beforehand."""
+    """Programs at most for a batch of one sequence, whose tiles they share out beforehand."""
 
 
 class LayerLaunch(NamedTuple):
