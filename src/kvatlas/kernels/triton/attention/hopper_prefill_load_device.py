@@ -102,15 +102,16 @@ def load_apart(cache, side, table, begin, work, STATES: gl.constexpr, TILE: gl.c
     states = states_of(begin, work, TILE, gl.SliceLayout(1, LOADS))
     rows = starts_of(side.rows, table, states, work.head, STATES, UNIT)
     loaded = gl.load(row_pointers(words, rows, 0, COUNT, LOADS))
+    more = 0
     if FORMAT.kind == "int4":
         steps = starts_of(side.scales, table, states, work.head, STATES, FORMAT.scale_unit)
-        return loaded, gl.load(words + steps) & 15
-    if FORMAT.kind == "nvfp4":
+        more = gl.load(words + steps) & 15
+    elif FORMAT.kind == "nvfp4":
         BLOCKS: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [CONVERTING, 1], [1, 0])
         states = states_of(begin, work, TILE, gl.SliceLayout(1, BLOCKS))
         steps = starts_of(side.scales, table, states, work.head, STATES, FORMAT.scale_unit)
-        return loaded, gl.load(row_pointers(cache.buffer, steps, 0, FORMAT.dim // 16, BLOCKS))
-    return loaded, 0
+        more = gl.load(row_pointers(cache.buffer, steps, 0, FORMAT.dim // 16, BLOCKS))
+    return loaded, more
 
 
 @gluon.jit
