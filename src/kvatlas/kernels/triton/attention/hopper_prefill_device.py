@@ -100,11 +100,8 @@ def release(free, tiles):
 @gluon.jit
 def seen_by(work, first, size, LAYOUT: gl.constexpr, GROUP: gl.constexpr, MASK: gl.constexpr):
     """What a group's rows see, from row `first` of the sequence on."""
-    row = first + gl.arange(0, ROWS, layout=LAYOUT)
-    if MASK == "full":
-        return Seen(row * 0 + (work.high - 1), 0, work.high, size)
     last = work.before + (first + ROWS - 1) // GROUP
-    position = work.before + row // GROUP
+    position = work.before + (first + gl.arange(0, ROWS, layout=LAYOUT)) // GROUP
     return Seen(position, first_seen(last, size, MASK), work.before + first // GROUP + 1, size)
 
 

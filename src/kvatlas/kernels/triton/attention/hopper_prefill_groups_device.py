@@ -138,8 +138,6 @@ def work_of(batch, scoring, turn, SHAPE: gl.constexpr, TILING: gl.constexpr):
     before = length - count
     earliest = before + row // GROUP
     high = gl.minimum(before + (row + TILING.rows - 1) // GROUP + 1, length)
-    if MASK == "full":
-        high = length
     low = first_seen(earliest, scoring.size, MASK)
     begin = low // TILE * TILE
     end = gl.cdiv(high, TILE) * TILE
