@@ -8,8 +8,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvatlas.kernels.triton.attention.latent_load_device import _E4M3
-from kvatlas.kernels.triton.dequantise_device import _FOUR_BYTES, _FOUR_BYTES_BF16
+from kvatlas.kernels.triton.attention.latent_load_device import E4M3_AS_HALVES
+from kvatlas.kernels.triton.dequantise_device import FOUR_BYTES, FOUR_BYTES_BF16
 
 _E4M3_BF16 = gl.constexpr("""
     {
@@ -122,11 +122,11 @@ def eights_of(words, with_each, CODE: gl.constexpr):
 def bytes_apart(words, ELEMENT: gl.constexpr, DOT: gl.constexpr):
     """Words of four int8 or e4m3, in the type of a dot."""
     if ELEMENT == gl.int8 and DOT == gl.float16:
-        return pairs_of(words, _FOUR_BYTES)
+        return pairs_of(words, FOUR_BYTES)
     if ELEMENT == gl.int8:
-        return pairs_of(words, _FOUR_BYTES_BF16)
+        return pairs_of(words, FOUR_BYTES_BF16)
     if DOT == gl.float16:
-        return pairs_of(words, _E4M3)
+        return pairs_of(words, E4M3_AS_HALVES)
     return pairs_of(words, _E4M3_BF16)
 
 

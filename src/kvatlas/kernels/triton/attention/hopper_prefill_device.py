@@ -1,8 +1,8 @@
 """Device code of prefill on Hopper, in Gluon: loads and matrix products run by themselves.
 
-It does what `prefill` does, for rows of 128 elements of 16 bits and 128 query rows a program,
-and takes the same arguments; `hopper_prefill_groups_device` has the groups of warps that share
-the work.
+It does what `prefill` does, for rows of 128 elements of 16, 8 and 4 bits and 128 query rows a
+program, and takes the same arguments; `hopper_prefill_groups_device` has the groups of warps
+that share the work.
 """
 
 from __future__ import annotations
@@ -26,11 +26,7 @@ from kvatlas.kernels.triton.attention.hopper_prefill_groups_device import (
     rounds_of,
     work_of,
 )
-from kvatlas.kernels.triton.attention.hopper_prefill_load_device import (
-    CONVERTING,
-    COPYING,
-    load_keys_and_values,
-)
+from kvatlas.kernels.triton.attention.hopper_prefill_load_device import load_keys_and_values
 from kvatlas.kernels.triton.attention.latent_groups_device import LOWEST, barrier
 
 ROWS = gl.constexpr(64)
@@ -257,6 +253,6 @@ def prefill_hopper(q, out, cache, batch, scoring, SHAPE: gl.constexpr, TILING: g
             (multiply, (q, out, batch, scoring, room, signals, 1, SHAPE, TILING)),
             (load_keys_and_values, (cache, batch, scoring, room, signals, SHAPE, TILING)),
         ],
-        [4, COPYING if COPIED else CONVERTING],
-        [216, 72] if COPIED else [192, 64],
+        [4, 4],
+        [216, 72] if COPIED else [200, 104],
     )

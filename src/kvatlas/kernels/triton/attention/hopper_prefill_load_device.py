@@ -29,11 +29,6 @@ from kvatlas.kernels.triton.attention.latent_load_device import (
     seen_as,
 )
 
-COPYING = gl.constexpr(4)
-"""Warps of the group, where rows are copied; their threads count the copies."""
-CONVERTING = gl.constexpr(8)
-"""Warps of the group, where rows are taken apart."""
-
 
 @gluon.jit
 def states_of(begin, work, TILE: gl.constexpr, LAYOUT: gl.constexpr):
@@ -62,7 +57,7 @@ def copy_rows(side, elements, pages, places, head, to, there, FORMAT: gl.constex
 @gluon.jit
 def copy_tiles(cache, table, work, room, signals, tiles, SHAPE: gl.constexpr):
     """Load the tiles of a piece of work as they are, the last one first."""
-    LOADS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [COPYING, 1], [1, 0])
+    LOADS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     ROWS: gl.constexpr = gl.SliceLayout(1, LOADS)
     K: gl.constexpr = SHAPE.k
     V: gl.constexpr = SHAPE.v
@@ -97,7 +92,7 @@ def load_apart(cache, side, table, begin, work, STATES: gl.constexpr, TILE: gl.c
     UNIT: gl.constexpr = FORMAT.unit // 4
     COUNT: gl.constexpr = FORMAT.dim * FORMAT.bits // 32
     WIDE: gl.constexpr = min(UNIT, 4)
-    LOADS: gl.constexpr = gl.BlockedLayout([1, WIDE], [8, 4], [CONVERTING, 1], [1, 0])
+    LOADS: gl.constexpr = gl.BlockedLayout([1, WIDE], [8, 4], [4, 1], [1, 0])
     words = cache.buffer.to(gl.pointer_type(gl.int32), bitcast=True)
     states = states_of(begin, work, TILE, gl.SliceLayout(1, LOADS))
     rows = starts_of(side.rows, table, states, work.head, STATES, UNIT)
@@ -107,7 +102,7 @@ def load_apart(cache, side, table, begin, work, STATES: gl.constexpr, TILE: gl.c
         steps = starts_of(side.scales, table, states, work.head, STATES, FORMAT.scale_unit)
         more = gl.load(words + steps) & 15
     elif FORMAT.kind == "nvfp4":
-        BLOCKS: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [CONVERTING, 1], [1, 0])
+        BLOCKS: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [4, 1], [1, 0])
         states = states_of(begin, work, TILE, gl.SliceLayout(1, BLOCKS))
         steps = starts_of(side.scales, table, states, work.head, STATES, FORMAT.scale_unit)
         more = gl.load(row_pointers(cache.buffer, steps, 0, FORMAT.dim // 16, BLOCKS))
@@ -129,7 +124,7 @@ def put_apart(words, with_rows, to, FORMAT: gl.constexpr, DOT: gl.constexpr):
 def load_factors(cache, side, table, begin, work, STATES: gl.constexpr, TILE: gl.constexpr,
                  FORMAT: gl.constexpr):  # fmt: skip
     """What is left to multiply by, for each state of a tile."""
-    EACH: gl.constexpr = gl.BlockedLayout([1], [32], [CONVERTING], [0])
+    EACH: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     states = states_of(begin, work, TILE, EACH)
     steps = starts_of(side.scales, table, states, work.head, STATES, FORMAT.scale_unit)
     scales = gl.load(cache.buffer.to(gl.pointer_type(gl.int32), bitcast=True) + steps)

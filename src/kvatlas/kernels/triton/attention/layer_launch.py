@@ -166,7 +166,8 @@ def _worked_out(
     many = _prefill(key, split, shape, heads, choice) if wanted else None
     if scoring.scale > 0 and layer.buffer.data_ptr() % 16 == 0:
         few = on_hopper(few, key, shape)
-        many = many and prefill_on_hopper(many, key, shape, (k.at, v.at))
+        if many is not None and not choice:
+            many = prefill_on_hopper(many, key, shape, (k.at, v.at))
     return LayerLaunch(
         heads, k.at, v.at, shape, scoring, split, few, many,
         tune.dependent_launch(layer.buffer.device),
