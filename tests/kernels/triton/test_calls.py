@@ -270,7 +270,7 @@ def test_hoppers_kernels_take_the_latents_that_they_can(monkeypatch: pytest.Monk
 
 
 def test_hoppers_prefill_takes_the_rows_that_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of 128 elements in 16, 8 and 4 bits, all masks but one, positive scales."""
+    """Rows of 128 elements in 16, 8 and 4 bits, causal masks, positive scales."""
     monkeypatch.setattr(tune, "architecture", lambda _: "hopper")
     monkeypatch.setattr(tune, "shared_memory", lambda _: 232_448)
     monkeypatch.setattr(formats, "dot_of", lambda _: tl.bfloat16)
@@ -283,7 +283,8 @@ def test_hoppers_prefill_takes_the_rows_that_it_can(monkeypatch: pytest.MonkeyPa
         (FullAttention(**base, cache="fp8_per_token_head"), plain, True),
         (FullAttention(**base, cache="int4_per_token_head"), plain, True),
         (FullAttention(**base, cache="nvfp4"), plain, True),
-        (SlidingAttention(**base, window=70), plain._replace(sink_logits=True), True),
+        (FullAttention(**base), plain._replace(sink_logits=True), False),
+        (SlidingAttention(**base, window=70), plain, False),
         (FullAttention(**base), plain._replace(scale=-0.1), False),
         (FullAttention(**base), plain._replace(softcap=2.0), False),
         (FullAttention(**base, cache="fp8_e5m2"), plain, False),

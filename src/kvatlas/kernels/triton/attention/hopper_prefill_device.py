@@ -18,8 +18,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kvatlas.kernels.triton.attention.hopper_prefill_groups_device import (
     PrefillRoom,
-    Seen,
-    first_seen,
     has_factors,
     lift_of,
     prefill_signals,
@@ -31,7 +29,6 @@ from kvatlas.kernels.triton.attention.latent_groups_device import LOWEST, barrie
 
 ROWS = gl.constexpr(64)
 """Query rows of a group."""
-LOG2E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
@@ -94,26 +91,16 @@ def release(free, tiles):
 
 
 @gluon.jit
-def seen_by(work, first, size, LAYOUT: gl.constexpr, GROUP: gl.constexpr, MASK: gl.constexpr):
-    """What a group's rows see, from row `first` of the sequence on."""
-    last = work.before + (first + ROWS - 1) // GROUP
-    position = work.before + (first + gl.arange(0, ROWS, layout=LAYOUT)) // GROUP
-    return Seen(position, first_seen(last, size, MASK), work.before + first // GROUP + 1, size)
-
-
-@gluon.jit
-def weigh(logits, top, begin, seen, scale, LIFT: gl.constexpr, MASK: gl.constexpr):
+def weigh(logits, top, begin, seen, scale, LIFT: gl.constexpr):
     """Weights of a tile's states, and the maximum that they are relative to; `scale` > 0.
 
     They are 2**LIFT times too large.
     """
     TILE: gl.constexpr = logits.shape[1]
-    if (begin + TILE > seen.until) | (begin < seen.whole):
+    position, earliest = seen
+    if begin + TILE - 1 > earliest:
         at = begin + gl.arange(0, TILE, layout=gl.SliceLayout(0, logits.type.layout))
-        there = at[None, :] <= seen.position[:, None]
-        if MASK == "window" or MASK == "chunk":
-            there = there & (at[None, :] >= first_seen(seen.position, seen.size, MASK)[:, None])
-        logits = gl.where(there, logits, float("-inf"))
+        logits = gl.where(at[None, :] <= position[:, None], logits, float("-inf"))
     higher = gl.maximum(top, gl.max(logits, 1) * scale)
     return gl.exp2(logits * scale - (higher - LIFT)[:, None]), higher
 
@@ -137,7 +124,6 @@ def multiply(
     DIM: gl.constexpr = SHAPE.out.width
     OUT: gl.constexpr = SHAPE.out
     GROUP: gl.constexpr = OUT.group
-    MASK: gl.constexpr = SHAPE.mask
     TILE: gl.constexpr = TILING.tile
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
@@ -150,10 +136,11 @@ def multiply(
     tiles = 0
     turns = 0
     for turn in range(rounds_of(batch, TILING)):
-        work = work_of(batch, scoring, turn, SHAPE, TILING)
-        if work.end > work.begin:
+        work = work_of(batch, turn, SHAPE, TILING)
+        if work.end > 0:
             first = work.row + WHO * ROWS
-            seen = seen_by(work, first, scoring.size, PLACES, GROUP, MASK)
+            row = first + gl.arange(0, ROWS, layout=PLACES)
+            seen = work.before + row // GROUP, work.before + first // GROUP
             load_queries(q, work, first, room, WHO, GROUP)
             acc = gl.zeros([ROWS, DIM], gl.float32, layout=SUMS)
             top = gl.full([ROWS], LOWEST, gl.float32, layout=PLACES)
@@ -162,10 +149,10 @@ def multiply(
             fence_async_shared()
             logits = begin_logits(room, tiles, WHO, LOGITS)
             logits = warpgroup_mma_wait(0, deps=(logits,))
-            for n in range(work.begin + TILE, work.end, TILE):
-                begin = work.end - n + work.begin
+            for n in range(TILE, work.end, TILE):
+                begin = work.end - n
                 logits = factored(logits, room.k_factors, tiles, K_FACTORS)
-                weights, higher = weigh(logits, top, begin, seen, scale, V_LIFT, MASK)
+                weights, higher = weigh(logits, top, begin, seen, scale, V_LIFT)
                 shrink = gl.exp2(top - higher)
                 total = total * shrink + gl.sum(weights, 1)
                 weights = factored(weights, room.v_factors, tiles, V_FACTORS)
@@ -184,12 +171,11 @@ def multiply(
                 tiles += 1
                 turns += 1
             logits = factored(logits, room.k_factors, tiles, K_FACTORS)
-            weights, higher = weigh(logits, top, work.begin, seen, scale, V_LIFT, MASK)
+            weights, higher = weigh(logits, top, 0, seen, scale, V_LIFT)
             shrink = gl.exp2(top - higher)
             total = total * shrink + gl.sum(weights, 1)
             weights = factored(weights, room.v_factors, tiles, V_FACTORS)
             acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
-            top = higher
             release(signals.free_k, tiles)
             wait_for(signals.there_v, tiles)
             fence_async_shared()
@@ -197,27 +183,16 @@ def multiply(
             acc = warpgroup_mma_wait(0, deps=(acc,))
             release(signals.free_v, tiles)
             tiles += 1
-            total = total * 2.0**-V_LIFT
-            put_rows(out, (acc, top, total), work, first, scoring, OUT)
+            put_rows(out, acc, total * 2.0**-V_LIFT, work, first, scoring, OUT)
 
 
 @gluon.jit
-def put_rows(out, softmax, work, first, scoring, OUT: gl.constexpr):
-    """A group's rows of the output; a sink's logit takes part in the total alone."""
-    acc, top, total = softmax
+def put_rows(out, acc, total, work, first, scoring, OUT: gl.constexpr):
+    """A group's rows of the output."""
     DIM: gl.constexpr = OUT.width
     GROUP: gl.constexpr = OUT.group
     STORES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    scale = scoring.v_scale
-    if OUT.sink_logits:
-        row = first + gl.arange(0, ROWS, layout=top.type.layout)
-        sinks = scoring.sink_logits + work.head * GROUP + row % GROUP
-        sink = gl.load(sinks).to(gl.float32) * LOG2E
-        higher = gl.maximum(top, sink)
-        shrink = gl.exp2(top - higher)
-        total = total * shrink + gl.exp2(sink - higher)
-        scale = shrink * scale
-    scaled = scale / gl.where(total == 0.0, 1.0, total)
+    scaled = scoring.v_scale / gl.where(total == 0.0, 1.0, total)
     scaled = gl.convert_layout(scaled, gl.SliceLayout(1, acc.type.layout))
     values = (acc * scaled[:, None]).to(out.tensor.dtype.element_ty)
     row = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORES))
@@ -251,7 +226,7 @@ def prefill_hopper(q, out, cache, batch, scoring, SHAPE: gl.constexpr, TILING: g
         [
             (multiply, (q, out, batch, scoring, room, signals, 0, SHAPE, TILING)),
             (multiply, (q, out, batch, scoring, room, signals, 1, SHAPE, TILING)),
-            (load_keys_and_values, (cache, batch, scoring, room, signals, SHAPE, TILING)),
+            (load_keys_and_values, (cache, batch, room, signals, SHAPE, TILING)),
         ],
         [4, 4],
         [216, 72] if COPIED else [200, 104],

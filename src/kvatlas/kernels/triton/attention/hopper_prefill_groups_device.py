@@ -41,18 +41,6 @@ class PrefillSignals(NamedTuple):
     """It is a group's turn to begin products."""
 
 
-class Seen(NamedTuple):
-    """What a group's query rows see."""
-
-    position: Any
-    """Of each row: the last state that it sees."""
-    whole: Any
-    """Every row sees states whole .. until - 1."""
-    until: Any
-    size: Any
-    """Of a window or chunk."""
-
-
 class Work(NamedTuple):
     """A tile of query rows, packed heads of some tokens of a sequence, and what it sees."""
 
@@ -66,12 +54,10 @@ class Work(NamedTuple):
     """The tile's first row in the sequence."""
     before: Any
     """States before the sequence's first query."""
-    low: Any
-    """States low .. high - 1 may be read."""
     high: Any
-    begin: Any
-    """States begin .. end - 1 are walked, in whole tiles; none where there is no work."""
+    """States 0 .. high - 1 may be read."""
     end: Any
+    """States 0 .. end - 1 are walked, in whole tiles; none where there is no work."""
 
 
 @gluon.constexpr_function
@@ -96,16 +82,6 @@ def prefill_signals(STAGES: gl.constexpr):
 
 
 @gluon.jit
-def first_seen(position, size, MASK: gl.constexpr):
-    """The earliest state that a query at `position` sees: of its window, of its chunk, or 0."""
-    if MASK == "window":
-        return gl.maximum(position - size + 1, 0)
-    if MASK == "chunk":
-        return position // size * size
-    return position * 0
-
-
-@gluon.jit
 def rounds_of(batch, TILING: gl.constexpr):
     """Pieces of work that a program has, at most."""
     ends = batch.ends + 2 * (batch.sequences + 1)
@@ -114,13 +90,12 @@ def rounds_of(batch, TILING: gl.constexpr):
 
 
 @gluon.jit
-def work_of(batch, scoring, turn, SHAPE: gl.constexpr, TILING: gl.constexpr):
+def work_of(batch, turn, SHAPE: gl.constexpr, TILING: gl.constexpr):
     """A program's piece of work number `turn`: the longest walks come first.
 
     Programs take pieces forwards and backwards by turns, so that all have walked as far.
     """
     GROUP: gl.constexpr = SHAPE.out.group
-    MASK: gl.constexpr = SHAPE.mask
     TILE: gl.constexpr = TILING.tile
     ends = batch.ends + 2 * (batch.sequences + 1)
     units = gl.load(ends + batch.sequences)
@@ -136,12 +111,8 @@ def work_of(batch, scoring, turn, SHAPE: gl.constexpr, TILING: gl.constexpr):
     length = gl.load(batch.lengths + sequence).to(gl.int32)
     row = (unit - gl.load(ends + sequence)) * TILING.rows
     before = length - count
-    earliest = before + row // GROUP
     high = gl.minimum(before + (row + TILING.rows - 1) // GROUP + 1, length)
-    low = first_seen(earliest, scoring.size, MASK)
-    begin = low // TILE * TILE
     end = gl.cdiv(high, TILE) * TILE
     if number >= units * TILING.programs:
-        end = begin
-    return Work(sequence, number % TILING.programs, start, count * GROUP, row, before, low, high,
-                begin, end)  # fmt: skip
+        end = 0
+    return Work(sequence, number % TILING.programs, start, count * GROUP, row, before, high, end)

@@ -34,7 +34,7 @@ from kvatlas.kernels.triton.attention.latent_load_device import (
 def states_of(begin, work, TILE: gl.constexpr, LAYOUT: gl.constexpr):
     """A tile's states; the first or the last that may be read beyond the ends."""
     states = begin + gl.arange(0, TILE, layout=LAYOUT)
-    return gl.maximum(gl.minimum(states, work.high - 1), work.low)
+    return gl.maximum(gl.minimum(states, work.high - 1), 0)
 
 
 @gluon.jit
@@ -67,10 +67,10 @@ def copy_tiles(cache, table, work, room, signals, tiles, SHAPE: gl.constexpr):
     elements = cache.buffer.to(gl.pointer_type(K.element), bitcast=True)
     states = states_of(work.end - TILE, work, TILE, ROWS)
     pages = gl.load(table + states // STATES)
-    for n in range(work.begin, work.end, TILE):
+    for n in range(0, work.end, TILE):
         # Pages are looked up a tile ahead, since copies wait for them.
         places = states % STATES
-        states = states_of(work.end - 2 * TILE - (n - work.begin), work, TILE, ROWS)
+        states = states_of(work.end - 2 * TILE - n, work, TILE, ROWS)
         next_pages = gl.load(table + states // STATES)
         stage = tiles % STAGES
         phase = tiles // STAGES & 1
@@ -154,8 +154,8 @@ def convert_tiles(cache, table, work, room, signals, tiles, SHAPE: gl.constexpr)
     if FACTORS:
         k_factor = load_factors(cache, cache.k, table, begin, work, STATES, TILE, K)
         v_factor = load_factors(cache, cache.v, table, begin, work, STATES, TILE, V)
-    for n in range(work.begin, work.end, TILE):
-        begin = work.end - 2 * TILE - (n - work.begin)
+    for n in range(0, work.end, TILE):
+        begin = work.end - 2 * TILE - n
         stage = tiles % STAGES
         phase = tiles // STAGES & 1
         mbarrier.wait(signals.free_k.index(stage), phase ^ 1)
@@ -177,14 +177,12 @@ def convert_tiles(cache, table, work, room, signals, tiles, SHAPE: gl.constexpr)
 
 
 @gluon.jit
-def load_keys_and_values(
-    cache, batch, scoring, room, signals, SHAPE: gl.constexpr, TILING: gl.constexpr
-):
+def load_keys_and_values(cache, batch, room, signals, SHAPE: gl.constexpr, TILING: gl.constexpr):
     """The group that loads: the tiles of each piece of work."""
     tiles = 0
     for turn in range(rounds_of(batch, TILING)):
-        work = work_of(batch, scoring, turn, SHAPE, TILING)
-        if work.end > work.begin:
+        work = work_of(batch, turn, SHAPE, TILING)
+        if work.end > 0:
             table = cache.tables + work.sequence.to(gl.int64) * cache.table_stride
             if SHAPE.k.element == SHAPE.k_dot:
                 tiles = copy_tiles(cache, table, work, room, signals, tiles, SHAPE)

@@ -335,8 +335,9 @@ def prefill_on_hopper(
         and _hopper_loads(shape.k, sides[0], shape.k_dot)
         and _hopper_loads(shape.v, sides[1], shape.v_dot)
         and launch.tiling.rows == 128
-        and shape.mask in ("causal", "window", "chunk")
+        and shape.mask == "causal"
         and not shape.softcap
+        and not shape.out.sink_logits
         and _GLUON[0] <= _release(triton.__version__) <= _GLUON[1]
     )
     if not suits:
