@@ -13,6 +13,7 @@ from kvatlas.wire.client.rank_transfer import RankTransfer
 from kvatlas.wire.client.transfer import Transfer
 from kvatlas.wire.client.warm_shapes import StartedRead
 from kvatlas.wire.server.node_state import NodeState
+from kvatlas.wire.transports.let_others_run import let_others_run
 
 _SOON = 2e-3
 """Seconds for which a read is looked at without a pause: a gigabyte takes half a millisecond."""
@@ -108,7 +109,7 @@ class StartedPull:
             while not handle.peek():
                 if transfer.done or not seen.held or time.monotonic() > until:
                     return False
-                time.sleep(0)  # others may want the interpreter
+                let_others_run()
         except Exception:  # whoever goes the whole way is told why
             return False
         return seen.confirmed
