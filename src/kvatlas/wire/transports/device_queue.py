@@ -68,8 +68,8 @@ class DeviceQueue(ABC):
     def post(self, runs: Sequence[AddressRuns]) -> Posted:
         """Copy; nobody waits."""
 
-    def prepare(self, patterns: Sequence[AddressPattern]) -> PreparedRuns:
-        """Get ready to copy the same runs of many requests."""
+    def prepare(self, patterns: Sequence[AddressPattern]) -> PreparedRuns | None:
+        """Get ready to copy the same runs of many requests; None where they are too many."""
         return _PostedAsRuns(self, patterns)
 
 

@@ -1,7 +1,8 @@
 """Copies of requests of one shape: block ids go up, kernels that are at hand are launched.
 
-Everything else is there before the request is: tables in pinned memory and on the device with
-the lengths of all spans, events, and launches whose arguments do not change.
+Everything else is there before the request is: tables in pinned memory and on the device,
+events, and launches whose arguments do not change. The tables are those of a queue, which all
+shapes take in turn. What can be done while the copy runs is done once it was launched.
 """
 
 from __future__ import annotations
@@ -9,12 +10,10 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Protocol
-
-import numpy as np
+from typing import Any, NamedTuple, Protocol
 
 from kvatlas.geometry import Int64s, ceil_div
 from kvatlas.routing import SpanPattern
@@ -23,9 +22,13 @@ from kvatlas.wire.transports.device_queue import AddressPattern, Posted, Prepare
 log = logging.getLogger("kvatlas.wire")
 
 _TABLES = 4
-"""Requests of one shape that may be under way at once."""
+"""Requests that may be under way at once on one queue."""
 _ALIGNED = 16
 """Numbers that tables begin at multiples of: kernels load several at once."""
+MOST_NUMBERS = 1 << 14
+"""Numbers that a table has room for, three for each span."""
+_LOOKS = 64
+"""Looks at a word in memory for each that asks the driver, which says whether it has failed."""
 
 
 class LaunchDriver(Protocol):
@@ -36,6 +39,9 @@ class LaunchDriver(Protocol):
 
     def upload(self, to: int, source: int, nbytes: int, stream: int) -> None:
         """Copy from pinned memory, in the order of a stream."""
+
+    def write_word(self, to: int, number: int, stream: int) -> bool:
+        """Write 32 bits to pinned memory, in the order of a stream; False where none can."""
 
     def local_event(self, device: int) -> int:
         """An event of this process, to be recorded again and again."""
@@ -80,6 +86,10 @@ class LaunchQueue(Protocol):
     def stream(self) -> Any:
         """The stream."""
 
+    @property
+    def tables(self) -> LaunchTables:
+        """Tables that its launches take in turn."""
+
     def placed(self, starts: tuple[Int64s, Int64s]) -> Any:
         """Starts on the device."""
 
@@ -90,34 +100,84 @@ class LaunchQueue(Protocol):
         """Wait for all that was launched, where something has failed."""
 
 
+class LaunchTables:
+    """Tables of one queue, and a stream on which launches are captured."""
+
+    def __init__(self, queue: LaunchQueue) -> None:
+        import torch
+
+        self.all = [RequestTable(queue) for _ in range(_TABLES)]
+        self.aside: Any = torch.cuda.Stream(queue.stream.device)  # type: ignore[no-untyped-call]
+        """Where launches are captured: nobody else is ever given it."""
+        self.captures = True
+        """Whether launches can be captured."""
+        self.caller_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
+
+    def free(self) -> RequestTable | None:
+        """One that no copy under way reads."""
+        for table in self.all:
+            if table.posted is None or table.posted.done():
+                return table
+        return None
+
+
+class RequestTable:
+    """Pinned memory for the spans of one request, as much of the device, a word, and two events."""
+
+    def __init__(self, queue: LaunchQueue) -> None:
+        import torch
+
+        pinned, device = queue.buffers(8 * (MOST_NUMBERS + _ALIGNED))
+        self.here: Int64s = pinned.view(torch.int64).numpy()
+        self.there: Any = device.view(torch.int64)
+        self.address, self.device_address = pinned.data_ptr(), device.data_ptr()
+        self.word = memoryview(self.here[MOST_NUMBERS:]).cast("B").cast("I")
+        """Behind the numbers: which copy was the last that ended, as the device writes it."""
+        self.word_address = self.address + 8 * MOST_NUMBERS
+        self.word[0] = self.copies = 0
+        self.driver, self.number = queue.driver, queue.number
+        self.caller, self.over = (self.driver.local_event(self.number) for _ in "ab")
+        for event in (self.caller, self.over):
+            _at_its_end(self, self.driver.end_event, self.number, event)
+        self.posted: Posted | None = None
+        self.lengths_of: object = None
+        """Whose lengths stand in it."""
+
+
+class _Part(NamedTuple):
+    """What one kernel is launched for: where its spans are in a table."""
+
+    pattern: SpanPattern
+    copy: Any
+    first: int
+    spans: int
+
+    def rows(self, numbers: Any) -> Any:
+        """Offsets at either end, and lengths, in all numbers of a table."""
+        return numbers[self.first : self.first + 3 * self.spans].reshape(3, self.spans)
+
+
 class TorchPreparedRuns(PreparedRuns):
     """Launches of one queue; any thread may use them."""
 
     def __init__(self, queue: LaunchQueue, patterns: Sequence[AddressPattern]) -> None:
-        import torch
-
-        from kvatlas.kernels import RepeatedCopy
-
-        self._queue, self._patterns = queue, [one.pattern for one in patterns]
-        self._stream, self._address = queue.stream, queue.stream.cuda_stream
-        self._aside: Any = torch.cuda.Stream(queue.stream.device)  # type: ignore[no-untyped-call]
-        """Where launches are captured: nobody else is ever given it."""
-        self._captures = True
-        self._caller_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
-        self._copies = [
-            RepeatedCopy(
-                source, target, queue.placed(pattern.template.starts[:2]),
-                pattern.template.length, pattern.bits, queue.programs,
-            )
-            for source, target, pattern in patterns
-        ]  # fmt: skip
-        self._tables = [_RequestTable(queue, self._patterns) for _ in range(_TABLES)]
+        """The spans of the patterns fit into a table: `fits` says so."""
+        self._queue, self._tables = queue, queue.tables
+        self._address = queue.stream.cuda_stream
+        self._parts = list(_parts(queue, patterns))
+        self._nbytes = 8 * (self._parts[-1].first + 3 * self._parts[-1].spans)
+        self._rows: dict[RequestTable, list[Any]] = {}
+        self._graphs: dict[tuple[RequestTable, tuple[bool, ...]], int] = {}
+        """What launches all of it at once, by the orders in which kernels take their tables."""
+        self._launched = 0
+        self._lengths = object()
+        """Stands for the lengths of its spans."""
 
     def post(self, src: Tables, dst: Tables) -> Posted | None:
         """Upload where blocks are, and launch."""
         queue = self._queue
         with queue.lock, queue.driver.on(queue.number):
-            table = next((one for one in self._tables if one.free), None)
+            table = self._tables.free()
             if table is None:
                 return None
             try:
@@ -126,100 +186,114 @@ class TorchPreparedRuns(PreparedRuns):
                 queue.wait_for_launches()
                 raise
 
-    def _post(self, table: _RequestTable, src: Tables, dst: Tables) -> Posted:
+    def _post(self, table: RequestTable, src: Tables, dst: Tables) -> Posted:
         driver, stream = self._queue.driver, self._address
-        driver.order(table.caller, self._caller_stream(self._queue.number), stream)
-        for pattern, rows in zip(self._patterns, table.rows, strict=True):
-            pattern.fill(0, src, rows[0])
-            pattern.fill(1, dst, rows[1])
+        rows = self._rows_of(table)
+        for part, (at, to, _) in zip(self._parts, rows, strict=True):
+            part.pattern.fill(0, src, at)
+            part.pattern.fill(1, dst, to)
         orders = tuple(
-            copy.starts_first(rows[1]) for copy, rows in zip(self._copies, table.rows, strict=True)
+            part.copy.starts_first(to) for part, (_, to, _) in zip(self._parts, rows, strict=True)
         )
-        graph = table.graphs.get(orders)
+        graph = self._graphs.get((table, orders))
+        driver.order(table.caller, self._tables.caller_stream(self._queue.number), stream)
         if graph is not None:
             driver.launch_graph(graph, stream)
         else:
-            self._launch(table, orders, self._stream)
+            self._launch(table, orders, self._queue.stream)
+        # It runs from here on.
+        table.copies = table.copies % 0xFFFFFFFF + 1
+        told = driver.write_word(table.word_address, table.copies, stream)
         driver.record(table.over, stream)
-        table.posted = _PostedTable(table)
-        if graph is None and self._captures:
+        table.posted = PostedTable(table, self, told=told)
+        self._launched += 1
+        if graph is None and self._launched > 1 and self._tables.captures:
             self._capture(table, orders)
         return table.posted
 
-    def _launch(self, table: _RequestTable, orders: tuple[bool, ...], stream: Any) -> None:
+    def _rows_of(self, table: RequestTable) -> list[Any]:
+        """Where spans go in a table, with their lengths in place."""
+        rows = self._rows.get(table)
+        if rows is None:
+            rows = self._rows[table] = [part.rows(table.here) for part in self._parts]
+        if table.lengths_of is not self._lengths:
+            table.lengths_of = None
+            for part, (_, _, lengths) in zip(self._parts, rows, strict=True):
+                lengths[:] = part.pattern.template.length
+            table.lengths_of = self._lengths
+        return rows
+
+    def _launch(self, table: RequestTable, orders: tuple[bool, ...], stream: Any) -> None:
         """Upload a table, and launch its copies."""
         address = stream.cuda_stream
-        self._queue.driver.upload(table.device_address, table.address, table.nbytes, address)
-        for copy, spans, starts_first in zip(self._copies, table.spans, orders, strict=True):
-            copy.launch(spans, stream, starts_first=starts_first)
+        self._queue.driver.upload(table.device_address, table.address, self._nbytes, address)
+        for part, starts_first in zip(self._parts, orders, strict=True):
+            part.copy.launch(part.rows(table.there), stream, starts_first=starts_first)
 
-    def _capture(self, table: _RequestTable, orders: tuple[bool, ...]) -> None:
+    def _capture(self, table: RequestTable, orders: tuple[bool, ...]) -> None:
         """Have one call launch all of it the next time: kernels are compiled now."""
-        driver = self._queue.driver
-        act = partial(self._launch, table, orders, self._aside)
+        driver, aside = self._queue.driver, self._tables.aside
+        act = partial(self._launch, table, orders, aside)
         try:
-            graph = driver.capture(self._aside.cuda_stream, act)
+            graph = driver.capture(aside.cuda_stream, act)
         except Exception:
             log.exception("copies are not captured, and launched one by one")
-            self._captures = False
+            self._tables.captures = False
             return
-        _at_its_end(table, driver.end_graph, self._queue.number, graph)
-        table.graphs[orders] = graph
+        _at_its_end(self, driver.end_graph, self._queue.number, graph)
+        self._graphs[table, orders] = graph
 
 
-class _RequestTable:
-    """Pinned memory for the spans of one request, as much of the device, and two events."""
+class PostedTable(Posted):
+    """A copy that was launched; it keeps its table, and what launched it, as long as it runs."""
 
-    def __init__(self, queue: LaunchQueue, patterns: Sequence[SpanPattern]) -> None:
-        import torch
-
-        counts = [len(one.template.length) for one in patterns]
-        sizes = [ceil_div(3 * count, _ALIGNED) * _ALIGNED for count in counts]
-        begins = np.cumsum([0, *sizes]).tolist()
-        pinned, device = queue.buffers(8 * begins[-1])
-        here = pinned.view(torch.int64)
-        there = device.view(torch.int64)
-        self.address, self.device_address = pinned.data_ptr(), device.data_ptr()
-        self.nbytes = pinned.nbytes
-        parts = [(at, at + 3 * count, count) for at, count in zip(begins, counts, strict=False)]
-        self.rows: list[Any] = [here[a:b].view(3, n).numpy() for a, b, n in parts]
-        """Where spans lie at either end and how long they are, by pattern."""
-        self.spans: list[Any] = [there[a:b].view(3, n) for a, b, n in parts]
-        for one, rows in zip(patterns, self.rows, strict=True):
-            rows[2] = one.template.length
-        self.driver, self.number = queue.driver, queue.number
-        self.caller, self.over = (self.driver.local_event(self.number) for _ in "ab")
-        for event in (self.caller, self.over):
-            _at_its_end(self, self.driver.end_event, self.number, event)
-        self.posted: Posted | None = None
-        self.graphs: dict[tuple[bool, ...], int] = {}
-        """What launches all of it at once, by the orders in which kernels take their tables."""
-
-    @property
-    def free(self) -> bool:
-        """Whether no copy under way reads it."""
-        return self.posted is None or self.posted.done()
-
-
-class _PostedTable(Posted):
-    """A copy that was launched; it keeps its table, which must stay as long as it runs."""
-
-    def __init__(self, table: _RequestTable) -> None:
-        self._table: _RequestTable | None = table
+    def __init__(self, table: RequestTable, runs: object, *, told: bool) -> None:
+        self._table: RequestTable | None = table
         """Let go of once it is over: the table has the copy, and two that have each other stay."""
+        self._runs, self._number, self._told = runs, table.copies, told
+        self._looks = 0
 
     def done(self) -> bool:
-        """Whether the device has done it; seen before the event is recorded for another copy."""
+        """Whether the device has done it; seen before its table is used for another copy."""
         table = self._table
-        if table is not None and table.driver.finished(table.number, table.over):
-            self._table = None
-        return self._table is None
+        if table is None:
+            return True
+        self._looks += 1
+        if self._told and self._looks % _LOOKS:
+            over = table.word[0] == self._number
+        else:
+            over = table.driver.finished(table.number, table.over)
+        if over:
+            self._table = self._runs = None
+        return over
 
     def wait(self) -> None:
         """Wait without holding up other threads."""
         table = self._table
         if table is not None:
             table.driver.synchronize(table.number, table.over)
+
+
+def fits(patterns: Sequence[AddressPattern]) -> bool:
+    """Whether the spans of some patterns have room in a table."""
+    return bool(patterns) and sum(_numbers(one.pattern) for one in patterns) <= MOST_NUMBERS
+
+
+def _numbers(pattern: SpanPattern) -> int:
+    """Numbers of a table that a pattern's spans take."""
+    return ceil_div(3 * len(pattern.template.length), _ALIGNED) * _ALIGNED
+
+
+def _parts(queue: LaunchQueue, patterns: Sequence[AddressPattern]) -> Iterator[_Part]:
+    from kvatlas.kernels import RepeatedCopy
+
+    first = 0
+    for source, target, pattern in patterns:
+        made = pattern.template
+        starts = queue.placed(made.starts[:2])
+        copy = RepeatedCopy(source, target, starts, made.length, pattern.bits, queue.programs)
+        yield _Part(pattern, copy, first, len(made.length))
+        first += _numbers(pattern)
 
 
 def _at_its_end(owner: object, give_back: Callable[[int, int], None], device: int, it: int) -> None:

@@ -19,7 +19,12 @@ from kvatlas.wire.transports.device_queue import (
     Posted,
     PreparedRuns,
 )
-from kvatlas.wire.transports.torch_prepared import LaunchDriver, TorchPreparedRuns
+from kvatlas.wire.transports.torch_prepared import (
+    LaunchDriver,
+    LaunchTables,
+    TorchPreparedRuns,
+    fits,
+)
 
 _KEPT_STARTS = 256
 """Tables of starts that a queue keeps on its device."""
@@ -51,6 +56,7 @@ class TorchQueue(DeviceQueue):
         self._starts: OrderedDict[int, tuple[Any, Any]] = OrderedDict()
         self._slots = [_TableSlot() for _ in range(_SLOTS)]
         self._used = 0
+        self._tables: LaunchTables | None = None
         self.lock = threading.Lock()
         """Held while something is posted."""
 
@@ -74,10 +80,17 @@ class TorchQueue(DeviceQueue):
         with self.lock, self.driver.on(self.number):
             return self._launch(runs, choice)
 
-    def prepare(self, patterns: Sequence[AddressPattern]) -> PreparedRuns:
-        """Tables, events and launches for requests of one shape."""
+    def prepare(self, patterns: Sequence[AddressPattern]) -> PreparedRuns | None:
+        """Launches for requests of one shape; None where they have more spans than is foreseen."""
         with self.lock:
-            return TorchPreparedRuns(self, patterns)
+            return TorchPreparedRuns(self, patterns) if fits(patterns) else None
+
+    @property
+    def tables(self) -> LaunchTables:
+        """Tables that prepared launches take in turn; made when they are first asked for."""
+        if self._tables is None:
+            self._tables = LaunchTables(self)
+        return self._tables
 
     def wait_for_launches(self) -> None:
         """Wait for all that was launched, where something has failed: it writes until then."""
