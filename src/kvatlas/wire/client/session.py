@@ -130,15 +130,16 @@ class Session:
             dst_blocks = table_arrays(dst_blocks, "destination")
             incoming = self.node.route_from(self._any_peer())
             ranks = incoming.sources(self.node.rank)
-            warm = started[ranks[0]].total if ranks and len(started) == len(ranks) else None
+            warm = bool(ranks) and len(started) == len(ranks)
+            total = started[ranks[0]].total if warm else None
             about = {"tokens": tokens, "layers": layers, "dst_blocks": dst_blocks}
             needed = partial(incoming.needed_bytes, dst_rank=self.node.rank, **about)
             wanted = TransferRequest(
                 "pull", request, dst_blocks, src_blocks, tokens, layers, seconds, how, costs,
                 checksums=checksums, streamed=streamed, final=final,
-                wait_for_offer=wait_for_offer, mark=self.node.mark() if warm is None else None,
+                wait_for_offer=wait_for_offer, mark=None if warm else self.node.mark(),
             )  # fmt: skip
-            return self._start(wanted, ranks, needed if warm is None else warm, started)
+            return self._start(wanted, ranks, needed if total is None else total, started)
         except BaseException:
             for one in started.values():
                 one.abandon()
@@ -345,7 +346,7 @@ class Session:
 
     def _after_started(self, transfer: Transfer, started: StartedPull) -> None:
         """What comes after a read that was started; nothing more where it has failed."""
-        started.tidy_up()
+        started.tidy_up(transfer)
         if started.lease is not None:
             self.node.metrics.ended("pull", "ok")
             self.node.metrics.add(bytes=started.nbytes, descriptors=started.runs)

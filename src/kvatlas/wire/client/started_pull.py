@@ -50,8 +50,8 @@ class StartedPull:
         return None if read is None else cls(connections, connection, read)
 
     @property
-    def total(self) -> int:
-        """Bytes that must arrive, of all ranks."""
+    def total(self) -> int | None:
+        """Bytes that must arrive, of all ranks; None where nobody has counted yet."""
         return self.read.warm.total
 
     @property
@@ -114,8 +114,10 @@ class StartedPull:
             return False
         return seen.confirmed
 
-    def tidy_up(self) -> None:
+    def tidy_up(self, transfer: Transfer) -> None:
         """Give back what a read that is over has used, if that was left for later."""
+        if self.lease is not None and self.total is None and transfer.total is not None:
+            self.connection.warm.count(self.read.key, transfer.total)
         if self._untidy:
             self._untidy = False
             self.read.handle.poll()

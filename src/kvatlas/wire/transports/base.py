@@ -160,6 +160,11 @@ class Done(Handle):
 class PreparedRead(ABC):
     """Reads of requests that differ in their block ids alone, which were checked."""
 
+    @property
+    def stale(self) -> bool:
+        """Whether it will never read again: it has to be prepared anew."""
+        return False
+
     @abstractmethod
     def begin(
         self, src: Mapping[int, BlockIds], dst: Mapping[int, BlockIds], behind: int | None

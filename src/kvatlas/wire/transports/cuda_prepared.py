@@ -21,6 +21,11 @@ class MappedMemory(NamedTuple):
     opened: OpenedMemory
     allocations: list[MappedAllocation]
 
+    @property
+    def gone(self) -> bool:
+        """Whether one of them is mapped no more, or will not be for long."""
+        return any(one.gone or one.forgotten for one in self.allocations)
+
     def hold(self) -> bool:
         """Keep them mapped until `let_go`; False where they are so no more, or elsewhere."""
         return self.opened.hold(self.allocations)
@@ -58,14 +63,19 @@ class CudaPreparedRead(PreparedRead):
     """Raises where the link is closed."""
     nbytes: int
 
+    @property
+    def stale(self) -> bool:
+        """Whether the peer's memory is mapped no more where it was."""
+        return self.memory.gone
+
     def begin(self, src: Tables, dst: Tables, behind: int | None) -> Handle | None:
         """Launch it, if that may be now and the peer's memory is where it was."""
         self.check()
-        if not self.marks.passed(behind) or not self.pace.may_begin():
+        if not self.marks.passed(behind) or not self.pace.may_begin() or not self.memory.hold():
             return None
-        held, posted = self.memory.hold(), None
+        posted = None
         try:
-            posted = self.runs.post(src, dst) if held else None
+            posted = self.runs.post(src, dst)
         finally:
             if posted is None:
                 self.memory.let_go()
