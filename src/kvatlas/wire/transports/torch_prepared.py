@@ -87,6 +87,13 @@ class LaunchQueue(Protocol):
         """The stream."""
 
     @property
+    def caller_stream(self) -> Callable[[int], int]:
+        """Finds the address of the caller's current stream of a device."""
+
+    def another_stream(self) -> Any:
+        """A stream of the same device that nobody else is ever given."""
+
+    @property
     def tables(self) -> LaunchTables:
         """Tables that its launches take in turn."""
 
@@ -104,14 +111,10 @@ class LaunchTables:
     """Tables of one queue, and a stream on which launches are captured."""
 
     def __init__(self, queue: LaunchQueue) -> None:
-        import torch
-
         self.all = [RequestTable(queue) for _ in range(_TABLES)]
-        self.aside: Any = torch.cuda.Stream(queue.stream.device)  # type: ignore[no-untyped-call]
-        """Where launches are captured: nobody else is ever given it."""
+        self.aside = queue.another_stream()
         self.captures = True
         """Whether launches can be captured."""
-        self.caller_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
 
     def free(self) -> RequestTable | None:
         """One that no copy under way reads."""
@@ -196,7 +199,7 @@ class TorchPreparedRuns(PreparedRuns):
             part.copy.starts_first(to) for part, (_, to, _) in zip(self._parts, rows, strict=True)
         )
         graph = self._graphs.get((table, orders))
-        driver.order(table.caller, self._tables.caller_stream(self._queue.number), stream)
+        driver.order(table.caller, self._queue.caller_stream(self._queue.number), stream)
         if graph is not None:
             driver.launch_graph(graph, stream)
         else:

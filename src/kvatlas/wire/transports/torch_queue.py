@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
@@ -52,7 +52,8 @@ class TorchQueue(DeviceQueue):
 
         self.driver, self.number, self.programs = driver, device, multiprocessors
         self._device = torch.device("cuda", device)
-        self._stream: Any = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._stream = self.another_stream()
+        self.caller_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
         self._starts: OrderedDict[int, tuple[Any, Any]] = OrderedDict()
         self._slots = [_TableSlot() for _ in range(_SLOTS)]
         self._used = 0
@@ -64,6 +65,12 @@ class TorchQueue(DeviceQueue):
     def stream(self) -> Any:
         """The stream, for work of other kinds in the same order."""
         return self._stream
+
+    def another_stream(self) -> Any:
+        """A new stream of the device."""
+        import torch
+
+        return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     def after(self, event: int) -> None:
         """Have the stream wait for an event."""
