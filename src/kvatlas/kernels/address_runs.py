@@ -47,7 +47,8 @@ class RepeatedCopy:
     """Copies between two addresses whose spans lie elsewhere each time, and have the same lengths.
 
     All but that is worked out once: launching one more costs the host some microseconds. `bits`
-    are offsets that may come, put together bit by bit.
+    are offsets that may come, put together bit by bit, and `apart` the bytes that are at least
+    between where a span begins at the target and where the next one does.
     """
 
     def __init__(
@@ -57,34 +58,31 @@ class RepeatedCopy:
         starts: PlacedStarts,
         length: Offsets,
         bits: int,
+        apart: int,
         programs: int = 0,
     ) -> None:
         self._ends, self._starts, self._programs = (source, target), starts, programs
+        self._starts_first = apart > starts.step
+        """Whether starts that follow each other are nearer than spans."""
         self._sizes = int(length.min()), int(length.max())
         every = starts.bits | int(np.bitwise_or.reduce(length)) | bits | source | target
         self._alignment = min(_WIDEST, every & -every)
-        self._kernels: dict[bool, Any] = {}
+        self._kernel: Any = None
 
-    def starts_first(self, target: Offsets) -> bool:
-        """Whether starts that follow each other are nearer than spans, which lie there."""
-        return len(target) > 1 and abs(int(target[1]) - int(target[0])) > self._starts.step
-
-    def launch(self, spans: torch.Tensor, stream: Any, *, starts_first: bool) -> None:
+    def launch(self, spans: torch.Tensor, stream: Any) -> None:
         """Copy spans [3, spans] of the device, in an order that suits where they lie.
 
         The device is the current one, and the spans are at a multiple of 16.
         """
-        kernel = self._kernels.get(starts_first)
-        if kernel is not None:
-            kernel.launch(spans.data_ptr(), stream.cuda_stream)
+        if self._kernel is not None:
+            self._kernel.launch(spans.data_ptr(), stream.cuda_stream)
             return
         run_tables, copy_runs = _launcher()
+        first = self._starts_first
         tables = run_tables(
-            self._starts.table, spans, self._alignment, *self._sizes, starts_first=starts_first
+            self._starts.table, spans, self._alignment, *self._sizes, starts_first=first
         )
-        made = copy_runs(*self._ends, tables, self._programs, stream=stream)
-        if made is not None:
-            self._kernels[starts_first] = made
+        self._kernel = copy_runs(*self._ends, tables, self._programs, stream=stream)
 
 
 def _launcher() -> tuple[Any, Any]:

@@ -140,11 +140,8 @@ class HostKernel:
     def __init__(self, driver: FakeLaunches, source: int, target: int, starts: Any) -> None:
         self._driver, self._ends, self._starts = driver, (source, target), starts
 
-    def starts_first(self, target: Any) -> bool:
-        return bool(len(target) > 1 and target[1] > target[0])
-
-    def launch(self, spans: torch.Tensor, stream: Any, *, starts_first: bool) -> None:
-        del stream, starts_first
+    def launch(self, spans: torch.Tensor, stream: Any) -> None:
+        del stream
         self._driver.log.append("launch")
         self._driver.give(lambda: self._copy(spans.numpy()))
 

@@ -106,6 +106,8 @@ class StartedPull:
         handle, seen = self.read.handle, self.read.seen
         until = time.monotonic() + _SOON
         try:
+            if not seen.confirmed:  # and what was just looked at is looked at sooner again
+                return False
             while not handle.peek():
                 if transfer.done or not seen.held or time.monotonic() > until:
                     return False

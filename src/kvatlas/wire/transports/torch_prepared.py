@@ -12,7 +12,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from kvatlas.geometry import Int64s, ceil_div
@@ -170,8 +169,8 @@ class TorchPreparedRuns(PreparedRuns):
         self._parts = list(_parts(queue, patterns))
         self._nbytes = 8 * (self._parts[-1].first + 3 * self._parts[-1].spans)
         self._rows: dict[RequestTable, list[Any]] = {}
-        self._graphs: dict[tuple[RequestTable, tuple[bool, ...]], int] = {}
-        """What launches all of it at once, by the orders in which kernels take their tables."""
+        self._graphs: dict[RequestTable, int] = {}
+        """What launches all of it at once, by the table that it is launched for."""
         self._launched = 0
         self._lengths = object()
         """Stands for the lengths of its spans."""
@@ -191,19 +190,15 @@ class TorchPreparedRuns(PreparedRuns):
 
     def _post(self, table: RequestTable, src: Tables, dst: Tables) -> Posted:
         driver, stream = self._queue.driver, self._address
-        rows = self._rows_of(table)
-        for part, (at, to, _) in zip(self._parts, rows, strict=True):
+        for part, (at, to, _) in zip(self._parts, self._rows_of(table), strict=True):
             part.pattern.fill(0, src, at)
             part.pattern.fill(1, dst, to)
-        orders = tuple(
-            part.copy.starts_first(to) for part, (_, to, _) in zip(self._parts, rows, strict=True)
-        )
-        graph = self._graphs.get((table, orders))
+        graph = self._graphs.get(table)
         driver.order(table.caller, self._queue.caller_stream(self._queue.number), stream)
         if graph is not None:
             driver.launch_graph(graph, stream)
         else:
-            self._launch(table, orders, self._queue.stream)
+            self._launch(table, self._queue.stream)
         # It runs from here on.
         table.copies = table.copies % 0xFFFFFFFF + 1
         told = driver.write_word(table.word_address, table.copies, stream)
@@ -211,7 +206,7 @@ class TorchPreparedRuns(PreparedRuns):
         table.posted = PostedTable(table, self, told=told)
         self._launched += 1
         if graph is None and self._launched > 1 and self._tables.captures:
-            self._capture(table, orders)
+            self._capture(table)
         return table.posted
 
     def _rows_of(self, table: RequestTable) -> list[Any]:
@@ -226,25 +221,24 @@ class TorchPreparedRuns(PreparedRuns):
             table.lengths_of = self._lengths
         return rows
 
-    def _launch(self, table: RequestTable, orders: tuple[bool, ...], stream: Any) -> None:
+    def _launch(self, table: RequestTable, stream: Any) -> None:
         """Upload a table, and launch its copies."""
         address = stream.cuda_stream
         self._queue.driver.upload(table.device_address, table.address, self._nbytes, address)
-        for part, starts_first in zip(self._parts, orders, strict=True):
-            part.copy.launch(part.rows(table.there), stream, starts_first=starts_first)
+        for part in self._parts:
+            part.copy.launch(part.rows(table.there), stream)
 
-    def _capture(self, table: RequestTable, orders: tuple[bool, ...]) -> None:
+    def _capture(self, table: RequestTable) -> None:
         """Have one call launch all of it the next time: kernels are compiled now."""
         driver, aside = self._queue.driver, self._tables.aside
-        act = partial(self._launch, table, orders, aside)
         try:
-            graph = driver.capture(aside.cuda_stream, act)
+            graph = driver.capture(aside.cuda_stream, lambda: self._launch(table, aside))
         except Exception:
             log.exception("copies are not captured, and launched one by one")
             self._tables.captures = False
             return
         _at_its_end(self, driver.end_graph, self._queue.number, graph)
-        self._graphs[table, orders] = graph
+        self._graphs[table] = graph
 
 
 class PostedTable(Posted):
@@ -294,7 +288,8 @@ def _parts(queue: LaunchQueue, patterns: Sequence[AddressPattern]) -> Iterator[_
     for source, target, pattern in patterns:
         made = pattern.template
         starts = queue.placed(made.starts[:2])
-        copy = RepeatedCopy(source, target, starts, made.length, pattern.bits, queue.programs)
+        about = made.length, pattern.bits, pattern.apart, queue.programs
+        copy = RepeatedCopy(source, target, starts, *about)
         yield _Part(pattern, copy, first, len(made.length))
         first += _numbers(pattern)
 
