@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvatlas.kernels import BlockSpans
 from kvatlas.wire import Memory, as_bytes
 from kvatlas.wire.transports.cuda_driver import DriverError
 from kvatlas.wire.transports.torch_prepared import LaunchTables
@@ -120,34 +121,45 @@ class FakeLaunchQueue:
     def placed(self, starts: Any) -> Any:
         return starts
 
-    def buffers(self, nbytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-        here, there = (torch.full((nbytes,), 0x5A, dtype=torch.uint8) for _ in "ab")
-        return here, there
+    def on_stream(self) -> Any:
+        return nullcontext()
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        return torch.full((nbytes,), 0x5A, dtype=torch.uint8)
+
+    buffer = pinned
 
     def wait_for_launches(self) -> None:
         self.waits += 1
         self.driver.go_on()
 
-    def kernel(self, source: int, target: int, starts: Any, length: Any, *_: int) -> HostKernel:
+    def kernel(self, ends: Any, starts: Any, spans: BlockSpans, ids: Any, _: int) -> HostKernel:
         """Stands in for a copy that is launched again and again."""
-        del length
-        return HostKernel(self.driver, source, target, starts)
+        return HostKernel(self.driver, ends, starts, spans, ids)
 
 
 class HostKernel:
-    """Copies runs of host memory, whose spans it reads when it is its turn."""
+    """Copies runs of host memory, between blocks whose ids it reads when it is its turn."""
 
-    def __init__(self, driver: FakeLaunches, source: int, target: int, starts: Any) -> None:
-        self._driver, self._ends, self._starts = driver, (source, target), starts
+    def __init__(
+        self, driver: FakeLaunches, ends: Any, starts: Any, spans: BlockSpans, ids: Any
+    ) -> None:
+        self._driver, self._ends, self._starts = driver, ends, starts
+        self._spans, self._ids = spans, ids
 
-    def launch(self, spans: torch.Tensor, stream: Any) -> None:
+    def launch(self, stream: Any) -> None:
         del stream
         self._driver.log.append("launch")
-        self._driver.give(lambda: self._copy(spans.numpy()))
+        self._driver.give(self._copy)
 
-    def _copy(self, spans: np.ndarray[Any, Any]) -> None:
-        source, target = self._ends
+    def _copy(self) -> None:
+        spans, at = self._spans, []
+        for end in (0, 1):
+            blocks = self._ids[end].numpy()[spans.entries[end]]
+            if end == 0:
+                blocks = np.where((blocks >= 0) & (blocks < spans.blocks), blocks, 0)
+            at.append(self._ends[end] + blocks * spans.strides[end] + spans.offsets[end])
         for a, b in zip(*self._starts, strict=True):
-            for x, y, length in spans.T.tolist():
-                moved = as_bytes(Memory(source + int(a) + x, length))
-                as_bytes(Memory(target + int(b) + y, length))[:] = moved
+            for x, y, length in zip(*at, spans.length, strict=True):
+                moved = as_bytes(Memory(int(a + x), int(length)))
+                as_bytes(Memory(int(b + y), int(length)))[:] = moved

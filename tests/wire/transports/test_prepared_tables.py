@@ -12,7 +12,7 @@ from kvatlas import kernels
 from kvatlas.routing import RequestShape, route, scattered
 from kvatlas.wire.transports.cuda_driver import DriverError
 from kvatlas.wire.transports.device_queue import AddressPattern, Posted
-from kvatlas.wire.transports.torch_prepared import MOST_NUMBERS, TorchPreparedRuns, fits
+from kvatlas.wire.transports.torch_prepared import MOST_IDS, TorchPreparedRuns, fits
 from tests.wire.helpers import small
 from tests.wire.transports.fake_launches import FakeLaunches, FakeLaunchQueue
 
@@ -42,7 +42,9 @@ class Prepared:
 
     def runs(self, shape: RequestShape) -> TorchPreparedRuns:
         ends = self.there.ctypes.data, self.here.ctypes.data
-        return TorchPreparedRuns(self.queue, [AddressPattern(*ends, one) for one in shape.patterns])
+        blocks = self.src.pools[0].blocks
+        patterns = [AddressPattern(*ends, one, blocks) for one in shape.patterns]
+        return TorchPreparedRuns(self.queue, patterns)
 
     def post(self, runs: TorchPreparedRuns, stream: Any) -> tuple[Posted | None, Any]:
         """Launch a request; what is under way, and what is here once it is over."""
@@ -149,12 +151,28 @@ def test_what_launches_a_copy_is_given_back_once_nobody_has_it_and_the_copy_is_o
         gc.enable()
 
 
-def test_requests_of_more_spans_than_a_table_has_room_for_are_not_prepared(
+def test_block_ids_that_a_source_made_up_touch_no_memory_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ends = Prepared(monkeypatch, FakeLaunches())
+    stream = ends.stream(61)
+    runs = ends.runs(stream.shape())
+    src, dst = stream._request.src.by_group, stream._request.dst.by_group
+    for made_up in (0xFFFFFFFF, ends.src.pools[0].blocks):
+        lies = {0: np.full(len(src[0]), made_up, np.uint32)}
+        posted = runs.post(lies, dst)
+        ends.driver.go_on()
+        assert posted is not None
+        assert posted.done()
+
+
+def test_requests_of_more_blocks_than_there_is_room_for_are_not_prepared(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ends = Prepared(monkeypatch, FakeLaunches())
     (pattern, *_) = ends.stream(61).shape().patterns
-    for count, room in ((MOST_NUMBERS // 3, True), (MOST_NUMBERS // 3 + 6, False)):
-        template = pattern.template._replace(length=np.ones(count, np.int64))
-        assert fits([AddressPattern(0, 0, pattern._replace(template=template))]) is room
+    for blocks, room in ((MOST_IDS // 2, True), (MOST_IDS // 2 + 1, False)):
+        entries = (np.array([0, blocks - 1]),) * 2
+        many = pattern._replace(template=pattern.template._replace(entries=entries))
+        assert fits([AddressPattern(0, 0, many, blocks)]) is room
     assert not fits([])

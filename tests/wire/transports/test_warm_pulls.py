@@ -18,6 +18,7 @@ from kvatlas.wire.channels import no_answer
 from kvatlas.wire.client import follow_ups, warm_shapes
 from kvatlas.wire.client import session as session_
 from kvatlas.wire.client.warm_shapes import WarmShapes
+from kvatlas.wire.transports.offer_board import PostedOffer
 from tests.routing import oracle
 from tests.wire.helpers import small
 from tests.wire.transports.ends import eventually
@@ -263,6 +264,19 @@ def test_whatever_is_wrong_with_a_request_is_refused_as_if_it_were_the_first() -
             assert "post" not in ends.acts or code is Code.TWICE, lie
             ends.driver.log.clear()
         assert ends.pull("r").wait(20).ready
+
+
+def test_blocks_that_a_source_does_not_have_are_refused_although_the_copy_was_begun() -> None:
+    with warm_ends() as ends:
+        count = len(scattered(ends.source.plan, TOKENS)[0])
+        for name, block in (("far", 0xFFFFFFFF), ("next", ends.source.plan.pools[0].blocks)):
+            ids = np.full(count, block, "<u4").tobytes()
+            ends.source.transport.board.post(PostedOffer(name, {0: ids}, 0, TOKENS, None))
+            ends.driver.log.clear()
+            transfer = ends.pull(name)
+            assert ends.acts == ["after_caller", "post"], "launched by who asked"
+            assert code_of(transfer.wait) is Code.OUT_OF_RANGE
+            assert transfer.wait_released(20)
 
 
 def test_an_offer_that_is_withdrawn_under_a_warm_copy_delivers_nothing() -> None:

@@ -3,10 +3,10 @@
 A pull works out, from two plans, tokens and block tables, what is read from where. For the
 next request of the same tokens, in as many blocks, all of that is known but the block ids, and
 a transport may have prepared launches for it. Then it is begun before anything else is done:
-the offer is seen on the peer's board, its blocks and those of the caller are seen to lie in
-their pools, and the copy is launched. Everything that a pull consists of beside that happens
-while it runs. Should the offer not be genuine then, or a block be named twice, the copy counts
-for nothing, and the pull goes its whole way. A request of other tokens is begun in the same way
+the offer is seen on the peer's board, the caller's blocks are seen to lie in their pools, and
+the copy is launched. Everything that a pull consists of beside that happens while it runs. Should
+the offer not be genuine then, name blocks that are not there, or one twice, the copy counts for
+nothing, and the pull goes its whole way. A request of other tokens is begun in the same way
 once its shape was worked out, which takes some tenths of a millisecond and is kept.
 
 Whatever is unusual is not begun here: the pull then goes its whole way, which says what is
@@ -68,12 +68,13 @@ class StartedRead(NamedTuple):
 
     @property
     def sound(self) -> bool:
-        """Whether it reads what was offered, and no block was named twice.
+        """Whether it reads what was offered, all of it is there, and no block was named twice.
 
         Looked at while it is read, and not before: no other memory is touched if it is not so.
         """
         (src, dst), shape = self.tables, self.warm.shape
-        return self.seen.genuine and shape.src.distinct(src) and shape.dst.distinct(dst)
+        distinct = shape.src.distinct(src) and shape.dst.distinct(dst)
+        return self.seen.genuine and shape.src.in_range(src) and distinct
 
 
 class WarmShapes:
@@ -127,7 +128,7 @@ class WarmShapes:
         warm = self._kept.get(key)
         if warm is None:
             warm = self._foreseen(key, theirs, mine)
-        elif not (warm.shape.src.in_range(theirs) and warm.shape.dst.in_range(mine)):
+        elif not warm.shape.dst.in_range(mine):
             return None
         if warm is None:
             return None

@@ -158,7 +158,8 @@ class CudaLink(Link):
             for pattern in shape.patterns:
                 region, mine = self._regions[pattern.pools[0]], self.mine[pattern.pools[1]]
                 source = at[self._allocations[region.allocation]] + region.offset
-                patterns.append(AddressPattern(source, mine.address, pattern))
+                blocks = shape.src.blocks[pattern.pools[0]]
+                patterns.append(AddressPattern(source, mine.address, pattern, blocks))
             runs = self._queue.prepare(patterns)
         finally:
             memory.let_go()

@@ -1,8 +1,9 @@
 """Copies of requests of one shape: block ids go up, kernels that are at hand are launched.
 
-Everything else is there before the request is: tables in pinned memory and on the device,
-events, and launches whose arguments do not change. The tables are those of a queue, which all
-shapes take in turn. What can be done while the copy runs is done once it was launched.
+Everything else is there before the request is: where spans lie in their blocks, on the device;
+pinned memory, events, and launches whose arguments do not change. Memory and events are those of
+a queue, which all shapes take in turn: a stream does one request behind the other. What can be
+done while the copy runs is done once it was launched.
 """
 
 from __future__ import annotations
@@ -10,12 +11,11 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 from kvatlas.geometry import Int64s, ceil_div
-from kvatlas.routing import SpanPattern
 from kvatlas.wire.transports.device_queue import AddressPattern, Posted, PreparedRuns, Tables
 
 log = logging.getLogger("kvatlas.wire")
@@ -23,9 +23,9 @@ log = logging.getLogger("kvatlas.wire")
 _TABLES = 4
 """Requests that may be under way at once on one queue."""
 _ALIGNED = 16
-"""Numbers that tables begin at multiples of: kernels load several at once."""
-MOST_NUMBERS = 1 << 14
-"""Numbers that a table has room for, three for each span."""
+"""Numbers that block tables begin at multiples of: kernels load several at once."""
+MOST_IDS = 1 << 14
+"""Block ids that a request may have."""
 _LOOKS = 64
 """Looks at a word in memory for each that asks the driver, which says whether it has failed."""
 
@@ -99,19 +99,30 @@ class LaunchQueue(Protocol):
     def placed(self, starts: tuple[Int64s, Int64s]) -> Any:
         """Starts on the device."""
 
-    def buffers(self, nbytes: int) -> tuple[Any, Any]:
-        """Pinned memory of the host, and as much of the GPU."""
+    def on_stream(self) -> AbstractContextManager[None]:
+        """Makes the stream the current one."""
+
+    def pinned(self, nbytes: int) -> Any:
+        """Memory of the host that the GPU reads and writes."""
+
+    def buffer(self, nbytes: int) -> Any:
+        """Memory of the GPU, for use in the order of the stream."""
 
     def wait_for_launches(self) -> None:
         """Wait for all that was launched, where something has failed."""
 
 
 class LaunchTables:
-    """Tables of one queue, and a stream on which launches are captured."""
+    """Block ids of requests, in pinned memory and on the device of a queue."""
 
     def __init__(self, queue: LaunchQueue) -> None:
+        import torch
+
         self.all = [RequestTable(queue) for _ in range(_TABLES)]
+        self.ids: Any = queue.buffer(8 * MOST_IDS).view(torch.int64)
+        """Of the request whose turn it is: one is enough for a stream."""
         self.aside = queue.another_stream()
+        """Where launches are captured."""
         self.captures = True
         """Whether launches can be captured."""
 
@@ -124,75 +135,71 @@ class LaunchTables:
 
 
 class RequestTable:
-    """Pinned memory for the spans of one request, as much of the device, a word, and two events."""
+    """Pinned memory for the block ids of one request, a word behind them, and two events."""
 
     def __init__(self, queue: LaunchQueue) -> None:
         import torch
 
-        pinned, device = queue.buffers(8 * (MOST_NUMBERS + _ALIGNED))
-        self.here: Int64s = pinned.view(torch.int64).numpy()
-        self.there: Any = device.view(torch.int64)
-        self.address, self.device_address = pinned.data_ptr(), device.data_ptr()
-        self.word = memoryview(self.here[MOST_NUMBERS:]).cast("B").cast("I")
-        """Behind the numbers: which copy was the last that ended, as the device writes it."""
-        self.word_address = self.address + 8 * MOST_NUMBERS
+        pinned = queue.pinned(8 * (MOST_IDS + _ALIGNED))
+        self.ids: Int64s = pinned.view(torch.int64).numpy()
+        self.address = pinned.data_ptr()
+        self.word = memoryview(self.ids[MOST_IDS:]).cast("B").cast("I")
+        """Which copy was the last that ended, as the device writes it."""
+        self.word_address = self.address + 8 * MOST_IDS
         self.word[0] = self.copies = 0
         self.driver, self.number = queue.driver, queue.number
         self.caller, self.over = (self.driver.local_event(self.number) for _ in "ab")
         for event in (self.caller, self.over):
             _at_its_end(self, self.driver.end_event, self.number, event)
         self.posted: Posted | None = None
-        self.lengths_of: object = None
-        """Whose lengths stand in it."""
 
 
-class _Part(NamedTuple):
-    """What one kernel is launched for: where its spans are in a table."""
+class BlockTable(NamedTuple):
+    """Where one group's block ids, at one end, are among those of a request."""
 
-    pattern: SpanPattern
-    copy: Any
+    end: int
+    group: int
     first: int
-    spans: int
+    blocks: int
 
-    def rows(self, numbers: Any) -> Any:
-        """Offsets at either end, and lengths, in all numbers of a table."""
-        return numbers[self.first : self.first + 3 * self.spans].reshape(3, self.spans)
+    def among(self, ids: Any) -> Any:
+        """Those of the group."""
+        return ids[self.first : self.first + self.blocks]
 
 
 class TorchPreparedRuns(PreparedRuns):
     """Launches of one queue; any thread may use them."""
 
     def __init__(self, queue: LaunchQueue, patterns: Sequence[AddressPattern]) -> None:
-        """The spans of the patterns fit into a table: `fits` says so."""
+        """Block ids of the patterns have room: `fits` says so."""
         self._queue, self._tables = queue, queue.tables
         self._address = queue.stream.cuda_stream
-        self._parts = list(_parts(queue, patterns))
-        self._nbytes = 8 * (self._parts[-1].first + 3 * self._parts[-1].spans)
-        self._rows: dict[RequestTable, list[Any]] = {}
+        self._groups = block_tables(patterns)
+        self._nbytes = 8 * (self._groups[-1].first + self._groups[-1].blocks)
+        self._copies = _copies(queue, patterns, self._groups)
+        self._places: dict[RequestTable, list[tuple[int, int, int, Any]]] = {}
+        """Ends, groups, how many block ids each has, and where they go."""
         self._graphs: dict[RequestTable, int] = {}
         """What launches all of it at once, by the table that it is launched for."""
         self._launched = 0
-        self._lengths = object()
-        """Stands for the lengths of its spans."""
 
     def post(self, src: Tables, dst: Tables) -> Posted | None:
-        """Upload where blocks are, and launch."""
+        """Upload block ids, and launch."""
         queue = self._queue
         with queue.lock, queue.driver.on(queue.number):
             table = self._tables.free()
             if table is None:
                 return None
             try:
-                return self._post(table, src, dst)
+                return self._post(table, (src, dst))
             except BaseException:
                 queue.wait_for_launches()
                 raise
 
-    def _post(self, table: RequestTable, src: Tables, dst: Tables) -> Posted:
+    def _post(self, table: RequestTable, tables: tuple[Tables, Tables]) -> Posted:
         driver, stream = self._queue.driver, self._address
-        for part, (at, to, _) in zip(self._parts, self._rows_of(table), strict=True):
-            part.pattern.fill(0, src, at)
-            part.pattern.fill(1, dst, to)
+        for end, group, blocks, place in self._places_in(table):
+            place[:] = tables[end][group][:blocks]
         graph = self._graphs.get(table)
         driver.order(table.caller, self._queue.caller_stream(self._queue.number), stream)
         if graph is not None:
@@ -209,24 +216,21 @@ class TorchPreparedRuns(PreparedRuns):
             self._capture(table)
         return table.posted
 
-    def _rows_of(self, table: RequestTable) -> list[Any]:
-        """Where spans go in a table, with their lengths in place."""
-        rows = self._rows.get(table)
-        if rows is None:
-            rows = self._rows[table] = [part.rows(table.here) for part in self._parts]
-        if table.lengths_of is not self._lengths:
-            table.lengths_of = None
-            for part, (_, _, lengths) in zip(self._parts, rows, strict=True):
-                lengths[:] = part.pattern.template.length
-            table.lengths_of = self._lengths
-        return rows
+    def _places_in(self, table: RequestTable) -> list[tuple[int, int, int, Any]]:
+        """Where block ids go in a table."""
+        places = self._places.get(table)
+        if places is None:
+            groups = self._groups
+            places = [(one.end, one.group, one.blocks, one.among(table.ids)) for one in groups]
+            self._places[table] = places
+        return places
 
     def _launch(self, table: RequestTable, stream: Any) -> None:
         """Upload a table, and launch its copies."""
-        address = stream.cuda_stream
-        self._queue.driver.upload(table.device_address, table.address, self._nbytes, address)
-        for part in self._parts:
-            part.copy.launch(part.rows(table.there), stream)
+        to, address = self._tables.ids.data_ptr(), stream.cuda_stream
+        self._queue.driver.upload(to, table.address, self._nbytes, address)
+        for copy in self._copies:
+            copy.launch(stream)
 
     def _capture(self, table: RequestTable) -> None:
         """Have one call launch all of it the next time: kernels are compiled now."""
@@ -271,27 +275,43 @@ class PostedTable(Posted):
             table.driver.synchronize(table.number, table.over)
 
 
+def block_tables(patterns: Sequence[AddressPattern]) -> list[BlockTable]:
+    """Where the block ids that some patterns use are put, one group behind the other."""
+    used: dict[tuple[int, int], int] = {}
+    for one in patterns:
+        for end in (0, 1):
+            key = end, one.pattern.groups[end]
+            last = int(one.pattern.template.entries[end].max())
+            used[key] = max(used.get(key, 0), last + 1)
+    placed, first = [], 0
+    for (end, group), blocks in used.items():
+        placed.append(BlockTable(end, group, first, blocks))
+        first += ceil_div(blocks, _ALIGNED) * _ALIGNED
+    return placed
+
+
 def fits(patterns: Sequence[AddressPattern]) -> bool:
-    """Whether the spans of some patterns have room in a table."""
-    return bool(patterns) and sum(_numbers(one.pattern) for one in patterns) <= MOST_NUMBERS
+    """Whether there is room for the block ids that some patterns use."""
+    tables = block_tables(patterns)
+    return bool(tables) and tables[-1].first + tables[-1].blocks <= MOST_IDS
 
 
-def _numbers(pattern: SpanPattern) -> int:
-    """Numbers of a table that a pattern's spans take."""
-    return ceil_div(3 * len(pattern.template.length), _ALIGNED) * _ALIGNED
+def _copies(
+    queue: LaunchQueue, patterns: Sequence[AddressPattern], tables: Sequence[BlockTable]
+) -> list[Any]:
+    """A launch for each pattern."""
+    from kvatlas.kernels import BlockSpans, RepeatedCopy
 
-
-def _parts(queue: LaunchQueue, patterns: Sequence[AddressPattern]) -> Iterator[_Part]:
-    from kvatlas.kernels import RepeatedCopy
-
-    first = 0
-    for source, target, pattern in patterns:
+    ids = {(one.end, one.group): one.among(queue.tables.ids) for one in tables}
+    copies = []
+    for source, target, pattern, blocks in patterns:
         made = pattern.template
+        spans = BlockSpans(made.entries, made.offsets, made.length, pattern.strides, blocks)
+        src, dst = ids[0, pattern.groups[0]], ids[1, pattern.groups[1]]
         starts = queue.placed(made.starts[:2])
-        about = made.length, pattern.bits, pattern.apart, queue.programs
-        copy = RepeatedCopy(source, target, starts, *about)
-        yield _Part(pattern, copy, first, len(made.length))
-        first += _numbers(pattern)
+        with queue.on_stream():
+            copies.append(RepeatedCopy((source, target), starts, spans, (src, dst), queue.programs))
+    return copies
 
 
 def _at_its_end(owner: object, give_back: Callable[[int, int], None], device: int, it: int) -> None:

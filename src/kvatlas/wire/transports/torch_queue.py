@@ -144,9 +144,13 @@ class TorchQueue(DeviceQueue):
 
     def buffers(self, nbytes: int) -> tuple[Any, Any]:
         """Pinned memory of the host, and as much of the GPU."""
+        return self.pinned(nbytes), self.buffer(nbytes)
+
+    def pinned(self, nbytes: int) -> Any:
+        """Memory of the host that the GPU reads and writes."""
         import torch
 
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True), self.buffer(nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     @contextmanager
     def on_stream(self) -> Iterator[None]:
