@@ -258,7 +258,7 @@ class Session:
                 if read is None:
                     self._workers.submit(part)
                 else:
-                    then = partial(self._after_started, transfer, read)
+                    then = partial(self._after_started, transfer, wanted, read)
                     self._follow_ups.add(transfer, part, then)
         return transfer
 
@@ -344,13 +344,15 @@ class Session:
         if lease.wanted.final and transfer.ready:
             self._tell_unread(lease.wanted.request)
 
-    def _after_started(self, transfer: Transfer, started: StartedPull) -> None:
+    def _after_started(
+        self, transfer: Transfer, wanted: TransferRequest, started: StartedPull
+    ) -> None:
         """What comes after a read that was started; nothing more where it has failed."""
-        started.tidy_up(transfer)
-        if started.lease is not None:
+        lease = started.tidy_up(self.node, wanted, transfer, _ANSWER_SECONDS)
+        if lease is not None:
             self.node.metrics.ended("pull", "ok")
             self.node.metrics.add(bytes=started.nbytes, descriptors=started.runs)
-            self._after_reading(transfer, started.lease, lambda act, told: act(told))
+            self._after_reading(transfer, lease, lambda act, told: act(told))
 
     def _take_turns(self, transfer: Transfer, wanted: TransferRequest, rank: int) -> RankLease:
         """Carry it out when it is its turn, and again later while it is not offered yet."""

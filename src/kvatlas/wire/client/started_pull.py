@@ -29,8 +29,8 @@ class StartedPull:
     connections: Connections
     connection: PeerConnection
     read: StartedRead
-    lease: RankLease | None = None
-    """Once every byte has arrived, and the source's blocks were held until then."""
+    _arrived: bool = False
+    """Whether every byte has arrived, and the source's blocks were held until then."""
     _untidy: bool = True
 
     @classmethod
@@ -72,7 +72,6 @@ class StartedPull:
         False where it is over and counts for nothing: it read what it should not have.
         """
         try:
-            lease = RankLease(node, self.connection, wanted, transfer, patience)
             _ = transfer.total  # other ranks' blocks may be wrong: refused before this one counts
             sound = self.read.sound
             soon = sound and self._is_soon_over(transfer)
@@ -83,13 +82,13 @@ class StartedPull:
             self.abandon()
             return False
         if soon:
-            transfer.add(lease.rank, self.nbytes)
+            transfer.add(self.connection.peer.rank, self.nbytes)
         else:
             self._untidy = False
             with self.connections.using(self.connection):
+                lease = RankLease(node, self.connection, wanted, transfer, patience)
                 RankTransfer(lease).finish(self.read)
-        lease.seen = self.read.seen
-        self.lease = lease
+        self._arrived = True
         return True
 
     def _hold(self, node: NodeState, transfer: Transfer) -> None:
@@ -116,15 +115,25 @@ class StartedPull:
             return False
         return seen.confirmed
 
-    def tidy_up(self, transfer: Transfer) -> None:
-        """Give back what a read that is over has used, if that was left for later."""
-        if self.lease is not None and self.total is None and transfer.total is not None:
-            self.connection.warm.count(self.read.key, transfer.total)
+    def tidy_up(
+        self, node: NodeState, wanted: TransferRequest, transfer: Transfer, patience: float
+    ) -> RankLease | None:
+        """Give back what a read that is over has used, if that was left for later.
+
+        The lease that it stands for, where every byte has arrived.
+        """
         if self._untidy:
             self._untidy = False
             self.read.handle.poll()
             self.read.handle.release()
             self.connections.give_back(self.connection)
+        if not self._arrived:
+            return None
+        if self.total is None and transfer.total is not None:
+            self.connection.warm.count(self.read.key, transfer.total)
+        lease = RankLease(node, self.connection, wanted, transfer, patience)
+        lease.seen = self.read.seen
+        return lease
 
     def abandon(self) -> None:
         """Wait until nothing is written any more, where nothing comes of it."""
