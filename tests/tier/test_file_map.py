@@ -6,8 +6,11 @@ import os
 import tempfile
 
 import numpy as np
+import pytest
 
 from kvatlas.tier.file_map import FileMap
+from kvatlas.tier.file_pieces import Rooms
+from kvatlas.tier.file_reading import RunReader
 
 SIZE = 5 << 20
 
@@ -52,3 +55,31 @@ def test_runs_are_written_and_a_file_that_is_cut_short_is_told_not_touched() -> 
         assert os.fstat(file.fileno()).st_size == SIZE // 2
         mapped.close()
         assert not mapped.write(near + memory.ctypes.data, far, length)
+
+
+def test_short_runs_that_fill_memory_are_read_to_where_they_belong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Heads and states that change places, or runs of any lengths: no memory is between."""
+    rng = np.random.default_rng(3)
+    held = rng.integers(0, 256, SIZE, dtype=np.uint8)
+    turned = np.arange(64 * 64).reshape(64, 4, 16).swapaxes(1, 2).reshape(-1) * 512
+    lengths = rng.integers(1, 1000, 5000)
+    starts = np.cumsum(lengths) - lengths
+    starts[2500:] += 4096  # two stretches, of which each call sees a part
+    monkeypatch.setattr(Rooms, "one", None)
+    monkeypatch.setattr("kvatlas.tier.file_reading.copy_file_runs", None)
+    with tempfile.TemporaryFile() as file:
+        file.write(held.tobytes())
+        file.flush()
+        mapped = FileMap(file.fileno(), SIZE)
+        for near, far, length in (
+            (np.sort(turned), turned, np.full(len(turned), 512)),
+            (starts, rng.permutation(starts), lengths),
+        ):
+            into, want = np.zeros(SIZE, np.uint8), np.zeros(SIZE, np.uint8)
+            for start, to, size in zip(far.tolist(), near.tolist(), length.tolist(), strict=True):
+                want[to : to + size] = held[start : start + size]
+            RunReader(file.fileno(), mapped, Rooms()).read(into, near, far, length)
+            assert np.array_equal(into, want)
+        mapped.close()
