@@ -193,8 +193,8 @@ class EventSubscriber:
             if self._lost in ready:
                 self._begin_anew()
             elif ready:
-                anew, self._anew = self._anew, False
-                self._receive(self._socket.recv_multipart(), anew=anew)
+                self._receive(self._socket.recv_multipart(), anew=self._anew)
+                self._anew = False
             else:
                 return None
         return self._waiting.popleft()

@@ -1,4 +1,9 @@
-"""Runs from the blocks of a tier's file into memory: by few calls, in the order of the file."""
+"""Runs from the blocks of a tier's file into memory, by few calls.
+
+Runs that fill stretches of memory are copied there by the system, hundreds at once, wherever
+they lie in the file. Others are taken in the order of the file: its stretches are read into
+memory between and scattered from there, or scattered by the call that reads them.
+"""
 
 from __future__ import annotations
 
