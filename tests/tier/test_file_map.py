@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import tempfile
+from typing import Any
 
 import numpy as np
 import pytest
 
+from kvatlas.tier import file_map, file_reading
 from kvatlas.tier.file_map import FileMap
 from kvatlas.tier.file_pieces import Rooms
 from kvatlas.tier.file_reading import RunReader
+from kvatlas.wire import copy_file_runs
 
 SIZE = 5 << 20
 
@@ -67,8 +70,13 @@ def test_short_runs_that_fill_memory_are_read_to_where_they_belong(
     lengths = rng.integers(1, 1000, 5000)
     starts = np.cumsum(lengths) - lengths
     starts[2500:] += 4096  # two stretches, of which each call sees a part
+
+    def in_order(file: Any, near: Any, far: Any, *rest: Any, **how: Any) -> Any:
+        assert (np.diff(far) >= 0).all(), "few calls: runs of one stretch of the file in each"
+        return copy_file_runs(file, near, far, *rest, **how)
+
     monkeypatch.setattr(Rooms, "one", None)
-    monkeypatch.setattr("kvatlas.tier.file_reading.copy_file_runs", None)
+    monkeypatch.setattr(file_reading, "copy_file_runs", None)
     with tempfile.TemporaryFile() as file:
         file.write(held.tobytes())
         file.flush()
@@ -80,6 +88,13 @@ def test_short_runs_that_fill_memory_are_read_to_where_they_belong(
             into, want = np.zeros(SIZE, np.uint8), np.zeros(SIZE, np.uint8)
             for start, to, size in zip(far.tolist(), near.tolist(), length.tolist(), strict=True):
                 want[to : to + size] = held[start : start + size]
-            RunReader(file.fileno(), mapped, Rooms()).read(into, near, far, length)
+            reader = RunReader(file.fileno(), mapped, Rooms())
+            reader.read(into, near, far, length)
             assert np.array_equal(into, want)
+            with monkeypatch.context() as patch:
+                patch.setattr(file_map, "_out_of_file", lambda *_: -1)
+                patch.setattr(file_reading, "copy_file_runs", in_order)
+                into[:] = 0
+                reader.read(into, near, far, length)
+            assert np.array_equal(into, want), "a system that does not copy is asked otherwise"
         mapped.close()

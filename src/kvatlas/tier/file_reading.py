@@ -16,6 +16,8 @@ from kvatlas.wire import Bytes, copy_file_runs, copy_runs
 
 _MAPPED_STRETCH = 4 << 10
 """Stretches of memory from here on, on the whole, are filled by few calls, of any runs."""
+_LONG_RUN = 4 << 10
+"""Runs from here on, on the whole, are worth a call each."""
 _LONG_STRETCH = 128 << 10
 """Stretches of the file from here on, on the whole, are worth a call each, which scatters runs."""
 
@@ -28,12 +30,16 @@ class RunReader:
 
     def read(self, memory: Bytes, near: Int64s, far: Int64s, length: Int64s) -> None:
         """Read runs at offsets of the file to offsets of some memory."""
-        if int(length.sum()) >= _MAPPED_STRETCH * _stretches(near, length):
-            self._read(memory, near, far, length)
+        nbytes = int(length.sum())
+        filled = nbytes >= _MAPPED_STRETCH * _stretches(near, length)
+        if filled and self._map.read(near + memory.ctypes.data, far, length):
+            return
+        if nbytes >= _LONG_RUN * len(length):
+            self._read_each(memory, near, far, length)
             return
         order = np.argsort(far, kind="stable")
         near, far, length = near[order], far[order], length[order]
-        short = int(length.sum()) < _LONG_STRETCH * _stretches(far, length)
+        short = nbytes < _LONG_STRETCH * _stretches(far, length)
         cut = pieces(near, far, length, int(far[-1]) + 1) if short else []
         for piece in cut:
             self._read_piece(piece, memory)
