@@ -161,6 +161,7 @@ def test_a_publisher_that_was_started_anew_unseen_is_a_gap(addresses: tuple[str,
             for _ in range(3):
                 other([])
                 received += all_of(subscriber, other.sent - 1)
+    subscriber.close()  # once more, which is nothing
     assert (received[0].number, received[0].gap) == (0, True)
     gaps = [place for place, one in enumerate(received) if one.gap]
     assert len(gaps) <= 2, "what had come when the loss was seen, and what came then"

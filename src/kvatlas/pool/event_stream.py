@@ -265,6 +265,8 @@ class EventSubscriber:
 
     def close(self) -> None:
         """Listen no more."""
+        if self._socket.closed:
+            return
         self._socket.disable_monitor()
         self._lost.close(linger=0)
         self._socket.close(linger=0)
