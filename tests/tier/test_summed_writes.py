@@ -197,7 +197,7 @@ def test_stretches_of_what_was_just_written_are_written_by_one_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or one by one, where that call is refused or does not do all of it."""
-    copy, copied = file_map_._copy, list[int]()
+    copy, copied = file_map_._into_file, list[int]()
 
     def counted_copy(*given: Any) -> int:
         copied.append(1)
@@ -210,7 +210,7 @@ def test_stretches_of_what_was_just_written_are_written_by_one_call(
         return -1
 
     for turn, act in enumerate((counted_copy, half, refused)):
-        monkeypatch.setattr(file_map_, "_copy", act)
+        monkeypatch.setattr(file_map_, "_into_file", act)
         for layout in ("LBHNC", "LBNHC"):
             made, world = small(DENSE, tp=2, layout=layout), World(DENSE, TOKENS)
             path = tmp_path / f"{turn} {layout}"
@@ -234,7 +234,7 @@ def test_a_file_that_is_cut_short_while_it_is_written_kills_nobody(
     made, world = small(DENSE), World(DENSE, TOKENS)
     path = tmp_path / "t"
 
-    copy = file_map_._copy
+    copy = file_map_._into_file
 
     def cut_short(*given: Any) -> int:
         os.truncate(path, 4096)
@@ -244,7 +244,7 @@ def test_a_file_that_is_cut_short_while_it_is_written_kills_nobody(
         whole = path.stat().st_size
         world.store(tier, made)
         tier.drop(world.keys(tier))
-        monkeypatch.setattr(file_map_, "_copy", cut_short)
+        monkeypatch.setattr(file_map_, "_into_file", cut_short)
         assert code_of(world.store, tier, made) is Code.UNREADABLE
         assert path.stat().st_size < whole
         assert not len(tier)

@@ -197,6 +197,15 @@ def test_only_what_tokens_alone_decide_is_kept_and_found(tmp_path: Path) -> None
     stranger.close()
 
 
+def test_half_a_surrogate_pair_is_a_salt_like_any_other() -> None:
+    """A client can say it in JSON: nothing that it chooses may end the scheduler."""
+    made, table = EngineWithTier("memory", block=64, seed=1), [3, 9, 1, 7, 5]
+    assert made.finish(TOKENS[:300], table, salt="\ud83d")
+    assert made.matched(asking(TOKENS, "other", salt="\ud83e")) == 0
+    assert made.matched(asking(TOKENS, "same", salt="\ud83d")) == 256
+    made.close()
+
+
 def test_a_request_that_is_aborted_lets_go_of_what_was_found() -> None:
     made = EngineWithTier("memory", block=64, seed=1, memory="2MiB")
     assert made.finish(TOKENS[:300], [3, 9, 1, 7, 5])
