@@ -139,7 +139,8 @@ class Transfer:
         if seconds is None or seconds >= left:
             self._help()
             left = self.deadline - time.monotonic()
-        self._over.wait(max(0.0, left if seconds is None else min(seconds, left)))
+        if not self._over.is_set():
+            self._over.wait(max(0.0, left if seconds is None else min(seconds, left)))
         if not self.done:
             problem = f"The transfer is still running after {time.monotonic() - self.begun:.1f} s"
             raise AtlasError(Code.DEADLINE, problem, got=self, hint="Wait longer, or cancel it")

@@ -158,7 +158,12 @@ class Done(Handle):
 
 
 class PreparedRead(ABC):
-    """Reads of requests that differ in their block ids alone, which were checked."""
+    """Reads of requests that differ in their block ids alone. The peer's were not checked."""
+
+    @property
+    def stale(self) -> bool:
+        """Whether it will never read again: it has to be prepared anew."""
+        return False
 
     @abstractmethod
     def begin(

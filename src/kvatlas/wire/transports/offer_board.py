@@ -34,7 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvatlas.errors import AtlasError
-from kvatlas.wire.transports.sealed_memory import make_sealed, map_sealed
+from kvatlas.wire.transports.sealed_memory import make_sealed, map_sealed, watch_sealed
 
 _SLOTS = 128
 _SLOT_BYTES = 32 << 10
@@ -278,14 +278,14 @@ def open_board(place: BoardPlace) -> PeerBoard | None:
         if not str(path.readlink()).startswith(_MEMFD):  # nothing else is opened on a peer's word
             return None
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        memory = map_sealed(descriptor, read_only=True)
+        memory = watch_sealed(descriptor, _BOARD_BYTES)
         process = WatchedProcess(place.process)
     except (OSError, AtlasError):
         return None
     finally:
         if descriptor >= 0:
             os.close(descriptor)
-    if len(memory) == _BOARD_BYTES and process.started == place.started and process.alive:
+    if process.started == place.started and process.alive:
         return PeerBoard(memory, process, path)
     process.close()
     return None
