@@ -8,7 +8,7 @@ from kvatlas.wire.block_staging import BlockStaging
 from kvatlas.wire.channels import Channels
 from kvatlas.wire.checksum import crc32, has_fast_crc32
 from kvatlas.wire.client import Session, Transfer
-from kvatlas.wire.client.rank_lease import How
+from kvatlas.wire.client.transfer_request import How
 from kvatlas.wire.connection import Connection
 from kvatlas.wire.gpu_offload import GpuOffload, HostPins
 from kvatlas.wire.memory_copy import (

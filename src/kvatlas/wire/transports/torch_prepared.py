@@ -106,7 +106,7 @@ class TorchPreparedRuns(PreparedRuns):
         self._caller_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
         self._copies = [
             RepeatedCopy(
-                source, target, queue.placed(pattern.template.starts[:2]),
+                source, target, queue.placed(pattern.template.starts.ends),
                 pattern.template.length, pattern.bits, queue.programs,
             )
             for source, target, pattern in patterns
