@@ -221,7 +221,7 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
         offered = {order.request_id for order in orders.offers}
         self._ended.hold_twice(offered & {order.request_id for order in orders.stores})
         if self._worker is not None:
-            self._worker.carry_out(orders)
+            self._worker.carry_out(orders, idle=self._idle)
         if self._tier_worker is not None:
             self._tier_worker.carry_out(orders)
 
