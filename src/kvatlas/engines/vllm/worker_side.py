@@ -110,7 +110,7 @@ class WorkerSide:
 
     def carry_out(self, orders: StepOrders, *, idle: bool = False) -> None:
         """Begin what a step has ordered; an engine that is not `idle` computes meanwhile."""
-        self.node.landing_threads = 2 if idle else 1
+        self.node.landing_threads = self.node.transport.copy_threads = 2 if idle else 1
         for offer in orders.offers:
             self._offer(offer)
         for remote in orders.let_go:

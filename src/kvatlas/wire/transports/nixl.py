@@ -17,8 +17,9 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any, ClassVar
 
 from kvatlas.errors import AtlasError
@@ -27,6 +28,7 @@ from kvatlas.wire.transports.base import HOST, Link, Memory, Shared, Transport
 from kvatlas.wire.transports.nixl_agents import Agents, not_empty, rows_of, translated
 from kvatlas.wire.transports.nixl_link import BETWEEN_LOOKS, NixlLink
 from kvatlas.wire.transports.nixl_metadata import Kind
+from kvatlas.wire.transports.nixl_pair import PairedNixlLink
 from kvatlas.wire.transports.offer_board import OfferBoard
 
 _CLOSING = 2.0
@@ -93,7 +95,15 @@ class NixlTransport(Transport):
         """A link to a peer's agent, once it is seen to have registered these regions."""
         published = errors.read_metadata(metadata, nixl_metadata.Published)
         nixl_metadata.check(published, self.backend, not_empty(memory))
-        link = NixlLink(self, self._agents, published, memory, self._link_ended)
+        about = (self, self._agents, published, memory, self._link_ended)
+        another = partial(self._met, partial(NixlLink, *about), published)
+        if not self._agents.by_cpu:
+            return another()
+        return self._met(partial(PairedNixlLink, *about, another=another), published)
+
+    def _met(self, make: Callable[[], NixlLink], published: nixl_metadata.Published) -> NixlLink:
+        """A link whose agent knows its peer."""
+        link = make()
         with self._links_lock:
             self.links.add(link)
         try:
