@@ -41,21 +41,23 @@ class PairedNixlLink(NixlLink):
         """Held while either of those changes; under it no other lock is taken."""
 
     def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle:
-        nbytes = 0 if write else sum(copy.nbytes for copy in copies)
-        second = self._found_second() if self.owner.copy_threads > 1 and nbytes >= _WORTH else None
-        if second is None:
+        if write or self.owner.copy_threads < 2:
             return super()._post(copies, write=write)
+        nbytes = sum(copy.nbytes for copy in copies)
+        second = self._found_second() if nbytes >= _WORTH else None
+        if second is None:
+            return super()._post(copies, write=False)
         if nbytes >= _DIVIDED:
             return self._divided(copies, second)
-        if not self.lock.acquire(blocking=False):  # another thread reads with its agent
-            return second._post(copies, write=write)
+        if not self.lock.acquire(blocking=False):  # another thread reads with this agent
+            return second._post(copies, write=False)
         try:
-            return super()._post(copies, write=write)
+            return super()._post(copies, write=False)
         finally:
             self.lock.release()
 
     def _divided(self, copies: Sequence[Copy], second: NixlLink) -> Handle:
-        """Read every other half of the runs with the other agent, in another thread."""
+        """Read the second half of the runs with the other agent, in another thread."""
         near = [half for copy in copies if len(half := _rows(copy, slice(0, len(copy) // 2)))]
         far = [half for copy in copies if len(half := _rows(copy, slice(len(copy) // 2, None)))]
         helper = self._helper
