@@ -23,7 +23,7 @@ BLOCK = 64
 """Tokens of a row, where the model's layers allow it."""
 _ANY_MEMORY = "1TiB"
 """Rows of a store are planned for: how many there are is the store's."""
-_SIZES = ("segment", "buffer", "capacity")
+_SIZES = ("segment", "buffer", "capacity", "quota")
 _SCHEMES = ("mooncake", "folder", "host")
 
 
