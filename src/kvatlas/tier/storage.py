@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
-from kvatlas.routing import Copy, RunGrid
+from kvatlas.routing import CELLS, ConvertedPart, Copy, RunGrid
 from kvatlas.tier.file import TierFile
 from kvatlas.tier.index import PartSums, TierBlock
 from kvatlas.wire import (
@@ -18,7 +18,9 @@ from kvatlas.wire import (
     Bytes,
     GpuOffload,
     HostPins,
+    Memory,
     Metrics,
+    convert_parts,
     copy_pools,
     gpu_pools,
     is_on_gpu,
@@ -97,14 +99,18 @@ class TierStorage:
         memory = gpu_pools(plan, rank, pools)
         # Memory that stands for a file is mostly not there, and shall not be.
         pinned = self._file is None and self._pins.pin(self._pools)
+        return self._offload(memory, self.pools, pinned=pinned)
+
+    def _offload(
+        self, memory: Mapping[int, Memory], host: Mapping[int, Bytes], *, pinned: bool
+    ) -> GpuOffload:
+        """Between pools on a GPU and memory of the host."""
         number = next(iter(memory.values())).number
         with self._idle:
             if number not in self._staging:
                 self._staging[number] = BlockStaging(load_driver().queue(number, 0))
-        return GpuOffload(
-            memory, self.pools, pinned=pinned, block_bytes=self._block_bytes,
-            staging=self._staging[number],
-        )  # fmt: skip
+        sizes, staging = self._block_bytes, self._staging[number]
+        return GpuOffload(memory, host, pinned=pinned, block_bytes=sizes, staging=staging)
 
     def carried(self, carry: Carry) -> Write:
         """From anywhere, into the tier's memory; from there into its file."""
@@ -137,6 +143,35 @@ class TierStorage:
         nbytes, descriptors = sum(move.nbytes for move in moves), sum(map(len, moves))
         self.metrics.add(**{f"{phase}_bytes": nbytes}, descriptors=descriptors)
         return known or {}
+
+    def convert(
+        self,
+        parts: Iterable[ConvertedPart],
+        plan: Plan,
+        rank: int,
+        pools: Mapping[int, Any],
+        shift: int = 0,
+    ) -> None:
+        """Convert cells of the tier, which lie so many bytes further on, into a rank's pools."""
+        file = self._file
+
+        def gather(copies: Sequence[Copy], cells: Bytes) -> None:
+            here = [replace(copy, src=copy.src + shift) for copy in copies]
+            if file is None:
+                copy_pools(here, self._pools, {CELLS: cells})
+            else:
+                file.read(here, {CELLS: cells})
+
+        def scatter(copies: Sequence[Copy], cells: Bytes) -> None:
+            if is_on_gpu(pools):
+                memory = gpu_pools(plan, rank, pools)
+                self._offload(memory, {CELLS: cells}, pinned=False).fetch(copies)
+            else:
+                copy_pools(copies, {CELLS: cells}, rank_pools(plan, rank, pools))
+
+        with self.metrics.phase("convert"):
+            arrived = convert_parts(parts, gather, scatter)
+        self.metrics.add(fetch_bytes=arrived, converted_bytes=arrived)
 
     # -- whole blocks -------------------------------------------------------------------
 

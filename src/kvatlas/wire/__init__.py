@@ -48,7 +48,7 @@ from kvatlas.wire.security import Security, TlsContexts
 from kvatlas.wire.server import Node, pools_for
 from kvatlas.wire.shared_pools import SharedPools, map_pools
 from kvatlas.wire.staging import stream_bytes
-from kvatlas.wire.stream_copy import copy_request
+from kvatlas.wire.stream_copy import convert_parts, copy_request
 from kvatlas.wire.transports import (
     HOST,
     TRANSPORT_NAMES,
@@ -101,6 +101,7 @@ __all__ = [
     "check_bounds",
     "check_plan_size",
     "connect_to_path",
+    "convert_parts",
     "converting",
     "copy_file_runs",
     "copy_pools",
