@@ -6,13 +6,17 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
 from kvatlas.routing import CELLS, ConvertedPart, Copy, RunGrid
 from kvatlas.tier.file import TierFile
+from kvatlas.tier.file_pieces import grid_pieces
 from kvatlas.tier.index import PartSums, TierBlock
+from kvatlas.tier.ingest import Delivery, Ingest, Shape
+from kvatlas.tier.request_blocks import NeededBlock
 from kvatlas.wire import (
     BlockStaging,
     Bytes,
@@ -33,6 +37,9 @@ Move = TypeVar("Move", Copy, RunGrid)
 
 Carry = Callable[[Sequence[Copy]], None]
 """Carries copies out, by any transport, and returns when all bytes are there."""
+
+StoredPart = tuple[int, Any, tuple[int, int], Mapping[NeededBlock, int]]
+"""What is stored: the rank, its blocks, the tokens, and the tier's blocks for them."""
 
 Write = Callable[[Sequence[Copy]], PartSums | None]
 """Carries copies out into a tier; what they add to checksums of blocks, where it is known."""
@@ -75,6 +82,25 @@ class TierStorage:
             return lambda copies: copy_pools(copies, rank_pools(plan, rank, pools), self._pools)
         write = self._file.write
         return lambda copies: write(copies, rank_pools(plan, rank, pools))
+
+    def store_runs(
+        self, ingest: Ingest, about: StoredPart, plan: Plan, pools: Mapping[int, Any]
+    ) -> tuple[PartSums, dict[Shape, Delivery]]:
+        """Store a rank's part from memory that this process can reach; what it brought.
+
+        A file takes sums of runs, where its stretches are long: fewer numbers are made.
+        """
+        file, rank = self._file, about[0]
+        if file is not None and not is_on_gpu(pools):
+            with self.metrics.phase("bind"):
+                grids, brought = ingest.grids(*about)
+            if all(map(grid_pieces, grids)):
+                held = rank_pools(plan, rank, pools)
+                write = partial(file.write_grids, pools=held)
+                return self.carry("store", grids, write), brought
+        with self.metrics.phase("bind"):
+            copies, brought = ingest.copies(*about)
+        return self.carry("store", copies, self.writing(plan, rank, pools)), brought
 
     def reading(self, plan: Plan, rank: int, pools: Mapping[int, Any]) -> Carry:
         """From the tier into memory that this process can reach."""

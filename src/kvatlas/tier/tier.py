@@ -142,15 +142,13 @@ class Tier:
                         with self.metrics.phase("bind"):
                             grids, deliveries = store.ingest.grids(*about)
                         sums = storage.carry("store", grids, offload.store_sums)
-                    else:
+                    elif carry is not None:
                         with self.metrics.phase("bind"):
                             copies, deliveries = store.ingest.copies(*about)
-                        move = (
-                            storage.carried(carry)
-                            if carry
-                            else storage.writing(plan, rank, pools or {})
-                        )
-                        sums = storage.carry("store", copies, move)
+                        sums = storage.carry("store", copies, storage.carried(carry))
+                    else:
+                        runs = storage.store_runs(store.ingest, about, plan, pools or {})
+                        sums, deliveries = runs
                     brought = deliveries
             finally:
                 result = self.desk.end(store, brought, sums)

@@ -58,7 +58,7 @@ from kvatlas.wire.transports import (
     Transport,
     make_transport,
 )
-from kvatlas.wire.transports.bounds import check_bounds
+from kvatlas.wire.transports.bounds import check_bounds, check_grid_bounds
 from kvatlas.wire.transports.cuda_driver import load_driver
 from kvatlas.wire.transports.errors import peer_lost
 from kvatlas.wire.transports.file import copy_file_runs
@@ -99,6 +99,7 @@ __all__ = [
     "bad_handshake",
     "by_group",
     "check_bounds",
+    "check_grid_bounds",
     "check_plan_size",
     "connect_to_path",
     "convert_parts",

@@ -106,13 +106,12 @@ class TierClient:
             ids = self._filled(needs, begun.fills)
             if ids:
                 with storage.using():
-                    move = (
-                        storage.carried(carry)
-                        if carry
-                        else storage.writing(plan, rank, pools or {})
-                    )
-                    copies, _ = ingest.copies(rank, blocks, (start, stop), ids)
-                    sums = storage.carry("store", copies, move)
+                    about = (rank, blocks, (start, stop), ids)
+                    if carry is not None:
+                        copies, _ = ingest.copies(*about)
+                        sums = storage.carry("store", copies, storage.carried(carry))
+                    else:
+                        sums, _ = storage.store_runs(ingest, about, plan, pools or {})
             brought = True
         finally:
             parts = tuple(m.SummedPart(*place, *part) for place, part in sums.items())
