@@ -138,9 +138,14 @@ def test_what_an_engine_has_stored_itself_is_taken_where_it_is_as_much(tmp_path:
         assert fp8.misses == {"absent": 1}
 
 
-def test_rows_of_another_dtype_need_the_same_blocks() -> None:
+def test_rows_that_could_never_be_converted_are_refused_when_a_tier_is_opened() -> None:
     model = MODELS["dense"]
-    other = OtherRows(tier_plan(model, block_size=64), HOW)
-    with pytest.raises(AtlasError) as refusal:
-        StoreTier(HostStore(), rows_of(model, kv_dtype="fp8"), OURS, staging=1, other=other)
-    assert refusal.value.code is Code.BAD_PLAN
+    for other, code in (
+        (OtherRows(tier_plan(model, block_size=64), HOW), Code.BAD_PLAN),
+        (OtherRows(rows_of(model), Converting(HOW.name)), Code.MISSING_SCALES),
+        (OtherRows(rows_of(model), Converting("fp8->bf16")), Code.BAD_CONVERSION),
+        (OtherRows(small(model, layout="LBNHC"), HOW), Code.BAD_PLAN),
+    ):
+        with pytest.raises(AtlasError) as refusal:
+            StoreTier(HostStore(), rows_of(model, kv_dtype="fp8"), OURS, staging=1, other=other)
+        assert refusal.value.code is code

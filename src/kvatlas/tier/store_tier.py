@@ -94,6 +94,8 @@ class StoreTier:
         self.plan, self.deadline = plan, deadline
         self.misses: Counter[str] = Counter()
         """How often less was found than asked for, or could be fetched, by reason."""
+        if other is not None:
+            check_alike(plan, other)
         cut = (shards, stages)
         own = StoredRows(store, plan, identity, cut, staging)
         self.namespace, self.metrics = own.namespace, own.storage.metrics
@@ -102,7 +104,6 @@ class StoreTier:
         self._rows = [own]
         """Rows that are looked for: one's own first."""
         if other is not None:
-            check_alike(plan, other.plan)
             theirs = StoredRows(store, other.plan, identity, cut, staging, other.convert)
             theirs.storage.metrics = self.metrics
             self._rows.append(theirs)

@@ -84,19 +84,21 @@ class StoredRows:
         return self.traffic.calls.close(deadline)
 
 
-def check_alike(plan: Plan, other: Plan) -> None:
-    """Refuse rows of another dtype that do not have the same keys as one's own."""
+def check_alike(plan: Plan, other: OtherRows) -> None:
+    """Refuse rows of another dtype that have not the keys of one's own, or do not become them."""
+    check_tier_plan(other.plan)
     mine, theirs = (
         sorted(
             (layer.name, region.group, made.groups[region.group].block)
             for region in made.regions
             for layer in region.layers
         )
-        for made in (plan, other)
+        for made in (plan, other.plan)
     )
-    if mine != theirs or other.max_len < plan.max_len:
+    if mine != theirs or other.plan.max_len < plan.max_len:
         problem = "Rows of the other dtype are not cut into the same blocks"
-        sizes = [[group.block for group in made.groups] for made in (plan, other)]
+        sizes = [[group.block for group in made.groups] for made in (plan, other.plan)]
         got = f"blocks of {sizes[0]} and {sizes[1]} tokens"
         hint = "Plan both with one block_size, and alike but for the dtype"
         raise AtlasError(Code.BAD_PLAN, problem, got=got, hint=hint)
+    TierRoutes(other.plan).to(plan, other.convert)
