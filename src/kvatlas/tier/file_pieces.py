@@ -102,7 +102,7 @@ def grid_pieces(grid: RunGrid) -> list[GridPiece]:
     """
     if not len(grid) or not one_length(grid.length):
         return []
-    each, (src, dst) = int(grid.length[0]), grid.starts[:2]
+    each, (src, dst) = int(grid.length[0]), grid.starts.ends
     apart = np.concatenate([[True], dst[1:] != dst[:-1] + each])
     if len(dst) * each < _LONG_STRETCH * np.count_nonzero(apart):
         return []
