@@ -25,10 +25,11 @@ from kvatlas.geometry import natural
 from kvatlas.routing import Costs, table_arrays, token_range
 from kvatlas.wire.client.connections import PEER_GONE, Connections
 from kvatlas.wire.client.follow_ups import FollowUps
-from kvatlas.wire.client.rank_lease import How, RankLease, TransferRequest
+from kvatlas.wire.client.rank_lease import RankLease
 from kvatlas.wire.client.rank_transfer import RankTransfer
 from kvatlas.wire.client.started_pull import StartedPull
 from kvatlas.wire.client.transfer import Transfer
+from kvatlas.wire.client.transfer_request import How, TransferRequest
 from kvatlas.wire.client.warm_shapes import plain_tables
 from kvatlas.wire.peers import Peer
 from kvatlas.wire.protocol import Ok, Release, bad_handshake

@@ -8,9 +8,10 @@ from typing import Any
 
 from kvatlas.wire.client.connections import Connections
 from kvatlas.wire.client.peer_connection import PeerConnection
-from kvatlas.wire.client.rank_lease import RankLease, TransferRequest
+from kvatlas.wire.client.rank_lease import RankLease
 from kvatlas.wire.client.rank_transfer import RankTransfer
 from kvatlas.wire.client.transfer import Transfer
+from kvatlas.wire.client.transfer_request import TransferRequest
 from kvatlas.wire.client.warm_shapes import StartedRead
 from kvatlas.wire.server.node_state import NodeState
 from kvatlas.wire.transports.let_others_run import let_others_run

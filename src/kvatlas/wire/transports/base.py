@@ -294,6 +294,8 @@ class Transport(ABC):
         self.board: OfferBoard | None = None
         """Where peers see offers without asking; None where they ask."""
         self.open = True
+        self.copy_threads = 1
+        """Threads of this process that may copy for one read, where no device does; any time."""
         self.retired = 0
         """Connections that cannot be ended safely, and are kept for good with what they hold."""
 

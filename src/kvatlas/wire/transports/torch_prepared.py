@@ -312,7 +312,7 @@ def _copies(
         made = pattern.template
         spans = BlockSpans(made.entries, made.offsets, made.length, pattern.strides, blocks)
         src, dst = ids[0, pattern.groups[0]], ids[1, pattern.groups[1]]
-        starts = queue.placed(made.starts[:2])
+        starts = queue.placed(made.starts.ends)
         with queue.on_stream():
             copies.append(RepeatedCopy((source, target), starts, spans, (src, dst), queue.programs))
     return copies
