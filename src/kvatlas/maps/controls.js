@@ -2,7 +2,7 @@
 "use strict";
 
 function knob(name, values, current, choose) {
-  const few = values.length <= 6 && values.every(([, text]) => String(text).length <= 12);
+  const few = values.length <= 8 && values.map(([, text]) => text).join("").length <= 72;
   const box = make(few ? "div" : "label", null, { class: "knob" }), find = (text) => values.find(([value]) => String(value) === text)[0];
   box.append(make("span", name));
   if (few) {

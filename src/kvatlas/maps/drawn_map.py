@@ -23,6 +23,7 @@ from kvatlas.planning import Fit, Plan
 _SCRIPTS = (
     "geometry.js",
     "rows.js",
+    "lines.js",
     "painting.js",
     "captions.js",
     "facts.js",
