@@ -33,6 +33,7 @@ _SCRIPTS = (
     "controls.js",
     "search.js",
     "motion.js",
+    "pointing.js",
     "page.js",
 )
 _FRAME = (

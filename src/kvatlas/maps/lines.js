@@ -9,17 +9,18 @@ function outerAxes(point, level) {
   return level === "cell" ? BY_ELEMENT : level === "strip" ? BY_PAGE : "N" in point.at ? BY_CELL : BY_STATE;
 }
 
-// The pieces of a stretch: [point, first byte, byte behind, whether it is one piece]. Of tiny ones, one stands for several.
+// The pieces of a stretch: [point, first byte, byte behind, whether it is one piece], bytes counted from its start, so that
+// alike stretches have alike pieces. Of tiny ones, one stands for several.
 function* piecesOfRow(plan, view, row, least) {
   const { start, nbytes } = row;
   let hint = row, turn = 0;
-  if (row.point) { yield [row.point, start, start + nbytes, nbytes >= least]; return; }
-  for (let at = start; at < start + nbytes;) {
-    const point = find(plan, view.stage, view.group, Math.floor(at), hint);
+  if (row.point) { yield [row.point, 0, nbytes, nbytes >= least]; return; }
+  for (let at = 0; at < nbytes;) {
+    const point = find(plan, view.stage, view.group, start + Math.floor(at), hint);
     if (point && point.region) hint = point;
     turn = (turn + 0.618) % 1; // uneven steps do not fall into step with what is drawn
-    const end = point ? pieceEnd(point, outerAxes(point, view.level)) : 0, next = at + least * (0.5 + turn);
-    const last = Math.min(start + nbytes, Math.max(end, next));
+    const end = point ? pieceEnd(point, outerAxes(point, view.level)) - start : 0, next = at + least * (0.5 + turn);
+    const last = Math.min(nbytes, Math.max(end, next));
     yield [point, at, last, end >= next];
     at = last;
   }
@@ -32,9 +33,8 @@ function cutLine(brush, plan, view, stretches, { wide, plain }) {
   const each = stretches.reduce((sum, one) => sum + one.nbytes, 0) / pixels;
   let before = 0;
   for (const row of stretches) {
-    const shift = before - row.start;
     for (const [point, first, last, whole] of piecesOfRow(plan, view, row, each / brush.finest)) {
-      const from = (first + shift) / each, to = (last + shift) / each;
+      const from = (before + first) / each, to = (before + last) / each;
       pieces.push({ point, from, to, whole, gap: whole && to - from > 5 && !plain ? ratio : 0 });
     }
     before += row.nbytes;

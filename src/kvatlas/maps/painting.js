@@ -60,7 +60,7 @@ function later() {
   };
 }
 
-const FRAME_WORK = 20; // milliseconds of a frame that rows are painted in
+const FRAME_WORK = 24; // milliseconds of a frame that rows are painted in
 
 const rowsLater = later();
 let painting = false; // whether rows are left for later

@@ -224,7 +224,7 @@ function shortName(name) {
 
 // What all of a row has in common, from its first and last byte.
 function rowLabel(data, plan, view, row) {
-  if (view.level === "pool" && row.block !== undefined) return `block ${row.block.toLocaleString("en")}`;
+  if (view.level === "pool" && row.block !== undefined) return `block ${count(row.block)}`;
   if (view.level === "cell") {
     const point = find(plan, view.stage, view.group, row.start, row);
     return point ? `${point.field.name} +${point.address - cellStart(point)}` : "";
