@@ -300,6 +300,16 @@ def test_a_row_that_is_not_cut_anew_looks_as_if_it_were(browser: Browser, tmp_pa
                 assert browser.do(anew), (model, group, name)
 
 
+def test_a_row_that_ends_with_padding_is_not_named_after_its_first_token(
+    browser: Browser, tmp_path: Path
+) -> None:
+    show(browser, tmp_path, plan("DeepSeek-V4-Pro", memory="80GiB"))
+    labels = browser.do("return drawn.labels.filter((one) => one !== 'unused')")
+    assert labels[:2] == ["layer 0 swa_cache", "layer 2 swa_cache"]
+    browser.do("goIn(firstPoint())")
+    assert "token 0" not in browser.do("return drawn.labels.slice(-2)")
+
+
 def test_strips_of_groups_are_kept_for_the_next_plan(browser: Browser, tmp_path: Path) -> None:
     first, other = two_orders("gpt-oss-20b")
     show(browser, tmp_path, first, others=[other])
