@@ -172,6 +172,8 @@ def test_other_orders_are_counted_for_the_plan_shown_and_knobs_say_what_they_cha
     browser.do(turn + ".click()", "tp", "8")
     assert browser.do(note) == f"{said} 16."
     assert browser.do(marked) == ["BHLNC", "BLNHC", "32"]
+    # For a select that comes or goes, the browser paints the whole page anew.
+    assert browser.do("return document.querySelectorAll('#knobs select').length") == 0
     assert "Other orders" not in browser.do(followed)
     # All of a line of the table chooses it.
     browser.do("document.querySelector('#transfer .choice td:last-child').click()")

@@ -203,7 +203,8 @@ function lookOf(plan, view, row, paint) {
   if (!first) return lookNamed(`unused ${row.nbytes}`, "", null);
   if (first.kind !== "field" || view.level === "cell") return lookNamed(`alone ${row.start}`, "", first);
   const { B, L, ...inside } = first.at, page = plan.pages[first.region.page];
-  const shape = JSON.stringify([shapeOf(page), first.number, row.nbytes, inside, row.block === view.block, first.region.parts[L]]);
+  const { parts, tokens_per_state } = first.region;
+  const shape = JSON.stringify([shapeOf(page), first.number, row.nbytes, inside, row.block === view.block, parts[L], tokens_per_state]);
   return lookNamed(shape, layerLook(page, view, row, first, paint), first);
 }
 

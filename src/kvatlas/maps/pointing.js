@@ -44,7 +44,8 @@ function wasTapped(x, y) {
 
 byId("picture").addEventListener("click", (event) => {
   const [x, y] = mouse(event), point = pointAt(x, y);
-  if (event.pointerType === "touch" && !wasTapped(x, y)) return;
+  const finger = (event.pointerType || byHand("mouse", "touch")) === "touch"; // some browsers do not say with what
+  if (finger && !wasTapped(x, y)) return;
   if (event.shiftKey && point && point.kind === "field") {
     followKind(paint.follow ? paint.follow.kind : headOf(point, view.tpRank) === null ? "token" : "head", point);
   } else goIn(point, partAt(x));
