@@ -309,6 +309,15 @@ class ConvertedStream:
             start = upto
             index += start == self._ends[index]
 
+    def parts_of_entry(self, group: int, entry: int) -> Iterator[ConvertedPart]:
+        """The cells that the source has under one entry of a group's block table."""
+        for section, end in zip(self.sections, self._ends, strict=True):
+            box = section.box
+            if box.pair.groups[0] == group:
+                numbers = section.states.numbers_in(0, entry)
+                base, each = end - section.nbytes, box.ends[box.wire].nbytes
+                yield from self.parts(base + numbers.start * each, base + numbers.stop * each)
+
     def chunk(self, end: int, index: int, first: int) -> StreamChunk:
         """The runs of one chunk between one end's pools and the order of the stream."""
         made = self._last.get(end)
