@@ -29,7 +29,7 @@ from kvatlas.kernels.triton.attention.prefill_device import prefill
 from kvatlas.kernels.triton.attention.schedule import Schedule, schedule
 from kvatlas.specs import Attention, LatentAttention
 
-_MERGED_AT_ONCE = 2048
+MERGED_AT_ONCE = 2048
 """Rows: programs that a chip holds at the same time, since most batches have nothing to merge."""
 
 
@@ -155,7 +155,7 @@ def _decode(call: AttentionCall, plan: Schedule) -> None:
         batch_rows(call.q), target, call.cache, batch, partials, scoring, SHAPE=shape,
         TILING=use.tiling, WORDS=use.words, EARLY=launch.early["EARLY"], **use.options,
     )  # fmt: skip
-    at_once = min(use.programs * use.depth, max(1, _MERGED_AT_ONCE // sequences))
+    at_once = min(use.programs * use.depth, max(1, MERGED_AT_ONCE // sequences))
     merge[(sequences, at_once)](
         target, batch, partials, scoring, use.workers, OUT=shape.out, TILING=use.tiling,
         DEPTH=use.depth, FEW=plan.split.few, WRAP=use.words.wrap, num_warps=4, **launch.early,
