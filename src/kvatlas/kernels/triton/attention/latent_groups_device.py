@@ -49,6 +49,8 @@ class Room(NamedTuple):
     """Of the weights of each group, at the end."""
     growth: Any
     """How far maxima have grown with a tile, in each warp."""
+    sums: Any
+    """What each group has of the other's columns, at the end."""
 
 
 class Signals(NamedTuple):
@@ -101,16 +103,17 @@ def after_previous(EARLY: gl.constexpr):
 
 @gluon.jit
 def find(ends, count, wanted):
-    """The sequence that tile number `wanted` belongs to; `ends` starts with 0."""
-    low = 0
-    high = count
-    while low < high:
-        middle = (low + high) // 2
-        if gl.load(ends + middle + 1) <= wanted:
-            low = middle + 1
-        else:
-            high = middle
-    return low
+    """The sequence that tile number `wanted` belongs to; `ends` starts with 0.
+
+    All are looked at, many at once: a search would wait for one load after the other.
+    """
+    SOME: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    before = 0
+    for begin in range(0, count, 512):
+        at = begin + gl.arange(0, 512, layout=SOME)
+        end = gl.load(ends + 1 + at, mask=at < count, other=0x7FFFFFFF)
+        before += gl.sum((end <= wanted).to(gl.int32), 0)
+    return before
 
 
 @gluon.jit

@@ -66,31 +66,6 @@ def row_pointers(elements, rows, FROM: gl.constexpr, COUNT: gl.constexpr, LOADS:
 
 
 @gluon.jit
-def fetch_ahead(cache, pages, places, SHAPE: gl.constexpr):
-    """Begin to bring a later tile from memory to the chip's cache: a line of 128 bytes a thread."""
-    LOADS: gl.constexpr = pages.type.layout.parent
-    LANES: gl.constexpr = LOADS.threads_per_warp
-    LINES: gl.constexpr = gl.BlockedLayout([1, 1], LANES, LOADS.warps_per_cta, [1, 0])
-    BYTES: gl.constexpr = SHAPE.k.element.primitive_bitwidth // 8
-    gl.static_assert(LANES[1] * 128 == LATENT * BYTES)
-    elements = cache.buffer.to(gl.pointer_type(gl.int8), bitcast=True)
-    rows = row_starts(cache.k.rows, pages, places, SHAPE.k.unit * BYTES)
-    rows = gl.convert_layout(rows, gl.SliceLayout(1, LINES))
-    line = gl.arange(0, LANES[1], layout=gl.SliceLayout(0, LINES)) * 128
-    prefetch(elements + (rows[:, None] + line[None, :]))
-    prefetch(elements + row_starts(cache.v.rows, pages, places, SHAPE.v.unit * BYTES))
-
-
-@gluon.jit
-def prefetch(pointers):
-    """Ask for lines, and wait for nothing."""
-    gl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers], gl.int32, is_pure=False,
-        pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
 def copy_tile(cache, pages, places, room, signals, phase, TO: gl.constexpr, SHAPE: gl.constexpr):
     """Begin to load a tile as it is, each half when its group is done with the one before."""
     LOADS: gl.constexpr = pages.type.layout.parent
@@ -121,8 +96,6 @@ def copy_states(cache, table, states, room, signals, phase, SHAPE: gl.constexpr)
         copy_tile(cache, first, places, room, signals, phase, 0, SHAPE)
         places = states_of(n + TILE, last, LOADS) % STATES
         copy_tile(cache, second, places, room, signals, phase, 1, SHAPE)
-        fetch_ahead(cache, next_first, states_of(n + 2 * TILE, last, LOADS) % STATES, SHAPE)
-        fetch_ahead(cache, next_second, states_of(n + 3 * TILE, last, LOADS) % STATES, SHAPE)
         first, second = next_first, next_second
         phase ^= 1
     return phase
@@ -184,8 +157,6 @@ def convert_states(cache, table, states, room, signals, phase, SHAPE: gl.constex
             announce(signals.there.index(2 * i + 1))
             right = gl.load(row_pointers(words, rows, HALF // 4, HALF // 4, LOADS))
             rope = gl.load(row_pointers(words, ropes, 0, ROPE // 4, LOADS))
-            places = states_of(n + (i + 2) * TILE, last, LOADS) % STATES
-            fetch_ahead(cache, next_pages, places, SHAPE)
         phase ^= 1
     return phase
 
