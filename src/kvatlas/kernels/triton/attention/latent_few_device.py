@@ -2,7 +2,9 @@
 
 As `latent_decode_device`, with the same groups of warps, and both products the other way
 round: states are the rows of the logits and latent columns those of the sums, since the matrix
-units take 64 rows and no fewer, but as few as 8 columns.
+units take 64 rows and no fewer, but as few as 8 columns. Sums of all columns fit into a group's
+registers, so that the groups that multiply do not wait for each other: each walks every other
+tile alone, with maxima of its own, and they put their sums together when a sequence ends.
 """
 
 from __future__ import annotations
