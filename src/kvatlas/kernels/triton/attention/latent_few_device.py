@@ -118,11 +118,11 @@ def multiply_few(
     while tile < stop:
         first = gl.load(ends + sequence)
         last = gl.load(ends + sequence + 1)
+        start = gl.load(batch.ends + sequence)
+        count = gl.load(batch.ends + sequence + 1) - start
+        length = gl.load(batch.lengths + sequence).to(gl.int32)
         until = gl.minimum(stop, last)
         if until > tile:
-            start = gl.load(batch.ends + sequence)
-            count = gl.load(batch.ends + sequence + 1) - start
-            length = gl.load(batch.lengths + sequence).to(gl.int32)
             begin = (tile - first) * TILE
             end = (until - first) * TILE
             limit = gl.minimum(length - count + row // GROUP, end - 1)

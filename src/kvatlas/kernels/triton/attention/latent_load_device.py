@@ -169,9 +169,9 @@ def load_tiles(cache, batch, room, signals, SHAPE: gl.constexpr, TILING: gl.cons
     phase = 0
     while tile < stop:
         first = gl.load(ends + sequence)
+        length = gl.load(batch.lengths + sequence).to(gl.int32)
         until = gl.minimum(stop, gl.load(ends + sequence + 1))
         if until > tile:
-            length = gl.load(batch.lengths + sequence).to(gl.int32)
             table = cache.tables + sequence.to(gl.int64) * cache.table_stride
             states = (tile - first) * TILE, (until - first) * TILE, length - 1
             if SHAPE.k.element == SHAPE.k_dot:
