@@ -259,7 +259,6 @@ def decode_latent(
         gl.allocate_shared_memory(gl.float32, [2, ROWS], PLAIN),
         gl.allocate_shared_memory(gl.float32, [2, ROWS], PLAIN),
         gl.allocate_shared_memory(gl.float32, [2, 4], PLAIN),
-        None,
     )
     signals = signals_of()
     after_previous(EARLY)

@@ -2,9 +2,7 @@
 
 As `latent_decode_device`, with the same groups of warps, and both products the other way
 round: states are the rows of the logits and latent columns those of the sums, since the matrix
-units take 64 rows and no fewer, but as few as 8 columns. Sums of all columns fit into a group's
-registers, so that the groups that multiply do not wait for each other: each walks every other
-tile alone, with maxima of its own, and they put their sums together when a sequence ends.
+units take 64 rows and no fewer, but as few as 8 columns.
 """
 
 from __future__ import annotations
@@ -74,31 +72,42 @@ def weigh(logits, top, begin, seen, scale):
 
 
 @gluon.jit
-def begin_values(acc, room, zero, WHO: gl.constexpr, PART: gl.constexpr):
-    """Add the products of half of a tile's values and the weights."""
-    values = room.latents.index(WHO + zero).slice(PART * HALF, HALF, dim=1).permute((1, 0))
-    return warpgroup_mma(values, room.weights.index(WHO + zero), acc, is_async=True)
+def scaled_down(acc, parts, top, higher):
+    """Sums and weights that are relative to a higher maximum."""
+    shrink = gl.exp2(top - higher)
+    return acc * shrink[None, :], parts * shrink[None, :]
 
 
 @gluon.jit
-def exchange(sums, top, parts, room, signals, turn, WHO: gl.constexpr):
-    """A group's columns of both groups' sums, when both have walked a sequence's tiles."""
-    OTHER: gl.constexpr = 1 - WHO
-    mine, others = sums[WHO], sums[OTHER]
-    total = gl.sum(parts, 0)
-    room.sums.index(WHO).store(others)
+def publish(rated, top, growth, room, signals, WHO: gl.constexpr):
+    """A tile's weights, for both groups, and what they are relative to."""
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    room.weights.index(WHO).store(rated.to(room.weights.dtype))
     room.tops.index(WHO).store(top)
-    room.totals.index(WHO).store(total)
+    room.growth.index(WHO).store(gl.full([1], growth, gl.float32, layout=ONE))
+    fence_async_shared()
     barrier()
-    mbarrier.arrive(signals.ended.index(WHO), count=1)
-    mbarrier.wait(signals.ended.index(OTHER), turn & 1)
-    other_top = room.tops.index(OTHER).load(top.type.layout)
-    higher = gl.maximum(top, other_top)
-    shrink = gl.exp2(top - higher)
-    other_shrink = gl.exp2(other_top - higher)
-    added = room.sums.index(OTHER).load(mine.type.layout)
-    total = total * shrink + room.totals.index(OTHER).load(total.type.layout) * other_shrink
-    return mine * shrink[None, :] + added * other_shrink[None, :], higher, total
+    mbarrier.arrive(signals.weighed.index(WHO), count=1)
+
+
+@gluon.jit
+def begin_values(acc, room, zero, WHO: gl.constexpr, OF: gl.constexpr):
+    """Add the products of a group's half of a tile's values and the weights."""
+    values = room.latents.index(OF + zero).slice(WHO * HALF, HALF, dim=1).permute((1, 0))
+    return warpgroup_mma(values, room.weights.index(OF + zero), acc, is_async=True)
+
+
+@gluon.jit
+def add_values(acc, parts, top, room, signals, turns, WHO: gl.constexpr, OF: gl.constexpr):
+    """Sums with those of the other group's tile; begun, not done."""
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    phase, zero = turns
+    mbarrier.wait(signals.weighed.index(OF), phase)
+    if gl.max(room.growth.index(OF).load(ONE), 0) > GROWTH:
+        higher = room.tops.index(OF).load(top.type.layout)
+        acc, parts = scaled_down(acc, parts, top, higher)
+        top = higher
+    return begin_values(acc, room, zero, WHO, OF), parts, top
 
 
 @gluon.jit
@@ -106,10 +115,11 @@ def multiply_few(
     q, out, batch, partials, scoring, room, signals, WHO: gl.constexpr, SHAPE: gl.constexpr,
     TILING: gl.constexpr,
 ):  # fmt: skip
-    """A group that multiplies: all there is to do for every other tile."""
+    """A group that multiplies: its tiles' logits, its columns' sums."""
     ROWS: gl.constexpr = TILING.rows
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     GROUP: gl.constexpr = SHAPE.out.group
+    OTHER: gl.constexpr = 1 - WHO
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, LAYOUT))
     ends = batch.ends + batch.sequences + 1
     tile, stop, sequence = stretch_of(batch, TILING)
@@ -131,35 +141,49 @@ def multiply_few(
             fence_async_shared()
             barrier()
             mbarrier.arrive(signals.ready.index(0), count=1)
-            left = gl.zeros([HALF, ROWS], gl.float32, layout=LAYOUT)
-            right = gl.zeros([HALF, ROWS], gl.float32, layout=LAYOUT)
+            acc = gl.zeros([HALF, ROWS], gl.float32, layout=LAYOUT)
             parts = gl.zeros([TILE, ROWS], gl.float32, layout=LAYOUT)
             top = gl.full([ROWS], LOWEST, gl.float32, layout=gl.SliceLayout(0, LAYOUT))
             mbarrier.wait(signals.ready.index(0), turn & 1)
             for n in range(begin, end, 2 * TILE):
+                phase = pairs & 1
                 zero = n >> 31  # what compilers know to be 0 they keep descriptors of, and spill
-                logits = begin_logits(room, signals, pairs & 1, zero, WHO, LAYOUT)
-                logits = warpgroup_mma_wait(0, deps=(logits,))
+                logits = begin_logits(room, signals, phase, zero, WHO, LAYOUT)
+                if WHO == 1:
+                    acc, parts, top = add_values(
+                        acc, parts, top, room, signals, (phase, zero), WHO, OTHER
+                    )
+                    logits = warpgroup_mma_wait(1, deps=(logits,))
+                else:
+                    logits = warpgroup_mma_wait(0, deps=(logits,))
                 rated, higher, growth = weigh(
                     logits, top, n + WHO * TILE, (limit, least), scoring.scale
                 )
-                room.weights.index(WHO).store(rated.to(room.weights.dtype))
-                fence_async_shared()
-                barrier()
+                publish(rated, higher, growth, room, signals, WHO)
+                if WHO == 1:
+                    acc = warpgroup_mma_wait(0, deps=(acc,))
+                    release(signals, WHO, OTHER)
                 if growth > GROWTH:
-                    shrink = gl.exp2(top - higher)[None, :]
-                    left, right, parts = left * shrink, right * shrink, parts * shrink
+                    acc, parts = scaled_down(acc, parts, top, higher)
                 top = higher
-                left = begin_values(left, room, zero, WHO, 0)
-                right = begin_values(right, room, zero, WHO, 1)
                 parts += rated
-                left = warpgroup_mma_wait(1, deps=(left,))
-                release(signals, 0, WHO)
-                right = warpgroup_mma_wait(0, deps=(right,))
-                release(signals, 1, WHO)
+                acc = begin_values(acc, room, zero, WHO, WHO)
+                acc = warpgroup_mma_wait(0, deps=(acc,))
+                release(signals, WHO, WHO)
+                if WHO == 0:
+                    acc, parts, top = add_values(
+                        acc, parts, top, room, signals, (phase, zero), WHO, OTHER
+                    )
+                    acc = warpgroup_mma_wait(0, deps=(acc,))
+                    release(signals, WHO, OTHER)
                 pairs += 1
-            softmax = exchange((left, right), top, parts, room, signals, turn, WHO)
-            put(out, partials, scoring, softmax,
+            total = gl.sum(parts, 0)
+            room.totals.index(WHO).store(total)
+            barrier()
+            mbarrier.arrive(signals.ended.index(WHO), count=1)
+            mbarrier.wait(signals.ended.index(OTHER), turn & 1)
+            total += room.totals.index(OTHER).load(total.type.layout)
+            put(out, partials, scoring, (acc, top, total),
                 (start, count, tile == first, until == last), WHO, SHAPE, TILING)  # fmt: skip
             turn += 1
         tile = until
@@ -209,7 +233,6 @@ def decode_latent_few(
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     NARROW: gl.constexpr = gl.NVMMASharedLayout(2 * ROWS, 16, 2)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     room = Room(
         gl.allocate_shared_memory(DTYPE, [1, ROWS, LATENT], SWIZZLED),
         gl.allocate_shared_memory(DTYPE, [1, ROWS, ROPE], SWIZZLED),
@@ -218,8 +241,7 @@ def decode_latent_few(
         gl.allocate_shared_memory(DTYPE, [2, TILE, ROWS], NARROW),
         gl.allocate_shared_memory(gl.float32, [2, ROWS], PLAIN),
         gl.allocate_shared_memory(gl.float32, [2, ROWS], PLAIN),
-        None,
-        gl.allocate_shared_memory(gl.float32, [2, HALF, ROWS], FLAT),
+        gl.allocate_shared_memory(gl.float32, [2, 1], PLAIN),
     )
     signals = signals_of()
     after_previous(EARLY)

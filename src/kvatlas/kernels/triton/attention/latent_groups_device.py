@@ -2,13 +2,12 @@
 
 | group | what it does |
 |---|---|
-| two that multiply | each has the logits of every other tile, and 256 of the output's 512 columns |
-| one that loads | the next tile's half, as soon as whoever had it is done with it |
+| two that multiply | each has the logits of every other tile, and 256 of the sums' 512 columns |
+| one that loads | the next tile's half, as soon as the group that had it is done with it |
 
-Shared memory holds the queries and two tiles. With many query rows, while one group is at its
-tile's softmax the other's products run, and each adds both tiles' values to its columns: weights
-go to the other group through shared memory, and what they are relative to goes with them.
-FlashMLA's schedule. With few rows each group adds all columns of its own tiles' values.
+Shared memory holds the queries and two tiles. While one group is at its tile's softmax the
+other's products run, and each adds both tiles' values to its columns: weights go to the other
+group through shared memory, and what they are relative to goes with them. FlashMLA's schedule.
 """
 
 from __future__ import annotations
@@ -52,8 +51,6 @@ class Room(NamedTuple):
     """Of the weights of each group, at the end."""
     growth: Any
     """How far maxima have grown with a tile, in each warp."""
-    sums: Any
-    """What each group has of the other's columns, at the end."""
 
 
 class Signals(NamedTuple):
