@@ -30,7 +30,7 @@ from kvatlas.kernels.triton.attention.schedule import Schedule, schedule
 from kvatlas.specs import Attention, LatentAttention
 
 MERGED_AT_ONCE = 2048
-"""Rows: programs that a chip holds at the same time, since most batches have nothing to merge."""
+"""Programs of a merge: what a chip holds at once. More cost time where nothing is to be merged."""
 
 
 def attend(
