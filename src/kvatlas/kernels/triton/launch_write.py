@@ -9,12 +9,11 @@ import torch
 
 from kvatlas.cache import LayerCache
 from kvatlas.kernels.hadamard import signs
-from kvatlas.kernels.quantise import normal_levels
 from kvatlas.kernels.triton import checks, tune
 from kvatlas.kernels.triton import storage_formats as formats
 from kvatlas.kernels.triton.addresses import BatchRows, batch_rows
 from kvatlas.kernels.triton.storage_formats import SideRows, StorageFormat, StoredSide
-from kvatlas.kernels.triton.write_device import write_rows
+from kvatlas.kernels.triton.write_device import SHARED_PART, write_rows
 from kvatlas.specs import Attention, LatentAttention
 
 _FP8 = ("fp8", "fp8_e4m3", "fp8_e5m2")
@@ -67,7 +66,7 @@ class WrittenSide(NamedTuple):
     scale: float
     """One for the whole tensor."""
     table: torch.Tensor
-    """What codes come from: signs of int4's rotation, the ends of levels' cells."""
+    """The signs of int4's rotation."""
 
 
 class WriteLaunch(NamedTuple):
@@ -75,7 +74,7 @@ class WriteLaunch(NamedTuple):
 
     sides: tuple[StoredSide, StoredSide]
     tables: tuple[torch.Tensor | None, torch.Tensor | None]
-    """What codes come from, where they do."""
+    """The signs of rotations, where rows are rotated under such."""
     rows_at_once: int
     options: dict[str, Any]
     """Constants that the kernel is compiled for."""
@@ -137,7 +136,8 @@ def _worked_out(
         "enable_fp_fusion": k.kind not in ("scaled", "int4"),
         **tune.dependent_launch(device),
     }
-    return WriteLaunch(sides, (_table(k, device), _table(v, device)), count, options)
+    tables = _sign_words(k, device), _sign_words(v, device)
+    return WriteLaunch(sides, tables, count, options)
 
 
 def _attention_sides(
@@ -175,14 +175,13 @@ def _latent_sides(
     return formats.stored_latent(layer, "latent"), formats.stored_latent(layer, "rope")
 
 
-def _table(form: StorageFormat, device: torch.device) -> torch.Tensor | None:
-    if form.kind == "int4":
-        return signs(1 << form.rotation, device)
-    return _bounds(form.bits, device) if form.kind == "levels" else None
-
-
 @lru_cache(maxsize=16)
-def _bounds(width: int, device: torch.device) -> torch.Tensor:
-    """Where the cells of a code's levels end."""
-    levels = torch.tensor(normal_levels(width), dtype=torch.float32)
-    return ((levels[1:] + levels[:-1]) / 2).to(device)
+def _sign_words(form: StorageFormat, device: torch.device) -> torch.Tensor | None:
+    """The signs of int4's rotation, as `write_device.signed` takes them."""
+    if form.kind != "int4":
+        return None
+    part = min(form.width, SHARED_PART.value)
+    turned = (signs(1 << form.rotation, device) < 0).cpu().repeat(form.width >> form.rotation)
+    words = (turned.view(-1, part).long() << torch.arange(part)).sum(1)
+    # As the same bits of 32.
+    return words.to(torch.int32).to(device)
