@@ -13,9 +13,11 @@ from kvatlas.kernels.triton import checks, tune
 from kvatlas.kernels.triton import storage_formats as formats
 from kvatlas.kernels.triton.addresses import BatchRows, batch_rows
 from kvatlas.kernels.triton.storage_formats import SideRows, StorageFormat, StoredSide
-from kvatlas.kernels.triton.write_device import SHARED_PART, write_rows
+from kvatlas.kernels.triton.write_device import write_rows
 from kvatlas.specs import Attention, LatentAttention
 
+_WIDE = 4
+"""Bytes of elements in float32."""
 _FP8 = ("fp8", "fp8_e4m3", "fp8_e5m2")
 """Cache dtypes whose elements have one scale for a whole tensor."""
 
@@ -88,7 +90,7 @@ def _write(
     choice: dict[str, Any],
 ) -> None:
     k, v = rows
-    key = WriteLaunch, k.shape[1:], v.shape[1:], tuple(choice.items())
+    key = WriteLaunch, k.shape[1:], v.shape[1:], k.dtype, v.dtype, tuple(choice.items())
     launch: WriteLaunch | None = layer.kept.get(key)
     if launch is None:
         launch = layer.kept[key] = _worked_out(layer, rows, choice)
@@ -107,7 +109,7 @@ def _write(
         for new, side, scale, table in zip(rows, launch.sides, scales, launch.tables, strict=True)
     ]
     with tune.on(device):
-        write_rows[(-(-count * k.shape[1] // launch.rows_at_once),)](
+        write_rows[(-(-count * k.shape[1] // launch.rows_at_once) * 2,)](
             *sides, slots, count, layer.buffer, **launch.options
         )
 
@@ -132,11 +134,12 @@ def _worked_out(
         "COUNT": count,
         "PER_TENSOR": per_tensor,
         "num_warps": use["warps"],
+        "maxnreg": use.get("registers"),
         # A fused product and sum rounds once, and codes would differ from torch's.
         "enable_fp_fusion": k.kind not in ("scaled", "int4"),
         **tune.dependent_launch(device),
     }
-    tables = _sign_words(k, device), _sign_words(v, device)
+    tables = _turned_signs(k, rows[0].dtype, device), _turned_signs(v, rows[1].dtype, device)
     return WriteLaunch(sides, tables, count, options)
 
 
@@ -176,12 +179,12 @@ def _latent_sides(
 
 
 @lru_cache(maxsize=16)
-def _sign_words(form: StorageFormat, device: torch.device) -> torch.Tensor | None:
-    """The signs of int4's rotation, as `write_device.signed` takes them."""
+def _turned_signs(
+    form: StorageFormat, rows: torch.dtype, device: torch.device
+) -> torch.Tensor | None:
+    """Where int4's rotation turns signs: the bits of -0 in each such column, of rows of a dtype."""
     if form.kind != "int4":
         return None
-    part = min(form.width, SHARED_PART.value)
-    turned = (signs(1 << form.rotation, device) < 0).cpu().repeat(form.width >> form.rotation)
-    words = (turned.view(-1, part).long() << torch.arange(part)).sum(1)
-    # As the same bits of 32.
-    return words.to(torch.int32).to(device)
+    minus = signs(1 << form.rotation, device).repeat(form.width >> form.rotation) < 0
+    bits = torch.int32 if rows.itemsize == _WIDE else torch.int16
+    return torch.where(minus, torch.iinfo(bits).min, 0).to(bits)

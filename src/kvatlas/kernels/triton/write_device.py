@@ -103,27 +103,30 @@ def as_element(values, ELEMENT: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
-def largest_of(values, AXIS: tl.constexpr):
-    """The largest size along an axis; not finite where one of them is not.
-
-    Bits of sizes are in the order of sizes, infinity above them and NaN above that.
-    """
-    size = values.to(tl.int32, bitcast=True) & SIZE_BITS
-    return tl.max(size, AXIS).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def larger(a, b):
     """The larger one, NaN where one of them is."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
+def largest_of(values, AXIS: tl.constexpr, PTX: tl.constexpr):
+    """The largest size along an axis; not finite where one of them is not."""
+    if PTX:
+        return tl.reduce(tl.abs(values), AXIS, larger)
+    # Bits of sizes are in the order of sizes, infinity above them and NaN above that.
+    size = values.to(tl.int32, bitcast=True) & SIZE_BITS
+    return tl.max(size, AXIS).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def signed(rows, table):
-    """Rows under signs: each part has a number, whose lowest bit is set where its first turns."""
-    word = tl.load(table + tl.arange(0, rows.shape[1]))[None, :, None]
-    turned = word << (31 - tl.arange(0, rows.shape[2]))[None, None, :]
-    return (rows.to(tl.int32, bitcast=True) ^ (turned & SIGN_BIT)).to(tl.float32, bitcast=True)
+    """Rows with some signs turned: `table` has a number of the elements' size for each column."""
+    PARTS: tl.constexpr = rows.shape[1]
+    PART: tl.constexpr = rows.shape[2]
+    column = PART * tl.arange(0, PARTS)[None, :, None] + tl.arange(0, PART)[None, None, :]
+    # Loaded for each row, so that threads have those of their own elements.
+    turned = tl.load(table + tl.broadcast_to(column, rows.shape))
+    return (rows.to(turned.dtype, bitcast=True) ^ turned).to(rows.dtype, bitcast=True)
 
 
 @triton.jit
@@ -157,28 +160,37 @@ def inverse_of(step):
 
 
 @triton.jit
-def quotient_or_nan(values, divisor, PTX: tl.constexpr):
+def corrected(near, values, divisor, inverse):
     """Values over a divisor that many share, rounded as a division is; NaN where it overflows.
 
-    The inverse is found once; what its product is off by is found exactly and divided again,
-    which rounds as it should (Markstein), for sizes that neither overflow nor vanish.
+    What the product with the inverse is off by is found exactly and divided again, which rounds
+    as it should (Markstein), for sizes that neither overflow nor vanish.
     """
-    if PTX:
-        inverse = inverse_of(divisor)
-        near = values * inverse
-        return tl.fma(tl.fma(-near, divisor, values), inverse, near)
-    # Interpreted, a product and a sum are rounded one by one.
-    return tl.div_rn(values, tl.broadcast_to(divisor, values.shape))
+    return tl.fma(tl.fma(-near, divisor, values), inverse, near)
 
 
 @triton.jit
 def quotient(values, divisor, PTX: tl.constexpr):
     """Values over a divisor that many share, rounded as a division is."""
-    exact = quotient_or_nan(values, divisor, PTX)
     if PTX:
-        near = values * inverse_of(divisor)
-        exact = tl.where(tl.abs(near) < float("inf"), exact, near)
-    return exact
+        inverse = inverse_of(divisor)
+        near = values * inverse
+        exact = corrected(near, values, divisor, inverse)
+        return tl.where(tl.abs(near) < float("inf"), exact, near)
+    # Interpreted, a product and a sum are rounded one by one.
+    return tl.div_rn(values, tl.broadcast_to(divisor, values.shape))
+
+
+@triton.jit
+def quotient_or_nan(values, divisor, PTX: tl.constexpr):
+    """The same for divisors that are not near the least and the largest numbers, or NaN."""
+    if PTX:
+        inverse = tl.inline_asm_elementwise(
+            "rcp.approx.f32 $0, $1;", "=f,f", [divisor], dtype=tl.float32, is_pure=True, pack=1
+        )
+        inverse = tl.fma(tl.fma(-divisor, inverse, 1.0), inverse, inverse)
+        return corrected(values * inverse, values, divisor, inverse)
+    return tl.div_rn(values, tl.broadcast_to(divisor, values.shape))
 
 
 @triton.jit
@@ -191,7 +203,8 @@ def to_e2m1(values, divisor, PTX: tl.constexpr):
     size = tl.abs(quotient_or_nan(values, divisor, PTX))
     code = tl.minimum(tl.fma(size, 2.0, WHOLE), tl.fma(size, 1.0, WHOLE + 2.0))
     code = tl.minimum(tl.minimum(code, tl.fma(size, 0.5, WHOLE + 4.0)), WHOLE + 7.0)
-    return (code.to(tl.int32, bitcast=True) - WHOLE_BITS) + ((values.to(tl.int32, bitcast=True) >> 28) & 8)
+    sign = (values.to(tl.int32, bitcast=True) >> 28) & 8
+    return (code.to(tl.int32, bitcast=True) | sign) & 15
 
 
 @triton.jit
@@ -288,7 +301,7 @@ def put_side(buffer, side, states, rows, FORMAT: tl.constexpr, PER_TENSOR: tl.co
         put_elements(buffer, at.rows, states, stored, ELEMENT, UNIT, FORMAT.dim, FORMAT.tile)
     elif KIND == "scaled":
         exact = rows.to(tl.float32)
-        largest = largest_of(largest_of(exact, 1), 1)
+        largest = largest_of(largest_of(exact, 1, FORMAT.ptx), 1, FORMAT.ptx)
         TOP: tl.constexpr = 127.0 if ELEMENT == tl.int8 else E4M3_MAX
         step = nan_unless_finite(tl.maximum(share_of(largest, TOP), LEAST), largest)
         stored = exact * inverse_of(step)[:, None, None]
@@ -297,7 +310,7 @@ def put_side(buffer, side, states, rows, FORMAT: tl.constexpr, PER_TENSOR: tl.co
         put_column(buffer, at.scales, states, step, tl.float32, SCALE_UNIT)
     elif KIND == "int4":
         # Rotated, and rounded to the model's own type, as the torch kernels do it.
-        rotated = hadamard(signed(rows.to(tl.float32), side.table), ROTATION)
+        rotated = hadamard(signed(rows, side.table).to(tl.float32), ROTATION)
         exact = rounded_to(rotated, rows.dtype, FORMAT.ptx)
         low, high = range_of(exact, FORMAT.ptx)
         low = tl.minimum(low, 0.0)
@@ -312,7 +325,7 @@ def put_side(buffer, side, states, rows, FORMAT: tl.constexpr, PER_TENSOR: tl.co
         put_column(buffer, at.scales, states, word, tl.int32, SCALE_UNIT)
     elif KIND == "nvfp4":
         blocks = tl.reshape(rows.to(tl.float32), [rows.shape[0], PARTS, PART // 16, 16])
-        largest = largest_of(blocks, 3)
+        largest = largest_of(blocks, 3, FORMAT.ptx)
         six = tl.full([1, 1, 1], 6.0, tl.float32)
         scale = tl.full([1, 1, 1], 1.0, tl.float32) * side.scale
         share = quotient(quotient(largest, six, FORMAT.ptx), scale, FORMAT.ptx)
@@ -379,14 +392,16 @@ def write_rows(
     """A program takes `COUNT` rows of K and of V; a negative slot is skipped."""
     after_previous(EARLY)
     before_next(EARLY)
-    row = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
+    row = tl.program_id(0) // 2 * COUNT + tl.arange(0, COUNT)
     token = row // HEADS
     head = row % HEADS
     # Rows are read before it is known whether their slot wants them: no load waits for another.
     slot = tl.load(slots + token, mask=token < tokens, other=-1).to(tl.int64)
-    k_rows = get_rows(k.rows, token, head, token < tokens, K_FORMAT)
-    v_rows = get_rows(v.rows, token, head, token < tokens, V_FORMAT)
     page, state = (slot // STATES).to(tl.int32), (slot % STATES).to(tl.int32)
     states = TileStates(page, 0, state, head, slot >= 0)
-    put_side(buffer, k, states, k_rows, K_FORMAT, PER_TENSOR)
-    put_side(buffer, v, states, v_rows, V_FORMAT, PER_TENSOR)
+    if tl.program_id(0) % 2 == 0:
+        rows = get_rows(k.rows, token, head, token < tokens, K_FORMAT)
+        put_side(buffer, k, states, rows, K_FORMAT, PER_TENSOR)
+    else:
+        rows = get_rows(v.rows, token, head, token < tokens, V_FORMAT)
+        put_side(buffer, v, states, rows, V_FORMAT, PER_TENSOR)
