@@ -109,7 +109,7 @@ def _write(
         for new, side, scale, table in zip(rows, launch.sides, scales, launch.tables, strict=True)
     ]
     with tune.on(device):
-        write_rows[(-(-count * k.shape[1] // launch.rows_at_once) * 2,)](
+        write_rows[(-(-count * k.shape[1] // launch.rows_at_once),)](
             *sides, slots, count, layer.buffer, **launch.options
         )
 

@@ -392,16 +392,14 @@ def write_rows(
     """A program takes `COUNT` rows of K and of V; a negative slot is skipped."""
     after_previous(EARLY)
     before_next(EARLY)
-    row = tl.program_id(0) // 2 * COUNT + tl.arange(0, COUNT)
+    row = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
     token = row // HEADS
     head = row % HEADS
     # Rows are read before it is known whether their slot wants them: no load waits for another.
     slot = tl.load(slots + token, mask=token < tokens, other=-1).to(tl.int64)
+    k_rows = get_rows(k.rows, token, head, token < tokens, K_FORMAT)
+    v_rows = get_rows(v.rows, token, head, token < tokens, V_FORMAT)
     page, state = (slot // STATES).to(tl.int32), (slot % STATES).to(tl.int32)
     states = TileStates(page, 0, state, head, slot >= 0)
-    if tl.program_id(0) % 2 == 0:
-        rows = get_rows(k.rows, token, head, token < tokens, K_FORMAT)
-        put_side(buffer, k, states, rows, K_FORMAT, PER_TENSOR)
-    else:
-        rows = get_rows(v.rows, token, head, token < tokens, V_FORMAT)
-        put_side(buffer, v, states, rows, V_FORMAT, PER_TENSOR)
+    put_side(buffer, k, states, k_rows, K_FORMAT, PER_TENSOR)
+    put_side(buffer, v, states, v_rows, V_FORMAT, PER_TENSOR)
