@@ -266,7 +266,7 @@ def put_codes(buffer, steps, states, codes, FORMAT: tl.constexpr):
     if FORMAT.bits == 4:
         # Rows lie at multiples of a unit of bytes: as many codes as these have are one word.
         BYTES: tl.constexpr = 4 if FORMAT.unit % 4 == 0 else FORMAT.unit
-        PER: tl.constexpr = 2 * BYTES if DIM % (2 * BYTES) == 0 else 2
+        PER: tl.constexpr = 2 * BYTES
         WORD: tl.constexpr = tl.int32 if PER == 8 else tl.int16 if PER == 4 else tl.int8
         words = together(codes, 4, PER).to(WORD)
         put_elements(buffer, steps, states, words, WORD, FORMAT.unit * 2 // PER, DIM // PER)
@@ -336,9 +336,7 @@ def put_side(buffer, side, states, rows, FORMAT: tl.constexpr, PER_TENSOR: tl.co
         # Blocks without a scale, or with none that is a number, are stored as zeros.
         codes = codes & tl.expand_dims(tl.where(exact > 0.0, 15, 0), 3)
         put_codes(buffer, at.rows, states, tl.reshape(codes, rows.shape), FORMAT)
-        put_elements(
-            buffer, at.scales, states, step, tl.float8e4nv, SCALE_UNIT, FORMAT.dim // 16
-        )
+        put_elements(buffer, at.scales, states, step, tl.float8e4nv, SCALE_UNIT, FORMAT.dim // 16)
     elif KIND == "levels":
         exact = rows.to(tl.float32)
         norm = tl.sqrt_rn(tl.sum(tl.sum(exact * exact, 1), 1))
