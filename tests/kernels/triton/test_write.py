@@ -46,9 +46,9 @@ def test_bits_round_as_torch_does() -> None:
     assert whole.tolist() == round_away(values).tolist()
 
 
-def _levels(values: Any, codes: Any, BITS: tl.constexpr) -> None:
+def _levels(values: Any, codes: Any, bits: tl.constexpr) -> None:
     at = tl.arange(0, 1024)
-    tl.store(codes + at, level_codes(tl.load(values + at), BITS))
+    tl.store(codes + at, level_codes(tl.load(values + at), bits))
 
 
 def test_levels_are_found_by_a_polynomial() -> None:
@@ -60,7 +60,7 @@ def test_levels_are_found_by_a_polynomial() -> None:
         values = torch.linspace(-4, 4, 1024)
         values[: len(beside)] = beside
         codes = torch.empty(1024, dtype=torch.int32)
-        triton.jit(_levels)[(1,)](values, codes, BITS=bits)
+        triton.jit(_levels)[(1,)](values, codes, bits=bits)
         assert codes.tolist() == torch.bucketize(values, ends).tolist()
 
 

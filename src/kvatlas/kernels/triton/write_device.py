@@ -34,8 +34,10 @@ EIGHT_BIT_NAN = tl.constexpr(0x7F)
 
 
 def _ends_of(bits: int) -> tuple[float, ...]:
-    """Factors of x, x**3, ... in a polynomial that is 1, 2, ... at the positive ends of levels'
-    cells, and at last a value above all ends."""
+    """A polynomial that is 1, 2, ... at the positive ends of levels' cells.
+
+    Its factors of x, x**3, x**5 and so on, and at last a value above all ends.
+    """
     levels = np.array(normal_levels(bits))
     ends = ((levels[1:] + levels[:-1]) / 2)[1 << (bits - 1) :]
     odd = 2 * np.arange(len(ends)) + 1
