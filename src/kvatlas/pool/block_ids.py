@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -96,16 +96,17 @@ class BlockIds:
             self._owners[block] = 1
         return taken
 
-    def share(self, blocks: Iterable[int]) -> None:
+    def share(self, blocks: Sequence[int]) -> None:
         """One more owner of each block; one that was only kept is in use again."""
         owners, woken = self._owners, self._woken
+        asleep = {block for block in blocks if block != GONE and not owners[block]}
+        if not asleep <= self._kept:
+            raise _without_owner(min(asleep - self._kept))
+        for block in asleep:
+            woken[block] = True
+        self._idle -= len(asleep)
         for block in blocks:
             if block != GONE:
-                if not owners[block]:
-                    if block not in self._kept:
-                        raise _without_owner(block)
-                    woken[block] = True
-                    self._idle -= 1
                 owners[block] += 1
 
     def owners(self, block: int) -> int:
