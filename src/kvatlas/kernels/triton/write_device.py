@@ -273,15 +273,20 @@ def put_codes(buffer, steps, states, codes, FORMAT: tl.constexpr):
         words = together(codes, 4, PER).to(WORD)
         put_elements(buffer, steps, states, words, WORD, FORMAT.unit * 2 // PER, DIM // PER)
     else:
-        words = together(codes, 3, 8)
-        PARTS: tl.constexpr = words.shape[1]
-        PART: tl.constexpr = words.shape[2]
-        column = PART * tl.arange(0, PARTS)[None, :, None] + tl.arange(0, PART)[None, None, :]
-        rows = row_offsets(steps, states, FORMAT.unit)
-        for i in tl.static_range(3):
-            pointers = buffer + rows[:, None, None] + (3 * column + i) * steps.element
-            mask = states.there[:, None, None] & (3 * column + i < DIM * 3 // 8)
-            tl.store(pointers, ((words >> (8 * i)) & 255).to(tl.uint8), mask=mask)
+        # Sixteen codes are three words of 16 bits: rows and cells of such have an even length.
+        tl.static_assert(FORMAT.unit % 2 == 0)
+        COUNT: tl.constexpr = codes.shape[0]
+        PARTS: tl.constexpr = codes.shape[1]
+        PART: tl.constexpr = codes.shape[2] // 16
+        eights = tl.reshape(together(codes, 3, 8), [COUNT, PARTS, PART, 2])
+        first, second = tl.split(eights)
+        column = 3 * (PART * tl.arange(0, PARTS)[None, :, None] + tl.arange(0, PART)[None, None, :])
+        rows = row_offsets(steps, states, FORMAT.unit // 2)[:, None, None]
+        pointers = buffer.to(tl.pointer_type(tl.int16)) + rows + column
+        mask = states.there[:, None, None] & (column < DIM * 3 // 16)
+        tl.store(pointers, first.to(tl.int16), mask=mask)
+        tl.store(pointers + 1, ((first >> 16) | (second << 8)).to(tl.int16), mask=mask)
+        tl.store(pointers + 2, (second >> 8).to(tl.int16), mask=mask)
 
 
 @triton.jit
