@@ -178,12 +178,6 @@ def test_one_long_sequence_is_shared_out() -> None:
         spec, "LBNHC", "cpu", lengths=[3, 90, 1, 61], queries=[1, 2, 1, 3], **more, per_sm=2,
         max_queries=3,
     )  # fmt: skip
-    # More workers than partials that are usually loaded together, and a sequence behind many.
-    spec = FullAttention(heads=1, head_dim=16, dtype="fp32")
-    more |= {"group": 1, "max_queries": 1, "sinks": False}
-    empty = [0] * 129
-    check_attend(spec, "LBNHC", "cpu", lengths=[150], queries=[1], **more, per_sm=17)
-    check_attend(spec, "LBNHC", "cpu", lengths=[*empty, 37], queries=[*empty, 1], **more, per_sm=1)
 
 
 @pytest.mark.parametrize("cache", ["auto", "fp8"])

@@ -16,8 +16,8 @@ from kvatlas.kernels.triton.storage_formats import SideRows, StorageFormat, Stor
 from kvatlas.kernels.triton.write_device import write_rows
 from kvatlas.specs import Attention, LatentAttention
 
-_WIDE = 4
-"""Bytes of elements in float32."""
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers by their bytes."""
 _FP8 = ("fp8", "fp8_e4m3", "fp8_e5m2")
 """Cache dtypes whose elements have one scale for a whole tensor."""
 
@@ -134,7 +134,6 @@ def _worked_out(
         "COUNT": count,
         "PER_TENSOR": per_tensor,
         "num_warps": use["warps"],
-        "maxnreg": use.get("registers"),
         # A fused product and sum rounds once, and codes would differ from torch's.
         "enable_fp_fusion": k.kind not in ("scaled", "int4"),
         **tune.dependent_launch(device),
@@ -186,5 +185,5 @@ def _turned_signs(
     if form.kind != "int4":
         return None
     minus = signs(1 << form.rotation, device).repeat(form.width >> form.rotation) < 0
-    bits = torch.int32 if rows.itemsize == _WIDE else torch.int16
+    bits = _BITS[rows.itemsize]
     return torch.where(minus, torch.iinfo(bits).min, 0).to(bits)

@@ -28,10 +28,6 @@ from kvatlas.kernels.triton.attention.walk_device import (
 )
 from kvatlas.kernels.triton.dependent_launch_device import before_next
 
-AT_ONCE = tl.constexpr(128)
-"""Sequences whose ends are looked at together."""
-LAST_TILE = tl.constexpr(0x7FFFFFFF)
-
 
 @triton.jit
 def decode(
@@ -48,16 +44,10 @@ def decode(
     worker = tl.program_id(0) // TILING.programs
     head = program // TILING.row_tiles
     ends = batch.ends + batch.sequences + 1
-    # Ends of the first sequences are loaded beside that of all: each load is waited for.
-    some = tl.arange(0, AT_ONCE)
-    ahead = tl.load(ends + 1 + some, mask=some < batch.sequences, other=LAST_TILE)
-    total = tl.load(ends + batch.sequences)
-    share = tl.cdiv(total, tl.num_programs(0) // TILING.programs)
+    share = tl.cdiv(tl.load(ends + batch.sequences), tl.num_programs(0) // TILING.programs)
     tile = worker * share
-    stop = tl.minimum(tile + share, total)
-    sequence = tl.sum((ahead <= tile).to(tl.int32), 0)
-    if sequence == AT_ONCE:
-        sequence += find(ends + AT_ONCE, batch.sequences - AT_ONCE, tile)
+    stop = tl.minimum(tile + share, tl.load(ends + batch.sequences))
+    sequence = find(ends, batch.sequences, tile)
     row = (program % TILING.row_tiles) * TILING.rows + tl.arange(0, TILING.rows)
     while tile < stop:
         first = tl.load(ends + sequence)

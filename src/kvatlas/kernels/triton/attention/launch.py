@@ -29,10 +29,6 @@ from kvatlas.kernels.triton.attention.prefill_device import prefill
 from kvatlas.kernels.triton.attention.schedule import Schedule, schedule
 from kvatlas.specs import Attention, LatentAttention
 
-_NARROW = 128
-"""Elements of rows of which a program's registers hold many partials."""
-_MANY_PARTIALS = 64
-
 
 def attend(
     layer: LayerCache,
@@ -156,13 +152,9 @@ def _decode(call: AttentionCall, plan: Schedule) -> None:
         batch_rows(call.q), target, call.cache, batch, partials, scoring, SHAPE=shape,
         TILING=use.tiling, WORDS=use.words, EARLY=launch.early["EARLY"], **use.options,
     )  # fmt: skip
-    narrow = shape.out.width <= _NARROW
-    many = narrow and use.workers > _MANY_PARTIALS * sequences
     merge[(sequences, use.programs * use.depth)](
         target, batch, partials, scoring, use.workers, OUT=shape.out, TILING=use.tiling,
-        DEPTH=use.depth, FEW=plan.split.few, WRAP=use.words.wrap,
-        AT_ONCE=2 * _MANY_PARTIALS if many else _MANY_PARTIALS if narrow else 16,
-        num_warps=8 if many else 4, **launch.early,
+        DEPTH=use.depth, FEW=plan.split.few, WRAP=use.words.wrap, num_warps=4, **launch.early,
     )  # fmt: skip
 
 

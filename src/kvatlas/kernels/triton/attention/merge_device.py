@@ -12,15 +12,15 @@ from kvatlas.kernels.triton.dependent_launch_device import after_previous, befor
 @triton.jit
 def merge(
     out, batch, partials, scoring, workers, OUT: tl.constexpr, TILING: tl.constexpr,
-    DEPTH: tl.constexpr, FEW: tl.constexpr, WRAP: tl.constexpr, AT_ONCE: tl.constexpr,
-    EARLY: tl.constexpr,
+    DEPTH: tl.constexpr, FEW: tl.constexpr, WRAP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One row of one sequence; `DEPTH` rows of a tile may be in use.
-
-    `AT_ONCE` partials are loaded together, since each load is waited for.
-    """
+    """One row of one sequence; `DEPTH` rows of a tile may be in use."""
     WIDTH: tl.constexpr = OUT.width
     GROUP: tl.constexpr = OUT.group
+    # Partials that are loaded together: as many as registers hold, since each load is waited for.
+    AT_ONCE: tl.constexpr = 64 if WIDTH <= 128 else 16
+    after_previous(EARLY)
+    before_next(EARLY)
     sequence = tl.program_id(0)
     program = tl.program_id(1) // DEPTH
     place = tl.program_id(1) % DEPTH
@@ -34,9 +34,6 @@ def merge(
     share = tl.cdiv(tl.load(ends + batch.sequences), workers)
     share = tl.cdiv(share, TILING.together) * TILING.together
     column = tl.arange(0, WIDTH)
-    # What is read until here was there before the kernel that leaves partials began.
-    after_previous(EARLY)
-    before_next(EARLY)
     if (first < last) & (row < count * GROUP):
         begin = first // share
         until = (last - 1) // share
