@@ -28,7 +28,7 @@ _memory = gl.shared_memory_descriptor
 seen_as = getattr(_memory, "reinterpret", None) or _memory._reinterpret
 begin_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
-_E4M3 = gl.constexpr("""
+E4M3_AS_HALVES = gl.constexpr("""
     {
         .reg .b16 first, second;
         mov.b32 {first, second}, $2;
@@ -105,7 +105,7 @@ def copy_states(cache, table, states, room, signals, phase, SHAPE: gl.constexpr)
 def as_halves(words):
     """Words of four e4m3 as words of two halves each, twice as many."""
     pairs = gl.inline_asm_elementwise(
-        _E4M3, "=r,=r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+        E4M3_AS_HALVES, "=r,=r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
     )
     return gl.join(pairs[0], pairs[1]).reshape([words.shape[0], 2 * words.shape[1]])
 

@@ -25,7 +25,6 @@ from kvatlas.kernels.triton.attention.layer_launch import (
     layer_launch,
 )
 from kvatlas.kernels.triton.attention.merge_device import merge
-from kvatlas.kernels.triton.attention.prefill_device import prefill
 from kvatlas.kernels.triton.attention.schedule import Schedule, schedule
 from kvatlas.specs import Attention, LatentAttention
 
@@ -166,7 +165,10 @@ def _prefill(call: AttentionCall, use: PrefillLaunch, plan: Schedule) -> None:
     launch, sequences = call.launch, call.lengths.shape[0]
     batch = calls.BatchSequences(call.lengths, plan.ends, sequences)
     units = call.q.shape[0] * launch.shape.out.group // use.tiling.rows + sequences
-    prefill[(units * launch.heads,)](
+    programs = units * launch.heads
+    if sequences == 1:
+        programs = min(programs, use.most)
+    use.kernel[(programs,)](
         batch_rows(call.q), batch_rows(call.out), call.cache, batch, call.scoring,
         SHAPE=launch.shape, TILING=use.tiling, **use.options,
     )  # fmt: skip
