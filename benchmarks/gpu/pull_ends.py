@@ -83,9 +83,10 @@ def source() -> None:
             prefill(nodes[-1], order["prefill"], layered=order["layered"])
             continue
         else:
+            tokens = order["tokens"]
             for node in nodes:
                 for request in order["offer"]:
-                    node.offer(request, scattered(node.plan, TOKENS), TOKENS, seconds=600)
+                    node.offer(request, scattered(node.plan, tokens), tokens, seconds=600)
             answer = {}
         said.write(json.dumps(answer) + "\n")
         said.flush()
@@ -126,9 +127,9 @@ class Source:
         endpoints: list[str] = self._ask(plan=made.to_json().decode(), seed=seed)["endpoints"]
         return endpoints
 
-    def offer(self, *requests: str) -> None:
+    def offer(self, *requests: str, tokens: int = TOKENS) -> None:
         """Offer requests, all of the same blocks."""
-        self._ask(offer=list(requests))
+        self._ask(offer=list(requests), tokens=tokens)
 
     def prefill(self, request: str, *, layered: bool) -> None:
         """Begin to compute a request."""
@@ -176,21 +177,20 @@ def grids_of(node: Node, session: Session, rank: int) -> tuple[Any, Any]:
     return session.link(rank), stream.grids()
 
 
-def tokens_of(cache: Cache, layer: str) -> torch.Tensor:
+def tokens_of(cache: Cache, layer: str, tokens: int) -> torch.Tensor:
     """A request's bytes [tokens, heads, bytes], by views alone."""
-    table = torch.tensor(scattered(cache.plan, TOKENS)[0], device=DEVICE)
+    table = torch.tensor(scattered(cache.plan, tokens)[0], device=DEVICE)
     pages = cache[layer].tensor[table]  # blocks, heads, states, bytes
-    return pages.permute(0, 2, 1, 3).flatten(0, 1)[:TOKENS]
+    return pages.permute(0, 2, 1, 3).flatten(0, 1)[:tokens]
 
 
-def is_right(target: Cache, sources: list[Cache]) -> bool:
+def is_right(target: Cache, sources: list[Cache], tokens: int = TOKENS) -> bool:
     """Whether every token of every layer is what the source ranks have, head by head."""
-    return all(
-        torch.equal(
-            tokens_of(target, name), torch.cat([tokens_of(one, name) for one in sources], 1)
-        )
-        for name in target
-    )
+    for name in target:
+        there = torch.cat([tokens_of(one, name, tokens) for one in sources], 1)
+        if not torch.equal(tokens_of(target, name, tokens), there):
+            return False
+    return True
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ SIZES = ((16, 2_048), (16, 16_384), (1, 4_096))
 BAR = 1.25
 """A captured step, as so many times its kernels, at most."""
 _STEPS = 8
-_TURNS = 3
+_TURNS = 5
 _CONFIG: dict[str, Any] = {
     "vocab_size": 32_000,
     "hidden_size": 4_096,
@@ -74,23 +74,24 @@ def measure(llama: Any, sequences: int, tokens: int) -> StepTimes:
     ids = torch.ones((sequences, 1), dtype=torch.long, device="cuda")
 
     def stepping(cache: Any, attention: str) -> Callable[[int], None]:
-        llama.set_attn_implementation(attention)
-
         def step(number: int) -> None:
+            if llama.config._attn_implementation != attention:
+                llama.set_attn_implementation(attention)
             place = torch.full_like(ids, tokens + number)
             llama(ids, position_ids=place, past_key_values=cache, use_cache=True).logits.argmax(-1)
 
         return step
 
-    own = _milliseconds(stepping(_own_cache(llama, sequences, tokens), "sdpa"))
+    own, gathered, pages = _milliseconds(
+        stepping(_own_cache(llama, sequences, tokens), "sdpa"),
+        stepping(_pages(llama, sequences, tokens), "sdpa"),
+        stepping(_pages(llama, sequences, tokens), "kvatlas"),
+    )
     _give_back()
-    gathered = _milliseconds(stepping(_pages(llama, sequences, tokens), "sdpa"))
-    _give_back()
-    pages = _milliseconds(stepping(_pages(llama, sequences, tokens), "kvatlas"))
     cache = _pages(llama, sequences, tokens)
     step = stepping(cache, "kvatlas")
     with DecodeGraph(llama, cache):
-        graph = _milliseconds(step)
+        (graph,) = _milliseconds(step)
         kernels = _kernel_time(step)
     del cache, step
     _give_back()
@@ -115,20 +116,20 @@ def _pages(llama: Any, sequences: int, tokens: int) -> AtlasCache:
     return cache
 
 
-def _milliseconds(step: Callable[[int], None]) -> float:
-    """Of one step, from the first launch to the last kernel's end: the median of some turns."""
-    times, number = [], 0
+def _milliseconds(*ways: Callable[[int], None]) -> list[float]:
+    """Of one step in each way, from its first launch to the end: medians of turns taken in turn."""
+    times: list[list[float]] = [[] for _ in ways]
     with torch.no_grad():
         for turn in range(_TURNS + 1):
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            for _ in range(_STEPS):
-                step(number)
-                number += 1
-            torch.cuda.synchronize()
-            if turn:
-                times.append((time.perf_counter() - began) / _STEPS * 1e3)
-    return statistics.median(times)
+            for step, taken in zip(ways, times, strict=True):
+                torch.cuda.synchronize()
+                began = time.perf_counter()
+                for number in range(turn * _STEPS, (turn + 1) * _STEPS):
+                    step(number)
+                torch.cuda.synchronize()
+                if turn:
+                    taken.append((time.perf_counter() - began) / _STEPS * 1e3)
+    return [statistics.median(taken) for taken in times]
 
 
 def _kernel_time(step: Callable[[int], None]) -> float:

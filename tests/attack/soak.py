@@ -142,7 +142,7 @@ class Soak:
 
     def _gone(self, worker: Worker) -> None:
         """A node has died: whoever waits for it is told, and it is started again."""
-        worker.process.join(5)
+        worker.process.join(30)  # it gives its memory back first, on whatever processor is free
         code = worker.process.exitcode
         if code != -signal.SIGKILL:
             self.surprises[

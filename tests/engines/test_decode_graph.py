@@ -66,6 +66,24 @@ def test_a_mask_that_pages_cannot_be_read_with_is_refused(pages: Guarded) -> Non
     assert refused.value.code == Code.ENGINE_REFUSES
 
 
+def test_a_mask_of_a_later_step_that_hides_a_token_is_refused(pages: Guarded) -> None:
+    model, cache, ids = model_of("Llama"), pages.cache("Llama"), torch.ones((3, 1)).long()
+    model.set_attn_implementation("kvatlas")
+    inputs = prompts()
+    with torch.no_grad(), DecodeGraph(model, cache) as graph:
+        model(**inputs, past_key_values=cache)
+        mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 1), value=1)
+        model(ids, attention_mask=mask, past_key_values=cache)
+        mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+        mask[1, -3] = 0
+        with pytest.raises(AtlasError) as refused:
+            model(ids, attention_mask=mask, past_key_values=cache)
+        assert refused.value.code == Code.ENGINE_REFUSES
+        mask[1, -3] = 1
+        model(ids, attention_mask=mask, past_key_values=cache)
+    assert graph.steps == 2
+
+
 def test_attention_that_reads_no_pages_is_refused() -> None:
     model = model_of("Llama")
     model.set_attn_implementation("sdpa")

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 import kvatlas
+from kvatlas.cli.draw import draw
+from kvatlas.cli.options import PlanOptions
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import ENGINE_LAYOUTS
 from kvatlas.maps.address_lookup import look_up
@@ -215,3 +217,20 @@ def test_packs_of_layers_are_named_where_they_lie_outside_of_blocks() -> None:
     made = plan("Qwen3.5-397B-A17B", memory="80GiB", layout="LBNHC")
     lines = kvatlas.map(made).text()
     assert "L 5 packs of layers > B 3,971 blocks > L 3 layers > N 704 states" in lines
+
+
+def test_knobs_of_a_page_combine_every_order_with_another_value(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def drawn() -> set[tuple[Any, ...]]:
+        made = draw(PlanOptions(model="Qwen3-8B"), None, None, tokens=None, knobs=True).data
+        return {tuple(one.knobs[name] for name in ("order", "block", "tp")) for one in made.plans}
+
+    orders = [layout.order for layout in ENGINE_LAYOUTS]
+    combined = drawn()
+    assert {(order, block, 1) for order in orders for block in (16, 32, 64)} <= combined
+    assert {(order, 16, tp) for order in orders for tp in (1, 2, 4, 8)} <= combined
+    # Where the page would grow too large, one value is changed at a time.
+    monkeypatch.setattr("kvatlas.cli.draw._MOST_DRAWN", 100)
+    assert len(drawn()) < len(combined)
+    assert {(order, 16, 1) for order in orders} <= drawn()

@@ -163,10 +163,17 @@ def test_other_orders_are_counted_for_the_plan_shown_and_knobs_say_what_they_cha
     assert browser.do(followed).endswith("Other orders: BHLNC 1, BLNHC 576 (block 16).")
     browser.do(turn + ".click()", "order", "BHLNC")
     assert "Other orders: LBNHC 1,152, BLNHC 576 (block 16)." in browser.do(followed)
-    assert browser.do(note) == ""
-    browser.do(turn + ".click()", "tp", "8")
+    grey = "Grey: no plan of it with the other values was drawn, so choosing it changes them, too."
+    assert browser.do(note) == grey
+    marked = "return [...document.querySelectorAll('#knobs .apart')].map((one) => one.value)"
+    assert browser.do(marked) == ["BLNHC", "8"]
     said = "No plan of tp 8 with order BHLNC, block 32 was drawn: this one has order LBNHC, block"
+    assert browser.do("return " + turn + ".title", "tp", "8") == f"{said} 16."
+    browser.do(turn + ".click()", "tp", "8")
     assert browser.do(note) == f"{said} 16."
+    assert browser.do(marked) == ["BHLNC", "BLNHC", "32"]
+    # For a select that comes or goes, the browser paints the whole page anew.
+    assert browser.do("return document.querySelectorAll('#knobs select').length") == 0
     assert "Other orders" not in browser.do(followed)
     # All of a line of the table chooses it.
     browser.do("document.querySelector('#transfer .choice td:last-child').click()")
@@ -196,3 +203,42 @@ def test_packs_are_seen_in_the_order_of_axes_and_rows_of_one_layer_told_apart(
     assert "57,344 bytes behind the page" in facts["padding"]
     assert facts["address"] == f"{4_325_376 - 57_344:,}"
     assert browser.complaints() == []
+
+
+def test_a_finger_points_with_its_first_tap_and_goes_in_with_the_second(
+    browser: Browser, tmp_path: Path
+) -> None:
+    words = "return [byId('facts-title'), byId('transfer-note'), document.querySelector('footer')]"
+    words += ".map((one) => one.innerText).join(' ')"
+    browser.command("Emulation.setTouchEmulationEnabled", enabled=True, maxTouchPoints=1)
+    try:
+        browser.resize(400, 800)
+        show(browser, tmp_path, plan("gpt-oss-20b", memory="40GiB", layout="BLNHC"))
+        told = browser.do(words)
+        assert told.startswith("Tap a byte")
+        assert "same place again to go in" in told
+        assert not any(word in told for word in ("wheel", "Shift", "click", "Point"))
+        browser.do("picture.scrollIntoView({ block: 'center' })")
+        left, top = browser.do("const b = picture.getBoundingClientRect(); return [b.left, b.top]")
+        x, y = left + browser.do("return drawn.place.left") + 30, top + 20
+        seen = "return [view.level, byId('tip').hidden, byId('facts-title').textContent]"
+        tap(browser, x, y)
+        assert browser.do(seen) == ["block", False, "This byte"]
+        tap(browser, x + 100, y)
+        assert browser.do(seen)[0] == "block", "another place is pointed at first"
+        tap(browser, x + 95, y + 2)
+        assert browser.do(seen)[0] == "page"
+        assert browser.complaints() == []
+    finally:
+        browser.command("Emulation.setTouchEmulationEnabled", enabled=False)
+        browser.resize(1280, 900)
+
+
+def tap(browser: Browser, x: float, y: float) -> None:
+    """Touch a place of the window, and wait for the click that the browser makes of it."""
+    browser.do("window.clicks = 0; addEventListener('click', () => clicks++, { once: true })")
+    points = [{"x": x, "y": y}]
+    browser.command("Input.dispatchTouchEvent", type="touchStart", touchPoints=points)
+    browser.command("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
+    wait = "const wait = () => clicks ? arguments[0]() : setTimeout(wait, 10); wait();"
+    browser.wait_for("const [done] = arguments;" + wait.replace("arguments[0]", "done"))

@@ -257,6 +257,72 @@ def test_pictures_painted_in_several_frames_are_whole_and_words_follow(
         browser.prefer(prefers_reduced_motion="reduce")
 
 
+def test_rows_that_differ_in_their_layer_alone_are_looked_up_once(
+    browser: Browser, tmp_path: Path
+) -> None:
+    show(browser, tmp_path, plan("Llama-3.1-405B", memory="80GiB", layout="LBNHC"))
+    lookups = browser.do(
+        """
+        const lookUp = window.divide;
+        let lookups = 0;
+        window.divide = (...given) => { lookups++; return lookUp(...given); };
+        paint.chosen = "layer";
+        showPicture();
+        window.divide = lookUp;
+        return lookups;
+        """
+    )
+    assert lookups < 5000
+
+
+def test_a_row_that_is_not_cut_anew_looks_as_if_it_were(browser: Browser, tmp_path: Path) -> None:
+    changes = {
+        "coloured by layer": "paint.chosen = 'layer'; update()",
+        "a token, too": "followKind('token', firstPoint())",
+        "a layer, by layer": "followKind('layer', firstPoint())",
+        "a layer": "paint.chosen = ''; update()",
+        "a pool": "paint.chosen = 'layer'; go({ level: 'pool' })",
+    }
+    anew = """
+    const brushNow = window.brushOf, known = { has: () => false, get: () => null, set: () => {} };
+    window.brushOf = (...given) => ({ ...brushNow(...given), cuts: known });
+    const shared = picture.toDataURL();
+    showPicture();
+    window.brushOf = brushNow;
+    return shared === picture.toDataURL();
+    """
+    for model in ("DeepSeek-V4-Pro", "Qwen3.5-397B-A17B", "Nemotron-H-8B"):
+        show(browser, tmp_path, plan(model, memory="80GiB"))
+        for group in {0, browser.do("return plan().groups.length - 1")}:
+            browser.do("change({ group: arguments[0] }); go({ level: 'block' })", group)
+            for name, change in changes.items():
+                browser.do(change)
+                assert browser.do(anew), (model, group, name)
+
+
+def test_a_row_that_ends_with_padding_is_not_named_after_its_first_token(
+    browser: Browser, tmp_path: Path
+) -> None:
+    show(browser, tmp_path, plan("DeepSeek-V4-Pro", memory="80GiB"))
+    labels = browser.do("return drawn.labels.filter((one) => one !== 'unused')")
+    assert labels[:2] == ["layer 0 swa_cache", "layer 2 swa_cache"]
+    browser.do("goIn(firstPoint())")
+    assert "token 0" not in browser.do("return drawn.labels.slice(-2)")
+
+
+def test_strips_of_groups_are_kept_for_the_next_plan(browser: Browser, tmp_path: Path) -> None:
+    first, other = two_orders("gpt-oss-20b")
+    show(browser, tmp_path, first, others=[other])
+    strips = "[...document.querySelectorAll('.group canvas')]"
+    kept = f"const before = {strips}; change({{ plan: 1 }}); const after = {strips};"
+    same = "return before.length && before.every((one, n) => one === after[n])"
+    assert browser.do(kept + same), "new canvases take time"
+    painted = f"return {strips}.map((one) => one.toDataURL())"
+    by_order = browser.do(painted)
+    browser.open(kvatlas.map(other).save(tmp_path / "other.html"))
+    assert browser.do(painted) == by_order
+
+
 def test_heads_that_share_a_pixel_are_coloured_by_token(browser: Browser, tmp_path: Path) -> None:
     made = plan("Qwen3.5-397B-A17B", memory="80GiB")
     try:

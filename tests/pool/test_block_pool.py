@@ -157,6 +157,16 @@ def test_other_weights_adapters_salts_and_images_find_nothing() -> None:
         assert pool.admit("text", prompt, base) == same
 
 
+def test_names_that_are_no_text_are_refused_before_anything_is_taken() -> None:
+    pool = BlockPool(PLANS["dense"])
+    for identity in (PrefixIdentity(weights="half a \ud83d pair"), PrefixIdentity(lora="\udca9")):
+        with pytest.raises(AtlasError) as refusal:
+            pool.admit("request", [1, 2, 3], identity)
+        assert refusal.value.code == Code.BAD_CONFIG
+        assert str(refusal.value).encode(), "what is said of it is text"
+    assert pool.admit("request", [1, 2, 3]) == 0
+
+
 def test_a_block_that_begins_alike_is_copied_up_to_where_it_differs() -> None:
     pool = BlockPool(PLANS["dense"])
     prompt = list(range(48))

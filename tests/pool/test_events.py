@@ -145,6 +145,31 @@ def test_a_listener_is_told_of_what_it_cannot_have_again(addresses: tuple[str, s
             assert received[0].number == 0
 
 
+def test_a_publisher_that_was_started_anew_unseen_is_a_gap(addresses: tuple[str, str]) -> None:
+    """It has come past the number that a listener expects when that hears of it."""
+    events, replay = addresses
+    publisher = EventPublisher(events, replay=replay)
+    with EventSubscriber(events, replay=replay) as subscriber:
+        connected(publisher, subscriber)
+        heard = list(all_of(subscriber, publisher.sent - 1))
+        publisher.close()
+        with EventPublisher(events, replay=replay) as other:
+            for number in range(len(heard) + 5):
+                other([BlockRemoved([number])])
+            connected(other, subscriber)
+            received = list(all_of(subscriber, other.sent - 1))
+            for _ in range(3):
+                other([])
+                received += all_of(subscriber, other.sent - 1)
+    subscriber.close()  # once more, which is nothing
+    assert (received[0].number, received[0].gap) == (0, True)
+    gaps = [place for place, one in enumerate(received) if one.gap]
+    assert len(gaps) <= 2, "what had come when the loss was seen, and what came then"
+    known = received[gaps[-1] :]
+    assert [one.number for one in known] == list(range(other.sent))
+    assert known[3].batch.events == [BlockRemoved([3])]
+
+
 def stored(**changed: Any) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "type": "BlockStored", "block_hashes": [1, 2], "parent_block_hash": None,

@@ -165,3 +165,15 @@ def test_a_request_without_tokens_is_an_empty_stream() -> None:
         [],
         [],
     )
+
+
+def test_what_requests_of_a_route_have_in_common_is_found_once() -> None:
+    """Also where starts are so many that they are divided."""
+    with in_chunks_of(40):
+        one, other = (
+            WAY.stream(src_rank=0, dst_rank=0, src_blocks=src, dst_blocks=dst, tokens=90)
+            for src, dst in (TABLES, ([0, 1, 2, 3, 4, 5], [0, 1, 2]))
+        )
+        pairs = list(zip(one.grids(), other.grids(), strict=True))
+    assert len(pairs) > len(small_stream().grids())
+    assert all(mine.starts is theirs.starts for mine, theirs in pairs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from itertools import product
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from kvatlas import Placement
+from kvatlas.geometry import StridedRuns, merge_runs
 from kvatlas.models import Model
 from kvatlas.planning import Plan, foreign
 from kvatlas.routing import fingerprint, route
@@ -49,6 +51,24 @@ def test_replicas_are_read_once_and_spread() -> None:
         chosen = [route(src, dst).sources(rank) for rank in range(8)]
         assert all(len(ranks) == 1 for ranks in chosen)
         assert Counter(ranks[0] for ranks in chosen) == dict.fromkeys(range(4), 2)
+
+
+def test_groups_that_lie_alike_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hybrid's states are in 18 groups, each at the same places of a block."""
+    merged: list[object] = []
+
+    def counting(strips: Iterable[StridedRuns]) -> list[StridedRuns]:
+        merged.append(strips)
+        return merge_runs(strips)
+
+    monkeypatch.setattr("kvatlas.routing.compiler.merge_runs", counting)
+    state = GatedDeltaNet(key_heads=12, value_heads=24, key_dim=2, value_dim=3)
+    model = stacked("hybrid", *[state] * 9, FULL)
+    src, dst = (small_plan(model, tp=tp) for tp in (2, 1))
+    assert len(src.groups) == len(dst.groups) == 19
+    way = route(src, dst)
+    assert [way.compile(src_rank=rank, dst_rank=0) > 0 for rank in (0, 1)] == [True, True]
+    assert len(merged) <= 8  # by rank: attention, and which half of a state is whose
 
 
 @pytest.mark.parametrize(("tp", "to"), [(2, 3), (3, 2), (4, 6), (6, 4), (1, 12), (12, 1)])

@@ -87,7 +87,7 @@ def die_at(step: int, how: str) -> None:
     os.pwrite, os.fdatasync = dying(os.pwrite), dying(os.fdatasync)
     calls: Any = _system
     calls.pwritev = dying(calls.pwritev)  # the bytes of blocks
-    file_map._copy = dying(file_map._copy)
+    file_map._into_file = dying(file_map._into_file)
 
 
 FETCHED_INTO: dict[int, list[int]] = {

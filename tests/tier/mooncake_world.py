@@ -50,8 +50,10 @@ def world_of(name: str, seed: int = 0) -> World:
 class Master:
     """A master on ports of its own, which can be killed and started again."""
 
-    def __init__(self, lease_ms: int = 3000) -> None:
+    def __init__(self, lease_ms: int = 3000, client_seconds: int = 2) -> None:
         self.lease_ms = lease_ms
+        self.client_seconds = client_seconds
+        """After which it forgets a client that says nothing, with the objects that it has."""
         self.port, self.web = _free_port(), _free_port()
         self.address, self.pages = f"127.0.0.1:{self.port}", f"127.0.0.1:{self.web}"
         self.start()
@@ -61,7 +63,7 @@ class Master:
         ports = [f"--rpc_port={self.port}", f"--metrics_port={self.web}"]
         short = [
             f"--default_kv_lease_ttl={self.lease_ms}",
-            "--client_ttl=2",
+            f"--client_ttl={self.client_seconds}",
             "--put_start_discard_timeout_sec=2",
         ]
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import os
 import tempfile
+from typing import Any
 
 import numpy as np
+import pytest
 
+from kvatlas.tier import file_map, file_reading
 from kvatlas.tier.file_map import FileMap
+from kvatlas.tier.file_pieces import Rooms
+from kvatlas.tier.file_reading import RunReader
+from kvatlas.wire import copy_file_runs
 
 SIZE = 5 << 20
 
@@ -52,3 +58,43 @@ def test_runs_are_written_and_a_file_that_is_cut_short_is_told_not_touched() -> 
         assert os.fstat(file.fileno()).st_size == SIZE // 2
         mapped.close()
         assert not mapped.write(near + memory.ctypes.data, far, length)
+
+
+def test_short_runs_that_fill_memory_are_read_to_where_they_belong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Heads and states that change places, or runs of any lengths: no memory is between."""
+    rng = np.random.default_rng(3)
+    held = rng.integers(0, 256, SIZE, dtype=np.uint8)
+    turned = np.arange(64 * 64).reshape(64, 4, 16).swapaxes(1, 2).reshape(-1) * 512
+    lengths = rng.integers(1, 1000, 5000)
+    starts = np.cumsum(lengths) - lengths
+    starts[2500:] += 4096  # two stretches, of which each call sees a part
+
+    def in_order(file: Any, near: Any, far: Any, *rest: Any, **how: Any) -> Any:
+        assert (np.diff(far) >= 0).all(), "few calls: runs of one stretch of the file in each"
+        return copy_file_runs(file, near, far, *rest, **how)
+
+    monkeypatch.setattr(Rooms, "one", None)
+    monkeypatch.setattr(file_reading, "copy_file_runs", None)
+    with tempfile.TemporaryFile() as file:
+        file.write(held.tobytes())
+        file.flush()
+        mapped = FileMap(file.fileno(), SIZE)
+        for near, far, length in (
+            (np.sort(turned), turned, np.full(len(turned), 512)),
+            (starts, rng.permutation(starts), lengths),
+        ):
+            into, want = np.zeros(SIZE, np.uint8), np.zeros(SIZE, np.uint8)
+            for start, to, size in zip(far.tolist(), near.tolist(), length.tolist(), strict=True):
+                want[to : to + size] = held[start : start + size]
+            reader = RunReader(file.fileno(), mapped, Rooms())
+            reader.read(into, near, far, length)
+            assert np.array_equal(into, want)
+            with monkeypatch.context() as patch:
+                patch.setattr(file_map, "_out_of_file", lambda *_: -1)
+                patch.setattr(file_reading, "copy_file_runs", in_order)
+                into[:] = 0
+                reader.read(into, near, far, length)
+            assert np.array_equal(into, want), "a system that does not copy is asked otherwise"
+        mapped.close()

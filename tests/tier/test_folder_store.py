@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvatlas import AtlasError, Code
-from kvatlas.tier import FolderStore
+from kvatlas.tier import FolderStore, HostStore, ObjectStore
 from kvatlas.tier.stores import folder as folder_
 from kvatlas.tier.stores import folder_ledger
 
@@ -50,12 +50,12 @@ def test_all_who_share_a_folder_count_what_is_in_it_together(tmp_path: Path) -> 
     assert stores[0].exists([f"kv1/again-{number}" for number in range(10)]) == [True] * 10
     # Somebody who died has left the count wrong: it is made anew, when there is no room or
     # when the folder is opened.
-    with stores[0]._ledger.held() as ledger:
+    with stores[0]._room.ledger.held() as ledger:
         ledger.used = 10**9
     assert stores[0].put([("kv1/last", [SOME])]) == [True]
-    with stores[0]._ledger.held() as ledger:
+    with stores[0]._room.ledger.held() as ledger:
         ledger.used = 0
-    with FolderStore(tmp_path, capacity=1000)._ledger.held() as ledger:
+    with FolderStore(tmp_path, capacity=1000)._room.ledger.held() as ledger:
         assert ledger.used == stores[0].capacity().used > 0
 
 
@@ -66,8 +66,10 @@ def test_the_least_recently_used_make_room(tmp_path: Path) -> None:
     for age, name in enumerate(names):
         os.utime(tmp_path / name, (10**9 + age, 10**9 + age))
     assert store.get([(names[0], [into])]) == [100]
+    assert store.ranges(names[1], [(5, into[:10])]) == 10
+    assert store.put([(names[2], [SOME])]) == [True]  # is there: that is a use as well
     assert store.put([("kv1/new", [SOME])]) == [True]
-    assert store.exists(names) == [True, False, False, *[True] * 7]
+    assert store.exists(names) == [True, True, True, False, False, *[True] * 5]
 
 
 def test_a_put_that_fails_gives_its_room_back(
@@ -85,7 +87,7 @@ def test_a_put_that_fails_gives_its_room_back(
     assert store.remove(["kv1/0", "kv1/1", "kv1/2"]) == 3
     FolderStore(tmp_path, capacity=1000)  # counts that too
     assert store.sweep() == 300
-    with store._ledger.held() as ledger:
+    with store._room.ledger.held() as ledger:
         assert ledger.used == 700
     (tmp_path / ".used").unlink()
     os.mkfifo(tmp_path / ".used")
@@ -108,7 +110,7 @@ def test_writers_at_once_keep_to_the_room_that_there_is(tmp_path: Path) -> None:
         thread.join()
     used = FolderStore(tmp_path).capacity().used
     assert 1000 <= used <= 2000
-    with FolderStore(tmp_path, capacity=2000)._ledger.held() as ledger:
+    with FolderStore(tmp_path, capacity=2000)._room.ledger.held() as ledger:
         assert ledger.used == used
 
 
@@ -133,7 +135,7 @@ def test_a_count_that_is_made_while_objects_are_removed_is_right_afterwards(
     monkeypatch.setattr(Path, "unlink", then_counted)
     assert stores[1].remove(names[:30]) == 30
     assert opened.wait(20)
-    with stores[0]._ledger.held() as ledger:
+    with stores[0]._room.ledger.held() as ledger:
         assert ledger.used == stores[0].capacity().used == 1000
 
 
@@ -212,3 +214,40 @@ def test_a_count_that_cannot_be_written_leaves_no_file_open(
         assert store.put([(f"kv1/{number}", [SOME]) for number in range(5)]) == [False] * 5
     assert len(list(Path("/proc/self/fd").iterdir())) == before
     assert list(tmp_path.rglob("*.new")) == []
+
+
+def test_a_tenant_makes_room_among_its_own_objects(tmp_path: Path) -> None:
+    stores: list[ObjectStore] = [
+        FolderStore(tmp_path, capacity=2000, quota=500), HostStore(2000, quota=500),
+        FolderStore(tmp_path / "quota alone", quota=500),
+    ]  # fmt: skip
+    for store in stores:
+        assert store.put([("kv1/quiet/a/0", [SOME])]) == [True]
+        for number in range(30):
+            assert store.put([(f"kv1/busy/{number}/0", [SOME])]) == [True]
+            assert sum(map(store.size, store.names("kv1/busy/"))) <= 500
+        assert store.exists(["kv1/quiet/a/0", "kv1/busy/29/0", "kv1/busy/0/0"]) == [
+            True, True, False,
+        ]  # fmt: skip
+        assert store.put([("kv1/busy/large/0", [SOME] * 6)]) == [False]
+        assert store.remove_all("kv1/busy/") >= 3  # nothing made room for what cannot fit
+        assert store.put([(f"kv1/busy/{n}/0", [SOME]) for n in range(5)]) == [True] * 5
+        assert all(store.exists([f"kv1/busy/{n}/0" for n in range(5)]))
+
+
+def test_what_the_whole_folder_lost_does_not_shrink_a_tenants_quota(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path, capacity=1000, quota=800)
+    for turn in range(3):
+        for tenant in ("a", "b"):
+            names = [f"kv1/{tenant}/{turn}-{n}/0" for n in range(8)]
+            assert store.put([(name, [SOME]) for name in names]) == [True] * 8
+            assert sum(store.exists(names)) >= 7
+            assert store.capacity().used <= 1000
+
+
+def test_what_was_written_without_a_quota_counts_for_the_next_who_has_one(tmp_path: Path) -> None:
+    names = [f"kv1/t/{n}/0" for n in range(20)]
+    assert all(FolderStore(tmp_path, quota=500).put([(names[0], [SOME])]))
+    assert all(FolderStore(tmp_path).put([(name, [SOME]) for name in names]))
+    assert FolderStore(tmp_path, quota=500).put([("kv1/t/new/0", [SOME])]) == [True]
+    assert FolderStore(tmp_path).capacity().used <= 500

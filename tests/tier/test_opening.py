@@ -13,6 +13,7 @@ from kvatlas.models import Model
 from kvatlas.tier import (
     AnyTier,
     CacheIdentity,
+    Converting,
     FolderStore,
     StoreTier,
     Tier,
@@ -33,8 +34,12 @@ def opened(where: str | Path, model: Model = MODEL, **options: Any) -> AnyTier:
 
 def test_a_request_goes_through_every_kind_of_tier(tmp_path: Path) -> None:
     world, made = World(MODEL, 70), small(MODEL, tp=2)
-    kinds = {"memory": Tier, str(tmp_path / "tier"): Tier, "host://?capacity=1MiB": StoreTier,
-             f"folder://{tmp_path}/folder?capacity=8MiB": StoreTier}  # fmt: skip
+    kinds = {
+        "memory": Tier,
+        str(tmp_path / "tier"): Tier,
+        "host://?capacity=1MiB&quota=1MiB": StoreTier,
+        f"folder://{tmp_path}/folder?capacity=8MiB": StoreTier,
+    }
     for where, kind in kinds.items():
         with opened(where) as tier:
             assert isinstance(tier, kind)
@@ -59,6 +64,9 @@ def test_addresses_that_lead_nowhere_are_refused(tmp_path: Path) -> None:
     assert refusal(lambda: open_tier("host://", MODEL)) is Code.CONTRADICTORY
     assert refusal(lambda: opened(tmp_path / "x", deadline=1.0)) is Code.CONTRADICTORY
     assert refusal(lambda: opened("host://", shards=0)) is Code.OUT_OF_RANGE
+    several = Converting("bf16->fp8, fp32->bf16")
+    assert refusal(lambda: opened("host://", convert=several)) is Code.BAD_CONVERSION
+    assert refusal(lambda: opened("memory", convert=several)) is Code.CONTRADICTORY
     assert refusal(lambda: CacheIdentity(weights="")) is Code.BAD_CONFIG
     opened(tmp_path / "of another model").close()
     for shared in (False, True):

@@ -272,3 +272,10 @@ def test_tokens_that_are_no_whole_numbers_have_no_keys() -> None:
     assert len(set(keys)) == 3
     assert prefix_keys(plan, range(33))[0][:2] == keys[:2]
     assert prefix_keys(plan, range(40), lora="an adapter")[0][0] != keys[0]
+
+
+def test_an_adapter_whose_name_is_no_text_has_no_keys() -> None:
+    with pytest.raises(AtlasError) as refusal:
+        prefix_keys(tier_plan(MODEL), range(40), lora="half a \ud83d pair")
+    assert refusal.value.code == Code.BAD_CONFIG
+    assert str(refusal.value).encode(), "what is said of it is text"

@@ -22,6 +22,7 @@ from kvatlas.tier import file_map as file_map_
 from kvatlas.tier import file_pieces as pieces_
 from kvatlas.tier import file_writing as writing_
 from kvatlas.tier.file_map import FileMap
+from kvatlas.tier.ingest import Ingest
 from kvatlas.tier.part_sums import START, SummedStretches, block_checksum, part_sums
 from kvatlas.wire import checksum as checksum_
 from tests.tier.faults import DENSE, TOKENS, Faulty, code_of, kept, rows_agree
@@ -197,7 +198,7 @@ def test_stretches_of_what_was_just_written_are_written_by_one_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or one by one, where that call is refused or does not do all of it."""
-    copy, copied = file_map_._copy, list[int]()
+    copy, copied = file_map_._into_file, list[int]()
 
     def counted_copy(*given: Any) -> int:
         copied.append(1)
@@ -210,7 +211,7 @@ def test_stretches_of_what_was_just_written_are_written_by_one_call(
         return -1
 
     for turn, act in enumerate((counted_copy, half, refused)):
-        monkeypatch.setattr(file_map_, "_copy", act)
+        monkeypatch.setattr(file_map_, "_into_file", act)
         for layout in ("LBHNC", "LBNHC"):
             made, world = small(DENSE, tp=2, layout=layout), World(DENSE, TOKENS)
             path = tmp_path / f"{turn} {layout}"
@@ -234,7 +235,7 @@ def test_a_file_that_is_cut_short_while_it_is_written_kills_nobody(
     made, world = small(DENSE), World(DENSE, TOKENS)
     path = tmp_path / "t"
 
-    copy = file_map_._copy
+    copy = file_map_._into_file
 
     def cut_short(*given: Any) -> int:
         os.truncate(path, 4096)
@@ -244,7 +245,7 @@ def test_a_file_that_is_cut_short_while_it_is_written_kills_nobody(
         whole = path.stat().st_size
         world.store(tier, made)
         tier.drop(world.keys(tier))
-        monkeypatch.setattr(file_map_, "_copy", cut_short)
+        monkeypatch.setattr(file_map_, "_into_file", cut_short)
         assert code_of(world.store, tier, made) is Code.UNREADABLE
         assert path.stat().st_size < whole
         assert not len(tier)
@@ -310,3 +311,26 @@ def test_threads_share_the_memory_that_they_gather_into(tmp_path: Path) -> None:
     assert path.read_bytes() == 8 * want
     nothing = np.empty(0, np.int64)
     assert pieces_.pieces(nothing, nothing, nothing, block) == []
+
+
+def test_blocks_alike_are_written_to_a_file_without_a_list_of_their_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pieces_, "_LONG_STRETCH", 1)
+    world = World(DENSE, TOKENS)
+    made = small(DENSE, tp=2, layout="LBNHC")
+    for piece in (700, 3000, 8 << 20):  # less than a span, some, and all of them
+        monkeypatch.setattr(pieces_, "_PIECE", piece)
+        with Tier.open(tmp_path / f"{piece}", kept(blocks=12), durable=False) as tier:
+            with monkeypatch.context() as patch:
+                patch.setattr(Ingest, "copies", lambda *_: pytest.fail("runs were written out"))
+                assert world.store(tier, made)[-1].whole > 0
+            world.check(tier, small(DENSE))
+            bad = small(DENSE, tp=2, layout="LBNHC", memory="3MiB")  # pools that are too small
+            held, tables = world.holding(made, 0)
+            request: dict[str, Any] = {"blocks": tables, "tokens": TOKENS}
+            other = world.keys(tier, salt="other")
+            refused = code_of(tier.store, held, bad, keys=other, **request)
+            assert refused is Code.OUT_OF_BOUNDS
+        with Tier.open(tmp_path / f"{piece}") as again:  # the checksums are right
+            world.check(again, made)

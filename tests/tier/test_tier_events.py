@@ -135,6 +135,26 @@ def test_what_is_on_its_way_is_told_of_when_it_is_there_and_a_tier_that_is_gone_
         assert len(heard) == 2
 
 
+def test_long_requests_that_wait_to_be_told_of_are_given_up_by_their_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their number says nothing of what they take: 4,096 of a million tokens do not fit."""
+    monkeypatch.setattr(tier_events, "_NOTED_TOKENS", 200)
+    world, made, heard = WORLDS["dense"], small(MODELS["dense"]), list[Any]()
+    tier = Tier(small(MODELS["dense"], layout="BHLNC"))
+    finder, events = PrefixFinder(tier), TierEvents(tier, heard.extend)
+    chains = [finder.chain([number] * 64) for number in range(9)]
+    world.store(tier, made, tokens=64, keys=chains[-1].keys(64))
+    for chain in chains:
+        events.note(chain, 64)
+    kept = 200 // 64
+    assert len(events._noted) == kept
+    for _ in range(9):
+        events.tell()
+    assert [one.token_ids for one in heard] == [[8] * 64], "the latest was looked for"
+    assert not len(events._noted)
+
+
 def test_a_publisher_sends_what_a_tier_has(tmp_path: Path) -> None:
     pytest.importorskip("zmq")
     world, made = WORLDS["dense"], small(MODELS["dense"])

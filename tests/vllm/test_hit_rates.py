@@ -35,7 +35,8 @@ def tokens_of(trace: Trace, request: int) -> list[int]:
     """Tokens that are equal exactly where the trace's ids are."""
     ids = trace.ids[trace.starts[request] : trace.starts[request + 1]]
     spread = np.repeat(ids * trace.block, trace.block) + np.tile(np.arange(trace.block), len(ids))
-    return list(map(int, spread[: trace.lengths[request]]))
+    tokens: list[int] = spread[: trace.lengths[request]].tolist()
+    return tokens
 
 
 def manager_of(kinds: list[str], blocks: int, kept: str, **options: Any) -> Any:

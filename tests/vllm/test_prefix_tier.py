@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvatlas import AtlasError
-from kvatlas.engines.vllm import describe_stage, prefix_tier
+from kvatlas.engines.vllm import describe_stage, prefix_tier, tier_worker
 from kvatlas.engines.vllm.describe import described_model, join_stages
 from kvatlas.engines.vllm.ended_requests import Ended, EndedRequests
 from kvatlas.engines.vllm.engine_tier import find_tier, open_tier
@@ -21,7 +21,8 @@ from kvatlas.engines.vllm.tier_worker import TierWorker
 from kvatlas.engines.vllm.weights_identity import cache_identity
 from kvatlas.models import weights_identity
 from kvatlas.routing import route
-from kvatlas.wire import Memory, copy_request
+from kvatlas.tier import storage
+from kvatlas.wire import HostPins, Memory, copy_request, memory_copy
 from tests.vllm.shapes import (
     Blocks,
     Config,
@@ -31,6 +32,7 @@ from tests.vllm.shapes import (
     SlidingWindowSpec,
     vllm_config,
 )
+from tests.wire.transports.fake_cuda import FakeCuda, FakeMachine
 
 LAYERS = [["a.0.attn", "a.1.attn"], ["a.2.attn", "a.3.attn"]]
 TOKENS = list(range(1000, 1400))
@@ -57,10 +59,13 @@ class EngineWithTier:
         self.plan = join_stages(stages)
         size = self.plan.pools[0].nbytes
         self.pool = np.random.default_rng(seed).integers(0, 256, size, np.uint8)
+        held = Memory(self.pool.ctypes.data, size, owner=self.pool)
+        if "driver" in about:
+            held, on_gpu = about["driver"].allocate(size)
+            on_gpu[:], self.pool = self.pool, on_gpu
         memory, engine_id = about.get("memory", MEMORY), f"engine {id(self)}"
         opened = open_tier(str(where), memory, described_model(stages), self.plan, engine_id)
         assert opened is not None
-        held = Memory(self.pool.ctypes.data, size, owner=self.pool)
         self.ended = EndedRequests()
         self.worker = TierWorker(opened, self.plan, 0, held, self.ended)
         asked = find_tier(str(where), engine_id)
@@ -153,6 +158,33 @@ def test_a_prefix_is_found_by_an_engine_of_other_blocks_after_a_restart(tmp_path
     other.close()
 
 
+def test_caches_on_a_gpu_are_kept_and_read_behind_what_the_engine_has_launched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = FakeCuda(FakeMachine())
+    for room in (tier_worker, storage, memory_copy):
+        monkeypatch.setattr(room, "load_driver", lambda: driver)
+    monkeypatch.setattr(HostPins, "pin", lambda *_: True)
+    for where in ("memory", tmp_path / "tier"):
+        first = EngineWithTier(where, block=64, seed=1, driver=driver)
+        for act in ("stored", "read"):
+            driver.log.clear()
+            if act == "stored":
+                assert first.finish(TOKENS[:300], [3, 9, 1, 7, 5])
+            else:
+                request = asking(TOKENS[:200] + [5] * 50)
+                assert first.matched(request) == 192
+                expected = moved(first, first, [[3, 9, 1]], [[6, 2, 8]], tokens=192)
+                assert not first.load(request, [6, 2, 8, 10], external=192).failed
+                np.testing.assert_array_equal(first.pool, expected)
+            told = [one for one in driver.log if one[0] != "finished"]  # which is but looked at
+            (what, event), waited, *copies = told
+            assert (what, waited) == ("record", ("synchronize", event)), act
+            assert any(name in ("post", "through") for name, _ in copies), driver.log
+        first.close()
+        assert driver.log[-1][0] == "end"
+
+
 def test_windows_are_found_where_a_request_has_ended(tmp_path: Path) -> None:
     path = tmp_path / "tier"
     first = EngineWithTier(path, block=64, seed=1, windows=True)
@@ -195,6 +227,15 @@ def test_only_what_tokens_alone_decide_is_kept_and_found(tmp_path: Path) -> None
     stranger = EngineWithTier(path, block=64, seed=1, identity=b"other weights")
     assert stranger.matched(asking(TOKENS)) == 0
     stranger.close()
+
+
+def test_half_a_surrogate_pair_is_a_salt_like_any_other() -> None:
+    """A client can say it in JSON: nothing that it chooses may end the scheduler."""
+    made, table = EngineWithTier("memory", block=64, seed=1), [3, 9, 1, 7, 5]
+    assert made.finish(TOKENS[:300], table, salt="\ud83d")
+    assert made.matched(asking(TOKENS, "other", salt="\ud83e")) == 0
+    assert made.matched(asking(TOKENS, "same", salt="\ud83d")) == 256
+    made.close()
 
 
 def test_a_request_that_is_aborted_lets_go_of_what_was_found() -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvatlas.routing import RunGrid
-from kvatlas.routing.binding import Starts
+from kvatlas.routing import Copy, RunGrid, Starts
+from kvatlas.wire import Handle
 from kvatlas.wire.client.transfer import Transfer
 from kvatlas.wire.landing import expected_reads, landing_batches
+from tests.wire.helpers import End, ends, pull_all, small
 
 SRC = np.random.default_rng(1).integers(1, 256, 1 << 15, np.uint8)
 
@@ -139,3 +142,23 @@ def test_work_that_somebody_waits_for_is_done_once_and_by_who_waits() -> None:
     waiting.join()
     part()  # the thread that was woken for it comes too late
     assert done == ["waits"]
+
+
+def test_as_many_threads_put_a_request_in_place_as_there_are_cores_for_it() -> None:
+    source, target = (End(small("dense", layout=one), 50) for one in ("LBNHC", "LBHNC"))
+    with ends(source, target) as (src, dst):
+        reading: set[int] = set()
+
+        def noting(act: Callable[[], Handle], copies: Sequence[Copy]) -> Handle:
+            del copies
+            reading.add(threading.get_ident())
+            time.sleep(0.002)  # the other thread gets a turn
+            return act()
+
+        dst.arounds = noting
+        src.offer("r", seconds=60)
+        for threads in (2, 1):
+            reading.clear()
+            dst.nodes[0].landing_threads = threads
+            pull_all(src, dst, "r", tokens=(0, 49), how="landed")
+            assert len(reading) == threads

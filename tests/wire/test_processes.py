@@ -15,6 +15,7 @@ import pytest
 
 from kvatlas.routing import route
 from kvatlas.wire import Handle, Session, protocol
+from kvatlas.wire.client.rank_lease import RankLease
 from tests.wire.child import TOKENS
 from tests.wire.helpers import small, until
 from tests.wire.processes import (
@@ -75,13 +76,13 @@ def test_the_source_is_killed_before_it_confirms(
     child.ask("offer", request="r")
     with monkeypatch.context() as patch, Session(here.node, [child.endpoint]) as session:
 
-        def killing(endpoint: str, message: Any, **given: Any) -> Any:
-            if isinstance(message, protocol.Close) and child.process.is_alive():
+        def killing(lease: RankLease, *, complete: bool) -> None:
+            if child.process.is_alive():
                 child.kill()
-            return ask(endpoint, message, **given)
+            close(lease, complete=complete)
 
-        ask = here.node.channels.ask
-        patch.setattr(here.node.channels, "ask", killing)
+        close = RankLease.close
+        patch.setattr(RankLease, "close", killing)
         begun = time.monotonic()
         transfer = here.pull(session, how="direct", seconds=0.8)
         assert outcome(transfer, begun) in LOST

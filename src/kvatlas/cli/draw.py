@@ -24,6 +24,8 @@ _VARIED: dict[str, tuple[object, ...]] = {
     "pack": ("auto", "1"),
 }
 """What the page's knobs offer, each beside the options that were given."""
+_MOST_DRAWN = 150_000
+"""What plans of one page may weigh together, as `_weight` counts it: it stays under a megabyte."""
 
 
 def draw(
@@ -59,15 +61,38 @@ def _end(options: PlanOptions, target: str) -> Plan:
 
 
 def _others(options: PlanOptions, shown: Plan) -> list[Plan]:
-    """Plans with one option changed, where the model and its backends allow it."""
-    found: list[Plan] = []
+    """Plans with one option changed, and with another order besides, where they are possible."""
+    made: dict[str, dict[object, Plan]] = {}
     for name, values in _VARIED.items():
-        for value in values:
-            try:
-                found.append(options.plan(**{name: value}))
-            except (AtlasError, typer.BadParameter):
-                continue
+        planned = ((value, _planned(options, {name: value})) for value in values)
+        made[name] = {value: one for value, one in planned if one is not None}
+    found = [one for plans in made.values() for one in plans.values()]
+    orders = made.pop("layout")
+    pairs = [
+        {"layout": order, name: value}
+        for name, plans in made.items()
+        for value, one in plans.items()
+        if one != shown
+        for order, other in orders.items()
+        if other != shown
+    ]
+    heaviest = max(_weight(one) for one in (shown, *found))
+    if (len(found) + len(pairs)) * heaviest <= _MOST_DRAWN:
+        found += [one for pair in pairs if (one := _planned(options, pair)) is not None]
     return [one for one in found if one != shown]
+
+
+def _weight(plan: Plan) -> int:
+    """How much a plan adds to a page: a region is about as much as forty numbers of layers."""
+    return sum(40 + len(region.layers) for region in plan.regions)
+
+
+def _planned(options: PlanOptions, changed: dict[str, object]) -> Plan | None:
+    """A plan with some options changed; None where the model or its backends refuse."""
+    try:
+        return options.plan(**changed)
+    except (AtlasError, typer.BadParameter):
+        return None
 
 
 class _Outline(msgspec.Struct):

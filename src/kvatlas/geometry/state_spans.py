@@ -144,6 +144,18 @@ class CommonStates(NamedTuple):
             return slice(self.local[end] // each, self._last(end) // each + 1)
         return self.entries(end)
 
+    def numbers_in(self, end: int, entry: int) -> range:
+        """The numbers of those states that one entry of an end's block table has.
+
+        >>> common = CommonStates.between(8, 40, StateBlocks(16), StateBlocks(32))
+        >>> [common.numbers_in(0, entry) for entry in (0, 1, 2, 3)]
+        [range(0, 8), range(8, 24), range(24, 32), range(32, 32)]
+        """
+        each = self._entry_states(end)
+        edges = (each * entry - self.local[end], each * (entry + 1) - self.local[end])
+        first, stop = (min(self.total, ceil_div(max(0, at), self.steps[end])) for at in edges)
+        return range(first, stop)
+
     def spans(self, first: int = 0, stop: int | None = None) -> StateSpans:
         """Numbers first .. stop - 1 of these states, as spans."""
         count = max(0, (self.total if stop is None else stop) - first)

@@ -5,6 +5,7 @@ They run with torch anywhere; on a GPU most of them are Triton's.
 
 import kvatlas.cache  # noqa: F401 - first: it says which extra brings torch
 from kvatlas.kernels.address_runs import (
+    BlockSpans,
     PlacedStarts,
     RepeatedCopy,
     copy_address_runs,
@@ -27,6 +28,7 @@ from kvatlas.kernels.write_read_latent import (
 )
 
 __all__ = [
+    "BlockSpans",
     "PlacedStarts",
     "RepeatedCopy",
     "attend",

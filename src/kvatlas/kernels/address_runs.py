@@ -43,58 +43,92 @@ def place_starts(src: Offsets, dst: Offsets, device: torch.device | str) -> Plac
     return PlacedStarts(_uploaded(table, torch.device(device)), bits, step)
 
 
-class RepeatedCopy:
-    """Copies between two addresses whose spans lie elsewhere each time, and have the same lengths.
+class BlockSpans(NamedTuple):
+    """Spans of requests of one shape: where they lie in blocks whose ids come later.
 
-    All but that is worked out once: launching one more costs the host some microseconds. `bits`
-    are offsets that may come, put together bit by bit.
+    >>> two = np.arange(2)
+    >>> spans = BlockSpans((two, two // 2), (two * 0, two * 32), two * 0 + 32, (64, 128), 9)
+    >>> spans.bits, spans.apart
+    (224, 32)
+    """
+
+    entries: tuple[Offsets, Offsets]
+    """Which of the block ids is each one's, at the source and at the target."""
+    offsets: tuple[Offsets, Offsets]
+    """Where it lies in that block."""
+    length: Offsets
+    strides: tuple[int, int]
+    """Bytes between blocks."""
+    blocks: int
+    """How many blocks the source has: other ids are taken for the first, and harm nobody."""
+
+    @property
+    def bits(self) -> int:
+        """All that where spans lie is a sum or a multiple of, put together bit by bit."""
+        bits = abs(self.strides[0]) | abs(self.strides[1])
+        for numbers in (*self.offsets, self.length):
+            bits |= int(np.bitwise_or.reduce(numbers))
+        return bits
+
+    @property
+    def apart(self) -> int:
+        """Bytes that are at least between the first span at the target, and the next."""
+        entries, offsets = self.entries[1][:2].tolist(), self.offsets[1][:2].tolist()
+        if len(entries) < 2:
+            return 0
+        inside: int = abs(offsets[1] - offsets[0])
+        return inside if entries[0] == entries[1] else max(0, abs(self.strides[1]) - inside)
+
+
+class RepeatedCopy:
+    """Copies between two addresses for requests that differ in their block ids alone.
+
+    All but those is worked out and on the device before: launching one more costs the host some
+    microseconds. `ids` are where the block ids of either end will be on the device, as int64.
+    Copies of one `RepeatedCopy` come one behind the other, on one stream.
     """
 
     def __init__(
         self,
-        source: int,
-        target: int,
+        ends: tuple[int, int],
         starts: PlacedStarts,
-        length: Offsets,
-        bits: int,
+        spans: BlockSpans,
+        ids: tuple[torch.Tensor, torch.Tensor],
         programs: int = 0,
     ) -> None:
-        self._ends, self._starts, self._programs = (source, target), starts, programs
-        self._sizes = int(length.min()), int(length.max())
-        every = starts.bits | int(np.bitwise_or.reduce(length)) | bits | source | target
-        self._alignment = min(_WIDEST, every & -every)
-        self._kernels: dict[bool, Any] = {}
+        self._ends, self._starts, self._ids, self._programs = ends, starts, ids, programs
+        self._about = spans.blocks, spans.strides
+        rows = np.stack([*spans.offsets, spans.length, *spans.entries, *spans.offsets])
+        self._table = _uploaded(rows, starts.table.device)
+        every = starts.bits | spans.bits | ends[0] | ends[1]
+        sizes = int(spans.length.min()), int(spans.length.max())
+        self._tables = (min(_WIDEST, every & -every), *sizes, spans.apart > starts.step)
+        self._kernels: list[Any] = []
 
-    def starts_first(self, target: Offsets) -> bool:
-        """Whether starts that follow each other are nearer than spans, which lie there."""
-        return len(target) > 1 and abs(int(target[1]) - int(target[0])) > self._starts.step
-
-    def launch(self, spans: torch.Tensor, stream: Any, *, starts_first: bool) -> None:
-        """Copy spans [3, spans] of the device, in an order that suits where they lie.
-
-        The device is the current one, and the spans are at a multiple of 16.
-        """
-        kernel = self._kernels.get(starts_first)
-        if kernel is not None:
-            kernel.launch(spans.data_ptr(), stream.cuda_stream)
+    def launch(self, stream: Any) -> None:
+        """Copy between the blocks whose ids are there by then; the device is the current one."""
+        if self._kernels:
+            for kernel in self._kernels:
+                kernel.launch(stream.cuda_stream)
             return
-        run_tables, copy_runs = _launcher()
-        tables = run_tables(
-            self._starts.table, spans, self._alignment, *self._sizes, starts_first=starts_first
-        )
-        made = copy_runs(*self._ends, tables, self._programs, stream=stream)
-        if made is not None:
-            self._kernels[starts_first] = made
+        triton = _launcher()
+        places = triton.SpanPlaces(self._table, *self._about)
+        tables = triton.RunTables(self._starts.table, self._table[:3], *self._tables)
+        made = [
+            triton.place_runs(self._ids, places, stream=stream),
+            triton.copy_runs(*self._ends, tables, self._programs, stream=stream),
+        ]
+        self._kernels = [one for one in made if one is not None]
 
 
-def _launcher() -> tuple[Any, Any]:
+def _launcher() -> Any:
     """Triton's side of it."""
     try:
-        from kvatlas.kernels.triton.launch_runs import RunTables, copy_runs
+        from kvatlas.kernels.triton import launch_runs
     except ModuleNotFoundError as problem:
         hint = "Install kvatlas[triton] where caches are in a GPU's memory"
         raise AtlasError(Code.MISSING_EXTRA, "", got=problem, hint=hint) from problem
-    return RunTables, copy_runs
+    return launch_runs
 
 
 def copy_address_runs(
@@ -115,14 +149,14 @@ def copy_address_runs(
     the order of the stream. Nobody looks whether a run lies in
     memory: that is for who knows the memory. No byte may be written twice.
     """
-    run_tables, copy_runs = _launcher()
+    triton = _launcher()
     table = np.array(spans)
     if not table.size or not starts.table.shape[1]:
         return
     bits = starts.bits | int(np.bitwise_or.reduce(table, axis=None)) | source | target
     dst, length = table[1], table[2]
     apart = abs(int(dst[1]) - int(dst[0])) if len(dst) > 1 else 0
-    tables = run_tables(
+    tables = triton.RunTables(
         starts.table,
         _uploaded(table, starts.table.device) if place is None else place(table),
         alignment=min(_WIDEST, bits & -bits),
@@ -130,7 +164,7 @@ def copy_address_runs(
         longest=int(length.max()),
         starts_first=apart > starts.step,
     )
-    copy_runs(source, target, tables, programs, stream=stream, **choice)
+    triton.copy_runs(source, target, tables, programs, stream=stream, **choice)
 
 
 def _uploaded(table: Offsets, device: torch.device) -> torch.Tensor:

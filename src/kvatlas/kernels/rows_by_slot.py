@@ -105,21 +105,24 @@ def read_field(
     """Read rows [T, ...] of a field, into a new tensor or into `out`; tiles are put together."""
     pages = _by_row(layer, name)
     tiled = "c" in layer.place(name).axes
-    if slots.runs is None and out is None:
+    if slots.runs is None:
         words, in_turn = _row_words(layer, name, pages)
+        if in_turn and out is not None:
+            rows = _tiled_like(pages, out)
+            if _widest_word(rows) >= words.element_size():
+                torch.index_select(words, 0, slots.numbers, out=rows.view(words.dtype))
+                return out
         if in_turn:
             rows = words.index_select(0, slots.numbers).view(pages.dtype)
         else:
             rows = words[slots.blocks, slots.states].view(pages.dtype)
-        return rows.flatten(-2) if tiled else rows
+        rows = rows.flatten(-2) if tiled else rows
+        return rows if out is None else out.copy_(rows)
     if out is None:
         rows = pages.new_empty((slots.numbers.numel(), *pages.shape[2:]))
         out = rows.flatten(-2) if tiled else rows
     words, rows = _in_words(pages, _tiled_like(pages, out))
-    if slots.runs is None:
-        rows.copy_(words[slots.blocks, slots.states])
-    else:
-        _copy_runs(words, rows, slots.runs, into_pages=False)
+    _copy_runs(words, rows, slots.runs, into_pages=False)
     return out
 
 

@@ -9,7 +9,7 @@ const STRANDS = {
 };
 
 const FEW = 48, SOME = 400;
-const POINT_AT_A_BAND = byId("run-facts").textContent;
+const askForBand = () => say("run-facts", `${byHand("Point at", "Tap")} a band to see which bytes go where.`);
 
 let shownPair = 0;
 let shownRuns = FEW;
@@ -34,6 +34,7 @@ function startRoute() {
     byId("bands").hidden = true;
     return;
   }
+  askForBand();
   byId("route-note").textContent =
     `A request of ${count(check.tokens)} tokens is ${size(check.bytes)} in ${count(check.descriptors)} descriptors, its blocks scattered${sumOfRuns()}. `
     + `Drawn are its first ${count(tokens)} tokens, both ends to scale: each band is one run, contiguous at both ends, and a gap is memory that stays.`;
@@ -68,7 +69,7 @@ function showPairs() {
     const row = make("tr", null, { "aria-selected": String(number === shownPair), tabindex: "0" });
     const cells = [pair.src_rank, pair.dst_rank, size(pair.bytes), count(pair.descriptors), size(pair.median), size(pair.largest), pair.stage ? "staged" : "direct"];
     for (const text of cells) row.append(make("td", text));
-    const choose = () => { if (number < data.route.pairs.length) { shownPair = number; say("run-facts", POINT_AT_A_BAND); showPairs(); renderRoute(); } };
+    const choose = () => { if (number < data.route.pairs.length) { shownPair = number; askForBand(); showPairs(); renderRoute(); } };
     row.addEventListener("click", choose);
     row.addEventListener("keydown", (event) => { if (event.key === "Enter") choose(); });
     table.append(row);

@@ -2,7 +2,7 @@
 "use strict";
 
 function knob(name, values, current, choose) {
-  const few = values.length <= 6 && values.every(([, text]) => String(text).length <= 12);
+  const few = values.length <= 8 && values.map(([, text]) => text).join("").length <= 72;
   const box = make(few ? "div" : "label", null, { class: "knob" }), find = (text) => values.find(([value]) => String(value) === text)[0];
   box.append(make("span", name));
   if (few) {
@@ -16,22 +16,27 @@ function knob(name, values, current, choose) {
     select.addEventListener("change", () => choose(find(select.value)));
     box.append(select);
   }
-  turn(box, current);
+  turn(box, values, current);
   return box;
 }
 
-// Shows which value a knob has.
-function turn(box, current) {
+// Shows which value a knob has, and which are grey, with the reason.
+function turn(box, values, current) {
   for (const button of box.querySelectorAll("button")) button.setAttribute("aria-pressed", String(button.value === String(current)));
   for (const select of box.querySelectorAll("select")) select.value = String(current);
+  box.querySelectorAll("button, option").forEach((choice, n) => {
+    const [, , reason] = values[n];
+    choice.classList.toggle("apart", Boolean(reason));
+    choice.title = reason || "";
+  });
 }
 
-// The knobs of a box, [name, values, current value, what to do]; they are made anew only where they are others,
-// so that the keyboard stays where it is.
+// The knobs of a box, [name, values, current value, what to do], with values as [value, text, why it is grey]; they are
+// made anew only where they are others, so that the keyboard stays where it is.
 function showIn(box, knobs) {
-  const looks = JSON.stringify(knobs.map(([name, values]) => [name, values]));
+  const looks = JSON.stringify(knobs.map(([name, values]) => [name, values.map(([value, text]) => [value, text])]));
   if (box.dataset.looks !== looks) box.replaceChildren(...knobs.map((one) => knob(...one)));
-  else knobs.forEach(([, , current], n) => turn(box.children[n], current));
+  else knobs.forEach(([, values, current], n) => turn(box.children[n], values, current));
   box.dataset.looks = looks;
 }
 
@@ -47,30 +52,47 @@ function closest(name, value) {
   return best;
 }
 
+let knobsNote = ""; // what the last turn of a knob has changed besides
+
 // Another value of a knob. Not every two values have a plan: what else had to change is said.
 function turnTo(name, value) {
-  const before = plan().knobs;
+  const told = changedBy(name, value);
   change({ plan: closest(name, value) });
-  const now = plan().knobs, others = Object.keys(now).filter((key) => key !== name && now[key] !== before[key]);
-  const list = (knobs) => others.map((key) => `${key} ${knobs[key]}`).join(", ");
-  if (others.length) say("knobs-note", `No plan of ${name} ${value} with ${list(before)} was drawn: this one has ${list(now)}.`);
+  knobsNote = told;
+  showKnobs();
 }
 
-function showKnobs() {
+// What else changes with a value of a knob, for no plan of it and the others as they are was drawn; "" for nothing.
+function changedBy(name, value) {
+  const now = plan().knobs, next = data.plans[closest(name, value)].knobs;
+  const others = Object.keys(now).filter((key) => key !== name && now[key] !== next[key]);
+  const list = (knobs) => others.map((key) => `${key} ${knobs[key]}`).join(", ");
+  return others.length ? `No plan of ${name} ${value} with ${list(now)} was drawn: this one has ${list(next)}.` : "";
+}
+
+// What can be chosen among the plans: [name, values, current value, what to do].
+function planKnobs() {
   const now = plan().knobs, knobs = [];
   for (const name of Object.keys(now)) {
     const values = [...new Set(data.plans.map((one) => one.knobs[name]))];
     if (values.length < 2) continue;
     if (typeof values[0] === "number") values.sort((one, two) => one - two);
     else values.sort();
-    knobs.push([name, values.map((value) => [value, value]), now[name], (value) => turnTo(name, value)]);
+    knobs.push([name, values.map((value) => [value, value, changedBy(name, value)]), now[name], (value) => turnTo(name, value)]);
   }
+  return knobs;
+}
+
+function showKnobs() {
+  const knobs = [...remembered(showKnobs, view.plan, planKnobs)];
+  const grey = knobs.some(([, values]) => values.some(([, , reason]) => reason));
   if (plan().ranks > 1) {
     const rank = view.stage * plan().tp + view.tpRank;
     knobs.push(["rank", [...Array(plan().ranks).keys()].map((n) => [n, n]), rank,
       (n) => change({ stage: Math.floor(n / plan().tp), tpRank: n % plan().tp })]);
   }
   showIn(byId("knobs"), knobs);
+  say("knobs-note", knobsNote || (grey ? "Grey: no plan of it with the other values was drawn, so choosing it changes them, too." : ""));
   byId("colours").hidden = view.level === "memory";
   showIn(byId("colours"), [["colour by", MODES.map((mode) => [mode, mode]), paint.mode, (mode) => { paint.chosen = mode; update(); }]]);
 }

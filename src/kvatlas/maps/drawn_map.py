@@ -23,6 +23,7 @@ from kvatlas.planning import Fit, Plan
 _SCRIPTS = (
     "geometry.js",
     "rows.js",
+    "lines.js",
     "painting.js",
     "captions.js",
     "facts.js",
@@ -32,6 +33,7 @@ _SCRIPTS = (
     "controls.js",
     "search.js",
     "motion.js",
+    "pointing.js",
     "page.js",
 )
 _FRAME = (

@@ -20,10 +20,11 @@ function findAlike() {
 
 let stripsShown = "";
 
-// The strips; they are made anew only where they look different from those that are shown.
+// The strips; those that look as before are left as they are, and their elements are kept for the next plan.
 function showGroups() {
   const mine = plan(), kinds = alikeGroups();
   byId("sharing").hidden = kinds.length === 1 && !wasteOf(kinds[0]).text;
+  if (byId("sharing").hidden) return;
   say("sharing-note", mine.groups.length > 1
     ? "Groups of layers lie over the same bytes; a block id belongs to one of them at a time. Each strip is block "
       + `${count(view.block)}, byte by byte, as one group holds it; hatched bytes are padding, which holds nothing then. Choose one to see it above.`
@@ -36,23 +37,40 @@ function showGroups() {
 
 function makeStrips(kinds) {
   const box = byId("groups");
-  box.replaceChildren(...kinds.map(groupStrip));
+  while (box.children.length > kinds.length) box.lastChild.remove();
+  while (box.children.length < kinds.length) box.append(emptyStrip(box.children.length));
+  kinds.forEach((kind, n) => describeStrip(box.children[n], kind));
   byId("groups-legend").replaceChildren(
     swatch(`linear-gradient(90deg, ${PAGES[dark ? "dark" : "light"].map((fill, n) => `${fill} ${n * 50}% ${n * 50 + 50}%`).join(", ")})`, "pages, one after the other"),
     swatch("var(--hatch)", "padding in a page"), swatch("var(--hatch-pale)", "unused by the group"));
-  const canvases = [...box.querySelectorAll("canvas")], widths = canvases.map((canvas) => canvas.clientWidth);
-  kinds.forEach((kind, n) => paintStrip(canvases[n], kind, widths[n]));
+  const width = stripWidth();
+  kinds.forEach((kind, n) => paintStrip(box.children[n].querySelector("canvas"), kind, width));
 }
 
-function groupStrip(kind) {
-  const { group, regions, numbers } = kind;
-  const card = make("button", null, { type: "button", class: "group" });
-  const times = numbers.length > 1 ? `${numbers.length} × ` : "";
-  const name = make("span");
-  name.append(make("b", `${times}${words(group.kind)}`), make("small", layersOf(group, regions)));
-  card.append(name, make("canvas"), make("small", wasteOf(kind).text || "no padding"));
-  card.addEventListener("click", () => change({ group: numbers[(numbers.indexOf(view.group) + 1) % numbers.length] }));
+// How wide strips are: the page's width decides, so the browser, which lays out all of the page to answer, is asked once.
+function stripWidth() {
+  const known = remembered(stripWidth, `${pictureWidth} ${rem()} ${innerWidth}`, () => ({ width: 0 }));
+  known.width ||= byId("groups").querySelector("canvas").clientWidth;
+  return known.width;
+}
+
+// A strip that says nothing yet. Choosing one again goes on to the next group that looks the same.
+function emptyStrip(place) {
+  const card = make("button", null, { type: "button", class: "group" }), name = make("span");
+  name.append(make("b"), make("small"));
+  card.append(name, make("canvas"), make("small"));
+  card.addEventListener("click", () => {
+    const { numbers } = alikeGroups()[place];
+    change({ group: numbers[(numbers.indexOf(view.group) + 1) % numbers.length] });
+  });
   return card;
+}
+
+function describeStrip(card, kind) {
+  const { group, regions, numbers } = kind, [name, layers, waste] = card.querySelectorAll("b, small");
+  name.textContent = `${numbers.length > 1 ? `${numbers.length} × ` : ""}${words(group.kind)}`;
+  layers.textContent = layersOf(group, regions);
+  waste.textContent = wasteOf(kind).text || "no padding";
 }
 
 // The layers of a group: how many, the first and the last.
@@ -88,12 +106,43 @@ function paintStrip(canvas, { numbers }, width) {
   const tall = Math.round(1.3 * rem());
   if (!width) return;
   fitCanvas(canvas, width, tall);
-  const own = { ...view, group: numbers.includes(view.group) ? view.group : numbers[0], level: "block" };
-  const rows = joined(blockRows(plan(), own).sort((one, two) => one.start - two.start));
-  const brush = brushOf(canvas.getContext("2d"), { mode: "page", follow: null });
+  const own = { ...view, group: numbers.includes(view.group) ? view.group : numbers[0], level: "strip" };
+  const rows = blockRows(plan(), own).sort((one, two) => one.start - two.start);
+  const brush = brushOf(canvas.getContext("2d"), { mode: "page", follow: null }), at = { x: 0, y: 0, wide: width, tall, plain: true };
   brush.finest = 1;
-  paintRow(brush, plan(), own, rows, { x: 0, y: 0, wide: width, tall, plain: true });
+  const stretches = rows.length * 4 < width ? rows.flatMap((row) => partsOfRow(own, row)) : joined(rows);
+  paintLine(brush, own, cutLine(brush, plan(), own, stretches, at), ({ point }) => lookAt(brush, plan(), own, point), [at]);
   drawLines(brush, own);
+}
+
+const MOST_HOLES = 16; // stretches of padding in a row: where there are more, pixels are looked up
+
+// A row that lies in one page, cut where padding begins and ends: each part is looked up once, for it has one colour.
+function partsOfRow(own, row) {
+  if (!row.region) return [{ ...row, point: { kind: "unused", region: null, at: {} } }];
+  const [first, last] = [row.start, row.start + row.nbytes - 1].map((at) => find(plan(), own.stage, own.group, at, row));
+  if (!first || !last || first.region !== last.region || first.at.L !== last.at.L) return [row];
+  const holes = holesOf(own, row, first);
+  if (holes.reduce((sum, box) => sum + itemsOf(box), 0) > MOST_HOLES) return [row];
+  const edges = holes.flatMap((box) => [...starts(box, {})].flatMap((start) => [start, start + box[1]]));
+  return splitAt(row, edges).map((part) => ({ ...part, point: find(plan(), own.stage, own.group, part.start, row) }));
+}
+
+const itemsOf = ([, , axes]) => axes.reduce((all, [, many]) => all * many, 1);
+
+// The padding of the page that a row lies in; without what is in many places and no hundredth of the row, which is not seen.
+function holesOf(own, row, { region, at }) {
+  const { fields, padding } = plan().pages[region.page];
+  const boxes = [...(padding ? [padding] : []), ...fields.filter((field) => field.padding).map(({ box }) => box)];
+  return boxes.map((box) => folded(cut(cut(box, "B", own.block, 1), "L", at.L, 1)))
+    .filter((box) => itemsOf(box) <= MOST_HOLES || itemsOf(box) * box[1] * 100 > row.nbytes);
+}
+
+// A stretch cut at some addresses.
+function splitAt({ start, nbytes, region }, edges) {
+  const inside = edges.filter((edge) => edge > start && edge < start + nbytes);
+  const cuts = [...new Set([start, ...inside, start + nbytes])].sort((one, two) => one - two);
+  return cuts.slice(1).map((stop, n) => ({ start: cuts[n], nbytes: stop - cuts[n], region }));
 }
 
 // Rows of a region that follow each other in memory, as one.

@@ -24,7 +24,8 @@ function make(tag, text, attributes) {
   return element;
 }
 
-const count = (number) => number.toLocaleString("en");
+const numerals = new Intl.NumberFormat("en"); // made once: it takes longer than what it writes
+const count = (number) => numerals.format(number);
 
 function size(bytes) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
@@ -270,53 +271,6 @@ function showCursor() {
   style.transform = `translate(${x - 5}px, ${y - height / 2}px)`;
   style.height = `${height - gap + 2}px`;
 }
-
-function mouse(event) {
-  const box = picture.getBoundingClientRect();
-  return [event.clientX - box.left, event.clientY - box.top];
-}
-
-picture.addEventListener("mousemove", (event) => {
-  const [x, y] = mouse(event);
-  if (view.level === "memory") {
-    const part = drawn.memory.find((one) => x >= one.x && x < one.x + one.wide);
-    byId("tip").hidden = !part;
-    if (part) tell(`${part.name}: ${count(part.bytes)} bytes, ${part.more}`, x, y);
-    return;
-  }
-  const point = pointAt(x, y);
-  byId("tip").hidden = !point;
-  if (!point) return;
-  cursor = { row: Math.floor((y - drawn.place.top) / drawn.place.height), x: 0, point };
-  showCursor();
-  showFacts(point);
-  showTip(point, x, y);
-});
-picture.addEventListener("mouseleave", () => { byId("tip").hidden = true; });
-picture.addEventListener("click", (event) => {
-  const [x, y] = mouse(event);
-  const point = pointAt(x, y);
-  if (event.shiftKey && point && point.kind === "field") {
-    followKind(paint.follow ? paint.follow.kind : headOf(point, view.tpRank) === null ? "token" : "head", point);
-  } else goIn(point, drawn.memory.find((one) => x >= one.x && x < one.x + one.wide));
-});
-
-let turned = 0, resting = 0;
-picture.addEventListener("wheel", (event) => {
-  // Who scrolls down the page does not mean the picture: it has to be chosen first.
-  if (document.activeElement !== picture && !event.ctrlKey) return;
-  const inner = view.level === "cell", outer = view.level === "memory";
-  if ((event.deltaY < 0 && inner) || (event.deltaY > 0 && outer)) return;
-  event.preventDefault();
-  if (performance.now() < resting) return;
-  turned += event.deltaY;
-  if (Math.abs(turned) < 60) return;
-  resting = performance.now() + 300;
-  const [x, y] = mouse(event);
-  if (turned < 0) goIn(pointAt(x, y), drawn.memory.find((one) => x >= one.x && x < one.x + one.wide));
-  else goOut();
-  turned = 0;
-}, { passive: false });
 
 picture.addEventListener("keydown", (event) => {
   const moves = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };

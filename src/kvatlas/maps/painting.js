@@ -1,13 +1,6 @@
 // Rows of memory on a canvas: every pixel is an address, and its colour says what lies there.
 "use strict";
 
-// Axes that tell the pieces of a picture apart; at the level of a cell, every element is one.
-const BY_CELL = ["B", "L", "k", "H", "N"], BY_STATE = ["B", "L", "H", "T"], BY_ELEMENT = { includes: () => true };
-
-function outerAxes(point, level) {
-  return level === "cell" ? BY_ELEMENT : "N" in point.at ? BY_CELL : BY_STATE;
-}
-
 // A colour of the style sheet. Asking the browser has it work out all styles: it is asked once for each theme.
 function styled(name) {
   return remembered(styled, `${dark} ${name}`, () => getComputedStyle(document.documentElement).getPropertyValue(name).trim());
@@ -67,170 +60,78 @@ function later() {
   };
 }
 
-const FRAME_WORK = 20; // milliseconds of a frame that rows are painted in
+const FRAME_WORK = 24; // milliseconds of a frame that rows are painted in
 
 const rowsLater = later();
 let painting = false; // whether rows are left for later
 
-// Rows that look alike are painted once, on a canvas of their own, and copied from there: copying from the picture
-// onto itself would have the browser copy the whole of it for each row. Rows that take longer than a frame has are
-// painted in the next; paper waits for no frame.
+// Rows that look alike are painted together. Those that take longer than a frame has are painted in the next; paper
+// waits for no frame.
 function paintRows(context, plan, view, rows, place, paint) {
-  const brush = brushOf(context, paint), ratio = pixelRatio();
-  const looks = rows.map((row) => lookOf(plan, view, row, paint)), alike = new Map(), tiles = new Map();
-  for (const look of looks) alike.set(look, (alike.get(look) || 0) + 1);
-  brush.finest = lookupsOfPixel(alike.size * place.width * ratio);
-  const paintOne = (row, n) => {
-    const look = looks[n], y = n * place.height + place.top, tall = place.height - place.gap;
-    const wide = Math.max(1, Math.round(row.nbytes * place.scale));
-    if (alike.get(look) === 1) {
-      paintRow(brush, plan, view, [row], { x: place.left, y, wide, tall });
-      return;
-    }
-    if (!tiles.has(look)) {
-      drawLines(brush, view); // the tile's lines wait on the same sheet
-      tiles.set(look, paintTile(brush, plan, view, row, wide, tall));
-    }
-    context.drawImage(tiles.get(look), place.left, y, wide, tall);
-  };
+  const brush = brushOf(context, paint), groups = alikeRows(plan, view, rows, place, paint);
+  const cuts = new Set(groups.map(({ shape }) => shape)).size; // what is not cut anew takes a quarter of the time
+  brush.finest = lookupsOfPixel(Math.max(cuts, groups.length / 4) * place.width * pixelRatio());
   const paintFrom = (first) => {
     const until = printing || stillness() ? Infinity : performance.now() + FRAME_WORK;
     let n = first;
-    do { paintOne(rows[n], n); n++; } while (n < rows.length && performance.now() < until);
+    do { paintAlike(brush, plan, view, groups[n]); n++; } while (n < groups.length && performance.now() < until);
     drawLines(brush, view);
-    painting = n < rows.length;
+    painting = n < groups.length;
     rowsLater(painting ? () => paintFrom(n) : null);
   };
-  if (rows.length) paintFrom(0);
+  if (groups.length) paintFrom(0);
 }
 
-function paintTile(brush, plan, view, row, wide, tall) {
-  const tile = document.createElement("canvas");
+// Rows by their looks: one of each, and where they all are.
+function alikeRows(plan, view, rows, place, paint) {
+  const groups = new Map();
+  rows.forEach((row, n) => {
+    const look = lookOf(plan, view, row, paint), known = groups.get(look.look) || { ...look, row, places: [] };
+    const y = n * place.height + place.top, wide = Math.max(1, Math.round(row.nbytes * place.scale));
+    known.places.push({ x: place.left, y, wide, tall: place.height - place.gap });
+    groups.set(look.look, known);
+  });
+  return [...groups.values()];
+}
+
+const FEW_OVER = 4; // words and hatches that are rather drawn in each row than copied
+
+// Rows of one look. What has many words is painted once, on a canvas of its own, and copied from there: copying from the
+// picture onto itself would have the browser copy the whole of it for each row.
+function paintAlike(brush, plan, view, group) {
+  const { shape, row, places } = group, [{ wide, tall }] = places;
+  const known = brush.cuts.get(shape) || cutLine(brush, plan, view, [row], places[0]);
+  const over = known.pieces.filter((piece) => isOver(piece, places[0])).length;
+  if (places.length === 1 || over <= FEW_OVER) { paintCut(brush, plan, view, group, known, places); return; }
+  drawLines(brush, view); // the tile's lines wait on the same sheet
+  const tile = document.createElement("canvas"), own = { ...brush, context: tile.getContext("2d", UNSEEN), lines: [] };
   fitCanvas(tile, wide, tall);
-  const own = { ...brush, context: tile.getContext("2d"), lines: [] };
-  paintRow(own, plan, view, [row], { x: 0, y: 0, wide, tall });
+  paintCut(own, plan, view, group, known, [{ x: 0, y: 0, wide, tall }]);
   drawLines(own, view);
-  return tile;
+  for (const { x, y } of places) brush.context.drawImage(tile, x, y, wide, tall);
+}
+
+// A row that is cut into pieces. Rows of one shape are cut once: they differ in their layers alone, so for the next of
+// them only each kind of piece is looked at.
+function paintCut(brush, plan, view, { shape, first }, cut, places) {
+  if (!brush.cuts.has(shape)) {
+    brush.cuts.set(shape, Object.assign(cut, { first }));
+    paintLine(brush, view, cut, ({ point }) => lookAt(brush, plan, view, point), places);
+    return;
+  }
+  cut.kinds ||= kindsOf(brush, plan, view, cut.pieces);
+  const looks = cut.kinds.map((point) => lookAt(brush, plan, view, inLayerOf(plan, first, cut.first, point)));
+  paintLine(brush, view, cut, ({ kind }) => looks[kind], places);
 }
 
 // What is needed to paint rows, asked once for each picture.
 function brushOf(context, paint) {
   return {
     context, paint, lines: [], ground: styled("--panel"), gap: rgb(styled("--panel")), mark: rgb(styled("--mark")), finest: FINEST,
-    font: `${0.8 * rem()}px system-ui, sans-serif`, widths: new Map(), faded: { unlit: new Map(), elsewhere: new Map() },
+    cuts: new Map(), font: `${0.8 * rem()}px system-ui, sans-serif`, widths: new Map(), faded: { unlit: new Map(), elsewhere: new Map() },
     patterns: { padding: hatch(true), unused: hatch(false) },
     empty: { padding: rgb(styled("--hatch-line")), unused: rgb(styled("--hatch-ground")) },
   };
-}
-
-// Stretches of memory side by side in one line; `at.plain` is one without gaps and words. A pixel has the mean of the
-// colours of its bytes, so that pieces narrower than pixels make no stripes of their own. It is seen once
-// `drawLines` has drawn what is waiting.
-function paintRow(brush, plan, view, stretches, at) {
-  const ratio = pixelRatio();
-  const pixels = Math.max(1, Math.round(at.wide * ratio));
-  const each = stretches.reduce((sum, one) => sum + one.nbytes, 0) / pixels;
-  const line = emptyLine(pixels), over = [];
-  let before = 0;
-  for (const row of stretches) {
-    const { start, nbytes } = row, shift = before - start;
-    for (const [point, first, last, whole] of piecesOfRow(plan, view, row, each / brush.finest)) {
-      const from = (first + shift) / each, to = (last + shift) / each, apart = whole && to - from > 5 && !at.plain ? ratio : 0;
-      const [colour, lit] = lookAt(brush, plan, view, point);
-      blend(line, colour, lit, from, to - apart);
-      if (apart) blend(line, brush.gap, 0, to - apart, to);
-      if (whole && to - from > 3) over.push({ point, colour, x: at.x + from / ratio, wide: (to - from - apart) / ratio });
-    }
-    before += nbytes;
-  }
-  if (brush.lines.length === LINES_AT_ONCE || strip.width < pixels) drawLines(brush, view);
-  writeLine(brush, line, pixels);
-  brush.lines.push({ pixels, at, over });
-}
-
-// Where what is followed has its mark: the lowest pixels of a row.
-function underline(at) {
-  const tall = Math.min(3, at.tall);
-  return { ...at, y: at.y + at.tall - tall, tall };
-}
-
-// The pieces of a stretch: [point, first byte, byte behind, whether it is one piece]. Of tiny ones, one stands for several.
-function* piecesOfRow(plan, view, row, least) {
-  const { start, nbytes } = row;
-  let hint = row, turn = 0;
-  for (let at = start; at < start + nbytes;) {
-    const point = find(plan, view.stage, view.group, Math.floor(at), hint);
-    if (point && point.region) hint = point;
-    turn = (turn + 0.618) % 1; // uneven steps do not fall into step with what is drawn
-    const end = point ? pieceEnd(point, outerAxes(point, view.level)) : 0, next = at + least * (0.5 + turn);
-    const last = Math.min(start + nbytes, Math.max(end, next));
-    yield [point, at, last, end >= next];
-    at = last;
-  }
-}
-
-// Sums of colours and of light for every pixel of a line. One line is summed up at a time, in memory that stays.
-const sums = { colours: new Float32Array(0), lights: new Float32Array(0) };
-
-function emptyLine(pixels) {
-  if (sums.lights.length < pixels) {
-    sums.colours = new Float32Array(pixels * 3);
-    sums.lights = new Float32Array(pixels);
-  }
-  return { colours: sums.colours.subarray(0, pixels * 3).fill(0), lights: sums.lights.subarray(0, pixels).fill(0) };
-}
-
-// Adds a colour and its light to the pixels between two places, by the part of each that is covered.
-function blend({ colours, lights }, [red, green, blue], light, from, to) {
-  const last = Math.min(lights.length, to);
-  for (let n = Math.max(0, Math.floor(from)); n < last; n++) {
-    const share = Math.min(n + 1, to) - Math.max(n, from), at = n * 3;
-    colours[at] += red * share;
-    colours[at + 1] += green * share;
-    colours[at + 2] += blue * share;
-    lights[n] += light * share;
-  }
-}
-
-// Lines wait on a sheet, one below the other, and are given to the browser together: each time costs.
-const LINES_AT_ONCE = 16;
-const strip = document.createElement("canvas");
-strip.height = 2 * LINES_AT_ONCE; // lines, and below them their marks
-let sheet = null;
-
-// Writes a line onto the sheet; where something is followed its marks too, as far as pixels are lit.
-function writeLine({ lines, paint, mark }, { colours, lights }, pixels) {
-  if (strip.width < pixels) strip.width = pixels;
-  if (!sheet || sheet.width !== strip.width) sheet = strip.getContext("2d").createImageData(strip.width, strip.height);
-  const { data } = sheet, below = LINES_AT_ONCE * sheet.width * 4;
-  for (let n = 0, from = 0, to = lines.length * sheet.width * 4; n < pixels; n++, from += 3, to += 4) {
-    data[to] = colours[from];
-    data[to + 1] = colours[from + 1];
-    data[to + 2] = colours[from + 2];
-    data[to + 3] = 255;
-  }
-  if (!paint.follow) return;
-  for (let n = 0, to = lines.length * sheet.width * 4 + below; n < pixels; n++, to += 4) {
-    data[to] = mark[0];
-    data[to + 1] = mark[1];
-    data[to + 2] = mark[2];
-    data[to + 3] = 255 * lights[n];
-  }
-}
-
-// Draws the lines that wait, each as high as its row, then what lies over them.
-function drawLines(brush, view) {
-  const { context, lines, paint } = brush;
-  if (!lines.length) return;
-  const draw = (n, pixels, at) => context.drawImage(strip, 0, n, pixels, 1, at.x, at.y, at.wide, at.tall);
-  strip.getContext("2d").putImageData(sheet, 0, 0, 0, 0, sheet.width, paint.follow ? sheet.height : lines.length);
-  context.imageSmoothingEnabled = false;
-  lines.forEach(({ pixels, at, over }, n) => {
-    draw(n, pixels, at);
-    for (const one of over) paintOver(brush, view, one, at);
-    if (paint.follow) draw(LINES_AT_ONCE + n, pixels, underline(at));
-  });
-  lines.length = 0;
 }
 
 // The colour of a point as numbers, and whether it is one of those that are followed.
@@ -253,11 +154,17 @@ function fade({ faded, ground }, kind, colour) {
   return known.get(colour);
 }
 
-const NARROWEST_WORD = 10; // pixels
+const NARROWEST_HATCH = 3, NARROWEST_WORD = 10, LOWEST_WORD = 15; // pixels
+
+// Whether something may be drawn over a piece.
+function isOver({ point, from, to, whole }, { tall, plain }) {
+  const hatched = !point || point.kind !== "field";
+  return whole && (hatched ? to - from > NARROWEST_HATCH : to - from > NARROWEST_WORD && tall >= LOWEST_WORD && !plain);
+}
 
 // What only wide pieces have room for: hatching, and words.
 function paintOver(brush, view, piece, at) {
-  const { context, patterns, paint } = brush, { point, colour, x, wide } = piece;
+  const { context, patterns, paint } = brush, { point, colour, wide } = piece, x = at.x + piece.from;
   if (!point || point.kind !== "field") {
     context.globalAlpha = paint.follow ? 0.4 : 1;
     context.fillStyle = patterns[point ? point.kind : "unused"];
@@ -265,7 +172,7 @@ function paintOver(brush, view, piece, at) {
     context.globalAlpha = 1;
     return;
   }
-  const text = at.tall >= 15 && wide > NARROWEST_WORD && !at.plain ? pieceLabel(view, point) : "";
+  const text = wide > NARROWEST_WORD ? pieceLabel(view, point) : "";
   if (!text || wordWidth(brush, text) > wide - 6) return;
   context.font = brush.font;
   context.fillStyle = inkOn(colour);
@@ -289,23 +196,62 @@ function inkOn(colour) {
   return 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.18 ? "#10131a" : "#ffffff";
 }
 
-// What decides how a row looks: rows that differ in their layer, block or region alone are copied.
+// What decides how a row looks, and its first byte: rows of one shape differ in their layer, block or region alone, and
+// those of one look not at all.
 function lookOf(plan, view, row, paint) {
   const first = row.region && find(plan, view.stage, view.group, row.start, row);
-  if (!first) return `unused ${row.nbytes}`;
-  if (first.kind !== "field" || view.level === "cell") return `alone ${row.start}`;
-  const layers = paint.mode === "layer" || (paint.follow && paint.follow.kind === "layer");
-  const { B, L, ...inside } = first.at;
-  const own = [row.block === view.block, layers ? first.region.layers[L] : 0, first.region.parts[L]];
-  return JSON.stringify([shapeOf(plan.pages[first.region.page]), first.number, row.nbytes, inside, own]);
+  if (!first) return lookNamed(`unused ${row.nbytes}`, "", null);
+  if (first.kind !== "field" || view.level === "cell") return lookNamed(`alone ${row.start}`, "", first);
+  const { B, L, ...inside } = first.at, page = plan.pages[first.region.page];
+  const { parts, tokens_per_state } = first.region;
+  const shape = JSON.stringify([shapeOf(page), first.number, row.nbytes, inside, row.block === view.block, parts[L], tokens_per_state]);
+  return lookNamed(shape, layerLook(page, view, row, first, paint), first);
 }
 
-// A page's fields and padding wherever it lies: the same for regions that are alike.
+function lookNamed(shape, layer, first) {
+  return { shape, look: `${shape} ${layer}`, first };
+}
+
+// What a row's layer changes of its look: its colour, or whether it is followed.
+function layerLook(page, view, row, { region, at }, { mode, follow }) {
+  const layer = region.layers[at.L], alone = view.level === "page" || (row.block === undefined && axisOf(page.block_rows, "L"));
+  if (mode === "layer" || (follow && follow.kind === "layer" && !alone)) return layer;
+  return follow && follow.kind === "layer" ? layer === follow.value : "";
+}
+
+// The kinds of pieces that a line has: one point of each, whose number pieces then have.
+function kindsOf({ paint }, plan, view, pieces) {
+  const numbers = new Map(), points = [];
+  for (const piece of pieces) {
+    const { point } = piece, key = kindOf(plan, view, point, paint);
+    if (!numbers.has(key)) { numbers.set(key, points.length); points.push(point); }
+    piece.kind = numbers.get(key);
+  }
+  return points;
+}
+
+function kindOf(plan, view, point, { mode, follow }) {
+  if (!point || point.kind !== "field") return point ? point.kind : "";
+  const lit = !follow || follow.kind === "layer" || follows(point, follow, view.tpRank);
+  return [point.number, point.at.L, lit, point.at.B === view.block, mode === "layer" ? "" : colourOf(plan, view, point, mode)].join(" ");
+}
+
+// A point of one row as it is in another of the same shape, by the first bytes of both.
+function inLayerOf(plan, first, known, point) {
+  if (!point || point.kind !== "field") return point;
+  const { region } = first, page = plan.pages[region.page], L = point.at.L + first.at.L - known.at.L;
+  return { ...point, region, page, field: page.fields[point.number], at: { ...point.at, L } };
+}
+
+let shapes = 0;
+
+// A number for a page's fields and padding wherever it lies: the same for regions that are alike.
 function shapeOf(page) {
   return remembered(page, "shape", () => {
     const boxes = [...page.fields.map((field) => field.box), page.padding].filter(Boolean);
     const from = ([offset, item, axes]) => [offset - boxes[0][0], item, axes.filter(([axis]) => axis !== "L" && axis !== "B")];
-    return JSON.stringify([page.fields.map((field) => [field.name, field.ranges]), boxes.map(from)]);
+    const text = JSON.stringify([page.fields.map((field) => [field.name, field.ranges]), boxes.map(from)]);
+    return remembered(shapeOf, text, () => ++shapes);
   });
 }
 

@@ -222,18 +222,26 @@ function shortName(name) {
   return `layer ${parts[number]}${plain ? "" : " " + last}`;
 }
 
+// The last byte of a row that is of a field: padding behind it does not say how far the row goes.
+function lastOf(plan, view, row) {
+  let point = find(plan, view.stage, view.group, row.start + row.nbytes - 1, row);
+  while (point && point.kind === "padding" && point.address - point.at.rest > row.start) {
+    point = find(plan, view.stage, view.group, point.address - point.at.rest - 1, row);
+  }
+  return point && point.kind === "field" ? point : null;
+}
+
 // What all of a row has in common, from its first and last byte.
 function rowLabel(data, plan, view, row) {
-  if (view.level === "pool" && row.block !== undefined) return `block ${row.block.toLocaleString("en")}`;
+  if (view.level === "pool" && row.block !== undefined) return `block ${count(row.block)}`;
   if (view.level === "cell") {
     const point = find(plan, view.stage, view.group, row.start, row);
     return point ? `${point.field.name} +${point.address - cellStart(point)}` : "";
   }
-  const ends = [row.start, row.start + row.nbytes - 1].map((at) => find(plan, view.stage, view.group, at, row));
-  const [one, two] = ends;
+  const one = find(plan, view.stage, view.group, row.start, row);
   if (!one || one.kind === "unused") return "unused";
   if (one.kind === "padding") return "padding";
-  const last = two && two.kind === "field" ? two : one;
+  const last = lastOf(plan, view, row) || one;
   if (view.level !== "page" && one.at.L === last.at.L) {
     const name = shortName(data.names[one.region.layers[one.at.L]] || "");
     const heads = [headOf(one, view.tpRank), headOf(last, view.tpRank)];

@@ -141,7 +141,7 @@ function placeOfTerms(head, own, layer) {
 // What was said of the last search and knob holds no more.
 function forgetNotes() {
   say("found", "");
-  say("knobs-note", "");
+  knobsNote = "";
 }
 
 // Puts the cursor on a byte; where its row is left out of a sample, it is told of all the same.

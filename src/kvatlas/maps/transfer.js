@@ -126,7 +126,7 @@ function showTransfer() {
   say("followed", told ? why(told) : "");
   say("transfer-note", paint.follow
     ? "Its runs are underlined in the picture. Choose it again to let go."
-    : "A run is contiguous memory, which moves at once. Choose a line to light up its runs, or Shift+click the picture.");
+    : `A run is contiguous memory, which moves at once. Choose a line to light up its runs${byHand(", or Shift+click the picture", "")}.`);
 }
 
 // Why something lies in so many runs: the axes that are outside of it break it up.

@@ -68,8 +68,8 @@ def block_size(request: PlanRequest) -> BlockSize:
     plain = kernel_size(request)
     block, reasons = plain.tokens, plain.reasons
     state = state_bytes(request.model, request.tp)
-    token = token_bytes(request.model, request.tp)
-    if not state or not token:
+    token = token_bytes(request.model, request.tp) if state else 0
+    if not token:
         return plain
     step = kernel_multiple(request, block)
     least = lcm(*(min(backend.sizes) for backend in used_backends(request)))

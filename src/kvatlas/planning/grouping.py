@@ -18,8 +18,14 @@ from operator import attrgetter
 from typing import Any
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Layout, Sharding, ceil_div
-from kvatlas.planning.sized_layers import FULL_KINDS, SLIDING_KINDS, Kind, SizedLayer
+from kvatlas.geometry import Layout, ceil_div
+from kvatlas.planning.sized_layers import (
+    FULL_KINDS,
+    SLIDING_KINDS,
+    Kind,
+    SizedLayer,
+    heads_on_rank,
+)
 from kvatlas.specs import Attention
 
 STRETCH = 1.5
@@ -213,7 +219,7 @@ def _merged(layer: SizedLayer) -> tuple[object, ...]:
     if layer.kind != "full_attention" or not isinstance(spec, Attention):
         return layer.key
     row = (spec.head_dim, spec.v_dim or spec.head_dim, spec.dtype, spec.cache, spec.packed_as)
-    heads = Sharding.by_heads(spec.heads).size(layer.tp)
+    heads = heads_on_rank(spec.heads, layer.tp)
     return (layer.kind, heads, row, layer.block, layer.padded, layer.apart)
 
 

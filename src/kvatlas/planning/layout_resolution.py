@@ -47,7 +47,8 @@ def viewable_orders(orders: tuple[str, ...], layers: list[SizedLayer]) -> tuple[
     >>> plan("Qwen3-8B", memory="60GiB", kv_dtype="nvfp4").accepted_layouts  # whole pages
     ('LBNHC', 'LBHNC', 'BLNHC', 'BLHNC')
     """
-    pages = {page_of(layer.spec, layer.block, layer.tp) for layer in layers}
+    kinds = {(layer.spec, layer.block, layer.tp) for layer in layers}
+    pages = {page_of(*kind) for kind in kinds}
     # Padding is the pool's business: another page's size may bring it or spare it.
     flat = {_unpadded(page) for page in pages if not page.in_cells}
     return tuple(order for order in orders if all(_can_view(page, order) for page in flat))

@@ -82,9 +82,10 @@ def plan_atlas(request: PlanRequest) -> Plan:
             hint="Leave pack out",
         )
     draft = PlanDraft(tuple(_pools(layers, layout)), size, orders)
-    theirs = Yardstick(request)
-    if request.layout is None and theirs.draft and not theirs.share(draft).keeps_promise:
-        draft = theirs.draft
+    if request.layout is None:
+        theirs = Yardstick(request)
+        if theirs.draft and not theirs.share(draft).keeps_promise:
+            draft = theirs.draft
     return make_plan(request, draft, policy="atlas")
 
 
@@ -104,7 +105,6 @@ def _layout(
 
 def _pools(layers: list[SizedLayer], layout: Layout) -> list[PoolDraft]:
     """Groups that can overlay each other in one pool, or each in a pool of its own."""
-    groups = by_tokens(layers)
     for order in (layout, Layout("BLHNC")):
         try:
             groups = group_layers(layers, order)
@@ -112,6 +112,8 @@ def _pools(layers: list[SizedLayer], layout: Layout) -> list[PoolDraft]:
         except AtlasError as refusal:
             if refusal.code is not Code.PAGES_NOT_UNIFIED:
                 raise
+    else:
+        groups = by_tokens(layers)
     # A page in one stretch overlays any other of its size; stripes of heads only their like.
     shapes = {
         layer.nbytes

@@ -8,7 +8,7 @@ region of memory can serve both.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 from math import gcd
 from typing import Any, Literal
 
@@ -61,6 +61,12 @@ def page_of(spec: Spec, block: int, tp: int, rank: int = 0, padded: int | None =
 
 
 @lru_cache(maxsize=4096)
+def heads_on_rank(heads: int, tp: int) -> int:
+    """Heads of so many that one rank of `tp` holds."""
+    return Sharding.by_heads(heads).size(tp)
+
+
+@lru_cache(maxsize=4096)
 def _alike(spec: Spec, tp: int) -> tuple[Any, ...]:
     """What of a spec decides whether two layers can share a region, on a rank of `tp`.
 
@@ -69,7 +75,7 @@ def _alike(spec: Spec, tp: int) -> tuple[Any, ...]:
     if not isinstance(spec, Attention):
         return (spec,)
     fields = msgspec.structs.asdict(spec)
-    fields["heads"] = Sharding.by_heads(spec.heads).size(tp)
+    fields["heads"] = heads_on_rank(spec.heads, tp)
     return (type(spec), *fields.items())
 
 
@@ -150,19 +156,24 @@ class SizedLayer:
 
 def kind_of(spec: Spec) -> Kind:
     """What engines call a layer's cache."""
-    if isinstance(spec, Recurrent):
+    return _kind_of_class(type(spec))
+
+
+@cache
+def _kind_of_class(spec: type[Spec]) -> Kind:
+    if issubclass(spec, Recurrent):
         return "recurrent"
-    if isinstance(spec, SlidingLatentAttention | CompressorState):
+    if issubclass(spec, SlidingLatentAttention | CompressorState):
         return "sliding_window_mla"
-    if isinstance(spec, LatentAttention | Indexer):
+    if issubclass(spec, LatentAttention | Indexer):
         return "mla_attention"
-    if isinstance(spec, SlidingAttention):
+    if issubclass(spec, SlidingAttention):
         return "sliding_window"
-    if isinstance(spec, ChunkedAttention):
+    if issubclass(spec, ChunkedAttention):
         return "chunked_local_attention"
-    if isinstance(spec, SinkAttention):
+    if issubclass(spec, SinkAttention):
         return "sink_full_attention"
-    return "cross_attention" if isinstance(spec, CrossAttention) else "full_attention"
+    return "cross_attention" if issubclass(spec, CrossAttention) else "full_attention"
 
 
 def checkpoints(spec: Spec, *, prefix_caching: bool) -> int:

@@ -24,6 +24,8 @@ KEPT_BYTES = 1 << 28
 """Bytes of batches that are kept for who asks again."""
 WAITING = 100_000
 """Batches that wait for a listener who is slow, as in vLLM; behind these it misses some."""
+_MOST_QUEUED = 1000
+"""Batches that wait for who reads them, as ZeroMQ limits them unless it is told otherwise."""
 _TICK = 100
 """Milliseconds after which a thread looks whether it is to end."""
 
@@ -165,26 +167,60 @@ class EventSubscriber:
         """Seconds that a replay may take."""
         self._replay_endpoint = replay
         self._expected = 0
+        self._anew = False
+        """Whether the next batch may be another publisher's than the last."""
         self._waiting: deque[ReceivedBatch] = deque()
         self._socket = _socket(zmq.SUB)
+        self._lost = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        """Has a message for each connection that was lost."""
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._lost, zmq.POLLIN)
         try:
             self._socket.setsockopt(zmq.SUBSCRIBE, topic.encode())
             self._socket.setsockopt(zmq.MAXMSGSIZE, MOST_BYTES)
             self._socket.connect(endpoint)
         except zmq.ZMQError as error:
-            self._socket.close(linger=0)
+            self.close()
             raise _bad_address(endpoint, error) from None
 
     def read(self, timeout: float) -> ReceivedBatch | None:
         """The next batch, in order; None where none came for `timeout` seconds."""
-        if not self._waiting and self._socket.poll(round(timeout * 1000)):
-            number, payload = _checked(self._socket.recv_multipart())
-            self._receive(number, decode_batch(payload))
-        return self._waiting.popleft() if self._waiting else None
+        end = time.monotonic() + timeout
+        while not self._waiting:
+            left = max(0.0, end - time.monotonic())
+            ready = dict(self._poller.poll(round(left * 1000)))
+            if self._lost in ready:
+                self._begin_anew()
+            elif ready:
+                self._receive(self._socket.recv_multipart(), anew=self._anew)
+                self._anew = False
+            else:
+                return None
+        return self._waiting.popleft()
 
-    def _receive(self, number: int, batch: EventBatch) -> None:
+    def _begin_anew(self) -> None:
+        """A connection was lost: who comes next may be another, whatever its numbers.
+
+        What waits here may be from before that or after. The latest of it stands for all, and
+        the next batch begins anew once more.
+        """
+        while self._lost.poll(0):
+            self._lost.recv_multipart()
+        latest = None
+        for _ in range(_MOST_QUEUED):
+            if not self._socket.poll(0):
+                break
+            latest = self._socket.recv_multipart()
+        self._anew = True
+        if latest is not None:
+            self._receive(latest, anew=True)
+
+    def _receive(self, frames: list[bytes], *, anew: bool) -> None:
         """Take a batch in, behind those that are missing before it."""
-        anew = number < self._expected
+        number, payload = _checked(frames)
+        batch = decode_batch(payload)
+        anew |= number < self._expected
         expected = 0 if anew else self._expected
         missing = self._ask_again(expected, number) if number > expected else []
         # Who has seen nothing yet has nothing to forget, if it has all from the first on.
@@ -229,6 +265,10 @@ class EventSubscriber:
 
     def close(self) -> None:
         """Listen no more."""
+        if self._socket.closed:
+            return
+        self._socket.disable_monitor()
+        self._lost.close(linger=0)
         self._socket.close(linger=0)
 
     def __enter__(self) -> Self:

@@ -35,7 +35,12 @@ class PrefixIdentity(msgspec.Struct, frozen=True, kw_only=True):
     def root(self) -> bytes:
         """The hash of no tokens."""
         parts = [self.weights, self.salt, self.lora]
-        return sha256(msgspec.msgpack.encode(parts)).digest()
+        try:
+            return sha256(msgspec.msgpack.encode(parts)).digest()
+        except UnicodeEncodeError as error:
+            problem = "The name of weights or of an adapter is no text"
+            hint = "Half a surrogate pair cannot be written as UTF-8"
+            raise AtlasError(Code.BAD_CONFIG, problem, got=repr(error.object), hint=hint) from None
 
 
 class HashChain:

@@ -1,6 +1,6 @@
 """Routes: from any plan to any plan of the same model, as byte ranges."""
 
-from kvatlas.routing.binding import Copy, RunGrid
+from kvatlas.routing.binding import Copy, RunGrid, Starts
 from kvatlas.routing.block_tables import block_table, checked_rank, table_arrays
 from kvatlas.routing.compatibility import Reason, fingerprint
 from kvatlas.routing.conversion import (
@@ -47,6 +47,7 @@ __all__ = [
     "RunGrid",
     "Scales",
     "SpanPattern",
+    "Starts",
     "Stream",
     "block_table",
     "check",

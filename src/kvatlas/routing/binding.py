@@ -29,8 +29,12 @@ _MOST_STARTS = 1 << 15
 """Starts that are kept with their states."""
 
 
-class Starts(NamedTuple):
-    """Offsets at the source and at the destination, ascending there."""
+@dataclass(frozen=True, eq=False, slots=True)
+class Starts:
+    """Offsets at the source and at the destination, ascending there.
+
+    Equal only to itself: what is found out about it may be kept by whoever has it again.
+    """
 
     src: Int64s
     dst: Int64s
@@ -41,6 +45,11 @@ class Starts(NamedTuple):
     def of(cls, src: Int64s, dst: Int64s) -> Starts:
         """Offsets at either end, with their step."""
         return cls(src, dst, int(np.diff(dst).min()) if len(dst) > 1 else INT64_MAX)
+
+    @property
+    def ends(self) -> tuple[Int64s, Int64s]:
+        """Offsets at either end."""
+        return self.src, self.dst
 
     def at(self, end: int) -> Int64s:
         """Offsets at one end."""
@@ -116,7 +125,7 @@ class RepeatedRuns(NamedTuple):
     starts: Starts
     """Where items lie at either end, by destination, in the first state of block 0."""
     kept: dict[object, Any]
-    """What was made of it and is asked for again: starts with states, spans of requests."""
+    """What was made of it and is asked for again: starts with states, parts, spans of requests."""
 
     def in_states(self, count: int) -> Starts | None:
         """Where items lie in the first `count` states; None where those are too many to keep.
@@ -127,7 +136,7 @@ class RepeatedRuns(NamedTuple):
             return None
         if count not in self.kept:
             nth = np.arange(count)
-            steps = zip(self.starts[:2], self.strip.state_strides, strict=True)
+            steps = zip(self.starts.ends, self.strip.state_strides, strict=True)
             src, dst = ((at[:, None] + nth * step).reshape(-1) for at, step in steps)
             order = np.argsort(dst, kind="stable")
             self.kept.setdefault(count, Starts.of(src[order], dst[order]))
@@ -135,9 +144,13 @@ class RepeatedRuns(NamedTuple):
         return made
 
     def part(self, first: int, stop: int) -> RepeatedRuns:
-        """Some of the starts alone."""
-        src, dst = self.starts.src[first:stop], self.starts.dst[first:stop]
-        return RepeatedRuns(self.strip, Starts.of(src, dst), {})
+        """Some of the starts alone; the same whenever they are asked for, with what they keep."""
+        key = range(first, stop)
+        if key not in self.kept:
+            src, dst = self.starts.src[first:stop], self.starts.dst[first:stop]
+            self.kept.setdefault(key, RepeatedRuns(self.strip, Starts.of(src, dst), {}))
+        made: RepeatedRuns = self.kept[key]
+        return made
 
 
 class CompiledPair(NamedTuple):

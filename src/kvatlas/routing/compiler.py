@@ -9,7 +9,8 @@ the same regions share all of this and differ only in their pages.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -39,7 +40,8 @@ class SourceShard(NamedTuple):
     """A range of a field's sharded axis that one source rank holds, from its own `local` on."""
 
     tp_rank: int
-    part: LayerPart
+    part: int
+    """Which of its layer's parts there it is in."""
     local: int
     cells: StateBlocks
 
@@ -48,7 +50,8 @@ class NeededShard(NamedTuple):
     """A range of a field that a destination rank needs, and the source ranks that hold it."""
 
     field: str
-    part: LayerPart
+    part: int
+    """Which of its layer's parts there it is in."""
     local: int
     length: int
     cells: StateBlocks
@@ -56,21 +59,25 @@ class NeededShard(NamedTuple):
     """All that hold it; the one to read from, once that is chosen."""
 
 
+class StripPages(NamedTuple):
+    """A strip at page 0 of two regions, and how far from there it lies again for each layer."""
+
+    strip: StridedRuns
+    pages: tuple[Ends, ...]
+
+
 class Compiler:
     """Strips between two plans, found for one pair of ranks at a time."""
 
     def __init__(self, src: PlanEnd, dst: PlanEnd, visibilities: Mapping[str, Visibility]) -> None:
         self.src, self.dst, self.visibilities = src, dst, visibilities
-        alike: dict[object, list[str]] = defaultdict(list)
-        for name, seen in visibilities.items():
-            ends = [(end.specs[name], end.parts[name]) for end in (src, dst)]
-            alike[seen, *ends].append(name)
-        self._alike = [tuple(names) for names in alike.values()]
-        self._chosen: dict[int, dict[int, list[tuple[Layers, NeededShard]]]] = {}
+        self._chosen: dict[int, dict[int, dict[str, list[NeededShard]]]] = {}
         self._held: dict[object, list[tuple[SourceShard, ShardRange]]] = {}
         """What source ranks hold of a field, whoever needs it."""
         self._runs: dict[object, StridedRuns] = {}
         """Between places that are alike: groups of one pool share them, and many ranks."""
+        self._merged: dict[tuple[StripPages, ...], tuple[StridedRuns, ...]] = {}
+        """Of all layers between two groups: those of many groups and ranks are the same."""
 
     def sources(self, dst_rank: int) -> tuple[int, ...]:
         """The source ranks that a destination rank reads."""
@@ -78,18 +85,35 @@ class Compiler:
 
     def strips(
         self, src_rank: int, dst_rank: int, layers: frozenset[str] | None = None
-    ) -> dict[GroupPair, list[StridedRuns]]:
+    ) -> dict[GroupPair, tuple[StridedRuns, ...]]:
         """The strips between two ranks, as few as possible, by pair of groups."""
-        strips: dict[GroupPair, list[StridedRuns]] = defaultdict(list)
+        strips: dict[GroupPair, list[StripPages]] = defaultdict(list)
         for alike, needed in self.choices(src_rank, dst_rank):
             names = [name for name in alike if layers is None or name in layers]
             if names:
-                pair, strip = self._strip(names[0], needed)
-                parts = needed.sources[0].part, needed.part
-                for name in names:
-                    src, dst = self.src.page_offsets[name], self.dst.page_offsets[name]
-                    strips[pair].append(strip.shift(src[parts[0]], dst[parts[1]]))
-        return {pair: merge_runs(own) for pair, own in strips.items()}
+                pair = self.group_pair(names[0], needed)
+                pages = self._pages(names, needed.sources[0].part, needed.part)
+                strips[pair].append(StripPages(self._strip(names[0], needed), pages))
+        if layers is not None:  # any choice of them: not to be kept
+            return {pair: _merged(own) for pair, own in strips.items()}
+        merged: dict[GroupPair, tuple[StridedRuns, ...]] = {}
+        for pair, own in strips.items():
+            key = tuple(own)
+            if key not in self._merged:
+                self._merged[key] = _merged(key)
+            merged[pair] = self._merged[key]
+        return merged
+
+    def group_pair(self, layer: str, needed: NeededShard) -> GroupPair:
+        """The groups between which a layer's shard goes."""
+        source = needed.sources[0]
+        src, dst = self.src.parts[layer][source.part], self.dst.parts[layer][needed.part]
+        return GroupPair(
+            (self.src.region(src).group, self.dst.region(dst).group),
+            self.src.specs[layer].tokens_per_state,
+            self.visibilities[layer],
+            (source.cells, needed.cells),
+        )
 
     def fields_chosen_by(self, layer: str, part: LayerPart) -> Mapping[str, FieldView]:
         """The fields whose ranges say who reads what from whom: each for itself."""
@@ -97,28 +121,54 @@ class Compiler:
 
     def choices(self, src_rank: int, dst_rank: int) -> list[tuple[Layers, NeededShard]]:
         """What a destination rank reads from a source rank."""
-        return self._choose(dst_rank).get(src_rank, [])
+        chosen = self._choose(dst_rank).get(src_rank, {})
+        return [
+            (alike, needed)
+            for alike, first in self._alike.items()
+            for needed in chosen.get(first, ())
+        ]
 
     # -- who reads whom ---------------------------------------------------------------
 
-    def _choose(self, dst_rank: int) -> dict[int, list[tuple[Layers, NeededShard]]]:
-        """For each source rank, what a destination rank reads from it."""
+    @cached_property
+    def _alike(self) -> dict[Layers, str]:
+        """Layers that lie in the same regions, and a layer that lies alike in its own."""
+        alike: dict[object, list[str]] = defaultdict(list)
+        for name, seen in self.visibilities.items():
+            ends = [(end.specs[name], end.parts[name]) for end in (self.src, self.dst)]
+            alike[seen, *ends].append(name)
+        first: dict[object, str] = {}
+        return {
+            tuple(names): first.setdefault(self._form(names[0]), names[0])
+            for names in alike.values()
+        }
+
+    def _form(self, layer: str) -> object:
+        """Equal for layers of which ranks read the same ranges, at the same places of a page."""
+        ends = [
+            (end.specs[layer], tuple(map(end.form, end.parts[layer])))
+            for end in (self.src, self.dst)
+        ]
+        return (self.visibilities[layer], *ends)
+
+    def _choose(self, dst_rank: int) -> dict[int, dict[str, list[NeededShard]]]:
+        """For each source rank, what a destination rank reads from it, by layers that lie alike."""
         if dst_rank in self._chosen:
             return self._chosen[dst_rank]
         stage, tp_rank = self.dst.plan.split_rank(dst_rank)
-        needs: list[tuple[Layers, int, NeededShard]] = []
-        for alike in self._alike:
-            if self.dst.plan.region_of(alike[0])[0].stage == stage:
-                first = self.src.plan.region_of(alike[0])[0].stage * self.src.plan.tp
-                needs += [(alike, first, needed) for needed in self._needed(alike[0], tp_rank)]
+        needs: list[tuple[str, int, NeededShard]] = []
+        for layer in dict.fromkeys(self._alike.values()):
+            if self.dst.plan.region_of(layer)[0].stage == stage:
+                first = self.src.plan.region_of(layer)[0].stage * self.src.plan.tp
+                needs += [(layer, first, needed) for needed in self._needed(layer, tp_rank)]
         must = {
             first + needed.sources[0].tp_rank
             for _, first, needed in needs
             if len({source.tp_rank for source in needed.sources}) == 1
         }
         near = tp_rank * self.src.plan.tp // self.dst.plan.tp
-        chosen: dict[int, list[tuple[Layers, NeededShard]]] = defaultdict(list)
-        for alike, first, needed in needs:
+        chosen: dict[int, dict[str, list[NeededShard]]] = defaultdict(lambda: defaultdict(list))
+        for layer, first, needed in needs:
             # Of replicas, one that is read anyway; else the one that lies as this rank does,
             # so that destination ranks spread over them.
             rank = min(
@@ -126,13 +176,13 @@ class Compiler:
                 key=lambda rank: (first + rank not in must, abs(rank - near), rank),
             )
             source = next(source for source in needed.sources if source.tp_rank == rank)
-            chosen[first + rank].append((alike, needed._replace(sources=(source,))))
+            chosen[first + rank][layer].append(needed._replace(sources=(source,)))
         self._chosen[dst_rank] = dict(chosen)
         return self._chosen[dst_rank]
 
     def _needed(self, layer: str, dst_tp_rank: int) -> Iterator[NeededShard]:
         """What a rank needs of a layer, in ranges that source ranks hold from end to end."""
-        for part in self.dst.parts[layer]:
+        for index, part in enumerate(self.dst.parts[layer]):
             for name, view in self.fields_chosen_by(layer, part).items():
                 cells = _dealt_out(view.cells, self.dst, layer, dst_tp_rank)
                 key = layer, name, cells
@@ -140,32 +190,27 @@ class Compiler:
                     self._held[key] = list(self._sources(*key))
                 sources = self._held[key]
                 for needed in self.dst.ranges(view.field.sharding, part, dst_tp_rank):
-                    yield from _intersect(name, part, cells, needed, sources)
+                    yield from _intersect(name, index, cells, needed, sources)
 
     def _sources(
         self, layer: str, field: str, needed: StateBlocks
     ) -> Iterator[tuple[SourceShard, ShardRange]]:
         """Every range of a field that source ranks hold, of the states that are needed."""
-        for part in self.src.parts[layer]:
+        for index, part in enumerate(self.src.parts[layer]):
             view = self.src.views(layer, part)[field]
             for rank in range(self.src.plan.tp):
                 cells = _dealt_out(view.cells, self.src, layer, rank)
                 if cells.overlaps(needed):
                     for held in self.src.ranges(view.field.sharding, part, rank):
-                        yield SourceShard(rank, part, held.local, cells), held
+                        yield SourceShard(rank, index, held.local, cells), held
 
     # -- bytes ------------------------------------------------------------------------
 
-    def _strip(self, layer: str, needed: NeededShard) -> tuple[GroupPair, StridedRuns]:
+    def _strip(self, layer: str, needed: NeededShard) -> StridedRuns:
+        """A shard's runs at page 0 of the regions that a layer is in."""
         source = needed.sources[0]
-        src = self.src.views(layer, source.part)[needed.field]
-        dst = self.dst.views(layer, needed.part)[needed.field]
-        pair = GroupPair(
-            (self.src.region(source.part).group, self.dst.region(needed.part).group),
-            self.src.specs[layer].tokens_per_state,
-            self.visibilities[layer],
-            (source.cells, needed.cells),
-        )
+        src = self.src.views(layer, self.src.parts[layer][source.part])[needed.field]
+        dst = self.dst.views(layer, self.dst.parts[layer][needed.part])[needed.field]
         axis = dst.field.sharding.axis
         ends = src.placement, dst.placement
         key = (*ends, axis, source.local, needed.local, needed.length)
@@ -175,7 +220,20 @@ class Compiler:
                 here = here.narrow(axis, source.local, needed.length)
                 there = there.narrow(axis, needed.local, needed.length)
             self._runs[key] = StridedRuns.between(here, there)
-        return pair, self._runs[key]
+        return self._runs[key]
+
+    def _pages(self, layers: Sequence[str], src_part: int, dst_part: int) -> tuple[Ends, ...]:
+        """Bytes from page 0 to the page of each layer, at either end."""
+        src, dst = self.src, self.dst
+        here, there = src.parts[layers[0]][src_part], dst.parts[layers[0]][dst_part]
+        return tuple(
+            (src.page_offsets[name][here], dst.page_offsets[name][there]) for name in layers
+        )
+
+
+def _merged(strips: Iterable[StripPages]) -> tuple[StridedRuns, ...]:
+    """Strips at all of their pages, as few as possible."""
+    return tuple(merge_runs(strip.shift(*page) for strip, pages in strips for page in pages))
 
 
 def _dealt_out(cells: StateBlocks, end: PlanEnd, layer: str, tp_rank: int) -> StateBlocks:
@@ -188,7 +246,7 @@ def _dealt_out(cells: StateBlocks, end: PlanEnd, layer: str, tp_rank: int) -> St
 
 def _intersect(
     field: str,
-    part: LayerPart,
+    part: int,
     cells: StateBlocks,
     needed: ShardRange,
     sources: list[tuple[SourceShard, ShardRange]],

@@ -117,27 +117,22 @@ class ConvertingCompiler(Compiler):
 
     def _box(self, names: list[str], needed: NeededShard) -> ConvertedBox:
         layer, source = names[0], needed.sources[0]
-        pair = GroupPair(
-            (self.src.region(source.part).group, self.dst.region(needed.part).group),
-            self.src.specs[layer].tokens_per_state,
-            self.visibilities[layer],
-            (source.cells, needed.cells),
-        )
         cells = self._cells(layer, needed.field)
         axes = self._axes(layer, needed)
-        here = (self.src, source.part, source.local, source.cells)
-        there = (self.dst, needed.part, needed.local, needed.cells)
+        src, dst = self.src.parts[layer][source.part], self.dst.parts[layer][needed.part]
+        here = (self.src, src, source.local, source.cells)
+        there = (self.dst, dst, needed.local, needed.cells)
         ends = [
             self._end(names, needed, cell, axes, *end)
             for cell, end in zip(cells, (here, there), strict=True)
         ]
         copied = way_between(*cells) == "copied"
         wire = 1 if place_of_conversion(*cells) == "source" else 0
-        return ConvertedBox(pair, (ends[0], ends[1]), copied, wire)
+        return ConvertedBox(self.group_pair(layer, needed), (ends[0], ends[1]), copied, wire)
 
     def _axes(self, layer: str, needed: NeededShard) -> list[tuple[str, int]]:
         """The axes of a box outside its cells, in the order of the stream: the destination's."""
-        view = self.dst.views(layer, needed.part)[needed.field]
+        view = self.dst.views(layer, self.dst.parts[layer][needed.part])[needed.field]
         cut = view.field.sharding.axis
         inside = (*_OPEN,) if self._recurrent(layer) else (*_OPEN, "C", "c")
         return [
@@ -313,6 +308,15 @@ class ConvertedStream:
             yield ConvertedPart(self, index, first, units)
             start = upto
             index += start == self._ends[index]
+
+    def parts_of_entry(self, group: int, entry: int) -> Iterator[ConvertedPart]:
+        """The cells that the source has under one entry of a group's block table."""
+        for section, end in zip(self.sections, self._ends, strict=True):
+            box = section.box
+            if box.pair.groups[0] == group:
+                numbers = section.states.numbers_in(0, entry)
+                base, each = end - section.nbytes, box.ends[box.wire].nbytes
+                yield from self.parts(base + numbers.start * each, base + numbers.stop * each)
 
     def chunk(self, end: int, index: int, first: int) -> StreamChunk:
         """The runs of one chunk between one end's pools and the order of the stream."""

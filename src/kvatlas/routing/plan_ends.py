@@ -26,6 +26,14 @@ class LayerPart(NamedTuple):
     part: int
 
 
+class RegionForm(NamedTuple):
+    """How a layer's cache lies in its pool, whichever group it belongs to."""
+
+    first: int
+    """The first region that lies so."""
+    part: int
+
+
 class FieldView(NamedTuple):
     """Where a field lies on every rank of a stage, at page 0 of a region."""
 
@@ -39,7 +47,7 @@ class PlanEnd:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self._views: dict[tuple[Spec, int], dict[str, FieldView]] = {}
+        self._views: dict[tuple[Spec, RegionForm], dict[str, FieldView]] = {}
 
     @cached_property
     def specs(self) -> dict[str, Spec]:
@@ -67,13 +75,17 @@ class PlanEnd:
             for name, parts in self.page_offsets.items()
         }
 
+    def form(self, part: LayerPart) -> RegionForm:
+        """How a part lies: equal for parts of layers in groups that overlay each other alike."""
+        return RegionForm(self._first_alike[part.region], part.part)
+
     def region(self, part: LayerPart) -> Region:
         """The region that holds a part."""
         return self.plan.regions[part.region]
 
     def views(self, layer: str, part: LayerPart) -> dict[str, FieldView]:
         """The fields of a layer in one region, padding left out; alike layers share them."""
-        key = (self.specs[layer], part.region)
+        key = (self.specs[layer], self.form(part))
         if key not in self._views:
             region = self.region(part)
             names = [layer.name for layer in region.layers]
@@ -87,6 +99,16 @@ class PlanEnd:
     def ranges(self, sharding: Sharding, part: LayerPart, tp_rank: int) -> tuple[ShardRange, ...]:
         """What one rank holds of a field in one region, as rows of the whole model."""
         return _ranges(sharding, self.plan.tp, self.region(part).splits, tp_rank, part.part)
+
+    @cached_property
+    def _first_alike(self) -> list[int]:
+        """For each region the first one that lies as it does: a plan has many such groups."""
+        first: dict[object, int] = {}
+        forms = [
+            (at, region.stage, region.splits, region.block, region.kernel_block, region.page_bytes)
+            for at, region in zip(self._placements, self.plan.regions, strict=True)
+        ]
+        return [first.setdefault(form, index) for index, form in enumerate(forms)]
 
     @cached_property
     def _placements(self) -> list[Placement]:

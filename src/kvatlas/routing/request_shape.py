@@ -57,8 +57,8 @@ class TableShape:
     def distinct(self, tables: Mapping[int, BlockIds]) -> bool:
         """Whether no block is used twice."""
         for _, used in self._used:
-            ids = np.sort(np.concatenate([tables[group][entries] for group, entries in used]))
-            if (ids[1:] == ids[:-1]).any():
+            ids = [tables[group][entries].tolist() for group, entries in used]
+            if len(set().union(*ids)) < sum(map(len, ids)):
                 return False
         return True
 

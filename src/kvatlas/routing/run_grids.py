@@ -57,13 +57,6 @@ class SpanPattern(NamedTuple):
         """Bytes that move."""
         return len(self.template.starts.src) * int(self.template.length.sum())
 
-    @property
-    def bits(self) -> int:
-        """Bit by bit, all that where spans lie is a sum or a multiple of."""
-        src, dst = self.template.offsets
-        offsets = np.bitwise_or.reduce(src) | np.bitwise_or.reduce(dst)
-        return int(offsets) | abs(self.strides[0]) | abs(self.strides[1])
-
     def fill(self, end: int, tables: Mapping[int, BlockIds], out: Int64s) -> None:
         """Where spans lie at one end, in blocks of tables that are long enough for them."""
         made, table = self.template, tables[self.groups[end]]

@@ -1,6 +1,7 @@
 """The tiers: what one topology stored, another can fetch, on one host or from a fleet's store."""
 
 from kvatlas.tier.chained_keys import BlockKeys, PrefixChain, prefix_keys
+from kvatlas.tier.converting import Converting
 from kvatlas.tier.file_owner import socket_beside
 from kvatlas.tier.hit import Hit
 from kvatlas.tier.index import StoreResult
@@ -20,6 +21,7 @@ from kvatlas.tier.store_inspection import (
     verify,
 )
 from kvatlas.tier.store_tier import StoreTier
+from kvatlas.tier.stored_rows import OtherRows
 from kvatlas.tier.stores import FolderStore, HostStore, MooncakeStore, ObjectStore
 from kvatlas.tier.tier import Tier
 from kvatlas.tier.tier_events import MEMORY, STORAGE, EventListener, TierEvents, block_hash
@@ -30,6 +32,7 @@ __all__ = [
     "AnyTier",
     "BlockKeys",
     "CacheIdentity",
+    "Converting",
     "EventListener",
     "FolderStore",
     "Hit",
@@ -37,6 +40,7 @@ __all__ = [
     "MooncakeStore",
     "NamespaceSummary",
     "ObjectStore",
+    "OtherRows",
     "PrefixChain",
     "PrefixFinder",
     "StoreHit",

@@ -56,7 +56,7 @@ class PrefixChain:
         self._grain = grain = gcd(*self._blocks)
         self._text, self.count = _as_bytes(tokens), len(tokens)
         self.salt, self.lora = salt, lora
-        self._links = [_digest(msgspec.msgpack.encode([identity + salt, lora]))]
+        self._links = [_root(identity + salt, lora)]
         for start in range(0, self.count - grain + 1, grain):
             self._links.append(_digest(self._links[-1] + self._between(start, start + grain)))
 
@@ -97,6 +97,16 @@ def prefix_keys(
     False
     """
     return PrefixChain(plan, tokens, salt=salt, lora=lora).keys()
+
+
+def _root(salt: bytes, lora: str) -> bytes:
+    """The key of no tokens."""
+    try:
+        return _digest(msgspec.msgpack.encode([salt, lora]))
+    except UnicodeEncodeError:
+        hint = "Half a surrogate pair cannot be written as UTF-8"
+        problem = "The name of an adapter is no text"
+        raise AtlasError(Code.BAD_CONFIG, problem, got=repr(lora), hint=hint) from None
 
 
 def _as_bytes(tokens: Sequence[int]) -> bytes:

@@ -19,7 +19,7 @@ import numpy as np
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Int64s
 from kvatlas.planning import Plan
-from kvatlas.routing import Copy
+from kvatlas.routing import Copy, RunGrid
 from kvatlas.tier.file_map import FileMap
 from kvatlas.tier.file_opening import (
     allocate,
@@ -32,14 +32,22 @@ from kvatlas.tier.file_opening import (
     write_all,
 )
 from kvatlas.tier.file_owner import FileUse, lock_file, unlock_file
-from kvatlas.tier.file_pieces import Piece, Rooms, pieces
+from kvatlas.tier.file_pieces import GridPiece, Piece, Rooms, grid_pieces, pieces
 from kvatlas.tier.file_reading import RunReader
 from kvatlas.tier.file_window import Window
 from kvatlas.tier.file_writing import PieceWriter
 from kvatlas.tier.format import EMPTY_RECORD, RECORD, RecordFormat
 from kvatlas.tier.index import PartSums, TierBlock
 from kvatlas.tier.part_sums import SummedStretches, block_checksum, part_sums
-from kvatlas.wire import Bytes, Memory, check_bounds, copy_file_runs, crc32, memory_of
+from kvatlas.wire import (
+    Bytes,
+    Memory,
+    check_bounds,
+    check_grid_bounds,
+    copy_file_runs,
+    crc32,
+    memory_of,
+)
 
 _RECORDS = 8192
 """Records that are read at once."""
@@ -50,6 +58,9 @@ _WORTH_A_CORE = 8 << 20
 """Bytes of a read that are worth another core."""
 _CUT_SHORT = -1
 """The checksum of a block that the file does not have to its end."""
+
+_Work = tuple[Copy | RunGrid, Piece | GridPiece]
+"""A piece, and what it is of."""
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -110,24 +121,38 @@ class TierFile:
         near = memory_of(pools)
         check_bounds(copies, near, self._places)
         cut = [(c, pieces(c.src, c.dst, c.length, self._block_bytes[c.dst_pool])) for c in copies]
-        work = [(copy, piece) for copy, of_copy in cut for piece in of_copy]
+        work: list[_Work] = [(copy, piece) for copy, of_copy in cut for piece in of_copy]
         with self._whole_file():
-            written = self._on_cores(lambda one: self._write_piece(*one, pools), work)
+            sums = self._write_pieces(work, pools)
             for copy in (copy for copy, of_copy in cut if not of_copy and len(copy)):
                 ends = near[copy.src_pool].address + copy.src, self._far(copy.dst_pool, copy.dst)
                 for _ in copy_file_runs(lambda: self._fd, *ends, copy.length, write=True):
                     pass
+        return sums
+
+    def write_grids(self, grids: Sequence[RunGrid], pools: Mapping[int, Bytes]) -> PartSums:
+        """The same of runs that nobody has written out, where `grid_pieces` has some of each."""
+        check_grid_bounds(grids, memory_of(pools), self._places)
+        with self._whole_file():
+            work: list[_Work] = [(grid, piece) for grid in grids for piece in grid_pieces(grid)]
+            return self._write_pieces(work, pools)
+
+    def _write_pieces(self, work: Sequence[_Work], pools: Mapping[int, Bytes]) -> PartSums:
+        """Write pieces on several cores; what they add to the checksums of blocks."""
+        written = self._on_cores(lambda one: self._write_piece(*one, pools), work)
         sums = {}
-        for pool in {copy.dst_pool for copy, _ in work}:
+        for pool in {move.dst_pool for move, _ in work}:
             pairs = zip(work, written, strict=True)
-            stretches = [some for (copy, _), some in pairs if copy.dst_pool == pool]
+            stretches = [some for (move, _), some in pairs if move.dst_pool == pool]
             for block_id, part in part_sums(stretches, self._block_bytes[pool]):
                 sums[pool, block_id] = part
         return sums
 
-    def _write_piece(self, copy: Copy, piece: Piece, pools: Mapping[int, Bytes]) -> SummedStretches:
-        offset = self._places[copy.dst_pool].address
-        return self._writer.write(piece, pools[copy.src_pool], offset)
+    def _write_piece(
+        self, move: Copy | RunGrid, piece: Piece | GridPiece, pools: Mapping[int, Bytes]
+    ) -> SummedStretches:
+        offset = self._places[move.dst_pool].address
+        return self._writer.write(piece.made(), pools[move.src_pool], offset)
 
     def read(self, copies: Sequence[Copy], pools: Mapping[int, Bytes]) -> None:
         """Carry copies out from blocks of the file into pools in memory."""

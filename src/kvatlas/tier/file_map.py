@@ -10,6 +10,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -20,11 +22,14 @@ _AT_ONCE = 1024
 _MOST_BYTES = 1 << 30
 """Bytes of one call; the system takes 2 GiB."""
 
-_copy = ctypes.CDLL(None, use_errno=True).process_vm_readv
-_copy.restype = ctypes.c_ssize_t
-_copy.argtypes = (
-    ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong
-)  # fmt: skip
+_libc = ctypes.CDLL(None, use_errno=True)
+_into_file, _out_of_file = _libc.process_vm_readv, _libc.process_vm_writev
+for _call in (_into_file, _out_of_file):
+    _call.restype = ctypes.c_ssize_t
+    _call.argtypes = (
+        ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong,
+        ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong,
+    )  # fmt: skip
 
 
 class FileMap:
@@ -43,14 +48,14 @@ class FileMap:
 
         Where that is not so, some may have been: whoever reads them by other calls hears why.
         """
-        return self._map is not None and _copied(near, far + self._address, length)
+        return self._map is not None and _copied(_out_of_file, far + self._address, near, length)
 
     def write(self, near: Int64s, far: Int64s, length: Int64s) -> bool:
         """Copy runs at addresses to offsets of the file; whether all of them were, as above.
 
         The disk has them as it has what is written by other calls: after an `fdatasync`.
         """
-        return self._map is not None and _copied(far + self._address, near, length)
+        return self._map is not None and _copied(_into_file, far + self._address, near, length)
 
     def close(self) -> None:
         """Let go of the addresses."""
@@ -59,17 +64,32 @@ class FileMap:
             self._map = None
 
 
-def _copied(into: Int64s, out_of: Int64s, length: Int64s) -> bool:
-    """Have the system copy runs between addresses; whether it has copied all of them."""
+def _copied(copy: Any, mapped: Int64s, near: Int64s, length: Int64s) -> bool:
+    """Have the system copy runs between a file's addresses and others; whether all of them were.
+
+    It looks up the pages of each other range before it copies, so that those which touch are
+    one; the file's it follows as they are, scattered or not.
+    """
     if int(length.max()) > _MOST_BYTES // _AT_ONCE:
         return False
-    ranges = np.empty((2, len(length), 2), np.uint64)
-    ranges[0, :, 0], ranges[1, :, 0] = into, out_of
-    ranges[:, :, 1] = length
-    row, process = ranges.strides[1], os.getpid()
-    for first in range(0, len(length), _AT_ONCE):
-        some = length[first : first + _AT_ONCE]
-        to, of = (end.ctypes.data + first * row for end in ranges)
-        if _copy(process, to, len(some), of, len(some), 0) != int(some.sum()):
+    calls = np.arange(0, len(length), _AT_ONCE)
+    apart = np.ones(len(length), np.bool_)
+    np.not_equal(near[1:], near[:-1] + length[:-1], out=apart[1:])
+    apart[calls] = True
+    first = np.flatnonzero(apart)
+    ours, others = _ranges(mapped, length), _ranges(near[first], np.add.reduceat(length, first))
+    edges = [*np.searchsorted(first, calls).tolist(), len(first)]
+    nbytes = np.add.reduceat(length, calls).tolist()
+    process, to, of, row = os.getpid(), ours.ctypes.data, others.ctypes.data, ours.strides[0]
+    for at, (begin, end), wanted in zip(calls.tolist(), pairwise(edges), nbytes, strict=True):
+        many = min(_AT_ONCE, len(length) - at)
+        if copy(process, to + at * row, many, of + begin * row, end - begin, 0) != wanted:
             return False
     return True
+
+
+def _ranges(address: Int64s, length: Int64s) -> Int64s:
+    """Addresses and lengths as the system takes them (iovec)."""
+    ranges = np.empty((len(length), 2), np.int64)
+    ranges[:, 0], ranges[:, 1] = address, length
+    return ranges

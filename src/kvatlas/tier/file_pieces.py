@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvatlas.geometry import Int64s
+from kvatlas.routing import RunGrid
 from kvatlas.wire import Bytes, Places, one_length
 
 _PIECE = 8 << 20
@@ -43,6 +44,10 @@ class Piece(NamedTuple):
     first: Int64s
     """The first run of each stretch of the file."""
 
+    def made(self) -> Piece:
+        """Itself: its runs are written out."""
+        return self
+
     @property
     def is_long(self) -> bool:
         """Whether its runs need no memory between."""
@@ -60,6 +65,58 @@ class Piece(NamedTuple):
             each = int(self.length[0])
             return range(0, len(self.length) * each, each)
         return np.cumsum(self.length) - self.length
+
+
+class GridPiece(NamedTuple):
+    """Some spans of a grid, whose runs are written out by the core that sees to them."""
+
+    starts: tuple[Int64s, Int64s]
+    """Where runs start, at either end, from where a span does."""
+    first: Int64s
+    """The first of them in each stretch of the file."""
+    spans: tuple[Int64s, Int64s]
+    run_bytes: int
+
+    def made(self) -> Piece:
+        """The piece."""
+        near, far = (
+            (at + span[:, None]).reshape(-1)
+            for at, span in zip(self.starts, self.spans, strict=True)
+        )
+        behind = len(self.starts[0]) * np.arange(len(self.spans[0]))
+        first = (self.first + behind[:, None]).reshape(-1)
+        return Piece(near, far, np.broadcast_to(np.int64(self.run_bytes), near.shape), first)
+
+
+def grid_pieces(grid: RunGrid) -> list[GridPiece]:
+    """A grid, cut into pieces; none where its stretches of the file are short, or unlike.
+
+    Each span lies in one block.
+
+    >>> from kvatlas.routing.binding import Starts
+    >>> starts = Starts.of(np.array([0, 1 << 20]), np.array([0, 1 << 14]))
+    >>> spans = np.array([7, 9]), np.array([0, 1 << 21]), np.array([1 << 14, 1 << 14])
+    >>> (piece,) = grid_pieces(RunGrid(0, 0, starts, *spans))
+    >>> piece.made().near.tolist(), piece.made().stretch_bytes.tolist()
+    ([7, 1048583, 9, 1048585], [32768, 32768])
+    """
+    if not len(grid) or not one_length(grid.length):
+        return []
+    each, (src, dst) = int(grid.length[0]), grid.starts.ends
+    apart = np.concatenate([[True], dst[1:] != dst[:-1] + each])
+    if len(dst) * each < _LONG_STRETCH * np.count_nonzero(apart):
+        return []
+    piece = min(_PIECE, max(_SMALL_PIECE, grid.nbytes // _PIECES))
+    runs, made = max(1, piece // each), []
+    for start in range(0, len(dst), runs):
+        some = slice(start, start + runs)
+        starts, cut = (src[some], dst[some]), apart[some].copy()
+        cut[0] = True
+        first, at_once = np.flatnonzero(cut), max(1, runs // len(cut))
+        for begin in range(0, len(grid.src), at_once):
+            spans = grid.src[begin : begin + at_once], grid.dst[begin : begin + at_once]
+            made.append(GridPiece(starts, first, spans, each))
+    return made
 
 
 def pieces(near: Int64s, far: Int64s, length: Int64s, block_bytes: int) -> list[Piece]:

@@ -1,4 +1,9 @@
-"""Runs from the blocks of a tier's file into memory: by few calls, in the order of the file."""
+"""Runs from the blocks of a tier's file into memory, by few calls.
+
+Runs that fill stretches of memory are copied there by the system, hundreds at once, wherever
+they lie in the file. Others are taken in the order of the file: its stretches are read into
+memory between and scattered from there, or scattered by the call that reads them.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +14,12 @@ from kvatlas.tier.file_map import FileMap
 from kvatlas.tier.file_pieces import Piece, Rooms, pieces
 from kvatlas.wire import Bytes, copy_file_runs, copy_runs
 
-_MAPPED_RUN = 4 << 10
-"""Runs from here on, on the whole, are read to where they belong by few calls."""
+_MAPPED_STRETCH = 4 << 10
+"""Stretches of memory from here on, on the whole, are filled by few calls, of any runs."""
+_LONG_RUN = 4 << 10
+"""Runs from here on, on the whole, are worth a call each."""
 _LONG_STRETCH = 128 << 10
-"""Stretches from here on, on the whole, are worth a call each, which scatters their runs."""
+"""Stretches of the file from here on, on the whole, are worth a call each, which scatters runs."""
 
 
 class RunReader:
@@ -23,13 +30,16 @@ class RunReader:
 
     def read(self, memory: Bytes, near: Int64s, far: Int64s, length: Int64s) -> None:
         """Read runs at offsets of the file to offsets of some memory."""
-        if int(length.sum()) >= _MAPPED_RUN * len(length):
-            self._read(memory, near, far, length)
+        nbytes = int(length.sum())
+        filled = nbytes >= _MAPPED_STRETCH * _stretches(near, length)
+        if filled and self._map.read(near + memory.ctypes.data, far, length):
+            return
+        if nbytes >= _LONG_RUN * len(length):
+            self._read_each(memory, near, far, length)
             return
         order = np.argsort(far, kind="stable")
         near, far, length = near[order], far[order], length[order]
-        stretches = 1 + np.count_nonzero(far[1:] != far[:-1] + length[:-1])
-        short = int(length.sum()) < _LONG_STRETCH * stretches
+        short = nbytes < _LONG_STRETCH * _stretches(far, length)
         cut = pieces(near, far, length, int(far[-1]) + 1) if short else []
         for piece in cut:
             self._read_piece(piece, memory)
@@ -54,3 +64,8 @@ class RunReader:
         address = memory.ctypes.data
         for _ in copy_file_runs(lambda: self._file, near + address, far, length, write=False):
             pass
+
+
+def _stretches(at: Int64s, length: Int64s) -> int:
+    """How many stretches runs are in, of which each follows the one before it."""
+    return 1 + int(np.count_nonzero(at[1:] != at[:-1] + length[:-1]))

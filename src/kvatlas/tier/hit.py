@@ -9,7 +9,8 @@ from typing import Any
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
-from kvatlas.routing import Copy, Route, RunGrid, checked_rank
+from kvatlas.routing import Copy, RunGrid, checked_rank
+from kvatlas.tier.converting import Converting, TierRoutes
 from kvatlas.tier.index import TierBlock
 from kvatlas.tier.request_blocks import NeededBlock
 from kvatlas.tier.storage import Carry, TierStorage
@@ -24,8 +25,7 @@ class Hit:
     tokens: int
     """How many tokens of the request, from its first, can be fetched; 0 for none."""
     _storage: TierStorage
-    _route_to: Callable[[Plan], Route]
-    """The tier's routes, by destination."""
+    _routes: TierRoutes
     tables: Mapping[int, Any]
     """The tier's blocks by group; entries that nobody needs have none, and are refused if used."""
     _let_go: Callable[[], None]
@@ -45,14 +45,23 @@ class Hit:
         blocks: Any,
         start: int | None = None,
         carry: Carry | None = None,
+        convert: Converting | None = None,
     ) -> None:
         """Fill one rank's blocks, as routes take them; from token `start` on, where one is given.
 
-        What a rank has of the tokens before stays as it is.
+        What a rank has of the tokens before stays as it is. With `convert`, what the rank
+        keeps in another dtype is converted.
         """
         storage = self._storage
         with storage.using():
             rank = checked_rank(plan, rank, "destination")
+            way = self._routes.to(plan, convert)
+            if way.conversion is not None:
+                if self.tokens and 0 in way.sources(rank):
+                    _refuse_carry(carry)
+                    stream = way.converted(**self._ends(rank, blocks, start))
+                    storage.convert(stream.parts(), plan, rank, pools or {})
+                return
             offload = None if carry else storage.offload_of_sums(plan, rank, pools)
             if offload is not None:
                 grids = self._sums(plan, rank, blocks, start)
@@ -76,7 +85,7 @@ class Hit:
     def _bound(
         self, plan: Plan, rank: int, blocks: Any, start: int | None = None
     ) -> tuple[Copy, ...]:
-        way = self._route_to(plan)
+        way = self._routes.to(plan)
         if not self.tokens or 0 not in way.sources(rank):
             return ()
         with self._storage.metrics.phase("bind"):
@@ -84,7 +93,7 @@ class Hit:
 
     def _sums(self, plan: Plan, rank: int, blocks: Any, start: int | None) -> list[RunGrid]:
         """The same runs, which nobody has written out."""
-        way = self._route_to(plan)
+        way = self._routes.to(plan)
         if not self.tokens or 0 not in way.sources(rank):
             return []
         with self._storage.metrics.phase("bind"):
@@ -116,6 +125,13 @@ def tables_of(
         table += [-1] * (entry + 1 - len(table))
         table[entry] = block.block_id
     return tables
+
+
+def _refuse_carry(carry: Carry | None) -> None:
+    if carry is not None:
+        problem = "Bytes that are converted on their way cannot be carried by somebody else"
+        hint = "Fetch into pools that this process reaches, or into a cache of the tier's dtype"
+        raise AtlasError(Code.CONTRADICTORY, problem, got="carry= and convert=", hint=hint)
 
 
 def check_all_there(found: int, wanted: int) -> None:

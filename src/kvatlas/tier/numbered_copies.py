@@ -24,6 +24,7 @@ class NumberedRows:
 
     def __init__(self, plan: Plan, needs: Iterable[NeededBlock]) -> None:
         self._groups = plan.groups
+        self._block_bytes = {pool.index: pool.block_bytes for pool in plan.pools}
         self.numbers: dict[NeededBlock, int] = {}
         counts = {pool.index: 0 for pool in plan.pools}
         for need in needs:
@@ -31,11 +32,23 @@ class NumberedRows:
             self.numbers[need] = APART * counts[pool]
             counts[pool] += 1
 
+    def entry(self, need: NeededBlock) -> int:
+        """Which entry of its group's table a row has: states have one."""
+        return 0 if self._groups[need.group].kind == "recurrent" else need.entry
+
+    def place(self, need: NeededBlock) -> tuple[int, int]:
+        """The pool of a row, and its number there."""
+        return self._groups[need.group].pool, self.numbers[need]
+
+    def block_bytes(self, need: NeededBlock) -> int:
+        """The bytes of a row."""
+        return self._block_bytes[self._groups[need.group].pool]
+
     def tables(self) -> dict[int, list[int]]:
         """A table for each group; entries that nobody needs have none, and are refused if used."""
         tables = {group: [-1] for group in range(len(self._groups))}
         for need, number in self.numbers.items():
-            entry = 0 if self._groups[need.group].kind == "recurrent" else need.entry
+            entry = self.entry(need)
             table = tables[need.group]
             table += [-1] * (entry + 1 - len(table))
             table[entry] = number

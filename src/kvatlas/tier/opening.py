@@ -9,12 +9,14 @@ from urllib.parse import SplitResult, parse_qsl, urlsplit
 from kvatlas.errors import AtlasError, Code
 from kvatlas.models import Model
 from kvatlas.planning import Plan, plan, quantity
-from kvatlas.routing import fingerprint
+from kvatlas.routing import fingerprint, parse_conversion
+from kvatlas.tier.converting import Converting
 from kvatlas.tier.namespaces import CacheIdentity
 from kvatlas.tier.prefix_finder import AnyTier
 from kvatlas.tier.served.client import TierClient
 from kvatlas.tier.served.sharing import share_file
 from kvatlas.tier.store_tier import StoreTier
+from kvatlas.tier.stored_rows import OtherRows
 from kvatlas.tier.stores import FolderStore, HostStore, MooncakeStore, ObjectStore
 from kvatlas.tier.tier import Tier
 
@@ -23,7 +25,7 @@ BLOCK = 64
 """Tokens of a row, where the model's layers allow it."""
 _ANY_MEMORY = "1TiB"
 """Rows of a store are planned for: how many there are is the store's."""
-_SIZES = ("segment", "buffer", "capacity")
+_SIZES = ("segment", "buffer", "capacity", "quota")
 _SCHEMES = ("mooncake", "folder", "host")
 
 
@@ -46,7 +48,7 @@ def open_tier(
     - `"mooncake://host:port?metrics=host:9003&segment=4GiB"`: a fleet's Mooncake Store.
     - `"folder:///path?capacity=100GiB"`: a folder that hosts share; `"host://?capacity=1GiB"`.
 
-    A store's tier needs an `identity`; `options` are those of `StoreTier`.
+    A store's tier needs an `identity`; `options` are those of `open_store_tier`.
 
     >>> from kvatlas.models import Model
     >>> with open_tier("memory", "Qwen3-8B", memory="256MiB", max_len=1024) as tier:
@@ -82,16 +84,36 @@ def open_store_tier(
     *,
     block_size: int = BLOCK,
     max_len: int | None = None,
+    convert: Converting | None = None,
     **options: Any,
 ) -> StoreTier:
-    """The tier in the store at an address; `options` are those of `StoreTier`."""
-    rows = rows_of(_known(model), block_size, max_len, _ANY_MEMORY)
+    """The tier in the store at an address; `options` are those of `StoreTier`.
+
+    With `convert` ("bf16->fp8" for a model that is cached in fp8), what engines with the other
+    cache dtype have stored is found as well, and converted as it is fetched.
+    """
+    known = _known(model)
+    rows = rows_of(known, block_size, max_len, _ANY_MEMORY)
+    if convert is not None:
+        other = rows_of(_stored_as(known, convert), block_size, max_len, _ANY_MEMORY)
+        options["other"] = OtherRows(other, convert)
     store = open_store(where)
     try:
         return StoreTier(store, rows, identity, **options)
     except BaseException:
         store.close()
         raise
+
+
+def _stored_as(model: Model, convert: Converting) -> Model:
+    """The model with the cache dtype that a conversion is from."""
+    pairs = parse_conversion(convert.name)
+    if len(pairs) > 1:
+        problem = "Several formats change, and one cache dtype does not say all of them"
+        hint = "Plan the rows of the other engines, and pass other=OtherRows(plan, convert)"
+        raise AtlasError(Code.BAD_CONVERSION, problem, got=convert.name, hint=hint)
+    ((source, _),) = pairs
+    return model.with_cache(source)
 
 
 def _known(model: Model | Plan | str) -> Model:

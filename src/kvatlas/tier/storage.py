@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
-from kvatlas.routing import Copy, RunGrid
+from kvatlas.routing import CELLS, ConvertedPart, Copy, RunGrid
 from kvatlas.tier.file import TierFile
+from kvatlas.tier.file_pieces import grid_pieces
 from kvatlas.tier.index import PartSums, TierBlock
+from kvatlas.tier.ingest import Delivery, Ingest, Shape
+from kvatlas.tier.request_blocks import NeededBlock
 from kvatlas.wire import (
     BlockStaging,
     Bytes,
     GpuOffload,
     HostPins,
+    Memory,
     Metrics,
+    convert_parts,
     copy_pools,
     gpu_pools,
     is_on_gpu,
@@ -31,6 +37,9 @@ Move = TypeVar("Move", Copy, RunGrid)
 
 Carry = Callable[[Sequence[Copy]], None]
 """Carries copies out, by any transport, and returns when all bytes are there."""
+
+StoredPart = tuple[int, Any, tuple[int, int], Mapping[NeededBlock, int]]
+"""What is stored: the rank, its blocks, the tokens, and the tier's blocks for them."""
 
 Write = Callable[[Sequence[Copy]], PartSums | None]
 """Carries copies out into a tier; what they add to checksums of blocks, where it is known."""
@@ -74,6 +83,25 @@ class TierStorage:
         write = self._file.write
         return lambda copies: write(copies, rank_pools(plan, rank, pools))
 
+    def store_runs(
+        self, ingest: Ingest, about: StoredPart, plan: Plan, pools: Mapping[int, Any]
+    ) -> tuple[PartSums, dict[Shape, Delivery]]:
+        """Store a rank's part from memory that this process can reach; what it brought.
+
+        A file takes sums of runs, where its stretches are long: fewer numbers are made.
+        """
+        file, rank = self._file, about[0]
+        if file is not None and not is_on_gpu(pools):
+            with self.metrics.phase("bind"):
+                grids, brought = ingest.grids(*about)
+            if all(map(grid_pieces, grids)):
+                held = rank_pools(plan, rank, pools)
+                write = partial(file.write_grids, pools=held)
+                return self.carry("store", grids, write), brought
+        with self.metrics.phase("bind"):
+            copies, brought = ingest.copies(*about)
+        return self.carry("store", copies, self.writing(plan, rank, pools)), brought
+
     def reading(self, plan: Plan, rank: int, pools: Mapping[int, Any]) -> Carry:
         """From the tier into memory that this process can reach."""
         if is_on_gpu(pools):
@@ -97,14 +125,18 @@ class TierStorage:
         memory = gpu_pools(plan, rank, pools)
         # Memory that stands for a file is mostly not there, and shall not be.
         pinned = self._file is None and self._pins.pin(self._pools)
+        return self._offload(memory, self.pools, pinned=pinned)
+
+    def _offload(
+        self, memory: Mapping[int, Memory], host: Mapping[int, Bytes], *, pinned: bool
+    ) -> GpuOffload:
+        """Between pools on a GPU and memory of the host."""
         number = next(iter(memory.values())).number
         with self._idle:
             if number not in self._staging:
                 self._staging[number] = BlockStaging(load_driver().queue(number, 0))
-        return GpuOffload(
-            memory, self.pools, pinned=pinned, block_bytes=self._block_bytes,
-            staging=self._staging[number],
-        )  # fmt: skip
+        sizes, staging = self._block_bytes, self._staging[number]
+        return GpuOffload(memory, host, pinned=pinned, block_bytes=sizes, staging=staging)
 
     def carried(self, carry: Carry) -> Write:
         """From anywhere, into the tier's memory; from there into its file."""
@@ -137,6 +169,35 @@ class TierStorage:
         nbytes, descriptors = sum(move.nbytes for move in moves), sum(map(len, moves))
         self.metrics.add(**{f"{phase}_bytes": nbytes}, descriptors=descriptors)
         return known or {}
+
+    def convert(
+        self,
+        parts: Iterable[ConvertedPart],
+        plan: Plan,
+        rank: int,
+        pools: Mapping[int, Any],
+        shift: int = 0,
+    ) -> None:
+        """Convert cells of the tier, which lie so many bytes further on, into a rank's pools."""
+        file = self._file
+
+        def gather(copies: Sequence[Copy], cells: Bytes) -> None:
+            here = [replace(copy, src=copy.src + shift) for copy in copies]
+            if file is None:
+                copy_pools(here, self._pools, {CELLS: cells})
+            else:
+                file.read(here, {CELLS: cells})
+
+        def scatter(copies: Sequence[Copy], cells: Bytes) -> None:
+            if is_on_gpu(pools):
+                memory = gpu_pools(plan, rank, pools)
+                self._offload(memory, {CELLS: cells}, pinned=False).fetch(copies)
+            else:
+                copy_pools(copies, {CELLS: cells}, rank_pools(plan, rank, pools))
+
+        with self.metrics.phase("convert"):
+            arrived = convert_parts(parts, gather, scatter)
+        self.metrics.add(fetch_bytes=arrived, converted_bytes=arrived)
 
     # -- whole blocks -------------------------------------------------------------------
 

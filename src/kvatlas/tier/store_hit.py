@@ -12,12 +12,14 @@ import numpy as np
 
 from kvatlas.errors import AtlasError
 from kvatlas.planning import Plan
-from kvatlas.routing import Route, checked_rank
+from kvatlas.routing import checked_rank
+from kvatlas.tier.converting import Converting, TierRoutes
 from kvatlas.tier.namespaces import RowName
 from kvatlas.tier.numbered_copies import NumberedCopies, NumberedRows
 from kvatlas.tier.request_blocks import NeededBlock
+from kvatlas.tier.row_moves import ConvertedRows, CopiedRows, RowMoves
 from kvatlas.tier.row_traffic import RowTraffic, StagedRows
-from kvatlas.tier.storage import Carry, TierStorage
+from kvatlas.tier.storage import TierStorage
 from kvatlas.tier.store_calls import Deadline
 
 _AHEAD = 3
@@ -25,6 +27,7 @@ _AHEAD = 3
 
 
 class _Batch(NamedTuple):
+    needs: list[NeededBlock]
     rows: StagedRows
     started: Future[None]
 
@@ -39,11 +42,13 @@ class StoreHit:
     rows: Mapping[NeededBlock, RowName]
     _traffic: RowTraffic
     _storage: TierStorage
-    _route_to: Callable[[Plan], Route]
+    _routes: TierRoutes
     _plan: Plan
     """The tier's own."""
     _seconds: float
     _missed: Callable[[AtlasError], None]
+    _convert: Converting | None = None
+    """How rows become those of who has another dtype, where a fetch does not say."""
 
     def fetch(
         self,
@@ -53,33 +58,39 @@ class StoreHit:
         rank: int = 0,
         blocks: Any,
         start: int | None = None,
+        convert: Converting | None = None,
     ) -> None:
         """Fill one rank's blocks, from token `start` on; what it has of those before stays.
 
-        Rows come some at a time, each checked before it is used, the next ones while the first
-        are copied. Where one fails, blocks may have been filled in part: compute their tokens.
+        With `convert`, what the rank keeps in another dtype is converted. Rows come some at a
+        time, each checked before it is used, the next ones while the first are copied. Where
+        one fails, blocks may have been filled in part: compute their tokens.
         """
         with self._storage.using():
             rank = checked_rank(plan, rank, "destination")
-            way = self._route_to(plan)
+            way = self._routes.to(plan, convert or self._convert)
             if not self.tokens or 0 not in way.sources(rank):
                 return
-            numbered = NumberedRows(self._plan, self.rows)
+            numbered, storage = NumberedRows(self._plan, self.rows), self._storage
             tokens = self.start if start is None else max(start, self.start), self.tokens
-            with self._storage.metrics.phase("bind"):
-                ends: dict[str, Any] = {"src_blocks": numbered.tables(), "dst_blocks": blocks}
-                bound = way.bind(src_rank=0, dst_rank=rank, tokens=tokens, **ends)
-                copies = NumberedCopies(bound.copies, "src", self._plan)
+            ends: dict[str, Any] = {"src_blocks": numbered.tables(), "dst_blocks": blocks}
+            ends |= {"src_rank": 0, "dst_rank": rank, "tokens": tokens}
+            moves: RowMoves
+            with storage.metrics.phase("bind"):
+                if way.conversion is not None:
+                    into = (plan, rank, pools or {})
+                    moves = ConvertedRows(way.converted(**ends), numbered, storage, into)
+                else:
+                    copies = NumberedCopies(way.bind(**ends).copies, "src", self._plan)
+                    read = storage.reading(plan, rank, pools or {})
+                    moves = CopiedRows(copies, numbered, storage, read)
             try:
-                read = self._storage.reading(plan, rank, pools or {})
-                self._fetch(numbered.numbers, copies, read)
+                self._fetch(numbered.numbers, moves)
             except AtlasError as problem:
                 self._missed(problem)
                 raise
 
-    def _fetch(
-        self, numbers: Mapping[NeededBlock, int], copies: NumberedCopies, read: Carry
-    ) -> None:
+    def _fetch(self, numbers: Mapping[NeededBlock, int], moves: RowMoves) -> None:
         deadline, traffic = Deadline(self._seconds), self._traffic
         waiting = deque(batches(self._plan, numbers, traffic.staging.at_once))
         under_way: deque[_Batch] = deque()
@@ -90,28 +101,27 @@ class StoreHit:
                     rows = traffic.stage(waiting[0], Deadline(0) if under_way else deadline)
                     if rows is None:
                         break
-                    under_way.append(self._start(waiting.popleft(), copies, rows))
+                    under_way.append(self._start(waiting.popleft(), moves, rows))
                 if not under_way:
                     raise deadline.passed()
                 first = under_way[0]
                 traffic.calls.result(first.started, deadline)
-                self._storage.carry("fetch", copies.at(first.rows.places), read)
+                moves.deliver(first.needs, first.rows)
                 traffic.staging.give_back(under_way.popleft().rows.lease)
         finally:
             for batch in under_way:
                 traffic.give_back_after(batch.started, batch.rows.lease)
 
     def _start(
-        self, numbers: Mapping[NeededBlock, int], copies: NumberedCopies, rows: StagedRows
+        self, numbers: Mapping[NeededBlock, int], moves: RowMoves, rows: StagedRows
     ) -> _Batch:
         """Begin to read the objects of some rows that this rank needs."""
         wanted = []
         for need, number in numbers.items():
             row, objects = self.rows[need], self._traffic.names.cut.groups[need.group]
-            ranges = copies.within(self._plan.groups[need.group].pool, number)
-            indices = np.flatnonzero(objects.overlap(*ranges)).tolist()
+            indices = np.flatnonzero(objects.overlap(*moves.within(need))).tolist()
             wanted += self._traffic.staged(row, number, rows, indices)
-        return _Batch(rows, self._traffic.get(wanted))
+        return _Batch(list(numbers), rows, self._traffic.get(wanted))
 
     def release(self) -> None:
         """Nothing is kept for a hit: stores evict as they please."""

@@ -20,23 +20,19 @@ from typing import Any
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
-from kvatlas.routing import checked_rank, route, token_range
+from kvatlas.routing import checked_rank, token_range
+from kvatlas.tier.converting import PLANS, Converting
 from kvatlas.tier.hit import check_all_there
 from kvatlas.tier.index import StoreResult
-from kvatlas.tier.ingest import Ingest, check_tier_plan, with_room
-from kvatlas.tier.namespaces import CacheIdentity, Namespace, RowName
-from kvatlas.tier.request_blocks import Keys, NeededBlock, TierSpans, keys_by_group
-from kvatlas.tier.row_lookup import RowLookup
-from kvatlas.tier.row_objects import RowObjects
+from kvatlas.tier.ingest import Ingest
+from kvatlas.tier.namespaces import CacheIdentity, RowName
+from kvatlas.tier.request_blocks import Keys, NeededBlock, keys_by_group
 from kvatlas.tier.row_storing import Puts, RowStoring
-from kvatlas.tier.row_traffic import RowTraffic
-from kvatlas.tier.staging_rows import StagingRows
-from kvatlas.tier.storage import TierStorage
 from kvatlas.tier.store_calls import Deadline
 from kvatlas.tier.store_hit import StoreHit
+from kvatlas.tier.stored_rows import FoundRows, OtherRows, StoredRows, check_alike
 from kvatlas.tier.stores import ObjectStore
 
-_PLANS = 16
 _UNAVAILABLE = (Code.DEADLINE, Code.WIRE_FAILED, Code.UNREADABLE)
 """Errors of a store that cannot be asked."""
 _STORE_FAILED = {
@@ -88,22 +84,30 @@ class StoreTier:
         stages: int = 1,
         staging: int = 256 << 20,
         deadline: float = 5.0,
+        other: OtherRows | None = None,
     ) -> None:
-        check_tier_plan(plan)
+        """`deadline` is seconds for each call, a fetch of all rows of a request among them.
+
+        With `other`, rows of another cache dtype are found as well, where they are more
+        than there are of one's own, and converted as they are fetched. Nothing is stored as them.
+        """
         self.plan, self.deadline = plan, deadline
         self.misses: Counter[str] = Counter()
         """How often less was found than asked for, or could be fetched, by reason."""
-        cut = RowObjects(plan, shards, stages)
-        self.namespace = Namespace(identity, cut)
-        self._staging = StagingRows(plan, staging, max(map(len, cut.groups)))
-        for memory in (*self._staging.pools.values(), *self._staging.headers.values()):
-            store.register(memory.reshape(-1))
-        self._traffic = RowTraffic(store, self.namespace, self._staging)
-        self._storage = TierStorage(self._staging.pools, None, verify_always=False)
-        self.metrics = self._storage.metrics
-        self._lookup = RowLookup(self._traffic, TierSpans(plan, plan))
-        self._ingest_from = lru_cache(_PLANS)(lambda src: Ingest(src, plan))
-        self._route_to = lru_cache(_PLANS)(lambda dst: route(with_room(plan), dst))
+        if other is not None:
+            check_alike(plan, other)
+        cut = (shards, stages)
+        own = StoredRows(store, plan, identity, cut, staging)
+        self.namespace, self.metrics = own.namespace, own.storage.metrics
+        self._own, self._staging = own, own.staging
+        self._traffic, self._storage = own.traffic, own.storage
+        self._rows = [own]
+        """Rows that are looked for: one's own first."""
+        if other is not None:
+            theirs = StoredRows(store, other.plan, identity, cut, staging, other.convert)
+            theirs.storage.metrics = self.metrics
+            self._rows.append(theirs)
+        self._ingest_from = lru_cache(PLANS)(lambda src: Ingest(src, plan))
         self._compiling = threading.Lock()
         self._puts: set[Future[list[str]]] = set()
         self._lock = threading.Lock()
@@ -219,7 +223,7 @@ class StoreTier:
         """
         with self._storage.using():
             start, stop = token_range(tokens, self.plan.max_len)
-            return self._found(start, stop, keys)[0]
+            return self._found(start, stop, keys)[1].tokens
 
     def kept_ends(
         self, group: int, ends: Sequence[tuple[int, bytes]], *, whole: bool = False
@@ -230,8 +234,10 @@ class StoreTier:
         Refused, and counted, where the store fails or is late.
         """
         with self._storage.using():
+            deadline = Deadline(self.deadline)
             try:
-                return self._lookup.kept(group, ends, Deadline(self.deadline), whole=whole)
+                kept = [rows.kept(group, ends, deadline, whole=whole) for rows in self._rows]
+                return [any(there) for there in zip(*kept, strict=True)]
             except AtlasError as problem:
                 self._missed(problem)
                 raise
@@ -244,9 +250,8 @@ class StoreTier:
         """
         with self._storage.using():
             start, stop = token_range(tokens, self.plan.max_len)
-            end, rows = self._found(start, stop, keys)
-            about = (self._traffic, self._storage, self._route_to, self.plan)
-            hit = StoreHit(start, end, rows, *about, self.deadline, self._missed)
+            rows, found = self._found(start, stop, keys)
+            hit = rows.hit(start, found, self.deadline, self._missed)
         yield hit
 
     def fetch(
@@ -258,15 +263,17 @@ class StoreTier:
         blocks: Any,
         tokens: Any,
         keys: Keys,
+        convert: Converting | None = None,
     ) -> None:
         """Fetch tokens into a rank's blocks: all of them, or a refusal.
 
-        Refused after it had begun, it leaves blocks that were filled in part.
+        With `convert`, what the rank keeps in another dtype is converted. Refused after it had
+        begun, it leaves blocks that were filled in part.
         """
         _, stop = token_range(tokens, min(plan.max_len, self.plan.max_len))
         with self.pin(keys, tokens) as hit:
             check_all_there(hit.tokens, stop)
-            hit.fetch(pools, plan, rank=rank, blocks=blocks)
+            hit.fetch(pools, plan, rank=rank, blocks=blocks, convert=convert)
 
     def drop(self, keys: Keys) -> int:
         """Forget keys, in every group; how many objects that were."""
@@ -289,8 +296,9 @@ class StoreTier:
         A store that hangs is left to itself after the deadline.
         """
         self.flush()
-        self._storage.close()
-        if self._traffic.calls.close(Deadline(self.deadline)):
+        deadline = Deadline(self.deadline)
+        ended = [rows.close(deadline) for rows in self._rows]
+        if all(ended):
             self._traffic.store.close()
 
     def __enter__(self) -> StoreTier:
@@ -307,22 +315,29 @@ class StoreTier:
         started = traffic.calls.start(lambda: sum(map(traffic.store.remove_all, prefixes)))
         return traffic.calls.result(started, Deadline(self.deadline))
 
-    def _found(
-        self, start: int, stop: int, keys: Keys
-    ) -> tuple[int, Mapping[NeededBlock, RowName]]:
-        """The most tokens that there are, and their rows; why not more is counted."""
+    def _found(self, start: int, stop: int, keys: Keys) -> tuple[StoredRows, FoundRows]:
+        """The most tokens that there are, and whose rows; why not more is counted."""
         deadline, by_group = Deadline(self.deadline), keys_by_group(self.plan, keys)
+        best, most = self._own, FoundRows(0, {}, "")
         try:
-            end, rows, missing = self._lookup.longest(start, stop, by_group, deadline)
-            if end < stop:
-                reason = self._traffic.why_absent(deadline) if missing == "absent" else missing
-                self._count(reason)
-            return end, rows
+            for rows in self._rows:
+                found = rows.find(start, stop, by_group, deadline)
+                if rows is self._own or found.tokens > most.tokens:
+                    best, most = rows, found
+                if most.tokens >= stop:
+                    return best, most
+            self._count(self._why_absent(deadline) if most.missing == "absent" else most.missing)
+            return best, most
         except AtlasError as problem:
             if problem.code not in _STORE_FAILED:
                 raise
             self._missed(problem)
-            return 0, {}
+            return self._own, FoundRows(0, {}, "")
+
+    def _why_absent(self, deadline: Deadline) -> str:
+        """From what on nobody has stored anything like one's own, nor what could be converted."""
+        reasons = [rows.traffic.why_absent(deadline) for rows in self._rows]
+        return "absent" if "absent" in reasons else reasons[0]
 
     def _missed(self, problem: AtlasError) -> None:
         """Count why something could not be had of the store."""

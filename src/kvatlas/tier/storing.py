@@ -14,13 +14,11 @@ from typing import Any
 
 from kvatlas.planning import Plan
 from kvatlas.routing import checked_rank, token_range
+from kvatlas.tier.converting import PLANS
 from kvatlas.tier.index import BlockIndex, Claim, PartSums, StoreResult, TierBlock
 from kvatlas.tier.ingest import Delivery, Ingest
 from kvatlas.tier.request_blocks import NeededBlock
 from kvatlas.tier.storage import TierStorage
-
-PLANS = 16
-"""Plans whose routes to and from a tier stay compiled."""
 
 
 @dataclass

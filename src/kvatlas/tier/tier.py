@@ -10,21 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from kvatlas.planning import Plan
-from kvatlas.routing import route, token_range
+from kvatlas.routing import token_range
+from kvatlas.tier.converting import Converting, TierRoutes
 from kvatlas.tier.file import TierFile
 from kvatlas.tier.hit import Hit, check_all_there, tables_of
 from kvatlas.tier.index import BlockIndex, StoreResult
 from kvatlas.tier.ingest import check_tier_plan
 from kvatlas.tier.request_blocks import Keys, TierSpans, keys_by_group
 from kvatlas.tier.storage import Carry, TierStorage
-from kvatlas.tier.storing import PLANS, StoreDesk
+from kvatlas.tier.storing import StoreDesk
 from kvatlas.wire import Bytes, Memory, rank_pools
 
 _NAMES = 1 << 14
@@ -80,7 +80,7 @@ class Tier:
         self._spans = TierSpans(plan, plan)
         self.desk = StoreDesk(plan, self._index, self._storage)
         """Where stores begin and end, for who moves bytes by itself."""
-        self._route_to = lru_cache(PLANS)(lambda dst: route(plan, dst))
+        self._routes = TierRoutes(plan)
 
     @classmethod
     def open(
@@ -142,15 +142,13 @@ class Tier:
                         with self.metrics.phase("bind"):
                             grids, deliveries = store.ingest.grids(*about)
                         sums = storage.carry("store", grids, offload.store_sums)
-                    else:
+                    elif carry is not None:
                         with self.metrics.phase("bind"):
                             copies, deliveries = store.ingest.copies(*about)
-                        move = (
-                            storage.carried(carry)
-                            if carry
-                            else storage.writing(plan, rank, pools or {})
-                        )
-                        sums = storage.carry("store", copies, move)
+                        sums = storage.carry("store", copies, storage.carried(carry))
+                    else:
+                        runs = storage.store_runs(store.ingest, about, plan, pools or {})
+                        sums, deliveries = runs
                     brought = deliveries
             finally:
                 result = self.desk.end(store, brought, sums)
@@ -189,12 +187,17 @@ class Tier:
         tokens: Any,
         keys: Keys,
         carry: Carry | None = None,
+        convert: Converting | None = None,
     ) -> None:
-        """Fetch tokens into a rank's blocks: all of them, or a refusal and nothing."""
+        """Fetch tokens into a rank's blocks: all of them, or a refusal and nothing.
+
+        With `convert`, what the rank keeps in another dtype is converted.
+        """
         _, stop = token_range(tokens, min(plan.max_len, self.plan.max_len))
         with self.pin(keys, tokens) as hit:
             check_all_there(hit.tokens, stop)
-            hit.fetch(pools, plan, rank=rank, blocks=blocks, carry=carry)
+            about: dict[str, Any] = {"rank": rank, "blocks": blocks}
+            hit.fetch(pools, plan, **about, carry=carry, convert=convert)
 
     def drop(self, keys: Keys) -> int:
         """Forget keys, in every group; how many blocks that were."""
@@ -286,7 +289,7 @@ class Tier:
                 if not damaged:
                     tables = tables_of(self.plan, needs, blocks)
                     let_go = pinned.pop_all().close
-                    return Hit(start, end, self._storage, self._route_to, tables, let_go)
+                    return Hit(start, end, self._storage, self._routes, tables, let_go)
             for block in damaged:
                 self.metrics.add(damaged=1)
                 self._index.drop(block)

@@ -31,6 +31,8 @@ _TRIES = 4
 """How often blocks of a request are looked for; of windows and states most are never stored."""
 _NOTED = 4096
 """Requests that wait to be looked for; the oldest are given up beyond."""
+_NOTED_TOKENS = 1 << 24
+"""Tokens of all of them together, which take some 200 MB; likewise."""
 _AGAIN = 1024
 """Blocks that are asked for again at a time."""
 _SECONDS = 2.0
@@ -54,6 +56,48 @@ class _Noted(NamedTuple):
     chain: PrefixChain
     stop: int
     tries: int
+
+
+class _NotedRequests:
+    """Requests that wait to be looked for, the oldest first; threads may note more any time."""
+
+    def __init__(self) -> None:
+        self._noted: deque[_Noted] = deque()
+        self._tokens = 0
+        self._lock = threading.Lock()  # held for no question to a tier
+
+    def __len__(self) -> int:
+        return len(self._noted)
+
+    def add(self, noted: _Noted) -> None:
+        """Have a request looked for behind all others."""
+        with self._lock:
+            self._noted.append(noted)
+            self._tokens += noted.chain.count
+            while len(self._noted) > _NOTED or self._tokens > _NOTED_TOKENS:
+                self._tokens -= self._noted.popleft().chain.count
+
+    def put_back(self, noted: _Noted) -> None:
+        """Have a request looked for before all others, if there is still room for it."""
+        with self._lock:
+            if len(self._noted) < _NOTED and self._tokens + noted.chain.count <= _NOTED_TOKENS:
+                self._noted.appendleft(noted)
+                self._tokens += noted.chain.count
+
+    def take(self) -> _Noted | None:
+        """The oldest."""
+        with self._lock:
+            if not self._noted:
+                return None
+            noted = self._noted.popleft()
+            self._tokens -= noted.chain.count
+            return noted
+
+    def clear(self) -> None:
+        """Give all of them up."""
+        with self._lock:
+            self._noted.clear()
+            self._tokens = 0
 
 
 class TierEvents:
@@ -87,14 +131,14 @@ class TierEvents:
         self.medium = medium or (MEMORY if in_memory else STORAGE)
         self._locality = _REMOTE if isinstance(tier, StoreTier) else _LOCAL
         self._tier, self._listener = tier, listener
-        self._noted: deque[_Noted] = deque(maxlen=_NOTED)
+        self._noted = _NotedRequests()
         self._told: OrderedDict[_Block, int] = OrderedDict()
         """Blocks that were told of, and the tokens up to their ends; the oldest first."""
         self._lock = threading.Lock()
 
     def note(self, chain: PrefixChain, stop: int) -> None:
         """The first `stop` tokens of a request were stored, or are about to be."""
-        self._noted.append(_Noted(chain, stop, 1))
+        self._noted.add(_Noted(chain, stop, 1))
 
     def tell(self) -> None:
         """Tell what can be found since the last call, and what no more.
@@ -107,14 +151,16 @@ class TierEvents:
             try:
                 news += self._removed()
                 for _ in range(len(self._noted)):
-                    noted = self._noted.popleft()
+                    noted = self._noted.take()
+                    if noted is None:
+                        break
                     try:
                         complete = self._look_for(noted, news)
                     except AtlasError:
-                        self._noted.appendleft(noted)
+                        self._noted.put_back(noted)
                         raise
                     if not complete and noted.tries < _TRIES:
-                        self._noted.append(noted._replace(tries=noted.tries + 1))
+                        self._noted.add(noted._replace(tries=noted.tries + 1))
                     if time.monotonic() > until:
                         break
                 news += self._forgotten()

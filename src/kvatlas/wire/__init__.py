@@ -8,7 +8,7 @@ from kvatlas.wire.block_staging import BlockStaging
 from kvatlas.wire.channels import Channels
 from kvatlas.wire.checksum import crc32, has_fast_crc32
 from kvatlas.wire.client import Session, Transfer
-from kvatlas.wire.client.rank_lease import How
+from kvatlas.wire.client.transfer_request import How
 from kvatlas.wire.connection import Connection
 from kvatlas.wire.gpu_offload import GpuOffload, HostPins
 from kvatlas.wire.memory_copy import (
@@ -48,7 +48,7 @@ from kvatlas.wire.security import Security, TlsContexts
 from kvatlas.wire.server import Node, pools_for
 from kvatlas.wire.shared_pools import SharedPools, map_pools
 from kvatlas.wire.staging import stream_bytes
-from kvatlas.wire.stream_copy import copy_request
+from kvatlas.wire.stream_copy import convert_parts, copy_request
 from kvatlas.wire.transports import (
     HOST,
     TRANSPORT_NAMES,
@@ -58,8 +58,9 @@ from kvatlas.wire.transports import (
     Transport,
     make_transport,
 )
-from kvatlas.wire.transports.bounds import check_bounds
+from kvatlas.wire.transports.bounds import check_bounds, check_grid_bounds
 from kvatlas.wire.transports.cuda_driver import load_driver
+from kvatlas.wire.transports.device_marks import DeviceMarks
 from kvatlas.wire.transports.errors import peer_lost
 from kvatlas.wire.transports.file import copy_file_runs
 from kvatlas.wire.unix_sockets import connect_to_path, forget_path, unix_endpoint
@@ -73,6 +74,7 @@ __all__ = [
     "Caller",
     "Channels",
     "Connection",
+    "DeviceMarks",
     "GpuOffload",
     "Handle",
     "HostPins",
@@ -99,8 +101,10 @@ __all__ = [
     "bad_handshake",
     "by_group",
     "check_bounds",
+    "check_grid_bounds",
     "check_plan_size",
     "connect_to_path",
+    "convert_parts",
     "converting",
     "copy_file_runs",
     "copy_pools",

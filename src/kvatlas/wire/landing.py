@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvatlas.geometry import INT64_MAX, Int64s, NestedSteps, Steps, ceil_div
-from kvatlas.routing import Copy, RunGrid
+from kvatlas.routing import Copy, RunGrid, Starts
 from kvatlas.wire.memory_copy import Bytes, copy_runs
 from kvatlas.wire.transports.base import STAGING
 
@@ -99,19 +99,7 @@ class _Tiles(NamedTuple):
     @classmethod
     def of(cls, grid: RunGrid, most: int) -> _Tiles:
         """As many steps in a tile as keep it dense, and within `most` bytes."""
-        nested = NestedSteps.of(grid.starts.src, grid.starts.dst)
-        length = nbytes = int(grid.length.max())
-        reach, extent, dense = 0, 0, []
-        for one in sorted(nested.steps, key=lambda one: abs(one.src)):
-            extent, nbytes = extent + (one.times - 1) * one.src, nbytes * one.times
-            if one.src < 0 or extent + length > _SPARSE * nbytes:
-                extent -= (one.times - 1) * one.src
-                break
-            if extent + length <= most:
-                dense.append(one)
-                reach = extent
-        others = tuple(one for one in nested.steps if one not in dense)
-        return cls(grid, *nested.written_out(others), tuple(reversed(dense)), reach, extent)
+        return cls(grid, *_tiled(grid.starts, int(grid.length.max()), most))
 
     @property
     def source_stop(self) -> int:
@@ -263,6 +251,25 @@ def _nested(src: Int64s, dst: Int64s) -> NestedSteps:
         return NestedSteps.of(src, dst)
     found = _steps_of((src - src[0]).tobytes(), (dst - dst[0]).tobytes())
     return NestedSteps(found.src + src[0], found.dst + dst[0], found.steps)
+
+
+@lru_cache(maxsize=32)
+def _tiled(
+    starts: Starts, length: int, most: int
+) -> tuple[Int64s, Int64s, tuple[Steps, ...], int, int]:
+    """All of tiles but their grid: what requests of one route have in common."""
+    nested = NestedSteps.of(starts.src, starts.dst)
+    nbytes, reach, extent, dense = length, 0, 0, list[Steps]()
+    for one in sorted(nested.steps, key=lambda one: abs(one.src)):
+        extent, nbytes = extent + (one.times - 1) * one.src, nbytes * one.times
+        if one.src < 0 or extent + length > _SPARSE * nbytes:
+            extent -= (one.times - 1) * one.src
+            break
+        if extent + length <= most:
+            dense.append(one)
+            reach = extent
+    others = tuple(one for one in nested.steps if one not in dense)
+    return *nested.written_out(others), tuple(reversed(dense)), reach, extent
 
 
 @lru_cache(maxsize=256)

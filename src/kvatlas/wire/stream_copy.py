@@ -6,7 +6,7 @@ into its own; where the route converts, the end that has the other format does s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -124,12 +124,22 @@ def _convert_pools(
     stream: ConvertedStream, src: Mapping[int, Bytes], dst: Mapping[int, Bytes]
 ) -> int:
     """Carry out a converting transfer between pools; how many bytes arrived."""
+    return convert_parts(
+        stream.parts(),
+        lambda copies, cells: gather(copies, src, cells),
+        lambda copies, cells: scatter(copies, cells, dst),
+    )
+
+
+def convert_parts(parts: Iterable[ConvertedPart], gather: MoveRuns, scatter: MoveRuns) -> int:
+    """Gather cells, convert and scatter them, part by part; how many bytes arrived."""
     arrived = 0
-    for part in stream.parts():
+    for part in parts:
         cells = np.empty(part.nbytes(SOURCE), dtype=np.uint8)
-        gather([part.copy(SOURCE)], src, cells)
+        gather([part.copy(SOURCE)], cells)
         made = cells if part.box.copied else _converted(part, cells)
-        arrived += scatter([part.copy(DESTINATION)], made, dst)
+        scatter([part.copy(DESTINATION)], made)
+        arrived += part.nbytes(DESTINATION)
     return arrived
 
 

@@ -14,7 +14,7 @@ import torch
 
 from kvatlas.cache import LayerCache
 from kvatlas.geometry import ENGINE_LAYOUTS, Layout
-from kvatlas.kernels import RepeatedCopy, copy_address_runs, place_starts, read
+from kvatlas.kernels import BlockSpans, RepeatedCopy, copy_address_runs, place_starts, read
 from kvatlas.kernels import write as write_by_torch
 from kvatlas.kernels import write_latent as write_latent_by_torch
 from kvatlas.kernels.triton import (
@@ -331,30 +331,44 @@ def check_runs(item: int, device: str, *, alike: bool, programs: int, seed: int)
 
 
 def check_repeated_runs(item: int, device: str, *, alike: bool, seed: int) -> None:
-    """The same copy again and again, its spans elsewhere each time: in order, and scattered."""
+    """The same copy again and again, between other blocks each time; some ids are made up."""
     rng = np.random.default_rng(seed)
-    starts, spans, stride = 5, 8, 4 * item
-    before, after = rng.permutation(starts) * item * 50, np.arange(starts) * item * 50
+    starts, spans, blocks = 5, 8, 9
+    strides = 6 * item, 4 * item
+    before, after = rng.permutation(starts) * item * 60, np.arange(starts) * item * 50
     length = np.full(spans, item)
     if not alike:
         length[::2] = max(1, item // 2)
-    memory = torch.from_numpy(rng.integers(0, 256, 260 * item, np.uint8)).to(device)
+    # Two spans in a block of the target, one in a block of the source.
+    entries = rng.permutation(spans), np.arange(spans) // 2
+    offsets = rng.integers(0, 2, spans) * item, np.arange(spans) % 2 * 2 * item
+    memory = torch.from_numpy(rng.integers(0, 256, 320 * item, np.uint8)).to(device)
     out = torch.empty(2 * GUARD + 260 * item, dtype=torch.uint8, device=device)
     stream = torch.cuda.current_stream() if device == "cuda" else None
-    copy = RepeatedCopy(
-        memory.data_ptr(), out[GUARD:].data_ptr(), place_starts(before, after, device), length,
-        stride,
-    )  # fmt: skip
-    for turn in range(4):
-        table = np.stack([rng.permutation(spans) * stride, np.arange(spans) * stride, length])
-        table[1] = rng.permutation(table[1]) if turn % 2 else table[1]
+    ids = torch.zeros(32, dtype=torch.int64, device=device)
+    ends = memory.data_ptr(), out[GUARD:].data_ptr()
+    # Both orders of the tables, whichever would be faster.
+    placed = place_starts(before, after, device)
+    about = BlockSpans(entries, offsets, length, strides, blocks)
+    copies = [
+        RepeatedCopy(ends, placed._replace(step=step), about, (ids[:spans], ids[16:]))
+        for step in (0, 1 << 40)
+    ]
+    for turn in range(6):
+        src, dst = rng.permutation(blocks)[:spans], rng.permutation(blocks)[: spans // 2]
+        told = src.copy()
+        if turn > 3:
+            told[1:3] = (1 << 32) - 1, -3
+            src[1:3] = 0
+        ids[:spans] = torch.from_numpy(told).to(device)
+        ids[16 : 16 + len(dst)] = torch.from_numpy(dst).to(device)
+        at = src[entries[0]] * strides[0] + offsets[0]
+        to = dst[entries[1]] * strides[1] + offsets[1]
         right = out.fill_(0xA5).cpu().numpy().copy()
         for a, b in zip(before, after, strict=True):
-            for x, y, n in table.T:
+            for x, y, n in zip(at, to, length, strict=True):
                 right[GUARD + b + y :][:n] = memory.cpu().numpy()[a + x :][:n]
-        # Both orders of the tables, whichever would be faster.
-        copy.launch(torch.from_numpy(table).to(device), stream, starts_first=turn < 2)
-        assert copy.starts_first(table[1]) == (abs(table[1, 1] - table[1, 0]) > 50 * item)
+        copies[turn % 2].launch(stream)
         assert np.array_equal(out.cpu().numpy(), right), (item, alike, turn)
 
 

@@ -161,6 +161,22 @@ class FakeQueue(DeviceQueue):
     def buffer(self, nbytes: int) -> FakeBuffer:
         return FakeBuffer(nbytes)
 
+    def buffers(self, nbytes: int) -> tuple[FakeBuffer, FakeBuffer]:
+        return FakeBuffer(nbytes), FakeBuffer(nbytes)
+
+    def through(
+        self, runs: Sequence[AddressRuns], host: FakeBuffer, gpu: FakeBuffer, nbytes: int, *,
+        out: bool,
+    ) -> Posted:  # fmt: skip
+        self.driver.log.append(("through", nbytes))
+        posted = FakePosted(runs)
+        if not out:
+            gpu.numpy()[:nbytes] = host.numpy()[:nbytes]
+        posted.act()
+        if out:
+            host.numpy()[:nbytes] = gpu.numpy()[:nbytes]
+        return posted
+
     def staged(
         self, runs: Sequence[AddressRuns], stretches: Sequence[tuple[int, int, int]], *, out: bool
     ) -> Posted:
@@ -177,13 +193,16 @@ class FakeQueue(DeviceQueue):
 
 
 class FakeBuffer:
-    """Memory of the GPU, as much as is asked for."""
+    """Memory of the GPU or pinned for it, as much as is asked for."""
 
     def __init__(self, nbytes: int) -> None:
         self._bytes = np.full(nbytes, 0x5A, np.uint8)
 
     def data_ptr(self) -> int:
         return int(self._bytes.ctypes.data)
+
+    def numpy(self) -> Bytes:
+        return self._bytes
 
 
 class FakePosted(Posted):

@@ -70,7 +70,7 @@ def linked(*, by_cpu: bool = False) -> Any:
     owner: Any = SimpleNamespace(memory=memory, name="nixl", open=True)
     owner.takes, owner.check_takes = lambda _: True, lambda _: None
     agents: Any = SimpleNamespace(kind="DRAM", by_cpu=by_cpu, make=lambda *_, **__: _Agent())
-    peer: Any = SimpleNamespace(agent="peer", kind="DRAM")
+    peer: Any = SimpleNamespace(agent="peer", kind="DRAM", board=None)
     return NixlLink(owner, agents, peer, memory, lambda _: None)
 
 

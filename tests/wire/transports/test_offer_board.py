@@ -194,6 +194,7 @@ def test_places_that_are_no_board_are_not_looked_at(board: OfferBoard) -> None:
             {"descriptor": 10_000},
             {"process": 2**31},
             {"started": place.started + 1},
+            {"token": bytes(16)},
         ):
             assert open_board(msgspec.structs.replace(place, **lie)) is None, lie
     assert WatchedProcess(os.getpid()).started == place.started

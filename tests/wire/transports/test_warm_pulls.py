@@ -15,15 +15,21 @@ from kvatlas import AtlasError, Code
 from kvatlas.routing import scattered
 from kvatlas.wire import Session
 from kvatlas.wire.channels import no_answer
-from kvatlas.wire.client import follow_ups
+from kvatlas.wire.client import follow_ups, warm_shapes
 from kvatlas.wire.client import session as session_
 from kvatlas.wire.client.warm_shapes import WarmShapes
+from kvatlas.wire.transports.offer_board import PostedOffer
 from tests.routing import oracle
 from tests.wire.helpers import small
 from tests.wire.transports.ends import eventually
 from tests.wire.transports.fake_cuda import FakeMachine, node_of
 
 TOKENS = 61
+
+
+def has_learnt(warm: WarmShapes, pulls: int) -> bool:
+    """Whether so many pulls that went their whole way are learnt from, at last."""
+    return bool(eventually(lambda: warm._pulled >= pulls))
 
 
 class WarmEnds:
@@ -37,8 +43,8 @@ class WarmEnds:
         for turn in range(2):
             self.offer(f"cold {turn}")
             self.pull(f"cold {turn}").wait(20)
-            assert eventually(lambda: self.warm._kept)
-        assert eventually(lambda: any(self.warm._kept.values())), name
+            assert has_learnt(self.warm, turn + 1), name
+        assert eventually(lambda: self.warm._kept), name
         assert eventually(lambda: len(self.released) == 2)
         self.driver.log.clear()
 
@@ -48,10 +54,10 @@ class WarmEnds:
         assert connection is not None
         return connection.warm
 
-    def offer(self, request: str, blocks: Any = None) -> None:
-        blocks = scattered(self.source.plan, TOKENS) if blocks is None else blocks
+    def offer(self, request: str, blocks: Any = None, tokens: int = TOKENS) -> None:
+        blocks = scattered(self.source.plan, tokens) if blocks is None else blocks
         tell = lambda _, why: self.released.append(why)  # noqa: E731
-        self.source.offer(request, blocks, TOKENS, seconds=30, released=tell)
+        self.source.offer(request, blocks, tokens, seconds=30, released=tell)
 
     def pull(self, request: str, **about: Any) -> Any:
         asked: dict[str, Any] = {
@@ -84,37 +90,40 @@ def code_of(act: Any) -> Code:
     return code
 
 
-def other_blocks(plan: Any, rng: Any) -> dict[int, Any]:
+def other_blocks(plan: Any, rng: Any, tokens: int) -> dict[int, Any]:
     """As many blocks as `scattered` gives each group, drawn anew; none twice in a pool."""
     tables: dict[int, Any] = {}
     for pool in plan.pools:
         groups = [g for g, one in enumerate(plan.groups) if one.pool == pool.index]
         drawn = rng.permutation(pool.blocks)
         for group in groups:
-            count = len(scattered(plan, TOKENS)[group])
+            count = len(scattered(plan, tokens)[group])
             tables[group], drawn = drawn[:count], drawn[count:]
     return dict(sorted(tables.items()))
 
 
-@pytest.mark.parametrize("name", ["dense", "delta hybrid", "latent"])
-def test_a_warm_pull_moves_every_element_between_other_blocks(name: str) -> None:
+@pytest.mark.parametrize("name", ["dense", "delta hybrid", "latent", "sliding"])
+def test_warm_pulls_of_any_length_move_every_element_between_other_blocks(name: str) -> None:
     with warm_ends(name) as ends:
         src, dst = ends.source.plan, ends.target.plan
-        blocks = other_blocks(src, ends.rng), other_blocks(dst, ends.rng)
-        move = oracle.Move(src, dst, *blocks, (0, TOKENS))
-        filled = oracle.fill(move, ends.rng)[0].pools
-        poison = oracle.Memory(dst, 0, ends.rng)
-        for index, pool in ends.theirs.items():
-            pool[:] = filled[index]
-        for index, pool in poison.pools.items():
-            pool[:] = ends.pools[index]
-        ends.offer("r", blocks[0])
-        transfer = ends.pull("r", dst_blocks=blocks[1])
-        assert ends.acts == ["finished", "after_caller", "post"], "launched by who asked"
-        assert transfer.wait(20).ready
-        right, _ = oracle.expected(move, 0, poison)
-        for index, pool in ends.pools.items():
-            assert np.array_equal(pool, right.pools[index])
+        for turn, tokens in enumerate((TOKENS, 1, 17, 48, 17)):
+            blocks = other_blocks(src, ends.rng, tokens), other_blocks(dst, ends.rng, tokens)
+            move = oracle.Move(src, dst, *blocks, (0, tokens))
+            filled = oracle.fill(move, ends.rng)[0].pools
+            poison = oracle.Memory(dst, 0, ends.rng)
+            for index, pool in ends.theirs.items():
+                pool[:] = filled[index]
+            for index, pool in poison.pools.items():
+                pool[:] = ends.pools[index]
+            ends.offer(f"{turn}", blocks[0], tokens)
+            ends.driver.log.clear()
+            transfer = ends.pull(f"{turn}", dst_blocks=blocks[1], tokens=tokens)
+            assert ends.acts[-2:] == ["after_caller", "post"], "launched by who asked"
+            assert "record" not in ends.acts
+            assert transfer.wait(20).moved == transfer.total
+            right, _ = oracle.expected(move, 0, poison)
+            for index, pool in ends.pools.items():
+                assert np.array_equal(pool, right.pools[index]), tokens
 
 
 def test_ranks_are_warm_one_by_one_and_make_up_a_request_together() -> None:
@@ -144,8 +153,8 @@ def test_ranks_are_warm_one_by_one_and_make_up_a_request_together() -> None:
 
         for turn in range(2):
             assert pull(f"cold {turn}", 0, 1)[0].wait(20).ready
-            assert eventually(lambda: all(one and one.warm._kept for one in connections))
-        assert eventually(lambda: all(one and any(one.warm._kept.values()) for one in connections))
+            assert all(one and has_learnt(one.warm, turn + 1) for one in connections)
+        assert eventually(lambda: all(one and one.warm._kept for one in connections))
         transfer, begun = pull("warm", 0, 1)
         assert begun == 2
         assert transfer.wait(20).moved == transfer.total
@@ -173,8 +182,8 @@ class WarmRanks:
         warm = self.session._connections.find(self.nodes[0].endpoint).warm  # type: ignore[union-attr]
         for turn in range(2):
             self.pull(f"cold {turn}").wait(20)
-            assert eventually(lambda: len(warm._kept) == 1)
-        assert eventually(lambda: all(warm._kept.values()))
+            assert has_learnt(warm, turn + 1)
+        assert eventually(lambda: warm._kept)
         assert eventually(lambda: len(self.released) == 2 * len(ranks))
         self.released.clear()
 
@@ -257,6 +266,19 @@ def test_whatever_is_wrong_with_a_request_is_refused_as_if_it_were_the_first() -
         assert ends.pull("r").wait(20).ready
 
 
+def test_blocks_that_a_source_does_not_have_are_refused_although_the_copy_was_begun() -> None:
+    with warm_ends() as ends:
+        count = len(scattered(ends.source.plan, TOKENS)[0])
+        for name, block in (("far", 0xFFFFFFFF), ("next", ends.source.plan.pools[0].blocks)):
+            ids = np.full(count, block, "<u4").tobytes()
+            ends.source.transport.board.post(PostedOffer(name, {0: ids}, 0, TOKENS, None))
+            ends.driver.log.clear()
+            transfer = ends.pull(name)
+            assert ends.acts == ["after_caller", "post"], "launched by who asked"
+            assert code_of(transfer.wait) is Code.OUT_OF_RANGE
+            assert transfer.wait_released(20)
+
+
 def test_an_offer_that_is_withdrawn_under_a_warm_copy_delivers_nothing() -> None:
     with warm_ends() as ends:
         ends.offer("r")
@@ -310,21 +332,33 @@ def test_an_interrupt_of_who_waits_does_not_let_go_of_what_is_written() -> None:
         assert transfer.wait_released(20)
 
 
-def test_a_shape_in_use_is_kept_and_those_that_come_once_are_not_learnt() -> None:
+def test_shapes_in_use_are_kept_and_those_that_were_used_longest_ago_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(warm_shapes, "_KEPT", 3)
     with warm_ends() as ends:
-        for tokens in range(1, 40):
-            ends.source.offer(f"{tokens}", scattered(ends.source.plan, tokens), tokens)
-            blocks = scattered(ends.target.plan, tokens)
-            assert ends.pull(f"{tokens}", dst_blocks=blocks, tokens=tokens).wait(20).ready
-            if tokens % 8 == 0:
-                ends.offer(f"again {tokens}")
-                ends.driver.log.clear()
-                transfer = ends.pull(f"again {tokens}")
-                assert "post" in ends.acts
-                assert "record" not in ends.acts, "launched by who asked"
-                assert transfer.wait(20).ready
-        assert eventually(lambda: len(ends.warm._kept) == 32)
-        assert sum(map(bool, ends.warm._kept.values())) == 1
+        (in_use,) = ends.warm._kept
+        for tokens in range(1, 9):
+            for name, count in ((f"{tokens}", tokens), (f"again {tokens}", TOKENS)):
+                ends.offer(name, tokens=count)
+                blocks = scattered(ends.target.plan, count)
+                assert ends.pull(name, dst_blocks=blocks, tokens=count).wait(20).ready
+            assert in_use in ends.warm._kept
+        assert [key[0] for key in ends.warm._kept] == [(0, 7), (0, 8), (0, TOKENS)]
+
+
+def test_a_shape_whose_peers_memory_was_mapped_anew_is_prepared_again() -> None:
+    with warm_ends() as ends:
+        opened = ends.target.transport.opened
+        (mapping,) = opened._open.values()
+        with opened._lock:
+            opened._unmap(mapping.allocation)  # others were used more often
+        for name in ("moved", "again"):
+            ends.offer(name)
+            ends.driver.log.clear()
+            assert ends.pull(name).wait(20).ready
+            assert eventually(lambda: ends.warm._kept)
+        assert "record" not in ends.acts, "launched by who asked"
 
 
 def test_who_cannot_be_given_a_transfer_waits_until_the_copy_is_over() -> None:

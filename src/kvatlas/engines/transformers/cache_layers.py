@@ -19,8 +19,9 @@ from kvatlas.cache import LayerCache
 from kvatlas.engines.transformers.block_table import BlockTable
 from kvatlas.engines.transformers.sequence_batch import SequenceBatch
 from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry import ceil_div
 from kvatlas.kernels import read, read_latent, read_states, write, write_latent, write_states
-from kvatlas.specs import LatentAttention, Recurrent, State
+from kvatlas.specs import Attention, LatentAttention, Recurrent, State
 
 Pair = tuple[Tensor, Tensor]
 """K and V, or the latent and the rotary part of MLA as one head: [batch, heads, tokens, D]."""
@@ -81,11 +82,26 @@ class PagedAttentionLayer(CacheLayerMixin):
         if self.latent:
             pair = read_latent(self.pages, slots.flatten())
         else:
-            pair = read(self.pages, slots.flatten(), dtype=dtype)
+            pair = read(self.pages, slots.flatten(), out=self._room(slots.numel(), heads, dtype))
         keys, values = (rows.view(*slots.shape, heads, -1) for rows in pair)
         if missing is not None:
             keys[missing], values[missing] = 0, 0
         return keys.transpose(1, 2), values.transpose(1, 2)
+
+    def _room(self, rows: int, heads: int, dtype: torch.dtype) -> Pair:
+        """Tensors for K and V of so many tokens, in memory for up to an eighth more.
+
+        Rows grow with every step: memory of the same size is at hand from the step before,
+        where torch would ask the device for more of it, which takes longer than the step.
+        """
+        unit = 1 << max(0, rows.bit_length() - 4)
+        room = ceil_div(rows, unit) * unit
+        spec = self.pages.spec_as(Attention)
+        k, v = (
+            torch.empty((room, heads, dim), dtype=dtype, device=self.pages.buffer.device)[:rows]
+            for dim in (spec.head_dim, spec.v_dim or spec.head_dim)
+        )
+        return k, v
 
     def _offset(self, start: int) -> int:
         return 0 if self.reach is None else max(start - self.reach + 1, 0)

@@ -15,7 +15,12 @@ from torch import Tensor
 
 from kvatlas.engines.transformers.cache import AtlasCache
 from kvatlas.engines.transformers.paged_attention import NAME
-from kvatlas.engines.transformers.sequence_batch import FixedStep, StepTensors
+from kvatlas.engines.transformers.sequence_batch import (
+    FixedStep,
+    SequenceBatch,
+    StepTensors,
+    masked_otherwise,
+)
 from kvatlas.errors import AtlasError, Code
 
 _ASKED_BESIDES = ("inputs_embeds", "labels", "output_attentions", "output_hidden_states")
@@ -28,9 +33,9 @@ class DecodeGraph:
     Within a `with` block `generate()` and calls of the model go as before, and steps of one token
     for every sequence of the cache are replayed. The first step of a batch runs without a graph,
     the second is captured; so is the first after tables have grown out of their room. What a
-    replayed step returns is overwritten by the next. The mask is looked at in a batch's first
-    step: those of later ones must go on as it began. Without a GPU the same is done in the same
-    tensors, and no graph is captured.
+    replayed step returns is overwritten by the next. Masks are looked at while the step runs, and
+    one that hides more than the padding is refused before its answer is returned. Without a GPU
+    the same is done in the same tensors, and no graph is captured.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32,
@@ -103,16 +108,40 @@ class DecodeGraph:
         cache, start = self.cache, self.cache.seen
         batch = cache.batch
         batch.settle()
+        mask, hides = options.get("attention_mask"), None
         if self._looked_at != batch.number:
-            mask = options.get("attention_mask")
             batch.expect_paged_attention(mask, batch.size, start, 1)
             self._looked_at = batch.number
+        elif mask is not None:
+            hides = _LookAtMask(mask, batch)
         if self._step is None or self._step.sequences != batch.size:
             self._step = _CapturedStep(self._forward, cache)
         answer = self._step.run(ids, options.get("position_ids"), start)
+        if hides is not None and not hides.padding_alone:
+            raise masked_otherwise()
         cache.count_tokens(1)
         self.steps += 1
         return answer
+
+
+class _LookAtMask:
+    """Whether a mask hides padding alone: asked before a step, answered while it runs."""
+
+    def __init__(self, mask: Tensor, batch: SequenceBatch) -> None:
+        answer = batch.masks_left_padding_alone(mask)
+        self._answer, self._known = answer, None
+        if answer.is_cuda:
+            self._answer = torch.empty((), dtype=torch.bool, pin_memory=True)
+            self._answer.copy_(answer, non_blocking=True)
+            self._known = torch.Event("cuda")
+            self._known.record()
+
+    @property
+    def padding_alone(self) -> bool:
+        """The answer; what was launched before the step is waited for."""
+        if self._known is not None:
+            self._known.synchronize()
+        return bool(self._answer)
 
 
 class _CapturedStep:

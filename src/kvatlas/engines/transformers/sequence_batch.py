@@ -158,9 +158,20 @@ class SequenceBatch:
         if self.padding != padding or not bool(
             (mask[:, start : start + count].bool() | left).all()
         ):
-            raise AtlasError(
-                Code.ENGINE_REFUSES,
-                "Attention that reads pages takes padding on the left of the first tokens only",
-                got="padding elsewhere, or padding that was stored under another attention",
-                hint="Use attn_implementation sdpa or eager from the first token on",
-            )
+            raise masked_otherwise()
+
+    def masks_left_padding_alone(self, mask: Tensor) -> Tensor:
+        """Whether a mask [sequences, tokens] hides the padding and nothing else, on its device."""
+        padding = torch.tensor(self.padding, device=mask.device).unsqueeze(1)
+        tokens = torch.arange(mask.shape[-1], device=mask.device)
+        return (mask.bool() == (tokens >= padding)).all()
+
+
+def masked_otherwise() -> AtlasError:
+    """A refusal of a mask with which pages cannot be read."""
+    return AtlasError(
+        Code.ENGINE_REFUSES,
+        "Attention that reads pages takes padding on the left of the first tokens only",
+        got="padding elsewhere, or padding that was stored under another attention",
+        hint="Use attn_implementation sdpa or eager from the first token on",
+    )

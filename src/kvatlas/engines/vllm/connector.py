@@ -221,7 +221,7 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
         offered = {order.request_id for order in orders.offers}
         self._ended.hold_twice(offered & {order.request_id for order in orders.stores})
         if self._worker is not None:
-            self._worker.carry_out(orders)
+            self._worker.carry_out(orders, idle=self._idle)
         if self._tier_worker is not None:
             self._tier_worker.carry_out(orders)
 
@@ -341,8 +341,9 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _device(self, tensor: torch.Tensor) -> str:
         """The device's name; memory of a GPU only where its transport was asked for."""
-        asked = self._settings.transport_options.get("kind") == "VRAM"
-        if tensor.device.type == "cpu" or asked or self._settings.transport == "cuda":
+        settings = self._settings
+        asked = settings.transport_options.get("kind") == "VRAM" or settings.transport == "cuda"
+        if tensor.device.type == "cpu" or asked or settings.alone:
             return device_of(tensor)
         raise AtlasError(
             Code.WRONG_DEVICE,

@@ -94,7 +94,9 @@ class PrefixTier:
 
     def chain(self, tokens: Any, salt: str | None) -> PrefixChain:
         """The keys of a request's tokens."""
-        return self._finder.chain(tokens[: self.longest], (salt or "").encode())
+        # A client chooses the salt: what JSON can say, half a surrogate pair too, is one.
+        said = (salt or "").encode("utf-8", "surrogatepass")
+        return self._finder.chain(tokens[: self.longest], said)
 
     def find(self, chain: PrefixChain) -> Future[FoundPrefix | None]:
         """What there is of a request, once that is known; it may be by now."""

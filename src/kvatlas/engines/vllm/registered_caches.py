@@ -12,11 +12,11 @@ from kvatlas.errors import AtlasError, Code
 
 
 def check_reachable(tensor: torch.Tensor) -> None:
-    """Refuse a tier for caches that are not in host memory."""
-    if tensor.device.type != "cpu":
+    """Refuse a tier for caches that it cannot read and write."""
+    if tensor.device.type not in ("cpu", "cuda"):
         raise AtlasError(
             Code.WRONG_DEVICE,
-            "A tier reads and writes caches in host memory alone",
+            "A tier reads and writes caches in host memory, or in that of a CUDA device",
             got=f"tensors on {tensor.device}",
             hint="Leave tier out of kv_connector_extra_config",
         )

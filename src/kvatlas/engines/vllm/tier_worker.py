@@ -1,4 +1,10 @@
-"""A worker's side of the tier: requests are read from it and kept in it, beside the engine."""
+"""A worker's side of the tier: requests are read from it and kept in it, beside the engine.
+
+Where the caches are on a GPU, a step marks what the engine has told it so far. A request is
+stored behind that, since its last blocks may not be written yet, and read behind it, since
+whoever had its blocks before may still be reading them. What was read is there before it is
+reported, so that kernels which are launched later see it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +19,7 @@ from kvatlas.engines.vllm.orders import LoadOrder, StepOrders, StoreOrder
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
 from kvatlas.tier import Hit, StoreHit, StoreTier, TierClient
-from kvatlas.wire import Memory
+from kvatlas.wire import DeviceMarks, Memory, is_on_gpu, load_driver
 
 log = logging.getLogger("kvatlas.vllm")
 
@@ -52,6 +58,8 @@ class TierWorker:
     ) -> None:
         self._tier, self._plan, self._rank = tier, own, rank
         self._pools, self._ended = {0: memory}, ended
+        on_gpu = is_on_gpu(self._pools)
+        self._marks = DeviceMarks(load_driver(), memory.number) if on_gpu else None
         self._loading = ThreadPoolExecutor(_LOADING, thread_name_prefix="kvatlas-load")
         self._storing = ThreadPoolExecutor(1, thread_name_prefix="kvatlas-store")
         self._store_from = 0.0
@@ -59,11 +67,14 @@ class TierWorker:
         self._counts_lock = threading.Lock()
 
     def carry_out(self, orders: StepOrders) -> None:
-        """Begin what a step has ordered."""
+        """Begin what a step has ordered, in the thread that launches the engine's kernels."""
+        if not orders.loads and not orders.stores:
+            return
+        mark = None if self._marks is None else self._marks.mark()
         for load in orders.loads:
-            self._loading.submit(self._load, load)
+            self._loading.submit(self._load, load, mark)
         for store in orders.stores:
-            self._storing.submit(self._store, store)
+            self._storing.submit(self._store, store, mark)
 
     def take_counts(self) -> TierCounts:
         """What was counted since the last look."""
@@ -77,10 +88,13 @@ class TierWorker:
         self._storing.shutdown(wait=True)
         if self._tier is not None:
             self._tier.close()
+        if self._marks is not None:
+            self._marks.close()
 
-    def _load(self, order: LoadOrder) -> None:
+    def _load(self, order: LoadOrder, mark: int | None) -> None:
         begun, failed = time.monotonic(), True
         try:
+            self._wait_for_engine(mark)
             self._fetch(self._usable(), order)
             failed = False
         except AtlasError as refusal:
@@ -116,11 +130,12 @@ class TierWorker:
         blocks = dict(enumerate(order.tables))
         hit.fetch(self._pools, self._plan, rank=self._rank, blocks=blocks, start=order.start)
 
-    def _store(self, order: StoreOrder) -> None:
+    def _store(self, order: StoreOrder, mark: int | None) -> None:
         begun, failed = time.monotonic(), True
         try:
             if begun < self._store_from:
                 return
+            self._wait_for_engine(mark)
             result = self._usable().store(
                 self._pools,
                 self._plan,
@@ -142,6 +157,11 @@ class TierWorker:
                 self._store_from = now + _PAUSE
             self._count(tier_stores=not failed, tier_failures=failed)
             self._ended.sent(order.request_id)
+
+    def _wait_for_engine(self, mark: int | None) -> None:
+        """Wait until the GPU has done what a step had marked."""
+        if mark is not None and self._marks is not None:
+            self._marks.wait(mark)
 
     def _usable(self) -> TierClient | StoreTier:
         if self._tier is None:

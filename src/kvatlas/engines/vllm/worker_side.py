@@ -108,8 +108,9 @@ class WorkerSide:
         self._counts = PullCounts()
         self._counts_lock = threading.Lock()
 
-    def carry_out(self, orders: StepOrders) -> None:
-        """Begin what a step has ordered."""
+    def carry_out(self, orders: StepOrders, *, idle: bool = False) -> None:
+        """Begin what a step has ordered; an engine that is not `idle` computes meanwhile."""
+        self.node.landing_threads = self.node.transport.copy_threads = 2 if idle else 1
         for offer in orders.offers:
             self._offer(offer)
         for remote in orders.let_go:

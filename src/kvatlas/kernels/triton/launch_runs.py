@@ -18,7 +18,7 @@ import triton.language as tl
 from kvatlas.kernels.triton import tune
 from kvatlas.kernels.triton.addresses import VECTOR
 from kvatlas.kernels.triton.launch_copy import CopyTiling, tile_of
-from kvatlas.kernels.triton.runs_device import copy_run_grid
+from kvatlas.kernels.triton.runs_device import copy_run_grid, place_spans
 
 _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 
@@ -46,7 +46,7 @@ def copy_runs(
 
     `programs` are launched at most, where it is not 0. No byte may be written twice, or be
     both read and written. Whoever names a stream has made its device the current one. What is
-    returned launches the same for other spans; None where there is no GPU.
+    returned launches the same again; None where there is no GPU.
 
     >>> import torch
     >>> memory = torch.arange(48, dtype=torch.uint8)
@@ -74,50 +74,76 @@ def copy_runs(
         source, target, tables.starts, tables.spans, tables.starts.shape[1],
         tables.spans.shape[1], count, words,
     )  # fmt: skip
-    return _launch(
-        min(tiles, programs or tiles), arguments, constants, use["warps"], device, stream
-    )
+    launch = Launch(copy_run_grid, min(tiles, programs or tiles), arguments, constants)
+    return _launch(launch, use["warps"], device, stream)
+
+
+_PLACED_AT_ONCE = 512
+"""Spans that a program places."""
+
+
+class SpanPlaces(NamedTuple):
+    """Where spans lie in blocks whose ids come later."""
+
+    table: torch.Tensor
+    """[7, spans] of int64: what `place_spans` writes, and reads."""
+    blocks: int
+    """How many blocks the source has."""
+    strides: tuple[int, int]
+    """Bytes between blocks, at either end."""
+
+
+def place_runs(
+    ids: tuple[torch.Tensor, torch.Tensor], places: SpanPlaces, *, stream: Any = None
+) -> RunKernel | None:
+    """Write where spans lie, from the block ids of either end; the same device as `copy_runs`."""
+    count = places.table.shape[1]
+    arguments = (*ids, places.table, count, places.blocks, *places.strides)
+    programs = triton.cdiv(count, _PLACED_AT_ONCE)
+    launch = Launch(place_spans, programs, arguments, {"BLOCK": _PLACED_AT_ONCE})
+    return _launch(launch, 4, places.table.device, stream)
 
 
 class RunKernel(NamedTuple):
-    """A kernel that was launched, to be launched again with all arguments but one as they were."""
+    """A kernel that was launched, to be launched again with all arguments as they were."""
 
     run: Callable[..., None]
-    before: tuple[int, ...]
-    after: tuple[Any, ...]
+    arguments: tuple[Any, ...]
 
-    def launch(self, spans: int, stream: int) -> None:
-        """Launch it with spans at an address, which is a multiple of 16 as it was before."""
-        self.run(*self.before, spans, *self.after, stream=stream)
+    def launch(self, stream: int) -> None:
+        """Launch it again: what lies where its arguments say may have changed."""
+        self.run(*self.arguments, stream=stream)
+
+
+class Launch(NamedTuple):
+    """What is launched."""
+
+    kernel: Any
+    programs: int
+    arguments: tuple[Any, ...]
+    constants: dict[str, Any]
 
 
 _compiled: dict[tuple[object, ...], Any] = {}
 """Kernels that are launched again without being looked up, by all that they depend on."""
 
 
-def _launch(
-    programs: int,
-    arguments: tuple[Any, ...],
-    constants: dict[str, Any],
-    warps: int,
-    device: torch.device,
-    stream: Any,
-) -> RunKernel | None:
+def _launch(what: Launch, warps: int, device: torch.device, stream: Any) -> RunKernel | None:
     # Numbers are handed over in 32 bits where they fit; nothing else of them matters.
-    wide = tuple(one >= 1 << 31 for one in arguments if isinstance(one, int))
-    key = (device, warps, wide, *constants.values())
-    source, target, starts, spans, *counts = arguments
+    wide = tuple(one >= 1 << 31 for one in what.arguments if isinstance(one, int))
+    key = (what.kernel, device, warps, wide, *what.constants.values())
     kernel = None if stream is None else _compiled.get(key)
     known = kernel is not None
     if kernel is None:
         current = nullcontext() if stream is None else torch.cuda.stream(stream)
         with tune.on(device), current:
-            kernel = copy_run_grid[(programs,)](*arguments, **constants, num_warps=warps)
+            launch = what.kernel[(what.programs,)]
+            kernel = launch(*what.arguments, **what.constants, num_warps=warps)
         if device.type != "cuda" or kernel is None:
             return None
         _compiled[key] = kernel
-    before, after = (source, target, starts.data_ptr()), (*counts, *constants.values())
-    made = RunKernel(kernel[programs, 1, 1], before, after)
+    plain = (one if isinstance(one, int) else one.data_ptr() for one in what.arguments)
+    made = RunKernel(kernel[what.programs, 1, 1], (*plain, *what.constants.values()))
     if known:
-        made.launch(spans.data_ptr(), stream.cuda_stream)
+        made.launch(stream.cuda_stream)
     return made

@@ -50,3 +50,27 @@ def copy_run_grid(
         moved = tl.load(pointers, mask=mask, eviction_policy=TILING.evict)
         pointers = end + ((to // ALIGN) * UNIT)[:, None] + column[None, :]
         tl.store(pointers, moved, mask=mask, eviction_policy=TILING.evict)
+
+
+@triton.jit(do_not_specialize=["count", "blocks", "source_stride", "target_stride"])
+def place_spans(
+    source_ids, target_ids, table, count, blocks, source_stride, target_stride,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Offsets of spans at either end, from the ids of the blocks that they lie in.
+
+    `table` has seven rows: offsets at either end, lengths, and then, for either end, which block
+    id is a span's and where it lies in that block. Ids of the source are anybody's: those that
+    are none of its `blocks` are taken for its first, which is there to be read.
+    """
+    span = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = span < count
+    entry = tl.load(table + 3 * count + span, mask=there, other=0)
+    block = tl.load(source_ids + entry, mask=there, other=0)
+    block = tl.where((block >= 0) & (block < blocks), block, 0)
+    inside = tl.load(table + 5 * count + span, mask=there, other=0)
+    tl.store(table + span, block * source_stride + inside, mask=there)
+    entry = tl.load(table + 4 * count + span, mask=there, other=0)
+    block = tl.load(target_ids + entry, mask=there, other=0)
+    inside = tl.load(table + 6 * count + span, mask=there, other=0)
+    tl.store(table + count + span, block * target_stride + inside, mask=there)

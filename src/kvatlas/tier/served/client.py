@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,14 +18,15 @@ import numpy as np
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
-from kvatlas.routing import checked_rank, route, token_range
+from kvatlas.routing import checked_rank, token_range
+from kvatlas.tier.converting import PLANS, Converting, TierRoutes
 from kvatlas.tier.hit import Hit, check_all_there
 from kvatlas.tier.index import PartSums, StoreResult
 from kvatlas.tier.request_blocks import Keys, NeededBlock, keys_by_group
 from kvatlas.tier.served import messages as m
 from kvatlas.tier.served.attachment import Attachment
 from kvatlas.tier.storage import Carry, TierStorage
-from kvatlas.tier.storing import PLANS, Ingests
+from kvatlas.tier.storing import Ingests
 from kvatlas.wire import (
     Metrics,
     SendPlan,
@@ -79,7 +79,7 @@ class TierClient:
         self.plan = plan = self._attach().plan
         self._plan_text = plan.to_json()
         self._ingests = Ingests(plan)
-        self._route_to = lru_cache(PLANS)(lambda dst: route(plan, dst))
+        self._routes = TierRoutes(plan)
         self._plans: dict[Plan, tuple[bytes, bytes]] = {}
 
     # -- storing ------------------------------------------------------------------------
@@ -106,13 +106,12 @@ class TierClient:
             ids = self._filled(needs, begun.fills)
             if ids:
                 with storage.using():
-                    move = (
-                        storage.carried(carry)
-                        if carry
-                        else storage.writing(plan, rank, pools or {})
-                    )
-                    copies, _ = ingest.copies(rank, blocks, (start, stop), ids)
-                    sums = storage.carry("store", copies, move)
+                    about = (rank, blocks, (start, stop), ids)
+                    if carry is not None:
+                        copies, _ = ingest.copies(*about)
+                        sums = storage.carry("store", copies, storage.carried(carry))
+                    else:
+                        sums, _ = storage.store_runs(ingest, about, plan, pools or {})
             brought = True
         finally:
             parts = tuple(m.SummedPart(*place, *part) for place, part in sums.items())
@@ -174,7 +173,7 @@ class TierClient:
             at = self.find_server()
             hit = self._hit(at, at.ask(m.PinKeys, **about))
         if hit is None:
-            hit = Hit(about["start"], 0, self._nothing, self._route_to, {}, lambda: None)
+            hit = Hit(about["start"], 0, self._nothing, self._routes, {}, lambda: None)
         try:
             yield hit
         finally:
@@ -200,12 +199,14 @@ class TierClient:
         tokens: Any,
         keys: Keys,
         carry: Carry | None = None,
+        convert: Converting | None = None,
     ) -> None:
-        """Fetch tokens into a rank's blocks: all of them, or a refusal."""
+        """Fetch tokens into a rank's blocks, as `Tier.fetch` does: all of them, or a refusal."""
         _, stop = token_range(tokens, min(plan.max_len, self.plan.max_len))
         with self.pin(keys, tokens) as hit:
             check_all_there(hit.tokens, stop)
-            hit.fetch(pools, plan, rank=rank, blocks=blocks, carry=carry)
+            about: dict[str, Any] = {"rank": rank, "blocks": blocks}
+            hit.fetch(pools, plan, **about, carry=carry, convert=convert)
 
     def _hit(self, at: Attachment, answer: Any) -> Hit:
         pinned = _expected(answer, m.KeysPinned)
@@ -215,7 +216,7 @@ class TierClient:
             with suppress(AtlasError):  # with its server, or its session, the pin is gone too
                 at.ask(m.Unpin, pin=pinned.pin)
 
-        about = (at.storage, self._route_to, tables, let_go)
+        about = (at.storage, self._routes, tables, let_go)
         return Hit(pinned.start, pinned.tokens, *about, name=pinned.pin)
 
     # -- what there is ------------------------------------------------------------------

@@ -33,6 +33,16 @@ def joined_size(parts: Parts) -> int:
     return sum(part.nbytes for part in parts)
 
 
+def tenant_of(name: str) -> str:
+    """What the names of all objects of one tenant begin with; empty for an object of nobody.
+
+    >>> tenant_of("kv1/0f3a/marks/77"), tenant_of("kv1/77")
+    ('kv1/0f3a', '')
+    """
+    words = name.split("/", 2)
+    return "/".join(words[:2]) if len(words) > 2 else ""
+
+
 class ObjectStore(ABC):
     """Objects by name. Any number of threads may use one; a failure is an `AtlasError`."""
 

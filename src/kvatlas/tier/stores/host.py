@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from kvatlas.tier.stores.base import ABSENT, ObjectStore, Parts, StoreRoom, joined_size
+from kvatlas.tier.stores.base import (
+    ABSENT,
+    ObjectStore,
+    Parts,
+    StoreRoom,
+    joined_size,
+    tenant_of,
+)
 from kvatlas.wire import Bytes
 
 
+class TenantObjects:
+    """The objects of one tenant, the least recently used first, and their bytes."""
+
+    def __init__(self) -> None:
+        self.names: OrderedDict[str, None] = OrderedDict()
+        self.used = 0
+
+
 class HostStore(ObjectStore):
-    """Objects in memory, up to so many bytes.
+    """Objects in memory, up to so many bytes, and with a `quota` so many of each tenant.
 
     >>> store, object = HostStore(capacity=8), np.arange(4, dtype=np.uint8)
     >>> store.put([("a", [object]), ("b", [object])]), store.put([("c", [object])])
@@ -22,9 +37,11 @@ class HostStore(ObjectStore):
     ([False, True, True], StoreRoom(used=8, total=8, objects=2))
     """
 
-    def __init__(self, capacity: int = 1 << 30) -> None:
+    def __init__(self, capacity: int = 1 << 30, quota: int = 0) -> None:
         self._capacity, self._used = capacity, 0
+        self._quota = quota or capacity
         self._objects: OrderedDict[str, Bytes] = OrderedDict()
+        self._tenants: defaultdict[str, TenantObjects] = defaultdict(TenantObjects)
         self._lock = threading.Lock()
 
     def put(self, objects: Sequence[tuple[str, Parts]]) -> list[bool]:
@@ -33,16 +50,34 @@ class HostStore(ObjectStore):
 
     def _put(self, name: str, parts: Parts) -> bool:
         size = joined_size(parts)
-        if size > self._capacity:
+        if size > min(self._capacity, self._quota):
             return False
         made = np.concatenate(parts)
         with self._lock:
-            if name not in self._objects:
-                while self._used + size > self._capacity:
-                    self._used -= self._objects.popitem(last=False)[1].nbytes
-                self._objects[name] = made
-                self._used += size
+            if name in self._objects:
+                self._use(name)
+                return True
+            own = self._tenants[tenant_of(name)]
+            while own.used + size > self._quota:
+                self._forget(next(iter(own.names)))
+            while self._used + size > self._capacity:
+                self._forget(next(iter(self._objects)))
+            self._objects[name] = made
+            self._used += size
+            own.names[name] = None
+            own.used += size
         return True
+
+    def _use(self, name: str) -> None:
+        """The least recently used make room, and this one was used."""
+        self._objects.move_to_end(name)
+        self._tenants[tenant_of(name)].names.move_to_end(name)
+
+    def _forget(self, name: str) -> None:
+        size, own = self._objects.pop(name).nbytes, self._tenants[tenant_of(name)]
+        del own.names[name]
+        self._used -= size
+        own.used -= size
 
     def get(self, objects: Sequence[tuple[str, Parts]]) -> list[int]:
         """Read whole objects."""
@@ -77,9 +112,10 @@ class HostStore(ObjectStore):
     def remove(self, names: Sequence[str]) -> int:
         """Remove objects."""
         with self._lock:
-            gone = [self._objects.pop(name) for name in names if name in self._objects]
-            self._used -= sum(one.nbytes for one in gone)
-        return len(gone)
+            there = [name for name in dict.fromkeys(names) if name in self._objects]
+            for name in there:
+                self._forget(name)
+        return len(there)
 
     def remove_all(self, prefix: str) -> int:
         """Remove all whose names begin so."""
@@ -114,5 +150,5 @@ class HostStore(ObjectStore):
     def _find(self, name: str) -> Bytes | None:
         with self._lock:
             if name in self._objects:
-                self._objects.move_to_end(name)
+                self._use(name)
             return self._objects.get(name)

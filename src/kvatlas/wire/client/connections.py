@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from kvatlas.errors import AtlasError, Code
@@ -116,7 +117,8 @@ class Connections:
             self._check_same_plan(endpoint, peer)
             node.check_route(peer)
             link = node.transport.connect(peer.metadata, peer.memory)
-        return PeerConnection(endpoint, peer, answer.session, link, self._beside)
+        stream = partial(node.stream, peer, layers=None, incoming=True)
+        return PeerConnection(endpoint, peer, answer.session, link, stream, self._beside)
 
     def _check_same_plan(self, endpoint: str, peer: Peer) -> None:
         """Refuse ranks of another plan: parts of two plans do not make up a request."""

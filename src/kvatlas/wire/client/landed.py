@@ -19,14 +19,15 @@ from kvatlas.wire.landing import LandingBatch, landing_batches
 def pull_landed(lease: RankLease, stream: Stream) -> None:
     """Read a stream batch by batch into buffers, and from there into its blocks."""
     staging = lease.node.staging
-    lease.borrow_own(min(BUFFERS, staging.most()))
+    lease.borrow_own(min(BUFFERS, staging.most(), max(1, lease.node.landing_threads)))
     lease.count(stream.runs_apart)
     left = _BatchesLeft(landing_batches(stream.grids(), staging.piece))
     others = [
-        lease.connection.beside.submit(_land, lease, left, buffer) for buffer in lease.buffers[1:]
+        lease.connection.beside.submit(_land, lease, left, nth)
+        for nth in range(1, len(lease.buffers))
     ]
     try:
-        _land(lease, left, lease.buffers[0])
+        _land(lease, left, 0)
     finally:
         wait(others)  # nobody else gets blocks or buffers meanwhile
     for one in others:
@@ -50,12 +51,15 @@ class _BatchesLeft:
             self._batches.close()
 
 
-def _land(lease: RankLease, left: _BatchesLeft, buffer: int) -> None:
-    """Read batches into a buffer and put them where they belong, until there are none."""
-    node = lease.node
+def _land(lease: RankLease, left: _BatchesLeft, nth: int) -> None:
+    """Read batches into a buffer and put them where they belong, until there are none.
+
+    Threads beyond the first end before that, where there shall be fewer.
+    """
+    node, buffer = lease.node, lease.buffers[nth]
     room = node.staging.piece
     try:
-        while (batch := left.take()) is not None:
+        while (not nth or nth < node.landing_threads) and (batch := left.take()) is not None:
             lease.transfer.check_cancelled()
             lease.renew_in_time()
             with node.metrics.phase("landed"):

@@ -50,15 +50,19 @@ def choose_way(lease: RankLease, stream: AnyStream) -> Way:
 def _cheapest_way(lease: RankLease, stream: Stream) -> Way:
     """The way that is expected to be the fastest; where two are close, the source is spared."""
     wanted, connection = lease.wanted, lease.connection
-    if connection.link.adds or not lease.node.staging.most() or not lease.opened.piece:
+    if connection.link.adds or not lease.node.staging.most() or not _may_stage(lease):
         return "direct"
     if not lease.may_fill_blocks():
         return "staged"  # a replica that stalls in mid-read then leaves the blocks alone
     if wanted.costs is not None:
-        return _weighed(lease, stream, wanted.costs)
+        return _with_lease(lease, _weighed(lease, stream, wanted.costs))
     runs = stream.runs_apart  # a request that moves like others is weighed once
     if stream.nbytes >= _LONG_RUN * runs:
         return "direct"
+    if connection.costs is None:
+        lease.ask_after_all()
+        if not _may_stage(lease):
+            return "direct"
     costs, alike = connection.costs or _measured(lease), (runs, stream.nbytes)
     found = connection.ways.get(alike)
     if found is None:
@@ -66,7 +70,19 @@ def _cheapest_way(lease: RankLease, stream: Stream) -> Way:
         if connection.costs is not None:  # else there was no buffer to measure with
             kept = list(connection.ways.items())[-_KEPT_WAYS:]
             connection.ways = {**dict(kept), alike: found}  # as a whole: others look at it
-    return found
+    return _with_lease(lease, found)
+
+
+def _with_lease(lease: RankLease, way: Way) -> Way:
+    """The way, where the peer was asked for what it needs; direct where that is not to be had."""
+    if way == "staged":
+        lease.ask_after_all()
+    return way if way != "staged" or _may_stage(lease) else "direct"
+
+
+def _may_stage(lease: RankLease) -> bool:
+    """Whether the peer lends buffers, as far as is known before it was asked."""
+    return lease.seen is not None or lease.opened.piece > 0
 
 
 def _weighed(lease: RankLease, stream: Stream, costs: Costs) -> Way:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Literal
 
 from kvatlas.routing import Costs
-from kvatlas.wire.client.warm_shapes import WarmShapes
+from kvatlas.wire.client.warm_shapes import MakeStream, WarmShapes
 from kvatlas.wire.peers import Peer
 from kvatlas.wire.transports.base import Link
 
@@ -22,6 +22,7 @@ class PeerConnection:
     peer: Peer
     session: bytes
     link: Link
+    stream: InitVar[MakeStream]
     beside: ThreadPoolExecutor
     """Asks questions while a transfer does something else."""
     costs: Costs | None = None
@@ -34,6 +35,6 @@ class PeerConnection:
     """Transfers that use it now: the link is closed after the last of them."""
     gone: bool = False
 
-    def __post_init__(self) -> None:
-        self.warm = WarmShapes(self.link)
+    def __post_init__(self, stream: MakeStream) -> None:
+        self.warm = WarmShapes(self.link, stream)
         """What was pulled over it, to be pulled sooner the next time."""

@@ -6,17 +6,18 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Int64s
-from kvatlas.routing import Copy, Costs, RunGrid, Stream, token_range
+from kvatlas.routing import Copy, RunGrid, Stream, token_range
 from kvatlas.wire import protocol
 from kvatlas.wire.channels import no_answer
 from kvatlas.wire.client.peer_connection import PeerConnection
 from kvatlas.wire.client.transfer import Transfer
+from kvatlas.wire.client.transfer_request import TransferRequest
 from kvatlas.wire.client.warm_shapes import StartedRead
 from kvatlas.wire.leases import Held, lease_expired
 from kvatlas.wire.protocol import Ok, Opened
@@ -28,7 +29,6 @@ from kvatlas.wire.transports.errors import peer_lost
 from kvatlas.wire.transports.offer_board import PostedOffer, SeenOffer
 
 A = TypeVar("A", bound=protocol.Message)
-How = Literal["auto", "direct", "staged", "landed"]
 
 BUFFERS = 2
 """Staging buffers of a transfer at each end: one is filled while the other is sent."""
@@ -38,27 +38,6 @@ _NOT_NEEDED = 0xFFFFFFFF
 
 _SEVERED = 1.0
 """Seconds in which a link that was torn down is seen to be done with what it was reading."""
-
-
-@dataclass(frozen=True)
-class TransferRequest:
-    """What the caller of `pull` or `push` wants."""
-
-    direction: protocol.Direction
-    request: str
-    blocks: Any
-    peer_blocks: Any
-    tokens: Any
-    layers: Collection[str] | None
-    seconds: float
-    how: How
-    costs: Costs | None
-    checksums: bool
-    streamed: bool
-    final: bool = False
-    wait_for_offer: float = 0.0
-    mark: int | None = None
-    """Behind which this node's blocks are read or written, where they are on a GPU."""
 
 
 @dataclass
@@ -136,7 +115,16 @@ class RankLease:
         converting = self.node.route_from(connection.peer).conversion is not None
         if converting or not self.reaches_pools():
             return None
+        if not connection.link.adds and not self.may_fill_blocks():  # it will be staged
+            return None
         return connection.link.find_offer(wanted.request)
+
+    def ask_after_all(self) -> None:
+        """Have a lease granted for an offer that was seen, where the peer has to do something."""
+        if self.seen is not None:
+            self.seen = None
+            self._ask_for_lease()  # for the blocks that were seen, and no others
+            self.check_opened()
 
     def _ask_for_lease(self) -> None:
         wanted, theirs = self.wanted, self.theirs

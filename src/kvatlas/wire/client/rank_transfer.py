@@ -98,6 +98,8 @@ class RankTransfer:
         if not lease.pull:
             lease.borrow(1)
         way = choose_way(lease, stream)
+        if not lease.connection.link.adds:  # else there is time once a read was posted
+            self.transfer.find_total_beside(lease.connection.beside)
         if not lease.pull:
             push(lease, stream, staged=way == "staged")
         elif way == "staged" or isinstance(stream, ConvertedStream):

@@ -25,10 +25,11 @@ from kvatlas.geometry import natural
 from kvatlas.routing import Costs, table_arrays, token_range
 from kvatlas.wire.client.connections import PEER_GONE, Connections
 from kvatlas.wire.client.follow_ups import FollowUps
-from kvatlas.wire.client.rank_lease import How, RankLease, TransferRequest
+from kvatlas.wire.client.rank_lease import RankLease
 from kvatlas.wire.client.rank_transfer import RankTransfer
 from kvatlas.wire.client.started_pull import StartedPull
 from kvatlas.wire.client.transfer import Transfer
+from kvatlas.wire.client.transfer_request import How, TransferRequest
 from kvatlas.wire.client.warm_shapes import plain_tables
 from kvatlas.wire.peers import Peer
 from kvatlas.wire.protocol import Ok, Release, bad_handshake
@@ -130,15 +131,16 @@ class Session:
             dst_blocks = table_arrays(dst_blocks, "destination")
             incoming = self.node.route_from(self._any_peer())
             ranks = incoming.sources(self.node.rank)
-            warm = started[ranks[0]].total if ranks and len(started) == len(ranks) else None
+            warm = bool(ranks) and len(started) == len(ranks)
+            total = started[ranks[0]].total if warm else None
             about = {"tokens": tokens, "layers": layers, "dst_blocks": dst_blocks}
             needed = partial(incoming.needed_bytes, dst_rank=self.node.rank, **about)
             wanted = TransferRequest(
                 "pull", request, dst_blocks, src_blocks, tokens, layers, seconds, how, costs,
                 checksums=checksums, streamed=streamed, final=final,
-                wait_for_offer=wait_for_offer, mark=self.node.mark() if warm is None else None,
+                wait_for_offer=wait_for_offer, mark=None if warm else self.node.mark(),
             )  # fmt: skip
-            return self._start(wanted, ranks, needed if warm is None else warm, started)
+            return self._start(wanted, ranks, needed if total is None else total, started)
         except BaseException:
             for one in started.values():
                 one.abandon()
@@ -257,7 +259,7 @@ class Session:
                 if read is None:
                     self._workers.submit(part)
                 else:
-                    then = partial(self._after_started, transfer, read)
+                    then = partial(self._after_started, transfer, wanted, read)
                     self._follow_ups.add(transfer, part, then)
         return transfer
 
@@ -343,13 +345,15 @@ class Session:
         if lease.wanted.final and transfer.ready:
             self._tell_unread(lease.wanted.request)
 
-    def _after_started(self, transfer: Transfer, started: StartedPull) -> None:
+    def _after_started(
+        self, transfer: Transfer, wanted: TransferRequest, started: StartedPull
+    ) -> None:
         """What comes after a read that was started; nothing more where it has failed."""
-        started.tidy_up()
-        if started.lease is not None:
+        lease = started.tidy_up(self.node, wanted, transfer, _ANSWER_SECONDS)
+        if lease is not None:
             self.node.metrics.ended("pull", "ok")
             self.node.metrics.add(bytes=started.nbytes, descriptors=started.runs)
-            self._after_reading(transfer, started.lease, lambda act, told: act(told))
+            self._after_reading(transfer, lease, lambda act, told: act(told))
 
     def _take_turns(self, transfer: Transfer, wanted: TransferRequest, rank: int) -> RankLease:
         """Carry it out when it is its turn, and again later while it is not offered yet."""

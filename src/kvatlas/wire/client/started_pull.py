@@ -8,11 +8,13 @@ from typing import Any
 
 from kvatlas.wire.client.connections import Connections
 from kvatlas.wire.client.peer_connection import PeerConnection
-from kvatlas.wire.client.rank_lease import RankLease, TransferRequest
+from kvatlas.wire.client.rank_lease import RankLease
 from kvatlas.wire.client.rank_transfer import RankTransfer
 from kvatlas.wire.client.transfer import Transfer
+from kvatlas.wire.client.transfer_request import TransferRequest
 from kvatlas.wire.client.warm_shapes import StartedRead
 from kvatlas.wire.server.node_state import NodeState
+from kvatlas.wire.transports.let_others_run import let_others_run
 
 _SOON = 2e-3
 """Seconds for which a read is looked at without a pause: a gigabyte takes half a millisecond."""
@@ -28,8 +30,8 @@ class StartedPull:
     connections: Connections
     connection: PeerConnection
     read: StartedRead
-    lease: RankLease | None = None
-    """Once every byte has arrived, and the source's blocks were held until then."""
+    _arrived: bool = False
+    """Whether every byte has arrived, and the source's blocks were held until then."""
     _untidy: bool = True
 
     @classmethod
@@ -49,8 +51,8 @@ class StartedPull:
         return None if read is None else cls(connections, connection, read)
 
     @property
-    def total(self) -> int:
-        """Bytes that must arrive, of all ranks."""
+    def total(self) -> int | None:
+        """Bytes that must arrive, of all ranks; None where nobody has counted yet."""
         return self.read.warm.total
 
     @property
@@ -71,7 +73,6 @@ class StartedPull:
         False where it is over and counts for nothing: it read what it should not have.
         """
         try:
-            lease = RankLease(node, self.connection, wanted, transfer, patience)
             _ = transfer.total  # other ranks' blocks may be wrong: refused before this one counts
             sound = self.read.sound
             soon = sound and self._is_soon_over(transfer)
@@ -82,13 +83,13 @@ class StartedPull:
             self.abandon()
             return False
         if soon:
-            transfer.add(lease.rank, self.nbytes)
+            transfer.add(self.connection.peer.rank, self.nbytes)
         else:
             self._untidy = False
             with self.connections.using(self.connection):
+                lease = RankLease(node, self.connection, wanted, transfer, patience)
                 RankTransfer(lease).finish(self.read)
-        lease.seen = self.read.seen
-        self.lease = lease
+        self._arrived = True
         return True
 
     def _hold(self, node: NodeState, transfer: Transfer) -> None:
@@ -105,21 +106,35 @@ class StartedPull:
         handle, seen = self.read.handle, self.read.seen
         until = time.monotonic() + _SOON
         try:
+            if not seen.confirmed:  # and what was just looked at is looked at sooner again
+                return False
             while not handle.peek():
                 if transfer.done or not seen.held or time.monotonic() > until:
                     return False
-                time.sleep(0)  # others may want the interpreter
+                let_others_run()
         except Exception:  # whoever goes the whole way is told why
             return False
         return seen.confirmed
 
-    def tidy_up(self) -> None:
-        """Give back what a read that is over has used, if that was left for later."""
+    def tidy_up(
+        self, node: NodeState, wanted: TransferRequest, transfer: Transfer, patience: float
+    ) -> RankLease | None:
+        """Give back what a read that is over has used, if that was left for later.
+
+        The lease that it stands for, where every byte has arrived.
+        """
         if self._untidy:
             self._untidy = False
             self.read.handle.poll()
             self.read.handle.release()
             self.connections.give_back(self.connection)
+        if not self._arrived:
+            return None
+        if self.total is None and transfer.total is not None:
+            self.connection.warm.count(self.read.key, transfer.total)
+        lease = RankLease(node, self.connection, wanted, transfer, patience)
+        lease.seen = self.read.seen
+        return lease
 
     def abandon(self) -> None:
         """Wait until nothing is written any more, where nothing comes of it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from contextlib import suppress
 
 from kvatlas.errors import AtlasError, Code
@@ -90,9 +91,15 @@ class Transfer:
     @property
     def total(self) -> int | None:
         """Bytes that must arrive, from the destination's plan; None for a push."""
+        total = self._total
+        if callable(total):  # threads that find it out at once find the same
+            total = self._total = total()
+        return total
+
+    def find_total_beside(self, beside: Executor) -> None:
+        """Have it found out by another thread, where it is not known yet: bytes move meanwhile."""
         if callable(self._total):
-            self._total = self._total()
-        return self._total
+            beside.submit(lambda: self.total)  # what it may raise, it raises again for who asks
 
     @property
     def moved(self) -> int:
@@ -139,7 +146,8 @@ class Transfer:
         if seconds is None or seconds >= left:
             self._help()
             left = self.deadline - time.monotonic()
-        self._over.wait(max(0.0, left if seconds is None else min(seconds, left)))
+        if not self._over.is_set():
+            self._over.wait(max(0.0, left if seconds is None else min(seconds, left)))
         if not self.done:
             problem = f"The transfer is still running after {time.monotonic() - self.begun:.1f} s"
             raise AtlasError(Code.DEADLINE, problem, got=self, hint="Wait longer, or cancel it")

@@ -1,12 +1,13 @@
-"""Pulls that are launched by who asks for them, because one of the same shape went before.
+"""Pulls that are launched by who asks for them, because others went before them over the link.
 
 A pull works out, from two plans, tokens and block tables, what is read from where. For the
 next request of the same tokens, in as many blocks, all of that is known but the block ids, and
 a transport may have prepared launches for it. Then it is begun before anything else is done:
-the offer is seen on the peer's board, its blocks and those of the caller are seen to lie in
-their pools, and the copy is launched. Everything that a pull consists of beside that happens
-while it runs. Should the offer not be genuine then, or a block be named twice, the copy counts
-for nothing, and the pull goes its whole way.
+the offer is seen on the peer's board, the caller's blocks are seen to lie in their pools, and
+the copy is launched. Everything that a pull consists of beside that happens while it runs. Should
+the offer not be genuine then, name blocks that are not there, or one twice, the copy counts for
+nothing, and the pull goes its whole way. A request of other tokens is begun in the same way
+once its shape was worked out, which takes some tenths of a millisecond and is kept.
 
 Whatever is unusual is not begun here: the pull then goes its whole way, which says what is
 wrong, or waits where something has to be waited for.
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,10 +26,11 @@ from kvatlas.errors import AtlasError
 from kvatlas.geometry import Int64s
 from kvatlas.routing import BlockIds, Lengths, RequestShape, Stream, block_table, table_lengths
 from kvatlas.wire.rpc import log
+from kvatlas.wire.stream_copy import AnyStream
 from kvatlas.wire.transports.base import Handle, Link, PreparedRead
 from kvatlas.wire.transports.offer_board import SeenOffer
 
-_KEPT = 32
+_KEPT = 128
 """Shapes that are kept ready for one peer; those that were used longest ago go first."""
 
 _MOST_SPANS = 1 << 12
@@ -42,17 +44,22 @@ _Key = tuple[tuple[int, int], Lengths, Lengths]
 
 
 class WarmShape(NamedTuple):
-    """A shape that was pulled before, and what a transport has prepared for it."""
+    """A shape of requests, and what a transport has prepared for it."""
 
     shape: RequestShape
     read: PreparedRead
-    total: int
-    """Bytes that must arrive at this node, of all ranks."""
+    total: int | None
+    """Bytes that must arrive at this node, of all ranks; None before anybody has counted."""
+
+
+MakeStream = Callable[[Mapping[int, Int64s], Mapping[int, Int64s], tuple[int, int]], AnyStream]
+"""What moves of some tokens, between blocks of this node and of the peer."""
 
 
 class StartedRead(NamedTuple):
     """A read that is under way."""
 
+    key: _Key
     seen: SeenOffer
     handle: Handle
     warm: WarmShape
@@ -61,40 +68,38 @@ class StartedRead(NamedTuple):
 
     @property
     def sound(self) -> bool:
-        """Whether it reads what was offered, and no block was named twice.
+        """Whether it reads what was offered, all of it is there, and no block was named twice.
 
         Looked at while it is read, and not before: no other memory is touched if it is not so.
         """
         (src, dst), shape = self.tables, self.warm.shape
-        return self.seen.genuine and shape.src.distinct(src) and shape.dst.distinct(dst)
+        distinct = shape.src.distinct(src) and shape.dst.distinct(dst)
+        return self.seen.genuine and shape.src.in_range(src) and distinct
 
 
 class WarmShapes:
-    """Shapes that were pulled over one link; any thread may use them."""
+    """Shapes that are pulled over one link; any thread may use them."""
 
-    def __init__(self, link: Link) -> None:
-        self._link = link
-        self._kept: OrderedDict[_Key, WarmShape | None] = OrderedDict()
+    def __init__(self, link: Link, stream: MakeStream) -> None:
+        self._link, self._stream = link, stream
+        self._kept: OrderedDict[_Key, WarmShape] = OrderedDict()
+        self._pulled = 0
         self._lock = threading.Lock()
 
     def learn(self, tokens: tuple[int, int], stream: Stream, total: int) -> None:
-        """Get ready for the next request like one that was pulled, unless it is the first so."""
+        """Get ready for requests like one that was pulled, unless it is the first of the link."""
         key = (tokens, *stream.table_lengths)
         with self._lock:
-            again = key in self._kept
-            ready = self._kept.setdefault(key, None) is not None
-            self._kept.move_to_end(key)
-            while len(self._kept) > _KEPT:
-                self._kept.popitem(last=False)
-        if not again or ready or not stream.nbytes:
-            return
-        shape = stream.shape()
-        if shape.spans > _MOST_SPANS:
-            return
-        read = self._link.prepare(shape)
-        if read is not None:
-            with self._lock:
-                self._kept[key] = WarmShape(shape, read, total)
+            self._pulled += 1
+            if self._pulled < 2 or key in self._kept:
+                return
+        self._prepare(key, stream, total)
+
+    def count(self, key: _Key, total: int) -> None:
+        """Remember how many bytes must arrive of requests like one that was started."""
+        with self._lock:
+            if key in self._kept:
+                self._kept[key] = self._kept[key]._replace(total=total)
 
     def start(self, request: str, tokens: Any, blocks: Mapping[int, Int64s]) -> StartedRead | None:
         """Read what is offered under a name into blocks; None where nothing was begun."""
@@ -121,17 +126,47 @@ class WarmShapes:
         theirs = {group: np.frombuffer(ids, _TOLD) for group, ids in offer.blocks.items()}
         key = (span, table_lengths(theirs), table_lengths(mine))
         warm = self._kept.get(key)
-        if warm is None or not (warm.shape.src.in_range(theirs) and warm.shape.dst.in_range(mine)):
+        if warm is None:
+            warm = self._foreseen(key, theirs, mine)
+        elif not warm.shape.dst.in_range(mine):
+            return None
+        if warm is None:
             return None
         handle = warm.read.begin(theirs, mine, offer.mark)
+        with self._lock:
+            if handle is None and warm.read.stale:
+                self._kept.pop(key, None)
+            elif key in self._kept:
+                self._kept.move_to_end(key)
         if handle is None:
             return None
-        with self._lock:
-            if key in self._kept:
-                self._kept.move_to_end(key)
         # The caller may use its arrays for something else once it has been answered.
         copied = {group: table.copy() for group, table in mine.items()}
-        return StartedRead(seen, handle, warm, (theirs, copied))
+        return StartedRead(key, seen, handle, warm, (theirs, copied))
+
+    def _foreseen(
+        self, key: _Key, theirs: Mapping[int, BlockIds], mine: Mapping[int, Int64s]
+    ) -> WarmShape | None:
+        """What a request is read by that is the first of its shape; its tables are checked."""
+        if max(map(len, theirs.values()), default=0) > _MOST_SPANS:
+            return None
+        wide = {group: ids.astype(np.int64) for group, ids in theirs.items()}
+        stream = self._stream(mine, wide, key[0])
+        return self._prepare(key, stream, None) if isinstance(stream, Stream) else None
+
+    def _prepare(self, key: _Key, stream: Stream, total: int | None) -> WarmShape | None:
+        if not stream.nbytes:
+            return None
+        shape = stream.shape()
+        read = self._link.prepare(shape) if shape.spans <= _MOST_SPANS else None
+        if read is None:
+            return None
+        made = WarmShape(shape, read, total)
+        with self._lock:
+            self._kept[key] = made
+            while len(self._kept) > _KEPT:
+                self._kept.popitem(last=False)
+        return made
 
 
 def plain_tables(blocks: Any) -> dict[int, Int64s]:

@@ -85,6 +85,11 @@ class NodeState:
             staging = self.transport.allocate_on(self.staging_device, self.piece * self.buffers)
             self.memory = {**self.memory, **memory_of({STAGING: staging})}
         self.staging = StagingBuffers(staging, self.piece)
+        self.landing_threads = 2
+        """Threads that put a request in place, one while another reads; may change at any time.
+
+        One, where something else needs the cores.
+        """
         self.leases = Leases(self._lease_ended)
         self.pools = {i: as_bytes(at) for i, at in self.memory.items() if at.device == HOST}
         """Its memory on the host, as bytes."""

@@ -158,7 +158,12 @@ class Done(Handle):
 
 
 class PreparedRead(ABC):
-    """Reads of requests that differ in their block ids alone, which were checked."""
+    """Reads of requests that differ in their block ids alone. The peer's were not checked."""
+
+    @property
+    def stale(self) -> bool:
+        """Whether it will never read again: it has to be prepared anew."""
+        return False
 
     @abstractmethod
     def begin(
@@ -289,6 +294,7 @@ class Transport(ABC):
         self.board: OfferBoard | None = None
         """Where peers see offers without asking; None where they ask."""
         self.open = True
+        self.copy_threads = 1  # that may copy for one read at any time, where no device does
         self.retired = 0
         """Connections that cannot be ended safely, and are kept for good with what they hold."""
 

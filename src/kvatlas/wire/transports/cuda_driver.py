@@ -28,7 +28,7 @@ _UNTIMED, _SHARED = 2, 4
 _PEER_ACCESS = 1
 _RELAXED = 2
 """A capture that forbids nobody anything."""
-_NOT_READY = 600
+_NOT_READY, _NOT_SUPPORTED = 600, 801
 
 
 _AS_IT_IS = nullcontext()
@@ -134,15 +134,23 @@ class LibCuda(CudaDriver):
         # Called often, so that numbers are taken as they are.
         self._looks.cuEventQuery.argtypes = [ctypes.c_void_p]
         self._looks.cuStreamQuery.argtypes = [ctypes.c_void_p]
-        self._library.cuEventRecord.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-        self._library.cuGraphLaunch.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+        self._looks.cuEventRecord.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+        self._looks.cuGraphLaunch.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
         self._library.cuStreamWaitEvent.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint]
-        self._library.cuMemcpyHtoDAsync_v2.argtypes = [
+        self._looks.cuMemcpyHtoDAsync_v2.argtypes = [
             ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p,
         ]  # fmt: skip
+        self._write_word: Any = getattr(self._looks, "cuStreamWriteValue32_v2", None)
+        """None where the driver is older than that, or its GPUs cannot."""
+        if self._write_word is not None:
+            self._write_word.argtypes = [
+                ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint,
+            ]  # fmt: skip
 
     def _call(self, name: str, *given: Any) -> None:
-        code = getattr(self._library, name)(*given)
+        self._check(name, getattr(self._library, name)(*given))
+
+    def _check(self, name: str, code: int) -> None:
         if code:
             raise DriverError(f"{name} answers {self._error(code)}")
 
@@ -282,7 +290,19 @@ class LibCuda(CudaDriver):
 
     def upload(self, to: int, source: int, nbytes: int, stream: int) -> None:
         """Copy from pinned memory of the host, in the order of a stream; its device is current."""
-        self._call("cuMemcpyHtoDAsync_v2", to, source, nbytes, stream)
+        code = self._looks.cuMemcpyHtoDAsync_v2(to, source, nbytes, stream)
+        self._check("cuMemcpyHtoDAsync", code)
+
+    def write_word(self, to: int, number: int, stream: int) -> bool:
+        """Write 32 bits to pinned memory in the order of a stream; False where no GPU can."""
+        if self._write_word is None:
+            return False
+        code = self._write_word(stream, to, number, 0)
+        if code == _NOT_SUPPORTED:
+            self._write_word = None
+            return False
+        self._check("cuStreamWriteValue32", code)
+        return True
 
     def download(self, to: int, source: int, nbytes: int, stream: int) -> None:
         """Copy into pinned memory of the host, in the order of a stream; its device is current."""
@@ -297,12 +317,12 @@ class LibCuda(CudaDriver):
 
     def record(self, event: int, stream: int) -> None:
         """Record an event behind what a stream has to do; its device is current."""
-        self._call("cuEventRecord", event, stream)
+        self._check("cuEventRecord", self._looks.cuEventRecord(event, stream))
 
     def order(self, event: int, before: int, stream: int) -> None:
         """What a stream is given from now on comes after another; their device is current."""
         if self._looks.cuStreamQuery(before):  # it has something to do
-            self._call("cuEventRecord", event, before)
+            self.record(event, before)
             self._call("cuStreamWaitEvent", stream, event, 0)
 
     def capture(self, stream: int, act: Callable[[], None]) -> int:
@@ -322,7 +342,7 @@ class LibCuda(CudaDriver):
 
     def launch_graph(self, graph: int, stream: int) -> None:
         """Launch what was captured; its device is current."""
-        self._call("cuGraphLaunch", graph, stream)
+        self._check("cuGraphLaunch", self._looks.cuGraphLaunch(graph, stream))
 
     def end_graph(self, device: int, graph: int) -> None:
         """Give back what was captured."""

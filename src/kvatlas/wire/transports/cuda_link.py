@@ -75,6 +75,8 @@ class CudaLink(Link):
         self._lock = threading.Lock()
         self._board = None if published.board is None else open_board(published.board)
         self.sees_offers = self._board is not None
+        self._marks: PeerMarks | None = None
+        """Marks of the peer, once they were looked at."""
         if end.marks_here() is None:
             # Opened now, so that a handle which is stale is refused before anything moves.
             for allocation in self._allocations:
@@ -141,26 +143,29 @@ class CudaLink(Link):
         end = self._end
         if self._board is None or end.marks_here() is not None:
             return None  # whoever is in this process, or has to be asked, is not waited for so
-        pools = sorted({pattern.pools[0] for pattern in shape.patterns})
-        used = [self._allocations[self._regions[pool].allocation] for pool in pools]
-        far, over = self.mapped(pools)
-        try:
-            patterns = [
-                AddressPattern(far[a], self.mine[b].address, pattern)
-                for pattern in shape.patterns
-                for a, b in (pattern.pools,)
-            ]
-            memory = MappedMemory(
-                end.opened,
-                tuple(used),
-                [far[pool] - self._regions[pool].offset for pool in pools],
-            )
+        if self._marks is None:
             events = [self._event(number) for number in range(EVENTS)]
-            marks = PeerMarks(end.driver, end.device, self._board, events)
+            for event in events:  # what is first looked at later is looked at longer
+                end.driver.finished(end.device, event)
+            self._marks = PeerMarks(end.driver, end.device, self._board, events)
+        used = {self._regions[one.pools[0]].allocation for one in shape.patterns}
+        memory = MappedMemory(end.opened, [])
+        try:
+            for number in sorted(used):
+                memory.allocations.append(end.opened.map(self._allocations[number]))
+            at = {one.allocation: one.address for one in memory.allocations}
+            patterns = []
+            for pattern in shape.patterns:
+                region, mine = self._regions[pattern.pools[0]], self.mine[pattern.pools[1]]
+                source = at[self._allocations[region.allocation]] + region.offset
+                blocks = shape.src.blocks[pattern.pools[0]]
+                patterns.append(AddressPattern(source, mine.address, pattern, blocks))
             runs = self._queue.prepare(patterns)
-            return CudaPreparedRead(runs, memory, marks, end.pace, self.check, shape.nbytes)
         finally:
-            over()
+            memory.let_go()
+        if runs is None:
+            return None
+        return CudaPreparedRead(runs, memory, self._marks, end.pace, self.check, shape.nbytes)
 
     def mapped(self, pools: Iterable[int]) -> tuple[dict[int, int], Callable[[], None]]:
         """Where pools of the peer are in this process, until what comes with it is called."""

@@ -11,32 +11,29 @@ from kvatlas.wire.transports.cuda_copy import CudaCopy
 from kvatlas.wire.transports.cuda_driver import CudaDriver
 from kvatlas.wire.transports.device_queue import Posted, PreparedRuns, Tables
 from kvatlas.wire.transports.offer_board import PeerBoard
-from kvatlas.wire.transports.opened_memory import ForeignAllocation, OpenedMemory
+from kvatlas.wire.transports.opened_memory import MappedAllocation, OpenedMemory
 from kvatlas.wire.transports.pace import CopyPace
 
 
 class MappedMemory(NamedTuple):
-    """Allocations of a peer, and where they were mapped when a read was prepared."""
+    """Allocations of a peer, where they were mapped when a read was prepared."""
 
     opened: OpenedMemory
-    allocations: tuple[ForeignAllocation, ...]
-    addresses: list[int]
+    allocations: list[MappedAllocation]
+
+    @property
+    def gone(self) -> bool:
+        """Whether one of them is mapped no more, or will not be for long."""
+        return any(one.gone or one.forgotten for one in self.allocations)
 
     def hold(self) -> bool:
-        """Keep them mapped until `let_go`; whether they still are where they were."""
-        found: list[int] = []
-        try:
-            found.extend(map(self.opened.acquire, self.allocations))
-        except BaseException:
-            for allocation in self.allocations[: len(found)]:
-                self.opened.release(allocation)
-            raise
-        return found == self.addresses
+        """Keep them mapped until `let_go`; False where they are so no more, or elsewhere."""
+        return self.opened.hold(self.allocations)
 
     def let_go(self) -> None:
         """Nothing that was posted reads them any more."""
-        for allocation in self.allocations:
-            self.opened.release(allocation)
+        for one in self.allocations:
+            self.opened.release(one.allocation)
 
 
 class PeerMarks(NamedTuple):
@@ -66,14 +63,19 @@ class CudaPreparedRead(PreparedRead):
     """Raises where the link is closed."""
     nbytes: int
 
+    @property
+    def stale(self) -> bool:
+        """Whether the peer's memory is mapped no more where it was."""
+        return self.memory.gone
+
     def begin(self, src: Tables, dst: Tables, behind: int | None) -> Handle | None:
         """Launch it, if that may be now and the peer's memory is where it was."""
         self.check()
-        if not self.marks.passed(behind) or not self.pace.may_begin():
+        if not self.marks.passed(behind) or not self.pace.may_begin() or not self.memory.hold():
             return None
-        held, posted = self.memory.hold(), None
+        posted = None
         try:
-            posted = self.runs.post(src, dst) if held else None
+            posted = self.runs.post(src, dst)
         finally:
             if posted is None:
                 self.memory.let_go()

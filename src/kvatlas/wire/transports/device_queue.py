@@ -39,6 +39,8 @@ class AddressPattern(NamedTuple):
     source: int
     target: int
     pattern: SpanPattern
+    blocks: int
+    """How many blocks the source has."""
 
 
 class Posted(ABC):
@@ -68,8 +70,8 @@ class DeviceQueue(ABC):
     def post(self, runs: Sequence[AddressRuns]) -> Posted:
         """Copy; nobody waits."""
 
-    def prepare(self, patterns: Sequence[AddressPattern]) -> PreparedRuns:
-        """Get ready to copy the same runs of many requests."""
+    def prepare(self, patterns: Sequence[AddressPattern]) -> PreparedRuns | None:
+        """Get ready to copy the same runs of many requests; None where they are too many."""
         return _PostedAsRuns(self, patterns)
 
 
@@ -80,6 +82,8 @@ class PreparedRuns(ABC):
     def post(self, src: Tables, dst: Tables) -> Posted | None:
         """Copy between blocks of two tables, behind what the caller's current stream has to do.
 
+        Block ids of the destination were checked. Those of the source may be anything: whatever
+        is none of its blocks is taken for the first, so that no other memory is touched.
         None where too many such copies are under way: nothing is done then.
         """
 
@@ -93,8 +97,9 @@ class _PostedAsRuns(PreparedRuns):
     def post(self, src: Tables, dst: Tables) -> Posted | None:
         """Make them, and post them."""
         runs = []
-        for source, target, pattern in self._patterns:
-            grid = pattern.grid(src, dst)
+        for source, target, pattern, blocks in self._patterns:
+            known = {group: np.where(ids < blocks, ids, 0) for group, ids in src.items()}
+            grid = pattern.grid(known, dst)
             starts, spans = (grid.starts.src, grid.starts.dst), (grid.src, grid.dst, grid.length)
             runs.append(AddressRuns(source, target, starts, spans))
         self._queue.after_caller()

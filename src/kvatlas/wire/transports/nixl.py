@@ -17,14 +17,19 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
 from typing import Any, ClassVar
 
+from kvatlas.errors import AtlasError
 from kvatlas.wire.transports import errors, nixl_metadata
 from kvatlas.wire.transports.base import HOST, Link, Memory, Shared, Transport
 from kvatlas.wire.transports.nixl_agents import Agents, not_empty, rows_of, translated
 from kvatlas.wire.transports.nixl_link import BETWEEN_LOOKS, NixlLink
 from kvatlas.wire.transports.nixl_metadata import Kind
+from kvatlas.wire.transports.nixl_pair import PairedNixlLink
+from kvatlas.wire.transports.offer_board import OfferBoard
 
 _CLOSING = 2.0
 """Seconds that a transport which is closed gives to operations that are under way."""
@@ -66,6 +71,9 @@ class NixlTransport(Transport):
         if memory:
             with translated():
                 self._agent.register_memory(rows_of(memory), self.kind)
+        if self.kind == "DRAM" and self.shared == "all" and self.board is None:
+            with suppress(AtlasError):  # no room for it: peers ask
+                self.board = OfferBoard()
 
     def takes(self, device: str) -> bool:
         """GPUs where it was made for VRAM, else the host: lists of NIXL have one kind of memory."""
@@ -80,13 +88,22 @@ class NixlTransport(Transport):
         published = nixl_metadata.take_apart(metadata, self._name, self.kind, self.backend, memory)
         # What peers would refuse is not worth their time.
         nixl_metadata.check(published, self.backend, memory)
+        published.board = None if self.board is None else self.board.place
         return errors.write_metadata(published)
 
     def _connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link:
         """A link to a peer's agent, once it is seen to have registered these regions."""
         published = errors.read_metadata(metadata, nixl_metadata.Published)
         nixl_metadata.check(published, self.backend, not_empty(memory))
-        link = NixlLink(self, self._agents, published, memory, self._link_ended)
+        about = (self, self._agents, published, memory, self._link_ended)
+        another = partial(self._met, partial(NixlLink, *about), published)
+        if not self._agents.by_cpu:
+            return another()
+        return self._met(partial(PairedNixlLink, *about, another=another), published)
+
+    def _met(self, make: Callable[[], NixlLink], published: nixl_metadata.Published) -> NixlLink:
+        """A link whose agent knows its peer."""
+        link = make()
         with self._links_lock:
             self.links.add(link)
         try:

@@ -31,6 +31,7 @@ from kvatlas.wire.transports import errors, nixl_metadata
 from kvatlas.wire.transports.base import Handle, Link, Memory, Transport
 from kvatlas.wire.transports.nixl_agents import PEER_LOST, Agents, not_empty, rows_of, translated
 from kvatlas.wire.transports.nixl_strided import describe
+from kvatlas.wire.transports.offer_board import SeenOffer, open_board
 
 log = logging.getLogger("kvatlas.wire")
 
@@ -69,6 +70,8 @@ class NixlLink(Link):
         self._broken: set[NixlHandle] = set()
         """Operations that ended as the connection broke: they are given back with the agent."""
         self._registered: set[int] = set()
+        self._board = None if published.board is None else open_board(published.board)
+        self.sees_offers = self._board is not None
 
     def meet(self, metadata: bytes) -> None:
         """Tell the agent of its peer."""
@@ -89,6 +92,12 @@ class NixlLink(Link):
             # The form is right, so what fails below NIXL is the way to the peer.
             unreachable = type(problem).__name__ in (PEER_LOST, "nixlBackendError")
             raise (errors.peer_lost if unreachable else errors.bad_metadata)(got) from problem
+
+    def find_offer(self, request: str) -> SeenOffer | None:
+        """On the board of a peer on this host; what a GPU has yet to write is asked for."""
+        board = self._board
+        seen = None if board is None else board.find(request)
+        return seen if seen is not None and seen.offer.mark is None else None
 
     def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle:
         with self.lock:
@@ -189,7 +198,10 @@ class NixlLink(Link):
                     handle.drop()
             self.posted.clear()
             self._broken.clear()
-            del agent
+            board, self._board = self._board, None
+            if board is not None:
+                board.close()
+            del agent, board
         self._ended(self)
 
     @property

@@ -17,6 +17,7 @@ import msgspec
 
 from kvatlas.wire.transports import errors, ucx_forms
 from kvatlas.wire.transports.base import Memory
+from kvatlas.wire.transports.offer_board import BoardPlace
 
 Kind = Literal["DRAM", "VRAM"]
 
@@ -53,6 +54,8 @@ class Published(msgspec.Struct, tag="nixl", forbid_unknown_fields=True):
     kind: Kind
     address: bytes
     regions: dict[int, KeyedRegion]
+    board: BoardPlace | None = None
+    """Where processes of the same host see what it offers."""
 
 
 def take_apart(

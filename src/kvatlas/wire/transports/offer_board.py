@@ -12,8 +12,9 @@ everything else. What is posted carries a digest over itself and its generation,
 does not matter in which order another processor sees what was written.
 
 A process is known by its number and the moment it was started, in one namespace of
-processes. The kernel says in its `stat` when it has begun to end, which comes before any of its
-memory is given back. Where the kernel says less, a reader asks by message.
+processes, and a board by a token, for hosts number alike. The kernel says in its `stat` when a
+process has begun to end, which comes before any of its memory is given back. Where the kernel
+says less, a reader asks by message.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
+import secrets
 import struct
 import threading
 import weakref
@@ -34,7 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvatlas.errors import AtlasError
-from kvatlas.wire.transports.sealed_memory import make_sealed, map_sealed
+from kvatlas.wire.transports.sealed_memory import make_sealed, map_sealed, watch_sealed
 
 _SLOTS = 128
 _SLOT_BYTES = 32 << 10
@@ -42,8 +44,11 @@ _SLOT_BYTES = 32 << 10
 _ROW, _NAME = struct.Struct("4q"), struct.Struct("q")
 """For each slot: generation, name, bytes and digest; and one of them."""
 _HEAD_BYTES = 8192
-"""Before the slots: their rows, and behind them the last mark that is known to be done."""
+"""Before the slots: their rows, the last mark that is known to be done, and a token."""
 _BOARD_BYTES = _HEAD_BYTES + _SLOTS * _SLOT_BYTES
+
+_TOKEN_AT, _TOKEN_BYTES = _SLOTS * _ROW.size + _NAME.size, 16
+"""Where a board says which it is."""
 
 Posting = tuple[int, int]
 """A slot, and the generation in which an offer was posted there."""
@@ -75,6 +80,7 @@ class BoardPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_
     started: Annotated[int, msgspec.Meta(ge=0, le=2**62)]
     namespace: Annotated[int, msgspec.Meta(ge=0, le=2**62)]
     descriptor: Annotated[int, msgspec.Meta(ge=0, le=2**31)]
+    token: Annotated[bytes, msgspec.Meta(min_length=_TOKEN_BYTES, max_length=_TOKEN_BYTES)]
 
 
 # msgspec crashes where two threads are the first to decode a type: the first is this one.
@@ -107,6 +113,8 @@ class OfferBoard:
         self.memory = map_sealed(self._descriptor)
         self._rows, self._done = _rows(self.memory), _done(self.memory)
         self._done[0] = -1
+        self._token = secrets.token_bytes(_TOKEN_BYTES)
+        self.memory[_TOKEN_AT : _TOKEN_AT + _TOKEN_BYTES] = self._token
         # Whoever leaves without closing gives its GPU's memory back before the kernel sees it end.
         weakref.finalize(self, _take_all_down, self._rows, self._process)
 
@@ -118,7 +126,7 @@ class OfferBoard:
             own = WatchedProcess(os.getpid())
             if namespace is not None and own.alive:
                 about = (os.getpid(), own.started, namespace)
-                return BoardPlace(*about, self._descriptor)
+                return BoardPlace(*about, self._descriptor, self._token)
         return None
 
     def post(self, offer: PostedOffer) -> bool:
@@ -278,14 +286,15 @@ def open_board(place: BoardPlace) -> PeerBoard | None:
         if not str(path.readlink()).startswith(_MEMFD):  # nothing else is opened on a peer's word
             return None
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        memory = map_sealed(descriptor, read_only=True)
+        memory = watch_sealed(descriptor, _BOARD_BYTES)
         process = WatchedProcess(place.process)
     except (OSError, AtlasError):
         return None
     finally:
         if descriptor >= 0:
             os.close(descriptor)
-    if len(memory) == _BOARD_BYTES and process.started == place.started and process.alive:
+    meant = memory[_TOKEN_AT : _TOKEN_AT + _TOKEN_BYTES] == place.token
+    if meant and process.started == place.started and process.alive:
         return PeerBoard(memory, process, path)
     process.close()
     return None

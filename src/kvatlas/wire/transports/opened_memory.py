@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -23,11 +24,16 @@ class ForeignAllocation:
     nbytes: int
 
 
-@dataclass
-class _Mapping:
+@dataclass(eq=False)
+class MappedAllocation:
+    """Where an allocation of a peer is mapped, as long as it is."""
+
+    allocation: ForeignAllocation
     address: int
     users: int = 0
     forgotten: bool = False
+    gone: bool = False
+    """Whether it is mapped no more; where the allocation is mapped again is another such."""
 
 
 class OpenedMemory:
@@ -35,7 +41,7 @@ class OpenedMemory:
 
     def __init__(self, driver: CudaDriver, device: int, most: int = _MOST) -> None:
         self._driver, self._device, self._most = driver, device, most
-        self._open: OrderedDict[ForeignAllocation, _Mapping] = OrderedDict()
+        self._open: OrderedDict[ForeignAllocation, MappedAllocation] = OrderedDict()
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -44,21 +50,37 @@ class OpenedMemory:
 
     def acquire(self, allocation: ForeignAllocation) -> int:
         """Its address here, mapped until it is released as often as it was acquired."""
+        return self.map(allocation).address
+
+    def map(self, allocation: ForeignAllocation) -> MappedAllocation:
+        """The same, to be held again later without being looked up."""
         with self._lock:
             mapping = self._open.get(allocation)
             if mapping is None:
-                mapping = self._open[allocation] = _Mapping(self._map(allocation))
+                address = self._map(allocation)
+                mapping = self._open[allocation] = MappedAllocation(allocation, address)
             mapping.users += 1
             mapping.forgotten = False
             self._open.move_to_end(allocation)
             self._give_up()
-            return mapping.address
+            return mapping
+
+    def hold(self, mappings: Sequence[MappedAllocation]) -> bool:
+        """Acquire what was mapped before; False, and nothing is, where some is mapped no more."""
+        with self._lock:
+            for mapping in mappings:
+                if mapping.gone or mapping.forgotten:
+                    return False
+            for mapping in mappings:
+                mapping.users += 1
+            return True
 
     def release(self, allocation: ForeignAllocation) -> None:
         """Nothing that was posted reads it any more."""
         with self._lock:
             mapping = self._open[allocation]
             mapping.users -= 1
+            self._open.move_to_end(allocation)
             if mapping.forgotten and not mapping.users:
                 self._unmap(allocation)
             self._give_up()
@@ -97,5 +119,6 @@ class OpenedMemory:
 
     def _unmap(self, allocation: ForeignAllocation) -> None:
         mapping = self._open.pop(allocation)
+        mapping.gone = True
         with suppress(DriverError):  # a peer that has gone may have taken it along
             self._driver.close_memory(self._device, mapping.address)

@@ -6,6 +6,8 @@ import errno
 import fcntl
 import mmap
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from kvatlas.errors import AtlasError, Code
@@ -52,13 +54,29 @@ def _most_bytes() -> int:
     return min(free, int(limit)) if limit.isdigit() else free
 
 
-def map_sealed(descriptor: int, *, read_only: bool = False) -> mmap.mmap:
+def map_sealed(descriptor: int) -> mmap.mmap:
     """A peer's segment, mapped whole; what is not sealed is refused."""
+    with _mapping(descriptor):
+        return mmap.mmap(descriptor, os.fstat(descriptor).st_size)
+
+
+def watch_sealed(descriptor: int, nbytes: int) -> mmap.mmap:
+    """A peer's segment of so many bytes, to be read: its pages are found now, and not later."""
+    with _mapping(descriptor):
+        if os.fstat(descriptor).st_size != nbytes:  # nobody can change it any more
+            raise bad_metadata(f"shared memory that has not {nbytes:,} bytes")
+        return mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ)
+
+
+@contextmanager
+def _mapping(descriptor: int) -> Iterator[None]:
+    """Around what maps a descriptor: refuses one whose size may change, or that is no memory."""
     try:
         # Only a memfd has seals, so this refuses all other kinds of files as well.
-        if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS == SEALS:
-            access = mmap.ACCESS_READ if read_only else mmap.ACCESS_DEFAULT
-            return mmap.mmap(descriptor, os.fstat(descriptor).st_size, access=access)
+        if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS != SEALS:
+            raise bad_metadata("shared memory that the peer could take away: it is not sealed")
+        yield
+    except AtlasError:
+        raise
     except (OSError, ValueError) as problem:
         raise bad_metadata(f"a descriptor that cannot be mapped: {problem}") from problem
-    raise bad_metadata("shared memory that the peer could take away: it is not sealed")

@@ -1,7 +1,9 @@
 """Copies of requests of one shape: block ids go up, kernels that are at hand are launched.
 
-Everything else is there before the request is: tables in pinned memory and on the device with
-the lengths of all spans, events, and launches whose arguments do not change.
+Everything else is there before the request is: where spans lie in their blocks, on the device;
+pinned memory, events, and launches whose arguments do not change. Memory and events are those of
+a queue, which all shapes take in turn: a stream does one request behind the other. What can be
+done while the copy runs is done once it was launched.
 """
 
 from __future__ import annotations
@@ -11,21 +13,21 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
-from typing import Any, Protocol
-
-import numpy as np
+from typing import Any, NamedTuple, Protocol
 
 from kvatlas.geometry import Int64s, ceil_div
-from kvatlas.routing import SpanPattern
 from kvatlas.wire.transports.device_queue import AddressPattern, Posted, PreparedRuns, Tables
 
 log = logging.getLogger("kvatlas.wire")
 
 _TABLES = 4
-"""Requests of one shape that may be under way at once."""
+"""Requests that may be under way at once on one queue."""
 _ALIGNED = 16
-"""Numbers that tables begin at multiples of: kernels load several at once."""
+"""Numbers that block tables begin at multiples of: kernels load several at once."""
+MOST_IDS = 1 << 14
+"""Block ids that a request may have."""
+_LOOKS = 64
+"""Looks at a word in memory for each that asks the driver, which says whether it has failed."""
 
 
 class LaunchDriver(Protocol):
@@ -36,6 +38,9 @@ class LaunchDriver(Protocol):
 
     def upload(self, to: int, source: int, nbytes: int, stream: int) -> None:
         """Copy from pinned memory, in the order of a stream."""
+
+    def write_word(self, to: int, number: int, stream: int) -> bool:
+        """Write 32 bits to pinned memory, in the order of a stream; False where none can."""
 
     def local_event(self, device: int) -> int:
         """An event of this process, to be recorded again and again."""
@@ -80,146 +85,237 @@ class LaunchQueue(Protocol):
     def stream(self) -> Any:
         """The stream."""
 
+    @property
+    def caller_stream(self) -> Callable[[int], int]:
+        """Finds the address of the caller's current stream of a device."""
+
+    def another_stream(self) -> Any:
+        """A stream of the same device that nobody else is ever given."""
+
+    @property
+    def tables(self) -> LaunchTables:
+        """Tables that its launches take in turn."""
+
     def placed(self, starts: tuple[Int64s, Int64s]) -> Any:
         """Starts on the device."""
 
-    def buffers(self, nbytes: int) -> tuple[Any, Any]:
-        """Pinned memory of the host, and as much of the GPU."""
+    def on_stream(self) -> AbstractContextManager[None]:
+        """Makes the stream the current one."""
+
+    def pinned(self, nbytes: int) -> Any:
+        """Memory of the host that the GPU reads and writes."""
+
+    def buffer(self, nbytes: int) -> Any:
+        """Memory of the GPU, for use in the order of the stream."""
 
     def wait_for_launches(self) -> None:
         """Wait for all that was launched, where something has failed."""
+
+
+class LaunchTables:
+    """Block ids of requests, in pinned memory and on the device of a queue."""
+
+    def __init__(self, queue: LaunchQueue) -> None:
+        import torch
+
+        self.all = [RequestTable(queue) for _ in range(_TABLES)]
+        self.ids: Any = queue.buffer(8 * MOST_IDS).view(torch.int64)
+        """Of the request whose turn it is: one is enough for a stream."""
+        self.aside = queue.another_stream()
+        """Where launches are captured."""
+        self.captures = True
+        """Whether launches can be captured."""
+
+    def free(self) -> RequestTable | None:
+        """One that no copy under way reads."""
+        for table in self.all:
+            if table.posted is None or table.posted.done():
+                return table
+        return None
+
+
+class RequestTable:
+    """Pinned memory for the block ids of one request, a word behind them, and two events."""
+
+    def __init__(self, queue: LaunchQueue) -> None:
+        import torch
+
+        pinned = queue.pinned(8 * (MOST_IDS + _ALIGNED))
+        self.ids: Int64s = pinned.view(torch.int64).numpy()
+        self.address = pinned.data_ptr()
+        self.word = memoryview(self.ids[MOST_IDS:]).cast("B").cast("I")
+        """Which copy was the last that ended, as the device writes it."""
+        self.word_address = self.address + 8 * MOST_IDS
+        self.word[0] = self.copies = 0
+        self.driver, self.number = queue.driver, queue.number
+        self.caller, self.over = (self.driver.local_event(self.number) for _ in "ab")
+        for event in (self.caller, self.over):
+            _at_its_end(self, self.driver.end_event, self.number, event)
+        self.posted: Posted | None = None
+
+
+class GroupIds(NamedTuple):
+    """Where one group's block ids, at one end, are among those of a request.
+
+    >>> GroupIds(end=1, group=0, first=2, blocks=2).among([7, 8, 3, 5])
+    [3, 5]
+    """
+
+    end: int
+    group: int
+    first: int
+    blocks: int
+
+    def among(self, ids: Any) -> Any:
+        """Those of the group."""
+        return ids[self.first : self.first + self.blocks]
 
 
 class TorchPreparedRuns(PreparedRuns):
     """Launches of one queue; any thread may use them."""
 
     def __init__(self, queue: LaunchQueue, patterns: Sequence[AddressPattern]) -> None:
-        import torch
-
-        from kvatlas.kernels import RepeatedCopy
-
-        self._queue, self._patterns = queue, [one.pattern for one in patterns]
-        self._stream, self._address = queue.stream, queue.stream.cuda_stream
-        self._aside: Any = torch.cuda.Stream(queue.stream.device)  # type: ignore[no-untyped-call]
-        """Where launches are captured: nobody else is ever given it."""
-        self._captures = True
-        self._caller_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
-        self._copies = [
-            RepeatedCopy(
-                source, target, queue.placed(pattern.template.starts[:2]),
-                pattern.template.length, pattern.bits, queue.programs,
-            )
-            for source, target, pattern in patterns
-        ]  # fmt: skip
-        self._tables = [_RequestTable(queue, self._patterns) for _ in range(_TABLES)]
+        """Block ids of the patterns have room: `fits` says so."""
+        self._queue, self._tables = queue, queue.tables
+        self._address = queue.stream.cuda_stream
+        self._groups = group_ids(patterns)
+        self._nbytes = 8 * (self._groups[-1].first + self._groups[-1].blocks)
+        self._copies = _copies(queue, patterns, self._groups)
+        self._places: dict[RequestTable, list[tuple[int, int, int, Any]]] = {}
+        """Ends, groups, how many block ids each has, and where they go."""
+        self._graphs: dict[RequestTable, int] = {}
+        """What launches all of it at once, by the table that it is launched for."""
+        self._launched = 0
 
     def post(self, src: Tables, dst: Tables) -> Posted | None:
-        """Upload where blocks are, and launch."""
+        """Upload block ids, and launch."""
         queue = self._queue
         with queue.lock, queue.driver.on(queue.number):
-            table = next((one for one in self._tables if one.free), None)
+            table = self._tables.free()
             if table is None:
                 return None
             try:
-                return self._post(table, src, dst)
+                return self._post(table, (src, dst))
             except BaseException:
                 queue.wait_for_launches()
                 raise
 
-    def _post(self, table: _RequestTable, src: Tables, dst: Tables) -> Posted:
+    def _post(self, table: RequestTable, tables: tuple[Tables, Tables]) -> Posted:
         driver, stream = self._queue.driver, self._address
-        driver.order(table.caller, self._caller_stream(self._queue.number), stream)
-        for pattern, rows in zip(self._patterns, table.rows, strict=True):
-            pattern.fill(0, src, rows[0])
-            pattern.fill(1, dst, rows[1])
-        orders = tuple(
-            copy.starts_first(rows[1]) for copy, rows in zip(self._copies, table.rows, strict=True)
-        )
-        graph = table.graphs.get(orders)
+        for end, group, blocks, place in self._places_in(table):
+            place[:] = tables[end][group][:blocks]
+        graph = self._graphs.get(table)
+        driver.order(table.caller, self._queue.caller_stream(self._queue.number), stream)
         if graph is not None:
             driver.launch_graph(graph, stream)
         else:
-            self._launch(table, orders, self._stream)
+            self._launch(table, self._queue.stream)
+        # It runs from here on.
+        table.copies = table.copies % 0xFFFFFFFF + 1
+        told = driver.write_word(table.word_address, table.copies, stream)
         driver.record(table.over, stream)
-        table.posted = _PostedTable(table)
-        if graph is None and self._captures:
-            self._capture(table, orders)
+        table.posted = PostedTable(table, self, told=told)
+        self._launched += 1
+        if graph is None and self._launched > 1 and self._tables.captures:
+            self._capture(table)
         return table.posted
 
-    def _launch(self, table: _RequestTable, orders: tuple[bool, ...], stream: Any) -> None:
-        """Upload a table, and launch its copies."""
-        address = stream.cuda_stream
-        self._queue.driver.upload(table.device_address, table.address, table.nbytes, address)
-        for copy, spans, starts_first in zip(self._copies, table.spans, orders, strict=True):
-            copy.launch(spans, stream, starts_first=starts_first)
+    def _places_in(self, table: RequestTable) -> list[tuple[int, int, int, Any]]:
+        """Where block ids go in a table."""
+        places = self._places.get(table)
+        if places is None:
+            groups = self._groups
+            places = [(one.end, one.group, one.blocks, one.among(table.ids)) for one in groups]
+            self._places[table] = places
+        return places
 
-    def _capture(self, table: _RequestTable, orders: tuple[bool, ...]) -> None:
+    def _launch(self, table: RequestTable, stream: Any) -> None:
+        """Upload a table, and launch its copies."""
+        to, address = self._tables.ids.data_ptr(), stream.cuda_stream
+        self._queue.driver.upload(to, table.address, self._nbytes, address)
+        for copy in self._copies:
+            copy.launch(stream)
+
+    def _capture(self, table: RequestTable) -> None:
         """Have one call launch all of it the next time: kernels are compiled now."""
-        driver = self._queue.driver
-        act = partial(self._launch, table, orders, self._aside)
+        driver, aside = self._queue.driver, self._tables.aside
         try:
-            graph = driver.capture(self._aside.cuda_stream, act)
+            graph = driver.capture(aside.cuda_stream, lambda: self._launch(table, aside))
         except Exception:
             log.exception("copies are not captured, and launched one by one")
-            self._captures = False
+            self._tables.captures = False
             return
-        _at_its_end(table, driver.end_graph, self._queue.number, graph)
-        table.graphs[orders] = graph
+        _at_its_end(self, driver.end_graph, self._queue.number, graph)
+        self._graphs[table] = graph
 
 
-class _RequestTable:
-    """Pinned memory for the spans of one request, as much of the device, and two events."""
+class PostedTable(Posted):
+    """A copy that was launched; it keeps its table, and what launched it, as long as it runs."""
 
-    def __init__(self, queue: LaunchQueue, patterns: Sequence[SpanPattern]) -> None:
-        import torch
-
-        counts = [len(one.template.length) for one in patterns]
-        sizes = [ceil_div(3 * count, _ALIGNED) * _ALIGNED for count in counts]
-        begins = np.cumsum([0, *sizes]).tolist()
-        pinned, device = queue.buffers(8 * begins[-1])
-        here = pinned.view(torch.int64)
-        there = device.view(torch.int64)
-        self.address, self.device_address = pinned.data_ptr(), device.data_ptr()
-        self.nbytes = pinned.nbytes
-        parts = [(at, at + 3 * count, count) for at, count in zip(begins, counts, strict=False)]
-        self.rows: list[Any] = [here[a:b].view(3, n).numpy() for a, b, n in parts]
-        """Where spans lie at either end and how long they are, by pattern."""
-        self.spans: list[Any] = [there[a:b].view(3, n) for a, b, n in parts]
-        for one, rows in zip(patterns, self.rows, strict=True):
-            rows[2] = one.template.length
-        self.driver, self.number = queue.driver, queue.number
-        self.caller, self.over = (self.driver.local_event(self.number) for _ in "ab")
-        for event in (self.caller, self.over):
-            _at_its_end(self, self.driver.end_event, self.number, event)
-        self.posted: Posted | None = None
-        self.graphs: dict[tuple[bool, ...], int] = {}
-        """What launches all of it at once, by the orders in which kernels take their tables."""
-
-    @property
-    def free(self) -> bool:
-        """Whether no copy under way reads it."""
-        return self.posted is None or self.posted.done()
-
-
-class _PostedTable(Posted):
-    """A copy that was launched; it keeps its table, which must stay as long as it runs."""
-
-    def __init__(self, table: _RequestTable) -> None:
-        self._table: _RequestTable | None = table
+    def __init__(self, table: RequestTable, runs: object, *, told: bool) -> None:
+        self._table: RequestTable | None = table
         """Let go of once it is over: the table has the copy, and two that have each other stay."""
+        self._runs, self._number, self._told = runs, table.copies, told
+        self._looks = 0
 
     def done(self) -> bool:
-        """Whether the device has done it; seen before the event is recorded for another copy."""
+        """Whether the device has done it; seen before its table is used for another copy."""
         table = self._table
-        if table is not None and table.driver.finished(table.number, table.over):
-            self._table = None
-        return self._table is None
+        if table is None:
+            return True
+        self._looks += 1
+        if self._told and self._looks % _LOOKS:
+            over = table.word[0] == self._number
+        else:
+            over = table.driver.finished(table.number, table.over)
+        if over:
+            self._table = self._runs = None
+        return over
 
     def wait(self) -> None:
         """Wait without holding up other threads."""
         table = self._table
         if table is not None:
             table.driver.synchronize(table.number, table.over)
+
+
+def group_ids(patterns: Sequence[AddressPattern]) -> list[GroupIds]:
+    """Where the block ids that some patterns use are put, one group behind the other."""
+    used: dict[tuple[int, int], int] = {}
+    for one in patterns:
+        for end in (0, 1):
+            key = end, one.pattern.groups[end]
+            last = int(one.pattern.template.entries[end].max())
+            used[key] = max(used.get(key, 0), last + 1)
+    placed, first = [], 0
+    for (end, group), blocks in used.items():
+        placed.append(GroupIds(end, group, first, blocks))
+        first += ceil_div(blocks, _ALIGNED) * _ALIGNED
+    return placed
+
+
+def fits(patterns: Sequence[AddressPattern]) -> bool:
+    """Whether there is room for the block ids that some patterns use."""
+    tables = group_ids(patterns)
+    return bool(tables) and tables[-1].first + tables[-1].blocks <= MOST_IDS
+
+
+def _copies(
+    queue: LaunchQueue, patterns: Sequence[AddressPattern], tables: Sequence[GroupIds]
+) -> list[Any]:
+    """A launch for each pattern."""
+    from kvatlas.kernels import BlockSpans, RepeatedCopy
+
+    ids = {(one.end, one.group): one.among(queue.tables.ids) for one in tables}
+    copies = []
+    for source, target, pattern, blocks in patterns:
+        made = pattern.template
+        spans = BlockSpans(made.entries, made.offsets, made.length, pattern.strides, blocks)
+        src, dst = ids[0, pattern.groups[0]], ids[1, pattern.groups[1]]
+        starts = queue.placed(made.starts.ends)
+        with queue.on_stream():
+            copies.append(RepeatedCopy((source, target), starts, spans, (src, dst), queue.programs))
+    return copies
 
 
 def _at_its_end(owner: object, give_back: Callable[[int, int], None], device: int, it: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
@@ -19,7 +19,12 @@ from kvatlas.wire.transports.device_queue import (
     Posted,
     PreparedRuns,
 )
-from kvatlas.wire.transports.torch_prepared import LaunchDriver, TorchPreparedRuns
+from kvatlas.wire.transports.torch_prepared import (
+    LaunchDriver,
+    LaunchTables,
+    TorchPreparedRuns,
+    fits,
+)
 
 _KEPT_STARTS = 256
 """Tables of starts that a queue keeps on its device."""
@@ -47,10 +52,12 @@ class TorchQueue(DeviceQueue):
 
         self.driver, self.number, self.programs = driver, device, multiprocessors
         self._device = torch.device("cuda", device)
-        self._stream: Any = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._stream = self.another_stream()
+        self.caller_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
         self._starts: OrderedDict[int, tuple[Any, Any]] = OrderedDict()
         self._slots = [_TableSlot() for _ in range(_SLOTS)]
         self._used = 0
+        self._tables: LaunchTables | None = None
         self.lock = threading.Lock()
         """Held while something is posted."""
 
@@ -58,6 +65,12 @@ class TorchQueue(DeviceQueue):
     def stream(self) -> Any:
         """The stream, for work of other kinds in the same order."""
         return self._stream
+
+    def another_stream(self) -> Any:
+        """A new stream of the device."""
+        import torch
+
+        return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     def after(self, event: int) -> None:
         """Have the stream wait for an event."""
@@ -74,10 +87,17 @@ class TorchQueue(DeviceQueue):
         with self.lock, self.driver.on(self.number):
             return self._launch(runs, choice)
 
-    def prepare(self, patterns: Sequence[AddressPattern]) -> PreparedRuns:
-        """Tables, events and launches for requests of one shape."""
+    def prepare(self, patterns: Sequence[AddressPattern]) -> PreparedRuns | None:
+        """Launches for requests of one shape; None where they have more spans than is foreseen."""
         with self.lock:
-            return TorchPreparedRuns(self, patterns)
+            return TorchPreparedRuns(self, patterns) if fits(patterns) else None
+
+    @property
+    def tables(self) -> LaunchTables:
+        """Tables that prepared launches take in turn; made when they are first asked for."""
+        if self._tables is None:
+            self._tables = LaunchTables(self)
+        return self._tables
 
     def wait_for_launches(self) -> None:
         """Wait for all that was launched, where something has failed: it writes until then."""
@@ -124,9 +144,13 @@ class TorchQueue(DeviceQueue):
 
     def buffers(self, nbytes: int) -> tuple[Any, Any]:
         """Pinned memory of the host, and as much of the GPU."""
+        return self.pinned(nbytes), self.buffer(nbytes)
+
+    def pinned(self, nbytes: int) -> Any:
+        """Memory of the host that the GPU reads and writes."""
         import torch
 
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True), self.buffer(nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     @contextmanager
     def on_stream(self) -> Iterator[None]:

@@ -10,7 +10,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
-    fence_async_shared,
     mbarrier,
 )
 
@@ -113,8 +112,10 @@ def as_halves(words):
 
 @gluon.jit
 def announce(there):
-    """Say that what the group has written can be multiplied."""
-    fence_async_shared()
+    """Say that what the group has written can be multiplied.
+
+    Those who multiply fence it: a fence here would wait for the loads that are under way.
+    """
     barrier()
     mbarrier.arrive(there, count=THREADS)
 
@@ -168,9 +169,9 @@ def load_tiles(cache, batch, room, signals, SHAPE: gl.constexpr, TILING: gl.cons
     phase = 0
     while tile < stop:
         first = gl.load(ends + sequence)
+        length = gl.load(batch.lengths + sequence).to(gl.int32)
         until = gl.minimum(stop, gl.load(ends + sequence + 1))
         if until > tile:
-            length = gl.load(batch.lengths + sequence).to(gl.int32)
             table = cache.tables + sequence.to(gl.int64) * cache.table_stride
             states = (tile - first) * TILE, (until - first) * TILE, length - 1
             if SHAPE.k.element == SHAPE.k_dot:

@@ -28,6 +28,9 @@ from kvatlas.kernels.triton.attention.merge_device import merge
 from kvatlas.kernels.triton.attention.schedule import Schedule, schedule
 from kvatlas.specs import Attention, LatentAttention
 
+MERGED_AT_ONCE = 2048
+"""Programs of a merge: what a chip holds at once. More cost time where nothing is to be merged."""
+
 
 def attend(
     layer: LayerCache,
@@ -151,7 +154,8 @@ def _decode(call: AttentionCall, plan: Schedule) -> None:
         batch_rows(call.q), target, call.cache, batch, partials, scoring, SHAPE=shape,
         TILING=use.tiling, WORDS=use.words, EARLY=launch.early["EARLY"], **use.options,
     )  # fmt: skip
-    merge[(sequences, use.programs * use.depth)](
+    at_once = min(use.programs * use.depth, max(1, MERGED_AT_ONCE // sequences))
+    merge[(sequences, at_once)](
         target, batch, partials, scoring, use.workers, OUT=shape.out, TILING=use.tiling,
         DEPTH=use.depth, FEW=plan.split.few, WRAP=use.words.wrap, num_warps=4, **launch.early,
     )  # fmt: skip

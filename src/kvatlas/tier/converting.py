@@ -1,0 +1,56 @@
+"""Blocks of a tier for caches of another dtype: routes that convert, where a fetch asks for it.
+
+What a tier has stays as it was stored. Only what is fetched is converted, on its way into a
+rank's pools, so that nothing converted is ever found under the name of what it was made from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache, partial
+
+from kvatlas.planning import Plan
+from kvatlas.routing import Route, Scales, fingerprint, route
+
+PLANS = 16
+"""Plans whose routes to and from a tier stay compiled."""
+
+
+@dataclass(frozen=True, eq=False)
+class Converting:
+    """How blocks become those of another cache dtype: by name, with scales of whole tensors.
+
+    >>> Converting("bf16->fp8", dst_scales=0.5).name
+    'bf16->fp8'
+    """
+
+    name: str
+    """From which formats into which, as `route(convert=)` takes it."""
+    src_scales: Scales = None
+    """Those that the blocks were written with."""
+    dst_scales: Scales = None
+    """Those of the cache that they are fetched into."""
+
+
+class TierRoutes:
+    """Routes from a tier's plan to others, each made once.
+
+    >>> from kvatlas.planning import plan
+    >>> tier, cache = (plan("Qwen3-8B", memory="8GiB", kv_dtype=d) for d in ("bf16", "fp8"))
+    >>> TierRoutes(tier).to(cache, Converting("bf16->fp8", dst_scales=0.5)).conversion.name
+    'bf16->fp8'
+    """
+
+    def __init__(self, tier: Plan) -> None:
+        self._made = lru_cache(PLANS)(partial(_between, tier))
+
+    def to(self, dst: Plan, convert: Converting | None = None) -> Route:
+        """The route to a plan; it converts where formats differ, and that was asked for."""
+        return self._made(dst, convert)
+
+
+def _between(src: Plan, dst: Plan, convert: Converting | None) -> Route:
+    if convert is None or fingerprint(src) == fingerprint(dst):
+        return route(src, dst)
+    mine, theirs = convert.src_scales, convert.dst_scales
+    return route(src, dst, convert=convert.name, src_scales=mine, dst_scales=theirs)

@@ -1,0 +1,87 @@
+"""Rows on their way from staging memory into a rank's pools: as they are, or converted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from kvatlas.planning import Plan
+from kvatlas.routing import ConvertedPart, ConvertedStream
+from kvatlas.tier.numbered_copies import NumberedCopies, NumberedRows
+from kvatlas.tier.request_blocks import NeededBlock
+from kvatlas.tier.row_objects import Ranges
+from kvatlas.tier.row_traffic import StagedRows
+from kvatlas.tier.storage import Carry, TierStorage
+
+
+class RowMoves(Protocol):
+    """What a rank takes of each row, and how that gets into its pools."""
+
+    def within(self, need: NeededBlock) -> Ranges:
+        """Where what it takes of a row starts, from the row's first byte on, and how long it is."""
+        ...
+
+    def deliver(self, needs: Iterable[NeededBlock], rows: StagedRows) -> None:
+        """Move some rows, which are in staging memory, into its pools."""
+        ...
+
+
+class CopiedRows:
+    """Rows that are copied as they are."""
+
+    def __init__(
+        self,
+        copies: NumberedCopies,
+        numbered: NumberedRows,
+        storage: TierStorage,
+        read: Carry,
+    ) -> None:
+        self._copies, self._numbered = copies, numbered
+        self._storage, self._read = storage, read
+
+    def within(self, need: NeededBlock) -> Ranges:
+        """The runs of a row."""
+        return self._copies.within(*self._numbered.place(need))
+
+    def deliver(self, needs: Iterable[NeededBlock], rows: StagedRows) -> None:
+        """Copy all runs of some rows."""
+        del needs  # the places say which
+        self._storage.carry("fetch", self._copies.at(rows.places), self._read)
+
+
+class ConvertedRows:
+    """Rows that are converted on their way, each by itself."""
+
+    def __init__(
+        self,
+        stream: ConvertedStream,
+        numbered: NumberedRows,
+        storage: TierStorage,
+        into: tuple[Plan, int, Mapping[int, Any]],
+    ) -> None:
+        """`into` is the plan, the rank and its pools."""
+        self._stream, self._numbered = stream, numbered
+        self._storage, self._into = storage, into
+
+    def _parts(self, need: NeededBlock) -> Iterator[ConvertedPart]:
+        return self._stream.parts_of_entry(need.group, self._numbered.entry(need))
+
+    def within(self, need: NeededBlock) -> Ranges:
+        """The runs of all cells of a row."""
+        starts, lengths = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        begin = self._numbered.numbers[need] * self._numbered.block_bytes(need)
+        for part in self._parts(need):
+            copy = part.copy(0)
+            starts.append(copy.src - begin)
+            lengths.append(np.array(copy.length))
+        return np.concatenate(starts), np.concatenate(lengths)
+
+    def deliver(self, needs: Iterable[NeededBlock], rows: StagedRows) -> None:
+        """Convert all cells of some rows."""
+        for need in needs:
+            pool, number = self._numbered.place(need)
+            there = rows.places[pool][number] - number
+            shift = there * self._numbered.block_bytes(need)
+            self._storage.convert(self._parts(need), *self._into, shift=shift)

@@ -1,0 +1,34 @@
+"""What a transfer is asked to do, as its caller has said it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from kvatlas.routing import Costs
+from kvatlas.wire.protocol import Direction
+
+How = Literal["auto", "direct", "staged", "landed"]
+"""One by one, gathered at the source, put in place at the destination, or as measured."""
+
+
+@dataclass(frozen=True)
+class TransferRequest:
+    """What the caller of `pull` or `push` wants."""
+
+    direction: Direction
+    request: str
+    blocks: Any
+    peer_blocks: Any
+    tokens: Any
+    layers: Collection[str] | None
+    seconds: float
+    how: How
+    costs: Costs | None
+    checksums: bool
+    streamed: bool
+    final: bool = False
+    wait_for_offer: float = 0.0
+    mark: int | None = None
+    """Behind which this node's blocks are read or written, where they are on a GPU."""

@@ -1,0 +1,143 @@
+"""A link over NIXL that has another beside it, so that two threads copy at once.
+
+Between processes of one host a processor copies what is read, in the call that begins it, and an
+agent takes one call at a time. Where there are cores for it, a large read is divided between
+two agents, and of two threads that read at once each has its own. The second agent is made
+beside the first large read, which does not wait for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+from kvatlas.errors import AtlasError
+from kvatlas.routing import Copy
+from kvatlas.wire.transports.base import Done, Handle
+from kvatlas.wire.transports.nixl_link import NixlLink
+
+log = logging.getLogger("kvatlas.wire")
+
+_WORTH = 4 << 20
+"""Bytes of a read for which a second agent is used."""
+_DIVIDED = 16 << 20
+"""Bytes from which on a read is divided between both."""
+
+
+class PairedNixlLink(NixlLink):
+    """A link whose large reads two threads carry out, as long as its transport may use two."""
+
+    def __init__(self, *given: Any, another: Callable[[], NixlLink]) -> None:
+        """`another` makes a link to the same peer."""
+        super().__init__(*given)
+        self._another = another
+        self._helper: ThreadPoolExecutor | None = None
+        self._second: NixlLink | None = None
+        self._pairing = threading.Lock()
+        """Held while either of those changes; under it no other lock is taken."""
+
+    def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle:
+        if write or self.owner.copy_threads < 2:
+            return super()._post(copies, write=write)
+        nbytes = sum(copy.nbytes for copy in copies)
+        second = self._found_second() if nbytes >= _WORTH else None
+        if second is None:
+            return super()._post(copies, write=False)
+        if nbytes >= _DIVIDED:
+            return self._divided(copies, second)
+        if not self.lock.acquire(blocking=False):  # another thread reads with this agent
+            return second._post(copies, write=False)
+        try:
+            return super()._post(copies, write=False)
+        finally:
+            self.lock.release()
+
+    def _divided(self, copies: Sequence[Copy], second: NixlLink) -> Handle:
+        """Read the second half of the runs with the other agent, in another thread."""
+        near = [half for copy in copies if len(half := _rows(copy, slice(0, len(copy) // 2)))]
+        far = [half for copy in copies if len(half := _rows(copy, slice(len(copy) // 2, None)))]
+        helper = self._helper
+        if not near or helper is None:
+            return super()._post(copies, write=False)
+        try:
+            other = helper.submit(second._post, far, write=False)
+        except RuntimeError:  # the link is being closed
+            return super()._post(copies, write=False)
+        try:
+            return _BothHandles(super()._post(near, write=False), other)
+        except AtlasError as problem:  # of these nothing was posted, but of the others
+            return _BothHandles(Done(), other, problem)
+
+    def _found_second(self) -> NixlLink | None:
+        """The other link, if there is one; else it is made, by another thread."""
+        with self._pairing:
+            if self._helper is None and self.open:
+                self._helper = ThreadPoolExecutor(1, thread_name_prefix="kvatlas-nixl")
+                self._helper.submit(self._make_second)
+            return self._second
+
+    def _make_second(self) -> None:
+        try:
+            made = self._another()
+        except AtlasError as problem:
+            log.warning("one agent reads where two might: %s", problem)
+            return
+        with self._pairing:
+            if self.open:
+                self._second = made
+                return
+        made.close()
+
+    def sever(self) -> None:
+        """End what is under way with either agent."""
+        super().sever()
+        if self._second is not None:
+            self._second.sever()
+
+    def _end(self) -> None:
+        """End both; what the other has under way comes to its end."""
+        super()._end()
+        with self._pairing:
+            helper, second = self._helper, self._second
+        if helper is not None:
+            helper.shutdown(wait=False)
+        if second is not None:
+            second.close()
+
+
+class _BothHandles(Handle):
+    """Two operations that are one, the second of which another thread posts."""
+
+    def __init__(
+        self, first: Handle, second: Future[Handle], problem: AtlasError | None = None
+    ) -> None:
+        self._first, self._second, self._problem = first, second, problem
+
+    def _poll(self) -> bool:
+        if self._problem is not None:
+            raise self._problem
+        first = self._first.poll()
+        return self._second.done() and self._second.result().poll() and first
+
+    def _release(self) -> None:
+        self._first.release()
+        if self._second.done():
+            with suppress(AtlasError):
+                self._second.result().release()
+
+    def _settle(self) -> bool:
+        if not self._second.done():
+            return False
+        # Where it could not be posted, nothing comes of it.
+        second = self._second.exception() is not None or self._second.result().settle()
+        return self._first.settle() and second
+
+
+def _rows(copy: Copy, rows: slice) -> Copy:
+    """Some of its runs."""
+    src, dst, length = (column[rows] for column in (copy.src, copy.dst, copy.length))
+    return Copy(copy.src_pool, copy.dst_pool, src, dst, length)
