@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvatlas.kernels.triton.attention.latent_groups_device import THREADS, barriers, find
+from kvatlas.kernels.triton.attention.latent_groups_device import THREADS, barriers
 
 
 class PrefillRoom(NamedTuple):
@@ -87,6 +87,20 @@ def rounds_of(batch, TILING: gl.constexpr):
     ends = batch.ends + 2 * (batch.sequences + 1)
     units = gl.load(ends + batch.sequences)
     return gl.cdiv(units * TILING.programs, gl.num_programs(0))
+
+
+@gluon.jit
+def find(ends, count, wanted):
+    """The sequence that unit number `wanted` belongs to; `ends` starts with 0."""
+    low = 0
+    high = count
+    while low < high:
+        middle = (low + high) // 2
+        if gl.load(ends + middle + 1) <= wanted:
+            low = middle + 1
+        else:
+            high = middle
+    return low
 
 
 @gluon.jit

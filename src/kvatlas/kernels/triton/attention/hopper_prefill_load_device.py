@@ -9,7 +9,11 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+)
 
 from kvatlas.kernels.triton.attention.hopper_dequantise_device import (
     bytes_apart,
@@ -163,6 +167,7 @@ def convert_tiles(cache, table, work, room, signals, tiles, SHAPE: gl.constexpr)
         if FACTORS:
             room.k_factors.index(stage).store(k_factor)
             room.v_factors.index(stage).store(v_factor)
+        fence_async_shared()
         announce(signals.there_k.index(stage))
         k = load_apart(cache, cache.k, table, begin, work, STATES, TILE, K)
         if FACTORS:
@@ -170,6 +175,7 @@ def convert_tiles(cache, table, work, room, signals, tiles, SHAPE: gl.constexpr)
             v_factor = load_factors(cache, cache.v, table, begin, work, STATES, TILE, V)
         mbarrier.wait(signals.free_v.index(stage), phase ^ 1)
         put_apart(v[0], v[1], v_room.index(stage), V, V_DOT)
+        fence_async_shared()
         announce(signals.there_v.index(stage))
         v = load_apart(cache, cache.v, table, begin, work, STATES, TILE, V)
         tiles += 1
