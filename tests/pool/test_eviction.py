@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from random import Random
+from typing import Any
 
 import numpy as np
+import pytest
 
-from kvatlas.pool import BlockIds
+from kvatlas.errors import AtlasError, Code
+from kvatlas.pool import BlockIds, block_ids
+from kvatlas.pool.block_ids import GONE
 from kvatlas.pool.checkpoints import EveryBlock, checkpoint_policy
 from kvatlas.pool.eviction import EVICTIONS, Eviction, Fifo, Lru, Use
 from kvatlas.pool.simulation import LayerClass, PoolModel, Replay, ReplayPolicy, Spans
@@ -74,3 +78,38 @@ def test_states_go_in_the_order_in_which_a_prompt_passed_them() -> None:
     attention = [(0, place) for place in reversed(range(9))]
     assert orders.pop(EveryBlock) == [(1, 7), (1, 2), (2, 7), (2, 2), *attention]
     assert orders.popitem()[1] == [(1, 2), (2, 2), (1, 7), (2, 7), *attention]
+
+
+def test_many_blocks_are_counted_as_few_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Taken, shared, kept, given back and evicted together, and one by one."""
+
+    def state(ids: BlockIds) -> tuple[object, ...]:
+        each = [(ids.owners(block), ids.is_kept(block)) for block in range(20)]
+        return each, ids.free, ids.kept, list(ids._free)
+
+    dice = Random(5)  # noqa: S311
+    lost: tuple[list[int], list[int]] = ([], [])
+    both = [BlockIds(20, null_block=True, eviction=Lru(20), evicted=one.extend) for one in lost]
+    for _ in range(500):
+        act = dice.choice(("take_many", "share", "release", "release", "keep"))
+        names = range(1, 20)
+        owned = [block for block in names if both[0].owners(block)]
+        found = owned + [block for block in names if both[0].is_kept(block)]
+        given: Any = dice.sample(owned, dice.randint(0, len(owned)))
+        if act == "take_many":
+            given = dice.randint(0, both[0].free)
+        elif act == "share":  # those that are both owned and kept may be named twice
+            given = dice.sample(found, dice.randint(0, len(found))) + dice.choice(([], [GONE]))
+        for ids, many in zip(both, (1, 1000), strict=True):
+            monkeypatch.setattr(block_ids, "_MANY", many)
+            getattr(ids, act)(given)
+        assert state(both[0]) == state(both[1]), (act, given)
+    assert lost[0] == lost[1] != []
+    monkeypatch.setattr(block_ids, "_MANY", 1)
+    fresh = BlockIds(20, null_block=True)
+    before = state(fresh)
+    for act, wrong in (("share", 7), ("keep", 7), ("release", 7), ("release", 0)):
+        with pytest.raises(AtlasError) as refusal:
+            getattr(fresh, act)([wrong])
+        assert refusal.value.code is Code.OUT_OF_RANGE
+    assert state(fresh) == before

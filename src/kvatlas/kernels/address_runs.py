@@ -44,7 +44,13 @@ def place_starts(src: Offsets, dst: Offsets, device: torch.device | str) -> Plac
 
 
 class BlockSpans(NamedTuple):
-    """Spans of requests of one shape: where they lie in blocks whose ids come later."""
+    """Spans of requests of one shape: where they lie in blocks whose ids come later.
+
+    >>> two = np.arange(2)
+    >>> spans = BlockSpans((two, two // 2), (two * 0, two * 32), two * 0 + 32, (64, 128), 9)
+    >>> spans.bits, spans.apart
+    (224, 32)
+    """
 
     entries: tuple[Offsets, Offsets]
     """Which of the block ids is each one's, at the source and at the target."""

@@ -2,15 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from array import array
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry import Int64s
 from kvatlas.pool.eviction import Eviction, Use
 
 GONE = -1
 """Stands in a block table for a block that a window has left behind."""
+_MANY = 128
+"""So many blocks and more are counted together, by numpy; fewer are counted faster one by one."""
+
+
+class _AsArrays(NamedTuple):
+    """What is known of each block, for numpy: the same memory."""
+
+    owners: NDArray[np.int32]
+    kept: NDArray[np.bool_]
+    woken: NDArray[np.bool_]
+    place: NDArray[np.int32]
+    """Where a block was among those that were named last."""
+
+    def distinct(self, blocks: Sequence[int]) -> Int64s | None:
+        """Blocks to be counted together; None for few, or where some are gone or named twice."""
+        if len(blocks) < _MANY:
+            return None
+        ids, places = np.array(blocks, np.int64), np.arange(len(blocks), dtype=np.int32)
+        if ids.min() < 0:
+            return None
+        self.place[ids] = places
+        return ids if np.array_equal(self.place[ids], places) else None
 
 
 class BlockIds:
@@ -43,17 +69,23 @@ class BlockIds:
         """Whether block 0 is nobody's: engines point padded entries of tables at it."""
         first = int(null_block)
         self._free = list(range(count - 1, first - 1, -1))
-        self._owners = [0] * count
+        self._owners = array("i", bytes(4 * count))
         if null_block and count:
             self._owners[0] = 1  # never taken, never given back
-        self._kept: set[int] = set()
-        """Blocks whose content can be found, whether they have owners or not."""
+        self._kept = bytearray(count)
+        """Whether the content of a block can be found, whether it has owners or not."""
         self._idle = 0
         """Kept blocks without an owner."""
         self._eviction = eviction
         self._evicted = evicted
         self._woken = bytearray(count)
         """Whether a block has an owner again since it was queued to be evicted."""
+        self._arrays = _AsArrays(
+            np.frombuffer(self._owners, np.int32),
+            np.frombuffer(self._kept, np.bool_),
+            np.frombuffer(self._woken, np.bool_),
+            np.zeros(count, np.int32),
+        )
         self._clock = 0
 
     @property
@@ -92,22 +124,35 @@ class BlockIds:
         taken = self._free[len(self._free) - count :]
         del self._free[len(self._free) - count :]
         taken.reverse()
-        for block in taken:
-            self._owners[block] = 1
+        self._arrays.owners[np.array(taken, np.int64)] = 1
         return taken
 
     def share(self, blocks: Sequence[int]) -> None:
         """One more owner of each block; one that was only kept is in use again."""
-        owners, woken = self._owners, self._woken
+        many = self._arrays.distinct(blocks)
+        if many is not None:
+            self._share_many(many)
+            return
+        owners, kept, woken = self._owners, self._kept, self._woken
         asleep = {block for block in blocks if block != GONE and not owners[block]}
-        if not asleep <= self._kept:
-            raise _without_owner(min(asleep - self._kept))
+        for block in asleep:
+            if not kept[block]:
+                raise _without_owner(block)
         for block in asleep:
             woken[block] = True
         self._idle -= len(asleep)
         for block in blocks:
             if block != GONE:
                 owners[block] += 1
+
+    def _share_many(self, ids: Int64s) -> None:
+        owners, kept, woken, _ = self._arrays
+        asleep = ids[owners[ids] == 0]
+        if not kept[asleep].all():
+            raise _without_owner(int(asleep[~kept[asleep]][0]))
+        woken[asleep] = True
+        self._idle -= len(asleep)
+        owners[ids] += 1
 
     def owners(self, block: int) -> int:
         """How many owners a block has."""
@@ -119,16 +164,22 @@ class BlockIds:
 
     def is_kept(self, block: int) -> bool:
         """Whether the content of a block can be found, so that nobody writes to it any more."""
-        return block in self._kept
+        return bool(self._kept[block])
 
-    def keep(self, blocks: list[int]) -> None:
+    def keep(self, blocks: Sequence[int]) -> None:
         """What blocks hold stays when their last owner goes, until it is evicted."""
-        if not all(map(self._owners.__getitem__, blocks)):
-            raise _without_owner(min(blocks, key=self._owners.__getitem__))
-        self._kept.update(blocks)
+        ids = np.array(blocks, np.int64)
+        owned = self._arrays.owners[ids] > 0
+        if not owned.all():
+            raise _without_owner(int(ids[~owned][0]))
+        self._arrays.kept[ids] = True
 
-    def release(self, blocks: Iterable[int]) -> None:
+    def release(self, blocks: Sequence[int]) -> None:
         """One owner less of each block; those without any are free again, or only kept."""
+        many = self._arrays.distinct(blocks)
+        if many is not None:
+            self._release_many(many)
+            return
         owners, kept, idle = self._owners, self._kept, []
         null = 0 if self.null_block else GONE
         for block in blocks:
@@ -139,24 +190,39 @@ class BlockIds:
                 raise _without_owner(block)
             owners[block] = count - 1
             if count == 1:
-                if block in kept:
+                if kept[block]:
                     idle.append(block)
                 else:
                     self._free.append(block)
         if idle:
-            self._rest(idle)
+            self._rest(np.array(idle, np.int64))
+
+    def _release_many(self, ids: Int64s) -> None:
+        owners, kept, *_ = self._arrays
+        left = owners[ids] - 1
+        wrong = (left < 0) | (ids == 0) if self.null_block else left < 0
+        if wrong.any():
+            raise _without_owner(int(ids[wrong][0]))
+        owners[ids] = left
+        last = ids[left == 0]
+        stays = kept[last]
+        self._free += last[~stays].tolist()
+        if stays.any():
+            self._rest(last[stays])
 
     def drop(self) -> list[int]:
         """Keep nothing any more: kept blocks without an owner are free; their ids."""
-        idle = [block for block in self._kept if not self._owners[block]]
-        if self._kept and self._eviction is not None:
-            self._eviction.forget(np.array(list(self._kept), np.int64))
-        self._kept.clear()
+        owners, kept, *_ = self._arrays
+        found = np.flatnonzero(kept)
+        idle: list[int] = found[owners[found] == 0].tolist()
+        if len(found) and self._eviction is not None:
+            self._eviction.forget(found)
+        kept[:] = False
         self._idle = 0
         self._free += idle
         return idle
 
-    def _rest(self, idle: list[int]) -> None:
+    def _rest(self, idle: Int64s) -> None:
         """Kept blocks whose last owner went, in the order in which they are to go."""
         if self._eviction is None:
             raise AtlasError(
@@ -164,17 +230,16 @@ class BlockIds:
                 got=f"{len(idle)} kept blocks", hint="Give the pool an eviction",
             )  # fmt: skip
         self._clock += 1
-        ids = np.array(idle, np.int64)
-        np.frombuffer(self._woken, bool)[ids] = False
+        self._arrays.woken[idle] = False
         self._idle += len(idle)
-        self._eviction.used(ids, Use(self._clock))
+        self._eviction.used(idle, Use(self._clock))
 
     def _evict(self, count: int) -> None:
         if self._eviction is None:
             return
-        woken = np.frombuffer(self._woken, bool)
-        victims = self._eviction.victims(count, woken).tolist()
-        self._kept.difference_update(victims)
+        ids = self._eviction.victims(count, self._arrays.woken)
+        victims: list[int] = ids.tolist()
+        self._arrays.kept[ids] = False
         self._idle -= len(victims)
         self._free += reversed(victims)
         if self._evicted is not None:

@@ -238,7 +238,7 @@ class BlockPool:
         asked = self._get(request)
         del self._requests[request]
         for group, table in zip(self.plan.groups, asked.tables, strict=True):
-            self.ids[group.pool].release(reversed(table))
+            self.ids[group.pool].release(table[::-1])
 
     def preempt(self, request: Hashable) -> int:
         """Free a request that is to come again; the tokens that were computed for it.
@@ -285,7 +285,7 @@ class BlockPool:
                 continue
             stop = min(first_needed(group, asked.computed) // group.block, len(table))
             left = [entry for entry in range(stop) if table[entry] != GONE]
-            self.ids[group.pool].release(table[entry] for entry in reversed(left))
+            self.ids[group.pool].release([table[entry] for entry in reversed(left)])
             for entry in left:
                 table[entry] = GONE
 

@@ -373,6 +373,22 @@ def test_a_mark_is_seen_to_be_done_although_others_are_made_all_the_time() -> No
     assert 0 < PeerBoard(board.memory, None).marks_done == marks.done
 
 
+def test_peers_see_on_the_board_that_a_mark_is_done_once_another_is_made() -> None:
+    driver = LaggingDriver()
+    marks, board = DeviceMarks(driver, 0), OfferBoard()
+    marks.board = board
+    seen = PeerBoard(board.memory, None)
+    for step in range(1000):
+        driver.now = step * driver.behind
+        assert marks.mark() == step
+        assert seen.marks_done == step - 1
+    driver.behind = 10**6  # a device that does nothing more
+    told = seen.marks_done
+    for _ in range(3 * EVENTS):
+        marks.mark()
+        assert seen.marks_done <= told + 1, "never for less"
+
+
 def test_an_offer_made_anew_is_not_ended_by_who_has_read_the_one_before() -> None:
     machine, rng, tokens = FakeMachine(), np.random.default_rng(4), 61
     made = small("dense")

@@ -2,7 +2,8 @@
 
 Who waits for such a pull finishes it. What the source is told afterwards can wait for a moment:
 a thread that was woken for it at once would take the interpreter from whoever was waiting, just
-when it goes on. One thread looks after all of them from time to time, as long as there are any.
+when it goes on. One thread looks after all of them from time to time, as long as there are any,
+and for a moment longer.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ from kvatlas.wire.rpc import log
 
 _EVERY = 2e-3
 """Seconds between looks."""
+
+_LINGER = 0.1
+"""Seconds for which the thread goes on looking where there is nothing: to wake one takes longer
+than to look, and whoever pulls next would wait for it."""
 
 _TOGETHER = 6e-3
 """Seconds for which sources are not told, so that they are told of several pulls in a row."""
@@ -61,11 +66,14 @@ class FollowUps:
 
     def _look(self) -> None:
         over: list[_FollowUp] = []
+        last = time.monotonic()
         while True:
             time.sleep(_EVERY)
             with self._lock:
                 kept, self._kept = self._kept, []
-                if not kept and not over:
+                if kept or over:
+                    last = time.monotonic()
+                elif self._closing or time.monotonic() - last > _LINGER:
                     self._looking = False
                     return
             over += [one for one in kept if self._is_over(one)]

@@ -154,8 +154,12 @@ class RequestTable:
         self.posted: Posted | None = None
 
 
-class BlockTable(NamedTuple):
-    """Where one group's block ids, at one end, are among those of a request."""
+class GroupIds(NamedTuple):
+    """Where one group's block ids, at one end, are among those of a request.
+
+    >>> GroupIds(end=1, group=0, first=2, blocks=2).among([7, 8, 3, 5])
+    [3, 5]
+    """
 
     end: int
     group: int
@@ -174,7 +178,7 @@ class TorchPreparedRuns(PreparedRuns):
         """Block ids of the patterns have room: `fits` says so."""
         self._queue, self._tables = queue, queue.tables
         self._address = queue.stream.cuda_stream
-        self._groups = block_tables(patterns)
+        self._groups = group_ids(patterns)
         self._nbytes = 8 * (self._groups[-1].first + self._groups[-1].blocks)
         self._copies = _copies(queue, patterns, self._groups)
         self._places: dict[RequestTable, list[tuple[int, int, int, Any]]] = {}
@@ -275,7 +279,7 @@ class PostedTable(Posted):
             table.driver.synchronize(table.number, table.over)
 
 
-def block_tables(patterns: Sequence[AddressPattern]) -> list[BlockTable]:
+def group_ids(patterns: Sequence[AddressPattern]) -> list[GroupIds]:
     """Where the block ids that some patterns use are put, one group behind the other."""
     used: dict[tuple[int, int], int] = {}
     for one in patterns:
@@ -285,19 +289,19 @@ def block_tables(patterns: Sequence[AddressPattern]) -> list[BlockTable]:
             used[key] = max(used.get(key, 0), last + 1)
     placed, first = [], 0
     for (end, group), blocks in used.items():
-        placed.append(BlockTable(end, group, first, blocks))
+        placed.append(GroupIds(end, group, first, blocks))
         first += ceil_div(blocks, _ALIGNED) * _ALIGNED
     return placed
 
 
 def fits(patterns: Sequence[AddressPattern]) -> bool:
     """Whether there is room for the block ids that some patterns use."""
-    tables = block_tables(patterns)
+    tables = group_ids(patterns)
     return bool(tables) and tables[-1].first + tables[-1].blocks <= MOST_IDS
 
 
 def _copies(
-    queue: LaunchQueue, patterns: Sequence[AddressPattern], tables: Sequence[BlockTable]
+    queue: LaunchQueue, patterns: Sequence[AddressPattern], tables: Sequence[GroupIds]
 ) -> list[Any]:
     """A launch for each pattern."""
     from kvatlas.kernels import BlockSpans, RepeatedCopy
