@@ -90,12 +90,13 @@ def _loops(code: str) -> Iterator[Counter[str]]:
             yield Counter(names)
 
 
-def _look(name: str, kernel: Any) -> Compiled:
+def _look(name: str, kernel: Any, counted: bool) -> Compiled:
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(kernel.asm["cubin"])
         used = _tool(cubin, "--dump-resource-usage")
-        loops = sorted(_loops(_tool(cubin, "--dump-sass")), key=lambda loop: -loop.total())
+        code = _tool(cubin, "--dump-sass") if counted else ""
+    loops = sorted(_loops(code), key=lambda loop: -loop.total())
     numbers = [int(n) for n in re.findall(r"REG:(\d+) STACK:(\d+)", used)[-1]]
     # The outer loop over sequences holds the others.
     inner = [loop for loop in loops if loop["HMMA"] + loop["HGMMA"]][1:]
@@ -104,17 +105,19 @@ def _look(name: str, kernel: Any) -> Compiled:
 
 
 @contextmanager
-def elsewhere() -> Iterator[list[Compiled]]:
+def elsewhere(*names: str) -> Iterator[list[Compiled]]:
     """Calls compile for the chip instead of being launched; what they compile is listed.
 
-    Triton keeps the chip for its own from then on: this is for processes that do nothing else.
+    Loops are counted of kernels with these names, of all where none is given. Triton keeps the
+    chip for its own from then on: this is for processes that do nothing else.
     """
     compiled: list[Compiled] = []
     run = jit.JITFunction.run
 
     def compile_only(self: Any, *args: Any, warmup: bool, **more: Any) -> Any:  # noqa: ARG001
         kernel = run(self, *args, warmup=True, **more)
-        compiled.append(_look(self.__name__, kernel))
+        counted = not names or self.__name__ in names
+        compiled.append(_look(self.__name__, kernel, counted))
         return kernel
 
     early = {"EARLY": True, "launch_pdl": True}

@@ -155,6 +155,12 @@ def test_latents_of_many_heads(order: str) -> None:
             assert latent(batch, cache, order, "TFLOP/s", {}, heads=heads).right()
 
 
+def test_latents_of_many_sequences() -> None:
+    """More than a worker looks at together to find its first one."""
+    for heads in (16, 128):
+        assert latent((600, 70), "auto", "LBNHC", "TFLOP/s", {}, heads=heads).right()
+
+
 @pytest.mark.parametrize("order", ["LBNHC", "BLHNC"])
 @pytest.mark.parametrize("cache", ["auto", "fp8"])
 def test_absorbed_latents(order: str, cache: str) -> None:

@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
 from kvatlas.kernels.triton import schedule, split_of  # noqa: E402
+from kvatlas.kernels.triton.attention import launch  # noqa: E402
 from kvatlas.specs import (  # noqa: E402
     ATTENTION_CACHES,
     ChunkedAttention,
@@ -169,11 +170,15 @@ def test_tiled_and_transposed_keys_are_written() -> None:
         check_write(spec, "LBHNC", "cpu", exact=True)
 
 
-def test_one_long_sequence_is_shared_out() -> None:
-    """More tiles than workers, so that a sequence is put together from several sums."""
+def test_one_long_sequence_is_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More tiles than workers, so that a sequence is put together from several sums.
+
+    Then more rows than programs to put them together.
+    """
     spec = FullAttention(**BASE)
     more: dict[str, Any] = {"tile": 16, "rows": 16, "sinks": True}
     check_attend(spec, "LBNHC", "cpu", lengths=[150], queries=[1], **more, per_sm=3)
+    monkeypatch.setattr(launch, "MERGED_AT_ONCE", 15)
     check_attend(
         spec, "LBNHC", "cpu", lengths=[3, 90, 1, 61], queries=[1, 2, 1, 3], **more, per_sm=2,
         max_queries=3,

@@ -26,7 +26,14 @@ from kvatlas.kernels.triton import storage_formats as formats  # noqa: E402
 from kvatlas.kernels.triton.attention import arguments as calls  # noqa: E402
 from kvatlas.kernels.triton.attention.decode_device import decode  # noqa: E402
 from kvatlas.kernels.triton.attention.layer_launch import Scores, layer_launch  # noqa: E402
-from kvatlas.specs import FullAttention, Indexer, LatentAttention, SinkAttention  # noqa: E402
+from kvatlas.kernels.triton.attention.prefill_device import prefill  # noqa: E402
+from kvatlas.specs import (  # noqa: E402
+    FullAttention,
+    Indexer,
+    LatentAttention,
+    SinkAttention,
+    SlidingAttention,
+)
 from tests.kernels.triton.cases import Pool  # noqa: E402
 
 SPEC = FullAttention(heads=2, head_dim=16, dtype="fp32")
@@ -260,3 +267,35 @@ def test_hoppers_kernels_take_the_latents_that_they_can(monkeypatch: pytest.Monk
             assert launch.tiling.together == (2 if scale > 0 else 1)
             own.append(launch.kernel)
     assert len(set(own)) == 3
+
+
+def test_hoppers_prefill_takes_the_rows_that_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of 128 elements in 16, 8 and 4 bits, all masks but one, positive scales."""
+    monkeypatch.setattr(tune, "architecture", lambda _: "hopper")
+    monkeypatch.setattr(tune, "shared_memory", lambda _: 232_448)
+    monkeypatch.setattr(formats, "dot_of", lambda _: tl.bfloat16)
+    base: dict[str, Any] = {"heads": 2, "head_dim": 128}
+    plain = Scores(0.1, None, 1.0, 1.0, False)
+    for spec, scores, own in (
+        (FullAttention(**base), plain, True),
+        (FullAttention(**base, cache="fp8"), plain, True),
+        (FullAttention(**base, cache="int8_per_token_head"), plain, True),
+        (FullAttention(**base, cache="fp8_per_token_head"), plain, True),
+        (FullAttention(**base, cache="int4_per_token_head"), plain, True),
+        (FullAttention(**base, cache="nvfp4"), plain, True),
+        (SlidingAttention(**base, window=70), plain._replace(sink_logits=True), True),
+        (FullAttention(**base), plain._replace(scale=-0.1), False),
+        (FullAttention(**base), plain._replace(softcap=2.0), False),
+        (FullAttention(**base, cache="fp8_e5m2"), plain, False),
+        (FullAttention(**base, cache="turboquant_4bit_nc"), plain, False),
+        (FullAttention(**base, packing="tiled_planes"), plain, False),
+        (FullAttention(**base, packing="transposed"), plain, False),
+        (FullAttention(heads=2, head_dim=256), plain, False),
+        (FullAttention(heads=2, head_dim=128, v_dim=64), plain, False),
+        (SinkAttention(**base, sink_tokens=4, window=70), plain, False),
+    ):
+        layer = Pool(spec, "LBHNC", "cpu").layer
+        q = torch.empty(1, 8, spec.head_dim, dtype=torch.bfloat16)
+        launch = layer_launch(layer, q, scores, None, {}).prefill
+        assert launch is not None
+        assert (launch.kernel is not prefill) == own, spec

@@ -16,9 +16,9 @@ tl = pytest.importorskip("triton.language")
 from kvatlas import kernels  # noqa: E402
 from kvatlas.kernels import bit_packing, hadamard  # noqa: E402
 from kvatlas.kernels import triton as gpu  # noqa: E402
-from kvatlas.kernels.quantise import round_away  # noqa: E402
+from kvatlas.kernels.quantise import normal_levels, round_away  # noqa: E402
 from kvatlas.kernels.triton import hadamard as rotations  # noqa: E402
-from kvatlas.kernels.triton.write_device import away, to_e2m1  # noqa: E402
+from kvatlas.kernels.triton.write_device import away, level_codes, to_e2m1  # noqa: E402
 from kvatlas.specs import ATTENTION_CACHES, FullAttention, LatentAttention  # noqa: E402
 from tests.kernels.triton.cases import (  # noqa: E402
     Pool,
@@ -30,7 +30,7 @@ from tests.kernels.triton.cases import (  # noqa: E402
 def _round(values: Any, codes: Any, whole: Any) -> None:
     at = tl.arange(0, 256)
     value = tl.load(values + at)
-    tl.store(codes + at, to_e2m1(value))
+    tl.store(codes + at, to_e2m1(value, tl.full([256], 1.0, tl.float32), False))
     tl.store(whole + at, away(value))
 
 
@@ -44,6 +44,24 @@ def test_bits_round_as_torch_does() -> None:
     triton.jit(_round)[(1,)](values, codes, whole)
     assert codes.tolist() == bit_packing.to_e2m1(values).tolist()
     assert whole.tolist() == round_away(values).tolist()
+
+
+def _levels(values: Any, codes: Any, bits: tl.constexpr) -> None:
+    at = tl.arange(0, 1024)
+    tl.store(codes + at, level_codes(tl.load(values + at), bits))
+
+
+def test_levels_are_found_by_a_polynomial() -> None:
+    """Beside the ends of their cells, far outside of them, and between."""
+    for bits in (3, 4):
+        levels = torch.tensor(normal_levels(bits))
+        ends = (levels[1:] + levels[:-1]) / 2
+        beside = torch.cat([ends * (1 + 3e-6), ends * (1 - 3e-6), torch.tensor([0.0, -30.0, 30.0])])
+        values = torch.linspace(-4, 4, 1024)
+        values[: len(beside)] = beside
+        codes = torch.empty(1024, dtype=torch.int32)
+        triton.jit(_levels)[(1,)](values, codes, bits=bits)
+        assert codes.tolist() == torch.bucketize(values, ends).tolist()
 
 
 @pytest.mark.parametrize("cache", ATTENTION_CACHES)

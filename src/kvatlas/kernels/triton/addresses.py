@@ -110,7 +110,9 @@ def field_rows(page: Page, placed: Placement, name: str) -> FieldRows:
             got=f"{field}",
             hint="Split the pool",
         )
-    unit = common(tuple(step // item for step in steps), max(1, VECTOR // item))
+    # Pieces of rows whose elements are apart are single elements.
+    widest = max(1, VECTOR // item) if near == item else 1
+    unit = common(tuple(step // item for step in steps), widest)
     first, block, state, head = (step // item // unit for step in steps)
     return FieldRows(
         RowSteps(first, block, state, head, near // item, far // item),

@@ -62,7 +62,7 @@ def column_offsets(column, steps, TILED: tl.constexpr):
     return column * steps.element
 
 
-_FOUR_BYTES = tl.constexpr("""
+FOUR_BYTES = tl.constexpr("""
     {
         .reg .b32 biased, excess;
         mov.b32 excess, 0x64806480;
@@ -77,7 +77,7 @@ _FOUR_BYTES = tl.constexpr("""
 there with its sign turned is 1024 + 128 + the number."""
 
 
-_FOUR_BYTES_BF16 = tl.constexpr("""
+FOUR_BYTES_BF16 = tl.constexpr("""
     {
         .reg .b32 a, b, low, high, minus;
         mov.b32 minus, 0xBF80BF80;
@@ -172,11 +172,11 @@ def as_dot(tile, DOT: tl.constexpr, PTX: tl.constexpr):
     """Elements in the type of a dot."""
     if PTX and tile.dtype == tl.int8 and DOT == tl.bfloat16:
         return tl.inline_asm_elementwise(
-            _FOUR_BYTES_BF16, "=r,=r,r", [tile], dtype=tl.bfloat16, is_pure=True, pack=4
+            FOUR_BYTES_BF16, "=r,=r,r", [tile], dtype=tl.bfloat16, is_pure=True, pack=4
         )
     if PTX and tile.dtype == tl.int8 and DOT == tl.float16:
         return tl.inline_asm_elementwise(
-            _FOUR_BYTES, "=r,=r,r", [tile], dtype=tl.float16, is_pure=True, pack=4
+            FOUR_BYTES, "=r,=r,r", [tile], dtype=tl.float16, is_pure=True, pack=4
         )
     return tile.to(DOT)
 

@@ -9,19 +9,24 @@ from kvatlas.kernels.triton.dependent_launch_device import after_previous, befor
 
 
 @triton.jit
-def mix(rows, NEAR: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexpr):
-    """Sums and differences of elements that are `NEAR` apart."""
-    pairs = tl.reshape(rows, [COUNT, WIDTH // (2 * NEAR), 2, NEAR])
-    first, second = tl.split(tl.permute(pairs, [0, 1, 3, 2]))
-    both = tl.join(first + second, first - second)
-    return tl.reshape(tl.permute(both, [0, 1, 3, 2]), [COUNT, WIDTH])
+def mix(tile, APART: tl.constexpr):
+    """Sums and differences of elements of a tile that are so many apart.
+
+    What both of a pair have, less the one, is the other: the compiler makes a shuffle of that,
+    or nothing where a thread has both. As integers, which nothing rounds.
+    """
+    pairs = tl.reshape(tile, [tile.numel // (2 * APART), 2, APART])
+    bits = pairs.to(tl.int32, bitcast=True)
+    other = (tl.sum(bits, 1, keep_dims=True) - bits).to(tl.float32, bitcast=True)
+    sign = (1 - 2 * tl.arange(0, 2)).to(tl.float32)[None, :, None]
+    return tl.reshape(tl.fma(pairs, tl.broadcast_to(sign, pairs.shape), other), tile.shape)
 
 
 @triton.jit
-def hadamard(rows, COUNT: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr):
+def hadamard(rows, STEPS: tl.constexpr):
     """The Hadamard transform of each block of 2**STEPS elements, without its factor."""
     for i in tl.static_range(STEPS):
-        rows = mix(rows, 2**i, COUNT, WIDTH)
+        rows = mix(rows, 2**i)
     return rows
 
 
@@ -51,7 +56,7 @@ def rotate_rows(
     sign = tl.load(signs + column % 2**SHAPE.steps)[None, :]
     if not BACK:
         rows = rows * sign
-    rows = hadamard(rows, COUNT, WIDTH, SHAPE.steps) * factor
+    rows = hadamard(rows, SHAPE.steps) * factor
     if BACK:
         rows = rows * sign
     to = (token * target.token + head * target.head)[:, None] + column[None, :]

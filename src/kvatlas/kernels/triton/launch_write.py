@@ -9,7 +9,6 @@ import torch
 
 from kvatlas.cache import LayerCache
 from kvatlas.kernels.hadamard import signs
-from kvatlas.kernels.quantise import normal_levels
 from kvatlas.kernels.triton import checks, tune
 from kvatlas.kernels.triton import storage_formats as formats
 from kvatlas.kernels.triton.addresses import BatchRows, batch_rows
@@ -17,6 +16,8 @@ from kvatlas.kernels.triton.storage_formats import SideRows, StorageFormat, Stor
 from kvatlas.kernels.triton.write_device import write_rows
 from kvatlas.specs import Attention, LatentAttention
 
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers by their bytes."""
 _FP8 = ("fp8", "fp8_e4m3", "fp8_e5m2")
 """Cache dtypes whose elements have one scale for a whole tensor."""
 
@@ -67,7 +68,7 @@ class WrittenSide(NamedTuple):
     scale: float
     """One for the whole tensor."""
     table: torch.Tensor
-    """What codes come from: signs of int4's rotation, the ends of levels' cells."""
+    """The signs of int4's rotation."""
 
 
 class WriteLaunch(NamedTuple):
@@ -75,7 +76,7 @@ class WriteLaunch(NamedTuple):
 
     sides: tuple[StoredSide, StoredSide]
     tables: tuple[torch.Tensor | None, torch.Tensor | None]
-    """What codes come from, where they do."""
+    """The signs of rotations, where rows are rotated under such."""
     rows_at_once: int
     options: dict[str, Any]
     """Constants that the kernel is compiled for."""
@@ -89,7 +90,7 @@ def _write(
     choice: dict[str, Any],
 ) -> None:
     k, v = rows
-    key = WriteLaunch, k.shape[1:], v.shape[1:], tuple(choice.items())
+    key = WriteLaunch, k.shape[1:], v.shape[1:], k.dtype, v.dtype, tuple(choice.items())
     launch: WriteLaunch | None = layer.kept.get(key)
     if launch is None:
         launch = layer.kept[key] = _worked_out(layer, rows, choice)
@@ -137,7 +138,8 @@ def _worked_out(
         "enable_fp_fusion": k.kind not in ("scaled", "int4"),
         **tune.dependent_launch(device),
     }
-    return WriteLaunch(sides, (_table(k, device), _table(v, device)), count, options)
+    tables = _turned_signs(k, rows[0].dtype, device), _turned_signs(v, rows[1].dtype, device)
+    return WriteLaunch(sides, tables, count, options)
 
 
 def _attention_sides(
@@ -175,14 +177,13 @@ def _latent_sides(
     return formats.stored_latent(layer, "latent"), formats.stored_latent(layer, "rope")
 
 
-def _table(form: StorageFormat, device: torch.device) -> torch.Tensor | None:
-    if form.kind == "int4":
-        return signs(1 << form.rotation, device)
-    return _bounds(form.bits, device) if form.kind == "levels" else None
-
-
 @lru_cache(maxsize=16)
-def _bounds(width: int, device: torch.device) -> torch.Tensor:
-    """Where the cells of a code's levels end."""
-    levels = torch.tensor(normal_levels(width), dtype=torch.float32)
-    return ((levels[1:] + levels[:-1]) / 2).to(device)
+def _turned_signs(
+    form: StorageFormat, rows: torch.dtype, device: torch.device
+) -> torch.Tensor | None:
+    """Where int4's rotation turns signs: the bits of -0 in each such column, of rows of a dtype."""
+    if form.kind != "int4":
+        return None
+    minus = signs(1 << form.rotation, device).repeat(form.width >> form.rotation) < 0
+    bits = _BITS[rows.itemsize]
+    return torch.where(minus, torch.iinfo(bits).min, 0).to(bits)

@@ -187,7 +187,7 @@ class MooncakeStore(ObjectStore):
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """Move bytes while no other call does: two at once cost a fifth more, and take longer."""
+        """Move bytes while no other call does: two at once cost more, and take longer."""
         alone = self._moving.acquire(timeout=_TURN)
         try:
             yield

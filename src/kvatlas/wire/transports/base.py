@@ -294,8 +294,7 @@ class Transport(ABC):
         self.board: OfferBoard | None = None
         """Where peers see offers without asking; None where they ask."""
         self.open = True
-        self.copy_threads = 1
-        """Threads of this process that may copy for one read, where no device does; any time."""
+        self.copy_threads = 1  # that may copy for one read at any time, where no device does
         self.retired = 0
         """Connections that cannot be ended safely, and are kept for good with what they hold."""
 

@@ -62,29 +62,29 @@ def begin_logits(room, signals, phase, zero, WHO: gl.constexpr, LOGITS: gl.const
 
 
 @gluon.jit
-def has_grown(growth, room, WHO: gl.constexpr):
+def has_grown(room, OF: gl.constexpr):
     """Whether a row's maximum has grown too far for its sums, by what each warp has found."""
     EACH: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    room.growth.index(WHO).store(growth)
-    barrier()  # and the logits' products are done in all warps: weights may take the keys' place
-    return gl.max(room.growth.index(WHO).load(EACH), 0) > GROWTH
+    return gl.max(room.growth.index(OF).load(EACH), 0) > GROWTH
 
 
 @gluon.jit
 def weigh(logits, top, begin, seen, scale, room, WHO: gl.constexpr):
-    """Weights of a tile's states, and the maximum that they are relative to.
+    """Weights of a tile's states, and what they are relative to: a row's maximum when it last grew.
 
-    `scale` is positive. Only the last tiles have states that some query does not see.
+    `scale` is positive. Only the last tiles have states that some query does not see. No warp
+    waits for another's maxima: whether any has grown is read later.
     """
     limit, least = seen
     if begin + TILE > least:
         at = begin + gl.arange(0, TILE, layout=gl.SliceLayout(0, logits.type.layout))
         logits = gl.where(at[None, :] <= limit[:, None], logits, float("-inf"))
     higher = gl.max(logits, 1) * scale
-    by_warp = (higher - top).reshape([4, ROWS // 4])
-    grown = has_grown(gl.max(by_warp, 1), room, WHO)
-    higher = gl.maximum(top, higher) if grown else top
-    return gl.exp2(logits * scale - higher[:, None]), higher, grown
+    growth = higher - top
+    higher = gl.where(growth > GROWTH, higher, top)
+    barrier()  # the logits' products are done in all warps: weights may take the keys' place
+    room.growth.index(WHO).store(gl.max(growth.reshape([4, ROWS // 4]), 1))
+    return gl.exp2(logits * scale - higher[:, None]), higher
 
 
 @gluon.jit
@@ -115,9 +115,8 @@ def begin_values(acc, room, WHO: gl.constexpr, OF: gl.constexpr):
 @gluon.jit
 def add_values(acc, total, top, room, signals, phase, WHO: gl.constexpr, OF: gl.constexpr):
     """Sums with those of the other group's tile; begun, not done."""
-    EACH: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     mbarrier.wait(signals.weighed.index(OF), phase)
-    if gl.max(room.growth.index(OF).load(EACH), 0) > GROWTH:
+    if has_grown(room, OF):
         higher = room.tops.index(OF).load(top.type.layout)
         acc, total = scaled_down(acc, total, top, higher)
         top = higher
@@ -143,11 +142,11 @@ def multiply(
     while tile < stop:
         first = gl.load(ends + sequence)
         last = gl.load(ends + sequence + 1)
+        start = gl.load(batch.ends + sequence)
+        count = gl.load(batch.ends + sequence + 1) - start
+        length = gl.load(batch.lengths + sequence).to(gl.int32)
         until = gl.minimum(stop, last)
         if until > tile:
-            start = gl.load(batch.ends + sequence)
-            count = gl.load(batch.ends + sequence + 1) - start
-            length = gl.load(batch.lengths + sequence).to(gl.int32)
             begin = (tile - first) * TILE
             end = (until - first) * TILE
             limit = gl.minimum(length - count + row // GROUP, end - 1)
@@ -173,18 +172,18 @@ def multiply(
                     logits = warpgroup_mma_wait(1, deps=(logits,))
                 else:
                     logits = warpgroup_mma_wait(0, deps=(logits,))
-                rated, higher, grown = weigh(
+                rated, higher = weigh(
                     logits, top, n + WHO * TILE, (limit, least), scoring.scale, room, WHO
                 )
                 publish(rated, higher, room, signals, WHO)
                 if WHO == 1:
                     acc = warpgroup_mma_wait(0, deps=(acc,))
                     release(signals, WHO, OTHER)
-                if grown:
+                if has_grown(room, WHO):
                     acc, total = scaled_down(acc, total, top, higher)
                 top = higher
-                total += gl.sum(rated, 1)
                 acc = begin_values(acc, room, WHO, WHO)
+                total += gl.sum(rated, 1)
                 acc = warpgroup_mma_wait(0, deps=(acc,))
                 release(signals, WHO, WHO)
                 if WHO == 0:

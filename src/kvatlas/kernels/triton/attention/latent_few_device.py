@@ -57,15 +57,18 @@ def begin_logits(room, signals, phase, zero, WHO: gl.constexpr, LAYOUT: gl.const
 
 @gluon.jit
 def weigh(logits, top, begin, seen, scale):
-    """Weights of a tile's states, and the maximum that they are relative to; `scale` > 0."""
+    """Weights of a tile's states, and what they are relative to: a row's maximum when it last grew.
+
+    `scale` is positive. The last is how far any maximum has grown.
+    """
     limit, least = seen
     if begin + TILE > least:
         at = begin + gl.arange(0, TILE, layout=gl.SliceLayout(1, logits.type.layout))
         logits = gl.where(at[:, None] <= limit[None, :], logits, float("-inf"))
     higher = gl.max(logits, 0) * scale
-    growth = gl.max(higher - top, 0)
-    higher = gl.maximum(top, higher) if growth > GROWTH else top
-    return gl.exp2(logits * scale - higher[None, :]), higher, growth
+    growth = higher - top
+    higher = gl.where(growth > GROWTH, higher, top)
+    return gl.exp2(logits * scale - higher[None, :]), higher, gl.max(growth, 0)
 
 
 @gluon.jit
@@ -125,11 +128,11 @@ def multiply_few(
     while tile < stop:
         first = gl.load(ends + sequence)
         last = gl.load(ends + sequence + 1)
+        start = gl.load(batch.ends + sequence)
+        count = gl.load(batch.ends + sequence + 1) - start
+        length = gl.load(batch.lengths + sequence).to(gl.int32)
         until = gl.minimum(stop, last)
         if until > tile:
-            start = gl.load(batch.ends + sequence)
-            count = gl.load(batch.ends + sequence + 1) - start
-            length = gl.load(batch.lengths + sequence).to(gl.int32)
             begin = (tile - first) * TILE
             end = (until - first) * TILE
             limit = gl.minimum(length - count + row // GROUP, end - 1)

@@ -31,6 +31,8 @@ ROPE = gl.constexpr(64)
 TILE = gl.constexpr(64)
 THREADS = gl.constexpr(128)
 """Of a group."""
+AT_ONCE = gl.constexpr(512)
+"""Sequences whose ends are loaded together."""
 
 
 class Room(NamedTuple):
@@ -100,28 +102,30 @@ def after_previous(EARLY: gl.constexpr):
 
 
 @gluon.jit
-def find(ends, count, wanted):
-    """The sequence that tile number `wanted` belongs to; `ends` starts with 0."""
-    low = 0
-    high = count
-    while low < high:
-        middle = (low + high) // 2
-        if gl.load(ends + middle + 1) <= wanted:
-            low = middle + 1
-        else:
-            high = middle
-    return low
+def load_ends(ends, begin, count):
+    """Ends of some sequences' tiles; past the last no tile comes."""
+    SOME: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    at = begin + gl.arange(0, AT_ONCE, layout=SOME)
+    return gl.load(ends + 1 + at, mask=at < count, other=0x7FFFFFFF)
 
 
 @gluon.jit
 def stretch_of(batch, TILING: gl.constexpr):
-    """The tiles of this program's worker."""
+    """The tiles of this program's worker, and the sequence that the first belongs to.
+
+    All ends are looked at, many at once: a search would wait for one load after the other.
+    """
     ends = batch.ends + batch.sequences + 1
+    some = load_ends(ends, 0, batch.sequences)
     total = gl.load(ends + batch.sequences)
     share = gl.cdiv(total, gl.num_programs(0) // TILING.programs)
     share = gl.cdiv(share, TILING.together) * TILING.together
     tile = gl.program_id(0) // TILING.programs * share
-    return tile, gl.minimum(tile + share, total), find(ends, batch.sequences, tile)
+    sequence = gl.sum((some <= tile).to(gl.int32), 0)
+    for begin in range(AT_ONCE, batch.sequences, AT_ONCE):
+        some = load_ends(ends, begin, batch.sequences)
+        sequence += gl.sum((some <= tile).to(gl.int32), 0)
+    return tile, gl.minimum(tile + share, total), sequence
 
 
 @gluon.jit

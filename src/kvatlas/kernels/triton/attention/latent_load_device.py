@@ -10,7 +10,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
-    fence_async_shared,
     mbarrier,
 )
 
@@ -29,7 +28,7 @@ _memory = gl.shared_memory_descriptor
 seen_as = getattr(_memory, "reinterpret", None) or _memory._reinterpret
 begin_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
-_E4M3 = gl.constexpr("""
+E4M3_AS_HALVES = gl.constexpr("""
     {
         .reg .b16 first, second;
         mov.b32 {first, second}, $2;
@@ -106,15 +105,17 @@ def copy_states(cache, table, states, room, signals, phase, SHAPE: gl.constexpr)
 def as_halves(words):
     """Words of four e4m3 as words of two halves each, twice as many."""
     pairs = gl.inline_asm_elementwise(
-        _E4M3, "=r,=r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+        E4M3_AS_HALVES, "=r,=r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
     )
     return gl.join(pairs[0], pairs[1]).reshape([words.shape[0], 2 * words.shape[1]])
 
 
 @gluon.jit
 def announce(there):
-    """Say that what the group has written can be multiplied."""
-    fence_async_shared()
+    """Say that what the group has written can be multiplied.
+
+    Those who multiply fence it: a fence here would wait for the loads that are under way.
+    """
     barrier()
     mbarrier.arrive(there, count=THREADS)
 
@@ -168,9 +169,9 @@ def load_tiles(cache, batch, room, signals, SHAPE: gl.constexpr, TILING: gl.cons
     phase = 0
     while tile < stop:
         first = gl.load(ends + sequence)
+        length = gl.load(batch.lengths + sequence).to(gl.int32)
         until = gl.minimum(stop, gl.load(ends + sequence + 1))
         if until > tile:
-            length = gl.load(batch.lengths + sequence).to(gl.int32)
             table = cache.tables + sequence.to(gl.int64) * cache.table_stride
             states = (tile - first) * TILE, (until - first) * TILE, length - 1
             if SHAPE.k.element == SHAPE.k_dot:

@@ -25,9 +25,11 @@ from kvatlas.kernels.triton.attention.layer_launch import (
     layer_launch,
 )
 from kvatlas.kernels.triton.attention.merge_device import merge
-from kvatlas.kernels.triton.attention.prefill_device import prefill
 from kvatlas.kernels.triton.attention.schedule import Schedule, schedule
 from kvatlas.specs import Attention, LatentAttention
+
+MERGED_AT_ONCE = 2048
+"""Programs of a merge: what a chip holds at once. More cost time where nothing is to be merged."""
 
 
 def attend(
@@ -152,7 +154,8 @@ def _decode(call: AttentionCall, plan: Schedule) -> None:
         batch_rows(call.q), target, call.cache, batch, partials, scoring, SHAPE=shape,
         TILING=use.tiling, WORDS=use.words, EARLY=launch.early["EARLY"], **use.options,
     )  # fmt: skip
-    merge[(sequences, use.programs * use.depth)](
+    at_once = min(use.programs * use.depth, max(1, MERGED_AT_ONCE // sequences))
+    merge[(sequences, at_once)](
         target, batch, partials, scoring, use.workers, OUT=shape.out, TILING=use.tiling,
         DEPTH=use.depth, FEW=plan.split.few, WRAP=use.words.wrap, num_warps=4, **launch.early,
     )  # fmt: skip
@@ -162,7 +165,10 @@ def _prefill(call: AttentionCall, use: PrefillLaunch, plan: Schedule) -> None:
     launch, sequences = call.launch, call.lengths.shape[0]
     batch = calls.BatchSequences(call.lengths, plan.ends, sequences)
     units = call.q.shape[0] * launch.shape.out.group // use.tiling.rows + sequences
-    prefill[(units * launch.heads,)](
+    programs = units * launch.heads
+    if sequences == 1:
+        programs = min(programs, use.most)
+    use.kernel[(programs,)](
         batch_rows(call.q), batch_rows(call.out), call.cache, batch, call.scoring,
         SHAPE=launch.shape, TILING=use.tiling, **use.options,
     )  # fmt: skip

@@ -19,6 +19,7 @@ from kvatlas.kernels.triton import checks, tune
 from kvatlas.kernels.triton import storage_formats as formats
 from kvatlas.kernels.triton.attention import arguments as calls
 from kvatlas.kernels.triton.attention.decode_device import decode
+from kvatlas.kernels.triton.attention.prefill_device import prefill
 from kvatlas.kernels.triton.attention.schedule import WorkSplit, fit_of
 from kvatlas.kernels.triton.attention.walk_device import LOG2E
 from kvatlas.kernels.triton.storage_formats import SideRows, StoredSide
@@ -34,6 +35,10 @@ _GLUON = (3, 6), (3, 9)
 
 _FEW_LATENT_ROWS = 16
 """Query rows up to which products with latents are turned round."""
+
+
+_ANY_NUMBER = 1 << 31
+"""Of programs."""
 
 
 MOST_KEPT = 64
@@ -70,8 +75,11 @@ class DecodeLaunch(NamedTuple):
 class PrefillLaunch(NamedTuple):
     """How sequences of many queries are launched."""
 
+    kernel: Any
     tiling: calls.Tiling
     options: dict[str, Any]
+    most: int
+    """Programs at most for a batch of one sequence, whose tiles they share out beforehand."""
 
 
 class LayerLaunch(NamedTuple):
@@ -155,11 +163,13 @@ def _worked_out(
     wanted = max_queries is None or max_queries * key.group > split.few
     scoring = _scoring(layer, scores)
     few = _decode(layer, key, split, shape, (k.at, v.at), heads, max_queries, choice)
+    many = _prefill(key, split, shape, heads, choice) if wanted else None
     if scoring.scale > 0 and layer.buffer.data_ptr() % 16 == 0:
         few = on_hopper(few, key, shape)
+        if many is not None and not choice:
+            many = prefill_on_hopper(many, key, shape, (k.at, v.at))
     return LayerLaunch(
-        heads, k.at, v.at, shape, scoring, split, few,
-        _prefill(key, split, shape, heads, choice) if wanted else None,
+        heads, k.at, v.at, shape, scoring, split, few, many,
         tune.dependent_launch(layer.buffer.device),
     )  # fmt: skip
 
@@ -305,7 +315,49 @@ def _prefill(
     use = calls.parameters("prefill", key, 0, choice)
     fit = fit_of(shape.states, use["tile"])
     tiling = calls.Tiling(split.rows, use["tile"], *fit, use["stages"], "", heads)
-    return PrefillLaunch(tiling, {"num_warps": use["warps"], "num_stages": use["stages"]})
+    options = {"num_warps": use["warps"], "num_stages": use["stages"]}
+    return PrefillLaunch(prefill, tiling, options, _ANY_NUMBER)
+
+
+def prefill_on_hopper(
+    launch: PrefillLaunch,
+    key: calls.LaunchKey,
+    shape: calls.AttentionShape,
+    sides: tuple[SideRows, SideRows],
+) -> PrefillLaunch:
+    """The same by Hopper's own kernel, where it can be had and takes such rows."""
+    suits = (
+        tune.architecture(key.device) == "hopper"
+        and not shape.latent
+        and shape.k_dot in (tl.bfloat16, tl.float16)
+        and shape.k.dim == shape.v.dim == 128
+        and shape.k.kind == shape.v.kind
+        and _hopper_loads(shape.k, sides[0], shape.k_dot)
+        and _hopper_loads(shape.v, sides[1], shape.v_dot)
+        and launch.tiling.rows == 128
+        and shape.mask in ("causal", "window", "chunk")
+        and not shape.softcap
+        and _GLUON[0] <= _release(triton.__version__) <= _GLUON[1]
+    )
+    if not suits:
+        return launch
+    module = import_module("kvatlas.kernels.triton.attention.hopper_prefill_device")
+    return PrefillLaunch(
+        module.prefill_hopper, launch.tiling._replace(tile=128, stages=2), {"num_warps": 4},
+        tune.processors(key.device),
+    )  # fmt: skip
+
+
+def _hopper_loads(form: formats.StorageFormat, at: SideRows, dot: Any) -> bool:
+    """Whether Hopper's own prefill loads rows of a format: in vectors as they are, or in words."""
+    if form.tile or at.rows.element != 1:
+        return False
+    if form.element == dot:
+        return form.kind == "plain" and form.unit * form.bits == 128
+    if form.kind == "nvfp4":
+        return form.unit % 4 == 0 and form.scale_unit % 2 == 0 and at.scales.element == 1
+    bytes_apart = form.kind in ("plain", "scaled") and form.element in (tl.int8, tl.float8e4nv)
+    return (bytes_apart or form.kind == "int4") and form.unit % 4 == 0
 
 
 def _release(version: str) -> tuple[int, ...]:

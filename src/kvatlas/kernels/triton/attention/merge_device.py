@@ -14,64 +14,80 @@ def merge(
     out, batch, partials, scoring, workers, OUT: tl.constexpr, TILING: tl.constexpr,
     DEPTH: tl.constexpr, FEW: tl.constexpr, WRAP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One row of one sequence; `DEPTH` rows of a tile may be in use."""
+    """Some rows of one sequence, where it wants any; `DEPTH` rows of a tile may be in use."""
     WIDTH: tl.constexpr = OUT.width
     GROUP: tl.constexpr = OUT.group
-    # Partials that are loaded together: as many as registers hold, since each load is waited for.
-    AT_ONCE: tl.constexpr = 64 if WIDTH <= 128 else 16
     after_previous(EARLY)
     before_next(EARLY)
     sequence = tl.program_id(0)
-    program = tl.program_id(1) // DEPTH
-    place = tl.program_id(1) % DEPTH
-    row = (program % TILING.row_tiles) * TILING.rows + place
-    head = program // TILING.row_tiles
     ends = batch.ends + batch.sequences + 1
     start = tl.load(batch.ends + sequence)
     count = tl.load(batch.ends + sequence + 1) - start
     first = tl.load(ends + sequence)
     last = tl.load(ends + sequence + 1)
     share = tl.cdiv(tl.load(ends + batch.sequences), workers)
-    share = tl.cdiv(share, TILING.together) * TILING.together
+    share = tl.maximum(tl.cdiv(share, TILING.together) * TILING.together, 1)
+    walked = first // share, (last - 1) // share
+    split = (first < last) & (walked[0] != walked[1])
+    # A sequence without states attends to nothing: batches are padded with such.
+    empty = (first == last) & (count * GROUP <= FEW)
+    if split | empty:
+        for at in range(tl.program_id(1), TILING.programs * DEPTH, tl.num_programs(1)):
+            program = at // DEPTH
+            place = at % DEPTH
+            row = (program % TILING.row_tiles) * TILING.rows + place
+            head = program // TILING.row_tiles
+            if row < count * GROUP:
+                pointers = row_pointers(out, start, row, head, GROUP)
+                if split:
+                    where = program, place, head * GROUP + row % GROUP
+                    merge_row(pointers, partials, scoring, walked, where, OUT, TILING, WRAP)
+                else:
+                    column = tl.arange(0, WIDTH)
+                    nothing = tl.zeros([WIDTH], out.tensor.dtype.element_ty)
+                    tl.store(pointers + column, nothing, mask=column < OUT.dim)
+
+
+@triton.jit
+def merge_row(
+    pointers, partials, scoring, walked, where, OUT: tl.constexpr, TILING: tl.constexpr,
+    WRAP: tl.constexpr,
+):  # fmt: skip
+    """One row, from what the first to the last worker left of it."""
+    WIDTH: tl.constexpr = OUT.width
+    # Partials that are loaded together: as many as registers hold, since each load is waited for.
+    AT_ONCE: tl.constexpr = 64 if WIDTH <= 128 else 16
+    begin, until = walked
+    program, place, query_head = where
     column = tl.arange(0, WIDTH)
-    if (first < last) & (row < count * GROUP):
-        begin = first // share
-        until = (last - 1) // share
-        if begin != until:
-            top = -1.0e30
-            total = 0.0
-            acc = tl.zeros([WIDTH], tl.float32)
-            for some in range(begin, until + 1, AT_ONCE):
-                worker = some + tl.arange(0, AT_ONCE)
-                there = worker <= until
-                number = 2 * worker + (worker == begin).to(tl.int32)
-                places = (number * TILING.programs + program) * TILING.rows + place
-                pairs = partials.room + partials.tops + 2 * places
-                tops = tl.load(pairs, mask=there, other=-1.0e30)
-                totals = tl.load(pairs + 1, mask=there, other=0.0)
-                pointers = partials.room + places.to(tl.int64)[:, None] * WIDTH + column[None, :]
-                mask = there[:, None] & (column < OUT.dim)[None, :]
-                rows = tl.load(pointers, mask=mask, other=0.0)
-                higher = tl.maximum(top, tl.max(tops, 0))
-                weights = tl.exp2(tops - higher)
-                shrink = tl.exp2(top - higher)
-                total = total * shrink + tl.sum(totals * weights, 0)
-                acc = acc * shrink + tl.sum(rows * weights[:, None], 0)
-                top = higher
-            if OUT.sink_logits:
-                sink = tl.load(scoring.sink_logits + head * GROUP + row % GROUP).to(tl.float32)
-                higher = tl.maximum(top, sink * LOG2E)
-                total = total * tl.exp2(top - higher) + tl.exp2(sink * LOG2E - higher)
-                acc = acc * tl.exp2(top - higher)
-            acc = acc * (scoring.v_scale / tl.where(total == 0.0, 1.0, total))
-            pointers = row_pointers(out, start, row, head, GROUP)
-            if WRAP:
-                pointers += (column + (WIDTH - WRAP)) % WIDTH
-            else:
-                pointers += column
-            tl.store(pointers, acc.to(out.tensor.dtype.element_ty), mask=column < OUT.dim)
-    if (first == last) & (row < count * GROUP) & (count * GROUP <= FEW):
-        # A sequence without states attends to nothing: batches are padded with such.
-        pointers = row_pointers(out, start, row, head, GROUP) + column
-        nothing = tl.zeros([WIDTH], out.tensor.dtype.element_ty)
-        tl.store(pointers, nothing, mask=column < OUT.dim)
+    top = -1.0e30
+    total = 0.0
+    acc = tl.zeros([WIDTH], tl.float32)
+    for some in range(begin, until + 1, AT_ONCE):
+        worker = some + tl.arange(0, AT_ONCE)
+        there = worker <= until
+        number = 2 * worker + (worker == begin).to(tl.int32)
+        places = (number * TILING.programs + program) * TILING.rows + place
+        pairs = partials.room + partials.tops + 2 * places
+        tops = tl.load(pairs, mask=there, other=-1.0e30)
+        totals = tl.load(pairs + 1, mask=there, other=0.0)
+        rows = partials.room + places.to(tl.int64)[:, None] * WIDTH + column[None, :]
+        mask = there[:, None] & (column < OUT.dim)[None, :]
+        rows = tl.load(rows, mask=mask, other=0.0)
+        higher = tl.maximum(top, tl.max(tops, 0))
+        weights = tl.exp2(tops - higher)
+        shrink = tl.exp2(top - higher)
+        total = total * shrink + tl.sum(totals * weights, 0)
+        acc = acc * shrink + tl.sum(rows * weights[:, None], 0)
+        top = higher
+    if OUT.sink_logits:
+        sink = tl.load(scoring.sink_logits + query_head).to(tl.float32)
+        higher = tl.maximum(top, sink * LOG2E)
+        total = total * tl.exp2(top - higher) + tl.exp2(sink * LOG2E - higher)
+        acc = acc * tl.exp2(top - higher)
+    acc = acc * (scoring.v_scale / tl.where(total == 0.0, 1.0, total))
+    if WRAP:
+        pointers += (column + (WIDTH - WRAP)) % WIDTH
+    else:
+        pointers += column
+    tl.store(pointers, acc.to(pointers.dtype.element_ty), mask=column < OUT.dim)

@@ -89,10 +89,12 @@ def schedule(
     """The work of a batch, from counts of queries or from where they start."""
     count = lengths.shape[0]
     ends = torch.empty((3, count + 1), dtype=torch.int32, device=lengths.device)
+    span = min(1024, 1 << max(4, (count - 1).bit_length()))
     with tune.on(lengths.device):
         count_tiles[(1,)](
             lengths, queries if starts is None else starts, ends, count, SPLIT=split,
-            STARTS=starts is not None, SPAN=min(1024, 1 << max(4, (count - 1).bit_length())),
-            num_warps=4, **tune.dependent_launch(lengths.device),
+            STARTS=starts is not None, SPAN=span,
+            num_warps=1 if span <= 128 else 4,  # one warp sums without waiting for others
+            **tune.dependent_launch(lengths.device),
         )  # fmt: skip
     return Schedule(ends, split)

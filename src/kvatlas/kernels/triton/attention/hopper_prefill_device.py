@@ -1,0 +1,258 @@
+"""Device code of prefill on Hopper, in Gluon: loads and matrix products run by themselves.
+
+It does what `prefill` does, for rows of 128 elements of 16, 8 and 4 bits and 128 query rows a
+program, and takes the same arguments; `hopper_prefill_groups_device` has the groups of warps
+that share the work.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from kvatlas.kernels.triton.attention.hopper_prefill_groups_device import (
+    PrefillRoom,
+    Seen,
+    first_seen,
+    has_factors,
+    lift_of,
+    prefill_signals,
+    rounds_of,
+    work_of,
+)
+from kvatlas.kernels.triton.attention.hopper_prefill_load_device import load_keys_and_values
+from kvatlas.kernels.triton.attention.latent_groups_device import LOWEST, barrier
+
+ROWS = gl.constexpr(64)
+"""Query rows of a group."""
+LOG2E = gl.constexpr(1.4426950408889634)
+
+
+@gluon.jit
+def row_offsets(rows, work, row, GROUP: gl.constexpr):
+    """Elements from a batch's start to rows of the work's sequence, heads of its tokens."""
+    token = (work.start + row // GROUP).to(gl.int64)
+    return token * rows.token + (work.head * GROUP + row % GROUP).to(gl.int64) * rows.head
+
+
+@gluon.jit
+def load_queries(q, work, row, room, WHO: gl.constexpr, GROUP: gl.constexpr):
+    """A group's query rows into shared memory; rows past the last are the last."""
+    LOADS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    DIM: gl.constexpr = room.query.shape[2]
+    to = room.query.index(WHO)
+    row = gl.minimum(row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LOADS)), work.rows - 1)
+    column = gl.arange(0, DIM, layout=gl.SliceLayout(0, LOADS))
+    at = row_offsets(q, work, row, GROUP)
+    loaded = gl.load(q.tensor + at[:, None] + column[None, :])
+    barrier()  # the products of the work before are done in all warps
+    to.store(loaded.to(to.dtype))
+    fence_async_shared()
+    barrier()
+
+
+@gluon.jit
+def wait_for(there, tiles):
+    """Wait until tile number `tiles` of K or V is loaded."""
+    STAGES: gl.constexpr = there.shape[0]
+    mbarrier.wait(there.index(tiles % STAGES), tiles // STAGES & 1)
+
+
+@gluon.jit
+def begin_logits(room, tiles, WHO: gl.constexpr, LAYOUT: gl.constexpr):
+    """The products of a group's queries and the keys of tile number `tiles`, under way."""
+    STAGES: gl.constexpr = room.k.shape[0]
+    TILE: gl.constexpr = room.k.shape[1]
+    logits = gl.zeros([ROWS, TILE], gl.float32, layout=LAYOUT)
+    k = room.k.index(tiles % STAGES)
+    return warpgroup_mma(
+        room.query.index(WHO), k.permute((1, 0)), logits, use_acc=False, is_async=True
+    )
+
+
+@gluon.jit
+def begin_values(acc, weights, room, tiles):
+    """Sums with the products of weights and the values of tile number `tiles`, under way."""
+    STAGES: gl.constexpr = room.v.shape[0]
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    weights = gl.convert_layout(weights.to(room.v.dtype), WEIGHTS)
+    return warpgroup_mma(weights, room.v.index(tiles % STAGES), acc, is_async=True)
+
+
+@gluon.jit
+def release(free, tiles):
+    """Let the room of tile number `tiles` be loaded anew, as far as this group goes."""
+    STAGES: gl.constexpr = free.shape[0]
+    barrier()
+    mbarrier.arrive(free.index(tiles % STAGES), count=1)
+
+
+@gluon.jit
+def seen_by(work, first, size, LAYOUT: gl.constexpr, GROUP: gl.constexpr, MASK: gl.constexpr):
+    """What a group's rows see, from row `first` of the sequence on."""
+    last = work.before + (first + ROWS - 1) // GROUP
+    position = work.before + (first + gl.arange(0, ROWS, layout=LAYOUT)) // GROUP
+    return Seen(position, first_seen(last, size, MASK), work.before + first // GROUP + 1, size)
+
+
+@gluon.jit
+def weigh(logits, top, begin, seen, scale, LIFT: gl.constexpr, MASK: gl.constexpr):
+    """Weights of a tile's states, and the maximum that they are relative to; `scale` > 0.
+
+    They are 2**LIFT times too large.
+    """
+    TILE: gl.constexpr = logits.shape[1]
+    if (begin + TILE > seen.until) | (begin < seen.whole):
+        at = begin + gl.arange(0, TILE, layout=gl.SliceLayout(0, logits.type.layout))
+        there = at[None, :] <= seen.position[:, None]
+        if MASK == "window" or MASK == "chunk":
+            there = there & (at[None, :] >= first_seen(seen.position, seen.size, MASK)[:, None])
+        logits = gl.where(there, logits, float("-inf"))
+    higher = gl.maximum(top, gl.max(logits, 1) * scale)
+    return gl.exp2(logits * scale - (higher - LIFT)[:, None]), higher
+
+
+@gluon.jit
+def factored(rows, factors, tiles, FACTORS: gl.constexpr):
+    """Logits or weights of tile number `tiles`, times the factors of its states."""
+    STAGES: gl.constexpr = factors.shape[0]
+    if FACTORS:
+        each = factors.index(tiles % STAGES).load(gl.SliceLayout(0, rows.type.layout))
+        rows = rows * each[None, :]
+    return rows
+
+
+@gluon.jit
+def multiply(
+    q, out, batch, scoring, room, signals, WHO: gl.constexpr, SHAPE: gl.constexpr,
+    TILING: gl.constexpr,
+):  # fmt: skip
+    """A group that multiplies: the rows of each piece of work, from the last tile to the first."""
+    DIM: gl.constexpr = SHAPE.out.width
+    OUT: gl.constexpr = SHAPE.out
+    GROUP: gl.constexpr = OUT.group
+    MASK: gl.constexpr = SHAPE.mask
+    TILE: gl.constexpr = TILING.tile
+    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    PLACES: gl.constexpr = gl.SliceLayout(1, LOGITS)
+    K_FACTORS: gl.constexpr = has_factors(SHAPE.k.kind)
+    V_FACTORS: gl.constexpr = has_factors(SHAPE.v.kind)
+    K_LIFT: gl.constexpr = lift_of(SHAPE.k.kind)
+    V_LIFT: gl.constexpr = lift_of(SHAPE.v.kind)
+    scale = scoring.scale * 2.0**K_LIFT
+    tiles = 0
+    turns = 0
+    for turn in range(rounds_of(batch, TILING)):
+        work = work_of(batch, scoring, turn, SHAPE, TILING)
+        if work.end > work.begin:
+            first = work.row + WHO * ROWS
+            seen = seen_by(work, first, scoring.size, PLACES, GROUP, MASK)
+            load_queries(q, work, first, room, WHO, GROUP)
+            acc = gl.zeros([ROWS, DIM], gl.float32, layout=SUMS)
+            top = gl.full([ROWS], LOWEST, gl.float32, layout=PLACES)
+            total = gl.zeros([ROWS], gl.float32, layout=PLACES)
+            wait_for(signals.there_k, tiles)
+            fence_async_shared()
+            logits = begin_logits(room, tiles, WHO, LOGITS)
+            logits = warpgroup_mma_wait(0, deps=(logits,))
+            for n in range(work.begin + TILE, work.end, TILE):
+                begin = work.end - n + work.begin
+                logits = factored(logits, room.k_factors, tiles, K_FACTORS)
+                weights, higher = weigh(logits, top, begin, seen, scale, V_LIFT, MASK)
+                shrink = gl.exp2(top - higher)
+                total = total * shrink + gl.sum(weights, 1)
+                weights = factored(weights, room.v_factors, tiles, V_FACTORS)
+                acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
+                top = higher
+                release(signals.free_k, tiles)
+                wait_for(signals.there_k, tiles + 1)
+                wait_for(signals.there_v, tiles)
+                fence_async_shared()
+                mbarrier.wait(signals.turn.index(WHO), turns & 1 ^ (1 - WHO))
+                logits = begin_logits(room, tiles + 1, WHO, LOGITS)
+                acc = begin_values(acc, weights, room, tiles)
+                mbarrier.arrive(signals.turn.index(1 - WHO), count=1)
+                logits, acc = warpgroup_mma_wait(0, deps=(logits, acc))
+                release(signals.free_v, tiles)
+                tiles += 1
+                turns += 1
+            logits = factored(logits, room.k_factors, tiles, K_FACTORS)
+            weights, higher = weigh(logits, top, work.begin, seen, scale, V_LIFT, MASK)
+            shrink = gl.exp2(top - higher)
+            total = total * shrink + gl.sum(weights, 1)
+            weights = factored(weights, room.v_factors, tiles, V_FACTORS)
+            acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
+            top = higher
+            release(signals.free_k, tiles)
+            wait_for(signals.there_v, tiles)
+            fence_async_shared()
+            acc = begin_values(acc, weights, room, tiles)
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            release(signals.free_v, tiles)
+            tiles += 1
+            total = total * 2.0**-V_LIFT
+            put_rows(out, (acc, top, total), work, first, scoring, OUT)
+
+
+@gluon.jit
+def put_rows(out, softmax, work, first, scoring, OUT: gl.constexpr):
+    """A group's rows of the output; a sink's logit takes part in the total alone."""
+    acc, top, total = softmax
+    DIM: gl.constexpr = OUT.width
+    GROUP: gl.constexpr = OUT.group
+    STORES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    scale = scoring.v_scale
+    if OUT.sink_logits:
+        row = first + gl.arange(0, ROWS, layout=top.type.layout)
+        sinks = scoring.sink_logits + work.head * GROUP + row % GROUP
+        sink = gl.load(sinks).to(gl.float32) * LOG2E
+        higher = gl.maximum(top, sink)
+        shrink = gl.exp2(top - higher)
+        total = total * shrink + gl.exp2(sink - higher)
+        scale = shrink * scale
+    scaled = scale / gl.where(total == 0.0, 1.0, total)
+    scaled = gl.convert_layout(scaled, gl.SliceLayout(1, acc.type.layout))
+    values = (acc * scaled[:, None]).to(out.tensor.dtype.element_ty)
+    row = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORES))
+    column = gl.arange(0, DIM, layout=gl.SliceLayout(0, STORES))
+    at = row_offsets(out, work, row, GROUP)
+    gl.store(
+        out.tensor + at[:, None] + column[None, :], gl.convert_layout(values, STORES),
+        mask=(row < work.rows)[:, None],
+    )  # fmt: skip
+
+
+@gluon.jit
+def prefill_hopper(q, out, cache, batch, scoring, SHAPE: gl.constexpr, TILING: gl.constexpr):
+    """Rows are (query, head of the group); the longest walks come first."""
+    DIM: gl.constexpr = SHAPE.out.width
+    STAGES: gl.constexpr = TILING.stages
+    FACTORS: gl.constexpr = TILING.tile if has_factors(SHAPE.k.kind) else 1
+    SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    room = PrefillRoom(
+        gl.allocate_shared_memory(SHAPE.k_dot, [2, ROWS, DIM], SWIZZLED),
+        gl.allocate_shared_memory(SHAPE.k_dot, [STAGES, TILING.tile, DIM], SWIZZLED),
+        gl.allocate_shared_memory(SHAPE.v_dot, [STAGES, TILING.tile, DIM], SWIZZLED),
+        gl.allocate_shared_memory(gl.float32, [STAGES, FACTORS], PLAIN),
+        gl.allocate_shared_memory(gl.float32, [STAGES, FACTORS], PLAIN),
+    )
+    signals = prefill_signals(STAGES)
+    fence_async_shared()
+    COPIED: gl.constexpr = SHAPE.k.element == SHAPE.k_dot
+    gl.warp_specialize(
+        [
+            (multiply, (q, out, batch, scoring, room, signals, 0, SHAPE, TILING)),
+            (multiply, (q, out, batch, scoring, room, signals, 1, SHAPE, TILING)),
+            (load_keys_and_values, (cache, batch, scoring, room, signals, SHAPE, TILING)),
+        ],
+        [4, 4],
+        [216, 72] if COPIED else [200, 104],
+    )

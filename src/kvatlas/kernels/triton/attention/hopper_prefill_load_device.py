@@ -1,0 +1,192 @@
+"""Device code of the group of warps that loads tiles of K and V on Hopper, from pages in any order.
+
+Rows of 16 bits are copied to shared memory as they are, by copies that signal their own end.
+Others are loaded ahead into registers, and taken apart on their way from there; what is left
+to multiply by, for each state, goes with the tile of K.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
+
+from kvatlas.kernels.triton.attention.hopper_dequantise_device import (
+    bytes_apart,
+    int4_apart,
+    nvfp4_apart,
+)
+from kvatlas.kernels.triton.attention.hopper_prefill_groups_device import (
+    has_factors,
+    rounds_of,
+    work_of,
+)
+from kvatlas.kernels.triton.attention.latent_load_device import (
+    announce,
+    begin_copy,
+    row_pointers,
+    row_starts,
+    seen_as,
+)
+
+
+@gluon.jit
+def states_of(begin, work, TILE: gl.constexpr, LAYOUT: gl.constexpr):
+    """A tile's states; the first or the last that may be read beyond the ends."""
+    states = begin + gl.arange(0, TILE, layout=LAYOUT)
+    return gl.maximum(gl.minimum(states, work.high - 1), work.low)
+
+
+@gluon.jit
+def starts_of(steps, table, states, head, STATES: gl.constexpr, UNIT: gl.constexpr):
+    """Where rows of states start, in elements from the pool's start."""
+    rows = row_starts(steps, gl.load(table + states // STATES), states % STATES, UNIT)
+    return rows + head.to(gl.int64) * steps.head * UNIT
+
+
+@gluon.jit
+def copy_rows(side, elements, pages, places, head, to, there, FORMAT: gl.constexpr):
+    """Begin to copy a tile's rows of K or V as they are."""
+    LOADS: gl.constexpr = pages.type.layout.parent
+    rows = row_starts(side.rows, pages, places, FORMAT.unit)
+    rows += head.to(gl.int64) * side.rows.head * FORMAT.unit
+    begin_copy(to, row_pointers(elements, rows, 0, FORMAT.dim, LOADS))
+    async_copy.mbarrier_arrive(there, increment_count=False)
+
+
+@gluon.jit
+def copy_tiles(cache, table, work, room, signals, tiles, SHAPE: gl.constexpr):
+    """Load the tiles of a piece of work as they are, the last one first."""
+    LOADS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    ROWS: gl.constexpr = gl.SliceLayout(1, LOADS)
+    K: gl.constexpr = SHAPE.k
+    V: gl.constexpr = SHAPE.v
+    STATES: gl.constexpr = SHAPE.states
+    STAGES: gl.constexpr = room.k.shape[0]
+    TILE: gl.constexpr = room.k.shape[1]
+    elements = cache.buffer.to(gl.pointer_type(K.element), bitcast=True)
+    states = states_of(work.end - TILE, work, TILE, ROWS)
+    pages = gl.load(table + states // STATES)
+    for n in range(work.begin, work.end, TILE):
+        # Pages are looked up a tile ahead, since copies wait for them.
+        places = states % STATES
+        states = states_of(work.end - 2 * TILE - (n - work.begin), work, TILE, ROWS)
+        next_pages = gl.load(table + states // STATES)
+        stage = tiles % STAGES
+        phase = tiles // STAGES & 1
+        mbarrier.wait(signals.free_k.index(stage), phase ^ 1)
+        copy_rows(cache.k, elements, pages, places, work.head, room.k.index(stage),
+                  signals.there_k.index(stage), K)  # fmt: skip
+        mbarrier.wait(signals.free_v.index(stage), phase ^ 1)
+        copy_rows(cache.v, elements, pages, places, work.head, room.v.index(stage),
+                  signals.there_v.index(stage), V)  # fmt: skip
+        pages = next_pages
+        tiles += 1
+    return tiles
+
+
+@gluon.jit
+def load_apart(cache, side, table, begin, work, STATES: gl.constexpr, TILE: gl.constexpr,
+               FORMAT: gl.constexpr):  # fmt: skip
+    """Words of a tile's rows of K or V, and what it takes to take them apart."""
+    UNIT: gl.constexpr = FORMAT.unit // 4
+    COUNT: gl.constexpr = FORMAT.dim * FORMAT.bits // 32
+    WIDE: gl.constexpr = min(UNIT, 4)
+    LOADS: gl.constexpr = gl.BlockedLayout([1, WIDE], [8, 4], [4, 1], [1, 0])
+    words = cache.buffer.to(gl.pointer_type(gl.int32), bitcast=True)
+    states = states_of(begin, work, TILE, gl.SliceLayout(1, LOADS))
+    rows = starts_of(side.rows, table, states, work.head, STATES, UNIT)
+    loaded = gl.load(row_pointers(words, rows, 0, COUNT, LOADS))
+    more = 0
+    if FORMAT.kind == "int4":
+        steps = starts_of(side.scales, table, states, work.head, STATES, FORMAT.scale_unit)
+        more = gl.load(words + steps) & 15
+    elif FORMAT.kind == "nvfp4":
+        BLOCKS: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [4, 1], [1, 0])
+        states = states_of(begin, work, TILE, gl.SliceLayout(1, BLOCKS))
+        steps = starts_of(side.scales, table, states, work.head, STATES, FORMAT.scale_unit)
+        more = gl.load(row_pointers(cache.buffer, steps, 0, FORMAT.dim // 16, BLOCKS))
+    return loaded, more
+
+
+@gluon.jit
+def put_apart(words, with_rows, to, FORMAT: gl.constexpr, DOT: gl.constexpr):
+    """Words of a tile's rows into shared memory, in the type of a dot."""
+    if FORMAT.kind == "int4":
+        to.store(int4_apart(words, with_rows, DOT))
+    elif FORMAT.kind == "nvfp4":
+        to.store(nvfp4_apart(words, with_rows))
+    else:
+        to.store(bytes_apart(words, FORMAT.element, DOT))
+
+
+@gluon.jit
+def load_factors(cache, side, table, begin, work, STATES: gl.constexpr, TILE: gl.constexpr,
+                 FORMAT: gl.constexpr):  # fmt: skip
+    """What is left to multiply by, for each state of a tile."""
+    EACH: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    states = states_of(begin, work, TILE, EACH)
+    steps = starts_of(side.scales, table, states, work.head, STATES, FORMAT.scale_unit)
+    scales = gl.load(cache.buffer.to(gl.pointer_type(gl.int32), bitcast=True) + steps)
+    if FORMAT.kind == "int4":
+        scales = scales & -16
+    return scales.to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def convert_tiles(cache, table, work, room, signals, tiles, SHAPE: gl.constexpr):
+    """Load the tiles of a piece of work and take them apart, the last one first."""
+    K: gl.constexpr = SHAPE.k
+    V: gl.constexpr = SHAPE.v
+    K_DOT: gl.constexpr = SHAPE.k_dot
+    V_DOT: gl.constexpr = SHAPE.v_dot
+    STATES: gl.constexpr = SHAPE.states
+    STAGES: gl.constexpr = room.k.shape[0]
+    TILE: gl.constexpr = room.k.shape[1]
+    DIM: gl.constexpr = room.k.shape[2]
+    WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
+    FACTORS: gl.constexpr = has_factors(K.kind)
+    k_room = seen_as(room.k, gl.int32, [STAGES, TILE, DIM // 2], WORDS)
+    v_room = seen_as(room.v, gl.int32, [STAGES, TILE, DIM // 2], WORDS)
+    begin = work.end - TILE
+    k = load_apart(cache, cache.k, table, begin, work, STATES, TILE, K)
+    v = load_apart(cache, cache.v, table, begin, work, STATES, TILE, V)
+    if FACTORS:
+        k_factor = load_factors(cache, cache.k, table, begin, work, STATES, TILE, K)
+        v_factor = load_factors(cache, cache.v, table, begin, work, STATES, TILE, V)
+    for n in range(work.begin, work.end, TILE):
+        begin = work.end - 2 * TILE - (n - work.begin)
+        stage = tiles % STAGES
+        phase = tiles // STAGES & 1
+        mbarrier.wait(signals.free_k.index(stage), phase ^ 1)
+        put_apart(k[0], k[1], k_room.index(stage), K, K_DOT)
+        if FACTORS:
+            room.k_factors.index(stage).store(k_factor)
+            room.v_factors.index(stage).store(v_factor)
+        announce(signals.there_k.index(stage))
+        k = load_apart(cache, cache.k, table, begin, work, STATES, TILE, K)
+        if FACTORS:
+            k_factor = load_factors(cache, cache.k, table, begin, work, STATES, TILE, K)
+            v_factor = load_factors(cache, cache.v, table, begin, work, STATES, TILE, V)
+        mbarrier.wait(signals.free_v.index(stage), phase ^ 1)
+        put_apart(v[0], v[1], v_room.index(stage), V, V_DOT)
+        announce(signals.there_v.index(stage))
+        v = load_apart(cache, cache.v, table, begin, work, STATES, TILE, V)
+        tiles += 1
+    return tiles
+
+
+@gluon.jit
+def load_keys_and_values(
+    cache, batch, scoring, room, signals, SHAPE: gl.constexpr, TILING: gl.constexpr
+):
+    """The group that loads: the tiles of each piece of work."""
+    tiles = 0
+    for turn in range(rounds_of(batch, TILING)):
+        work = work_of(batch, scoring, turn, SHAPE, TILING)
+        if work.end > work.begin:
+            table = cache.tables + work.sequence.to(gl.int64) * cache.table_stride
+            if SHAPE.k.element == SHAPE.k_dot:
+                tiles = copy_tiles(cache, table, work, room, signals, tiles, SHAPE)
+            else:
+                tiles = convert_tiles(cache, table, work, room, signals, tiles, SHAPE)
