@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 from kvatlas.wire.transports.base import Handle
 from kvatlas.wire.transports.device_queue import Posted
-from kvatlas.wire.transports.let_others_run import let_others_run
 from kvatlas.wire.transports.pace import CopyPace
 
 _SPIN = 2e-3
@@ -98,10 +97,7 @@ class CudaCopy(Handle):
 
     def _pause(self, seconds: float) -> None:
         """A gigabyte takes half a millisecond, and the shortest sleep a tenth of one."""
-        if time.monotonic() - self._begun < _SPIN:
-            let_others_run()
-        else:
-            super()._pause(seconds)
+        super()._pause(0.0 if time.monotonic() - self._begun < _SPIN else seconds)
 
     def _release(self) -> None:
         """Never launched, if it was not yet."""
