@@ -70,7 +70,7 @@ def test_a_graph_is_captured_and_played_while_pulls_run() -> None:
     def pull_again_and_again() -> None:
         number = 0
         with Session(target.nodes[0], source.endpoints) as session:
-            while not stop.is_set():
+            while not number or not stop.is_set():
                 number += 1
                 source.offer(f"r{number}")
                 try:

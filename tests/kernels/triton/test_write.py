@@ -13,12 +13,14 @@ torch = pytest.importorskip("torch")
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
+from triton.language import constexpr  # noqa: E402
+
 from kvatlas import kernels  # noqa: E402
 from kvatlas.kernels import bit_packing, hadamard  # noqa: E402
 from kvatlas.kernels import triton as gpu  # noqa: E402
 from kvatlas.kernels.quantise import normal_levels, round_away  # noqa: E402
 from kvatlas.kernels.triton import hadamard as rotations  # noqa: E402
-from kvatlas.kernels.triton.write_device import away, level_codes, to_e2m1  # noqa: E402
+from kvatlas.kernels.triton.quantise_device import away, level_codes, to_e2m1  # noqa: E402
 from kvatlas.specs import ATTENTION_CACHES, FullAttention, LatentAttention  # noqa: E402
 from tests.kernels.triton.cases import (  # noqa: E402
     Pool,
@@ -46,7 +48,7 @@ def test_bits_round_as_torch_does() -> None:
     assert whole.tolist() == round_away(values).tolist()
 
 
-def _levels(values: Any, codes: Any, bits: tl.constexpr) -> None:
+def _levels(values: Any, codes: Any, bits: constexpr) -> None:
     at = tl.arange(0, 1024)
     tl.store(codes + at, level_codes(tl.load(values + at), bits))
 

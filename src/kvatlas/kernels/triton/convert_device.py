@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from kvatlas.kernels.triton.copy_device import end_base, row_offset, tile_count, tile_rows
-from kvatlas.kernels.triton.write_device import as_element
+from kvatlas.kernels.triton.quantise_device import as_element
 
 
 @triton.jit

@@ -1,230 +1,36 @@
-"""Device code that quantises rows and puts them into pages: `dequantise_device`, inverted.
-
-A chip's minima, maxima and clamps pass over NaN, and so would make numbers of what is none:
-scales are found in ways that do not, and are NaN where what shares them is not all finite.
-"""
+"""Device code that quantises rows and puts them into pages: `dequantise_device`, inverted."""
 
 from __future__ import annotations
 
-import numpy as np
 import triton
 import triton.language as tl
 
-from kvatlas.kernels.quantise import normal_levels
 from kvatlas.kernels.triton.dependent_launch_device import after_previous, before_next
 from kvatlas.kernels.triton.dequantise_device import TileStates, column_offsets, row_offsets
 from kvatlas.kernels.triton.hadamard_device import hadamard
-
-WHOLE = tl.constexpr(12582912.0)
-"""1.5 * 2**23: what is added to it is rounded to a whole number, in its lowest bits."""
-WHOLE_BITS = tl.constexpr(0x4B400000)
-TINY = tl.constexpr(1e-12)
-LEAST = tl.constexpr(1e-6)
-E4M3_MAX = tl.constexpr(448.0)
-E5M2_MAX = tl.constexpr(57344.0)
-HALF_MAX = tl.constexpr(65504.0)
-HALF_LEAST = tl.constexpr(6e-8)
-SIZE_BITS = tl.constexpr(0x7FFFFFFF)
-SIGN_BIT = tl.constexpr(-0x80000000)
-HALF_BITS = tl.constexpr(0x3F000000)
-"""The bits of 0.5."""
-SHARED_PART = tl.constexpr(32)
-"""Elements of a row that its threads have between them before the first has others."""
-EIGHT_BIT_NAN = tl.constexpr(0x7F)
-
-
-def _ends_of(bits: int) -> tuple[float, ...]:
-    """A polynomial that is 1, 2, ... at the positive ends of levels' cells.
-
-    Its factors of x, x**3, x**5 and so on, and at last a value above all ends.
-    """
-    levels = np.array(normal_levels(bits))
-    ends = ((levels[1:] + levels[:-1]) / 2)[1 << (bits - 1) :]
-    odd = 2 * np.arange(len(ends)) + 1
-    factors = np.linalg.solve(ends[:, None] ** odd, np.arange(len(ends)) + 1.0)
-    return (*factors.tolist(), float(ends[-1]) + 0.1)
-
-
-_ENDS_OF_8 = tl.constexpr(_ends_of(3))
-_ENDS_OF_16 = tl.constexpr(_ends_of(4))
-
-
-@triton.jit
-def nearest_code(values):
-    """Whole numbers, ties to the even one, for values up to 2**21."""
-    return (values + WHOLE).to(tl.int32, bitcast=True) - WHOLE_BITS
-
-
-@triton.jit
-def away(values):
-    """The nearest integers, halves away from zero."""
-    half = values.to(tl.int32, bitcast=True) & SIGN_BIT | HALF_BITS
-    return (values + half.to(tl.float32, bitcast=True)).to(tl.int32)
-
-
-@triton.jit
-def four_bits(values):
-    """The nearest codes of 4 bits, halves upwards; 0 for NaN."""
-    return (tl.minimum(tl.maximum(values, 0.0), 15.0) + 0.5).to(tl.int32)
-
-
-_BF16_PAIR = tl.constexpr("""
-    {
-        .reg .b32 both;
-        cvt.rn.bf16x2.f32 both, $3, $2;
-        shl.b32 $0, both, 16;
-        and.b32 $1, both, 0xFFFF0000;
-    }
-""")
-
-
-@triton.jit
-def rounded_to(values, ELEMENT: tl.constexpr, PTX: tl.constexpr):
-    """Numbers as an element's type has them, in float32 again."""
-    if PTX and ELEMENT == tl.bfloat16:
-        # Two at once; one by one they would wait for a unit that a quarter of a warp shares.
-        return tl.inline_asm_elementwise(
-            _BF16_PAIR, "=r,=r,r,r", [values], dtype=tl.float32, is_pure=True, pack=2
-        )
-    return values.to(ELEMENT).to(tl.float32)
-
-
-@triton.jit
-def as_element(values, ELEMENT: tl.constexpr, PTX: tl.constexpr):
-    """Numbers in an element's type; 8-bit floats saturate rather than overflow, and keep NaN."""
-    if ELEMENT == tl.float8e4nv or ELEMENT == tl.float8e5:
-        MOST: tl.constexpr = E4M3_MAX if ELEMENT == tl.float8e4nv else E5M2_MAX
-        exact = tl.clamp(values.to(tl.float32), -MOST, MOST, propagate_nan=tl.PropagateNan.ALL)
-        stored = exact.to(ELEMENT)
-        if not PTX:
-            # PTX converts NaN to NaN; others may make a number of it.
-            code = tl.where(exact == exact, stored.to(tl.uint8, bitcast=True), EIGHT_BIT_NAN)
-            stored = code.to(ELEMENT, bitcast=True)
-        return stored
-    return values.to(ELEMENT)
-
-
-@triton.jit
-def larger(a, b):
-    """The larger one, NaN where one of them is."""
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def largest_of(values, AXIS: tl.constexpr, PTX: tl.constexpr):
-    """The largest size along an axis; not finite where one of them is not."""
-    if PTX:
-        return tl.reduce(tl.abs(values), AXIS, larger)
-    # Bits of sizes are in the order of sizes, infinity above them and NaN above that.
-    size = values.to(tl.int32, bitcast=True) & SIZE_BITS
-    return tl.max(size, AXIS).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def signed(rows, table):
-    """Rows with some signs turned: `table` has a number of the elements' size for each column."""
-    PARTS: tl.constexpr = rows.shape[1]
-    PART: tl.constexpr = rows.shape[2]
-    column = PART * tl.arange(0, PARTS)[None, :, None] + tl.arange(0, PART)[None, None, :]
-    # Loaded for each row, so that threads have those of their own elements.
-    turned = tl.load(table + tl.broadcast_to(column, rows.shape))
-    return (rows.to(turned.dtype, bitcast=True) ^ turned).to(rows.dtype, bitcast=True)
-
-
-@triton.jit
-def range_of(rows, PTX: tl.constexpr):
-    """The lowest and the highest number of each row; the highest is not finite where one is NaN."""
-    if PTX:
-        high = tl.reduce(tl.reduce(rows, 1, larger), 1, larger)
-    else:
-        # Interpreted, a reduction of one's own takes element by element.
-        rows = tl.where(rows == rows, rows, float("inf"))
-        high = tl.max(tl.max(rows, 1), 1)
-    return tl.min(tl.min(rows, 1), 1), high
-
-
-@triton.jit
-def nan_unless_finite(values, span):
-    """Values, or NaN where the span that they come from is not finite."""
-    return tl.where(span < float("inf"), values, float("nan"))
-
-
-@triton.jit
-def share_of(span, parts):
-    """One of so many parts of each span."""
-    return tl.div_rn(span, tl.full(span.shape, parts, tl.float32))
-
-
-@triton.jit
-def inverse_of(step):
-    """What a step is multiplied by to be 1."""
-    return tl.div_rn(tl.full(step.shape, 1.0, tl.float32), step)
-
-
-@triton.jit
-def corrected(near, values, divisor, inverse):
-    """Values over a divisor that many share, rounded as a division is; NaN where it overflows.
-
-    What the product with the inverse is off by is found exactly and divided again, which rounds
-    as it should (Markstein), for sizes that neither overflow nor vanish.
-    """
-    return tl.fma(tl.fma(-near, divisor, values), inverse, near)
-
-
-@triton.jit
-def quotient(values, divisor, PTX: tl.constexpr):
-    """Values over a divisor that many share, rounded as a division is."""
-    if PTX:
-        inverse = inverse_of(divisor)
-        near = values * inverse
-        exact = corrected(near, values, divisor, inverse)
-        return tl.where(tl.abs(near) < float("inf"), exact, near)
-    # Interpreted, a product and a sum are rounded one by one.
-    return tl.div_rn(values, tl.broadcast_to(divisor, values.shape))
-
-
-@triton.jit
-def quotient_or_nan(values, divisor, PTX: tl.constexpr):
-    """The same for divisors that are not near the least and the largest numbers, or NaN."""
-    if PTX:
-        inverse = tl.inline_asm_elementwise(
-            "rcp.approx.f32 $0, $1;", "=f,f", [divisor], dtype=tl.float32, is_pure=True, pack=1
-        )
-        inverse = tl.fma(tl.fma(-divisor, inverse, 1.0), inverse, inverse)
-        return corrected(values * inverse, values, divisor, inverse)
-    return tl.div_rn(values, tl.broadcast_to(divisor, values.shape))
-
-
-@triton.jit
-def to_e2m1(values, divisor, PTX: tl.constexpr):
-    """The e2m1 codes that are nearest to values over a divisor, ties to the even code.
-
-    Numbers up to 2 are twice as dense as up to 4, and these as above: a code is the least of
-    three lines, each rounded when a large number is added. NaN is what has overflown.
-    """
-    size = tl.abs(quotient_or_nan(values, divisor, PTX))
-    code = tl.minimum(tl.fma(size, 2.0, WHOLE), tl.fma(size, 1.0, WHOLE + 2.0))
-    code = tl.minimum(tl.minimum(code, tl.fma(size, 0.5, WHOLE + 4.0)), WHOLE + 7.0)
-    sign = (values.to(tl.int32, bitcast=True) >> 28) & 8
-    return (code.to(tl.int32, bitcast=True) | sign) & 15
-
-
-@triton.jit
-def level_codes(values, BITS: tl.constexpr):
-    """The codes of the levels that values are nearest to.
-
-    A polynomial through the ends of levels' cells, which lie at whole numbers of it, and a
-    rounding: a value within a millionth of an end may get the code of its neighbour.
-    """
-    ENDS: tl.constexpr = _ENDS_OF_8 if BITS == 3 else _ENDS_OF_16
-    LAST: tl.constexpr = (1 << (BITS - 1)) - 2
-    inside = tl.minimum(tl.maximum(values, -ENDS[LAST + 1]), ENDS[LAST + 1])
-    square = inside * inside
-    slope = square * ENDS[LAST] + ENDS[LAST - 1]
-    for i in tl.static_range(1, LAST):
-        slope = slope * square + ENDS[LAST - 1 - i]
-    # An end belongs to the level below it.
-    return nearest_code(slope * inside + (LAST + 1.4999995))
+from kvatlas.kernels.triton.quantise_device import (
+    E4M3_MAX,
+    HALF_LEAST,
+    HALF_MAX,
+    LEAST,
+    SHARED_PART,
+    TINY,
+    as_element,
+    away,
+    four_bits,
+    inverse_of,
+    larger,
+    largest_of,
+    level_codes,
+    nan_unless_finite,
+    nearest_code,
+    quotient,
+    range_of,
+    rounded_to,
+    share_of,
+    signed,
+    to_e2m1,
+)
 
 
 @triton.jit
