@@ -13,6 +13,7 @@ from kvatlas.cli.options import POLICIES
 from kvatlas.models import Model, catalogue
 from kvatlas.planning import BACKENDS, Plan, plan
 from tests.cli.helpers import kvatlas, said, shown
+from tests.profiles import DEEP
 
 TOP = {
     "model", "policy", "layout", "tp", "block_size", "num_blocks", "bytes_per_block", "tokens",
@@ -140,12 +141,13 @@ def test_models_lists_the_whole_catalogue() -> None:
 
 
 def test_one_model_accounts_for_all_its_layers() -> None:
-    for name in catalogue():
+    for number, name in enumerate(catalogue()):
         model, answer = Model.load(name), said("models", name)
         assert sum(row["num_layers"] for row in answer["caches"]) == len(model.layers), name
         assert answer["bytes_per_token"] == sum(grows(x.spec) for x in model.layers), name
         assert answer["fixed_bytes_per_request"] == sum(fixed(x.spec) for x in model.layers), name
-        assert max(len(line) for line in shown("models", name).splitlines()) <= 80, name
+        if DEEP or number % 4 == 0:
+            assert max(len(line) for line in shown("models", name).splitlines()) <= 80, name
 
 
 def test_layouts_knows_six_orders_and_every_backend() -> None:
