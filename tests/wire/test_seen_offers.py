@@ -89,7 +89,7 @@ def test_what_is_let_go_while_it_is_read_counts_for_nothing() -> None:
 def test_an_offer_that_is_another_by_the_time_it_is_leased_is_not_read() -> None:
     """Both ends mean the same blocks, or nothing is read."""
     source, target = small("dense", layout="LBNHC"), small("dense", layout="LBHNC")
-    with seeing(source, target) as (src, dst, session, _):
+    with seeing(source, target) as (src, dst, session, asked):
         src.offer("r")
         link: Any = session.link(0)
         found = link.find_offer
@@ -107,6 +107,7 @@ def test_an_offer_that_is_another_by_the_time_it_is_leased_is_not_read() -> None
         assert refusal.value.code is Code.UNKNOWN_REQUEST
         dst.buffers[0].assert_untouched()
         src.nodes[0].withdraw("r")
+    assert asked == ["Open"]  # there is no lease to be ended
 
 
 @pytest.mark.skipif(not HAS_NIXL, reason="needs NIXL")
@@ -125,3 +126,28 @@ def test_processes_of_one_host_see_what_is_offered_over_nixl() -> None:
     link.close()
     for transport in ends_of_it:
         transport.close()
+
+
+def test_an_offer_by_layers_that_is_leased_in_place_of_the_one_seen_is_waited_for() -> None:
+    """Its blocks are those that were seen; what is in them is not there yet."""
+    source, target = small("dense", layout="LBNHC"), small("dense", layout="LBHNC")
+    with seeing(source, target) as (src, dst, session, asked):
+        src.offer("r")
+        link: Any = session.link(0)
+        found = link.find_offer
+
+        def finding(request: str) -> SeenOffer | None:
+            seen: SeenOffer | None = found(request)
+            src.nodes[0].withdraw("r")
+            src.offer("r", layered=True)
+            return seen
+
+        link.find_offer = finding
+        transfer = session.pull("r", dst_blocks=dst.blocks, tokens=50, costs=STAGED)
+        until(lambda: "AwaitLayer" in asked or transfer.done)
+        assert not transfer.done
+        dst.buffers[0].assert_untouched()
+        for layer in source.layers:
+            src.nodes[0].layer_written("r", layer)
+        transfer.wait(20)
+        assert_arrived(src, dst, 0)

@@ -122,8 +122,8 @@ class RankLease:
     def ask_after_all(self) -> None:
         """Have a lease granted for an offer that was seen, where the peer has to do something."""
         if self.seen is not None:
-            self.seen = None
             self._ask_for_lease()  # for the blocks that were seen, and no others
+            self.seen = None
             self.check_opened()
 
     def _ask_for_lease(self) -> None:

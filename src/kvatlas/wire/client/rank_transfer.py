@@ -94,10 +94,12 @@ class RankTransfer:
         if self.wanted.streamed and lease.reaches_pools() and not converting:
             self._move_layers()
             return
-        behind = self._all_written() if lease.opened.layered else lease.opened.mark
+        opened, behind = lease.opened, self._behind()
         if not lease.pull:
             lease.borrow(1)
         way = choose_way(lease, stream)
+        if lease.opened is not opened:  # leased after all: an offer of the same blocks, made anew
+            behind = self._behind()
         if not lease.connection.link.adds:  # else there is time once a read was posted
             self.transfer.find_total_beside(lease.connection.beside)
         if not lease.pull:
@@ -108,6 +110,11 @@ class RankTransfer:
             pull_landed(lease, stream)
         else:
             pull_direct(lease, stream, behind)
+
+    def _behind(self) -> int | None:
+        """The mark behind which all of it is there; waits for layers that are yet to come."""
+        opened = self.lease.opened
+        return self._all_written() if opened.layered else opened.mark
 
     def _all_written(self) -> int | None:
         """Wait until the source has written every layer; its last mark, which stands for all."""
