@@ -113,3 +113,36 @@ def test_a_half_that_fails_fails_the_read_once_both_have_come_to_rest(
             assert refusal.value.code is Code.WIRE_FAILED
             until(handle.settle, 20)
             assert len(posted) == 1
+
+
+def test_an_interrupt_leaves_nothing_behind_that_is_still_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who reads is the thread that waits, and nobody else has the handle."""
+
+    def interrupted(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with linked(monkeypatch) as (link, (there, here), _):
+        read_until_paired(link)
+        here[:] = 0
+        post, may_go = link._second._post, threading.Event()
+
+        def slowly(*given: Any, **about: Any) -> Any:
+            assert may_go.wait(20)
+            return post(*given, **about)
+
+        monkeypatch.setattr(link._second, "_post", slowly)
+        with monkeypatch.context() as patch:
+            patch.setattr(link, "_prepare", interrupted)
+            later = threading.Timer(0.05, may_go.set)
+            later.start()
+            with pytest.raises(KeyboardInterrupt):
+                link.read(runs())
+            half = runs()[0].src[RUNS // 2 :]
+            assert all(np.array_equal(here[at:][:RUN], there[at:][:RUN]) for at in half)
+        with monkeypatch.context() as patch:
+            patch.setattr(link.agent, "transfer", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                link.read(runs(1))
+            assert link.ended

@@ -107,7 +107,12 @@ class NixlLink(Link):
                 handle = self._prepare(copies, write=write)
             self.posted.add(handle)
             # No frame that a failure keeps may hold what NIXL has made: that keeps the agent.
-            handle.start()
+            try:
+                handle.start()
+            except BaseException:  # an interrupt: nobody will have the handle, and wait for it
+                if not handle.settle():
+                    self.sever()
+                raise
         return handle
 
     def _prepare(self, copies: Sequence[Copy], *, write: bool) -> NixlHandle:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import Any
 
@@ -71,6 +71,11 @@ class PairedNixlLink(NixlLink):
             return _BothHandles(super()._post(near, write=False), other)
         except AtlasError as problem:  # of these nothing was posted, but of the others
             return _BothHandles(Done(), other, problem)
+        except BaseException:  # an interrupt: nobody will have the handle, and wait for it
+            wait([other])
+            if not _BothHandles(Done(), other).settle():
+                second.sever()
+            raise
 
     def _found_second(self) -> NixlLink | None:
         """The other link, if there is one; else it is made, by another thread."""
