@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -17,6 +18,7 @@ from kvatlas.wire import Session
 from kvatlas.wire.channels import no_answer
 from kvatlas.wire.client import follow_ups, warm_shapes
 from kvatlas.wire.client import session as session_
+from kvatlas.wire.client.transfer import Transfer, TransferPart
 from kvatlas.wire.client.warm_shapes import WarmShapes
 from kvatlas.wire.transports.offer_board import PostedOffer
 from tests.routing import oracle
@@ -423,3 +425,21 @@ def test_a_source_that_has_gone_confirms_no_warm_pull() -> None:
         board = ends.session.link(0)._board  # type: ignore[attr-defined]
         board._process = GoneProcess()
         assert code_of(ends.pull("r").wait) is Code.PEER_LOST
+
+
+def test_pulls_are_followed_up_as_the_process_ends_and_has_no_more_threads() -> None:
+    """A session that is closed at exit waits for whoever looks after its pulls."""
+    workers, beside = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+    follow, done = follow_ups.FollowUps(workers, beside), list[str]()
+    transfer = Transfer("r", [], 0, 20)
+    for _ in range(2):
+        part = TransferPart(lambda: done.append("read"))
+        follow.add(transfer, part, lambda: done.append("told"))
+        workers.shutdown()
+        beside.shutdown(wait=False)
+        assert eventually(lambda: done == ["read", "told"])
+        closing = threading.Thread(target=follow.close, daemon=True)
+        closing.start()
+        closing.join(5)
+        assert not closing.is_alive()
+        done.clear()

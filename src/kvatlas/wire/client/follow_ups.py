@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvatlas.wire.client.transfer import Transfer, TransferPart
 from kvatlas.wire.rpc import log
@@ -56,7 +57,7 @@ class FollowUps:
             self._kept.append(_FollowUp(transfer, part, then))
             start, self._looking = not self._looking, True
         if start:
-            self._beside.submit(self._look)
+            _hand_on(self._beside, self._look)
 
     def close(self) -> None:
         """Finish everything, before the threads that do so end; nothing is added any more."""
@@ -80,7 +81,7 @@ class FollowUps:
             if over and (self._closing or time.monotonic() - over[0].since > _TOGETHER):
                 with self._lock:
                     self._rows += 1
-                self._beside.submit(self._do_all, over)
+                _hand_on(self._beside, self._do_all, over)
                 over = []
 
     def _is_over(self, one: _FollowUp) -> bool:
@@ -93,7 +94,7 @@ class FollowUps:
             one.since = now
             return True
         if now - one.since > _EVERY:
-            self._workers.submit(one.part)
+            _hand_on(self._workers, _carefully, one.part)
             one.since = float("inf")
         with self._lock:
             self._kept.append(one)
@@ -107,11 +108,19 @@ class FollowUps:
                 _carefully(one.then)
                 if time.monotonic() - begun > _SLOW:
                     for other in over[place + 1 :]:
-                        self._beside.submit(_carefully, other.then)
+                        _hand_on(self._beside, _carefully, other.then)
                     return
         finally:
             with self._lock:
                 self._rows -= 1
+
+
+def _hand_on(to: Executor, act: Callable[..., None], *given: Any) -> None:
+    """Have another thread do something; as the process ends there are none, and this one does."""
+    try:
+        to.submit(act, *given)
+    except RuntimeError:
+        act(*given)
 
 
 def _carefully(act: Callable[[], None]) -> None:
