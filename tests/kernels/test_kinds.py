@@ -316,3 +316,13 @@ def test_recurrent_pages_have_no_rows() -> None:
         with pytest.raises(AtlasError) as refusal:
             act(layer, torch.tensor([0]))
         assert refusal.value.code is Code.BAD_SPEC
+
+
+def test_room_for_other_rows_is_refused() -> None:
+    spec = FullAttention(heads=2, head_dim=16, dtype="fp32")
+    _, layer = cache_of(spec, "LBNHC")
+    four, two = torch.zeros(4, 2, 16), torch.zeros(2, 2, 16)
+    for out in ((two, two), (four, two), (four, four.double()), (four, four.bfloat16())):
+        with pytest.raises(AtlasError) as refusal:
+            read(layer, torch.tensor([3, 9, 50, 7]), out=out)
+        assert refusal.value.code is Code.BAD_TENSOR

@@ -64,7 +64,9 @@ def read(
     """
     spec = layer.spec_as(Attention)
     where = find_slots(layer, slots)
-    dtype = dtype if out is None else out[0].dtype
+    if out is not None:
+        _refuse_unlike(layer, spec, where.numbers.numel(), out)
+        dtype = out[0].dtype
     if spec.cache == "auto" and dtype == layer.field("k").dtype:
         k_out, v_out = out or (None, None)
         return read_field(layer, "k", where, k_out), read_field(layer, "v", where, v_out)
@@ -74,3 +76,19 @@ def read(
     if out is None:
         return k.to(dtype), v.to(dtype)
     return out[0].copy_(k), out[1].copy_(v)
+
+
+def _refuse_unlike(
+    layer: LayerCache, spec: Attention, count: int, out: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    """Refuse room that K and V of so many slots do not fill: bytes would be taken for others."""
+    heads = layer.place("k").size("H")
+    dims = spec.head_dim, spec.v_dim or spec.head_dim
+    wanted = [(count, heads, dim) for dim in dims]
+    if [tuple(rows.shape) for rows in out] != wanted or out[0].dtype != out[1].dtype:
+        raise AtlasError(
+            Code.BAD_TENSOR,
+            f"`out` must be of shapes {wanted[0]} and {wanted[1]}, both of one dtype",
+            got=", ".join(f"{rows.dtype} of {tuple(rows.shape)}" for rows in out),
+            hint="Leave `out` away, or pass a row for every slot",
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -300,3 +301,51 @@ def test_hoppers_prefill_takes_the_rows_that_it_can(monkeypatch: pytest.MonkeyPa
         launch = layer_launch(layer, q, scores, None, {}).prefill
         assert launch is not None
         assert (launch.kernel is not prefill) == own, spec
+
+
+def test_a_batch_without_sequences_is_no_error() -> None:
+    out = torch.ones(4, 4, 16)
+    none = torch.zeros(0, dtype=torch.int32)
+    attend(filled(SPEC), queries_of(4), tables=TABLES[:0], lengths=none, queries=none, out=out)
+    assert (out == 1).all()
+
+
+class Loaded(int):
+    """A number of the device."""
+
+    def to(self, _: object) -> Loaded:
+        return self
+
+
+class Memory:
+    """Numbers of the device, from a place on."""
+
+    def __init__(self, numbers: list[int], place: int = 0) -> None:
+        self.numbers, self.place = numbers, place
+
+    def __add__(self, more: int) -> Memory:
+        return Memory(self.numbers, self.place + more)
+
+
+def test_hoppers_prefill_has_rows_to_write_where_a_sequence_has_no_states(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every tile of queries is somebody's, that of a sequence without states too: it gets zeros."""
+    groups = pytest.importorskip("kvatlas.kernels.triton.attention.hopper_prefill_groups_device")
+    counts, lengths = [40, 70], [0, 300]
+    ends = Memory([0, 40, 110, 0, 0, 0, 0, 2, 5])  # of queries, of decoded tiles, of prefilled
+    batch = calls.BatchSequences(Memory(lengths), ends, 2)  # type: ignore[arg-type]
+    tiling = calls.Tiling(128, 128, "", 0, 2, "", 1)
+    for program in range(7):
+        fake = SimpleNamespace(
+            load=lambda at: Loaded(at.numbers[at.place]), minimum=min, maximum=max, int32=None,
+            cdiv=lambda a, b: -(-a // b), num_programs=lambda _: 7,
+            program_id=lambda _, program=program: program,
+        )  # fmt: skip
+        monkeypatch.setattr(groups, "gl", fake)
+        if program == 0:
+            monkeypatch.setattr(groups, "find", groups.find.fn)
+        shape = SimpleNamespace(out=SimpleNamespace(group=4))
+        work = groups.work_of.fn(batch, 0, shape, tiling)
+        assert work.rows == (4 * counts[work.sequence] if program < 5 else 0)
+        assert (work.end > 0) == (program < 3)

@@ -137,8 +137,8 @@ def multiply(
     turns = 0
     for turn in range(rounds_of(batch, TILING)):
         work = work_of(batch, turn, SHAPE, TILING)
+        first = work.row + WHO * ROWS
         if work.end > 0:
-            first = work.row + WHO * ROWS
             row = first + gl.arange(0, ROWS, layout=PLACES)
             seen = work.before + row // GROUP, work.before + first // GROUP
             load_queries(q, work, first, room, WHO, GROUP)
@@ -184,6 +184,19 @@ def multiply(
             release(signals.free_v, tiles)
             tiles += 1
             put_rows(out, acc, total * 2.0**-V_LIFT, work, first, scoring, OUT)
+        else:
+            put_zeros(out, work, first, OUT)
+
+
+@gluon.jit
+def put_zeros(out, work, first, OUT: gl.constexpr):
+    """What a group's rows attend to where their sequence has no states: batches are padded so."""
+    STORES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    row = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORES))
+    column = gl.arange(0, OUT.width, layout=gl.SliceLayout(0, STORES))
+    at = row_offsets(out, work, row, OUT.group)
+    nothing = gl.zeros([ROWS, OUT.width], out.tensor.dtype.element_ty, layout=STORES)
+    gl.store(out.tensor + at[:, None] + column[None, :], nothing, mask=(row < work.rows)[:, None])
 
 
 @gluon.jit

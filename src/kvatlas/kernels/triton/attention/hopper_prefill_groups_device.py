@@ -49,7 +49,7 @@ class Work(NamedTuple):
     start: Any
     """The sequence's first query in the batch."""
     rows: Any
-    """Rows of the sequence."""
+    """Rows of the sequence; none where there is no work."""
     row: Any
     """The tile's first row in the sequence."""
     before: Any
@@ -57,7 +57,7 @@ class Work(NamedTuple):
     high: Any
     """States 0 .. high - 1 may be read."""
     end: Any
-    """States 0 .. end - 1 are walked, in whole tiles; none where there is no work."""
+    """States 0 .. end - 1 are walked, in whole tiles; none where the tile sees nothing."""
 
 
 @gluon.constexpr_function
@@ -127,6 +127,8 @@ def work_of(batch, turn, SHAPE: gl.constexpr, TILING: gl.constexpr):
     before = length - count
     high = gl.minimum(before + (row + TILING.rows - 1) // GROUP + 1, length)
     end = gl.cdiv(high, TILE) * TILE
+    rows = count * GROUP
     if number >= units * TILING.programs:
         end = 0
-    return Work(sequence, number % TILING.programs, start, count * GROUP, row, before, high, end)
+        rows = 0
+    return Work(sequence, number % TILING.programs, start, rows, row, before, high, end)

@@ -126,7 +126,7 @@ def _run(
     prepared: Schedule | None,
 ) -> None:
     batches.check(call, queries, starts, max_queries, prepared is not None)
-    if not call.q.shape[0]:
+    if not call.q.shape[0] or not call.lengths.shape[0]:
         return
     launch = call.launch
     with tune.on(call.q.device):
