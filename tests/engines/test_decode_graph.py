@@ -84,6 +84,39 @@ def test_a_mask_of_a_later_step_that_hides_a_token_is_refused(pages: Guarded) ->
     assert graph.steps == 2
 
 
+def test_a_mask_that_is_refused_leaves_recurrent_states_as_they_were(pages: Guarded) -> None:
+    model, said = model_of("Qwen3Next"), []
+    model.set_attn_implementation("kvatlas")
+    for refused in (False, True):
+        cache, mask = pages.cache("Qwen3Next"), prompts()["attention_mask"]
+        with torch.no_grad(), DecodeGraph(model, cache):
+            ids = model(**prompts(), past_key_values=cache).logits[:, -1:].argmax(-1)
+            for step in range(2):
+                mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+                if step and refused:
+                    hiding = mask.clone()
+                    hiding[1, -3] = 0
+                    with pytest.raises(AtlasError):
+                        model(ids, attention_mask=hiding, past_key_values=cache)
+                ids = model(ids, attention_mask=mask, past_key_values=cache).logits.clone()
+                said.append(ids)
+                ids = ids.argmax(-1)
+        cache.reset()
+    assert said[1].equal(said[3])
+
+
+def test_a_mask_with_room_for_later_tokens_is_taken_at_every_step(pages: Guarded) -> None:
+    model, cache, inputs = model_of("Llama"), pages.cache("Llama"), prompts()
+    model.set_attn_implementation("kvatlas")
+    mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 4), value=0)
+    with torch.no_grad(), DecodeGraph(model, cache) as graph:
+        ids = model(**inputs, past_key_values=cache).logits[:, -1:].argmax(-1)
+        for step in range(3):
+            mask[:, cache.seen] = 1
+            model(ids, attention_mask=mask, past_key_values=cache)
+            assert graph.steps == step + 1
+
+
 def test_attention_that_reads_no_pages_is_refused() -> None:
     model = model_of("Llama")
     model.set_attn_implementation("sdpa")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from random import Random
 from typing import Any
 
@@ -113,3 +114,15 @@ def test_many_blocks_are_counted_as_few_are(monkeypatch: pytest.MonkeyPatch) -> 
             getattr(fresh, act)([wrong])
         assert refusal.value.code is Code.OUT_OF_RANGE
     assert state(fresh) == before
+
+
+def test_a_copy_of_block_ids_counts_its_own_blocks_alone() -> None:
+    ids = BlockIds(300)
+    taken = ids.take_many(200)
+    other = deepcopy(ids)
+    more = other.take_many(20)
+    other.share(more[:5])
+    other.release(more)
+    other.release(taken)
+    assert (ids.free, other.free) == (100, 295)
+    assert [other.owners(block) for block in more] == [1] * 5 + [0] * 15

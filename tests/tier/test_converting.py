@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,9 @@ from kvatlas.tier import (
     OtherRows,
     StoreTier,
     Tier,
+    open_tier,
 )
+from kvatlas.tier.store_calls import Deadline
 from kvatlas.wire import copy_request
 from tests.profiles import DEEP
 from tests.tier.test_topologies import MODELS
@@ -136,6 +140,64 @@ def test_what_an_engine_has_stored_itself_is_taken_where_it_is_as_much(tmp_path:
             assert "converted_bytes" not in fp8.metrics.values
         assert fp8.match(world.keys(fp8, salt="others"), TOKENS) == 0
         assert fp8.misses == {"absent": 1}
+
+
+class TroubledStore(HostStore):
+    """Is late for names that begin as said, and refuses memory beyond so many stretches."""
+
+    late, stretches = "no name", 4
+
+    def exists(self, names: Sequence[str]) -> list[bool]:
+        if any(name.startswith(self.late) for name in names):
+            raise AtlasError(Code.DEADLINE, got="nothing", hint="Wait")
+        return super().exists(names)
+
+    def register(self, memory: Any) -> None:
+        self.stretches -= 1
+        if self.stretches < 0:
+            raise AtlasError(Code.WIRE_FAILED, got="no room", hint="Give it more")
+        super().register(memory)
+
+
+def test_what_an_engine_has_stored_itself_is_found_where_asking_for_the_rest_is_late() -> None:
+    model, world, store = MODELS["dense"], World(MODELS["dense"], TOKENS), TroubledStore()
+    dst = small(model, kv_dtype="fp8")
+    with opened(store, model, other=True) as fp8:
+        keys, own, theirs = world.keys(fp8), *(rows.namespace for rows in fp8._rows)
+        held = pools(dst, 0, 3)
+        fp8.store(held, dst, blocks=scattered(dst, 32), tokens=32, keys=keys)
+        for late in (theirs.prefix, f"{own.tenant_prefix}marks/"):
+            store.late = late
+            assert fp8.match(keys, TOKENS) == 32
+        assert fp8.misses["late"] == 2
+        lease = fp8._rows[1].staging.lease({0: 1}, Deadline(1.0))
+        assert lease is not None
+        assert not fp8.idle(), "rows of the other dtype are on their way"
+        fp8._rows[1].staging.give_back(lease)
+        assert fp8.idle()
+
+
+def test_a_tier_that_cannot_be_opened_leaves_no_threads() -> None:
+    before, store = threading.active_count(), TroubledStore()
+    store.stretches = 2  # enough for the engine's own rows
+    with pytest.raises(AtlasError):
+        opened(store, MODELS["dense"], other=True)
+    assert threading.active_count() == before
+
+
+def test_what_does_not_say_how_to_convert_is_refused_with_a_code() -> None:
+    model = MODELS["dense"]
+    dst, tier = small(model, kv_dtype="fp8"), Tier(tier_plan(model, kv_dtype="fp8"))
+    rescaled = Converting("fp8->fp8", src_scales=0.5, dst_scales=0.25)
+    named: Any = "bf16->fp8"
+    with tier.pin([], 16) as hit:
+        for how in (named, rescaled):
+            with pytest.raises(AtlasError) as refusal:
+                hit.fetch(pools(dst, 0, 7), dst, blocks=[0], convert=how)
+            assert refusal.value.code is Code.BAD_CONVERSION
+    with pytest.raises(AtlasError) as refusal:
+        open_tier("host://", dst, OURS, max_len=64, staging=1, convert=named)
+    assert refusal.value.code is Code.BAD_CONVERSION
 
 
 def test_rows_that_could_never_be_converted_are_refused_when_a_tier_is_opened() -> None:

@@ -235,6 +235,14 @@ def test_a_tenant_makes_room_among_its_own_objects(tmp_path: Path) -> None:
         assert all(store.exists([f"kv1/busy/{n}/0" for n in range(5)]))
 
 
+def test_tenants_that_have_nothing_any_more_are_forgotten() -> None:
+    store = HostStore(capacity=300, quota=200)
+    for tenant in range(50):
+        assert store.put([(f"kv1/{tenant}/a/0", [SOME]), (f"kv1/{tenant}/b/0", [SOME])])
+    assert len(store._tenants) <= 2
+    assert store.capacity() == (300, 300, 3)
+
+
 def test_what_the_whole_folder_lost_does_not_shrink_a_tenants_quota(tmp_path: Path) -> None:
     store = FolderStore(tmp_path, capacity=1000, quota=800)
     for turn in range(3):

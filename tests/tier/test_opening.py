@@ -74,3 +74,10 @@ def test_addresses_that_lead_nowhere_are_refused(tmp_path: Path) -> None:
         assert refusal(again) is Code.UNLIKE_MODELS
     (tmp_path / "a file").write_bytes(b"")
     assert refusal(lambda: FolderStore(tmp_path / "a file")) is Code.UNREADABLE
+
+
+def test_a_name_of_weights_or_of_a_tenant_that_is_no_text_is_refused_with_a_code() -> None:
+    for about in ({"weights": "\ud800"}, {"weights": "w", "tenant": "\ud800"}):
+        with pytest.raises(AtlasError) as refusal:
+            CacheIdentity(**about)
+        assert refusal.value.code is Code.BAD_CONFIG

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,13 +80,23 @@ class BlockIds:
         self._evicted = evicted
         self._woken = bytearray(count)
         """Whether a block has an owner again since it was queued to be evicted."""
-        self._arrays = _AsArrays(
+        self._arrays = self._as_arrays()
+        self._clock = 0
+
+    def _as_arrays(self) -> _AsArrays:
+        return _AsArrays(
             np.frombuffer(self._owners, np.int32),
             np.frombuffer(self._kept, np.bool_),
             np.frombuffer(self._woken, np.bool_),
-            np.zeros(count, np.int32),
+            np.zeros(self.count, np.int32),
         )
-        self._clock = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_arrays"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._arrays = self._as_arrays()  # a copy's counts, not those of what it is a copy of
 
     @property
     def free(self) -> int:

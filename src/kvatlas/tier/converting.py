@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
+from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
-from kvatlas.routing import Route, Scales, fingerprint, route
+from kvatlas.routing import Route, Scales, fingerprint, parse_conversion, route
 
 PLANS = 16
 """Plans whose routes to and from a tier stay compiled."""
@@ -46,11 +47,33 @@ class TierRoutes:
 
     def to(self, dst: Plan, convert: Converting | None = None) -> Route:
         """The route to a plan; it converts where formats differ, and that was asked for."""
+        if convert is not None:
+            check_converting(convert)
         return self._made(dst, convert)
 
 
+def check_converting(convert: object) -> None:
+    """Refuse what does not say how to convert: a name alone has no scales."""
+    if not isinstance(convert, Converting):
+        problem, hint = "This is no Converting", 'Pass Converting("bf16->fp8", dst_scales=0.5), say'
+        raise AtlasError(Code.BAD_CONVERSION, problem, got=repr(convert)[:200], hint=hint)
+
+
 def _between(src: Plan, dst: Plan, convert: Converting | None) -> Route:
-    if convert is None or fingerprint(src) == fingerprint(dst):
+    if convert is None:
+        return route(src, dst)
+    if fingerprint(src) == fingerprint(dst):
+        _refuse_rescaling(convert)
         return route(src, dst)
     mine, theirs = convert.src_scales, convert.dst_scales
     return route(src, dst, convert=convert.name, src_scales=mine, dst_scales=theirs)
+
+
+def _refuse_rescaling(convert: Converting) -> None:
+    """Refuse equal formats of unlike scales: what is copied as it is would mean something else."""
+    same = any(source == target for source, target in parse_conversion(convert.name))
+    if same and convert.src_scales != convert.dst_scales:
+        problem = "Between equal formats nothing is converted, so that scales must be equal too"
+        got = f"{convert.name} from {convert.src_scales!r:.80} to {convert.dst_scales!r:.80}"
+        hint = "Fetch into a cache with the scales that the blocks were written with"
+        raise AtlasError(Code.BAD_CONVERSION, problem, got=got, hint=hint)

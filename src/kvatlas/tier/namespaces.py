@@ -53,6 +53,12 @@ class CacheIdentity(msgspec.Struct, frozen=True, kw_only=True):
             problem = "Caches of unknown weights cannot be shared"
             hint = "Pass models.weights_identity(folder), or a name that no other weights have"
             raise AtlasError(Code.BAD_CONFIG, problem, got="no weights", hint=hint)
+        try:
+            f"{self.weights}{self.tenant}".encode()
+        except UnicodeEncodeError as error:
+            problem = "The name of weights or of a tenant is no text"
+            hint = "Half a surrogate pair cannot be written as UTF-8"
+            raise AtlasError(Code.BAD_CONFIG, problem, got=repr(error.object), hint=hint) from None
 
 
 class RowName(NamedTuple):

@@ -10,7 +10,7 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.models import Model
 from kvatlas.planning import Plan, plan, quantity
 from kvatlas.routing import fingerprint, parse_conversion
-from kvatlas.tier.converting import Converting
+from kvatlas.tier.converting import Converting, check_converting
 from kvatlas.tier.namespaces import CacheIdentity
 from kvatlas.tier.prefix_finder import AnyTier
 from kvatlas.tier.served.client import TierClient
@@ -107,6 +107,7 @@ def open_store_tier(
 
 def _stored_as(model: Model, convert: Converting) -> Model:
     """The model with the cache dtype that a conversion is from."""
+    check_converting(convert)
     pairs = parse_conversion(convert.name)
     if len(pairs) > 1:
         problem = "Several formats change, and one cache dtype does not say all of them"

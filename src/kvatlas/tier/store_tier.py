@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -99,12 +99,14 @@ class StoreTier:
         cut = (shards, stages)
         own = StoredRows(store, plan, identity, cut, staging)
         self.namespace, self.metrics = own.namespace, own.storage.metrics
-        self._own, self._staging = own, own.staging
-        self._traffic, self._storage = own.traffic, own.storage
+        self._own, self._traffic, self._storage = own, own.traffic, own.storage
         self._rows = [own]
         """Rows that are looked for: one's own first."""
         if other is not None:
-            theirs = StoredRows(store, other.plan, identity, cut, staging, other.convert)
+            with ExitStack() as on_failure:
+                on_failure.callback(own.close, Deadline(deadline))
+                theirs = StoredRows(store, other.plan, identity, cut, staging, other.convert)
+                on_failure.pop_all()
             theirs.storage.metrics = self.metrics
             self._rows.append(theirs)
         self._ingest_from = lru_cache(PLANS)(lambda src: Ingest(src, plan))
@@ -171,7 +173,7 @@ class StoreTier:
 
     def idle(self) -> bool:
         """Whether nothing is on its way between here and the store."""
-        return self._staging.idle()
+        return all(rows.staging.idle() for rows in self._rows)
 
     def _not_brought(
         self, rows: Mapping[NeededBlock, RowName], ingest: Ingest, rank: int, deadline: Deadline
@@ -219,7 +221,7 @@ class StoreTier:
     def match(self, keys: Keys, tokens: Any) -> int:
         """How many tokens could be fetched: all of them, or as many whole blocks as there are.
 
-        A store that fails or is late has none of them.
+        A store that fails or is late has none but those that it had answered for.
         """
         with self._storage.using():
             start, stop = token_range(tokens, self.plan.max_len)
@@ -327,12 +329,11 @@ class StoreTier:
                 if most.tokens >= stop:
                     return best, most
             self._count(self._why_absent(deadline) if most.missing == "absent" else most.missing)
-            return best, most
         except AtlasError as problem:
             if problem.code not in _STORE_FAILED:
                 raise
             self._missed(problem)
-            return self._own, FoundRows(0, {}, "")
+        return best, most
 
     def _why_absent(self, deadline: Deadline) -> str:
         """From what on nobody has stored anything like one's own, nor what could be converted."""

@@ -34,8 +34,9 @@ class DecodeGraph:
     for every sequence of the cache are replayed. The first step of a batch runs without a graph,
     the second is captured; so is the first after tables have grown out of their room. What a
     replayed step returns is overwritten by the next. Masks are looked at while the step runs, and
-    one that hides more than the padding is refused before its answer is returned. Without a GPU
-    the same is done in the same tensors, and no graph is captured.
+    one that hides more than the padding is refused before its answer is returned; of a model with
+    recurrent states before it runs, since these cannot be taken back. Without a GPU the same is
+    done in the same tensors, and no graph is captured.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32,
@@ -113,12 +114,14 @@ class DecodeGraph:
             batch.expect_paged_attention(mask, batch.size, start, 1)
             self._looked_at = batch.number
         elif mask is not None:
-            hides = _LookAtMask(mask, batch)
+            hides = _LookAtMask(mask[..., : start + 1], batch)
+            if any(table.recurrent for table in batch.tables):
+                hides.check()
         if self._step is None or self._step.sequences != batch.size:
             self._step = _CapturedStep(self._forward, cache)
         answer = self._step.run(ids, options.get("position_ids"), start)
-        if hides is not None and not hides.padding_alone:
-            raise masked_otherwise()
+        if hides is not None:
+            hides.check()
         cache.count_tokens(1)
         self.steps += 1
         return answer
@@ -136,12 +139,12 @@ class _LookAtMask:
             self._known = torch.Event("cuda")
             self._known.record()
 
-    @property
-    def padding_alone(self) -> bool:
-        """The answer; what was launched before the step is waited for."""
+    def check(self) -> None:
+        """Refuse a mask that hides more; what was launched before the step is waited for."""
         if self._known is not None:
             self._known.synchronize()
-        return bool(self._answer)
+        if not self._answer:
+            raise masked_otherwise()
 
 
 class _CapturedStep:

@@ -57,11 +57,12 @@ class HostStore(ObjectStore):
             if name in self._objects:
                 self._use(name)
                 return True
-            own = self._tenants[tenant_of(name)]
-            while own.used + size > self._quota:
-                self._forget(next(iter(own.names)))
+            tenant = tenant_of(name)
+            while self._tenants[tenant].used + size > self._quota:
+                self._forget(next(iter(self._tenants[tenant].names)))
             while self._used + size > self._capacity:
                 self._forget(next(iter(self._objects)))
+            own = self._tenants[tenant]
             self._objects[name] = made
             self._used += size
             own.names[name] = None
@@ -74,10 +75,13 @@ class HostStore(ObjectStore):
         self._tenants[tenant_of(name)].names.move_to_end(name)
 
     def _forget(self, name: str) -> None:
-        size, own = self._objects.pop(name).nbytes, self._tenants[tenant_of(name)]
+        size, tenant = self._objects.pop(name).nbytes, tenant_of(name)
+        own = self._tenants[tenant]
         del own.names[name]
         self._used -= size
         own.used -= size
+        if not own.names:
+            del self._tenants[tenant]
 
     def get(self, objects: Sequence[tuple[str, Parts]]) -> list[int]:
         """Read whole objects."""
