@@ -43,6 +43,20 @@ def seeing(source: Any, target: Any) -> Iterator[tuple[End, End, Session, list[s
         dst.assert_idle()
 
 
+def once_seen(session: Session, src: End, offer_anew: Callable[[], object]) -> None:
+    """Have an offer withdrawn right after it was seen, and made anew."""
+    link: Any = session.link(0)
+    found = link.find_offer
+
+    def finding(request: str) -> SeenOffer | None:
+        seen: SeenOffer | None = found(request)
+        src.nodes[0].withdraw(request)
+        offer_anew()
+        return seen
+
+    link.find_offer = finding
+
+
 def test_a_request_that_is_seen_is_read_without_a_word_before_it() -> None:
     with seeing(small("dense"), small("dense")) as (src, dst, session, asked):
         src.offer("one by one")
@@ -91,17 +105,8 @@ def test_an_offer_that_is_another_by_the_time_it_is_leased_is_not_read() -> None
     source, target = small("dense", layout="LBNHC"), small("dense", layout="LBHNC")
     with seeing(source, target) as (src, dst, session, asked):
         src.offer("r")
-        link: Any = session.link(0)
-        found = link.find_offer
-
-        def finding(request: str) -> SeenOffer | None:
-            seen: SeenOffer | None = found(request)
-            src.nodes[0].withdraw("r")
-            turned = {group: ids[::-1] for group, ids in src.blocks.items()}
-            src.nodes[0].offer("r", turned, 50)
-            return seen
-
-        link.find_offer = finding
+        turned = {group: ids[::-1] for group, ids in src.blocks.items()}
+        once_seen(session, src, lambda: src.nodes[0].offer("r", turned, 50))
         with pytest.raises(AtlasError) as refusal:
             session.pull("r", dst_blocks=dst.blocks, tokens=50, costs=STAGED).wait(20)
         assert refusal.value.code is Code.UNKNOWN_REQUEST
@@ -133,16 +138,7 @@ def test_an_offer_by_layers_that_is_leased_in_place_of_the_one_seen_is_waited_fo
     source, target = small("dense", layout="LBNHC"), small("dense", layout="LBHNC")
     with seeing(source, target) as (src, dst, session, asked):
         src.offer("r")
-        link: Any = session.link(0)
-        found = link.find_offer
-
-        def finding(request: str) -> SeenOffer | None:
-            seen: SeenOffer | None = found(request)
-            src.nodes[0].withdraw("r")
-            src.offer("r", layered=True)
-            return seen
-
-        link.find_offer = finding
+        once_seen(session, src, lambda: src.offer("r", layered=True))
         transfer = session.pull("r", dst_blocks=dst.blocks, tokens=50, costs=STAGED)
         until(lambda: "AwaitLayer" in asked or transfer.done)
         assert not transfer.done

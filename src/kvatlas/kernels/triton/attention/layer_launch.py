@@ -275,23 +275,30 @@ def _decode(
     )
 
 
+def _has_hopper_kernels(key: calls.LaunchKey, shape: calls.AttentionShape) -> bool:
+    """Whether this chip and this Triton run Hopper's own kernels, and the logits are plain ones."""
+    return (
+        tune.architecture(key.device) == "hopper"
+        and _GLUON[0] <= _release(triton.__version__) <= _GLUON[1]
+        and shape.k_dot in (tl.bfloat16, tl.float16)
+        and shape.mask == "causal"
+        and not shape.softcap
+        and not shape.out.sink_logits
+    )
+
+
 def on_hopper(
     launch: DecodeLaunch, key: calls.LaunchKey, shape: calls.AttentionShape
 ) -> DecodeLaunch:
     """The same by Hopper's own kernels for latents, where these can be had and take them."""
     suits = (
-        tune.architecture(key.device) == "hopper"
+        _has_hopper_kernels(key, shape)
         and shape.latent
         and (shape.k.dim, shape.v.dim) == (512, 64)
         and shape.k.element == shape.v.element
         and shape.k.element in (shape.k_dot, tl.float8e4nv)
-        and shape.k_dot in (tl.bfloat16, tl.float16)
         and min(shape.k.unit, shape.v.unit) * shape.k.element.primitive_bitwidth >= 128
         and launch.tiling.tile == 64
-        and shape.mask == "causal"
-        and not shape.softcap
-        and not shape.out.sink_logits
-        and _GLUON[0] <= _release(triton.__version__) <= _GLUON[1]
     )
     if not suits:
         return launch
@@ -327,18 +334,13 @@ def prefill_on_hopper(
 ) -> PrefillLaunch:
     """The same by Hopper's own kernel, where it can be had and takes such rows."""
     suits = (
-        tune.architecture(key.device) == "hopper"
+        _has_hopper_kernels(key, shape)
         and not shape.latent
-        and shape.k_dot in (tl.bfloat16, tl.float16)
         and shape.k.dim == shape.v.dim == 128
         and shape.k.kind == shape.v.kind
         and _hopper_loads(shape.k, sides[0], shape.k_dot)
         and _hopper_loads(shape.v, sides[1], shape.v_dot)
         and launch.tiling.rows == 128
-        and shape.mask == "causal"
-        and not shape.softcap
-        and not shape.out.sink_logits
-        and _GLUON[0] <= _release(triton.__version__) <= _GLUON[1]
     )
     if not suits:
         return launch
