@@ -77,16 +77,17 @@ def test_each_of_forty_queues_captures_while_an_engine_works_on_all_streams_of_t
 def test_an_engine_captures_on_every_stream_of_torch_beside_forty_queues_at_work() -> None:
     numbers = torch.zeros(64, device="cuda")
     with queues_of(load_driver()) as queues:
-        kept = []
+        graphs = [torch.cuda.CUDAGraph() for _ in range(64)]
+        torch.cuda.synchronize()
         for number, engine in enumerate(engine_streams()):
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=engine, capture_error_mode="thread_local"):
+            with torch.cuda.stream(engine):
+                graphs[number].capture_begin(capture_error_mode="thread_local")
                 for one in queues[number % OWNERS :][:2]:
                     with torch.cuda.stream(one.stream):
                         torch.cuda._sleep(10_000)  # type: ignore[no-untyped-call]
                 numbers[number] += 1
-            graph.replay()
-            kept.append(graph)
+                graphs[number].capture_end()
+                graphs[number].replay()
         torch.cuda.synchronize()
         assert numbers.tolist() == [1.0] * 64
 
