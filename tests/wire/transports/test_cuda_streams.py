@@ -110,34 +110,47 @@ def test_a_queue_takes_no_stream_that_torch_hands_out(monkeypatch: pytest.Monkey
         assert refused.value.code is Code.WIRE_FAILED
 
 
-class Library:
-    """CUDA's library, as far as it makes streams; it knows which device is current."""
+class Contexts:
+    """CUDA's library, as far as it makes streams: which device is current then."""
 
     def __init__(self) -> None:
         self.current: list[int] = []
         self.made: list[tuple[int, int, int]] = []
 
-    def cuCtxGetCurrent(self, context: Any) -> int:
+    def library(self) -> SimpleNamespace:
+        """Under the names that it has there; most functions are called by nobody."""
+        unused = (
+            "cuEventQuery", "cuStreamQuery", "cuEventRecord", "cuGraphLaunch", "cuStreamWaitEvent",
+            "cuMemcpyHtoDAsync_v2",
+        )  # fmt: skip
+        return SimpleNamespace(
+            cuInit=lambda _: 0, cuCtxGetCurrent=self.find, cuDeviceGet=self.number,
+            cuDevicePrimaryCtxRetain=self.retain, cuCtxPushCurrent_v2=self.push,
+            cuCtxPopCurrent_v2=self.pop, cuStreamCreateWithPriority=self.make_stream,
+            **{name: SimpleNamespace() for name in unused},
+        )  # fmt: skip
+
+    def find(self, context: Any) -> int:
         context._obj.value = self.current[-1] if self.current else None
         return 0
 
-    def cuDeviceGet(self, number: Any, device: int) -> int:
+    def number(self, number: Any, device: int) -> int:
         number._obj.value = device
         return 0
 
-    def cuDevicePrimaryCtxRetain(self, context: Any, number: Any) -> int:
+    def retain(self, context: Any, number: Any) -> int:
         context._obj.value = 7000 + number.value
         return 0
 
-    def cuCtxPushCurrent_v2(self, context: Any) -> int:
+    def push(self, context: Any) -> int:
         self.current.append(context.value)
         return 0
 
-    def cuCtxPopCurrent_v2(self, context: Any) -> int:
+    def pop(self, context: Any) -> int:
         context._obj.value = self.current.pop()
         return 0
 
-    def cuStreamCreateWithPriority(self, stream: Any, flags: int, priority: int) -> int:
+    def make_stream(self, stream: Any, flags: int, priority: int) -> int:
         self.made.append((self.current[-1], flags, priority))
         stream._obj.value = 50 + len(self.made)
         return 0
@@ -146,19 +159,12 @@ class Library:
 def test_the_driver_makes_a_stream_on_its_own_device_that_waits_for_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    library: Any = Library()
-    function = SimpleNamespace  # argument types are set on it, and it is called by nobody
-    for name in (
-        "cuEventQuery", "cuStreamQuery", "cuEventRecord", "cuGraphLaunch", "cuStreamWaitEvent",
-        "cuMemcpyHtoDAsync_v2",
-    ):  # fmt: skip
-        setattr(library, name, function())
-    library.cuInit = lambda _: 0
+    contexts = Contexts()
+    library = contexts.library()
     monkeypatch.setattr(ctypes, "CDLL", lambda _: library)
     monkeypatch.setattr(ctypes, "PyDLL", lambda _: library)
     driver = LibCuda()
-    for device in (1, 0):
-        lent = driver.streams.lend(device, library)
-        assert lent.address == 50 + len(library.made)
-    assert library.made == [(7001, 1, 0), (7000, 1, 0)]
-    assert not library.current
+    lent = [driver.streams.lend(device, contexts).address for device in (1, 0)]
+    assert lent == [51, 52]
+    assert contexts.made == [(7001, 1, 0), (7000, 1, 0)]
+    assert not contexts.current
