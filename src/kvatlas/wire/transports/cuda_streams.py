@@ -4,9 +4,10 @@ torch hands out 32 streams of a device in turn, so that a process with more owne
 has some that share one. A graph that is captured on a shared stream takes in the other's work,
 or fails because of it. So these are made by the driver, and torch never hands them out.
 
-They are lent, and not destroyed: torch's allocators keep memory by the stream it was used on, and
-turn to that stream when they give the memory back, long after the stream's owner has gone.
-Whoever is lent a stream next is behind what the owner before it has left there, and finds its memory.
+They are lent, and not destroyed. torch's allocators keep memory by the stream that it was used
+on, and turn to that stream when they give it back, which may be long after the stream's owner
+has gone. Whoever is lent a stream next comes behind what is still under way there, and uses
+the memory that was kept for it.
 """
 
 from __future__ import annotations
