@@ -40,10 +40,10 @@ def test_every_mark_mover_and_link_has_a_stream_of_its_own_and_gives_it_back() -
 def test_a_hundred_ends_opened_and_closed_leave_no_stream() -> None:
     machine = FakeMachine()
     source, driver = GpuEnd(machine), FakeCuda(machine)
+    published, memory = source.transport.publish(), source.transport.memory
     for _ in range(100):
         target = GpuEnd(machine, driver=driver)
-        link = target.connect(source)
-        link.close()
+        target.transport.connect(published, memory).close()
         target.transport.close()
         assert driver.lent_streams() == 0
     assert driver.made_streams[0] == 2
