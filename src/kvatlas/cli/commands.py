@@ -80,7 +80,9 @@ def plan(
     planned = plan_on(replace(options, **chosen.options) if chosen else options)
     if save:
         _save(save, planned.plan.to_json())
-    facts = planned.facts() | ({"tried": chosen.facts()} if chosen else {})
+    facts = planned.facts()
+    if chosen:
+        facts |= {"tried": chosen.facts(), "unseen": chosen.trace.unseen}
     answer(as_json, facts, *planned.parts(), *(chosen.parts() if chosen else ()))
 
 

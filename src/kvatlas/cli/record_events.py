@@ -34,9 +34,7 @@ def events(
             show_default=False,
         ),
     ],
-    output: Annotated[
-        Path, typer.Option("-o", "--output", help="A new file.", show_default=False)
-    ],
+    output: Annotated[Path, typer.Option("-o", "--output", help="A new file.", show_default=False)],
     replay: Annotated[
         str | None,
         typer.Option(help="Where it sends again what was missed, from before this began too."),

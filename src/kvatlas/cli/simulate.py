@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -83,8 +82,7 @@ def simulate(
     rows = [row for one in options for row in simulated(one, question, axes)]
     if output is not None:
         _save(output, read, rows)
-    facts = {"rows": rows, "unseen": read.unseen and dataclasses.asdict(read.unseen)}
-    answer(as_json, facts, *_parts(read, rows))
+    answer(as_json, {"rows": rows, "unseen": read.unseen}, *_parts(read, rows))
 
 
 def _save(path: Path, trace: Trace, rows: list[Row]) -> None:

@@ -82,9 +82,9 @@ def recorded_batches(path: Path) -> Iterator[tuple[int, ReceivedBatch]]:
         while head := file.read(_HEAD.size):
             count += 1
             where = f"{path.name}, batch {count}"
-            number, gap, length = _HEAD.unpack(head.ljust(_HEAD.size, b"\xff"))
+            number, gap, length = _HEAD.unpack(head.ljust(_HEAD.size, b"\0"))
             payload = file.read(min(length, MOST_BYTES + 1))
-            if len(head) < _HEAD.size or len(payload) < length <= MOST_BYTES:
+            if len(head) < _HEAD.size or len(payload) < length:
                 problem = f"{where}: the recording ends inside it"
                 got = f"{len(head) + len(payload)} bytes"
                 hint = f"truncate -s {done} {path.name} leaves it out"

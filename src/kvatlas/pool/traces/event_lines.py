@@ -22,7 +22,7 @@ class _Stamped(msgspec.Struct):
 
     ts: float = 0.0
     data_parallel_rank: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    events: msgspec.Raw | None = None
+    events: msgspec.Raw = msgspec.Raw(b"")
     type: str = ""
 
 
@@ -44,7 +44,7 @@ def is_event_line(line: bytes) -> bool:
         found = _STAMPED.decode(line)
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return False
-    return found.events is not None or found.type in _TAGS
+    return bool(found.events) or found.type in _TAGS
 
 
 def batch_of_line(where: str, line: bytes) -> EventBatch:
@@ -53,7 +53,7 @@ def batch_of_line(where: str, line: bytes) -> EventBatch:
         if line.lstrip()[:1] == b"[":
             return _BATCH.decode(line)
         found = _STAMPED.decode(line)
-        events = [_EVENT.decode(line)] if found.events is None else _EVENTS.decode(found.events)
+        events = _EVENTS.decode(found.events) if found.events else [_EVENT.decode(line)]
         return EventBatch(found.ts, events, found.data_parallel_rank)
     except (msgspec.MsgspecError, ValueError, RecursionError) as problem:
         hint = "Write batches, or events with their type, as vLLM 0.32 names them"

@@ -18,7 +18,7 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.pool.event_recording import is_recording, recorded_batches
 from kvatlas.pool.traces.content_ids import ids_of
 from kvatlas.pool.traces.event_lines import batch_of_line, is_event_line
-from kvatlas.pool.traces.inferred_requests import InferredRequests
+from kvatlas.pool.traces.event_trace import EventTraceBuilder
 from kvatlas.pool.traces.trace import Trace, TraceBuilder, bad_trace
 
 MOONCAKE_BLOCK = 512
@@ -144,10 +144,10 @@ def _read_recording(path: Path, block: int | None, progress: Progress | None) ->
     return found.finish()
 
 
-def _infer(path: Path, block: int | None, unit: str) -> InferredRequests:
+def _infer(path: Path, block: int | None, unit: str) -> EventTraceBuilder:
     if block is not None:
         _check_block(block, path.name)
-    return InferredRequests(path.stem, path.name, block=block, unit=unit)
+    return EventTraceBuilder(path.stem, path.name, block=block, unit=unit)
 
 
 def _check_block(block: int, where: str) -> None:

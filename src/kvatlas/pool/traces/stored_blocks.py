@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from itertools import repeat
+from typing import NamedTuple
 
 from kvatlas.pool.events import BlockHash, BlockStored
 from kvatlas.pool.traces.content_ids import ROOT, hash_after, id_of
@@ -45,6 +46,15 @@ class StoredBlock:
 BEGINNING = StoredBlock(None, ROOT, None)
 
 
+class Addition(NamedTuple):
+    """What an event has added."""
+
+    before: StoredBlock
+    last: StoredBlock
+    new: bool
+    """Whether any of its blocks was not there before."""
+
+
 class ContradictionError(ValueError):
     """An engine's events contradict each other."""
 
@@ -65,20 +75,19 @@ class StoredBlocks:
         found = self._there.get(name)
         if found is None:
             found = self._removed.get(name) or StoredBlock(name, None, None)
-            self._keep_again(found)
+            self._use(found)
         return found
 
-    def _keep_again(self, block: StoredBlock) -> None:
-        """An engine that goes on behind a block has it, and all before it."""
-        while block.name is not None and self._removed.pop(block.name, None) is not None:
-            self._there[block.name] = block
-            if block.before is None:
-                return
+    def _use(self, block: StoredBlock | None) -> None:
+        """Remember a removed block, and those before it, for as long as if it were removed now."""
+        while block is not None and block.name in self._removed:
+            self._removed.move_to_end(block.name)
             block = block.before
 
-    def store(self, event: BlockStored) -> tuple[StoredBlock, bool]:
-        """Take an event's blocks in: the last of them, and whether any was not there before."""
-        size, block, new = event.block_size, self._before(event), False
+    def store(self, event: BlockStored) -> Addition:
+        """Take an event's blocks in."""
+        before = self._before(event)
+        size, block, new = event.block_size, before, False
         adapter = event.lora_id if event.lora_name is None else event.lora_name
         keys = event.extra_keys if event.extra_keys is not None else repeat(adapter)
         for place, (name, key) in enumerate(zip(event.block_hashes, keys, strict=False)):
@@ -96,7 +105,7 @@ class StoredBlocks:
             self._there[name] = block = known
         if len(self._there) > MOST_BLOCKS:
             raise ContradictionError(f"more than {MOST_BLOCKS:,} blocks that were never removed")
-        return block, new
+        return Addition(before, block, new)
 
     def remove(self, names: list[BlockHash]) -> None:
         """These can be found no more. What an engine removes may never have been seen."""

@@ -1,79 +1,32 @@
-"""Requests inferred from an engine's events, which tell of the blocks that were stored.
+"""A trace from events: batch after batch in, requests in the order of their coming out.
 
-A request's prompt is what its first blocks are behind, and these. What is stored behind its last
-block goes on with it, if that is soon: more of the prompt at once, or more of the answer block
-by block. Whatever else is stored belongs to another request. A prompt is known by its whole
-blocks; one more token is assumed behind them, since a prompt's last is always computed.
+A prompt is known by its whole blocks. One more token is assumed behind them, since a prompt's
+last token is always computed: else its last block could not be found.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from kvatlas.planning import FULL_KINDS
 from kvatlas.pool.events import (
     MEDIUM,
     AllBlocksCleared,
     BlockEvent,
-    BlockHash,
     BlockRemoved,
     BlockStored,
     EventBatch,
 )
-from kvatlas.pool.traces.stored_blocks import ContradictionError, StoredBlock, StoredBlocks
+from kvatlas.pool.traces.engine_requests import PAUSE, SLOWEST, EngineRequests, InferredRequest
+from kvatlas.pool.traces.stored_blocks import ContradictionError
 from kvatlas.pool.traces.trace import Trace, TraceBuilder, Unseen, bad_trace
 
-PAUSE = 2.0
-"""Seconds after which what is stored behind a prompt is no more of it, but another request's."""
-FASTEST, SLOWEST = 500.0, 4.0
-"""Tokens a second of an answer: one block that is quicker is of a prompt, one that is slower of
-another request."""
 MOST_OPEN = 10_000
 """Requests that may still go on at a time; the first of more are taken to be done."""
 
 
-@dataclass(slots=True, eq=False)
-class _Request:
-    engine: _Engine
-    line: int
-    came: float
-    prompt: StoredBlock
-    """The last block of the prompt."""
-    last: StoredBlock
-    """The last block, of the answer perhaps."""
-    stored: float
-    """When that was stored."""
-    tokens: int
-    """Tokens that it stored."""
-    found: bool
-    """Whether all its blocks so far were there before."""
-    answer: int = 0
-
-
-class _Engine:
-    """One data-parallel rank: its cache, and requests by the last block that they stored."""
-
-    def __init__(self) -> None:
-        self.blocks = StoredBlocks()
-        self.open: dict[BlockHash | None, list[_Request]] = {}
-        self.now = 0.0
-
-    def end(self, request: _Request) -> None:
-        """Nothing goes on with this request."""
-        others = self.open[request.last.name]
-        others.remove(request)
-        if not others:
-            del self.open[request.last.name]
-
-    def go_on(self, request: _Request, last: StoredBlock) -> None:
-        """A request's last block is now this one."""
-        self.end(request)
-        request.last, request.stored = last, self.now
-        self.open.setdefault(last.name, []).append(request)
-
-
-class InferredRequests:
+class EventTraceBuilder:
     """Batch after batch of events in, a trace out."""
 
     def __init__(self, name: str, file: str, *, block: int | None, unit: str) -> None:
@@ -82,8 +35,8 @@ class InferredRequests:
         """The group that is looked at: the first that keeps every token."""
         self._builder = TraceBuilder(name, block or 0, unit)
         self._builder.begin(file)
-        self._engines: dict[int | None, _Engine] = {}
-        self._waiting: deque[_Request] = deque()
+        self._engines: dict[int | None, EngineRequests] = {}
+        self._waiting: deque[InferredRequest] = deque()
         """Requests that may still go on, and those that came behind them."""
         self._begun: float | None = None
         self._now = 0.0
@@ -93,7 +46,7 @@ class InferredRequests:
         """The next batch of a file; `gap` where some before it are missing."""
         where = f"{self._file}, {self._unit} {line}"
         self._begun = batch.ts if self._begun is None else self._begun
-        engine = self._engines.setdefault(batch.data_parallel_rank, _Engine())
+        engine = self._engines.setdefault(batch.data_parallel_rank, EngineRequests())
         # A clock that was set back stands still until it has caught up.
         engine.now = max(engine.now, batch.ts - self._begun)
         self._now = max(self._now, engine.now)
@@ -117,7 +70,7 @@ class InferredRequests:
 
     # -- events -------------------------------------------------------------------------
 
-    def _take_event(self, line: int, where: str, engine: _Engine, event: BlockEvent) -> None:
+    def _take_event(self, line: int, where: str, engine: EngineRequests, event: BlockEvent) -> None:
         if isinstance(event, AllBlocksCleared):
             engine.blocks.clear()
         elif event.medium not in (None, MEDIUM):
@@ -148,53 +101,14 @@ class InferredRequests:
             raise bad_trace(where, "the first group does not keep every token", got, hint)
         return True
 
-    def _stored(self, line: int, where: str, engine: _Engine, event: BlockStored) -> None:
+    def _stored(self, line: int, where: str, engine: EngineRequests, event: BlockStored) -> None:
         try:
-            last, new = engine.blocks.store(event)
+            request = engine.store(line, event)
         except ContradictionError as problem:
             hint = "Record one engine a file, or each rank by its number"
             raise bad_trace(where, "the events contradict each other", problem, hint) from None
-        if self._goes_on(engine, event, last, new=new):
-            return
-        request = _Request(
-            engine, line, engine.now, last, last, engine.now, len(event.token_ids), not new
-        )
-        engine.open.setdefault(last.name, []).append(request)
-        self._waiting.append(request)
-
-    def _goes_on(
-        self, engine: _Engine, event: BlockStored, last: StoredBlock, *, new: bool
-    ) -> bool:
-        """Whether an event is of a request that is known, which then goes on."""
-        tokens, one = len(event.token_ids), len(event.block_hashes) == 1
-        if event.parent_block_hash is None:
-            return not new and self._waits(engine, last)
-        for request in engine.open.get(event.parent_block_hash, ()):
-            waited = engine.now - request.stored
-            prompt = not request.answer and waited <= PAUSE
-            prompt &= not one or waited <= tokens / FASTEST
-            if prompt:
-                request.prompt = last
-            elif one and waited <= tokens / SLOWEST:
-                request.answer += tokens
-            else:
-                continue
-            request.found &= not new
-            request.tokens += tokens
-            engine.go_on(request, last)
-            return True
-        return False
-
-    def _waits(self, engine: _Engine, last: StoredBlock) -> bool:
-        """Whether a request says again what it found: vLLM's do while they wait for room.
-
-        Those do so of which all blocks are reported, found ones too.
-        """
-        for request in engine.open.get(last.name, ()):
-            if request.found and request.stored < engine.now <= request.stored + PAUSE:
-                engine.go_on(request, last)
-                return True
-        return False
+        if request is not None:
+            self._waiting.append(request)
 
     # -- requests -----------------------------------------------------------------------
 
@@ -210,7 +124,7 @@ class InferredRequests:
             request.engine.end(request)
             self._write(request)
 
-    def _write(self, request: _Request) -> None:
+    def _write(self, request: InferredRequest) -> None:
         if request.prompt.content is None:
             unseen = self._unseen
             self._unseen = replace(
