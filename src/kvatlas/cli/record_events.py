@@ -62,8 +62,9 @@ def events(
             raise AtlasError(Code.DEADLINE, "No batch of events came", got=endpoint, hint=hint)
     facts = {name: getattr(recording, name) for name in ("batches", "events", "gaps", "bytes")}
     said = f"{recording.batches:,} batches, {recording.events:,} events, {recording.bytes:,} bytes"
-    lost = f"Batches are missing at {recording.gaps:,} places, before the first perhaps. "
-    lost += "--replay asks for them again, of an engine that keeps some."
+    places = "1 place" if recording.gaps == 1 else f"{recording.gaps:,} places"
+    lost = f"Batches are missing at {places}, before the first perhaps. --replay asks for them "
+    lost += "again, of an engine that keeps some."
     answer(as_json, facts, Text(said), *notes([lost] if recording.gaps else []))
 
 

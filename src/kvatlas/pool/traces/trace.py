@@ -54,7 +54,8 @@ class Unseen:
                 "they begin with blocks that were stored before the recording, or in a gap."
             )
         if self.gaps:
-            told.append(f"Batches of events are missing at {self.gaps:,} places.")
+            places = "1 place" if self.gaps == 1 else f"{self.gaps:,} places"
+            told.append(f"Batches of events are missing at {places}.")
         if self.ranks > 1:
             told.append(
                 f"{self.ranks} data-parallel ranks had a cache each; here all requests share one."
