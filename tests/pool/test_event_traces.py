@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -44,10 +45,10 @@ def stored(
     return BlockStored(list(names), parent, tokens, block, **fields)
 
 
-def inferred(*batches: tuple[float, list[BlockEvent]], **options: Any) -> Trace:
-    found = EventTraceBuilder("mine", "mine.events", **{"block": None, "unit": "batch"} | options)
+def inferred(*batches: tuple[float, Sequence[BlockEvent]]) -> Trace:
+    found = EventTraceBuilder("mine", "mine.events", block=None, unit="batch")
     for number, (time, events) in enumerate(batches, 1):
-        found.take(number, EventBatch(time, events))
+        found.take(number, EventBatch(time, list(events)))
     return found.finish()
 
 
@@ -270,8 +271,8 @@ def test_what_was_removed_is_known_while_an_engine_goes_on_behind_it(
     monkeypatch.setattr(stored_blocks, "REMEMBERED", 4)
     batches: list[tuple[float, list[BlockEvent]]] = [(0, [stored([1, 2]), BlockRemoved([1, 2])])]
     for n in range(1, 50):  # what is used stays, however much else is removed
-        leaves = [stored([100 + n], 2), BlockRemoved([100 + n]), BlockRemoved([2, 1])]
-        batches.append((n * 100.0, [*leaves[:2], *(leaves[2:] if n % 2 else [])]))
+        removed = BlockRemoved([2, 1, 100 + n] if n % 2 else [100 + n])
+        batches.append((n * 100.0, [stored([100 + n], 2), removed]))
     trace = inferred(*batches)
     assert trace.unseen == Unseen()
     assert [len(ids) for _, ids, _ in requests(trace)] == [2] + [3] * 49
@@ -285,7 +286,7 @@ def test_memory_is_what_the_engine_has(monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (0.0, 100.0):  # without times, too
         found = EventTraceBuilder("long", "long.events", block=None, unit="batch")
         for n in range(2000):
-            events = [stored([3 * n, 3 * n + 1, 3 * n + 2])]
+            events: list[BlockEvent] = [stored([3 * n, 3 * n + 1, 3 * n + 2])]
             events += [BlockRemoved([*range(3 * n - 60, 3 * n - 57)])] if n >= 20 else []
             found.take(n + 1, EventBatch(n * step, events))
         engine = found._engines[None]
@@ -388,7 +389,7 @@ def test_events_that_lie_are_refused_with_their_line(tmp_path: Path) -> None:
         path = tmp_path / f"{number}.jsonl"
         line = lie if isinstance(lie, bytes) else msgspec.json.encode(lie)
         path.write_bytes(msgspec.json.encode(good) + b"\n" + line)
-        told = refused(lambda path=path: read_trace(path))
+        told = refused(partial(read_trace, path))
         assert f"{path.name}, {words}" in told, (lie, told)
     path.write_bytes(msgspec.json.encode(good))
     assert "no such block size" in refused(lambda: read_trace(path, block=0))

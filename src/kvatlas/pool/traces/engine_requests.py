@@ -84,7 +84,7 @@ class EngineRequests:
         """The request that an event is of, and whether it is of its answer."""
         if event.parent_block_hash is None:
             waiting = None if added.new else self._waiting_for_room(added.last)
-            return waiting and (waiting, False)
+            return None if waiting is None else (waiting, False)
         tokens, one = len(event.token_ids), len(event.block_hashes) == 1
         quick = min(PAUSE, tokens / FASTEST) if one else PAUSE
         for request in self._open.get(event.parent_block_hash, ()):
@@ -94,7 +94,7 @@ class EngineRequests:
             if one and waited <= tokens / SLOWEST:
                 return request, True
         pieces = self._in_pieces(added.before)
-        return pieces and (pieces, self.now - pieces.stored > quick)
+        return None if pieces is None else (pieces, self.now - pieces.stored > quick)
 
     def _waiting_for_room(self, last: StoredBlock) -> InferredRequest | None:
         """The request that says again what it has found.

@@ -80,7 +80,7 @@ class StoredBlocks:
 
     def _use(self, block: StoredBlock | None) -> None:
         """Remember a removed block, and those before it, for as long as if it were removed now."""
-        while block is not None and block.name in self._removed:
+        while block is not None and block.name is not None and block.name in self._removed:
             self._removed.move_to_end(block.name)
             block = block.before
 
