@@ -155,10 +155,11 @@ def test_a_recorded_trace_is_found_again_as_the_prompts_were(tmp_path: Path) -> 
     logged.write_bytes(b"\n".join(lines))
     one, two = read_trace(path), read_trace(logged, block=BLOCK)
     assert len(one) == len(two) < 60
-    for name in ("dense", "sliding", "hybrid"):
+    for name, block in (("dense", 16), ("dense", 48), ("sliding", 16), ("hybrid", 16)):
         for blocks in (40, 90, 4000):
-            plan = small_plan(name, blocks, max_len=128)
+            plan = small_plan(name, blocks, max_len=128, block_size=block)
             rates = [simulate(plan, trace, checkpoints="every-block") for trace in (one, two)]
+            assert rates[0].block % BLOCK == 0
             assert rates[0].found == rates[1].found, (name, blocks)
             assert rates[0].evictions == rates[1].evictions, (name, blocks)
 

@@ -7,6 +7,7 @@ wrote it. Hashes that are bytes are base64 in JSON.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
 import msgspec
@@ -14,6 +15,8 @@ import msgspec
 from kvatlas.pool.events import BlockEvent, EventBatch
 from kvatlas.pool.traces.trace import bad_trace
 
+_ARRAY = re.compile(rb"\s*\[\s*[-\d]")
+"""How a batch begins: with its time."""
 _TAGS = ("BlockStored", "BlockRemoved", "AllBlocksCleared")
 
 
@@ -38,7 +41,7 @@ def is_event_line(line: bytes) -> bool:
     >>> is_event_line(b'[1.5, [], 0]'), is_event_line(b'{"token_ids": [1]}')
     (True, False)
     """
-    if line.lstrip()[:1] == b"[":
+    if _ARRAY.match(line):
         return True
     try:
         found = _STAMPED.decode(line)
@@ -50,7 +53,7 @@ def is_event_line(line: bytes) -> bool:
 def batch_of_line(where: str, line: bytes) -> EventBatch:
     """The batch of a line, checked."""
     try:
-        if line.lstrip()[:1] == b"[":
+        if _ARRAY.match(line):
             return _BATCH.decode(line)
         found = _STAMPED.decode(line)
         events = _EVENTS.decode(found.events) if found.events else [_EVENT.decode(line)]

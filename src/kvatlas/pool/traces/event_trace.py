@@ -22,7 +22,7 @@ from kvatlas.pool.traces.engine_requests import PAUSE, SLOWEST, EngineRequests, 
 from kvatlas.pool.traces.stored_blocks import ContradictionError
 from kvatlas.pool.traces.trace import Trace, TraceBuilder, Unseen, bad_trace
 
-MOST_OPEN = 10_000
+MOST_OPEN = 100_000
 """Requests that may still go on at a time; the first of more are taken to be done."""
 
 

@@ -88,7 +88,7 @@ def read_trace(
         if path.is_dir() or path.suffix == ".json":
             files = sorted(path.glob("*.json")) if path.is_dir() else [path]
             return _read_conversations(path.name, files, progress)
-        if is_recording(path):
+        if path.is_file() and is_recording(path):  # of a pipe nothing is read twice
             return _read_recording(path, block, progress)
         return _read_lines(path, block, progress)
     except OSError as problem:
