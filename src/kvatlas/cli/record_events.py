@@ -55,9 +55,12 @@ def events(
         with EventRecording(output) as recording, _stopping() as stopped:
             if not as_json:
                 typer.echo(f"Recording {plain(endpoint)} to {plain(output)}. Ctrl-C ends it.")
-            _record(subscriber, recording, stopped, seconds, batches)
+            try:
+                _record(subscriber, recording, stopped, seconds, batches)
+            finally:
+                if not recording.batches:
+                    output.unlink()
         if not recording.batches:
-            output.unlink()
             hint = "Is the engine busy, and were its events turned on?"
             raise AtlasError(Code.DEADLINE, "No batch of events came", got=endpoint, hint=hint)
     facts = {name: getattr(recording, name) for name in ("batches", "events", "gaps", "bytes")}

@@ -22,7 +22,7 @@ from kvatlas.pool.simulation import (
     choose,
     simulate,
 )
-from kvatlas.pool.traces import Trace, read_trace
+from kvatlas.pool.traces import Trace, Unseen, read_trace
 
 __all__ = [
     "CHECKPOINTS",
@@ -49,6 +49,7 @@ __all__ = [
     "Reservation",
     "Trace",
     "TriedPlan",
+    "Unseen",
     "active_parameters",
     "checkpoint_policy",
     "choose",

@@ -111,6 +111,8 @@ class EngineRequests:
 
         Pools of ours say what is new alone: a request is in pieces where some of it was there.
         """
+        if before.content is None:
+            return None
         block = before.before  # behind its last block it would have gone on
         while block is not None:
             for request in self._open.get(block.name, ()):

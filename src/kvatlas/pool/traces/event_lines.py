@@ -24,7 +24,7 @@ class _Stamped(msgspec.Struct):
     """What a line has beside its event, or instead of it."""
 
     ts: float = 0.0
-    data_parallel_rank: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    data_parallel_rank: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] | None = None
     events: msgspec.Raw = msgspec.Raw(b"")
     type: str = ""
 
