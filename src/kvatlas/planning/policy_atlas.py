@@ -83,7 +83,7 @@ def plan_atlas(request: PlanRequest) -> Plan:
         )
     draft = PlanDraft(tuple(_pools(layers, layout)), size, orders)
     if request.layout is None:
-        theirs = Yardstick(request, layers)
+        theirs = Yardstick(request, layers)  # no state inflates vLLM's block: it is this one
         if theirs.draft and not theirs.share(draft).keeps_promise:
             draft = theirs.draft
     return make_plan(request, draft, policy="atlas")
@@ -133,7 +133,6 @@ class Yardstick:
     """The plan of vLLM, which no other may fall behind."""
 
     def __init__(self, request: PlanRequest, layers: list[SizedLayer] | None = None) -> None:
-        """`layers` at the block that kernels take, where no state inflates it."""
         self.request = request
         self.refusal: AtlasError | None = None
         self.draft: PlanDraft | None = None
