@@ -43,7 +43,7 @@ wait();
 REST = """
 const [place, done] = arguments;
 stopMotion();
-byId(place).scrollIntoView({ block: "center" });
+byId(place).scrollIntoView();
 requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done, 60)));
 """
 ARM = """
