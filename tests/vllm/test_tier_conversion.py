@@ -32,7 +32,7 @@ from kvatlas.wire import Memory, copy_request
 from tests.vllm.shapes import Config, FullAttentionSpec, Group, vllm_config
 from tests.vllm.test_prefix_tier import LAYERS, MEMORY, TOKENS, EngineWithTier, asking
 
-OWN_SCALES = {name: (0.5, 0.25) for name in LAYERS[0]}
+OWN_SCALES = dict.fromkeys(LAYERS[0], (0.5, 0.25))
 
 
 class Mode(Enum):
