@@ -116,13 +116,12 @@ def converted(src: ConvertingEngine, dst: ConvertingEngine, *ends: list[int], to
 def test_an_engine_reads_what_others_have_stored_in_their_cache_dtype(
     kind: str, tmp_path: Path
 ) -> None:
-    for number, (stored, own, settings) in enumerate(
-        (
-            ("bf16", "fp8", {"convert": "bf16->fp8"}),
-            ("fp8", "bf16", {"convert": "fp8->bf16", "convert_scales": 0.5}),
-            ("fp32", "fp16", {"convert": "fp32->fp16"}),
-        )
-    ):
+    cases: list[tuple[str, str, dict[str, Any]]] = [
+        ("bf16", "fp8", {"convert": "bf16->fp8"}),
+        ("fp8", "bf16", {"convert": "fp8->bf16", "convert_scales": 0.5}),
+        ("fp32", "fp16", {"convert": "fp32->fp16"}),
+    ]
+    for number, (stored, own, settings) in enumerate(cases):
         where = f"{tmp_path}/{number}" if kind == "file" else f"folder://{tmp_path}/{number}"
         table, tokens = [3, 9, 1, 7, 5], TOKENS[:300]
         first = ConvertingEngine(where, stored)
@@ -157,11 +156,12 @@ def test_a_file_that_is_not_there_yet_is_made_for_the_engines_that_store(tmp_pat
 def test_a_conversion_that_the_tier_does_not_need_or_know_is_refused(tmp_path: Path) -> None:
     where = str(tmp_path / "tier")
     ConvertingEngine(where, "fp8").close()
-    for kept, settings, code in (
+    refused: list[tuple[str, dict[str, Any], Code]] = [
         ("fp8", {"convert": "bf16->fp8"}, Code.BAD_CONVERSION),
         ("bf16", {"convert": "fp16->bf16"}, Code.BAD_CONVERSION),
         ("bf16", {"convert": "fp8->bf16"}, Code.MISSING_SCALES),
-    ):
+    ]
+    for kept, settings, code in refused:
         with pytest.raises(AtlasError) as refusal:
             ConvertingEngine(where, kept, **settings)
         assert refusal.value.code is code, settings

@@ -105,7 +105,7 @@ def open_store_tier(
 
 
 def other_rows(
-    model: Model | Plan,
+    model: Model | Plan | str,
     convert: Converting,
     *,
     block_size: int = BLOCK,

@@ -90,8 +90,8 @@ def _check_stored(stored: Plan, own: Plan, convert: Converting | None) -> None:
             got=convert.name,
             hint="Leave convert out of kv_connector_extra_config",
         )
-    about = {"src_scales": convert.src_scales, "dst_scales": convert.dst_scales}
-    route(stored, own, convert=convert.name, **about)
+    theirs, mine = convert.src_scales, convert.dst_scales
+    route(stored, own, convert=convert.name, src_scales=theirs, dst_scales=mine)
 
 
 def _planned(model: Model, memory: str, own: Plan) -> Plan:

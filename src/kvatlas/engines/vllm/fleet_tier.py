@@ -66,7 +66,7 @@ def find_fleet_tier(settings: ConnectorSettings, rows: bytes, identity: bytes) -
                 stages=options.stages,
                 staging=0,
                 deadline=settings.lookup_seconds,
-                other=convert and other_rows(own, convert, max_len=own.max_len),
+                other=None if convert is None else other_rows(own, convert, max_len=own.max_len),
             )
         except AtlasError as refusal:
             _check_unreachable(refusal)
