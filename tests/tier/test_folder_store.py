@@ -275,7 +275,7 @@ def test_the_count_of_a_tenant_goes_with_its_last_object(tmp_path: Path) -> None
     assert store.sweep() == 0
     assert set(counts()) == left
     (tmp_path / ".used-t99").write_bytes(bytes(8))
-    FolderStore(tmp_path)
+    FolderStore(tmp_path, quota=500)
     assert set(counts()) == left
 
 

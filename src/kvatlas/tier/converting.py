@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from types import MappingProxyType
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
@@ -46,8 +45,7 @@ class Converting:
 
 def _frozen(scales: Scales) -> Scales:
     if isinstance(scales, Mapping):
-        pairs = {name: tuple(v) if isinstance(v, list) else v for name, v in scales.items()}
-        return MappingProxyType(pairs)
+        return {name: tuple(v) if isinstance(v, list) else v for name, v in scales.items()}
     return scales
 
 

@@ -49,7 +49,8 @@ class FolderRoom:
         if capacity:
             with self.ledger.held() as ledger:
                 ledger.used = self._counted(root)
-        self.forget_empty_tenants()
+        if quota:
+            self.forget_empty_tenants()
 
     @property
     def bounded(self) -> bool:
@@ -76,16 +77,10 @@ class FolderRoom:
 
     def forget_empty_tenants(self) -> None:
         """Remove the counts of tenants that have nothing."""
+        above = [path for path in self._root.iterdir() if path.is_dir()]
         for path in self._root.glob(f"{_OF_TENANT}*"):
-            self._forget_if_empty(path.name.removeprefix(_OF_TENANT))
-
-    def _forget_if_empty(self, tenant: str) -> None:
-        """Remove the count of a tenant, by the last word of its names, that has nothing."""
-
-        def has_something() -> bool:
-            return any((above / tenant).exists() for above in self._root.iterdir())
-
-        FolderLedger(self._root / (_OF_TENANT + tenant)).remove_unless(has_something)
+            tenant = path.name.removeprefix(_OF_TENANT)
+            _forget_if_empty(FolderLedger(path), [one / tenant for one in above])
 
     def create(self, path: Path, size: int) -> int | None:
         """A new file of a size, open to be written; None where no room can be made for it."""
@@ -117,13 +112,13 @@ class FolderRoom:
     def remove_all(self, paths: Iterable[Path]) -> list[int]:
         """Remove files; the bytes of each that are counted no more."""
         freed: list[int] = []
-        tenants: set[str] = set()
+        tenants: dict[Path, FolderLedger] = {}
         for path in paths:
             bounds = self._bounds(path)
             freed.append(self._remove_counted(path, bounds))
-            tenants |= {bound.path.name for bound in bounds if bound.path != self._root}
-        for tenant in tenants:
-            self._forget_if_empty(tenant)
+            tenants |= {one.path: one.ledger for one in bounds if one.path != self._root}
+        for folder, ledger in tenants.items():
+            _forget_if_empty(ledger, [folder])
         return freed
 
     def _remove_counted(self, path: Path, bounds: Iterable[BoundedFolder]) -> int:
@@ -196,6 +191,16 @@ class FolderRoom:
     def _unfinished(self, folder: Path) -> Iterator[Path]:
         for where, _, files in os.walk(folder):
             yield from (Path(where, one) for one in files if one.endswith(UNFINISHED))
+
+
+def _forget_if_empty(ledger: FolderLedger, folders: Sequence[Path]) -> None:
+    """Remove the count of a tenant that has none of some folders: they go with its objects."""
+
+    def has_some() -> bool:
+        return any(folder.exists() for folder in folders)
+
+    if not has_some():
+        ledger.remove_unless(has_some)
 
 
 def is_object(path: Path) -> bool:
