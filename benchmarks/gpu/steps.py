@@ -15,18 +15,17 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.gpu import tables
+from benchmarks.gpu.step_times import StepTimes
 from kvatlas.engines.transformers import AtlasCache, DecodeGraph
 
 SIZES = ((16, 2_048), (16, 16_384), (1, 4_096))
 """Sequences, and tokens that each has in the cache."""
-BAR = 1.25
-"""A captured step, as so many times its kernels, at most."""
 _STEPS = 8
 _TURNS = 5
 _CONFIG: dict[str, Any] = {
@@ -39,25 +38,6 @@ _CONFIG: dict[str, Any] = {
     "max_position_embeddings": 32_768,
     "dtype": "bfloat16",
 }
-
-
-class StepTimes(NamedTuple):
-    """Milliseconds of a step, by the cache and the attention."""
-
-    sequences: int
-    tokens: int
-    own: float
-    gathered: float
-    pages: float
-    graph: float
-    kernels: float
-
-    def row(self) -> list[str]:
-        """As a row of the table."""
-        times = [f"{n:.2f}" for n in self[2:]]
-        share = self.graph / self.kernels
-        verdicts = ["ok" if share <= BAR else "over", "ok" if self.gathered <= self.own else "over"]
-        return [f"{self.sequences} x {self.tokens:,}", *times, f"{share:.2f}x", *verdicts]
 
 
 def model() -> Any:

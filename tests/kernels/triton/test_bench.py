@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
 with patch.dict(os.environ, KVATLAS_BENCH_DEVICE="cpu"):
-    from benchmarks.gpu import attention, exact, run
+    from benchmarks.gpu import attention, exact, report
     from benchmarks.gpu.cells import Case, Cell, Measured
 
 from kvatlas import kernels  # noqa: E402
@@ -115,9 +115,9 @@ def test_one_state_of_many_is_missed_in_no_sequence() -> None:
 def test_orders_that_lie_apart_are_told() -> None:
     cells = [Cell("decode", str(i), lambda _: None, apart=0.05) for i in range(2)]  # type: ignore[arg-type,return-value]
     figures = [Measured(cell, 100.0 - 4 * i, 1.0, 0.0, True) for i, cell in enumerate(cells)]
-    (near,) = run.apart(figures)
+    (near,) = report.apart(figures)
     assert (near.verdict, round(near.share or 0, 3)) == ("ok", 0.04)
-    (far,) = run.apart([figures[0], figures[1]._replace(figure=90.0)])
+    (far,) = report.apart([figures[0], figures[1]._replace(figure=90.0)])
     assert far.verdict == "below"
-    (wrong,) = run.apart([figures[0], figures[1]._replace(right=False)])
+    (wrong,) = report.apart([figures[0], figures[1]._replace(right=False)])
     assert wrong.verdict == "skipped"
