@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from benchmarks.gpu import tables
 
@@ -68,6 +68,13 @@ class Compared(NamedTuple):
         return [", ".join(self.cell), *values, change, "slower" if self.slower else ""]
 
 
+class Answers(Protocol):
+    """Builds and times the cells of a tree."""
+
+    def ask(self, *request: Any) -> dict[str, Any]:
+        """The answer to a request of `turns.Side`: a value, or a problem."""
+
+
 class Tree:
     """A process that times the cells of a tree."""
 
@@ -93,7 +100,7 @@ class Tree:
         self._process.communicate()
 
 
-def compare(trees: tuple[Tree, Tree], cell: Key, rounds: int = ROUNDS) -> Compared:
+def compare(trees: tuple[Answers, Answers], cell: Key, rounds: int = ROUNDS) -> Compared:
     """One cell in both trees, by turns."""
     problems = [_built(tree, cell) for tree in trees]
     taken: tuple[list[float], list[float]] = ([], [])
@@ -109,7 +116,7 @@ def compare(trees: tuple[Tree, Tree], cell: Key, rounds: int = ROUNDS) -> Compar
     return Compared(cell, old, new)
 
 
-def _built(tree: Tree, cell: Key) -> str:
+def _built(tree: Answers, cell: Key) -> str:
     """Why a cell cannot be timed, if so."""
     answer = tree.ask("build", *cell)
     return answer.get("problem", "") or ("" if answer["value"] else "WRONG")

@@ -13,7 +13,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -56,8 +56,9 @@ class Failed(NamedTuple):
     problem: str
 
 
-def compile_only(claims: Claims) -> None:
-    """From now on, in this process, calls of kernels compile and launch nothing."""
+@contextmanager
+def compiling_only(claims: Claims) -> Iterator[None]:
+    """Meanwhile, in this process, calls of kernels compile and launch nothing."""
     run, compiled = jit.JITFunction.run, jit.JITFunction._do_compile
 
     def run_without_launch(self: Any, *given: Any, warmup: bool, **more: Any) -> Any:  # noqa: ARG001
@@ -67,8 +68,11 @@ def compile_only(claims: Claims) -> None:
         name = f"{self.fn.__module__}.{self.fn.__qualname__} {key}"
         return compiled(self, key, *more) if claims.take(name) else None
 
-    patch.object(jit.JITFunction, "run", run_without_launch).start()
-    patch.object(jit.JITFunction, "_do_compile", compile_once).start()
+    with (
+        patch.object(jit.JITFunction, "run", run_without_launch),
+        patch.object(jit.JITFunction, "_do_compile", compile_once),
+    ):
+        yield
 
 
 def compile_cell(cell: Cell, choice: dict[str, Any]) -> None:
@@ -76,10 +80,14 @@ def compile_cell(cell: Cell, choice: dict[str, Any]) -> None:
     cell.build(choice).calls[0]()
 
 
+_WHOLE_LIFE = ExitStack()
+"""Of a worker."""
+
+
 def _begin(folder: Path) -> None:
     os.environ["KVATLAS_BENCH_SMALL"] = "1"
     torch.set_num_threads(1)
-    compile_only(Claims(folder))
+    _WHOLE_LIFE.enter_context(compiling_only(Claims(folder)))
 
 
 def _do(work: Work) -> Failed | None:
