@@ -97,15 +97,19 @@ def bare_launches(act: Callable[[], Any]) -> list[Callable[[], Any]]:
     return kept
 
 
-def microseconds(act: Callable[[], Any]) -> float:
-    """The host's time for one turn, the device waited for after each."""
-    taken = []
+def microseconds(*ways: Callable[[], Any]) -> list[float]:
+    """The host's time for one turn of each way, medians: a busy host disturbs all alike.
+
+    They take turns, and the device is waited for after each.
+    """
+    taken: list[list[float]] = [[] for _ in ways]
     for _ in range(_TURNS):
-        begin = time.perf_counter()
-        act()
-        taken.append(1e6 * (time.perf_counter() - begin))
-        torch.cuda.synchronize()
-    return statistics.median(taken)
+        for act, times in zip(ways, taken, strict=True):
+            begin = time.perf_counter()
+            act()
+            times.append(1e6 * (time.perf_counter() - begin))
+            torch.cuda.synchronize()
+    return [statistics.median(times) for times in taken]
 
 
 def _allocations(act: Callable[[], Any]) -> int:
@@ -139,7 +143,7 @@ def measured(
     _forget(layers)
     step()
     one = _allocations(lambda: call(layers[0])) - returned
-    whole, bare = microseconds(step), microseconds(lambda: [act() for act in launches])
+    whole, bare = microseconds(step, lambda: [act() for act in launches])
     many = len(layers)
     return HostTime(what, whole / many, bare / many, len(launches) // many, one, most)
 
