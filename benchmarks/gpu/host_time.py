@@ -126,29 +126,39 @@ def _forget(layers: list[LayerCache]) -> None:
         layer.kept.clear()
 
 
-def measured(
-    what: str, layers: list[LayerCache], call: Callable[[LayerCache], Any], *, returned: int = 0,
-    most: int | None = None,
-) -> HostTime:  # fmt: skip
-    """A call for each of some layers, as a step of an engine makes it."""
+class HostCall(NamedTuple):
+    """A call that is made for each of some layers, as a step of an engine makes it."""
 
-    def step() -> None:
-        for layer in layers:
-            call(layer)
+    what: str
+    layers: list[LayerCache]
+    call: Callable[[LayerCache], Any]
+    returned: int = 0
+    """Allocations that are what it returns."""
+    most: int | None = None
+    """Other allocations at most, where that is a goal."""
 
-    step()
-    torch.cuda.synchronize()
-    _forget(layers)
-    launches = bare_launches(step)
-    _forget(layers)
-    step()
-    one = _allocations(lambda: call(layers[0])) - returned
-    whole, bare = microseconds(step, lambda: [act() for act in launches])
-    many = len(layers)
-    return HostTime(what, whole / many, bare / many, len(launches) // many, one, most)
+    def step(self) -> None:
+        """A call for each layer."""
+        for layer in self.layers:
+            self.call(layer)
+
+    def measured(self) -> HostTime:
+        """The host's time for one call, beside that of its launches."""
+        self.step()
+        torch.cuda.synchronize()
+        _forget(self.layers)
+        launches = bare_launches(self.step)
+        _forget(self.layers)
+        self.step()
+        allocated = _allocations(lambda: self.call(self.layers[0])) - self.returned
+        whole, bare = microseconds(self.step, lambda: [act() for act in launches])
+        many = len(self.layers)
+        return HostTime(
+            self.what, whole / many, bare / many, len(launches) // many, allocated, self.most
+        )
 
 
-def every_figure() -> list[HostTime]:
+def calls() -> list[HostCall]:
     """A step of 16 sequences of few tokens: the device is never what is waited for."""
     spec, block, sequences = FullAttention(heads=8, head_dim=128), 16, 16
     layers = layers_of(spec, "LBNHC", block=block, blocks=64, slots=_LAYERS)
@@ -165,28 +175,34 @@ def every_figure() -> list[HostTime]:
     out = torch.empty_like(q)
     slots = numbers.long() * block
     return [
-        measured(
+        HostCall(
             "attend, any batch", layers,
             lambda layer: launch.attend(layer, q, queries=one, **batch), returned=1,
         ),
-        measured(
+        HostCall(
             "attend, one query each", layers,
             lambda layer: launch.attend(layer, q, queries=one, max_queries=1, **batch), returned=1,
         ),
-        measured(
+        HostCall(
             "the same, prepared, into `out`", layers,
             lambda layer: launch.attend(
                 layer, q, max_queries=1, prepared=prepared, out=out, **batch
             ),
             most=0,
         ),
-        measured("write", layers, lambda layer: launch_write.write(layer, rows, rows, slots)),
+        HostCall("write", layers, lambda layer: launch_write.write(layer, rows, rows, slots)),
     ]  # fmt: skip
+
+
+def compile_calls() -> None:
+    """Make each call once."""
+    for one in calls():
+        one.call(one.layers[0])
 
 
 def table() -> list[HostTime]:
     """Print the table; what was measured."""
-    figures = every_figure()
+    figures = [one.measured() for one in calls()]
     columns = ("call", "us", "bare launches", "beyond", "launches", "allocations", "bar", "")
     title = f"Host time of a call, {torch.cuda.get_device_name()}, medians of {_TURNS}"
     tables.show(title, columns, [figure.row() for figure in figures], left="c")

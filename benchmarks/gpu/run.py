@@ -55,7 +55,7 @@ def works(chosen: Sequence[Part]) -> list[Work]:
     """What is compiled for them: what takes longest first."""
     cells = [cell for part in chosen for cell in part.cells]
     cells.sort(key=lambda cell: not cell.group.startswith(("decode MLA", "prefill")))
-    return [partial(compile_cell, cell, {}) for cell in cells]
+    return [partial(compile_cell, cell, {}) for cell in cells] + [host_time.compile_calls]
 
 
 def device_limits() -> dict[str, float]:
