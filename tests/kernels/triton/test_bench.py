@@ -19,6 +19,8 @@ with patch.dict(os.environ, KVATLAS_BENCH_DEVICE="cpu"):
     from benchmarks.gpu import attention, compare, compiling, exact, goals, report, writes
     from benchmarks.gpu.cells import Case, Cell, Measured
 
+from triton.runtime import jit  # noqa: E402
+
 from kvatlas import kernels  # noqa: E402
 from kvatlas.kernels.triton import attend  # noqa: E402
 from kvatlas.specs import CrossAttention, FullAttention  # noqa: E402
@@ -155,12 +157,12 @@ def test_a_kernel_is_compiled_once_and_not_launched(tmp_path: Path) -> None:
         fn = staticmethod(test_orders_that_lie_apart_are_told)
 
     def run(self: Any, key: str, *, grid: Any, warmup: bool) -> None:
-        done.append((grid, warmup, compiling.jit.JITFunction._do_compile(self, key, "signature")))
+        done.append((grid, warmup, jit.JITFunction._do_compile(self, key, "signature")))
 
     def compiled(_: Any, key: str, signature: str) -> str:
         return f"{key} {signature}"
 
-    of_jit = compiling.jit.JITFunction
+    of_jit = jit.JITFunction
     claims = [compiling.Claims(tmp_path) for _ in range(2)]
     with patch.object(of_jit, "run", run), patch.object(of_jit, "_do_compile", compiled):
         for worker in claims:
