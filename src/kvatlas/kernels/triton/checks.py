@@ -43,7 +43,7 @@ def reachable(buffer: torch.Tensor, device: torch.device) -> None:
 
 def integers(tensor: torch.Tensor, name: str, *, axes: int) -> None:
     """Refuse what is not a tensor of whole numbers with so many axes, the last contiguous."""
-    tight = tensor.ndim == axes and (tensor.shape[-1] <= 1 or tensor.stride(-1) == 1)
+    tight = tensor.ndim == axes and (tensor.stride(-1) == 1 or tensor.shape[-1] <= 1)
     if tensor.dtype not in _INTEGERS or not tight:
         raise AtlasError(
             Code.BAD_TENSOR,

@@ -25,7 +25,7 @@ from kvatlas.kernels.triton.attention.layer_launch import (
     layer_launch,
 )
 from kvatlas.kernels.triton.attention.merge_device import merge
-from kvatlas.kernels.triton.attention.schedule import Schedule, schedule
+from kvatlas.kernels.triton.attention.schedule import Schedule, scheduled
 from kvatlas.specs import Attention, LatentAttention
 
 MERGED_AT_ONCE = 2048
@@ -134,7 +134,7 @@ def _run(
         if rotated is not call.q:
             call = call._replace(q=rotated)
         if prepared is None:
-            prepared = schedule(launch.split, call.lengths, queries, starts)
+            prepared = scheduled(launch.split, call.lengths, queries, starts, launch.early)
         else:
             batches.refuse_schedule(prepared, launch.split, call.lengths.shape[0])
         _decode(call, prepared)
