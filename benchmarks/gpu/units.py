@@ -1,8 +1,8 @@
 """What bounds kernels: how busy the units of the chip are, by the counters of Nsight Compute.
 
 `python -m benchmarks.gpu.units "16 heads" "prefill of 8192 tokens, int8"` profiles a call of the
-first cell whose group and name contain each of these. A kernel is run alone here, from a chip that is not hot: where it
-is faster than in `make bench-gpu`, its clock is what differs.
+first cell whose group and name contain each of these. A kernel is run alone here, on a chip that
+is not hot: where it is faster than in `make bench-gpu`, its clock is what differs.
 """
 
 from __future__ import annotations
