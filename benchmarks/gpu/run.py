@@ -55,7 +55,7 @@ def works(chosen: Sequence[Part]) -> list[Work]:
     """What is compiled for them: what takes longest first."""
     cells = [cell for part in chosen for cell in part.cells]
     cells.sort(key=lambda cell: not cell.group.startswith(("decode MLA", "prefill")))
-    return [partial(compile_cell, cell, {}) for cell in cells] + [host_time.compile_calls]
+    return [partial(compile_cell, cell, {}) for cell in cells]
 
 
 def device_limits() -> dict[str, float]:
@@ -88,6 +88,18 @@ def page_by_page() -> dict[str, float]:
     }
 
 
+def has_transformers() -> bool:
+    """Whether its steps can be measured."""
+    return importlib.util.find_spec("transformers") is not None
+
+
+def compile_steps() -> None:
+    """Compile the kernels of steps of transformers, which a worker alone imports."""
+    from benchmarks.gpu import steps
+
+    steps.compile_steps()
+
+
 class Run:
     """A run of the benchmark: what is chosen, and what has been measured."""
 
@@ -108,6 +120,15 @@ class Run:
             for part in parts()
         )
         return [part for part in some if part.cells]
+
+    def works(self) -> list[Work]:
+        """Everything that is compiled first."""
+        others: list[Work] = []
+        if self.wants(STEPS) and has_transformers():
+            others.append(compile_steps)
+        if self.wants(HOST_TIME):
+            others.append(host_time.compile_calls)
+        return [*others, *works(self.chosen())]
 
     def title(self, what: str) -> str:
         """A table's, with the seconds since the run began."""
@@ -146,7 +167,7 @@ class Run:
 
 
 def _steps() -> list[goals.GoalRow]:
-    if importlib.util.find_spec("transformers") is None:
+    if not has_transformers():
         print("transformers is not installed: its decode steps are not measured.")
         return []
     from benchmarks.gpu import steps
@@ -171,8 +192,8 @@ def main() -> None:
     run = Run(given.only, given.all)
     chosen = run.chosen()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
+    compile_all(run.works())
     if chosen:
-        compile_all(works(chosen))
         run.limits("Limits", device_limits())
     with compiled_late() as late:
         _measure(run, chosen)
