@@ -103,6 +103,8 @@ def _do(work: Work) -> Failed | None:
 
 def compile_all(works: Sequence[Work], jobs: int | None = None) -> None:
     """Compile what each launches, side by side; those that take longest had better come first."""
+    if not works:
+        return
     begun = told = time.monotonic()
     # Workers are forked from a process that has imported everything, and has not seen the GPU.
     context = multiprocessing.get_context("forkserver")
