@@ -74,11 +74,11 @@ def call_each(cells: Iterable[Cell]) -> None:
             call()
         mark = torch.empty(_BETWEEN, device=DEVICE)
         torch.cuda.synchronize()
-        torch.cuda.profiler.start()
+        torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
         mark.fill_(1.0)
         call()
         torch.cuda.synchronize()
-        torch.cuda.profiler.stop()
+        torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
         del call
         torch.cuda.empty_cache()
 

@@ -98,9 +98,9 @@ def _write(
     checks.integers(slots, "slots", axes=1)
     count = slots.shape[0]
     # What else there is to say of rows, their launch depends on.
-    if k.shape[0] != count or k.stride(-1) != 1:
+    if k.shape[0] != count or not checks.last_is_tight(k):
         checks.rows_of(k, "k", (count, None, None))
-    if v.shape[0] != count or v.stride(-1) != 1:
+    if v.shape[0] != count or not checks.last_is_tight(v):
         checks.rows_of(v, "v", (count, None, None))
     device = checks.same_device(layer.buffer.device, k=k, v=v, slots=slots)
     if checks.debugging():
