@@ -98,9 +98,8 @@ def attend_latent(
 
 def _out(launch: LayerLaunch, q: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
     """Where rows of the output go: memory of its own, unless it is given."""
-    if not checks.last_is_tight(
-        q
-    ):  # what else there is to say of queries, their launches depend on
+    # What else there is to say of queries, their launches depend on.
+    if not checks.last_is_tight(q):
         checks.rows_of(q, "q", (None, None, None))
     tokens, heads, _ = q.shape
     shape = tokens, heads, launch.shape.out.dim
