@@ -39,8 +39,8 @@ class Compared(NamedTuple):
     def change(self) -> float | None:
         """How much faster the new tree is, as a share of the old one's speed.
 
-        >>> Compared(("decode", "LBNHC"), 1.00, 1.25).change
-        -0.2
+        >>> Compared(("decode", "LBNHC"), 1.0, 2.0).change
+        -0.5
         """
         if isinstance(self.old, str) or isinstance(self.new, str):
             return None
