@@ -11,28 +11,23 @@ import statistics
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
+from triton.runtime import jit
 
 from benchmarks.gpu import tables
 from benchmarks.gpu.cells import DEVICE, layers_of
 from kvatlas.cache import LayerCache
 from kvatlas.kernels.triton import launch_write, split_of
 from kvatlas.kernels.triton import schedule as make_schedule
-from kvatlas.kernels.triton.attention import launch, layer_launch, schedule
+from kvatlas.kernels.triton.attention import launch
 from kvatlas.specs import FullAttention
 
 BAR = 40.0
 """Microseconds beyond the bare launches, at most."""
 _LAYERS = 16
 _TURNS = 60
-_KERNELS = (
-    (layer_launch, "decode"),
-    (launch, "merge"),
-    (launch, "prefill"),
-    (schedule, "count_tiles"),
-    (launch_write, "write_rows"),
-)
 
 
 class HostTime(NamedTuple):
@@ -67,33 +62,17 @@ class HostTime(NamedTuple):
         return [self.what, *times, *counts, f"{BAR:.0f}", verdict]
 
 
-class _Recorder:
-    """Stands for a kernel, and keeps what it was launched with."""
-
-    def __init__(self, kernel: Any, kept: list[Callable[[], Any]]) -> None:
-        self._kernel, self._kept = kernel, kept
-
-    def __getitem__(self, grid: Any) -> Callable[..., Any]:
-        launched = self._kernel[grid]
-
-        def run(*arguments: Any, **options: Any) -> Any:
-            self._kept.append(lambda: launched(*arguments, **options))
-            return launched(*arguments, **options)
-
-        return run
-
-
 def bare_launches(act: Callable[[], Any]) -> list[Callable[[], Any]]:
     """The launches of a call, to be made again by themselves."""
     kept: list[Callable[[], Any]] = []
-    real = [(module, name, getattr(module, name)) for module, name in _KERNELS]
-    try:
-        for module, name, kernel in real:
-            setattr(module, name, _Recorder(kernel, kept))
+    run = jit.JITFunction.run
+
+    def keep(self: Any, *given: Any, grid: Any, warmup: bool, **more: Any) -> Any:
+        kept.append(lambda: self[grid](*given, **more))
+        return run(self, *given, grid=grid, warmup=warmup, **more)
+
+    with patch.object(jit.JITFunction, "run", keep):
         act()
-    finally:
-        for module, name, kernel in real:
-            setattr(module, name, kernel)
     return kept
 
 
@@ -120,12 +99,6 @@ def _allocations(act: Callable[[], Any]) -> int:
     return int(torch.cuda.memory_stats()[name] - before)
 
 
-def _forget(layers: list[LayerCache]) -> None:
-    """Let layers work out again which kernels they launch."""
-    for layer in layers:
-        layer.kept.clear()
-
-
 class HostCall(NamedTuple):
     """A call that is made for each of some layers, as a step of an engine makes it."""
 
@@ -145,11 +118,8 @@ class HostCall(NamedTuple):
     def measured(self) -> HostTime:
         """The host's time for one call, beside that of its launches."""
         self.step()
-        torch.cuda.synchronize()
-        _forget(self.layers)
         launches = bare_launches(self.step)
-        _forget(self.layers)
-        self.step()
+        torch.cuda.synchronize()
         allocated = _allocations(lambda: self.call(self.layers[0])) - self.returned
         whole, bare = microseconds(self.step, lambda: [act() for act in launches])
         many = len(self.layers)

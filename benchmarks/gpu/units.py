@@ -90,16 +90,16 @@ def kernels(lines: Iterable[str]) -> Iterator[Profiled]:
     >>> head += '"sm__a.avg.pct_of_peak_sustained_elapsed","b"'
     >>> rows = ["==PROF== x", head, '"","","us","Ghz","%",""', '"0","decode","3.5","1.75","61",""']
     >>> list(kernels(rows))
-    [Profiled(kernel='decode', microseconds=3.5, megahertz=1750.0, units={'sm__a.avg': 61.0})]
+    [Profiled(kernel='decode', microseconds=3.5, megahertz=1750.0, units={'sm__a': 61.0})]
     """
     table = [line for line in lines if line.startswith('"')]
     rows = csv.DictReader(table)
     units = next(rows, {})
     for row in rows:
         shares = {
-            re.sub(r"\.pct_of_peak.*", "", name): float(value.replace(",", ""))
+            name.partition(".")[0]: _number(value)
             for name, value in row.items()
-            if _SHARE in name and re.fullmatch(r"[\d.,]+", value or "")
+            if f".avg.{_SHARE}" in name and re.fullmatch(r"[\d.,]+", value or "")
         }
         yield Profiled(
             row["Kernel Name"],

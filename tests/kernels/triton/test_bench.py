@@ -16,7 +16,9 @@ pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
 with patch.dict(os.environ, KVATLAS_BENCH_DEVICE="cpu"):
-    from benchmarks.gpu import attention, compare, compiling, exact, goals, report, writes
+    from benchmarks.gpu import (
+        attention, compare, compiling, exact, goals, host_time, report, writes,
+    )  # fmt: skip
     from benchmarks.gpu.cells import Case, Cell, Measured
 
 from triton.runtime import jit  # noqa: E402
@@ -194,3 +196,23 @@ def test_trees_are_timed_by_turns_and_what_is_wrong_is_not_timed() -> None:
     old.times = [1.0, 1.0, 1.0]
     found = compare.compare((old, wrong), ("decode", "LBNHC"))
     assert (found.old, found.new, found.slower) == (1.0, "WRONG", True)
+
+
+def test_whatever_a_call_launches_is_launched_again_by_itself() -> None:
+    launched: list[Any] = []
+
+    def run(self: Any, *given: Any, grid: Any, warmup: bool, **more: Any) -> None:
+        launched.append((self, given, grid, warmup, more))
+
+    kernels_of_call = [jit.JITFunction.__new__(jit.JITFunction) for _ in range(2)]
+
+    def call() -> None:
+        for number, kernel in enumerate(kernels_of_call):
+            kernel[(7, number)](number, tile=16)
+
+    with patch.object(jit.JITFunction, "run", run):
+        again = host_time.bare_launches(call)
+        assert len(again) == len(launched) == 2
+        for act in again:
+            act()
+    assert launched[:2] == launched[2:]
