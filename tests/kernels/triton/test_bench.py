@@ -17,8 +17,15 @@ torch = pytest.importorskip("torch")
 
 with patch.dict(os.environ, KVATLAS_BENCH_DEVICE="cpu"):
     from benchmarks.gpu import (
-        attention, compare, compiling, exact, goals, host_time, report, writes,
-    )  # fmt: skip
+        attention,
+        compare,
+        compiling,
+        exact,
+        goals,
+        host_time,
+        report,
+        writes,
+    )
     from benchmarks.gpu.cells import Case, Cell, Measured
 
 from triton.runtime import jit  # noqa: E402
