@@ -27,7 +27,7 @@ from kvatlas.engines.transformers import AtlasCache, DecodeGraph
 SIZES = ((16, 2_048), (16, 16_384), (1, 4_096))
 """Sequences, and tokens that each has in the cache."""
 _STEPS = 8
-_TURNS = 5
+_TURNS = 3
 _CONFIG: dict[str, Any] = {
     "vocab_size": 32_000,
     "hidden_size": 4_096,
