@@ -65,6 +65,66 @@ def four_bits(values):
     return (tl.minimum(tl.maximum(values, 0.0), 15.0) + 0.5).to(tl.int32)
 
 
+def _packed(kind: str, make: str = "mov.b32 n{0}, ${1};\n") -> str:
+    """PTX for a word of eight numbers of 4 bits, made of what is given and clamped: u4 or s4."""
+    made = "".join(make.format(i, i + 1) for i in range(8))
+    pack = f"cvt.pack.sat.{kind}.s32.b32 word"
+    packed = "".join(f"{pack}, n{i + 1}, n{i}, word;\n" for i in (6, 4, 2, 0))
+    return f"""
+    {{
+        .reg .b32 n<8>, word;
+        .reg .f32 x<8>;
+        mov.b32 word, 0;
+        {made}{packed}
+        mov.b32 $0, word;
+    }}
+    """
+
+
+_EIGHT_CODES = tl.constexpr(_packed("u4"))
+_EIGHT_SIGNED = tl.constexpr(_packed("s4"))
+_EIGHT_NEAREST = tl.constexpr(
+    _packed("u4", "add.rn.f32 x{0}, ${1}, 0f3F000000; cvt.rmi.s32.f32 n{0}, x{0};\n")
+)
+"""Rounded as `four_bits` does it."""
+_SIGNS = tl.constexpr(-0x77777778)
+"""The uppermost bit of each of a word's eight numbers."""
+
+
+@triton.jit
+def by_twos(values):
+    """The first and the second ones of pairs of neighbours, of [rows, parts, part]."""
+    pairs = tl.reshape(values, [values.shape[0], values.shape[1], values.shape[2] // 2, 2])
+    return tl.split(pairs)
+
+
+@triton.jit
+def eight_in_word(values, PACK: tl.constexpr):
+    """Words of eight neighbours in 4 bits each, the first one in the lowest bits."""
+    even, odd = by_twos(values)
+    even_first, even_last = by_twos(even)
+    odd_first, odd_last = by_twos(odd)
+    a, e = by_twos(even_first)
+    b, f = by_twos(odd_first)
+    c, g = by_twos(even_last)
+    d, h = by_twos(odd_last)
+    return tl.inline_asm_elementwise(
+        PACK, "=r,r,r,r,r,r,r,r,r", [a, b, c, d, e, f, g, h], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def code_words(codes):
+    """Words of eight codes."""
+    return eight_in_word(codes, _EIGHT_CODES)
+
+
+@triton.jit
+def nearest_words(values):
+    """Words of the eight nearest codes, as `four_bits` has them."""
+    return eight_in_word(values, _EIGHT_NEAREST)
+
+
 _BF16_PAIR = tl.constexpr("""
     {
         .reg .b32 both;
@@ -117,15 +177,31 @@ def largest_of(values, AXIS: tl.constexpr, PTX: tl.constexpr):
     return tl.max(size, AXIS).to(tl.float32, bitcast=True)
 
 
+_SIGNED_PAIR = tl.constexpr("""
+    {
+        .reg .b32 both;
+        xor.b32 both, $2, $3;
+        shl.b32 $0, both, 16;
+        and.b32 $1, both, 0xFFFF0000;
+    }
+""")
+
+
 @triton.jit
-def signed(rows, table):
-    """Rows with some signs turned: `table` has a number of the elements' size for each column."""
+def signed(rows, table, PTX: tl.constexpr):
+    """Rows in float32 with some signs turned, by a number of the elements' size for each column."""
     PARTS: tl.constexpr = rows.shape[1]
     PART: tl.constexpr = rows.shape[2]
     column = PART * tl.arange(0, PARTS)[None, :, None] + tl.arange(0, PART)[None, None, :]
     # Loaded for each row, so that threads have those of their own elements.
     turned = tl.load(table + tl.broadcast_to(column, rows.shape))
-    return (rows.to(turned.dtype, bitcast=True) ^ turned).to(rows.dtype, bitcast=True)
+    if PTX and rows.dtype == tl.bfloat16:
+        # Two at once, as they lie in a register.
+        return tl.inline_asm_elementwise(
+            _SIGNED_PAIR, "=r,=r,r,r", [rows, turned], dtype=tl.float32, is_pure=True, pack=2
+        )
+    bits = rows.to(turned.dtype, bitcast=True) ^ turned
+    return bits.to(rows.dtype, bitcast=True).to(tl.float32)
 
 
 @triton.jit
@@ -193,17 +269,38 @@ def quotient_or_nan(values, divisor, PTX: tl.constexpr):
 
 
 @triton.jit
-def to_e2m1(values, divisor, PTX: tl.constexpr):
-    """The e2m1 codes that are nearest to values over a divisor, ties to the even code.
+def e2m1_sizes(values, divisor, PTX: tl.constexpr):
+    """The nearest e2m1 codes of sizes over a divisor, ties to the even one; above 7 stands for 7.
 
     Numbers up to 2 are twice as dense as up to 4, and these as above: a code is the least of
     three lines, each rounded when a large number is added. NaN is what has overflown.
     """
     size = tl.abs(quotient_or_nan(values, divisor, PTX))
     code = tl.minimum(tl.fma(size, 2.0, WHOLE), tl.fma(size, 1.0, WHOLE + 2.0))
-    code = tl.minimum(tl.minimum(code, tl.fma(size, 0.5, WHOLE + 4.0)), WHOLE + 7.0)
+    code = tl.minimum(code, tl.fma(size, 0.5, WHOLE + 4.0))
+    return code.to(tl.int32, bitcast=True) - WHOLE_BITS
+
+
+@triton.jit
+def to_e2m1(values, divisor, PTX: tl.constexpr):
+    """The e2m1 codes that are nearest to values over a divisor, ties to the even code."""
     sign = (values.to(tl.int32, bitcast=True) >> 28) & 8
-    return (code.to(tl.int32, bitcast=True) | sign) & 15
+    return tl.minimum(e2m1_sizes(values, divisor, PTX), 7) + sign
+
+
+@triton.jit
+def e2m1_words(values, divisor):
+    """Words of eight such codes of [rows, parts, blocks, eight], in [rows, parts, blocks].
+
+    Packed as signed numbers, sizes are clamped to 7, and bits of floats leave their sign.
+    """
+    ROWS: tl.constexpr = values.shape[0]
+    PARTS: tl.constexpr = values.shape[1]
+    PART: tl.constexpr = 8 * values.shape[2]
+    sizes = tl.reshape(e2m1_sizes(values, divisor, True), [ROWS, PARTS, PART])
+    bits = tl.reshape(values.to(tl.int32, bitcast=True), [ROWS, PARTS, PART])
+    signs = eight_in_word(bits, _EIGHT_SIGNED) & _SIGNS
+    return eight_in_word(sizes, _EIGHT_SIGNED) | signs
 
 
 @triton.jit

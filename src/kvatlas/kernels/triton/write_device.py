@@ -17,6 +17,9 @@ from kvatlas.kernels.triton.quantise_device import (
     TINY,
     as_element,
     away,
+    by_twos,
+    code_words,
+    e2m1_words,
     four_bits,
     inverse_of,
     larger,
@@ -24,6 +27,7 @@ from kvatlas.kernels.triton.quantise_device import (
     level_codes,
     nan_unless_finite,
     nearest_code,
+    nearest_words,
     quotient,
     range_of,
     rounded_to,
@@ -60,11 +64,31 @@ def put_column(buffer, steps, states, values, ELEMENT: tl.constexpr, UNIT: tl.co
 
 @triton.jit
 def together(codes, BITS: tl.constexpr, PER: tl.constexpr):
-    """So many neighbours as one number, the first one in its lowest bits."""
-    PARTS: tl.constexpr = codes.shape[1]
-    WORDS: tl.constexpr = codes.shape[2] // PER
-    apart = tl.reshape(codes, [codes.shape[0], PARTS, WORDS, PER])
-    return tl.sum(apart << BITS * tl.arange(0, PER)[None, None, None, :], 3)
+    """So many neighbours, up to eight, as one number, the first one in its lowest bits."""
+    for i in tl.static_range(3):
+        if PER > 2**i:
+            first, second = by_twos(codes)
+            codes = first + (second << BITS * 2**i)
+    return codes
+
+
+@triton.jit
+def words_of(codes, FORMAT: tl.constexpr):
+    """Codes of 4 bits as words: rows lie at multiples of a unit of bytes, or of four."""
+    PER: tl.constexpr = 8 if FORMAT.unit % 4 == 0 else 2 * FORMAT.unit
+    WORD: tl.constexpr = tl.int32 if PER == 8 else tl.int16 if PER == 4 else tl.int8
+    if FORMAT.ptx and PER == 8:
+        return code_words(codes)
+    return together(codes, 4, PER).to(WORD)
+
+
+@triton.jit
+def put_words(buffer, steps, states, words, FORMAT: tl.constexpr):
+    """Words of codes of 4 bits, in rows."""
+    BYTES: tl.constexpr = words.dtype.primitive_bitwidth // 8
+    put_elements(
+        buffer, steps, states, words, words.dtype, FORMAT.unit // BYTES, FORMAT.dim // (2 * BYTES)
+    )
 
 
 @triton.jit
@@ -72,12 +96,7 @@ def put_codes(buffer, steps, states, codes, FORMAT: tl.constexpr):
     """Codes of 4 or 3 bits, the first one of a byte in its lowest bits."""
     DIM: tl.constexpr = FORMAT.dim
     if FORMAT.bits == 4:
-        # Rows lie at multiples of a unit of bytes: as many codes as these have are one word.
-        BYTES: tl.constexpr = 4 if FORMAT.unit % 4 == 0 else FORMAT.unit
-        PER: tl.constexpr = 2 * BYTES
-        WORD: tl.constexpr = tl.int32 if PER == 8 else tl.int16 if PER == 4 else tl.int8
-        words = together(codes, 4, PER).to(WORD)
-        put_elements(buffer, steps, states, words, WORD, FORMAT.unit * 2 // PER, DIM // PER)
+        put_words(buffer, steps, states, words_of(codes, FORMAT), FORMAT)
     else:
         # Sixteen codes are three words of 16 bits: rows and cells of such have an even length.
         tl.static_assert(FORMAT.unit % 2 == 0)
@@ -103,8 +122,6 @@ def put_side(buffer, side, states, rows, FORMAT: tl.constexpr, PER_TENSOR: tl.co
     UNIT: tl.constexpr = FORMAT.unit
     SCALE_UNIT: tl.constexpr = FORMAT.scale_unit
     ROTATION: tl.constexpr = FORMAT.rotation
-    PARTS: tl.constexpr = rows.shape[1]
-    PART: tl.constexpr = rows.shape[2]
     at = side.at
     if KIND == "plain":
         if PER_TENSOR:
@@ -123,7 +140,7 @@ def put_side(buffer, side, states, rows, FORMAT: tl.constexpr, PER_TENSOR: tl.co
         put_column(buffer, at.scales, states, step, tl.float32, SCALE_UNIT)
     elif KIND == "int4":
         # Rotated, and rounded to the model's own type, as the torch kernels do it.
-        rotated = hadamard(signed(rows, side.table).to(tl.float32), ROTATION)
+        rotated = hadamard(signed(rows, side.table, FORMAT.ptx), ROTATION)
         exact = rounded_to(rotated, rows.dtype, FORMAT.ptx)
         low, high = range_of(exact, FORMAT.ptx)
         low = tl.minimum(low, 0.0)
@@ -131,24 +148,38 @@ def put_side(buffer, side, states, rows, FORMAT: tl.constexpr, PER_TENSOR: tl.co
         step = nan_unless_finite(tl.maximum(share_of(span, 15.0), LEAST), span)
         zero = four_bits(tl.div_rn(-low, step))
         steps = exact * inverse_of(step)[:, None, None]
-        codes = four_bits(steps + zero.to(tl.float32)[:, None, None])
-        put_codes(buffer, at.rows, states, codes, FORMAT)
+        steps += zero.to(tl.float32)[:, None, None]
+        if FORMAT.ptx and FORMAT.unit % 4 == 0:
+            put_words(buffer, at.rows, states, nearest_words(steps), FORMAT)
+        else:
+            put_codes(buffer, at.rows, states, four_bits(steps), FORMAT)
         # The zero point rides in the scale's lowest bits.
         word = (step.to(tl.int32, bitcast=True) & -16) | zero
         put_column(buffer, at.scales, states, word, tl.int32, SCALE_UNIT)
     elif KIND == "nvfp4":
-        blocks = tl.reshape(rows.to(tl.float32), [rows.shape[0], PARTS, PART // 16, 16])
-        largest = largest_of(blocks, 3, FORMAT.ptx)
-        six = tl.full([1, 1, 1], 6.0, tl.float32)
-        scale = tl.full([1, 1, 1], 1.0, tl.float32) * side.scale
+        COUNT: tl.constexpr = rows.shape[0]
+        BLOCKS: tl.constexpr = FORMAT.width // 16
+        halves = tl.reshape(rows.to(tl.float32), [COUNT, 2, BLOCKS, 8])
+        largest = largest_of(largest_of(halves, 3, FORMAT.ptx), 1, FORMAT.ptx)
+        six = tl.full([1, 1], 6.0, tl.float32)
+        scale = tl.full([1, 1], 1.0, tl.float32) * side.scale
         share = quotient(quotient(largest, six, FORMAT.ptx), scale, FORMAT.ptx)
         share = nan_unless_finite(share, largest)
         step = as_element(share, tl.float8e4nv, FORMAT.ptx)
         exact = step.to(tl.float32) * side.scale
-        codes = to_e2m1(blocks, tl.expand_dims(tl.maximum(exact, TINY), 3), FORMAT.ptx)
+        divisor = tl.maximum(exact, TINY)[:, None, :, None]
+        if FORMAT.ptx and UNIT % 4 == 0:
+            words = e2m1_words(halves, divisor)
+        else:
+            codes = to_e2m1(halves, divisor, FORMAT.ptx)
+            words = words_of(tl.reshape(codes, rows.shape), FORMAT)
+        PER_HALF: tl.constexpr = words.shape[2] // BLOCKS
+        words = tl.permute(tl.reshape(words, [COUNT, 2, BLOCKS, PER_HALF]), (0, 2, 1, 3))
+        words = tl.reshape(words, [COUNT, BLOCKS, 2 * PER_HALF])
         # Blocks without a scale, or with none that is a number, are stored as zeros.
-        codes = codes & tl.expand_dims(tl.where(exact > 0.0, 15, 0), 3)
-        put_codes(buffer, at.rows, states, tl.reshape(codes, rows.shape), FORMAT)
+        words = words & tl.where(exact > 0.0, -1, 0).to(words.dtype)[:, :, None]
+        put_words(buffer, at.rows, states, words, FORMAT)
+        step = tl.reshape(step, [COUNT, 1, BLOCKS])
         put_elements(buffer, at.scales, states, step, tl.float8e4nv, SCALE_UNIT, FORMAT.dim // 16)
     elif KIND == "levels":
         exact = rows.to(tl.float32)
@@ -181,12 +212,17 @@ def get_rows(batch, token, head, there, FORMAT: tl.constexpr):
     """Rows of a batch [tokens, heads, D], as an engine has them, in parts: [rows, parts, part].
 
     With the first part of all rows first, few threads share a row, whose maximum and whose
-    scale each of them computes. What needs neither is not parted.
+    scale each of them computes. What needs neither is not parted. Parts of nvfp4 are the first
+    and the second halves of blocks, so that a thread has whole blocks.
     """
-    PART: tl.constexpr = FORMAT.width if FORMAT.kind == "plain" else min(FORMAT.width, SHARED_PART)
+    NVFP4: tl.constexpr = FORMAT.kind == "nvfp4"
+    MOST: tl.constexpr = FORMAT.width // 2 if NVFP4 else SHARED_PART
+    PART: tl.constexpr = FORMAT.width if FORMAT.kind == "plain" else min(FORMAT.width, MOST)
     PARTS: tl.constexpr = FORMAT.width // PART
     starts = batch.tensor + token.to(tl.int64) * batch.token + head.to(tl.int64) * batch.head
-    column = PART * tl.arange(0, PARTS)[None, :, None] + tl.arange(0, PART)[None, None, :]
+    part = tl.arange(0, PARTS)[None, :, None]
+    place = tl.arange(0, PART)[None, None, :]
+    column = 16 * (place // 8) + 8 * part + place % 8 if NVFP4 else PART * part + place
     mask = there[:, None, None]
     if FORMAT.dim != FORMAT.width:
         mask = mask & (column < FORMAT.dim)

@@ -20,6 +20,7 @@ from kvatlas.kernels.triton.attention.hopper_prefill_groups_device import (
     PrefillRoom,
     has_factors,
     lift_of,
+    loading_warps,
     prefill_signals,
     rounds_of,
     work_of,
@@ -108,9 +109,9 @@ def weigh(logits, top, begin, seen, scale, LIFT: gl.constexpr):
 @gluon.jit
 def factored(rows, factors, tiles, FACTORS: gl.constexpr):
     """Logits or weights of tile number `tiles`, times the factors of its states."""
-    STAGES: gl.constexpr = factors.shape[0]
+    SLOTS: gl.constexpr = factors.shape[0]
     if FACTORS:
-        each = factors.index(tiles % STAGES).load(gl.SliceLayout(0, rows.type.layout))
+        each = factors.index(tiles % SLOTS).load(gl.SliceLayout(0, rows.type.layout))
         rows = rows * each[None, :]
     return rows
 
@@ -149,6 +150,8 @@ def multiply(
             fence_async_shared()
             logits = begin_logits(room, tiles, WHO, LOGITS)
             logits = warpgroup_mma_wait(0, deps=(logits,))
+            if K_FACTORS:
+                release(signals.free_k, tiles)
             for n in range(TILE, work.end, TILE):
                 begin = work.end - n
                 logits = factored(logits, room.k_factors, tiles, K_FACTORS)
@@ -158,7 +161,8 @@ def multiply(
                 weights = factored(weights, room.v_factors, tiles, V_FACTORS)
                 acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
                 top = higher
-                release(signals.free_k, tiles)
+                if not K_FACTORS:
+                    release(signals.free_k, tiles)
                 wait_for(signals.there_k, tiles + 1)
                 wait_for(signals.there_v, tiles)
                 fence_async_shared()
@@ -167,6 +171,8 @@ def multiply(
                 acc = begin_values(acc, weights, room, tiles)
                 mbarrier.arrive(signals.turn.index(1 - WHO), count=1)
                 logits, acc = warpgroup_mma_wait(0, deps=(logits, acc))
+                if K_FACTORS:
+                    release(signals.free_k, tiles + 1)
                 release(signals.free_v, tiles)
                 tiles += 1
                 turns += 1
@@ -176,7 +182,8 @@ def multiply(
             total = total * shrink + gl.sum(weights, 1)
             weights = factored(weights, room.v_factors, tiles, V_FACTORS)
             acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
-            release(signals.free_k, tiles)
+            if not K_FACTORS:
+                release(signals.free_k, tiles)
             wait_for(signals.there_v, tiles)
             fence_async_shared()
             acc = begin_values(acc, weights, room, tiles)
@@ -230,18 +237,19 @@ def prefill_hopper(q, out, cache, batch, scoring, SHAPE: gl.constexpr, TILING: g
         gl.allocate_shared_memory(SHAPE.k_dot, [2, ROWS, DIM], SWIZZLED),
         gl.allocate_shared_memory(SHAPE.k_dot, [STAGES, TILING.tile, DIM], SWIZZLED),
         gl.allocate_shared_memory(SHAPE.v_dot, [STAGES, TILING.tile, DIM], SWIZZLED),
-        gl.allocate_shared_memory(gl.float32, [STAGES, FACTORS], PLAIN),
-        gl.allocate_shared_memory(gl.float32, [STAGES, FACTORS], PLAIN),
+        gl.allocate_shared_memory(gl.float32, [2 * STAGES, FACTORS], PLAIN),
+        gl.allocate_shared_memory(gl.float32, [2 * STAGES, FACTORS], PLAIN),
     )
     signals = prefill_signals(STAGES)
     fence_async_shared()
     COPIED: gl.constexpr = SHAPE.k.element == SHAPE.k_dot
+    WARPS: gl.constexpr = loading_warps(SHAPE.k.kind, SHAPE.k.element)
     gl.warp_specialize(
         [
             (multiply, (q, out, batch, scoring, room, signals, 0, SHAPE, TILING)),
             (multiply, (q, out, batch, scoring, room, signals, 1, SHAPE, TILING)),
             (load_keys_and_values, (cache, batch, room, signals, SHAPE, TILING)),
         ],
-        [4, 4],
-        [216, 72] if COPIED else [200, 104],
+        [4, WARPS],
+        [216, 72] if COPIED else [200, 104] if WARPS == 4 else [192, 64],
     )

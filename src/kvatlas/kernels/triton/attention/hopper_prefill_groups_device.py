@@ -26,7 +26,8 @@ class PrefillRoom(NamedTuple):
     k: Any
     v: Any
     k_factors: Any
-    """What logits of a tile's states are multiplied by, and below their weights."""
+    """What logits of a tile's states are multiplied by, and below their weights: in twice as many
+    stages, since they are needed after the keys."""
     v_factors: Any
 
 
@@ -64,6 +65,15 @@ class Work(NamedTuple):
 def has_factors(kind):
     """Whether rows of a format are left to be multiplied by factors of their own."""
     return kind in ("scaled", "int4")
+
+
+@gluon.constexpr_function
+def loading_warps(kind, element):
+    """Warps of the group that loads: eight where four have too few registers.
+
+    Not elsewhere: they take turns with the warps that multiply, and were slower.
+    """
+    return 8 if kind == "scaled" and element == gl.float8e4nv else 4
 
 
 @gluon.constexpr_function

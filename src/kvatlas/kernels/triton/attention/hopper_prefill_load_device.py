@@ -9,11 +9,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
-    fence_async_shared,
-    mbarrier,
-)
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
 from kvatlas.kernels.triton.attention.hopper_dequantise_device import (
     bytes_apart,
@@ -22,6 +18,7 @@ from kvatlas.kernels.triton.attention.hopper_dequantise_device import (
 )
 from kvatlas.kernels.triton.attention.hopper_prefill_groups_device import (
     has_factors,
+    loading_warps,
     rounds_of,
     work_of,
 )
@@ -32,6 +29,29 @@ from kvatlas.kernels.triton.attention.latent_load_device import (
     row_starts,
     seen_as,
 )
+
+
+@gluon.constexpr_function
+def powers(begin, end):
+    """Powers of two from one to before another."""
+    return [1 << i for i in range(begin.bit_length() - 1, end.bit_length() - 1)]
+
+
+@gluon.constexpr_function
+def loads_of(wide, count, bits, tile, warps):
+    """Who loads which words of rows that are taken apart: four threads share a row.
+
+    They load `wide` words each at a time, and store these as elements of 16 bits. Rows of a
+    warp are in an order in which threads that store at once have banks of their own.
+    """
+    columns = [*powers(1, wide), *powers(4 * wide, count)]
+    rows = [4, 2, 1] if 64 * wide // bits < 32 else [1, 2, 4]
+    end = 8 * warps
+    return gl.DistributedLinearLayout(
+        [*([0, n] for n in columns), *([n, 0] for n in powers(end, tile))],
+        [[0, wide], [0, 2 * wide], *([n, 0] for n in rows)],
+        [[n, 0] for n in powers(8, end)], [], [tile, count],
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -96,17 +116,20 @@ def load_apart(cache, side, table, begin, work, STATES: gl.constexpr, TILE: gl.c
     UNIT: gl.constexpr = FORMAT.unit // 4
     COUNT: gl.constexpr = FORMAT.dim * FORMAT.bits // 32
     WIDE: gl.constexpr = min(UNIT, 4)
-    LOADS: gl.constexpr = gl.BlockedLayout([1, WIDE], [8, 4], [4, 1], [1, 0])
+    WARPS: gl.constexpr = loading_warps(FORMAT.kind, FORMAT.element)
+    LOADS: gl.constexpr = loads_of(WIDE, COUNT, FORMAT.bits, TILE, WARPS)
     words = cache.buffer.to(gl.pointer_type(gl.int32), bitcast=True)
     states = states_of(begin, work, TILE, gl.SliceLayout(1, LOADS))
     rows = starts_of(side.rows, table, states, work.head, STATES, UNIT)
-    loaded = gl.load(row_pointers(words, rows, 0, COUNT, LOADS))
+    columns = gl.arange(0, COUNT, layout=gl.SliceLayout(0, LOADS))
+    offsets = rows[:, None] + columns[None, :]
+    loaded = gl.load(words + gl.max_contiguous(gl.multiple_of(offsets, [1, WIDE]), [1, WIDE]))
     more = 0
     if FORMAT.kind == "int4":
         steps = starts_of(side.scales, table, states, work.head, STATES, FORMAT.scale_unit)
         more = gl.load(words + steps) & 15
     elif FORMAT.kind == "nvfp4":
-        BLOCKS: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [4, 1], [1, 0])
+        BLOCKS: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [WARPS, 1], [1, 0])
         states = states_of(begin, work, TILE, gl.SliceLayout(1, BLOCKS))
         steps = starts_of(side.scales, table, states, work.head, STATES, FORMAT.scale_unit)
         more = gl.load(row_pointers(cache.buffer, steps, 0, FORMAT.dim // 16, BLOCKS))
@@ -128,7 +151,8 @@ def put_apart(words, with_rows, to, FORMAT: gl.constexpr, DOT: gl.constexpr):
 def load_factors(cache, side, table, begin, work, STATES: gl.constexpr, TILE: gl.constexpr,
                  FORMAT: gl.constexpr):  # fmt: skip
     """What is left to multiply by, for each state of a tile."""
-    EACH: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    WARPS: gl.constexpr = loading_warps(FORMAT.kind, FORMAT.element)
+    EACH: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     states = states_of(begin, work, TILE, EACH)
     steps = starts_of(side.scales, table, states, work.head, STATES, FORMAT.scale_unit)
     scales = gl.load(cache.buffer.to(gl.pointer_type(gl.int32), bitcast=True) + steps)
@@ -165,9 +189,9 @@ def convert_tiles(cache, table, work, room, signals, tiles, SHAPE: gl.constexpr)
         mbarrier.wait(signals.free_k.index(stage), phase ^ 1)
         put_apart(k[0], k[1], k_room.index(stage), K, K_DOT)
         if FACTORS:
-            room.k_factors.index(stage).store(k_factor)
-            room.v_factors.index(stage).store(v_factor)
-        fence_async_shared()
+            slot = tiles % (2 * STAGES)
+            room.k_factors.index(slot).store(k_factor)
+            room.v_factors.index(slot).store(v_factor)
         announce(signals.there_k.index(stage))
         k = load_apart(cache, cache.k, table, begin, work, STATES, TILE, K)
         if FACTORS:
@@ -175,7 +199,6 @@ def convert_tiles(cache, table, work, room, signals, tiles, SHAPE: gl.constexpr)
             v_factor = load_factors(cache, cache.v, table, begin, work, STATES, TILE, V)
         mbarrier.wait(signals.free_v.index(stage), phase ^ 1)
         put_apart(v[0], v[1], v_room.index(stage), V, V_DOT)
-        fence_async_shared()
         announce(signals.there_v.index(stage))
         v = load_apart(cache, cache.v, table, begin, work, STATES, TILE, V)
         tiles += 1
