@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.timing import median_ms, show
+from kvatlas.geometry import Placement
 from kvatlas.models import Layer, Model
 from kvatlas.planning import Plan, plan
 from kvatlas.specs import FullAttention
 from kvatlas.tier import Tier
-from kvatlas.wire import crc32
+from kvatlas.wire import Bytes, crc32
 
 LAYERS, TOKENS, BLOCK = 32, 1024, 16
 REPEAT = 5
@@ -108,21 +110,100 @@ def limits(tier: Plan, folder: Path) -> dict[str, float]:
     return rates
 
 
-def measure(name: str, tier: Tier, ends: Mapping[str, Moved], store: float, fetch: float) -> Any:
+class PlainGather:
+    """The same bytes by numpy alone: one strided copy for each block and rank, then a write.
+
+    That is what the order of a cache costs whoever stores it, without keys and checksums.
+    """
+
+    def __init__(self, moved: Moved, kept: Plan) -> None:
+        made = moved.made
+        placed = made.regions[0].placement(made.tp, made.num_blocks)
+        self.boxes = [placed.reorder(*"BLHNC").view(pools[0]) for pools in moved.pools]
+        self.table = moved.table.tolist()
+        self.room = np.empty(self.boxes[0].shape[1:], np.uint8)
+        whole, heads = kept.regions[0].placement(1, kept.num_blocks), self.room.shape[1]
+        self.places = [
+            [
+                whole.select("B", block).narrow("H", rank * heads, heads).reorder(*"LHNC")
+                for rank in range(made.tp)
+            ]
+            for block in range(len(self.table))
+        ]
+        """Where each rank's part of each block is kept."""
+
+    def into_memory(self, memory: Bytes) -> Callable[[], None]:
+        """Gathers into memory that is as a tier's is."""
+        copies = [(place.view(memory), box[block])
+                  for block, places in zip(self.table, self.places, strict=True)
+                  for place, box in zip(places, self.boxes, strict=True)]  # fmt: skip
+
+        def act() -> None:
+            for there, here in copies:
+                np.copyto(there, here)
+
+        return act
+
+    def into_file(self, file: int, *, sync: bool) -> Callable[[], None]:
+        """Gathers, and writes what lies together in the file."""
+        flat = self.room.reshape(-1).data
+        copies = [(_stretches(place), box[block])
+                  for block, places in zip(self.table, self.places, strict=True)
+                  for place, box in zip(places, self.boxes, strict=True)]  # fmt: skip
+
+        def act() -> None:
+            for stretches, here in copies:
+                np.copyto(self.room, here)
+                done = 0
+                for start, length in stretches:
+                    os.pwrite(file, flat[done : done + length], start)
+                    done += length
+            if sync:
+                os.fdatasync(file)
+
+        return act
+
+
+def _stretches(place: Placement) -> list[tuple[int, int]]:
+    start, length = place.runs()
+    return list(zip(start.tolist(), length.tolist(), strict=True))
+
+
+def gathered(folder: Path, kept: Plan, ends: Mapping[str, Moved]) -> dict[str, dict[str, float]]:
+    """What numpy makes of each order: in memory, into a file, and with the disk."""
+    nbytes = TOKENS // BLOCK * kept.pools[0].block_bytes
+    memory = np.zeros(kept.pools[0].nbytes, np.uint8)
+    file = os.open(folder / "gathered", os.O_RDWR | os.O_CREAT, 0o600)
+    os.posix_fallocate(file, 0, memory.nbytes)
+    rates = {}
+    for about, moved in ends.items():
+        plain = PlainGather(moved, kept)
+        rates[about] = {
+            "memory": rate(nbytes, plain.into_memory(memory)),
+            "file": rate(nbytes, plain.into_file(file, sync=False)),
+            "durable file": rate(nbytes, plain.into_file(file, sync=True)),
+        }
+    os.close(file)
+    return rates
+
+
+def measure(
+    name: str,
+    tier: Tier,
+    ends: Mapping[str, Moved],
+    plain: tuple[float, float],
+    gather: Mapping[str, Mapping[str, float]],
+) -> Any:
+    """Rows of the table; `plain` are the rates of writing and of reading as many bytes."""
     rows = []
     for about, moved in ends.items():
         nbytes = TOKENS // BLOCK * tier.plan.pools[0].block_bytes
-        stored = rate(nbytes, lambda moved=moved: moved.store(tier))  # type: ignore[misc]
-        fetched = rate(nbytes, lambda moved=moved: moved.fetch(tier))  # type: ignore[misc]
-        rows.append(
-            [
-                f"{name}, {about}",
-                *(f"{one:.2f}" for one in (stored, store)),
-                f"{stored / store:.0%}",
-                *(f"{one:.2f}" for one in (fetched, fetch)),
-                f"{fetched / fetch:.0%}",
-            ]
-        )
+        stored = rate(nbytes, partial(moved.store, tier))
+        fetched = rate(nbytes, partial(moved.fetch, tier))
+        limits = (plain[0], gather[about][name])
+        shares = [text for one in limits for text in (f"{one:.2f}", f"{stored / one:.0%}")]
+        read = [f"{fetched:.2f}", f"{plain[1]:.2f}", f"{fetched / plain[1]:.0%}"]
+        rows.append([f"{name}, {about}", f"{stored:.2f}", *shares, *read])
     return rows
 
 
@@ -137,20 +218,22 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        limit = limits(kept, folder)
-        rows += measure("memory", Tier(kept), ends, limit["copy"], limit["copy"])
+        limit, gather = limits(kept, folder), gathered(folder, kept, ends)
+        rows += measure("memory", Tier(kept), ends, (limit["copy"], limit["copy"]), gather)
         with Tier.open(folder / "t", kept, durable=False) as tier:
-            rows += measure("file", tier, ends, limit["write"], limit["read"])
+            rows += measure("file", tier, ends, (limit["write"], limit["read"]), gather)
         with Tier.open(folder / "t", kept) as tier:
-            rows += measure("durable file", tier, ends, limit["write, synced"], limit["read"])
+            synced = (limit["write, synced"], limit["read"])
+            rows += measure("durable file", tier, ends, synced, gather)
     nbytes = TOKENS // BLOCK * kept.pools[0].block_bytes / 1e6
     show(
         f"{TOKENS:,} tokens of {LAYERS} layers, {nbytes:.0f} MB, into blocks BLHNC and back",
-        ["GB/s", "store", "plain", "", "fetch", "plain", ""],
+        ["GB/s", "store", "plain", "", "gathered", "", "fetch", "plain", ""],
         rows,
     )
     print(
         "Plain: as many bytes block by block, copied in memory, or written to a file and read.\n"
+        "Gathered: the same from the cache's own order, by numpy's strided copies.\n"
         "Runs are of 2 MB from BLHNC, 64 or 32 KB from LBHNC, 512 bytes from LBNHC.\n"
         f"A file also takes a checksum of each block: {limit['checksum']:.2f} GB/s on each core.\n"
     )

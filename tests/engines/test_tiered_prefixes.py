@@ -9,21 +9,26 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from kvatlas.engines.transformers import AtlasCache, PrefixReuse, make_plan
-from kvatlas.engines.transformers.tiered_prefixes import loaded_weights
+from kvatlas.engines.transformers.tiered_prefixes import TieredPrefixes, loaded_weights
 from kvatlas.errors import AtlasError
 from kvatlas.pool import BlockPool, PrefixIdentity
-from kvatlas.tier import Tier, open_tier
+from kvatlas.routing import scattered
+from kvatlas.tier import HostStore, PrefixFinder, StoreTier, Tier, open_tier
 from tests.engines.guarded import Guarded
 from tests.engines.test_prefix_reuse import NEW
 from tests.engines.zoo import VOCABULARY, model_of, seeded
 from tests.profiles import DEEP
 from tests.tier import mooncake_world
+from tests.tier.test_converting import OURS, opened, rows_of
+from tests.tier.test_topologies import MODELS
+from tests.tier.world import pools, small
 
 QUICK = ["Llama", "Gemma3", "Qwen3Next"]
 NAMES = [*QUICK, "DeepseekV3", "Llama4", "GptOss", "FalconH1", "NemotronH", "Lfm2", "KimiLinear"]
@@ -251,3 +256,23 @@ def test_whole_blocks_of_a_request_that_is_longer_than_the_tiers_are_stored(
         assert one.tiered.counts["stored"] == 1
     with engine("Llama", pages, tmp_path / "file", 1) as other:
         assert ask("Llama", other, prompt)[0] == 32
+
+
+def test_what_was_converted_as_it_was_loaded_is_stored_in_the_engines_own_dtype() -> None:
+    model, store = MODELS["dense"], HostStore()
+    bf16, fp8 = small(model), small(model, kv_dtype="fp8")
+    with (
+        StoreTier(store, rows_of(model), OURS, staging=1 << 20) as theirs,
+        opened(store, model, other=True) as tier,
+    ):
+        chain = PrefixFinder(tier).chain(range(96))
+        about: dict[str, Any] = {"blocks": scattered(bf16, 32), "tokens": 32}
+        theirs.store(pools(bf16, 0, 1), bf16, **about, keys=chain.keys(32))
+        prefixes, blocks = TieredPrefixes(tier, OURS), scattered(fp8, 96)
+        cache: Any = SimpleNamespace(pools=pools(fp8, 0, 2), plan=fp8)
+        assert prefixes.longest(chain) == 32
+        assert prefixes.load(chain, cache, blocks, 0, 32)
+        prefixes.store(chain, cache, blocks, 96)
+        prefixes.close()
+        # Without its beginning, what comes behind it would be found by nobody.
+        assert tier.match(chain.keys(96), 96) == 96

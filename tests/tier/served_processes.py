@@ -1,7 +1,7 @@
 """Processes that use one tier at once, and are killed.
 
-Run as `python -m tests.tier.served_processes together|clients|servers PATH TRIALS SEED`. It
-imports once and forks all processes before it has a thread of its own.
+Run as `python -m tests.tier.served_processes clients|servers PATH TRIALS SEED`, or with `together
+PATH MODEL...`. It imports once and forks all processes before it has a thread of its own.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -66,12 +67,13 @@ class Child:
 # -- engines of unlike topologies, at once ----------------------------------------------------
 
 
-def engine(path: Path, number: int, made: Plan, rank: int, *, stores: bool) -> None:
+def engine(path: Path, name: str, number: int, made: Plan, rank: int, *, stores: bool) -> None:
     """One rank: stores the same requests as all others do, and reads each of them back."""
-    kept = tier_plan(SMALL[MODEL], memory="4MiB")
+    model, big = SMALL[name], BIG.get(name, {})
+    kept = tier_plan(model, **{"memory": "4MiB", **big})
     with share_file(path, kept, durable=False, seconds=SECONDS) as tier:
         for request in np.random.default_rng(number).permutation(REQUESTS).tolist():
-            world = World(SMALL[MODEL], 100 + 16 * request, seed=request)
+            world = World(model, 100 + 16 * request, seed=request, **big)
             keys = world.keys(tier, salt=f"{request} ")
             if stores:
                 held, tables = world.holding(made, rank)
@@ -89,17 +91,22 @@ def engine(path: Path, number: int, made: Plan, rank: int, *, stores: bool) -> N
             time.sleep(0.01)
 
 
-MODEL = "delta hybrid"
+BIG = {"compressed": {"memory": "96MiB"}}
+UNLIKE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "compressed": ({"layout": "BLNHC"}, {"layout": "BLHNC", "block_size": 512}),
+}
 
 
-def together(path: Path) -> None:
+def together(path: Path, name: str) -> None:
     """Two engines, tp 2 and tp 1 of other blocks and order, and one that only reads."""
-    model = SMALL[MODEL]
-    two = small(model, tp=2, layout="LBNHC")
-    other, third = small(model, block_size=32, layout="BHLNC"), small(model, tp=2, pp=1)
+    model, big = SMALL[name], BIG.get(name, {})
+    usual = {"layout": "LBNHC"}, {"layout": "BHLNC", "block_size": 32}
+    one, unlike = UNLIKE.get(name, usual)
+    two, other = small(model, tp=2, **one, **big), small(model, **unlike, **big)
+    third = small(model, tp=2, pp=1, **big)
     ranks = [(two, 0, True), (two, 1, True), (other, 0, True), (third, 1, False)]
     children = [
-        Child(partial(engine, path, n, about[0], about[1], stores=about[2]))
+        Child(partial(engine, path, name, n, about[0], about[1], stores=about[2]))
         for n, about in enumerate(ranks)
     ]
     for child in children:
@@ -205,8 +212,10 @@ def wait(what: Callable[[], bool]) -> None:
 
 
 if __name__ == "__main__":
-    act, where, trials, seed = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+    act, where, *about = sys.argv[1:]
     if act == "together":
-        together(where)
+        for name in about:
+            together(Path(f"{where}-{name.replace(' ', '-')}"), name)
     else:
-        {"clients": kill_clients, "servers": kill_servers}[act](where, trials, seed)
+        kill = {"clients": kill_clients, "servers": kill_servers}[act]
+        kill(Path(where), *map(int, about))

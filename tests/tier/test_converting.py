@@ -20,10 +20,13 @@ from kvatlas.tier import (
     FolderStore,
     HostStore,
     OtherRows,
+    PrefixFinder,
     StoreTier,
     Tier,
+    TierEvents,
     open_tier,
 )
+from kvatlas.tier.converting import TierRoutes
 from kvatlas.tier.store_calls import Deadline
 from kvatlas.wire import copy_request
 from tests.profiles import DEEP
@@ -211,3 +214,83 @@ def test_rows_that_could_never_be_converted_are_refused_when_a_tier_is_opened() 
         with pytest.raises(AtlasError) as refusal:
             StoreTier(HostStore(), rows_of(model, kv_dtype="fp8"), OURS, staging=1, other=other)
         assert refusal.value.code is code
+
+
+def test_rows_are_never_copied_into_a_cache_of_other_scales() -> None:
+    model, world, store = MODELS["dense"], World(MODELS["dense"], TOKENS), HostStore()
+    bf16, fp8 = small(model), small(model, kv_dtype="fp8")
+    half = Converting("fp8->bf16", src_scales=0.5)
+    rows = {"other": OtherRows(rows_of(model, kv_dtype="fp8"), half), "staging": 1 << 20}
+    held, tables = pools(fp8, 0, 3), scattered(fp8, TOKENS)
+    with (
+        StoreTier(store, rows_of(model, kv_dtype="fp8"), OURS, staging=1 << 20) as theirs,
+        StoreTier(store, rows_of(model), OURS, **rows) as tier,
+        tier.pin(world.keys(tier), TOKENS) as nothing,
+    ):
+        assert not nothing.tokens
+        theirs.store(held, fp8, blocks=tables, tokens=TOKENS, keys=world.keys(theirs))
+        with tier.pin(world.keys(tier), TOKENS) as hit:
+            assert hit.tokens == TOKENS
+            # Who asks for what the tier's own rows would need knows nothing of these.
+            for cache, asked in (
+                (fp8, Converting("bf16->fp8", dst_scales=0.25)),
+                (fp8, Converting("bf16->fp8", src_scales=0.25, dst_scales=0.25)),
+                (fp8, None),
+                (bf16, Converting("fp8->bf16", src_scales=0.25)),
+            ):
+                with pytest.raises(AtlasError) as refusal:
+                    hit.fetch(pools(cache, 0, 7), cache, blocks=tables, convert=asked)
+                assert refusal.value.code is Code.BAD_CONVERSION
+            same = {i: np.zeros_like(pool) for i, pool in held.items()}
+            alike = Converting("bf16->fp8", dst_scales=0.5)
+            hit.fetch(same, fp8, blocks=tables, convert=alike)
+            assert all((same[i] == pool)[same[i] != 0].all() for i, pool in held.items())
+            assert any(pool.any() for pool in same.values())
+            into = [pools(bf16, 0, 7) for _ in range(2)]
+            hit.fetch(into[0], bf16, blocks=tables)
+            hit.fetch(into[1], bf16, blocks=tables, convert=Converting("fp8->bf16"))
+            for index, pool in into[0].items():
+                np.testing.assert_array_equal(pool, into[1][index])
+
+
+def test_conversions_that_say_the_same_are_compiled_once() -> None:
+    model = MODELS["dense"]
+    routes, cache = TierRoutes(tier_plan(model)), small(model, kv_dtype="fp8")
+    by_layer = {layer: [0.5, 0.25] for layer in cache.layers}
+    for scales in (0.5, by_layer):
+        one, two = (routes.to(cache, Converting(HOW.name, dst_scales=scales)) for _ in range(2))
+        assert one is two
+    how = Converting(HOW.name, dst_scales=by_layer)
+    by_layer[next(iter(by_layer))] = [8.0, 8.0]  # too late
+    assert routes.to(cache, how) is one
+    assert routes.to(cache, Converting(HOW.name, dst_scales=by_layer)) is not one
+
+
+def test_a_request_is_found_in_rows_of_one_dtype() -> None:
+    model, store = MODELS["delta hybrid"], HostStore()
+    bf16, fp8 = small(model, states="apart"), small(model, kv_dtype="fp8", states="apart")
+    heard: list[Any] = []
+    with (
+        StoreTier(store, rows_of(model), OURS, staging=1 << 20, deadline=30.0) as theirs,
+        opened(store, model, other=True) as tier,
+    ):
+        finder, events = PrefixFinder(tier), TierEvents(tier, heard.extend)
+        chain = finder.chain(range(TOKENS))
+
+        def keep(into: StoreTier, cache: Plan, stop: int) -> None:
+            about: dict[str, Any] = {"tokens": stop, "keys": chain.keys(stop)}
+            into.store(pools(cache, 0, stop), cache, blocks=scattered(cache, stop), **about)
+
+        keep(theirs, bf16, 50)
+        assert finder.longest(chain) == tier.match(chain.keys(50), 50) == 50
+        assert tier.match(chain.keys(50), 50, convert=False) == 0
+        events.note(chain, 50)
+        events.tell()
+        assert heard == [], "what others keep in another dtype is theirs to tell"
+        for stop in range(60, 80):
+            keep(tier, fp8, stop)
+        assert finder.longest(chain) == 79
+        first = tier.plan.groups[finder._keeping or 0].block
+        tier.drop({finder._keeping or 0: [chain.key_at(first)]})
+        # Without its first block, no end in fp8 is of use, however many there are.
+        assert finder.longest(chain) == 50

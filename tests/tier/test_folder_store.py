@@ -259,3 +259,41 @@ def test_what_was_written_without_a_quota_counts_for_the_next_who_has_one(tmp_pa
     assert all(FolderStore(tmp_path).put([(name, [SOME]) for name in names]))
     assert FolderStore(tmp_path, quota=500).put([("kv1/t/new/0", [SOME])]) == [True]
     assert FolderStore(tmp_path).capacity().used <= 500
+
+
+def test_the_count_of_a_tenant_goes_with_its_last_object(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path, capacity=1000, quota=500)
+    names = [f"kv1/t{number}/row/0" for number in range(20)]
+    counts = lambda: sorted(path.name for path in tmp_path.glob(".used-*"))  # noqa: E731
+    assert all(store.put([(name, [SOME]) for name in names[:3]]))
+    assert counts() == [".used-t0", ".used-t1", ".used-t2"]
+    assert store.remove(names[:2]) == 2
+    assert counts() == [".used-t2"]
+    assert all(store.put([(name, [SOME]) for name in names]))  # most make room for the last
+    assert len(counts()) == 20
+    left = {f".used-t{number}" for number, there in enumerate(store.exists(names)) if there}
+    assert store.sweep() == 0
+    assert set(counts()) == left
+    (tmp_path / ".used-t99").write_bytes(bytes(8))
+    FolderStore(tmp_path, quota=500)
+    assert set(counts()) == left
+
+
+def test_a_count_that_is_removed_while_others_wait_for_it_is_not_theirs(tmp_path: Path) -> None:
+    ledger, waiting = folder_ledger.FolderLedger(tmp_path / "used"), threading.Event()
+
+    def count() -> None:
+        waiting.set()
+        with ledger.held() as held:
+            held.used = (held.used or 0) + 1
+
+    with ledger.held():
+        threads = [threading.Thread(target=count) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        assert waiting.wait(10)
+        (tmp_path / "used").unlink()
+    for thread in threads:
+        thread.join(20)
+    with ledger.held() as held:
+        assert held.used == 3

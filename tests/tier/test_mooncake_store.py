@@ -35,12 +35,12 @@ def test_a_process_of_another_topology_loads_what_one_has_stored(master: Master)
     peer = Peer(master)
     try:
         for name in FIVE if DEEP else FIVE[::3]:
-            tp = {} if name in ("latent", "compressed") else {"tp": 2}
-            order = {} if name == "compressed" else {"layout": "LBNHC", **tp}
+            big = name == "compressed"
+            order = {"tp": 2, "layout": "BLNHC" if big else "LBNHC"}
             assert peer.ask("store", name, **order)[-1][0] > 0
             with master.tier(name) as tier:
-                big = {"memory": "24MiB"} if name == "compressed" else {"block_size": 32}
-                world_of(name).check(tier, small(model_of(name), **big))
+                unlike = {"memory": "24MiB", "block_size": 512} if big else {"block_size": 32}
+                world_of(name).check(tier, small(model_of(name), **unlike))
                 assert not tier.misses
         peer.end()
     finally:
@@ -79,7 +79,10 @@ def test_a_client_killed_while_it_puts_leaves_whole_rows_or_none() -> None:
     world, made = world_of("dense", 5), small(model_of("dense"))
     rng = np.random.default_rng(0)
     with running() as master, master.tier("dense") as tier:
-        for _ in range(TIMES):
+        killed = tries = 0
+        while killed < TIMES:
+            tries += 1
+            assert tries < 5 * TIMES, "it is never killed before it has stored all"
             tier.drop_tenant()
             tier.misses.clear()
             peer = Peer(master)
@@ -87,6 +90,7 @@ def test_a_client_killed_while_it_puts_leaves_whole_rows_or_none() -> None:
             wait_until(lambda: tier.match(world.keys(tier), 100) > 0 or "incomplete" in tier.misses)
             time.sleep(max(0.0, float(rng.random()) / 10 - 0.05))
             peer.kill()
+            killed += tier.match(world.keys(tier), 100) < 100
             fetched(world, tier, made)
         # The master says for a while that what the dead one had is there.
         wait_until(lambda: world.store(tier, made)[-1].whole == 7 and fetched(world, tier, made))

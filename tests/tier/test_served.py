@@ -42,21 +42,27 @@ SRC = small(MODEL, tp=2, layout="LBNHC")
 DST = small(MODEL, block_size=32, layout="BHLNC")
 
 
+FIVE = ("delta hybrid", "dense", "sliding", "latent", "compressed")
+
+
 @pytest.mark.parametrize(
-    ("act", "trials"),
-    [("together", 0), ("clients", 100 if DEEP else 20), ("servers", 100 if DEEP else 5)],
+    ("act", "about"),
+    [
+        ("together", FIVE if DEEP else FIVE[:1]),
+        ("clients", ("100" if DEEP else "20", "11")),
+        ("servers", ("100" if DEEP else "5", "11")),
+    ],
 )
 def test_processes_at_once_read_no_wrong_byte_whoever_is_killed(
-    act: str, trials: int, tmp_path: Path
+    act: str, about: tuple[str, ...], tmp_path: Path
 ) -> None:
     run = subprocess.run(
-        [sys.executable, "-m", "tests.tier.served_processes", act, str(tmp_path / "t"),
-         str(trials), "11"],
+        [sys.executable, "-m", "tests.tier.served_processes", act, str(tmp_path / "t"), *about],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
         capture_output=True,
         text=True,
-        timeout=120 + 10 * trials,
+        timeout=1120 if DEEP else 320,
         check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-3000:]

@@ -16,6 +16,7 @@ from kvatlas.tier import (
     HostStore,
     ObjectStore,
     StoreTier,
+    numbered_copies,
     row_traffic,
 )
 from tests.planning.models import SMALL
@@ -54,6 +55,16 @@ def test_every_kind_of_cache_goes_through_a_store(name: str) -> None:
     with tier_in(HostStore(), model, states="apart") as tier:
         world.store(tier, small(model, tp=2))
         world.check(tier, small(model, layout="LBNHC"))
+
+
+def test_large_rows_are_moved_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numbered_copies, "_LARGE_ROW", 1)
+    for name in FIVE if DEEP else ("sliding", "delta hybrid"):
+        model, world = MODELS[name], World(MODELS[name], 100)
+        with tier_in(HostStore(), model, block_size=32) as tier:
+            world.store(tier, small(model, tp=2, layout="LBNHC"))
+            world.check(tier, small(model, block_size=64))
+            world.check(tier, small(model, tp=4), (33, 100))
 
 
 def test_compressed_caches_with_unlike_blocks_go_through_a_store() -> None:

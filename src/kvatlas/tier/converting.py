@@ -6,23 +6,25 @@ rank's pools, so that nothing converted is ever found under the name of what it 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
-from kvatlas.routing import Route, Scales, fingerprint, parse_conversion, route
+from kvatlas.routing import Route, Scales, fingerprint, route, tensor_scales
+from kvatlas.specs import Spec, needs_scales, without_packing
 
 PLANS = 16
 """Plans whose routes to and from a tier stay compiled."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Converting:
     """How blocks become those of another cache dtype: by name, with scales of whole tensors.
 
-    >>> Converting("bf16->fp8", dst_scales=0.5).name
-    'bf16->fp8'
+    >>> Converting("bf16->fp8", dst_scales=0.5) == Converting("bf16->fp8", dst_scales=0.5)
+    True
     """
 
     name: str
@@ -31,6 +33,20 @@ class Converting:
     """Those that the blocks were written with."""
     dst_scales: Scales = None
     """Those of the cache that they are fetched into."""
+
+    def __post_init__(self) -> None:
+        """Keep the scales of now: who has given them may change them afterwards."""
+        object.__setattr__(self, "src_scales", _frozen(self.src_scales))
+        object.__setattr__(self, "dst_scales", _frozen(self.dst_scales))
+
+    def __hash__(self) -> int:
+        return hash(self.name)  # scales by layer have none
+
+
+def _frozen(scales: Scales) -> Scales:
+    if isinstance(scales, Mapping):
+        return {name: tuple(v) if isinstance(v, list) else v for name, v in scales.items()}
+    return scales
 
 
 class TierRoutes:
@@ -59,21 +75,48 @@ def check_converting(convert: object) -> None:
         raise AtlasError(Code.BAD_CONVERSION, problem, got=repr(convert)[:200], hint=hint)
 
 
+def converting_rows(written: Converting | None, asked: Converting | None) -> Converting | None:
+    """How rows become a cache's blocks: as a fetch asks, from the scales they were written with.
+
+    >>> rows = Converting("fp8->bf16", src_scales=0.5)
+    >>> converting_rows(rows, Converting("fp8->fp16")).src_scales
+    0.5
+    """
+    if asked is None or written is None:
+        return asked if written is None else written
+    check_converting(asked)
+    if asked.src_scales not in (None, written.src_scales):
+        problem = "The tier's blocks were written with other scales"
+        got = f"{asked.src_scales!r:.80} where the tier was opened with {written.src_scales!r:.80}"
+        hint = "Leave src_scales out: the tier knows them"
+        raise AtlasError(Code.BAD_CONVERSION, problem, got=got, hint=hint)
+    return replace(asked, src_scales=written.src_scales)
+
+
 def _between(src: Plan, dst: Plan, convert: Converting | None) -> Route:
     if convert is None:
         return route(src, dst)
+    _refuse_rescaling(src, dst, convert)
     if fingerprint(src) == fingerprint(dst):
-        _refuse_rescaling(convert)
         return route(src, dst)
     mine, theirs = convert.src_scales, convert.dst_scales
     return route(src, dst, convert=convert.name, src_scales=mine, dst_scales=theirs)
 
 
-def _refuse_rescaling(convert: Converting) -> None:
-    """Refuse equal formats of unlike scales: what is copied as it is would mean something else."""
-    same = any(source == target for source, target in parse_conversion(convert.name))
-    if same and convert.src_scales != convert.dst_scales:
-        problem = "Between equal formats nothing is converted, so that scales must be equal too"
-        got = f"{convert.name} from {convert.src_scales!r:.80} to {convert.dst_scales!r:.80}"
-        hint = "Fetch into a cache with the scales that the blocks were written with"
-        raise AtlasError(Code.BAD_CONVERSION, problem, got=got, hint=hint)
+def _refuse_rescaling(src: Plan, dst: Plan, convert: Converting) -> None:
+    """Refuse unlike scales of what is copied as it is: it would mean something else then."""
+    specs = _specs(src), _specs(dst)
+    mine = tensor_scales(convert.src_scales, specs[0])
+    theirs = tensor_scales(convert.dst_scales, specs[1])
+    for name in specs[0].keys() & specs[1].keys():
+        one, two = (without_packing(own[name]) for own in specs)
+        if one == two and needs_scales(two) and mine.get(name) != theirs.get(name):
+            problem = "Equal formats are copied as they are, so that scales must be equal too"
+            got = f"{name:.200}: {mine.get(name)} and {theirs.get(name)} for {convert.name:.80}"
+            hint = "Fetch into a cache with the scales that the blocks were written with"
+            raise AtlasError(Code.BAD_CONVERSION, problem, got=got, hint=hint)
+
+
+def _specs(plan: Plan) -> dict[str, Spec]:
+    """What each layer keeps."""
+    return {layer.name: layer.spec for region in plan.regions for layer in region.layers}

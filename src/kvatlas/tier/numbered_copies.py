@@ -18,6 +18,9 @@ from kvatlas.routing import Copy
 from kvatlas.tier.ingest import APART
 from kvatlas.tier.request_blocks import NeededBlock
 
+_LARGE_ROW = 1 << 20
+"""Bytes of rows that are moved one by one: what they have side by side is one stretch then."""
+
 
 class NumberedRows:
     """A number for each row that a request needs, pool by pool."""
@@ -64,14 +67,18 @@ class NumberedCopies:
         self._sorted = [self._by_row(copy) for copy in copies]
 
     def _by_row(self, copy: Copy) -> tuple[Copy, Int64s]:
-        row = self._at(copy) // self._block_bytes[self._pool(copy)]
-        if len(row) > 1 and (np.diff(row) < 0).any():
-            order = np.argsort(row, kind="stable")
-            row = row[order]
+        """The runs in the order of the rows' bytes, and the row of each.
+
+        Runs that follow each other there are then copied without memory between.
+        """
+        at = self._at(copy)
+        if len(at) > 1 and (np.diff(at) < 0).any():
+            order = np.argsort(at, kind="stable")
+            at = at[order]
             copy = replace(
                 copy, src=copy.src[order], dst=copy.dst[order], length=np.array(copy.length)[order]
             )
-        return copy, row
+        return copy, at // self._block_bytes[self._pool(copy)]
 
     def within(self, pool: int, number: int) -> tuple[Int64s, Int64s]:
         """Where the runs of a row start, from its first byte on, and how long they are."""
@@ -91,15 +98,20 @@ class NumberedCopies:
             numbers = np.array(sorted(places.get(pool, {})), np.int64)
             if not len(numbers):
                 continue
-            some = slice(*np.searchsorted(row, (numbers[0], numbers[-1] + 1)))
-            if some.start == some.stop:
-                continue
-            rows = np.array([places[pool][number] for number in numbers.tolist()], np.int64)
-            shift = (rows - numbers)[np.searchsorted(numbers, row[some])]
-            at = self._at(copy)[some] + shift * self._block_bytes[pool]
-            part = replace(copy, src=copy.src[some], dst=copy.dst[some], length=copy.length[some])
-            moved.append(replace(part, src=at) if self._end == "src" else replace(part, dst=at))
+            large = self._block_bytes[pool] >= _LARGE_ROW
+            for some in np.array_split(numbers, len(numbers) if large else 1):
+                runs = slice(*np.searchsorted(row, (some[0], some[-1] + 1)))
+                if runs.start < runs.stop:
+                    rows = np.array([places[pool][number] for number in some.tolist()], np.int64)
+                    shift = (rows - some)[np.searchsorted(some, row[runs])]
+                    moved.append(self._moved(copy, runs, shift * self._block_bytes[pool]))
         return moved
+
+    def _moved(self, copy: Copy, runs: slice, shift: Int64s) -> Copy:
+        """Some runs of a copy, their end in rows so many bytes further on."""
+        at = self._at(copy)[runs] + shift
+        part = replace(copy, src=copy.src[runs], dst=copy.dst[runs], length=copy.length[runs])
+        return replace(part, src=at) if self._end == "src" else replace(part, dst=at)
 
     def _at(self, copy: Copy) -> Int64s:
         return np.asarray(copy.src if self._end == "src" else copy.dst)

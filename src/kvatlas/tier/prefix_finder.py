@@ -8,9 +8,10 @@ ends are asked for by their keys, many at once, from the last that the other lay
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import compress
 from math import gcd
+from typing import NamedTuple
 
 from kvatlas.specs import Visibility
 from kvatlas.tier.chained_keys import PrefixChain
@@ -65,6 +66,9 @@ class PrefixFinder:
             (n for n in range(len(groups)) if n not in recurrent and n not in windows), None
         )
         """A group that keeps every token, and so says how far an end can be."""
+        converts = isinstance(tier, StoreTier) and tier.converts
+        self._rows: list[dict[str, bool]] = [{}, {"other": True}] if converts else [{}]
+        """Rows of each cache dtype: what one has an end in and another the rest serves nobody."""
 
     def chain(self, tokens: Sequence[int], salt: bytes = b"", lora: str = "") -> PrefixChain:
         """The keys of a request's tokens."""
@@ -78,20 +82,25 @@ class PrefixFinder:
     def longest(self, chain: PrefixChain) -> int:
         """How many of a request's first tokens the tier has; their keys are `chain.keys` of it."""
         if self.partial:
-            until = time.monotonic() + _SECONDS
-            for stop in self._ends(chain, until):
-                if self.tier.match(chain.keys(stop), stop) == stop:
-                    return stop
+            until, found = time.monotonic() + _SECONDS, 0
+            for rows in self._rows:
+                for stop in self._ends(_Ends(self.tier, chain, rows), until):
+                    if stop <= found:
+                        break
+                    if self.tier.match(chain.keys(stop), stop) == stop:
+                        found = stop
+            if found:
+                return found
         # Where there is nothing, this also has a store count why.
         whole = chain.count // self.unit * self.unit
         return self.tier.match(chain.keys(whole), whole) if whole else 0
 
-    def _ends(self, chain: PrefixChain, until: float) -> Iterator[int]:
+    def _ends(self, asked: _Ends, until: float) -> Iterator[int]:
         """Where requests were stored up to that began as this one does, the longest first."""
         tried = 0
-        for last in range(self._farthest(chain, until), 0, -_AT_ONCE):
+        for last in range(self._farthest(asked, until), 0, -_AT_ONCE):
             stops = range(last, max(0, last - _AT_ONCE), -1)
-            for stop in compress(stops, self._kept(self._ending, chain, stops)):
+            for stop in compress(stops, asked.kept(self._ending, stops)):
                 if tried == _TRIES or time.monotonic() > until:
                     return
                 tried += 1
@@ -99,20 +108,32 @@ class PrefixFinder:
             if time.monotonic() > until:
                 return
 
-    def _farthest(self, chain: PrefixChain, until: float) -> int:
+    def _farthest(self, asked: _Ends, until: float) -> int:
         """The last token that a prefix could end with: not a block behind what is kept whole."""
+        count = asked.chain.count
         if self._keeping is None:
-            return chain.count
+            return count
         block = self.tier.plan.groups[self._keeping].block
-        whole = range(block, chain.count + 1, block)
+        whole = range(block, count + 1, block)
         for first in range(0, len(whole), _AT_ONCE):
             stops = whole[first : first + _AT_ONCE]
-            for stop, there in zip(stops, self._kept(self._keeping, chain, stops), strict=True):
+            for stop, there in zip(stops, asked.kept(self._keeping, stops), strict=True):
                 if not there:
                     return stop - 1
             if time.monotonic() > until:
                 return stops[-1]
-        return chain.count
+        return count
 
-    def _kept(self, group: int, chain: PrefixChain, stops: range) -> list[bool]:
-        return self.tier.kept_ends(group, [(stop, chain.key_at(stop)) for stop in stops])
+
+class _Ends(NamedTuple):
+    """Where a request could end, among a tier's rows of one cache dtype."""
+
+    tier: AnyTier
+    chain: PrefixChain
+    rows: Mapping[str, bool]
+    """Which rows, as `StoreTier.kept_ends` takes it."""
+
+    def kept(self, group: int, stops: range) -> list[bool]:
+        """Which ends a group has."""
+        ends = [(stop, self.chain.key_at(stop)) for stop in stops]
+        return self.tier.kept_ends(group, ends, **self.rows)

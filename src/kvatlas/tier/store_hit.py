@@ -13,7 +13,7 @@ import numpy as np
 from kvatlas.errors import AtlasError
 from kvatlas.planning import Plan
 from kvatlas.routing import checked_rank
-from kvatlas.tier.converting import Converting, TierRoutes
+from kvatlas.tier.converting import Converting, TierRoutes, converting_rows
 from kvatlas.tier.namespaces import RowName
 from kvatlas.tier.numbered_copies import NumberedCopies, NumberedRows
 from kvatlas.tier.request_blocks import NeededBlock
@@ -48,7 +48,7 @@ class StoreHit:
     _seconds: float
     _missed: Callable[[AtlasError], None]
     _convert: Converting | None = None
-    """How rows become those of who has another dtype, where a fetch does not say."""
+    """How rows become those of who has another dtype; a fetch may say what its cache needs."""
 
     def fetch(
         self,
@@ -68,7 +68,7 @@ class StoreHit:
         """
         with self._storage.using():
             rank = checked_rank(plan, rank, "destination")
-            way = self._routes.to(plan, convert or self._convert)
+            way = self._routes.to(plan, converting_rows(self._convert, convert))
             if not self.tokens or 0 not in way.sources(rank):
                 return
             numbered, storage = NumberedRows(self._plan, self.rows), self._storage

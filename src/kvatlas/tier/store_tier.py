@@ -218,28 +218,40 @@ class StoreTier:
 
     # -- fetching -----------------------------------------------------------------------
 
-    def match(self, keys: Keys, tokens: Any) -> int:
+    def match(self, keys: Keys, tokens: Any, *, convert: bool = True) -> int:
         """How many tokens could be fetched: all of them, or as many whole blocks as there are.
 
-        A store that fails or is late has none but those that it had answered for.
+        A store that fails or is late has none but those that it had answered for. Without
+        `convert`, rows of another cache dtype do not count.
         """
         with self._storage.using():
             start, stop = token_range(tokens, self.plan.max_len)
-            return self._found(start, stop, keys)[1].tokens
+            return self._found(start, stop, keys, self._rows if convert else [self._own])[1].tokens
+
+    @property
+    def converts(self) -> bool:
+        """Whether rows of another cache dtype are found as well."""
+        return len(self._rows) > 1
 
     def kept_ends(
-        self, group: int, ends: Sequence[tuple[int, bytes]], *, whole: bool = False
+        self,
+        group: int,
+        ends: Sequence[tuple[int, bytes]],
+        *,
+        whole: bool = False,
+        other: bool = False,
     ) -> list[bool]:
         """Whether a group has the row that requests of so many tokens end in, by its key.
 
         Unless asked for `whole` rows, one may lack objects that other ranks have yet to store.
-        Refused, and counted, where the store fails or is late.
+        With `other` these are rows of the other cache dtype, where the tier `converts`: a
+        request is served from rows of one dtype. Refused, and counted, where the store fails.
         """
         with self._storage.using():
             deadline = Deadline(self.deadline)
+            rows = self._rows[-1] if other else self._own
             try:
-                kept = [rows.kept(group, ends, deadline, whole=whole) for rows in self._rows]
-                return [any(there) for there in zip(*kept, strict=True)]
+                return rows.kept(group, ends, deadline, whole=whole)
             except AtlasError as problem:
                 self._missed(problem)
                 raise
@@ -252,7 +264,7 @@ class StoreTier:
         """
         with self._storage.using():
             start, stop = token_range(tokens, self.plan.max_len)
-            rows, found = self._found(start, stop, keys)
+            rows, found = self._found(start, stop, keys, self._rows)
             hit = rows.hit(start, found, self.deadline, self._missed)
         yield hit
 
@@ -317,12 +329,14 @@ class StoreTier:
         started = traffic.calls.start(lambda: sum(map(traffic.store.remove_all, prefixes)))
         return traffic.calls.result(started, Deadline(self.deadline))
 
-    def _found(self, start: int, stop: int, keys: Keys) -> tuple[StoredRows, FoundRows]:
+    def _found(
+        self, start: int, stop: int, keys: Keys, among: Sequence[StoredRows]
+    ) -> tuple[StoredRows, FoundRows]:
         """The most tokens that there are, and whose rows; why not more is counted."""
         deadline, by_group = Deadline(self.deadline), keys_by_group(self.plan, keys)
         best, most = self._own, FoundRows(0, {}, "")
         try:
-            for rows in self._rows:
+            for rows in among:
                 found = rows.find(start, stop, by_group, deadline)
                 if rows is self._own or found.tokens > most.tokens:
                     best, most = rows, found

@@ -111,7 +111,9 @@ class TieredPrefixes:
             return
         try:
             keys = chain.keys(stop)
-            start = self.tier.match(keys, stop)
+            # What was converted as it was loaded is not there in this cache's dtype.
+            own = {"convert": False} if isinstance(self.tier, StoreTier) else {}
+            start = self.tier.match(keys, stop, **own)
             if start < stop:
                 about: dict[str, Any] = {"blocks": blocks, "tokens": (start, stop), "keys": keys}
                 if isinstance(self.tier, StoreTier):

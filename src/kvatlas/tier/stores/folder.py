@@ -137,7 +137,9 @@ class FolderStore(ObjectStore):
     def sweep(self) -> int:
         """Remove files that nobody has written to for a while, and that were never finished."""
         with _refusals(self._root):
-            return sum(self._room.remove_all(self._room.abandoned(self._root)))
+            swept = sum(self._room.remove_all(self._room.abandoned(self._root)))
+            self._room.forget_empty_tenants()
+            return swept
 
     def capacity(self) -> StoreRoom:
         """What there is and what could be."""

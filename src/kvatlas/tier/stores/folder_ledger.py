@@ -8,11 +8,12 @@ import os
 import stat
 import struct
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _USED = struct.Struct("<q")
+_OPENING = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _PATIENCE, _PAUSE = 10.0, 1e-3
 """Seconds for which others may have the count, and between looks: who has it may be stopped."""
 
@@ -52,22 +53,41 @@ class FolderLedger:
         self._path = path
 
     @contextmanager
-    def held(self) -> Iterator[HeldLedger]:
+    def held(self, patience: float | None = None) -> Iterator[HeldLedger]:
         """Have the count until the end; raises `OSError` where there can be none."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        file = os.open(self._path, flags, 0o600)
+        patience = _PATIENCE if patience is None else patience
+        while True:
+            file = os.open(self._path, _OPENING, 0o600)
+            try:
+                if not stat.S_ISREG(os.fstat(file).st_mode):
+                    raise OSError(f"no file: {self._path}")
+                _lock(file, patience)
+                if self._is(file):
+                    yield HeldLedger(file)
+                    return
+            finally:
+                os.close(file)
+
+    def _is(self, file: int) -> bool:
+        """Whether an open file is still the ledger: others may have removed it meanwhile."""
         try:
-            if not stat.S_ISREG(os.fstat(file).st_mode):
-                raise OSError(f"no file: {self._path}")
-            _lock(file)
-            yield HeldLedger(file)
-        finally:
-            os.close(file)
+            return os.path.samestat(os.fstat(file), os.lstat(self._path))
+        except FileNotFoundError:
+            return False
+
+    def remove_unless(self, needed: Callable[[], bool]) -> None:
+        """Remove the count of what is no more, unless somebody has it now.
+
+        Whoever waits for it makes a new one.
+        """
+        with suppress(OSError), self.held(patience=0.0):
+            if not needed():
+                self._path.unlink()
 
 
-def _lock(file: int) -> None:
+def _lock(file: int, patience: float) -> None:
     """Keep others from a file until it is closed: its other openings, so also threads."""
-    until = time.monotonic() + _PATIENCE
+    until = time.monotonic() + patience
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -20,7 +20,9 @@ from kvatlas.tier.stores.folder_ledger import FolderLedger
 
 UNFINISHED = ".new"
 _LEDGER = ".used"
-"""A name that no object can have, and with a tenant behind it neither."""
+"""A name that no object can have."""
+_OF_TENANT = ".used-"
+"""What the name of a tenant's ledger begins with."""
 _ABANDONED = 600.0
 """Seconds after which nobody goes on with a file that is not finished."""
 _FOLDER_TRIES = 8
@@ -47,6 +49,8 @@ class FolderRoom:
         if capacity:
             with self.ledger.held() as ledger:
                 ledger.used = self._counted(root)
+        if quota:
+            self.forget_empty_tenants()
 
     @property
     def bounded(self) -> bool:
@@ -61,7 +65,7 @@ class FolderRoom:
         bounds = []
         tenant = tenant_of(path.relative_to(self._root).as_posix())
         if self._quota and tenant:
-            ledger = FolderLedger(self._root / f"{_LEDGER}-{Path(tenant).name}")
+            ledger = FolderLedger(self._root / (_OF_TENANT + Path(tenant).name))
             bounds.append(BoundedFolder(self._root / tenant, self._quota, ledger))
             if tenant not in self._known_tenants:  # others may have written without a quota
                 with ledger.held() as held:
@@ -70,6 +74,13 @@ class FolderRoom:
         if self._capacity:
             bounds.append(BoundedFolder(self._root, self._capacity, self.ledger))
         return bounds
+
+    def forget_empty_tenants(self) -> None:
+        """Remove the counts of tenants that have nothing."""
+        above = [path for path in self._root.iterdir() if path.is_dir()]
+        for path in self._root.glob(f"{_OF_TENANT}*"):
+            tenant = path.name.removeprefix(_OF_TENANT)
+            _forget_if_empty(FolderLedger(path), [one / tenant for one in above])
 
     def create(self, path: Path, size: int) -> int | None:
         """A new file of a size, open to be written; None where no room can be made for it."""
@@ -100,7 +111,15 @@ class FolderRoom:
 
     def remove_all(self, paths: Iterable[Path]) -> list[int]:
         """Remove files; the bytes of each that are counted no more."""
-        return [self._remove_counted(path, self._bounds(path)) for path in paths]
+        freed: list[int] = []
+        tenants: dict[Path, FolderLedger] = {}
+        for path in paths:
+            bounds = self._bounds(path)
+            freed.append(self._remove_counted(path, bounds))
+            tenants |= {one.path: one.ledger for one in bounds if one.path != self._root}
+        for folder, ledger in tenants.items():
+            _forget_if_empty(ledger, [folder])
+        return freed
 
     def _remove_counted(self, path: Path, bounds: Iterable[BoundedFolder]) -> int:
         """Remove a file, at once with its bytes from what was counted.
@@ -172,6 +191,16 @@ class FolderRoom:
     def _unfinished(self, folder: Path) -> Iterator[Path]:
         for where, _, files in os.walk(folder):
             yield from (Path(where, one) for one in files if one.endswith(UNFINISHED))
+
+
+def _forget_if_empty(ledger: FolderLedger, folders: Sequence[Path]) -> None:
+    """Remove the count of a tenant that has none of some folders: they go with its objects."""
+
+    def has_some() -> bool:
+        return any(folder.exists() for folder in folders)
+
+    if not has_some():
+        ledger.remove_unless(has_some)
 
 
 def is_object(path: Path) -> bool:
