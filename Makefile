@@ -32,7 +32,7 @@ endif
 # cores: some tests wait, for peers that stand still say, and others are run meanwhile.
 PARALLEL = $(shell $(PY) -c "import os, xdist; print('--dist loadgroup -n', os.cpu_count() + 1)" 2>/dev/null)
 
-.PHONY: demo tour test test-deep test-pool test-gpu test-lowest test-transformers test-vllm test-vllm-deep test-vllm-lifecycle \
+.PHONY: demo tour test test-deep test-pool test-gpu test-lowest test-lowest-triton test-transformers test-vllm test-vllm-deep test-vllm-lifecycle \
 	bench-vllm demo-vllm test-page map-gallery map-figures map-pictures \
 	test-kvcache-simulator test-dynamo hits lint lint-workflows bench bench-gpu docs docs-pairings wheel check-release format clean test-attack test-fleet soak
 
@@ -130,6 +130,22 @@ $(LOWEST)/.installed: pyproject.toml constraints.txt tools/lowest.py
 	sed -i.all '/^torch==/d' $(LOWEST)/constraints.txt
 	$(LOWEST)/bin/pip install --quiet --constraint $(LOWEST)/constraints.txt --editable '.[dev]'
 	$(call WIRES,$(LOWEST))
+	touch $@
+
+# The kernels compiled for a chip by the lowest Triton that is admitted, whose dialect of Gluon is
+# narrower; in an environment that sees the packages of .venv too.
+LOWEST_TRITON := .venv-lowest-triton
+
+test-lowest-triton: $(LOWEST_TRITON)/.installed  ## Kernels compile with the lowest Triton that is admitted
+	$(LOWEST_TRITON)/bin/python -c 'import triton; print("Triton", triton.__version__)'
+	$(LOWEST_TRITON)/bin/python -m pytest -p no:xdist $(or $(TESTS),tests/kernels/triton/test_compiled.py)
+
+$(LOWEST_TRITON)/.installed: $(STAMP) tools/lowest.py
+	test -d $(LOWEST_TRITON) || $(BIN)/python -m venv $(LOWEST_TRITON)
+	$(BIN)/python -c 'import sysconfig as s; print("import site; site.addsitedir(%r)" % s.get_path("purelib"))' \
+		> $$(echo $(LOWEST_TRITON)/lib/python3*/site-packages)/packages_of_venv.pth
+	$(LOWEST_TRITON)/bin/pip install --quiet --no-deps --ignore-installed \
+		"$$($(BIN)/python tools/lowest.py | grep ^triton==)"
 	touch $@
 
 # Hit rates beside a simulator of others, in an environment that sees the packages of .venv too.

@@ -134,8 +134,6 @@ def measure(cell: Cell, choice: dict[str, Any] | None = None, *, repeat: int = 1
         case = cell.build(choice or {})
         right = case.right()
         torch.cuda.synchronize()
-        if not repeat:
-            return Measured(cell, None, 0.0, 0.0, right)
         taken, spread = milliseconds(case, graph=cell.graph, repeat=repeat, long=cell.long)
     except Exception as error:
         return Measured(cell, None, 0.0, 0.0, False, f"{type(error).__name__}: {str(error)[:300]}")

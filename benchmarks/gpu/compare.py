@@ -1,100 +1,164 @@
-"""Two trees beside each other, from alternating runs of the benchmark on one GPU.
+"""Two trees beside each other on one GPU: `python -m benchmarks.gpu.compare OLD NEW`.
 
-`python -m benchmarks.gpu.compare old1.json old2.json -- new1.json new2.json` takes what
-`python -m benchmarks.gpu --json FILE` wrote in each tree. It prints each cell's median share
-of its limit (or its median figure, where it has none) in both, and ends with 1 if a cell is
-slower by more than 3%, wrong, or missing.
+A process for each tree builds a cell and checks it; then they time it by turns, three times
+each, so that both have the same limits. Printed are the medians, and how much faster the new
+tree is. It ends with 1 if a cell is slower by more than 3%, wrong, or missing. One cell of each
+group is compared, or every cell (`--all`); `--only TEXT...` picks groups.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
+import subprocess
 import sys
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from benchmarks.gpu import tables
 
 ALLOWED = 0.03
 """How much slower a cell may be, as a share."""
-_BAD = ("WRONG", "skipped")
+ROUNDS = 3
 Key = tuple[str, str]
 
 
 class Compared(NamedTuple):
-    """One cell in both trees; None where a run has no right figure of it."""
+    """One cell in both trees: milliseconds, or why there are none."""
 
     cell: Key
-    old: float | None
-    new: float | None
+    old: float | str
+    new: float | str
 
     @property
     def change(self) -> float | None:
-        """How much faster the new tree is, as a share of the old one."""
-        return self.new / self.old - 1 if self.new and self.old else None
+        """How much faster the new tree is, as a share of the old one's speed.
+
+        >>> Compared(("decode", "LBNHC"), 1.0, 2.0).change
+        -0.5
+        """
+        if isinstance(self.old, str) or isinstance(self.new, str):
+            return None
+        return self.old / self.new - 1
 
     @property
     def slower(self) -> bool:
-        """Whether the new tree is slower than is allowed, or lacks what the old one has."""
-        return self.old is not None and (self.change is None or self.change < -ALLOWED)
+        """Whether the new tree is slower than is allowed, or lacks what the old one has.
+
+        >>> [Compared(("decode", "LBNHC"), *both).slower for both in ((1.0, 1.02), (1.0, 1.04),
+        ...                                                          (1.0, "WRONG"), ("none", 1.0))]
+        [False, True, True, False]
+        """
+        if isinstance(self.old, str):
+            return False
+        return self.change is None or self.change < -ALLOWED
 
     def row(self) -> list[str]:
         """As a row of a table."""
-        values = ["" if value is None else f"{value:,.3f}" for value in (self.old, self.new)]
-        change = "missing" if self.change is None else f"{self.change:+.1%}"
+        values = [
+            value[:40] if isinstance(value, str) else f"{value:,.4f}"
+            for value in (self.old, self.new)
+        ]
+        change = "" if self.change is None else f"{self.change:+.1%}"
         return [", ".join(self.cell), *values, change, "slower" if self.slower else ""]
 
 
-def figures(runs: Iterable[dict[str, Any]]) -> dict[Key, float]:
-    """The median of each cell over runs; cells that are wrong in one of them are left out."""
-    values: dict[Key, list[float]] = defaultdict(list)
-    bad: set[Key] = set()
-    for run in runs:
-        for cell in run["cells"]:
-            key = cell["group"], cell["cell"]
-            value = cell["share"] or cell["figure"]
-            if value is None or cell["verdict"] in _BAD:
-                bad.add(key)
-            else:
-                values[key].append(value)
-    return {key: median(several) for key, several in values.items() if key not in bad}
+class Answers(Protocol):
+    """Builds and times the cells of a tree."""
+
+    def ask(self, *request: Any) -> dict[str, Any]:
+        """The answer to a request of `turns.Side`: a value, or a problem."""
 
 
-def compare(old: Iterable[dict[str, Any]], new: Iterable[dict[str, Any]]) -> list[Compared]:
-    """Every cell of either tree, in the order in which they were measured.
+class Tree:
+    """A process that times the cells of a tree."""
 
-    >>> run = lambda share: {"cells": [{"group": "decode", "cell": "LBNHC", "figure": 9.0,
-    ...                                 "share": share, "verdict": "ok"}]}
-    >>> (cell,) = compare([run(0.90), run(0.92), run(0.70)], [run(0.86), run(0.84)])
-    >>> f"{cell.change:.1%}", cell.slower
-    ('-5.6%', True)
-    """
-    before, after = figures(old), figures(new)
-    return [Compared(key, before.get(key), after.get(key)) for key in {**before, **after}]
+    def __init__(self, root: Path) -> None:
+        paths = [str(root / "src"), str(root), os.environ.get("PYTHONPATH", "")]
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", str(Path(__file__).with_name("turns.py"))],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def ask(self, *request: Any) -> dict[str, Any]:
+        """The answer to a request."""
+        print(json.dumps(request), file=self._process.stdin, flush=True)
+        line = self._process.stdout.readline() if self._process.stdout else ""
+        if not line:
+            sys.exit(f"A tree's process ended, with {self._process.wait()}, at {request[0]}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.communicate()
 
 
-def main(arguments: Sequence[str]) -> int:
-    if "--" not in arguments:
-        sys.exit("usage: python -m benchmarks.gpu.compare OLD.json... -- NEW.json...")
-    middle = arguments.index("--")
-    old, new = (
-        [json.loads(Path(name).read_text()) for name in some]
-        for some in (arguments[:middle], arguments[middle + 1 :])
-    )
-    cells = compare(old, new)
-    columns = ("what", "old", "new", "change", "verdict")
-    tables.show(
-        f"medians of {len(old)} and {len(new)} runs", columns, (c.row() for c in cells), "wv"
-    )
+def compare(trees: tuple[Answers, Answers], cell: Key, rounds: int = ROUNDS) -> Compared:
+    """One cell in both trees, by turns."""
+    problems = [_built(tree, cell) for tree in trees]
+    taken: tuple[list[float], list[float]] = ([], [])
+    for turn in range(0 if all(problems) else rounds):
+        # Who was second is first at the next turn.
+        for which in (0, 1) if turn % 2 == 0 else (1, 0):
+            if problems[which]:
+                continue
+            answer = trees[which].ask("time")
+            problems[which] = answer.get("problem", "")
+            taken[which].append(answer.get("value", 0.0))
+    old, new = (problem or median(times) for problem, times in zip(problems, taken, strict=True))
+    return Compared(cell, old, new)
+
+
+def _built(tree: Answers, cell: Key) -> str:
+    """Why a cell cannot be timed, if so."""
+    answer = tree.ask("build", *cell)
+    return answer.get("problem", "") or ("" if answer["value"] else "WRONG")
+
+
+def _chosen(trees: tuple[Tree, Tree], only: Sequence[str], every: bool) -> list[Key]:
+    """Cells that both trees have: the first of each group, or all."""
+    old, new = ([(group, name) for group, name in tree.ask("cells")["value"]] for tree in trees)
+    both = [key for key in new if key in set(old)]
+    wanted = [key for key in both if not only or any(text in key[0] for text in only)]
+    if every:
+        return wanted
+    return list({group: (group, name) for group, name in reversed(wanted)}.values())[::-1]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks.gpu.compare")
+    parser.add_argument("old", type=Path)
+    parser.add_argument("new", type=Path)
+    parser.add_argument("--all", action="store_true", help="every cell, not one of each group")
+    parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="groups with these")
+    given = parser.parse_args()
+    begun = time.monotonic()
+    trees = Tree(given.old.resolve()), Tree(given.new.resolve())
+    chosen = _chosen(trees, given.only, given.all)
+    jobs = max(1, (os.cpu_count() or 1) // 2)
+    with ThreadPoolExecutor(2) as both:
+        for done in both.map(lambda tree: tree.ask("compile", chosen, jobs), trees):
+            print(done.get("problem", f"compiled, {time.monotonic() - begun:.0f} s"), flush=True)
+    cells = []
+    for key in chosen:
+        cells.append(compare(trees, key))
+        print(*cells[-1].row(), file=sys.stderr, flush=True)
+    for tree in trees:
+        tree.close()
+    columns = ("what", "old ms", "new ms", "faster by", "verdict")
+    title = f"medians of {ROUNDS} turns each, {time.monotonic() - begun:.0f} s"
+    tables.show(title, columns, (cell.row() for cell in cells), "wv")
     slower = [cell for cell in cells if cell.slower]
     print(f"{len(slower)} of {len(cells)} cells are slower by more than {ALLOWED:.0%}, or missing")
-    for cell in slower:
-        print(" ", ", ".join(cell.cell), cell.row()[3])
     return 1 if slower else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

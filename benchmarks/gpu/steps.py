@@ -15,20 +15,19 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.gpu import tables
+from benchmarks.gpu.step_times import StepTimes
 from kvatlas.engines.transformers import AtlasCache, DecodeGraph
 
 SIZES = ((16, 2_048), (16, 16_384), (1, 4_096))
 """Sequences, and tokens that each has in the cache."""
-BAR = 1.25
-"""A captured step, as so many times its kernels, at most."""
 _STEPS = 8
-_TURNS = 5
+_TURNS = 3
 _CONFIG: dict[str, Any] = {
     "vocab_size": 32_000,
     "hidden_size": 4_096,
@@ -41,61 +40,56 @@ _CONFIG: dict[str, Any] = {
 }
 
 
-class StepTimes(NamedTuple):
-    """Milliseconds of a step, by the cache and the attention."""
-
-    sequences: int
-    tokens: int
-    own: float
-    gathered: float
-    pages: float
-    graph: float
-    kernels: float
-
-    def row(self) -> list[str]:
-        """As a row of the table."""
-        times = [f"{n:.2f}" for n in self[2:]]
-        share = self.graph / self.kernels
-        verdicts = ["ok" if share <= BAR else "over", "ok" if self.gathered <= self.own else "over"]
-        return [f"{self.sequences} x {self.tokens:,}", *times, f"{share:.2f}x", *verdicts]
-
-
-def model() -> Any:
-    """The model, on the GPU."""
+def model(layers: int = _CONFIG["num_hidden_layers"]) -> Any:
+    """The model, on the GPU; with fewer layers it launches the same kernels."""
     with torch.device("cuda"):
         torch.set_default_dtype(torch.bfloat16)
-        made = LlamaForCausalLM(LlamaConfig(**_CONFIG)).eval()
+        made = LlamaForCausalLM(LlamaConfig(**_CONFIG | {"num_hidden_layers": layers})).eval()
         torch.set_default_dtype(torch.float32)
     return made
 
 
+def compile_steps() -> None:
+    """A step of every size on pages, of a model of one layer."""
+    llama = model(layers=1)
+    with torch.no_grad():
+        for size in SIZES:
+            for attention in ("sdpa", "kvatlas"):
+                _stepping(llama, _pages(llama, *size), attention, *size)(0)
+
+
 def measure(llama: Any, sequences: int, tokens: int) -> StepTimes:
     """All ways of one size."""
-    ids = torch.ones((sequences, 1), dtype=torch.long, device="cuda")
-
-    def stepping(cache: Any, attention: str) -> Callable[[int], None]:
-        def step(number: int) -> None:
-            if llama.config._attn_implementation != attention:
-                llama.set_attn_implementation(attention)
-            place = torch.full_like(ids, tokens + number)
-            llama(ids, position_ids=place, past_key_values=cache, use_cache=True).logits.argmax(-1)
-
-        return step
-
+    size = sequences, tokens
     own, gathered, pages = _milliseconds(
-        stepping(_own_cache(llama, sequences, tokens), "sdpa"),
-        stepping(_pages(llama, sequences, tokens), "sdpa"),
-        stepping(_pages(llama, sequences, tokens), "kvatlas"),
+        _stepping(llama, _own_cache(llama, *size), "sdpa", *size),
+        _stepping(llama, _pages(llama, *size), "sdpa", *size),
+        _stepping(llama, _pages(llama, *size), "kvatlas", *size),
     )
     _give_back()
-    cache = _pages(llama, sequences, tokens)
-    step = stepping(cache, "kvatlas")
+    cache = _pages(llama, *size)
+    step = _stepping(llama, cache, "kvatlas", *size)
     with DecodeGraph(llama, cache):
         (graph,) = _milliseconds(step)
         kernels = _kernel_time(step)
     del cache, step
     _give_back()
     return StepTimes(sequences, tokens, own, gathered, pages, graph, kernels)
+
+
+def _stepping(
+    llama: Any, cache: Any, attention: str, sequences: int, tokens: int
+) -> Callable[[int], None]:
+    """What makes a step, by its number: one token for each sequence."""
+    ids = torch.ones((sequences, 1), dtype=torch.long, device="cuda")
+
+    def step(number: int) -> None:
+        if llama.config._attn_implementation != attention:
+            llama.set_attn_implementation(attention)
+        place = torch.full_like(ids, tokens + number)
+        llama(ids, position_ids=place, past_key_values=cache, use_cache=True).logits.argmax(-1)
+
+    return step
 
 
 def _own_cache(llama: Any, sequences: int, tokens: int) -> Any:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import multiprocessing
-import os
 import sys
 import time
 from functools import partial
@@ -21,11 +19,9 @@ import torch
 
 from benchmarks.gpu import attention, copies, writes
 from benchmarks.gpu.cells import Cell, measure
+from benchmarks.gpu.compiling import compile_all, compile_cell
 from kvatlas.kernels.triton import tune
 from kvatlas.specs import FullAttention
-
-JOBS = 12
-"""Processes that compile side by side before anything is timed."""
 
 
 class Search(NamedTuple):
@@ -155,35 +151,24 @@ def searches() -> list[Search]:
     return tuned
 
 
-def _compile(task: tuple[int, int, int]) -> None:
-    """Run one choice on one cell, so that its kernels are in Triton's cache on disk."""
-    search, choice, cell = task
-    this = searches()[search]
-    measure(this.cells[cell], this.choices[choice], repeat=0)
-    torch.cuda.empty_cache()
-
-
 def main(path: Path, kernels: list[str]) -> None:
     """Compile everything side by side, then time one after the other."""
     begun = time.time()
     chosen = [
-        (i, search)
-        for i, search in enumerate(searches())
+        search
+        for search in searches()
         if not kernels or f"{search.kernel} {search.when.get('cache', '')}".strip() in kernels
     ]
-    tasks = [
-        (i, j, k)
-        for i, search in chosen
-        for j in range(len(search.choices))
-        for k in range(len(search.cells))
-    ]
-    os.environ["KVATLAS_BENCH_SMALL"] = "1"
-    with multiprocessing.get_context("spawn").Pool(JOBS) as pool:
-        pool.map(_compile, tasks, chunksize=1)
-    del os.environ["KVATLAS_BENCH_SMALL"]
-    print(f"compiled {len(tasks)} in {time.time() - begun:.0f} s", flush=True)
+    compile_all(
+        [
+            partial(compile_cell, cell, choice)
+            for search in chosen
+            for choice in search.choices
+            for cell in search.cells
+        ]
+    )
     log = []
-    for _, search in chosen:
+    for search in chosen:
         scores = []
         for choice in search.choices:
             results = [measure(cell, choice, repeat=11) for cell in search.cells]

@@ -38,7 +38,7 @@ def new_tokens(
         call(0)
         plain = replace(layer, buffer=torch.full_like(layer.buffer, 0x3C, device="cpu"))
         by_torch(plain, k[0].cpu(), v[0].cpu(), slots[0].cpu(), k_scale=0.5, v_scale=0.5)
-        unlike = int((layer.buffer.cpu() != plain.buffer).sum())
+        unlike = int((layer.buffer != plain.buffer.to(DEVICE)).sum())
         # A norm that is summed in another order may round to another half.
         return unlike <= (1e-3 * k[0].numel() if spec.cache.startswith("turbo") else 0)
 

@@ -15,10 +15,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from kvatlas.errors import AtlasError, Code
-
 if TYPE_CHECKING:
     from kvatlas.cache import Cache, allocate, bind
+    from kvatlas.errors import AtlasError, Code
     from kvatlas.geometry import DType, Field, Layout, Page, Placement, validate
     from kvatlas.maps import Map, map  # noqa: A004
     from kvatlas.models import Model
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _ROOMS = {
+    "errors": ("AtlasError", "Code"),
     "geometry": ("DType", "Field", "Layout", "Page", "Placement", "validate"),
     "models": ("Model",),
     "planning": ("Plan", "fit", "plan"),

@@ -56,6 +56,7 @@ def test_refusals_are_short_and_coded(tmp_path: Path) -> None:
         ("unwritable", "Qwen3-8B", "-o", str(tmp_path / "no" / "map.html")),
         ("unwritable", "Qwen3-8B", "--svg", "-o", "/dev/full"),
         ("unreadable", str(good), "--to", str(tmp_path / "missing.json")),
+        ("bad_plan", str(good), "--to", str(tmp_path / "cut.json")),
         ("unknown_model", "no-such-model"),
         ("", str(good), "--tp", "2"),
         ("", "Qwen3-8B", "--svg", "--text"),
@@ -66,3 +67,5 @@ def test_refusals_are_short_and_coded(tmp_path: Path) -> None:
         assert result.exit_code == 2, (args, result.output)
         assert f"code: {code}" in result.stderr if code else "Invalid value" in result.stderr
         assert "Traceback" not in result.stderr
+        named = [name for name in damaged if name in args[-1]]
+        assert all(name in result.stderr for name in named), "which of the files is damaged?"

@@ -262,3 +262,21 @@ def test_tensors_on_a_gpu_find_these_kernels(monkeypatch: pytest.MonkeyPatch) ->
     kernels.copy_blocks(layer, some, layer, some)
     kernels.zero_blocks(layer, some)
     assert called == names
+
+
+@pytest.mark.parametrize("cache", ["auto", "int8_per_token_head"])
+def test_many_queries_of_a_sequence_without_states_get_zeros(cache: str) -> None:
+    """So that batches can be padded, between sequences that have states and behind them."""
+    layer = Pool(FullAttention(**BASE, cache=cache), "LBNHC", "cuda", blocks=40).layer
+    layer.buffer.zero_()
+    k, v = (torch.ones(600, 2, 128, dtype=torch.bfloat16, device="cuda") for _ in "kv")
+    write(layer, k, v, torch.arange(600, device="cuda"))
+    counts, lengths = [200, 100, 40, 130], [600, 0, 40, 0]
+    q = torch.randn(sum(counts), 8, 128, dtype=torch.bfloat16, device="cuda")
+    out = torch.full_like(q, float("nan"))
+    tables = torch.arange(38, device="cuda", dtype=torch.int32).expand(4, 38).contiguous()
+    sizes = (torch.tensor(n, dtype=torch.int32, device="cuda") for n in (lengths, counts))
+    attend(layer, q, tables=tables, lengths=next(sizes), queries=next(sizes), out=out)
+    parts = out.float().split(counts)
+    for part, length in zip(parts, lengths, strict=True):
+        torch.testing.assert_close(part, torch.full_like(part, float(length > 0)), atol=0.01, rtol=0)

@@ -41,6 +41,18 @@ def test_the_page_fits_every_width_in_light_and_dark(browser: Browser, tmp_path:
         browser.prefer(prefers_reduced_motion="reduce")
 
 
+def test_the_panel_of_a_picture_of_few_rows_ends_with_its_words(
+    browser: Browser, tmp_path: Path
+) -> None:
+    show(browser, tmp_path, plan("Qwen3-8B", memory="80GiB"))
+    browser.do("go({ level: 'page', region: plan().regions[0], index: 0 })")
+    browser.do("goIn(firstPoint())")
+    below = "const [panel, words] = ['figure', 'figcaption'].map((one) =>"
+    below += " document.querySelector(one).getBoundingClientRect().bottom); return panel - words"
+    assert browser.do("return view.level") == "cell"
+    assert browser.do(below) < 30
+
+
 def test_every_model_of_the_catalogue_is_drawn_without_complaint(
     browser: Browser, tmp_path: Path
 ) -> None:

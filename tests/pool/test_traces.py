@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -109,6 +111,15 @@ def test_other_files_that_are_no_traces(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(AtlasError) as refusal:
         read_trace(written(tmp_path / "long.jsonl", mooncake(512 * 90, [*range(90)])))
     assert "too long" in str(refusal.value)
+
+
+def test_a_trace_from_a_pipe_is_read_whole(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = Thread(target=pipe.write_bytes, args=[SAMPLE.read_bytes()])
+    writer.start()
+    assert read_trace(pipe).ids.tolist() == read_trace(SAMPLE).ids.tolist()
+    writer.join()
 
 
 def test_spans_are_shared_as_far_as_tokens_are() -> None:

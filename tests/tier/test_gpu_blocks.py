@@ -75,6 +75,8 @@ def test_whole_blocks_go_over_the_link_as_they_lie_in_every_order(driver: FakeCu
             # 61 tokens are three whole blocks, and one that a kernel reaches for by itself.
             assert [what for what, _ in driver.log].count("staged") == 2
             assert [what for what, _ in driver.log].count("post") == 2
+        assert driver.lent_streams() == 1
+    assert driver.lent_streams() == 0, "a tier that is closed has given its stream back"
 
 
 def test_blocks_that_ranks_bring_in_part_are_not_overwritten(driver: FakeCuda) -> None:

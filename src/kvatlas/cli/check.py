@@ -71,7 +71,11 @@ def read_plan(path: str) -> Plan:
         reason = problem.strerror if isinstance(problem, OSError) else problem
         got, hint = f"{path}: {reason}", "Save one, or name a model with --from and --to"
         raise AtlasError(Code.UNREADABLE, got=got, hint=hint) from problem
-    return Plan.from_json(text)
+    try:
+        return Plan.from_json(text)
+    except AtlasError as problem:  # of two files, which?
+        got = f"{path}: {problem.got}"
+        raise AtlasError(problem.code, problem.problem, got=got, hint=problem.hint) from problem
 
 
 def check_parts(src: Plan, dst: Plan, answer: Check) -> list[RenderableType]:

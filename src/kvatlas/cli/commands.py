@@ -15,6 +15,7 @@ from kvatlas.cli.compare import AXES, axes_of, compared_plans, compared_title
 from kvatlas.cli.failures import no_traceback, plain
 from kvatlas.cli.fit import fit_models, fit_parts, plan_on
 from kvatlas.cli.options import MODEL, MODELS, PlanOptions, completer, takes_plan_options
+from kvatlas.cli.record_events import events
 from kvatlas.cli.simulate import simulate
 from kvatlas.cli.tables import comparison, headline, notes, sentences
 from kvatlas.cli.tier_commands import tier_app
@@ -79,7 +80,9 @@ def plan(
     planned = plan_on(replace(options, **chosen.options) if chosen else options)
     if save:
         _save(save, planned.plan.to_json())
-    facts = planned.facts() | ({"tried": chosen.facts()} if chosen else {})
+    facts = planned.facts()
+    if chosen:
+        facts |= {"tried": chosen.facts(), "unseen": chosen.trace.unseen}
     answer(as_json, facts, *planned.parts(), *(chosen.parts() if chosen else ()))
 
 
@@ -317,6 +320,10 @@ command(
     "simulate gpt-oss-120b --gpu 2xH100 --trace traces/ --compare policy,checkpoints",
     "simulate Llama-3.1-70B --trace my.jsonl --compare memory=40GiB,80GiB --json",
 )(simulate)
+command(
+    "events tcp://127.0.0.1:5557 -o monday.events --seconds 3600",
+    "events tcp://127.0.0.1:5557 --replay tcp://127.0.0.1:5558 -o monday.events",
+)(events)
 command("models", "models gpt-oss-20b", "models ./config.json --json")(models)
 command("layouts", "layouts --json")(layouts)
 command("hybrids > docs/hybrids.md")(hybrids)

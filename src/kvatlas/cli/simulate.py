@@ -42,7 +42,8 @@ def simulate(
         Path,
         typer.Option(
             help="Mooncake's form or token_ids, one request a line; or conversations of coding "
-            "agents, one a file, or a folder of them.",
+            "agents, one a file, or a folder of them; or a recording of `kvatlas events`, or KV "
+            "events as lines of JSON.",
             show_default=False,
         ),
     ],
@@ -81,7 +82,7 @@ def simulate(
     rows = [row for one in options for row in simulated(one, question, axes)]
     if output is not None:
         _save(output, read, rows)
-    answer(as_json, {"rows": rows}, *_parts(read, rows))
+    answer(as_json, {"rows": rows, "unseen": read.unseen}, *_parts(read, rows))
 
 
 def _save(path: Path, trace: Trace, rows: list[Row]) -> None:
@@ -91,6 +92,7 @@ def _save(path: Path, trace: Trace, rows: list[Row]) -> None:
     if not found:
         raise contradictory("a page without a plan", rows[0]["refused_plan"]["message"])
     facts = f"{len(trace):,} requests, {trace.tokens:,} prompt tokens. Hit rates over memory."
+    facts = " ".join([facts, *_unseen(trace)])
     save_page(path, hits_page(trace.name, facts, found))
 
 
@@ -113,7 +115,11 @@ def _parts(trace: Trace, rows: list[Row]) -> list[RenderableType]:
         elif row["refused"]:
             told.append(f"{row['model']} {row['value'] or ''}: {row['refused']:,} never fit.")
     found = [row for row in rows if not row["refused_plan"]]
-    return [*parts, *_tier_table(found), *notes(told), *_legend(found)]
+    return [*parts, *_tier_table(found), *notes([*told, *_unseen(trace)]), *_legend(found)]
+
+
+def _unseen(trace: Trace) -> list[str]:
+    return trace.unseen.sentences() if trace.unseen else []
 
 
 def _tier_table(rows: list[Row]) -> list[RenderableType]:

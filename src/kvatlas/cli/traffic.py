@@ -17,7 +17,7 @@ from kvatlas.errors import AtlasError
 from kvatlas.planning import Plan
 
 if TYPE_CHECKING:
-    from kvatlas.pool import TriedPlan
+    from kvatlas.pool import Trace, TriedPlan
 
 _PACKS = (1, 2, 4, 8)
 _BLOCKS = (32, 64, 128, 256)
@@ -37,7 +37,7 @@ class Candidates:
 class PlanForTrace:
     """What was tried on a trace, the best first."""
 
-    trace: str
+    trace: Trace
     tried: list[TriedPlan]
     candidates: Candidates
 
@@ -71,8 +71,9 @@ class PlanForTrace:
             "points, and the best and vLLM's with every policy."
         )
         reason = Text(plain(self.reason()))
-        refused = notes(self.candidates.refused)
-        return [reason, indented(made), *refused, Text(legend, style="dim")]
+        unseen = self.trace.unseen.sentences() if self.trace.unseen else []
+        noted = notes([*self.candidates.refused, *unseen])
+        return [reason, indented(made), *noted, Text(legend, style="dim")]
 
     def reason(self) -> str:
         """Why, in two sentences."""
@@ -81,7 +82,7 @@ class PlanForTrace:
         theirs = next((one.rates for one in self.tried if one.by_group), None)
         beside = f" vLLM's plan and default find {theirs.hit_rate:.1%}," if theirs else ""
         return (
-            f"{self.trace}: {best.name}, blocks of {rates.block:,} tokens, checkpoints "
+            f"{self.trace.name}: {best.name}, blocks of {rates.block:,} tokens, checkpoints "
             f"{rates.checkpoints}, eviction {rates.eviction} find {rates.hit_rate:.1%} of the "
             f"prompts' tokens.{beside} any memory {rates.ceiling:.1%}."
         )
@@ -96,7 +97,7 @@ def plan_for_trace(options: PlanOptions, path: Path, block: int | None = None) -
     found = candidates(options)
     with progress_bar("Simulating") as told:
         tried = choose(found.plans, trace, progress=told)
-    return PlanForTrace(trace.name, tried, found)
+    return PlanForTrace(trace, tried, found)
 
 
 def candidates(options: PlanOptions) -> Candidates:

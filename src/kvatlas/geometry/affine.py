@@ -14,7 +14,7 @@ from typing import Any
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.address_arrays import indices
-from kvatlas.geometry.integers import INT64_MAX, natural, positive, set_fields
+from kvatlas.geometry.integers import INT64_MAX, are_plain, natural, positive, set_fields
 from kvatlas.geometry.runs import find_difference, is_nested
 
 _TAKEN = ("self", "base", "device")
@@ -42,22 +42,20 @@ class Affine:
 
     def __post_init__(self) -> None:
         axes = tuple(self.axes)
-        named = all(
-            isinstance(axis, str) and _AXIS_NAME.fullmatch(axis) and axis not in _TAKEN
-            for axis in axes
-        )
-        if not named or len(set(axes)) < len(axes):
+        if not all(map(_is_name, axes)) or len(set(axes)) < len(axes):
             problem = "Axes lack a name, or share one"
             raise bad_axes(problem, axes, "Name them 'B', 'H' and so on")
         if not len(axes) == len(self.sizes) == len(self.strides):
             got = f"axes {axes}, sizes {self.sizes}, strides {self.strides}"
             raise bad_axes("Some axes lack a size or a stride", got, "Match the lengths")
-        sizes = tuple(
-            positive(n, f"the size of axis {a}") for a, n in zip(axes, self.sizes, strict=True)
-        )
-        steps = tuple(
-            natural(s, f"the stride of axis {a}") for a, s in zip(axes, self.strides, strict=True)
-        )
+        sizes, steps = tuple(self.sizes), tuple(self.strides)
+        if not are_plain(sizes, 1) or not are_plain(steps, 0):
+            sizes = tuple(
+                positive(n, f"the size of axis {a}") for a, n in zip(axes, sizes, strict=True)
+            )
+            steps = tuple(
+                natural(s, f"the stride of axis {a}") for a, s in zip(axes, steps, strict=True)
+            )
         strides = tuple(0 if n == 1 else s for n, s in zip(sizes, steps, strict=True))
         offset, item = natural(self.offset, "the offset"), positive(self.item, "the item")
         set_fields(self, axes=axes, sizes=sizes, strides=strides, offset=offset, item=item)
@@ -152,6 +150,14 @@ class Affine:
         ]
         parts += [f"offset={self.offset}", f"item={self.item}"]
         return f"{type(self).__name__}({', '.join(parts)})"
+
+
+def _is_name(axis: object) -> bool:
+    """Whether a placement can have an axis of that name."""
+    if not isinstance(axis, str) or axis in _TAKEN:
+        return False
+    plain = axis.isascii() and axis.isidentifier()
+    return plain or _AXIS_NAME.fullmatch(axis) is not None
 
 
 def bad_axes(problem: str, got: object, hint: str) -> AtlasError:

@@ -7,6 +7,7 @@ are whole: a float that is whole today is 2096.0000001 after the next division.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import index
 from typing import Any, TypeVar
 
@@ -55,6 +56,15 @@ def set_fields(value: object, **fields: Any) -> None:
         object.__setattr__(value, name, field)
 
 
+def are_plain(numbers: Sequence[object], least: int) -> bool:
+    """Whether all of them are ints from `least` on that fit in 64 bits, and need no other look.
+
+    >>> are_plain((4, 0), 0), are_plain((4, 0), 1), are_plain((4.0,), 1), are_plain((True,), 1)
+    (True, False, False, False)
+    """
+    return all(type(number) is int and least <= number <= INT64_MAX for number in numbers)
+
+
 def _refusal(code: Code, what: str, is_wrong: str, got: object, hint: str) -> AtlasError:
     problem = f"{what[0].upper()}{what[1:]} is {is_wrong}"
     return AtlasError(code, problem, got=got, hint=hint)
@@ -67,6 +77,8 @@ def integer(value: Any, what: str) -> int:
     >>> integer(np.int32(7), "a size")
     7
     """
+    if type(value) is int and -INT64_MAX <= value <= INT64_MAX:
+        return value  # nearly all are
     try:
         number = None if isinstance(value, bool) else index(value)
     except TypeError:

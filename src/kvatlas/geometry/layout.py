@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry.placement import Placement
+from kvatlas.geometry.placement import Placement, packed_steps
 
 AXES = "LBHNC"
 """The logical axes, in logical order."""
@@ -108,8 +108,14 @@ class Layout:
             got = f"sizes {sorted(sizes)}, strides {sorted(fixed)}"
             hint = "Give all five sizes, 1 for an axis that is not used"
             raise AtlasError(Code.UNKNOWN_AXIS, problem, got=got, hint=hint)
-        axes = [(axis, sizes[axis]) for axis in self.order]
-        return Placement.packed(axes, offset=offset, strides=fixed).reorder(*AXES)
+        steps = packed_steps([(axis, sizes[axis]) for axis in self.order], 1, fixed)
+        stride = dict(zip(self.order, steps, strict=True))
+        return Placement(
+            tuple(AXES),
+            tuple(sizes[axis] for axis in AXES),
+            tuple(stride[axis] for axis in AXES),
+            offset,
+        )
 
     def _position(self, axis: str) -> int:
         if axis not in AXES:

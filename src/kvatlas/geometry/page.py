@@ -9,6 +9,7 @@ view follows from both.
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, replace
 
 from kvatlas.errors import AtlasError, Code
@@ -92,7 +93,12 @@ class Page:
             got = f"{to} bytes for cells of {self.unpadded}"
             hint = "Take the largest page of all groups that share the block"
             raise AtlasError(Code.PAGE_TOO_SMALL, got=got, hint=hint)
-        return replace(self, padding=to - self.unpadded)
+        if to == self.nbytes:
+            return self
+        # Where fields lie among the cells was checked, and padding comes behind all of them.
+        page = copy(self)
+        set_fields(page, padding=to - self.unpadded)
+        return page
 
     def place(
         self,

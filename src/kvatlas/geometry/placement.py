@@ -74,15 +74,9 @@ class Placement(Affine):
         unknown = set(fixed) - {axis for axis, _ in axes}
         if unknown:
             raise bad_axes("Strides are given for unknown axes", sorted(unknown), "Drop them")
-        steps: list[int] = []
-        step = positive(item, "the item")
-        for axis, size in reversed(axes):
-            if axis in fixed:
-                step = natural(fixed[axis], f"the stride of axis {axis}")
-            steps.append(step)
-            step *= positive(size, f"the size of axis {axis}")
+        steps = packed_steps(axes, positive(item, "the item"), fixed)
         names, sizes = tuple(axis for axis, _ in axes), tuple(size for _, size in axes)
-        return cls(names, sizes, tuple(reversed(steps)), offset, item)
+        return cls(names, sizes, tuple(steps), offset, item)
 
     @classmethod
     def from_tensor(cls, tensor: Any, axes: Sequence[str]) -> Placement:
@@ -130,7 +124,7 @@ class Placement(Affine):
         if not 0 <= number < self.sizes[place]:
             raise out_of_range(axis, self.sizes[place], number)
         rest = [other for other in range(len(self.axes)) if other != place]
-        return self._pick(rest).shift(number * self.strides[place])
+        return self._pick(rest, number * self.strides[place])
 
     def split(self, axis: str, *, into: tuple[str, str], inner: int) -> Placement:
         """`axis` as an outer and an inner axis of size `inner`.
@@ -291,14 +285,32 @@ class Placement(Affine):
             steps.append(np.atleast_1d(chosen) * self.strides[place])
         return steps, self._pick([i for i in range(len(self.axes)) if i not in walked])
 
-    def _pick(self, places: Sequence[int]) -> Placement:
+    def _pick(self, places: Sequence[int], further: int = 0) -> Placement:
+        """Some axes alone, `further` bytes on."""
         return Placement(
             tuple(self.axes[place] for place in places),
             tuple(self.sizes[place] for place in places),
             tuple(self.strides[place] for place in places),
-            self.offset,
+            self.offset + further,
             self.item,
         )
+
+
+def packed_steps(axes: Sequence[tuple[str, int]], item: int, fixed: Mapping[str, int]) -> list[int]:
+    """Byte strides of axes packed one inside the other, outermost first, some of them fixed.
+
+    >>> packed_steps([("B", 3), ("N", 4), ("C", 8)], 1, {"B": 64})
+    [64, 8, 1]
+    """
+    steps: list[int] = []
+    step = item
+    for axis, size in reversed(axes):
+        if axis in fixed:
+            step = natural(fixed[axis], f"the stride of axis {axis}")
+        steps.append(step)
+        step *= positive(size, f"the size of axis {axis}")
+    steps.reverse()
+    return steps
 
 
 def fold_together(*ends: Placement) -> tuple[Placement, ...]:

@@ -130,10 +130,11 @@ const answers = new Map();
 
 // What `make` gives for a thing and a key, remembered: pictures ask the same very often.
 function remembered(thing, key, make) {
-  if (!answers.has(thing)) answers.set(thing, new Map());
-  const known = answers.get(thing);
-  if (!known.has(key)) known.set(key, make());
-  return known.get(key);
+  let known = answers.get(thing);
+  if (!known) answers.set(thing, known = new Map());
+  let answer = known.get(key);
+  if (answer === undefined) known.set(key, answer = make());
+  return answer;
 }
 
 // Which row of the whole model a rank's own row is: heads, or rows of a convolution.

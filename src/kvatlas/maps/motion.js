@@ -1,7 +1,7 @@
 // From one plan to another: cells move from where they were to where they are.
 "use strict";
 
-const MOST_MOVING = 1500;
+const MOST_MOVING = 800; // cells: they are found before the first frame of a motion
 
 let motion = 0; // the frame that is asked for
 
@@ -12,11 +12,14 @@ function stopMotion() {
   painting = false;
 }
 
-// Where cells are drawn now, by what they are.
+// Where cells are drawn now, by what they are. One picture is asked twice: when it comes, and when it goes.
 function cellsShown() {
-  const cells = new Map();
-  if (view.level !== "block" || !drawn.place) return cells;
-  const mine = plan(), { rows } = drawn;
+  drawn.cells ||= view.level === "block" && drawn.place ? findCells() : new Map();
+  return drawn.cells;
+}
+
+function findCells() {
+  const cells = new Map(), mine = plan(), { rows, place: { left, top, height, gap, scale } } = drawn;
   const fields = regionsOf(mine, view).flatMap((region) => mine.pages[region.page].fields
     .filter((field) => !field.padding).map((field) => ({ region, field, sizes: sizesIn(region, field) })));
   const total = fields.reduce((sum, { sizes }) => sum + sizes.reduce((all, many) => all * many, 1), 0);
@@ -24,18 +27,16 @@ function cellsShown() {
   for (const { region, field, sizes } of fields) {
     const inner = field.box[2].filter(([axis]) => !"BLkHN".includes(axis));
     const nbytes = inner.reduce((most, [, n, stride]) => most + (n - 1) * stride, field.box[1]);
+    const wide = Math.max(1, nbytes * scale), tall = height - gap;
     const named = ["k", "H", "N"].filter((axis) => axisOf(field.box, axis));
-    for (const place of everyOf(sizes, skip)) {
-      const at = { L: place.L };
-      for (const axis of named) at[axis] = place[axis];
-      const address = addressOf(field.box, { ...at, B: view.block }), n = rowAt(rows, address);
+    for (const coordinates of everyOf(sizes, skip)) {
+      const at = { B: view.block, L: coordinates.L };
+      for (const axis of named) at[axis] = coordinates[axis];
+      const address = addressOf(field.box, at), n = rowAt(rows, address);
       if (n < 0) continue;
       const point = { kind: "field", region, field, at, address };
-      cells.set(`${region.layers[at.L]}/${field.name}/${headOf(point, view.tpRank)}/${at.k}/${at.N}`, {
-        x: drawn.place.left + (address - rows[n].start) * drawn.place.scale, y: n * drawn.place.height + drawn.place.top,
-        wide: Math.max(1, nbytes * drawn.place.scale), tall: drawn.place.height - drawn.place.gap,
-        colour: colourOf(mine, view, point, paint.mode), lit: follows(point, paint.follow, view.tpRank),
-      });
+      const key = `${region.layers[at.L]}/${field.name}/${headOf(point, view.tpRank)}/${at.k}/${at.N}`;
+      cells.set(key, { point, x: left + (address - rows[n].start) * scale, y: n * height + top, wide, tall });
     }
   }
   return cells;
@@ -66,7 +67,9 @@ function rowAt(rows, address) {
 }
 
 function animate(from, to) {
-  const moving = [...to].filter(([key]) => from.has(key)).map(([key, cell]) => [from.get(key), cell]);
+  const moving = [...to].filter(([key]) => from.has(key)).map(([key, cell]) => ({
+    one: from.get(key), two: cell, colour: colourOf(plan(), view, cell.point, paint.mode), lit: follows(cell.point, paint.follow, view.tpRank),
+  }));
   if (!moving.length) { paintPicture(); return; }
   const begin = performance.now(), { width, total } = drawn.place;
   const step = (now) => {
@@ -74,9 +77,9 @@ function animate(from, to) {
     if (share === 1) { paintPicture(); return; }
     const eased = share < 0.5 ? 4 * share ** 3 : 1 - (2 - 2 * share) ** 3 / 2;
     fitCanvas(picture, width, total);
-    for (const [one, two] of moving) {
-      pen.globalAlpha = two.lit ? 0.95 : 0.15;
-      pen.fillStyle = two.colour;
+    for (const { one, two, colour, lit } of moving) {
+      pen.globalAlpha = lit ? 0.95 : 0.15;
+      pen.fillStyle = colour;
       pen.fillRect(one.x + (two.x - one.x) * eased, one.y + (two.y - one.y) * eased,
         one.wide + (two.wide - one.wide) * eased, one.tall + (two.tall - one.tall) * eased);
     }

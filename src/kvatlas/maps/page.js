@@ -155,7 +155,7 @@ function go(changes) {
   byId("tip").hidden = true;
   update();
   if (before.level !== view.level && !stillness()) {
-    picture.animate([{ opacity: 0.25, transform: "scale(0.985)" }, { opacity: 1, transform: "none" }], { duration: 180 });
+    picture.animate([{ opacity: 0.25 }, { opacity: 1 }], { duration: 180 }); // without a GPU, scaling takes longer than painting
   }
 }
 
@@ -212,9 +212,9 @@ function change(changes) {
 // it. Who wants stillness gets all at once.
 function update(moving) {
   if (stillness()) { showPicture(moving); showWords(); return; }
-  const { style, clientHeight } = byId("stage");
-  if (!wordsDue) [style.height, style.overflow] = [`${clientHeight}px`, "clip"];
-  showPicture(moving);
+  const { style, clientHeight } = byId("stage"), held = !wordsDue;
+  showPicture(moving); // asks for the page's size: behind a change of style the browser would lay it out once more
+  if (held) [style.height, style.overflow] = [`${clientHeight}px`, "clip"];
   wordsDue = true;
   wordsLater(showWords);
 }

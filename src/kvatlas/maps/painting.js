@@ -60,7 +60,8 @@ function later() {
   };
 }
 
-const FRAME_WORK = 24; // milliseconds of a frame that rows are painted in
+// Milliseconds that rows are painted in before the first frame, for which a reader waits, and before each of the next.
+const FIRST_WORK = 10, FRAME_WORK = 24;
 
 const rowsLater = later();
 let painting = false; // whether rows are left for later
@@ -72,7 +73,7 @@ function paintRows(context, plan, view, rows, place, paint) {
   const cuts = new Set(groups.map(({ shape }) => shape)).size; // what is not cut anew takes a quarter of the time
   brush.finest = lookupsOfPixel(Math.max(cuts, groups.length / 4) * place.width * pixelRatio());
   const paintFrom = (first) => {
-    const until = printing || stillness() ? Infinity : performance.now() + FRAME_WORK;
+    const until = printing || stillness() ? Infinity : performance.now() + (first ? FRAME_WORK : FIRST_WORK);
     let n = first;
     do { paintAlike(brush, plan, view, groups[n]); n++; } while (n < groups.length && performance.now() < until);
     drawLines(brush, view);

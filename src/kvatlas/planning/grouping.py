@@ -204,12 +204,17 @@ def kinds_of(layers: Iterable[SizedLayer]) -> list[list[SizedLayer]]:
 def by_tokens(layers: list[SizedLayer]) -> list[GroupDraft]:
     """One group for all layers that need the same tokens, whatever their pages."""
     sets: list[list[SizedLayer]] = []
+    homes: dict[tuple[object, ...], list[SizedLayer]] = {}
     for layer in layers:
-        home = next((members for members in sets if same_tokens([members[0], layer])), None)
+        need = (layer.spec, layer.kind, layer.block, layer.nbytes, layer.checkpoints)
+        home = homes.get(need)
         if home is None:
-            sets.append([layer])
-        else:
-            home.append(layer)
+            home = next((members for members in sets if same_tokens([members[0], layer])), None)
+        if home is None:
+            home = []
+            sets.append(home)
+        homes[need] = home
+        home.append(layer)
     return [GroupDraft(tuple(members), mixed=True) for members in sets]
 
 

@@ -9,7 +9,6 @@ that the caller chose.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from functools import lru_cache
 
 from kvatlas.errors import AtlasError, Code
@@ -50,12 +49,8 @@ def viewable_orders(orders: tuple[str, ...], layers: list[SizedLayer]) -> tuple[
     kinds = {(layer.spec, layer.block, layer.tp) for layer in layers}
     pages = {page_of(*kind) for kind in kinds}
     # Padding is the pool's business: another page's size may bring it or spare it.
-    flat = {_unpadded(page) for page in pages if not page.in_cells}
+    flat = {page.padded(page.unpadded) for page in pages if not page.in_cells}
     return tuple(order for order in orders if all(_can_view(page, order) for page in flat))
-
-
-def _unpadded(page: Page) -> Page:
-    return replace(page, padding=0) if page.padding else page
 
 
 @lru_cache(maxsize=4096)

@@ -109,7 +109,7 @@ def _check_region(plan: PlanData, region: Region) -> None:
         raise _bad(f"{group.kind} split into {region.splits}: only recurrent states are")
     if len(region.parts) != (len(region.layers) if region.splits > 1 else 0):
         raise _bad(f"{len(region.layers)} pages of {len(region.parts)} parts")
-    page, split = region.page(plan.tp), region.block // region.kernel_block
+    page, split = region.first_page(plan.tp), region.block // region.kernel_block
     if split > 1 and region.page_bytes != page.nbytes * split:
         raise _bad(f"a page of {region.page_bytes} bytes for {split} of {page.nbytes}")
     for spec in dict.fromkeys(layer.spec for layer in region.layers):
@@ -155,7 +155,7 @@ def _check_views(
         return
     viewed.add(alike)
     for index in _unlike_layers(region):
-        page = region.page(plan.tp, index=index)
+        page = region.first_page(plan.tp, index)
         for field in page.fields:
             seen = page.view(placed, field.name)
             if any(step % seen.item for step in (seen.offset, *seen.strides)):

@@ -139,15 +139,21 @@ class Region(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
         A part is what one of `splits` times as many ranks would hold.
         """
+        return self._page(tp, index, rank * self.splits + self.part(index))
+
+    def first_page(self, tp: int, index: int = 0) -> Page:
+        """The page of a layer's first part on rank 0: all others are laid out alike."""
+        return self._page(tp, index, 0)
+
+    def _page(self, tp: int, index: int, shard: int) -> Page:
         padded = self.page_bytes if self.kernel_block == self.block else None
-        part = rank * self.splits + self.part(index)
-        return page_of(self.layers[index].spec, self.kernel_block, tp * self.splits, part, padded)
+        return page_of(self.layers[index].spec, self.kernel_block, tp * self.splits, shard, padded)
 
     def placement(self, tp: int, blocks: int) -> Placement:
         """The cells of all its layers: axes L, B, H, N, C, and k for several kernel blocks."""
         split = self.block // self.kernel_block
         placed = _placed(
-            self.page(tp),
+            self.first_page(tp),
             self.layout,
             len(self.layers),
             blocks * split,

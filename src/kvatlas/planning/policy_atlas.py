@@ -83,7 +83,7 @@ def plan_atlas(request: PlanRequest) -> Plan:
         )
     draft = PlanDraft(tuple(_pools(layers, layout)), size, orders)
     if request.layout is None:
-        theirs = Yardstick(request)
+        theirs = Yardstick(request, layers)  # no state inflates vLLM's block: it is this one
         if theirs.draft and not theirs.share(draft).keeps_promise:
             draft = theirs.draft
     return make_plan(request, draft, policy="atlas")
@@ -132,12 +132,12 @@ def _pools(layers: list[SizedLayer], layout: Layout) -> list[PoolDraft]:
 class Yardstick:
     """The plan of vLLM, which no other may fall behind."""
 
-    def __init__(self, request: PlanRequest) -> None:
+    def __init__(self, request: PlanRequest, layers: list[SizedLayer] | None = None) -> None:
         self.request = request
         self.refusal: AtlasError | None = None
         self.draft: PlanDraft | None = None
         try:
-            self.draft = draft_vllm(msgspec.structs.replace(request, layout=None))
+            self.draft = draft_vllm(msgspec.structs.replace(request, layout=None), layers=layers)
         except AtlasError as refusal:
             self.refusal = refusal
 
@@ -377,8 +377,8 @@ def _packed(hybrid: Hybrid, pack: int) -> PlanDraft:
         f"takes {groups} blocks for each set of states."
     )
     drafts = (
-        *dealt([replace(layer, block=block) for layer in attention], 1),
-        *dealt([replace(layer, block=block) for layer in states], groups),
+        *dealt([layer.cut(block) for layer in attention], 1),
+        *dealt([layer.cut(block) for layer in states], groups),
     )
     pool = PoolDraft(drafts, hybrid.layout, pack=pack, page=page)
     return hybrid.draft([pool], block, reason)

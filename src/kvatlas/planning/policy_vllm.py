@@ -14,7 +14,7 @@ from kvatlas.planning.layout_resolution import candidate_orders, resolve_order
 from kvatlas.planning.placing import PlanDraft, PoolDraft, make_plan
 from kvatlas.planning.plans import Plan
 from kvatlas.planning.request import PlanRequest
-from kvatlas.planning.sized_layers import size_layers
+from kvatlas.planning.sized_layers import SizedLayer, size_layers
 
 
 def plan_vllm(request: PlanRequest) -> Plan:
@@ -27,10 +27,16 @@ def plan_uniform(request: PlanRequest) -> Plan:
     return make_plan(request, draft_vllm(request, uniform=True), policy="uniform")
 
 
-def draft_vllm(request: PlanRequest, *, uniform: bool = False) -> PlanDraft:
-    """Groups and the pool of vLLM's plan; `uniform` keeps windows at full length."""
+def draft_vllm(
+    request: PlanRequest, *, uniform: bool = False, layers: list[SizedLayer] | None = None
+) -> PlanDraft:
+    """Groups and the pool of vLLM's plan; `uniform` keeps windows at full length.
+
+    `layers` are those at its block size, where they are at hand.
+    """
     size = block_size(request)
-    layers = size_layers(request, block=size.tokens, state_padding=size.state_padding)
+    if layers is None:
+        layers = size_layers(request, block=size.tokens, state_padding=size.state_padding)
     orders = candidate_orders(layers)
     layout = resolve_order(orders, request.layout)
     if uniform:

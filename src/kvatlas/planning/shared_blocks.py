@@ -10,7 +10,7 @@ found whose requests claim so little that the plan keeps its promise against vLL
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -96,11 +96,7 @@ class LayerKind:
     def dealt(self, tokens: int, splits: int, groups: int) -> list[GroupDraft]:
         """Their pages dealt into so many groups."""
         cuts = splits if self.recurrent else 1
-        sized = [
-            replace(layer, block=tokens, splits=cuts, part=part)
-            for layer in self.layers
-            for part in range(cuts)
-        ]
+        sized = [layer.cut(tokens, cuts, part) for layer in self.layers for part in range(cuts)]
         return dealt(sized, groups)
 
 

@@ -57,6 +57,8 @@ def page_of(spec: Spec, block: int, tp: int, rank: int = 0, padded: int | None =
     """`spec.page`, remembered: layers share specs, and plans ask again and again."""
     if padded is not None:
         return page_of(spec, block, tp, rank).padded(padded)
+    if block > 1 and isinstance(spec, Recurrent):
+        return page_of(spec, 1, tp, rank)  # a state's page is the same for every block
     return spec.page(block, tp=tp, rank=rank)
 
 
@@ -109,6 +111,21 @@ class SizedLayer:
         page = page_of(self.layer.spec, self.block, self.tp * self.splits, 0, self.padded)
         object.__setattr__(self, "page", page)
         object.__setattr__(self, "nbytes", page.nbytes)
+
+    def cut(self, block: int, splits: int = 1, part: int = 0) -> SizedLayer:
+        """The same layer with blocks of so many tokens, or one part of its state."""
+        return SizedLayer(
+            self.layer,
+            self.kind,
+            block,
+            self.tp,
+            self.padded,
+            self.backend,
+            self.leader,
+            self.checkpoints,
+            splits,
+            part,
+        )
 
     @property
     def name(self) -> str:

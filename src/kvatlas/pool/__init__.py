@@ -8,6 +8,7 @@ how much of it is found again. `checkpoints` and `eviction` are the policies of 
 from kvatlas.pool.block_ids import GONE, BlockIds
 from kvatlas.pool.block_pool import BlockPool
 from kvatlas.pool.checkpoints import CHECKPOINTS, Checkpoints, checkpoint_policy
+from kvatlas.pool.event_recording import EventRecording
 from kvatlas.pool.event_stream import EventPublisher, EventSubscriber, ReceivedBatch
 from kvatlas.pool.events import AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored, EventBatch
 from kvatlas.pool.eviction import EVICTIONS, Eviction
@@ -21,7 +22,7 @@ from kvatlas.pool.simulation import (
     choose,
     simulate,
 )
-from kvatlas.pool.traces import Trace, read_trace
+from kvatlas.pool.traces import Trace, Unseen, read_trace
 
 __all__ = [
     "CHECKPOINTS",
@@ -37,6 +38,7 @@ __all__ = [
     "CopyOnWrite",
     "EventBatch",
     "EventPublisher",
+    "EventRecording",
     "EventSubscriber",
     "Eviction",
     "HashChain",
@@ -47,6 +49,7 @@ __all__ = [
     "Reservation",
     "Trace",
     "TriedPlan",
+    "Unseen",
     "active_parameters",
     "checkpoint_policy",
     "choose",

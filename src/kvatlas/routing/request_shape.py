@@ -50,7 +50,8 @@ class TableShape:
             for group, entries in used:
                 ids = tables[group][entries]
                 # As numbers without a sign: one that is negative is larger than any.
-                if (ids.view(np.uint64) if ids.dtype == np.int64 else ids).max() >= blocks:
+                plain = ids.view(np.uint64) if ids.dtype == np.int64 else ids
+                if plain.item(plain.argmax()) >= blocks:  # `max` takes twice as long
                     return False
         return True
 

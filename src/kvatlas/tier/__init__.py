@@ -6,7 +6,14 @@ from kvatlas.tier.file_owner import socket_beside
 from kvatlas.tier.hit import Hit
 from kvatlas.tier.index import StoreResult
 from kvatlas.tier.namespaces import CacheIdentity
-from kvatlas.tier.opening import is_store, open_store, open_store_tier, open_tier
+from kvatlas.tier.opening import (
+    is_store,
+    open_store,
+    open_store_tier,
+    open_tier,
+    other_rows,
+    stored_as,
+)
 from kvatlas.tier.prefix_finder import AnyTier, PrefixFinder
 from kvatlas.tier.served.client import TierClient
 from kvatlas.tier.served.server import TierServer
@@ -58,10 +65,12 @@ __all__ = [
     "open_store",
     "open_store_tier",
     "open_tier",
+    "other_rows",
     "prefix_keys",
     "share_file",
     "share_memory",
     "socket_beside",
+    "stored_as",
     "summaries",
     "verify",
 ]

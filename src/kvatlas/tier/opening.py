@@ -95,8 +95,7 @@ def open_store_tier(
     known = _known(model)
     rows = rows_of(known, block_size, max_len, _ANY_MEMORY)
     if convert is not None:
-        other = rows_of(_stored_as(known, convert), block_size, max_len, _ANY_MEMORY)
-        options["other"] = OtherRows(other, convert)
+        options["other"] = other_rows(known, convert, block_size=block_size, max_len=max_len)
     store = open_store(where)
     try:
         return StoreTier(store, rows, identity, **options)
@@ -105,7 +104,24 @@ def open_store_tier(
         raise
 
 
-def _stored_as(model: Model, convert: Converting) -> Model:
+def other_rows(
+    model: Model | Plan | str,
+    convert: Converting,
+    *,
+    block_size: int = BLOCK,
+    max_len: int | None = None,
+) -> OtherRows:
+    """Rows that engines with the cache dtype which a conversion is from have in a store.
+
+    >>> rows = other_rows("Qwen3-8B", Converting("fp8->bf16", src_scales=1.0), max_len=64)
+    >>> rows.plan.regions[0].layers[0].spec.cache
+    'fp8'
+    """
+    stored = stored_as(_known(model), convert)
+    return OtherRows(rows_of(stored, block_size, max_len, _ANY_MEMORY), convert)
+
+
+def stored_as(model: Model, convert: Converting) -> Model:
     """The model with the cache dtype that a conversion is from."""
     check_converting(convert)
     pairs = parse_conversion(convert.name)

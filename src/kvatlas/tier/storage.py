@@ -242,6 +242,8 @@ class TierStorage:
             self._idle.wait_for(lambda: not self._busy)
         if was:
             self._pins.release()
+            for staging in self._staging.values():
+                staging.close()
             self._staging.clear()
             self._pools = {}
             if self._file is not None:

@@ -143,6 +143,10 @@ class BlockStaging:
                 posted = self.queue.staged(runs, stretches, out=out)
         return posted
 
+    def close(self) -> None:
+        """Give the stream back; nothing is moved any more."""
+        self.queue.close()
+
 
 def address_runs(
     grids: Sequence[RunGrid], src: Mapping[int, Memory], dst: Mapping[int, Memory]

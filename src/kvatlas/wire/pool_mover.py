@@ -157,7 +157,8 @@ class GpuMover(PoolMover):
         return crc_pieces(stream, piece)
 
     def close(self) -> None:
-        """Let go of the pinned memory."""
+        """Let go of the stream and of the pinned memory."""
+        self._queue.close()
         if self._pinned is not None:
             self._pinned.release()
             self._pinned = None

@@ -17,6 +17,7 @@ import numpy as np
 from kvatlas.wire import Bytes, Memory, Node, as_bytes
 from kvatlas.wire.transports.cuda import CudaTransport
 from kvatlas.wire.transports.cuda_driver import HANDLE_BYTES, UUID_BYTES, CudaDriver, DriverError
+from kvatlas.wire.transports.cuda_streams import StreamStock
 from kvatlas.wire.transports.device_queue import AddressRuns, DeviceQueue, Posted
 
 HEAD = 512
@@ -47,6 +48,16 @@ class FakeCuda(CudaDriver):
         """Whether what is posted stays under way until `finish`."""
         self.pending: list[FakePosted] = []
         self._events = 0
+        self.made_streams: Counter[int] = Counter()
+        self.streams = StreamStock(self._make_stream)
+
+    def _make_stream(self, device: int) -> int:
+        self.made_streams[device] += 1
+        return 100 * device + self.made_streams[device]
+
+    def lent_streams(self, device: int = 0) -> int:
+        """Streams that have an owner now."""
+        return self.made_streams[device] - self.streams.idle(device)
 
     def allocate(self, nbytes: int, device: int = 0) -> tuple[Memory, Bytes]:
         """A pool inside an allocation of its own."""
@@ -128,25 +139,31 @@ class FakeCuda(CudaDriver):
         self.log.append(("finished", event))
         return not self.busy
 
-    def recorder(self, device: int) -> Callable[[int], None]:
-        del device
+    def recorder(self, device: int, stream: int) -> Callable[[int], None]:
+        del device, stream
         return lambda event: self.log.append(("record", event))
 
-    def queue(self, device: int, multiprocessors: int) -> DeviceQueue:
-        del device, multiprocessors
-        return FakeQueue(self)
+    def queue(self, device: int, multiprocessors: int) -> FakeQueue:
+        del multiprocessors
+        return FakeQueue(self, device)
 
 
 class FakeQueue(DeviceQueue):
     """Copies by numpy, at once or when the driver is told to finish."""
 
-    def __init__(self, driver: FakeCuda) -> None:
+    def __init__(self, driver: FakeCuda, device: int) -> None:
         self.driver = driver
+        self.stream, self.closed = driver.streams.lend(device, self), False
+
+    def close(self) -> None:
+        self.closed = True
+        self.stream.give_back()
 
     def after(self, event: int) -> None:
         self.driver.log.append(("after", event))
 
     def post(self, runs: Sequence[AddressRuns], **_: Any) -> Posted:
+        assert not self.closed, "its stream may be another's"
         self.driver.log.append(("post", len(runs)))
         posted = FakePosted(runs)
         if self.driver.late:

@@ -104,7 +104,7 @@ class FakeLaunches:
 class FakeLaunchQueue:
     """A stream of a device whose memory is the host's."""
 
-    number, programs = 0, 0
+    number, programs, closed = 0, 0, False
 
     def __init__(self, driver: FakeLaunches) -> None:
         self.driver, self.lock = driver, threading.Lock()

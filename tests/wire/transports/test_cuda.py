@@ -34,9 +34,14 @@ class GpuEnd:
     """A transport of a process of its own, with one pool."""
 
     def __init__(
-        self, machine: FakeMachine, nbytes: int = SIZE, seed: int = 0, **given: Any
+        self,
+        machine: FakeMachine,
+        nbytes: int = SIZE,
+        seed: int = 0,
+        driver: FakeCuda | None = None,
+        **given: Any,
     ) -> None:
-        self.driver = FakeCuda(machine, **given)
+        self.driver = driver or FakeCuda(machine, **given)
         self.memory, self.pool = self.driver.allocate(nbytes)
         self.pool[:] = np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
         self.transport = CudaTransport(driver=self.driver, share=1.0)
@@ -331,8 +336,8 @@ class LaggingDriver(FakeCuda):
         super().__init__(FakeMachine())
         self.now, self.recorded = 0, dict[int, int]()
 
-    def recorder(self, device: int) -> Callable[[int], None]:
-        del device
+    def recorder(self, device: int, stream: int) -> Callable[[int], None]:
+        del device, stream
         return lambda event: self.recorded.__setitem__(event, self.now)
 
     def finished(self, device: int, event: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import ChainMap
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvatlas.engines.vllm.connector_stats import KVAtlasPromMetrics, KVAtlasStats
 from kvatlas.engines.vllm.describe import (
+    DescribedStage,
     check_tensors,
     describe_stage,
     described_model,
@@ -33,17 +35,23 @@ from kvatlas.engines.vllm.fleet_tier import find_fleet_tier, open_fleet_tier
 from kvatlas.engines.vllm.orders import StepOrders
 from kvatlas.engines.vllm.prefix_tier import PrefixTier
 from kvatlas.engines.vllm.published_events import as_vllm_events
-from kvatlas.engines.vllm.registered_caches import all_stages, check_reachable, layer_backends
+from kvatlas.engines.vllm.registered_caches import check_reachable, from_all_stages, layer_backends
 from kvatlas.engines.vllm.scheduler_side import SchedulerSide
 from kvatlas.engines.vllm.settings import ConnectorSettings
 from kvatlas.engines.vllm.supported_versions import check_managers, check_version
+from kvatlas.engines.vllm.tier_conversion import (
+    keeps_finished,
+    layer_scales,
+    stored_dtype,
+    tier_converting,
+)
 from kvatlas.engines.vllm.tier_worker import TierCounts, TierWorker
 from kvatlas.engines.vllm.weights_identity import cache_identity
 from kvatlas.engines.vllm.worker_side import PullCounts, WorkerSide
 from kvatlas.errors import AtlasError, Code
 from kvatlas.models import Model
 from kvatlas.planning import Plan
-from kvatlas.tier import MEMORY, STORAGE, StoreTier, TierClient
+from kvatlas.tier import MEMORY, STORAGE, Converting, StoreTier, TierClient
 from kvatlas.wire import Memory, device_of
 
 log = logging.getLogger("kvatlas.vllm")
@@ -91,7 +99,7 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler = SchedulerSide(vllm_config, kv_cache_config, alone=settings.alone)
             tier = self._find_tier(settings.own_tier) if settings.own_tier else None
             if tier is not None:
-                self._scheduler.use_tier(tier, settings.lookup_seconds)
+                self._use_tier(tier)
 
     # -- the scheduler's side ---------------------------------------------------------------
 
@@ -186,7 +194,7 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
             backends=layer_backends(config, named),
             kernel_blocks=self._kernel_blocks(named),
         )
-        stages = all_stages(stage)
+        stages = from_all_stages(stage)
         plan = join_stages(stages)
         base = check_tensors(plan, stage, named)
         rank = get_pp_group().rank_in_group * plan.tp + get_tp_group().rank_in_group
@@ -195,8 +203,9 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
         memory = Memory(base, pool.nbytes, self._device(tensor), owner=tensor)
         if self._settings.tier is not None:
             check_reachable(tensor)
-            tier = self._open_tier(self._settings.tier, described_model(stages), plan)
-            self._tier_worker = TierWorker(tier, plan, rank, memory, self._ended)
+            convert = self._converting(stage)
+            tier = self._open_tier(self._settings.tier, described_model(stages), plan, convert)
+            self._tier_worker = TierWorker(tier, plan, rank, memory, self._ended, convert)
             used = tier.plan if tier is not None else "cannot be used"
             log.info("tier %s: %s", self._settings.tier, used)
         if not self._settings.alone:
@@ -284,13 +293,23 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
             )
         return self._scheduler
 
-    def _open_tier(self, where: str, model: Model, own: Plan) -> TierClient | StoreTier | None:
+    def _open_tier(
+        self, where: str, model: Model, own: Plan, convert: Converting | None
+    ) -> TierClient | StoreTier | None:
         """The tier that the settings name, for this worker."""
         if not self._settings.fleet_tier:
-            return open_tier(where, self._settings.tier_memory, model, own, self._engine_id)
-        tier = open_fleet_tier(self._settings, own, self._identity())
+            memory = self._settings.tier_memory
+            return open_tier(where, memory, model, own, self._engine_id, convert)
+        tier = open_fleet_tier(self._settings, own, self._identity(), convert)
         self._rows = None if tier is None else tier.plan.to_json()
         return tier
+
+    def _converting(self, stage: DescribedStage) -> Converting | None:
+        """How a tier's blocks become those of this engine, with the scales of all its layers."""
+        if self._settings.convert is None:
+            return None
+        scales = from_all_stages(layer_scales(self._vllm_config, stage))
+        return tier_converting(self._settings, dict(ChainMap(*scales)))
 
     def _find_tier(self, where: str) -> PrefixTier | None:
         """The tier that this engine's workers have opened, to ask what it has."""
@@ -309,8 +328,13 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
         if self._vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
             log.warning("requests whose tokens the store loses fail: set kv_load_failure_policy")
         if tier is not None:
-            used = self._prefixes(tier, b"")  # the identity is in the store's names
-            self._in_scheduler().use_tier(used, self._settings.lookup_seconds)
+            self._use_tier(self._prefixes(tier, b""))  # the identity is in the store's names
+
+    def _use_tier(self, tier: PrefixTier) -> None:
+        """Ask a tier from now on, and store into it unless it is of another cache dtype."""
+        settings, served = self._settings, self._vllm_config.model_config
+        keeps = keeps_finished(settings, served)
+        self._in_scheduler().use_tier(tier, settings.lookup_seconds, keeps=keeps)
 
     def _prefixes(self, tier: TierClient | StoreTier, identity: bytes) -> PrefixTier:
         """What a tier has, and where vLLM publishes events, events of it."""
@@ -321,7 +345,8 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
         return PrefixTier(tier, longest, identity, events_from=medium)
 
     def _identity(self) -> bytes:
-        return cache_identity(self._vllm_config, self._settings.weights_identity)
+        dtype = stored_dtype(self._settings, self._vllm_config.model_config)
+        return cache_identity(self._vllm_config, self._settings.weights_identity, dtype)
 
     def _layers(self) -> set[str]:
         groups = self._kv_cache_config.transfer_groups

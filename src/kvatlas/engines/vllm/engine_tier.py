@@ -16,8 +16,15 @@ from typing import Any
 from kvatlas.errors import AtlasError, Code
 from kvatlas.models import Model
 from kvatlas.planning import Plan, plan
-from kvatlas.routing import fingerprint
-from kvatlas.tier import TierClient, share_file, share_memory, socket_beside
+from kvatlas.routing import fingerprint, route
+from kvatlas.tier import (
+    Converting,
+    TierClient,
+    share_file,
+    share_memory,
+    socket_beside,
+    stored_as,
+)
 
 log = logging.getLogger("kvatlas.vllm")
 
@@ -30,19 +37,27 @@ _MOVE_SECONDS = 10.0
 _ASK_SECONDS = 5.0
 """Seconds after which a tier that does not answer the scheduler is a miss."""
 _NOT_THERE = (Code.PEER_LOST, Code.DEADLINE)
+_OTHERS = (Code.UNLIKE_MODELS, Code.UNLIKE_DTYPES)
 
 
 def open_tier(
-    where: str, memory: str, model: Model, own: Plan, engine_id: str
+    where: str,
+    memory: str,
+    model: Model,
+    own: Plan,
+    engine_id: str,
+    convert: Converting | None = None,
 ) -> TierClient | None:
     """The tier that a setting names, for one worker: a new one for a model, or what is there.
 
-    None for a file that is damaged or another model's: nothing is found in it, or kept.
+    With `convert` it is that of engines with another cache dtype. None for a file that is
+    damaged or another model's: nothing is found in it, or kept.
     """
     if where == IN_MEMORY:
         made = _planned(model, memory, own)
         return share_memory(memory_socket(engine_id), made, seconds=_MOVE_SECONDS)
-    new = None if Path(where).exists() else _planned(model, memory, own)
+    stored = model if convert is None else stored_as(model, convert)
+    new = None if Path(where).exists() else _planned(stored, memory, own)
     try:
         tier = share_file(where, new, durable=False, seconds=_MOVE_SECONDS)
     except AtlasError as refusal:
@@ -50,11 +65,33 @@ def open_tier(
             raise
         log.error("nothing is kept or found again: %s", refusal)
         return None
-    if fingerprint(tier.plan) != fingerprint(own):
-        log.error("nothing is kept or found again: %s is the tier of %s", where, tier.plan)
+    try:
+        _check_stored(tier.plan, own, convert)
+    except AtlasError as refusal:
         tier.close()
+        if refusal.code not in _OTHERS:
+            raise
+        log.error("nothing is kept or found again: %s is the tier of %s", where, tier.plan)
         return None
     return tier
+
+
+def _check_stored(stored: Plan, own: Plan, convert: Converting | None) -> None:
+    """Refuse blocks that an engine cannot read, or not without being told how."""
+    same = fingerprint(stored) == fingerprint(own)
+    if convert is None and not same:
+        raise AtlasError(Code.UNLIKE_MODELS, got=f"{stored}", hint="Name another file")
+    if convert is None:
+        return
+    if same:
+        raise AtlasError(
+            Code.BAD_CONVERSION,
+            "The file has this engine's own cache dtype",
+            got=convert.name,
+            hint="Leave convert out of kv_connector_extra_config",
+        )
+    theirs, mine = convert.src_scales, convert.dst_scales
+    route(stored, own, convert=convert.name, src_scales=theirs, dst_scales=mine)
 
 
 def _planned(model: Model, memory: str, own: Plan) -> Plan:

@@ -12,20 +12,34 @@ from contextlib import ExitStack
 import msgspec
 
 from kvatlas.engines.vllm.settings import ConnectorSettings
+from kvatlas.engines.vllm.tier_conversion import searching
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
-from kvatlas.tier import CacheIdentity, StoreTier, open_store, open_store_tier
+from kvatlas.tier import (
+    CacheIdentity,
+    Converting,
+    StoreTier,
+    open_store,
+    open_store_tier,
+    other_rows,
+)
 
 log = logging.getLogger("kvatlas.vllm")
 
 _UNREACHABLE = (Code.WIRE_FAILED, Code.UNREADABLE, Code.DEADLINE)
 
 
-def open_fleet_tier(settings: ConnectorSettings, own: Plan, identity: bytes) -> StoreTier | None:
-    """The tier in the store that settings name, for one worker of an engine of this plan."""
+def open_fleet_tier(
+    settings: ConnectorSettings, own: Plan, identity: bytes, convert: Converting | None = None
+) -> StoreTier | None:
+    """The tier in the store that settings name, for one worker of an engine of this plan.
+
+    With `convert` rows of engines with another cache dtype are found as well.
+    """
     if own.pp > 1 and settings.tier_options.stages % own.pp:
         log.error("requests are read from the store and not kept: set stages in tier_options")
-    options = {"max_len": own.max_len, **msgspec.structs.asdict(settings.tier_options)}
+    about = {"max_len": own.max_len, "convert": convert}
+    options = about | msgspec.structs.asdict(settings.tier_options)
     try:
         return open_store_tier(settings.tier or "", own, _whose(settings, identity), **options)
     except AtlasError as refusal:
@@ -42,14 +56,17 @@ def find_fleet_tier(settings: ConnectorSettings, rows: bytes, identity: bytes) -
         try:
             store = open_store(where, **none)
             on_failure.callback(store.close)
+            own = Plan.from_json(rows)
+            convert = searching(settings)
             tier = StoreTier(
                 store,
-                Plan.from_json(rows),
+                own,
                 _whose(settings, identity),
                 shards=options.shards,
                 stages=options.stages,
                 staging=0,
                 deadline=settings.lookup_seconds,
+                other=None if convert is None else other_rows(own, convert, max_len=own.max_len),
             )
         except AtlasError as refusal:
             _check_unreachable(refusal)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from vllm.distributed.parallel_state import get_pp_group
 
-from kvatlas.engines.vllm.describe import DescribedStage
 from kvatlas.errors import AtlasError, Code
+
+T = TypeVar("T")
 
 
 def check_reachable(tensor: torch.Tensor) -> None:
@@ -33,11 +34,11 @@ def layer_backends(vllm_config: Any, layers: Any) -> dict[str, str]:
     return found
 
 
-def all_stages(stage: DescribedStage) -> list[DescribedStage]:
-    """What every pipeline stage keeps, in their order: each tells the others."""
+def from_all_stages(own: T) -> list[T]:
+    """What every pipeline stage knows, in their order: each tells the others."""
     group = get_pp_group()
     if group.world_size == 1:
-        return [stage]
-    stages: list[Any] = [None] * group.world_size
-    torch.distributed.all_gather_object(stages, stage, group=group.cpu_group)
-    return stages
+        return [own]
+    told: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(told, own, group=group.cpu_group)
+    return told

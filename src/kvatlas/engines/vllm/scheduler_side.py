@@ -81,10 +81,15 @@ class SchedulerSide:
         """Where the ranks of this engine are, by stage and tensor-parallel rank."""
         self._endpoints = tuple(endpoints[key] for key in sorted(endpoints))
 
-    def use_tier(self, tier: PrefixTier, patience: float = PATIENCE) -> None:
-        """Keep what has finished in a tier, and ask it for requests, each for so many seconds."""
+    def use_tier(self, tier: PrefixTier, patience: float = PATIENCE, *, keeps: bool = True) -> None:
+        """Ask a tier for requests, each for so many seconds, and have it keep what has finished.
+
+        Without `keeps` it is only asked.
+        """
         ahead, guesses = self._ahead, self._guesses
-        self._tier = TierScheduler(tier, ahead=ahead, guesses=guesses, patience=patience)
+        made = TierScheduler(tier, ahead=ahead, guesses=guesses, patience=patience)
+        made.keeps &= keeps
+        self._tier = made
 
     def bind_manager(self, kv_cache_manager: Any) -> None:
         """Take vLLM's managers of the groups' blocks, which know what is cached."""

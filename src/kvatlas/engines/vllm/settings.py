@@ -12,11 +12,14 @@ from msgspec import Meta
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import quantity
+from kvatlas.routing import parse_conversion
 from kvatlas.tier import is_store
 from kvatlas.wire import TRANSPORT_NAMES, How
 
 _NO_TRANSPORT = "none"
+_IN_MEMORY = "memory"
 Seconds = Annotated[float, Meta(gt=0, le=3600)]
+Scale = Annotated[float, Meta(gt=0)]
 
 
 class StoreOptions(
@@ -81,6 +84,11 @@ know. Got 'transports'. Did you mean 'transport'? [bad_config]
     """How a store is used: `{"stages": 2}` for pipelines, say."""
     tenant: str = ""
     """Whose prefixes these are in a store: tenants find nothing of each other's."""
+    convert: str | None = None
+    """What is read from the tier becomes: `bf16->fp8`, where engines with bf16 have stored it."""
+    # msgspec 0.22 crashes on pairs of numbers that are bounded; routes look at those in them.
+    convert_scales: Scale | dict[str, float | tuple[float, float]] | None = None
+    """What those engines quantise with, where they do: for all layers, or by layer (K, V)."""
     lookup_seconds: Seconds = 5.0
     """How long a request waits for what the tier has of it, before it is computed."""
     weights_identity: str | None = None
@@ -112,7 +120,8 @@ know. Got 'transports'. Did you mean 'transport'? [bad_config]
         return settings
 
     def _check_tier(self) -> None:
-        """Refuse a tier that no engine can open, and a store's options where there is none."""
+        """Refuse a tier that no engine can open, and options that it cannot have."""
+        self._check_conversion()
         if self.tier is None:
             return
         of_one_process = self.tier.startswith("host:")
@@ -123,6 +132,20 @@ know. Got 'transports'. Did you mean 'transport'? [bad_config]
             raise _bad(f"tier {self.tier!r}", hint)
         if self.tenant or self.tier_options != StoreOptions():
             raise _bad(f"tenant or tier_options for tier {self.tier!r}", "Name a store as the tier")
+
+    def _check_conversion(self) -> None:
+        """Refuse a conversion of blocks that only this engine can have stored."""
+        if self.convert is None:
+            if self.convert_scales is not None:
+                raise _bad("convert_scales alone", 'Say what is converted: "convert": "fp8->bf16"')
+            return
+        if self.tier in (None, _IN_MEMORY):
+            raise _bad(
+                f"convert {self.convert!r} with tier {self.tier!r}",
+                "Name a file or a store that other engines keep their requests in",
+            )
+        if len(parse_conversion(self.convert)) > 1:
+            raise _bad(f"convert {self.convert!r}", "Name one pair of formats: bf16->fp8")
 
     @property
     def fleet_tier(self) -> bool:

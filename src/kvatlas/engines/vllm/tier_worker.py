@@ -13,12 +13,13 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 from kvatlas.engines.vllm.ended_requests import EndedRequests
 from kvatlas.engines.vllm.orders import LoadOrder, StepOrders, StoreOrder
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
-from kvatlas.tier import Hit, StoreHit, StoreTier, TierClient
+from kvatlas.tier import Converting, Hit, StoreHit, StoreTier, TierClient
 from kvatlas.wire import DeviceMarks, Memory, is_on_gpu, load_driver
 
 log = logging.getLogger("kvatlas.vllm")
@@ -55,8 +56,11 @@ class TierWorker:
         rank: int,
         memory: Memory,
         ended: EndedRequests,
+        convert: Converting | None = None,
     ) -> None:
+        """With `convert`, what is read from the tier becomes what this rank keeps."""
         self._tier, self._plan, self._rank = tier, own, rank
+        self._convert = convert
         self._pools, self._ended = {0: memory}, ended
         on_gpu = is_on_gpu(self._pools)
         self._marks = DeviceMarks(load_driver(), memory.number) if on_gpu else None
@@ -128,7 +132,11 @@ class TierWorker:
             got = f"{hit.tokens} of {order.stop} tokens"
             raise AtlasError(Code.MISSING_BLOCKS, "The tier has lost tokens", got=got, hint=hint)
         blocks = dict(enumerate(order.tables))
-        hit.fetch(self._pools, self._plan, rank=self._rank, blocks=blocks, start=order.start)
+        about: dict[str, Any] = {"rank": self._rank, "blocks": blocks, "start": order.start}
+        if isinstance(hit, Hit):
+            hit.fetch(self._pools, self._plan, **about, convert=self._convert)
+        else:  # a store's knows which of its rows are converted
+            hit.fetch(self._pools, self._plan, **about)
 
     def _store(self, order: StoreOrder, mark: int | None) -> None:
         begun, failed = time.monotonic(), True

@@ -13,10 +13,12 @@ from kvatlas.models import weights_identity
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version")
 
 
-def cache_identity(vllm_config: Any, given: str | None) -> bytes:
-    """What caches of an engine depend on: weights, the config they are used with, dtypes.
+def cache_identity(vllm_config: Any, given: str | None, dtype: str | None = None) -> bytes:
+    """What caches of an engine depend on: weights, the config they are used with, its dtype.
 
-    The weights are those that `given` names, else what the checkpoint's files say.
+    The weights are those that `given` names, else what the checkpoint's files say. `dtype` is
+    what was computed in, else the engine's own. The cache dtype is no part of it: every tier
+    knows that of its blocks.
     """
     served = vllm_config.model_config
     config = {
@@ -25,9 +27,8 @@ def cache_identity(vllm_config: Any, given: str | None) -> bytes:
     about = {
         "weights": given if given is not None else weights_identity(_folder(served)),
         "config": config,
-        "dtype": str(served.dtype),
+        "dtype": dtype or str(served.dtype),
         "quantization": getattr(served, "quantization", None),
-        "cache": str(vllm_config.cache_config.cache_dtype),
     }
     said = json.dumps(about, sort_keys=True, default=str)
     return blake2b(said.encode(), digest_size=32).digest()

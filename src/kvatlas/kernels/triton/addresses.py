@@ -36,7 +36,8 @@ def batch_rows(tensor: torch.Tensor) -> BatchRows:
     >>> batch_rows(torch.empty(7, 4, 16))[1:]
     (64, 16)
     """
-    return BatchRows(tensor, tensor.stride(0), tensor.stride(1))
+    token, head, _ = tensor.stride()
+    return BatchRows(tensor, token, head)
 
 
 class RowSteps(NamedTuple):

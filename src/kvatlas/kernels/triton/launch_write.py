@@ -20,6 +20,8 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers by their bytes."""
 _FP8 = ("fp8", "fp8_e4m3", "fp8_e5m2")
 """Cache dtypes whose elements have one scale for a whole tensor."""
+_PER_TENSOR = (*_FP8, "nvfp4")
+"""Those that have one, besides others."""
 
 
 def write(
@@ -38,8 +40,7 @@ def write(
     may be slices of a fused projection: only their last axis must be contiguous.
     """
     spec = layer.spec_as(Attention)
-    per_tensor = spec.cache in (*_FP8, "nvfp4")
-    scales = (k_scale, v_scale) if per_tensor else (1.0, 1.0)
+    scales = (k_scale, v_scale) if spec.cache in _PER_TENSOR else (1.0, 1.0)
     _write(layer, (k, v), slots, scales, choice)
 
 
@@ -96,22 +97,24 @@ def _write(
         launch = layer.kept[key] = _worked_out(layer, rows, choice)
     checks.integers(slots, "slots", axes=1)
     count = slots.shape[0]
-    checks.rows_of(k, "k", (count, None, None))
-    checks.rows_of(v, "v", (count, None, None))
+    # What else there is to say of rows, their launch depends on.
+    if k.shape[0] != count or not checks.last_is_tight(k):
+        checks.rows_of(k, "k", (count, None, None))
+    if v.shape[0] != count or not checks.last_is_tight(v):
+        checks.rows_of(v, "v", (count, None, None))
     device = checks.same_device(layer.buffer.device, k=k, v=v, slots=slots)
     if checks.debugging():
         places = layer.kernel_blocks.size("B") * layer.kernel_blocks.size("N")
         checks.in_range(slots.clamp(min=0), places, "Slots")
     if not count:
         return
-    sides = [
-        WrittenSide(batch_rows(new), side.at, scale, slots if table is None else table)
-        for new, side, scale, table in zip(rows, launch.sides, scales, launch.tables, strict=True)
-    ]
+    (k_side, v_side), (k_table, v_table) = launch.sides, launch.tables
     with tune.on(device):
         write_rows[(-(-count * k.shape[1] // launch.rows_at_once),)](
-            *sides, slots, count, layer.buffer, **launch.options
-        )
+            WrittenSide(batch_rows(k), k_side.at, scales[0], slots if k_table is None else k_table),
+            WrittenSide(batch_rows(v), v_side.at, scales[1], slots if v_table is None else v_table),
+            slots, count, layer.buffer, **launch.options,
+        )  # fmt: skip
 
 
 def _worked_out(

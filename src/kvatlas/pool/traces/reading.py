@@ -1,19 +1,24 @@
-"""Traces from files: Mooncake's form, plain token ids, and conversations of coding agents.
+"""Traces from files: Mooncake's form, plain token ids, conversations of coding agents, events.
 
 The first two have one JSON object a line, and are read line by line. A conversation is one
-JSON object a file; a folder of them is one trace, in the order of their times.
+JSON object a file; a folder of them is one trace, in the order of their times. Events are what
+an engine said while it ran, recorded or as JSON lines: requests are inferred from them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from hashlib import blake2b
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from kvatlas.errors import AtlasError, Code
+from kvatlas.pool.event_recording import is_recording, recorded_batches
+from kvatlas.pool.traces.content_ids import ids_of
+from kvatlas.pool.traces.event_lines import batch_of_line, is_event_line
+from kvatlas.pool.traces.event_trace import EventTraceBuilder
 from kvatlas.pool.traces.trace import Trace, TraceBuilder, bad_trace
 
 MOONCAKE_BLOCK = 512
@@ -75,13 +80,16 @@ def read_trace(
     """The trace of a file or a folder, in whichever form it is.
 
     `block` is how many tokens an id of Mooncake's form stands for, 512 where nobody says;
-    for plain token ids, by how many tokens they are compared.
+    for plain token ids, by how many tokens they are compared; of events, which blocks count
+    where there are several sizes.
     """
     path = Path(path)
     try:
         if path.is_dir() or path.suffix == ".json":
             files = sorted(path.glob("*.json")) if path.is_dir() else [path]
             return _read_conversations(path.name, files, progress)
+        if path.is_file() and is_recording(path):  # of a pipe nothing is read twice
+            return _read_recording(path, block, progress)
         return _read_lines(path, block, progress)
     except OSError as problem:
         got = f"{path}: {problem.strerror}"
@@ -91,7 +99,11 @@ def read_trace(
 def _read_lines(path: Path, block: int | None, progress: Progress | None) -> Trace:
     builder: TraceBuilder | None = None
     decoder: msgspec.json.Decoder[Any] | None = None
-    for number, line in _lines(path, progress):
+    lines = _lines(path, progress)
+    first = list(islice(lines, 1))
+    if first and is_event_line(first[0][1]):
+        return _read_event_lines(path, block, chain(first, lines))
+    for number, line in chain(first, lines):
         where = f"{path.name}, line {number}"
         if decoder is None:
             kind: Any = _TokenIds if b'"token_ids"' in line else _Mooncake
@@ -103,7 +115,7 @@ def _read_lines(path: Path, block: int | None, progress: Progress | None) -> Tra
         if isinstance(request, _TokenIds):
             if builder is None:
                 builder = _begin(path, block or TOKEN_BLOCK, where)
-            ids = _ids_of(request.token_ids, builder.block)
+            ids = ids_of(request.token_ids, builder.block)
             length = len(request.token_ids)
         else:
             if builder is None:
@@ -116,9 +128,35 @@ def _read_lines(path: Path, block: int | None, progress: Progress | None) -> Tra
     return (builder or _begin(path, MOONCAKE_BLOCK, path.name)).finish()
 
 
-def _begin(path: Path, block: int, where: str) -> TraceBuilder:
+def _read_event_lines(path: Path, block: int | None, lines: Iterator[tuple[int, bytes]]) -> Trace:
+    found = _infer(path, block, "line")
+    for number, line in lines:
+        found.take(number, batch_of_line(f"{path.name}, line {number}", line))
+    return found.finish()
+
+
+def _read_recording(path: Path, block: int | None, progress: Progress | None) -> Trace:
+    total, found = max(path.stat().st_size, 1), _infer(path, block, "batch")
+    for number, (done, received) in enumerate(recorded_batches(path), 1):
+        found.take(number, received.batch, gap=received.gap)
+        if progress and not number % 256:
+            progress(done / total)
+    return found.finish()
+
+
+def _infer(path: Path, block: int | None, unit: str) -> EventTraceBuilder:
+    if block is not None:
+        _check_block(block, path.name)
+    return EventTraceBuilder(path.stem, path.name, block=block, unit=unit)
+
+
+def _check_block(block: int, where: str) -> None:
     if not 0 < block <= 1 << 20:
         raise bad_trace(where, "no such block size", block, "Use a size such as 512")
+
+
+def _begin(path: Path, block: int, where: str) -> TraceBuilder:
+    _check_block(block, where)
     builder = TraceBuilder(path.stem, block)
     builder.begin(path.name)
     return builder
@@ -173,17 +211,3 @@ def _read_conversations(name: str, files: list[Path], progress: Progress | None)
         if progress:
             progress((place + 1) / len(files))
     return (builder or TraceBuilder(name, MOONCAKE_BLOCK)).finish(by_time=True)
-
-
-def _ids_of(tokens: list[int], block: int) -> list[int]:
-    """Ids of blocks of tokens, by a hash of each block and everything before it.
-
-    Nothing is remembered of them, so that memory does not grow with what was read. Of 40 million,
-    two are alike once in ten thousand traces; the check that ids are a tree refuses such a trace.
-    """
-    link, found = b"", []
-    for start in range(0, len(tokens), block):
-        text = msgspec.msgpack.encode(tokens[start : start + block])
-        link = blake2b(link + text, digest_size=16).digest()
-        found.append(int.from_bytes(link[:8]) >> 1)
-    return found

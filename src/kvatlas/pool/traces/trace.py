@@ -29,6 +29,40 @@ def bad_trace(where: str, problem: str, got: object, hint: str) -> AtlasError:
     return AtlasError(Code.BAD_TRACE, f"{where}: {problem}", got=got, hint=hint)
 
 
+@dataclass(frozen=True)
+class Unseen:
+    """What a trace that was inferred from stored blocks does not have."""
+
+    requests: int = 0
+    """Requests that are left out: what they begin with was stored before the recording."""
+    tokens: int = 0
+    """Tokens that these stored."""
+    gaps: int = 0
+    """Places where batches of events are missing, before the first included."""
+    ranks: int = 1
+    """Data-parallel ranks, each of which had a cache of its own."""
+
+    def sentences(self) -> list[str]:
+        """What to know before its hit rates are believed."""
+        told = [
+            "Requests were inferred from the blocks that they stored. One that found all its "
+            "whole blocks stored none and is not here: its tokens would have been found."
+        ]
+        if self.requests:
+            told.append(
+                f"{self.requests:,} requests, which stored {self.tokens:,} tokens, are left out: "
+                "they begin with blocks that were stored before the recording, or in a gap."
+            )
+        if self.gaps:
+            places = "1 place" if self.gaps == 1 else f"{self.gaps:,} places"
+            told.append(f"Batches of events are missing at {places}.")
+        if self.ranks > 1:
+            told.append(
+                f"{self.ranks} data-parallel ranks had a cache each; here all requests share one."
+            )
+        return told
+
+
 @dataclass(frozen=True, eq=False)
 class Trace:
     """Requests in the order in which they came."""
@@ -46,6 +80,8 @@ class Trace:
     """Tokens of each answer."""
     times: NDArray[np.float64]
     """Seconds at which each request came."""
+    unseen: Unseen | None = None
+    """Where requests were inferred, and not logged: what is missing."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -68,14 +104,15 @@ class Trace:
             np.tile(self.lengths, times),
             np.tile(self.outputs, times),
             np.concatenate([self.times + n * span for n in range(times)]),
+            self.unseen,
         )
 
 
 class TraceBuilder:
     """Requests one by one, each checked by itself; `finish` checks them against each other."""
 
-    def __init__(self, name: str, block: int) -> None:
-        self.name, self.block = name, block
+    def __init__(self, name: str, block: int, unit: str = "line") -> None:
+        self.name, self.block, self.unit = name, block, unit
         self._ids, self._starts = array("q"), array("q", [0])
         self._lengths, self._outputs, self._times = array("q"), array("q"), array("d")
         self._where: list[tuple[int, str]] = []
@@ -91,7 +128,7 @@ class TraceBuilder:
 
     def add(self, line: int, ids: Sequence[int], length: int, output: int, time: float) -> None:
         """One request, as its line says."""
-        where = f"{self._where[-1][1]}, line {line}"
+        where = f"{self._where[-1][1]}, {self.unit} {line}"
         if not (isfinite(time) and time >= 0):
             raise bad_trace(where, "a request comes at a time from 0 on", time, "Correct the time")
         if not (0 <= length <= MOST_TOKENS and 0 <= output <= MOST_TOKENS):
@@ -171,7 +208,7 @@ class TraceBuilder:
 
     def _place(self, request: int) -> str:
         file = max(where for where in self._where if where[0] <= request)[1]
-        return f"{file}, line {self._lines[request]}"
+        return f"{file}, {self.unit} {self._lines[request]}"
 
 
 def _numbered(raw: Ints) -> Ints:

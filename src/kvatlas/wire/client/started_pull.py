@@ -19,6 +19,10 @@ from kvatlas.wire.server.node_state import NodeState
 _SOON = 2e-3
 """Seconds for which a read is looked at without a pause: a gigabyte takes half a millisecond."""
 
+_NEARLY = 1e-4
+"""Seconds before and after the expected end of a read in which nobody is let run: to get the
+interpreter back from another thread takes up to as long."""
+
 _EVERY = 1e-4
 """Seconds between looks at a read that nobody wants any more."""
 
@@ -109,9 +113,11 @@ class StartedPull:
             if not seen.confirmed:  # and what was just looked at is looked at sooner again
                 return False
             while not handle.peek():
-                if transfer.done or not seen.held or time.monotonic() > until:
+                now = time.monotonic()
+                if transfer.done or not seen.held or now > until:
                     return False
-                _let_others_run()
+                if abs(now - handle.expected_end) > _NEARLY:
+                    _let_others_run()
         except Exception:  # whoever goes the whole way is told why
             return False
         return seen.confirmed

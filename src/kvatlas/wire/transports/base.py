@@ -8,6 +8,7 @@ given an address that the handshake did not name.
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from abc import ABC, abstractmethod
@@ -77,6 +78,8 @@ class Handle(ABC):
     _done = False
     _settled = False
     _failure: AtlasError | None = None
+    expected_end = math.inf
+    """When it should be done by the monotonic clock, as far as that can be foreseen."""
 
     def poll(self) -> bool:
         """Whether it is done; raises where it has failed, and does so whenever asked again."""
@@ -180,11 +183,9 @@ class Link(ABC):
 
     prompt: ClassVar[bool] = False
     """Whether an operation that is given up is over at once: this process carries it out."""
-
     adds: ClassVar[bool] = False
     """Whether `read_grids` is there: the transport adds starts and spans for itself, and no
     stream is so scattered that staging it would pay."""
-
     sees_offers: bool = False
     """Whether `find_offer` may find something."""
 

@@ -181,7 +181,12 @@ class CudaTransport(Transport):
         if here is not None and any(here.memory.get(pool) != at for pool, at in memory.items()):
             hint = "Name memory as it was registered"
             raise errors.failed("memory that this process has not registered so", hint=hint)
-        return CudaLink(self, self._end(published.token), published, memory)
+        end = self._end(published.token)
+        try:
+            return CudaLink(self, end, published, memory)
+        except BaseException:
+            end.queue.close()
+            raise
 
     def _end(self, token: str) -> CudaEnd:
         """What a link to a peer has of this end."""

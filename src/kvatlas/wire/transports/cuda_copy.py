@@ -50,6 +50,7 @@ class CudaCopy(Handle):
         """One that the device was told of already; `over` is called once it has ended."""
         copy = cls(lambda: (posted, over), lambda: True, check, pace, lambda: nbytes)
         copy._posted, copy._over, copy._launched = posted, over, copy._begun
+        copy.expected_end = pace.end_of(nbytes, copy._begun)
         return copy
 
     def begin(self) -> None:

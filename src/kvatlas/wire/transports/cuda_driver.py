@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from kvatlas.errors import AtlasError, Code
+from kvatlas.wire.transports.cuda_streams import StreamStock
 from kvatlas.wire.transports.device_queue import DeviceQueue
 from kvatlas.wire.transports.torch_queue import TorchQueue
 
@@ -28,6 +29,8 @@ _UNTIMED, _SHARED = 2, 4
 _PEER_ACCESS = 1
 _RELAXED = 2
 """A capture that forbids nobody anything."""
+_NON_BLOCKING, _NO_PRIORITY = 1, 0
+"""Streams that do not wait for the default stream, nor before others."""
 _NOT_READY, _NOT_SUPPORTED = 600, 801
 
 
@@ -40,6 +43,9 @@ class DriverError(Exception):
 
 class CudaDriver(ABC):
     """CUDA as transports need it. Devices are numbers of this process's own."""
+
+    streams: StreamStock
+    """Streams that torch hands out to nobody."""
 
     @abstractmethod
     def devices(self) -> list[bytes]:
@@ -86,8 +92,8 @@ class CudaDriver(ABC):
         """Whether what an event was last recorded behind is done."""
 
     @abstractmethod
-    def recorder(self, device: int) -> Callable[[int], None]:
-        """Records events, one behind the other, behind what the caller's stream has to do."""
+    def recorder(self, device: int, stream: int) -> Callable[[int], None]:
+        """Records events in a stream, behind what the caller's current stream has to do."""
 
     @abstractmethod
     def queue(self, device: int, multiprocessors: int) -> DeviceQueue:
@@ -130,6 +136,7 @@ class LibCuda(CudaDriver):
         """For calls that never wait: whoever makes them keeps the interpreter."""
         self._contexts: dict[int, ctypes.c_void_p] = {}
         self._lock = threading.RLock()
+        self.streams = StreamStock(self._make_stream)
         self._call("cuInit", 0)
         # Called often, so that numbers are taken as they are.
         self._looks.cuEventQuery.argtypes = [ctypes.c_void_p]
@@ -271,16 +278,24 @@ class LibCuda(CudaDriver):
             raise DriverError(f"cuEventQuery answers {self._error(code)}")
         return bool(code == 0)
 
-    def recorder(self, device: int) -> Callable[[int], None]:
+    def _make_stream(self, device: int) -> int:
+        stream = ctypes.c_void_p()
+        with self.on(device):
+            self._call(
+                "cuStreamCreateWithPriority", ctypes.byref(stream), _NON_BLOCKING, _NO_PRIORITY
+            )
+        return stream.value or 0
+
+    def recorder(self, device: int, stream: int) -> Callable[[int], None]:
         """Behind the caller's current stream, and behind all that was recorded before."""
         import torch
 
-        order: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        order: Any = torch.cuda.ExternalStream(stream, device)  # type: ignore[no-untyped-call]
 
         def record(event: int) -> None:
             order.wait_stream(torch.cuda.current_stream(device))
             with self.on(device):
-                self.record(event, order.cuda_stream)
+                self.record(event, stream)
 
         return record
 

@@ -228,6 +228,7 @@ class CudaLink(Link):
 
     def _close(self) -> None:
         """Unmap what the peer has, once no copy reads it."""
+        self._queue.close()
         self._end.opened.forget(self._token)
         if self._board is not None:
             self._board.close()

@@ -26,7 +26,9 @@ class DeviceMarks:
     def __init__(self, driver: CudaDriver, device: int) -> None:
         self._driver, self._device = driver, device
         self._events = [driver.make_event(device) for _ in range(EVENTS)]
-        self._record = driver.recorder(device)
+        self._order = driver.streams.lend(device, self)
+        """Where they are recorded."""
+        self._record = driver.recorder(device, self._order.address)
         self._lock = threading.Lock()
         self._made = 0
         self.done = -1
@@ -82,7 +84,9 @@ class DeviceMarks:
         return tuple(self._driver.export_event(self._device, event) for event in self._events)
 
     def close(self) -> None:
-        """Give the events back."""
-        events, self._events = self._events, []
+        """Give the events back, and the stream that they were recorded in."""
+        with self._lock:
+            events, self._events = self._events, []
+            self._order.give_back()
         for event in events:
             self._driver.end_event(self._device, event)

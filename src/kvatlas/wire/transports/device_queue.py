@@ -70,6 +70,10 @@ class DeviceQueue(ABC):
     def post(self, runs: Sequence[AddressRuns]) -> Posted:
         """Copy; nobody waits."""
 
+    @abstractmethod
+    def close(self) -> None:
+        """Give its stream back; what was posted goes on, and nothing more can be."""
+
     def prepare(self, patterns: Sequence[AddressPattern]) -> PreparedRuns | None:
         """Get ready to copy the same runs of many requests; None where they are too many."""
         return _PostedAsRuns(self, patterns)

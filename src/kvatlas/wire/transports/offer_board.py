@@ -12,9 +12,9 @@ everything else. What is posted carries a digest over itself and its generation,
 does not matter in which order another processor sees what was written.
 
 A process is known by its number and the moment it was started, in one namespace of
-processes, and a board by a token, for hosts number alike. The kernel says in its `stat` when a
-process has begun to end, which comes before any of its memory is given back. Where the kernel
-says less, a reader asks by message.
+processes, and a board by a token, for hosts number alike. A process that ends has no size any
+more (the kernel's `statm`) from before any of its memory is given back, and its devices are
+closed after that. Where the kernel says less, a reader asks by message.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ _MEMFD = "/memfd:kvatlas"
 
 _FLAGS, _STARTED = 6, 19
 """Columns of a process's `stat`, counted behind its name."""
-_EXITING = 4
-"""The flag of a process that has begun to end."""
+_NO_SIZE = b"0 "
+"""How the `statm` of a process begins that has begun to end."""
 
 
 class PostedOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -307,36 +307,43 @@ class WatchedProcess:
     True
     """
 
-    _stat = -1
+    _statm = -1
 
     def __init__(self, number: int) -> None:
         self._lock = threading.Lock()
         """Held while the descriptor is used: closed meanwhile, its number may be another's."""
-        self._stat = os.open(f"/proc/{number}/stat", os.O_RDONLY | os.O_CLOEXEC)
-        columns = self._columns()
+        how = os.O_RDONLY | os.O_CLOEXEC
+        folder = os.open(f"/proc/{number}", how | os.O_DIRECTORY)  # both files are of one process
+        try:
+            self._statm = os.open("statm", how, dir_fd=folder)
+            stat = os.open("stat", how, dir_fd=folder)
+            try:
+                columns = os.pread(stat, 1024, 0).rpartition(b")")[2].split()
+            finally:
+                os.close(stat)
+        finally:
+            os.close(folder)
         self.started = int(columns[_STARTED]) if len(columns) > _STARTED else 0
         """When it was started; 0 where the kernel does not say."""
-
-    def _columns(self, most: int = -1) -> list[bytes]:
-        """What the kernel says of it, behind its name; nothing where it has gone."""
-        try:
-            with self._lock:
-                return os.pread(self._stat, 1024, 0).rpartition(b")")[2].split(None, most)
-        except OSError:
-            return []
+        # Every process has some flag: a kernel that tells none may tell no end either.
+        self._is_told = len(columns) > _FLAGS and int(columns[_FLAGS]) != 0
 
     @property
     def alive(self) -> bool:
         """Whether it has not begun to end, where the kernel says so."""
-        columns = self._columns(_FLAGS + 1)
-        flags = int(columns[_FLAGS]) if len(columns) > _FLAGS + 1 else 0
-        # Every process has some flag: where there are none, the kernel does not tell them.
-        return bool(flags) and not flags & _EXITING
+        if not self._is_told:
+            return False
+        try:
+            with self._lock:
+                size = os.pread(self._statm, 64, 0)
+        except OSError:
+            return False
+        return bool(size) and not size.startswith(_NO_SIZE)
 
     def close(self) -> None:
         """Look no more; a second call does nothing."""
         with self._lock:
-            descriptor, self._stat = self._stat, -1
+            descriptor, self._statm = self._statm, -1
             if descriptor >= 0:
                 os.close(descriptor)
 

@@ -7,6 +7,7 @@ copies run at full speed, and pauses between them keep their share of the time.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -40,6 +41,8 @@ class CopyPace:
         self._share, self._clock = share, clock
         self._saved, self._at = ALLOWANCE, clock()
         self._ended = 0.0
+        self._rate = 0.0
+        """Bytes per second of the last copy."""
         self._lock = threading.Lock()
 
     def may_begin(self) -> bool:
@@ -52,6 +55,18 @@ class CopyPace:
             self._at = now
             return self._saved > 0
 
+    def end_of(self, nbytes: int, begun: float) -> float:
+        """When a copy should be over, where it is as fast as the last; never, before there is one.
+
+        >>> pace = CopyPace(1.0)
+        >>> pace.end_of(100, begun=5.0)
+        inf
+        >>> pace.took(7.0, 7.5, nbytes=200)
+        >>> pace.end_of(100, begun=9.0)
+        9.25
+        """
+        return begun + nbytes / self._rate if self._rate else math.inf
+
     def took(self, begun: float, ended: float, nbytes: int) -> None:
         """A copy was under way between two moments; time that others took as well counts once.
 
@@ -61,4 +76,6 @@ class CopyPace:
         with self._lock:
             seconds = max(0.0, ended - max(begun, self._ended))
             self._saved -= min(seconds, nbytes / _SLOWEST)
+            if seconds:
+                self._rate = nbytes / seconds
             self._ended = max(self._ended, ended)

@@ -76,6 +76,8 @@ class LaunchQueue(Protocol):
     lock: threading.Lock
     number: int
     programs: int
+    closed: bool
+    """Whether its streams may be another's."""
 
     @property
     def driver(self) -> LaunchDriver:
@@ -90,7 +92,7 @@ class LaunchQueue(Protocol):
         """Finds the address of the caller's current stream of a device."""
 
     def another_stream(self) -> Any:
-        """A stream of the same device that nobody else is ever given."""
+        """A stream of the same device that nobody else is given before the queue is closed."""
 
     @property
     def tables(self) -> LaunchTables:
@@ -191,7 +193,7 @@ class TorchPreparedRuns(PreparedRuns):
         """Upload block ids, and launch."""
         queue = self._queue
         with queue.lock, queue.driver.on(queue.number):
-            table = self._tables.free()
+            table = None if queue.closed else self._tables.free()
             if table is None:
                 return None
             try:

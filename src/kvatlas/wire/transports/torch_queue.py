@@ -12,6 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvatlas.geometry import Int64s
+from kvatlas.wire.transports import errors
+from kvatlas.wire.transports.cuda_streams import LentStream, StreamStock
 from kvatlas.wire.transports.device_queue import (
     AddressPattern,
     AddressRuns,
@@ -37,6 +39,10 @@ _SLOT_BYTES = 64 << 10
 class QueueDriver(LaunchDriver, Protocol):
     """What a queue needs of CUDA's driver."""
 
+    @property
+    def streams(self) -> StreamStock:
+        """Streams that torch hands out to nobody."""
+
     def download(self, to: int, source: int, nbytes: int, stream: int) -> None:
         """Copy into pinned memory, in the order of a stream."""
 
@@ -52,6 +58,9 @@ class TorchQueue(DeviceQueue):
 
         self.driver, self.number, self.programs = driver, device, multiprocessors
         self._device = torch.device("cuda", device)
+        self._lent: list[LentStream] = []
+        self.closed = False
+        """Whether its streams may be another's."""
         self._stream = self.another_stream()
         self.caller_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
         self._starts: OrderedDict[int, tuple[Any, Any]] = OrderedDict()
@@ -67,10 +76,12 @@ class TorchQueue(DeviceQueue):
         return self._stream
 
     def another_stream(self) -> Any:
-        """A new stream of the device."""
+        """A stream of the device that nobody else is given before this queue is closed."""
         import torch
 
-        return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        lent = self.driver.streams.lend(self.number, self)
+        self._lent.append(lent)
+        return torch.cuda.ExternalStream(lent.address, self._device)  # type: ignore[no-untyped-call]
 
     def after(self, event: int) -> None:
         """Have the stream wait for an event."""
@@ -84,12 +95,12 @@ class TorchQueue(DeviceQueue):
 
     def post(self, runs: Sequence[AddressRuns], **choice: Any) -> Posted:
         """Launch a kernel for each; `choice` overrides how."""
-        with self.lock, self.driver.on(self.number):
+        with self._posting(), self.driver.on(self.number):
             return self._launch(runs, choice)
 
     def prepare(self, patterns: Sequence[AddressPattern]) -> PreparedRuns | None:
         """Launches for requests of one shape; None where they have more spans than is foreseen."""
-        with self.lock:
+        with self._posting():
             return TorchPreparedRuns(self, patterns) if fits(patterns) else None
 
     @property
@@ -108,7 +119,7 @@ class TorchQueue(DeviceQueue):
         self, runs: Sequence[AddressRuns], host: Any, gpu: Any, nbytes: int, *, out: bool
     ) -> Posted:
         """Copy from or to a buffer of the GPU, that goes to or comes from one of the host."""
-        with self.lock, self.on_stream(), self._no_launch_left_behind():
+        with self._posting(), self.on_stream(), self._no_launch_left_behind():
             if not out:
                 gpu[:nbytes].copy_(host[:nbytes], non_blocking=True)
             posted = self._launch(runs, {})
@@ -125,7 +136,7 @@ class TorchQueue(DeviceQueue):
         A stretch is its address on the host, that in the buffer, and its bytes.
         """
         stream = self._stream.cuda_stream
-        with self.lock, self.driver.on(self.number), self._no_launch_left_behind():
+        with self._posting(), self.driver.on(self.number), self._no_launch_left_behind():
             if out:
                 self._launch(runs, {})
             for host, gpu, nbytes in stretches:
@@ -134,6 +145,21 @@ class TorchQueue(DeviceQueue):
                 else:
                     self.driver.upload(gpu, host, nbytes, stream)
             return TorchPosted(self._stream) if out else self._launch(runs, {})
+
+    def close(self) -> None:
+        """Give its streams back; a second call does nothing."""
+        with self.lock:
+            self.closed = True
+            for lent in self._lent:
+                lent.give_back()
+
+    @contextmanager
+    def _posting(self) -> Iterator[None]:
+        """Held while something is posted: the streams are this queue's until then."""
+        with self.lock:
+            if self.closed:
+                raise errors.closed("queue")
+            yield
 
     def buffer(self, nbytes: int) -> Any:
         """Memory of the GPU, for use in the order of the stream."""

@@ -24,28 +24,41 @@ def check(
         lengths=call.lengths, queries=queries, starts=starts, sink_logits=sink_logits,
     )  # fmt: skip
     checks.integers(call.tables, "tables", axes=2)
-    for name, given in (("lengths", call.lengths), ("queries", queries), ("starts", starts)):
-        if given is not None:
-            checks.integers(given, name, axes=1)
+    checks.integers(call.lengths, "lengths", axes=1)
+    if queries is not None:
+        checks.integers(queries, "queries", axes=1)
+    if starts is not None:
+        checks.integers(starts, "starts", axes=1)
     if sink_logits is not None:
         checks.rows_of(sink_logits, "sink_logits", (call.q.shape[1],))
     count = call.lengths.shape[0]
-    if queries is None and starts is None and prepared and call.tables.shape[0] == count:
+    fits = call.tables.shape[0] == count
+    if fits and prepared and queries is None and starts is None:
         return
-    sizes = [call.tables.shape[0], *([] if queries is None else [queries.shape[0]])]
-    sizes += [] if starts is None else [starts.shape[0] - 1]
-    wrong = any(size != count for size in sizes) or (queries is None) == (starts is None)
-    if not wrong and checks.debugging() and count:
-        wrong = _debug_batch(call, queries, starts, max_queries)
-    if wrong:
+    if fits:
+        fits = _counts(queries, starts) == count
+    if fits and checks.debugging() and count:
+        fits = not _debug_batch(call, queries, starts, max_queries)
+    if not fits:
         room = call.tables.shape[1] * call.launch.shape.states
         raise AtlasError(
             Code.BAD_TENSOR,
             "Tables, lengths and queries do not fit together",
-            got=f"{count} lengths, {sizes} tables and queries, {call.q.shape[0]} rows, "
-            f"room for {room}",
+            got=f"{count} lengths, {call.tables.shape[0]} tables, {_counts(queries, starts)} counts"
+            f" of queries, {call.q.shape[0]} rows, room for {room}",
             hint="Pass queries or starts, one of them; queries are the last tokens",
         )
+
+
+def _counts(queries: torch.Tensor | None, starts: torch.Tensor | None) -> int | None:
+    """Sequences whose queries are counted, one way or the other; None where it is neither or both.
+
+    >>> _counts(torch.ones(3), None), _counts(None, torch.ones(3)), _counts(None, None)
+    (3, 2, None)
+    """
+    if queries is None:
+        return None if starts is None else starts.shape[0] - 1
+    return queries.shape[0] if starts is None else None
 
 
 def _debug_batch(

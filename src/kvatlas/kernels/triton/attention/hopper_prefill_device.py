@@ -191,11 +191,12 @@ def multiply(
 @gluon.jit
 def put_zeros(out, work, first, OUT: gl.constexpr):
     """What a group's rows attend to where their sequence has no states: batches are padded so."""
+    DIM: gl.constexpr = OUT.width  # Triton 3.6 takes shapes of constexprs alone
     STORES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORES))
-    column = gl.arange(0, OUT.width, layout=gl.SliceLayout(0, STORES))
+    column = gl.arange(0, DIM, layout=gl.SliceLayout(0, STORES))
     at = row_offsets(out, work, row, OUT.group)
-    nothing = gl.zeros([ROWS, OUT.width], out.tensor.dtype.element_ty, layout=STORES)
+    nothing = gl.zeros([ROWS, DIM], out.tensor.dtype.element_ty, layout=STORES)
     gl.store(out.tensor + at[:, None] + column[None, :], nothing, mask=(row < work.rows)[:, None])
 
 

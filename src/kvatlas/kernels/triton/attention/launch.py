@@ -25,7 +25,7 @@ from kvatlas.kernels.triton.attention.layer_launch import (
     layer_launch,
 )
 from kvatlas.kernels.triton.attention.merge_device import merge
-from kvatlas.kernels.triton.attention.schedule import Schedule, schedule
+from kvatlas.kernels.triton.attention.schedule import Schedule, scheduled
 from kvatlas.specs import Attention, LatentAttention
 
 MERGED_AT_ONCE = 2048
@@ -98,7 +98,8 @@ def attend_latent(
 
 def _out(launch: LayerLaunch, q: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
     """Where rows of the output go: memory of its own, unless it is given."""
-    if q.stride(-1) != 1:  # what else there is to say of queries, their launches depend on
+    # What else there is to say of queries, their launches depend on.
+    if not checks.last_is_tight(q):
         checks.rows_of(q, "q", (None, None, None))
     tokens, heads, _ = q.shape
     shape = tokens, heads, launch.shape.out.dim
@@ -134,7 +135,7 @@ def _run(
         if rotated is not call.q:
             call = call._replace(q=rotated)
         if prepared is None:
-            prepared = schedule(launch.split, call.lengths, queries, starts)
+            prepared = scheduled(launch.split, call.lengths, queries, starts, launch.early)
         else:
             batches.refuse_schedule(prepared, launch.split, call.lengths.shape[0])
         _decode(call, prepared)

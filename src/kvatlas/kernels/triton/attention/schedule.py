@@ -6,7 +6,7 @@ waits for the host and a captured graph replays with other lengths.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -87,14 +87,26 @@ def schedule(
     starts: torch.Tensor | None = None,
 ) -> Schedule:
     """The work of a batch, from counts of queries or from where they start."""
+    device = lengths.device
+    with tune.on(device):
+        return scheduled(split, lengths, queries, starts, tune.dependent_launch(device))
+
+
+def scheduled(
+    split: WorkSplit,
+    lengths: torch.Tensor,
+    queries: torch.Tensor | None,
+    starts: torch.Tensor | None,
+    early: dict[str, Any],
+) -> Schedule:
+    """The same on the current device, by a launch with such options."""
     count = lengths.shape[0]
     ends = torch.empty((3, count + 1), dtype=torch.int32, device=lengths.device)
     span = min(1024, 1 << max(4, (count - 1).bit_length()))
-    with tune.on(lengths.device):
-        count_tiles[(1,)](
-            lengths, queries if starts is None else starts, ends, count, SPLIT=split,
-            STARTS=starts is not None, SPAN=span,
-            num_warps=1 if span <= 128 else 4,  # one warp sums without waiting for others
-            **tune.dependent_launch(lengths.device),
-        )  # fmt: skip
+    count_tiles[(1,)](
+        lengths, queries if starts is None else starts, ends, count, SPLIT=split,
+        STARTS=starts is not None, SPAN=span,
+        num_warps=1 if span <= 128 else 4,  # one warp sums without waiting for others
+        **early,
+    )  # fmt: skip
     return Schedule(ends, split)

@@ -1,0 +1,64 @@
+"""What blocks of a tier are converted from, where engines of another cache dtype stored them.
+
+The setting `convert` names both formats. This engine's own scales are those that its layers
+quantise with; those of the engines that stored are in no block, and the settings name them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvatlas.engines.vllm.describe import DescribedStage
+from kvatlas.engines.vllm.settings import ConnectorSettings
+from kvatlas.routing import Scales, parse_conversion
+from kvatlas.specs import PLAIN_FORMATS, needs_scales
+from kvatlas.tier import Converting
+
+_TORCH = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}
+
+
+def tier_converting(settings: ConnectorSettings, own_scales: Scales) -> Converting | None:
+    """How a tier's blocks become this engine's; None where the settings convert nothing."""
+    if settings.convert is None:
+        return None
+    return Converting(settings.convert, src_scales=settings.convert_scales, dst_scales=own_scales)
+
+
+def searching(settings: ConnectorSettings) -> Converting | None:
+    """The same for who looks for blocks and fetches none: scales are then of no matter."""
+    if settings.convert is None:
+        return None
+    return Converting(settings.convert, src_scales=1.0, dst_scales=1.0)
+
+
+def layer_scales(vllm_config: Any, stage: DescribedStage) -> dict[str, tuple[float, float]]:
+    """What layers quantise K and V with, where they do, as vLLM has read it from the checkpoint."""
+    modules = vllm_config.compilation_config.static_forward_context
+    found = {}
+    for name in (one.layer.name for one in stage.layers if needs_scales(one.layer.spec)):
+        module = modules.get(name)
+        if hasattr(module, "_k_scale_float"):
+            found[name] = float(module._k_scale_float), float(module._v_scale_float)
+    return found
+
+
+def stored_dtype(settings: ConnectorSettings, served: Any) -> str:
+    """The dtype that engines compute in whose blocks are looked for, as torch calls it.
+
+    What they quantise says nothing of it: they are then taken to compute as this one does.
+    """
+    if settings.convert is not None:
+        sources = {source for source, _ in parse_conversion(settings.convert)}
+        if len(sources) == 1 and sources <= set(PLAIN_FORMATS):
+            return _TORCH[sources.pop()]
+    return str(served.dtype)
+
+
+def keeps_finished(settings: ConnectorSettings, served: Any) -> bool:
+    """Whether an engine stores too: not into a file, nor beside what was computed otherwise.
+
+    A file has blocks of one dtype, and nothing is converted as it is stored.
+    """
+    if settings.convert is None:
+        return True
+    return settings.fleet_tier and stored_dtype(settings, served) == str(served.dtype)

@@ -1,0 +1,100 @@
+"""A file of an engine's events: batch after batch, as they came.
+
+It begins with a line that says what it is. Each batch follows as its number (8 bytes, the
+highest first, as in ZeroMQ), whether batches before it are missing (1 byte), its length
+(4 bytes) and its msgpack. Prompts' tokens are in it: it is as secret as they are.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.pool.event_stream import ReceivedBatch
+from kvatlas.pool.events import MOST_BYTES, decode_batch, encode_batch
+
+FIRST_LINE = b"kvatlas recording of KV events 1\n"
+_HEAD = struct.Struct(">Q?I")
+
+
+class EventRecording:
+    """A new file that batches are written to as they come; its user alone may read it."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.batches = self.events = self.gaps = self.bytes = 0
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+            self._file = os.fdopen(os.open(path, flags, 0o600), "wb")
+        except OSError as problem:
+            raise self._unwritable(problem) from None
+        self._write(FIRST_LINE)
+
+    def write(self, received: ReceivedBatch) -> None:
+        """Append a batch, so that it is there whatever comes after it."""
+        payload = encode_batch(received.batch)
+        self._write(_HEAD.pack(received.number, received.gap, len(payload)) + payload)
+        self.batches += 1
+        self.events += len(received.batch.events)
+        self.gaps += received.gap
+
+    def _write(self, text: bytes) -> None:
+        try:
+            self._file.write(text)
+            self._file.flush()
+        except OSError as problem:
+            raise self._unwritable(problem) from None
+        self.bytes += len(text)
+
+    def _unwritable(self, problem: OSError) -> AtlasError:
+        got = f"{self.path}: {problem.strerror}"
+        hint = "Name a file that is not there yet, where there is room"
+        return AtlasError(Code.UNWRITABLE, got=got, hint=hint)
+
+    def close(self) -> None:
+        """Write no more."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def is_recording(path: Path) -> bool:
+    """Whether a file begins as a recording does."""
+    with path.open("rb") as file:
+        return file.read(len(FIRST_LINE)) == FIRST_LINE
+
+
+def recorded_batches(path: Path) -> Iterator[tuple[int, ReceivedBatch]]:
+    """The batches of a recording, one at a time, each with the bytes that are read by then."""
+    with path.open("rb") as file:
+        done, count, expected = len(file.read(len(FIRST_LINE))), 0, None
+        while head := file.read(_HEAD.size):
+            count += 1
+            where = f"{path.name}, batch {count}"
+            number, gap, length = _HEAD.unpack(head.ljust(_HEAD.size, b"\0"))
+            payload = file.read(min(length, MOST_BYTES + 1))
+            if len(head) < _HEAD.size or len(payload) < length:
+                problem = f"{where}: the recording ends inside it"
+                got = f"{len(head) + len(payload)} bytes"
+                hint = f"truncate -s {done} {path.name} leaves it out"
+                raise AtlasError(Code.BAD_TRACE, problem, got=got, hint=hint)
+            try:
+                batch = decode_batch(payload)
+            except AtlasError as refusal:
+                problem = f"{where}: this is no batch of events"
+                hint = "Record it anew"
+                raise AtlasError(Code.BAD_TRACE, problem, got=refusal.got, hint=hint) from None
+            done += _HEAD.size + length
+            yield done, ReceivedBatch(number, batch, gap or number != (expected or number))
+            expected = number + 1

@@ -1,0 +1,136 @@
+"""A trace from events: batch after batch in, requests in the order of their coming out.
+
+A prompt is known by its whole blocks. One more token is assumed behind them, since a prompt's
+last token is always computed: else its last block could not be found.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+
+from kvatlas.planning import FULL_KINDS
+from kvatlas.pool.events import (
+    MEDIUM,
+    AllBlocksCleared,
+    BlockEvent,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+)
+from kvatlas.pool.traces.engine_requests import PAUSE, SLOWEST, EngineRequests, InferredRequest
+from kvatlas.pool.traces.stored_blocks import ContradictionError
+from kvatlas.pool.traces.trace import Trace, TraceBuilder, Unseen, bad_trace
+
+MOST_OPEN = 100_000
+"""Requests that may still go on at a time; the first of more are taken to be done."""
+
+
+class EventTraceBuilder:
+    """Batch after batch of events in, a trace out."""
+
+    def __init__(self, name: str, file: str, *, block: int | None, unit: str) -> None:
+        self._file, self._unit = file, unit
+        self._group: tuple[int | None] | None = None
+        """The group that is looked at: the first that keeps every token."""
+        self._builder = TraceBuilder(name, block or 0, unit)
+        self._builder.begin(file)
+        self._engines: dict[int | None, EngineRequests] = {}
+        self._waiting: deque[InferredRequest] = deque()
+        """Requests that may still go on, and those that came behind them."""
+        self._begun: float | None = None
+        self._now = 0.0
+        self._unseen = Unseen()
+
+    def take(self, line: int, batch: EventBatch, *, gap: bool = False) -> None:
+        """The next batch of a file; `gap` where some before it are missing."""
+        where = f"{self._file}, {self._unit} {line}"
+        self._begun = batch.ts if self._begun is None else self._begun
+        engine = self._engines.setdefault(batch.data_parallel_rank, EngineRequests())
+        # A clock that was set back stands still until it has caught up.
+        engine.now = max(engine.now, batch.ts - self._begun)
+        self._now = max(self._now, engine.now)
+        if gap:
+            self._unseen = replace(self._unseen, gaps=self._unseen.gaps + 1)
+        for event in batch.events:
+            self._take_event(line, where, engine, event)
+        self._let_go()
+
+    def finish(self) -> Trace:
+        """The trace of all requests, in the order in which they came."""
+        self._let_go(everything=True)
+        if not len(self._builder):
+            got = "other events, or other blocks"
+            if self._unseen.requests:
+                got = f"{self._unseen.requests:,} requests that begin before the recording"
+            problem = "there is no request whose blocks were all stored here"
+            raise bad_trace(self._file, problem, got, "Record from an engine's start, or longer")
+        unseen = replace(self._unseen, ranks=len(self._engines))
+        return replace(self._builder.finish(), unseen=unseen)
+
+    # -- events -------------------------------------------------------------------------
+
+    def _take_event(self, line: int, where: str, engine: EngineRequests, event: BlockEvent) -> None:
+        if isinstance(event, AllBlocksCleared):
+            engine.blocks.clear()
+        elif event.medium not in (None, MEDIUM):
+            return  # a tier below the GPU
+        elif isinstance(event, BlockRemoved):
+            if self._group == (event.group_idx,):
+                engine.blocks.remove(event.block_hashes)
+        elif event.block_hashes and self._counts(where, event):
+            self._stored(line, where, engine, event)
+
+    def _counts(self, where: str, event: BlockStored) -> bool:
+        """Whether an event is of the group that is looked at, and of whole blocks."""
+        if event.kv_cache_spec_kind is not None and event.kv_cache_spec_kind not in FULL_KINDS:
+            return False
+        self._group = self._group or (event.group_idx,)
+        if self._group != (event.group_idx,):
+            return False
+        block = self._builder.block = self._builder.block or event.block_size
+        if event.block_size > block or block % event.block_size:
+            hint = f"Say which count: --trace-block {event.block_size}"
+            got = f"{event.block_size} after {block} tokens"
+            raise bad_trace(where, "blocks of two sizes", got, hint)
+        if event.block_size < block:
+            return False  # a block that is found by its first tokens, too
+        if len(event.token_ids) > len(event.block_hashes) * event.block_size:
+            got = f"{len(event.block_hashes)} blocks for {len(event.token_ids)} tokens"
+            hint = "Record events that name the kind of each group, as vLLM 0.32 sends them"
+            raise bad_trace(where, "the first group does not keep every token", got, hint)
+        return True
+
+    def _stored(self, line: int, where: str, engine: EngineRequests, event: BlockStored) -> None:
+        try:
+            request = engine.store(line, event)
+        except ContradictionError as problem:
+            hint = "Record one engine a file, or each rank by its number"
+            raise bad_trace(where, "the events contradict each other", problem, hint) from None
+        if request is not None:
+            self._waiting.append(request)
+
+    # -- requests -----------------------------------------------------------------------
+
+    def _let_go(self, *, everything: bool = False) -> None:
+        """Write down requests that cannot go on, as far as they came before all others."""
+        longest = max(PAUSE, self._builder.block / SLOWEST)
+        while self._waiting and (
+            everything
+            or self._now - self._waiting[0].stored > longest
+            or len(self._waiting) > MOST_OPEN
+        ):
+            request = self._waiting.popleft()
+            request.engine.end(request)
+            self._write(request)
+
+    def _write(self, request: InferredRequest) -> None:
+        if request.prompt.content is None:
+            unseen = self._unseen
+            self._unseen = replace(
+                unseen, requests=unseen.requests + 1, tokens=unseen.tokens + request.tokens
+            )
+            return
+        ids = request.prompt.ids()
+        length = len(ids) * self._builder.block + 1
+        self._builder.add(request.line, ids, length, request.answer, request.came)

@@ -1,0 +1,183 @@
+"""An engine reads from a tier what engines of another cache dtype have stored, where it asks to."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvatlas import AtlasError
+from kvatlas.engines.vllm import ConnectorSettings, describe_stage, prefix_tier
+from kvatlas.engines.vllm.describe import described_model, join_stages
+from kvatlas.engines.vllm.ended_requests import EndedRequests
+from kvatlas.engines.vllm.engine_tier import find_tier, open_tier
+from kvatlas.engines.vllm.fleet_tier import find_fleet_tier, open_fleet_tier
+from kvatlas.engines.vllm.prefix_tier import PrefixTier
+from kvatlas.engines.vllm.scheduler_side import SchedulerSide
+from kvatlas.engines.vllm.tier_conversion import (
+    keeps_finished,
+    layer_scales,
+    stored_dtype,
+    tier_converting,
+)
+from kvatlas.engines.vllm.tier_worker import TierWorker
+from kvatlas.engines.vllm.weights_identity import cache_identity
+from kvatlas.errors import Code
+from kvatlas.routing import route
+from kvatlas.wire import Memory, copy_request
+from tests.vllm.shapes import Config, FullAttentionSpec, Group, vllm_config
+from tests.vllm.test_prefix_tier import LAYERS, MEMORY, TOKENS, EngineWithTier, asking
+
+OWN_SCALES = dict.fromkeys(LAYERS[0], (0.5, 0.25))
+
+
+class Mode(Enum):
+    FP8_PER_TENSOR = 1
+
+
+KEPT: dict[str, dict[str, Any]] = {
+    "fp32": {"dtype": "torch.float32", "item": 4},
+    "fp16": {"dtype": "torch.float16", "item": 2},
+    "bf16": {"dtype": "torch.bfloat16", "item": 2},
+    "fp8": {"dtype": "torch.uint8", "item": 1, "kv_quant_mode": Mode.FP8_PER_TENSOR},
+}
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the scheduler wait for answers that it can do without, on a busy machine too."""
+    monkeypatch.setattr(prefix_tier, "_SOON", 10.0)
+
+
+class ConvertingEngine(EngineWithTier):
+    """An engine with some cache dtype, and settings as the connector reads them."""
+
+    def __init__(self, where: str, kept: str, *, block: int = 64, **settings: Any) -> None:
+        served = vllm_config()
+        served.model_config.dtype = "torch.bfloat16" if kept == "fp8" else KEPT[kept]["dtype"]
+        served.model_config.hf_config.to_dict = lambda: {"rope": 1}
+        config = Config([Group(FullAttentionSpec(block_size=block, **KEPT[kept]), LAYERS[0])], 24)
+        stage = describe_stage(served, config)
+        modules = {
+            name: SimpleNamespace(_k_scale_float=k, _v_scale_float=v)
+            for name, (k, v) in OWN_SCALES.items()
+        }
+        served.compilation_config = SimpleNamespace(static_forward_context=modules)
+        said = {"transport": "none", "tier": where, "tier_options": {"staging": 1 << 18}}
+        if not where.startswith("folder:"):
+            del said["tier_options"]
+        given = ConnectorSettings.read(said | settings)
+        self.plan = join_stages([stage])
+        size = self.plan.pools[0].nbytes
+        # Numbers of every format, and no infinities.
+        self.pool = np.random.default_rng(5).integers(0, 0x40, size, np.uint8)
+        self.converting = tier_converting(given, layer_scales(served, stage))
+        dtype = stored_dtype(given, served.model_config)
+        identity = cache_identity(served, "weights", dtype)
+        name = f"engine {id(self)}"
+        self.tier: PrefixTier
+        if given.fleet_tier:
+            opened: Any = open_fleet_tier(given, self.plan, identity, self.converting)
+            asked: Any = find_fleet_tier(given, opened.plan.to_json(), identity)
+            identity = b""
+        else:
+            about = (described_model([stage]), self.plan, name, self.converting)
+            opened, asked = open_tier(where, MEMORY, *about), find_tier(where, name)
+        assert opened is not None
+        assert asked is not None
+        self.ended = EndedRequests()
+        held = Memory(self.pool.ctypes.data, size, owner=self.pool)
+        self.worker = TierWorker(opened, self.plan, 0, held, self.ended, self.converting)
+        self.scheduler = SchedulerSide(served, config, alone=True)
+        keeps = keeps_finished(given, served.model_config)
+        self.scheduler.use_tier(PrefixTier(asked, self.plan.max_len, identity), 20.0, keeps=keeps)
+
+
+def converted(src: ConvertingEngine, dst: ConvertingEngine, *ends: list[int], tokens: Any) -> Any:
+    """What the other engine's pool should be, by a route that meets no tier."""
+    expected, how = dst.pool.copy(), dst.converting
+    assert how is not None
+    copy_request(
+        route(
+            src.plan, dst.plan, convert=how.name, src_scales=how.src_scales,
+            dst_scales=how.dst_scales,
+        ),
+        {0: {0: src.pool}}, {0: {0: expected}},
+        src_blocks={0: ends[0]}, dst_blocks={0: ends[1]}, tokens=tokens,
+    )  # fmt: skip
+    return expected
+
+
+@pytest.mark.parametrize("kind", ["file", "store"])
+def test_an_engine_reads_what_others_have_stored_in_their_cache_dtype(
+    kind: str, tmp_path: Path
+) -> None:
+    cases: list[tuple[str, str, dict[str, Any]]] = [
+        ("bf16", "fp8", {"convert": "bf16->fp8"}),
+        ("fp8", "bf16", {"convert": "fp8->bf16", "convert_scales": 0.5}),
+        ("fp32", "fp16", {"convert": "fp32->fp16"}),
+    ]
+    for number, (stored, own, settings) in enumerate(cases):
+        where = f"{tmp_path}/{number}" if kind == "file" else f"folder://{tmp_path}/{number}"
+        table, tokens = [3, 9, 1, 7, 5], TOKENS[:300]
+        first = ConvertingEngine(where, stored)
+        assert first.finish(tokens, table)
+        other = ConvertingEngine(where, own, block=128, **settings)
+        request = asking(tokens[:200] + [5] * 50)
+        assert other.matched(request) == 192, (stored, own)
+        expected = converted(first, other, table, [6, 2], tokens=192)
+        ended = other.load(request, [6, 2], external=192)
+        assert (ended.received, ended.failed) == ({"r"}, set())
+        np.testing.assert_array_equal(other.pool, expected)
+        # What it computes itself it keeps in a store, under the name of its own dtype alone.
+        own_prompt = [77, *tokens]
+        keeps = kind == "store" and stored != "fp32"
+        assert other.finish(own_prompt, [1, 3, 5], name="own") is keeps
+        assert other.matched(asking(own_prompt, "again")) == (256 if keeps else 0)
+        assert first.matched(asking(own_prompt, "theirs")) == 0
+        for one in (first, other):
+            one.close()
+
+
+def test_a_file_that_is_not_there_yet_is_made_for_the_engines_that_store(tmp_path: Path) -> None:
+    where = str(tmp_path / "tier")
+    early = ConvertingEngine(where, "fp8", convert="bf16->fp8")
+    first = ConvertingEngine(where, "bf16")
+    assert first.finish(TOKENS[:300], [3, 9, 1, 7, 5])
+    assert early.matched(asking(TOKENS[:300])) == 256
+    first.close()
+    early.close()
+
+
+def test_a_conversion_that_the_tier_does_not_need_or_know_is_refused(tmp_path: Path) -> None:
+    where = str(tmp_path / "tier")
+    ConvertingEngine(where, "fp8").close()
+    refused: list[tuple[str, dict[str, Any], Code]] = [
+        ("fp8", {"convert": "bf16->fp8"}, Code.BAD_CONVERSION),
+        ("bf16", {"convert": "fp16->bf16"}, Code.BAD_CONVERSION),
+        ("bf16", {"convert": "fp8->bf16"}, Code.MISSING_SCALES),
+    ]
+    for kept, settings, code in refused:
+        with pytest.raises(AtlasError) as refusal:
+            ConvertingEngine(where, kept, **settings)
+        assert refusal.value.code is code, settings
+    with pytest.raises(AssertionError):  # without being asked nothing is converted
+        ConvertingEngine(where, "bf16")
+
+
+def test_what_cannot_be_converted_from_is_refused_in_the_settings() -> None:
+    for settings, hint in (
+        ({"convert": "bf16->fp8"}, "other engines"),
+        ({"convert": "bf16->fp8", "tier": "memory"}, "other engines"),
+        ({"convert": "bf16->fp8, fp32->bf16", "tier": "/f"}, "one pair"),
+        ({"convert_scales": 1.0, "tier": "/f"}, "what is converted"),
+        ({"convert": "fp8->bf16", "tier": "/f", "convert_scales": -1}, "docs/vllm.md"),
+        ({"convert": "bf16", "tier": "/f"}, "fp8->bf16"),
+    ):
+        with pytest.raises(AtlasError) as refusal:
+            ConnectorSettings.read(settings)
+        assert hint in refusal.value.hint, settings
