@@ -279,4 +279,6 @@ def test_many_queries_of_a_sequence_without_states_get_zeros(cache: str) -> None
     attend(layer, q, tables=tables, lengths=next(sizes), queries=next(sizes), out=out)
     parts = out.float().split(counts)
     for part, length in zip(parts, lengths, strict=True):
-        torch.testing.assert_close(part, torch.full_like(part, float(length > 0)), atol=0.01, rtol=0)
+        torch.testing.assert_close(
+            part, torch.full_like(part, float(length > 0)), atol=0.01, rtol=0
+        )
