@@ -277,7 +277,7 @@ def test_many_queries_of_a_sequence_without_states_get_zeros(cache: str) -> None
     tables = torch.arange(38, device="cuda", dtype=torch.int32).expand(4, 38).contiguous()
     sizes = (torch.tensor(n, dtype=torch.int32, device="cuda") for n in (lengths, counts))
     attend(layer, q, tables=tables, lengths=next(sizes), queries=next(sizes), out=out)
-    parts = out.float().split(counts)
+    parts = torch.split(out.float(), counts)
     for part, length in zip(parts, lengths, strict=True):
         torch.testing.assert_close(
             part, torch.full_like(part, float(length > 0)), atol=0.01, rtol=0
