@@ -28,10 +28,11 @@ from kvatlas.wire import (
 
 MODEL = "Qwen3-8B"
 TRANSPORTS = ("shm", "tcp", "nixl", "mooncake")
-REQUESTS, HELD, PULLED = 48, 64, 63
+REQUESTS, HELD, PULLED = 96, 32, 31
 """Requests, tokens of each that the source holds, and those that are pulled.
 
-One token less, so that the source does not let go of what has been read.
+More requests than are ever in flight, so that so many are. One token less, so
+that the source does not let go of what has been read.
 """
 TOKENS = REQUESTS * HELD
 IN_FLIGHT = (4, 64)

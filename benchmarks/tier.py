@@ -19,12 +19,12 @@ from kvatlas.specs import FullAttention
 from kvatlas.tier import Tier
 from kvatlas.wire import Bytes, crc32
 
-LAYERS, TOKENS, BLOCK = 32, 1024, 16
+LAYERS, HEADS, TOKENS, BLOCK = 32, 8, 1024, 16
 REPEAT = 5
 
 
 def dense() -> Model:
-    spec = FullAttention(heads=8, head_dim=128)
+    spec = FullAttention(heads=HEADS, head_dim=128)
     layers = tuple(Layer(name=f"layers.{i}.attn", index=i, spec=spec) for i in range(LAYERS))
     return Model(
         name="dense",
@@ -122,7 +122,7 @@ class PlainGather:
         self.boxes = [placed.reorder(*"BLHNC").view(pools[0]) for pools in moved.pools]
         self.table = moved.table.tolist()
         self.room = np.empty(self.boxes[0].shape[1:], np.uint8)
-        whole, heads = kept.regions[0].placement(1, kept.num_blocks), self.room.shape[1]
+        whole, heads = kept.regions[0].placement(1, kept.num_blocks), HEADS // made.tp
         self.places = [
             [
                 whole.select("B", block).narrow("H", rank * heads, heads).reorder(*"LHNC")

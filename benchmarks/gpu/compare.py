@@ -83,7 +83,8 @@ class Tree:
         self._process = subprocess.Popen(
             [sys.executable, "-W", "ignore", str(Path(__file__).with_name("turns.py"))],
             env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            # Its workers look for modules in the current folder first.
+            cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
 
     def ask(self, *request: Any) -> dict[str, Any]:

@@ -13,6 +13,8 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -111,16 +113,23 @@ def compile_all(works: Sequence[Work], jobs: int | None = None) -> None:
     context.set_forkserver_preload(["benchmarks.gpu.run"])
     with tempfile.TemporaryDirectory() as folder:
         claims = Claims(Path(folder))
-        with context.Pool(jobs or os.cpu_count(), _begin, (claims.folder,)) as pool:
-            for done, failed in enumerate(pool.imap_unordered(_do, works, chunksize=1), 1):
-                if failed:
-                    print(f"cannot be compiled: {failed.work}: {failed.problem}", flush=True)
-                if (now := time.monotonic()) - told > _TOLD or done == len(works):
-                    told, kernels = now, claims.taken()
-                    print(
-                        f"compiled {kernels} kernels, {done} of {len(works)} calls, "
-                        f"{now - begun:.0f} s", flush=True,
-                    )  # fmt: skip
+        workers = ProcessPoolExecutor(
+            jobs or os.cpu_count(), context, initializer=_begin, initargs=(claims.folder,)
+        )
+        try:
+            with workers as pool:
+                futures = [pool.submit(_do, work) for work in works]
+                for done, future in enumerate(as_completed(futures), 1):
+                    if failed := future.result():
+                        print(f"cannot be compiled: {failed.work}: {failed.problem}", flush=True)
+                    if (now := time.monotonic()) - told > _TOLD or done == len(works):
+                        told, kernels = now, claims.taken()
+                        print(
+                            f"compiled {kernels} kernels, {done} of {len(works)} calls, "
+                            f"{now - begun:.0f} s", flush=True,
+                        )  # fmt: skip
+        except BrokenProcessPool as problem:
+            print(f"not all is compiled: {problem}", flush=True)
 
 
 @contextmanager

@@ -47,6 +47,10 @@ from kvatlas.wire import Node, Session, make_transport
 
 _APART = 0.02
 """Seconds between pulls that are timed one by one."""
+_ORDERS_BAR = 0.85
+"""Of the device's own copy, at least, for every pair of orders."""
+_REQUEST_BAR = 1.3
+"""Times a plain copy of its bytes, at most, for requests that follow each other."""
 _PULLS = 60
 """Of a session, of which the first ten get it going."""
 
@@ -54,6 +58,7 @@ _PULLS = 60
 def orders(copy: float, heads: int = 8) -> None:
     """36 pairs, one rank of two into a rank of its own: GB/s and the share of the copy."""
     rows: list[list[Any]] = []
+    shares: list[float] = []
     with source_process() as far:
         served = {order: planned(order, heads, tp=2, block=16) for order in ORDERS}
         endpoints = {order: far.serve(made, 7) for order, made in served.items()}
@@ -64,7 +69,9 @@ def orders(copy: float, heads: int = 8) -> None:
                 row: list[Any] = [target]
                 for order in ORDERS:
                     with Session(node, endpoints[order]) as session:
-                        row.append(_rate(node, session, copy))
+                        rate, grids = _rate(node, session)
+                        shares.append(rate / copy)
+                        row.append(f"{rate:,.0f} ({rate / copy:.0%}, {grids})")
                         if order == ORDERS[0] or target == ORDERS[-1]:
                             row[-1] += _checked(node, cache, served[order], session)
                 rows.append(row)
@@ -72,14 +79,16 @@ def orders(copy: float, heads: int = 8) -> None:
             torch.cuda.empty_cache()
     title = f"\nPulls by order, pages of {4 * heads} KiB, source across; copy {copy:,.0f} GB/s"
     show(title, ["into", *ORDERS], rows)
+    verdict = "ok" if min(shares) >= _ORDERS_BAR else "below"
+    print(f"lowest {min(shares):.1%} of the copy, bar {_ORDERS_BAR:.0%}: {verdict}")
 
 
-def _rate(node: Node, session: Session, copy: float) -> str:
+def _rate(node: Node, session: Session) -> tuple[float, int]:
+    """GB/s read and written, and in how many launches."""
     link, grids = grids_of(node, session, 0)
     nbytes = sum(grid.nbytes for grid in grids)
     seconds = seconds_of(lambda: link.read_grids(grids), link._queue.stream)
-    rate = 2 * nbytes / seconds / 1e9
-    return f"{rate:,.0f} ({rate / copy:.0%}, {len(grids)})"
+    return 2 * nbytes / seconds / 1e9, len(grids)
 
 
 def _checked(node: Node, cache: Cache, made: Plan, session: Session) -> str:
@@ -116,6 +125,9 @@ def request(copy: float, sessions: int = 3) -> None:
             f"copy ({plain:.3f} ms); {sessions} sessions {medians[0] / plain:.2f} - "
             f"{medians[-1] / plain:.2f} times, fastest {fastest:.3f} ms, first {taken[0][0]:.0f} ms"
         )
+        if not apart:
+            verdict = "ok" if median <= _REQUEST_BAR * plain else "over"
+            print(f"bar {_REQUEST_BAR:.1f}x: {verdict}")
     print("right:", is_right(cache, [filled(made, 0, 7)]))
 
 

@@ -67,8 +67,8 @@ class Results:
         """A figure as a share of its ceiling."""
         if not one.figure:
             return None
-        if one.cell.ceiling in (BF16_TOKENS, BF16_LATENTS):
-            plain = [r for r in self.cells if _beside(one.cell, r.cell) and r.milliseconds]
+        if beside := in_bf16(one.cell):
+            plain = [r for r in self.cells if key_of(r.cell) == beside and r.milliseconds]
             return plain[0].milliseconds / one.milliseconds if plain else None
         return one.figure / self.limits[one.cell.ceiling] if one.cell.ceiling else None
 
@@ -100,12 +100,19 @@ class Results:
         return {"ceilings": self.limits, "cells": cells, "apart": spreads}
 
 
-def _beside(cell: Cell, plain: Cell) -> bool:
-    """Whether `plain` is the same as `cell`, in bf16."""
+def key_of(cell: Cell) -> tuple[str, str]:
+    """What tells cells apart."""
+    return cell.group, cell.name
+
+
+def in_bf16(cell: Cell) -> tuple[str, str] | None:
+    """The same in bf16, where that is what a cell is held against."""
     if cell.ceiling == BF16_LATENTS:
-        return plain.group == _BF16_LATENTS and plain.name == cell.name
+        return _BF16_LATENTS, cell.name
+    if cell.ceiling != BF16_TOKENS:
+        return None
     order, block = cell.name.split(", block ")
-    return plain.group == f"decode 64 x 8192, block {block}" and plain.name == order
+    return f"decode 64 x 8192, block {block}", order
 
 
 def span(numbers: Sequence[float], form: str) -> str:

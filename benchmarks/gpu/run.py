@@ -14,7 +14,7 @@ import io
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -24,7 +24,7 @@ import torch
 from benchmarks.gpu import attention, ceilings, copies, goals, host_time, pulls, writes
 from benchmarks.gpu.cells import Cell, measure
 from benchmarks.gpu.compiling import Work, compile_all, compile_cell, compiled_late
-from benchmarks.gpu.report import Results, show_cells, show_limits
+from benchmarks.gpu.report import Results, in_bf16, key_of, show_cells, show_limits
 
 HOST_TIME, STEPS, PULLS = "host time", "steps of transformers", "pulls"
 """What is measured besides cells, as `--only` takes it."""
@@ -114,10 +114,13 @@ class Run:
         return not self.only or any(text in name for text in self.only)
 
     def chosen(self) -> list[Part]:
-        """The parts that have a cell that was asked for, with these alone."""
+        """What was asked for, and what that is held against, by parts."""
+        every = parts()
+        wanted = [cell for part in every for cell in part.cells if self.wants(cell.group)]
+        keys = {*map(key_of, wanted), *map(in_bf16, wanted)}
         some = (
-            part._replace(cells=[cell for cell in part.cells if self.wants(cell.group)])
-            for part in parts()
+            part._replace(cells=[cell for cell in part.cells if key_of(cell) in keys])
+            for part in every
         )
         return [part for part in some if part.cells]
 
@@ -156,14 +159,19 @@ class Run:
             known |= {name: max(figure, known[name]) for name, figure in links().items()}
         show_cells(self.title(f"Cells {part.title}, medians"), self.results, measured, self.each)
 
-    def host_times(self) -> None:
-        """What calls cost the host, and steps of transformers."""
-        if self.wants(HOST_TIME):
-            print(self.title("Host time"))
-            self.goals += goals.of_host_times(host_time.table())
-        if self.wants(STEPS):
-            print(self.title("Steps of transformers"))
-            self.goals += _steps()
+    def attempt(self, what: str, act: Callable[[], list[goals.GoalRow]]) -> None:
+        """Something else than cells, if it was asked for; where it fails, the rest goes on."""
+        if not self.wants(what):
+            return
+        print(self.title(what))
+        try:
+            self.goals += act()
+        except Exception as problem:
+            print(f"{what}: not measured, {type(problem).__name__}: {str(problem)[:500]}")
+
+
+def _host_times() -> list[goals.GoalRow]:
+    return goals.of_host_times(host_time.table())
 
 
 def _steps() -> list[goals.GoalRow]:
@@ -173,6 +181,11 @@ def _steps() -> list[goals.GoalRow]:
     from benchmarks.gpu import steps
 
     return goals.of_steps(steps.table())
+
+
+def _pulls() -> list[goals.GoalRow]:
+    pulls.main([])
+    return []
 
 
 def main() -> None:
@@ -210,13 +223,12 @@ def _measure(run: Run, chosen: Sequence[Part]) -> None:
     for part in with_goal:
         run.measure(part)
     run.goals += goals.of_cells(run.results)
-    run.host_times()
+    run.attempt(HOST_TIME, _host_times)
+    run.attempt(STEPS, _steps)
     if run.goals:
         goals.show(run.goals)
     for part in chosen:
         if part not in with_goal:
             run.measure(part)
-    if run.wants(PULLS):
-        print(run.title("Pulls"))
-        pulls.main([])
+    run.attempt(PULLS, _pulls)
     print(run.title("All is measured"), flush=True)

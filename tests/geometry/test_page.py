@@ -80,6 +80,16 @@ def test_padding_can_be_named_and_then_nothing_is_left_over(order: str) -> None:
     assert dense(2, 3, 2).gaps(pool) is None
 
 
+def test_padding_a_page_is_making_it_with_that_padding() -> None:
+    page = dense(2, 3, 2)
+    made = Page(page.heads, page.states, page.content, page.fields, padding=8)
+    for padded in (page.padded(32), page.padded(40).padded(32), made.padded(32)):
+        assert padded == made
+        assert hash(padded) == hash(made)
+        assert padded.padded(page.nbytes) == page
+    assert page.padding == 0
+
+
 def test_axes_of_size_one_do_not_break_a_padded_page() -> None:
     page = dense(1, 3, 2).padded(16)
     assert page.place(Layout("BHLNC"), pages=2, blocks=3).stride("L") == 16

@@ -5,11 +5,11 @@
 First drawing is from opening the file to the first paint. An answer is from the press of a key,
 real input, to the moment when the first frame behind it is seen: what the browser itself reports
 as an event's duration, in steps of 8 ms, with rasters and all. Each is asked of a page at rest,
-with what is asked in sight: a browser that has nothing new to show shows no frame, and would wait
-for the next answer's. That frame has the picture, or its first rows, or the beginning of a motion;
-`whole` is when all rows and words were painted, too. Beside them is the time that the page's own
-thread had a core, which a busy machine changes little. Ends with 1 where a limit is missed, or a
-page is too large, complains, or asks for anything.
+with what is asked in sight, as a reader has it. That frame has the picture, or its first rows, or
+the beginning of a motion; `whole` is when all rows and words were painted, too, and stands for an
+answer that the browser tells nothing of. Beside them is the time that the page's own thread had a
+core, which a busy machine changes little. Ends with 1 where a limit is missed, or a page is too
+large, complains, or asks for anything.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ window.watch = new PerformanceObserver((list) => {
 watch.observe({ type: "event", durationThreshold: 16 });
 """
 ANSWERED = """
-const [shortest, done] = arguments;
+const [done] = arguments;
 let until = Infinity;
 const wait = () => {
   if (whole !== null) until = Math.min(until, performance.now() + 500);
   const late = performance.now() > until;
-  if (whole !== null && (late || answered !== null)) done([answered || shortest, whole]);
+  if (whole !== null && (late || answered !== null)) done([answered, whole]);
   else setTimeout(wait, 5);
 };
 wait();
@@ -107,6 +107,8 @@ class Answer(NamedTuple):
     whole: float
     core: float
     name: str
+    told: bool
+    """Whether the browser told of the first frame."""
 
 
 def measure(browser: Browser, page: Path) -> tuple[float, list[Answer]]:
@@ -120,19 +122,23 @@ def measure(browser: Browser, page: Path) -> tuple[float, list[Answer]]:
     for name, script in (ACTIONS | ROUTE_ACTIONS if route else ACTIONS).items():
         wall, whole = answer_time(browser, PLACES[name], script)
         after = core_time(browser)
-        answers.append(Answer(wall, whole, after - before, name))
+        seen = max(SHORTEST, whole) if wall is None else wall
+        answers.append(Answer(seen, whole, after - before, name, wall is not None))
         before = after
     return first, answers
 
 
-def answer_time(browser: Browser, place: str, script: str) -> tuple[float, float]:
-    """Milliseconds from a key, on whose press a script is run, to its first frame and to all."""
+def answer_time(browser: Browser, place: str, script: str) -> tuple[float | None, float]:
+    """Milliseconds from a key, on whose press a script is run, to its first frame and to all.
+
+    The first is None where the browser tells of none in time, as of those that are very short.
+    """
     browser.wait_for(REST, place)
     browser.do(ARM, script)
     key = {"key": "F8", "code": "F8", "windowsVirtualKeyCode": 119}
     for kind in ("rawKeyDown", "keyUp"):
         browser.command("Input.dispatchKeyEvent", type=kind, **key)
-    answered, whole = browser.wait_for(ANSWERED, SHORTEST)
+    answered, whole = browser.wait_for(ANSWERED)
     return answered, whole
 
 
@@ -156,7 +162,7 @@ def pages(folder: Path, models: list[str]) -> Iterator[tuple[str, Path]]:
 
 def main() -> int:
     """Print a line for each page and width, then what misses."""
-    failed, missed, later = False, [], 0
+    failed, missed, later, untold = False, [], 0, 0
     heads = f"{'first ms':>9} {'slowest ms':>11} {'whole':>6} {'on a core':>10}"
     with TemporaryDirectory() as folder, chromium() as browser:
         browser.prefer(prefers_reduced_motion="no-preference")
@@ -168,7 +174,8 @@ def main() -> int:
             for width, height in SIZES.items():
                 browser.resize(width, height)
                 first, answers = measure(browser, page)
-                wall, _, core, what = max(answers)
+                wall, _, core, what, _ = max(answers)
+                untold += sum(not one.told for one in answers)
                 whole = max(one.whole for one in answers)
                 later += sum(one.whole > ANSWER_WITHIN for one in answers)
                 times = f"{first:9.0f} {wall:11.0f} {whole:6.0f} {core:10.0f}  {what}"
@@ -185,6 +192,7 @@ def main() -> int:
     limits = f"first drawing within {FIRST_DRAWING} ms, answers within {ANSWER_WITHIN} ms"
     print("\n".join([f"{len(missed)} misses of {limits}", *missed]))
     print(f"{later} answers were whole later than that")
+    print(f"{untold} were not told of by the browser: they count as whole")
     return int(failed or bool(missed))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import msgspec
@@ -155,3 +157,19 @@ def test_a_plan_that_kernels_cannot_read_is_known_by_its_kernel_blocks() -> None
     vllm, atlas = plan("Llama-3.1-8B", policy="vllm", **ask), plan("Llama-3.1-8B", **ask)
     assert not kernels_read(backends, msgspec.structs.replace(vllm, warnings=()))
     assert kernels_read(backends, atlas)
+
+
+def test_parts_of_a_state_on_all_ranks_are_laid_out_like_the_first() -> None:
+    """Plans are checked by the first part on rank 0, which stands for all others."""
+    split = 0
+    for name, tp in (("Qwen3.5-35B-A3B", 1), ("Nemotron-H-8B", 2)):
+        made = plan(name, memory="60GiB", tp=tp)
+        for region in made.regions:
+            first = region.first_page(tp)
+            split += region.splits > 1
+            for rank, index in product(range(tp), range(len(region.layers))):
+                page = region.page(tp, rank, index)
+                fields = tuple(replace(field, ranges=()) for field in page.fields)
+                alike = tuple(replace(field, ranges=()) for field in first.fields)
+                assert replace(page, fields=fields) == replace(first, fields=alike)
+    assert split

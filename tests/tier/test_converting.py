@@ -220,11 +220,11 @@ def test_rows_are_never_copied_into_a_cache_of_other_scales() -> None:
     model, world, store = MODELS["dense"], World(MODELS["dense"], TOKENS), HostStore()
     bf16, fp8 = small(model), small(model, kv_dtype="fp8")
     half = Converting("fp8->bf16", src_scales=0.5)
-    rows = {"other": OtherRows(rows_of(model, kv_dtype="fp8"), half), "staging": 1 << 20}
+    other = OtherRows(rows_of(model, kv_dtype="fp8"), half)
     held, tables = pools(fp8, 0, 3), scattered(fp8, TOKENS)
     with (
         StoreTier(store, rows_of(model, kv_dtype="fp8"), OURS, staging=1 << 20) as theirs,
-        StoreTier(store, rows_of(model), OURS, **rows) as tier,
+        StoreTier(store, rows_of(model), OURS, staging=1 << 20, other=other) as tier,
         tier.pin(world.keys(tier), TOKENS) as nothing,
     ):
         assert not nothing.tokens

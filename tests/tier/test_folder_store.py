@@ -264,7 +264,10 @@ def test_what_was_written_without_a_quota_counts_for_the_next_who_has_one(tmp_pa
 def test_the_count_of_a_tenant_goes_with_its_last_object(tmp_path: Path) -> None:
     store = FolderStore(tmp_path, capacity=1000, quota=500)
     names = [f"kv1/t{number}/row/0" for number in range(20)]
-    counts = lambda: sorted(path.name for path in tmp_path.glob(".used-*"))  # noqa: E731
+
+    def counts() -> list[str]:
+        return sorted(path.name for path in tmp_path.glob(".used-*"))
+
     assert all(store.put([(name, [SOME]) for name in names[:3]]))
     assert counts() == [".used-t0", ".used-t1", ".used-t2"]
     assert store.remove(names[:2]) == 2

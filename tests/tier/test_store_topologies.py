@@ -57,8 +57,11 @@ def test_every_kind_of_cache_goes_through_a_store(name: str) -> None:
         world.check(tier, small(model, layout="LBNHC"))
 
 
-def test_large_rows_are_moved_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_rows_and_long_runs_are_moved_in_the_order_of_their_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(numbered_copies, "_LARGE_ROW", 1)
+    monkeypatch.setattr(numbered_copies, "_LONG_RUN", 1)
     for name in FIVE if DEEP else ("sliding", "delta hybrid"):
         model, world = MODELS[name], World(MODELS[name], 100)
         with tier_in(HostStore(), model, block_size=32) as tier:

@@ -73,9 +73,9 @@ class Ranks:
             for rank, pool in enumerate(self.pools)
         ]
 
-    def order(self, *, idle: bool = False, **orders: Any) -> None:
+    def order(self, **orders: Any) -> None:
         for one in self.sides:
-            one.carry_out(StepOrders(**orders), idle=idle)
+            one.carry_out(StepOrders(**orders))
 
     def ended(self, seconds: float = 20.0) -> list[Ended]:
         """What every rank reports, once each has something to report."""
@@ -238,26 +238,6 @@ def test_an_idle_engine_waits_a_moment_for_what_it_reads_and_no_longer() -> None
             assert side.node.landing_threads == threads, "an engine that computes needs its cores"
 
 
-def test_an_idle_engine_looks_less_and_less_often_whether_an_offer_was_read() -> None:
-    """Each look is a step of vLLM's, which takes a millisecond of a core that others read with."""
-    source = Ranks(make_plan(64), 1)
-    with engines(source):
-        (side,) = source.sides
-        source.order(offers=[offer()])
-        told, pauses = side._ended, list[float]()
-
-        class Looking(EndedRequests):
-            def take(self, seconds: float = 0.0) -> Ended:
-                pauses.append(1e3 * seconds)
-                return told.take()
-
-        side._ended = Looking()
-        for idle in (*[True] * 6, False, True):
-            assert side.take_ended(idle=idle) == Ended()
-        assert pauses == [1, 2, 3, 4, 4, 4, 0, 1]
-        side._ended = told
-
-
 def test_an_offer_that_nobody_reads_expires() -> None:
     source = Ranks(make_plan(64, 2), 1, lease_seconds=0.2)
     with engines(source):
@@ -306,27 +286,20 @@ def test_threads_that_move_bytes_leave_the_cores_that_vllm_computes_on(
         try:
             source, target = Ranks(make_plan(64), 1), Ranks(make_plan(128), 2)
             with engines(source, target):
-                for idle in (True, False):
-                    source.order(offers=[offer()])
-                    target.order(pulls=[pull(source)], idle=idle)
-                    assert target.ended() == [Ended(received={"d"})]
-                    assert source.ended() == [Ended(sent={"p"})]
-                    made = {thread.native_id for thread in threading.enumerate()} - known
-                    reading = [
-                        thread.native_id or 0
-                        for thread in threading.enumerate()
-                        if thread.name.startswith("kvatlas-vllm")
-                    ]
-                    behind = {os.getpriority(os.PRIO_PROCESS, one) - own for one in reading}
-                    assert behind == ({5} if by_vllm else {0}), "who computes comes first"
-                    cores = [os.sched_getaffinity(one) for one in made if one is not None]
-                    assert cores
-                    if not by_vllm:
-                        assert all(one == bound for one in cores)
-                    elif idle:
-                        assert all(one == free for one in cores)
-                    else:  # the thread that has just read for an engine that computes
-                        assert free - bound in map(os.sched_getaffinity, reading)
+                source.order(offers=[offer()])
+                target.order(pulls=[pull(source)])
+                assert target.ended() == [Ended(received={"d"})]
+                made = {thread.native_id for thread in threading.enumerate()} - known
+                reading = [
+                    thread.native_id or 0
+                    for thread in threading.enumerate()
+                    if thread.name.startswith("kvatlas-vllm")
+                ]
+                behind = {os.getpriority(os.PRIO_PROCESS, one) - own for one in reading}
+                assert behind == ({5} if by_vllm else {0}), "an engine that computes comes first"
+                cores = [os.sched_getaffinity(one) for one in made if one is not None]
+                assert cores
+                assert all(one == (free if by_vllm else bound) for one in cores)
             assert os.sched_getaffinity(0) == bound, "vLLM's own thread stays where it is"
             assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == own
         finally:

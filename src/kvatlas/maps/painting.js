@@ -44,11 +44,13 @@ function layOut(rows, width, left, level) {
 }
 
 // How often a pixel's bytes are looked up: an answer within a tenth of a second allows so many lookups, and
-// more than a few of a pixel are not told apart. Where rows are many, pixels share some.
-const FINEST = 4, MANY_LOOKUPS = 16000, MOST_LOOKUPS = 40000;
+// more than a few of a pixel are not told apart. Where rows are many, pixels share some; a single row is painted
+// in one go, so it has fewer of its own.
+const FINEST = 4, ROW_LOOKUPS = 4000, MANY_LOOKUPS = 16000, MOST_LOOKUPS = 40000;
 
-function lookupsOfPixel(pixels) {
-  return Math.min(FINEST, Math.max(MANY_LOOKUPS / pixels, Math.min(0.5, MOST_LOOKUPS / pixels)));
+function lookupsOfPixel(rows, width) {
+  const pixels = rows * width;
+  return Math.min(FINEST, ROW_LOOKUPS / width, Math.max(MANY_LOOKUPS / pixels, Math.min(0.5, MOST_LOOKUPS / pixels)));
 }
 
 // Makes a function that does work once the next frame is on its way. Other work takes its place, null calls it off.
@@ -71,7 +73,7 @@ let painting = false; // whether rows are left for later
 function paintRows(context, plan, view, rows, place, paint) {
   const brush = brushOf(context, paint), groups = alikeRows(plan, view, rows, place, paint);
   const cuts = new Set(groups.map(({ shape }) => shape)).size; // what is not cut anew takes a quarter of the time
-  brush.finest = lookupsOfPixel(Math.max(cuts, groups.length / 4) * place.width * pixelRatio());
+  brush.finest = lookupsOfPixel(Math.max(cuts, groups.length / 4), place.width * pixelRatio());
   const paintFrom = (first) => {
     const until = printing || stillness() ? Infinity : performance.now() + (first ? FRAME_WORK : FIRST_WORK);
     let n = first;

@@ -21,6 +21,9 @@ from kvatlas.tier.request_blocks import NeededBlock
 _LARGE_ROW = 1 << 20
 """Bytes of rows that are moved one by one: what they have side by side is one stretch then."""
 
+_LONG_RUN = 4 << 10
+"""Bytes of runs, on the whole, that are worth being sorted."""
+
 
 class NumberedRows:
     """A number for each row that a request needs, pool by pool."""
@@ -67,18 +70,19 @@ class NumberedCopies:
         self._sorted = [self._by_row(copy) for copy in copies]
 
     def _by_row(self, copy: Copy) -> tuple[Copy, Int64s]:
-        """The runs in the order of the rows' bytes, and the row of each.
+        """The runs of each row together, and the row of each run.
 
-        Runs that follow each other there are then copied without memory between.
+        Long runs are in the order of the rows' bytes: those that follow each other there are
+        copied without memory between. To sort short ones costs more than that does.
         """
         at = self._at(copy)
-        if len(at) > 1 and (np.diff(at) < 0).any():
-            order = np.argsort(at, kind="stable")
-            at = at[order]
-            copy = replace(
-                copy, src=copy.src[order], dst=copy.dst[order], length=np.array(copy.length)[order]
-            )
-        return copy, at // self._block_bytes[self._pool(copy)]
+        row = at // self._block_bytes[self._pool(copy)]
+        key = at if copy.nbytes >= _LONG_RUN * len(copy) else row
+        if len(key) > 1 and (np.diff(key) < 0).any():
+            order = np.argsort(key, kind="stable")
+            row, length = row[order], np.array(copy.length)[order]
+            copy = replace(copy, src=copy.src[order], dst=copy.dst[order], length=length)
+        return copy, row
 
     def within(self, pool: int, number: int) -> tuple[Int64s, Int64s]:
         """Where the runs of a row start, from its first byte on, and how long they are."""

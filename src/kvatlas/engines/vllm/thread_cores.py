@@ -35,11 +35,6 @@ def free_cores() -> set[int]:
     return set()
 
 
-def spare_cores(cores: set[int]) -> set[int]:
-    """Those of them that the calling thread, which computes, is not bound to."""
-    return cores - os.sched_getaffinity(0) if cores else cores
-
-
 def run_on(cores: set[int]) -> None:
     """Have the calling thread, and those that it makes, run on some cores, if any are named."""
     if cores:

@@ -18,13 +18,7 @@ from kvatlas.engines.vllm.ended_requests import Ended, EndedRequests
 from kvatlas.engines.vllm.orders import OfferOrder, PullOrder, RemoteRequest, StepOrders
 from kvatlas.engines.vllm.sessions import EngineSessions
 from kvatlas.engines.vllm.settings import ConnectorSettings
-from kvatlas.engines.vllm.thread_cores import (
-    free_cores,
-    making_threads_for,
-    run_beside,
-    run_on,
-    spare_cores,
-)
+from kvatlas.engines.vllm.thread_cores import free_cores, making_threads_for, run_beside
 from kvatlas.errors import AtlasError
 from kvatlas.planning import Plan
 from kvatlas.wire import Memory, Node, Session, Transfer, make_transport
@@ -36,8 +30,7 @@ _AT_ONCE = 64
 _LONGEST_QUARANTINE = 600.0
 """Seconds after which a read that does not end is reported all the same."""
 _READING_SECONDS, _OFFERING_SECONDS = 4e-3, 1e-3
-"""Seconds that an engine with nothing to compute waits for what it reads, or others read; for the
-latter it waits longer with every step in which there was nothing, up to as long."""
+"""Seconds that an engine with nothing to compute waits for what it reads, or others read."""
 
 
 @dataclass
@@ -88,8 +81,7 @@ class WorkerSide:
         ended: EndedRequests | None = None,
     ) -> None:
         self._settings = settings
-        self._cores = cores = free_cores()
-        self._spare_cores = spare_cores(cores)
+        cores = free_cores()
         with making_threads_for(cores):
             self.node = Node(
                 plan,
@@ -112,8 +104,6 @@ class WorkerSide:
         self._pulls: dict[str, _Pull] = {}
         self._offered: dict[str, str] = {}
         """Requests of this engine by the names of their offers."""
-        self._idle_steps = 0
-        """Steps in a row in which there was nothing to compute, and nothing had ended."""
         self._ended = ended or EndedRequests()
         self._counts = PullCounts()
         self._counts_lock = threading.Lock()
@@ -127,7 +117,7 @@ class WorkerSide:
             self._beside.submit(self._let_go, remote)
         for order in orders.pulls:
             pull = self._pulls[order.request_id] = _Pull(order)
-            self._beside.submit(self._run, pull, self._cores if idle else self._spare_cores)
+            self._beside.submit(self._run, pull)
         for request_id in orders.cancelled:
             if request_id in self._pulls:
                 self._pulls[request_id].cancel()
@@ -138,18 +128,11 @@ class WorkerSide:
         An `idle` engine has nothing to do but to look again: it waits here for a moment, which
         leaves its core and its interpreter to those who read.
         """
-        ended = self._ended.take(self._pause() if idle else 0.0)
-        self._idle_steps = self._idle_steps + 1 if idle and ended == Ended() else 0
+        seconds = _READING_SECONDS if self._pulls else _OFFERING_SECONDS if self._offered else 0.0
+        ended = self._ended.take(seconds if idle else 0.0)
         for request_id in ended.received:
             self._pulls.pop(request_id, None)
         return ended
-
-    def _pause(self) -> float:
-        """Seconds that an idle engine waits in this step."""
-        if self._pulls:
-            return _READING_SECONDS
-        longer = _OFFERING_SECONDS * (1 + self._idle_steps)
-        return min(_READING_SECONDS, longer) if self._offered else 0.0
 
     def take_counts(self) -> PullCounts:
         """What was counted since the last look."""
@@ -188,13 +171,11 @@ class WorkerSide:
 
     # -- what is read ---------------------------------------------------------------------
 
-    def _run(self, pull: _Pull, cores: set[int]) -> None:
+    def _run(self, pull: _Pull) -> None:
         """Read a request, beside the engine's own thread, and say how that ended."""
         order, outcome = pull.order, "failed"
-        run_on(self._cores)
         try:
             with self._sessions.use(order.remote.endpoints) as session:
-                run_on(cores)  # now: threads that a session makes are for later requests too
                 try:
                     outcome = "received" if self._read(pull, session) else "failed"
                 finally:
