@@ -29,18 +29,19 @@ _AHEAD = 20_000_000
 
 
 def model(heads: int) -> Model:
-    """As many layers as a model of 8 billion parameters has."""
+    """With 8 heads that of 8 billion parameters; with others a token has as many bytes."""
     spec = FullAttention(heads=heads, head_dim=128)
-    layers = [Layer(name=f"layers.{i}.attn", index=i, spec=spec) for i in range(LAYERS)]
+    depth = LAYERS * 8 // heads
+    layers = [Layer(name=f"layers.{i}.attn", index=i, spec=spec) for i in range(depth)]
     return Model(
-        name="bench", architecture="Bench", layers=tuple(layers), depth=LAYERS,
+        name="bench", architecture="Bench", layers=tuple(layers), depth=depth,
         attention_heads=4 * heads, max_len=TOKENS,
     )  # fmt: skip
 
 
 def planned(order: str, heads: int = 8, *, tp: int = 1, block: int = 16) -> Plan:
     """Room for the request in scattered blocks."""
-    nbytes = int(2.1 * TOKENS * LAYERS * heads * 512 / tp)
+    nbytes = int(2.1 * TOKENS * LAYERS * 8 * 512 / tp)
     return plan(
         model(heads), memory=nbytes, tp=tp, layout=order, block_size=block, max_len=TOKENS,
         in_flight=0,
