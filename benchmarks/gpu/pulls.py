@@ -1,10 +1,10 @@
 """Pulls between two processes over the transport `cuda`, beside plain copies of the same bytes.
 
-    python -m benchmarks.gpu.pulls [orders] [pages] [request] [beside] [layers] [offload] [tune]
+    python -m benchmarks.gpu.pulls [PART...]
 
 - `orders`: tp 2 into tp 1, blocks of 16 into blocks of 32, scattered pages of 32 KiB, 36 pairs of
   orders: bytes read and written per second, as a share of the device's own copy.
-- `pages`: the same bytes in pages of 16 and of 64 KiB.
+- `pages`, `large-pages`: the same bytes in pages of 16 KiB, and of 64 KiB.
 - `request`: one request of 8,192 tokens and 1 GiB, from the call until it is ready, control
   messages included, beside a plain copy of its bytes: the median of sessions' medians.
 - `beside`: tokens per second of decode attention alone and while pulls and offloads run, by the
@@ -267,9 +267,10 @@ def main(names: list[str]) -> None:
     """Run what is named, or all but the tuning."""
     copy = copy_rate()
     print(f"device-to-device copy: {copy:,.0f} GB/s read and written")
-    parts: dict[str, Callable[[], object]] = {
+    parts: dict[str, Callable[[], None]] = {
         "orders": lambda: orders(copy),
-        "pages": lambda: [orders(copy, heads) for heads in (4, 16)],
+        "pages": lambda: orders(copy, heads=4),
+        "large-pages": lambda: orders(copy, heads=16),
         "request": lambda: request(copy),
         "beside": beside,
         "layers": layers,
