@@ -15,6 +15,7 @@ from kvatlas import AtlasError, Code
 from kvatlas.wire import Session
 from kvatlas.wire.transports.cuda_driver import LibCuda
 from kvatlas.wire.transports.cuda_streams import StreamStock
+from kvatlas.wire.transports.device_marks import DeviceMarks
 from kvatlas.wire.transports.device_queue import NO_STARTS, AddressRuns
 from kvatlas.wire.transports.torch_queue import TorchQueue
 from tests.wire.helpers import small
@@ -104,7 +105,10 @@ def test_a_queue_takes_no_stream_that_torch_hands_out(monkeypatch: pytest.Monkey
         one.close()
     assert driver.streams.idle(1) == 80
     runs = [AddressRuns(0, 0, NO_STARTS, (*NO_STARTS, NO_STARTS[0]))]
-    for act in (lambda: queues[0].post(runs), lambda: queues[0].prepare([])):
+    for act in (
+        lambda: queues[0].post(runs), lambda: queues[0].prepare([]), lambda: queues[0].after(7),
+        queues[0].after_caller,
+    ):  # fmt: skip
         with pytest.raises(AtlasError) as refused:
             act()
         assert refused.value.code is Code.WIRE_FAILED
@@ -113,9 +117,10 @@ def test_a_queue_takes_no_stream_that_torch_hands_out(monkeypatch: pytest.Monkey
 class Contexts:
     """CUDA's library, as far as it makes streams: which device is current then."""
 
-    def __init__(self) -> None:
+    def __init__(self, answer: int = 0) -> None:
         self.current: list[int] = []
         self.made: list[tuple[int, int, int]] = []
+        self.answer = answer
 
     def library(self) -> SimpleNamespace:
         """Under the names that it has there; most functions are called by nobody."""
@@ -127,6 +132,7 @@ class Contexts:
             cuInit=lambda _: 0, cuCtxGetCurrent=self.find, cuDeviceGet=self.number,
             cuDevicePrimaryCtxRetain=self.retain, cuCtxPushCurrent_v2=self.push,
             cuCtxPopCurrent_v2=self.pop, cuStreamCreateWithPriority=self.make_stream,
+            cuGetErrorName=lambda *_: 0,
             **{name: SimpleNamespace() for name in unused},
         )  # fmt: skip
 
@@ -153,18 +159,51 @@ class Contexts:
     def make_stream(self, stream: Any, flags: int, priority: int) -> int:
         self.made.append((self.current[-1], flags, priority))
         stream._obj.value = 50 + len(self.made)
-        return 0
+        return self.answer
+
+
+def driver_over(contexts: Contexts, monkeypatch: pytest.MonkeyPatch) -> LibCuda:
+    library = contexts.library()
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: library)
+    monkeypatch.setattr(ctypes, "PyDLL", lambda _: library)
+    return LibCuda()
 
 
 def test_the_driver_makes_a_stream_on_its_own_device_that_waits_for_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     contexts = Contexts()
-    library = contexts.library()
-    monkeypatch.setattr(ctypes, "CDLL", lambda _: library)
-    monkeypatch.setattr(ctypes, "PyDLL", lambda _: library)
-    driver = LibCuda()
+    driver = driver_over(contexts, monkeypatch)
     lent = [driver.streams.lend(device, contexts).address for device in (1, 0)]
     assert lent == [51, 52]
     assert contexts.made == [(7001, 1, 0), (7000, 1, 0)]
     assert not contexts.current
+
+
+def test_a_gpu_that_gives_no_stream_is_refused_with_a_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    contexts = Contexts(answer=2)
+    driver = driver_over(contexts, monkeypatch)
+    made: list[int] = []
+    monkeypatch.setattr(driver, "make_event", made.append)
+    with pytest.raises(AtlasError) as refused:
+        DeviceMarks(driver, 0)
+    assert refused.value.code is Code.WIRE_FAILED
+    assert not made, "events that nobody gives back"
+    assert not contexts.current
+
+
+def test_marks_that_were_closed_are_refused_with_a_code() -> None:
+    marks = DeviceMarks(FakeCuda(FakeMachine()), 0)
+    marks.mark()
+    marks.close()
+    with node_of(small("dense"), FakeMachine(), np.random.default_rng(1)) as (node, _, _driver):
+        pass
+    for act in (
+        marks.mark, lambda: marks.wait(0), lambda: marks.event(0),
+        lambda: node.offer("r", [0, 1, 2, 3], 16),
+    ):  # fmt: skip
+        with pytest.raises(AtlasError) as refused:
+            act()
+        assert refused.value.code is Code.WIRE_FAILED

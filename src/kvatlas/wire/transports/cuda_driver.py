@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from kvatlas.errors import AtlasError, Code
+from kvatlas.wire.transports import errors
 from kvatlas.wire.transports.cuda_streams import StreamStock
 from kvatlas.wire.transports.device_queue import DeviceQueue
 from kvatlas.wire.transports.torch_queue import TorchQueue
@@ -280,10 +281,13 @@ class LibCuda(CudaDriver):
 
     def _make_stream(self, device: int) -> int:
         stream = ctypes.c_void_p()
-        with self.on(device):
-            self._call(
-                "cuStreamCreateWithPriority", ctypes.byref(stream), _NON_BLOCKING, _NO_PRIORITY
-            )
+        name = "cuStreamCreateWithPriority"
+        try:
+            with self.on(device):
+                self._call(name, ctypes.byref(stream), _NON_BLOCKING, _NO_PRIORITY)
+        except DriverError as problem:
+            got = f"a GPU that gives no stream: {problem}"
+            raise errors.failed(got, hint="Free memory of the GPU, or restart") from problem
         return stream.value or 0
 
     def recorder(self, device: int, stream: int) -> Callable[[int], None]:

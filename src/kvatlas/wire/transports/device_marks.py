@@ -25,9 +25,9 @@ class DeviceMarks:
 
     def __init__(self, driver: CudaDriver, device: int) -> None:
         self._driver, self._device = driver, device
-        self._events = [driver.make_event(device) for _ in range(EVENTS)]
         self._order = driver.streams.lend(device, self)
-        """Where they are recorded."""
+        """Where events are recorded; asked for first, since it comes back by itself."""
+        self._events = [driver.make_event(device) for _ in range(EVENTS)]
         self._record = driver.recorder(device, self._order.address)
         self._lock = threading.Lock()
         self._made = 0
@@ -72,8 +72,11 @@ class DeviceMarks:
         return number <= self.done or self._driver.finished(self._device, self.event(number))
 
     def event(self, number: int) -> int:
-        """The event that stands for a mark."""
-        return self._events[number % EVENTS]
+        """The event that stands for a mark; refused once they were given back."""
+        events = self._events
+        if not events:
+            raise errors.closed("transport")
+        return events[number % EVENTS]
 
     def wait(self, number: int) -> None:
         """Wait on the host until what was marked is done."""

@@ -69,6 +69,8 @@ class TorchQueue(DeviceQueue):
         self._tables: LaunchTables | None = None
         self.lock = threading.Lock()
         """Held while something is posted."""
+        self._ordering = threading.Lock()
+        """Held while the stream is told to wait: who does that waits for no kernel's compiler."""
 
     @property
     def stream(self) -> Any:
@@ -85,13 +87,17 @@ class TorchQueue(DeviceQueue):
 
     def after(self, event: int) -> None:
         """Have the stream wait for an event."""
-        self.driver.stream_waits(self.number, self._stream.cuda_stream, event)
+        with self._ordering:
+            self._check_open()
+            self.driver.stream_waits(self.number, self._stream.cuda_stream, event)
 
     def after_caller(self) -> None:
         """Have the stream wait for what the caller's current stream has to do."""
         import torch
 
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with self._ordering:
+            self._check_open()
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def post(self, runs: Sequence[AddressRuns], **choice: Any) -> Posted:
         """Launch a kernel for each; `choice` overrides how."""
@@ -148,7 +154,7 @@ class TorchQueue(DeviceQueue):
 
     def close(self) -> None:
         """Give its streams back; a second call does nothing."""
-        with self.lock:
+        with self.lock, self._ordering:
             self.closed = True
             for lent in self._lent:
                 lent.give_back()
@@ -157,9 +163,12 @@ class TorchQueue(DeviceQueue):
     def _posting(self) -> Iterator[None]:
         """Held while something is posted: the streams are this queue's until then."""
         with self.lock:
-            if self.closed:
-                raise errors.closed("queue")
+            self._check_open()
             yield
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise errors.closed("queue")
 
     def buffer(self, nbytes: int) -> Any:
         """Memory of the GPU, for use in the order of the stream."""
