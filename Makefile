@@ -319,5 +319,5 @@ $(DOCS)/.installed: pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-page .venv-dynamo .venv-transformers-* .venv-docs .venv-lowest .venv-tools .venv-vllm .venv-wheel dist site
+	rm -rf $(VENV) .venv-* dist site
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis

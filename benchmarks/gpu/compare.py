@@ -25,6 +25,8 @@ from benchmarks.gpu import tables
 ALLOWED = 0.03
 """How much slower a cell may be, as a share."""
 ROUNDS = 3
+WRONG, MISSING = "WRONG", "missing"
+"""Why a cell is not timed, whatever the other tree has."""
 Key = tuple[str, str]
 
 
@@ -48,14 +50,14 @@ class Compared(NamedTuple):
 
     @property
     def slower(self) -> bool:
-        """Whether the new tree is slower than is allowed, or lacks what the old one has.
+        """Whether the new tree is slower than is allowed, wrong, or lacks what the old one has.
 
         >>> [Compared(("decode", "LBNHC"), *both).slower for both in ((1.0, 1.02), (1.0, 1.04),
-        ...                                                          (1.0, "WRONG"), ("none", 1.0))]
-        [False, True, True, False]
+        ...                       (1.0, "no room"), ("no room", 1.0), ("WRONG", "WRONG"))]
+        [False, True, True, False, True]
         """
         if isinstance(self.old, str):
-            return False
+            return self.new in (WRONG, MISSING)
         return self.change is None or self.change < -ALLOWED
 
     def row(self) -> list[str]:
@@ -120,17 +122,33 @@ def compare(trees: tuple[Answers, Answers], cell: Key, rounds: int = ROUNDS) -> 
 def _built(tree: Answers, cell: Key) -> str:
     """Why a cell cannot be timed, if so."""
     answer = tree.ask("build", *cell)
-    return answer.get("problem", "") or ("" if answer["value"] else "WRONG")
+    return answer.get("problem", "") or ("" if answer["value"] else WRONG)
 
 
-def _chosen(trees: tuple[Tree, Tree], only: Sequence[str], every: bool) -> list[Key]:
-    """Cells that both trees have: the first of each group, or all."""
-    old, new = ([(group, name) for group, name in tree.ask("cells")["value"]] for tree in trees)
-    both = [key for key in new if key in set(old)]
-    wanted = [key for key in both if not only or any(text in key[0] for text in only)]
+def chosen(
+    cells: tuple[Sequence[Key], Sequence[Key]], only: Sequence[str], every: bool
+) -> tuple[list[Key], list[Key]]:
+    """Of cells of two trees those that are compared, and those that the new one lacks.
+
+    They are the first of each group that both have, or all of them.
+
+    >>> old = ("decode", "gone"), ("decode", "LBNHC"), ("write", "fp8")
+    >>> new = ("decode", "LBNHC"), ("decode", "another")
+    >>> chosen((old, new), [], every=False)
+    ([('decode', 'LBNHC')], [('write', 'fp8')])
+    >>> chosen((old, new), ["decode"], every=True)
+    ([('decode', 'LBNHC')], [('decode', 'gone')])
+    """
+    old, new = cells[0], set(cells[1])
+    wanted = [key for key in old if not only or any(text in key[0] for text in only)]
+    both, lacks = [key for key in wanted if key in new], [key for key in wanted if key not in new]
     if every:
-        return wanted
-    return list({group: (group, name) for group, name in reversed(wanted)}.values())[::-1]
+        return both, lacks
+    first, gone = ({key[0]: key for key in reversed(some)} for some in (both, lacks))
+    return (
+        list(first.values())[::-1],
+        [key for key in list(gone.values())[::-1] if key[0] not in first],
+    )
 
 
 def main() -> int:
@@ -142,13 +160,16 @@ def main() -> int:
     given = parser.parse_args()
     begun = time.monotonic()
     trees = Tree(given.old.resolve()), Tree(given.new.resolve())
-    chosen = _chosen(trees, given.only, given.all)
+    old, new = ([(group, name) for group, name in tree.ask("cells")["value"]] for tree in trees)
+    both_have, lacking = chosen((old, new), given.only, given.all)
+    if not both_have and not lacking:
+        sys.exit("The old tree has no such cells: nothing is compared.")
     jobs = max(1, (os.cpu_count() or 1) // 2)
     with ThreadPoolExecutor(2) as both:
-        for done in both.map(lambda tree: tree.ask("compile", chosen, jobs), trees):
+        for done in both.map(lambda tree: tree.ask("compile", both_have, jobs), trees):
             print(done.get("problem", f"compiled, {time.monotonic() - begun:.0f} s"), flush=True)
-    cells = []
-    for key in chosen:
+    cells = [Compared(key, "not timed", MISSING) for key in lacking]
+    for key in both_have:
         cells.append(compare(trees, key))
         print(*cells[-1].row(), file=sys.stderr, flush=True)
     for tree in trees:
@@ -157,7 +178,10 @@ def main() -> int:
     title = f"medians of {ROUNDS} turns each, {time.monotonic() - begun:.0f} s"
     tables.show(title, columns, (cell.row() for cell in cells), "wv")
     slower = [cell for cell in cells if cell.slower]
-    print(f"{len(slower)} of {len(cells)} cells are slower by more than {ALLOWED:.0%}, or missing")
+    print(
+        f"{len(slower)} of {len(cells)} cells are slower by more than {ALLOWED:.0%}, {WRONG}, "
+        f"or {MISSING}"
+    )
     return 1 if slower else 0
 
 

@@ -23,14 +23,13 @@ from benchmarks.gpu.cells import DEVICE, Cell
 
 _INSIDE = "--inside"
 _INSTALLED = Path("/opt/nvidia/nsight-compute")
-_SHARE = "pct_of_peak_sustained"
+_SHARE = "pct_of_peak_sustained_elapsed"
 _TIME, _CLOCK = "gpu__time_duration.sum", "sm__cycles_elapsed.avg.per_second"
 _METRICS = (
     _TIME,
     _CLOCK,
-    f"smsp__issue_active.avg.{_SHARE}_active",
-    f"breakdown:sm__throughput.avg.{_SHARE}_elapsed",
-    f"breakdown:gpu__compute_memory_throughput.avg.{_SHARE}_elapsed",
+    f"breakdown:sm__throughput.avg.{_SHARE}",
+    f"breakdown:gpu__compute_memory_throughput.avg.{_SHARE}",
 )
 _SHOWN = 7
 """Units of a kernel that are shown, the busiest first."""
@@ -45,7 +44,7 @@ class Profiled(NamedTuple):
     microseconds: float
     megahertz: float
     units: dict[str, float]
-    """Percent of what a unit can do, by the counter."""
+    """Percent of what a unit can do in the whole kernel's time, by the counter."""
 
     def row(self, cell: str) -> list[str]:
         """As a row of the table."""
@@ -87,9 +86,9 @@ def kernels(lines: Iterable[str]) -> Iterator[Profiled]:
     """What the profiler prints, a row for each kernel.
 
     >>> head = '"ID","Kernel Name","gpu__time_duration.sum","sm__cycles_elapsed.avg.per_second",'
-    >>> head += '"sm__a.avg.pct_of_peak_sustained_elapsed","b"'
-    >>> rows = ["==PROF== x", head, '"","","us","Ghz","%",""', '"0","decode","3.5","1.75","61",""']
-    >>> list(kernels(rows))
+    >>> head += '"sm__a.avg.pct_of_peak_sustained_elapsed","b.avg.pct_of_peak_sustained_active"'
+    >>> rows = ['"","","us","Ghz","%","%"', '"0","decode","3.5","1.75","61","74"']
+    >>> list(kernels(["==PROF== x", head, *rows]))
     [Profiled(kernel='decode', microseconds=3.5, megahertz=1750.0, units={'sm__a': 61.0})]
     """
     table = [line for line in lines if line.startswith('"')]

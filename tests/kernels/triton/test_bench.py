@@ -24,6 +24,7 @@ with patch.dict(os.environ, KVATLAS_BENCH_DEVICE="cpu"):
         goals,
         host_time,
         report,
+        units,
         writes,
     )
     from benchmarks.gpu.cells import Case, Cell, Measured
@@ -223,3 +224,20 @@ def test_whatever_a_call_launches_is_launched_again_by_itself() -> None:
         for act in again:
             act()
     assert launched[:2] == launched[2:]
+
+
+def test_a_tree_that_lacks_cells_or_is_wrong_like_the_other_does_not_pass() -> None:
+    old = [("decode", "gone"), ("decode", "LBNHC"), ("write", "fp8")]
+    new = [("decode", "LBNHC"), ("decode", "another")]
+    assert compare.chosen((old, new), [], every=False) == ([old[1]], [old[2]])
+    assert compare.chosen((old, new), ["decode"], every=True) == ([old[1]], [old[0]])
+    assert compare.chosen((old, new), ["decoed"], every=True) == ([], [])
+    both = {("WRONG", "WRONG"): True, ("not timed", "missing"): True, ("no room", "no room"): False}
+    for (before, now), fails in both.items():
+        assert compare.Compared(old[0], before, now).slower is fails
+
+
+def test_shares_of_units_are_of_the_whole_time_of_a_kernel() -> None:
+    shares = [name for name in units._METRICS if "pct_of_peak" in name]
+    assert shares
+    assert all(name.endswith("_elapsed") for name in shares)
