@@ -91,7 +91,7 @@ class EventTraceBuilder:
             return False
         block = self._builder.block = self._builder.block or event.block_size
         if event.block_size > block or block % event.block_size:
-            hint = f"Say which count: --trace-block {event.block_size}"
+            hint = f"Say which count: simulate --trace-block {event.block_size}"
             got = f"{event.block_size} after {block} tokens"
             raise bad_trace(where, "blocks of two sizes", got, hint)
         if event.block_size < block:
