@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import shlex
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,6 +56,16 @@ def test_a_recording_is_one_whatever_its_name(tmp_path: Path) -> None:
     with EventRecording(path) as recording:
         recording.write(received(0, FIRST))
     assert len(read_trace(path)) == 1
+
+
+def test_a_command_that_is_told_cuts_that_recording_alone(tmp_path: Path) -> None:
+    """It is for a shell, and a name may be anything."""
+    path = tmp_path / "-s 0;ls $(x).events"
+    path.write_bytes(recordings.FIRST_LINE + b"cut")
+    with pytest.raises(AtlasError) as refusal:
+        read_trace(path)
+    command = shlex.split(refusal.value.hint.removesuffix(" leaves it out"))
+    assert command == ["truncate", "-s", str(len(recordings.FIRST_LINE)), "--", path.name]
 
 
 def test_a_batch_that_is_too_long_is_not_said_to_be_cut(

@@ -12,6 +12,7 @@ import struct
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from shlex import quote
 from types import TracebackType
 from typing import Self
 
@@ -92,7 +93,7 @@ def recorded_batches(path: Path) -> Iterator[tuple[int, ReceivedBatch]]:
             if len(head) < _HEAD.size or len(payload) < min(length, MOST_BYTES + 1):
                 problem = f"{where}: the recording ends inside it"
                 got = f"{len(head) + len(payload)} bytes"
-                hint = f"truncate -s {done} {path.name} leaves it out"
+                hint = f"truncate -s {done} -- {quote(path.name)} leaves it out"
                 raise AtlasError(Code.BAD_TRACE, problem, got=got, hint=hint)
             try:
                 batch = decode_batch(payload)
