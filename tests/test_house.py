@@ -170,6 +170,12 @@ def test_import_is_light_and_brings_no_torch() -> None:
     assert loaded.strip() == "[]"
 
 
+def test_errors_are_reached_by_the_name_that_tracebacks_show() -> None:
+    assert run("import kvatlas; print(kvatlas.errors.AtlasError)").strip() == (
+        "<class 'kvatlas.errors.AtlasError'>"
+    )
+
+
 def test_planning_loads_no_web_client() -> None:
     """A hub is asked only where a hub id is given."""
     loaded = run("import sys, kvatlas.planning; print('urllib.request' in sys.modules)")

@@ -72,6 +72,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "errors":  # as tracebacks name it
+        return import_module("kvatlas.errors")
     if name not in _ROOM_OF:
         raise AttributeError(f"module 'kvatlas' has no attribute {name!r}")
     value = getattr(import_module(f"kvatlas.{_ROOM_OF[name]}"), name)

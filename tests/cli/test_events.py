@@ -13,9 +13,10 @@ import pytest
 
 from kvatlas.pool import BlockEvent, BlockStored, EventPublisher
 from kvatlas.pool.event_recording import FIRST_LINE
+from kvatlas.pool.events import EventBatch, encode_batch
 from tests.cli.helpers import kvatlas, said, shown
 
-pytest.importorskip("zmq")
+zmq = pytest.importorskip("zmq")
 
 
 @contextmanager
@@ -93,4 +94,32 @@ def test_a_recording_of_nothing_is_refused_and_leaves_no_file(tmp_path: Path) ->
     result = kvatlas("events", f"ipc://{tmp_path}/e", "-o", str(path), "--seconds", "0.1")
     assert result.exit_code == 2
     assert "deadline" in result.stderr
+    assert not path.exists()
+
+
+def test_a_message_that_is_no_batch_does_not_end_a_recording(tmp_path: Path) -> None:
+    events, path = f"ipc://{tmp_path}/e", tmp_path / "mine.events"
+    good = encode_batch(EventBatch(1.0, prompt(0)))
+    with zmq.Context.instance().socket(zmq.XPUB) as liar:
+        liar.linger, liar.rcvtimeo = 0, 5000
+        liar.bind(events)
+
+        def send(*payloads: bytes) -> None:
+            while liar.recv() != b"\x01":  # until somebody listens
+                pass
+            for number, payload in enumerate(payloads):
+                liar.send_multipart([b"", number.to_bytes(8, "big"), payload])
+
+        sender = Thread(target=send, args=(good, b"nonsense", good))
+        sender.start()
+        told = said("events", events, "-o", str(path), "--batches", "2", "--seconds", "5")
+        sender.join()
+        assert (told["batches"], told["gaps"], told["refused"]) == (2, 1, 1)
+        # From the first on, it is an engine that is not understood: that is said at once.
+        path.unlink()
+        sender = Thread(target=send, args=(b"nonsense",))
+        sender.start()
+        refused = kvatlas("events", events, "-o", str(path), "--seconds", "5")
+        sender.join()
+    assert "bad_handshake" in refused.stderr
     assert not path.exists()

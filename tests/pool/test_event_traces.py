@@ -409,7 +409,7 @@ def test_a_recording_that_was_cut_or_changed_is_refused(tmp_path: Path) -> None:
             continue
         told = refused(lambda: read_trace(path))
         whole = one if cut > one else len(FIRST_LINE)
-        assert f"truncate -s {whole} mine.events" in told
+        assert f"truncate -s {whole} -- mine.events" in told
     for place in range(len(FIRST_LINE), len(content), 5):
         path.write_bytes(content[:place] + bytes([content[place] ^ 0xFF]) + content[place + 1 :])
         try:

@@ -262,6 +262,8 @@ def test_addresses_that_cannot_be_used_are_refused() -> None:
         lambda: EventPublisher("nowhere"),
         lambda: EventPublisher("inproc://here", replay="nowhere"),
         lambda: EventSubscriber("nowhere"),
+        lambda: EventSubscriber("inproc://here", replay="nowhere"),
+        lambda: EventSubscriber("tcp://\udc80:1"),
     ]
     for call in bad:
         with pytest.raises(AtlasError) as refusal:

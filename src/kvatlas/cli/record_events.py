@@ -56,7 +56,7 @@ def events(
             if not as_json:
                 typer.echo(f"Recording {plain(endpoint)} to {plain(output)}. Ctrl-C ends it.")
             try:
-                _record(subscriber, recording, stopped, seconds, batches)
+                refused = _record(subscriber, recording, stopped, seconds, batches)
             finally:
                 if not recording.batches:
                     output.unlink()
@@ -64,11 +64,15 @@ def events(
             hint = "Is the engine busy, and were its events turned on?"
             raise AtlasError(Code.DEADLINE, "No batch of events came", got=endpoint, hint=hint)
     facts = {name: getattr(recording, name) for name in ("batches", "events", "gaps", "bytes")}
+    facts["refused"] = refused
     said = f"{recording.batches:,} batches, {recording.events:,} events, {recording.bytes:,} bytes"
     places = "1 place" if recording.gaps == 1 else f"{recording.gaps:,} places"
     lost = f"Batches are missing at {places}, before the first perhaps. --replay asks for them "
     lost += "again, of an engine that keeps some."
-    answer(as_json, facts, Text(said), *notes([lost] if recording.gaps else []))
+    told = [lost] if recording.gaps else []
+    if refused:
+        told.append(f"Left out as no batches of KV events that vLLM 0.32 sends: {refused:,}.")
+    answer(as_json, facts, Text(said), *notes(told))
 
 
 def _record(
@@ -77,12 +81,21 @@ def _record(
     stopped: threading.Event,
     seconds: float | None,
     batches: int | None,
-) -> None:
+) -> int:
+    """Write what comes until it is time to end; how much of it was no batch."""
+    refused = 0
     end = float("inf") if seconds is None else time.monotonic() + seconds
     while not stopped.is_set() and recording.batches != batches and time.monotonic() < end:
-        received = subscriber.read(min(_TICK, max(0.0, end - time.monotonic())))
+        try:
+            received = subscriber.read(min(_TICK, max(0.0, end - time.monotonic())))
+        except AtlasError as refusal:
+            if refusal.code is not Code.BAD_HANDSHAKE or not recording.batches:
+                raise
+            refused += 1  # an engine that was understood before: the next is behind a gap
+            continue
         if received is not None:
             recording.write(received)
+    return refused
 
 
 @contextmanager

@@ -10,7 +10,9 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from shlex import quote
 from types import TracebackType
 from typing import Self
 
@@ -29,8 +31,8 @@ class EventRecording:
         self.path = Path(path)
         self.batches = self.events = self.gaps = self.bytes = 0
         try:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-            self._file = os.fdopen(os.open(path, flags, 0o600), "wb")
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
+            self._file = os.fdopen(os.open(path, flags, 0o600), "wb", buffering=0)
         except OSError as problem:
             raise self._unwritable(problem) from None
         self._write(FIRST_LINE)
@@ -44,10 +46,14 @@ class EventRecording:
         self.gaps += received.gap
 
     def _write(self, text: bytes) -> None:
+        """Append a text whole; where there is no room for it, none of it."""
+        left = memoryview(text)
         try:
-            self._file.write(text)
-            self._file.flush()
+            while left:
+                left = left[self._file.write(left) :]
         except OSError as problem:
+            with suppress(OSError):
+                self._file.truncate(self.bytes)
             raise self._unwritable(problem) from None
         self.bytes += len(text)
 
@@ -84,10 +90,10 @@ def recorded_batches(path: Path) -> Iterator[tuple[int, ReceivedBatch]]:
             where = f"{path.name}, batch {count}"
             number, gap, length = _HEAD.unpack(head.ljust(_HEAD.size, b"\0"))
             payload = file.read(min(length, MOST_BYTES + 1))
-            if len(head) < _HEAD.size or len(payload) < length:
+            if len(head) < _HEAD.size or len(payload) < min(length, MOST_BYTES + 1):
                 problem = f"{where}: the recording ends inside it"
                 got = f"{len(head) + len(payload)} bytes"
-                hint = f"truncate -s {done} {path.name} leaves it out"
+                hint = f"truncate -s {done} -- {quote(path.name)} leaves it out"
                 raise AtlasError(Code.BAD_TRACE, problem, got=got, hint=hint)
             try:
                 batch = decode_batch(payload)

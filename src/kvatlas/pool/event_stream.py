@@ -163,6 +163,8 @@ class EventSubscriber:
         patience: float = 5.0,
     ) -> None:
         zmq = _zmq()
+        if replay is not None:
+            _check_address(replay)  # now, and not when the first batch is missing
         self.patience = patience
         """Seconds that a replay may take."""
         self._replay_endpoint = replay
@@ -180,7 +182,7 @@ class EventSubscriber:
             self._socket.setsockopt(zmq.SUBSCRIBE, topic.encode())
             self._socket.setsockopt(zmq.MAXMSGSIZE, MOST_BYTES)
             self._socket.connect(endpoint)
-        except zmq.ZMQError as error:
+        except (zmq.ZMQError, UnicodeError) as error:
             self.close()
             raise _bad_address(endpoint, error) from None
 
@@ -313,6 +315,18 @@ def _bound(kind: int, endpoint: str, *, most: int) -> Any:
 
 def _address(socket: Any) -> str:
     return str(socket.getsockopt_string(_zmq().LAST_ENDPOINT))
+
+
+def _check_address(endpoint: str) -> None:
+    """Refuse an address that no socket can connect to."""
+    zmq = _zmq()
+    socket = _socket(zmq.DEALER)
+    try:
+        socket.connect(endpoint)
+    except (zmq.ZMQError, UnicodeError) as error:
+        raise _bad_address(endpoint, error) from None
+    finally:
+        socket.close(linger=0)
 
 
 def _bad_address(endpoint: str, error: Exception) -> AtlasError:

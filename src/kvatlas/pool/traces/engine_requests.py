@@ -102,7 +102,9 @@ class EngineRequests:
         vLLM's do in each step in which there is no room for them, if they report that at all.
         """
         for request in self._open.get(last.name, ()):
-            if request.found and request.stored < self.now <= request.stored + PAUSE:
+            if request.stored == self.now:
+                break  # and so are all behind it: requests of one moment are another each
+            if request.found and self.now <= request.stored + PAUSE:
                 return request
         return None
 

@@ -1,7 +1,8 @@
 """A trace from events: batch after batch in, requests in the order of their coming out.
 
 A prompt is known by its whole blocks. One more token is assumed behind them, since a prompt's
-last token is always computed: else its last block could not be found.
+last token is always computed: else its last block could not be found. Blocks of one token are
+all whole, so that nothing is behind them.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class EventTraceBuilder:
             return False
         block = self._builder.block = self._builder.block or event.block_size
         if event.block_size > block or block % event.block_size:
-            hint = f"Say which count: --trace-block {event.block_size}"
+            hint = f"Say which count: simulate --trace-block {event.block_size}"
             got = f"{event.block_size} after {block} tokens"
             raise bad_trace(where, "blocks of two sizes", got, hint)
         if event.block_size < block:
@@ -107,6 +108,9 @@ class EventTraceBuilder:
         except ContradictionError as problem:
             hint = "Record one engine a file, or each rank by its number"
             raise bad_trace(where, "the events contradict each other", problem, hint) from None
+        except OverflowError as problem:  # JSON has numbers of any size
+            hint = "Numbers have at most 64 bits"
+            raise bad_trace(where, "this is no event", problem, hint) from None
         if request is not None:
             self._waiting.append(request)
 
@@ -132,5 +136,6 @@ class EventTraceBuilder:
             )
             return
         ids = request.prompt.ids()
-        length = len(ids) * self._builder.block + 1
+        block = self._builder.block
+        length = len(ids) * block + (block > 1)
         self._builder.add(request.line, ids, length, request.answer, request.came)

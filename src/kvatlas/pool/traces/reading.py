@@ -26,6 +26,7 @@ TOKEN_BLOCK = 16
 """Tokens that plain token ids are compared by."""
 LONGEST_LINE = 64 << 20
 """Bytes of a line, or of a conversation."""
+_TOO_LARGE = "Numbers have at most 64 bits"
 _UNLIKE = "Write timestamp, input_length, output_length and hash_ids; or token_ids"
 
 
@@ -85,11 +86,11 @@ def read_trace(
     """
     path = Path(path)
     try:
+        if path.is_file() and is_recording(path):  # of a pipe nothing is read twice
+            return _read_recording(path, block, progress)
         if path.is_dir() or path.suffix == ".json":
             files = sorted(path.glob("*.json")) if path.is_dir() else [path]
             return _read_conversations(path.name, files, progress)
-        if path.is_file() and is_recording(path):  # of a pipe nothing is read twice
-            return _read_recording(path, block, progress)
         return _read_lines(path, block, progress)
     except OSError as problem:
         got = f"{path}: {problem.strerror}"
@@ -115,7 +116,10 @@ def _read_lines(path: Path, block: int | None, progress: Progress | None) -> Tra
         if isinstance(request, _TokenIds):
             if builder is None:
                 builder = _begin(path, block or TOKEN_BLOCK, where)
-            ids = ids_of(request.token_ids, builder.block)
+            try:
+                ids = ids_of(request.token_ids, builder.block)
+            except OverflowError as problem:
+                raise bad_trace(where, "this is no request", problem, _TOO_LARGE) from None
             length = len(request.token_ids)
         else:
             if builder is None:
