@@ -194,6 +194,11 @@ def test_what_does_not_say_how_to_convert_is_refused_with_a_code() -> None:
     dst, tier = small(model, kv_dtype="fp8"), Tier(tier_plan(model, kv_dtype="fp8"))
     rescaled = Converting("fp8->fp8", src_scales=0.5, dst_scales=0.25)
     named: Any = "bf16->fp8"
+    wrong: list[Any] = [np.array([0.5, 0.5]), {"layers.0.attn": np.array([0.5, 0.5])}, -1.0]
+    for scales in wrong:
+        with pytest.raises(AtlasError) as refusal:
+            Converting(named, dst_scales=scales)
+        assert refusal.value.code is Code.BAD_SIZE
     with tier.pin([], 16) as hit:
         for how in (named, rescaled):
             with pytest.raises(AtlasError) as refusal:

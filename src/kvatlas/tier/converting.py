@@ -35,7 +35,9 @@ class Converting:
     """Those of the cache that they are fetched into."""
 
     def __post_init__(self) -> None:
-        """Keep the scales of now: who has given them may change them afterwards."""
+        """Keep the scales of now, if they are some: who has given them may change them later."""
+        for scales in (self.src_scales, self.dst_scales):
+            tensor_scales(scales, scales if isinstance(scales, Mapping) else ("all layers",))
         object.__setattr__(self, "src_scales", _frozen(self.src_scales))
         object.__setattr__(self, "dst_scales", _frozen(self.dst_scales))
 
