@@ -22,6 +22,7 @@ from kvatlas.engines.vllm.tier_conversion import (
     keeps_finished,
     layer_scales,
     prefix_identity,
+    stored_cache,
     tier_converting,
 )
 from kvatlas.engines.vllm.tier_worker import TierWorker
@@ -179,6 +180,22 @@ def test_an_engine_finds_nothing_in_a_file_that_its_workers_cannot_read(tmp_path
     assert other.matched(asking(TOKENS[:300], "other")) == 0
     other.close()
     first.close()
+
+
+def test_a_cache_dtype_has_one_name_whatever_engines_call_it() -> None:
+    served = vllm_config()
+    served.model_config.dtype = "torch.bfloat16"
+    for said, convert, name in (
+        ("auto", None, "bf16"),
+        ("bfloat16", None, "bf16"),
+        ("fp8_e4m3", None, "fp8"),
+        ("fp8_ds_mla", None, "fp8"),
+        ("fp8_inc", None, "fp8_inc"),
+        ("fp8", "bfloat16->fp8", "bf16"),
+    ):
+        served.cache_config.cache_dtype = said
+        settings = ConnectorSettings.read({"tier": "/f", "convert": convert})
+        assert stored_cache(settings, served) == name
 
 
 def test_what_was_read_in_another_dtype_is_kept_whole_in_ones_own(tmp_path: Path) -> None:

@@ -68,11 +68,15 @@ def prefix_identity(settings: ConnectorSettings, vllm_config: Any) -> bytes:
 
 def stored_cache(settings: ConnectorSettings, vllm_config: Any) -> str:
     """The cache dtype of blocks that are looked for, by one name for all engines."""
-    if settings.convert is not None:
-        return min(source for source, _ in parse_conversion(settings.convert))
     said = str(vllm_config.cache_config.cache_dtype)
+    if settings.convert is not None:
+        ((said, _),) = parse_conversion(settings.convert)
+    elif said == "auto":
+        said = dtype_name(vllm_config.model_config.dtype)
+    if said == "fp8_ds_mla":  # what workers call fp8 of sparse latents, and schedulers may not
+        return "fp8"
     try:
-        return format_name(dtype_name(vllm_config.model_config.dtype) if said == "auto" else said)
+        return format_name(said)
     except AtlasError:  # vLLM has formats that nothing converts
         return said
 
