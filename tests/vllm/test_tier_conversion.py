@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -14,7 +16,7 @@ from kvatlas import AtlasError
 from kvatlas.engines.vllm import ConnectorSettings, describe_stage, prefix_tier
 from kvatlas.engines.vllm.describe import described_model, join_stages
 from kvatlas.engines.vllm.ended_requests import EndedRequests
-from kvatlas.engines.vllm.engine_tier import find_tier, open_tier
+from kvatlas.engines.vllm.engine_tier import _check_stored, find_tier, open_tier
 from kvatlas.engines.vllm.fleet_tier import find_fleet_tier, open_fleet_tier
 from kvatlas.engines.vllm.prefix_tier import PrefixTier
 from kvatlas.engines.vllm.scheduler_side import SchedulerSide
@@ -28,7 +30,10 @@ from kvatlas.engines.vllm.tier_conversion import (
 from kvatlas.engines.vllm.tier_worker import TierWorker
 from kvatlas.errors import Code
 from kvatlas.routing import route
+from kvatlas.tier import Converting
 from kvatlas.wire import Memory, copy_request
+from tests.tier.test_topologies import MODELS
+from tests.tier.world import small, tier_plan
 from tests.vllm.shapes import Config, FullAttentionSpec, Group, vllm_config
 from tests.vllm.test_prefix_tier import LAYERS, MEMORY, TOKENS, EngineWithTier, asking
 
@@ -167,6 +172,17 @@ def test_a_conversion_that_the_tier_does_not_need_or_know_is_refused(tmp_path: P
         with pytest.raises(AtlasError) as refusal:
             ConvertingEngine(where, kept, **settings)
         assert refusal.value.code is code, settings
+
+
+def test_unlike_scales_of_layers_that_are_not_converted_are_refused_at_the_start() -> None:
+    quantised = MODELS["dense"].with_cache("fp8")
+    first, *rest = quantised.layers[0], *MODELS["dense"].layers[1:]
+    own = small(msgspec.structs.replace(quantised, layers=(first, *rest)))
+    for scale, code in ((0.5, None), (0.25, Code.BAD_CONVERSION)):
+        how = Converting("fp8->bf16", src_scales=0.5, dst_scales={first.name: scale})
+        with pytest.raises(AtlasError) if code else nullcontext() as refusal:
+            _check_stored(tier_plan(quantised), own, how)
+        assert refusal is None or refusal.value.code is code
 
 
 def test_an_engine_finds_nothing_in_a_file_that_its_workers_cannot_read(tmp_path: Path) -> None:
