@@ -30,7 +30,8 @@ from kvatlas.engines.vllm.tier_conversion import (
 from kvatlas.engines.vllm.tier_worker import TierWorker
 from kvatlas.errors import Code
 from kvatlas.routing import route
-from kvatlas.tier import Converting
+from kvatlas.specs import FullAttention
+from kvatlas.tier import Converting, Tier
 from kvatlas.wire import Memory, copy_request
 from tests.tier.test_topologies import MODELS
 from tests.tier.world import small, tier_plan
@@ -183,6 +184,18 @@ def test_unlike_scales_of_layers_that_are_not_converted_are_refused_at_the_start
         with pytest.raises(AtlasError) if code else nullcontext() as refusal:
             _check_stored(tier_plan(quantised), own, how)
         assert refusal is None or refusal.value.code is code
+
+
+def test_another_models_file_is_not_used_by_an_engine_that_converts(tmp_path: Path) -> None:
+    dense, quantised = MODELS["dense"], MODELS["dense"].with_cache("fp8")
+    replace = msgspec.structs.replace
+    wider = tuple(replace(one, spec=FullAttention(heads=8, head_dim=16)) for one in dense.layers)
+    unlike = tuple(replace(one, name=f"other.{one.name}") for one in dense.layers)
+    for number, layers in enumerate((wider, unlike, dense.layers[:-1])):
+        where = tmp_path / str(number)
+        Tier.open(where, tier_plan(replace(dense, layers=layers))).close()
+        how = Converting("bf16->fp8", src_scales={"no layer of it": 1.0}, dst_scales=1.0)
+        assert open_tier(str(where), MEMORY, quantised, small(quantised), "engine", how) is None
 
 
 def test_an_engine_finds_nothing_in_a_file_that_its_workers_cannot_read(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from typing import Any
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
@@ -98,11 +99,13 @@ def converting_rows(written: Converting | None, asked: Converting | None) -> Con
 def _between(src: Plan, dst: Plan, convert: Converting | None) -> Route:
     if convert is None:
         return route(src, dst)
+    about: dict[str, Any] = {}
+    if fingerprint(src) != fingerprint(dst):
+        scales = {"src_scales": convert.src_scales, "dst_scales": convert.dst_scales}
+        about = {"convert": convert.name, **scales}
+    made = route(src, dst, **about)  # which says first whether these are of one model
     _refuse_rescaling(src, dst, convert)
-    if fingerprint(src) == fingerprint(dst):
-        return route(src, dst)
-    mine, theirs = convert.src_scales, convert.dst_scales
-    return route(src, dst, convert=convert.name, src_scales=mine, dst_scales=theirs)
+    return made
 
 
 def _refuse_rescaling(src: Plan, dst: Plan, convert: Converting) -> None:

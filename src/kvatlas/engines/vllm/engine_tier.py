@@ -38,7 +38,8 @@ _MOVE_SECONDS = 10.0
 _ASK_SECONDS = 5.0
 """Seconds after which a tier that does not answer the scheduler is a miss."""
 _NOT_THERE = (Code.PEER_LOST, Code.DEADLINE)
-_OTHERS = (Code.UNLIKE_MODELS, Code.UNLIKE_DTYPES)
+_OTHERS = (Code.UNLIKE_MODELS, Code.UNLIKE_DTYPES, Code.UNLIKE_LAYERS, Code.MISSING_LAYERS)
+"""Refusals of another model's blocks."""
 
 
 def open_tier(
