@@ -25,6 +25,7 @@ from kvatlas.tier import (
     Tier,
     TierEvents,
     open_tier,
+    prefix_finder,
 )
 from kvatlas.tier.converting import TierRoutes
 from kvatlas.tier.store_calls import Deadline
@@ -193,6 +194,11 @@ def test_what_does_not_say_how_to_convert_is_refused_with_a_code() -> None:
     dst, tier = small(model, kv_dtype="fp8"), Tier(tier_plan(model, kv_dtype="fp8"))
     rescaled = Converting("fp8->fp8", src_scales=0.5, dst_scales=0.25)
     named: Any = "bf16->fp8"
+    wrong: list[Any] = [np.array([0.5, 0.5]), {"layers.0.attn": np.array([0.5, 0.5])}, -1.0]
+    for scales in wrong:
+        with pytest.raises(AtlasError) as refusal:
+            Converting(named, dst_scales=scales)
+        assert refusal.value.code is Code.BAD_SIZE
     with tier.pin([], 16) as hit:
         for how in (named, rescaled):
             with pytest.raises(AtlasError) as refusal:
@@ -204,12 +210,13 @@ def test_what_does_not_say_how_to_convert_is_refused_with_a_code() -> None:
 
 
 def test_rows_that_could_never_be_converted_are_refused_when_a_tier_is_opened() -> None:
-    model = MODELS["dense"]
+    model, in_vain = MODELS["dense"], Converting("fp8->bf16", src_scales=0.5, dst_scales=0.5)
     for other, code in (
         (OtherRows(tier_plan(model, block_size=64), HOW), Code.BAD_PLAN),
         (OtherRows(rows_of(model), Converting(HOW.name)), Code.MISSING_SCALES),
         (OtherRows(rows_of(model), Converting("fp8->bf16")), Code.BAD_CONVERSION),
         (OtherRows(small(model, layout="LBNHC"), HOW), Code.BAD_PLAN),
+        (OtherRows(rows_of(model, kv_dtype="fp8"), in_vain), Code.BAD_CONVERSION),
     ):
         with pytest.raises(AtlasError) as refusal:
             StoreTier(HostStore(), rows_of(model, kv_dtype="fp8"), OURS, staging=1, other=other)
@@ -294,3 +301,29 @@ def test_a_request_is_found_in_rows_of_one_dtype() -> None:
         tier.drop({finder._keeping or 0: [chain.key_at(first)]})
         # Without its first block, no end in fp8 is of use, however many there are.
         assert finder.longest(chain) == 50
+
+
+def test_ends_of_requests_are_looked_for_until_the_longest_is_found_and_kept_in_any_case(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, store = MODELS["delta hybrid"], TroubledStore()
+    store.stretches = 99
+    fp8 = small(model, kv_dtype="fp8", states="apart")
+    monkeypatch.setattr(prefix_finder, "_AT_ONCE", 8)
+    with opened(store, model, other=True) as tier:
+        finder = PrefixFinder(tier)
+        chain = finder.chain(range(TOKENS))
+        about: dict[str, Any] = {"tokens": 96, "keys": chain.keys(96)}
+        tier.store(pools(fp8, 0, 3), fp8, blocks=scattered(fp8, 96), **about)
+        asked: list[int] = []
+        kept_ends = tier.kept_ends
+
+        def counted(group: int, ends: Any, **rows: bool) -> list[bool]:
+            asked.extend(stop for stop, _ in ends if group == finder._ending)
+            return kept_ends(group, ends, **rows)
+
+        monkeypatch.setattr(tier, "kept_ends", counted)
+        assert finder.longest(chain) == 96
+        assert min(asked) > 96 - 8, "a shorter end is of no use"
+        store.late = tier._rows[1].namespace.prefix
+        assert finder.longest(chain) == 96, "only the other dtype's rows are late"

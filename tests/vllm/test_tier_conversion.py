@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -14,21 +16,25 @@ from kvatlas import AtlasError
 from kvatlas.engines.vllm import ConnectorSettings, describe_stage, prefix_tier
 from kvatlas.engines.vllm.describe import described_model, join_stages
 from kvatlas.engines.vllm.ended_requests import EndedRequests
-from kvatlas.engines.vllm.engine_tier import find_tier, open_tier
+from kvatlas.engines.vllm.engine_tier import _check_stored, find_tier, open_tier
 from kvatlas.engines.vllm.fleet_tier import find_fleet_tier, open_fleet_tier
 from kvatlas.engines.vllm.prefix_tier import PrefixTier
 from kvatlas.engines.vllm.scheduler_side import SchedulerSide
 from kvatlas.engines.vllm.tier_conversion import (
     keeps_finished,
     layer_scales,
-    stored_dtype,
+    prefix_identity,
+    stored_cache,
     tier_converting,
 )
 from kvatlas.engines.vllm.tier_worker import TierWorker
-from kvatlas.engines.vllm.weights_identity import cache_identity
 from kvatlas.errors import Code
 from kvatlas.routing import route
+from kvatlas.specs import FullAttention
+from kvatlas.tier import Converting, Tier
 from kvatlas.wire import Memory, copy_request
+from tests.tier.test_topologies import MODELS
+from tests.tier.world import small, tier_plan
 from tests.vllm.shapes import Config, FullAttentionSpec, Group, vllm_config
 from tests.vllm.test_prefix_tier import LAYERS, MEMORY, TOKENS, EngineWithTier, asking
 
@@ -56,28 +62,30 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
 class ConvertingEngine(EngineWithTier):
     """An engine with some cache dtype, and settings as the connector reads them."""
 
-    def __init__(self, where: str, kept: str, *, block: int = 64, **settings: Any) -> None:
+    def __init__(
+        self, where: str, kept: str, *, block: int = 64, backend: str = "", **settings: Any
+    ) -> None:
         served = vllm_config()
+        served.cache_config.cache_dtype = "fp8" if kept == "fp8" else "auto"
         served.model_config.dtype = "torch.bfloat16" if kept == "fp8" else KEPT[kept]["dtype"]
         served.model_config.hf_config.to_dict = lambda: {"rope": 1}
         config = Config([Group(FullAttentionSpec(block_size=block, **KEPT[kept]), LAYERS[0])], 24)
-        stage = describe_stage(served, config)
+        stage = describe_stage(served, config, backends=dict.fromkeys(LAYERS[0], backend))
         modules = {
             name: SimpleNamespace(_k_scale_float=k, _v_scale_float=v)
             for name, (k, v) in OWN_SCALES.items()
         }
         served.compilation_config = SimpleNamespace(static_forward_context=modules)
-        said = {"transport": "none", "tier": where, "tier_options": {"staging": 1 << 18}}
-        if not where.startswith("folder:"):
-            del said["tier_options"]
+        said: dict[str, Any] = {"transport": "none", "tier": where, "weights_identity": "weights"}
+        if where.startswith("folder:"):
+            said["tier_options"] = {"staging": 1 << 18}
         given = ConnectorSettings.read(said | settings)
         self.plan = join_stages([stage])
         size = self.plan.pools[0].nbytes
         # Numbers of every format, and no infinities.
         self.pool = np.random.default_rng(5).integers(0, 0x40, size, np.uint8)
         self.converting = tier_converting(given, layer_scales(served, stage))
-        dtype = stored_dtype(given, served.model_config)
-        identity = cache_identity(served, "weights", dtype)
+        identity = prefix_identity(given, served)
         name = f"engine {id(self)}"
         self.tier: PrefixTier
         if given.fleet_tier:
@@ -87,7 +95,7 @@ class ConvertingEngine(EngineWithTier):
         else:
             about = (described_model([stage]), self.plan, name, self.converting)
             opened, asked = open_tier(where, MEMORY, *about), find_tier(where, name)
-        assert opened is not None
+        self.usable = opened is not None
         assert asked is not None
         self.ended = EndedRequests()
         held = Memory(self.pool.ctypes.data, size, owner=self.pool)
@@ -165,8 +173,97 @@ def test_a_conversion_that_the_tier_does_not_need_or_know_is_refused(tmp_path: P
         with pytest.raises(AtlasError) as refusal:
             ConvertingEngine(where, kept, **settings)
         assert refusal.value.code is code, settings
-    with pytest.raises(AssertionError):  # without being asked nothing is converted
-        ConvertingEngine(where, "bf16")
+
+
+def test_unlike_scales_of_layers_that_are_not_converted_are_refused_at_the_start() -> None:
+    quantised = MODELS["dense"].with_cache("fp8")
+    first, *rest = quantised.layers[0], *MODELS["dense"].layers[1:]
+    own = small(msgspec.structs.replace(quantised, layers=(first, *rest)))
+    for scale, code in ((0.5, None), (0.25, Code.BAD_CONVERSION)):
+        how = Converting("fp8->bf16", src_scales=0.5, dst_scales={first.name: scale})
+        with pytest.raises(AtlasError) if code else nullcontext() as refusal:
+            _check_stored(tier_plan(quantised), own, how)
+        assert refusal is None or refusal.value.code is code
+
+
+def test_another_models_file_is_not_used_by_an_engine_that_converts(tmp_path: Path) -> None:
+    dense, quantised = MODELS["dense"], MODELS["dense"].with_cache("fp8")
+    replace = msgspec.structs.replace
+    wider = tuple(replace(one, spec=FullAttention(heads=8, head_dim=16)) for one in dense.layers)
+    unlike = tuple(replace(one, name=f"other.{one.name}") for one in dense.layers)
+    for number, layers in enumerate((wider, unlike, dense.layers[:-1])):
+        where = tmp_path / str(number)
+        Tier.open(where, tier_plan(replace(dense, layers=layers))).close()
+        how = Converting("bf16->fp8", src_scales={"no layer of it": 1.0}, dst_scales=1.0)
+        assert open_tier(str(where), MEMORY, quantised, small(quantised), "engine", how) is None
+
+
+def test_an_engine_finds_nothing_in_a_file_that_its_workers_cannot_read(tmp_path: Path) -> None:
+    where = str(tmp_path / "tier")
+    first = ConvertingEngine(where, "bf16")
+    assert first.usable
+    assert first.finish(TOKENS[:300], [3, 9, 1, 7, 5])
+    other = ConvertingEngine(where, "fp8")  # without being asked nothing is converted
+    assert not other.usable
+    assert first.matched(asking(TOKENS[:300], "first")) == 256
+    assert other.matched(asking(TOKENS[:300], "other")) == 0
+    other.close()
+    first.close()
+
+
+def test_a_cache_dtype_has_one_name_whatever_engines_call_it() -> None:
+    served = vllm_config()
+    served.model_config.dtype = "torch.bfloat16"
+    for said, convert, name in (
+        ("auto", None, "bf16"),
+        ("bfloat16", None, "bf16"),
+        ("fp8_e4m3", None, "fp8"),
+        ("fp8_ds_mla", None, "fp8"),
+        ("fp8_inc", None, "fp8_inc"),
+        ("fp8", "bfloat16->fp8", "bf16"),
+    ):
+        served.cache_config.cache_dtype = said
+        settings = ConnectorSettings.read({"tier": "/f", "convert": convert})
+        assert stored_cache(settings, served) == name
+
+
+def test_what_was_read_in_another_dtype_is_kept_whole_in_ones_own(tmp_path: Path) -> None:
+    where, longer = f"folder://{tmp_path}", TOKENS[:400]
+    first = ConvertingEngine(where, "bf16")
+    assert first.finish(TOKENS[:300], [3, 9, 1, 7, 5])
+    other = ConvertingEngine(where, "fp8", convert="bf16->fp8")
+    assert other.matched(asking(longer, "before")) == 256
+    assert other.finish(longer, [1, 3, 5, 7, 9, 11, 13], name="longer")
+    alone = ConvertingEngine(where, "fp8")
+    for engine in (other, alone):
+        assert engine.matched(asking([*longer, 7], "after")) == 384
+    for engine in (first, other, alone):
+        engine.close()
+
+
+def test_rows_of_another_dtype_are_found_where_a_backend_packs_them_its_own_way(
+    tmp_path: Path,
+) -> None:
+    where = f"folder://{tmp_path}"
+    first = ConvertingEngine(where, "fp32", backend="CPU_ATTN")
+    assert first.finish(TOKENS[:300], [3, 9, 1, 7, 5])
+    other = ConvertingEngine(where, "fp16", backend="CPU_ATTN", convert="fp32->fp16")
+    assert other.matched(asking(TOKENS[:300])) == 256
+    for engine in (first, other):
+        engine.close()
+
+
+def test_scales_of_single_heads_are_not_taken_for_those_of_a_tensor() -> None:
+    config = Config([Group(FullAttentionSpec(block_size=64, **KEPT["fp8"]), LAYERS[0])], 24)
+    served = vllm_config()
+    stage = describe_stage(served, config)
+    by_head = SimpleNamespace(numel=lambda: 2)
+    module = SimpleNamespace(_k_scale=by_head, _k_scale_float=0.5, _v_scale_float=0.5)
+    modules = dict.fromkeys(LAYERS[0], module)
+    served.compilation_config = SimpleNamespace(static_forward_context=modules)
+    with pytest.raises(AtlasError) as refusal:
+        layer_scales(served, stage)
+    assert refusal.value.code is Code.CANNOT_CONVERT
 
 
 def test_what_cannot_be_converted_from_is_refused_in_the_settings() -> None:

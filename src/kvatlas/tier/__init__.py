@@ -1,7 +1,7 @@
 """The tiers: what one topology stored, another can fetch, on one host or from a fleet's store."""
 
 from kvatlas.tier.chained_keys import BlockKeys, PrefixChain, prefix_keys
-from kvatlas.tier.converting import Converting
+from kvatlas.tier.converting import Converting, TierRoutes
 from kvatlas.tier.file_owner import socket_beside
 from kvatlas.tier.hit import Hit
 from kvatlas.tier.index import StoreResult
@@ -56,6 +56,7 @@ __all__ = [
     "Tier",
     "TierClient",
     "TierEvents",
+    "TierRoutes",
     "TierServer",
     "block_hash",
     "collect_garbage",

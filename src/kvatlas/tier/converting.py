@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from typing import Any
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
@@ -35,7 +36,9 @@ class Converting:
     """Those of the cache that they are fetched into."""
 
     def __post_init__(self) -> None:
-        """Keep the scales of now: who has given them may change them afterwards."""
+        """Keep the scales of now, if they are some: who has given them may change them later."""
+        for scales in (self.src_scales, self.dst_scales):
+            tensor_scales(scales, scales if isinstance(scales, Mapping) else ("all layers",))
         object.__setattr__(self, "src_scales", _frozen(self.src_scales))
         object.__setattr__(self, "dst_scales", _frozen(self.dst_scales))
 
@@ -96,11 +99,13 @@ def converting_rows(written: Converting | None, asked: Converting | None) -> Con
 def _between(src: Plan, dst: Plan, convert: Converting | None) -> Route:
     if convert is None:
         return route(src, dst)
+    about: dict[str, Any] = {}
+    if fingerprint(src) != fingerprint(dst):
+        scales = {"src_scales": convert.src_scales, "dst_scales": convert.dst_scales}
+        about = {"convert": convert.name, **scales}
+    made = route(src, dst, **about)  # which says first whether these are of one model
     _refuse_rescaling(src, dst, convert)
-    if fingerprint(src) == fingerprint(dst):
-        return route(src, dst)
-    mine, theirs = convert.src_scales, convert.dst_scales
-    return route(src, dst, convert=convert.name, src_scales=mine, dst_scales=theirs)
+    return made
 
 
 def _refuse_rescaling(src: Plan, dst: Plan, convert: Converting) -> None:

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, parse_qsl, urlsplit
 
+import msgspec
+
 from kvatlas.errors import AtlasError, Code
-from kvatlas.models import Model
+from kvatlas.models import Layer, Model
 from kvatlas.planning import Plan, plan, quantity
 from kvatlas.routing import fingerprint, parse_conversion
 from kvatlas.tier.converting import Converting, check_converting
@@ -26,6 +28,8 @@ BLOCK = 64
 _ANY_MEMORY = "1TiB"
 """Rows of a store are planned for: how many there are is the store's."""
 _SIZES = ("segment", "buffer", "capacity", "quota")
+_OF_BACKENDS = ("planes", "tiled_planes", "transposed")
+"""Packings that a backend has for every dtype: engines that share a store have mostly one."""
 _SCHEMES = ("mooncake", "folder", "host")
 
 
@@ -130,7 +134,21 @@ def stored_as(model: Model, convert: Converting) -> Model:
         hint = "Plan the rows of the other engines, and pass other=OtherRows(plan, convert)"
         raise AtlasError(Code.BAD_CONVERSION, problem, got=convert.name, hint=hint)
     ((source, _),) = pairs
-    return model.with_cache(source)
+    stored = model.with_cache(source)
+    layers = map(_packed_alike, stored.layers, model.layers)
+    return msgspec.structs.replace(stored, layers=tuple(layers))
+
+
+def _packed_alike(stored: Layer, own: Layer) -> Layer:
+    """A layer packed as one's own is, where its backend says so and not its dtype."""
+    packing = getattr(own.spec, "packing", None)
+    if packing not in _OF_BACKENDS:
+        return stored
+    try:
+        spec = msgspec.structs.replace(stored.spec, packing=packing)
+    except AtlasError:  # which has no place for the scales of its rows
+        return stored
+    return msgspec.structs.replace(stored, spec=spec)
 
 
 def _known(model: Model | Plan | str) -> Model:

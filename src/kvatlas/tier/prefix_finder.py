@@ -13,6 +13,7 @@ from itertools import compress
 from math import gcd
 from typing import NamedTuple
 
+from kvatlas.errors import AtlasError
 from kvatlas.specs import Visibility
 from kvatlas.tier.chained_keys import PrefixChain
 from kvatlas.tier.served.client import TierClient
@@ -84,22 +85,29 @@ class PrefixFinder:
         if self.partial:
             until, found = time.monotonic() + _SECONDS, 0
             for rows in self._rows:
-                for stop in self._ends(_Ends(self.tier, chain, rows), until):
-                    if stop <= found:
-                        break
-                    if self.tier.match(chain.keys(stop), stop) == stop:
-                        found = stop
+                try:
+                    found = self._longest_end(_Ends(self.tier, chain, rows), found, until)
+                except AtlasError:
+                    if not found:
+                        raise
             if found:
                 return found
         # Where there is nothing, this also has a store count why.
         whole = chain.count // self.unit * self.unit
         return self.tier.match(chain.keys(whole), whole) if whole else 0
 
-    def _ends(self, asked: _Ends, until: float) -> Iterator[int]:
-        """Where requests were stored up to that began as this one does, the longest first."""
+    def _longest_end(self, asked: _Ends, found: int, until: float) -> int:
+        """The most tokens that some rows have, where these are more than were found before."""
+        for stop in self._ends(asked, found, until):
+            if self.tier.match(asked.chain.keys(stop), stop) == stop:
+                return stop
+        return found
+
+    def _ends(self, asked: _Ends, beyond: int, until: float) -> Iterator[int]:
+        """Where requests like this one were stored up to, beyond a token, the longest first."""
         tried = 0
-        for last in range(self._farthest(asked, until), 0, -_AT_ONCE):
-            stops = range(last, max(0, last - _AT_ONCE), -1)
+        for last in range(self._farthest(asked, until), beyond, -_AT_ONCE):
+            stops = range(last, max(beyond, last - _AT_ONCE), -1)
             for stop in compress(stops, asked.kept(self._ending, stops)):
                 if tried == _TRIES or time.monotonic() > until:
                     return

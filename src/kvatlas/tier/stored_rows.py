@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
+from kvatlas.routing import fingerprint
 from kvatlas.tier.converting import Converting, TierRoutes
 from kvatlas.tier.ingest import check_tier_plan, with_room
 from kvatlas.tier.namespaces import CacheIdentity, Namespace, RowName
@@ -102,3 +103,7 @@ def check_alike(plan: Plan, other: OtherRows) -> None:
         hint = "Plan both with one block_size, and alike but for the dtype"
         raise AtlasError(Code.BAD_PLAN, problem, got=got, hint=hint)
     TierRoutes(other.plan).to(plan, other.convert)
+    if fingerprint(plan) == fingerprint(other.plan):
+        problem = "Rows of the other dtype are those of one's own"
+        hint = "Leave convert out, or name the conversion into the cache's own dtype"
+        raise AtlasError(Code.BAD_CONVERSION, problem, got=other.convert.name, hint=hint)

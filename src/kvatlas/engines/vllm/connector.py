@@ -42,11 +42,10 @@ from kvatlas.engines.vllm.supported_versions import check_managers, check_versio
 from kvatlas.engines.vllm.tier_conversion import (
     keeps_finished,
     layer_scales,
-    stored_dtype,
+    prefix_identity,
     tier_converting,
 )
 from kvatlas.engines.vllm.tier_worker import TierCounts, TierWorker
-from kvatlas.engines.vllm.weights_identity import cache_identity
 from kvatlas.engines.vllm.worker_side import PullCounts, WorkerSide
 from kvatlas.errors import AtlasError, Code
 from kvatlas.models import Model
@@ -345,8 +344,7 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
         return PrefixTier(tier, longest, identity, events_from=medium)
 
     def _identity(self) -> bytes:
-        dtype = stored_dtype(self._settings, self._vllm_config.model_config)
-        return cache_identity(self._vllm_config, self._settings.weights_identity, dtype)
+        return prefix_identity(self._settings, self._vllm_config)
 
     def _layers(self) -> set[str]:
         groups = self._kv_cache_config.transfer_groups

@@ -16,10 +16,11 @@ from typing import Any
 from kvatlas.errors import AtlasError, Code
 from kvatlas.models import Model
 from kvatlas.planning import Plan, plan
-from kvatlas.routing import fingerprint, route
+from kvatlas.routing import fingerprint
 from kvatlas.tier import (
     Converting,
     TierClient,
+    TierRoutes,
     share_file,
     share_memory,
     socket_beside,
@@ -37,7 +38,8 @@ _MOVE_SECONDS = 10.0
 _ASK_SECONDS = 5.0
 """Seconds after which a tier that does not answer the scheduler is a miss."""
 _NOT_THERE = (Code.PEER_LOST, Code.DEADLINE)
-_OTHERS = (Code.UNLIKE_MODELS, Code.UNLIKE_DTYPES)
+_OTHERS = (Code.UNLIKE_MODELS, Code.UNLIKE_DTYPES, Code.UNLIKE_LAYERS, Code.MISSING_LAYERS)
+"""Refusals of another model's blocks."""
 
 
 def open_tier(
@@ -90,8 +92,7 @@ def _check_stored(stored: Plan, own: Plan, convert: Converting | None) -> None:
             got=convert.name,
             hint="Leave convert out of kv_connector_extra_config",
         )
-    theirs, mine = convert.src_scales, convert.dst_scales
-    route(stored, own, convert=convert.name, src_scales=theirs, dst_scales=mine)
+    TierRoutes(stored).to(own, convert)
 
 
 def _planned(model: Model, memory: str, own: Plan) -> Plan:

@@ -15,6 +15,7 @@ from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from kvatlas.pool import BlockEvent
@@ -106,7 +107,10 @@ class PrefixTier:
 
     def stored(self, chain: PrefixChain, tokens: int) -> int:
         """How many of a request's first tokens need not be stored any more; 0 in doubt."""
-        asked = self._asking.submit(self._tier.match, chain.keys(tokens), tokens)
+        # What is converted as it is read is not there in this engine's own dtype.
+        tier = self._tier
+        match = partial(tier.match, convert=False) if isinstance(tier, StoreTier) else tier.match
+        asked = self._asking.submit(match, chain.keys(tokens), tokens)
         return asked.result() if self._is_soon(asked) else 0
 
     def whole_blocks(self, tokens: int) -> int:

@@ -9,9 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 from kvatlas.engines.vllm.describe import DescribedStage
+from kvatlas.engines.vllm.layer_specs import dtype_name
 from kvatlas.engines.vllm.settings import ConnectorSettings
+from kvatlas.engines.vllm.weights_identity import cache_identity
+from kvatlas.errors import AtlasError, Code
 from kvatlas.routing import Scales, parse_conversion
-from kvatlas.specs import PLAIN_FORMATS, needs_scales
+from kvatlas.specs import PLAIN_FORMATS, format_name, needs_scales
 from kvatlas.tier import Converting
 
 _TORCH = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}
@@ -38,8 +41,44 @@ def layer_scales(vllm_config: Any, stage: DescribedStage) -> dict[str, tuple[flo
     for name in (one.layer.name for one in stage.layers if needs_scales(one.layer.spec)):
         module = modules.get(name)
         if hasattr(module, "_k_scale_float"):
+            _refuse_scales_by_head(name, module)
             found[name] = float(module._k_scale_float), float(module._v_scale_float)
     return found
+
+
+def _refuse_scales_by_head(layer: str, module: Any) -> None:
+    """Refuse scales of single heads, of which vLLM's own number is the largest alone."""
+    scales = [getattr(module, name, None) for name in ("_k_scale", "_v_scale")]
+    if any(scale is not None and scale.numel() > 1 for scale in scales):
+        problem = "A layer is quantised head by head, and only whole tensors are converted"
+        hint = "Leave convert out of kv_connector_extra_config"
+        raise AtlasError(Code.CANNOT_CONVERT, problem, got=f"{layer:.200}", hint=hint)
+
+
+def prefix_identity(settings: ConnectorSettings, vllm_config: Any) -> bytes:
+    """What prefixes that are looked for depend on.
+
+    A store keeps rows of unlike cache dtypes apart by their names. A file that workers cannot
+    read may still be served by others, so there the scheduler's keys say which dtype is meant.
+    """
+    dtype = stored_dtype(settings, vllm_config.model_config)
+    cache = None if settings.fleet_tier else stored_cache(settings, vllm_config)
+    return cache_identity(vllm_config, settings.weights_identity, dtype, cache)
+
+
+def stored_cache(settings: ConnectorSettings, vllm_config: Any) -> str:
+    """The cache dtype of blocks that are looked for, by one name for all engines."""
+    said = str(vllm_config.cache_config.cache_dtype)
+    if settings.convert is not None:
+        ((said, _),) = parse_conversion(settings.convert)
+    elif said == "auto":
+        said = dtype_name(vllm_config.model_config.dtype)
+    if said == "fp8_ds_mla":  # what workers call fp8 of sparse latents, and schedulers may not
+        return "fp8"
+    try:
+        return format_name(said)
+    except AtlasError:  # vLLM has formats that nothing converts
+        return said
 
 
 def stored_dtype(settings: ConnectorSettings, served: Any) -> str:

@@ -13,12 +13,14 @@ from kvatlas.models import weights_identity
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version")
 
 
-def cache_identity(vllm_config: Any, given: str | None, dtype: str | None = None) -> bytes:
+def cache_identity(
+    vllm_config: Any, given: str | None, dtype: str | None = None, cache: str | None = None
+) -> bytes:
     """What caches of an engine depend on: weights, the config they are used with, its dtype.
 
     The weights are those that `given` names, else what the checkpoint's files say. `dtype` is
-    what was computed in, else the engine's own. The cache dtype is no part of it: every tier
-    knows that of its blocks.
+    what was computed in, else the engine's own. `cache` is the cache dtype, where a tier does
+    not keep blocks of one apart from those of another.
     """
     served = vllm_config.model_config
     config = {
@@ -29,6 +31,7 @@ def cache_identity(vllm_config: Any, given: str | None, dtype: str | None = None
         "config": config,
         "dtype": dtype or str(served.dtype),
         "quantization": getattr(served, "quantization", None),
+        "cache": cache,
     }
     said = json.dumps(about, sort_keys=True, default=str)
     return blake2b(said.encode(), digest_size=32).digest()
