@@ -83,7 +83,7 @@ bench: $(READY)  ## Figures, each beside a limit measured in the same run; of vL
 	else echo "What a request costs two vLLM engines: make bench-vllm, which sets vLLM up."; fi
 
 hits: $(READY)  ## docs/hits.md, from the folder TRACES
-	$(PY) -m benchmarks.hit_rates $(TRACES) > docs/hits.md
+	$(PY) -m benchmarks.hit_rates $(TRACES) $(if $(JOBS),--jobs $(JOBS)) > docs/hits.md
 
 bench-gpu: $(READY)  ## The kernels on a CUDA device, beside its own limits
 	$(PY) -m benchmarks.gpu
