@@ -161,10 +161,10 @@ def cast_in_runs(
     made: Route, move: Move, sources: dict[int, Memory], targets: dict[int, Memory]
 ) -> bool:
     """Carry a move out as what copies and casts does; False where elements share scales."""
-    tables = {"src_blocks": move.src_blocks, "dst_blocks": move.dst_blocks, "tokens": move.tokens}
+    tables: dict[str, Any] = {"src_blocks": move.src_blocks, "dst_blocks": move.dst_blocks}
     for dst, target in targets.items():
         for src in made.sources(dst):
-            stream = made.converted(src_rank=src, dst_rank=dst, **tables)
+            stream = made.converted(src_rank=src, dst_rank=dst, tokens=move.tokens, **tables)
             grids = stream.grids()
             ways = {change.way for change in made.conversion.changes} if made.conversion else set()
             if grids is None:
@@ -186,7 +186,7 @@ def _cast_grid(grid: RunGrid, src: Mapping[int, Any], dst: Mapping[int, Any]) ->
     if grid.cast is None:
         dst[grid.dst_pool][to] = src[grid.src_pool][at]
         return
-    items = [np.arange(one.item) for one in grid.cast[:2]]
+    items = [np.arange(item) for item in grid.cast.items]
     data = src[grid.src_pool][at[:, None] * len(items[0]) + items[0]]
     dst[grid.dst_pool][to[:, None] * len(items[1]) + items[1]] = cast_elements(data, grid.cast)
 

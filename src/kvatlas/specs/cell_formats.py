@@ -109,6 +109,11 @@ class ElementCast(NamedTuple):
     to_scale: float = 1.0
     """What that is divided by, before it is rounded."""
 
+    @property
+    def items(self) -> tuple[int, int]:
+        """Bytes of an element, at the source and at the target."""
+        return self.source.item, self.target.item
+
     def __str__(self) -> str:
         scales = f"* {self.from_scale} / {self.to_scale}"
         return f"{self.source.name} {scales} as {self.target.name}"

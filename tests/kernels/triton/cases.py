@@ -389,8 +389,8 @@ def check_cast_runs(
     Numbers are those that codecs make on a CPU: divided, and not multiplied by an inverse.
     """
     rng = np.random.default_rng(item)
-    cast = ElementCast(*map(DType.of, names), *scales)
-    one, two = (torch_dtype(dtype) for dtype in cast[:2])
+    cast = ElementCast(DType.of(names[0]), DType.of(names[1]), *scales)
+    one, two = torch_dtype(cast.source), torch_dtype(cast.target)
     starts, spans = 5, 7
     before, after = rng.permutation(starts) * item * 11, np.arange(starts) * item * 13
     source, target = rng.permutation(spans) * item, rng.permutation(spans) * item

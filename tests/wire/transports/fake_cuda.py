@@ -237,7 +237,7 @@ class FakePosted(Posted):
 
     def act(self) -> None:
         for run in self._runs:
-            one, two = (1, 1) if run.cast is None else (dtype.item for dtype in run.cast[:2])
+            one, two = (1, 1) if run.cast is None else run.cast.items
             for a, b in zip(*run.starts, strict=True):
                 for x, y, length in zip(*run.spans, strict=True):
                     source = as_bytes(Memory(run.source + int(a + x) * one, int(length) * one))

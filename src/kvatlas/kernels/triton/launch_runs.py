@@ -12,15 +12,16 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 
+from kvatlas.kernels.triton import storage_formats as formats
 from kvatlas.kernels.triton import tune
 from kvatlas.kernels.triton.addresses import VECTOR
 from kvatlas.kernels.triton.launch_copy import CopyTiling, tile_of
 from kvatlas.kernels.triton.runs_device import convert_run_grid, copy_run_grid, place_spans
-from kvatlas.kernels.triton.storage_formats import E4M3_SINCE, ELEMENTS
 from kvatlas.specs import ElementCast
 
 _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
@@ -103,22 +104,22 @@ def convert_runs(
     device = tables.starts.device
     use = {**tune.choose("convert_runs", device, programs=programs), **choice}
     unit, words = min(tables.alignment, VECTOR), tables.longest
-    columns, rows = tile_of(words, max(cast.source.item, cast.target.item), use["tile"])
+    columns, rows = tile_of(words, max(cast.items), use["tile"])
     count = tables.starts.shape[1] * tables.spans.shape[1]
     tiles = triton.cdiv(count, rows) * triton.cdiv(words, columns)
-    # What a power of two divides, its inverse multiplies, in less time.
+    # The inverse of a power of two is as good as the division; it is exact in between too.
     exact = math.frexp(cast.to_scale)[0] == 0.5 and 2**-64 <= cast.to_scale <= 2**64
-    types = ELEMENTS[cast.source.name], ELEMENTS[cast.target.name]
+    types = formats.ELEMENTS[cast.source.name], formats.ELEMENTS[cast.target.name]
     constants = {
-        "CAST": CastTypes(*types, unit, not exact, _takes_ptx(device)),
+        "CAST": CastTypes(*types, unit, not exact, formats.device_takes_ptx(device)),
         "TILING": CopyTiling(rows, columns, evict=use["evict"], stages=use["stages"]),
         "STARTS_FIRST": tables.starts_first,
         "WHOLE": tables.shortest == words and words % columns == 0,
     }
     arguments = (
         source, target, tables.starts, tables.spans, tables.starts.shape[1],
-        tables.spans.shape[1], count, words, float(cast.from_scale),
-        1 / cast.to_scale if exact else float(cast.to_scale),
+        tables.spans.shape[1], count, words, float(cast.from_scale), float(cast.to_scale),
+        float(np.float32(1) / np.float32(cast.to_scale)),
     )  # fmt: skip
     launch = Launch(convert_run_grid, min(tiles, programs or tiles), arguments, constants)
     return _launch(launch, use["warps"], device, stream)
@@ -127,13 +128,13 @@ def convert_runs(
 def converts(cast: ElementCast, device: torch.device) -> bool:
     """Whether a device has the types of both ends."""
     names = {cast.source.name, cast.target.name}
-    if not names <= set(ELEMENTS):
+    if not names <= set(formats.ELEMENTS):
         return False
-    return "e4m3" not in names or not _takes_ptx(device) or tune.capability(device) >= E4M3_SINCE
-
-
-def _takes_ptx(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.version.hip is None
+    return (
+        "e4m3" not in names
+        or not formats.device_takes_ptx(device)
+        or tune.capability(device) >= formats.E4M3_SINCE
+    )
 
 
 _PLACED_AT_ONCE = 512

@@ -168,7 +168,12 @@ def attends_latent(spec: LatentAttention) -> bool:
 
 def takes_ptx(layer: LayerCache) -> bool:
     """Whether kernels on a layer's device may be written in PTX."""
-    return layer.buffer.is_cuda and torch.version.hip is None
+    return device_takes_ptx(layer.buffer.device)
+
+
+def device_takes_ptx(device: torch.device) -> bool:
+    """Whether kernels on a device may be written in PTX: not where Triton interprets."""
+    return device.type == "cuda" and torch.version.hip is None
 
 
 @lru_cache(maxsize=256)

@@ -41,7 +41,7 @@ def check_grid_bounds(
             first = int(starts.min()) + int(spans.min())
             stop = int(starts.max()) + int((spans + grid.length).max())
             if grid.cast is not None:
-                stop *= grid.cast[end].item
+                stop *= grid.cast.items[end]
             if first < 0 or stop > nbytes or int(grid.length.min()) < 1:
                 raise _outside(pool, nbytes)
 

@@ -51,7 +51,7 @@ class _Told(NamedTuple):
     def nbytes(self) -> int:
         """Bytes that are read, or written where those are more."""
         count = len(self.starts[0]) * int(self.spans[2].sum())
-        return count * (1 if self.cast is None else max(one.item for one in self.cast[:2]))
+        return count * (1 if self.cast is None else max(self.cast.items))
 
 
 class CudaEnd(NamedTuple):
