@@ -82,8 +82,8 @@ def quotient(values, divisor, inverse):
     guess = values * inverse
     left = tl.fma(-guess, divisor, values)
     better = tl.fma(left, inverse, guess)
-    # Nothing is left over by infinity, which is good as it is.
-    return tl.where(left == left, better, guess)
+    # Where nothing is left over, or the guess is not finite, it is good as it is: so is its sign.
+    return tl.where(tl.abs(left) > 0, better, guess)
 
 
 @triton.jit(
