@@ -71,7 +71,9 @@ def _pulled(far: Source, pair: tuple[str, str], orders: tuple[str, str], copy: f
                 pool.fill_(0xA5)
             taken = [_pull(session, name) for name in names[:-1]]
             right = _is_right(cache, filled(made, 0, 7), pair)
-            staged = "" if plain else f"{_pull(session, names[-1], how='staged') * 1e3:.1f}"
+            staged = ""
+            if not plain and orders[0] != orders[1]:
+                staged = f"{_pull(session, names[-1], how='staged') * 1e3:.1f}"
     median = statistics.median(taken[5:])
     return [
         f"{_NAMES[pair[0]]} {orders[0]}", f"{_NAMES[pair[1]]} {orders[1]}",
