@@ -149,21 +149,20 @@ class CudaLink(Link):
 
     def converts(self, grids: Sequence[RunGrid]) -> bool:
         """Where the GPU has the types, and pools begin at multiples of an element."""
-        here = self._end.marks_here() is not None
         for grid in grids:
-            if grid.cast is None:
-                continue
-            far = self.theirs[grid.src_pool].address if here else self._offset(grid.src_pool)
-            near = self.mine[grid.dst_pool].address
-            if far % grid.cast.source.item or near % grid.cast.target.item:
-                return False
-            if not self._queue.converts(grid.cast):
-                return False
+            cast = grid.cast
+            if cast is not None:
+                far, near = self._place(grid.src_pool), self.mine[grid.dst_pool].address
+                if far % cast.source.item or near % cast.target.item:
+                    return False
+                if not self._queue.converts(cast):
+                    return False
         return True
 
-    def _offset(self, pool: int) -> int:
-        """Where a pool of the peer is in its allocation; CUDA aligns that."""
-        return self._regions[pool].offset
+    def _place(self, pool: int) -> int:
+        """Where a pool of the peer is, counted from where an allocation may begin."""
+        here = self._end.marks_here() is not None
+        return self.theirs[pool].address if here else self._regions[pool].offset
 
     def prepare(self, shape: RequestShape) -> PreparedRead | None:
         """Launches with all but block ids in place, where every block lies in its pool."""
