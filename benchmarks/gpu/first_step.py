@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.pull_ends import DEVICE, TOKENS, planned, source_process
+from benchmarks.gpu.pull_ends import DEVICE, TOKENS, Json, planned, source_process
 from benchmarks.gpu.tables import show
 from kvatlas.cache import Cache, allocate
 from kvatlas.kernels import attend
@@ -57,6 +57,7 @@ def _step(transfer: Transfer, cache: Cache, *, streamed: bool) -> tuple[float, A
     """
     ids = torch.tensor(scattered(cache.plan, TOKENS)[0], dtype=torch.int32, device=DEVICE)
     lengths = torch.full((1,), TOKENS, dtype=torch.int32, device=DEVICE)
+    one = torch.ones_like(lengths)
     q = torch.linspace(-1, 1, 32 * 128, device=DEVICE).bfloat16().view(1, 32, 128)
     first = 0.0
     for name in cache:
@@ -65,6 +66,7 @@ def _step(transfer: Transfer, cache: Cache, *, streamed: bool) -> tuple[float, A
         else:
             transfer.wait(20)
         first = first or time.perf_counter()
-        q = attend(cache[name], q, tables=ids[None], lengths=lengths, max_queries=1)
+        about: Json = {"tables": ids[None], "lengths": lengths, "queries": one, "max_queries": 1}
+        q = attend(cache[name], q, **about)
     torch.cuda.current_stream().synchronize()
     return first, q
