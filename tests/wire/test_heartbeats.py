@@ -27,7 +27,7 @@ def connections() -> dict[str, socket.socket]:
     found: dict[str, socket.socket] = {}
     for path in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # closed by now
-            if (name := os.readlink(path)).startswith("socket:"):
+            if (name := str(path.readlink())).startswith("socket:"):
                 one = socket.socket(fileno=os.dup(int(path.name)))
                 if is_connected(one):
                     found[name] = one

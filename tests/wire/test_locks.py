@@ -68,19 +68,20 @@ def watch(node: Any, held: Held) -> None:
     node.leases.grant = granted
 
 
+def noting(held: Held, name: str, act: Any) -> Any:
+    def noted(*given: Any, **about: Any) -> Any:
+        held.note(name)
+        return act(*given, **about)
+
+    return noted
+
+
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Held:
     """Whatever compiles or binds takes note of the locks that its thread has."""
     made = Held()
     for where, name in COMPILES + BINDS:
-
-        def noted(
-            *given: Any, name: str = name, act: Any = getattr(where, name), **about: Any
-        ) -> Any:
-            made.note(name)
-            return act(*given, **about)
-
-        monkeypatch.setattr(where, name, noted)
+        monkeypatch.setattr(where, name, noting(made, name, getattr(where, name)))
     return made
 
 
