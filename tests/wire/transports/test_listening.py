@@ -12,10 +12,11 @@ import pytest
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.routing import Copy
-from kvatlas.wire import make_transport
+from kvatlas.wire import Node, make_transport
 from kvatlas.wire.memory_copy import as_bytes, memory_of
 from kvatlas.wire.transports.listening import connected, listeners, narrow
 from tests.wire.forking import forked
+from tests.wire.helpers import Buffers, small
 from tests.wire.transports.conftest import skip_without
 from tests.wire.transports.ends import KINDS, OVER_TCP, Kind, soon
 from tests.wire.transports.peer import SIZES, End
@@ -90,6 +91,37 @@ def test_who_is_connected_is_seen() -> None:
         assert not connected([port])
         with socket.create_connection(("127.0.0.1", port)):
             assert connected([port])
+
+
+def own_device() -> str:
+    """A network device of this machine that is not the loopback."""
+    others = sorted(name for _, name in socket.if_nameindex() if name != "lo")
+    if not others:
+        pytest.skip("this machine has no other network device")
+    return others[0]
+
+
+@pytest.mark.parametrize("kind", KINDS[3:], ids=lambda kind: kind.label)
+def test_a_transport_beyond_this_host_takes_a_secret(kind: Kind) -> None:
+    """A node without one is refused whichever of its ends would be open to the network."""
+    skip_without(kind)
+    beyond: dict[str, Any] = {"host": own_address()}
+    if kind.name == "nixl":
+        beyond = {"device": own_device(), "over_tcp": True}
+    made = small("dense")
+    memory = Buffers(made, 0).memory
+    for given in ({}, {"secret": bytes(range(16))}, {"unprotected": True}):
+        transport = make_transport(kind.name, **beyond)
+        assert transport.beyond_host
+        if given:
+            Node(made, memory=memory, transport=transport, **given).close()
+            continue
+        with pytest.raises(AtlasError) as refusal:
+            Node(made, memory=memory, transport=transport)
+        assert refusal.value.code is Code.UNPROTECTED
+        assert "secret" in refusal.value.hint
+        assert not transport.open
+    Node(made, memory=memory, transport=make_transport(kind.name)).close()
 
 
 def test_mooncake_refuses_to_be_everywhere() -> None:
