@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.routing import Copy
-from kvatlas.wire import Node, make_transport
+from kvatlas.routing import Copy, route, scattered
+from kvatlas.wire import Node, Session, make_transport, pools_for
 from kvatlas.wire.memory_copy import as_bytes, memory_of
 from kvatlas.wire.transports.listening import connected, listeners, narrow
 from tests.wire.forking import forked
@@ -163,6 +163,34 @@ def test_pools_that_are_not_shared_are_out_of_reach(kind: Kind) -> None:
     assert refusal.value.code in (Code.BAD_HANDSHAKE, Code.WIRE_FAILED)
     near.drop()
     far.drop()
+
+
+@pytest.mark.parametrize("kind", KINDS[:2] + KINDS[3:], ids=lambda kind: kind.label)
+def test_a_node_that_shares_staging_alone_is_read_to_the_byte(kind: Kind) -> None:
+    """Nobody reaches its pools, and what is offered arrives all the same, and is released."""
+    skip_without(kind)
+    plans = small("dense"), small("dense", layout="BHLNC")
+    tables = [scattered(made, 50) for made in plans]
+    transports = [make_transport(kind.name, shared=shared) for shared in ("staging", "all")]
+    pools = [pools_for(*end) for end in zip(plans, (0, 0), transports, strict=True)]
+    pools[0][0][:] = np.random.default_rng(3).integers(0, 256, pools[0][0].size, dtype=np.uint8)
+    right = pools[1][0].copy()
+    both = {"src_rank": 0, "dst_rank": 0, "src_blocks": tables[0], "dst_blocks": tables[1]}
+    (copy,) = route(*plans).bind(**both, tokens=50).copies
+    for a, b, n in zip(copy.src, copy.dst, copy.length, strict=True):
+        right[b : b + n] = pools[0][0][a : a + n]
+    source, target = (
+        Node(made, memory=memory_of(own), transport=transport, piece=4096)
+        for made, own, transport in zip(plans, pools, transports, strict=True)
+    )
+    why: list[tuple[str, str]] = []
+    with source, target, Session(target, [source.endpoint]) as session:
+        assert not any(map(source.transport.shares, pools[0]))
+        source.offer("r", tables[0], 50, released=lambda *said: why.append(said))
+        moved = session.pull("r", dst_blocks=tables[1], tokens=50).wait(20)
+        assert moved.ready
+        assert np.array_equal(pools[1][0], right)
+        assert why == [("r", "read")]
 
 
 def _reach(near: End, far: End) -> None:
