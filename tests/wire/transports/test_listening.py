@@ -175,8 +175,11 @@ def test_a_node_that_shares_staging_alone_is_read_to_the_byte(kind: Kind) -> Non
     pools = [pools_for(*end) for end in zip(plans, (0, 0), transports, strict=True)]
     pools[0][0][:] = np.random.default_rng(3).integers(0, 256, pools[0][0].size, dtype=np.uint8)
     right = pools[1][0].copy()
-    both = {"src_rank": 0, "dst_rank": 0, "src_blocks": tables[0], "dst_blocks": tables[1]}
-    (copy,) = route(*plans).bind(**both, tokens=50).copies
+    (copy,) = (
+        route(*plans)
+        .bind(src_rank=0, dst_rank=0, src_blocks=tables[0], dst_blocks=tables[1], tokens=50)
+        .copies
+    )
     for a, b, n in zip(copy.src, copy.dst, copy.length, strict=True):
         right[b : b + n] = pools[0][0][a : a + n]
     source, target = (
