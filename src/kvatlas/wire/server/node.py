@@ -51,8 +51,8 @@ class Node(NodeState):
 
     def __post_init__(self) -> None:
         self.check_arguments()
+        self._check_transport()
         try:
-            self._check_transport()
             super().__post_init__()
             self.register()
             self.answers = Answers(self)
