@@ -202,6 +202,11 @@ class Link(ABC):
         """The same of runs that nobody has written out, once the peer's mark is done."""
         raise NotImplementedError(f"{type(self).__name__} takes runs: {len(grids)}, {behind}")
 
+    def converts(self, grids: Sequence[RunGrid]) -> bool:
+        """Whether `read_grids` takes these, some of whose elements change on the way."""
+        del grids
+        return False
+
     def prepare(self, shape: RequestShape) -> PreparedRead | None:
         """Get ready to read requests of one shape; None where every one is read anew."""
         del shape
