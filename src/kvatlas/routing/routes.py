@@ -228,8 +228,11 @@ class Route:
     ) -> dict[int, tuple[Int64s, Int64s]]:
         """Every byte that must arrive at a destination rank: starts and lengths by pool.
 
-        It follows from the destination's plan alone, so that what has arrived can be held
-        against it: a block is ready when all of its bytes are.
+        It follows from the two plans, so that what has arrived can be held against it: a block
+        is ready when all of its bytes are. Of a layer with a window that is no less than the next
+        token sees by the destination's own spec, whatever the source's plan says; it is every
+        token where both ends keep every token. `needed_states` says which states arrive: blocks
+        before those are not written, and no later token sees them.
         """
         arriving = self._arriving(dst_rank, dst_blocks, tokens)
         copies = self._copies(self._arrivals, arriving, layers)

@@ -94,7 +94,7 @@ class Transfer:
 
     @property
     def total(self) -> int | None:
-        """Bytes that must arrive, from the destination's plan; None for a push."""
+        """Bytes that must arrive, by the two plans; None for a push."""
         total = self._total
         if callable(total):  # threads that find it out at once find the same
             total = self._total = total()

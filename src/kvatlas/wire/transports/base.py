@@ -294,6 +294,8 @@ class Transport(ABC):
         if shared not in ("all", "staging"):
             raise errors.failed(f"shared={shared!r}", hint='Share "all", or "staging" alone')
         self.shared: Shared = shared
+        self.beyond_host = ""
+        """The address or device beyond this host that it listens at; empty where there is none."""
         self.memory: dict[int, Memory] = {}
         self.marks: DeviceMarks | None = None
         """Marks of the GPU that registered memory is on; None where all is on the host."""
@@ -309,12 +311,9 @@ class Transport(ABC):
         self.check()
         taken = set(memory) & set(self.memory)
         if taken:
-            raise AtlasError(
-                Code.TWICE,
-                "A region is registered already",
-                got=f"regions {sorted(taken)} again",
-                hint="Close the transport before its memory changes",
-            )
+            problem, got = "A region is registered already", f"regions {sorted(taken)} again"
+            hint = "Close the transport before its memory changes"
+            raise AtlasError(Code.TWICE, problem, got=got, hint=hint)
         # Libraries disagree on what an empty region is, and nobody can read from one.
         taken_here = {p: at for p, at in memory.items() if at.nbytes and self.takes(at.device)}
         gpus = [region.number for region in memory.values() if region.device != HOST]
