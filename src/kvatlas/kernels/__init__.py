@@ -6,11 +6,13 @@ They run with torch anywhere; on a GPU most of them are Triton's.
 import kvatlas.cache  # noqa: F401 - first: it says which extra brings torch
 from kvatlas.kernels.address_runs import (
     BlockSpans,
+    PlacedScales,
     PlacedStarts,
     RepeatedCopy,
     can_convert,
     convert_address_runs,
     copy_address_runs,
+    place_scales,
     place_starts,
 )
 from kvatlas.kernels.block_conversion import convert_blocks
@@ -31,6 +33,7 @@ from kvatlas.kernels.write_read_latent import (
 
 __all__ = [
     "BlockSpans",
+    "PlacedScales",
     "PlacedStarts",
     "RepeatedCopy",
     "attend",
@@ -46,6 +49,7 @@ __all__ = [
     "encode",
     "encode_latent",
     "gather_blocks",
+    "place_scales",
     "place_starts",
     "read",
     "read_latent",

@@ -44,6 +44,37 @@ def place_starts(src: Offsets, dst: Offsets, device: torch.device | str) -> Plac
     return PlacedStarts(_uploaded(table, torch.device(device)), bits, step)
 
 
+class PlacedScales(NamedTuple):
+    """The scales of every start, on the device that casts."""
+
+    table: torch.Tensor
+    """[3, starts] of float32: factors, divisors, and the inverse of those."""
+    divides: bool
+    """Whether the inverse is not as good as the division."""
+
+
+def place_scales(
+    cast: ElementCast, which: Offsets | None, starts: int, device: torch.device | str
+) -> PlacedScales:
+    """Put the scales of so many starts on a device; `which` of the cast's each has.
+
+    >>> from kvatlas.geometry import DType
+    >>> cast = ElementCast(DType.of("bf16"), DType.of("fp8"), ((1.0, 0.5), (1.0, 4.0)))
+    >>> place_scales(cast, np.array([0, 1, 1]), 3, "cpu")
+    PlacedScales(table=tensor([[1.0000, 1.0000, 1.0000],
+            [0.5000, 4.0000, 4.0000],
+            [2.0000, 0.2500, 0.2500]]), divides=False)
+    """
+    factors, divisors = np.array(cast.scales, dtype=np.float64).T
+    powers = (np.frexp(divisors)[0] == 0.5) & (divisors >= 2**-64) & (divisors <= 2**64)
+    with np.errstate(all="ignore"):  # what is not a number of float32 is none of its codes either
+        rows = np.stack([factors, divisors]).astype(np.float32)
+        rows = np.concatenate([rows, 1 / rows[1:]])
+    every = rows[:, np.zeros(starts, np.int64) if which is None else which]
+    table = torch.from_numpy(np.ascontiguousarray(every)).to(device)
+    return PlacedScales(table, not powers.all())
+
+
 class BlockSpans(NamedTuple):
     """Spans of requests of one shape: where they lie in blocks whose ids come later.
 
@@ -161,6 +192,7 @@ def convert_address_runs(
     starts: PlacedStarts,
     spans: tuple[Offsets, Offsets, Offsets],
     cast: ElementCast,
+    scales: PlacedScales,
     *,
     programs: int = 0,
     stream: Any = None,
@@ -169,12 +201,13 @@ def convert_address_runs(
 ) -> None:
     """The same of elements that change their type on the way: all is counted in elements.
 
-    Both addresses are multiples of an element there.
+    Both addresses are multiples of an element there. `scales` are those of the starts.
     """
     items = source // cast.source.item | target // cast.target.item
     tables = _tables(starts, spans, items, place)
     if tables is not None:
-        _launcher().convert_runs(source, target, tables, cast, programs, stream=stream, **choice)
+        about = (cast, scales, programs)
+        _launcher().convert_runs(source, target, tables, *about, stream=stream, **choice)
 
 
 def can_convert(cast: ElementCast, device: torch.device) -> bool:

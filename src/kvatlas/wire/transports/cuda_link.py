@@ -46,6 +46,7 @@ class _Told(NamedTuple):
     starts: tuple[Int64s, Int64s]
     spans: tuple[Int64s, Int64s, Int64s]
     cast: ElementCast | None = None
+    scales: Int64s | None = None
 
     @property
     def nbytes(self) -> int:
@@ -138,7 +139,7 @@ class CudaLink(Link):
         told = [
             _Told(
                 grid.src_pool, grid.dst_pool, grid.starts.ends,
-                (grid.src, grid.dst, grid.length), grid.cast,
+                (grid.src, grid.dst, grid.length), grid.cast, grid.starts.scales,
             )
             for grid in grids
         ]  # fmt: skip
@@ -243,10 +244,7 @@ class CudaLink(Link):
         try:
             near = {pool: at.address for pool, at in self.mine.items()}
             src, dst = (near, far) if write else (far, near)
-            runs = [
-                AddressRuns(src[one.src], dst[one.dst], one.starts, one.spans, one.cast)
-                for one in told
-            ]
+            runs = [AddressRuns(src[one.src], dst[one.dst], *one[2:]) for one in told]
             return self._queue.post(runs), over
         except BaseException:
             over()
