@@ -220,7 +220,8 @@ class TorchQueue(DeviceQueue):
                     if one.cast is None:
                         copy_address_runs(*told, **about)
                     else:
-                        convert_address_runs(*told, one.cast, self._scales(one), **about)
+                        scales = self._scales(one, one.cast)
+                        convert_address_runs(*told, one.cast, scales, **about)
             finally:
                 posted = TorchPosted(self._stream)
                 for slot in slots:
@@ -269,16 +270,16 @@ class TorchQueue(DeviceQueue):
             self._starts.popitem(last=False)
         return self._starts[id(starts[0])].placed
 
-    def _scales(self, runs: AddressRuns) -> Any:
+    def _scales(self, runs: AddressRuns, cast: ElementCast) -> Any:
         """Scales on the device; kept as long as the starts that they are of."""
         from kvatlas.kernels import place_scales
 
         kept = self._starts[id(runs.starts[0])]
-        if runs.cast is not None and runs.cast not in kept.scales:
+        if cast not in kept.scales:
             with self.on_stream():
-                made = place_scales(runs.cast, runs.scales, len(runs.starts[0]), self._device)
-            kept.scales[runs.cast] = made
-        return kept.scales[runs.cast]
+                made = place_scales(cast, runs.scales, len(runs.starts[0]), self._device)
+            kept.scales[cast] = made
+        return kept.scales[cast]
 
 
 class _KeptStarts(NamedTuple):
