@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
+from tests.attack.by_tests import ROOT, PassingTests
 from tests.attack.claims import Attack
 from tests.attack.forged import forged_messages
 from tests.attack.long_contexts import thin, wide
@@ -12,6 +13,7 @@ from tests.attack.plans import WIRES
 from tests.attack.proxy import Proxy
 from tests.attack.soak import Soak
 from tests.attack.stops import stopped_sources
+from tests.attack.suite import CLAIMS
 
 
 def test_blocks_of_a_stopped_source_are_reused() -> None:
@@ -41,6 +43,14 @@ def test_a_soak_notices_what_is_left_open(tmp_path: Path) -> None:
     assert not soak.ok
     assert [one["node"] for one in soak.left_open] == [0]
     assert min(soak.left_open[0]["left"].values()) > 0
+
+
+def test_tests_that_stand_for_claims_are_there() -> None:
+    named = [test for row in CLAIMS.values() if isinstance(row.claim, PassingTests)
+             for test in row.claim.tests]  # fmt: skip
+    assert len(named) > 20
+    for file, _, name in (test.partition("::") for test in named):
+        assert f"def {name}(" in (ROOT / file).read_text() + "def ("
 
 
 def test_a_proxy_that_leads_nowhere_closes_what_it_accepts() -> None:
