@@ -33,6 +33,8 @@ def choose_way(lease: RankLease, stream: AnyStream) -> Way:
     """How a stream goes: as asked, or by what the link was measured at."""
     wanted = lease.wanted
     if isinstance(stream, ConvertedStream):
+        if converts_on_the_way(lease, stream):
+            return "direct"
         if wanted.how in ("direct", "landed"):
             hint = "Let the transfer be staged: cells are converted in staging buffers"
             got = "a conversion, and pools that are read as they are"
@@ -50,6 +52,18 @@ def choose_way(lease: RankLease, stream: AnyStream) -> Way:
             raise failed("no buffers and pools on this host to land in", "Choose another way")
         return wanted.how
     return _cheapest_way(lease, stream)
+
+
+def converts_on_the_way(lease: RankLease, stream: ConvertedStream) -> bool:
+    """Whether what copies casts elements too, from the source's pools into this node's.
+
+    There is nothing that travels then, and so no checksum of it.
+    """
+    wanted, link = lease.wanted, lease.connection.link
+    if not lease.pull or not link.adds or wanted.checksums or wanted.how not in ("auto", "direct"):
+        return False
+    grids = stream.grids() if lease.reaches_pools() else None
+    return grids is not None and link.converts(grids)
 
 
 def _cheapest_way(lease: RankLease, stream: Stream) -> Way:
