@@ -22,7 +22,7 @@ MARK = "outcome "
 """Before the line for whoever started the process: transports print to stdout too."""
 _ALL = tuple(WIRES)
 _MOST = ("shm", "tcp", "nixl", "mooncake")
-"""Without NIXL over TCP, where what stops and dies is told apart from the same by other means."""
+"""Without NIXL over TCP, which is NIXL once more but for peers that stop and die."""
 _SIDE, _DISK = ("side channel",), ("files",)
 """What is attacked in place of a transport."""
 

@@ -5,6 +5,11 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
+import pytest
+
+from kvatlas.geometry import StateSpans
+from kvatlas.routing.compiler import GroupPair
+from kvatlas.routing.request import BoundStates, RequestEnds
 from tests.attack.by_tests import ROOT, PassingTests
 from tests.attack.claims import Attack
 from tests.attack.forged import forged_messages
@@ -32,6 +37,18 @@ def test_a_long_request_takes_little_memory_beside_its_pools() -> None:
     for name in ("Gemma-3-27B", "Qwen3.5-397B-A17B", "DeepSeek-V4-Flash", "Mamba2-2.7B"):
         result = wide(name, 4_000, layers=3)
         assert result["held"], result
+
+
+def test_descriptors_that_lead_elsewhere_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All bytes are carried, each once and in bounds, and every block from another's place."""
+    bind = RequestEnds.bind
+
+    def turned(request: RequestEnds, pair: GroupPair, spans: StateSpans) -> BoundStates:
+        bound = bind(request, pair, spans)
+        return bound._replace(ids=(bound.ids[0][::-1], bound.ids[1]))
+
+    monkeypatch.setattr(RequestEnds, "bind", turned)
+    assert "where others belong" in wide("Phi-3-mini-4k", 500, layers=1)["wrong"]
 
 
 def test_a_soak_notices_what_is_left_open(tmp_path: Path) -> None:
