@@ -301,9 +301,10 @@ class Answers:
 
     def _alone_sends(self, lease: Lease) -> bool:
         """Whether a peer has no byte of a pull but those that this node gathers for it."""
-        own = self.node.plan.rank_pools(self.node.rank)
-        shared = all(map(self.node.transport.shares, own))
-        return not shared or isinstance(lease.stream, ConvertedStream)
+        transport, own = self.node.transport, self.node.plan.rank_pools(self.node.rank)
+        if not all(map(transport.shares, own)):
+            return True
+        return isinstance(lease.stream, ConvertedStream) and not transport.casts
 
     def _all_have_read(self, request: str, peer: Peer, posting: Posting | None) -> Offer | None:
         """The offer, where with this peer every rank that reads from this one has done so.

@@ -202,6 +202,11 @@ class Link(ABC):
         """The same of runs that nobody has written out, once the peer's mark is done."""
         raise NotImplementedError(f"{type(self).__name__} takes runs: {len(grids)}, {behind}")
 
+    def converts(self, grids: Sequence[RunGrid]) -> bool:
+        """Whether `read_grids` takes these, some of whose elements change on the way."""
+        del grids
+        return False
+
     def prepare(self, shape: RequestShape) -> PreparedRead | None:
         """Get ready to read requests of one shape; None where every one is read anew."""
         del shape
@@ -284,6 +289,9 @@ class Transport(ABC):
 
     marks_travel: ClassVar[bool] = False
     """Whether peers look at marks by themselves; else they are waited for before an answer."""
+
+    casts: ClassVar[bool] = False
+    """Whether peers read pools and cast their elements; else this end converts in its buffers."""
 
     def __init__(self, *, shared: Shared = "all") -> None:
         if shared not in ("all", "staging"):
