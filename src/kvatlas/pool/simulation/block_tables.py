@@ -58,6 +58,11 @@ class BlockTable:
             return ceil_div(stop, self._step) * self._one.blocks
         return ceil_div(stop * self._one.blocks, self._step)
 
+    def behind(self, stop: int, spans: int | None = None) -> int:
+        """Blocks of the first `stop` tokens behind so many spans, or behind all whole ones."""
+        whole = stop // self._step if spans is None else spans
+        return self._blocks(stop) - whole * self._one.blocks
+
     def name(self, stop: int) -> slice:
         """Tokens up to `stop` are computed; which places have their content since then."""
         before = self.named
