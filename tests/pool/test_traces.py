@@ -90,6 +90,35 @@ def test_a_trace_that_lies_is_refused_with_its_line(tmp_path: Path) -> None:
         assert words in str(refusal.value), (lie, str(refusal.value))
 
 
+def test_a_conversation_that_lies_is_refused_with_its_line_and_request(tmp_path: Path) -> None:
+    good = {"t": 0.0, "in": 128, "out": 1, "hash_ids": [1, 2]}
+    lies: list[tuple[Any, str]] = [
+        (good | {"hash_ids": [2, 1]}, "an id follows"),
+        (good | {"in": 500}, "the ids are not those"),
+        (good | {"in": -5, "hash_ids": []}, "lengths"),
+        (good | {"t": -1.0}, "a request comes"),
+        (good | {"hash_ids": [-1, 2]}, "an id is negative"),
+        (good | {"hash_ids": ["x"]}, "this is no request"),
+        (good | {"hash_ids": [1 << 70, 2]}, "an id is none"),
+        (good | {"surprise": 1}, "this is no request"),
+        ({"t": 0.0}, "this is no request"),
+    ]
+    other = {"block_size": 64, "requests": [good, good]}
+    written(tmp_path / "a.json", json.dumps(other))
+    for lie, words in lies:
+        lines = ['{"block_size": 64, "requests": [', f"{json.dumps(good)},", json.dumps(lie), "]}"]
+        path = written(tmp_path / "b.json", *lines)
+        for where in (path, tmp_path):
+            with pytest.raises(AtlasError) as refusal:
+                read_trace(where)
+            assert refusal.value.code is Code.BAD_TRACE, lie
+            assert f"b.json, line 3, request 2: {words}" in str(refusal.value), lie
+    for text, line in (('{"block_size": 64,\n"requests": [', 2), ('{\n\n"block_size": }', 3)):
+        with pytest.raises(AtlasError) as refusal:
+            read_trace(written(tmp_path / "b.json", text))
+        assert f"b.json, line {line}: this is no conversation" in str(refusal.value)
+
+
 def test_other_files_that_are_no_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     talk = {"block_size": 64, "requests": []}
     turn = {"t": 0.0, "in": 64, "out": 1, "hash_ids": [-1]}
