@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tracemalloc
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -14,6 +15,8 @@ import pytest
 from kvatlas.errors import AtlasError, Code
 from kvatlas.pool.simulation.spans import Spans
 from kvatlas.pool.traces import read_trace, reading
+from tests.pool.long_stream import token_line, write_lines
+from tests.profiles import DEEP
 
 SAMPLE = Path(__file__).parent / "sample_trace.jsonl"
 
@@ -149,6 +152,18 @@ def test_a_trace_from_a_pipe_is_read_whole(tmp_path: Path) -> None:
     writer.start()
     assert read_trace(pipe).ids.tolist() == read_trace(SAMPLE).ids.tolist()
     writer.join()
+
+
+def test_a_long_trace_is_read_in_memory_that_does_not_grow_with_it(tmp_path: Path) -> None:
+    """Of 10 GB: make test-stream."""
+    nbytes = (200 if DEEP else 1) << 20
+    write_lines(tmp_path / "long.jsonl", token_line, nbytes)
+    tracemalloc.start()
+    trace = read_trace(tmp_path / "long.jsonl", block=512)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert trace.tokens > nbytes // 8
+    assert most < (1 << 19) + 100 * len(trace.ids)
 
 
 def test_spans_are_shared_as_far_as_tokens_are() -> None:
