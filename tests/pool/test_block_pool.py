@@ -114,6 +114,25 @@ def test_a_hit_ends_where_every_group_can_go_on() -> None:
         assert pool.admit(3, [*prompt, 5]) == 4 * step
 
 
+def test_checkpoints_within_a_share_leave_the_rest_to_attention() -> None:
+    """Else states of one long prompt would drive out what all others are found by."""
+    made = small_plan("hybrid", 60)
+    step, found = made.block_size, {}
+    for keep in ("every-block", "every-block-within-25"):
+        pool = BlockPool(made, checkpoints=checkpoint_policy(keep))
+        prompts = [[user, *range(100, 99 + 5 * step)] for user in range(6)]
+        for number, prompt in enumerate(prompts):
+            pool.admit(number, prompt)
+            for stop in [*pool.stops(number, len(prompt)), len(prompt)]:
+                pool.reserve(number, stop)
+                pool.computed(number, stop)
+            pool.free(number)
+        attention = [one for one in pool._index.groups if one.keeps_all]
+        found[keep] = sum(len(one.blocks) for one in attention)
+        assert pool.admit("last", [*prompts[-1], 5]) == 5 * step
+    assert found["every-block-within-25"] == 30 > found["every-block"]
+
+
 def test_compressed_caches_are_found_at_whole_blocks() -> None:
     pool = BlockPool(small_plan("compressed", 600, max_len=1024))
     prompt = list(range(700))
