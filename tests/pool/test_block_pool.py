@@ -23,7 +23,9 @@ from tests.pool.million import run
 from tests.pool.models import MODELS, small_plan
 from tests.profiles import DEEP
 
-EXAMPLES, STEPS = (3_000, 100) if DEEP else (60, 30)  # a million: make test-pool
+EXAMPLES, STEPS = (16_000, 100) if DEEP else (60, 30)
+"""With some 65 rules an example, a million operations in the deep profile, as make test-pool has
+them from a seed; both check everything after each."""
 
 prompts = st.tuples(
     st.lists(st.sampled_from(PIECES), max_size=4), st.integers(0, 20), st.sampled_from([b"", b"s"])
