@@ -96,6 +96,15 @@ def converting_rows(written: Converting | None, asked: Converting | None) -> Con
     return replace(asked, src_scales=written.src_scales)
 
 
+def kept_as_written(convert: Converting) -> Converting:
+    """What becomes of blocks that a cache has stored itself, which converts others so: nothing.
+
+    >>> kept_as_written(Converting("bf16->fp8", dst_scales=0.5)).src_scales
+    0.5
+    """
+    return replace(convert, src_scales=convert.dst_scales)
+
+
 def _between(src: Plan, dst: Plan, convert: Converting | None) -> Route:
     if convert is None:
         return route(src, dst)
@@ -109,7 +118,13 @@ def _between(src: Plan, dst: Plan, convert: Converting | None) -> Route:
 
 
 def _refuse_rescaling(src: Plan, dst: Plan, convert: Converting) -> None:
-    """Refuse unlike scales of what is copied as it is: it would mean something else then."""
+    """Refuse unlike scales of what is copied as it is: it would mean something else then.
+
+    Blocks of which nobody says what they were written with are those of the cache, as they are
+    where nothing is to be converted.
+    """
+    if convert.src_scales is None:
+        return
     specs = _specs(src), _specs(dst)
     mine = tensor_scales(convert.src_scales, specs[0])
     theirs = tensor_scales(convert.dst_scales, specs[1])

@@ -21,7 +21,7 @@ from typing import Any
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
 from kvatlas.routing import checked_rank, token_range
-from kvatlas.tier.converting import PLANS, Converting
+from kvatlas.tier.converting import PLANS, Converting, kept_as_written
 from kvatlas.tier.hit import check_all_there
 from kvatlas.tier.index import StoreResult
 from kvatlas.tier.ingest import Ingest
@@ -97,7 +97,8 @@ class StoreTier:
         if other is not None:
             check_alike(plan, other)
         cut = (shards, stages)
-        own = StoredRows(store, plan, identity, cut, staging)
+        how = None if other is None else kept_as_written(other.convert)
+        own = StoredRows(store, plan, identity, cut, staging, how)
         self.namespace, self.metrics = own.namespace, own.storage.metrics
         self._own, self._traffic, self._storage = own, own.traffic, own.storage
         self._rows = [own]
