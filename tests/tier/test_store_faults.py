@@ -203,6 +203,19 @@ def test_what_is_stored_later_is_there_after_a_flush() -> None:
         world.check(tier, small(MODEL, tp=2))
 
 
+def test_who_does_not_wait_is_not_held_up_by_a_store_that_hangs() -> None:
+    world, made, store = World(MODEL, 70), small(MODEL), LyingStore()
+    with tier_in(store, MODEL, deadline=20.0) as tier:
+        store.fault = "put stalls"
+        begun = time.monotonic()
+        assert world.store(tier, made, wait=False)[0].waiting == 5
+        assert time.monotonic() - begun < 10
+        store.stalled.set()
+        assert tier.flush()
+        assert tier.match(world.keys(tier), 70) == 70
+        assert sum("marks" in name for name in store.names()) == 5
+
+
 def test_a_dropped_key_is_gone_whatever_tokens_it_had() -> None:
     world, made = World(MODEL, 70), small(MODEL)
     with tier_in(HostStore(), MODEL) as tier:

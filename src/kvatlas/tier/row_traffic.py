@@ -120,12 +120,17 @@ class RowTraffic:
             self._marked_until = time.monotonic() + _MARKED_FOR
         return "absent"
 
-    def mark(self, deadline: Deadline) -> None:
-        """Have others know that such caches are stored here."""
-        if time.monotonic() >= self._marked_until:
-            marks = self.names.mark_objects()
-            self.calls.result(self.calls.start(lambda: self.store.put(marks)), deadline)
+    def mark(self) -> Future[None] | None:
+        """Begin to have others know that such caches are stored here; None where they do."""
+        if time.monotonic() < self._marked_until:
+            return None
+        marks = self.names.mark_objects()
+
+        def call() -> None:
+            self.store.put(marks)
             self._marked_until = time.monotonic() + _MARKED_FOR
+
+        return self.calls.start(call)
 
     def forget_marks(self) -> None:
         """The marks were removed: whoever stores next makes them again."""
