@@ -210,6 +210,7 @@ def test_who_does_not_wait_is_not_held_up_by_a_store_that_hangs() -> None:
         begun = time.monotonic()
         assert world.store(tier, made, wait=False)[0].waiting == 5
         assert time.monotonic() - begun < 10
+        assert tier._traffic.mark() is None, "they are on their way, once"
         store.stalled.set()
         assert tier.flush()
         assert tier.match(world.keys(tier), 70) == 70

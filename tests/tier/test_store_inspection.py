@@ -6,6 +6,7 @@ import io
 import os
 import tarfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from kvatlas.tier import (
 )
 from kvatlas.tier.namespaces import LEVELS, row_digest
 from kvatlas.tier.object_header import ObjectPlace, checksum, header
+from kvatlas.tier.stores import Parts
 from tests.cli.helpers import said
 from tests.tier.test_store_topologies import tier_in
 from tests.tier.test_topologies import MODELS
@@ -142,6 +144,13 @@ def test_an_archive_from_a_stranger_brings_nothing_that_is_not_sound(
         import_objects(empty, tmp_path / "no.tar")
 
 
+class FailingStore(HostStore):
+    """A store that is gone."""
+
+    def put(self, objects: Sequence[tuple[str, Parts]]) -> list[bool]:
+        raise AtlasError(Code.WIRE_FAILED, got=len(objects), hint="Start it again")
+
+
 def mark(tenant: str, says: bytes) -> tuple[str, list[Any]]:
     """A mark as whoever may write to a store can make it: its sums are right."""
     digest, payload = "ab" * 16, np.frombuffer(says, np.uint8)
@@ -170,6 +179,9 @@ def test_marks_of_nobody_and_numbers_that_are_none_are_not_imported(tmp_path: Pa
     for store in (HostStore(), FolderStore(tmp_path / "store")):
         assert len(import_objects(store, tmp_path / "marks.tar").damaged) == 2
         assert list(store.names()) == [mark("cd" * 16, b"{}")[0]]
+    with pytest.raises(AtlasError) as refusal:
+        import_objects(FailingStore(), tmp_path / "marks.tar")
+    assert refusal.value.code is Code.WIRE_FAILED, "the store failed, and not the archive"
     with tarfile.open(tmp_path / "sparse.tar", "w", format=tarfile.PAX_FORMAT) as archive:
         about = tarfile.TarInfo("kv1/sparse")
         about.pax_headers = {"GNU.sparse.map": "no,numbers"}

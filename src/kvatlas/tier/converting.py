@@ -106,10 +106,13 @@ def kept_as_written(convert: Converting) -> Converting:
 
 
 def _between(src: Plan, dst: Plan, convert: Converting | None) -> Route:
-    if convert is None:
+    alike = fingerprint(src) == fingerprint(dst)
+    # Where nothing is converted, and nobody says what blocks were written with, it is as if
+    # nobody had asked for a conversion.
+    if convert is None or (alike and convert.src_scales is None):
         return route(src, dst)
     about: dict[str, Any] = {}
-    if fingerprint(src) != fingerprint(dst):
+    if not alike:
         scales = {"src_scales": convert.src_scales, "dst_scales": convert.dst_scales}
         about = {"convert": convert.name, **scales}
     made = route(src, dst, **about)  # which says first whether these are of one model
@@ -118,13 +121,7 @@ def _between(src: Plan, dst: Plan, convert: Converting | None) -> Route:
 
 
 def _refuse_rescaling(src: Plan, dst: Plan, convert: Converting) -> None:
-    """Refuse unlike scales of what is copied as it is: it would mean something else then.
-
-    Blocks of which nobody says what they were written with are those of the cache, as they are
-    where nothing is to be converted.
-    """
-    if convert.src_scales is None:
-        return
+    """Refuse unlike scales of what is copied as it is: it would mean something else then."""
     specs = _specs(src), _specs(dst)
     mine = tensor_scales(convert.src_scales, specs[0])
     theirs = tensor_scales(convert.dst_scales, specs[1])

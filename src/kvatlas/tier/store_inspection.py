@@ -144,6 +144,8 @@ def import_objects(store: ObjectStore, path: Path) -> Verdict:
                     sound += 1
                 else:
                     refused.append(about.name)
+    except AtlasError:  # the store's
+        raise
     except (OSError, tarfile.TarError, ValueError) as problem:  # numbers that are none
         hint = "Use a file that `kvatlas tier export` has written"
         raise AtlasError(Code.UNREADABLE, got=f"{path}: {problem}", hint=hint) from None
