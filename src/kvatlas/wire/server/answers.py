@@ -301,11 +301,11 @@ class Answers:
 
     def _alone_sends(self, lease: Lease) -> bool:
         """Whether a peer has no byte of a pull but those that this node gathers for it."""
-        own = self.node.plan.rank_pools(self.node.rank)
-        shared, stream = all(map(self.node.transport.shares, own)), lease.stream
-        if shared and isinstance(stream, ConvertedStream):
-            return not (self.node.transport.casts and stream.by_element)
-        return not shared
+        transport, own = self.node.transport, self.node.plan.rank_pools(self.node.rank)
+        if not all(map(transport.shares, own)):
+            return True
+        stream = lease.stream
+        return isinstance(stream, ConvertedStream) and not (transport.casts and stream.by_element)
 
     def _all_have_read(self, request: str, peer: Peer, posting: Posting | None) -> Offer | None:
         """The offer, where with this peer every rank that reads from this one has done so.

@@ -289,7 +289,7 @@ class Transport(ABC):
     marks_travel: ClassVar[bool] = False
     """Whether peers look at marks by themselves; else they are waited for before an answer."""
     casts: ClassVar[bool] = False
-    """Whether peers may convert while they read, element by element: see `Link.converts`."""
+    """Whether peers read pools and cast their elements; else this end converts in its buffers."""
 
     def __init__(self, *, shared: Shared = "all") -> None:
         if shared not in ("all", "staging"):
