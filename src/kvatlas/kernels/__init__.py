@@ -6,17 +6,16 @@ They run with torch anywhere; on a GPU most of them are Triton's.
 import kvatlas.cache  # noqa: F401 - first: it says which extra brings torch
 from kvatlas.kernels.address_runs import (
     BlockSpans,
-    PlacedScales,
     PlacedStarts,
     RepeatedCopy,
     can_convert,
     convert_address_runs,
     copy_address_runs,
-    place_scales,
     place_starts,
 )
 from kvatlas.kernels.block_conversion import convert_blocks
 from kvatlas.kernels.block_copy import copy_blocks, gather_blocks, zero_blocks
+from kvatlas.kernels.cast_scales import PlacedScales, place_scales
 from kvatlas.kernels.cell_conversion import convert_cells
 from kvatlas.kernels.paged_attention import attend, attend_latent
 from kvatlas.kernels.quantise import decode, encode

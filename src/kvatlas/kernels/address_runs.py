@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvatlas.errors import AtlasError, Code
+from kvatlas.kernels.cast_scales import PlacedScales
 from kvatlas.specs import ElementCast
 
 _WIDEST = 16
@@ -42,37 +43,6 @@ def place_starts(src: Offsets, dst: Offsets, device: torch.device | str) -> Plac
     step = int(np.abs(np.diff(dst)).min()) if len(dst) > 1 else 0
     bits = int(np.bitwise_or.reduce(table, axis=None))
     return PlacedStarts(_uploaded(table, torch.device(device)), bits, step)
-
-
-class PlacedScales(NamedTuple):
-    """The scales of every start, on the device that casts."""
-
-    table: torch.Tensor
-    """[3, starts] of float32: factors, divisors, and the inverse of those."""
-    divides: bool
-    """Whether the inverse is not as good as the division."""
-
-
-def place_scales(
-    cast: ElementCast, which: Offsets | None, starts: int, device: torch.device | str
-) -> PlacedScales:
-    """Put the scales of so many starts on a device; `which` of the cast's each has.
-
-    >>> from kvatlas.geometry import DType
-    >>> cast = ElementCast(DType.of("bf16"), DType.of("fp8"), ((1.0, 0.5), (1.0, 4.0)))
-    >>> place_scales(cast, np.array([0, 1, 1]), 3, "cpu")
-    PlacedScales(table=tensor([[1.0000, 1.0000, 1.0000],
-            [0.5000, 4.0000, 4.0000],
-            [2.0000, 0.2500, 0.2500]]), divides=False)
-    """
-    factors, divisors = np.array(cast.scales, dtype=np.float64).T
-    powers = (np.frexp(divisors)[0] == 0.5) & (divisors >= 2**-64) & (divisors <= 2**64)
-    with np.errstate(all="ignore"):  # what is not a number of float32 is none of its codes either
-        rows = np.stack([factors, divisors]).astype(np.float32)
-        rows = np.concatenate([rows, 1 / rows[1:]])
-    every = rows[:, np.zeros(starts, np.int64) if which is None else which]
-    table = torch.from_numpy(np.ascontiguousarray(every)).to(device)
-    return PlacedScales(table, not powers.all())
 
 
 class BlockSpans(NamedTuple):

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvatlas.kernels.address_runs import PlacedScales
+from kvatlas.kernels.cast_scales import PlacedScales
 from kvatlas.kernels.triton import storage_formats as formats
 from kvatlas.kernels.triton import tune
 from kvatlas.kernels.triton.addresses import VECTOR
