@@ -60,11 +60,14 @@ def test_every_length_from_either_engine_to_the_other(
         assert_nothing_held(first, second)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_prefixes_that_are_there_are_not_read_again(name: str, checkpoints: Path) -> None:
+@pytest.mark.parametrize(("name", "off"), [("llama", False), ("gemma3", False), ("gemma3", True)])
+def test_prefixes_that_are_there_are_not_read_again(
+    name: str, off: bool, checkpoints: Path
+) -> None:
     """Also by later requests: a block that windows have filled in part is found by none.
 
-    Every prompt shares its beginning with the next, shorter or longer, at either engine.
+    Every prompt shares its beginning with the next, shorter or longer, at either engine. One of
+    them may have the hybrid manager `off`: it keeps all tokens, where the other has windows.
     """
     model = checkpoint(name, checkpoints)
     whole = prompt(700)
@@ -72,17 +75,17 @@ def test_prefixes_that_are_there_are_not_read_again(name: str, checkpoints: Path
     prompts = [whole[:length] + tail for length, tail in tails]
     prompts += [whole[:length] for length in (640, 150, 151, 215, 300, 301)]
     right = undisturbed(model, prompts)
-    cached: dict[str, Any] = {"enable_prefix_caching": True}
+    cached: dict[str, Any] = {"enable_prefix_caching": True, "connector": atlas()}
+    whole = cached | {"disable_hybrid_kv_cache_manager": off}
     with (
-        engine(model, name="one", connector=atlas(), core="0", block_size=64, **cached) as first,
-        engine(
-            model, name="other", connector=atlas(), core="1", block_size=128, **cached
-        ) as second,
+        engine(model, name="one", core="0", block_size=64, **cached) as first,
+        engine(model, name="other", core="1", block_size=128, **whole) as second,
     ):
         found = 0
         for number, (tokens, answer) in enumerate(zip(prompts, right, strict=True)):
             way = (first, second) if number % 3 else (second, first)
             assert_same(answer, split(*way, tokens), (name, number, len(tokens)))
+            assert not way[1].facts()["warned"], "it was read"
             alone = way[1].generate(tokens)
             assert_same(answer, alone, (name, number, "again"))
             found += alone.cached

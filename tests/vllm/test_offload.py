@@ -98,6 +98,30 @@ def test_windows_and_states_are_found_where_a_request_has_ended(
         assert_nothing_held(other)
 
 
+UNIFORM: dict[str, Any] = {"disable_hybrid_kv_cache_manager": True, "enable_prefix_caching": True}
+
+
+def test_engines_without_the_hybrid_manager_find_no_more_of_a_window_than_a_tier_has(
+    host: EngineHost, checkpoints: Path, tmp_path: Path
+) -> None:
+    """They keep and cache all tokens of all layers; a tier has the windows that requests end with.
+
+    So later prompts, which share fewer tokens, must not find what was never read.
+    """
+    model = checkpoint("gemma3", checkpoints)
+    prompts, right = conversation(host, model)
+    shorter = [prompts[0][:length] + prompt(30, seed=length) for length in (130, 256)]
+    asked = [*prompts[1:], *shorter, prompts[1]]
+    answers = [*right[1:], *right_answers(host, model, shorter), right[1]]
+    hybrid = {"enable_prefix_caching": True}
+    for number, (one, other) in enumerate(((UNIFORM, UNIFORM), (hybrid, UNIFORM))):
+        connector = keeping(tmp_path / str(number))
+        with host.engine(model, connector, block_size=64, **one) as first:
+            assert ask(first, prompts[:1], right[:1]) == [0]
+        with host.engine(model, connector, block_size=128, **other) as second:
+            assert ask(second, asked, answers)[:2] == [LENGTH + 7, 0]
+
+
 def test_a_full_tier_and_a_damaged_file_break_no_request(
     host: EngineHost, checkpoints: Path, tmp_path: Path
 ) -> None:
