@@ -119,6 +119,31 @@ def test_chunked_prefill_many_at_once_and_two_prefill_engines(checkpoints: Path)
         assert_nothing_held(first, second, decode)
 
 
+def test_requests_that_were_read_and_then_preempted_are_computed_again(checkpoints: Path) -> None:
+    """A decode engine with blocks for fewer requests than it reads: one gives its blocks away."""
+    model, length = checkpoint("gemma3", checkpoints), 60
+    prompts = [prompt(190, seed=seed) for seed in (1, 2, 3)]
+    with engine(model, name="undisturbed", core="0|1") as alone:
+        right = [alone.generate(one, tokens=length) for one in prompts]
+    few: dict[str, Any] = {"num_gpu_blocks_override": 24, "max_model_len": 512}
+    about: dict[str, Any] = {"enable_prefix_caching": True, "block_size": 64, "connector": atlas()}
+    with (
+        engine(model, name="prefill", core="0", **about) as prefill,
+        engine(model, name="decode", core="1", **about | few) as decode,
+    ):
+        told = [prefill.prefill(one).params for one in prompts]
+        names = [
+            decode.add(one, tokens=length, params=params)
+            for one, params in zip(prompts, told, strict=True)
+        ]
+        for name, answer in zip(names, right, strict=True):
+            assert_same(answer, decode.wait(name), name)
+        facts = decode.idle()
+        assert facts["preempted"], "there was room for all of them"
+        assert not facts["warned"]
+        prefill.idle()
+
+
 def test_as_one_of_several_connectors(
     checkpoints: Path, right: Undisturbed, tmp_path: Path
 ) -> None:
