@@ -76,10 +76,10 @@ def test_prefixes_that_are_there_are_not_read_again(
     prompts += [whole[:length] for length in (640, 150, 151, 215, 300, 301)]
     right = undisturbed(model, prompts)
     cached: dict[str, Any] = {"enable_prefix_caching": True, "connector": atlas()}
-    whole = cached | {"disable_hybrid_kv_cache_manager": off}
+    keeping_all = cached | {"disable_hybrid_kv_cache_manager": off}
     with (
         engine(model, name="one", core="0", block_size=64, **cached) as first,
-        engine(model, name="other", core="1", block_size=128, **whole) as second,
+        engine(model, name="other", core="1", block_size=128, **keeping_all) as second,
     ):
         found = 0
         for number, (tokens, answer) in enumerate(zip(prompts, right, strict=True)):
