@@ -127,6 +127,25 @@ def test_device_code_is_in_files_that_say_so(path: Path) -> None:
     assert bool(jitted) == path.stem.endswith("_device"), jitted
 
 
+MOST_NAMES = 12
+
+
+def test_no_signature_has_more_names_than_can_be_read_at_once() -> None:
+    """Of kernels all names count, elsewhere those that a call may leave unnamed."""
+    long = []
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            given = node.args
+            names = len(given.posonlyargs) + len(given.args)
+            if any("jit" in ast.unparse(decorator) for decorator in node.decorator_list):
+                names += len(given.kwonlyargs)
+            if names > MOST_NAMES:
+                long.append(f"{path.name}: {node.name} has {names}")
+    assert long == []
+
+
 @pytest.mark.parametrize("path", sorted((SOURCE / "geometry").glob("*.py")), ids=lambda p: p.name)
 def test_geometry_is_read_in_one_sitting(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 400

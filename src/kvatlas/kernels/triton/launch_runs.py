@@ -38,6 +38,19 @@ class RunTables(NamedTuple):
     """Whether starts that follow each other are nearer than spans that do."""
 
 
+class RunShape(NamedTuple):
+    """What the kernel that copies runs is compiled for."""
+
+    word: Any
+    """The integer that is copied at once."""
+    unit: int
+    """Words that all offsets are a multiple of."""
+    starts_first: bool
+    """Whether rows that follow each other have starts that do, rather than spans."""
+    whole: bool
+    """Whether all runs are of one length, which fills their tiles."""
+
+
 def copy_runs(
     source: int, target: int, tables: RunTables, programs: int = 0, *, stream: Any = None,
     **choice: Any,
@@ -63,12 +76,10 @@ def copy_runs(
     columns, rows = tile_of(words, word, use["tile"])
     count = tables.starts.shape[1] * tables.spans.shape[1]
     tiles = triton.cdiv(count, rows) * triton.cdiv(words, columns)
+    whole = tables.shortest == tables.longest and words % columns == 0
     constants = {
-        "WORD": _WORDS[word],
-        "UNIT": align // word,
+        "RUNS": RunShape(_WORDS[word], align // word, tables.starts_first, whole),
         "TILING": CopyTiling(rows, columns, evict=use["evict"], stages=use["stages"]),
-        "STARTS_FIRST": tables.starts_first,
-        "WHOLE": tables.shortest == tables.longest and words % columns == 0,
     }
     arguments = (
         source, target, tables.starts, tables.spans, tables.starts.shape[1],

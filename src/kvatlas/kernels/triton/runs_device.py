@@ -10,14 +10,14 @@ import triton.language as tl
 @triton.jit(do_not_specialize=["source", "target", "first_count", "second_count", "rows", "words"])
 def copy_run_grid(
     source, target, starts, spans, first_count, second_count, rows, words,
-    WORD: tl.constexpr, UNIT: tl.constexpr, TILING: tl.constexpr, STARTS_FIRST: tl.constexpr,
-    WHOLE: tl.constexpr,
+    RUNS: tl.constexpr, TILING: tl.constexpr,
 ):  # fmt: skip
     """Runs of words, one for every sum of a start and a span.
 
     `starts` has a row of offsets for either end, `spans` one more for lengths, in bytes.
-    `WHOLE` says that all runs have `words` words, which fill their tiles.
     """
+    WORD: tl.constexpr = RUNS.word
+    UNIT: tl.constexpr = RUNS.unit
     ROWS: tl.constexpr = TILING.rows
     COLUMNS: tl.constexpr = TILING.columns
     WIDTH: tl.constexpr = WORD.primitive_bitwidth // 8
@@ -31,7 +31,7 @@ def copy_run_grid(
         row = (tile // chunks) * ROWS + tl.arange(0, ROWS)
         column = (tile % chunks) * COLUMNS + tl.arange(0, COLUMNS)
         there = row < rows
-        if STARTS_FIRST:
+        if RUNS.starts_first:
             start = row % first_count
             span = row // first_count
         else:
@@ -42,7 +42,7 @@ def copy_run_grid(
         to = tl.load(starts + first_count + start, mask=there, other=0)
         to += tl.load(spans + second_count + span, mask=there, other=0)
         mask = there[:, None]
-        if not WHOLE:
+        if not RUNS.whole:
             length = tl.load(spans + 2 * second_count + span, mask=there, other=0) // WIDTH
             mask = mask & (column[None, :] < length[:, None])
         # In units first: a product says what it is a multiple of, a loaded number does not.
