@@ -3,7 +3,7 @@
 A bare launch is Triton's own, with arguments that are at hand. What a call takes beyond them
 is this library's: checks, and what it has worked out once for a layer. A call may take less than
 they do: what it has launched for a batch of the same kind it launches again without Triton's look
-at each argument. `python -m benchmarks.gpu.host_time` prints the table; it is a part of `make bench-gpu`.
+at each argument. `python -m benchmarks.gpu.host_time` prints the table, a part of `make bench-gpu`.
 """
 
 from __future__ import annotations
