@@ -28,7 +28,7 @@ def test_a_long_request_takes_little_memory_beside_its_pools() -> None:
     result = thin(1 << 17)
     assert result["held"], result
     for name in ("Gemma-3-27B", "Qwen3.5-397B-A17B", "DeepSeek-V4-Flash", "Mamba2-2.7B"):
-        result = wide(name, 4_000)
+        result = wide(name, 4_000, layers=3)
         assert result["held"], result
 
 

@@ -125,9 +125,6 @@ def works(here: Here, child: Child, plan: Any = SOURCE, seed: int = 1) -> None:
     assert ["next", "read"] in state["released"]
 
 
-LOST = {"deadline", "peer_lost", "wire_failed"}
-
-
 class Slow:
     """Makes this node's operations take longer, and says when the n-th has begun."""
 

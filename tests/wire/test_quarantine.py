@@ -325,3 +325,22 @@ def test_many_pulls_wait_for_buffers_rather_than_go_the_slow_way() -> None:
         source.blocks = target.blocks = {0: list(range(48))}
         source.assert_idle()
         target.assert_idle()
+
+
+@pytest.mark.parametrize("end", ["here", "there"])
+def test_a_short_pull_does_not_wait_for_buffers_that_long_ones_keep(end: str) -> None:
+    """It would be a little faster with them, and waits no longer than that is worth."""
+    from kvatlas.routing import Costs
+
+    with ends(*pair()) as (source, target):
+        source.offer("r")
+        lends = (target if end == "here" else source).nodes[0].staging
+        kept = lends.acquire(2, for_peer=end == "there")
+        costs = Costs(descriptor=1e-5, wire=1e12, copy=1e12 if end == "here" else 1e9)
+        with Session(target.nodes[0], source.endpoints) as session:
+            done = pull(session, target, costs=costs, seconds=30).wait(40)
+            assert done.seconds < 10
+        assert "direct" in target.nodes[0].metrics.seconds
+        assert_arrived(source, target, 0)
+        lends.give_back(kept)
+        works(source, target)
