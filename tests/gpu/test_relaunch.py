@@ -10,7 +10,7 @@ import pytest
 import torch
 from triton.runtime import jit
 
-from kvatlas.kernels.triton import attend, attend_latent, schedule, split_of
+from kvatlas.kernels.triton import attend, attend_latent, schedule, split_of, write
 from kvatlas.specs import FullAttention, LatentAttention
 from tests.kernels.triton.cases import Pool
 
@@ -63,6 +63,24 @@ def test_calls_that_launch_again_agree_with_those_that_ask_triton(name: str) -> 
             else:
                 mine = act(layer, q, **batch, **more)
             assert mine.equal(act(replace(layer), q, **batch, **more)), (count, shift, prefill)
+
+
+def test_rows_that_are_written_again_are_those_of_the_call() -> None:
+    pool, other = (
+        Pool(SPECS["int8"], "LBNHC", "cuda", block=BLOCK, blocks=BLOCKS) for _ in range(2)
+    )
+    for seed in range(3):
+        for count, shift in ((1, 0), (5, 1), (32, 0), (33, 0)):
+            generator = torch.Generator().manual_seed(seed)
+            slots = torch.randperm(BLOCK * BLOCKS, generator=generator)[: count + shift].cuda()[
+                shift:
+            ]
+            rows = torch.randn(2, count, 2, 128, generator=generator).bfloat16().cuda()
+            run = None if seed else jit.JITFunction.run
+            with patch.object(jit.JITFunction, "run", run):
+                write(pool.layer, *rows, slots)
+            write(replace(other.layer), *rows, slots)
+            assert pool.raw.equal(other.raw), (seed, count, shift)
 
 
 def test_a_prepared_call_launches_again_and_allocates_nothing() -> None:

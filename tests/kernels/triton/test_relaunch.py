@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,14 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler.compiler import make_backend  # noqa: E402
 
 from kvatlas import AtlasError, Code  # noqa: E402
-from kvatlas.kernels.triton import attend, relaunch, schedule, split_of  # noqa: E402
+from kvatlas.kernels.triton import (  # noqa: E402
+    attend,
+    launch_write,
+    relaunch,
+    schedule,
+    split_of,
+    write,
+)
 from kvatlas.kernels.triton.attention import batch_kind, launch  # noqa: E402
 from kvatlas.kernels.triton.attention.layer_launch import LayerLaunch  # noqa: E402
 from kvatlas.specs import FullAttention  # noqa: E402
@@ -62,33 +70,58 @@ def layer_of() -> Any:
     return Pool(FullAttention(heads=2, head_dim=DIM), "LBNHC", "cpu", blocks=4).layer
 
 
+class Recorded:
+    """Launches of calls, and the kinds of their arguments, in place of the launches."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.kinds: list[Any] = []
+        self.launched: list[Any] = []
+        self.found: dict[Any, Any] = {}
+        self.again = 0
+        patch.setattr(launch, "batch_kind", partial(self._kind, batch_kind.batch_kind))
+        patch.setattr(launch_write, "write_kind", partial(self._kind, launch_write.write_kind))
+        patch.setattr(relaunch, "launch", self._launch)
+
+    def _kind(self, real: Any, *given: Any) -> Any:
+        self.kinds.append(real(*given))
+        return self.kinds[-1]
+
+    def _launch(self, kernel: Any, _: Any, arguments: Any, constants: Any, *more: Any) -> None:
+        assert list(constants) == kernel.arg_names[len(arguments) :]
+        fixed = tuple(constants.values()), tuple(more[0].items())
+        self.launched.append((kernel.__name__, compiled_for(arguments), fixed))
+
+    def look(self) -> None:
+        """Calls of a kind launch what was compiled for the same."""
+        kind, launched = self.kinds[-1], list(self.launched)
+        self.launched.clear()
+        self.again += kind in self.found
+        assert self.found.setdefault(kind, launched) == launched
+
+
 def test_batches_of_a_kind_are_compiled_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """And kernels are handed their arguments, then their constants, in their own order."""
-    kinds: list[Any] = []
-    launched: list[Any] = []
-    found: dict[Any, Any] = {}
-
-    def kind(*given: Any) -> Any:
-        kinds.append(batch_kind.batch_kind(*given))
-        return kinds[-1]
-
-    def record(kernel: Any, _: Any, arguments: Any, constants: Any, options: Any, __: Any) -> None:
-        assert list(constants) == kernel.arg_names[len(arguments) :]
-        fixed = tuple(constants.values()), tuple(options.items())
-        launched.append((kernel.__name__, compiled_for(arguments), fixed))
-
-    monkeypatch.setattr(launch, "batch_kind", kind)
-    monkeypatch.setattr(relaunch, "launch", record)
-    rng, layer, again = np.random.default_rng(7), layer_of(), 0
-    for _ in range(100):
+    calls, rng, layer = Recorded(monkeypatch), np.random.default_rng(7), layer_of()
+    for _ in range(60):
         batch = batch_of(rng)
-        launched.clear()
         attend(layer, batch.pop("q"), **batch)
-        assert len(launched) == 4
-        again += kinds[-1] in found
-        assert found.setdefault(kinds[-1], list(launched)) == launched
-    assert again > 20
-    assert len(found) > 20
+        assert len(calls.launched) == 4
+        calls.look()
+    assert calls.again > 5
+    assert len(calls.found) > 20
+
+
+def test_rows_of_a_kind_are_written_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, rng, layer = Recorded(monkeypatch), np.random.default_rng(8), layer_of()
+    for _ in range(60):
+        count = pick(rng, [1, 5, 16, 17, 32])
+        k, v = (odd((count, 2, DIM), torch.bfloat16, rng) for _ in "kv")
+        slots = odd((count,), pick(rng, [torch.int64, torch.int64, torch.int32]), rng)
+        write(layer, k, v, slots)
+        assert len(calls.launched) == 1
+        calls.look()
+    assert calls.again > 10
+    assert len(calls.found) > 10
 
 
 def test_what_was_compiled_is_launched_with_the_arguments_of_the_call() -> None:
@@ -136,7 +169,7 @@ def test_a_batch_of_a_kind_that_was_seen_is_refused_like_any_other(
         """Knows every kind whose strides are those of whole rows."""
 
         def get(self, kind: Any, default: Any = None) -> Any:
-            return {} if kind.tight else default
+            return {} if all(one is None or one[-1][-1] == 1 for one in kind.tensors) else default
 
     for key, value in layer.kept.items():
         if value is made:

@@ -7,6 +7,7 @@ are like those of an earlier launch can have what was compiled for these.
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ ALIGNED = 16
 
 Compiled = dict[str, Any]
 """Kernels that were compiled for arguments that are alike, by their names."""
+_MOST_KEPT = 64
+"""Kinds of arguments that are remembered."""
 
 
 TensorKind = tuple[bool, torch.dtype, torch.device, tuple[int, ...]]
@@ -30,6 +33,11 @@ def kind_of(tensor: torch.Tensor) -> TensorKind:
     (torch.float32, device(type='cpu'), (6, 1))
     """
     return tensor.data_ptr() % ALIGNED == 0, tensor.dtype, tensor.device, tensor.stride()
+
+
+def number_kind(number: int) -> tuple[bool, bool]:
+    """What kernels are compiled for of a number of 32 bits: whether it is 1, and aligned."""
+    return number == 1, number % ALIGNED == 0
 
 
 def launch(
@@ -50,3 +58,19 @@ def launch(
         known[programs](*arguments, *constants.values())
     else:
         compiled[kernel.__name__] = kernel[programs](*arguments, **{**constants, **options})
+
+
+def keep(
+    compiled: dict[Hashable, Compiled],
+    kind: Hashable,
+    tensors: Iterable[TensorKind | None],
+    made: Compiled,
+) -> None:
+    """Keep what was launched for a kind, of these tensors and more.
+
+    Not where elements along a last axis are apart: whether that is refused depends on sizes.
+    """
+    if all(one is None or one[-1][-1:] == (1,) for one in tensors):
+        if len(compiled) >= _MOST_KEPT:
+            compiled.clear()
+        compiled[kind] = made

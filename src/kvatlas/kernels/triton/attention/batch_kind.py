@@ -8,7 +8,7 @@ import torch
 
 from kvatlas.kernels.triton.attention.layer_launch import AttentionCall
 from kvatlas.kernels.triton.attention.schedule import Schedule
-from kvatlas.kernels.triton.relaunch import ALIGNED, TensorKind, kind_of
+from kvatlas.kernels.triton.relaunch import TensorKind, kind_of, number_kind
 
 
 class BatchKind(NamedTuple):
@@ -23,11 +23,6 @@ class BatchKind(NamedTuple):
     aligned_count: bool
     bits: int
     """Of the number of sequences, which decides how many are counted together."""
-
-    @property
-    def tight(self) -> bool:
-        """Whether all tensors have neighbours along their last axes, whatever their sizes."""
-        return all(kind is None or kind[-1][-1:] == (1,) for kind in self.tensors)
 
 
 def batch_kind(
@@ -49,4 +44,4 @@ def batch_kind(
         None if ends is None else kind_of(ends),
     )
     count = call.lengths.numel()
-    return BatchKind(tensors, count == 1, count % ALIGNED == 0, (count - 1).bit_length())
+    return BatchKind(tensors, *number_kind(count), (count - 1).bit_length())

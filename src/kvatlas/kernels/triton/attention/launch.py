@@ -31,8 +31,6 @@ from kvatlas.specs import Attention, LatentAttention
 
 MERGED_AT_ONCE = 2048
 """Programs of a merge: what a chip holds at once. More cost time where nothing is to be merged."""
-MOST_KINDS = 64
-"""Of batches that a layer's launches remember."""
 
 
 def attend(
@@ -153,10 +151,8 @@ def _run(
             _prefill(call, launch.prefill, prepared, compiled)
         if launch.shape.v.kind == "int4":
             hadamard.rotate_back(call.out, prepared.ends[0])
-    if known is None and call.q.is_cuda and kind.tight:
-        if len(launch.compiled) >= MOST_KINDS:
-            launch.compiled.clear()
-        launch.compiled[kind] = compiled
+    if known is None and call.q.is_cuda:
+        relaunch.keep(launch.compiled, kind, kind.tensors, compiled)
 
 
 def _decode(call: AttentionCall, plan: Schedule, compiled: relaunch.Compiled) -> None:
