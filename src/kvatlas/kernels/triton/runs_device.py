@@ -103,7 +103,7 @@ def convert_run_grid(
     begin = tl.multiple_of(source.to(tl.int64).to(tl.pointer_type(FROM)), FROM_ALIGN)
     end = tl.multiple_of(target.to(tl.int64).to(tl.pointer_type(TO)), TO_ALIGN)
     tiles = tl.cdiv(rows, TILING.rows) * tl.cdiv(elements, TILING.columns)
-    inverse = inverse_of(to_scale)
+    inverse = inverse_of(tl.full([1, 1], 1.0, tl.float32) * to_scale)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=TILING.stages):
         at, to, column, mask = tile_runs(
             tile, starts, spans, first_count, second_count, rows, elements, 1, TILING
