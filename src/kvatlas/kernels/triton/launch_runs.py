@@ -19,7 +19,7 @@ from kvatlas.kernels.cast_scales import PlacedScales
 from kvatlas.kernels.triton import storage_formats as formats
 from kvatlas.kernels.triton import tune
 from kvatlas.kernels.triton.addresses import VECTOR
-from kvatlas.kernels.triton.launch_copy import CopyTiling, tile_of
+from kvatlas.kernels.triton.launch_copy import tile_of
 from kvatlas.kernels.triton.runs_device import convert_run_grid, copy_run_grid, place_spans
 from kvatlas.specs import ElementCast
 
@@ -39,6 +39,19 @@ class RunTables(NamedTuple):
     longest: int
     starts_first: bool
     """Whether starts that follow each other are nearer than spans that do."""
+
+
+class RunTiling(NamedTuple):
+    """How runs are cut into tiles: a constant."""
+
+    rows: int
+    columns: int
+    evict: str
+    stages: int
+    starts_first: bool
+    """Whether rows that follow each other have starts that do, rather than spans."""
+    whole: bool
+    """Whether all runs are of one length, which fills their tiles."""
 
 
 def copy_runs(
@@ -66,12 +79,11 @@ def copy_runs(
     columns, rows = tile_of(words, word, use["tile"])
     count = tables.starts.shape[1] * tables.spans.shape[1]
     tiles = triton.cdiv(count, rows) * triton.cdiv(words, columns)
+    whole = tables.shortest == tables.longest and words % columns == 0
     constants = {
         "WORD": _WORDS[word],
         "UNIT": align // word,
-        "TILING": CopyTiling(rows, columns, evict=use["evict"], stages=use["stages"]),
-        "STARTS_FIRST": tables.starts_first,
-        "WHOLE": tables.shortest == tables.longest and words % columns == 0,
+        "TILING": RunTiling(rows, columns, use["evict"], use["stages"], tables.starts_first, whole),
     }
     arguments = (
         source, target, tables.starts, tables.spans, tables.starts.shape[1],
@@ -106,12 +118,11 @@ def convert_runs(
     columns, rows = tile_of(words, max(cast.items), use["tile"])
     count = tables.starts.shape[1] * tables.spans.shape[1]
     tiles = triton.cdiv(count, rows) * triton.cdiv(words, columns)
+    whole = tables.shortest == words and words % columns == 0
     types = formats.ELEMENTS[cast.source.name], formats.ELEMENTS[cast.target.name]
     constants = {
         "CAST": CastTypes(*types, unit, scales.divides, formats.device_takes_ptx(device)),
-        "TILING": CopyTiling(rows, columns, evict=use["evict"], stages=use["stages"]),
-        "STARTS_FIRST": tables.starts_first,
-        "WHOLE": tables.shortest == words and words % columns == 0,
+        "TILING": RunTiling(rows, columns, use["evict"], use["stages"], tables.starts_first, whole),
     }
     arguments = (
         source, target, tables.starts, tables.spans, scales.table, tables.starts.shape[1],

@@ -11,7 +11,7 @@ from kvatlas.kernels.triton.quantise_device import as_element
 @triton.jit
 def tile_runs(
     tile, starts, spans, first_count, second_count, rows, words, WIDTH: tl.constexpr,
-    TILING: tl.constexpr, STARTS_FIRST: tl.constexpr, WHOLE: tl.constexpr,
+    TILING: tl.constexpr,
 ):  # fmt: skip
     """Which starts a tile's runs have, where they lie at either end, columns, what is there.
 
@@ -23,7 +23,7 @@ def tile_runs(
     row = (tile // chunks) * ROWS + tl.arange(0, ROWS)
     column = (tile % chunks) * COLUMNS + tl.arange(0, COLUMNS)
     there = row < rows
-    if STARTS_FIRST:
+    if TILING.starts_first:
         start = row % first_count
         span = row // first_count
     else:
@@ -34,7 +34,7 @@ def tile_runs(
     to = tl.load(starts + first_count + start, mask=there, other=0)
     to += tl.load(spans + second_count + span, mask=there, other=0)
     mask = there[:, None]
-    if not WHOLE:
+    if not TILING.whole:
         length = tl.load(spans + 2 * second_count + span, mask=there, other=0) // WIDTH
         mask = mask & (column[None, :] < length[:, None])
     return start, at, to, column, mask
@@ -44,13 +44,11 @@ def tile_runs(
 @triton.jit(do_not_specialize=["source", "target", "first_count", "second_count", "rows", "words"])
 def copy_run_grid(
     source, target, starts, spans, first_count, second_count, rows, words,
-    WORD: tl.constexpr, UNIT: tl.constexpr, TILING: tl.constexpr, STARTS_FIRST: tl.constexpr,
-    WHOLE: tl.constexpr,
+    WORD: tl.constexpr, UNIT: tl.constexpr, TILING: tl.constexpr,
 ):  # fmt: skip
     """Runs of words, one for every sum of a start and a span.
 
     `starts` has a row of offsets for either end, `spans` one more for lengths, in bytes.
-    `WHOLE` says that all runs have `words` words, which fill their tiles.
     """
     ROWS: tl.constexpr = TILING.rows
     COLUMNS: tl.constexpr = TILING.columns
@@ -62,9 +60,8 @@ def copy_run_grid(
     tiles = tl.cdiv(rows, ROWS) * tl.cdiv(words, COLUMNS)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=TILING.stages):
         _, at, to, column, mask = tile_runs(
-            tile, starts, spans, first_count, second_count, rows, words, WIDTH, TILING,
-            STARTS_FIRST, WHOLE,
-        )  # fmt: skip
+            tile, starts, spans, first_count, second_count, rows, words, WIDTH, TILING
+        )
         # In units first: a product says what it is a multiple of, a loaded number does not.
         pointers = begin + ((at // ALIGN) * UNIT)[:, None] + column[None, :]
         moved = tl.load(pointers, mask=mask, eviction_policy=TILING.evict)
@@ -91,8 +88,7 @@ def quotient(values, divisor, inverse):
 )
 def convert_run_grid(
     source, target, starts, spans, scales, first_count, second_count, rows, elements,
-    CAST: tl.constexpr, TILING: tl.constexpr, STARTS_FIRST: tl.constexpr,
-    WHOLE: tl.constexpr,
+    CAST: tl.constexpr, TILING: tl.constexpr,
 ):  # fmt: skip
     """Runs of elements that change their type, one for every sum of a start and a span.
 
@@ -109,9 +105,8 @@ def convert_run_grid(
     tiles = tl.cdiv(rows, TILING.rows) * tl.cdiv(elements, TILING.columns)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=TILING.stages):
         start, at, to, column, mask = tile_runs(
-            tile, starts, spans, first_count, second_count, rows, elements, 1, TILING,
-            STARTS_FIRST, WHOLE,
-        )  # fmt: skip
+            tile, starts, spans, first_count, second_count, rows, elements, 1, TILING
+        )
         pointers = begin + ((at // UNIT) * UNIT)[:, None] + column[None, :]
         values = tl.load(pointers, mask=mask, other=0.0, eviction_policy=TILING.evict)
         start = tl.minimum(start, first_count - 1)  # of rows that are not there, too
