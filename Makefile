@@ -32,7 +32,7 @@ endif
 # cores: some tests wait, for peers that stand still say, and others are run meanwhile.
 PARALLEL = $(shell $(PY) -c "import os, xdist; print('--dist loadgroup -n', os.cpu_count() + 1)" 2>/dev/null)
 
-.PHONY: demo tour test test-deep test-pool test-gpu test-lowest test-lowest-triton test-transformers test-vllm test-vllm-deep test-vllm-lifecycle \
+.PHONY: demo tour test test-deep test-pool test-stream test-gpu test-lowest test-lowest-triton test-transformers test-vllm test-vllm-deep test-vllm-lifecycle \
 	bench-vllm demo-vllm test-page map-gallery map-figures map-pictures \
 	test-kvcache-simulator test-dynamo hits lint lint-workflows bench bench-gpu docs docs-pairings wheel check-release format clean test-attack test-long test-fleet soak
 
@@ -54,6 +54,11 @@ OPERATIONS ?= 1000000
 
 test-pool: $(READY)  ## A million random operations on block pools, beside a reference
 	$(PY) -m tests.pool.million --operations $(OPERATIONS)
+
+GIGABYTES ?= 10
+
+test-stream: $(READY)  ## Traces of GIGABYTES=10 out of a pipe: in how much memory they are read
+	$(PY) -m tests.pool.long_stream --gigabytes $(GIGABYTES)
 
 # SIZE is how often each claim is tried, over each transport: 100 for all that is promised.
 SIZE ?= 6
