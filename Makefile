@@ -34,7 +34,7 @@ PARALLEL = $(shell $(PY) -c "import os, xdist; print('--dist loadgroup -n', os.c
 
 .PHONY: demo tour test test-deep test-pool test-stream test-gpu test-lowest test-lowest-triton test-transformers test-vllm test-vllm-deep test-vllm-lifecycle \
 	bench-vllm demo-vllm test-page map-gallery map-figures map-pictures \
-	test-kvcache-simulator test-dynamo hits lint lint-workflows bench bench-gpu docs docs-pairings wheel check-release format clean test-attack test-fleet soak
+	test-kvcache-simulator test-dynamo hits lint lint-workflows bench bench-gpu docs docs-pairings wheel check-release format clean test-attack test-long test-fleet soak
 
 demo: $(READY)  ## The main job: plan, prefill, ship the cache, decode elsewhere
 	$(PY) -m examples.handover
@@ -66,6 +66,13 @@ SECONDS ?= 3600
 
 test-attack: $(READY)  ## Peers that stop, die, lie and crowd, over every transport: what held
 	$(PY) -m tests.attack --tries $(SIZE)
+
+# Models one after the other take 15 minutes, each in a process of its own; JOBS=2 takes two at a time.
+TOKENS ?= 1048576
+
+test-long: $(READY)  ## A million tokens of every model: memory beside the pools, and where descriptors lead
+	$(PY) -m tests.attack.long_contexts --tokens $(TOKENS)
+	$(PY) -m tests.attack.long_contexts all --tokens $(TOKENS) $(if $(JOBS),--jobs $(JOBS))
 
 test-fleet: $(READY)  ## Tiers on a store that lies, and on Mooncake Store whose processes die, 100 times each
 	HYPOTHESIS_PROFILE=deep $(PY) -m pytest $(or $(TESTS),tests/tier/test_store_faults.py tests/tier/test_store_topologies.py tests/tier/test_mooncake_store.py tests/tier/test_mooncake_faults.py)

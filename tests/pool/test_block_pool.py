@@ -17,6 +17,7 @@ from hypothesis.stateful import (
 )
 
 from kvatlas.errors import AtlasError, Code
+from kvatlas.planning import plan
 from kvatlas.pool import BlockPool, PrefixIdentity, checkpoint_policy
 from tests.pool.engine import PIECES, PLANS, POLICIES, Engine
 from tests.pool.million import run
@@ -238,6 +239,20 @@ def test_what_is_copied_from_is_nobody_elses_before(eviction: str) -> None:
         pool.computed(number, tokens)
         pool.free(number)
     assert copied
+
+
+def test_tokens_before_a_window_that_did_not_come_are_not_found_where_all_tokens_are_kept() -> None:
+    """A plan of one group for all layers: of those that see a window, a tier has no more."""
+    pool = BlockPool(plan("gpt-oss-20b", memory="40GiB", policy="uniform"))
+    pool.admit("first", range(1000))
+    pool.reserve("first", 1000)
+    pool.loaded("first", 900)  # from token 773 on, in every second layer
+    pool.computed("first", 1000)
+    pool.free("first")
+    assert pool.admit("shorter", [*range(500), 7]) == 0
+    pool.reserve("shorter", 501)
+    pool.computed("shorter", 501)
+    assert pool.admit("longer", range(1001)) == 496, "whole blocks that were computed here are"
 
 
 def test_a_fork_copies_only_what_was_computed() -> None:

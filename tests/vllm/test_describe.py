@@ -18,13 +18,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    SlidingWindowSpec,
     create_kv_cache_views,
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvatlas import AtlasError
 from kvatlas.engines.vllm.describe import check_tensors, describe_stage, join_stages
+from kvatlas.engines.vllm.scheduler_side import TransferGroup
 from kvatlas.errors import Code
 from kvatlas.geometry import Layout
 from kvatlas.models import Model
@@ -150,6 +155,26 @@ def test_tensors_that_are_not_the_plans_are_refused_by_the_layers_name() -> None
             check_tensors(seen, stage, tensors)
         assert refusal.value.code is Code.ENGINE_REFUSES, why
         assert last in str(refusal.value), why
+
+
+def test_windows_that_vllm_keeps_whole_are_known_to_the_schedulers_side() -> None:
+    """Without the hybrid manager: merged with layers that see all tokens, or beside them."""
+    about: dict[str, Any] = {"block_size": 64, "head_size": 32, "dtype": torch.float32}
+    off = SimpleNamespace(
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=True),
+        attention_config=SimpleNamespace(hisparse_config=None),
+        speculative_config=None,
+    )
+    for heads in (2, 4):
+        for local in (
+            SlidingWindowSpec(**about, num_kv_heads=2, sliding_window=96),
+            ChunkedLocalAttentionSpec(**about, num_kv_heads=2, attention_chunk_size=96),
+        ):
+            full = FullAttentionSpec(**about, num_kv_heads=heads)
+            (group,) = get_kv_cache_groups(off, {"l.0.attn": full, "l.1.attn": local})
+            known = TransferGroup(group.kv_cache_spec, 0)
+            assert set(known.windows_kept_whole) == {96}, (heads, local)
+            assert not known.partial
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -21,6 +21,7 @@ from kvatlas.pool.events import AllBlocksCleared, BlockEvent, removed_events, st
 from kvatlas.pool.eviction import EVICTIONS
 from kvatlas.pool.group_needs import (
     first_needed,
+    first_seen,
     hash_grain,
     hit_step,
     needed_blocks,
@@ -215,8 +216,10 @@ class BlockPool:
 
     def loaded(self, request: Hashable, tokens: int) -> None:
         """The first `tokens` tokens came from elsewhere, as far as the next one sees them."""
-        ends = [(group, first_needed(group, tokens)) for group in self.plan.groups]
-        self._get(request).incomplete = [ceil_div(first, group.block) for group, first in ends]
+        self._get(request).incomplete = [
+            ceil_div(first_seen(self.plan, index, tokens), group.block)
+            for index, group in enumerate(self.plan.groups)
+        ]
         self.computed(request, tokens)
 
     def fork(self, request: Hashable, child: Hashable) -> None:
@@ -346,8 +349,8 @@ class BlockPool:
                 if tokens in ends:
                     kept_state |= self._keep(index, asked.chain, tokens // group.block - 1, table)
             elif self._index.groups[index].keeps_all:
-                first, stop = asked.computed // group.block, tokens // group.block
-                self._keep(index, asked.chain, first, table[first:stop])
+                first = max(asked.computed // group.block, asked.incomplete[index])
+                self._keep(index, asked.chain, first, table[first : tokens // group.block])
             else:
                 stop = 0
                 for end in ends:
