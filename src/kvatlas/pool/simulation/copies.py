@@ -80,14 +80,13 @@ class CopyingReplay(Replay):
                 runs[-1].append(number)
             else:
                 runs.append([number])
-        return [
-            AlikeGroups(
-                self.model.classes[run[0]], run[0], self._pools[run[0]],
-                StateTable if few and self.model.classes[run[0]].needs == "state" else SimulatedTable,
-                np.array(run, np.int64)[:, None] << self._bits,
-            )
-            for run in runs
-        ]  # fmt: skip
+        found = []
+        for run in runs:
+            one = self.model.classes[run[0]]
+            table = StateTable if few and one.needs == "state" else SimulatedTable
+            bases = np.array(run, np.int64)[:, None] << self._bits
+            found.append(AlikeGroups(one, run[0], self._pools[run[0]], table, bases))
+        return found
 
     def _admit(self, request: int, spans: Ints, hit: int, wanted: Ints, parts: list[Ints]) -> bool:
         """Serve a request step by step; False where even an empty pool has no room for it."""
