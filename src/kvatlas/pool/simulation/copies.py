@@ -185,8 +185,10 @@ class CopyingReplay(Replay):
 
     def _take_oldest(self, pool: int, found: Ints) -> None:
         """The oldest copies of what is found; none of them is evicted until ranked anew."""
-        if self._copies:
-            for place in zip(*self._copied[found].nonzero(), strict=True):
+        if not found.size:
+            return
+        if self._copies and (copied := self._copied[found]).any():
+            for place in zip(*copied.nonzero(), strict=True):
                 found[place] = self._copies[int(found[place])][0]
         self._evictions[pool].forget(found)
 
