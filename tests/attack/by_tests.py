@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -25,17 +25,23 @@ class _Counting:
             self.outcome.add([])
 
 
-def holds_in(*tests: str) -> Callable[[Attack], Outcome]:
+@dataclass(frozen=True)
+class PassingTests:
     """A claim that holds where tests pass, each by its file and name; their cases are tries."""
 
-    def claim(attack: Attack) -> Outcome:
+    tests: tuple[str, ...]
+
+    def __call__(self, attack: Attack) -> Outcome:
         outcome = Outcome()
-        names = [str(ROOT / test) for test in tests]
+        names = [str(ROOT / test) for test in self.tests]
+        quietly = ["-q", "-p", "no:xdist", "-p", "no:cacheprovider", "--tb=no"]
         for _ in range(max(1, attack.tries // 25)):
-            quietly = ["-q", "-p", "no:xdist", "-p", "no:cacheprovider", "--tb=no"]
             code = pytest.main([*quietly, *names], plugins=[_Counting(outcome)])
             if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-                outcome.add([f"pytest ended with {code.name if code in pytest.ExitCode else code}"])
+                outcome.add([f"pytest ended with {code!r}"])
         return outcome
 
-    return claim
+
+def holds_in(*tests: str) -> PassingTests:
+    """The claim that some tests attack."""
+    return PassingTests(tests)

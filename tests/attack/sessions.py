@@ -30,9 +30,9 @@ def thousands_of_sessions(attack: Attack) -> Outcome:
             with Session(here.node, endpoint) as session:
                 session.link(0).check()
             opened += 1
+            outcome.add([])
     except AtlasError as refused:
         outcome.add([f"session {opened + 1} was refused: {refused.code}"])
-    outcome.add([] if opened == MOST else ["some sessions were not opened"])
     far.ask("offer", request="last")
     with Session(here.node, endpoint) as session:
         session.pull("last", dst_blocks=here.blocks, tokens=_TOKENS).wait(20)

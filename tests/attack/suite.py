@@ -22,7 +22,7 @@ MARK = "outcome "
 """Before the line for whoever started the process: transports print to stdout too."""
 _ALL = tuple(WIRES)
 _MOST = ("shm", "tcp", "nixl", "mooncake")
-"""Without NIXL over TCP, where what stops and dies is told apart from the same by other means."""
+"""Without NIXL over TCP, which is NIXL once more but for peers that stop and die."""
 _SIDE, _DISK = ("side channel",), ("files",)
 """What is attacked in place of a transport."""
 
@@ -108,6 +108,7 @@ CLAIMS: dict[str, Row] = {
             "tests/wire/test_hostile_peers.py::test_leases_of_other_sessions_are_out_of_reach",
             "tests/wire/test_hostile_peers.py::"
             "test_a_reader_that_reads_nothing_releases_nothing_it_should_not",
+            "tests/wire/test_hostile_peers.py::test_who_was_sent_nothing_has_read_nothing",
         ),
         _SIDE,
     ),
@@ -115,6 +116,8 @@ CLAIMS: dict[str, Row] = {
         holds_in(
             "tests/wire/test_security.py::test_listening_beyond_this_host_takes_a_secret",
             "tests/wire/transports/test_listening.py::test_nothing_listens_beyond_the_loopback",
+            "tests/wire/transports/test_listening.py::"
+            "test_a_transport_beyond_this_host_takes_a_secret",
         ),
         _SIDE,
     ),

@@ -24,7 +24,9 @@ from tests.pool.million import run
 from tests.pool.models import MODELS, small_plan
 from tests.profiles import DEEP
 
-EXAMPLES, STEPS = (3_000, 100) if DEEP else (60, 30)  # a million: make test-pool
+EXAMPLES, STEPS = (16_000, 100) if DEEP else (60, 30)
+"""With some 65 rules an example, a million operations in the deep profile, as make test-pool has
+them from a seed; both check everything after each."""
 
 prompts = st.tuples(
     st.lists(st.sampled_from(PIECES), max_size=4), st.integers(0, 20), st.sampled_from([b"", b"s"])
@@ -113,6 +115,25 @@ def test_a_hit_ends_where_every_group_can_go_on() -> None:
         pool.free(1)
         assert pool.admit(2, [*prompt[: 3 * step], 5]) == expected // 16 * step
         assert pool.admit(3, [*prompt, 5]) == 4 * step
+
+
+def test_checkpoints_within_a_share_leave_the_rest_to_attention() -> None:
+    """Else states of one long prompt would drive out what all others are found by."""
+    made = small_plan("hybrid", 60)
+    step, found = made.block_size, {}
+    for keep in ("every-block", "every-block-within-25"):
+        pool = BlockPool(made, checkpoints=checkpoint_policy(keep))
+        prompts = [[user, *range(100, 99 + 5 * step)] for user in range(6)]
+        for number, prompt in enumerate(prompts):
+            pool.admit(number, prompt)
+            for stop in [*pool.stops(number, len(prompt)), len(prompt)]:
+                pool.reserve(number, stop)
+                pool.computed(number, stop)
+            pool.free(number)
+        attention = [one for one in pool._index.groups if one.keeps_all]
+        found[keep] = sum(len(one.blocks) for one in attention)
+        assert pool.admit("last", [*prompts[-1], 5]) == 5 * step
+    assert found["every-block-within-25"] == 30 > found["every-block"]
 
 
 def test_compressed_caches_are_found_at_whole_blocks() -> None:

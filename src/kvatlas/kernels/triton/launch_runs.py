@@ -12,7 +12,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -20,7 +19,7 @@ import triton.language as tl
 from kvatlas.kernels.triton import storage_formats as formats
 from kvatlas.kernels.triton import tune
 from kvatlas.kernels.triton.addresses import VECTOR
-from kvatlas.kernels.triton.launch_copy import CopyTiling, tile_of
+from kvatlas.kernels.triton.launch_copy import tile_of
 from kvatlas.kernels.triton.runs_device import convert_run_grid, copy_run_grid, place_spans
 from kvatlas.specs import ElementCast
 
@@ -40,6 +39,19 @@ class RunTables(NamedTuple):
     longest: int
     starts_first: bool
     """Whether starts that follow each other are nearer than spans that do."""
+
+
+class RunTiling(NamedTuple):
+    """How runs are cut into tiles: a constant."""
+
+    rows: int
+    columns: int
+    evict: str
+    stages: int
+    starts_first: bool
+    """Whether rows that follow each other have starts that do, rather than spans."""
+    whole: bool
+    """Whether all runs are of one length, which fills their tiles."""
 
 
 def copy_runs(
@@ -67,12 +79,11 @@ def copy_runs(
     columns, rows = tile_of(words, word, use["tile"])
     count = tables.starts.shape[1] * tables.spans.shape[1]
     tiles = triton.cdiv(count, rows) * triton.cdiv(words, columns)
+    whole = tables.shortest == tables.longest and words % columns == 0
     constants = {
         "WORD": _WORDS[word],
         "UNIT": align // word,
-        "TILING": CopyTiling(rows, columns, evict=use["evict"], stages=use["stages"]),
-        "STARTS_FIRST": tables.starts_first,
-        "WHOLE": tables.shortest == tables.longest and words % columns == 0,
+        "TILING": RunTiling(rows, columns, use["evict"], use["stages"], tables.starts_first, whole),
     }
     arguments = (
         source, target, tables.starts, tables.spans, tables.starts.shape[1],
@@ -109,17 +120,15 @@ def convert_runs(
     tiles = triton.cdiv(count, rows) * triton.cdiv(words, columns)
     # The inverse of a power of two is as good as the division; it is exact in between too.
     exact = math.frexp(cast.to_scale)[0] == 0.5 and 2**-64 <= cast.to_scale <= 2**64
+    whole = tables.shortest == words and words % columns == 0
     types = formats.ELEMENTS[cast.source.name], formats.ELEMENTS[cast.target.name]
     constants = {
         "CAST": CastTypes(*types, unit, not exact, formats.device_takes_ptx(device)),
-        "TILING": CopyTiling(rows, columns, evict=use["evict"], stages=use["stages"]),
-        "STARTS_FIRST": tables.starts_first,
-        "WHOLE": tables.shortest == words and words % columns == 0,
+        "TILING": RunTiling(rows, columns, use["evict"], use["stages"], tables.starts_first, whole),
     }
     arguments = (
         source, target, tables.starts, tables.spans, tables.starts.shape[1],
         tables.spans.shape[1], count, words, float(cast.from_scale), float(cast.to_scale),
-        float(np.float32(1) / np.float32(cast.to_scale)),
     )  # fmt: skip
     launch = Launch(convert_run_grid, min(tiles, programs or tiles), arguments, constants)
     return _launch(launch, use["warps"], device, stream)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvatlas.kernels.triton.quantise_device import as_element
+from kvatlas.kernels.triton.quantise_device import as_element, inverse_of
 
 
 @triton.jit
 def tile_runs(
     tile, starts, spans, first_count, second_count, rows, words, WIDTH: tl.constexpr,
-    TILING: tl.constexpr, STARTS_FIRST: tl.constexpr, WHOLE: tl.constexpr,
+    TILING: tl.constexpr,
 ):  # fmt: skip
     """Where the runs of a tile begin at either end, its columns, and what of it there is.
 
@@ -23,7 +23,7 @@ def tile_runs(
     row = (tile // chunks) * ROWS + tl.arange(0, ROWS)
     column = (tile % chunks) * COLUMNS + tl.arange(0, COLUMNS)
     there = row < rows
-    if STARTS_FIRST:
+    if TILING.starts_first:
         start = row % first_count
         span = row // first_count
     else:
@@ -34,7 +34,7 @@ def tile_runs(
     to = tl.load(starts + first_count + start, mask=there, other=0)
     to += tl.load(spans + second_count + span, mask=there, other=0)
     mask = there[:, None]
-    if not WHOLE:
+    if not TILING.whole:
         length = tl.load(spans + 2 * second_count + span, mask=there, other=0) // WIDTH
         mask = mask & (column[None, :] < length[:, None])
     return at, to, column, mask
@@ -44,13 +44,11 @@ def tile_runs(
 @triton.jit(do_not_specialize=["source", "target", "first_count", "second_count", "rows", "words"])
 def copy_run_grid(
     source, target, starts, spans, first_count, second_count, rows, words,
-    WORD: tl.constexpr, UNIT: tl.constexpr, TILING: tl.constexpr, STARTS_FIRST: tl.constexpr,
-    WHOLE: tl.constexpr,
+    WORD: tl.constexpr, UNIT: tl.constexpr, TILING: tl.constexpr,
 ):  # fmt: skip
     """Runs of words, one for every sum of a start and a span.
 
     `starts` has a row of offsets for either end, `spans` one more for lengths, in bytes.
-    `WHOLE` says that all runs have `words` words, which fill their tiles.
     """
     ROWS: tl.constexpr = TILING.rows
     COLUMNS: tl.constexpr = TILING.columns
@@ -62,9 +60,8 @@ def copy_run_grid(
     tiles = tl.cdiv(rows, ROWS) * tl.cdiv(words, COLUMNS)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=TILING.stages):
         at, to, column, mask = tile_runs(
-            tile, starts, spans, first_count, second_count, rows, words, WIDTH, TILING,
-            STARTS_FIRST, WHOLE,
-        )  # fmt: skip
+            tile, starts, spans, first_count, second_count, rows, words, WIDTH, TILING
+        )
         # In units first: a product says what it is a multiple of, a loaded number does not.
         pointers = begin + ((at // ALIGN) * UNIT)[:, None] + column[None, :]
         moved = tl.load(pointers, mask=mask, eviction_policy=TILING.evict)
@@ -91,13 +88,12 @@ def quotient(values, divisor, inverse):
 )
 def convert_run_grid(
     source, target, starts, spans, first_count, second_count, rows, elements, from_scale, to_scale,
-    inverse, CAST: tl.constexpr, TILING: tl.constexpr, STARTS_FIRST: tl.constexpr,
-    WHOLE: tl.constexpr,
+    CAST: tl.constexpr, TILING: tl.constexpr,
 ):  # fmt: skip
     """Runs of elements that change their type, one for every sum of a start and a span.
 
     Tables are as in `copy_run_grid`, counted in elements. An element times `from_scale` is
-    divided by `to_scale`, of which there is the `inverse`.
+    divided by `to_scale`.
     """
     FROM: tl.constexpr = CAST.source
     TO: tl.constexpr = CAST.target
@@ -107,11 +103,11 @@ def convert_run_grid(
     begin = tl.multiple_of(source.to(tl.int64).to(tl.pointer_type(FROM)), FROM_ALIGN)
     end = tl.multiple_of(target.to(tl.int64).to(tl.pointer_type(TO)), TO_ALIGN)
     tiles = tl.cdiv(rows, TILING.rows) * tl.cdiv(elements, TILING.columns)
+    inverse = inverse_of(tl.full([1, 1], 1.0, tl.float32) * to_scale)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=TILING.stages):
         at, to, column, mask = tile_runs(
-            tile, starts, spans, first_count, second_count, rows, elements, 1, TILING,
-            STARTS_FIRST, WHOLE,
-        )  # fmt: skip
+            tile, starts, spans, first_count, second_count, rows, elements, 1, TILING
+        )
         pointers = begin + ((at // UNIT) * UNIT)[:, None] + column[None, :]
         values = tl.load(pointers, mask=mask, other=0.0, eviction_policy=TILING.evict)
         # As codecs do it, in two steps: one factor would round some elements another way.
